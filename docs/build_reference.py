@@ -1,8 +1,8 @@
-"""Writes the table of configuration keys into ``docs/training.md``, from the config classes themselves.
+"""Writes the keys of a configuration and the options of all commands into their pages, from the code itself.
 
     python docs/build_reference.py
 
-Everything between the two marker lines is replaced; a test fails when the page is not current.
+Everything between the two marker lines is replaced; a test fails when a page is not current.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
+import click
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from dmt.training.commands import main
 from dmt.training.config import TrainingConfig
 
-__all__ = ["BEGIN", "END", "PAGE", "current_page", "reference"]
+__all__ = ["BEGIN", "END", "PAGES", "commands", "current_page", "keys"]
 
-PAGE = Path(__file__).parent / "training.md"
-"""The page that holds the table."""
 BEGIN = "<!-- begin: written by docs/build_reference.py -->"
 """The line above the table."""
 END = "<!-- end: written by docs/build_reference.py -->"
@@ -33,36 +33,59 @@ _PLURALS = {int: "integers", str: "texts", float: "numbers", Any: "values"}
 _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
-def reference() -> str:
+def commands() -> str:
+    """Every command as Markdown: its purpose, its options, an example.
+
+    Example:
+        >>> "## `dmt score`" in commands()
+        True
+    """
+    parts = []
+    for name, command in sorted(main.commands.items()):
+        context = click.Context(command, info_name=f"dmt {name}")
+        parts.append(f"## `dmt {name}`\n\n{_paragraphs(command.help or '')}\n")
+        parts.append("| argument or option | meaning |\n| --- | --- |")
+        for parameter in command.get_params(context):
+            if isinstance(parameter, click.Argument):
+                parts.append(f"| `{parameter.make_metavar(context)}` | |")
+            elif (record := parameter.get_help_record(context)) is not None and record[0] != "--help":
+                parts.append(f"| `{_cell(record[0])}` | {_cell(_one_line(record[1]))} |")
+        parts.append("")
+        if command.epilog:
+            parts.append(f"{command.epilog.partition(': ')[0]}: `{command.epilog.partition(': ')[2]}`\n")
+    return "\n".join(parts)
+
+
+def keys() -> str:
     """The sections of `TrainingConfig` as Markdown: one table each, with every key, its default and its meaning.
 
     Example:
-        >>> "| `batch_size` | `1024` | integer, at least 1, at most 16777216 | B, rows per rank" in reference()
+        >>> "| `batch_size` | `1024` | integer, at least 1, at most 16777216 | B, rows per rank" in keys()
         True
     """
     parts = []
     for path, section in _sections(TrainingConfig, ()):
         # The class docstrings point developers to the design record, which is not among the user's pages.
         heading = re.sub(r" \(DESIGN[^)]*\)", "", _one_line((section.__doc__ or "").split("\n\n")[0]))
-        parts.append(f"### `[{path}]`\n\n{heading}\n")
+        parts.append(f"## `[{path}]`\n\n{heading}\n")
         parts.append("| key | default | values | meaning |\n| --- | --- | --- | --- |")
         parts += [_row(key, field) for key, field in section.model_fields.items() if _model_of(field) is None]
         parts.append("")
     return "\n".join(parts)
 
 
-def current_page(page: str) -> str:
-    """The text of the page with its table replaced by today's.
+def current_page(page: str, reference: str) -> str:
+    """The text of a page with what is between its marks replaced.
 
     Example:
-        >>> current_page(f"before {BEGIN} old {END} after").count(BEGIN)
-        1
+        >>> " new " in " ".join(current_page(f"before {BEGIN} old {END} after", "new").split())
+        True
     """
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
-    assert begin, f"{PAGE} lacks the line {BEGIN!r}"
-    assert end, f"{PAGE} lacks the line {END!r}"
-    return f"{before}{BEGIN}\n\n{reference()}\n{END}{after}"
+    assert begin, f"the page lacks the line {BEGIN!r}"
+    assert end, f"the page lacks the line {END!r}"
+    return f"{before}{BEGIN}\n\n{reference}\n{END}{after}"
 
 
 def _sections(model: type[BaseModel], path: tuple[str, ...]) -> Iterator[tuple[str, type[BaseModel]]]:
@@ -83,7 +106,7 @@ def _row(key: str, field: FieldInfo) -> str:
     default = field.get_default(call_default_factory=True)
     shown = "not set" if default is None else f"`{json.dumps(default)}`"
     cells = [f"`{key}`", shown, _values(field), _one_line(field.description or "")]
-    return f"| {' | '.join(cell.replace('|', chr(92) + '|') for cell in cells)} |"
+    return f"| {' | '.join(map(_cell, cells))} |"
 
 
 def _values(field: FieldInfo) -> str:
@@ -110,9 +133,21 @@ def _kind(annotation: Any) -> str:
     return _KINDS[annotation]
 
 
+def _cell(text: str) -> str:
+    return text.replace("|", chr(92) + "|")
+
+
 def _one_line(text: str) -> str:
     return " ".join(text.split())
 
 
+def _paragraphs(text: str) -> str:
+    return "\n\n".join(_one_line(paragraph) for paragraph in text.replace(chr(8), "").split("\n\n"))
+
+
+PAGES = {Path(__file__).parent / "keys.md": keys, Path(__file__).parent / "commands.md": commands}
+"""The pages, and what makes their text."""
+
 if __name__ == "__main__":
-    PAGE.write_text(current_page(PAGE.read_text()))
+    for path, reference in PAGES.items():
+        path.write_text(current_page(path.read_text(), reference()))

@@ -230,7 +230,7 @@ def step_operations(
     prefetch: bool = False,
     hierarchical: bool = False,
 ) -> list[Operation]:
-    """Returns the operations of a step (DMT, section 3.1, `docs/sptt.md`; flat: Neo, figure 18).
+    """Returns the operations of a step (DMT, section 3.1, `docs/towers.md`; flat: Neo, figure 18).
 
     Args:
         work: of the busiest rank.

@@ -1,7 +1,7 @@
 """Semantic-preserving tower transform (SPTT), step by step: the dataflow that every tower sharder's module shares.
 
 DMT (arXiv 2403.00877) section 3.1, Figure 7. With the peer route, the default, the paper's steps are these; see
-`dmt.sptt.id_routes` for the other route and docs/sptt.md for a worked example.
+`dmt.sptt.id_routes` for the other route and docs/towers.md for a worked example.
 
 ======  ===========================================================  =====  ==================  =======================
 step    what                                                         group  method              file

@@ -1,6 +1,6 @@
 """Id routes of SPTT: `PeerIdRoute` through the peers (steps a and c in two hops), `GlobalIdRoute` in one hop.
 
-DMT (arXiv 2403.00877) sections 3.1.1 and 3.1.3; docs/sptt.md follows one batch through all steps. A route sends the
+DMT (arXiv 2403.00877) sections 3.1.1 and 3.1.3; docs/towers.md follows one batch through all steps. A route sends the
 ids of a batch to the ranks that hold the tables. From the lookup (step b) on nothing differs, so the results of both
 have the same bits.
 

@@ -122,14 +122,14 @@ class DataConfig(Section):
     ``source`` names, which sets it."""
     source: str | None = None
     """``package.module:function`` that yields batches of named columns
-    ([Rows of your own](training.md#rows-of-your-own)), instead of files."""
+    ([Rows of your own](data.md#rows-of-your-own)), instead of files."""
     source_shards: int = Field(default=1, ge=1, le=65_536)
     """Parts into which the function divides its rows, which ranks read at the same time. The order of rows depends on
     it, and not on the number of ranks."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Settings of the function's own."""
     prepared: str | None = None
-    """A folder that ``dmt prepare`` wrote ([Prepared data](training.md#prepared-data)). When the configuration is read,
+    """A folder that ``dmt prepare`` wrote ([Prepared data](data.md#prepare)). When the configuration is read,
     its paths, columns and rows of tables take the place of this key."""
     train_path: str | None = None
     """A file, a directory (all its data files) or a glob, also as a URL that fsspec knows (``s3://clicks/day_*.parquet``);
