@@ -268,7 +268,8 @@ def step_operations(
     def exchanged(name: str, load: Load, k: int) -> str:
         return step.send(name, "embeddings", exchange, load=load, ranks=peers, channel="peers", share=shares[k])
 
-    sent, returned = [], {}
+    sent: list[str] = []
+    returned: dict[int, str] = {}
     for k in parts:
         step.compute(f"towers {k}", towers[k][0], moved=_COPIES * work.embedding_bytes * shares[k], after=[arrived])
         sent.append(exchanged(f"outputs {k}", work.peer_outputs, k))
