@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dmt.simulator.steps import Operation, simulate
@@ -68,6 +68,7 @@ def test_neos_equation_1_is_the_special_case_in_which_nothing_is_shared(early: f
     assert found.seconds == pytest.approx(forward + backward)
 
 
+@settings(suppress_health_check=[HealthCheck.too_slow])  # another job may take the cores
 @given(
     st.lists(st.tuples(st.floats(0, 5), st.floats(0, 5), st.floats(0, 1), st.integers(0, 7)), min_size=1, max_size=8)
 )

@@ -34,6 +34,7 @@ CASES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
         {"sharding": {"tables": {"t_C1": "row_wise", "t_C[23]": "data_parallel", "t_C4": "table_wise"}}},
     ),
     "flat model": ("dlrm", {"sharding": {"scheme": "table_wise"}}),
+    "flat dataflow": ("dlrm", {"sharding": {"dataflow": "flat", "scheme": "table_wise"}}),
     "cut table": ("dcn", {"sharding": {"scheme": "table_wise"}, "towers": {"plan": "cut"}}),
     "global route": ("dmt-dlrm", {"sharding": {"scheme": "column_wise", "id_route": "global"}}),
     "global route, row_wise": ("dmt-dlrm", {"sharding": {"scheme": "row_wise", "id_route": "global"}}),
