@@ -8,7 +8,6 @@ return to their tables with their optimizer states, rows that come are read from
 from __future__ import annotations
 
 import hashlib
-import itertools
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -27,7 +26,6 @@ from dmt.hot_rows.copies import HotCopies, HotGroups
 from dmt.hot_rows.costs import choose_rows, saved_bytes, why_not_chosen
 from dmt.hot_rows.profile import AccessProfile, RowCounts
 from dmt.plan.tables import TableSpec, table_specs
-from dmt.plan.topology import TowerTopology
 from dmt.sharding.optimizers import data_parallel_obstacle, optimizer_name
 from dmt.sptt.dataflow import SPTTModule
 from dmt.sptt.flat import ShardedSPTTEmbeddingBagCollection
@@ -145,8 +143,9 @@ class HotRows:
         self._steps = self._batches = self._samples = self._batches_since_step = 0
         self._counter = _Counter(self._tables)
         # Groups of their own: nothing else on them can come in another order on another rank.
-        everyone = [list(range(mesh.topology.world_size))]
-        self._groups = HotGroups(*(mesh.new_group(ranks) for ranks in (*_host_groups(mesh.topology), everyone)))
+        topology = mesh.topology
+        groups = topology.host_groups(), topology.across_host_groups(), [list(range(topology.world_size))]
+        self._groups = HotGroups(*map(mesh.new_group, groups))
         self._everyone = self._groups.whole
         self._owned = self._owned_tables()
         self._copies: HotCopies | None = None
@@ -450,15 +449,6 @@ def _flat_collection(model: nn.Module, mesh: TowerMesh) -> ShardedSPTTEmbeddingB
     if isinstance(getattr(module.before_lookup, "__self__", None), HotRows):
         raise InputError("HotRows: this model has a HotRows already; use that one.")
     return module
-
-
-def _host_groups(topology: TowerTopology) -> tuple[list[list[int]], list[list[int]]]:
-    """Returns the ranks of each host, and those at the same place on all hosts."""
-    ranks = topology.sharding_groups()[0]
-    hosts = [list(of_host) for _, of_host in itertools.groupby(ranks, key=topology.host)]
-    if len({len(of_host) for of_host in hosts}) > 1:
-        hosts = [[rank] for rank in ranks]
-    return hosts, [list(at_place) for at_place in zip(*hosts, strict=True)]
 
 
 def _digest(profile: AccessProfile | None) -> Any:

@@ -177,6 +177,10 @@ class TowerTopology:
         """Ranks of one `host` each."""
         return [list(range(first, first + self.host_size)) for first in range(0, self.world_size, self.host_size)]
 
+    def across_host_groups(self) -> list[list[int]]:
+        """Ranks at the same place on all hosts."""
+        return [list(ranks) for ranks in zip(*self.host_groups(), strict=True)]
+
     def share_across_hosts(self, groups: list[list[int]]) -> float:
         """The share, of all pairs of two ranks of one group, that is on different hosts; 0 where there is no pair."""
         pairs = across = 0

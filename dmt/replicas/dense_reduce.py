@@ -61,9 +61,8 @@ class HierarchicalDataParallel(DefaultDataParallelWrapper):
         if (given := options.get("allreduce_comm_precision")) is not None:
             raise InputError(f"HierarchicalDataParallel: allreduce_comm_precision={given!r}; use precision='bf16'.")
         super().__init__(bucket_cap_mb=bucket_cap_mb, **options)
-        hosts = mesh.topology.host_groups()
-        across = [list(ranks) for ranks in zip(*hosts, strict=True)]
-        self._inside = mesh.new_group(hosts)
+        across = mesh.topology.across_host_groups()
+        self._inside = mesh.new_group(mesh.topology.host_groups())
         # On the peers' own connections, if they are the same ranks, gradients of tower outputs come first, which more
         # depends on. Not with NCCL: all ranks must start what one of its groups carries in one order.
         are_peers = sorted(across) == sorted(map(sorted, mesh.topology.peer_groups()))

@@ -96,9 +96,8 @@ class FlatSharder(EmbeddingBagCollectionSharder):
         )
         if not any(sharding.sharding_type in _BY_HOST for sharding in params.values()):
             return make()
-        hosts = mesh.topology.host_groups()
-        inside, across = mesh.new_group(hosts), mesh.new_group([list(ranks) for ranks in zip(*hosts, strict=True)])
-        with host_groups(inside, across):
+        topology = mesh.topology
+        with host_groups(mesh.new_group(topology.host_groups()), mesh.new_group(topology.across_host_groups())):
             return make()
 
 

@@ -72,6 +72,7 @@ def test_hosts_hold_whole_towers_or_equal_parts_of_one(
         ranks_per_host=ranks_per_host,
     )
     assert topology.host_groups() == hosts
+    assert topology.across_host_groups() == [list(ranks) for ranks in zip(*hosts, strict=True)]
     assert topology.num_hosts == len(hosts)
     assert [topology.host(rank) for rank in range(topology.world_size)] == [
         number for number, ranks in enumerate(hosts) for _ in ranks
