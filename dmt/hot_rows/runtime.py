@@ -259,7 +259,7 @@ class HotRows:
 
         Take it where a checkpoint of the model is taken. The first rank is given the counts of all, others none.
         """
-        mine, summed = self._counter.profile(), AccessProfile(self._tables)
+        mine, summed = self._counter.profile(), _exact_profile(self._tables)
         for table in self._tables:  # one by one: those of all tables and ranks may be many
             for counts in gather_on_first(mine[table.name], self._everyone):
                 summed.put(table.name, counts)
@@ -272,16 +272,14 @@ class HotRows:
 
         Collective. Load the model's state before. A profile is not used after it. Copies that take more than
         ``extra_memory`` allows now are left out until the next choice; with ``refresh_every=None``, where no choice
-        follows, they are kept. With as many ranks all that follows has the bits of an uninterrupted run, as long as no
-        table of more than 2^20 rows was read in more of them since the last choice: the counts of those are estimates,
-        which depend on how they are added up.
+        follows, they are kept. With as many ranks all that follows has the bits of an uninterrupted run.
         """
         names = {table.name for table in self._tables if table in state.counts.tables}
         self._steps, self._profile = state.steps, None
         # All on one rank: a choice sums over ranks.
         is_first = self._everyone.rank() == 0
         self._batches, self._samples = (state.batches, state.samples) if is_first else (0, 0)
-        loaded = AccessProfile(self._tables)
+        loaded = _exact_profile(self._tables)
         if is_first:
             loaded.num_samples = state.counts.num_samples
             for name in names:
@@ -326,7 +324,7 @@ class HotRows:
         group, mine = self._everyone, self._counter.profile()
         names = [table.name for table in self._tables]
         parts = gather_objects(({name: mine[name].total for name in names}, mine.num_samples), group)
-        summed = AccessProfile(self._tables)
+        summed = _exact_profile(self._tables)
         summed.num_samples = sum(samples for _, samples in parts)
         totals = {name: sum(of_rank[name] for of_rank, _ in parts) for name in names}
         topology, distinct = self._mesh.topology, self._is_unique
@@ -356,13 +354,16 @@ class HotRows:
         return [name for name in mine if name not in before]
 
 
+def _exact_profile(tables: Sequence[TableSpec]) -> AccessProfile:
+    return AccessProfile(tables, most_rows=max(table.num_embeddings for table in tables))
+
+
 class _Counter:
     """Counts the ids of batches exactly, where they are: on a GPU nothing is copied to the host, batch by batch."""
 
     def __init__(self, tables: Sequence[TableSpec], before: AccessProfile | None = None) -> None:
         self._tables = tables
-        most = max(table.num_embeddings for table in tables)
-        self._total = AccessProfile(tables, most_rows=most)
+        self._total = _exact_profile(tables)
         if before is not None:
             self._total.merge(before)
         self._waiting: dict[str, list[Tensor]] = {table.name: [] for table in tables}

@@ -1,10 +1,9 @@
-"""Access profiles of a run's data: counted from its rows, summed over ranks, kept as Parquet files."""
+"""Access profiles of a run's data, and the state of its hot rows, kept as Parquet files."""
 
 from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
-from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,24 +17,16 @@ from dmt.hot_rows.profile import AccessProfile, RowCounts
 from dmt.plan.tables import TableSpec
 
 if TYPE_CHECKING:
-    from torch.distributed import ProcessGroup
-
     from dmt.hot_rows.runtime import HotRowsState
-    from dmt.training.data import ClickData
-    from dmt.training.data.batch import ClickBatch
 
 __all__ = [
-    "add_batch",
-    "collect_profile",
     "load_hot_rows",
     "load_profile",
     "save_hot_rows",
     "save_profile",
-    "sum_profiles",
 ]
 
 _FORMAT = 1
-_BATCH_ROWS = 256  # training batches are whole: fewer rows than this are left out at the end
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,48 +44,6 @@ class _Header:
 # Files of a checkpoint.
 _COUNTS, _ROWS, _NUMBERS = "hot_rows_counts.parquet", "hot_rows.parquet", "hot_rows.json"
 _SCHEMA = pa.schema([("table", pa.int32()), ("row", pa.int64()), ("accesses", pa.int64())])
-
-
-def collect_profile(data: ClickData, *, num_samples: int | None = None, most_rows: int = 2**20) -> AccessProfile:
-    """Counts the accesses of the first training rows of an epoch.
-
-    Args:
-        data: opened data with an ``embedding_dim``.
-        num_samples: rows to read, rounded up to a multiple of 256 if they are more; None: all of them. Of data that end
-            before, the last 255 at most are left out.
-        most_rows: as in `AccessProfile`.
-
-    Raises:
-        InputError: a row is malformed, or there is none.
-    """
-    profile = AccessProfile(data.tables, most_rows=most_rows)
-    size = _BATCH_ROWS if num_samples is None else min(num_samples, _BATCH_ROWS)
-    batches = data.batches("train", rank=0, world_size=1, batch_size=size)
-    try:
-        for batch in islice(batches, None if num_samples is None else -(-num_samples // size)):
-            add_batch(profile, batch)
-    except InputError:
-        rows = data.num_rows("train")
-        if not rows or rows >= size:
-            raise
-        return collect_profile(data, num_samples=rows, most_rows=most_rows)  # fewer than a batch
-    return profile
-
-
-def add_batch(profile: AccessProfile, batch: ClickBatch) -> None:
-    """Counts the ids of a batch, such as one of a running job."""
-    ids = {name: bags.values().cpu() for name, bags in batch.sparse_features.to_dict().items()}
-    profile.add(ids, num_samples=len(batch.labels))
-
-
-def sum_profiles(profile: AccessProfile, group: ProcessGroup) -> AccessProfile:
-    """Returns the sum of the profiles of all ranks of a group; a collective call."""
-    from dmt.collectives import gather_objects
-
-    first, *others = gather_objects(profile, group)
-    for other in others:
-        first.merge(other)
-    return first
 
 
 def save_profile(profile: AccessProfile, path: Path) -> None:
