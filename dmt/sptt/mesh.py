@@ -7,7 +7,6 @@ from collections.abc import Iterator
 
 import torch.distributed as dist
 
-from dmt._torchrec import group_timeout
 from dmt.collectives import check_agreement
 from dmt.errors import InputError
 from dmt.plan.topology import TowerTopology
@@ -67,6 +66,9 @@ class TowerMesh:
 
         Each rank makes its own group only: 128 towers of 8 ranks have 1,289 groups.
         """
+        # Here, since planning on a laptop imports this file without TorchRec.
+        from dmt._torchrec import group_timeout
+
         mine = next((ranks for ranks in groups if self.rank in ranks), None)
         assert mine is not None, f"rank {self.rank} is in none of the groups {groups}"
         group: dist.ProcessGroup = dist.new_group(
