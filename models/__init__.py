@@ -21,7 +21,6 @@ from __future__ import annotations
 
 from dmt.models.complexity import (
     Complexity,
-    complexity_of,
     compression_ratio,
     count_complexity,
     criteo_1tb_tables,
@@ -56,7 +55,6 @@ __all__ = [
     "ModelOptions",
     "OverArch",
     "PassThroughTowerModule",
-    "complexity_of",
     "compression_ratio",
     "count_complexity",
     "criteo_1tb_tables",

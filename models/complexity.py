@@ -9,7 +9,6 @@ These are the numbers of Tables 3 to 5 of the DMT paper (arXiv 2403.00877).
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -25,7 +24,7 @@ from dmt.models.dcn import DCN, DMTDCN
 from dmt.models.dense import ModelOptions
 from dmt.models.dlrm import DLRM, DMTDLRM, DMTDLRMProducts
 from dmt.models.sparse import check_tower_modules
-from dmt.plan.tables import TableSpec, feature_names, table_specs
+from dmt.plan.tables import TableSpec, feature_names
 from dmt.plan.towers import TowerPlan
 
 __all__ = [
@@ -34,7 +33,6 @@ __all__ = [
     "Complexity",
     "MetaTables",
     "MetaTowers",
-    "complexity_of",
     "compression_ratio",
     "count_complexity",
     "count_on_meta",
@@ -47,7 +45,7 @@ __all__ = [
 ]
 
 ARCHS = ("dlrm", "dlrm-products", "dcn")
-"""Architectures that `complexity_of` accepts."""
+"""Architectures that `paper_complexity` accepts."""
 
 CRITEO_DENSE_FEATURES = 13
 """Integer columns of a Criteo sample."""
@@ -150,50 +148,6 @@ def dense_weight_bytes(model: nn.Module) -> tuple[int, int]:
     return towers, sum(size for name, size in sizes.items() if name not in tables and not is_tower_module(name))
 
 
-def complexity_of(
-    *,
-    arch: str,
-    tables: Sequence[Any],
-    tower_plan: TowerPlan | None = None,
-    tower_dim: int | None = None,
-    c: int = 1,
-    p: int = 0,
-    dense_in_features: int = CRITEO_DENSE_FEATURES,
-    options: ModelOptions | None = None,
-) -> Complexity:
-    """Builds DLRM, DCN or their multi-tower form on the meta device and counts it.
-
-    Args:
-        arch: ``"dlrm"`` or ``"dcn"``; with towers also ``"dlrm-products"`` (`DMTDLRMProducts`).
-        tables: `dmt.plan.tables.TableSpec` or TorchRec ``EmbeddingBagConfig``.
-        tower_plan: the towers; without it the flat model is counted.
-        tower_dim: D; by default the paper's, 64 for DLRM and 128 for DCN.
-        c: projections of each feature (DLRM).
-        p: linear combinations of a tower's features (DLRM).
-        dense_in_features: columns of the dense input.
-        options: sizes of the MLPs; by default the paper's. Their device does not matter here.
-
-    Raises:
-        InputError: an unknown architecture, tower settings without towers, c or p with DCN, or anything that the
-            model refuses.
-    """
-    _check_settings(arch, tower_plan is not None, tower_dim, c, p)
-    settings: dict[str, Any] = {
-        "tables": table_specs(tables),
-        "dense_in_features": dense_in_features,
-        "options": dataclasses.replace(options or ModelOptions(), device="meta"),
-        "make_sparse_arch": MetaTables,
-    }
-    kinds: dict[str, Any] = {"dlrm": DLRM, "dcn": DCN}
-    if tower_plan is not None:
-        kinds = {"dlrm": DMTDLRM, "dlrm-products": DMTDLRMProducts, "dcn": DMTDCN}
-        # The paper's D is the models' default.
-        settings |= {"tower_plan": tower_plan, "make_sparse_arch": MetaTowers}
-        settings |= {} if tower_dim is None else {"tower_dim": tower_dim}
-        settings |= {} if arch == "dcn" else {"c": c, "p": p}
-    return count_on_meta(kinds[arch](**settings), dense_in_features)
-
-
 def count_on_meta(model: nn.Module, dense_in_features: int) -> Complexity:
     """Counts a model on the meta device whose tables are `MetaTables` or `MetaTowers`."""
     return count_complexity(model, *meta_batch(dense_in_features))
@@ -215,8 +169,16 @@ def paper_complexity(
 ) -> Complexity:
     """Counts a model of the paper's size on Criteo-1TB, a cell of its Tables 3, 4 and 5.
 
-    Arguments and errors are those of `complexity_of`, but for ``num_towers``: T of 1 to 26, with the naive strided
-    assignment of features; ``None`` for the flat model. The paper's 16-tower DLRM has D=128, c=0, p=1.
+    Args:
+        arch: ``"dlrm"`` or ``"dcn"``; with towers also ``"dlrm-products"`` (`DMTDLRMProducts`).
+        num_towers: T of 1 to 26, with the naive strided assignment of features; None for the flat model.
+        tower_dim: D; by default the paper's, 64 for DLRM and 128 for DCN.
+        c: projections of each feature (DLRM).
+        p: linear combinations of a tower's features (DLRM). The paper's 16-tower DLRM has D=128, c=0, p=1.
+
+    Raises:
+        InputError: an unknown architecture, tower settings without towers, c or p with DCN, or a size that the model
+            refuses.
 
     Example:
         >>> round(paper_complexity("dlrm").mflops_per_sample, 2)
@@ -224,9 +186,20 @@ def paper_complexity(
         >>> paper_complexity("dlrm", num_towers=8, tower_dim=64).compression_ratio
         2.0
     """
+    _check_settings(arch, num_towers is not None, tower_dim, c, p)
     tables = criteo_1tb_tables()
-    plan = None if num_towers is None else TowerPlan.strided(feature_names(tables), num_towers)
-    return complexity_of(arch=arch, tables=tables, tower_plan=plan, tower_dim=tower_dim, c=c, p=p)
+    settings: dict[str, Any] = {"dense_in_features": CRITEO_DENSE_FEATURES, "options": ModelOptions(device="meta")}
+    if num_towers is None:
+        flat: dict[str, Any] = {"dlrm": DLRM, "dcn": DCN}
+        model = flat[arch](tables=tables, make_sparse_arch=MetaTables, **settings)
+    else:
+        # The paper's D is the models' default.
+        settings |= {} if tower_dim is None else {"tower_dim": tower_dim}
+        settings |= {} if arch == "dcn" else {"c": c, "p": p}
+        towers: dict[str, Any] = {"dlrm": DMTDLRM, "dlrm-products": DMTDLRMProducts, "dcn": DMTDCN}
+        plan = TowerPlan.strided(feature_names(tables), num_towers)
+        model = towers[arch](tables=tables, tower_plan=plan, make_sparse_arch=MetaTowers, **settings)
+    return count_on_meta(model, CRITEO_DENSE_FEATURES)
 
 
 def _check_settings(arch: str, has_towers: bool, tower_dim: int | None, c: int, p: int) -> None:

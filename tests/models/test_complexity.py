@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 
 import pytest
@@ -11,9 +12,11 @@ from torch import nn
 from dmt.errors import InputError
 from dmt.models import DCN, DLRM, DMTDCN, DMTDLRM, ModelOptions
 from dmt.models.complexity import (
-    complexity_of,
+    MetaTables,
+    MetaTowers,
     compression_ratio,
     count_complexity,
+    count_on_meta,
     criteo_1tb_tables,
     paper_complexity,
 )
@@ -85,17 +88,17 @@ def test_default_tower_dim_is_the_papers():
 @pytest.mark.parametrize("arch", ["dlrm", "dcn"])
 @pytest.mark.parametrize("towers", [False, True])
 def test_the_meta_count_is_that_of_the_real_model(arch, towers, tables, plan, dense_features, sparse_features):
-    options = ModelOptions(dense_arch_layer_sizes=(16,), over_arch_layer_sizes=(16, 1))
-    tower_plan = plan if towers else None
-    meta = complexity_of(arch=arch, tables=tables, tower_plan=tower_plan, options=options)
+    sizes = {"dense_arch_layer_sizes": (16,), "over_arch_layer_sizes": (16, 1)}
     builders = {
-        ("dlrm", False): lambda common: DLRM(**common),
-        ("dlrm", True): lambda common: DMTDLRM(tower_plan=plan, **common),
-        ("dcn", False): lambda common: DCN(**common),
-        ("dcn", True): lambda common: DMTDCN(tower_plan=plan, **common),
+        ("dlrm", False): DLRM,
+        ("dlrm", True): functools.partial(DMTDLRM, tower_plan=plan),
+        ("dcn", False): DCN,
+        ("dcn", True): functools.partial(DMTDCN, tower_plan=plan),
     }
-    model = builders[arch, towers]({"tables": tables, "dense_in_features": 13, "options": options})
-    assert count_complexity(model, dense_features, sparse_features) == meta
+    make = functools.partial(builders[arch, towers], tables=tables, dense_in_features=13)
+    stand_in = MetaTowers if towers else MetaTables
+    meta = count_on_meta(make(options=ModelOptions(**sizes, device="meta"), make_sparse_arch=stand_in), 13)
+    assert count_complexity(make(options=ModelOptions(**sizes)), dense_features, sparse_features) == meta
 
 
 def test_counting_leaves_gradients_alone(tables, dense_features, sparse_features):
@@ -122,7 +125,10 @@ def test_towers_of_different_embedding_dims():
         for i, dim in enumerate((32, 32, 16))
     ]
     plan = TowerPlan.from_lists([["f0", "f1"], ["f2"]])
-    assert complexity_of(arch="dlrm", tables=tables, tower_plan=plan, tower_dim=8).compression_ratio == 80 / 24
+    options = ModelOptions(device="meta")
+    settings = {"tables": tables, "tower_plan": plan, "tower_dim": 8, "options": options}
+    model = DMTDLRM(**settings, dense_in_features=3, make_sparse_arch=MetaTowers)
+    assert count_on_meta(model, 3).compression_ratio == 80 / 24
 
 
 def test_compression_ratio_of_a_model_without_towers():
