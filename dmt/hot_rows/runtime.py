@@ -439,7 +439,7 @@ def _row_numbers(rows: Mapping[str, Any]) -> Rows:
 def _flat_collection(model: nn.Module, mesh: TowerMesh) -> ShardedSPTTEmbeddingBagCollection:
     found = [part for part in model.modules() if isinstance(part, SPTTModule)]
     has_towers = any(not isinstance(part, ShardedSPTTEmbeddingBagCollection) for part in found)
-    routes = {part.id_route for part in found if part.id_route == "global"} or {"peer"}
+    routes: set[str] = {part.id_route for part in found if part.id_route == "global"} or {"peer"}
     refuse(hot_rows=True, has_towers=has_towers, id_route=routes.pop(), num_replicas=mesh.topology.num_replicas)
     if len(found) != 1:
         raise InputError(
