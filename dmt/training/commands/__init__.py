@@ -177,7 +177,8 @@ def partition(**options: Any) -> None:
                 f"--compare reads two plans and writes nothing, so {', '.join(more)} would be ignored. Give --compare "
                 "alone, or with --json."
             )
-        print_compared(compare_plans(*map(TowerPlan.load, pair)), as_json=options["as_json"])
+        compared = compare_plans(*map(TowerPlan.load, pair))
+        emit(compared, as_json=options["as_json"], show=lambda: print_compared(compared))
         return
     found = run_partition(options, _command())
     if options["as_json"]:
@@ -303,7 +304,7 @@ def check(config: str, overrides: tuple[str, ...], *, as_json: bool, **limits: A
     except RanksFailedError as error:
         click.echo(f"FAILED: {printable(str(error))}", err=True)
         sys.exit(1)
-    print_report(report, as_json=as_json)
+    emit(report, as_json=as_json, show=lambda: print_report(report))
     if not report.agrees:
         sys.exit(1)
 
@@ -330,7 +331,8 @@ def export(
 
     check_output_files({"--out": (out, "program")}, files_of_run(checkpoint, data))
     exported = export_run(checkpoint, out, tables=tables, data_path=data, functions=function)
-    print_exported(exported, out, as_json=as_json)
+    record = dataclasses.asdict(exported) | {"checkpoint": str(exported.checkpoint)}
+    emit(record, as_json=as_json, show=lambda: print_exported(exported, out))
 
 
 @main.command(epilog="Example: dmt score runs/towers --data tomorrow.parquet -o predictions.parquet")
@@ -353,7 +355,8 @@ def score(
 
     check_output_files({"--out": (out, "Parquet")}, files_of_run(model, data))
     scored = score_rows(model, out, data_path=data, batch_size=batch_size, functions=function)
-    print_scored(scored, out, as_json=as_json)
+    record = {"rows": scored.num_rows, **(dataclasses.asdict(scored.metrics) if scored.metrics else {})}
+    emit(record, as_json=as_json, show=lambda: print_scored(scored, out))
 
 
 @main.command(epilog="Example: dmt complexity --arch dlrm --towers 8 --tower-dim 64")

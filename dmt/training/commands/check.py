@@ -13,7 +13,6 @@ from rich.markup import escape
 
 from dmt.testing.ranks import prepare_ranks
 from dmt.training.console import make_table, table_console
-from dmt.training.records import to_json
 
 if TYPE_CHECKING:
     from dmt.training.check import CheckReport
@@ -45,11 +44,8 @@ def run_check(config: str, overrides: Sequence[str], **limits: Any) -> CheckRepo
         return replace(check_run(settings, CheckLimits(**limits)), seconds=time.perf_counter() - began)
 
 
-def print_report(report: CheckReport, *, as_json: bool) -> None:
+def print_report(report: CheckReport) -> None:
     """Prints the report."""
-    if as_json:
-        print(to_json(report.to_record()))
-        return
     console = table_console(markup=True)
     for line in (*report.schemes, *report.reduced):
         console.print(f"- {escape(line)}")

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -127,11 +126,8 @@ def print_partition(found: Partition, out: Path, report: Path | None) -> None:
         console.print(line, soft_wrap=True)
 
 
-def print_compared(found: PlanComparison, *, as_json: bool) -> None:
+def print_compared(found: PlanComparison) -> None:
     """Prints how far two plans put the same features together."""
-    if as_json:
-        print(json.dumps(asdict(found), indent=1))
-        return
     console = NameConsole(highlight=False, markup=False, emoji=False)
     console.print(
         f"Rand index {found.rand_index:.3f}, adjusted for chance {found.adjusted_rand_index:.3f}: 1 where both plans "

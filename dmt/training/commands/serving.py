@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import click
 
 from dmt.formatting import counted, human_bytes, printable
-from dmt.training.records import auc_warning, ne_warning, to_json
+from dmt.training.records import auc_warning, ne_warning
 
 if TYPE_CHECKING:
     from dmt.training.serving.export import Exported
@@ -18,11 +17,8 @@ if TYPE_CHECKING:
 __all__ = ["print_exported", "print_scored"]
 
 
-def print_exported(found: Exported, out: Path, *, as_json: bool) -> None:
+def print_exported(found: Exported, out: Path) -> None:
     """Prints the exported model and the call that loads it."""
-    if as_json:
-        click.echo(to_json({**asdict(found), "checkpoint": str(found.checkpoint)}))
-        return
     manifest = found.manifest
     share = found.file_bytes / found.table_bytes
     kind = f"{manifest.model}, {len(manifest.towers)} towers" if manifest.towers else f"{manifest.model}, no towers"
@@ -39,11 +35,8 @@ def print_exported(found: Exported, out: Path, *, as_json: bool) -> None:
     click.echo(printable("\n".join(lines)))
 
 
-def print_scored(found: Scored, out: Path, *, as_json: bool) -> None:
+def print_scored(found: Scored, out: Path) -> None:
     """Prints the number of rows, and the metrics where rows have labels."""
-    if as_json:
-        click.echo(to_json({"rows": found.num_rows, **(asdict(found.metrics) if found.metrics else {})}))
-        return
     click.echo(printable(f"{found.num_rows:,} rows. Written to {out}."))
     if found.metrics is None:
         click.echo("The rows have no label: there are no metrics.")

@@ -152,7 +152,7 @@ def test_a_pipe_is_wide_and_long_names_are_folded(
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     name = "table_of_" + "x" * 60
-    check_command.print_report(report_of(Finding(check="logits", item=name, difference=1, allowed=0)), as_json=False)
+    check_command.print_report(report_of(Finding(check="logits", item=name, difference=1, allowed=0)))
     printed = capsys.readouterr().out
     assert (name in printed) is not is_cut
     assert printed.count("x") >= 60, "folded, not cut"
