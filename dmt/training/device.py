@@ -11,6 +11,8 @@ import os
 import re
 import sys
 import threading
+import time
+import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
@@ -34,6 +36,7 @@ __all__ = [
     "on_all_ranks",
     "process_group",
     "random_state",
+    "restart_safe_store",
     "set_random_state",
     "take_device",
 ]
@@ -116,8 +119,6 @@ def set_random_state(state: Tensor) -> None:
 def process_group(config: TrainingConfig) -> Iterator[TowerMesh]:
     """Joins the ranks that torchrun started, yields the mesh of a run, and leaves when all are done.
 
-    A restart by torchrun has a store of its own, named after its restart count.
-
     Raises:
         InputError: torchrun did not start this, there are other ranks than the topology has, or no device for each.
     """
@@ -132,15 +133,53 @@ def process_group(config: TrainingConfig) -> Iterator[TowerMesh]:
     waiting.daemon = True
     waiting.start()
     try:
-        dist.init_process_group(backend(kind), timeout=_TIMEOUT)
+        store, rank, world_size = next(dist.rendezvous("env://", timeout=_TIMEOUT))
+        store = restart_safe_store(store, rank, world_size, timeout=_TIMEOUT)
     finally:
         waiting.cancel()
+    dist.init_process_group(backend(kind), store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT)
     try:
         yield TowerMesh(topology)
         # A rank that leaves while a peer still sends can abort it.
         dist.barrier()
     finally:
         dist.destroy_process_group()
+
+
+def restart_safe_store(store: dist.Store, rank: int, world_size: int, *, timeout: timedelta) -> dist.Store:
+    """Returns a part of a store that only the ranks of this attempt know; every rank of the attempt calls it.
+
+    torchrun may start ranks again on a store that still has the addresses of ranks that died, and its restart count is
+    not the same on all hosts. So rank 0 names the part. It answers each greeting that it finds, also one that an
+    earlier attempt has left, until all ranks have thanked it for the name.
+
+    Args:
+        store: shared with earlier attempts.
+        rank: of this process.
+        world_size: ranks of the attempt.
+        timeout: how long rank 0 waits for the others; they wait as long as the store does.
+
+    Raises:
+        TimeoutError: on rank 0, some rank has not come.
+    """
+    own = uuid.uuid4().hex
+    if rank != 0:
+        store.set(f"dmt/greeting/{rank}", own)
+        name = store.get(f"dmt/answer/{own}").decode()
+        store.set(f"dmt/thanks/{name}/{rank}", "")
+        return dist.PrefixStore(name, store)
+    waiting = set(range(1, world_size))
+    deadline = time.monotonic() + timeout.total_seconds()
+    while waiting:
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"Ranks {sorted(waiting)[:8]} of {world_size} have not come within {timeout}.")
+        for other in sorted(waiting):
+            if store.check([f"dmt/thanks/{own}/{other}"]):
+                waiting.remove(other)
+            elif store.check([f"dmt/greeting/{other}"]):
+                store.set(f"dmt/answer/{store.get(f'dmt/greeting/{other}').decode()}", own)
+        time.sleep(0.05 if waiting else 0)
+    return dist.PrefixStore(own, store)
 
 
 def on_all_ranks(work: Callable[[], Value], mesh: TowerMesh) -> Value:

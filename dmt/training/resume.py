@@ -82,6 +82,10 @@ class Position:
     bookmark: Mapping[str, Any] | None = None
     """`ClickData.bookmark` of that row."""
 
+    def in_epoch(self, epoch: int) -> Position:
+        """Returns the position at the beginning of an epoch, or itself if it is in that one."""
+        return self if epoch == self.epoch else Position(step=self.step, epoch=epoch)
+
 
 @dataclass(frozen=True, kw_only=True)
 class Start:

@@ -22,7 +22,7 @@ from dmt.errors import InputError
 from dmt.hot_rows.runtime import HotRows
 from dmt.replicas.sync import ReplicaSync
 from dmt.sptt.mesh import TowerMesh
-from dmt.training.agreement import Agreement, Signals
+from dmt.training.agreement import Agreed, Agreement, Signals
 from dmt.training.build import (
     ScheduledOptimizer,
     build_optimizer,
@@ -183,19 +183,20 @@ def train_steps(run: Run, at: Position, signals: Signals) -> tuple[Position, Ste
     health, timer = SoundnessCheck(run.model, mesh.global_group), StepTimer()
     agreement = Agreement(config, mesh, health=health, timer=timer, replicas=run.replicas, signals=signals)
     followers = [part for part in (run.replicas, run.hot_rows) if part is not None]
-    is_save_due = False
-    with progress_bar(initial=first, total=_total_steps(run.job), enabled=mesh.rank == 0) as bar:
+    is_save_due, last = False, _total_steps(run.job)
+    with progress_bar(initial=first, total=last, enabled=mesh.rank == 0) as bar:
         for epoch, batches in stretches(run, at):
-            if epoch != at.epoch:
-                at = replace(at, epoch=epoch, rows=0)
-            if at.step > first and batches and _is_due(at.step, config.eval_every):
+            at = at.in_epoch(epoch)
+            if batches is None:
+                break
+            if at.step > first and _is_due(at.step, config.eval_every):
                 _evaluate_between(run, at, bar)
             if is_save_due:
                 save(run, at)
                 agreement.saved()
             is_save_due = False
             timer.restart()
-            for logits, labels, _ in run_pipeline(run.pipeline, batches or iter(())):
+            for logits, labels, _ in run_pipeline(run.pipeline, batches):
                 for part in followers:
                     part.step()
                 at = replace(at, step=at.step + 1, rows=at.rows + rows)
@@ -207,14 +208,12 @@ def train_steps(run: Run, at: Position, signals: Signals) -> tuple[Position, Ste
                 agreed = agreement.meet(at.step, binary_cross_entropy_with_logits(logits, labels))
                 if _is_due(at.step, config.log_every):
                     bar.set_postfix(loss=f"{agreed.loss:.4f}", refresh=False)
-                    run.record.scalars(at.step, {"train/loss": agreed.loss})
-                    run.record.draw(at.step, agreement.speed(rows))
-                    _warn_of_probabilities(run, at.step - first, agreed.outputs)
+                    _record_loss(run, at.step, agreed, agreement.speed(rows))
                 if agreed.stops:
                     break
                 # Where an evaluation follows, after it: whoever goes on from here has its numbers.
                 is_save_due = agreed.saves and _is_due(at.step, config.eval_every)
-                if agreed.saves and not is_save_due:
+                if agreed.saves and not is_save_due and at.step != last:
                     save(run, at)
                     agreement.saved()
                 timer.restart()
@@ -236,11 +235,12 @@ def _check_trained(run: Run, at: Position) -> None:
         )
 
 
-def _warn_of_probabilities(run: Run, steps: int, outputs: tuple[float, float]) -> None:
-    """Warns once, at the first record of the loss, of a model of the user's own that seems to return probabilities."""
-    factory, every = run.job.config.model.factory, run.job.config.train.log_every
-    text = "" if factory is None or steps > every else probability_warning(factory, *outputs)
-    if text and run.mesh.rank == 0:
+def _record_loss(run: Run, step: int, agreed: Agreed, speed: dict[str, float]) -> None:
+    """Records loss and speed, and warns at the first record of a model that seems to return probabilities."""
+    run.record.scalars(step, {"train/loss": agreed.loss})
+    run.record.draw(step, speed)
+    factory, is_first = run.job.config.model.factory, step - run.start.position.step <= run.job.config.train.log_every
+    if factory and is_first and run.mesh.rank == 0 and (text := probability_warning(factory, *agreed.outputs)):
         logger.warning(text)
 
 

@@ -178,7 +178,7 @@ def test_torchrun_starts_a_killed_run_again(undisturbed_pair: Any, tmp_path: Pat
     make_checkpoint(checkpoint_folder(run), 100, {})
     path, log = tmp_path / "config.toml", tmp_path / "kills"
     path.write_text(to_toml(run))
-    kills = [asdict(Kill(place="start", rank=1)), asdict(Kill(place="step", rank=1, nth=9))]
+    kills = [asdict(Kill(place="start", rank=1)), asdict(Kill(place="step", rank=1, nth=6))]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2"]
     finished = subprocess.run(
         [sys.executable, *torchrun, "-m", "tests.training.kills", str(path)],

@@ -102,3 +102,12 @@ def test_a_run_saved_by_the_clock_is_the_same_run_and_resumes_bit_for_bit(prefet
     assert [step for step, _ in board(tmp_path / "whole", "train/samples_per_second")] == [6, 8, 10]
     drawn = board(tmp_path / "whole", "bytes_per_sample/forward")
     assert drawn == [(STEPS, pytest.approx(expected["bytes_per_sample"]["forward"]))]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("train", [{"max_steps": 10}, {"max_steps": None, "epochs": 1, "eval_every": 2}])
+def test_the_last_step_is_saved_once(train: dict[str, Any], tmp_path: Path) -> None:
+    few = {"num_rows": 330, "num_eval_rows": 64}
+    pair: dict[str, Any] = {"topology": {"num_towers": 1, "ranks_per_tower": 2}, "synthetic": few}
+    assert attempt(config(tmp_path, train={"save_every": 5, **train}, **pair)) is not None
+    assert [path.name for path in checkpoints(tmp_path / "checkpoint")] == ["step-00000010", "step-00000005"]
