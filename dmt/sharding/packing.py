@@ -9,6 +9,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import combinations
 from typing import NamedTuple
 
@@ -76,10 +77,15 @@ class Problem:
         """L."""
         return len(self.cost)
 
-    @property
+    @cached_property
+    def cheapest_first(self) -> list[list[Option]]:
+        """Options of each item by their cost summed over ranks."""
+        return [sorted(options, key=lambda option: option.total(self.num_ranks)) for options in self.options]
+
+    @cached_property
     def least_mean(self) -> float:
         """Mean cost of a rank if every item takes its cheapest option, without fixed costs."""
-        least = sum(min(option.total(self.num_ranks) for option in options) for options in self.options)
+        least = sum(options[0].total(self.num_ranks) for options in self.cheapest_first)
         return (float(self.cost.sum()) + least) / self.num_ranks
 
     def fixed_cost(self, kinds: Iterable[int]) -> float:
@@ -209,12 +215,11 @@ def greedy(problem: Problem, target: float, *, by_memory: bool = False) -> Packi
     option that leaves them cheapest. ``by_memory`` places the largest memory first, for tight limits. None: an item
     finds no room.
     """
-    packing, num_ranks = Packing(problem), problem.num_ranks
-    cheapest_first = [sorted(options, key=lambda option: option.total(num_ranks)) for options in problem.options]
+    packing, cheapest_first = Packing(problem), problem.cheapest_first
 
     def size(item: int) -> float:
         options = cheapest_first[item]
-        return min(option.most_memory for option in options) if by_memory else options[0].total(num_ranks)
+        return min(option.most_memory for option in options) if by_memory else options[0].total(problem.num_ranks)
 
     for item in sorted(range(len(cheapest_first)), key=lambda item: (-size(item), item)):
         best: tuple[float, Option, tuple[int, ...]] | None = None

@@ -160,12 +160,12 @@ class _TowerPlanner:
         options, cache = [], self.tiers.cache_load_factor
         for scheme, shapes in cuts:
             loads = {s: self.model.shard(table, scheme, *s, kernel=kernel, cache=cache) for s in set(shapes)}
-            costs, sizes = tuple(loads[s].seconds for s in shapes), tuple(float(loads[s].memory) for s in shapes)
-            kind = SCHEMES.index(scheme)
+            kind, sizes = SCHEMES.index(scheme), [float(loads[shape].memory) for shape in shapes]
             if scheme in ("table_wise", "column_wise"):
-                options.append(Option(costs, sizes, 0.0, None, kind))
+                costs = tuple(loads[shape].seconds for shape in shapes)
+                options.append(Option(costs, tuple(sizes), 0.0, None, kind))
             else:
-                options.append(Option((), (), costs[0], np.array(sizes), kind))
+                options.append(Option((), (), loads[shapes[0]].seconds, np.array(sizes), kind))
         return options
 
     def _check_memory(self, free: Sequence[Any], problem: Problem, pinned: Mapping[str, TablePlacement]) -> None:
