@@ -170,7 +170,7 @@ class _TowerPlanner:
 
     def _check_memory(self, free: Sequence[Any], problem: Problem, pinned: Mapping[str, TablePlacement]) -> None:
         """Refuses tables that cannot fit however they are placed."""
-        where, ranks, room = f"tower {self.number}", problem.num_ranks, problem.capacity
+        where, room = f"tower {self.number}", problem.capacity
         if problem.memory.max() > room:
             rank = int(problem.memory.argmax())
             sizes = {
@@ -194,21 +194,14 @@ class _TowerPlanner:
                     f"rank even {SCHEMES[smallest.kind]}{cache}, but memory_per_rank is {human_bytes(room)}. Use more "
                     "ranks per tower or a smaller data type or optimizer state, or allow it other schemes.",
                 )
-        if (needed := _least_memory(problem)) > ranks * room:
-            raise InputError(
-                f"The {len(self.tables)} tables of {where} need at least {human_bytes(needed)} of device memory, which "
-                f"is {human_bytes(needed - ranks * room)} more than its ranks_per_tower={ranks} ranks of "
-                f"memory_per_rank={human_bytes(room)} have; {_largest_of(free, problem)}. Use more ranks per tower, or "
-                "move tables to other towers.",
-            )
 
     def _no_room(self, free: Sequence[Any], problem: Problem) -> InputError:
         needed, room = _least_memory(problem), problem.capacity
         return InputError(
             f"No placement was found for the {len(self.tables)} tables of tower {self.number}: they need at least "
             f"{human_bytes(needed)} of the {human_bytes(problem.num_ranks * room)} of device memory that "
-            f"{problem.num_ranks} ranks of memory_per_rank={human_bytes(room)} have, but the pieces do not fit beside "
-            f"each other; {_largest_of(free, problem)}. Let large tables be row_wise, or use more ranks per tower.",
+            f"{problem.num_ranks} ranks of memory_per_rank={human_bytes(room)} have; {_largest_of(free, problem)}. Let "
+            "large tables be row_wise, use more ranks per tower, or move tables to other towers.",
         )
 
     def _report(self, placements: Mapping[str, TablePlacement], method: str) -> _Planned:

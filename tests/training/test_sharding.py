@@ -45,7 +45,7 @@ MODES = [("dmt-dlrm", "auto"), ("dlrm", "sptt")]
             r"Table 't_C3' in tower 0 cannot be row_wise.*num_embeddings=3 is fewer than the 4 ranks",
         ),
         ({"sharding": {"memory_gib": 1e-7}}, r"Table 't_C\d' in tower 0 needs .* memory_per_rank is 107 bytes"),
-        ({"sharding": {"memory_gib": 5e-7}}, r"tower 0 .*memory_per_rank"),
+        ({"sharding": {"memory_gib": 5e-7}}, r"tower 0: they need at least .*memory_per_rank"),
         ({"sharding": {"pooling_factors": {"C7": 3.0}}}, r"pooling_factors names the feature 'C7', which no table has"),
         (
             {"sharding": {"scheme": "row_wise"}, "topology": {"num_towers": 4, "ranks_per_tower": 1}},
