@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 Strategy = Literal["auto", "coherent", "diverse", "together", "apart"]
 _OF_INTERACTIONS = ("together", "apart")
 # Random assignments to compare with; of large problems whose limits must be searched for, fewer.
-RANDOM_ASSIGNMENTS, FEWEST_RANDOM, RANDOM_BUDGET = 200, 20, 20_000_000
+RANDOM_ASSIGNMENTS, FEWEST_RANDOM, RANDOM_BUDGET = 100, 20, 20_000_000
 # Sets of limits that are searched at most; they differ in the sizes of towers.
 MOST_OPTIONS = 4
 
@@ -192,7 +192,7 @@ class TowerPartitioner:
             else:
                 answers.append(_held(found.points, part.num_towers, bounds, seed))
                 continue
-            share = 1.0 / len(options)
+            share = 0.5 if len(options) > 1 else 1.0
             number = part.num_towers
             found_towers = search_towers(costs, starts, num_towers=number, bounds=bounds, seed=seed, share=share)
             answers.append((*found_towers, bounds))
@@ -202,6 +202,10 @@ class TowerPartitioner:
             if answer[0] < best[0] or (answer[0] == best[0] and answer[1] < best[1] - 1e-9 * abs(best[1])):
                 best = answer
         violation, _, labels, bounds = best
+        if len(options) > 1 and (self.refine or not costs.per_feature):
+            # The sizes are chosen: the rest of the effort goes to them.
+            number = part.num_towers
+            violation, _, labels = search_towers(costs, [labels], num_towers=number, bounds=bounds, seed=seed)
         if violation:
             raise InputError(f"TowerPartitioner: {part.where}{_broken_limits(labels, part.num_towers, bounds)}")
         return _Answer(part=part, found=found, labels=labels, bounds=bounds)

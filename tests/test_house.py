@@ -63,7 +63,7 @@ ROOMS = {
     "simulator": {"plan", "sharding", "models"},
     "report": {"plan"},
     "testing": {"plan", "sharding", "sptt", "replicas"},
-    "partitioner": {"plan", "sharding", "sptt", "report"},
+    "partitioner": {"plan", "report"},
     "models": {"plan"},
     "training": {
         *("plan", "sharding", "sptt", "replicas", "testing", "partitioner", "models", "hot_rows", "simulator", "report")
