@@ -82,11 +82,7 @@ def test_a_config_is_planned_with_its_own_sizes(tmp_path: Path) -> None:
 
 
 def test_a_config_is_planned_as_the_trainer_will(tmp_path: Path) -> None:
-<<<<<<< Updated upstream
     sections = {"memory_gib": 0.5, "tables": {"t_C2": "row_wise"}, "pooling_factors": {"C1": 7.0}}
-=======
-    sections = {"memory_gib": 0.5, "tables": {"t_C2": "column_wise"}, "pooling_factors": {"C1": 7.0}, "id_route": "global"}
->>>>>>> Stashed changes
     config = small(sharding={**sections, "collective_latency_us": 0.0})
     (tmp_path / "run.toml").write_text(to_toml(config))
     result = plan(tmp_path / "run.toml", "--json")
