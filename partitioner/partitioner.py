@@ -173,39 +173,34 @@ class TowerPartitioner:
         return self.strategy
 
     def _solve(self, part: Part, affinity: FeatureAffinity, strategy: str) -> _Answer:
-        seed, num_blocks = int(self.seed), len(part.blocks.names)
+        seed, num_towers, is_paper = int(self.seed), part.num_towers, False
         if strategy in _OF_INTERACTIONS:
             costs = part.blocks.costs(affinity, sign=-1.0 if strategy == "together" else 1.0)
-            found = Coordinates(points=np.zeros((num_blocks, 0)), stress=0.0, wanted=0.0)
+            found = Coordinates(points=np.zeros((len(part.blocks.names), 0)), stress=0.0, wanted=0.0)
         else:
+            is_paper = not self.refine
             distance = distances(part.blocks.matrix(affinity.matrix, affinity.features), strategy)
             costs = Costs(pairs=np.square(distance), per_feature=True)
             found = embed_distances(distance, dims=int(self.dims), seed=seed)
         options = [part.options[i] for i in _evenly(len(part.options), MOST_OPTIONS)]
+        share = 0.5 if len(options) > 1 else 1.0
         answers = []
         for bounds in options:
-            starts = [_neighbours(costs.pairs, part.num_towers)]
-            if not costs.per_feature:
-                pass
-            elif self.refine:
-                starts.insert(0, _grouped(found.points, part.num_towers, bounds, seed))
-            else:
-                answers.append(_held(found.points, part.num_towers, bounds, seed))
+            if is_paper:
+                answers.append(_held(found.points, num_towers, bounds, seed))
                 continue
-            share = 0.5 if len(options) > 1 else 1.0
-            number = part.num_towers
-            found_towers = search_towers(costs, starts, num_towers=number, bounds=bounds, seed=seed, share=share)
-            answers.append((*found_towers, bounds))
+            starts = [_grouped(found.points, num_towers, bounds, seed)] if costs.per_feature else []
+            starts.append(_neighbours(costs.pairs, num_towers))
+            tried = search_towers(costs, starts, num_towers=num_towers, bounds=bounds, seed=seed, share=share)
+            answers.append((*tried, bounds))
         # The first of equals by more than rounding, so that ties fall the same way everywhere.
         best = answers[0]
         for answer in answers[1:]:
             if answer[0] < best[0] or (answer[0] == best[0] and answer[1] < best[1] - 1e-9 * abs(best[1])):
                 best = answer
         violation, _, labels, bounds = best
-        if len(options) > 1 and (self.refine or not costs.per_feature):
-            # The sizes are chosen: the rest of the effort goes to them.
-            number = part.num_towers
-            violation, _, labels = search_towers(costs, [labels], num_towers=number, bounds=bounds, seed=seed)
+        if len(options) > 1 and not is_paper:  # the sizes are chosen, and the rest of the effort goes to them
+            violation, _, labels = search_towers(costs, [labels], num_towers=num_towers, bounds=bounds, seed=seed)
         if violation:
             raise InputError(f"TowerPartitioner: {part.where}{_broken_limits(labels, part.num_towers, bounds)}")
         return _Answer(part=part, found=found, labels=labels, bounds=bounds)

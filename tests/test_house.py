@@ -210,7 +210,7 @@ def test_file_sizes() -> None:
 def test_the_library_stays_small() -> None:
     """Raise a number here only with the reason in the commit."""
     assert len(SOURCES) <= 160
-    assert sum(len(path.read_text().splitlines()) for path in SOURCES) <= 34_204
+    assert sum(len(path.read_text().splitlines()) for path in SOURCES) <= 34_196
 
 
 def test_function_sizes_and_arguments() -> None:

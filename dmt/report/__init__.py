@@ -17,10 +17,7 @@ def render_page(template: Path, path: str | os.PathLike[str], context: Mapping[s
     """Fills in a Jinja2 template and writes the page (UTF-8); an existing file is replaced, missing folders are made.
 
     All values are escaped, and a name that is absent from the context is an error. A template may extend ``base.html``
-    of this folder, which needs ``notes`` and ``cards``.
-
-    Raises:
-        InputError: the file cannot be written.
+    of this folder, which needs ``notes`` and ``cards``. Raises `InputError` if the file cannot be written.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
