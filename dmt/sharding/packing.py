@@ -20,12 +20,15 @@ __all__ = ["Option", "Packed", "Packing", "Problem", "differencing", "greedy", "
 
 Vector = NDArray[np.float64]
 
-# Loads below which ranks take whole items, in loads that are possible at best: ever finer cuts.
-_TARGETS = (np.inf, 1.5, 1.1, 1.0, 0.5)
+# The largest load of a rank, and the largest part of an item, up to which `greedy` takes the cheapest option; in mean
+# loads that are possible at best.
+_TARGETS = ((np.inf, 1.0), (np.inf, 0.5), (1.5, 1.5), (1.1, 1.1), (1.0, 1.0), (0.5, 0.5))
 # Smaller sets of kinds that can save less than this share are not tried.
 _KINDS_GAIN = 0.005
-# Share above the lower bound, or above an even load, at which no better packing is looked for.
+# Share above an even load at which no better places are looked for.
 _CLOSE = 0.002
+# Share above the lower bound at which no finer cuts are tried.
+_ENOUGH = 0.015
 
 
 class Option(NamedTuple):
@@ -162,7 +165,7 @@ class Packed(NamedTuple):
 def pack(problem: Problem) -> Packed | None:
     """Places all items by greedy and by largest differencing, and keeps the better packing (Neo, section 4.1).
 
-    This is repeated with ever finer cuts (``target`` of `greedy`, which chooses the options for both), and without some
+    This is repeated with ever finer cuts (`greedy` chooses the options for both), and without some
     of the kinds, because each kind in use has a fixed cost. Of the packings that cost at most `Problem.tolerance` more
     than the cheapest, the one that cuts the fewest items is kept.
 
@@ -183,9 +186,10 @@ def pack(problem: Problem) -> Packed | None:
 
 def _with_finer_cuts(problem: Problem) -> Iterator[Packed]:
     """The better of the two heuristics for each target that has a packing."""
-    mean, enough = problem.least_mean, problem.lower_bound * (1 + _CLOSE)
-    for target in _TARGETS:
-        first = greedy(problem, target * mean) or greedy(problem, target * mean, by_memory=True)
+    mean, enough = problem.least_mean, problem.lower_bound * (1 + _ENOUGH)
+    for target, part in _TARGETS:
+        limits = target * mean, part * mean
+        first = greedy(problem, *limits) or greedy(problem, *limits, by_memory=True)
         if first is None:
             continue
         better = Packed(first, "greedy", first.objective)
@@ -208,12 +212,12 @@ def _fewer_kinds(problem: Problem) -> Iterator[tuple[tuple[int, ...], Problem]]:
                 yield kept, replace(problem, options=options)
 
 
-def greedy(problem: Problem, target: float, *, by_memory: bool = False) -> Packing | None:
+def greedy(problem: Problem, target: float, part: float = np.inf, *, by_memory: bool = False) -> Packing | None:
     """Places items largest first, each part on the cheapest rank with room (Neo, section 4.1).
 
-    An item takes its cheapest option that leaves the ranks of its parts below ``target`` seconds; where none does, the
-    option that leaves them cheapest. ``by_memory`` places the largest memory first, for tight limits. None: an item
-    finds no room.
+    An item takes its cheapest option whose parts cost at most ``part`` seconds and leave their ranks at ``target`` or
+    below; where there is none, the option that leaves them cheapest. ``by_memory`` places the largest memory first, for
+    tight limits. None: an item finds no room.
     """
     packing, cheapest_first = Packing(problem), problem.cheapest_first
 
@@ -232,7 +236,7 @@ def greedy(problem: Problem, target: float, *, by_memory: bool = False) -> Packi
             cost = float(touched.max()) + option.everywhere_cost
             if best is None or cost < best[0]:
                 best = cost, option, ranks
-            if cost <= target:
+            if cost <= target and max(option.part_costs, default=0.0) <= part:
                 break
         if best is None:
             return None
