@@ -137,11 +137,6 @@ class Packing:
         return tuple(order[: len(option.part_costs)].tolist())
 
     @property
-    def feasible(self) -> bool:
-        """True if no rank holds more than its memory."""
-        return bool((self.memory <= self.problem.capacity).all())
-
-    @property
     def num_cut(self) -> int:
         """Items in more than one part."""
         return sum(len(ranks) > 1 for ranks in self.ranks.values())
@@ -195,7 +190,7 @@ def _with_finer_cuts(problem: Problem) -> Iterator[Packed]:
         better = Packed(first, "greedy", first.objective)
         if first.cost.max() > first.cost.mean() * (1 + _CLOSE):  # else it is even
             second = differencing(problem, [first.chosen[item] for item in range(len(problem.options))])
-            if second.feasible and second.objective < first.objective:
+            if (second.memory <= problem.capacity).all() and second.objective < first.objective:
                 better = Packed(second, "largest differencing", second.objective)
         yield better
         if better.cost <= enough:
@@ -247,7 +242,7 @@ def greedy(problem: Problem, target: float, part: float = np.inf, *, by_memory: 
 def differencing(problem: Problem, preferred: Sequence[Option]) -> Packing:
     """Largest differencing (Karmarkar-Karp): joins the two most uneven partial packings until one is left.
 
-    Ignores memory: see `Packing.feasible`. The load that ranks have already takes part as one partial packing.
+    Ignores memory. The load that ranks have already takes part as one partial packing.
     ``preferred`` is the option of each item.
     """
     num_ranks = problem.num_ranks

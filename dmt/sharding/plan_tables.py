@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from dmt.errors import InputError
-from dmt.formatting import human_bytes
+from dmt.formatting import counted, human_bytes
 from dmt.plan.tables import feature_names, table_specs
 from dmt.plan.topology import TowerTopology
 from dmt.sharding.costs import CostModel, Hardware, ShardLoad, StepWorkload
@@ -289,19 +289,15 @@ def _notes(tables: Sequence[TableSharding], model: CostModel) -> tuple[str, ...]
     notes = []
     if count["column_wise"] and model.workload.optimizer == "rowwise_adagrad":
         notes.append(
-            f"{_count(count['column_wise'])} column-wise: row-wise AdaGrad keeps one state per shard and row, so "
-            "training differs a little from that of the uncut table."
+            f"{counted(count['column_wise'], 'table')}, column-wise: row-wise AdaGrad keeps one state per shard and "
+            "row, so training differs a little from that of the uncut table."
         )
     if count["data_parallel"] and model.topology.num_replicas > 1:
         notes.append(
-            f"{_count(count['data_parallel'])} data-parallel: the all-reduce also crosses the "
+            f"{counted(count['data_parallel'], 'table')}, data-parallel: the all-reduce also crosses the "
             f"{model.topology.num_replicas} replicas, and is counted at the tower's link rate."
         )
     return tuple(notes)
-
-
-def _count(tables: int) -> str:
-    return "1 table is" if tables == 1 else f"{tables:,} tables are"
 
 
 def _placement(packing: Packing, item: int) -> TablePlacement:

@@ -80,7 +80,7 @@ def test_small_packings_are_near_the_optimum(seed: int) -> None:
         if np.bincount(ranks, sizes, num_ranks).max() <= room:
             best = min(best, np.bincount(ranks, costs, num_ranks).max())
     found = pack(problem(costs, num_ranks, sizes, room))
-    assert found.packing.feasible
+    assert (found.packing.memory <= room).all()
     assert best - 1e-12 <= found.packing.cost.max() <= 1.15 * best
 
 
