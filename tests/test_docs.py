@@ -224,10 +224,9 @@ def test_data_samples_are_read(block: Block, tmp_path: Path, monkeypatch: pytest
     Path("run.toml").write_text(config)
     # A tenth of three rows is none; the page shows the format, not the amount.
     overrides = [] if "split_column" in config else ["data.eval_fraction=0.4"]
-    data = open_source(load_config("run.toml", overrides).data)
+    data = open_source(load_config("run.toml", overrides).data, cache=tmp_path / "prepared")
     header = not name.endswith(".tsv")
-    report = data.validate()
-    assert report.train_rows == len(block.text.splitlines()) - header
+    assert (data.num_rows("train") or 0) + (data.num_rows("eval") or 0) == len(block.text.splitlines()) - header
     for split in ("train", "eval"):
         batch = next(data.batches(split, rank=0, world_size=1, batch_size=1))
         assert batch.sparse_features.keys() == list(data.feature_names)

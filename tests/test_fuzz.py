@@ -36,8 +36,8 @@ from dmt.sharding.plan_tables import plan_tables
 from dmt.training.checkpoints import read_manifest
 from dmt.training.checkpoints.folder import MANIFEST_NAME, _digest
 from dmt.training.config import TrainingConfig, load_config, to_override, to_toml
+from dmt.training.data.clicks import open_source
 from dmt.training.data.config import DataConfig, read_tables
-from dmt.training.data.dataset import open_source
 from dmt.training.preflight import resolve
 from dmt.training.records import read_result
 from tests.training.data.helpers import criteo_line
@@ -330,7 +330,6 @@ def test_affinities(cases: int, tmp_path: Path) -> None:
 SETTINGS = st.fixed_dictionaries(
     {
         "id_mode": st.sampled_from(["hash", "index"]),
-        "skip_bad_lines": st.sampled_from([True, True, False]),
         "dense_transform": st.sampled_from(["signed_log1p", "none"]),
         "split_column": st.sampled_from([None, None, "split"]),
         "csv_separator": st.sampled_from([None, ",", "|", " "]),
@@ -343,10 +342,9 @@ def read_all(path: Path, options: dict[str, Any]) -> None:
     """Everything that training does with a file before a step."""
     columns = {"categorical": ("c",), "dense": ("d",), "kind": "columns"} | options
     if path.name.endswith(".log"):
-        columns = {"kind": "criteo_tsv", "skip_bad_lines": options["skip_bad_lines"]}
-    config = DataConfig(train_path=str(path), num_embeddings=50, eval_fraction=0.5, validate_rows=-1, **columns)
-    data = open_source(config)
-    data.validate()
+        columns = {"kind": "criteo_tsv"}
+    config = DataConfig(train_path=str(path), num_embeddings=50, eval_fraction=0.5, **columns)
+    data = open_source(config, cache=path.parent / "prepared")
     for _ in data.batches("train", rank=0, world_size=1, batch_size=2):
         pass
 

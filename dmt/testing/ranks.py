@@ -228,7 +228,7 @@ _PARENT: list[Connection] = []
 def _serve(pipe: Connection) -> None:
     # Ctrl-C reaches every process of the terminal; the parent stops this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # The fork server may be the one that `dmt.training.data.workers` has started.
+    # A fork server that somebody else started may block it.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     parent = mp.parent_process()
     assert parent is not None, "started by multiprocessing"

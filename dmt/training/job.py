@@ -25,17 +25,20 @@ from dmt.sharding.user_rules import Rule, ShardingRules, Tiers
 from dmt.training.config import OptimizerConfig, TrainingConfig
 from dmt.training.data import ClickData, open_source
 from dmt.training.data.config import read_tables
+from dmt.training.data.deal import rank_batch
 from dmt.training.device import DeviceType, device_type
 
 if TYPE_CHECKING:
     from dmt.sptt.mesh import TowerMesh
     from dmt.training.data.batch import ClickBatch
-    from dmt.training.data.dataset import Split
+    from dmt.training.data.clicks import Split
 
 __all__ = [
+    "PREPARED",
     "Job",
     "check_kernels",
     "check_table_optimizer",
+    "data_cache",
     "make_job",
     "open_data",
     "open_job",
@@ -43,6 +46,8 @@ __all__ = [
 ]
 
 # Ranks end an epoch within seconds of each other, or never.
+PREPARED = "prepared"
+"""Folder of an output for rows that had to be prepared."""
 _END_OF_EPOCH = timedelta(minutes=5)
 Splits = Mapping[str, tuple[int, ...]]
 _CPU_OPTIMIZERS = ("rowwise_adagrad", "adagrad", "sgd")
@@ -77,18 +82,19 @@ class Job:
         return self.source
 
     def training_batches(
-        self, mesh: TowerMesh, *, epoch: int = 0, rows: int = 0, bookmark: Any = None
+        self, mesh: TowerMesh, *, epoch: int = 0, rows: int = 0, lanes: int | None = None
     ) -> Iterator[ClickBatch]:
         """Yields this rank's batches of the rest of an epoch, of which all ranks have used ``rows``; collective.
 
-        Pipelines ask ahead for batches, at the same points on all ranks.
+        Pipelines ask ahead for batches, at the same points on all ranks. ``lanes`` are the ranks of the first run.
 
         Raises:
             InputError: at the end, other ranks have rows left.
         """
-        number = 0
-        size = self.config.train.batch_size
-        for batch in self._batches("train", mesh, size, epoch=epoch, rows=rows, bookmark=bookmark):
+        number, size = 0, self.config.train.batch_size
+        if lanes is not None:
+            size = rank_batch(lanes, mesh.topology.world_size, size)
+        for batch in self._batches("train", mesh, size, epoch=epoch, rows=rows, lanes=lanes):
             yield batch
             number += 1
         try:
@@ -109,30 +115,16 @@ class Job:
 
     def first_batch(self, mesh: TowerMesh) -> ClickBatch:
         """Returns this rank's first training batch."""
-        # Of one batch, every rank reads what it needs by itself; but not all shards of a source are its own.
-        is_shared = self.data.config.kind == "source"
-        return next(self._batches("train", mesh, self.config.train.batch_size, is_shared=is_shared))
+        return next(self._batches("train", mesh, self.config.train.batch_size))
 
-    def _batches(
-        self,
-        split: Split,
-        mesh: TowerMesh,
-        batch_size: int,
-        *,
-        epoch: int = 0,
-        rows: int = 0,
-        bookmark: Any = None,
-        is_shared: bool = True,
-    ) -> Iterator[ClickBatch]:
+    def _batches(self, split: Split, mesh: TowerMesh, batch_size: int, **where: Any) -> Iterator[ClickBatch]:
         batches = self.data.batches(
             split,
             rank=mesh.rank,
             world_size=mesh.topology.world_size,
             batch_size=batch_size,
-            epoch=epoch,
-            start_row=rows,
-            bookmark=bookmark,
-            group=mesh.global_group if is_shared else None,
+            group=mesh.global_group,
+            **where,
         )
         # From page-locked memory, the pipelines' copies to a GPU run beside the step before.
         return (batch.pin_memory() for batch in batches) if self.device_type == "cuda" else batches
@@ -219,8 +211,15 @@ def open_data(config: TrainingConfig) -> tuple[ClickData, TowerPlan | None]:
         embedding_dims=config.model.embedding_dims,
         data_type="FP16" if config.sharding.table_precision == "fp16" else "FP32",
         column_splits={} if plan is None else plan.column_splits,
+        cache=data_cache(config.train.output_dir),
     )
     return data, tower_plan(config, data.tables, plan)
+
+
+def data_cache(output_dir: str) -> Path:
+    """Returns the folder for rows that have to be prepared: beside a run's output, or what a demo has for its runs."""
+    shared = Path(output_dir).parent / PREPARED
+    return shared if shared.is_dir() else Path(output_dir) / PREPARED
 
 
 def tower_plan(

@@ -23,7 +23,7 @@ from dmt.training.checkpoints import load_plain
 from dmt.training.config import TrainConfig, TrainingConfig
 from dmt.training.data import ClickBatch, ClickData, open_source
 from dmt.training.device import current_device, device_type
-from dmt.training.job import Job, tower_plan
+from dmt.training.job import Job, data_cache, tower_plan
 from dmt.training.records import read_result
 from dmt.training.trained import checkpoint_of
 
@@ -41,6 +41,7 @@ logger = logging.getLogger(__name__)
 _BATCH_ROWS = 256
 _INTERACTION_ROWS = 4096
 _MEASURED_BATCHES = 8
+_PLACES = 16
 
 
 def affinity_of_run(
@@ -68,9 +69,7 @@ def affinity_of_run(
         InputError: the folder holds no run or no whole checkpoint, or the data do not fit it; or what ``check`` raises.
     """
     checkpoint, config = checkpoint_of(run, data_path, functions)
-    data = open_source(
-        config.data, embedding_dim=config.model.embedding_dim, embedding_dims=config.model.embedding_dims
-    )
+    data = _open(config)
     if check is not None:
         check(data.tables)
     plan = tower_plan(config, data.tables)
@@ -86,7 +85,8 @@ def affinity_of_run(
     rows = None if data_path is not None else _rows_of_run(run, config)
     if rows is None:
         rows = _count_rows(data, size)
-    batches = spread_batches(data, num_rows=rows, max_rows=max_rows, batch_size=size)
+    lanes = config.topology.build().world_size if data_path is None else 1
+    batches = spread_batches(data, num_rows=rows, max_rows=max_rows, batch_size=size, lanes=lanes)
     return FeatureAffinity.collect(model, batches), data.tables
 
 
@@ -99,7 +99,7 @@ def entities_of_run(
         InputError: the folder holds no run or no whole checkpoint, the data do not fit it, or nothing repeats.
     """
     _, config = checkpoint_of(run, data_path, functions)
-    data = open_source(config.data)
+    data = _open(config)
     ranks = min(config.topology.build().world_size, _MEASURED_BATCHES)
     hashes = [
         {name: bag_hashes(own.lengths(), own.values()) for name, own in batch.sparse_features.to_dict().items()}
@@ -137,9 +137,7 @@ def interactions_of(
         InputError: the data cannot be read, or `FeatureAffinity.collect_interactions` refuses them; or what ``check``
             raises.
     """
-    data = open_source(
-        config.data, embedding_dim=config.model.embedding_dim, embedding_dims=config.model.embedding_dims
-    )
+    data = _open(config)
     if check is not None:
         check(data.feature_names)
     rows = None if run is None else _rows_of_run(run, config)
@@ -197,26 +195,33 @@ def write_affinity(
 
 
 def spread_batches(
-    data: ClickData, *, num_rows: int, max_rows: int, batch_size: int, rank: int = 0, world_size: int = 1
+    data: ClickData,
+    *,
+    num_rows: int,
+    max_rows: int,
+    batch_size: int,
+    rank: int = 0,
+    world_size: int = 1,
+    lanes: int | None = None,
 ) -> Iterator[ClickBatch]:
-    """Returns batches at even distances among the first ``num_rows`` training rows.
+    """Yields batches from places at even distances among the first ``num_rows`` training rows.
 
-    Candidates are taken as the batches of the first ranks of a job of many: the ranks that are not there skip theirs,
-    without decoding them. For even distances there are four to eight candidates for each batch, where there are rows.
     Each rank gets other rows, and equally many: ``max_rows`` of all ranks together at most, but a batch each at least.
+    ``lanes`` are those of the run that trained on the rows.
 
     Raises:
         InputError: there are fewer rows than one batch per rank; raised when the first batch is asked for.
     """
     whole = world_size * batch_size
     there, wanted = max(1, num_rows // whole), max(1, max_rows // whole)
-    stride = max(1, there // (4 * wanted))
-    candidates = there // stride
-    count = min(wanted, candidates)
-    # The multiples of a distance that need not be whole, rounded.
-    chosen = {(i * candidates + count // 2) // count for i in range(count)}
-    batches = data.batches("train", rank=rank, world_size=stride * world_size, batch_size=batch_size)
-    return (batch for i, batch in enumerate(islice(batches, candidates)) if i in chosen)
+    count = min(there, wanted)
+    # A place costs the rows that are shuffled together; rows of a source are read from the start in any case.
+    places = 1 if data.config.kind == "source" else min(_PLACES, count)
+    for place in range(places):
+        number = count * (place + 1) // places - count * place // places
+        options: dict[str, Any] = {"rank": rank, "world_size": world_size, "batch_size": batch_size, "lanes": lanes}
+        batches = data.batches("train", rows=(there - number) * place // max(places - 1, 1) * whole, **options)
+        yield from islice(batches, number)
 
 
 def trained_rows(config: TrainConfig, *, steps: int, world_size: int) -> int:
@@ -232,12 +237,18 @@ def _rows_of_run(run: Path, config: TrainingConfig) -> int | None:
     return trained_rows(config.train, steps=result["steps"], world_size=result["world_size"]) or None
 
 
-def _count_rows(data: ClickData, num_ranks: int) -> int:
-    """Counts the training rows in a pass as one rank of many, which decodes few of them."""
+def _open(config: TrainingConfig) -> ClickData:
+    return open_source(
+        config.data,
+        embedding_dim=config.model.embedding_dim,
+        embedding_dims=config.model.embedding_dims,
+        cache=data_cache(config.train.output_dir),
+    )
+
+
+def _count_rows(data: ClickData, batch_size: int) -> int:
+    """Counts the training rows; those of a user's source in whole batches, by going through them."""
     known = data.num_rows("train")
     if known is None:
-        for _ in data.batches("train", rank=0, world_size=num_ranks, batch_size=1):
-            pass
-        known = data.num_rows("train")
-    assert known is not None, "a complete pass counts the rows"
+        known = sum(len(batch.labels) for batch in data.batches("train", rank=0, world_size=1, batch_size=batch_size))
     return known

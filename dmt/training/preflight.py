@@ -20,8 +20,7 @@ from dmt.sptt.mesh import TowerMesh
 from dmt.training.access import load_profile
 from dmt.training.build import build_model, table_bytes
 from dmt.training.config import TrainingConfig
-from dmt.training.data import ClickData, ValidationReport
-from dmt.training.data.dataset import file_text
+from dmt.training.data.parquet import file_text
 from dmt.training.factory import check_outputs, without_tables
 from dmt.training.job import Job, check_kernels, check_table_optimizer, open_job
 
@@ -36,7 +35,6 @@ __all__ = [
     "memory_limit",
     "preflight",
     "resolve",
-    "rows_at_most",
 ]
 
 logger = logging.getLogger(__name__)
@@ -84,8 +82,6 @@ def preflight(job: Job, model: nn.Module, mesh: TowerMesh) -> Complexity:
 
     def check() -> None:
         counts.append(count_checked(job, model))
-        if mesh.rank == 0:
-            check_rows(job.config, mesh.topology.world_size, rows_at_most(job.data, job.data.validate()))
 
     run_on_all_or_raise(check, mesh.global_group)
     check_same_input(job, model, mesh)
@@ -150,21 +146,10 @@ def check_rows(config: TrainingConfig, world_size: int, rows: int | None) -> Non
         )
 
 
-def rows_at_most(data: ClickData, report: ValidationReport) -> int | None:
-    """Returns the number of training rows, after a check that saw them all; None after one that did not.
-
-    A source whose rows are split afterwards has that many at most.
-    """
-    if (known := data.num_rows("train")) is not None:
-        return known
-    complete = report.train_rows and (data.config.validate_rows < 0 or report.train_rows < data.config.validate_rows)
-    return report.train_rows if complete else None
-
-
 def check_same_input(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
     """Compares settings, tables, plans and files of data over the ranks; collective, before they depend on each other.
 
-    Files are compared by name, bytes and CRC-32 of ends and samples, see `dmt.training.data.dataset.fingerprint`.
+    Files are compared by name, bytes and CRC-32, see `dmt.training.data.parquet.footer_identity`.
 
     Raises:
         InputError: a rank differs from the first; names setting or file, ranks and hosts; the same on every rank.

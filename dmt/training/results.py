@@ -22,6 +22,7 @@ __all__ = ["option_results", "result_of"]
 
 def result_of(
     job: Job,
+    step_rows: int,
     *,
     steps: int,
     seconds: float,
@@ -29,7 +30,7 @@ def result_of(
     metrics: MetricValues,
     traffic: Traffic,
 ) -> dict[str, Any]:
-    """Returns what every run's result has of its training and evaluation."""
+    """Returns what every run's result has of its training and evaluation; ``step_rows`` are those of a step."""
     rows = job.config.train.batch_size * job.topology.world_size
     return {
         "arch": job.config.model.name,
@@ -39,9 +40,8 @@ def result_of(
         **{f"eval_{name}": value for name, value in asdict(metrics).items()},
         "steps": steps,
         "seconds": seconds,
-        "samples_per_second": rows * timer.steps / timer.seconds if timer.steps else math.nan,
+        "samples_per_second": step_rows * timer.steps / timer.seconds if timer.steps else math.nan,
         "bytes_per_sample": traffic.per_sample(rows),
-        "bad_lines": job.data.bad_lines,
     }
 
 

@@ -9,7 +9,7 @@ import shlex
 import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,7 +28,8 @@ from dmt.training.access import load_hot_rows
 from dmt.training.build import ScheduledOptimizer, settle_gradient_buckets
 from dmt.training.checkpoints import checkpoints, discard_checkpoints, newest, read_manifest, restore
 from dmt.training.config import TrainConfig, TrainingConfig
-from dmt.training.data.dataset import file_text
+from dmt.training.data.deal import rank_batch
+from dmt.training.data.parquet import file_text
 from dmt.training.device import on_all_ranks
 from dmt.training.job import Job
 from dmt.training.records import check_records, unwritable
@@ -47,15 +48,17 @@ __all__ = [
     "restore_hot_rows",
     "restore_run",
     "say_stopped",
+    "source_states",
     "start_with",
     "starting_point",
+    "step_rows",
 ]
 
 # Sections that define the parameters; another value makes another model.
 _SAME_MODEL = ("model", "optimizer.sparse", "optimizer.dense")
 # Settings of the data that do not change the order of rows; with another value of the rest, a position among rows has
 # no meaning.
-_NOT_THE_ROWS = ("data.eval_split", "data.max_eval_rows", "data.validate_rows", "data.reading", "data.workers")
+_NOT_THE_ROWS = ("data.eval_split", "data.max_eval_rows")
 # Settings of training that may change between two attempts.
 _TRAINING = (
     "optimizer",
@@ -66,7 +69,7 @@ _TRAINING = (
     "train.batch_size",
 )
 
-TrainingFiles = Sequence[tuple[str, int, int, int]]
+TrainingFiles = Sequence[tuple[str, int, int]]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,12 +82,12 @@ class Position:
     """Completed passes over the training rows."""
     rows: int = 0
     """Rows of the current pass that all ranks together have trained on."""
-    bookmark: Mapping[str, Any] | None = None
-    """`ClickData.bookmark` of that row."""
+    lanes: int | None = None
+    """Ranks of the first run, by which rows are dealt; None for a run that begins."""
 
     def in_epoch(self, epoch: int) -> Position:
         """Returns the position at the beginning of an epoch, or itself if it is in that one."""
-        return self if epoch == self.epoch else Position(step=self.step, epoch=epoch)
+        return self if epoch == self.epoch else replace(self, epoch=epoch, rows=0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -97,6 +100,8 @@ class Start:
     """Position to continue at; the first step, where at most weights and optimizer states are taken over."""
     files: TrainingFiles
     """`ClickData.files` of what the run trains on, as it starts: they may grow while it reads them."""
+    sources: Sequence[str | None] = ()
+    """State of the user's source on each rank."""
     notes: tuple[str, ...] = ()
     """Settings that changed since the checkpoint."""
     is_own: bool = False
@@ -120,7 +125,8 @@ class _Saved:
     epoch: Annotated[int, Field(ge=0)]
     rows: Annotated[int, Field(ge=0)]
     files: list[list[Any]]
-    bookmark: Any = None
+    lanes: Annotated[int, Field(ge=1)] | None = None
+    sources: list[str | None] = field(default_factory=list)
 
 
 def checkpoint_folder(config: TrainingConfig) -> Path:
@@ -252,7 +258,7 @@ def start_with(folder: Path, config: TrainingConfig, files: TrainingFiles, plan:
     if of_rows and not is_own:
         return Start(folder=folder, files=files, notes=("other data: from the first row on", *notes))
     _refuse(folder, of_rows, is_own=is_own)
-    position = Position(step=manifest.step, epoch=at.epoch, rows=at.rows, bookmark=at.bookmark)
+    position = Position(step=manifest.step, epoch=at.epoch, rows=at.rows, lanes=at.lanes)
     most = config.train.max_steps
     if position.epoch >= config.train.epochs or (most is not None and position.step >= most):
         if notes or not is_own:
@@ -265,7 +271,7 @@ def start_with(folder: Path, config: TrainingConfig, files: TrainingFiles, plan:
         notes.append("nothing is left to train: it is evaluated again")
     if is_own and config.train.resume not in ("auto", "never"):
         notes.append(f"train.resume={config.train.resume!r} is not read: the run has checkpoints of its own")
-    return Start(folder=folder, position=position, files=files, notes=tuple(notes), is_own=is_own)
+    return Start(folder=folder, position=position, files=files, sources=at.sources, notes=tuple(notes), is_own=is_own)
 
 
 def restore_run(
@@ -286,11 +292,27 @@ def restore_run(
     """
     if start.folder is None:
         return
+    if len(start.sources) == mesh.topology.world_size:
+        job.data.load_source_state(start.sources[mesh.rank])
     settle_gradient_buckets(job, model, optimizer)
     restore(start.folder, model, optimizer, mesh=mesh, is_verified=True)
     optimizer.set_step(start.position.step)
     if replicas is not None:
         replicas.restart(steps=start.position.step)
+
+
+def step_rows(job: Job, at: Position) -> int:
+    """Returns the rows that all ranks together use in a step from a position on."""
+    world_size = job.topology.world_size
+    return rank_batch(at.lanes or world_size, world_size, job.config.train.batch_size) * world_size
+
+
+def source_states(job: Job, at: Position, mesh: TowerMesh) -> list[str | None]:
+    """Returns the states of the user's source on all ranks; collective with such rows."""
+    if job.config.data.kind != "source":
+        return []
+    state = job.data.source_state(at.epoch, at.rows, world_size=mesh.topology.world_size)
+    return gather_objects(state, mesh.global_group)
 
 
 def restore_hot_rows(start: Start, hot: HotRows | None, mesh: TowerMesh) -> None:

@@ -54,6 +54,8 @@ from dmt.training.resume import (
     restore_hot_rows,
     restore_run,
     say_stopped,
+    source_states,
+    step_rows,
 )
 from dmt.training.trained import describe_run
 
@@ -153,7 +155,9 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
     _detach(run)
     traffic = measure_traffic(model, optimizer, job.first_batch(mesh).to(current_device(job.device_type)), mesh)
     result = asdict(counts) | {"sharding": placed} | options
-    result |= result_of(job, steps=at.step, seconds=seconds, timer=timer, metrics=metrics, traffic=traffic)
+    result |= result_of(
+        job, step_rows(job, at), steps=at.step, seconds=seconds, timer=timer, metrics=metrics, traffic=traffic
+    )
     record.scalars(at.step, _named(metrics))
     run_on_all_or_raise(lambda: record.close(result), mesh.global_group)
     for text in result_warnings(result) if mesh.rank == 0 else ():
@@ -179,11 +183,12 @@ def train_steps(run: Run, at: Position, signals: Signals) -> tuple[Position, Ste
         ReplicaMismatchError: copies of a parameter differ between ranks.
     """
     config, mesh = run.job.config.train, run.mesh
-    rows, first = config.batch_size * mesh.topology.world_size, at.step
+    at = replace(at, lanes=at.lanes or mesh.topology.world_size)
+    rows, first = step_rows(run.job, at), at.step
     health, timer = SoundnessCheck(run.model, mesh.global_group), StepTimer()
     agreement = Agreement(config, mesh, health=health, timer=timer, replicas=run.replicas, signals=signals)
     followers = [part for part in (run.replicas, run.hot_rows) if part is not None]
-    is_save_due, last = False, _total_steps(run.job)
+    is_save_due, last = False, _total_steps(run.job, rows)
     with progress_bar(initial=first, total=last, enabled=mesh.rank == 0) as bar:
         for epoch, batches in stretches(run, at):
             at = at.in_epoch(epoch)
@@ -266,8 +271,8 @@ def stretches(run: Run, at: Position) -> Iterator[tuple[int, Iterator[ClickBatch
             yield batch
 
     for epoch in range(at.epoch, config.epochs):
-        place = at if epoch == at.epoch else Position(epoch=epoch)
-        batches = run.job.training_batches(run.mesh, epoch=epoch, rows=place.rows, bookmark=place.bookmark)
+        rows = at.rows if epoch == at.epoch else 0
+        batches = run.job.training_batches(run.mesh, epoch=epoch, rows=rows, lanes=at.lanes)
         while True:
             limits = [] if config.max_steps is None else [config.max_steps - step]
             limits += [] if config.eval_every is None else [config.eval_every - step % config.eval_every]
@@ -308,8 +313,8 @@ def save(run: Run, at: Position) -> bool:
     _settle_replicas(run, at.step)
     if run.replicas is not None:
         run.replicas.check()
-    bookmark = run.job.data.bookmark("train", epoch=at.epoch, row=at.rows)
-    progress = {"epoch": at.epoch, "rows": at.rows, "files": run.start.files, "bookmark": bookmark}
+    progress: dict[str, Any] = {"epoch": at.epoch, "rows": at.rows, "lanes": at.lanes, "files": run.start.files}
+    progress["sources"] = source_states(run.job, at, run.mesh)
     describe = partial(describe_run, run.job, None if run.hot_rows is None else run.hot_rows.state())
     return run.saver.save(run.model, run.optimizer, step=at.step, progress=progress, describe=describe)
 
@@ -342,12 +347,12 @@ def _detach(run: Run) -> None:
         run.pipeline.detach()
 
 
-def _total_steps(job: Job) -> int | None:
+def _total_steps(job: Job, step_rows: int) -> int | None:
     """Steps of the whole training, as far as the number of rows is known."""
     config, rows = job.config.train, job.data.num_rows("train")
     limits = [] if config.max_steps is None else [config.max_steps]
     if rows is not None:
-        limits.append(config.epochs * (rows // (config.batch_size * job.topology.world_size)))
+        limits.append(config.epochs * (rows // step_rows))
     return min(limits, default=None)
 
 

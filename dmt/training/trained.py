@@ -7,23 +7,24 @@ from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
+from pydantic import ValidationError
 from torch import nn
 
 from dmt.errors import InputError
-from dmt.files import read_json
+from dmt.files import explain, read_json
 from dmt.hot_rows.runtime import HotRowsState
 from dmt.training.access import save_hot_rows
 from dmt.training.build import ClickTask, build_model
 from dmt.training.checkpoints import checkpoints, load_plain, newest
 from dmt.training.config import TrainingConfig, load_config, to_override, to_toml
-from dmt.training.data.config import with_files
+from dmt.training.data.config import DataConfig, with_files
 from dmt.training.functions import check_allowed
 from dmt.training.job import Job, open_data
 
-__all__ = ["BAGS", "checkpoint_of", "describe_run", "trained_model"]
+__all__ = ["RAW_DATA", "checkpoint_of", "describe_run", "trained_model"]
 
-BAGS = "bags.json"
-"""File of a checkpoint with the names of the features that have bags, which text files to read later do not tell."""
+RAW_DATA = "raw_data.json"
+"""File of a checkpoint with the settings of ``[data]`` that turn raw rows into its ids, every column by name."""
 
 
 def checkpoint_of(
@@ -52,13 +53,21 @@ def checkpoint_of(
     if data_path is not None:
         if config.data.kind == "synthetic":
             raise InputError(f"{run} was trained on synthetic clicks; rows of a file do not fit it. Leave out --data.")
-        data = with_files(config.data, data_path)
-        if (bags := checkpoint / BAGS).exists():
-            names = read_json(bags, place=str(bags), remedy="Use another checkpoint.")
-            data = data.model_copy(update={"multi_hot": tuple(names)})
-        config = config.model_copy(update={"data": data})
+        config = config.model_copy(update={"data": with_files(_raw_data(checkpoint, config.data), data_path)})
     check_allowed(str(file), {"model.factory": config.model.factory, "data.source": config.data.source}, functions)
     return checkpoint, config
+
+
+def _raw_data(checkpoint: Path, config: DataConfig) -> DataConfig:
+    """Returns the settings for raw rows that a checkpoint keeps."""
+    if not (file := checkpoint / RAW_DATA).exists():
+        return config
+    place = str(file)
+    record = read_json(file, place=place, remedy="Use another checkpoint.")
+    try:
+        return DataConfig.model_validate(record)
+    except ValidationError as error:
+        raise InputError(f"{place}: {explain(error)} Use another checkpoint.") from error
 
 
 def trained_model(
@@ -103,6 +112,7 @@ def describe_run(job: Job, hot_rows: HotRowsState | None, folder: Path) -> None:
         replace(job.towers, tables=job.split_tables).save(folder / "towers.json")
     if job.sharding is not None:
         job.sharding.save(folder / "sharding.json")
-    if job.config.data.kind in ("columns", "source"):
-        (folder / BAGS).write_text(json.dumps(sorted(job.data.multi_hot)), encoding="utf-8")
+    if job.config.data.kind != "synthetic":
+        raw = job.data.raw.model_dump(mode="json", exclude_defaults=True)
+        (folder / RAW_DATA).write_text(json.dumps(raw), encoding="utf-8")
     (folder / "config.toml").write_text(to_toml(job.config), encoding="utf-8")

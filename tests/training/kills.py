@@ -140,9 +140,7 @@ def _wrap(place: Place, come: Callable[[], None]) -> None:
 
 def main() -> None:
     from dmt.training.__main__ import main as train
-    from dmt.training.data import pieces
 
-    pieces.PIECE_ROWS = int(os.environ.get("PIECE_ROWS", pieces.PIECE_ROWS))
     rank, number = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
     asked = json.loads(os.environ["KILLS"])
     for kill in asked["kills"][number : number + 1]:

@@ -54,7 +54,7 @@ def test_a_resolved_config_reads_again_as_the_same(values: dict[str, Any], tmp_p
         ("model.over_arch=[8, 1]", lambda c: c.model.over_arch, (8, 1)),
         ("towers.plan=runs/a=b.json", lambda c: c.towers.plan, "runs/a=b.json"),
         ("data.synthetic.num_rows=7", lambda c: c.data.synthetic.num_rows, 7),
-        ("data.skip_bad_lines=true", lambda c: c.data.skip_bad_lines, True),
+        ("data.shuffle_seed=3", lambda c: c.data.shuffle_seed, 3),
         ("train={epochs = 3}", lambda c: c.train.epochs, 3),
         ("train.output_dir=2024-run", lambda c: c.train.output_dir, "2024-run"),
         (to_override("train.output_dir", Path('\U0001f600"\x1b\\')), lambda c: c.train.output_dir, '\U0001f600"\x1b\\'),

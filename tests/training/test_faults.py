@@ -24,7 +24,7 @@ from dmt.training.config import TrainingConfig, to_toml
 from dmt.training.resume import Position, checkpoint_folder
 from tests.ranks import run_ranks
 from tests.training.checkpoints.made import make_checkpoint
-from tests.training.data.test_sharing import parquet
+from tests.training.data.helpers import parquet
 from tests.training.kills import Kill, arm
 from tests.training.test_resume import REPLICAS, config, losses, run_on_rank
 
@@ -198,16 +198,12 @@ def test_torchrun_starts_a_killed_run_again(undisturbed_pair: Any, tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.ranks
-def test_a_killed_run_on_files_goes_on_with_workers_and_from_a_bookmark(tmp_path: Path) -> None:
-    """The undisturbed run reads all files on each rank, without workers."""
+def test_a_killed_run_on_files_goes_on_in_the_middle_of_them(tmp_path: Path) -> None:
     parquet(tmp_path / "clicks.parquet", range(4000), 250)
     data = {"kind": "columns", "train_path": str(tmp_path / "clicks.parquet"), "split_column": "part"}
     data |= {"dense": ["d"], "categorical": ["c", "bag", "user"], "num_embeddings": 50, "shuffle_rows": 300}
     sections = IN_REPLICAS | {"topology": PAIR, "arch": "dlrm", "dataflow": "flat"}
-    undisturbed, run = (
-        killed_run(tmp_path / reading, 60, **sections, data=data | {"reading": reading, "workers": workers})
-        for reading, workers in (("shared", 0), ("sharded", 1))
-    )
+    undisturbed, run = (killed_run(tmp_path / name, 60, **sections, data=data) for name in ("undisturbed", "killed"))
     log = tmp_path / "kills"
     kills = [asdict(Kill(place="step", rank=1, nth=30)), asdict(Kill(place="step", rank=0, nth=15))]
     for number, one in enumerate((undisturbed, run)):
@@ -219,7 +215,7 @@ def test_a_killed_run_on_files_goes_on_with_workers_and_from_a_bookmark(tmp_path
             capture_output=True,
             text=True,
             timeout=600,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "PIECE_ROWS": "200", "KILLS": json.dumps(asked)},
+            env=os.environ | {"OMP_NUM_THREADS": "1", "KILLS": json.dumps(asked)},
             cwd=ROOT,
             check=False,
         )
@@ -227,7 +223,7 @@ def test_a_killed_run_on_files_goes_on_with_workers_and_from_a_bookmark(tmp_path
     assert [json.loads(line) for line in log.read_text().splitlines()] == kills
     whole = newest(checkpoint_folder(run))
     assert whole is not None
-    assert verify(whole).progress["bookmark"]["kept"] > 1000
+    assert verify(whole).progress["rows"] > 1000
     assert outcome(run) == outcome(undisturbed)
 
 

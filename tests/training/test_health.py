@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
 import torch.distributed as dist
@@ -212,10 +214,10 @@ def test_a_state_is_checked_once_where_it_is_recorded_or_saved(tmp_path: Path) -
 
 
 def rows(path: Path, order: list[int]) -> Path:
-    """A CSV file of rows in an order."""
-    lines = [f"{number % 2},{number / 10},{number}" for number in order]
+    """A file of rows in an order."""
     path.parent.mkdir(exist_ok=True)
-    path.write_text("label,d_1,c_1\n" + "\n".join(lines) + "\n")
+    columns = {"label": [n % 2 for n in order], "d_1": [n / 10 for n in order], "c_1": order}
+    pq.write_table(pa.table(columns), path, row_group_size=8)
     return path
 
 
@@ -234,10 +236,10 @@ def compare_on_rank(rank: int, configs: list[dict[str, Any]]) -> None:
 def test_ranks_with_other_input_are_told_apart(tmp_path: Path) -> None:
     mixed = random.Random(0).sample(range(40), 40)
     same, other_order, fewer = (
-        rows(tmp_path / name / "day.csv", order)
+        rows(tmp_path / name / "day.parquet", order)
         for name, order in (("a", list(range(40))), ("b", mixed), ("c", list(range(30))))
     )
-    same_elsewhere = rows(tmp_path / "d" / "day.csv", list(range(40)))
+    same_elsewhere = rows(tmp_path / "d" / "day.parquet", list(range(40)))
 
     def compare(*configs: TrainingConfig) -> None:
         run_ranks(compare_on_rank, 2, [one.model_dump(mode="json") for one in configs])
@@ -245,8 +247,9 @@ def test_ranks_with_other_input_are_told_apart(tmp_path: Path) -> None:
     compare(on_files(same), on_files(same_elsewhere))
     size = same.stat().st_size
     for other in (other_order, fewer):
-        crc = r"\(CRC-32 \w{8} \w{8}\)"
-        file = rf"data\.train_path is day\.csv of {size:,} bytes {crc} on rank 0, but day\.csv of \d+ bytes {crc}"
+        crc = r"\(CRC-32 \w{8}\)"
+        first = rf"data\.train_path is day\.parquet of {size:,} bytes {crc} on rank 0"
+        file = rf"{first}, but day\.parquet of [\d,]+ bytes {crc}"
         with pytest.raises(InputError, match=rf"{file} on rank 1\. .* on host .+ \(rank 0 on\)"):
             compare(on_files(same), on_files(other))
     with pytest.raises(InputError, match=r"Training: optimizer\.sparse_lr is 0\.05 on rank 0, but 0\.5 on rank 1\. "):
@@ -269,29 +272,29 @@ def trains_on_rank(rank: int, configs: list[dict[str, Any]]) -> None:
 @pytest.mark.ranks
 def test_training_compares_the_files_before_it_begins(tmp_path: Path) -> None:
     files = [
-        rows(tmp_path / name / "day.csv", order) for name, order in (("a", [*range(40)]), ("b", [*range(40)][::-1]))
+        rows(tmp_path / name / "day.parquet", order) for name, order in (("a", [*range(40)]), ("b", [*range(40)][::-1]))
     ]
     configs = [on_files(file, train={"batch_size": 4, "output_dir": str(tmp_path / "run")}) for file in files]
-    with pytest.raises(InputError, match=r"^Training: file 0 of data\.train_path is day\.csv .* rank 0, but day\.csv"):
+    with pytest.raises(
+        InputError, match=r"^Training: file 0 of data\.train_path is day\.parquet .* rank 0, but day\.parquet"
+    ):
         run_ranks(trains_on_rank, 2, [one.model_dump(mode="json") for one in configs], fresh=True)
 
 
-def ends_early_on_rank(rank: int, files: list[str], reading: str) -> None:
+def ends_early_on_rank(rank: int, files: list[str]) -> None:
     job._END_OF_EPOCH = timedelta(seconds=2)
-    run = on_files(Path(files[rank]), train={"batch_size": 4}, data={"reading": reading})
+    run = on_files(Path(files[rank]), train={"batch_size": 4})
     train_loop(new_run(run, TowerMesh(run.topology.build())))
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("shorter", "reading"), [pytest.param(0, "shared", marks=pytest.mark.slow), (1, "shared"), (1, "sharded")]
-)
-def test_a_rank_whose_rows_end_before_those_of_others_says_so(shorter: int, reading: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("shorter", [pytest.param(0, marks=pytest.mark.slow), 1])
+def test_a_rank_whose_rows_end_before_those_of_others_says_so(shorter: int, tmp_path: Path) -> None:
     """Files that changed since the start: nobody waits half an hour."""
     lengths = [24 if rank == shorter else 40 for rank in (0, 1)]
-    files = [str(rows(tmp_path / str(rank) / "day.csv", list(range(n)))) for rank, n in enumerate(lengths)]
-    message = rf"Rank {shorter} on host \S+ has come to the end of epoch 0, 3 batches after row 0, .* files.*day\.csv"
-    if reading == "sharded":
-        message = r"Rank 1 finds other pieces in its files \(1\) than rank 0 \(1\)\. Give every host"
+    files = [str(rows(tmp_path / str(rank) / "day.parquet", list(range(n)))) for rank, n in enumerate(lengths)]
+    message = (
+        rf"Rank {shorter} on host \S+ has come to the end of epoch 0, 3 batches after row 0, .* files.*day\.parquet"
+    )
     with pytest.raises(InputError, match=message):
-        run_ranks(ends_early_on_rank, 2, files, reading, fresh=True, timeout_s=30)
+        run_ranks(ends_early_on_rank, 2, files, fresh=True, timeout_s=30)

@@ -8,6 +8,7 @@ import json
 import random
 import shutil
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -143,7 +144,7 @@ def rows_seen_on_rank(rank: int, values: dict[str, Any], stop_at: int | None) ->
 
 @pytest.mark.ranks
 def test_a_run_goes_on_at_the_right_sample_on_other_ranks(tmp_path: Path) -> None:
-    """4 ranks x 16 rows for 4 steps, then 2 ranks x 24 rows, flat instead of towers: every row once, in the order."""
+    """4 ranks x 16 rows for 4 steps, then 2 ranks x 2 x 24 rows, flat instead of towers: every row once, in order."""
     run = config(tmp_path, arch="dlrm", dataflow="sptt", train={"epochs": 1, "max_steps": None})
     before = run_ranks(rows_seen_on_rank, 4, run.model_dump(mode="json"), 5)
     values = run.model_dump(mode="json")
@@ -151,14 +152,18 @@ def test_a_run_goes_on_at_the_right_sample_on_other_ranks(tmp_path: Path) -> Non
     values["train"] |= {"batch_size": 24}
     values["sharding"] = {"dataflow": "flat"}
     after = run_ranks(rows_seen_on_rank, 2, values, None)
-    whole = next(source(run).batches("train", rank=0, world_size=1, batch_size=450))
-    stream = whole.dense_features[:, 0].tolist()
-    assert len(stream) == 450
+    data, alone = source(run), {"rank": 0, "world_size": 1, "lanes": 4}
+    steps = [
+        *islice(data.batches("train", batch_size=64, **alone), 4),
+        *data.batches("train", batch_size=96, rows=256, **alone),
+    ]
+    stream = [row for batch in steps for row in batch.dense_features[:, 0].tolist()]
+    assert len(stream) == 256 + 192
     trained = [row for step in range(SAVE_EVERY) for rank in range(4) for row in before[rank][step]]
     assert trained == stream[:256]
-    assert len(after[0]) == (450 - 256) // 48
+    assert len(after[0]) == (450 - 256) // 96
     trained += [row for step in range(len(after[0])) for rank in range(2) for row in after[rank][step]]
-    assert trained == stream[: 256 + 48 * len(after[0])]
+    assert trained == stream
 
 
 @pytest.fixture(scope="module")
@@ -305,7 +310,7 @@ def test_a_checkpoint_of_another_run_is_refused(finished: TrainingConfig, sectio
 def test_a_run_goes_on_with_other_settings_and_says_so(finished: TrainingConfig, tmp_path: Path) -> None:
     longer = changed(finished, train={"epochs": 2, "log_every": 7}, optimizer={"sparse_lr": 0.5})
     found = start(longer)
-    assert found.position == Position(step=7, epoch=1, rows=0)
+    assert found.position == Position(step=7, epoch=1, rows=0, lanes=4)
     assert found.notes == ("optimizer.sparse_lr: 0.05 -> 0.5",)
     other_ranks = changed(finished, topology={"num_towers": 2, "ranks_per_tower": 1})
     assert start(other_ranks).notes == ("nothing is left to train: it is evaluated again",)
@@ -365,20 +370,18 @@ def test_files_that_are_others_are_seen(tmp_path: Path) -> None:
     run = config(tmp_path / "run", arch="dlrm", dataflow="sptt", train=train, **sections)
     assert attempt(run) is not None
     longer = changed(run, train={"epochs": 2})
-    assert start(longer).position == Position(step=4, epoch=1, rows=0)
+    assert start(longer).position == Position(step=4, epoch=1, rows=0, lanes=2)
     with pytest.raises(InputError, match=r"data\.eval_path = None, not '.*day_1\.csv'"):
         start(changed(longer, data={"eval_path": str(tmp_path / "day_1.csv"), "split_column": None}))
     write_day(tmp_path, 2, 320)
-    with pytest.raises(
-        InputError, match=r"the training files = '1 of them', not '2 of them, with day_2\.csv of \S+ byt"
-    ):
+    with pytest.raises(InputError, match=r"the training files = .* not '3 of them, with day_2\.csv of \S+ byt"):
         start(longer)
     (tmp_path / "day_2.csv").unlink()
     text = (tmp_path / "day_1.csv").read_text()
     (tmp_path / "day_1.csv").write_text(text)
     assert start(longer).position.epoch == 1, "the same bytes, written anew"
     (tmp_path / "day_1.csv").write_text(text.replace(",1,train", ",0,train", 1))
-    with pytest.raises(InputError, match=r"not '1 of them, with day_1\.csv of \S+ bytes \(CRC-32 \w{8} \w{8}\)'"):
+    with pytest.raises(InputError, match=r"not '2 of them, with the rows of day_1\.csv of \S+ bytes \(CRC-32"):
         start(longer)
     (tmp_path / "day_1.csv").write_text(text)
     write_day(tmp_path, 2, 320)

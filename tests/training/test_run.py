@@ -115,7 +115,7 @@ def csv(folder: Path, ids: list[int]) -> dict[str, Any]:
 def test_an_id_beyond_its_table_is_told_with_feature_id_and_rows(tmp_path: Path) -> None:
     config = small("dlrm", data=csv(tmp_path, [*range(30), 40, 1]))
     with pytest.raises(InputError, match=r"c_1.*\b40\b.*(\b40 rows|rows)"):
-        resolve(config, 4).data.validate()
+        resolve(config, 4)
 
 
 def test_a_column_that_is_absent_is_told(tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ SOURCE = "tests.training.data.own_rows:resumable"
 
 def config_of(folder: Path, **train: Any) -> TrainingConfig:
     names = {"dense": ["d"], "categorical": ["c", "n", "bag", "pair"], "num_embeddings": 23, "shuffle_rows": 32}
-    data = {"source": SOURCE, "source_shards": 3, "options": {"rows": 250}, **names}
+    data = {"source": SOURCE, "options": {"rows": 250}, **names}
     train = {"batch_size": 8, "eval_batch_size": 8, "log_every": 1, "output_dir": str(folder), **train}
     config = small(train={"device": "cpu", **train}, topology={"num_towers": 2, "ranks_per_tower": 1})
     return TrainingConfig.model_validate(config.model_dump() | {"data": data})
@@ -34,8 +34,8 @@ def test_a_run_is_resumed_bit_for_bit_and_its_model_scores_rows(tmp_path: Path) 
     whole, parts = config_of(tmp_path / "whole"), tmp_path / "parts"
     result = attempt(whole)
     assert result is not None
-    assert result["steps"] == 225 // 16
-    # Shuffled by 32 rows, in an epoch of 225: the second attempt begins in the middle of the shards.
+    assert result["steps"] == 125 // 8
+    # Shuffled by 32 rows, in shards of 125: the second attempt begins in the middle of them.
     assert (attempt(config_of(parts, max_steps=7)) or {})["steps"] == 7
     again = attempt(config_of(parts))
     assert again is not None

@@ -14,13 +14,14 @@ from dmt.training.commands.launch import train_here
 from dmt.training.commands.partition import INTERACTIONS, keeps_interactions
 from dmt.training.config import SHARDING_OF_TOWERS, TrainingConfig, load_config, to_override
 from dmt.training.console import NameConsole
+from dmt.training.data.columns import expand_path, format_of
 from dmt.training.data.config import DataConfig
-from dmt.training.data.schema import csv_header, expand_path, is_parquet, parquet_file, separator_of
+from dmt.training.data.parquet import parquet_schema
+from dmt.training.data.raw import first_line, schema_of
 from dmt.training.data.storage import file_exists
-from dmt.training.data.textfile import text_blocks
 from dmt.training.functions import is_function_name
 from dmt.training.partition import affinity_of_run, interactions_of
-from dmt.training.preflight import check_rows, resolve, rows_at_most
+from dmt.training.preflight import check_rows, resolve
 from dmt.training.records import result_warnings
 from dmt.training.report import plot_curves, write_report
 from dmt.training.resume import check_output_dir
@@ -70,14 +71,13 @@ def demo(
             f"model.arch={arch!r}: the demo compares a multi-tower model with its flat form; use dmt-{arch}."
         )
     rows = resolve(config, ranks).data
-    checked = rows.validate()
     check_output_dir(out)
     if data is not None:
-        settings += step_settings(checked.train_rows, ranks)
+        settings += step_settings(rows.num_rows("train") or 0, ranks)
     shared = [*settings, *overrides]
     flat_arch = arch.removeprefix("dmt-").removesuffix("-products")
 
-    check_rows(load_config("demo", shared), ranks, rows_at_most(rows, checked))
+    check_rows(load_config("demo", shared), ranks, rows.num_rows("train"))
     console.print(f"[bold]2/4[/] training the flat model, {flat_arch}, on {ranks} ranks")
     flat = load_config(
         "demo", [*flat_settings(shared), f"model.arch={flat_arch}", to_override("train.output_dir", out / flat_arch)]
@@ -140,7 +140,7 @@ def demo_settings(data: str) -> list[str]:
     the file whose name has "test" for "train", where there is one. Parquet and CSV files need the columns
     ``label``, ``c_*`` (categorical) and ``d_*`` (dense); a column ``split`` says which rows evaluate.
 
-    ``package.module:function`` names rows of the user's own (`dmt.training.data.source`) with such columns.
+    ``package.module:function`` names rows of the user's own (`dmt.training.data.own`) with such columns.
 
     Raises:
         InputError: the file does not exist or its kind is unknown.
@@ -160,21 +160,19 @@ def demo_settings(data: str) -> list[str]:
         return settings
     expand_path("--data", data, columns=True)
     settings += ['data.categorical=["c_*"]', 'data.dense=["d_*"]']
-    if "split" in (
-        parquet_file(file).schema_arrow.names
-        if is_parquet(file)
-        else csv_header(file, separator_of(file, DataConfig()))
-    ):
+    config = DataConfig(kind="columns", train_path=data, categorical=("c_*",))
+    schema = parquet_schema(file) if format_of(file, config) == "parquet" else schema_of(file, config)
+    if "split" in schema.names:
         settings.append('data.split_column="split"')
     return settings
 
 
 def _is_criteo(file: str) -> bool:
     """Returns whether a file is in Criteo's format: no other suffix, and it begins with a label, not a header."""
-    if file.endswith((".parquet", ".pq", ".csv", ".csv.gz")):
+    if file.endswith((".parquet", ".pq", ".csv", ".csv.gz")) or ".json" in file or ".ndjson" in file:
         return False
-    block = next((block for _, block in text_blocks(file, block_bytes=1 << 16)), b"")
-    return b"\t" not in block or block.partition(b"\t")[0].strip() in (b"0", b"1", b"")
+    line = first_line(file)
+    return b"\t" not in line or line.partition(b"\t")[0].strip() in (b"0", b"1", b"")
 
 
 def step_settings(rows: int, ranks: int) -> list[str]:

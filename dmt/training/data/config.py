@@ -19,7 +19,7 @@ __all__ = ["DataConfig", "Section", "SyntheticConfig", "check_memory", "with_fil
 _TABLE_KEYS = ("name", "num_embeddings", "embedding_dim", "feature_names")
 _DATA_TYPES = ("FP32", "FP16")
 _MOST_ROWS = 2**40
-OF_SOURCE = ("source", "source_shards", "options")
+OF_SOURCE = ("source", "options")
 """Keys of the section data that only a source has."""
 
 
@@ -123,9 +123,6 @@ class DataConfig(Section):
     source: str | None = None
     """``package.module:function`` that yields batches of named columns
     ([Rows of your own](data.md#rows-of-your-own)), instead of files."""
-    source_shards: int = Field(default=1, ge=1, le=65_536)
-    """Parts into which the function divides its rows, which ranks read at the same time. The order of rows depends on
-    it, and not on the number of ranks."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Settings of the function's own."""
     prepared: str | None = None
@@ -198,17 +195,6 @@ class DataConfig(Section):
     """Training reads the pieces of its files (row groups; 4 MiB of text; whole gzip files) in an order of its own in
     each epoch, instead of that of the files, before rows are shuffled in blocks of ``shuffle_rows``. Needs
     ``eval_path`` or ``split_column``, and no ``max_train_rows``: both count rows in the order of the files."""
-    reading: Literal["sharded", "shared"] = "sharded"
-    """Reading of files by the ranks of a run: each row is parsed by one of them and sent to the one that trains on it
-    (``sharded``), or all ranks parse all rows (``shared``; also if a file is gzip or has a row group of more than 2**20
-    rows). Batches are the same, bit for bit."""
-    workers: int = Field(default=0, ge=0, le=256)
-    """Processes of each rank that read, check and hash rows ahead of training; 0: none, the rank does so itself between
-    steps, as with gzip and such row groups."""
-    skip_bad_lines: bool = False
-    """Leave out and count rows that are malformed instead of stopping at the first."""
-    validate_rows: int = Field(default=1_000_000, ge=-1)
-    """Rows of each part that are checked before training starts; -1 checks all, 0 none."""
     tables: str | None = None
     """A JSON list of tables, or a ``towers.json`` that records its tables; ``dmt plan`` places them instead of those of
     the data ([Sharding](sharding.md)). Training refuses it."""
@@ -234,7 +220,7 @@ class DataConfig(Section):
         if self.kind in ("synthetic", "source"):
             (self._check_synthetic if self.kind == "synthetic" else self._check_source)()
             return self
-        if given := self._given("source", "source_shards", "options"):
+        if given := self._given("source", "options"):
             raise InputError(f"{given[0]} has no meaning for kind={self.kind!r}. Leave out one of them.")
         if not self.train_path:
             raise InputError(f"kind={self.kind!r} needs train_path: a file, a directory or a glob.")
@@ -250,12 +236,6 @@ class DataConfig(Section):
                 )
         elif not self.categorical:
             raise InputError("kind='columns' needs categorical: names or globs of columns, such as ['c_*'].")
-        if self.shuffle_pieces and (self.max_train_rows or not (self.eval_path or self.split_column)):
-            counted = "max_train_rows" if self.max_train_rows else "eval_fraction"
-            raise InputError(
-                f"shuffle_pieces changes the order of the files' rows, by which {counted} counts. Give eval_path or "
-                "split_column and no max_train_rows, or leave shuffle_pieces out."
-            )
         if self.eval_path and self.split_column:
             raise InputError("eval_path and split_column both say what evaluation rows are; give one of them.")
         wrong = {name: rows for name, rows in self.num_embeddings_per_feature.items() if not 1 <= rows <= _MOST_ROWS}
@@ -278,7 +258,7 @@ class DataConfig(Section):
 
     def _check_synthetic(self) -> None:
         names = ("train_path", "eval_path", "num_embeddings", "num_embeddings_per_feature", "group_by")
-        if given := self._given(*names, "shuffle_pieces", "workers", "timestamps", "source_shards", "options"):
+        if given := self._given(*names, "shuffle_pieces", "timestamps", "options"):
             raise InputError(
                 f"{min(given)} has no meaning for kind='synthetic'; use the settings under `synthetic` "
                 "(rows_per_table, num_rows, num_eval_rows), or set kind."
@@ -287,10 +267,10 @@ class DataConfig(Section):
     def _check_source(self) -> None:
         if not self.source:
             raise InputError("kind='source' needs source: package.module:function.")
-        if given := self._given("train_path", "eval_path", "shuffle_pieces", "workers", "reading", "csv_separator"):
+        if given := self._given("train_path", "eval_path", "shuffle_pieces", "timestamps", "csv_separator"):
             raise InputError(
-                f"{given[0]} has no meaning with source={self.source!r}: the function reads as it likes, in "
-                "source_shards parts. Leave out one of them."
+                f"{given[0]} has no meaning with source={self.source!r}: the function reads as it likes. Leave out one "
+                "of them."
             )
         if not self.categorical:
             raise InputError("source needs categorical: names or globs of columns, such as ['c_*'].")

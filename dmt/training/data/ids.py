@@ -5,8 +5,6 @@ Legend: n rows, m values.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
@@ -15,34 +13,9 @@ from numpy.typing import NDArray
 from dmt.errors import InputError
 from dmt.training.data.columns import Feature, is_text
 from dmt.training.data.hash import hash_rows
+from dmt.training.data.rows import Bags
 
-__all__ = ["Bags", "bags_of", "id_fault", "ids_of", "out_of_range"]
-
-
-@dataclass(frozen=True)
-class Bags:
-    """The ids of one feature in n rows.
-
-    Example:
-        >>> bags = Bags(np.array([7, 8, 9]), np.array([0, 2, 2, 3]))
-        >>> bags.take(np.array([2, 0])).values.tolist(), bags.take(np.array([1, 0])).offsets.tolist()
-        ([9, 7, 8], [0, 0, 2])
-    """
-
-    values: NDArray[np.int64]
-    """Ids, row after row; rows of the feature's table."""
-    offsets: NDArray[np.int64] | None = None
-    """Row i has ``values[offsets[i]:offsets[i + 1]]`` (n + 1 entries); None: exactly one id in each row."""
-
-    def take(self, order: NDArray[np.int64]) -> Bags:
-        """Returns the rows at these positions, in their order."""
-        if self.offsets is None:
-            return Bags(self.values[order])
-        lengths = np.diff(self.offsets)[order]
-        offsets = np.concatenate([[0], np.cumsum(lengths)])
-        # Position of every kept id: where its bag starts in the source, plus its place within the bag.
-        places = np.arange(offsets[-1]) + np.repeat(self.offsets[order] - offsets[:-1], lengths)
-        return Bags(self.values[places], offsets)
+__all__ = ["bags_of", "id_fault", "ids_of", "out_of_range"]
 
 
 def out_of_range(feature: str, value: int, num_embeddings: int, *, table: str, place: str) -> InputError:

@@ -34,9 +34,9 @@ from dmt.training.access import save_profile
 from dmt.training.data.columns import Columns, Feature, expand_path, explicit_config, find_columns, is_list, tables_of
 from dmt.training.data.config import DataConfig
 from dmt.training.data.hash import HASH_KEY
-from dmt.training.data.ids import Bags
 from dmt.training.data.prepared import FORMAT, MANIFEST, PARTS, REQUEST
 from dmt.training.data.raw import Reject, connect, raw_blocks, schema_of
+from dmt.training.data.rows import Bags
 from dmt.training.data.storage import file_version
 from dmt.training.data.summary import Summary
 from dmt.training.data.typed import TypedRows, typed_rows
@@ -413,7 +413,10 @@ def _manifest(
         "min_count": options.min_count,
         "row_group_rows": options.group_rows,
         "vocabulary": VOCABULARY if vocabularies else None,
-        "raw": explicit_config(config, source.columns).model_dump(mode="json", exclude_defaults=True),
+        # With ids by frequency, raw rows need the vocabulary: they are prepared with it.
+        "raw": None
+        if vocabularies
+        else explicit_config(config, source.columns).model_dump(mode="json", exclude_defaults=True),
     }
 
 

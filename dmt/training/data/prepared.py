@@ -4,10 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from dmt.errors import InputError
 from dmt.files import read_json
+
+if TYPE_CHECKING:
+    from dmt.training.data.columns import Columns
+    from dmt.training.data.config import DataConfig
 
 __all__ = [
     "FORMAT",
@@ -15,7 +19,9 @@ __all__ = [
     "PARTS",
     "REQUEST",
     "access_counts",
+    "prepared_folder",
     "prepared_settings",
+    "prepared_sources",
     "read_manifest",
     "with_prepared",
 ]
@@ -54,19 +60,57 @@ def read_manifest(folder: Path, place: str) -> dict[str, Any]:
     return record
 
 
+def prepared_folder(path: str | None) -> Path | None:
+    """Returns the prepared folder whose rows a path names; None if it is of another kind."""
+    folder = None if path is None else Path(path).parent
+    is_part = folder is not None and Path(path or "").name in PARTS and (folder / MANIFEST).is_file()
+    return folder if is_part else None
+
+
 def access_counts(train_path: str | None) -> Path | None:
-    """Returns the file of the access counts of a prepared folder, by its training rows; None if they are others.
+    """Returns the file of the access counts of a prepared folder, by its training rows; None if there is none.
 
     Raises:
         InputError: see `read_manifest`.
     """
-    if train_path is None:
-        return None
-    folder = Path(train_path).parent
-    if Path(train_path) != folder / PARTS[0] or not (folder / MANIFEST).is_file():
+    if (folder := prepared_folder(train_path)) is None:
         return None
     counts = read_manifest(folder, f"data.train_path={train_path!r}")["access_counts"]
     return None if counts is None else folder / str(counts)
+
+
+def prepared_sources(path: str | None) -> list[tuple[str, int]]:
+    """Returns name and bytes of the files that were prepared into the folder whose rows a path names, if it tells."""
+    if (folder := prepared_folder(path)) is None:
+        return []
+    sources = read_manifest(folder, f"data.train_path={path!r}").get("sources", [])
+    return [(Path(file).name, int(size)) for file, size, _ in sources]
+
+
+def raw_settings(config: DataConfig, columns: Columns) -> tuple[DataConfig, Columns]:
+    """Returns the settings and columns that turn raw rows into the ids of these, with every column by name.
+
+    Raises:
+        InputError: see `read_manifest`.
+    """
+    # Here: the settings import this module.
+    from dmt.training.data.columns import Columns, Feature, explicit_config
+    from dmt.training.data.config import DataConfig
+    from dmt.training.data.times import TimePart
+
+    folder = prepared_folder(config.train_path)
+    record = {} if folder is None else read_manifest(folder, f"data.train_path={config.train_path!r}")
+    if not record.get("raw"):
+        return (config if config.kind == "synthetic" else explicit_config(config, columns)), columns
+    features = {}
+    for name, entry in record["features"].items():
+        time = None if entry["time"] is None else TimePart(*entry["time"])
+        features[name] = Feature(**{**entry, "time": time})
+    raw = DataConfig.model_validate(record["raw"])
+    years = {
+        name: TimePart(column, "years") for column in raw.timestamps if (name := f"{column}_years") in columns.dense
+    }
+    return raw, Columns(dense=columns.dense, features=tuple(features.values()), years=years)
 
 
 def prepared_settings(folder: str) -> dict[str, Any]:

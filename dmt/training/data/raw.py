@@ -31,7 +31,7 @@ from dmt.training.data.columns import CRITEO_CATEGORICAL, CRITEO_DENSE, format_o
 from dmt.training.data.config import DataConfig
 from dmt.training.data.storage import file_version, open_binary
 
-__all__ = ["RawBlock", "Reject", "connect", "raw_blocks", "schema_of", "sql_text"]
+__all__ = ["RawBlock", "Reject", "connect", "first_line", "raw_blocks", "schema_of", "sql_text"]
 
 _BLOCK_BYTES = 16 << 20
 _MOST_LINE_BYTES = 1 << 20
@@ -141,6 +141,12 @@ def schema_of(file: str, config: DataConfig) -> pa.Schema:
     if not names:
         raise InputError(f"{file}: expected a line of column names first, found an empty line.")
     return pa.schema([(name, pa.string()) for name in names])
+
+
+def first_line(file: str) -> bytes:
+    """Returns the first line of a text file, plain or gzip; errors as in `raw_blocks`."""
+    _, lines, _ = next(_lines(file, 1 << 16), (1, [b""], 0.0))
+    return lines[0] if lines else b""
 
 
 def raw_blocks(

@@ -10,7 +10,7 @@ import numpy as np
 from dmt.hot_rows.profile import AccessProfile, RowCounts
 from dmt.plan.tables import TableSpec
 from dmt.training.data.columns import Columns
-from dmt.training.data.ids import Bags
+from dmt.training.data.rows import Bags
 from dmt.training.data.typed import TypedRows
 from dmt.training.data.vocabulary import Vocabulary
 

@@ -17,6 +17,7 @@ the first steps push all embeddings the same way, to learn the base rate, and th
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,7 +28,7 @@ from numpy.typing import NDArray
 from dmt.training.data.config import SyntheticConfig, check_memory
 from dmt.training.data.rows import Bags, Rows
 
-__all__ = ["BLOCK_ROWS", "SyntheticBlock", "SyntheticClicks"]
+__all__ = ["BLOCK_ROWS", "DrawnRows", "SyntheticClicks", "SyntheticRows"]
 
 BLOCK_ROWS = 1024
 """Number of rows drawn together; small, so that a rank draws little more than its own rows."""
@@ -38,6 +39,18 @@ _MAIN_WEIGHT = 0.5  # of a group's main effect, against 1 for its products
 # Scale and intercept of the logit by config: finding them takes longer than all the rest of opening the data, which
 # happens more than once in a run.
 _CALIBRATED: dict[SyntheticConfig, tuple[float, float]] = {}
+
+
+@dataclass(frozen=True)
+class DrawnRows:
+    """Rows as they are drawn."""
+
+    labels: NDArray[np.float32]
+    """0 or 1, float32 [n]."""
+    dense: NDArray[np.float32]
+    """Raw counts, float32 [n, D]."""
+    bags: tuple[Bags, ...]
+    """Ids of each of the F features."""
 
 
 class SyntheticClicks:
@@ -86,7 +99,7 @@ class SyntheticClicks:
         """Returns the number of rows of a split."""
         return self.config.num_rows if split == "train" else self.config.num_eval_rows
 
-    def draw(self, split: Literal["train", "eval"], block: int) -> Rows:
+    def draw(self, split: Literal["train", "eval"], block: int) -> DrawnRows:
         """Draws a block of `BLOCK_ROWS` rows; dense features are raw counts (before any transform)."""
         rng = np.random.default_rng([self.config.seed, _TRAIN if split == "train" else _EVAL, block])
         rows, _ = self._draw(rng, BLOCK_ROWS)
@@ -113,7 +126,7 @@ class SyntheticClicks:
             low, high = (middle, high) if _sigmoid(centred + middle).mean() < self.config.base_rate else (low, middle)
         return scale, low
 
-    def _draw(self, rng: np.random.Generator, n: int) -> tuple[Rows, NDArray[np.float64]]:
+    def _draw(self, rng: np.random.Generator, n: int) -> tuple[DrawnRows, NDArray[np.float64]]:
         """Draws rows and their noise-free logits [n]."""
         config = self.config
         hidden = rng.normal(size=(config.num_groups, n))
@@ -136,7 +149,7 @@ class SyntheticClicks:
         logits = self._logits(scores, dense)
         chance = _sigmoid(logits + config.noise * rng.normal(size=n))
         labels = (rng.random(size=n) < chance).astype(np.float32)
-        return Rows(labels, dense, tuple(bags)), logits
+        return DrawnRows(labels, dense, tuple(bags)), logits
 
     def _logits(self, scores: NDArray[np.float64], dense: NDArray[np.float32]) -> NDArray[np.float64]:
         total = (np.log1p(dense) - 1.7) @ self._dense_effects if len(self._dense_effects) else np.zeros(scores.shape[1])
@@ -149,27 +162,39 @@ class SyntheticClicks:
         return self._intercept + self._scale * total
 
 
-@dataclass(frozen=True)
-class SyntheticBlock:
-    """A block that is drawn only when rows of it are asked for."""
+class SyntheticRows:
+    """The rows of a part as blocks, which are drawn when they are read.
 
-    clicks: SyntheticClicks
-    split: Literal["train", "eval"]
-    index: int
-    num_rows: int
-    """At most `BLOCK_ROWS`; less in the last block."""
-    signed_log1p: bool
-    """True: dense counts x become log(1 + x)."""
+    Args:
+        clicks: the generator.
+        split: the part.
+        most: rows at most; None: all.
+        signed_log1p: dense counts x become log(1 + x).
+    """
 
-    @property
-    def requests(self) -> NDArray[np.int64]:
-        """The rows are independent draws: each is a request of its own [n]."""
-        return np.arange(self.num_rows)
+    def __init__(
+        self, clicks: SyntheticClicks, split: Literal["train", "eval"], *, most: int | None, signed_log1p: bool
+    ) -> None:
+        self._clicks, self._split, self._signed_log1p = clicks, split, signed_log1p
+        number = clicks.num_rows(split) if most is None else min(clicks.num_rows(split), most)
+        ends = np.minimum(BLOCK_ROWS * np.arange(1, -(-number // BLOCK_ROWS) + 1), number)
+        self.sizes = np.diff(ends, prepend=0)
+        """Rows of each block, int64."""
 
-    def rows(self, index: NDArray[np.int64]) -> Rows:
-        """Draws the block and returns the rows at these positions."""
-        rows = self.clicks.draw(self.split, self.index).rows(index)
-        return Rows(rows.labels, np.log1p(rows.dense) if self.signed_log1p else rows.dense, rows.bags)
+    def read(self, block: int) -> Rows:
+        """Draws a block."""
+        drawn, number = self._clicks.draw(self._split, block), int(self.sizes[block])
+        dense = np.log1p(drawn.dense) if self._signed_log1p else drawn.dense
+        single = [bags.values for bags in drawn.bags if bags.offsets is None]
+        ids = np.array(single, dtype=np.int64).reshape(len(single), BLOCK_ROWS)
+        rows = Rows(
+            drawn.labels, np.ascontiguousarray(dense.T), ids, tuple(b for b in drawn.bags if b.offsets is not None)
+        )
+        return rows.slice(0, number)
+
+    def decode(self, parts: Sequence[Rows]) -> Rows:
+        """Joins rows."""
+        return Rows.concat(parts)
 
 
 def _sigmoid(x: NDArray[np.float64]) -> NDArray[np.float64]:

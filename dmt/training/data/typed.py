@@ -20,8 +20,9 @@ from numpy.typing import NDArray
 from dmt.training.data.columns import CRITEO_CATEGORICAL, Columns, Feature, is_list, is_text
 from dmt.training.data.config import DataConfig
 from dmt.training.data.hash import hash_rows
-from dmt.training.data.ids import Bags, bags_of, id_fault
+from dmt.training.data.ids import bags_of, id_fault
 from dmt.training.data.raw import RawBlock, Reject, sql_text
+from dmt.training.data.rows import Bags
 
 __all__ = ["TypedRows", "request_keys", "signed_log", "typed_rows"]
 

@@ -16,8 +16,7 @@ from dmt.errors import InputError
 from dmt.files import atomic_write, from_record, parse_json
 from dmt.training import checkpoints
 from dmt.training.checkpoints.store import RecordedFile
-from dmt.training.data import DataConfig
-from dmt.training.data.encode import HASH_KEY, hash_rows
+from dmt.training.data.hash import HASH_KEY, hash_rows
 from dmt.training.job import Job
 from dmt.training.records import versions
 from dmt.training.serving.program import ServedModel, StoredTables, make_program
@@ -27,7 +26,6 @@ __all__ = [
     "Exported",
     "ServedFeature",
     "ServedManifest",
-    "explicit_data",
     "export_run",
     "load_program",
     "read_manifest",
@@ -187,11 +185,11 @@ def _record(manifest: ServedManifest) -> dict[str, Any]:
 
 def _manifest(job: Job, checkpoint: Path, tables: StoredTables) -> ServedManifest:
     config, data = job.config, job.data
-    hashed = config.data.id_mode == "hash" and config.data.kind != "synthetic"
-    features = []
+    hashed = data.raw.id_mode == "hash" and config.data.kind != "synthetic"
+    raw, features = {feature.name: feature for feature in data.raw_columns.features}, []
     for table in job.tables:
         for name in table.feature_names:
-            salt, time = data.salts.get(name, name), data.times.get(name)
+            salt, time = raw[name].salt, raw[name].time
             rows = hash_rows(pa.array(_HASHED_EXAMPLES), feature=salt, num_embeddings=table.num_embeddings)
             features.append(
                 ServedFeature(
@@ -216,25 +214,9 @@ def _manifest(job: Job, checkpoint: Path, tables: StoredTables) -> ServedManifes
         tables=config.sharding.table_precision if tables == "fp32" else tables,
         hashing=_HASH if hashed else "",
         hash_key=HASH_KEY if hashed else "",
-        data=explicit_data(job).model_dump(mode="json"),
+        data=data.raw.model_dump(mode="json"),
         versions=versions(),
     )
-
-
-def explicit_data(job: Job) -> DataConfig:
-    """Returns the data section of a job with columns and tables by name: globs could find others in other files."""
-    data, config = job.data, job.config.data
-    if config.kind == "synthetic":
-        return config
-    dense, features = (
-        tuple(name for name in names if name not in data.times) for names in (data.dense_names, data.feature_names)
-    )
-    changes: dict[str, Any] = {"dense": dense, "categorical": features}
-    changes["num_embeddings_per_feature"] = dict(data.num_embeddings)
-    if config.kind in ("columns", "source"):
-        changes["timestamps"] = tuple(dict.fromkeys(time.column for time in data.times.values()))
-        changes["multi_hot"] = tuple(name for name in data.feature_names if name in data.multi_hot)
-    return config.model_copy(update=changes)
 
 
 def _random_inputs(job: Job) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]:

@@ -16,11 +16,15 @@ from torch import Tensor, nn
 from dmt.errors import InputError
 from dmt.files import atomic_write, explain
 from dmt.training.data import ClickBatch, ClickData, DataConfig, open_source
+from dmt.training.data.cache import prepare_if_needed, with_folder
+from dmt.training.data.columns import expand_path, format_of
 from dmt.training.data.config import with_files
-from dmt.training.data.schema import csv_header, expand_path, is_parquet, parquet_file, separator_of
+from dmt.training.data.parquet import parquet_schema
+from dmt.training.data.prepared import prepared_folder
 from dmt.training.functions import check_allowed
+from dmt.training.job import PREPARED
 from dmt.training.metrics import MetricValues, metric_values
-from dmt.training.serving.export import ServedManifest, explicit_data, load_program, read_manifest
+from dmt.training.serving.export import ServedManifest, load_program, read_manifest
 from dmt.training.trained import trained_model
 
 __all__ = ["Scored", "score", "tensors_of"]
@@ -61,7 +65,7 @@ def score(
     """
     if batch_size < 1:
         raise InputError(f"--batch-size {batch_size} must be at least 1.")
-    scorer, data = _open(model, data_path, functions)
+    scorer, data = _open(model, data_path, functions, out.absolute().parent / PREPARED)
     if out.is_dir():
         raise InputError(f"--out {str(out)!r} cannot be written: it is a folder. Name a file in it.")
     parts: list[tuple[Tensor, Tensor]] = []
@@ -101,13 +105,13 @@ def _write(path: Path, parts: Iterator[dict[str, Any]], *, has_labels: bool) -> 
             writer.write_table(pa.table({name: columns[name] for name in schema.names}, schema=schema))
 
 
-def _open(model: Path, data_path: str | None, functions: Collection[str]) -> tuple[Scorer, ClickData]:
+def _open(model: Path, data_path: str | None, functions: Collection[str], cache: Path) -> tuple[Scorer, ClickData]:
     if model.suffix == ".pt2" or model.is_file():
         manifest = read_manifest(model)
         program = load_program(model)
-        config = _rows_of(_data_of(model, manifest), data_path)
-        check_allowed(f"The manifest of {model}", {"data.source": config.source}, functions)
-        data = open_source(config)
+        raw = _data_of(model, manifest)
+        check_allowed(f"The manifest of {model}", {"data.source": raw.source if data_path is None else None}, functions)
+        data = open_source(_rows_of(raw, raw, data_path, cache), cache=cache)
         return partial(_run, model, program), data
     try:
         _, job, plain = trained_model(model, functions=functions)
@@ -117,7 +121,8 @@ def _open(model: Path, data_path: str | None, functions: Collection[str]) -> tup
         # The rows to score have the columns, too, should the run's own files be gone.
         _, job, plain = trained_model(model, data_path, functions)
     splits = {} if job.towers is None else job.towers.column_splits
-    data = open_source(_rows_of(explicit_data(job), data_path), column_splits=splits)
+    rows = _rows_of(job.data.raw, job.data.config, data_path, cache)
+    data = open_source(rows, column_splits=splits, cache=cache)
     return (lambda batch: plain(batch.dense_features, batch.sparse_features).reshape(-1)), data
 
 
@@ -149,24 +154,26 @@ def _data_of(model: Path, manifest: ServedManifest) -> DataConfig:
         raise InputError(f"Exported model {model}: data: {explain(error)} Export the checkpoint again.") from error
 
 
-def _rows_of(config: DataConfig, data_path: str | None) -> DataConfig:
-    """The data section for scoring: all rows of the files, or the evaluation rows of the run."""
+def _rows_of(raw: DataConfig, trained: DataConfig, data_path: str | None, cache: Path) -> DataConfig:
+    """The data section for scoring: all rows of the files, in their order, or the evaluation rows of the run."""
     if data_path is None:
-        return config
-    if config.kind == "synthetic":
+        return trained
+    if raw.kind == "synthetic":
         raise InputError("The model was trained on synthetic clicks; rows of a file do not fit it. Leave out --data.")
-    config = with_files(config, data_path)
-    changes: dict[str, Any] = {"eval_path": data_path, "split_column": None}
+    folder = prepared_folder(data_path)
+    config = with_files(raw if folder is None else with_folder(raw, folder), data_path)
     # Every row has a prediction, or the first that cannot be read is named.
-    changes |= {"max_eval_rows": None, "group_by": None, "skip_bad_lines": False}
+    changes: dict[str, Any] = {"eval_path": None, "split_column": None, "max_eval_rows": None, "group_by": None}
     if config.kind == "columns" and config.label not in _columns_of(data_path, config):
         changes["label"] = None
-    return config.model_copy(update=changes)
+    config = prepare_if_needed(config.model_copy(update=changes), cache, eval_only=True)
+    return config if config.eval_path else config.model_copy(update={"eval_path": data_path})
 
 
 def _columns_of(data_path: str, config: DataConfig) -> list[str]:
     first = expand_path("--data", data_path, columns=True)[0]
-    if is_parquet(first):
-        names: list[str] = parquet_file(first).schema_arrow.names
-        return names
-    return csv_header(first, separator_of(first, config))
+    if format_of(first, config) == "parquet":
+        return list(parquet_schema(first).names)
+    from dmt.training.data.raw import schema_of  # which loads DuckDB
+
+    return list(schema_of(first, config).names)

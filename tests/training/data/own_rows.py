@@ -65,8 +65,9 @@ def cuts(shard: int, num_shards: int, num_rows: int) -> list[range]:
     return found
 
 
-def rows(options: dict[str, Any], shard: int = 0, num_shards: int = 1) -> Iterator[Any]:
-    for number, numbers in enumerate(cuts(shard, num_shards, options.get("rows", 90))):
+def rows(options: dict[str, Any]) -> Iterator[Any]:
+    shard = 0
+    for number, numbers in enumerate(cuts(0, 1, options.get("rows", 90))):
         ASKED.append((shard, number))
         if (shard, number) == tuple(options.get("fails", ())):
             raise OSError("the store is gone")
@@ -97,12 +98,17 @@ def in_order(options: dict[str, Any]) -> Iterator[Any]:
     yield {name: [0, 1] for name in ("label", *options["order"])}
 
 
-def late(shard: int, num_shards: int, options: dict[str, Any]) -> Iterator[Any]:
-    """Rows in the last shard only, after a batch without any, of columns of numbers as keys of a dict."""
-    if shard == num_shards - 1:
-        if options["empty"]:
-            yield {"label": np.zeros(0), 1: np.zeros(0), 2: []}
-        yield {"label": [0, 1], 1: [0.0, 1.0], 2: [["a"], ["b", "a"]]}
+def late() -> Iterator[Any]:
+    """Rows after a batch without any, of columns of numbers as keys of a dict."""
+    yield {"label": np.zeros(0), 1: np.zeros(0), 2: []}
+    yield {"label": [0, 1] * 9, 1: [0.0, 1.0] * 9, 2: [["a"], ["b", "a"]] * 9}
+
+
+def in_shards(split: str, shard: int, num_shards: int, epoch: int) -> Iterator[Any]:
+    """Uneven shards; other rows to evaluate."""
+    first = 0 if split == "train" else 200
+    for numbers in cuts(shard, num_shards, 90):
+        yield columns(range(first + numbers.start, first + numbers.stop))
 
 
 def views(options: dict[str, Any]) -> Iterator[Any]:
@@ -131,9 +137,11 @@ def of_rank() -> Iterator[Any]:
 class Resumable(IterableDataset[Any]):
     """Remembers where it was, by itself or (``of_iterator``) by its iterator."""
 
-    def __init__(self, shard: int, num_shards: int, options: dict[str, Any]) -> None:
+    def __init__(self, split: str, shard: int, num_shards: int, options: dict[str, Any]) -> None:
+        first = 0 if split == "train" else options.get("rows", 90)
+        number = options.get("rows", 90) if split == "train" else 25
         self.cuts, self.shard, self.options, self.at = (
-            cuts(shard, num_shards, options.get("rows", 90)),
+            [range(first + one.start, first + one.stop) for one in cuts(shard, num_shards, number)],
             shard,
             options,
             0,
@@ -179,8 +187,8 @@ class _Iterator:
         self.dataset.at = int(state["at"])
 
 
-def resumable(shard: int, num_shards: int, options: dict[str, Any]) -> Resumable:
-    return Resumable(shard, num_shards, options)
+def resumable(split: str, shard: int, num_shards: int, options: dict[str, Any]) -> Resumable:
+    return Resumable(split, shard, num_shards, options)
 
 
 def one_buffer() -> Iterator[dict[str, Any]]:
@@ -220,13 +228,6 @@ def one_table() -> pa.Table:
     return pa.table({"label": [0]})
 
 
-_SHARED = rows({})
-
-
-def same_iterator() -> Iterator[Any]:
-    return _SHARED
-
-
 def needs_more(split: str, path: str) -> None:
     raise NotImplementedError
 
@@ -241,15 +242,10 @@ class Unsaveable(Resumable):
         raise NotImplementedError
 
 
-def unsaveable(shard: int, num_shards: int, options: dict[str, Any]) -> Unsaveable:
-    return Unsaveable(shard, num_shards, options)
+def unsaveable(split: str, shard: int, num_shards: int, options: dict[str, Any]) -> Unsaveable:
+    return Unsaveable(split, shard, num_shards, options)
 
 
-_CALLS: list[int] = []
-
-
-def changing() -> Iterator[Any]:
-    """Other batches in every call."""
-    _CALLS.append(0)
-    for numbers in cuts(0, 1, 90):
-        yield pa.table(columns(range(numbers.start, numbers.stop + len(_CALLS))))
+def leaking(shard: int, num_shards: int) -> Iterator[Any]:
+    """Parts without splits."""
+    raise NotImplementedError

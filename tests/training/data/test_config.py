@@ -27,7 +27,7 @@ from dmt.training.data.config import DataConfig, SyntheticConfig
         ),
         ({"kind": "parquet"}, "criteo_tsv"),
         ({"shufle_rows": 3}, "shufle_rows"),
-        ({"validate_rows": -2}, "validate_rows"),
+        ({"source": "a:b", "categorical": ["c"], "timestamps": ["t"]}, "timestamps has no meaning with source"),
         ({"synthetic": {"num_features": 3, "num_groups": 4}}, "num_groups=4 exceeds num_features=3"),
         ({"synthetic": {"num_features": 3, "num_multi_hot": 4, "num_groups": 1}}, "num_multi_hot=4 exceeds"),
     ],

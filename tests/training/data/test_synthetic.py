@@ -6,18 +6,19 @@ import numpy as np
 import pytest
 from sklearn.metrics import roc_auc_score
 
+from dmt.training.data.clicks import open_source
 from dmt.training.data.config import DataConfig, SyntheticConfig
-from dmt.training.data.dataset import open_source
-from dmt.training.data.synthetic import SyntheticClicks
-
-from .helpers import joined
+from dmt.training.data.rows import Bags
+from dmt.training.data.synthetic import DrawnRows, SyntheticClicks
 
 CONFIG = SyntheticConfig(num_features=9, num_groups=3, rows_per_table=40, num_multi_hot=2)
 
 
 def draw(config, blocks, split="train"):
     clicks = SyntheticClicks(config)
-    return joined([clicks.draw(split, i) for i in range(blocks)])
+    drawn = [clicks.draw(split, i) for i in range(blocks)]
+    bags = tuple(Bags.concat([rows.bags[j] for rows in drawn]) for j in range(len(drawn[0].bags)))
+    return DrawnRows(np.concatenate([r.labels for r in drawn]), np.concatenate([r.dense for r in drawn]), bags)
 
 
 def same(a, b):
@@ -41,7 +42,7 @@ def test_shapes_and_rates():
     assert rows.dense.min() >= 0
     assert rows.labels.mean() == pytest.approx(0.25, abs=0.02)
     assert [b.offsets is None for b in rows.bags] == [True] * 7 + [False] * 2
-    assert np.unique(rows.bags[8].lengths).tolist() == [0, 1, 2, 3]
+    assert np.unique(np.diff(rows.bags[8].offsets)).tolist() == [0, 1, 2, 3]
     for bags in rows.bags:
         assert bags.values.dtype == np.int64
         assert bags.values.min() >= 0
@@ -104,11 +105,9 @@ def test_source_of_synthetic_data():
     data = open_source(DataConfig(synthetic=synthetic, max_eval_rows=1500), embedding_dim=4)
     assert (data.num_rows("train"), data.num_rows("eval")) == (3000, 1500)
     assert data.planted_groups == SyntheticClicks(synthetic).planted_groups
-    assert data.validate().train_rows == 0
-    whole = draw(synthetic, 3).rows(np.arange(3000))
+    whole = draw(synthetic, 3)
     batches = list(data.batches("train", rank=0, world_size=1, batch_size=1000))
-    np.testing.assert_array_equal(np.concatenate([b.labels for b in batches]), whole.labels)
-    np.testing.assert_array_equal(np.concatenate([b.dense_features for b in batches]), np.log1p(whole.dense))
-    first = whole.rows(np.arange(1000))
-    assert batches[0].sparse_features["C9"].values().tolist() == first.bags[8].values.tolist()
-    assert batches[0].sparse_features["C1"].values().tolist() == first.bags[0].values.tolist()
+    np.testing.assert_array_equal(np.concatenate([b.labels for b in batches]), whole.labels[:3000])
+    np.testing.assert_array_equal(np.concatenate([b.dense_features for b in batches]), np.log1p(whole.dense[:3000]))
+    assert batches[0].sparse_features["C9"].values().tolist() == whole.bags[8].slice(0, 1000).values.tolist()
+    assert batches[0].sparse_features["C1"].values().tolist() == whole.bags[0].values[:1000].tolist()

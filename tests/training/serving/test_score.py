@@ -18,7 +18,7 @@ from dmt.training.data import ClickBatch, open_source
 from dmt.training.job import open_job
 from dmt.training.serving.export import export_run, read_manifest
 from dmt.training.serving.score import score
-from dmt.training.trained import BAGS, checkpoint_of, describe_run
+from dmt.training.trained import RAW_DATA, checkpoint_of, describe_run
 from tests.training.checkpoints.made import save_alone
 from tests.training.small import plain
 
@@ -70,7 +70,7 @@ def test_a_checkpoint_tells_columns_of_bags_where_the_data_are_lost(run: Path, t
     assert checkpoint is not None
     (tmp_path / "described").mkdir()
     describe_run(open_job(load_config(checkpoint / "config.toml")), None, tmp_path / "described")
-    shutil.copy(tmp_path / "described" / BAGS, checkpoint)
+    shutil.copy(tmp_path / "described" / RAW_DATA, checkpoint)
     score(run, tmp_path / "wanted.parquet", data_path=str(run / "clicks.parquet"))
     lost = shutil.move(run / "clicks.parquet", tmp_path / "rows.parquet")
     try:
@@ -91,7 +91,7 @@ def batch_of(run: Path) -> ClickBatch:
     """All rows, as the trainer reads them."""
     config = load_config(run / "checkpoint" / "step-00000001" / "config.toml")
     data = config.data.model_copy(update={"split_column": None, "eval_path": str(run / "clicks.parquet")})
-    return next(open_source(data).batches("eval", rank=0, world_size=1, batch_size=ROWS))
+    return next(open_source(data, cache=run / "prepared").batches("eval", rank=0, world_size=1, batch_size=ROWS))
 
 
 def test_every_row_is_scored_in_the_order_of_the_file(run: Path, tmp_path: Path) -> None:

@@ -9,8 +9,7 @@ import pyarrow as pa
 import pytest
 
 from dmt.errors import InputError
-from dmt.training.data import encode
-from dmt.training.data.encode import hash_rows
+from dmt.training.data.hash import hash_rows
 
 
 def test_rows_of_known_values_never_change():
@@ -77,28 +76,3 @@ def test_features_collide_differently():
 def test_a_fraction_is_no_category():
     with pytest.raises(InputError, match=r"Feature 'f': category 1\.5 is not a whole number"):
         hash_rows(pa.array([1.0, 1.5]), feature="f", num_embeddings=10)
-
-
-def test_a_dictionary_that_comes_again_is_hashed_once_and_another_one_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    hashed: list[int] = []
-    real = encode._hash_values
-    monkeypatch.setattr(encode, "_hash_values", lambda values, *more: hashed.append(len(values)) or real(values, *more))
-    encode._LATEST.clear()
-
-    def rows(words: list[str], codes: list[int | None], num_embeddings: int = 50) -> list[int]:
-        values = pa.DictionaryArray.from_arrays(pa.array(codes, pa.int32()), pa.array(words))
-        plain = pa.array([None if code is None else words[code] for code in codes])
-        found = hash_rows(values, feature="f", num_embeddings=num_embeddings).tolist()
-        hashed_so_far = list(hashed)
-        assert found == hash_rows(plain, feature="f", num_embeddings=num_embeddings).tolist()
-        hashed[:] = hashed_so_far
-        return found
-
-    words = ["a", "b", "c"]
-    rows(words, [0, 1, 2, None])
-    rows(words, [2, 0])
-    assert hashed == [3]
-    rows(["a", "b", "d"], [2, None, 0])
-    rows(words, [2, 0, 1], num_embeddings=9)
-    rows([str(i) for i in range(99)], [5, None])
-    assert hashed == [3, 3, 3, 2]

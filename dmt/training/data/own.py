@@ -5,10 +5,10 @@ The function is called with those of these arguments that it names, and returns 
 
 - ``split``: ``"train"`` or ``"eval"``. A function that does not name it has one stream of rows, which
   ``data.split_column`` or ``data.eval_fraction`` divides;
-- ``shard``, ``num_shards``: the part of the rows to yield, 0 to ``data.source_shards`` - 1, and their number;
-- ``seed``, ``epoch``: ``data.shuffle_seed`` and the number of the pass, for an order of its own in each. Training rows
-  alone may change places: ``epoch`` needs ``split`` or ``data.split_column``, since ``data.eval_fraction`` counts
-  rows in their order;
+- ``shard``, ``num_shards``: the part of the training rows to yield, and the number of parts: a rank and the number of
+  ranks. Evaluation rows are asked for as part 0 of 1. Without these names every rank goes through all rows and keeps
+  its own;
+- ``seed``, ``epoch``: ``data.shuffle_seed`` and the number of the pass, for an order of its own in each;
 - ``options``: the section ``[data.options]``, as a dict.
 
 A batch is a ``pyarrow.Table`` or ``RecordBatch``, any other table that Arrow can take over (pandas, polars), or a dict
@@ -17,7 +17,7 @@ of columns: arrays, tensors and lists of one dimension; of two, or a TorchRec ``
 Each call must give the same rows for the same arguments, in the same order: after a stop, reading goes on where it was.
 If what the function returns, or its iterator, has ``state_dict`` and ``load_state_dict``, these do it (a state that is
 taken after a batch describes what comes after it, and holds numbers, texts, lists, dicts and tensors); otherwise the
-batches that were used are asked for again and left out.
+rows that were used are asked for again and left out.
 """
 
 from __future__ import annotations
@@ -26,49 +26,50 @@ import base64
 import io
 import pickle
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
-from weakref import WeakSet
 
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import torch
+from numpy.typing import NDArray
 
 from dmt.errors import InputError
+from dmt.training.data.columns import Columns
 from dmt.training.data.config import DataConfig
+from dmt.training.data.parquet import RawRows, decode_rows
+from dmt.training.data.rows import Rows
 from dmt.training.functions import call_named, load_function, named_arguments
 
-__all__ = ["RowSource", "ShardPosition", "ShardStream", "as_table"]
+__all__ = ["OwnRows", "as_table"]
 
 _ARGUMENTS = ("split", "shard", "num_shards", "seed", "epoch", "options")
 _REMEDY = "Put settings of your own into [data.options]."
 _WANTED = "a pyarrow.Table or RecordBatch, a table of pandas or polars, or a dict of columns"
+_MILLIONTHS = 1_000_000
+_UNSHUFFLED = 16_384
 
 
 @dataclass(frozen=True, kw_only=True)
-class ShardPosition:
-    """A place between two batches of a shard; plain data."""
+class _Window:
+    """Rows that are shuffled together."""
 
-    batches: int = 0
-    """Batches before it."""
-    rows: int = 0
-    """Their rows."""
-    ended: bool = False
-    """True: no batch comes after it."""
-    state: str | None = None
-    """The ``state_dict`` there, as text; None of a source that has none."""
+    rows: Rows
+    before: int
+    """Rows of the stream before it."""
+    state: str | None
+    """State of the source before it; None of a source that has none."""
 
 
-class RowSource:
+class OwnRows:
     """The function of ``data.source``.
 
     Args:
         config: the data section of the run's configuration, with a ``source``.
 
     Raises:
-        InputError: there is no such function, it takes other arguments, or does not know of shards or splits that the
-            configuration wants.
+        InputError: there is no such function, it takes other arguments, or evaluation rows could be trained on.
     """
 
     def __init__(self, config: DataConfig) -> None:
@@ -76,30 +77,20 @@ class RowSource:
         self.name, self._config = f"data.source={config.source!r}", config
         self._function = load_function("data.source", config.source)
         names = named_arguments(self.name, self._function, _ARGUMENTS, _REMEDY)
-        self.has_splits = "split" in names
-        """True: training and evaluation rows come from different calls."""
-        self._made: WeakSet[Any] = WeakSet()
-        if config.source_shards > 1 and not {"shard", "num_shards"} <= set(names):
-            raise InputError(
-                f"{self.name} does not name the arguments shard and num_shards, so each of data.source_shards="
-                f"{config.source_shards} would have the same rows. Name them, or leave data.source_shards out."
-            )
+        self.has_splits, self.has_shards = "split" in names, {"shard", "num_shards"} <= set(names)
+        self._states: list[tuple[int, int, str]] = []  # epoch, rows before, state: of the windows of training
         if self.has_splits and config.split_column:
             raise InputError(
                 f"{self.name} names the argument split, so data.split_column={config.split_column!r} has no meaning. "
                 "Leave out one of them."
             )
-        # Requests do not help: a row without a value of data.group_by is one by its number.
-        if "epoch" in names and not (self.has_splits or config.split_column):
+        if not (self.has_splits or config.split_column) and (self.has_shards or "epoch" in names):
+            given = "shard" if self.has_shards else "epoch"
             raise InputError(
-                f"{self.name} names the argument epoch, but data.eval_fraction={config.eval_fraction} counts rows in "
-                "their order: in another order, evaluation rows would be trained on. Name the argument split, give "
-                "data.split_column, or leave out epoch (data.shuffle_rows shuffles)."
+                f"{self.name} names the argument {given}, but data.eval_fraction={config.eval_fraction} counts rows in "
+                "their order: in another order, evaluation rows would be trained on. Name the argument split, or give "
+                f"data.split_column, or leave out {given}."
             )
-
-    def shard(self, split: Literal["train", "eval"], shard: int, *, epoch: int, start: ShardPosition) -> ShardStream:
-        """Opens a shard at a position; the function is called when the first batch is asked for."""
-        return ShardStream(self, split, shard, epoch, start)
 
     def first_batch(self) -> pa.Table:
         """Returns the first training batch with rows, for its columns and their types.
@@ -108,147 +99,137 @@ class RowSource:
             InputError: it is no table, or there is none.
         """
         empty = None
-        for shard in range(self._config.source_shards):
-            stream = self.shard("train", shard, epoch=0, start=ShardPosition())
-            try:
-                while (table := stream.next_batch(None)) is not None:
-                    if table.num_rows:
-                        return table
-                    empty = table if empty is None else empty
-            finally:
-                stream.close()
+        for batch in self._batches(self._call("train", 0, 1, 0), None):
+            if batch.num_rows:
+                return batch
+            empty = batch
         if empty is None:
-            parts = f"{self.name} (train)" if self.has_splits else self.name
-            raise InputError(f"{parts} has no batch. Yield at least one.")
+            raise InputError(f"{self.name} has no batch. Yield at least one.")
         return empty
 
-    def _call(self, split: str, shard: int, epoch: int) -> Any:
-        config = self._config
-        given = {
-            "split": split,
-            "shard": shard,
-            "num_shards": config.source_shards,
-            "seed": config.shuffle_seed,
-            "epoch": epoch,
-            "options": dict(config.options),
-        }
-        found = call_named(self.name, self._function, given, _REMEDY)
-        single = isinstance(found, pa.Table | pa.RecordBatch | Mapping | str)
-        if single or not hasattr(found, "__iter__"):
-            raise InputError(
-                f"{self.name} returned a value of type {type(found).__name__}, expected an iterable of batches. "
-                "Return a generator, an IterableDataset or a list of batches."
-            )
-        if isinstance(found, Iterator) and found in self._made:
-            raise InputError(
-                f"{self.name} returned an iterator that it has returned before, whose first rows are gone. Make a new "
-                "one in each call."
-            )
-        if isinstance(found, Iterator):
-            with suppress(TypeError):  # of no weak reference: an iterator of a list
-                self._made.add(found)
-        return found
+    def state(self, epoch: int, rows: int) -> str | None:
+        """Returns the state from which the rows of a rank's stream from ``rows`` on can be read; None without one."""
+        known = [entry for entry in self._states if entry[0] == epoch and entry[1] <= rows]
+        return None if not known else f"{known[-1][1]} {known[-1][2]}"
 
-
-class ShardStream:
-    """The batches of a shard, one after another; made by `RowSource.shard`."""
-
-    def __init__(self, source: RowSource, split: str, shard: int, epoch: int, start: ShardPosition) -> None:
-        self._source, self._call = source, (split, shard, epoch)
-        shards = source._config.source_shards  # noqa: SLF001 - the same file
-        kinds = [split] if source.has_splits else []
-        parts = [*kinds, *([f"shard {shard} of {shards}"] if shards > 1 else [])]
-        self.place = source.name + (f" ({', '.join(parts)})" if parts else "")
-        """Name of the stream, for messages."""
-        self._iterator: Iterator[Any] | None = None
-        self._state_of: Any = None
-        self._start = start
-        self.batches, self.rows, self.ended = start.batches, start.rows, start.ended
-
-    def next_batch(self, names: Sequence[str] | None) -> pa.Table | None:
-        """Returns the columns of these names (None: all) of the next batch, or None at the end.
+    def stream(
+        self,
+        columns: Columns,
+        split: Literal["train", "eval"],
+        *,
+        shard: int,
+        num_shards: int,
+        epoch: int,
+        start: int,
+        state: str | None,
+    ) -> Iterator[Rows]:
+        """Yields the rows of a part from row ``start`` of the stream on, shuffled in training.
 
         Raises:
-            InputError: the batch is no table, or a column is absent or cannot be read as one.
+            InputError: a batch is no table or has a value that does not fit.
             RuntimeError: the user's code has failed.
         """
-        if self.ended:
-            return None
-        if self._iterator is None:
-            self._open(names)
-        return self._take(names)
+        made, before = self._call(split, shard, num_shards, epoch), 0
+        if state is not None and _has_state(made):
+            text, _, saved = state.partition(" ")
+            before = int(text)
+            made.load_state_dict(_state_of(saved))
+        self._states = self._states if split == "eval" else []
+        for window in self._windows(made, columns, split, before):
+            if split == "train" and window.state is not None:
+                self._states.append((epoch, window.before, window.state))
+            if window.before + window.rows.num_rows <= start:
+                continue
+            rows = window.rows
+            if split == "train" and self._config.shuffle_rows:
+                rows = rows.take(shuffled_order(rows, (self._config.shuffle_seed, epoch, shard, window.before)))
+            yield rows.slice(max(start - window.before, 0), rows.num_rows)
 
-    def position(self) -> ShardPosition:
-        """Returns the place after the last batch.
-
-        Raises:
-            InputError: the source's state holds what cannot be saved, or there is none to be had.
-        """
-        state = None
-        if self._state_of is not None and not self.ended:
+    def _windows(self, made: Any, columns: Columns, split: Literal["train", "eval"], before: int) -> Iterator[_Window]:
+        """Yields whole batches together, of ``data.shuffle_rows`` rows or a little more."""
+        config, waiting, number = self._config, [], 0
+        most = config.shuffle_rows if split == "train" and config.shuffle_rows else _UNSHUFFLED
+        limit = config.max_train_rows if split == "train" else config.max_eval_rows
+        names = _used(config, columns)
+        state, seen = _saved(made, self.name), 0
+        for count, table in enumerate(self._batches(made, names), start=1):
+            place = f"{self.name}, batch {count}"
+            chosen = self._chosen(table, split, seen)
+            seen += table.num_rows
+            numbers = np.flatnonzero(chosen) + 1
+            table = table.filter(pa.array(chosen)) if not chosen.all() else table
             try:
-                found = self._state_of.state_dict()
-            except Exception as error:
-                raise InputError(
-                    f"{self.place}: its state_dict() has failed ({type(error).__name__}: {error}). Correct it or leave "
-                    "out state_dict and load_state_dict."
-                ) from error
-            state = _state_text(found, self.place)
-        return ShardPosition(batches=self.batches, rows=self.rows, ended=self.ended, state=state)
+                rows = decode_rows([RawRows(table, numbers, place)], config, columns)
+            except (pa.ArrowException, AttributeError) as error:
+                raise InputError(f"{place}: its columns have other types than those of the first ({error}).") from error
+            if limit is not None and before + number + rows.num_rows >= limit:
+                waiting.append(rows.slice(0, limit - before - number))
+                break
+            waiting.append(rows)
+            number += rows.num_rows
+            if number >= most:
+                yield _Window(rows=Rows.concat(waiting), before=before, state=state)
+                before, waiting, number = before + number, [], 0
+                state = _saved(made, self.name)
+        if sum(rows.num_rows for rows in waiting):
+            yield _Window(rows=Rows.concat(waiting), before=before, state=state)
 
-    def close(self) -> None:
-        """Ends the user's generator, if it is one."""
-        if (close := getattr(self._iterator, "close", None)) is not None:
-            close()
-        self._iterator, self.ended = None, True
+    def _chosen(self, table: pa.Table, split: Literal["train", "eval"], seen: int) -> NDArray[np.bool_]:
+        config = self._config
+        if self.has_splits:
+            return np.ones(table.num_rows, dtype=bool)
+        if config.split_column:
+            text = table.column(config.split_column).combine_chunks().cast(pa.string())
+            equal = pc.equal(text, config.split_value(split)).fill_null(False)
+            return np.asarray(equal.to_numpy(zero_copy_only=False))
+        share, row = round(config.eval_fraction * _MILLIONTHS), seen + np.arange(table.num_rows)
+        apart = (row + 1) * share // _MILLIONTHS > row * share // _MILLIONTHS
+        return np.asarray(apart == (split == "eval"))
 
-    def _open(self, names: Sequence[str] | None) -> None:
-        start = self._start
+    def _batches(self, made: Any, names: Sequence[str] | None) -> Iterator[pa.Table]:
+        number = 0
         try:
-            made = self._source._call(*self._call)  # noqa: SLF001 - the same file
-            stateful = [made] if _has_state(made) else []
-            if stateful and start.state is not None:
-                made.load_state_dict(_state_of(start.state))
-            self._iterator = iterator = iter(made)
-            if not stateful and _has_state(iterator):
-                stateful = [iterator]
-                if start.state is not None:
-                    stateful[0].load_state_dict(_state_of(start.state))
+            for number, batch in enumerate(made, start=1):
+                yield as_table(batch, f"{self.name}, batch {number}", names)
+        except InputError:
+            raise
+        except Exception as error:  # the user's program may do anything
+            raise RuntimeError(f"{self.name}, batch {number + 1}: {type(error).__name__}: {error}") from error
+
+    def _call(self, split: str, shard: int, num_shards: int, epoch: int) -> Any:
+        config = self._config
+        given = {"split": split, "shard": shard, "num_shards": num_shards, "seed": config.shuffle_seed, "epoch": epoch}
+        try:
+            made = call_named(self.name, self._function, given | {"options": dict(config.options)}, _REMEDY)
+            single = isinstance(made, pa.Table | pa.RecordBatch | Mapping | str)
+            if not single and hasattr(made, "__iter__"):
+                return made if _has_state(made) else iter(made)
         except InputError:
             raise
         except Exception as error:
-            raise RuntimeError(f"{self.place}: {type(error).__name__}: {error}") from error
-        self._state_of = stateful[0] if stateful else None
-        if start.state is not None and self._state_of is None:
-            raise InputError(f"{self.place} had a state_dict when the run was saved, and has none now. Give it back.")
-        if start.state is not None or not start.batches:
-            return
-        # Without a state, what was used is asked for again.
-        self.batches = self.rows = 0
-        while self.batches < start.batches and self._take(names) is not None:
-            pass
-        if (self.batches, self.rows) != (start.batches, start.rows):
-            raise InputError(
-                f"{self.place} had {start.rows} rows in {start.batches} batches before the run was stopped, and has "
-                f"{self.rows} in {self.batches} now. The same arguments must give the same batches, or the source "
-                "needs state_dict and load_state_dict."
-            )
+            raise RuntimeError(f"{self.name}: {type(error).__name__}: {error}") from error
+        raise InputError(
+            f"{self.name} returned a value of type {type(made).__name__}, expected an iterable of batches. Return a "
+            "generator, an IterableDataset or a list of batches."
+        )
 
-    def _take(self, names: Sequence[str] | None) -> pa.Table | None:
-        assert self._iterator is not None, "opened before"
-        place = f"{self.place}, batch {self.batches + 1}"
-        try:
-            batch = next(self._iterator)
-        except StopIteration:
-            self.ended = True
-            return None
-        except InputError:
-            raise
-        except Exception as error:
-            raise RuntimeError(f"{place}: {type(error).__name__}: {error}") from error
-        table = as_table(batch, place, names)
-        self.batches, self.rows = self.batches + 1, self.rows + table.num_rows
-        return table
+
+def shuffled_order(rows: Rows, seed: Sequence[int]) -> NDArray[np.int64]:
+    """Returns a random order of rows; those of a request stay together, in their order."""
+    random = np.random.default_rng(list(seed))
+    if rows.requests is None:
+        return random.permutation(rows.num_rows)
+    keys, request = np.unique(rows.requests, return_inverse=True)
+    return np.argsort(random.permutation(len(keys))[request], kind="stable")
+
+
+def _used(config: DataConfig, columns: Columns) -> list[str]:
+    single = [name for name in (config.label, config.split_column, config.group_by) if name]
+    return list(dict.fromkeys([*single, *columns.dense, *(feature.name for feature in columns.features)]))
+
+
+def _saved(made: Any, place: str) -> str | None:
+    return _state_text(made.state_dict(), place) if _has_state(made) else None
 
 
 def as_table(batch: Any, place: str, names: Sequence[str] | None = None) -> pa.Table:

@@ -1,0 +1,283 @@
+"""Reading: batches of every kind of Parquet, for any number of ranks, resumed at any row."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from dmt.errors import InputError
+from dmt.training.data import DataConfig, clicks, open_source
+from dmt.training.data.clicks import ClickData, prefetched
+from dmt.training.data.deal import rank_batch
+from dmt.training.data.hash import hash_rows
+from dmt.training.data.prepare import PrepareOptions, prepare
+
+from .helpers import numbered_lines, parquet, real_rows, write
+
+NAMES: dict[str, Any] = {"dense": ("d",), "categorical": ("c", "n", "bag"), "dense_transform": "none"}
+
+
+def config_of(path: str, **settings: Any) -> DataConfig:
+    defaults = {"kind": "columns", "train_path": path, "eval_path": path, "num_embeddings": 50, **NAMES}
+    return DataConfig(**{**defaults, **settings})
+
+
+def on_ranks(data: ClickData, world_size: int, lanes: int, batch_size: int, **where: Any) -> list[list[Any]]:
+    """The batches of every rank, step by step."""
+    options = {"world_size": world_size, "batch_size": rank_batch(lanes, world_size, batch_size), "lanes": lanes}
+    ranks = [list(data.batches("train", rank=rank, **options, **where)) for rank in range(world_size)]
+    assert len({len(batches) for batches in ranks}) == 1
+    return list(map(list, zip(*ranks, strict=True)))
+
+
+def test_values_become_inputs(tmp_path: Path) -> None:
+    data = open_source(config_of(parquet(tmp_path / "a.parquet", range(20)), shuffle_rows=0), embedding_dim=4)
+    (batch,) = data.batches("train", rank=0, world_size=1, batch_size=20)
+    assert batch.labels.tolist() == [i % 2 for i in range(20)]
+    assert batch.dense_features[:, 0].tolist() == list(map(float, range(20)))
+    words = pa.array([None if i % 9 == 0 else f"v{i}" for i in range(20)])
+    ids = batch.sparse_features
+    assert ids["c"].values().tolist() == hash_rows(words, feature="c", num_embeddings=50).tolist()
+    numbers = pa.array([str(i % 5) for i in range(20)])
+    assert ids["n"].values().tolist() == hash_rows(numbers, feature="n", num_embeddings=50).tolist()
+    bags = [[] if i % 4 == 0 else [w for w in [f"x{i}", None, "y"][: i % 3] if w] for i in range(20)]
+    assert ids["bag"].lengths().tolist() == list(map(len, bags))
+    flat = pa.array([word for bag in bags for word in bag])
+    assert ids["bag"].values().tolist() == hash_rows(flat, feature="bag", num_embeddings=50).tolist()
+    assert data.multi_hot == {"bag"}
+    assert [(table.name, table.num_embeddings) for table in data.tables] == [("t_c", 50), ("t_n", 50), ("t_bag", 50)]
+    assert data.num_rows("train") == data.num_rows("eval") == 20
+
+
+@pytest.mark.parametrize("settings", [{}, {"shuffle_pieces": True}, {"group_by": "user"}, {"shuffle_rows": 0}], ids=str)
+@pytest.mark.parametrize("rows", [16, 103, 3000])
+def test_global_batches_do_not_depend_on_the_ranks(rows: int, settings: dict[str, Any], tmp_path: Path) -> None:
+    for i, part in enumerate(np.array_split(np.arange(rows), 3)):
+        parquet(tmp_path / f"{i}.parquet", range(part[0], part[-1] + 1), 7 + i)
+    data = open_source(config_of(f"{tmp_path}/?.parquet", **{"shuffle_rows": 150, **settings}))
+    orders = []
+    for epoch in range(3):
+        wanted: list[list[float]] | None = None
+        for world_size in (1, 2, 4, 8):
+            steps = [real_rows(step) for step in on_ranks(data, world_size, 8, 2, epoch=epoch)]
+            wanted = wanted or steps
+            assert wanted == steps
+        assert wanted is not None
+        used = [row for step in wanted for row in step]
+        assert len(used) == rows // 16 * 16, "less than a global batch is left out"
+        assert set(Counter(used).values()) == {1}
+        orders.append(used)
+    if rows > 16:
+        assert (orders[0] != orders[1]) == (settings != {"shuffle_rows": 0})
+
+
+def test_a_hundred_thousand_rows_are_used_once(tmp_path: Path) -> None:
+    table = {"label": np.zeros(100_000), "d": np.arange(100_000.0), "n": np.arange(100_000) % 50}
+    pq.write_table(pa.table(table), tmp_path / "a.parquet", row_group_size=9_973)
+    data = open_source(config_of(str(tmp_path / "a.parquet"), categorical=("n",), id_mode="index"))
+    for world_size in (1, 4):
+        used = Counter(row for step in on_ranks(data, world_size, 8, 512) for row in real_rows(step))
+        assert (len(used), set(used.values())) == (100_000 // 4096 * 4096, {1})
+
+
+@pytest.mark.parametrize("settings", [{}, {"shuffle_pieces": True}, {"shuffle_rows": 0}], ids=str)
+def test_a_run_goes_on_at_any_step_and_on_other_ranks(settings: dict[str, Any], tmp_path: Path) -> None:
+    data = open_source(config_of(parquet(tmp_path / "a.parquet", range(500)), **{"shuffle_rows": 60, **settings}))
+    whole = on_ranks(data, 4, 4, 3, epoch=1)
+    for done in range(0, len(whole) + 1, 5):
+        for world_size in (4, 2, 1):
+            rest = on_ranks(data, world_size, 4, 3, epoch=1, rows=12 * done)
+            assert [real_rows(step) for step in rest] == [real_rows(step) for step in whole[done:]]
+    # 4, 2 and then 3 ranks: every row of the epoch once, but for less than a global batch.
+    used = [row for step in on_ranks(data, 4, 4, 3)[:11] for row in real_rows(step)]
+    used += [row for step in on_ranks(data, 2, 4, 3, rows=len(used))[:9] for row in real_rows(step)]
+    assert len(used) == 240
+    used += [row for step in on_ranks(data, 3, 4, 3, rows=len(used)) for row in real_rows(step)]
+    assert (len(used), set(Counter(used).values())) == (240 + 260 // 9 * 9, {1})
+    assert on_ranks(data, 2, 4, 3, rows=495) == []
+
+
+def test_evaluation_sees_each_row_once_in_the_order_of_the_files(tmp_path: Path) -> None:
+    data = open_source(config_of(parquet(tmp_path / "a.parquet", range(100))))
+    assert real_rows(data.batches("eval", rank=0, world_size=1, batch_size=7)) == list(range(100))
+    for world_size in (2, 3, 8):
+        ranks = [list(data.batches("eval", rank=r, world_size=world_size, batch_size=6)) for r in range(world_size)]
+        assert {len(batches) for batches in ranks} == {-(-100 // (6 * world_size))}
+        assert all(len(batch.labels) == 6 for batches in ranks for batch in batches)
+        assert sorted(row for batches in ranks for row in real_rows(batches)) == list(range(100))
+    few = data.config.model_copy(update={"max_eval_rows": 3})
+    ranks = [list(open_source(few).batches("eval", rank=r, world_size=8, batch_size=6)) for r in range(8)]
+    assert sorted(row for batches in ranks for row in real_rows(batches)) == [0.0, 1.0, 2.0]
+    assert {len(batches) for batches in ranks} == {1}
+
+
+@pytest.mark.parametrize("settings", [{}, {"split_column": "part"}, {"group_by": "user"}], ids=str)
+def test_rows_are_divided_into_parts(settings: dict[str, Any], tmp_path: Path) -> None:
+    path = parquet(tmp_path / "a.parquet", range(300))
+    data = open_source(config_of(path, eval_path=None, eval_fraction=0.2, shuffle_rows=40, **settings))
+    parts = {split: real_rows(data.batches(split, rank=0, world_size=1, batch_size=1)) for split in ("train", "eval")}  # type: ignore[arg-type]
+    assert sorted([*parts["train"], *parts["eval"]]) == list(range(300))
+    assert {split: len(rows) for split, rows in parts.items()} == {s: data.num_rows(s) for s in ("train", "eval")}  # type: ignore[arg-type]
+    if settings == {"split_column": "part"}:
+        assert parts["eval"] == list(range(0, 300, 5))
+    elif not settings:
+        assert parts["eval"] == list(range(4, 300, 5))
+    else:
+        users = {split: {int(row) // 3 % 11 for row in rows if row % 7} for split, rows in parts.items()}
+        assert users["train"].isdisjoint(users["eval"])
+    limited = data.config.model_copy(update={"max_train_rows": 20, "max_eval_rows": 5})
+    assert [open_source(limited).num_rows(split) for split in ("train", "eval")] == [20, 5]  # type: ignore[arg-type]
+
+
+def test_requests_meet_in_a_batch(tmp_path: Path) -> None:
+    path = parquet(tmp_path / "a.parquet", range(330))
+    data = open_source(config_of(path, group_by="user", shuffle_rows=330))
+    rows = [int(row) for row in real_rows(data.batches("train", rank=0, world_size=1, batch_size=1))]
+    users = [f"u{row // 3 % 11}" if row % 7 else f"alone {row}" for row in rows]
+    runs = [user for i, user in enumerate(users) if i == 0 or users[i - 1] != user]
+    assert len(runs) == len(set(runs)), "every request is one run of rows"
+    assert rows != sorted(rows)
+    by_user = [row for row, user in zip(rows, users, strict=True) if user == "u3"]
+    assert by_user == sorted(by_user), "in the order of the files"
+
+
+def test_prepared_rows_are_those_of_the_raw_ones(tmp_path: Path) -> None:
+    raw = config_of(parquet(tmp_path / "a.parquet", range(100)), eval_path=None, split_column="part", group_by="user")
+    prepare(raw, tmp_path / "out", PrepareOptions(group_rows=16))
+    folder = DataConfig.model_validate({"prepared": str(tmp_path / "out"), "shuffle_rows": 0})
+    plain, ready = open_source(raw.model_copy(update={"shuffle_rows": 0, "group_by": None})), open_source(folder)
+    options = {"rank": 0, "world_size": 1, "batch_size": 4}
+    rows, again = list(plain.batches("eval", **options)), list(ready.batches("eval", **options))
+    assert sorted(real_rows(rows)) == sorted(real_rows(again))
+    assert (ready.raw.id_mode, ready.raw.categorical) == ("hash", NAMES["categorical"])
+    assert [feature.salt for feature in ready.raw_columns.features] == list(NAMES["categorical"])
+
+
+def test_text_is_prepared_once_beside_the_output(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    write(tmp_path / "a.tsv", numbered_lines(50))
+    config = DataConfig(kind="criteo_tsv", train_path=str(tmp_path / "a.tsv"), shuffle_rows=0)
+    with pytest.raises(InputError, match=r"a\.tsv has to be prepared"):
+        open_source(config)
+    data = open_source(config, cache=tmp_path / "prepared")
+    assert "Preparing" in caplog.text
+    caplog.clear()
+    again = open_source(config, cache=tmp_path / "prepared")
+    assert not caplog.records
+    assert again.files("train") == data.files("train")
+    assert (data.num_rows("train"), data.num_rows("eval")) == (45, 5)
+    assert (data.raw.kind, data.config.id_mode) == ("criteo_tsv", "index")
+    write(tmp_path / "a.tsv", numbered_lines(60))
+    assert open_source(config, cache=tmp_path / "prepared").num_rows("train") == 54
+    assert len(list((tmp_path / "prepared").glob("*/manifest.json"))) == 2
+    write(tmp_path / "a.tsv", [*numbered_lines(3), "x"])
+    with pytest.raises(InputError, match="line 4: expected 40 columns, found 1"):
+        open_source(config, cache=tmp_path / "prepared")
+    # Times in Parquet are no inputs yet.
+    times = pa.array([0, 1], pa.timestamp("s"))
+    pq.write_table(pa.table({"label": [0, 1], "c": ["a", "b"], "t": times}), tmp_path / "t.parquet")
+    settings = {"categorical": ("c",), "dense": (), "timestamps": ("t",)}
+    data = open_source(config_of(str(tmp_path / "t.parquet"), **settings), cache=tmp_path / "prepared")
+    assert data.feature_names == ("c", "t_hour", "t_weekday")
+
+
+def test_a_file_that_is_replaced_is_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(clicks, "_UNSHUFFLED", 7)
+    path = parquet(tmp_path / "a.parquet", range(40))
+    data = open_source(config_of(path, shuffle_rows=0))
+    before = data.files("train")
+    batches = data.batches("train", rank=0, world_size=1, batch_size=2)
+    next(batches)
+    parquet(tmp_path / "a.parquet", range(80, 120), 40)
+    assert open_source(config_of(path)).files("train") != before
+    with pytest.raises(InputError, match=r"a\.parquet"):
+        list(batches)
+    parquet(tmp_path / "a.parquet", range(40))
+    assert open_source(config_of(path)).files("train") == before
+
+
+BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"label": [0, 2]}, {}, r"row 2: column 'label': expected 0 or 1, found 2"),
+    ({"label": [0, None]}, {}, r"row 2: column 'label': expected 0 or 1, found None"),
+    ({"d": [1.0, 1e300]}, {}, r"row 2: column 'd': expected a number that is finite"),
+    ({"c": [1.0, 1.5]}, {}, r"row 2: column 'c': .*found 1\.5"),
+    ({"c": [1, 50]}, {"id_mode": "index"}, r"row 2: column 'c': .*t_c of 50 rows.*found 50"),
+    ({"c": [1, -1]}, {"id_mode": "index"}, r"row 2: column 'c': .*found -1"),
+    ({"c": ["1", "x"]}, {"id_mode": "index"}, r"row 2: column 'c': .*found 'x'"),
+    ({"d": [[1.0], [2.0]]}, {}, "dense column 'd' is a list"),
+    ({"d": pa.array([0, 1], pa.timestamp("s"))}, {}, "dense column 'd' has type timestamp.*under timestamps"),
+    ({"c": pa.array([b"a", b"b"])}, {}, "categorical column 'c' has type binary"),
+    ({"label": [[0], [1]]}, {}, "label 'label' has type"),
+    ({}, {"dense": ("e",)}, "dense 'e' matches no column"),
+    ({}, {"label": "lable"}, "Did you mean 'label'"),
+    ({}, {"categorical": ("c", "d")}, "'d' is in dense and in categorical"),
+    ({}, {"timestamps": ("c",)}, "'c' is in categorical and in timestamps"),
+    ({}, {"num_embeddings_per_feature": {"x": 3}}, "num_embeddings_per_feature: 'x' is not a categorical feature"),
+    ({}, {"shared_tables": {"t": ("c", "x")}}, "'x' is not a categorical feature"),
+    ({}, {"eval_path": None, "split_column": "c", "categorical": ("d",), "dense": ()}, "None has c == 'train'"),
+]
+
+
+@pytest.mark.parametrize(("columns", "settings", "message"), BAD, ids=[message[:40] for *_, message in BAD])
+def test_wrong_columns_and_values_are_refused(
+    columns: dict[str, Any], settings: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    table = {"label": [0, 1], "d": [1.0, 2.0], "c": ["a", "b"], **columns}
+    pq.write_table(pa.table(table), tmp_path / "a.parquet")
+    config = config_of(str(tmp_path / "a.parquet"), **{"categorical": ("c",), **settings})
+    with pytest.raises(InputError, match=message):
+        list(open_source(config, cache=tmp_path / "prepared").batches("train", rank=0, world_size=1, batch_size=1))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"rank": 2}, "rank=2, world_size=2"),
+        ({"batch_size": 0}, "batch_size=0"),
+        ({"split": "test"}, "split='test' is unknown"),
+        ({"rows": -1}, "rows=-1"),
+        ({"split": "eval", "rows": 4}, "rows=4"),
+        ({"batch_size": 50}, "has 20 rows, fewer than one global batch of world_size \\* batch_size = 100"),
+    ],
+    ids=str,
+)
+def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str, tmp_path: Path) -> None:
+    data = open_source(config_of(parquet(tmp_path / "a.parquet", range(20))))
+    options = {"split": "train", "rank": 0, "world_size": 2, "batch_size": 4, **arguments}
+    with pytest.raises(InputError, match=message):
+        data.batches(options.pop("split"), **options)
+
+
+def test_what_a_thread_makes_ahead_comes_in_order_with_its_errors() -> None:
+    made: list[int] = []
+
+    def numbers() -> Any:
+        for i in range(20):
+            made.append(i)
+            yield i
+        raise InputError("the end")
+
+    ahead = prefetched(numbers(), 3)
+    assert [next(ahead) for _ in range(20)] == list(range(20))
+    with pytest.raises(InputError, match="the end"):
+        next(ahead)
+    stopped = prefetched(iter(range(10**9)), 2)
+    assert next(stopped) == 0
+    stopped.close()
+
+
+def test_ids_of_cut_tables_come_once_for_each_shard(tmp_path: Path) -> None:
+    config = config_of(parquet(tmp_path / "a.parquet", range(20)), shuffle_rows=0)
+    plain, cut = open_source(config), open_source(config, column_splits={"c": (4, 8)})
+    batches = [next(data.batches("train", rank=0, world_size=1, batch_size=8)) for data in (plain, cut)]
+    assert batches[1].sparse_features.keys() == ["c[0:4]", "c[4:12]", "n", "bag"]
+    for name in ("c[0:4]", "c[4:12]"):
+        assert torch.equal(batches[1].sparse_features[name].values(), batches[0].sparse_features["c"].values())
+    with pytest.raises(InputError, match="column_splits of the tower plan cuts the table of feature 'x'"):
+        open_source(config, column_splits={"x": (4, 8)})
