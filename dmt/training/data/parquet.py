@@ -244,8 +244,9 @@ def decode_rows(parts: Sequence[RawRows], config: DataConfig, columns: Columns) 
     for part in parts:
         stop = start + len(part.numbers)
         if config.label is not None:
-            labels[start:stop] = values = _numbers(_array(part.table, config.label))
+            values = _numbers(_array(part.table, config.label))
             _check(part, (values != 0) & (values != 1), config.label, "expected 0 or 1")
+            labels[start:stop] = values
         _decode_dense(part, config, columns, dense[:, start:stop])
         bags.append(_decode_features(part, columns, ids[:, start:stop]))
         if requests is not None and config.group_by:

@@ -459,5 +459,7 @@ def _work_folder(out: Path) -> Iterator[Path]:
         ) from error
     except duckdb.OutOfMemoryException as error:
         raise InputError(f"DuckDB needs more memory than --memory-gib allows ({error}). Give it more.") from error
+    except duckdb.Error as error:  # such as a type of Arrow that it does not know
+        raise InputError(f"DuckDB cannot read the data: {error}".partition("\n")[0]) from error
     finally:
         shutil.rmtree(work, ignore_errors=True)

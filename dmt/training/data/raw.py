@@ -358,6 +358,8 @@ def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
     type_ = column.type
     if pa.types.is_dictionary(type_):
         return _plain(column.cast(type_.value_type))
+    if pa.types.is_float16(type_):
+        return column.cast(pa.float32())
     if pa.types.is_timestamp(type_):
         return column.cast(pa.timestamp("us"), safe=False)
     return column

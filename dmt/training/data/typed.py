@@ -105,7 +105,8 @@ def typed_rows(
             faults.setdefault(int(row), (feature.name, f"{what}, found {column[int(row)].as_py()!r}"[:300]))
     labels = np.zeros(number, np.float32)
     if config.label is not None:
-        labels = _array(table, _LABEL).to_numpy(zero_copy_only=False).astype(np.float32)
+        with np.errstate(over="ignore"):  # a label beyond 32-bit floats is a fault already
+            labels = _array(table, _LABEL).to_numpy(zero_copy_only=False).astype(np.float32)
     split = _array(table, _SPLIT) if config.split_column else None
     requests = request_keys(_array(table, _REQUEST), config.group_by, block) if config.group_by else None
     rows = TypedRows(labels, dense, missing, bags, split, requests)
