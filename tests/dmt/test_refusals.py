@@ -17,6 +17,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dmt import InputError, SPTTEmbeddingBagCollectionSharder, TowerMesh, TowerPlan, TowerShardingPlanner, TowerTopology
 from dmt._torchrec import group_timeout
+from dmt.collectives import gather_objects
 from dmt.sptt.options import REFUSALS, Options, refuse
 from tests.parity import FUSED, make_tables
 from tests.ranks import run_ranks
@@ -102,23 +103,33 @@ def test_a_missing_plan_is_named() -> None:
     run_ranks(without_plan_on_rank, 1)
 
 
-def groups_on_rank(rank: int) -> int:
-    made: list[dist.ProcessGroup] = []
+def groups_on_rank(rank: int, num_towers: int, ranks_per_tower: int, num_replicas: int) -> int:
+    # Ranks are in unequally many groups of the user's own.
+    dist.new_group([0, 1])
+    made: list[Any] = []
     new_group = dist.new_group
 
     def counted(*args: Any, **options: Any) -> Any:
         made.append(new_group(*args, **options))
         return made[-1]
 
+    topology = TowerTopology(num_towers=num_towers, ranks_per_tower=ranks_per_tower, num_replicas=num_replicas)
     with patch.object(dist, "new_group", counted):
-        mesh = TowerMesh(TowerTopology(num_towers=2, ranks_per_tower=2, num_replicas=2))
-    assert {group_timeout(group) for group in made} == {group_timeout(mesh.global_group)}
+        mesh = TowerMesh(topology)
+    groups = [group for group in made if isinstance(group, dist.ProcessGroup)]
+    assert {group_timeout(group) for group in groups} == {group_timeout(mesh.global_group)}
+    for group, ranks in ((mesh.tower_group, topology.tower_groups()), (mesh.peer_group, topology.peer_groups())):
+        mine = next(members for members in ranks if rank in members)
+        assert gather_objects(rank, group) == mine
     return len(made)
 
 
 @pytest.mark.ranks
-def test_a_rank_makes_its_own_groups_only_with_the_timeout_of_the_job() -> None:
-    assert run_ranks(groups_on_rank, 8) == [5] * 8
+@pytest.mark.parametrize(("sizes", "number"), [((4, 1, 1), 5), ((2, 2, 1), 8), ((2, 1, 2), 9)])
+def test_groups_of_one_rank_are_made_once_and_all_have_the_timeout_of_the_job(
+    sizes: tuple[int, int, int], number: int
+) -> None:
+    assert run_ranks(groups_on_rank, 4, *sizes) == [number] * 4
 
 
 def test_each_pair_of_options_is_refused_once_or_goes_together() -> None:

@@ -352,8 +352,6 @@ def refusals_on_rank(rank: int) -> None:
     both = nn.ModuleDict({"towers": FlatModel(tables), "rest": FlatModel(make_tables([8]))})
     with pytest.raises(InputError, match=r"has no module of type \['EmbeddingTowerCollection'\] to shard"):
         TowerShardingPlanner(mesh.topology).plan(both, [ours, EmbeddingBagCollectionSharder()])
-    with pytest.raises(InputError, match=r"needs a plan: .*TowerShardingPlanner"):
-        DistributedModelParallel(FlatModel(tables), device=CPU, sharders=[flat])
     narrow = mesh_of(1, 2)
     one = SPTTEmbeddingBagCollectionSharder(narrow, TowerPlan.from_lists([["f0", "f1"]]))
     for scheme, kernel in (("data_parallel", "fused"), ("table_wise", "dense")):
