@@ -74,9 +74,9 @@ class SyntheticConfig(Section):
     """Dense features, named I1, I2, ..."""
     num_features: int = Field(default=26, ge=1, le=10_000)
     """Categorical features, named C1, C2, ...; the last ``num_multi_hot`` of them have bags of ids."""
-    num_rows: int = Field(default=1_000_000, ge=1)
+    num_rows: int = Field(default=1_000_000, ge=1, le=2**32)
     """Training rows of one epoch."""
-    num_eval_rows: int = Field(default=65_536, ge=1)
+    num_eval_rows: int = Field(default=65_536, ge=1, le=2**32)
     """Evaluation rows; they are drawn apart from the training rows."""
     rows_per_table: int = Field(default=1000, ge=2, le=2**32)
     """Ids of every categorical feature, and rows of its table."""
