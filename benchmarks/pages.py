@@ -149,7 +149,7 @@ def _hot_steps() -> Rows:
 
 TABLES: Mapping[tuple[str, ...], Callable[[], Rows]] = {
     ("", "seconds per step", "times the best flat", "MB sent per host", "AUC, flights and hotel"): _readme,
-    ("contender", "seconds per step", "times best flat", "MB sent per host", "step / own bound"): _against_best_flat,
+    ("setup", "seconds per step", "times best flat", "MB sent per host", "step / own bound"): _against_best_flat,
     ("uniform ids", "seconds per step", "times best flat", "MB sent per host", "step / own bound"): _uniform,
     ("data", "tower module", "towers", "CR 2", "CR 4", "CR 8", "CR 16"): _quality,
     (
