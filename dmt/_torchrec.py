@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import GradBucket, ProcessGroup
+from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed import comm
 from torchrec.distributed.embedding_types import ShardedEmbeddingModule
@@ -177,7 +178,9 @@ def group_env(group: ProcessGroup) -> ShardingEnv:
 def group_timeout(group: ProcessGroup) -> timedelta:
     """Returns how long a collective of a group waits for the other ranks."""
     devices: Any = group._device_types
-    timeout: timedelta = group._get_backend(devices[0]).options._timeout
+    options = [group._get_backend(device).options for device in devices]
+    # A backend that carries nothing has none.
+    timeout: timedelta = next((found._timeout for found in options if found is not None), default_pg_timeout)
     return timeout
 
 

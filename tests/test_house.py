@@ -213,7 +213,7 @@ def test_file_sizes() -> None:
 def test_the_library_stays_small() -> None:
     """Raise a number here only with the reason in the commit."""
     assert len(SOURCES) <= 152
-    assert sum(len(path.read_text().splitlines()) for path in SOURCES) <= 31_848
+    assert sum(len(path.read_text().splitlines()) for path in SOURCES) <= 31_900
 
 
 def test_function_sizes_and_arguments() -> None:

@@ -186,7 +186,7 @@ def parity_on_rank(rank: int, steps: int) -> dict[str, tuple[State, State]]:
         for name, parameter in oracle.named_parameters():
             groups["embedding_bags" in name].append(parameter)
         optimizer = torch.optim.SGD([{"params": groups[True], "lr": 2.0}, {"params": groups[False], "lr": 0.2}])
-        union = source(config).batches("train", rank=0, world_size=1, batch_size=4 * config.train.batch_size)
+        union = source(config).batches("train", rank=0, world_size=1, batch_size=4 * config.train.batch_size, lanes=4)
         for batch in itertools.islice(union, steps):
             optimizer.zero_grad()
             oracle(batch)[0].backward()
@@ -219,7 +219,7 @@ def learning_rates(rank: int, arch: str, schedule: tuple[int | None, ...], steps
     # The pipeline the trainer uses: it decides when zero_grad and step are called.
     pipeline = TrainPipelineSparseDist(model, build_optimizer(config.optimizer, model), CPU, execute_all_batches=True)
     mine = itertools.islice(batches(config, rank, 2), steps)
-    union = source(config).batches("train", rank=0, world_size=1, batch_size=2 * config.train.batch_size)
+    union = source(config).batches("train", rank=0, world_size=1, batch_size=2 * config.train.batch_size, lanes=2)
     oracle = plain(config)
     rates = []
     for _ in range(steps):

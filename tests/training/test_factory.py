@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import tomllib
 import unittest.mock
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +29,8 @@ from dmt.training.check.shrink import CheckLimits
 from dmt.training.commands import main
 from dmt.training.commands.plan import run_plan
 from dmt.training.config import TrainingConfig, to_toml
-from dmt.training.data import DataConfig, open_source
+from dmt.training.data import DataConfig
+from dmt.training.data import open_source as data_of
 from dmt.training.factory import check_outputs
 from dmt.training.functions import load_function
 from dmt.training.job import Job
@@ -136,6 +138,7 @@ def test_the_deepfm_of_the_page_is_planned(tmp_path: Path) -> None:
 
 
 def test_features_of_a_shared_table_hash_alike(tmp_path: Path) -> None:
+    open_source = partial(data_of, cache=tmp_path / "cache")
     (tmp_path / "a.csv").write_text("label,ad,last,user\n1,x,x,x\n0,y,x,y\n")
     shared = {"shared_tables": {"ads": ["ad", "last"]}, "num_embeddings_per_feature": {"user": 50}}
     base = {"kind": "columns", "train_path": str(tmp_path / "a.csv"), "categorical": ["ad", "last", "user"]}
@@ -157,8 +160,9 @@ def test_features_of_a_shared_table_hash_alike(tmp_path: Path) -> None:
         ({"a": ["ad"], "b": ["ad"]}, "feature 'ad' is in more than one table"),
         ({"user": ["ad", "last"]}, "'user' is the name of another feature"),
     ):
+        features = {table: tuple(names) for table, names in wrong.items()}
         with pytest.raises(InputError, match=f"(?i){message}"):
-            open_source(config.model_copy(update={"shared_tables": wrong}))
+            open_source(config.model_copy(update={"shared_tables": features}))
     with pytest.raises(InputError, match=r"\['ad', 'last'\] share a table, but have \[4, 8\] columns"):
         _ = open_source(config, embedding_dim=8, embedding_dims={"ad": 4}).tables
     with pytest.raises(InputError, match=r"embedding_dims: 'usr' is not a categorical feature"):

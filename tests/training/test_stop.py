@@ -107,7 +107,7 @@ def test_a_run_that_was_told_to_stop_goes_on_bit_for_bit(
 
 def signalled_too_late(saved: list[bool]) -> None:
     with Signals():
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         saved.append(True)
 
 
@@ -129,11 +129,11 @@ def test_a_second_signal_ends_the_process_unless_it_saves(
     monkeypatch.setattr("os._exit", codes.append)
     signals = Signals()
     with contextlib.suppress(KeyboardInterrupt), signals:
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         signals._came -= pause
         if stops:
             signals.stop(signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
     for number in SIGNALS:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     assert codes == ([128 + signal.SIGINT] if ends else [])
@@ -163,7 +163,7 @@ def told_in_the_last_save_on_rank(rank: int, values: dict[str, Any]) -> bool:
     save = Checkpointer.save
 
     def told(self: Checkpointer, *args: Any, **settings: Any) -> bool:
-        os.kill(os.getpid(), signal.SIGINT)
+        signal.raise_signal(signal.SIGINT)
         return save(self, *args, **settings)
 
     run.process_group = on_mesh

@@ -70,7 +70,10 @@ def demo(
         raise InputError(
             f"model.arch={arch!r}: the demo compares a multi-tower model with its flat form; use dmt-{arch}."
         )
-    rows = resolve(config, ranks).data
+    # The steps of a file follow from its rows, which are known once it is open.
+    folder = to_override("train.output_dir", out)
+    opened = config if data is None else load_config("demo", [*settings, *overrides, folder, "train.batch_size=1"])
+    rows = resolve(opened, ranks).data
     check_output_dir(out)
     if data is not None:
         settings += step_settings(rows.num_rows("train") or 0, ranks)

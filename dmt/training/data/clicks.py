@@ -26,6 +26,7 @@ from dmt.training.data.columns import (
     check_features,
     expand_path,
     find_columns,
+    shared_tables,
     tables_of,
 )
 from dmt.training.data.columns import table_name as table_name
@@ -129,10 +130,12 @@ class ClickData:
                 most = config.max_train_rows if split == "train" else config.max_eval_rows
                 log = config.dense_transform == "signed_log1p"
                 self._parts[split] = SyntheticRows(clicks, split, most=most, signed_log1p=log)
-            rows = config.synthetic.rows_per_table
+            rows = dict.fromkeys(clicks.feature_names, config.synthetic.rows_per_table)
             features = [
-                Feature(name=name, rows=rows, table=name, salt=name, id_mode="index", is_bag=name in clicks.multi_hot)
-                for name in clicks.feature_names
+                Feature(
+                    name=name, rows=rows[name], table=table, salt=name, id_mode="index", is_bag=name in clicks.multi_hot
+                )
+                for name, table in shared_tables(config, rows).items()
             ]
             return Columns(dense=clicks.dense_names, features=tuple(features), years={})
         if config.kind == "source":

@@ -36,6 +36,7 @@ __all__ = [
     "is_text",
     "separator_of",
     "table_name",
+    "shared_tables",
     "tables_of",
 ]
 
@@ -178,7 +179,7 @@ def find_columns(config: DataConfig, schema: pa.Schema, place: str) -> Columns:
     parts = {time.name: time for time in times if time.part in PART_ROWS}
     years = {time.name: time for time in times if time.part not in PART_ROWS}
     rows = _table_rows(config, categorical, parts)
-    tables = _shared_tables(config, rows)
+    tables = shared_tables(config, rows)
     features = tuple(
         Feature(
             name=name,
@@ -345,7 +346,7 @@ def _table_rows(config: DataConfig, categorical: Iterable[str], parts: Mapping[s
     return {**rows, **config.num_embeddings_per_feature}
 
 
-def _shared_tables(config: DataConfig, rows: Mapping[str, int]) -> dict[str, str]:
+def shared_tables(config: DataConfig, rows: Mapping[str, int]) -> dict[str, str]:
     """Returns the name of each feature's table, without the ``t_``: its own, or that in ``shared_tables``."""
     tables = {name: name for name in rows}
     for table, features in config.shared_tables.items():
