@@ -151,7 +151,7 @@ def _sweeps(runs: Sequence[Run], cores: int) -> dict[str, dict[str, list[Measure
 
 def _value(part: str, setting: Mapping[str, Any]) -> str:
     if part == "rate":
-        return "unlimited" if setting["mbit_per_s"] is None else f"{setting['mbit_per_s']:g} Mbit/s"
+        return f"{setting['mbit_per_s']:g} Mbit/s"
     return f"{setting['hosts']} x {setting['ranks_per_host']}" if part == "hosts" else str(setting[part])
 
 

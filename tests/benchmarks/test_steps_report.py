@@ -187,7 +187,7 @@ def test_the_study_compares_with_the_flat_contenders_that_won(tmp_path: Path, ru
     assert [run["part"] for run in record["runs"]] == ["flat", "main", "rate", "rate"]
     page = (tmp_path / "out" / "steps.md").read_text()
     assert "1.30 x with PyTorch's `all_to_all_single`" in page
-    assert "## rate: 2 hosts x 2 ranks, unlimited link, local batch 4,096, skewed ids" in page
+    assert "## rate: 2 hosts x 2 ranks, 500 Mbit/s, local batch 4,096, skewed ids" in page
 
 
 def test_a_stopped_study_goes_on(tmp_path: Path, runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
