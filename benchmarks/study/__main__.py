@@ -16,7 +16,7 @@ from pathlib import Path
 import click
 
 from benchmarks.report import about
-from benchmarks.study import entities, replicas
+from benchmarks.study import replicas
 from benchmarks.study.report import write_study
 from benchmarks.study.runs import Trials
 from benchmarks.study.studies import STUDIES, runs_of, with_tuned_rates
@@ -28,7 +28,7 @@ _RESULTS = Path(__file__).parent.parent / "results"
 
 
 @click.command(context_settings={"show_default": True})
-@click.argument("name", type=click.Choice([*STUDIES, "entities", "replicas"]))
+@click.argument("name", type=click.Choice([*STUDIES, "replicas"]))
 @click.option(
     "--data", type=click.Path(path_type=Path, exists=True, file_okay=False), required=True, help="Its folder."
 )
@@ -44,9 +44,8 @@ def main(*, name: str, data: Path, names: Sequence[str], seeds: int, quick: bool
         out = work
     trials = Trials(folder=data, work=work, max_rows=8192 if quick else None)
     made = about(f"python -m benchmarks.study {' '.join(sys.argv[1:])}")
-    if name in ("entities", "replicas"):
-        module = entities if name == "entities" else replicas
-        paths = module.run(trials, names, range(seeds), out, made)
+    if name == "replicas":
+        paths = replicas.run(trials, names, range(seeds), out, made)
     else:
         study = STUDIES[name]
         chosen = range(study.first_seed, study.first_seed + seeds)

@@ -74,6 +74,8 @@ def costs(study: Study, data: str, records: Records, seeds: Sequence[int], featu
         row |= {"towers": arm.towers, "ratio": arm.ratio, "num_seeds": len(pairs)}
         row |= {"bytes": float(np.mean([ours["bytes"]["embeddings"] for ours, _ in pairs]))}
         row |= {"flat_bytes": flat_bytes["embeddings"], "ids_bytes": flat_bytes["ids"]}
+        once = [ours["bytes"]["once"] for ours, _ in pairs] if arm.by_request else []
+        row["bytes_once"] = float(np.mean(once)) if once else None
         row |= {"compression_ratio": pairs[0][0]["compression_ratio"], "mflops": pairs[0][0]["mflops_per_sample"]}
         row["flat_mflops"] = pairs[0][1]["mflops_per_sample"]
         for metric in ("auc", "ne"):
@@ -116,13 +118,15 @@ def costs_table(rows: Iterable[Mapping[str, Any]]) -> str:
     """Costs as Markdown."""
     header = ["data", "T", "CR", "N", "tower module", "towers", "AUC (std)", "less flat", "NE less flat", "seeds"]
     return markdown_table(
-        [*header, "bytes", "flat", "MFLOPs / flat"],
+        [*header, "bytes", "flat", "with ids, each distinct input once", "MFLOPs / flat"],
         [
             [
                 *(row["data"], str(row["num_towers"]), str(row["ratio"]), str(row["dim"]), row["model"], row["towers"]),
                 f"{row['auc']:.4f} ({row['auc_std']:.4f})",
                 *(f"{row['auc_less_flat']:+.4f}", f"{row['ne_less_flat']:+.4f}", str(row["num_seeds"])),
-                *(f"{row['bytes']:.0f}", f"{row['flat_bytes']:.0f}", f"{row['mflops'] / row['flat_mflops']:.2f}"),
+                *(f"{row['bytes']:.0f}", f"{row['flat_bytes']:.0f}"),
+                "-" if row["bytes_once"] is None else f"{row['bytes_once']:.0f}",
+                f"{row['mflops'] / row['flat_mflops']:.2f}",
             ]
             for row in rows
         ],

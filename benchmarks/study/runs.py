@@ -15,6 +15,7 @@ import torch
 from tqdm import tqdm
 
 from benchmarks.study.data import DRAWN, Clicks, read_clicks, without_test_rows, write_drawn
+from benchmarks.study.entities import bytes_once, entity_plan, request_numbers
 from benchmarks.study.train import Arm, bytes_across, measure_affinity, train_and_test
 from dmt.errors import InputError
 from dmt.partitioner import FeatureAffinity, TowerPartitioner
@@ -107,16 +108,14 @@ class Trials:
         if run.arm.tuning:
             clicks = without_test_rows(clicks, parts=_TUNING_PARTS)
         plan, measuring = self.plan_of(run, clicks)
-        requests = None
-        if run.arm.by_request:
-            from benchmarks.study.entities import request_numbers
-
-            requests = request_numbers(run.data, clicks)
+        requests = request_numbers(run.data, clicks) if run.arm.by_request else None
         began = time.process_time()
         model, record = train_and_test(run.data, run.arm, clicks, run.seed, plan=plan, requests=requests)
         cpu = {"cpu_seconds": round(time.process_time() - began, 2), "measuring_cpu_seconds": round(measuring, 2)}
         if plan is not None:
             across = bytes_across(run.arm, clicks, plan, run.arm.num_towers)
+            if requests is not None:
+                across["once"] = bytes_once(run.data, run.arm, clicks, plan, requests)
             return record | cpu | {"bytes": across, "towers": plan.to_lists()}
         return record | cpu | {"affinity": measure_affinity(model, clicks, run.seed)}
 
@@ -129,10 +128,8 @@ class Trials:
             return TowerPlan.strided(clicks.features, arm.num_towers), 0.0
         if towers == "random":
             return random_plan(clicks.features, arm.num_towers, run.seed), 0.0
-        if towers.startswith("entities"):
-            from benchmarks.study.entities import entity_plan
-
-            return entity_plan(run.data, towers, clicks, arm.num_towers), 0.0
+        if towers == "entities":
+            return entity_plan(run.data, clicks, arm.num_towers), 0.0
         if towers in ("coherent", "diverse"):
             pairs = self.progress.records[replace(run, arm=arm.flat)]["affinity"]
             measured, seconds = affinity_of_pairs(pairs, clicks.features), 0.0

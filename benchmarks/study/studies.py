@@ -9,6 +9,7 @@ products        the same of DMT-DLRM with tower modules that keep inner products
 quality         what does compression cost, by ratio, tower module and towers?
 sizes           the same with two and eight towers, and with N = 32
 rates           the same at learning rates tuned for each model, ratio 4
+entities        do towers of entities send fewer bytes in batches of whole requests, and train as well?
 ==============  ======================================================================================================
 """
 
@@ -127,8 +128,17 @@ def _rates() -> Study:
     return Study(stem="rates", title=title, first_seed=400, arms=tuple(arms), comparisons=pairs, tuned=True)
 
 
+def _entities() -> Study:
+    kinds = [(model, towers) for model in ("dlrm", "dcn") for towers in ("entities", "strided")]
+    arms = [Arm(model=model, towers=towers, by_request=True) for model, towers in kinds]
+    pairs = tuple(_against(arms[::2], "strided", "flat"))
+    title = "Towers of entities against strided towers"
+    return Study(stem="entities", title=title, first_seed=0, arms=tuple(arms), comparisons=pairs)
+
+
 STUDIES: Mapping[str, Study] = {
-    study.stem: study for study in (_towers(), _interactions(), _products(), _quality(), _sizes(), _rates())
+    study.stem: study
+    for study in (_towers(), _interactions(), _products(), _quality(), _sizes(), _rates(), _entities())
 }
 """By name."""
 

@@ -94,7 +94,8 @@ class Arm:
     @property
     def flat(self) -> Arm:
         """The flat model that it is compared with."""
-        return Arm(model=FLAT[self.model], dim=self.dim, sparse=self.sparse, dense=self.dense, tuning=self.tuning)
+        same = {"dim": self.dim, "sparse": self.sparse, "dense": self.dense, "tuning": self.tuning}
+        return Arm(model=FLAT[self.model], by_request=self.by_request, **same)  # type: ignore[arg-type]
 
     @property
     def name(self) -> str:

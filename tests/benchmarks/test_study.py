@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from benchmarks.study.__main__ import main
 from benchmarks.study.data import DRAWN, Clicks, read_clicks, without_test_rows, write_drawn
-from benchmarks.study.entities import request_numbers, sent_bytes
+from benchmarks.study.entities import bytes_once, request_numbers
 from benchmarks.study.replicas import ReplicaRun, gaps, grid, summary_of_pairs, tuned_rate
 from benchmarks.study.report import comparisons, costs
 from benchmarks.study.runs import Progress, Run, affinity_of_pairs, random_plan
@@ -254,13 +254,17 @@ def test_a_study_from_end_to_end(tmp_path: Path) -> None:
     assert page.count("| planted | 4 | 4 | 16 | dcn, together |") == 3
 
 
-def test_bytes_of_distinct_inputs_by_hand() -> None:
-    clicks = clicks_of(num_features=5, rows=8)
-    ids = np.array([[1, 1, 1, 1, 1], [1, 1, 1, 1, 2], [2, 1, 1, 1, 3], [2, 1, 1, 1, 4]])
+def test_bytes_of_distinct_inputs_by_hand(monkeypatch: pytest.MonkeyPatch) -> None:
+    ids = torch.tensor([[1, 1, 1, 1, 1], [1, 1, 1, 1, 2], [2, 1, 1, 1, 3], [2, 1, 1, 1, 4]])
+    clicks = clicks_of(num_features=5, rows=4)
+    clicks = replace(clicks, train=(clicks.train[0], ids, clicks.train[2]))
+    monkeypatch.setitem(SETTINGS, "hotel", replace(SETTINGS["hotel"], batch_size=4))
     plan = TowerPlan.from_lists([["c_0", "c_1"], ["c_2", "c_3", "c_4"]])
-    found = sent_bytes(plan, 16, clicks, [ids])
-    assert found["every"] == 4 * (2 * 2 * 8 + 2 * 16 * 4) + 4 * (2 * 3 * 8 + 2 * 16 * 4)
-    assert found["once"] == 2 * (2 * 2 * 8 + 2 * 16 * 4) + 4 * (2 * 3 * 8 + 2 * 16 * 4)
+    arm = Arm(model="dcn", towers="strided", num_towers=2, ratio=2)
+    width = tower_sizes(arm, 5)[0]
+    # Two distinct inputs of the first tower and four of the second, half of which another host computes.
+    by_hand = (2 * (2 * 16 + 2 * width * 4) + 4 * (3 * 16 + 2 * width * 4)) / 4 / 2
+    assert bytes_once("hotel", arm, clicks, plan, torch.arange(4)) == pytest.approx(by_hand)
 
 
 def test_rows_of_one_request_share_its_number() -> None:
