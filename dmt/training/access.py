@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -19,19 +19,17 @@ from dmt.plan.tables import TableSpec
 if TYPE_CHECKING:
     from dmt.hot_rows.runtime import HotRowsState
 
-__all__ = [
-    "load_hot_rows",
-    "load_profile",
-    "save_hot_rows",
-    "save_profile",
-]
+__all__ = ["load_hot_rows", "load_profile", "save_hot_rows", "save_profile"]
 
-_FORMAT = 1
+_FORMAT = 2
+# Files of a checkpoint.
+_COUNTS, _ROWS = "hot_rows_counts.parquet", "hot_rows.parquet"
+_SCHEMA = pa.schema([("table", pa.int32()), ("row", pa.int64()), ("accesses", pa.int64())])
 
 
 @dataclass(frozen=True, kw_only=True)
 class _Header:
-    """The numbers of a file besides the counts."""
+    """What a file holds besides the counts."""
 
     format: int
     num_samples: int
@@ -39,11 +37,7 @@ class _Header:
     tables: tuple[TableSpec, ...]
     totals: tuple[int, ...]
     missed: tuple[int, ...]
-
-
-# Files of a checkpoint.
-_COUNTS, _ROWS, _NUMBERS = "hot_rows_counts.parquet", "hot_rows.parquet", "hot_rows.json"
-_SCHEMA = pa.schema([("table", pa.int32()), ("row", pa.int64()), ("accesses", pa.int64())])
+    numbers: dict[str, int] = field(default_factory=dict)
 
 
 def save_profile(profile: AccessProfile, path: Path) -> None:
@@ -52,6 +46,10 @@ def save_profile(profile: AccessProfile, path: Path) -> None:
     Raises:
         InputError: the file cannot be written.
     """
+    _save(profile, path, {})
+
+
+def _save(profile: AccessProfile, path: Path, numbers: dict[str, int]) -> None:
     counts = [profile[table.name] for table in profile.tables]
     header = _Header(
         format=_FORMAT,
@@ -60,6 +58,7 @@ def save_profile(profile: AccessProfile, path: Path) -> None:
         tables=profile.tables,
         totals=tuple(c.total for c in counts),
         missed=tuple(c.missed for c in counts),
+        numbers=numbers,
     )
     columns = [
         np.repeat(np.arange(len(counts), dtype=np.int32), [len(c.rows) for c in counts]),
@@ -71,16 +70,16 @@ def save_profile(profile: AccessProfile, path: Path) -> None:
         pq.write_table(table.replace_schema_metadata({"dmt": json.dumps(asdict(header))}), scratch)
 
 
-def load_profile(path: Path, *, remedy: str = "Count the rows again with `dmt prepare`.") -> AccessProfile:
+def load_profile(path: Path) -> AccessProfile:
     """Reads what `save_profile` wrote.
-
-    Args:
-        path: the file.
-        remedy: what the message of an error tells the reader to do.
 
     Raises:
         InputError: the file is absent, damaged, or no access profile.
     """
+    return _load(path, "Count the rows again with `dmt prepare`.")[0]
+
+
+def _load(path: Path, remedy: str) -> tuple[AccessProfile, dict[str, int]]:
     place = f"Access profile {path}"
     try:
         with open_file(path) as file:
@@ -92,30 +91,17 @@ def load_profile(path: Path, *, remedy: str = "Count the rows again with `dmt pr
     header = from_record(_Header, parse_json(text, place=place, remedy=remedy), place=place, remedy=remedy)
     if header.format != _FORMAT:
         raise InputError(f"{place} has format {header.format}; this version reads format {_FORMAT}. {remedy}")
-    ends = np.searchsorted(number, np.arange(len(header.tables) + 1))
-    lengths = {len(header.tables), len(header.totals), len(header.missed)}
-    if len(lengths) > 1 or header.most_rows < 1 or ends[0] != 0 or ends[-1] != len(number):
-        raise InputError(f"{place}: its header and its rows do not fit together. {remedy}")
     profile = AccessProfile(header.tables, most_rows=header.most_rows)
     profile.num_samples = header.num_samples
-    of_tables = zip(profile.tables, ends, ends[1:], header.totals, header.missed, strict=False)
-    for spec, first, last, total, missed in of_tables:
-        found = RowCounts(rows[first:last], counts[first:last], total, missed)
-        is_sorted = (number[first:last] == number[first : first + 1]).all() and (np.diff(found.rows) > 0).all()
-        inside = not len(found.rows) or (found.rows[0] >= 0 and found.rows[-1] < spec.num_embeddings)
-        if not (is_sorted and inside and (found.counts >= 0).all() and found.counts.sum() <= total):
-            raise InputError(f"{place}: its counts of table {spec.name!r} do not fit together. {remedy}")
-        profile.put(spec.name, found)
-    return profile
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Numbers:
-    """The numbers of `HotRowsState`."""
-
-    steps: int
-    batches: int
-    samples: int
+    ends = np.searchsorted(number, np.arange(len(header.tables) + 1))
+    for i, spec in enumerate(profile.tables):
+        part = slice(ends[i], ends[i + 1])
+        # Rows out of order would be looked up wrongly, and rows beyond the table copied.
+        beyond = len(rows[part]) and not (rows[part][0] >= 0 and rows[part][-1] < spec.num_embeddings)
+        if beyond or not ((number[part] == i).all() and (np.diff(rows[part]) > 0).all()):
+            raise InputError(f"{place}: its rows of table {spec.name!r} are not those of the table. {remedy}")
+        profile.put(spec.name, RowCounts(rows[part], counts[part], header.totals[i], header.missed[i]))
+    return profile, header.numbers
 
 
 def save_hot_rows(state: HotRowsState, folder: Path) -> None:
@@ -125,9 +111,8 @@ def save_hot_rows(state: HotRowsState, folder: Path) -> None:
     for name, of_table in state.rows.items():
         rows.put(name, RowCounts(of_table, np.ones_like(of_table), len(of_table)))
     save_profile(state.counts, folder / _COUNTS)
-    save_profile(rows, folder / _ROWS)
-    numbers = _Numbers(steps=state.steps, batches=state.batches, samples=state.samples)
-    (folder / _NUMBERS).write_text(json.dumps(asdict(numbers)), encoding="utf-8")
+    numbers = {"steps": state.steps, "batches": state.batches, "samples": state.samples}
+    _save(rows, folder / _ROWS, numbers)
 
 
 def load_hot_rows(folder: Path) -> HotRowsState | None:
@@ -138,16 +123,13 @@ def load_hot_rows(folder: Path) -> HotRowsState | None:
     """
     from dmt.hot_rows.runtime import HotRowsState
 
-    path = folder / _NUMBERS
-    if not path.exists():
+    if not (folder / _ROWS).exists():
         return None
     remedy = "Start from another checkpoint."
-    record = parse_json(path.read_text(encoding="utf-8"), place=str(path), remedy=remedy)
-    numbers = from_record(_Numbers, record, place=str(path), remedy=remedy)
-    rows = load_profile(folder / _ROWS, remedy=remedy)
+    rows, numbers = _load(folder / _ROWS, remedy)
     chosen = {table.name: rows[table.name].rows for table in rows.tables}
     return HotRowsState(
         rows={name: of_table for name, of_table in chosen.items() if len(of_table)},
-        counts=load_profile(folder / _COUNTS, remedy=remedy),
-        **asdict(numbers),
+        counts=_load(folder / _COUNTS, remedy)[0],
+        **numbers,
     )

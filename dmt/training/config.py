@@ -353,9 +353,8 @@ class TrainConfig(Section):
     async_save: bool = False
     """Write checkpoints in the background, from a copy in memory of this rank's tables."""
     resume: str = "auto"
-    """``auto``: continue from the newest checkpoint in ``output_dir``, if there is one; ``never``: start over and
-    remove the checkpoints there; else the folder of a checkpoint to start from, such as that of yesterday's run (once
-    ``output_dir`` has its own, the run continues from those)."""
+    """A run continues from the newest checkpoint in its ``output_dir``. Without one, ``auto`` starts from nothing; the
+    folder of another run's checkpoint gives weights and optimizer states to begin with."""
 
 
 class TrainingConfig(Section):

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-import re
-import sys
-import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -30,7 +27,6 @@ from dmt.training.config import TrainingConfig
 __all__ = [
     "DeviceType",
     "backend",
-    "cuda_obstacle",
     "current_device",
     "device_type",
     "on_all_ranks",
@@ -45,8 +41,6 @@ DeviceType = Literal["cpu", "cuda"]
 Value = TypeVar("Value")
 # Time that a rank waits for the others: one of them may prepare data.
 _TIMEOUT = timedelta(minutes=30)
-# A rank says what it waits for: a wrong address looks like a long start.
-_SAY_WAITING_S = 30.0
 
 
 def device_type(wanted: Literal["auto", "cpu", "cuda"]) -> DeviceType:
@@ -55,22 +49,19 @@ def device_type(wanted: Literal["auto", "cpu", "cuda"]) -> DeviceType:
     Raises:
         InputError: GPUs are wanted, and there is none, or FBGEMM's build has no kernels for it.
     """
-    obstacle = "" if wanted == "cpu" else cuda_obstacle()
-    if obstacle and wanted == "cuda":
-        raise InputError(f"train.device='cuda', but {obstacle}. Or set train.device='cpu'.")
-    return "cpu" if obstacle or wanted == "cpu" else "cuda"
-
-
-def cuda_obstacle() -> str:
-    """Returns why ranks of this host cannot train on GPUs, with the remedy; empty if they can."""
+    if wanted == "cpu":
+        return "cpu"
+    obstacle = ""
     if not torch.cuda.is_available():
-        build = "is a CPU build" if torch.version.cuda is None else "sees no GPU (driver, CUDA_VISIBLE_DEVICES)"
-        return f"torch {torch.__version__} {build} on this host; `dmt doctor` shows what it finds"
-    try:
-        importlib.metadata.version("fbgemm-gpu")
-    except importlib.metadata.PackageNotFoundError:
-        return "FBGEMM's CUDA build, the package fbgemm-gpu, is not installed; `dmt doctor` tells how to install it"
-    return ""
+        obstacle = f"torch {torch.__version__} sees no GPU on this host"
+    else:
+        try:
+            importlib.metadata.version("fbgemm-gpu")
+        except importlib.metadata.PackageNotFoundError:
+            obstacle = "FBGEMM's CUDA build, the package fbgemm-gpu, is not installed"
+    if obstacle and wanted == "cuda":
+        raise InputError(f"train.device='cuda', but {obstacle}; see `dmt doctor`. Or set train.device='cpu'.")
+    return "cpu" if obstacle else "cuda"
 
 
 def take_device(kind: DeviceType, local_rank: int) -> torch.device:
@@ -122,21 +113,17 @@ def process_group(config: TrainingConfig) -> Iterator[TowerMesh]:
     Raises:
         InputError: torchrun did not start this, there are other ranks than the topology has, or no device for each.
     """
-    _check_launched("RANK", "WORLD_SIZE")
+    if absent := [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+        raise InputError(
+            f"{absent[0]} is not set: start training with torchrun, e.g. "
+            "`torchrun --nproc-per-node 4 -m dmt.training CONFIG.toml`."
+        )
     topology, kind = config.topology.build(), device_type(config.train.device)
-    topology.check_world_size(_number("WORLD_SIZE"))
-    _number("RANK")
-    take_device(kind, _number("LOCAL_RANK", "0"))
-    _check_launched("MASTER_ADDR", "MASTER_PORT")
-    torch.set_num_threads(min(max(1, _number("OMP_NUM_THREADS", "1")), os.cpu_count() or 1))
-    waiting = threading.Timer(_SAY_WAITING_S, _say_waiting)
-    waiting.daemon = True
-    waiting.start()
-    try:
-        store, rank, world_size = next(dist.rendezvous("env://", timeout=_TIMEOUT))
-        store = restart_safe_store(store, rank, world_size, timeout=_TIMEOUT)
-    finally:
-        waiting.cancel()
+    topology.check_world_size(int(os.environ["WORLD_SIZE"]))
+    take_device(kind, int(os.environ.get("LOCAL_RANK", "0")))
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=_TIMEOUT))
+    store = restart_safe_store(store, rank, world_size, timeout=_TIMEOUT)
     dist.init_process_group(backend(kind), store=store, rank=rank, world_size=world_size, timeout=_TIMEOUT)
     try:
         yield TowerMesh(topology)
@@ -149,15 +136,9 @@ def process_group(config: TrainingConfig) -> Iterator[TowerMesh]:
 def restart_safe_store(store: dist.Store, rank: int, world_size: int, *, timeout: timedelta) -> dist.Store:
     """Returns a part of a store that only the ranks of this attempt know; every rank of the attempt calls it.
 
-    torchrun may start ranks again on a store that still has the addresses of ranks that died, and its restart count is
-    not the same on all hosts. So rank 0 names the part. It answers each greeting that it finds, also one that an
-    earlier attempt has left, until all ranks have thanked it for the name.
-
-    Args:
-        store: shared with earlier attempts.
-        rank: of this process.
-        world_size: ranks of the attempt.
-        timeout: how long rank 0 waits for the others; they wait as long as the store does.
+    torchrun starts ranks again on the store that has the addresses of ranks that died, and its restart count is not the
+    same on all hosts. So rank 0 names the part, and answers each greeting that it finds, also one that an earlier
+    attempt has left, until all ranks have thanked it. Others wait for it as long as the store does.
 
     Raises:
         TimeoutError: on rank 0, some rank has not come.
@@ -168,17 +149,14 @@ def restart_safe_store(store: dist.Store, rank: int, world_size: int, *, timeout
         name = store.get(f"dmt/answer/{own}").decode()
         store.set(f"dmt/thanks/{name}/{rank}", "")
         return dist.PrefixStore(name, store)
-    waiting = set(range(1, world_size))
-    deadline = time.monotonic() + timeout.total_seconds()
-    while waiting:
+    waiting, deadline = set(range(1, world_size)), time.monotonic() + timeout.total_seconds()
+    while waiting := {other for other in waiting if not store.check([f"dmt/thanks/{own}/{other}"])}:
         if time.monotonic() > deadline:
             raise TimeoutError(f"Ranks {sorted(waiting)[:8]} of {world_size} have not come within {timeout}.")
-        for other in sorted(waiting):
-            if store.check([f"dmt/thanks/{own}/{other}"]):
-                waiting.remove(other)
-            elif store.check([f"dmt/greeting/{other}"]):
+        for other in waiting:
+            if store.check([f"dmt/greeting/{other}"]):
                 store.set(f"dmt/answer/{store.get(f'dmt/greeting/{other}').decode()}", own)
-        time.sleep(0.05 if waiting else 0)
+        time.sleep(0.05)
     return dist.PrefixStore(own, store)
 
 
@@ -192,29 +170,3 @@ def on_all_ranks(work: Callable[[], Value], mesh: TowerMesh) -> Value:
     values: list[Value] = []
     run_on_all_or_raise(lambda: values.append(work()), mesh.global_group)
     return values[0]
-
-
-def _check_launched(*names: str) -> None:
-    if absent := [name for name in names if name not in os.environ]:
-        raise InputError(
-            f"{absent[0]} is not set: start training with torchrun, e.g. "
-            "`torchrun --nproc-per-node 4 -m dmt.training CONFIG.toml`."
-        )
-
-
-def _number(name: str, default: str | None = None) -> int:
-    text = os.environ[name] if default is None else os.environ.get(name, default)
-    if not re.fullmatch("[0-9]{1,6}", text):
-        raise InputError(f"The environment has {name}={text!r}, which must be a whole number. Set it, or leave it out.")
-    return int(text)
-
-
-def _say_waiting() -> None:
-    rank, size, address, port = (os.environ[name] for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"))
-    what = "the other ranks" if rank == "0" else "rank 0"
-    print(
-        f"rank {rank} of {size} waits for {what} at {address}:{port} (MASTER_ADDR and MASTER_PORT), "
-        f"until {_TIMEOUT.seconds // 60} minutes have passed",
-        file=sys.stderr,
-        flush=True,
-    )

@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 import re
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -29,11 +29,11 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from dmt.errors import InputError
 from dmt.models.complexity import MetaTables, meta_batch, tower_modules
 from dmt.models.sparse import embedding_bag_configs
-from dmt.plan.tables import TableSpec, table_specs
+from dmt.plan.tables import table_specs
 from dmt.training.functions import call_named, load_function
 from dmt.training.job import Job
 
-__all__ = ["check_outputs", "make_model", "probability_warning", "sparse_parts", "without_tables"]
+__all__ = ["check_outputs", "make_model", "probability_warning", "without_tables"]
 
 
 def make_model(job: Job, device: str | None = None) -> nn.Module:
@@ -64,7 +64,6 @@ def make_model(job: Job, device: str | None = None) -> nn.Module:
         raise InputError(f"{place} returned a {type(model).__name__}, no torch.nn.Module. Return the model.")
     _check_tables(place, model, job)
     if device == "meta":
-        _check_start(place, model)
         _check_layers(place, model, job.topology.world_size)
     return model
 
@@ -95,12 +94,7 @@ def check_outputs(job: Job, model: nn.Module) -> None:
 
 
 def probability_warning(factory: str, low: float, high: float) -> str:
-    """Returns a warning for outputs of the first batches that are all between 0 and 1, as probabilities are; else "".
-
-    Args:
-        factory: its name.
-        low: least output of all batches and ranks.
-        high: greatest one.
+    """Returns a warning if the outputs of the first batches, ``low`` to ``high``, are all in [0, 1]; else "".
 
     Example:
         >>> probability_warning("my_models:deepfm", -0.2, 0.4)
@@ -142,12 +136,31 @@ def _told(what: str) -> Iterator[None]:
 
 
 def _check_layers(place: str, model: nn.Module, world_size: int) -> None:
-    """Raises `InputError` for layers that depend on which rank has which samples, and parameters of several owners."""
+    """Raises `InputError` for a model on the meta device whose sharded form would compute something else.
+
+    Batch normalization depends on which rank has which samples; a parameter of several towers would be trained apart;
+    and TorchRec gives parameters their first numbers by ``reset_parameters`` of their module, without which they start
+    from whatever is in memory, and buffers from zeros.
+    """
+    from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+    collections = [part for part in model.modules() if isinstance(part, EmbeddingBagCollection)]
+    of_tables = {part for collection in collections for part in collection.modules()}
     for path, part in model.named_modules():
+        kind = f"{place}: {type(part).__name__} {path or 'of the model'!r}"
         if isinstance(part, _BatchNorm) and world_size > 1:
             raise InputError(
-                f"{place}: {type(part).__name__} {path!r} normalizes over the samples that one rank happens to have, "
-                "and its running statistics differ from rank to rank. Use torch.nn.LayerNorm."
+                f"{kind} normalizes over the samples that one rank happens to have, and its running statistics differ "
+                "from rank to rank. Use torch.nn.LayerNorm."
+            )
+        parameters = [name for name, _ in part.named_parameters(recurse=False)]
+        given = [*parameters, *(name for name, _ in part.named_buffers(recurse=False))]
+        is_started = parameters and callable(getattr(part, "reset_parameters", None))
+        if given and part not in of_tables and not is_started:
+            raise InputError(
+                f"{kind} has {given[0]!r}, but a sharded model is made without numbers, and nothing gives it any: "
+                "write its start as a method reset_parameters() of the module that has the parameter (a buffer alone "
+                "must be a parameter, or made in forward)."
             )
     owners: dict[int, tuple[str, str | None]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
@@ -161,28 +174,6 @@ def _check_layers(place: str, model: nn.Module, world_size: int) -> None:
             )
 
 
-def _check_start(place: str, model: nn.Module) -> None:
-    """Raises `InputError` for parameters that would start from whatever is in memory, and buffers that would be zeros.
-
-    TorchRec gives the parameters of a sharded model their first numbers by ``reset_parameters`` of the modules that
-    have them.
-    """
-    from torchrec.modules.embedding_modules import EmbeddingBagCollection
-
-    tables = [path for path, part in model.named_modules() if isinstance(part, EmbeddingBagCollection)]
-    for path, part in model.named_modules():
-        if any(path == own or path.startswith(f"{own}.") for own in tables):
-            continue
-        parameters = [name for name, _ in part.named_parameters(recurse=False)]
-        given = [*parameters, *(name for name, _ in part.named_buffers(recurse=False))]
-        if given and not (parameters and callable(getattr(part, "reset_parameters", None))):
-            raise InputError(
-                f"{place}: {type(part).__name__} {path or 'of the model'!r} has {given[0]!r}, but a sharded model is "
-                "made without numbers, and nothing gives it any: write its start as a method reset_parameters() of "
-                "the module that has the parameter (a buffer alone must be a parameter, or made in forward)."
-            )
-
-
 def _check_tables(place: str, model: nn.Module, job: Job) -> None:
     """Raises `InputError` unless the model has one sparse part, of the job's kind, with the job's tables and towers."""
     from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -190,7 +181,7 @@ def _check_tables(place: str, model: nn.Module, job: Job) -> None:
 
     has_towers = job.config.model.has_towers
     wanted = EmbeddingTowerCollection if has_towers else EmbeddingBagCollection
-    found = sparse_parts(model)
+    found = _sparse_parts(model)
     if len(found) != 1 or type(found[0]) is not wanted:
         kinds = ", ".join(type(part).__name__ for part in found) or "none"
         raise InputError(
@@ -198,50 +189,43 @@ def _check_tables(place: str, model: nn.Module, job: Job) -> None:
             f"other module with tables, but has {kinds}. Compose it so (docs/your_model.md), or change model.in_towers."
         )
     collections = [part for part in model.modules() if isinstance(part, EmbeddingBagCollection)]
-    own = [table_specs(part.embedding_bag_configs()) for part in collections]
-    _compare(place, [table for tables in own for table in tables], job.split_tables)
-    if has_towers:
-        collection: Any = found[0]
-        for number, tower in enumerate(collection.towers):
-            sizes = [getattr(tower.interaction, name, None) for name in ("in_features", "out_features")]
-            if not all(isinstance(size, int) for size in sizes):
-                raise InputError(
-                    f"{place}: {type(tower.interaction).__name__}, the tower module of tower {number}, has in_features "
-                    f"and out_features {sizes}. Give it both, the numbers per sample that enter and leave it."
-                )
-        assert job.towers is not None, "a model in towers has the tower dataflow"
-        planned = [{t.name for t in tables} for tables in job.towers.tables_by_tower(job.split_tables)]
-        if [{table.name for table in tables} for tables in own] != planned:
+    by_tower = [table_specs(part.embedding_bag_configs()) for part in collections]
+    own = {table.name: table for tables in by_tower for table in tables}
+    given = {table.name: table for table in job.split_tables}
+    if apart := [name for name in {**given, **own} if given.get(name) != own.get(name)]:
+        name = apart[0]
+        raise InputError(
+            f"{place}: the model's table {name!r} is {own.get(name, 'absent')}, but it was given "
+            f"{given.get(name, 'none of that name')}. Use every table of `tables` as it is: rows and features come "
+            "from [data], columns from model.embedding_dim and model.embedding_dims."
+        )
+    if not has_towers:
+        return
+    collection: Any = found[0]
+    for number, tower in enumerate(collection.towers):
+        sizes = [getattr(tower.interaction, name, None) for name in ("in_features", "out_features")]
+        if not all(isinstance(size, int) for size in sizes):
             raise InputError(
-                f"{place}: the towers of the model do not have the tables that the tower plan gives them. Build tower "
-                "i from the tables of towers.tables_by_tower(tables)[i]."
+                f"{place}: {type(tower.interaction).__name__}, the tower module of tower {number}, has in_features "
+                f"and out_features {sizes}. Give it both, the numbers per sample that enter and leave it."
             )
+    assert job.towers is not None, "a model in towers has the tower dataflow"
+    planned = [{t.name for t in tables} for tables in job.towers.tables_by_tower(job.split_tables)]
+    if [{table.name for table in tables} for tables in by_tower] != planned:
+        raise InputError(
+            f"{place}: the towers of the model do not have the tables that the tower plan gives them. Build tower "
+            "i from the tables of towers.tables_by_tower(tables)[i]."
+        )
 
 
-def _compare(place: str, own: Sequence[TableSpec], wanted: Sequence[TableSpec]) -> None:
-    by_name = {table.name: table for table in own}
-    for table in wanted:
-        if table.name not in by_name:
-            raise InputError(f"{place}: the model has no table {table.name!r}. Give it every table of `tables`.")
-        if by_name[table.name] != table:
-            raise InputError(
-                f"{place}: the model's {by_name[table.name]} is not the {table} that it was given. Rows and features "
-                "come from [data], columns from model.embedding_dim and model.embedding_dims."
-            )
-    extra = by_name.keys() - {table.name for table in wanted}
-    if extra:
-        raise InputError(f"{place}: the model has a table {min(extra)!r} that no data is for. Leave it out.")
-
-
-def sparse_parts(model: nn.Module) -> list[nn.Module]:
-    """Returns the outermost modules of TorchRec's with tables, in the order of the model."""
+def _sparse_parts(model: nn.Module) -> list[nn.Module]:
+    """The outermost modules of TorchRec's with tables, in the order of the model."""
     from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
     from torchrec.modules.embedding_tower import EmbeddingTowerCollection
 
-    kinds = (EmbeddingBagCollection, EmbeddingCollection, EmbeddingTowerCollection)
-    if isinstance(model, kinds):
+    if isinstance(model, EmbeddingBagCollection | EmbeddingCollection | EmbeddingTowerCollection):
         return [model]
-    return [part for child in model.children() for part in sparse_parts(child)]
+    return [part for child in model.children() for part in _sparse_parts(child)]
 
 
 def without_tables(model: nn.Module) -> nn.Module:

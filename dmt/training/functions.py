@@ -50,24 +50,21 @@ def load_function(setting: str, name: str) -> Callable[..., Any]:
         InputError: the name, which is the value of ``setting``, has another form, there is no such module or function,
             or the module cannot be imported.
     """
-    module, _, function = name.partition(":")
     place = f"{setting}={name!r}"
-    if not all(part.isidentifier() for part in (*module.split("."), function)):
+    if not is_function_name(name):
         raise InputError(f"{place} is not of the form package.module:function, such as my_models:deepfm.")
+    module, _, function = name.partition(":")
     here = str(Path.cwd())
     if here not in sys.path:
         # A program that was installed, such as dmt, does not look there by itself.
         sys.path.append(here)
     try:
         found = importlib.import_module(module)
-    except ModuleNotFoundError as error:
-        if f"{module}.".startswith(f"{error.name}."):
-            remedy = "Run from the folder that has it, or set PYTHONPATH."
-        else:
-            remedy = f"It imports {error.name!r}, which is not installed here."
-        raise InputError(f"{place}: {module!r} cannot be imported ({error}). {remedy}") from error
     except Exception as error:  # the user's program may do anything
-        raise InputError(f"{place}: importing {module!r} raised {type(error).__name__}: {error}") from error
+        raise InputError(
+            f"{place}: importing {module!r} raised {type(error).__name__}: {error}. Run from the folder that has it, "
+            "set PYTHONPATH, or mend or install what it imports."
+        ) from error
     make = getattr(found, function, None)
     if not callable(make):
         names = [own for own, value in vars(found).items() if callable(value) and not own.startswith("_")]

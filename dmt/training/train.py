@@ -53,7 +53,6 @@ from dmt.training.resume import (
     folder_lock,
     restore_hot_rows,
     restore_run,
-    say_stopped,
     source_states,
     step_rows,
 )
@@ -88,8 +87,8 @@ def train(config: TrainingConfig) -> dict[str, Any]:
 
     Returns:
         The result, also written to ``result.json``: metrics, complexity, speed and bytes per sample. Of a run that was
-        stopped by SIGTERM or Ctrl-C, which is saved, ``stopped_at``, its step, ``signal``, the number, and the
-        ``line`` that rank 0 has printed.
+        stopped by SIGTERM or Ctrl-C, which is saved: ``stopped_at``, its step, ``stopped_by`` and ``signal``, the
+        signal's name and number.
 
     Raises:
         InputError: anything the user can fix; raised before training wherever it can be known by then.
@@ -105,7 +104,7 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
     plain = on_all_ranks(lambda: checked_model(job, mesh.topology.world_size), mesh)
     counts = preflight(job, plain, mesh)
     start = find_start(job, mesh)
-    record = RunRecord(config, enabled=mesh.rank == 0, resumed_step=start.position.step if start.is_own else None)
+    record = RunRecord(config, enabled=mesh.rank == 0, resumed_step=start.position.step or None)
     record.say([*settings_lines(config), *start.lines])
 
     # Model, optimizer, replicas, hot rows; then what the checkpoint has of them.
@@ -136,11 +135,11 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
     with closing(run.saver), Signals() as signals:
         at, timer = train_steps(run, start.position, signals)
         seconds = time.perf_counter() - began
-        is_saved = save(run, at) and run.saver.wait()
+        # A run that was finished before has its last checkpoint.
+        is_saved = at.step == start.position.step or (save(run, at) and run.saver.wait())
     if signals.stops:
         record.end()
-        line = say_stopped(config.train, signals.name) if mesh.rank == 0 else ""
-        return {"stopped_at": at.step, "signal": signals.signal, "line": line}
+        return {"stopped_at": at.step, "stopped_by": signals.name, "signal": signals.signal}
 
     options = option_results(job, mesh, model, replicas=replicas, hot_rows=hot)
 

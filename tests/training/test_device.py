@@ -55,7 +55,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
 def test_without_a_gpu_auto_is_the_cpu_and_cuda_is_refused() -> None:
     assert [device_type("auto"), device_type("cpu")] == ["cpu", "cpu"]
     assert (take_device("cpu", 7), backend("cpu")) == (torch.device("cpu"), "gloo")
-    with pytest.raises(InputError, match=r"train\.device='cuda', but torch 2.* on this host; .*Or set train\.device="):
+    with pytest.raises(InputError, match=r"train\.device='cuda', but torch 2.* sees no GPU on this host; .*Or set"):
         device_type("cuda")
 
 
@@ -79,7 +79,13 @@ def test_a_rank_without_a_gpu_of_its_own_stops_before_it_waits_for_others(
     gpus: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     installed(monkeypatch, "fbgemm-gpu")
-    for name, value in (("RANK", "3"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "3")):
+    for name, value in (
+        ("RANK", "3"),
+        ("WORLD_SIZE", "4"),
+        ("LOCAL_RANK", "3"),
+        ("MASTER_ADDR", ""),
+        ("MASTER_PORT", ""),
+    ):
         monkeypatch.setenv(name, value)
     with pytest.raises(InputError, match="LOCAL_RANK=3, but torch sees 2 GPUs"):
         run.train(small(train={"device": "cuda", "output_dir": str(tmp_path)}))

@@ -132,7 +132,7 @@ def test_a_damaged_file_of_a_checkpoint_says_what_to_do(tmp_path: Path) -> None:
     assert read is not None
     assert (read.steps, read.batches, read.samples) == (7, 2, 9)
     assert {key: rows.tolist() for key, rows in read.rows.items()} == {name: [3]}
-    for file in ("hot_rows.parquet", "hot_rows_counts.parquet", "hot_rows.json"):
+    for file in ("hot_rows.parquet", "hot_rows_counts.parquet"):
         whole = (tmp_path / file).read_bytes()
         (tmp_path / file).write_bytes(whole[: len(whole) // 2])
         with pytest.raises(InputError, match=rf"{file}.*Start from another checkpoint\.$"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 
 import numpy as np
 import pytest
@@ -12,7 +13,7 @@ from sklearn.metrics import roc_auc_score
 
 from dmt.errors import InputError
 from dmt.training.metrics import ClickMetrics, MetricValues, metric_values
-from dmt.training.records import auc_warning, ne_warning
+from dmt.training.records import quality_warnings
 from tests.ranks import run_ranks
 
 Batch = tuple[list[float], list[float], list[float]]  # logits, labels, weights
@@ -106,14 +107,13 @@ def test_the_area_of_a_million_rows_is_that_of_scikit_learn(mean: float, spread:
 
 
 @pytest.mark.ranks
-def test_one_label_only_gives_nan_and_a_warning_that_says_so(of_ranks: list[list[MetricValues | str]]) -> None:
+def test_one_label_only_gives_nan(of_ranks: list[list[MetricValues | str]]) -> None:
     values = of_ranks[1][len(CASES)]
     assert isinstance(values, MetricValues), values
     assert math.isnan(values.auc)
     assert math.isnan(values.ne)
     assert (values.num_rows, values.label_rate) == (3, 0.0)
     assert math.isfinite(values.loss)
-    assert "AUC is undefined: the evaluation rows have one label only" in auc_warning(values.auc)
 
 
 @pytest.mark.ranks
@@ -129,13 +129,19 @@ def test_nothing_to_evaluate_is_told_on_every_rank(of_ranks: list[list[MetricVal
         assert str(rank[len(CASES) + 3]).startswith("There is no row to evaluate; check data.eval_path")
 
 
-@pytest.mark.parametrize(("auc", "warned"), [(0.5, True), (0.515, True), (0.485, True), (0.53, False), (0.4, False)])
-def test_an_auc_of_chance_is_warned_of(auc: float, warned: bool) -> None:
-    assert ("close to chance" in auc_warning(auc)) == warned
-    assert ("is below chance (0.5): rows with label 0 score higher" in auc_warning(auc)) == (auc == 0.4)
-
-
-def test_an_ne_above_one_is_remarked_on() -> None:
-    assert "NE 1.3960 is above 1" in ne_warning(1.396)
-    assert "returns probabilities (it must return logits, without a sigmoid)" in ne_warning(1.396)
-    assert ne_warning(0.99) == ne_warning(math.nan) == ""
+@pytest.mark.parametrize(
+    ("auc", "ne", "warning"),
+    [
+        (0.5, 0.9, "close to chance"),
+        (0.515, 0.9, "close to chance"),
+        (0.485, 0.9, "close to chance"),
+        (0.4, 0.9, "is below chance (0.5): rows with label 0 score higher"),
+        (0.7, 1.396, "NE 1.3960 is above 1: .*a model of your own that returns probabilities"),
+        (math.nan, math.nan, "AUC is undefined: the evaluation rows have one label only"),
+        (0.53, 0.99, None),
+    ],
+)
+def test_predictions_that_are_no_better_than_chance_are_warned_of(auc: float, ne: float, warning: str | None) -> None:
+    texts = quality_warnings(auc, ne)
+    assert len(texts) == (warning is not None)
+    assert warning is None or re.search(warning.replace("(0.5)", r"\(0.5\)"), texts[0])

@@ -9,19 +9,16 @@ import re
 import subprocess
 import sys
 from collections import Counter
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch.distributed as dist
 
 from dmt.errors import InputError
 from dmt.plan.topology import TowerTopology
 from dmt.plan.towers import TowerPlan
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.sptt.mesh import TowerMesh
-from dmt.training import device
 from dmt.training.build import shard_model
 from dmt.training.checkpoints import load_plain, newest
 from dmt.training.config import TrainingConfig, load_config, to_toml
@@ -29,7 +26,7 @@ from dmt.training.console import ROWS, cells
 from dmt.training.job import open_job
 from dmt.training.preflight import compare_hosts, resolve
 from dmt.training.records import read_curves
-from dmt.training.resume import check_output_dir
+from dmt.training.resume import open_lock
 from dmt.training.train import evaluate, train
 from tests.programs import run_program
 from tests.ranks import run_ranks
@@ -133,26 +130,6 @@ def test_training_without_torchrun_is_told(name: str, monkeypatch: pytest.Monkey
         monkeypatch.setenv(key, value)
     monkeypatch.delenv(name)
     with pytest.raises(InputError, match=rf"{name} is not set: start training with torchrun"):
-        train(small())
-
-
-def test_a_rank_says_where_it_waits_for_rank_0(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    for key, value in LAUNCHED.items():  # where nobody listens
-        monkeypatch.setenv(key, value)
-    monkeypatch.setattr(device, "_SAY_WAITING_S", 0.1)
-    monkeypatch.setattr(device, "_TIMEOUT", timedelta(seconds=1))
-    with pytest.raises(dist.DistNetworkError):
-        train(small("dlrm", train={"output_dir": str(tmp_path)}))
-    assert "rank 1 of 4 waits for rank 0 at 127.0.0.1:1 (MASTER" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(("name", "value"), [("RANK", "x"), ("WORLD_SIZE", "-4"), ("OMP_NUM_THREADS", "x")])
-def test_an_environment_that_holds_no_number_is_told(name: str, value: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    for key, number in {**LAUNCHED, "OMP_NUM_THREADS": "1", name: value}.items():
-        monkeypatch.setenv(key, number)
-    with pytest.raises(InputError, match=f"The environment has {name}='{value}', which must be a whole number"):
         train(small())
 
 
@@ -423,6 +400,6 @@ def test_the_last_line_is_the_reason_below_the_report_of_torchrun() -> None:
 def test_an_output_folder_that_is_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match=r"train\.output_dir='.*file' cannot be written: File exists"):
-        check_output_dir(tmp_path / "file")
-    check_output_dir(tmp_path / "new" / "folder")
-    assert list((tmp_path / "new" / "folder").iterdir()) == []
+        open_lock(tmp_path / "file")
+    open_lock(tmp_path / "new" / "folder").close()
+    assert [path.name for path in (tmp_path / "new" / "folder").iterdir()] == [".lock"]

@@ -24,14 +24,13 @@ from torch import Tensor
 
 from dmt.sptt.mesh import TowerMesh
 from dmt.training import train as run
-from dmt.training.__main__ import main
+from dmt.training.__main__ import _how_to_go_on, main
 from dmt.training.agreement import SIGNALS, Agreement, Signals
 from dmt.training.checkpoints import Checkpointer, newest, read_manifest
 from dmt.training.config import TrainingConfig
 from dmt.training.health import SoundnessCheck
 from dmt.training.metrics import StepTimer
 from dmt.training.records import read_curves
-from dmt.training.resume import say_stopped
 from tests.ranks import run_ranks
 from tests.training.small import small
 
@@ -185,28 +184,21 @@ def test_a_signal_in_the_last_save_does_not_lose_it(tmp_path: Path) -> None:
     assert not (tmp_path / "result.json").exists()
 
 
-def test_the_last_line_names_the_checkpoint_and_the_command(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run = TrainingConfig.model_validate(config(tmp_path)).train
+def test_the_last_line_names_the_checkpoint_and_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = TrainingConfig.model_validate(config(tmp_path))
     monkeypatch.setattr(sys, "argv", ["__main__.py", "demo", f"train.output_dir={tmp_path}", "model.arch=dcn x"])
     monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    say_stopped(run, "Ctrl-C")
-    line = "stopped by Ctrl-C: nothing was saved yet. To start again: the same command again\n"
-    assert capsys.readouterr().err == line
+    line = "stopped by Ctrl-C: nothing was saved yet. To start again: the same command again"
+    assert _how_to_go_on(run, "Ctrl-C") == line
     (tmp_path / "checkpoint" / "step-00000007").mkdir(parents=True)
     for name, value in (("TORCHELASTIC_RUN_ID", "none"), ("GROUP_WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "4")):
         monkeypatch.setenv(name, value)
-    say_stopped(run.model_copy(update={"resume": "never"}), "SIGTERM")
     command = f"torchrun --nproc-per-node 4 -m dmt.training demo train.output_dir={tmp_path} 'model.arch=dcn x'"
-    assert capsys.readouterr().err == (
-        f"stopped by SIGTERM: the newest checkpoint is {tmp_path}/checkpoint/step-00000007. "
-        f"To go on: {command} train.resume=auto\n"
-    )
+    saved = f"the newest checkpoint is {tmp_path}/checkpoint/step-00000007. To go on:"
+    assert _how_to_go_on(run, "SIGTERM") == f"stopped by SIGTERM: {saved} {command}"
     # On several hosts a rank does not know the whole command.
     monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
-    say_stopped(run, "SIGTERM")
-    assert capsys.readouterr().err.endswith("To go on: the same command again\n")
+    assert _how_to_go_on(run, "SIGTERM").endswith("To go on: the same command again")
 
 
 def test_a_run_that_an_error_ends_says_last_how_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 from dmt.errors import InputError
+from dmt.files import check_output
 from dmt.partitioner import Partition, TowerPartitioner, write_partition_report
 from dmt.sharding.plan import TowerShardingPlan
+from dmt.training.checkpoints import discard_checkpoints
 from dmt.training.commands.launch import train_here
 from dmt.training.commands.partition import INTERACTIONS, keeps_interactions
 from dmt.training.config import SHARDING_OF_TOWERS, TrainingConfig, load_config, to_override
@@ -24,7 +26,6 @@ from dmt.training.partition import affinity_of_run, interactions_of
 from dmt.training.preflight import check_rows, resolve
 from dmt.training.records import result_warnings
 from dmt.training.report import plot_curves, write_report
-from dmt.training.resume import check_output_dir
 
 __all__ = ["demo", "demo_settings", "flat_settings", "step_settings"]
 
@@ -57,8 +58,7 @@ def demo(
     taken = [key for o in overrides if (key := o.partition("=")[0].strip()) in ("towers.plan", "train.output_dir")]
     if taken:
         raise InputError(f"The demo sets {taken[0]} itself: it learns the towers, and --out says where all goes.")
-    # Each demo is a run of its own, also in a folder that has seen one.
-    settings = ["train.resume=never", *([] if data is None else demo_settings(data))]
+    settings = [] if data is None else demo_settings(data)
     console.print("[bold]1/4[/] checking data and sizes")
     config = load_config("demo", [*settings, *overrides, to_override("train.output_dir", out)])
     arch, ranks = config.model.arch, config.topology.build().world_size
@@ -74,11 +74,15 @@ def demo(
     folder = to_override("train.output_dir", out)
     opened = config if data is None else load_config("demo", [*settings, *overrides, folder, "train.batch_size=1"])
     rows = resolve(opened, ranks).data
-    check_output_dir(out)
+    check_output("--out", out, is_folder=True)
     if data is not None:
         settings += step_settings(rows.num_rows("train") or 0, ranks)
     shared = [*settings, *overrides]
     flat_arch = arch.removeprefix("dmt-").removesuffix("-products")
+    for name in (flat_arch, arch):
+        # Each demo is a run of its own, also in a folder that has seen one.
+        if foreign := discard_checkpoints(out / name / "checkpoint"):
+            raise InputError(f"{foreign[0]} is no checkpoint that dmt wrote. Remove it, or give another --out.")
 
     check_rows(load_config("demo", shared), ranks, rows.num_rows("train"))
     console.print(f"[bold]2/4[/] training the flat model, {flat_arch}, on {ranks} ranks")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from dmt.formatting import counted, human_bytes, printable
-from dmt.training.records import auc_warning, ne_warning
+from dmt.training.records import quality_warnings
 
 if TYPE_CHECKING:
     from dmt.training.serving.export import Exported
@@ -42,5 +42,5 @@ def print_scored(found: Scored, out: Path) -> None:
         click.echo("The rows have no label: there are no metrics.")
         return
     click.echo(f"AUC {found.metrics.auc:.4f}, NE {found.metrics.ne:.4f}, loss {found.metrics.loss:.4f}.")
-    for warning in filter(None, (auc_warning(found.metrics.auc), ne_warning(found.metrics.ne))):
+    for warning in quality_warnings(found.metrics.auc, found.metrics.ne):
         click.echo(warning)
