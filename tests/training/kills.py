@@ -62,7 +62,7 @@ def places() -> dict[str, Place]:
     from dmt.replicas.sync import ReplicaSync, RunningMean
     from dmt.training import resume
     from dmt.training import train as run
-    from dmt.training.checkpoints import store
+    from dmt.training.checkpoints import state, store
     from dmt.training.records import RunRecord
 
     leads = partial(Place, on_rank_0=True)
@@ -75,9 +75,9 @@ def places() -> dict[str, Place]:
         "mean under way": Place(owner=RunningMean, name="start", at_end=True),
         "record": leads(owner=RunRecord, name="scalars", at_end=True),
         "save": Place(owner=store.Checkpointer, name="save"),
-        "scratch": leads(owner=store, name="make_scratch"),
-        "in a file": Place(owner=store.RecordedFile, name="write"),
-        "files": Place(owner=store, name="_write_tensors"),
+        "scratch": leads(owner=store, name="_make_empty"),
+        "in a file": Place(owner=state.RecordedFile, name="write"),
+        "files": Place(owner=store, name="write_tensors"),
         "files written": leads(owner=store.Checkpointer, name="_finish"),
         "manifest written": leads(owner=store, name="commit"),
         "in place": leads(owner=os, name="rename", at_end=True, counts=_renamed_to(r"step-[\d.]+")),

@@ -173,7 +173,7 @@ def test_a_check_trains_with_them_and_sends_dense_gradients_in_fp32(tmp_path: Pa
     run = config(tmp_path, sharding={"scheme": "table_wise"}, train=train)
     report = check_run(run, CheckLimits(steps=2))
     assert report.agrees
-    assert "dense gradients are sent in fp32 instead of bf16" in report.reduced
+    assert "train.dense_reduce_precision is fp32 instead of bf16" in report.reduced
     assert not [row for row in report.rows if row.verdict == "skipped"]
 
 

@@ -19,7 +19,7 @@ from dmt.errors import InputError
 from dmt.sptt.mesh import TowerMesh
 from dmt.training import train as training
 from dmt.training.checkpoints import checkpoints, read_manifest
-from dmt.training.checkpoints.folder import write_manifest
+from dmt.training.checkpoints.store import write_manifest
 from dmt.training.config import TrainingConfig
 from dmt.training.job import open_job, tower_plan
 from dmt.training.records import RunRecord, read_curves
@@ -238,7 +238,7 @@ def test_a_run_whose_checkpoints_are_damaged_is_refused(finished: TrainingConfig
     shutil.copytree(finished.train.output_dir, tmp_path / "copy")
     for path in (tmp_path / "copy").rglob("*.distcp"):
         path.write_bytes(b"")
-    with pytest.raises(InputError, match="0 bytes instead of"):
+    with pytest.raises(InputError, match="was altered or cut off"):
         attempt(changed(finished, train={"output_dir": str(tmp_path / "copy")}))
 
 

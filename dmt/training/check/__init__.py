@@ -12,9 +12,8 @@ from tempfile import TemporaryDirectory
 from typing import Any, Literal
 
 from dmt.formatting import shorten
-from dmt.testing.plain import is_table, table_name
 from dmt.testing.ranks import run_on_ranks
-from dmt.training.check.on_rank import Finding, RankReport, check_on_rank, table_of
+from dmt.training.check.on_rank import Finding, RankReport, check_on_rank, name_in_report
 from dmt.training.check.shrink import CheckedRun, CheckLimits, shrink
 from dmt.training.config import TrainingConfig
 from dmt.training.console import quiet_libraries
@@ -25,6 +24,17 @@ __all__ = ["CheckReport", "CheckRow", "Finding", "Verdict", "check_run", "compar
 
 Verdict = Literal["ok", "FAILED", "skipped"]
 
+_TITLES = {
+    "logits": "one batch, unequal on the ranks",
+    "dense gradients": "means over ranks",
+    "tower gradients": "means over ranks",
+    "table gradients": "means over the ranks of a replica",
+    "losses": "every step, and one batch after them",
+    "dense weights": "after training",
+    "table weights": "after training; with replicas, averaged over them",
+    "replicas": "what several ranks hold is equal",
+}
+
 
 @dataclass(frozen=True, kw_only=True)
 class CheckRow:
@@ -32,7 +42,7 @@ class CheckRow:
 
     check: str
     what: str
-    """The two things compared."""
+    """The two things compared; with the plain module, unless it names another."""
     verdict: Verdict
     difference: float | None = None
     """The worst one, by its share of what is allowed; None where nothing was compared."""
@@ -54,8 +64,8 @@ class CheckReport:
     """Remarks for the reader."""
     ranks: int
     """On which it was checked."""
-    schemes: tuple[str, ...] = ()
-    """Number of tables in each sharding scheme; and the tables that could not have the scheme asked for."""
+    schemes: Mapping[str, int]
+    """Number of tables in each sharding scheme; empty where TorchRec's planner chooses."""
     seconds: float = 0.0
     """Duration of the command, with the loading of packages."""
 
@@ -95,13 +105,14 @@ def compare_ranks(run: CheckedRun, reports: Sequence[RankReport]) -> CheckReport
     skipped = {name: why for report in reports for name, why in report.skipped.items()}
     if not any(finding.check == "tower gradients" for finding in findings):
         skipped["tower gradients"] = "no tower module has parameters"
-    if not run.config.model.has_towers:
-        skipped["tower outputs"] = "a flat model has none"
+    lows, highs = zip(*(report.outputs for report in reports), strict=True)
+    factory = run.config.model.factory
+    note = None if factory is None else probability_warning(factory, min(lows), max(highs))
     return CheckReport(
-        rows=make_rows(findings, _titles(run), skipped),
+        rows=make_rows(findings, _TITLES, skipped),
         reduced=run.reduced,
-        schemes=run.schemes,
-        notes=tuple(_notes(run, reports)),
+        schemes={} if run.job.sharding is None else dict(run.job.sharding.tables_by_scheme),
+        notes=(note,) if note else (),
         ranks=len(reports),
     )
 
@@ -116,7 +127,7 @@ def _replicas(reports: Sequence[RankReport]) -> Iterator[Finding]:
         first = min(digests)
         differing = [rank for rank, digest in digests.items() if digest != digests[first]]
         where = f"ranks {differing} differ from rank {first}" if differing else ""
-        yield Finding(check="replicas", item=table_of(name), difference=len(differing), allowed=0, place=where)
+        yield Finding(check="replicas", item=name_in_report(name), difference=len(differing), allowed=0, place=where)
 
 
 def make_rows(
@@ -149,38 +160,3 @@ def _row(name: str, what: str, found: Sequence[Finding], skipped: str | None) ->
         count=len(found),
         where=where + (f" ({wrong[0].place})" if wrong and wrong[0].place else ""),
     )
-
-
-def _titles(run: CheckedRun) -> dict[str, str]:
-    """Returns the comparison of each row; with the plain module, unless it names another."""
-    steps, precision, has_replicas = run.limits.steps, run.config.sharding.precision, run.topology.num_replicas > 1
-    trained = f"after {steps} steps" + (", tables averaged over replicas" if has_replicas else "")
-    between = f"{precision.forward} forward, {precision.backward} backward"
-    return {
-        "embeddings": "tables, one id per bag",
-        "bags": "tables, bags of 0 to 3 ids, unequal batches",
-        "tower outputs": f"after the exchange ({between})",
-        "logits": "both batches",
-        "dense gradients": "means over ranks",
-        "tower gradients": "means over ranks",
-        "table gradients": "means over ranks" + (" of a replica" if has_replicas else ""),
-        "losses": f"{steps} steps, and one batch after them",
-        "dense weights": trained,
-        "table weights": trained,
-        "replicas": f"what several ranks {'or replicas hold' if has_replicas else 'hold whole'} is equal",
-    }
-
-
-def _notes(run: CheckedRun, reports: Sequence[RankReport]) -> Iterator[str]:
-    widths = {table.name: table.embedding_dim for table in run.job.split_tables}
-    held = [(table_name(name), sizes[1]) for report in reports for name, _, sizes in report.digests if is_table(name)]
-    if (factory := run.config.model.factory) is not None:
-        lows, highs = zip(*(report.outputs for report in reports), strict=True)
-        if text := probability_warning(factory, min(lows), max(highs)):
-            yield text
-    cut = {table for table, width in held if width < widths[table]}
-    if cut and run.config.optimizer.sparse == "rowwise_adagrad":
-        yield (
-            f"{len(cut)} column-wise tables keep one row-wise AdaGrad state per shard and row, in TorchRec too; the "
-            "plain module was given the same. Uncut tables would train a little differently."
-        )

@@ -15,35 +15,17 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from dmt.errors import ReplicaMismatchError
 from dmt.hot_rows.runtime import HotRows
 from dmt.models.complexity import is_tower_module
-from dmt.number_formats import NUMBER_FORMATS, ExchangeFormat
 from dmt.replicas.sync import ReplicaSync
 from dmt.sptt.mesh import TowerMesh
-from dmt.testing.plain import is_table
+from dmt.testing.plain import is_table, table_name
 from dmt.testing.ranks import say
-from dmt.testing.state import LocalPart, TableLayout, copy_parts, digest, load_plain_state, local_parts, table_layout
-from dmt.training.build import (
-    ClickTask,
-    build_model,
-    build_optimizer,
-    in_micro_batches,
-    replica_sync,
-    shard_model,
-)
-from dmt.training.check.expected import (
-    SINGLE_IDS,
-    UNEVEN_BAGS,
-    Expected,
-    Seen,
-    Watch,
-    compute_expected,
-    draw_batch,
-    sparse_part,
-    table_of,
-)
+from dmt.testing.state import LocalPart, copy_parts, digest, load_plain_state, local_parts, table_layout
+from dmt.training.build import build_optimizer, in_micro_batches, replica_sync, shard_model
+from dmt.training.check.expected import UNEVEN, Expected, compute_expected, draw_batch
 from dmt.training.check.shrink import CheckedRun, with_values
 from dmt.training.config import TrainingConfig
 
-__all__ = ["Finding", "RankReport", "Trained", "check_on_rank", "table_of"]
+__all__ = ["Finding", "RankReport", "check_on_rank", "name_in_report"]
 
 # Tables are updated in the backward pass: their gradient is read off one step of SGD. At this rate the step is as large
 # as the weights or larger, so that its rounding tells nothing else.
@@ -52,7 +34,8 @@ _PROBE_RATE = 2.0**10
 # of their magnitudes, and typically by its square root; K is a few thousand in the widest layers here. A fault (a wrong
 # row, a wrong divisor, a gradient twice) shows in the first or second digit.
 _FP32_SUM = 64 * 2.0**-24
-# Allowed share of logits and gradients with other formats than FP32.
+# Allowed share of logits and gradients with other formats than FP32, where only a fault of scale shows: a ReLU that
+# rounding switches moves a gradient far.
 _WIDE = 0.25
 # Gradients pass through as many layers twice.
 _LAYERS = 8
@@ -71,7 +54,7 @@ class Finding:
     check: str
     """Name of the row it belongs to."""
     item: str
-    """Table, tower or parameter."""
+    """Table or parameter."""
     difference: float
     """Largest found."""
     allowed: float
@@ -87,11 +70,9 @@ class Finding:
     @property
     def share(self) -> float:
         """Difference over the allowed difference, to find the worst."""
-        if math.isnan(self.difference):
-            return math.inf
-        if self.difference == 0:
+        if self.agrees and self.difference == 0:
             return 0.0
-        return self.difference / self.allowed if self.allowed else math.inf
+        return self.difference / self.allowed if self.allowed and not math.isnan(self.difference) else math.inf
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -104,20 +85,12 @@ class RankReport:
     digests: Mapping[tuple[str, tuple[int, ...], tuple[int, ...]], str]
     """By (name, offsets, sizes): digest of every tensor, or shard of one, that the rank holds after training."""
     outputs: tuple[float, float]
-    """Least and greatest output of the model, before training."""
+    """Least and greatest output of the plain model on this rank's samples, before training."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class Trained:
-    """A model after training, with its outputs during training."""
-
-    model: DistributedModelParallel
-    parts: list[LocalPart]
-    """Weights of this rank after training, copied."""
-    losses: list[float]
-    """By step, and after the last."""
-    replicas: ReplicaSync | None
-    """Keeps the model equal to its replicas."""
+def name_in_report(name: str) -> str:
+    """Returns the name of a parameter in the report: a table's own name, others in full."""
+    return f"table {table_name(name)}" if is_table(name) else name.removeprefix("model.")
 
 
 def check_on_rank(rank: int, run: CheckedRun) -> RankReport:
@@ -128,19 +101,20 @@ def check_on_rank(rank: int, run: CheckedRun) -> RankReport:
     """
     checks = _Checks(rank, run, TowerMesh(run.topology))
     say("forward pass and gradients")
-    checks.forward_and_gradients(checks.exact)
+    checks.logits_and_gradients(checks.exact)
     if run.config != checks.exact:
-        checks.forward_and_gradients(run.config)
+        checks.logits_and_gradients(run.config)
     say("training")
-    trained = checks.training()
+    parts = checks.training()
+    logits = checks.expected.logits[rank]
     return RankReport(
         findings=tuple(checks.findings),
         skipped=checks.skipped,
         digests={
             (part.name, tuple(side.start for side in part.where), tuple(part.tensor.shape)): digest(part.tensor)
-            for part in trained.parts
+            for part in parts
         },
-        outputs=(min(checks.outputs), max(checks.outputs)),
+        outputs=(float(logits.min()), float(logits.max())),
     )
 
 
@@ -148,87 +122,13 @@ class _Checks:
     def __init__(self, rank: int, run: CheckedRun, mesh: TowerMesh) -> None:
         self.rank, self.run, self.mesh = rank, run, mesh
         self.findings: list[Finding] = []
-        self.outputs: list[float] = []
-        self.exact = with_values(run.config, "sharding", forward_precision="fp32", backward_precision="fp32")
-        self._hot_rows: HotRows | None = None
-        self.expected = self._meet_expected(table_layout(shard_model(run.job, mesh)))
         self.skipped: dict[str, str] = {}
+        self.exact = with_values(run.config, "sharding", forward_precision="fp32", backward_precision="fp32")
+        self.expected = self._meet_expected()
 
-    def forward_and_gradients(self, config: TrainingConfig) -> None:
-        """Embeddings, outputs and logits of two batches, gradients of one; no weight changes before they are taken."""
-        model, _ = self._start(_probe(config))
-        watch = Watch(model)
-        # With other formats than FP32 only a fault of scale shows: a ReLU that rounding switches moves a gradient far.
-        wide = 0.0 if config == self.exact else _WIDE
-        for index, name in ((SINGLE_IDS, "embeddings"), (UNEVEN_BAGS, "bags")):
-            loss = watch.run(draw_batch(self.run, self.rank, index))
-            self._compare_forward(watch.seen, index, name, config.sharding.precision.forward)
-            wanted = self.expected.seen[index][self.rank].logits
-            self.outputs += [float(wanted.min()), float(wanted.max())]
-            allowed = (_FP32_SUM + wide) * max(1.0, float(wanted.abs().max()))
-            self._found("logits", "the logits", _distance(watch.seen.logits, wanted), allowed, name)
-        loss.backward()
-        self._compare_gradients(model, _LAYERS * _FP32_SUM + wide)
-
-    def training(self) -> Trained:
-        """A few steps against the plain module, with FP32 between towers; returns the run in its own formats."""
-        trained = self._train(self.exact)
-        expected = self.expected
-        for step, loss in enumerate(trained.losses):
-            mean = expected.losses[step][self.rank]
-            # A step of Adam may differ in single weights, see `rounding`; a mean loss feels little of that.
-            self._found("losses", "the loss", abs(loss - mean), 1e-5 * max(1.0, abs(mean)), f"step {step}")
-        dense_error = _STEP[self.run.config.optimizer.dense]
-        # Errors of the other weights reach tables in the next gradient.
-        table_error = max(_STEP[self.run.config.optimizer.sparse], 0.1 * dense_error)
-        self._compare_weights("table weights", trained, table_error, "optimizer.sparse_lr")
-        self._compare_weights("dense weights", trained, dense_error, "optimizer.dense_lr and tower_lr")
-        own = trained if self.exact == self.run.config else self._train(self.run.config)
-        try:
-            # With optimizer states, which no other check sees at the end of training.
-            if own.replicas is not None:
-                own.replicas.check()
-        except ReplicaMismatchError as error:
-            self._found("replicas", "weights or states of tables", float("nan"), 0.0, str(error))
-        return own
-
-    def _compare_weights(self, check: str, trained: Trained, error: float, rates: str) -> None:
-        """Compares the weights of a kind after training; skips those that it moves in the plain module neither."""
-        start, after, steps = self.expected.start, self.expected.weights, self.run.limits.steps
-        of_tables = check == "table weights"
-        if all(torch.equal(after[name], start[name]) for name in after if is_table(name) is of_tables):
-            self.skipped[check] = f"training moved nothing, in the plain module too; raise {rates}"
-            return
-        for part in trained.parts:
-            if is_table(part.name) is not of_tables:
-                continue
-            wanted = part.of(after)
-            moved, distance = (float((wanted - other).norm()) for other in (part.of(start), part.tensor.float()))
-            # In FP16 a sum near the middle between two numbers may be rounded to either of them, in any step.
-            units = (2 if part.tensor.dtype == torch.float16 else 1) * math.sqrt(steps)
-            allowed = error * moved + units * _unit_of(part.tensor) * float(wanted.norm())
-            self._found(check, table_of(part.name), distance, allowed, f"after {steps} steps")
-
-    def _start(self, config: TrainingConfig) -> tuple[DistributedModelParallel, ReplicaSync | None]:
-        """Returns the sharded model of a config with the first weights, and its `ReplicaSync` if it has replicas."""
-        model = shard_model(replace(self.run.job, config=config), self.mesh)
-        load_plain_state(model, self.expected.start)
-        self._hot_rows = None
-        if config.hot_rows.extra_memory:
-            self._hot_rows = HotRows(model, self.mesh, refresh_every=None)
-            self._copy_rows(2)
-        return model, replica_sync(config.replicas, model, self.mesh)
-
-    def _copy_rows(self, every: int) -> None:
-        """Copies rows that no count would choose in a few steps: each second, each third, of every table."""
-        hot = self._hot_rows
-        if hot is not None:
-            tables = [table for table in self.run.job.split_tables if table.name not in hot.left_out]
-            hot.replicate({table.name: range(0, table.num_embeddings, every) for table in tables})
-
-    def _meet_expected(self, layout: TableLayout) -> Expected:
+    def _meet_expected(self) -> Expected:
         """Runs the plain module on rank 0; the others read its results."""
-        path = Path(self.run.folder) / "expected.pt"
+        path, layout = Path(self.run.folder) / "expected.pt", table_layout(shard_model(self.run.job, self.mesh))
         if self.rank == 0:
             torch.save(compute_expected(self.run, layout), path)
         dist.barrier()
@@ -236,15 +136,76 @@ class _Checks:
         expected: Expected = torch.load(path, weights_only=False, mmap=True)
         return expected
 
-    def _train(self, config: TrainingConfig) -> Trained:
+    def logits_and_gradients(self, config: TrainingConfig) -> None:
+        """Compares logits and gradients of one batch; no weight changes before they are taken."""
+        # SGD has no moments to scale.
+        probe = with_values(config, "replicas", moment_scale="num_replicas")
+        probe = with_values(probe, "optimizer", sparse="sgd", sparse_lr=_PROBE_RATE, warmup_steps=0)
+        model, _ = self._start(probe)
+        loss, (logits, _, _) = model(draw_batch(self.run, self.rank, UNEVEN))
+        wide, wanted = 0.0 if config == self.exact else _WIDE, self.expected.logits[self.rank]
+        allowed = (_FP32_SUM + wide) * max(1.0, float(wanted.abs().max()))
+        self._found("logits", "the logits", _distance(logits, wanted), allowed)
+        loss.backward()
+        self._compare_gradients(model, _LAYERS * _FP32_SUM + wide)
+
+    def training(self) -> list[LocalPart]:
+        """Compares a few steps, with FP32 between towers; returns the weights of the run in its own formats."""
+        expected = self.expected
+        parts, losses, replicas = self._train(self.exact)
+        for step, loss in enumerate(losses):
+            mean = expected.losses[step][self.rank]
+            # A step of Adam may differ in single weights, see `_STEP`; a mean loss feels little of that.
+            self._found("losses", "the loss", abs(loss - mean), 1e-5 * max(1.0, abs(mean)), f"step {step}")
+        dense_error = _STEP[self.run.config.optimizer.dense]
+        # Errors of the other weights reach tables in the next gradient.
+        table_error = max(_STEP[self.run.config.optimizer.sparse], 0.1 * dense_error)
+        self._compare_weights("table weights", parts, table_error)
+        self._compare_weights("dense weights", parts, dense_error)
+        if self.exact != self.run.config:
+            parts, _, replicas = self._train(self.run.config)
+        try:
+            # With optimizer states, which no other check sees at the end of training.
+            if replicas is not None:
+                replicas.check()
+        except ReplicaMismatchError as error:
+            self._found("replicas", "weights or states of tables", float("nan"), 0.0, str(error))
+        return parts
+
+    def _compare_weights(self, check: str, parts: list[LocalPart], error: float) -> None:
+        """Compares the weights of a kind after training; skips those that it moves in the plain module neither."""
+        start, after, steps = self.expected.start, self.expected.weights, self.run.limits.steps
+        of_tables = check == "table weights"
+        if all(torch.equal(after[name], start[name]) for name in after if is_table(name) is of_tables):
+            self.skipped[check] = "training moved nothing, in the plain module too; raise the learning rates"
+            return
+        for part in parts:
+            if is_table(part.name) is of_tables:
+                wanted = part.of(after)
+                moved, distance = (float((wanted - other).norm()) for other in (part.of(start), part.tensor.float()))
+                # In FP16 a sum near the middle between two numbers may be rounded to either of them, in any step.
+                units = (2 if part.tensor.dtype == torch.float16 else 1) * math.sqrt(steps)
+                allowed = error * moved + units * _unit_of(part.tensor) * float(wanted.norm())
+                self._found(check, name_in_report(part.name), distance, allowed, f"after {steps} steps")
+
+    def _start(self, config: TrainingConfig) -> tuple[DistributedModelParallel, ReplicaSync | None]:
+        """Returns the sharded model of a config with the first weights, and its `ReplicaSync` if it has replicas."""
+        model = shard_model(replace(self.run.job, config=config), self.mesh)
+        load_plain_state(model, self.expected.start)
+        if config.hot_rows.extra_memory:
+            # Each second row of every table: counts would choose none in a few steps.
+            hot = HotRows(model, self.mesh, refresh_every=None)
+            tables = [table for table in self.run.job.split_tables if table.name not in hot.left_out]
+            hot.replicate({table.name: range(0, table.num_embeddings, 2) for table in tables})
+        return model, replica_sync(config.replicas, model, self.mesh)
+
+    def _train(self, config: TrainingConfig) -> tuple[list[LocalPart], list[float], ReplicaSync | None]:
+        """Returns this rank's weights after training, copied, and the losses of all steps and one more."""
         model, replicas = self._start(config)
-        # Only in training: what is watched elsewhere is the whole batch.
         in_micro_batches(config.train, model)
         optimizer = build_optimizer(config.optimizer, model)
         steps, losses = self.run.limits.steps, []
         for step in range(steps):
-            if step == steps // 2:
-                self._copy_rows(3)
             optimizer.zero_grad()
             loss, _ = model(draw_batch(self.run, self.rank, step))
             loss.backward()
@@ -257,27 +218,7 @@ class _Checks:
         parts = copy_parts(model)
         with torch.no_grad():
             losses.append(float(model(draw_batch(self.run, self.rank, steps))[0]))
-        return Trained(model=model, parts=parts, losses=losses, replicas=replicas)
-
-    def _compare_forward(self, seen: Seen, index: int, check: str, forward: ExchangeFormat) -> None:
-        """Compares embeddings (inputs of tower modules, or in a flat model what ranks exchanged) and tower outputs."""
-        has_towers, wanted = self.run.config.model.has_towers, self.expected.seen[index]
-        # A tower sees the samples of all its peers, tower by tower.
-        ranks = dist.get_process_group_ranks(self.mesh.peer_group) if has_towers else [self.rank]
-        sent = _format_error("fp32" if has_towers else forward)
-        # With one id per bag an embedding is a row; a sum of three may be added up in another order.
-        error = sent if index == SINGLE_IDS else sent + _FP32_SUM
-        for feature, ours in seen.embeddings.items():
-            rows = torch.cat([wanted[rank].embeddings[feature] for rank in ranks])
-            self._found(check, f"table of {feature}", _distance(ours, rows), error * float(rows.abs().max()))
-        if has_towers:
-            outputs = wanted[self.rank].outputs
-            towers = sparse_part(ClickTask(build_model(self.run.job, device="meta"))).towers
-            widths = [tower.interaction.out_features for tower in towers]
-            allowed = (_format_error(forward) + _FP32_SUM) * float(outputs.abs().max())
-            pairs = zip(seen.outputs.split(widths, 1), outputs.split(widths, 1), strict=True)
-            for tower, (ours, theirs) in enumerate(pairs):
-                self._found("tower outputs", f"output of tower {tower}", _distance(ours, theirs), allowed)
+        return parts, losses, replicas
 
     def _compare_gradients(self, model: DistributedModelParallel, share: float) -> None:
         """Compares gradients; ``share`` of a parameter's largest element is allowed."""
@@ -298,22 +239,11 @@ class _Checks:
                 found.append((name, parameter.grad, expected[name], 0.0))
         for name, ours, wanted, rounding in found:
             size = max(float(wanted.abs().max()), _CANCELS * largest[_kind(name)])
-            self._found(_kind(name), table_of(name), _distance(ours, wanted), rounding + share * size)
+            self._found(_kind(name), name_in_report(name), _distance(ours, wanted), rounding + share * size)
 
     def _found(self, check: str, item: str, difference: float, allowed: float, place: str = "") -> None:
         place = f"rank {self.rank}" + (f", {place}" if place else "")
         self.findings.append(Finding(check=check, item=item, difference=difference, allowed=allowed, place=place))
-
-
-def _probe(config: TrainingConfig) -> TrainingConfig:
-    # SGD has no moments to scale.
-    config = with_values(config, "replicas", moment_scale="num_replicas")
-    return with_values(config, "optimizer", sparse="sgd", sparse_lr=_PROBE_RATE, warmup_steps=0)
-
-
-def _format_error(name: ExchangeFormat) -> float:
-    """Returns the largest error of a number sent in a format, as a share of the largest number sent."""
-    return 1.01 * NUMBER_FORMATS[name].rounding_error
 
 
 def _unit_of(weights: Tensor) -> float:

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dmt.errors import InputError
-from dmt.formatting import shorten
 from dmt.plan.tables import TableSpec
 from dmt.plan.topology import TowerTopology
 from dmt.plan.towers import TowerPlan
 from dmt.sharding.costs import StepWorkload
-from dmt.sharding.plan import TowerShardingPlan
 from dmt.sharding.plan_tables import plan_tables
 from dmt.sharding.schemes import TablePlacement
 from dmt.sharding.user_rules import Rule, ShardingRules
@@ -23,8 +19,8 @@ from dmt.training.job import Job
 
 __all__ = ["CheckLimits", "CheckedRun", "fewer_ranks", "shrink", "with_values"]
 
-# Most warm-up steps: the few steps that are run then have rising rates and full ones.
-_WARMUP_STEPS = 2
+# Most steps of warm-up and decay: the few steps that are run then have rising rates, full ones and falling ones.
+_SCHEDULE_STEPS = 2
 # Two show what replicas do, with batches of their own.
 _REPLICAS = 2
 # Longest interval between averaging replicas: the few steps then see averaged weights and states.
@@ -33,7 +29,7 @@ _SYNC_EVERY = {"now": 2, "delayed": 1}
 
 @dataclass(frozen=True, kw_only=True)
 class CheckLimits:
-    """Limits on the size of a check."""
+    """Limits on the size of a check; ``dmt check`` has an option for most."""
 
     max_rows: int = 1000
     """Most rows of a table, at least 8: fewer would leave row-wise shards of most ranks nothing but frequent ids."""
@@ -44,21 +40,7 @@ class CheckLimits:
     steps: int = 4
     """Training steps, at least 2: the second is the first whose weights were trained."""
     timeout_s: float = 120.0
-    """Longest time without any news from a rank, at least 1."""
-
-    def __post_init__(self) -> None:
-        for option, value, least, most in (
-            ("--rows", self.max_rows, 8, math.inf),
-            ("--max-ranks", self.max_ranks, 4, 64),
-            ("--batch-size", self.batch_size, 1, math.inf),
-            ("--steps", self.steps, 2, math.inf),
-            ("--timeout", self.timeout_s, 1, math.inf),
-        ):
-            if not least <= value <= most:
-                limit = f"at least {least}" if math.isinf(most) else f"from {least} to {most:g}"
-                raise InputError(
-                    f"{option}={value:g} is out of range: a check needs {limit} (docs/check.md says why). Give {limit}."
-                )
+    """Longest time without any news from a rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,21 +52,14 @@ class CheckedRun:
     limits: CheckLimits
     """Limits of the check."""
     folder: str
-    """Folder of expected values and checkpoints; all ranks see it."""
+    """Folder of expected values; all ranks see it."""
     reduced: tuple[str, ...]
     """Differences to the config that make the run smaller, a line each."""
-    schemes: tuple[str, ...]
-    """The schemes that are run, by number of tables; then the tables that cannot have the one asked for, and why."""
 
     @property
     def config(self) -> TrainingConfig:
         """The config of the run, shrunk."""
         return self.job.config
-
-    @property
-    def tables(self) -> tuple[TableSpec, ...]:
-        """The uncut tables, shrunk."""
-        return self.job.tables
 
     @property
     def topology(self) -> TowerTopology:
@@ -108,57 +83,45 @@ def shrink(job: Job, *, limits: CheckLimits, folder: Path) -> CheckedRun:
     cut = [table.num_embeddings for table in job.tables if table.num_embeddings > most]
     if cut:
         reduced.append(f"{len(cut)} of {len(small)} tables have {most:,} rows instead of up to {max(cut):,}")
-    shared: dict[str, Any] = {"limits": limits, "folder": str(folder), "reduced": tuple(reduced)}
-    if config.dataflow == "flat":
-        scheme = config.sharding.scheme
-        shown = "table_wise or column_wise, as TorchRec's planner chooses" if scheme == "auto" else scheme
-        shrunk = Job(config=config, tables=small, num_dense=job.num_dense)
-        return CheckedRun(job=shrunk, schemes=(f"schemes: {len(small)} {shown}",), **shared)
-    assert job.towers is not None, "resolved with the config"
-    assert job.sharding is not None, "resolved with the config"
-    keeps_ranks = job.topology.ranks_per_tower == topology.ranks_per_tower
-    pinned: dict[str, Rule] = {
-        name: TablePlacement(scheme=placement.scheme, ranks=placement.ranks) if keeps_ranks else placement.scheme
-        for name, placement in job.sharding.placements.items()
-    }
     shrunk = Job(config=config, tables=small, num_dense=job.num_dense, towers=job.towers)
-    mesh = [i * topology.num_towers // job.towers.num_towers for i in range(job.towers.num_towers)]
-    run = _arranged(shrunk, limits, mesh, pinned)
-    assert run.sharding is not None, "planned just now"
-    return CheckedRun(job=run, schemes=_scheme_lines(run.sharding, job.sharding), **shared)
+    if config.dataflow != "flat":
+        assert job.sharding is not None, "resolved with the config"
+        keeps_ranks = job.topology.ranks_per_tower == topology.ranks_per_tower
+        pinned: dict[str, Rule] = {
+            name: TablePlacement(scheme=placement.scheme, ranks=placement.ranks) if keeps_ranks else placement.scheme
+            for name, placement in job.sharding.placements.items()
+        }
+        shrunk = _placed(shrunk, limits, pinned)
+    return CheckedRun(job=shrunk, limits=limits, folder=str(folder), reduced=tuple(reduced))
 
 
 def _smaller(config: TrainingConfig, topology: TowerTopology) -> tuple[TrainingConfig, list[str]]:
     """Returns the config of a shorter run on fewer ranks, and a line for everything that is smaller than asked for."""
-    own, instead = config.replicas, "{key} is {after} instead of {before}"
+    replicas = config.replicas
     config = with_values(config, "train", device="cpu")
     config = with_values(config, "topology", ranks_per_host=topology.ranks_per_host)
-    changes: list[tuple[str, str, Any, str]] = [
-        # Batches of the checks may be smaller than the number of micro-batches.
-        ("topology", "ranks_per_tower", topology.ranks_per_tower, "checked with {after} of {before} ranks per tower"),
-        ("topology", "num_towers", topology.num_towers, "the {before} towers share the ranks of {after}"),
+    most: dict[str, Any] = {
+        "topology.ranks_per_tower": topology.ranks_per_tower,
+        "topology.num_towers": topology.num_towers,
         # Adam makes whole steps of what rounding leaves of gradients that cancel: nothing could be told from weights.
-        ("train", "dense_reduce_precision", "fp32", "dense gradients are sent in {after} instead of {before}"),
-        ("optimizer", "warmup_steps", _WARMUP_STEPS, "learning rates rise over {after} steps instead of {before}"),
-        ("optimizer", "decay_start", _WARMUP_STEPS, "they fall from step {after} on instead of {before}"),
-        ("optimizer", "decay_steps", _WARMUP_STEPS, "their fall takes {after} steps instead of {before}"),
-    ]
+        "train.dense_reduce_precision": "fp32",
+        "optimizer.warmup_steps": _SCHEDULE_STEPS,
+        "optimizer.decay_start": _SCHEDULE_STEPS,
+        "optimizer.decay_steps": _SCHEDULE_STEPS,
+    }
     if topology.num_replicas > 1:
-        most = own.moment_scale if isinstance(own.moment_scale, str) else float(topology.num_replicas)
-        changes += [
-            ("topology", "num_replicas", topology.num_replicas, "checked with {after} of {before} replicas"),
-            ("replicas", "sync_every", _SYNC_EVERY[own.optimizer_state], instead),
-            ("replicas", "moment_scale", most, instead),
-        ]
+        most["topology.num_replicas"] = topology.num_replicas
+        most["replicas.sync_every"] = _SYNC_EVERY[replicas.optimizer_state]
+        if not isinstance(replicas.moment_scale, str):
+            most["replicas.moment_scale"] = float(topology.num_replicas)
     lines = []
-    for section, key, after, line in changes:
+    for name, limit in most.items():
+        section, _, key = name.partition(".")
         before = getattr(getattr(config, section), key)
-        if before is None:
-            continue
-        after = after if isinstance(after, str) else min(before, after)
+        after = before if before is None else limit if isinstance(limit, str) else min(before, limit)
         if before != after:
             config = with_values(config, section, **{key: after})
-            lines.append(line.format(key=f"{section}.{key}", before=before, after=after))
+            lines.append(f"{name} is {after} instead of {before}")
     return config, lines
 
 
@@ -182,20 +145,21 @@ def with_values(config: TrainingConfig, section: str, **values: Any) -> Training
     return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
 
 
-def _arranged(job: Job, limits: CheckLimits, mesh: Sequence[int], rules: Mapping[str, Rule]) -> Job:
-    """Returns the job with its towers on these towers of the mesh, and its tables placed by these rules.
+def _placed(job: Job, limits: CheckLimits, rules: Mapping[str, Rule]) -> Job:
+    """Returns the job with its towers spread evenly over those of its mesh, and its tables placed by these rules.
 
     The modules of towers stay, several on one mesh tower; the towers of a flat model are joined.
     """
     assert job.towers is not None, "resolved with the config"
     # Without the tables it was made for, which were larger.
     plan, num_mesh = replace(job.towers, tables=()), job.topology.num_towers
+    mesh = [number * num_mesh // plan.num_towers for number in range(plan.num_towers)]
     by_tower: list[list[TableSpec]] = [[] for _ in range(num_mesh)]
     features: list[list[str]] = [[] for _ in range(num_mesh)]
     for tower, tables, number in zip(plan.towers, plan.tables_by_tower(job.split_tables), mesh, strict=True):
         by_tower[number] += tables
         features[number] += tower.features
-    has_modules, in_order = job.config.model.has_towers, list(mesh) == list(range(num_mesh))
+    has_modules, in_order = job.config.model.has_towers, mesh == list(range(num_mesh))
     workload = StepWorkload(batch_size=limits.batch_size, optimizer=job.config.optimizer.sparse)
     return replace(
         job,
@@ -203,17 +167,3 @@ def _arranged(job: Job, limits: CheckLimits, mesh: Sequence[int], rules: Mapping
         sharding=plan_tables(by_tower, job.topology, workload=workload, rules=ShardingRules(tables=rules)),
         placement=tuple(mesh) if has_modules and not in_order else None,
     )
-
-
-def _scheme_lines(made: TowerShardingPlan, whole: TowerShardingPlan) -> tuple[str, ...]:
-    """Returns the schemes of the plan that is run, and the reasons of the full-size plan."""
-    lines = ["schemes: " + ", ".join(f"{count} {scheme}" for scheme, count in made.tables_by_scheme.items())]
-    by_reason: dict[str, list[str]] = {}
-    for name, reason in whole.reasons.items():
-        if "asked for, but" in reason:
-            # From the scheme on, without its rank: many tables share what is left.
-            scheme, why = whole.placements[name].scheme, reason.partition(": ")[2]
-            by_reason.setdefault(f"{scheme}: {why}", []).append(name)
-    for reason, names in by_reason.items():
-        lines.append(f"{shorten(names, ', ')}: {reason}")
-    return tuple(lines)

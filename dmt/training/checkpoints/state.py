@@ -1,41 +1,90 @@
-"""What a checkpoint holds of a model and its optimizer: tensors under names without ranks or layout.
+"""What a checkpoint holds of a model and its optimizer, and how ``torch.distributed.checkpoint`` (DCP) keeps it.
 
-``model.<parameter>`` and ``optimizer.<parameter>.<state>``, with parameters named as in the unsharded model: towers by
-their number in the model, tables by name. Counts are 0-d tensors.
+Tensors have names without ranks or layout: ``model.<parameter>`` and ``optimizer.<parameter>.<state>``, with parameters
+named as in the unsharded model: towers by their number in the model, tables by name. Counts are 0-d tensors.
 
 Row-wise AdaGrad keeps one number for each row of a table, but for a table cut column-wise one for each row of each
 shard (the mean over *its* columns), which TorchRec concatenates. Here each column range has a name of its own,
 ``<state>.columns_0_64``, [rows], so that a table can be cut anew.
+
+DCP unpickles the index of a checkpoint and every object in it, so a file from elsewhere could run any program.
+`TensorReader` lets the index name the classes of an index only, and reads tensors by
+``torch.load(weights_only=True)``.
 """
 
 from __future__ import annotations
 
+import hashlib
+import importlib
+import io
+import os
+import pickle
 import re
-from collections.abc import Iterator, Mapping
+import warnings
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from enum import Enum
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
 from torchrec.optim.keyed import KeyedOptimizer
 
+from dmt.collectives import RankError, reason_of
 from dmt.errors import InputError
 from dmt.sharding.schemes import column_widths
 
-__all__ = ["Shards", "chunks", "collect_state", "column_range", "is_finite", "uncut"]
+__all__ = [
+    "RecordedFile",
+    "Shards",
+    "State",
+    "TensorReader",
+    "chunks",
+    "collect_state",
+    "is_finite",
+    "split_name",
+    "write_tensors",
+]
 
 # Numbers looked at in one go: tables are too large for a copy.
 _CHUNK = 2**20
 _COLUMNS = re.compile(r"(optimizer\..+)\.columns_(\d+)_(\d+)")
+_INDEX = ".metadata"
+_OTHER = "Use the config of the run that wrote it, or another checkpoint."
+_REMEDY = "Do not use it, unless you know better where it comes from."
+_ALLOWED = {
+    "torch.Size",
+    "torch.serialization._get_layout",
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
+    "torch.distributed.checkpoint.metadata.BytesStorageMetadata",
+    "torch.distributed.checkpoint.metadata.ChunkStorageMetadata",
+    "torch.distributed.checkpoint.metadata.Metadata",
+    "torch.distributed.checkpoint.metadata.MetadataIndex",
+    "torch.distributed.checkpoint.metadata.StorageMeta",
+    "torch.distributed.checkpoint.metadata.TensorProperties",
+    "torch.distributed.checkpoint.metadata.TensorStorageMetadata",
+    "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
+}
 
 
 @dataclass(kw_only=True)
 class Shards:
-    """This rank's shards of a tensor, as an entry of a state dict of ``torch.distributed.checkpoint`` (DCP).
+    """This rank's shards of a tensor, as an entry of a state dict of DCP.
 
     DCP asks for ``size`` and the methods with underscores, its protocol ``_Checkpointable``.
     """
@@ -88,21 +137,15 @@ def collect_state(model: Mapping[str, Any], optimizer: KeyedOptimizer | None) ->
     return state
 
 
-def column_range(name: str) -> tuple[str, int, int] | None:
-    """Splits the name of a row-wise state into that of the uncut table's state, first column and end; None for others.
+def split_name(name: str) -> tuple[str, int, int]:
+    """Splits the name of row-wise state into that of the uncut table's, first column and end; others: name, 0, 0.
 
     Example:
-        >>> column_range("optimizer.t_a.weight.t_a.momentum1.columns_0_64")
+        >>> split_name("optimizer.t_a.weight.t_a.momentum1.columns_0_64")
         ('optimizer.t_a.weight.t_a.momentum1', 0, 64)
     """
     match = _COLUMNS.fullmatch(name)
-    return None if match is None else (match[1], int(match[2]), int(match[3]))
-
-
-def uncut(name: str) -> str:
-    """Returns the name without a column range."""
-    cut = column_range(name)
-    return name if cut is None else cut[0]
+    return (name, 0, 0) if match is None else (match[1], int(match[2]), int(match[3]))
 
 
 def chunks(state: Mapping[str, Shards]) -> Iterator[tuple[str, Tensor]]:
@@ -138,7 +181,9 @@ def _add_optimizer(state: State, name: str, value: Any, weight: Tensor) -> None:
     if not table or not isinstance(value, Tensor) or not (is_count or len(_size(value)) == 1):
         _add(state, name, value, table)
         return
-    rows, ends = _size(weight)[0], [0, *accumulate(_column_widths(weight))]
+    rows, columns = _size(weight)
+    widths = column_widths(weight.metadata().shards_metadata) if isinstance(weight, ShardedTensor) else [columns]
+    ends = [0, *accumulate(widths)]
     names = [f"{name}.columns_{first}_{end}" for first, end in pairwise(ends)]
     state.update({one: Shards(whole=() if is_count else (rows,), table=table) for one in names})
     if is_count:
@@ -149,13 +194,6 @@ def _add_optimizer(state: State, name: str, value: Any, weight: Tensor) -> None:
         if tensor.numel():
             number, row = divmod(offset, rows)
             state[names[number]].tensors[(row,)] = tensor
-
-
-def _column_widths(weight: Tensor) -> tuple[int, ...]:
-    """Returns the widths of a table's column shards from left to right; one width for a table not cut by columns."""
-    if not isinstance(weight, ShardedTensor):
-        return (_size(weight)[1],)
-    return tuple(column_widths(weight.metadata().shards_metadata))
 
 
 def _shards(value: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
@@ -170,3 +208,203 @@ def _shards(value: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
 def _size(value: Tensor) -> tuple[int, ...]:
     # A sharded tensor warns when asked for its size itself.
     return tuple(value.metadata().size if isinstance(value, ShardedTensor) else value.size())
+
+
+class RecordedFile(io.RawIOBase):
+    """A new file that hashes what is written, and raises faults in `digest`: PyTorch's zip writer would abort."""
+
+    def __init__(self, path: str | os.PathLike[str]) -> None:
+        self._file = Path(path).open("wb")  # noqa: SIM115 - closed in close()
+        self._sha256, self._length = hashlib.sha256(), 0
+        self._fault: OSError | None = None
+
+    def write(self, data: Any) -> int:
+        """Writes all of the data, or nothing more after a fault; returns the number of bytes."""
+        view = memoryview(data).cast("B")
+        self._length += len(view)
+        self._sha256.update(view)
+        try:
+            if self._fault is None:
+                self._file.write(view)
+        except OSError as error:
+            self._fault = error
+        return len(view)
+
+    def tell(self) -> int:
+        """Returns the number of bytes so far."""
+        return self._length
+
+    def close(self) -> None:
+        """Writes the file through to the disk."""
+        if not self.closed:
+            try:
+                with self._file:
+                    self._file.flush()
+                    os.fsync(self._file.fileno())
+            except OSError as error:
+                self._fault = self._fault or error
+            super().close()
+
+    def digest(self) -> str:
+        """Returns the SHA-256 of the closed file, or raises the first fault since it was opened."""
+        if self._fault is not None:
+            raise self._fault
+        return self._sha256.hexdigest()
+
+
+class _Files(FileSystem):
+    """DCP's file system, with the SHA-256 of every file that is written."""
+
+    def __init__(self) -> None:
+        self.digests: dict[str, str] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
+        assert mode == "wb", "a writer reads nothing"
+        with RecordedFile(path) as stream:
+            yield stream
+        # The index is renamed.
+        self.digests[Path(path).name.removesuffix(".tmp")] = stream.digest()
+
+
+class _SavePlanner(dcp.DefaultSavePlanner):
+    def lookup_object(self, index: MetadataIndex) -> Tensor:
+        shards: Shards = self.state_dict[index.fqn]
+        return shards.tensors[tuple(index.offset or ())]
+
+
+def write_tensors(state: State, folder: Path, group: dist.ProcessGroup) -> Mapping[str, str]:
+    """Writes the shards of all ranks of a group, one file for each rank; collective. Returns SHA-256 by file.
+
+    A shard that several ranks hold is written by one of them. `RankError` on every rank if one could not write.
+    """
+    # Its own fsync takes our streams for ones that need a sync of the whole machine.
+    writer = dcp.FileSystemWriter(folder, sync_files=False)
+    writer.fs = files = _Files()
+    # A path would be pickled as an object.
+    writer.path = str(folder)
+    planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    try:
+        dcp.save(state, storage_writer=writer, planner=planner, process_group=group)
+    except dcp.CheckpointException as error:  # no Exception but a BaseException, with one failure for each rank
+        rank, (cause, _) = next(iter(error.failures.items()))
+        raise RankError(f"rank {rank}: {reason_of(cause)}") from error
+    return files.digests
+
+
+class TensorReader(dcp.FileSystemReader):
+    """Reads a checkpoint of tensors, and nothing but tensors.
+
+    Args:
+        folder: the checkpoint.
+        files: names of its files; no other is read.
+
+    Raises:
+        InputError: the index is absent or damaged, holds code, or names another file or an entry that is no tensor.
+    """
+
+    def __init__(self, folder: Path, files: Collection[str]) -> None:
+        super().__init__(folder)
+        self._metadata = _read_index(folder)
+        self.tensors: Mapping[str, Any] = self._metadata.state_dict_metadata
+        """Size, dtype and chunks of every tensor (``TensorStorageMetadata``), by name."""
+        for name, entry in self.tensors.items():
+            if not isinstance(entry, TensorStorageMetadata):
+                raise InputError(f"{folder} holds a pickled object, {name!r}, which could run code. {_REMEDY}")
+        for index, place in self._metadata.storage_data.items():
+            if not isinstance(index, MetadataIndex) or place.relative_path not in files:
+                raise InputError(f"{folder}: {_INDEX} reads from a file that is not in the manifest. {_REMEDY}")
+
+    def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
+        """Returns the index that the constructor read."""
+        return self._metadata
+
+    def fill(self, state: State) -> None:
+        """Fills live tensors with a checkpoint's values in their places; not collective.
+
+        A number of row-wise state holds for every column of its shard, so a column range that was not saved as one
+        takes the mean over its own columns. That is exact where the cuts are the same; a whole table gets what an
+        optimizer of the whole table would have summed; each shard of a table that was whole gets the row's number.
+
+        Raises:
+            InputError: it lacks a tensor or has it in another size, or a file cannot be read after all.
+        """
+        ranges: dict[str, list[tuple[str, int, int]]] = {}
+        for saved in self.tensors:
+            uncut, first, end = split_name(saved)
+            ranges.setdefault(uncut, []).append((saved, first, end))
+        overlaps: dict[str, dict[str, int]] = {}
+        for name in state.keys() - self.tensors.keys():
+            uncut, first, end = split_name(name)
+            columns = {saved: min(end, stop) - max(first, start) for saved, start, stop in ranges.get(uncut, ())}
+            overlaps[name] = {saved: number for saved, number in columns.items() if number > 0}
+            if not overlaps[name]:
+                raise InputError(
+                    f"{self.path} is a checkpoint of another model or optimizer: it lacks {name}. {_OTHER}"
+                )
+        self._load({name: shards for name, shards in state.items() if name in self.tensors})
+        for name, columns in overlaps.items():
+            for offsets, tensor in state[name].tensors.items():
+                total = torch.zeros_like(tensor, dtype=torch.float64)
+                for saved, number in columns.items():
+                    part = torch.empty_like(tensor)
+                    self._load({saved: Shards(whole=state[name].whole, tensors={offsets: part})})
+                    total += part.double() * number
+                tensor.copy_(total / sum(columns.values()))
+
+    def _load(self, state: State) -> None:
+        with warnings.catch_warnings():
+            # Each rank is meant to read for itself.
+            warnings.filterwarnings("ignore", message="torch.distributed is disabled")
+            try:
+                dcp.load(state, storage_reader=self, planner=_TensorPlanner(flatten_state_dict=False), no_dist=True)
+            except dcp.CheckpointException as error:
+                cause, _ = next(iter(error.failures.values()))
+                raise InputError(f"{self.path} cannot be read into this model ({cause}). {_OTHER}") from error
+
+
+class _TensorPlanner(dcp.DefaultLoadPlanner):
+    """Reads tensors into `Shards`, and nothing else."""
+
+    def set_up_planner(self, state_dict: State, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
+        # PyTorch's looks for meta tensors in it, and takes out what it does not know.
+        self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
+
+    def lookup_tensor(self, index: MetadataIndex) -> Tensor:
+        shards: Shards = self.state_dict[index.fqn]
+        return shards.tensors[tuple(index.offset or ())]
+
+    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
+        # PyTorch's would unpickle them.
+        raise AssertionError("entries are tensors")
+
+
+def _read_index(folder: Path) -> Metadata:
+    try:
+        with (folder / _INDEX).open("rb") as stream:
+            metadata = _IndexUnpickler(stream).load()
+    except InputError as error:
+        raise InputError(f"{folder}: {_INDEX} holds code: {error} {_REMEDY}") from error
+    except Exception as error:  # an unpickler raises whatever the bytes make it
+        raise InputError(f"{folder}: {_INDEX} cannot be read ({error}). Use another checkpoint.") from error
+    if not isinstance(metadata, Metadata):
+        raise InputError(f"{folder}: {_INDEX} is a {type(metadata).__name__}, no index. {_REMEDY}")
+    return metadata
+
+
+class _IndexUnpickler(pickle.Unpickler):
+    def find_class(self, module: str, name: str) -> Any:
+        if module == "torch" and isinstance(getattr(torch, name, None), torch.dtype):
+            return getattr(torch, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _member
+        if f"{module}.{name}" not in _ALLOWED:
+            raise InputError(f"it names {module}.{name}, which an index has no use for.")
+        return getattr(importlib.import_module(module), name)
+
+
+def _member(owner: Any, name: str) -> Enum:
+    """Takes the place of ``getattr``, by which Python 3.11.2 and older versions of it name the member of an enum."""
+    if not isinstance(owner, type) or not issubclass(owner, Enum):
+        raise InputError("it names builtins.getattr, which an index has no use for.")
+    return owner[name]

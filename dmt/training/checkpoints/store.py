@@ -1,146 +1,261 @@
-"""`Checkpointer`: saves a model in training so that neither a kill nor a full disk loses an earlier checkpoint.
+"""Saves a model in training so that neither a kill nor a full disk loses a checkpoint, and loads it into any layout.
 
-The tensors are written by ``torch.distributed.checkpoint`` (DCP) into a scratch folder of `folder.py`.
+============================  ======================================================================================
+``step-00001234``             a whole checkpoint; ``.1`` is appended where the step is saved again
+``.step-00001234.partial``    being written or deleted, or left by a process that was killed while it did
+============================  ======================================================================================
+
+The manifest, ``checkpoint.json``, has the SHA-256 of every file and a digest of itself. It is written last; then the
+folder is renamed, so that a kill or a loss of power at any moment leaves each checkpoint whole or out of sight.
 """
 
 from __future__ import annotations
 
 import hashlib
-import io
 import json
 import logging
 import os
-from collections.abc import Callable, Iterator, Mapping
+import re
+import shutil
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
-from dataclasses import replace
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
 import torch.distributed as dist
-import torch.distributed.checkpoint as dcp
+from pydantic import Field
 from torch import Tensor, nn
-from torch.distributed.checkpoint.filesystem import FileSystem
-from torch.distributed.checkpoint.metadata import MetadataIndex
-from torchrec.optim.keyed import KeyedOptimizer
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
+from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from dmt.collectives import RankError, gather_objects, reason_of, run_on_all_or_raise
+from dmt.collectives import gather_objects, reason_of, run_on_all_or_raise
 from dmt.errors import InputError
-from dmt.files import fsync_path
+from dmt.files import check_writable, from_record, fsync_path, open_file, read_record
 from dmt.formatting import shorten
 from dmt.replicas.sync import drifted, moment_scales
 from dmt.sptt.mesh import TowerMesh
-from dmt.training.checkpoints.folder import (
-    FileRecord,
-    Manifest,
-    commit,
-    make_scratch,
-    prepare,
-    prune,
-    record_of,
-    remove,
-    write_manifest,
+from dmt.training.checkpoints.state import (
+    Shards,
+    State,
+    TensorReader,
+    chunks,
+    collect_state,
+    is_finite,
+    split_name,
+    write_tensors,
 )
-from dmt.training.checkpoints.state import Shards, State, chunks, collect_state, is_finite
-from dmt.training.device import random_state
+from dmt.training.device import random_state, set_random_state
 from dmt.training.records import versions
 
-__all__ = ["RNG", "Checkpointer", "RecordedFile"]
+__all__ = [
+    "MANIFEST_NAME",
+    "Checkpointer",
+    "Manifest",
+    "checkpoints",
+    "discard_checkpoints",
+    "load_plain",
+    "newest",
+    "read_manifest",
+    "restore",
+    "verify",
+    "write_manifest",
+]
 
 logger = logging.getLogger(__name__)
 
-RNG = "rng"
-"""Name of the random number generators' states, uint8 [W, bytes]: one row for each of the W ranks."""
+MANIFEST_NAME = "checkpoint.json"
+_FORMAT = 3
+_REMEDY = "Use another checkpoint."
+_NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
+_RNG = "rng"  # states of the random number generators, uint8 [W, bytes]: one row for each of the W ranks
 
 
-class _Files(FileSystem):
-    """DCP's file system, with a record of every file that is written."""
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """The ``checkpoint.json`` of a checkpoint; plain data."""
 
-    def __init__(self) -> None:
-        self.records: dict[str, FileRecord] = {}
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[io.IOBase]:
-        if mode != "wb":
-            with super().create_stream(path, mode) as plain:
-                yield plain
-            return
-        with RecordedFile(path) as stream:
-            yield stream
-        self.records[Path(path).name] = stream.record()
-
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        super().rename(path, new_path)
-        self.records[Path(new_path).name] = self.records.pop(Path(path).name)
+    step: Annotated[int, Field(ge=0)]
+    """Number of training steps before the checkpoint."""
+    progress: dict[str, Any]
+    """Position of the caller's training: epoch, rows; anything JSON takes."""
+    versions: dict[str, str]
+    """Versions of the packages that wrote the checkpoint."""
+    files: dict[Annotated[str, Field(pattern=r"^[^/\x00]+$")], str]
+    """SHA-256 of every file beside the manifest, by name."""
+    moment_scales: dict[str, float] = field(default_factory=dict)
+    """Factor c of AdaGrad's moments where it was not 1, by table (2D sparse parallelism, Algorithm 1, line 6)."""
 
 
-class RecordedFile(io.RawIOBase):
-    """A new file that hashes what is written, and raises faults in `record`: PyTorch's zip writer would abort."""
-
-    def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._file = Path(path).open("wb", buffering=0)  # noqa: SIM115 - closed in close()
-        self._sha256, self._length = hashlib.sha256(), 0
-        self._fault: OSError | None = None
-
-    def write(self, data: Any) -> int:
-        """Writes all of the data, or nothing more after a fault; returns the number of bytes."""
-        view = memoryview(data).cast("B")
-        size = len(view)
-        self._length += size
-        self._sha256.update(view)
-        try:
-            while view and self._fault is None:
-                view = view[self._file.write(view) :]
-        except OSError as error:
-            self._fault = error
-        return size
-
-    def tell(self) -> int:
-        """Returns the number of bytes so far."""
-        return self._length
-
-    def close(self) -> None:
-        """Writes the file through to the disk."""
-        if not self.closed:
-            try:
-                with self._file:
-                    os.fsync(self._file.fileno())
-            except OSError as error:
-                self._fault = self._fault or error
-            super().close()
-
-    def record(self) -> FileRecord:
-        """Returns the record of the closed file, or raises the first fault since it was opened."""
-        if self._fault is not None:
-            raise self._fault
-        return FileRecord(bytes=self._length, sha256=self._sha256.hexdigest())
+def write_manifest(folder: Path, manifest: Manifest) -> None:
+    """Writes the manifest through to the disk, with a digest of itself; `OSError` if it cannot be written."""
+    record = {"format": _FORMAT, **asdict(manifest)}
+    with (folder / MANIFEST_NAME).open("w") as stream:
+        json.dump({**record, "digest": _digest(record)}, stream, indent=1)
+        stream.flush()
+        os.fsync(stream.fileno())
 
 
-class _SavePlanner(dcp.DefaultSavePlanner):
-    def lookup_object(self, index: MetadataIndex) -> Tensor:
-        shards: Shards = self.state_dict[index.fqn]
-        return shards.tensors[tuple(index.offset or ())]
+def read_manifest(folder: Path) -> Manifest:
+    """Reads a checkpoint's manifest and checks it against its own digest.
 
-
-def _write_tensors(state: State, folder: Path, group: dist.ProcessGroup) -> Mapping[str, FileRecord]:
-    """Writes the shards of all ranks of a group, one file for each rank; collective. Returns this rank's files.
-
-    A shard that several ranks hold is written by one of them. `RankError` on every rank if one could not write.
+    Raises:
+        InputError: it is absent, cut off, altered, or of another format.
     """
-    # Its own fsync takes our streams for ones that need a sync of the whole machine.
-    writer = dcp.FileSystemWriter(folder, sync_files=False)
-    writer.fs = files = _Files()
-    # A path would be pickled as an object.
-    writer.path = str(folder)
-    planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
+    path = folder / MANIFEST_NAME
+    record = read_record(path, what="Checkpoint", version=_FORMAT, remedy=_REMEDY)
+    if record.pop("digest", None) != _digest(record):
+        raise InputError(f"{folder} is damaged: {MANIFEST_NAME} was altered. {_REMEDY}")
+    return from_record(Manifest, record, place=f"{folder} is damaged: {MANIFEST_NAME}", remedy=_REMEDY)
+
+
+def _digest(record: dict[str, Any]) -> str:
+    # Through JSON: tuples become lists, as they are when the manifest is read.
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
+
+
+def sha256_of(path: Path) -> str:
+    """Returns the SHA-256 of a file; `OSError` if it cannot be read."""
+    with open_file(path) as stream:
+        return hashlib.file_digest(stream, "sha256").hexdigest()
+
+
+def verify(folder: Path, share: slice = slice(None)) -> Manifest:
+    """Reads every file of a checkpoint, or a share of their sorted names, and compares it with the manifest.
+
+    Raises:
+        InputError: the manifest or a file is absent, cut off or altered; the message names it.
+    """
+    manifest = read_manifest(folder)
+    for name in sorted(manifest.files)[share]:
+        try:
+            is_whole = sha256_of(folder / name) == manifest.files[name]
+        except OSError as error:
+            raise InputError(f"{folder} is damaged: {name} cannot be read ({error.strerror}). {_REMEDY}") from error
+        if not is_whole:
+            raise InputError(f"{folder} is damaged: {name} was altered or cut off. {_REMEDY}")
+    return manifest
+
+
+def checkpoints(folder: Path) -> list[Path]:
+    """Lists the checkpoints in a folder, newest first; a folder that is a checkpoint itself is the only one.
+
+    No file is read: checkpoints may be damaged.
+    """
+    if _NAME.fullmatch(folder.name) or (folder / MANIFEST_NAME).exists():
+        return [folder] if folder.is_dir() else []
+    paths = folder.glob("step-*")
+    return sorted((path for path in paths if _NAME.fullmatch(path.name)), key=_order, reverse=True)
+
+
+def _order(path: Path) -> tuple[int, int]:
+    match = _NAME.fullmatch(path.name)
+    assert match is not None, f"{path} is listed by its name"
+    return int(match[1]), int(match[2] or 0)
+
+
+def newest(folder: Path, mesh: TowerMesh | None = None) -> Path | None:
+    """Finds the newest whole checkpoint in a folder, or the folder itself if it is one; reads every file of it.
+
+    Damaged ones that are newer are skipped with a warning that says what is wrong with them. Looks again where one is
+    gone in the meantime, because the run that saves there has replaced it.
+
+    Args:
+        folder: of checkpoints, or a checkpoint.
+        mesh: collective over its job if given: rank 0 lists the folder, and each rank reads some of the files.
+
+    Returns:
+        None where there is no checkpoint at all.
+
+    Raises:
+        InputError: there are some, but none is whole; the same on every rank.
+    """
+    share = slice(None) if mesh is None else slice(mesh.rank, None, mesh.topology.world_size)
+    wrong: dict[Path, str] = {}
+
+    def damage(path: Path) -> str | None:
+        try:
+            verify(path, share)
+        except InputError as error:
+            return str(error)
+        return None
+
+    while True:
+        paths: list[Path] = _on_all(lambda: checkpoints(folder), mesh)[0]
+        path = next((path for path in paths if path not in wrong), None)
+        if path is None:
+            break
+        damages = [text for text in _on_all(partial(damage, path), mesh) if text is not None]
+        if not damages:
+            return path
+        wrong[path] = damages[0]
+        if (mesh is None or mesh.rank == 0) and len(paths) > 1 and path.exists():
+            logger.warning("A checkpoint is passed over: %s", damages[0])
+    if wrong:
+        first = next(iter(wrong.values()))
+        raise InputError(first if list(wrong) == [folder] else f"{folder} holds no whole checkpoint: {first}")
+    return None
+
+
+def _on_all(work: Callable[[], Any], mesh: TowerMesh | None) -> list[Any]:
+    return [work()] if mesh is None else run_on_all_or_raise(work, mesh.global_group)
+
+
+def discard_checkpoints(folder: Path) -> None:
+    """Deletes the checkpoints in a folder; `InputError`, and none is deleted, if one has no manifest."""
+    paths = checkpoints(folder)
+    for path in paths:
+        if path == folder or not (path / MANIFEST_NAME).is_file():
+            raise InputError(f"{path} has no {MANIFEST_NAME} or is no folder of them. Remove what is there yourself.")
+    for path in paths:
+        _discard(path)
+
+
+def prepare(folder: Path) -> None:
+    """Makes the folder of checkpoints and deletes unfinished work in it; `InputError` if it cannot be written."""
     try:
-        dcp.save(state, storage_writer=writer, planner=planner, process_group=group)
-    except dcp.CheckpointException as error:  # no Exception but a BaseException, with one failure for each rank
-        rank, (cause, _) = next(iter(error.failures.items()))
-        raise RankError(f"rank {rank}: {reason_of(cause)}") from error
-    return files.records
+        check_writable(folder)
+        for path in folder.glob(".step-*.partial"):
+            shutil.rmtree(path)
+        fsync_path(folder)
+        # The entries of new folders. One that may not be read is none that this run has made.
+        for path in list(folder.absolute().parents)[:2]:
+            with suppress(PermissionError):
+                fsync_path(path)
+    except OSError as error:
+        raise InputError(f"Checkpoint folder {folder} cannot be written: {error.strerror}.") from error
+
+
+def commit(scratch: Path, step: int) -> Path:
+    """Renames a written checkpoint to a name that is free, later than all of its step."""
+    fsync_path(scratch)
+    number = max((_order(path)[1] + 1 for path in checkpoints(scratch.parent) if _order(path)[0] == step), default=0)
+    target = scratch.with_name(f"step-{step:08d}{f'.{number}' if number else ''}")
+    os.rename(scratch, target)
+    fsync_path(target.parent)
+    return target
+
+
+def prune(committed: Path, keep: int) -> None:
+    """Deletes all checkpoints but one that was just committed and the last ones of earlier steps.
+
+    Those of later steps go too: training was resumed from before them, so they belong to a course that was given up.
+    """
+    paths = checkpoints(committed.parent)
+    earlier = [path for path in paths if _order(path)[0] < _order(committed)[0]]
+    for path in paths:
+        if path not in [committed, *earlier[: keep - 1]]:
+            _discard(path)
+
+
+def _discard(path: Path) -> None:
+    """Deletes a checkpoint so that a kill in between leaves nothing that looks like one."""
+    doomed = path.with_name(f".{path.name}.partial")
+    os.rename(path, doomed)
+    shutil.rmtree(doomed)
 
 
 class Checkpointer:
@@ -178,7 +293,6 @@ class Checkpointer:
         self._writes, self._leads = mesh.rank in ranks, mesh.rank == ranks[0]
         self._thread = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
         self._pending: Future[str | None] | None = None
-        self._pending_step: int | None = None
         run_on_all_or_raise(partial(prepare, folder) if self._leads else lambda: None, mesh.global_group)
 
     def save(
@@ -188,7 +302,7 @@ class Checkpointer:
         *,
         step: int,
         progress: Mapping[str, Any],
-        describe: Callable[[Path], None] | None = None,
+        describe: Callable[[Path], None] = lambda folder: None,
     ) -> bool:
         """Saves the current state, between two training steps; collective over the job.
 
@@ -206,17 +320,12 @@ class Checkpointer:
 
         Raises:
             InputError: replicas were not averaged, ranks are at different steps, a number is NaN or infinite (nothing
-                is saved and no checkpoint deleted), or something in the model is no tensor or in ``progress`` not plain
-                data; on every rank.
+                is saved and no checkpoint deleted), or something in the model is no tensor; on every rank.
         """
         self.wait()
         state: State = {}
 
-        def stage() -> tuple[int, bytes]:
-            try:
-                json.dumps(progress)
-            except (TypeError, ValueError) as error:
-                raise InputError(f"progress={progress} is not plain data ({error}), which JSON takes.") from error
+        def stage() -> tuple[int, Tensor]:
             if drifted(model):
                 raise InputError(
                     f"Step {step} is not saved: the replicas have trained since they were last averaged, and a "
@@ -227,29 +336,25 @@ class Checkpointer:
             _check_finite(step, model, live, self._mesh.rank)
             if self._writes:
                 state.update(live if self._thread is None else {name: one.copied() for name, one in live.items()})
-            return step, random_state().numpy().tobytes()
+            return step, random_state()
 
-        answers = run_on_all_or_raise(stage, self._mesh.global_group)
-        steps = [other for other, _ in answers]
+        steps, generators = zip(*run_on_all_or_raise(stage, self._mesh.global_group), strict=True)
         if len(set(steps)) > 1:
             raise InputError(
                 f"Ranks save the checkpoints of different steps, {min(steps)} to {max(steps)}. Agree first."
             )
         if self._leads:
-            states = torch.stack([torch.frombuffer(bytearray(one), dtype=torch.uint8) for _, one in answers])
-            state[RNG] = Shards(whole=tuple(states.shape), tensors={(0, 0): states})
-        self._pending_step, self._pending = step, Future()
-        if self._writes:
-            scales = moment_scales(model)
-            manifest = Manifest(step=step, progress=dict(progress), versions=versions(), files={}, moment_scales=scales)
-            write = partial(self._write, state, manifest, describe)
-            if self._thread is not None:
-                self._pending = self._thread.submit(write)
-                return True
-            self._pending.set_result(write())
-        else:
-            self._pending.set_result(None)
-        return True if self._thread is not None else self.wait()
+            states = torch.stack(generators)
+            state[_RNG] = Shards(whole=tuple(states.shape), tensors={(0, 0): states})
+        scales = moment_scales(model)
+        manifest = Manifest(step=step, progress=dict(progress), versions=versions(), files={}, moment_scales=scales)
+        write = partial(self._write, state, manifest, describe) if self._writes else lambda: None
+        if self._thread is not None:
+            self._pending = self._thread.submit(write)
+            return True
+        self._pending = Future()
+        self._pending.set_result(write())
+        return self.wait()
 
     def wait(self) -> bool:
         """Waits for the pending save; collective over the job.
@@ -262,8 +367,6 @@ class Checkpointer:
         if self._pending is None:
             return True
         failures = [one for one in gather_objects(self._pending.result(), self._mesh.global_group) if one is not None]
-        if failures:
-            self._warn(failures[0], "; training goes on")
         self._pending = None
         return not failures
 
@@ -276,67 +379,55 @@ class Checkpointer:
         """
         if self._thread is not None:
             self._thread.shutdown()
-        if self._pending is not None:
-            error = self._pending.exception()
-            failure = self._pending.result() if error is None else reason_of(error)
-            if failure is not None:
-                self._warn(failure)
         self._pending = None
 
-    def _warn(self, reason: str, now: str = "") -> None:
-        if self._leads:
-            logger.warning(
-                "The checkpoint of step %d was not saved to %s (%s). Earlier ones are as they were%s.",
-                self._pending_step,
-                self._folder,
-                reason,
-                now,
-            )
-
-    def _write(self, state: State, manifest: Manifest, describe: Callable[[Path], None] | None) -> str | None:
+    def _write(self, state: State, manifest: Manifest, describe: Callable[[Path], None]) -> str | None:
         """Writes on the ranks of replica 0 what each has; returns why it failed."""
-        scratch = None
+        scratch = self._folder / f".step-{manifest.step:08d}.partial"
         try:
-            make = partial(make_scratch, self._folder, manifest.step)
-            scratch = run_on_all_or_raise(make if self._leads else lambda: self._folder, self._writers)[0]
-            records = _write_tensors(state, scratch, self._writers)
-            ranks = gather_objects((records, manifest.moment_scales), self._writers)
-            files, scales = ({k: v for one in maps for k, v in one.items()} for maps in zip(*ranks, strict=True))
-            finish = partial(self._finish, scratch, replace(manifest, files=files, moment_scales=scales), describe)
-            run_on_all_or_raise(finish if self._leads else lambda: None, self._writers)
+            self._on_lead(lambda: _make_empty(scratch))
+            digests = write_tensors(state, scratch, self._writers)
+            everyone = gather_objects((digests, manifest.moment_scales), self._writers)
+            files, scales = ({k: v for one in maps for k, v in one.items()} for maps in zip(*everyone, strict=True))
+            self._on_lead(lambda: self._finish(scratch, replace(manifest, files=files, moment_scales=scales), describe))
         except Exception as error:
-            if self._leads and scratch is not None:
-                try:
-                    remove(scratch)
-                except OSError as left:
-                    logger.warning("What was written of a checkpoint, %s, cannot be deleted: %s", scratch, left)
+            if self._leads:
+                logger.warning(
+                    "The checkpoint of step %d was not saved to %s (%s). Earlier ones are as they were.",
+                    manifest.step,
+                    self._folder,
+                    reason_of(error),
+                )
+                shutil.rmtree(scratch, ignore_errors=True)
             return reason_of(error)
         return None
 
-    def _finish(self, scratch: Path, manifest: Manifest, describe: Callable[[Path], None] | None) -> None:
-        if describe is not None:
-            describe(scratch)
-        unseen = [
-            name
-            for name, record in manifest.files.items()
-            if not (scratch / name).is_file() or (scratch / name).stat().st_size != record.bytes
-        ]
-        if unseen:
+    def _on_lead(self, work: Callable[[], None]) -> None:
+        run_on_all_or_raise(work if self._leads else lambda: None, self._writers)
+
+    def _finish(self, scratch: Path, manifest: Manifest, describe: Callable[[Path], None]) -> None:
+        describe(scratch)
+        files, present = dict(manifest.files), {path.name for path in scratch.iterdir()}
+        if unseen := sorted(files.keys() - present):
             raise OSError(
-                f"rank 0 does not see {shorten(unseen, ', ')} of another rank as it was written; the folder must be "
-                "one that all hosts share"
+                f"rank 0 does not see {shorten(unseen, ', ')} of another rank; the folder must be one that all hosts "
+                "share"
             )
-        files = dict(manifest.files)
-        for path in scratch.iterdir():
-            if path.name not in files:
-                fsync_path(path)
-                files[path.name] = record_of(path)
+        for name in present - files.keys():
+            fsync_path(scratch / name)
+            files[name] = sha256_of(scratch / name)
         write_manifest(scratch, replace(manifest, files=files))
         committed = commit(scratch, manifest.step)
         try:
             prune(committed, self._keep)
         except OSError as error:
             logger.warning("Old checkpoints in %s cannot be deleted: %s", self._folder, error)
+
+
+def _make_empty(scratch: Path) -> None:
+    if scratch.exists():
+        shutil.rmtree(scratch)
+    scratch.mkdir(parents=True)
 
 
 def _check_finite(step: int, model: nn.Module, state: State, rank: int) -> None:
@@ -349,3 +440,116 @@ def _check_finite(step: int, model: nn.Module, state: State, rank: int) -> None:
             "checkpoints are as they were: go on from the last one, with smaller learning rates if training has "
             "diverged."
         )
+
+
+def load_plain(model: nn.Module, folder: Path) -> None:
+    """Loads the weights of a checkpoint of any layout into the unsharded model; needs no process group.
+
+    Args:
+        model: the unsharded model.
+        folder: a checkpoint, or a folder of them, of which the newest whole one is taken. Every file of it is read.
+
+    Raises:
+        InputError: there is no checkpoint, or it is damaged, holds anything but tensors, or is of another model.
+    """
+    if restore(folder, model, None) is None:
+        raise InputError(f"{folder} holds no checkpoint. Give the output_dir of a training run that has saved one.")
+
+
+def restore(
+    source: Path,
+    model: nn.Module,
+    optimizer: KeyedOptimizer | None,
+    *,
+    mesh: TowerMesh | None = None,
+    is_verified: bool = False,
+) -> Manifest | None:
+    """Loads a checkpoint of any layout into a sharded model and its optimizer; collective over the mesh, if given.
+
+    The layout may have changed in any way: ranks, replicas, towers x ranks, the mesh tower of each tower, the scheme of
+    each table. Where a table is cut anew, a shard's row-wise state is the mean over its columns. Where the factor c of
+    a table's moments changed, the moment v is multiplied by c / c_saved, which keeps v / c, and with it the size of a
+    step (2D sparse parallelism, Algorithm 1, line 6). Random number generators are set if the number of ranks is what
+    it was.
+
+    Args:
+        source: a checkpoint, or a folder of them, of which the newest whole one is taken: damaged ones that are newer
+            are skipped with a warning.
+        model: the sharded model, or one that every rank holds whole.
+        optimizer: of all parameters; None loads weights only. After an error, make model and optimizer anew.
+        mesh: the groups; None for an unsharded model in one process.
+        is_verified: true if `newest` has just returned ``source``, so that its files need not be read twice.
+
+    Returns:
+        The manifest, with the step and the ``progress`` that `Checkpointer.save` was given; None where there is no
+        checkpoint: training begins.
+
+    Raises:
+        InputError: there are checkpoints but none is whole, so that training does not begin again unnoticed; or it
+            holds anything but tensors, or is of another model or optimizer; the same on every rank.
+    """
+    folder = source if is_verified else newest(source, mesh)
+    if folder is None:
+        return None
+    prefixes = ("model.",) if optimizer is None else ("model.", "optimizer.")
+    opened: list[tuple[Manifest, TensorReader, dict[str, Any], State]] = []
+
+    def match() -> bytes:
+        # One byte for each saved name: 1 if this rank has it.
+        manifest = read_manifest(folder)
+        reader = TensorReader(folder, manifest.files)
+        if optimizer is not None:
+            _make_state(optimizer, reader.tensors)
+        weights = model.state_dict()
+        state = collect_state(weights, optimizer)
+        opened.append((manifest, reader, weights, state))
+        known = {split_name(name)[0] for name in state}
+        return bytes(split_name(name)[0] in known for name in reader.tensors)
+
+    marks = _on_all(match, mesh)
+    manifest, reader, weights, state = opened[0]
+    unknown = [name for name, *is_known in zip(reader.tensors, *marks, strict=True) if not any(is_known)]
+    if unknown := [name for name in unknown if name.startswith(prefixes)]:
+        raise InputError(
+            f"{folder} is a checkpoint of another model or optimizer: it has {shorten(unknown, ', ')} in addition. Use "
+            "the config of the run that wrote it."
+        )
+    generators = torch.empty(0, 0, dtype=torch.uint8)
+    if mesh is not None and _RNG in reader.tensors and reader.tensors[_RNG].size[0] == mesh.topology.world_size:
+        whole = tuple(reader.tensors[_RNG].size)
+        generators = generators.new_empty(1, whole[1])
+        state[_RNG] = Shards(whole=whole, tensors={(mesh.rank, 0): generators})
+    _on_all(partial(reader.fill, state), mesh)
+    _scale_moments(state, moment_scales(model), manifest.moment_scales)
+    # The tensors are filled already; this is for what modules keep beside them.
+    model.load_state_dict(weights)
+    if optimizer is not None:
+        # Fused optimizers take over the learning rates.
+        optimizer.post_load_state_dict()
+        optimizer.zero_grad(set_to_none=True)
+    if len(generators):
+        set_random_state(generators[0])
+    return manifest
+
+
+def _scale_moments(state: State, now: Mapping[str, float], saved: Mapping[str, float]) -> None:
+    for name, shards in state.items():
+        factor = now.get(shards.table, 1.0) / saved.get(shards.table, 1.0)
+        if factor != 1.0 and split_name(name)[0].endswith(f".{shards.table}.momentum1"):
+            for tensor in shards.tensors.values():
+                tensor.mul_(factor)
+
+
+def _make_state(optimizer: KeyedOptimizer, saved: Collection[str]) -> None:
+    """Makes state that PyTorch's optimizers have only after a step, if the checkpoint has some of it.
+
+    That is a step without gradients, in which weight decay moves weights: they are loaded afterwards.
+    """
+    made = optimizer.state
+    absent = tuple(f"optimizer.{key}." for key, parameter in optimizer.params.items() if parameter not in made)
+    if not any(name.startswith(absent) for name in saved):
+        return
+    for part in [one for _, one in optimizer.optimizers] if isinstance(optimizer, CombinedOptimizer) else [optimizer]:
+        # The state of fused optimizers exists from the beginning.
+        if len(list(in_backward_optimizer_filter(part.params.items()))) == len(part.params):
+            part.init_state()

@@ -284,10 +284,10 @@ def prepare(config: str, overrides: tuple[str, ...], *, as_json: bool, **options
 @main.command(epilog="Example: dmt check demo sharding.id_route=global --rows 500")
 @click.argument("config")
 @click.argument("overrides", nargs=-1)
-@click.option("--rows", "max_rows", default=1000, show_default=True, help="Most per table, at least 8.")
-@click.option("--max-ranks", default=8, show_default=True, help="Processes, at most; 4 to 64.")
-@click.option("--batch-size", default=16, show_default=True, help="Rows per rank and step.")
-@click.option("--steps", default=4, show_default=True, help="Training steps, at least 2.")
+@click.option("--rows", "max_rows", type=click.IntRange(8), default=1000, show_default=True, help="Most per table.")
+@click.option("--max-ranks", type=click.IntRange(4, 64), default=8, show_default=True, help="Processes, at most.")
+@click.option("--batch-size", type=click.IntRange(1), default=16, show_default=True, help="Rows per rank and step.")
+@click.option("--steps", type=click.IntRange(2), default=4, show_default=True, help="Training steps.")
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def check(config: str, overrides: tuple[str, ...], *, as_json: bool, **limits: Any) -> None:
     """Checks a run on this machine before a cluster is spent on it.

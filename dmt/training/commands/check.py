@@ -47,7 +47,8 @@ def run_check(config: str, overrides: Sequence[str], **limits: Any) -> CheckRepo
 def print_report(report: CheckReport) -> None:
     """Prints the report."""
     console = table_console(markup=True)
-    for line in (*report.schemes, *report.reduced):
+    schemes = ", ".join(f"{count} {scheme}" for scheme, count in report.schemes.items())
+    for line in ([f"schemes: {schemes}"] if schemes else []) + list(report.reduced):
         console.print(f"- {escape(line)}")
     rows = []
     for row in report.rows:

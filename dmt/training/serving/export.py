@@ -15,7 +15,7 @@ import torch
 from dmt.errors import InputError
 from dmt.files import atomic_write, from_record, parse_json
 from dmt.training import checkpoints
-from dmt.training.checkpoints.store import RecordedFile
+from dmt.training.checkpoints.state import RecordedFile
 from dmt.training.data.hash import HASH_KEY, hash_rows
 from dmt.training.job import Job
 from dmt.training.records import versions
@@ -154,7 +154,7 @@ def export_run(
             with _ProgramFile(scratch) as file:
                 extra = {_MANIFEST: json.dumps(_record(manifest), indent=1)}
                 torch.export.save(program, cast("IO[bytes]", file), extra_files=extra)
-            file.record()
+            file.digest()
     except OSError as error:
         raise InputError(f"--out {str(out)!r} cannot be written: {error.strerror}.") from error
     return Exported(

@@ -100,8 +100,8 @@ def drift_on_rank_3(copy: Change) -> Change:
 
 # name -> what is patched, the checks that must fail, and what the first of them must name
 FAULTS: dict[str, tuple[Any, str, Callable[[Change], Change], set[str], str]] = {
-    "rows": (on_rank, "load_plain_state", rows_swapped_on_rank_1, {"embeddings", "bags"}, "table of C1"),
-    "towers": (SPTTModule, "_agree", towers_exchanged, {"tower outputs", "logits"}, "output of tower 0"),
+    "rows": (on_rank, "load_plain_state", rows_swapped_on_rank_1, {"logits", "table gradients"}, "table t_C1"),
+    "towers": (SPTTModule, "_agree", towers_exchanged, {"logits"}, "the logits"),
     "tower gradient": (on_rank, "shard_model", tower_gradient_doubled, {"tower gradients"}, "sparse_arch.towers.1.int"),
     "table gradient": (SPTTModule, "run_towers", table_gradient_doubled, {"table gradients"}, "table t_C"),
     "warm-up": (on_rank, "build_optimizer", warm_up_left_out, {"dense weights", "table weights", "losses"}, "step 1"),

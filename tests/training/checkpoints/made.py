@@ -14,7 +14,7 @@ from torch import nn
 from dmt.plan.topology import TowerTopology
 from dmt.sptt.mesh import TowerMesh
 from dmt.training.checkpoints import Checkpointer, Manifest
-from dmt.training.checkpoints.folder import record_of, write_manifest
+from dmt.training.checkpoints.store import sha256_of, write_manifest
 
 
 @contextmanager
@@ -50,7 +50,7 @@ def make_checkpoint(folder: Path, step: int, files: Mapping[str, str], name: str
 def fill_checkpoint(path: Path, step: int, files: Mapping[str, str], **progress: Any) -> None:
     for file, text in files.items():
         (path / file).write_text(text)
-    records = {file: record_of(path / file) for file in files}
+    records = {file: sha256_of(path / file) for file in files}
     write_manifest(path, Manifest(step=step, progress=progress, versions={}, files=records))
 
 

@@ -86,6 +86,7 @@ def load(folder: str, source: str, name: str) -> dict[str, Any]:
     job = Job.of(LAYOUTS[name], seed=2)
     restored = restore(Path(folder) / source, job.model, job.optimizer, mesh=job.mesh)
     assert restored is not None
+    job.optimizer.set_step(restored.step)
     assert (restored.step, restored.progress) == (STEPS, {"row": 7, "of": source})
     found = job.snapshot()
     job.train(range(STEPS, STEPS + 1))

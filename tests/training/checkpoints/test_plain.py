@@ -77,12 +77,12 @@ def test_nothing_is_left_of_older_and_broken_saves(
 @pytest.mark.parametrize(
     ("of", "into", "sizes", "message"),
     [
-        ("dlrm", "dmt-dlrm", {}, r"another model .*it has model\.model\.\S* in addition"),
-        ("dmt-dlrm", "dlrm", {}, r"it has model\.model\.\S* in addition"),
-        ("dlrm", "dlrm", {"over_arch": [4, 4, 1]}, r"its? .*model\.model\.over_arch"),
-        ("dlrm", "dlrm", {"over_arch": [1]}, r"it has model\.model\.over_arch\S* in addition"),
-        ("dlrm", "dlrm", {"embedding_dim": 12}, r"its model\.\S*weight is \[.*\], not \["),
-        ("dmt-dlrm", "dmt-dlrm", {"tower_dim": 6}, r"its model\.\S*weight is \[.*\], not \["),
+        ("dlrm", "dmt-dlrm", {}, r"another model .*it has model\.model\.\S*"),
+        ("dmt-dlrm", "dlrm", {}, r"another model .*it has model\.model\.\S*"),
+        ("dlrm", "dlrm", {"over_arch": [4, 4, 1]}, r"model\.model\.over_arch"),
+        ("dlrm", "dlrm", {"over_arch": [1]}, r"it has model\.model\.over_arch\S*.* in addition"),
+        ("dlrm", "dlrm", {"embedding_dim": 12}, r"Size mismatch between saved .* and current: .* for model\."),
+        ("dmt-dlrm", "dmt-dlrm", {"tower_dim": 6}, r"Size mismatch between saved .* and current: .* for model\."),
     ],
 )
 def test_another_model_is_refused_with_names(
@@ -97,7 +97,7 @@ def test_another_model_is_refused_with_names(
 
 
 def test_tables_of_other_sizes_are_refused(saved: tuple[Path, dict[str, State]]) -> None:
-    with pytest.raises(InputError, match=r"its \S*t_C1\.weight is \[11, 8\], not \[12, 8\]"):
+    with pytest.raises(InputError, match=r"\(\[11, 8\]\) and current: \S*\(\[12, 8\]\) for \S*t_C1\.weight"):
         load_plain(plain(small("dlrm", synthetic={"rows_per_table": 12})), saved[0] / "dlrm")
 
 
@@ -108,14 +108,14 @@ def test_damage_is_told_before_a_weight_is_changed(tmp_path: Path, saved: tuple[
     model = plain(small("dcn"))
     before = {name: value.clone() for name, value in model.state_dict().items()}
     for content, reason in [
-        (whole[:100], f"{part.name} has 100 bytes instead of {len(whole)}"),
-        (whole[:-5] + b"x" + whole[-4:], f"{part.name} was altered"),
+        (whole[:100], f"{part.name} was altered or cut off"),
+        (whole[:-5] + b"x" + whole[-4:], f"{part.name} was altered or cut off"),
     ]:
         part.write_bytes(content)
         with pytest.raises(InputError, match=rf"{STEP} is damaged: {reason}\. Use another checkpoint"):
             load_plain(model, folder)
     part.unlink()
-    with pytest.raises(InputError, match=rf"is damaged: {part.name} is absent"):
+    with pytest.raises(InputError, match=rf"is damaged: {part.name} cannot be read"):
         load_plain(model, folder)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
 

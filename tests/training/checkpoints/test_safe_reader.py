@@ -26,8 +26,8 @@ from torch.distributed.checkpoint.metadata import (
 
 from dmt.errors import InputError
 from dmt.training.checkpoints import load_plain, read_manifest
-from dmt.training.checkpoints.folder import record_of, write_manifest
-from dmt.training.checkpoints.load import SafeReader
+from dmt.training.checkpoints.state import TensorReader
+from dmt.training.checkpoints.store import sha256_of, write_manifest
 from dmt.training.commands import main
 from dmt.training.config import TrainingConfig, to_toml
 from dmt.training.serving import score as score_module
@@ -56,7 +56,7 @@ def sign(folder: Path) -> None:
     """What whoever alters a file can do as well: a manifest that fits."""
     manifest = read_manifest(folder)
     names = [path.name for path in folder.iterdir() if path.name != "checkpoint.json"]
-    write_manifest(folder, replace(manifest, files={name: record_of(folder / name) for name in names}))
+    write_manifest(folder, replace(manifest, files={name: sha256_of(folder / name) for name in names}))
 
 
 def index_of(folder: Path) -> Any:
@@ -109,7 +109,7 @@ def test_what_is_not_altered_loads(folder: Path) -> None:
     sign(folder)
     load_plain(model, folder)
     assert torch.equal(model.weight, torch.ones(2, 3))
-    assert SafeReader(folder).tensors["model.weight"].size == (2, 3)
+    assert TensorReader(folder, read_manifest(folder).files).tensors["model.weight"].size == (2, 3)
 
 
 class ByName:
