@@ -46,7 +46,7 @@ test-all: install
 
 # Every scheme, pooling, topology, id route and precision against the plain module: 3,808 cases, some 20 minutes.
 parity: install
-	$(BIN)/python -m pytest tests/dmt/test_parity_matrix.py --durations=0
+	$(BIN)/python -m pytest tests/dmt/test_parity.py --durations=0
 
 # Ranks of runs in five layouts killed 100 times, by SIGKILL and SIGTERM and after SIGSTOP; 2,000 files and settings that
 # nobody meant; some twenty minutes.

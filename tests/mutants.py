@@ -38,10 +38,10 @@ return in_replica * self.num_replicas + replica => return in_replica + replica
 divmod(in_replica, self.ranks_per_tower) => divmod(in_replica, self.num_towers)
 return rank // self.host_size => return rank % self.host_size
 self.peer_groups()[: self.ranks_per_tower] => self.tower_groups()[: self.num_towers]
-## dmt/replicas/dense_reduce.py :: tests/dmt/test_dense_reduce.py -m "not slow" -k means_over_all_ranks
+## dmt/replicas/dense_reduce.py :: tests/dmt/test_parity.py -m "not slow" -k "host-4"
 gradients / (self._inside.size() * self._across.size()) => gradients / self._inside.size()
 gradients.copy_(end()) => end()
-## dmt/replicas/sync.py :: tests/dmt/test_replicas.py -m "not slow" -k every_replica_follows
+## dmt/replicas/sync.py :: tests/dmt/test_parity.py -m "not slow" -k "replicas-4"
 self._steps % self.interval == 0 => self._steps % self.interval == 1
 one.sent + (one.live - one.snapshot) => one.sent - (one.live - one.snapshot)
 self._states.start()\n        self._weights.finish() => self._states.start()
@@ -58,7 +58,7 @@ shape[-1] for shape in self._shapes] => shape[-1] for shape in self._shapes[::-1
 sums.values() / ctx.divisor => sums.values() * ctx.divisor
 .clamp(min=1) for key in => .clamp(min=2) for key in
 lambda rows: rows[: sizes[self._rank]] => lambda rows: rows[: sizes[0]]
-## dmt/sptt/dataflow.py :: tests/dmt/test_sptt_parity.py -k "uneven and flat and column"
+## dmt/sptt/dataflow.py :: tests/dmt/test_parity.py -m "not slow" -k "cover_of_the_matrix and 2-2"
 [of_peer[0] for of_peer in rows.arrived] => [of_peer[0] for of_peer in rows.arrived[::-1]]
 ## dmt/sptt/id_routes.py :: tests/dmt/test_id_routes.py -k ids_arrive_in_peer_order
 stagger=num_towers => stagger=1

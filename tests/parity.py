@@ -19,6 +19,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 from dmt.testing import PlainTraining, gather_plain_state, load_plain_state
+from dmt.testing.plain import is_table
 
 LR, EPS = 0.05, 1e-6
 DENSE = (torch.optim.Adam, torch.optim.SGD)
@@ -26,6 +27,7 @@ OPTIMIZERS = {
     "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
     "adagrad": EmbOptimType.EXACT_ADAGRAD,
     "sgd": EmbOptimType.EXACT_SGD,
+    "adam": EmbOptimType.ADAM,  # of data-parallel tables: FBGEMM has no kernel for it on a CPU
 }
 FUSED = {"optimizer": OPTIMIZERS["rowwise_adagrad"], "learning_rate": LR, "eps": EPS}
 
@@ -45,7 +47,11 @@ class Batches:
         size = self.sizes[rank]
         lengths, values = [], []
         # The batch's feature order differs from every plan's on purpose.
-        features = [(f, t.num_embeddings) for t in tables for f in t.feature_names][::-1]
+        rows_of: dict[str, int] = {}
+        for table in tables:
+            for feature in table.feature_names:
+                rows_of[feature] = min(table.num_embeddings, rows_of.get(feature, table.num_embeddings))
+        features = list(rows_of.items())[::-1]
         for _, rows in features:
             if self.max_bag == 1:
                 count = torch.ones(size, dtype=torch.int64)
@@ -150,17 +156,29 @@ def plain_training(
     return PlainTraining([copy.deepcopy(model) for _ in range(replicas)], fused_params=fused, **options)
 
 
-def train_plainly(training: PlainTraining, *batches: list[tuple[KeyedJaggedTensor, Tensor]]) -> None:
-    """A step on the batches of the ranks of each replica: the mean over ranks of their mean losses."""
+def train_plainly(training: PlainTraining, *batches: list[PipelinedBatch], clip: float | None = None) -> float:
+    """A step of `Trained` modules on the batches of each replica's ranks: the mean over ranks of their mean losses.
+
+    Returns the norm of the dense gradients, which are clipped to ``clip``.
+    """
+    norm = 0.0
     for module, of_replica in zip(training.modules, batches, strict=True):
         module.zero_grad()
-        torch.stack([loss_of(module(ids)[1], labels) for ids, labels in of_replica]).mean().backward()
+        torch.stack([module(batch)[0] for batch in of_replica]).mean().backward()
+    training.average_gradients()
+    for module in training.modules if clip is not None else ():
+        dense = [p for name, p in module.named_parameters() if not is_table(name)]
+        norm = float(nn.utils.clip_grad_norm_(dense, clip or 0.0))
     training.step()
+    return norm
 
 
 def share(oracle: PlainTraining) -> None:
-    """Gives every rank the numbers of the oracle of rank 0, the only one that is trained."""
-    numbers = [parameter.data for module in oracle.modules for parameter in module.parameters()]
+    """Gives every rank weights, gradients and states of the oracle of rank 0, the only one that is trained."""
+    parameters = [parameter for module in oracle.modules for parameter in module.parameters()]
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    numbers = [number for parameter in parameters for number in (parameter.data, parameter.grad)]
     for table in (table for tables in oracle.tables for table in tables.values()):
         numbers += [state for states in table.states for state in states]
     together = torch.cat([number.flatten() for number in numbers])
@@ -188,12 +206,12 @@ class PipelinedBatch(Pipelineable):
 
 
 class Trained(nn.Module):
-    """A model with its loss, as TorchRec's train pipeline wants it."""
+    """A model with its loss, as TorchRec's train pipeline wants it; returns the loss and what the model returns."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
-    def forward(self, batch: PipelinedBatch) -> tuple[Tensor, Tensor]:
-        _, logits = self.model(batch.ids)
-        return loss_of(logits, batch.labels), logits
+    def forward(self, batch: PipelinedBatch) -> tuple[Tensor, tuple[Any, Tensor]]:
+        columns, logits = self.model(batch.ids)
+        return loss_of(logits, batch.labels), (columns, logits)

@@ -84,6 +84,16 @@ def test_other_settings_of_a_sharder_are_named(change: dict[str, Any], error: st
     run_ranks(sharders_on_rank, 2, change, error)
 
 
+def formats_on_rank(rank: int) -> None:
+    case = replace(TWO, precision="bf16" if rank else "fp16")
+    with pytest.raises(InputError, match=r"peer_precision is .* on rank 0, but .* on rank"):
+        shard(case, build(case), TowerMesh(case.topology))
+
+
+def test_other_formats_are_named() -> None:
+    run_ranks(formats_on_rank, 2)
+
+
 def replicas_on_rank(rank: int) -> None:
     case = Case(towers=1, ranks=1, plan=((0, 1, 2, 3),))
     mesh = TowerMesh(TowerTopology(num_replicas=2, num_towers=1, ranks_per_tower=1))

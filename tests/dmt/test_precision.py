@@ -245,57 +245,6 @@ def test_another_dtype_than_agreed_on_is_refused() -> None:
 STEPS, RATE = 20, 0.5
 
 
-def train_on_rank(rank: int, choices: list[tuple[Any, Any]]) -> list[tuple[list[float], Tensor, float]]:
-    """A tower per rank, a linear over arch on every rank; SGD on a mean loss; local batches of different size."""
-    sizes, widths, group = (24, 40), (6, 10), dist.group.WORLD
-    results = []
-    for forward, backward in choices:
-        generator = torch.Generator().manual_seed(7)
-        inputs = torch.randn(sum(sizes), 12, generator=generator)
-        labels = (inputs[:, 0] * inputs[:, 1] + inputs[:, 2] > 0).float().split(list(sizes))[rank]
-        torch.manual_seed(rank)
-        tower = torch.nn.Sequential(torch.nn.Linear(12, widths[rank]), torch.nn.Tanh())
-        torch.manual_seed(9)
-        over = torch.nn.Linear(sum(widths), 1)
-        peers = PeerExchange(group, widths, precision=ExchangePrecision(forward=forward, backward=backward))
-        losses, steepest = [], 0.0
-        for _ in range(STEPS):
-            columns = peers(tower(inputs), sizes).wait()
-            loss = torch.nn.functional.binary_cross_entropy_with_logits(over(columns).squeeze(1), labels)
-            parameters = [*tower.parameters(), *over.parameters()]
-            for parameter in parameters:
-                parameter.grad = None
-            loss.backward()
-            for parameter in over.parameters():
-                dist.all_reduce(parameter.grad)
-                parameter.grad /= 2
-            with torch.no_grad():
-                for parameter in parameters:
-                    steepest = max(steepest, parameter.grad.abs().max().item())
-                    parameter -= RATE * parameter.grad
-            losses.append(loss.item())
-        results.append((losses, torch.cat([p.detach().flatten() for p in parameters]), steepest))
-    return results
-
-
-@pytest.mark.ranks
-def test_training_stays_close_to_fp32() -> None:
-    """Each step moves a weight by at most RATE * steepest, of which the formats change a share of at most their
-    relative error in each direction. Errors of earlier steps grow
-    by less than 1 + RATE * curvature; a factor of four covers 20 steps of this nearly linear model."""
-    choices = [("fp32", "fp32"), *itertools.product(("fp16", "bf16"), ("fp32",))]
-    choices += [("fp32", "fp16"), ("fp32", "bf16"), ("fp16", "bf16"), ("bf16", "bf16")]
-    share = {"fp32": 0.0, "fp16": 2**-11, "bf16": 2**-8}
-    for of_rank in run_ranks(train_on_rank, 2, choices):
-        losses, weights, steepest = of_rank[0]
-        assert losses[-1] < 0.9 * losses[0], "nothing was learnt; the comparison would prove nothing"
-        for (forward, backward), (other_losses, other, _) in zip(choices[1:], of_rank[1:], strict=True):
-            limit = 4 * STEPS * RATE * steepest * (share[forward] + share[backward])
-            apart = (other - weights).abs().max().item()
-            assert 0 < apart <= limit, (forward, backward, apart, limit)
-            assert abs(other_losses[-1] - losses[-1]) <= limit, (forward, backward)
-
-
 def test_table_formats_that_train_wrongly_are_refused() -> None:
     from torchrec.modules.embedding_configs import DataType
 

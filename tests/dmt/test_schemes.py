@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from pathlib import Path
 from typing import Any
@@ -14,17 +13,12 @@ import torch.distributed.checkpoint as dcp
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.modules.embedding_tower import EmbeddingTower
+from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
-from torchrec.optim.optimizers import in_backward_optimizer_filter
-from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
 from dmt import (
     InputError,
     SPTTEmbeddingBagCollectionSharder,
-    TowerCollectionSharder,
     TowerMesh,
     TowerPlan,
     TowerShardingPlanner,
@@ -32,26 +26,20 @@ from dmt import (
 )
 from dmt.sharding.data_parallel import DataParallelOptimizer
 from dmt.sharding.schemes import TablePlacement
-from dmt.testing import gather_plain_state, load_plain_state
+from dmt.testing import gather_plain_state
 from tests.parity import (
     EPS,
     LR,
     Batches,
     FlatModel,
-    PassThrough,
-    TowerModel,
     load_ramps,
     loss_of,
     make_tables,
-    plain_training,
-    share,
-    train_plainly,
 )
 from tests.ranks import run_ranks
-from tests.sptt_case import FUSED, OPTIMIZERS, TOLERANCE
+from tests.sptt_case import FUSED
 
 CPU = torch.device("cpu")
-ROW_WISE = TablePlacement(scheme="row_wise", ranks=(0, 1, 2))
 DATA_PARALLEL = TablePlacement(scheme="data_parallel", ranks=(0, 1, 2))
 
 
@@ -69,113 +57,6 @@ def sharded(
     model = FlatModel(tables)
     plan_ = TowerShardingPlanner(mesh.topology, pinned=pins).plan(model, [sharder])
     return DistributedModelParallel(model, device=CPU, plan=plan_, sharders=[sharder])
-
-
-def trained_like_the_oracle(
-    rank: int, tables: list[EmbeddingBagConfig], pins: dict[str, Any], batches: Batches
-) -> None:
-    torch.manual_seed(0)
-    plain = FlatModel(tables)
-    # The over arch stays as it is: only tables are looked at.
-    oracle = plain_training(plain, make_optimizer=None)
-    model = sharded(tables, pins, num_ranks=len(batches.sizes))
-    load_plain_state(model, plain.state_dict())
-    for step in range(3):
-        everyone = [batches.draw(r, step, tables) for r in range(len(batches.sizes))]
-        ids, labels = everyone[rank]
-        embeddings, logits = model(ids)
-        if step == 0:
-            torch.testing.assert_close(embeddings.values(), oracle.modules[0](ids)[0].values(), rtol=1e-6, atol=1e-6)
-        loss_of(logits, labels).backward()
-        if rank == 0:
-            train_plainly(oracle, everyone)
-    share(oracle)
-    after = gather_plain_state(model)
-    for name, value in oracle.modules[0].state_dict().items():
-        if "embedding_bags" in name:
-            assert (after[name] - value).abs().max() < TOLERANCE, name
-            assert not torch.equal(plain.state_dict()[name], value), f"{name} did not move"
-
-
-@pytest.mark.ranks
-def test_a_table_with_hardly_more_rows_than_ranks_is_cut_row_wise() -> None:
-    tables = make_tables([8, 8], rows=5)  # 5 rows over 4 ranks: equal blocks of two would leave the last rank none
-    pins = {name: TablePlacement(scheme="row_wise", ranks=(0, 1, 2, 3)) for name in ("t0", "t1")}
-    run_ranks(trained_like_the_oracle, 4, tables, pins, Batches(sizes=(6, 6, 6, 6), max_bag=3))
-
-
-@pytest.mark.ranks
-def test_column_shards_of_unequal_widths() -> None:
-    tables = make_tables([20, 8])
-    pins = {"t0": TablePlacement(scheme="column_wise", ranks=(2, 0)), "t1": DATA_PARALLEL}
-    run_ranks(forward_on_rank, 3, tables, pins)
-
-
-def forward_on_rank(rank: int, tables: list[EmbeddingBagConfig], pins: dict[str, Any]) -> None:
-    torch.manual_seed(0)
-    plain = FlatModel(tables)
-    model = sharded(tables, pins)
-    load_plain_state(model, plain.state_dict())
-    batches = Batches(sizes=(4, 4, 4), max_bag=3)
-    ids, _ = batches.draw(rank, 0, tables)
-    assert torch.equal(model(ids)[0].values(), plain(ids)[0].values())
-
-
-@pytest.mark.ranks
-def test_mean_pooling_divides_each_table_once() -> None:
-    """Sum and mean, row-wise and not, and a feature that two tables look up, in one collection."""
-    run_ranks(mean_on_rank, 3)
-
-
-def mean_on_rank(rank: int) -> None:
-    tables = make_tables([8, 8, 8, 4, 8], pooling="MEAN")
-    tables[1].pooling = PoolingType.SUM
-    tables[4].pooling = PoolingType.SUM
-    tables[4].feature_names = ["f0"]  # looked up in t0, row-wise and averaged, and here, summed
-    torch.manual_seed(0)
-    keys = ["f0@t0", "f1", "f2", "f3", "f0@t4"]
-    plain = TowerModel([EmbeddingTower(EmbeddingBagCollection(tables=tables), PassThrough(keys))], 36)
-    start = {name: value.clone() for name, value in plain.state_dict().items()}
-    mesh = TowerMesh(TowerTopology(num_towers=1, ranks_per_tower=3))
-    sharder = TowerCollectionSharder(mesh, fused_params=FUSED)
-    pins = {"t0": ROW_WISE, "t1": ROW_WISE, "t2": DATA_PARALLEL}
-    plan = TowerShardingPlanner(mesh.topology, pinned=pins).plan(plain, [sharder])
-    model = DistributedModelParallel(copy.deepcopy(plain), device=CPU, plan=plan, sharders=[sharder])
-    load_plain_state(model, start)
-    ids, _ = Batches(sizes=(9, 9, 9), max_bag=4).draw(rank, 0, tables[:4])
-    assert (ids.lengths() == 0).any(), "no bag is empty"
-    torch.testing.assert_close(model(ids)[0].wait(), plain(ids)[0], rtol=1e-6, atol=1e-7)
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_a_data_parallel_table_trains_like_any_other(optimizer: str) -> None:
-    """Same settings, same schedule of the learning rate, same state, whatever the scheme."""
-    run_ranks(schedule_on_rank, 2, optimizer)
-
-
-def schedule_on_rank(rank: int, optimizer: str) -> None:
-    tables = make_tables([8, 12])
-    found = []
-    for scheme, ranks in (("table_wise", (1,)), ("data_parallel", (0, 1))):
-        torch.manual_seed(rank)
-        pins = {table.name: TablePlacement(scheme=scheme, ranks=ranks) for table in tables}
-        model = sharded(tables, pins, num_ranks=2, fused_params={**FUSED, "optimizer": OPTIMIZERS[optimizer]})
-        parameters = [(n, p) for n, p in model.named_parameters() if "embedding_bags" in n]
-        assert not list(in_backward_optimizer_filter(parameters)), "an optimizer of the dense parts would take them too"
-        start = load_ramps(model)
-        stages = [WarmupStage(policy=WarmupPolicy.LINEAR, max_iters=4, value=0.25)]
-        tables_optimizer = WarmupOptimizer(model.fused_optimizer, stages, lr=LR)
-        for step in range(4):
-            ids, labels = Batches(sizes=(6, 6), max_bag=3).draw(rank, step, tables)
-            tables_optimizer.zero_grad()
-            loss_of(model(ids)[1], labels).backward()
-            tables_optimizer.step()
-        found.append((gather_plain_state(model), start))
-    for name, value in found[0][0].items():
-        torch.testing.assert_close(value, found[1][0][name], rtol=0, atol=1e-6)
-        if "embedding_bags" in name:
-            assert (value - found[0][1][name]).abs().max() > 1e-3, f"{name} did not move"
 
 
 @pytest.mark.ranks

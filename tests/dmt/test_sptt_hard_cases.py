@@ -232,24 +232,6 @@ def test_a_tower_module_may_read_by_position() -> None:
     run_ranks(position_on_rank, 2)
 
 
-def doubled_feature_on_rank(rank: int) -> None:
-    mesh = mesh_of(2, 1)
-    tables = make_tables([8, 4, 8])
-    tables[1].feature_names = ["f0"]  # two towers of one host look up the same feature
-    torch.manual_seed(0)
-    modules = [PassThrough(["f0"]), PassThrough(["f0"]), PassThrough(["f2"])]
-    plain = TowerModel(towers_of(tables, modules), 20)
-    start = plain.state_dict()
-    model = distribute(copy.deepcopy(plain), TowerCollectionSharder(mesh, placement=[0, 0, 1]))
-    load_plain_state(model, start)
-    ids = KeyedJaggedTensor(keys=["f0", "f2"], values=torch.arange(6) + rank, lengths=torch.ones(6, dtype=torch.long))
-    assert torch.equal(model.module.sparse_arch(ids).wait(), plain.sparse_arch(ids))
-
-
-def test_a_feature_of_two_towers_on_one_host_is_sent_once() -> None:
-    run_ranks(doubled_feature_on_rank, 2)
-
-
 def meter_on_rank(rank: int) -> None:
     import torch.distributed as dist
     import torch.distributed._functional_collectives as functional
@@ -302,29 +284,6 @@ def empty_on_rank(rank: int, sizes: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("sizes", [(0, 5), (0, 0)])
 def test_ranks_without_samples_and_mean_pooled_row_wise_tables(sizes: tuple[int, ...]) -> None:
     run_ranks(empty_on_rank, 2, sizes)
-
-
-def two_tables_on_rank(rank: int) -> None:
-    tables = make_tables([8, 4, 8])
-    tables[1].feature_names = ["f0"]
-    torch.manual_seed(0)
-    plain = EmbeddingBagCollection(tables=tables)
-    start = plain.state_dict()
-    sharder = SPTTEmbeddingBagCollectionSharder(mesh_of(2, 1), TowerPlan.from_lists([["f2"], ["f0"]]))
-    model = distribute(nn.Sequential(copy.deepcopy(plain)), sharder)
-    load_plain_state(model, {f"0.{name}": value for name, value in start.items()})
-    ids = KeyedJaggedTensor(keys=["f0", "f2"], values=torch.arange(6) + rank, lengths=torch.ones(6, dtype=torch.long))
-    got, expected = model(ids).wait(), plain(ids)
-    assert got.keys() == expected.keys() == ["f0@t0", "f0@t1", "f2"]
-    assert torch.equal(got.values(), expected.values())
-    tower = TowerModel([EmbeddingTower(copy.deepcopy(plain), ByPosition())], 20)
-    model = distribute(copy.deepcopy(tower), TowerCollectionSharder(mesh_of(1, 2)), scheme="column_wise")
-    load_plain_state(model, tower.state_dict())
-    assert torch.equal(model.module.sparse_arch(ids).wait(), tower.sparse_arch(ids))
-
-
-def test_a_feature_of_two_tables_is_that_of_the_unsharded_module() -> None:
-    run_ranks(two_tables_on_rank, 2)
 
 
 class Listed(PassThrough):

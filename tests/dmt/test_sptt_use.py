@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
-import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,18 +14,15 @@ import torch.distributed.checkpoint as dcp
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
-from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.embedding_tower import EmbeddingTower
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-import dmt
 from dmt import (
     HotRows,
     InputError,
-    ReplicaSync,
     SPTTEmbeddingBagCollectionSharder,
     TowerCollectionSharder,
     TowerMesh,
@@ -37,18 +31,13 @@ from dmt import (
     TowerTopology,
     TrafficMeter,
 )
-from dmt.models import DMTDLRM
 from dmt.sharding.schemes import TablePlacement
-from dmt.sptt.dataflow import SPTTModule
 from dmt.testing import gather_plain_state, load_plain_state
 from tests.parity import (
     Batches,
     FlatModel,
     PassThrough,
-    PipelinedBatch,
     TowerModel,
-    Trained,
-    load_ramps,
     loss_of,
     make_tables,
 )
@@ -98,52 +87,6 @@ def test_forward_is_bitwise_flat_torchrec(pooling: str) -> None:
     run_ranks(bitwise_on_rank, 4, pooling)
 
 
-def pipeline_on_rank(rank: int, case: Case, detached: bool) -> None:
-    tables = make_tables(list(case.dims))
-    mesh = TowerMesh(TowerTopology(num_towers=case.towers, ranks_per_tower=case.ranks))
-    results = []
-    for pipelined in (False, True):
-        torch.manual_seed(0)
-        model = shard(case, Trained(build(case)), mesh)
-        load_ramps(model)
-        dense = [p for n, p in model.named_parameters() if "embedding_bags" not in n]
-        optimizer = torch.optim.Adam(dense, lr=0.05)
-        batches: Iterator[PipelinedBatch] = iter(
-            [PipelinedBatch(*case.batches().draw(rank, step, tables)) for step in range(5)]
-        )
-        if pipelined:
-            pipeline = TrainPipelineSparseDist(model, optimizer, CPU)
-            for step in range(5):
-                if step == 2 and detached:  # with two batches on their way
-                    aside = pipeline.detach()
-                    with torch.no_grad():
-                        aside(PipelinedBatch(*case.batches().draw(rank, 9, tables)))
-                    pipeline.attach()
-                pipeline.progress(batches)
-            assert len(pipeline._pipelined_modules) == 1, "the towers were not pipelined"
-        else:
-            for batch in batches:
-                optimizer.zero_grad()
-                model(batch)[0].backward()
-                optimizer.step()
-        results.append(gather_plain_state(model))
-    for name, value in results[0].items():
-        assert torch.equal(value, results[1][name]), name
-
-
-@pytest.mark.parametrize(
-    ("kind", "detached"),
-    [
-        ("modules", True),
-        ("flat", False),
-        pytest.param("modules", False, marks=pytest.mark.slow),
-        pytest.param("flat", True, marks=pytest.mark.slow),
-    ],
-)
-def test_the_train_pipeline_changes_no_bit(kind: str, detached: bool) -> None:
-    run_ranks(pipeline_on_rank, 4, Case(towers=2, ranks=2, kind=kind, max_bag=3, sizes=(4, 6, 5, 3)), detached)
-
-
 def save_on_rank(rank: int, folder: str, case: Case) -> dict[str, torch.Tensor]:
     torch.manual_seed(rank)
     model = shard(case, build(case), TowerMesh(TowerTopology(num_towers=case.towers, ranks_per_tower=case.ranks)))
@@ -174,11 +117,13 @@ def load_on_rank(rank: int, folder: str, case: Case) -> dict[str, torch.Tensor]:
         {"scheme": "mixed", "placement": (1, 0)},
         {"towers": 1, "ranks": 1, "placement": (0, 0)},
         {"towers": 2, "ranks": 3},
+        {"scheme": "row_wise", "fp16": (0, 2)},
     ],
     ids=str,
 )
 def test_a_checkpoint_does_not_know_the_placement(tmp_path: Path, change: dict[str, Any]) -> None:
-    case = Case(towers=2, ranks=2, dims=(8, 16, 12, 8))  # 12 columns are cut into 8 and 4
+    # 12 columns are cut into 8 and 4.
+    case = Case(towers=2, ranks=2, dims=(8, 16, 12, 8), fp16=(0, 1, 2, 3) if "fp16" in change else ())
     saved = run_ranks(save_on_rank, 4, str(tmp_path), case)[0]
     other = replace(case, **change)
     loaded = run_ranks(load_on_rank, other.world, str(tmp_path), other)[0]
@@ -399,50 +344,3 @@ def test_a_model_that_is_let_go_leaves_memory(scheme: str) -> None:
 def test_a_mesh_needs_a_process_group() -> None:
     with pytest.raises(InputError, match=r"TowerMesh needs torch\.distributed"):
         TowerMesh(TWO_BY_TWO)
-
-
-def files_on_rank(rank: int, case: Case) -> set[str]:
-    """Files of the library with a function that runs from the model's forward to the end of the lookup."""
-    library = Path(dmt.__file__).resolve().parent.parent
-    tables, topology = make_tables([8] * 8, pooling=case.pooling), TowerTopology(num_towers=2, ranks_per_tower=2)
-    features = [name for table in tables for name in table.feature_names]
-    towers = TowerPlan.from_lists([features[:4], features[4:]])
-    mesh = TowerMesh(replace(topology, num_replicas=2))
-    model: Any = DMTDLRM(tables=tables, tower_plan=towers, dense_in_features=2, tower_dim=4)
-    sharders = [TowerCollectionSharder(mesh, fused_params=FUSED, id_route=case.id_route)]
-    plan = TowerShardingPlanner(mesh.topology, pinned=case.pins()).plan(model, sharders)
-    model = DistributedModelParallel(model, device=CPU, plan=plan, sharders=sharders)
-    ReplicaSync(model, mesh)
-    ids, _ = case.batches().draw(rank, 0, tables)
-    model(torch.zeros(5, 2), ids)  # the first batch also makes the id exchange
-    called: set[str] = set()
-    last = inspect.unwrap(SPTTModule.look_up).__code__
-
-    def note(frame: Any, event: str, arg: Any) -> None:
-        if event == "return" and frame.f_code is last:
-            sys.setprofile(None)
-        if event == "call" and frame.f_code.co_name != "profiler_range":  # which only names the step
-            called.add(frame.f_code.co_filename)
-
-    sys.setprofile(note)
-    try:
-        model(torch.zeros(5, 2), ids)
-    finally:
-        sys.setprofile(None)
-    paths = [path for path in (Path(name).resolve() for name in called) if path.is_relative_to(library)]
-    entered = {str(path.relative_to(library)) for path in paths}
-    return {name for name in entered if name.startswith(("dmt/", "models/"))}
-
-
-@pytest.mark.parametrize("route", ["peer", "global"])
-def test_the_ids_of_a_batch_enter_at_most_five_files(route: str) -> None:
-    scheme, pooling = ("mixed", "MEAN") if route == "peer" else ("column_wise", "SUM")
-    case = Case(towers=4, ranks=2, dims=(8,) * 8, scheme=scheme, pooling=pooling, id_route=route)
-    entered = set.union(*run_ranks(files_on_rank, 8, case))
-    assert entered == {
-        "models/dlrm.py",
-        "dmt/sptt/dataflow.py",
-        "dmt/sptt/id_routes.py",
-        "dmt/sptt/tower_lookup.py",
-        "dmt/replicas/sync.py",  # counts the pass
-    }

@@ -16,8 +16,6 @@ from dmt.sharding.planner import parameter_sharding
 from dmt.sharding.schemes import KERNELS, TablePlacement
 from dmt.sharding.user_rules import ShardingRules, Tiers
 from dmt.training.preflight import resolve
-from tests.ranks import run_ranks
-from tests.sptt_case import Case, check_worst, parity_on_rank
 from tests.training.small import small
 
 
@@ -124,13 +122,3 @@ def test_kernels_do_not_go_with_what_reads_whole_tables() -> None:
         small(sharding={"kernels": {"*": "fused_uvm"}}, topology={"num_replicas": 2})
     with pytest.raises(ValueError, match=r"sharding\.kernels=.* needs the tower dataflow"):
         small("dlrm", "flat", sharding={"dataflow": "flat", "kernels": {"*": "fused_uvm"}})
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize(("towers", "ranks", "scheme"), [(1, 3, "row_wise"), (2, 2, "mixed"), (3, 1, "table_wise")])
-@pytest.mark.parametrize("kernel", ["fused_uvm", "fused_uvm_caching"])
-def test_tables_in_host_memory_train_as_the_plain_module(towers: int, ranks: int, scheme: str, kernel: str) -> None:
-    plan = {1: ((0, 1, 2, 3),), 2: ((0, 2), (1, 3)), 3: ((0,), (1,), (2, 3))}[towers]
-    case = Case(towers=towers, ranks=ranks, scheme=scheme, plan=plan, max_bag=2, kernel=kernel)
-    for worst in run_ranks(parity_on_rank, case.world, case):
-        check_worst(case, worst)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any
 
 import hypothesis.strategies as st
@@ -30,12 +29,12 @@ from dmt import (
 )
 from dmt.sptt.dataflow import SPTTModule
 from dmt.sptt.rows import RowCode, part_sizes, rows_of_parts
-from dmt.sptt.unique import DistinctInputs, distinct_inputs, samples_of_rows, why_not_per_sample
+from dmt.sptt.unique import distinct_inputs, samples_of_rows, why_not_per_sample
 from dmt.testing import gather_plain_state
 from dmt.traffic import Traffic, TrafficMeter
 from tests.parity import FUSED, SumTowerModule, TowerModel, loss_of, make_tables
 from tests.ranks import run_ranks
-from tests.sptt_case import Case, build, check_worst, parity_on_rank, shard
+from tests.sptt_case import Case, build, shard
 
 Bag = tuple[tuple[int, float], ...]
 
@@ -129,99 +128,6 @@ def test_rows_of_groups_are_filled_up_with_empty_bags() -> None:
         [((0, 0.0),), ((1, 0.0),), (), ((2, 0.0),), ()],
         [((3, 0.0),), ((4, 0.0),), ((5, 0.0),), ((6, 0.0),), ((7, 0.0),)],
     ]
-
-
-CASES = {
-    "flat-2x2": Case(towers=2, ranks=2, kind="flat", sizes=(9, 7, 8, 9)),
-    "flat-2x3-row-wise-multi-hot": Case(
-        towers=2, ranks=3, plan=((0, 2), (3, 1)), scheme="row_wise", kind="flat", max_bag=3, sizes=(9, 7, 8, 9, 1, 6)
-    ),
-    "flat-3x2-mixed-dims-weighted": Case(
-        towers=3, ranks=2, plan=((2,), (3, 0), (1,)), kind="flat", dims=(8, 16, 4, 12), max_bag=3, weighted=True
-    ),
-    "flat-1x2": Case(towers=1, ranks=2, plan=((3, 1, 0, 2),), kind="flat", sizes=(9, 5)),
-    "towers-2x2-mixed": Case(towers=2, ranks=2, plan=((0, 1), (2, 3)), scheme="mixed", max_bag=3, dims=(8, 4, 24, 16)),
-    "towers-two-on-one-host": Case(
-        towers=2, ranks=2, plan=((0,), (3,), (1, 2)), placement=(1, 0, 1), scheme="mixed", dims=(8, 8, 16, 8)
-    ),
-    "towers-3x2-frozen": Case(towers=3, ranks=2, plan=((2,), (3, 0), (1,)), kind="frozen", sizes=(9, 7, 8, 9, 2, 5)),
-    "towers-2x2-bf16": Case(towers=2, ranks=2, precision="bf16", optimizer="sgd"),
-    "flat-2x2-bf16": Case(towers=2, ranks=2, kind="flat", precision="bf16", optimizer="sgd", dims=(8, 16, 4, 12)),
-}
-
-
-def cases_on_rank(rank: int, cases: list[Case]) -> None:
-    for case in cases:
-        try:
-            check_worst(case, parity_on_rank(rank, case))
-        except Exception as error:
-            error.add_note(f"in {case}")
-            raise
-
-
-COVERED = ("flat-2x2", "flat-1x2")  # by test_parity_matrix.py
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("name", CASES)
-def test_rows_train_as_samples_do(name: str) -> None:
-    case = replace(CASES[name], unique=True)
-    run_ranks(
-        cases_on_rank, case.world, [replace(case, micro_batches=num) for num in ((3,) if name in COVERED else (1, 3))]
-    )
-
-
-def with_fault(fault: str) -> pytest.MonkeyPatch:
-    patch = pytest.MonkeyPatch()
-    if fault == "wrong inverse":
-        copied = dmt.sptt.rows.samples_of_rows
-        patch.setattr(
-            dmt.sptt.rows, "samples_of_rows", lambda *a: copied(a[0], a[1], [own.roll(1, dims=1) for own in a[2]])
-        )
-    elif fault == "gradients not summed":
-        patch.setattr(dmt.sptt.unique, "add_rows", lambda total, rows, added: total.index_copy_(0, rows, added))
-    elif fault == "stale inverse":
-        found = dmt.sptt.rows.distinct_inputs
-        seen: list[DistinctInputs] = []
-
-        def stale(*args: Any, **kwargs: Any) -> tuple[KeyedJaggedTensor, DistinctInputs]:
-            ids, distinct = found(*args, **kwargs)
-            seen.append(distinct)
-            last = torch.tensor(distinct.rows).unsqueeze(1) - 1
-            return ids, DistinctInputs(distinct.parts, torch.minimum(seen[0].inverse, last))
-
-        patch.setattr(dmt.sptt.rows, "distinct_inputs", stale)
-    return patch
-
-
-def fault_on_rank(rank: int, case: Case, fault: str) -> str | None:
-    """What noticed the fault."""
-    patch = with_fault(fault)
-    try:
-        check_worst(case, parity_on_rank(rank, case))
-    except Exception as error:
-        return type(error).__name__
-    finally:
-        patch.undo()
-    return None
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize(
-    ("fault", "kind"),
-    [
-        pytest.param(fault, kind, marks=[] if kind == daily else [pytest.mark.slow])
-        for fault, daily in (
-            ("wrong inverse", "modules"),
-            ("gradients not summed", "flat"),
-            ("stale inverse", "modules"),
-        )
-        for kind in ("flat", "modules")
-    ],
-)
-def test_a_fault_fails_the_comparison(fault: str, kind: str) -> None:
-    case = Case(towers=2, ranks=2, kind=kind, sizes=(9, 9, 9, 9), unique=True)
-    assert all(noticed == "AssertionError" for noticed in run_ranks(fault_on_rank, 4, case, fault))
 
 
 def bytes_on_rank(rank: int, case: Case) -> tuple[Traffic, dict[str, int]]:
