@@ -6,6 +6,7 @@ import json
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from pydantic import ValidationError
 from torch import nn
@@ -15,13 +16,13 @@ from dmt.files import explain, read_json
 from dmt.hot_rows.runtime import HotRowsState
 from dmt.training.access import save_hot_rows
 from dmt.training.build import ClickTask, build_model
-from dmt.training.checkpoints import checkpoints, load_plain, newest
+from dmt.training.checkpoints import checkpoints, newest, restore
 from dmt.training.config import TrainingConfig, load_config, to_override, to_toml
 from dmt.training.data.config import DataConfig, with_files
 from dmt.training.functions import check_allowed
 from dmt.training.job import Job, open_data
 
-__all__ = ["RAW_DATA", "checkpoint_of", "describe_run", "trained_model"]
+__all__ = ["RAW_DATA", "checkpoint_of", "data_section", "describe_run", "trained_model"]
 
 RAW_DATA = "raw_data.json"
 """File of a checkpoint with the settings of ``[data]`` that turn raw rows into its ids, every column by name."""
@@ -62,12 +63,16 @@ def _raw_data(checkpoint: Path, config: DataConfig) -> DataConfig:
     """Returns the settings for raw rows that a checkpoint keeps."""
     if not (file := checkpoint / RAW_DATA).exists():
         return config
-    place = str(file)
-    record = read_json(file, place=place, remedy="Use another checkpoint.")
+    remedy = "Use another checkpoint."
+    return data_section(read_json(file, place=str(file), remedy=remedy), str(file), remedy)
+
+
+def data_section(record: Any, place: str, remedy: str) -> DataConfig:
+    """Makes a section ``data`` of what a file holds; an `InputError` begins with ``place`` and ends with ``remedy``."""
     try:
         return DataConfig.model_validate(record)
     except ValidationError as error:
-        raise InputError(f"{place}: {explain(error)} Use another checkpoint.") from error
+        raise InputError(f"{place}: {explain(error)} {remedy}") from error
 
 
 def trained_model(
@@ -75,33 +80,25 @@ def trained_model(
 ) -> tuple[Path, Job, nn.Module]:
     """Loads the plain model of a run's newest whole checkpoint, of any layout; arguments and errors as `checkpoint_of`.
 
-    The data are opened for their columns; no row is read.
+    The data are opened for their columns; no row is read. A run that is training may replace the checkpoint while it is
+    read: then the next one is taken.
 
     Returns:
         The checkpoint, the job, which has no sharding plan, and the model in evaluation mode.
     """
     while True:
-        listed = _listed(run)
+        listed = checkpoints(run / "checkpoint") + checkpoints(run)
         try:
-            return _trained_model(run, data_path, functions)
+            checkpoint, config = checkpoint_of(run, data_path, functions)
+            data, towers = open_data(config)
+            tables = tuple(data.tables)
+            job = Job(config=config, tables=tables, num_dense=len(data.dense_names), towers=towers, source=data)
+            task = ClickTask(build_model(job))
+            restore(checkpoint, task, None, is_verified=True)
+            return checkpoint, job, task.model.eval()
         except (InputError, OSError):
-            # A run that is training may have replaced the checkpoint while it was read: look again.
-            if _listed(run) == listed:
+            if checkpoints(run / "checkpoint") + checkpoints(run) == listed:
                 raise
-
-
-def _listed(run: Path) -> list[Path]:
-    return [*checkpoints(run / "checkpoint"), *checkpoints(run)]
-
-
-def _trained_model(run: Path, data_path: str | None, functions: Collection[str]) -> tuple[Path, Job, nn.Module]:
-    checkpoint, config = checkpoint_of(run, data_path, functions)
-    data, towers = open_data(config)
-    tables = tuple(data.tables)
-    job = Job(config=config, tables=tables, num_dense=len(data.dense_names), towers=towers, source=data)
-    task = ClickTask(build_model(job))
-    load_plain(task, checkpoint)
-    return checkpoint, job, task.model.eval()
 
 
 def describe_run(job: Job, hot_rows: HotRowsState | None, folder: Path) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import json
 import zipfile
 from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import IO, Any, cast
+from typing import Any
 
 import pyarrow as pa
 import torch
@@ -15,7 +16,6 @@ import torch
 from dmt.errors import InputError
 from dmt.files import atomic_write, from_record, parse_json
 from dmt.training import checkpoints
-from dmt.training.checkpoints.state import RecordedFile
 from dmt.training.data.hash import HASH_KEY, hash_rows
 from dmt.training.job import Job
 from dmt.training.records import versions
@@ -149,12 +149,12 @@ def export_run(
             "forward must not depend on anything but its input and its weights."
         )
     try:
+        # In memory first: PyTorch's zip writer aborts the process where a file raises, such as on a full disk.
+        archive = io.BytesIO()
+        extra = {_MANIFEST: json.dumps({"format": _FORMAT, **asdict(manifest)}, indent=1)}
+        torch.export.save(program, archive, extra_files=extra)
         with atomic_write(out) as scratch:
-            # PyTorch's zip writer aborts the process where a file raises, such as on a full disk.
-            with _ProgramFile(scratch) as file:
-                extra = {_MANIFEST: json.dumps(_record(manifest), indent=1)}
-                torch.export.save(program, cast("IO[bytes]", file), extra_files=extra)
-            file.digest()
+            scratch.write_bytes(archive.getbuffer())
     except OSError as error:
         raise InputError(f"--out {str(out)!r} cannot be written: {error.strerror}.") from error
     return Exported(
@@ -164,23 +164,6 @@ def export_run(
         table_bytes=sum(4 * table.num_embeddings * table.embedding_dim for table in job.tables),
         difference=difference,
     )
-
-
-class _ProgramFile(RecordedFile):
-    """A file that PyTorch takes for one it can write and go back in, which it does at the very end only."""
-
-    def writable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def seek(self, offset: int, whence: int = 0) -> int:
-        return offset
-
-
-def _record(manifest: ServedManifest) -> dict[str, Any]:
-    return {"format": _FORMAT, **asdict(manifest)}
 
 
 def _manifest(job: Job, checkpoint: Path, tables: StoredTables) -> ServedManifest:

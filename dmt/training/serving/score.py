@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dmt.errors import InputError
-from dmt.files import atomic_write, explain
+from dmt.files import atomic_write
 from dmt.training.data import ClickBatch, ClickData, DataConfig, open_source
 from dmt.training.data.cache import prepare_if_needed, with_folder
 from dmt.training.data.columns import expand_path, format_of
@@ -24,8 +24,8 @@ from dmt.training.data.prepared import prepared_folder
 from dmt.training.functions import check_allowed
 from dmt.training.job import PREPARED
 from dmt.training.metrics import MetricValues, metric_values
-from dmt.training.serving.export import ServedManifest, load_program, read_manifest
-from dmt.training.trained import trained_model
+from dmt.training.serving.export import load_program, read_manifest
+from dmt.training.trained import data_section, trained_model
 
 __all__ = ["Scored", "score", "tensors_of"]
 
@@ -66,8 +66,6 @@ def score(
     if batch_size < 1:
         raise InputError(f"--batch-size {batch_size} must be at least 1.")
     scorer, data = _open(model, data_path, functions, out.absolute().parent / PREPARED)
-    if out.is_dir():
-        raise InputError(f"--out {str(out)!r} cannot be written: it is a folder. Name a file in it.")
     parts: list[tuple[Tensor, Tensor]] = []
     try:
         with atomic_write(out) as scratch:
@@ -107,9 +105,8 @@ def _write(path: Path, parts: Iterator[dict[str, Any]], *, has_labels: bool) -> 
 
 def _open(model: Path, data_path: str | None, functions: Collection[str], cache: Path) -> tuple[Scorer, ClickData]:
     if model.suffix == ".pt2" or model.is_file():
-        manifest = read_manifest(model)
-        program = load_program(model)
-        raw = _data_of(model, manifest)
+        manifest, program = read_manifest(model), load_program(model)
+        raw = data_section(manifest.data, f"Exported model {model}: data", "Export the checkpoint again.")
         check_allowed(f"The manifest of {model}", {"data.source": raw.source if data_path is None else None}, functions)
         data = open_source(_rows_of(raw, raw, data_path, cache), cache=cache)
         return partial(_run, model, program), data
@@ -143,15 +140,6 @@ def tensors_of(batch: ClickBatch) -> tuple[Tensor, dict[str, Tensor], dict[str, 
         {name: own.values() for name, own in bags.items()},
         {name: own.lengths() for name, own in bags.items()},
     )
-
-
-def _data_of(model: Path, manifest: ServedManifest) -> DataConfig:
-    from pydantic import ValidationError
-
-    try:
-        return DataConfig.model_validate(manifest.data)
-    except ValidationError as error:
-        raise InputError(f"Exported model {model}: data: {explain(error)} Export the checkpoint again.") from error
 
 
 def _rows_of(raw: DataConfig, trained: DataConfig, data_path: str | None, cache: Path) -> DataConfig:

@@ -243,12 +243,12 @@ def test_a_run_whose_checkpoint_is_replaced_while_it_is_read_is_looked_at_again(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = shutil.copytree(run / "checkpoint", tmp_path / "run" / "checkpoint")
-    load = trained.load_plain
+    load = trained.restore
 
-    def too_late(model: Any, checkpoint: Path) -> None:
+    def too_late(checkpoint: Path, *arguments: Any, **options: Any) -> None:
         if checkpoint.name == "step-00000006":
             checkpoint.rename(folder / "step-00000007")
-        load(model, checkpoint)
+        load(checkpoint, *arguments, **options)
 
-    monkeypatch.setattr(trained, "load_plain", too_late)
+    monkeypatch.setattr(trained, "restore", too_late)
     assert trained_model(tmp_path / "run")[0].name == "step-00000007"
