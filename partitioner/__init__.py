@@ -12,7 +12,7 @@ Example:
 from __future__ import annotations
 
 from dmt.partitioner.affinity import FeatureAffinity, Interaction
-from dmt.partitioner.partition import Partition, share_within, tower_affinity
+from dmt.partitioner.partition import Partition, tower_affinity
 from dmt.partitioner.partitioner import TowerPartitioner
 from dmt.partitioner.report import plot_affinity, plot_coordinates, write_partition_report
 from dmt.partitioner.rules import PartitionRules
@@ -25,7 +25,6 @@ __all__ = [
     "TowerPartitioner",
     "plot_affinity",
     "plot_coordinates",
-    "share_within",
     "tower_affinity",
     "write_partition_report",
 ]

@@ -22,7 +22,6 @@ __all__ = [
     "TowerContents",
     "TowerLimits",
     "compare_towers",
-    "share_within",
     "tower_affinity",
 ]
 
@@ -51,8 +50,6 @@ class TowerContents:
 class TowerLimits:
     """Limits on the load of a tower; None without one."""
 
-    balance_ratio: float | None = None
-    """Largest over smallest tower, in features, inside each category."""
     max_work: float | None = None
     """Elements read per sample."""
     max_bytes: int | None = None
@@ -103,10 +100,11 @@ class Partition:
 
 
 def tower_affinity(affinity: FeatureAffinity, plan: TowerPlan) -> tuple[float | None, float | None]:
-    """Mean affinity of the pairs of features that share a tower, and of those that do not.
+    """What is inside towers and what is not, as in `Comparison`: mean affinity, or share of all interaction.
 
     Returns:
-        (within, between); None if there is no such pair (towers of one feature; a single tower).
+        (within, between); None where there is nothing to take a mean or a share of (towers of one feature; a single
+        tower; no interaction beyond the error of measuring).
 
     Raises:
         InputError: plan and affinity are not about the same features.
@@ -116,23 +114,8 @@ def tower_affinity(affinity: FeatureAffinity, plan: TowerPlan) -> tuple[float | 
         >>> tower_affinity(affinity, TowerPlan.from_lists([["a", "b"], ["c"]]))
         (0.5, 0.125)
     """
-    ordered = affinity.permuted(plan.features)
-    return _Means(ordered.matrix, None)(_labels(plan, ordered.features))
-
-
-def share_within(affinity: FeatureAffinity, plan: TowerPlan) -> float | None:
-    """Part of all interaction that is inside towers, 0 to 1; None where nothing interacts beyond the error.
-
-    A triple counts where all three are together.
-
-    Example:
-        >>> gains = [[0, 0.5, 0], [0.5, 0, 0.25], [0, 0.25, 0]]
-        >>> affinity = FeatureAffinity(matrix=gains, features=["a", "b", "c"], measure="interactions")
-        >>> round(share_within(affinity, TowerPlan.from_lists([["a", "b"], ["c"]])), 4)
-        0.6667
-    """
-    ordered = affinity.permuted(plan.features)
-    return _Shares(ordered)(_labels(plan, ordered.features))[0]
+    comparison = compare_towers(affinity, plan, [])
+    return comparison.within, comparison.between
 
 
 def compare_towers(affinity: FeatureAffinity, plan: TowerPlan, random: Sequence[Mapping[str, int]]) -> Comparison:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -17,7 +17,7 @@ from dmt.errors import InputError, did_you_mean
 from dmt.partitioner.affinity import FeatureAffinity
 from dmt.partitioner.partition import Partition, TowerContents, compare_towers
 from dmt.partitioner.points import Coordinates, distances, embed_distances, group_points
-from dmt.partitioner.problem import Part, SplitColumns, Task, prepare
+from dmt.partitioner.problem import Part, Task, prepare
 from dmt.partitioner.rules import PartitionRules
 from dmt.partitioner.search import (
     RESOURCES,
@@ -80,19 +80,16 @@ class TowerPartitioner:
     seed: int = 0
     """Seed of every random choice."""
     rules: PartitionRules = field(default_factory=PartitionRules)
-    """Categories, features that must or must not share a tower, limits on work and memory."""
-    split_columns: SplitColumns = "no"
-    """Cutting of tables into column shards so that there is one for every tower: ``"largest"`` cuts the largest
-    tables, and those larger than a tower may hold; ``"even"`` all tables alike (see `choose_splits`)."""
+    """Categories, features that must or must not share a tower, column shards, limits on work and memory."""
     refine: bool = True
     """Search on the wanted distances after the points have been grouped; the paper does not."""
 
     def fit(self, measure: FeatureAffinity, *, tables: Sequence[Any] = ()) -> TowerPlan:
         """Computes the towers: ``partition(...).plan``, whose notes are logged as warnings."""
-        found = self.partition(measure, tables=tables)
-        for note in found.notes:
+        partition = self.partition(measure, tables=tables)
+        for note in partition.notes:
             logger.warning(note)
-        return found.plan
+        return partition.plan
 
     def partition(self, measure: FeatureAffinity, *, tables: Sequence[Any] = ()) -> Partition:
         """Computes the towers, and the numbers to judge them by.
@@ -121,7 +118,6 @@ class TowerPartitioner:
             num_towers=int(self.num_towers),
             balance_ratio=self.balance_ratio,
             rules=self.rules,
-            split_columns=self.split_columns,
         )
         # With more threads sums may have another order, and a tie fall the other way.
         with threadpool_limits(1):
@@ -139,13 +135,12 @@ class TowerPartitioner:
                 )
         if not isinstance(self.rules, PartitionRules):
             raise InputError(f"TowerPartitioner: rules={self.rules!r} must be PartitionRules(...).")
-        for name, choices in (("strategy", get_args(Strategy)), ("split_columns", get_args(SplitColumns))):
-            value = getattr(self, name)
-            if value not in choices:
-                raise InputError(
-                    f"TowerPartitioner: {name}={value!r} is unknown.{did_you_mean(str(value), choices)} "
-                    f"Use one of {', '.join(map(repr, choices))}."
-                )
+        if self.strategy not in get_args(Strategy):
+            raise InputError(
+                f"TowerPartitioner: strategy={self.strategy!r} is unknown."
+                f"{did_you_mean(str(self.strategy), get_args(Strategy))} Use one of "
+                f"{', '.join(map(repr, get_args(Strategy)))}."
+            )
         ratio = self.balance_ratio
         number = isinstance(ratio, int | float | np.number) and not isinstance(ratio, bool)
         if ratio is not None and not (number and 1.0 <= ratio <= 1e6):
@@ -173,37 +168,37 @@ class TowerPartitioner:
         return self.strategy
 
     def _solve(self, part: Part, affinity: FeatureAffinity, strategy: str) -> _Answer:
-        seed, num_towers, is_paper = int(self.seed), part.num_towers, False
+        seed, num_towers = int(self.seed), part.num_towers
         if strategy in _OF_INTERACTIONS:
             costs = part.blocks.costs(affinity, sign=-1.0 if strategy == "together" else 1.0)
-            found = Coordinates(points=np.zeros((len(part.blocks.names), 0)), stress=0.0, wanted=0.0)
+            coordinates = Coordinates(points=np.zeros((len(part.blocks.names), 0)), stress=0.0, wanted=0.0)
         else:
-            is_paper = not self.refine
             distance = distances(part.blocks.matrix(affinity.matrix, affinity.features), strategy)
             costs = Costs(pairs=np.square(distance), per_feature=True)
-            found = embed_distances(distance, dims=int(self.dims), seed=seed)
+            coordinates = embed_distances(distance, dims=int(self.dims), seed=seed)
+        points, is_paper = coordinates.points, costs.per_feature and not self.refine
         options = [part.options[i] for i in _evenly(len(part.options), MOST_OPTIONS)]
-        share = 0.5 if len(options) > 1 else 1.0
-        answers = []
+        results = []
         for bounds in options:
             if is_paper:
-                answers.append(_held(found.points, num_towers, bounds, seed))
+                results.append(_held(points, num_towers, bounds, seed))
                 continue
-            starts = [_grouped(found.points, num_towers, bounds, seed)] if costs.per_feature else []
+            starts = [_grouped(points, num_towers, bounds, seed)] if costs.per_feature else []
             starts.append(_neighbours(costs.pairs, num_towers))
-            tried = search_towers(costs, starts, num_towers=num_towers, bounds=bounds, seed=seed, share=share)
-            answers.append((*tried, bounds))
+            share = 0.5 if len(options) > 1 else 1.0
+            results.append(search_towers(costs, starts, num_towers=num_towers, bounds=bounds, seed=seed, share=share))
         # The first of equals by more than rounding, so that ties fall the same way everywhere.
-        best = answers[0]
-        for answer in answers[1:]:
-            if answer[0] < best[0] or (answer[0] == best[0] and answer[1] < best[1] - 1e-9 * abs(best[1])):
-                best = answer
-        violation, _, labels, bounds = best
+        best = 0
+        for number, (violation, cost, _) in enumerate(results):
+            least, least_cost, _ = results[best]
+            if violation < least or (violation == least and cost < least_cost - 1e-9 * abs(least_cost)):
+                best = number
+        (violation, _, labels), bounds = results[best], options[best]
         if len(options) > 1 and not is_paper:  # the sizes are chosen, and the rest of the effort goes to them
             violation, _, labels = search_towers(costs, [labels], num_towers=num_towers, bounds=bounds, seed=seed)
         if violation:
-            raise InputError(f"TowerPartitioner: {part.where}{_broken_limits(labels, part.num_towers, bounds)}")
-        return _Answer(part=part, found=found, labels=labels, bounds=bounds)
+            raise InputError(f"TowerPartitioner: {part.where}{_broken_limits(labels, num_towers, bounds)}")
+        return _Answer(part=part, coordinates=coordinates, labels=labels, bounds=bounds)
 
     def _assembled(self, task: Task, answers: Sequence[_Answer], strategy: str) -> Partition:
         """Puts the answers of all parts together."""
@@ -225,30 +220,24 @@ class TowerPartitioner:
                         num_bytes=int(num_bytes) if task.specs else None,
                     )
                 )
-        tables, splits = task.specs, dict(task.splits)
         plan = TowerPlan(
-            towers=tuple(towers), strategy=strategy, seed=int(self.seed), tables=tables, column_splits=splits
+            towers=tuple(towers),
+            strategy=strategy,
+            seed=int(self.seed),
+            tables=task.specs,
+            column_splits=dict(task.splits),
         )
         comparison = compare_towers(task.affinity, plan, list(_random_towers(answers, int(self.seed))))
-        wanted = sum(answer.found.wanted for answer in answers)
-        stress = float(np.sqrt(sum(answer.found.stress for answer in answers) / wanted)) if wanted > 0 else 0.0
-        notes = (
-            *task.source.notes,
-            *task.notes,
-            *_notes(task.affinity),
-            *(note for answer in answers for note in answer.notes),
-        )
-        summary = {**task.source.to_summary(), "balance_ratio": self.balance_ratio, "notes": list(notes)}
-        if strategy in _OF_INTERACTIONS:
-            share = {"share_within": comparison.within, "share_within_strided": comparison.within_strided}
-            summary |= {"loss": task.source.loss, **share, "share_within_random": comparison.within_random}
-        else:
-            summary |= {"dims": int(self.dims), "refine": self.refine, "normalized_stress": stress}
-            summary |= {"within_towers": comparison.within, "between_towers": comparison.between}
-            summary |= {"within_strided_towers": comparison.within_strided}
-            summary |= {"within_random_towers": comparison.within_random, "std_random_towers": comparison.std_random}
+        wanted = sum(answer.coordinates.wanted for answer in answers)
+        stress = float(np.sqrt(sum(answer.coordinates.stress for answer in answers) / wanted)) if wanted > 0 else 0.0
+        own_notes = [note for answer in answers for note in answer.notes]
+        notes = (*task.source.notes, *task.notes, *_notes(task.affinity), *own_notes)
+        settings = {"balance_ratio": self.balance_ratio, "loss": task.source.loss, "notes": list(notes)}
+        if not task.source.is_interactions:
+            settings |= {"dims": int(self.dims), "refine": self.refine, "normalized_stress": stress}
+        plan = replace(plan, affinity=task.source.to_summary() | settings | asdict(comparison))
         return Partition(
-            plan=replace(plan, affinity=summary),
+            plan=plan,
             affinity=task.affinity,
             points=_points(answers, task.affinity),
             normalized_stress=stress,
@@ -264,7 +253,7 @@ class _Answer:
     """Solution of one part."""
 
     part: Part
-    found: Coordinates
+    coordinates: Coordinates
     labels: Labels
     bounds: Bounds
 
@@ -311,7 +300,7 @@ def _grouped(points: Floats, num_towers: int, bounds: Bounds, seed: int) -> Labe
     return group_points(points, num_towers, sizes=sizes, seed=seed)
 
 
-def _held(points: Floats, num_towers: int, bounds: Bounds, seed: int) -> tuple[float, float, Labels, Bounds]:
+def _held(points: Floats, num_towers: int, bounds: Bounds, seed: int) -> tuple[float, float, Labels]:
     """The paper's answer, changed on the points only as far as limits that it does not know need it."""
     from scipy.spatial.distance import cdist
 
@@ -320,8 +309,8 @@ def _held(points: Floats, num_towers: int, bounds: Bounds, seed: int) -> tuple[f
     if bounds.violation(labels, num_towers):
         labels = local_search(costs, labels, num_towers=num_towers, bounds=bounds)
     if bounds.violation(labels, num_towers):
-        return *search_towers(costs, [labels], num_towers=num_towers, bounds=bounds, seed=seed), bounds
-    return 0.0, costs.of(labels, bounds.weights), labels, bounds
+        return search_towers(costs, [labels], num_towers=num_towers, bounds=bounds, seed=seed)
+    return 0.0, costs.of(labels, bounds.weights), labels
 
 
 def _neighbours(costs: Floats, num_towers: int) -> Labels:
@@ -380,17 +369,17 @@ def _broken_limits(labels: Labels, num_towers: int, bounds: Bounds) -> str:
     return (
         f"no assignment of the features to {num_towers} towers within all limits was found. The closest has "
         f"{' and '.join(broken)}. Raise balance_ratio or the limits (max_work_ratio, max_bytes_ratio, "
-        "max_tower_bytes), drop a rule, or change the number of towers."
+        "max_tower_bytes), cut large tables (column_shards), drop a rule, or change the number of towers."
     )
 
 
 def _points(answers: Sequence[_Answer], affinity: FeatureAffinity) -> NDArray[np.float64]:
     """[F, n] points; the parts were embedded separately and are laid side by side along the first axis."""
     position = {name: i for i, name in enumerate(affinity.features)}
-    points = np.zeros((affinity.num_features, answers[0].found.points.shape[1]))
+    points = np.zeros((affinity.num_features, answers[0].coordinates.points.shape[1]))
     edge = 0.0
     for number, answer in enumerate(answers):
-        placed = answer.found.points.copy()
+        placed = answer.coordinates.points.copy()
         if number and placed.size:
             placed[:, 0] += edge - placed[:, 0].min()
         edge = float(placed[:, 0].max()) + 0.2 * float(np.ptp(placed[:, 0]) or 1.0) if placed.size else 0.0
@@ -408,20 +397,10 @@ def _notes(affinity: FeatureAffinity) -> list[str]:
             "No pair or triple of features interacts beyond the error of measuring: the towers are balanced and "
             "otherwise arbitrary. More rows may show weak interactions."
         ]
-    if affinity.num_features < 3:
-        return []
     pairs = affinity.matrix[np.triu_indices(affinity.num_features, k=1)]
-    if np.ptp(pairs) < 1e-6:
-        return [
-            f"All pairs of features have the same affinity, {pairs[0]:.3g}: it does not say which belong together. "
-            "The towers are balanced and otherwise arbitrary. Are the embeddings trained?"
-        ]
-    # Row sums without the diagonal.
-    alone = np.flatnonzero(affinity.matrix.sum(axis=1) - np.diag(affinity.matrix) <= 1e-9)
-    if not len(alone):
+    if len(pairs) < 3 or np.ptp(pairs) >= 1e-6:
         return []
-    shown = ", ".join(repr(affinity.features[i]) for i in alone[:5]) + (" ..." if len(alone) > 5 else "")
     return [
-        f"{len(alone)} of {affinity.num_features} features have affinity 0 with every other ({shown}): they are "
-        "absent from the sample or untrained, and placed where there is room."
+        f"All pairs of features have the same affinity, {pairs[0]:.3g}: it does not say which belong together. "
+        "The towers are balanced and otherwise arbitrary. Are the embeddings trained?"
     ]

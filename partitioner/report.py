@@ -15,7 +15,7 @@ import numpy as np
 from dmt import __version__
 from dmt.formatting import counted, human_bytes
 from dmt.partitioner.affinity import FeatureAffinity
-from dmt.partitioner.partition import Partition, share_within, tower_affinity
+from dmt.partitioner.partition import Partition, tower_affinity
 from dmt.partitioner.verdict import Verdict, judge_balance, judge_meaning, judge_stress, quantities
 from dmt.plan.towers import TowerPlan
 from dmt.report import data_uri, render_page
@@ -31,7 +31,6 @@ MOST_NAMED = 64
 _SHOWN_INTERACTIONS = 5
 _MEASURES = {
     "cosine": "affinity  |mean cosine|",
-    "cka": "affinity  linear CKA",
     "interactions": "interaction, nats per row",
 }
 _PACKAGES = ("numpy", "scikit-learn", "k-means-constrained", "matplotlib")
@@ -89,10 +88,10 @@ def plot_affinity(
 
 def _default_title(affinity: FeatureAffinity, plan: TowerPlan) -> str:
     counts = f"{counted(affinity.num_features, 'feature')} in {counted(plan.num_towers, 'tower')}, {plan.strategy}"
+    within, between = tower_affinity(affinity, plan)
     if affinity.is_interactions:
-        share = share_within(affinity, plan)
-        return counts if share is None else f"{counts}\n{share:.0%} of the interaction within towers"
-    means = zip(("within", "between"), tower_affinity(affinity, plan), strict=True)
+        return counts if within is None else f"{counts}\n{within:.0%} of the interaction within towers"
+    means = (("within", within), ("between", between))
     said = ", ".join(f"{word} towers {mean:.3f}" for word, mean in means if mean is not None)
     return f"{counts}\nmean affinity {said}" if said else counts
 

@@ -55,11 +55,13 @@ class PartitionRules(BaseModel):
     """Features by entity, such as the user or the request that several samples of a batch belong to. An entity has a
     tower of its own, so that this tower's whole input repeats and is sent once (``unique``); a single feature of
     something else in it would make the inputs differ. The other features share the other towers; where there are none,
-    large entities have several. Entities are categories, so only one of both can be given. `find_entities` measures
-    them from rows (``dmt partition --entity auto``)."""
+    large entities have several. Entities are categories, so only one of both can be given."""
     pooling_factors: Mapping[str, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
     """Mean number of ids per sample; for features not named, that of the affinity if it was measured, else 1. Of
     several that match a feature the longest pattern counts, and its own name before any."""
+    column_shards: Mapping[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
+    """Equal column shards to cut the table of a feature into, such as for more towers than features; each is a member
+    of its own, ``ad[0:64]``, and no two of a table share a tower. The longest pattern counts, as above."""
     max_work_ratio: float | None = Field(default=None, ge=1)
     """Most work of a tower, over the mean of the towers."""
     max_bytes_ratio: float | None = Field(default=None, ge=1)
@@ -71,13 +73,13 @@ class PartitionRules(BaseModel):
         try:
             super().__init__(**rules)
         except ValidationError as error:
-            for unknown in error.errors():
-                if unknown["type"] == "extra_forbidden":
-                    name, known = str(unknown["loc"][0]), list(type(self).model_fields)
-                    raise InputError(
-                        f"Partition rules: {name!r} is no rule.{did_you_mean(name, known)} The rules are "
-                        f"{', '.join(known)}."
-                    ) from error
+            known = list(type(self).model_fields)
+            unknown = next((name for name in rules if name not in known), None)
+            if unknown is not None:
+                raise InputError(
+                    f"Partition rules: {unknown!r} is no rule.{did_you_mean(unknown, known)} The rules are "
+                    f"{', '.join(known)}."
+                ) from error
             raise InputError(f"Partition rules: {explain(error)}") from error
 
     @model_validator(mode="after")
@@ -97,8 +99,9 @@ class PartitionRules(BaseModel):
 
     @property
     def need_tables(self) -> bool:
-        """True if a limit can only be held if the tables are known."""
-        return any(v is not None for v in (self.max_work_ratio, self.max_bytes_ratio, self.max_tower_bytes))
+        """True if a rule can only be held if the tables are known."""
+        limits = (self.max_work_ratio, self.max_bytes_ratio, self.max_tower_bytes)
+        return bool(self.column_shards) or any(limit is not None for limit in limits)
 
     def for_features(self, features: Sequence[str]) -> PartitionRules:
         """Replaces every pattern by the features it matches, in the order of ``features``.
@@ -107,41 +110,36 @@ class PartitionRules(BaseModel):
             InputError: a name or pattern matches no feature, or a feature is in no category, or in two.
         """
         known = set(features)
-        entities = {name: _matched(own, features, f"entity {name!r}") for name, own in self.entities.items()}
-        categories = {name: _matched(own, features, f"category {name!r}") for name, own in self.categories.items()}
+
+        def by_feature(rule: str) -> dict[str, Any]:
+            # Of two patterns that match, the longer one counts, and a name most: they say more.
+            given = sorted(getattr(self, rule).items(), key=lambda item: (item[0] in known, len(item[0])))
+            return {feature: value for pattern, value in given for feature in _matched([pattern], features, rule)}
+
+        entities = {name: _matched(some, features, f"entity {name!r}") for name, some in self.entities.items()}
+        categories = {name: _matched(some, features, f"category {name!r}") for name, some in self.categories.items()}
         if entities:
             categories = dict(entities)
-            if rest := tuple(sorted(known.difference(*entities.values()), key=features.index)):
+            in_entity = set().union(*entities.values())
+            if rest := tuple(name for name in features if name not in in_entity):
                 categories[REST] = rest
+        members = {category: set(names) for category, names in categories.items()}
+        for feature in features if categories else ():
+            homes = [category for category, names in members.items() if feature in names]
+            if len(homes) != 1:
+                raise InputError(
+                    f"Partition rules: feature {feature!r} is in categories {homes}; each feature must be in one of "
+                    f"{list(categories)}."
+                )
         named = {
             "entities": entities,
             "categories": categories,
             "together": [_matched(patterns, features, "together") for patterns in self.together],
             "apart": [_matched(patterns, features, "apart") for patterns in self.apart],
-            "pooling_factors": {
-                feature: factor
-                # Of two that match, the longer pattern counts, and a name most: they say more.
-                for pattern, factor in sorted(
-                    self.pooling_factors.items(), key=lambda item: (item[0] in known, len(item[0]))
-                )
-                for feature in _matched([pattern], features, "pooling_factors")
-            },
+            "pooling_factors": by_feature("pooling_factors"),
+            "column_shards": by_feature("column_shards"),
         }
-        rules = self.model_copy(update=named)
-        owned = {category: set(members) for category, members in rules.categories.items()}
-        for feature in features if owned else ():
-            homes = [category for category, members in owned.items() if feature in members]
-            if not homes:
-                raise InputError(
-                    f"Partition rules: feature {feature!r} is in no category. Add it to one of {list(owned)}, or "
-                    "make a category for it."
-                )
-            if len(homes) > 1:
-                raise InputError(
-                    f"Partition rules: feature {feature!r} is in categories {homes}; each feature must be in one. "
-                    "Narrow the patterns."
-                )
-        return rules
+        return self.model_copy(update=named)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> PartitionRules:
@@ -158,11 +156,7 @@ class PartitionRules(BaseModel):
         try:
             return cls(**record)
         except InputError as error:
-            hint = (
-                " Limits, together and apart are keys above the first table; TOML takes what is below as its contents."
-            )
-            advice = hint if any(isinstance(value, Mapping) for value in record.values()) else ""
-            raise InputError(f"{where}: {str(error).removeprefix('Partition rules: ')}{advice}") from error
+            raise InputError(f"{where}: {str(error).removeprefix('Partition rules: ')}") from error
 
 
 def _matched(patterns: Sequence[str], features: Sequence[str], where: str) -> tuple[str, ...]:
@@ -172,11 +166,11 @@ def _matched(patterns: Sequence[str], features: Sequence[str], where: str) -> tu
     for pattern in patterns:
         # A name may hold the characters of a pattern; it is taken as a name first. Brackets are never a pattern.
         glob = pattern.replace("[", "[[]")
-        found = {pattern} if pattern in known else {name for name in features if fnmatchcase(name, glob)}
-        if not found:
+        names = {pattern} if pattern in known else {name for name in features if fnmatchcase(name, glob)}
+        if not names:
             raise InputError(
                 f"Partition rules: {where} has {pattern!r}, which matches none of the {len(features)} features."
                 f"{did_you_mean(pattern, features)}"
             )
-        matched |= found
+        matched |= names
     return tuple(name for name in features if name in matched)

@@ -1,4 +1,4 @@
-"""Blocks into towers within limits: one local search, for distances and for interactions, and what refuses a limit.
+"""Blocks into towers within limits: one local search, for distances and for interactions.
 
 Legend: P blocks (features that stay together), T towers, R resources (features, work, bytes), Q triples.
 """
@@ -12,8 +12,6 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from dmt.errors import InputError
-
 __all__ = [
     "RESOURCES",
     "Bounds",
@@ -21,9 +19,7 @@ __all__ = [
     "Floats",
     "Labels",
     "amount",
-    "check_bounds",
     "even_start",
-    "largest_clique",
     "local_search",
     "search_towers",
 ]
@@ -333,62 +329,6 @@ class _MoveSearch:
         self._price_triples()
 
 
-def check_bounds(names: Sequence[Sequence[str]], bounds: Bounds, num_towers: int, where: str) -> None:
-    """Raises `InputError` with the reason where a limit cannot be held whatever the assignment.
-
-    ``names`` are the features of each block, ``where`` what is divided, such as ``"category 'user': "``, or empty.
-    """
-    if num_towers > len(names):
-        features = sum(len(block) for block in names)
-        what = "features" if features == len(names) else "tables (shared tables are not split)"
-        # Categories have fixed numbers of towers, and shared tables are never cut.
-        cut = "" if where or features > len(names) else ", or cut tables into column shards by split_columns='largest'"
-        raise InputError(
-            f"TowerPartitioner: {where}num_towers={num_towers} exceeds the {len(names)} {what} to place, and no tower "
-            f"may be empty. Use fewer towers{cut}."
-        )
-    advice = ("Raise balance_ratio", "Raise max_work_ratio", "Raise the limit, use more towers")
-    for resource, load, limit, total, raise_it in zip(
-        RESOURCES, bounds.loads, bounds.upper, bounds.totals, advice, strict=True
-    ):
-        largest = int(np.argmax(load))
-        if (load[largest] - limit) / total > TOLERANCE:
-            owners = ", ".join(map(repr, names[largest][:5])) + (" ..." if len(names[largest]) > 5 else "")
-            alone = "which share a table or must stay together, " if len(names[largest]) > 1 else ""
-            cut = ", or cut the table with split_columns='largest'" if resource == "bytes" and not alone else ""
-            raise InputError(
-                f"TowerPartitioner: {where}feature {owners} {alone}needs {amount(load[largest])} {resource}, but a "
-                f"tower may have {amount(limit)} at most. {raise_it}{cut}."
-            )
-        if load.sum() > limit * num_towers * (1 + 1e-12):
-            raise InputError(
-                f"TowerPartitioner: {where}the features need {amount(load.sum())} {resource} in all, but "
-                f"{num_towers} towers of at most {amount(limit)} hold {amount(limit * num_towers)}. {raise_it}."
-            )
-    clique = largest_clique(bounds.apart)
-    if len(clique) > num_towers:
-        shown = ", ".join(repr(names[i][0]) for i in clique[:5])
-        raise InputError(
-            f"TowerPartitioner: {where}{len(clique)} features must all be apart from each other ({shown} ...), but "
-            f"there are {num_towers} towers. Use more towers or part fewer."
-        )
-
-
 def amount(value: float) -> str:
     """A load as text: whole from 1,000 on, else four digits, so that a load and its limit do not look the same."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
-
-
-def largest_clique(apart: NDArray[np.bool_] | None) -> list[int]:
-    """Blocks that must all be apart from each other ([P, P] ``apart``), found greedily around the most restricted."""
-    if apart is None or not apart.any():
-        return []
-    first = int(np.argmax(apart.sum(axis=1)))
-    best: list[int] = []
-    for start in {first, *np.flatnonzero(apart[first]).tolist()[:32]}:
-        clique = [start]
-        for other in np.flatnonzero(apart[start]).tolist():
-            if apart[other, clique].all():
-                clique.append(other)
-        best = max(best, clique, key=len)
-    return best

@@ -7,12 +7,10 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dmt.partitioner.partition import Partition, TowerContents
+from dmt.partitioner.partition import Partition
 
 __all__ = ["Quantity", "Verdict", "judge_balance", "judge_meaning", "judge_stress", "luck_bound", "quantities"]
 
-# Limits are ratios of sums, and a tower that just holds one may miss it by rounding.
-_ROUNDING = 1e-9
 # Kruskal's own words for his stress-1 (Psychometrika 29, 1964): 0.2 poor, 0.1 fair, 0.05 good.
 _STRESS_WORDS = ((0.05, "good"), (0.1, "fair"), (0.2, "mediocre"), (math.inf, "poor"))
 _AIMS = {
@@ -123,14 +121,12 @@ def judge_stress(partition: Partition) -> Verdict:
     """Judges how well the points follow the wanted distances."""
     stress = partition.normalized_stress
     word = next(word for bound, word in _STRESS_WORDS if stress <= bound)
-    dims = partition.points.shape[1]
-    where = {1: "on a line", 2: "in a plane"}.get(dims, f"in {dims} dimensions")
     advice = "" if word in ("good", "fair") else " Trust the affinity matrix more than the map of the points."
     return Verdict(
         big=f"{stress:.3f}",
         what="normalized stress of the points",
-        sentence=f"The points follow the distances {where} with a {word} fit: normalized stress {stress:.3f}, where 0 "
-        f"is perfect and above 0.2 is poor.{advice}",
+        sentence=f"The points follow the distances with a {word} fit: normalized stress {stress:.3f}, where 0 is "
+        f"perfect and above 0.2 is poor.{advice}",
     )
 
 
@@ -151,49 +147,22 @@ class Quantity:
 def quantities(partition: Partition) -> list[Quantity]:
     """Features, work and bytes of the towers, as far as they are known."""
     loads, limits = partition.loads, partition.limits
-    columns: list[tuple[str, list[float], float | None]] = [
-        ("features", [load.num_features for load in loads], None),
-        ("work", [load.work for load in loads if load.work is not None], limits.max_work),
-        ("bytes", [load.num_bytes for load in loads if load.num_bytes is not None], limits.max_bytes),
-    ]
-    return [
-        Quantity(name=name, values=tuple(map(float, values)), limit=limit)
-        for name, values, limit in columns
-        if len(values) == len(loads)
-    ]
+    known = [Quantity(name="features", values=tuple(float(load.num_features) for load in loads), limit=None)]
+    if loads[0].work is not None:
+        known += [
+            Quantity(name="work", values=tuple(load.work or 0.0 for load in loads), limit=limits.max_work),
+            Quantity(name="bytes", values=tuple(float(load.num_bytes or 0) for load in loads), limit=limits.max_bytes),
+        ]
+    return known
 
 
 def judge_balance(partition: Partition) -> Verdict:
-    """Judges how even the towers are, and if they keep the limits."""
-    loads, known = partition.loads, quantities(partition)
-    ratios = {quantity.name: ratio for quantity in known if (ratio := quantity.imbalance) is not None}
+    """Judges how even the towers are; the limits are held, or there were no towers."""
+    ratios = {quantity.name: ratio for quantity in quantities(partition) if (ratio := quantity.imbalance) is not None}
     said = ", ".join(f"{ratio:.2f} times in {name}" for name, ratio in ratios.items())
-    sentences = [f"Of the mean, the largest tower carries {said}."]
-    if partition.limits.balance_ratio is not None:
-        sentences.append(_judge_sizes(loads, partition.limits.balance_ratio))
-    for quantity in known:
-        if quantity.limit is not None:
-            over = sum(value > quantity.limit * (1.0 + _ROUNDING) for value in quantity.values)
-            sentences.append(
-                f"{over:,} of {len(loads):,} towers exceed the limit of {quantity.name}."
-                if over
-                else f"All towers keep the limit of {quantity.name}."
-            )
     worst = max(ratios, key=ratios.__getitem__)
     return Verdict(
-        big=f"{ratios[worst]:.2f}", what=f"largest over mean tower, in {worst}", sentence=" ".join(sentences)
+        big=f"{ratios[worst]:.2f}",
+        what=f"largest over mean tower, in {worst}",
+        sentence=f"Of the mean, the largest tower carries {said}.",
     )
-
-
-def _judge_sizes(loads: Sequence[TowerContents], asked: float) -> str:
-    """Sizes are bounded inside each category: the one with the largest ratio is judged, the first of equals."""
-    sizes: dict[str, list[int]] = {}
-    for load in loads:
-        sizes.setdefault(load.category, []).append(load.num_features)
-    ratios = {category: max(counts) / min(counts) for category, counts in sizes.items()}
-    worst = max(ratios, key=ratios.__getitem__)
-    why = ""
-    if ratios[worst] > asked * (1.0 + _ROUNDING):
-        why = " (sizes that do not divide differ by one, and features of one table may count as one)"
-    subject = f"In category {worst!r}, the largest tower" if worst else "It"
-    return f"{subject} has {ratios[worst]:.2f} times the features of the smallest; at most {asked:g} is allowed{why}."

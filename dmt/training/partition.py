@@ -14,8 +14,6 @@ from torch import nn
 from dmt.errors import InputError
 from dmt.models.sparse import whole_tables
 from dmt.partitioner import FeatureAffinity
-from dmt.partitioner.entities import find_entities
-from dmt.plan.distinct import bag_hashes
 from dmt.plan.tables import TableSpec, feature_names
 from dmt.sptt.mesh import TowerMesh
 from dmt.training.build import ClickTask, build_model
@@ -29,7 +27,6 @@ from dmt.training.trained import checkpoint_of
 
 __all__ = [
     "affinity_of_run",
-    "entities_of_run",
     "interactions_of",
     "spread_batches",
     "trained_rows",
@@ -40,7 +37,6 @@ logger = logging.getLogger(__name__)
 
 _BATCH_ROWS = 256
 _INTERACTION_ROWS = 4096
-_MEASURED_BATCHES = 8
 _PLACES = 16
 
 
@@ -88,30 +84,6 @@ def affinity_of_run(
     lanes = config.topology.build().world_size if data_path is None else 1
     batches = spread_batches(data, num_rows=rows, max_rows=max_rows, batch_size=size, lanes=lanes)
     return FeatureAffinity.collect(model, batches), data.tables
-
-
-def entities_of_run(
-    run: Path, *, num_towers: int, data_path: str | None = None, functions: Collection[str] = ()
-) -> dict[str, list[str]]:
-    """Finds entities, `find_entities`, in the first batches that the ranks of a run would get (grouped by request).
-
-    Raises:
-        InputError: the folder holds no run or no whole checkpoint, the data do not fit it, or nothing repeats.
-    """
-    _, config = checkpoint_of(run, data_path, functions)
-    data = _open(config)
-    ranks = min(config.topology.build().world_size, _MEASURED_BATCHES)
-    hashes = [
-        {name: bag_hashes(own.lengths(), own.values()) for name, own in batch.sparse_features.to_dict().items()}
-        for batch in islice(data.batches("train", rank=0, world_size=1, batch_size=config.train.batch_size), ranks)
-    ]
-    found = find_entities(hashes, num_towers=num_towers)
-    if not found:
-        raise InputError(
-            f"--entity auto: no features of {run} repeat together in batches of {config.train.batch_size} rows. Group "
-            "the rows (data.group_by), or leave it out."
-        )
-    return found
 
 
 def interactions_of(

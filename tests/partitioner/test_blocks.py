@@ -1,4 +1,4 @@
-"""Blocks: what stays together, what it takes, what must part."""
+"""Blocks: what stays together, what it takes, what must part, and column shards."""
 
 from __future__ import annotations
 
@@ -8,17 +8,19 @@ import numpy as np
 import pytest
 
 from dmt.errors import InputError
-from dmt.partitioner import PartitionRules
-from dmt.partitioner.problem import make_blocks
+from dmt.partitioner import FeatureAffinity, Interaction, PartitionRules, TowerPartitioner
+from dmt.partitioner.problem import make_blocks, members_of
+from dmt.plan.split_across_towers import shard_names
 from dmt.plan.tables import TableSpec
-from tests.partitioner.instances import affinity_of
+from dmt.plan.towers import TowerPlan
+from tests.partitioner.instances import affinity_of, sets, tables_of
 
 
-def blocks_of(features, *, specs=(), shards=None, pooling=None, **rules):
-    named = PartitionRules(**rules).for_features(
-        [f for f in features if not any(f in s for s in (shards or {}).values())] + list(shards or {})
-    )
-    return make_blocks(features, specs, named, pooling=pooling or dict.fromkeys(features, 1.0), shards=shards or {})
+def blocks_of(features, *, specs=(), splits=None, factors=None, **rules):
+    splits = splits or {}
+    members = [name for f in features for name in (shard_names(f, splits[f]) if f in splits else [f])]
+    named = PartitionRules(**rules).for_features(features)
+    return make_blocks(members, specs, named, factors=factors or dict.fromkeys(features, 1.0), splits=splits)
 
 
 def shared(*groups):
@@ -30,22 +32,13 @@ def shared(*groups):
 
 def test_chains_of_rules_and_shared_tables_join_to_one_block():
     specs = shared(("a", "b"), ("c",), ("d", "e"), ("f",))
-    blocks = blocks_of(
-        "fedcba",
-        specs=specs,
-        together=[["b", "c"], ["c", "d", "d"]],
-        pooling=dict(zip("abcdef", range(6), strict=True)),
-    )
+    factors = dict(zip("abcdef", range(6), strict=True))
+    blocks = blocks_of("fedcba", specs=specs, together=[["b", "c"], ["c", "d", "d"]], factors=factors)
     assert blocks.names == (("a", "b", "c", "d", "e"), ("f",))
     # Pooling 0 + 1 + 2 + 3 + 4 times 4 columns; each table is there once: 10 + 20 + 30 rows.
     assert blocks.loads.tolist() == [[5, 1], [40, 20], [60 * 4 * 4, 40 * 4 * 4]]
-    assert (blocks.apart, blocks.category) == (None, ("", ""))
-
-
-def test_without_tables_only_features_count():
-    blocks = blocks_of("ba", together=[[], ["a"]])
-    assert blocks.names == (("a",), ("b",))
-    assert blocks.loads.tolist() == [[1, 1], [0, 0], [0, 0]]
+    assert blocks.apart is None
+    assert blocks_of("ba", together=[[], ["a"]]).loads.tolist() == [[1, 1], [0, 0], [0, 0]]
 
 
 def test_the_order_of_the_features_does_not_matter():
@@ -53,7 +46,7 @@ def test_the_order_of_the_features_does_not_matter():
     rules = {"apart": [["c", "d"], ["a", "d"]], "categories": {"x": ["a", "b", "c"], "y": ["d"]}}
     first, *others = (blocks_of(order, specs=specs, **rules) for order in itertools.permutations("abcd"))
     for other in others:
-        assert (other.names, other.category) == (first.names, first.category)
+        assert other.names == first.names
         np.testing.assert_array_equal(other.loads, first.loads)
         np.testing.assert_array_equal(other.apart, first.apart)
 
@@ -72,52 +65,104 @@ def test_what_is_apart_is_so_for_whole_blocks_and_all_shards():
     blocks = blocks_of("abcd", together=[["a", "b"]], apart=[["b", "c"], ["d", "d"]])
     assert blocks.names == (("a", "b"), ("c",), ("d",))
     assert blocks.apart.tolist() == [[False, True, False], [True, False, False], [False, False, False]]
-    shards = {"a": ["a[0:4]", "a[4:8]"]}
-    blocks = blocks_of(["a[0:4]", "a[4:8]", "b", "c"], shards=shards, apart=[["a", "b"]])
+    part = blocks.within(["a", "b", "c"])
+    assert (part.names, part.apart.tolist()) == (blocks.names[:2], [[False, True], [True, False]])
+    blocks = blocks_of("abc", splits={"a": (4, 4)}, apart=[["a", "b"]])
     # Shards part from each other and from what their feature parts from.
     assert blocks.apart.astype(int).tolist() == [[0, 1, 1, 0], [1, 0, 1, 0], [1, 1, 0, 0], [0, 0, 0, 0]]
-
-
-def test_a_category_takes_its_own():
-    blocks = blocks_of("abcd", categories={"x": ["b", "d"], "y": ["a", "c"]}, apart=[["b", "d"], ["a", "d"]])
-    own = blocks.in_category("x")
-    assert (own.names, own.category, own.apart.tolist()) == (
-        (("b",), ("d",)),
-        ("x", "x"),
-        [[False, True], [True, False]],
-    )
-    assert own.loads.shape == (3, 2)
-
-
-def test_shards_are_of_the_category_of_their_feature():
-    shards = {"a": ["a[0:4]", "a[4:8]"]}
-    blocks = blocks_of(["a[0:4]", "a[4:8]", "b"], shards=shards, categories={"x": ["a"], "y": ["b"]})
-    assert blocks.category == ("x", "x", "y")
 
 
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        (
-            {"together": [["a", "b"], ["b", "c"]], "apart": [["a", "c"]]},
-            r"'a' and 'c' must not share a tower \(apart\), but a shared table or a rule of together keeps 'a', 'b'",
-        ),
-        ({"apart": [["d", "e"]]}, r"'d' and 'e' must not share .* keeps 'd', 'e' in one\. Drop one of the rules"),
-        (
-            {"categories": {"x": ["a", "b", "c", "d"], "y": ["e"]}},
-            r"'d' is of category 'x' and 'e' of 'y', but they must share a tower \(by a shared table or a rule of tog",
-        ),
-        (
-            {"categories": {"x": ["a"], "y": ["b", "c", "d", "e"]}, "together": [["a", "b"]]},
-            "'a' is of category 'x' and 'b' of 'y', but they must share",
-        ),
+        ({"together": [["a", "b"], ["b", "c"]], "apart": [["a", "c"]]}, r"'a' and 'c' must not .* keeps 'a', 'b', 'c'"),
+        ({"apart": [["d", "e"]]}, "'d' and 'e' must not share .* keeps 'd', 'e' in one"),
+        ({"categories": {"x": ["a", "b", "c", "d"], "y": ["e"]}}, "'d' is of category 'x' and 'e' of 'y', but they"),
+        ({"categories": {"x": ["a"], "y": ["b", "c", "d", "e"]}, "together": [["a", "b"]]}, "'a' is of category 'x'"),
     ],
 )
 def test_rules_that_contradict_each_other_are_refused(rules, message):
-    with pytest.raises(InputError, match=f"^Partition rules: {message}"):
+    with pytest.raises(InputError, match=message):
         blocks_of("abcde", specs=shared(("a",), ("b",), ("c",), ("d", "e")), **rules)
 
 
-def test_what_is_cut_cannot_stay_together_with_another():
-    with pytest.raises(InputError, match=r"feature 'a' must share a tower with others, but its table is cut"):
-        blocks_of(["a[0:4]", "a[4:8]", "b"], shards={"a": ["a[0:4]", "a[4:8]"]}, together=[["a", "b"]])
+# --- column shards ---------------------------------------------------------------------------------------------------
+
+AFFINITY = affinity_of([f"C{i}" for i in range(26)])
+ROWS = 10 ** np.random.default_rng(0).uniform(1, 7, 26)
+
+
+@pytest.mark.parametrize("shards", [{"*": 2}, {"C?": 4, "C10": 2, "C11": 1}])
+def test_towers_may_outnumber_features(tmp_path, shards):
+    tables = tables_of(AFFINITY.features, rows=ROWS, dims=16)
+    rules = PartitionRules(column_shards=shards, pooling_factors={"C1*": 7.0})
+    found = TowerPartitioner(num_towers=48, rules=rules).partition(AFFINITY, tables=tables)
+    plan = found.plan
+    wanted = {f: shards.get(f, shards.get("*", 4 if len(f) == 2 else 1)) for f in AFFINITY.features}
+    assert plan.column_splits == {f: (16 // count,) * count for f, count in wanted.items() if count > 1}
+    assert plan.num_towers == 48
+    assert len(plan.features) == sum(wanted.values())
+    for tower in plan.to_lists():
+        owners = [name.partition("[")[0] for name in tower]
+        assert len(set(owners)) == len(owners), "shards of a table never meet"
+    assert sum(load.num_bytes for load in found.loads) == sum(spec.num_bytes for spec in tables)
+    assert sum(load.work for load in found.loads) == 16 * (11 * 7 + 15)
+    plan.save(tmp_path / "towers.json")
+    loaded = TowerPlan.load(tmp_path / "towers.json")
+    assert loaded == plan
+    by_tower = loaded.tables_by_tower(loaded.split_tables(tables))
+    assert [[f for spec in tower for f in spec.feature_names] for tower in by_tower] == plan.to_lists()
+    with pytest.raises(InputError, match=r"cuts the table of feature 'C\d+' into column shards \['C\d+\[0:.*split_"):
+        loaded.tables_by_tower(tables)
+
+
+def test_permuting_the_features_and_tables_permutes_the_answer_only():
+    affinity = affinity_of(12, seed=3)
+    tables = tables_of(affinity.features, rows=[100] * 6 + [50] * 6, dims=8)  # Ties in size.
+    partitioner = TowerPartitioner(num_towers=16, rules=PartitionRules(column_shards={"f?": 2}))
+    plan = partitioner.fit(affinity, tables=tables)
+    order = np.random.default_rng(0).permutation(12)
+    turned = partitioner.fit(
+        affinity.permuted([affinity.features[i] for i in order]), tables=[tables[i] for i in order[::-1]]
+    )
+    assert sets(turned) == sets(plan)
+    assert turned.column_splits == plan.column_splits
+
+
+def test_shards_relate_as_their_feature_does():
+    affinity = affinity_of(["a", "b", "c"])
+    members = members_of(affinity, {"b": (8, 4)})
+    assert members.features == ("a", "b[0:8]", "b[8:12]", "c")
+    index = [0, 1, 1, 2]
+    np.testing.assert_array_equal(members.matrix, affinity.matrix[np.ix_(index, index)])
+    triple = Interaction(features=("a", "b", "c"), gain=0.5)
+    interacting = FeatureAffinity(
+        matrix=affinity.matrix, features=affinity.features, measure="interactions", triples=(triple,)
+    )
+    cut = members_of(interacting, {"b": (8, 4)}).triples
+    assert [found.features for found in cut] == [("a", "b[0:8]", "c"), ("a", "b[8:12]", "c")]
+    assert {found.gain for found in cut} == {0.5}
+
+
+@pytest.mark.parametrize(
+    ("features", "rules", "message"),
+    [
+        (["s", "r"], {"column_shards": {"s": 2}}, "column_shards cuts feature 's', but it shares table 'st'"),
+        (["a", "b"], {"column_shards": {"a": 3}}, "'a', but its 8 columns are not 3 equal shards of a multiple of 4"),
+        (["a", "b"], {"column_shards": {"a": 2}, "together": [["a", "b"]]}, "'a', but it must share a tower with othe"),
+        (["a", "a[0:4]"], {"column_shards": {"a": 2}}, r"feature 'a\[0:4\]' is given 2 times"),
+        (["a", "b"], {"column_shards": {"c": 2}}, "column_shards has 'c', which matches none of the 2 features"),
+    ],
+)
+def test_tables_that_cannot_be_cut_are_refused(features, rules, message):
+    tables = tables_of(features)
+    if features == ["s", "r"]:
+        tables = [TableSpec(name="st", num_embeddings=9, embedding_dim=8, feature_names=("s", "r"))]
+    with pytest.raises(InputError, match=message):
+        TowerPartitioner(num_towers=2, rules=PartitionRules(**rules)).fit(affinity_of(features), tables=tables)
+
+
+@pytest.mark.parametrize("rules", [{"column_shards": {"a": 2}}, {"max_work_ratio": 2}, {"max_tower_bytes": 9}])
+def test_shards_and_limits_need_the_tables(rules):
+    with pytest.raises(InputError, match=r"column_shards need the tables, .*Give tables=, or collect"):
+        TowerPartitioner(num_towers=2, rules=PartitionRules(**rules)).fit(affinity_of(["a", "b", "c"]))

@@ -13,7 +13,7 @@ from sklearn.preprocessing import OneHotEncoder
 from torchrec import KeyedJaggedTensor
 
 from dmt.errors import InputError
-from dmt.partitioner import FeatureAffinity, TowerPartitioner, gains, share_within
+from dmt.partitioner import FeatureAffinity, TowerPartitioner, gains, tower_affinity
 from dmt.partitioner.rows import Column, read_rows
 from dmt.partitioner.verdict import judge_meaning
 from dmt.plan.towers import TowerPlan
@@ -67,7 +67,7 @@ def test_a_parity_of_three_is_found_without_an_option_and_its_features_share_a_t
     partition = TowerPartitioner(num_towers=2).partition(found)
     assert any({"f1", "f4", "f6"} <= set(tower) for tower in partition.plan.to_lists())
     assert partition.comparison.within == 1.0
-    assert share_within(found, TowerPlan.from_lists([["f1", "f4", "f0", "f2"], ["f6", "f3", "f5", "f7"]])) == 0.0
+    assert tower_affinity(found, TowerPlan.from_lists([["f1", "f4", "f0", "f2"], ["f6", "f3", "f5", "f7"]]))[0] == 0.0
     assert not FeatureAffinity.collect_interactions(batches_of(ids, labels), triples=False).triples
 
 

@@ -13,7 +13,7 @@ import pytest
 
 import dmt.partitioner.partitioner
 from dmt.errors import InputError
-from dmt.partitioner import FeatureAffinity, Interaction, PartitionRules, TowerPartitioner, share_within, tower_affinity
+from dmt.partitioner import FeatureAffinity, Interaction, PartitionRules, TowerPartitioner, tower_affinity
 from dmt.partitioner.partition import compare_towers
 from dmt.partitioner.verdict import judge_meaning
 from dmt.plan.tables import TableSpec
@@ -32,7 +32,7 @@ def test_planted_groups_are_recovered(num_features, num_groups, seed):
     affinity, groups = planted_affinity(num_features, num_groups, seed=seed)
     plan = TowerPartitioner(num_towers=num_groups, seed=seed).fit(affinity)
     assert rand_index(plan, groups) == 1.0
-    assert plan.affinity["within_towers"] > plan.affinity["within_strided_towers"] + 0.3
+    assert plan.affinity["within"] > plan.affinity["within_strided"] + 0.3
 
 
 @pytest.mark.parametrize("strategy", ["coherent", "diverse"])
@@ -70,7 +70,7 @@ def test_coherent_gathers_and_diverse_spreads_the_groups():
     assert rand_index(coherent, groups) == 1.0
     assert rand_index(diverse, groups) < 0.1
     summary = diverse.affinity
-    assert summary["within_towers"] < summary["within_strided_towers"] < coherent.affinity["within_towers"]
+    assert summary["within"] < summary["within_strided"] < coherent.affinity["within"]
     assert (coherent.strategy, diverse.strategy) == ("coherent", "diverse")
 
 
@@ -95,7 +95,7 @@ def test_a_balance_ratio_lets_towers_differ():
 def test_one_feature():
     plan = TowerPartitioner(num_towers=1).fit(FeatureAffinity(matrix=[[1.0]], features=["only"]))
     assert plan.to_lists() == [["only"]]
-    assert (plan.affinity["within_towers"], plan.affinity["between_towers"], plan.affinity["normalized_stress"]) == (
+    assert (plan.affinity["within"], plan.affinity["between"], plan.affinity["normalized_stress"]) == (
         None,
         None,
         0,
@@ -239,7 +239,7 @@ def test_a_triple_counts_where_all_three_are_together():
     found = TowerPartitioner(num_towers=2).partition(measured)
     assert any({"a", "d", "g"} <= set(tower) for tower in found.plan.to_lists())
     assert (found.comparison.within, found.comparison.within_strided) == (1.0, 0.0)
-    assert share_within(measured, TowerPlan.from_lists([list("adbc"), list("gefh")])) == 0.0
+    assert tower_affinity(measured, TowerPlan.from_lists([list("adbc"), list("gefh")])) == (0.0, 1.0)
     apart = TowerPartitioner(num_towers=2, strategy="apart").partition(measured)
     assert apart.comparison.within == 0.0
     # A triple of which two share a table is together where the third joins them.

@@ -7,11 +7,10 @@ import itertools
 import numpy as np
 import pytest
 
-from dmt.errors import InputError
 from dmt.partitioner import search
 from dmt.partitioner.points import embed_distances, group_points
 from dmt.partitioner.problem import size_bounds
-from dmt.partitioner.search import Bounds, Costs, check_bounds, even_start, local_search, search_towers
+from dmt.partitioner.search import Bounds, Costs, even_start, local_search, search_towers
 from tests.partitioner.instances import random_apart, random_bounds, random_labels, random_squares
 
 
@@ -156,30 +155,6 @@ def test_exact_ties_end_the_search():
     start = np.arange(30) % 6
     costs = Costs(pairs=squared, per_feature=True)
     assert local_search(costs, start, num_towers=6, bounds=bounds).tolist() == start.tolist()
-
-
-@pytest.mark.parametrize(
-    ("upper", "towers", "message"),
-    [
-        ([9, 9, 9], 4, "num_towers=4 exceeds the 3 features to place, and no tower may be empty"),
-        ([9, 4.9, 9], 2, r"feature 'b' needs 5 work, but a tower may have 4\.9 at most\. Raise max_work_ratio"),
-        ([9, 9, 3.5], 2, r"the features need 9 bytes in all, but 2 towers of at most 3\.5 hold 7"),
-        ([1, 9, 9], 2, r"the features need 3 features in all, but 2 towers of at most 1 hold 2\. Raise balance_ratio"),
-    ],
-)
-def test_limits_that_no_assignment_holds_are_refused_with_the_reason(upper, towers, message):
-    bounds = Bounds(
-        loads=np.array([[1, 1, 1], [1, 5, 1], [3, 3, 3.0]]), lower=np.zeros(3), upper=np.array(upper, float)
-    )
-    with pytest.raises(InputError, match=message):
-        check_bounds([["a"], ["b"], ["c"]], bounds, towers, "")
-
-
-def test_features_to_part_beyond_the_towers_are_refused():
-    apart = ~np.eye(3, dtype=bool)
-    bounds = Bounds(loads=np.ones((3, 3)), lower=np.zeros(3), upper=np.full(3, 9.0), apart=apart)
-    with pytest.raises(InputError, match=r"3 features must all be apart from each other \('a', 'b', 'c' \.\.\.\)"):
-        check_bounds([["a"], ["b"], ["c"]], bounds, 2, "")
 
 
 @pytest.mark.parametrize(

@@ -39,8 +39,8 @@ from dmt.training.config import to_toml
 from tests.partitioner.clicks import planted_clicks
 from tests.programs import run_program
 from tests.ranks import run_ranks
-from tests.training.checkpoints.made import make_checkpoint, save_alone
-from tests.training.small import plain, small
+from tests.training.checkpoints.made import make_checkpoint
+from tests.training.small import small
 from tests.waiting import wait_until
 
 
@@ -214,26 +214,6 @@ def test_entities_have_towers_of_their_own(affinity: Path, tmp_path: Path) -> No
     }
 
 
-def test_entities_are_measured_on_the_batches_of_a_run(tmp_path: Path) -> None:
-    # 16 requests of 8 rows: what is the request's repeats in a batch, also where it has many values.
-    lines = [f"{i % 2},{i},{i // 8},{7 * (i // 8)},{i},{i // 8},{3 * i}" for i in range(128)]
-    (tmp_path / "rows.csv").write_text("\n".join(["label,d_1,c_a,c_b,c_c,c_d,c_e", *lines]) + "\n")
-    data = {"kind": "columns", "train_path": str(tmp_path / "rows.csv"), "categorical": ["c_*"], "dense": ["d_*"]}
-    run = small("dlrm", data={**data, "group_by": "c_a", "eval_fraction": 0.2}, train={"batch_size": 32})
-    save_alone(plain(run), tmp_path / "run" / "checkpoint", files={"config.toml": to_toml(run)})
-    files = ["--checkpoint", str(tmp_path / "run"), "--out", str(tmp_path / "towers.json"), "--towers", "2"]
-    result = dmt("partition", *files, "--entity", "auto")
-    assert result.exit_code == 0, result.output
-    found = {frozenset(tower.features) for tower in TowerPlan.load(tmp_path / "towers.json").towers}
-    assert found == {frozenset({"c_a", "c_b", "c_d"}), frozenset({"c_c", "c_e"})}
-    alone = dmt("partition", *files, "--entity", "auto", "--entity", "a=c_a")
-    assert "--entity auto measures all entities from the rows of --checkpoint" in " ".join(alone.output.split())
-    ungrouped = ["--data", str(tmp_path / "other.csv"), *files, "--entity", "auto"]
-    lines = [f"{i % 2},{i},{i},{i},{i},{i},{i}" for i in range(128)]
-    (tmp_path / "other.csv").write_text("\n".join(["label,d_1,c_a,c_b,c_c,c_d,c_e", *lines]) + "\n")
-    assert "no features of" in dmt("partition", *ungrouped).output
-
-
 def test_a_picture_of_no_known_kind_is_refused_before_the_work(affinity: Path, tmp_path: Path) -> None:
     files = ["--affinity", str(affinity), "--out", str(tmp_path / "new" / "t.json"), "--picture", "x.foo"]
     result = dmt("partition", *files, "--towers", "2")
@@ -296,7 +276,8 @@ def test_more_towers_than_features_by_cutting_tables(tmp_path: Path) -> None:
     refused = dmt(*arguments)
     assert refused.exit_code == 2
     assert "num_towers=5 exceeds the 3 features to place" in " ".join(refused.output.split())
-    result = dmt(*arguments, "--split-columns", "largest")
+    (tmp_path / "rules.toml").write_text("column_shards = { b = 2, c = 2 }")
+    result = dmt(*arguments, "--rules", str(tmp_path / "rules.toml"))
     assert result.exit_code == 0, result.output
     plan = TowerPlan.load(out)
     assert sorted(plan.features) == ["a", "b[0:8]", "b[8:16]", "c[0:8]", "c[8:16]"]
@@ -334,7 +315,7 @@ def test_no_output_is_begun_where_one_cannot_be_written(affinity: Path, tmp_path
         (["demo", "data.synthetic.num_dense=0"], "The data has no dense column"),
         (["partition", "--towers", "2", "--affinity", "a.npz", "--data", "x"], "--data goes with --checkpoint"),
         (["partition", "--towers", "2", "--affinity", "a.npz", "--entity", "u_*"], "'u_*' must be NAME=FEATURES"),
-        (["partition", "--towers", "2", "--affinity", "a.npz", "--entity", "auto"], "--checkpoint RUN_DIR: give it"),
+        (["partition", "--towers", "2", "--affinity", "a.npz", "--entity", "auto"], "'auto' must be NAME=FEATURES"),
         (
             ["partition", "--towers", "2", "--affinity", "a.npz", "--balance-ratio", "fre"],
             "--balance-ratio 'fre' must be",

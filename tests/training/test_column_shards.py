@@ -16,7 +16,7 @@ import torch
 
 from dmt.errors import InputError
 from dmt.models.sparse import whole_tables
-from dmt.partitioner import FeatureAffinity, TowerPartitioner
+from dmt.partitioner import FeatureAffinity, PartitionRules, TowerPartitioner
 from dmt.plan.towers import TowerPlan
 from dmt.sptt.mesh import TowerMesh
 from dmt.testing import gather_plain_state, load_plain_state
@@ -316,6 +316,6 @@ def test_new_towers_are_learned_from_a_checkpoint_of_shards(runs: tuple[Path, li
         # The same rows in another order: sums of double precision differ in their last places.
         np.testing.assert_allclose(affinity.matrix, wanted.matrix, rtol=0, atol=1e-12)
         # And the trainer takes the new plan, with other shards.
-        again = TowerPartitioner(num_towers=8, split_columns="even").fit(affinity)
+        again = TowerPartitioner(num_towers=8, rules=PartitionRules(column_shards={"*": 2})).fit(affinity)
         assert again.column_splits.keys() == set(FEATURES)
         assert tower_plan(config_of(folder / arch, arch, again), tables) == again

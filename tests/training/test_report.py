@@ -21,7 +21,7 @@ from dmt.training.console import ROWS
 from dmt.training.report import auc_standard_error, compare_runs, plot_curves, write_report
 from dmt.training.report.curves import RUN_COLORS, smooth
 
-AFFINITY = {"within_towers": 0.4567, "between_towers": 0.3214, "within_strided_towers": 0.3456}
+AFFINITY = {"within": 0.4567, "between": 0.3214, "within_strided": 0.3456}
 PNG = b"\x89PNG\r\n\x1a\n"
 
 
@@ -248,7 +248,7 @@ def arguments(tmp_path):
 
 
 def test_towers_from_interactions_are_told_as_such(tmp_path, arguments):
-    shares = {"measure": "interactions", "largest_gain": 0.02, "share_within": 0.81, "share_within_strided": 0.33}
+    shares = {"measure": "interactions", "largest_gain": 0.02, "within": 0.81, "within_strided": 0.33}
     plan = TowerPlan.from_lists(arguments["plan"].to_lists(), strategy="together", affinity=shares)
     text = " ".join(Page(write_report(tmp_path / "report.html", **arguments | {"plan": plan})).text.split())
     assert "Of all that was measured, the part of two features of one tower 0.810" in text
@@ -343,7 +343,7 @@ def test_towers_have_the_colours_of_the_picture(tmp_path, arguments):
     assert "is what the partitioner looks for" not in text
 
 
-@pytest.mark.parametrize("affinity", [{}, AFFINITY | {"within_towers": None}])
+@pytest.mark.parametrize("affinity", [{}, AFFINITY | {"within": None}])
 def test_a_mean_affinity_that_is_not_known_is_a_dash(tmp_path, arguments, affinity):
     arguments["plan"] = TowerPlan.from_lists([["a", "b"], ["c"]], strategy="diverse", affinity=affinity)
     arguments["sharding"] = sharding_of(arguments["plan"])

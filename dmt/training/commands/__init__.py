@@ -39,7 +39,7 @@ _function = click.option(
 _ADVANCED = {
     "check": ("--max-ranks", "--batch-size", "--steps"),
     "demo": ("--strategy",),
-    "partition": ("--affinity", "--save-affinity", "--dims", "--refine", "--seed", "--split-columns", "--function"),
+    "partition": ("--affinity", "--save-affinity", "--dims", "--refine", "--seed", "--function"),
     "prepare": ("--vocabulary", "--row-group-rows", "--memory-gib"),
     "bench-comms": ("--device", "--megabytes"),
     "export": ("--function",),
@@ -148,12 +148,7 @@ def doctor(as_json: bool) -> None:
 @click.option("--tower-module", help="dcn, dlrm or dlrm-products, for interactions; by default that of --checkpoint.")
 @click.option("--balance-ratio", default="1", show_default=True, help="Largest tower over smallest, at most; or free.")
 @click.option("--rules", type=click.Path(path_type=Path), help="TOML file: categories, entities, together, limits.")
-@click.option(
-    "--entity", multiple=True, metavar="NAME=FEATURES", help="Features (names, globs) in a tower of their own; or auto."
-)
-@click.option(
-    "--split-columns", default="no", show_default=True, help="no, largest or even: cut tables for more towers."
-)
+@click.option("--entity", multiple=True, metavar="NAME=FEATURES", help="Features, as names or globs, in one tower.")
 @click.option("--refine/--no-refine", default=True, help="Improve on the distances themselves; the paper does not.")
 @click.option("--dims", default=2, show_default=True, help="Dimensions in which features are grouped.")
 @click.option("--seed", default=0, show_default=True, help="Seed of the partitioner.")

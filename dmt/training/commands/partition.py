@@ -66,7 +66,6 @@ def run_partition(options: Mapping[str, Any], command: str) -> Partition:
         dims=options["dims"],
         seed=options["seed"],
         rules=rules,
-        split_columns=options["split_columns"],
         refine=options["refine"],
     )
     # Before a model is loaded and run.
@@ -257,19 +256,6 @@ def _measured(options: Mapping[str, Any], rules: PartitionRules, strategy: str) 
 
 
 def _entities(options: Mapping[str, Any]) -> dict[str, list[str]]:
-    if "auto" in options["entity"]:
-        if len(options["entity"]) > 1 or options["checkpoint"] is None:
-            raise InputError(
-                "--entity auto measures all entities from the rows of --checkpoint RUN_DIR: give it alone and with "
-                "that, or name the entities, such as --entity user='u_*'."
-            )
-        from dmt.training.partition import entities_of_run
-
-        run, functions = options["checkpoint"], options["function"]
-        found = entities_of_run(run, num_towers=options["towers"], data_path=options["data"], functions=functions)
-        for name, features in found.items():
-            _say(f"Entity {name}: {' '.join(features)}")
-        return found
     named: dict[str, list[str]] = {}
     for text in options["entity"]:
         name, _, patterns = text.partition("=")

@@ -24,14 +24,14 @@ __all__ = ["write_report"]
 
 # Keys of `TowerPlan.affinity`, and the pairs that they are the mean affinity of.
 _AFFINITIES = (
-    ("within_towers", "two features of one tower"),
-    ("within_strided_towers", "the same, had the towers been dealt out in turn (strided)"),
-    ("between_towers", "two features of different towers"),
+    ("within", "two features of one tower"),
+    ("within_strided", "the same, had the towers been dealt out in turn (strided)"),
+    ("between", "two features of different towers"),
 )
 # The same of towers from interactions.
 _SHARES = (
-    ("share_within", "two features of one tower"),
-    ("share_within_strided", "the same, had the towers been dealt out in turn (strided)"),
+    ("within", "two features of one tower"),
+    ("within_strided", "the same, had the towers been dealt out in turn (strided)"),
 )
 
 
