@@ -56,7 +56,7 @@ PRIVATE_NAMES: Mapping[str, str] = {
     "torch._C": "_current_graph_task_id",
     "torchrec.distributed.embeddingbag.ShardedEmbeddingBagCollection": (
         "_embedding_shardings _sharding_types _lookups _input_dists _output_dists _embedding_names _embedding_dims "
-        "_create_input_dist _pre_load_state_dict_hook _has_mean_pooling_callback"
+        "_pre_load_state_dict_hook _has_mean_pooling_callback"
     ),
     "torchrec.distributed.embedding_lookup.GroupedPooledEmbeddingsLookup": "_emb_modules",
     "torchrec.distributed.sharding.dp_sharding.BaseDpEmbeddingSharding": "_grouped_embedding_configs",
@@ -68,7 +68,6 @@ PRIVATE_NAMES: Mapping[str, str] = {
     "torchrec.distributed.sharding.grid_sharding.BaseGridEmbeddingSharding": (
         "_grouped_embedding_configs_per_rank _rank _intra_pg _local_size"
     ),
-    "torchrec.distributed.sharding.rw_sharding.RwSparseFeaturesDist": "zch_bucketize_row_pos",
     "torchrec.optim.optimizers.in_backward_optimizer_filter": "_in_backward_optimizers",
     "torchrec.distributed.embeddingbag": "_optimizer_classes _optimizer_kwargs",
     "torchrec.distributed.comm": "_INTRA_PG _CROSS_PG _NODE_GROUP_SIZE_2D",
@@ -141,16 +140,9 @@ class OpenShardedEBC(ShardedEmbeddingBagCollection):
         """Makes TorchRec compute and apply no divisor of its own for mean pooling."""
         self._has_mean_pooling_callback = False
 
-    def adjust_input_dists(self, exchanges: Sequence[Any]) -> None:
-        """Called once with the new id exchange of each lookup."""
-
     def take_local_shards(self, state_dict: dict[str, Any], prefix: str) -> dict[str, Tensor]:
         """Called before TorchRec reads a state dict; takes out what the module is to load as it is, by key."""
         return {}
-
-    def _create_input_dist(self, input_feature_names: list[str]) -> None:
-        super()._create_input_dist(input_feature_names)
-        self.adjust_input_dists(self._input_dists)
 
     @staticmethod
     def _pre_load_state_dict_hook(self: OpenShardedEBC, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:

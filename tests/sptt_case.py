@@ -38,7 +38,6 @@ from dmt import (
 )
 from dmt.number_formats import NUMBER_FORMATS
 from dmt.sharding.schemes import TablePlacement
-from dmt.sharding.user_rules import Tiers
 from dmt.sptt.dataflow import SPTTModule
 from dmt.sptt.precision import ExchangePrecision
 from dmt.sptt.state import TableTensor, table_tensors
@@ -219,7 +218,7 @@ def shard(case: Case, model: nn.Module, mesh: TowerMesh) -> DistributedModelPara
     of_data_parallel = [name for name, placement in case.pins().items() if placement.scheme == "data_parallel"]
     if case.kernel != "fused":
         tables_of_kernel = {f"t{i}" for i in range(len(case.dims))} - set(of_data_parallel)
-        own["tiers"] = Tiers(kernels=dict.fromkeys(sorted(tables_of_kernel), case.kernel))
+        own["kernels"] = dict.fromkeys(sorted(tables_of_kernel), case.kernel)
     planner = TowerShardingPlanner(mesh.topology, **own)
     wrapper = None if case.dense is None else HierarchicalDataParallel(mesh, **dict(case.dense))
     return DistributedModelParallel(

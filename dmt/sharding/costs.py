@@ -163,30 +163,19 @@ class CostModel:
         return sum(float(self.workload.pooling_factors.get(feature, 1.0)) for feature in table.feature_names)
 
     def shard(
-        self,
-        table: Any,
-        scheme: Scheme,
-        rows: int,
-        columns: int,
-        *,
-        share: float | None = None,
-        kernel: Kernel = "fused",
-        cache: float = 0.0,
+        self, table: Any, scheme: Scheme, rows: int, columns: int, *, kernel: Kernel = "fused", cache: float = 0.0
     ) -> ShardLoad:
         """Returns the load of a shard of ``rows`` x ``columns`` on its rank, for one step.
 
-        ``share`` is that of the table's lookups; by default all of a table or of its columns, 1 / L of its rows.
         ``cache`` is the ``cache_load_factor`` of kernels with one.
         """
-        ranks, samples, pooling = self.topology.ranks_per_tower, self.global_batch, self.pooling(table)
+        ranks, samples = self.topology.ranks_per_tower, self.global_batch
         features, number = len(table.feature_names), number_bytes(table)
         remote = (ranks - 1) / ranks
         # Row-wise a rank looks up the ids of its rows, data-parallel those of its peers' samples.
-        if share is None:
-            share = 1.0 if scheme in ("table_wise", "column_wise") else 1 / ranks
-        lookups = samples * pooling * share
+        lookups = samples * self.pooling(table) / (1 if scheme in ("table_wise", "column_wise") else ranks)
         touched = _LOOKUP_PASSES * lookups * columns * number
-        state = self._state_bytes(rows, columns)
+        state = _state_bytes(self.workload.optimizer, rows, columns)
         memory = rows * columns * number + state
         ids = outputs = reduced = 0.0
         if scheme == "data_parallel":
@@ -200,8 +189,15 @@ class CostModel:
             outputs = remote * samples * features * columns * self.hardware.exchange_bytes
         seconds = touched / (1e9 * self.hardware.memory_gb_per_s)
         seconds += (ids + 2 * outputs + reduced) / (1e9 * self.hardware.intra_tower_gb_per_s)
-        on_device, elsewhere = self._memories(memory, state, rows, kernel, cache)
-        return ShardLoad(seconds, on_device, lookups, ids, outputs, reduced, elsewhere)
+        elsewhere = 0
+        if kernel != "fused":
+            # FBGEMM keeps a state with one number for each row on the device.
+            on_device = state if self.workload.optimizer == "rowwise_adagrad" else 0
+            elsewhere, memory = memory - on_device, on_device
+        if kernel in ("fused_uvm_caching", "key_value"):
+            # A map of all rows, of 4 bytes each; and of each cached one its number and its last use, 8 bytes each.
+            memory += math.ceil(cache * rows * columns * number) + 4 * rows + 16 * math.ceil(cache * rows)
+        return ShardLoad(seconds, memory, lookups, ids, outputs, reduced, elsewhere)
 
     def shards(self, table: Any, placement: TablePlacement) -> list[tuple[int, ShardLoad]]:
         """(local rank, load) of every shard of a placed table."""
@@ -217,21 +213,9 @@ class CostModel:
             return 0.0
         return 1e-6 * self.hardware.collective_latency_us * _EXCHANGES[scheme]
 
-    def _memories(self, size: int, state: int, rows: int, kernel: Kernel, cache: float) -> tuple[int, int]:
-        """Bytes on the device and elsewhere, of weights and optimizer state together ``size``."""
-        if kernel == "fused":
-            return size, 0
-        # FBGEMM keeps a state with one number for each row on the device.
-        on_device = state if self.workload.optimizer == "rowwise_adagrad" else 0
-        elsewhere = size - on_device
-        if kernel != "fused_uvm":
-            # A map of all rows, of 4 bytes each; and of each cached one its number and its last use, 8 bytes each.
-            on_device += math.ceil(cache * (size - state)) + 4 * rows + 16 * math.ceil(cache * rows)
-        return on_device, elsewhere
 
-    def _state_bytes(self, rows: int, columns: int) -> int:
-        per_row = {"rowwise_adagrad": 4, "adagrad": 4 * columns, "adam": 8 * columns, "sgd": 0}
-        return rows * per_row[self.workload.optimizer]
+def _state_bytes(optimizer: SparseOptimizer, rows: int, columns: int) -> int:
+    return rows * {"rowwise_adagrad": 4, "adagrad": 4 * columns, "adam": 8 * columns, "sgd": 0}[optimizer]
 
 
 def replicated_bytes(plan: TowerShardingPlan, tables: Iterable[Any]) -> int:
@@ -241,12 +225,10 @@ def replicated_bytes(plan: TowerShardingPlan, tables: Iterable[Any]) -> int:
     counted: they are whole on every rank, and reduced in every step. With M replicas on W ranks, a rank holds
     S (M - 1) / W more than if all shared one copy, and sends 2 S (M - 1) / W in an averaging.
     """
-    model = CostModel(topology=plan.topology, workload=plan.workload, hardware=plan.hardware)
-    numbers = 0
+    size = 0
     for table in tables:
         placement = plan.placements[table.name]
-        if placement.scheme != "data_parallel":
-            for shard, (_, load) in zip(table_shards(table, placement), model.shards(table, placement), strict=True):
-                size = shard.rows * shard.columns
-                numbers += size + (load.memory - size * number_bytes(table)) // 4
-    return 4 * numbers
+        for shard in table_shards(table, placement) if placement.scheme != "data_parallel" else ():
+            size += 4 * shard.rows * shard.columns
+            size += _state_bytes(plan.workload.optimizer, shard.rows, shard.columns)
+    return size

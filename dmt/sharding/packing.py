@@ -16,13 +16,14 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Option", "Packed", "Packing", "Problem", "differencing", "greedy", "pack"]
+__all__ = ["Option", "Packing", "Problem", "differencing", "greedy", "pack"]
 
 Vector = NDArray[np.float64]
 
+_INF = np.inf
 # The largest load of a rank, and the largest part of an item, up to which `greedy` takes the cheapest option; in mean
 # loads that are possible at best.
-_TARGETS = ((np.inf, 1.0), (np.inf, 0.5), (1.5, 1.5), (1.1, 1.1), (1.0, 1.0), (0.5, 0.5))
+_TARGETS = ((_INF, 1.0), (_INF, 0.5), (_INF, 0.25), (1.5, 1.5), (1.1, 1.1), (1.05, 0.8), (1.0, 1.0), (0.5, 0.5))
 # Smaller sets of kinds that can save less than this share are not tried.
 _KINDS_GAIN = 0.005
 # Share above an even load at which no better places are looked for.
@@ -40,8 +41,8 @@ class Option(NamedTuple):
     """Bytes of each part."""
     everywhere_cost: float
     """Cost on every rank."""
-    everywhere_memory: Vector | None
-    """[L] memory on each rank; None: none."""
+    everywhere_memory: float
+    """Bytes on every rank."""
     kind: int
     """Index of its fixed cost in `Problem.fixed`."""
 
@@ -49,11 +50,14 @@ class Option(NamedTuple):
         """Cost summed over ranks."""
         return sum(self.part_costs) + num_ranks * self.everywhere_cost
 
+    def all_memory(self, num_ranks: int) -> float:
+        """Bytes of all ranks together."""
+        return sum(self.part_memory) + num_ranks * self.everywhere_memory
+
     @property
     def most_memory(self) -> float:
         """Largest memory on one rank."""
-        spread = 0.0 if self.everywhere_memory is None else float(self.everywhere_memory.max())
-        return spread + max(self.part_memory, default=0.0)
+        return self.everywhere_memory + max(self.part_memory, default=0.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -118,46 +122,33 @@ class Packing:
         """Places an item."""
         self.chosen[item], self.ranks[item] = option, tuple(ranks)
         self.cost += option.everywhere_cost
-        if option.everywhere_memory is not None:
-            self.memory += option.everywhere_memory
+        self.memory += option.everywhere_memory
         for rank, cost, memory in zip(ranks, option.part_costs, option.part_memory, strict=True):
             self.cost[rank] += cost
             self.memory[rank] += memory
 
     def room_for(self, option: Option, order: NDArray[np.int64]) -> tuple[int, ...] | None:
         """The first ranks of ``order`` that have room for an option's parts, by part; None: there is no room."""
-        limit = self.problem.capacity
-        if limit < np.inf:
-            memory = self.memory if option.everywhere_memory is None else self.memory + option.everywhere_memory
-            if (memory > limit).any():
-                return None
-            order = order[memory[order] + max(option.part_memory, default=0.0) <= limit]
-        if len(order) < len(option.part_costs):
+        room = self.problem.capacity - option.everywhere_memory
+        if self.memory.max() > room:
             return None
-        return tuple(order[: len(option.part_costs)].tolist())
+        if self.problem.capacity < np.inf:
+            order = order[self.memory[order] + max(option.part_memory, default=0.0) <= room]
+        num_parts = len(option.part_costs)
+        return tuple(order[:num_parts].tolist()) if len(order) >= num_parts else None
 
     @property
     def num_cut(self) -> int:
         """Items in more than one part."""
         return sum(len(ranks) > 1 for ranks in self.ranks.values())
 
-    @property
+    @cached_property
     def objective(self) -> float:
         """Cost of the busiest rank."""
         return float(self.cost.max()) + self.problem.fixed_cost({option.kind for option in self.chosen.values()})
 
 
-class Packed(NamedTuple):
-    """Packing that `pack` chose."""
-
-    packing: Packing
-    method: str
-    """Name of the heuristic, for the report."""
-    cost: float
-    """Cost of the busiest rank."""
-
-
-def pack(problem: Problem) -> Packed | None:
+def pack(problem: Problem) -> Packing | None:
     """Places all items by greedy and by largest differencing, and keeps the better packing (Neo, section 4.1).
 
     This is repeated with ever finer cuts (`greedy` chooses the options for both), and without some
@@ -170,30 +161,29 @@ def pack(problem: Problem) -> Packed | None:
     found = list(_with_finer_cuts(problem))
     most_fixed = problem.fixed_cost({option.kind for options in problem.options for option in options})
     for kinds, fewer in _fewer_kinds(problem):
-        least = min((packed.cost for packed in found), default=0.0)
+        least = min((packing.objective for packing in found), default=0.0)
         # No more than the fixed costs of the other kinds can be saved.
         if most_fixed - problem.fixed_cost(kinds) >= least * _KINDS_GAIN:
             found += _with_finer_cuts(fewer)
-    most = min((packed.cost for packed in found), default=0.0) * (1 + problem.tolerance)
-    kept = [packed for packed in found if packed.cost <= most]
-    return min(kept, key=lambda packed: (packed.packing.num_cut, packed.cost), default=None)
+    most = min((packing.objective for packing in found), default=0.0) * (1 + problem.tolerance)
+    kept = [packing for packing in found if packing.objective <= most]
+    return min(kept, key=lambda packing: (packing.num_cut, packing.objective), default=None)
 
 
-def _with_finer_cuts(problem: Problem) -> Iterator[Packed]:
+def _with_finer_cuts(problem: Problem) -> Iterator[Packing]:
     """The better of the two heuristics for each target that has a packing."""
     mean, enough = problem.least_mean, problem.lower_bound * (1 + _ENOUGH)
     for target, part in _TARGETS:
         limits = target * mean, part * mean
-        first = greedy(problem, *limits) or greedy(problem, *limits, by_memory=True)
-        if first is None:
+        better = greedy(problem, *limits) or greedy(problem, *limits, by_memory=True)
+        if better is None:
             continue
-        better = Packed(first, "greedy", first.objective)
-        if first.cost.max() > first.cost.mean() * (1 + _CLOSE):  # else it is even
-            second = differencing(problem, [first.chosen[item] for item in range(len(problem.options))])
-            if (second.memory <= problem.capacity).all() and second.objective < first.objective:
-                better = Packed(second, "largest differencing", second.objective)
+        if better.cost.max() > better.cost.mean() * (1 + _CLOSE):  # else it is even
+            second = differencing(problem, [better.chosen[item] for item in range(len(problem.options))])
+            if (second.memory <= problem.capacity).all() and second.objective < better.objective:
+                better = second
         yield better
-        if better.cost <= enough:
+        if better.objective <= enough:
             break
 
 

@@ -7,6 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
+from itertools import product
 from typing import Any
 
 from dmt.errors import InputError
@@ -16,7 +17,7 @@ from dmt.plan.topology import TowerTopology
 from dmt.sharding.costs import Hardware, StepWorkload
 from dmt.sharding.schemes import SCHEMES, TablePlacement
 
-__all__ = ["SHARDING_FORMAT", "RankLoad", "TableSharding", "TowerLoad", "TowerShardingPlan", "imbalance_of"]
+__all__ = ["SHARDING_FORMAT", "RankLoad", "TableSharding", "TowerShardingPlan", "imbalance_of"]
 
 SHARDING_FORMAT = 1
 _REMEDY = "Re-run `dmt plan`."
@@ -47,37 +48,13 @@ class RankLoad:
     """Local rank, 0..L-1."""
     memory: int
     """Bytes of weights, optimizer state, dense gradients and caches on its device."""
-    lookups: float
-    """Rows read per step."""
-    bytes_sent: float
-    """Bytes sent inside the tower per step: ids, embeddings, their gradients, and all-reduces."""
     seconds: float
     """Cost of a step in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
-class TowerLoad:
-    """One tower."""
-
-    tower: int
-    num_tables: int
-    method: str
-    """Method that placed its tables."""
-    imbalance: float
-    """Cost of its busiest rank over the mean."""
-    peer_bytes: float
-    """Bytes of embeddings that all its ranks together send to other towers in a step's forward pass, without
-    compression by a tower module; in one replica."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class TowerShardingPlan:
-    """A sharding plan that explains itself; made by `dmt.sharding.plan_tables.plan_tables`.
-
-    Raises:
-        InputError: a table is listed twice or is not on ranks of the topology, or ``ranks`` and ``towers`` are not
-            those of the topology, in order.
-    """
+    """A sharding plan that explains itself; made by `dmt.sharding.plan_tables.plan_tables`."""
 
     topology: TowerTopology
     workload: StepWorkload
@@ -86,27 +63,16 @@ class TowerShardingPlan:
     """Tower by tower, in the order they were given in."""
     ranks: tuple[RankLoad, ...]
     """Tower by tower, local rank by local rank."""
-    towers: tuple[TowerLoad, ...]
     notes: tuple[str, ...] = ()
     """Further notes for the reader."""
 
     def __post_init__(self) -> None:
-        towers, local_ranks = range(self.topology.num_towers), range(self.topology.ranks_per_tower)
         for name, count in Counter(table.name for table in self.tables).items():
             if count > 1:
                 raise InputError(f"Table {name!r} is placed {count} times; place it once.")
-        for table in self.tables:
-            if table.tower not in towers or not set(table.placement.ranks) <= set(local_ranks):
-                raise InputError(
-                    f"Table {table.name!r} is on ranks {list(table.placement.ranks)} of tower {table.tower}, but there "
-                    f"are towers 0..{towers[-1]} of ranks 0..{local_ranks[-1]}."
-                )
-        if [(rank.tower, rank.local) for rank in self.ranks] != [(t, r) for t in towers for r in local_ranks]:
-            raise InputError(
-                f"ranks must list the load of ranks 0..{local_ranks[-1]} of towers 0..{towers[-1]}, in order."
-            )
-        if [tower.tower for tower in self.towers] != list(towers):
-            raise InputError(f"towers must list towers 0..{towers[-1]}, in order.")
+        sizes = self.topology.num_towers, self.topology.ranks_per_tower
+        if [(rank.tower, rank.local) for rank in self.ranks] != list(product(*map(range, sizes))):
+            raise InputError(f"ranks must list the load of {sizes[0]} x {sizes[1]} ranks, tower by tower, in order.")
 
     @property
     def placements(self) -> dict[str, TablePlacement]:

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import logging
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, Literal, cast
 
-from fbgemm_gpu.split_table_batched_embeddings_ops_common import CacheAlgorithm
 from torch import nn
 from torch.distributed._shard.metadata import ShardMetadata
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import PlannerError
 from torchrec.distributed.types import (
     CacheParams,
@@ -23,38 +24,40 @@ from torchrec.distributed.types import (
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from dmt.errors import InputError
-from dmt.formatting import human_bytes
+from dmt.formatting import human_bytes, shorten
 from dmt.plan.tables import number_bytes
 from dmt.plan.topology import TowerTopology
 from dmt.sharding.costs import Hardware, SparseOptimizer, StepWorkload
 from dmt.sharding.optimizers import data_parallel_obstacle, optimizer_name
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.sharding.plan_tables import plan_tables
-from dmt.sharding.schemes import SCHEMES, IdRoute, Scheme, TablePlacement, table_shards
-from dmt.sharding.user_rules import CachePolicy, Rule, ShardingRules, Tiers
+from dmt.sharding.schemes import SCHEMES, Kernel, Rule, Scheme, ShardingRules, TablePlacement, table_shards
 
-__all__ = ["TowerShardingPlanner", "parameter_sharding"]
+__all__ = ["TowerShardingPlanner", "parameter_sharding", "plan_by_torchrec"]
 
 _OTHER_SCHEMES = [ShardingType.TABLE_WISE.value, ShardingType.ROW_WISE.value, ShardingType.COLUMN_WISE.value]
+_NO_LIMIT = 2**50  # bytes
 
 
 class TowerShardingPlanner:
     """Plans where each table lives inside its tower (Neo, section 4.1; see `dmt.sharding.plan_tables.plan_tables`).
 
     Needs no process group: every rank computes the same plan. Ranks in it are local to the tower (0..L-1), so one plan
-    serves every tower and replica; the sharders turn them into global ranks.
+    serves every tower and replica; the sharders turn them into global ranks. How ids travel is taken from the sharders.
 
     Args:
         topology: the mesh sizes.
         scheme: one of `SCHEMES` for every table that can have it, several of them, or ``"auto"``. A table that can have
             none of them stays whole.
-        pinned: what is decided for single tables, by name or pattern: a scheme, several, or a `TablePlacement`.
+        pinned: what is decided for single tables, by name or pattern: a scheme, or a `TablePlacement`.
+        kernels: TorchRec's kernels of single tables, by name or pattern (`dmt.sharding.schemes.Kernel`).
         workload: batch size, ids per sample and optimizer of the tables; without it, `plan` and `explain` take the
             optimizer from the sharders' ``fused_params``.
         hardware: memory and rates of a rank.
-        id_route: how ids travel; `plan` and `explain` take it from the sharders.
         device_type: ``"cpu"`` or ``"cuda"``.
-        tiers: kernels of single tables, and their caches.
+
+    Raises:
+        InputError: an unknown scheme or kernel.
     """
 
     def __init__(
@@ -63,19 +66,15 @@ class TowerShardingPlanner:
         *,
         scheme: Scheme | Sequence[Scheme] | Literal["auto"] = "auto",
         pinned: Mapping[str, Rule] | None = None,
+        kernels: Mapping[str, Kernel] | None = None,
         workload: StepWorkload | None = None,
         hardware: Hardware | None = None,
-        id_route: IdRoute = "peer",
         device_type: str = "cpu",
-        tiers: Tiers | None = None,
     ) -> None:
-        self.topology = topology
         schemes = SCHEMES if scheme == "auto" else (scheme,) if isinstance(scheme, str) else tuple(scheme)
+        self.topology = topology
         self.rules = ShardingRules(
-            schemes=cast("tuple[Scheme, ...]", schemes),
-            tables=dict(pinned or {}),
-            id_route=id_route,
-            tiers=tiers or Tiers(),
+            schemes=cast("tuple[Scheme, ...]", schemes), tables=dict(pinned or {}), kernels=dict(kernels or {})
         )
         self.workload = workload
         self.hardware = hardware or Hardware()
@@ -85,7 +84,7 @@ class TowerShardingPlanner:
         """Plans every module of ``model`` that one of the sharders handles.
 
         Modules of TorchRec's own sharders, such as ``EmbeddingCollectionSharder`` for sequences of ids, are planned
-        over all ranks by TorchRec's ``EmbeddingShardingPlanner``; rules, workload and hardware are not for them.
+        over all ranks by TorchRec's ``EmbeddingShardingPlanner``; rules, workload and rates are not for them.
 
         Args:
             model: the unsharded model.
@@ -99,51 +98,17 @@ class TowerShardingPlanner:
             InputError: no module fits a tower sharder, a collection of tables fits none, a rule names no table, tables
                 do not fit (see `plan_tables`), or TorchRec cannot place its own.
         """
-        modules = self._modules(model, sharders)
+        modules, others = _modules(model, sharders)
         placements = self._explain(modules, sharders).placements
-        plan = {path: EmbeddingModuleShardingPlan() for path in modules}
+        plan: dict[str, Any] = {path: EmbeddingModuleShardingPlan() for path in modules}
         for path, tables_by_tower in modules.items():
             for table in (table for tables in tables_by_tower for table in tables):
-                placement = placements[table.name]
-                plan[path][table.name] = parameter_sharding(
-                    table, placement, device_type=self.device_type, cache_policy=self.rules.tiers.cache_policy
-                )
-        others = self._plan_others(_others(model, sharders, modules), sharders)
-        return ShardingPlan(plan={**plan, **others})
-
-    def _plan_others(self, others: Mapping[str, nn.Module], sharders: Sequence[Any]) -> dict[str, Any]:
-        """Plans modules of TorchRec's sharders over all ranks, by path."""
-        if not others:
-            return {}
-        if self.topology.num_replicas > 1:
-            raise InputError(
-                f"{next(iter(others))!r} is for a sharder of TorchRec's, which knows no replicas, but the topology has "
-                f"{self.topology.num_replicas}. Use one replica, or bags of ids in towers."
-            )
-        # Alone: of the whole model it would plan the tables inside our modules, too.
-        alone = nn.ModuleDict({str(number): module for number, module in enumerate(others.values())})
-        tables = {name.split(".")[-2] for name, _ in alone.named_parameters() if name.endswith(".weight")}
-        planner = EmbeddingShardingPlanner(
-            topology=Topology(
-                world_size=self.topology.world_size,
-                local_world_size=self.topology.ranks_per_tower,
-                compute_device=self.device_type,
-            ),
-            # Not data-parallel: TorchRec drops the fused optimizer of such tables without a word.
-            constraints={name: ParameterConstraints(sharding_types=_OTHER_SCHEMES) for name in tables},
-        )
-        try:
-            found = planner.plan(alone, [s for s in sharders if not hasattr(s, "tables_by_tower")]).plan
-        except (PlannerError, RuntimeError) as error:
-            raise InputError(
-                f"TorchRec's planner cannot place the tables of {list(others)}: {str(error).partition(chr(10))[0]} "
-                "Plan them yourself: plan.plan[path] = ..."
-            ) from error
-        return {path: found[str(number)] for number, path in enumerate(others)}
+                plan[path][table.name] = parameter_sharding(table, placements[table.name], self.device_type)
+        return ShardingPlan(plan=plan | self._plan_others(others, sharders))
 
     def explain(self, model: nn.Module, sharders: Sequence[Any]) -> TowerShardingPlan:
         """The plan behind `plan`, with costs, loads and reasons."""
-        return self._explain(self._modules(model, sharders), sharders)
+        return self._explain(_modules(model, sharders)[0], sharders)
 
     def _explain(self, modules: Mapping[str, Sequence[Sequence[Any]]], sharders: Sequence[Any]) -> TowerShardingPlan:
         # Together: the modules of a model share the ranks.
@@ -160,49 +125,118 @@ class TowerShardingPlanner:
             workload = _same_optimizer(workload, settings)
         return plan_tables(towers, self.topology, workload=workload, hardware=self.hardware, rules=rules)
 
-    @staticmethod
-    def _modules(model: nn.Module, sharders: Sequence[Any]) -> dict[str, list[list[Any]]]:
-        """The tables by mesh tower of every module that a sharder handles, by path; nothing inside of those."""
-        modules: dict[str, list[list[Any]]] = {}
-        for path, module in model.named_modules():
-            sharder = _sharder_of(module, sharders)
-            if hasattr(sharder, "tables_by_tower") and not _is_inside(path, modules):
-                modules[path] = [list(tables) for tables in sharder.tables_by_tower(module)]
-        if not modules:
-            kinds = sorted({s.module_type.__name__ for s in sharders if hasattr(s, "tables_by_tower")})
-            if not kinds:
-                raise InputError("TowerShardingPlanner: none of the sharders is dmt's. Use TorchRec's own planner.")
-            raise InputError(f"{type(model).__name__} has no module of type {kinds} to shard.")
-        return modules
+    def _plan_others(self, others: Mapping[str, nn.Module], sharders: Sequence[Any]) -> dict[str, Any]:
+        """Plans modules of TorchRec's sharders over all ranks, by path."""
+        if not others:
+            return {}
+        if self.topology.num_replicas > 1:
+            raise InputError(
+                f"{next(iter(others))!r} is for a sharder of TorchRec's, which knows no replicas, but the topology has "
+                f"{self.topology.num_replicas}. Use one replica, or bags of ids in towers."
+            )
+        # Alone: of the whole model it would plan the tables inside our modules, too.
+        alone = nn.ModuleDict({str(number): module for number, module in enumerate(others.values())})
+        tables = {name.split(".")[-2] for name, _ in alone.named_parameters() if name.endswith(".weight")}
+        # Not data-parallel: TorchRec drops the fused optimizer of such tables without a word.
+        constraints = {name: ParameterConstraints(sharding_types=_OTHER_SCHEMES) for name in tables}
+        theirs = [sharder for sharder in sharders if not hasattr(sharder, "tables_by_tower")]
+        found = plan_by_torchrec(
+            alone,
+            theirs,
+            self.topology,
+            constraints=constraints,
+            memory_per_rank=self.hardware.memory_per_rank,
+            device_type=self.device_type,
+        ).plan
+        return {path: found[str(number)] for number, path in enumerate(others)}
 
 
-def _sharder_of(module: nn.Module, sharders: Sequence[Any]) -> Any:
-    return next((sharder for sharder in sharders if type(module) is sharder.module_type), None)
+def plan_by_torchrec(
+    model: nn.Module,
+    sharders: Sequence[Any],
+    topology: TowerTopology,
+    *,
+    constraints: dict[str, ParameterConstraints],
+    memory_per_rank: int | None = None,
+    batch_size: int | None = None,
+    device_type: str = "cpu",
+) -> ShardingPlan:
+    """Places the tables of TorchRec's sharders over all ranks, by TorchRec's ``EmbeddingShardingPlanner``.
 
-
-def _is_inside(path: str, modules: Iterable[str]) -> bool:
-    return any(outer == "" or path == outer or path.startswith(f"{outer}.") for outer in modules)
-
-
-def _others(model: nn.Module, sharders: Sequence[Any], modules: Mapping[str, Any]) -> dict[str, nn.Module]:
-    """The modules beside those that are planned already which one of the sharders handles, by path.
+    Args:
+        model: the unsharded model; all its modules that a sharder handles are planned.
+        sharders: TorchRec's.
+        topology: the mesh sizes; what TorchRec takes for a host are its hosts.
+        constraints: of single tables, by name.
+        memory_per_rank: bytes for tables and their optimizer state; None: no limit.
+        batch_size: samples per rank; None: TorchRec's default.
+        device_type: ``"cpu"`` or ``"cuda"``.
 
     Raises:
-        InputError: a collection of tables is for none.
+        InputError: the planner cannot place the tables.
     """
+    room = _NO_LIMIT if memory_per_rank is None else memory_per_rank  # else TorchRec has a limit of its own
+    planner = EmbeddingShardingPlanner(
+        topology=Topology(
+            world_size=topology.world_size,
+            local_world_size=topology.host_size,
+            compute_device=device_type,
+            hbm_cap=room if device_type == "cuda" else None,
+            ddr_cap=room if device_type == "cpu" else None,
+        ),
+        batch_size=batch_size,
+        constraints=constraints,
+        # The limit is for tables.
+        storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
+    )
+    # TorchRec warns of how its planner is called, and of every data-parallel table.
+    before = logging.root.manager.disable
+    logging.disable(max(before, logging.WARNING))
+    try:
+        return planner.plan(model, list(sharders))
+    except PlannerError as error:
+        names = sorted(constraints)
+        limit = "" if memory_per_rank is None else f" with {human_bytes(memory_per_rank)} of memory per rank"
+        raise InputError(
+            f"TorchRec's planner cannot place the {len(names)} tables {shorten(names, ', ')}{limit}: "
+            f"{str(error).strip().partition(chr(10))[0]} Allow other schemes or more memory, use more ranks, or plan "
+            "them yourself (plan.plan[path] = ...)."
+        ) from error
+    finally:
+        logging.disable(before)
+
+
+def _modules(model: nn.Module, sharders: Sequence[Any]) -> tuple[dict[str, list[list[Any]]], dict[str, nn.Module]]:
+    """The modules that the sharders handle, by path, the outermost ones.
+
+    Returns:
+        The tables by mesh tower of those of the tower sharders, and the modules of TorchRec's.
+
+    Raises:
+        InputError: a collection of tables is for no sharder, or no module for a tower sharder.
+    """
+    towers: dict[str, list[list[Any]]] = {}
     others: dict[str, nn.Module] = {}
     for path, module in model.named_modules():
-        if _is_inside(path, (*modules, *others)):
+        if any(outer == "" or path.startswith(f"{outer}.") for outer in (*towers, *others)):
             continue
-        if _sharder_of(module, sharders) is not None:
-            others[path] = module
-        elif isinstance(module, EmbeddingBagCollection | EmbeddingCollection):
+        sharder = next((sharder for sharder in sharders if type(module) is sharder.module_type), None)
+        if sharder is None and isinstance(module, EmbeddingBagCollection | EmbeddingCollection):
             kind = type(module).__name__
             raise InputError(
                 f"TowerShardingPlanner: no sharder is for {path!r} ({kind}), so every rank would hold and train all "
                 f"of its tables. Add TorchRec's {kind}Sharder() to the sharders, here and of DistributedModelParallel."
             )
-    return others
+        if hasattr(sharder, "tables_by_tower"):
+            towers[path] = [list(tables) for tables in sharder.tables_by_tower(module)]
+        elif sharder is not None:
+            others[path] = module
+    if not towers:
+        kinds = sorted({s.module_type.__name__ for s in sharders if hasattr(s, "tables_by_tower")})
+        if not kinds:
+            raise InputError("TowerShardingPlanner: none of the sharders is dmt's. Use TorchRec's own planner.")
+        raise InputError(f"{type(model).__name__} has no module of type {kinds} to shard.")
+    return towers, others
 
 
 def _same_optimizer(workload: StepWorkload | None, settings: Mapping[str, Any]) -> StepWorkload | None:
@@ -221,9 +255,7 @@ def _same_optimizer(workload: StepWorkload | None, settings: Mapping[str, Any]) 
     return workload
 
 
-def parameter_sharding(
-    table: Any, placement: TablePlacement, *, device_type: str = "cpu", cache_policy: CachePolicy = "lru"
-) -> ParameterSharding:
+def parameter_sharding(table: Any, placement: TablePlacement, device_type: str = "cpu") -> ParameterSharding:
     """Returns TorchRec's ``ParameterSharding`` of a placed table, ranks and placements local to the tower.
 
     Raises:
@@ -236,7 +268,6 @@ def parameter_sharding(
             "behind caches of GPUs, and this run is on CPUs. Use 'fused_uvm_caching', or GPUs."
         )
     has_cache = placement.kernel in ("fused_uvm_caching", "key_value")
-    algorithm = CacheAlgorithm.LFU if cache_policy == "lfu" else CacheAlgorithm.LRU
     if placement.scheme == "data_parallel":
         return ParameterSharding(
             sharding_type=ShardingType.DATA_PARALLEL.value,
@@ -252,5 +283,5 @@ def parameter_sharding(
         compute_kernel=placement.kernel,
         ranks=list(placement.ranks),
         sharding_spec=EnumerableShardingSpec(shards),
-        cache_params=CacheParams(algorithm, load_factor=placement.cache_load_factor) if has_cache else None,
+        cache_params=CacheParams(load_factor=placement.cache_load_factor) if has_cache else None,
     )

@@ -1,23 +1,28 @@
-"""Sharding schemes: `TablePlacement` of a table in its tower, `table_shards`, and `why_not`. Pure arithmetic."""
+"""Sharding schemes: `TablePlacement` of a table in its tower, `table_shards`, `why_not`, and the user's rules. Pure."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence, Set
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple, get_args
 
-from dmt.errors import InputError
+from dmt.errors import InputError, did_you_mean
 from dmt.number_formats import TABLE_FORMATS, table_format
+from dmt.plan.split_across_towers import uncut_name
 from dmt.sharding.optimizers import data_parallel_obstacle
 
 __all__ = [
     "ID_ROUTES",
     "KERNELS",
     "SCHEMES",
+    "Allowed",
     "IdRoute",
     "Kernel",
+    "Rule",
     "Scheme",
+    "ShardingRules",
     "TablePlacement",
     "TableShard",
     "check_columns",
@@ -152,26 +157,23 @@ def check_columns(table: Any) -> None:
 
 
 def row_shards(num_embeddings: int, num_shards: int) -> list[int]:
-    """Rows of the row shards of a table: equal blocks, the last one shorter; no shard is empty.
+    """Rows of the row shards of a table: equal blocks, the last one shorter, as TorchRec's bucketizer takes them.
 
     Raises:
-        InputError: there are fewer rows than shards.
+        InputError: a shard would be empty.
 
     Example:
-        >>> row_shards(10, 4), row_shards(5, 4)
-        ([3, 3, 3, 1], [2, 1, 1, 1])
+        >>> row_shards(10, 4)
+        [3, 3, 3, 1]
     """
-    if num_embeddings < num_shards:
-        raise InputError(
-            f"num_embeddings={num_embeddings} cannot be cut into {num_shards} row shards: every rank needs a row. Use "
-            "another scheme."
-        )
     block = -(-num_embeddings // num_shards)
     last = num_embeddings - block * (num_shards - 1)
-    if last > 0:  # the blocks of TorchRec's own bucketizer
-        return [block] * (num_shards - 1) + [last]
-    even, more = divmod(num_embeddings, num_shards)
-    return [even + (shard < more) for shard in range(num_shards)]
+    if last < 1:
+        raise InputError(
+            f"num_embeddings={num_embeddings} cannot be cut into {num_shards} row shards: equal blocks would leave a "
+            "rank without a row. Use another scheme."
+        )
+    return [block] * (num_shards - 1) + [last]
 
 
 def column_shards(embedding_dim: int, num_shards: int) -> list[int]:
@@ -223,7 +225,7 @@ def why_not(
         >>> why_not(table, "column_wise", num_ranks=4)
         ''
         >>> why_not(table, "row_wise", num_ranks=4)
-        'num_embeddings=3 is fewer than the 4 ranks of the tower'
+        'num_embeddings=3 leaves one of the 4 ranks without a row'
         >>> why_not(table, "data_parallel", id_route="global")
         "id_route='global' sends every rank's ids to each holder of a table, here to every rank of the tower"
     """
@@ -247,16 +249,125 @@ def why_not(
 
 
 def _nothing_to_cut(table: Any, scheme: str, num_ranks: int) -> str:
+    rows, columns = table.num_embeddings, table.embedding_dim
     if num_ranks == 1:
         return "its tower has one rank"
-    if scheme == "row_wise" and table.num_embeddings < num_ranks:
-        return f"num_embeddings={table.num_embeddings} is fewer than the {num_ranks} ranks of the tower"
-    columns = table.embedding_dim
+    if scheme == "row_wise" and rows <= -(-rows // num_ranks) * (num_ranks - 1):
+        return f"num_embeddings={rows} leaves one of the {num_ranks} ranks without a row"
     if scheme == "column_wise" and (columns % _COLUMN_QUANTUM or columns < 2 * _COLUMN_QUANTUM):
         return f"embedding_dim={columns} cannot be cut into two multiples of {_COLUMN_QUANTUM} columns"
     return ""
 
 
-def _is_mean(table: Any) -> bool:
-    pooling = getattr(table, "pooling", "SUM")
-    return str(getattr(pooling, "value", pooling)).upper().endswith("MEAN")
+Rule = Scheme | TablePlacement
+
+
+class Allowed(NamedTuple):
+    """Choices that the planner has for one table."""
+
+    schemes: tuple[Scheme, ...]
+    """At least one."""
+    kernel: Kernel
+    placement: TablePlacement | None
+    """Placement that the user gave; None if there is none."""
+    why: str
+    """Part of the reason of the choice; empty if the user asked for nothing."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ShardingRules:
+    """The user's decisions. Those about single tables go by name or pattern (``"t_ad*"``).
+
+    A full name comes before patterns, of which the first that matches holds. The rules of a table that the tower plan
+    cuts hold for its column shards. Rules for tables are strict, ``schemes`` is not: a table that none of them can hold
+    stays whole.
+
+    Raises:
+        InputError: an unknown scheme or kernel, or no scheme.
+    """
+
+    schemes: Sequence[Scheme] = SCHEMES
+    """Schemes for tables without a rule of their own."""
+    tables: Mapping[str, Rule] = field(default_factory=dict)
+    """The scheme of a table, or its whole placement."""
+    kernels: Mapping[str, Kernel] = field(default_factory=dict)
+    """The kernel of a table; others are ``fused``."""
+    cache_load_factor: float = 0.2
+    """Share of their rows that tables with a cache have there."""
+    id_route: IdRoute = "peer"
+    """Route of the ids; the global route does not carry every scheme (`why_not`)."""
+    fused_params: Mapping[str, Any] | None = None
+    """Optimizer settings of the tables: some cannot be data-parallel; None if they are not known."""
+
+    def __post_init__(self) -> None:
+        schemes = {key: rule for key, rule in self.tables.items() if not isinstance(rule, TablePlacement)}
+        asked = [("schemes", scheme, SCHEMES) for scheme in self.schemes or [None]]
+        asked += [(f"Rule for tables {key!r}", scheme, SCHEMES) for key, scheme in schemes.items()]
+        asked += [(f"Rule for tables {key!r}", kernel, KERNELS) for key, kernel in self.kernels.items()]
+        for what, value, known in asked:
+            if value not in known:
+                raise InputError(f"{what}: {value!r} is none of {list(known)}.{did_you_mean(str(value), known)}")
+
+    def resolve(self, tables_by_tower: Sequence[Sequence[Any]], num_ranks: int) -> dict[str, Allowed]:
+        """Returns the planner's choices for every table, by name, in towers of ``num_ranks`` ranks.
+
+        Raises:
+            InputError: a rule matches no table, a table or its tower cannot take what its rule asks for, or not one
+                table can have any of ``schemes``.
+        """
+        placed = [(table, tower) for tower, tables in enumerate(tables_by_tower) for table in tables]
+        self._check_keys({table.name for table, _ in placed})
+        allowed = {table.name: self._resolve(table, num_ranks, tower) for table, tower in placed}
+        free = [] if "table_wise" in self.schemes else [n for n in allowed if _key_of(self.tables, n) is None]
+        if free and not any(set(choice.schemes) & set(self.schemes) for choice in allowed.values()):
+            raise InputError(
+                f"No table of the {len(placed)} can have the scheme asked for; the first of them is table {free[0]!r}: "
+                f"{allowed[free[0]].why}. Use table_wise, or leave the schemes open."
+            )
+        return allowed
+
+    def _check_keys(self, names: Set[str]) -> None:
+        known = names | {uncut_name(name) for name in names}
+        for key in (*self.tables, *self.kernels):
+            if key not in known and not any(_matches(key, name) for name in known):
+                raise InputError(
+                    f"The rule for tables {key!r} matches none of the {len(names)} tables of the model."
+                    f"{did_you_mean(key, names)} Fix the name or drop the rule."
+                )
+
+    def _resolve(self, table: Any, num_ranks: int, tower: int) -> Allowed:
+        where, key = f"Table {table.name!r} in tower {tower}", _key_of(self.tables, table.name)
+        kernel = self.kernels.get(_key_of(self.kernels, table.name) or "", "fused")
+        if key is None:
+            obstacles = {scheme: self._obstacle(table, scheme, kernel, num_ranks) for scheme in self.schemes}
+            possible = tuple(scheme for scheme in SCHEMES if obstacles.get(scheme) == "")
+            if possible:
+                return Allowed(possible, kernel, None, "" if len(self.schemes) > 1 else "asked for")
+            why = f"{' or '.join(obstacles)} asked for, but {next(iter(obstacles.values()))}"
+            return Allowed(("table_wise",), kernel, None, why)
+        rule, pattern = self.tables[key], "" if key == table.name else f" ({key!r})"
+        scheme = rule.scheme if isinstance(rule, TablePlacement) else rule
+        if obstacle := self._obstacle(table, scheme, kernel, num_ranks):
+            raise InputError(f"{where} cannot be {scheme}, as its rule{pattern} asks: {obstacle}. Change the rule.")
+        if not isinstance(rule, TablePlacement):
+            return Allowed((scheme,), kernel, None, f"asked for{pattern}")
+        shards_in_tower(table, rule, num_ranks=num_ranks, tower=tower)
+        if kernel != "fused":
+            rule = replace(rule, kernel=kernel, cache_load_factor=self.cache_load_factor)
+        return Allowed((scheme,), rule.kernel, rule, f"pinned by the user{pattern}")
+
+    def _obstacle(self, table: Any, scheme: Scheme, kernel: Kernel, num_ranks: int) -> str:
+        if scheme == "data_parallel" and kernel != "fused":
+            return f"kernel={kernel!r} is for tables that are too large for every device"
+        return why_not(table, scheme, num_ranks=num_ranks, id_route=self.id_route, fused_params=self.fused_params)
+
+
+def _matches(key: str, name: str) -> bool:
+    # "t[0:4]" names a shard of t; as a pattern it would match t0.
+    return uncut_name(key) == key and (fnmatchcase(name, key) or fnmatchcase(uncut_name(name), key))
+
+
+def _key_of(rules: Mapping[str, Any], name: str) -> str | None:
+    """Returns the key of the rule that holds for a table; None if there is none."""
+    exact = next((own for own in (name, uncut_name(name)) if own in rules), None)
+    return exact or next((key for key in rules if _matches(key, name)), None)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -42,8 +42,6 @@ __all__ = [
     "GroupShardedEBC",
     "RowWiseOutputs",
     "ScaledRateOptimizer",
-    "equal_blocks",
-    "row_starts",
 ]
 
 # TorchRec's schemes that cut rows.
@@ -58,7 +56,6 @@ class GroupShardedEBC(OpenShardedEBC):
 
     - `DataParallelTables` instead of DDP for data-parallel tables, and their first weights come from the group's first
       rank (TorchRec broadcasts from global rank 0, which may not be in the group).
-    - Row-wise shards of any sizes: TorchRec's bucketizer takes equal blocks, whatever the sharding spec says.
     - Mean pooling of row-wise tables divides those tables only; TorchRec divides every table of the collection by
       its bags' lengths (plus 1e-6), those with other schemes a second time, and fails on a rank without samples.
     - Column shards of unequal widths can be loaded: TorchRec views each with the width of the first.
@@ -166,15 +163,6 @@ class GroupShardedEBC(OpenShardedEBC):
                 lambda sums: KeyedTensor(sums.keys(), sums.length_per_key(), sums.values() / ctx.divisor)
             )
         return awaitable
-
-    def adjust_input_dists(self, exchanges: Sequence[Any]) -> None:
-        """Tells TorchRec's bucketizers where row-wise shards of unequal sizes begin."""
-        for exchange, (scheme, tables) in zip(exchanges, self.tables_by_lookup, strict=True):
-            starts = (
-                [row_starts(table) for table in tables for _ in table.feature_names] if scheme == "row_wise" else []
-            )
-            if any(of_table != equal_blocks(of_table) for of_table in starts):
-                exchange.zch_bucketize_row_pos = [torch.tensor(s, device=self._target_device) for s in starts]
 
     def take_local_shards(self, state_dict: dict[str, Any], prefix: str) -> dict[str, Tensor]:
         """Takes sharded tensors out of a state dict; returns this rank's shards with their own widths."""
@@ -292,19 +280,6 @@ def _start_group_mean(gradient: Tensor, group: ProcessGroup) -> Callable[[bool],
 def _call_living(method: weakref.WeakMethod[Any], parameter: Tensor) -> None:
     if (living := method()) is not None:
         living(parameter)
-
-
-def row_starts(table: Any) -> list[int]:
-    """Returns the first row of every row shard of TorchRec's sharded table, then the number of rows."""
-    shards = table.global_metadata.shards_metadata
-    return [shard.shard_offsets[0] for shard in shards] + [table.num_embeddings]
-
-
-def equal_blocks(starts: Sequence[int]) -> list[int]:
-    """Returns the row starts that TorchRec's bucketizer assumes for this number of rows and shards."""
-    num_shards, rows = len(starts) - 1, starts[-1]
-    block = -(-rows // num_shards)
-    return [min(block * shard, rows) for shard in range(num_shards)] + [rows]
 
 
 class RowWiseOutputs(nn.Module):

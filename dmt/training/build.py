@@ -42,7 +42,6 @@ from dmt.sharding.costs import CostModel, Hardware, StepWorkload
 from dmt.sharding.optimizers import FBGEMM_NAMES
 from dmt.sharding.planner import TowerShardingPlanner
 from dmt.sharding.schemes import Scheme
-from dmt.sharding.user_rules import Tiers
 from dmt.sptt.flat import SPTTEmbeddingBagCollectionSharder
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.micro_batches import MicroBatches, run_in_micro_batches
@@ -282,7 +281,6 @@ def shard_model(job: Job, mesh: TowerMesh, model: nn.Module | None = None) -> Di
             workload=replace(job.sharding.workload, optimizer=config.optimizer.sparse),
             hardware=job.sharding.hardware,
             device_type=job.device_type,
-            tiers=Tiers(cache_policy=config.sharding.cache_policy),
         )
         plan = planner.plan(task, sharders)
     # None: TorchRec's own, DDP's ring.

@@ -15,7 +15,6 @@ from dmt.number_formats import ExchangeFormat, SyncPrecision
 from dmt.plan.topology import TowerTopology
 from dmt.sharding.optimizers import MomentScale, check_moment_scale
 from dmt.sharding.schemes import Kernel, Scheme
-from dmt.sharding.user_rules import CachePolicy
 from dmt.sptt.options import refusals
 from dmt.sptt.precision import ExchangePrecision
 from dmt.training.data.config import OF_SOURCE, DataConfig, Section
@@ -50,7 +49,6 @@ SHARDING_OF_TOWERS = (
     "plan",
     "kernels",
     "cache_load_factor",
-    "cache_policy",
     *SHARDING_RATES,
     "id_route",
     "unique",
@@ -189,8 +187,9 @@ class ShardingConfig(Section):
     (rows over the ranks of a host), ``grid`` (columns over hosts, rows inside them) and ``planner``, its own choice
     among all, exist there only; its ``auto`` is ``table_wise`` or ``column_wise``. A column-wise table under row-wise
     AdaGrad keeps one state per shard and row, so it trains a little differently."""
-    tables: dict[str, Scheme | tuple[Scheme, ...]] = Field(default_factory=dict)
-    """The scheme of single tables, or several to choose from, by name or pattern: ``"t_ad*" = "row_wise"``."""
+    tables: dict[str, Scheme] = Field(default_factory=dict)
+    """The scheme of single tables, by name or pattern: ``"t_ad*" = "row_wise"``; the first pattern that matches
+    holds."""
     plan: str | None = None
     """A sharding plan that ``dmt plan --out`` wrote, used without changes."""
     memory_gib: float | None = Field(default=None, gt=0)
@@ -201,8 +200,6 @@ class ShardingConfig(Section):
     (an SSD, with a cache). Other tables are on the device."""
     cache_load_factor: float = Field(default=0.2, gt=0, le=1)
     """Share of the rows of tables with a cache that are in it."""
-    cache_policy: CachePolicy = "lru"
-    """Rows that leave a full cache first: those read longest ago, or least often."""
     pooling_factors: dict[str, float] = Field(default_factory=dict)
     """Mean number of ids per sample, by feature; 1 for the others. Only the planner reads it."""
     memory_gb_per_s: float = Field(default=1000.0, gt=0)

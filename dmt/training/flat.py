@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any
@@ -12,19 +11,17 @@ from torch import nn
 from torchrec.distributed.collective_utils import invoke_on_rank_and_broadcast_result
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
-from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
-from torchrec.distributed.planner.types import PlannerError
+from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.types import CommOp, ParameterSharding, ShardingEnv, ShardingPlan, ShardingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dmt._torchrec import host_groups
 from dmt.collectives import run_on_all_or_raise
-from dmt.errors import InputError
 from dmt.formatting import counted, shorten
 from dmt.plan.tables import TableSpec, feature_names
 from dmt.plan.topology import TowerTopology
 from dmt.sharding.costs import StepWorkload
+from dmt.sharding.planner import plan_by_torchrec
 from dmt.sharding.schemes import why_not
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.tower_lookup import GroupShardedEBC
@@ -44,7 +41,6 @@ _BY_HOST = ("table_row_wise", "grid_shard")
 _ALL = ("data_parallel", "table_wise", "column_wise", "table_column_wise", "row_wise", *_BY_HOST)
 # TorchRec's planner leaves the last ones out on a CPU, where they run all the same.
 _CHOICES = {"auto": ("table_wise", "column_wise"), "grid": ("grid_shard",), "planner": _ALL}
-_NO_LIMIT = 2**50  # bytes
 
 
 class FlatSharder(EmbeddingBagCollectionSharder):
@@ -154,7 +150,12 @@ def plan_notes(job: Job, plan: ShardingPlan, fused_params: Mapping[str, Any]) ->
     return (f"{counted(len(why), 'table')} {verb} table_wise instead of {asked[0]}: {shown}.",)
 
 
-def _planner(job: Job, model: nn.Module, fused_params: Mapping[str, Any]) -> EmbeddingShardingPlanner:
+def plan_flat(job: Job, model: nn.Module, fused_params: dict[str, Any]) -> ShardingPlan:
+    """Places the tables of a flat job with one replica, whose model is on the meta device, by TorchRec's planner.
+
+    Raises:
+        InputError: the planner cannot place the tables, or a pooling factor is of no feature.
+    """
     own, topology = job.config.sharding, job.topology
     StepWorkload(pooling_factors=own.pooling_factors).check_features(set(feature_names(job.tables)))
     means = [t for part in model.modules() if isinstance(part, EmbeddingBagCollection) for t in _means(part)]
@@ -167,43 +168,15 @@ def _planner(job: Job, model: nn.Module, fused_params: Mapping[str, Any]) -> Emb
             # Left alone, TorchRec cuts no table of 128 columns or fewer into a grid.
             min_partition=_grid_columns(table, topology) if "grid_shard" in schemes and len(schemes) == 1 else None,
         )
-    room = _NO_LIMIT if job.rank_memory is None else job.rank_memory  # else TorchRec has a limit of its own
-    return EmbeddingShardingPlanner(
-        topology=Topology(
-            world_size=topology.world_size,
-            local_world_size=topology.host_size,
-            compute_device=job.device_type,
-            hbm_cap=room if job.device_type == "cuda" else None,
-            ddr_cap=room if job.device_type == "cpu" else None,
-        ),
-        batch_size=job.config.train.batch_size,
+    return plan_by_torchrec(
+        model,
+        [FlatSharder(None, fused_params=fused_params, qcomm_codecs_registry=codecs_of_all_ranks(job))],
+        topology,
         constraints=constraints,
-        # The limit is for tables.
-        storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
+        memory_per_rank=job.rank_memory,
+        batch_size=job.config.train.batch_size,
+        device_type=job.device_type,
     )
-
-
-def plan_flat(job: Job, model: nn.Module, fused_params: dict[str, Any]) -> ShardingPlan:
-    """Places the tables of a flat job with one replica, whose model is on the meta device, by TorchRec's planner.
-
-    Raises:
-        InputError: the planner cannot place the tables.
-    """
-    sharder = FlatSharder(None, fused_params=fused_params, qcomm_codecs_registry=codecs_of_all_ranks(job))
-    # TorchRec warns of how its planner is called, and of every data-parallel table.
-    before = logging.root.manager.disable
-    logging.disable(max(before, logging.WARNING))
-    try:
-        return _planner(job, model, fused_params).plan(model, [sharder])
-    except PlannerError as error:
-        own = job.config.sharding
-        limit = f", sharding.memory_gib={own.memory_gib}" if own.memory_gib is not None else ""
-        raise InputError(
-            f"TorchRec's planner cannot place the tables (sharding.scheme={own.scheme!r}{limit}): "
-            f"{str(error).strip().partition(chr(10))[0]} Allow other schemes or more memory, or use more ranks."
-        ) from error
-    finally:
-        logging.disable(before)
 
 
 def _asked(scheme: str) -> Sequence[str]:

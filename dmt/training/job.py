@@ -20,8 +20,7 @@ from dmt.sharding.costs import Hardware, StepWorkload
 from dmt.sharding.optimizers import FBGEMM_NAMES, moment_scale_of
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.sharding.plan_tables import plan_tables
-from dmt.sharding.schemes import SCHEMES, Scheme, TablePlacement
-from dmt.sharding.user_rules import Rule, ShardingRules, Tiers
+from dmt.sharding.schemes import SCHEMES, Rule, Scheme, ShardingRules, TablePlacement
 from dmt.training.config import OptimizerConfig, TrainingConfig
 from dmt.training.data import ClickData, open_source
 from dmt.training.data.config import read_tables
@@ -328,7 +327,8 @@ def _plan_sharding(config: TrainingConfig, tables: Sequence[TableSpec], towers: 
             schemes=SCHEMES if sharding.scheme == "auto" else (cast("Scheme", sharding.scheme),),
             tables=rules,
             id_route=sharding.id_route,
-            tiers=Tiers(kernels=sharding.kernels, cache_load_factor=sharding.cache_load_factor),
+            kernels=sharding.kernels,
+            cache_load_factor=sharding.cache_load_factor,
         ),
     )
 

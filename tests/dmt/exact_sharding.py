@@ -11,7 +11,7 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from dmt.plan.tables import TableSpec
 from dmt.plan.topology import TowerTopology
 from dmt.sharding.costs import CostModel, Hardware, StepWorkload
-from dmt.sharding.schemes import SCHEMES, column_shards, row_shards
+from dmt.sharding.schemes import SCHEMES, column_shards, row_shards, why_not
 
 __all__ = ["exact_optimum", "random_tower"]
 
@@ -73,7 +73,7 @@ def exact_optimum(tables: Sequence[Any], model: CostModel, *, gap: float = 1e-4)
             for rank in range(num_ranks):
                 program.constrain({ranks[rank]: 1.0 for ranks in on}, 0, 1)
         for scheme in ("row_wise", "data_parallel"):
-            if scheme == "row_wise" and rows < num_ranks:
+            if why_not(table, scheme, num_ranks=num_ranks):
                 continue
             taken.append((program.variable(), scheme))
             heights = row_shards(rows, num_ranks) if scheme == "row_wise" else [rows] * num_ranks

@@ -21,7 +21,7 @@ def test_column_shards_cover_the_table(dim: int, shards: int) -> None:
     assert max(widths) - min(widths) <= 4
 
 
-@pytest.mark.parametrize(("rows", "shards"), [(10, 4), (5, 4), (4, 4), (1000, 7), (1, 1)])
+@pytest.mark.parametrize(("rows", "shards"), [(10, 4), (4, 4), (1000, 7), (1, 1)])
 def test_row_shards_cover_the_table(rows: int, shards: int) -> None:
     heights = row_shards(rows, shards)
     assert sum(heights) == rows
@@ -53,5 +53,6 @@ def test_bad_placements_are_refused() -> None:
         TablePlacement(scheme="row_wise", ranks=(1, 0))
     with pytest.raises(InputError, match="Table 't': embedding_dim=8 cannot be cut into 3 column shards"):
         table_shards(table(), TablePlacement(scheme="column_wise", ranks=(0, 1, 2)))
-    with pytest.raises(InputError, match="Table 't': num_embeddings=2 cannot be cut into 3 row shards"):
-        table_shards(table(rows=2), TablePlacement(scheme="row_wise", ranks=(0, 1, 2)))
+    for rows in (2, 4):  # of 4 rows, blocks of two would leave the last rank none
+        with pytest.raises(InputError, match=f"Table 't': num_embeddings={rows} cannot be cut into 3 row shards"):
+            table_shards(table(rows=rows), TablePlacement(scheme="row_wise", ranks=(0, 1, 2)))

@@ -17,8 +17,7 @@ from torch import Tensor
 from dmt import InputError, TowerTopology, TrafficMeter
 from dmt.number_formats import EXCHANGE_FORMATS
 from dmt.sharding.plan_tables import plan_tables
-from dmt.sharding.schemes import SCHEMES, TablePlacement, why_not
-from dmt.sharding.user_rules import ShardingRules
+from dmt.sharding.schemes import SCHEMES, ShardingRules, why_not
 from dmt.sptt.peer_exchange import PeerExchange
 from dmt.sptt.precision import ExchangePrecision
 from tests.parity import make_tables
@@ -272,6 +271,3 @@ def test_refused_table_formats_are_named_with_the_table() -> None:
     tables[1].data_type = DataType.FP16
     with pytest.raises(InputError, match=r"Table 't1' in tower 1 cannot be data_parallel, .*: its weights are FP16"):
         plan_tables([tables[:1], tables[1:]], topology, rules=ShardingRules(tables={"t1": "data_parallel"}))
-    sharding = TablePlacement(scheme="data_parallel", ranks=(0, 1))
-    with pytest.raises(InputError, match=r"Table 't1' in tower 1 is pinned data_parallel, but its weights are FP16"):
-        plan_tables([tables[:1], tables[1:]], topology, rules=ShardingRules(tables={"t1": sharding}))

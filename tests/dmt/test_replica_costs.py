@@ -10,8 +10,7 @@ from dmt import TableSpec, TowerTopology
 from dmt.sharding.costs import StepWorkload, replicated_bytes
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.sharding.plan_tables import plan_tables
-from dmt.sharding.schemes import TablePlacement
-from dmt.sharding.user_rules import ShardingRules
+from dmt.sharding.schemes import ShardingRules, TablePlacement
 
 TABLES = [
     TableSpec(name="whole", num_embeddings=100, embedding_dim=8, feature_names=("a",)),

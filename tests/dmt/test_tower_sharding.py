@@ -15,10 +15,9 @@ import pytest
 
 from dmt import InputError, TableSpec, TowerTopology
 from dmt.sharding.costs import CostModel, Hardware, StepWorkload
-from dmt.sharding.plan import TowerShardingPlan
+from dmt.sharding.plan import TowerShardingPlan, imbalance_of
 from dmt.sharding.plan_tables import plan_tables
-from dmt.sharding.schemes import SCHEMES, TablePlacement, table_shards
-from dmt.sharding.user_rules import ShardingRules
+from dmt.sharding.schemes import SCHEMES, ShardingRules, TablePlacement, table_shards
 from tests.dmt.exact_sharding import exact_optimum, random_tower
 from tests.seeds import seeds
 
@@ -72,23 +71,15 @@ def test_the_reported_loads_add_up() -> None:
     assert [table.name for table in found.tables] == [t.name for t in tables[::2] + tables[1::2]]
     assert {p.scheme for p in found.placements.values()} == set(SCHEMES)
     for number, own in enumerate((tables[::2], tables[1::2])):
-        memory, lookups, seconds, sent = np.zeros(4), np.zeros(4), np.zeros(4), 0.0
+        memory, seconds = np.zeros(4), np.zeros(4)
         for spec in own:
             for rank, load in model.shards(spec, found.placements[spec.name]):
                 memory[rank] += load.memory
-                lookups[rank] += load.lookups
                 seconds[rank] += load.seconds
-                # What is sent equals what is received.
-                sent += load.id_bytes + 2 * load.output_bytes + load.reduced_bytes
         seconds += sum(model.fixed_seconds(s) for s in {found.placements[spec.name].scheme for spec in own})
         ranks = [rank for rank in found.ranks if rank.tower == number]
         assert [rank.memory for rank in ranks] == memory.tolist()
-        np.testing.assert_allclose([rank.lookups for rank in ranks], lookups)
         np.testing.assert_allclose([rank.seconds for rank in ranks], seconds)
-        np.testing.assert_allclose(sum(rank.bytes_sent for rank in ranks), sent)
-        assert found.towers[number].imbalance == pytest.approx(seconds.max() / seconds.mean())
-        # To one other tower, half of 2 * 4 * 1024 samples, 4 bytes a number.
-        assert found.towers[number].peer_bytes == 4096 * sum(spec.embedding_dim for spec in own) * 4
     assert found.seconds == max(rank.seconds for rank in found.ranks)
 
 
@@ -119,7 +110,8 @@ def test_a_thousand_tables_are_balanced(towers: int, ranks: int) -> None:
         workload=workload,
         hardware=Hardware(memory_per_rank=60_000_000_000),
     )
-    assert max(tower.imbalance for tower in found.towers) < 1.1
+    for tower in range(towers):
+        assert imbalance_of([rank.seconds for rank in found.ranks if rank.tower == tower]) < 1.1
 
 
 def test_cheap_tables_are_replicated_and_large_ones_are_not() -> None:
@@ -182,14 +174,14 @@ def test_a_memory_limit_is_hard() -> None:
     tight = dataclasses.replace(hardware, memory_per_rank=6000 * 20 - 1)
     with pytest.raises(
         InputError,
-        match=r"No placement was found for the 4 tables of tower 0: they need at least 240 kB .*; the largest is table "
-        r"'t0' with 80\.0 kB",
+        match=r"No placement was found for the 4 tables of tower 0: they need at least 240 kB .*; of table 't0' a rank "
+        r"must hold 80\.0 kB even table_wise",
     ):
         plan_tables([tables], one_tower(2), hardware=tight, rules=rules)
     with pytest.raises(
         InputError,
         match=r"No placement was found for the 3 tables of tower 0: they need at least 120 kB of the 140 kB of device "
-        r"memory that .*; the largest is table 't0' with 40\.0 kB",
+        r"memory that .*; of table 't0' a rank must hold 40\.0 kB",
     ):
         plan_tables(
             [[table(f"t{i}", 2000, 4) for i in range(3)]],
@@ -199,7 +191,7 @@ def test_a_memory_limit_is_hard() -> None:
         )
     with pytest.raises(
         InputError,
-        match=r"'big' in tower 1 needs 65.0 MB of device memory on a rank even row_wise, but memory_per_rank is 1",
+        match=r"tower 1.*memory_per_rank=10.0 MB have; of table 'big' a rank must hold 65.0 MB even row_wise",
     ):
         plan_tables(
             [[table("a")], [table("big", 1_000_000, 64)]],
@@ -211,17 +203,16 @@ def test_a_memory_limit_is_hard() -> None:
 def test_rules_for_tables() -> None:
     tables = [table("t_ad"), table("t_user"), table("t_hour", rows=24)]
     pin = TablePlacement(scheme="column_wise", ranks=(3, 1))
-    rules = ShardingRules(tables={"t_ad": pin, "t_u*": "row_wise", "t_hour": ("table_wise", "column_wise")})
+    rules = ShardingRules(tables={"t_ad": pin, "t_u*": "row_wise", "t_hour": "table_wise", "t_*": "data_parallel"})
     found = plan_tables([tables], one_tower(4), rules=rules)
     assert found.placements["t_ad"] == pin
     assert found.placements["t_user"].scheme == "row_wise"
-    assert found.placements["t_hour"].scheme in ("table_wise", "column_wise")
+    assert found.placements["t_hour"].scheme == "table_wise"
     assert found.reasons["t_ad"] == "column_wise over 2 ranks: pinned by the user"
     assert found.reasons["t_user"] == "row_wise over 4 ranks: asked for ('t_u*')"
     # All of them pinned: only the report.
     again = plan_tables([tables], one_tower(4), rules=ShardingRules(tables=found.placements))
     assert again.ranks == found.ranks
-    assert again.towers[0].method == "pinned by the user"
 
 
 @pytest.mark.parametrize("scheme", SCHEMES)
@@ -241,17 +232,17 @@ def test_a_scheme_that_no_table_can_have_is_refused() -> None:
         rules = ShardingRules(schemes=(scheme,))
         with pytest.raises(
             InputError,
-            match=f"No table of the 2 can have the scheme asked for; .* table 'wide' in tower 0: {scheme} asked for, "
+            match=f"No table of the 2 can have the scheme asked for; .* table 'wide': {scheme} asked for, "
             "but its tower has one rank. Use table_wise",
         ):
             plan_tables([tables], one_tower(1), rules=rules)
     two = TowerTopology(num_towers=2, ranks_per_tower=4)
     for rules in (ShardingRules(schemes=("row_wise",)), ShardingRules(schemes=("column_wise",))):
-        with pytest.raises(InputError, match=r"No table of the 1 can have .*'narrow' in tower 0: .* but "):
+        with pytest.raises(InputError, match=r"No table of the 1 can have .*'narrow': .* but "):
             plan_tables([narrow], one_tower(4), rules=rules)
         # One table of another tower can.
         assert plan_tables([narrow, [table("wide")]], two, rules=rules).placements["narrow"].scheme == "table_wise"
-    with pytest.raises(InputError, match=r"'wide' in tower 0: data_parallel asked for, but id_route='global'"):
+    with pytest.raises(InputError, match=r"'wide': data_parallel asked for, but id_route='global'"):
         plan_tables([tables], one_tower(4), rules=ShardingRules(schemes=("data_parallel",), id_route="global"))
     # Tables with rules of their own do not ask for the scheme.
     rules = ShardingRules(schemes=("row_wise",), tables={"*": "table_wise"})
@@ -275,19 +266,17 @@ def pinned(scheme: str, *ranks: int) -> TablePlacement:
 @pytest.mark.parametrize(
     ("rules", "ranks", "message"),
     [
-        ({"t_add": "row_wise"}, 4, r"Table 't_add' is pinned but not in the model \(2 tables\). Did you mean 't_ad'\?"),
-        ({"x*": "row_wise"}, 4, r"rule for tables 'x\*' matches none of the 2 tables"),
         (
-            {"t_*": "row_wise", "*ad": "data_parallel"},
+            {"t_add": "row_wise"},
             4,
-            r"Table 't_ad' in tower 0 matches the rules 't_\*' \(row_wise\) and",
+            r"'t_add' matches none of the 2 tables of the model\. Did you mean 't_ad'\?",
         ),
-        ({"t_ad": "row_wize"}, 4, "scheme 'row_wize' is unknown.*Did you mean 'row_wise'"),
-        ({"t_ad": ()}, 4, "allows no scheme"),
+        ({"x*": "row_wise"}, 4, r"rule for tables 'x\*' matches none of the 2 tables"),
+        ({"t_ad": "row_wize"}, 4, "'row_wize' is none of .*Did you mean 'row_wise'"),
         ({"t_ad": "row_wise"}, 1, "Table 't_ad' in tower 0 cannot be row_wise.*its tower has one rank"),
         ({"t_ad": "data_parallel"}, 1, "Table 't_ad' in tower 0 cannot be data_parallel.*its tower has one rank"),
-        ({"t_ad": pinned("column_wise", 0)}, 1, "Table 't_ad' in tower 0 is pinned column_wise, but its tower has one"),
-        ({"t_hour": "row_wise"}, 4, "cannot be row_wise.*num_embeddings=3 is fewer than the 4 ranks of the tower"),
+        ({"t_ad": pinned("column_wise", 0)}, 1, "Table 't_ad' in tower 0 cannot be column_wise.*its tower has one"),
+        ({"t_hour": "row_wise"}, 4, "cannot be row_wise.*num_embeddings=3 leaves one of the 4 ranks without a row"),
         ({"t_hour": "column_wise"}, 4, "cannot be column_wise.*embedding_dim=4 cannot be cut into two multiples of 4"),
         ({"t_ad": pinned("table_wise", 4)}, 4, r"shard on local rank 4, but its tower has ranks 0\.\.3"),
         (
@@ -298,7 +287,7 @@ def pinned(scheme: str, *ranks: int) -> TablePlacement:
         (
             {"t_hour": pinned("column_wise", 0, 1)},
             4,
-            "Table 't_hour' in tower 0 is pinned column_wise, but embedding_dim=4",
+            "Table 't_hour' in tower 0 cannot be column_wise.*embedding_dim=4",
         ),
     ],
 )
@@ -321,8 +310,7 @@ def test_wrong_tables_and_features_are_refused() -> None:
     small = Hardware(memory_per_rank=1_000_000)
     with pytest.raises(
         InputError,
-        match=r"pinned to local rank 1 of tower 0 need 26.0 MB of device memory, but memory_per_rank is 1.00 MB; the "
-        r"largest is table 'a' with 26.0 MB",
+        match=r"tower 0: they need at least 26.0 MB .* of table 'a' a rank must hold 26.0 MB even table_wise",
     ):
         plan_tables([[table("a")]], one_tower(2), hardware=small, rules=rules)
 
@@ -352,10 +340,7 @@ def test_a_plan_is_saved_and_loaded(tmp_path: Path) -> None:
         ('{"format": 9}', "has format 9; this version reads format 1"),
         ('{"format": 1}', "Field required"),
         (changed(found, lambda plan: plan["tables"].append(plan["tables"][0])), r"Table '.*' is placed 2 times"),
-        (changed(found, lambda plan: plan["tables"][3].update(tower=99)), "of tower 99, but there are towers 0..0"),
-        (changed(found, lambda plan: plan["topology"].update(ranks_per_tower=2)), r"there are .* of ranks 0\.\.1"),
-        (changed(found, lambda plan: plan["ranks"].pop()), "ranks must list the load of ranks 0..3"),
-        (changed(found, lambda plan: plan["towers"].clear()), "towers must list towers 0..0"),
+        (changed(found, lambda plan: plan["ranks"].pop()), "ranks must list the load of 1 x 4 ranks"),
         (changed(found, lambda plan: plan["ranks"][1].update(memory="9")), r"ranks\.1\.memory: .* \(got '9'\)"),
     ):
         bad.write_text(text)

@@ -94,18 +94,17 @@ def test_a_config_is_planned_as_the_trainer_will(tmp_path: Path) -> None:
 def test_recorded_tables_are_planned_and_written(towers: Path, tmp_path: Path) -> None:
     out = tmp_path / "plan.json"
     settings = ["topology.ranks_per_tower=4", "train.batch_size=4096", "sharding.memory_gib=1"]
-    rules = 'sharding.tables={t_0 = "row_wise", "t_[12]" = ["table_wise", "column_wise"]}'
+    rules = 'sharding.tables={t_0 = "row_wise", "t_[12]" = "column_wise"}'
     result = plan(towers, *settings, rules, "--out", out)
     assert result.exit_code == 0, result.output
     found = TowerShardingPlan.load(out)
     assert found.placements["t_0"].scheme == "row_wise"
-    assert found.placements["t_1"].scheme in ("table_wise", "column_wise")
+    assert found.placements["t_1"].scheme == "column_wise"
     assert found.hardware.memory_per_rank == 2**30
     assert [table.tower for table in found.tables] == [0, 0, 0, 1, 1, 1]
     words = " ".join(result.output.split())
-    assert f"{found.ranks[0].lookups:,.0f}" in words
     assert "row_wise over 4 ranks: asked for" in words
-    assert f"over all ranks; inside a tower at most {max(t.imbalance for t in found.towers):.2f}" in words
+    assert f"{found.imbalance:.2f} over all ranks" in words
     assert "plan.json" in words
 
 
@@ -115,7 +114,7 @@ def test_many_tables_are_summed_up(tmp_path: Path) -> None:
     result = plan(config)
     assert result.exit_code == 0, result.output
     assert "The 20 costliest tables; --all shows 280 more" in result.output
-    assert "The 16 busiest ranks; --all shows 16 more" in result.output
+    assert "The 16 busiest ranks; --all shows 16 more" in " ".join(result.output.split())
     assert "300 tables: 300 table_wise." in result.output
     assert max(map(len, result.output.splitlines())) <= 140
     everything = plan(config, "--all").output
@@ -129,7 +128,7 @@ def test_many_tables_are_summed_up(tmp_path: Path) -> None:
         (["demo", "topology.num_replicas=0"], "topology.num_replicas: Input should be greater than or equal to 1"),
         (["demo", "model.arch=dlrm", "--out", "plan.json"], "has the flat dataflow (model.arch='dlrm')"),
         (["plan.toml", "topology.num_towers=3"], "towers.json has 2 towers, but topology.num_towers=3"),
-        (["plan.toml", "sharding.tables={t_9 = 'row_wise'}"], "Table 't_9' is pinned but not in the model"),
+        (["plan.toml", "sharding.tables={t_9 = 'row_wise'}"], "rule for tables 't_9' matches none"),
         (["plan.toml", "sharding.tables={t_1 = 'x'}"], "sharding.tables.t_1"),
         (["plan.toml", "sharding.pooling_factors={f0 = 'many'}"], "sharding.pooling_factors.f0: Input should be a"),
         (["plan.toml", "sharding.pooling_factors={f0 = nan}"], "f0"),
@@ -145,7 +144,7 @@ def test_many_tables_are_summed_up(tmp_path: Path) -> None:
         (["demo", "optimizer.sparse=adam"], "optimizer.sparse='adam': FBGEMM has no CPU kernel for it"),
         (["plan.toml", "sharding.scheme=diagonal"], "sharding.scheme: Input should be 'auto', 'table_wise'"),
         (["plan.toml", "train.batch_size=0"], "train.batch_size: Input should be greater than or equal to 1"),
-        (["plan.toml", "sharding.memory_gib=0.001"], "but memory_per_rank is 1.07 MB"),
+        (["plan.toml", "sharding.memory_gib=0.001"], "memory_per_rank=1.07 MB have"),
         (["plan.toml", "topology.ranks_per_tower=0"], "topology.ranks_per_tower: Input should be greater"),
         (["plan.toml", "data.tables=absent.json"], "data.tables='absent.json': cannot be read"),
         (["plan.toml", "data.tables=broken.json"], "data.tables='broken.json': not JSON"),
@@ -297,7 +296,6 @@ def test_narrow_output_cuts_no_number(number: int, width: int, tmp_path: Path, m
     words = " ".join(output.split())
     busiest = max(rank["seconds"] for rank in found["ranks"])
     assert f" {1e3 * busiest:,.3f} ms " in words
-    assert f" {max(rank['lookups'] for rank in found['ranks']):,.0f} " in words
     for table in sorted(found["tables"], key=lambda table: (-table["seconds"], natural(table["name"])))[:20]:
         assert f" {table['name']} " in words
         assert f" {1e3 * table['seconds']:,.3f} ms " in words

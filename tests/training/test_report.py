@@ -16,7 +16,7 @@ from dmt.plan.topology import TowerTopology
 from dmt.plan.towers import TowerPlan
 from dmt.report.style import TOWER_COLORS
 from dmt.sharding.plan_tables import plan_tables
-from dmt.sharding.user_rules import ShardingRules
+from dmt.sharding.schemes import ShardingRules
 from dmt.training.console import ROWS
 from dmt.training.report import auc_standard_error, compare_runs, plot_curves, write_report
 from dmt.training.report.curves import RUN_COLORS, smooth

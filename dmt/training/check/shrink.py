@@ -12,8 +12,7 @@ from dmt.plan.topology import TowerTopology
 from dmt.plan.towers import TowerPlan
 from dmt.sharding.costs import StepWorkload
 from dmt.sharding.plan_tables import plan_tables
-from dmt.sharding.schemes import TablePlacement
-from dmt.sharding.user_rules import Rule, ShardingRules
+from dmt.sharding.schemes import Rule, ShardingRules, TablePlacement
 from dmt.training.config import TrainingConfig
 from dmt.training.job import Job
 
@@ -77,8 +76,15 @@ def shrink(job: Job, *, limits: CheckLimits, folder: Path) -> CheckedRun:
         InputError: the shrunk tables cannot be placed.
     """
     topology = fewer_ranks(job.topology, limits.max_ranks)
-    most = max(limits.max_rows, topology.ranks_per_tower)
-    small = tuple(replace(table, num_embeddings=min(table.num_embeddings, most)) for table in job.tables)
+    keeps_ranks = job.topology.ranks_per_tower == topology.ranks_per_tower
+    # Multiples, so that a row-wise table can be cut for fewer ranks, too.
+    ranks = topology.ranks_per_tower
+    most, unit = max(limits.max_rows - limits.max_rows % ranks, ranks), 1 if keeps_ranks else ranks
+    rows = [min(table.num_embeddings, most) for table in job.tables]
+    small = tuple(
+        replace(table, num_embeddings=count - count % unit or count)
+        for table, count in zip(job.tables, rows, strict=True)
+    )
     config, reduced = _smaller(job.config, topology)
     cut = [table.num_embeddings for table in job.tables if table.num_embeddings > most]
     if cut:
@@ -86,7 +92,6 @@ def shrink(job: Job, *, limits: CheckLimits, folder: Path) -> CheckedRun:
     shrunk = Job(config=config, tables=small, num_dense=job.num_dense, towers=job.towers)
     if config.dataflow != "flat":
         assert job.sharding is not None, "resolved with the config"
-        keeps_ranks = job.topology.ranks_per_tower == topology.ranks_per_tower
         pinned: dict[str, Rule] = {
             name: TablePlacement(scheme=placement.scheme, ranks=placement.ranks) if keeps_ranks else placement.scheme
             for name, placement in job.sharding.placements.items()

@@ -151,19 +151,10 @@ def print_sharding(planned: PlannedTables | PlannedFlat, *, everything: bool, ou
         return
     found = planned.sharding
     _print_table(console, *_ranks(found, everything))
-    console.print("sent/step: ids, embeddings, gradients and all-reduces that the rank sends inside its tower.")
     _print_table(console, *_tables(found, everything))
     schemes = ", ".join(f"{count:,} {scheme}" for scheme, count in found.tables_by_scheme.items())
     console.print(f"{counted(len(found.tables), 'table')}: {schemes}.")
-    worst = max(found.towers, key=lambda tower: tower.imbalance)
-    console.print(
-        f"Imbalance (busiest rank over mean): {found.imbalance:.2f} over all ranks; inside a tower at most "
-        f"{worst.imbalance:.2f} (tower {worst.tower})."
-    )
-    console.print(
-        f"To other towers: {human_bytes(sum(tower.peer_bytes for tower in found.towers))} of embeddings per forward "
-        "pass, before tower modules make them smaller."
-    )
+    console.print(f"Imbalance (busiest rank over mean): {found.imbalance:.2f} over all ranks.")
     topology, copy = found.topology, planned.replicated_bytes
     if copy is not None:
         others, ranks = topology.num_replicas - 1, topology.world_size
@@ -228,9 +219,8 @@ def _ranks(found: TowerShardingPlan, everything: bool) -> tuple[str, Sequence[st
     title = _title("busiest ranks", len(ranks), len(found.ranks), "Ranks, inside their towers")
     rows = []
     for r in ranks:
-        numbers = human_bytes(r.memory), f"{r.lookups:,.0f}", human_bytes(r.bytes_sent), _time(r.seconds)
-        rows.append((str(r.tower), str(r.local), *numbers))
-    return title, ("tower", "rank", "memory", "lookups/step", "sent/step", "cost"), rows
+        rows.append((str(r.tower), str(r.local), human_bytes(r.memory), _time(r.seconds)))
+    return title, ("tower", "rank", "memory", "cost"), rows
 
 
 def _tables(found: TowerShardingPlan, everything: bool) -> tuple[str, Sequence[str], Rows]:
