@@ -27,7 +27,7 @@ from dmt.models.complexity import (
     paper_complexity,
 )
 from dmt.models.dcn import DCN, DMTDCN
-from dmt.models.dense import MLP, CrossInteraction, DenseArch, DotInteraction, LowRankCrossNet, ModelOptions, OverArch
+from dmt.models.dense import ModelOptions
 from dmt.models.dlrm import DLRM, DMTDLRM, DMTDLRMProducts
 from dmt.models.sparse import flat_sparse_arch, tower_sparse_arch
 from dmt.models.tower_modules import (
@@ -39,7 +39,6 @@ from dmt.models.tower_modules import (
 
 __all__ = [
     "Complexity",
-    "CrossInteraction",
     "DCN",
     "DCNTowerModule",
     "DLRM",
@@ -48,12 +47,7 @@ __all__ = [
     "DMTDCN",
     "DMTDLRM",
     "DMTDLRMProducts",
-    "DenseArch",
-    "DotInteraction",
-    "LowRankCrossNet",
-    "MLP",
     "ModelOptions",
-    "OverArch",
     "PassThroughTowerModule",
     "compression_ratio",
     "count_complexity",

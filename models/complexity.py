@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,7 +55,6 @@ _CRITEO_1TB_ROWS = (
 )
 
 _COUNTED_SAMPLES = 2
-_MOST = 65_536  # of a setting; products of larger ones have no tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -135,17 +134,14 @@ def is_tower_module(name: str) -> bool:
 
 
 def dense_weight_bytes(model: nn.Module) -> tuple[int, int]:
-    """Bytes of all tower modules, and of the dense parts that every rank holds."""
-    sizes = {name: parameter.nbytes for name, parameter in model.named_parameters()}
-    towers = sum(size for name, size in sizes.items() if is_tower_module(name))
-    # A model of one's own has its tables, or their stand-ins, anywhere.
-    tables = {
-        f"{path}.{name}"
-        for path, part in model.named_modules()
-        if isinstance(part, MetaTables)
-        for name, _ in part.named_parameters()
-    }
-    return towers, sum(size for name, size in sizes.items() if name not in tables and not is_tower_module(name))
+    """Bytes of all tower modules, and of the dense parts that every rank holds; the tables are `MetaTables`."""
+    tables, towers = [part for part in model.modules() if isinstance(part, MetaTables)], tower_modules(model)
+    sizes = [_parameter_bytes(parts) for parts in ([model], tables, towers)]
+    return sizes[2], sizes[0] - sizes[1] - sizes[2]
+
+
+def _parameter_bytes(parts: Iterable[nn.Module]) -> int:
+    return sum({parameter: parameter.nbytes for part in parts for parameter in part.parameters()}.values())
 
 
 def count_on_meta(model: nn.Module, dense_in_features: int) -> Complexity:
@@ -186,7 +182,16 @@ def paper_complexity(
         >>> paper_complexity("dlrm", num_towers=8, tower_dim=64).compression_ratio
         2.0
     """
-    _check_settings(arch, num_towers is not None, tower_dim, c, p)
+    if arch not in ARCHS:
+        raise InputError(f"arch={arch!r} is unknown; use {' or '.join(map(repr, ARCHS))}.{did_you_mean(arch, ARCHS)}")
+    of_dlrm = (c, p) != (1, 0)
+    if num_towers is None and (arch == "dlrm-products" or tower_dim is not None or of_dlrm):
+        raise InputError(
+            f"arch={arch!r}, tower_dim={tower_dim}, c={c}, p={p}: a flat model has no tower modules. Give the number "
+            "of towers or a tower plan too."
+        )
+    if arch == "dcn" and of_dlrm:
+        raise InputError(f"c={c}, p={p} are settings of DLRM's tower module; dcn has none. Leave them out.")
     tables = criteo_1tb_tables()
     settings: dict[str, Any] = {"dense_in_features": CRITEO_DENSE_FEATURES, "options": ModelOptions(device="meta")}
     if num_towers is None:
@@ -200,23 +205,6 @@ def paper_complexity(
         plan = TowerPlan.strided(feature_names(tables), num_towers)
         model = towers[arch](tables=tables, tower_plan=plan, make_sparse_arch=MetaTowers, **settings)
     return count_on_meta(model, CRITEO_DENSE_FEATURES)
-
-
-def _check_settings(arch: str, has_towers: bool, tower_dim: int | None, c: int, p: int) -> None:
-    if arch not in ARCHS:
-        raise InputError(f"arch={arch!r} is unknown; use {' or '.join(map(repr, ARCHS))}.{did_you_mean(arch, ARCHS)}")
-    for name, value in (("tower_dim", tower_dim or 0), ("c", c), ("p", p)):
-        if value > _MOST:
-            raise InputError(f"{name}={value} is too large for a model; give at most {_MOST}.")
-    if not has_towers and arch == "dlrm-products":
-        raise InputError(f"arch={arch!r} has tower modules only. Give the number of towers or a tower plan too.")
-    if not has_towers and (tower_dim is not None or (c, p) != (1, 0)):
-        raise InputError(
-            f"tower_dim={tower_dim}, c={c}, p={p} are settings of towers, but the flat {arch} was asked for. Give the "
-            "number of towers or a tower plan too."
-        )
-    if arch == "dcn" and (c, p) != (1, 0):
-        raise InputError(f"c={c}, p={p} are settings of DLRM's tower module; dcn has none. Leave them out.")
 
 
 class MetaTables(nn.Module):

@@ -89,15 +89,11 @@ class DMTDCN(nn.Module):
     13-512-256-D and 1024-1024-512-256-1. A tower sends one vector; a subclass whose ``tower_module`` is
     ``partial(DCNTowerModule, per_feature=True)`` sends one per feature, as Listing 2 prints it.
 
+    Arguments are those of `DCN`, whose tables may come in any order and need one dimension N per tower, and:
+
     Args:
-        tables: as in `DCN`, in any order; one dimension N per tower.
         tower_plan: which features form which tower.
-        dense_in_features: columns of the dense input.
-        tower_dim: D, the dimension of the vectors that interact.
-        num_cross_layers: cross layers over the (T + 1) D numbers of a sample; a tower has one.
-        cross_rank: rank of each cross layer, in the towers too.
-        options: sizes of the MLPs and the device.
-        make_sparse_arch: builds the towers from the tower modules; see `dmt.models.sparse`.
+        tower_dim: D, the dimension of the vectors that interact; a tower has one cross layer of rank ``cross_rank``.
 
     Raises:
         InputError: the plan does not fit the tables, the tables of a tower differ in dimension, a tower's outputs are

@@ -11,6 +11,7 @@ Legend: B samples, F vectors (features, or the outputs of towers), D their dimen
 from __future__ import annotations
 
 import itertools
+from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -28,9 +29,6 @@ __all__ = [
     "MLP",
     "ModelOptions",
     "OverArch",
-    "Perceptron",
-    "check_layer_sizes",
-    "check_size",
     "check_sizes",
     "strict_upper",
 ]
@@ -40,38 +38,14 @@ Device = torch.device | str | None
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Sizes of a model's two MLPs, and where the model is built.
-
-    Raises:
-        InputError: a layer size is not a positive whole number, or ``over_arch_layer_sizes`` is empty.
-    """
+    """Sizes of a model's two MLPs, and where the model is built."""
 
     dense_arch_layer_sizes: tuple[int, ...] = (512, 256)
     """Hidden sizes of the bottom MLP. The model appends the last size itself: N, or D with towers."""
     over_arch_layer_sizes: tuple[int, ...] | None = None
-    """Sizes of the top MLP with its output, 1 for one logit. ``None``: the paper's sizes for the model."""
+    """Sizes of the top MLP with its output, 1 for one logit. ``None`` or none at all: the paper's."""
     device: torch.device | str | None = None
     """Device of the parameters. ``None`` follows PyTorch's own ``with torch.device(...)``."""
-
-    def __post_init__(self) -> None:
-        # A list is what a configuration file gives; a tuple keeps the frozen dataclass immutable.
-        object.__setattr__(self, "dense_arch_layer_sizes", tuple(self.dense_arch_layer_sizes))
-        check_layer_sizes("ModelOptions.dense_arch_layer_sizes", self.dense_arch_layer_sizes)
-        if self.over_arch_layer_sizes is not None:
-            object.__setattr__(self, "over_arch_layer_sizes", tuple(self.over_arch_layer_sizes))
-            check_layer_sizes("ModelOptions.over_arch_layer_sizes", self.over_arch_layer_sizes, at_least=1)
-
-
-class Perceptron(nn.Module):
-    """One linear layer and a ReLU: [B, I] -> [B, O], float32."""
-
-    def __init__(self, in_features: int, out_features: int, *, device: Device = None) -> None:
-        super().__init__()
-        self._linear = nn.Linear(in_features, out_features, device=device)
-
-    def forward(self, features: Tensor) -> Tensor:
-        """[B, I] -> [B, O]."""
-        return torch.relu(self._linear(features))
 
 
 class MLP(nn.Module):
@@ -82,11 +56,11 @@ class MLP(nn.Module):
 
     def __init__(self, in_features: int, layer_sizes: Sequence[int], *, device: Device = None) -> None:
         super().__init__()
-        check_size("MLP: in_features", in_features)
-        check_layer_sizes("MLP: layer_sizes", layer_sizes)
+        check_sizes("MLP", in_features=in_features, layer_sizes=layer_sizes)
         sizes = [in_features, *layer_sizes]
         self.out_features = sizes[-1]
-        self._mlp = nn.Sequential(*(Perceptron(i, o, device=device) for i, o in itertools.pairwise(sizes)))
+        layers = (nn.Linear(*pair, device=device) for pair in itertools.pairwise(sizes))
+        self._mlp = nn.Sequential(*(nn.Sequential(OrderedDict(_linear=layer, relu=nn.ReLU())) for layer in layers))
 
     def forward(self, features: Tensor) -> Tensor:
         """[B, I] -> [B, O]."""
@@ -113,7 +87,9 @@ class OverArch(nn.Module):
 
     def __init__(self, in_features: int, layer_sizes: Sequence[int], *, device: Device = None) -> None:
         super().__init__()
-        check_layer_sizes("OverArch: layer_sizes", layer_sizes, at_least=1)
+        if not layer_sizes:
+            raise InputError("OverArch: layer_sizes is empty; give at least the number of logits.")
+        check_sizes("OverArch", layer_sizes=layer_sizes)
         hidden = MLP(in_features, layer_sizes[:-1], device=device)
         self.model = nn.Sequential(hidden, nn.Linear(hidden.out_features, layer_sizes[-1], device=device))
 
@@ -213,21 +189,11 @@ class CrossInteraction(nn.Module):
         return self.crossnet(torch.cat((dense, sparse.flatten(1)), dim=1))
 
 
-def check_size(name: str, value: int, *, minimum: int = 1) -> None:
-    """Raises `InputError` unless ``value`` is a whole number of at least ``minimum``."""
-    if not isinstance(value, int) or isinstance(value, bool) or value < minimum:
-        raise InputError(f"{name}={value!r} must be a whole number of at least {minimum}.")
-
-
-def check_sizes(owner: str, **sizes: int) -> None:
-    """Raises `InputError` unless all sizes of a module of class ``owner`` are positive whole numbers."""
-    for name, size in sizes.items():
-        check_size(f"{owner}: {name}", size)
-
-
-def check_layer_sizes(name: str, sizes: Sequence[int], *, at_least: int = 0) -> None:
-    """Raises `InputError` unless ``sizes`` are positive whole numbers, at least ``at_least`` of them."""
-    if len(sizes) < at_least:
-        raise InputError(f"{name}={tuple(sizes)!r} needs at least {at_least} layer size.")
-    for i, size in enumerate(sizes):
-        check_size(f"{name}[{i}]", size)
+def check_sizes(owner: str, *, minimum: int = 1, **sizes: int | Sequence[int]) -> None:
+    """Raises `InputError` unless all sizes of a module of class ``owner`` are whole numbers of at least ``minimum``."""
+    for name, given in sizes.items():
+        values = given if isinstance(given, Sequence) else [given]
+        for i, size in enumerate(values):
+            if not isinstance(size, int) or isinstance(size, bool) or size < minimum:
+                place = f"{name}[{i}]" if values is given else name
+                raise InputError(f"{owner}: {place}={size!r} must be a whole number of at least {minimum}.")

@@ -80,15 +80,13 @@ class DMTDLRM(nn.Module):
     With the paper's sizes and D=64, c=1, p=0 it takes 8.95 MFLOPs per sample, and the towers send half the bytes. The
     MLPs are 13-512-256-D and 1024-512-256-1, one layer less than DLRM's: so the MFLOPs of the paper's Tables 4 and 5.
 
+    Arguments are those of `DLRM`, whose tables may come in any order and need one dimension N per tower, and:
+
     Args:
-        tables: as in `DLRM`, in any order; one dimension N per tower.
         tower_plan: which features form which tower.
-        dense_in_features: columns of the dense input.
         tower_dim: D, the dimension of the vectors that interact.
         c: projections of each feature.
         p: linear combinations of all features of a tower.
-        options: sizes of the MLPs and the device.
-        make_sparse_arch: builds the towers from the tower modules; see `dmt.models.sparse`.
 
     Raises:
         InputError: the plan does not fit the tables, the tables of a tower differ in dimension, c and p are both 0, or

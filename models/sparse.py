@@ -115,17 +115,14 @@ def check_tower_modules(plan: TowerPlan, tower_modules: Sequence[nn.Module]) -> 
         )
     module: Any  # the user's own class
     for tower, module in zip(plan.towers, tower_modules, strict=True):
-        kind = type(module).__name__
+        where = f"The tower module {type(module).__name__} of tower {tower.name!r}"
         absent = [name for name in ("features", "in_features", "out_features") if not hasattr(module, name)]
         if absent:
-            raise InputError(
-                f"The tower module {kind} of tower {tower.name!r} has no attribute {absent[0]!r}; set it in __init__ "
-                "(see dmt.models.tower_modules)."
-            )
+            raise InputError(f"{where} has no attribute {absent[0]!r}; set it in __init__ (dmt.models.tower_modules).")
         if tuple(module.features) != tower.features:
             raise InputError(
-                f"The tower module {kind} of tower {tower.name!r} reads features {list(module.features)}, but the plan "
-                f"gives that tower {list(tower.features)}. Pass the plan's features, in its order."
+                f"{where} reads features {list(module.features)}, but the plan gives that tower "
+                f"{list(tower.features)}. Pass the plan's features, in its order."
             )
 
 
@@ -142,8 +139,8 @@ def common_embedding_dim(tables: Sequence[Any], owner: str) -> int:
         if table.embedding_dim != first.embedding_dim:
             raise InputError(
                 f"Table {table.name!r} has embedding_dim={table.embedding_dim}, but {owner} needs the same for all its "
-                f"tables and table {first.name!r} has {first.embedding_dim}. Make them equal, or compose a model with "
-                "tower modules of your own (see docs/your_model.md)."
+                f"tables and table {first.name!r} has {first.embedding_dim}. Make them equal, or compose a model of "
+                "your own (docs/your_model.md)."
             )
     return first.embedding_dim
 

@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dmt.errors import InputError
-from dmt.models.dense import LowRankCrossNet, check_size, check_sizes, strict_upper
+from dmt.models.dense import LowRankCrossNet, check_sizes, strict_upper
 
 __all__ = [
     "CROSS_RANK",
@@ -90,8 +90,7 @@ class DLRMTowerModule(nn.Module):
     ) -> None:
         super().__init__()
         self.features = _tower_features("DLRMTowerModule", features, embedding_dim=embedding_dim, tower_dim=tower_dim)
-        check_size("DLRMTowerModule: c", c, minimum=0)
-        check_size("DLRMTowerModule: p", p, minimum=0)
+        check_sizes("DLRMTowerModule", c=c, p=p, minimum=0)
         if c == p == 0:
             raise InputError(
                 f"DLRMTowerModule of features {list(self.features)}: c=0 and p=0 leave the tower without output; "
@@ -217,8 +216,7 @@ class PassThroughTowerModule(nn.Module):
                 f"PassThroughTowerModule: embedding_dims={list(embedding_dims)} must give one dimension for each of "
                 f"the {len(self.features)} features {list(self.features)}."
             )
-        for name, dim in zip(self.features, embedding_dims, strict=True):
-            check_size(f"PassThroughTowerModule: embedding dimension of feature {name!r}", dim)
+        check_sizes("PassThroughTowerModule", embedding_dims=embedding_dims)
         self.in_features = self.out_features = sum(embedding_dims)
 
     def forward(self, embeddings: EmbeddingsByName) -> Tensor:

@@ -14,6 +14,7 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor, nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.embedding_tower import EmbeddingTower
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -32,7 +33,7 @@ from dmt.models import (
     flat_sparse_arch,
     tower_sparse_arch,
 )
-from dmt.models.complexity import MetaTables, MetaTowers, count_on_meta, is_tower_module
+from dmt.models.complexity import MetaTables, MetaTowers, count_on_meta
 from dmt.models.sparse import JoinedShards
 from dmt.plan.tables import feature_names
 from dmt.plan.towers import TowerPlan
@@ -45,6 +46,8 @@ from dmt.sharding.schemes import Scheme
 from dmt.sptt.flat import SPTTEmbeddingBagCollectionSharder
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.micro_batches import MicroBatches, run_in_micro_batches
+from dmt.sptt.sharder import TowerState
+from dmt.sptt.tower_lookup import GroupShardedEBC
 from dmt.sptt.towers import TowerCollectionSharder
 from dmt.training.access import load_profile
 from dmt.training.config import OptimizerConfig, ReplicasConfig, TrainConfig
@@ -72,6 +75,7 @@ __all__ = [
     "settle_gradient_buckets",
     "sharding_result",
     "table_bytes",
+    "tower_parameter_names",
 ]
 
 DENSE_OPTIMIZERS = {
@@ -160,6 +164,17 @@ def table_bytes(job: Job, rank: int) -> float:
     return held
 
 
+def tower_parameter_names(model: nn.Module) -> set[str]:
+    """Returns the names of the parameters of all tower modules of a model, sharded (then this rank's) or not."""
+    parts: list[tuple[str, nn.Module]] = []
+    for path, part in model.named_modules():
+        if isinstance(part, EmbeddingTower):
+            parts.append((f"{path}.interaction", part.interaction))
+        elif isinstance(part, TowerState):
+            parts += [(name, own) for name, own in part.parts(path) if not isinstance(own, GroupShardedEBC)]
+    return {f"{path}.{name}" for path, part in parts for name, _ in part.named_parameters()}
+
+
 def build_optimizer(config: OptimizerConfig, model: DistributedModelParallel) -> CombinedOptimizer:
     """The optimizer of everything: the tables' fused ones, one for tower modules and one for the other dense parts.
 
@@ -168,8 +183,9 @@ def build_optimizer(config: OptimizerConfig, model: DistributedModelParallel) ->
     trainable = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
     rates = {"towers": config.dense_lr if config.tower_lr is None else config.tower_lr, "dense": config.dense_lr}
     parameters: dict[str, dict[str, nn.Parameter]] = {part: {} for part in rates}
+    of_towers = tower_parameter_names(model.module)
     for name, parameter in in_backward_optimizer_filter(trainable):
-        parameters["towers" if is_tower_module(name) else "dense"][name] = parameter
+        parameters["towers" if name in of_towers else "dense"][name] = parameter
     parts: list[tuple[str, KeyedOptimizer, float]] = [("tables", model.fused_optimizer, config.sparse_lr)]
     for part, rate in rates.items():
         # A flat model has no tower modules, and PyTorch's optimizers refuse to have nothing to do.

@@ -15,7 +15,6 @@ The model is built many times, in every process: the function must make the same
 from __future__ import annotations
 
 import copy
-import re
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -162,10 +161,11 @@ def _check_layers(place: str, model: nn.Module, world_size: int) -> None:
                 "write its start as a method reset_parameters() of the module that has the parameter (a buffer alone "
                 "must be a parameter, or made in forward)."
             )
+    of_towers = tower_modules(model)
+    paths = [path for path, part in model.named_modules() if any(part is module for module in of_towers)]
     owners: dict[int, tuple[str, str | None]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        tower = re.search(r"\.towers\.(\d+)\.interaction\.", name)
-        owner = tower and tower[1]
+        owner = next((path for path in paths if name.startswith(f"{path}.")), None)
         first, whose = owners.setdefault(id(parameter), (name, owner))
         if whose != owner:
             raise InputError(

@@ -145,17 +145,18 @@ def test_criteo_tables():
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"arch": "dlrm-products"}, "arch='dlrm-products' has tower modules only. Give the number of towers"),
+        (
+            {"arch": "dlrm-products"},
+            "arch='dlrm-products', tower_dim=None, c=1, p=0: a flat model has no tower modules",
+        ),
         ({"arch": "dlmr"}, "arch='dlmr' is unknown; use 'dlrm' or 'dlrm-products' or 'dcn'. Did you mean 'dlrm'"),
-        ({"arch": "dlrm", "tower_dim": 64}, "tower_dim=64, c=1, p=0 are settings of towers, but the flat dlrm"),
-        ({"arch": "dlrm", "p": 1}, "settings of towers, but the flat dlrm"),
+        (
+            {"arch": "dlrm", "tower_dim": 64},
+            "tower_dim=64, c=1, p=0: a flat model has no tower modules",
+        ),
+        ({"arch": "dlrm", "p": 1}, "p=1: a flat model"),
         ({"arch": "dcn", "num_towers": 4, "p": 1}, "c=1, p=1 are settings of DLRM's tower module; dcn has none"),
         ({"arch": "dlrm", "num_towers": 27}, "num_towers=27 must lie between 1 and the number of features, 26"),
-        (
-            {"arch": "dlrm", "num_towers": 2, "c": 10**12},
-            "c=1000000000000 is too large for a model; give at most 65536",
-        ),
-        ({"arch": "dlrm", "num_towers": 2, "tower_dim": 2**63}, "tower_dim=9223372036854775808 is too large"),
         ({"arch": "dlrm", "num_towers": 2, "tower_dim": 0}, "tower_dim=0 must be a whole number of at least 1"),
         ({"arch": "dlrm", "num_towers": 2, "c": 0}, "c=0 and p=0 leave the tower without output"),
     ],
