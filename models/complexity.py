@@ -9,7 +9,6 @@ These are the numbers of Tables 3 to 5 of the DMT paper (arXiv 2403.00877).
 
 from __future__ import annotations
 
-import re
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -38,7 +37,6 @@ __all__ = [
     "count_on_meta",
     "criteo_1tb_tables",
     "dense_weight_bytes",
-    "is_tower_module",
     "meta_batch",
     "paper_complexity",
     "tower_modules",
@@ -126,11 +124,6 @@ def tower_modules(model: nn.Module) -> list[Any]:
         and all(hasattr(tower, "interaction") for tower in towers)
         for tower in towers
     ]
-
-
-def is_tower_module(name: str) -> bool:
-    """Returns whether a parameter, by its name in the unsharded model, belongs to a tower module."""
-    return re.search(r"\.towers\.\d+\.interaction\.", name) is not None
 
 
 def dense_weight_bytes(model: nn.Module) -> tuple[int, int]:

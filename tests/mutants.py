@@ -43,7 +43,7 @@ gradients / (self._inside.size() * self._across.size()) => gradients / self._ins
 gradients.copy_(end()) => end()
 ## dmt/replicas/sync.py :: tests/dmt/test_parity.py -m "not slow" -k "replicas-4"
 self._steps % self.interval == 0 => self._steps % self.interval == 1
-one.sent + (one.live - one.snapshot) => one.sent - (one.live - one.snapshot)
+mean + (live - snapshot) => mean - (live - snapshot)
 self._states.start()\n        self._weights.finish() => self._states.start()
 ## dmt/replicas/sync.py :: tests/dmt/test_replicas.py -k a_replica_that_differs
 if value != everyone[0][name] => if value != theirs[name]

@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import torch
@@ -33,13 +32,13 @@ from dmt.errors import InputError, ReplicaMismatchError
 from dmt.formatting import shorten
 from dmt.sptt.dataflow import SPTTModule
 from dmt.sptt.mesh import TowerMesh
-from dmt.sptt.state import checksum, table_tensors, uncovered
+from dmt.sptt.state import checksum, table_tensors
 
 __all__ = ["ReplicaSync", "RunningMean", "drifted", "moment_scales"]
 
 # Training passes without a step, more than gradients are accumulated over: beyond it, step() was forgotten.
 _MOST_PASSES_PER_STEP = 256
-# Size of a collective that carries several tensors; gloo copies its input into one buffer.
+# From this size on a collective takes no further tensor; gloo copies its input into one buffer.
 _BUCKET_BYTES = 64 * 2**20
 
 
@@ -91,7 +90,6 @@ class ReplicaSync:
         self._modules = list(modules.values())
         prefixed = {f"{path}." if len(modules) > 1 else "": module for path, module in modules.items()}
         self._tensors = [one for prefix, module in prefixed.items() for one in table_tensors(module, prefix)]
-        self._tables = [prefix + table for prefix, module in prefixed.items() for table in module.sharded_tables]
         shapes = {one.name: tuple(one.tensor.shape) for one in self._tensors}
         check_agreement("ReplicaSync", {"shape": shapes}, mesh.replica_group)
         replicated = [one for one in self._tensors if one.is_replicated and mesh.topology.num_replicas > 1]
@@ -110,11 +108,6 @@ class ReplicaSync:
         """Bytes this rank sends in one sync, by a ring: 2 (M - 1) / M times weights and states (section 5)."""
         replicas = self._mesh.topology.num_replicas
         return 2 * (replicas - 1) / replicas * (self._weights.bytes_sent + self._states.bytes_sent)
-
-    @property
-    def is_running(self) -> bool:
-        """True while the collectives of a delayed sync are in flight."""
-        return self._states.is_running
 
     def restart(self, *, steps: int = 0) -> None:
         """Gives every replica the weights and states of replica 0, and drops collectives in flight.
@@ -147,7 +140,7 @@ class ReplicaSync:
         self._set_drifted(False)
 
     def check(self) -> None:
-        """Checks what must hold after `sync`: replicas have the same bits, and shards cover every table.
+        """Checks what must hold after `sync`: replicas have the same bits.
 
         Compares a checksum of each shard and of its states; data-parallel tables are checked too. Collective over the
         job; reads every table once.
@@ -163,12 +156,6 @@ class ReplicaSync:
             for rank, theirs in zip(ranks, everyone, strict=True)
             for name, value in theirs.items()
             if value != everyone[0][name]
-        ]
-        held = [one.shard for one in self._tensors if one.is_weight and one.shard]
-        shards = gather_objects(held, self._mesh.sharding_group)
-        problems += [
-            f"{problem} in replica {self._mesh.replica}"
-            for problem in uncovered([s for some in shards for s in some], self._tables)
         ]
         # Everyone raises, or those that found nothing would wait for the others.
         found = sorted({text for texts in gather_objects(problems, self._mesh.global_group) for text in texts})
@@ -203,16 +190,6 @@ class ReplicaSync:
             self._states.finish()
 
 
-@dataclass
-class _Averaged:
-    """One tensor and the buffers of its mean."""
-
-    live: Tensor
-    snapshot: Tensor | None = None
-    """s, while a delayed mean is in flight."""
-    sent: Tensor | None = None
-
-
 class RunningMean:
     """The mean of tensors over a group, begun at one moment and taken over at the same or a later one.
 
@@ -227,7 +204,9 @@ class RunningMean:
     def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup, *, delayed: bool) -> None:
         self._group = group
         self._delayed = delayed
-        self._averaged = [_Averaged(tensor.detach()) for tensor in tensors]
+        self._live = [tensor.detach() for tensor in tensors]
+        self._snapshots: list[Tensor] = []
+        self._means: list[Tensor] = []
         self._works: list[Any] = []
 
     @property
@@ -238,50 +217,43 @@ class RunningMean:
     @property
     def bytes_sent(self) -> int:
         """Bytes of one round that this rank hands to the collective, before the factor 2 (M - 1) / M of a ring."""
-        return sum(4 * one.live.numel() for one in self._averaged)
+        return sum(4 * tensor.numel() for tensor in self._live)
 
     def forget(self) -> None:
         """Waits for the round in flight and drops its result."""
-        for work in self._works:
-            work.wait()
-        for one in self._averaged:
-            one.snapshot = one.sent = None
-        self._works = []
+        self._snapshots, self._means = [], []
+        self.finish()
 
     @torch.no_grad()
     def start(self) -> None:
         """Begins a round with the tensors as they are now; every rank of the group calls it."""
         assert not self.is_running, "the last round was not finished"
-        for one in self._averaged:
-            one.snapshot = one.live.clone() if self._delayed else None
-            one.sent = one.live.to(torch.float32, copy=self._delayed)
-        self._works = [start_mean(bucket, self._group) for bucket in self._buckets()]
+        self._snapshots = [tensor.clone() if self._delayed else tensor for tensor in self._live]
+        self._means = [tensor.to(torch.float32, copy=self._delayed) for tensor in self._live]
+        self._works = [start_mean(bucket, self._group) for bucket in _buckets(self._means)]
 
     @torch.no_grad()
     def finish(self) -> None:
         """Waits for the round in flight and adopts its mean; does nothing without one."""
         for work in self._works:
             work.wait()
-        for one in self._averaged if self._works else ():
-            assert one.sent is not None, "it was set when the round began"
-            mean = one.sent if one.snapshot is None else one.sent + (one.live - one.snapshot)
-            if mean is not one.live:
-                one.live.copy_(mean)
-            one.snapshot = one.sent = None
-        self._works = []
+        for live, snapshot, mean in zip(self._live, self._snapshots, self._means, strict=False):
+            if self._delayed:
+                live.copy_(mean + (live - snapshot))
+            elif mean is not live:
+                live.copy_(mean)
+        self._snapshots, self._means, self._works = [], [], []
 
-    def _buckets(self) -> Iterator[list[Tensor]]:
-        bucket: list[Tensor] = []
-        size = 0
-        for one in self._averaged:
-            assert one.sent is not None, "it was set when the round began"
-            if bucket and size + one.sent.nbytes > _BUCKET_BYTES:
-                yield bucket
-                bucket, size = [], 0
-            bucket.append(one.sent)
-            size += one.sent.nbytes
-        if bucket:
+
+def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    bucket: list[Tensor] = []
+    for tensor in tensors:
+        bucket.append(tensor)
+        if sum(one.nbytes for one in bucket) >= _BUCKET_BYTES:
             yield bucket
+            bucket = []
+    if bucket:
+        yield bucket
 
 
 def moment_scales(model: nn.Module) -> dict[str, float]:

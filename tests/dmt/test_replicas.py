@@ -131,13 +131,13 @@ def under_way_on_rank(rank: int) -> None:
     assert sync is not None
     for step in range(2):
         training.step(step)
-    assert sync.is_running
+    assert sync._states.is_running
     loaded = {one.name: torch.full_like(one.tensor, 7.0) for one in own_tables(model)}
     model.state_dict()  # as loading begins: whoever writes tables waits for what is under way first
     for one in own_tables(model):
         one.tensor.copy_(loaded[one.name])
     sync.restart()
-    assert not sync.is_running
+    assert not sync._states.is_running
     for one in own_tables(model):
         assert torch.equal(one.tensor, loaded[one.name]), one.name
     training.step(2)

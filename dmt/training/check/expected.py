@@ -6,7 +6,7 @@ With replicas there is one plain module for each, on the batches of its ranks (`
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, replace
 
 import torch
@@ -14,10 +14,9 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dmt.errors import InputError
-from dmt.models.complexity import is_tower_module
 from dmt.testing.plain import PlainTraining, is_table, rate_share
 from dmt.testing.state import TableLayout
-from dmt.training.build import DENSE_OPTIMIZERS, ClickTask, build_model, fused_params
+from dmt.training.build import DENSE_OPTIMIZERS, ClickTask, build_model, fused_params, tower_parameter_names
 from dmt.training.check.shrink import CheckedRun
 from dmt.training.config import OptimizerConfig
 from dmt.training.data.batch import ClickBatch
@@ -76,6 +75,8 @@ class Expected:
     """By step and rank; one step more than is trained."""
     weights: State
     """After training, and the averaging of replicas at its end."""
+    of_towers: frozenset[str]
+    """Names of the parameters of tower modules."""
 
 
 def compute_expected(run: CheckedRun, layout: TableLayout) -> Expected:
@@ -116,7 +117,14 @@ def compute_expected(run: CheckedRun, layout: TableLayout) -> Expected:
                 f"the plain module diverges (a loss at step {step} is not finite), so there is nothing to compare "
                 "with. Lower the rates."
             )
-    return Expected(start=start, logits=logits, gradients=gradients, losses=losses, weights=_copy_of(tasks[0]))
+    return Expected(
+        start=start,
+        logits=logits,
+        gradients=gradients,
+        losses=losses,
+        weights=_copy_of(tasks[0]),
+        of_towers=frozenset(tower_parameter_names(tasks[0])),
+    )
 
 
 def _copy_of(task: ClickTask) -> State:
@@ -125,10 +133,11 @@ def _copy_of(task: ClickTask) -> State:
 
 def _plain_training(run: CheckedRun, tasks: Sequence[ClickTask], layout: TableLayout) -> PlainTraining:
     optimizer, replicas = run.config.optimizer, run.config.replicas
+    of_towers = tower_parameter_names(tasks[0])
     return PlainTraining(
         tasks,
         fused_params=fused_params(optimizer),
-        make_optimizer=lambda parameters: _dense_optimizer(optimizer, parameters),
+        make_optimizer=lambda parameters: _dense_optimizer(optimizer, parameters, of_towers),
         layout=layout,
         moment_scale=replicas.moment_scale,
         interval=replicas.sync_every,
@@ -137,11 +146,13 @@ def _plain_training(run: CheckedRun, tasks: Sequence[ClickTask], layout: TableLa
     )
 
 
-def _dense_optimizer(config: OptimizerConfig, parameters: Mapping[str, nn.Parameter]) -> torch.optim.Optimizer:
+def _dense_optimizer(
+    config: OptimizerConfig, parameters: Mapping[str, nn.Parameter], of_towers: Set[str]
+) -> torch.optim.Optimizer:
     groups = []
-    for of_towers, rate in ((True, config.tower_lr), (False, config.dense_lr)):
+    for is_tower, rate in ((True, config.tower_lr), (False, config.dense_lr)):
         rate = config.dense_lr if rate is None else rate
-        members = [p for name, p in parameters.items() if is_tower_module(name) is of_towers]
+        members = [p for name, p in parameters.items() if (name in of_towers) is is_tower]
         groups += [{"params": members, "lr": rate, "initial_lr": rate}] if members else []
     return DENSE_OPTIMIZERS[config.dense](groups)
 

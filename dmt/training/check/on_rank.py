@@ -14,7 +14,6 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from dmt.errors import ReplicaMismatchError
 from dmt.hot_rows.runtime import HotRows
-from dmt.models.complexity import is_tower_module
 from dmt.replicas.sync import ReplicaSync
 from dmt.sptt.mesh import TowerMesh
 from dmt.testing.plain import is_table, table_name
@@ -225,7 +224,7 @@ class _Checks:
         expected = self.expected.gradients[self.mesh.replica]
         largest = {"dense gradients": 0.0, "tower gradients": 0.0, "table gradients": 0.0}
         for name, gradient in expected.items():
-            largest[_kind(name)] = max(largest[_kind(name)], float(gradient.abs().max()))
+            largest[self._kind(name)] = max(largest[self._kind(name)], float(gradient.abs().max()))
         found: list[tuple[str, Tensor, Tensor, float]] = []
         for part in local_parts(model):
             if is_table(part.name):
@@ -238,8 +237,13 @@ class _Checks:
             if not is_table(name) and parameter.grad is not None:
                 found.append((name, parameter.grad, expected[name], 0.0))
         for name, ours, wanted, rounding in found:
-            size = max(float(wanted.abs().max()), _CANCELS * largest[_kind(name)])
-            self._found(_kind(name), name_in_report(name), _distance(ours, wanted), rounding + share * size)
+            size = max(float(wanted.abs().max()), _CANCELS * largest[self._kind(name)])
+            self._found(self._kind(name), name_in_report(name), _distance(ours, wanted), rounding + share * size)
+
+    def _kind(self, name: str) -> str:
+        if is_table(name):
+            return "table gradients"
+        return "tower gradients" if name in self.expected.of_towers else "dense gradients"
 
     def _found(self, check: str, item: str, difference: float, allowed: float, place: str = "") -> None:
         place = f"rank {self.rank}" + (f", {place}" if place else "")
@@ -249,12 +253,6 @@ class _Checks:
 def _unit_of(weights: Tensor) -> float:
     """Returns the largest relative rounding error of a weight, FP16 or FP32."""
     return 2.0**-11 if weights.dtype == torch.float16 else 2.0**-24
-
-
-def _kind(name: str) -> str:
-    if is_table(name):
-        return "table gradients"
-    return "tower gradients" if is_tower_module(name) else "dense gradients"
 
 
 def _distance(ours: Tensor, wanted: Tensor) -> float:
