@@ -19,7 +19,7 @@ from dmt.errors import InputError
 from dmt.sharding.optimizers import FUSED_DEFAULTS, MomentScale, moment_scale_of, optimizer_name
 from dmt.testing.state import TableLayout
 
-__all__ = ["PlainTable", "PlainTraining", "is_table", "rate_share", "table_name"]
+__all__ = ["PlainTable", "PlainTraining", "is_table", "table_name"]
 
 _NUM_STATES = {"rowwise_adagrad": 1, "adagrad": 1, "adam": 2, "sgd": 0}
 _TABLE = re.compile(r"(^|\.)embedding_bags\.")
@@ -38,29 +38,6 @@ def table_name(name: str) -> str:
         't_ad'
     """
     return name.split(".")[-2]
-
-
-def rate_share(
-    step: int, warmup_steps: int, *, decay_start: int | None = None, decay_steps: int | None = None
-) -> float:
-    """Returns the share of the learning rates in a step, counted from 0.
-
-    It is 1/W to 1 in W equal steps, and after step s of a decay of n steps (1 - (step - s) / n)^2, which stays as it is
-    in the last of them.
-
-    Example:
-        >>> [rate_share(step, 4) for step in (0, 1, 4, 9)], rate_share(0, 0)
-        ([0.25, 0.4375, 1.0, 1.0], 1.0)
-        >>> [rate_share(step, 2, decay_start=3, decay_steps=4) for step in (0, 3, 4, 5, 6, 7, 99)]
-        [0.5, 1.0, 0.5625, 0.25, 0.0625, 0.0625, 0.0625]
-    """
-    if step < warmup_steps:
-        start = 1 / warmup_steps
-        return start + (1 - start) * step / warmup_steps
-    if decay_start is None or decay_steps is None:
-        return 1.0
-    past = min(max(step - decay_start, 0), decay_steps - 1)
-    return (1 - past / decay_steps) ** 2
 
 
 class PlainTraining:

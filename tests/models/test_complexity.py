@@ -80,11 +80,6 @@ def test_parameters_of_dmt_dcn_by_hand():
     assert paper_complexity("dcn", 2).parameters == tables + towers + dense
 
 
-def test_default_tower_dim_is_the_papers():
-    assert paper_complexity("dcn", 4) == paper_complexity("dcn", 4, tower_dim=128)
-    assert paper_complexity("dlrm", 4) == paper_complexity("dlrm", 4, tower_dim=64)
-
-
 @pytest.mark.parametrize("arch", ["dlrm", "dcn"])
 @pytest.mark.parametrize("towers", [False, True])
 def test_the_meta_count_is_that_of_the_real_model(arch, towers, tables, plan, dense_features, sparse_features):

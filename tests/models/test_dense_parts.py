@@ -28,46 +28,46 @@ def assert_same(ours, theirs, *inputs):
         torch.testing.assert_close(results[0][name], results[1][name], rtol=0, atol=0, msg=name)
 
 
-def test_mlp_equals_torchrec():
-    assert_same(MLP(6, [5, 4]), TorchRecMLP(6, [5, 4]), torch.randn(3, 6))
-
-
-def test_dense_arch_equals_torchrec():
-    assert_same(DenseArch(6, [5, 4]), torchrec_dlrm.DenseArch(6, [5, 4]), torch.randn(3, 6))
-
-
-def test_over_arch_equals_torchrec():
-    assert_same(OverArch(6, [5, 4, 1]), torchrec_dlrm.OverArch(6, [5, 4, 1]), torch.randn(3, 6))
-
-
-def test_cross_net_equals_torchrec():
-    theirs = TorchRecCrossNet(6, num_layers=3, low_rank=2)
+def cross_net(features, **sizes):
+    theirs = TorchRecCrossNet(features, **sizes)
     with torch.no_grad():
         for bias in theirs.bias:  # zero at first, which would hide a mistake
             bias.normal_()
-    assert_same(LowRankCrossNet(6, num_layers=3, rank=2), theirs, torch.randn(3, 6))
+    return theirs
 
 
-@pytest.mark.parametrize("num_vectors", [1, 2, 5])
-def test_dot_interaction_equals_torchrec(num_vectors):
-    ours = DotInteraction(num_vectors=num_vectors, dim=4)
-    dense, sparse = torch.randn(3, 4), torch.randn(3, num_vectors, 4)
-    assert_same(ours, torchrec_dlrm.InteractionArch(num_vectors), dense, sparse)
-    assert ours(dense, sparse).shape == (3, ours.out_features)
+@pytest.mark.parametrize(
+    ("ours", "theirs", "shapes"),
+    [
+        (lambda: MLP(6, [5, 4]), lambda: TorchRecMLP(6, [5, 4]), [(3, 6)]),
+        (lambda: DenseArch(6, [5, 4]), lambda: torchrec_dlrm.DenseArch(6, [5, 4]), [(3, 6)]),
+        (lambda: OverArch(6, [5, 4, 1]), lambda: torchrec_dlrm.OverArch(6, [5, 4, 1]), [(3, 6)]),
+        (lambda: LowRankCrossNet(6, num_layers=3, rank=2), lambda: cross_net(6, num_layers=3, low_rank=2), [(3, 6)]),
+        (
+            lambda: CrossInteraction(num_vectors=2, dim=4, num_layers=2, rank=3),
+            lambda: torchrec_dlrm.InteractionDCNArch(2, cross_net(12, num_layers=2, low_rank=3)),
+            [(3, 4), (3, 2, 4)],
+        ),
+        *(
+            (
+                lambda number=number: DotInteraction(num_vectors=number, dim=4),
+                lambda number=number: torchrec_dlrm.InteractionArch(number),
+                [(3, 4), (3, number, 4)],
+            )
+            for number in (1, 2, 5)
+        ),
+    ],
+)
+def test_a_part_equals_torchrecs(ours, theirs, shapes):
+    ours, inputs = ours(), [torch.randn(shape) for shape in shapes]
+    assert_same(ours, theirs(), *inputs)
+    assert getattr(ours, "out_features", None) in (None, ours(*inputs).shape[1])
 
 
 def test_dot_interaction_by_hand():
     dense, sparse = torch.tensor([[1.0, 2.0]]), torch.tensor([[[3.0, 4.0], [5.0, 6.0]]])
     # dense itself, then dense.f0 = 11, dense.f1 = 17, f0.f1 = 39
     assert DotInteraction(num_vectors=2, dim=2)(dense, sparse).tolist() == [[1, 2, 11, 17, 39]]
-
-
-def test_cross_interaction_equals_torchrec():
-    ours = CrossInteraction(num_vectors=2, dim=4, num_layers=2, rank=3)
-    theirs = torchrec_dlrm.InteractionDCNArch(2, TorchRecCrossNet(12, num_layers=2, low_rank=3))
-    dense, sparse = torch.randn(3, 4), torch.randn(3, 2, 4)
-    assert_same(ours, theirs, dense, sparse)
-    assert ours(dense, sparse).shape == (3, ours.out_features)
 
 
 def test_whole_models_equal_torchrec(tables, dense_features, sparse_features):

@@ -7,7 +7,6 @@ import functools
 import pytest
 import torch
 from torch import fx, nn
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.embedding_tower import EmbeddingTowerCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
@@ -50,16 +49,12 @@ def build(request):
     return BUILDERS[request.param]
 
 
-def test_one_logit_per_sample(build, tables, plan, dense_features, sparse_features):
+def test_attribute_names_are_torchrecs_and_there_is_one_logit_per_sample(
+    build, tables, plan, dense_features, sparse_features
+):
     model = build(tables, plan)
     logits = model(dense_features, sparse_features)
-    assert logits.shape == (5, 1)
-    assert logits.dtype == torch.float32
-    assert len(set(logits.flatten().tolist())) == 5
-
-
-def test_attribute_names_are_torchrecs(build, tables, plan):
-    model = build(tables, plan)
+    assert (logits.shape, logits.dtype, len(logits.unique())) == ((5, 1), torch.float32, 5)
     assert [name for name, _ in model.named_children()] == ["dense_arch", "sparse_arch", "inter_arch", "over_arch"]
     flat = isinstance(model, DLRM | DCN)
     assert type(model.sparse_arch) is (EmbeddingBagCollection if flat else EmbeddingTowerCollection)
@@ -89,46 +84,10 @@ def test_flat_models_read_the_tables_by_name(name, tables, plan, dense_features,
     assert torch.equal(model(dense_features, sparse_features), expected)
 
 
-def test_bags_are_pooled(build, plan, dense_features):
-    """A bag of two ids gives what two rows summed (or averaged) by hand give; an empty bag gives zeros."""
-    for pooling, scale in ((PoolingType.SUM, 1.0), (PoolingType.MEAN, 0.5)):
-        tables = [
-            EmbeddingBagConfig(
-                name=f"t{i}", num_embeddings=4, embedding_dim=8, feature_names=[f"f{i}"], pooling=pooling
-            )
-            for i in range(4)
-        ]
-        model = build(tables, plan)
-        with torch.no_grad():
-            for name, weight in model.named_parameters():
-                if ".embedding_bags." in name:
-                    weight[2] = scale * (weight[0] + weight[1])
-                    weight[3] = 0
-        bags = KeyedJaggedTensor.from_lengths_sync(
-            keys=["f0", "f1", "f2", "f3"],
-            values=torch.tensor([0, 1] * 4),
-            lengths=torch.tensor([2, 0] * 4, dtype=torch.int32),
-        )
-        single = KeyedJaggedTensor.from_lengths_sync(
-            keys=["f0", "f1", "f2", "f3"],
-            values=torch.tensor([2, 3] * 4),
-            lengths=torch.ones(8, dtype=torch.int32),
-        )
-        # The order of two additions differs by rounding.
-        torch.testing.assert_close(model(dense_features[:2], bags), model(dense_features[:2], single))
-
-
 def test_every_parameter_gets_a_gradient(build, tables, plan, dense_features, sparse_features):
     model = build(tables, plan)
     model(dense_features, sparse_features).square().sum().backward()
     assert [name for name, weight in model.named_parameters() if weight.grad is None or not weight.grad.any()] == []
-
-
-def test_batch_of_one(build, tables, plan, dense_features):
-    features = KeyedJaggedTensor.from_lengths_sync(
-        keys=["f0", "f1", "f2", "f3"], values=torch.arange(4), lengths=torch.ones(4, dtype=torch.int32)
-    )
-    assert build(tables, plan)(dense_features[:1], features).shape == (1, 1)
 
 
 def test_shared_table(build, plan, dense_features):
@@ -162,18 +121,6 @@ def test_everything_can_be_built_on_meta(build, tables, plan):
     with torch.device("meta"):
         model = build(tables, plan, ModelOptions())
     assert all(parameter.is_meta for parameter in model.parameters())
-
-
-def test_only_the_tables_on_meta(tables, plan):
-    on_meta = functools.partial(_tower_sparse_arch_on, "meta")
-    model = DMTDLRM(tables=tables, tower_plan=plan, dense_in_features=13, make_sparse_arch=on_meta)
-    assert {name for name, weight in model.named_parameters() if weight.is_meta} == {
-        name for name, _ in model.named_parameters() if ".embedding." in name
-    }
-
-
-def _tower_sparse_arch_on(tables_device, tables, plan, tower_modules, device):
-    return tower_sparse_arch(tables, plan, tower_modules, tables_device)
 
 
 def _copy_flat_weights(flat, towered):
@@ -238,12 +185,6 @@ def test_towers_come_in_the_order_of_the_plan(tables, plan, sparse_features):
 def _bags(towers):
     for tower in towers.towers:
         yield from tower.embedding.embedding_bags.items()
-
-
-def test_table_specs_become_torchrec_configs(plan, sparse_features, dense_features):
-    specs = [TableSpec(name=f"t{i}", num_embeddings=20, embedding_dim=8, feature_names=(f"f{i}",)) for i in range(4)]
-    model = BUILDERS["DMTDLRM"](specs, plan)
-    assert model(dense_features, sparse_features).shape == (5, 1)
 
 
 def _spec(name, feature, dim=8):

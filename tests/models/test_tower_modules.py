@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional
 
 from dmt.errors import InputError
@@ -44,12 +43,6 @@ def test_dlrm_tower_skips_projections_that_change_no_size(embeddings):
     assert torch.equal(each(embeddings), torch.cat([embeddings[name] for name in FEATURES], dim=1))
     assert not list(single.parameters())
     assert not list(each.parameters())
-
-
-def test_dlrm_tower_projects_two_features_at_the_same_dim(embeddings):
-    tower = DLRMTowerModule(["f0", "f1"], embedding_dim=8, tower_dim=8, c=0, p=1)
-    assert [tuple(parameter.shape) for parameter in tower.parameters()] == [(8, 16), (8,)]
-    assert tower(embeddings).shape == (3, 8)
 
 
 def test_dcn_tower_is_listing_2(embeddings):
@@ -125,13 +118,6 @@ def test_inner_products_are_added_to_the_combinations_alone(embeddings):
 def test_a_tower_of_one_feature_has_no_product(embeddings):
     tower = DLRMProductsTowerModule(["f1"], embedding_dim=8, tower_dim=8, c=0, p=1)
     assert torch.equal(tower(embeddings), embeddings["f1"])
-
-
-def test_projection_is_trained(embeddings):
-    tower = DLRMTowerModule(FEATURES, embedding_dim=8, tower_dim=4, c=1, p=1)
-    tower(embeddings).square().sum().backward()
-    assert isinstance(tower.project, nn.Linear)
-    assert all(parameter.grad is not None and parameter.grad.any() for parameter in tower.parameters())
 
 
 @pytest.mark.parametrize(

@@ -16,14 +16,12 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from dmt.errors import InputError
 from dmt.sptt.mesh import TowerMesh
 from dmt.testing import gather_plain_state, load_plain_state
-from dmt.testing.plain import rate_share as plain_share
 from dmt.training import preflight
 from dmt.training.build import (
     build_model,
     build_optimizer,
     count_model,
     fused_params,
-    rate_share,
     shard_model,
     table_bytes,
 )
@@ -359,10 +357,3 @@ def test_ranks_without_tables_train_and_save(tmp_path: Path) -> None:
         load_plain(model, tmp_path / arch)
         for name, value in model.state_dict().items():
             assert torch.equal(value, results[0][1][name]), name
-
-
-def test_learning_rates_follow_the_formula_of_the_plain_training() -> None:
-    for config in (OptimizerConfig(warmup_steps=0), OptimizerConfig(warmup_steps=3, decay_start=5, decay_steps=4)):
-        decay = {"decay_start": config.decay_start, "decay_steps": config.decay_steps}
-        for step in range(12):
-            assert rate_share(config, step) == plain_share(step, config.warmup_steps, **decay)

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dmt.errors import InputError
-from dmt.testing.plain import PlainTraining, is_table, rate_share
+from dmt.testing.plain import PlainTraining, is_table
 from dmt.testing.state import TableLayout
-from dmt.training.build import DENSE_OPTIMIZERS, ClickTask, build_model, fused_params, tower_parameter_names
+from dmt.training.build import DENSE_OPTIMIZERS, ClickTask, build_model, fused_params, rate_share, tower_parameter_names
 from dmt.training.check.shrink import CheckedRun
 from dmt.training.config import OptimizerConfig
 from dmt.training.data.batch import ClickBatch
@@ -158,7 +158,7 @@ def _dense_optimizer(
 
 
 def _set_rates(training: PlainTraining, config: OptimizerConfig, step: int) -> None:
-    share = rate_share(step, config.warmup_steps, decay_start=config.decay_start, decay_steps=config.decay_steps)
+    share = rate_share(config, step)
     training.learning_rate = config.sparse_lr * share
     for optimizer in training.dense_optimizers:
         for group in optimizer.param_groups:
