@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import GradBucket, ProcessGroup
 from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils import _pytree
 from torchrec.distributed import comm
 from torchrec.distributed.embedding_types import ShardedEmbeddingModule
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
@@ -41,6 +42,8 @@ __all__ = [
     "norms",
     "place_globally",
     "settings_on_parameters",
+    "tree_flatten",
+    "tree_unflatten",
 ]
 
 PRIVATE_NAMES: Mapping[str, str] = {
@@ -51,6 +54,7 @@ PRIVATE_NAMES: Mapping[str, str] = {
     "torch.distributed.ProcessGroup": "_get_backend _device_types",
     "torch._C._distributed_c10d.Backend.Options": "_timeout",
     "torch.ops.aten": "_assert_async",
+    "torch.utils": "_pytree",
     "torch": "_foreach_norm",
     "torch.autograd.Variable": "_execution_engine",
     "torch._C": "_current_graph_task_id",
@@ -73,6 +77,8 @@ PRIVATE_NAMES: Mapping[str, str] = {
     "torchrec.distributed.comm": "_INTRA_PG _CROSS_PG _NODE_GROUP_SIZE_2D",
 }
 
+tree_flatten, tree_unflatten = _pytree.tree_flatten, _pytree.tree_unflatten
+
 
 class PipelinedModule(ShardedEmbeddingModule[Any, Any, Any, Any]):
     """A sharded module whose id exchange TorchRec's train pipelines can start one batch ahead.
@@ -83,8 +89,8 @@ class PipelinedModule(ShardedEmbeddingModule[Any, Any, Any, Any]):
 
     _FORCE_STATE_DICT_LOAD = True
 
-    def __init__(self, qcomm_codecs_registry: dict[str, Any] | None = None) -> None:
-        super().__init__(qcomm_codecs_registry=qcomm_codecs_registry)
+    def __init__(self) -> None:
+        super().__init__()
         self._has_uninitialized_input_dist = True
         self.id_exchanges: list[Any] = self._input_dists
         """The module that sends ids; empty before the first batch."""

@@ -454,12 +454,12 @@ class Oracle:
     def compare_tables(self) -> None:
         """Compares this rank's shards of tables and of their states with those of its replica."""
         tensors = own_tables(self._ours.model)
-        places = {one.table: (one.shard.offsets, one.shard.sizes) for one in tensors if one.is_weight and one.shard}
+        places = {one.table: (one.offsets, one.tensor.shape) for one in tensors if one.is_weight}
         for name, plain in self.training.tables[self._replica].items():
             own = [one for one in tensors if one.table == table_name(name)]
             if not own:
                 continue
-            (row, column), (rows, columns) = places.get(table_name(name), ((0, 0), plain.weight.shape))
+            (row, column), (rows, columns) = places[table_name(name)]
             starts = [sum(plain.widths[:i]) for i in range(len(plain.widths))]
             # The weight comes first, then states in the order of FBGEMM's numbers.
             expected = [plain.weight.detach()[:, column : column + columns], *plain.states[starts.index(column)]]

@@ -30,7 +30,7 @@ from dmt.errors import InputError
 from dmt.hot_rows.touched_sum import TouchedRowsSum
 from dmt.sharding.data_parallel import UpdateSettings
 from dmt.sptt.dataflow import SPTTModule
-from dmt.sptt.rows import Piece
+from dmt.sptt.peer_exchange import Piece
 from dmt.sptt.sharder import HomeTable
 from dmt.sptt.state import table_tensors
 from dmt.sptt.tower_lookup import DataParallelTables
@@ -253,11 +253,9 @@ class HotCopies:
             copy = self._tensors.get((one.table, one.part))
             if copy is None:
                 continue
-            rows, first, columns = self.rows[one.table], 0, slice(None)
-            if one.shard is not None:
-                first = one.shard.offsets[0]
-                if len(one.shard.offsets) > 1:
-                    columns = slice(one.shard.offsets[1], one.shard.offsets[1] + one.shard.sizes[1])
+            rows, first, columns = self.rows[one.table], one.offsets[0], slice(None)
+            if one.tensor.dim() > 1:
+                columns = slice(one.offsets[1], one.offsets[1] + one.tensor.shape[1])
             own = ((rows >= first) & (rows < first + len(one.tensor))).nonzero().flatten()
             # Of a data-parallel table every rank of the tower has all rows.
             is_told = one.is_replicated or self._module.mesh.local == 0

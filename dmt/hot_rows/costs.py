@@ -19,8 +19,7 @@ row to be touched in every step.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -29,27 +28,12 @@ from dmt.hot_rows.profile import AccessProfile, RowCounts
 from dmt.plan.tables import TableSpec
 from dmt.plan.topology import TowerTopology
 
-__all__ = [
-    "HotLoad",
-    "choose_rows",
-    "has_single_ids",
-    "hot_load",
-    "saved_bytes",
-    "why_not_chosen",
-]
+__all__ = ["choose_rows", "saved_bytes"]
 
 _ID_BYTES = 8
 # Between two hosts nearly every row saves a little, but its copy's gradient is set to zero, looked through and added to
 # the weights in every step. Memory is taken to be 300 times as fast as the link between hosts.
 _HELD = 1 / 300
-
-
-def has_single_ids(profile: AccessProfile, table: TableSpec) -> bool:
-    """Returns whether bags of a table have at most one id on average, as those have of which a copy saves the whole.
-
-    Of a bag of several ids the sum over its cold rows is as long as the whole.
-    """
-    return profile.ids_per_sample(table) <= 1
 
 
 def saved_bytes(
@@ -72,9 +56,17 @@ def saved_bytes(
         >>> saved_bytes(RowCounts.of([1, 7, 7, 7]), table, topology, num_ids=4, distinct=False)
         array([ 80.4281128 , 367.78666668])
     """
-    away, sent, copied = _prices(table, topology)
+    towers, ranks, features = topology.num_towers, topology.ranks_per_tower, len(table.feature_names)
+    everyone = topology.sharding_groups()[0]
+    hosts = len({topology.host(rank) for rank in everyone})
+    # To the peer in the table's tower, and there to the rank that has the row, which may be on another host.
+    away = (towers - 1) * ranks * topology.share_across_hosts(topology.peer_groups())
+    away += towers * (ranks - 1) * topology.share_across_hosts(topology.tower_groups())
+    row = 4 * table.embedding_dim  # outputs and gradients are FP32, whatever the table is kept in
+    summed = 2 * (hosts - 1) * row
     uses = counts.chances(num_ids) if distinct else num_ids * counts.counts / max(counts.total, 1)
-    return away * sent * uses - _sum_bytes(counts, table, topology, num_ids=num_ids) - _HELD * copied
+    is_touched = counts.chances(num_ids * features * len(everyone))
+    return away * features * (2 * row + _ID_BYTES) * uses - summed * is_touched - _HELD * summed
 
 
 def choose_rows(
@@ -88,8 +80,9 @@ def choose_rows(
 ) -> dict[str, NDArray[np.int64]]:
     """Chooses the rows whose copies save bytes between hosts, those that save most for their size first.
 
-    Of the tables, which may have copies, those with such rows are returned with their numbers, int64, ascending. The
-    weights of a rank's copies take ``max_bytes`` at most; other arguments are those of `saved_bytes`.
+    Of the tables, which may have copies, those with such rows are returned with their numbers, int64, ascending. Bags
+    must have at most one id on average: of several the sum over the cold rows is as long as the whole. The weights of a
+    rank's copies take ``max_bytes`` at most; other arguments are those of `saved_bytes`.
 
     Example:
         >>> table = TableSpec(name="t", num_embeddings=10, embedding_dim=8, feature_names=("f",))
@@ -103,10 +96,10 @@ def choose_rows(
     """
     found = []
     for number, table in enumerate(tables):
-        counts = profile[table.name]
-        if not has_single_ids(profile, table):
+        counts, ids_per_sample = profile[table.name], profile.ids_per_sample(table)
+        if ids_per_sample > 1:
             continue
-        num_ids = batch_size * profile.ids_per_sample(table)
+        num_ids = batch_size * ids_per_sample
         gain = saved_bytes(counts, table, topology, num_ids=num_ids, distinct=distinct)
         pays, size = gain > 0, 4 * table.embedding_dim
         rows = counts.rows[pays]
@@ -118,91 +111,3 @@ def choose_rows(
     kept = order[np.cumsum(sizes[order]) <= max_bytes]
     by_table = {table.name: np.sort(rows[kept][numbers[kept] == number]) for number, table in enumerate(tables)}
     return {name: of_table for name, of_table in by_table.items() if len(of_table)}
-
-
-def why_not_chosen(profile: AccessProfile, tables: Sequence[TableSpec]) -> dict[str, str]:
-    """Returns the tables of which `choose_rows` takes no row because of their bags, with the reason."""
-    means = {table.name: profile.ids_per_sample(table) for table in tables if not has_single_ids(profile, table)}
-    return {
-        name: f"its bags have {mean:.3g} ids on average, and the sum over the cold ids of a bag is as long as the whole"
-        for name, mean in means.items()
-    }
-
-
-class HotLoad(NamedTuple):
-    """Cost of chosen hot rows in a step of a replica."""
-
-    across: float
-    """Bytes between hosts, of all ranks, for the sum of their gradients."""
-    inside: float
-    """Bytes inside hosts, of all ranks, for the same."""
-    used_bytes: float
-    """Bytes of the copies that a rank's ids read, each use counted."""
-    held_bytes: float
-    """Bytes of the copies of a rank."""
-
-
-def hot_load(
-    profile: AccessProfile,
-    tables: Sequence[TableSpec],
-    topology: TowerTopology,
-    *,
-    rows: Mapping[str, NDArray[np.int64]],
-    batch_size: int,
-) -> HotLoad:
-    """Expects the cost of copies of some rows of each table, by the accesses of a profile; FP32, single ids.
-
-    Inside a host a row's gradients are taken to be summed in a ring where any of its ranks touched it.
-
-    Example:
-        >>> table = TableSpec(name="t", num_embeddings=10, embedding_dim=8, feature_names=("f",))
-        >>> profile = AccessProfile([table])
-        >>> profile.add({"f": [1, 7, 7, 7]}, num_samples=4)
-        >>> topology = TowerTopology(num_towers=2, ranks_per_tower=2)
-        >>> load = hot_load(profile, [table], topology, rows={"t": np.array([7])}, batch_size=4)
-        >>> load.used_bytes, load.held_bytes  # three of four ids, 8 columns
-        (96.0, 32.0)
-    """
-    found = HotLoad(0.0, 0.0, 0.0, 0.0)
-    hosts, ranks = _hosts_and_ranks(topology)
-    inside = ranks // hosts
-    for table in tables:
-        chosen, counts = rows.get(table.name), profile[table.name]
-        if chosen is None:
-            continue
-        num_ids, row = batch_size * profile.ids_per_sample(table), 4 * table.embedding_dim
-        own = np.isin(counts.rows, chosen)
-        touched = counts.chances(num_ids * len(table.feature_names) * inside)[own].sum()
-        share = counts.counts[own].sum() / max(counts.total, 1)
-        found = HotLoad(
-            found.across + float(_sum_bytes(counts, table, topology, num_ids=num_ids)[own].sum()),
-            found.inside + float(hosts * 2 * (inside - 1) * row * touched),
-            found.used_bytes + float(num_ids * len(table.feature_names) * share * row),
-            found.held_bytes + float(row * len(chosen)),
-        )
-    return found
-
-
-def _sum_bytes(counts: RowCounts, table: TableSpec, topology: TowerTopology, *, num_ids: float) -> NDArray[np.float64]:
-    """Returns the bytes between hosts that are expected for the sum of the gradients of each row's copies, [n]."""
-    _, _, copied = _prices(table, topology)
-    _, ranks = _hosts_and_ranks(topology)
-    return copied * counts.chances(num_ids * len(table.feature_names) * ranks)
-
-
-def _prices(table: TableSpec, topology: TowerTopology) -> tuple[float, int, int]:
-    """Features times ranks whose bags leave a host, bytes that one such bag sends, and bytes of a row's dense sum."""
-    towers, ranks = topology.num_towers, topology.ranks_per_tower
-    # To the peer in the table's tower, and there to the rank that has the row, which may be on another host.
-    away = (towers - 1) * ranks * topology.share_across_hosts(topology.peer_groups())
-    away += towers * (ranks - 1) * topology.share_across_hosts(topology.tower_groups())
-    hosts, _ = _hosts_and_ranks(topology)
-    # Outputs and gradients are FP32, whatever the table is kept in.
-    row = 4 * table.embedding_dim
-    return away * len(table.feature_names), 2 * row + _ID_BYTES, 2 * (hosts - 1) * row
-
-
-def _hosts_and_ranks(topology: TowerTopology) -> tuple[int, int]:
-    """Returns the numbers of hosts and of ranks of a replica."""
-    ranks = topology.sharding_groups()[0]
-    return len({topology.host(rank) for rank in ranks}), len(ranks)

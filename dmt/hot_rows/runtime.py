@@ -8,7 +8,6 @@ return to their tables with their optimizer states, rows that come are read from
 from __future__ import annotations
 
 import hashlib
-import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -21,9 +20,9 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dmt.collectives import check_agreement, gather_objects, gather_on_first, run_on_all_or_raise
 from dmt.errors import InputError, did_you_mean
-from dmt.formatting import human_bytes, shorten
+from dmt.formatting import shorten
 from dmt.hot_rows.copies import HotCopies, HotGroups
-from dmt.hot_rows.costs import choose_rows, saved_bytes, why_not_chosen
+from dmt.hot_rows.costs import choose_rows, saved_bytes
 from dmt.hot_rows.profile import AccessProfile, RowCounts
 from dmt.plan.tables import TableSpec, table_specs
 from dmt.sharding.optimizers import data_parallel_obstacle, optimizer_name
@@ -35,8 +34,6 @@ from dmt.sptt.rows import wrap
 from dmt.sptt.sharder import HomeTable
 
 __all__ = ["HotRows", "HotRowsState", "why_no_copies"]
-
-logger = logging.getLogger(__name__)
 
 Rows = dict[str, NDArray[np.int64]]
 
@@ -124,14 +121,12 @@ class HotRows:
         homes = self._module.home_tables
         self.left_out: dict[str, str] = why_no_copies(homes)
         """Tables that have no copies, with the reason."""
-        self.not_chosen: dict[str, str] = {}
-        """Tables of which the last choice took no row because of their bags, with the reason."""
         if len(self.left_out) == len(homes):
             name, reason = next(iter(self.left_out.items()))
             raise InputError(f"HotRows: no table can have copies; of table {name!r}, {reason}.")
         self._tables = table_specs([home.config for name, home in homes.items() if name not in self.left_out])
         sizes = (home.config.num_embeddings * home.config.embedding_dim * 4 for home in homes.values())
-        self._extra_memory, self._budget = extra_memory, extra_memory * sum(sizes)
+        self._budget = extra_memory * sum(sizes)
         if profile is not None and (missing := [table.name for table in self._tables if table not in profile.tables]):
             raise InputError(
                 f"HotRows: the profile does not have table {missing[0]!r} as the model does ({len(missing)} such "
@@ -162,11 +157,6 @@ class HotRows:
         rows = self.rows
         return sum(4 * table.embedding_dim * len(rows.get(table.name, ())) for table in self._tables)
 
-    @property
-    def reduced_bytes(self) -> dict[str, float]:
-        """Bytes that all ranks sent in the last step for the copies' gradients, by names of `dmt.traffic.Traffic`."""
-        return {} if self._copies is None else {kind: float(size) for kind, size in self._copies.sum.sent.items()}
-
     def step(self) -> None:
         """To be called after every training step: chooses rows when it is time. Collective over the job."""
         self._steps += 1
@@ -194,7 +184,6 @@ class HotRows:
             return
         batch_size = max(round(samples / batches), 1)
         profile, self._profile = self._profile or self._summed_counts(batch_size), None
-        self.not_chosen = why_not_chosen(profile, self._tables)
         # One rank chooses: processors of another kind may round a row's gain otherwise.
         tables = self._tables if self._everyone.rank() == 0 else []
         topology, distinct, most = self._mesh.topology, self._is_unique, self._budget
@@ -218,31 +207,43 @@ class HotRows:
                 others.
         """
         wanted: Rows = {}
-        # Also an array that NumPy cannot read must not leave the other ranks waiting.
-        run_on_all_or_raise(lambda: wanted.update(_row_numbers(rows)), self._everyone)
+        # A rank that is given other rows must not leave the others waiting.
+        run_on_all_or_raise(lambda: wanted.update(self._checked(rows)), self._everyone)
         digest = hashlib.sha256(b"".join(name.encode() + of_table.tobytes() for name, of_table in wanted.items()))
         check_agreement("HotRows.replicate", {"rows": digest.hexdigest()}, self._everyone)
-        homes = self._module.home_tables
-        for name, of_table in wanted.items():
-            if name not in homes or name in self.left_out:
-                why = self.left_out.get(name, f"the model has no such table{did_you_mean(name, homes)}")
-                raise InputError(f"HotRows: table {name!r} cannot have copies: {why}.")
-            num_rows = homes[name].config.num_embeddings
-            if of_table[0] < 0 or of_table[-1] >= num_rows:
-                worst = of_table[0] if of_table[0] < 0 else of_table[-1]
-                raise InputError(f"HotRows: table {name!r} has {num_rows} rows, and none has the number {worst}.")
         self._module.write_back()
         self._copies = None
         if wanted:
             rows = {name: torch.from_numpy(of_table) for name, of_table in wanted.items()}
-            self._copies = HotCopies(self._module, homes, rows, groups=self._groups, owned=self._owned)
+            self._copies = HotCopies(
+                self._module, self._module.home_tables, rows, groups=self._groups, owned=self._owned
+            )
             # At once: a check of the run may compare copies before any batch reads them.
             self._copies.read()
         self._module.hot = self._copies
-        # Samples without cold ids share a row, else copies would save nothing; with equal inputs, they do anyhow.
-        shares_equal = self._module.encoder is not None and self._module.encoder.share == "equal"
-        split = None if self._copies is None else self._copies.split
-        wrap(self._module, take_out=split, share="equal" if shares_equal else "empty" if wanted else None)
+        wrap(self._module, take_out=None if self._copies is None else self._copies.split)
+
+    def _checked(self, rows: Mapping[str, Any]) -> Rows:
+        """Returns the rows of each table that has some, int64 [n], ascending; `InputError` for others."""
+        homes, found = self._module.home_tables, {}
+        for name, of_table in sorted(rows.items()):
+            numbers = np.unique(np.asarray(of_table))
+            if not numbers.size:
+                continue
+            if numbers.dtype.kind not in "iu":
+                raise InputError(
+                    f"HotRows: the rows of table {name!r} are {numbers.dtype}, but must be whole numbers. Of a mask "
+                    "give np.flatnonzero(mask)."
+                )
+            if name not in homes or name in self.left_out:
+                why = self.left_out.get(name, f"the model has no such table{did_you_mean(name, homes)}")
+                raise InputError(f"HotRows: table {name!r} cannot have copies: {why}.")
+            num_rows = homes[name].config.num_embeddings
+            if numbers[0] < 0 or numbers[-1] >= num_rows:
+                worst = numbers[0] if numbers[0] < 0 else numbers[-1]
+                raise InputError(f"HotRows: table {name!r} has {num_rows} rows, and none has the number {worst}.")
+            found[name] = numbers.astype(np.int64)
+        return found
 
     def restart(self) -> None:
         """Reads the copies from the tables again, for tables that were changed in place. Collective.
@@ -270,9 +271,8 @@ class HotRows:
     def load_state(self, state: HotRowsState) -> None:
         """Continues from a `state`, which may come from other ranks; tables that the model does not have are left out.
 
-        Collective. Load the model's state before. A profile is not used after it. Copies that take more than
-        ``extra_memory`` allows now are left out until the next choice; with ``refresh_every=None``, where no choice
-        follows, they are kept. With as many ranks all that follows has the bits of an uninterrupted run.
+        Collective. Load the model's state before. A profile is not used after it, and ``extra_memory`` holds from the
+        next choice on. With as many ranks all that follows has the bits of an uninterrupted run.
         """
         names = {table.name for table in self._tables if table in state.counts.tables}
         self._steps, self._profile = state.steps, None
@@ -286,18 +286,7 @@ class HotRows:
                 loaded.put(name, state.counts[name])
         self._counter = _Counter(self._tables, loaded)
         rows = {name: of_table for name, of_table in state.rows.items() if name in names}
-        num_bytes = sum(4 * table.embedding_dim * len(rows.get(table.name, ())) for table in self._tables)
-        # Without choices `replicate` may have made more copies than the budget of a choice allows.
-        is_kept = num_bytes <= self._budget or self._refresh_every is None
-        if num_bytes > self._budget and is_first:
-            logger.warning(
-                "Hot rows: the saved copies take %s on each rank, but extra_memory=%s allows %s. %s",
-                human_bytes(num_bytes),
-                self._extra_memory,
-                human_bytes(self._budget),
-                "refresh_every=None keeps them." if is_kept else "There are no copies until the next choice.",
-            )
-        self.replicate(rows if is_kept else {})
+        self.replicate(rows)
 
     def write_back(self) -> None:
         """Brings the tables of this rank up to date, for tensors of them that were obtained earlier; not collective."""
@@ -344,7 +333,7 @@ class HotRows:
 
     @property
     def _is_unique(self) -> bool:
-        return self._module.encoder is not None and self._module.encoder.share == "equal"
+        return self._module.encoder is not None and self._module.encoder.shares_equal
 
     def _owned_tables(self) -> list[str]:
         """Tables whose learning rate this rank tells: it is the first that updates them."""
@@ -362,17 +351,14 @@ class _Counter:
     """Counts the ids of batches exactly, where they are: on a GPU nothing is copied to the host, batch by batch."""
 
     def __init__(self, tables: Sequence[TableSpec], before: AccessProfile | None = None) -> None:
-        self._tables = tables
-        self._total = _exact_profile(tables)
-        if before is not None:
-            self._total.merge(before)
+        self._total = before or _exact_profile(tables)
         self._waiting: dict[str, list[Tensor]] = {table.name: [] for table in tables}
 
     def add(self, ids: KeyedJaggedTensor) -> None:
         """Keeps the ids of a batch, which are counted once more have come than the table has rows."""
         self._total.num_samples += ids.stride()
         by_feature = dict(zip(ids.keys(), ids.values().split(ids.length_per_key()), strict=True))
-        for table in self._tables:
+        for table in self._total.tables:
             waiting = self._waiting[table.name]
             waiting += [by_feature[feature] for feature in table.feature_names]
             if sum(map(len, waiting)) > max(_LEAST_COUNTED, table.num_embeddings):
@@ -380,19 +366,17 @@ class _Counter:
 
     def profile(self) -> AccessProfile:
         """Returns the accesses of all ids so far."""
-        for table in self._tables:
+        for table in self._total.tables:
             self._count(table)
         return self._total
 
     def _count(self, table: TableSpec) -> None:
-        waiting = self._waiting[table.name]
-        if not waiting:
-            return
-        rows, counts = torch.cat(waiting).unique(return_counts=True)
-        waiting.clear()
-        is_row = (rows >= 0) & (rows < table.num_embeddings)
-        numbers = rows[is_row].long().cpu().numpy(), counts[is_row].cpu().numpy()
-        self._total.put(table.name, RowCounts(*numbers, int(numbers[1].sum())))
+        waiting, self._waiting[table.name] = self._waiting[table.name], []
+        if waiting:
+            rows, counts = torch.cat(waiting).unique(return_counts=True)
+            is_row = (rows >= 0) & (rows < table.num_embeddings)
+            numbers = rows[is_row].long().cpu().numpy(), counts[is_row].cpu().numpy()
+            self._total.put(table.name, RowCounts(*numbers, int(numbers[1].sum())))
 
 
 def why_no_copies(tables: Mapping[str, HomeTable]) -> dict[str, str]:
@@ -419,21 +403,6 @@ def _why_no_copies(table: HomeTable, users: Mapping[str, Sequence[str]]) -> str:
         if len(users[feature]) > 1:
             return f"its feature {feature!r} is also looked up in {shorten(users[feature], ', ')}"
     return data_parallel_obstacle(table.settings).replace("data-parallel tables", "copies")
-
-
-def _row_numbers(rows: Mapping[str, Any]) -> Rows:
-    """Returns the rows of each table that has some, int64 [n], ascending."""
-    found = {}
-    for name, of_table in sorted(rows.items()):
-        numbers = np.asarray(of_table)
-        if numbers.size and numbers.dtype.kind not in "iu":
-            raise InputError(
-                f"HotRows: the rows of table {name!r} are {numbers.dtype}, but must be whole numbers. Of a mask give "
-                "np.flatnonzero(mask)."
-            )
-        if numbers.size:
-            found[name] = np.unique(numbers.astype(np.int64))
-    return found
 
 
 def _flat_collection(model: nn.Module, mesh: TowerMesh) -> ShardedSPTTEmbeddingBagCollection:

@@ -37,8 +37,6 @@ class TouchedRowsSum:
         self._shapes, self._inside, self._across = list(shapes), inside, across
         self._heights, widths = (list(sizes) for sizes in zip(*shapes, strict=True))
         self._widths = torch.tensor(widths, dtype=torch.int64, device=device)
-        self.sent = {"backward": 0, "dense": 0, "inside": 0}
-        """Bytes that all ranks sent in the last sum, by the names of `dmt.traffic.Traffic`."""
 
     def start(self, gradient: Tensor, told: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
         """Starts a sum; collective.
@@ -60,7 +58,6 @@ class TouchedRowsSum:
             if int(by_table.mul(self._widths).sum()) > (1 - _WORTH) * len(gradient):
                 rows = None
         picked = gradient if rows is None else self._picked(gradient, rows)
-        self._note_sent(len(picked) + len(told), is_told=self._across.size() > 1)
         end_sum = start_sum_over_hosts(torch.cat([picked, told]), self._inside, self._across)
 
         def end() -> tuple[Tensor, Tensor]:
@@ -68,18 +65,6 @@ class TouchedRowsSum:
             return (summed if rows is None else self._put_back(summed, rows)), told_sum
 
         return end
-
-    def _note_sent(self, numbers: int, *, is_told: bool) -> None:
-        """Notes the bytes of a sum, by rings and with every part filled up to equal shares of a host's ranks."""
-        hosts, ranks, num_rows = self._across.size(), self._inside.size(), sum(self._heights)
-        filled = 4 * ranks * -(-numbers // ranks)
-        bits = ranks * -(-num_rows // (_BITS * ranks)) if is_told else 0
-        told_inside = 2 * num_rows + bits if is_told else 0
-        self.sent = {
-            "backward": (hosts - 1) * hosts * bits,
-            "dense": 2 * (hosts - 1) * filled,
-            "inside": (ranks - 1) * hosts * (2 * filled + told_inside),
-        }
 
     def _tables(self, numbers: Tensor) -> list[Tensor]:
         """Views of numbers of all rows, [rows, columns] of each table."""

@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import abc
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -46,10 +46,10 @@ from torchrec.streamable import Multistreamable
 
 from dmt.collectives import profiler_range
 from dmt.errors import InputError
-from dmt.sptt.id_routes import AgreedIds, GlobalIdRoute, PeerIdRoute
-from dmt.sptt.peer_exchange import PeerExchange
+from dmt.sptt.id_routes import AgreedIds, GlobalIdRoute, IdRoute, PeerIdRoute
+from dmt.sptt.peer_exchange import AgreedOutputs, Piece, Rows, TowerOutput
 from dmt.sptt.results import CachedAwaitable
-from dmt.sptt.rows import AgreedOutputs, Piece, RowCode, RowEncoder, Rows, TowerOutput, exchange_rows
+from dmt.sptt.rows import RowCode, RowEncoder, exchange_rows
 from dmt.sptt.sharder import TowerSharder, TowerState
 from dmt.sptt.tower_lookup import GroupShardedEBC
 
@@ -123,7 +123,7 @@ class SPTTModule(TowerState):
             list(groups) if sum(map(len, groups)) == len(features) else [features]
             for groups, features in zip(input_groups, self._features_by_tower, strict=True)
         ]
-        self._route: PeerIdRoute | GlobalIdRoute  # set once the sharded collections exist
+        self._route: IdRoute  # set once the sharded collections exist
         self._agreed_ids = AgreedIds(self.features, is_weighted=is_weighted, group=self.mesh.sharding_group)
         self._outputs: AgreedOutputs | None = None
         self._tag = next(self.mesh.tags)
@@ -142,12 +142,10 @@ class SPTTModule(TowerState):
         """Makes the id route into the sharded collections of this rank's tower; subclasses call it once they exist."""
         # A plain list: subclasses register them, under their own names.
         self.collections = list(collections)
-        is_global = self.id_route == "global"
-        self._route = (
-            GlobalIdRoute(self.mesh, self.collections)
-            if is_global
-            else PeerIdRoute(self.mesh, self.collections, self._features_by_tower)
-        )
+        if self.id_route == "global":
+            self._route = GlobalIdRoute(self.mesh, self.collections, self._note_rows)
+        else:
+            self._route = PeerIdRoute(self.mesh, self.collections, self._note_rows, self._features_by_tower)
 
     @abc.abstractmethod
     def tower_output(self, embeddings: Sequence[KeyedTensor], rows: Rows) -> TowerOutput:
@@ -177,8 +175,8 @@ class SPTTModule(TowerState):
         weighted bags may be the second argument, in the way of ``EmbeddingTowerCollection``.
 
         Raises:
-            InputError: a feature is missing, weights are missing, ids are no int32 or int64, or int64 where the first
-                batch had int32, or the batch size varies by feature.
+            InputError: a feature is missing, weights are missing, ids are no int32 or int64, keys or dtypes differ
+                from those of the first batch, or the batch size varies by feature.
         """
         wanted, other = (weighted_features, features) if self._is_weighted else (features, weighted_features)
         ids_B = other if wanted is None else wanted
@@ -210,9 +208,9 @@ class SPTTModule(TowerState):
         if self.encoder is None:
             started = exchange(ids_B)
         else:
-            ctx.code = self.encoder.encode(exchange.by_tower(ids_B))
+            ctx.code = self.encoder.encode(exchange.in_order(ids_B))
             started = exchange.send(ctx.code.ids)
-        ctx.request = self._route.carry_on(started, ctx, self._note_rows)
+        ctx.request = self._route.carry_on(started, ctx)
         return ctx.request
 
     def _note_rows(self, ctx: SPTTContext, ids_P: KeyedJaggedTensor) -> KeyedJaggedTensor:
@@ -232,25 +230,19 @@ class SPTTModule(TowerState):
             # A train pipeline that is attached again starts the exchange of its next batch again, in a new context, and
             # goes on with the ids that it has: nobody has waited for this exchange.
             dist_input = ctx.request.wait().wait()
-        ctx.request = None
         if ctx.encoder is not self.encoder:
-            dist_input = self._exchanged_again(ctx)
+            # Another one was set since: the ids cross once more, and the context forgets the exchange before.
+            assert ctx.ids is not None, "the batch was exchanged before"
+            fresh = self.create_context()
+            dist_input = self.exchange_ids(fresh, ctx.ids).wait().wait()
+            vars(ctx).update(vars(fresh))
+        ctx.request = None
         if self.before_lookup is not None:
             self.before_lookup(ctx.ids, self.training and torch.is_grad_enabled())
-        embeddings_PN = [lazy.wait() for lazy in self._route.look_up(ctx, dist_input, self._note_rows)]
+        embeddings_PN = [lazy.wait() for lazy in self._route.look_up(ctx, dist_input)]
         if self.after_lookup is not None:
             self.after_lookup(embeddings_PN)
         return embeddings_PN
-
-    def _exchanged_again(self, ctx: SPTTContext) -> KJTList:
-        """Exchanges the ids of a batch once more, for another encoder; its context forgets the exchange before."""
-        assert ctx.ids is not None, "the batch was exchanged before"
-        fresh = self.create_context()
-        dist_input = self.exchange_ids(fresh, ctx.ids).wait().wait()
-        for part in fields(fresh):
-            setattr(ctx, part.name, getattr(fresh, part.name))
-        ctx.request = None
-        return dist_input
 
     @profiler_range("run_towers")
     def run_towers(self, embeddings_PN: Sequence[KeyedTensor], rows: Rows) -> TowerOutput:
@@ -259,13 +251,12 @@ class SPTTModule(TowerState):
 
     def exchange_outputs(self, ctx: SPTTContext, output: TowerOutput, part: int = 0) -> Awaitable[Any]:
         """Step f: starts the exchange of rows for columns among peers, [P, O] -> what `columns` makes [B, S] of."""
-        rows, tower = ctx.parts[part], self.mesh.tower
+        rows = ctx.parts[part]
         self._outputs = agreed = self._outputs or self._agree(output)
-        agreed.check(output, rows.num_rows, tower)
-        outputs_PO = output.columns_PO.to(agreed.exchange.dtype)
+        outputs_PO = agreed.checked(output, rows.num_rows)
         if ctx.code is None or not ctx.code.is_ragged:
             return agreed.exchange(outputs_PO, [of_peer[0] for of_peer in rows.arrived])
-        return exchange_rows(outputs_PO, rows, agreed, tower)
+        return exchange_rows(outputs_PO, rows, agreed)
 
     def columns(self, ctx: SPTTContext, exchanges: Sequence[Awaitable[Any]]) -> Sequence[Awaitable[Tensor]]:
         """Columns of each part of the batch, [B, S], from what its exchange and those before it bring."""
@@ -277,19 +268,9 @@ class SPTTModule(TowerState):
     def finish(self, columns_BS: Tensor) -> Any:
         """Turns the columns that step f delivered into the unsharded module's result."""
         assert self._outputs is not None, "something was exchanged"
-        return self.result(columns_BS, [piece for pieces in self._outputs.all_pieces for piece in pieces])
+        return self.result(columns_BS, [piece for pieces in self._outputs.pieces for piece in pieces])
 
     def _agree(self, output: TowerOutput) -> AgreedOutputs:
         group_of = {feature: i for i, group in enumerate(self.groups[self.mesh.tower]) for feature in group}
         groups = [group_of[self.feature_of(name)] for name, _ in output.pieces]
-
-        def connect(sizes: list[int], dtype: torch.dtype) -> PeerExchange:
-            return PeerExchange(
-                self.mesh.peer_group,
-                sizes,
-                dtype=dtype,
-                precision=self.peer_precision,
-                tag=self._tag,
-            )
-
-        return AgreedOutputs.gather(output, groups, connect, self.mesh.peer_group)
+        return AgreedOutputs.gather(output, groups, self.mesh.peer_group, precision=self.peer_precision, tag=self._tag)

@@ -16,8 +16,8 @@ from dmt.plan.tables import feature_names
 from dmt.plan.towers import TowerPlan
 from dmt.sptt.dataflow import SPTTModule
 from dmt.sptt.mesh import TowerMesh
+from dmt.sptt.peer_exchange import Piece, Rows, TowerOutput
 from dmt.sptt.results import in_order, output_keys
-from dmt.sptt.rows import Piece, Rows, TowerOutput
 from dmt.sptt.sharder import HomeTable, SharderSettings, TowerSharder
 
 __all__ = ["SPTTEmbeddingBagCollectionSharder", "ShardedSPTTEmbeddingBagCollection"]
@@ -31,8 +31,8 @@ class SPTTEmbeddingBagCollectionSharder(TowerSharder[EmbeddingBagCollection]):
     Args:
         mesh: the groups of this job.
         plan: which features go to which tower; as many towers as the mesh has.
-        settings: ``fused_params``, ``qcomm_codecs_registry``, ``id_route``, ``peer_precision``, ``moment_scale`` and
-            ``unique``, see `dmt.sptt.sharder.TowerSharder`.
+        settings: ``fused_params``, ``id_route``, ``peer_precision``, ``moment_scale`` and ``unique``, see
+            `dmt.sptt.sharder.TowerSharder`.
 
     Raises:
         InputError: the plan has another number of towers than the mesh, or a setting is out of range.

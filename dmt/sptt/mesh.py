@@ -80,13 +80,6 @@ class TowerMesh:
         made = [dist.new_group(ranks, timeout=timeout) for ranks in groups]
         return made[groups.index(mine)]
 
-    def tower_ranks(self) -> list[int]:
-        """Global ranks of this rank's tower group, by local index."""
-        return dist.get_process_group_ranks(self.tower_group)
-
     def replica_ranks(self) -> list[int]:
         """Global ranks of this rank's replica group, by replica."""
         return dist.get_process_group_ranks(self.replica_group)
-
-    def __repr__(self) -> str:
-        return f"TowerMesh(rank={self.rank}, replica={self.replica}, tower={self.tower}, local={self.local})"

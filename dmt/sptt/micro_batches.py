@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -25,8 +25,9 @@ from torch import Tensor, nn
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import Awaitable, ShardedModule
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+from dmt._torchrec import tree_flatten, tree_unflatten
 from dmt.collectives import check_agreement
 from dmt.errors import InputError
 from dmt.sptt.dataflow import SPTTContext, SPTTModule
@@ -43,7 +44,7 @@ def run_in_micro_batches(module: nn.Module, num_micro_batches: int = 4) -> Micro
 
     The module must map samples to samples: every tensor it is given or returns has one row for each sample, and no row
     depends on another (no batch norm). So it is the model without its loss. Tensors among its arguments are cut, also
-    inside lists, tuples, dicts and dataclasses; the ``KeyedJaggedTensor`` is handed on whole, to the towers, and so are
+    inside lists, tuples and dicts; the ``KeyedJaggedTensor`` is handed on whole, to the towers, and so are
     single numbers and everything that is no tensor. Collective: every rank calls it.
 
     Results are those without micro-batches but for rounding: a matrix product of fewer rows may round differently, and
@@ -111,8 +112,9 @@ class MicroBatches:
             InputError: no ``KeyedJaggedTensor`` among the arguments, an argument or output that has not one row for
                 each sample, or a sharded module that is not called once.
         """
-        batch_sizes = {ids.stride() for ids in _leaves((args, kwargs)) if isinstance(ids, KeyedJaggedTensor)}
-        is_traced = any(isinstance(leaf, torch.fx.Proxy) for leaf in _leaves((args, kwargs)))  # by a train pipeline
+        leaves, _ = _leaves((args, kwargs))
+        batch_sizes = {leaf.stride() for leaf in leaves if isinstance(leaf, KeyedJaggedTensor)}
+        is_traced = any(isinstance(leaf, torch.fx.Proxy) for leaf in leaves)  # by a train pipeline
         if is_traced or self._num == 1:
             return self._forward(*args, **kwargs)
         if len(batch_sizes) != 1:
@@ -225,74 +227,61 @@ class ResultInParts(CachedAwaitable):
         """Result of each micro-batch."""
 
 
-def _children(value: Any) -> list[Any] | None:
-    """Parts of a list, tuple, dict or dataclass; None for anything else."""
-    if isinstance(value, dict):
-        return list(value.values())
-    if isinstance(value, (list, tuple)):
-        return list(value)
-    if is_dataclass(value) and not isinstance(value, type):
-        return [getattr(value, field.name) for field in fields(value) if field.init]
-    return None
-
-
-def _rebuilt(value: Any, children: Sequence[Any]) -> Any:
-    """Makes the same structure of other parts."""
-    if isinstance(value, dict):
-        return dict(zip(value, children, strict=True))
-    if isinstance(value, (list, tuple)):
-        return value._make(children) if hasattr(value, "_make") else type(value)(children)
-    return replace(value, **dict(zip([f.name for f in fields(value) if f.init], children, strict=True)))
-
-
-def _leaves(value: Any) -> list[Any]:
-    children = _children(value)
-    return [value] if children is None else [leaf for part in children for leaf in _leaves(part)]
+def _leaves(value: Any) -> tuple[list[Any], Any]:
+    """Returns what lists, tuples and dicts hold, and their structure; ids are handed on whole."""
+    return tree_flatten(value, is_leaf=lambda part: isinstance(part, KeyedJaggedTensor))
 
 
 def _split(value: Any, sizes: Sequence[int], owner: str) -> list[Any]:
     """Makes the same structure for each micro-batch, with tensors cut."""
-    if isinstance(value, Tensor) and value.dim() > 0:
-        if value.shape[0] != sum(sizes):
-            # Handed on whole, it would be cut one day, in the batch that happens to have as many samples.
-            raise InputError(
-                f"{owner} is given a tensor of shape {list(value.shape)} with a batch of {sum(sizes)} samples; in "
-                "micro-batches every tensor among its arguments must have one row for each. Keep others in the module."
-            )
-        return list(value.split(list(sizes)))
-    children = _children(value)
-    if children is None:
-        return [value] * len(sizes)
-    columns = [_split(part, sizes, owner) for part in children]
-    return [_rebuilt(value, [column[i] for column in columns]) for i in range(len(sizes))]
+    leaves, structure = _leaves(value)
+    columns = [_split_leaf(leaf, sizes, owner) for leaf in leaves]
+    return [tree_unflatten([column[i] for column in columns], structure) for i in range(len(sizes))]
+
+
+def _split_leaf(leaf: Any, sizes: Sequence[int], owner: str) -> list[Any]:
+    if is_dataclass(leaf):
+        raise InputError(
+            f"{owner} is given a {type(leaf).__name__}, whose tensors would not be cut into micro-batches; give it its "
+            "tensors, or lists, tuples or dicts of them."
+        )
+    if not isinstance(leaf, Tensor) or leaf.dim() == 0:
+        return [leaf] * len(sizes)
+    if leaf.shape[0] != sum(sizes):
+        # Handed on whole, it would be cut one day, in the batch that happens to have as many samples.
+        raise InputError(
+            f"{owner} is given a tensor of shape {list(leaf.shape)} with a batch of {sum(sizes)} samples; in "
+            "micro-batches every tensor among its arguments must have one row for each. Keep others in the module."
+        )
+    return list(leaf.split(list(sizes)))
 
 
 def _join(outputs: Sequence[Any], sizes: Sequence[int], owner: str) -> Any:
-    outputs = [output.wait() if isinstance(output, Awaitable) else output for output in outputs]
-    first = outputs[0]
-    if isinstance(first, KeyedTensor):
-        values = _join([output.values() for output in outputs], sizes, owner)
-        return KeyedTensor(first.keys(), first.length_per_key(), values)
-    if isinstance(first, Tensor):
-        shapes = [list(output.shape) for output in outputs]
-        if any(shape[:1] != [size] for shape, size in zip(shapes, sizes, strict=True)):
-            raise InputError(
-                f"{owner} returned tensors of shape {shapes} for micro-batches of {list(sizes)} samples; it must "
-                "return one row for each. Call run_in_micro_batches with the model inside that computes no loss."
-            )
-        return torch.cat(list(outputs))
-    if all(output is None for output in outputs):
-        return None
-    kinds = {(type(output), tuple(output) if isinstance(output, dict) else None) for output in outputs}
-    if len(kinds) > 1:
+    """Makes the structure of one micro-batch's output of the samples of all."""
+    leaves, structures = zip(*(tree_flatten(output) for output in outputs), strict=True)
+    kinds = {tuple(map(type, of_output)) for of_output in leaves}
+    if len(kinds) > 1 or any(structure != structures[0] for structure in structures):
         raise InputError(
-            f"{owner} returned something else for one micro-batch than for another ({first!r:.60} for the first); it "
-            "must return the same structure for each."
+            f"{owner} returned something else for one micro-batch than for another ({outputs[0]!r:.60} for the first); "
+            "it must return the same structure for each."
         )
-    if isinstance(first, (dict, list, tuple)):
-        by_part = zip(*(_children(output) or () for output in outputs), strict=True)
-        return _rebuilt(first, [_join(of_part, sizes, owner) for of_part in by_part])
-    raise InputError(
-        f"{owner} returned a {type(first).__name__}, which cannot be put together from micro-batches; return tensors, "
-        "or lists, tuples or dicts of them."
-    )
+    return tree_unflatten([_join_leaf(parts, sizes, owner) for parts in zip(*leaves, strict=True)], structures[0])
+
+
+def _join_leaf(parts: Sequence[Any], sizes: Sequence[int], owner: str) -> Any:
+    if isinstance(parts[0], Awaitable):
+        return _join([part.wait() for part in parts], sizes, owner)
+    if parts[0] is None:
+        return None
+    if not isinstance(parts[0], Tensor):
+        raise InputError(
+            f"{owner} returned a {type(parts[0]).__name__}, which cannot be put together from micro-batches; return "
+            "tensors, or lists, tuples or dicts of them."
+        )
+    shapes = [list(part.shape) for part in parts]
+    if any(shape[:1] != [size] for shape, size in zip(shapes, sizes, strict=True)):
+        raise InputError(
+            f"{owner} returned tensors of shape {shapes} for micro-batches of {list(sizes)} samples; it must return "
+            "one row for each. Call run_in_micro_batches with the model inside that computes no loss."
+        )
+    return torch.cat(list(parts))

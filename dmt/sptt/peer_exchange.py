@@ -7,10 +7,12 @@ at the same time all end together; here every rank first asks, then sends, and t
 
 from __future__ import annotations
 
+import functools
 import math
 import weakref
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -19,11 +21,94 @@ from torch.autograd import Function
 from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.distributed.types import Awaitable, NoWait
 
-from dmt.collectives import PendingExchange, profiler_range, start_exchange
+from dmt.collectives import PendingExchange, gather_objects, profiler_range, start_exchange
 from dmt.errors import InputError
 from dmt.sptt.precision import ExchangePrecision
 
-__all__ = ["PeerExchange", "PendingOutputs"]
+__all__ = ["AgreedOutputs", "PeerExchange", "PendingOutputs", "Piece", "Rows", "TowerOutput"]
+
+
+Piece = tuple[Any, int]
+"""Name and number of columns of a part of a tower's output."""
+
+
+class TowerOutput(NamedTuple):
+    """Output of this rank's tower for some rows of its peers."""
+
+    columns_PO: Tensor
+    """[P, O]."""
+    pieces: list[Piece]
+    """Parts of its columns, from left to right."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of one part of a batch: T peers, G groups of a tower's features that have as many rows."""
+
+    arrived: list[list[int]]
+    """[T][G], rows of each group of this rank's tower from each peer."""
+    sent: list[list[int]]
+    """[T][G], rows of each group of each tower from this rank."""
+
+    @functools.cached_property
+    def by_group(self) -> list[int]:
+        """[G], rows of each group of this rank's tower from all peers."""
+        return [sum(of_group) for of_group in zip(*self.arrived, strict=True)]
+
+    @functools.cached_property
+    def num_rows(self) -> int:
+        """Rows of the embeddings of this rank's tower: those of the largest group."""
+        return max(self.by_group)
+
+
+@dataclass(frozen=True)
+class AgreedOutputs:
+    """Shapes and dtype of the outputs that the peers exchanged in the first batch; later batches must match."""
+
+    pieces: list[list[Piece]]
+    """Pieces of each tower's output."""
+    groups: list[list[int]]
+    """For each tower the group of features whose rows each piece has."""
+    exchange: PeerExchange
+    """The exchange made for them (step f); its dtype is the widest of all towers' outputs."""
+
+    @functools.cached_property
+    def widths(self) -> list[list[int]]:
+        """For each tower the columns of each piece."""
+        return [[width for _, width in pieces] for pieces in self.pieces]
+
+    @staticmethod
+    def gather(
+        output: TowerOutput,
+        groups: Sequence[int],
+        peers: dist.ProcessGroup,
+        *,
+        precision: ExchangePrecision | None,
+        tag: int,
+    ) -> AgreedOutputs:
+        """Gathers pieces, their groups and dtypes of all peers: only running a tower shows its output. Collective."""
+        everyone = gather_objects((output.pieces, list(groups), output.columns_PO.dtype), peers)
+        all_pieces, all_groups, dtypes = (list(of_peers) for of_peers in zip(*everyone, strict=True))
+        # Under autocast a tower with a matrix product has another output dtype than one that passes through.
+        dtype = functools.reduce(torch.promote_types, dtypes)
+        sizes = [sum(width for _, width in pieces) for pieces in all_pieces]
+        return AgreedOutputs(
+            all_pieces, all_groups, PeerExchange(peers, sizes, dtype=dtype, precision=precision, tag=tag)
+        )
+
+    def checked(self, output: TowerOutput, num_rows: int) -> Tensor:
+        """Returns an output's columns in the agreed dtype; `InputError` for other columns, or if they do not fit it."""
+        columns_PO, pieces = output
+        tower, dtype = self.exchange.group.rank(), self.exchange.dtype
+        if torch.promote_types(columns_PO.dtype, dtype) != dtype or pieces != self.pieces[tower]:
+            now, before = ([width for _, width in some] for some in (pieces, self.pieces[tower]))
+            raise InputError(
+                f"Tower {tower} returned columns {now} of {columns_PO.dtype}, but {before} of {dtype} were agreed on "
+                "with the other towers in the first batch; they must stay."
+            )
+        computed = columns_PO.shape[0]
+        assert computed == num_rows, f"tower {tower} computed {computed} rows for {num_rows}"
+        return columns_PO.to(dtype)
 
 
 class PeerExchange(nn.Module):
@@ -43,7 +128,6 @@ class PeerExchange(nn.Module):
         dtype: of every tower's outputs.
         precision: number formats; None sends as is.
         tag: tag of the messages, the same on all ranks; tells exchanges over one group apart.
-        divides_gradients: False leaves gradients as they arrive, in a group that no mean is over.
     """
 
     def __init__(
@@ -54,12 +138,10 @@ class PeerExchange(nn.Module):
         dtype: torch.dtype = torch.float32,
         precision: ExchangePrecision | None = None,
         tag: int = 0,
-        divides_gradients: bool = True,
     ) -> None:
         super().__init__()
         self.group = group
         self.tag = tag
-        self.divides_gradients = divides_gradients
         self.output_sizes = list(output_sizes)
         self.dtype = dtype
         self.precision = precision or ExchangePrecision()
@@ -145,8 +227,7 @@ class _AllToAllRequest:
     def end_backward(self) -> Tensor:
         """The gradients of all numbers sent, one after the other."""
         gradients = torch.cat(self._end(self.exchange.backward_codec))
-        divides = self.exchange.divides_gradients and get_gradient_division()
-        return gradients.div_(len(self._sizes)) if divides else gradients
+        return gradients.div_(len(self._sizes)) if get_gradient_division() else gradients
 
     def _start(self, blocks: Sequence[Tensor], sizes: Sequence[int], codec: Any) -> None:
         """Sends a block to each peer; blocks of these sizes will arrive."""

@@ -1,6 +1,6 @@
 """`ExchangePrecision`: the number format in which tower outputs and their gradients cross between towers.
 
-Only the peer all-to-all (slow links) is meant; exchanges inside a tower have TorchRec's own ``qcomm_codecs_registry``.
+Only the peer all-to-all (slow links) is meant; exchanges inside a tower send numbers as they are.
 TorchRec is imported when codecs are built.
 """
 

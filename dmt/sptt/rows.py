@@ -12,127 +12,21 @@ of this rank, O columns of a tower's output, S of all towers'.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import ProcessGroup
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dmt.collectives import gather_objects
-from dmt.errors import InputError
-from dmt.sptt.peer_exchange import PeerExchange
+from dmt.sptt.peer_exchange import AgreedOutputs, Rows
 from dmt.sptt.results import CachedAwaitable
 from dmt.sptt.unique import distinct_inputs, samples_of_rows
 
-__all__ = [
-    "AgreedOutputs",
-    "Piece",
-    "RowCode",
-    "RowEncoder",
-    "Rows",
-    "TowerOutput",
-    "exchange_rows",
-    "part_sizes",
-    "rows_of_parts",
-    "samples_of_parts",
-    "wrap",
-]
-
-Piece = tuple[Any, int]
-"""Name and number of columns of a part of a tower's output."""
-
-
-class TowerOutput(NamedTuple):
-    """Output of this rank's tower for some rows of its peers."""
-
-    columns_PO: Tensor
-    """[P, O]."""
-    pieces: list[Piece]
-    """Parts of its columns, from left to right."""
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Rows of one part of a batch."""
-
-    arrived: list[list[int]]
-    """[T][G], rows of each group of this rank's tower from each peer."""
-    sent: list[list[int]]
-    """[T][G], rows of each group of each tower from this rank."""
-
-    @functools.cached_property
-    def by_group(self) -> list[int]:
-        """[G], rows of each group of this rank's tower from all peers."""
-        return [sum(of_group) for of_group in zip(*self.arrived, strict=True)]
-
-    @functools.cached_property
-    def num_rows(self) -> int:
-        """Rows of the embeddings of this rank's tower: those of the largest group."""
-        return max(self.by_group)
-
-
-@dataclass(frozen=True)
-class AgreedOutputs:
-    """Shapes and dtype of the outputs that the peers exchanged in the first batch; later batches must match."""
-
-    own_pieces: list[Piece]
-    """Pieces of this tower's output."""
-    all_pieces: list[list[Piece]]
-    """Pieces of all towers' outputs, in tower order."""
-    groups: list[list[int]]
-    """For each tower the group of features whose rows each piece has."""
-    exchange: PeerExchange
-    """The exchange made for them (step f); its dtype is the widest of all towers' outputs."""
-
-    @functools.cached_property
-    def widths(self) -> list[list[int]]:
-        """For each tower the columns of each piece."""
-        return [[width for _, width in pieces] for pieces in self.all_pieces]
-
-    @staticmethod
-    def gather(
-        output: TowerOutput,
-        groups: Sequence[int],
-        connect: Callable[[list[int], torch.dtype], PeerExchange],
-        peers: ProcessGroup,
-    ) -> AgreedOutputs:
-        """Gathers pieces, groups and dtypes of all peers, a group; only running a tower module shows what it returns.
-
-        ``connect`` makes the exchange from the columns of each tower and the dtype of all. Collective.
-        """
-        everyone = gather_objects((output.pieces, list(groups), output.columns_PO.dtype), peers)
-        all_pieces, all_groups, dtypes = (list(of_peers) for of_peers in zip(*everyone, strict=True))
-        # Under autocast a tower with a matrix product has another output dtype than one that passes through.
-        dtype = functools.reduce(torch.promote_types, dtypes)
-        exchange = connect([sum(width for _, width in pieces) for pieces in all_pieces], dtype)
-        return AgreedOutputs(list(output.pieces), all_pieces, all_groups, exchange)
-
-    def check(self, output: TowerOutput, num_rows: int, tower: int) -> None:
-        """Raises `InputError` for an output of other columns or a wider dtype than were agreed on."""
-        columns_PO, pieces = output
-        dtype = self.exchange.dtype
-        if torch.promote_types(columns_PO.dtype, dtype) != dtype or pieces != self.own_pieces:
-            now, before = ([width for _, width in some] for some in (pieces, self.own_pieces))
-            raise InputError(
-                f"Tower {tower} returned columns {now} of {columns_PO.dtype}, but {before} of {dtype} were agreed on "
-                "with the other towers in the first batch; they must stay."
-            )
-        computed = columns_PO.shape[0]
-        assert computed == num_rows, f"tower {tower} computed {computed} rows for {num_rows}"
-
-
-@dataclass
-class _Sent:
-    """What was sent so far."""
-
-    rows: list[int]
-    samples: int = 0
+__all__ = ["RowCode", "RowEncoder", "exchange_rows", "part_sizes", "rows_of_parts", "samples_of_parts", "wrap"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,13 +37,11 @@ class RowEncoder:
     """Groups of the features of all towers, in the order in which their ids are sent."""
     num_parts: int = 1
     """K, parts in which a batch crosses."""
-    share: Literal["equal", "empty"] | None = None
-    """Samples that share a row: those with equal inputs of a group, or those without ids there."""
+    shares_equal: bool = False
+    """True: samples with equal inputs of a group share a row there."""
     take_out: Callable[[KeyedJaggedTensor], tuple[KeyedJaggedTensor, Any]] | None = None
-    """Takes ids out of a batch before it is sent. What it returns besides has ``columns(pieces)``, [B, S], to add to
-    what comes back, and ``record_stream``; None if nothing was taken."""
-    sent: _Sent = field(default_factory=lambda: _Sent([]))
-    """Counts of all batches."""
+    """Takes ids out of a batch before it is sent; samples that have none left in a group share a row there. What it
+    returns besides has ``columns(pieces)``, [B, S], to add to what comes back, and ``record_stream``."""
 
     def encode(self, ids: KeyedJaggedTensor) -> RowCode:
         """Makes the rows of a batch, its features in the order in which they are sent; no gradient."""
@@ -157,19 +49,11 @@ class RowEncoder:
         if self.take_out is not None:
             ids, taken = self.take_out(ids)
         sizes, cuts = [len(group) for group in self.groups], part_sizes(ids.stride(), self.num_parts)
-        if self.share is not None:
-            sent, (parts, inverse) = distinct_inputs(ids, sizes, share=self.share == "equal", cuts=cuts)
-            rows = [sum(of_group) for of_group in zip(*parts, strict=True)]
-            self.sent.rows[:] = map(sum, zip(self.sent.rows or [0] * len(rows), rows, strict=True))
-            self.sent.samples += ids.stride()
+        if self.shares_equal or self.take_out is not None:
+            sent, (parts, inverse) = distinct_inputs(ids, sizes, share=self.shares_equal, cuts=cuts)
             return RowCode(sent, parts, inverse, cuts, taken)
         # Every sample is a row: the peers know the sizes of all parts, and put samples in their order.
         return RowCode(ids, [[cut] * len(sizes) for cut in cuts], None, cuts, taken)
-
-    @property
-    def rows_per_sample(self) -> list[float]:
-        """Rows of each group that this rank has sent for each sample so far."""
-        return [rows / max(1, self.sent.samples) for rows in self.sent.rows]
 
 
 @dataclass(frozen=True, eq=False)
@@ -222,7 +106,7 @@ class RowCode:
         if self.taken is None:
             return columns
         # Looked up here, while the others are on their way.
-        added_BS = self.taken.columns([piece for pieces in agreed.all_pieces for piece in pieces])
+        added_BS = self.taken.columns([piece for pieces in agreed.pieces for piece in pieces])
         blocks = added_BS.split(self.cuts)
         return [CachedAwaitable(part, block.add) for part, block in zip(columns, blocks, strict=True)]
 
@@ -237,7 +121,8 @@ def wrap(module: Any, **changes: Any) -> None:
     """Changes fields of a sharded module's encoder, from its next batch on; every rank calls it between two batches."""
     groups = [group for of_tower in module.groups for group in of_tower]
     encoder = replace(module.encoder or RowEncoder(groups), **changes)
-    module.encoder = encoder if encoder.num_parts > 1 or encoder.share or encoder.take_out else None
+    is_plain = encoder.num_parts == 1 and not encoder.shares_equal and encoder.take_out is None
+    module.encoder = None if is_plain else encoder
 
 
 def part_sizes(batch_size: int, num: int) -> list[int]:
@@ -321,60 +206,37 @@ def samples_of_parts(
     return arranged, parts
 
 
-def exchange_rows(outputs_PO: Tensor, rows: Rows, agreed: AgreedOutputs, tower: int) -> Awaitable[list[Tensor]]:
+def exchange_rows(outputs_PO: Tensor, rows: Rows, agreed: AgreedOutputs) -> Awaitable[list[Tensor]]:
     """Starts step f where groups differ in their rows; the result has the rows of each piece, [rows, width].
 
-    Only real rows are sent, peer by peer. To a peer all of whose groups have as many rows they are sent row by row, to
-    others piece by piece.
+    Only real rows are sent, peer by peer, piece by piece.
     """
-    own = agreed.groups[tower], agreed.widths[tower]
-    sizes = [_count(of_peer, *own) for of_peer in rows.arrived]
-    by_tower = list(zip(rows.sent, agreed.groups, agreed.widths, strict=True))
-    arriving: list[tuple[int, ...]] = [(_count(*of_tower),) for of_tower in by_tower]
-    started = agreed.exchange.exchange(_sent_numbers(outputs_PO, rows.arrived, *own), sizes, arriving)
-    return CachedAwaitable(started, functools.partial(_arrived_pieces, by_tower=by_tower))
+    tower = agreed.exchange.group.rank()
+    sizes = [sum(_counts(of_peer, agreed, tower)) for of_peer in rows.arrived]
+    by_tower = [_counts(of_tower, agreed, number) for number, of_tower in enumerate(rows.sent)]
+    widths = [width for of_tower in agreed.widths for width in of_tower]
+
+    def pieces(numbers: Tensor) -> list[Tensor]:
+        blocks = numbers.split([count for of_tower in by_tower for count in of_tower])
+        return [block.view(-1, width) for block, width in zip(blocks, widths, strict=True)]
+
+    sent = _sent_numbers(outputs_PO, rows, agreed.groups[tower], agreed.widths[tower])
+    return CachedAwaitable(agreed.exchange.exchange(sent, sizes, [(sum(counts),) for counts in by_tower]), pieces)
 
 
-def _sent_numbers(
-    columns: Tensor, rows: Sequence[Sequence[int]], groups: Sequence[int], widths: Sequence[int]
-) -> Tensor:
-    """Returns the numbers that each peer is sent, peer by peer, from the columns of a tower [rows, O]; differentiable.
+def _counts(rows: Sequence[int], agreed: AgreedOutputs, tower: int) -> list[int]:
+    """Returns how many numbers each piece of a tower's output has for some rows of each group."""
+    return [rows[group] * width for group, width in zip(agreed.groups[tower], agreed.widths[tower], strict=True)]
 
-    ``rows`` [T][G] are those of a group for a peer, ``groups`` and ``widths`` those of each piece of the output.
-    """
-    if all(_is_even(of_peer) for of_peer in rows):
-        return columns
-    by_group = [list(of_group) for of_group in zip(*rows, strict=True)]
+
+def _sent_numbers(columns_PO: Tensor, rows: Rows, groups: Sequence[int], widths: Sequence[int]) -> Tensor:
+    """Returns the numbers that each peer is sent from a tower's columns, whose pieces have groups; differentiable."""
+    if len(widths) == 1:  # its rows are there peer by peer
+        return columns_PO
+    by_group = [list(of_group) for of_group in zip(*rows.arrived, strict=True)]
     # One split of all columns, then one of all rows: their gradients are one copy each.
     by_piece = [
-        piece.split([*by_group[group], len(columns) - sum(by_group[group])])[:-1]
-        for group, piece in zip(groups, columns.split(list(widths), dim=1), strict=True)
+        piece.split([*by_group[group], rows.num_rows - rows.by_group[group]])[:-1]
+        for group, piece in zip(groups, columns_PO.split(list(widths), dim=1), strict=True)
     ]
-    blocks: list[Tensor] = []
-    for of_peer, pieces in zip(rows, zip(*by_piece, strict=True), strict=True):
-        blocks += [torch.cat(pieces, dim=1)] if _is_even(of_peer) else pieces
-    return torch.cat([block.flatten() for block in blocks])
-
-
-def _arrived_pieces(
-    numbers: Tensor, by_tower: Sequence[tuple[Sequence[int], Sequence[int], Sequence[int]]]
-) -> list[Tensor]:
-    """Returns the rows of each piece, tower by tower, from the numbers that arrive in the order of `_sent_numbers`."""
-    pieces: list[Tensor] = []
-    blocks = numbers.split([_count(*of_tower) for of_tower in by_tower])
-    for block, (rows, groups, widths) in zip(blocks, by_tower, strict=True):
-        if _is_even(rows):
-            pieces += block.view(rows[0], sum(widths)).split(list(widths), dim=1)
-        else:
-            cut = block.split([rows[group] * width for group, width in zip(groups, widths, strict=True)])
-            pieces += [piece.view(-1, width) for piece, width in zip(cut, widths, strict=True)]
-    return pieces
-
-
-def _count(rows: Sequence[int], groups: Sequence[int], widths: Sequence[int]) -> int:
-    """Returns how many numbers a tower's output has for some rows of each group."""
-    return sum(rows[group] * width for group, width in zip(groups, widths, strict=True))
-
-
-def _is_even(rows: Sequence[int]) -> bool:
-    return len(set(rows)) == 1
+    return torch.cat([block.flatten() for pieces in zip(*by_piece, strict=True) for block in pieces])

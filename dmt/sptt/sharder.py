@@ -6,13 +6,14 @@ import abc
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypedDict, TypeVar
+from typing import Any, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import get_process_group_ranks
 from torchrec.distributed.embedding_types import BaseEmbeddingSharder
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
-from torchrec.distributed.types import ParameterSharding, QuantizedCommCodecs, ShardingEnv
+from torchrec.distributed.types import ParameterSharding, ShardingEnv
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.fused import FusedOptimizerModule
@@ -21,14 +22,12 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from dmt._torchrec import PipelinedModule, fused_settings, key_mismatch, place_globally
 from dmt.collectives import check_agreement, gather_objects, run_on_all_or_raise
 from dmt.errors import InputError, did_you_mean
-from dmt.formatting import shorten
 from dmt.sharding.optimizers import MomentScale, check_fused_params, check_moment_scale, moment_scale_of, moment_scaled
 from dmt.sharding.schemes import (
     ID_ROUTES,
     SCHEMES,
     IdRoute,
     TablePlacement,
-    TableShard,
     check_columns,
     shards_in_tower,
     why_not,
@@ -39,7 +38,7 @@ from dmt.sptt.precision import ExchangePrecision
 from dmt.sptt.rows import RowEncoder, wrap
 from dmt.sptt.tower_lookup import GroupShardedEBC
 
-__all__ = ["Copies", "HomeTable", "SharderSettings", "TowerSharder", "TowerState"]
+__all__ = ["HomeTable", "SharderSettings", "TowerSharder", "TowerState"]
 
 Module = TypeVar("Module", bound=nn.Module)
 
@@ -48,7 +47,6 @@ class SharderSettings(TypedDict, total=False):
     """Keyword arguments that every `TowerSharder` takes; see there."""
 
     fused_params: dict[str, Any] | None
-    qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None
     id_route: IdRoute
     peer_precision: ExchangePrecision | None
     moment_scale: MomentScale
@@ -64,7 +62,6 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
     Args:
         mesh: the groups of this job.
         fused_params: settings of FBGEMM's fused optimizer, e.g. ``{"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD}``.
-        qcomm_codecs_registry: TorchRec's quantised communication, for the exchanges inside a tower.
         id_route: how ids travel: ``"peer"`` or ``"global"`` (`dmt.sptt.id_routes`); the result is the same.
         peer_precision: number formats of the exchange of outputs between towers; None sends as is.
         moment_scale: factor c of AdaGrad's moments with replicas, in (0, R] (`dmt.sharding.optimizers`); by default
@@ -82,13 +79,12 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         mesh: TowerMesh,
         *,
         fused_params: dict[str, Any] | None = None,
-        qcomm_codecs_registry: dict[str, QuantizedCommCodecs] | None = None,
         id_route: IdRoute = "peer",
         peer_precision: ExchangePrecision | None = None,
         moment_scale: MomentScale = "num_replicas",
         unique: bool = False,
     ) -> None:
-        super().__init__(fused_params=fused_params, qcomm_codecs_registry=qcomm_codecs_registry)
+        super().__init__(fused_params=fused_params)
         check_fused_params(fused_params or {})
         check_moment_scale(moment_scale, mesh.topology.num_replicas)
         if id_route not in ID_ROUTES:
@@ -104,13 +100,15 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         self.peer_precision = peer_precision or ExchangePrecision()
         self.moment_scale = moment_scale
         self.unique = unique
+        self._was_asked_by_torchrec = False
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Called by TorchRec's planner, which knows no towers: refused."""
-        raise InputError(
-            f"{type(self).__name__} needs a plan: DistributedModelParallel(model, plan=TowerShardingPlanner("
-            "mesh.topology).plan(model, sharders), sharders=sharders)."
-        )
+        """Called by TorchRec's planner, which knows no towers; `shard` refuses its plan on every rank.
+
+        ``DistributedModelParallel`` without a plan asks on rank 0 only: an error would leave the others waiting.
+        """
+        self._was_asked_by_torchrec = True
+        return ["table_row_wise"]  # the one that places the tables of a tower together
 
     @abc.abstractmethod
     def tables_by_tower(self, module: Module) -> list[list[Any]]:
@@ -142,62 +140,39 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         """
         tables_by_tower: list[list[Any]] = []
         # A rank whose own tower plan is wrong must not leave the others waiting.
-        run_on_all_or_raise(lambda: tables_by_tower.extend(self.tables_by_tower(module)), self.mesh.global_group)
+        run_on_all_or_raise(lambda: tables_by_tower.extend(self._planned_tables(module)), self.mesh.global_group)
         self._check_agreement(module, tables_by_tower, params)
-        parameters, topology = self.shardable_parameters(module), self.mesh.topology
-        bags = [part for part in module.modules() if isinstance(part, EmbeddingBagCollection)]
-        is_weighted = any(part.is_weighted() for part in bags)
-        for tower, table in ((tower, table) for tower, of_tower in enumerate(tables_by_tower) for table in of_tower):
-            _check_sharding(table, params.get(table.name), tower=tower, num_ranks=topology.ranks_per_tower)
-            if is_weighted and table.pooling is PoolingType.MEAN:
-                raise InputError(
-                    f"Table {table.name!r} in tower {tower} has mean pooling of weighted bags, which the unsharded "
-                    "module refuses too. Use PoolingType.SUM, and divide the weights."
-                )
-            if not parameters[table.name].requires_grad:
-                # TorchRec's sharded tables train nevertheless.
-                raise InputError(
-                    f"Table {table.name!r} in tower {tower} has requires_grad=False, but the optimizer of a sharded "
-                    "table updates it in every backward pass. To keep it as it is, leave requires_grad alone and call "
-                    "apply_optimizer_in_backward(torch.optim.SGD, [weight], {'lr': 0.0}) before sharding; leave its "
-                    "param_group out of every warm-up and schedule, which would set another rate."
-                )
-            scheme = params[table.name].sharding_type
-            settings = fused_settings(parameters[table.name], self.fused_params)
-            if scheme != "data_parallel":
-                moment_scale_of(self.moment_scale, settings, topology.num_replicas)
-            if reason := why_not(table, scheme, id_route=self.id_route, fused_params=settings):
-                advice = "Change the table, its optimizer or its scheme"
-                if "id_route" in reason:
-                    advice = "Use id_route='peer', or another scheme for this table"
-                raise InputError(f"Table {table.name!r} in tower {tower} is {scheme}, but {reason}. {advice}.")
+        parameters, is_weighted = self.shardable_parameters(module), any(_weighted(module))
+        for tower, of_tower in enumerate(tables_by_tower):
+            for table in of_tower:
+                weight, sharding = parameters[table.name], params.get(table.name)
+                self._check_table(table, weight, sharding, tower=tower, is_weighted=is_weighted)
         made = self.sharded(module, params, device)
         if self.unique:
-            wrap(made, share="equal")
+            wrap(made, shares_equal=True)
         return made
+
+    def _planned_tables(self, module: Module) -> list[list[Any]]:
+        was_asked, self._was_asked_by_torchrec = self._was_asked_by_torchrec, False
+        if was_asked:
+            raise InputError(
+                f"{type(self).__name__} needs a plan: DistributedModelParallel(model, plan=TowerShardingPlanner("
+                "mesh.topology).plan(model, sharders), sharders=sharders)."
+            )
+        return self.tables_by_tower(module)
 
     def _check_agreement(
         self, module: Module, tables_by_tower: Sequence[Sequence[Any]], sharding: Mapping[str, ParameterSharding]
     ) -> None:
-        tables = [table for of_tower in tables_by_tower for table in of_tower]
-        parameters = self.shardable_parameters(module)
+        tables, parameters = [t for of_tower in tables_by_tower for t in of_tower], self.shardable_parameters(module)
         settings = {table.name: fused_settings(parameters[table.name], self.fused_params) for table in tables}
-        codecs = self.qcomm_codecs_registry or {}
-        bags = [part for part in module.modules() if isinstance(part, EmbeddingBagCollection)]
         arguments = {
-            "towers": {
-                f"tower {tower}": [table.name for table in of_tower] for tower, of_tower in enumerate(tables_by_tower)
-            },
-            "table": {table.name: _table_record(table) for table in tables},
-            "requires_grad": {table.name: parameters[table.name].requires_grad for table in tables},
-            "is_weighted": [part.is_weighted() for part in bags],
+            "towers": {f"tower {i}": [table.name for table in tables] for i, tables in enumerate(tables_by_tower)},
+            "table": {table.name: _table_record(table, parameters[table.name]) for table in tables},
+            "is_weighted": _weighted(module),
             "id_route": self.id_route,
             "unique": self.unique,
-            "assume_per_sample": getattr(self, "assume_per_sample", False),
             "peer_precision": self.peer_precision,
-            "qcomm_codecs_registry": {
-                name: [_codec_record(codec) for codec in (both.forward, both.backward)] for name, both in codecs.items()
-            },
             "moment_scale": self.moment_scale,
             "sharding plan": {table.name: _sharding_record(sharding.get(table.name)) for table in tables},
             "fused_params": {
@@ -205,6 +180,56 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
             },
         }
         check_agreement(type(self).__name__, arguments, self.mesh.global_group)
+
+    def _check_table(
+        self,
+        table: Any,
+        parameter: nn.Parameter,
+        sharding: ParameterSharding | None,
+        *,
+        tower: int,
+        is_weighted: bool,
+    ) -> None:
+        """Raises `InputError` unless a table can be sharded so; every rank looks at all tables."""
+        where, topology = f"Table {table.name!r} in tower {tower}", self.mesh.topology
+        check_columns(table)
+        if sharding is None:
+            raise InputError(f"{where} is not in the sharding plan. Make the plan with TowerShardingPlanner.")
+        scheme, kernel = sharding.sharding_type, sharding.compute_kernel
+        settings = fused_settings(parameter, self.fused_params)
+        reason = why_not(table, scheme, id_route=self.id_route, fused_params=settings)
+        advice = "Change the table, its optimizer or its scheme"
+        if "id_route" in reason:
+            advice = "Use id_route='peer', or another scheme for this table"
+        refusals = {
+            f"is sharded {scheme!r}; inside a tower use one of {list(SCHEMES)}.": scheme not in SCHEMES,
+            # Nothing would update a dense table that is not data-parallel, and no ReplicaSync average it.
+            f"is {scheme} with compute_kernel={kernel!r}; data_parallel tables have 'dense', others 'fused'. Make the "
+            "plan with TowerShardingPlanner.": (kernel == "dense") != (scheme == "data_parallel"),
+            "has mean pooling of weighted bags, which the unsharded module refuses too. Use PoolingType.SUM, and "
+            "divide the weights.": is_weighted and table.pooling is PoolingType.MEAN,
+            # TorchRec's sharded tables train nevertheless.
+            "has requires_grad=False, but the optimizer of a sharded table updates it in every backward pass. Leave "
+            "requires_grad alone and call apply_optimizer_in_backward(torch.optim.SGD, [weight], {'lr': 0.0}) before "
+            "sharding; no schedule may set another rate.": not parameter.requires_grad,
+            f"is {scheme}, but {reason}. {advice}.": bool(reason),
+        }
+        for message, is_refused in refusals.items():
+            if is_refused:
+                raise InputError(f"{where} {message}")
+        if scheme != "data_parallel":
+            moment_scale_of(self.moment_scale, settings, topology.num_replicas)
+        try:
+            placement = TablePlacement(scheme=scheme, ranks=tuple(sharding.ranks or ()))  # type: ignore[arg-type]
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from error
+        expected = shards_in_tower(table, placement, num_ranks=topology.ranks_per_tower, tower=tower)
+        shards = [(s.placement.rank(), *s.shard_offsets, *s.shard_sizes) for s in _shards(sharding)]
+        if scheme != "data_parallel" and shards != expected:
+            raise InputError(
+                f"{where} is {table.num_embeddings} x {table.embedding_dim}, but its shards {shards} (rank, first row, "
+                f"first column, rows, columns) do not cover it as {[shard[:] for shard in expected]} do."
+            )
 
     def kernel_settings(self, weight: Tensor, sharding: ParameterSharding) -> dict[str, Any]:
         """Returns the fused-optimizer settings of a table as the rank that updates it has them."""
@@ -220,8 +245,9 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         """Shards an ``EmbeddingBagCollection`` over the ranks of this rank's tower (SPTT steps a, b, d); collective."""
         mesh, bags = self.mesh, collection.embedding_bags
         devices = gather_objects(str(device or "cpu"), mesh.tower_group)
+        ranks = get_process_group_ranks(mesh.tower_group)
         names = [table.name for table in collection.embedding_bag_configs()]
-        placed = {name: place_globally(sharding[name], mesh.tower_ranks(), devices) for name in names}
+        placed = {name: place_globally(sharding[name], ranks, devices) for name in names}
         scale, replicas = self.moment_scale, mesh.topology.num_replicas
         return GroupShardedEBC(
             collection,
@@ -233,26 +259,8 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
                 name: moment_scale_of(scale, fused_settings(bags[name].weight, self.fused_params), replicas)
                 for name in model_parallel_tables(placed)
             },
-            options={
-                "fused_params": self.fused_params,
-                "device": device,
-                "qcomm_codecs_registry": self.qcomm_codecs_registry,
-            },
+            options={"fused_params": self.fused_params, "device": device},
         )
-
-
-class Copies(Protocol):
-    """Copies of rows that learn in the place of their tables' own."""
-
-    @property
-    def tensors(self) -> Mapping[str, Tensor]:
-        """Live weights and states by name, the same bits on every rank."""
-
-    def write_back(self) -> None:
-        """Brings the tables up to date."""
-
-    def read_again(self) -> None:
-        """Tells that the tables were loaded."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -270,13 +278,11 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
     """Parameters, state and optimizers of one mesh tower's part of a module, under the unsharded module's names."""
 
     def __init__(self, sharder: TowerSharder[Any], sharding: Mapping[str, ParameterSharding]) -> None:
-        super().__init__(qcomm_codecs_registry=sharder.qcomm_codecs_registry)
+        super().__init__()
         self._unsharded_module_type = sharder.module_type
         self.mesh = sharder.mesh
         self.collections: list[GroupShardedEBC] = []
         """The sharded collections of this rank's tower."""
-        self.sharded_tables = model_parallel_tables(sharding)
-        """Names of all towers' tables that are not data-parallel."""
         self.before_lookup: Callable[[Any, bool], None] | None = None
         """Called before each lookup with the ids of the batch, and True by a training pass. Who watches a training sets
         it: `dmt.ReplicaSync` or `dmt.HotRows`."""
@@ -284,8 +290,8 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
         """Called with the embeddings of each lookup. `dmt.ReplicaSync` sets it."""
         if self.mesh.topology.num_replicas > 1:
             self.before_lookup = self._refuse_lookup
-        self.hot: Copies | None = None
-        """Rows that every rank has copies of. `dmt.hot_rows.runtime.HotRows` sets it."""
+        self.hot: Any = None
+        """Copies of rows, `dmt.hot_rows.copies.HotCopies`, which train in the place of their tables' own."""
         self.groups: list[list[Sequence[str]]] = []
         """For each tower the groups of its features; all features of a group have as many rows."""
         self.encoder: RowEncoder | None = None
@@ -293,14 +299,6 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
         again."""
         self.replicas_drifted = False
         """True once replicas have trained since they were last averaged. `dmt.ReplicaSync` sets it."""
-
-    @property
-    def rows_sent(self) -> dict[str, float]:
-        """Rows that this rank has sent for each sample so far, by the features that share them."""
-        if self.encoder is None or self.encoder.share is None:
-            return {}
-        names = [f"tower {i}: {shorten(group, ', ')}" for i, groups in enumerate(self.groups) for group in groups]
-        return dict(zip(names, self.encoder.rows_per_sample, strict=False))
 
     @abc.abstractmethod
     def parts(self, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -419,12 +417,6 @@ class _TowerOptimizer(CombinedOptimizer):
         self._owner.write_back()
         return super().param_groups
 
-    @property
-    def optimizers(self) -> list[tuple[str, KeyedOptimizer]]:
-        """The optimizers of the sharded collections."""
-        self._owner.write_back()
-        return super().optimizers
-
     def post_load_state_dict(self) -> None:
         """Called by TorchRec once states were loaded."""
         super().post_load_state_dict()
@@ -436,9 +428,13 @@ def model_parallel_tables(sharding: Mapping[str, ParameterSharding]) -> list[str
     return [name for name, of_table in sharding.items() if of_table.sharding_type != "data_parallel"]
 
 
-def _table_record(table: Any) -> tuple[Any, ...]:
-    kind = (str(table.pooling), str(table.data_type))
-    return (table.name, table.num_embeddings, table.embedding_dim, tuple(table.feature_names), *kind)
+def _weighted(module: nn.Module) -> list[bool]:
+    return [part.is_weighted() for part in module.modules() if isinstance(part, EmbeddingBagCollection)]
+
+
+def _table_record(table: Any, parameter: nn.Parameter) -> tuple[Any, ...]:
+    kind = (str(table.pooling), str(table.data_type), parameter.requires_grad)
+    return (table.num_embeddings, table.embedding_dim, tuple(table.feature_names), *kind)
 
 
 def _sharding_record(sharding: ParameterSharding | None) -> tuple[Any, ...] | None:
@@ -448,48 +444,11 @@ def _sharding_record(sharding: ParameterSharding | None) -> tuple[Any, ...] | No
     return (sharding.sharding_type, sharding.compute_kernel, tuple(sharding.ranks or ()), cuts)
 
 
-def _codec_record(codec: Any) -> Any:
-    """Returns the types and settings of a codec and of those inside it, as text."""
-    if isinstance(codec, str) or not hasattr(codec, "encode"):
-        return _text(codec)
-    return type(codec).__name__, {name: _codec_record(value) for name, value in vars(codec).items()}
+def _shards(sharding: ParameterSharding) -> list[Any]:
+    return list(getattr(sharding.sharding_spec, "shards", None) or [])
 
 
 def _text(value: Any) -> str:
     """Returns a setting as text: what it may be is FBGEMM's affair, and it need not compare nor be picklable."""
     text = repr(value)
     return type(value).__name__ if " at 0x" in text else text
-
-
-def _shards(sharding: ParameterSharding) -> list[Any]:
-    return list(getattr(sharding.sharding_spec, "shards", None) or [])
-
-
-def _check_sharding(table: Any, sharding: ParameterSharding | None, *, tower: int, num_ranks: int) -> None:
-    """Raises `InputError` unless a tower of ``num_ranks`` ranks can carry out a table's sharding."""
-    where = f"Table {table.name!r} in tower {tower}"
-    check_columns(table)
-    if sharding is None:
-        raise InputError(f"{where} is not in the sharding plan. Make the plan with TowerShardingPlanner.")
-    scheme: Any = sharding.sharding_type
-    if scheme not in SCHEMES:
-        raise InputError(f"{where} is sharded {scheme!r}; inside a tower use one of {list(SCHEMES)}.")
-    shards = [TableShard(s.placement.rank(), *s.shard_offsets, *s.shard_sizes) for s in _shards(sharding)]
-    try:
-        placement = TablePlacement(scheme=scheme, ranks=tuple(sharding.ranks or ()))
-    except InputError as error:
-        raise InputError(f"{where}: {error}") from error
-    kernel = sharding.compute_kernel
-    # Nothing would update a dense table that is not data-parallel in the backward pass, and no ReplicaSync average it.
-    if (kernel == "dense") != (scheme == "data_parallel"):
-        raise InputError(
-            f"{where} is {scheme} with compute_kernel={kernel!r}; data_parallel tables have 'dense', others 'fused'. "
-            "Make the plan with TowerShardingPlanner."
-        )
-    expected = shards_in_tower(table, placement, num_ranks=num_ranks, tower=tower)
-    if scheme != "data_parallel" and shards != expected:
-        given, needed = ([shard[:] for shard in some] for some in (shards, expected))
-        raise InputError(
-            f"{where} is {table.num_embeddings} x {table.embedding_dim}, but its shards {given} (rank, first row, "
-            f"first column, rows, columns) do not cover it as {needed} do."
-        )

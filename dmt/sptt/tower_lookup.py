@@ -68,7 +68,7 @@ class GroupShardedEBC(OpenShardedEBC):
         data_parallel_group: the ranks that hold a copy of the data-parallel tables.
         moment_scales: factor c of AdaGrad's moments (`dmt.sharding.optimizers`) by table; 1 for those left out.
             Data-parallel tables have none: their gradients are averaged over all replicas.
-        options: ``fused_params``, ``device`` and ``qcomm_codecs_registry`` of TorchRec's class.
+        options: ``fused_params``, ``device`` and maybe ``qcomm_codecs_registry`` of TorchRec's class.
     """
 
     def __init__(

@@ -9,24 +9,25 @@ from typing import Any, Unpack
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torchrec.distributed.types import ParameterSharding
 from torchrec.distributed.utils import append_prefix
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, get_embedding_names_by_table
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
-from dmt.collectives import broadcast_module, run_on_all_or_raise, sum_over_ranks
+from dmt.collectives import broadcast_module, sum_over_ranks
 from dmt.errors import InputError
 from dmt.plan.tables import feature_names
 from dmt.sptt.dataflow import SPTTModule
 from dmt.sptt.mesh import TowerMesh
+from dmt.sptt.peer_exchange import Piece, Rows, TowerOutput
 from dmt.sptt.results import in_order, output_keys, split_rows
-from dmt.sptt.rows import Piece, Rows, TowerOutput
 from dmt.sptt.sharder import SharderSettings, TowerSharder
-from dmt.sptt.unique import why_not_per_sample
 
 __all__ = ["ShardedTowerCollection", "TowerCollectionSharder", "clip_grad_norm"]
 
@@ -41,10 +42,8 @@ class TowerCollectionSharder(TowerSharder[EmbeddingTowerCollection]):
         mesh: the groups of this job.
         placement: for each logical tower of the collection its mesh tower; by default tower i on mesh tower i. Several
             logical towers may share one mesh tower, none may stay empty.
-        assume_per_sample: True if tower modules with dropout or batch norm are meant to see each distinct input once
-            (``unique``); by default such a tower is refused.
-        settings: ``fused_params``, ``qcomm_codecs_registry``, ``id_route``, ``peer_precision``, ``moment_scale`` and
-            ``unique``, see `dmt.sptt.sharder.TowerSharder`.
+        settings: ``fused_params``, ``id_route``, ``peer_precision``, ``moment_scale`` and ``unique``, see
+            `dmt.sptt.sharder.TowerSharder`.
 
     Example::
 
@@ -62,11 +61,9 @@ class TowerCollectionSharder(TowerSharder[EmbeddingTowerCollection]):
         mesh: TowerMesh,
         *,
         placement: Sequence[int] | None = None,
-        assume_per_sample: bool = False,
         **settings: Unpack[SharderSettings],
     ) -> None:
         super().__init__(mesh, **settings)
-        self.assume_per_sample = assume_per_sample
         self.placement = None if placement is None else tuple(placement)
 
     def sharded(
@@ -138,7 +135,7 @@ class ShardedTowerCollection(SPTTModule):
         device: torch.device | None = None,
     ) -> None:
         placement = sharder.mesh_towers(module)
-        _check_towers(module, placement)
+        _check_towers(module, placement, is_unique=sharder.unique)
         super().__init__(
             sharder,
             sharding,
@@ -157,28 +154,7 @@ class ShardedTowerCollection(SPTTModule):
         self.build_input_dist(self.embeddings.values())  # type: ignore[arg-type]
         self._first_features = {i: _features(module.towers[i])[0] for i in mine}
         self.interactions = _TowerModules({i: module.towers[i].interaction for i in mine}, self._target_device)
-        columns = {i: _columns(module.towers[i]) for i in mine}
-        self._check_per_sample(sharder.unique, {} if sharder.assume_per_sample else columns)
         self._data_parallel = _data_parallel(self.interactions, self.mesh)
-
-    def _check_per_sample(self, is_unique: bool, columns: Mapping[int, Sequence[tuple[str, int]]]) -> None:
-        """Raises `InputError` for towers whose samples cannot share rows, of those given with columns; collective."""
-        if not is_unique or self._target_device.type == "meta":
-            return
-
-        def reasons() -> dict[int, str]:
-            found = {
-                i: why_not_per_sample(self.interactions.by_tower[str(i)], *zip(*of_tower, strict=True))
-                for i, of_tower in columns.items()
-            }
-            return {i: reason for i, reason in found.items() if reason is not None}
-
-        everyone = run_on_all_or_raise(reasons, self.mesh.global_group)
-        for i, reason in ((i, reason) for of_rank in everyone for i, reason in of_rank.items()):
-            raise InputError(
-                f"unique=True, but the tower module of tower {i} {reason}, so samples must not share a row. Use "
-                "unique=False; or pass assume_per_sample=True if it is meant."
-            )
 
     def tower_output(self, embeddings: Sequence[KeyedTensor], rows: Rows) -> TowerOutput:
         """Computes the outputs of this rank's towers side by side, in logical order: [samples, O]."""
@@ -198,11 +174,6 @@ class ShardedTowerCollection(SPTTModule):
                 raise InputError(
                     f"The tower module of tower {name} returned {found} for {num_samples} samples; it must return a "
                     "tensor [samples, output dim]."
-                )
-            declared = getattr(self.interactions.by_tower[name], "out_features", shape[1])
-            if declared != shape[1]:
-                raise InputError(
-                    f"The tower module of tower {name} says out_features={declared}, but returned {shape[1]} columns."
                 )
         filled = [F.pad(o, (0, 0, 0, rows.num_rows - len(o))) if len(o) < rows.num_rows else o for o in outputs]
         columns = torch.cat(filled, dim=1) if len(outputs) > 1 else outputs[0]
@@ -240,13 +211,19 @@ class _TowerModules(nn.Module):
         return [module(e) for module, e in zip(self.by_tower.values(), embeddings, strict=True)]
 
 
-def _check_towers(module: EmbeddingTowerCollection, placement: Sequence[int]) -> None:
+def _check_towers(module: EmbeddingTowerCollection, placement: Sequence[int], *, is_unique: bool) -> None:
     holder: dict[int, int] = {}
     for i, tower in enumerate(module.towers):
         if tower.embedding.is_weighted() != module.towers[0].embedding.is_weighted():
             raise InputError(
                 f"Tower {i} and tower 0 differ in is_weighted; make all towers of a collection weighted or none."
             )
+        for part in tower.interaction.modules() if is_unique else ():
+            if isinstance(part, _BatchNorm) or (isinstance(part, _DropoutNd) and part.p > 0):
+                raise InputError(
+                    f"unique=True, but the tower module of tower {i} holds a {type(part).__name__}, which "
+                    "would count samples that share a row as one. Use unique=False."
+                )
         for name, parameter in tower.named_parameters():
             other = holder.setdefault(id(parameter), i)
             if placement[other] != placement[i]:
@@ -288,12 +265,6 @@ def _data_parallel(modules: _TowerModules, mesh: TowerMesh) -> nn.Module:
     # DDP refuses a module without trainable parameters, but its ranks must start equal all the same.
     broadcast_module(modules, mesh.tower_module_group)
     return modules
-
-
-def _columns(tower: EmbeddingTower) -> list[tuple[str, int]]:
-    """Names and widths of the embeddings of a tower, in the order of its tables."""
-    names = get_embedding_names_by_table(_tables(tower))
-    return [(name, table.embedding_dim) for table, own in zip(_tables(tower), names, strict=True) for name in own]
 
 
 def _features(tower: EmbeddingTower) -> list[str]:

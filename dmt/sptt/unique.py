@@ -15,40 +15,27 @@ f      only real rows are sent; the receiver copies each to its samples
 
 The backward pass sums the gradients of the samples that share a row before it sends them. The forward pass is the
 unsharded module's to the bit, its gradients but for the order of that sum.
-
-A tower module must compute each sample on its own (`why_not_per_sample`): with dropout, samples that share a row would
-drop the same numbers, and a batch norm would count them once.
 """
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
-from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.dropout import _DropoutNd
 from torchrec.distributed.types import Awaitable
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dmt.sptt.id_routes import Deferred
 
-__all__ = [
-    "Bags",
-    "DistinctInputs",
-    "add_rows",
-    "distinct_inputs",
-    "samples_of_rows",
-    "why_not_per_sample",
-]
+__all__ = ["DistinctInputs", "add_rows", "distinct_inputs", "samples_of_rows"]
 
 _MIX = (-7046029254386353131, -4658895280553007687)
-"""Odd multipliers of a 64-bit hash. Equal hashes are compared value by value: a poor hash costs bytes, not results."""
+"""Odd multipliers of a 64-bit hash. Inputs of equal hashes are compared: a poor hash costs bytes, not results."""
 
 
 class DistinctInputs(NamedTuple):
@@ -93,7 +80,8 @@ def distinct_inputs(
     samples = torch.arange(num_samples, device=device)
     first = samples.expand(len(sizes), -1)
     if num_samples and share:
-        first = _Inputs(ids, group_of, len(sizes)).first_equal()
+        equal = _first_equal(_hashes(ids, group_of, len(sizes)))
+        first = equal if _have_equal_inputs(ids, equal[group_of]) else first
     elif num_samples:
         num_ids = ids.lengths().view(-1, num_samples)
         is_empty = num_ids.new_zeros(first.shape).index_add_(0, group_of, num_ids) == 0
@@ -104,8 +92,8 @@ def distinct_inputs(
     distinct = DistinctInputs(parts, (is_first.cumsum(dim=1) - 1).gather(1, first))
     lengths, values, weights = ids.lengths(), ids.values(), ids.weights_or_none()
     if any(number < num_samples for number in distinct.rows):
-        kept = is_first[group_of].flatten().nonzero().flatten().int()
-        lengths, values, weights = torch.ops.fbgemm.permute_1D_sparse_data(kept, lengths, values, weights, None)
+        kept = is_first[group_of].flatten().nonzero().flatten()
+        lengths, values, weights = _bags(ids, kept)
     groups = [group for group, size in enumerate(sizes) for _ in range(size)]
     sent = KeyedJaggedTensor(
         keys=[key for key in ids.keys() for _ in parts],  # noqa: SIM118 - a KeyedJaggedTensor is no dict
@@ -115,6 +103,51 @@ def distinct_inputs(
         stride_per_key_per_rank=[[part[group]] for group in groups for part in parts],
     )
     return sent, distinct
+
+
+def _hashes(ids: KeyedJaggedTensor, group_of: Tensor, num_groups: int) -> Tensor:
+    """Returns a hash of each input, the same for equal ones, int64 [groups, B]."""
+    lengths, numbers, weights = ids.lengths().long(), ids.values().long(), ids.weights_or_none()
+    bags = torch.arange(len(lengths), device=lengths.device)
+    bag_of = bags.repeat_interleave(lengths, output_size=numbers.numel())
+    place = torch.arange(numbers.numel(), device=lengths.device) - (lengths.cumsum(0) - lengths)[bag_of]
+    if weights is not None:
+        numbers = _mix(numbers) + weights.float().view(torch.int32)
+    of_bags = lengths.index_add(0, bag_of, _mix(numbers + _mix(place + 1))).view(len(group_of), -1)
+    features = torch.arange(len(group_of), device=lengths.device).unsqueeze(1)
+    of_bags = _mix(of_bags + _mix(features + 1))
+    return of_bags.new_zeros(num_groups, of_bags.shape[1]).index_add_(0, group_of, of_bags)
+
+
+def _mix(numbers: Tensor) -> Tensor:
+    numbers = numbers * _MIX[0]
+    return (numbers ^ (numbers >> 31)) * _MIX[1]
+
+
+def _first_equal(hashes: Tensor) -> Tensor:
+    """Returns for each sample the first one with the same hash, [groups, B]."""
+    hashes, order = hashes.sort(dim=1, stable=True)
+    places = torch.arange(hashes.shape[1], device=hashes.device).expand_as(hashes)
+    begins = torch.ones_like(hashes, dtype=torch.bool)
+    begins[:, 1:] = hashes[:, 1:] != hashes[:, :-1]
+    begin = torch.where(begins, places, 0).cummax(dim=1).values
+    return torch.empty_like(order).scatter_(1, order, order.gather(1, begin))
+
+
+def _have_equal_inputs(ids: KeyedJaggedTensor, others: Tensor) -> bool:
+    """Returns whether each bag has the bits of that of another sample, [features, B]."""
+    starts = torch.arange(len(others), device=others.device).unsqueeze(1) * ids.stride()
+    ours, theirs = (ids.lengths(), ids.values(), ids.weights_or_none()), _bags(ids, (others + starts).flatten())
+    pairs = [(a, b) for a, b in zip(ours, theirs, strict=True) if a is not None]
+    return all(torch.equal(a.contiguous().view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
+
+
+def _bags(ids: KeyedJaggedTensor, bags: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Returns lengths, ids and weights of some bags, by their numbers."""
+    parts: tuple[Tensor, Tensor, Tensor | None] = torch.ops.fbgemm.permute_1D_sparse_data(
+        bags.int(), ids.lengths(), ids.values(), ids.weights_or_none(), None
+    )
+    return parts
 
 
 def samples_of_rows(
@@ -201,128 +234,3 @@ def add_rows(total: Tensor, rows: Tensor, added: Tensor) -> None:
         total.index_put_((rows,), added.to(total.dtype), accumulate=True)
     else:
         total.index_add_(0, rows, added.to(total.dtype))
-
-
-class Bags:
-    """Bags of ids, with hashes that are the same for equal bags of any batch; weights that differ tell bags apart."""
-
-    def __init__(self, lengths: Tensor, ids: Tensor, weights: Tensor | None) -> None:
-        self.ids, self.weights, self.lengths = ids, weights, lengths.long()
-        self.is_single = ids.numel() == lengths.numel() and bool((lengths == 1).all())
-        """True if each bag has one id."""
-        if self.is_single:
-            return
-        self.offsets = torch.cat([self.lengths.new_zeros(1), self.lengths.cumsum(0)])
-        self.bag_of = torch.arange(len(lengths), device=lengths.device).repeat_interleave(
-            self.lengths, output_size=ids.numel()
-        )
-        self.place = torch.arange(ids.numel(), device=lengths.device) - self.offsets[self.bag_of]
-
-    @functools.cached_property
-    def numbers(self) -> Tensor:
-        """A number for each id with its weight, [ids] int64: the id itself where there are no weights."""
-        values = self.ids.long()
-        return values if self.weights is None else values * _MIX[0] + self.weights.float().view(torch.int32)
-
-    @functools.cached_property
-    def hashes(self) -> Tensor:
-        """Hash of each bag, [bags] int64."""
-        if self.is_single:
-            return _mix(self.numbers + _mix(self.numbers.new_ones(1))) + 1
-        mixed = _mix(self.numbers + _mix(self.place + 1))
-        sums = torch.cat([mixed.new_zeros(1), mixed.cumsum(0)])
-        return sums[self.offsets[1:]] - sums[self.offsets[:-1]] + self.lengths
-
-
-def hashes_of_features(hashes: Tensor, feature: Tensor) -> Tensor:
-    """Mixes the number of its feature into each hash: sums of them, over a group, tell its features apart."""
-    return _mix(hashes + _mix(feature + 1))
-
-
-class _Inputs:
-    """Inputs of the samples of a batch, which are found to be equal where they are, [groups, B]."""
-
-    def __init__(self, ids: KeyedJaggedTensor, group_of: Tensor, num_groups: int) -> None:
-        self._group_of = group_of
-        self._num_groups = num_groups
-        num_features, num_samples = len(group_of), ids.stride()
-        self._shape = (num_features, num_samples)
-        self._bags = bags = Bags(ids.lengths(), ids.values(), ids.weights_or_none())
-        self._is_exact = bags.is_single and num_groups == num_features and bags.weights is None
-        # Bags of this batch are compared with each other only, so that single ids need no hash.
-        hashes = (bags.numbers if bags.is_single else bags.hashes).view(self._shape)
-        if num_groups < num_features:
-            mixed = hashes_of_features(hashes, torch.arange(num_features, device=hashes.device).unsqueeze(1))
-            hashes = mixed.new_zeros(num_groups, num_samples).index_add_(0, group_of, mixed)
-        self._hashes = hashes
-
-    def first_equal(self) -> Tensor:
-        """Returns for each sample the first one with the same input, [groups, B]."""
-        hashes, order = self._hashes.sort(dim=1, stable=True)
-        places = torch.arange(hashes.shape[1], device=hashes.device).expand_as(hashes)
-        begins = torch.ones_like(hashes, dtype=torch.bool)
-        begins[:, 1:] = hashes[:, 1:] != hashes[:, :-1]
-        begin = torch.where(begins, places, 0).cummax(dim=1).values
-        first = torch.empty_like(order).scatter_(1, order, order.gather(1, begin))
-        return first if self._is_exact else torch.where(self._equals(first), first, places)
-
-    def _equals(self, other: Tensor) -> Tensor:
-        """Compares each input with that of another sample, value by value, [groups, B]."""
-        num_features, num_samples = self._shape
-        of_feature = other[self._group_of]
-        starts = torch.arange(num_features, device=other.device).unsqueeze(1) * num_samples
-        others, bags = (of_feature + starts).flatten(), self._bags
-        if bags.is_single:
-            differ = self._differ(others).view(self._shape)
-        else:
-            same_length = bags.lengths[others] == bags.lengths
-            # A bag of another length is compared with itself.
-            others = torch.where(same_length, others, torch.arange(len(others), device=others.device))
-            unequal = self._differ(bags.offsets[others][bags.bag_of] + bags.place).cumsum(0)
-            sums = torch.cat([unequal.new_zeros(1), unequal])
-            differ = ((sums[bags.offsets[1:]] != sums[bags.offsets[:-1]]) | ~same_length).view(self._shape)
-        if self._num_groups == num_features:
-            return ~differ
-        return other.new_zeros(other.shape).index_add_(0, self._group_of, differ.long()) == 0
-
-    def _differ(self, places: Tensor) -> Tensor:
-        ids, weights = self._bags.ids, self._bags.weights
-        differ = ids[places] != ids
-        if weights is not None:
-            bits = weights.contiguous().view(_BITS[weights.element_size()])
-            differ |= bits[places] != bits
-        return differ
-
-
-_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-
-
-def _mix(numbers: Tensor) -> Tensor:
-    numbers = numbers * _MIX[0]
-    return (numbers ^ (numbers >> 31)) * _MIX[1]
-
-
-def why_not_per_sample(module: nn.Module, keys: Sequence[str], widths: Sequence[int]) -> str | None:
-    """Says why a tower module does not compute each sample on its own; None if a trial shows nothing against it.
-
-    A copy of it is run on random embeddings of these names and widths.
-    """
-    for part in module.modules():
-        if isinstance(part, _BatchNorm) or (isinstance(part, _DropoutNd) and part.p > 0):
-            return f"holds a {type(part).__name__}"
-    some = next(module.parameters(), torch.empty(0))
-    with torch.no_grad(), torch.random.fork_rng(devices=[some.device] if some.is_cuda else []):
-        trial = copy.deepcopy(module).train()  # sharded in eval mode, a model may be trained nevertheless
-        # Many samples: a dropout of 1 % often spares a few.
-        samples, others = torch.randn(2, 512, sum(widths), dtype=some.dtype, device=some.device)
-        state = torch.get_rng_state()
-        alone, again, beside = (
-            trial(KeyedTensor(list(keys), list(widths), torch.cat([samples, rest])))[: len(samples)]
-            for rest in (samples, samples, others)
-        )
-        after = torch.get_rng_state()
-    # A matrix product of another number of rows may round otherwise.
-    same, unmixed = (torch.allclose(alone, other, rtol=1e-3, atol=1e-5, equal_nan=True) for other in (again, beside))
-    if not same or not torch.equal(state, after):
-        return "draws random numbers"
-    return None if unmixed else "mixes the samples of a batch"

@@ -49,7 +49,6 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     ("bytes/sample across hosts: dense all-reduce", "bytes_per_sample.dense", "{:,.0f}"),
     ("bytes/sample inside hosts", "bytes_per_sample.inside", "{:,.0f}"),
 )
-UNIQUE_ROW = ("rows sent/sample (unique inputs)", "unique.mean", "{:.3f}")
 HOT_ROW = ("hot rows on every rank", "hot_rows.rows", "{:,.0f}")
 # Only of runs with replicas. Across hosts where the replicas are on different ones, else inside.
 SYNC_ROW = ("bytes/sample replicas' sync", "replicas.bytes_per_sample", "{:,.0f}")
@@ -136,7 +135,7 @@ def quiet_libraries(*, rank: int) -> None:
 
 def rows_of(results: Iterable[Mapping[str, Any]]) -> tuple[tuple[str, str, str], ...]:
     """`ROWS`, and those of unique inputs, hot rows and replicas where one of the runs had them."""
-    also = {"unique": UNIQUE_ROW, "hot_rows": HOT_ROW, "replicas": SYNC_ROW}
+    also = {"hot_rows": HOT_ROW, "replicas": SYNC_ROW}
     return (*ROWS, *(row for key, row in also.items() if any(result.get(key) for result in results)))
 
 

@@ -11,7 +11,6 @@ from torch import nn
 from dmt.collectives import gather_objects
 from dmt.hot_rows.runtime import HotRows
 from dmt.replicas.sync import ReplicaSync
-from dmt.sptt.dataflow import SPTTModule
 from dmt.sptt.mesh import TowerMesh
 from dmt.traffic import Traffic
 from dmt.training.job import Job
@@ -64,16 +63,6 @@ def option_results(
             "rows": sum(by_table.values()),
             "bytes_per_rank": hot_rows.num_bytes,
             "rows_by_table": by_table,
-            "left_out": {**hot_rows.left_out, **hot_rows.not_chosen},
+            "left_out": hot_rows.left_out,
         }
-    if config.sharding.unique:
-        sent = {
-            name: rows
-            for part in model.modules()
-            if isinstance(part, SPTTModule)
-            for name, rows in part.rows_sent.items()
-        }
-        everyone = gather_objects(sent, mesh.global_group)
-        means = {name: sum(of_rank[name] for of_rank in everyone) / len(everyone) for name in sent}
-        found["unique"] = {"rows_per_sample": means, "mean": sum(means.values()) / len(means)}
     return found

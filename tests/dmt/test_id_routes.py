@@ -23,7 +23,7 @@ from dmt import (
     TowerShardingPlanner,
     TowerTopology,
 )
-from dmt.sptt.id_routes import GlobalInputDist
+from dmt.sptt.id_routes import IdExchange
 from tests import sptt_case
 from tests.ranks import run_ranks
 
@@ -34,7 +34,7 @@ def peer_order_on_rank(rank: int, towers: int, ranks: int) -> list[int]:
     mesh = TowerMesh(TowerTopology(num_towers=towers, ranks_per_tower=ranks))
     world = towers * ranks
     wanted = [[f"f{owner}"] for owner in range(world)]
-    exchange = GlobalInputDist(mesh.sharding_group, wanted, [f"f{i}" for i in range(world)], num_towers=towers)
+    exchange = IdExchange(mesh.sharding_group, wanted, [f"f{i}" for i in range(world)], stagger=towers)
     # Rank r sends r + 1 samples, each with the id r.
     ids = KeyedJaggedTensor(
         keys=[f"f{i}" for i in range(world)],

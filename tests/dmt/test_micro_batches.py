@@ -37,7 +37,6 @@ class Pair(NamedTuple):
 @dataclass
 class Extra:
     dense: torch.Tensor
-    name: str
 
 
 class Containers(nn.Module):
@@ -49,9 +48,11 @@ class Containers(nn.Module):
         self.rows: list[list[int]] = []
         self.flaw = ""
 
-    def forward(self, ids: KeyedJaggedTensor, extra: Extra, *, pair: Pair, named: dict[str, Any], rate: torch.Tensor):
-        assert (extra.name, named["nothing"], rate.dim()) == ("extra", None, 0)
-        tensors = [extra.dense, pair.left, pair.right, named["a"], *named["list"], named["tuple"][0]]
+    def forward(
+        self, ids: KeyedJaggedTensor, extra: list[Any], *, pair: Pair, named: dict[str, Any], rate: torch.Tensor
+    ):
+        assert (extra[1], named["nothing"], rate.dim()) == ("extra", None, 0)
+        tensors = [extra[0], pair.left, pair.right, named["a"], *named["list"], named["tuple"][0]]
         self.rows.append([len(tensor) for tensor in tensors])
         embeddings, logits = self.inner(ids)
         sums = [rate * tensor.sum(dim=1) for tensor in tensors]
@@ -157,6 +158,8 @@ def check_calls(mesh: TowerMesh, rank: int) -> None:
     for other in (torch.zeros(1, 4), torch.zeros(5), [torch.zeros(6)], {"a": torch.zeros(0)}):
         with pytest.raises(InputError, match=r"Flawed is given a tensor of shape .* with a batch of 4 samples"):
             model(ids, other)
+    with pytest.raises(InputError, match="Flawed is given a Extra, whose tensors would not be cut"):
+        model(ids, Extra(torch.zeros(4)))
     torch.testing.assert_close(model(ids, torch.zeros(4, 2), torch.tensor(3.0)).detach(), expected)
 
 
@@ -197,7 +200,7 @@ def check_containers(mesh: TowerMesh, rank: int) -> None:
     model = shard(case, Containers(case), mesh)
     ids = drawn(rank, 0)[0]
     a, b, c, d, e, f, g = torch.randn(7, 5, 2).unbind()
-    extra, pair = Extra(a, "extra"), Pair(b, c)
+    extra, pair = [a, "extra"], Pair(b, c)
     others = {
         "pair": pair,
         "named": {"a": d, "list": [e, f], "tuple": (g,), "nothing": None},

@@ -15,7 +15,15 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dmt import InputError, SPTTEmbeddingBagCollectionSharder, TowerMesh, TowerPlan, TowerShardingPlanner, TowerTopology
+from dmt import (
+    InputError,
+    SPTTEmbeddingBagCollectionSharder,
+    TowerCollectionSharder,
+    TowerMesh,
+    TowerPlan,
+    TowerShardingPlanner,
+    TowerTopology,
+)
 from dmt._torchrec import group_timeout
 from dmt.collectives import gather_objects
 from dmt.sptt.options import REFUSALS, Options, refuse
@@ -91,16 +99,17 @@ def test_wrong_use_is_named_on_every_rank() -> None:
 
 
 def without_plan_on_rank(rank: int) -> None:
-    mesh = TowerMesh(TowerTopology(num_towers=1, ranks_per_tower=1))
-    tables = make_tables([8])
-    sharders = [SPTTEmbeddingBagCollectionSharder(mesh, TowerPlan.from_lists([["f0"]]))]
-    with pytest.raises(InputError, match=r"SPTTEmbeddingBagCollectionSharder needs a plan: .*TowerShardingPlanner"):
-        DistributedModelParallel(nn.Sequential(EmbeddingBagCollection(tables)), device=CPU, sharders=sharders)
+    mesh = TowerMesh(TowerTopology(num_towers=2, ranks_per_tower=1))
+    flat = SPTTEmbeddingBagCollectionSharder(mesh, PLAN, fused_params=FUSED)
+    for sharder, case in ((flat, FLAT), (TowerCollectionSharder(mesh), Case(towers=2, ranks=1))):
+        with pytest.raises(InputError, match=rf"^{type(sharder).__name__} needs a plan: .*TowerShardingPlanner"):
+            DistributedModelParallel(build(case), device=CPU, sharders=[sharder])
+    assert sharded(mesh, build(FLAT)) is not None, "the refusal leaves nothing"
 
 
 @pytest.mark.ranks
-def test_a_missing_plan_is_named() -> None:
-    run_ranks(without_plan_on_rank, 1)
+def test_a_missing_plan_is_named_on_every_rank() -> None:
+    run_ranks(without_plan_on_rank, 2)
 
 
 def groups_on_rank(rank: int, num_towers: int, ranks_per_tower: int, num_replicas: int) -> int:
