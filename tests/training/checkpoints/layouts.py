@@ -12,21 +12,14 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dmt import (
-    ReplicaSync,
-    TablePlacement,
-    TowerCollectionSharder,
-    TowerMesh,
-    TowerShardingPlanner,
-    TowerTopology,
-)
+from dmt import ReplicaSync, TowerMesh, TowerTopology
 from dmt.collectives import gather_objects
 from dmt.testing import gather_plain_state, table_layout
 from dmt.testing.state import LocalPart, join_parts
 from dmt.training.build import ScheduledOptimizer, build_optimizer
 from dmt.training.config import OptimizerConfig
-from tests.parity import EPS, FUSED, LR, Batches, loss_of, make_tables
-from tests.sptt_case import Case, build
+from tests.parity import EPS, LR, Batches, loss_of, make_tables
+from tests.sptt_case import Case, build, shard
 
 DIMS = (8, 8, 16, 12, 8, 8)
 TOWERS = ((0, 4), (1,), (2, 5), (3,))
@@ -38,44 +31,10 @@ OPTIMIZER = OptimizerConfig(dense="adamw", sparse_lr=LR, sparse_eps=EPS, dense_l
 _MESHES: dict[TowerTopology, TowerMesh] = {}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Layout:
+def layout(scheme: str, towers: int, ranks: int, placement: tuple[int, ...] | None = None, **options: Any) -> Case:
     """A mesh, and how the tables of the model are spread over it."""
-
-    replicas: int = 1
-    towers: int
-    ranks: int
-    scheme: str
-    placement: tuple[int, ...] | None = None
-    kind: str = "modules"
-
-    @property
-    def world(self) -> int:
-        return self.replicas * self.towers * self.ranks
-
-    def case(self) -> Case:
-        return Case(
-            towers=self.towers,
-            ranks=self.ranks,
-            dims=DIMS,
-            plan=TOWERS,
-            kind=self.kind,
-            scheme=self.scheme,
-            placement=self.placement,
-        )
-
-    @property
-    def planned_scheme(self) -> str:
-        return "auto" if self.scheme in ("mixed", "columns") else self.scheme
-
-    def pins(self) -> dict[str, TablePlacement]:
-        if self.scheme != "columns":
-            return self.case().pins()
-        # As many shards as there can be, from the last rank to the first: 4 of 16 columns, 3 of 12, 2 of 8.
-        return {
-            f"t{i}": TablePlacement(scheme="column_wise", ranks=tuple(range(min(self.ranks, dim // 4)))[::-1])
-            for i, dim in enumerate(DIMS)
-        }
+    spread = {"towers": towers, "ranks": ranks, "scheme": scheme, "placement": placement, "moment_scale": 1, **options}
+    return Case(dims=DIMS, plan=TOWERS, **spread)
 
 
 @dataclass(kw_only=True)
@@ -85,24 +44,16 @@ class Job:
     mesh: TowerMesh
     model: DistributedModelParallel
     optimizer: ScheduledOptimizer
-    layout: Layout
+    layout: Case
 
     @classmethod
-    def of(cls, layout: Layout, seed: int, moment_scale: Any = 1) -> Job:
+    def of(cls, layout: Case, seed: int) -> Job:
         torch.manual_seed(seed + dist.get_rank())
-        topology = TowerTopology(num_replicas=layout.replicas, num_towers=layout.towers, ranks_per_tower=layout.ranks)
         # Groups take long to make.
         if any(mesh.global_group is not dist.group.WORLD for mesh in _MESHES.values()):
             _MESHES.clear()  # made for an earlier call of this process
-        mesh = _MESHES[topology] = _MESHES.get(topology) or TowerMesh(topology)
-        sharder = TowerCollectionSharder(
-            mesh, placement=layout.placement, fused_params=FUSED, moment_scale=moment_scale
-        )
-        module = build(layout.case())
-        plan = TowerShardingPlanner(topology, scheme=layout.planned_scheme, pinned=layout.pins())
-        model = DistributedModelParallel(
-            module, device=torch.device("cpu"), plan=plan.plan(module, [sharder]), sharders=[sharder]
-        )
+        mesh = _MESHES[layout.topology] = _MESHES.get(layout.topology) or TowerMesh(layout.topology)
+        model = shard(layout, build(layout), mesh)
         return cls(mesh=mesh, model=model, optimizer=build_optimizer(OPTIMIZER, model), layout=layout)
 
     def train(self, steps: range) -> None:
@@ -152,14 +103,9 @@ class Job:
             "weights": self.weights(),
             "moments": self.moments(),
             "dense": self.dense_state(),
-            "rates": self.rates(),
             "cuts": self.cuts(),
             "logits": self.logits(),
         }
-
-    def rates(self) -> set[tuple[str, float]]:
-        """Learning rate of each part."""
-        return {(part, group["lr"]) for part, one in self.optimizer.optimizers for group in one.param_groups}
 
     def cuts(self) -> dict[str, list[int]]:
         """Widths of the column shards of each table."""

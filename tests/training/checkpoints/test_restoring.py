@@ -66,7 +66,6 @@ class Run:
         sparse: EmbOptimType = EmbOptimType.EXACT_ROWWISE_ADAGRAD,
         dense: str = "adamw",
         warmup_steps: int = 3,
-        **decay: int,
     ) -> None:
         self.mesh = TowerMesh(TowerTopology(num_towers=1, ranks_per_tower=2))
         self.configs = configs
@@ -85,7 +84,7 @@ class Run:
         self.model = DistributedModelParallel(
             module, device=torch.device("cpu"), plan=planner.plan(module, [sharder]), sharders=[sharder]
         )
-        settings: dict[str, Any] = {"dense": dense, "sparse_lr": 0.05, "warmup_steps": warmup_steps, **decay}
+        settings: dict[str, Any] = {"dense": dense, "sparse_lr": 0.05, "warmup_steps": warmup_steps}
         config = OptimizerConfig(**settings)
         self.optimizer = build_optimizer(config, self.model)
 
@@ -114,10 +113,6 @@ class Run:
             parts = [part.tensor for part in value.local_shards()] if hasattr(value, "local_shards") else [value]
             found |= {f"{name}#{number}": part.detach().clone() for number, part in enumerate(parts)}
         return found
-
-    def rates(self) -> dict[str, float]:
-        """Learning rate by part; a rank without tables has none of them."""
-        return {part: group["lr"] for part, one in self.optimizer.optimizers for group in one.param_groups}
 
 
 def assert_same(ours: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
@@ -212,7 +207,6 @@ def anew_before_the_first_step(folder: Path) -> None:
     again.restore(folder)
     again.train(range(2))
     assert_same(again.local(), wanted)
-    assert again.rates() == run.rates()
 
 
 def generators(folder: Path) -> None:
@@ -287,42 +281,10 @@ def other_states(folder: Path, saved: str, loaded: str, options: dict[str, Any])
     back = Run(saved, **options)
     back.restore(folder / "2")
     assert_same(back.local(), wanted)
-    assert back.rates() == run.rates()
-    assert {**other.rates(), **run.rates()} == {**run.rates(), **other.rates()}, "a part differs that both have"
     for one in (run, back):
         one.train(range(2, 3))
     if loaded == saved:
         assert_same(back.local(), run.local())
-
-
-def schedules_on_rank(rank: int, folder: str) -> None:
-    """A run goes on in the fall of its rates bit for bit; with other settings, by the step that it has come to."""
-    fall = {"warmup_steps": 1, "decay_start": 1, "decay_steps": 5}
-    run = Run("row_wise", tables(), **fall)
-    full = run.rates()
-    run.train(range(4))
-    assert run.rates() == pytest.approx({part: rate * (2 / 5) ** 2 for part, rate in full.items()}, rel=1e-12)
-    run.save(Path(folder) / "falling", 4)
-    again = Run("table_wise", tables(), **fall)
-    again.restore(Path(folder) / "falling")
-    assert {**again.rates(), **run.rates()} == run.rates()
-    again = Run("row_wise", tables(), **fall)
-    again.restore(Path(folder) / "falling")
-    for one in (run, again):
-        one.train(range(4, 8))
-    assert_same(again.local(), run.local())
-    assert again.rates() == run.rates() == pytest.approx({part: rate / 25 for part, rate in full.items()}, rel=1e-12)
-    run.save(Path(folder) / "fallen", 8)
-    constant = Run("row_wise", tables(), warmup_steps=1)
-    constant.restore(Path(folder) / "fallen")
-    assert constant.rates() == full
-    constant.save(Path(folder) / "constant", 8)
-    again.restore(Path(folder) / "constant")
-    assert again.rates() == run.rates()
-
-
-def test_the_schedule_goes_on_where_it_was(tmp_path: Path) -> None:
-    run_ranks(schedules_on_rank, 2, str(tmp_path))
 
 
 def test_what_else_is_brought_back(tmp_path: Path) -> None:
@@ -389,33 +351,3 @@ def test_row_wise_state_is_cut_anew(tmp_path: Path) -> None:
                 saved[f"{name}.columns_4_8"].tensors[(0,)].fill_(10.0)
     (found,) = saved.values()
     assert found.tensors[(0,)].tolist() == pytest.approx([4.0, 14 / 3, 6.0], rel=1e-6)
-
-
-def train_with_resume(rank: int, folder: str) -> None:
-    source = Path(folder) / "checkpoint"
-
-    def attempt(steps: int) -> tuple[int, dict[str, Tensor]]:
-        run = Run("row_wise", tables())
-        start = run.restore(source)
-        done = 0 if start is None else start.step
-        run.train(range(done, steps))
-        run.save(source, steps)
-        return done, run.local()
-
-    torch.manual_seed(0)
-    whole = Run("row_wise", tables())
-    whole.train(range(4))
-    torch.manual_seed(0)
-    assert attempt(2)[0] == 0
-    done, found = attempt(4)  # another model, which begins with other weights
-    assert done == 2
-    assert_same(found, whole.local())
-    if rank == 0:
-        for path in source.glob("*/*.distcp"):
-            path.write_bytes(b"")
-    with pytest.raises(InputError, match=r"holds no whole checkpoint: .* was altered or cut off"):
-        attempt(5)
-
-
-def test_a_loop_of_ones_own_goes_on_from_what_there_is(tmp_path: Path) -> None:
-    run_ranks(train_with_resume, 2, str(tmp_path))
