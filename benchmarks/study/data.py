@@ -126,11 +126,11 @@ def write_drawn(name: str, path: Path) -> None:
 
 
 def _planted() -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]:
-    settings = {"num_features": _FEATURES, "num_groups": 4, "group_correlation": 0.0, "rows_per_table": 50}
-    clicks = SyntheticClicks(SyntheticConfig(**settings, num_dense=2, signal=1.3))
+    config = SyntheticConfig(num_features=_FEATURES, num_groups=4, rows_per_table=50, num_dense=2)
+    clicks = SyntheticClicks(config, correlation=0.0)
     rows = [clicks.draw("train", block) for block in range(_BLOCKS)]
-    ids = np.concatenate([np.stack([bags.values for bags in block.bags], axis=1) for block in rows])
-    return ids, np.log1p(np.concatenate([block.dense for block in rows])), np.concatenate([b.labels for b in rows])
+    ids = np.concatenate([block.ids.T for block in rows])
+    return ids, np.log1p(np.concatenate([block.dense.T for block in rows])), np.concatenate([b.labels for b in rows])
 
 
 def _madelon() -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]:

@@ -17,8 +17,7 @@ from dmt.sharding.optimizers import MomentScale, check_moment_scale
 from dmt.sharding.schemes import Kernel, Scheme
 from dmt.sptt.options import refusals
 from dmt.sptt.precision import ExchangePrecision
-from dmt.training.data.config import OF_SOURCE, DataConfig, Section
-from dmt.training.data.prepared import prepared_settings
+from dmt.training.data.config import OF_READING, DataConfig, Section
 
 __all__ = [
     "SHARDING_OF_TOWERS",
@@ -573,9 +572,8 @@ def _replace_by_prepared(values: dict[str, Any], overrides: Sequence[str]) -> No
     section = values.get("data")
     if "data.prepared" not in keys or not isinstance(section, dict) or not isinstance(section["prepared"], str):
         return
-    for key in ("timestamps", "split_column", *OF_SOURCE, *prepared_settings(section["prepared"])):
-        if not any(f"{given}.".startswith(f"data.{key}.") for given in keys):
-            section.pop(key, None)
+    for key in [key for key in section if key not in OF_READING and f"data.{key}" not in keys]:
+        del section[key]
 
 
 def _unknown_key(place: Sequence[int | str]) -> InputError:

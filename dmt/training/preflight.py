@@ -20,7 +20,7 @@ from dmt.sptt.mesh import TowerMesh
 from dmt.training.access import load_profile
 from dmt.training.build import build_model, table_bytes
 from dmt.training.config import TrainingConfig
-from dmt.training.data.parquet import file_text
+from dmt.training.data.files import file_text
 from dmt.training.factory import check_outputs, without_tables
 from dmt.training.job import Job, check_kernels, check_table_optimizer, open_job
 
@@ -40,7 +40,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 # Paths may differ between hosts; the files behind them may not.
-_PATHS = (("data", "train_path"), ("data", "eval_path"), ("towers", "plan"), ("sharding", "plan"))
+_PATHS = (("data", "prepared"), ("data", "train_path"), ("data", "eval_path"), ("towers", "plan"), ("sharding", "plan"))
 
 
 def resolve(config: TrainingConfig, world_size: int) -> Job:
@@ -149,7 +149,7 @@ def check_rows(config: TrainingConfig, world_size: int, rows: int | None) -> Non
 def check_same_input(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
     """Compares settings, tables, plans and files of data over the ranks; collective, before they depend on each other.
 
-    Files are compared by name, bytes and CRC-32, see `dmt.training.data.parquet.footer_identity`.
+    Files are compared by name, bytes and CRC-32, see `ClickData.files`.
 
     Raises:
         InputError: a rank differs from the first; names setting or file, ranks and hosts; the same on every rank.

@@ -50,7 +50,7 @@ _SAME_MODEL = ("model", "optimizer.sparse", "optimizer.dense")
 # Sections whose changes are told: another training, of the same model on the same rows.
 _TRAINING = ("optimizer", "replicas", "sharding", "train.batch_size")
 # Settings of the data that leave the training rows and their order alone.
-_NOT_THE_ROWS = ("data.eval_split", "data.max_eval_rows")
+_NOT_THE_ROWS = ("data.eval_split",)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -22,7 +22,7 @@ SOURCE = "tests.training.data.own_rows:resumable"
 
 
 def config_of(folder: Path, **train: Any) -> TrainingConfig:
-    names = {"dense": ["d"], "categorical": ["c", "n", "bag", "pair"], "num_embeddings": 23, "shuffle_rows": 32}
+    names = {"dense": ["d"], "categorical": ["c", "n", "bag", "pair"], "num_embeddings": 23}
     data = {"source": SOURCE, "options": {"rows": 250}, **names}
     train = {"batch_size": 8, "eval_batch_size": 8, "log_every": 1, "output_dir": str(folder), **train}
     config = small(train={"device": "cpu", **train}, topology={"num_towers": 2, "ranks_per_tower": 1})
@@ -35,7 +35,7 @@ def test_a_run_is_resumed_bit_for_bit_and_its_model_scores_rows(tmp_path: Path) 
     result = attempt(whole)
     assert result is not None
     assert result["steps"] == 125 // 8
-    # Shuffled by 32 rows, in shards of 125: the second attempt begins in the middle of them.
+    # The second attempt begins in the middle of a batch of the source.
     assert (attempt(config_of(parts, max_steps=7)) or {})["steps"] == 7
     again = attempt(config_of(parts))
     assert again is not None

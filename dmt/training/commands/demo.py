@@ -16,11 +16,9 @@ from dmt.training.commands.launch import train_here
 from dmt.training.commands.partition import INTERACTIONS, keeps_interactions
 from dmt.training.config import SHARDING_OF_TOWERS, TrainingConfig, load_config, to_override
 from dmt.training.console import NameConsole
-from dmt.training.data.columns import expand_path, format_of
 from dmt.training.data.config import DataConfig
-from dmt.training.data.parquet import parquet_schema
+from dmt.training.data.files import expand_path, file_exists
 from dmt.training.data.raw import first_line, schema_of
-from dmt.training.data.storage import file_exists
 from dmt.training.functions import is_function_name
 from dmt.training.partition import affinity_of_run, interactions_of
 from dmt.training.preflight import check_rows, resolve
@@ -166,9 +164,7 @@ def demo_settings(data: str) -> list[str]:
         return settings
     expand_path("--data", data, columns=True)
     settings += ['data.categorical=["c_*"]', 'data.dense=["d_*"]']
-    config = DataConfig(kind="columns", train_path=data, categorical=("c_*",))
-    schema = parquet_schema(file) if format_of(file, config) == "parquet" else schema_of(file, config)
-    if "split" in schema.names:
+    if "split" in schema_of(file, DataConfig(kind="columns", train_path=data, categorical=("c_*",))).names:
         settings.append('data.split_column="split"')
     return settings
 

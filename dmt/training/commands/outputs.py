@@ -14,7 +14,7 @@ from typing import Any, Literal, get_args
 from dmt.errors import InputError
 from dmt.files import check_output
 from dmt.training.config import TrainingConfig
-from dmt.training.data.storage import is_remote, matching_files
+from dmt.training.data.files import is_remote, matching_files
 
 __all__ = ["Kind", "check_output_files", "files_of_config", "files_of_run"]
 
@@ -23,6 +23,7 @@ Kind = Literal["tower plan", "sharding plan", "config", "cluster", "Parquet", "p
 
 _HEADS = {b"PAR1": "Parquet", b"PK\x03\x04": "zip archive"}
 _INPUT_KEYS = (
+    ("data", "prepared"),
     ("data", "train_path"),
     ("data", "eval_path"),
     ("data", "tables"),
@@ -107,8 +108,8 @@ def _names(value: str) -> list[str]:
     if is_remote(value):
         return []
     try:
-        return [name for name in (value, *matching_files(value)[0]) if Path(name).exists()]
-    except (OSError, RuntimeError):  # the command says itself what it cannot read
+        return [name for name in (value, *matching_files(value)) if Path(name).exists()]
+    except (OSError, InputError):  # the command says itself what it cannot read
         return []
 
 

@@ -11,14 +11,14 @@ from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 from dmt.errors import InputError, did_you_mean
 from dmt.plan.split_across_towers import split_ids
-from dmt.training.data.ids import out_of_range
-from dmt.training.data.rows import Rows
+from dmt.training.data.deal import Bags, Rows
 
 __all__ = ["ClickBatch", "check_ids", "make_batch"]
 
@@ -81,38 +81,34 @@ def make_batch(rows: Rows, feature_names: Sequence[str], is_bag: Sequence[bool],
     """
     num_rows, fill = rows.num_rows, batch_size - rows.num_rows
     assert fill >= 0, f"{num_rows} rows in a batch of {batch_size}"
-    labels, dense, ids = rows.labels, rows.dense.T, rows.ids.astype(np.int64)
+    labels, dense, ids = rows.labels, rows.dense, rows.ids
     if fill:
-        labels, dense = np.pad(labels, (0, fill)), np.pad(dense, ((0, fill), (0, 0)))
-        ids = np.pad(ids, ((0, 0), (0, fill)))
-    dense = np.ascontiguousarray(dense)
-    all_ids, all_lengths = ids.reshape(-1), np.ones(ids.size, np.int64)
+        labels, dense, ids = (np.pad(part, (*[(0, 0)] * (part.ndim - 1), (0, fill))) for part in (labels, dense, ids))
+    all_ids, all_lengths = ids.reshape(-1).astype(np.int64), np.ones(ids.size, np.int64)
     if any(is_bag):
-        bags, single = iter(rows.bags), iter(ids)
-        values, lengths = [], []
-        for has_bags in is_bag:
-            if has_bags:
-                bag = next(bags)
-                assert bag.offsets is not None, "of a feature with bags"
-                values.append(bag.values)
-                lengths += [np.diff(bag.offsets), np.zeros(fill, np.int64)]
-            else:
-                values.append(next(single))
-                lengths.append(np.ones(batch_size, np.int64))
-        all_ids, all_lengths = np.concatenate(values).astype(np.int64), np.concatenate(lengths)
+        bags, single, ones = iter(rows.bags), iter(ids), np.ones(batch_size, np.int64)
+        pairs = [_padded(next(bags), fill) if has_bags else (next(single), ones) for has_bags in is_bag]
+        all_ids = np.concatenate([values for values, _ in pairs]).astype(np.int64)
+        all_lengths = np.concatenate([lengths for _, lengths in pairs])
     weights = torch.zeros(batch_size)
     weights[:num_rows] = 1
     return ClickBatch(
-        dense_features=torch.from_numpy(dense),
+        dense_features=torch.from_numpy(np.ascontiguousarray(dense.T)),
         sparse_features=KeyedJaggedTensor(
             keys=list(feature_names),
             values=torch.from_numpy(all_ids),
             lengths=torch.from_numpy(all_lengths),
             stride=batch_size,
         ),
-        labels=torch.from_numpy(labels),
+        labels=torch.from_numpy(np.ascontiguousarray(labels)),
         weights=weights,
     )
+
+
+def _padded(bags: Bags, fill: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
+    """Returns the ids of a feature, and the lengths of its bags with ``fill`` empty ones after them."""
+    values, offsets = bags
+    return values, np.concatenate([np.diff(offsets), np.zeros(fill, np.int64)])
 
 
 def check_ids(sparse_features: KeyedJaggedTensor, tables: Iterable[Any]) -> None:
@@ -147,5 +143,10 @@ def check_ids(sparse_features: KeyedJaggedTensor, tables: Iterable[Any]) -> None
             if bool(wrong.any()):
                 first = int(wrong.nonzero()[0])
                 row = int(torch.searchsorted(bags.lengths().cumsum(0), torch.tensor(first), right=True))
-                place = f"row {row} of the batch, counted from 0"
-                raise out_of_range(feature, int(values[first]), table.num_embeddings, table=table.name, place=place)
+                value, rows = int(values[first]), table.num_embeddings
+                larger = f"num_embeddings_per_feature[{feature!r}] to more than the largest id, or "
+                raise InputError(
+                    f"Feature {feature!r}: id {value} is outside the table {table.name} of {rows} rows (row {row} of "
+                    f"the batch, counted from 0). {'Ids begin at 0: set ' if value < 0 else f'Set {larger}'}"
+                    "id_mode='hash'."
+                )

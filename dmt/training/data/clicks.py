@@ -1,4 +1,4 @@
-"""`open_source`: one interface to all data: prepared and other Parquet files, synthetic clicks, rows of the user's own.
+"""`open_source`: one interface to all data: prepared Parquet, synthetic clicks, rows of the user's own.
 
 Each rank finds its rows by arithmetic (`dmt.training.data.deal`) and reads them by itself, a thread ahead of training.
 
@@ -7,8 +7,9 @@ Legend: V lanes, W ranks, B rows of a rank's batch; a global batch has W * B row
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
+from itertools import islice
 from pathlib import Path
 from queue import Full, Queue
 from threading import Event, Thread
@@ -20,23 +21,12 @@ from numpy.typing import NDArray
 from dmt.errors import InputError, did_you_mean
 from dmt.formatting import shorten
 from dmt.plan.tables import TableSpec
-from dmt.training.data.columns import (
-    Columns,
-    Feature,
-    check_features,
-    expand_path,
-    find_columns,
-    shared_tables,
-    tables_of,
-)
-from dmt.training.data.columns import table_name as table_name
+from dmt.training.data.columns import Columns, Feature, check_features, explicit_config, shared_tables, tables_of
 from dmt.training.data.config import DataConfig
-from dmt.training.data.deal import Deal, LaneRows
-from dmt.training.data.own import OwnRows, shuffled_order
-from dmt.training.data.parquet import ParquetRows, footer_identity, parquet_schema
-from dmt.training.data.prepared import prepared_sources, raw_settings
-from dmt.training.data.rows import Rows
-from dmt.training.data.synthetic import BLOCK_ROWS, SyntheticClicks, SyntheticRows
+from dmt.training.data.deal import Deal, LaneRows, Rows
+from dmt.training.data.files import MANIFEST, Manifest, ParquetRows, read_manifest
+from dmt.training.data.own import OwnRows
+from dmt.training.data.synthetic import BLOCK_ROWS, SyntheticRows, synthetic_clicks
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -63,8 +53,9 @@ class ClickData:
         data_type: number format of the tables' weights.
         column_splits: features whose tables the model cuts into column shards (`TowerPlan.column_splits`): batches
             have their ids once for each shard. `ClickData.tables` and ``feature_names`` stay those of the data.
-        cache: folder into which text, and Parquet that needs it, is prepared once (`dmt.training.data.cache`); None
-            refuses such data.
+        cache: folder into which raw files are prepared once (`dmt.training.data.prepare.prepare_once`); None refuses
+            them.
+        eval_only: all rows of ``train_path`` are evaluation rows, in their order.
 
     Raises:
         InputError: no file matches, a column is absent or unfit, a setting names no feature, or rows cannot be used.
@@ -90,11 +81,8 @@ class ClickData:
         data_type: Literal["FP32", "FP16"] = "FP32",
         column_splits: Mapping[str, Sequence[int]] | None = None,
         cache: Path | None = None,
+        eval_only: bool = False,
     ) -> None:
-        if config.kind in ("criteo_tsv", "columns"):
-            from dmt.training.data.cache import prepare_if_needed  # which loads DuckDB only if it must
-
-            config = prepare_if_needed(config, cache)
         self.config = config
         self._dims: dict[str, Any] = {
             "embedding_dim": embedding_dim,
@@ -102,17 +90,22 @@ class ClickData:
             "data_type": data_type,
         }
         self._splits = column_splits or {}
-        self._files: dict[Split, list[str]] = {"train": [], "eval": []}
-        self._identities: dict[Split, list[tuple[str, int, int]]] = {}
         self._parts: dict[Split, ParquetRows | SyntheticRows] = {}
-        self._clicks: SyntheticClicks | None = None
+        self._manifest: Manifest | None = None
         self._own: OwnRows | None = None
         self._own_state: str | None = None
-        self.columns = self._open()
-        """The columns of the rows as they are read."""
-        self.raw, self.raw_columns = raw_settings(config, self.columns)
-        """Settings and columns that turn raw rows into the same ids, with every column by name; of prepared rows those
-        that they were prepared with."""
+        self.planted_groups: list[list[str]] | None = None
+        """The feature groups of synthetic data; None of others."""
+        self.raw: DataConfig = config
+        """Settings that turn raw rows into the ids of these, with every column by name."""
+        if config.kind == "synthetic":
+            self.columns = self._open_synthetic()
+        elif config.kind == "source":
+            self._own = OwnRows(config)
+            self.columns = self._own.columns
+            self.raw = explicit_config(config, self.columns)
+        else:
+            self.columns = self._open_files(cache, eval_only=eval_only)
         check_features("model.embedding_dims", self._dims["embedding_dims"], self.num_embeddings)
         for feature in self._splits:
             if feature not in self.num_embeddings:
@@ -122,34 +115,41 @@ class ClickData:
                     f"{did_you_mean(feature, self.num_embeddings)} Make a new tower plan for these data."
                 )
 
-    def _open(self) -> Columns:
-        config = self.config
-        if config.kind == "synthetic":
-            self._clicks = clicks = SyntheticClicks(config.synthetic)
-            for split in _SPLITS:
-                most = config.max_train_rows if split == "train" else config.max_eval_rows
-                log = config.dense_transform == "signed_log1p"
-                self._parts[split] = SyntheticRows(clicks, split, most=most, signed_log1p=log)
-            rows = dict.fromkeys(clicks.feature_names, config.synthetic.rows_per_table)
-            features = [
-                Feature(
-                    name=name, rows=rows[name], table=table, salt=name, id_mode="index", is_bag=name in clicks.multi_hot
-                )
-                for name, table in shared_tables(config, rows).items()
-            ]
-            return Columns(dense=clicks.dense_names, features=tuple(features), years={})
-        if config.kind == "source":
-            self._own = OwnRows(config)
-            return find_columns(config, self._own.first_batch().schema, f"{self._own.name}, batch 1")
-        self._files["train"] = expand_path("train_path", config.train_path or "", columns=True)
-        shares = config.eval_path is None
-        self._files["eval"] = (
-            self._files["train"] if shares else expand_path("eval_path", config.eval_path or "", columns=True)
-        )
-        columns = find_columns(config, parquet_schema(self._files["train"][0]), self._files["train"][0])
+    def _open_synthetic(self) -> Columns:
+        config, clicks = self.config, synthetic_clicks(self.config.synthetic)
         for split in _SPLITS:
-            self._parts[split] = ParquetRows(config, columns, self._files[split], split, shares_files=shares)
-        return columns
+            log = config.dense_transform == "signed_log1p"
+            self._parts[split] = SyntheticRows(clicks, split, signed_log1p=log)
+        self.planted_groups = clicks.planted_groups
+        rows = dict.fromkeys(clicks.feature_names, config.synthetic.rows_per_table)
+        features = [
+            Feature(name=name, rows=rows[name], table=table, is_bag=name in clicks.multi_hot)
+            for name, table in shared_tables(config, rows).items()
+        ]
+        return Columns(dense=clicks.dense_names, features=tuple(features))
+
+    def _open_files(self, cache: Path | None, *, eval_only: bool) -> Columns:
+        """Opens a prepared folder, or one of its two parts, or prepares the files first."""
+        if self.config.prepared:
+            path, place = Path(self.config.prepared), f"data.prepared={self.config.prepared!r}"
+            is_part = path.name in _SPLITS and not (path / MANIFEST).exists()
+            folder = path.parent if is_part else path
+            parts = {split: path.name if is_part else split for split in _SPLITS}
+        else:
+            from dmt.training.data.prepare import prepare_once  # which loads DuckDB
+
+            folder = prepare_once(self.config, cache, eval_only=eval_only)
+            place, parts = f"the prepared rows {folder}", {split: split for split in _SPLITS}
+        self._manifest = manifest = read_manifest(folder, place)
+        self._parts = {split: ParquetRows(manifest, folder / parts[split]) for split in _SPLITS}
+        if manifest.raw is not None:
+            self.raw = DataConfig.model_validate(manifest.raw)
+        return manifest.columns
+
+    @property
+    def has_labels(self) -> bool:
+        """Whether the rows have a label; only those that ``dmt score`` has prepared may have none."""
+        return self._manifest is None or self._manifest.label is not None
 
     @property
     def dense_names(self) -> tuple[str, ...]:
@@ -182,30 +182,17 @@ class ClickData:
             raise InputError("ClickData.tables needs embedding_dim; give it to open_source.")
         return tables_of(self.columns, **self._dims)
 
-    @property
-    def planted_groups(self) -> list[list[str]] | None:
-        """The feature groups of synthetic data; None for files."""
-        return self._clicks.planted_groups if self._clicks else None
-
     def files(self, split: Split) -> list[tuple[str, int, int]]:
         """Returns name without folders, bytes and a checksum of the footer of every file of a split, in order.
 
-        Of prepared training rows the files that were prepared come first, without a checksum.
-
-        They are those of the first call; a split that shares the files of the other one has none of its own.
+        Of training rows the files that were prepared come first, without a checksum: they are those that a user knows.
         """
-        if split not in self._identities:
-            shares = split == "eval" and self.config.eval_path is None
-            found = [] if shares else [footer_identity(file) for file in self._files[split]]
-            if split == "train" and (sources := prepared_sources(self.config.train_path)):
-                # The user knows the files that were prepared.
-                rows = f"the rows of {shorten([name for name, _ in sources], ', ')}"
-                found = [
-                    *((name, size, 0) for name, size in sources),
-                    *((rows, size, footer) for _, size, footer in found),
-                ]
-            self._identities[split] = found
-        return self._identities[split]
+        part = self._parts.get(split)
+        if self._manifest is None or not isinstance(part, ParquetRows):
+            return []
+        names = [(Path(file).name, size, 0) for file, size, _ in self._manifest.sources if split == "train"]
+        rows = f"the rows of {shorten([name for name, *_ in names], ', ')}" if names else None
+        return [*names, *((rows or name, size, checksum) for name, size, checksum in part.identities)]
 
     def num_rows(self, split: Split) -> int | None:
         """Returns the rows of a split; None of rows of the user's own, which nobody has counted."""
@@ -213,9 +200,7 @@ class ClickData:
 
     def source_state(self, epoch: int, rows: int, *, world_size: int) -> str | None:
         """Returns this rank's state of the user's source where ``rows`` rows of an epoch are used; None without one."""
-        if self._own is None:
-            return None
-        return self._own.state(epoch, rows // world_size if self._own.has_shards else rows)
+        return None if self._own is None else self._own.state(epoch, rows // world_size)
 
     def load_source_state(self, state: str | None) -> None:
         """Takes over a state of `source_state` for the next pass over training rows, on the same rank of as many."""
@@ -270,86 +255,81 @@ class ClickData:
                 "one lane, evaluation always at the first row."
             )
         if self._own is not None:
-            return self._own_batches(split, rank, world_size, batch_size, epoch, rows, group)
+            state, self._own_state = self._own_state if split == "train" else None, None
+            stream = self._own.stream(
+                split, rank=rank, world_size=world_size, epoch=epoch, start=rows // world_size, state=state
+            )
+            own = self._own_batches(stream, split, batch_size)
+            return own if group is None else self._agreed(own, split, batch_size, group)
         deal = self._deal(split, epoch, world_size if lanes is None or split == "eval" else lanes)
         self._check_enough(split, deal.num_rows, world_size * batch_size if split == "train" and not rows else 1)
         return prefetched(self._dealt(deal, split, epoch, rows, rank, world_size, batch_size))
 
     def _deal(self, split: Split, epoch: int, lanes: int) -> Deal:
         config = self.config
-        moves = split == "train" and config.shuffle_pieces and self._clicks is None
+        moves = split == "train" and config.shuffle_pieces and config.kind != "synthetic"
         return Deal(self._parts[split].sizes, lanes, (config.shuffle_seed, epoch) if moves else None)
 
     def _dealt(
         self, deal: Deal, split: Split, epoch: int, start: int, rank: int, world_size: int, batch_size: int
     ) -> Iterator[ClickBatch]:
         """Yields the batches of a rank, from row ``start`` of the epoch on."""
-        whole, shuffles = world_size * batch_size, split == "train" and self._clicks is None
-        window = self.config.shuffle_rows // deal.lanes if shuffles and self.config.shuffle_rows else 0
-        seed = (self.config.shuffle_seed, epoch) if window else None
+        whole, is_drawn = world_size * batch_size, self.config.kind == "synthetic"
+        shuffled = 0 if split == "eval" or is_drawn else self.config.shuffle_rows
+        window = max(shuffled // deal.lanes, 1) if shuffled else BLOCK_ROWS if is_drawn else _UNSHUFFLED
+        seed = (self.config.shuffle_seed, epoch) if shuffled else None
         readers: dict[int, _LaneReader] = {}
-        groups: _Latest | None = None
+        read = lru_cache(maxsize=-(-deal.lanes // world_size) + 2)(self._parts[split].read)
         while start + (whole if split == "train" else 1) <= deal.num_rows:
             stop = min(start + whole, deal.num_rows)
-            own = deal.of_rank(start, stop, rank=rank, world_size=world_size)
-            if groups is None:
-                groups = _Latest(self._parts[split], len(own) + 1)
             parts = []
-            for rows in own:
+            for rows in deal.of_rank(start, stop, rank=rank, world_size=world_size):
                 if rows.lane not in readers:
-                    size = max(window, 1) if seed else BLOCK_ROWS if self._clicks else _UNSHUFFLED
-                    readers[rows.lane] = _LaneReader(deal, rows.lane, groups, size, seed)
+                    readers[rows.lane] = _LaneReader(deal, rows.lane, read, window, seed)
                 parts += readers[rows.lane].rows(rows.start, rows.stop)
-            yield self._batch_of(Rows.concat(parts) if parts else self._no_rows(groups), batch_size)
+            yield self._batch_of(Rows.concat(parts) if parts else self._no_rows(), batch_size)
             start = stop
 
-    def _no_rows(self, groups: _Latest) -> Rows:
+    def _no_rows(self) -> Rows:
         """No rows of these columns: evaluation has fewer rows left than ranks."""
-        return groups.decode([groups.get(0).slice(0, 0)])
+        bags = [feature for feature in self.columns.features if feature.is_bag]
+        empty, single = (np.zeros(0, np.int64), np.zeros(1, np.int64)), len(self.columns.features) - len(bags)
+        dense = np.zeros((len(self.dense_names), 0), np.float32)
+        return Rows(np.zeros(0, np.float32), dense, np.zeros((single, 0), np.int64), (empty,) * len(bags))
 
-    def _own_batches(
-        self,
-        split: Split,
-        rank: int,
-        world_size: int,
-        batch_size: int,
-        epoch: int,
-        start: int,
-        group: dist.ProcessGroup | None,
-    ) -> Iterator[ClickBatch]:
-        """Yields batches of the user's own rows: of this rank's own shard, or of every rank's rows in turns."""
-        assert self._own is not None, "of kind 'source'"
-        alone = split == "train" and self._own.has_shards
-        shard, num_shards = (rank, world_size) if alone else (0, 1)
-        first, state = start // world_size if alone else start, self._own_state if split == "train" else None
-        self._own_state = None
-        stream = self._own.stream(
-            self.columns, split, shard=shard, num_shards=num_shards, epoch=epoch, start=first, state=state
-        )
-        whole = batch_size if alone else batch_size * world_size
-        mine = 0 if alone else rank * batch_size
-
-        def whole_batches() -> Iterator[ClickBatch]:
-            waiting: list[Rows] = []
-            seen = 0
-            for part in stream:
-                waiting.append(part)
-                seen += part.num_rows
-                if sum(rows.num_rows for rows in waiting) < whole:
-                    continue
+    def _own_batches(self, stream: Iterator[Rows], split: Split, batch_size: int) -> Iterator[ClickBatch]:
+        """Yields batches of the user's own rows; the last rows that fill none are evaluated only."""
+        waiting: list[Rows] = []
+        for part in stream:
+            waiting.append(part)
+            if sum([rows.num_rows for rows in waiting]) >= batch_size:
                 joined = Rows.concat(waiting)
-                number = joined.num_rows // whole
-                for i in range(number):
-                    yield self._batch_of(joined.slice(i * whole + mine, i * whole + mine + batch_size), batch_size)
-                waiting = [joined.slice(number * whole, joined.num_rows)]
-            left = Rows.concat(waiting) if waiting else None
-            if split == "eval" and left is not None and left.num_rows:
-                mine_left = left.slice(min(mine, left.num_rows), min(mine + batch_size, left.num_rows))
-                yield self._batch_of(mine_left, batch_size)
-            if not (alone and group is not None):  # the ranks agree that there is none
-                self._check_enough(split, seen, whole if split == "train" and not start else 1)
+                whole = joined.num_rows // batch_size * batch_size
+                for start in range(0, whole, batch_size):
+                    yield self._batch_of(joined.slice(start, start + batch_size), batch_size)
+                waiting = [joined.slice(whole, joined.num_rows)]
+        if split == "eval" and sum(rows.num_rows for rows in waiting):
+            yield self._batch_of(Rows.concat(waiting), batch_size)
 
-        return _agreed(whole_batches(), group) if alone and group is not None else whole_batches()
+    def _agreed(
+        self, batches: Iterator[ClickBatch], split: Split, batch_size: int, group: dist.ProcessGroup
+    ) -> Iterator[ClickBatch]:
+        """Yields equally many batches on all ranks of a group; collective.
+
+        Of training rows as many as the rank with the fewest has, of evaluation rows as many as that with the most,
+        where those of others have no row that counts.
+        """
+        from dmt.collectives import gather_objects
+
+        while True:
+            waiting = list(islice(batches, _AGREED))
+            numbers = gather_objects(len(waiting), group)
+            number = min(numbers) if split == "train" else max(numbers)
+            yield from waiting[:number]
+            for _ in range(number - len(waiting)):
+                yield self._batch_of(self._no_rows(), batch_size)
+            if number < _AGREED:
+                return
 
     def _batch_of(self, rows: Rows, batch_size: int) -> ClickBatch:
         from dmt.training.data.batch import make_batch  # TorchRec takes seconds to import
@@ -358,19 +338,16 @@ class ClickData:
         return make_batch(rows, self.feature_names, is_bag, batch_size).split_columns(self._splits)
 
     def _check_enough(self, split: Split, rows: int, needed: int) -> None:
-        if rows and (rows >= needed or split == "eval" or self._own is not None):
+        if rows >= needed or (rows and split == "eval"):
             return
         if rows:
             raise InputError(
                 f"The training data has {rows} rows, fewer than one global batch of world_size * batch_size = "
                 f"{needed}. Use a smaller batch_size."
             )
-        files, config = [self._own.name] if self._own else self._files[split], self.config
-        why = "Give more data."
-        if config.split_column:
-            why = f"None has {config.split_column} == {config.split_value(split)!r}. Set {split}_split."
-        elif self._clicks is None and config.eval_path is None:
-            why = f"Give more data, or change eval_fraction={config.eval_fraction}."
+        raw, files = self.raw, [name for name, *_ in self.files("train")] or ["synthetic clicks"]
+        value = raw.train_split if split == "train" else raw.eval_split
+        why = f"None has {raw.split_column} == {value!r}. Set {split}_split." if raw.split_column else "Give more data."
         raise InputError(f"The {split} split has no rows in {shorten(files, most=1)}. {why}")
 
 
@@ -378,32 +355,15 @@ open_source = ClickData
 """Opens the data of a run."""
 
 
-class _Latest:
-    """The row groups that were read last."""
-
-    def __init__(self, part: ParquetRows | SyntheticRows, most: int) -> None:
-        self._part, self._most = part, most
-        self._groups: OrderedDict[int, Any] = OrderedDict()
-        self.decode: Callable[[Sequence[Any]], Rows] = part.decode
-
-    def get(self, group: int) -> Any:
-        if group not in self._groups:
-            while len(self._groups) >= self._most:
-                self._groups.popitem(last=False)
-            self._groups[group] = self._part.read(group)
-        self._groups.move_to_end(group)
-        return self._groups[group]
-
-
 class _LaneReader:
     """The rows of a lane, a window at a time, shuffled inside it where there is a seed."""
 
-    def __init__(self, deal: Deal, lane: int, groups: _Latest, window: int, seed: tuple[int, int] | None) -> None:
-        self._deal, self._lane, self._groups, self._window, self._seed = deal, lane, groups, window, seed
+    def __init__(
+        self, deal: Deal, lane: int, read: Callable[[int], Rows], window: int, seed: tuple[int, int] | None
+    ) -> None:
+        self._deal, self._lane, self._read, self._window, self._seed = deal, lane, read, window, seed
         self._length = (deal.num_rows + deal.lanes - 1 - lane) // deal.lanes
-        self._number = -1
-        self._rows: Rows | None = None
-        self._order: NDArray[np.int64] | None = None
+        self._number, self._rows = -1, list[Rows]()
 
     def rows(self, start: int, stop: int) -> list[Rows]:
         """Returns rows ``start`` to ``stop`` of the lane, in parts."""
@@ -413,22 +373,25 @@ class _LaneReader:
             first = number * self._window
             end = min(stop, first + self._window)
             if number != self._number:
-                self._number = number
-                self._load(first, min(first + self._window, self._length))
-            assert self._rows is not None, "loaded before"
-            if self._order is None:
-                parts.append(self._rows.slice(start - first, end - first))
-            else:
-                parts.append(self._rows.take(self._order[start - first : end - first]))
+                self._number, self._rows = number, []  # the old window makes room first
+                self._rows = [self._load(first, min(first + self._window, self._length))]
+            parts.append(self._rows[0].slice(start - first, end - first))
             start = end
         return parts
 
-    def _load(self, start: int, stop: int) -> None:
+    def _load(self, start: int, stop: int) -> Rows:
         pieces = self._deal.pieces(LaneRows(self._lane, start, stop))
-        parts = [self._groups.get(piece.group).slice(piece.start, piece.stop) for piece in pieces]
-        self._rows = self._groups.decode(parts)
-        if self._seed is not None:
-            self._order = shuffled_order(self._rows, (*self._seed, self._lane, start))
+        rows = Rows.concat([self._read(piece.group).slice(piece.start, piece.stop) for piece in pieces])
+        return rows if self._seed is None else rows.take(_shuffled_order(rows, (*self._seed, self._lane, start)))
+
+
+def _shuffled_order(rows: Rows, seed: Sequence[int]) -> NDArray[np.int64]:
+    """Returns a random order of rows; those of a request stay together, in their order."""
+    random = np.random.default_rng(list(seed))
+    if rows.requests is None:
+        return random.permutation(rows.num_rows)
+    keys, request = np.unique(rows.requests, return_inverse=True)
+    return np.argsort(random.permutation(len(keys))[request], kind="stable")
 
 
 def prefetched(items: Iterator[_Item], ahead: int = _AHEAD) -> Iterator[_Item]:
@@ -467,17 +430,3 @@ def prefetched(items: Iterator[_Item], ahead: int = _AHEAD) -> Iterator[_Item]:
     finally:
         stopped.set()
         thread.join(timeout=1.0)
-
-
-def _agreed(batches: Iterator[_Item], group: dist.ProcessGroup) -> Iterator[_Item]:
-    """Yields equally many batches on all ranks of a group: as many as the rank with the fewest has; collective."""
-    from itertools import islice
-
-    from dmt.collectives import gather_objects
-
-    while True:
-        waiting = list(islice(batches, _AGREED))
-        fewest = min(gather_objects(len(waiting), group))
-        yield from waiting[:fewest]
-        if fewest < _AGREED:
-            return

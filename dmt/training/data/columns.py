@@ -1,42 +1,31 @@
-"""`find_columns`: the columns of a configuration in a schema, as dense columns, features and their tables.
-
-Formats are told by the endings of names: Parquet, JSON lines, and text, which is Criteo's or has a line of names first.
-"""
+"""`find_columns`: the columns of a configuration in a schema, as dense columns, features and their tables."""
 
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 import pyarrow as pa
 
 from dmt.errors import InputError, did_you_mean
-from dmt.files import is_unicode
 from dmt.formatting import shorten
 from dmt.plan.tables import TableSpec
 from dmt.training.data.config import DataConfig
-from dmt.training.data.storage import is_remote, matching_files
-from dmt.training.data.times import PART_ROWS, TimePart
 
 __all__ = [
     "CRITEO_CATEGORICAL",
     "CRITEO_DENSE",
+    "PART_ROWS",
     "Columns",
     "Feature",
     "check_features",
-    "expand_path",
     "explicit_config",
     "find_columns",
-    "format_of",
-    "is_list",
-    "is_number",
-    "is_text",
-    "separator_of",
-    "table_name",
+    "kind_of",
     "shared_tables",
+    "table_name",
     "tables_of",
 ]
 
@@ -44,16 +33,30 @@ CRITEO_DENSE = tuple(f"I{i}" for i in range(1, 14))
 """Criteo's integer columns."""
 CRITEO_CATEGORICAL = tuple(f"C{i}" for i in range(1, 27))
 """Criteo's categorical columns."""
-_FEATURES = """data.categorical='["user", "ad_*"]' (and data.dense, where there are numbers)"""
+PART_ROWS: Mapping[str, int] = {"hour": 25, "weekday": 8}
+"""Rows of the table of each part of a time; row 0 is that of a missing time."""
+_KINDS = {
+    "label": ("text", "number"),
+    "split_column": ("text", "number", "time"),
+    "group_by": ("text", "number", "time"),
+    "dense": ("text", "number", "decimal"),
+    "categorical": ("text", "number", "list"),
+    # A number could be seconds, milliseconds or 20261122.
+    "timestamps": ("text", "time"),
+}
+"""Kinds of columns that each setting can name."""
 _REMEDIES = {
+    "dense": "Lists can only be categorical; dates and times belong to data.timestamps.",
+    "categorical": "Dates and times belong to data.timestamps; store numbers with fractions as text, or list them as "
+    "dense.",
+    "timestamps": "Convert numbers by their unit, such as with pandas.to_datetime(column, unit='s').",
+}
+_FEATURES = """data.categorical='["user", "ad_*"]' (and data.dense, where there are numbers)"""
+_MISSING = {
     "label": f" Name the column of 0/1 labels, data.label=NAME, and the features: {_FEATURES}.",
     "categorical": f" Name the features: {_FEATURES}.",
     "dense": """ Name the columns of numbers: data.dense='["age", "d_*"]'.""",
 }
-_PARQUET = (".parquet", ".pq")
-_JSON = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz")
-_TEXT = (".csv", ".tsv", ".csv.gz", ".tsv.gz")
-_ENDINGS = (*_PARQUET, *_TEXT, *_JSON)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,14 +69,12 @@ class Feature:
     """Rows of its table."""
     table: str
     """Name of its table, without the ``t_``: its own, or that of ``data.shared_tables``."""
-    salt: str
+    salt: str = ""
     """Text that salts its hash: its name, or that of a table that it shares."""
-    id_mode: Literal["hash", "index"] = "hash"
-    """Values are hashed, or are row numbers."""
     is_bag: bool = False
     """True: a row has any number of ids; false: exactly one."""
-    time: TimePart | None = None
-    """Source of a feature that is part of a time."""
+    time: tuple[str, str] | None = None
+    """Column and part of a time that it is; None of others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,67 +82,9 @@ class Columns:
     """The columns of a run, in the order of the model's inputs."""
 
     dense: tuple[str, ...]
-    """Dense columns, the years of times last."""
+    """Dense columns."""
     features: tuple[Feature, ...]
     """Categorical features, the parts of times last."""
-    years: Mapping[str, TimePart]
-    """Sources of the dense columns that are years of times."""
-
-    @property
-    def times(self) -> dict[str, TimePart]:
-        """Sources of the dense columns and features that are parts of times."""
-        return {**self.years, **{feature.name: feature.time for feature in self.features if feature.time}}
-
-    @property
-    def plain_dense(self) -> tuple[str, ...]:
-        """Dense columns that the rows have themselves."""
-        return tuple(name for name in self.dense if name not in self.years)
-
-
-def format_of(path: str, config: DataConfig) -> Literal["parquet", "json", "criteo", "text"]:
-    """Tells the format of a file by the configuration and its name."""
-    if config.kind == "criteo_tsv":
-        return "criteo"
-    return "parquet" if path.endswith(_PARQUET) else "json" if path.endswith(_JSON) else "text"
-
-
-def separator_of(path: str, config: DataConfig) -> str:
-    """Returns the character that separates the columns of a text file."""
-    return config.csv_separator or ("\t" if path.removesuffix(".gz").endswith(".tsv") else ",")
-
-
-def expand_path(setting: str, value: str, *, columns: bool) -> list[str]:
-    """Lists the files that a file name, directory or glob matches, or a URL of these, in the order of their names.
-
-    Hidden files of a directory and those that begin with ``_`` are left out; with ``columns`` also those of a directory
-    whose ending says no format with named columns.
-
-    Raises:
-        InputError: nothing matches, or a file has an unknown ending.
-
-    Example:
-        >>> import tempfile
-        >>> with tempfile.TemporaryDirectory() as folder:
-        ...     _ = [Path(folder, name).touch() for name in ("day_1.tsv", "day_0.tsv", "_SUCCESS")]
-        ...     [Path(file).name for file in expand_path("train_path", folder, columns=True)]
-        ['day_0.tsv', 'day_1.tsv']
-    """
-    try:
-        files, is_folder = matching_files(value)
-    except (OSError, RuntimeError) as error:  # a name that is too long, the home of nobody
-        raise InputError(f"{setting}={value!r} cannot be read ({error}).") from error
-    if is_folder and columns:
-        files = [file for file in files if file.endswith(_ENDINGS)]
-    if not files:
-        kind = f" ending in {', '.join(_ENDINGS)}" if columns and is_folder else ""
-        place = "" if is_remote(value) else f" (in {Path.cwd()})"
-        raise InputError(f"{setting}={value!r} matches no file{kind}{place}.")
-    for file in files:
-        if not is_unicode(file):
-            raise InputError(f"{setting}: the name of {file!r} is not UTF-8. Rename the file.")
-        if columns and not file.endswith(_ENDINGS):
-            raise InputError(f"{setting}: {file} has an unknown ending; expected one of {', '.join(_ENDINGS)}.")
-    return files
 
 
 def find_columns(config: DataConfig, schema: pa.Schema, place: str) -> Columns:
@@ -157,28 +100,34 @@ def find_columns(config: DataConfig, schema: pa.Schema, place: str) -> Columns:
         >>> columns.dense, [feature.name for feature in columns.features]
         (('d',), ['c_1'])
     """
-    _check_unique(schema.names, place)
-    for setting in ("label", "split_column", "group_by"):
-        name = getattr(config, setting)
-        if name is not None and name not in schema.names:
-            raise _missing(setting, name, schema.names, place)
-    free = [name for name in schema.names if name not in (config.label, config.split_column)]
-    if config.kind == "source":
-        free.sort()  # the order in its first batch may be another one in every process
+    names: list[str] = schema.names
+    if doubled := sorted({name for name in names if names.count(name) > 1}):
+        raise InputError(f"{place}: column {doubled[0]!r} is named {names.count(doubled[0])} times.")
+    uses = {s: (name,) for s in ("label", "split_column", "group_by") if (name := getattr(config, s)) is not None}
     is_criteo = config.kind == "criteo_tsv"
-    dense = _select("dense", config.dense or (CRITEO_DENSE if is_criteo else ()), free, place)
-    named = config.categorical or (CRITEO_CATEGORICAL if is_criteo else ())
-    categorical = _select("categorical", named, free, place)
-    timestamps = _select("timestamps", config.timestamps, free, place)
-    uses = {"dense": dense, "categorical": categorical, "timestamps": timestamps}
-    _check_uses(uses, config, place)
-    _check_types(uses, schema, config, place)
+    wanted = {
+        "dense": config.dense or (CRITEO_DENSE if is_criteo else ()),
+        "categorical": config.categorical or (CRITEO_CATEGORICAL if is_criteo else ()),
+        "timestamps": config.timestamps,
+    }
+    free = [name for name in names if name not in (config.label, config.split_column)]
+    # The order in a source's first batch may be another one in every process.
+    free = sorted(free) if config.kind == "source" else free
+    _check_uses(uses, (), schema, place)
+    inputs = {setting: _select(setting, patterns, free, place) for setting, patterns in wanted.items()}
+    _check_uses(inputs, inputs, schema, place)
+    categorical, timestamps = inputs["categorical"], inputs["timestamps"]
     listed = set(_select("multi_hot", config.multi_hot, categorical, place))
-    bags = {name for name in categorical if name in listed or is_list(schema.field(name).type)}
-    times = [TimePart(column, part) for column in timestamps for part in config.timestamp_parts]
-    parts = {time.name: time for time in times if time.part in PART_ROWS}
-    years = {time.name: time for time in times if time.part not in PART_ROWS}
-    rows = _table_rows(config, categorical, parts)
+    times = {f"{column}_{part}": (column, part) for column in timestamps for part in PART_ROWS}
+    for name in times:
+        if name in names:
+            raise InputError(f"{place}: column {name!r} has the name of a part of a time. Rename the column.")
+    rows = {name: config.num_embeddings for name in categorical} | {n: PART_ROWS[t[1]] for n, t in times.items()}
+    check_features("num_embeddings_per_feature", config.num_embeddings_per_feature, rows)
+    for name in times.keys() & config.num_embeddings_per_feature:
+        if config.num_embeddings_per_feature[name] < rows[name]:
+            raise InputError(f"num_embeddings_per_feature: {name!r} needs {rows[name]} rows. Leave it out.")
+    rows |= config.num_embeddings_per_feature
     tables = shared_tables(config, rows)
     features = tuple(
         Feature(
@@ -186,13 +135,12 @@ def find_columns(config: DataConfig, schema: pa.Schema, place: str) -> Columns:
             rows=rows[name],
             table=tables[name],
             salt=tables[name] if tables[name] in config.shared_tables else name,
-            id_mode="index" if name in parts else config.id_mode,
-            is_bag=name in bags,
-            time=parts.get(name),
+            is_bag=name in listed or (name not in times and kind_of(schema.field(name).type) == "list"),
+            time=times.get(name),
         )
         for name in rows
     )
-    return Columns(dense=(*dense, *years), features=features, years=years)
+    return Columns(dense=inputs["dense"], features=features)
 
 
 def tables_of(
@@ -244,106 +192,31 @@ def table_name(feature: str) -> str:
 def explicit_config(config: DataConfig, columns: Columns) -> DataConfig:
     """Returns the settings with every column by name, which read other files of the same kind in the same way."""
     plain = [feature for feature in columns.features if feature.time is None]
+    times = [feature.time[0] for feature in columns.features if feature.time is not None]
     changes: dict[str, Any] = {
-        "dense": columns.plain_dense,
+        "dense": columns.dense,
         "categorical": tuple(feature.name for feature in plain),
         "multi_hot": tuple(feature.name for feature in plain if feature.is_bag),
-        "timestamps": tuple(dict.fromkeys(time.column for time in columns.times.values())),
+        "timestamps": tuple(dict.fromkeys(times)),
         "num_embeddings_per_feature": {feature.name: feature.rows for feature in columns.features},
     }
     return config.model_copy(update=changes)
 
 
-def is_list(type_: pa.DataType) -> bool:
-    """Tells whether an Arrow type is one of the list types."""
-    return pa.types.is_list(type_) or pa.types.is_large_list(type_) or pa.types.is_fixed_size_list(type_)
-
-
-def is_text(type_: pa.DataType) -> bool:
-    """Tells whether an Arrow type is text, which may be dictionary-encoded."""
-    type_ = _plain(type_)
-    return pa.types.is_string(type_) or pa.types.is_large_string(type_)
-
-
-def is_number(type_: pa.DataType) -> bool:
-    """Tells whether an Arrow type is a number, a boolean or always missing."""
-    types, type_ = pa.types, _plain(type_)
-    number = types.is_integer(type_) or types.is_floating(type_) or types.is_decimal(type_)
-    return number or types.is_boolean(type_) or types.is_null(type_)
-
-
-def _is_time(type_: pa.DataType) -> bool:
-    return pa.types.is_timestamp(type_) or pa.types.is_date(type_)
-
-
-def _plain(type_: pa.DataType) -> pa.DataType:
-    return type_.value_type if pa.types.is_dictionary(type_) else type_
-
-
-def _check_uses(uses: Mapping[str, Sequence[str]], config: DataConfig, place: str) -> None:
-    """Raises `InputError` for a column with two uses, or with the name of a part of a time."""
-    seen: dict[str, str] = {}
-    for use, names in uses.items():
-        for name in names:
-            if name in seen:
-                raise InputError(f"Column {name!r} is in {seen[name]} and in {use}; it can be in one of them.")
-            seen[name] = use
-    taken = (*seen, config.label, config.split_column, config.group_by)
-    for time in (TimePart(column, part) for column in uses["timestamps"] for part in config.timestamp_parts):
-        if time.name in taken:
-            raise InputError(
-                f"{place}: column {time.name!r} has the name that the {time.part} of {time.column!r} would have "
-                "(data.timestamps). Leave one of them out, or rename the column."
-            )
-
-
-def _check_types(uses: Mapping[str, Sequence[str]], schema: pa.Schema, config: DataConfig, place: str) -> None:
-    """Raises `InputError` for a column whose type does not fit its use."""
-    for setting in ("label", "split_column", "group_by"):
-        name = getattr(config, setting)
-        type_ = schema.field(name).type if name is not None else pa.null()
-        # Dates and times have a text that tells rows apart, but are no label.
-        if not (is_text(type_) or is_number(type_) or (setting != "label" and _is_time(type_))):
-            raise InputError(f"{place}: {setting} {name!r} has type {type_}, expected text or a number.")
-    for name in uses["dense"]:
-        type_ = schema.field(name).type
-        if is_list(type_):
-            raise InputError(f"{place}: dense column {name!r} is a list ({type_}); lists can only be categorical.")
-        if not (is_number(type_) or is_text(type_)):
-            raise InputError(
-                f"{place}: dense column {name!r} has type {type_}, expected a number. List it under "
-                f"{'timestamps' if _is_time(type_) else 'categorical'}, or leave it out."
-            )
-    for name in uses["categorical"]:
-        type_ = schema.field(name).type
-        value = type_.value_type if is_list(type_) else type_
-        if pa.types.is_decimal(value) or not (is_text(value) or is_number(value)):
-            raise InputError(
-                f"{place}: categorical column {name!r} has type {type_}, expected text, whole numbers, booleans or "
-                f"lists of these.{' List it under timestamps for its hour and weekday.' if _is_time(type_) else ''}"
-            )
-    for name in uses["timestamps"]:
-        type_ = _plain(schema.field(name).type)
-        if not (_is_time(type_) or is_text(type_) or pa.types.is_null(type_)):
-            # A number could be seconds, milliseconds or 20261122.
-            raise InputError(
-                f"{place}: timestamps column {name!r} has type {type_}, expected dates, timestamps, or text such as "
-                "2026-11-22T20:15:00. Convert numbers by their unit, such as with pandas.to_datetime(column, unit='s')."
-            )
-
-
-def _table_rows(config: DataConfig, categorical: Iterable[str], parts: Mapping[str, TimePart]) -> dict[str, int]:
-    """Returns the rows of the table of each feature."""
-    fixed = {name: PART_ROWS[time.part] for name, time in parts.items()}
-    rows = {**dict.fromkeys(categorical, config.num_embeddings), **fixed}
-    check_features("num_embeddings_per_feature", config.num_embeddings_per_feature, rows)
-    for name, number in config.num_embeddings_per_feature.items():
-        if number < fixed.get(name, 0):
-            raise InputError(
-                f"num_embeddings_per_feature: {name!r} has {number} rows, but a table of it has {fixed[name]}: one for "
-                "each of its values and one for a missing time. Leave it out."
-            )
-    return {**rows, **config.num_embeddings_per_feature}
+def kind_of(type_: pa.DataType) -> Literal["text", "number", "decimal", "time", "list", "other"]:
+    """Tells what values of an Arrow type are; a column that is always missing is text, booleans are numbers."""
+    types = pa.types
+    if types.is_dictionary(type_):
+        return kind_of(type_.value_type)
+    if types.is_string(type_) or types.is_large_string(type_) or types.is_string_view(type_) or types.is_null(type_):
+        return "text"
+    if types.is_integer(type_) or types.is_floating(type_) or types.is_boolean(type_):
+        return "number"
+    if types.is_list(type_) or types.is_large_list(type_) or types.is_fixed_size_list(type_):
+        return "list" if kind_of(type_.value_type) in ("text", "number") else "other"
+    if types.is_timestamp(type_) or types.is_date(type_):
+        return "time"
+    return "decimal" if types.is_decimal(type_) else "other"
 
 
 def shared_tables(config: DataConfig, rows: Mapping[str, int]) -> dict[str, str]:
@@ -377,10 +250,23 @@ def check_features(setting: str, given: Iterable[str], names: Iterable[str]) -> 
             )
 
 
-def _check_unique(names: Sequence[str], place: str) -> None:
-    doubled = sorted({name for name in names if names.count(name) > 1})
-    if doubled:
-        raise InputError(f"{place}: column {doubled[0]!r} is named {names.count(doubled[0])} times.")
+def _check_uses(uses: Mapping[str, Sequence[str]], inputs: Collection[str], schema: pa.Schema, place: str) -> None:
+    """Raises `InputError` for a column that is absent, is two inputs, or whose type does not fit its use."""
+    seen: dict[str, str] = {}
+    for setting, names in uses.items():
+        for name in names:
+            if name not in schema.names:
+                raise _missing(setting, name, schema.names, place)
+            if setting in inputs and name in seen:
+                raise InputError(f"Column {name!r} is in {seen[name]} and in {setting}; it can be in one of them.")
+            if setting in inputs:
+                seen[name] = setting
+            type_ = schema.field(name).type
+            if kind_of(type_) not in _KINDS[setting]:
+                raise InputError(
+                    f"{place}: {setting} column {name!r} has type {type_}, expected {' or '.join(_KINDS[setting])}. "
+                    f"{_REMEDIES.get(setting, '')}"
+                )
 
 
 def _select(setting: str, patterns: Sequence[str], names: Sequence[str], place: str) -> tuple[str, ...]:
@@ -397,5 +283,5 @@ def _select(setting: str, patterns: Sequence[str], names: Sequence[str], place: 
 def _missing(setting: str, pattern: str, names: Sequence[str], place: str) -> InputError:
     return InputError(
         f"{place}: {setting} {pattern!r} matches no column.{did_you_mean(pattern, names)} "
-        f"Columns: {shorten(names, ', ', most=12)}.{_REMEDIES.get(setting, '')}"
+        f"Columns: {shorten(names, ', ', most=12)}.{_MISSING.get(setting, '')}"
     )

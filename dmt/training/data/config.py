@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from dmt.errors import InputError, did_you_mean
-from dmt.files import read_json
-from dmt.formatting import human_bytes
+from dmt.errors import InputError
+from dmt.files import from_record, read_json
 from dmt.plan.tables import TableSpec, table_specs
-from dmt.training.data.times import TimePartName
 
-__all__ = ["DataConfig", "Section", "SyntheticConfig", "check_memory", "with_files", "read_tables"]
+__all__ = ["OF_READING", "DataConfig", "Section", "SyntheticConfig", "read_tables", "with_files"]
 
-_TABLE_KEYS = ("name", "num_embeddings", "embedding_dim", "feature_names")
-_DATA_TYPES = ("FP32", "FP16")
 _MOST_ROWS = 2**40
-OF_SOURCE = ("source", "options")
-"""Keys of the section data that only a source has."""
+OF_READING = ("prepared", "shuffle_rows", "shuffle_seed", "shuffle_pieces")
+"""Keys that say how prepared rows are read; the others say what is in them."""
 
 
 class Section(BaseModel):
@@ -45,23 +40,6 @@ class Section(BaseModel):
         return self
 
 
-def check_memory(num_bytes: float, what: str) -> None:
-    """Raises `InputError` if something needs more memory than this machine has; ``what`` names it and its settings.
-
-    Example:
-        >>> check_memory(1e18, "The model (model.c=9)")
-        Traceback (most recent call last):
-        ...
-        dmt.errors.InputError: The model (model.c=9) needs at least 1000 PB of memory, but this machine has ...
-    """
-    there = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    if num_bytes > there:
-        raise InputError(
-            f"{what} needs at least {human_bytes(num_bytes)} of memory, but this machine has {human_bytes(there)}. "
-            "Lower the settings."
-        )
-
-
 class SyntheticConfig(Section):
     """The synthetic click log: Criteo's shape, Zipf ids, planted feature groups.
 
@@ -80,22 +58,10 @@ class SyntheticConfig(Section):
     """Evaluation rows; they are drawn apart from the training rows."""
     rows_per_table: int = Field(default=1000, ge=2, le=2**32)
     """Ids of every categorical feature, and rows of its table."""
-    zipf_exponent: float = Field(default=1.05, ge=0.0, le=20.0)
-    """The i-th most frequent id has a probability in proportion to i ** -zipf_exponent; 0 is uniform."""
     num_groups: int = Field(default=4, ge=1)
     """Groups of features that share a hidden variable and interact in the label."""
-    group_correlation: float = Field(default=0.9, ge=0.0, lt=1.0)
-    """Share of a feature's variance that comes from its group's hidden variable."""
-    signal: float = Field(default=1.3, ge=0.0, le=1e6)
-    """Standard deviation of the logit's predictable part; larger is easier."""
-    noise: float = Field(default=0.3, ge=0.0, le=1e6)
-    """Standard deviation of unpredictable noise added to the logit."""
-    base_rate: float = Field(default=0.25, gt=0.0, lt=1.0)
-    """Share of clicks."""
     num_multi_hot: int = Field(default=0, ge=0)
-    """Number of features that have bags of 0 to ``max_bag`` ids instead of exactly one."""
-    max_bag: int = Field(default=3, ge=1, le=65_536)
-    """Largest bag of a multi-hot feature."""
+    """Number of features that have bags of 0 to 3 ids instead of exactly one."""
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Seed of all that is drawn."""
 
@@ -116,18 +82,18 @@ class DataConfig(Section):
         ('label', 'hash')
     """
 
-    kind: Literal["synthetic", "criteo_tsv", "columns", "source"] = "synthetic"
-    """``synthetic``: the built-in generator; ``criteo_tsv``: Criteo's click logs (label, I1-I13, C1-C26; also
-    .gz); ``columns``: .parquet, .csv or .tsv files with named columns (text also .gz); ``source``: the function that
-    ``source`` names, which sets it."""
+    kind: Literal["synthetic", "criteo_tsv", "columns", "source", "prepared"] = "synthetic"
+    """``synthetic``: the built-in generator; ``criteo_tsv``: Criteo's click logs (label, I1-I13, C1-C26);
+    ``columns``: Parquet, CSV, TSV or JSON lines with named columns; text may be .gz. ``source`` and ``prepared`` set it
+    themselves."""
     source: str | None = None
     """``package.module:function`` that yields batches of named columns
     ([Rows of your own](data.md#rows-of-your-own)), instead of files."""
     options: dict[str, Any] = Field(default_factory=dict)
     """Settings of the function's own."""
     prepared: str | None = None
-    """A folder that ``dmt prepare`` wrote ([Prepared data](data.md#prepare)). When the configuration is read,
-    its paths, columns and rows of tables take the place of this key."""
+    """A folder that ``dmt prepare`` wrote ([Prepare](data.md#prepare)), which knows its columns and tables; its
+    ``train`` or ``eval`` alone gives those rows to train and to evaluate."""
     train_path: str | None = None
     """A file, a directory (all its data files) or a glob, also as a URL that fsspec knows (``s3://clicks/day_*.parquet``);
     several files are read in the order of their names."""
@@ -135,66 +101,56 @@ class DataConfig(Section):
     """Files for evaluation, like ``train_path``. Without it, rows of ``train_path`` are set apart by
     ``split_column`` or ``eval_fraction``."""
     eval_fraction: float = Field(default=0.1, gt=0.0, lt=1.0)
-    """Share of rows set apart for evaluation, evenly spread over the files (about every tenth row at 0.1): row
-    i, counted from 0, is one when ``floor((i + 1) * eval_fraction)`` exceeds ``floor(i * eval_fraction)``. With
-    ``group_by``, about this share of the requests, whole, by a hash of their value. Not used with ``eval_path``,
-    ``split_column`` or synthetic data."""
+    """Share of rows set apart for evaluation, evenly spread over the files (about every tenth row at 0.1); with
+    ``group_by``, about this share of the requests, whole. Not used with ``eval_path`` or ``split_column``."""
     split_column: str | None = None
-    """Column that tells training rows from evaluation rows (``columns`` and ``source``)."""
+    """Column that tells training rows from evaluation rows."""
     train_split: str = "train"
     """The value of ``split_column`` in training rows."""
     eval_split: str = "test"
     """The value of ``split_column`` in evaluation rows."""
     label: str | None = "label"
-    """The column of 0/1 labels (``columns`` and ``source``). Only ``dmt score`` has rows without one."""
+    """The column of 0/1 labels. Only ``dmt score`` has rows without one."""
     dense: tuple[str, ...] = ()
     """Dense columns, by name or by glob such as ``"d_*"``, in this order. ``criteo_tsv``: empty is all 13."""
     categorical: tuple[str, ...] = ()
     """Categorical columns, by name or glob, in this order. ``criteo_tsv``: empty is all 26."""
     multi_hot: tuple[str, ...] = ()
-    """Categorical columns whose text is a list of values, by name or glob. Parquet lists need no mention."""
+    """Categorical columns whose text is a list of values, by name or glob. Lists need no mention."""
     timestamps: tuple[str, ...] = ()
-    """Columns of dates or times, by name or glob (``columns`` and ``source``): Arrow dates and timestamps, or ISO 8601
-    text. Each becomes the features of ``timestamp_parts``, named ``<column>_hour`` and so on. Times with a zone are
-    turned into UTC."""
-    timestamp_parts: tuple[TimePartName, ...] = Field(default=("hour", "weekday"), min_length=1)
-    """Parts of every time: the categories ``hour``, ``weekday``, ``day`` (of the month) and ``month``, each with a
-    table of just its values, and ``years``, a dense column: seconds since 1970 in mean years of 31,556,952 s."""
+    """Columns of dates or times, by name or glob: Parquet dates and timestamps, or ISO 8601 text. Each becomes the
+    features ``<column>_hour`` and ``<column>_weekday``. Times with a zone are turned into UTC."""
     list_separator: str = Field(default="|", min_length=1)
     """Separates the values of a ``multi_hot`` text column."""
     csv_separator: str | None = Field(default=None, pattern=r"^[\x01-\x09\x0b\x0c\x0e-!#-\x7f]$")
     """Separates the columns of a text file; by default a comma, or a tab in .tsv files."""
     dense_transform: Literal["signed_log1p", "none"] = "signed_log1p"
-    """``signed_log1p``: sign(x) * log(1 + abs(x)), but not of the years of ``timestamps``. A missing value becomes 0
-    afterwards."""
-    id_mode: Literal["hash", "index"] = "hash"
+    """``signed_log1p``: sign(x) * log(1 + abs(x)). A missing value becomes 0 afterwards."""
+    id_mode: Literal["hash", "index", "frequency"] = "hash"
     """``hash``: any value is hashed into its table. ``index``: values are row numbers of the table, and checked.
-    A missing value is row 0 in both; an empty or missing list is an empty bag."""
+    ``frequency``: values are numbered by a first pass over the rows. A missing value is row 0 in all; an empty or
+    missing list is an empty bag."""
+    vocabulary: str | None = None
+    """A prepared folder whose ids by frequency are used; a checkpoint adds ``#`` and a checksum."""
     num_embeddings: int = Field(default=100_000, ge=1, le=_MOST_ROWS)
-    """Rows of every table (synthetic data: ``synthetic.rows_per_table`` instead)."""
+    """Rows of every table, at most so many by frequency (synthetic data: ``synthetic.rows_per_table`` instead)."""
     num_embeddings_per_feature: dict[str, int] = Field(default_factory=dict)
     """Rows of single tables, by feature, where they differ from ``num_embeddings``."""
     shared_tables: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     """Features that share a table, by its name: ``{ads = ["ad", "last_ad"]}``. A value has one row for all of them."""
-    max_train_rows: int | None = Field(default=None, ge=1)
-    """Training rows used at most, from the front."""
-    max_eval_rows: int | None = Field(default=None, ge=1)
-    """Evaluation rows used at most, from the front."""
     shuffle_rows: int = Field(default=100_000, ge=0)
-    """Training rows are shuffled within consecutive blocks of this many rows, differently in each epoch; 0 keeps
+    """Training rows are shuffled within consecutive windows of this many rows, differently in each epoch; 0 keeps
     the order of the files. Synthetic rows are independent draws and are not shuffled."""
     shuffle_seed: int = Field(default=0, ge=0, lt=2**32)
     """Seed of the shuffling."""
     group_by: str | None = None
     """Column of the request, session or user that a row belongs to; it need not be a feature. Whole requests are
-    shuffled instead of rows: the rows of a block of ``shuffle_rows`` with one value follow one another, in their order
-    in the files, and come into one batch of one rank. The only exception is a request that the end of a batch or of a
-    block cuts in two: batches keep their size. A row without a value is a request of its own. With ``shuffle_rows = 0``
-    and in evaluation the order of the files stays."""
+    shuffled instead of rows: the rows of a window with one value follow one another, in their order in the files, and
+    come into one batch of one rank, but for a request that the end of a batch or window cuts. A row without a value is
+    a request of its own."""
     shuffle_pieces: bool = False
-    """Training reads the pieces of its files (row groups; 4 MiB of text; whole gzip files) in an order of its own in
-    each epoch, instead of that of the files, before rows are shuffled in blocks of ``shuffle_rows``. Needs
-    ``eval_path`` or ``split_column``, and no ``max_train_rows``: both count rows in the order of the files."""
+    """The row groups of the whole epoch come in another order in each epoch, instead of that of the files, before
+    rows are shuffled within windows."""
     tables: str | None = None
     """A JSON list of tables, or a ``towers.json`` that records its tables; ``dmt plan`` places them instead of those of
     the data ([Sharding](sharding.md)). Training refuses it."""
@@ -205,83 +161,69 @@ class DataConfig(Section):
     @classmethod
     def _choose_kind(cls, values: Any) -> Any:
         """A source, or a prepared folder, takes the place of the synthetic clicks."""
-        if not isinstance(values, dict):
+        if not isinstance(values, dict) or values.get("kind", "synthetic") != "synthetic":
             return values
-        if values.get("prepared"):
-            from dmt.training.data.prepared import with_prepared
-
-            return with_prepared(values)
-        if values.get("source") and values.get("kind", "synthetic") == "synthetic":
-            return values | {"kind": "source"}
-        return values
+        kind = next((kind for kind in ("source", "prepared") if values.get(kind)), "synthetic")
+        return values | {"kind": kind}
 
     @model_validator(mode="after")
     def _check(self) -> DataConfig:
-        if self.kind in ("synthetic", "source"):
-            (self._check_synthetic if self.kind == "synthetic" else self._check_source)()
-            return self
-        if given := self._given("source", "options"):
-            raise InputError(f"{given[0]} has no meaning for kind={self.kind!r}. Leave out one of them.")
-        if not self.train_path:
-            raise InputError(f"kind={self.kind!r} needs train_path: a file, a directory or a glob.")
-        if self.kind == "criteo_tsv":
-            if self.id_mode == "index":
-                raise InputError(
-                    "id_mode='index' needs columns of row numbers, but Criteo's categories are hexadecimal text. "
-                    "Use id_mode='hash', or kind='columns'."
-                )
-            if self.split_column or self.multi_hot or self.timestamps:
-                raise InputError(
-                    "split_column, multi_hot and timestamps are for kind='columns'; Criteo's format has none of them."
-                )
-        elif not self.categorical:
-            raise InputError("kind='columns' needs categorical: names or globs of columns, such as ['c_*'].")
-        if self.eval_path and self.split_column:
-            raise InputError("eval_path and split_column both say what evaluation rows are; give one of them.")
-        wrong = {name: rows for name, rows in self.num_embeddings_per_feature.items() if not 1 <= rows <= _MOST_ROWS}
-        if wrong:
+        """Refuses keys without a meaning for the kind, and those that are missing."""
+        files = ("train_path", "eval_path", "split_column", "timestamps", "csv_separator")
+        tables = ("num_embeddings", "num_embeddings_per_feature", "shared_tables", "vocabulary")
+        columns = ("label", "dense", "categorical", "multi_hot", "dense_transform", "id_mode", "group_by")
+        rest = ("prepared", "source", "options")
+        given = [name for name, field in DataConfig.model_fields.items() if not self._is_default(name, field)]
+        meaningless = {
+            "synthetic": (*files, *rest, "num_embeddings", "num_embeddings_per_feature", "group_by"),
+            "source": (*files, "prepared", "group_by", "vocabulary"),
+            "prepared": (*files, *tables, *columns, "source", "options"),
+        }.get(self.kind, rest)
+        if wrong := [name for name in given if name in meaningless]:
+            raise InputError(f"{wrong[0]} has no meaning for kind={self.kind!r}. Leave out one of them.")
+        needed = {"criteo_tsv": ("train_path",), "columns": ("train_path", "categorical")}
+        needed |= {"source": ("source", "categorical"), "prepared": ("prepared",)}
+        if absent := [name for name in needed.get(self.kind, ()) if not getattr(self, name)]:
+            raise InputError(f"kind={self.kind!r} needs {absent[0]}.")
+        if self.kind == "criteo_tsv" and (self.split_column or self.multi_hot or self.timestamps):
             raise InputError(
-                f"num_embeddings_per_feature: {min(wrong)!r} has {wrong[min(wrong)]} rows; give 1 to {_MOST_ROWS}."
+                "split_column, multi_hot and timestamps are for kind='columns'; Criteo's format has none of them."
             )
+        refusals = (
+            (self.kind == "criteo_tsv" and self.id_mode == "index", "id_mode='index': Criteo's ids are hexadecimal."),
+            (self.kind == "source" and self.id_mode == "frequency", "id_mode='frequency' needs files to count."),
+            (self.eval_path and self.split_column, "eval_path and split_column both say what evaluation rows are."),
+            (self.vocabulary and self.id_mode != "frequency", "vocabulary needs id_mode='frequency'."),
+        )
+        for is_wrong, message in refusals:
+            if is_wrong:
+                raise InputError(f"{message} Change one of them.")
+        for name, rows in self.num_embeddings_per_feature.items():
+            if not 1 <= rows <= _MOST_ROWS:
+                raise InputError(f"num_embeddings_per_feature: {name!r} has {rows} rows; give 1 to {_MOST_ROWS}.")
         return self
 
-    def split_value(self, split: Literal["train", "eval"] | None) -> str | None:
-        """Returns the split column's value in the rows of a split; None for rows of both, or without such a column."""
-        if not self.split_column or split is None:
-            return None
-        return self.train_split if split == "train" else self.eval_split
-
-    def _given(self, *names: str) -> list[str]:
-        """Returns those of the fields that differ from their defaults; a resolved config sets all."""
-        fields = DataConfig.model_fields
-        return [name for name in names if getattr(self, name) != fields[name].get_default(call_default_factory=True)]
-
-    def _check_synthetic(self) -> None:
-        names = ("train_path", "eval_path", "num_embeddings", "num_embeddings_per_feature", "group_by")
-        if given := self._given(*names, "shuffle_pieces", "timestamps", "options"):
-            raise InputError(
-                f"{min(given)} has no meaning for kind='synthetic'; use the settings under `synthetic` "
-                "(rows_per_table, num_rows, num_eval_rows), or set kind."
-            )
-
-    def _check_source(self) -> None:
-        if not self.source:
-            raise InputError("kind='source' needs source: package.module:function.")
-        if given := self._given("train_path", "eval_path", "shuffle_pieces", "timestamps", "csv_separator"):
-            raise InputError(
-                f"{given[0]} has no meaning with source={self.source!r}: the function reads as it likes. Leave out one "
-                "of them."
-            )
-        if not self.categorical:
-            raise InputError("source needs categorical: names or globs of columns, such as ['c_*'].")
+    def _is_default(self, name: str, field: Any) -> bool:
+        return bool(getattr(self, name) == field.get_default(call_default_factory=True))
 
 
 def with_files(config: DataConfig, path: str) -> DataConfig:
-    """Returns the settings for files with the columns of a source, or of other files, unchecked."""
-    if config.kind != "source":
-        return config.model_copy(update={"train_path": path})
-    fields = {name: DataConfig.model_fields[name].get_default(call_default_factory=True) for name in OF_SOURCE}
-    return config.model_copy(update={**fields, "kind": "columns", "train_path": path})
+    """Returns the settings for other files with the same columns, unchecked, or for a prepared folder."""
+    if any((folder / "manifest.json").is_file() for folder in (Path(path), Path(path).parent)):
+        return DataConfig(prepared=path, shuffle_rows=config.shuffle_rows, shuffle_seed=config.shuffle_seed)
+    kind = "criteo_tsv" if config.kind == "criteo_tsv" else "columns"
+    changes: dict[str, Any] = {"kind": kind, "train_path": path, "source": None, "options": {}, "prepared": None}
+    return config.model_copy(update=changes)
+
+
+class _Table(Section):
+    """A table as ``data.tables`` lists it."""
+
+    name: str = Field(min_length=1)
+    num_embeddings: int = Field(ge=1)
+    embedding_dim: int = Field(ge=1, multiple_of=4)  # FBGEMM's kernels
+    feature_names: tuple[str, ...] = Field(min_length=1)
+    data_type: Literal["FP32", "FP16"] = "FP32"
 
 
 def read_tables(path: Path) -> tuple[TableSpec, ...]:
@@ -297,44 +239,11 @@ def read_tables(path: Path) -> tuple[TableSpec, ...]:
     entries = record.get("tables") if isinstance(record, dict) else record
     if not isinstance(entries, list) or not entries:
         raise InputError(f"{place}: holds no list of tables, as `dmt partition` records them in towers.json.")
-    tables = [_table_of(f"{place}, entry {number}", entry) for number, entry in enumerate(entries, start=1)]
+    tables = [
+        from_record(_Table, entry, place=f"{place}, entry {number}", remedy="")
+        for number, entry in enumerate(entries, start=1)
+    ]
     try:
         return table_specs(tables)
     except InputError as error:
         raise InputError(f"{place}: {error}") from error
-
-
-def _table_of(place: str, entry: Any) -> TableSpec:
-    if not isinstance(entry, dict):
-        raise InputError(f"{place}: {entry!r} must be an object with the keys {', '.join(_TABLE_KEYS)}.")
-    if isinstance(entry.get("name"), str):
-        place += f" ({entry['name']!r})"
-    known = (*_TABLE_KEYS, "data_type")
-    unknown, missing = [key for key in entry if key not in known], [key for key in _TABLE_KEYS if key not in entry]
-    if unknown:
-        raise InputError(
-            f"{place}: the key {unknown[0]!r} is unknown; a table has {', '.join(known)}."
-            f"{did_you_mean(unknown[0], known)}"
-        )
-    if missing:
-        raise InputError(f"{place}: {missing[0]} is missing. Give {', '.join(_TABLE_KEYS)}.")
-    if not _is_name(entry["name"]):
-        raise InputError(f"{place}: name={entry['name']!r} must be a text that is not empty.")
-    for size in ("num_embeddings", "embedding_dim"):
-        value = entry[size]
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise InputError(f"{place}: {size}={value!r} must be a whole number of at least 1.")
-        if value >= 2**63:
-            raise InputError(f"{place}: {size}={value:.3e} must be below 2**63; ids are int64.")
-    if entry["embedding_dim"] % 4:
-        raise InputError(f"{place}: embedding_dim={entry['embedding_dim']} must be a multiple of 4 (FBGEMM's kernels).")
-    features = entry["feature_names"]
-    if not isinstance(features, list) or not features or not all(map(_is_name, features)):
-        raise InputError(f"{place}: feature_names={features!r} must be a list of one text or more, such as ['ad'].")
-    if entry.get("data_type", "FP32") not in _DATA_TYPES:
-        raise InputError(f"{place}: data_type={entry['data_type']!r} is unknown; use one of {list(_DATA_TYPES)}.")
-    return TableSpec(**{**entry, "feature_names": tuple(features)})
-
-
-def _is_name(value: object) -> bool:
-    return isinstance(value, str) and bool(value)

@@ -1,26 +1,109 @@
-"""`Deal`: which rows of an epoch each rank trains on, as arithmetic on the numbers of rows of row groups.
+"""`Deal`: which rows of an epoch each rank trains on, as arithmetic on the numbers of rows of row groups; `Rows`.
 
 The rows of an epoch are dealt to V lanes, V being the ranks of the first run. Row i of the epoch is row i // V of lane
 i % V; a global batch is the next G rows, lane after lane, cut into W equal parts, one for each rank. So the order
 depends on V and not on W: where W divides V, a rank has V / W whole lanes, and the global batches of G = V * b rows are
 the same for each such W. A position is the number of rows used.
 
-Legend: N rows of an epoch, V lanes, W ranks, G rows of a global batch.
+Legend: N rows of an epoch, V lanes, W ranks, G rows of a global batch; n rows, D dense columns, S features with one id.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Deal", "LaneRows", "Piece", "rank_batch"]
+__all__ = ["Bags", "Deal", "LaneRows", "Piece", "Rows", "rank_batch", "taken"]
 
 logger = logging.getLogger(__name__)
+
+
+Bags = tuple[NDArray[Any], NDArray[np.int64]]
+"""Ids of a feature, row after row, and the n + 1 offsets: row i has ``values[offsets[i]:offsets[i + 1]]``."""
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows as arrays, column by column.
+
+    Example:
+        >>> bags = np.array([7, 8, 9]), np.array([0, 2, 2, 3])
+        >>> rows = Rows(np.ones(3), np.zeros((0, 3)), np.zeros((0, 3)), (bags,))
+        >>> values, offsets = rows.take(np.array([2, 0])).bags[0]
+        >>> values.tolist(), offsets.tolist()
+        ([9, 7, 8], [0, 1, 3])
+    """
+
+    labels: NDArray[np.float32]
+    """0 or 1, float32 [n]."""
+    dense: NDArray[np.float32]
+    """Transformed dense columns, float32 [D, n]."""
+    ids: NDArray[Any]
+    """Ids of the features with one id in each row, int32 or int64 [S, n]."""
+    bags: tuple[Bags, ...] = ()
+    """Ids of the other features."""
+    requests: NDArray[np.int64] | None = None
+    """Key of each row's request (``data.group_by``) [n]."""
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows."""
+        return len(self.labels)
+
+    def take(self, index: NDArray[np.int64]) -> Rows:
+        """Returns the rows at these positions, in their order."""
+        requests = None if self.requests is None else self.requests[index]
+        bags = tuple(taken(bag, index) for bag in self.bags)
+        return Rows(self.labels[index], _gathered(self.dense, index), _gathered(self.ids, index), bags, requests)
+
+    def slice(self, start: int, stop: int) -> Rows:
+        """Returns rows ``start`` to ``stop``, without a copy."""
+        requests = None if self.requests is None else self.requests[start:stop]
+        ends = [offsets[start : stop + 1] for _, offsets in self.bags]
+        bags = tuple((bag[0][end[0] : end[-1]], end - end[0]) for bag, end in zip(self.bags, ends, strict=True))
+        return Rows(self.labels[start:stop], self.dense[:, start:stop], self.ids[:, start:stop], bags, requests)
+
+    @staticmethod
+    def concat(parts: Sequence[Rows]) -> Rows:
+        """Joins rows of the same columns, at least one part."""
+        if len(parts) == 1:
+            return parts[0]
+        requests = [part.requests for part in parts if part.requests is not None]
+        bags = []
+        for same in zip(*(part.bags for part in parts), strict=True):
+            lengths = np.concatenate([np.diff(offsets) for _, offsets in same])
+            bags.append((np.concatenate([values for values, _ in same]), np.concatenate([[0], np.cumsum(lengths)])))
+        return Rows(
+            np.concatenate([part.labels for part in parts]),
+            np.concatenate([part.dense for part in parts], axis=1),
+            np.concatenate([part.ids for part in parts], axis=1),
+            tuple(bags),
+            np.concatenate(requests) if requests else None,
+        )
+
+
+def taken(bag: Bags, index: NDArray[np.int64]) -> Bags:
+    """Returns the bags at these positions, in their order."""
+    values, starts = bag
+    lengths = np.diff(starts)[index]
+    offsets = np.concatenate([[0], np.cumsum(lengths)])
+    # Position of every kept id: where its bag starts in the source, plus its place within the bag.
+    places = np.arange(offsets[-1]) + np.repeat(starts[index] - offsets[:-1], lengths)
+    return values[places], offsets
+
+
+def _gathered(columns: NDArray[Any], index: NDArray[np.int64]) -> NDArray[Any]:
+    """Returns columns [k, n] at these positions [m], as [k, m]; column by column, each of which fits a cache."""
+    found = np.empty((len(columns), len(index)), columns.dtype)
+    for column, into in zip(columns, found, strict=True):
+        np.take(column, index, out=into, mode="clip")  # which needs no buffer; positions come from a permutation
+    return found
 
 
 class Piece(NamedTuple):

@@ -1,21 +1,22 @@
 """`prepare`: raw rows to a folder of Parquet with ids in the place of values; what ``dmt prepare`` does.
 
-DuckDB reads text, JSON lines and Parquet in bounded memory. With ``ids="config"`` values become the ids that the
-settings say. With ``ids="frequency"`` a first pass over the training rows counts them, and ids follow their frequency:
-0 is a value that is missing, 1 any that is rare or unknown, and 2 the most frequent one.
+With ``data.id_mode = "frequency"`` a first pass over the training rows counts their values, and ids follow their
+frequency: 0 is a value that is missing, 1 any that is rare or unknown (`dmt.training.data.hash.Vocabulary`).
 """
 
 from __future__ import annotations
 
 import csv
 import fcntl
+import hashlib
 import json
 import logging
 import os
 import shutil
 import uuid
+import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
@@ -23,49 +24,43 @@ from typing import Any, Literal
 import duckdb
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from dmt.errors import InputError
 from dmt.files import fsync_path
-from dmt.hot_rows.profile import AccessProfile
+from dmt.formatting import shorten
+from dmt.hot_rows.profile import AccessProfile, RowCounts
 from dmt.plan.tables import TableSpec
 from dmt.training.access import save_profile
-from dmt.training.data.columns import Columns, Feature, expand_path, explicit_config, find_columns, is_list, tables_of
-from dmt.training.data.config import DataConfig
-from dmt.training.data.hash import HASH_KEY
-from dmt.training.data.prepared import FORMAT, MANIFEST, PARTS, REQUEST
-from dmt.training.data.raw import Reject, connect, raw_blocks, schema_of
-from dmt.training.data.rows import Bags
-from dmt.training.data.storage import file_version
-from dmt.training.data.summary import Summary
-from dmt.training.data.typed import TypedRows, typed_rows
-from dmt.training.data.vocabulary import COUNTED, VOCABULARY, Vocabulary, load_vocabularies, save_vocabularies
+from dmt.training.data.columns import Columns, explicit_config, find_columns, tables_of
+from dmt.training.data.config import OF_READING, DataConfig
+from dmt.training.data.files import FORMAT, MANIFEST, REQUEST, Manifest, expand_path, file_version, read_manifest
+from dmt.training.data.hash import Vocabulary
+from dmt.training.data.raw import Converter, Reject, Typed, raw_blocks, schema_of, used_columns
 
-__all__ = ["PrepareOptions", "prepare"]
+__all__ = ["PrepareOptions", "prepare", "prepare_once", "prepared_schema", "prepared_table"]
 
 logger = logging.getLogger(__name__)
 
 Part = Literal["train", "eval"]
+Ids = Mapping[str, tuple[NDArray[np.int64], NDArray[np.int64] | None]]
+_PARTS: tuple[Part, ...] = ("train", "eval")
 _GROUPS_OF_FILE = 64
-_PROFILE = "access.parquet"
-_REJECTS = "rejects.csv"
+_PROFILE, _REJECTS, _VOCABULARY, _LOCK = "access.parquet", "rejects.csv", "vocabulary.parquet", ".lock"
 _MILLIONTHS = 1_000_000
+_FEW = 0.2  # a table this full or less has rows that nothing reads
 
 
 @dataclass(frozen=True, kw_only=True)
 class PrepareOptions:
     """The choices of ``dmt prepare``."""
 
-    ids: Literal["config", "frequency"] = "config"
     min_count: int = 1
-    """Accesses in the training rows from which a value has an id of its own (``frequency``)."""
-    vocabulary: Path | None = None
-    """A prepared folder whose ids are used, for more rows of the same kind (``frequency``)."""
+    """Accesses in the training rows from which a value has an id of its own (by frequency)."""
     group_rows: int = 32_768
     """Rows of a row group."""
-    most_values: int = 2**24
-    """Values counted of a table at most, 16 bytes each; rarer ones share an id beyond that."""
     max_rejects: int = 0
     """Rows that may be left out because a value does not fit; one more ends the work with an error."""
     memory_gib: float = 2.0
@@ -76,125 +71,38 @@ class PrepareOptions:
     """All rows of ``train_path`` are evaluation rows, in their order."""
 
 
-@dataclass(kw_only=True)
-class _Rejects:
-    """Rows that were left out, in a file."""
+def prepare_once(config: DataConfig, cache: Path | None, *, eval_only: bool = False) -> Path:
+    """Returns the folder in ``cache`` that has the rows of a config's files, which is prepared if it is not there yet.
 
-    path: Path
-    most: int
-    number: int = 0
+    Ranks of one host wait for one another.
 
-    def add(self, rejects: Sequence[Reject]) -> None:
-        if not rejects:
-            return
-        first = rejects[0]
-        self.number += len(rejects)
-        if self.number > self.most:
-            column = f"column {first.column!r}: " if first.column else ""
-            raise InputError(
-                f"{first.file}, line {first.number}: {column}{first.reason}. The line: {first.text[:200]!r}. Correct "
-                f"it, or leave out and list up to N such rows with --max-rejects N ({self.number:,} or more here)."
-            )
-        is_new = not self.path.exists()
-        with self.path.open("a", newline="", encoding="utf-8", errors="replace") as stream:
-            writer = csv.writer(stream)
-            writer.writerows([("source", "line", "column", "reason", "text")] if is_new else [])
-            writer.writerows(rejects)
+    Args:
+        config: with files of raw rows.
+        cache: a folder beside the output of the command.
+        eval_only: all rows of ``train_path`` are to be evaluated, in their order, each of them.
 
-
-class _Writer:
-    """Writes the rows of a part in row groups of one size, in files of 64 of them."""
-
-    def __init__(self, folder: Path, schema: pa.Schema, group_rows: int) -> None:
-        folder.mkdir()
-        self._folder, self._schema, self._group_rows = folder, schema, group_rows
-        self._waiting: list[pa.Table] = []
-        self._groups, self._file = 0, ExitStack()
-        self.num_rows = 0
-
-    def add(self, table: pa.Table) -> None:
-        self._waiting.append(table)
-        self.num_rows += table.num_rows
-        while sum(table.num_rows for table in self._waiting) >= self._group_rows:
-            joined = pa.concat_tables(self._waiting)
-            self._write(joined.slice(0, self._group_rows))
-            self._waiting = [joined.slice(self._group_rows)]
-
-    def close(self) -> None:
-        """Writes the rest; a part without rows is a file without rows."""
-        rest = pa.concat_tables([self._schema.empty_table(), *self._waiting])
-        if rest.num_rows or not self._groups:
-            self._write(rest)
-        self._file.close()
-
-    def _write(self, group: pa.Table) -> None:
-        if REQUEST in group.schema.names:  # the rows of a request stand together, in the order of their first ones
-            _, first, number = np.unique(group.column(REQUEST).to_numpy(), return_index=True, return_inverse=True)
-            group = group.take(pa.array(np.argsort(first[number], kind="stable")))
-        if self._groups % _GROUPS_OF_FILE == 0:
-            self._file.close()
-            path = self._folder / f"part-{self._groups // _GROUPS_OF_FILE:05d}.parquet"
-            self._writer = self._file.enter_context(pq.ParquetWriter(path, self._schema))
-        self._writer.write_table(group, row_group_size=self._group_rows)
-        self._groups += 1
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Source:
-    """The files of a run, and how their rows are divided into parts."""
-
-    config: DataConfig
-    columns: Columns
-    files: dict[str, list[str]]
-    """Files of ``train_path`` and of ``eval_path``."""
-    options: PrepareOptions
-    connection: duckdb.DuckDBPyConnection
-    on_share: Callable[[float], object]
-
-    def rows(self, columns: Columns, rejects: _Rejects | None) -> Iterator[tuple[Part, TypedRows]]:
-        """Yields the rows of both parts, in the order of the files; without ``rejects`` they are not looked at."""
-        used = _used(self.config, columns)
-        sizes = {file: file_version(file)[0] for files in self.files.values() for file in files}
-        whole, done, start = max(sum(sizes.values()), 1), 0, 0
-        for setting, files in self.files.items():
-            for file in files:
-                config = self.config
-                schema = schema_of(file, config)
-                if absent := [name for name in used if name not in schema.names]:
-                    raise InputError(
-                        f"{file}: column {absent[0]!r} is missing; all files must have the columns of the first."
-                    )
-                find_columns(config, schema, file)
-                for feature in columns.features:
-                    if feature.time is None and is_list(schema.field(feature.name).type) and not feature.is_bag:
-                        raise InputError(f"{file}: column {feature.name!r} is a list, but not in the first file.")
-                for block in raw_blocks(file, config, used):
-                    rows, wrong = typed_rows(block, self.connection, schema=schema, config=config, columns=columns)
-                    if rejects is not None:
-                        rejects.add(sorted([*block.rejects, *wrong], key=lambda reject: reject.number))
-                    for part in PARTS:
-                        if len(index := self._part(part, setting, rows, start)):
-                            yield part, rows if len(index) == len(rows.labels) else rows.take(index)
-                    start += len(rows.labels)
-                    self.on_share((done + block.share * sizes[file]) / whole)
-                done += sizes[file]
-
-    def _part(self, part: Part, setting: str, rows: TypedRows, start: int) -> NDArray[np.int64]:
-        """Returns the positions of the rows of a part, of rows that are number ``start`` and on."""
-        config, every = self.config, np.arange(len(rows.labels))
-        if setting == "eval_path" or self.options.eval_only or config.eval_path:
-            own = "eval" if setting == "eval_path" or self.options.eval_only else "train"
-            return every if part == own else every[:0]
-        if rows.split is not None:
-            chosen = pa.compute.equal(rows.split, config.split_value(part))
-            return np.flatnonzero(chosen.fill_null(False).to_numpy(zero_copy_only=False))
-        share = round(config.eval_fraction * _MILLIONTHS)  # whole numbers: exact at any row number
-        if rows.requests is not None:
-            apart = rows.requests % _MILLIONTHS < share
-        else:
-            numbers = start + every
-            apart = (numbers + 1) * share // _MILLIONTHS > numbers * share // _MILLIONTHS
-        return np.flatnonzero(apart == (part == "eval"))
+    Raises:
+        InputError: see `prepare`; or there is no ``cache``.
+    """
+    files = [file for of_setting in _files(config).values() for file in of_setting]
+    if cache is None:
+        raise InputError(f"{files[0]} has to be prepared. Run `dmt prepare`, and name its folder as data.prepared.")
+    settings = config.model_dump(mode="json", exclude={*OF_READING, "synthetic"})
+    told: list[Any] = [FORMAT, eval_only, settings, [(file, *file_version(file)) for file in files]]
+    folder = cache / hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
+    cache.mkdir(parents=True, exist_ok=True)
+    with (cache / _LOCK).open("wb") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not (folder / MANIFEST).exists():
+            logger.warning("Preparing %s, once, into %s (`dmt prepare` does so by itself).", files[0], folder)
+            try:
+                prepare(config, folder, PrepareOptions(eval_only=eval_only))
+            except InputError:
+                (cache / _LOCK).unlink(missing_ok=True)
+                with suppress(OSError):  # of a cache with other rows
+                    cache.rmdir()
+                raise
+    return folder
 
 
 def prepare(
@@ -205,7 +113,7 @@ def prepare(
     embedding_dim: int = 4,
     embedding_dims: Mapping[str, int] | None = None,
     on_share: Callable[[str, float], object] = lambda phase, share: None,
-) -> dict[str, Any]:
+) -> Manifest:
     """Writes the rows of a run's data, and returns the manifest.
 
     Args:
@@ -221,135 +129,191 @@ def prepare(
             ``max_rejects`` cannot be used, or options contradict each other.
     """
     _check(config, out, options)
-    is_criteo = config.kind == "criteo_tsv"
-    paths = {"train_path": config.train_path} | ({"eval_path": config.eval_path} if config.eval_path else {})
-    files = {setting: expand_path(setting, path or "", columns=not is_criteo) for setting, path in paths.items()}
+    files = _files(config)
     first = files["train_path"][0]
     columns = find_columns(config, schema_of(first, config), first)
-    tables = tables_of(columns, embedding_dim=embedding_dim, embedding_dims=embedding_dims or {})
-    phase = "count"
-    source = _Source(
-        config=config,
-        columns=columns,
-        files=files,
-        options=options,
-        connection=connect(memory_gib=options.memory_gib, threads=options.threads),
-        on_share=lambda share: on_share(phase, share),
-    )
-    with _work_folder(out) as folder, source.connection:
+    dims: dict[str, Any] = {"embedding_dim": embedding_dim, "embedding_dims": embedding_dims or {}}
+    source = _Source(config, columns, files, options)
+    with _work_folder(out) as folder, closing(source.converter):
         vocabularies: dict[str, Vocabulary] = {}
-        read = columns
-        if options.ids == "frequency":
-            read = _counted(columns)
-            vocabularies = (
-                load_vocabularies(options.vocabulary, columns)
-                if options.vocabulary is not None
-                else _count(source, read, tables, options)
-            )
-            save_vocabularies(vocabularies, folder / VOCABULARY)
-            columns = _with_rows(columns, vocabularies)
-            tables = tables_of(columns, embedding_dim=embedding_dim, embedding_dims=embedding_dims or {})
-        phase = "write"
-        rejects = _Rejects(path=folder / _REJECTS, most=options.max_rejects)
-        profile, summary = AccessProfile(tables), Summary(columns)
-        writers = {part: _Writer(folder / part, _schema(config, columns), options.group_rows) for part in PARTS}
-        for part, rows in source.rows(read, rejects):
-            ids = _ids(rows, columns, vocabularies)
+        raw = explicit_config(config, columns)
+        if config.id_mode == "frequency":
+            if config.vocabulary:
+                vocabularies = _load_vocabularies(config, columns)
+            else:
+                vocabularies = _count(source, folder / "counts.duckdb", lambda share: on_share("count", share))
+            raw = raw.model_copy(update={"vocabulary": _save_vocabularies(vocabularies, folder, out)})
+            sized = [replace(f, rows=v.num_rows) if (v := vocabularies.get(f.table)) else f for f in columns.features]
+            columns = replace(columns, features=tuple(sized))
+        tables = tables_of(columns, **dims)
+        rejects, summary = _Rejects(folder / _REJECTS, options.max_rejects), _Summary(columns, source.converter)
+        schema = prepared_schema(config, columns)
+        writers = {part: _Writer(folder / part, schema, options.group_rows) for part in _PARTS}
+        for part, rows in source.rows(rejects, lambda share: on_share("write", share)):
+            ids = _numbered(rows.ids, columns, vocabularies)
             if part == "train":
-                profile.add({name: bags.values for name, bags in ids.items()}, num_samples=len(rows.labels))
                 summary.add(rows, ids)
-            writers[part].add(_table(rows, ids, _schema(config, columns), columns))
+            writers[part].add(prepared_table(rows, ids, schema, columns, config.label))
         for writer in writers.values():
             writer.close()
+        profile = summary.profile(tables)
         save_profile(profile, folder / _PROFILE)
-        record = _manifest(source, columns, tables, profile, vocabularies)
-        record |= {"rows": {part: writer.num_rows for part, writer in writers.items()}, "rejects": rejects.number}
-        record["summary"] = summary.record(profile, vocabularies)
-        _seal(folder, record)
-    return record
+        manifest = Manifest(
+            format=FORMAT,
+            files={},
+            dense=columns.dense,
+            features=columns.features,
+            label=config.label,
+            raw=raw.model_dump(mode="json", exclude_defaults=True),
+            sources=tuple((file, *file_version(file)) for names in files.values() for file in names),
+            access_counts=_PROFILE,
+            vocabulary=_VOCABULARY if vocabularies else None,
+            rows={part: writer.num_rows for part, writer in writers.items()},
+            rejects=rejects.number,
+            summary=summary.record(tables, vocabularies, is_exact=config.id_mode != "hash"),
+            made_by=_versions(),
+        )
+        return _seal(folder, manifest)
+
+
+def _files(config: DataConfig) -> dict[str, list[str]]:
+    paths = {"train_path": config.train_path} | ({"eval_path": config.eval_path} if config.eval_path else {})
+    named = config.kind != "criteo_tsv"
+    return {setting: expand_path(setting, path or "", columns=named) for setting, path in paths.items()}
 
 
 def _check(config: DataConfig, out: Path, options: PrepareOptions) -> None:
     if out.exists() or out.is_symlink():
         raise InputError(f"--out {str(out)!r} exists, and nothing is overwritten. Name a new folder, or remove it.")
-    if config.kind in ("synthetic", "source"):
-        raise InputError(f"data.kind={config.kind!r} has no files. Name some with data.train_path and data.kind.")
-    if config.tables is not None:
-        raise InputError(f"data.tables={config.tables!r} cannot be prepared. Leave it out.")
+    if config.kind not in ("criteo_tsv", "columns"):
+        raise InputError(f"data.kind={config.kind!r} has no raw files. Name some with data.train_path and data.kind.")
     if config.label is None and not options.eval_only:
         raise InputError("data.label is not set, and rows without labels cannot be prepared. Name their column.")
-    if options.ids != "frequency" and (options.min_count > 1 or options.vocabulary is not None):
-        name = "--min-count" if options.min_count > 1 else "--vocabulary"
-        raise InputError(f"{name} needs ids by frequency. Give --ids frequency, or leave it out.")
-    for option, value, least in (
-        ("--min-count", options.min_count, 1),
-        ("--group-rows", options.group_rows, 1),
-        ("most_values", options.most_values, 1),
-        ("--max-rejects", options.max_rejects, 0),
-        ("--memory-gib", options.memory_gib, 0.25),
-    ):
-        if value < least:
-            raise InputError(f"{option}={value} must be at least {least}.")
+    if config.id_mode != "frequency" and options.min_count > 1:
+        raise InputError("--min-count needs ids by frequency. Give --ids frequency, or leave it out.")
+    if config.id_mode == "frequency" and options.eval_only and not config.vocabulary:
+        raise InputError("Ids by frequency need the folder whose vocabulary is to be used. Name it: data.vocabulary.")
+    least = {"min_count": 1, "group_rows": 1, "max_rejects": 0, "memory_gib": 0.25}
+    for name, bound in least.items():
+        if (value := getattr(options, name)) < bound:
+            option = "row_group_rows" if name == "group_rows" else name
+            raise InputError(f"--{option.replace('_', '-')}={value} must be at least {bound}.")
 
 
-def _used(config: DataConfig, columns: Columns) -> list[str]:
-    """Returns the columns of the files that are read, each once."""
-    single = [name for name in (config.label, config.split_column, config.group_by) if name]
-    features = [feature.name for feature in columns.features if feature.time is None]
-    times = [time.column for time in columns.times.values()]
-    return list(dict.fromkeys([*single, *columns.plain_dense, *features, *times]))
+@dataclass(frozen=True)
+class _Source:
+    """The files of a run, and how their rows are divided into parts."""
+
+    config: DataConfig
+    columns: Columns
+    files: Mapping[str, Sequence[str]]
+    """Files of ``train_path`` and of ``eval_path``."""
+    options: PrepareOptions
+    converter: Converter = field(init=False)
+
+    def __post_init__(self) -> None:
+        options = self.options
+        made = Converter(self.config, self.columns, memory_gib=options.memory_gib, threads=options.threads)
+        object.__setattr__(self, "converter", made)
+
+    def rows(self, rejects: _Rejects | None, on_share: Callable[[float], object]) -> Iterator[tuple[Part, Typed]]:
+        """Yields the rows of both parts, in the order of the files; without ``rejects`` they are not looked at."""
+        used = used_columns(self.config, self.columns)
+        files = [(setting, file) for setting, of_setting in self.files.items() for file in of_setting]
+        start = 0
+        for number, (setting, file) in enumerate(files):
+            schema = schema_of(file, self.config)
+            if absent := [name for name in used if name not in schema.names]:
+                raise InputError(
+                    f"{file}: column {absent[0]!r} is missing; all files must have the columns of the first."
+                )
+            find_columns(self.config, schema, file)
+            for block in raw_blocks(file, self.config, used):
+                rows, wrong = self.converter.convert(block)
+                if rejects is not None:
+                    rejects.add(wrong)
+                for part in _PARTS:
+                    chosen = self._is_of(part, setting, rows, start)
+                    if chosen.any():
+                        yield part, rows.take(chosen)
+                start += len(rows.labels)
+                on_share((number + block.share) / len(files))
+
+    def _is_of(self, part: Part, setting: str, rows: Typed, start: int) -> NDArray[np.bool_]:
+        """Tells which rows, number ``start`` and on, are of a part [n]."""
+        config, number = self.config, len(rows.labels)
+        if self.options.eval_only or config.eval_path:
+            own = "eval" if setting == "eval_path" or self.options.eval_only else "train"
+            return np.full(number, part == own)
+        if rows.split is not None:
+            value = config.train_split if part == "train" else config.eval_split
+            return np.asarray(pc.fill_null(pc.equal(rows.split, value), False))
+        share = round(config.eval_fraction * _MILLIONTHS)  # whole numbers: exact at any row number
+        if rows.requests is not None:
+            apart = rows.requests % _MILLIONTHS < share
+        else:
+            numbers = np.arange(start, start + number)
+            apart = (numbers + 1) * share // _MILLIONTHS > numbers * share // _MILLIONTHS
+        return apart == (part == "eval")
 
 
-def _counted(columns: Columns) -> Columns:
-    """Returns the columns with values hashed so widely that two hardly ever hash alike; times as they are."""
-    wide = [feature if feature.time else replace(feature, rows=COUNTED, id_mode="hash") for feature in columns.features]
-    return replace(columns, features=tuple(wide))
+class _Rejects:
+    """Rows that were left out, in a file."""
 
+    def __init__(self, path: Path, most: int) -> None:
+        self._path, self._most, self.number = path, most, 0
 
-def _with_rows(columns: Columns, vocabularies: Mapping[str, Vocabulary]) -> Columns:
-    """Returns the columns with tables of the sizes of their vocabularies."""
-
-    def resized(feature: Feature) -> Feature:
-        own = vocabularies.get(feature.table)
-        return feature if own is None or feature.time else replace(feature, rows=own.num_rows)
-
-    return replace(columns, features=tuple(map(resized, columns.features)))
-
-
-def _count(
-    source: _Source, columns: Columns, tables: Sequence[TableSpec], options: PrepareOptions
-) -> dict[str, Vocabulary]:
-    """Counts the values of the training rows, and gives them rows."""
-    counted = [replace(table, num_embeddings=COUNTED) for table in tables]
-    profile = AccessProfile(counted, most_rows=options.most_values)
-    for part, rows in source.rows(columns, None):
-        if part == "train":
-            ids = {name: bags.values for name, bags in rows.bags.items()}
-            profile.add(ids, num_samples=len(rows.labels))
-    vocabularies = {}
-    for feature in columns.features:
-        if feature.time is not None or feature.table in vocabularies:
-            continue
-        table = next(table for table in tables if feature.name in table.feature_names)
-        counts = profile[table.name]
-        vocabularies[feature.table] = Vocabulary.of(counts, min_count=options.min_count, most_rows=table.num_embeddings)
-        if counts.missed:
-            logger.warning(
-                "%s has more values than most_values=%d: their counts are too low by up to %d.",
-                *(table.name, options.most_values, counts.missed),
+    def add(self, rejects: Sequence[Reject]) -> None:
+        self.number += len(rejects)
+        if self.number > self._most:
+            first = rejects[0]
+            column = f"column {first.column!r}: " if first.column else ""
+            raise InputError(
+                f"{first.source}, line {first.line}: {column}{first.reason}. The line: {first.text[:200]!r}. Correct "
+                f"it, or leave out and list up to N such rows with --max-rejects N ({self.number:,} or more here)."
             )
-    return vocabularies
+        if rejects:
+            is_new = not self._path.exists()
+            with self._path.open("a", newline="", encoding="utf-8", errors="replace") as stream:
+                csv.writer(stream).writerows([Reject._fields, *rejects] if is_new else rejects)
 
 
-def _ids(rows: TypedRows, columns: Columns, vocabularies: Mapping[str, Vocabulary]) -> dict[str, Bags]:
-    ids = {}
-    for feature in columns.features:
-        bags, own = rows.bags[feature.name], vocabularies.get(feature.table)
-        ids[feature.name] = bags if own is None or feature.time else replace(bags, values=own.rows_of(bags.values))
-    return ids
+class _Writer:
+    """Writes the rows of a part in row groups of one size, in files of 64 of them."""
+
+    def __init__(self, folder: Path, schema: pa.Schema, group_rows: int) -> None:
+        folder.mkdir()
+        self.schema, self.num_rows = schema, 0
+        self._folder, self._group_rows, self._groups, self._file = folder, group_rows, 0, ExitStack()
+        self._waiting = schema.empty_table()
+
+    def add(self, table: pa.Table) -> None:
+        self.num_rows += table.num_rows
+        self._waiting = pa.concat_tables([self._waiting, table])
+        while self._waiting.num_rows >= self._group_rows:
+            self._write(self._waiting.slice(0, self._group_rows))
+            self._waiting = self._waiting.slice(self._group_rows)
+
+    def close(self) -> None:
+        """Writes the rest; a part without rows is a file without rows."""
+        if self._waiting.num_rows or not self._groups:
+            self._write(self._waiting)
+        self._file.close()
+
+    def _write(self, group: pa.Table) -> None:
+        if REQUEST in group.schema.names:  # the rows of a request stand together, in the order of their first ones
+            _, first, number = np.unique(group.column(REQUEST).to_numpy(), return_index=True, return_inverse=True)
+            group = group.take(pa.array(np.argsort(first[number], kind="stable")))
+        if self._groups % _GROUPS_OF_FILE == 0:
+            self._file.close()
+            path = self._folder / f"part-{self._groups // _GROUPS_OF_FILE:05d}.parquet"
+            self._writer = self._file.enter_context(pq.ParquetWriter(path, self.schema))
+        self._writer.write_table(group, row_group_size=self._group_rows)
+        self._groups += 1
 
 
-def _schema(config: DataConfig, columns: Columns) -> pa.Schema:
+def prepared_schema(config: DataConfig, columns: Columns) -> pa.Schema:
+    """Returns the columns of a prepared folder."""
     fields = [] if config.label is None else [pa.field(config.label, pa.int8())]
     fields += [pa.field(name, pa.float32()) for name in columns.dense]
     for feature in columns.features:
@@ -358,79 +322,204 @@ def _schema(config: DataConfig, columns: Columns) -> pa.Schema:
     return pa.schema([*fields, *([pa.field(REQUEST, pa.int64())] if config.group_by else [])])
 
 
-def _table(rows: TypedRows, ids: Mapping[str, Bags], schema: pa.Schema, columns: Columns) -> pa.Table:
-    values: dict[str, pa.Array] = {name: pa.array(rows.dense[:, i]) for i, name in enumerate(columns.dense)}
-    for feature in columns.features:
-        bags, type_ = ids[feature.name], schema.field(feature.name).type
-        numbers = pa.array(bags.values.astype(np.int32) if feature.rows <= 2**31 else bags.values)
-        values[feature.name] = numbers if bags.offsets is None else pa.LargeListArray.from_arrays(bags.offsets, numbers)
-        assert values[feature.name].type == type_, f"{feature.name}: {values[feature.name].type}, expected {type_}"
+def prepared_table(rows: Typed, ids: Ids, schema: pa.Schema, columns: Columns, label: str | None) -> pa.Table:
+    """Returns rows as a table of a prepared folder."""
+    values: dict[str, Any] = {name: rows.dense[:, i] for i, name in enumerate(columns.dense)}
+    for name, (numbers, offsets) in ids.items():
+        type_ = schema.field(name).type
+        if offsets is None:
+            values[name] = pa.array(numbers).cast(type_)
+        else:
+            values[name] = pa.LargeListArray.from_arrays(offsets, pa.array(numbers).cast(type_.value_type))
     if rows.requests is not None:
-        values[REQUEST] = pa.array(rows.requests)
-    for name in schema.names:
-        if name not in values:
-            values[name] = pa.array(rows.labels.astype(np.int8))
+        values[REQUEST] = rows.requests
+    if label is not None:
+        values[label] = rows.labels.astype(np.int8)
     return pa.table([values[name] for name in schema.names], schema=schema)
 
 
-def _manifest(
-    source: _Source,
-    columns: Columns,
-    tables: Sequence[TableSpec],
-    profile: AccessProfile,
-    vocabularies: Mapping[str, Vocabulary],
-) -> dict[str, Any]:
+def _numbered(ids: Ids, columns: Columns, vocabularies: Mapping[str, Vocabulary]) -> Ids:
+    """Returns ids with the hashes of values replaced by their rows."""
+    tables = {feature.name: feature.table for feature in columns.features if feature.time is None}
+    words = {name: vocabularies.get(tables.get(name, "")) for name in ids}
+    return {name: (v.rows_of(pair[0]), pair[1]) if (v := words[name]) else pair for name, pair in ids.items()}
+
+
+def _count(source: _Source, file: Path, on_share: Callable[[float], object]) -> dict[str, Vocabulary]:
+    """Counts the values of the training rows in a file of DuckDB, in bounded memory, and gives them rows."""
+    features = [feature for feature in source.columns.features if feature.time is None]
+    vocabularies: dict[str, Vocabulary] = {}
+    with duckdb.connect(file, config={"memory_limit": f"{source.options.memory_gib * 1024:.0f}MiB"}) as counts:
+        counts.sql("CREATE TABLE counts (name VARCHAR, value BIGINT, n BIGINT)")
+        for part, rows in source.rows(None, on_share):
+            for feature in features if part == "train" else ():
+                values, n = np.unique(rows.ids[feature.name][0], return_counts=True)
+                counts.register("block", pa.table({"name": pa.repeat(feature.table, len(n)), "value": values, "n": n}))
+                counts.sql("INSERT INTO counts SELECT * FROM block")
+        for feature in features:
+            # Equally frequent ones in the order of their hashes, which is the same everywhere.
+            chosen = "SELECT value FROM counts WHERE name = ? AND value <> 0 GROUP BY value"
+            ordered = f"{chosen} HAVING sum(n) >= ? ORDER BY sum(n) DESC, value LIMIT ?"
+            names = [feature.table, source.options.min_count, max(feature.rows - 2, 0)]
+            values = counts.sql(ordered, params=names).to_arrow_table()["value"].to_numpy()
+            vocabularies[feature.table] = Vocabulary.of(values)
+    file.unlink()
+    return vocabularies
+
+
+def _save_vocabularies(vocabularies: Mapping[str, Vocabulary], folder: Path, out: Path) -> str:
+    """Writes vocabularies by the names of their tables, without the ``t_``; returns what names them."""
+    schema = pa.schema([("table", pa.string()), ("value_hash", pa.int64()), ("row", pa.int64())])
+    with pq.ParquetWriter(folder / _VOCABULARY, schema) as writer:
+        for name, words in vocabularies.items():
+            columns = [pa.repeat(name, len(words.keys)), pa.array(words.keys), pa.array(words.rows)]
+            writer.write_table(pa.Table.from_arrays(columns, schema=schema))
+    return f"{out.absolute()}#{_checksum(vocabularies):08x}"
+
+
+def _checksum(vocabularies: Mapping[str, Vocabulary]) -> int:
+    checksum = 0
+    for name in sorted(vocabularies):
+        for part in (name.encode(), vocabularies[name].keys.tobytes(), vocabularies[name].rows.tobytes()):
+            checksum = zlib.crc32(part, checksum)
+    return checksum
+
+
+def _load_vocabularies(config: DataConfig, columns: Columns) -> dict[str, Vocabulary]:
+    """Reads the vocabularies of the prepared folder that a config names, which must be of the same tables.
+
+    Raises:
+        InputError: the folder has no vocabulary or another one, is damaged, or has other features.
+    """
+    name, _, checksum = str(config.vocabulary).partition("#")
+    place, folder = f"data.vocabulary={name!r}", Path(name)
+    manifest = read_manifest(folder, place)
+    if manifest.vocabulary is None:
+        raise InputError(f"{place} was prepared without ids by frequency, and has no vocabulary. Prepare it with them.")
+    tables = {feature.name: feature.table for feature in columns.features}
+    if {feature.name: feature.table for feature in manifest.features} != tables:
+        raise InputError(f"{place} has other tables or features than these data. Give the same columns and tables.")
+    try:
+        table = pq.read_table(folder / manifest.vocabulary)
+        vocabularies = {}
+        for name in dict.fromkeys(feature.table for feature in columns.features if feature.time is None):
+            words = table.filter(pc.equal(table["table"], name))
+            vocabularies[name] = Vocabulary(words["value_hash"].to_numpy(), words["row"].to_numpy())
+    except (OSError, KeyError, pa.ArrowException) as error:
+        raise InputError(f"{place}: its vocabulary cannot be read ({error}). Prepare it again.") from error
+    if checksum and int(checksum, 16) != _checksum(vocabularies):
+        raise InputError(f"{place} has another vocabulary than the model was trained with. Give that folder back.")
+    return vocabularies
+
+
+class _Summary:
+    """What ``dmt prepare`` says about the columns of the training rows."""
+
+    def __init__(self, columns: Columns, converter: Converter) -> None:
+        self._columns, self._converter, self._rows = columns, converter, 0
+        self._missing_dense = np.zeros(len(columns.dense), np.int64)
+        self._missing = dict.fromkeys((feature.name for feature in columns.features), 0)
+        by_feature = [
+            TableSpec(name=f.name, num_embeddings=f.rows, embedding_dim=4, feature_names=(f.name,))
+            for f in columns.features
+        ]
+        self._counts = AccessProfile(by_feature)
+
+    def add(self, rows: Typed, ids: Ids) -> None:
+        """Counts rows and their ids: missing are NaN and nothing in dense columns, row 0 and empty bags in features."""
+        self._rows += len(rows.labels)
+        self._missing_dense += rows.missing.sum(axis=0)
+        self._counts.add({name: values for name, (values, _) in ids.items()}, num_samples=len(rows.labels))
+        for name, (values, offsets) in ids.items():
+            empty = values == 0 if offsets is None else np.diff(offsets) == 0
+            self._missing[name] += int(empty.sum())
+
+    def profile(self, tables: Sequence[TableSpec]) -> AccessProfile:
+        """Returns the access counts of tables."""
+        profile = AccessProfile(tables)
+        profile.num_samples = self._rows
+        for table in tables:
+            for name in table.feature_names:
+                profile.put(table.name, self._counts[name])
+        return profile
+
+    def record(
+        self, tables: Sequence[TableSpec], vocabularies: Mapping[str, Vocabulary], *, is_exact: bool
+    ) -> dict[str, Any]:
+        """Returns the summary as plain data; distinct values of hashed features are estimated from the rows in use."""
+        features, notes = dict[str, Any](), list[str]()
+        for feature in self._columns.features:
+            counts, exact = self._counts[feature.name], is_exact or feature.time is not None
+            names = self._converter.names[feature.name]
+            if words := vocabularies.get(feature.table):
+                names = dict(zip(words.rows_of(np.array([*names], np.int64)).tolist(), names.values(), strict=True))
+                counts = replace(counts, rows=np.where(counts.rows == 1, 0, counts.rows))  # rare ones are none
+            distinct = _distinct(counts, feature.rows, exact=exact)
+            suggested = None if distinct is None else distinct + 2 if exact else max(2, 10 * distinct)
+            known = np.where(counts.rows == 0, 0, counts.counts)  # a missing value is none
+            top = int(known.argmax()) if known.any() else None
+            row = None if top is None else int(counts.rows[top])
+            features[feature.name] = {
+                "missing": self._missing[feature.name],
+                "distinct": distinct,
+                "negative": self._converter.negative[feature.name],
+                "rows": feature.rows,
+                "most_frequent": None if row is None else names.get(row, f"row {row}"),
+                "its_share": 0.0 if top is None else round(float(known[top] / max(counts.total, 1)), 6),
+                "suggested_rows": suggested,
+            }
+            if distinct is None:
+                notes.append(f"{feature.name}: its table of {feature.rows:,} rows is full. Give it more.")
+            elif distinct and suggested is not None and suggested < _FEW * feature.rows:
+                notes.append(
+                    f"{feature.name}: {distinct:,} distinct values in a table of {feature.rows:,} rows. "
+                    f"num_embeddings_per_feature.{feature.name} = {suggested} is enough."
+                )
+            if number := self._converter.negative[feature.name]:
+                notes.append(f"{feature.name}: {number:,} values below 0 have ids of their own. Are they missing ones?")
+        dense = {name: {"missing": int(n)} for name, n in zip(self._columns.dense, self._missing_dense, strict=True)}
+        for name, column in {**dense, **features}.items():
+            if self._rows and column["missing"] == self._rows:
+                notes.insert(0, f"{name}: all {self._rows:,} values are missing. Leave the column out.")
+        notes += [note for table in tables for note in self._apart(table)]
+        return {"rows": self._rows, "dense": dense, "features": features, "notes": notes}
+
+    def _apart(self, table: TableSpec) -> Iterator[str]:
+        """Yields features of a shared table that have no value in common with another."""
+        rows = {name: np.setdiff1d(self._counts[name].rows, [0, 1]) for name in table.feature_names}
+        for name, own in rows.items():
+            others = [other for each, other in rows.items() if each != name]
+            if others and len(own) and not any(len(np.intersect1d(own, other)) for other in others):
+                yield f"{name}: shares {table.name} with {shorten([n for n in rows if n != name], ', ')}, but no value."
+
+
+def _distinct(counts: RowCounts, rows: int, *, exact: bool) -> int | None:
+    """Returns the values behind the ids of a feature: exactly, or an estimate; None where too few rows are unused.
+
+    Linear counting (Whang et al., TODS 1990): of m rows, n values leave m exp(-n / m) unused.
+    """
+    used = int((counts.rows != 0).sum())
+    if exact:
+        return used
+    rows -= 1  # row 0 is for missing values
+    return None if counts.missed or used >= 0.99 * rows else round(-rows * np.log1p(-used / rows))
+
+
+def _versions() -> dict[str, str]:
     from dmt.training.records import versions
 
-    config, options = source.config, source.options
-    return {
-        "format": FORMAT,
-        "made_by": versions(),
-        "sources": [[file, *file_version(file)] for files in source.files.values() for file in files],
-        "data": {
-            "id_mode": "index",
-            "label": config.label,
-            "dense": list(columns.dense),
-            "dense_transform": "none",
-            "categorical": [feature.name for feature in columns.features],
-            "num_embeddings_per_feature": {feature.name: feature.rows for feature in columns.features},
-            "shared_tables": {name: list(features) for name, features in config.shared_tables.items()},
-            "group_by": REQUEST if config.group_by else None,
-        },
-        "features": {feature.name: asdict(feature) for feature in columns.features},
-        "tables": {
-            table.name: {
-                "features": list(table.feature_names),
-                "rows": table.num_embeddings,
-                "rows_read": len(profile[table.name].rows),
-                "accesses": profile[table.name].total,
-            }
-            for table in tables
-        },
-        "hash_key": HASH_KEY,
-        "access_counts": _PROFILE,
-        "ids": options.ids,
-        "min_count": options.min_count,
-        "row_group_rows": options.group_rows,
-        "vocabulary": VOCABULARY if vocabularies else None,
-        # With ids by frequency, raw rows need the vocabulary: they are prepared with it.
-        "raw": None
-        if vocabularies
-        else explicit_config(config, source.columns).model_dump(mode="json", exclude_defaults=True),
-    }
+    return versions()
 
 
-def _seal(folder: Path, record: dict[str, Any]) -> None:
+def _seal(folder: Path, manifest: Manifest) -> Manifest:
     """Writes the manifest, which makes the folder whole, when all else is on the disk."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != _LOCK)
     for path in files:
         fsync_path(path)
-    record["files"] = {str(path.relative_to(folder)): path.stat().st_size for path in files}
-    (folder / MANIFEST).write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")
+    manifest = replace(manifest, files={str(path.relative_to(folder)): path.stat().st_size for path in files})
+    (folder / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1) + "\n", encoding="utf-8")
     fsync_path(folder / MANIFEST)
-
-
-_LOCK = ".lock"
+    return manifest
 
 
 @contextmanager
@@ -457,9 +546,5 @@ def _work_folder(out: Path) -> Iterator[Path]:
         raise InputError(
             f"--out {str(out)!r} cannot be written: {getattr(error, 'strerror', None) or error}."
         ) from error
-    except duckdb.OutOfMemoryException as error:
-        raise InputError(f"DuckDB needs more memory than --memory-gib allows ({error}). Give it more.") from error
-    except duckdb.Error as error:  # such as a type of Arrow that it does not know
-        raise InputError(f"DuckDB cannot read the data: {error}".partition("\n")[0]) from error
     finally:
         shutil.rmtree(work, ignore_errors=True)

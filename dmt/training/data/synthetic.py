@@ -17,18 +17,20 @@ the first steps push all embeddings the same way, to learn the base rate, and th
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+import os
+from functools import lru_cache
 from typing import Literal
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from dmt.training.data.config import SyntheticConfig, check_memory
-from dmt.training.data.rows import Bags, Rows
+from dmt.errors import InputError
+from dmt.formatting import human_bytes
+from dmt.training.data.config import SyntheticConfig
+from dmt.training.data.deal import Bags, Rows
 
-__all__ = ["BLOCK_ROWS", "DrawnRows", "SyntheticClicks", "SyntheticRows"]
+__all__ = ["BLOCK_ROWS", "SyntheticClicks", "SyntheticRows", "synthetic_clicks"]
 
 BLOCK_ROWS = 1024
 """Number of rows drawn together; small, so that a rank draws little more than its own rows."""
@@ -36,41 +38,42 @@ BLOCK_ROWS = 1024
 _SETUP, _TRAIN, _EVAL, _PROBE = range(4)  # independent streams of random numbers of one seed
 _PROBE_ROWS = 32_768
 _MAIN_WEIGHT = 0.5  # of a group's main effect, against 1 for its products
-# Scale and intercept of the logit by config: finding them takes longer than all the rest of opening the data, which
-# happens more than once in a run.
-_CALIBRATED: dict[SyntheticConfig, tuple[float, float]] = {}
-
-
-@dataclass(frozen=True)
-class DrawnRows:
-    """Rows as they are drawn."""
-
-    labels: NDArray[np.float32]
-    """0 or 1, float32 [n]."""
-    dense: NDArray[np.float32]
-    """Raw counts, float32 [n, D]."""
-    bags: tuple[Bags, ...]
-    """Ids of each of the F features."""
+_ZIPF, _NOISE, _BASE_RATE = (
+    1.05,
+    0.3,
+    0.25,
+)  # exponent, standard deviation of the logit's unpredictable part, share of clicks
+_MOST_IDS = 3  # of a bag
 
 
 class SyntheticClicks:
     """Draws blocks of rows, each a function of (seed, split, block index); what all share is drawn once, here.
+
+    Args:
+        config: sizes and seed.
+        correlation: share of a feature's variance that comes from its group's hidden variable (rho).
+        signal: standard deviation of the logit's predictable part; larger is easier.
+
+    Raises:
+        InputError: the sizes need more memory than the machine has.
 
     Example:
         >>> clicks = SyntheticClicks(SyntheticConfig(num_features=6, num_groups=2, rows_per_table=50))
         >>> sorted(len(group) for group in clicks.planted_groups)
         [3, 3]
         >>> clicks.draw("train", 0).dense.shape
-        (1024, 13)
+        (13, 1024)
     """
 
-    def __init__(self, config: SyntheticConfig) -> None:
-        self.config = config
-        numbers = config.num_features + config.num_groups + 2 * config.num_dense + config.num_multi_hot * config.max_bag
-        check_memory(
-            8 * (2 * config.num_features * config.rows_per_table + numbers * _PROBE_ROWS),
-            "Synthetic data (data.synthetic: num_features, rows_per_table, num_dense, max_bag)",
-        )
+    def __init__(self, config: SyntheticConfig, *, correlation: float = 0.9, signal: float = 1.3) -> None:
+        self.config, self._correlation, self._signal = config, correlation, signal
+        numbers = config.num_features + config.num_groups + 2 * config.num_dense + config.num_multi_hot * _MOST_IDS
+        needed = 8 * (2 * config.num_features * config.rows_per_table + numbers * _PROBE_ROWS)
+        if needed > (there := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")):
+            raise InputError(
+                f"Synthetic data (data.synthetic: num_features, rows_per_table, num_dense) needs at least "
+                f"{human_bytes(needed)} of memory, but this machine has {human_bytes(there)}. Lower the settings."
+            )
         self.dense_names = tuple(f"I{i + 1}" for i in range(config.num_dense))
         self.feature_names = tuple(f"C{i + 1}" for i in range(config.num_features))
         self.multi_hot = frozenset(self.feature_names[config.num_features - config.num_multi_hot :])
@@ -82,10 +85,8 @@ class SyntheticClicks:
         effects = rng.normal(size=config.num_dense)
         effects[4:] = 0.0  # a few dense features matter, a model must learn to ignore the others
         self._dense_effects = 0.6 * effects / max(float(np.linalg.norm(effects)), 1e-9)
-        # They do not depend on the number of rows.
-        key = config.model_copy(update={"num_rows": 1, "num_eval_rows": 1})
         self._scale, self._intercept = 1.0, 0.0
-        self._scale, self._intercept = _CALIBRATED[key] = _CALIBRATED.get(key) or self._calibration()
+        self._scale, self._intercept = self._calibration()
 
     @property
     def planted_groups(self) -> list[list[str]]:
@@ -95,19 +96,14 @@ class SyntheticClicks:
             for group in range(self.config.num_groups)
         ]
 
-    def num_rows(self, split: Literal["train", "eval"]) -> int:
-        """Returns the number of rows of a split."""
-        return self.config.num_rows if split == "train" else self.config.num_eval_rows
-
-    def draw(self, split: Literal["train", "eval"], block: int) -> DrawnRows:
+    def draw(self, split: Literal["train", "eval"], block: int) -> Rows:
         """Draws a block of `BLOCK_ROWS` rows; dense features are raw counts (before any transform)."""
         rng = np.random.default_rng([self.config.seed, _TRAIN if split == "train" else _EVAL, block])
-        rows, _ = self._draw(rng, BLOCK_ROWS)
-        return rows
+        return self._draw(rng, BLOCK_ROWS)[0]
 
     def _pieces(self, rng: np.random.Generator) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
         """Draws the cuts of the line of t, and the mean of t in each piece: [rows - 1], [rows]."""
-        share = np.arange(1, self.config.rows_per_table + 1) ** -self.config.zipf_exponent
+        share = np.arange(1, self.config.rows_per_table + 1) ** -_ZIPF
         share = rng.permutation(share / share.sum())
         cuts = torch.special.ndtri(torch.from_numpy(np.cumsum(share)[:-1])).numpy()
         density = np.concatenate([[0.0], np.exp(-(cuts**2) / 2) / np.sqrt(2 * np.pi), [0.0]])
@@ -118,38 +114,39 @@ class SyntheticClicks:
         rng = np.random.default_rng([self.config.seed, _PROBE, 0])
         _, logits = self._draw(rng, _PROBE_ROWS)
         spread = float(logits.std())
-        scale = self.config.signal / spread if spread else 0.0
-        centred = logits * scale + self.config.noise * rng.normal(size=_PROBE_ROWS)
+        scale = self._signal / spread if spread else 0.0
+        centred = logits * scale + _NOISE * rng.normal(size=_PROBE_ROWS)
         low, high = -50.0, 50.0
         for _ in range(50):  # bisection: the share of clicks grows with the intercept
             middle = (low + high) / 2
-            low, high = (middle, high) if _sigmoid(centred + middle).mean() < self.config.base_rate else (low, middle)
+            low, high = (middle, high) if _sigmoid(centred + middle).mean() < _BASE_RATE else (low, middle)
         return scale, low
 
-    def _draw(self, rng: np.random.Generator, n: int) -> tuple[DrawnRows, NDArray[np.float64]]:
+    def _draw(self, rng: np.random.Generator, n: int) -> tuple[Rows, NDArray[np.float64]]:
         """Draws rows and their noise-free logits [n]."""
         config = self.config
         hidden = rng.normal(size=(config.num_groups, n))
-        shared, own = np.sqrt(config.group_correlation), np.sqrt(1 - config.group_correlation)
-        bags: list[Bags] = []
+        shared, own = np.sqrt(self._correlation), np.sqrt(1 - self._correlation)
+        single, bags = list[NDArray[np.int64]](), list[Bags]()
         scores = np.empty((config.num_features, n))
         for j, group in enumerate(self._group):
-            if j < config.num_features - config.num_multi_hot:
+            if self.feature_names[j] not in self.multi_hot:
                 ids = self._cuts[j].searchsorted(shared * hidden[group] + own * rng.normal(size=n))
-                bags.append(Bags(ids))
+                single.append(ids)
                 scores[j] = self._scores[j][ids]
             else:
-                lengths = rng.integers(0, config.max_bag + 1, size=n)
+                lengths = rng.integers(0, _MOST_IDS + 1, size=n)
                 of_row = np.repeat(np.arange(n), lengths)
                 ids = self._cuts[j].searchsorted(shared * hidden[group][of_row] + own * rng.normal(size=len(of_row)))
-                bags.append(Bags(ids, np.concatenate([[0], np.cumsum(lengths)])))
+                bags.append((ids, np.concatenate([[0], np.cumsum(lengths)])))
                 scores[j] = np.bincount(of_row, self._scores[j][ids], minlength=n) / np.maximum(lengths, 1)
         # Counts like Criteo's: whole numbers with a long tail, near normal after log(1 + x).
         dense = np.floor(np.exp(1.5 + rng.normal(size=(n, config.num_dense)))).astype(np.float32)
         logits = self._logits(scores, dense)
-        chance = _sigmoid(logits + config.noise * rng.normal(size=n))
+        chance = _sigmoid(logits + _NOISE * rng.normal(size=n))
         labels = (rng.random(size=n) < chance).astype(np.float32)
-        return DrawnRows(labels, dense, tuple(bags)), logits
+        ids = np.array(single, dtype=np.int64).reshape(len(single), n)
+        return Rows(labels, np.ascontiguousarray(dense.T), ids, tuple(bags)), logits
 
     def _logits(self, scores: NDArray[np.float64], dense: NDArray[np.float32]) -> NDArray[np.float64]:
         total = (np.log1p(dense) - 1.7) @ self._dense_effects if len(self._dense_effects) else np.zeros(scores.shape[1])
@@ -163,38 +160,26 @@ class SyntheticClicks:
 
 
 class SyntheticRows:
-    """The rows of a part as blocks, which are drawn when they are read.
+    """The rows of a part as blocks, which are drawn when they are read; dense counts x become log(1 + x)."""
 
-    Args:
-        clicks: the generator.
-        split: the part.
-        most: rows at most; None: all.
-        signed_log1p: dense counts x become log(1 + x).
-    """
-
-    def __init__(
-        self, clicks: SyntheticClicks, split: Literal["train", "eval"], *, most: int | None, signed_log1p: bool
-    ) -> None:
+    def __init__(self, clicks: SyntheticClicks, split: Literal["train", "eval"], *, signed_log1p: bool) -> None:
         self._clicks, self._split, self._signed_log1p = clicks, split, signed_log1p
-        number = clicks.num_rows(split) if most is None else min(clicks.num_rows(split), most)
+        number = clicks.config.num_rows if split == "train" else clicks.config.num_eval_rows
         ends = np.minimum(BLOCK_ROWS * np.arange(1, -(-number // BLOCK_ROWS) + 1), number)
         self.sizes = np.diff(ends, prepend=0)
         """Rows of each block, int64."""
 
     def read(self, block: int) -> Rows:
         """Draws a block."""
-        drawn, number = self._clicks.draw(self._split, block), int(self.sizes[block])
-        dense = np.log1p(drawn.dense) if self._signed_log1p else drawn.dense
-        single = [bags.values for bags in drawn.bags if bags.offsets is None]
-        ids = np.array(single, dtype=np.int64).reshape(len(single), BLOCK_ROWS)
-        rows = Rows(
-            drawn.labels, np.ascontiguousarray(dense.T), ids, tuple(b for b in drawn.bags if b.offsets is not None)
-        )
-        return rows.slice(0, number)
+        rows = self._clicks.draw(self._split, block)
+        dense = np.log1p(rows.dense) if self._signed_log1p else rows.dense
+        return Rows(rows.labels, dense, rows.ids, rows.bags).slice(0, int(self.sizes[block]))
 
-    def decode(self, parts: Sequence[Rows]) -> Rows:
-        """Joins rows."""
-        return Rows.concat(parts)
+
+@lru_cache(maxsize=4)
+def synthetic_clicks(config: SyntheticConfig) -> SyntheticClicks:
+    """Returns the generator of a config, which the several openings of the data in a run share."""
+    return SyntheticClicks(config)
 
 
 def _sigmoid(x: NDArray[np.float64]) -> NDArray[np.float64]:

@@ -169,7 +169,7 @@ def export_run(
 def _manifest(job: Job, checkpoint: Path, tables: StoredTables) -> ServedManifest:
     config, data = job.config, job.data
     hashed = data.raw.id_mode == "hash" and config.data.kind != "synthetic"
-    raw, features = {feature.name: feature for feature in data.raw_columns.features}, []
+    raw, features = {feature.name: feature for feature in data.columns.features}, []
     for table in job.tables:
         for name in table.feature_names:
             salt, time = raw[name].salt, raw[name].time
@@ -182,8 +182,8 @@ def _manifest(job: Job, checkpoint: Path, tables: StoredTables) -> ServedManifes
                     columns=table.embedding_dim,
                     multi_hot=name in data.multi_hot,
                     salt=salt,
-                    time_column="" if time is None else time.column,
-                    time_part="" if time is None else time.part,
+                    time_column="" if time is None else time[0],
+                    time_part="" if time is None else time[1],
                     examples=dict(zip(_HASHED_EXAMPLES, rows.tolist(), strict=True)) if hashed and not time else {},
                 )
             )

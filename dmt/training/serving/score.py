@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -16,11 +16,8 @@ from torch import Tensor, nn
 from dmt.errors import InputError
 from dmt.files import atomic_write
 from dmt.training.data import ClickBatch, ClickData, DataConfig, open_source
-from dmt.training.data.cache import prepare_if_needed, with_folder
-from dmt.training.data.columns import expand_path, format_of
 from dmt.training.data.config import with_files
-from dmt.training.data.parquet import parquet_schema
-from dmt.training.data.prepared import prepared_folder
+from dmt.training.data.files import expand_path
 from dmt.training.functions import check_allowed
 from dmt.training.job import PREPARED
 from dmt.training.metrics import MetricValues, metric_values
@@ -29,6 +26,10 @@ from dmt.training.trained import data_section, trained_model
 
 __all__ = ["Scored", "score", "tensors_of"]
 
+_OF_IDS = (
+    *("id_mode", "vocabulary", "num_embeddings_per_feature", "shared_tables", "dense", "categorical", "timestamps"),
+    "dense_transform",
+)
 Scorer = Callable[[ClickBatch], Tensor]
 
 
@@ -69,11 +70,11 @@ def score(
     parts: list[tuple[Tensor, Tensor]] = []
     try:
         with atomic_write(out) as scratch:
-            _write(scratch, _predictions(scorer, data, batch_size, parts), has_labels=data.config.label is not None)
+            _write(scratch, _predictions(scorer, data, batch_size, parts), has_labels=data.has_labels)
     except OSError as error:
         raise InputError(f"--out {str(out)!r} cannot be written: {error.strerror}.") from error
     logits, labels = (torch.cat([part[i] for part in parts]).double() for i in (0, 1))
-    return Scored(num_rows=len(logits), metrics=None if data.config.label is None else metric_values(logits, labels))
+    return Scored(num_rows=len(logits), metrics=metric_values(logits, labels) if data.has_labels else None)
 
 
 def _predictions(
@@ -108,8 +109,7 @@ def _open(model: Path, data_path: str | None, functions: Collection[str], cache:
         manifest, program = read_manifest(model), load_program(model)
         raw = data_section(manifest.data, f"Exported model {model}: data", "Export the checkpoint again.")
         check_allowed(f"The manifest of {model}", {"data.source": raw.source if data_path is None else None}, functions)
-        data = open_source(_rows_of(raw, raw, data_path, cache), cache=cache)
-        return partial(_run, model, program), data
+        return partial(_run, model, program), _rows_of(raw, raw, data_path, cache)
     try:
         _, job, plain = trained_model(model, functions=functions)
     except InputError:
@@ -118,8 +118,7 @@ def _open(model: Path, data_path: str | None, functions: Collection[str], cache:
         # The rows to score have the columns, too, should the run's own files be gone.
         _, job, plain = trained_model(model, data_path, functions)
     splits = {} if job.towers is None else job.towers.column_splits
-    rows = _rows_of(job.data.raw, job.data.config, data_path, cache)
-    data = open_source(rows, column_splits=splits, cache=cache)
+    data = _rows_of(job.data.raw, job.data.config, data_path, cache, splits)
     return (lambda batch: plain(batch.dense_features, batch.sparse_features).reshape(-1)), data
 
 
@@ -142,26 +141,43 @@ def tensors_of(batch: ClickBatch) -> tuple[Tensor, dict[str, Tensor], dict[str, 
     )
 
 
-def _rows_of(raw: DataConfig, trained: DataConfig, data_path: str | None, cache: Path) -> DataConfig:
-    """The data section for scoring: all rows of the files, in their order, or the evaluation rows of the run."""
+def _rows_of(
+    raw: DataConfig,
+    trained: DataConfig,
+    data_path: str | None,
+    cache: Path,
+    splits: Mapping[str, Sequence[int]] | None = None,
+) -> ClickData:
+    """Opens all rows of the files, in their order, or the evaluation rows of the run."""
     if data_path is None:
-        return trained
+        return open_source(trained, column_splits=splits, cache=cache)
     if raw.kind == "synthetic":
         raise InputError("The model was trained on synthetic clicks; rows of a file do not fit it. Leave out --data.")
-    folder = prepared_folder(data_path)
-    config = with_files(raw if folder is None else with_folder(raw, folder), data_path)
+    config = with_files(raw, data_path)
+    if config.kind == "prepared":
+        data = open_source(config, column_splits=splits)
+        changed = [key for key in _OF_IDS if _of_ids(data.raw, key) != _of_ids(raw, key)]
+        if changed:
+            raise InputError(
+                f"--data {data_path!r} was prepared with other ids than the model was trained with ({changed[0]}). "
+                "Name the raw rows, or prepare them with the same settings."
+            )
+        return data
     # Every row has a prediction, or the first that cannot be read is named.
-    changes: dict[str, Any] = {"eval_path": None, "split_column": None, "max_eval_rows": None, "group_by": None}
+    changes: dict[str, Any] = {"eval_path": None, "split_column": None, "group_by": None}
     if config.kind == "columns" and config.label not in _columns_of(data_path, config):
         changes["label"] = None
-    config = prepare_if_needed(config.model_copy(update=changes), cache, eval_only=True)
-    return config if config.eval_path else config.model_copy(update={"eval_path": data_path})
+    config = config.model_copy(update=changes)
+    return open_source(config, column_splits=splits, cache=cache, eval_only=True)
+
+
+def _of_ids(config: DataConfig, key: str) -> Any:
+    """Returns a setting that makes ids and numbers of values; of a vocabulary its checksum."""
+    value = getattr(config, key)
+    return str(value).partition("#")[2] if key == "vocabulary" else value
 
 
 def _columns_of(data_path: str, config: DataConfig) -> list[str]:
-    first = expand_path("--data", data_path, columns=True)[0]
-    if format_of(first, config) == "parquet":
-        return list(parquet_schema(first).names)
     from dmt.training.data.raw import schema_of  # which loads DuckDB
 
-    return list(schema_of(first, config).names)
+    return list(schema_of(expand_path("--data", data_path, columns=True)[0], config).names)

@@ -1,4 +1,4 @@
-"""Reading: batches of every kind of Parquet, for any number of ranks, resumed at any row."""
+"""Reading: batches of prepared rows, for any number of ranks, resumed at any row."""
 
 from __future__ import annotations
 
@@ -13,13 +13,20 @@ import pytest
 import torch
 
 from dmt.errors import InputError
-from dmt.training.data import DataConfig, clicks, open_source
+from dmt.training.data import DataConfig, clicks
+from dmt.training.data import open_source as open_data
 from dmt.training.data.clicks import ClickData, prefetched
 from dmt.training.data.deal import rank_batch
 from dmt.training.data.hash import hash_rows
 from dmt.training.data.prepare import PrepareOptions, prepare
 
 from .helpers import numbered_lines, parquet, real_rows, write
+
+
+def open_source(config: DataConfig, **options: Any) -> ClickData:
+    """Opens data with a cache beside its files."""
+    return open_data(config, **{"cache": Path(config.train_path or "").parent / "prepared", **options})
+
 
 NAMES: dict[str, Any] = {"dense": ("d",), "categorical": ("c", "n", "bag"), "dense_transform": "none"}
 
@@ -112,7 +119,7 @@ def test_evaluation_sees_each_row_once_in_the_order_of_the_files(tmp_path: Path)
         assert {len(batches) for batches in ranks} == {-(-100 // (6 * world_size))}
         assert all(len(batch.labels) == 6 for batches in ranks for batch in batches)
         assert sorted(row for batches in ranks for row in real_rows(batches)) == list(range(100))
-    few = data.config.model_copy(update={"max_eval_rows": 3})
+    few = config_of(parquet(tmp_path / "b.parquet", range(3)))
     ranks = [list(open_source(few).batches("eval", rank=r, world_size=8, batch_size=6)) for r in range(8)]
     assert sorted(row for batches in ranks for row in real_rows(batches)) == [0.0, 1.0, 2.0]
     assert {len(batches) for batches in ranks} == {1}
@@ -132,8 +139,6 @@ def test_rows_are_divided_into_parts(settings: dict[str, Any], tmp_path: Path) -
     else:
         users = {split: {int(row) // 3 % 11 for row in rows if row % 7} for split, rows in parts.items()}
         assert users["train"].isdisjoint(users["eval"])
-    limited = data.config.model_copy(update={"max_train_rows": 20, "max_eval_rows": 5})
-    assert [open_source(limited).num_rows(split) for split in ("train", "eval")] == [20, 5]  # type: ignore[arg-type]
 
 
 def test_requests_meet_in_a_batch(tmp_path: Path) -> None:
@@ -148,23 +153,39 @@ def test_requests_meet_in_a_batch(tmp_path: Path) -> None:
     assert by_user == sorted(by_user), "in the order of the files"
 
 
-def test_prepared_rows_are_those_of_the_raw_ones(tmp_path: Path) -> None:
+def test_prepared_rows_are_read_from_their_folder_or_one_of_its_parts(tmp_path: Path) -> None:
     raw = config_of(parquet(tmp_path / "a.parquet", range(100)), eval_path=None, split_column="part", group_by="user")
     prepare(raw, tmp_path / "out", PrepareOptions(group_rows=16))
-    folder = DataConfig.model_validate({"prepared": str(tmp_path / "out"), "shuffle_rows": 0})
-    plain, ready = open_source(raw.model_copy(update={"shuffle_rows": 0, "group_by": None})), open_source(folder)
-    options = {"rank": 0, "world_size": 1, "batch_size": 4}
-    rows, again = list(plain.batches("eval", **options)), list(ready.batches("eval", **options))
-    assert sorted(real_rows(rows)) == sorted(real_rows(again))
-    assert (ready.raw.id_mode, ready.raw.categorical) == ("hash", NAMES["categorical"])
-    assert [feature.salt for feature in ready.raw_columns.features] == list(NAMES["categorical"])
+    options: dict[str, Any] = {"rank": 0, "world_size": 1, "batch_size": 4}
+    folder, part = (
+        open_data(DataConfig.model_validate({"prepared": str(tmp_path / "out" / name), "shuffle_rows": 0}))
+        for name in ("", "train")
+    )
+    assert sorted(real_rows(folder.batches("eval", **options))) == list(range(0, 100, 5))
+    assert sorted(real_rows(part.batches("eval", **options))) == sorted(set(range(100)) - set(range(0, 100, 5)))
+    assert (folder.raw.id_mode, folder.raw.categorical) == ("hash", NAMES["categorical"])
+    assert [feature.salt for feature in folder.columns.features] == list(NAMES["categorical"])
+    (tmp_path / "out" / "eval" / "part-00000.parquet").write_bytes(b"x")
+    with pytest.raises(InputError, match="has 1 bytes, not"):
+        open_data(folder.config)
+
+
+def test_an_id_without_a_row_is_noticed(tmp_path: Path) -> None:
+    prepare(config_of(parquet(tmp_path / "a.parquet", range(100))), tmp_path / "out", PrepareOptions())
+    manifest = tmp_path / "out" / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"rows": 50', '"rows": 7'))
+    with pytest.raises(InputError, match=r"part-00000\.parquet: column 'c' has ids .* beyond its table of 7 rows"):
+        list(open_data(DataConfig(prepared=str(tmp_path / "out"), kind="prepared")).batches("eval", **RANK))
+
+
+RANK: dict[str, Any] = {"rank": 0, "world_size": 1, "batch_size": 4}
 
 
 def test_text_is_prepared_once_beside_the_output(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(tmp_path / "a.tsv", numbered_lines(50))
     config = DataConfig(kind="criteo_tsv", train_path=str(tmp_path / "a.tsv"), shuffle_rows=0)
     with pytest.raises(InputError, match=r"a\.tsv has to be prepared"):
-        open_source(config)
+        open_data(config)
     data = open_source(config, cache=tmp_path / "prepared")
     assert "Preparing" in caplog.text
     caplog.clear()
@@ -172,48 +193,44 @@ def test_text_is_prepared_once_beside_the_output(tmp_path: Path, caplog: pytest.
     assert not caplog.records
     assert again.files("train") == data.files("train")
     assert (data.num_rows("train"), data.num_rows("eval")) == (45, 5)
-    assert (data.raw.kind, data.config.id_mode) == ("criteo_tsv", "index")
+    assert data.raw.kind == "criteo_tsv"
     write(tmp_path / "a.tsv", numbered_lines(60))
     assert open_source(config, cache=tmp_path / "prepared").num_rows("train") == 54
     assert len(list((tmp_path / "prepared").glob("*/manifest.json"))) == 2
     write(tmp_path / "a.tsv", [*numbered_lines(3), "x"])
     with pytest.raises(InputError, match="line 4: expected 40 columns, found 1"):
         open_source(config, cache=tmp_path / "prepared")
-    # Times in Parquet are no inputs yet.
-    times = pa.array([0, 1], pa.timestamp("s"))
-    pq.write_table(pa.table({"label": [0, 1], "c": ["a", "b"], "t": times}), tmp_path / "t.parquet")
-    settings = {"categorical": ("c",), "dense": (), "timestamps": ("t",)}
-    data = open_source(config_of(str(tmp_path / "t.parquet"), **settings), cache=tmp_path / "prepared")
-    assert data.feature_names == ("c", "t_hour", "t_weekday")
 
 
 def test_a_file_that_is_replaced_is_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(clicks, "_UNSHUFFLED", 7)
-    path = parquet(tmp_path / "a.parquet", range(40))
-    data = open_source(config_of(path, shuffle_rows=0))
-    before = data.files("train")
+    raw = config_of(parquet(tmp_path / "a.parquet", range(40)), shuffle_rows=0)
+    prepare(raw, tmp_path / "out", PrepareOptions(group_rows=7))
+    config = DataConfig.model_validate({"prepared": str(tmp_path / "out"), "shuffle_rows": 0})
+    data = open_data(config)
     batches = data.batches("train", rank=0, world_size=1, batch_size=2)
     next(batches)
-    parquet(tmp_path / "a.parquet", range(80, 120), 40)
-    assert open_source(config_of(path)).files("train") != before
-    with pytest.raises(InputError, match=r"a\.parquet"):
+    file = tmp_path / "out" / "train" / "part-00000.parquet"
+    table = pq.read_table(file)
+    pq.write_table(table.set_column(1, "d", pa.array(np.arange(40, dtype=np.float32)[::-1])), file, row_group_size=7)
+    with pytest.raises(InputError, match=r"part-00000\.parquet has changed"):
         list(batches)
-    parquet(tmp_path / "a.parquet", range(40))
-    assert open_source(config_of(path)).files("train") == before
+    names = [name for name, *_ in data.files("train")]
+    assert names == ["a.parquet", "a.parquet", "the rows of a.parquet, a.parquet"]
 
 
 BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({"label": [0, 2]}, {}, r"row 2: column 'label': expected 0 or 1, found 2"),
-    ({"label": [0, None]}, {}, r"row 2: column 'label': expected 0 or 1, found None"),
-    ({"d": [1.0, 1e300]}, {}, r"row 2: column 'd': expected a number that is finite"),
-    ({"c": [1.0, 1.5]}, {}, r"row 2: column 'c': .*found 1\.5"),
-    ({"c": [1, 50]}, {"id_mode": "index"}, r"row 2: column 'c': .*t_c of 50 rows.*found 50"),
-    ({"c": [1, -1]}, {"id_mode": "index"}, r"row 2: column 'c': .*found -1"),
-    ({"c": ["1", "x"]}, {"id_mode": "index"}, r"row 2: column 'c': .*found 'x'"),
-    ({"d": [[1.0], [2.0]]}, {}, "dense column 'd' is a list"),
-    ({"d": pa.array([0, 1], pa.timestamp("s"))}, {}, "dense column 'd' has type timestamp.*under timestamps"),
+    ({"label": [0, 2]}, {}, r"line 2: column 'label': expected 0 or 1, found 2"),
+    ({"label": [0, None]}, {}, r"line 2: column 'label': expected 0 or 1, found nothing"),
+    ({"d": [1.0, 1e300]}, {}, r"line 2: column 'd': infinite as a 32-bit float"),
+    ({"c": [1.0, 1.5]}, {}, r"line 2: column 'c': .*found 1\.5"),
+    ({"c": [1, 50]}, {"id_mode": "index"}, r"line 2: column 'c': .*t_c of 50 rows.*found 50"),
+    ({"c": [1, -1]}, {"id_mode": "index"}, r"line 2: column 'c': .*found -1"),
+    ({"c": ["1", "x"]}, {"id_mode": "index"}, r"line 2: column 'c': .*found x"),
+    ({"d": [[1.0], [2.0]]}, {}, "dense column 'd' has type list"),
+    ({"d": pa.array([0, 1], pa.timestamp("s"))}, {}, "dense column 'd' has type timestamp.*data.timestamps"),
     ({"c": pa.array([b"a", b"b"])}, {}, "categorical column 'c' has type binary"),
-    ({"label": [[0], [1]]}, {}, "label 'label' has type"),
+    ({"label": [[0], [1]]}, {}, "label column 'label' has type"),
     ({}, {"dense": ("e",)}, "dense 'e' matches no column"),
     ({}, {"label": "lable"}, "Did you mean 'label'"),
     ({}, {"categorical": ("c", "d")}, "'d' is in dense and in categorical"),

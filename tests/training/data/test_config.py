@@ -14,12 +14,12 @@ from dmt.training.data.config import DataConfig, SyntheticConfig
         ({"train_path": "a"}, "train_path has no meaning for kind='synthetic'"),
         ({"num_embeddings": 5}, "num_embeddings has no meaning for kind='synthetic'"),
         ({"kind": "criteo_tsv"}, "kind='criteo_tsv' needs train_path"),
-        ({"kind": "criteo_tsv", "train_path": "a", "id_mode": "index"}, "hexadecimal text"),
+        ({"kind": "criteo_tsv", "train_path": "a", "id_mode": "index"}, "Criteo's ids are hexadecimal"),
         ({"kind": "criteo_tsv", "train_path": "a", "split_column": "s"}, "are for kind='columns'"),
         ({"kind": "columns", "train_path": "a"}, "kind='columns' needs categorical"),
         (
             {"kind": "columns", "train_path": "a", "categorical": ["c"], "eval_path": "b", "split_column": "s"},
-            "give one",
+            "both say what evaluation rows are",
         ),
         (
             {"kind": "columns", "train_path": "a", "categorical": ["c"], "num_embeddings_per_feature": {"c": 0}},
@@ -27,9 +27,11 @@ from dmt.training.data.config import DataConfig, SyntheticConfig
         ),
         ({"kind": "parquet"}, "criteo_tsv"),
         ({"shufle_rows": 3}, "shufle_rows"),
-        ({"source": "a:b", "categorical": ["c"], "timestamps": ["t"]}, "timestamps has no meaning with source"),
+        ({"source": "a:b", "categorical": ["c"], "timestamps": ["t"]}, "timestamps has no meaning for kind='source'"),
         ({"synthetic": {"num_features": 3, "num_groups": 4}}, "num_groups=4 exceeds num_features=3"),
         ({"synthetic": {"num_features": 3, "num_multi_hot": 4, "num_groups": 1}}, "num_multi_hot=4 exceeds"),
+        ({"prepared": "p", "train_path": "a"}, "train_path has no meaning for kind='prepared'"),
+        ({"kind": "columns", "train_path": "a", "categorical": ["c"], "vocabulary": "p"}, "needs id_mode='frequency'"),
     ],
 )
 def test_refused_settings(settings, text):

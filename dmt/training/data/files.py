@@ -1,0 +1,350 @@
+"""Files of data, here or behind a URL such as ``s3://bucket/day_0.parquet``, and folders that ``dmt prepare`` writes.
+
+A prepared folder has Parquet files of ids in ``train`` and ``eval``, and a manifest, written last, that describes them.
+
+Legend: n rows of a row group.
+"""
+
+from __future__ import annotations
+
+import io
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, BinaryIO, Literal, NamedTuple
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+
+from dmt.errors import InputError
+from dmt.files import from_record, read_record
+from dmt.training.data.columns import Columns, Feature
+from dmt.training.data.deal import Rows
+
+__all__ = [
+    "FORMAT",
+    "MANIFEST",
+    "REQUEST",
+    "Manifest",
+    "ParquetRows",
+    "expand_path",
+    "file_exists",
+    "file_text",
+    "file_version",
+    "format_of",
+    "is_remote",
+    "matching_files",
+    "open_binary",
+    "read_manifest",
+    "rows_of",
+]
+
+MANIFEST, FORMAT = "manifest.json", 3
+REQUEST = "#request"
+"""Column of the key of each row's request, in folders whose rows have one (``data.group_by``)."""
+_PARQUET = (".parquet", ".pq")
+_JSON = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz")
+_ENDINGS = (*_PARQUET, ".csv", ".tsv", ".csv.gz", ".tsv.gz", *_JSON)
+# Keys by which stores tell one version of a file from another.
+_MARKS = ("ETag", "etag", "generation", "md5Hash", "Content-MD5", "Digest", "mtime", "LastModified", "Last-Modified")
+
+
+def is_remote(path: str) -> bool:
+    """Tells a URL from a path of this machine.
+
+    Example:
+        >>> is_remote("s3://bucket/day_0.parquet"), is_remote("day_0.parquet")
+        (True, False)
+    """
+    return "://" in path
+
+
+def open_binary(path: str) -> BinaryIO:
+    """Opens a file to read.
+
+    Raises:
+        OSError: it cannot be opened.
+        InputError: there is no package for such a URL.
+    """
+    if not is_remote(path):
+        return open(path, "rb")
+    with _file_system(path) as (system, inner):
+        return io.BufferedReader(system.open(inner, "rb"))
+
+
+def file_version(path: str) -> tuple[int, int]:
+    """Returns the bytes of a file, and a number that changes with it; errors are those of `open_binary`."""
+    with _file_system(path) as (system, inner):
+        info = system.info(inner)
+        # Not every store's ukey changes with the file: that of HTTP is one of the URL.
+        marks = [str(info[key]) for key in _MARKS if info.get(key)] or [str(system.ukey(inner))]
+        return int(info["size"]), zlib.crc32(" ".join([str(info["size"]), *marks]).encode())
+
+
+def file_exists(path: str) -> bool:
+    """Tells whether there is a file or folder; errors are those of `open_binary`."""
+    with _file_system(path) as (system, inner):
+        return bool(system.exists(inner))
+
+
+def matching_files(value: str) -> list[str]:
+    """Lists the files that a file name, folder or glob matches, in the order of their names.
+
+    Hidden files of a folder and those that begin with ``_`` are left out. A folder that is named ``*.parquet``, as
+    Spark writes, stands for its files.
+
+    Raises:
+        OSError: the place cannot be read.
+        InputError: there is no package for such a URL; a link leads nowhere; or a folder named ``*.parquet`` holds
+            other folders, whose rows would be left out.
+    """
+    with _file_system(value) as (system, inner):
+
+        def visible(folder: str) -> list[str]:
+            names = system.ls(folder, detail=False)
+            return [name for name in names if name.rstrip("/").rpartition("/")[2][0] not in "._"]
+
+        is_one = system.isfile(inner) or (not is_remote(value) and Path(inner).is_symlink())
+        names = visible(inner) if system.isdir(inner) else [inner] if is_one else system.glob(inner)
+        found: list[str] = []
+        for name in names:
+            if not system.isdir(name):
+                found.append(name)
+            elif name.rstrip("/").endswith(".parquet"):
+                inside = visible(name)
+                if folders := [each for each in inside if system.isdir(each)]:
+                    raise InputError(
+                        f"{name} holds the folder {folders[0].rstrip('/').rpartition('/')[2]!r}, whose rows would be "
+                        "left out. Write it without partitions, or name its files by a glob."
+                    )
+                found += [each for each in inside if each.endswith(_PARQUET)]
+        for name in found:
+            if not system.exists(name):
+                raise InputError(f"{name} (of {value!r}) is a link that leads nowhere. Mend or remove it.")
+    return sorted(map(system.unstrip_protocol, found) if is_remote(value) else found)
+
+
+@contextmanager
+def _file_system(path: str) -> Iterator[tuple[Any, str]]:
+    """Yields fsspec's view of a place; turns the errors of a store's own package into those of files."""
+    from fsspec.core import url_to_fs  # type: ignore[import-untyped]
+
+    try:
+        system, inner = url_to_fs(path)
+    except (ImportError, ValueError) as error:
+        raise InputError(
+            f"{path!r} cannot be read: {error}. Install fsspec's package for such URLs, or copy the files to this host."
+        ) from error
+    try:
+        yield system, inner
+    except (InputError, OSError):
+        raise
+    except Exception as error:
+        raise OSError(f"{type(error).__name__}: {error}") from error
+
+
+def expand_path(setting: str, value: str, *, columns: bool) -> list[str]:
+    """Lists the files that a file name, directory or glob matches, or a URL of these, in the order of their names.
+
+    With ``columns``, files of a directory whose ending says no format with named columns are left out.
+
+    Raises:
+        InputError: nothing matches, or a file has an unknown ending.
+
+    Example:
+        >>> import tempfile
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = [Path(folder, name).touch() for name in ("day_1.tsv", "day_0.tsv", "_SUCCESS")]
+        ...     [Path(file).name for file in expand_path("train_path", folder, columns=True)]
+        ['day_0.tsv', 'day_1.tsv']
+    """
+    try:
+        files = matching_files(value)
+        found = [file for file in files if file.endswith(_ENDINGS)] if columns else files
+    except (OSError, ValueError) as error:  # such as a name that is too long
+        raise InputError(f"{setting}={value!r} cannot be read ({error}).") from error
+    if not found and files:
+        raise InputError(f"{setting}: {files[0]} has an unknown ending; expected one of {', '.join(_ENDINGS)}.")
+    if not found:
+        place = "" if is_remote(value) else f" (in {Path.cwd()})"
+        raise InputError(f"{setting}={value!r} matches no file{place}.")
+    return found
+
+
+def format_of(path: str) -> Literal["parquet", "json", "text"]:
+    """Tells the format of a file with named columns by its name."""
+    return "parquet" if path.endswith(_PARQUET) else "json" if path.endswith(_JSON) else "text"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Manifest:
+    """What a prepared folder says of itself; a program other than ``dmt prepare`` may leave out what has a default."""
+
+    format: int
+    files: dict[str, int]
+    """Bytes of each file, by its path in the folder."""
+    dense: tuple[str, ...]
+    """Dense columns, float32."""
+    features: tuple[Feature, ...]
+    """Columns of ids."""
+    label: str | None = None
+    """Column of labels, int8."""
+    raw: dict[str, Any] | None = None
+    """Section ``[data]`` that turns raw rows into these ids, with every column by name."""
+    sources: tuple[tuple[str, int, int], ...] = ()
+    """Name, bytes and version of the files that were prepared."""
+    access_counts: str | None = None
+    """Access counts of the training rows."""
+    vocabulary: str | None = None
+    """Values and their ids, by frequency."""
+    rows: dict[str, int] = field(default_factory=dict)
+    """Rows of each part."""
+    rejects: int = 0
+    """Rows that were left out."""
+    summary: dict[str, Any] = field(default_factory=dict)
+    """What to know of each column."""
+    made_by: dict[str, str] = field(default_factory=dict)
+    """Versions of packages."""
+
+    @property
+    def columns(self) -> Columns:
+        """The columns of a run on these rows."""
+        return Columns(dense=self.dense, features=self.features)
+
+
+def read_manifest(folder: Path, place: str) -> Manifest:
+    """Reads the manifest of a folder, and checks that its files are those that it was written for.
+
+    Raises:
+        InputError: ``dmt prepare`` has not written the folder, or a file has gone or has another size; ``place`` names
+            the setting.
+    """
+    remedy = "Name a folder that `dmt prepare` has written."
+    record = read_record(folder / MANIFEST, what=f"{place}: manifest", version=FORMAT, remedy=remedy)
+    manifest = from_record(Manifest, record, place=f"{place}: its {MANIFEST}", remedy=remedy)
+    for name, size in manifest.files.items():
+        file = folder / name
+        found = file.stat().st_size if file.is_file() else None
+        if found != size:
+            text = "is missing" if found is None else f"has {found} bytes, not {size}"
+            raise InputError(f"{place}: {file} {text}. Copy the folder whole, or prepare it again.")
+    return manifest
+
+
+def file_text(name: str, size: int, checksum: int) -> str:
+    """Describes a file of data by its name, bytes and CRC-32."""
+    return f"{name} of {size:,} bytes (CRC-32 {checksum:08x})"
+
+
+class _Group(NamedTuple):
+    file: Path
+    number: int
+    """Of the row group in its file."""
+    version: tuple[int, int]
+    """Bytes and time of the file as it was opened."""
+
+
+class ParquetRows:
+    """The rows of one part of a prepared folder, row group by row group.
+
+    Args:
+        manifest: of the folder.
+        folder: the part.
+
+    Raises:
+        InputError: a file cannot be read, or lacks a column.
+    """
+
+    def __init__(self, manifest: Manifest, folder: Path) -> None:
+        self._manifest = manifest
+        self._footers: dict[Path, pq.FileMetaData] = {}
+        self._groups: list[_Group] = []
+        self.identities: list[tuple[str, int, int]] = []
+        """Name, bytes and CRC-32 of the footer of each file."""
+        names = [*manifest.dense, *(feature.name for feature in manifest.features)]
+        names += [manifest.label] if manifest.label is not None else []
+        for file in sorted(folder.glob("*.parquet")):
+            with _reading(file), file.open("rb") as stream:
+                footer = self._footers[file] = pq.read_metadata(stream)
+                found = footer.schema.to_arrow_schema().names
+                stream.seek(-8, io.SEEK_END)
+                stream.seek(-8 - int.from_bytes(stream.read(4), "little"), io.SEEK_END)
+                checksum = zlib.crc32(stream.read())
+            if absent := [name for name in names if name not in found]:
+                raise InputError(f"{file}: column {absent[0]!r} is missing. Prepare the data again.")
+            self._names = [*names, *(name for name in found if name == REQUEST)]
+            version = _version(file)
+            self.identities.append((file.name, version[0], checksum))
+            self._groups += [_Group(file, number, version) for number in range(footer.num_row_groups)]
+        self.sizes = np.array(
+            [self._footers[group.file].row_group(group.number).num_rows for group in self._groups], dtype=np.int64
+        )
+        """Rows of each row group, int64."""
+
+    def read(self, number: int) -> Rows:
+        """Reads a row group.
+
+        Raises:
+            InputError: it cannot be read, or the file has changed since it was opened.
+        """
+        group = self._groups[number]
+        with _reading(group.file):
+            if _version(group.file) != group.version:
+                raise InputError(f"{group.file} has changed since the run began. Give it back, or start the run anew.")
+            # Memory maps are slower here where they are read for the first time.
+            with pq.ParquetFile(group.file, metadata=self._footers[group.file]) as source:
+                table = source.read_row_group(group.number, columns=self._names, use_threads=False)
+            rows = rows_of(table, self._manifest.columns, self._manifest.label)
+        single = (feature for feature in self._manifest.features if not feature.is_bag)
+        bags = (feature for feature in self._manifest.features if feature.is_bag)
+        ids = [*rows.ids, *(values for values, _ in rows.bags)]
+        for feature, values in zip((*single, *bags), ids, strict=True):
+            if len(values) and not 0 <= values.min() <= values.max() < feature.rows:
+                raise InputError(
+                    f"{group.file}: column {feature.name!r} has ids from {values.min()} to {values.max()}, some beyond "
+                    f"its table of {feature.rows} rows. Prepare the data again."
+                )
+        return rows
+
+
+def rows_of(table: pa.Table, columns: Columns, label: str | None) -> Rows:
+    """Returns a prepared table of n rows as arrays."""
+
+    def values(name: str) -> Any:
+        column = table.column(name)
+        return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
+
+    single = [feature for feature in columns.features if not feature.is_bag]
+    is_wide = any(feature.rows > 2**31 for feature in single)
+    dense = np.empty((len(columns.dense), table.num_rows), np.float32)
+    for i, name in enumerate(columns.dense):
+        dense[i] = values(name)
+    ids = np.empty((len(single), table.num_rows), np.int64 if is_wide else np.int32)
+    for i, feature in enumerate(single):
+        ids[i] = values(feature.name)
+    bags = tuple(values(feature.name) for feature in columns.features if feature.is_bag)
+    return Rows(
+        np.zeros(table.num_rows, np.float32) if label is None else np.asarray(values(label)).astype(np.float32),
+        dense,
+        ids,
+        tuple((bag.flatten().to_numpy(), np.asarray(bag.offsets) - bag.offsets[0].as_py()) for bag in bags),
+        np.asarray(values(REQUEST)) if REQUEST in table.column_names else None,
+    )
+
+
+def _version(file: Path) -> tuple[int, int]:
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, pa.ArrowException, UnicodeDecodeError, ValueError) as error:
+        if isinstance(error, InputError):
+            raise
+        raise InputError(f"{file}: cannot be read as Parquet ({error}).") from error
