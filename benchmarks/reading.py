@@ -83,7 +83,7 @@ def prepared(text: Path, folder: Path, memory_gib: float) -> dict[str, float]:
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     options = PrepareOptions(threads=1, memory_gib=memory_gib)
     record = prepare(DataConfig(kind="criteo_tsv", train_path=str(text)), folder, options)
-    rate = sum(record["rows"].values()) / (time.process_time() - began)
+    rate = sum(record.rows.values()) / (time.process_time() - began)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     return {"rows_per_s": rate, "peak_mib": peak / 1024, "text_gib": text.stat().st_size / 2**30}
 

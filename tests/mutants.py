@@ -87,10 +87,10 @@ doomed = path.with_name(f".{path.name}.partial") => doomed = path.with_name(f"{p
 ## dmt/training/data/hash.py :: tests/test_house.py -k "docstring and hash"
 rows = 1 + (mix_bits(hashed ^ salt) => rows = 1 + (mix_bits(hashed)
 feature, num_embeddings), 0)[codes] => feature, num_embeddings), 1)[codes]
-## dmt/training/data/vocabulary.py :: tests/training/data/test_prepare.py -k "frequen or vocabular or deal"
+## dmt/training/data/hash.py :: tests/training/data/test_prepare.py -k "frequen or vocabular or deal"
 known = np.where(self.keys[place] == keys, self.rows[place], _RARE) => known = self.rows[place]
 return _FIRST + len(self.keys) => return len(self.keys)
-np.lexsort((keys, -numbers)) => np.lexsort((keys, numbers))
+order = np.argsort(keys) => order = np.arange(len(keys))
 ## dmt/sptt/unique.py :: tests/dmt/test_unique.py -m "not slow and not ranks"
 (is_first.cumsum(dim=1) - 1).gather(1, first) => is_first.cumsum(dim=1).gather(1, first)
 begins[:, 1:] = hashes[:, 1:] != hashes[:, :-1] => begins[:, 1:] = hashes[:, 1:] > hashes[:, 1:]

@@ -55,7 +55,7 @@ def numbered(folder: Path, num_rows: int, **settings: Any) -> dict[str, Any]:
 
 def rows_seen(data: dict[str, Any], **arguments: Any) -> list[list[int]]:
     """The rows of each batch."""
-    clicks = open_source(DataConfig.model_validate(data))
+    clicks = open_source(DataConfig.model_validate(data), cache=Path(data["train_path"]).parent / "prepared")
     return [batch.sparse_features.values().tolist() for batch in spread_batches(clicks, **arguments)]
 
 

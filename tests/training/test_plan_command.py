@@ -149,7 +149,7 @@ def test_many_tables_are_summed_up(tmp_path: Path) -> None:
         (["plan.toml", "data.tables=absent.json"], "data.tables='absent.json': cannot be read"),
         (["plan.toml", "data.tables=broken.json"], "data.tables='broken.json': not JSON"),
         (["plan.toml", "data.tables=empty.json"], "data.tables='empty.json': holds no list of tables"),
-        (["plan.toml", "data.tables=odd.json"], "data.tables='odd.json', entry 1 ('t'): num_embeddings is missing"),
+        (["plan.toml", "data.tables=odd.json"], "data.tables='odd.json', entry 1: num_embeddings: Field required"),
     ],
 )
 def test_bad_input_is_one_line(
@@ -168,35 +168,34 @@ def test_bad_input_is_one_line(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ('"name": 3', r"name=3 must be a text"),
-        ('"name": ""', r"name='' must be a text that is not empty"),
-        ('"num_embeddings": "10"', r"num_embeddings='10' must be a whole number of at least 1"),
-        ('"num_embeddings": 1e400', r"num_embeddings=inf must be a whole"),
-        ('"num_embeddings": true', r"num_embeddings=True must be a whole"),
-        ('"num_embeddings": 0', r"num_embeddings=0 must be a whole"),
-        ('"num_embeddings": 9223372036854775808', r"num_embeddings=9.223e\+18 must be below 2\*\*63"),
-        ('"embedding_dim": 8.0', r"embedding_dim=8.0 must be a whole"),
-        ('"embedding_dim": 6', r"embedding_dim=6 must be a multiple of 4"),
-        ('"feature_names": "abc"', r"feature_names='abc' must be a list of one text or more"),
-        ('"feature_names": [3]', r"feature_names=\[3\] must be a list"),
-        ('"feature_names": []', r"feature_names=\[\] must be a list"),
-        ('"data_type": "INT8"', r"data_type='INT8' is unknown; use one of \['FP32', 'FP16'\]"),
-        ('"data_type": ["FP16"]', r"data_type=\['FP16'\] is unknown"),
-        ('"datatype": "FP16"', r"the key 'datatype' is unknown;.* Did you mean 'data_type'\?"),
+        ('"name": 3', r"name: .*string \(got 3\)"),
+        ('"name": ""', r"name: .*at least 1 character"),
+        ('"num_embeddings": "10"', r"num_embeddings: .*integer \(got '10'\)"),
+        ('"num_embeddings": 1e400', r"num_embeddings: .*integer \(got inf\)"),
+        ('"num_embeddings": true', r"num_embeddings: .*integer \(got True\)"),
+        ('"num_embeddings": 0', r"num_embeddings: .*greater than or equal to 1"),
+        ('"num_embeddings": 9223372036854775808', r"num_embeddings=9223372036854775808 is beyond"),
+        ('"embedding_dim": 8.5', r"embedding_dim: .*integer"),
+        ('"embedding_dim": 6', r"embedding_dim: .*multiple of 4 \(got 6\)"),
+        ('"feature_names": "abc"', r"feature_names: .*array \(got 'abc'\)"),
+        ('"feature_names": [3]', r"feature_names.0: .*string \(got 3\)"),
+        ('"feature_names": []', r"feature_names: .*at least 1 item"),
+        ('"data_type": "INT8"', r"data_type: .*'FP32' or 'FP16' \(got 'INT8'\)"),
+        ('"datatype": "FP16"', r"datatype: Extra inputs are not permitted"),
     ],
 )
 def test_malformed_tables_are_named(change: str, message: str, tmp_path: Path) -> None:
     entry = '{"name": "a", "num_embeddings": 10, "embedding_dim": 8, "feature_names": ["x"]%s}'
     path = tmp_path / "tables.json"
     path.write_text(f"[{entry % ''}, {entry % f', {change}'}]")
-    with pytest.raises(InputError, match=rf"data.tables='{path}', entry 2( \('a?'\))?: {message}"):
+    with pytest.raises(InputError, match=rf"data.tables='{path}', entry 2: ({message})"):
         read_tables(path)
 
 
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[3]", "entry 1: 3 must be an object with the keys name, num_embeddings"),
+        ("[3]", r"entry 1: Input should be an object \(got 3\)"),
         ("9" * 5000, "not JSON"),
         (json.dumps([vars(table) for table in specs(1) * 2]), "Table 't_0' is given 2 times"),
     ],
@@ -214,7 +213,7 @@ def test_tables_of_a_tower_plan_are_checked_too(tmp_path: Path) -> None:
     TowerPlan.from_lists([["f"]], tables=(odd,)).save(path)
     result = plan(config_file(tmp_path, towers={"plan": path}, data={"tables": path}))
     assert result.exit_code == 2
-    assert f"data.tables='{path}', entry 1 ('t'): embedding_dim=6 must be a multiple of 4" in result.output
+    assert f"data.tables='{path}', entry 1: embedding_dim: Input should be a multiple of 4 (got 6)" in result.output
 
 
 def test_fp16_tables_take_half_the_weights(tmp_path: Path) -> None:

@@ -190,7 +190,8 @@ class ClickData:
         part = self._parts.get(split)
         if self._manifest is None or not isinstance(part, ParquetRows):
             return []
-        names = [(Path(file).name, size, 0) for file, size, _ in self._manifest.sources if split == "train"]
+        sources = dict.fromkeys(self._manifest.sources if split == "train" else ())
+        names = [(Path(file).name, size, 0) for file, size, _ in sources]
         rows = f"the rows of {shorten([name for name, *_ in names], ', ')}" if names else None
         return [*names, *((rows or name, size, checksum) for name, size, checksum in part.identities)]
 
@@ -308,7 +309,7 @@ class ClickData:
                 for start in range(0, whole, batch_size):
                     yield self._batch_of(joined.slice(start, start + batch_size), batch_size)
                 waiting = [joined.slice(whole, joined.num_rows)]
-        if split == "eval" and sum(rows.num_rows for rows in waiting):
+        if split == "eval" and any([rows.num_rows > 0 for rows in waiting]):
             yield self._batch_of(Rows.concat(waiting), batch_size)
 
     def _agreed(

@@ -240,7 +240,7 @@ def read_tables(path: Path) -> tuple[TableSpec, ...]:
     if not isinstance(entries, list) or not entries:
         raise InputError(f"{place}: holds no list of tables, as `dmt partition` records them in towers.json.")
     tables = [
-        from_record(_Table, entry, place=f"{place}, entry {number}", remedy="")
+        from_record(_Table, entry, place=f"{place}, entry {number}", remedy="Correct it.")
         for number, entry in enumerate(entries, start=1)
     ]
     try:

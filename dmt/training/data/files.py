@@ -124,7 +124,9 @@ def matching_files(value: str) -> list[str]:
         for name in found:
             if not system.exists(name):
                 raise InputError(f"{name} (of {value!r}) is a link that leads nowhere. Mend or remove it.")
-    return sorted(map(system.unstrip_protocol, found) if is_remote(value) else found)
+    if is_remote(value):  # a single file keeps the name that the user gave it
+        return [value] if found == [inner] else sorted(map(system.unstrip_protocol, found))
+    return sorted(found)
 
 
 @contextmanager

@@ -109,6 +109,12 @@ def malformed(split: str, shard: int, num_shards: int, options: dict[str, Any]) 
     yield changes[options["wrong"]]
 
 
+def of_rank(split: str, shard: int, num_shards: int) -> Iterator[Any]:
+    """Other columns on every rank, where the first has bags."""
+    rank = torch.distributed.get_rank()
+    yield {"label": [0, 1], f"d_{rank}": [0.0, 1.0], "c_1": [3, 4] if rank else [[3], [4, 4]]}
+
+
 def none(split: str, shard: int, num_shards: int) -> list[Any]:
     return []
 

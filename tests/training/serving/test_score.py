@@ -48,7 +48,6 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "categorical": ["c_*"],
         "dense": ["d_*"],
         "timestamps": ["time"],
-        "timestamp_parts": ["hour", "years"],
         "split_column": "split",
         "num_embeddings": 30,
     }
@@ -141,7 +140,7 @@ def test_other_columns_are_refused(run: Path, tmp_path: Path) -> None:
 
 def test_the_manifest_has_examples_of_the_hash(run: Path) -> None:
     manifest = read_manifest(run / "model.pt2")
-    ad, words, hour = manifest.features
+    ad, words, hour, _ = manifest.features
     assert not ad.multi_hot
     assert words.multi_hot
     assert ad.examples.keys() == {"1", "abc"}
@@ -150,5 +149,5 @@ def test_the_manifest_has_examples_of_the_hash(run: Path) -> None:
     assert all(0 < row < 30 for row in ad.examples.values())
     assert batch_of(run).sparse_features.keys() == [ad.name, words.name, hour.name]
     assert (hour.name, hour.rows, hour.time_column, hour.time_part) == ("time_hour", 25, "time", "hour")
-    assert (hour.examples, manifest.dense) == ({}, ("d_age", "time_years"))
+    assert (hour.examples, manifest.dense) == ({}, ("d_age",))
     assert manifest.data["categorical"] == ["c_ad", "c_words"]
