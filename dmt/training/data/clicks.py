@@ -183,7 +183,7 @@ class ClickData:
         return tables_of(self.columns, **self._dims)
 
     def files(self, split: Split) -> list[tuple[str, int, int]]:
-        """Returns name without folders, bytes and a checksum of the footer of every file of a split, in order.
+        """Returns name without folders, bytes and CRC-32 of every file of a split, in order.
 
         Of training rows the files that were prepared come first, without a checksum: they are those that a user knows.
         """

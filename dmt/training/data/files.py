@@ -186,8 +186,8 @@ class Manifest:
     """What a prepared folder says of itself; a program other than ``dmt prepare`` may leave out what has a default."""
 
     format: int
-    files: dict[str, int]
-    """Bytes of each file, by its path in the folder."""
+    files: dict[str, tuple[int, int]]
+    """Bytes and CRC-32 of each file, by its path in the folder."""
     dense: tuple[str, ...]
     """Dense columns, float32."""
     features: tuple[Feature, ...]
@@ -227,7 +227,7 @@ def read_manifest(folder: Path, place: str) -> Manifest:
     remedy = "Name a folder that `dmt prepare` has written."
     record = read_record(folder / MANIFEST, what=f"{place}: manifest", version=FORMAT, remedy=remedy)
     manifest = from_record(Manifest, record, place=f"{place}: its {MANIFEST}", remedy=remedy)
-    for name, size in manifest.files.items():
+    for name, (size, _) in manifest.files.items():
         file = folder / name
         found = file.stat().st_size if file.is_file() else None
         if found != size:
@@ -265,21 +265,18 @@ class ParquetRows:
         self._footers: dict[Path, pq.FileMetaData] = {}
         self._groups: list[_Group] = []
         self.identities: list[tuple[str, int, int]] = []
-        """Name, bytes and CRC-32 of the footer of each file."""
+        """Name, bytes and CRC-32 of each file."""
         names = [*manifest.dense, *(feature.name for feature in manifest.features)]
         names += [manifest.label] if manifest.label is not None else []
         for file in sorted(folder.glob("*.parquet")):
             with _reading(file), file.open("rb") as stream:
                 footer = self._footers[file] = pq.read_metadata(stream)
                 found = footer.schema.to_arrow_schema().names
-                stream.seek(-8, io.SEEK_END)
-                stream.seek(-8 - int.from_bytes(stream.read(4), "little"), io.SEEK_END)
-                checksum = zlib.crc32(stream.read())
             if absent := [name for name in names if name not in found]:
                 raise InputError(f"{file}: column {absent[0]!r} is missing. Prepare the data again.")
             self._names = [*names, *(name for name in found if name == REQUEST)]
             version = _version(file)
-            self.identities.append((file.name, version[0], checksum))
+            self.identities.append((file.name, *manifest.files.get(f"{folder.name}/{file.name}", (version[0], 0))))
             self._groups += [_Group(file, number, version) for number in range(footer.num_row_groups)]
         self.sizes = np.array(
             [self._footers[group.file].row_group(group.number).num_rows for group in self._groups], dtype=np.int64

@@ -153,7 +153,7 @@ def prepare(
             ids = _numbered(rows.ids, columns, vocabularies)
             if part == "train":
                 summary.add(rows, ids)
-            writers[part].add(prepared_table(rows, ids, schema, columns, config.label))
+            writers[part].add(prepared_table(rows, ids, config, columns))
         for writer in writers.values():
             writer.close()
         profile = summary.profile(tables)
@@ -322,8 +322,9 @@ def prepared_schema(config: DataConfig, columns: Columns) -> pa.Schema:
     return pa.schema([*fields, *([pa.field(REQUEST, pa.int64())] if config.group_by else [])])
 
 
-def prepared_table(rows: Typed, ids: Ids, schema: pa.Schema, columns: Columns, label: str | None) -> pa.Table:
+def prepared_table(rows: Typed, ids: Ids, config: DataConfig, columns: Columns) -> pa.Table:
     """Returns rows as a table of a prepared folder."""
+    schema = prepared_schema(config, columns)
     values: dict[str, Any] = {name: rows.dense[:, i] for i, name in enumerate(columns.dense)}
     for name, (numbers, offsets) in ids.items():
         type_ = schema.field(name).type
@@ -333,8 +334,8 @@ def prepared_table(rows: Typed, ids: Ids, schema: pa.Schema, columns: Columns, l
             values[name] = pa.LargeListArray.from_arrays(offsets, pa.array(numbers).cast(type_.value_type))
     if rows.requests is not None:
         values[REQUEST] = rows.requests
-    if label is not None:
-        values[label] = rows.labels.astype(np.int8)
+    if config.label is not None:
+        values[config.label] = rows.labels.astype(np.int8)
     return pa.table([values[name] for name in schema.names], schema=schema)
 
 
@@ -514,9 +515,15 @@ def _versions() -> dict[str, str]:
 def _seal(folder: Path, manifest: Manifest) -> Manifest:
     """Writes the manifest, which makes the folder whole, when all else is on the disk."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != _LOCK)
+    found = {}
     for path in files:
         fsync_path(path)
-    manifest = replace(manifest, files={str(path.relative_to(folder)): path.stat().st_size for path in files})
+        with path.open("rb") as stream:
+            checksum = 0
+            while block := stream.read(1 << 20):
+                checksum = zlib.crc32(block, checksum)
+        found[str(path.relative_to(folder))] = (path.stat().st_size, checksum)
+    manifest = replace(manifest, files=found)
     (folder / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1) + "\n", encoding="utf-8")
     fsync_path(folder / MANIFEST)
     return manifest

@@ -147,7 +147,7 @@ def test_the_manifest_has_examples_of_the_hash(run: Path) -> None:
     assert ad.examples != words.examples, "the feature is no part of the hash"
     assert manifest.hash_key
     assert all(0 < row < 30 for row in ad.examples.values())
-    assert batch_of(run).sparse_features.keys() == [ad.name, words.name, hour.name]
+    assert batch_of(run).sparse_features.keys() == [ad.name, words.name, hour.name, "time_weekday"]
     assert (hour.name, hour.rows, hour.time_column, hour.time_part) == ("time_hour", 25, "time", "hour")
     assert (hour.examples, manifest.dense) == ({}, ("d_age",))
     assert manifest.data["categorical"] == ["c_ad", "c_words"]
