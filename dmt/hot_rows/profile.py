@@ -1,9 +1,4 @@
-"""`AccessProfile`: how often each row of each table was read (the A_k of OPER, section 3.2), in bounded memory.
-
-A table of at most ``most_rows`` rows is counted exactly. Of a larger one the most frequent rows are kept by Misra and
-Gries' summary in the form that merges (Agarwal et al., Mergeable Summaries, PODS 2012, section 3): no count is too
-high, and none is too low by more than `RowCounts.missed`.
-"""
+"""`AccessProfile`: how often each row of each table was read (the A_k of OPER, section 3.2), counted exactly."""
 
 from __future__ import annotations
 
@@ -20,7 +15,6 @@ from dmt.plan.tables import TableSpec, table_specs
 __all__ = ["AccessProfile", "RowCounts"]
 
 Numbers = NDArray[np.int64]
-_MOST_ROWS = 2**20
 
 
 @dataclass(frozen=True)
@@ -28,19 +22,16 @@ class RowCounts:
     """Accesses of the rows of one table.
 
     Example:
-        >>> counts = RowCounts(np.array([2, 7]), np.array([1, 3]), total=4)
-        >>> counts.merged(RowCounts(np.array([7, 9]), np.array([2, 1]), total=3), most_rows=2)
-        RowCounts(rows=array([7]), counts=array([4]), total=7, missed=1)
+        >>> RowCounts.of([2, 7, 7, 7]).merged(RowCounts.of([7, 9]))
+        RowCounts(rows=array([2, 7, 9]), counts=array([1, 4, 1]), total=6)
     """
 
     rows: Numbers
     """Rows that are counted, int64 [n], ascending."""
     counts: Numbers
-    """Accesses of each of them, int64 [n]; too low by ``missed`` at most."""
+    """Accesses of each of them, int64 [n]."""
     total: int
     """Accesses of all rows, also of those that are not counted."""
-    missed: int = 0
-    """Most accesses that any row may have had beyond its count; 0 where the counts are exact."""
 
     @staticmethod
     def of(ids: Any) -> RowCounts:
@@ -65,18 +56,12 @@ class RowCounts:
         shares = np.minimum(self.counts / max(self.total, 1), 1 - 1e-12)
         return np.asarray(-np.expm1(batch_size * np.log1p(-shares)))
 
-    def merged(self, other: RowCounts, *, most_rows: int) -> RowCounts:
-        """Returns the accesses of both, with at most ``most_rows`` rows counted."""
+    def merged(self, other: RowCounts) -> RowCounts:
+        """Returns the accesses of both."""
         rows, places = np.unique(np.concatenate([self.rows, other.rows]), return_inverse=True)
         counts = np.zeros(len(rows), np.int64)
         np.add.at(counts, places, np.concatenate([self.counts, other.counts]))
-        missed = self.missed + other.missed
-        if len(rows) > most_rows:
-            # All counts fall by that of the first row that finds no place, as if it had met most_rows others each time.
-            least = int(np.partition(counts, -most_rows - 1)[-most_rows - 1])
-            kept = counts > least
-            rows, counts, missed = rows[kept], counts[kept] - least, missed + least
-        return RowCounts(rows, counts, self.total + other.total, missed)
+        return RowCounts(rows, counts, self.total + other.total)
 
 
 class AccessProfile:
@@ -86,10 +71,9 @@ class AccessProfile:
 
     Args:
         tables: TorchRec ``EmbeddingBagConfig`` or `TableSpec`.
-        most_rows: rows counted of a table at most, 16 bytes each; twice as many wait to be counted.
 
     Raises:
-        InputError: ``most_rows`` is not positive, or the tables are refused by `table_specs`.
+        InputError: the tables are refused by `table_specs`.
 
     Example:
         >>> table = TableSpec(name="t", num_embeddings=10, embedding_dim=8, feature_names=("f",))
@@ -99,15 +83,10 @@ class AccessProfile:
         ([1, 3], 1.0)
     """
 
-    def __init__(self, tables: Sequence[Any], *, most_rows: int = _MOST_ROWS) -> None:
-        if most_rows < 1:
-            raise InputError(f"AccessProfile: most_rows={most_rows} must be at least 1.")
+    def __init__(self, tables: Sequence[Any]) -> None:
         self.tables: tuple[TableSpec, ...] = table_specs(tables)
-        self.most_rows = most_rows
         self.num_samples = 0
-        nothing = np.zeros(0, np.int64)
-        self._counts = {table.name: RowCounts(nothing, nothing, 0) for table in self.tables}
-        self._waiting: dict[str, list[Numbers]] = {table.name: [] for table in self.tables}
+        self._counts = {table.name: RowCounts.of([]) for table in self.tables}
         self._table_of = {feature: table for table in self.tables for feature in table.feature_names}
 
     def add(self, ids: Mapping[str, Any], *, num_samples: int) -> None:
@@ -135,17 +114,11 @@ class AccessProfile:
                     f"{table.num_embeddings} rows. Hash the ids, or give the table more rows."
                 )
         for name, values in found.items():
-            table = self._table_of[name]
-            waiting = self._waiting[table.name]
-            waiting.append(values)
-            # Counting costs about as much as there are counters: it waits until as many ids have come.
-            if sum(map(len, waiting)) > 2 * min(self.most_rows, table.num_embeddings):
-                self._count(table.name)
+            self.put(self._table_of[name].name, RowCounts.of(values))
         self.num_samples += num_samples
 
     def __getitem__(self, table: str) -> RowCounts:
         """Returns the accesses of a table's rows so far."""
-        self._count(table)
         return self._counts[table]
 
     def ids_per_sample(self, table: TableSpec) -> float:
@@ -154,7 +127,7 @@ class AccessProfile:
 
     def put(self, table: str, counts: RowCounts) -> None:
         """Adds accesses that were counted elsewhere, by another rank or an earlier run."""
-        self._counts[table] = self[table].merged(counts, most_rows=self.most_rows)
+        self._counts[table] = self[table].merged(counts)
 
     def merge(self, other: AccessProfile) -> None:
         """Adds the accesses of another profile of the same tables.
@@ -170,10 +143,3 @@ class AccessProfile:
         for table in self.tables:
             self.put(table.name, other[table.name])
         self.num_samples += other.num_samples
-
-    def _count(self, table: str) -> None:
-        waiting = self._waiting[table]
-        if waiting:
-            ids = np.concatenate(waiting)
-            waiting.clear()
-            self._counts[table] = self._counts[table].merged(RowCounts.of(ids), most_rows=self.most_rows)

@@ -260,7 +260,7 @@ class HotRows:
 
         Take it where a checkpoint of the model is taken. The first rank is given the counts of all, others none.
         """
-        mine, summed = self._counter.profile(), _exact_profile(self._tables)
+        mine, summed = self._counter.profile(), AccessProfile(self._tables)
         for table in self._tables:  # one by one: those of all tables and ranks may be many
             for counts in gather_on_first(mine[table.name], self._everyone):
                 summed.put(table.name, counts)
@@ -279,7 +279,7 @@ class HotRows:
         # All on one rank: a choice sums over ranks.
         is_first = self._everyone.rank() == 0
         self._batches, self._samples = (state.batches, state.samples) if is_first else (0, 0)
-        loaded = _exact_profile(self._tables)
+        loaded = AccessProfile(self._tables)
         if is_first:
             loaded.num_samples = state.counts.num_samples
             for name in names:
@@ -313,7 +313,7 @@ class HotRows:
         group, mine = self._everyone, self._counter.profile()
         names = [table.name for table in self._tables]
         parts = gather_objects(({name: mine[name].total for name in names}, mine.num_samples), group)
-        summed = _exact_profile(self._tables)
+        summed = AccessProfile(self._tables)
         summed.num_samples = sum(samples for _, samples in parts)
         totals = {name: sum(of_rank[name] for of_rank, _ in parts) for name in names}
         topology, distinct = self._mesh.topology, self._is_unique
@@ -343,15 +343,11 @@ class HotRows:
         return [name for name in mine if name not in before]
 
 
-def _exact_profile(tables: Sequence[TableSpec]) -> AccessProfile:
-    return AccessProfile(tables, most_rows=max(table.num_embeddings for table in tables))
-
-
 class _Counter:
     """Counts the ids of batches exactly, where they are: on a GPU nothing is copied to the host, batch by batch."""
 
     def __init__(self, tables: Sequence[TableSpec], before: AccessProfile | None = None) -> None:
-        self._total = before or _exact_profile(tables)
+        self._total = before or AccessProfile(tables)
         self._waiting: dict[str, list[Tensor]] = {table.name: [] for table in tables}
 
     def add(self, ids: KeyedJaggedTensor) -> None:

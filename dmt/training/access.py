@@ -33,10 +33,8 @@ class _Header:
 
     format: int
     num_samples: int
-    most_rows: int
     tables: tuple[TableSpec, ...]
     totals: tuple[int, ...]
-    missed: tuple[int, ...]
     numbers: dict[str, int] = field(default_factory=dict)
 
 
@@ -54,10 +52,8 @@ def _save(profile: AccessProfile, path: Path, numbers: dict[str, int]) -> None:
     header = _Header(
         format=_FORMAT,
         num_samples=profile.num_samples,
-        most_rows=profile.most_rows,
         tables=profile.tables,
         totals=tuple(c.total for c in counts),
-        missed=tuple(c.missed for c in counts),
         numbers=numbers,
     )
     columns = [
@@ -91,7 +87,7 @@ def _load(path: Path, remedy: str) -> tuple[AccessProfile, dict[str, int]]:
     header = from_record(_Header, parse_json(text, place=place, remedy=remedy), place=place, remedy=remedy)
     if header.format != _FORMAT:
         raise InputError(f"{place} has format {header.format}; this version reads format {_FORMAT}. {remedy}")
-    profile = AccessProfile(header.tables, most_rows=header.most_rows)
+    profile = AccessProfile(header.tables)
     profile.num_samples = header.num_samples
     ends = np.searchsorted(number, np.arange(len(header.tables) + 1))
     for i, spec in enumerate(profile.tables):
@@ -100,14 +96,14 @@ def _load(path: Path, remedy: str) -> tuple[AccessProfile, dict[str, int]]:
         beyond = len(rows[part]) and not (rows[part][0] >= 0 and rows[part][-1] < spec.num_embeddings)
         if beyond or not ((number[part] == i).all() and (np.diff(rows[part]) > 0).all()):
             raise InputError(f"{place}: its rows of table {spec.name!r} are not those of the table. {remedy}")
-        profile.put(spec.name, RowCounts(rows[part], counts[part], header.totals[i], header.missed[i]))
+        profile.put(spec.name, RowCounts(rows[part], counts[part], header.totals[i]))
     return profile, header.numbers
 
 
 def save_hot_rows(state: HotRowsState, folder: Path) -> None:
     """Writes what `HotRows` knows into the folder of a checkpoint."""
     tables = state.counts.tables
-    rows = AccessProfile(tables, most_rows=max(table.num_embeddings for table in tables))
+    rows = AccessProfile(tables)
     for name, of_table in state.rows.items():
         rows.put(name, RowCounts(of_table, np.ones_like(of_table), len(of_table)))
     save_profile(state.counts, folder / _COUNTS)

@@ -1,4 +1,4 @@
-"""Access profiles: exact and bounded counts, merging, and the bytes that follow from them, against counting by hand."""
+"""Access profiles: counts, merging, and the bytes that follow from them, against counting by hand."""
 
 from __future__ import annotations
 
@@ -22,35 +22,20 @@ def zipf_ids(rows: int, size: int, seed: int, exponent: float = 1.2) -> np.ndarr
     return places * 7919 % rows  # the frequent ones are not neighbours
 
 
-def profile_of(ids: np.ndarray, rows: int, **options: int) -> AccessProfile:
-    profile = AccessProfile([table("t", rows)], **options)
+def profile_of(ids: np.ndarray, rows: int) -> AccessProfile:
+    profile = AccessProfile([table("t", rows)])
     for part in np.array_split(ids, 9):
         profile.add({"t": part}, num_samples=len(part))
     return profile
 
 
-def test_counts_are_exact_where_there_is_room() -> None:
+def test_counts_are_exact() -> None:
     ids = zipf_ids(500, 20_000, seed=0)
-    found = profile_of(ids, 500, most_rows=500)["t"]
+    found = profile_of(ids, 500)["t"]
     expected = np.bincount(ids, minlength=500)
-    assert found.missed == 0
     assert found.total == 20_000
     assert found.rows.tolist() == np.flatnonzero(expected).tolist()
     assert found.counts.tolist() == expected[expected > 0].tolist()
-
-
-@pytest.mark.parametrize("seed", range(5))
-def test_bounded_counts_are_within_what_they_say(seed: int) -> None:
-    ids = zipf_ids(5_000, 30_000, seed)
-    found, true = profile_of(ids, 5_000, most_rows=200)["t"], np.bincount(ids, minlength=5_000)
-    assert len(found.rows) <= 200
-    assert found.total == 30_000
-    assert 0 < found.missed <= 30_000 / 201, "Misra and Gries' bound"
-    counted = np.zeros(5_000, np.int64)
-    counted[found.rows] = found.counts
-    assert ((counted <= true) & (true <= counted + found.missed)).all()
-    frequent = np.argsort(-true)[:20]
-    assert np.isin(frequent, found.rows).all()
 
 
 def test_profiles_of_ranks_add_up() -> None:
@@ -139,7 +124,5 @@ def test_faults() -> None:
     with pytest.raises(InputError, match=r"feature 'g' looks up in none of the 1 tables"):
         profile.add({"g": [1]}, num_samples=1)
     assert profile["t"].total == profile.num_samples == 0, "a refused batch leaves no trace"
-    with pytest.raises(InputError, match=r"most_rows=0 must be at least 1"):
-        AccessProfile([], most_rows=0)
     with pytest.raises(InputError, match=r"profiles of 1 and 1 tables do not add up, or their tables differ"):
         profile.merge(AccessProfile([table("t", 6, "f")]))

@@ -21,20 +21,19 @@ def assert_equal(found: AccessProfile, expected: AccessProfile) -> None:
     for table in expected.tables:
         ours, theirs = found[table.name], expected[table.name]
         assert (ours.rows.tolist(), ours.counts.tolist()) == (theirs.rows.tolist(), theirs.counts.tolist())
-        assert (ours.total, ours.missed) == (theirs.total, theirs.missed)
+        assert ours.total == theirs.total
 
 
-def profile_of(**options: int) -> AccessProfile:
+def profile_of() -> AccessProfile:
     """The accesses of 100 rows of a small run."""
-    profile = AccessProfile(source(small()).tables, **options)
+    profile = AccessProfile(source(small()).tables)
     draw = np.random.default_rng(0)
     profile.add({f: draw.integers(0, 11, 100) for t in profile.tables for f in t.feature_names}, num_samples=100)
     return profile
 
 
-@pytest.mark.parametrize("most_rows", [5, 2**20])
-def test_a_profile_is_kept(tmp_path: Path, most_rows: int) -> None:
-    profile = profile_of(most_rows=most_rows)
+def test_a_profile_is_kept(tmp_path: Path) -> None:
+    profile = profile_of()
     save_profile(profile, tmp_path / "access.parquet")
     assert_equal(load_profile(tmp_path / "access.parquet"), profile)
 

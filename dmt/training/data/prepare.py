@@ -503,7 +503,7 @@ def _distinct(counts: RowCounts, rows: int, *, exact: bool) -> int | None:
     if exact:
         return used
     rows -= 1  # row 0 is for missing values
-    return None if counts.missed or used >= 0.99 * rows else round(-rows * np.log1p(-used / rows))
+    return None if used >= 0.99 * rows else round(-rows * np.log1p(-used / rows))
 
 
 def _versions() -> dict[str, str]:
