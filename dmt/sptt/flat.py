@@ -23,66 +23,6 @@ from dmt.sptt.sharder import HomeTable, SharderSettings, TowerSharder
 __all__ = ["SPTTEmbeddingBagCollectionSharder", "ShardedSPTTEmbeddingBagCollection"]
 
 
-class SPTTEmbeddingBagCollectionSharder(TowerSharder[EmbeddingBagCollection]):
-    """Gives any ``EmbeddingBagCollection`` the SPTT dataflow (DMT section 3.1); pass-through towers.
-
-    The result is bitwise the unsharded module's ``KeyedTensor``: same keys, same order, same values.
-
-    Args:
-        mesh: the groups of this job.
-        plan: which features go to which tower; as many towers as the mesh has.
-        settings: ``fused_params``, ``id_route``, ``peer_precision``, ``moment_scale`` and ``unique``, see
-            `dmt.sptt.sharder.TowerSharder`.
-
-    Raises:
-        InputError: the plan has another number of towers than the mesh, or a setting is out of range.
-
-    Example::
-
-        sharders = [SPTTEmbeddingBagCollectionSharder(mesh, TowerPlan.load("towers.json"))]
-        plan = TowerShardingPlanner(mesh.topology).plan(model, sharders)
-        model = DistributedModelParallel(model, plan=plan, sharders=sharders)
-    """
-
-    module_type: type[EmbeddingBagCollection] = EmbeddingBagCollection
-    """The unsharded module type."""
-
-    def __init__(self, mesh: TowerMesh, plan: TowerPlan, **settings: Unpack[SharderSettings]) -> None:
-        super().__init__(mesh, **settings)
-        if not isinstance(plan, TowerPlan):
-            raise InputError(f"The tower plan {plan!r} must be a dmt.TowerPlan, as TowerPlan.from_lists makes it.")
-        if plan.num_towers != mesh.topology.num_towers:
-            raise InputError(
-                f"The tower plan has {plan.num_towers} towers but the topology num_towers={mesh.topology.num_towers}. "
-                "Make them equal."
-            )
-        self.plan = plan
-
-    def sharded(
-        self, module: EmbeddingBagCollection, sharding: Mapping[str, ParameterSharding], device: torch.device | None
-    ) -> ShardedSPTTEmbeddingBagCollection:
-        """Makes the sharded collection."""
-        return ShardedSPTTEmbeddingBagCollection(self, module, sharding, device)
-
-    def tables_by_tower(self, module: EmbeddingBagCollection) -> list[list[Any]]:
-        """Checks the plan against the table configs, and returns those that each mesh tower holds."""
-        tables = module.embedding_bag_configs()
-        try:
-            return self.plan.tables_by_tower(tables)
-        except InputError as error:
-            planned = {feature for tower in self.plan.towers for feature in tower.features}
-            if not set(feature_names(tables)) < planned:
-                raise
-            raise InputError(
-                f"{error} A tower plan is for one EmbeddingBagCollection: where a model has several, merge their "
-                "tables into one and read its result by key."
-            ) from error
-
-    def shardable_parameters(self, module: EmbeddingBagCollection) -> dict[str, nn.Parameter]:
-        """Returns the table weights, by table name."""
-        return {name.split(".")[0]: p for name, p in module.embedding_bags.named_parameters()}
-
-
 class ShardedSPTTEmbeddingBagCollection(SPTTModule):
     """The tables of one mesh tower on one of its ranks; made by `SPTTEmbeddingBagCollectionSharder`.
 
@@ -135,6 +75,61 @@ class ShardedSPTTEmbeddingBagCollection(SPTTModule):
     def parts(self, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
         """Yields the tables of this rank's tower."""
         yield prefix, self.embedding
+
+
+class SPTTEmbeddingBagCollectionSharder(TowerSharder[EmbeddingBagCollection]):
+    """Gives any ``EmbeddingBagCollection`` the SPTT dataflow (DMT section 3.1); pass-through towers.
+
+    The result is bitwise the unsharded module's ``KeyedTensor``: same keys, same order, same values.
+
+    Args:
+        mesh: the groups of this job.
+        plan: which features go to which tower; as many towers as the mesh has.
+        settings: ``fused_params``, ``id_route``, ``peer_precision``, ``moment_scale`` and ``unique``, see
+            `dmt.sptt.sharder.TowerSharder`.
+
+    Raises:
+        InputError: the plan has another number of towers than the mesh, or a setting is out of range.
+
+    Example::
+
+        sharders = [SPTTEmbeddingBagCollectionSharder(mesh, TowerPlan.load("towers.json"))]
+        plan = TowerShardingPlanner(mesh.topology).plan(model, sharders)
+        model = DistributedModelParallel(model, plan=plan, sharders=sharders)
+    """
+
+    module_type: type[EmbeddingBagCollection] = EmbeddingBagCollection
+    """The unsharded module type."""
+    sharded_type = ShardedSPTTEmbeddingBagCollection
+
+    def __init__(self, mesh: TowerMesh, plan: TowerPlan, **settings: Unpack[SharderSettings]) -> None:
+        super().__init__(mesh, **settings)
+        if not isinstance(plan, TowerPlan):
+            raise InputError(f"The tower plan {plan!r} must be a dmt.TowerPlan, as TowerPlan.from_lists makes it.")
+        if plan.num_towers != mesh.topology.num_towers:
+            raise InputError(
+                f"The tower plan has {plan.num_towers} towers but the topology num_towers={mesh.topology.num_towers}. "
+                "Make them equal."
+            )
+        self.plan = plan
+
+    def tables_by_tower(self, module: EmbeddingBagCollection) -> list[list[Any]]:
+        """Checks the plan against the table configs, and returns those that each mesh tower holds."""
+        tables = module.embedding_bag_configs()
+        try:
+            return self.plan.tables_by_tower(tables)
+        except InputError as error:
+            planned = {feature for tower in self.plan.towers for feature in tower.features}
+            if not set(feature_names(tables)) < planned:
+                raise
+            raise InputError(
+                f"{error} A tower plan is for one EmbeddingBagCollection: where a model has several, merge their "
+                "tables into one and read its result by key."
+            ) from error
+
+    def shardable_parameters(self, module: EmbeddingBagCollection) -> dict[str, nn.Parameter]:
+        """Returns the table weights, by table name."""
+        return {name.split(".")[0]: p for name, p in module.embedding_bags.named_parameters()}
 
 
 def _sub_collection(module: EmbeddingBagCollection, tables: list[Any]) -> EmbeddingBagCollection:

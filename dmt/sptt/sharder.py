@@ -74,6 +74,9 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
             of range.
     """
 
+    sharded_type: Callable[[TowerSharder[Any], Any, Mapping[str, ParameterSharding], torch.device | None], TowerState]
+    """The sharded module."""
+
     def __init__(
         self,
         mesh: TowerMesh,
@@ -114,12 +117,6 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
     def tables_by_tower(self, module: Module) -> list[list[Any]]:
         """Returns the table configs that each mesh tower holds."""
 
-    @abc.abstractmethod
-    def sharded(
-        self, module: Module, sharding: Mapping[str, ParameterSharding], device: torch.device | None
-    ) -> TowerState:
-        """Makes the sharded module once arguments are checked; collective."""
-
     def shard(
         self,
         module: Module,
@@ -147,7 +144,7 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
             for table in of_tower:
                 weight, sharding = parameters[table.name], params.get(table.name)
                 self._check_table(table, weight, sharding, tower=tower, is_weighted=is_weighted)
-        made = self.sharded(module, params, device)
+        made = self.sharded_type(self, module, params, device)
         if self.unique:
             wrap(made, shares_equal=True)
         return made

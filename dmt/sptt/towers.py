@@ -32,94 +32,6 @@ from dmt.sptt.sharder import SharderSettings, TowerSharder
 __all__ = ["ShardedTowerCollection", "TowerCollectionSharder", "clip_grad_norm"]
 
 
-class TowerCollectionSharder(TowerSharder[EmbeddingTowerCollection]):
-    """Shards ``EmbeddingTowerCollection`` for ``DistributedModelParallel`` (DMT sections 3.1 and 3.2).
-
-    Each tower's tables and tower module live on the ranks of one mesh tower; only the tower's output crosses
-    between towers. The result has the columns of the unsharded module, in its order.
-
-    Args:
-        mesh: the groups of this job.
-        placement: for each logical tower of the collection its mesh tower; by default tower i on mesh tower i. Several
-            logical towers may share one mesh tower, none may stay empty.
-        settings: ``fused_params``, ``id_route``, ``peer_precision``, ``moment_scale`` and ``unique``, see
-            `dmt.sptt.sharder.TowerSharder`.
-
-    Example::
-
-        mesh = TowerMesh(TowerTopology(num_towers=2, ranks_per_tower=2))
-        sharders = [TowerCollectionSharder(mesh)]
-        plan = TowerShardingPlanner(mesh.topology).plan(model, sharders)
-        model = DistributedModelParallel(model, plan=plan, sharders=sharders)
-    """
-
-    module_type: type[EmbeddingTowerCollection] = EmbeddingTowerCollection
-    """The unsharded module type."""
-
-    def __init__(
-        self,
-        mesh: TowerMesh,
-        *,
-        placement: Sequence[int] | None = None,
-        **settings: Unpack[SharderSettings],
-    ) -> None:
-        super().__init__(mesh, **settings)
-        self.placement = None if placement is None else tuple(placement)
-
-    def sharded(
-        self, module: EmbeddingTowerCollection, sharding: Mapping[str, ParameterSharding], device: torch.device | None
-    ) -> ShardedTowerCollection:
-        """Makes the sharded collection."""
-        return ShardedTowerCollection(self, module, sharding, device)
-
-    def mesh_towers(self, module: EmbeddingTowerCollection) -> tuple[int, ...]:
-        """Returns the mesh tower of each logical tower.
-
-        Raises:
-            InputError: the placement has another length than the collection, names an unknown mesh tower, or leaves a
-                mesh tower empty.
-        """
-        num_logical, num_mesh = len(module.towers), self.mesh.topology.num_towers
-        if self.placement is None and num_logical != num_mesh:
-            raise InputError(
-                f"The model has {num_logical} towers but the topology num_towers={num_mesh}. Make them equal, or pass "
-                "placement= to put several towers of the model on one tower of the mesh."
-            )
-        placement = tuple(range(num_mesh)) if self.placement is None else self.placement
-        if len(placement) != num_logical or any(not 0 <= t < num_mesh for t in placement):
-            raise InputError(
-                f"placement={list(placement)} must give one mesh tower of 0..{num_mesh - 1} for each of the "
-                f"{num_logical} towers of the model."
-            )
-        empty = sorted(set(range(num_mesh)) - set(placement))
-        if empty:
-            raise InputError(
-                f"Mesh tower {empty[0]} has no tower of the model (placement={list(placement)}); its ranks would idle. "
-                f"Use at most {num_logical} mesh towers."
-            )
-        return placement
-
-    def tables_by_tower(self, module: EmbeddingTowerCollection) -> list[list[Any]]:
-        """Returns the table configs of each mesh tower; raises `InputError` for one that is no bag collection."""
-        tables: list[list[Any]] = [[] for _ in range(self.mesh.topology.num_towers)]
-        for i, (tower, mesh_tower) in enumerate(zip(module.towers, self.mesh_towers(module), strict=True)):
-            if not isinstance(tower, EmbeddingTower) or not isinstance(tower.embedding, EmbeddingBagCollection):
-                raise InputError(
-                    f"Tower {i} holds a {type(getattr(tower, 'embedding', tower)).__name__}; towers of pooled "
-                    "EmbeddingBagCollection are supported."
-                )
-            tables[mesh_tower].extend(_tables(tower))
-        return tables
-
-    def shardable_parameters(self, module: EmbeddingTowerCollection) -> dict[str, nn.Parameter]:
-        """Returns the table weights of all towers, by table name."""
-        return {
-            name.split(".")[-2]: parameter
-            for tower in module.towers
-            for name, parameter in tower.embedding.embedding_bags.named_parameters()
-        }
-
-
 class ShardedTowerCollection(SPTTModule):
     """The towers of one mesh tower on one of its ranks; made by `TowerCollectionSharder`.
 
@@ -198,6 +110,89 @@ class ShardedTowerCollection(SPTTModule):
             yield append_prefix(prefix, f"towers.{i}.embedding"), embedding
         for i, interaction in self.interactions.by_tower.items():
             yield append_prefix(prefix, f"towers.{i}.interaction"), interaction
+
+
+class TowerCollectionSharder(TowerSharder[EmbeddingTowerCollection]):
+    """Shards ``EmbeddingTowerCollection`` for ``DistributedModelParallel`` (DMT sections 3.1 and 3.2).
+
+    Each tower's tables and tower module live on the ranks of one mesh tower; only the tower's output crosses
+    between towers. The result has the columns of the unsharded module, in its order.
+
+    Args:
+        mesh: the groups of this job.
+        placement: for each logical tower of the collection its mesh tower; by default tower i on mesh tower i. Several
+            logical towers may share one mesh tower, none may stay empty.
+        settings: ``fused_params``, ``id_route``, ``peer_precision``, ``moment_scale`` and ``unique``, see
+            `dmt.sptt.sharder.TowerSharder`.
+
+    Example::
+
+        mesh = TowerMesh(TowerTopology(num_towers=2, ranks_per_tower=2))
+        sharders = [TowerCollectionSharder(mesh)]
+        plan = TowerShardingPlanner(mesh.topology).plan(model, sharders)
+        model = DistributedModelParallel(model, plan=plan, sharders=sharders)
+    """
+
+    module_type: type[EmbeddingTowerCollection] = EmbeddingTowerCollection
+    """The unsharded module type."""
+    sharded_type = ShardedTowerCollection
+
+    def __init__(
+        self,
+        mesh: TowerMesh,
+        *,
+        placement: Sequence[int] | None = None,
+        **settings: Unpack[SharderSettings],
+    ) -> None:
+        super().__init__(mesh, **settings)
+        self.placement = None if placement is None else tuple(placement)
+
+    def mesh_towers(self, module: EmbeddingTowerCollection) -> tuple[int, ...]:
+        """Returns the mesh tower of each logical tower.
+
+        Raises:
+            InputError: the placement has another length than the collection, names an unknown mesh tower, or leaves a
+                mesh tower empty.
+        """
+        num_logical, num_mesh = len(module.towers), self.mesh.topology.num_towers
+        if self.placement is None and num_logical != num_mesh:
+            raise InputError(
+                f"The model has {num_logical} towers but the topology num_towers={num_mesh}. Make them equal, or pass "
+                "placement= to put several towers of the model on one tower of the mesh."
+            )
+        placement = tuple(range(num_mesh)) if self.placement is None else self.placement
+        if len(placement) != num_logical or any(not 0 <= t < num_mesh for t in placement):
+            raise InputError(
+                f"placement={list(placement)} must give one mesh tower of 0..{num_mesh - 1} for each of the "
+                f"{num_logical} towers of the model."
+            )
+        empty = sorted(set(range(num_mesh)) - set(placement))
+        if empty:
+            raise InputError(
+                f"Mesh tower {empty[0]} has no tower of the model (placement={list(placement)}); its ranks would idle. "
+                f"Use at most {num_logical} mesh towers."
+            )
+        return placement
+
+    def tables_by_tower(self, module: EmbeddingTowerCollection) -> list[list[Any]]:
+        """Returns the table configs of each mesh tower; raises `InputError` for one that is no bag collection."""
+        tables: list[list[Any]] = [[] for _ in range(self.mesh.topology.num_towers)]
+        for i, (tower, mesh_tower) in enumerate(zip(module.towers, self.mesh_towers(module), strict=True)):
+            if not isinstance(tower, EmbeddingTower) or not isinstance(tower.embedding, EmbeddingBagCollection):
+                raise InputError(
+                    f"Tower {i} holds a {type(getattr(tower, 'embedding', tower)).__name__}; towers of pooled "
+                    "EmbeddingBagCollection are supported."
+                )
+            tables[mesh_tower].extend(_tables(tower))
+        return tables
+
+    def shardable_parameters(self, module: EmbeddingTowerCollection) -> dict[str, nn.Parameter]:
+        """Returns the table weights of all towers, by table name."""
+        return {
+            name.split(".")[-2]: parameter
+            for tower in module.towers
+            for name, parameter in tower.embedding.embedding_bags.named_parameters()
+        }
 
 
 class _TowerModules(nn.Module):
