@@ -112,10 +112,9 @@ class HotRows:
                 f"HotRows: profile={profile!r} must be an AccessProfile. Read the access.parquet of `dmt prepare` with "
                 "dmt.training.access.load_profile."
             )
-        if isinstance(extra_memory, bool) or not isinstance(extra_memory, int | float) or not 0 < extra_memory <= 1:
+        if not 0 < extra_memory <= 1:
             raise InputError(f"HotRows: extra_memory={extra_memory!r} must be a share above 0, at most 1.")
-        is_number = isinstance(refresh_every, int) and not isinstance(refresh_every, bool)
-        if refresh_every is not None and (not is_number or refresh_every < 1):
+        if refresh_every is not None and refresh_every < 1:
             raise InputError(f"HotRows: refresh_every={refresh_every!r} must be a number of steps from 1 on, or None.")
         self._module, self._mesh = _flat_collection(model, mesh), mesh
         homes = self._module.home_tables
@@ -285,8 +284,7 @@ class HotRows:
             for name in names:
                 loaded.put(name, state.counts[name])
         self._counter = _Counter(self._tables, loaded)
-        rows = {name: of_table for name, of_table in state.rows.items() if name in names}
-        self.replicate(rows)
+        self.replicate({name: of_table for name, of_table in state.rows.items() if name in names})
 
     def write_back(self) -> None:
         """Brings the tables of this rank up to date, for tensors of them that were obtained earlier; not collective."""
