@@ -35,7 +35,6 @@ __all__ = ["job_of", "main"]
 _RESULTS = Path(__file__).parent / "results"
 _STEPS = tuple(_RESULTS / name for name in ("train_step.json", "unique_step.json", "hot_steps.json"))
 _OUT = _RESULTS / "simulator.md"
-_MEGABYTES = ("4", "25")
 _FLAT = {"table_wise": "table_wise", "column_wise": "column_wise"}
 
 
@@ -132,9 +131,8 @@ def measure(setting: Mapping[str, Any], out: Path) -> None:
     ranks, program = setting["ranks_per_host"], shutil.which("dmt")
     assert program is not None, "the environment has the library installed"
     with EmulatedHosts(setting["hosts"], mbit_per_s=setting["mbit_per_s"]) as hosts:
-        command = ["--no-python", program, "bench-comms", "--device", "cpu", "--out", str(out.resolve())]
-        sizes = [argument for size in _MEGABYTES for argument in ("--megabytes", size)]
-        hosts.torchrun([*command, *sizes], ranks_per_host=ranks, timeout=600)
+        command = ["--no-python", program, "bench-comms", "--out", str(out.resolve())]
+        hosts.torchrun(command, ranks_per_host=ranks, timeout=600)
 
 
 def page(rows: Sequence[Row]) -> str:

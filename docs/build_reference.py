@@ -42,7 +42,7 @@ def commands() -> str:
     """
     parts = []
     for name, command in sorted(main.commands.items()):
-        context = click.Context(command, info_name=f"dmt {name}")
+        context = click.Context(command, info_name=f"dmt {name}", show_default=True)
         parts.append(f"## `dmt {name}`\n\n{_paragraphs(command.help or '')}\n")
         parts.append("| argument or option | meaning |\n| --- | --- |")
         for parameter in command.get_params(context):

@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import json
-import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import combinations
 from typing import Any
 
 from dmt.errors import InputError, did_you_mean
@@ -17,7 +15,7 @@ from dmt.formatting import shorten
 from dmt.plan.split_across_towers import shard_names, split_tables
 from dmt.plan.tables import TableSpec, feature_names, table_specs
 
-__all__ = ["FORMAT_VERSION", "PlanComparison", "TowerFeatures", "TowerPlan", "compare_plans"]
+__all__ = ["FORMAT_VERSION", "TowerFeatures", "TowerPlan"]
 
 FORMAT_VERSION = 1
 _REMEDY = "Write it with `dmt partition` or `TowerPlan.from_lists(...).save(path)`."
@@ -218,53 +216,3 @@ class TowerPlan:
 def _quote(word: str, names: Sequence[str], most: int = 5) -> str:
     shown = shorten([repr(name) for name in names], ", ", most=most)
     return f"{word} {shown} is" if len(names) == 1 else f"{word}s {shown} are"
-
-
-@dataclass(frozen=True, kw_only=True)
-class PlanComparison:
-    """Agreement of two tower plans on which features belong together; the towers' names and order do not matter."""
-
-    rand_index: float
-    """Share of the pairs of features that both plans put together or both put apart (Rand, 1971)."""
-    adjusted_rand_index: float
-    """Rand index less what random towers of the same sizes reach (Hubert and Arabie, 1985): 1 is equal, 0 is chance."""
-    only_first: tuple[tuple[str, str], ...]
-    """Pairs that share a tower in the first plan only, in the order of its features."""
-    only_second: tuple[tuple[str, str], ...]
-    """Pairs that share a tower in the second plan only, in the order of its features."""
-
-
-def compare_plans(first: TowerPlan, second: TowerPlan) -> PlanComparison:
-    """Compares two tower plans pair by pair, such as those of two seeds of training.
-
-    Raises:
-        InputError: the plans are not about the same features.
-
-    Example:
-        >>> a = TowerPlan.from_lists([["ad", "shop"], ["user", "city"]])
-        >>> found = compare_plans(a, TowerPlan.from_lists([["user", "city", "ad"], ["shop"]]))
-        >>> round(found.rand_index, 3), found.only_first, len(found.only_second)
-        (0.5, (('ad', 'shop'),), 2)
-    """
-    strange = sorted(set(first.features) ^ set(second.features))
-    if strange:
-        raise InputError(
-            f"compare_plans: feature {strange[0]!r} is in one of the plans only ({len(strange)} such features). "
-            "Compare plans of one model, cut into the same column shards."
-        )
-    together = [_pairs_together(plan) for plan in (first, second)]
-    both, (num_first, num_second) = len(together[0].keys() & together[1].keys()), map(len, together)
-    num_pairs = math.comb(len(first.features), 2)
-    expected, most = num_first * num_second / max(num_pairs, 1), (num_first + num_second) / 2
-    # Where all towers have one feature, or there is one tower, there is nothing to adjust for: the plans are equal.
-    adjusted = 1.0 if most == expected else (both - expected) / (most - expected)
-    return PlanComparison(
-        rand_index=1 - (num_first + num_second - 2 * both) / max(num_pairs, 1),
-        adjusted_rand_index=adjusted,
-        only_first=tuple(pair for key, pair in together[0].items() if key not in together[1]),
-        only_second=tuple(pair for key, pair in together[1].items() if key not in together[0]),
-    )
-
-
-def _pairs_together(plan: TowerPlan) -> dict[frozenset[str], tuple[str, str]]:
-    return {frozenset(pair): pair for tower in plan.towers for pair in combinations(tower.features, 2)}

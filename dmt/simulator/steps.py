@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal, NamedTuple, get_args
 
 from dmt.plan.topology import TowerTopology
@@ -21,6 +21,7 @@ from dmt.simulator.cluster import Cluster, CollectiveKind
 __all__ = [
     "Kind",
     "Load",
+    "ModelWork",
     "Operation",
     "Operator",
     "PartWork",
@@ -37,6 +38,7 @@ Kind = Literal["compute", "ids", "embeddings", "dense", "replicas", "program"]
 """Kinds that operations are booked under: computing; the collectives of ids, of embeddings and their gradients, of
 dense gradients, of replicas; the program that starts all that."""
 
+_REDUCED = ("dense", "replicas")
 _DONE = 1e-12  # seconds; less is rounding
 # Times that embeddings or outputs are read and written between one collective and the next: packed, unpacked. What
 # the model does with them is counted on the model.
@@ -93,12 +95,34 @@ class PartWork(NamedTuple):
         return of(self.forward), of(self.backward)
 
 
+class ModelWork(NamedTuple):
+    """Operators of a training step by part of the model, and its sizes; tables count nothing."""
+
+    towers: tuple[PartWork, ...]
+    """Operators of each tower module; none in a flat model."""
+    dense_arch: PartWork
+    """Operators of the bottom MLP, which needs no embeddings; nothing in a model that names no part so."""
+    rest: PartWork
+    widths: tuple[int, ...] = ()
+    """Outputs of each tower module."""
+
+    @property
+    def tower_bytes(self) -> int:
+        """Bytes of the weights of all tower modules."""
+        return sum(part.weight_bytes for part in self.towers)
+
+    @property
+    def dense_bytes(self) -> int:
+        """Bytes of all other weights but tables."""
+        return self.dense_arch.weight_bytes + self.rest.weight_bytes
+
+
 class Load(NamedTuple):
     """Bytes of one collective."""
 
-    uplink: float
+    uplink: float = 0.0
     """Bytes that the busiest host sends to others."""
-    inside: float
+    inside: float = 0.0
     """Bytes that the busiest rank sends to others of its host."""
 
 
@@ -106,6 +130,10 @@ class Load(NamedTuple):
 class StepWork:
     """Work of a rank in one step, the busiest one's where they differ."""
 
+    model: ModelWork
+    """Operators of the model."""
+    loads: Mapping[str, Load]
+    """Bytes of each exchange, by the names of `dmt.simulator.work.step_bytes`."""
     lookup_bytes: float
     """Bytes of rows that are read, and read and written again by their update."""
     embedding_bytes: float
@@ -116,30 +144,6 @@ class StepWork:
     """B."""
     peer_samples: float
     """P, that a rank's tower computes."""
-    towers: PartWork
-    """The tower module of most FLOPs; nothing in a flat model."""
-    early: PartWork
-    """Dense parts that need no embeddings (the bottom MLP), which run while the embeddings travel."""
-    dense: PartWork
-    """Everything else but tables."""
-    dense_bytes: float
-    """Bytes of the weights that are neither tables nor tower modules, FP32."""
-    peer_ids: Load
-    """Ids to the towers; of a flat model, to all ranks."""
-    tower_ids: Load
-    """Ids inside towers; of a flat model nothing."""
-    tower_outputs: Load
-    """Embeddings inside towers, each way."""
-    peer_outputs: Load
-    """Embeddings or tower outputs to the samples; of a flat model, from all ranks."""
-    peer_gradients: Load
-    """Their gradients back."""
-    tower_weights: Load
-    """Gradients of tower modules and of the data-parallel tables of towers."""
-    dense_weights: Load
-    """Gradients of all other dense parts."""
-    replicas: Load
-    """Tables that replicas average; a step's share, where they do it every few steps."""
     added_bytes: tuple[float, float] = (0.0, 0.0)
     """Bytes that a rank reads and writes forward and backward because of number formats and of rows that samples
     share."""
@@ -150,9 +154,8 @@ class StepWork:
 
     @property
     def uplink_bytes(self) -> float:
-        """Bytes that the busiest host sends to others in a step."""
-        loads = [value.uplink for value in vars(self).values() if isinstance(value, Load)]
-        return sum(loads) + self.tower_outputs.uplink
+        """Bytes that the busiest host sends to others in a step; embeddings inside towers go there and back."""
+        return sum(load.uplink for load in (*self.loads.values(), self.loads["tower_outputs"]))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,42 +185,37 @@ class _Program:
 
     def compute(
         self, name: str, seconds: float = 0.0, *, moved: float = 0.0, looked_up: float = 0.0, after: Sequence[str] = ()
-    ) -> str:
+    ) -> None:
         """Adds computing, after the computing before it; ``moved`` bytes are read, and written."""
         cluster = self.cluster
         seconds += 2 * moved / cluster.memory_bytes_per_s + looked_up / cluster.lookup_bytes_per_s
-        return self._add(Operation(name=name, kind="compute", seconds={"core": seconds}, after=after), "core")
+        self._add("core", after, Operation(name=name, kind="compute", seconds={"core": seconds}))
 
-    def send(
-        self, name: str, kind: Kind, collective: CollectiveKind, *, load: Load, ranks: int, channel: str, **how: float
-    ) -> str:
-        """Adds a collective over groups of ``ranks`` ranks.
+    def send(self, name: str, load: Load, kind: Kind, *, ranks: int, channel: str, at_once: bool = False) -> str:
+        """Adds a collective over groups of ``ranks`` ranks; it begins once the program has come to it, or at once.
 
-        It carries ``share`` (1.0) of the load, and begins once the program has come to it, or ``at_once``.
+        Returns the operation to wait for, an empty name where there is none.
         """
-        rates, share = self.cluster.rates(collective), how.get("share", 1.0)
-        uplink, inside = share * load.uplink, share * load.inside
-        if not uplink and not inside:
-            return self._last.get("core", "")
-        operation = Operation(
-            name=name,
-            kind=kind,
-            seconds={
-                "uplink": uplink / (rates.uplink_bytes_per_s * self.cluster.share_of_uplink(ranks)),
-                "host_link": inside / rates.host_bytes_per_s,
-                "core": (uplink / self.cluster.ranks_per_host + inside) * rates.core_s_per_byte,
-            },
-            latency=rates.latency_s,
-            after=() if how.get("at_once") else [self._last["core"]] if "core" in self._last else (),
+        before = self._last.get("core", "")
+        if not any(load):
+            return before
+        collective: CollectiveKind = (
+            "exchange" if channel == "peers" else "all_reduce" if kind in _REDUCED else "all_to_all"
         )
-        return self._add(operation, channel)
+        rates = self.cluster.rates(collective)
+        seconds: dict[Resource, float] = {
+            "uplink": load.uplink / (rates.uplink_bytes_per_s * self.cluster.share_of_uplink(ranks)),
+            "host_link": load.inside / rates.host_bytes_per_s,
+            "core": (load.uplink / self.cluster.ranks_per_host + load.inside) * rates.core_s_per_byte,
+        }
+        operation = Operation(name=name, kind=kind, seconds=seconds, latency=rates.latency_s)
+        return self._add(channel, () if at_once else (before,), operation)
 
-    def _add(self, operation: Operation, channel: str) -> str:
-        before = {*operation.after, self._last.get(channel, "")} - {""}
-        known = Operation(**{**vars(operation), "after": sorted(before)})
-        self.operations.append(known)
-        self._last[channel] = known.name
-        return known.name
+    def _add(self, channel: str, after: Sequence[str], operation: Operation) -> str:
+        before = {*after, self._last.get(channel, "")} - {""}
+        self.operations.append(replace(operation, after=sorted(before)))
+        self._last[channel] = operation.name
+        return operation.name
 
 
 def step_operations(
@@ -241,24 +239,24 @@ def step_operations(
         prefetch: True if the ids of the next batch travel during the step.
         hierarchical: True if dense gradients are summed inside hosts before they cross, and handed out again after.
     """
-    step, parts = _Program(cluster), range(micro_batches)
+    step, model, loads, parts = _Program(cluster), work.model, work.loads, range(micro_batches)
     inner, copies = topology.ranks_per_tower, topology.num_replicas
     peers = topology.world_size if flat else topology.num_towers
-    exchange: CollectiveKind = "all_to_all" if flat else "exchange"
+    tower = max(model.towers, key=lambda part: part.flops, default=PartWork())
     shares = work.parts or [1 / micro_batches for _ in parts]
     assert len(shares) == micro_batches, f"shares of {len(shares)} micro-batches in a step of {micro_batches}"
     if work.compared_ids:
         step.compute("ids compared", work.compared_ids * cluster.told_apart_s)
     ids = [
-        step.send(name, "ids", "all_to_all", load=load, ranks=ranks, channel="ids", at_once=prefetch)
-        for name, load, ranks in (("ids", work.peer_ids, peers), ("ids in towers", work.tower_ids, inner))
+        step.send("ids", loads["peer_ids"], "ids", ranks=peers, channel="ids", at_once=prefetch),
+        step.send("ids in towers", loads["tower_ids"], "ids", ranks=inner, channel="ids", at_once=prefetch),
     ]
     step.compute("lookup", looked_up=work.lookup_bytes / 3, after=[] if prefetch else ids)
-    arrived = step.send("embeddings", "embeddings", "all_to_all", load=work.tower_outputs, ranks=inner, channel="tower")
-    towers = [work.towers.seconds(work.peer_samples * share, cluster) for share in shares]
-    over, over_back = work.dense.seconds(work.samples / micro_batches, cluster)
-    early, early_back = work.early.seconds(work.samples / micro_batches, cluster)
-    there, back_again = (work.added_bytes[way] / 2 / micro_batches for way in (0, 1))
+    arrived = step.send("embeddings", loads["tower_outputs"], "embeddings", ranks=inner, channel="tower")
+    towers = [tower.seconds(work.peer_samples * share, cluster) for share in shares]
+    over, over_back = model.rest.seconds(work.samples / micro_batches, cluster)
+    early, early_back = model.dense_arch.seconds(work.samples / micro_batches, cluster)
+    there, back_again = (added / 2 / micro_batches for added in work.added_bytes)
     # Where samples share rows, a micro-batch joins its own to those before. Its gradient begins as zeros for all these
     # rows, and is added to those of other micro-batches.
     joined = [sum(shares[: k + 1]) * work.output_bytes if k and work.parts else 0.0 for k in parts]
@@ -266,50 +264,46 @@ def step_operations(
     sums = [0.0 if k == 0 else _SUM_PASSES / 2 for k in parts]
 
     def exchanged(name: str, load: Load, k: int) -> str:
-        return step.send(name, "embeddings", exchange, load=load, ranks=peers, channel="peers", share=shares[k])
+        part = Load(shares[k] * load.uplink, shares[k] * load.inside)
+        return step.send(f"{name} {k}", part, "embeddings", ranks=peers, channel="all" if flat else "peers")
 
     sent: list[str] = []
     returned: dict[int, str] = {}
     for k in parts:
         step.compute(f"towers {k}", towers[k][0], moved=_COPIES * work.embedding_bytes * shares[k], after=[arrived])
-        sent.append(exchanged(f"outputs {k}", work.peer_outputs, k))
+        sent.append(exchanged("outputs", loads["peer_outputs"], k))
     for k in parts:
         step.compute(f"dense arch {k}", early)
         moved = _COPIES * work.output_bytes / micro_batches + there + joined[k]
         step.compute(f"over {k}", over, moved=moved, after=[sent[k]])
     for k in reversed(parts):
-        moved = _COPIES * work.output_bytes / micro_batches + sums[len(returned)] * work.dense.weight_bytes
+        moved = _COPIES * work.output_bytes / micro_batches + sums[len(returned)] * model.rest.weight_bytes
         step.compute(f"over {k}, backward", over_back, moved=moved + (_SUM_PASSES + 1) / 2 * joined[k])
         # Complete, because those that share its rows, the later ones, have gone back before.
-        returned[k] = exchanged(f"gradients {k}", work.peer_gradients, k)
+        returned[k] = exchanged("gradients", loads["peer_gradients"], k)
         step.compute(f"dense arch {k}, backward", early_back)
-    reduced = _reduction(step, work.dense_weights, topology, hierarchical=hierarchical)
+    reduced = _reduction(step, loads["dense_weights"], topology, hierarchical=hierarchical)
     for k in reversed(parts):
-        moved = _COPIES * work.embedding_bytes * shares[k] + back_again + sums[k] * work.towers.weight_bytes
+        moved = _COPIES * work.embedding_bytes * shares[k] + back_again + sums[k] * tower.weight_bytes
         step.compute(f"towers {k}, backward", towers[k][1], moved=moved, after=[returned[k]])
     weights = step.send(
-        "tower gradients", "dense", "all_reduce", load=work.tower_weights, ranks=inner * copies, channel="tower weights"
+        "tower gradients", loads["tower_weights"], "dense", ranks=inner * copies, channel="tower weights"
     )
-    back = step.send(
-        "gradients of embeddings", "embeddings", "all_to_all", load=work.tower_outputs, ranks=inner, channel="tower"
-    )
+    back = step.send("gradients of embeddings", loads["tower_outputs"], "embeddings", ranks=inner, channel="tower")
     step.compute("update of tables", looked_up=work.lookup_bytes * 2 / 3, after=[back])
-    step.compute("update", moved=_UPDATE_PASSES / 2 * work.dense_bytes, after=[reduced, weights])
-    step.send("average of replicas", "replicas", "all_reduce", load=work.replicas, ranks=copies, channel="replicas")
+    step.compute("update", moved=_UPDATE_PASSES / 2 * model.dense_bytes, after=[reduced, weights])
+    step.send("average of replicas", loads["replicas"], "replicas", ranks=copies, channel="replicas")
     return step.operations
 
 
 def _reduction(step: _Program, load: Load, topology: TowerTopology, *, hierarchical: bool) -> str:
     """Adds the reduction of dense gradients: a ring, or inside hosts, between them, and inside them again."""
-    half, across = Load(0.0, load.inside / 2), Load(load.uplink, 0.0)
+    half, across, size = Load(inside=load.inside / 2), Load(uplink=load.uplink), topology.host_size
     ways = [("dense gradients", load, topology.world_size)]
     if hierarchical:
-        size = topology.host_size
         ways = [("sum of a host", half, size), ("sum over hosts", across, topology.num_hosts)]
         ways.append(("sum handed out", half, size))
-    for name, part, ranks in ways:
-        last = step.send(name, "dense", "all_reduce", load=part, ranks=ranks, channel="dense")
-    return last
+    return [step.send(name, part, "dense", ranks=ranks, channel="dense") for name, part, ranks in ways][-1]
 
 
 @dataclass(frozen=True, kw_only=True)

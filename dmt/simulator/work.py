@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -19,16 +20,14 @@ from torch.utils.flop_counter import flop_registry
 
 from dmt.errors import InputError
 from dmt.models.complexity import MetaTables, meta_batch, tower_modules
-from dmt.plan.distinct import bag_hashes, joint_hashes
 from dmt.plan.tables import TableSpec, number_bytes
 from dmt.plan.topology import TowerTopology
 from dmt.sharding.costs import CostModel, ShardLoad, replicated_bytes
 from dmt.sharding.plan import TowerShardingPlan, imbalance_of
-from dmt.simulator.steps import Load, Operator, PartWork, StepWork
+from dmt.simulator.steps import Load, ModelWork, Operator, PartWork, StepWork
 
 __all__ = [
     "Inputs",
-    "ModelWork",
     "Workload",
     "count_inputs",
     "count_operators",
@@ -107,7 +106,7 @@ def count_inputs(
         rows, ids, parts = 0.0, np.zeros(len(names)), np.zeros(micro_batches)
         for batch in batches:
             bags = [(np.asarray(batch[name][0]), np.asarray(batch[name][1])) for name in names]
-            _, first = np.unique(joint_hashes(bag_hashes(*bag) for bag in bags), return_index=True)
+            first = _first_samples([column for bag in bags for column in _columns(*bag)])
             rows += len(first) / len(batches)
             ids += np.array([lengths[first].sum() for lengths, _ in bags]) / len(batches)
             ends = np.cumsum([len(part) for part in np.array_split(bags[0][0], micro_batches)])
@@ -115,6 +114,23 @@ def count_inputs(
         shares = tuple((parts / max(parts.sum(), 1)).tolist())
         found.append(Inputs(tower, names, rows, tuple(ids.tolist()), shares))
     return found
+
+
+def _columns(lengths: NDArray[np.int64], ids: NDArray[np.int64]) -> list[NDArray[np.int64]]:
+    """The bags of B samples as columns [B] that are equal where the bags are: their lengths, and each of their ids."""
+    padded = np.zeros((len(lengths), int(lengths.max(initial=0))), np.int64)
+    padded[np.arange(padded.shape[1]) < lengths[:, None]] = ids
+    return [lengths, *padded.T]
+
+
+def _first_samples(columns: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """The first sample of each distinct row, in any order."""
+    rows, first = np.zeros_like(columns[0]), np.zeros(0, np.int64)
+    for column in columns:
+        # Numbers below B each, so that a pair of them has one below B^2.
+        numbers = np.unique(column, return_inverse=True)[1]
+        _, first, rows = np.unique(rows * len(rows) + numbers, return_index=True, return_inverse=True)
+    return first
 
 
 def step_bytes(step: Workload, model: ModelWork) -> dict[str, Load]:
@@ -205,55 +221,50 @@ def step_work(step: Workload, model: ModelWork) -> StepWork:
     topology, sharding, batch = step.topology, step.sharding, step.batch_size
     inputs = step.inputs or step.plain_inputs()
     columns = {name: table.embedding_dim for table in step.tables for name in table.feature_names}
-    widths = _widths(step, model, inputs)
-    outputs = sum(own.rows * width for own, width in zip(inputs, widths, strict=True))
-    ids = {name: number for own in inputs for name, number in zip(own.features, own.ids, strict=True)}
     row_bytes = {name: t.embedding_dim * number_bytes(t) for t in step.tables for name in t.feature_names}
-    held = _held_columns(step, inputs, columns)
+    sent = [own.rows * sum(columns[name] for name in own.features) for own in inputs]
+    outputs = sum(own.rows * width for own, width in zip(inputs, _widths(step, model, inputs), strict=True))
+    read = sum(n * row_bytes[name] for own in inputs for name, n in zip(own.features, own.ids, strict=True))
+    held = _held_columns(step, inputs, sent)
     wide = imbalance_of(held)
     lookups = wide if sharding is None else sharding.imbalance
     hosts = imbalance_of([sum(held[rank] for rank in ranks) for ranks in topology.host_groups()])
     skews = dict.fromkeys(("peer_outputs", "peer_gradients"), (hosts, wide))
     if sharding is not None:
         skews["tower_outputs"] = (hosts, lookups)
-    loads: dict[str, Any] = {}
+    loads = {}
     for name, load in (step_bytes(step, model) | {"replicas": _replicas(step)}).items():
         uplink, inside = skews.get(name, (1.0, 1.0))
         loads[name] = Load(load.uplink / topology.num_hosts * uplink, load.inside / topology.world_size * inside)
     # Rows are copied to their samples, and the gradients of samples summed into those of their rows. Numbers in another
     # format are made from FP32 and made FP32 again.
     shared = 4 * (outputs + batch * sum(_widths(step, model, step.plain_inputs()))) if step.inputs else 0.0
-    converted = [0.0 if size == 4 else 2 * (4 + size) for size in step.number_bytes]
+    added = [outputs * (0.0 if size == 4 else 2 * (4 + size)) + shared for size in step.number_bytes]
     parts: tuple[float, ...] = ()
     if any(own.rows < batch for own in step.inputs):
-        sent = np.array([own.rows * sum(columns[name] for name in own.features) for own in inputs])
-        parts = tuple((sent @ np.array([own.parts for own in inputs]) / sent.sum()).tolist())
-    embeddings = sum(own.rows * sum(columns[name] for name in own.features) for own in inputs)
+        parts = tuple((np.array(sent) @ np.array([own.parts for own in inputs]) / sum(sent)).tolist())
     return StepWork(
-        lookup_bytes=3 * lookups * sum(number * row_bytes[name] for name, number in ids.items()),
-        embedding_bytes=4 * embeddings * (wide if sharding else 1.0),
+        model=model,
+        loads=loads,
+        lookup_bytes=3 * lookups * read,
+        embedding_bytes=4 * sum(sent) * (wide if sharding else 1.0),
         output_bytes=4 * outputs,
         samples=batch,
         peer_samples=max(own.rows for own in inputs) * topology.num_towers,
-        towers=max(model.towers, key=lambda part: part.flops, default=PartWork()),
-        early=model.dense_arch,
-        dense=model.rest,
-        dense_bytes=model.dense_bytes,
-        added_bytes=(outputs * converted[0] + shared, outputs * converted[1] + shared),
+        added_bytes=(added[0], added[1]),
         compared_ids=batch * len(columns) if step.inputs else 0.0,
         parts=parts,
-        **loads,
     )
 
 
-def _held_columns(step: Workload, inputs: Sequence[Inputs], columns: Mapping[str, int]) -> list[float]:
+def _held_columns(step: Workload, inputs: Sequence[Inputs], sent: Sequence[float]) -> list[float]:
     """Numbers that each rank, or its tower, returns for a sample; of a flat dataflow greedily by whole tables."""
     topology = step.topology
     if step.sharding is not None:
-        held = [0.0] * topology.num_towers
-        for own in inputs:
-            held[own.tower] += own.rows * sum(columns[name] for name in own.features)
-        return [held[topology.coordinates(rank).tower] for rank in range(topology.world_size)]
+        towers = [0.0] * topology.num_towers
+        for own, numbers in zip(inputs, sent, strict=True):
+            towers[own.tower] += numbers
+        return [towers[topology.coordinates(rank).tower] for rank in range(topology.world_size)]
     held = [0.0] * topology.world_size
     for width in sorted((table.embedding_dim * len(table.feature_names) for table in step.tables), reverse=True):
         held[held.index(min(held))] += width
@@ -267,28 +278,6 @@ def _replicas(step: Workload) -> Load:
         return Load(0.0, 0.0)
     sent = 2 * (topology.num_replicas - 1) * replicated_bytes(sharding, step.tables) / step.sync_every
     return _split(sent, topology.ring_share_across_hosts(topology.replica_groups()))
-
-
-class ModelWork(NamedTuple):
-    """Operators of a training step by part of the model, and its sizes; tables count nothing."""
-
-    towers: tuple[PartWork, ...]
-    """Operators of each tower module; none in a flat model."""
-    dense_arch: PartWork
-    """Operators of the bottom MLP, which needs no embeddings; nothing in a model that names no part so."""
-    rest: PartWork
-    widths: tuple[int, ...]
-    """Outputs of each tower module."""
-
-    @property
-    def tower_bytes(self) -> int:
-        """Bytes of the weights of all tower modules."""
-        return sum(part.weight_bytes for part in self.towers)
-
-    @property
-    def dense_bytes(self) -> int:
-        """Bytes of all other weights but tables."""
-        return self.dense_arch.weight_bytes + self.rest.weight_bytes
 
 
 def count_operators(model: nn.Module, dense_in_features: int) -> ModelWork:

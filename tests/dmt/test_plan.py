@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import json
-import random
-from itertools import combinations
 from pathlib import Path
 
 import pytest
-from sklearn.metrics import adjusted_rand_score, rand_score
 
 from dmt import InputError, TableSpec, TowerPlan
-from dmt.plan.towers import compare_plans
 
 
 def table(name: str, *features: str, rows: int = 10, dim: int = 8) -> TableSpec:
@@ -138,29 +134,3 @@ def test_an_absent_file_is_named(tmp_path: Path) -> None:
 def test_the_file_is_plain_json(tmp_path: Path) -> None:
     TowerPlan.from_lists([["a"]]).save(tmp_path / "p.json")
     assert json.loads((tmp_path / "p.json").read_text())["towers"] == [{"name": "tower_0", "features": ["a"]}]
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_compared_plans_have_scikit_learns_rand_indices(seed: int) -> None:
-    rng = random.Random(seed)
-    names = [f"f{i}" for i in range(12)]
-
-    def draw() -> TowerPlan:
-        towers = [[name] for name in names[: seed + 1]]
-        for name in names[seed + 1 :]:
-            rng.choice(towers).append(name)
-        return TowerPlan.from_lists(towers)
-
-    first, second = draw(), draw()
-    found = compare_plans(first, second)
-    labels = [[[n in tower for tower in plan.to_lists()].index(True) for n in names] for plan in (first, second)]
-    assert found.rand_index == pytest.approx(rand_score(*labels), abs=1e-12)
-    assert found.adjusted_rand_index == pytest.approx(adjusted_rand_score(*labels), abs=1e-12)
-    assert compare_plans(first, first).only_first == ()
-    apart = set(combinations(names, 2))
-    for pairs, own, other in ((found.only_first, 0, 1), (found.only_second, 1, 0)):
-        moved = {tuple(sorted(pair, key=names.index)) for pair in pairs}
-        same = [{(a, b) for a, b in apart if of[names.index(a)] == of[names.index(b)]} for of in labels]
-        assert moved == same[own] - same[other]
-    with pytest.raises(InputError, match="feature 'x' is in one of the plans only"):
-        compare_plans(first, TowerPlan.from_lists([[*names, "x"]]))

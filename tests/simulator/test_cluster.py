@@ -37,21 +37,17 @@ def test_larger_groups_reach_less_of_the_uplink() -> None:
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        ("matmul_flops = 0", r"matmul_flops=0\.0 must be a positive number"),
-        ("matmul_flops = inf", r"matmul_flops=inf must be a positive number"),
-        ("matmul_flops = nan", r"matmul_flops=nan must be a positive number"),
-        ("step_s = -1.0", r"step_s=-1\.0 must be zero or a positive number"),
+        ("matmul_flops = 0", r"matmul_flops: Input should be greater than 0 \(got 0"),
+        ("matmul_flops = inf", r"matmul_flops: Input should be a finite number"),
+        ("matmul_flops = nan", r"matmul_flops: Input should be a finite number"),
+        ("step_s = -1.0", r"step_s: Input should be greater than or equal to 0 \(got -1"),
         ("hosts = 2.5", r"hosts: Input should be a valid integer.*got 2\.5"),
-        ("ranks_per_host = -1", r"ranks_per_host=-1 must be a positive number"),
-        ("matmul_flop = 1.0", r"key 'matmul_flop' is unknown\. Did you mean 'matmul_flops'\?"),
-        ("[exchange]\nlatency_s = -1e-6", r"exchange\.latency_s=-1e-06 must be zero or a positive number"),
-        ("[all_reduce]\nhost_bytes_per_s = 0.0", r"all_reduce\.host_bytes_per_s=0\.0 must be a positive number"),
-        ("[uplink_by_ranks]\nmany = 0.5", r"uplink_by_ranks\.many=0\.5 must have a number of ranks as its key"),
-        (
-            "[uplink_by_ranks]\n08 = 0.5",
-            r"uplink_by_ranks has '08' and '8', which are the same number of ranks\. Leave",
-        ),
-        ("[uplink_by_ranks]\n8 = 1.5", r"uplink_by_ranks\.8=1\.5 must have .* a share of at most 1"),
+        ("ranks_per_host = -1", r"ranks_per_host: Input should be greater than 0"),
+        ("matmul_flop = 1.0", r"matmul_flop: Unexpected keyword argument"),
+        ("[exchange]\nlatency_s = -1e-6", r"exchange\.latency_s: Input should be greater than or equal to 0"),
+        ("[all_reduce]\nhost_bytes_per_s = 0.0", r"all_reduce\.host_bytes_per_s: Input should be greater than 0"),
+        ("[uplink_by_ranks]\nmany = 0.5", r"uplink_by_ranks\.many.*: Input should be a valid integer"),
+        ("[uplink_by_ranks]\n8 = 1.5", r"uplink_by_ranks\.8: Input should be less than or equal to 1"),
     ],
 )
 def test_nonsense_is_named(line: str, words: str, tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from dmt.plan.topology import TowerTopology
 from dmt.simulator.cluster import Cluster, CollectiveRates
-from dmt.simulator.steps import Load, Operator, PartWork, StepWork, simulate, step_operations
+from dmt.simulator.steps import Load, ModelWork, Operator, PartWork, StepWork, simulate, step_operations
 
 
 def part(flops: float) -> PartWork:
@@ -30,25 +30,30 @@ CLUSTER = Cluster(
 )
 TOPOLOGY = TowerTopology(num_towers=2, ranks_per_tower=2)
 NOTHING = Load(0.0, 0.0)
+LOADS = {
+    "peer_ids": Load(5.0, 0.0),
+    "tower_ids": Load(0.0, 50.0),
+    "tower_outputs": Load(0.0, 100.0),
+    "peer_outputs": Load(40.0, 0.0),
+    "peer_gradients": Load(80.0, 0.0),
+    "tower_weights": NOTHING,
+    "dense_weights": NOTHING,
+    "replicas": NOTHING,
+}
+MODEL = ModelWork(towers=(part(3.0),), dense_arch=part(3.0), rest=part(12.0))
 WORK = StepWork(
+    model=MODEL,
+    loads=LOADS,
     lookup_bytes=3.0,
     embedding_bytes=0.0,
     output_bytes=0.0,
     samples=1.0,
     peer_samples=2.0,
-    towers=part(3.0),
-    early=part(3.0),
-    dense=part(12.0),
-    dense_bytes=0.0,
-    peer_ids=Load(5.0, 0.0),
-    tower_ids=Load(0.0, 50.0),
-    tower_outputs=Load(0.0, 100.0),
-    peer_outputs=Load(40.0, 0.0),
-    peer_gradients=Load(80.0, 0.0),
-    tower_weights=NOTHING,
-    dense_weights=NOTHING,
-    replicas=NOTHING,
 )
+
+
+def with_loads(**loads: Load) -> StepWork:
+    return replace(WORK, loads={**LOADS, **loads})
 
 
 def test_a_step_without_options_is_a_sum_but_for_the_bottom_mlp() -> None:
@@ -76,7 +81,7 @@ def test_micro_batches_hide_what_the_dense_part_takes() -> None:
 
 
 def test_a_flat_step_has_its_collectives_over_all_ranks() -> None:
-    flat = replace(WORK, towers=PartWork(), tower_ids=NOTHING, tower_outputs=NOTHING)
+    flat = replace(with_loads(tower_ids=NOTHING, tower_outputs=NOTHING), model=MODEL._replace(towers=()))
     assert simulate(step_operations(flat, CLUSTER, TOPOLOGY, flat=True)).seconds == pytest.approx(
         0.5 + 1 + 4 + 4 + 8 + 8 + 2
     )
@@ -87,7 +92,7 @@ def test_a_flat_step_has_its_collectives_over_all_ranks() -> None:
         work = sum(one.seconds.get("core", 0.0) for one in operations)
         assert work == pytest.approx(3 + 3 + 12 + towers)
     # Of larger groups the uplink is slower: 4 ranks of a flat model, 2 peers of towers.
-    crowded = replace(CLUSTER, uplink_by_ranks={"2": 1.0, "4": 0.5})
+    crowded = replace(CLUSTER, uplink_by_ranks={2: 1.0, 4: 0.5})
     more = [simulate(step_operations(flat, c, TOPOLOGY, flat=True)).exposed["embeddings"] for c in (CLUSTER, crowded)]
     assert more[1] - more[0] == pytest.approx(4 + 8)
     assert (
@@ -106,27 +111,27 @@ def test_cores_that_serve_collectives_slow_what_computes() -> None:
 
 
 def test_dense_gradients_in_a_ring_and_host_by_host() -> None:
-    ring = simulate(step_operations(replace(WORK, dense_weights=Load(30.0, 200.0)), CLUSTER, TOPOLOGY)).spans
+    ring = simulate(step_operations(with_loads(dense_weights=Load(30.0, 200.0)), CLUSTER, TOPOLOGY)).spans
     assert ring["dense gradients"][1] - ring["dense gradients"][0] >= 3.0
-    by_host = replace(WORK, dense_weights=Load(20.0, 200.0))
+    by_host = with_loads(dense_weights=Load(20.0, 200.0))
     found = simulate(step_operations(by_host, CLUSTER, TOPOLOGY, hierarchical=True)).spans
     assert found["sum of a host"][1] <= found["sum over hosts"][0] < found["sum over hosts"][1]
     assert found["sum over hosts"][1] <= found["sum handed out"][0]
 
 
 def test_replicas_come_last_and_no_step_is_shorter_than_its_program() -> None:
-    found = simulate(step_operations(replace(WORK, replicas=Load(20.0, 0.0)), CLUSTER, TOPOLOGY))
+    found = simulate(step_operations(with_loads(replicas=Load(20.0, 0.0)), CLUSTER, TOPOLOGY))
     assert found.exposed["replicas"] == pytest.approx(2.0)
     assert simulate(step_operations(WORK, replace(CLUSTER, step_s=100.0), TOPOLOGY)).seconds == 100.0
 
 
 def test_every_micro_batch_starts_all_operators_and_adds_its_gradients() -> None:
     slow = replace(CLUSTER, operator_s=0.5, memory_bytes_per_s=1.0)
-    dense = part(12.0)._replace(weight_bytes=4)
+    model = MODEL._replace(rest=part(12.0)._replace(weight_bytes=4))
     one, four = (
         sum(
             o.seconds.get("core", 0.0)
-            for o in step_operations(replace(WORK, dense=dense), slow, TOPOLOGY, micro_batches=k)
+            for o in step_operations(replace(WORK, model=model), slow, TOPOLOGY, micro_batches=k)
         )
         for k in (1, 4)
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from dataclasses import replace
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -12,74 +12,62 @@ import pytest
 import torch
 
 from dmt.errors import InputError
-from dmt.training.commands.bench_comms import Timing, measure_cluster, rate, run_bench_comms
+from dmt.plan.topology import TowerTopology
+from dmt.simulator.cluster import Cluster, load_cluster, save_cluster
+from dmt.training.commands.bench_comms import _Timing, bytes_sent, measure_cluster, rate, run_bench_comms
 from tests.ranks import run_ranks
 
 
-def any_rate(timings: list[Timing], counted: str) -> float:
-    """Stands in for `rate`: beside other tests more bytes may take no longer."""
-    return 1.0 if timings else 0.0
-
-
-def measured_on_rank(rank: int, folder: str) -> list[Any]:
-    # What is measured of a rank alone says nothing here, and takes seconds at its full size.
+def measured_on_rank(rank: int, folder: str) -> Cluster:
+    # What is measured of a rank alone says nothing here, and takes seconds at its full size. Beside other tests more
+    # bytes may take no longer.
     module = importlib.import_module("dmt.training.commands.bench_comms")  # the package has a command of that name
-    with patch.multiple(module, _WIDTH=64, _SAMPLES=64, _ROWS=1000, _LOOKUPS=256, _MOVED=64_000, rate=any_rate):
-        cluster, timings = measure_cluster("ranks", 2, torch.device("cpu"), megabytes=(4.0,))
-    return [cluster, timings]
+    sizes = {"_WIDTH": 64, "_SAMPLES": 64, "_ROWS": 1000, "_LOOKUPS": 256, "_MOVED": 64_000, "_BYTES": 4_000_000}
+    with patch.multiple(module, **sizes, rate=lambda timings: timings[-1].sent):
+        return measure_cluster("ranks", 2, torch.device("cpu"))
 
 
 @pytest.mark.ranks
-def test_ranks_measure_their_collectives_and_all_get_the_same() -> None:
+def test_ranks_measure_their_collectives_and_all_get_the_same(tmp_path: Path) -> None:
     results = run_ranks(measured_on_rank, 4, "")
-    cluster, timings = results[0]
-    assert all(result == results[0] for result in results)
+    cluster = results[0]
+    assert all(result == cluster for result in results)
     assert (cluster.hosts, cluster.ranks_per_host) == (2, 2)
-    counted = {(t.collective, t.group, t.bytes_per_rank): (t.uplink_bytes, t.inside_bytes) for t in timings}
-    # All-to-all over 4 ranks: half of what a rank has goes to the other host, a quarter to its neighbour.
-    assert counted["all_to_all", "hosts", 4_000_000] == (4_000_000, 1_000_000)
-    assert counted["exchange", "hosts", 4_000_000] == (4_000_000, 0)
-    assert counted["exchange", "host", 4_000_000] == (0, 2_000_000)
-    assert counted["all_reduce", "hosts", 4_000_000] == (6_000_000, 3_000_000)
-    assert len(counted) == 3 * 2 * 2
-    assert all(t.least <= t.seconds <= t.most for t in timings)
+    # The bytes that the stand-in for a rate was given.
+    assert (cluster.all_to_all.uplink_bytes_per_s, cluster.all_to_all.host_bytes_per_s) == (4e6, 2e6)
+    assert (cluster.exchange.uplink_bytes_per_s, cluster.exchange.host_bytes_per_s) == (4e6, 2e6)
+    assert (cluster.all_reduce.uplink_bytes_per_s, cluster.all_reduce.host_bytes_per_s) == (6e6, 4e6)
+    assert min(asdict(cluster.exchange).values()) >= 0
+    save_cluster(cluster, tmp_path / "ranks.toml")
+    assert load_cluster(tmp_path / "ranks.toml") == cluster
+
+
+def test_the_bytes_of_collectives_inside_hosts_stay_there() -> None:
+    topology = TowerTopology(num_towers=2, ranks_per_tower=4)
+    sent = [bytes_sent(kind, 8, topology, between_hosts=False) for kind in ("all_to_all", "exchange", "all_reduce")]
+    assert sent == [(0, 6), (0, 6), (0, 12)]
 
 
 @pytest.mark.parametrize(
-    ("environment", "megabytes", "words"),
+    ("environment", "words"),
     [
-        ({}, (), "measures the job that it is part of.*torchrun --nnodes 2"),
-        (
-            {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"},
-            (),
-            "has 3 ranks, but 2 on this",
-        ),
-        ({"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, (0.0,), "--megabytes 0: give"),
+        ({}, "measures the job that it is part of.*torchrun --nnodes 2"),
+        ({"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "has 3 ranks, but 2 on this"),
     ],
 )
 def test_what_cannot_be_measured_is_told(
-    environment: dict[str, str], megabytes: tuple[float, ...], words: str, tmp_path: Path, monkeypatch: Any
+    environment: dict[str, str], words: str, tmp_path: Path, monkeypatch: Any
 ) -> None:
     for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(key, raising=False)
     for key, value in environment.items():
         monkeypatch.setenv(key, value)
     with pytest.raises(InputError, match=words):
-        run_bench_comms(tmp_path / "c.toml", device="cpu", megabytes=megabytes)
+        run_bench_comms(tmp_path / "c.toml")
 
 
-def test_sizes_that_tell_no_rate_are_refused() -> None:
-    small_one = Timing(
-        collective="all_to_all",
-        group="hosts",
-        bytes_per_rank=16,
-        uplink_bytes=16.0,
-        inside_bytes=4.0,
-        seconds=1e-3,
-        least=1e-3,
-        most=1e-3,
-        core_s=0.0,
-    )
-    with pytest.raises(InputError, match=r"all_to_all of 16 bytes took 1\.000 ms, .* Give larger --megabytes"):
-        rate([small_one, small_one], "uplink_bytes")
-    assert rate([small_one, replace(small_one, uplink_bytes=1016.0, seconds=2e-3)], "uplink_bytes") == 1e6
+def test_times_that_tell_no_rate_are_refused() -> None:
+    small = _Timing(sent=16.0, rank_bytes=4.0, seconds=1e-3, core_s=0.0)
+    with pytest.raises(InputError, match=r"of 1,016 bytes took 1\.000 ms, of 16 bytes 1\.000 ms, which tells no rate"):
+        rate([small, small._replace(sent=1016.0)])
+    assert rate([small, small._replace(sent=1016.0, seconds=2e-3)]) == 1e6

@@ -12,7 +12,6 @@ import subprocess
 import sys
 import textwrap
 import threading
-import tomllib
 import traceback
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,6 @@ import pytest
 from click.testing import CliRunner, Result
 
 from dmt import TowerPlan
-from dmt.errors import InputError
 from dmt.formatting import printable
 from dmt.partitioner import FeatureAffinity
 from dmt.plan.tables import TableSpec
@@ -33,15 +31,15 @@ from dmt.testing.ranks import RanksFailedError
 from dmt.training import __main__ as training
 from dmt.training import partition as partition_of_run
 from dmt.training.check.shrink import with_values
-from dmt.training.commands import launch, main
-from dmt.training.commands.demo import demo_settings
+from dmt.training.commands import main
 from dmt.training.config import to_toml
-from tests.partitioner.clicks import planted_clicks
 from tests.programs import run_program
 from tests.ranks import run_ranks
 from tests.training.checkpoints.made import make_checkpoint
 from tests.training.small import small
 from tests.waiting import wait_until
+
+demo = importlib.import_module("dmt.training.commands.demo")  # the package has a command of that name
 
 
 def dmt(*arguments: str) -> Result:
@@ -98,36 +96,15 @@ def test_complexity_as_a_table() -> None:
 
 
 def test_partition_of_a_saved_affinity(affinity: Path, tmp_path: Path, typed: str) -> None:
-    out, picture = tmp_path / "towers.json", tmp_path / "affinity.png"
-    result = dmt(
-        "partition", "--affinity", str(affinity), "--towers", "2", "--out", str(out), "--picture", str(picture)
-    )
+    out = tmp_path / "towers.json"
+    result = dmt("partition", "--affinity", str(affinity), "--towers", "2", "--out", str(out))
     assert result.exit_code == 0, result.output
     assert TowerPlan.load(out).to_lists() == [["a", "c", "e"], ["b", "d", "f"]]
     assert TowerPlan.load(out).command == typed
-    assert picture.stat().st_size > 1000
-    assert f"Written to {out}." in result.stdout
-    assert f"Picture written to {picture}." in result.stderr
+    assert f"Written to {out}." in result.stderr
     as_json = dmt("partition", "--affinity", str(affinity), "--towers", "2", "--out", str(out), "--json")
     assert json.loads(as_json.stdout)["towers"][0]["features"] == ["a", "c", "e"]
     assert f"Written to {out}." in as_json.stderr
-
-
-def test_two_plans_are_compared(tmp_path: Path) -> None:
-    first, second = tmp_path / "a.json", tmp_path / "b.json"
-    TowerPlan.from_lists([["a", "b"], ["c", "d"]]).save(first)
-    TowerPlan.from_lists([["c", "d", "b"], ["a"]]).save(second)
-    result = dmt("partition", "--compare", str(first), str(second))
-    assert result.exit_code == 0, result.output
-    words = " ".join(result.stdout.split())
-    assert "Rand index 0.500, adjusted for chance 0.000" in words
-    assert "in the first plan only: 1, a with b." in words
-    assert "in the second plan only: 2, c with b, d with b." in words
-    assert json.loads(dmt("partition", "--compare", str(first), str(second), "--json").stdout)["rand_index"] == 0.5
-    more = dmt("partition", "--compare", str(first), str(second), "--towers", "4", "--no-refine", "--json")
-    assert more.exit_code == 2
-    assert "so --towers, --refine would be ignored. Give --compare alone, or with --json." in more.stderr
-    assert "Give --towers" in dmt("partition", "--affinity", "a.npz").stderr
 
 
 def test_names_of_features_are_no_markup(tmp_path: Path) -> None:
@@ -142,7 +119,7 @@ def test_names_of_features_are_no_markup(tmp_path: Path) -> None:
         assert name in result.stdout
     assert "\x1b" not in result.stdout + result.stderr
     assert "Note: " in result.stdout
-    assert f"Written to {out}." in result.stdout
+    assert f"Written to {printable(str(out))}." in result.stderr
     assert f"Affinity written to {printable(str(saved))}." in result.stderr
     assert FeatureAffinity.load(saved).features == tuple(names)
 
@@ -164,33 +141,20 @@ def test_the_log_and_failed_ranks_show_control_characters_escaped(monkeypatch: p
         logging.getLogger("dmt.test").warning("column %s", "\x1b[2J")
         raise RanksFailedError("rank 0: \x1b[2J")
 
-    check = importlib.import_module("dmt.training.commands.check")  # the package has a command of that name
+    check = importlib.import_module("dmt.training.commands.results")  # the package has a command of that name
     monkeypatch.setattr(check, "run_check", fail)
     result = dmt("check", "demo")
     assert result.exit_code == 1
     assert result.stderr == "column \\x1b[2J\nFAILED: rank 0: \\x1b[2J\n"
 
 
-def test_a_picture_that_cannot_be_drawn_leaves_word_of_the_plan(
-    affinity: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fail(*arguments: object) -> None:
-        raise InputError("The disk is full.")
-
-    partition = importlib.import_module("dmt.training.commands.partition")  # the package has a command of that name
-    monkeypatch.setattr(partition, "plot_affinity", fail)
-    out = tmp_path / "towers.json"
-    files = ["--affinity", str(affinity), "--out", str(out), "--picture", str(tmp_path / "a.png")]
-    result = dmt("partition", *files, "--towers", "2")
-    assert result.exit_code == 2
-    assert f"The disk is full. The plan itself was written to {out}." in result.stderr
-    assert TowerPlan.load(out).num_towers == 2
-
-
 def test_two_options_may_not_name_one_file(affinity: Path, tmp_path: Path) -> None:
     before = affinity.read_bytes()
     for options, reason in (
-        (["--out", str(tmp_path / "x.png"), "--picture", str(tmp_path / "x.png")], "--out and --picture are the same"),
+        (
+            ["--out", str(tmp_path / "x"), "--save-affinity", str(tmp_path / "x")],
+            "--out and --save-affinity are the same",
+        ),
         (["--out", str(tmp_path / "x"), "--report", str(tmp_path / "x")], "--out and --report are the same file"),
     ):
         result = dmt("partition", "--affinity", str(affinity), "--towers", "2", *options)
@@ -212,14 +176,6 @@ def test_entities_have_towers_of_their_own(affinity: Path, tmp_path: Path) -> No
         "item_0": ("c", "d", "e"),
         "rest_0": ("f",),
     }
-
-
-def test_a_picture_of_no_known_kind_is_refused_before_the_work(affinity: Path, tmp_path: Path) -> None:
-    files = ["--affinity", str(affinity), "--out", str(tmp_path / "new" / "t.json"), "--picture", "x.foo"]
-    result = dmt("partition", *files, "--towers", "2")
-    assert result.exit_code == 2
-    assert "--picture: path='x.foo' needs a suffix that is one of" in " ".join(result.output.split())
-    assert not (tmp_path / "new").exists()
 
 
 def test_rules_are_matched_before_a_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -286,7 +242,7 @@ def test_more_towers_than_features_by_cutting_tables(tmp_path: Path) -> None:
 
 def test_no_output_is_begun_where_one_cannot_be_written(affinity: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for option in ("--report", "--picture", "--save-affinity"):
+    for option in ("--report", "--save-affinity"):
         place = tmp_path / "file" / "x.png"
         source = ["--affinity", str(affinity), "--towers", "2", "--out", str(tmp_path / "towers.json")]
         result = dmt("partition", *source, option, str(place))
@@ -315,12 +271,11 @@ def test_no_output_is_begun_where_one_cannot_be_written(affinity: Path, tmp_path
         (["demo", "data.synthetic.num_dense=0"], "The data has no dense column"),
         (["partition", "--towers", "2", "--affinity", "a.npz", "--data", "x"], "--data goes with --checkpoint"),
         (["partition", "--towers", "2", "--affinity", "a.npz", "--entity", "u_*"], "'u_*' must be NAME=FEATURES"),
-        (["partition", "--towers", "2", "--affinity", "a.npz", "--entity", "auto"], "'auto' must be NAME=FEATURES"),
         (
             ["partition", "--towers", "2", "--affinity", "a.npz", "--balance-ratio", "fre"],
             "--balance-ratio 'fre' must be",
         ),
-        (["partition", "--towers", "2", "--affinity", "a.npz", "--strategy", "diverce"], "Did you mean 'diverse'?"),
+        (["partition", "--towers", "2", "--affinity", "a.npz", "--strategy", "diverce"], "'diverce' is not one of"),
         (["partition", "--towers", "2", "--affinity", "a.npz", "--rules", "/nowhere.toml"], "/nowhere.toml: cannot be"),
         (["partition", "--towers", "0", "--affinity", "a.npz"], "num_towers=0 must be a whole number"),
         (["nonsense"], "No such command 'nonsense'"),
@@ -384,7 +339,7 @@ def test_a_demo_on_a_handful_of_rows_with_odd_column_names(tmp_path: Path, monke
         log.write_text(finished.stdout)
         return finished.returncode
 
-    monkeypatch.setattr("dmt.training.commands.launch._torchrun", launch)
+    monkeypatch.setattr(demo, "_torchrun", launch)
     data = write_parquet(tmp_path / "my clicks'.parquet", ["c_user.country", "c_$\\frac{$", "c_a"], rows=200)
     out = tmp_path / "out"
     settings = ["topology.ranks_per_tower=1", "train.eval_every=3", "optimizer.warmup_steps=2"]
@@ -394,34 +349,6 @@ def test_a_demo_on_a_handful_of_rows_with_odd_column_names(tmp_path: Path, monke
     assert list(runs) == ["dlrm", "dmt-dlrm"]
     assert sorted(TowerPlan.load(out / "towers.json").features) == ["c_$\\frac{$", "c_a", "c_user.country"]
     assert (out / "report.html").stat().st_size > 10_000
-
-
-def test_a_demo_makes_towers_from_interactions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    trained = []
-
-    def launch(config: Path, ranks: int, log: Path) -> int:
-        trained.append(tomllib.loads(config.read_text())["model"]["arch"])
-        return 1 if len(trained) == 2 else 0
-
-    monkeypatch.setattr("dmt.training.commands.launch._torchrun", launch)
-    monkeypatch.setattr("dmt.training.commands.launch.read_result", lambda folder: {})
-    ids, labels = planted_clicks(4, [(0, 2), (1, 3)], rows=4000, strength=2.0)
-    lines = [",".join(["label", "d_0", *(f"c_{i}" for i in range(4))])]
-    lines += [",".join(map(str, [int(label), 0, *own])) for label, own in zip(labels, ids, strict=True)]
-    (tmp_path / "rows.csv").write_text("\n".join(lines) + "\n")
-    out = tmp_path / "out"
-    settings = ["model.arch=dmt-dlrm-products", "model.p=1", "model.c=0"]
-    result = dmt(
-        "demo", "--data", str(tmp_path / "rows.csv"), "--out", str(out), "--strategy", "interactions", *settings
-    )
-    # The flat model is only compared with: towers are there before the second run, which fails here.
-    assert trained == ["dlrm", "dmt-dlrm-products"]
-    assert "Training dmt-dlrm-products ended with exit code 1" in result.output
-    plan = TowerPlan.load(out / "towers.json")
-    assert {frozenset(tower) for tower in plan.to_lists()} == {frozenset({"c_0", "c_2"}), frozenset({"c_1", "c_3"})}
-    assert plan.strategy == "together"
-    assert (out / "interactions.npz").exists()
-    assert "--strategy 'x' must be coherent or interactions" in dmt("demo", "--strategy", "x").output
 
 
 def test_too_few_rows_are_told_before_training(tmp_path: Path) -> None:
@@ -442,7 +369,7 @@ def test_too_few_rows_are_told_before_training(tmp_path: Path) -> None:
 )
 def test_the_demo_tells_criteos_format_from_named_columns(tmp_path: Path, name: str, content: str, kind: str) -> None:
     (tmp_path / name).write_text(content)
-    assert f'data.kind="{kind}"' in demo_settings(str(tmp_path / name))
+    assert f'data.kind="{kind}"' in demo.demo_settings(str(tmp_path / name))
 
 
 def processes_with(setting: str) -> list[str]:
@@ -477,11 +404,11 @@ def test_a_demo_that_is_stopped_by_ctrl_c_waits_until_its_ranks_have_saved(
             time.sleep(seconds)
         open(sys.argv[-1], "w").close()
         """
-    monkeypatch.setattr(launch, "_TORCHRUN", textwrap.dedent(saves))
+    monkeypatch.setattr(demo, "_TORCHRUN", textwrap.dedent(saves))
     # A shell starts what runs in its background deaf to Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     with pytest.raises(KeyboardInterrupt):
-        launch._torchrun(tmp_path / "saved", 2, tmp_path / "log")
+        demo._torchrun(tmp_path / "saved", 2, tmp_path / "log")
     assert (tmp_path / "saved").exists()
     assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
 
@@ -491,7 +418,8 @@ def test_torchrun_ends_though_the_demo_died_while_it_started(tmp_path: Path) -> 
     dies = textwrap.dedent("""
         import os, subprocess, sys
         from pathlib import Path
-        from dmt.training.commands.launch import _torchrun
+        import importlib
+        demo = importlib.import_module("dmt.training.commands.demo")
 
         class Left(subprocess.Popen):
             def __init__(self, *arguments, **options):
@@ -500,7 +428,7 @@ def test_torchrun_ends_though_the_demo_died_while_it_started(tmp_path: Path) -> 
                 os._exit(0)
 
         subprocess.Popen = Left
-        _torchrun(Path("no.toml"), 2, Path(sys.argv[1]))
+        demo._torchrun(Path("no.toml"), 2, Path(sys.argv[1]))
         """)
     with (tmp_path / "said").open("w") as said:
         command = [sys.executable, "-c", dies, str(tmp_path / "log")]
@@ -522,7 +450,7 @@ def killed_while_its_rank_starts(rank: int, folder: str, processes: int, stand_i
     if stand_in:
         os.environ["PYTHONPATH"] = f"{stand_in}:{os.environ.get('PYTHONPATH', '')}"
     threading.Thread(target=kill, daemon=True).start()
-    launch._torchrun(Path(folder, "run.toml"), 1, Path(folder, "log"))
+    demo._torchrun(Path(folder, "run.toml"), 1, Path(folder, "log"))
 
 
 def check_killed_demo(folder: Path, processes: int, stand_in: str = "") -> None:
@@ -609,8 +537,7 @@ def test_there_are_at_most_70_options_and_help_lists_rare_ones_last() -> None:
         for name, command in main.commands.items()
     }
     assert sum(map(len, options.values())) <= 70
-    advanced = importlib.import_module("dmt.training.commands")._ADVANCED
-    for name, rare in advanced.items():
-        assert set(rare) <= set(options[name]), name
-        usual, last = dmt(name, "--help").output.split("Advanced:")
-        assert all(option in last and f"{option} " not in usual.partition("Options:")[2] for option in rare), name
+    shown = dmt("partition", "--help").output
+    usual, rare = shown.partition("Options:")[2].split("Advanced:")
+    assert "--towers" in usual
+    assert "--seed" in rare

@@ -24,7 +24,7 @@ from dmt.testing.plain import PlainTraining
 from dmt.testing.state import table_layout
 from dmt.training.build import build_optimizer, flat_tables, fused_params, shard_model
 from dmt.training.checkpoints import Checkpointer, restore
-from dmt.training.commands.plan import PlannedFlat, print_sharding, run_plan
+from dmt.training.commands.plan import print_plan, run_plan
 from dmt.training.config import TrainingConfig
 from dmt.training.flat import FlatSharder, table_shardings
 from dmt.training.job import Job, open_job
@@ -209,7 +209,9 @@ def test_tables_that_cannot_have_the_scheme_stay_whole_and_the_plan_says_so(
     assert set(schemes.values()) == {"table_wise"}
     asked = "grid_shard" if scheme == "grid" else scheme
     assert re.search(rf"^6 tables are table_wise instead of {asked}: 't_C\d' \({why}.*\) and 3 more\.$", note)
-    print_sharding(PlannedFlat(schemes, dict.fromkeys(schemes, (0,)), (note,)), everything=False, out=None)
+    print_plan(
+        {"schemes": schemes, "ranks": dict.fromkeys(schemes, (0,)), "notes": (note,)}, everything=False, out=None
+    )
     assert f"Note: {note}" in " ".join(capsys.readouterr().out.split())
 
 
@@ -266,12 +268,14 @@ def test_other_errors_of_torchrecs_planner_are_not_taken_for_its_refusal(monkeyp
 
 def test_dmt_plan_shows_a_flat_plan_and_refuses_what_is_for_towers() -> None:
     found = run_plan("demo", ["model.arch=dlrm", "sharding.scheme=data_parallel"])
-    assert isinstance(found, PlannedFlat)
-    assert set(found.schemes.values()) == {"data_parallel"}
-    assert set(found.ranks.values()) == {(0, 1, 2, 3)}
-    assert len(found.to_record()["schemes"]) == 26
-    for options, name in (({"cluster": "a100"}, "--cluster"), ({"out": Path("plan.json")}, "--out")):
-        with pytest.raises(InputError, match=rf"has the flat dataflow .*; {name} is for the tower dataflow"):
+    assert isinstance(found, dict)
+    assert set(found["schemes"].values()) == {"data_parallel"}
+    assert set(found["ranks"].values()) == {(0, 1, 2, 3)}
+    assert len(found["schemes"]) == 26
+    for options, name in (
+        ({"cluster": "a100"}, "--cluster"),
+        ({"out": Path("plan.json")}, "--out"),
+        ({"cluster": "a100", "out": Path("plan.json")}, "--out, --cluster"),
+    ):
+        with pytest.raises(InputError, match=rf"has the flat dataflow .*; {name}: for the tower dataflow only"):
             run_plan("demo", ["model.arch=dlrm"], **options)
-    with pytest.raises(InputError, match=r"; --out, --cluster are for the tower dataflow.* leave them out"):
-        run_plan("demo", ["model.arch=dlrm"], cluster="a100", out=Path("plan.json"))

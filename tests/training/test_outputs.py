@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import shlex
@@ -9,15 +10,24 @@ import zipfile
 from pathlib import Path
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from click.testing import CliRunner
 
+from dmt import TableSpec, TowerPlan, TowerTopology
 from dmt.errors import InputError
 from dmt.partitioner import FeatureAffinity
+from dmt.sharding.plan_tables import plan_tables
 from dmt.simulator.cluster import load_cluster, save_cluster
 from dmt.training.commands import main
 from dmt.training.commands.outputs import Kind, check_output_files
+from dmt.training.serving import export
 
+MANIFEST = {
+    **{"format": export._FORMAT, "model": "dlrm", "step": 1, "tables": "fp32", "hashing": "", "hash_key": ""},
+    **{"dense": [], "features": [], "towers": [], "data": {"eval_path": "x.parquet"}, "versions": {}},
+}
 CONFIG = '[data]\nkind = "columns"\ntrain_path = "x.parquet"\ncategorical = ["c_*"]\n'
 
 
@@ -27,16 +37,17 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     Path("c.toml").write_text(CONFIG)
     for name in ("x.parquet", "other.parquet"):
-        Path(name).write_bytes(b"PAR1" + bytes(8))
+        pq.write_table(pa.table({"c_a": [1]}), name)
     with zipfile.ZipFile("m.pt2", "w") as archive:
-        archive.writestr("m/archive_format", "pt2")
+        archive.writestr(f"m/extra/{export._MANIFEST}", json.dumps(MANIFEST))
     FeatureAffinity(matrix=np.eye(2), features=["a", "b"]).save(Path("a.npz"))
     save_cluster(load_cluster("a100"), Path("k.toml"))
     checkpoint = Path("run/checkpoint/step-1")
     checkpoint.mkdir(parents=True)
     (checkpoint / "config.toml").write_text(CONFIG)
-    (checkpoint / "towers.json").write_text('{"format": 1, "towers": []}')
-    Path("plan.json").write_text('{"format": 1, "towers": [], "ranks": []}')
+    TowerPlan.from_lists([["a"], ["b"]]).save(checkpoint / "towers.json")
+    tables = TableSpec(name="t", num_embeddings=9, embedding_dim=8, feature_names=("a",))
+    plan_tables([[tables]], TowerTopology(num_towers=1, ranks_per_tower=1)).save("plan.json")
     Path("package.json").write_text('{"name": "site"}')
     Path("notes.txt").write_text("do not lose this")
     Path("rules.toml").write_text("")
@@ -69,6 +80,7 @@ PARTITION = "partition --affinity a.npz --towers 2"
         ("export run -o other.parquet", "--out", IS_OTHER),
         ("plan c.toml --out c.toml", "--out", IS_READ),
         ("plan c.toml --out x.parquet", "--out", IS_READ),
+        ("score m.pt2 -o x.parquet", "--out", IS_READ),
         ("plan c.toml --cluster k.toml --out k.toml", "--out", IS_READ),
         ("plan demo --out package.json", "--out", IS_OTHER),
         ("plan demo --out run/checkpoint/step-1/towers.json", "--out", IS_OTHER),
@@ -114,9 +126,7 @@ def test_an_output_that_is_an_input_or_of_another_kind_is_refused(
     ],
 )
 def test_a_file_of_the_kind_is_replaced_and_of_no_other(name: str, kind: Kind, files: Path) -> None:
-    check_output_files(
-        {"--out": (Path(name), kind)}, ["c.toml" if name != "c.toml" else "k.toml", "s3://bucket/x", None]
-    )
+    check_output_files({"--out": (Path(name), kind)}, ["notes.txt", "s3://bucket/x", None])
     if Path(name).exists() and Path(name).stat().st_size:
         other: Kind = "cluster" if kind != "cluster" else "config"
         with pytest.raises(InputError, match=re.escape(f"--out {name!r} exists and is not a file")):

@@ -104,7 +104,7 @@ def test_recorded_tables_are_planned_and_written(towers: Path, tmp_path: Path) -
     assert [table.tower for table in found.tables] == [0, 0, 0, 1, 1, 1]
     words = " ".join(result.output.split())
     assert "row_wise over 4 ranks: asked for" in words
-    assert f"{found.imbalance:.2f} over all ranks" in words
+    assert f"{found.imbalance:.2f} over all ranks." in words
     assert "plan.json" in words
 
 

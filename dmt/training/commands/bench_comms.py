@@ -1,6 +1,7 @@
 """``dmt bench-comms``: measures the ranks and links of the job that torchrun started it in, for ``cluster.toml``.
 
-It is PARAM's idea (Neo, appendix A): the collectives of a training step, over the groups of its mesh, by size.
+It is PARAM's idea (Neo, appendix A): the collectives of a training step, over the groups of its mesh, with next to
+nothing and with many bytes, of which the time of the first is the latency and the difference tells the rate.
 
 Legend: H hosts, L ranks on each, W = H L ranks.
 """
@@ -10,11 +11,10 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, NamedTuple, get_args
 
 import torch
 import torch.distributed as dist
@@ -40,86 +40,65 @@ from dmt.training.commands.outputs import check_output_files
 from dmt.training.console import make_table, table_console
 from dmt.training.device import backend, device_type, take_device
 
-__all__ = ["MEGABYTES", "Measured", "Timing", "measure_cluster", "print_measured", "rate", "run_bench_comms"]
+__all__ = ["bytes_sent", "measure_cluster", "print_measured", "rate", "run_bench_comms"]
 
-MEGABYTES = (1.0, 4.0, 16.0)
-"""Sizes of what a rank sends in timed collectives by default, in 10^6 bytes."""
 _SMALL_REPEATS, _REPEATS = 20, 5
+_BYTES = 16_000_000  # that a rank sends in one collective
 _WIDTH, _SAMPLES = 1024, 2048  # of the layers that are timed
 _LAYERS = 32  # that do next to nothing
 _FEATURES = 26
 _ROWS, _COLUMNS, _LOOKUPS = 200_000, 128, 65_536
 _MOVED = 64_000_000  # bytes, more than caches hold
-_MOST_MEGABYTES = 4096.0
 _UNUSED = 1e12  # rate of links that one rank alone never uses
 
 
-@dataclass(frozen=True, kw_only=True)
-class Timing:
-    """One collective at one size, over all groups of its kind at once."""
+class _Timing(NamedTuple):
+    """One collective, over all groups of its kind at once."""
 
-    collective: CollectiveKind
-    group: Literal["hosts", "host"]
-    """Ranks of different hosts, or those of one host."""
-    bytes_per_rank: int
-    """Bytes of the tensor of each rank."""
-    uplink_bytes: float
-    """Bytes that a host sends to others."""
-    inside_bytes: float
-    """Bytes that a rank sends to others of its host."""
+    sent: float
+    """Bytes that a host sends to others; inside hosts, that a rank sends to the others of its host."""
+    rank_bytes: float
+    """Bytes that a rank sends, to whichever ranks."""
     seconds: float
     """Median over repetitions, of the slowest rank each."""
-    least: float
-    most: float
     core_s: float
-    """Seconds that the cores of a rank worked in one; mean over ranks."""
+    """Seconds that the cores of a rank worked; mean over ranks."""
 
 
-def measure_cluster(
-    name: str, ranks_per_host: int, device: torch.device, *, megabytes: Sequence[float] = MEGABYTES
-) -> tuple[Cluster, list[Timing]]:
+def measure_cluster(name: str, ranks_per_host: int, device: torch.device) -> Cluster:
     """Measures the job that this rank is part of; collective, every rank gets the same result.
 
     Args:
         name: of the cluster.
         ranks_per_host: L; W must be a multiple.
         device: of this rank.
-        megabytes: sizes of the timed collectives.
-
-    Returns:
-        The description, and every collective that was timed.
 
     Raises:
-        InputError: ``ranks_per_host`` does not divide the ranks of the job, or more bytes took no longer than fewer.
+        InputError: ``ranks_per_host`` does not divide the ranks of the job, or many bytes took no longer than few.
     """
     hosts = max(1, dist.get_world_size() // ranks_per_host)
     # A tower is a host here, so peers are one rank of each host.
     mesh = TowerMesh(TowerTopology(num_towers=hosts, ranks_per_tower=ranks_per_host))
-    sizes = [round(1e6 * size) for size in megabytes]
-    timings = [timing for kind in _COLLECTIVES for timing in _time_collective(kind, mesh, device, sizes)]
+    timings = {kind: _time_collective(kind, mesh, device) for kind in get_args(CollectiveKind)}
     layers, flops = _time_layers(device)
     seconds, busy = _time(layers, _REPEATS, mesh, device)
-    # Cores that a rank has while all work: fewer than one where ranks share them.
-    cores = busy / statistics.median(seconds)
-    rates = {
-        kind: _rates([t for t in timings if t.collective == kind], ranks_per_host, device.type, cores)
-        for kind in _COLLECTIVES
-    }
-    cluster = Cluster(
+    # Cores that a rank has while all work: fewer than one where ranks share them. On a GPU a core only waits, in a loop
+    # that would count as work.
+    cores = 0.0 if device.type == "cuda" else busy / seconds
+    return Cluster(
         name=name,
         hosts=hosts,
         ranks_per_host=ranks_per_host,
-        matmul_flops=flops / statistics.median(seconds),
+        matmul_flops=flops / seconds,
         memory_bytes_per_s=_speed(_time_copies(device), mesh, device),
         lookup_bytes_per_s=_speed(_time_lookups(device), mesh, device),
-        all_to_all=rates["all_to_all"],
-        exchange=rates["exchange"],
-        all_reduce=rates["all_reduce"],
+        all_to_all=_rates(*timings["all_to_all"], cores),
+        exchange=_rates(*timings["exchange"], cores),
+        all_reduce=_rates(*timings["all_reduce"], cores),
         operator_s=1 / _speed(_time_operators(device), mesh, device),
         told_apart_s=1 / _speed(_time_telling_apart(device), mesh, device),
         source="measured by dmt bench-comms" + (", on one host: no uplink was measured" if hosts == 1 else ""),
     )
-    return cluster, timings
 
 
 def _all_to_all(group: dist.ProcessGroup, value: Tensor) -> None:
@@ -143,50 +122,50 @@ _COLLECTIVES: dict[CollectiveKind, Callable[[dist.ProcessGroup, Tensor], None]] 
 }
 
 
-def _time_collective(kind: CollectiveKind, mesh: TowerMesh, device: torch.device, sizes: Sequence[int]) -> list[Timing]:
-    run, hosts = _COLLECTIVES[kind], mesh.topology.num_hosts
+def _time_collective(
+    kind: CollectiveKind, mesh: TowerMesh, device: torch.device
+) -> tuple[list[_Timing], list[_Timing]]:
+    """Times a collective between hosts and inside them: with a number for every rank, and with many bytes."""
+    found: tuple[list[_Timing], list[_Timing]] = ([], [])
     wide = mesh.peer_group if kind == "exchange" else mesh.global_group
-    groups: list[tuple[Literal["hosts", "host"], dist.ProcessGroup]] = [("hosts", wide), ("host", mesh.tower_group)]
-    timings = []
-    for name, group in groups:
-        if group.size() == 1 or (name == "hosts" and hosts == 1):
+    for timings, group, is_wide in zip(found, (wide, mesh.tower_group), (True, False), strict=True):
+        if group.size() == 1 or (is_wide and mesh.topology.num_hosts == 1):
             continue
-        # First next to nothing: a number for every rank.
-        for size in (4 * group.size(), *sizes):
+        for size, repeats in ((4 * group.size(), _SMALL_REPEATS), (_BYTES, _REPEATS)):
             value = torch.zeros(size // 4 // group.size() * group.size(), device=device)
-            repeats = _REPEATS if size in sizes else _SMALL_REPEATS
-            seconds, core = _time(partial(run, group, value), repeats, mesh, device)
-            uplink, inside = _sent(kind, name, value.nbytes, hosts, mesh.topology.ranks_per_tower)
-            timings.append(
-                Timing(
-                    collective=kind,
-                    group=name,
-                    bytes_per_rank=value.nbytes,
-                    uplink_bytes=uplink,
-                    inside_bytes=inside,
-                    seconds=statistics.median(seconds),
-                    least=min(seconds),
-                    most=max(seconds),
-                    core_s=core,
-                )
-            )
-    return timings
+            seconds, core = _time(partial(_COLLECTIVES[kind], group, value), repeats, mesh, device)
+            uplink, inside = bytes_sent(kind, value.nbytes, mesh.topology, between_hosts=is_wide)
+            rank_bytes = uplink / mesh.topology.ranks_per_tower + inside
+            timings.append(_Timing(uplink if is_wide else inside, rank_bytes, seconds, core))
+    return found
 
 
-def _sent(kind: CollectiveKind, group: str, size: int, hosts: int, ranks: int) -> tuple[float, float]:
-    """Bytes that a host sends to others, and a rank to others of its host; of a reduction those of a ring."""
-    if group == "host":
+def bytes_sent(kind: CollectiveKind, size: int, topology: TowerTopology, *, between_hosts: bool) -> tuple[float, float]:
+    """Returns the bytes that a host sends to others, and a rank to others of its host; of a reduction those of a ring.
+
+    Args:
+        kind: of the collective.
+        size: bytes of the tensor of each rank.
+        topology: of the job; a tower is a host.
+        between_hosts: False for a collective of each host by itself.
+
+    Example:
+        >>> topology = TowerTopology(num_towers=2, ranks_per_tower=2)
+        >>> [bytes_sent(kind, 4, topology, between_hosts=True) for kind in ("all_to_all", "exchange", "all_reduce")]
+        [(4.0, 1.0), (4.0, 0.0), (6.0, 3.0)]
+    """
+    hosts, ranks, world = topology.num_hosts, topology.ranks_per_tower, topology.world_size
+    if not between_hosts:
         return 0.0, size * (ranks - 1) / ranks * (2 if kind == "all_reduce" else 1)
     if kind == "exchange":
         return size * ranks * (hosts - 1) / hosts, 0.0
-    world = hosts * ranks
     if kind == "all_reduce":
         return 2 * size * (world - 1) / world, 2 * size * (world - 1) / world * (ranks - 1) / ranks
     return size * ranks * (world - ranks) / world, size * (ranks - 1) / world
 
 
-def _time(work: Callable[[], Any], repeats: int, mesh: TowerMesh, device: torch.device) -> tuple[list[float], float]:
-    """Seconds of every repetition, of the slowest rank; and seconds of the cores of a rank in one, the mean."""
+def _time(work: Callable[[], Any], repeats: int, mesh: TowerMesh, device: torch.device) -> tuple[float, float]:
+    """Seconds of the slowest rank, the median over repetitions; and of the cores of a rank in one, the mean."""
     work()  # the first one opens connections and touches memory
     spans, core = [], 0.0
     for _ in range(repeats):
@@ -199,7 +178,7 @@ def _time(work: Callable[[], Any], repeats: int, mesh: TowerMesh, device: torch.
         spans.append(time.perf_counter() - begin)
     everyone = gather_objects((spans, core / repeats), mesh.global_group)
     slowest = [max(of_ranks) for of_ranks in zip(*(spans for spans, _ in everyone), strict=True)]
-    return slowest, statistics.mean(core for _, core in everyone)
+    return statistics.median(slowest), statistics.mean(core for _, core in everyone)
 
 
 def _settle(device: torch.device) -> None:
@@ -207,41 +186,35 @@ def _settle(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _rates(timings: Sequence[Timing], ranks: int, device_type: str, cores: float) -> CollectiveRates:
-    """Rates at the largest size, less the latency, which is the time of the smallest."""
-    across, within = ([t for t in timings if t.group == group] for group in ("hosts", "host"))
+def _rates(across: list[_Timing], within: list[_Timing], cores: float) -> CollectiveRates:
+    """Rates by what many bytes take longer than next to none, whose time is the latency."""
+    timings = across or within
     if not timings:
         return CollectiveRates(latency_s=0.0, uplink_bytes_per_s=_UNUSED, host_bytes_per_s=_UNUSED)
-    first, last = (across or within)[0], (across or within)[-1]
-    more, sent = max(last.core_s - first.core_s, 0.0), last.uplink_bytes / ranks + last.inside_bytes
-    # Where there are no links of a kind, those of the other kind are taken.
-    uplink = rate(across, "uplink_bytes") or rate(within, "inside_bytes")
+    first, last = timings[0], timings[-1]
+    more = max(last.core_s - first.core_s, 0.0)
     return CollectiveRates(
         latency_s=first.seconds,
-        uplink_bytes_per_s=uplink,
-        host_bytes_per_s=rate(within, "inside_bytes") or uplink,
-        # On a GPU the core only waits, in a loop that would count as work.
-        core_s_per_byte=0.0 if device_type == "cuda" else more / cores / sent,
+        # Where there are no links of a kind, those of the other kind are taken.
+        uplink_bytes_per_s=rate(timings),
+        host_bytes_per_s=rate(within or across),
+        core_s_per_byte=more / cores / last.rank_bytes if cores else 0.0,
     )
 
 
-def rate(timings: Sequence[Timing], counted: str) -> float:
-    """Returns the bytes per second by which the last timing is longer than the first, 0 without timings.
+def rate(timings: list[_Timing]) -> float:
+    """Returns the bytes per second by which the last timing is longer than the first.
 
     Raises:
-        InputError: it is no longer, or has no more bytes.
+        InputError: it is no longer.
     """
-    if not timings:
-        return 0.0
     small, large = timings[0], timings[-1]
-    more: float = getattr(large, counted) - getattr(small, counted)
-    if more <= 0 or large.seconds <= small.seconds:
+    if large.seconds <= small.seconds:
         raise InputError(
-            f"{large.collective} of {large.bytes_per_rank:,} bytes took {1e3 * large.seconds:.3f} ms, of "
-            f"{small.bytes_per_rank:,} bytes {1e3 * small.seconds:.3f} ms, which tells no rate. Give larger "
-            "--megabytes, and measure on machines that do nothing else."
+            f"A collective of {large.sent:,.0f} bytes took {1e3 * large.seconds:.3f} ms, of {small.sent:,.0f} bytes "
+            f"{1e3 * small.seconds:.3f} ms, which tells no rate. Measure on machines that do nothing else."
         )
-    return more / (large.seconds - small.seconds)
+    return (large.sent - small.sent) / (large.seconds - small.seconds)
 
 
 def _time_layers(device: torch.device) -> tuple[Callable[[], Any], float]:
@@ -292,33 +265,14 @@ def _time_telling_apart(device: torch.device) -> tuple[Callable[[], Any], float]
 def _speed(made: tuple[Callable[[], Any], float], mesh: TowerMesh, device: torch.device) -> float:
     """Units per second of a rank while all ranks work."""
     work, units = made
-    seconds, _ = _time(work, _REPEATS, mesh, device)
-    return units / statistics.median(seconds)
+    return units / _time(work, _REPEATS, mesh, device)[0]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Measured:
-    """The result of ``dmt bench-comms``."""
-
-    cluster: Cluster
-    timings: list[Timing]
-
-    def to_record(self) -> dict[str, Any]:
-        """Returns the numbers as JSON writes them."""
-        return {"cluster": asdict(self.cluster), "timings": [asdict(timing) for timing in self.timings]}
-
-
-def run_bench_comms(
-    out: Path,
-    *,
-    device: Literal["auto", "cpu", "cuda"],
-    megabytes: Sequence[float],
-) -> Measured | None:
+def run_bench_comms(out: Path) -> Cluster | None:
     """Measures the job and writes ``out``; returns the result on its first rank, None on the others.
 
     Raises:
-        InputError: it was not started by torchrun, hosts have unequal numbers of ranks, a size is out of range, or
-            ``out`` cannot be written.
+        InputError: it was not started by torchrun, hosts have unequal numbers of ranks, or ``out`` cannot be written.
     """
     place = {key: os.environ.get(key, "") for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
     if not all(value.isdecimal() for value in place.values()):
@@ -326,9 +280,6 @@ def run_bench_comms(
             "dmt bench-comms measures the job that it is part of, and RANK or WORLD_SIZE says of none. Start it on "
             "every host: torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 --no-python dmt bench-comms"
         )
-    for size in megabytes:
-        if not 0.001 <= size <= _MOST_MEGABYTES:
-            raise InputError(f"--megabytes {size:g}: give 0.001 to {_MOST_MEGABYTES:g}, what a rank sends at once.")
     rank, ranks_per_host = int(place["RANK"]), int(place["LOCAL_WORLD_SIZE"])
     if int(place["WORLD_SIZE"]) % ranks_per_host:
         raise InputError(
@@ -336,13 +287,13 @@ def run_bench_comms(
         )
     if rank == 0:
         check_output_files({"--out": (out, "cluster")}, [])
-    kind = device_type(device)
+    kind = device_type("auto")
     here = take_device(kind, int(place["LOCAL_RANK"]))
     end_with(os.getppid())
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     dist.init_process_group(backend(kind))
     try:
-        cluster, timings = measure_cluster(out.stem, ranks_per_host, here, megabytes=sorted(megabytes) or MEGABYTES)
+        cluster = measure_cluster(out.stem, ranks_per_host, here)
         # A rank that leaves while a peer still sends can abort it.
         dist.barrier()
     finally:
@@ -350,26 +301,18 @@ def run_bench_comms(
     if rank != 0:
         return None
     save_cluster(cluster, out)
-    return Measured(cluster=cluster, timings=timings)
+    return cluster
 
 
-def print_measured(found: Measured, out: Path) -> None:
-    """Prints every collective that was timed, and the rates."""
-    console, cluster = table_console(markup=False), found.cluster
-    rows = [
-        [
-            timing.collective,
-            "between hosts" if timing.group == "hosts" else "inside a host",
-            human_bytes(timing.bytes_per_rank),
-            f"{1e3 * timing.seconds:,.2f} ms",
-            f"{1e3 * timing.least:,.2f} to {1e3 * timing.most:,.2f}",
-            f"{human_bytes((timing.uplink_bytes or timing.inside_bytes) / timing.seconds)}/s",
-        ]
-        for timing in found.timings
-    ]
+def print_measured(cluster: Cluster, out: Path) -> None:
+    """Prints the rates, and what to do with them."""
+    console, rows = table_console(markup=False), []
+    for kind in get_args(CollectiveKind):
+        rates = cluster.rates(kind)
+        speeds = [f"{human_bytes(speed)}/s" for speed in (rates.uplink_bytes_per_s, rates.host_bytes_per_s)]
+        rows.append([kind, f"{1e3 * rates.latency_s:,.3f} ms", *speeds])
     title = f"{cluster.hosts} hosts x {cluster.ranks_per_host} ranks"
-    console.print(make_table(["", "", "of a rank", "median", "least to most", "rate"], rows, title=title))
-    console.print("rate: what a host sends to others; inside a host, what a rank sends.")
+    console.print(make_table(["", "latency", "host to others", "rank inside its host"], rows, title=title))
     console.print(
         f"A rank: {cluster.matmul_flops / 1e9:,.1f} GFLOP/s in matrix products, copies at "
         f"{human_bytes(cluster.memory_bytes_per_s)}/s, lookups with updates at "

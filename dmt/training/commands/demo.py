@@ -2,44 +2,58 @@
 
 from __future__ import annotations
 
+import os
+import signal
+import subprocess
+import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dmt.errors import InputError
 from dmt.files import check_output
-from dmt.partitioner import Partition, TowerPartitioner, write_partition_report
+from dmt.partitioner import TowerPartitioner, write_partition_report
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.training.checkpoints import discard_checkpoints
-from dmt.training.commands.launch import train_here
-from dmt.training.commands.partition import INTERACTIONS, keeps_interactions
-from dmt.training.config import SHARDING_OF_TOWERS, TrainingConfig, load_config, to_override
+from dmt.training.config import SHARDING_OF_TOWERS, TrainingConfig, load_config, to_override, to_toml
 from dmt.training.console import NameConsole
 from dmt.training.data.config import DataConfig
 from dmt.training.data.files import expand_path, file_exists
 from dmt.training.data.raw import first_line, schema_of
 from dmt.training.functions import is_function_name
-from dmt.training.partition import affinity_of_run, interactions_of
+from dmt.training.partition import affinity_of_run
 from dmt.training.preflight import check_rows, resolve
-from dmt.training.records import result_warnings
+from dmt.training.records import read_result, result_warnings
 from dmt.training.report import plot_curves, write_report
 
-__all__ = ["demo", "demo_settings", "flat_settings", "step_settings"]
+__all__ = ["demo", "demo_settings", "flat_settings", "step_settings", "train_here"]
 
 _STEPS = 1000  # about the number that tells the models apart and ends within minutes
 _TABLE_ROWS = 20_000
+# torchrun kills ranks that have not saved 30 s after Ctrl-C.
+_SAVING_S = 40.0
+# A demo that is killed takes torchrun along, which takes its ranks along. Both say who they are: asked for its parent,
+# a process that is still starting when that one ends would name the one that adopts orphans.
+_TORCHRUN = (
+    "import os, sys; from dmt.processes import end_with; end_with(int(sys.argv.pop(1))); "
+    "os.environ['DMT_LAUNCHER'] = str(os.getpid()); "
+    "from torch.distributed.elastic.multiprocessing.api import SignalException\n"
+    "from torch.distributed.run import main\n"
+    "try: main()\n"
+    "except SignalException as stop: sys.exit(128 + stop.sigval)"  # a rank has said what is to be said
+)
 # Keys that the flat run does without. Not a sharding plan: it is refused, since none fits towers still to be learned.
 _OF_TOWERS = (*(f"sharding.{key}" for key in SHARDING_OF_TOWERS if key != "plan"), "train.micro_batches")
 
 
 def demo(
     data: str | None,
-    output_dir: str,
+    out: Path,
     overrides: Sequence[str],
     *,
     command: str,
-    strategy: str = "coherent",
 ) -> dict[str, dict[str, Any]]:
     """Trains the flat model, partitions its features, trains the multi-tower model, and returns both results by arch.
 
@@ -50,9 +64,6 @@ def demo(
         InputError: anything the user can fix; raised before training wherever it can be known by then.
     """
     console = NameConsole(stderr=True, highlight=False)
-    out = Path(output_dir)
-    if strategy not in ("coherent", INTERACTIONS):
-        raise InputError(f"--strategy {strategy!r} must be coherent or {INTERACTIONS}.")
     taken = [key for o in overrides if (key := o.partition("=")[0].strip()) in ("towers.plan", "train.output_dir")]
     if taken:
         raise InputError(f"The demo sets {taken[0]} itself: it learns the towers, and --out says where all goes.")
@@ -89,7 +100,11 @@ def demo(
     runs = {flat_arch: train_here(flat)}
 
     console.print("[bold]3/4[/] learning which features belong together")
-    partition = _learned_towers(config, flat, out, strategy)
+    own_rows = [] if flat.data.source is None else [flat.data.source]
+    affinity, tables = affinity_of_run(Path(flat.train.output_dir), functions=own_rows)
+    affinity.save(out / "affinity.npz")
+    partitioner = TowerPartitioner(num_towers=config.topology.num_towers, seed=config.train.seed)
+    partition = partitioner.partition(affinity, tables=tables)
     plan = replace(partition.plan, command=command)
     plan.save(out / "towers.json")
     back = [("../report.html", "The models trained with and without these towers")]
@@ -122,19 +137,36 @@ def demo(
     return runs
 
 
-def _learned_towers(config: TrainingConfig, flat: TrainingConfig, out: Path, strategy: str) -> Partition:
-    """Makes towers of the trained flat model, or of its rows; what was measured is saved in ``out``."""
-    shape: dict[str, Any] = {"num_towers": config.topology.num_towers, "seed": config.train.seed}
-    if strategy == INTERACTIONS:
-        interactions = interactions_of(flat, with_tables=True, seed=config.train.seed)
-        interactions.save(out / "interactions.npz")
-        keeps = keeps_interactions(config.model.arch.removeprefix("dmt-"))
-        return TowerPartitioner(keeps_interactions=keeps, **shape).partition(interactions)
-    affinity, tables = affinity_of_run(
-        Path(flat.train.output_dir), functions=[] if flat.data.source is None else [flat.data.source]
-    )
-    affinity.save(out / "affinity.npz")
-    return TowerPartitioner(**shape).partition(affinity, tables=tables)
+def train_here(config: TrainingConfig) -> dict[str, Any]:
+    """Trains a config on ranks of this machine; its table goes to ``train.log``, the rest to the terminal."""
+    folder = Path(config.train.output_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "run.toml").write_text(to_toml(config), encoding="utf-8")
+    code = _torchrun(folder / "run.toml", config.topology.build().world_size, folder / "train.log")
+    if code:
+        raise InputError(f"Training {config.model.arch} ended with exit code {code}; the reason is printed above.")
+    return read_result(folder)
+
+
+def _torchrun(config: Path, ranks: int, log: Path) -> int:
+    launcher = [sys.executable, "-c", _TORCHRUN, str(os.getpid())]
+    command = [*launcher, "--standalone", f"--nproc-per-node={ranks}", "-m", "dmt.training", str(config)]
+    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
+    with log.open("w") as stdout, subprocess.Popen(command, stdout=stdout, env=environment) as run:
+        try:
+            return run.wait()
+        except KeyboardInterrupt:
+            # The terminal has told torchrun too: its ranks save what they have trained, and a second signal would end
+            # them before.
+            before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+            with suppress(subprocess.TimeoutExpired):
+                run.wait(_SAVING_S)
+            signal.signal(signal.SIGINT, before)
+            run.terminate()  # nothing, where it has ended
+            raise
+        except BaseException:
+            run.terminate()
+            raise
 
 
 def demo_settings(data: str) -> list[str]:

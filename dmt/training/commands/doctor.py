@@ -13,7 +13,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from rich.console import Console
 
@@ -30,16 +30,11 @@ TESTED: Mapping[str, Mapping[str, str]] = {
 _FBGEMM = ("fbgemm-gpu-cpu", "fbgemm-gpu")
 _TORCHREC_NEEDS = ("torchmetrics==1.0.3", "tensordict", "pyre-extensions", "tqdm")
 _TRAINER_NEEDS = ("pydantic", "pyarrow", "pandas", "tensorboard", "tomli-w", "jinja2")
-# pip's torch is the CUDA build on most machines; the CPU build has an index of its own. A shell that does not know the
-# variable says what it is to be, and runs nothing.
-_CPU_INDEX = """--index-url "${TORCH_INDEX:?is to be the address of the CPU wheels, see docs/install.md}\""""
-_CPU_INDEX_NOTE = "TORCH_INDEX is the address of PyTorch's CPU wheels (docs/install.md)"
 _PYTHONS = ("3.11", "3.12", "3.13")
 _PYTHON = "python3.11 -m venv .venv-3.11 && . .venv-3.11/bin/activate"
 
 
-@dataclass(frozen=True, kw_only=True)
-class Finding:
+class Finding(NamedTuple):
     """One line of the diagnosis."""
 
     what: str
@@ -50,13 +45,10 @@ class Finding:
     """Version this release was tested with."""
     fix: str = ""
     """The command that fixes it, to be pasted into a shell; empty when there is nothing to fix."""
-    note: str = ""
-    """A word on the command."""
 
-    @property
-    def ok(self) -> bool:
-        """True if there is nothing to fix."""
-        return not self.fix
+    def to_record(self) -> dict[str, object]:
+        """Returns the line as JSON writes it."""
+        return {**self._asdict(), "ok": not self.fix}
 
 
 def installed_version(package: str) -> str | None:
@@ -73,7 +65,6 @@ def diagnose(
     *,
     has_gpu: bool | None = None,
     gpus: Callable[[], list[str]] | None = None,
-    cuda_build: bool | None = None,
 ) -> list[Finding]:
     """Diagnoses the installation.
 
@@ -82,87 +73,60 @@ def diagnose(
         load_error: last line of the error of importing a module in a fresh process, empty when it loads.
         has_gpu: true with an NVIDIA driver; by default looked up.
         gpus: names of the GPUs that torch sees, in a fresh process.
-        cuda_build: true if the installed torch requires NVIDIA's libraries; by default looked up.
     """
     gpu = shutil.which("nvidia-smi") is not None if has_gpu is None else has_gpu
-    build, python = "fbgemm-gpu" if gpu else "fbgemm-gpu-cpu", platform.python_version()
+    build, other = _FBGEMM[::-1] if gpu else _FBGEMM
+    # The triangle of the torch that is there.
+    tested = TESTED.get(".".join((version("torch") or "").split(".")[:2]), next(iter(TESTED.values())))
     builds = {package: number for package in _FBGEMM if (number := version(package)) is not None}
-    torch = version("torch")
-    # The pair that fits the torch that is there.
-    tested = TESTED.get(".".join((torch or "").split(".")[:2]), next(iter(TESTED.values())))
-    pin, shown = tested["fbgemm"], ", ".join(f"{package} {number}" for package, number in builds.items()) or "absent"
-    install = f"pip install {build}=={pin}"
+    install = {
+        "torch": f"pip install torch=={tested['torch']}",
+        "fbgemm": f"pip install {build}=={tested['fbgemm']}",
+        "torchrec": f"pip install --no-deps torchrec=={tested['torchrec']} && pip install {' '.join(_TORCHREC_NEEDS)}",
+    }
     if len(builds) > 1:
         # Both unpack into the same folder; whichever came last has overwritten half of the other.
-        install = f"pip uninstall -y {' '.join(_FBGEMM)} && {install}"
-    torchrec = f"pip install --no-deps torchrec=={tested['torchrec']} && pip install {' '.join(_TORCHREC_NEEDS)}"
-    findings = [
-        Finding(
-            what="python",
-            found=python,
-            expected=f"{_PYTHONS[0]} to {_PYTHONS[-1]}",
-            fix="" if python.rpartition(".")[0] in _PYTHONS else _PYTHON,
-            note="install again there",
-        ),
-        _pinned(
-            "torch", torch, tested["torch"], f"pip install torch=={tested['torch']}", "" if gpu else _cpu_build(tested)
-        ),
-        Finding(what="fbgemm", found=shown, expected=pin, fix="" if [*builds.values()] == [pin] else install),
-        _pinned("torchrec", version("torchrec"), tested["torchrec"], torchrec),
-    ]
+        install["fbgemm"] = f"pip uninstall -y {' '.join(_FBGEMM)} && {install['fbgemm']}"
+    found = {
+        "torch": version("torch") or "absent",
+        "fbgemm": ", ".join(f"{package} {number}" for package, number in builds.items()) or "absent",
+        "torchrec": version("torchrec") or "absent",
+    }
+    fits = {name: found[name] == tested[name] for name in ("torch", "torchrec")}
+    fits["fbgemm"] = [*builds.values()] == [tested["fbgemm"]]
+    python = platform.python_version()
+    no_wheels = python.rpartition(".")[0] not in _PYTHONS
+    findings = [Finding("python", python, f"{_PYTHONS[0]} to {_PYTHONS[-1]}", _PYTHON if no_wheels else "")]
+    findings += [Finding(name, found[name], tested[name], "" if fits[name] else install[name]) for name in found]
     for need in (*_TORCHREC_NEEDS, *_TRAINER_NEEDS):
         package = need.partition("==")[0]
         if version(package) is None:
-            findings.append(Finding(what=package, found="absent", expected="any", fix=f"pip install {need}"))
-    if any(not finding.ok for finding in findings):
+            findings.append(Finding(package, "absent", "any", f"pip install {need}"))
+    if any(finding.fix for finding in findings):
         return findings
     # TorchRec loads the other two; only if it does not, who is to blame matters.
     load_error = load_error or _load_error
-    cuda_build = _is_cuda_build() if cuda_build is None else cuda_build
     for module in ("torch", "fbgemm_gpu", "torchrec") if load_error("torchrec") else ():
         if error := load_error(module):
-            fix, note = f"pip install --force-reinstall --no-deps torch=={tested['torch']} {build}=={pin}", ""
-            if cuda_build and module == "torch":
-                # That would be the same wheel again, without the libraries that it has failed to load.
-                fix = f"pip install --force-reinstall torch=={tested['torch']}"
-                if not gpu:
-                    fix, note = f"pip install --force-reinstall {_CPU_INDEX} torch=={tested['torch']}", _CPU_INDEX_NOTE
-            if not gpu and "fbgemm-gpu" in builds:
-                # The CUDA build needs the driver's libraries even to be imported.
-                fix = f"pip uninstall -y fbgemm-gpu && {fix}"
-            return [*findings, Finding(what=f"import {module}", found=error, expected="loads", fix=fix, note=note)]
-    findings.append(Finding(what="import", found="torch, fbgemm_gpu and torchrec load", expected="loads"))
-    return [*findings, _devices(gpu, builds, tested, (gpus or _gpus)() if gpu else [])]
-
-
-def _cpu_build(tested: Mapping[str, str]) -> str:
-    return f"for the CPU build alone: pip install {_CPU_INDEX} torch=={tested['torch']}; {_CPU_INDEX_NOTE}"
-
-
-def _is_cuda_build() -> bool:
-    return any(need.startswith(("nvidia-", "cuda-")) for need in importlib.metadata.requires("torch") or ())
-
-
-def _pinned(what: str, found: str | None, expected: str, fix: str, note: str = "") -> Finding:
-    if found == expected:
-        fix = note = ""
-    return Finding(what=what, found=found or "absent", expected=expected, fix=fix, note=note)
-
-
-def _devices(driver: bool, builds: Mapping[str, str], tested: Mapping[str, str], gpus: Sequence[str]) -> Finding:
-    """Says where ranks will train: on the GPUs that torch sees, or on the CPU."""
-    if not driver:
-        return Finding(what="devices", found="CPU (no NVIDIA driver)", expected="any")
-    if not gpus:
-        fix, note = (
-            f"pip install --force-reinstall torch=={tested['torch']}",
-            "the CUDA build; or see CUDA_VISIBLE_DEVICES",
-        )
-        return Finding(what="devices", found="CPU (torch sees no GPU)", expected="GPUs", fix=fix, note=note)
-    if "fbgemm-gpu" not in builds:
-        fix = f"pip uninstall -y fbgemm-gpu-cpu && pip install fbgemm-gpu=={tested['fbgemm']}"
-        return Finding(what="devices", found="CPU (FBGEMM's CPU build)", expected="GPUs", fix=fix)
-    return Finding(what="devices", found=f"{len(gpus)} x {gpus[0]}", expected="any")
+            # With its dependencies, which may be what torch has failed to load. The CUDA build of fbgemm needs the
+            # driver's libraries even to be imported.
+            fix = f"pip install --force-reinstall torch=={tested['torch']} && pip install --force-reinstall --no-deps "
+            fix += f"{build}=={tested['fbgemm']}"
+            fix = f"pip uninstall -y {other} && {fix}" if other in builds else fix
+            return [*findings, Finding(f"import {module}", error, "loads", fix)]
+    findings.append(Finding("import", "torch, fbgemm_gpu and torchrec load", "loads"))
+    names = (gpus or _gpus)() if gpu else []
+    if not gpu:
+        devices = Finding("devices", "CPU (no NVIDIA driver)", "any")
+    elif not names:
+        # The CPU build of torch, unless CUDA_VISIBLE_DEVICES hides them.
+        devices = Finding("devices", "CPU (torch sees no GPU)", "GPUs", f"{install['torch']} --force-reinstall")
+    elif build not in builds:
+        fix = f"pip uninstall -y {other} && {install['fbgemm']}"
+        devices = Finding("devices", "CPU (FBGEMM's CPU build)", "GPUs", fix)
+    else:
+        devices = Finding("devices", f"{len(names)} x {names[0]}", "any")
+    return [*findings, devices]
 
 
 def _gpus() -> list[str]:
@@ -181,8 +145,8 @@ def _probe(program: str) -> subprocess.CompletedProcess[str]:
 
 def print_findings(findings: Sequence[Finding]) -> None:
     """Prints the diagnosis, and each command on a line that can be pasted."""
-    rows = [[f.what, f.found, f.expected, "ok" if f.ok else "FIX"] for f in findings]
+    rows = [[what, found, expected, "FIX" if fix else "ok"] for what, found, expected, fix in findings]
     Console().print(make_table(["", "found", "tested with", ""], rows))
     for finding in findings:
         if finding.fix:
-            print(f"To fix {finding.what}{f' ({finding.note})' if finding.note else ''}:\n  {finding.fix}")
+            print(f"To fix {finding.what}:\n  {finding.fix}")

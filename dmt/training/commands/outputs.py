@@ -2,47 +2,42 @@
 
 from __future__ import annotations
 
-import json
-import os
 import tomllib
-import zipfile
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
+from glob import glob
+from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from dmt.errors import InputError
 from dmt.files import check_output
-from dmt.training.config import TrainingConfig
-from dmt.training.data.files import is_remote, matching_files
 
-__all__ = ["Kind", "check_output_files", "files_of_config", "files_of_run"]
+__all__ = ["Kind", "check_output_files"]
 
-Kind = Literal["tower plan", "sharding plan", "config", "cluster", "Parquet", "program", "matrix", "picture", "folder"]
+Kind = Literal["tower plan", "sharding plan", "config", "cluster", "Parquet", "program", "matrix", "folder"]
 """What an option of a command writes."""
-
-_HEADS = {b"PAR1": "Parquet", b"PK\x03\x04": "zip archive"}
-_INPUT_KEYS = (
-    ("data", "prepared"),
-    ("data", "train_path"),
-    ("data", "eval_path"),
-    ("data", "tables"),
-    ("towers", "plan"),
-    ("sharding", "plan"),
-    ("hot_rows", "profile"),
-)
-_CLUSTER_KEY = "all_to_all"
-_MOST_BYTES = 64 << 20
+Identity = tuple[int, int]
+# What reads each kind of file, imported where one is there.
+_READERS = {
+    "tower plan": "dmt.plan.towers:TowerPlan.load",
+    "sharding plan": "dmt.sharding.plan:TowerShardingPlan.load",
+    "config": "dmt.training.config:load_config",
+    "cluster": "dmt.simulator.cluster:load_cluster",
+    "Parquet": "pyarrow.parquet:read_schema",
+    "program": "dmt.training.serving.export:read_manifest",
+    "matrix": "dmt.partitioner:FeatureAffinity.load",
+}
 
 
-def check_output_files(
-    outputs: Mapping[str, tuple[Path | None, Kind]], inputs: Iterable[str | os.PathLike[str] | None]
-) -> None:
+def check_output_files(outputs: Mapping[str, tuple[Path | None, Kind]], inputs: Iterable[object]) -> None:
     """Refuses outputs before the work that leads to them; missing folders of outputs are made.
 
     Args:
         outputs: the path (None where it was not given) and the kind of each output, by the option that names it.
-        inputs: every file, folder or glob that the command reads; None and addresses of remote files are passed over.
+        inputs: texts and paths that the command was given; of those that are files, folders or globs everything counts
+            as read, and what a config or an exported program among them names as its data. Others are passed over.
 
     Raises:
         InputError: an output is an input, also by a link; two outputs are one file; an output exists and is a file of
@@ -50,119 +45,87 @@ def check_output_files(
     """
     given = {option: (path, kind) for option, (path, kind) in outputs.items() if path is not None}
     taken: dict[Path, str] = {}
-    for option, (path, kind) in given.items():
-        assert kind in get_args(Kind), f"{kind!r} is not a kind of output"
+    for option, (path, _) in given.items():
         other = taken.setdefault(path.resolve(), option)
         if other != option:
             raise InputError(f"{other} and {option} are the same file, {str(path)!r}. Name another for one of them.")
-    existing = {option: path for option, (path, _) in given.items() if path.exists()}
-    if existing:
-        read = {_identity(Path(name)): name for value in inputs if value is not None for name in _names(str(value))}
-        for option, path in existing.items():
-            if (name := read.get(_identity(path))) is not None:
-                same = "" if Path(name) == path else f", which is {name!r}"
-                raise InputError(f"{option} {str(path)!r}{same}, is read by this command. Name another file.")
+    read = _files_read(inputs) if any(path.exists() for path, _ in given.values()) else {}
+    for option, (path, _) in given.items():
+        if path.exists() and (name := read.get(_identity(path))) is not None:
+            same = "" if name == path else f", which is {str(name)!r}"
+            raise InputError(f"{option} {str(path)!r}{same}, is read by this command. Name another file.")
     for option, (path, kind) in given.items():
         check_output(option, path, is_folder=kind == "folder")
-        # The ending of a picture has been checked, and its formats are many.
-        if kind not in ("folder", "picture") and (found := _kind_of(path)) not in (None, kind):
+        if kind != "folder" and path.exists() and not _is_kind(path, kind):
             raise InputError(
-                f"{option} {str(path)!r} exists and is not a file that this option writes ({kind}; found: {found}). "
-                "Name another file, or remove this one."
+                f"{option} {str(path)!r} exists and is not a file that this option writes ({kind}). Name another file, "
+                "or remove this one."
             )
 
 
-def files_of_config(config: TrainingConfig) -> list[str]:
-    """Returns the files, folders and globs that a config names as inputs."""
-    return _files_in(config.model_dump(mode="json"))
+def _is_kind(path: Path, kind: Kind) -> bool:
+    """Returns whether a file can be read as its kind; an empty one, as ``mktemp`` makes it, may become any."""
+    if path.is_file() and not path.stat().st_size:
+        return True
+    module, name = _READERS[kind].split(":")
+    try:
+        attrgetter(name)(import_module(module))(path)
+    except (OSError, ValueError):
+        return False
+    return True
 
 
-def files_of_run(model: Path, data: str | None) -> list[str]:
-    """Returns what is read with a run, a checkpoint or an exported program, and rows from ``data`` or its own.
+def _files_read(inputs: Iterable[object]) -> dict[Identity, Path]:
+    """Every file that inputs are, hold or name, by its identity."""
+    found: dict[Identity, Path] = {}
+    waiting = [*_texts(list(inputs))]
+    while waiting:
+        text = waiting.pop()
+        for path in (*_matches(text), *_matches(text.partition("=")[2])):  # a path, or an override
+            if found.setdefault(_identity(path), path) == path:
+                with suppress(OSError, ValueError):  # the command says itself what it cannot read
+                    waiting += _texts(_named_in(path))
+    return found
 
-    Every file of its checkpoints counts, whichever of them is used.
-    """
-    if model.is_file():
+
+def _matches(text: str) -> list[Path]:
+    with suppress(OSError, ValueError):
+        path = Path(text.strip("\"'"))
+        if not text:
+            return []
+        if path.is_dir():
+            # Of a run its checkpoints: other files in its folder may be those that a command writes.
+            inside = path / "checkpoint" if (path / "checkpoint").is_dir() else path
+            return [path, *(file for file in inside.rglob("*") if file.is_file())]
+        return [path] if path.exists() else [file for name in glob(text, recursive=True) for file in _matches(name)]
+    return []
+
+
+def _named_in(path: Path) -> object:
+    """The values of a config, and the data of an exported program."""
+    if path.suffix == ".toml":
+        record = tomllib.loads(path.read_text(encoding="utf-8"))
+        return [value for section in record.values() for key, value in _items(section) if key != "output_dir"]
+    if path.suffix == ".pt2":
         from dmt.training.serving.export import read_manifest
 
-        own = [] if data is not None else _files_in({"data": read_manifest(model).data})
-        return [str(model), *own, *filter(None, [data])]
-    folder = model / "checkpoint" if (model / "checkpoint").is_dir() else model
-    files = [path for path in folder.rglob("*") if path.is_file()]
-    own = []
-    for path in files if data is None else []:
-        if path.name == "config.toml":
-            with suppress(OSError, ValueError):  # the command says itself what it cannot read
-                own += _files_in(tomllib.loads(path.read_text(encoding="utf-8")))
-    return [*map(str, files), *own, *filter(None, [data])]
+        return read_manifest(path).data
+    return []
 
 
-def _files_in(record: Mapping[str, Any]) -> list[str]:
-    sections = {section: record.get(section) for section, _ in _INPUT_KEYS}
-    named = [own.get(key) for section, key in _INPUT_KEYS if isinstance(own := sections[section], dict)]
-    return [value for value in named if isinstance(value, str)]
+def _items(section: Any) -> Iterable[tuple[str, Any]]:
+    return section.items() if isinstance(section, dict) else ()
 
 
-def _names(value: str) -> list[str]:
-    """The input itself, which may be a folder, and the files that it stands for."""
-    if is_remote(value):
-        return []
-    try:
-        return [name for name in (value, *matching_files(value)) if Path(name).exists()]
-    except (OSError, InputError):  # the command says itself what it cannot read
-        return []
+def _texts(value: object) -> Iterator[str]:
+    if isinstance(value, str | Path):
+        yield str(value)
+    elif isinstance(value, Mapping | list | tuple):
+        for inner in value.values() if isinstance(value, Mapping) else value:
+            yield from _texts(inner)
 
 
-def _identity(path: Path) -> tuple[int, int]:
+def _identity(path: Path) -> Identity:
     """Equal for all links to one file."""
     status = path.stat()
     return status.st_dev, status.st_ino
-
-
-def _kind_of(path: Path) -> str | None:
-    """The kind of an existing file by its content; None for a file that is absent or empty."""
-    if not path.exists() or (path.is_file() and not path.stat().st_size):
-        return None
-    if not path.is_file():
-        return "no regular file"
-    with path.open("rb") as file:
-        content = file.read(8)
-    kind = next((kind for head, kind in _HEADS.items() if content.startswith(head)), None)
-    if kind == "zip archive":
-        return _kind_of_archive(path)
-    if kind is not None:
-        return kind
-    return _kind_of_text(path) if path.stat().st_size <= _MOST_BYTES else "other data"
-
-
-def _kind_of_archive(path: Path) -> str:
-    try:
-        with zipfile.ZipFile(path) as archive:
-            names = archive.namelist()
-    except (OSError, zipfile.BadZipFile):
-        return "damaged zip archive"
-    if any(name.endswith("archive_format") for name in names):
-        return "program"
-    return "matrix" if all(name.endswith(".npy") for name in names) else "zip archive"
-
-
-def _kind_of_text(path: Path) -> str:
-    try:
-        text = path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return "other data"
-    try:
-        record = json.loads(text)
-    except (ValueError, RecursionError):
-        record = None
-    if isinstance(record, dict) and {"format", "towers"} <= record.keys():
-        return "sharding plan" if "ranks" in record else "tower plan"
-    if record is not None:
-        return "JSON"
-    try:
-        table = tomllib.loads(text)
-    except (ValueError, RecursionError):
-        return "text"
-    if _CLUSTER_KEY in table:
-        return "cluster"
-    return "config" if table and table.keys() <= TrainingConfig.model_fields.keys() else "TOML"

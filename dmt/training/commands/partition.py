@@ -5,40 +5,26 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 from rich.text import Text
 
-from dmt.errors import InputError, did_you_mean
-from dmt.formatting import human_bytes, printable, shorten
-from dmt.partitioner import (
-    FeatureAffinity,
-    Partition,
-    PartitionRules,
-    TowerPartitioner,
-    plot_affinity,
-    write_partition_report,
-)
+from dmt.errors import InputError
+from dmt.formatting import human_bytes, printable
+from dmt.partitioner import FeatureAffinity, Partition, PartitionRules, TowerPartitioner, write_partition_report
 from dmt.partitioner.report import strongest_rows
 from dmt.partitioner.verdict import judge_balance, judge_meaning
-from dmt.plan.towers import PlanComparison
-from dmt.report.style import new_figure
-from dmt.training.commands.outputs import Kind, check_output_files, files_of_run
 from dmt.training.console import NameConsole, make_table
 
-__all__ = ["INTERACTIONS", "keeps_interactions", "print_compared", "print_partition", "run_partition"]
+__all__ = ["INTERACTIONS", "STRATEGIES", "TOWER_MODULES", "print_partition", "run_partition"]
 
-_SHOWN_FEATURES, _SHOWN_INTERACTIONS, _SHOWN_MOVED = 8, 5, 10
+_SHOWN_FEATURES, _SHOWN_INTERACTIONS = 8, 5
 INTERACTIONS = "interactions"
 """Strategy for towers from the interactions of features in rows."""
-_STRATEGIES = ("auto", "coherent", "diverse", INTERACTIONS)
-_TOWER_MODULES = {
-    "dcn": "DCNTowerModule",
-    "dlrm": "DLRMTowerModule",
-    "dlrm-products": "DLRMProductsTowerModule",
-}
+STRATEGIES = ("auto", "coherent", "diverse", INTERACTIONS)
+TOWER_MODULES = {"dcn": "DCNTowerModule", "dlrm": "DLRMTowerModule", "dlrm-products": "DLRMProductsTowerModule"}
+"""Classes of `dmt.models.tower_modules` by the name of their model."""
 
 
 def run_partition(options: Mapping[str, Any], command: str) -> Partition:
@@ -53,17 +39,15 @@ def run_partition(options: Mapping[str, Any], command: str) -> Partition:
     """
     _check_options(options)
     keeps, strategy = _sense(options)
-    _check_outputs(options)
     rules = PartitionRules.load(options["rules"]) if options["rules"] else PartitionRules()
     if options["entity"]:
-        rules = PartitionRules(**dict(rules) | {"entities": _entities(options)})
+        rules = PartitionRules(**dict(rules) | {"entities": _entities(options["entity"])})
     sense: Any = ("together" if keeps else "apart") if strategy == INTERACTIONS else strategy
     partitioner = TowerPartitioner(
         num_towers=options["towers"],
         strategy=sense,
         keeps_interactions=keeps,
         balance_ratio=_balance_ratio(options["balance_ratio"]),
-        dims=options["dims"],
         seed=options["seed"],
         rules=rules,
         refine=options["refine"],
@@ -81,26 +65,17 @@ def run_partition(options: Mapping[str, Any], command: str) -> Partition:
         _say(f"{'Interactions' if measured.is_interactions else 'Affinity'} written to {options['save_affinity']}.")
     with Console(stderr=True).status("Partitioning ..."):
         found = partitioner.partition(measured)
-    out: Path = options["out"]
     found = replace(found, plan=replace(found.plan, command=command))
-    found.plan.save(out)
-    try:
-        if options["picture"]:
-            plot_affinity(found.affinity, found.plan, options["picture"])
-            _say(f"Picture written to {options['picture']}.")
-        if options["report"]:
-            write_partition_report(found, options["report"])
-    except InputError as error:
-        raise InputError(f"{error} The plan itself was written to {out}.") from error
-    if options.get("as_json"):
-        # stdout is the plan; what print_partition prints last goes beside it.
-        for line in _places(out, options["report"]):
-            _say(line)
+    found.plan.save(options["out"])
+    _say(f"Written to {options['out']}.")
+    if options["report"]:
+        page = write_partition_report(found, options["report"])
+        _say(f"Report: {page}")
     return found
 
 
-def print_partition(found: Partition, out: Path, report: Path | None) -> None:
-    """Prints the towers, what they are worth, and where they were written."""
+def print_partition(found: Partition) -> None:
+    """Prints the towers and what they are worth."""
     # Names are any text: brackets in them are no markup and colons no emoji.
     console = NameConsole(highlight=False, markup=False, emoji=False)
     weighed = found.loads[0].work is not None
@@ -121,62 +96,27 @@ def print_partition(found: Partition, out: Path, report: Path | None) -> None:
         headers = ("strongest interactions", "gain, nats a row", "of the loss", "tower")
         console.print(make_table(headers, strongest, right=(1, 2)))
     console.print(judge_balance(found).sentence)
-    for line in _places(out, report):
-        console.print(line, soft_wrap=True)
-
-
-def print_compared(found: PlanComparison) -> None:
-    """Prints how far two plans put the same features together."""
-    console = NameConsole(highlight=False, markup=False, emoji=False)
-    console.print(
-        f"Rand index {found.rand_index:.3f}, adjusted for chance {found.adjusted_rand_index:.3f}: 1 where both plans "
-        "have the same towers, adjusted about 0 where they are unrelated."
-    )
-    for what, pairs in (("the first plan only", found.only_first), ("the second plan only", found.only_second)):
-        shown = shorten([f"{a} with {b}" for a, b in pairs], ", ", most=_SHOWN_MOVED)
-        console.print(f"Pairs that share a tower in {what}: {len(pairs):,}{f', {shown}' if pairs else ''}.")
-
-
-def keeps_interactions(tower_module: str) -> bool:
-    """Whether a tower module of `dmt.models`, such as ``dcn``, declares that it keeps the interactions of its features.
-
-    Raises:
-        InputError: the name is unknown.
-    """
-    if tower_module not in _TOWER_MODULES:
-        raise InputError(
-            f"--tower-module {tower_module!r} must be one of {', '.join(_TOWER_MODULES)}: features that interact share "
-            "a tower whose module keeps their interactions, and part for one that does not."
-        )
-    import dmt.models.tower_modules
-
-    return bool(getattr(dmt.models.tower_modules, _TOWER_MODULES[tower_module]).keeps_interactions)
 
 
 def _check_options(options: Mapping[str, Any]) -> None:
-    """Raises `InputError` for options that are absent, unknown or contradict each other."""
-    strategy = options["strategy"]
-    if options["towers"] is None:
-        raise InputError(
-            "Give --towers, the number of towers; or --compare A.json B.json for two plans that are there."
-        )
-    if strategy not in _STRATEGIES:
-        raise InputError(
-            f"--strategy {strategy!r} is unknown.{did_you_mean(strategy, _STRATEGIES)} Use one of "
-            f"{', '.join(_STRATEGIES)}."
-        )
-    if options["tower_module"] is not None and strategy not in ("auto", INTERACTIONS):
-        raise InputError("--tower-module goes with --strategy interactions: no other strategy asks for it.")
+    """Raises `InputError` for options that contradict each other."""
+    strategy, module = options["strategy"], options["tower_module"]
     given = [name for name in ("checkpoint", "affinity") if options[name] is not None]
     # Rows alone have no resemblance.
-    alone = options["data"] is not None and strategy in ("auto", INTERACTIONS) and options["tower_module"] is not None
-    if len(given) != 1 and not (not given and alone):
-        raise InputError(
-            "Give either --checkpoint RUN_DIR or --affinity FILE.npz. Rows alone, --data FILE, need --tower-module "
-            f"{' or '.join(_TOWER_MODULES)}, for towers from interactions."
-        )
-    if options["affinity"] is not None and options["data"] is not None:
-        raise InputError("--data goes with --checkpoint: a saved affinity has been collected already.")
+    alone = options["data"] is not None and strategy in ("auto", INTERACTIONS) and module is not None
+    cases = {
+        "--tower-module goes with --strategy interactions: no other strategy asks for it.": (
+            module is not None and strategy not in ("auto", INTERACTIONS)
+        ),
+        "Give either --checkpoint RUN_DIR or --affinity FILE.npz. Rows alone, --data FILE, need --tower-module "
+        f"{' or '.join(TOWER_MODULES)}, for towers from interactions.": len(given) != 1 and not (not given and alone),
+        "--data goes with --checkpoint: a saved affinity has been collected already.": (
+            options["affinity"] is not None and options["data"] is not None
+        ),
+    }
+    for message, is_wrong in cases.items():
+        if is_wrong:
+            raise InputError(message)
 
 
 def _sense(options: Mapping[str, Any]) -> tuple[bool, str]:
@@ -186,41 +126,28 @@ def _sense(options: Mapping[str, Any]) -> tuple[bool, str]:
     benchmarks/results/interaction_towers.md; linear tower modules have no such evidence. Options that only resemblance
     has say that it is meant.
     """
-    strategy, name = options["strategy"], options["tower_module"]
-    if name is None and options["checkpoint"] is not None and strategy in ("auto", INTERACTIONS):
+    strategy, name, run = options["strategy"], options["tower_module"], options["checkpoint"]
+    if name is None and run is not None and strategy in ("auto", INTERACTIONS):
         from dmt.training.trained import checkpoint_of
 
-        model = checkpoint_of(options["checkpoint"], functions=options["function"])[1].model
+        model = checkpoint_of(run, functions=options["function"])[1].model
         name = None if model.factory is not None else model.arch.removeprefix("dmt-")
     if name is None and strategy == INTERACTIONS and options["affinity"] is None:
         raise InputError(
-            f"--strategy interactions needs --tower-module {' or '.join(_TOWER_MODULES)} here: nothing else says which "
+            f"--strategy interactions needs --tower-module {' or '.join(TOWER_MODULES)} here: nothing else says which "
             "tower modules the towers will have. For modules of your own, name the one that is alike."
         )
-    keeps = True if name is None else keeps_interactions(name)
+    keeps = True
+    if name is not None:
+        import dmt.models.tower_modules
+
+        keeps = bool(getattr(dmt.models.tower_modules, TOWER_MODULES[name]).keeps_interactions)
     if strategy != "auto" or options["affinity"] is not None:
         return keeps, strategy
-    resembling = name is None or (not keeps and options["checkpoint"] is not None)
-    if options["checkpoint"] is not None and (resembling or options["dims"] != 2 or not options["refine"]):
+    if run is not None and (name is None or not keeps or not options["refine"]):
         return keeps, "coherent"
     _say(f"Strategy interactions, for tower modules of {name}. For the paper's, by resemblance: --strategy coherent.")
     return keeps, INTERACTIONS
-
-
-def _check_outputs(options: Mapping[str, Any]) -> None:
-    """Raises `InputError` for an output that cannot be written: a large partition takes minutes."""
-    if options["picture"] is not None:
-        # Made and dropped: it refuses a suffix that is no picture format.
-        new_figure(options["picture"], size=(1.0, 1.0), caller="--picture")
-    given: dict[str, tuple[Path | None, Kind]] = {
-        "--out": (options["out"], "tower plan"),
-        "--report": (options["report"], "folder"),
-        "--picture": (options["picture"], "picture"),
-        "--save-affinity": (options["save_affinity"], "matrix"),
-    }
-    run: Path | None = options["checkpoint"]
-    rows = [options["data"]] if run is None else files_of_run(run, options["data"])
-    check_output_files(given, [options["affinity"], options["rules"], *rows])
 
 
 def _measured(options: Mapping[str, Any], rules: PartitionRules, strategy: str) -> FeatureAffinity:
@@ -255,9 +182,9 @@ def _measured(options: Mapping[str, Any], rules: PartitionRules, strategy: str) 
     return interactions_of(config, with_tables=run is not None, run=own_rows, seed=options["seed"], check=check)
 
 
-def _entities(options: Mapping[str, Any]) -> dict[str, list[str]]:
+def _entities(options: Sequence[str]) -> dict[str, list[str]]:
     named: dict[str, list[str]] = {}
-    for text in options["entity"]:
+    for text in options:
         name, _, patterns = text.partition("=")
         if not name or not patterns or name in named:
             raise InputError(f"--entity {text!r} must be NAME=FEATURES, each name once, such as user='u_*,age'.")
@@ -272,10 +199,6 @@ def _balance_ratio(text: str) -> float | None:
         raise InputError(
             f"--balance-ratio {text!r} must be a number of at least 1, or 'free' for towers of any size."
         ) from error
-
-
-def _places(out: Path, report: Path | None) -> list[str]:
-    return [f"Written to {out}.", *([] if report is None else [f"Report: {report / 'report.html'}"])]
 
 
 def _say(line: str) -> None:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import json
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from itertools import islice
+from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
@@ -12,33 +13,33 @@ from dmt.errors import InputError
 from dmt.files import write_or_raise
 from dmt.formatting import human_bytes
 from dmt.number_formats import NUMBER_FORMATS
-from dmt.plan.tables import TableSpec, feature_names
+from dmt.plan.tables import feature_names
 from dmt.simulator.cluster import Cluster, load_cluster
-from dmt.simulator.steps import Timeline, simulate, step_operations
-from dmt.simulator.work import Inputs, ModelWork, Workload, count_inputs, count_operators, step_work
+from dmt.simulator.steps import ModelWork, Timeline, simulate, step_operations
+from dmt.simulator.work import Inputs, Workload, count_inputs, count_operators, step_work
 from dmt.training.build import build_model
-from dmt.training.commands.outputs import check_output_files, files_of_config
-from dmt.training.commands.plan import placement_rates
-from dmt.training.config import SHARDING_OF_TOWERS, SHARDING_RATES, TrainingConfig, load_config, to_toml
+from dmt.training.commands.plan import placed_by, placement_rates
+from dmt.training.config import SHARDING_OF_TOWERS, SHARDING_RATES, TrainingConfig, to_toml
 from dmt.training.console import make_table, table_console
 from dmt.training.job import Job, make_job, open_job
 
 __all__ = [
     "Alternative",
     "Prediction",
-    "WhatIf",
     "alternatives",
     "changed_config",
     "count",
+    "first_batches",
     "inputs_of",
     "predict_step",
+    "print_what_if",
     "run_what_if",
     "workload_of",
 ]
 
-_RATIOS = (2, 4, 8, 16)
-_MICRO_BATCHES = (1, 4, 8)
-_FLAGS = {"true": True, "false": False}
+_RATIOS = (2, 4, 16)
+_MICRO_BATCHES = (1, 4)
+_FLAT = "flat (TorchRec)"
 _COUNTED_RANKS = 8  # whose first batch is read
 # What alternatives keep of [sharding]: what the machine and the tables are, not how they are used.
 _KEPT = ("memory_gib", *SHARDING_RATES, "pooling_factors", "table_precision")
@@ -65,22 +66,34 @@ class Prediction:
 class Alternative:
     """Another way to train the same tables."""
 
-    overrides: tuple[str, ...]
-    """Settings that make it of the config, as ``section.key=value``."""
+    name: str
+    settings: Mapping[str, Any]
+    """Values of the keys, ``section.key``, that make it of the config."""
     ratio: float
     """Compression ratio; 1.0 where the model computes what the flat one does."""
     prediction: Prediction
 
-    def value(self, key: str) -> str:
-        """The value of an override by the last part of its name; empty where there is none."""
-        values = {o.partition("=")[0].rpartition(".")[2]: o.partition("=")[2] for o in self.overrides}
-        return values.get(key, "")
+    @property
+    def is_flat(self) -> bool:
+        """True for TorchRec's dataflow."""
+        return self.name == _FLAT
 
     @property
-    def way(self) -> str:
-        """``flat``, ``sptt`` (the flat model over towers) or ``towers``."""
-        in_towers = self.value("tower_dim") or self.value("in_towers") == "true"
-        return "towers" if in_towers else self.value("dataflow")
+    def exchange(self) -> str:
+        """Format of numbers between towers, or between all ranks."""
+        return str(self.settings["sharding.forward_precision"])
+
+    @property
+    def overrides(self) -> list[str]:
+        """The settings as the command line has them."""
+        shown = {key: json.dumps(value).strip('"') for key, value in self.settings.items()}
+        return [f"{key}={value}" for key, value in shown.items()]
+
+    def to_record(self) -> dict[str, Any]:
+        """Returns the numbers as JSON writes them."""
+        about: dict[str, Any] = {"name": self.name, "exchange": self.exchange}
+        about |= {"micro_batches": self.settings.get("train.micro_batches", 1), "compression_ratio": self.ratio}
+        return {**about, "overrides": self.overrides, **self.prediction.to_record()}
 
 
 def count(job: Job) -> ModelWork:
@@ -155,112 +168,84 @@ def predict_step(
     return Prediction(timeline=timeline, uplink_bytes=work.uplink_bytes, samples_per_s=samples / timeline.seconds)
 
 
-def alternatives(
-    config: TrainingConfig,
-    tables: Sequence[TableSpec],
-    num_dense: int,
-    *,
-    cluster: Cluster,
-    own: Job | None = None,
-) -> list[Alternative]:
-    """Predicts a step flat, in towers, and compressed by them, with the runtime's options; fastest first.
+def alternatives(own: Job, cluster: Cluster, batches: Sequence[Any] = ()) -> list[Alternative]:
+    """Predicts a step flat, in towers, and compressed by them, with 32 and 16 bits between them; fastest first.
 
-    Towers are strided: how features are grouped hardly changes what is sent. A tower is a host or a rank; where there
-    are more hosts than features, it spans as many hosts as it takes. Where there are data to read, towers with unique
-    inputs are among them. Of the config they keep tables, batch, layers (of ``model.factory`` the whole model, in
-    towers only if the config has it so) and optimizers, and of the section sharding what is said of the machine;
-    everything else is as by default.
+    A tower is a host (several where there are more hosts than features), and features are dealt to towers in turn: how
+    they are grouped hardly changes what is sent. Of the config they keep tables, batch, layers (of ``model.factory``
+    the whole model, in towers only if the config has it so) and optimizers, and of the section sharding what is said of
+    the machine; everything else is as by default. Each has the number of micro-batches in which it is fastest.
 
     Args:
-        config: the run: its batch size, its dense parts, its ranks, and the hosts that its topology has.
-        tables: the tables, uncut.
-        num_dense: dense columns.
-        cluster: speed of ranks and links.
-        own: the job of the config, whose data are read.
-
-    Raises:
-        InputError: the tables cannot be placed.
+        own: the run.
+        cluster: speed of its ranks and links.
+        batches: ids of some ranks; with some, towers with unique inputs are among the alternatives.
     """
-    found = []
-    batches = [] if own is None else first_batches(own)
-    reduce = ("train.dense_reduce=hierarchical",) if config.topology.build().num_hosts > 1 else ()
-
-    jobs: dict[tuple[str, ...], Job] = {}
-    for base, shape in _models(config, len(feature_names(tables)), max(table.embedding_dim for table in tables)):
-        is_flat = "sharding.dataflow=flat" in base
-        changed = changed_config(config, (*base, *shape), cluster)
-        # Tables are placed once for all models of a dataflow and shape.
-        key = (changed.dataflow, *shape)
-        if key not in jobs:
-            jobs[key] = make_job(changed, tables, num_dense)
-        job = replace(jobs[key], config=changed)
-        model = _count_or_none(job, config)
-        if model is None:
+    found: list[Alternative] = []
+    placed: dict[str, Job] = {}
+    for name, way in _ways(own):
+        config = changed_config(own.config, way, cluster)
+        if config.dataflow not in placed:
+            placed[config.dataflow] = make_job(config, own.tables, own.num_dense)
+        job = replace(placed[config.dataflow], config=config)
+        try:
+            model = count(job)
+        except Exception:
+            # The user's function may fail in any way where it is given towers=None.
+            if job.config.model.in_towers or not own.config.model.in_towers:
+                raise
             continue
-        ratio = _ratio(job, model)
-        for unique in [False] if is_flat or not batches else [False, True]:
-            for parts in (1,) if is_flat else _MICRO_BATCHES:
-                options = () if is_flat else (*reduce, f"train.micro_batches={parts}")
-                options += ("sharding.unique=true",) if unique else ()
-                way = replace(job, config=changed_config(config, (*base, *shape, *options), cluster))
-                inputs = inputs_of(way, batches) if unique else []
-                for name in ("fp32", "fp16"):
-                    formats = (f"sharding.forward_precision={name}", f"sharding.backward_precision={name}")
-                    overrides = (*base, *shape, *formats, *options)
-                    way = replace(job, config=changed_config(config, overrides, cluster))
-                    prediction = predict_step(way, cluster, model, inputs)
-                    found.append(Alternative(overrides=overrides, ratio=ratio, prediction=prediction))
+        columns = sum(table.embedding_dim * len(table.feature_names) for table in job.split_tables)
+        ratio = columns / sum(model.widths) if model.widths else 1.0
+        is_flat = config.dataflow == "flat"
+        for unique, parts, number in product((False, True), _MICRO_BATCHES, ("fp32", "fp16")):
+            if (is_flat and parts > 1) or (unique and (is_flat or not batches)):
+                continue
+            formats = {"sharding.forward_precision": number, "sharding.backward_precision": number}
+            options = {} if is_flat else {"train.micro_batches": parts}
+            options |= {"sharding.unique": True} if unique else {}
+            settings = {**way, **formats, **options}
+            run = replace(job, config=changed_config(own.config, settings, cluster))
+            prediction = predict_step(run, cluster, model, inputs_of(run, batches) if unique else [])
+            full = (f"{name}, ratio {ratio:.3g}" if model.widths else name) + (", unique inputs" if unique else "")
+            found.append(Alternative(name=full, settings=settings, ratio=ratio, prediction=prediction))
     # Of equally fast ones, but for rounding, that which changes the model less, and then the settings.
-    return sorted(found, key=lambda one: (round(one.prediction.timeline.seconds, 7), one.ratio, len(one.overrides)))
+    found.sort(key=lambda one: (round(one.prediction.timeline.seconds, 7), one.ratio, len(one.settings)))
+    fastest: dict[tuple[str, str], Alternative] = {}
+    for one in found:
+        fastest.setdefault((one.name, one.exchange), one)
+    return list(fastest.values())
 
 
-def _ratio(job: Job, model: ModelWork) -> float:
-    columns = sum(table.embedding_dim * len(table.feature_names) for table in job.split_tables)
-    return columns / sum(model.widths) if model.widths else 1.0
-
-
-def _count_or_none(job: Job, config: TrainingConfig) -> ModelWork | None:
-    """Counts a model; None for the flat form of a factory that makes none."""
-    if job.config.model.in_towers or not config.model.in_towers:
-        return count(job)
-    try:
-        model = build_model(job, device="meta", without_tables=True)
-    except Exception:  # the user's function, given towers=None, may fail in any way
-        return None
-    return count_operators(model, job.num_dense)
-
-
-def _models(
-    config: TrainingConfig, num_features: int, columns: int
-) -> Iterator[tuple[tuple[str, ...], tuple[str, ...]]]:
-    """Overrides of the model and its dataflow, and those of the topology: flat, and towers with several ratios."""
-    topology = config.topology.build()
+def _ways(own: Job) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Settings of the model, its dataflow and the topology: flat, the same model in towers, and several ratios."""
+    model, topology = own.config.model, own.config.topology.build()
     hosts, size = topology.num_hosts, topology.host_size
-    family = "dcn" if "dcn" in config.model.arch else "dlrm"
+    family = "dcn" if "dcn" in model.arch else "dlrm"
+    num_features = len(feature_names(own.tables))
+    towers = max(number for number in range(1, hosts + 1) if hosts % number == 0 and number <= num_features)
+
+    def shape(num_towers: int) -> dict[str, Any]:
+        sizes = {"num_towers": num_towers, "ranks_per_tower": hosts * size // num_towers, "ranks_per_host": size}
+        return {f"topology.{name}": number for name, number in {**sizes, "num_replicas": 1}.items()}
+
     # A model of the user's own stays what it is: its towers have the outputs that they have.
-    own = config.model.factory is not None
-    plain = "model.in_towers=false" if own else f"model.arch={family}"
-    yield (plain, "sharding.dataflow=flat"), _shape(hosts, size, size)
-    towers_of_hosts = max(towers for towers in range(1, hosts + 1) if hosts % towers == 0 and towers <= num_features)
-    shapes = [_shape(towers_of_hosts, hosts * size // towers_of_hosts, size)]
-    if size > 1 and hosts * size <= num_features:
-        shapes.append(_shape(hosts * size, 1, size))
-    for shape in shapes:
-        yield (plain, "sharding.dataflow=sptt"), shape
-        if own and config.model.in_towers:
-            yield ("model.in_towers=true", "sharding.dataflow=sptt"), shape
-        for ratio in () if own else _RATIOS:
-            if columns % ratio == 0:
-                tower_dim = f"model.tower_dim={columns // ratio}"
-                yield (f"model.arch=dmt-{family}", "sharding.dataflow=sptt", tower_dim), shape
+    plain = {"model.arch": family} if model.factory is None else {"model.in_towers": False}
+    over_towers = {"sharding.dataflow": "sptt", **shape(towers)}
+    if hosts > 1:
+        over_towers["train.dense_reduce"] = "hierarchical"
+    yield _FLAT, {**plain, "sharding.dataflow": "flat", **shape(hosts)}
+    yield "SPTT, same model", {**plain, **over_towers}
+    if model.factory is not None and model.in_towers:
+        yield "towers", {"model.in_towers": True, **over_towers}
+    columns = max(table.embedding_dim for table in own.tables)
+    for ratio in _RATIOS if model.factory is None else ():
+        if columns % ratio == 0:
+            tower_module = {"model.arch": f"dmt-{family}", "model.tower_dim": columns // ratio}
+            yield "towers", {**tower_module, **over_towers}
 
 
-def _shape(towers: int, ranks: int, ranks_per_host: int) -> tuple[str, ...]:
-    sizes = {"num_towers": towers, "ranks_per_tower": ranks, "ranks_per_host": ranks_per_host, "num_replicas": 1}
-    return tuple(f"topology.{name}={size}" for name, size in sizes.items())
-
-
-def changed_config(config: TrainingConfig, overrides: Sequence[str], cluster: Cluster) -> TrainingConfig:
+def changed_config(config: TrainingConfig, settings: Mapping[str, Any], cluster: Cluster) -> TrainingConfig:
     """The config with these settings, and with what concerns the dataflow as by default.
 
     Towers that a flat config gets are placed by the rates of the cluster; it has none of its own.
@@ -270,14 +255,13 @@ def changed_config(config: TrainingConfig, overrides: Sequence[str], cluster: Cl
         values.pop(section, None)
     for name in ("micro_batches", "dense_reduce", "dense_reduce_precision", "affinity_rows"):
         values["train"].pop(name, None)
-    is_flat = "sharding.dataflow=flat" in overrides
+    is_flat = settings["sharding.dataflow"] == "flat"
     kept = [name for name in _KEPT if not is_flat or name not in SHARDING_OF_TOWERS]
     values["sharding"] = {name: value for name, value in values["sharding"].items() if name in kept}
-    rates = placement_rates(cluster) if config.dataflow == "flat" and not is_flat else []
-    for override in (*rates, *overrides):
-        key, _, value = override.partition("=")
+    rates = placement_rates(cluster) if config.dataflow == "flat" and not is_flat else {}
+    for key, value in {**rates, **settings}.items():
         section, _, name = key.partition(".")
-        values.setdefault(section, {})[name] = int(value) if value.isdecimal() else _FLAGS.get(value, value)
+        values.setdefault(section, {})[name] = value
     return TrainingConfig.model_validate(values)
 
 
@@ -296,106 +280,9 @@ def not_counted(config: TrainingConfig, *, has_data: bool) -> list[str]:
     return [what for what, is_wrong in wrong.items() if is_wrong]
 
 
-@dataclass(frozen=True, kw_only=True)
-class WhatIf:
-    """The result of ``dmt what-if``."""
-
-    cluster: Cluster
-    config: TrainingConfig
-    own: Prediction
-    """The run as its config has it."""
-    left_out: list[str]
-    """Its settings that the prediction does not know."""
-    found: list[Alternative]
-    """Fastest first."""
-
-    def write(self, path: Path) -> None:
-        """Writes the config of the fastest alternative."""
-        with write_or_raise(path, "Config") as part:
-            part.write_text(
-                to_toml(changed_config(self.config, self.found[0].overrides, self.cluster)), encoding="utf-8"
-            )
-
-    def best(self) -> list[Alternative]:
-        """The fastest of each way to train, number format, and with unique inputs or without, fastest first."""
-        kept: dict[tuple[str, float, str, str], Alternative] = {}
-        for one in self.found:
-            kept.setdefault((one.way, one.ratio, one.value("forward_precision"), one.value("unique")), one)
-        return list(kept.values())
-
-    def to_record(self) -> dict[str, Any]:
-        """Returns the numbers as JSON writes them."""
-        return {
-            "cluster": asdict(self.cluster),
-            "own": self.own.to_record(),
-            "not_counted": self.left_out,
-            "alternatives": [
-                {"overrides": a.overrides, "compression_ratio": a.ratio, **a.prediction.to_record()} for a in self.found
-            ],
-        }
-
-    def print_out(self) -> None:
-        """Prints the run's own step, the fastest of each way to train, and how to choose one."""
-        console, topology, train = table_console(markup=False), self.config.topology.build(), self.config.train
-        # Like beside like: towers in FP16 beside the flat model in FP16. A factory of models in towers may make none.
-        flat = {
-            one.value("forward_precision"): one.prediction.timeline.seconds
-            for one in self.found[::-1]
-            if one.way == "flat"
-        }
-        own = (self.config.sharding.forward_precision, str(topology.num_towers), str(train.micro_batches))
-        rows = [("this config", *own, *_numbers(self.own, flat.get(own[0])))]
-        best = self.best()
-        seconds = [one.prediction.timeline.seconds for one in best]
-        if max(seconds) - min(seconds) < 1e-7:
-            rows.append(("every way to train", "any", "any", "any", *_numbers(best[0].prediction, seconds[0])))
-            best = []
-        for one in best:
-            settings = [one.value(key) for key in ("forward_precision", "num_towers", "micro_batches")]
-            rows.append((_name(one), *settings, *_numbers(one.prediction, flat.get(settings[0]))))
-        headers = ["", "exchange", "towers", "micro-batches", "step", "samples/s"]
-        headers += ["x flat, same exchange", "busiest host sends", "exposed"]
-        rate = 8e-9 * self.cluster.exchange.uplink_bytes_per_s
-        title = f"{topology.num_hosts} hosts x {topology.host_size} ranks, {train.batch_size:,} samples a rank, on "
-        title += (
-            f"{self.cluster.name}: {rate:,.4g} Gbit/s from a host to others ({rate / topology.host_size:,.4g} a rank)"
-        )
-        console.print(make_table(headers, rows, title=title))
-        for line in self._notes(flat):
-            console.print(line, soft_wrap=True)
-
-    def _notes(self, flat: object) -> Iterator[str]:
-        model, data = self.config.model, self.config.data
-        yield (
-            "exposed: the share of the step in which a rank only waits for exchanges. busiest host: that of the towers "
-            "with the most columns; towers of equally many columns (dmt partition --balance-ratio 1, --split-columns "
-            "even) send equally much. Towers with a ratio above 1 compute another model than the flat one; "
-            "docs/quality.md shows what that costs. Left out: hot rows, and the reading of data. Inputs repeat as in "
-            "the first batch. Measure the best two before you choose."
-        )
-        if data.tables is not None:
-            number = data.synthetic.num_dense
-            yield f"{number} dense columns are assumed beside the tables; set data.synthetic.num_dense for others."
-        if self.left_out:
-            yield f"This config is predicted as if it had not {', '.join(self.left_out)}."
-        if model.factory is not None:
-            yield f"{model.chosen} decides what its towers send, so no other ratio was tried."
-            if not model.in_towers:
-                yield "Set model.in_towers=true to see its towers."
-            elif not flat:
-                yield "It makes no model without towers; model.in_towers=false says why."
-        if self.found[0].prediction.timeline.exposed["program"] > 0:
-            yield "The fastest ones are bound by the program (step_s): a larger batch would tell them apart."
-        yield f"The fastest: {' '.join(self.found[0].overrides)}"
-        yield (
-            "With these, leave out what else the config has in [towers], [replicas], [hot_rows] and of exchanges in "
-            "[sharding]."
-        )
-
-
 def run_what_if(
     config: str, overrides: Sequence[str], *, cluster: str, uplink: float | None = None, write: Path | None = None
-) -> WhatIf:
+) -> dict[str, Any]:
     """Predicts a step of a run, and of its alternatives, on a cluster file or a shipped cluster.
 
     Args:
@@ -405,32 +292,43 @@ def run_what_if(
         uplink: 10^9 bits per second that a host sends to others, in place of the cluster's.
         write: file for the config of the fastest alternative.
 
+    Returns:
+        The cluster, the run's own prediction, those of the alternatives, fastest first, and what to know of them.
+
     Raises:
         InputError: the config, its data or the cluster cannot be read; hosts have another number of ranks than the
             cluster's; or the tables cannot be placed.
     """
-    run, described = load_config(config, overrides), load_cluster(cluster)
-    check_output_files({"--write": (write, "config")}, [config, cluster, *files_of_config(run)])
+    described = load_cluster(cluster)
     if uplink is not None:
         described = described.with_uplink(uplink)
-    if run.dataflow != "flat":
-        run = load_config(config, [*placement_rates(described), *overrides])
+    run = placed_by(described, config, overrides)
     _check_hosts(run, described, is_given=uplink is not None)
     job = open_job(run)
     if run.data.tables is not None:
         # A list of tables has no dense columns, but models read some.
         job = replace(job, num_dense=run.data.synthetic.num_dense)
-    batches = first_batches(job) if run.sharding.unique and not run.hot_rows.extra_memory else []
-    found = WhatIf(
-        cluster=described,
-        config=run,
-        own=predict_step(job, described, inputs=inputs_of(job, batches) if batches else []),
-        left_out=not_counted(run, has_data=bool(batches)),
-        found=alternatives(run, job.tables, job.num_dense, cluster=described, own=job),
-    )
+    batches = first_batches(job)
+    inputs = inputs_of(job, batches) if batches and run.sharding.unique and not run.hot_rows.extra_memory else []
+    own, found = predict_step(job, described, inputs=inputs), alternatives(job, described, batches)
     if write is not None:
-        found.write(write)
-    return found
+        with write_or_raise(write, "Config") as part:
+            part.write_text(to_toml(changed_config(run, found[0].settings, described)), encoding="utf-8")
+    topology, rate = job.topology, 8e-9 * described.exchange.uplink_bytes_per_s
+    left_out = not_counted(run, has_data=bool(inputs))
+    return {
+        "title": f"{topology.num_hosts} hosts x {topology.host_size} ranks, {run.train.batch_size:,} samples a rank, "
+        f"on {described.name}: {rate:,.4g} Gbit/s from a host to others ({rate / topology.host_size:,.4g} a rank)",
+        "cluster": asdict(described),
+        "own": {
+            "exchange": run.sharding.forward_precision,
+            "micro_batches": run.train.micro_batches,
+            **own.to_record(),
+        },
+        "not_counted": left_out,
+        "alternatives": [one.to_record() for one in found],
+        "notes": list(_notes(run, found, left_out)),
+    }
 
 
 def _check_hosts(run: TrainingConfig, cluster: Cluster, *, is_given: bool) -> None:
@@ -449,15 +347,48 @@ def _check_hosts(run: TrainingConfig, cluster: Cluster, *, is_given: bool) -> No
         )
 
 
-def _numbers(found: Prediction, flat: float | None) -> tuple[str, ...]:
-    seconds, spent = found.timeline.seconds, found.timeline.exposed
-    exposed = 1 - (spent["compute"] + spent["program"]) / seconds
-    step, speed = f"{1e3 * seconds:,.1f} ms", f"{found.samples_per_s:,.0f}"
-    faster = "" if flat is None else f"{flat / seconds:.2f}"
-    return step, speed, faster, human_bytes(found.uplink_bytes), f"{exposed:.0%}"
+def _notes(run: TrainingConfig, found: Sequence[Alternative], left_out: Sequence[str]) -> Iterator[str]:
+    yield (
+        "exposed: the share of the step in which a rank only waits for exchanges. busiest host: that of the towers "
+        "with the most columns. Towers with a ratio above 1 compute another model than the flat one: see "
+        "docs/quality.md. Left out: hot rows, and the reading of data. Measure the best two before you choose."
+    )
+    if run.data.tables is not None:
+        number = run.data.synthetic.num_dense
+        yield f"{number} dense columns are assumed beside the tables; set data.synthetic.num_dense for others."
+    if left_out:
+        yield f"This config is predicted as if it had not {', '.join(left_out)}."
+    if run.model.factory is not None:
+        yield f"{run.model.chosen} decides what its towers send, so no other ratio was tried."
+        if not run.model.in_towers:
+            yield "Set model.in_towers=true to see its towers."
+        elif not any(one.is_flat for one in found):
+            yield "It makes no model without towers; model.in_towers=false says why."
+    if found[0].prediction.timeline.exposed["program"] > 0:
+        yield "The fastest ones are bound by the program (step_s): a larger batch would tell them apart."
+    yield f"The fastest: {' '.join(found[0].overrides)}"
+    yield (
+        "With these, leave out what else the config has in [towers], [replicas], [hot_rows] and of exchanges in "
+        "[sharding], or let --write do that."
+    )
 
 
-def _name(one: Alternative) -> str:
-    names = {"flat": "flat (TorchRec)", "sptt": "SPTT, same model"}
-    name = names.get(one.way, f"towers, ratio {one.ratio:.3g}")
-    return f"{name}, unique inputs" if one.value("unique") else name
+def print_what_if(record: Mapping[str, Any]) -> None:
+    """Prints the run's own step, the alternatives, and how to choose one."""
+    console, found = table_console(markup=False), record["alternatives"]
+    # Like beside like: towers in FP16 beside the flat model in FP16. A factory of models in towers may make none.
+    flat = {one["exchange"]: one["seconds"] for one in found if one["name"] == _FLAT}
+    shown = [{"name": "this config", **record["own"]}, *found]
+    if found[-1]["seconds"] - found[0]["seconds"] < 1e-7:
+        shown[1:] = [{**found[0], "name": "every way to train", "exchange": "any", "micro_batches": "any"}]
+    rows = []
+    for one in shown:
+        seconds, spent = one["seconds"], one["exposed"]
+        faster = f"{flat[one['exchange']] / seconds:.2f}" if one["exchange"] in flat else ""
+        exposed = f"{1 - (spent['compute'] + spent['program']) / seconds:.0%}"
+        numbers = f"{1e3 * seconds:,.1f} ms", f"{one['samples_per_s']:,.0f}", faster, human_bytes(one["uplink_bytes"])
+        rows.append((one["name"], one["exchange"], str(one["micro_batches"]), *numbers, exposed))
+    headers = ["", "exchange", "micro-batches", "step", "samples/s", "x flat, same exchange", "busiest host sends"]
+    console.print(make_table([*headers, "exposed"], rows, title=record["title"]))
+    for line in record["notes"]:
+        console.print(line, soft_wrap=True)

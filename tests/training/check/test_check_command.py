@@ -18,7 +18,7 @@ from tests.ranks import run_ranks
 from tests.training.small import small
 
 # As a name of the package it is the click command.
-check_command = importlib.import_module("dmt.training.commands.check")
+check_command = importlib.import_module("dmt.training.commands.results")
 
 
 @pytest.fixture
