@@ -7,6 +7,7 @@ import errno
 import gzip
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -172,6 +173,54 @@ def test_a_row_that_cannot_be_used_is_named_or_listed_and_no_other_is_lost(
         rows = list(csv.DictReader(stream))
     assert [(row["source"], row["line"], row["column"]) for row in rows] == [(str(path), "4", column)] * 2
     assert reason in rows[0]["reason"]
+
+
+def test_of_a_thousand_damaged_lines_each_is_right_or_listed(tmp_path: Path) -> None:
+    """Python's own csv says what each line means by itself."""
+    draw = random.Random(0)
+    tokens = [
+        b"",
+        b'"',
+        b'""',
+        b",",
+        b",,",
+        b"\xff",
+        b"\xc3\xa9",
+        b"\0",
+        b"-",
+        b"1e9",
+        b"x",
+        b" ",
+        b"\r",
+        b"|",
+        b"nan",
+        b"_",
+    ]
+    lines = []
+    for number in range(1000):
+        line = f'{number % 2},"w{number}, {number % 7}",{number},x|y,2026-11-22'.encode()
+        for _ in range(draw.choice([0, 1, 1, 2])):
+            at = draw.randrange(len(line))
+            line = line[:at] + draw.choice(tokens) + line[at + draw.choice([0, 1, 1, 3]) :]
+        lines.append(line)
+    (tmp_path / "a.csv").write_bytes(b"label,c,d,tags,t\n" + b"\n".join(lines) + b"\n")
+    settings = {"eval_path": None, "eval_fraction": 1e-9, "dense_transform": "none", "timestamps": ()}
+    table, record = prepared(tmp_path, config_of(tmp_path / "a.csv", **settings), max_rejects=1000)
+    with next(tmp_path.glob("out*/rejects.csv")).open(encoding="utf-8", newline="") as stream:
+        rejected = {int(row["line"]) for row in csv.DictReader(stream)}
+    kept = [line.removesuffix(b"\r").decode() for at, line in enumerate(lines, start=2) if at not in rejected]
+    rows = [next(csv.reader([line], strict=True)) if '"' in line else line.split(",") for line in kept]
+    assert (record.rejects, len(rows)) == (len(rejected), table.num_rows)
+    assert 500 < len(rows) < 1000
+    assert table["label"].to_pylist() == [float(row[0]) for row in rows]
+    words = pa.array([row[1] or None for row in rows])
+    assert table["c"].to_pylist() == hash_rows(words, feature="c", num_embeddings=100_000).tolist()
+    numbers = [0.0 if row[2].strip() in ("", "nan") else float(row[2]) for row in rows]
+    assert table["d"].to_pylist() == pytest.approx(numbers, rel=1e-6)
+    bags = [pa.array([tag for tag in row[3].split("|") if tag], pa.string()) for row in rows]
+    assert table["tags"].to_pylist() == [
+        hash_rows(bag, feature="tags", num_embeddings=100_000).tolist() for bag in bags
+    ]
 
 
 @pytest.mark.parametrize(
