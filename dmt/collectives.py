@@ -6,7 +6,6 @@ import hashlib
 import pickle
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from datetime import timedelta
 from typing import Any, TypeVar
 
 import torch
@@ -36,7 +35,6 @@ __all__ = [
     "start_sum",
     "start_sum_over_hosts",
     "sum_over_ranks",
-    "wait_for_all",
 ]
 
 Value = TypeVar("Value")
@@ -248,12 +246,6 @@ def sum_over_ranks(value: Tensor, group: dist.ProcessGroup) -> Tensor:
     total = value.detach().clone().contiguous()
     dist.all_reduce(total, group=group)
     return total
-
-
-def wait_for_all(group: dist.ProcessGroup, timeout: timedelta) -> None:
-    """Waits until every rank of the group has come; raises `RuntimeError` if one has not come in time."""
-    # Not monitored_barrier: there only rank 0 minds the time.
-    start_sum(torch.zeros(1), group).wait(timeout)
 
 
 class RankError(RuntimeError):

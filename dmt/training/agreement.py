@@ -20,12 +20,10 @@ from dmt.training.config import TrainConfig
 from dmt.training.health import SoundnessCheck
 from dmt.training.metrics import StepTimer
 
-__all__ = ["EXIT_CODE", "SIGNALS", "Agreed", "Agreement", "Signals"]
+__all__ = ["SIGNALS", "Agreed", "Agreement", "Signals"]
 
 logger = logging.getLogger(__name__)
 
-EXIT_CODE = 128 + signal.SIGTERM
-"""Exit code of a rank that has saved and stopped, that of a program ended by SIGTERM: schedulers start it again."""
 SIGNALS: Mapping[int, str] = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
 """The signals that end a run, and what a reader calls them."""
 
@@ -57,9 +55,9 @@ class Signals:
         """What a reader calls the signal."""
         return SIGNALS[self.signal]
 
-    def stop(self, number: int) -> None:
+    def stop(self) -> None:
         """Notes that all ranks stop here because of a signal."""
-        self.signal, self.stops = number, True
+        self.stops = True
 
     def __enter__(self) -> Signals:
         # Python lets no other thread set handlers.
@@ -124,16 +122,15 @@ class Agreement:
     ) -> None:
         self._config, self._mesh, self._health, self._timer, self._signals = config, mesh, health, timer, signals
         self._interval = 1 if replicas is None else replicas.interval
-        is_by_steps = replicas is not None and replicas.delays_states
-        every = config.save_every or (_STEPS_OF_DELAYED_STATES if is_by_steps else None)
+        by_steps = _STEPS_OF_DELAYED_STATES if replicas is not None and replicas.delays_states else None
+        every = config.save_every or by_steps
         self._save_every = None if every is None else self._rounded(every)
         self._next, self._save_at, self._stop_at, self._checked = 1, -1, -1, -1
         self._saved_at = time.monotonic()
-        self._logged = 0, 0.0  # timed steps and seconds at the last record
 
     def is_due(self, step: int) -> bool:
         """Returns whether the ranks meet after a step."""
-        return step in (self._save_at, self._stop_at) or step >= self._next or self._is_logged_or_saved(step)
+        return step >= self._next or self._is_checked(step)
 
     def meet(self, step: int, loss: Tensor) -> Agreed:
         """Exchanges what this rank knows after a step, and returns what all agree on; collective.
@@ -142,34 +139,24 @@ class Agreement:
             InputError: training has diverged, or tables were changed in place; the same on every rank.
             ReplicaMismatchError: copies of a parameter differ between ranks.
         """
-        checks = self._is_logged_or_saved(step) or step in (self._save_at, self._stop_at)
+        checks = self._is_checked(step)
         everyone = run_on_all_or_raise(lambda: self._words(loss, checks=checks), self._mesh.global_group)
-        _, _, is_time, steps_to_next, _, _ = everyone[0]
-        self._next = step + steps_to_next
-        number = next((number for _, number, *_ in everyone if number), 0)
-        if number and self._stop_at < 0:
-            self._signals.signal, self._stop_at = number, self._rounded(step)
-            if self._stop_at > step and self._mesh.rank == 0:
-                logger.warning(
-                    "%s: training stops after step %d, where replicas are averaged (replicas.sync_every), in %d steps. "
-                    "A second signal ends it at once; the last checkpoint stays.",
-                    self._signals.name,
-                    self._stop_at,
-                    self._stop_at - step,
-                )
-        if is_time and self._save_at < step:
+        losses, signals, is_time, steps_to_next, reports, lows, highs = zip(*everyone, strict=True)
+        self._next = step + steps_to_next[0]
+        if is_time[0] and self._save_at < step:
             self._save_at = self._rounded(step)
+        if any(signals) and self._stop_at < 0:
+            self._signals.signal, self._stop_at = next(filter(None, signals)), self._rounded(step)
+            self._say_stop(step)
         saves, stops = step == self._save_at or self._is_saved(step), step == self._stop_at
         if checks:
-            self._health.judge(step, [report for *_, report, _ in everyone])
+            self._health.judge(step, reports)
             self._checked = step
         elif saves or stops:
             self.check(step)
         if stops:
-            self._signals.stop(self._signals.signal)
-        lows, highs = zip(*(outputs for *_, outputs in everyone), strict=True)
-        mean = sum(loss for loss, *_ in everyone) / len(everyone)
-        return Agreed(mean, (min(lows), max(highs)), saves and not stops, stops)
+            self._signals.stop()
+        return Agreed(sum(losses) / len(losses), (min(lows), max(highs)), saves and not stops, stops)
 
     def check(self, step: int) -> None:
         """Checks that the state after a step is sound, unless that is known; collective, errors as of `meet`."""
@@ -181,25 +168,29 @@ class Agreement:
         """Begins the time to the next save; to be called after one, which may have taken long."""
         self._saved_at = time.monotonic()
 
-    def speed(self, rows: int) -> dict[str, float]:
-        """Returns the samples per second since the last call, at ``rows`` a step, by name; empty without steps."""
-        steps, seconds = self._timer.steps - self._logged[0], self._timer.seconds - self._logged[1]
-        self._logged = self._timer.steps, self._timer.seconds
-        return {"train/samples_per_second": rows * steps / seconds} if steps else {}
-
-    def _words(self, loss: Tensor, *, checks: bool) -> tuple[float, int, bool, int, list[float], tuple[float, float]]:
-        """The loss, this rank's signal, whether it is time to save, steps to the next meeting, soundness, outputs."""
-        timer, clock = self._timer, time.monotonic() - self._saved_at
-        is_time = self._save_every is None and clock >= 60.0 * self._config.save_minutes
+    def _words(self, loss: Tensor, *, checks: bool) -> tuple[float, int, bool, int, list[float], float, float]:
+        """The loss, the signal, whether it is time to save, steps to the next meeting, soundness, range of outputs."""
+        timer, seconds = self._timer, time.monotonic() - self._saved_at
+        is_time = self._save_every is None and seconds >= 60.0 * self._config.save_minutes
         steps = int(_MEET_EVERY_S * timer.steps / timer.seconds) if timer.steps else 1
         report = self._health.report() if checks else []
-        return float(loss), self._signals.signal, is_time, max(1, steps), report, self._health.output_range
+        return float(loss), self._signals.signal, is_time, max(1, steps), report, *self._health.output_range
+
+    def _say_stop(self, step: int) -> None:
+        if self._stop_at > step and self._mesh.rank == 0:
+            logger.warning(
+                "%s: training stops after step %d, where replicas are averaged (replicas.sync_every), in %d steps. A "
+                "second signal ends it at once; the last checkpoint stays.",
+                self._signals.name,
+                self._stop_at,
+                self._stop_at - step,
+            )
 
     def _is_saved(self, step: int) -> bool:
         return self._save_every is not None and step % self._save_every == 0
 
-    def _is_logged_or_saved(self, step: int) -> bool:
-        return step % self._config.log_every == 0 or self._is_saved(step)
+    def _is_checked(self, step: int) -> bool:
+        return step in (self._save_at, self._stop_at) or step % self._config.log_every == 0 or self._is_saved(step)
 
     def _rounded(self, step: int) -> int:
         return -(-step // self._interval) * self._interval

@@ -19,8 +19,6 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimiz
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dmt.collectives import run_on_all_or_raise
-from dmt.hot_rows.profile import AccessProfile
 from dmt.hot_rows.runtime import HotRows
 from dmt.models import (
     DCN,
@@ -31,15 +29,14 @@ from dmt.models import (
     DMTDLRMProducts,
     ModelOptions,
     flat_sparse_arch,
-    tower_sparse_arch,
 )
-from dmt.models.complexity import MetaTables, MetaTowers, count_on_meta
+from dmt.models.complexity import count_on_meta
 from dmt.models.sparse import JoinedShards
 from dmt.plan.tables import feature_names
 from dmt.plan.towers import TowerPlan
 from dmt.replicas.dense_reduce import HierarchicalDataParallel
 from dmt.replicas.sync import ReplicaSync
-from dmt.sharding.costs import CostModel, Hardware, StepWorkload
+from dmt.sharding.costs import Hardware, StepWorkload
 from dmt.sharding.optimizers import FBGEMM_NAMES
 from dmt.sharding.planner import TowerShardingPlanner
 from dmt.sharding.schemes import Scheme
@@ -52,10 +49,9 @@ from dmt.sptt.towers import TowerCollectionSharder
 from dmt.training.access import load_profile
 from dmt.training.config import OptimizerConfig, ReplicasConfig, TrainConfig
 from dmt.training.data.batch import ClickBatch
-from dmt.training.device import DeviceType, current_device
-from dmt.training.factory import make_model
-from dmt.training.factory import without_tables as replace_tables
-from dmt.training.flat import codecs_of_all_ranks, plan_flat, plan_notes, shard_flat, table_shardings
+from dmt.training.device import DeviceType, current_device, on_all_ranks
+from dmt.training.factory import make_model, without_tables
+from dmt.training.flat import plan_flat, plan_notes, shard_flat, table_shardings
 from dmt.training.job import Job, check_table_optimizer
 
 __all__ = [
@@ -74,7 +70,6 @@ __all__ = [
     "rate_share",
     "settle_gradient_buckets",
     "sharding_result",
-    "table_bytes",
     "tower_parameter_names",
 ]
 
@@ -100,7 +95,7 @@ class ClickTask(nn.Module):
         return loss, (logits.detach(), batch.labels, batch.weights)
 
 
-def build_model(job: Job, *, device: str | None = None, without_tables: bool = False) -> nn.Module:
+def build_model(job: Job, *, device: str | None = None) -> nn.Module:
     """Builds the plain single-process model of a job.
 
     Tables that the tower plan cuts are column shards in it; a flat model concatenates their outputs again
@@ -109,15 +104,13 @@ def build_model(job: Job, *, device: str | None = None, without_tables: bool = F
     Args:
         job: the run.
         device: where parameters are made; ``"meta"`` makes none.
-        without_tables: use the complexity counter's stand-ins for TorchRec's tables.
 
     Raises:
         InputError: sizes or the tower plan do not fit.
     """
     model, plan = job.config.model, job.towers
     if model.factory is not None:
-        own = make_model(job, device)
-        return replace_tables(own) if without_tables else own
+        return make_model(job, device)
     options = ModelOptions(
         dense_arch_layer_sizes=model.dense_arch, over_arch_layer_sizes=model.over_arch, device=device
     )
@@ -125,12 +118,12 @@ def build_model(job: Job, *, device: str | None = None, without_tables: bool = F
     if "dcn" in model.arch:
         shared |= {"num_cross_layers": model.cross_layers, "cross_rank": model.cross_rank}
     if plan is None or not model.has_towers:
-        flat = MetaTables if without_tables else flat_sparse_arch
-        splits = {} if plan is None else plan.column_splits
-        shared["make_sparse_arch"] = partial(JoinedShards, splits=splits, make_sparse_arch=flat) if splits else flat
+        if plan is not None and plan.column_splits:
+            shared["make_sparse_arch"] = partial(
+                JoinedShards, splits=plan.column_splits, make_sparse_arch=flat_sparse_arch
+            )
         return DLRM(**shared) if model.arch == "dlrm" else DCN(**shared)
     shared |= {"tables": job.split_tables, "tower_plan": plan, "tower_dim": model.output_dim}
-    shared["make_sparse_arch"] = MetaTowers if without_tables else tower_sparse_arch
     if model.arch == "dmt-dcn":
         return DMTDCN(**shared)
     towers = DMTDLRM if model.arch == "dmt-dlrm" else DMTDLRMProducts
@@ -139,29 +132,7 @@ def build_model(job: Job, *, device: str | None = None, without_tables: bool = F
 
 def count_model(job: Job) -> Complexity:
     """Counts MFLOPs per sample, parameters and compression ratio of a job's model, on the meta device."""
-    return count_on_meta(build_model(job, device="meta", without_tables=True), job.num_dense)
-
-
-def table_bytes(job: Job, rank: int) -> float:
-    """Bytes of host memory that a rank's tables and their optimizer state need; 0 for tables on a GPU.
-
-    A lower bound of a flat plan, which TorchRec's planner makes later.
-    """
-    place, topology, is_cpu = job.topology.coordinates(rank), job.topology, job.device_type == "cpu"
-    if job.sharding is None:
-        whole = sum(table.num_bytes for table in job.tables)
-        is_copied = job.config.sharding.scheme == "data_parallel"
-        return is_cpu * (whole if is_copied else whole / (topology.world_size // topology.num_replicas))
-    sharding, tables, held = job.sharding, {table.name: table for table in job.split_tables}, 0
-    costs = CostModel(topology=sharding.topology, workload=sharding.workload, hardware=sharding.hardware)
-    for placed in sharding.tables:
-        if placed.tower != place.tower or (not is_cpu and placed.placement.kernel == "key_value"):
-            continue
-        # On a CPU every kernel is run as fused, without a cache.
-        placement = replace(placed.placement, kernel="fused") if is_cpu else placed.placement
-        for local, load in costs.shards(tables[placed.name], placement):
-            held += (load.memory if is_cpu else load.elsewhere) * (local == place.local)
-    return held
+    return count_on_meta(without_tables(build_model(job, device="meta")), job.num_dense)
 
 
 def tower_parameter_names(model: nn.Module) -> set[str]:
@@ -366,7 +337,6 @@ def _flat_replicas(
         TowerMesh(topology),
         TowerPlan.from_lists([feature_names(job.tables)]),
         fused_params=fused,
-        qcomm_codecs_registry=codecs_of_all_ranks(job),
         moment_scale=config.replicas.moment_scale,
     )
     planner = TowerShardingPlanner(
@@ -389,15 +359,10 @@ def hot_rows(job: Job, model: nn.Module, mesh: TowerMesh) -> HotRows | None:
     own = job.config.hot_rows
     if own.extra_memory == 0:
         return None
-    read: list[AccessProfile | None] = []
+    path = own.profile
     # A rank whose file is gone must not leave the others waiting.
-    run_on_all_or_raise(lambda: read.append(_access_profile(job)), mesh.global_group)
-    return HotRows(model, mesh, extra_memory=own.extra_memory, refresh_every=own.refresh_every, profile=read[0])
-
-
-def _access_profile(job: Job) -> AccessProfile | None:
-    path = job.config.hot_rows.profile
-    return None if path is None else load_profile(Path(path))
+    profile = None if path is None else on_all_ranks(lambda: load_profile(Path(path)), mesh)
+    return HotRows(model, mesh, extra_memory=own.extra_memory, refresh_every=own.refresh_every, profile=profile)
 
 
 def flat_tables(job: Job) -> tuple[ShardingPlan, tuple[str, ...]]:

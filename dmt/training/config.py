@@ -334,9 +334,6 @@ class TrainConfig(Section):
     """Number format of these gradients between hosts; ``bf16`` needs ``dense_reduce = "hierarchical"``."""
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Seed of the weights."""
-    affinity_rows: int = Field(default=0, ge=0)
-    """Number of training rows, over all ranks, on which feature affinities are collected after training a flat model;
-    ``affinity.npz`` is written into ``output_dir``, for ``dmt partition --affinity``. 0: none."""
     output_dir: str = "runs/latest"
     """Folder of the run's config, metrics, TensorBoard files and checkpoints."""
     save_every: int | None = Field(default=None, ge=1)
@@ -391,103 +388,90 @@ class TrainingConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> TrainingConfig:
         check_moment_scale(self.replicas.moment_scale, self.topology.num_replicas)
-        for is_wrong, message in (*_refusals(self), *_refusals_of_hot_rows(self)):
+        for is_wrong, message in _refusals(self):
             if is_wrong:
                 raise InputError(message)
         return self
 
 
-Refusal = tuple[object, str]
-"""A condition that a config must not meet, and the message."""
-
-
-def _refusals(config: TrainingConfig) -> Iterator[Refusal]:
-    """Settings of one section that do not go with another one."""
-    model, sharding, train, topology = config.model, config.sharding, config.train, config.topology
-    is_flat, replicas, places = config.dataflow == "flat", topology.num_replicas, topology.build()
-    yield (
-        model.has_towers and is_flat,
-        f"sharding.dataflow='flat' cannot carry towers, but {model.chosen}. Use 'sptt' or 'auto', or a flat arch.",
-    )
+def _refusals(config: TrainingConfig) -> list[tuple[object, str]]:
+    """Conditions of settings in different sections that a config must not meet, each with the message."""
+    model, sharding, train, hot = config.model, config.sharding, config.train, config.hot_rows
+    is_flat, replicas, places = config.dataflow == "flat", config.topology.num_replicas, config.topology.build()
+    sync_every = config.replicas.sync_every
     # TorchRec would ignore them without a warning.
-    for key in SHARDING_OF_TOWERS:
-        value = getattr(sharding, key)
-        yield (
-            is_flat and value != ShardingConfig.model_fields[key].get_default(call_default_factory=True),
-            f"sharding.{key}={value!r} needs the tower dataflow, but this run has sharding.dataflow='flat'. Set it to "
-            "'sptt', or leave the key out.",
-        )
-    yield (
-        sharding.scheme in _FLAT_ONLY and (not is_flat or replicas > 1),
-        f"sharding.scheme={sharding.scheme!r} is TorchRec's, for sharding.dataflow='flat' with one replica, but this "
-        f"run has {f'{replicas} replicas' if is_flat else 'the tower dataflow'}. Use 'row_wise', 'column_wise' or "
-        "'auto'.",
-    )
-    yield (
-        train.micro_batches > 1 and is_flat,
-        f"train.micro_batches={train.micro_batches} needs the tower dataflow, but this run has "
-        "sharding.dataflow='flat', which would look up and send each micro-batch by itself. Set it to 'sptt', or leave "
-        "micro_batches out.",
-    )
-    if not is_flat:
-        yield from refusals(
-            id_route=sharding.id_route,
-            unique=sharding.unique,
-            num_micro_batches=train.micro_batches,
-            hot_rows=config.hot_rows.extra_memory > 0,
-            num_replicas=replicas,
-            has_towers=model.has_towers,
-        )
-    yield (
-        train.dense_reduce == "ring" and train.dense_reduce_precision != "fp32",
-        f"train.dense_reduce_precision={train.dense_reduce_precision!r} needs train.dense_reduce='hierarchical', but "
-        "this run has 'ring', DDP's own all-reduce, which sends fp32. Set it to 'hierarchical', or leave "
-        "dense_reduce_precision out.",
-    )
-    yield (
-        train.dense_reduce == "hierarchical" and places.num_hosts == 1,
-        "train.dense_reduce='hierarchical' reduces inside each host and then between hosts, but topology has one host "
-        f"of {places.host_size} ranks. Set topology.ranks_per_host to the ranks of one machine (left out, each tower "
-        "is a host, also with the flat dataflow), or leave dense_reduce out.",
-    )
-    yield (
-        replicas > 1 and train.eval_every and train.eval_every % config.replicas.sync_every,
-        f"train.eval_every={train.eval_every} is not a multiple of replicas.sync_every={config.replicas.sync_every}: "
-        "between averagings each replica has tables of its own, and there is no one model to evaluate. Make it a "
-        "multiple.",
-    )
-
-
-def _refusals_of_hot_rows(config: TrainingConfig) -> Iterator[Refusal]:
-    hot, sharding = config.hot_rows, config.sharding
-    for key, field in HotRowsConfig.model_fields.items():
-        value = getattr(hot, key)
-        yield (
-            hot.extra_memory == 0 and value != field.default,
-            f"hot_rows.{key}={value!r} needs hot_rows.extra_memory, the share of the tables that copies may have. Set "
-            f"it to 0.01, or leave the {key} out.",
-        )
-    for is_wrong, what in (
-        (config.dataflow == "flat", "sharding.dataflow='sptt', but this run has 'flat'"),
+    of_towers = [key for key in SHARDING_OF_TOWERS if getattr(sharding, key) != getattr(ShardingConfig(), key)]
+    of_hot_rows = [key for key in HotRowsConfig.model_fields if getattr(hot, key) != getattr(HotRowsConfig(), key)]
+    options = {
+        "id_route": sharding.id_route,
+        "unique": sharding.unique,
+        "num_micro_batches": train.micro_batches,
+        "hot_rows": hot.extra_memory > 0,
+        "num_replicas": replicas,
+        "has_towers": model.has_towers,
+    }
+    return [
         (
-            sharding.table_precision != "fp32",
-            f"sharding.table_precision='fp32', but this run has {sharding.table_precision!r}",
+            model.has_towers and is_flat,
+            f"sharding.dataflow='flat' cannot carry towers, but {model.chosen}. Use 'sptt' or 'auto', or a flat arch.",
         ),
-    ):
-        yield (
-            hot.extra_memory > 0 and is_wrong,
-            f"hot_rows.extra_memory={hot.extra_memory} needs {what}. Change that, or leave hot_rows out.",
-        )
-    if sharding.kernels:
-        for is_on, what in (
-            (config.topology.num_replicas > 1, f"{config.topology.num_replicas} replicas, whose sync"),
-            (hot.extra_memory > 0, f"hot_rows.extra_memory={hot.extra_memory}, whose refresh"),
-        ):
-            yield (
-                is_on,
-                f"sharding.kernels puts tables in other memories than the device's, but this run has {what} reads "
-                "whole tables there. Leave out one of them.",
+        *(
+            (
+                is_flat,
+                f"sharding.{key}={getattr(sharding, key)!r} needs the tower dataflow, but this run has "
+                "sharding.dataflow='flat'. Set it to 'sptt', or leave the key out.",
             )
+            for key in of_towers
+        ),
+        (
+            sharding.scheme in _FLAT_ONLY and (not is_flat or replicas > 1),
+            f"sharding.scheme={sharding.scheme!r} is TorchRec's, for sharding.dataflow='flat' with one replica, but "
+            f"this run has {f'{replicas} replicas' if is_flat else 'the tower dataflow'}. Use 'row_wise', "
+            "'column_wise' or 'auto'.",
+        ),
+        (
+            train.micro_batches > 1 and is_flat,
+            f"train.micro_batches={train.micro_batches} needs the tower dataflow, but this run has "
+            "sharding.dataflow='flat', which would look up and send each micro-batch by itself. Set it to 'sptt', or "
+            "leave micro_batches out.",
+        ),
+        *([] if is_flat else refusals(**options)),
+        (
+            train.dense_reduce == "ring" and train.dense_reduce_precision != "fp32",
+            f"train.dense_reduce_precision={train.dense_reduce_precision!r} needs train.dense_reduce='hierarchical', "
+            "but this run has 'ring', DDP's own all-reduce, which sends fp32. Set it to 'hierarchical', or leave "
+            "dense_reduce_precision out.",
+        ),
+        (
+            train.dense_reduce == "hierarchical" and places.num_hosts == 1,
+            "train.dense_reduce='hierarchical' reduces inside each host and then between hosts, but topology has one "
+            f"host of {places.host_size} ranks. Set topology.ranks_per_host to the ranks of one machine (left out, "
+            "each tower is a host, also with the flat dataflow), or leave dense_reduce out.",
+        ),
+        (
+            replicas > 1 and train.eval_every and train.eval_every % sync_every,
+            f"train.eval_every={train.eval_every} is not a multiple of replicas.sync_every={sync_every}: between "
+            "averagings each replica has tables of its own, and there is no one model to evaluate. Make it a multiple.",
+        ),
+        *(
+            (
+                hot.extra_memory == 0,
+                f"hot_rows.{key}={getattr(hot, key)!r} needs hot_rows.extra_memory. Set it to 0.01, or leave it out.",
+            )
+            for key in of_hot_rows
+        ),
+        (
+            hot.extra_memory > 0 and (is_flat or sharding.table_precision != "fp32"),
+            f"hot_rows.extra_memory={hot.extra_memory} needs sharding.dataflow='sptt' and "
+            f"sharding.table_precision='fp32', but this run has {config.dataflow!r} and {sharding.table_precision!r}. "
+            "Change that, or leave hot_rows out.",
+        ),
+        (
+            sharding.kernels and (replicas > 1 or hot.extra_memory > 0),
+            "sharding.kernels puts tables in other memories than the device's, but this run has replicas or hot rows, "
+            "which read whole tables there. Leave out one of them.",
+        ),
+    ]
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainingConfig:
@@ -524,12 +508,9 @@ def to_override(key: str, text: object) -> str:
     return f"{key}={tomli_w.dumps({'value': str(text)}).removeprefix('value = ').rstrip()}"
 
 
-def to_toml(config: BaseModel, *, only_changed: bool = False) -> str:
-    """The resolved config as TOML that `load_config` reads again; unset optional values are left out.
-
-    With ``only_changed`` values at their defaults are, too.
-    """
-    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True, exclude_defaults=only_changed))
+def to_toml(config: BaseModel) -> str:
+    """The resolved config as TOML that `load_config` reads again; unset optional values are left out."""
+    return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
 
 
 def shipped_configs() -> list[str]:
@@ -579,21 +560,18 @@ def _replace_by_prepared(values: dict[str, Any], overrides: Sequence[str]) -> No
 def _unknown_key(place: Sequence[int | str]) -> InputError:
     """The error for a key that its section does not have."""
     *path, key = map(str, place)
-    section: type[BaseModel] = TrainingConfig
-    for name in path:
-        section = _sections(section)[name]
-    known = list(section.model_fields)
-    elsewhere = [full for full in _all_keys(TrainingConfig) if full.rpartition(".")[2] == key]
+    keys = list(_keys(TrainingConfig))
+    known = list(dict.fromkeys(own[len(path)] for own in keys if own[: len(path)] == tuple(path)))
+    elsewhere = [".".join(own) for own in keys if own[-1] == key]
     hint = f" Did you mean {elsewhere[0]!r}?" if elsewhere else did_you_mean(key, known)
     return InputError(f"Config key {'.'.join((*path, key))!r} is unknown.{hint} Valid here: {', '.join(known)}.")
 
 
-def _sections(section: type[BaseModel]) -> dict[str, type[BaseModel]]:
-    kinds = {key: field.annotation for key, field in section.model_fields.items()}
-    return {key: kind for key, kind in kinds.items() if isinstance(kind, type) and issubclass(kind, BaseModel)}
-
-
-def _all_keys(section: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    inner = _sections(section)
-    for key in section.model_fields:
-        yield from _all_keys(inner[key], f"{prefix}{key}.") if key in inner else (f"{prefix}{key}",)
+def _keys(section: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
+    """All keys of a section, each with those of the sections that it is in."""
+    for key, field in section.model_fields.items():
+        kind = field.annotation
+        if isinstance(kind, type) and issubclass(kind, BaseModel):
+            yield from _keys(kind, (*path, key))
+        else:
+            yield (*path, key)

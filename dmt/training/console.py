@@ -19,7 +19,6 @@ from dmt.formatting import printable
 
 __all__ = [
     "ROWS",
-    "SYNC_ROW",
     "NameConsole",
     "cells",
     "lookup",
@@ -48,10 +47,10 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     ("bytes/sample across hosts: backward", "bytes_per_sample.backward", "{:,.0f}"),
     ("bytes/sample across hosts: dense all-reduce", "bytes_per_sample.dense", "{:,.0f}"),
     ("bytes/sample inside hosts", "bytes_per_sample.inside", "{:,.0f}"),
+    # Of runs that have them. The sync crosses hosts where the replicas are on different ones, else it stays inside.
+    ("hot rows on every rank", "hot_rows.rows", "{:,.0f}"),
+    ("bytes/sample replicas' sync", "replicas.bytes_per_sample", "{:,.0f}"),
 )
-HOT_ROW = ("hot rows on every rank", "hot_rows.rows", "{:,.0f}")
-# Only of runs with replicas. Across hosts where the replicas are on different ones, else inside.
-SYNC_ROW = ("bytes/sample replicas' sync", "replicas.bytes_per_sample", "{:,.0f}")
 
 
 class NameConsole(Console):
@@ -133,10 +132,10 @@ def quiet_libraries(*, rank: int) -> None:
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
 
 
-def rows_of(results: Iterable[Mapping[str, Any]]) -> tuple[tuple[str, str, str], ...]:
-    """`ROWS`, and those of unique inputs, hot rows and replicas where one of the runs had them."""
-    also = {"hot_rows": HOT_ROW, "replicas": SYNC_ROW}
-    return (*ROWS, *(row for key, row in also.items() if any(result.get(key) for result in results)))
+def rows_of(results: Iterable[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
+    """Those of `ROWS` that one of the runs has a value for."""
+    runs = list(results)
+    return [row for row in ROWS if any(lookup(run, row[1]) is not None for run in runs)]
 
 
 def lookup(result: Mapping[str, Any], path: str) -> Any:
@@ -148,13 +147,9 @@ def lookup(result: Mapping[str, Any], path: str) -> Any:
 
 
 def cells(result: Mapping[str, Any], rows: Sequence[tuple[str, str, str]] = ROWS) -> list[str]:
-    """The values of one run, formatted, in the order of the rows."""
-    formatted = []
-    for _, path, form in rows:
-        value = lookup(result, path)
-        undefined = value is None or math.isnan(value)
-        formatted.append("-" if undefined else form.format(value))
-    return formatted
+    """The values of one run, formatted, in the order of the rows; "-" for what is absent or undefined."""
+    values = [(lookup(result, path), form) for _, path, form in rows]
+    return ["-" if value is None or math.isnan(value) else form.format(value) for value, form in values]
 
 
 def print_summary(results: Mapping[str, Mapping[str, Any]]) -> None:

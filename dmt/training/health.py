@@ -146,16 +146,17 @@ class SoundnessCheck:
         names = [_LOSS, *(f"the gradient of {name}" for name in self._trained)]
         noted = [name for name, first in zip(names, self._since.tolist(), strict=True) if first == since != _NEVER]
         bad = sorted({name for name, part in self._parts if not is_finite(part)})
-        ranks = gather_objects((noted, bad), self._group)
+        everyone = gather_objects((noted, bad), self._group)
+        # Where no step was seen, a weight was changed in place.
+        ranks = [bad if since == _NEVER else noted for noted, bad in everyone]
         # A bad loss makes all gradients bad, on all ranks.
-        seen = list(dict.fromkeys(name for noted, _ in ranks for name in noted))
+        seen = list(dict.fromkeys(name for of_rank in ranks for name in of_rank))
         first = [_LOSS] if _LOSS in seen else seen
-        where = [str(rank) for rank, (noted, bad) in enumerate(ranks) if set(first or bad) & {*noted, *bad}]
-        weights = shorten(sorted({name for _, names in ranks for name in names}), ", ") or "no weight"
-        found = f"at step {since} in {shorten(first, ', ')}" if first else f"by step {step} in {weights}"
+        where = [str(rank) for rank, of_rank in enumerate(ranks) if set(first) & set(of_rank)]
+        when = f"by step {step}" if since == _NEVER else f"at step {since}"
         return InputError(
-            f"Training has diverged: NaN or infinity {found} of rank {shorten(where, ', ')}"
-            f"{f', by now in {weights}' if first else ''}. Nothing of this state is "
-            "saved. Lower optimizer.sparse_lr or optimizer.dense_lr, lengthen optimizer.warmup_steps, or look for huge "
-            "values in the dense columns; run again, and training goes on from the last checkpoint."
+            f"Training has diverged: NaN or infinity {when} in {shorten(first, ', ')} of rank {shorten(where, ', ')}. "
+            "Nothing of this state is saved. Lower optimizer.sparse_lr or optimizer.dense_lr, lengthen "
+            "optimizer.warmup_steps, or look for huge values in the dense columns; run again, and training goes on "
+            "from the last checkpoint."
         )

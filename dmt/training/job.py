@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from dmt.collectives import wait_for_all
 from dmt.errors import InputError
 from dmt.formatting import human_bytes, shorten
 from dmt.plan.split_across_towers import shard_names, split_tables
@@ -44,10 +41,8 @@ __all__ = [
     "tower_plan",
 ]
 
-# Ranks end an epoch within seconds of each other, or never.
 PREPARED = "prepared"
 """Folder of an output for rows that had to be prepared."""
-_END_OF_EPOCH = timedelta(minutes=5)
 Splits = Mapping[str, tuple[int, ...]]
 _CPU_OPTIMIZERS = ("rowwise_adagrad", "adagrad", "sgd")
 
@@ -85,28 +80,12 @@ class Job:
     ) -> Iterator[ClickBatch]:
         """Yields this rank's batches of the rest of an epoch, of which all ranks have used ``rows``; collective.
 
-        Pipelines ask ahead for batches, at the same points on all ranks. ``lanes`` are the ranks of the first run.
-
-        Raises:
-            InputError: at the end, other ranks have rows left.
+        ``lanes`` are the ranks of the first run.
         """
-        number, size = 0, self.config.train.batch_size
+        size = self.config.train.batch_size
         if lanes is not None:
             size = rank_batch(lanes, mesh.topology.world_size, size)
-        for batch in self._batches("train", mesh, size, epoch=epoch, rows=rows, lanes=lanes):
-            yield batch
-            number += 1
-        try:
-            wait_for_all(mesh.global_group, _END_OF_EPOCH)
-        except RuntimeError as error:
-            if "timed out" not in str(error).lower():  # another rank has died
-                raise
-            files = [name for name, *_ in self.data.files("train")]
-            raise InputError(
-                f"Rank {mesh.rank} on host {socket.gethostname()} has come to the end of epoch {epoch}, {number} "
-                f"batches after row {rows}, but other ranks have rows left. Give every host the same files, which must "
-                f"not change in training: {shorten(files, ', ')}."
-            ) from error
+        return self._batches("train", mesh, size, epoch=epoch, rows=rows, lanes=lanes)
 
     def evaluation_batches(self, mesh: TowerMesh) -> Iterator[ClickBatch]:
         """Yields this rank's batches of the rows for evaluation; collective."""
@@ -201,9 +180,7 @@ def open_data(config: TrainingConfig) -> tuple[ClickData, TowerPlan | None]:
     Raises:
         InputError: the data do not fit the config, or the tower plan does not fit the data.
     """
-    # The one place of a run that reads towers.json. A flat dataflow has no towers, and a strided plan no file.
-    reads_plan = config.dataflow == "sptt" and config.towers.plan != "strided"
-    plan = TowerPlan.load(config.towers.plan) if reads_plan else None
+    plan = _named_plan(config)
     data = open_source(
         config.data,
         embedding_dim=config.model.embedding_dim,
@@ -213,6 +190,12 @@ def open_data(config: TrainingConfig) -> tuple[ClickData, TowerPlan | None]:
         cache=data_cache(config.train.output_dir),
     )
     return data, tower_plan(config, data.tables, plan)
+
+
+def _named_plan(config: TrainingConfig) -> TowerPlan | None:
+    """Reads ``towers.json``; None where a run has none. The one place of a run that does."""
+    reads_plan = config.dataflow == "sptt" and config.towers.plan != "strided"
+    return TowerPlan.load(config.towers.plan) if reads_plan else None
 
 
 def data_cache(output_dir: str) -> Path:
@@ -234,21 +217,18 @@ def tower_plan(
     """
     if config.dataflow == "flat":
         return None
-    if config.towers.plan == "strided":
-        plan = _strided(tables, config.topology.num_towers)
-    else:
-        plan = loaded or TowerPlan.load(config.towers.plan)
+    place = f"towers.plan={config.towers.plan!r}"
+    plan = loaded or _named_plan(config) or _strided(tables, config.topology.num_towers)
     for feature, widths in plan.column_splits.items():
         if any(width % 4 for width in widths):
             raise InputError(
-                f"Tower plan {config.towers.plan} cuts the table of feature {feature!r} into column shards of "
-                f"{list(widths)} columns; each must be a multiple of 4 (FBGEMM's kernels). Make a plan with other "
-                "shards."
+                f"{place} cuts the table of feature {feature!r} into column shards of {list(widths)} columns; each "
+                "must be a multiple of 4 (FBGEMM's kernels). Make a plan with other shards."
             )
     try:
         plan.tables_by_tower(split_tables(tables, _cuts(plan, tables)))
     except InputError as error:
-        raise InputError(f"towers.plan={config.towers.plan!r}: {error}") from error
+        raise InputError(f"{place}: {error}") from error
     return plan
 
 
@@ -276,22 +256,24 @@ def check_table_optimizer(config: OptimizerConfig, device: DeviceType = "cpu") -
 
 
 def check_kernels(job: Job) -> None:
-    """Raises `InputError` if the plan has tables in a memory that the job's devices cannot reach."""
+    """Raises `InputError` if the plan has tables on SSDs that the job's optimizer or devices cannot use."""
     placed = () if job.sharding is None else job.sharding.tables
     on_ssd = [
         f"{t.name!r} ({human_bytes(t.memory)} with its cache)" for t in placed if t.placement.kernel == "key_value"
     ]
-    if on_ssd and job.config.optimizer.sparse not in ("rowwise_adagrad", "adam"):
-        raise InputError(
-            f"The plan has table {on_ssd[0]} on an SSD (key_value), where FBGEMM has only row-wise AdaGrad and Adam, "
-            f"but this run has optimizer.sparse={job.config.optimizer.sparse!r}. Change sharding.kernels, or use "
-            "one of those."
-        )
-    if on_ssd and job.device_type == "cpu":
-        raise InputError(
-            f"The plan has table {on_ssd[0]} on an SSD (key_value), but FBGEMM keeps tables there behind caches of "
-            "GPUs, and this run is on CPUs. Change sharding.kernels, or use GPUs (train.device='cuda')."
-        )
+    for is_wrong, needed, this in (
+        (
+            job.config.optimizer.sparse not in ("rowwise_adagrad", "adam"),
+            "FBGEMM has only row-wise AdaGrad and Adam",
+            f"optimizer.sparse={job.config.optimizer.sparse!r}",
+        ),
+        (job.device_type == "cpu", "FBGEMM keeps tables behind caches of GPUs (train.device='cuda')", "CPUs"),
+    ):
+        if on_ssd and is_wrong:
+            raise InputError(
+                f"The plan has table {on_ssd[0]} on an SSD (key_value), where {needed}, but this run has {this}. "
+                "Change sharding.kernels, or use one of those."
+            )
 
 
 def _plan_sharding(config: TrainingConfig, tables: Sequence[TableSpec], towers: TowerPlan) -> TowerShardingPlan:
@@ -346,10 +328,8 @@ def _loaded_placements(file: str, topology: TowerTopology, tables: Sequence[Tabl
             f"Sharding plan {file} was made for {loaded.topology}, but the run has {topology}. Re-run `dmt plan` with "
             "this config."
         )
-    placements, names = loaded.placements, {table.name for table in tables}
-    missing, extra = names - set(placements), set(placements) - names
-    if missing or extra:
-        apart = "lacks tables that the run has" if missing else "places tables that the run lacks"
-        which = shorten([repr(name) for name in sorted(missing or extra)], ", ")
-        raise InputError(f"Sharding plan {file} {apart}: {which}. Re-run `dmt plan` with this config.")
+    placements = loaded.placements
+    if apart := sorted({table.name for table in tables} ^ placements.keys()):
+        which = shorten([repr(name) for name in apart], ", ")
+        raise InputError(f"Sharding plan {file} is for other tables: {which}. Re-run `dmt plan` with this config.")
     return placements

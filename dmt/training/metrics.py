@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,11 @@ class MetricValues:
     """Rows evaluated."""
     label_rate: float
     """Share of positive labels."""
+
+    @property
+    def by_name(self) -> dict[str, float]:
+        """The values under the names of their curves, such as ``"eval/auc"``."""
+        return {f"eval/{name}": float(value) for name, value in asdict(self).items()}
 
 
 class ClickMetrics:
@@ -118,7 +123,7 @@ class StepTimer:
     def __init__(self) -> None:
         self.steps, self.seconds = 0, 0.0
         """Steps measured, and the seconds that they took."""
-        self._left_out, self._since = _WARM_UP_STEPS, 0.0
+        self._left_out, self._since, self._lap = _WARM_UP_STEPS, 0.0, (0, 0.0)
 
     def restart(self) -> None:
         """Leaves out the time up to now: of an evaluation, a checkpoint or a record."""
@@ -132,6 +137,12 @@ class StepTimer:
         else:
             self.steps, self.seconds = self.steps + 1, self.seconds + now - self._since
         self._since = now
+
+    def lap(self) -> float:
+        """Returns the steps per second since the last call; NaN without one."""
+        steps, seconds = self.steps - self._lap[0], self.seconds - self._lap[1]
+        self._lap = self.steps, self.seconds
+        return steps / seconds if steps else math.nan
 
 
 def measure_traffic(model: nn.Module, optimizer: KeyedOptimizer, batch: ClickBatch, mesh: TowerMesh) -> Traffic:

@@ -1,26 +1,21 @@
-"""The feature affinity of a trained model: from the output of a run, or at the end of one on all its ranks."""
+"""The feature affinity of a trained model, from the output of its run, and the interactions of a run's features."""
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 
-from dmt.errors import InputError
 from dmt.models.sparse import whole_tables
 from dmt.partitioner import FeatureAffinity
-from dmt.plan.tables import TableSpec, feature_names
-from dmt.sptt.mesh import TowerMesh
+from dmt.plan.tables import TableSpec
 from dmt.training.build import ClickTask, build_model
 from dmt.training.checkpoints import load_plain
-from dmt.training.config import TrainConfig, TrainingConfig
+from dmt.training.config import TrainingConfig
 from dmt.training.data import ClickBatch, ClickData, open_source
-from dmt.training.device import current_device, device_type
 from dmt.training.job import Job, data_cache, tower_plan
 from dmt.training.records import read_result
 from dmt.training.trained import checkpoint_of
@@ -29,11 +24,7 @@ __all__ = [
     "affinity_of_run",
     "interactions_of",
     "spread_batches",
-    "trained_rows",
-    "write_affinity",
 ]
-
-logger = logging.getLogger(__name__)
 
 _BATCH_ROWS = 256
 _INTERACTION_ROWS = 4096
@@ -122,83 +113,26 @@ def interactions_of(
     return FeatureAffinity.collect_interactions(batches, tables=tables, seed=seed, max_rows=max_rows)
 
 
-def write_affinity(
-    model: nn.Module, data: ClickData, mesh: TowerMesh, *, config: TrainConfig, steps: int, path: Path
-) -> FeatureAffinity | None:
-    """Collects the affinity of a sharded flat model on ``train.affinity_rows`` of its rows; collective.
-
-    A trained model must not lose its metrics to it: where the embeddings are not finite or the file cannot be written,
-    the first rank logs a warning.
-
-    The model is the sharded `ClickTask`, detached from its train pipeline, after ``steps`` steps. At least a batch of
-    one row per rank is taken.
-
-    Returns:
-        The affinity, which the first rank writes to ``path``; None after a warning.
-    """
-    world_size = mesh.topology.world_size
-    batches = spread_batches(
-        data,
-        num_rows=trained_rows(config, steps=steps, world_size=world_size),
-        max_rows=config.affinity_rows,
-        batch_size=max(1, min(_BATCH_ROWS, config.batch_size, config.affinity_rows // world_size)),
-        rank=mesh.rank,
-        world_size=world_size,
-    )
-    device = current_device(device_type(config.device))
-    try:
-        affinity = FeatureAffinity.collect(
-            model, batches, ids=lambda batch: batch.to(device).sparse_features, process_group=mesh.global_group
-        )
-        if set(feature_names(data.tables)) == set(affinity.features):  # not where tables are cut into column shards
-            affinity = replace(affinity, tables=tuple(data.tables))
-        if mesh.rank == 0:
-            affinity.save(path)
-    except (InputError, OSError) as error:
-        if mesh.rank == 0:
-            logger.warning(
-                "No affinity was written (train.affinity_rows=%d): %s The run goes on; dmt partition --checkpoint "
-                "measures the affinity of what it saves.",
-                config.affinity_rows,
-                error,
-            )
-        return None
-    return affinity
-
-
 def spread_batches(
-    data: ClickData,
-    *,
-    num_rows: int,
-    max_rows: int,
-    batch_size: int,
-    rank: int = 0,
-    world_size: int = 1,
-    lanes: int | None = None,
+    data: ClickData, *, num_rows: int, max_rows: int, batch_size: int, lanes: int | None = None
 ) -> Iterator[ClickBatch]:
     """Yields batches from places at even distances among the first ``num_rows`` training rows.
 
-    Each rank gets other rows, and equally many: ``max_rows`` of all ranks together at most, but a batch each at least.
-    ``lanes`` are those of the run that trained on the rows.
+    They have ``max_rows`` together at most, but there is one at least. ``lanes`` are those of the run that trained on
+    the rows.
 
     Raises:
-        InputError: there are fewer rows than one batch per rank; raised when the first batch is asked for.
+        InputError: there are fewer rows than one batch; raised when the first batch is asked for.
     """
-    whole = world_size * batch_size
-    there, wanted = max(1, num_rows // whole), max(1, max_rows // whole)
+    there, wanted = max(1, num_rows // batch_size), max(1, max_rows // batch_size)
     count = min(there, wanted)
     # A place costs the rows that are shuffled together; rows of a source are read from the start in any case.
     places = 1 if data.config.kind == "source" else min(_PLACES, count)
     for place in range(places):
         number = count * (place + 1) // places - count * place // places
-        options: dict[str, Any] = {"rank": rank, "world_size": world_size, "batch_size": batch_size, "lanes": lanes}
-        batches = data.batches("train", rows=(there - number) * place // max(places - 1, 1) * whole, **options)
+        options: dict[str, Any] = {"rank": 0, "world_size": 1, "batch_size": batch_size, "lanes": lanes}
+        batches = data.batches("train", rows=(there - number) * place // max(places - 1, 1) * batch_size, **options)
         yield from islice(batches, number)
-
-
-def trained_rows(config: TrainConfig, *, steps: int, world_size: int) -> int:
-    """Returns the number of rows, from the beginning of the stream, that a run was trained on in one epoch."""
-    return steps // config.epochs * config.batch_size * world_size
 
 
 def _rows_of_run(run: Path, config: TrainingConfig) -> int | None:
@@ -206,7 +140,7 @@ def _rows_of_run(run: Path, config: TrainingConfig) -> int | None:
     if not (run / "result.json").exists():
         return None
     result: dict[str, Any] = read_result(run)
-    return trained_rows(config.train, steps=result["steps"], world_size=result["world_size"]) or None
+    return result["steps"] // config.train.epochs * config.train.batch_size * result["world_size"] or None
 
 
 def _open(config: TrainingConfig) -> ClickData:

@@ -11,26 +11,24 @@ from typing import Any
 
 from torch import nn
 
-from dmt.collectives import check_agreement, gather_objects, run_on_all_or_raise
+from dmt.collectives import check_agreement, gather_objects
 from dmt.errors import InputError
 from dmt.formatting import human_bytes, shorten
 from dmt.models.complexity import Complexity, count_on_meta, dense_weight_bytes
 from dmt.plan.topology import TowerTopology
 from dmt.sptt.mesh import TowerMesh
 from dmt.training.access import load_profile
-from dmt.training.build import build_model, table_bytes
+from dmt.training.build import build_model
 from dmt.training.config import TrainingConfig
 from dmt.training.data.files import file_text
 from dmt.training.factory import check_outputs, without_tables
 from dmt.training.job import Job, check_kernels, check_table_optimizer, open_job
 
 __all__ = [
-    "check_job",
     "check_memory",
     "check_rows",
     "check_same_input",
     "checked_model",
-    "count_checked",
     "compare_hosts",
     "memory_limit",
     "preflight",
@@ -46,29 +44,41 @@ _PATHS = (("data", "prepared"), ("data", "train_path"), ("data", "eval_path"), (
 def resolve(config: TrainingConfig, world_size: int) -> Job:
     """Opens a run and checks, in one process, what can be checked before ``world_size`` ranks train it."""
     job = open_job(config)
-    count_checked(job, checked_model(job, world_size))
+    checked_model(job, world_size)
     return job
 
 
 def checked_model(job: Job, world_size: int) -> nn.Module:
-    """Makes the checks of `check_job`, and builds the plain model of a run on the meta device."""
-    check_job(job, world_size)
-    return build_model(job, device="meta")
-
-
-def count_checked(job: Job, model: nn.Module) -> Complexity:
-    """Checks what the model of a factory returns, and counts the model, which is on the meta device and stays as it is.
+    """Checks a run, as far as one process can, and builds its plain model on the meta device.
 
     Raises:
-        InputError: it returns something else than logits.
+        InputError: settings, data, optimizer and devices do not fit each other or ``world_size``, or a factory's model
+            returns something else than logits.
     """
-    if job.config.model.factory is not None:
+    config = job.config
+    config.topology.build().check_world_size(world_size)
+    check_table_optimizer(config.optimizer, job.device_type)
+    check_kernels(job)
+    if job.source is None:
+        raise InputError(
+            f"data.tables={config.data.tables!r} lists tables without rows, for dmt plan. Leave it out to train."
+        )
+    if not job.num_dense and config.model.factory is None:
+        raise InputError(
+            "The data has no dense column, but the models need at least one. Name some in data.dense, or give a model "
+            "of your own (model.factory)."
+        )
+    check_rows(config, world_size, job.data.num_rows("train"))
+    if config.hot_rows.profile is not None:
+        load_profile(Path(config.hot_rows.profile))
+    model = build_model(job, device="meta")
+    if config.model.factory is not None:
         check_outputs(job, model)
-    return count_on_meta(without_tables(copy.deepcopy(model)), job.num_dense)
+    return model
 
 
 def preflight(job: Job, model: nn.Module, mesh: TowerMesh) -> Complexity:
-    """Makes the checks of a run that is about to start on a mesh, and counts its model; collective.
+    """Makes the checks that several ranks need, before a run starts on a mesh, and counts its model; collective.
 
     Args:
         job: the run.
@@ -78,62 +88,17 @@ def preflight(job: Job, model: nn.Module, mesh: TowerMesh) -> Complexity:
     Raises:
         InputError: anything the user can fix; the same on every rank.
     """
-    counts: list[Complexity] = []
-
-    def check() -> None:
-        counts.append(count_checked(job, model))
-
-    run_on_all_or_raise(check, mesh.global_group)
     check_same_input(job, model, mesh)
     check_memory(job, model, mesh)
+    counts = count_on_meta(without_tables(copy.deepcopy(model)), job.num_dense)
     if mesh.rank == 0:
         compare_hosts(job.topology, int(os.environ.get("LOCAL_WORLD_SIZE", "0")))
-        if counts[0].compression_ratio < 1:
+        if (ratio := counts.compression_ratio) < 1:
             logger.warning(
-                "The towers send %.2f times the numbers of their embeddings (compression ratio %.2f). Lower "
-                "model.tower_dim (or c, p), or leave it out: half of embedding_dim, a ratio of 2.",
-                1 / counts[0].compression_ratio,
-                counts[0].compression_ratio,
+                f"The towers send {1 / ratio:.2f} times the numbers of their embeddings (compression ratio "
+                f"{ratio:.2f}). Lower model.tower_dim (or c, p), or leave it out: half of embedding_dim, a ratio of 2."
             )
-    return counts[0]
-
-
-def check_job(job: Job, world_size: int) -> None:
-    """Raises `InputError` where settings, data, optimizer and devices do not fit each other, or ``world_size``."""
-    config = job.config
-    config.topology.build().check_world_size(world_size)
-    check_table_optimizer(config.optimizer, job.device_type)
-    check_kernels(job)
-    cut = None if job.towers is None else next(iter(job.towers.column_splits), None)
-    rows = f"train.affinity_rows={config.train.affinity_rows}"
-    refusals = (
-        (
-            config.train.affinity_rows and config.model.has_towers,
-            f"{rows} needs a flat model, but the run has {config.model.chosen}: the embeddings of a tower's features "
-            "stay on its ranks. Train 'dlrm' or 'dcn' to learn towers, or leave it 0 and run dmt partition "
-            "--checkpoint.",
-        ),
-        (
-            config.train.affinity_rows and cut is not None,
-            f"{rows} needs whole tables, but the tower plan {config.towers.plan} cuts that of feature {cut!r} into "
-            "column shards. Leave it 0 and run dmt partition --checkpoint, which joins them.",
-        ),
-        (
-            job.source is None,
-            f"data.tables={config.data.tables!r} lists tables without rows, for dmt plan. Leave it out to train.",
-        ),
-        (
-            not job.num_dense and config.model.factory is None,
-            "The data has no dense column, but the models need at least one. Name some in data.dense, or give a "
-            "model of your own (model.factory).",
-        ),
-    )
-    for is_wrong, message in refusals:
-        if is_wrong:
-            raise InputError(message)
-    check_rows(config, world_size, job.data.num_rows("train"))
-    if config.hot_rows.profile is not None:
-        load_profile(Path(config.hot_rows.profile))
+    return counts
 
 
 def check_rows(config: TrainingConfig, world_size: int, rows: int | None) -> None:
@@ -157,15 +122,18 @@ def check_same_input(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
     given: dict[str, Any] = job.config.model_dump(mode="json")
     for section, key in _PATHS:
         del given[section][key]
-    given["device"] = job.device_type
-    given["rows and columns"] = {table.name: (table.num_embeddings, table.embedding_dim) for table in job.split_tables}
-    # Of a source, they follow from the first batch that this rank was given.
     data = job.data
-    given["dense columns"], given["features"] = tuple(data.dense_names), tuple(data.feature_names)
-    given["features of bags"] = tuple(sorted(data.multi_hot))
-    given["parameters of the model"] = {name: tuple(value.shape) for name, value in model.named_parameters()}
-    given["tower"] = dict(enumerate(job.towers.to_lists())) if job.towers is not None else None
-    given["placement"] = job.sharding.placements if job.sharding is not None else None
+    given |= {
+        "device": job.device_type,
+        "rows and columns": {table.name: (table.num_embeddings, table.embedding_dim) for table in job.split_tables},
+        # Of a source, they follow from the first batch that this rank was given.
+        "dense columns": tuple(data.dense_names),
+        "features": tuple(data.feature_names),
+        "features of bags": tuple(sorted(data.multi_hot)),
+        "parameters of the model": {name: tuple(value.shape) for name, value in model.named_parameters()},
+        "tower": None if job.towers is None else dict(enumerate(job.towers.to_lists())),
+        "placement": None if job.sharding is None else job.sharding.placements,
+    }
     for split in ("train", "eval"):
         for number, file in enumerate(data.files(split)):
             given[f"file {number} of data.{split}_path"] = file_text(*file)
@@ -188,13 +156,10 @@ def check_memory(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
     """
     config, topology = job.config, job.topology
     towers, dense = dense_weight_bytes(without_tables(copy.deepcopy(model)))
-    tables = table_bytes(job, mesh.rank)
-    # Of each copy the weight, its gradient and states; AdaGrad's single numbers of rows are left out.
-    states = {"adagrad": 1, "adam": 2}.get(config.optimizer.sparse, 0)
-    # On one host no row is ever chosen.
+    tables = _table_bytes(job, mesh.rank)
+    # Of each copy the weight and its gradient. On one host no row is ever chosen.
     is_across = topology.share_across_hosts(topology.sharding_groups()) > 0
-    share = config.hot_rows.extra_memory if is_across else 0.0
-    copies = (2 + states) * share * sum(table.num_bytes for table in job.tables)
+    copies = 2 * config.hot_rows.extra_memory * sum(table.num_bytes for table in job.tables) * is_across
     columns = job.num_dense + sum(table.embedding_dim * len(table.feature_names) for table in job.tables)
     batch = max(config.train.batch_size, config.train.eval_batch_size) * columns * 4
     needed = tables + copies + 2 * (dense + towers / topology.num_towers) + batch
@@ -203,23 +168,32 @@ def check_memory(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
         ranks = [(size, limit) for name, size, limit in everyone if name == host]
         whole, limit = sum(size for size, _ in ranks), min(limit for _, limit in ranks)
         if whole > limit:
-            hot = f"{human_bytes(copies)} each for copies of hot rows (hot_rows.extra_memory), " if copies else ""
             raise InputError(
                 f"The {len(ranks)} ranks on host {host} need at least {human_bytes(whole)} of memory, but it has "
-                f"{human_bytes(limit)}: {human_bytes(tables)} each for tables, {hot}and dense layers (model: "
-                "dense_arch, over_arch, tower_dim, c, p, cross_rank) and batches (train: batch_size, eval_batch_size). "
-                "Lower the settings, or use more hosts."
+                f"{human_bytes(limit)}: {human_bytes(tables)} each for tables, {human_bytes(copies)} each for copies "
+                "of hot rows (hot_rows.extra_memory), and dense layers (model: dense_arch, over_arch, tower_dim, c, p, "
+                "cross_rank) and batches (train: batch_size, eval_batch_size). Lower the settings, or use more hosts."
             )
+
+
+def _table_bytes(job: Job, rank: int) -> float:
+    """Bytes of this machine's memory that a rank's tables need at least; 0 for tables on GPUs, also with caches."""
+    if job.device_type == "cuda":
+        return 0
+    if job.sharding is not None:
+        place = job.topology.coordinates(rank)
+        loads = {(load.tower, load.local): load.memory for load in job.sharding.ranks}
+        return loads[place.tower, place.local]
+    # TorchRec's planner places them later.
+    whole, ranks = sum(table.num_bytes for table in job.tables), job.topology.world_size // job.topology.num_replicas
+    return whole if job.config.sharding.scheme == "data_parallel" else whole / ranks
 
 
 def memory_limit(root: Path = Path("/sys/fs/cgroup")) -> int:
     """Returns the bytes of memory that this machine has, or fewer that its container may use (cgroup, v2 or v1)."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        try:
-            text = (root / name).read_text().strip()
-        except OSError:
-            continue
+        text = (root / name).read_text().strip() if (root / name).exists() else "max"
         limits += [int(text)] if text.isdecimal() else []  # "max": no limit
     return min(limits)
 

@@ -97,17 +97,14 @@ class RunRecord:
 
     def _begin(self, config: TrainingConfig, resumed_step: int | None) -> None:
         self.folder.mkdir(parents=True, exist_ok=True)
-        result, affinity, board = (self.folder / name for name in ("result.json", "affinity.npz", "tensorboard"))
-        earlier = [path for path in (self._metrics, result, affinity, board) if path.exists()]
+        result, board = self.folder / "result.json", self.folder / "tensorboard"
+        earlier = [path for path in (self._metrics, result, board) if path.exists()]
         if earlier and not (self.folder / "config.toml").exists():
             raise InputError(
                 f"{earlier[0]} is not what a run has left there: {self.folder} has no config.toml. A new run would "
                 "delete or replace it. Move it away, or give another train.output_dir."
             )
         result.unlink(missing_ok=True)
-        if config.train.affinity_rows:
-            # A file of an earlier run would be taken for this one's, should none be written.
-            affinity.unlink(missing_ok=True)
         if resumed_step is None:
             self._metrics.unlink(missing_ok=True)
             for path in board.glob("events.out.tfevents.*"):
@@ -164,7 +161,8 @@ class RunRecord:
             return
         try:
             for name, value in values.items():
-                self._board.add_scalar(name, value, step)
+                if not math.isnan(value):
+                    self._board.add_scalar(name, value, step)
             # At once, against a kill: the next attempt does not record it again.
             self._board.flush()
         except OSError as error:
@@ -221,23 +219,19 @@ def quality_warnings(auc: float, ne: float) -> list[str]:
         (math.isnan(auc), "AUC is undefined: the evaluation rows have one label only. Check data.label and the split."),
         (
             auc < 0.5 - _CHANCE,
-            f"AUC {auc:.4f} is below chance (0.5): rows with label 0 score higher than those with label 1. Likely "
-            "causes: data.label means the opposite of what it did in training; evaluation rows from another source or "
-            "time; a model that has learned its training rows by heart (fewer epochs, smaller tables).",
+            f"AUC {auc:.4f} is below chance (0.5): rows with label 0 score higher than those with label 1. Check "
+            "data.label, the source and time of the evaluation rows, and whether the training rows were learned by "
+            "heart (fewer epochs, smaller tables).",
         ),
         (
             abs(auc - 0.5) <= _CHANCE,
-            f"AUC {auc:.4f} is close to chance (0.5). Likely causes: too few training steps or too small a learning "
-            "rate (train.max_steps, optimizer.*_lr); labels not aligned with the features or drawn from another column "
-            "(data.label); categorical values that never repeat, so nothing can be learned of them; training and "
-            "evaluation files from unrelated sources.",
+            f"AUC {auc:.4f} is close to chance (0.5). Check steps and learning rates (train.max_steps, "
+            "optimizer.*_lr), data.label, and whether categorical values repeat.",
         ),
         (
             ne > _WORSE_THAN_MEAN,
-            f"NE {ne:.4f} is above 1: the predictions are worse than always predicting the mean click rate. Likely "
-            "causes: a model of your own that returns probabilities (it must return logits, without a sigmoid); too "
-            "large a learning rate, or a model that has learned its training rows by heart; evaluation rows of another "
-            "time.",
+            f"NE {ne:.4f} is above 1: the predictions are worse than always predicting the mean click rate. Check that "
+            "a model of your own returns logits, without a sigmoid; the learning rates; the time of evaluation rows.",
         ),
     )
     return [text for holds, text in cases if holds]

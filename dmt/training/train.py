@@ -41,7 +41,6 @@ from dmt.training.factory import probability_warning
 from dmt.training.health import SoundnessCheck
 from dmt.training.job import Job, open_job
 from dmt.training.metrics import ClickMetrics, MetricValues, StepTimer, measure_traffic
-from dmt.training.partition import write_affinity
 from dmt.training.preflight import checked_model, preflight
 from dmt.training.records import RunRecord, result_warnings, settings_lines
 from dmt.training.results import option_results, result_of
@@ -111,12 +110,14 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
     model = shard_model(job, mesh, plain)
     placed = sharding_result(job, model.plan)
     record.sharding(job.sharding, placed.get("notes", ()))
-    micro_batches = in_micro_batches(config.train, model)
+    in_micro_batches(config.train, model)
     optimizer = build_optimizer(config.optimizer, model)
     replicas = replica_sync(config.replicas, model, mesh)
     restore_run(start, job, mesh, model=model, optimizer=optimizer, replicas=replicas)
     hot = hot_rows(job, model, mesh)
     restore_hot_rows(start, hot, mesh)
+    train, folder = config.train, checkpoint_folder(config)
+    saver = Checkpointer(folder, mesh, keep=train.keep_checkpoints, asynchronous=train.async_save)
     run = Run(
         job=job,
         mesh=mesh,
@@ -125,46 +126,44 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
         replicas=replicas,
         hot_rows=hot,
         record=record,
-        saver=_saver(job, mesh),
+        saver=saver,
         start=start,
         pipeline=make_pipeline(job, model, optimizer),
     )
 
     # Train, and save the end.
     began = time.perf_counter()
-    with closing(run.saver), Signals() as signals:
+    with closing(saver), Signals() as signals:
         at, timer = train_steps(run, start.position, signals)
         seconds = time.perf_counter() - began
+        if at.step == 0:
+            raise InputError(
+                f"No training step was possible: one takes {step_rows(job, at)} rows, and there are fewer."
+            )
         # A run that was finished before has its last checkpoint.
-        is_saved = at.step == start.position.step or (save(run, at) and run.saver.wait())
+        is_saved = at.step == start.position.step or (save(run, at) and saver.wait())
     if signals.stops:
         record.end()
         return {"stopped_at": at.step, "stopped_by": signals.name, "signal": signals.signal}
 
-    options = option_results(job, mesh, model, replicas=replicas, hot_rows=hot)
-
     # Evaluate and measure. The measured pass updates the tables: it comes last.
+    options = option_results(job, mesh, model, replicas=replicas, hot_rows=hot)
     metrics = evaluate(run)
-    if config.train.affinity_rows:
-        _detach(run)
-        if micro_batches is not None:
-            micro_batches.detach()  # collecting needs all embeddings of a batch at once
-        path = record.folder / "affinity.npz"
-        write_affinity(model, job.data, mesh, config=config.train, steps=at.step, path=path)
-    _detach(run)
+    if isinstance(run.pipeline, TrainPipelineSparseDist):
+        run.pipeline.detach()
     traffic = measure_traffic(model, optimizer, job.first_batch(mesh).to(current_device(job.device_type)), mesh)
     result = asdict(counts) | {"sharding": placed} | options
     result |= result_of(
         job, step_rows(job, at), steps=at.step, seconds=seconds, timer=timer, metrics=metrics, traffic=traffic
     )
-    record.scalars(at.step, _named(metrics))
+    record.scalars(at.step, metrics.by_name)
     run_on_all_or_raise(lambda: record.close(result), mesh.global_group)
     for text in result_warnings(result) if mesh.rank == 0 else ():
         logger.warning(text)
     if not is_saved:
         raise InputError(
-            f"The model was trained, but its last checkpoint could not be saved to {checkpoint_folder(config)} (see "
-            "the warning above). Make room and run again: it continues from the checkpoint before."
+            f"The model was trained, but its last checkpoint could not be saved to {folder} (see the warning above). "
+            "Make room and run again: it continues from the checkpoint before."
         )
     return result
 
@@ -178,7 +177,7 @@ def train_steps(run: Run, at: Position, signals: Signals) -> tuple[Position, Ste
         The position reached, with the replicas averaged, and the time of the steps.
 
     Raises:
-        InputError: there are fewer rows than one step needs, training has diverged, or ranks read other rows.
+        InputError: training has diverged.
         ReplicaMismatchError: copies of a parameter differ between ranks.
     """
     config, mesh = run.job.config.train, run.mesh
@@ -194,7 +193,10 @@ def train_steps(run: Run, at: Position, signals: Signals) -> tuple[Position, Ste
             if batches is None:
                 break
             if at.step > first and _is_due(at.step, config.eval_every):
-                _evaluate_between(run, at, bar)
+                values = evaluate(run)
+                run.record.scalars(at.step, values.by_name)
+                bar.clear()
+                run.record.say([f"step {at.step:,}: AUC {values.auc:.4f}, NE {values.ne:.4f}, loss {values.loss:.4f}"])
             if is_save_due:
                 save(run, at)
                 agreement.saved()
@@ -212,7 +214,7 @@ def train_steps(run: Run, at: Position, signals: Signals) -> tuple[Position, Ste
                 agreed = agreement.meet(at.step, binary_cross_entropy_with_logits(logits, labels))
                 if _is_due(at.step, config.log_every):
                     bar.set_postfix(loss=f"{agreed.loss:.4f}", refresh=False)
-                    _record_loss(run, at.step, agreed, agreement.speed(rows))
+                    _record_loss(run, at.step, agreed, {"train/samples_per_second": rows * timer.lap()})
                 if agreed.stops:
                     break
                 # Where an evaluation follows, after it: whoever goes on from here has its numbers.
@@ -223,20 +225,9 @@ def train_steps(run: Run, at: Position, signals: Signals) -> tuple[Position, Ste
                 timer.restart()
             if signals.stops:
                 break
-    _check_trained(run, at)
     agreement.check(at.step)
     _settle_replicas(run, at.step)
     return at, timer
-
-
-def _check_trained(run: Run, at: Position) -> None:
-    """Raises `InputError` if no step was done."""
-    needed = run.mesh.topology.world_size, run.job.config.train.batch_size
-    if at.step == 0:
-        raise InputError(
-            f"No training step was possible: the data has fewer rows than one step of {needed[0]} ranks x "
-            f"train.batch_size={needed[1]}. Lower batch_size."
-        )
 
 
 def _record_loss(run: Run, step: int, agreed: Agreed, speed: dict[str, float]) -> None:
@@ -246,14 +237,6 @@ def _record_loss(run: Run, step: int, agreed: Agreed, speed: dict[str, float]) -
     factory, is_first = run.job.config.model.factory, step - run.start.position.step <= run.job.config.train.log_every
     if factory and is_first and run.mesh.rank == 0 and (text := probability_warning(factory, *agreed.outputs)):
         logger.warning(text)
-
-
-def _evaluate_between(run: Run, at: Position, bar: Any) -> None:
-    """Evaluates between steps, records it and prints it."""
-    values = evaluate(run)
-    run.record.scalars(at.step, _named(values))
-    bar.clear()
-    run.record.say([f"step {at.step:,}: AUC {values.auc:.4f}, NE {values.ne:.4f}, loss {values.loss:.4f}"])
 
 
 def stretches(run: Run, at: Position) -> Iterator[tuple[int, Iterator[ClickBatch] | None]]:
@@ -327,23 +310,12 @@ def _settle_replicas(run: Run, step: int) -> None:
         run.replicas.sync()
 
 
-def _saver(job: Job, mesh: TowerMesh) -> Checkpointer:
-    config, folder = job.config.train, checkpoint_folder(job.config)
-    return Checkpointer(folder, mesh, keep=config.keep_checkpoints, asynchronous=config.async_save)
-
-
 def make_pipeline(job: Job, model: DistributedModelParallel, optimizer: Any) -> Any:
     """Returns TorchRec's pipeline of a model, which sends the next batch's ids early as ``train.prefetch_ids`` says."""
     device = current_device(job.device_type)
     if job.config.train.prefetch_ids:
         return TrainPipelineSparseDist(model, optimizer, device, execute_all_batches=True)
     return TrainPipelineBase(model, optimizer, device)
-
-
-def _detach(run: Run) -> None:
-    """Detaches the pipeline from the model, which then runs on its own."""
-    if isinstance(run.pipeline, TrainPipelineSparseDist):
-        run.pipeline.detach()
 
 
 def _total_steps(job: Job, step_rows: int) -> int | None:
@@ -357,7 +329,3 @@ def _total_steps(job: Job, step_rows: int) -> int | None:
 
 def _is_due(step: int, every: int | None) -> bool:
     return every is not None and step % every == 0
-
-
-def _named(values: MetricValues) -> dict[str, float]:
-    return {f"eval/{name}": float(value) for name, value in asdict(values).items()}

@@ -115,7 +115,9 @@ def test_the_trainer_refuses_kernels_before_any_rank_starts(sections: dict[str, 
 
 
 def test_kernels_do_not_go_with_what_reads_whole_tables() -> None:
-    with pytest.raises(ValueError, match=r"sharding\.kernels.* this run has 2 replicas, whose sync reads whole tables"):
+    with pytest.raises(
+        ValueError, match=r"sharding\.kernels.* this run has replicas or hot rows, which read whole tables"
+    ):
         small(sharding={"kernels": {"*": "fused_uvm"}}, topology={"num_replicas": 2})
     with pytest.raises(ValueError, match=r"sharding\.kernels=.* needs the tower dataflow"):
         small("dlrm", "flat", sharding={"dataflow": "flat", "kernels": {"*": "fused_uvm"}})

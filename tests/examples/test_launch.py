@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 from torch.distributed.run import get_args_parser
 
-from dmt.training.agreement import EXIT_CODE
 from dmt.training.config import load_config, to_toml
 from tests.training.small import small
 from tests.waiting import wait_until
@@ -98,7 +97,7 @@ def test_a_job_that_slurm_stops_is_queued_again_and_goes_on(tmp_path: Path) -> N
             assert wait_until(lambda: curve.exists() and len(curve.read_text().splitlines()) > 2, 200)
             for task in (tmp_path / "tasks").read_text().split():
                 os.kill(int(task), signal.SIGTERM)
-            assert job.wait(100) == EXIT_CODE, (tmp_path / "said").read_text()[-3000:]
+            assert job.wait(100) == 128 + signal.SIGTERM, (tmp_path / "said").read_text()[-3000:]
         finally:
             job.kill()
     assert (tmp_path / "asked").read_text() == f"requeue {os.getpid()}\n"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import importlib.metadata
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,18 +14,19 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend "fake"
 
-from dmt import InputError, TowerMesh
-from dmt.collectives import check_agreement, gather_objects, run_on_all_or_raise, wait_for_all
+from dmt import TowerMesh
+from dmt.collectives import check_agreement, gather_objects, run_on_all_or_raise
+from dmt.errors import InputError
 from dmt.sptt.sharder import model_parallel_tables
 from dmt.training import build, device
 from dmt.training import train as run
 from dmt.training.build import build_optimizer, shard_model
 from dmt.training.check.shrink import CheckLimits, shrink
 from dmt.training.checkpoints import Checkpointer, restore
-from dmt.training.config import OptimizerConfig
 from dmt.training.data import ClickBatch
-from dmt.training.device import backend, device_type, random_state, set_random_state, take_device
-from dmt.training.job import Job, check_table_optimizer, open_job
+from dmt.training.device import backend, device_type, random_state, restart_safe_store, set_random_state, take_device
+from dmt.training.job import open_job
+from dmt.training.resume import open_lock
 from tests.ranks import run_ranks
 from tests.training.small import small
 
@@ -68,13 +69,6 @@ def test_with_gpus_a_rank_takes_the_one_of_its_number(gpus: list[int], monkeypat
         take_device("cuda", 2)
 
 
-def test_the_cpu_build_of_fbgemm_keeps_off_gpus(gpus: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    installed(monkeypatch, "fbgemm-gpu-cpu")
-    assert device_type("auto") == "cpu"
-    with pytest.raises(InputError, match="the package fbgemm-gpu, is not installed"):
-        device_type("cuda")
-
-
 def test_a_rank_without_a_gpu_of_its_own_stops_before_it_waits_for_others(
     gpus: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -89,12 +83,6 @@ def test_a_rank_without_a_gpu_of_its_own_stops_before_it_waits_for_others(
         monkeypatch.setenv(name, value)
     with pytest.raises(InputError, match="LOCAL_RANK=3, but torch sees 2 GPUs"):
         run.train(small(train={"device": "cuda", "output_dir": str(tmp_path)}))
-
-
-def test_gpus_have_kernels_of_more_optimizers() -> None:
-    check_table_optimizer(OptimizerConfig(sparse="adam"), "cuda")
-    with pytest.raises(InputError, match=r"no CPU kernel for it.* or GPUs \(train\.device='cuda'\)"):
-        check_table_optimizer(OptimizerConfig(sparse="adam"))
 
 
 def test_the_state_of_a_gpus_generator_is_saved_with_the_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -154,29 +142,6 @@ def test_a_job_for_gpus_is_built_and_placed_on_them() -> None:
     run_ranks(built_for_gpus, 4)
 
 
-class Pinned:
-    """A batch that says what was done to it."""
-
-    def __init__(self) -> None:
-        self.done: list[str] = []
-
-    def pin_memory(self) -> Pinned:
-        self.done.append("pinned")
-        return self
-
-
-@pytest.mark.parametrize(("kind", "done"), [("cpu", []), ("cuda", ["pinned"])])
-def test_batches_for_a_gpu_are_in_page_locked_memory(
-    kind: str, done: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    config = small(topology={"num_towers": 1, "ranks_per_tower": 1})
-    data: Any = SimpleNamespace(batches=lambda *args, **kwargs: iter([Pinned()]))
-    mesh: Any = SimpleNamespace(rank=0, topology=config.topology.build(), global_group=None)
-    monkeypatch.setattr(Job, "device_type", kind)
-    (batch,) = Job(config=config, tables=(), num_dense=0, source=data).evaluation_batches(mesh)
-    assert batch.done == done
-
-
 TWO = {"num_towers": 2, "ranks_per_tower": 1}
 
 
@@ -193,7 +158,6 @@ def on_two_backends(rank: int, folder: str) -> list[float]:
         assert gather_objects(rank, group) == dist.get_process_group_ranks(group)
     check_agreement("A test", {"value": 1}, mesh.global_group)
     assert run_on_all_or_raise(lambda: rank, mesh.global_group) == [0, 1]
-    wait_for_all(mesh.global_group, timedelta(minutes=1))
     job = open_job(config)
     model = shard_model(job, mesh)
     optimizer = build_optimizer(config.optimizer, model)
@@ -230,3 +194,47 @@ def trained(model: Callable[..., Any], optimizer: Any, batch: ClickBatch) -> flo
 @pytest.mark.ranks
 def test_groups_of_two_backends_train_save_and_restore_as_those_of_one(tmp_path: Path) -> None:
     assert run_ranks(on_two_backends, 2, str(tmp_path), fresh=True) == run_ranks(on_gloo, 2, str(tmp_path))
+
+
+# Ranks of an attempt find each other in a store that a dead attempt has written to.
+
+
+def attempt(store: dist.Store, world_size: int, order: list[int]) -> list[str]:
+    """What each rank reads of the others, each under the same key, as a process group does with addresses."""
+    with ThreadPoolExecutor(world_size) as pool:
+
+        def join(rank: int) -> str:
+            own = restart_safe_store(store, rank, world_size, timeout=timedelta(seconds=20))
+            own.set(f"address/{rank}", f"attempt {store.get('attempt').decode()}")
+            return "; ".join(own.get(f"address/{other}").decode() for other in range(world_size))
+
+        joined = {rank: pool.submit(join, rank) for rank in order}
+        return [joined[rank].result(timeout=20) for rank in range(world_size)]
+
+
+@pytest.mark.parametrize("order", [[0, 1, 2], [2, 1, 0], [1, 0, 2]])
+def test_no_rank_reads_what_an_earlier_attempt_wrote(order: list[int]) -> None:
+    store = dist.HashStore()
+    for number in range(3):
+        store.set("attempt", str(number))
+        assert attempt(store, 3, order) == [f"attempt {number}; attempt {number}; attempt {number}"] * 3
+
+
+def test_a_rank_that_died_while_joining_leaves_a_greeting_only() -> None:
+    store = dist.HashStore()
+    store.set("attempt", "1")
+    store.set("dmt/greeting/1", "of a rank that was killed")
+    assert attempt(store, 2, [0, 1]) == ["attempt 1; attempt 1"] * 2
+
+
+def test_ranks_that_do_not_come_are_named() -> None:
+    with pytest.raises(TimeoutError, match=r"Ranks \[1, 2\] of 3 have not come"):
+        restart_safe_store(dist.HashStore(), 0, 3, timeout=timedelta(seconds=0.2))
+
+
+def test_a_folder_is_free_again_after_the_job(tmp_path: Path) -> None:
+    refused = pytest.raises(InputError, match=r"Another job is running in .*train\.output_dir")
+    with open_lock(tmp_path), refused, open_lock(tmp_path):
+        pass
+    with open_lock(tmp_path):
+        pass

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import tomllib
 import unittest.mock
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +22,11 @@ from dmt.models.complexity import compression_ratio
 from dmt.partitioner import FeatureAffinity
 from dmt.plan.towers import TowerPlan
 from dmt.sptt.mesh import TowerMesh
-from dmt.training.build import build_model, count_model
+from dmt.training.build import build_model
 from dmt.training.check import check_run
 from dmt.training.check.shrink import CheckLimits
 from dmt.training.commands import main
-from dmt.training.commands.plan import run_plan
 from dmt.training.config import TrainingConfig, to_toml
-from dmt.training.data import DataConfig
-from dmt.training.data import open_source as data_of
 from dmt.training.factory import check_outputs
 from dmt.training.functions import load_function
 from dmt.training.job import Job
@@ -130,45 +126,6 @@ def test_the_deepfm_of_the_page_agrees_with_the_plain_module(tmp_path: Path) -> 
     report = check_run(deepfm(topology={"num_towers": 2, "ranks_per_tower": 2}), limits)
     assert report.agrees, [row for row in report.rows if row.verdict == "FAILED"]
     assert not [row for row in report.rows if row.verdict == "skipped"]
-
-
-def test_the_deepfm_of_the_page_is_planned(tmp_path: Path) -> None:
-    (tmp_path / "config.toml").write_text(to_toml(deepfm()))
-    planned = run_plan(str(tmp_path / "config.toml")).sharding
-    assert sorted(planned.placements) == ["t_C3", "t_C4", "t_C5", "t_C6", "t_C7", "t_C8", "t_ads"]
-    assert count_model(unsharded(deepfm())).compression_ratio > 1.0
-
-
-def test_features_of_a_shared_table_hash_alike(tmp_path: Path) -> None:
-    open_source = partial(data_of, cache=tmp_path / "cache")
-    (tmp_path / "a.csv").write_text("label,ad,last,user\n1,x,x,x\n0,y,x,y\n")
-    shared = {"shared_tables": {"ads": ["ad", "last"]}, "num_embeddings_per_feature": {"user": 50}}
-    base = {"kind": "columns", "train_path": str(tmp_path / "a.csv"), "categorical": ["ad", "last", "user"]}
-    config = DataConfig.model_validate(base | {"eval_path": base["train_path"]} | shared)
-    data = open_source(config, embedding_dim=8, embedding_dims={"user": 4})
-    assert [(t.name, t.num_embeddings, t.embedding_dim, t.feature_names) for t in data.tables] == [
-        ("t_ads", 100_000, 8, ("ad", "last")),
-        ("t_user", 50, 4, ("user",)),
-    ]
-    ids = next(data.batches("eval", rank=0, world_size=1, batch_size=2)).sparse_features
-    assert ids["ad"].values()[0] == ids["last"].values()[0] == ids["last"].values()[1]
-    assert ids["ad"].values()[0] != ids["ad"].values()[1]
-    alone = open_source(config.model_copy(update={"shared_tables": {}}))
-    apart = next(alone.batches("eval", rank=0, world_size=1, batch_size=2)).sparse_features
-    assert apart["ad"].values()[0] != apart["last"].values()[0]
-    for wrong, message in (
-        ({"ads": ["ad", "lst"]}, r"shared_tables\.ads: 'lst' is not a categorical feature.*did you mean 'last'"),
-        ({"ads": ["ad", "user"]}, r"shared_tables\.ads: its features have \[50, 100000\] rows"),
-        ({"a": ["ad"], "b": ["ad"]}, "feature 'ad' is in more than one table"),
-        ({"user": ["ad", "last"]}, "'user' is the name of another feature"),
-    ):
-        features = {table: tuple(names) for table, names in wrong.items()}
-        with pytest.raises(InputError, match=f"(?i){message}"):
-            open_source(config.model_copy(update={"shared_tables": features}))
-    with pytest.raises(InputError, match=r"\['ad', 'last'\] share a table, but have \[4, 8\] columns"):
-        _ = open_source(config, embedding_dim=8, embedding_dims={"ad": 4}).tables
-    with pytest.raises(InputError, match=r"embedding_dims: 'usr' is not a categorical feature"):
-        open_source(config, embedding_dim=8, embedding_dims={"usr": 4})
 
 
 class Flat(nn.Module):
@@ -377,25 +334,6 @@ def test_batch_norm_and_errors_of_the_factory_are_told() -> None:
         check_model(unsharded(deepfm(model={"factory": f"{__name__}:raises", "in_towers": False})))
 
 
-def test_modules_that_cannot_be_imported_are_told_from_those_that_are_absent(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "needs_more.py").write_text("import no_such_package")
-    (tmp_path / "not_python.py").write_text("def make(:")
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("sys.path", [])
-    with pytest.raises(InputError, match=r"importing 'needs_more' raised ModuleNotFoundError: .*'no_such_package'"):
-        load_function("model.factory", "needs_more:make")
-    with pytest.raises(InputError, match="importing 'not_python' raised SyntaxError"):
-        load_function("model.factory", "not_python:make")
-
-
-def test_a_plan_needs_a_model_that_can_be_made(tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text(to_toml(deepfm(model={"factory": "no_such_module:make", "in_towers": True})))
-    with pytest.raises(InputError, match="importing 'no_such_module' raised"):
-        run_plan(str(tmp_path / "run.toml"))
-
-
 def test_tower_modules_have_sizes_and_other_towers_are_none(tmp_path: Path) -> None:
     config = deepfm(model={"factory": f"{__name__}:of_towers", "in_towers": True})
     with pytest.raises(
@@ -447,12 +385,3 @@ def test_a_model_that_returns_probabilities_is_noticed_once() -> None:
     [[noticed, nothing]] = run_ranks(warnings_on_rank, 1, fresh=True)
     assert noticed.count("The model must return logits: take the sigmoid out of it") == 1
     assert nothing == ""
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize(("factory", "notes"), [("probabilities", 1), ("flat", 0)])
-def test_a_check_notices_a_model_that_returns_probabilities(factory: str, notes: int) -> None:
-    model = {"factory": f"{__name__}:{factory}", "options": {}, "in_towers": False}
-    limits = CheckLimits(max_rows=20, max_ranks=4, batch_size=4, steps=2)
-    report = check_run(deepfm(model=model, topology={"num_towers": 1, "ranks_per_tower": 1}), limits)
-    assert sum("take the sigmoid out" in note for note in report.notes) == notes

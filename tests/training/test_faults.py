@@ -23,7 +23,6 @@ from dmt.training.checkpoints import checkpoints, newest, verify
 from dmt.training.config import TrainingConfig, to_toml
 from dmt.training.resume import Position, checkpoint_folder
 from tests.ranks import run_ranks
-from tests.training.data.helpers import parquet
 from tests.training.kills import Kill, arm
 from tests.training.test_resume import REPLICAS, config, losses, run_on_rank
 
@@ -191,37 +190,6 @@ def test_torchrun_starts_a_killed_run_again(undisturbed_pair: Any, tmp_path: Pat
     assert [json.loads(line) for line in log.read_text().splitlines()] == kills, printed
     assert re.findall(r"# goes on from .*/(step-\d+):", printed) == ["step-00000004"], printed
     assert outcome(run) == undisturbed_pair
-
-
-@pytest.mark.slow
-@pytest.mark.ranks
-def test_a_killed_run_on_files_goes_on_in_the_middle_of_them(tmp_path: Path) -> None:
-    parquet(tmp_path / "clicks.parquet", range(4000), 250)
-    data = {"kind": "columns", "train_path": str(tmp_path / "clicks.parquet"), "split_column": "part"}
-    data |= {"dense": ["d"], "categorical": ["c", "bag", "user"], "num_embeddings": 50, "shuffle_rows": 300}
-    sections = IN_REPLICAS | {"topology": PAIR, "arch": "dlrm", "dataflow": "flat"}
-    undisturbed, run = (killed_run(tmp_path / name, 60, **sections, data=data) for name in ("undisturbed", "killed"))
-    log = tmp_path / "kills"
-    kills = [asdict(Kill(place="step", rank=1, nth=30)), asdict(Kill(place="step", rank=0, nth=15))]
-    for number, one in enumerate((undisturbed, run)):
-        (tmp_path / "config.toml").write_text(to_toml(one))
-        asked = {"kills": kills[: 2 * number], "log": str(log)}
-        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2"]
-        finished = subprocess.run(
-            [sys.executable, *torchrun, "-m", "tests.training.kills", str(tmp_path / "config.toml")],
-            capture_output=True,
-            text=True,
-            timeout=600,
-            env=os.environ | {"OMP_NUM_THREADS": "1", "KILLS": json.dumps(asked)},
-            cwd=ROOT,
-            check=False,
-        )
-        assert finished.returncode == 0, finished.stdout + finished.stderr
-    assert [json.loads(line) for line in log.read_text().splitlines()] == kills
-    whole = newest(checkpoint_folder(run))
-    assert whole is not None
-    assert verify(whole).progress["rows"] > 1000
-    assert outcome(run) == outcome(undisturbed)
 
 
 def many_kills(run: TrainingConfig, seed: int) -> list[Kill]:

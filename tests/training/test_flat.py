@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.distributed.planner import EmbeddingShardingPlanner
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_row_wise, table_wise
 from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
@@ -42,14 +41,6 @@ DAILY = [
     (4, 1, "table_row_wise", {"table_row_wise"}),
     (3, 2, "grid", {"grid_shard"}),
     (1, 3, "row_wise", {"row_wise"}),
-]
-CASES = [
-    *DAILY,
-    (2, 2, "row_wise", {"row_wise"}),
-    (4, 1, "grid", {"grid_shard"}),
-    (3, 2, "table_row_wise", {"table_row_wise"}),
-    (3, 2, "row_wise", {"row_wise"}),
-    (1, 3, "table_row_wise", {"table_row_wise"}),
 ]
 PLACES = [(2, 2), (4, 1), (3, 2), (1, 3)]
 STEPS = 3
@@ -152,13 +143,6 @@ def test_every_scheme_trains_as_the_plain_module_and_loads_into_another(hosts: i
     check_schemes(hosts, ranks, {scheme: names for h, r, scheme, names in DAILY if (h, r) == (hosts, ranks)}, tmp_path)
 
 
-@pytest.mark.ranks
-@pytest.mark.slow
-@pytest.mark.parametrize(("hosts", "ranks"), PLACES)
-def test_every_scheme_of_a_place_loads_the_checkpoints_of_the_others(hosts: int, ranks: int, tmp_path: Path) -> None:
-    check_schemes(hosts, ranks, {scheme: names for h, r, scheme, names in CASES if (h, r) == (hosts, ranks)}, tmp_path)
-
-
 def mean_on_rank(rank: int) -> None:
     mesh = TowerMesh(config_of(2, 2, "auto").topology.build())
     tables = make_tables([8, 8, 8], pooling="MEAN")
@@ -215,11 +199,6 @@ def test_tables_that_cannot_have_the_scheme_stay_whole_and_the_plan_says_so(
     assert f"Note: {note}" in " ".join(capsys.readouterr().out.split())
 
 
-def test_a_plan_as_asked_has_no_notes() -> None:
-    for scheme in ("auto", "grid", "planner", "row_wise"):
-        assert flat_tables(open_job(config_of(2, 2, scheme)))[1] == ()
-
-
 @pytest.mark.ranks
 def test_a_run_says_which_tables_stay_whole(tmp_path: Path) -> None:
     train = {"max_steps": 1, "output_dir": str(tmp_path)}
@@ -255,15 +234,6 @@ def test_what_torchrec_cannot_place_is_told_before_training(device: str, monkeyp
     config = config_of(2, 2, "planner", sharding={"pooling_factors": {"C9": 2.0}})
     with pytest.raises(InputError, match=r"pooling_factors names the feature 'C9'"):
         flat_tables(open_job(config))
-
-
-def test_other_errors_of_torchrecs_planner_are_not_taken_for_its_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fail(*args: Any) -> None:
-        raise RuntimeError("a bug")
-
-    monkeypatch.setattr(EmbeddingShardingPlanner, "plan", fail)
-    with pytest.raises(RuntimeError, match="a bug"):
-        flat_tables(open_job(config_of(2, 2, "planner")))
 
 
 def test_dmt_plan_shows_a_flat_plan_and_refuses_what_is_for_towers() -> None:

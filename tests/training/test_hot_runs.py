@@ -8,9 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
-from click.testing import CliRunner
 
 from dmt.errors import InputError, ReplicaMismatchError
 from dmt.hot_rows.profile import AccessProfile, RowCounts
@@ -19,18 +20,17 @@ from dmt.sptt.dataflow import SPTTModule
 from dmt.sptt.mesh import TowerMesh
 from dmt.testing import gather_plain_state
 from dmt.training import build
-from dmt.training.access import load_hot_rows, save_hot_rows, save_profile
+from dmt.training.access import load_hot_rows, load_profile, save_hot_rows, save_profile
 from dmt.training.check.shrink import with_values
 from dmt.training.checkpoints import load_plain
-from dmt.training.commands import main
-from dmt.training.config import TrainingConfig, to_toml
+from dmt.training.config import TrainingConfig
 from dmt.training.health import SoundnessCheck
 from dmt.training.job import open_data, open_job
 from dmt.training.preflight import resolve
 from dmt.training.resume import checkpoint_folder
 from dmt.training.train import train_job
 from tests.ranks import run_ranks
-from tests.training.small import plain, small
+from tests.training.small import plain, small, source
 from tests.training.test_build import on_one_host
 
 
@@ -115,10 +115,10 @@ def test_copies_count_in_the_memory_that_a_rank_needs(tmp_path: Path, monkeypatc
     config = config_of(tmp_path, "large", hot_rows={"extra_memory": 0.25}, optimizer={"sparse": "adagrad"})
     # On one host no row is ever chosen.
     job, other = (open_job(one) for one in (config, with_values(config, "topology", ranks_per_host=4)))
-    # Weights, gradients and states of a quarter of 6 tables with 400 rows of 32 bytes.
-    with pytest.raises(InputError, match=r"each for tables, 57.6 kB each for copies of hot rows .*, and dense"):
+    # Weights and gradients of a quarter of 6 tables with 400 rows of 32 bytes.
+    with pytest.raises(InputError, match=r"each for tables, 38.4 kB each for copies of hot rows .*, and dense"):
         on_one_host(job, monkeypatch, 2)
-    with pytest.raises(InputError, match="each for tables, and dense layers"):
+    with pytest.raises(InputError, match="each for tables, 0 bytes each for copies"):
         on_one_host(other, monkeypatch, 2)
 
 
@@ -202,33 +202,16 @@ def test_copies_that_differ_end_a_run(tmp_path: Path) -> None:
         assert "the hot rows of" in told
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize(
-    "sections",
-    [{"sharding": {"unique": True}}],
-    ids=["unique"],
-)
-def test_dmt_check_copies_rows(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sections: dict[str, dict[str, Any]]
-) -> None:
-    monkeypatch.setattr("dmt.training.check.run_on_ranks", run_ranks)
-    config = small("dlrm", "sptt", **sections, hot_rows={"extra_memory": 0.01})
-    (tmp_path / "run.toml").write_text(to_toml(config))
-    run = CliRunner().invoke(main, ["check", str(tmp_path / "run.toml"), "--steps", "3", "--json"])
-    assert run.exit_code == 0, run.output
-    report = json.loads(run.stdout)
-    assert report["agrees"]
-    verdicts = {row["check"]: row["verdict"] for row in report["rows"]}
-    assert {verdicts[name] for name in ("table gradients", "table weights")} == {"ok"}
-
-
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
         ({"model": {"arch": "dmt-dlrm"}}, "hot rows need a flat model; towers send their modules' outputs"),
-        ({"sharding": {"dataflow": "flat"}}, "needs sharding.dataflow='sptt', but this run has 'flat'"),
+        ({"sharding": {"dataflow": "flat"}}, "needs sharding.dataflow='sptt' and .* but this run has 'flat'"),
         ({"sharding": {"dataflow": "sptt", "id_route": "global"}}, "hot rows need id_route='peer'"),
-        ({"sharding": {"dataflow": "sptt", "table_precision": "fp16"}}, "needs sharding.table_precision='fp32'"),
+        (
+            {"sharding": {"dataflow": "sptt", "table_precision": "fp16"}},
+            "table_precision='fp32', but this run has 'sptt' and 'fp16'",
+        ),
         ({"sharding": {"dataflow": "sptt"}, "topology": {"num_replicas": 2}}, "hot rows need num_replicas=1"),
         ({"hot_rows": {"extra_memory": 0.0, "profile": "x"}}, "hot_rows.profile='x' needs hot_rows.extra_memory"),
         ({"hot_rows": {"refresh_every": 5}}, "hot_rows.refresh_every=5 needs hot_rows.extra_memory"),
@@ -238,3 +221,54 @@ def test_what_cannot_be_is_refused(sections: dict[str, Any], message: str) -> No
     values = {"hot_rows": {"extra_memory": 0.01}, **sections}
     with pytest.raises((InputError, ValueError), match=message):
         small("dlrm", "sptt", **values)
+
+
+# Access counts of a run's rows: kept and read again; damaged files are refused.
+
+
+def assert_equal(found: AccessProfile, expected: AccessProfile) -> None:
+    assert (found.tables, found.num_samples) == (expected.tables, expected.num_samples)
+    for table in expected.tables:
+        ours, theirs = found[table.name], expected[table.name]
+        assert (ours.rows.tolist(), ours.counts.tolist()) == (theirs.rows.tolist(), theirs.counts.tolist())
+        assert ours.total == theirs.total
+
+
+def profile_of() -> AccessProfile:
+    """The accesses of 100 rows of a small run."""
+    profile = AccessProfile(source(small()).tables)
+    draw = np.random.default_rng(0)
+    profile.add({f: draw.integers(0, 11, 100) for t in profile.tables for f in t.feature_names}, num_samples=100)
+    return profile
+
+
+def test_a_profile_is_kept(tmp_path: Path) -> None:
+    profile = profile_of()
+    save_profile(profile, tmp_path / "access.parquet")
+    assert_equal(load_profile(tmp_path / "access.parquet"), profile)
+
+
+def test_damaged_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "bad").write_bytes(b"PAR1 no")
+    with pytest.raises(InputError, match=r"Access profile .*bad: cannot be read .* `dmt prepare`"):
+        load_profile(tmp_path / "bad")
+    pq.write_table(pa.table({"x": [1]}), tmp_path / "other")
+    with pytest.raises(InputError, match=r"Access profile .*other: cannot be read"):
+        load_profile(tmp_path / "other")
+    good = tmp_path / "good"
+    save_profile(profile_of(), good)
+    table = pq.read_table(good)
+    header = json.loads(table.schema.metadata[b"dmt"])
+
+    def changed(values: dict[str, object], rows: pa.Table = table) -> str:
+        pq.write_table(rows.replace_schema_metadata({"dmt": json.dumps({**header, **values})}), tmp_path / "changed")
+        with pytest.raises(InputError) as error:
+            load_profile(tmp_path / "changed")
+        return str(error.value)
+
+    assert "has format 3; this version reads format 2" in changed({"format": 3})
+    assert "num_samples: " in changed({"num_samples": "many"})
+    swapped = table.slice(1).take([1, 0, *range(2, len(table) - 1)])
+    assert "its rows of table 't_C1' are not those of the table" in changed({}, swapped)
+    beyond = [header["tables"][0] | {"num_embeddings": 3}, *header["tables"][1:]]
+    assert "its rows of table 't_C1' are not those of the table" in changed({"tables": beyond})

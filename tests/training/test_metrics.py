@@ -136,7 +136,7 @@ def test_nothing_to_evaluate_is_told_on_every_rank(of_ranks: list[list[MetricVal
         (0.515, 0.9, "close to chance"),
         (0.485, 0.9, "close to chance"),
         (0.4, 0.9, "is below chance (0.5): rows with label 0 score higher"),
-        (0.7, 1.396, "NE 1.3960 is above 1: .*a model of your own that returns probabilities"),
+        (0.7, 1.396, "NE 1.3960 is above 1: .*a model of your own returns logits"),
         (math.nan, math.nan, "AUC is undefined: the evaluation rows have one label only"),
         (0.53, 0.99, None),
     ],

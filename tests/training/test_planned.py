@@ -24,29 +24,19 @@ CUT = TowerPlan.from_lists([["C1", "C2", "C6[0:4]"], ["C3", "C4", "C5", "C6[4:8]
 
 # arch, then the sections of the config
 CASES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
-    "planner's choice": ("dmt-dlrm", {}),
-    "table_wise": ("dmt-dlrm", {"sharding": {"scheme": "table_wise"}}),
-    "row_wise": ("dmt-dlrm", {"sharding": {"scheme": "row_wise"}}),
-    "column_wise": ("dmt-dlrm", {"sharding": {"scheme": "column_wise"}}),
-    "data_parallel": ("dmt-dlrm", {"sharding": {"scheme": "data_parallel"}}),
     "a mix": (
         "dmt-dcn",
         {"sharding": {"tables": {"t_C1": "row_wise", "t_C[23]": "data_parallel", "t_C4": "table_wise"}}},
     ),
-    "flat model": ("dlrm", {"sharding": {"scheme": "table_wise"}}),
     "flat dataflow": ("dlrm", {"sharding": {"dataflow": "flat", "scheme": "table_wise"}}),
-    "cut table": ("dcn", {"sharding": {"scheme": "table_wise"}, "towers": {"plan": "cut"}}),
+    "cut table, 16 bits": (
+        "dcn",
+        {
+            "sharding": {"scheme": "table_wise", "forward_precision": "fp16", "backward_precision": "bf16"},
+            "towers": {"plan": "cut"},
+        },
+    ),
     "global route": ("dmt-dlrm", {"sharding": {"scheme": "column_wise", "id_route": "global"}}),
-    "global route, row_wise": ("dmt-dlrm", {"sharding": {"scheme": "row_wise", "id_route": "global"}}),
-    "16 bits": (
-        "dmt-dlrm",
-        {"sharding": {"scheme": "table_wise", "forward_precision": "fp16", "backward_precision": "bf16"}},
-    ),
-    "one tower": (
-        "dmt-dlrm",
-        {"sharding": {"scheme": "table_wise"}, "topology": {"num_towers": 1, "ranks_per_tower": 4}},
-    ),
-    "one rank per tower": ("dmt-dlrm", {"topology": {"num_towers": 4, "ranks_per_tower": 1}}),
     "two towers on a host": (
         "dmt-dlrm",
         {
@@ -61,41 +51,12 @@ CASES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
             "topology": {"num_towers": 1, "ranks_per_tower": 4, "ranks_per_host": 2},
         },
     ),
-    "two towers on four hosts": (
-        "dlrm",
-        {"sharding": {"scheme": "column_wise"}, "topology": {"ranks_per_host": 1}},
-    ),
 }
 MIX = {"t_C1": "row_wise", "t_C[25]": "data_parallel", "t_C4": "column_wise", "t_C[36]": "table_wise"}
 # Two replicas. Gradients of data-parallel tables and tower modules cross hosts only between hosts, those of dense parts
 # do in both placements.
-for _placement, _name, _arch, _sizes, _tables in (
-    ("inter_host", "2 x 2 x 2", "dmt-dlrm", (2, 2), MIX),
-    ("intra_host", "flat model on 2 x 2 x 2", "dlrm", (2, 2), MIX),
-    ("inter_host", "2 x 2 x 1", "dmt-dcn", (2, 1), {}),
-    ("intra_host", "2 x 1 x 2", "dmt-dlrm", (1, 2), MIX),
-):
-    _mesh = {"num_replicas": 2, "replica_placement": _placement}
-    _topology = {"num_towers": _sizes[0], "ranks_per_tower": _sizes[1], **_mesh}
-    CASES[f"{_name}, {_placement}"] = (_arch, {"sharding": {"tables": _tables}, "topology": _topology})
-
-# Those whose parts all are in other cases.
-SLOW = (
-    "planner's choice",
-    "table_wise",
-    "row_wise",
-    "column_wise",
-    "data_parallel",
-    "flat model",
-    "16 bits",
-    "one tower",
-    "one rank per tower",
-    "global route, row_wise",
-    "two towers on four hosts",
-    "2 x 2 x 2, inter_host",
-    "flat model on 2 x 2 x 2, intra_host",
-    "2 x 2 x 1, inter_host",
-)
+REPLICAS = {"num_towers": 1, "ranks_per_tower": 2, "num_replicas": 2, "replica_placement": "intra_host"}
+CASES["replicas"] = ("dmt-dlrm", {"sharding": {"tables": MIX}, "topology": REPLICAS})
 
 
 def config_of(name: str, folder: str) -> TrainingConfig:
@@ -131,10 +92,7 @@ def measured(
     cases = [name for name in CASES if name in collected(request, "name")]
     folder = tmp_path_factory.mktemp("planned")
     CUT.save(folder / "towers.json")
-    found: dict[str, dict[str, int]] = {}
-    for ranks in (4, 8):
-        names = [name for name in cases if config_of(name, str(folder)).topology.build().world_size == ranks]
-        found |= run_ranks(measure_on_rank, ranks, str(folder), names)[0] if names else {}
+    found = run_ranks(measure_on_rank, 4, str(folder), cases)[0]
     return str(folder), found
 
 
@@ -153,7 +111,7 @@ def by_kind(found: dict[str, Load]) -> dict[str, int]:
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in CASES])
+@pytest.mark.parametrize("name", CASES)
 def test_a_step_sends_what_was_planned(name: str, measured: tuple[str, dict[str, dict[str, int]]]) -> None:
     folder, traffic = measured
     config = config_of(name, folder)

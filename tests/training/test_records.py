@@ -92,7 +92,7 @@ def test_an_earlier_result_goes_and_a_new_one_is_written(tmp_path: Path, resumed
     assert {path.name for path in tmp_path.iterdir()} == {"config.toml", "result.json", "tensorboard"}
 
 
-@pytest.mark.parametrize("name", ["metrics.jsonl", "result.json", "affinity.npz", "tensorboard"])
+@pytest.mark.parametrize("name", ["metrics.jsonl", "result.json", "tensorboard"])
 def test_what_no_run_has_left_is_refused_before_anything_is_deleted(tmp_path: Path, name: str) -> None:
     (tmp_path / name).write_text("ours")
     with pytest.raises(InputError, match=rf"{name} is not what a run has left there: .* has no config\.toml"):

@@ -22,7 +22,7 @@ from dmt.sptt.mesh import TowerMesh
 from dmt.training.build import shard_model
 from dmt.training.checkpoints import load_plain, newest
 from dmt.training.config import TrainingConfig, load_config, to_toml
-from dmt.training.console import ROWS, cells
+from dmt.training.console import cells, rows_of
 from dmt.training.job import open_job
 from dmt.training.preflight import compare_hosts, resolve
 from dmt.training.records import read_curves
@@ -293,7 +293,7 @@ def test_a_run_learns_and_leaves_everything_behind(arch: str, tmp_path: Path) ->
     printed = finished.stdout + finished.stderr
     assert finished.returncode == 0, printed
     result = json.loads((folder / "result.json").read_text())
-    for label, path, _ in ROWS:
+    for label, path, _ in rows_of([result]):
         value: Any = result
         for key in path.split("."):
             value = value[key]

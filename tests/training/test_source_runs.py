@@ -10,12 +10,11 @@ import pyarrow.parquet as pq
 import pytest
 
 from dmt.training.commands.demo import demo_settings
-from dmt.training.config import TrainingConfig, load_config, to_toml
+from dmt.training.config import TrainingConfig, load_config
 from dmt.training.data.config import with_files
 from dmt.training.serving.score import score
 from tests.training.data.own_rows import columns
 from tests.training.small import small
-from tests.training.test_factory import dmt
 from tests.training.test_resume import attempt, losses
 
 SOURCE = "tests.training.data.own_rows:resumable"
@@ -49,28 +48,6 @@ def test_a_run_is_resumed_bit_for_bit_and_its_model_scores_rows(tmp_path: Path) 
     # A file with the columns of the source does as well.
     pq.write_table(pa.table(columns(range(40))), tmp_path / "rows.parquet")
     assert score(tmp_path / "whole", tmp_path / "s.parquet", data_path=str(tmp_path / "rows.parquet")).num_rows == 40
-
-
-@pytest.mark.ranks
-@pytest.mark.slow
-def test_the_commands_take_a_source(tmp_path: Path) -> None:
-    config = tmp_path / "run.toml"
-    config.write_text(to_toml(config_of(tmp_path / "run")))
-    for command in (("check",), ("plan",)):
-        dmt(*command, config)
-    assert attempt(config_of(tmp_path / "run")) is not None
-    dmt(
-        "partition",
-        "--checkpoint",
-        tmp_path / "run",
-        "--function",
-        SOURCE,
-        "--towers",
-        2,
-        "--out",
-        tmp_path / "towers.json",
-    )
-    assert (tmp_path / "towers.json").exists()
 
 
 def test_a_source_can_be_named_as_the_data_of_a_demo_and_replaced_by_files() -> None:

@@ -33,6 +33,7 @@ from dmt.training.commands.what_if import (
     workload_of,
 )
 from dmt.training.config import TrainingConfig, load_config, to_toml
+from dmt.training.factory import without_tables
 from dmt.training.job import Job, make_job, open_job
 from examples import deepfm as deepfm_example
 from tests.training.small import small
@@ -48,7 +49,7 @@ def work_of(job: Job, inputs: Sequence[Inputs] = ()) -> StepWork:
 
 def test_the_parts_of_a_model_are_all_of_it() -> None:
     job = open_job(small("dmt-dlrm"))
-    model = build_model(job, device="meta", without_tables=True)
+    model = without_tables(build_model(job, device="meta"))
     parts = count_operators(model, job.num_dense)
     # Forward: each tower maps its three features from 8 to 4 columns; 3 -> 6 -> 4 in the bottom MLP; seven vectors of
     # 4 interact, and 21 products and 4 columns go through 4 and 1.
@@ -59,7 +60,7 @@ def test_the_parts_of_a_model_are_all_of_it() -> None:
     assert sum(part.flops for part in found) == pytest.approx(counted)
     own = [p.nbytes for name, p in model.named_parameters() if ".embedding." not in name]
     assert sum(part.weight_bytes for part in found) == sum(own)
-    assert count_operators(build_model(open_job(small("dlrm")), device="meta", without_tables=True), 3).towers == ()
+    assert count_operators(without_tables(build_model(open_job(small("dlrm")), device="meta")), 3).towers == ()
 
 
 def test_operators_move_their_tensors_for_each_sample_and_their_weights_in_each_pass() -> None:

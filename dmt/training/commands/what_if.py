@@ -21,6 +21,7 @@ from dmt.training.build import build_model
 from dmt.training.commands.plan import placed_by, placement_rates
 from dmt.training.config import SHARDING_OF_TOWERS, SHARDING_RATES, TrainingConfig, to_toml
 from dmt.training.console import make_table, table_console
+from dmt.training.factory import without_tables
 from dmt.training.job import Job, make_job, open_job
 
 __all__ = [
@@ -98,7 +99,7 @@ class Alternative:
 
 def count(job: Job) -> ModelWork:
     """Builds a job's model on the meta device and counts it."""
-    return count_operators(build_model(job, device="meta", without_tables=True), job.num_dense)
+    return count_operators(without_tables(build_model(job, device="meta")), job.num_dense)
 
 
 def workload_of(job: Job, inputs: Sequence[Inputs] = ()) -> Workload:

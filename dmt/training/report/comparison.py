@@ -7,14 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 __all__ = ["NOT_KNOWN", "RunComparison", "auc_standard_error", "compare_runs", "ratio"]
 
 NOT_KNOWN = "a model has diverged, or the evaluation rows have one label only"
 """The reason why an AUC may be NaN."""
-# Below this number of standard errors, a difference of two single runs is called a hint only.
-_CLEAR = 2.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +27,7 @@ class RunComparison:
     @property
     def within_noise(self) -> bool:
         """True if the AUCs differ by less than one standard error, or cannot be compared at all."""
-        return not _shows(self.auc_difference, self.auc_noise)
+        return not (self.auc_difference != 0 and abs(self.auc_difference) >= self.auc_noise)
 
 
 def auc_standard_error(auc: float, *, num_rows: int, label_rate: float) -> float:
@@ -83,53 +79,24 @@ def compare_runs(runs: Mapping[str, Mapping[str, Any]]) -> RunComparison:
     Args:
         runs: the ``result.json`` of two runs, by the name to show, the baseline first; both evaluated on the same rows.
     """
-    (first_name, first), (second_name, second) = runs.items()
-    aucs = (first["eval_auc"], second["eval_auc"])
-    noise = float(np.max([_standard_error(run) for run in (first, second)]))  # NaN if either is
-    return RunComparison(
-        auc_difference=math.nan if math.isnan(noise) else aucs[1] - aucs[0],
-        auc_noise=noise,
-        accuracy=_accuracy((first_name, second_name), aucs, noise) + _chance(runs),
-    )
-
-
-def _standard_error(run: Mapping[str, Any]) -> float:
-    return auc_standard_error(run["eval_auc"], num_rows=run["eval_num_rows"], label_rate=run["eval_label_rate"])
-
-
-def _accuracy(names: tuple[str, str], aucs: tuple[float, float], noise: float) -> str:
-    values = f"{names[1]} has AUC {aucs[1]:.4f} and {names[0]} {aucs[0]:.4f}"
+    names, (first, second) = list(runs), runs.values()
+    errors = [
+        auc_standard_error(run["eval_auc"], num_rows=run["eval_num_rows"], label_rate=run["eval_label_rate"])
+        for run in (first, second)
+    ]
+    noise = math.nan if any(map(math.isnan, errors)) else max(errors)
+    difference = second["eval_auc"] - first["eval_auc"] + 0 * noise  # NaN with it
+    text = f"{names[1]} has AUC {second['eval_auc']:.4f} and {names[0]} {first['eval_auc']:.4f}"
     if math.isnan(noise):
-        return f"{values}; the two cannot be compared: {NOT_KNOWN}."
-    difference = aucs[1] - aucs[0]
-    if not _shows(difference, noise):
-        return (
-            f"{values}: the difference of {difference:+.4f} is within the noise of the evaluation (one standard error "
-            f"is {_small(noise)}), so neither is better by this measure."
+        text += f"; the two cannot be compared: {NOT_KNOWN}."
+    elif difference == 0 or abs(difference) < noise:
+        text += (
+            f": the difference of {difference:+.4f} is within the noise of the evaluation (one standard error is "
+            f"{noise:.4f}), so neither is better by this measure."
         )
-    word = "higher" if difference > 0 else "lower"
-    if noise == 0:
-        return f"{values}: {word} by {_small(abs(difference))}, with no noise from the choice of evaluation rows."
-    times = abs(difference) / noise
-    weight = (
-        "more than the choice of evaluation rows explains, though another seed may move it"
-        if times >= _CLEAR
-        else "which one run each does not settle"
-    )
-    return f"{values}: {word} by {_small(abs(difference))}, {times:.1f} standard errors ({_small(noise)}), {weight}."
-
-
-def _shows(difference: float, noise: float) -> bool:
-    """True if a difference is at least one standard error; False for NaN, and for 0."""
-    return difference != 0 and abs(difference) >= noise
-
-
-def _chance(runs: Mapping[str, Mapping[str, Any]]) -> str:
-    """A further sentence about runs that have learned nothing that shows, or an empty string."""
-    idle = [name for name, run in runs.items() if abs(run["eval_auc"] - 0.5) < _CLEAR * _standard_error(run)]
-    return f" On these rows, {' and '.join(idle)} cannot be told from chance (0.5)." if idle else ""
-
-
-def _small(value: float) -> str:
-    """Four decimals, or two digits of what would then read as zero."""
-    return f"{value:.4f}" if value >= 5e-5 or value == 0 else f"{value:.1e}"
+    else:
+        text += (
+            f": {'higher' if difference > 0 else 'lower'} by {abs(difference):.4f}, where one standard error of the "
+            f"evaluation is {noise:.4f}. Another seed of the training may move it, too."
+        )
+    return RunComparison(auc_difference=difference, auc_noise=noise, accuracy=text)
