@@ -113,25 +113,6 @@ class ModelConfig(Section):
         """The setting that names the model, for messages."""
         return f"model.arch={self.arch!r}" if self.factory is None else f"model.factory={self.factory!r}"
 
-    @model_validator(mode="after")
-    def _check(self) -> ModelConfig:
-        if self.factory is None and self.arch == "dmt-dlrm-products" and self.p == 0:
-            raise InputError(
-                "arch='dmt-dlrm-products' needs p of at least 1: the outputs that carry the inner products. Set p=1, "
-                "and c=0 for the highest compression."
-            )
-        layers = (*self.dense_arch, *(self.over_arch or ()))
-        if len(layers) > 1000 or max(layers, default=0) > 2**20:
-            raise InputError("dense_arch and over_arch: give at most 1000 layers of at most 1048576 numbers each.")
-        if self.over_arch is not None and self.over_arch[-1:] != (1,):
-            raise InputError(f"over_arch={list(self.over_arch)} must end in 1, the logit.")
-        for feature, dim in self.embedding_dims.items():
-            if not 4 <= dim <= 65_536 or dim % 4:
-                raise InputError(f"embedding_dims: {feature!r} has {dim} columns; give a multiple of 4 up to 65536.")
-        if self.factory is None and (self.in_towers or self.options):
-            raise InputError("in_towers and options are for a model of your own. Set factory, or leave them out.")
-        return self
-
 
 class TopologyConfig(Section):
     """The mesh: R replicas x T towers x L ranks. Their product must be the world size."""
@@ -149,12 +130,6 @@ class TopologyConfig(Section):
     """Ranks that one machine runs: those of several towers, or an equal part of one tower's. Decides which bytes cross
     hosts, and what ``dense_reduce = "hierarchical"`` sums first. Left out, a tower is a host (its replicas too, with
     ``intra_host``)."""
-
-    @model_validator(mode="after")
-    def _check(self) -> TopologyConfig:
-        if self.build().world_size > 65_536:
-            raise InputError(f"num_towers * ranks_per_tower * num_replicas = {self.build().world_size} exceeds 65536.")
-        return self
 
     def build(self) -> TowerTopology:
         """The topology of these sizes."""
@@ -219,14 +194,6 @@ class ShardingConfig(Section):
     table_precision: Literal["fp32", "fp16"] = "fp32"
     """Number format of the table weights; optimizer state stays FP32. Data-parallel tables must be ``fp32``."""
 
-    @model_validator(mode="after")
-    def _check(self) -> ShardingConfig:
-        if self.plan is not None and (self.tables or self.scheme != "auto"):
-            raise InputError(
-                f"sharding.plan={self.plan!r} says where tables go; leave out sharding.scheme and sharding.tables."
-            )
-        return self
-
     @property
     def precision(self) -> ExchangePrecision:
         """The formats of the exchange between towers."""
@@ -286,21 +253,6 @@ class OptimizerConfig(Section):
     """Step s from which all learning rates fall to (1 - (step - s) / n)^2 of their value, as in MLPerf's DLRM."""
     decay_steps: int | None = Field(default=None, ge=2)
     """n, steps of the fall; the rates of its last step are kept."""
-
-    @model_validator(mode="after")
-    def _check(self) -> OptimizerConfig:
-        start, steps = self.decay_start, self.decay_steps
-        if (start is None) != (steps is None):
-            raise InputError(
-                f"optimizer.decay_start={start} and optimizer.decay_steps={steps} belong together. Set both, or leave "
-                "out both."
-            )
-        if start is not None and start < self.warmup_steps:
-            raise InputError(
-                f"optimizer.decay_start={start} is before the end of optimizer.warmup_steps={self.warmup_steps}. Let "
-                "the rates fall later, or shorten the warm-up."
-            )
-        return self
 
 
 class TrainConfig(Section):
@@ -388,10 +340,54 @@ class TrainingConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> TrainingConfig:
         check_moment_scale(self.replicas.moment_scale, self.topology.num_replicas)
-        for is_wrong, message in _refusals(self):
+        for is_wrong, message in (*_refusals_of_sections(self), *_refusals(self)):
             if is_wrong:
                 raise InputError(message)
         return self
+
+
+def _refusals_of_sections(config: TrainingConfig) -> list[tuple[object, str]]:
+    """Conditions of settings in one section that a config must not meet, each with the message."""
+    model, sharding, optimizer = config.model, config.sharding, config.optimizer
+    layers = (*model.dense_arch, *(model.over_arch or ()))
+    wrong = {name: dim for name, dim in model.embedding_dims.items() if not 4 <= dim <= 65_536 or dim % 4}
+    start, steps = optimizer.decay_start, optimizer.decay_steps
+    ranks = config.topology.build().world_size
+    return [
+        (
+            model.factory is None and model.arch == "dmt-dlrm-products" and model.p == 0,
+            "model.arch='dmt-dlrm-products' needs p of at least 1: the outputs that carry the inner products. Set p=1, "
+            "and c=0 for the highest compression.",
+        ),
+        (
+            len(layers) > 1000 or max(layers, default=0) > 2**20,
+            "model.dense_arch and over_arch: give at most 1000 layers of at most 1048576 numbers each.",
+        ),
+        (
+            model.over_arch is not None and model.over_arch[-1:] != (1,),
+            f"model.over_arch={list(model.over_arch or ())} must end in 1, the logit.",
+        ),
+        (wrong, f"model.embedding_dims={wrong}: give multiples of 4 up to 65536."),
+        (
+            model.factory is None and (model.in_towers or model.options),
+            "model.in_towers and options are for a model of your own. Set factory, or leave them out.",
+        ),
+        (ranks > 65_536, f"num_towers * ranks_per_tower * num_replicas = {ranks} exceeds 65536."),
+        (
+            sharding.plan is not None and (sharding.tables or sharding.scheme != "auto"),
+            f"sharding.plan={sharding.plan!r} says where tables go; leave out sharding.scheme and sharding.tables.",
+        ),
+        (
+            (start is None) != (steps is None),
+            f"optimizer.decay_start={start} and optimizer.decay_steps={steps} belong together. Set both, or leave out "
+            "both.",
+        ),
+        (
+            start is not None and start < optimizer.warmup_steps,
+            f"optimizer.decay_start={start} is before the end of optimizer.warmup_steps={optimizer.warmup_steps}. Let "
+            "the rates fall later, or shorten the warm-up.",
+        ),
+    ]
 
 
 def _refusals(config: TrainingConfig) -> list[tuple[object, str]]:
@@ -428,6 +424,11 @@ def _refusals(config: TrainingConfig) -> list[tuple[object, str]]:
             f"sharding.scheme={sharding.scheme!r} is TorchRec's, for sharding.dataflow='flat' with one replica, but "
             f"this run has {f'{replicas} replicas' if is_flat else 'the tower dataflow'}. Use 'row_wise', "
             "'column_wise' or 'auto'.",
+        ),
+        (
+            is_flat and replicas > 1 and sharding.precision != ExchangePrecision(),
+            "sharding.forward_precision and backward_precision need sharding.dataflow='sptt' or one replica, but this "
+            f"run has sharding.dataflow='flat' and {replicas} replicas. Leave them out.",
         ),
         (
             train.micro_batches > 1 and is_flat,

@@ -91,7 +91,7 @@ def test_overrides(override: str, read: Any, value: Any) -> None:
         ("replicas.moment_scale=foo", r"replicas\.moment_scale: 'foo' is neither a number nor 'num_replicas'"),
         # rules between values
         ("model.embedding_dim=6", r"model\.embedding_dim: Input should be a multiple of 4 \(got 6\)"),
-        ("model.over_arch=[8, 4]", r"model: over_arch=\[8, 4\] must end in 1"),
+        ("model.over_arch=[8, 4]", r"model\.over_arch=\[8, 4\] must end in 1"),
         ("sharding.dataflow=flat", r"sharding\.dataflow='flat' cannot carry towers, but model\.arch='dmt-dlrm'"),
         # what the data's own config says comes through
         ("data.kind=criteo_tsv", r"data: kind='criteo_tsv' needs train_path"),

@@ -254,7 +254,7 @@ def changed_config(config: TrainingConfig, settings: Mapping[str, Any], cluster:
     values = config.model_dump(mode="json", exclude_none=True)
     for section in ("towers", "replicas", "hot_rows", "topology"):
         values.pop(section, None)
-    for name in ("micro_batches", "dense_reduce", "dense_reduce_precision", "affinity_rows"):
+    for name in ("micro_batches", "dense_reduce", "dense_reduce_precision"):
         values["train"].pop(name, None)
     is_flat = settings["sharding.dataflow"] == "flat"
     kept = [name for name in _KEPT if not is_flat or name not in SHARDING_OF_TOWERS]
