@@ -54,13 +54,13 @@ gradients.div_(len(self._sizes)) if get => gradients if get
 self._pending.wait()\n => pass\n
 zip(blocks, self._shapes, strict=True) => zip(blocks[::-1], self._shapes, strict=True)
 shape[-1] for shape in self._shapes] => shape[-1] for shape in self._shapes[::-1]]
-## dmt/sptt/tower_lookup.py :: tests/dmt/test_sptt_hard_cases.py -k mean_pooled_row_wise
+## dmt/sptt/tower_lookup.py :: tests/dmt/test_parity.py -k "towers-3"
 sums.values() / ctx.divisor => sums.values() * ctx.divisor
 .clamp(min=1) for key in => .clamp(min=2) for key in
 lambda rows: rows[: sizes[self._rank]] => lambda rows: rows[: sizes[0]]
 ## dmt/sptt/dataflow.py :: tests/dmt/test_parity.py -m "not slow" -k "cover_of_the_matrix and 2-2"
 [of_peer[0] for of_peer in rows.arrived] => [of_peer[0] for of_peer in rows.arrived[::-1]]
-## dmt/sptt/id_routes.py :: tests/dmt/test_id_routes.py -k ids_arrive_in_peer_order
+## dmt/sptt/id_routes.py :: tests/dmt/test_dataflow.py -k ids_arrive_in_peer_order
 stagger=self._stagger => stagger=1
 ## dmt/training/checkpoints/store.py :: tests/training/checkpoints/test_layouts.py -k "lost and replicas-row"
 tensor.mul_(factor) => tensor.div_(factor)

@@ -230,6 +230,20 @@ def shard(case: Case, model: nn.Module, mesh: TowerMesh) -> DistributedModelPara
     )
 
 
+def distribute(model: nn.Module, sharder: Any, change: Any = None, **planner: Any) -> DistributedModelParallel:
+    """Shards a model by the planner's plan, which ``change`` may change."""
+    plan = TowerShardingPlanner(sharder.mesh.topology, **planner).plan(model, [sharder])
+    if change is not None:
+        change(next(iter(plan.plan.values())))
+    return DistributedModelParallel(model, device=CPU, plan=plan, sharders=[sharder])
+
+
+def towers_of(modules: list[nn.Module], tables: list[Any] | None = None) -> TowerModel:
+    """One table and one module a tower."""
+    pairs = zip(tables or make_tables([8] * len(modules)), modules, strict=True)
+    return TowerModel([EmbeddingTower(EmbeddingBagCollection(tables=[t]), m) for t, m in pairs], 8 * len(modules))
+
+
 class Optimizers:
     """Optimizers of the dense part and of the tables in one, as a train pipeline wants it; it clips first."""
 

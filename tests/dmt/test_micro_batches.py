@@ -18,7 +18,7 @@ from dmt.collectives import PendingExchange
 from dmt.sptt.peer_exchange import PeerExchange, _AllToAllRequest
 from dmt.testing import gather_plain_state
 from dmt.traffic import Traffic
-from tests.dmt.test_sptt_use import flat_torchrec
+from tests.dmt.test_dataflow import flat_torchrec
 from tests.parity import Batches, SumTowerModule, load_ramps, loss_of, make_tables
 from tests.ranks import run_ranks
 from tests.sptt_case import Case, build, shard

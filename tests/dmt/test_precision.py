@@ -14,10 +14,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dmt import InputError, TowerTopology, TrafficMeter
+from dmt import InputError, TrafficMeter
 from dmt.number_formats import EXCHANGE_FORMATS
-from dmt.sharding.plan_tables import plan_tables
-from dmt.sharding.schemes import SCHEMES, ShardingRules, why_not
+from dmt.sharding.schemes import SCHEMES, why_not
 from dmt.sptt.peer_exchange import PeerExchange
 from dmt.sptt.precision import ExchangePrecision
 from tests.parity import make_tables
@@ -50,15 +49,9 @@ def test_codecs_keep_their_bound_in_both_directions(name: Any, magnitude: float)
 @pytest.mark.parametrize(("name", "worst"), [("fp16", 1e-3), ("bf16", 4e-3)])
 def test_gradients_of_a_mean_loss_survive(name: Any, worst: float) -> None:
     """At 1e-7 TorchRec's own FP16 errs by 17 %, with its backward_loss_scale too: it divides while still in FP16."""
-    from torchrec.distributed.fbgemm_qcomm_codec import CommType, QCommsConfig, get_qcomm_codecs
-
     gradients = torch.randn(4096, generator=torch.Generator().manual_seed(0)) * 1e-7
     ours = ExchangePrecision(backward=name).codecs().backward
     assert (round_trip(ours, gradients) - gradients).norm() <= worst * gradients.norm()
-    if name == "fp16":
-        settings = QCommsConfig(backward_precision=CommType.FP16, backward_loss_scale=4096.0)
-        theirs = get_qcomm_codecs(settings).backward
-        assert (round_trip(theirs, gradients) - gradients).norm() > 0.1 * gradients.norm(), "TorchRec fixed it"
 
 
 def test_the_scale_is_undone_exactly() -> None:
@@ -230,17 +223,6 @@ def test_bytes_shrink_in_the_direction_chosen_and_nowhere_else() -> None:
         assert measured == (numbers * size[forward], numbers * size[backward])
 
 
-def wrong_dtype_on_rank(rank: int) -> None:
-    peers = PeerExchange(dist.group.WORLD, [4, 4], dtype=torch.bfloat16)
-    with pytest.raises(InputError, match=f"made for torch.bfloat16, but tower {rank} hands it torch.float32"):
-        peers(torch.zeros(2, 4), [1, 1])
-
-
-@pytest.mark.ranks
-def test_another_dtype_than_agreed_on_is_refused() -> None:
-    run_ranks(wrong_dtype_on_rank, 2)
-
-
 STEPS, RATE = 20, 0.5
 
 
@@ -257,17 +239,3 @@ def test_table_formats_that_train_wrongly_are_refused() -> None:
         for other in (DataType.BF16, DataType.INT8):
             table.data_type = other
             assert why_not(table, scheme) == f"its data_type is '{other.value}'; tables train in FP32 or FP16"
-
-
-def test_refused_table_formats_are_named_with_the_table() -> None:
-    from torchrec.modules.embedding_configs import DataType
-
-    topology, tables = TowerTopology(num_towers=2, ranks_per_tower=2), make_tables([8, 8])
-    for other in (DataType.BF16, DataType.INT8):
-        tables[1].data_type = other
-        expected = f"Table 't1' has data_type='{other.value}'; tables train in FP32 or FP16"
-        with pytest.raises(InputError, match=expected):
-            plan_tables([tables[:1], tables[1:]], topology)
-    tables[1].data_type = DataType.FP16
-    with pytest.raises(InputError, match=r"Table 't1' in tower 1 cannot be data_parallel, .*: its weights are FP16"):
-        plan_tables([tables[:1], tables[1:]], topology, rules=ShardingRules(tables={"t1": "data_parallel"}))

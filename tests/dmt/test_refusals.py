@@ -1,22 +1,33 @@
-"""What a user can get wrong at the tower dataflow: each case with a part of the message that names it."""
+"""What a user can get wrong at sharders, meshes, batches and replicas: each case with the words that name it.
+
+All cases run on the same two ranks, and every rank must be told: a rank that is refused alone leaves others waiting.
+"""
 
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_configs import DataType, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.embedding_tower import EmbeddingTower
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dmt import (
+    HierarchicalDataParallel,
     InputError,
+    ReplicaSync,
     SPTTEmbeddingBagCollectionSharder,
     TowerCollectionSharder,
     TowerMesh,
@@ -25,91 +36,336 @@ from dmt import (
     TowerTopology,
 )
 from dmt._torchrec import group_timeout
-from dmt.collectives import gather_objects
+from dmt.collectives import RankError, check_agreement, gather_objects, run_on_all_or_raise
+from dmt.sharding.data_parallel import DataParallelOptimizer
+from dmt.sharding.planner import parameter_sharding
+from dmt.sharding.schemes import TablePlacement
 from dmt.sptt.options import REFUSALS, Options, refuse
-from tests.parity import FUSED, make_tables
+from dmt.sptt.towers import ShardedTowerCollection, clip_grad_norm
+from dmt.testing.ranks import say
+from tests.parity import FUSED, OPTIMIZERS, FlatModel, PassThrough, TowerModel, make_tables
 from tests.ranks import run_ranks
-from tests.sptt_case import Case, build, shard
+from tests.sptt_case import CPU, Case, build, distribute, shard, towers_of
 
-CPU = torch.device("cpu")
-FLAT = Case(towers=2, ranks=1, kind="flat")
-PLAN = TowerPlan.from_lists([["f0", "f2"], ["f1", "f3"]])
-
-
-def ids_of(dtype: torch.dtype) -> KeyedJaggedTensor:
-    return KeyedJaggedTensor(["f0", "f1", "f2", "f3"], torch.ones(8, dtype=dtype), lengths=torch.ones(8).long())
+TWO = Case(towers=2, ranks=1)
+ONE = Case(towers=1, ranks=2, plan=((0, 1, 2, 3),))
+COPIES = Case(towers=1, ranks=1, replicas=2, plan=((0, 1, 2, 3),))
+FLAT = replace(TWO, kind="flat")
 
 
-def model_of(case: Case, mesh: TowerMesh) -> DistributedModelParallel:
-    torch.manual_seed(0)
-    return shard(case, build(case), mesh)
+@dataclass
+class Job:
+    """Two ranks, as two towers, as a tower of two, and as two replicas of a tower."""
+
+    rank: int
+    two: TowerMesh
+    one: TowerMesh
+    copies: TowerMesh
+
+    def differs(self, first: Any, second: Any) -> Any:
+        return second if self.rank else first
 
 
-def after_int32(mesh: TowerMesh) -> Any:
-    model = model_of(FLAT, mesh)
-    model(ids_of(torch.int32))
-    return model(ids_of(torch.int64))
+def flat_sharder(mesh: TowerMesh, towers: Any = None, **options: Any) -> SPTTEmbeddingBagCollectionSharder:
+    towers = towers or [["f0"], ["f1"]][: mesh.topology.num_towers]
+    if mesh.topology.num_towers == 1:
+        towers = [["f0", "f1"]]
+    return SPTTEmbeddingBagCollectionSharder(mesh, TowerPlan.from_lists(towers), **options)
 
 
-def sharded(mesh: TowerMesh, model: nn.Module, *, planned: bool = True, weighted: bool = False) -> Any:
-    sharders = [SPTTEmbeddingBagCollectionSharder(mesh, PLAN, fused_params=FUSED)]
-    plan = TowerShardingPlanner(mesh.topology).plan(model, sharders) if planned else None
-    return DistributedModelParallel(model, device=CPU, plan=plan, sharders=sharders)
+def sharder_of(job: Job, case: Case) -> Any:
+    is_flat = case.kind == "flat"
+    return flat_sharder(job.two, [["f0", "f2"], ["f1", "f3"]]) if is_flat else TowerCollectionSharder(job.two)
 
 
-def two_collections(mesh: TowerMesh) -> Any:
-    tables = make_tables([8, 8, 8, 8])
-    return sharded(mesh, nn.ModuleList([EmbeddingBagCollection(tables[:2]), EmbeddingBagCollection(tables[2:])]))
+def changed(mesh: TowerMesh, change: Any, **planner: Any) -> Any:
+    """A plan for two tables that somebody has changed."""
+    return distribute(FlatModel(make_tables([8, 8])), flat_sharder(mesh), change, **planner)
 
 
-def weighted_means(mesh: TowerMesh) -> Any:
-    return sharded(mesh, nn.Sequential(EmbeddingBagCollection(make_tables([8] * 4, pooling="MEAN"), is_weighted=True)))
+def ids_of(dtype: torch.dtype, *features: str) -> KeyedJaggedTensor:
+    keys = list(features or ("f0", "f1", "f2", "f3"))
+    return KeyedJaggedTensor(keys, torch.ones(2 * len(keys), dtype=dtype), lengths=torch.ones(2 * len(keys)).long())
 
 
-def assigned(mesh: TowerMesh) -> Any:
-    sparse: Any = model_of(FLAT, mesh).module.sparse_arch
+def after_int32(job: Job, *, first: torch.dtype = torch.int32, then: torch.dtype = torch.int64) -> Any:
+    model = shard(FLAT, build(FLAT), job.two)
+    model(ids_of(first))
+    return model(ids_of(then))
+
+
+def before_int32(job: Job) -> Any:
+    return after_int32(job, first=torch.int64, then=torch.int32)
+
+
+class Shared(PassThrough):
+    linear = nn.Linear(8, 3)
+
+    def __init__(self, features: list[str]) -> None:
+        super().__init__(features)
+        self.own = Shared.linear
+
+
+class Listed(PassThrough):
+    def forward(self, embeddings: Any) -> Any:
+        return [super().forward(embeddings)]
+
+
+class Widening(nn.Module):
+    width = 4
+
+    def forward(self, embeddings: Any) -> Tensor:
+        return embeddings["f0"][:, : self.width]
+
+
+def widened(job: Job) -> Any:
+    module = Widening()
+    model = distribute(towers_of([module]), TowerCollectionSharder(job.one))
+    model.module.sparse_arch(ids_of(torch.int64, "f0")).wait()
+    module.width = 6
+    return model.module.sparse_arch(ids_of(torch.int64, "f0")).wait()
+
+
+def listed(job: Job) -> Any:
+    model = distribute(towers_of([Listed(["f0"]), Listed(["f1"])]), TowerCollectionSharder(job.two))
+    return model(ids_of(torch.int64, "f0", "f1"))
+
+
+def sequences(job: Job) -> Any:
+    config = EmbeddingConfig(name="t0", num_embeddings=9, embedding_dim=8, feature_names=["f0"])
+    towers = towers_of([PassThrough(["f1"])], make_tables([8, 8])[1:]).sparse_arch.towers
+    first = EmbeddingTower(EmbeddingCollection(tables=[config]), PassThrough(["f0"]))
+    return distribute(TowerModel([first, *towers], 16), TowerCollectionSharder(job.two))
+
+
+def assigned(job: Job) -> Any:
+    sparse: Any = shard(FLAT, build(FLAT), job.two).module.sparse_arch
     return sparse.load_state_dict(sparse.state_dict(), assign=True)
 
 
-CASES: dict[str, tuple[Callable[[TowerMesh], Any], str]] = {
-    "floats as ids": (lambda mesh: model_of(FLAT, mesh)(ids_of(torch.float32)), r"ids of torch.float32; ids must be"),
-    "int64 after int32": (after_int32, r"ids of torch.int64, but the first batch had torch.int32"),
+def two_collections(job: Job) -> Any:
+    tables = make_tables([8, 8, 8, 8])
+    model = nn.ModuleList([EmbeddingBagCollection(tables[:2]), EmbeddingBagCollection(tables[2:])])
+    return distribute(model, flat_sharder(job.two, [["f0", "f2"], ["f1", "f3"]]))
+
+
+def weighted_means(job: Job) -> Any:
+    model = nn.Sequential(EmbeddingBagCollection(make_tables([8, 8], pooling="MEAN"), is_weighted=True))
+    return distribute(model, flat_sharder(job.two))
+
+
+def frozen_table(job: Job) -> Any:
+    model = FlatModel(make_tables([8, 8]))
+    model.sparse_arch.embedding_bags["t1"].weight.requires_grad_(False)
+    return distribute(model, flat_sharder(job.two))
+
+
+def other_rate_on_parameter(job: Job) -> Any:
+    model = FlatModel(make_tables([8, 8]))
+    apply_optimizer_in_backward(torch.optim.SGD, [model.sparse_arch.embedding_bags["t1"].weight], {"weight_decay": 0.1})
+    return distribute(model, flat_sharder(job.one, fused_params=FUSED), scheme="data_parallel")
+
+
+def fp16_data_parallel(job: Job) -> Any:
+    tables = make_tables([8, 8])
+    tables[0].data_type = DataType.FP16
+    copied = parameter_sharding(tables[0], TablePlacement(scheme="data_parallel", ranks=(0, 1)))
+    sharder = flat_sharder(job.one)
+    return distribute(FlatModel(tables), sharder, lambda plan: plan.__setitem__("t0", copied))
+
+
+def several_meshes(job: Job) -> Any:
+    parts = nn.ModuleList()
+    for _ in range(2):
+        part = ShardedTowerCollection.__new__(ShardedTowerCollection)
+        nn.Module.__init__(part)
+        part.mesh = object()  # type: ignore[assignment]
+        parts.append(part)
+    return clip_grad_norm(parts, 1.0)
+
+
+def sharded(case: Case, mesh: TowerMesh) -> Any:
+    return shard(case, build(case), mesh)
+
+
+def of_optimizer(**settings: Any) -> Any:
+    return DataParallelOptimizer({"t_ad": torch.zeros(2, 4)}, {"t_ad": {**FUSED, **settings}})
+
+
+def both_kinds(job: Job) -> Any:
+    both = nn.ModuleDict({"towers": FlatModel(make_tables([8, 8])), "rest": FlatModel(make_tables([8]))})
+    sharders = [TowerCollectionSharder(job.two), EmbeddingBagCollectionSharder()]
+    return TowerShardingPlanner(job.two.topology).plan(both, sharders)
+
+
+def towers(job: Job, number: int, **options: Any) -> Any:
+    model = towers_of([PassThrough([f"f{i}"]) for i in range(number)])
+    return TowerCollectionSharder(job.two, **options).mesh_towers(model.sparse_arch)
+
+
+def small_shard(plan: Any) -> None:
+    plan["t1"].sharding_spec.shards[0].shard_sizes[1] = 6
+
+
+def put(**values: Any) -> Callable[[Any], None]:
+    return lambda plan: [setattr(plan["t1"], name, value) for name, value in values.items()] and None
+
+
+ON_COPIES = {"t1": TablePlacement(scheme="table_wise", ranks=(0,))}
+GLOBAL = "Table 't1' in tower 0 cannot be row_wise, .*: with id_route='global'"
+# name -> attempt, words of the message
+CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
+    "world size": (lambda job: TowerMesh(TowerTopology(num_towers=3, ranks_per_tower=2)), r"6 ranks, .*WORLD_SIZE=2"),
+    "towers of the plan": (lambda job: SPTTEmbeddingBagCollectionSharder(
+        job.two, TowerPlan.from_lists([["f0", "f1"]])), "plan has 1 towers but the topology num_towers=2"),
+    "no plan": (lambda job: SPTTEmbeddingBagCollectionSharder(job.two, [["f0"]]), r"\['f0'\]\] must be a dmt.Tow"),  # type: ignore[arg-type]
+    "precision": (lambda job: flat_sharder(job.two, peer_precision="fp16"), "precision='fp16' must be a dmt.Exch"),
+    "unique": (lambda job: flat_sharder(job.two, unique="ranks"), "unique='ranks' must be True or False"),
+    "unique, global": (lambda job: flat_sharder(job.two, unique=True, id_route="global"), "unique=True needs id_"),
+    "route": (lambda job: flat_sharder(job.two, id_route="globl"), "'globl' is unknown.* mean 'global'"),
+    "route of towers": (lambda job: TowerCollectionSharder(job.two, id_route="tower"), "route='tower' is unk"),  # type: ignore[arg-type]
+    "lr": (lambda job: flat_sharder(job.two, fused_params={"lr": 0.1}), r"fused_params has lr=0\.1, .* learning_rate"),
+    "feature of the plan": (lambda job: distribute(FlatModel(make_tables([8])), flat_sharder(job.two)),
+                            "Feature 'f1' is in the tower plan but not in the model"),
+    "feature of the model": (lambda job: distribute(FlatModel(make_tables([8] * 3)), flat_sharder(job.two)),
+                             "Feature 'f2' is in no tower"),
+    "no collection": (lambda job: distribute(nn.Linear(1, 1), flat_sharder(job.two)), "has no module of type"),
+    "other sharder": (both_kinds, r"has no module of type \['EmbeddingTowerCollection'\] to shard"),
+    "columns": (lambda job: distribute(FlatModel(make_tables([10, 8])), flat_sharder(job.two)),
+                "Table 't0' has embedding_dim=10; FBGEMM's kernels take multiples of 4"),
+    **{f"no sharding plan, {case.kind}": (lambda job, case=case: DistributedModelParallel(
+        build(case), device=CPU, sharders=[sharder_of(job, case)]), r"^\w+Sharder needs a plan: .*TowerShardingPlanner")
+       for case in (TWO, FLAT)},
+    "scheme": (lambda job: changed(job.two, put(sharding_type="table_row_wise")), "'t1' in tower 1 is sharded 'table_"),
+    "row-wise on one rank": (lambda job: changed(job.one, put(sharding_type="row_wise"), scheme="table_wise"),
+                             "'t1' in tower 0.* row_wise .*every"),
+    "data-parallel kernel": (lambda job: changed(job.one, put(compute_kernel="fused"), scheme="data_parallel"),
+                             "'t1' in tower 0 is data_parallel with compute_kernel='fused'"),
+    "dense kernel": (lambda job: changed(job.one, put(compute_kernel="dense"), scheme="table_wise"),
+                     "'t1' in tower 0 is table_wise with compute_kernel='dense'"),
+    "dense kernel of replicas": (lambda job: changed(job.copies, put(compute_kernel="dense")), "kernel='dense'"),
+    "local rank": (lambda job: changed(job.two, put(ranks=[5])), "'t1' in tower 1 has a shard on local rank 5"),
+    "cover": (lambda job: changed(job.two, small_shard), r"'t1' in tower 1 is 43 x 8, but its shards .*43, 6\)\]"),
+    "a batch without a feature": (lambda job: changed(job.two, None)(ids_of(torch.int64, "f0")), "lacks feature 'f1'"),
+    "placement": (lambda job: towers(job, 2, placement=[0]), r"placement=\[0\] must give one mesh tower"),
+    "empty mesh tower": (lambda job: towers(job, 2, placement=[0, 0]), "Mesh tower 1 has no tower of the model"),
+    "number of towers": (lambda job: towers(job, 1), "model has 1 towers but the topology num_towers=2"),
+    "shared parameter": (lambda job: distribute(towers_of([Shared(["f0"]), Shared(["f1"])]), TowerCollectionSharder(
+        job.two)), r"Towers 0 and 1 share the parameter 'interaction\.own\.weight'"),
+    "other width": (widened, r"returned columns \[6\] of torch.float32, but \[4\]"),
+    "a list": (listed, r"tower . returned a list for 4 samples; it must return a tensor"),
+    "sequences": (sequences, "Tower 0 holds a EmbeddingCollection; towers of pooled"),
+    "two collections": (two_collections, "A tower plan is for one EmbeddingBagCollection: where a model has several"),
     "means of weighted bags": (weighted_means, r"'t0' in tower 0 has mean pooling of weighted bags"),
+    "frozen table": (frozen_table, "Table 't1' in tower 1 has requires_grad=False, but the optimizer"),
+    "weight decay": (other_rate_on_parameter, "'t1' in tower 0 is data_parallel, but .* sets weight_dec"),
+    "FP16 data-parallel": (fp16_data_parallel, "Table 't0' in tower 0 is data_parallel, but its weights are FP16"),
     "assign=True": (assigned, r"load_state_dict\(assign=True\) cannot replace"),
-    "two collections": (two_collections, r"A tower plan is for one EmbeddingBagCollection: where a model has several"),
-}
+    "later int32 ids": (before_int32, r"The batch has ids of torch\.int32, but the first batch had torch\.int64"),
+    "floats as ids": (lambda job: sharded(FLAT, job.two)(ids_of(torch.float32)), "ids of torch.float32; ids must be"),
+    "int64 after int32": (after_int32, "ids of torch.int64, but the first batch had torch.int32"),
+    **{f"global route, {kind}": (lambda job, kind=kind: sharded(replace(
+        ONE, kind=kind, scheme="mixed", id_route="global"), job.one), GLOBAL) for kind in ("flat", "modules")},
+    "optimizer of a data-parallel table": (lambda job: of_optimizer(optimizer=OPTIMIZERS["adam"].__class__.LAMB),
+                                           "Table 't_ad' is data-parallel, but its optimizer is lamb"),
+    "decay of a data-parallel table": (lambda job: of_optimizer(weight_decay=0.1),
+                                       "'t_ad' is data-parallel, but its fused optimizer sets weight_decay=0.1"),
+    "norm": (lambda job: clip_grad_norm(nn.Linear(1, 1), 0.0), r"max_norm=0\.0 must be above 0"),
+    "norm over several meshes": (several_meshes, "towers on several meshes"),
+    # Replicas.
+    **{f"c = {c}": (lambda job, c=c: sharded(replace(COPIES, moment_scale=c), job.copies),
+                    "moment_scale=.* must be above 0 and at most num_replicas=2")
+       for c in (0, -1, 3, float("nan"), True, "replicas")},
+    "c of SGD": (lambda job: sharded(replace(COPIES, optimizer="sgd", moment_scale=2), job.copies),
+                 "moment_scale=2 scales the moments of rowwise_adagrad and adagrad, but"),
+    "no sync": (lambda job: sharded(COPIES, job.copies)(COPIES.draw(job.rank, 0)[0]),
+                r"num_replicas=2, but nothing keeps the replicas equal.*ReplicaSync\(model"),
+    **{f"{name} = {value}": (
+        lambda job, name=name, value=value: ReplicaSync(sharded(COPIES, job.copies), job.copies, **{name: value}),
+        f"ReplicaSync: {name}=")
+       for name, value in (("interval", 0), ("interval", 1.5), ("optimizer_state", "late"))},
+    "sync of a plain model": (lambda job: ReplicaSync(build(COPIES), job.copies), "found no tables in the model"),
+    "dense precision": (lambda job: HierarchicalDataParallel(job.two, precision="fp8"), "'fp8' is unk"),  # type: ignore[arg-type]
+    "dense codec": (lambda job: HierarchicalDataParallel(job.two, allreduce_comm_precision="bf16"), "use precision="),
+    # Ranks that are told different things.
+    "topologies": (lambda job: TowerMesh(job.differs(TWO, ONE).topology), "topology is .* rank 0, but .* rank 1"),
+    "tower plans": (lambda job: distribute(FlatModel(make_tables([8, 8])), flat_sharder(
+        job.two, job.differs([["f0"], ["f1"]], [["f1"], ["f0"]]))),
+        r"towers.tower 0 is \['t0'\] on rank 0, but \['t1'\] on rank 1"),
+    "sharding plans": (lambda job: distribute(FlatModel(make_tables([8, 8])), flat_sharder(job.one), pinned={
+        "t0": TablePlacement(scheme="table_wise", ranks=(job.rank,))}), "plan.t0 is .* on rank 0, but .* on rank 1"),
+    "tables": (lambda job: distribute(FlatModel(make_tables([8, 8], rows=40 + job.rank)), flat_sharder(job.one)),
+               r"table.t0 is .*40.* on rank 0, but .*41.* on rank 1"),
+    "rates": (lambda job: distribute(FlatModel(make_tables([8, 8])), flat_sharder(
+        job.two, fused_params={**FUSED, "learning_rate": job.differs(0.1, 0.5)})),
+        "fused_params.t0.learning_rate is 0.1 on rank 0, but 0.5 on rank 1"),
+    "eps": (lambda job: distribute(FlatModel(make_tables([8, 8])), flat_sharder(
+        job.two, fused_params=FUSED | job.differs({}, {"eps": 0.1}))), "fused_params.t0.eps is .*, but 0.1 on rank 1"),
+    "weights": (lambda job: sharded(replace(TWO, weighted=bool(job.rank)), job.two),
+                r"is_weighted is \[False, False\] on rank 0, but \[True, True\] on rank 1"),
+    "formats": (lambda job: sharded(replace(TWO, precision=job.differs("fp16", "bf16")), job.two),
+                "peer_precision is .* on rank 0, but .* on rank 1"),
+    "scales": (lambda job: sharded(replace(COPIES, moment_scale=job.differs(1, 2)), job.copies),
+               "moment_scale is .* on rank 0, but .* on rank 1"),
+    "ids": (lambda job: sharded(TWO, job.two)(ids_of(job.differs(torch.int64, torch.int32))),
+            r"The first batch: dtype of ids is torch\.int64 on rank 0, but torch\.int32"),
+    "intervals": (lambda job: ReplicaSync(sharded(COPIES, job.copies), job.copies, interval=1 + job.rank),
+                  "ReplicaSync: interval is 1 on rank 0, but 2 on rank 1"),
+    "states": (lambda job: ReplicaSync(sharded(COPIES, job.copies), job.copies, optimizer_state=job.differs(
+        "now", "delayed")), "ReplicaSync: optimizer_state is now on rank 0, but delayed on rank 1"),
+    "dense precisions": (lambda job: HierarchicalDataParallel(job.copies, precision=job.differs("fp32", "bf16")),
+                         "HierarchicalDataParallel: precision is fp32 on rank 0, but bf16 on rank 1"),
+    "static graph": (lambda job: HierarchicalDataParallel(job.copies, **job.differs({}, {"static_graph": True})),
+                     "HierarchicalDataParallel: static_graph is absent on rank 0, but True on"),
+    "an absent key": (lambda job: check_agreement("Here", {"a": 1} | job.differs({}, {"b": 2}), dist.group.WORLD),
+                      "^Here: b is absent on rank 0, but 2 on rank 1. Give every rank the same"),
+    "a key inside": (lambda job: check_agreement("Here", {"a": {"x": job.rank, "y": [3]}}, dist.group.WORLD),
+                     r"^Here: a.x is 0 on rank 0, but 1 on rank 1\."),
+}  # fmt: skip
 
 
 def cases_on_rank(rank: int) -> dict[str, str]:
-    mesh, told = TowerMesh(TowerTopology(num_towers=2, ranks_per_tower=1)), {}
+    job = Job(rank, *(TowerMesh(case.topology) for case in (TWO, ONE, COPIES)))
+    told = {}
     for name, (attempt, _) in CASES.items():
+        say(name)
         try:
-            attempt(mesh)
+            attempt(job)
+            told[name] = "nothing"
         except InputError as error:
             told[name] = str(error)
+        except Exception as error:
+            told[name] = f"no InputError, but {type(error).__name__}: {error}"
     return told
 
 
-@pytest.mark.ranks
-def test_wrong_use_is_named_on_every_rank() -> None:
-    for told in run_ranks(cases_on_rank, 2):
-        for name, (_, message) in CASES.items():
-            with pytest.raises(InputError, match=message):
-                raise InputError(told.get(name, f"{name} was not refused"))
-
-
-def without_plan_on_rank(rank: int) -> None:
-    mesh = TowerMesh(TowerTopology(num_towers=2, ranks_per_tower=1))
-    flat = SPTTEmbeddingBagCollectionSharder(mesh, PLAN, fused_params=FUSED)
-    for sharder, case in ((flat, FLAT), (TowerCollectionSharder(mesh), Case(towers=2, ranks=1))):
-        with pytest.raises(InputError, match=rf"^{type(sharder).__name__} needs a plan: .*TowerShardingPlanner"):
-            DistributedModelParallel(build(case), device=CPU, sharders=[sharder])
-    assert sharded(mesh, build(FLAT)) is not None, "the refusal leaves nothing"
+@pytest.fixture(scope="module")
+def told() -> list[dict[str, str]]:
+    return run_ranks(cases_on_rank, 2, timeout_s=15)
 
 
 @pytest.mark.ranks
-def test_a_missing_plan_is_named_on_every_rank() -> None:
-    run_ranks(without_plan_on_rank, 2)
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_named_on_every_rank(name: str, told: list[dict[str, str]]) -> None:
+    for of_rank in told:
+        assert re.search(CASES[name][1], of_rank[name]), f"{name}: {of_rank[name]}"
+
+
+def not_picklable_on_rank(rank: int) -> None:
+    with pytest.raises(RankError, match=r"^rank 1: .*cannot pickle 'generator'"):
+        run_on_all_or_raise(lambda: (i for i in range(3)) if rank == 1 else rank, dist.group.WORLD)
+    assert run_on_all_or_raise(lambda: [rank], dist.group.WORLD) == [[0], [1]]
+    check_agreement("Here", {"a": {"x": (1, None)}, "b": torch.float32}, dist.group.WORLD)
+
+
+@pytest.mark.ranks
+def test_a_result_that_does_not_pickle_fails_on_all_ranks() -> None:
+    run_ranks(not_picklable_on_rank, 2)
+
+
+def test_a_mesh_needs_a_process_group() -> None:
+    with pytest.raises(InputError, match=r"TowerMesh needs torch\.distributed"):
+        TowerMesh(TWO.topology)
 
 
 def groups_on_rank(rank: int, num_towers: int, ranks_per_tower: int, num_replicas: int) -> int:

@@ -1,0 +1,497 @@
+"""The tower dataflow besides training: bits of flat TorchRec, bytes, order, what models may be like, what is freed."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.model_parallel import DistributedModelParallel
+from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
+from torchrec.distributed.types import ShardingPlan
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+
+from dmt import (
+    HotRows,
+    InputError,
+    SPTTEmbeddingBagCollectionSharder,
+    TowerCollectionSharder,
+    TowerMesh,
+    TowerPlan,
+    TowerTopology,
+    TrafficMeter,
+)
+from dmt.collectives import gather_objects, profiler_range
+from dmt.hot_rows.copies import HotCopies
+from dmt.sharding.data_parallel import DataParallelOptimizer
+from dmt.sptt.id_routes import IdExchange
+from dmt.sptt.towers import clip_grad_norm
+from dmt.testing import gather_plain_state, load_plain_state
+from tests.parity import (
+    FUSED,
+    LR,
+    OPTIMIZERS,
+    FlatModel,
+    PassThrough,
+    PipelinedBatch,
+    SumTowerModule,
+    loss_of,
+    make_tables,
+)
+from tests.ranks import run_ranks
+from tests.sptt_case import CPU, Case, Training, build, distribute, shard, towers_of
+
+pytestmark = pytest.mark.ranks
+TWO_BY_TWO = Case(towers=2, ranks=2)
+TWO = Case(towers=2, ranks=1)
+ONE = Case(towers=1, ranks=2, plan=((0, 1, 2, 3),))
+
+
+def loaded(model: nn.Module, sharder: Any, **planner: Any) -> DistributedModelParallel:
+    """The model sharded, with the weights that it has."""
+    start = copy.deepcopy(model.state_dict())
+    sharded = distribute(copy.deepcopy(model), sharder, **planner)
+    load_plain_state(sharded, start)
+    return sharded
+
+
+def flat_torchrec(tables: list[Any], state: dict[str, Tensor]) -> DistributedModelParallel:
+    """The flat model as TorchRec shards it, table-wise over all ranks."""
+    model, world = FlatModel(tables), dist.get_world_size()
+    sharder = EmbeddingBagCollectionSharder(fused_params=FUSED)
+    placed = {t.name: table_wise(rank=i % world) for i, t in enumerate(tables)}
+    sizes = {"local_size": world, "world_size": world, "device_type": "cpu"}
+    plan = ShardingPlan(
+        plan={"sparse_arch": construct_module_sharding_plan(model.sparse_arch, placed, sharder, **sizes)}
+    )
+    flat = DistributedModelParallel(model, device=CPU, plan=plan, sharders=[sharder])
+    load_plain_state(flat, state)
+    return flat
+
+
+def bitwise_on_rank(rank: int) -> None:
+    mesh = TowerMesh(TWO_BY_TWO.topology)
+    for pooling in ("SUM", "MEAN"):
+        case = replace(TWO_BY_TWO, kind="flat", pooling=pooling, max_bag=4)
+        model = shard(case, build(case), mesh)
+        ids, _ = case.draw(rank, 0)
+        ours, theirs = model(ids)[0], flat_torchrec(case.tables(), gather_plain_state(model))(ids)[0]
+        assert all(torch.equal(ours[f"f{i}"], theirs[f"f{i}"]) for i in range(4))
+
+
+def test_forward_is_bitwise_flat_torchrec() -> None:
+    run_ranks(bitwise_on_rank, 4)
+
+
+def traffic_on_rank(rank: int) -> list[Any]:
+    case = replace(TWO_BY_TWO, sizes=(6,) * 4)
+    mesh, found = TowerMesh(case.topology), []
+    tower = shard(case, build(case), mesh)
+    of_flat = replace(case, kind="flat")
+    flat = flat_torchrec(case.tables(), gather_plain_state(shard(of_flat, build(of_flat), mesh)))
+    for model in (tower, flat, shard(replace(of_flat, id_route="global"), build(of_flat), mesh)):
+        for step in range(2):  # the first step also exchanges sizes that never change again
+            ids, labels = case.draw(rank, step)
+            with TrafficMeter(host_of=lambda r: r // 2) as meter:
+                loss_of(model(ids)[1].clone(), labels).backward()
+        found.append(meter.total(mesh.global_group))
+    return found
+
+
+def test_traffic_is_what_the_algorithm_needs() -> None:
+    tower, flat, by_owners = run_ranks(traffic_on_rank, 4)[0]
+    # Two hosts of two ranks, batch 6: every rank needs the other host's outputs. Towers emit 3 and 4 columns.
+    assert tower.forward == tower.backward == 4 * 2 * 6 * (3 + 4)
+    # Flat: every rank needs the 2 tables of the other host, 8 columns each.
+    assert flat.forward == flat.backward == 4 * 4 * 6 * 2 * 8
+    # Two features' ids and lengths (8 bytes each) for 6 samples go to the other host, plus a few sizes.
+    for route in (tower, by_owners):
+        assert 4 * 6 * 2 * 16 <= route.ids <= 4 * (6 * 2 * 16 + 128)
+    # The ring of 4 ranks crosses hosts twice: 2 * S * 3/4 each, S = the over arch.
+    assert tower.dense == 2 * (2 * 4 * (7 + 1) * 3 // 4)
+    assert flat.dense == 2 * (2 * 4 * (32 + 1) * 3 // 4)
+
+
+def meter_on_rank(rank: int) -> int:
+    meter = TrafficMeter(host_of=lambda r: r)
+    with meter:
+        dist.all_gather([torch.empty(4), torch.empty(4)], torch.ones(4))
+        dist.reduce_scatter_tensor(torch.empty(2), torch.ones(4))
+        dist.broadcast(torch.ones(3), src=0)
+    return meter.total(dist.group.WORLD).forward
+
+
+def test_the_meter_counts_collectives() -> None:
+    # Per rank 16 bytes to the other one, half of 16, and from rank 0 only 12.
+    assert run_ranks(meter_on_rank, 2) == [2 * 16 + 2 * 8 + 12] * 2
+
+
+def peer_order_on_rank(rank: int, towers: int, ranks: int) -> list[int]:
+    mesh, world = TowerMesh(TowerTopology(num_towers=towers, ranks_per_tower=ranks)), towers * ranks
+    keys = [f"f{i}" for i in range(world)]
+    exchange = IdExchange(mesh.sharding_group, [[key] for key in keys], keys, stagger=towers)
+    # Rank r sends r + 1 samples, each with the id r.
+    lengths = torch.ones(world * (rank + 1), dtype=torch.int64)
+    arrived = exchange(KeyedJaggedTensor(keys, torch.full_like(lengths, rank), lengths=lengths)).wait().wait()
+    assert arrived.keys() == [f"f{rank}"]
+    return arrived.values().tolist()
+
+
+@pytest.mark.parametrize(("towers", "ranks"), [(2, 3), (3, 2)])
+def test_ids_arrive_in_peer_order(towers: int, ranks: int) -> None:
+    order = TowerTopology(num_towers=towers, ranks_per_tower=ranks).peer_order()
+    expected = [rank for rank in order for _ in range(rank + 1)]
+    assert run_ranks(peer_order_on_rank, towers * ranks, towers, ranks) == [expected] * (towers * ranks)
+
+
+class Collectives(TorchDispatchMode):
+    """Names of the collectives in the order in which they are started."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func.namespace == "c10d":
+            self.names.append(func.__name__.split(".")[0])
+        return func(*args, **(kwargs or {}))
+
+
+def order_on_rank(rank: int, scheme: str) -> list[str]:
+    case = replace(TWO_BY_TWO, scheme=scheme)
+    model = shard(case, build(case), TowerMesh(case.topology))
+    for step in range(2):  # DDP arranges its buckets anew after the first step
+        ids, labels = case.draw(rank, step)
+        loss = loss_of(model(ids)[1], labels)
+        with Collectives() as seen:
+            loss.backward()
+    return seen.names
+
+
+@pytest.mark.parametrize(("scheme", "embeddings"), [("table_wise", "alltoall_base_"), ("row_wise", "_allgather_base_")])
+def test_tower_gradients_are_under_way_before_the_embedding_backward(scheme: str, embeddings: str) -> None:
+    names = run_ranks(order_on_rank, 4, scheme)[0]
+    peers = names.index("send")
+    tower_module = names.index("allreduce_", peers)
+    assert embeddings in names[tower_module:], names
+    assert set(names[:peers]) <= {"allreduce_", "recv_"}, names  # the over arch's alone comes before
+
+
+def ranges_on_rank(rank: int, id_route: str) -> list[str]:
+    case = replace(TWO, id_route=id_route)
+    model = shard(case, build(case), TowerMesh(case.topology))
+    ids, labels = case.draw(rank, 0)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        loss_of(model(ids)[1], labels).backward()
+    ranges = [(event.time_range.start, event.name) for event in profile.events() if "## dmt:" in event.name]
+    return [name for _, name in sorted(ranges)]
+
+
+@pytest.mark.parametrize("id_route", ["peer", "global"])
+def test_steps_are_profiler_ranges_in_both_directions(id_route: str) -> None:
+    steps = ["exchange_ids", "look_up", "run_towers", "exchange_outputs", "exchange_outputs:bwd"]
+    assert run_ranks(ranges_on_rank, 2, id_route) == [[f"## dmt:{step} ##" for step in steps]] * 2
+
+
+def test_a_range_of_two_calls_at_once_is_two_ranges() -> None:
+    """A decorator is made once, for the calls of all threads: here one call ends inside the other."""
+
+    @profiler_range("step")
+    def step(inner: Callable[[], Any]) -> None:
+        inner()
+
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        step(lambda: [torch.ones(1), step(lambda: None), torch.ones(1)])
+    spans = [event.time_range for event in profile.events() if event.name == "## dmt:step ##"]
+    outer, inner = sorted(spans, key=lambda span: span.start)
+    assert outer.start <= inner.start <= inner.end <= outer.end
+
+
+def save_on_rank(rank: int, folder: str, case: Case) -> dict[str, Tensor]:
+    torch.manual_seed(rank)
+    model = shard(case, build(case), TowerMesh(case.topology))
+    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
+    return gather_plain_state(model)
+
+
+def load_on_rank(rank: int, folder: str, cases: list[Case]) -> list[dict[str, Tensor]]:
+    found = []
+    for case in cases:
+        torch.manual_seed(7 + rank)
+        model = shard(case, build(case), TowerMesh(case.topology))
+        state = {"model": model.state_dict()}
+        dcp.load(state, checkpoint_id=folder)
+        keys = model.load_state_dict(state["model"])
+        assert [*keys.missing_keys, *keys.unexpected_keys] == []
+        found.append(gather_plain_state(model))
+    return found
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # the plain module loads in one process
+@pytest.mark.parametrize("fp16", [(), (0, 1, 2, 3)], ids=["FP32", "FP16"])
+def test_a_checkpoint_does_not_know_the_placement(tmp_path: Path, fp16: tuple[int, ...]) -> None:
+    case = Case(towers=2, ranks=2, dims=(8, 16, 12, 8), fp16=fp16)  # 12 columns are cut into 8 and 4
+    saved = run_ranks(save_on_rank, 4, str(tmp_path), case)[0]
+    changes: list[dict[str, Any]] = [
+        {"scheme": "mixed", "placement": (1, 0), "fp16": ()},
+        {"scheme": "row_wise", "fp16": (0, 2) if fp16 else ()},
+        {"towers": 1, "ranks": 1, "placement": (0, 0)},
+        {"towers": 2, "ranks": 3},
+    ]
+    others = [replace(case, **change) for change in changes]
+    found = run_ranks(load_on_rank, 4, str(tmp_path), others[:2])[0]
+    found += [run_ranks(load_on_rank, other.world, str(tmp_path), [other])[0][0] for other in others[2:]]
+    # And into the plain module, in one process, with no sharding at all.
+    state = {"model": build(case).state_dict()}
+    dcp.load(state, checkpoint_id=str(tmp_path), no_dist=True)
+    for after in [*found, state["model"]]:
+        assert saved.keys() == after.keys()
+        for name, value in saved.items():
+            assert torch.equal(value, after[name]), name
+
+
+def given_on_rank(rank: int) -> None:
+    """`apply_optimizer_in_backward` marks parameter objects, which the sharder must keep."""
+    mesh = TowerMesh(ONE.topology)
+    for scheme in ("table_wise", "data_parallel"):
+        model = FlatModel(make_tables([8, 8, 8]))
+        for number, rate in enumerate((0.5, 0.0)):
+            weight = model.sparse_arch.embedding_bags[f"t{number}"].weight
+            apply_optimizer_in_backward(torch.optim.SGD, [weight], {"lr": rate})
+        sharder = SPTTEmbeddingBagCollectionSharder(
+            mesh, TowerPlan.from_lists([["f0", "f1", "f2"]]), fused_params=FUSED
+        )
+        sharded = distribute(model, sharder, scheme=scheme)
+        before = gather_plain_state(sharded)
+        ids = KeyedJaggedTensor(["f0", "f1", "f2"], torch.tensor([3, 3, 3]), lengths=torch.ones(3).long())
+        sharded(ids)[1].sum().backward()
+        after = gather_plain_state(sharded)
+        step = [before[name] - after[name] for name in sorted(before) if "embedding_bags" in name]
+        # The gradient is the over arch's weight, on both ranks and in the mean.
+        torch.testing.assert_close(step[0][3], 0.5 * before["over_arch.weight"][0, :8], rtol=1e-5, atol=1e-6)
+        assert [bool(of_table.any()) for of_table in step] == [True, False, True], "a table of rate zero stays"
+
+
+def test_optimizers_given_on_parameters_are_kept() -> None:
+    run_ranks(given_on_rank, 2)
+
+
+@pytest.mark.parametrize("optimizer", ["adagrad", "rowwise_adagrad"])
+def test_rows_that_were_never_read_stay_without_an_epsilon(optimizer: str) -> None:
+    weight = torch.ones(2, 4)
+    update = DataParallelOptimizer({"t": weight}, {"t": {**FUSED, "optimizer": OPTIMIZERS[optimizer], "eps": 0.0}})
+    weight.grad = torch.tensor([[0.0] * 4, [2.0] * 4])
+    update.update()
+    torch.testing.assert_close(weight, torch.tensor([[1.0] * 4, [1.0 - LR] * 4]))
+
+
+def raising_on_rank(rank: int) -> None:
+    """A caller may catch the exception and go on with the next batch."""
+    ends = []
+    for raises in (False, True):
+        training = Training(rank, replace(ONE, kind="flat", scheme="data_parallel"), TowerMesh(ONE.topology))
+        for step in (0, 2):
+            training.step(step)
+            columns = training.model(PipelinedBatch(*training.case.draw(rank, 1)))[1][0]
+            if raises:
+                # After the data-parallel table's gradient is there and its reduction has begun.
+                table = training.model.module.model.sparse_arch.embedding._lookups[-1]
+                hooked = next(iter(table.parameters())).register_post_accumulate_grad_hook(fail)
+                with pytest.raises(ZeroDivisionError):
+                    columns["f0"].sum().backward()
+                hooked.remove()
+        ends.append(gather_plain_state(training.model)["model.sparse_arch.embedding_bags.t0.weight"])
+    assert torch.equal(*ends)
+
+
+def fail(parameter: Tensor) -> None:
+    raise ZeroDivisionError
+
+
+def test_a_backward_pass_that_raises_leaves_no_trace() -> None:
+    run_ranks(raising_on_rank, 2)
+
+
+def fresh_on_rank(rank: int) -> None:
+    """Every rank draws its own, and nothing is loaded afterwards."""
+    torch.manual_seed(rank)
+    mesh = TowerMesh(TWO_BY_TWO.topology)
+    frozen, copied = replace(TWO_BY_TWO, kind="frozen"), replace(TWO_BY_TWO, scheme="data_parallel")
+    for case, part in ((frozen, "interaction"), (copied, "embedding_bags")):
+        parameters = dict(shard(case, build(case), mesh).state_dict())
+        own = {name: value.clone() for name, value in parameters.items() if part in name}
+        assert own
+        for other in gather_objects(own, mesh.tower_group):
+            assert all(torch.equal(own[name], other[name]) for name in own), part
+    with torch.device("meta"):
+        model = build(TWO_BY_TWO)
+    state = gather_plain_state(shard(replace(TWO_BY_TWO, fp16=(0, 1, 2, 3)), model, mesh))
+    assert min(float(value.std()) for value in state.values() if value.dim() > 1) > 0
+    bound = 1 / 40**0.5  # TorchRec draws a table of n rows from +-1/sqrt(n)
+    table = state["sparse_arch.towers.0.embedding.embedding_bags.t0.weight"]
+    assert 0.5 * bound < table.abs().max() <= bound * (1 + 2**-11)
+
+
+def test_what_ranks_draw_is_equal_where_they_share_it() -> None:
+    run_ranks(fresh_on_rank, 4)
+
+
+class Parts(PassThrough):
+    def __init__(self, features: list[str], *parts: nn.Module) -> None:
+        super().__init__(features)
+        self.parts = nn.Sequential(*parts)
+
+    def forward(self, embeddings: Any) -> Tensor:
+        return self.parts(super().forward(embeddings))
+
+
+class Buffered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(1, device="meta"))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def meta_on_rank(rank: int) -> None:
+    mesh, pretrained = TowerMesh(TWO.topology), nn.Linear(8, 8)
+    nn.init.constant_(pretrained.weight, 3.0)
+    parts = [pretrained, nn.Linear(8, 8, device="meta")]
+    state = gather_plain_state(
+        distribute(towers_of([Parts(["f0"], *parts), PassThrough(["f1"])]), TowerCollectionSharder(mesh))
+    )
+    assert (state["sparse_arch.towers.0.interaction.parts.0.weight"] == 3).all()
+    fresh = state["sparse_arch.towers.0.interaction.parts.1.weight"]
+    assert 0.1 < fresh.abs().max() <= 8**-0.5  # nn.Linear draws from +-1/sqrt(8)
+    model = towers_of([Parts([feature], Buffered()) for feature in ("f0", "f1")])
+    with pytest.raises(InputError, match="Buffered built on the meta device without reset_parameters"):
+        distribute(model, TowerCollectionSharder(mesh))
+
+
+def test_only_what_is_on_meta_is_drawn_anew() -> None:
+    run_ranks(meta_on_rank, 2)
+
+
+def unasked_weights_on_rank(rank: int) -> None:
+    mesh = TowerMesh(TWO_BY_TWO.topology)
+    for kind in ("modules", "flat"):
+        case = replace(TWO_BY_TWO, kind=kind, max_bag=3)
+        training = Training(rank, case, mesh)
+        ids, _ = case.draw(rank, 0)
+        # Only some ranks bring weights.
+        weights = torch.rand(ids.values().numel()) if rank % 2 else None
+        weighted = KeyedJaggedTensor(ids.keys(), ids.values(), weights, ids.lengths())
+        expected, sparse = training.plain.model.sparse_arch(ids), training.model.module.model.sparse_arch
+        found = [sparse(weighted).wait()]
+        if kind == "flat":
+            expected, found = expected.values(), [found[0].values()]
+        else:  # the collection of towers takes weighted ids apart; an unweighted one ignores them
+            found.append(sparse(ids, weighted).wait())
+        for one in found:
+            torch.testing.assert_close(one, expected, rtol=1e-6, atol=1e-6)
+
+
+def test_weights_nobody_asked_for_change_nothing() -> None:
+    run_ranks(unasked_weights_on_rank, 4)
+
+
+class ByPosition(nn.Module):
+    def forward(self, embeddings: Any) -> Tensor:
+        return embeddings.values()
+
+
+def towers_on_rank(rank: int) -> None:
+    """A linear tower puts out BF16, the other one FP32: they meet in the widest. A module may read by position."""
+    case = replace(TWO, dims=(8, 8), plan=((0,), (1,)))
+    plain = towers_of([SumTowerModule(["f0"], [8], 8), ByPosition()])
+    model = loaded(plain, TowerCollectionSharder(TowerMesh(TWO.topology)))
+    ids, _ = case.draw(rank, 0)
+    with torch.autocast("cpu", torch.bfloat16):
+        got, expected = model.module.sparse_arch(ids).wait(), plain.sparse_arch(ids)
+    assert got.dtype == torch.float32
+    assert torch.equal(got, expected)
+
+
+def test_towers_of_other_dtypes_meet_in_the_widest() -> None:
+    run_ranks(towers_on_rank, 2)
+
+
+def empty_on_rank(rank: int) -> None:
+    mesh = TowerMesh(ONE.topology)
+    for sizes in ((0, 5), (0, 0)):
+        case = replace(ONE, pooling="MEAN", scheme="row_wise", sizes=sizes, max_bag=3)
+        training = Training(rank, case, mesh)
+        ids, _ = case.draw(rank, 0)
+        logits = training.model.module.model(ids)[1]
+        if sizes[rank]:  # the unsharded module fails without samples
+            torch.testing.assert_close(logits, training.plain.model(ids)[1], rtol=1e-6, atol=1e-6)
+        assert len(logits) == sizes[rank]
+        logits.sum().backward()
+        name = "model.sparse_arch.towers.0.embedding.embedding_bags.t0.weight"
+        assert (gather_plain_state(training.model)[name] - training.start[name]).any() == any(sizes)
+
+
+def test_ranks_may_have_no_samples() -> None:
+    run_ranks(empty_on_rank, 2)
+
+
+def bags_on_rank(rank: int) -> None:
+    """No sample has an id."""
+    case = replace(TWO_BY_TWO, kind="flat", scheme="mixed", max_bag=0, weighted=True)
+    training = Training(rank, case, TowerMesh(case.topology))
+    assert not training.model.module.model(case.draw(rank, 0)[0])[0].values().any()
+
+
+def test_bags_may_all_be_empty() -> None:
+    run_ranks(bags_on_rank, 4)
+
+
+def copies_stay_on_rank(rank: int) -> bool:
+    """Clipping reads no table, so it does not bring tables up to date with the copies of their hot rows."""
+    case = replace(TWO, kind="flat")
+    mesh = TowerMesh(case.topology)
+    model = shard(case, build(case), mesh)
+    HotRows(model, mesh, refresh_every=None).replicate({"t0": [1, 2]})
+    ids, labels = case.draw(rank, 0)
+    loss_of(model(ids)[1], labels).backward()
+    with patch.object(HotCopies, "write_back", side_effect=AssertionError("tables were read")):
+        return bool(clip_grad_norm(model, 1e-3) > 0)
+
+
+def test_clipping_brings_no_table_up_to_date() -> None:
+    assert all(run_ranks(copies_stay_on_rank, 2))
+
+
+def freed_on_rank(rank: int, case: Case) -> None:
+    mesh = TowerMesh(case.topology)
+    model = shard(case, build(case), mesh)
+    if case.hot:
+        HotRows(model, mesh).replicate({"t0": range(9), "t1": [1]})
+    ids, labels = case.draw(rank, 0)
+    loss_of(model(ids)[1], labels).backward()
+    del model
+    gc.collect()
+    modules = [type(one) for one in gc.get_objects() if isinstance(one, nn.Module)]
+    left = {kind.__name__ for kind in modules if kind.__module__.startswith("dmt.")}
+    assert not left, f"still in memory: {left}"
+
+
+@pytest.mark.parametrize(
+    "case", [replace(ONE, scheme="mixed"), replace(TWO, kind="flat", hot=True)], ids=["mixed", "hot"]
+)
+def test_a_model_that_is_let_go_leaves_memory(case: Case) -> None:
+    """Hooks of data-parallel tables once kept tables and process groups until the process ended."""
+    run_ranks(freed_on_rank, 2, case)
