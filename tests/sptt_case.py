@@ -239,9 +239,11 @@ def distribute(model: nn.Module, sharder: Any, change: Any = None, **planner: An
 
 
 def towers_of(modules: list[nn.Module], tables: list[Any] | None = None) -> TowerModel:
-    """One table and one module a tower."""
-    pairs = zip(tables or make_tables([8] * len(modules)), modules, strict=True)
-    return TowerModel([EmbeddingTower(EmbeddingBagCollection(tables=[t]), m) for t, m in pairs], 8 * len(modules))
+    """One table and one module a tower, whose output is as wide as the table."""
+    tables = tables or make_tables([8] * len(modules))
+    pairs = zip(tables, modules, strict=True)
+    towers = [EmbeddingTower(EmbeddingBagCollection(tables=[table]), module) for table, module in pairs]
+    return TowerModel(towers, sum(table.embedding_dim for table in tables))
 
 
 class Optimizers:

@@ -1,9 +1,11 @@
-"""The dense part's gradients, reduced host by host: against the mean of all ranks' gradients in one process."""
+"""Gradients reduced host by host: several buckets and models at once, bytes, formats, unused parameters, two passes."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -11,115 +13,76 @@ from torch import nn
 from torchrec.distributed.model_parallel import DefaultDataParallelWrapper, DistributedModelParallel
 from torchrec.distributed.types import ShardingPlan
 
-from dmt import InputError, TowerMesh, TowerTopology, TrafficMeter, collectives
-from dmt.replicas.dense_reduce import HierarchicalDataParallel
-from dmt.traffic import Traffic
+from dmt import HierarchicalDataParallel, TowerMesh, TowerTopology, TrafficMeter, collectives
 from tests.ranks import run_ranks
-
-pytestmark = pytest.mark.ranks
-STEPS = 4
-
-
-def make() -> nn.Module:
-    torch.manual_seed(0)
-    # 5 * 7 + 7 + 7 + 1 = 50 numbers: parts of 3 hosts need padding.
-    return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 1))
-
-
-def batch(rank: int, step: int) -> torch.Tensor:
-    return torch.randn(rank + 2, 5, generator=torch.Generator().manual_seed(100 * step + rank))
-
+from tests.sptt_case import CPU
 
 WIDE = 400  # a layer has 640 kB, and DDP's first bucket at least 1 MB
 
 
-def make_wide() -> nn.Module:
+def narrow_model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 1))
+
+
+def wide_model() -> nn.Module:
     torch.manual_seed(1)
     return nn.Sequential(*(nn.Linear(WIDE, WIDE) for _ in range(5)))
 
 
-def wide_batch(rank: int, step: int) -> torch.Tensor:
-    return torch.randn(2 + rank, WIDE, generator=torch.Generator().manual_seed(100 * step + rank))
+def batch(columns: int, rank: int, step: int) -> torch.Tensor:
+    return torch.randn(rank + 2, columns, generator=torch.Generator().manual_seed(100 * step + rank))
 
 
 def distributed(model: nn.Module, wrapper: DefaultDataParallelWrapper) -> DistributedModelParallel:
-    return DistributedModelParallel(
-        model, device=torch.device("cpu"), plan=ShardingPlan(plan={}), data_parallel_wrapper=wrapper
-    )
+    plan = ShardingPlan(plan={})
+    return DistributedModelParallel(model, device=CPU, plan=plan, data_parallel_wrapper=wrapper)
 
 
-def mean_gradients(model: nn.Module, losses: list[torch.Tensor]) -> None:
-    for loss in losses:
-        (loss / len(losses)).backward()
+def follow_plain_means(
+    rank: int, mesh: TowerMesh, kinds: Sequence[tuple[Callable[[], nn.Module], int]], *, passes: int, steps: int
+) -> None:
+    """Models in one backward pass, or several passes before a step, against the mean over ranks of plain losses."""
+    wrapper = HierarchicalDataParallel(mesh)
+    models, plain = ([make() for make, _ in kinds] for _ in range(2))
+    ours = [distributed(model, wrapper) for model in models]
+    for step in range(steps):
+        for model in (*ours, *plain):
+            model.zero_grad()
+        for number in range(passes):
+            draws = [[batch(columns, r, 10 * step + number) for r in range(4)] for _, columns in kinds]
+            losses = [model(of_ranks[rank]).square().mean() for model, of_ranks in zip(ours, draws, strict=True)]
+            torch.stack(losses).sum().backward()
+            for model, of_ranks in zip(plain, draws, strict=True):
+                torch.stack([model(x).square().mean() for x in of_ranks]).mean().backward()
+        for model, ours_of_it in zip(plain, ours, strict=True):
+            for name, value in model.named_parameters():
+                found = ours_of_it.module.get_parameter(name)
+                torch.testing.assert_close(found.grad, value.grad, rtol=1e-5, atol=1e-8)
+                with torch.no_grad():  # the next step sees other weights
+                    found -= 0.01 * value.grad
+                    value -= 0.01 * value.grad
 
 
-def check_several_buckets(rank: int, mesh: TowerMesh) -> None:
-    """Four steps: DDP arranges its buckets anew after the second, and reduces several in each of the others."""
-    model, plain = distributed(make_wide(), HierarchicalDataParallel(mesh)), make_wide()
-    calls: list[int] = []
+def buckets_on_rank(rank: int) -> None:
+    mesh, calls = TowerMesh(TowerTopology(num_towers=2, ranks_per_tower=2)), []
     scatter = collectives.scatter_sum
 
     def counted(value: torch.Tensor, group: Any) -> torch.Tensor:
-        calls[-1] += 1
+        calls.append(len(value))
         return scatter(value, group)
 
-    collectives.scatter_sum = counted
-    try:
-        for step in range(STEPS):
-            calls.append(0)
-            model.zero_grad()
-            plain.zero_grad()
-            model(wide_batch(rank, step)).square().mean().backward()
-            mean_gradients(plain, [plain(wide_batch(r, step)).square().mean() for r in range(mesh.topology.world_size)])
-            for name, value in plain.named_parameters():
-                found = model.module.get_parameter(name)
-                torch.testing.assert_close(found.grad, value.grad, rtol=1e-5, atol=1e-8)
-                # The next step sees other weights.
-                with torch.no_grad():
-                    found -= 0.01 * value.grad
-                    value -= 0.01 * value.grad
-    finally:
-        collectives.scatter_sum = scatter
-    assert min(calls[2:]) > 1, f"{calls} buckets: nothing was under way together with another"
+    with patch.object(collectives, "scatter_sum", counted):
+        # DDP arranges its buckets anew after the second step.
+        follow_plain_means(rank, mesh, [(wide_model, WIDE)], passes=1, steps=4)
+    assert len(calls) > 4 + 2, "one bucket in each step: nothing was under way together with another"
+    follow_plain_means(rank, mesh, [(narrow_model, 5), (wide_model, WIDE)], passes=1, steps=3)
+    follow_plain_means(rank, mesh, [(narrow_model, 5)], passes=2, steps=2)
 
 
-def sent_across_hosts(rank: int, mesh: TowerMesh, **options: Any) -> tuple[Traffic, int]:
-    model = distributed(make_wide(), HierarchicalDataParallel(mesh, **options))
-    for step in range(2):  # the first also exchanges how buckets are arranged
-        meter = TrafficMeter(host_of=lambda r: r // 2)
-        with meter:
-            loss = model(wide_batch(rank, step)).square().mean()
-            loss.backward()
-    return meter.total(mesh.global_group), sum(p.numel() for p in model.parameters())
-
-
-def check_bytes(rank: int, mesh: TowerMesh) -> None:
-    """H hosts send 2 (H - 1) n numbers to each other, n being the parameters."""
-    for options, size in (({}, 4), ({"precision": "bf16"}, 2)):
-        traffic, numbers = sent_across_hosts(rank, mesh, **options)
-        assert traffic.dense == 2 * (2 - 1) * numbers * size, options
-        assert traffic.forward == traffic.backward == 0, "inside hosts, and nowhere else"
-        assert traffic.inside > 0
-
-
-def check_shared_wrapper(rank: int, mesh: TowerMesh) -> None:
-    """Two models with one wrapper, in one backward pass and in passes that follow each other."""
-    wrapper = HierarchicalDataParallel(mesh)
-    models, plain = [distributed(make(), wrapper), distributed(make_wide(), wrapper)], [make(), make_wide()]
-    draws = (batch, wide_batch)
-    for step in range(3):
-        for model in (*models, *plain):
-            model.zero_grad()
-        losses = [model(draw(rank, step)).square().mean() for model, draw in zip(models, draws, strict=True)]
-        if step == 1:
-            for loss in losses:
-                loss.backward()
-        else:
-            torch.stack(losses).sum().backward()
-        for model, ours, draw in zip(plain, models, draws, strict=True):
-            mean_gradients(model, [model(draw(r, step)).square().mean() for r in range(4)])
-            for name, value in model.named_parameters():
-                torch.testing.assert_close(ours.module.get_parameter(name).grad, value.grad, rtol=1e-5, atol=1e-8)
+@pytest.mark.ranks
+def test_several_buckets_models_and_passes() -> None:
+    run_ranks(buckets_on_rank, 4)
 
 
 class Scaled(nn.Module):
@@ -131,36 +94,6 @@ class Scaled(nn.Module):
 
     def forward(self, gradient: torch.Tensor) -> torch.Tensor:
         return (self.weight * gradient).sum()
-
-
-def check_fp16_does_not_overflow(mesh: TowerMesh) -> None:
-    """The sum of two gradients of 40000, and of four, is more than FP16 holds, their mean is not."""
-    for ranks_per_host in (2, 1, 4):
-        other = mesh if ranks_per_host == 2 else TowerMesh(replace(mesh.topology, ranks_per_host=ranks_per_host))
-        model = distributed(Scaled(torch.float16), HierarchicalDataParallel(other))
-        model(torch.full((7,), 40000.0, dtype=torch.float16)).backward()
-        assert model.module.weight.grad.tolist() == [40000.0] * 7, ranks_per_host
-        assert model.module.weight.grad.dtype == torch.float16
-
-
-def check_float64_is_exact(rank: int, mesh: TowerMesh) -> None:
-    model = distributed(Scaled(torch.float64), HierarchicalDataParallel(mesh))
-    shares = [1 + (r + 1) * 2.0**-40 for r in range(4)]
-    model(torch.full((7,), shares[rank], dtype=torch.float64)).backward()
-    assert model.module.weight.grad.tolist() == [sum(shares) / 4] * 7
-
-
-def numbers_on_rank(rank: int) -> None:
-    mesh = TowerMesh(TowerTopology(num_towers=2, ranks_per_tower=2))
-    check_several_buckets(rank, mesh)
-    check_bytes(rank, mesh)
-    check_shared_wrapper(rank, mesh)
-    check_fp16_does_not_overflow(mesh)
-    check_float64_is_exact(rank, mesh)
-
-
-def test_buckets_bytes_and_formats() -> None:
-    run_ranks(numbers_on_rank, 4)
 
 
 class Branches(nn.Module):
@@ -175,48 +108,52 @@ class Branches(nn.Module):
         return self.used(x) + self.sometimes(x) if rank == 0 else self.used(x)
 
 
-def check_unused_parameters(rank: int, mesh: TowerMesh) -> None:
+def numbers_on_rank(rank: int) -> None:
+    mesh = TowerMesh(TowerTopology(num_towers=2, ranks_per_tower=2))
+    # The sum of two gradients of 40000, and of four, is more than FP16 holds, their mean is not.
+    for ranks_per_host in (2, 1, 4):
+        other = mesh if ranks_per_host == 2 else TowerMesh(replace(mesh.topology, ranks_per_host=ranks_per_host))
+        model = distributed(Scaled(torch.float16), HierarchicalDataParallel(other))
+        model(torch.full((7,), 40000.0, dtype=torch.float16)).backward()
+        assert model.module.weight.grad.dtype == torch.float16
+        assert model.module.weight.grad.tolist() == [40000.0] * 7, ranks_per_host
+    model = distributed(Scaled(torch.float64), HierarchicalDataParallel(mesh))
+    shares = [1 + (r + 1) * 2.0**-40 for r in range(4)]
+    model(torch.full((7,), shares[rank], dtype=torch.float64)).backward()
+    assert model.module.weight.grad.tolist() == [sum(shares) / 4] * 7
+    check_bytes(rank, mesh)
+    check_unused(rank, mesh)
+
+
+def check_bytes(rank: int, mesh: TowerMesh) -> None:
+    """H hosts send 2 (H - 1) n numbers to each other, n being the parameters."""
+    for options, size in (({}, 4), ({"precision": "bf16"}, 2)):
+        model = distributed(wide_model(), HierarchicalDataParallel(mesh, **options))
+        for step in range(2):  # the first also exchanges how buckets are arranged
+            with TrafficMeter(host_of=lambda r: r // 2) as meter:
+                model(batch(WIDE, rank, step)).square().mean().backward()
+        traffic, numbers = meter.total(mesh.global_group), sum(p.numel() for p in model.parameters())
+        assert traffic.dense == 2 * (2 - 1) * numbers * size, options
+        assert traffic.forward == traffic.backward == 0, "inside hosts, and nowhere else"
+        assert traffic.inside > 0
+
+
+def check_unused(rank: int, mesh: TowerMesh) -> None:
     options = {"static_graph": False, "find_unused_parameters": True}
     ours = distributed(Branches(), HierarchicalDataParallel(mesh, **options))
     theirs = distributed(Branches(), DefaultDataParallelWrapper(**options))
     for step in range(3):
         for model in (ours, theirs):
             model.zero_grad()
-            model(batch(rank, step), rank).square().mean().backward()
+            model(batch(5, rank, step), rank).square().mean().backward()
         for name, value in theirs.module.named_parameters():
             found = ours.module.get_parameter(name).grad
             assert (found is None) == (value.grad is None), (name, step)
             if value.grad is not None:
                 torch.testing.assert_close(found, value.grad, rtol=1e-5, atol=1e-8)
     assert theirs.module.sometimes.weight.grad.abs().sum() > 0
-    assert not ours.module.never.weight.grad.any() if ours.module.never.weight.grad is not None else True
 
 
-def check_accumulation(rank: int, mesh: TowerMesh) -> None:
-    model, plain = distributed(make(), HierarchicalDataParallel(mesh)), make()
-    for first in (0, 2):  # twice, with gradients set to zero in between
-        model.zero_grad()
-        plain.zero_grad()
-        for step in (first, first + 1):
-            model(batch(rank, step)).square().mean().backward()
-            mean_gradients(plain, [plain(batch(r, step)).square().mean() for r in range(4)])
-        for name, value in plain.named_parameters():
-            torch.testing.assert_close(model.module.get_parameter(name).grad, value.grad, rtol=1e-5, atol=1e-8)
-
-
-def check_refused(mesh: TowerMesh) -> None:
-    with pytest.raises(InputError, match="precision='fp8' is unknown; use 'fp32' or 'bf16'"):
-        HierarchicalDataParallel(mesh, precision="fp8")  # type: ignore[arg-type]
-    with pytest.raises(InputError, match=r"allreduce_comm_precision=.bf16.; use precision='bf16'"):
-        HierarchicalDataParallel(mesh, allreduce_comm_precision="bf16")
-
-
-def use_on_rank(rank: int) -> None:
-    mesh = TowerMesh(TowerTopology(num_towers=2, ranks_per_tower=2))
-    check_unused_parameters(rank, mesh)
-    check_accumulation(rank, mesh)
-    check_refused(mesh)
-
-
-def test_unused_parameters_accumulation_and_wrong_use() -> None:
-    run_ranks(use_on_rank, 4)
+@pytest.mark.ranks
+def test_formats_bytes_and_unused_parameters() -> None:
+    run_ranks(numbers_on_rank, 4)

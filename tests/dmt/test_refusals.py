@@ -221,6 +221,8 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
     "no plan": (lambda job: SPTTEmbeddingBagCollectionSharder(job.two, [["f0"]]), r"\['f0'\]\] must be a dmt.Tow"),  # type: ignore[arg-type]
     "precision": (lambda job: flat_sharder(job.two, peer_precision="fp16"), "precision='fp16' must be a dmt.Exch"),
     "unique": (lambda job: flat_sharder(job.two, unique="ranks"), "unique='ranks' must be True or False"),
+    "unique towers that mix samples": (lambda job: distribute(towers_of([PassThrough(["f0"]), nn.Sequential(
+        nn.BatchNorm1d(8))]), TowerCollectionSharder(job.two, unique=True)), "unique=True, .* tower 1 holds a Batch"),
     "unique, global": (lambda job: flat_sharder(job.two, unique=True, id_route="global"), "unique=True needs id_"),
     "route": (lambda job: flat_sharder(job.two, id_route="globl"), "'globl' is unknown.* mean 'global'"),
     "route of towers": (lambda job: TowerCollectionSharder(job.two, id_route="tower"), "route='tower' is unk"),  # type: ignore[arg-type]

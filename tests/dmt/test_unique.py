@@ -11,18 +11,13 @@ import pytest
 import torch
 from hypothesis import given, settings
 from torch import nn
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.modules.embedding_tower import EmbeddingTower
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import dmt.sptt.rows
 import dmt.sptt.unique
 from dmt import (
-    InputError,
-    SPTTEmbeddingBagCollectionSharder,
     TowerCollectionSharder,
     TowerMesh,
-    TowerPlan,
     TowerTopology,
     run_in_micro_batches,
 )
@@ -31,9 +26,9 @@ from dmt.sptt.rows import RowCode, part_sizes, rows_of_parts
 from dmt.sptt.unique import distinct_inputs, samples_of_rows
 from dmt.testing import gather_plain_state
 from dmt.traffic import Traffic, TrafficMeter
-from tests.parity import FUSED, SumTowerModule, TowerModel, loss_of, make_tables
+from tests.parity import FUSED, loss_of, make_tables
 from tests.ranks import run_ranks
-from tests.sptt_case import Case, build, shard
+from tests.sptt_case import Case, build, distribute, shard, towers_of
 
 Bag = tuple[tuple[int, float], ...]
 
@@ -131,7 +126,15 @@ def test_rows_of_groups_are_filled_up_with_empty_bags() -> None:
 
 def bytes_on_rank(rank: int, case: Case) -> tuple[Traffic, dict[str, int]]:
     """Bytes of the second step, and those that this rank needs to send in it."""
-    traffic, by_feature = bags_on_rank(rank, case)
+    mesh = TowerMesh(case.topology)
+    model = shard(case, build(case), mesh)
+    for step in range(2):
+        with TrafficMeter(host_of=lambda number: number // case.ranks) as meter:
+            ids, labels = case.draw(rank, step)
+            loss = loss_of(model(ids)[1], labels)
+            with meter.phase("backward"):
+                loss.backward()
+    traffic, by_feature = meter.total(mesh.global_group), dict(zip(ids.keys(), bags_of(ids), strict=True))
     needed = {"forward": 0, "ids": 0}
     for tower, members in enumerate(case.plan):
         if tower == rank // case.ranks:
@@ -159,19 +162,6 @@ def test_bytes_are_those_of_the_distinct_inputs(kind: str) -> None:
     # Besides: to the one other tower from each of four ranks two sizes and a number of rows for each of two features.
     sizes = 4 * (3 + 2) * 8
     assert traffic.ids == sum(needed["ids"] for _, needed in answers) + sizes
-
-
-def bags_on_rank(rank: int, case: Case) -> tuple[Traffic, dict[str, list[Bag]]]:
-    """Bytes of the second step, and the bags of its batch."""
-    mesh = TowerMesh(TowerTopology(num_towers=case.towers, ranks_per_tower=case.ranks))
-    model = shard(case, build(case), mesh)
-    for step in range(2):
-        with TrafficMeter(host_of=lambda number: number // case.ranks) as meter:
-            ids, labels = case.batches().draw(rank, step, make_tables(list(case.dims)))
-            loss = loss_of(model(ids)[1], labels)
-            with meter.phase("backward"):
-                loss.backward()
-    return meter.total(mesh.global_group), dict(zip(ids.keys(), bags_of(ids), strict=True))
 
 
 class Arrived:
@@ -231,9 +221,9 @@ def unequal_rows_on_rank(rank: int) -> bool:
     """Trains two towers on one mesh tower, one with a single row; returns whether all weights stay finite."""
     mesh = TowerMesh(TowerTopology(num_towers=2, ranks_per_tower=1))
     tables = make_tables([8, 4, 12])
-    towers = [EmbeddingTower(EmbeddingBagCollection(tables=[table]), Normed(table.embedding_dim)) for table in tables]
+    plain = towers_of([Normed(table.embedding_dim) for table in tables], tables)
     sharder = TowerCollectionSharder(mesh, placement=(0, 1, 1), unique=True, fused_params=FUSED)
-    model = sharded_by(sharder, TowerModel(towers, 24), mesh)
+    model = distribute(plain, sharder)
     values = torch.cat([torch.zeros(4), torch.zeros(4), torch.arange(4)]).long()
     ids = KeyedJaggedTensor(["f0", "f1", "f2"], values, lengths=torch.ones(12, dtype=torch.int64))
     model(ids)[1].sum().backward()
@@ -244,54 +234,6 @@ def unequal_rows_on_rank(rank: int) -> bool:
 @pytest.mark.ranks
 def test_rows_that_fill_up_reach_no_tower_module() -> None:
     assert all(run_ranks(unequal_rows_on_rank, 2))
-
-
-class Normalised(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.BatchNorm1d(4)
-
-    def forward(self, embeddings: Any) -> torch.Tensor:
-        return self.inner(embeddings.values())
-
-
-def mixed_tower_on_rank(rank: int) -> str:
-    """What is said of tower 1 of 3."""
-    mesh = TowerMesh(TowerTopology(num_towers=2, ranks_per_tower=1))
-    tables = make_tables([8, 4, 12])
-    modules: list[nn.Module] = [SumTowerModule(["f0"], [8], 3), Normalised(), SumTowerModule(["f2"], [12], 5)]
-    towers = [
-        EmbeddingTower(EmbeddingBagCollection(tables=[table]), module)
-        for table, module in zip(tables, modules, strict=True)
-    ]
-    sharder = TowerCollectionSharder(mesh, placement=(0, 1, 1), unique=True)
-    with pytest.raises(InputError) as error:
-        sharded_by(sharder, TowerModel(towers, 3 + 4 + 5), mesh)
-    return str(error.value)
-
-
-def sharded_by(sharder: Any, model: nn.Module, mesh: TowerMesh) -> nn.Module:
-    from torchrec.distributed.model_parallel import DistributedModelParallel
-
-    from dmt import TowerShardingPlanner
-
-    plan = TowerShardingPlanner(mesh.topology).plan(model, [sharder])
-    return DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=[sharder])
-
-
-@pytest.mark.ranks
-def test_a_tower_that_mixes_samples_is_refused() -> None:
-    for refused in run_ranks(mixed_tower_on_rank, 2):
-        assert "unique=True, but the tower module of tower 1 holds a BatchNorm1d" in refused
-
-
-def test_what_cannot_be_is_refused() -> None:
-    mesh: Any = type("Mesh", (), {"topology": TowerTopology(num_towers=2, ranks_per_tower=1)})()
-    plan = TowerPlan.from_lists([["a"], ["b"]])
-    with pytest.raises(InputError, match=r"unique='ranks' must be True or False"):
-        SPTTEmbeddingBagCollectionSharder(mesh, plan, unique="ranks")  # type: ignore[arg-type]
-    with pytest.raises(InputError, match="unique=True needs id_route='peer'"):
-        SPTTEmbeddingBagCollectionSharder(mesh, plan, unique=True, id_route="global")
 
 
 def changed_number_on_rank(rank: int, unique: bool) -> None:
