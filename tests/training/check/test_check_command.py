@@ -86,24 +86,6 @@ def test_torchrecs_own_sharding_of_a_flat_model(tmp_path: Path) -> None:
     assert [row["check"] for row in rows if row["verdict"] == "skipped"] == ["tower gradients"]
 
 
-# Daily, replicas with delayed states are checked in test_faults.py and what makes a run smaller in test_shrink.py.
-@pytest.mark.ranks
-@pytest.mark.slow
-@pytest.mark.usefixtures("_shared_ranks")
-def test_replicas_of_every_scheme_with_delayed_states(tmp_path: Path) -> None:
-    config = small(
-        "dmt-dcn",
-        topology={"num_replicas": 4, "ranks_per_tower": 3, "replica_placement": "intra_host"},
-        sharding={"tables": {"t_C1": "row_wise", "t_C[25]": "data_parallel", "t_C4": "column_wise"}},
-        replicas={"sync_every": 5, "optimizer_state": "delayed", "moment_scale": 3.0},
-    )
-    run = CliRunner().invoke(main, ["check", write(config, tmp_path), "--json"])
-    assert run.exit_code == 0, run.output
-    report = json.loads(run.stdout)
-    assert report["ranks"] == 8
-    assert not [row for row in report["rows"] if row["verdict"] != "ok"]
-
-
 @pytest.mark.parametrize(
     ("override", "message"),
     [

@@ -54,24 +54,6 @@ def test_a_course_that_was_given_up_is_deleted(tmp_path: Path) -> None:
     assert names(tmp_path) == ["step-00000020", "step-00000025"]
 
 
-def test_a_checkpoint_whose_deletion_is_killed_is_deleted_by_the_next_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for step in (1, 2):
-        save(tmp_path, step, keep=2)
-
-    def killed(path: Path) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patched:
-        patched.setattr(store.shutil, "rmtree", killed)
-        with pytest.raises(KeyboardInterrupt):
-            prune(tmp_path / "step-00000002", keep=1)
-    assert [path.name for path in checkpoints(tmp_path)] == ["step-00000002"]
-    prepare(tmp_path)
-    assert names(tmp_path) == ["step-00000002"]
-
-
 def test_other_things_in_the_folder_are_left_alone(tmp_path: Path) -> None:
     (tmp_path / "step-by-step.txt").touch()
     (tmp_path / ".step-notes").mkdir()
@@ -79,15 +61,6 @@ def test_other_things_in_the_folder_are_left_alone(tmp_path: Path) -> None:
     save(tmp_path, 1, keep=1)
     save(tmp_path, 2, keep=1)
     assert names(tmp_path) == [".step-notes", "step-00000002", "step-by-step.txt"]
-
-
-def test_what_a_kill_leaves_is_put_right(tmp_path: Path) -> None:
-    make_checkpoint(tmp_path, 1, FILES)
-    for name in (".step-00000003.partial", ".step-00000001.1.partial"):
-        make_checkpoint(tmp_path, 3, FILES, name)
-    assert newest(tmp_path) == tmp_path / "step-00000001"
-    prepare(tmp_path)
-    assert names(tmp_path) == ["step-00000001"]
 
 
 def test_a_folder_that_takes_no_checkpoints_is_told(tmp_path: Path) -> None:
