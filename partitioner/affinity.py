@@ -12,14 +12,13 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import NormalDist
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dmt.errors import InputError, did_you_mean
 from dmt.files import explain, open_file, write_or_raise
-from dmt.formatting import human_bytes
 from dmt.plan.tables import TableSpec, feature_names, table_specs
 
 if TYPE_CHECKING:
@@ -28,10 +27,8 @@ if TYPE_CHECKING:
 
 __all__ = ["FeatureAffinity", "Interaction", "Measure", "check_tables", "noise_bound"]
 
-Measure = Literal["cosine", "cka", "interactions"]
+Measure = Literal["cosine", "interactions"]
 
-# A few megabytes can unpack to gigabytes; what is larger than this is read if it is stored without compression.
-_MOST_UNPACKED = 2**30
 # A matrix that went through 32-bit floats or a text file is still accepted; a wrong one is off by far more.
 ROUNDING = 1e-5
 
@@ -51,11 +48,9 @@ class Interaction:
 class FeatureAffinity:
     """A number for every pair of features: how alike their embeddings are, or how much they interact.
 
-    **Resemblance** (``measure`` ``"cosine"`` or ``"cka"``) is the interaction matrix I of the DMT paper (arXiv
-    2403.00877, section 3.3): I(i, j) = abs(mean over samples of F_i . F_j) for embeddings F of length 1, 0 where two
-    features have nothing in common and 1 where they always point the same (or always the opposite) way. Tables of
-    different widths have no cosines; there it is linear CKA (`dmt.partitioner.collect`). `collect` measures it on a
-    trained model.
+    **Resemblance** (``measure="cosine"``) is the interaction matrix I of the DMT paper (arXiv 2403.00877, section 3.3):
+    I(i, j) = abs(mean over samples of F_i . F_j) for embeddings F of length 1, 0 where two features have nothing in
+    common and 1 where they always point the same (or always the opposite) way. `collect` measures it on a model.
 
     **Interactions** (``"interactions"``, not in the paper) are gains in nats per row: what two features, known
     together, tell about the label beyond the sum of what all features tell alone; of ``triples``, beyond their pairs.
@@ -103,8 +98,8 @@ class FeatureAffinity:
             raise InputError(f"FeatureAffinity: features={self.features!r} is one string; give a list of names.")
         features = tuple(str(name) if isinstance(name, str) else name for name in self.features)
         _check_features(features)
-        if self.measure not in ("cosine", "cka", "interactions"):
-            raise InputError(f"FeatureAffinity: measure={self.measure!r} must be 'cosine', 'cka' or 'interactions'.")
+        if self.measure not in get_args(Measure):
+            raise InputError(f"FeatureAffinity: measure={self.measure!r} must be 'cosine' or 'interactions'.")
         most = math.inf if self.measure == "interactions" else 1.0
         strange = [name for triple in self.triples for name in triple.features if name not in features]
         if strange:
@@ -117,7 +112,7 @@ class FeatureAffinity:
         }
         if self.errors is not None:
             cleaned["errors"] = _clean_matrix("errors", self.errors, features, most=math.inf)
-        for name, value in cleaned.items():  # a frozen dataclass sets its own cleaned fields this way
+        for name, value in cleaned.items():  # a frozen dataclass sets its cleaned fields this way
             object.__setattr__(self, name, value)
 
     @property
@@ -152,9 +147,9 @@ class FeatureAffinity:
                 affinity of all samples. Required for a sharded model, whose ranks must all be in it.
 
         Raises:
-            InputError: TorchRec is absent, no collection or batch is found, the embeddings cannot be compared, the
-                model is sharded and there is no group, or its embeddings never leave their towers. With a group, on
-                every rank.
+            InputError: TorchRec is absent, no collection or sample is found, the embeddings are not finite or of
+                different widths, the model is sharded and there is no group, or its embeddings never leave their
+                towers. With a group, on every rank.
         """
         from dmt.partitioner.collect import collect_affinity  # loads torch
 
@@ -217,7 +212,7 @@ class FeatureAffinity:
         first, second = np.triu_indices(self.num_features, k=1)
         gains = self.significant()[first, second]
         order = [k for k in np.argsort(-gains, kind="stable")[:count].tolist() if gains[k] > 0]
-        found = [
+        pairs = [
             Interaction(
                 features=(self.features[first[k]], self.features[second[k]]),
                 gain=float(gains[k]),
@@ -225,7 +220,7 @@ class FeatureAffinity:
             )
             for k in order
         ]
-        return sorted((*found, *self.triples), key=lambda interaction: -interaction.gain)[:count]
+        return sorted((*pairs, *self.triples), key=lambda interaction: -interaction.gain)[:count]
 
     def permuted(self, order: Sequence[str]) -> FeatureAffinity:
         """Returns this affinity with its features in another order.
@@ -233,12 +228,9 @@ class FeatureAffinity:
         Raises:
             InputError: ``order`` is not a permutation of the features.
         """
-        _check_features(order)
         position = {name: i for i, name in enumerate(self.features)}
-        ordered = set(order)
-        missing = [name for name in self.features if name not in ordered]
-        unknown = [name for name in order if name not in position]
-        if missing or unknown:
+        if sorted(order) != sorted(self.features):
+            missing, unknown = sorted(set(position) - set(order)), sorted(set(order) - set(position))
             raise InputError(
                 f"The order has {len(order)} features and the affinity {self.num_features}: missing {missing[:5]}, "
                 f"unknown {unknown[:5]}.{did_you_mean(unknown[0], self.features) if unknown else ''} Name each once."
@@ -279,11 +271,7 @@ class FeatureAffinity:
         from pydantic import TypeAdapter
 
         header = _Header(**{name: getattr(self, name) for name in _Header.__dataclass_fields__ if name != "format"})
-        try:
-            text = TypeAdapter(_Header).dump_json(header).decode()
-        except ValueError as error:  # a name with half of a surrogate pair
-            raise InputError(f"Affinity file {path}: a name cannot be written as UTF-8 ({error}).") from error
-        arrays = {"header": np.array(text), "matrix": self.matrix}
+        arrays = {"header": np.array(TypeAdapter(_Header).dump_json(header).decode()), "matrix": self.matrix}
         if self.errors is not None:
             arrays["errors"] = self.errors
         # Through a file object: given a name, numpy would append ".npz" to it. Uncompressed: the last digits of a mean
@@ -306,9 +294,6 @@ class FeatureAffinity:
             # Opened here, because numpy leaves a broken archive open.
             with open_file(path) as file:
                 archive = np.load(file, allow_pickle=False)
-                unpacked = sum(entry.file_size for entry in archive.zip.infolist())
-                if unpacked > max(_MOST_UNPACKED, 2 * os.fstat(file.fileno()).st_size):
-                    raise OSError(f"it unpacks to {human_bytes(unpacked)}; write such a matrix uncompressed")
                 arrays = {name: archive[name] for name in archive.files}
             header = TypeAdapter(_Header).validate_json(str(arrays["header"]), strict=True)
             fields = {name: getattr(header, name) for name in _Header.__dataclass_fields__ if name != "format"}
@@ -354,14 +339,11 @@ def noise_bound(count: int) -> float:
 
 
 def _check_features(features: Sequence[str]) -> None:
-    if not features:
-        raise InputError("FeatureAffinity: features is empty; give at least one feature.")
     nameless = [name for name in features if not isinstance(name, str) or not name]
-    if nameless:
-        raise InputError(f"FeatureAffinity: feature {nameless[0]!r} is not a name; give texts that are not empty.")
-    doubled = [(name, count) for name, count in Counter(features).items() if count > 1]
-    if doubled:
-        name, count = doubled[0]
+    if nameless or not features:
+        raise InputError(f"FeatureAffinity: features={list(features)[:5]} must be names; give texts, none empty.")
+    name, count = Counter(features).most_common(1)[0]
+    if count > 1:
         raise InputError(f"FeatureAffinity: feature {name!r} is given {count} times; names must be unique.")
 
 
@@ -370,31 +352,26 @@ def _clean_matrix(name: str, matrix: ArrayLike, features: Sequence[str], *, most
 
     The pair of features that breaks a rule most is named in the `InputError`.
     """
+    size = len(features)
     try:
         given = np.asarray(matrix)
-        if given.dtype.kind == "O":
-            given = given.astype(np.float64)
-    except (TypeError, ValueError) as error:
+        fits = given.dtype.kind in "fiub" and given.shape == (size, size)  # complex numbers would lose a part
+    except ValueError as error:  # rows of unlike lengths
         raise InputError(f"FeatureAffinity: {name} is not an array of numbers ({error}).") from error
-    size = len(features)
-    if given.dtype.kind not in "fiub" or given.shape != (size, size):  # complex numbers would lose a part
+    if not fits:
         raise InputError(
             f"FeatureAffinity: {name} is {given.dtype} of shape {list(given.shape)}; it must be real numbers of shape "
             f"[{size}, {size}], a row and a column for each feature."
         )
     given = given.astype(np.float64)
-    scale = 1.0 if math.isfinite(most) else max(float(np.nan_to_num(given, posinf=0.0).max()), 1e-300)
-    # In this order: infinities are found before the matrix is compared with its mirror image.
-    rules = (
-        (lambda: np.where(np.isfinite(given), 0.0, np.inf), "must be finite"),
-        (
-            lambda: np.maximum(-given, given - most) / scale,
-            "must not be negative" if scale != 1.0 else "must be 0 to 1",
-        ),
-        (lambda: np.abs(given - given.T) / scale, "must equal its mirror image"),
-    )
-    for fault_of, broken in rules:
-        fault = fault_of()
+    known = np.nan_to_num(given, posinf=0.0, neginf=0.0)
+    scale = 1.0 if math.isfinite(most) else max(float(known.max()), 1e-300)
+    range_of = "must be 0 to 1" if math.isfinite(most) else "must not be negative"
+    for fault, broken in (
+        (np.where(np.isfinite(given), 0.0, np.inf), "must be finite"),
+        (np.maximum(-known, known - most) / scale, range_of),
+        (np.abs(known - known.T) / scale, "must equal its mirror image"),
+    ):
         row, column = divmod(int(np.argmax(fault)), size)
         if fault[row, column] > ROUNDING:
             raise InputError(
@@ -417,17 +394,15 @@ def check_tables(
     specs = table_specs(tables)
     if not specs:
         return ()
-    of_tables, measured = dict.fromkeys(feature_names(specs)), dict.fromkeys(features)
-    for place, names, other, known in (
-        ("tables", of_tables, "affinity", measured),
-        ("affinity", measured, "tables", of_tables),
-    ):
-        strangers = [name for name in names if name not in known]
-        if strangers:
+    in_tables, measured = dict.fromkeys(feature_names(specs)), dict.fromkeys(features)
+    for name in [*in_tables, *measured]:
+        if name not in in_tables or name not in measured:
+            place, other, known = (
+                ("tables", "affinity", measured) if name in in_tables else ("affinity", "tables", in_tables)
+            )
             raise InputError(
-                f"{where}: feature {strangers[0]!r} is in the {place} but not in the {other} ({len(of_tables)} "
-                f"features in the tables, {len(measured)} in the affinity).{did_you_mean(strangers[0], known)} Both "
-                "must be of one model."
+                f"{where}: feature {name!r} is in the {place} but not in the {other} ({len(in_tables)} features in the "
+                f"tables, {len(measured)} in the affinity).{did_you_mean(name, known)} Both must be of one model."
             )
     return specs
 
@@ -435,16 +410,13 @@ def check_tables(
 def _check_pooling_factors(factors: Sequence[float] | None, features: Sequence[str]) -> tuple[float, ...] | None:
     if factors is None:
         return None
-    try:
-        numbers = tuple(float(factor) for factor in factors)
-    except (TypeError, ValueError) as error:
-        raise InputError(f"FeatureAffinity: pooling_factors is not a list of numbers ({error}).") from error
+    numbers = tuple(float(factor) for factor in factors)
     if len(numbers) != len(features):
         raise InputError(
             f"FeatureAffinity: there are {len(numbers)} pooling_factors for {len(features)} features; give one each."
         )
     for name, number in zip(features, numbers, strict=True):
-        if not 0 <= number < float("inf"):
+        if not 0 <= number < math.inf:
             raise InputError(
                 f"FeatureAffinity: the pooling factor of feature {name!r} is {number:g}; it is the mean number of ids "
                 "per sample, finite and not negative."

@@ -12,6 +12,7 @@ import math
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import combinations
 from typing import Any
 
@@ -65,11 +66,11 @@ def measure_interactions(
     if num_rows < len(rows.labels):
         notes.append(f"The {len(pairs):,} pairs were measured on {num_rows:,} of {len(rows.labels):,} rows.")
         fit, columns = fit.first(num_rows), [column.first(num_rows) for column in columns]
-    found, error = gains_of(columns, pairs, fit, title="Measuring pairs")
+    measured_gains, error = gains_of(columns, pairs, fit, title="Measuring pairs")
     # What the additive model, drawn to 0, leaves over of single features is no interaction.
     alone = np.maximum(gains_of(columns, np.arange(len(features))[:, None], fit)[0], 0.0)
     gains, errors = np.zeros((2, len(features), len(features)))
-    for matrix, values in ((gains, found - alone[pairs].sum(axis=1)), (errors, error)):
+    for matrix, values in ((gains, measured_gains - alone[pairs].sum(axis=1)), (errors, error)):
         matrix[pairs[:, 0], pairs[:, 1]] = matrix[pairs[:, 1], pairs[:, 0]] = values
     measured = FeatureAffinity(
         matrix=np.maximum(gains, 0.0),
@@ -87,15 +88,11 @@ def measure_interactions(
 
 def _check_rows(rows: ReadRows) -> None:
     num_rows, clicks = len(rows.labels), float(rows.labels.sum())
-    if num_rows < _LEAST_ROWS:
+    if num_rows < _LEAST_ROWS or min(clicks, num_rows - clicks) < _LEAST_ROWS // 50:
         raise InputError(
-            f"{WHERE}: batches gave {num_rows:,} rows with a weight; at least {_LEAST_ROWS:,} are needed, and tens of "
-            "thousands to tell weak interactions from noise."
-        )
-    if min(clicks, num_rows - clicks) < _LEAST_ROWS // 50:
-        raise InputError(
-            f"{WHERE}: {clicks:,.0f} of {num_rows:,} rows have the label 1; at least {_LEAST_ROWS // 50} of either "
-            "label are needed. Give more rows, or check the label's column."
+            f"{WHERE}: batches gave {num_rows:,} rows with a weight, {clicks:,.0f} of them with the label 1; at least "
+            f"{_LEAST_ROWS:,} rows with {_LEAST_ROWS // 50} of either label are needed, and tens of thousands to tell "
+            "weak interactions from noise."
         )
 
 
@@ -117,9 +114,9 @@ def _fit(rows: ReadRows, num_splits: int) -> AdditiveFit:
     for split in range(num_splits):
         held.append(rows.parts == split)
         # Each fit runs until it converges, so where it begins only saves time.
-        found, weights = fit_additive(rows.columns, rows.labels, ~held[-1], start=weights)
-        odds.append(found)
-        losses.append(log_losses(found[held[-1]], rows.labels[held[-1]]))
+        fitted, weights = fit_additive(rows.columns, rows.labels, ~held[-1], start=weights)
+        odds.append(fitted)
+        losses.append(log_losses(fitted[held[-1]], rows.labels[held[-1]]))
     return AdditiveFit(labels=rows.labels, odds=odds, held=held, loss=float(np.concatenate(losses).mean()))
 
 
@@ -177,10 +174,18 @@ class AdditiveFit:
         odds, held = [split[:num_rows] for split in self.odds], [split[:num_rows] for split in self.held]
         return replace(self, labels=self.labels[:num_rows], odds=odds, held=held)
 
+    @cached_property
+    def gradients(self) -> list[tuple[Floats, Floats]]:
+        """S times g and h of the rows, [R]; 0 for those that are held out."""
+        found = []
+        for odds, held in zip(self.odds, self.held, strict=True):
+            p = _probability(odds)
+            found.append((np.where(held, 0.0, self.labels - p), np.where(held, 0.0, p * (1.0 - p))))
+        return found
+
     def steps(self, cells: Column, *, split: int) -> Floats:
         """[V] one step for each cell, made on the rows that are not held out: sum of g over sum of h + 30."""
-        p = _probability(self.odds[split])
-        g, h = (np.where(self.held[split], 0.0, sums) for sums in (self.labels - p, p * (1.0 - p)))
+        g, h = self.gradients[split]
         return cells.sums(g) / (cells.sums(h) + CELL_PRIOR)
 
     def stepped(self, cells: Column) -> AdditiveFit:
@@ -202,20 +207,16 @@ def gains_of(
     """
     tested = [(np.flatnonzero(held), odds[held]) for odds, held in zip(fit.odds, fit.held, strict=True)]
     before = [log_losses(odds, fit.labels[rows]) for rows, odds in tested]
-    gradients = []
-    for odds, held in zip(fit.odds, fit.held, strict=True):
-        p = _probability(odds)
-        gradients.append([np.where(held, 0.0, sums) for sums in (fit.labels - p, p * (1.0 - p))])
-    found = np.zeros((len(groups), 3))
+    sums = np.zeros((len(groups), 3))
     for number, group in enumerate(_with_bar(groups.tolist(), title)):
         cells = join([columns[i] for i in group], fit.most_cells)
-        for (g, h), (rows, odds), losses in zip(gradients, tested, before, strict=True):
-            steps = cells.sums(g) / (cells.sums(h) + CELL_PRIOR)
+        for split, ((rows, odds), losses) in enumerate(zip(tested, before, strict=True)):
+            steps = fit.steps(cells, split=split)
             # Without bags, only the rows that are held out are looked at.
             change = steps[cells.values[rows]] if cells.rows is None else cells.means(steps)[rows]
             gain = losses - log_losses(odds + change, fit.labels[rows])
-            found[number] += len(gain), gain.sum(), np.square(gain).sum()
-    num, gains, squares = found.T
+            sums[number] += len(gain), gain.sum(), np.square(gain).sum()
+    num, gains, squares = sums.T
     mean = gains / np.maximum(num, 1.0)
     return mean, np.sqrt(np.maximum(squares / np.maximum(num, 1.0) - mean**2, 0.0) / np.maximum(num, 1.0))
 

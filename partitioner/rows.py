@@ -6,7 +6,7 @@ Legend: R rows, F features, D dense columns, B rows of a batch, V values of a fe
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -57,8 +57,8 @@ class Column:
         """[R] means of a number of each value, [V], over the values of each row."""
         if self.lengths is None or self.rows is None:
             return of_values[self.values]
-        found = np.bincount(self.rows, weights=of_values[self.values] * self.shares, minlength=len(self.lengths))
-        return found.astype(np.float64, copy=False)
+        weights = of_values[self.values] * self.shares
+        return np.bincount(self.rows, weights=weights, minlength=len(self.lengths)).astype(np.float64, copy=False)
 
     def first(self, num_rows: int) -> Column:
         """The first rows alone."""
@@ -83,72 +83,20 @@ class ReadRows:
     """Mean ids of each feature, all of every bag."""
 
 
-@dataclass(kw_only=True)
-class _Reader:
-    """One list entry for each batch."""
+@dataclass(frozen=True, kw_only=True, eq=False)
+class _Part:
+    """The K rows of a batch that are kept."""
 
-    max_rows: int
-    num_rows: int = 0
-    num_dense: int = -1
-    """D; -1 before the first batch."""
-    labels: list[NDArray[np.float64]] = field(default_factory=list)
-    numbers: list[NDArray[np.uint64]] = field(default_factory=list)
-    dense: list[NDArray[np.float32]] = field(default_factory=list)
-    """[B, D]"""
-    values: dict[str, list[NDArray[np.int32]]] = field(default_factory=dict)
-    """Raw values, 0 for an empty bag."""
-    lengths: dict[str, list[NDArray[np.int32]]] = field(default_factory=dict)
-    """[B], at least 1."""
-    num_ids: dict[str, int] = field(default_factory=dict)
-
-    def add(self, index: int, batch: Any) -> None:
-        absent = [name for name in ("sparse_features", "labels") if not hasattr(batch, name)]
-        if absent:
-            raise InputError(
-                f"{WHERE}: batch {index} is a {type(batch).__name__} without {absent[0]}; it needs labels, "
-                "sparse_features and, where there are any, dense_features."
-            )
-        labels = _array(batch.labels).astype(np.float64)
-        weights = getattr(batch, "weights", None)
-        real = np.ones(labels.shape, np.bool_) if weights is None else _array(weights) > 0
-        if labels.ndim != 1 or real.shape != labels.shape:
-            raise InputError(
-                f"{WHERE}: batch {index} has labels of shape {list(labels.shape)} and weights of {list(real.shape)}; "
-                "give one number for each row."
-            )
-        wrong = labels[real & (labels != 0) & (labels != 1)]
-        if len(wrong):
-            raise InputError(f"{WHERE}: batch {index} has the label {wrong[0]:g}; labels must be 0 or 1.")
-        bags = _bags(batch.sparse_features, len(labels))
-        dense = getattr(batch, "dense_features", None)
-        columns = np.zeros((len(labels), 0), np.float32) if dense is None else _array(dense).astype(np.float32)
-        if not self.values:
-            self.values, self.lengths = {name: [] for name in bags}, {name: [] for name in bags}
-            self.num_ids, self.num_dense = dict.fromkeys(bags, 0), columns.shape[1]
-            self.max_rows = max(1, min(self.max_rows, MOST_KEPT // (len(bags) + self.num_dense)))
-        if list(bags) != list(self.values) or columns.shape != (len(labels), self.num_dense):
-            strange = sorted(set(bags) ^ set(self.values)) or [f"dense features of shape {list(columns.shape)}"]
-            raise InputError(
-                f"{WHERE}: batch {index} has other columns than the first, see {strange[0]!r}; all batches must have "
-                "the same, in one order."
-            )
-        other = [name for name, (lengths, _) in bags.items() if len(lengths) != len(labels)]
-        if other:
-            raise InputError(
-                f"{WHERE}: batch {index} has {len(labels)} labels, but feature {other[0]!r} {len(bags[other[0]][0])} "
-                "bags. Give one for each row."
-            )
-        kept = np.flatnonzero(real)[: self.max_rows - self.num_rows]
-        self.labels.append(labels[kept])
-        self.numbers.append((np.uint64(index) << np.uint64(32)) + kept.astype(np.uint64))
-        self.dense.append(columns[kept])
-        most_raw = int(np.clip(2 ** int(np.log2(MOST_RAW // len(bags))), 2**14, 2**22))
-        for name, (lengths, ids) in bags.items():
-            used, values = _shortened(lengths, ids, kept, most_raw)
-            self.values[name].append(values)
-            self.lengths[name].append(used)
-            self.num_ids[name] += int(lengths[kept].sum())
-        self.num_rows += len(kept)
+    labels: NDArray[np.float64]
+    """[K]"""
+    numbers: NDArray[np.uint64]
+    """[K] the number of the batch, times 2^32, and the place in it."""
+    dense: NDArray[np.float32]
+    """[K, D]"""
+    bags: Mapping[str, tuple[NDArray[np.int32], NDArray[np.int32]]]
+    """[K] lengths, at least 1, and raw values, 0 for an empty bag."""
+    num_ids: Mapping[str, int]
+    """Ids of each feature, all of every bag."""
 
 
 def read_rows(batches: Iterable[Any], *, max_rows: int, seed: int) -> ReadRows:
@@ -157,23 +105,74 @@ def read_rows(batches: Iterable[Any], *, max_rows: int, seed: int) -> ReadRows:
     Raises:
         InputError: a batch has not what is needed, or other features than the first; a label is not 0 or 1.
     """
-    reader = _Reader(max_rows=max_rows)
+    parts: list[_Part] = []
+    num_rows = 0
     for index, batch in enumerate(batches):
-        reader.add(index, batch)
-        if reader.num_rows >= reader.max_rows:
+        part = _read(index, batch, max_rows - num_rows)
+        first = parts[0] if parts else part
+        if list(part.bags) != list(first.bags) or part.dense.shape[1] != first.dense.shape[1]:
+            strange = sorted(set(part.bags) ^ set(first.bags)) or [f"{part.dense.shape[1]} dense features"]
+            raise InputError(
+                f"{WHERE}: batch {index} has other columns than the first, see {strange[0]!r}; all batches must have "
+                "the same, in one order."
+            )
+        max_rows = max(1, min(max_rows, MOST_KEPT // (len(part.bags) + part.dense.shape[1])))
+        parts.append(part)
+        num_rows += len(part.labels)
+        if num_rows >= max_rows:
             break
-    numbers = np.concatenate([np.zeros(0, np.uint64), *reader.numbers])
+    if not num_rows:
+        raise InputError(f"{WHERE}: batches gave 0 rows with a weight.")
+    numbers = np.concatenate([part.numbers for part in parts])
     hashes = mix_bits(numbers ^ mix_bits(np.array([seed], dtype=np.uint64) + np.uint64(1)))
-    dense = np.concatenate([np.zeros((0, max(reader.num_dense, 0)), np.float32), *reader.dense])
+    features = tuple(parts[0].bags)
     return ReadRows(
-        features=tuple(reader.values),
+        features=features,
         columns=[
-            *(_column(reader.values.pop(name), reader.lengths.pop(name)) for name in tuple(reader.values)),
-            *map(_dense_column, dense.T),
+            *(_column([part.bags[name] for part in parts]) for name in features),
+            *map(_dense_column, np.concatenate([part.dense for part in parts]).T),
         ],
-        labels=np.concatenate([np.zeros(0), *reader.labels]),
+        labels=np.concatenate([part.labels for part in parts]),
         parts=(hashes % np.uint64(PARTS)).astype(np.int64),
-        pooling_factors=tuple(count / max(reader.num_rows, 1) for count in reader.num_ids.values()),
+        pooling_factors=tuple(sum(part.num_ids[name] for part in parts) / num_rows for name in features),
+    )
+
+
+def _read(index: int, batch: Any, most_rows: int) -> _Part:
+    absent = [name for name in ("sparse_features", "labels") if not hasattr(batch, name)]
+    if absent:
+        raise InputError(
+            f"{WHERE}: batch {index} is a {type(batch).__name__} without {absent[0]}; it needs labels, "
+            "sparse_features and, where there are any, dense_features."
+        )
+    labels = _array(batch.labels).astype(np.float64)
+    weights = getattr(batch, "weights", None)
+    real = np.ones(labels.shape, np.bool_) if weights is None else _array(weights) > 0
+    dense = getattr(batch, "dense_features", None)
+    columns = np.zeros((len(labels), 0), np.float32) if dense is None else _array(dense).astype(np.float32)
+    if labels.ndim != 1 or real.shape != labels.shape or columns.ndim != 2 or len(columns) != len(labels):
+        raise InputError(
+            f"{WHERE}: batch {index} has labels of shape {list(labels.shape)}, weights of {list(real.shape)} and dense "
+            f"features of {list(columns.shape)}; give one label, one weight and one row for each sample."
+        )
+    wrong = labels[real & (labels != 0) & (labels != 1)]
+    if len(wrong):
+        raise InputError(f"{WHERE}: batch {index} has the label {wrong[0]:g}; labels must be 0 or 1.")
+    bags = _bags(batch.sparse_features, len(labels))
+    other = [name for name, (lengths, _) in bags.items() if len(lengths) != len(labels)]
+    if other:
+        raise InputError(
+            f"{WHERE}: batch {index} has {len(labels)} labels, but feature {other[0]!r} {len(bags[other[0]][0])} "
+            "bags. Give one for each row."
+        )
+    kept = np.flatnonzero(real)[:most_rows]
+    most_raw = int(np.clip(2 ** int(np.log2(MOST_RAW // len(bags))), 2**14, 2**22))
+    return _Part(
+        labels=labels[kept],
+        numbers=(np.uint64(index) << np.uint64(32)) + kept.astype(np.uint64),
+        dense=columns[kept],
+        bags={name: _shortened(lengths, ids, kept, most_raw) for name, (lengths, ids) in bags.items()},
+        num_ids={name: int(lengths[kept].sum()) for name, (lengths, _) in bags.items()},
     )
 
 
@@ -218,14 +217,13 @@ def _shortened(
     return used.astype(np.int32), values.astype(np.int32)
 
 
-def _column(values: Sequence[NDArray[np.int32]], lengths: Sequence[NDArray[np.int32]]) -> Column:
+def _column(parts: Sequence[tuple[NDArray[np.int32], NDArray[np.int32]]]) -> Column:
     """Numbers the values of a feature by those that occur; what is seen once is one value, 0."""
-    raw, bags = np.concatenate(values), np.concatenate(lengths)
+    bags, raw = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
     counts = np.bincount(raw)
     number = np.cumsum(counts > 1) * (counts > 1)
-    is_single = not len(bags) or bags.max() == 1
     size = int(number.max(initial=0)) + 1
-    return Column(values=number[raw].astype(np.int32), lengths=None if is_single else bags, size=size)
+    return Column(values=number[raw].astype(np.int32), lengths=None if bags.max() == 1 else bags, size=size)
 
 
 def _dense_column(values: NDArray[np.float32]) -> Column:

