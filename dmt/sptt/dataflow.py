@@ -46,7 +46,7 @@ from torchrec.streamable import Multistreamable
 
 from dmt.collectives import profiler_range
 from dmt.errors import InputError
-from dmt.sptt.id_routes import AgreedIds, GlobalIdRoute, IdRoute, PeerIdRoute
+from dmt.sptt.id_routes import AgreedIds, GlobalIdRoute, PeerIdRoute
 from dmt.sptt.peer_exchange import AgreedOutputs, Piece, Rows, TowerOutput
 from dmt.sptt.results import CachedAwaitable
 from dmt.sptt.rows import RowCode, RowEncoder, exchange_rows
@@ -123,7 +123,7 @@ class SPTTModule(TowerState):
             list(groups) if sum(map(len, groups)) == len(features) else [features]
             for groups, features in zip(input_groups, self._features_by_tower, strict=True)
         ]
-        self._route: IdRoute  # set once the sharded collections exist
+        self._route: PeerIdRoute | GlobalIdRoute  # set once the sharded collections exist
         self._agreed_ids = AgreedIds(self.features, is_weighted=is_weighted, group=self.mesh.sharding_group)
         self._outputs: AgreedOutputs | None = None
         self._tag = next(self.mesh.tags)

@@ -12,7 +12,6 @@ slow links.
 
 from __future__ import annotations
 
-import abc
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -163,8 +162,13 @@ NoteRows = Callable[[Any, KeyedJaggedTensor], KeyedJaggedTensor]
 """Reads off ids that have arrived how many rows each peer sent; returns them with one batch size for all features."""
 
 
-class IdRoute(abc.ABC):
-    """A route into the sharded collections of this rank's tower, which are one for each logical tower."""
+class IdRoute:
+    """A route into the sharded collections of this rank's tower, which are one for each logical tower.
+
+    ``has_arrived`` returns whether the exchange of a batch was waited for. ``look_up`` starts lookups and the exchange
+    of partial embeddings inside the tower (SPTT steps b, d, e), and returns for each collection a lazy ``KeyedTensor``
+    [sum of the peers' B, columns], peers in tower order.
+    """
 
     group: dist.ProcessGroup
     """Ranks that the ids cross."""
@@ -187,17 +191,6 @@ class IdRoute(abc.ABC):
         Train pipelines wait for the sizes between the forward and the backward pass of the batch before, then for ids.
         """
         return KJTListSplitsAwaitable([started], ctx)
-
-    @abc.abstractmethod
-    def has_arrived(self, ctx: Any) -> bool:
-        """Returns whether the exchange of a batch was waited for."""
-
-    @abc.abstractmethod
-    def look_up(self, ctx: Any, dist_input: KJTList) -> list[Any]:
-        """Starts lookups and the exchange of partial embeddings inside the tower (SPTT steps b, d, e).
-
-        Returns for each collection a lazy ``KeyedTensor`` [sum of the peers' B, columns], peers in tower order.
-        """
 
 
 class PeerIdRoute(IdRoute):

@@ -6,7 +6,6 @@ TorchRec is imported when codecs are built.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,9 +19,8 @@ if TYPE_CHECKING:
 
 __all__ = ["ExchangePrecision"]
 
-# A mean loss has gradients of 1e-6 and less, and FP16 loses digits below 6e-5.
-_SCALED = ("fp16",)
-_DEFAULT_SCALE = 4096.0
+# A mean loss has gradients of 1e-6 and less, and FP16 loses digits below 6e-5. A power of two is undone exactly.
+_FP16_SCALE = 4096.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -36,7 +34,7 @@ class ExchangePrecision:
     whatever the format, also under autocast; a format that is that dtype converts and scales nothing.
 
     Raises:
-        InputError: an unknown format, or a ``loss_scale`` that cannot be undone exactly or has nothing to scale.
+        InputError: an unknown format.
 
     Example:
         >>> precision = ExchangePrecision(forward="fp16", backward="bf16")
@@ -52,11 +50,9 @@ you mean 'fp16'?
     forward: ExchangeFormat = "fp32"
     """Number format of the tower outputs."""
     backward: ExchangeFormat = "fp32"
-    """Number format of their gradients. ``"bf16"`` is the safe choice: it needs no scale."""
-    loss_scale: float | None = None
-    """Gradients are multiplied by this power of two before they are encoded and divided by it, in FP32, after; None
-    means 4096 for FP16, 1 otherwise. FP16 then keeps all its digits from 1.5e-8 to 16; larger gradients
-    arrive as 16. (TorchRec's ``backward_loss_scale`` is undone in FP16 and so does not help small gradients.)"""
+    """Number format of their gradients. ``"bf16"`` is the safe choice: it needs no scale. For FP16 they are multiplied
+    by 4096 before they are encoded and divided by it, in FP32, after: FP16 then keeps all its digits from 1.5e-8 to 16,
+    and larger gradients arrive as 16."""
 
     def __post_init__(self) -> None:
         for direction in ("forward", "backward"):
@@ -66,26 +62,11 @@ you mean 'fp16'?
                     f"ExchangePrecision: {direction}={value!r} is unknown; use one of {list(EXCHANGE_FORMATS)}."
                     f"{did_you_mean(str(value), EXCHANGE_FORMATS)}"
                 )
-        if self.loss_scale is None:
-            return
-        if self.backward not in _SCALED:
-            raise InputError(
-                f"ExchangePrecision: loss_scale={self.loss_scale!r} is set but backward={self.backward!r}, which needs "
-                f"no scale; drop loss_scale, or choose backward from {list(_SCALED)}."
-            )
-        exact = math.isfinite(self.loss_scale) and self.loss_scale > 0 and math.frexp(self.loss_scale)[0] == 0.5
-        if not exact or not 2.0**-24 <= self.loss_scale <= 2.0**24:
-            raise InputError(
-                f"ExchangePrecision: loss_scale={self.loss_scale!r} cannot be undone exactly; give a power of two from "
-                f"2**-24 to 2**24, or None for {_DEFAULT_SCALE:g}."
-            )
 
     @property
     def backward_scale(self) -> float:
         """Factor on gradients while they are sent."""
-        if self.loss_scale is not None:
-            return self.loss_scale
-        return _DEFAULT_SCALE if self.backward in _SCALED else 1.0
+        return _FP16_SCALE if self.backward == "fp16" else 1.0
 
     def codecs(self, dtype: torch.dtype | None = None) -> QuantizedCommCodecs | None:
         """TorchRec's codecs for the peer all-to-all, or None when both directions send numbers as they are.

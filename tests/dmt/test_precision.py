@@ -41,8 +41,9 @@ def round_trip(codec: Any, numbers: Tensor) -> Tensor:
 @pytest.mark.parametrize("magnitude", [1e4, 1.0, 1e-3, 1e-6, 1e-9])
 def test_codecs_keep_their_bound_in_both_directions(name: Any, magnitude: float) -> None:
     numbers = torch.randn(4096, generator=torch.Generator().manual_seed(0)) * magnitude
-    codecs = ExchangePrecision(forward=name, backward=name, loss_scale=1.0 if name != "bf16" else None).codecs()
-    for codec in (codecs.forward, codecs.backward):
+    codecs = ExchangePrecision(forward=name, backward=name).codecs()
+    both = (codecs.forward, codecs.backward)
+    for codec in both[:1] if (name, magnitude) == ("fp16", 1e4) else both:  # gradients above 16 arrive as 16
         assert ((round_trip(codec, numbers) - numbers).abs() <= bound(name, numbers)).all()
 
 
@@ -56,11 +57,9 @@ def test_gradients_of_a_mean_loss_survive(name: Any, worst: float) -> None:
 
 def test_the_scale_is_undone_exactly() -> None:
     numbers = torch.tensor([1.0, -0.5, 3.0, 2.0**-20, 15.0])
-    for scale in (2.0**-3, 1.0, 2.0**12):
-        codec = ExchangePrecision(backward="fp16", loss_scale=scale).codecs().backward
-        assert torch.equal(round_trip(codec, numbers), numbers)
-    # the stated end of the range with the default scale: larger gradients arrive as 16
     codec = ExchangePrecision(backward="fp16").codecs().backward
+    assert torch.equal(round_trip(codec, numbers), numbers)
+    # the stated end of the range: larger gradients arrive as 16
     assert round_trip(codec, torch.tensor([100.0])).item() == 65504 / 4096
 
 
@@ -106,11 +105,6 @@ def test_choices_that_change_nothing_need_no_codec() -> None:
 @pytest.mark.parametrize(("wrong", "message"), [
     ({"forward": "f16"}, r"forward='f16' is unknown; use one of .* Did you mean 'fp16'"),
     ({"backward": "float32"}, "backward='float32' is unknown"),
-    ({"backward": "bf16", "loss_scale": 2.0}, "loss_scale=2.0 is set but backward='bf16', which needs no scale"),
-    ({"backward": "fp16", "loss_scale": 1000.0}, "loss_scale=1000.0 cannot be undone exactly; give a power of two"),
-    ({"backward": "fp16", "loss_scale": 0.0}, "loss_scale=0.0 cannot be undone exactly"),
-    ({"backward": "fp16", "loss_scale": float("inf")}, "loss_scale=inf cannot be undone exactly"),
-    ({"backward": "fp16", "loss_scale": 2.0**30}, "from 2.*-24 to 2.*24, or None for 4096"),
 ], ids=str)  # fmt: skip
 def test_wrong_choices_are_refused(wrong: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
