@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-__all__ = ["Bags", "Deal", "LaneRows", "Piece", "Rows", "rank_batch", "taken"]
+__all__ = ["Bags", "Deal", "LaneRows", "Piece", "Rows", "rank_batch"]
 
 logger = logging.getLogger(__name__)
 
@@ -59,7 +59,7 @@ class Rows:
     def take(self, index: NDArray[np.int64]) -> Rows:
         """Returns the rows at these positions, in their order."""
         requests = None if self.requests is None else self.requests[index]
-        bags = tuple(taken(bag, index) for bag in self.bags)
+        bags = tuple(_taken(bag, index) for bag in self.bags)
         return Rows(self.labels[index], _gathered(self.dense, index), _gathered(self.ids, index), bags, requests)
 
     def slice(self, start: int, stop: int) -> Rows:
@@ -88,7 +88,7 @@ class Rows:
         )
 
 
-def taken(bag: Bags, index: NDArray[np.int64]) -> Bags:
+def _taken(bag: Bags, index: NDArray[np.int64]) -> Bags:
     """Returns the bags at these positions, in their order."""
     values, starts = bag
     lengths = np.diff(starts)[index]

@@ -18,6 +18,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from dmt.errors import InputError
 from dmt.files import from_record, read_record
@@ -40,6 +41,7 @@ __all__ = [
     "open_binary",
     "read_manifest",
     "rows_of",
+    "starts_of",
 ]
 
 MANIFEST, FORMAT = "manifest.json", 3
@@ -329,9 +331,15 @@ def rows_of(table: pa.Table, columns: Columns, label: str | None) -> Rows:
         np.zeros(table.num_rows, np.float32) if label is None else np.asarray(values(label)).astype(np.float32),
         dense,
         ids,
-        tuple((bag.flatten().to_numpy(), np.asarray(bag.offsets) - bag.offsets[0].as_py()) for bag in bags),
+        tuple((bag.flatten().to_numpy(), starts_of(bag)) for bag in bags),
         np.asarray(values(REQUEST)) if REQUEST in table.column_names else None,
     )
+
+
+def starts_of(bags: pa.Array) -> NDArray[np.int64]:
+    """Returns where each of n lists begins among the values of all, and the end of the last, int64 [n + 1]."""
+    offsets = bags.offsets.to_numpy().astype(np.int64)
+    return offsets - offsets[0]
 
 
 def _version(file: Path) -> tuple[int, int]:

@@ -75,7 +75,7 @@ class OwnRows:
             InputError: a batch is no table or has a value that does not fit.
             RuntimeError: the user's code has failed.
         """
-        from dmt.training.data.prepare import prepared_table
+        from dmt.training.data.prepare import prepared_schema, prepared_table
         from dmt.training.data.raw import table_block, used_columns
 
         made, before = self._call(split, rank, world_size, epoch), 0
@@ -86,7 +86,7 @@ class OwnRows:
             made.load_state_dict(torch.load(saved, weights_only=True))
         if split == "train":
             self._states = []
-        used = used_columns(self._config, self.columns)
+        schema, used = prepared_schema(self._config, self.columns), used_columns(self._config, self.columns)
         text = _state_text(made, self.name) if has_state else None
         for number, table in enumerate(self._tables(made), start=1):
             place = f"{self.name}, batch {number}"
@@ -102,7 +102,7 @@ class OwnRows:
                 if rejects:
                     wrong = rejects[0]
                     raise InputError(f"{place}, row {wrong.line}: column {wrong.column!r}: {wrong.reason}.")
-                ready = prepared_table(typed, typed.ids, self._config, self.columns)
+                ready = prepared_table(typed, schema, self.columns, {})
                 rows = rows_of(ready, self.columns, self._config.label)
                 yield rows.slice(max(start - before, 0), rows.num_rows)
             before += table.num_rows

@@ -15,6 +15,7 @@ import os
 import shutil
 import uuid
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -36,16 +37,24 @@ from dmt.plan.tables import TableSpec
 from dmt.training.access import save_profile
 from dmt.training.data.columns import Columns, explicit_config, find_columns, tables_of
 from dmt.training.data.config import OF_READING, DataConfig
-from dmt.training.data.files import FORMAT, MANIFEST, REQUEST, Manifest, expand_path, file_version, read_manifest
+from dmt.training.data.files import (
+    FORMAT,
+    MANIFEST,
+    REQUEST,
+    Manifest,
+    expand_path,
+    file_version,
+    read_manifest,
+    starts_of,
+)
 from dmt.training.data.hash import Vocabulary
-from dmt.training.data.raw import Converter, Reject, Typed, raw_blocks, schema_of, used_columns
+from dmt.training.data.raw import SPLIT, Converter, Reject, raw_blocks, schema_of, used_columns
 
 __all__ = ["PrepareOptions", "prepare", "prepare_once", "prepared_schema", "prepared_table"]
 
 logger = logging.getLogger(__name__)
 
 Part = Literal["train", "eval"]
-Ids = Mapping[str, tuple[NDArray[np.int64], NDArray[np.int64] | None]]
 _PARTS: tuple[Part, ...] = ("train", "eval")
 _GROUPS_OF_FILE = 64
 _PROFILE, _REJECTS, _VOCABULARY, _LOCK = "access.parquet", "rejects.csv", "vocabulary.parquet", ".lock"
@@ -150,10 +159,10 @@ def prepare(
         schema = prepared_schema(config, columns)
         writers = {part: _Writer(folder / part, schema, options.group_rows) for part in _PARTS}
         for part, rows in source.rows(rejects, lambda share: on_share("write", share)):
-            ids = _numbered(rows.ids, columns, vocabularies)
+            table = prepared_table(rows, schema, columns, vocabularies)
             if part == "train":
-                summary.add(rows, ids)
-            writers[part].add(prepared_table(rows, ids, config, columns))
+                summary.add(rows, table)
+            writers[part].add(table)
         for writer in writers.values():
             writer.close()
         profile = summary.profile(tables)
@@ -216,7 +225,7 @@ class _Source:
         made = Converter(self.config, self.columns, memory_gib=options.memory_gib, threads=options.threads)
         object.__setattr__(self, "converter", made)
 
-    def rows(self, rejects: _Rejects | None, on_share: Callable[[float], object]) -> Iterator[tuple[Part, Typed]]:
+    def rows(self, rejects: _Rejects | None, on_share: Callable[[float], object]) -> Iterator[tuple[Part, pa.Table]]:
         """Yields the rows of both parts, in the order of the files; without ``rejects`` they are not looked at."""
         used = used_columns(self.config, self.columns)
         files = [(setting, file) for setting, of_setting in self.files.items() for file in of_setting]
@@ -235,22 +244,22 @@ class _Source:
                 for part in _PARTS:
                     chosen = self._is_of(part, setting, rows, start)
                     if chosen.any():
-                        yield part, rows.take(chosen)
-                start += len(rows.labels)
+                        yield part, rows.filter(pa.array(chosen))
+                start += rows.num_rows
                 on_share((number + block.share) / len(files))
 
-    def _is_of(self, part: Part, setting: str, rows: Typed, start: int) -> NDArray[np.bool_]:
+    def _is_of(self, part: Part, setting: str, rows: pa.Table, start: int) -> NDArray[np.bool_]:
         """Tells which rows, number ``start`` and on, are of a part [n]."""
-        config, number = self.config, len(rows.labels)
+        config, number = self.config, rows.num_rows
         if self.options.eval_only or config.eval_path:
             own = "eval" if setting == "eval_path" or self.options.eval_only else "train"
             return np.full(number, part == own)
-        if rows.split is not None:
+        if config.split_column:
             value = config.train_split if part == "train" else config.eval_split
-            return np.asarray(pc.fill_null(pc.equal(rows.split, value), False))
+            return np.asarray(pc.fill_null(pc.equal(rows.column(SPLIT), value), False))
         share = round(config.eval_fraction * _MILLIONTHS)  # whole numbers: exact at any row number
-        if rows.requests is not None:
-            apart = rows.requests % _MILLIONTHS < share
+        if config.group_by:
+            apart = rows.column(REQUEST).to_numpy() % _MILLIONTHS < share
         else:
             numbers = np.arange(start, start + number)
             apart = (numbers + 1) * share // _MILLIONTHS > numbers * share // _MILLIONTHS
@@ -322,28 +331,22 @@ def prepared_schema(config: DataConfig, columns: Columns) -> pa.Schema:
     return pa.schema([*fields, *([pa.field(REQUEST, pa.int64())] if config.group_by else [])])
 
 
-def prepared_table(rows: Typed, ids: Ids, config: DataConfig, columns: Columns) -> pa.Table:
-    """Returns rows as a table of a prepared folder."""
-    schema = prepared_schema(config, columns)
-    values: dict[str, Any] = {name: rows.dense[:, i] for i, name in enumerate(columns.dense)}
-    for name, (numbers, offsets) in ids.items():
-        type_ = schema.field(name).type
-        if offsets is None:
-            values[name] = pa.array(numbers).cast(type_)
-        else:
-            values[name] = pa.LargeListArray.from_arrays(offsets, pa.array(numbers).cast(type_.value_type))
-    if rows.requests is not None:
-        values[REQUEST] = rows.requests
-    if config.label is not None:
-        values[config.label] = rows.labels.astype(np.int8)
-    return pa.table([values[name] for name in schema.names], schema=schema)
-
-
-def _numbered(ids: Ids, columns: Columns, vocabularies: Mapping[str, Vocabulary]) -> Ids:
-    """Returns ids with the hashes of values replaced by their rows."""
+def prepared_table(
+    rows: pa.Table, schema: pa.Schema, columns: Columns, vocabularies: Mapping[str, Vocabulary]
+) -> pa.Table:
+    """Returns rows of a `Converter` as rows of a prepared folder."""
     tables = {feature.name: feature.table for feature in columns.features if feature.time is None}
-    words = {name: vocabularies.get(tables.get(name, "")) for name in ids}
-    return {name: (v.rows_of(pair[0]), pair[1]) if (v := words[name]) else pair for name, pair in ids.items()}
+    found = []
+    for kind in schema:
+        column = rows.column(kind.name).combine_chunks()
+        if pa.types.is_floating(kind.type):
+            column = pa.array(np.nan_to_num(column.to_numpy(), nan=0.0))
+        elif (words := vocabularies.get(tables.get(kind.name, ""))) is not None:
+            is_bag = pa.types.is_large_list(kind.type)
+            ids = words.rows_of((column.flatten() if is_bag else column).to_numpy())
+            column = pa.LargeListArray.from_arrays(starts_of(column), ids) if is_bag else pa.array(ids)
+        found.append(column.cast(kind.type))
+    return pa.table(found, schema=schema)
 
 
 def _count(source: _Source, file: Path, on_share: Callable[[float], object]) -> dict[str, Vocabulary]:
@@ -354,7 +357,7 @@ def _count(source: _Source, file: Path, on_share: Callable[[float], object]) -> 
         counts.sql("CREATE TABLE counts (name VARCHAR, value BIGINT, n BIGINT)")
         for part, rows in source.rows(None, on_share):
             for feature in features if part == "train" else ():
-                values, n = np.unique(rows.ids[feature.name][0], return_counts=True)
+                values, n = np.unique(_flat(rows, feature.name), return_counts=True)
                 counts.register("block", pa.table({"name": pa.repeat(feature.table, len(n)), "value": values, "n": n}))
                 counts.sql("INSERT INTO counts SELECT * FROM block")
         for feature in features:
@@ -418,22 +421,25 @@ class _Summary:
 
     def __init__(self, columns: Columns, converter: Converter) -> None:
         self._columns, self._converter, self._rows = columns, converter, 0
-        self._missing_dense = np.zeros(len(columns.dense), np.int64)
-        self._missing = dict.fromkeys((feature.name for feature in columns.features), 0)
+        self._missing = Counter[str]()
         by_feature = [
             TableSpec(name=f.name, num_embeddings=f.rows, embedding_dim=4, feature_names=(f.name,))
             for f in columns.features
         ]
         self._counts = AccessProfile(by_feature)
 
-    def add(self, rows: Typed, ids: Ids) -> None:
-        """Counts rows and their ids: missing are NaN and nothing in dense columns, row 0 and empty bags in features."""
-        self._rows += len(rows.labels)
-        self._missing_dense += rows.missing.sum(axis=0)
-        self._counts.add({name: values for name, (values, _) in ids.items()}, num_samples=len(rows.labels))
-        for name, (values, offsets) in ids.items():
-            empty = values == 0 if offsets is None else np.diff(offsets) == 0
-            self._missing[name] += int(empty.sum())
+    def add(self, rows: pa.Table, table: pa.Table) -> None:
+        """Counts rows of a `Converter` and their ids: missing are NaN in dense columns, row 0, and empty bags."""
+        self._rows += rows.num_rows
+        for name in self._columns.dense:
+            self._missing[name] += int(np.isnan(rows.column(name).to_numpy()).sum())
+        ids = {feature.name: _flat(table, feature.name) for feature in self._columns.features}
+        self._counts.add(ids, num_samples=rows.num_rows)
+        for feature in self._columns.features:
+            lengths = (
+                pc.list_value_length(table.column(feature.name)).to_numpy() if feature.is_bag else ids[feature.name]
+            )
+            self._missing[feature.name] += int((lengths == 0).sum())
 
     def profile(self, tables: Sequence[TableSpec]) -> AccessProfile:
         """Returns the access counts of tables."""
@@ -478,7 +484,7 @@ class _Summary:
                 )
             if number := self._converter.negative[feature.name]:
                 notes.append(f"{feature.name}: {number:,} values below 0 have ids of their own. Are they missing ones?")
-        dense = {name: {"missing": int(n)} for name, n in zip(self._columns.dense, self._missing_dense, strict=True)}
+        dense = {name: {"missing": self._missing[name]} for name in self._columns.dense}
         for name, column in {**dense, **features}.items():
             if self._rows and column["missing"] == self._rows:
                 notes.insert(0, f"{name}: all {self._rows:,} values are missing. Leave the column out.")
@@ -492,6 +498,12 @@ class _Summary:
             others = [other for each, other in rows.items() if each != name]
             if others and len(own) and not any(len(np.intersect1d(own, other)) for other in others):
                 yield f"{name}: shares {table.name} with {shorten([n for n in rows if n != name], ', ')}, but no value."
+
+
+def _flat(table: pa.Table, name: str) -> NDArray[np.int64]:
+    """Returns the ids of a column, also of one of bags."""
+    column = table.column(name).combine_chunks()
+    return np.asarray(column.flatten() if pa.types.is_large_list(column.type) else column)
 
 
 def _distinct(counts: RowCounts, rows: int, *, exact: bool) -> int | None:

@@ -13,7 +13,7 @@ import json
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,20 +23,17 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
-from numpy.typing import NDArray
 
 from dmt.errors import InputError
 from dmt.training.data.columns import CRITEO_CATEGORICAL, CRITEO_DENSE, Columns, Feature, kind_of
 from dmt.training.data.config import DataConfig
-from dmt.training.data.deal import taken
-from dmt.training.data.files import file_version, format_of, open_binary
+from dmt.training.data.files import REQUEST, file_version, format_of, open_binary, starts_of
 from dmt.training.data.hash import COUNTED, hash_rows
 
 __all__ = [
     "Block",
     "Converter",
     "Reject",
-    "Typed",
     "first_line",
     "raw_blocks",
     "schema_of",
@@ -52,6 +49,8 @@ _MISSING = "('nan', 'na', 'n/a', 'null', 'none', 'nat', '')"
 """Spellings of a missing number or time, in lower case; a missing category is the empty text ("NA" may be Namibia)."""
 _ZONE = r"[T ].*(Z|[+-]\d\d(:?\d\d)?) *$"
 _PARTS = {"hour": "hour({0}) + 1", "weekday": "isodow({0})"}
+SPLIT = "#split"
+"""Text of the split column."""
 _MOST_FLOAT = 3.4028235e38
 _FREQUENT = 4  # values of a block whose names are kept for the summary
 
@@ -91,42 +90,6 @@ class Block:
     """Part of the file that is read by now, 0 to 1."""
     text: Callable[[int], str]
     """Returns a row as it stands in the file."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class Typed:
-    """Rows that can be used."""
-
-    labels: NDArray[np.float64]
-    """0 or 1 [n]; 0 in data without labels."""
-    dense: NDArray[np.float32]
-    """Transformed dense columns, float32 [n, D]; 0 where missing."""
-    missing: NDArray[np.bool_]
-    """Which dense values are missing [n, D]."""
-    ids: Mapping[str, tuple[NDArray[np.int64], NDArray[np.int64] | None]]
-    """Ids of each feature, and the offsets of bags [n + 1]; by frequency, the hashes of the values."""
-    split: pa.Array | None
-    """Text of the split column [n]."""
-    requests: NDArray[np.int64] | None
-    """Key of each row's request [n]; None without ``data.group_by``."""
-
-    def take(self, chosen: NDArray[np.bool_]) -> Typed:
-        """Returns the rows that are chosen [n]."""
-        if chosen.all():
-            return self
-        ids = dict[str, tuple[NDArray[np.int64], NDArray[np.int64] | None]]()
-        for name, (values, offsets) in self.ids.items():
-            ids[name] = (values[chosen], None) if offsets is None else taken((values, offsets), np.flatnonzero(chosen))
-        split, requests = self.split, self.requests
-        return replace(
-            self,
-            labels=self.labels[chosen],
-            dense=self.dense[chosen],
-            missing=self.missing[chosen],
-            ids=ids,
-            split=None if split is None else split.filter(pa.array(chosen)),
-            requests=None if requests is None else requests[chosen],
-        )
 
 
 def used_columns(config: DataConfig, columns: Columns) -> list[str]:
@@ -366,8 +329,11 @@ class Converter:
         """Closes DuckDB."""
         self._connection.close()
 
-    def convert(self, block: Block) -> tuple[Typed, list[Reject]]:
+    def convert(self, block: Block) -> tuple[pa.Table, list[Reject]]:
         """Reads the columns of a block; rows with a value that does not fit are left out and come as rejects.
+
+        The table has the label, dense columns (transformed, NaN where missing), ids (by frequency: hashes of values),
+        and where the config names them `SPLIT` and `dmt.training.data.files.REQUEST`.
 
         Raises:
             InputError: DuckDB cannot read a type, or needs more memory.
@@ -389,52 +355,52 @@ class Converter:
                 column, _, reason = faults[row].as_py().partition(_CUT)
                 rejects.append(Reject(block.place, block.first + row, column, reason, block.text(row)))
             table = table.filter(faults.is_null())
-        return self._typed(table, block), rejects
+        return self._typed(table, block.place), rejects
 
-    def _typed(self, table: pa.Table, block: Block) -> Typed:
-        config, columns, number = self._config, self._columns, table.num_rows
-        dense = np.empty((number, len(columns.dense)))
-        for i in range(len(columns.dense)):
-            dense[:, i] = table.column(f"d{i}").to_numpy()
-        missing = np.isnan(dense)
-        if config.dense_transform == "signed_log1p":
-            dense = np.sign(dense) * np.log1p(np.abs(dense))
-        requests = None
+    def _typed(self, table: pa.Table, place: str) -> pa.Table:
+        config, columns = self._config, dict[str, Any]()
+        if config.label is not None:
+            columns[config.label] = table.column("label").cast(pa.int8())
+        for i, name in enumerate(self._columns.dense):
+            values = table.column(f"d{i}").to_numpy()
+            if config.dense_transform == "signed_log1p":
+                values = np.sign(values) * np.log1p(np.abs(values))
+            columns[name] = pa.array(values.astype(np.float32))
+        for i, feature in enumerate(self._columns.features):
+            columns[feature.name] = self._ids(feature, table.column(f"f{i}").combine_chunks())
+        if config.split_column:
+            columns[SPLIT] = table.column("split")
         if config.group_by is not None:
             keys = table.column("request").combine_chunks()
             # A row without a value is a request by itself.
-            alone = pa.array([f"{Path(block.place).name} {row}" for row in table.column("row").to_pylist()])
+            alone = pa.array([f"{Path(place).name} {row}" for row in table.column("row").to_pylist()], pa.string())
             keys = pc.if_else(keys.is_null(), alone, keys)
-            requests = hash_rows(keys, feature=config.group_by, num_embeddings=COUNTED)
-        return Typed(
-            labels=table.column("label").to_numpy(),
-            dense=np.nan_to_num(dense, nan=0.0).astype(np.float32),
-            missing=missing,
-            ids={f.name: self._ids(f, table.column(f"f{i}").combine_chunks()) for i, f in enumerate(columns.features)},
-            split=table.column("split") if config.split_column else None,
-            requests=requests,
-        )
+            columns[REQUEST] = hash_rows(keys, feature=config.group_by, num_embeddings=COUNTED)
+        return pa.table(columns)
 
-    def _ids(self, feature: Feature, column: pa.Array) -> tuple[NDArray[np.int64], NDArray[np.int64] | None]:
-        """Returns the ids of a feature's values, and the offsets of its bags."""
-        values, offsets = column, None
-        if feature.is_bag:
-            values, offsets = column.flatten(), column.offsets.to_numpy().astype(np.int64) - column.offsets[0].as_py()
+    def _ids(self, feature: Feature, column: pa.Array) -> pa.Array:
+        """Returns the ids of a feature's values, or lists of them."""
+        values = column.flatten() if feature.is_bag else column
         if pa.types.is_integer(values.type):
-            return values.fill_null(0).to_numpy().astype(np.int64), offsets
-        encoded = values.dictionary_encode()
-        rows = COUNTED if self._config.id_mode == "frequency" else feature.rows
-        ids = hash_rows(encoded, feature=feature.salt, num_embeddings=rows)
-        codes = encoded.indices.drop_null().to_numpy()
-        counts, words = np.bincount(codes, minlength=len(encoded.dictionary)), encoded.dictionary
-        frequent = pa.array(np.argsort(-counts, kind="stable")[:_FREQUENT])
-        of_words = hash_rows(words.take(frequent), feature=feature.salt, num_embeddings=rows)
-        for id_, word in zip(of_words.tolist(), words.take(frequent).to_pylist(), strict=True):
+            ids = values.fill_null(0).to_numpy().astype(np.int64)
+        else:
+            encoded = values.dictionary_encode()
+            rows = COUNTED if self._config.id_mode == "frequency" else feature.rows
+            ids = hash_rows(encoded, feature=feature.salt, num_embeddings=rows)
+            self._note(feature, encoded, rows)
+        return pa.LargeListArray.from_arrays(starts_of(column), ids) if feature.is_bag else pa.array(ids)
+
+    def _note(self, feature: Feature, encoded: pa.DictionaryArray, rows: int) -> None:
+        """Keeps what the summary of the columns says of values."""
+        codes, words = encoded.indices.drop_null().to_numpy(), encoded.dictionary
+        counts = np.bincount(codes, minlength=len(words))
+        frequent = words.take(pa.array(np.argsort(-counts, kind="stable")[:_FREQUENT]))
+        of_words = hash_rows(frequent, feature=feature.salt, num_embeddings=rows)
+        for id_, word in zip(of_words.tolist(), frequent.to_pylist(), strict=True):
             self.names[feature.name].setdefault(id_, word)
         if pc.any(pc.starts_with(words, "-")).as_py():
             is_negative = pc.match_substring_regex(words, "^-[0-9]+$").to_numpy(zero_copy_only=False)
             self.negative[feature.name] += int(counts[is_negative].sum())
-        return ids, offsets
 
 
 class _Sql:
