@@ -33,7 +33,7 @@ class Mutation(NamedTuple):
 
 
 TABLE = r"""
-## dmt/plan/topology.py :: tests/dmt/test_topology.py
+## dmt/plan/topology.py :: tests/dmt/test_plan.py
 return in_replica * self.num_replicas + replica => return in_replica + replica
 divmod(in_replica, self.ranks_per_tower) => divmod(in_replica, self.num_towers)
 return rank // self.host_size => return rank % self.host_size

@@ -7,8 +7,9 @@ import os
 import runpy
 import subprocess
 import sys
+import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -68,3 +69,13 @@ def _on_rank(rank: int, arguments: list[str], folder: str, port: int, printed: s
         except BaseException:
             traceback.print_exc()
             raise
+
+
+def wait_until(condition: Callable[[], object], seconds: float = 60.0) -> bool:
+    """Returns whether the condition came true within so many seconds."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if condition():
+            return True
+        time.sleep(0.05)
+    return False

@@ -9,7 +9,6 @@ tutorial=NAME`` becomes a file, ``python`` shares its names, ``bash`` lines are 
 
 from __future__ import annotations
 
-import ast
 import doctest
 import importlib.util
 import os
@@ -21,6 +20,7 @@ from typing import Any, NamedTuple
 import click
 import pytest
 
+from tests.programs import run_program
 from tests.ranks import run_ranks
 
 ROOT = Path(__file__).parent.parent
@@ -337,8 +337,36 @@ def test_the_references_are_current() -> None:
         assert not doctest.DocTestRunner().run(module).failed
 
 
-@pytest.mark.parametrize("page", DOCS, ids=lambda page: page.name)
-def test_python_blocks_are_python(page: Path) -> None:
-    for block in blocks("python"):
-        if block.page == page and ">>>" not in block.text:
-            ast.parse(block.text)
+README = (ROOT / "README.md").read_text()
+
+
+def sides() -> tuple[str, str]:
+    """The script before and after the change."""
+    found = re.search(r"```diff\n(.*?)```", README, re.S)
+    assert found, "README.md has no diff"
+    lines = found[1].splitlines()
+    return tuple("\n".join(line[1:] for line in lines if line[:1] in ("", " ", mark)) + "\n" for mark in "-+")  # type: ignore[return-value]
+
+
+def test_it_takes_five_lines() -> None:
+    before, after = (side.splitlines() for side in sides())
+    assert len(set(after) - set(before)) == 5
+    assert len(set(before) - set(after)) == 1
+
+
+@pytest.mark.ranks
+def test_both_sides_of_the_diff_run_and_print_the_same(tmp_path: Path) -> None:
+    printed = []
+    for name, text in zip(("before.py", "after.py"), sides(), strict=True):
+        (tmp_path / name).write_text(text)
+        run = run_program([name], 4, tmp_path)
+        assert run.returncode == 0, run.stderr[-2000:]
+        printed.append(run.stdout)
+    assert printed == ["['user', 'city', 'item', 'shop'] (2, 64)\n"] * 2
+
+
+def test_the_make_targets_exist_and_the_words_are_few() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in set(re.findall(r"\bmake ([a-z-]+)", README)):
+        assert re.search(rf"^{target}:", makefile, re.M), target
+    assert len(README.split()) <= 1300

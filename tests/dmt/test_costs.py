@@ -1,16 +1,19 @@
-"""The cost model, against numbers worked out by hand."""
+"""The cost model, shards of placements, and bytes that replicas average, against numbers worked out by hand."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import pytest
 
 from dmt import InputError, TableSpec, TowerTopology
 from dmt.plan.tables import table_specs
-from dmt.sharding.costs import CostModel, Hardware, StepWorkload
-from dmt.sharding.schemes import TablePlacement
+from dmt.sharding.costs import CostModel, Hardware, StepWorkload, replicated_bytes
+from dmt.sharding.plan import TowerShardingPlan
+from dmt.sharding.plan_tables import plan_tables
+from dmt.sharding.schemes import ShardingRules, TablePlacement, column_shards, row_shards, table_shards
 
 TABLE = TableSpec(name="t", num_embeddings=1000, embedding_dim=8, feature_names=("a", "b"))
 # G = 2 towers * 4 ranks * 16 = 128 samples; 3 + 1 ids per sample.
@@ -103,3 +106,89 @@ def test_shards_of_a_placement() -> None:
 def test_bad_numbers_are_refused(make: object, message: str) -> None:
     with pytest.raises(InputError, match=message):
         make()
+
+
+def spec(rows: int = 10, columns: int = 8) -> TableSpec:
+    return TableSpec(name="t", num_embeddings=rows, embedding_dim=columns, feature_names=("f",))
+
+
+@pytest.mark.parametrize(("dim", "shards"), [(24, 4), (8, 2), (12, 3), (128, 3), (4, 1)])
+def test_column_shards_cover_the_table(dim: int, shards: int) -> None:
+    widths = column_shards(dim, shards)
+    assert sum(widths) == dim
+    assert len(widths) == shards
+    assert all(w % 4 == 0 and w > 0 for w in widths)
+    assert max(widths) - min(widths) <= 4
+
+
+@pytest.mark.parametrize(("rows", "shards"), [(10, 4), (4, 4), (1000, 7), (1, 1)])
+def test_row_shards_cover_the_table(rows: int, shards: int) -> None:
+    heights = row_shards(rows, shards)
+    assert sum(heights) == rows
+    assert len(heights) == shards
+    assert min(heights) >= 1
+
+
+@pytest.mark.parametrize(
+    ("placement", "cells"),
+    [
+        (TablePlacement(scheme="table_wise", ranks=(1,)), 80),
+        (TablePlacement(scheme="column_wise", ranks=(1, 0)), 80),
+        (TablePlacement(scheme="row_wise", ranks=(0, 1, 2)), 80),
+        (TablePlacement(scheme="data_parallel", ranks=(0, 1)), 160),
+    ],
+)
+def test_shards_cover_a_table_once_and_data_parallel_on_every_rank(placement: TablePlacement, cells: int) -> None:
+    shards = table_shards(spec(), placement)
+    assert [shard.rank for shard in shards] == list(placement.ranks)
+    assert sum(shard.rows * shard.columns for shard in shards) == cells
+
+
+def test_bad_placements_are_refused() -> None:
+    with pytest.raises(InputError, match="table_wise takes one rank"):
+        TablePlacement(scheme="table_wise", ranks=(0, 1))
+    with pytest.raises(InputError, match="scheme 'diagonal' is unknown"):
+        TablePlacement(scheme="diagonal", ranks=(0,))
+    with pytest.raises(InputError, match=r"takes every rank of its tower, in order, but ranks=\[1, 0\]"):
+        TablePlacement(scheme="row_wise", ranks=(1, 0))
+    with pytest.raises(InputError, match="Table 't': embedding_dim=8 cannot be cut into 3 column shards"):
+        table_shards(spec(), TablePlacement(scheme="column_wise", ranks=(0, 1, 2)))
+    for rows in (2, 4):  # of 4 rows, blocks of two would leave the last rank none
+        with pytest.raises(InputError, match=f"Table 't': num_embeddings={rows} cannot be cut into 3 row shards"):
+            table_shards(spec(rows=rows), TablePlacement(scheme="row_wise", ranks=(0, 1, 2)))
+
+
+AVERAGED = [
+    TableSpec(name="whole", num_embeddings=100, embedding_dim=8, feature_names=("a",)),
+    TableSpec(name="columns", num_embeddings=60, embedding_dim=16, feature_names=("b",), data_type="FP16"),
+    TableSpec(name="rows", num_embeddings=10, embedding_dim=4, feature_names=("c",)),
+    TableSpec(name="copied", num_embeddings=1000, embedding_dim=8, feature_names=("d",)),
+]
+PLACED = {
+    "whole": TablePlacement(scheme="table_wise", ranks=(1,)),
+    "columns": TablePlacement(scheme="column_wise", ranks=(0, 1)),
+    "rows": TablePlacement(scheme="row_wise", ranks=(0, 1)),
+    "copied": TablePlacement(scheme="data_parallel", ranks=(0, 1)),
+}
+
+
+def averaged_plan(num_replicas: int, optimizer: Any = "rowwise_adagrad") -> TowerShardingPlan:
+    """``whole`` and ``columns`` in tower 0, the others in tower 1."""
+    topology = TowerTopology(num_towers=2, ranks_per_tower=2, num_replicas=num_replicas)
+    workload = StepWorkload(batch_size=4, optimizer=optimizer)
+    return plan_tables([AVERAGED[:2], AVERAGED[2:]], topology, workload=workload, rules=ShardingRules(tables=PLACED))
+
+
+SENT_WEIGHTS = 4 * (100 * 8 + 60 * 16 + 10 * 4)
+STATES = {
+    "rowwise_adagrad": 4 * (100 + 2 * 60 + 10),
+    "adagrad": 4 * (100 * 8 + 60 * 16 + 10 * 4),
+    "adam": 8 * (100 * 8 + 60 * 16 + 10 * 4),
+    "sgd": 0,
+}
+
+
+@pytest.mark.parametrize("optimizer", STATES)
+@pytest.mark.parametrize("replicas", [1, 3])
+def test_a_copy_has_its_weights_and_states_in_fp32_but_no_data_parallel_table(optimizer: str, replicas: int) -> None:
+    assert replicated_bytes(averaged_plan(replicas, optimizer), AVERAGED) == SENT_WEIGHTS + STATES[optimizer]

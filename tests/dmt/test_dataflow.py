@@ -32,6 +32,7 @@ from dmt import (
     TowerPlan,
     TowerTopology,
     TrafficMeter,
+    run_in_micro_batches,
 )
 from dmt.collectives import gather_objects, profiler_range
 from dmt.hot_rows.copies import HotCopies
@@ -101,7 +102,9 @@ def traffic_on_rank(rank: int) -> list[Any]:
     tower = shard(case, build(case), mesh)
     of_flat = replace(case, kind="flat")
     flat = flat_torchrec(case.tables(), gather_plain_state(shard(of_flat, build(of_flat), mesh)))
-    for model in (tower, flat, shard(replace(of_flat, id_route="global"), build(of_flat), mesh)):
+    in_parts = shard(case, build(case), mesh)
+    run_in_micro_batches(in_parts, num_micro_batches=3)
+    for model in (tower, flat, shard(replace(of_flat, id_route="global"), build(of_flat), mesh), in_parts):
         for step in range(2):  # the first step also exchanges sizes that never change again
             ids, labels = case.draw(rank, step)
             with TrafficMeter(host_of=lambda r: r // 2) as meter:
@@ -111,7 +114,8 @@ def traffic_on_rank(rank: int) -> list[Any]:
 
 
 def test_traffic_is_what_the_algorithm_needs() -> None:
-    tower, flat, by_owners = run_ranks(traffic_on_rank, 4)[0]
+    tower, flat, by_owners, in_parts = run_ranks(traffic_on_rank, 4)[0]
+    assert in_parts == tower
     # Two hosts of two ranks, batch 6: every rank needs the other host's outputs. Towers emit 3 and 4 columns.
     assert tower.forward == tower.backward == 4 * 2 * 6 * (3 + 4)
     # Flat: every rank needs the 2 tables of the other host, 8 columns each.

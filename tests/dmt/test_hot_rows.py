@@ -17,7 +17,6 @@ import torch
 from fbgemm_gpu.split_embedding_configs import SparseType
 from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dmt import (
@@ -309,64 +308,6 @@ def stray_on_rank(rank: int) -> None:
 @pytest.mark.ranks
 def test_ids_outside_a_table_stay_cold() -> None:
     run_ranks(stray_on_rank, 4)
-
-
-def refusal_on_rank(rank: int) -> list[str]:
-    mesh, told = TowerMesh(TWO_BY_TWO), []
-
-    def sharded(case: Case) -> DistributedModelParallel:
-        torch.manual_seed(0)
-        return shard(case, build(case), mesh)
-
-    def refused(model: DistributedModelParallel, **options: Any) -> None:
-        try:
-            hot = HotRows(model, mesh, **options)
-            masks = ({"t1": np.ones(4, dtype=bool)}, {"t1": [0.5]} if rank else {})
-            for rows in ({"t9": [1]}, {"t1": [99]}, {"t1": [rank]}, *masks):
-                try:
-                    hot.replicate(rows)
-                except InputError as error:
-                    told.append(str(error))
-            HotRows(model, mesh)
-        except InputError as error:
-            told.append(str(error))
-
-    refused(sharded(replace(FLAT, kind="modules")))
-    refused(sharded(replace(FLAT, id_route="global")))
-    refused(sharded(replace(FLAT, pooling="MEAN")))
-    flat = sharded(FLAT)
-    refused(flat, extra_memory=0)
-    refused(flat, refresh_every=0)
-    refused(flat, extra_memory=0.5 + rank)
-    refused(flat, profile=AccessProfile(make_tables([8, 8])))
-    refused(flat, profile="access.parquet")
-    refused(flat)
-    return told
-
-
-@pytest.mark.ranks
-def test_what_cannot_be_is_refused() -> None:
-    reasons = [
-        r"hot rows need a flat model; towers send",
-        r"hot rows need id_route='peer'",
-        r"no table can have copies; of table 't0', its bags are averaged",
-        r"extra_memory=0 must be a share above 0",
-        r"refresh_every=0 must be a number of steps from 1 on, or None",
-        r"extra_memory is 0.5 on rank 0, but 1.5 on rank 1",
-        r"the profile does not have table 't2' as the model does \(2 such tables\)",
-        r"profile='access.parquet' must be an AccessProfile",
-        r"table 't9' cannot have copies: the model has no such table",
-        r"table 't1' has 43 rows, and none has the number 99",
-        r"HotRows.replicate: rows is",
-        r"the rows of table 't1' are bool, but must be whole numbers. Of a mask give np.flatnonzero",
-        r"the rows of table 't1' are float64, but must be whole numbers",
-        r"this model has a HotRows already",
-    ]
-    for told in run_ranks(refusal_on_rank, 4):
-        assert len(told) == len(reasons), told
-        for text, reason in zip(told, reasons, strict=True):
-            with pytest.raises(InputError, match=reason):
-                raise InputError(text)
 
 
 def forgotten_step_on_rank(rank: int) -> int:

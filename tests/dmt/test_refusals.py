@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -26,6 +27,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dmt import (
     HierarchicalDataParallel,
+    HotRows,
     InputError,
     ReplicaSync,
     SPTTEmbeddingBagCollectionSharder,
@@ -37,6 +39,7 @@ from dmt import (
 )
 from dmt._torchrec import group_timeout
 from dmt.collectives import RankError, check_agreement, gather_objects, run_on_all_or_raise
+from dmt.hot_rows.profile import AccessProfile
 from dmt.sharding.data_parallel import DataParallelOptimizer
 from dmt.sharding.planner import parameter_sharding
 from dmt.sharding.schemes import TablePlacement
@@ -188,6 +191,16 @@ def sharded(case: Case, mesh: TowerMesh) -> Any:
     return shard(case, build(case), mesh)
 
 
+def hot(job: Job, case: Case = FLAT, **options: Any) -> HotRows:
+    return HotRows(sharded(case, job.two), job.two, **options)
+
+
+def hot_twice(job: Job) -> Any:
+    model = sharded(FLAT, job.two)
+    HotRows(model, job.two)
+    return HotRows(model, job.two)
+
+
 def of_optimizer(**settings: Any) -> Any:
     return DataParallelOptimizer({"t_ad": torch.zeros(2, 4)}, {"t_ad": {**FUSED, **settings}})
 
@@ -274,6 +287,23 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
                                        "'t_ad' is data-parallel, but its fused optimizer sets weight_decay=0.1"),
     "norm": (lambda job: clip_grad_norm(nn.Linear(1, 1), 0.0), r"max_norm=0\.0 must be above 0"),
     "norm over several meshes": (several_meshes, "towers on several meshes"),
+    # Hot rows.
+    "hot towers": (lambda job: HotRows(sharded(TWO, job.two), job.two), "hot rows need a flat model; towers send"),
+    "hot, global": (lambda job: hot(job, replace(FLAT, id_route="global")), "hot rows need id_route='peer'"),
+    "hot means": (lambda job: hot(job, replace(FLAT, pooling="MEAN")), "no table can have copies; .* are averaged"),
+    "memory": (lambda job: hot(job, extra_memory=0), "extra_memory=0 must be a share above 0"),
+    "refresh": (lambda job: hot(job, refresh_every=0), "refresh_every=0 must be a number of steps from 1 on, or None"),
+    "profile": (lambda job: hot(job, profile=AccessProfile(make_tables([8, 8]))),
+                r"the profile does not have table 't2' as the model does \(2 such tables\)"),
+    "profile file": (lambda job: hot(job, profile="access.parquet"), "profile='access.parquet' must be an Acc"),
+    "hot twice": (hot_twice, "this model has a HotRows already"),
+    "hot table": (lambda job: hot(job).replicate({"t9": [1]}), "'t9' cannot have copies: the model has no such table"),
+    "hot row": (lambda job: hot(job).replicate({"t1": [99]}), "table 't1' has 43 rows, and none has the number 99"),
+    "hot mask": (lambda job: hot(job).replicate({"t1": np.ones(4, dtype=bool)}),
+                 "rows of table 't1' are bool, but must be whole numbers. Of a mask give np.flatnonzero"),
+    "hot shares": (lambda job: hot(job).replicate(job.differs({}, {"t1": [0.5]})), "'t1' are float64, but must be"),
+    "hot rows of ranks": (lambda job: hot(job).replicate({"t1": [job.rank]}), "HotRows.replicate: rows is"),
+    "memories": (lambda job: hot(job, extra_memory=0.5 + job.rank), "extra_memory is 0.5 on rank 0, but 1.5 on rank 1"),
     # Replicas.
     **{f"c = {c}": (lambda job, c=c: sharded(replace(COPIES, moment_scale=c), job.copies),
                     "moment_scale=.* must be above 0 and at most num_replicas=2")

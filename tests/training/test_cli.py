@@ -33,11 +33,10 @@ from dmt.training import partition as partition_of_run
 from dmt.training.check.shrink import with_values
 from dmt.training.commands import main
 from dmt.training.config import to_toml
-from tests.programs import run_program
+from tests.programs import run_program, wait_until
 from tests.ranks import run_ranks
 from tests.training.checkpoints.made import make_checkpoint
 from tests.training.small import small
-from tests.waiting import wait_until
 
 demo = importlib.import_module("dmt.training.commands.demo")  # the package has a command of that name
 
