@@ -27,7 +27,6 @@ __all__ = [
     "explain",
     "from_record",
     "fsync_path",
-    "is_unicode",
     "open_file",
     "parse_json",
     "parse_toml",
@@ -166,14 +165,6 @@ def parse_toml(text: str, *, place: str, remedy: str) -> dict[str, Any]:
         return tomllib.loads(text)
     except (ValueError, RecursionError) as error:
         raise InputError(f"{place}: not TOML ({error}). {remedy}") from error
-
-
-def is_unicode(text: str) -> bool:
-    """Returns whether a text can be written as UTF-8: it holds no half of a surrogate pair."""
-    try:
-        return text.isascii() or bool(text.encode())
-    except UnicodeEncodeError:
-        return False
 
 
 def read_record(path: str | os.PathLike[str], *, what: str, version: int, remedy: str) -> dict[str, Any]:

@@ -1,10 +1,13 @@
-"""`NUMBER_FORMATS`: number formats of tables, exchanges and syncs, with their sizes and rounding errors. Pure."""
+"""`NUMBER_FORMATS`: number formats of tables, exchanges and syncs, with their sizes and rounding errors; `mix_bits`."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, get_args
+
+import numpy as np
+from numpy.typing import NDArray
 
 __all__ = [
     "EXCHANGE_FORMATS",
@@ -14,6 +17,7 @@ __all__ = [
     "NumberFormat",
     "SyncPrecision",
     "TableFormat",
+    "mix_bits",
     "table_format",
 ]
 
@@ -54,3 +58,10 @@ def table_format(table: Any) -> str:
     """Returns the name of a table's weight format, of its ``data_type``; FP32 where it has none."""
     kind = getattr(table, "data_type", "FP32")
     return str(getattr(kind, "value", kind))
+
+
+def mix_bits(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finaliser of SplitMix64: every bit of the result depends on every bit of a number."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

@@ -6,7 +6,6 @@ and this library's own collectives alike, flat or with towers.
 
 from __future__ import annotations
 
-import contextlib
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -55,7 +54,7 @@ class Traffic:
 class TrafficMeter(TorchDispatchMode):
     """Counts bytes sent by this rank while it is active.
 
-    What autograd's backward passes send counts as backward, wherever they run; see `phase` for exchanges outside them.
+    What autograd's backward passes send counts as backward, wherever they run.
 
     An all-to-all counts exactly what is addressed to each rank. An all-reduce of S bytes over n ranks on h hosts
     counts what a ring in host order sends: 2 S (n - 1) / n per rank, of which h of the n ring links cross hosts;
@@ -76,23 +75,9 @@ class TrafficMeter(TorchDispatchMode):
     def __init__(self, host_of: Callable[[int], int]) -> None:
         super().__init__()
         self._host_of = host_of
-        self._phase = "forward"
         self._bytes: dict[str, float] = defaultdict(float)
         self._rank = dist.get_rank()
         self._unknown: set[str] = set()
-
-    @contextlib.contextmanager
-    def phase(self, name: str) -> Iterator[None]:
-        """Books floating-point exchanges outside autograd's backward passes; under ``"forward"`` by default.
-
-        A loop that sends gradients by itself, after ``backward()``, says ``with meter.phase("backward"):``.
-        """
-        assert name in ("forward", "backward"), f"unknown phase {name!r}"
-        before, self._phase = self._phase, name
-        try:
-            yield
-        finally:
-            self._phase = before
 
     def total(self, group: dist.ProcessGroup) -> Traffic:
         """Sums the bytes of all ranks of the group; collective."""
@@ -100,10 +85,6 @@ class TrafficMeter(TorchDispatchMode):
         for part in gather_objects(dict(self._bytes), group):
             booked.update(part)
         return Traffic(**{kind: round(number) for kind, number in booked.items()})
-
-    def booked(self) -> dict[str, float]:
-        """Returns the bytes that this rank sent, by kind, as the fields of `Traffic`."""
-        return dict(self._bytes)
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -154,7 +135,7 @@ class TrafficMeter(TorchDispatchMode):
             return "dense" if dtype.is_floating_point else "ids"
         # Quantised numbers travel as bytes; ids and lengths are wider.
         if dtype.is_floating_point or dtype == torch.uint8:
-            return "backward" if in_backward_pass() else self._phase
+            return "backward" if in_backward_pass() else "forward"
         return "ids"
 
     def _send(self, tensors: Any, to: dict[int, float]) -> None:

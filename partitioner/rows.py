@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dmt.errors import InputError
-from dmt.plan.distinct import mix_bits
+from dmt.number_formats import mix_bits
 
 __all__ = ["PARTS", "WHERE", "Column", "ReadRows", "read_rows"]
 

@@ -190,11 +190,6 @@ class TowerTopology:
             across += len(group) ** 2 - sum(number**2 for number in on_host.values())
         return across / pairs if pairs else 0.0
 
-    @property
-    def towers_are_inside_hosts(self) -> bool:
-        """True if all ranks of a tower, in one replica, are on one host."""
-        return self.share_across_hosts(self.tower_groups()) == 0
-
     def ring_share_across_hosts(self, groups: Sequence[Sequence[int]]) -> float:
         """The share, of the links of a ring through each group in host order, that lead from one host to another.
 

@@ -29,7 +29,7 @@ def gradient_of(rank: int, touched: float) -> Tensor:
 def sums_on_rank(rank: int, topology: TowerTopology, touched: float) -> tuple[Tensor, Tensor, Any]:
     mesh = TowerMesh(topology)
     rows = TouchedRowsSum(SHAPES, mesh.tower_group, mesh.peer_group, device=torch.device("cpu"))
-    with TrafficMeter(host_of=topology.host) as meter, meter.phase("backward"):
+    with TrafficMeter(host_of=topology.host) as meter:
         numbers, told = rows.start(gradient_of(rank, touched), torch.tensor([1.0, rank]))()
     return numbers, told, meter.total(mesh.global_group)
 

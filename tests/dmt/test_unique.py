@@ -132,8 +132,7 @@ def bytes_on_rank(rank: int, case: Case) -> tuple[Traffic, dict[str, int]]:
         with TrafficMeter(host_of=lambda number: number // case.ranks) as meter:
             ids, labels = case.draw(rank, step)
             loss = loss_of(model(ids)[1], labels)
-            with meter.phase("backward"):
-                loss.backward()
+            loss.backward()
     traffic, by_feature = meter.total(mesh.global_group), dict(zip(ids.keys(), bags_of(ids), strict=True))
     needed = {"forward": 0, "ids": 0}
     for tower, members in enumerate(case.plan):
