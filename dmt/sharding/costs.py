@@ -35,6 +35,7 @@ SparseOptimizer = Literal["rowwise_adagrad", "adagrad", "adam", "sgd"]
 OPTIMIZERS: tuple[SparseOptimizer, ...] = get_args(SparseOptimizer)
 
 _ID_BYTES = 8  # an id, and a length: int64 both in a KeyedJaggedTensor
+_NUMBER_BYTES = 4  # of an embedding or a gradient on the link
 # A row is read in the forward pass, and read and written by the fused update.
 _LOOKUP_PASSES = 3
 # The dense optimizer reads and writes every weight, reads its gradient, and the next step clears it.
@@ -102,8 +103,6 @@ class Hardware:
     """Rate at which a rank sends (and at the same time receives) inside its tower, in 10^9 bytes per second."""
     collective_latency_us: float = 20.0
     """Fixed microseconds of one collective, whatever it carries."""
-    exchange_bytes: float = 4.0
-    """Bytes per number of embeddings and gradients on the link: 4, or 2 with 16-bit codecs."""
 
     def __post_init__(self) -> None:
         if self.memory_per_rank is not None and not self.memory_per_rank > 0:
@@ -111,7 +110,7 @@ class Hardware:
                 f"Hardware: memory_per_rank={self.memory_per_rank} must be a positive number of bytes, or None for no "
                 "limit."
             )
-        for name in ("memory_gb_per_s", "intra_tower_gb_per_s", "exchange_bytes"):
+        for name in ("memory_gb_per_s", "intra_tower_gb_per_s"):
             if not 0 < getattr(self, name) < math.inf:
                 raise InputError(f"Hardware: {name}={getattr(self, name)} must be a positive number.")
         if not 0 <= self.collective_latency_us < math.inf:
@@ -186,7 +185,7 @@ class CostModel:
         else:
             # Lengths go to every row shard, ids to that of their row.
             ids = remote * _ID_BYTES * (lookups + samples * features)
-            outputs = remote * samples * features * columns * self.hardware.exchange_bytes
+            outputs = remote * samples * features * columns * _NUMBER_BYTES
         seconds = touched / (1e9 * self.hardware.memory_gb_per_s)
         seconds += (ids + 2 * outputs + reduced) / (1e9 * self.hardware.intra_tower_gb_per_s)
         elsewhere = 0

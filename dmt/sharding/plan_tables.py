@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -183,7 +182,7 @@ class _Tower:
                 name=table.name,
                 tower=self.number,
                 placement=placements[table.name],
-                reason=self._reason(table, placements[table.name], mean) + _memory_words(placements[table.name]),
+                reason=self._reason(table, placements[table.name], mean),
                 seconds=sum(load.seconds for _, load in shards[table.name]),
                 memory=sum(load.memory + load.elsewhere for _, load in shards[table.name]),
             )
@@ -198,6 +197,8 @@ class _Tower:
         words = f"{placement.scheme} on rank {placement.ranks[0]}"
         if placement.scheme != "table_wise":
             words = f"{placement.scheme} over {len(placement.ranks)} ranks"
+        if placement.kernel != "fused":
+            words += f" as {placement.kernel}"
         if allowed.why and len(allowed.schemes) == 1:
             return f"{words}: {allowed.why}"
         whole = self.model.shard(table, "table_wise", table.num_embeddings, table.embedding_dim)
@@ -207,29 +208,14 @@ class _Tower:
         return f"{words}: {share}" if placement.scheme == "table_wise" else f"{words}: on one rank it would be {share}"
 
 
-def _memory_words(placement: TablePlacement) -> str:
-    """Returns where weights are that are not on the device."""
-    if placement.kernel == "fused":
-        return ""
-    where = "on the SSD" if placement.kernel == "key_value" else "in host memory"
-    cached = "" if placement.kernel == "fused_uvm" else f", {placement.cache_load_factor:.0%} of it cached"
-    return f"; {placement.kernel}: {where}{cached}"
-
-
 def _notes(tables: Sequence[TableSharding], model: CostModel) -> tuple[str, ...]:
-    count = Counter(table.placement.scheme for table in tables)
-    notes = []
-    if count["column_wise"] and model.workload.optimizer == "rowwise_adagrad":
-        notes.append(
-            f"{counted(count['column_wise'], 'table')}, column-wise: row-wise AdaGrad keeps one state per shard and "
-            "row, so training differs a little from that of the uncut table."
-        )
-    if count["data_parallel"] and model.topology.num_replicas > 1:
-        notes.append(
-            f"{counted(count['data_parallel'], 'table')}, data-parallel: the all-reduce also crosses the "
-            f"{model.topology.num_replicas} replicas, and is counted at the tower's link rate."
-        )
-    return tuple(notes)
+    number = sum(table.placement.scheme == "column_wise" for table in tables)
+    if not number or model.workload.optimizer != "rowwise_adagrad":
+        return ()
+    return (
+        f"{counted(number, 'table')}, column-wise: row-wise AdaGrad keeps one state per shard and row, so training "
+        "differs a little from that of the uncut table.",
+    )
 
 
 def _shard_counts(columns: int, num_ranks: int) -> list[int]:

@@ -121,7 +121,7 @@ def table_shards(table: Any, placement: TablePlacement) -> list[TableShard]:
             widths = column_shards(columns, num)
             first_columns = [0, *accumulate(widths[:-1])]
     except InputError as error:
-        raise InputError(f"Table {table.name!r}: {error}") from error
+        raise InputError(f"Table {table.name!r}: {error}. Use another scheme or fewer ranks.") from error
     sides = zip(placement.ranks, first_rows, first_columns, heights, widths, strict=True)
     return [TableShard(*shard) for shard in sides]
 
@@ -171,7 +171,7 @@ def row_shards(num_embeddings: int, num_shards: int) -> list[int]:
     if last < 1:
         raise InputError(
             f"num_embeddings={num_embeddings} cannot be cut into {num_shards} row shards: equal blocks would leave a "
-            "rank without a row. Use another scheme."
+            "rank without a row"
         )
     return [block] * (num_shards - 1) + [last]
 
@@ -189,8 +189,8 @@ def column_shards(embedding_dim: int, num_shards: int) -> list[int]:
     quanta, rest = divmod(embedding_dim, _COLUMN_QUANTUM)
     if rest or quanta < num_shards:
         raise InputError(
-            f"embedding_dim={embedding_dim} cannot be cut into {num_shards} column shards: each shard needs a multiple "
-            f"of {_COLUMN_QUANTUM} columns. Use at most {quanta} shards or another embedding_dim."
+            f"embedding_dim={embedding_dim} cannot be cut into {num_shards} column shards, each of a multiple of "
+            f"{_COLUMN_QUANTUM} columns"
         )
     even, more = divmod(quanta, num_shards)
     return [_COLUMN_QUANTUM * (even + (shard < more)) for shard in range(num_shards)]
@@ -225,7 +225,7 @@ def why_not(
         >>> why_not(table, "column_wise", num_ranks=4)
         ''
         >>> why_not(table, "row_wise", num_ranks=4)
-        'num_embeddings=3 leaves one of the 4 ranks without a row'
+        'num_embeddings=3 cannot be cut into 4 row shards: equal blocks would leave a rank without a row'
         >>> why_not(table, "data_parallel", id_route="global")
         "id_route='global' sends every rank's ids to each holder of a table, here to every rank of the tower"
     """
@@ -249,13 +249,15 @@ def why_not(
 
 
 def _nothing_to_cut(table: Any, scheme: str, num_ranks: int) -> str:
-    rows, columns = table.num_embeddings, table.embedding_dim
     if num_ranks == 1:
         return "its tower has one rank"
-    if scheme == "row_wise" and rows <= -(-rows // num_ranks) * (num_ranks - 1):
-        return f"num_embeddings={rows} leaves one of the {num_ranks} ranks without a row"
-    if scheme == "column_wise" and (columns % _COLUMN_QUANTUM or columns < 2 * _COLUMN_QUANTUM):
-        return f"embedding_dim={columns} cannot be cut into two multiples of {_COLUMN_QUANTUM} columns"
+    try:
+        if scheme == "row_wise":
+            row_shards(table.num_embeddings, num_ranks)
+        if scheme == "column_wise":
+            column_shards(table.embedding_dim, 2)
+    except InputError as error:
+        return str(error)
     return ""
 
 

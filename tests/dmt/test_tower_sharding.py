@@ -276,8 +276,8 @@ def pinned(scheme: str, *ranks: int) -> TablePlacement:
         ({"t_ad": "row_wise"}, 1, "Table 't_ad' in tower 0 cannot be row_wise.*its tower has one rank"),
         ({"t_ad": "data_parallel"}, 1, "Table 't_ad' in tower 0 cannot be data_parallel.*its tower has one rank"),
         ({"t_ad": pinned("column_wise", 0)}, 1, "Table 't_ad' in tower 0 cannot be column_wise.*its tower has one"),
-        ({"t_hour": "row_wise"}, 4, "cannot be row_wise.*num_embeddings=3 leaves one of the 4 ranks without a row"),
-        ({"t_hour": "column_wise"}, 4, "cannot be column_wise.*embedding_dim=4 cannot be cut into two multiples of 4"),
+        ({"t_hour": "row_wise"}, 4, "cannot be row_wise.*num_embeddings=3 cannot be cut into 4 row shards"),
+        ({"t_hour": "column_wise"}, 4, "cannot be column_wise.*embedding_dim=4 cannot be cut into 2 column shards"),
         ({"t_ad": pinned("table_wise", 4)}, 4, r"shard on local rank 4, but its tower has ranks 0\.\.3"),
         (
             {"t_ad": pinned("row_wise", 0, 1)},
