@@ -113,7 +113,7 @@ class _Tower:
         )
         packing = pack(problem) if memory.max() <= problem.capacity else None
         if packing is None:
-            raise self._no_room(free, problem, pinned)
+            raise self._no_room(problem)
         placements = dict(pinned)
         for item, table in enumerate(free):
             scheme = SCHEMES[packing.chosen[item].kind]
@@ -143,17 +143,15 @@ class _Tower:
         # The last block of rows is shorter; it is counted as one of the others.
         return Option((), (), loads[0].seconds, float(loads[0].memory), kind)
 
-    def _no_room(self, free: Sequence[Any], problem: Problem, pinned: Mapping[str, TablePlacement]) -> InputError:
+    def _no_room(self, problem: Problem) -> InputError:
         """Names the table of which a rank must hold the most, and what all tables need."""
-        least: dict[str, tuple[float, str]] = {}
+        least: dict[str, tuple[int, str]] = {}
         for table in self.tables:
-            if table.name in pinned:
-                memory = max(load.memory for _, load in self.model.shards(table, pinned[table.name]))
-                least[table.name] = memory, pinned[table.name].scheme
-        for table, options in zip(free, problem.options, strict=True):
-            smallest = min(options, key=lambda option: option.most_memory)
-            least[table.name] = smallest.most_memory, SCHEMES[smallest.kind]
-        name = max(least, key=lambda table: least[table][0])
+            pinned = self.allowed[table.name].placement
+            cuts = self._cuts(table) if pinned is None else [pinned]
+            sizes = ((max(load.memory for _, load in self.model.shards(table, cut)), cut.scheme) for cut in cuts)
+            least[table.name] = min(sizes)
+        name = max(least, key=lambda table: least[table])
         memory, scheme = least[name]
         needed = problem.memory.sum() + sum(
             min(option.all_memory(problem.num_ranks) for option in options) for options in problem.options

@@ -227,7 +227,7 @@ def _modules(model: nn.Module, sharders: Sequence[Any]) -> tuple[dict[str, list[
                 f"TowerShardingPlanner: no sharder is for {path!r} ({kind}), so every rank would hold and train all "
                 f"of its tables. Add TorchRec's {kind}Sharder() to the sharders, here and of DistributedModelParallel."
             )
-        if hasattr(sharder, "tables_by_tower"):
+        if sharder is not None and hasattr(sharder, "tables_by_tower"):
             towers[path] = [list(tables) for tables in sharder.tables_by_tower(module)]
         elif sharder is not None:
             others[path] = module

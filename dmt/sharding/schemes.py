@@ -303,7 +303,8 @@ class ShardingRules:
 
     def __post_init__(self) -> None:
         schemes = {key: rule for key, rule in self.tables.items() if not isinstance(rule, TablePlacement)}
-        asked = [("schemes", scheme, SCHEMES) for scheme in self.schemes or [None]]
+        given: Sequence[str] = self.schemes or ("",)
+        asked: list[tuple[str, str, tuple[str, ...]]] = [("schemes", scheme, SCHEMES) for scheme in given]
         asked += [(f"Rule for tables {key!r}", scheme, SCHEMES) for key, scheme in schemes.items()]
         asked += [(f"Rule for tables {key!r}", kernel, KERNELS) for key, kernel in self.kernels.items()]
         for what, value, known in asked:

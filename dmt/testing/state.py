@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -21,7 +20,6 @@ __all__ = [
     "LocalPart",
     "TableLayout",
     "copy_parts",
-    "digest",
     "gather_plain_state",
     "join_parts",
     "load_plain_state",
@@ -186,11 +184,6 @@ def table_layout(model: Any) -> TableLayout:
         },
         data_parallel=frozenset(table for table, sharding in placed if sharding.sharding_type == "data_parallel"),
     )
-
-
-def digest(tensor: Tensor) -> str:
-    """Returns a hash that is equal for tensors of equal bits only."""
-    return hashlib.sha256(_bits(tensor).numpy().tobytes()).hexdigest()
 
 
 def _bits(tensor: Tensor) -> Tensor:

@@ -119,13 +119,13 @@ def compare_ranks(run: CheckedRun, reports: Sequence[RankReport]) -> CheckReport
 
 def _replicas(reports: Sequence[RankReport]) -> Iterator[Finding]:
     """Compares the bits of everything that several ranks hold: whole tensors, and the shards of several replicas."""
-    holders: dict[tuple[str, object], dict[int, str]] = {}
+    holders: dict[tuple[str, object], dict[int, int]] = {}
     for rank, report in enumerate(reports):
-        for (name, offsets, sizes), value in report.digests.items():
+        for (name, offsets, sizes), value in report.checksums.items():
             holders.setdefault((name, (offsets, sizes)), {})[rank] = value
-    for (name, _), digests in holders.items():
-        first = min(digests)
-        differing = [rank for rank, digest in digests.items() if digest != digests[first]]
+    for (name, _), checksums in holders.items():
+        first = min(checksums)
+        differing = [rank for rank, checksum in checksums.items() if checksum != checksums[first]]
         where = f"ranks {differing} differ from rank {first}" if differing else ""
         yield Finding(check="replicas", item=name_in_report(name), difference=len(differing), allowed=0, place=where)
 

@@ -16,9 +16,10 @@ from dmt.errors import ReplicaMismatchError
 from dmt.hot_rows.runtime import HotRows
 from dmt.replicas.sync import ReplicaSync
 from dmt.sptt.mesh import TowerMesh
+from dmt.sptt.state import checksum
 from dmt.testing.plain import is_table, table_name
 from dmt.testing.ranks import say
-from dmt.testing.state import LocalPart, copy_parts, digest, load_plain_state, local_parts, table_layout
+from dmt.testing.state import LocalPart, copy_parts, load_plain_state, local_parts, table_layout
 from dmt.training.build import build_optimizer, in_micro_batches, replica_sync, shard_model
 from dmt.training.check.expected import UNEVEN, Expected, compute_expected, draw_batch
 from dmt.training.check.shrink import CheckedRun, with_values
@@ -76,13 +77,13 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """Findings and digests that a rank sends back."""
+    """Findings and checksums that a rank sends back."""
 
     findings: tuple[Finding, ...]
     skipped: Mapping[str, str]
     """Reasons why checks were left out, by their names."""
-    digests: Mapping[tuple[str, tuple[int, ...], tuple[int, ...]], str]
-    """By (name, offsets, sizes): digest of every tensor, or shard of one, that the rank holds after training."""
+    checksums: Mapping[tuple[str, tuple[int, ...], tuple[int, ...]], int]
+    """By (name, offsets, sizes): checksum of every tensor, or shard of one, that the rank holds after training."""
     outputs: tuple[float, float]
     """Least and greatest output of the plain model on this rank's samples, before training."""
 
@@ -109,8 +110,8 @@ def check_on_rank(rank: int, run: CheckedRun) -> RankReport:
     return RankReport(
         findings=tuple(checks.findings),
         skipped=checks.skipped,
-        digests={
-            (part.name, tuple(side.start for side in part.where), tuple(part.tensor.shape)): digest(part.tensor)
+        checksums={
+            (part.name, tuple(side.start for side in part.where), tuple(part.tensor.shape)): checksum(part.tensor)
             for part in parts
         },
         outputs=(float(logits.min()), float(logits.max())),

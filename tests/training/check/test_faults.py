@@ -275,7 +275,7 @@ def test_a_fault_of_replicas_is_found_and_named(name: str, checked_replicas: Che
 
 def test_shards_of_replicas_that_differ_are_found(checked_replicas: Checked) -> None:
     _, reports, run = checked_replicas["sound"]
-    digests = {key: "other bits" if "t_C2" in key[0] else value for key, value in reports[3].digests.items()}
-    row = compare_ranks(run, [*reports[:3], replace(reports[3], digests=digests)]).rows[-1]
+    checksums = {key: -1 if "t_C2" in key[0] else value for key, value in reports[3].checksums.items()}
+    row = compare_ranks(run, [*reports[:3], replace(reports[3], checksums=checksums)]).rows[-1]
     assert (row.check, row.verdict, row.where) == ("replicas", "FAILED", "table t_C2 (ranks [3] differ from rank 1)")
     assert compare_ranks(run, reports).notes == ()
