@@ -182,7 +182,6 @@ def write_partition_report(
         "heading": f"{counts}, {plan.strategy}",
         "measured": measured if affinity.num_samples else "",
         "interactions": affinity.is_interactions,
-        "measure": affinity.measure,
         "strategy": plan.strategy,
         "links": list(links),
         "notes": list(partition.notes),

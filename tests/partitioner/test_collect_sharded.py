@@ -81,10 +81,8 @@ def batches_of(rank: int, count: int = 3, *, weighted: bool = False) -> list[Sim
 def shard(model: nn.Module, kind: str, **sharder_arguments: Any) -> DistributedModelParallel:
     ebc = model.sparse_arch["ebc_0"]
     makers = {
-        "table_wise": [table_wise(rank=rank) for rank in (3, 0, 2, 1)],
         "column_wise": [column_wise(ranks=[0, 1]), column_wise(ranks=[3, 2]), table_wise(rank=1), table_wise(rank=0)],
         "row_wise": [row_wise()] * 4,
-        "data_parallel": [data_parallel(), table_wise(rank=1), data_parallel(), table_wise(rank=0)],
         "mixed": [row_wise(), column_wise(ranks=[2, 1]), data_parallel(), table_wise(rank=3)],
     }[kind]
     sharder = EmbeddingBagCollectionSharder(fused_params=FUSED)
@@ -121,10 +119,6 @@ def sharded_copy(kind: str, source: FlatModel, **more: Any) -> DistributedModelP
 
 
 CASES: dict[str, dict[str, Any]] = {
-    "table_wise": {},
-    "column_wise": {},
-    "row_wise": {},
-    "data_parallel": {},
     "mixed": {},
     "sptt": {},
     "weighted": {"kind": "column_wise", "is_weighted": True},

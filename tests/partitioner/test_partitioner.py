@@ -330,8 +330,3 @@ def test_plans_do_not_depend_on_the_number_of_threads():
 def test_large_planted_groups_are_recovered(num_features, num_towers):
     affinity, groups = planted_affinity(num_features, num_towers, seed=0)
     assert rand_index(TowerPartitioner(num_towers=num_towers).fit(affinity), groups) == 1.0
-
-
-def test_exported_names_are_sorted_and_real():
-    assert dmt.partitioner.__all__ == sorted(dmt.partitioner.__all__)
-    assert all(hasattr(dmt.partitioner, name) for name in dmt.partitioner.__all__)
