@@ -1,12 +1,11 @@
 """The page that ``dmt demo`` leaves behind: two runs side by side, their towers, and what the numbers mean.
 
-`comparison` is arithmetic, `curves` draws, `page` puts everything into one HTML file that needs nothing beside it.
+`curves` draws, `page` compares and puts everything into one HTML file that needs nothing beside it.
 """
 
 from __future__ import annotations
 
-from dmt.training.report.comparison import RunComparison, auc_standard_error, compare_runs
 from dmt.training.report.curves import plot_curves
-from dmt.training.report.page import write_report
+from dmt.training.report.page import RunComparison, auc_standard_error, compare_runs, write_report
 
 __all__ = ["RunComparison", "auc_standard_error", "compare_runs", "plot_curves", "write_report"]
