@@ -49,7 +49,9 @@ class ShardedSPTTEmbeddingBagCollection(SPTTModule):
             table.name: HomeTable(
                 config=table,
                 scheme=sharding[table.name].sharding_type,
-                settings=sharder.kernel_settings(module.embedding_bags[table.name].weight, sharding[table.name]),
+                settings=sharder.kernel_settings(
+                    module.embedding_bags[table.name].weight, sharding[table.name].sharding_type
+                ),
             )
             for of_tower in tables
             for table in of_tower

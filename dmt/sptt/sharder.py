@@ -214,8 +214,7 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         for message, is_refused in refusals.items():
             if is_refused:
                 raise InputError(f"{where} {message}")
-        if scheme != "data_parallel":
-            moment_scale_of(self.moment_scale, settings, topology.num_replicas)
+        self._scale(parameter, scheme)
         try:
             placement = TablePlacement(scheme=scheme, ranks=tuple(sharding.ranks or ()))  # type: ignore[arg-type]
         except InputError as error:
@@ -228,13 +227,17 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
                 f"first column, rows, columns) do not cover it as {[shard[:] for shard in expected]} do."
             )
 
-    def kernel_settings(self, weight: Tensor, sharding: ParameterSharding) -> dict[str, Any]:
+    def kernel_settings(self, weight: Tensor, scheme: str) -> dict[str, Any]:
         """Returns the fused-optimizer settings of a table as the rank that updates it has them."""
-        settings = fused_settings(weight, self.fused_params)
-        if sharding.sharding_type == "data_parallel":
-            return settings
-        scale = moment_scale_of(self.moment_scale, settings, self.mesh.topology.num_replicas)
+        settings, scale = fused_settings(weight, self.fused_params), self._scale(weight, scheme)
         return settings if scale == 1.0 else moment_scaled(settings, scale)
+
+    def _scale(self, weight: Tensor, scheme: str) -> float:
+        """Returns factor c of a table's moments; gradients of data-parallel ones are averaged over all replicas."""
+        if scheme == "data_parallel":
+            return 1.0
+        settings = fused_settings(weight, self.fused_params)
+        return moment_scale_of(self.moment_scale, settings, self.mesh.topology.num_replicas)
 
     def shard_in_tower(
         self, collection: EmbeddingBagCollection, sharding: Mapping[str, ParameterSharding], device: torch.device | None
@@ -245,17 +248,13 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         ranks = get_process_group_ranks(mesh.tower_group)
         names = [table.name for table in collection.embedding_bag_configs()]
         placed = {name: place_globally(sharding[name], ranks, devices) for name in names}
-        scale, replicas = self.moment_scale, mesh.topology.num_replicas
         return GroupShardedEBC(
             collection,
             placed,
             group=mesh.tower_group,
             # Data-parallel tables of all replicas must stay equal, like the tower's dense module.
             data_parallel_group=mesh.tower_module_group,
-            moment_scales={
-                name: moment_scale_of(scale, fused_settings(bags[name].weight, self.fused_params), replicas)
-                for name in model_parallel_tables(placed)
-            },
+            moment_scales={name: self._scale(bags[name].weight, placed[name].sharding_type) for name in names},
             options={"fused_params": self.fused_params, "device": device},
         )
 
@@ -418,11 +417,6 @@ class _TowerOptimizer(CombinedOptimizer):
         """Called by TorchRec once states were loaded."""
         super().post_load_state_dict()
         self._owner.read_again()
-
-
-def model_parallel_tables(sharding: Mapping[str, ParameterSharding]) -> list[str]:
-    """Returns the names of the tables of which each rank of a tower holds a part, or nothing."""
-    return [name for name, of_table in sharding.items() if of_table.sharding_type != "data_parallel"]
 
 
 def _weighted(module: nn.Module) -> list[bool]:

@@ -161,16 +161,10 @@ class TowerCollectionSharder(TowerSharder[EmbeddingTowerCollection]):
                 "placement= to put several towers of the model on one tower of the mesh."
             )
         placement = tuple(range(num_mesh)) if self.placement is None else self.placement
-        if len(placement) != num_logical or any(not 0 <= t < num_mesh for t in placement):
+        if len(placement) != num_logical or set(placement) != set(range(num_mesh)):
             raise InputError(
                 f"placement={list(placement)} must give one mesh tower of 0..{num_mesh - 1} for each of the "
-                f"{num_logical} towers of the model."
-            )
-        empty = sorted(set(range(num_mesh)) - set(placement))
-        if empty:
-            raise InputError(
-                f"Mesh tower {empty[0]} has no tower of the model (placement={list(placement)}); its ranks would idle. "
-                f"Use at most {num_logical} mesh towers."
+                f"{num_logical} towers of the model, and each mesh tower one at least: its ranks would idle."
             )
         return placement
 
