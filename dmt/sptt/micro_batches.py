@@ -16,7 +16,8 @@ Legend: B the local batch, K micro-batches, P samples of all peers (one rank of 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import is_dataclass
 from typing import Any
 
@@ -126,16 +127,13 @@ class MicroBatches:
         sizes = part_sizes(batch_sizes.pop(), self._num)
         owner = type(self._module).__name__
         parts = _split((args, kwargs), sizes, owner)
-        servers = [_Server(part) for part in self._sparse]
-        try:
-            outputs = []
+        outputs = []
+        with ExitStack() as stack:
+            checks = [stack.enter_context(_served_in_parts(part)) for part in self._sparse]
             for number, (own_args, own_kwargs) in enumerate(parts, start=1):
                 outputs.append(self._forward(*own_args, **own_kwargs))
-                for server in servers:
-                    server.check_calls(number)
-        finally:
-            for server in servers:
-                server.remove()
+                for check_calls in checks:
+                    check_calls(number)
         return _join(outputs, sizes, owner)
 
     def _check(self) -> None:
@@ -149,10 +147,7 @@ class MicroBatches:
             )
         runs_already = isinstance(vars(self._module).get("forward"), MicroBatches)
         # First: a rank that is refused alone would leave the others waiting.
-        arguments = {
-            "num_micro_batches": self._num,
-            "a module that runs in micro-batches already": runs_already,
-        }
+        arguments = {"num_micro_batches": self._num, "a module that runs in micro-batches already": runs_already}
         check_agreement("run_in_micro_batches", arguments, self._sparse[0].mesh.global_group)
         if self._num < 1:
             raise InputError(f"num_micro_batches={self._num} must be at least 1.")
@@ -187,34 +182,33 @@ def _run_in_parts(module: SPTTModule, ctx: SPTTContext, dist_input: KJTList) -> 
     return ResultInParts(module.columns(ctx, started), module.finish)
 
 
-class _Server:
-    """Stands in for a sharded module's forward: exchanges at the first call, then returns part after part."""
+@contextmanager
+def _served_in_parts(module: SPTTModule) -> Iterator[Callable[[int], None]]:
+    """Has a sharded module exchange at its first call, and return part after part; yields a check of its calls."""
+    forward, num_calls = module.forward, 0  # the forward may be that of a train pipeline
+    parts: list[Any] = []
 
-    def __init__(self, module: SPTTModule) -> None:
-        self._module = module
-        self._result: ResultInParts | None = None
-        self._calls = 0
-        self._forward: Callable[..., Any] = module.forward  # of a train pipeline, perhaps
-        self.remove = _replace(module, "forward", self)
+    def check_calls(expected: int) -> None:
+        if num_calls != expected:
+            raise InputError(
+                f"The {type(module).__name__} inside was called {num_calls} times in {expected} micro-batches; a "
+                "module that runs in micro-batches must call its sharded modules exactly once in each."
+            )
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self._result is None:
-            self._result = self._forward(*args, **kwargs)
-            assert isinstance(self._result, ResultInParts), "the module was told to send in parts"
-        self._calls += 1
-        if self._calls > len(self._result.parts):
-            raise self._wrong_calls(len(self._result.parts))
-        return self._result.parts[self._calls - 1]
+    def serve(*args: Any, **kwargs: Any) -> Any:
+        nonlocal num_calls
+        if not parts:
+            parts.extend(forward(*args, **kwargs).parts)
+        num_calls += 1
+        if num_calls > len(parts):
+            check_calls(len(parts))
+        return parts[num_calls - 1]
 
-    def check_calls(self, expected: int) -> None:
-        if self._calls != expected:
-            raise self._wrong_calls(expected)
-
-    def _wrong_calls(self, expected: int) -> InputError:
-        return InputError(
-            f"The {type(self._module).__name__} inside was called {self._calls} times in {expected} micro-batches; a "
-            "module that runs in micro-batches must call its sharded modules exactly once in each."
-        )
+    restore = _replace(module, "forward", serve)
+    try:
+        yield check_calls
+    finally:
+        restore()
 
 
 class ResultInParts(CachedAwaitable):
