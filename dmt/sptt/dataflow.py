@@ -235,7 +235,7 @@ class SPTTModule(TowerState):
             assert ctx.ids is not None, "the batch was exchanged before"
             fresh = self.create_context()
             dist_input = self.exchange_ids(fresh, ctx.ids).wait().wait()
-            vars(ctx).update(vars(fresh))
+            ctx.__dict__.update(fresh.__dict__)
         ctx.request = None
         if self.before_lookup is not None:
             self.before_lookup(ctx.ids, self.training and torch.is_grad_enabled())

@@ -216,7 +216,7 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
                 raise InputError(f"{where} {message}")
         self._scale(parameter, scheme)
         try:
-            placement = TablePlacement(scheme=scheme, ranks=tuple(sharding.ranks or ()))  # type: ignore[arg-type]
+            placement = TablePlacement(scheme=scheme, ranks=tuple(sharding.ranks or ()))
         except InputError as error:
             raise InputError(f"{where}: {error}") from error
         expected = shards_in_tower(table, placement, num_ranks=topology.ranks_per_tower, tower=tower)

@@ -138,7 +138,7 @@ def _have_equal_inputs(ids: KeyedJaggedTensor, others: Tensor) -> bool:
     """Returns whether each bag has the bits of that of another sample, [features, B]."""
     starts = torch.arange(len(others), device=others.device).unsqueeze(1) * ids.stride()
     ours, theirs = (ids.lengths(), ids.values(), ids.weights_or_none()), _bags(ids, (others + starts).flatten())
-    pairs = [(a, b) for a, b in zip(ours, theirs, strict=True) if a is not None]
+    pairs = [(a, b) for a, b in zip(ours, theirs, strict=True) if a is not None and b is not None]
     return all(torch.equal(a.contiguous().view(torch.uint8), b.view(torch.uint8)) for a, b in pairs)
 
 
