@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import pytest
+import torch
+from torchrec import KeyedJaggedTensor
 
 from dmt.plan.towers import TowerPlan
 from dmt.simulator.steps import Load
@@ -13,12 +15,14 @@ from dmt.simulator.work import step_bytes
 from dmt.sptt.mesh import TowerMesh
 from dmt.training.commands.what_if import count, workload_of
 from dmt.training.config import TrainingConfig
+from dmt.training.data.batch import ClickBatch
 from dmt.training.job import open_job
 from dmt.training.metrics import measure_traffic
 from tests.ranks import run_ranks
 from tests.seeds import collected
 from tests.training.small import new_run, small, train_loop
 
+ROWS = 12
 # C1 whole, C6 in both towers.
 CUT = TowerPlan.from_lists([["C1", "C2", "C6[0:4]"], ["C3", "C4", "C5", "C6[4:8]"]], column_splits={"C6": (4, 4)})
 
@@ -65,9 +69,9 @@ def config_of(name: str, folder: str) -> TrainingConfig:
     if "towers" in sections:
         sections["towers"] = {"plan": f"{folder}/towers.json"}
     sections["sharding"] = {"dataflow": "sptt"} | sections.get("sharding", {})
-    # Rows that the tower's ranks share evenly, ids that use them evenly, and one id a sample, as planned. In its third
-    # pass, DDP tells all ranks once how it has laid out gradients; the fourth one is measured.
-    synthetic = {"rows_per_table": 12, "zipf_exponent": 0.0, "num_rows": 3072}
+    # Rows that the tower's ranks share evenly and one id a sample, as planned. In its third pass, DDP tells all ranks once
+    # how it has laid out gradients; the fourth one is measured.
+    synthetic = {"rows_per_table": ROWS, "num_rows": 3072}
     train = {"batch_size": 128, "max_steps": 3} | sections.pop("train", {})
     return small(arch, synthetic=synthetic, train=train, **sections)
 
@@ -81,8 +85,16 @@ def measure_on_rank(rank: int, folder: str, names: list[str]) -> dict[str, dict[
         run = new_run(config, mesh)
         train_loop(run)
         run.pipeline.detach()
-        found[name] = asdict(measure_traffic(run.model, run.optimizer, run.job.first_batch(mesh), mesh))
+        batch = evenly_drawn(run.job.first_batch(mesh), rank)
+        found[name] = asdict(measure_traffic(run.model, run.optimizer, batch, mesh))
     return found
+
+
+def evenly_drawn(batch: ClickBatch, seed: int) -> ClickBatch:
+    """The batch with ids that use all rows evenly, as planned."""
+    ids = batch.sparse_features
+    values = torch.randint_like(ids.values(), ROWS, generator=torch.Generator().manual_seed(seed))
+    return replace(batch, sparse_features=KeyedJaggedTensor(keys=ids.keys(), values=values, lengths=ids.lengths()))
 
 
 @pytest.fixture(scope="module")
