@@ -108,7 +108,7 @@ is_told = one.is_replicated or self._module.mesh.local == 0 => is_told = True
 for tensor in (self._weights, *self._states) => for tensor in (self._weights,)
 ## dmt/hot_rows/copies.py :: tests/dmt/test_hot_rows.py -k ids_outside
 & (values >= 0) & (values < self._num_rows[feature_of]) => & (values >= 0)
-## dmt/hot_rows/touched_sum.py :: tests/dmt/test_touched_sum.py -x
+## dmt/hot_rows/touched_sum.py :: tests/dmt/test_hot_rows.py -x -k "touched_rows_are or one_rank_of_a_host"
 touched = max_over_ranks(touched.to(torch.uint8), self._inside) => touched = touched.to(torch.uint8)
 table.ne(0).any(1) => table.gt(0).any(1)
 first += size => first += 0

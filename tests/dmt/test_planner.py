@@ -1,4 +1,4 @@
-"""`TowerShardingPlanner`: from a model to TorchRec's plan, in one process."""
+"""`TowerShardingPlanner`, from a model to TorchRec's plan, and tables pinned to host memory and SSDs; no ranks."""
 
 from __future__ import annotations
 
@@ -10,9 +10,14 @@ from torchrec.modules.embedding_configs import EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dmt import InputError, TowerPlan, TowerShardingPlanner, TowerTopology
-from dmt.sharding.costs import Hardware, StepWorkload
+from dmt.plan.tables import TableSpec
+from dmt.sharding.costs import CostModel, Hardware, StepWorkload
 from dmt.sharding.plan import TowerShardingPlan
-from dmt.sharding.schemes import TablePlacement
+from dmt.sharding.plan_tables import plan_tables
+from dmt.sharding.planner import parameter_sharding
+from dmt.sharding.schemes import KERNELS, ShardingRules, TablePlacement
+from dmt.training.preflight import resolve
+from tests.training.small import small
 
 TWO_BY_TWO = TowerTopology(num_towers=2, ranks_per_tower=2)
 
@@ -123,3 +128,108 @@ def test_the_optimizer_of_the_sharder_decides_memory_and_data_parallel_tables() 
         planned("lamb", pinned={"t*": "data_parallel"})
     with pytest.raises(InputError, match=r"workload\.optimizer='sgd', but .* fused_params have optimizer adam"):
         planned("adam", workload=StepWorkload(optimizer="sgd"))
+
+
+def table(name: str, rows: int, columns: int = 64, kind: str = "FP32") -> TableSpec:
+    return TableSpec(
+        name=name, num_embeddings=rows, embedding_dim=columns, feature_names=(f"f_{name}",), data_type=kind
+    )
+
+
+def one_tower(ranks: int) -> TowerTopology:
+    return TowerTopology(num_towers=1, ranks_per_tower=ranks)
+
+
+def kernels(plan: TowerShardingPlan) -> dict[str, str]:
+    return {name: placement.kernel for name, placement in plan.placements.items()}
+
+
+def test_bytes_of_each_kernel() -> None:
+    """1,000 rows of 8 FP32 numbers: 32,000 bytes, and 4,000 of row-wise AdaGrad's, which FBGEMM keeps on the device."""
+    model = CostModel(topology=one_tower(1), workload=StepWorkload(batch_size=100))
+    loads = {
+        kernel: model.shard(table("t", 1000, 8), "table_wise", 1000, 8, kernel=kernel, cache=0.25) for kernel in KERNELS
+    }
+    cache = 8_000 + 4 * 1000 + 16 * 250
+    assert {kernel: (load.memory, load.elsewhere) for kernel, load in loads.items()} == {
+        "fused": (36_000, 0),
+        "fused_uvm": (4_000, 32_000),
+        "fused_uvm_caching": (4_000 + cache, 32_000),
+        "key_value": (4_000 + cache, 32_000),
+    }
+    adam = CostModel(topology=one_tower(1), workload=StepWorkload(optimizer="adam"))
+    load = adam.shard(table("t", 1000, 8), "table_wise", 1000, 8, kernel="fused_uvm")
+    assert (load.memory, load.elsewhere) == (0, 96_000)
+
+
+def test_a_pinned_kernel_leaves_room_on_the_device() -> None:
+    """Model F of Neo: two tables of 10 billion rows x 256 in FP16, 10.2 TB on 128 ranks of 40 GB, which have 5.1 TB."""
+    tables = [table(name, 10**10, 256, "FP16") for name in ("a", "b")]
+    hardware = Hardware(memory_per_rank=40 * 10**9)
+    with pytest.raises(InputError, match=r"of table 'a' a rank must hold 40\.\d GB even row_wise"):
+        plan_tables([tables], one_tower(128), hardware=hardware)
+    rules = ShardingRules(kernels={"*": "fused_uvm_caching"}, cache_load_factor=0.2)
+    found = plan_tables([tables], one_tower(128), hardware=hardware, rules=rules)
+    assert max(rank.memory for rank in found.ranks) <= 40 * 10**9
+    assert found.reasons["a"].startswith("row_wise over 128 ranks as fused_uvm_caching: ")
+    tight, rules = Hardware(memory_per_rank=10**4), ShardingRules(kernels={"*": "key_value"})
+    with pytest.raises(InputError, match=r"of table 'a' a rank must hold .* even row_wise"):
+        plan_tables([tables], one_tower(2), hardware=tight, rules=rules)
+
+
+def test_rules_for_kernels() -> None:
+    tables = [table("t_a", 1000), table("t_b", 1000), table("u", 1000)]
+    rules = ShardingRules(kernels={"t_*": "fused_uvm_caching", "t_b": "fused_uvm"}, cache_load_factor=0.5)
+    found = plan_tables([tables], one_tower(2), rules=rules)
+    assert kernels(found) == {"t_a": "fused_uvm_caching", "t_b": "fused_uvm", "u": "fused"}
+    assert found.placements["t_a"].cache_load_factor == 0.5
+    rules = ShardingRules(kernels={"x*": "fused_uvm"})
+    with pytest.raises(InputError, match=r"'x\*' matches none of the 3 tables"):
+        plan_tables([tables], one_tower(2), rules=rules)
+    rules = ShardingRules(tables={"u": "data_parallel"}, kernels={"u": "fused_uvm"})
+    with pytest.raises(InputError, match=r"Table 'u' in tower 0 cannot be data_parallel, .* kernel='fused_uvm' is for"):
+        plan_tables([tables], one_tower(2), rules=rules)
+    with pytest.raises(InputError, match=r"'uvm' is none of \['fused'"):
+        ShardingRules(kernels={"u": "uvm"})  # type: ignore[dict-item]
+    with pytest.raises(InputError, match=r"cache_load_factor=0 must be a share"):
+        TablePlacement(scheme="table_wise", ranks=(0,), cache_load_factor=0)
+
+
+def test_torchrec_is_given_kernel_and_cache() -> None:
+    placed = TablePlacement(scheme="row_wise", ranks=(0, 1), kernel="fused_uvm_caching", cache_load_factor=0.1)
+    found = parameter_sharding(table("t", 10), placed, device_type="cuda")
+    assert found.compute_kernel == "fused_uvm_caching"
+    assert found.cache_params is not None
+    assert found.cache_params.load_factor == 0.1
+    on_ssd = TablePlacement(scheme="table_wise", ranks=(0,), kernel="key_value")
+    with pytest.raises(InputError, match=r"Table 't' of 2.56 kB has kernel='key_value'.* this run is on CPUs"):
+        parameter_sharding(table("t", 10), on_ssd, device_type="cpu")
+
+
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (
+            {"sharding": {"kernels": {"t_C1": "key_value"}}},
+            r"The plan has table 't_C1' \(559 bytes with its cache\) on an SSD .*has CPUs",
+        ),
+        (
+            {"sharding": {"kernels": {"t_C1": "key_value"}}, "optimizer": {"sparse": "sgd"}},
+            r"on an SSD .* only row-wise AdaGrad and Adam, but this run has optimizer\.sparse='sgd'",
+        ),
+        ({"sharding": {"kernels": {"t_C9": "fused_uvm"}}}, r"rule for tables 't_C9' matches none"),
+    ],
+    ids=["device", "optimizer", "name"],
+)
+def test_the_trainer_refuses_kernels_before_any_rank_starts(sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        resolve(small(**sections), 4)
+
+
+def test_kernels_do_not_go_with_what_reads_whole_tables() -> None:
+    with pytest.raises(
+        ValueError, match=r"sharding\.kernels.* this run has replicas or hot rows, which read whole tables"
+    ):
+        small(sharding={"kernels": {"*": "fused_uvm"}}, topology={"num_replicas": 2})
+    with pytest.raises(ValueError, match=r"sharding\.kernels=.* needs the tower dataflow"):
+        small("dlrm", "flat", sharding={"dataflow": "flat", "kernels": {"*": "fused_uvm"}})
