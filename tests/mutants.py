@@ -43,8 +43,9 @@ gradients / (self._inside.size() * self._across.size()) => gradients / self._ins
 gradients.copy_(end()) => end()
 ## dmt/replicas/sync.py :: tests/dmt/test_parity.py -m "not slow" -k "replicas-4"
 self._steps % self.interval == 0 => self._steps % self.interval == 1
-mean + (live - snapshot) => mean - (live - snapshot)
 self._states.start()\n        self._weights.finish() => self._states.start()
+## dmt/replicas/sync.py :: tests/dmt/test_parity.py -m "not slow" -k "replicas-6"
+mean + (live - snapshot) => mean - (live - snapshot)
 ## dmt/replicas/sync.py :: tests/dmt/test_replicas.py -k a_replica_that_differs
 if value != everyone[0][name] => if value != theirs[name]
 ## dmt/replicas/sync.py :: tests/dmt/test_replicas.py -k what_is_loaded_is_not_mixed
