@@ -58,10 +58,10 @@ class ServedFeature:
     salt: str
     """Text that salts its hash: the name, or that of a table it shares."""
     time_column: str = ""
-    """Column of times that it is a part of; empty for other features. Hour h is row 1 + h, Monday is row 1, days and
-    months are the rows of their numbers, and a missing time is row 0."""
+    """Column of times that it is a part of; empty for other features. Hour h is row 1 + h, Monday is row 1, and a
+    missing time is row 0."""
     time_part: str = ""
-    """The part: hour, weekday, day or month."""
+    """The part: hour or weekday."""
     examples: dict[str, int] = field(default_factory=dict)
     """Rows of some texts, by which a server checks its own hashing; none where ids are row numbers."""
 
