@@ -75,8 +75,6 @@ class Expected:
     """By step and rank; one step more than is trained."""
     weights: State
     """After training, and the averaging of replicas at its end."""
-    of_towers: frozenset[str]
-    """Names of the parameters of tower modules."""
 
 
 def compute_expected(run: CheckedRun, layout: TableLayout) -> Expected:
@@ -117,14 +115,7 @@ def compute_expected(run: CheckedRun, layout: TableLayout) -> Expected:
                 f"the plain module diverges (a loss at step {step} is not finite), so there is nothing to compare "
                 "with. Lower the rates."
             )
-    return Expected(
-        start=start,
-        logits=logits,
-        gradients=gradients,
-        losses=losses,
-        weights=_copy_of(tasks[0]),
-        of_towers=frozenset(tower_parameter_names(tasks[0])),
-    )
+    return Expected(start=start, logits=logits, gradients=gradients, losses=losses, weights=_copy_of(tasks[0]))
 
 
 def _copy_of(task: ClickTask) -> State:

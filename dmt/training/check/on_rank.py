@@ -223,9 +223,9 @@ class _Checks:
     def _compare_gradients(self, model: DistributedModelParallel, share: float) -> None:
         """Compares gradients; ``share`` of a parameter's largest element is allowed."""
         expected = self.expected.gradients[self.mesh.replica]
-        largest = {"dense gradients": 0.0, "tower gradients": 0.0, "table gradients": 0.0}
+        largest = {"dense gradients": 0.0, "table gradients": 0.0}
         for name, gradient in expected.items():
-            largest[self._kind(name)] = max(largest[self._kind(name)], float(gradient.abs().max()))
+            largest[_kind(name)] = max(largest[_kind(name)], float(gradient.abs().max()))
         found: list[tuple[str, Tensor, Tensor, float]] = []
         for part in local_parts(model):
             if is_table(part.name):
@@ -238,17 +238,16 @@ class _Checks:
             if not is_table(name) and parameter.grad is not None:
                 found.append((name, parameter.grad, expected[name], 0.0))
         for name, ours, wanted, rounding in found:
-            size = max(float(wanted.abs().max()), _CANCELS * largest[self._kind(name)])
-            self._found(self._kind(name), name_in_report(name), _distance(ours, wanted), rounding + share * size)
-
-    def _kind(self, name: str) -> str:
-        if is_table(name):
-            return "table gradients"
-        return "tower gradients" if name in self.expected.of_towers else "dense gradients"
+            size = max(float(wanted.abs().max()), _CANCELS * largest[_kind(name)])
+            self._found(_kind(name), name_in_report(name), _distance(ours, wanted), rounding + share * size)
 
     def _found(self, check: str, item: str, difference: float, allowed: float, place: str = "") -> None:
         place = f"rank {self.rank}" + (f", {place}" if place else "")
         self.findings.append(Finding(check=check, item=item, difference=difference, allowed=allowed, place=place))
+
+
+def _kind(name: str) -> str:
+    return "table gradients" if is_table(name) else "dense gradients"
 
 
 def _unit_of(weights: Tensor) -> float:

@@ -104,7 +104,7 @@ def drift_on_rank_3(copy: Change) -> Change:
 FAULTS: dict[str, tuple[Any, str, Callable[[Change], Change], set[str], str]] = {
     "rows": (on_rank, "load_plain_state", rows_swapped_on_rank_1, {"logits", "table gradients"}, "table t_C1"),
     "towers": (SPTTModule, "_agree", towers_exchanged, {"logits"}, "the logits"),
-    "tower gradient": (on_rank, "shard_model", tower_gradient_doubled, {"tower gradients"}, "sparse_arch.towers.1.int"),
+    "tower gradient": (on_rank, "shard_model", tower_gradient_doubled, {"dense gradients"}, "sparse_arch.towers.1.int"),
     "table gradient": (SPTTModule, "run_towers", table_gradient_doubled, {"table gradients"}, "table t_C"),
     "warm-up": (on_rank, "build_optimizer", warm_up_left_out, {"dense weights", "table weights", "losses"}, "step 1"),
     "drift": (on_rank, "copy_parts", drift_on_rank_3, {"replicas"}, "table t_C4 (ranks [3] differ from rank 2)"),
@@ -171,7 +171,7 @@ REPLICA_FAULTS: dict[str, tuple[Any, str, Callable[[Change], Change], set[str], 
         TowerTopology,
         "tower_module_groups",
         tower_modules_reduced_in_a_replica,
-        {"tower gradients"},
+        {"dense gradients"},
         "sparse_arch.towers.",
     ),
 }

@@ -21,7 +21,7 @@ from dmt.training.config import OptimizerConfig
 from tests.parity import EPS, LR, Batches, loss_of, make_tables
 from tests.sptt_case import Case, build, shard
 
-DIMS = (8, 8, 16, 12, 8, 8)
+DIMS = (8, 8, 12, 16, 8, 8)
 TOWERS = ((0, 4), (1,), (2, 5), (3,))
 NUM_SAMPLES = 40
 STEPS = 2
