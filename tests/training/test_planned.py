@@ -69,8 +69,8 @@ def config_of(name: str, folder: str) -> TrainingConfig:
     if "towers" in sections:
         sections["towers"] = {"plan": f"{folder}/towers.json"}
     sections["sharding"] = {"dataflow": "sptt"} | sections.get("sharding", {})
-    # Rows that the tower's ranks share evenly and one id a sample, as planned. In its third pass, DDP tells all ranks once
-    # how it has laid out gradients; the fourth one is measured.
+    # Rows that the tower's ranks share evenly and one id a sample, as planned. In its third pass, DDP tells all ranks
+    # once how it has laid out gradients; the fourth one is measured.
     synthetic = {"rows_per_table": ROWS, "num_rows": 3072}
     train = {"batch_size": 128, "max_steps": 3} | sections.pop("train", {})
     return small(arch, synthetic=synthetic, train=train, **sections)
