@@ -275,8 +275,8 @@ def check(config: str, overrides: tuple[str, ...], *, as_json: bool, **limits: A
     """Checks a run on this machine before a cluster is spent on it.
 
     CONFIG's model, towers, sharding plan, precision and id route, made small, against the same model in one process:
-    forward pass, gradients, a few steps, a checkpoint under another placement. Data files are opened for their columns,
-    but no row of them is read. OVERRIDES are section.key=value. Exit code 1: something does not agree.
+    forward pass, gradients, a few steps. Data files are opened for their columns, but no row of them is read.
+    OVERRIDES are section.key=value. Exit code 1: something does not agree.
     """
     from dmt.testing.ranks import RanksFailedError
     from dmt.training.commands.results import print_report, run_check
