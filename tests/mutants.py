@@ -59,7 +59,7 @@ shape[-1] for shape in self._shapes] => shape[-1] for shape in self._shapes[::-1
 sums.values() / ctx.divisor => sums.values() * ctx.divisor
 .clamp(min=1) for key in => .clamp(min=2) for key in
 lambda rows: rows[: sizes[self._rank]] => lambda rows: rows[: sizes[0]]
-## dmt/sptt/dataflow.py :: tests/dmt/test_parity.py -m "not slow" -k "cover_of_the_matrix and 2-2"
+## dmt/sptt/dataflow.py :: tests/dmt/test_parity.py -m "not slow" -k "towers-4"
 [of_peer[0] for of_peer in rows.arrived] => [of_peer[0] for of_peer in rows.arrived[::-1]]
 ## dmt/sptt/id_routes.py :: tests/dmt/test_dataflow.py -k ids_arrive_in_peer_order
 stagger=self._stagger => stagger=1
