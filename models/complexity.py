@@ -20,7 +20,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from dmt.errors import InputError, did_you_mean
 from dmt.models.dcn import DCN, DMTDCN
-from dmt.models.dense import ModelOptions
+from dmt.models.dense import Device, ModelOptions
 from dmt.models.dlrm import DLRM, DMTDLRM, DMTDLRMProducts
 from dmt.models.sparse import check_tower_modules
 from dmt.plan.tables import TableSpec, feature_names
@@ -203,7 +203,7 @@ def paper_complexity(
 class MetaTables(nn.Module):
     """Stands in for TorchRec's tables: weights of the true sizes on the meta device, one id per feature and sample."""
 
-    def __init__(self, tables: Sequence[Any], device: torch.device | str | None) -> None:
+    def __init__(self, tables: Sequence[Any], device: Device) -> None:
         super().__init__()
         # Thousands of tables: parameters without a module each.
         self._tables = nn.ParameterList(
@@ -223,11 +223,7 @@ class MetaTowers(nn.Module):
     """Stands in for TorchRec's ``EmbeddingTowerCollection``: true tower modules over `MetaTables`."""
 
     def __init__(
-        self,
-        tables: Sequence[Any],
-        plan: TowerPlan,
-        tower_modules: Sequence[nn.Module],
-        device: torch.device | str | None,
+        self, tables: Sequence[Any], plan: TowerPlan, tower_modules: Sequence[nn.Module], device: Device
     ) -> None:
         super().__init__()
         check_tower_modules(plan, tower_modules)

@@ -24,6 +24,7 @@ from dmt.errors import InputError
 __all__ = [
     "CrossInteraction",
     "DenseArch",
+    "Device",
     "DotInteraction",
     "LowRankCrossNet",
     "MLP",
@@ -34,6 +35,7 @@ __all__ = [
 ]
 
 Device = torch.device | str | None
+"""Where parameters are made; None follows PyTorch's own ``with torch.device(...)``."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,7 +46,7 @@ class ModelOptions:
     """Hidden sizes of the bottom MLP. The model appends the last size itself: N, or D with towers."""
     over_arch_layer_sizes: tuple[int, ...] | None = None
     """Sizes of the top MLP with its output, 1 for one logit. ``None`` or none at all: the paper's."""
-    device: torch.device | str | None = None
+    device: Device = None
     """Device of the parameters. ``None`` follows PyTorch's own ``with torch.device(...)``."""
 
 

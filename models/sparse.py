@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from dmt.errors import InputError
+from dmt.models.dense import Device
 from dmt.models.tower_modules import EmbeddingsByName, by_feature
 from dmt.plan.split_across_towers import shard_names, split_tables
 from dmt.plan.tables import TableSpec, table_specs
@@ -39,7 +40,6 @@ __all__ = [
     "whole_tables",
 ]
 
-Device = torch.device | str | None
 MakeFlatSparseArch = Callable[[Sequence[Any], Device], nn.Module]
 """``(tables, device)`` -> module whose output is indexed by feature name, each [B, N]."""
 MakeTowerSparseArch = Callable[[Sequence[Any], TowerPlan, Sequence[nn.Module], Device], nn.Module]
@@ -178,19 +178,11 @@ class JoinedShards(nn.Module):
     Args:
         tables: the whole tables; their shards are made on ``device``.
         splits: columns of each shard, by feature (`dmt.plan.towers.TowerPlan.column_splits`).
-        make_sparse_arch: makes the embeddings of the shards.
     """
 
-    def __init__(
-        self,
-        tables: Sequence[Any],
-        device: Device = None,
-        *,
-        splits: Splits,
-        make_sparse_arch: MakeFlatSparseArch = flat_sparse_arch,
-    ) -> None:
+    def __init__(self, tables: Sequence[Any], device: Device = None, *, splits: Splits) -> None:
         super().__init__()
-        self.shards = make_sparse_arch(split_tables(tables, splits), device)
+        self.shards: nn.Module = flat_sparse_arch(split_tables(tables, splits), device)
         self._names = {feature: shard_names(feature, widths) for feature, widths in splits.items()}
 
     def forward(self, ids: Any) -> EmbeddingsByName:

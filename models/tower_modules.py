@@ -29,7 +29,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from dmt.errors import InputError
-from dmt.models.dense import LowRankCrossNet, check_sizes, strict_upper
+from dmt.models.dense import Device, LowRankCrossNet, check_sizes, strict_upper
 
 __all__ = [
     "CROSS_RANK",
@@ -41,8 +41,6 @@ __all__ = [
     "by_feature",
     "feature_vectors",
 ]
-
-Device = torch.device | str | None
 
 CROSS_RANK = 512
 """Rank of every cross layer of DCN and DMT-DCN in the DMT paper, in the towers too."""

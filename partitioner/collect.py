@@ -79,8 +79,6 @@ class _Collection:
     path: str
     """Dotted path in the model."""
     module: nn.Module
-    is_sharded: bool = False
-    """True if its forward is a collective."""
     tables: tuple[TableSpec, ...] = ()
     """Its tables, with the names of the embeddings as features; none if sharded."""
     inputs: tuple[str, ...] = ()
@@ -242,7 +240,7 @@ def _find_collections(model: nn.Module, *, in_group: bool) -> list[_Collection]:
                 )
             if issubclass(part.unsharded_module_type, EmbeddingBagCollectionInterface):
                 _check_sharded(part, where, in_group=in_group)
-                found.append(_Collection(path=path, module=part, is_sharded=True))
+                found.append(_Collection(path=path, module=part))
     if not found:
         raise InputError(
             f"{_WHERE}: {type(model).__name__} holds no EmbeddingBagCollection. Give the model that looks up the "

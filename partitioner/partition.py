@@ -86,7 +86,7 @@ class Partition:
     affinity: FeatureAffinity
     """Affinity of the plan's features, with column shards in place of tables that were split."""
     points: NDArray[np.float64]
-    """[F, n] coordinates, in the order of ``affinity.features``; n is 0 for interactions, which have none."""
+    """[F, 2] coordinates, in the order of ``affinity.features``; zeros for interactions, which have none."""
     normalized_stress: float
     """``sqrt(stress / sum of squared wanted distances)`` of the points: 0 is perfect, above 0.2 is poor."""
     loads: tuple[TowerContents, ...]

@@ -75,8 +75,6 @@ class TowerPartitioner:
     balance_ratio: float | None = 1.0
     """K of the paper: the largest tower may have this many times the features of the smallest (rounded down), but
     always ceil(F / T). None: towers may have any number of features, for instance to balance their work instead."""
-    dims: int = 2
-    """Dimensions of the space in which features are grouped (the paper uses 2)."""
     seed: int = 0
     """Seed of every random choice."""
     rules: PartitionRules = field(default_factory=PartitionRules)
@@ -126,7 +124,7 @@ class TowerPartitioner:
 
     def check(self) -> None:
         """Raises `InputError` for a parameter that is out of range, as `fit` does; for callers that measure first."""
-        for name, lowest, highest in (("num_towers", 1, 2**20), ("dims", 1, 1000), ("seed", 0, 2**32 - 1)):
+        for name, lowest, highest in (("num_towers", 1, 2**20), ("seed", 0, 2**32 - 1)):
             value = getattr(self, name)
             if not isinstance(value, int | np.integer) or isinstance(value, bool) or not lowest <= value <= highest:
                 raise InputError(
@@ -171,19 +169,22 @@ class TowerPartitioner:
         seed, num_towers = int(self.seed), part.num_towers
         if strategy in _OF_INTERACTIONS:
             costs = part.blocks.costs(affinity, sign=-1.0 if strategy == "together" else 1.0)
-            coordinates = Coordinates(points=np.zeros((len(part.blocks.names), 0)), stress=0.0, wanted=0.0)
+            coordinates = Coordinates(points=np.zeros((len(part.blocks.names), 2)), stress=0.0, wanted=0.0)
         else:
             distance = distances(part.blocks.matrix(affinity.matrix, affinity.features), strategy)
             costs = Costs(pairs=np.square(distance), per_feature=True)
-            coordinates = embed_distances(distance, dims=int(self.dims), seed=seed)
+            coordinates = embed_distances(distance, seed=seed)
         points, is_paper = coordinates.points, costs.per_feature and not self.refine
+        if is_paper:
+            costs = Costs(pairs=np.square(points[:, None] - points).sum(axis=2), per_feature=True)
         options = [part.options[i] for i in _evenly(len(part.options), MOST_OPTIONS)]
         results = []
         for bounds in options:
-            if is_paper:
-                results.append(_held(points, num_towers, bounds, seed))
-                continue
             starts = [_grouped(points, num_towers, bounds, seed)] if costs.per_feature else []
+            # The paper's answer, unless limits that it does not know are broken.
+            if is_paper and not bounds.violation(starts[0], num_towers):
+                results.append((0.0, costs.of(starts[0], bounds.weights), starts[0]))
+                continue
             starts.append(_neighbours(costs.pairs, num_towers))
             share = 0.5 if len(options) > 1 else 1.0
             results.append(search_towers(costs, starts, num_towers=num_towers, bounds=bounds, seed=seed, share=share))
@@ -234,7 +235,7 @@ class TowerPartitioner:
         notes = (*task.source.notes, *task.notes, *_notes(task.affinity), *own_notes)
         settings = {"balance_ratio": self.balance_ratio, "loss": task.source.loss, "notes": list(notes)}
         if not task.source.is_interactions:
-            settings |= {"dims": int(self.dims), "refine": self.refine, "normalized_stress": stress}
+            settings |= {"refine": self.refine, "normalized_stress": stress}
         plan = replace(plan, affinity=task.source.to_summary() | settings | asdict(comparison))
         return Partition(
             plan=plan,
@@ -300,19 +301,6 @@ def _grouped(points: Floats, num_towers: int, bounds: Bounds, seed: int) -> Labe
     return group_points(points, num_towers, sizes=sizes, seed=seed)
 
 
-def _held(points: Floats, num_towers: int, bounds: Bounds, seed: int) -> tuple[float, float, Labels]:
-    """The paper's answer, changed on the points only as far as limits that it does not know need it."""
-    from scipy.spatial.distance import cdist
-
-    labels = _grouped(points, num_towers, bounds, seed)
-    costs = Costs(pairs=cdist(points, points, "sqeuclidean"), per_feature=True)
-    if bounds.violation(labels, num_towers):
-        labels = local_search(costs, labels, num_towers=num_towers, bounds=bounds)
-    if bounds.violation(labels, num_towers):
-        return search_towers(costs, [labels], num_towers=num_towers, bounds=bounds, seed=seed)
-    return 0.0, costs.of(labels, bounds.weights), labels
-
-
 def _neighbours(costs: Floats, num_towers: int) -> Labels:
     """[P] towers along an order of the blocks in which those of low cost are near each other."""
     from scipy.cluster.hierarchy import leaves_list, linkage
@@ -374,15 +362,15 @@ def _broken_limits(labels: Labels, num_towers: int, bounds: Bounds) -> str:
 
 
 def _points(answers: Sequence[_Answer], affinity: FeatureAffinity) -> NDArray[np.float64]:
-    """[F, n] points; the parts were embedded separately and are laid side by side along the first axis."""
+    """[F, 2] points; the parts were embedded separately and are laid side by side along the first axis."""
     position = {name: i for i, name in enumerate(affinity.features)}
-    points = np.zeros((affinity.num_features, answers[0].coordinates.points.shape[1]))
+    points = np.zeros((affinity.num_features, 2))
     edge = 0.0
     for number, answer in enumerate(answers):
         placed = answer.coordinates.points.copy()
-        if number and placed.size:
+        if number:
             placed[:, 0] += edge - placed[:, 0].min()
-        edge = float(placed[:, 0].max()) + 0.2 * float(np.ptp(placed[:, 0]) or 1.0) if placed.size else 0.0
+        edge = float(placed[:, 0].max()) + 0.2 * float(np.ptp(placed[:, 0]) or 1.0)
         for names, point in zip(answer.part.blocks.names, placed, strict=True):
             points[[position[name] for name in names]] = point
     return points

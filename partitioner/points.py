@@ -1,6 +1,6 @@
 """Features as points in a plane whose distances follow their affinities, and the groups of points (DMT, section 3.3).
 
-Legend: F points, n dims (the paper's n, well below the embedding dim), T groups.
+Legend: F points, T groups. The paper's n, the dimensions of the points, is 2, as in the paper.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Coordinates:
     """Points found by `embed_distances`."""
 
     points: Floats
-    """[F, n] coordinates, with their mean at the origin."""
+    """[F, 2] coordinates, with their mean at the origin."""
     stress: float
     """Sum over pairs of (distance of the points - wanted distance)^2."""
     wanted: float
@@ -39,14 +39,14 @@ def distances(matrix: Floats, strategy: str) -> Floats:
     return distance
 
 
-def embed_distances(distance: Floats, *, dims: int, seed: int) -> Coordinates:
+def embed_distances(distance: Floats, *, seed: int) -> Coordinates:
     """Finds points whose pairwise Euclidean distances come as close as they can to given ones.
 
     Minimises ``sum_{j<i} (||X_i - X_j|| - D_ij)^2``, the unnumbered objective of the DMT paper's section 3.3, with
     scikit-learn's SMACOF from the classical scaling. ``distance`` is [F, F], symmetric with a zero diagonal.
 
     Example:
-        >>> found = embed_distances(np.array([[0.0, 3.0, 5.0], [3.0, 0.0, 4.0], [5.0, 4.0, 0.0]]), dims=2, seed=0)
+        >>> found = embed_distances(np.array([[0.0, 3.0, 5.0], [3.0, 0.0, 4.0], [5.0, 4.0, 0.0]]), seed=0)
         >>> found.points.shape, found.stress < 1e-4
         ((3, 2), True)
     """
@@ -54,20 +54,20 @@ def embed_distances(distance: Floats, *, dims: int, seed: int) -> Coordinates:
 
     wanted = squareform(distance, checks=False)
     if not wanted.any():  # one point, or all in one place
-        return Coordinates(points=np.zeros((len(distance), dims)), stress=0.0, wanted=0.0)
+        return Coordinates(points=np.zeros((len(distance), 2)), stress=0.0, wanted=0.0)
     # Imported here, as scikit-learn takes half a second to load.
     from sklearn.manifold import MDS
 
     scale = float(wanted.max())
-    solver = MDS(dims, metric="precomputed", n_init=1, max_iter=MAX_ITERATIONS, init="random", normalized_stress=False)
-    points = solver.fit_transform(distance / scale, init=_classical_scaling(distance / scale, dims, seed)) * scale
+    solver = MDS(2, metric="precomputed", n_init=1, max_iter=MAX_ITERATIONS, init="random", normalized_stress=False)
+    points = solver.fit_transform(distance / scale, init=_classical_scaling(distance / scale, seed)) * scale
     points -= points.mean(axis=0)
     stress = float(np.square(pdist(points) - wanted).sum())
     return Coordinates(points=points, stress=stress, wanted=float(np.square(wanted).sum()))
 
 
-def _classical_scaling(distance: Floats, dims: int, seed: int) -> Floats:
-    """Torgerson's scaling, [F, n]: exact if D is Euclidean; axes that are not real are 0.
+def _classical_scaling(distance: Floats, seed: int) -> Floats:
+    """Torgerson's scaling, [F, 2]: exact if D is Euclidean; axes that are not real are 0.
 
     A little noise is added: points that coincide, or an axis of zeros, could never part.
     """
@@ -77,11 +77,9 @@ def _classical_scaling(distance: Floats, dims: int, seed: int) -> Floats:
     centred = np.square(distance) * -0.5
     centred -= centred.mean(axis=0)
     centred -= centred.mean(axis=1, keepdims=True)
-    points = 0.01 * np.random.default_rng(seed).standard_normal((size, dims))
-    count = min(dims, size)
-    values, vectors = eigh(centred, subset_by_index=[size - count, size - 1])
-    points[:, :count] += (vectors * np.sqrt(np.maximum(values, 0.0)))[:, ::-1]
-    return points
+    values, vectors = eigh(centred, subset_by_index=[size - 2, size - 1])
+    points = (vectors * np.sqrt(np.maximum(values, 0.0)))[:, ::-1]
+    return points + 0.01 * np.random.default_rng(seed).standard_normal((size, 2))
 
 
 def group_points(points: Floats, num_groups: int, *, sizes: tuple[int, int], seed: int) -> Labels:

@@ -22,7 +22,7 @@ from dmt.partitioner.search import Bounds, Costs, Floats, even_start, local_sear
 from dmt.plan.split_across_towers import shard_names, split_tables
 from dmt.plan.tables import TableSpec, table_specs
 
-__all__ = ["Blocks", "Part", "Task", "make_blocks", "members_of", "prepare", "size_bounds"]
+__all__ = ["Blocks", "Part", "Task", "make_blocks", "members_of", "prepare", "rules_of_members", "size_bounds"]
 
 # FBGEMM's lookups need a multiple of this many columns.
 _STEP = 4
@@ -141,18 +141,19 @@ def prepare(
     members, member_specs = members_of(affinity, splits), table_specs(split_tables(specs, splits))
     measured = affinity.pooling_factors or (1.0,) * affinity.num_features
     factors = dict(zip(affinity.features, measured, strict=True)) | dict(named.pooling_factors)
-    blocks = make_blocks(members.features, member_specs, named, factors=factors, splits=splits)
+    ruled = rules_of_members(named, splits, factors)
+    blocks = make_blocks(members.features, member_specs, ruled)
     total = blocks.loads.sum(axis=1) / num_towers
-    max_work = np.inf if named.max_work_ratio is None else named.max_work_ratio * total[1]
-    max_bytes = np.inf if named.max_bytes_ratio is None else named.max_bytes_ratio * total[2]
-    max_bytes = min(max_bytes, np.inf if named.max_tower_bytes is None else named.max_tower_bytes)
+    max_work = np.inf if rules.max_work_ratio is None else rules.max_work_ratio * total[1]
+    max_bytes = np.inf if rules.max_bytes_ratio is None else rules.max_bytes_ratio * total[2]
+    max_bytes = min(max_bytes, np.inf if rules.max_tower_bytes is None else rules.max_tower_bytes)
     parted, counts = {"": blocks}, {"": num_towers}
-    if named.categories:
-        parted = {name: blocks.within(_members(features, splits)) for name, features in named.categories.items()}
-        counts = dict(named.towers_per_category) or _allot(parted, num_towers, entities=named.entities)
+    if ruled.categories:
+        parted = {name: blocks.within(inside) for name, inside in ruled.categories.items()}
+        counts = dict(rules.towers_per_category) or _allot(parted, num_towers, entities=rules.entities)
     notes = []
     unknown = affinity.num_features - len(named.pooling_factors)
-    if named.max_work_ratio is not None and not affinity.pooling_factors and unknown:
+    if rules.max_work_ratio is not None and not affinity.pooling_factors and unknown:
         notes.append(
             f"The work of {unknown} of {affinity.num_features} features is that of one id per sample: the affinity was "
             "collected without counting ids. Give pooling_factors where there are more."
@@ -221,24 +222,34 @@ def _members(features: Sequence[str], splits: Mapping[str, Sequence[int]]) -> li
     return [name for f in features for name in (shard_names(f, splits[f]) if f in splits else [f])]
 
 
-def make_blocks(
-    features: Sequence[str],
-    specs: Sequence[TableSpec],
-    rules: PartitionRules,
-    *,
-    factors: Mapping[str, float],
-    splits: Mapping[str, Sequence[int]],
-) -> Blocks:
+def rules_of_members(
+    rules: PartitionRules, splits: Mapping[str, Sequence[int]], factors: Mapping[str, float]
+) -> PartitionRules:
+    """Rules with column shards in place of the features that are cut; shards of one feature are apart.
+
+    ``rules`` name features one by one, ``splits`` have the columns of each shard, ``factors`` the mean ids per sample
+    of each feature.
+    """
+    return rules.model_copy(
+        update={
+            "categories": {name: _members(inside, splits) for name, inside in rules.categories.items()},
+            "apart": [_members(group, splits) for group in (*rules.apart, *([feature] for feature in splits))],
+            "pooling_factors": {name: factor for f, factor in factors.items() for name in _members([f], splits)},
+        }
+    )
+
+
+def make_blocks(features: Sequence[str], specs: Sequence[TableSpec], rules: PartitionRules) -> Blocks:
     """Joins features that must share a tower and adds up their loads.
 
-    ``features`` are all members to place, column shards included, ``specs`` their tables, ``factors`` the mean ids per
-    sample of each whole feature, ``splits`` the columns of each shard. ``rules`` name whole features one by one.
+    ``features`` are all members to place, column shards included, ``specs`` their tables; ``rules`` name members one by
+    one, with a pooling factor for each (`rules_of_members`).
 
     Raises:
         InputError: features that must share a tower must also part, or are of different categories.
     """
     names = _joined(features, [*rules.together, *(spec.feature_names for spec in specs)])
-    home = {member: c for c, inside in rules.categories.items() for member in _members(inside, splits)}
+    home = {member: category for category, inside in rules.categories.items() for member in inside}
     for block in names:
         other = next((name for name in block if home.get(name) != home.get(block[0])), None)
         if other is not None:
@@ -248,14 +259,12 @@ def make_blocks(
             )
     loads = np.zeros((3, len(names)))
     loads[0] = list(map(len, names))
-    pooling = {member: factor for f, factor in factors.items() for member in _members([f], splits)}
     table_of = {feature: spec for spec in specs for feature in spec.feature_names}
     for i, block in enumerate(names if table_of else ()):
-        loads[1, i] = sum(pooling[name] * table_of[name].embedding_dim for name in block)
+        loads[1, i] = sum(rules.pooling_factors[name] * table_of[name].embedding_dim for name in block)
         # A shared table is there once.
         loads[2, i] = sum({table_of[name].name: table_of[name].num_bytes for name in block}.values())
-    groups = [*(_members(group, splits) for group in rules.apart), *(_members([f], splits) for f in splits)]
-    return Blocks(names=names, loads=loads, apart=_apart(groups, names))
+    return Blocks(names=names, loads=loads, apart=_apart(rules.apart, names))
 
 
 def _joined(features: Sequence[str], groups: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:

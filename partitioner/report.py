@@ -16,7 +16,7 @@ from dmt import __version__
 from dmt.formatting import counted, human_bytes
 from dmt.partitioner.affinity import FeatureAffinity
 from dmt.partitioner.partition import Partition, tower_affinity
-from dmt.partitioner.verdict import Verdict, judge_balance, judge_meaning, judge_stress, quantities
+from dmt.partitioner.verdict import judge_balance, judge_meaning, quantities
 from dmt.plan.towers import TowerPlan
 from dmt.report import data_uri, render_page
 from dmt.report.style import INK, add_title, dress_axes, new_figure, save_figure, tower_badges
@@ -101,8 +101,7 @@ def plot_coordinates(partition: Partition, path: str | os.PathLike[str]) -> Path
 
     A line ties every point to the centre of its tower, so that membership does not depend on colours alone; up to 64
     towers differ in colour or marker. Up to 64 features are named. Both axes have one scale, as only distances mean
-    something. Points in more than two dimensions are shown along the two principal axes. Returns the path written; its
-    suffix chooses the format.
+    something. Returns the path written; its suffix chooses the format.
 
     Raises:
         InputError: the suffix is not a picture format, or the file cannot be written.
@@ -111,11 +110,7 @@ def plot_coordinates(partition: Partition, path: str | os.PathLike[str]) -> Path
 
     figure = new_figure(path, size=(9.0, 9.0), caller="plot_coordinates")
     axes: Any = figure.add_subplot()
-    centred = partition.points - partition.points.mean(axis=0)
-    dims = centred.shape[1]
-    if dims > 2:
-        centred = centred @ np.linalg.eigh(centred.T @ centred)[1][:, :-3:-1]
-    points = np.pad(centred, ((0, 0), (0, 2 - centred.shape[1])))
+    points = partition.points
     row = {name: i for i, name in enumerate(partition.affinity.features)}
     for tower in tower_badges(partition.plan):
         inside = points[[row[name] for name in tower["features"]]]
@@ -131,9 +126,8 @@ def plot_coordinates(partition: Partition, path: str | os.PathLike[str]) -> Path
     axes.set_aspect("equal", adjustable="datalim")
     plan, meaning = partition.plan, "alike" if partition.plan.strategy == "coherent" else "unlike"
     heading = f"{counted(len(plan.features), 'feature')} in {counted(plan.num_towers, 'tower')}, {plan.strategy}"
-    axis = f"; first two of {dims} principal axes" if dims > 2 else ""
     stress = f"normalized stress {partition.normalized_stress:.3f} (0 is perfect, above 0.2 is poor)"
-    add_title(axes, [heading, f"near = {meaning}; {stress}{axis}"])
+    add_title(axes, [heading, f"near = {meaning}; {stress}"])
     return save_figure(figure, path, caller="plot_coordinates")
 
 
@@ -171,7 +165,7 @@ def write_partition_report(
     """
     target, plan, affinity = Path(folder), partition.plan, partition.affinity
     measured = counted(affinity.num_samples or 0, "row" if affinity.is_interactions else "sample")
-    verdicts = [judge_meaning(partition), *([] if affinity.is_interactions else [judge_stress(partition)])]
+    meaning = judge_meaning(partition)
     columns, cells, below = _tower_table(partition)
     pictures = [plot_affinity(affinity, plan, target / "affinity.png")]
     if not affinity.is_interactions:
@@ -185,8 +179,11 @@ def write_partition_report(
         "strategy": plan.strategy,
         "links": list(links),
         "notes": list(partition.notes),
-        "meaning": verdicts[0].sentence,
-        "cards": [_card(verdict) for verdict in (*verdicts, judge_balance(partition))],
+        "meaning": meaning.sentence,
+        "cards": [
+            {"big": verdict.big, "what": verdict.what, "small": verdict.sentence}
+            for verdict in (meaning, judge_balance(partition))
+        ],
         "comparison": _comparison_cells(partition),
         "strongest": strongest_rows(partition, _SHOWN_INTERACTIONS),
         "columns": columns,
@@ -198,10 +195,6 @@ def write_partition_report(
         "made": _made(partition),
     }
     return render_page(Path(__file__).with_name("report.html"), target / "report.html", context)
-
-
-def _card(verdict: Verdict) -> dict[str, str]:
-    return {"big": verdict.big, "what": verdict.what, "small": verdict.sentence}
 
 
 def _comparison_cells(partition: Partition) -> list[str]:

@@ -45,8 +45,7 @@ class PartitionRules(BaseModel):
     """Features by category, each in exactly one: no tower mixes two. The paper's XLRM (section 5.2.3) has item,
     user and item-user features."""
     towers_per_category: Mapping[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
-    """Towers of each category; by default in proportion to its features (or to its bytes or work, where those are
-    limited), and at least one."""
+    """Towers of each category; by default in proportion to its features, and at least one."""
     together: Sequence[Sequence[str]] = ()
     """Groups of features that must share a tower. The features of a shared table do so without being named."""
     apart: Sequence[Sequence[str]] = ()

@@ -9,10 +9,8 @@ from dataclasses import dataclass
 
 from dmt.partitioner.partition import Partition
 
-__all__ = ["Quantity", "Verdict", "judge_balance", "judge_meaning", "judge_stress", "luck_bound", "quantities"]
+__all__ = ["Quantity", "Verdict", "judge_balance", "judge_meaning", "luck_bound", "quantities"]
 
-# Kruskal's own words for his stress-1 (Psychometrika 29, 1964): 0.2 poor, 0.1 fair, 0.05 good.
-_STRESS_WORDS = ((0.05, "good"), (0.1, "fair"), (0.2, "mediocre"), (math.inf, "poor"))
 _AIMS = {
     "coherent": ("features that resemble each other", 1.0),
     "diverse": ("features that do not resemble each other", -1.0),
@@ -114,19 +112,6 @@ def _judge_interactions(partition: Partition) -> Verdict:
         sentence=f"The towers keep features {aim} that predict the label together: {comparison.within:.0%} of all "
         f"interaction beyond the error of measuring is inside towers, {comparison.within_strided or 0.0:.0%} in "
         f"strided ones{random}. Only training tells what that is worth; use several seeds.",
-    )
-
-
-def judge_stress(partition: Partition) -> Verdict:
-    """Judges how well the points follow the wanted distances."""
-    stress = partition.normalized_stress
-    word = next(word for bound, word in _STRESS_WORDS if stress <= bound)
-    advice = "" if word in ("good", "fair") else " Trust the affinity matrix more than the map of the points."
-    return Verdict(
-        big=f"{stress:.3f}",
-        what="normalized stress of the points",
-        sentence=f"The points follow the distances with a {word} fit: normalized stress {stress:.3f}, where 0 is "
-        f"perfect and above 0.2 is poor.{advice}",
     )
 
 

@@ -298,6 +298,5 @@ def _answer(call: _Call) -> bytes:
     except InputError as error:
         return pickle.dumps(("input", str(error)))
     except BaseException as error:
-        frames = traceback.format_list(traceback.extract_tb(error.__traceback__)[-_SHOWN_FRAMES:])
-        short = "".join([*frames, *traceback.format_exception_only(error)]).rstrip()
+        short = "".join(traceback.format_exception(error, limit=-_SHOWN_FRAMES, chain=False)).rstrip()
         return pickle.dumps(("failed", (short, traceback.format_exc())))

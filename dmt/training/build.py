@@ -28,7 +28,6 @@ from dmt.models import (
     Complexity,
     DMTDLRMProducts,
     ModelOptions,
-    flat_sparse_arch,
 )
 from dmt.models.complexity import count_on_meta
 from dmt.models.sparse import JoinedShards
@@ -119,9 +118,7 @@ def build_model(job: Job, *, device: str | None = None) -> nn.Module:
         shared |= {"num_cross_layers": model.cross_layers, "cross_rank": model.cross_rank}
     if plan is None or not model.has_towers:
         if plan is not None and plan.column_splits:
-            shared["make_sparse_arch"] = partial(
-                JoinedShards, splits=plan.column_splits, make_sparse_arch=flat_sparse_arch
-            )
+            shared["make_sparse_arch"] = partial(JoinedShards, splits=plan.column_splits)
         return DLRM(**shared) if model.arch == "dlrm" else DCN(**shared)
     shared |= {"tables": job.split_tables, "tower_plan": plan, "tower_dim": model.output_dim}
     if model.arch == "dmt-dcn":

@@ -14,7 +14,6 @@ from dmt.models import DCN, DLRM, DMTDCN, DMTDLRM, ModelOptions
 from dmt.models.complexity import (
     MetaTables,
     MetaTowers,
-    compression_ratio,
     count_complexity,
     count_on_meta,
     criteo_1tb_tables,
@@ -124,10 +123,6 @@ def test_towers_of_different_embedding_dims():
     settings = {"tables": tables, "tower_plan": plan, "tower_dim": 8, "options": options}
     model = DMTDLRM(**settings, dense_in_features=3, make_sparse_arch=MetaTowers)
     assert count_on_meta(model, 3).compression_ratio == 80 / 24
-
-
-def test_compression_ratio_of_a_model_without_towers():
-    assert compression_ratio(nn.Linear(3, 1)) == 1.0
 
 
 def test_criteo_tables():

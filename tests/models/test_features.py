@@ -42,7 +42,8 @@ def test_a_tower_module_can_be_traced() -> None:
 def test_joined_shards_come_from_one_split() -> None:
     leaf = torch.arange(float(B * 3 * N)).view(B, 3 * N).requires_grad_()
     table = TableSpec(name="t", num_embeddings=1, embedding_dim=2 * N, feature_names=("f",))
-    module = JoinedShards([table], splits={"f": (N, N)}, make_sparse_arch=lambda tables, device: torch.nn.Identity())
+    module = JoinedShards([table], splits={"f": (N, N)})
+    module.shards = torch.nn.Identity()
     joined = module(KeyedTensor(["g", "f[4:8]", "f[0:4]"], [N, N, N], leaf))
     assert torch.equal(joined["f"], torch.cat([leaf[:, 2 * N :], leaf[:, N : 2 * N]], dim=1))
     split = joined["g"].grad_fn

@@ -9,7 +9,7 @@ import torch
 from torch import fx, nn
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.embedding_tower import EmbeddingTowerCollection
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dmt.errors import InputError
 from dmt.models import (
@@ -27,7 +27,6 @@ from dmt.models import (
 from dmt.models.sparse import check_tower_modules
 from dmt.plan.tables import TableSpec
 from dmt.plan.towers import TowerPlan
-from tests.models.conftest import make_batch
 
 OPTIONS = ModelOptions(dense_arch_layer_sizes=(16,), over_arch_layer_sizes=(16, 1))
 BUILDERS = {
@@ -143,30 +142,6 @@ def test_dmt_dlrm_without_compression_is_the_flat_dlrm(tables, dense_features, s
     assert torch.equal(towered(dense_features, sparse_features), flat(dense_features, sparse_features))
 
 
-@pytest.mark.parametrize("name", ["DLRM", "DCN"])
-def test_pass_through_towers_equal_the_flat_model(name, tables, dense_features, sparse_features):
-    """SPTT's claim (Table 3) in one process: pass-through towers under the flat model's own interaction."""
-
-    class Towered(nn.Module):
-        def __init__(self, flat):
-            super().__init__()
-            self.dense_arch, self.inter_arch, self.over_arch = flat.dense_arch, flat.inter_arch, flat.over_arch
-            modules = [
-                PassThroughTowerModule(tower.features, embedding_dims=[8] * len(tower.features))
-                for tower in TABLE_ORDER.towers
-            ]
-            self.sparse_arch = tower_sparse_arch(tables, TABLE_ORDER, modules)
-
-        def forward(self, dense_features, sparse_features):
-            sparse = self.sparse_arch(sparse_features).reshape(-1, 4, 8)
-            return self.over_arch(self.inter_arch(self.dense_arch(dense_features), sparse))
-
-    flat = BUILDERS[name](tables, None)
-    towered = Towered(flat)
-    _copy_flat_weights(flat, towered)
-    assert torch.equal(towered(dense_features, sparse_features), flat(dense_features, sparse_features))
-
-
 def test_towers_come_in_the_order_of_the_plan(tables, plan, sparse_features):
     modules = [
         PassThroughTowerModule(tower.features, embedding_dims=[8] * len(tower.features)) for tower in plan.towers
@@ -253,17 +228,6 @@ def test_dmt_dcn_takes_the_towers_that_listing_2_prints(tables, plan, dense_feat
     model = Printed(tables=tables, tower_plan=plan, dense_in_features=13, tower_dim=4, cross_rank=4, options=OPTIONS)
     assert model.num_vectors == 4
     assert model(dense_features, sparse_features).shape == (5, 1)
-
-
-@pytest.mark.parametrize("batch_size", [1, 127, 128, 300])
-def test_a_sample_does_not_depend_on_the_size_of_its_batch(build, tables, plan, batch_size):
-    """Kernels may change with the batch, so by rounding only; the layers have odd widths."""
-    model = build(tables, plan).eval()
-    dense, ids = torch.randn(batch_size, 13), make_batch(["f0", "f1", "f2", "f3"], batch_size)
-    first = KeyedJaggedTensor.from_jt_dict(
-        {n: JaggedTensor(j.values()[: int(j.lengths()[0])], lengths=j.lengths()[:1]) for n, j in ids.to_dict().items()}
-    )
-    torch.testing.assert_close(model(dense, ids)[:1], model(dense[:1], first), rtol=1e-5, atol=1e-6)
 
 
 class _Nameless(nn.Module):

@@ -10,7 +10,6 @@ import torch
 from torchrec import KeyedJaggedTensor
 
 from dmt.models import DCN, DLRM, DMTDLRM, ModelOptions
-from dmt.models.complexity import MetaTables, count_complexity
 from dmt.models.sparse import JoinedShards, whole_tables
 from dmt.plan.split_across_towers import shard_names, split_ids, split_tables
 from dmt.plan.tables import TableSpec
@@ -56,16 +55,6 @@ def test_a_flat_model_of_shards_is_the_uncut_one_bit_by_bit(model_class: Any) ->
     grads = whole.sparse_arch.embedding_bags["t_a"].weight.grad.split([4, 4, 8], dim=1)
     for name, grad in zip(shard_names("t_a", SPLITS["a"]), grads, strict=True):
         assert torch.equal(cut.sparse_arch.shards.embedding_bags[name].weight.grad, grad), name
-
-
-def test_a_flat_model_of_shards_counts_as_the_uncut_one() -> None:
-    counted = []
-    for make in (MetaTables, partial(JoinedShards, splits=SPLITS, make_sparse_arch=MetaTables)):
-        options = ModelOptions(dense_arch_layer_sizes=(8,), over_arch_layer_sizes=(8, 1), device="meta")
-        model = DCN(tables=TABLES, dense_in_features=3, cross_rank=2, options=options, make_sparse_arch=make)
-        ids = torch.empty(1, dtype=torch.long, device="meta")
-        counted.append(count_complexity(model, torch.empty(1, 3, device="meta"), ids))
-    assert counted[0] == counted[1]
 
 
 def test_shards_of_towers_become_whole_tables() -> None:

@@ -53,11 +53,6 @@ def test_dcn_tower_is_listing_2(embeddings):
     torch.testing.assert_close(tower(embeddings), crossed @ tower.project.weight.T + tower.project.bias)
 
 
-def test_dcn_tower_per_feature_has_the_outputs_that_listing_2_prints(embeddings):
-    tower = DCNTowerModule(FEATURES, embedding_dim=8, tower_dim=5, rank=4, per_feature=True)
-    assert tower(embeddings).shape == (3, tower.out_features) == (3, 15)
-
-
 def test_dcn_tower_of_one_feature_has_no_projection(embeddings):
     tower = DCNTowerModule(["f1"], embedding_dim=8, tower_dim=8, rank=4)
     assert [name for name, _ in tower.named_parameters()] == [

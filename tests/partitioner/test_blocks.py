@@ -9,18 +9,18 @@ import pytest
 
 from dmt.errors import InputError
 from dmt.partitioner import FeatureAffinity, Interaction, PartitionRules, TowerPartitioner
-from dmt.partitioner.problem import make_blocks, members_of
+from dmt.partitioner.problem import make_blocks, members_of, rules_of_members
 from dmt.plan.split_across_towers import shard_names
 from dmt.plan.tables import TableSpec
 from dmt.plan.towers import TowerPlan
-from tests.partitioner.instances import affinity_of, sets, tables_of
+from tests.partitioner.instances import affinity_of, tables_of
 
 
 def blocks_of(features, *, specs=(), splits=None, factors=None, **rules):
     splits = splits or {}
     members = [name for f in features for name in (shard_names(f, splits[f]) if f in splits else [f])]
     named = PartitionRules(**rules).for_features(features)
-    return make_blocks(members, specs, named, factors=factors or dict.fromkeys(features, 1.0), splits=splits)
+    return make_blocks(members, specs, rules_of_members(named, splits, factors or dict.fromkeys(features, 1.0)))
 
 
 def shared(*groups):
@@ -114,19 +114,6 @@ def test_towers_may_outnumber_features(tmp_path, shards):
     assert [[f for spec in tower for f in spec.feature_names] for tower in by_tower] == plan.to_lists()
     with pytest.raises(InputError, match=r"cuts the table of feature 'C\d+' into column shards \['C\d+\[0:.*split_"):
         loaded.tables_by_tower(tables)
-
-
-def test_permuting_the_features_and_tables_permutes_the_answer_only():
-    affinity = affinity_of(12, seed=3)
-    tables = tables_of(affinity.features, rows=[100] * 6 + [50] * 6, dims=8)  # Ties in size.
-    partitioner = TowerPartitioner(num_towers=16, rules=PartitionRules(column_shards={"f?": 2}))
-    plan = partitioner.fit(affinity, tables=tables)
-    order = np.random.default_rng(0).permutation(12)
-    turned = partitioner.fit(
-        affinity.permuted([affinity.features[i] for i in order]), tables=[tables[i] for i in order[::-1]]
-    )
-    assert sets(turned) == sets(plan)
-    assert turned.column_splits == plan.column_splits
 
 
 def test_shards_relate_as_their_feature_does():

@@ -27,11 +27,9 @@ from torchrec.distributed.sharding_plan import (
     row_wise,
     table_wise,
 )
-from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
-from torchrec.streamable import Pipelineable
 
 from dmt import (
     SPTTEmbeddingBagCollectionSharder,
@@ -43,6 +41,7 @@ from dmt import (
 )
 from dmt.partitioner import FeatureAffinity
 from dmt.testing import load_plain_state
+from dmt.testing.state import copy_parts, local_parts
 from tests.partitioner.planted import FlatModel, batch
 from tests.ranks import run_ranks
 
@@ -134,35 +133,16 @@ def case_on_rank(rank: int, name: str) -> tuple[FeatureAffinity, bool]:
         for weight in source.parameters():
             weight.add_(0.1)  # not what any initialisation gives
     model = sharded_copy(kind, source, **arguments)
-    before = _state(model)
+    before = copy_parts(model)
     model.train()
     model.module.dropout.eval()
     modes = [part.training for part in model.modules()]
     weighted = bool(arguments.get("is_weighted"))
     found = FeatureAffinity.collect(model, iter(batches_of(rank, weighted=weighted)), process_group=world())
     untouched = modes == [part.training for part in model.modules()] and all(
-        torch.equal(value, before[key]) for key, value in _state(model).items()
+        torch.equal(part.tensor, old.tensor) for part, old in zip(local_parts(model), before, strict=True)
     )
     return found, untouched
-
-
-def _state(model: DistributedModelParallel) -> dict[str, torch.Tensor]:
-    """Local weights and the state of the fused optimizers."""
-    state = {f"optimizer {key}": value for key, value in _flat(model.fused_optimizer.state_dict()).items()}
-    return state | {key: _local(value) for key, value in model.state_dict().items()}
-
-
-def _local(value: Any) -> torch.Tensor:
-    shards = value.local_shards() if hasattr(value, "local_shards") else None
-    return (
-        value.detach().clone() if shards is None else torch.cat([s.tensor.flatten() for s in shards] or [torch.ones(0)])
-    )
-
-
-def _flat(state: Any, path: str = "") -> dict[str, torch.Tensor]:
-    if isinstance(state, dict):
-        return {k: v for key, inner in state.items() for k, v in _flat(inner, f"{path}.{key}").items()}
-    return {path: _local(state)} if isinstance(state, torch.Tensor) or hasattr(state, "local_shards") else {}
 
 
 def cases_on_rank(rank: int) -> dict[str, tuple[FeatureAffinity, bool]]:
@@ -201,48 +181,6 @@ def message_of(run: Any) -> str:
     except Exception as error:
         return f"{type(error).__name__}: {error}"
     return "nothing"
-
-
-class _Batch(Pipelineable):
-    """A batch as TorchRec's pipelines take it."""
-
-    def __init__(self, one: SimpleNamespace) -> None:
-        self.dense_features, self.sparse_features = one.dense_features, one.sparse_features
-
-    def to(self, device: torch.device, non_blocking: bool = False) -> _Batch:
-        return self
-
-    def record_stream(self, stream: Any) -> None:
-        pass
-
-
-class _Task(nn.Module):
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, one: _Batch) -> tuple[torch.Tensor, torch.Tensor]:
-        out = self.model(one.dense_features, one.sparse_features)
-        return out.mean(), out
-
-
-def of_a_pipeline() -> tuple[str, int | None]:
-    """What is said while the model is attached to a train pipeline, and the samples collected once it is not."""
-    task = shard_two(_Task(plain()), "model.sparse_arch.ebc_0")
-    load_plain_state(task, _Task(plain()).state_dict())
-    mine = [_Batch(one) for one in batches_of(0)]
-
-    def collect() -> FeatureAffinity:
-        return FeatureAffinity.collect(task, mine, process_group=world())
-
-    optimizer = torch.optim.SGD([torch.zeros(1)])
-    pipeline = TrainPipelineSparseDist(task, optimizer, torch.device("cpu"), execute_all_batches=True)
-    task.eval()
-    with torch.no_grad():
-        pipeline.progress(iter(mine[:2]))
-    message = message_of(collect)
-    pipeline.detach()
-    return message, collect().num_samples
 
 
 class FirstOf(nn.Module):
@@ -301,7 +239,11 @@ def others_on_rank(rank: int) -> dict[str, Any]:
     empty = [batch(NAMES[::-1], 0, generator=generator)]
     found["empty"] = collect([*mine, *(empty if rank else [])]).num_samples
     found["bare"] = collect(batches_of(rank, 1), model.module.sparse_arch["ebc_0"]).features
-    found["pipeline"] = of_a_pipeline()
+    sharded = model.module.sparse_arch["ebc_0"]
+    # As a train pipeline does, whose detach() takes it back.
+    sharded.forward = lambda ids: None
+    found["pipeline"] = message_of(lambda: collect(mine))
+    del sharded.forward
     mesh = TowerMesh(TowerTopology(num_towers=2, ranks_per_tower=1))
     both = TwoParts()
     sharders: list[Any] = [TowerCollectionSharder(mesh), EmbeddingBagCollectionSharder(fused_params=FUSED)]
@@ -342,6 +284,7 @@ REFUSED = {
     "nobody": "batches gave no sample",
     "no group": r"is a Sharded.*, whose tables are spread over ranks\. Call collect on every rank",
     "unlike": "differ in their collections",
+    "pipeline": r"^InputError: .*attached to a train pipeline.* Call the pipeline's detach\(\)",
     "nan": "the embedding of feature 'e' is not finite",
     "towers": r"towers' is a ShardedTowerCollection, whose embeddings never leave .* Collect on a flat model, or load",
 }
@@ -361,10 +304,3 @@ def test_replicated_models_add_up(of_others: list[dict[str, Any]]) -> None:
         assert found["replicated"].tables == wanted.tables
         assert found["empty"] == 2 * (4 + 5 + 6) + 3
         assert found["bare"] == found["beside"] == tuple(NAMES[::-1])
-
-
-def test_a_model_in_a_train_pipeline_is_refused_until_it_is_detached(of_others: list[dict[str, Any]]) -> None:
-    for found in of_others:
-        message, num_samples = found["pipeline"]
-        assert re.search(r"^InputError: .*attached to a train pipeline.* Call the pipeline's detach\(\)", message)
-        assert num_samples == 2 * (4 + 5 + 6)

@@ -30,20 +30,12 @@ def found_pairs(found):
     }
 
 
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", seeds(5, 30))
 def test_planted_pairs_and_no_others_are_found(seed):
     pairs = drawn_pairs(26, 5, seed=seed)
-    ids, labels = planted_clicks(26, pairs, rows=20_000, strength=0.5, seed=seed)
+    # At 0.5, about 3 of 60 pairs are missed, and none is made up.
+    ids, labels = planted_clicks(26, pairs, rows=20_000, strength=0.7, seed=seed)
     assert found_pairs(FeatureAffinity.collect_interactions(batches_of(ids, labels), seed=seed)) == set(pairs)
-
-
-@pytest.mark.slow
-def test_planted_pairs_and_no_others_are_found_in_many_seeds():
-    for seed in range(100, 130):
-        pairs = drawn_pairs(26, 5, seed=seed)
-        # At 0.5, 3 of 60 pairs are missed in twelve of these seeds, and none is made up.
-        ids, labels = planted_clicks(26, pairs, rows=20_000, strength=0.7, seed=seed)
-        assert found_pairs(FeatureAffinity.collect_interactions(batches_of(ids, labels), seed=seed)) == set(pairs)
 
 
 def test_a_triple_shows_in_its_pairs():
@@ -222,11 +214,9 @@ def test_features_that_cannot_interact_are_named():
     assert "2 of 4 features are constant, or have values each seen once ('f2', 'f3')" in found.notes[0]
 
 
-def test_bags_of_other_rows_are_refused():
-    sparse = KeyedJaggedTensor(keys=["a"], values=torch.arange(3), lengths=torch.ones(3, dtype=torch.long))
-    batch = SimpleNamespace(sparse_features=sparse, labels=torch.zeros(2))
-    with pytest.raises(InputError, match="batch 0 has 2 labels, but feature 'a' 3 bags"):
-        FeatureAffinity.collect_interactions([batch])
+def bags_of_one(rows):
+    ones = torch.ones(rows, dtype=torch.long)
+    return KeyedJaggedTensor(keys=["a"], values=ones, lengths=ones)
 
 
 @pytest.mark.parametrize(
@@ -247,6 +237,10 @@ def test_bags_of_other_rows_are_refused():
         (
             lambda b: b.sparse_features.update({f"x{b.labels.sum()}": b.sparse_features["f0"]}),
             "batch 1 has other columns",
+        ),
+        (
+            lambda b: setattr(b, "sparse_features", bags_of_one(rows=3)),
+            "batch 0 has 1000 labels, but feature 'a' 3 bags",
         ),
     ],
 )

@@ -10,7 +10,6 @@ import torch
 
 from dmt.partitioner import FeatureAffinity, TowerPartitioner
 from tests.partitioner.planted import FlatModel, collection, rand_index
-from tests.seeds import seeds
 
 ROWS, DIM = 50, 16
 
@@ -43,29 +42,27 @@ def planted_model(sizes, *, seed, noise):
     return FlatModel(ebc), batches, dict(zip(names, group.tolist(), strict=True))
 
 
-def sizes_of(kind, seed):
-    if kind == "8 groups of 3-4":
-        return [3] * 6 + [4] * 2, 1.0
-    # The smallest and the largest are there, whatever is drawn for the others.
-    return [2, 8, *np.random.default_rng(seed).integers(2, 9, 14).tolist()], 4.0
+def eight_groups(seed):
+    return [3] * 6 + [4] * 2
 
 
-def recovered(kind, seed, noise):
-    sizes, ratio = sizes_of(kind, seed)
-    model, batches, groups = planted_model(sizes, seed=seed, noise=noise)
-    affinity = FeatureAffinity.collect(model, batches)
-    return rand_index(TowerPartitioner(num_towers=len(sizes), balance_ratio=ratio, seed=seed).fit(affinity), groups)
+def sixteen_groups(seed):
+    """The smallest and the largest are there, whatever is drawn for the others."""
+    return [2, 8, *np.random.default_rng(seed).integers(2, 9, 14).tolist()]
 
 
 # At noise 1 half of an embedding is its group's and the affinity within a group about 0.5; at noise 2 it is about 0.2.
-@pytest.mark.parametrize("seed", seeds(2, 10))
-def test_eight_groups_of_three_or_four_are_recovered(seed):
+@pytest.mark.parametrize(
+    ("sizes_of", "balance_ratio", "seed"),
+    [
+        *((eight_groups, 1.0, seed) for seed in range(2)),
+        *(pytest.param(eight_groups, 1.0, seed, marks=pytest.mark.slow) for seed in range(2, 10)),
+        *(pytest.param(sixteen_groups, 4.0, seed, marks=pytest.mark.slow) for seed in range(10, 20)),
+    ],
+)
+def test_planted_groups_are_recovered(sizes_of, balance_ratio, seed):
     for noise in (1.0, 2.0):
-        assert recovered("8 groups of 3-4", seed, noise) == 1.0
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(10, 20))
-def test_sixteen_groups_of_two_to_eight_are_recovered(seed):
-    for noise in (1.0, 2.0):
-        assert recovered("16 groups of 2-8", seed, noise) == 1.0
+        model, batches, groups = planted_model(sizes_of(seed), seed=seed, noise=noise)
+        affinity = FeatureAffinity.collect(model, batches)
+        partitioner = TowerPartitioner(num_towers=len(sizes_of(seed)), balance_ratio=balance_ratio, seed=seed)
+        assert rand_index(partitioner.fit(affinity), groups) == 1.0

@@ -174,18 +174,16 @@ def test_every_pair_of_sizes_obeys_the_ratio_and_none_is_forgotten(size, towers,
 def test_distances_of_a_plane_are_found_again():
     points = np.random.default_rng(0).normal(size=(12, 2))
     distance = np.sqrt(np.square(points[:, None] - points).sum(axis=2))
-    found = embed_distances(distance, dims=2, seed=0)
+    found = embed_distances(distance, seed=0)
     again = np.sqrt(np.square(found.points[:, None] - found.points).sum(axis=2))
     np.testing.assert_allclose(again, distance, atol=1e-6)
     assert found.stress < 1e-9 * found.wanted
 
 
-@pytest.mark.parametrize("dims", [1, 3, 9])
-def test_other_dimensions_and_degenerate_distances(dims):
-    distance = 1.0 - np.eye(4)
-    assert embed_distances(distance, dims=dims, seed=0).points.shape == (4, dims)
-    assert not embed_distances(np.zeros((4, 4)), dims=dims, seed=0).points.any()
-    assert embed_distances(np.zeros((1, 1)), dims=dims, seed=0).points.shape == (1, dims)
+def test_degenerate_distances():
+    assert embed_distances(1.0 - np.eye(2), seed=0).points.shape == (2, 2)
+    assert not embed_distances(np.zeros((4, 4)), seed=0).points.any()
+    assert embed_distances(np.zeros((1, 1)), seed=0).points.shape == (1, 2)
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e9])
