@@ -1,6 +1,6 @@
 """Private names of TorchRec (1.8, 1.9), FBGEMM and torch under public ones; no other file touches them.
 
-``tests/dmt/test_torchrec_seam.py`` fails with a clear message when one of the names below moves.
+``tests/dmt/test_torchrec_seam.py`` lists them, and fails with a clear message when one moves.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from torchrec.distributed.types import ParameterSharding, ShardingEnv
 from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 
 __all__ = [
-    "PRIVATE_NAMES",
     "OpenShardedEBC",
     "PipelinedModule",
     "add_dense_hook",
@@ -45,37 +44,6 @@ __all__ = [
     "tree_flatten",
     "tree_unflatten",
 ]
-
-PRIVATE_NAMES: Mapping[str, str] = {
-    "torchrec.distributed.embedding_types.ShardedEmbeddingModule": "_input_dists _lookups _output_dists",
-    "torchrec.distributed.model_parallel.DistributedModelParallel": "_load_state_dict _dmp_wrapped_module",
-    "torch.nn.modules.module": "_IncompatibleKeys",
-    "torch.distributed": "_remote_device",
-    "torch.distributed.ProcessGroup": "_get_backend _device_types",
-    "torch._C._distributed_c10d.Backend.Options": "_timeout",
-    "torch.ops.aten": "_assert_async",
-    "torch.utils": "_pytree",
-    "torch": "_foreach_norm",
-    "torch.autograd.Variable": "_execution_engine",
-    "torch._C": "_current_graph_task_id",
-    "torchrec.distributed.embeddingbag.ShardedEmbeddingBagCollection": (
-        "_embedding_shardings _sharding_types _lookups _input_dists _output_dists _embedding_names _embedding_dims "
-        "_pre_load_state_dict_hook _has_mean_pooling_callback"
-    ),
-    "torchrec.distributed.embedding_lookup.GroupedPooledEmbeddingsLookup": "_emb_modules",
-    "torchrec.distributed.sharding.dp_sharding.BaseDpEmbeddingSharding": "_grouped_embedding_configs",
-    "torchrec.distributed.sharding.rw_sharding.BaseRwEmbeddingSharding": "_grouped_embedding_configs",
-    "torchrec.distributed.sharding.tw_sharding.BaseTwEmbeddingSharding": "_grouped_embedding_configs",
-    "torchrec.distributed.sharding.twrw_sharding.BaseTwRwEmbeddingSharding": (
-        "_grouped_embedding_configs_per_rank _rank _intra_pg _local_size"
-    ),
-    "torchrec.distributed.sharding.grid_sharding.BaseGridEmbeddingSharding": (
-        "_grouped_embedding_configs_per_rank _rank _intra_pg _local_size"
-    ),
-    "torchrec.optim.optimizers.in_backward_optimizer_filter": "_in_backward_optimizers",
-    "torchrec.distributed.embeddingbag": "_optimizer_classes _optimizer_kwargs",
-    "torchrec.distributed.comm": "_INTRA_PG _CROSS_PG _NODE_GROUP_SIZE_2D",
-}
 
 tree_flatten, tree_unflatten = _pytree.tree_flatten, _pytree.tree_unflatten
 

@@ -19,7 +19,6 @@ __all__ = [
     "PendingExchange",
     "RankError",
     "all_to_all_evenly",
-    "broadcast_module",
     "broadcast_tensor",
     "check_agreement",
     "gather_objects",
@@ -51,13 +50,6 @@ def profiler_range(step: str, *, backward: bool = False) -> Iterator[None]:
 def broadcast_tensor(tensor: Tensor, group: dist.ProcessGroup) -> None:
     """Gives every rank of the group the first one's tensor, in place."""
     dist.broadcast(tensor, group=group, group_src=0)
-
-
-def broadcast_module(module: nn.Module, group: dist.ProcessGroup) -> None:
-    """Gives every rank of the group the first one's parameters and buffers, in place."""
-    with torch.no_grad():
-        for tensor in (*module.parameters(), *module.buffers()):
-            broadcast_tensor(tensor, group)
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:

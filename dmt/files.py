@@ -13,7 +13,7 @@ from contextlib import contextmanager
 from functools import cache
 from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
 
 from dmt.errors import InputError
 
@@ -28,8 +28,7 @@ __all__ = [
     "from_record",
     "fsync_path",
     "open_file",
-    "parse_json",
-    "parse_toml",
+    "parse",
     "read_json",
     "read_model",
     "read_record",
@@ -134,12 +133,12 @@ def read_json(path: str | os.PathLike[str], *, place: str, remedy: str) -> Any:
     Raises:
         InputError: the file cannot be read, is no regular file or not JSON.
     """
-    return parse_json(_read(path, place, remedy), place=place, remedy=remedy)
+    return parse(_read(path, place, remedy), "JSON", place=place, remedy=remedy)
 
 
 def read_toml(path: str | os.PathLike[str], *, place: str, remedy: str) -> dict[str, Any]:
     """Reads a TOML file; arguments and errors are those of `read_json`."""
-    return parse_toml(_read(path, place, remedy), place=place, remedy=remedy)
+    return dict(parse(_read(path, place, remedy), "TOML", place=place, remedy=remedy))
 
 
 def _read(path: str | os.PathLike[str], place: str, remedy: str) -> str:
@@ -151,20 +150,12 @@ def _read(path: str | os.PathLike[str], place: str, remedy: str) -> str:
         raise InputError(f"{place}: cannot be read ({reason}). {remedy}") from error
 
 
-def parse_json(text: str, *, place: str, remedy: str) -> Any:
-    """Reads JSON text; arguments and errors are those of `read_json`."""
+def parse(text: str, kind: Literal["JSON", "TOML"], *, place: str, remedy: str) -> Any:
+    """Reads text of a kind; ``place``, ``remedy`` and errors are those of `read_json`."""
     try:
-        return json.loads(text)
+        return json.loads(text) if kind == "JSON" else tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{place}: not JSON ({error}). {remedy}") from error
-
-
-def parse_toml(text: str, *, place: str, remedy: str) -> dict[str, Any]:
-    """Reads TOML text; arguments and errors are those of `read_json`."""
-    try:
-        return tomllib.loads(text)
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{place}: not TOML ({error}). {remedy}") from error
+        raise InputError(f"{place}: not {kind} ({error}). {remedy}") from error
 
 
 def read_record(path: str | os.PathLike[str], *, what: str, version: int, remedy: str) -> dict[str, Any]:

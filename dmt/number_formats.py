@@ -1,8 +1,7 @@
-"""`NUMBER_FORMATS`: number formats of tables, exchanges and syncs, with their sizes and rounding errors; `mix_bits`."""
+"""Number formats of tables, exchanges and syncs, with their sizes; `mix_bits`."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any, Literal, get_args
 
@@ -11,10 +10,9 @@ from numpy.typing import NDArray
 
 __all__ = [
     "EXCHANGE_FORMATS",
-    "NUMBER_FORMATS",
+    "NUMBER_BYTES",
     "TABLE_FORMATS",
     "ExchangeFormat",
-    "NumberFormat",
     "SyncPrecision",
     "TableFormat",
     "mix_bits",
@@ -24,34 +22,13 @@ __all__ = [
 ExchangeFormat = Literal["fp32", "fp16", "bf16"]
 """Formats of tower outputs and their gradients on the way between towers (`dmt.sptt.precision`)."""
 SyncPrecision = Literal["fp32", "bf16"]
-"""Formats in which replicas and hosts send what they average (`dmt.replicas`)."""
+"""Formats in which hosts send the gradients that they average (`dmt.replicas.dense_reduce`)."""
 TableFormat = Literal["FP32", "FP16"]
 """Formats of table weights, as in TorchRec's ``DataType``; TorchRec builds tables of any other format as FP16."""
 EXCHANGE_FORMATS: tuple[ExchangeFormat, ...] = get_args(ExchangeFormat)
 TABLE_FORMATS: tuple[TableFormat, ...] = get_args(TableFormat)
-
-
-@dataclass(frozen=True, kw_only=True)
-class NumberFormat:
-    """Size and accuracy of one number format."""
-
-    dtype: str
-    """Name of the torch dtype that holds it."""
-    num_bytes: int
-    """Bytes per number."""
-    rounding_error: float
-    """Largest error of a number after conversion from FP32, relative to it."""
-
-
-# FP16 and BF16 round to half a unit in the last place.
-NUMBER_FORMATS: MappingProxyType[str, NumberFormat] = MappingProxyType(
-    {
-        "fp32": NumberFormat(dtype="float32", num_bytes=4, rounding_error=0.0),
-        "fp16": NumberFormat(dtype="float16", num_bytes=2, rounding_error=2.0**-11),
-        "bf16": NumberFormat(dtype="bfloat16", num_bytes=2, rounding_error=2.0**-8),
-    }
-)
-"""Every format by its lower-case name."""
+NUMBER_BYTES = MappingProxyType({"fp32": 4, "fp16": 2, "bf16": 2})
+"""Bytes of a number, by the lower-case name of its format."""
 
 
 def table_format(table: Any) -> str:

@@ -34,8 +34,8 @@ class Mutation(NamedTuple):
 
 TABLE = r"""
 ## dmt/plan/topology.py :: tests/dmt/test_plan.py
-return in_replica * self.num_replicas + replica => return in_replica + replica
-divmod(in_replica, self.ranks_per_tower) => divmod(in_replica, self.num_towers)
+return ranks.reshape(*sizes, self.num_replicas).transpose(2, 0, 1) => return ranks.reshape(self.num_replicas, *sizes)
+self._groups(0, 2, 1, size=self.num_towers) => self._groups(0, 1, 2, size=self.num_towers)
 return rank // self.host_size => return rank % self.host_size
 self.peer_groups()[: self.ranks_per_tower] => self.tower_groups()[: self.num_towers]
 ## dmt/replicas/dense_reduce.py :: tests/dmt/test_parity.py -m "not slow" -k "host-4"

@@ -36,7 +36,6 @@ from dmt import (
     TowerTopology,
     run_in_micro_batches,
 )
-from dmt.number_formats import NUMBER_FORMATS
 from dmt.sharding.schemes import TablePlacement
 from dmt.sptt.dataflow import SPTTModule
 from dmt.sptt.precision import ExchangePrecision
@@ -289,7 +288,7 @@ class Worst(dict[str, float]):
         self[kind] = max(self.get(kind, 0.0), quotient)
 
 
-_SENT = {name: 1.01 * number_format.rounding_error for name, number_format in NUMBER_FORMATS.items()}
+_SENT = {"fp32": 0.0, "fp16": 1.01 * 2**-11, "bf16": 1.01 * 2**-8}  # half a unit in the last place
 _TABLES = {"sgd": 1e-6, "rowwise_adagrad": 5e-6, "adagrad": 5e-5, "adam": 5e-5}
 _HALF = 2**-12
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from dmt.errors import InputError
-from dmt.files import atomic_write, parse_toml, read_json, read_toml
+from dmt.files import atomic_write, parse, read_json, read_toml
 
 
 @pytest.mark.parametrize(
@@ -34,7 +34,7 @@ def test_what_is_not_json(content: bytes, reason: str, tmp_path: Path) -> None:
 )
 def test_what_is_not_toml(text: str, reason: str) -> None:
     with pytest.raises(InputError, match=rf"Config x: not TOML \({reason}.*Fix it\."):
-        parse_toml(text, place="Config x", remedy="Fix it.")
+        parse(text, "TOML", place="Config x", remedy="Fix it.")
 
 
 def test_only_regular_files_are_read(tmp_path: Path) -> None:

@@ -38,7 +38,7 @@ from benchmarks.steps.contenders import EMBEDDING_DIM, Contender
 from benchmarks.steps.needed import ID_BYTES, LENGTH_BYTES
 from benchmarks.steps.setting import Setting
 from dmt._torchrec import mark_updated_in_backward
-from dmt.number_formats import NUMBER_FORMATS
+from dmt.number_formats import NUMBER_BYTES
 from dmt.sharding.data_parallel import DataParallelOptimizer
 
 __all__ = [
@@ -69,7 +69,7 @@ def flat_plan(contender: Contender, setting: Setting, model: nn.Module, sharder:
     else:
         most = contender.data_parallel_rows
         if most is None:
-            most = most_data_parallel_rows(setting, int(NUMBER_FORMATS[contender.precision].num_bytes))
+            most = most_data_parallel_rows(setting, NUMBER_BYTES[contender.precision])
         weights = sharder.shardable_parameters(collection)
         small = {name: data_parallel() for name, weight in weights.items() if len(weight) <= most}
         large = [name for name in weights if name not in small]

@@ -28,7 +28,7 @@ from torchrec.distributed.types import ShardingPlan
 from benchmarks.steps.contenders import EMBEDDING_DIM
 from benchmarks.steps.inputs import distinct_inputs
 from benchmarks.steps.setting import Setting
-from dmt.number_formats import NUMBER_FORMATS
+from dmt.number_formats import NUMBER_BYTES
 from dmt.sharding.schemes import column_widths
 
 if TYPE_CHECKING:
@@ -152,7 +152,7 @@ def needed_by(built: Built, setting: Setting) -> dict[str, int]:
         setting,
         shares,
         dense_bytes=_dense_bytes(built) // (2 if contender.dense_reduce == "bf16" else 1),
-        number_bytes=int(NUMBER_FORMATS[contender.precision].num_bytes),
+        number_bytes=NUMBER_BYTES[contender.precision],
         compression=contender.compression,
     )
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from dmt.errors import InputError
-from dmt.number_formats import NUMBER_FORMATS, TABLE_FORMATS, TableFormat, table_format
+from dmt.number_formats import NUMBER_BYTES, TABLE_FORMATS, TableFormat, table_format
 
 __all__ = ["TableSpec", "feature_names", "number_bytes", "table_specs"]
 
@@ -56,7 +56,7 @@ def number_bytes(table: Any) -> int:
             f"Table {table.name!r} has data_type={kind!r}; tables train in {' or '.join(TABLE_FORMATS)}. Use one of "
             "them."
         )
-    return int(NUMBER_FORMATS[kind.lower()].num_bytes)
+    return NUMBER_BYTES[kind.lower()]
 
 
 def table_specs(tables: Iterable[Any], *, one_table_per_feature: bool = True) -> tuple[TableSpec, ...]:

@@ -6,9 +6,12 @@ Legend: R replicas, T towers, L ranks per tower; R * T * L ranks in the job.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
 
 from dmt.errors import InputError
 
@@ -112,6 +115,15 @@ class TowerTopology:
         """R * T * L, the number of ranks in the job."""
         return self.num_replicas * self.num_towers * self.ranks_per_tower
 
+    @property
+    def _ranks(self) -> NDArray[np.int64]:
+        """Global ranks by replica, tower and local index, [R, T, L]."""
+        sizes = self.num_towers, self.ranks_per_tower
+        ranks = np.arange(self.world_size)
+        if self.replica_placement == "inter_host":
+            return ranks.reshape(self.num_replicas, *sizes)
+        return ranks.reshape(*sizes, self.num_replicas).transpose(2, 0, 1)
+
     def check_world_size(self, world_size: int) -> None:
         """Raises `InputError` unless the job has exactly R * T * L ranks."""
         if world_size != self.world_size:
@@ -123,55 +135,45 @@ class TowerTopology:
 
     def rank(self, replica: int, tower: int, local: int) -> int:
         """The global rank at these coordinates."""
-        for name, value, size in (
-            ("replica", replica, self.num_replicas),
-            ("tower", tower, self.num_towers),
-            ("local", local, self.ranks_per_tower),
-        ):
+        at = RankCoordinates(replica, tower, local)
+        for name, value, size in zip(at._fields, at, self._ranks.shape, strict=True):
             if not 0 <= value < size:
                 raise InputError(f"TowerTopology: {name}={value} is outside 0..{size - 1}.")
-        in_replica = tower * self.ranks_per_tower + local
-        if self.replica_placement == "inter_host":
-            return replica * self.num_towers * self.ranks_per_tower + in_replica
-        return in_replica * self.num_replicas + replica
+        return int(self._ranks[at])
 
     def coordinates(self, rank: int) -> RankCoordinates:
         """The coordinates of a global rank; the inverse of `rank`."""
-        if not 0 <= rank < self.world_size:
-            raise InputError(f"TowerTopology: rank={rank} is outside 0..{self.world_size - 1}.")
-        sharding_size = self.num_towers * self.ranks_per_tower
-        if self.replica_placement == "inter_host":
-            replica, in_replica = divmod(rank, sharding_size)
-        else:
-            in_replica, replica = divmod(rank, self.num_replicas)
-        tower, local = divmod(in_replica, self.ranks_per_tower)
-        return RankCoordinates(replica, tower, local)
+        self._check_rank(rank)
+        return RankCoordinates(*(int(where[0]) for where in (self._ranks == rank).nonzero()))
 
     def host(self, rank: int) -> int:
         """Host index of a global rank; hosts are blocks of `host_size` neighbouring ranks."""
+        self._check_rank(rank)
+        return rank // self.host_size
+
+    def _check_rank(self, rank: int) -> None:
         if not 0 <= rank < self.world_size:
             raise InputError(f"TowerTopology: rank={rank} is outside 0..{self.world_size - 1}.")
-        return rank // self.host_size
 
     def tower_groups(self) -> list[list[int]]:
         """Ranks of one tower in one replica (fast links): R * T groups of L."""
-        return self._groups(lambda at: (at.replica, at.tower))
+        return self._groups(0, 1, 2, size=self.ranks_per_tower)
 
     def peer_groups(self) -> list[list[int]]:
         """Ranks with one local index, one per tower of a replica (slow links): R * L groups of T."""
-        return self._groups(lambda at: (at.replica, at.local))
+        return self._groups(0, 2, 1, size=self.num_towers)
 
     def sharding_groups(self) -> list[list[int]]:
         """Ranks over which one copy of the tables is split: R groups of T * L."""
-        return self._groups(lambda at: (at.replica,))
+        return self._groups(0, 1, 2, size=self.num_towers * self.ranks_per_tower)
 
     def replica_groups(self) -> list[list[int]]:
         """Ranks that hold one shard in the different replicas: T * L groups of R."""
-        return self._groups(lambda at: (at.tower, at.local))
+        return self._groups(1, 2, 0, size=self.num_replicas)
 
     def tower_module_groups(self) -> list[list[int]]:
         """Ranks that hold a copy of one tower's dense module (all replicas): T groups of R * L."""
-        return self._groups(lambda at: (at.tower,))
+        return self._groups(1, 0, 2, size=self.num_replicas * self.ranks_per_tower)
 
     def host_groups(self) -> list[list[int]]:
         """Ranks of one `host` each."""
@@ -201,12 +203,10 @@ class TowerTopology:
         hosts = [len({self.host(rank) for rank in group}) for group in groups]
         return sum(number for number in hosts if number > 1) / max(sum(map(len, groups)), 1)
 
-    def _groups(self, key: Callable[[RankCoordinates], tuple[int, ...]]) -> list[list[int]]:
-        """Groups of ranks with equal keys, in the order of the keys."""
-        groups: dict[tuple[int, ...], list[int]] = {}
-        for rank in range(self.world_size):
-            groups.setdefault(key(self.coordinates(rank)), []).append(rank)
-        return [ranks for _, ranks in sorted(groups.items())]
+    def _groups(self, *axes: int, size: int) -> list[list[int]]:
+        """Ranks in the order of these axes of the mesh, cut into groups of this size."""
+        groups: list[list[int]] = np.sort(self._ranks.transpose(axes).reshape(-1, size)).tolist()
+        return groups
 
     def peer_order(self) -> list[int]:
         """The ranks of replica 0 sorted by (local index, tower): DMT section 3.1.1, step c.

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -29,7 +28,6 @@ from dmt.simulator.steps import Load, ModelWork, Operator, PartWork, StepWork
 __all__ = [
     "Inputs",
     "Workload",
-    "count_inputs",
     "count_operators",
     "operators_of",
     "step_bytes",
@@ -89,48 +87,6 @@ class Workload:
             Inputs(tower, tuple(names), batch, tuple(ids[name] for name in names))
             for tower, names in enumerate(self.towers)
         ]
-
-
-def count_inputs(
-    batches: Sequence[Mapping[str, tuple[Any, Any]]], groups: Sequence[tuple[int, tuple[str, ...]]], micro_batches: int
-) -> list[Inputs]:
-    """Counts distinct inputs, means over the batches of some ranks.
-
-    Args:
-        batches: lengths [B] and ids of each feature, by rank.
-        groups: tower, and features whose inputs are compared together.
-        micro_batches: K.
-    """
-    found = []
-    for tower, names in groups:
-        rows, ids, parts = 0.0, np.zeros(len(names)), np.zeros(micro_batches)
-        for batch in batches:
-            bags = [(np.asarray(batch[name][0]), np.asarray(batch[name][1])) for name in names]
-            first = _first_samples([column for bag in bags for column in _columns(*bag)])
-            rows += len(first) / len(batches)
-            ids += np.array([lengths[first].sum() for lengths, _ in bags]) / len(batches)
-            ends = np.cumsum([len(part) for part in np.array_split(bags[0][0], micro_batches)])
-            parts += np.bincount(np.searchsorted(ends, first, side="right"), minlength=micro_batches)
-        shares = tuple((parts / max(parts.sum(), 1)).tolist())
-        found.append(Inputs(tower, names, rows, tuple(ids.tolist()), shares))
-    return found
-
-
-def _columns(lengths: NDArray[np.int64], ids: NDArray[np.int64]) -> list[NDArray[np.int64]]:
-    """The bags of B samples as columns [B] that are equal where the bags are: their lengths, and each of their ids."""
-    padded = np.zeros((len(lengths), int(lengths.max(initial=0))), np.int64)
-    padded[np.arange(padded.shape[1]) < lengths[:, None]] = ids
-    return [lengths, *padded.T]
-
-
-def _first_samples(columns: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """The first sample of each distinct row, in any order."""
-    rows, first = np.zeros_like(columns[0]), np.zeros(0, np.int64)
-    for column in columns:
-        # Numbers below B each, so that a pair of them has one below B^2.
-        numbers = np.unique(column, return_inverse=True)[1]
-        _, first, rows = np.unique(rows * len(rows) + numbers, return_index=True, return_inverse=True)
-    return first
 
 
 def step_bytes(step: Workload, model: ModelWork) -> dict[str, Load]:

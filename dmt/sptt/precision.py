@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dmt.errors import InputError, did_you_mean
-from dmt.number_formats import EXCHANGE_FORMATS, NUMBER_FORMATS, ExchangeFormat
+from dmt.number_formats import EXCHANGE_FORMATS, ExchangeFormat
 
 if TYPE_CHECKING:
     import torch
@@ -27,8 +27,8 @@ _FP16_SCALE = 4096.0
 class ExchangePrecision:
     """Number formats in which tower outputs (forward) and their gradients (backward) are sent between towers.
 
-    `dmt.number_formats.NUMBER_FORMATS` has their bytes and rounding errors. ``fp32`` sends numbers in the dtype of the
-    towers' outputs; with ``fp16`` magnitudes above 65504 arrive as 65504.
+    ``fp32`` sends numbers in the dtype of the towers' outputs; ``fp16`` rounds by 2^-11 of a number, and magnitudes
+    above 65504 arrive as 65504; ``bf16`` rounds by 2^-8.
 
     A number that is not finite and has to be converted arrives as NaN. The result has the dtype of the towers' outputs
     whatever the format, also under autocast; a format that is that dtype converts and scales nothing.
@@ -80,9 +80,10 @@ you mean 'fp16'?
         as_is: Any = NoOpQuantizedCommCodec()
         as_is.quantized_dtype = dtype  # a method in TorchRec, where its planner reads a property
 
+        dtypes = {"fp32": dtype, "fp16": torch.float16, "bf16": torch.bfloat16}
+
         def codec(name: ExchangeFormat, scale: float) -> Any:
-            wire = dtype if name == "fp32" else getattr(torch, NUMBER_FORMATS[name].dtype)
-            return as_is if wire == dtype else _Cast(wire, scale, dtype)
+            return as_is if dtypes[name] == dtype else _Cast(dtypes[name], scale, dtype)
 
         both = codec(self.forward, 1.0), codec(self.backward, self.backward_scale)
         return None if both == (as_is, as_is) else QuantizedCommCodecs(*both)

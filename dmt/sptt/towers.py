@@ -20,7 +20,7 @@ from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerColle
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
-from dmt.collectives import broadcast_module, sum_over_ranks
+from dmt.collectives import broadcast_tensor, sum_over_ranks
 from dmt.errors import InputError
 from dmt.plan.tables import feature_names
 from dmt.sptt.dataflow import SPTTModule
@@ -252,7 +252,8 @@ def _data_parallel(modules: _TowerModules, mesh: TowerMesh) -> nn.Module:
             modules, process_group=mesh.tower_module_group, forward_sync_buffers=False, gradient_as_bucket_view=True
         )
     # DDP refuses a module without trainable parameters, but its ranks must start equal all the same.
-    broadcast_module(modules, mesh.tower_module_group)
+    for tensor in (*modules.parameters(), *modules.buffers()):
+        broadcast_tensor(tensor.detach(), mesh.tower_module_group)
     return modules
 
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dmt.errors import InputError
-from dmt.files import from_record, open_file, parse_json, write_or_raise
+from dmt.files import from_record, open_file, parse, write_or_raise
 from dmt.hot_rows.profile import AccessProfile, RowCounts
 from dmt.plan.tables import TableSpec
 
@@ -84,7 +84,7 @@ def _load(path: Path, remedy: str) -> tuple[AccessProfile, dict[str, int]]:
         number, rows, counts = (column.to_numpy() for column in table.cast(_SCHEMA).columns)
     except (OSError, ValueError, pa.ArrowException) as error:
         raise InputError(f"{place}: cannot be read ({error}). {remedy}") from error
-    header = from_record(_Header, parse_json(text, place=place, remedy=remedy), place=place, remedy=remedy)
+    header = from_record(_Header, parse(text, "JSON", place=place, remedy=remedy), place=place, remedy=remedy)
     if header.format != _FORMAT:
         raise InputError(f"{place} has format {header.format}; this version reads format {_FORMAT}. {remedy}")
     profile = AccessProfile(header.tables)

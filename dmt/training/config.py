@@ -10,7 +10,7 @@ import tomli_w
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from dmt.errors import InputError, did_you_mean
-from dmt.files import explain, parse_toml, read_toml
+from dmt.files import explain, parse, read_toml
 from dmt.number_formats import ExchangeFormat, SyncPrecision
 from dmt.plan.topology import TowerTopology
 from dmt.sharding.optimizers import MomentScale, check_moment_scale
@@ -532,12 +532,12 @@ def _apply(values: dict[str, Any], override: str) -> None:
     if not equals or not key.strip() or key.count(".") > _MOST_DOTS:
         raise InputError(f"{place} is not of the form section.key=value, e.g. train.batch_size=512.")
     try:
-        found = parse_toml(f"value = {text}", place=place, remedy="Text that is no TOML needs quotes.")
+        found = parse(f"value = {text}", "TOML", place=place, remedy="Text that is no TOML needs quotes.")
     except InputError:
         if text.lstrip().startswith(('"', "'", "[", "{")):
             raise
         # A bare word: model.arch=dlrm
-        found = parse_toml(to_override("value", text), place=place, remedy="Give text in UTF-8.")
+        found = parse(to_override("value", text), "TOML", place=place, remedy="Give text in UTF-8.")
     if len(found) > 1:
         raise InputError(f"{place} has more than one value. Give each key its own override.")
     *sections, last = key.strip().split(".")

@@ -157,7 +157,7 @@ def test_towers_span_hosts_where_there_are_more_hosts_than_features() -> None:
 
 
 def run(*arguments: str) -> Any:
-    return CliRunner().invoke(main, ["what-if", *arguments], env={"COLUMNS": "140"})
+    return CliRunner().invoke(main, ["what-if", *arguments], env={"COLUMNS": "140"}, catch_exceptions=False)
 
 
 def test_the_command_predicts_the_config_and_its_alternatives() -> None:

@@ -9,14 +9,18 @@ from itertools import islice, product
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dmt.errors import InputError
 from dmt.files import write_or_raise
 from dmt.formatting import human_bytes
-from dmt.number_formats import NUMBER_FORMATS
+from dmt.number_formats import NUMBER_BYTES
 from dmt.plan.tables import feature_names
 from dmt.simulator.cluster import Cluster, load_cluster
 from dmt.simulator.steps import ModelWork, Timeline, simulate, step_operations
-from dmt.simulator.work import Inputs, Workload, count_inputs, count_operators, step_work
+from dmt.simulator.work import Inputs, Workload, count_operators, step_work
+from dmt.sptt.rows import part_sizes
+from dmt.sptt.unique import distinct_inputs
 from dmt.training.build import build_model
 from dmt.training.commands.plan import placed_by, placement_rates
 from dmt.training.config import SHARDING_OF_TOWERS, SHARDING_RATES, TrainingConfig, to_toml
@@ -107,7 +111,6 @@ def workload_of(job: Job, inputs: Sequence[Inputs] = ()) -> Workload:
     own, train, is_flat = job.config.sharding, job.config.train, job.sharding is None
     tables = job.tables if is_flat else job.split_tables
     assert is_flat or job.towers is not None, "a sharding plan is made for towers"
-    formats = (own.forward_precision, own.backward_precision)
     return Workload(
         topology=job.topology,
         tables=tables,
@@ -115,7 +118,7 @@ def workload_of(job: Job, inputs: Sequence[Inputs] = ()) -> Workload:
         sharding=job.sharding,
         batch_size=train.batch_size,
         pooling=own.pooling_factors,
-        number_bytes=(NUMBER_FORMATS[formats[0]].num_bytes, NUMBER_FORMATS[formats[1]].num_bytes),
+        number_bytes=(NUMBER_BYTES[own.forward_precision], NUMBER_BYTES[own.backward_precision]),
         is_table_wise=own.scheme == "table_wise",
         is_global_route=own.id_route == "global",
         is_hierarchical=train.dense_reduce == "hierarchical",
@@ -129,8 +132,19 @@ def inputs_of(job: Job, batches: Sequence[Any]) -> list[Inputs]:
     assert job.towers is not None, "the flat dataflow has no towers"
     towers = [(tower, tuple(names)) for tower, names in enumerate(job.towers.to_lists())]
     groups = towers if job.config.model.has_towers else [(tower, (name,)) for tower, names in towers for name in names]
-    bags = [{name: (own.lengths(), own.values()) for name, own in ids.to_dict().items()} for ids in batches]
-    return count_inputs(bags, groups, job.config.train.micro_batches)
+    order, parts = [name for _, names in groups for name in names], job.config.train.micro_batches
+    rows_KG, ids_F = np.zeros((parts, len(groups))), np.zeros(len(order))
+    for ids in batches:
+        ordered = ids.permute([ids.keys().index(name) for name in order])
+        cuts = part_sizes(ids.stride(), parts)
+        sent, distinct = distinct_inputs(ordered, [len(names) for _, names in groups], cuts=cuts)
+        rows_KG += np.array(distinct.parts) / len(batches)
+        ids_F += np.array(sent.length_per_key()).reshape(len(order), parts).sum(axis=1) / len(batches)
+    found, numbers = [], iter(ids_F.tolist())
+    for (tower, names), rows in zip(groups, rows_KG.T.tolist(), strict=True):
+        shares = tuple(row / max(sum(rows), 1) for row in rows)
+        found.append(Inputs(tower, names, sum(rows), tuple(islice(numbers, len(names))), shares))
+    return found
 
 
 def first_batches(job: Job) -> list[Any]:

@@ -14,7 +14,7 @@ import pyarrow as pa
 import torch
 
 from dmt.errors import InputError
-from dmt.files import atomic_write, from_record, parse_json
+from dmt.files import atomic_write, from_record, parse
 from dmt.training import checkpoints
 from dmt.training.data.hash import HASH_KEY, hash_rows
 from dmt.training.job import Job
@@ -228,7 +228,7 @@ def read_manifest(path: Path) -> ServedManifest:
         raise InputError(f"{place}: cannot be read ({error}). {_REMEDY}") from error
     if text is None:
         raise InputError(f"{place}: has no manifest, so `dmt export` did not write it. {_REMEDY}")
-    record = parse_json(text, place=place, remedy=_REMEDY)
+    record = parse(text, "JSON", place=place, remedy=_REMEDY)
     if not isinstance(record, dict) or record.pop("format", None) != _FORMAT:
         raise InputError(f"{place}: its manifest is not of format {_FORMAT}. {_REMEDY}")
     return from_record(ServedManifest, record, place=place, remedy=_REMEDY)
