@@ -157,7 +157,7 @@ def test_too_few_rows_for_interactions_name_the_other_strategy(rows: Path, tmp_p
     make_checkpoint(tmp_path / "run" / "checkpoint", 7, {"config.toml": to_toml(small("dcn", data=data))})
     result = partition("--checkpoint", tmp_path / "run", "--towers", "3", "--out", tmp_path / "towers.json")
     assert result.exit_code == 2, result.output
-    assert "at least 1,000 are needed" in " ".join(result.output.split())
+    assert "1,000 rows with 20 of either label are needed" in " ".join(result.output.split())
     assert "Or use --strategy coherent" in " ".join(result.output.split())
 
 
