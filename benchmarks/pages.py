@@ -6,8 +6,8 @@ A table is known by its header. `tests/test_page_tables.py` compares the rows on
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
-from functools import cache
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -33,14 +33,10 @@ def _contenders(record: str, part: str, **setting: Any) -> dict[str, Measured]:
     return {found.name: found for found in measure_run(run, cores=2)}
 
 
-def _speeds(
-    contenders: Mapping[str, Measured], labels: Mapping[str, str], cells: Callable[[Measured, float], Rows]
-) -> Rows:
-    flat = best_flat(contenders.values(), "fp32")
+def _best(contenders: Mapping[str, Measured], precision: str) -> Measured:
+    flat = best_flat(contenders.values(), precision)
     assert flat is not None, "the record has a flat contender"
-    return [
-        [label, *cells(contenders[name], flat.median / contenders[name].median)[0]] for label, name in labels.items()
-    ]
+    return flat
 
 
 def _megabytes(found: Measured) -> str:
@@ -48,47 +44,40 @@ def _megabytes(found: Measured) -> str:
 
 
 def _readme() -> Rows:
-    labels = {
-        "flat TorchRec, the fastest of seven ways": "flat-tw-dp15000+prefetch",
-        "the same model over towers, each distinct input sent once": "sptt+unique",
-        "the same, prefetch, two micro-batches, hierarchical reduce": "sptt+prefetch+hier+mb2+unique",
-        "DMT-DLRM as in the paper, compression ratio 2": "dmt-cr2",
-        "the same, prefetch, micro-batches, hierarchical reduce": "dmt-cr2+all",
-    }
-    found = _contenders("unique_step", "unique", ids="skewed", group=1)
-    # The timed models project each feature (c = 1, p = 0) in strided towers.
-    aucs = [f"{_auc_less_flat()[data, 'dlrm-each', 'strided', 2]:+.4f}" for data in ("flights", "hotel")]
-
-    def cells(one: Measured, ratio: float) -> Rows:
-        quality = {"flat": "", "sptt": "same results"}.get(one.family, ", ".join(aucs))
-        return [[f"{one.median:.2f}", f"{ratio:.2f}", _megabytes(one), quality]]
-
-    return _speeds(found, labels, cells)
-
-
-def _performance(record: str, part: str, names: Iterable[str], labels: Mapping[str, str], **setting: Any) -> Rows:
-    found = _contenders(record, part, **setting)
-    by_label = {labels.get(name, "{}").format(f"`{name}`"): name for name in names}
-    return _speeds(
-        found,
-        by_label,
-        lambda one, ratio: [[f"{one.median:.2f}", f"{ratio:.2f}", _megabytes(one), f"{one.bound_ratio:.2f}"]],
-    )
+    contenders, aucs = _contenders("steps", "main"), _auc_less_flat()
+    flat = _best(contenders, "fp32")
+    same = "same results"
+    rows: list[tuple[str, str, int | str]] = [
+        ("flat TorchRec, the fastest of seven ways", flat.name, ""),
+        ("the same model over towers, each distinct input sent once", "sptt+unique", same),
+        ("the same, prefetch, two micro-batches, hierarchical reduce", "sptt+prefetch+hier+mb2+unique", same),
+        ("DMT-DLRM as in the paper, compression ratio 2", "dmt-cr2", 2),
+        *((f"with all options, ratio {ratio}", f"dmt-cr{ratio}+all+rank-towers", ratio) for ratio in (2, 4, 16)),
+    ]
+    made = []
+    for label, name, quality in rows:
+        found = contenders[name]
+        if isinstance(quality, int):
+            # The timed models project each feature (c = 1, p = 0) in strided towers.
+            lost = [aucs[data, "dlrm-each", "strided", quality] for data in ("flights", "hotel")]
+            quality = ", ".join(f"{auc:+.4f}" for auc in lost)
+        made.append([label, f"{found.median:.2f}", f"{flat.median / found.median:.2f}", _megabytes(found), quality])
+    return made
 
 
-def _against_best_flat() -> Rows:
-    names = ("flat-cw+prefetch", "flat-tw-dp+prefetch", "flat-planner+prefetch", "flat-tw-dp15000+prefetch")
-    names += ("sptt", "sptt+unique", "sptt+prefetch+hier+mb2+unique", "dmt-cr2", "dmt-cr2+all")
-    labels = {"flat-tw-dp15000+prefetch": "best flat: {}"}
-    return _performance("unique_step", "unique", names, labels, ids="skewed", group=1)
-
-
-def _uniform() -> Rows:
-    names = ("flat-cw+prefetch", "etc-cr2", "etc-cr4+prefetch", "sptt", "sptt+all", "dmt-cr2")
-    names += tuple(f"dmt-cr{ratio}+all+rank-towers" for ratio in (2, 4, 8, 16))
-    labels = {"flat-cw+prefetch": "best flat: {}"}
-    labels |= {"etc-cr2": "TorchRec's towers, ratio 2: {}", "etc-cr4+prefetch": "TorchRec's towers, ratio 4: {}"}
-    return _performance("train_step", "main", names, labels)
+def _performance(precision: str) -> Rows:
+    """All contenders of the main job in one number format."""
+    contenders = _contenders("steps", "main")
+    flat = _best(contenders, precision)
+    return [
+        [
+            f"best flat: `{found.name}`" if found is flat else f"`{found.name}`",
+            *(f"{found.median:.2f}", f"{flat.median / found.median:.2f}"),
+            *(_megabytes(found), f"{found.bound_ratio:.2f}"),
+        ]
+        for found in contenders.values()
+        if found.precision == precision
+    ]
 
 
 _MODULES = {
@@ -149,8 +138,12 @@ def _hot_steps() -> Rows:
 
 TABLES: Mapping[tuple[str, ...], Callable[[], Rows]] = {
     ("", "seconds per step", "times the best flat", "MB sent per host", "AUC, flights and hotel"): _readme,
-    ("setup", "seconds per step", "times best flat", "MB sent per host", "step / own bound"): _against_best_flat,
-    ("uniform ids", "seconds per step", "times best flat", "MB sent per host", "step / own bound"): _uniform,
+    ("setup", "seconds per step", "times best flat", "MB sent per host", "step / own bound"): partial(
+        _performance, "fp32"
+    ),
+    ("FP16 setup", "seconds per step", "times best flat", "MB sent per host", "step / own bound"): partial(
+        _performance, "fp16"
+    ),
     ("data", "tower module", "towers", "CR 2", "CR 4", "CR 8", "CR 16"): _quality,
     (
         *("CR", "DCN: D", "DLRM, products: p x D", "DLRM, projections: D"),
