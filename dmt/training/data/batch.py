@@ -126,8 +126,8 @@ def check_ids(sparse_features: KeyedJaggedTensor, tables: Iterable[Any]) -> None
         >>> ids = KeyedJaggedTensor(keys=["C3"], values=torch.tensor([5, 120]), lengths=torch.tensor([1, 1]))
         >>> tables = [TableSpec(name="t_C3", num_embeddings=100, embedding_dim=8, feature_names=("C3",))]
         >>> try: check_ids(ids, tables)
-        ... except InputError as error: print(str(error).partition(' Make')[0])
-        Feature 'C3': id 120 is outside the table t_C3 of 100 rows.
+        ... except InputError as error: print(str(error)[:62])
+        Feature 'C3': id 120 is outside the table t_C3 of 100 rows (ro
     """
     keys = list(sparse_features.keys())
     for table in tables:
