@@ -49,11 +49,17 @@ def print_prepared(record: dict[str, Any], out: Path) -> None:
     rows = []
     for name, feature in record["summary"]["features"].items():
         numbers = [feature[key] for key in ("distinct", "missing", "rows", "suggested_rows")]
-        rows.append([name, *("-" if number is None else f"{number:,}" for number in numbers)])
+        rows.append(
+            [
+                name,
+                *("-" if number is None else f"{number:,}" for number in numbers),
+                f"{feature['its_share']:.1%} {feature['most_frequent'] or ''}"[:24],
+            ]
+        )
     parts = record["rows"]
     ids = record["raw"].get("id_mode", "hash")
     title = f"{parts['train']:,} training rows and {parts['eval']:,} evaluation rows, ids by {ids}"
-    names = ["feature", "values", "missing", "rows", "suggested"]
+    names = ["feature", "values", "missing", "rows", "suggested", "most frequent"]
     console.print(make_table(names, rows, title=title))
     notes = record["summary"]["notes"]
     for note in notes[:_MOST_NOTES]:

@@ -137,10 +137,16 @@ def check_ids(sparse_features: KeyedJaggedTensor, tables: Iterable[Any]) -> None
                     f"Feature {feature!r} of table {table.name} is not in the batch ({len(keys)} features)."
                     f"{did_you_mean(feature, keys)}"
                 )
-            values = sparse_features[feature].values()
-            wrong = values[(values < 0) | (values >= table.num_embeddings)]
-            if len(wrong):
+            bags = sparse_features[feature]
+            values = bags.values()
+            wrong = (values < 0) | (values >= table.num_embeddings)
+            if bool(wrong.any()):
+                first = int(wrong.nonzero()[0])
+                row = int(torch.searchsorted(bags.lengths().cumsum(0), torch.tensor(first), right=True))
+                value, rows = int(values[first]), table.num_embeddings
+                larger = f"num_embeddings_per_feature[{feature!r}] to more than the largest id, or "
                 raise InputError(
-                    f"Feature {feature!r}: id {int(wrong[0])} is outside the table {table.name} of "
-                    f"{table.num_embeddings} rows. Make the table larger, or set id_mode='hash'."
+                    f"Feature {feature!r}: id {value} is outside the table {table.name} of {rows} rows (row {row} of "
+                    f"the batch, counted from 0). {'Ids begin at 0: set ' if value < 0 else f'Set {larger}'}"
+                    "id_mode='hash'."
                 )

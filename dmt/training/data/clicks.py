@@ -7,13 +7,13 @@ Legend: V lanes, W ranks, B rows of a rank's batch; a global batch has W * B row
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from queue import Full, Queue
+from threading import Event, Thread
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -397,12 +397,37 @@ def _shuffled_order(rows: Rows, seed: Sequence[int]) -> NDArray[np.int64]:
 
 def prefetched(items: Iterator[_Item], ahead: int = _AHEAD) -> Iterator[_Item]:
     """Yields items that a thread makes ahead; what goes wrong with one is raised where it is asked for."""
-    end = object()
-    with ThreadPoolExecutor(1, thread_name_prefix="batches") as thread:
-        waiting = deque(thread.submit(next, items, end) for _ in range(ahead))
+    queue: Queue[tuple[Any, BaseException | None]] = Queue(ahead)
+    stopped = Event()
+
+    def put(item: Any, error: BaseException | None) -> None:
+        while not stopped.is_set():
+            try:
+                queue.put((item, error), timeout=0.1)
+                return
+            except Full:
+                continue
+
+    def work() -> None:
         try:
-            while (item := waiting.popleft().result()) is not end:
-                waiting.append(thread.submit(next, items, end))
-                yield cast(_Item, item)
-        finally:
-            thread.shutdown(cancel_futures=True)
+            for item in items:
+                put(item, None)
+                if stopped.is_set():
+                    return
+            put(None, StopIteration())
+        except BaseException as error:  # it belongs to the one who asks
+            put(None, error)
+
+    thread = Thread(target=work, daemon=True, name="batches")
+    thread.start()
+    try:
+        while True:
+            item, error = queue.get()
+            if isinstance(error, StopIteration):
+                return
+            if error is not None:
+                raise error
+            yield item
+    finally:
+        stopped.set()
+        thread.join(timeout=1.0)

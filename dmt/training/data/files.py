@@ -50,6 +50,8 @@ REQUEST = "#request"
 _PARQUET = (".parquet", ".pq")
 _JSON = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz")
 _ENDINGS = (*_PARQUET, ".csv", ".tsv", ".csv.gz", ".tsv.gz", *_JSON)
+# Keys by which stores tell one version of a file from another.
+_MARKS = ("ETag", "etag", "generation", "md5Hash", "Content-MD5", "Digest", "mtime", "LastModified", "Last-Modified")
 
 
 def is_remote(path: str) -> bool:
@@ -79,9 +81,9 @@ def file_version(path: str) -> tuple[int, int]:
     """Returns the bytes of a file, and a number that changes with it; errors are those of `open_binary`."""
     with _file_system(path) as (system, inner):
         info = system.info(inner)
-        # A store's ukey changes with a file's time or ETag; that of HTTP only with the URL.
-        mark = info.get("mtime") or info.get("ETag") or system.ukey(inner)
-        return int(info["size"]), zlib.crc32(str(mark).encode())
+        # Not every store's ukey changes with the file: that of HTTP is one of the URL.
+        marks = [str(info[key]) for key in _MARKS if info.get(key)] or [str(system.ukey(inner))]
+        return int(info["size"]), zlib.crc32(" ".join([str(info["size"]), *marks]).encode())
 
 
 def file_exists(path: str) -> bool:
@@ -93,25 +95,37 @@ def file_exists(path: str) -> bool:
 def matching_files(value: str) -> list[str]:
     """Lists the files that a file name, folder or glob matches, in the order of their names.
 
-    A folder, as Spark writes it too, stands for its files but hidden ones and those that begin with ``_``.
+    Hidden files of a folder and those that begin with ``_`` are left out. A folder that is named ``*.parquet``, as
+    Spark writes, stands for its files.
 
     Raises:
         OSError: the place cannot be read.
-        InputError: there is no package for such a URL; or a folder holds another one, whose rows would be left out.
+        InputError: there is no package for such a URL; a link leads nowhere; or a folder named ``*.parquet`` holds
+            other folders, whose rows would be left out.
     """
     with _file_system(value) as (system, inner):
+
+        def visible(folder: str) -> list[str]:
+            names = system.ls(folder, detail=False)
+            return [name for name in names if name.rstrip("/").rpartition("/")[2][0] not in "._"]
+
+        is_one = system.isfile(inner) or (not is_remote(value) and Path(inner).is_symlink())
+        names = visible(inner) if system.isdir(inner) else [inner] if is_one else system.glob(inner)
         found: list[str] = []
-        for place in [inner] if system.exists(inner) else system.glob(inner):
-            if not system.isdir(place):
-                found.append(place)
-                continue
-            names = {name: Path(name).name for name in system.ls(place, detail=False)}
-            inside = [name for name, short in names.items() if short[0] not in "._"]
-            if folders := [names[name] for name in inside if system.isdir(name)]:
-                raise InputError(
-                    f"{place} holds the folder {folders[0]!r}, whose rows would be left out. Name its files by a glob."
-                )
-            found += inside
+        for name in names:
+            if not system.isdir(name):
+                found.append(name)
+            elif name.rstrip("/").endswith(".parquet"):
+                inside = visible(name)
+                if folders := [each for each in inside if system.isdir(each)]:
+                    raise InputError(
+                        f"{name} holds the folder {folders[0].rstrip('/').rpartition('/')[2]!r}, whose rows would be "
+                        "left out. Write it without partitions, or name its files by a glob."
+                    )
+                found += [each for each in inside if each.endswith(_PARQUET)]
+        for name in found:
+            if not system.exists(name):
+                raise InputError(f"{name} (of {value!r}) is a link that leads nowhere. Mend or remove it.")
     if is_remote(value):  # a single file keeps the name that the user gave it
         return [value] if found == [inner] else sorted(map(system.unstrip_protocol, found))
     return sorted(found)

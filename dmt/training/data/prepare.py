@@ -13,6 +13,7 @@ import json
 import logging
 import os
 import shutil
+import uuid
 import zlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -30,7 +31,8 @@ from numpy.typing import NDArray
 
 from dmt.errors import InputError
 from dmt.files import fsync_path
-from dmt.hot_rows.profile import AccessProfile
+from dmt.formatting import shorten
+from dmt.hot_rows.profile import AccessProfile, RowCounts
 from dmt.plan.tables import TableSpec
 from dmt.training.access import save_profile
 from dmt.training.data.columns import Columns, explicit_config, find_columns, tables_of
@@ -153,7 +155,7 @@ def prepare(
             sized = [replace(f, rows=v.num_rows) if (v := vocabularies.get(f.table)) else f for f in columns.features]
             columns = replace(columns, features=tuple(sized))
         tables = tables_of(columns, **dims)
-        rejects, summary = _Rejects(folder / _REJECTS, options.max_rejects), _Summary(columns)
+        rejects, summary = _Rejects(folder / _REJECTS, options.max_rejects), _Summary(columns, source.converter)
         schema = prepared_schema(config, columns)
         writers = {part: _Writer(folder / part, schema, options.group_rows) for part in _PARTS}
         for part, rows in source.rows(rejects, lambda share: on_share("write", share)):
@@ -177,7 +179,7 @@ def prepare(
             vocabulary=_VOCABULARY if vocabularies else None,
             rows={part: writer.num_rows for part, writer in writers.items()},
             rejects=rejects.number,
-            summary=summary.record(is_exact=config.id_mode != "hash", has_rare=bool(vocabularies)),
+            summary=summary.record(tables, vocabularies, is_exact=config.id_mode != "hash"),
             made_by=_versions(),
         )
         return _seal(folder, manifest)
@@ -417,8 +419,8 @@ def _load_vocabularies(config: DataConfig, columns: Columns) -> dict[str, Vocabu
 class _Summary:
     """What ``dmt prepare`` says about the columns of the training rows."""
 
-    def __init__(self, columns: Columns) -> None:
-        self._columns, self._rows = columns, 0
+    def __init__(self, columns: Columns, converter: Converter) -> None:
+        self._columns, self._converter, self._rows = columns, converter, 0
         self._missing = Counter[str]()
         by_feature = [
             TableSpec(name=f.name, num_embeddings=f.rows, embedding_dim=4, feature_names=(f.name,))
@@ -448,19 +450,29 @@ class _Summary:
                 profile.put(table.name, self._counts[name])
         return profile
 
-    def record(self, *, is_exact: bool, has_rare: bool) -> dict[str, Any]:
+    def record(
+        self, tables: Sequence[TableSpec], vocabularies: Mapping[str, Vocabulary], *, is_exact: bool
+    ) -> dict[str, Any]:
         """Returns the summary as plain data; distinct values of hashed features are estimated from the rows in use."""
         features, notes = dict[str, Any](), list[str]()
         for feature in self._columns.features:
-            exact = is_exact or feature.time is not None
-            none = 1 if has_rare and feature.time is None else 0  # missing and rare values are no values
-            used = int((self._counts[feature.name].rows > none).sum())
-            distinct = used if exact else _distinct(used, feature.rows - 1)
+            counts, exact = self._counts[feature.name], is_exact or feature.time is not None
+            names = self._converter.names[feature.name]
+            if words := vocabularies.get(feature.table):
+                names = dict(zip(words.rows_of(np.array([*names], np.int64)).tolist(), names.values(), strict=True))
+                counts = replace(counts, rows=np.where(counts.rows == 1, 0, counts.rows))  # rare ones are none
+            distinct = _distinct(counts, feature.rows, exact=exact)
             suggested = None if distinct is None else distinct + 2 if exact else max(2, 10 * distinct)
+            known = np.where(counts.rows == 0, 0, counts.counts)  # a missing value is none
+            top = int(known.argmax()) if known.any() else None
+            row = None if top is None else int(counts.rows[top])
             features[feature.name] = {
                 "missing": self._missing[feature.name],
                 "distinct": distinct,
+                "negative": self._converter.negative[feature.name],
                 "rows": feature.rows,
+                "most_frequent": None if row is None else names.get(row, f"row {row}"),
+                "its_share": 0.0 if top is None else round(float(known[top] / max(counts.total, 1)), 6),
                 "suggested_rows": suggested,
             }
             if distinct is None:
@@ -470,11 +482,22 @@ class _Summary:
                     f"{feature.name}: {distinct:,} distinct values in a table of {feature.rows:,} rows. "
                     f"num_embeddings_per_feature.{feature.name} = {suggested} is enough."
                 )
+            if number := self._converter.negative[feature.name]:
+                notes.append(f"{feature.name}: {number:,} values below 0 have ids of their own. Are they missing ones?")
         dense = {name: {"missing": self._missing[name]} for name in self._columns.dense}
         for name, column in {**dense, **features}.items():
             if self._rows and column["missing"] == self._rows:
                 notes.insert(0, f"{name}: all {self._rows:,} values are missing. Leave the column out.")
+        notes += [note for table in tables for note in self._apart(table)]
         return {"rows": self._rows, "dense": dense, "features": features, "notes": notes}
+
+    def _apart(self, table: TableSpec) -> Iterator[str]:
+        """Yields features of a shared table that have no value in common with another."""
+        rows = {name: np.setdiff1d(self._counts[name].rows, [0, 1]) for name in table.feature_names}
+        for name, own in rows.items():
+            others = [other for each, other in rows.items() if each != name]
+            if others and len(own) and not any(len(np.intersect1d(own, other)) for other in others):
+                yield f"{name}: shares {table.name} with {shorten([n for n in rows if n != name], ', ')}, but no value."
 
 
 def _flat(table: pa.Table, name: str) -> NDArray[np.int64]:
@@ -483,11 +506,15 @@ def _flat(table: pa.Table, name: str) -> NDArray[np.int64]:
     return np.asarray(column.flatten() if pa.types.is_large_list(column.type) else column)
 
 
-def _distinct(used: int, rows: int) -> int | None:
-    """Estimates the values behind the rows in use of a table; None where too few rows are unused.
+def _distinct(counts: RowCounts, rows: int, *, exact: bool) -> int | None:
+    """Returns the values behind the ids of a feature: exactly, or an estimate; None where too few rows are unused.
 
     Linear counting (Whang et al., TODS 1990): of m rows, n values leave m exp(-n / m) unused.
     """
+    used = int((counts.rows != 0).sum())
+    if exact:
+        return used
+    rows -= 1  # row 0 is for missing values
     return None if used >= 0.99 * rows else round(-rows * np.log1p(-used / rows))
 
 
@@ -499,7 +526,7 @@ def _versions() -> dict[str, str]:
 
 def _seal(folder: Path, manifest: Manifest) -> Manifest:
     """Writes the manifest, which makes the folder whole, when all else is on the disk."""
-    files = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != _LOCK)
     found = {}
     for path in files:
         fsync_path(path)
@@ -516,24 +543,27 @@ def _seal(folder: Path, manifest: Manifest) -> Manifest:
 
 @contextmanager
 def _work_folder(out: Path) -> Iterator[Path]:
-    """Yields a folder beside ``out`` that becomes it at the end; what a kill left in its place is removed first."""
-    work = out.with_name(f".{out.name}.work")
-    folder = work / out.name
+    """Yields a folder beside ``out`` that becomes it at the end; what an error or a kill leaves is removed."""
+    work = out.with_name(f".{out.name}.{uuid.uuid4().hex}.work")
     try:
-        work.mkdir(parents=True, exist_ok=True)
-        with (work / _LOCK).open("wb") as lock:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            try:
-                shutil.rmtree(folder, ignore_errors=True)
-                folder.mkdir()
-                yield folder
-                folder.rename(out)
-                fsync_path(out.parent)
-            finally:
-                shutil.rmtree(work, ignore_errors=True)
-    except BlockingIOError as error:
-        raise InputError(f"--out {str(out)!r} is being written by another process. Wait until it ends.") from error
+        out.parent.mkdir(parents=True, exist_ok=True)
+        for left in out.parent.glob(f".{out.name}.*.work"):
+            with suppress(OSError), (left / _LOCK).open("rb") as lock:  # whoever works there holds it
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(left)
+        # Under its name only once it is held: another start takes what nobody holds for left over.
+        new = work.with_suffix(".new")
+        new.mkdir()
+        with (new / _LOCK).open("wb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            new.rename(work)
+            yield work
+            (work / _LOCK).unlink()
+            work.rename(out)
+            fsync_path(out.parent)
     except (OSError, duckdb.IOException) as error:
         raise InputError(
             f"--out {str(out)!r} cannot be written: {getattr(error, 'strerror', None) or error}."
         ) from error
+    finally:
+        shutil.rmtree(work, ignore_errors=True)

@@ -11,6 +11,7 @@ import csv
 import gzip
 import json
 import zlib
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -51,6 +52,7 @@ _PARTS = {"hour": "hour({0}) + 1", "weekday": "isodow({0})"}
 SPLIT = "#split"
 """Text of the split column."""
 _MOST_FLOAT = 3.4028235e38
+_FREQUENT = 4  # values of a block whose names are kept for the summary
 
 
 class Reject(NamedTuple):
@@ -318,6 +320,10 @@ class Converter:
     def __init__(self, config: DataConfig, columns: Columns, *, memory_gib: float = 1.0, threads: int = 1) -> None:
         self._config, self._columns = config, columns
         self._connection = duckdb.connect(config={"threads": threads, "memory_limit": f"{memory_gib * 1024:.0f}MiB"})
+        self.names: dict[str, dict[int, str]] = {feature.name: {} for feature in columns.features}
+        """Some ids of each feature, those that are frequent among them, and the values that have them."""
+        self.negative: Counter[str] = Counter()
+        """Values of each feature that are whole numbers below 0."""
 
     def close(self) -> None:
         """Closes DuckDB."""
@@ -378,9 +384,23 @@ class Converter:
         if pa.types.is_integer(values.type):
             ids = values.fill_null(0).to_numpy().astype(np.int64)
         else:
+            encoded = values.dictionary_encode()
             rows = COUNTED if self._config.id_mode == "frequency" else feature.rows
-            ids = hash_rows(values, feature=feature.salt, num_embeddings=rows)
+            ids = hash_rows(encoded, feature=feature.salt, num_embeddings=rows)
+            self._note(feature, encoded, rows)
         return pa.LargeListArray.from_arrays(starts_of(column), ids) if feature.is_bag else pa.array(ids)
+
+    def _note(self, feature: Feature, encoded: pa.DictionaryArray, rows: int) -> None:
+        """Keeps what the summary of the columns says of values."""
+        codes, words = encoded.indices.drop_null().to_numpy(), encoded.dictionary
+        counts = np.bincount(codes, minlength=len(words))
+        frequent = words.take(pa.array(np.argsort(-counts, kind="stable")[:_FREQUENT]))
+        of_words = hash_rows(frequent, feature=feature.salt, num_embeddings=rows)
+        for id_, word in zip(of_words.tolist(), frequent.to_pylist(), strict=True):
+            self.names[feature.name].setdefault(id_, word)
+        if pc.any(pc.starts_with(words, "-")).as_py():
+            is_negative = pc.match_substring_regex(words, "^-[0-9]+$").to_numpy(zero_copy_only=False)
+            self.negative[feature.name] += int(counts[is_negative].sum())
 
 
 class _Sql:

@@ -54,8 +54,8 @@ def test_ids_within_their_tables_pass():
 @pytest.mark.parametrize(
     ("values", "lengths", "text"),
     [
-        ([1, 2, 9, 10], [1, 1, 0, 2], r"Feature 'b': id 10 is outside the table t_b of 10 rows"),
-        ([1, -1, 2], [0, 2, 1, 0], r"Feature 'a': id -1 is outside the table t_a of 10 rows"),
+        ([1, 2, 9, 10], [1, 1, 0, 2], r"Feature 'b': id 10 is outside the table t_b of 10 rows \(row 1 of the batch"),
+        ([1, -1, 2], [0, 2, 1, 0], r"Feature 'a': id -1 is outside the table t_a of 10 rows \(row 1 of the batch"),
     ],
 )
 def test_ids_outside_their_tables(values, lengths, text):

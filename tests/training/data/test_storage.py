@@ -94,17 +94,21 @@ def test_faults_of_a_store_name_the_url(tmp_path: Path) -> None:
         assert demo_settings(f"{url}/a.tsv")[:2] == ['data.kind="criteo_tsv"', f'data.train_path="{url}/a.tsv"']
 
 
-def test_folders_that_spark_writes_are_read_and_folders_in_them_refused(tmp_path: Path) -> None:
+def test_folders_that_spark_writes_are_read_and_links_to_nowhere_refused(tmp_path: Path) -> None:
     for name in ("day.parquet/part-1.parquet", "day.parquet/_SUCCESS", "day.parquet/.part-1.crc", "a.parquet"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
     wanted = [str(tmp_path / name) for name in ("a.parquet", "day.parquet/part-1.parquet")]
-    assert matching_files(f"{tmp_path}/*.parquet") == wanted
-    assert matching_files(f"{tmp_path}/day.parquet") == wanted[1:]
+    assert matching_files(str(tmp_path)) == matching_files(f"{tmp_path}/*.parquet") == wanted
     with uploaded(tmp_path) as url:
-        found = [name.partition("/clicks")[2] for name in matching_files(f"{url}/*.parquet")]
-        assert found == ["/a.parquet", "/day.parquet/part-1.parquet"]
+        for place in (url, f"{url}/*.parquet"):
+            found = [name.partition("/clicks")[2] for name in matching_files(place)]
+            assert found == ["/a.parquet", "/day.parquet/part-1.parquet"]
     (tmp_path / "day.parquet" / "hour=1").mkdir()
-    for place, name in ((f"{tmp_path}/*.parquet", "hour=1"), (str(tmp_path), "day.parquet")):
-        with pytest.raises(InputError, match=f"holds the folder '{name}', whose rows would be left out"):
+    (tmp_path / "gone.parquet").symlink_to(tmp_path / "nothing")
+    with pytest.raises(InputError, match="holds the folder 'hour=1'"):
+        matching_files(str(tmp_path))
+    (tmp_path / "day.parquet" / "hour=1").rmdir()
+    for place in (str(tmp_path), f"{tmp_path}/*.parquet", f"{tmp_path}/gone.parquet"):
+        with pytest.raises(InputError, match=r"gone.parquet .* is a link that leads nowhere"):
             matching_files(place)
