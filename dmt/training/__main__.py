@@ -19,7 +19,7 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from dmt.errors import InputError, ReplicaMismatchError
 from dmt.formatting import printable
-from dmt.processes import end_with
+from dmt.processes import end_with, say_after
 from dmt.training.config import TrainingConfig, load_config
 from dmt.training.console import print_summary, quiet_libraries
 
@@ -53,7 +53,7 @@ def main(config: str, overrides: tuple[str, ...]) -> None:
         # In the exception itself, without a traceback: torchrun prints it too.
         error.args = (printable(str(error)),)
         error.__traceback__ = error.__cause__ = error.__context__ = None
-        print(f"{'' if rank == 0 else f'[rank {rank}] '}error: {error}", file=sys.stderr, flush=True)
+        _say_last(f"{'' if rank == 0 else f'[rank {rank}] '}error: {error}", rank)
         get_error_handler().record_exception(error)
         sys.exit(2)
     except (KeyboardInterrupt, Exception) as error:
@@ -68,13 +68,23 @@ def main(config: str, overrides: tuple[str, ...]) -> None:
         sys.exit(128 + signal.SIGINT if is_stop else 1)
     if "stopped_by" in result:
         if rank == 0:
-            # On stderr: a demo keeps what its runs print on stdout in a file.
-            print(_how_to_go_on(settings, result["stopped_by"]), file=sys.stderr, flush=True)
+            _say_last(_how_to_go_on(settings, result["stopped_by"]), rank)
         sys.exit(128 + result["signal"])
     if rank == 0:
         print_summary({settings.model.name: result})
         folder = printable(settings.train.output_dir)
         print(f"Results: {folder}/result.json   curves: tensorboard --logdir {folder}")
+
+
+def _say_last(line: str, rank: int) -> None:
+    """Prints a line, on rank 0 again below the report with which torchrun ends unless it starts the ranks again."""
+    # On stderr: a demo keeps what its runs print on stdout in a file.
+    print(line, file=sys.stderr, flush=True)
+    environ = os.environ
+    is_last = environ.get("TORCHELASTIC_RESTART_COUNT") == environ.get("TORCHELASTIC_MAX_RESTARTS")
+    # A demo's torchrun has no report.
+    if rank == 0 and "TORCHELASTIC_RUN_ID" in environ and is_last and "DMT_LAUNCHER" not in environ:
+        say_after(_PARENT, line)
 
 
 def _how_to_go_on(settings: TrainingConfig, stopped_by: str) -> str:
