@@ -202,13 +202,14 @@ def trained(
 def test_precision_halves_the_bytes_and_keeps_training(arch: str, dataflow: str) -> None:
     """BF16 has 8 significant bits; three steps keep losses within 1 %, and the other direction's bytes as they were."""
     start = dict(plain(small(arch, dataflow)).state_dict())
-    _, exact, (forward, backward) = run_ranks(trained, 4, small(arch, dataflow), start)[0]
+    whole, exact, (forward, backward) = run_ranks(trained, 4, small(arch, dataflow), start)[0]
     for key, ratios in (("forward_precision", (0.5, 1.0)), ("backward_precision", (1.0, 0.5))):
         config = small(arch, dataflow, sharding={"dataflow": dataflow, key: "bf16"})
-        _, losses, sent = run_ranks(trained, 4, config, start)[0]
+        state, losses, sent = run_ranks(trained, 4, config, start)[0]
         assert (sent[0] / forward, sent[1] / backward) == pytest.approx(ratios, abs=0.02)
         assert losses == pytest.approx(exact, rel=0.01)
-        assert losses != exact, "nothing was rounded"
+        # Losses of so few steps may be the same to the bit; weights are not.
+        assert any(not torch.equal(state[name], whole[name]) for name in whole), "nothing was rounded"
 
 
 @pytest.mark.ranks
