@@ -60,19 +60,10 @@ class StepWorkload:
     """Optimizer of the tables; determines the size of the optimizer state."""
 
     def __post_init__(self) -> None:
-        batch = self.batch_size
-        if not isinstance(batch, int) or isinstance(batch, bool) or batch < 1:
-            raise InputError(
-                f"StepWorkload: batch_size={batch!r} must be a whole number of at least 1, the samples per rank."
-            )
         if self.optimizer not in OPTIMIZERS:
             raise InputError(f"StepWorkload: optimizer={self.optimizer!r} is unknown; use one of {list(OPTIMIZERS)}.")
-        for feature, factor in self.pooling_factors.items():
-            if not 0 < factor < math.inf:
-                raise InputError(
-                    f"StepWorkload: pooling_factors[{feature!r}]={factor} must be a positive number, the mean ids per "
-                    "sample. Leave the feature out for 1.0."
-                )
+        factors = {f"pooling_factors[{feature!r}]": factor for feature, factor in self.pooling_factors.items()}
+        _check_positive("StepWorkload", {"batch_size": self.batch_size} | factors)
 
     def check_features(self, features: Collection[str]) -> None:
         """Raises `InputError` if a pooling factor is of a feature that is none of these."""
@@ -105,18 +96,13 @@ class Hardware:
     """Fixed microseconds of one collective, whatever it carries."""
 
     def __post_init__(self) -> None:
-        if self.memory_per_rank is not None and not self.memory_per_rank > 0:
-            raise InputError(
-                f"Hardware: memory_per_rank={self.memory_per_rank} must be a positive number of bytes, or None for no "
-                "limit."
-            )
-        for name in ("memory_gb_per_s", "intra_tower_gb_per_s"):
-            if not 0 < getattr(self, name) < math.inf:
-                raise InputError(f"Hardware: {name}={getattr(self, name)} must be a positive number.")
-        if not 0 <= self.collective_latency_us < math.inf:
-            raise InputError(
-                f"Hardware: collective_latency_us={self.collective_latency_us} must be zero or a positive number."
-            )
+        _check_positive("Hardware", {name: value for name, value in vars(self).items() if value is not None})
+
+
+def _check_positive(owner: str, numbers: Mapping[str, float]) -> None:
+    for name, number in numbers.items():
+        if not 0 < number < math.inf and not (name == "collective_latency_us" and number == 0):
+            raise InputError(f"{owner}: {name}={number} must be a positive number.")
 
 
 class ShardLoad(NamedTuple):
@@ -152,15 +138,6 @@ class CostModel:
     workload: StepWorkload = field(default_factory=StepWorkload)
     hardware: Hardware = field(default_factory=Hardware)
 
-    @property
-    def global_batch(self) -> int:
-        """G = T * L * B."""
-        return self.topology.num_towers * self.topology.ranks_per_tower * self.workload.batch_size
-
-    def pooling(self, table: Any) -> float:
-        """P, ids per sample of a table, over all its features."""
-        return sum(float(self.workload.pooling_factors.get(feature, 1.0)) for feature in table.feature_names)
-
     def shard(
         self, table: Any, scheme: Scheme, rows: int, columns: int, *, kernel: Kernel = "fused", cache: float = 0.0
     ) -> ShardLoad:
@@ -168,11 +145,13 @@ class CostModel:
 
         ``cache`` is the ``cache_load_factor`` of kernels with one.
         """
-        ranks, samples = self.topology.ranks_per_tower, self.global_batch
+        ranks = self.topology.ranks_per_tower
+        samples = self.topology.num_towers * ranks * self.workload.batch_size  # G
         features, number = len(table.feature_names), number_bytes(table)
+        pooling = sum(float(self.workload.pooling_factors.get(feature, 1.0)) for feature in table.feature_names)
         remote = (ranks - 1) / ranks
         # Row-wise a rank looks up the ids of its rows, data-parallel those of its peers' samples.
-        lookups = samples * self.pooling(table) / (1 if scheme in ("table_wise", "column_wise") else ranks)
+        lookups = samples * pooling / (1 if scheme in ("table_wise", "column_wise") else ranks)
         touched = _LOOKUP_PASSES * lookups * columns * number
         state = _state_bytes(self.workload.optimizer, rows, columns)
         memory = rows * columns * number + state

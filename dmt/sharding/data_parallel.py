@@ -13,12 +13,11 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
-from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor
 from torchrec.optim.fused import FusedOptimizer
 
 from dmt.errors import InputError
-from dmt.sharding.optimizers import FUSED_DEFAULTS, data_parallel_obstacle
+from dmt.sharding.optimizers import FUSED_DEFAULTS, data_parallel_obstacle, optimizer_name
 
 __all__ = ["DataParallelOptimizer", "UpdateSettings"]
 
@@ -32,12 +31,11 @@ class UpdateSettings(NamedTuple):
 
 
 _STATES = {
-    EmbOptimType.EXACT_ROWWISE_ADAGRAD: ("momentum1",),
-    EmbOptimType.EXACT_ADAGRAD: ("momentum1",),
-    EmbOptimType.ADAM: ("momentum1", "momentum2"),
-    EmbOptimType.EXACT_SGD: (),
+    "rowwise_adagrad": ("momentum1",),
+    "adagrad": ("momentum1",),
+    "adam": ("momentum1", "momentum2"),
+    "sgd": (),
 }
-_DEFAULTS = {"optimizer": EmbOptimType.EXACT_SGD, **FUSED_DEFAULTS}
 
 
 class DataParallelOptimizer(FusedOptimizer):
@@ -57,20 +55,24 @@ class DataParallelOptimizer(FusedOptimizer):
     """
 
     def __init__(self, weights: Mapping[str, Tensor], settings: Mapping[str, Mapping[str, Any]]) -> None:
-        self._settings = {name: _checked(name, settings[name]) for name in weights}
         self._weights = dict(weights)
-        self._rates = {name: setting["learning_rate"] for name, setting in self._settings.items()}
-        state, groups = {}, []
-        for name, weight in self._weights.items():
-            kind = self._settings[name]["optimizer"]
-            shape = weight.shape[:1] if kind is EmbOptimType.EXACT_ROWWISE_ADAGRAD else weight.shape
+        self._settings: dict[str, dict[str, Any]] = {}
+        self._kinds: dict[str, str] = {}
+        state: dict[Any, dict[str, Tensor]] = {}
+        for name, weight in weights.items():
+            if obstacle := data_parallel_obstacle(settings[name]):
+                raise InputError(f"Table {name!r} is data-parallel, but {obstacle}. Use another optimizer or scheme.")
+            kind = optimizer_name(settings[name]) or ""
+            self._kinds[name], self._settings[name] = kind, {**FUSED_DEFAULTS, **settings[name]}
+            shape = weight.shape[:1] if kind == "rowwise_adagrad" else weight.shape
             state[weight] = {
                 f"{name}.{part}": torch.zeros(shape, dtype=torch.float32, device=weight.device)
                 for part in _STATES[kind]
             }
-            if kind is EmbOptimType.ADAM:
+            if kind == "adam":
                 state[weight][f"{name}.iter"] = torch.zeros((), dtype=torch.int64)
-            groups.append({"params": [weight], "lr": self._rates[name]})
+        self._rates = {name: setting["learning_rate"] for name, setting in self._settings.items()}
+        groups = [{"params": [weight], "lr": self._rates[name]} for name, weight in weights.items()]
         super().__init__({f"embedding_bags.{name}.weight": w for name, w in weights.items()}, state, groups)
 
     @torch.no_grad()
@@ -105,15 +107,15 @@ class DataParallelOptimizer(FusedOptimizer):
         self.step()
 
     def _direction(self, name: str, weight: Tensor, grad: Tensor) -> Tensor:
-        setting = self._settings[name]
-        kind, eps = setting["optimizer"], setting["eps"]
-        if kind is EmbOptimType.EXACT_SGD:
+        kind, setting = self._kinds[name], self._settings[name]
+        eps = setting["eps"]
+        if kind == "sgd":
             return grad
         first = self.state[weight][f"{name}.momentum1"]
-        if kind is EmbOptimType.EXACT_ROWWISE_ADAGRAD:
+        if kind == "rowwise_adagrad":
             first.add_(grad.square().mean(dim=1))
             return _quotient(grad, (first.sqrt() + eps).unsqueeze(1), eps)
-        if kind is EmbOptimType.EXACT_ADAGRAD:
+        if kind == "adagrad":
             first.add_(grad.square())
             return _quotient(grad, first.sqrt() + eps, eps)
         second, steps = (self.state[weight][f"{name}.{part}"] for part in ("momentum2", "iter"))
@@ -131,9 +133,3 @@ class DataParallelOptimizer(FusedOptimizer):
 def _quotient(grad: Tensor, root: Tensor, eps: float) -> Tensor:
     # With eps=0 a row that was never read is 0 / 0; FBGEMM does not visit it.
     return grad / root if eps else torch.where(grad == 0, grad, grad / root)
-
-
-def _checked(table: str, settings: Mapping[str, Any]) -> dict[str, Any]:
-    if obstacle := data_parallel_obstacle(settings):
-        raise InputError(f"Table {table!r} is data-parallel, but {obstacle}. Use another optimizer or scheme.")
-    return {**_DEFAULTS, **settings}

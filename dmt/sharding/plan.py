@@ -7,7 +7,6 @@ import os
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from itertools import product
 from typing import Any
 
 from dmt.errors import InputError
@@ -63,16 +62,12 @@ class TowerShardingPlan:
     """Tower by tower, in the order they were given in."""
     ranks: tuple[RankLoad, ...]
     """Tower by tower, local rank by local rank."""
-    notes: tuple[str, ...] = ()
-    """Further notes for the reader."""
 
     def __post_init__(self) -> None:
-        for name, count in Counter(table.name for table in self.tables).items():
-            if count > 1:
-                raise InputError(f"Table {name!r} is placed {count} times; place it once.")
-        sizes = self.topology.num_towers, self.topology.ranks_per_tower
-        if [(rank.tower, rank.local) for rank in self.ranks] != list(product(*map(range, sizes))):
-            raise InputError(f"ranks must list the load of {sizes[0]} x {sizes[1]} ranks, tower by tower, in order.")
+        if len(self.placements) < len(self.tables):
+            raise InputError("A table of the plan is placed twice; place it once.")
+        if len(self.ranks) != self.topology.num_towers * self.topology.ranks_per_tower:
+            raise InputError(f"ranks has {len(self.ranks)} entries; list the load of every rank, tower by tower.")
 
     @property
     def placements(self) -> dict[str, TablePlacement]:

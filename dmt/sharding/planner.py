@@ -25,7 +25,6 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 
 from dmt.errors import InputError
 from dmt.formatting import human_bytes, shorten
-from dmt.plan.tables import number_bytes
 from dmt.plan.topology import TowerTopology
 from dmt.sharding.costs import Hardware, SparseOptimizer, StepWorkload
 from dmt.sharding.optimizers import data_parallel_obstacle, optimizer_name
@@ -51,8 +50,8 @@ class TowerShardingPlanner:
             none of them stays whole.
         pinned: what is decided for single tables, by name or pattern: a scheme, or a `TablePlacement`.
         kernels: TorchRec's kernels of single tables, by name or pattern (`dmt.sharding.schemes.Kernel`).
-        workload: batch size, ids per sample and optimizer of the tables; without it, `plan` and `explain` take the
-            optimizer from the sharders' ``fused_params``.
+        hot_rows: whether the model will have `dmt.HotRows`: no table is cut into columns then unless it is pinned so.
+        workload: batch size and ids per sample; the optimizer of the tables is that of the sharders' ``fused_params``.
         hardware: memory and rates of a rank.
         device_type: ``"cpu"`` or ``"cuda"``.
 
@@ -67,6 +66,7 @@ class TowerShardingPlanner:
         scheme: Scheme | Sequence[Scheme] | Literal["auto"] = "auto",
         pinned: Mapping[str, Rule] | None = None,
         kernels: Mapping[str, Kernel] | None = None,
+        hot_rows: bool = False,
         workload: StepWorkload | None = None,
         hardware: Hardware | None = None,
         device_type: str = "cpu",
@@ -74,7 +74,10 @@ class TowerShardingPlanner:
         schemes = SCHEMES if scheme == "auto" else (scheme,) if isinstance(scheme, str) else tuple(scheme)
         self.topology = topology
         self.rules = ShardingRules(
-            schemes=cast("tuple[Scheme, ...]", schemes), tables=dict(pinned or {}), kernels=dict(kernels or {})
+            schemes=cast("tuple[Scheme, ...]", schemes),
+            tables=dict(pinned or {}),
+            kernels=dict(kernels or {}),
+            hot_rows=hot_rows,
         )
         self.workload = workload
         self.hardware = hardware or Hardware()
@@ -115,14 +118,17 @@ class TowerShardingPlanner:
         towers = [
             [table for tables in of_tower for table in tables] for of_tower in zip(*modules.values(), strict=True)
         ]
-        rules, workload = self.rules, self.workload
+        rules, workload = self.rules, self.workload or StepWorkload()
         for sharder in sharders:
             settings = getattr(sharder, "fused_params", None) or {}
             if getattr(sharder, "id_route", "peer") == "global":
                 rules = replace(rules, id_route="global")
             if data_parallel_obstacle(settings):  # of one sharder is enough: rules hold for the tables of all
                 rules = replace(rules, fused_params=settings)
-            workload = _same_optimizer(workload, settings)
+            if "optimizer" in settings:
+                # An optimizer that the cost model does not know is counted as the one with the most state.
+                optimizer = cast("SparseOptimizer", optimizer_name(settings) or "adam")
+                workload = replace(workload, optimizer=optimizer)
         return plan_tables(towers, self.topology, workload=workload, hardware=self.hardware, rules=rules)
 
     def _plan_others(self, others: Mapping[str, nn.Module], sharders: Sequence[Any]) -> dict[str, Any]:
@@ -233,40 +239,14 @@ def _modules(model: nn.Module, sharders: Sequence[Any]) -> tuple[dict[str, list[
             others[path] = module
     if not towers:
         kinds = sorted({s.module_type.__name__ for s in sharders if hasattr(s, "tables_by_tower")})
-        if not kinds:
-            raise InputError("TowerShardingPlanner: none of the sharders is dmt's. Use TorchRec's own planner.")
         raise InputError(f"{type(model).__name__} has no module of type {kinds} to shard.")
     return towers, others
 
 
-def _same_optimizer(workload: StepWorkload | None, settings: Mapping[str, Any]) -> StepWorkload | None:
-    """The workload with the optimizer of the sharder, which decides the memory of its state."""
-    if "optimizer" not in settings:
-        return workload
-    # An optimizer that the cost model does not know is counted as the one with the most state.
-    optimizer = cast("SparseOptimizer", optimizer_name(settings) or "adam")
-    if workload is None:
-        return StepWorkload(optimizer=optimizer)
-    if workload.optimizer != optimizer:
-        raise InputError(
-            f"TowerShardingPlanner: workload.optimizer={workload.optimizer!r}, but the sharder's fused_params have "
-            f"optimizer {settings['optimizer']}, whose state takes another memory. Make them agree."
-        )
-    return workload
-
-
 def parameter_sharding(table: Any, placement: TablePlacement, device_type: str = "cpu") -> ParameterSharding:
-    """Returns TorchRec's ``ParameterSharding`` of a placed table, ranks and placements local to the tower.
-
-    Raises:
-        InputError: the device has no such kernel.
-    """
+    """Returns TorchRec's ``ParameterSharding`` of a placed table, ranks and placements local to the tower."""
     if placement.kernel == "key_value" and device_type == "cpu":
-        size = table.num_embeddings * table.embedding_dim * number_bytes(table)
-        raise InputError(
-            f"Table {table.name!r} of {human_bytes(size)} has kernel='key_value', but FBGEMM keeps tables on SSDs "
-            "behind caches of GPUs, and this run is on CPUs. Use 'fused_uvm_caching', or GPUs."
-        )
+        raise InputError(f"Table {table.name!r} has kernel='key_value', which FBGEMM has for GPUs only.")
     has_cache = placement.kernel in ("fused_uvm_caching", "key_value")
     if placement.scheme == "data_parallel":
         return ParameterSharding(

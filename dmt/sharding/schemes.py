@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence, Set
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from itertools import accumulate
@@ -14,6 +14,7 @@ from dmt.plan.split_across_towers import uncut_name
 from dmt.sharding.optimizers import data_parallel_obstacle
 
 __all__ = [
+    "EVERYWHERE",
     "ID_ROUTES",
     "KERNELS",
     "SCHEMES",
@@ -43,6 +44,8 @@ Kernel = Literal["fused", "fused_uvm", "fused_uvm_caching", "key_value"]
 """TorchRec's kernel of a table, which decides the memory that holds its weights (Neo, section 4.1.3): the device's, the
 host's, the host's behind a cache on the device, or an SSD behind such a cache."""
 KERNELS: tuple[Kernel, ...] = get_args(Kernel)
+EVERYWHERE = ("row_wise", "data_parallel")
+"""Schemes whose tables are on every rank of their tower."""
 # FBGEMM's kernels read columns four at a time.
 _COLUMN_QUANTUM = 4
 
@@ -69,6 +72,8 @@ class TablePlacement:
     """Share of the weights that a cache on the device holds; for ``fused_uvm_caching`` and ``key_value``."""
 
     def __post_init__(self) -> None:
+        if self.scheme not in SCHEMES:
+            raise InputError(f"Sharding scheme {self.scheme!r} is unknown; use one of {list(SCHEMES)}.")
         if self.kernel not in KERNELS or (self.kernel != "fused" and self.scheme == "data_parallel"):
             raise InputError(
                 f"kernel={self.kernel!r} of a {self.scheme} table: use one of {list(KERNELS)}; data_parallel tables "
@@ -76,20 +81,12 @@ class TablePlacement:
             )
         if not 0 < self.cache_load_factor <= 1:
             raise InputError(f"cache_load_factor={self.cache_load_factor} must be a share of the rows in (0, 1].")
-        if self.scheme not in SCHEMES:
-            raise InputError(f"Sharding scheme {self.scheme!r} is unknown; use one of {list(SCHEMES)}.")
-        if not self.ranks or (self.scheme == "table_wise" and len(self.ranks) != 1):
+        number = len(set(self.ranks))
+        is_whole = self.scheme not in EVERYWHERE or self.ranks == tuple(range(number))
+        if number < max(len(self.ranks), 1) or (self.scheme == "table_wise" and number != 1) or not is_whole:
             raise InputError(
-                f"A {self.scheme} table cannot live on ranks {list(self.ranks)}; table_wise takes one rank."
-            )
-        if len(set(self.ranks)) < len(self.ranks):
-            # With shards of unequal width TorchRec reports a table of another shape, or fails.
-            raise InputError(
-                f"A {self.scheme} table has more than one shard on a rank, ranks={list(self.ranks)}; give each one."
-            )
-        if self.scheme in ("row_wise", "data_parallel") and self.ranks != tuple(range(len(self.ranks))):
-            raise InputError(
-                f"A {self.scheme} table takes every rank of its tower, in order, but ranks={list(self.ranks)}."
+                f"A {self.scheme} table cannot live on ranks {list(self.ranks)}: table_wise takes one rank, "
+                "column_wise one for each shard, row_wise and data_parallel every rank of the tower, in order."
             )
 
 
@@ -123,7 +120,7 @@ def table_shards(table: Any, placement: TablePlacement) -> list[TableShard]:
     except InputError as error:
         raise InputError(f"Table {table.name!r}: {error}. Use another scheme or fewer ranks.") from error
     sides = zip(placement.ranks, first_rows, first_columns, heights, widths, strict=True)
-    return [TableShard(*shard) for shard in sides]
+    return list(map(TableShard._make, sides))
 
 
 def shards_in_tower(table: Any, placement: TablePlacement, *, num_ranks: int, tower: int) -> list[TableShard]:
@@ -132,17 +129,12 @@ def shards_in_tower(table: Any, placement: TablePlacement, *, num_ranks: int, to
     Raises:
         InputError: the tower has not the ranks, or the table cannot be cut so; names both.
     """
-    where, ranks = f"Table {table.name!r} in tower {tower}", list(placement.ranks)
-    outside = [rank for rank in ranks if not 0 <= rank < num_ranks]
-    if outside:
+    ranks, of_tower = placement.ranks, tuple(range(num_ranks))
+    if not set(ranks) <= set(of_tower) or (placement.scheme in EVERYWHERE and ranks != of_tower):
         raise InputError(
-            f"{where} has a shard on local rank {outside[0]}, but its tower has ranks 0..{num_ranks - 1}. Ranks are "
-            "local to the tower; use one of them, and give DistributedModelParallel the plan= of TowerShardingPlanner."
-        )
-    if placement.scheme in ("row_wise", "data_parallel") and len(ranks) != num_ranks:
-        raise InputError(
-            f"{where} is {placement.scheme} on ranks {ranks}; it takes every rank of its tower, "
-            f"{list(range(num_ranks))}."
+            f"Table {table.name!r} in tower {tower} is {placement.scheme} on local ranks {list(ranks)}, but its tower "
+            f"has ranks 0..{num_ranks - 1}, and row_wise and data_parallel take every one. Give "
+            "DistributedModelParallel the plan= of TowerShardingPlanner."
         )
     return table_shards(table, placement)
 
@@ -222,42 +214,30 @@ def why_not(
     Example:
         >>> from dmt.plan.tables import TableSpec
         >>> table = TableSpec(name="t", num_embeddings=3, embedding_dim=8, feature_names=("f",))
-        >>> why_not(table, "column_wise", num_ranks=4)
-        ''
         >>> why_not(table, "row_wise", num_ranks=4)
         'num_embeddings=3 cannot be cut into 4 row shards: equal blocks would leave a rank without a row'
-        >>> why_not(table, "data_parallel", id_route="global")
-        "id_route='global' sends every rank's ids to each holder of a table, here to every rank of the tower"
     """
     kind = table_format(table)
     if kind not in TABLE_FORMATS:  # TorchRec builds tables of other formats as FP16, silently
         return f"its data_type is {kind!r}; tables train in {' or '.join(TABLE_FORMATS)}"
     if scheme == "table_wise":
         return ""
-    if num_ranks is not None and (reason := _nothing_to_cut(table, scheme, num_ranks)):
-        return reason
-    if scheme == "row_wise" and id_route == "global":
-        return "with id_route='global' every holder of a part of a table is sent all its ids"
+    try:
+        if num_ranks == 1:
+            return "its tower has one rank"
+        if num_ranks is not None and scheme == "row_wise":
+            row_shards(table.num_embeddings, num_ranks)
+        if num_ranks is not None and scheme == "column_wise":
+            column_shards(table.embedding_dim, 2)
+    except InputError as error:
+        return str(error)
+    if scheme in EVERYWHERE and id_route == "global":
+        return "id_route='global' sends every rank's ids to each holder of a table, here to every rank of the tower"
     if scheme == "data_parallel":
         if kind == "FP16":  # a gradient of 1e-7 would err by a sixth, and one of 1e-8 be lost
             return "its weights are FP16, and gradients of data-parallel tables would be too"
         if fused_params is not None and (reason := data_parallel_obstacle(fused_params)):
             return reason
-        if id_route == "global":
-            return "id_route='global' sends every rank's ids to each holder of a table, here to every rank of the tower"
-    return ""
-
-
-def _nothing_to_cut(table: Any, scheme: str, num_ranks: int) -> str:
-    if num_ranks == 1:
-        return "its tower has one rank"
-    try:
-        if scheme == "row_wise":
-            row_shards(table.num_embeddings, num_ranks)
-        if scheme == "column_wise":
-            column_shards(table.embedding_dim, 2)
-    except InputError as error:
-        return str(error)
     return ""
 
 
@@ -270,19 +250,25 @@ class Allowed(NamedTuple):
     schemes: tuple[Scheme, ...]
     """At least one."""
     kernel: Kernel
+    cache_load_factor: float
     placement: TablePlacement | None
     """Placement that the user gave; None if there is none."""
     why: str
     """Part of the reason of the choice; empty if the user asked for nothing."""
 
+    def place(self, scheme: Scheme, ranks: Sequence[int]) -> TablePlacement:
+        """Returns a placement with the table's kernel and cache."""
+        cache = self.cache_load_factor
+        return TablePlacement(scheme=scheme, ranks=tuple(ranks), kernel=self.kernel, cache_load_factor=cache)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingRules:
-    """The user's decisions. Those about single tables go by name or pattern (``"t_ad*"``).
+    """The user's decisions. Those about single tables go by name or pattern with ``*`` and ``?`` (``"t_ad*"``).
 
-    A full name comes before patterns, of which the first that matches holds. The rules of a table that the tower plan
-    cuts hold for its column shards. Rules for tables are strict, ``schemes`` is not: a table that none of them can hold
-    stays whole.
+    A table's own name comes before patterns, of which the first that matches holds. The rules of a table that the tower
+    plan cuts hold for its column shards. Rules for tables are strict, ``schemes`` is not: a table that none of them can
+    hold stays whole.
 
     Raises:
         InputError: an unknown scheme or kernel, or no scheme.
@@ -300,16 +286,18 @@ class ShardingRules:
     """Route of the ids; the global route does not carry every scheme (`why_not`)."""
     fused_params: Mapping[str, Any] | None = None
     """Optimizer settings of the tables: some cannot be data-parallel; None if they are not known."""
+    hot_rows: bool = False
+    """Whether rows will have copies: no table is cut into columns then unless a rule of its own asks for it, because
+    row-wise AdaGrad has a state for each part of a row, and `dmt.HotRows` leaves such tables out."""
 
     def __post_init__(self) -> None:
-        schemes = {key: rule for key, rule in self.tables.items() if not isinstance(rule, TablePlacement)}
-        given: Sequence[str] = self.schemes or ("",)
-        asked: list[tuple[str, str, tuple[str, ...]]] = [("schemes", scheme, SCHEMES) for scheme in given]
-        asked += [(f"Rule for tables {key!r}", scheme, SCHEMES) for key, scheme in schemes.items()]
-        asked += [(f"Rule for tables {key!r}", kernel, KERNELS) for key, kernel in self.kernels.items()]
-        for what, value, known in asked:
-            if value not in known:
-                raise InputError(f"{what}: {value!r} is none of {list(known)}.{did_you_mean(str(value), known)}")
+        of_tables = [(key, rule) for key, rule in self.tables.items() if not isinstance(rule, TablePlacement)]
+        for what, value in [("schemes", scheme) for scheme in self.schemes or ("",)] + of_tables:
+            if value not in SCHEMES:
+                raise InputError(f"{what}: {value!r} is none of {list(SCHEMES)}.{did_you_mean(value, SCHEMES)}")
+        for key, kernel in self.kernels.items():
+            if kernel not in KERNELS:
+                raise InputError(f"{key}: {kernel!r} is none of {list(KERNELS)}.{did_you_mean(kernel, KERNELS)}")
 
     def resolve(self, tables_by_tower: Sequence[Sequence[Any]], num_ranks: int) -> dict[str, Allowed]:
         """Returns the planner's choices for every table, by name, in towers of ``num_ranks`` ranks.
@@ -319,45 +307,50 @@ class ShardingRules:
                 table can have any of ``schemes``.
         """
         placed = [(table, tower) for tower, tables in enumerate(tables_by_tower) for table in tables]
-        self._check_keys({table.name for table, _ in placed})
-        allowed = {table.name: self._resolve(table, num_ranks, tower) for table, tower in placed}
-        free = [] if "table_wise" in self.schemes else [n for n in allowed if _key_of(self.tables, n) is None]
-        if free and not any(set(choice.schemes) & set(self.schemes) for choice in allowed.values()):
-            raise InputError(
-                f"No table of the {len(placed)} can have the scheme asked for; the first of them is table {free[0]!r}: "
-                f"{allowed[free[0]].why}. Use table_wise, or leave the schemes open."
-            )
-        return allowed
-
-    def _check_keys(self, names: Set[str]) -> None:
-        known = names | {uncut_name(name) for name in names}
+        names = [table.name for table, _ in placed]
         for key in (*self.tables, *self.kernels):
-            if key not in known and not any(_matches(key, name) for name in known):
+            if not any(_matches(key, name) for name in names):
                 raise InputError(
                     f"The rule for tables {key!r} matches none of the {len(names)} tables of the model."
                     f"{did_you_mean(key, names)} Fix the name or drop the rule."
                 )
+        allowed = {table.name: self._resolve(table, num_ranks, tower) for table, tower in placed}
+        free = [] if "table_wise" in self.schemes else [n for n in names if _key_of(self.tables, n) is None]
+        if free and not any(set(choice.schemes) & set(self.schemes) for choice in allowed.values()):
+            raise InputError(
+                f"No table of the {len(names)} can have the scheme asked for; the first of them is table {free[0]!r}: "
+                f"{allowed[free[0]].why}. Use table_wise, or leave the schemes open."
+            )
+        return allowed
 
     def _resolve(self, table: Any, num_ranks: int, tower: int) -> Allowed:
-        where, key = f"Table {table.name!r} in tower {tower}", _key_of(self.tables, table.name)
+        key = _key_of(self.tables, table.name)
         kernel = self.kernels.get(_key_of(self.kernels, table.name) or "", "fused")
         if key is None:
-            obstacles = {scheme: self._obstacle(table, scheme, kernel, num_ranks) for scheme in self.schemes}
-            possible = tuple(scheme for scheme in SCHEMES if obstacles.get(scheme) == "")
-            if possible:
-                return Allowed(possible, kernel, None, "" if len(self.schemes) > 1 else "asked for")
-            why = f"{' or '.join(obstacles)} asked for, but {next(iter(obstacles.values()))}"
-            return Allowed(("table_wise",), kernel, None, why)
+            return self._free(table, kernel, num_ranks)
         rule, pattern = self.tables[key], "" if key == table.name else f" ({key!r})"
         scheme = rule.scheme if isinstance(rule, TablePlacement) else rule
         if obstacle := self._obstacle(table, scheme, kernel, num_ranks):
-            raise InputError(f"{where} cannot be {scheme}, as its rule{pattern} asks: {obstacle}. Change the rule.")
+            raise InputError(
+                f"Table {table.name!r} in tower {tower} cannot be {scheme}, as its rule{pattern} asks: {obstacle}. "
+                "Change the rule."
+            )
         if not isinstance(rule, TablePlacement):
-            return Allowed((scheme,), kernel, None, f"asked for{pattern}")
+            return Allowed((scheme,), kernel, self.cache_load_factor, None, f"asked for{pattern}")
         shards_in_tower(table, rule, num_ranks=num_ranks, tower=tower)
         if kernel != "fused":
             rule = replace(rule, kernel=kernel, cache_load_factor=self.cache_load_factor)
-        return Allowed((scheme,), rule.kernel, rule, f"pinned by the user{pattern}")
+        return Allowed((scheme,), rule.kernel, rule.cache_load_factor, rule, f"pinned by the user{pattern}")
+
+    def _free(self, table: Any, kernel: Kernel, num_ranks: int) -> Allowed:
+        obstacles = {scheme: self._obstacle(table, scheme, kernel, num_ranks) for scheme in self.schemes}
+        why = "asked for" if len(self.schemes) == 1 else ""
+        if self.hot_rows and obstacles.get("column_wise") == "":
+            obstacles["column_wise"] = why = "not cut into columns, so that its rows can have copies"
+        possible = tuple(scheme for scheme in SCHEMES if obstacles.get(scheme) == "")
+        if not possible:
+            possible, why = ("table_wise",), f"{' or '.join(obstacles)} asked for, but {next(iter(obstacles.values()))}"
+        return Allowed(possible, kernel, self.cache_load_factor, None, why)
 
     def _obstacle(self, table: Any, scheme: Scheme, kernel: Kernel, num_ranks: int) -> str:
         if scheme == "data_parallel" and kernel != "fused":
@@ -366,11 +359,11 @@ class ShardingRules:
 
 
 def _matches(key: str, name: str) -> bool:
-    # "t[0:4]" names a shard of t; as a pattern it would match t0.
-    return uncut_name(key) == key and (fnmatchcase(name, key) or fnmatchcase(uncut_name(name), key))
+    # Brackets belong to the names of column shards, "t[0:4]", and are no pattern.
+    pattern = key.replace("[", "[[]")
+    return fnmatchcase(name, pattern) or fnmatchcase(uncut_name(name), pattern)
 
 
 def _key_of(rules: Mapping[str, Any], name: str) -> str | None:
     """Returns the key of the rule that holds for a table; None if there is none."""
-    exact = next((own for own in (name, uncut_name(name)) if own in rules), None)
-    return exact or next((key for key in rules if _matches(key, name)), None)
+    return name if name in rules else next((key for key in rules if _matches(key, name)), None)

@@ -311,6 +311,7 @@ def _plan_sharding(config: TrainingConfig, tables: Sequence[TableSpec], towers: 
             id_route=sharding.id_route,
             kernels=sharding.kernels,
             cache_load_factor=sharding.cache_load_factor,
+            hot_rows=config.hot_rows.extra_memory > 0,
         ),
     )
 

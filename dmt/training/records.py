@@ -137,7 +137,7 @@ class RunRecord:
         else:
             # In one step: it may be the very plan that the config names and other ranks still read.
             plan.save(path)
-            self.say([f"sharding: {plan.summary}", *plan.notes])
+            self.say([f"sharding: {plan.summary}"])
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Adds numbers at a training step; names such as ``"train/loss"``."""

@@ -13,7 +13,7 @@ from dmt.plan.tables import table_specs
 from dmt.sharding.costs import CostModel, Hardware, StepWorkload, replicated_bytes
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.sharding.plan_tables import plan_tables
-from dmt.sharding.schemes import ShardingRules, TablePlacement, column_shards, row_shards, table_shards
+from dmt.sharding.schemes import ShardingRules, TablePlacement, table_shards
 
 TABLE = TableSpec(name="t", num_embeddings=1000, embedding_dim=8, feature_names=("a", "b"))
 # G = 2 towers * 4 ranks * 16 = 128 samples; 3 + 1 ids per sample.
@@ -76,12 +76,11 @@ def test_sixteen_bit_tables_take_half() -> None:
         name="t", num_embeddings=1000, embedding_dim=8, feature_names=["a"], data_type=DataType.FP16
     )
     assert MODEL.shard(table, "table_wise", 1000, 8).memory == 1000 * (8 * 2 + 4)
-    for kind in (DataType.INT4, DataType.BF16, DataType.INT8, DataType.UINT8, DataType.NFP8):
+    for kind in (DataType.BF16, DataType.INT8):
         table.data_type = kind
-        with pytest.raises(InputError, match=f"Table 't' has data_type='{kind.value}'; tables train in FP32 or FP16"):
-            MODEL.shard(table, "table_wise", 1000, 8)
-        with pytest.raises(InputError, match=f"Table 't' has data_type='{kind.value}'; tables train in FP32 or FP16"):
-            table_specs([table])
+        for use in (lambda: MODEL.shard(table, "table_wise", 1000, 8), lambda: table_specs([table])):
+            with pytest.raises(InputError, match=f"Table 't' has data_type='{kind.value}'; tables train in FP32 or"):
+                use()
 
 
 def test_shards_of_a_placement() -> None:
@@ -93,14 +92,12 @@ def test_shards_of_a_placement() -> None:
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: StepWorkload(batch_size=0), "batch_size=0 must be a whole number of at least 1"),
+        (lambda: StepWorkload(batch_size=0), "batch_size=0 must be a positive number"),
         (lambda: StepWorkload(pooling_factors={"a": 0.0}), r"pooling_factors\['a'\]=0.0 must be a positive number"),
-        (lambda: StepWorkload(pooling_factors={"a": math.nan}), r"pooling_factors\['a'\]=nan must be a positive"),
         (lambda: StepWorkload(optimizer="lamb"), "optimizer='lamb' is unknown; use one of"),
-        (lambda: Hardware(memory_per_rank=0), "memory_per_rank=0 must be a positive number of bytes"),
-        (lambda: Hardware(memory_gb_per_s=-1.0), "memory_gb_per_s=-1.0 must be a positive number"),
+        (lambda: Hardware(memory_per_rank=0), "memory_per_rank=0 must be a positive number"),
         (lambda: Hardware(intra_tower_gb_per_s=math.nan), "intra_tower_gb_per_s=nan must be a positive number"),
-        (lambda: Hardware(collective_latency_us=-1.0), "collective_latency_us=-1.0 must be zero or a positive number"),
+        (lambda: Hardware(collective_latency_us=-1.0), "collective_latency_us=-1.0 must be a positive number"),
     ],
 )
 def test_bad_numbers_are_refused(make: object, message: str) -> None:
@@ -110,23 +107,6 @@ def test_bad_numbers_are_refused(make: object, message: str) -> None:
 
 def spec(rows: int = 10, columns: int = 8) -> TableSpec:
     return TableSpec(name="t", num_embeddings=rows, embedding_dim=columns, feature_names=("f",))
-
-
-@pytest.mark.parametrize(("dim", "shards"), [(24, 4), (8, 2), (12, 3), (128, 3), (4, 1)])
-def test_column_shards_cover_the_table(dim: int, shards: int) -> None:
-    widths = column_shards(dim, shards)
-    assert sum(widths) == dim
-    assert len(widths) == shards
-    assert all(w % 4 == 0 and w > 0 for w in widths)
-    assert max(widths) - min(widths) <= 4
-
-
-@pytest.mark.parametrize(("rows", "shards"), [(10, 4), (4, 4), (1000, 7), (1, 1)])
-def test_row_shards_cover_the_table(rows: int, shards: int) -> None:
-    heights = row_shards(rows, shards)
-    assert sum(heights) == rows
-    assert len(heights) == shards
-    assert min(heights) >= 1
 
 
 @pytest.mark.parametrize(
@@ -142,20 +122,25 @@ def test_shards_cover_a_table_once_and_data_parallel_on_every_rank(placement: Ta
     shards = table_shards(spec(), placement)
     assert [shard.rank for shard in shards] == list(placement.ranks)
     assert sum(shard.rows * shard.columns for shard in shards) == cells
+    assert all(shard.columns % 4 == 0 for shard in shards)
 
 
-def test_bad_placements_are_refused() -> None:
-    with pytest.raises(InputError, match="table_wise takes one rank"):
-        TablePlacement(scheme="table_wise", ranks=(0, 1))
-    with pytest.raises(InputError, match="scheme 'diagonal' is unknown"):
-        TablePlacement(scheme="diagonal", ranks=(0,))
-    with pytest.raises(InputError, match=r"takes every rank of its tower, in order, but ranks=\[1, 0\]"):
-        TablePlacement(scheme="row_wise", ranks=(1, 0))
-    with pytest.raises(InputError, match="Table 't': embedding_dim=8 cannot be cut into 3 column shards"):
-        table_shards(spec(), TablePlacement(scheme="column_wise", ranks=(0, 1, 2)))
-    for rows in (2, 4):  # of 4 rows, blocks of two would leave the last rank none
-        with pytest.raises(InputError, match=f"Table 't': num_embeddings={rows} cannot be cut into 3 row shards"):
-            table_shards(spec(rows=rows), TablePlacement(scheme="row_wise", ranks=(0, 1, 2)))
+@pytest.mark.parametrize(
+    ("scheme", "ranks", "rows", "message"),
+    [
+        ("table_wise", (0, 1), 10, "table_wise takes one rank"),
+        ("diagonal", (0,), 10, "scheme 'diagonal' is unknown"),
+        ("row_wise", (1, 0), 10, r"row_wise table cannot live on ranks \[1, 0\]"),
+        ("column_wise", (1, 1), 10, r"column_wise table cannot live on ranks \[1, 1\]"),
+        ("column_wise", (0, 1, 2), 10, "Table 't': embedding_dim=8 cannot be cut into 3 column shards"),
+        ("row_wise", (0, 1, 2), 2, "Table 't': num_embeddings=2 cannot be cut into 3 row shards"),
+        # Blocks of two would leave the last rank none.
+        ("row_wise", (0, 1, 2), 4, "Table 't': num_embeddings=4 cannot be cut into 3 row shards"),
+    ],
+)
+def test_bad_placements_are_refused(scheme: Any, ranks: tuple[int, ...], rows: int, message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        table_shards(spec(rows=rows), TablePlacement(scheme=scheme, ranks=ranks))
 
 
 AVERAGED = [

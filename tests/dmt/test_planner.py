@@ -57,7 +57,7 @@ def test_the_plan_is_torchrecs() -> None:
         "t_a": TablePlacement(scheme="column_wise", ranks=(1, 0)),
         "t_b": "row_wise",
         "t_c": "data_parallel",
-        "t_[d]": "table_wise",
+        "*_d": "table_wise",
     }
     plan = TowerShardingPlanner(TWO_BY_TWO, pinned=pins).plan(model, [Sharder()]).plan["0"]
     assert {name: sharding.sharding_type for name, sharding in plan.items()} == {
@@ -105,8 +105,6 @@ def test_what_does_not_fit_is_refused_without_a_process_group() -> None:
         TowerShardingPlanner(TWO_BY_TWO, pinned={"t_c": "row_wise"}).plan(model, [Sharder()])
     with pytest.raises(InputError, match="schemes: 'diagonal' is none of"):
         TowerShardingPlanner(TWO_BY_TWO, scheme="diagonal")
-    with pytest.raises(InputError, match=r"tables? of tower 0.*memory_per_rank=10.0 kB have; of table 't_a'"):
-        TowerShardingPlanner(TWO_BY_TWO, hardware=Hardware(memory_per_rank=10_000)).plan(model, [Sharder()])
     with pytest.raises(InputError, match="has no module of type"):
         TowerShardingPlanner(TWO_BY_TWO).plan(nn.Linear(1, 1), [Sharder()])
 
@@ -126,8 +124,8 @@ def test_the_optimizer_of_the_sharder_decides_memory_and_data_parallel_tables() 
     assert "data_parallel" not in {p.scheme for p in planned("lamb").placements.values()}
     with pytest.raises(InputError, match=r"cannot be data_parallel.*its optimizer is lamb"):
         planned("lamb", pinned={"t*": "data_parallel"})
-    with pytest.raises(InputError, match=r"workload\.optimizer='sgd', but .* fused_params have optimizer adam"):
-        planned("adam", workload=StepWorkload(optimizer="sgd"))
+    assert planned("adam", workload=StepWorkload(optimizer="sgd")).workload.optimizer == "adam"
+    assert "column_wise" not in {p.scheme for p in planned("adam", hot_rows=True).placements.values()}
 
 
 def table(name: str, rows: int, columns: int = 64, kind: str = "FP32") -> TableSpec:
@@ -172,9 +170,6 @@ def test_a_pinned_kernel_leaves_room_on_the_device() -> None:
     found = plan_tables([tables], one_tower(128), hardware=hardware, rules=rules)
     assert max(rank.memory for rank in found.ranks) <= 40 * 10**9
     assert found.reasons["a"].startswith("row_wise over 128 ranks as fused_uvm_caching: ")
-    tight, rules = Hardware(memory_per_rank=10**4), ShardingRules(kernels={"*": "key_value"})
-    with pytest.raises(InputError, match=r"of table 'a' a rank must hold .* even row_wise"):
-        plan_tables([tables], one_tower(2), hardware=tight, rules=rules)
 
 
 def test_rules_for_kernels() -> None:
@@ -191,8 +186,6 @@ def test_rules_for_kernels() -> None:
         plan_tables([tables], one_tower(2), rules=rules)
     with pytest.raises(InputError, match=r"'uvm' is none of \['fused'"):
         ShardingRules(kernels={"u": "uvm"})  # type: ignore[dict-item]
-    with pytest.raises(InputError, match=r"cache_load_factor=0 must be a share"):
-        TablePlacement(scheme="table_wise", ranks=(0,), cache_load_factor=0)
 
 
 def test_torchrec_is_given_kernel_and_cache() -> None:
@@ -202,7 +195,7 @@ def test_torchrec_is_given_kernel_and_cache() -> None:
     assert found.cache_params is not None
     assert found.cache_params.load_factor == 0.1
     on_ssd = TablePlacement(scheme="table_wise", ranks=(0,), kernel="key_value")
-    with pytest.raises(InputError, match=r"Table 't' of 2.56 kB has kernel='key_value'.* this run is on CPUs"):
+    with pytest.raises(InputError, match="Table 't' has kernel='key_value', which FBGEMM has for GPUs only"):
         parameter_sharding(table("t", 10), on_ssd, device_type="cpu")
 
 

@@ -7,7 +7,6 @@ import json
 import random
 from collections.abc import Callable
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -17,11 +16,9 @@ from dmt import InputError, TableSpec, TowerTopology
 from dmt.sharding.costs import CostModel, Hardware, StepWorkload
 from dmt.sharding.plan import TowerShardingPlan, imbalance_of
 from dmt.sharding.plan_tables import plan_tables
-from dmt.sharding.schemes import SCHEMES, ShardingRules, TablePlacement, table_shards
+from dmt.sharding.schemes import SCHEMES, ShardingRules, TablePlacement
 from tests.dmt.exact_sharding import exact_optimum, random_tower
 from tests.seeds import seeds
-
-# The largest of the random towers that the solver proves in well under a second.
 
 
 def table(name: str, rows: int = 100_000, columns: int = 64, features: int = 1) -> TableSpec:
@@ -44,7 +41,7 @@ def many_tables(number: int) -> tuple[list[TableSpec], StepWorkload]:
 
 
 @pytest.mark.parametrize("seed", seeds(8, 40))
-def test_small_towers_are_near_the_optimum(seed: int) -> None:
+def test_small_towers_are_near_the_optimum(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     tables, model = random_tower(seed, most_tables=6, most_ranks=3)
     best = exact_optimum(tables, model)
     if best is None:
@@ -53,13 +50,11 @@ def test_small_towers_are_near_the_optimum(seed: int) -> None:
         return
     # Without the preference for tables that are not cut into columns, which the solver does not have, and with it.
     for column_gain in (0.0, 0.05):
-        found = plan_tables(
-            [tables], model.topology, workload=model.workload, hardware=model.hardware, column_gain=column_gain
-        )
+        monkeypatch.setattr("dmt.sharding.plan_tables._COLUMN_GAIN", column_gain)
+        found = plan_tables([tables], model.topology, workload=model.workload, hardware=model.hardware)
         # The solver stops within 1e-4 of its own optimum.
         assert best * (1 - 2e-4) <= found.seconds <= 1.06 * (1 + column_gain) * best
-        if model.hardware.memory_per_rank is not None:
-            assert max(rank.memory for rank in found.ranks) <= model.hardware.memory_per_rank
+        assert max(rank.memory for rank in found.ranks) <= (model.hardware.memory_per_rank or np.inf)
 
 
 def test_the_reported_loads_add_up() -> None:
@@ -81,14 +76,6 @@ def test_the_reported_loads_add_up() -> None:
         assert [rank.memory for rank in ranks] == memory.tolist()
         np.testing.assert_allclose([rank.seconds for rank in ranks], seconds)
     assert found.seconds == max(rank.seconds for rank in found.ranks)
-
-
-def test_every_placement_can_be_cut() -> None:
-    tables, workload = many_tables(200)
-    found = plan_tables([tables], one_tower(8), workload=workload)
-    for spec in tables:
-        shards = table_shards(spec, found.placements[spec.name])
-        assert len({shard.rank for shard in shards}) == len(shards)
 
 
 def test_the_plan_depends_on_nothing_but_its_input() -> None:
@@ -137,11 +124,9 @@ def test_reasons_name_the_numbers() -> None:
     assert found.reasons["hot"] == "column_wise over 4 ranks: on one rank it would be 2.99 x the mean load of a rank"
     found = plan_tables([[table("t")]], one_tower(1))
     assert found.reasons["t"] == "table_wise on rank 0: 1.00 x the mean load of a rank"
-    rules = ShardingRules(schemes=("column_wise",))
-    assert "one state per shard and row" in plan_tables([[table("hot")]], one_tower(2), rules=rules).notes[0]
 
 
-def test_tables_are_cut_into_columns_for_a_real_gain_only() -> None:
+def test_tables_are_cut_into_columns_for_a_real_gain_only(monkeypatch: pytest.MonkeyPatch) -> None:
     """13 equal tables on 2 ranks: 7 and 6 of them, or halves of all; with 60 us of collectives that is 2 % less."""
     alike = [table(f"t{i}", 1000, 32) for i in range(13)]
     options = {
@@ -150,7 +135,9 @@ def test_tables_are_cut_into_columns_for_a_real_gain_only() -> None:
     }
     topology = TowerTopology(num_towers=2, ranks_per_tower=2)
     preferred = plan_tables([alike, [table("other")]], topology, **options)
-    cheapest = plan_tables([alike, [table("other")]], topology, column_gain=0.0, **options)
+    monkeypatch.setattr("dmt.sharding.plan_tables._COLUMN_GAIN", 0.0)
+    cheapest = plan_tables([alike, [table("other")]], topology, **options)
+    monkeypatch.undo()
     assert {preferred.placements[t.name].scheme for t in alike} == {"table_wise"}
     assert {cheapest.placements[t.name].scheme for t in alike} == {"column_wise"}
     assert max(cheapest.ranks[r].seconds for r in (0, 1)) > 0.97 * max(preferred.ranks[r].seconds for r in (0, 1))
@@ -178,17 +165,6 @@ def test_a_memory_limit_is_hard() -> None:
         r"must hold 80\.0 kB even table_wise",
     ):
         plan_tables([tables], one_tower(2), hardware=tight, rules=rules)
-    with pytest.raises(
-        InputError,
-        match=r"No placement was found for the 3 tables of tower 0: they need at least 120 kB of the 140 kB of device "
-        r"memory that .*; of table 't0' a rank must hold 40\.0 kB",
-    ):
-        plan_tables(
-            [[table(f"t{i}", 2000, 4) for i in range(3)]],
-            one_tower(2),
-            hardware=Hardware(memory_per_rank=70_000),
-            rules=rules,
-        )
     with pytest.raises(
         InputError,
         match=r"tower 1.*memory_per_rank=10.0 MB have; of table 'big' a rank must hold 65.0 MB even row_wise",
@@ -236,27 +212,14 @@ def test_a_scheme_that_no_table_can_have_is_refused() -> None:
             "but its tower has one rank. Use table_wise",
         ):
             plan_tables([tables], one_tower(1), rules=rules)
-    two = TowerTopology(num_towers=2, ranks_per_tower=4)
-    for rules in (ShardingRules(schemes=("row_wise",)), ShardingRules(schemes=("column_wise",))):
-        with pytest.raises(InputError, match=r"No table of the 1 can have .*'narrow': .* but "):
-            plan_tables([narrow], one_tower(4), rules=rules)
-        # One table of another tower can.
-        assert plan_tables([narrow, [table("wide")]], two, rules=rules).placements["narrow"].scheme == "table_wise"
+    # One table of another tower can.
+    two, rules = TowerTopology(num_towers=2, ranks_per_tower=4), ShardingRules(schemes=("row_wise",))
+    assert plan_tables([narrow, [table("wide")]], two, rules=rules).placements["narrow"].scheme == "table_wise"
     with pytest.raises(InputError, match=r"'wide': data_parallel asked for, but id_route='global'"):
         plan_tables([tables], one_tower(4), rules=ShardingRules(schemes=("data_parallel",), id_route="global"))
     # Tables with rules of their own do not ask for the scheme.
     rules = ShardingRules(schemes=("row_wise",), tables={"*": "table_wise"})
     assert plan_tables([tables], one_tower(1), rules=rules).placements["wide"].scheme == "table_wise"
-
-
-def test_tables_that_are_not_trained_are_refused() -> None:
-    for kind in ("BF16", "INT8", "NFP8", SimpleNamespace(value="UINT8")):
-        odd = SimpleNamespace(
-            name="odd", num_embeddings=10, embedding_dim=8, feature_names=["odd"], data_type=kind, pooling="SUM"
-        )
-        name = getattr(kind, "value", kind)
-        with pytest.raises(InputError, match=f"Table 'odd' has data_type='{name}'; tables train in FP32 or FP16"):
-            plan_tables([[table("a")], [odd]], TowerTopology(num_towers=2, ranks_per_tower=2))
 
 
 def pinned(scheme: str, *ranks: int) -> TablePlacement:
@@ -274,21 +237,10 @@ def pinned(scheme: str, *ranks: int) -> TablePlacement:
         ({"x*": "row_wise"}, 4, r"rule for tables 'x\*' matches none of the 2 tables"),
         ({"t_ad": "row_wize"}, 4, "'row_wize' is none of .*Did you mean 'row_wise'"),
         ({"t_ad": "row_wise"}, 1, "Table 't_ad' in tower 0 cannot be row_wise.*its tower has one rank"),
-        ({"t_ad": "data_parallel"}, 1, "Table 't_ad' in tower 0 cannot be data_parallel.*its tower has one rank"),
-        ({"t_ad": pinned("column_wise", 0)}, 1, "Table 't_ad' in tower 0 cannot be column_wise.*its tower has one"),
         ({"t_hour": "row_wise"}, 4, "cannot be row_wise.*num_embeddings=3 cannot be cut into 4 row shards"),
         ({"t_hour": "column_wise"}, 4, "cannot be column_wise.*embedding_dim=4 cannot be cut into 2 column shards"),
-        ({"t_ad": pinned("table_wise", 4)}, 4, r"shard on local rank 4, but its tower has ranks 0\.\.3"),
-        (
-            {"t_ad": pinned("row_wise", 0, 1)},
-            4,
-            r"row_wise on ranks \[0, 1\]; it takes every rank of its tower",
-        ),
-        (
-            {"t_hour": pinned("column_wise", 0, 1)},
-            4,
-            "Table 't_hour' in tower 0 cannot be column_wise.*embedding_dim=4",
-        ),
+        ({"t_ad": pinned("table_wise", 4)}, 4, r"table_wise on local ranks \[4\], but its tower has ranks 0\.\.3"),
+        ({"t_ad": pinned("row_wise", 0, 1)}, 4, r"row_wise on local ranks \[0, 1\], but its tower has ranks 0\.\.3"),
     ],
 )
 def test_rules_that_cannot_be_met_are_refused(rules: dict, ranks: int, message: str) -> None:
@@ -315,6 +267,19 @@ def test_wrong_tables_and_features_are_refused() -> None:
         plan_tables([[table("a")]], one_tower(2), hardware=small, rules=rules)
 
 
+def test_tables_whose_rows_are_to_have_copies_are_not_cut_into_columns() -> None:
+    tables, workload = [table("hot", 4_000_000), table("pinned"), table("a", 10)], StepWorkload(batch_size=65536)
+    cut = plan_tables([tables], one_tower(4), workload=workload)
+    assert cut.placements["hot"].scheme == "column_wise"
+    rules = ShardingRules(hot_rows=True, tables={"pinned": "column_wise"})
+    found = plan_tables([tables], one_tower(4), workload=workload, rules=rules)
+    assert found.placements["pinned"].scheme == "column_wise"
+    assert found.placements["hot"].scheme in ("table_wise", "row_wise")
+    assert found.reasons["hot"].endswith("; not cut into columns, so that its rows can have copies")
+    with pytest.raises(InputError, match="'hot': column_wise asked for, but not cut into columns, so that its rows"):
+        plan_tables([tables], one_tower(4), rules=ShardingRules(schemes=("column_wise",), hot_rows=True))
+
+
 def test_a_pattern_like_name_is_a_name() -> None:
     """Column shards are called ``ad[0:4]``, which is also a pattern."""
     rules = ShardingRules(tables={"ad[0:4]": "row_wise"})
@@ -339,8 +304,8 @@ def test_a_plan_is_saved_and_loaded(tmp_path: Path) -> None:
         ("[]", "has format None"),
         ('{"format": 9}', "has format 9; this version reads format 1"),
         ('{"format": 1}', "Field required"),
-        (changed(found, lambda plan: plan["tables"].append(plan["tables"][0])), r"Table '.*' is placed 2 times"),
-        (changed(found, lambda plan: plan["ranks"].pop()), "ranks must list the load of 1 x 4 ranks"),
+        (changed(found, lambda plan: plan["tables"].append(plan["tables"][0])), "table of the plan is placed twice"),
+        (changed(found, lambda plan: plan["ranks"].pop()), "ranks has 3 entries"),
         (changed(found, lambda plan: plan["ranks"][1].update(memory="9")), r"ranks\.1\.memory: .* \(got '9'\)"),
     ):
         bad.write_text(text)

@@ -162,11 +162,9 @@ def _print_sharding(planned: PlannedTables, *, everything: bool, out: Path | Non
             f"all shared one copy, and sends 2 S (M - 1) / T = {human_bytes(2 * copy * others / world)} every "
             "replicas.sync_every steps (dmt what-if says how long that takes)."
         )
-    notes = list(found.notes)
     if found.hardware.memory_per_rank is None:
         fullest = human_bytes(max(rank.memory for rank in found.ranks))
-        notes.append(f"no memory limit given; the fullest rank needs {fullest} (sharding.memory_gib).")
-    _print_notes(console, notes)
+        _print_notes(console, [f"no memory limit given; the fullest rank needs {fullest} (sharding.memory_gib)."])
     if out is not None:
         console.print(f"Written to {out}.", soft_wrap=True)
 

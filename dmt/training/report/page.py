@@ -162,7 +162,7 @@ def write_report(
         "rows": _rows(runs),
         "towers": tower_badges(plan),
         "plan": plan,
-        "sharding": [sharding.summary, *sharding.notes],
+        "sharding": [sharding.summary],
         "affinities": _affinities(plan),
         "measure": plan.affinity.get("measure", "affinity"),
         "affinity_picture": data_uri(affinity_picture),
