@@ -128,9 +128,12 @@ def write_drawn(name: str, path: Path) -> None:
 def _planted() -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]:
     config = SyntheticConfig(num_features=_FEATURES, num_groups=4, rows_per_table=50, num_dense=2)
     clicks = SyntheticClicks(config, correlation=0.0)
-    rows = [clicks.draw("train", block) for block in range(_BLOCKS)]
-    ids = np.concatenate([block.ids.T for block in rows])
-    return ids, np.log1p(np.concatenate([block.dense.T for block in rows])), np.concatenate([b.labels for b in rows])
+    rows = pa.concat_tables([clicks.draw("train", block) for block in range(_BLOCKS)])
+    ids, dense = (
+        np.stack([rows.column(name).to_numpy() for name in names], axis=1)
+        for names in (clicks.feature_names, clicks.dense_names)
+    )
+    return ids, np.log1p(dense), rows.column("label").to_numpy().astype(np.float32)
 
 
 def _madelon() -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]:

@@ -127,9 +127,8 @@ def check_same_input(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
         "device": job.device_type,
         "rows and columns": {table.name: (table.num_embeddings, table.embedding_dim) for table in job.split_tables},
         # Of a source, they follow from the first batch that this rank was given.
-        "dense columns": tuple(data.dense_names),
-        "features": tuple(data.feature_names),
-        "features of bags": tuple(sorted(data.multi_hot)),
+        "dense columns": data.columns.dense,
+        "features": data.columns.features,
         "parameters of the model": {name: tuple(value.shape) for name, value in model.named_parameters()},
         "tower": None if job.towers is None else dict(enumerate(job.towers.to_lists())),
         "placement": None if job.sharding is None else job.sharding.placements,

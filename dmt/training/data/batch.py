@@ -10,15 +10,15 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 from dmt.errors import InputError, did_you_mean
 from dmt.plan.split_across_towers import split_ids
-from dmt.training.data.deal import Bags, Rows
+from dmt.training.data.columns import Columns
 
 __all__ = ["ClickBatch", "check_ids", "make_batch"]
 
@@ -68,47 +68,49 @@ class ClickBatch(Pipelineable):
         return replace(self, sparse_features=split_ids(self.sparse_features, splits)) if splits else self
 
 
-def make_batch(rows: Rows, feature_names: Sequence[str], is_bag: Sequence[bool], batch_size: int) -> ClickBatch:
-    """Makes a batch of rows, filled up to ``batch_size`` with rows of weight 0.
+def make_batch(rows: pa.Table, columns: Columns, batch_size: int) -> ClickBatch:
+    """Makes a batch of prepared rows, filled up to ``batch_size`` with rows of weight 0.
 
     A filling row has label 0, dense features 0, id 0 in features with one id per row and an empty bag in the others.
 
     Example:
-        >>> rows = Rows(np.ones(1, np.float32), np.ones((2, 1), np.float32), np.array([[7]]))
-        >>> batch = make_batch(rows, ["C1"], [False], batch_size=2)
+        >>> from dmt.training.data.columns import Feature
+        >>> columns = Columns(dense=(), features=(Feature(name="C1", rows=10, table="C1"),), label=None)
+        >>> batch = make_batch(pa.table({"C1": [7]}), columns, batch_size=2)
         >>> batch.weights.tolist(), batch.sparse_features.values().tolist()
         ([1.0, 0.0], [7, 0])
     """
     num_rows, fill = rows.num_rows, batch_size - rows.num_rows
     assert fill >= 0, f"{num_rows} rows in a batch of {batch_size}"
-    labels, dense, ids = rows.labels, rows.dense, rows.ids
-    if fill:
-        labels, dense, ids = (np.pad(part, (*[(0, 0)] * (part.ndim - 1), (0, fill))) for part in (labels, dense, ids))
-    all_ids, all_lengths = ids.reshape(-1).astype(np.int64), np.ones(ids.size, np.int64)
-    if any(is_bag):
-        bags, single, ones = iter(rows.bags), iter(ids), np.ones(batch_size, np.int64)
-        pairs = [_padded(next(bags), fill) if has_bags else (next(single), ones) for has_bags in is_bag]
-        all_ids = np.concatenate([values for values, _ in pairs]).astype(np.int64)
-        all_lengths = np.concatenate([lengths for _, lengths in pairs])
-    weights = torch.zeros(batch_size)
+    weights, labels = np.zeros((2, batch_size), np.float32)
     weights[:num_rows] = 1
+    if columns.label is not None:
+        labels[:num_rows] = rows.column(columns.label)
+    dense = np.zeros((batch_size, len(columns.dense)), np.float32)
+    for i, name in enumerate(columns.dense):
+        dense[:num_rows, i] = rows.column(name)
+    values, lengths, ones = [], [], np.ones(batch_size, np.int64)
+    for feature in columns.features:
+        column = rows.column(feature.name)
+        if feature.is_bag:
+            bags = column.combine_chunks()
+            values.append(bags.flatten().to_numpy())
+            lengths.append(np.pad(np.diff(bags.offsets), (0, fill)))
+        else:
+            ids = column.to_numpy()
+            values.append(np.pad(ids, (0, fill)) if fill else ids)
+            lengths.append(ones)
     return ClickBatch(
-        dense_features=torch.from_numpy(np.ascontiguousarray(dense.T)),
+        dense_features=torch.from_numpy(dense),
         sparse_features=KeyedJaggedTensor(
-            keys=list(feature_names),
-            values=torch.from_numpy(all_ids),
-            lengths=torch.from_numpy(all_lengths),
+            keys=list(columns.feature_names),
+            values=torch.from_numpy(np.concatenate(values, dtype=np.int64)),
+            lengths=torch.from_numpy(np.concatenate(lengths, dtype=np.int64)),
             stride=batch_size,
         ),
-        labels=torch.from_numpy(np.ascontiguousarray(labels)),
-        weights=weights,
+        labels=torch.from_numpy(labels),
+        weights=torch.from_numpy(weights),
     )
-
-
-def _padded(bags: Bags, fill: int) -> tuple[NDArray[Any], NDArray[np.int64]]:
-    """Returns the ids of a feature, and the lengths of its bags with ``fill`` empty ones after them."""
-    values, offsets = bags
-    return values, np.concatenate([np.diff(offsets), np.zeros(fill, np.int64)])
 
 
 def check_ids(sparse_features: KeyedJaggedTensor, tables: Iterable[Any]) -> None:

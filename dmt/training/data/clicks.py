@@ -1,31 +1,35 @@
 """`open_source`: one interface to all data: prepared Parquet, synthetic clicks, rows of the user's own.
 
 Each rank finds its rows by arithmetic (`dmt.training.data.deal`) and reads them by itself, a thread ahead of training.
+Rows are tables of Arrow with the columns of a prepared folder until a batch is made.
 
 Legend: V lanes, W ranks, B rows of a rank's batch; a global batch has W * B rows.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from itertools import islice
 from pathlib import Path
-from queue import Full, Queue
-from threading import Event, Thread
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 import numpy as np
+import pyarrow as pa
 from numpy.typing import NDArray
 
-from dmt.errors import InputError, did_you_mean
+from dmt.errors import InputError
 from dmt.formatting import shorten
+from dmt.number_formats import TableFormat
 from dmt.plan.tables import TableSpec
 from dmt.training.data.columns import Columns, Feature, check_features, explicit_config, shared_tables, tables_of
 from dmt.training.data.config import DataConfig
-from dmt.training.data.deal import Deal, LaneRows, Rows
-from dmt.training.data.files import MANIFEST, Manifest, ParquetRows, read_manifest
+from dmt.training.data.deal import Deal, Span
+from dmt.training.data.files import REQUEST, Manifest, read_manifest
 from dmt.training.data.own import OwnRows
+from dmt.training.data.parquet import ParquetRows
 from dmt.training.data.synthetic import BLOCK_ROWS, SyntheticRows, synthetic_clicks
 
 if TYPE_CHECKING:
@@ -78,24 +82,18 @@ class ClickData:
         *,
         embedding_dim: int | None = None,
         embedding_dims: Mapping[str, int] | None = None,
-        data_type: Literal["FP32", "FP16"] = "FP32",
+        data_type: TableFormat = "FP32",
         column_splits: Mapping[str, Sequence[int]] | None = None,
         cache: Path | None = None,
         eval_only: bool = False,
     ) -> None:
         self.config = config
-        self._dims: dict[str, Any] = {
-            "embedding_dim": embedding_dim,
-            "embedding_dims": embedding_dims or {},
-            "data_type": data_type,
-        }
-        self._splits = column_splits or {}
+        self._dims: dict[str, Any] = {"embedding_dims": embedding_dims or {}, "data_type": data_type}
+        self._embedding_dim, self._splits = embedding_dim, column_splits or {}
         self._parts: dict[Split, ParquetRows | SyntheticRows] = {}
         self._manifest: Manifest | None = None
         self._own: OwnRows | None = None
         self._own_state: str | None = None
-        self.planted_groups: list[list[str]] | None = None
-        """The feature groups of synthetic data; None of others."""
         self.raw: DataConfig = config
         """Settings that turn raw rows into the ids of these, with every column by name."""
         if config.kind == "synthetic":
@@ -106,50 +104,34 @@ class ClickData:
             self.raw = explicit_config(config, self.columns)
         else:
             self.columns = self._open_files(cache, eval_only=eval_only)
-        check_features("model.embedding_dims", self._dims["embedding_dims"], self.num_embeddings)
-        for feature in self._splits:
-            if feature not in self.num_embeddings:
-                raise InputError(
-                    f"column_splits of the tower plan cuts the table of feature {feature!r}, which is not a "
-                    f"categorical feature of the data ({len(self.num_embeddings)} features)."
-                    f"{did_you_mean(feature, self.num_embeddings)} Make a new tower plan for these data."
-                )
+        check_features("model.embedding_dims", embedding_dims or {}, self.feature_names)
+        check_features("column_splits of the tower plan", self._splits, self.feature_names)
 
     def _open_synthetic(self) -> Columns:
         config, clicks = self.config, synthetic_clicks(self.config.synthetic)
-        for split in _SPLITS:
-            log = config.dense_transform == "signed_log1p"
-            self._parts[split] = SyntheticRows(clicks, split, signed_log1p=log)
-        self.planted_groups = clicks.planted_groups
+        is_log = config.dense_transform == "signed_log1p"
+        self._parts = {split: SyntheticRows(clicks, split, signed_log1p=is_log) for split in _SPLITS}
         rows = dict.fromkeys(clicks.feature_names, config.synthetic.rows_per_table)
         features = [
             Feature(name=name, rows=rows[name], table=table, is_bag=name in clicks.multi_hot)
             for name, table in shared_tables(config, rows).items()
         ]
-        return Columns(dense=clicks.dense_names, features=tuple(features))
+        return Columns(dense=clicks.dense_names, features=tuple(features), label="label")
 
     def _open_files(self, cache: Path | None, *, eval_only: bool) -> Columns:
-        """Opens a prepared folder, or one of its two parts, or prepares the files first."""
+        """Opens a prepared folder, or prepares the files first."""
         if self.config.prepared:
-            path, place = Path(self.config.prepared), f"data.prepared={self.config.prepared!r}"
-            is_part = path.name in _SPLITS and not (path / MANIFEST).exists()
-            folder = path.parent if is_part else path
-            parts = {split: path.name if is_part else split for split in _SPLITS}
+            folder, place = Path(self.config.prepared), f"data.prepared={self.config.prepared!r}"
         else:
             from dmt.training.data.prepare import prepare_once  # which loads DuckDB
 
             folder = prepare_once(self.config, cache, eval_only=eval_only)
-            place, parts = f"the prepared rows {folder}", {split: split for split in _SPLITS}
+            place = f"the prepared rows {folder}"
         self._manifest = manifest = read_manifest(folder, place)
-        self._parts = {split: ParquetRows(manifest, folder / parts[split]) for split in _SPLITS}
+        self._parts = {split: ParquetRows(folder / split, manifest.columns) for split in _SPLITS}
         if manifest.raw is not None:
             self.raw = DataConfig.model_validate(manifest.raw)
         return manifest.columns
-
-    @property
-    def has_labels(self) -> bool:
-        """Whether the rows have a label; only those that ``dmt score`` has prepared may have none."""
-        return self._manifest is None or self._manifest.label is not None
 
     @property
     def dense_names(self) -> tuple[str, ...]:
@@ -159,41 +141,29 @@ class ClickData:
     @property
     def feature_names(self) -> tuple[str, ...]:
         """Categorical features, in the order of a batch's keys (which name the shards of those that are cut)."""
-        return tuple(feature.name for feature in self.columns.features)
-
-    @property
-    def num_embeddings(self) -> dict[str, int]:
-        """Rows of the table of each feature."""
-        return {feature.name: feature.rows for feature in self.columns.features}
-
-    @property
-    def multi_hot(self) -> frozenset[str]:
-        """Categorical features with bags of ids; the others have one id in each row."""
-        return frozenset(feature.name for feature in self.columns.features if feature.is_bag)
+        return self.columns.feature_names
 
     @property
     def tables(self) -> list[TableSpec]:
         """One table ``t_<feature>`` for each categorical feature, ``t_<name>`` for those of ``data.shared_tables``.
 
         Raises:
-            InputError: ``embedding_dim`` was not given, or features that share a table have other numbers of columns.
+            InputError: features that share a table have other numbers of rows or columns.
         """
-        if self._dims["embedding_dim"] is None:
-            raise InputError("ClickData.tables needs embedding_dim; give it to open_source.")
-        return tables_of(self.columns, **self._dims)
+        assert self._embedding_dim is not None, "ClickData.tables needs embedding_dim"
+        return tables_of(self.columns, embedding_dim=self._embedding_dim, **self._dims)
 
     def files(self, split: Split) -> list[tuple[str, int, int]]:
         """Returns name without folders, bytes and CRC-32 of every file of a split, in order.
 
         Of training rows the files that were prepared come first, without a checksum: they are those that a user knows.
         """
-        part = self._parts.get(split)
-        if self._manifest is None or not isinstance(part, ParquetRows):
+        if self._manifest is None:
             return []
-        sources = dict.fromkeys(self._manifest.sources if split == "train" else ())
-        names = [(Path(file).name, size, 0) for file, size, _ in sources]
-        rows = f"the rows of {shorten([name for name, *_ in names], ', ')}" if names else None
-        return [*names, *((rows or name, size, checksum) for name, size, checksum in part.identities)]
+        raw = dict.fromkeys((Path(file).name, size, 0) for file, size, _ in self._manifest.sources if split == "train")
+        names = f"the rows of {shorten([name for name, *_ in raw], ', ')}" if raw else ""
+        files = [(Path(file), version) for file, version in sorted(self._manifest.files.items())]
+        return [*raw, *((names or file.name, *version) for file, version in files if file.parent.name == split)]
 
     def num_rows(self, split: Split) -> int | None:
         """Returns the rows of a split; None of rows of the user's own, which nobody has counted."""
@@ -240,77 +210,55 @@ class ClickData:
             group: the W ranks, which agree on the end of an epoch of the user's own rows; collective then.
 
         Raises:
-            InputError: an argument is out of range; no row, or, from row 0, too few to train on; a row that does not
-                fit.
+            InputError: there is no such split, rank or batch; no row, or, from row 0, too few to train on; a row that
+                does not fit.
         """
-        if split not in _SPLITS:
-            raise InputError(f"split={split!r} is unknown; use 'train' or 'eval'.")
-        if batch_size < 1 or not 0 <= rank < world_size:
+        if split not in _SPLITS or batch_size < 1 or not 0 <= rank < world_size:
             raise InputError(
-                f"rank={rank}, world_size={world_size}, batch_size={batch_size}: need 0 <= rank < "
-                "world_size and batch_size of at least 1."
-            )
-        if rows < 0 or (rows and split == "eval") or (lanes is not None and lanes < 1):
-            raise InputError(
-                f"rows={rows}, lanes={lanes} with split={split!r}: training starts at a row of at least 0 of at least "
-                "one lane, evaluation always at the first row."
+                f"split={split!r}, rank={rank}, world_size={world_size}, batch_size={batch_size}: need 'train' or "
+                "'eval', 0 <= rank < world_size and batch_size of at least 1."
             )
         if self._own is not None:
             state, self._own_state = self._own_state if split == "train" else None, None
-            stream = self._own.stream(
-                split, rank=rank, world_size=world_size, epoch=epoch, start=rows // world_size, state=state
-            )
-            own = self._own_batches(stream, split, batch_size)
-            return own if group is None else self._agreed(own, split, batch_size, group)
-        deal = self._deal(split, epoch, world_size if lanes is None or split == "eval" else lanes)
+            start = rows // world_size
+            stream = self._own.stream(split, rank=rank, world_size=world_size, epoch=epoch, start=start, state=state)
+            batches = self._own_batches(stream, split, batch_size)
+            return batches if group is None else self._agreed(batches, split, batch_size, group)
+        is_moved = split == "train" and self.config.shuffle_pieces and self.config.kind != "synthetic"
+        seed = (self.config.shuffle_seed, epoch)
+        deal = Deal(
+            self._parts[split].sizes,
+            lanes if lanes is not None and split == "train" else world_size,
+            seed if is_moved else None,
+        )
         self._check_enough(split, deal.num_rows, world_size * batch_size if split == "train" and not rows else 1)
         return prefetched(self._dealt(deal, split, epoch, rows, rank, world_size, batch_size))
-
-    def _deal(self, split: Split, epoch: int, lanes: int) -> Deal:
-        config = self.config
-        moves = split == "train" and config.shuffle_pieces and config.kind != "synthetic"
-        return Deal(self._parts[split].sizes, lanes, (config.shuffle_seed, epoch) if moves else None)
 
     def _dealt(
         self, deal: Deal, split: Split, epoch: int, start: int, rank: int, world_size: int, batch_size: int
     ) -> Iterator[ClickBatch]:
         """Yields the batches of a rank, from row ``start`` of the epoch on."""
-        whole, is_drawn = world_size * batch_size, self.config.kind == "synthetic"
-        shuffled = 0 if split == "eval" or is_drawn else self.config.shuffle_rows
-        window = max(shuffled // deal.lanes, 1) if shuffled else BLOCK_ROWS if is_drawn else _UNSHUFFLED
-        seed = (self.config.shuffle_seed, epoch) if shuffled else None
-        readers: dict[int, _LaneReader] = {}
-        read = lru_cache(maxsize=-(-deal.lanes // world_size) + 2)(self._parts[split].read)
-        while start + (whole if split == "train" else 1) <= deal.num_rows:
-            stop = min(start + whole, deal.num_rows)
-            parts = []
-            for rows in deal.of_rank(start, stop, rank=rank, world_size=world_size):
-                if rows.lane not in readers:
-                    readers[rows.lane] = _LaneReader(deal, rows.lane, read, window, seed)
-                parts += readers[rows.lane].rows(rows.start, rows.stop)
-            yield self._batch_of(Rows.concat(parts) if parts else self._no_rows(), batch_size)
+        global_batch = world_size * batch_size
+        lanes = _Lanes(deal, self._parts[split], self.config, epoch if split == "train" else None, world_size)
+        while start + (global_batch if split == "train" else 1) <= deal.num_rows:
+            stop = min(start + global_batch, deal.num_rows)
+            spans = deal.of_rank(start, stop, rank=rank, world_size=world_size)
+            yield self._batch_of([part for span in spans for part in lanes.rows(span)], batch_size)
             start = stop
 
-    def _no_rows(self) -> Rows:
-        """No rows of these columns: evaluation has fewer rows left than ranks."""
-        bags = [feature for feature in self.columns.features if feature.is_bag]
-        empty, single = (np.zeros(0, np.int64), np.zeros(1, np.int64)), len(self.columns.features) - len(bags)
-        dense = np.zeros((len(self.dense_names), 0), np.float32)
-        return Rows(np.zeros(0, np.float32), dense, np.zeros((single, 0), np.int64), (empty,) * len(bags))
-
-    def _own_batches(self, stream: Iterator[Rows], split: Split, batch_size: int) -> Iterator[ClickBatch]:
+    def _own_batches(self, stream: Iterator[pa.Table], split: Split, batch_size: int) -> Iterator[ClickBatch]:
         """Yields batches of the user's own rows; the last rows that fill none are evaluated only."""
-        waiting: list[Rows] = []
+        waiting: list[pa.Table] = []
         for part in stream:
             waiting.append(part)
-            if sum([rows.num_rows for rows in waiting]) >= batch_size:
-                joined = Rows.concat(waiting)
+            if sum(table.num_rows for table in waiting) >= batch_size:
+                joined = pa.concat_tables(waiting)
                 whole = joined.num_rows // batch_size * batch_size
                 for start in range(0, whole, batch_size):
-                    yield self._batch_of(joined.slice(start, start + batch_size), batch_size)
-                waiting = [joined.slice(whole, joined.num_rows)]
-        if split == "eval" and any([rows.num_rows > 0 for rows in waiting]):
-            yield self._batch_of(Rows.concat(waiting), batch_size)
+                    yield self._batch_of([joined.slice(start, batch_size)], batch_size)
+                waiting = [joined.slice(whole)]
+        if split == "eval" and any(table.num_rows for table in waiting):
+            yield self._batch_of(waiting, batch_size)
 
     def _agreed(
         self, batches: Iterator[ClickBatch], split: Split, batch_size: int, group: dist.ProcessGroup
@@ -328,15 +276,15 @@ class ClickData:
             number = min(numbers) if split == "train" else max(numbers)
             yield from waiting[:number]
             for _ in range(number - len(waiting)):
-                yield self._batch_of(self._no_rows(), batch_size)
+                yield self._batch_of([], batch_size)
             if number < _AGREED:
                 return
 
-    def _batch_of(self, rows: Rows, batch_size: int) -> ClickBatch:
+    def _batch_of(self, parts: Sequence[pa.Table], batch_size: int) -> ClickBatch:
         from dmt.training.data.batch import make_batch  # TorchRec takes seconds to import
 
-        is_bag = [feature.is_bag for feature in self.columns.features]
-        return make_batch(rows, self.feature_names, is_bag, batch_size).split_columns(self._splits)
+        rows = pa.concat_tables(parts) if parts else self.columns.schema.empty_table()
+        return make_batch(rows, self.columns, batch_size).split_columns(self._splits)
 
     def _check_enough(self, split: Split, rows: int, needed: int) -> None:
         if rows >= needed or (rows and split == "eval"):
@@ -356,78 +304,58 @@ open_source = ClickData
 """Opens the data of a run."""
 
 
-class _LaneReader:
-    """The rows of a lane, a window at a time, shuffled inside it where there is a seed."""
+class _Lanes:
+    """The rows of lanes, a window of each at a time, shuffled inside it in training."""
 
     def __init__(
-        self, deal: Deal, lane: int, read: Callable[[int], Rows], window: int, seed: tuple[int, int] | None
+        self, deal: Deal, part: ParquetRows | SyntheticRows, config: DataConfig, epoch: int | None, world_size: int
     ) -> None:
-        self._deal, self._lane, self._read, self._window, self._seed = deal, lane, read, window, seed
-        self._length = (deal.num_rows + deal.lanes - 1 - lane) // deal.lanes
-        self._number, self._rows = -1, list[Rows]()
+        self._deal = deal
+        is_drawn = config.kind == "synthetic"
+        is_shuffled = epoch is not None and config.shuffle_rows > 0 and not is_drawn
+        unshuffled = BLOCK_ROWS if is_drawn else _UNSHUFFLED
+        self._window = max(config.shuffle_rows // deal.lanes, 1) if is_shuffled else unshuffled
+        self._seed, self._epoch = config.shuffle_seed, epoch if is_shuffled else None
+        # Lanes that follow one another read the same row groups.
+        self._read = lru_cache(maxsize=-(-deal.lanes // world_size) + 2)(part.read)
+        self._windows: dict[int, tuple[int, pa.Table]] = {}
 
-    def rows(self, start: int, stop: int) -> list[Rows]:
-        """Returns rows ``start`` to ``stop`` of the lane, in parts."""
-        parts = []
+    def rows(self, span: Span) -> Iterator[pa.Table]:
+        """Yields rows of a lane, in parts."""
+        lane, start, stop = span
         while start < stop:
-            number = start // self._window
-            first = number * self._window
-            end = min(stop, first + self._window)
-            if number != self._number:
-                self._number, self._rows = number, []  # the old window makes room first
-                self._rows = [self._load(first, min(first + self._window, self._length))]
-            parts.append(self._rows[0].slice(start - first, end - first))
-            start = end
-        return parts
+            number, first = divmod(start, self._window)
+            if lane not in self._windows or self._windows[lane][0] != number:
+                self._windows.pop(lane, None)  # the old window makes room first
+                self._windows[lane] = number, self._load(lane, number * self._window)
+            rows = min(stop - start, self._window - first)
+            yield self._windows[lane][1].slice(first, rows)
+            start += rows
 
-    def _load(self, start: int, stop: int) -> Rows:
-        pieces = self._deal.pieces(LaneRows(self._lane, start, stop))
-        rows = Rows.concat([self._read(piece.group).slice(piece.start, piece.stop) for piece in pieces])
-        return rows if self._seed is None else rows.take(_shuffled_order(rows, (*self._seed, self._lane, start)))
+    def _load(self, lane: int, start: int) -> pa.Table:
+        """Reads the window of a lane from row ``start`` on."""
+        stop = min(start + self._window, int(self._deal.in_lane(self._deal.num_rows, lane)))
+        groups = self._deal.groups(Span(lane, start, stop))
+        rows = pa.concat_tables([self._read(number).slice(first, end - first) for number, first, end in groups])
+        return rows if self._epoch is None else rows.take(_shuffled_order(rows, (self._seed, self._epoch, lane, start)))
 
 
-def _shuffled_order(rows: Rows, seed: Sequence[int]) -> NDArray[np.int64]:
+def _shuffled_order(rows: pa.Table, seed: Sequence[int]) -> NDArray[np.int64]:
     """Returns a random order of rows; those of a request stay together, in their order."""
     random = np.random.default_rng(list(seed))
-    if rows.requests is None:
+    if REQUEST not in rows.column_names:
         return random.permutation(rows.num_rows)
-    keys, request = np.unique(rows.requests, return_inverse=True)
+    keys, request = np.unique(rows.column(REQUEST), return_inverse=True)
     return np.argsort(random.permutation(len(keys))[request], kind="stable")
 
 
 def prefetched(items: Iterator[_Item], ahead: int = _AHEAD) -> Iterator[_Item]:
     """Yields items that a thread makes ahead; what goes wrong with one is raised where it is asked for."""
-    queue: Queue[tuple[Any, BaseException | None]] = Queue(ahead)
-    stopped = Event()
-
-    def put(item: Any, error: BaseException | None) -> None:
-        while not stopped.is_set():
-            try:
-                queue.put((item, error), timeout=0.1)
-                return
-            except Full:
-                continue
-
-    def work() -> None:
-        try:
-            for item in items:
-                put(item, None)
-                if stopped.is_set():
-                    return
-            put(None, StopIteration())
-        except BaseException as error:  # it belongs to the one who asks
-            put(None, error)
-
-    thread = Thread(target=work, daemon=True, name="batches")
-    thread.start()
+    pool, end = ThreadPoolExecutor(1, "batches"), object()
     try:
-        while True:
-            item, error = queue.get()
-            if isinstance(error, StopIteration):
-                return
-            if error is not None:
-                raise error
-            yield item
+        waiting = deque(pool.submit(next, items, end) for _ in range(ahead))
+        while (item := waiting.popleft().result()) is not end:
+            waiting.append(pool.submit(next, items, end))
+            yield item  # type: ignore[misc]
     finally:
-        stopped.set()
-        thread.join(timeout=1.0)
+        pool.shutdown(cancel_futures=True)

@@ -92,8 +92,7 @@ class DataConfig(Section):
     options: dict[str, Any] = Field(default_factory=dict)
     """Settings of the function's own."""
     prepared: str | None = None
-    """A folder that ``dmt prepare`` wrote ([Prepare](data.md#prepare)), which knows its columns and tables; its
-    ``train`` or ``eval`` alone gives those rows to train and to evaluate."""
+    """A folder that ``dmt prepare`` wrote ([Prepare](data.md#prepare)), which knows its columns and tables."""
     train_path: str | None = None
     """A file, a directory (all its data files) or a glob, also as a URL that fsspec knows (``s3://clicks/day_*.parquet``);
     several files are read in the order of their names."""
@@ -209,7 +208,7 @@ class DataConfig(Section):
 
 def with_files(config: DataConfig, path: str) -> DataConfig:
     """Returns the settings for other files with the same columns, unchecked, or for a prepared folder."""
-    if any((folder / "manifest.json").is_file() for folder in (Path(path), Path(path).parent)):
+    if (Path(path) / "manifest.json").is_file():
         return DataConfig(prepared=path, shuffle_rows=config.shuffle_rows, shuffle_seed=config.shuffle_seed)
     kind = "criteo_tsv" if config.kind == "criteo_tsv" else "columns"
     changes: dict[str, Any] = {"kind": kind, "train_path": path, "source": None, "options": {}, "prepared": None}

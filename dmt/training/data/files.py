@@ -1,8 +1,6 @@
 """Files of data, here or behind a URL such as ``s3://bucket/day_0.parquet``, and folders that ``dmt prepare`` writes.
 
 A prepared folder has Parquet files of ids in ``train`` and ``eval``, and a manifest, written last, that describes them.
-
-Legend: n rows of a row group.
 """
 
 from __future__ import annotations
@@ -13,24 +11,21 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO, Literal, NamedTuple
+from typing import Any, BinaryIO, Literal
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from dmt.errors import InputError
 from dmt.files import from_record, read_record
 from dmt.training.data.columns import Columns, Feature
-from dmt.training.data.deal import Rows
 
 __all__ = [
     "FORMAT",
     "MANIFEST",
     "REQUEST",
     "Manifest",
-    "ParquetRows",
     "expand_path",
     "file_exists",
     "file_text",
@@ -40,7 +35,6 @@ __all__ = [
     "matching_files",
     "open_binary",
     "read_manifest",
-    "rows_of",
     "starts_of",
 ]
 
@@ -216,7 +210,7 @@ class Manifest:
     @property
     def columns(self) -> Columns:
         """The columns of a run on these rows."""
-        return Columns(dense=self.dense, features=self.features)
+        return Columns(dense=self.dense, features=self.features, label=self.label)
 
 
 def read_manifest(folder: Path, place: str) -> Manifest:
@@ -243,115 +237,7 @@ def file_text(name: str, size: int, checksum: int) -> str:
     return f"{name} of {size:,} bytes (CRC-32 {checksum:08x})"
 
 
-class _Group(NamedTuple):
-    file: Path
-    number: int
-    """Of the row group in its file."""
-    version: tuple[int, int]
-    """Bytes and time of the file as it was opened."""
-
-
-class ParquetRows:
-    """The rows of one part of a prepared folder, row group by row group.
-
-    Args:
-        manifest: of the folder.
-        folder: the part.
-
-    Raises:
-        InputError: a file cannot be read, or lacks a column.
-    """
-
-    def __init__(self, manifest: Manifest, folder: Path) -> None:
-        self._manifest = manifest
-        self._footers: dict[Path, pq.FileMetaData] = {}
-        self._groups: list[_Group] = []
-        self.identities: list[tuple[str, int, int]] = []
-        """Name, bytes and CRC-32 of each file."""
-        names = [*manifest.dense, *(feature.name for feature in manifest.features)]
-        names += [manifest.label] if manifest.label is not None else []
-        for file in sorted(folder.glob("*.parquet")):
-            with _reading(file), file.open("rb") as stream:
-                footer = self._footers[file] = pq.read_metadata(stream)
-                found = footer.schema.to_arrow_schema().names
-            if absent := [name for name in names if name not in found]:
-                raise InputError(f"{file}: column {absent[0]!r} is missing. Prepare the data again.")
-            self._names = [*names, *(name for name in found if name == REQUEST)]
-            version = _version(file)
-            self.identities.append((file.name, *manifest.files.get(f"{folder.name}/{file.name}", (version[0], 0))))
-            self._groups += [_Group(file, number, version) for number in range(footer.num_row_groups)]
-        self.sizes = np.array(
-            [self._footers[group.file].row_group(group.number).num_rows for group in self._groups], dtype=np.int64
-        )
-        """Rows of each row group, int64."""
-
-    def read(self, number: int) -> Rows:
-        """Reads a row group.
-
-        Raises:
-            InputError: it cannot be read, or the file has changed since it was opened.
-        """
-        group = self._groups[number]
-        with _reading(group.file):
-            if _version(group.file) != group.version:
-                raise InputError(f"{group.file} has changed since the run began. Give it back, or start the run anew.")
-            # Memory maps are slower here where they are read for the first time.
-            with pq.ParquetFile(group.file, metadata=self._footers[group.file]) as source:
-                table = source.read_row_group(group.number, columns=self._names, use_threads=False)
-            rows = rows_of(table, self._manifest.columns, self._manifest.label)
-        single = (feature for feature in self._manifest.features if not feature.is_bag)
-        bags = (feature for feature in self._manifest.features if feature.is_bag)
-        ids = [*rows.ids, *(values for values, _ in rows.bags)]
-        for feature, values in zip((*single, *bags), ids, strict=True):
-            if len(values) and not 0 <= values.min() <= values.max() < feature.rows:
-                raise InputError(
-                    f"{group.file}: column {feature.name!r} has ids from {values.min()} to {values.max()}, some beyond "
-                    f"its table of {feature.rows} rows. Prepare the data again."
-                )
-        return rows
-
-
-def rows_of(table: pa.Table, columns: Columns, label: str | None) -> Rows:
-    """Returns a prepared table of n rows as arrays."""
-
-    def values(name: str) -> Any:
-        column = table.column(name)
-        return column.chunk(0) if column.num_chunks == 1 else column.combine_chunks()
-
-    single = [feature for feature in columns.features if not feature.is_bag]
-    is_wide = any(feature.rows > 2**31 for feature in single)
-    dense = np.empty((len(columns.dense), table.num_rows), np.float32)
-    for i, name in enumerate(columns.dense):
-        dense[i] = values(name)
-    ids = np.empty((len(single), table.num_rows), np.int64 if is_wide else np.int32)
-    for i, feature in enumerate(single):
-        ids[i] = values(feature.name)
-    bags = tuple(values(feature.name) for feature in columns.features if feature.is_bag)
-    return Rows(
-        np.zeros(table.num_rows, np.float32) if label is None else np.asarray(values(label)).astype(np.float32),
-        dense,
-        ids,
-        tuple((bag.flatten().to_numpy(), starts_of(bag)) for bag in bags),
-        np.asarray(values(REQUEST)) if REQUEST in table.column_names else None,
-    )
-
-
 def starts_of(bags: pa.Array) -> NDArray[np.int64]:
     """Returns where each of n lists begins among the values of all, and the end of the last, int64 [n + 1]."""
     offsets = bags.offsets.to_numpy().astype(np.int64)
     return offsets - offsets[0]
-
-
-def _version(file: Path) -> tuple[int, int]:
-    status = file.stat()
-    return status.st_size, status.st_mtime_ns
-
-
-@contextmanager
-def _reading(file: Path) -> Iterator[None]:
-    try:
-        yield
-    except (OSError, pa.ArrowException, UnicodeDecodeError, ValueError) as error:
-        if isinstance(error, InputError):
-            raise
-        raise InputError(f"{file}: cannot be read as Parquet ({error}).") from error

@@ -23,10 +23,8 @@ import pyarrow as pa
 import torch
 
 from dmt.errors import InputError
-from dmt.training.data.columns import Columns, find_columns
+from dmt.training.data.columns import find_columns
 from dmt.training.data.config import DataConfig
-from dmt.training.data.deal import Rows
-from dmt.training.data.files import rows_of
 from dmt.training.functions import call_named, load_function, named_arguments
 
 __all__ = ["OwnRows"]
@@ -49,16 +47,17 @@ class OwnRows:
         from dmt.training.data.raw import Converter  # which loads DuckDB
 
         assert config.source is not None, "of kind 'source'"
-        self.name, self._config = f"data.source={config.source!r}", config
+        self._name, self._config = f"data.source={config.source!r}", config
         self._function = load_function("data.source", config.source)
-        names = named_arguments(self.name, self._function, _ARGUMENTS, _REMEDY)
+        names = named_arguments(self._name, self._function, _ARGUMENTS, _REMEDY)
         if absent := [name for name in _ARGUMENTS[:3] if name not in names]:
-            raise InputError(f"{self.name} does not take {absent[0]!r}. Name {', '.join(_ARGUMENTS[:3])}.")
+            raise InputError(f"{self._name} does not take {absent[0]!r}. Name {', '.join(_ARGUMENTS[:3])}.")
         self._states: list[tuple[int, int, str]] = []  # epoch, rows before, state: of each training batch
-        first = next((table for table in self._tables(self._call("train", 0, 1, 0)) if table.num_rows), None)
+        tables = (_table(batch, f"{self._name}, batch {i}") for i, batch in enumerate(self._call("train", 0, 1, 0), 1))
+        first = next((table for table in tables if table.num_rows), None)
         if first is None:
-            raise InputError(f"{self.name} has no batch with rows. Yield at least one.")
-        self.columns: Columns = find_columns(config, first.schema, f"{self.name}, batch 1")
+            raise InputError(f"{self._name} has no batch with rows. Yield at least one.")
+        self.columns = find_columns(config, first.schema, self._name)
         self._converter = Converter(config, self.columns)
 
     def state(self, epoch: int, rows: int) -> str | None:
@@ -68,64 +67,45 @@ class OwnRows:
 
     def stream(
         self, split: Literal["train", "eval"], *, rank: int, world_size: int, epoch: int, start: int, state: str | None
-    ) -> Iterator[Rows]:
-        """Yields the rows of a rank from row ``start`` on, batch by batch.
+    ) -> Iterator[pa.Table]:
+        """Yields the rows of a rank from row ``start`` on, batch by batch, as prepared rows.
 
         Raises:
             InputError: a batch is no table or has a value that does not fit.
-            RuntimeError: the user's code has failed.
         """
         from dmt.training.data.prepare import prepared_schema, prepared_table
         from dmt.training.data.raw import table_block, used_columns
 
-        made, before = self._call(split, rank, world_size, epoch), 0
-        has_state = split == "train" and all(hasattr(made, name) for name in ("state_dict", "load_state_dict"))
+        batches, before = self._call(split, rank, world_size, epoch), 0
+        has_state = split == "train" and hasattr(batches, "state_dict") and hasattr(batches, "load_state_dict")
         if has_state and state is not None:
-            before = int(state.partition(" ")[0])
-            saved = io.BytesIO(base64.b64decode(state.partition(" ")[2]))
-            made.load_state_dict(torch.load(saved, weights_only=True))
+            used_rows, _, text = state.partition(" ")
+            before = int(used_rows)
+            batches.load_state_dict(torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True))
         if split == "train":
             self._states = []
         schema, used = prepared_schema(self._config, self.columns), used_columns(self._config, self.columns)
-        text = _state_text(made, self.name) if has_state else None
-        for number, table in enumerate(self._tables(made), start=1):
-            place = f"{self.name}, batch {number}"
-            if absent := [name for name in used if name not in table.column_names]:
-                raise InputError(f"{place}: column {absent[0]!r} is missing, which the first batch has.")
+        text = _state_text(batches, self._name) if has_state else ""
+        for number, batch in enumerate(batches, start=1):
+            place = f"{self._name}, batch {number}"
+            table = _table(batch, place)
             if find_columns(self._config, table.schema, place) != self.columns:
                 raise InputError(f"{place}: its columns are of other kinds than those of the first batch.")
-            if text is not None:
+            if has_state:
                 self._states.append((epoch, before, text))
-                text = _state_text(made, self.name)
+                text = _state_text(batches, self._name)
             if before + table.num_rows > start:
                 typed, rejects = self._converter.convert(table_block(place, table.select(used)))
                 if rejects:
                     wrong = rejects[0]
                     raise InputError(f"{place}, row {wrong.line}: column {wrong.column!r}: {wrong.reason}.")
-                ready = prepared_table(typed, schema, self.columns, {})
-                rows = rows_of(ready, self.columns, self._config.label)
-                yield rows.slice(max(start - before, 0), rows.num_rows)
+                yield prepared_table(typed, schema, self.columns, {}).slice(max(start - before, 0))
             before += table.num_rows
 
     def _call(self, split: str, shard: int, num_shards: int, epoch: int) -> Any:
         given = {"split": split, "shard": shard, "num_shards": num_shards, "seed": self._config.shuffle_seed}
         given |= {"epoch": epoch, "options": dict(self._config.options)}
-        try:
-            return call_named(self.name, self._function, given, _REMEDY)
-        except InputError:
-            raise
-        except Exception as error:  # the user's program may do anything
-            raise RuntimeError(f"{self.name}: {type(error).__name__}: {error}") from error
-
-    def _tables(self, made: Any) -> Iterator[pa.Table]:
-        number = 0
-        try:
-            for number, batch in enumerate(made, start=1):
-                yield _table(batch, f"{self.name}, batch {number}")
-        except (InputError, GeneratorExit):
-            raise
-        except Exception as error:
-            raise RuntimeError(f"{self.name}, batch {number + 1}: {type(error).__name__}: {error}") from error
+        return call_named(self._name, self._function, given, _REMEDY)
 
 
 def _table(batch: Any, place: str) -> pa.Table:
@@ -138,11 +118,11 @@ def _table(batch: Any, place: str) -> pa.Table:
         ) from error
 
 
-def _state_text(made: Any, place: str) -> str:
+def _state_text(source: Any, place: str) -> str:
     """Returns the state of a source as text that reading it runs no code from."""
     stream = io.BytesIO()
     try:
-        torch.save(made.state_dict(), stream)
+        torch.save(source.state_dict(), stream)
         torch.load(io.BytesIO(stream.getvalue()), weights_only=True)
     except Exception as error:  # pickle's are many, and so are the user's
         raise InputError(

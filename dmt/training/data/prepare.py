@@ -323,12 +323,8 @@ class _Writer:
 
 def prepared_schema(config: DataConfig, columns: Columns) -> pa.Schema:
     """Returns the columns of a prepared folder."""
-    fields = [] if config.label is None else [pa.field(config.label, pa.int8())]
-    fields += [pa.field(name, pa.float32()) for name in columns.dense]
-    for feature in columns.features:
-        type_ = pa.int64() if feature.rows > 2**31 else pa.int32()
-        fields.append(pa.field(feature.name, pa.large_list(type_) if feature.is_bag else type_))
-    return pa.schema([*fields, *([pa.field(REQUEST, pa.int64())] if config.group_by else [])])
+    request = [pa.field(REQUEST, pa.int64())] if config.group_by else []
+    return pa.schema([*columns.schema, *request])
 
 
 def prepared_table(

@@ -386,7 +386,7 @@ class Converter:
         else:
             encoded = values.dictionary_encode()
             rows = COUNTED if self._config.id_mode == "frequency" else feature.rows
-            ids = hash_rows(encoded, feature=feature.salt, num_embeddings=rows)
+            ids = hash_rows(encoded, feature=feature.table, num_embeddings=rows)
             self._note(feature, encoded, rows)
         return pa.LargeListArray.from_arrays(starts_of(column), ids) if feature.is_bag else pa.array(ids)
 
@@ -395,7 +395,7 @@ class Converter:
         codes, words = encoded.indices.drop_null().to_numpy(), encoded.dictionary
         counts = np.bincount(codes, minlength=len(words))
         frequent = words.take(pa.array(np.argsort(-counts, kind="stable")[:_FREQUENT]))
-        of_words = hash_rows(frequent, feature=feature.salt, num_embeddings=rows)
+        of_words = hash_rows(frequent, feature=feature.table, num_embeddings=rows)
         for id_, word in zip(of_words.tolist(), frequent.to_pylist(), strict=True):
             self.names[feature.name].setdefault(id_, word)
         if pc.any(pc.starts_with(words, "-")).as_py():

@@ -17,18 +17,15 @@ the first steps push all embeddings the same way, to learn the base rate, and th
 
 from __future__ import annotations
 
-import os
 from functools import lru_cache
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
+import pyarrow as pa
 import torch
 from numpy.typing import NDArray
 
-from dmt.errors import InputError
-from dmt.formatting import human_bytes
 from dmt.training.data.config import SyntheticConfig
-from dmt.training.data.deal import Bags, Rows
 
 __all__ = ["BLOCK_ROWS", "SyntheticClicks", "SyntheticRows", "synthetic_clicks"]
 
@@ -38,11 +35,9 @@ BLOCK_ROWS = 1024
 _SETUP, _TRAIN, _EVAL, _PROBE = range(4)  # independent streams of random numbers of one seed
 _PROBE_ROWS = 32_768
 _MAIN_WEIGHT = 0.5  # of a group's main effect, against 1 for its products
-_ZIPF, _NOISE, _BASE_RATE = (
-    1.05,
-    0.3,
-    0.25,
-)  # exponent, standard deviation of the logit's unpredictable part, share of clicks
+_ZIPF = 1.05  # exponent
+_NOISE = 0.3  # standard deviation of the logit's unpredictable part
+_BASE_RATE = 0.25  # share of clicks
 _MOST_IDS = 3  # of a bag
 
 
@@ -54,26 +49,16 @@ class SyntheticClicks:
         correlation: share of a feature's variance that comes from its group's hidden variable (rho).
         signal: standard deviation of the logit's predictable part; larger is easier.
 
-    Raises:
-        InputError: the sizes need more memory than the machine has.
-
     Example:
         >>> clicks = SyntheticClicks(SyntheticConfig(num_features=6, num_groups=2, rows_per_table=50))
         >>> sorted(len(group) for group in clicks.planted_groups)
         [3, 3]
-        >>> clicks.draw("train", 0).dense.shape
-        (13, 1024)
+        >>> clicks.draw("train", 0).shape
+        (1024, 20)
     """
 
     def __init__(self, config: SyntheticConfig, *, correlation: float = 0.9, signal: float = 1.3) -> None:
         self.config, self._correlation, self._signal = config, correlation, signal
-        numbers = config.num_features + config.num_groups + 2 * config.num_dense + config.num_multi_hot * _MOST_IDS
-        needed = 8 * (2 * config.num_features * config.rows_per_table + numbers * _PROBE_ROWS)
-        if needed > (there := os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")):
-            raise InputError(
-                f"Synthetic data (data.synthetic: num_features, rows_per_table, num_dense) needs at least "
-                f"{human_bytes(needed)} of memory, but this machine has {human_bytes(there)}. Lower the settings."
-            )
         self.dense_names = tuple(f"I{i + 1}" for i in range(config.num_dense))
         self.feature_names = tuple(f"C{i + 1}" for i in range(config.num_features))
         self.multi_hot = frozenset(self.feature_names[config.num_features - config.num_multi_hot :])
@@ -96,8 +81,8 @@ class SyntheticClicks:
             for group in range(self.config.num_groups)
         ]
 
-    def draw(self, split: Literal["train", "eval"], block: int) -> Rows:
-        """Draws a block of `BLOCK_ROWS` rows; dense features are raw counts (before any transform)."""
+    def draw(self, split: Literal["train", "eval"], block: int) -> pa.Table:
+        """Draws a block of `BLOCK_ROWS` rows with a label; dense features are raw counts (before any transform)."""
         rng = np.random.default_rng([self.config.seed, _TRAIN if split == "train" else _EVAL, block])
         return self._draw(rng, BLOCK_ROWS)[0]
 
@@ -122,31 +107,30 @@ class SyntheticClicks:
             low, high = (middle, high) if _sigmoid(centred + middle).mean() < _BASE_RATE else (low, middle)
         return scale, low
 
-    def _draw(self, rng: np.random.Generator, n: int) -> tuple[Rows, NDArray[np.float64]]:
+    def _draw(self, rng: np.random.Generator, n: int) -> tuple[pa.Table, NDArray[np.float64]]:
         """Draws rows and their noise-free logits [n]."""
         config = self.config
         hidden = rng.normal(size=(config.num_groups, n))
         shared, own = np.sqrt(self._correlation), np.sqrt(1 - self._correlation)
-        single, bags = list[NDArray[np.int64]](), list[Bags]()
+        columns = dict[str, Any]()
         scores = np.empty((config.num_features, n))
-        for j, group in enumerate(self._group):
-            if self.feature_names[j] not in self.multi_hot:
-                ids = self._cuts[j].searchsorted(shared * hidden[group] + own * rng.normal(size=n))
-                single.append(ids)
+        for j, (name, group) in enumerate(zip(self.feature_names, self._group, strict=True)):
+            if name not in self.multi_hot:
+                columns[name] = ids = self._cuts[j].searchsorted(shared * hidden[group] + own * rng.normal(size=n))
                 scores[j] = self._scores[j][ids]
             else:
                 lengths = rng.integers(0, _MOST_IDS + 1, size=n)
-                of_row = np.repeat(np.arange(n), lengths)
-                ids = self._cuts[j].searchsorted(shared * hidden[group][of_row] + own * rng.normal(size=len(of_row)))
-                bags.append((ids, np.concatenate([[0], np.cumsum(lengths)])))
-                scores[j] = np.bincount(of_row, self._scores[j][ids], minlength=n) / np.maximum(lengths, 1)
+                row = np.repeat(np.arange(n), lengths)
+                ids = self._cuts[j].searchsorted(shared * hidden[group][row] + own * rng.normal(size=len(row)))
+                columns[name] = pa.LargeListArray.from_arrays(np.concatenate([[0], np.cumsum(lengths)]), ids)
+                scores[j] = np.bincount(row, self._scores[j][ids], minlength=n) / np.maximum(lengths, 1)
         # Counts like Criteo's: whole numbers with a long tail, near normal after log(1 + x).
         dense = np.floor(np.exp(1.5 + rng.normal(size=(n, config.num_dense)))).astype(np.float32)
+        columns |= zip(self.dense_names, np.ascontiguousarray(dense.T), strict=True)
         logits = self._logits(scores, dense)
         chance = _sigmoid(logits + _NOISE * rng.normal(size=n))
-        labels = (rng.random(size=n) < chance).astype(np.float32)
-        ids = np.array(single, dtype=np.int64).reshape(len(single), n)
-        return Rows(labels, np.ascontiguousarray(dense.T), ids, tuple(bags)), logits
+        columns["label"] = (rng.random(size=n) < chance).astype(np.int8)
+        return pa.table(columns), logits
 
     def _logits(self, scores: NDArray[np.float64], dense: NDArray[np.float32]) -> NDArray[np.float64]:
         total = (np.log1p(dense) - 1.7) @ self._dense_effects if len(self._dense_effects) else np.zeros(scores.shape[1])
@@ -169,11 +153,12 @@ class SyntheticRows:
         self.sizes = np.diff(ends, prepend=0)
         """Rows of each block, int64."""
 
-    def read(self, block: int) -> Rows:
+    def read(self, block: int) -> pa.Table:
         """Draws a block."""
-        rows = self._clicks.draw(self._split, block)
-        dense = np.log1p(rows.dense) if self._signed_log1p else rows.dense
-        return Rows(rows.labels, dense, rows.ids, rows.bags).slice(0, int(self.sizes[block]))
+        rows = self._clicks.draw(self._split, block).slice(0, int(self.sizes[block]))
+        for name in self._clicks.dense_names if self._signed_log1p else ():
+            rows = rows.set_column(rows.column_names.index(name), name, [np.log1p(rows.column(name))])
+        return rows
 
 
 @lru_cache(maxsize=4)

@@ -172,7 +172,7 @@ def _manifest(job: Job, checkpoint: Path, tables: StoredTables) -> ServedManifes
     raw, features = {feature.name: feature for feature in data.columns.features}, []
     for table in job.tables:
         for name in table.feature_names:
-            salt, time = raw[name].salt, raw[name].time
+            salt, time = raw[name].table, raw[name].time
             rows = hash_rows(pa.array(_HASHED_EXAMPLES), feature=salt, num_embeddings=table.num_embeddings)
             features.append(
                 ServedFeature(
@@ -180,7 +180,7 @@ def _manifest(job: Job, checkpoint: Path, tables: StoredTables) -> ServedManifes
                     table=table.name,
                     rows=table.num_embeddings,
                     columns=table.embedding_dim,
-                    multi_hot=name in data.multi_hot,
+                    multi_hot=raw[name].is_bag,
                     salt=salt,
                     time_column="" if time is None else time[0],
                     time_part="" if time is None else time[1],

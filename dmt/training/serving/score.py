@@ -70,11 +70,13 @@ def score(
     parts: list[tuple[Tensor, Tensor]] = []
     try:
         with atomic_write(out) as scratch:
-            _write(scratch, _predictions(scorer, data, batch_size, parts), has_labels=data.has_labels)
+            _write(scratch, _predictions(scorer, data, batch_size, parts), has_labels=data.columns.label is not None)
     except OSError as error:
         raise InputError(f"--out {str(out)!r} cannot be written: {error.strerror}.") from error
     logits, labels = (torch.cat([part[i] for part in parts]).double() for i in (0, 1))
-    return Scored(num_rows=len(logits), metrics=metric_values(logits, labels) if data.has_labels else None)
+    return Scored(
+        num_rows=len(logits), metrics=metric_values(logits, labels) if data.columns.label is not None else None
+    )
 
 
 def _predictions(

@@ -53,8 +53,6 @@ def cuts(shard: int, num_shards: int, first: int = 0, *, num_rows: int = 90, une
 def rows(split: str, shard: int, num_shards: int, options: dict[str, Any]) -> Iterator[Any]:
     first = 0 if split == "train" else 200
     for number, numbers in enumerate(cuts(shard, num_shards, first, uneven="uneven" in options)):
-        if number == options.get("fails"):
-            raise OSError("the store is gone")
         batch = columns(numbers)
         if number == options.get("bad"):
             batch["label"][1] = 7

@@ -7,7 +7,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from dmt.training.data.deal import Deal, LaneRows, rank_batch
+from dmt.training.data.deal import Deal, Span, rank_batch
 
 SIZES = [
     np.array([1]),
@@ -17,9 +17,9 @@ SIZES = [
 ]
 
 
-def rows_of(deal: Deal, parts: list[LaneRows]) -> list[tuple[int, int]]:
-    pieces = [piece for part in parts for piece in deal.pieces(part)]
-    return [(piece.group, row) for piece in pieces for row in range(piece.start, piece.stop)]
+def rows_of(deal: Deal, parts: list[Span]) -> list[tuple[int, int]]:
+    pieces = [piece for part in parts for piece in deal.groups(part)]
+    return [(piece.number, row) for piece in pieces for row in range(piece.start, piece.stop)]
 
 
 @pytest.mark.parametrize("seed", [None, (3, 1)])
@@ -27,7 +27,7 @@ def rows_of(deal: Deal, parts: list[LaneRows]) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("sizes", SIZES, ids=lambda sizes: f"{len(sizes)} groups")
 def test_every_row_is_in_one_lane(sizes: np.ndarray, lanes: int, seed: tuple[int, int] | None) -> None:
     deal = Deal(sizes, lanes, seed)
-    found = [rows_of(deal, [LaneRows(v, 0, (deal.num_rows + lanes - 1 - v) // lanes)]) for v in range(lanes)]
+    found = [rows_of(deal, [Span(v, 0, (deal.num_rows + lanes - 1 - v) // lanes)]) for v in range(lanes)]
     assert sorted(row for lane in found for row in lane) == [(g, i) for g, n in enumerate(sizes) for i in range(n)]
     assert max(map(len, found)) - min(map(len, found)) <= 1
 

@@ -67,7 +67,7 @@ def test_reading_goes_on_where_it_was(function: str) -> None:
 
 def test_columns_are_found_in_the_first_batch_with_rows() -> None:
     data = open_source(config_of("late", dense=("1",), categorical=("2",)))
-    assert (data.dense_names, data.multi_hot, data.num_rows("train")) == (("1",), {"2"}, None)
+    assert (data.columns.dense, data.columns.features[0].is_bag, data.num_rows("train")) == (("1",), True, None)
     with pytest.raises(InputError, match="has no batch with rows"):
         open_source(config_of("none"))
 
@@ -82,7 +82,7 @@ def test_columns_are_found_in_the_first_batch_with_rows() -> None:
         ("rows", {"id_mode": "index", "options": {"wide": 1, "id": 99}}, "column 'n': .*found 99"),
         ("resumable", {"options": {"state": "range"}}, "cannot be saved"),
         ("malformed", {"options": {"wrong": "a list"}}, "batch 2: list cannot be read as a table"),
-        ("malformed", {"options": {"wrong": "no column"}}, "column 'c' is missing"),
+        ("malformed", {"options": {"wrong": "no column"}}, "categorical 'c' matches no column"),
         ("malformed", {"options": {"wrong": "lengths"}}, "batch 2: dict cannot be read as a table"),
         ("malformed", {"options": {"wrong": "mixed"}}, "batch 2: dict cannot be read as a table"),
         ("malformed", {"options": {"wrong": "a list now"}}, "of other kinds than those of the first"),
@@ -95,9 +95,3 @@ def test_wrong_sources_are_refused(function: str, settings: dict[str, Any], mess
     config = config_of(function, **{"categorical": categorical, **settings})
     with pytest.raises(InputError, match=message):
         list(open_source(config).batches("train", rank=0, world_size=1, batch_size=1))
-
-
-def test_an_error_of_the_users_code_names_the_batch() -> None:
-    batches = open_source(config_of("rows", options={"fails": 4})).batches("train", rank=0, world_size=1, batch_size=4)
-    with pytest.raises(RuntimeError, match=r"batch 5: OSError: the store is gone"):
-        list(batches)

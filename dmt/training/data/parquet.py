@@ -1,0 +1,86 @@
+"""`ParquetRows`: the rows of one part of a folder that ``dmt prepare`` wrote, row group by row group."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.compute as pc
+import pyarrow.parquet as pq
+
+from dmt.errors import InputError
+from dmt.training.data.columns import Columns
+from dmt.training.data.files import REQUEST
+
+__all__ = ["ParquetRows"]
+
+
+class ParquetRows:
+    """The rows of one part of a prepared folder.
+
+    Args:
+        folder: the part.
+        columns: those of its manifest.
+
+    Raises:
+        InputError: a file cannot be read, or lacks a column.
+    """
+
+    def __init__(self, folder: Path, columns: Columns) -> None:
+        self._features = columns.features
+        self._files: list[tuple[Path, tuple[int, int], pq.FileMetaData]] = []
+        self._groups: list[tuple[int, int]] = []
+        sizes: list[int] = []
+        wanted = columns.schema.names
+        for number, file in enumerate(sorted(folder.glob("*.parquet"))):
+            with _reading(file):
+                version, footer = _version(file), pq.read_metadata(file)
+                names = footer.schema.to_arrow_schema().names
+            if absent := [name for name in wanted if name not in names]:
+                raise InputError(f"{file}: column {absent[0]!r} is missing. Prepare the data again.")
+            self._names = [*wanted, *(name for name in names if name == REQUEST)]
+            self._files.append((file, version, footer))
+            self._groups += [(number, group) for group in range(footer.num_row_groups)]
+            sizes += [footer.row_group(group).num_rows for group in range(footer.num_row_groups)]
+        self.sizes = np.array(sizes, dtype=np.int64)
+        """Rows of each row group, int64."""
+
+    def read(self, number: int) -> pa.Table:
+        """Reads a row group.
+
+        Raises:
+            InputError: it cannot be read, has an id beyond its table, or the file has changed since it was opened.
+        """
+        place, group = self._groups[number]
+        file, version, footer = self._files[place]
+        with _reading(file):
+            if _version(file) != version:
+                raise InputError(f"{file} has changed since the run began. Give it back, or start the run anew.")
+            # Memory maps are slower here where they are read for the first time.
+            with pq.ParquetFile(file, metadata=footer) as source:
+                rows = source.read_row_group(group, columns=self._names, use_threads=False)
+        for feature in self._features:
+            column = rows.column(feature.name)
+            span = pc.min_max(pc.list_flatten(column) if feature.is_bag else column)
+            if span["min"].is_valid and not 0 <= span["min"].as_py() <= span["max"].as_py() < feature.rows:
+                raise InputError(
+                    f"{file}: column {feature.name!r} has ids from {span['min']} to {span['max']}, some beyond its "
+                    f"table of {feature.rows} rows. Prepare the data again."
+                )
+        return rows
+
+
+def _version(file: Path) -> tuple[int, int]:
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+@contextmanager
+def _reading(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
+        raise InputError(f"{file}: cannot be read as Parquet ({error}).") from error
