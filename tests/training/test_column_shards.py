@@ -77,7 +77,7 @@ REST = FEATURES[1:]
         ),
         (
             cut([["C7[0:4]", *FEATURES], ["C7[4:16]"]], {"C7": (4, 12)}),
-            r"column_splits of the tower plan cuts the table of feature 'C7', which is not a categorical feature",
+            r"column_splits of the tower plan: 'C7' is not a categorical feature",
         ),
         (cut([["C1[0:4]", *REST[1:]], ["C1[4:16]"]], {"C1": (4, 12)}), r"Feature 'C2' is in no tower"),
     ],
