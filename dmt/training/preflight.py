@@ -128,7 +128,8 @@ def check_same_input(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
         "rows and columns": {table.name: (table.num_embeddings, table.embedding_dim) for table in job.split_tables},
         # Of a source, they follow from the first batch that this rank was given.
         "dense columns": data.columns.dense,
-        "features": data.columns.features,
+        "features": data.feature_names,
+        "features with bags": {feature.name: feature.is_bag for feature in data.columns.features},
         "parameters of the model": {name: tuple(value.shape) for name, value in model.named_parameters()},
         "tower": None if job.towers is None else dict(enumerate(job.towers.to_lists())),
         "placement": None if job.sharding is None else job.sharding.placements,

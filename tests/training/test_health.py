@@ -255,7 +255,7 @@ def test_ranks_with_other_input_are_told_apart(tmp_path: Path) -> None:
     source = {"source": "tests.training.data.own_rows:of_rank", "categorical": ["c_1"], "num_embeddings": 40}
     for dense, message in (
         (["d_*"], r"dense columns is \('d_0',\) on rank 0, but \('d_1',\) on rank 1"),
-        ([], r"features of bags is \('c_1',\) on rank 0, but \(\) on rank 1"),
+        ([], r"features with bags\.c_1 is True on rank 0, but False on rank 1"),
     ):
         own = small("dcn", data=source | {"dense": dense}, topology=PAIR)
         with pytest.raises(InputError, match=message):

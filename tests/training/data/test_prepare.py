@@ -525,7 +525,7 @@ def test_the_command_prints_a_summary_and_the_trainer_takes_the_folder(tmp_path:
     assert ran.exit_code == 0, ran.output
     assert json.loads(ran.stdout)["rows"] == {"train": 28, "eval": 3}
     config = DataConfig.model_validate({"prepared": str(out)})
-    assert open_source(config).num_embeddings == {"user": 8, "friend": 9}
+    assert {feature.name: feature.rows for feature in open_source(config).columns.features} == {"user": 8, "friend": 9}
     ran = run(main, ["prepare", str(tmp_path / "run.toml"), "--out", str(tmp_path / "more")])
     assert "28 training rows" in ran.output
     ran = run(main, ["prepare", str(tmp_path / "run.toml"), "--out", str(out)])
