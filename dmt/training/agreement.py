@@ -17,7 +17,7 @@ from dmt.collectives import run_on_all_or_raise
 from dmt.replicas.sync import ReplicaSync
 from dmt.sptt.mesh import TowerMesh
 from dmt.training.config import TrainConfig
-from dmt.training.health import SoundnessCheck
+from dmt.training.health import SoundnessCheck, judge
 from dmt.training.metrics import StepTimer
 
 __all__ = ["SIGNALS", "Agreed", "Agreement", "Signals"]
@@ -38,26 +38,17 @@ _STEPS_OF_DELAYED_STATES = 10_000
 class Signals:
     """Takes SIGTERM and Ctrl-C while it is entered; a second one, two seconds later or more, ends the process at once.
 
-    From `stop` on, signals are ignored: what is being saved shall be whole. A signal that comes too late for a step has
-    its usual effect as soon as this is left.
+    Once ``stops`` is set, signals are ignored: what is being saved shall be whole. A signal that comes too late for a
+    step has its usual effect as soon as this is left.
     """
 
     def __init__(self) -> None:
         self.signal = 0
         """The number of the signal for which training stops; 0 until one has come to any rank."""
         self.stops = False
-        """Whether training has stopped."""
+        """Whether training has stopped on all ranks because of a signal."""
         self._came = 0.0
         self._before: dict[int, Any] = {}
-
-    @property
-    def name(self) -> str:
-        """What a reader calls the signal."""
-        return SIGNALS[self.signal]
-
-    def stop(self) -> None:
-        """Notes that all ranks stop here because of a signal."""
-        self.stops = True
 
     def __enter__(self) -> Signals:
         # Python lets no other thread set handlers.
@@ -74,10 +65,10 @@ class Signals:
             signal.raise_signal(self.signal)
 
     def _note(self, number: int, frame: object) -> None:
-        if self.signal and not self.stops and time.monotonic() - self._came > _SECOND_SIGNAL_S:
-            os._exit(128 + number)
         if not self.signal:
             self.signal, self._came = number, time.monotonic()
+        elif not self.stops and time.monotonic() - self._came > _SECOND_SIGNAL_S:
+            os._exit(128 + number)
 
 
 @dataclass(frozen=True)
@@ -86,12 +77,10 @@ class Agreed:
 
     loss: float
     """Mean over the ranks."""
-    outputs: tuple[float, float]
-    """Least and greatest logit of all steps and ranks so far."""
     saves: bool
-    """Whether to save now."""
+    """Whether to save now; the state is then sound."""
     stops: bool
-    """Whether to stop now; the state is then sound."""
+    """Whether to stop now, and save that."""
 
 
 class Agreement:
@@ -122,75 +111,62 @@ class Agreement:
     ) -> None:
         self._config, self._mesh, self._health, self._timer, self._signals = config, mesh, health, timer, signals
         self._interval = 1 if replicas is None else replicas.interval
-        by_steps = _STEPS_OF_DELAYED_STATES if replicas is not None and replicas.delays_states else None
-        every = config.save_every or by_steps
+        every = config.save_every
+        if every is None and replicas is not None and replicas.delays_states:
+            every = _STEPS_OF_DELAYED_STATES
         self._save_every = None if every is None else self._rounded(every)
         self._next, self._save_at, self._stop_at, self._checked = 1, -1, -1, -1
         self._saved_at = time.monotonic()
 
     def is_due(self, step: int) -> bool:
         """Returns whether the ranks meet after a step."""
-        return step >= self._next or self._is_checked(step)
+        return step >= self._next or step % self._config.log_every == 0 or self._saves(step) or step == self._stop_at
 
     def meet(self, step: int, loss: Tensor) -> Agreed:
         """Exchanges what this rank knows after a step, and returns what all agree on; collective.
 
         Raises:
-            InputError: training has diverged, or tables were changed in place; the same on every rank.
+            InputError: training has diverged; the same on every rank.
             ReplicaMismatchError: copies of a parameter differ between ranks.
         """
-        checks = self._is_checked(step)
-        everyone = run_on_all_or_raise(lambda: self._words(loss, checks=checks), self._mesh.global_group)
-        losses, signals, is_time, steps_to_next, reports, lows, highs = zip(*everyone, strict=True)
+        everyone = run_on_all_or_raise(lambda: self._news(loss), self._mesh.global_group)
+        losses, signals, is_time, steps_to_next = zip(*everyone, strict=True)
         self._next = step + steps_to_next[0]
         if is_time[0] and self._save_at < step:
             self._save_at = self._rounded(step)
         if any(signals) and self._stop_at < 0:
             self._signals.signal, self._stop_at = next(filter(None, signals)), self._rounded(step)
-            self._say_stop(step)
-        saves, stops = step == self._save_at or self._is_saved(step), step == self._stop_at
-        if checks:
-            self._health.judge(step, reports)
-            self._checked = step
-        elif saves or stops:
+            self._announce_stop(step)
+        saves, stops = self._saves(step), step == self._stop_at
+        if saves or stops or step % self._config.log_every == 0:
             self.check(step)
-        if stops:
-            self._signals.stop()
-        return Agreed(sum(losses) / len(losses), (min(lows), max(highs)), saves and not stops, stops)
+        if saves:
+            self._saved_at = time.monotonic()
+        self._signals.stops = stops
+        return Agreed(sum(losses) / len(losses), saves and not stops, stops)
 
     def check(self, step: int) -> None:
         """Checks that the state after a step is sound, unless that is known; collective, errors as of `meet`."""
         if self._checked != step:
-            self._health.check(step)
+            judge(step, run_on_all_or_raise(self._health.report, self._mesh.global_group))
             self._checked = step
 
-    def saved(self) -> None:
-        """Begins the time to the next save; to be called after one, which may have taken long."""
-        self._saved_at = time.monotonic()
+    def _news(self, loss: Tensor) -> tuple[float, int, bool, int]:
+        """Returns the loss, the signal, whether it is time to save, and steps to the next meeting."""
+        is_time = self._save_every is None and time.monotonic() - self._saved_at >= 60.0 * self._config.save_minutes
+        steps = int(_MEET_EVERY_S * self._timer.steps / self._timer.seconds) if self._timer.steps else 1
+        return float(loss), self._signals.signal, is_time, max(1, steps)
 
-    def _words(self, loss: Tensor, *, checks: bool) -> tuple[float, int, bool, int, list[float], float, float]:
-        """The loss, the signal, whether it is time to save, steps to the next meeting, soundness, range of outputs."""
-        timer, seconds = self._timer, time.monotonic() - self._saved_at
-        is_time = self._save_every is None and seconds >= 60.0 * self._config.save_minutes
-        steps = int(_MEET_EVERY_S * timer.steps / timer.seconds) if timer.steps else 1
-        report = self._health.report() if checks else []
-        return float(loss), self._signals.signal, is_time, max(1, steps), report, *self._health.output_range
-
-    def _say_stop(self, step: int) -> None:
+    def _announce_stop(self, step: int) -> None:
         if self._stop_at > step and self._mesh.rank == 0:
             logger.warning(
-                "%s: training stops after step %d, where replicas are averaged (replicas.sync_every), in %d steps. A "
-                "second signal ends it at once; the last checkpoint stays.",
-                self._signals.name,
-                self._stop_at,
-                self._stop_at - step,
+                f"{SIGNALS[self._signals.signal]}: training stops after step {self._stop_at}, where replicas are "
+                f"averaged (replicas.sync_every), in {self._stop_at - step} steps. A second signal ends it at once; "
+                "the last checkpoint stays."
             )
 
-    def _is_saved(self, step: int) -> bool:
-        return self._save_every is not None and step % self._save_every == 0
-
-    def _is_checked(self, step: int) -> bool:
-        return step in (self._save_at, self._stop_at) or step % self._config.log_every == 0 or self._is_saved(step)
+    def _saves(self, step: int) -> bool:
+        return step == self._save_at or (self._save_every is not None and step % self._save_every == 0)
 
     def _rounded(self, step: int) -> int:
         return -(-step // self._interval) * self._interval

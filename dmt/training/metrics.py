@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
@@ -41,11 +41,6 @@ class MetricValues:
     label_rate: float
     """Share of positive labels."""
 
-    @property
-    def by_name(self) -> dict[str, float]:
-        """The values under the names of their curves, such as ``"eval/auc"``."""
-        return {f"eval/{name}": float(value) for name, value in asdict(self).items()}
-
 
 class ClickMetrics:
     """Accumulates one evaluation on a rank; `compute` joins the ranks by one sum of 16 MB.
@@ -60,14 +55,13 @@ class ClickMetrics:
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
         # Counts by label and bin; then the sums of losses, of labels, of rows, and of rows whose logit is not finite.
-        self._sums: Tensor | None = None
+        self._sums = torch.zeros(2 * _BINS + 4, dtype=torch.float64)
 
     def update(self, logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> None:
         """Adds a batch: logits, labels and weights of [B]; rows of weight 0 are padding and are left out."""
         logits, labels = logits.double(), labels.double()
         weights = torch.ones_like(logits) if weights is None else weights.double()
-        if self._sums is None:
-            self._sums = logits.new_zeros(2 * _BINS + 4)
+        self._sums = self._sums.to(logits.device)
         finite = logits.isfinite()
         logits = logits.where(finite, 0.0)
         bins = ((logits / (1 + logits.abs()) + 1) * (_BINS / 2)).long().clamp(max=_BINS - 1)
@@ -83,7 +77,7 @@ class ClickMetrics:
         Raises:
             InputError: there is no row, or a logit is not finite.
         """
-        sums = torch.zeros(2 * _BINS + 4, dtype=torch.float64) if self._sums is None else self._sums.cpu()
+        sums = self._sums.cpu()
         if self._group is not None:
             sums = sum_over_ranks(sums, self._group)
         negatives, positives = sums[:_BINS], sums[_BINS : 2 * _BINS]
@@ -123,7 +117,7 @@ class StepTimer:
     def __init__(self) -> None:
         self.steps, self.seconds = 0, 0.0
         """Steps measured, and the seconds that they took."""
-        self._left_out, self._since, self._lap = _WARM_UP_STEPS, 0.0, (0, 0.0)
+        self._left_out, self._since = _WARM_UP_STEPS, 0.0
 
     def restart(self) -> None:
         """Leaves out the time up to now: of an evaluation, a checkpoint or a record."""
@@ -137,12 +131,6 @@ class StepTimer:
         else:
             self.steps, self.seconds = self.steps + 1, self.seconds + now - self._since
         self._since = now
-
-    def lap(self) -> float:
-        """Returns the steps per second since the last call; NaN without one."""
-        steps, seconds = self.steps - self._lap[0], self.seconds - self._lap[1]
-        self._lap = self.steps, self.seconds
-        return steps / seconds if steps else math.nan
 
 
 def measure_traffic(model: nn.Module, optimizer: KeyedOptimizer, batch: ClickBatch, mesh: TowerMesh) -> Traffic:

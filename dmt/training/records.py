@@ -1,4 +1,4 @@
-"""Files of a run, written by rank 0: resolved config, metrics, TensorBoard scalars, the result."""
+"""Files of a run, written by rank 0: resolved config, curves, the result."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import logging
 import math
 import platform
 from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -17,10 +18,12 @@ import pydantic_core
 if TYPE_CHECKING:
     from torch.utils.tensorboard import SummaryWriter
 
+    from dmt.sharding.plan import TowerShardingPlan
+    from dmt.training.metrics import MetricValues
+
 from dmt.errors import InputError
-from dmt.files import atomic_write, read_json
+from dmt.files import read_json, write_or_raise
 from dmt.formatting import printable, shorten
-from dmt.sharding.plan import TowerShardingPlan
 from dmt.training.config import TrainingConfig, to_toml
 
 __all__ = [
@@ -28,17 +31,12 @@ __all__ = [
     "quality_warnings",
     "read_curves",
     "read_result",
-    "result_warnings",
     "settings_lines",
     "to_json",
-    "unwritable",
     "versions",
 ]
 
 logger = logging.getLogger(__name__)
-# Nearer to chance than this, an AUC is called chance.
-_CHANCE = 0.02
-_WORSE_THAN_MEAN = 1.05
 
 
 @cache
@@ -66,8 +64,8 @@ def settings_lines(config: TrainingConfig) -> list[str]:
 class RunRecord:
     """Files of one run in its output directory; does nothing on ranks other than 0.
 
-    ``config.toml`` (resolved, reads again), ``metrics.jsonl`` (one JSON object a line), ``tensorboard/``,
-    ``sharding.json`` (with the tower dataflow) and ``result.json``.
+    ``config.toml`` (resolved, reads again), ``metrics.jsonl`` (one JSON object a line), ``tensorboard/`` and
+    ``result.json``.
 
     A killed run goes on with ``resumed_step``: curves stay up to that step, and what came later, which will be
     recorded again, is dropped. A run of its own removes those files of an earlier run without a checkpoint.
@@ -90,13 +88,9 @@ class RunRecord:
         self._board: SummaryWriter | None = None
         if not enabled:
             return
-        try:
-            self._begin(config, resumed_step)
-        except OSError as error:
-            raise unwritable(self.folder, error) from error
+        # Imported here, or whoever reads a checkpoint or a result would load TensorBoard.
+        from torch.utils.tensorboard import SummaryWriter
 
-    def _begin(self, config: TrainingConfig, resumed_step: int | None) -> None:
-        self.folder.mkdir(parents=True, exist_ok=True)
         result, board = self.folder / "result.json", self.folder / "tensorboard"
         earlier = [path for path in (self._metrics, result, board) if path.exists()]
         if earlier and not (self.folder / "config.toml").exists():
@@ -104,18 +98,14 @@ class RunRecord:
                 f"{earlier[0]} is not what a run has left there: {self.folder} has no config.toml. A new run would "
                 "delete or replace it. Move it away, or give another train.output_dir."
             )
+        _write(self.folder / "config.toml", to_toml(config))
         result.unlink(missing_ok=True)
         if resumed_step is None:
-            self._metrics.unlink(missing_ok=True)
-            for path in board.glob("events.out.tfevents.*"):
-                path.unlink()
+            for path in (self._metrics, *board.glob("events.out.tfevents.*")):
+                path.unlink(missing_ok=True)
         elif self._metrics.exists():
             kept = [values for values in _read_metrics(self._metrics) if values["step"] <= resumed_step]
             _write(self._metrics, "".join(f"{json.dumps(values)}\n" for values in kept))
-        _write(self.folder / "config.toml", to_toml(config))
-        # Imported here, or whoever reads a checkpoint or a result would load TensorBoard.
-        from torch.utils.tensorboard import SummaryWriter
-
         self._board = SummaryWriter(str(board), purge_step=None if resumed_step is None else resumed_step + 1)
 
     def say(self, lines: Iterable[str]) -> None:
@@ -124,117 +114,86 @@ class RunRecord:
             print("".join(f"# {printable(line)}\n" for line in lines), end="", flush=True)
 
     def sharding(self, plan: TowerShardingPlan | None, notes: Iterable[str] = ()) -> None:
-        """Writes the sharding plan as ``sharding.json`` and prints its summary; None removes what a run before left.
-
-        ``notes`` are of a flat plan, which is not written.
-        """
+        """Writes the sharding plan as ``sharding.json`` and says its summary, or the notes on a flat plan."""
         if not self.enabled:
             return
-        path = self.folder / "sharding.json"
         if plan is None:
-            path.unlink(missing_ok=True)
-            self.say(notes)
+            (self.folder / "sharding.json").unlink(missing_ok=True)
         else:
             # In one step: it may be the very plan that the config names and other ranks still read.
-            plan.save(path)
-            self.say([f"sharding: {plan.summary}"])
+            plan.save(self.folder / "sharding.json")
+        self.say(notes if plan is None else [f"sharding: {plan.summary}"])
+
+    def evaluation(self, step: int, values: MetricValues) -> None:
+        """Adds the metrics of an evaluation, and says them."""
+        self.scalars(step, {f"eval/{name}": float(value) for name, value in asdict(values).items()})
+        self.say([f"step {step:,}: AUC {values.auc:.4f}, NE {values.ne:.4f}, loss {values.loss:.4f}"])
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
         """Adds numbers at a training step; names such as ``"train/loss"``."""
         if not self.enabled:
             return
         line = json.dumps({"step": step, **values})
-        # Half a line that found no more room ends first.
-        text = f"\n{line}\n" if self._is_torn else f"{line}\n"
         try:
             with self._metrics.open("a") as stream:
-                stream.write(text)
+                # Half a line that found no more room ends first.
+                stream.write(f"\n{line}\n" if self._is_torn else f"{line}\n")
             self._is_torn = False
         except OSError as error:
             self._is_torn = True
-            logger.warning("%s cannot be written to (%s). Training goes on. Left out: %s", self._metrics, error, line)
-        self.draw(step, values)
+            logger.warning(f"{self._metrics} cannot be written to ({error}). Training goes on. Left out: {line}")
+        if self._board is not None:
+            self._draw(self._board, step, values)
 
-    def draw(self, step: int, values: Mapping[str, float]) -> None:
-        """Adds numbers to TensorBoard only: those that a clock has measured, which no run repeats."""
-        if self._board is None:
-            return
+    def _draw(self, board: SummaryWriter, step: int, values: Mapping[str, float]) -> None:
         try:
             for name, value in values.items():
                 if not math.isnan(value):
-                    self._board.add_scalar(name, value, step)
+                    board.add_scalar(name, value, step)
             # At once, against a kill: the next attempt does not record it again.
-            self._board.flush()
+            board.flush()
         except OSError as error:
             # Its writer does not recover.
             self._board = None
-            logger.warning("%s: TensorBoard's curves end at step %d (%s). Training goes on.", self.folder, step, error)
-
-    def end(self) -> None:
-        """Closes TensorBoard's file."""
-        if self._board is not None:
-            self._board.close()
+            logger.warning(f"{self.folder}: TensorBoard's curves end at step {step} ({error}). Training goes on.")
 
     def close(self, result: dict[str, Any]) -> None:
-        """Writes the result and the versions, draws its bytes per sample, and closes TensorBoard's file.
+        """Writes the result and the versions, and closes TensorBoard's file.
 
         Raises:
             InputError: the result cannot be written; it has been printed.
         """
         if not self.enabled:
             return
-        sizes = result.get("bytes_per_sample", {})
-        self.draw(result.get("steps", 0), {f"bytes_per_sample/{name}": size for name, size in sizes.items()})
         self.end()
-        path, text = self.folder / "result.json", to_json({**result, "versions": versions()}) + "\n"
+        text = to_json({**result, "versions": versions()}) + "\n"
         try:
-            _write(path, text)
-        except OSError as error:
+            _write(self.folder / "result.json", text)
+        except InputError:
+            # Run again, the job evaluates its last checkpoint.
             print(text, end="", flush=True)
-            raise InputError(
-                f"{path} cannot be written: {error.strerror}. The run is finished and its result printed; make room "
-                "and put it there, or run again, which evaluates the last checkpoint."
-            ) from error
+            raise
 
-
-def unwritable(folder: Path, error: OSError) -> InputError:
-    """Returns the error for an output folder that cannot be written to."""
-    return InputError(f"train.output_dir={str(folder)!r} cannot be written: {error.strerror}.")
-
-
-def result_warnings(result: Mapping[str, Any]) -> list[str]:
-    """Returns warnings for the reader of a run's result: those of `quality_warnings`, and no hot row."""
-    texts = quality_warnings(result["eval_auc"], result["eval_ne"])
-    if "hot_rows" in result and not result["hot_rows"]["rows"]:
-        texts.append(
-            "No row had a copy: rows are chosen for the first time after 100 steps (with hot_rows.profile after one), "
-            "and hot_rows.left_out in result.json says why a table has none."
-        )
-    return texts
+    def end(self) -> None:
+        """Closes TensorBoard's file."""
+        if self._board is not None:
+            self._board.close()
 
 
 def quality_warnings(auc: float, ne: float) -> list[str]:
     """Returns warnings with likely causes for predictions that are no better than chance, or than always the mean."""
-    cases = (
-        (math.isnan(auc), "AUC is undefined: the evaluation rows have one label only. Check data.label and the split."),
-        (
-            auc < 0.5 - _CHANCE,
-            f"AUC {auc:.4f} is below chance (0.5): rows with label 0 score higher than those with label 1. Check "
-            "data.label, the source and time of the evaluation rows, and whether the training rows were learned by "
-            "heart (fewer epochs, smaller tables).",
-        ),
-        (
-            abs(auc - 0.5) <= _CHANCE,
-            f"AUC {auc:.4f} is close to chance (0.5). Check steps and learning rates (train.max_steps, "
-            "optimizer.*_lr), data.label, and whether categorical values repeat.",
-        ),
-        (
-            ne > _WORSE_THAN_MEAN,
+    texts = []
+    if not auc > 0.52:
+        texts.append(
+            f"AUC {auc:.4f} is no better than chance (0.5). Check data.label (NaN: it has one value only), steps and "
+            "learning rates (train.max_steps, optimizer.*_lr), and whether categorical values repeat."
+        )
+    if ne > 1.05:
+        texts.append(
             f"NE {ne:.4f} is above 1: the predictions are worse than always predicting the mean click rate. Check that "
-            "a model of your own returns logits, without a sigmoid; the learning rates; the time of evaluation rows.",
-        ),
-    )
-    return [text for holds, text in cases if holds]
+            "a model of your own returns logits, without a sigmoid; the learning rates; the time of evaluation rows."
+        )
+    return texts
 
 
 def to_json(result: Any) -> str:
@@ -266,18 +225,18 @@ def _read_metrics(path: Path) -> list[dict[str, Any]]:
     records, damaged = [], list[str]()
     for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
         try:
-            record = json.loads(line)
+            record = json.loads(line or "{}")
         except (ValueError, RecursionError):
-            record = {}
+            record = None
         if isinstance(record, dict) and type(record.get("step")) is int:
             records.append(record)
         elif line:
             damaged.append(f"line {number}")
     if damaged:
-        logger.warning("%s: no records of a run, left out: %s.", path, shorten(damaged, ", "))
+        logger.warning(f"{path}: no records of a run, left out: {shorten(damaged, ', ')}.")
     return records
 
 
 def _write(path: Path, text: str) -> None:
-    with atomic_write(path) as scratch:
+    with write_or_raise(path, "File") as scratch:
         scratch.write_text(text, encoding="utf-8")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import fcntl
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -15,7 +14,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from dmt.collectives import gather_objects, run_on_all_or_raise
 from dmt.errors import InputError
-from dmt.files import check_writable, from_record, read_toml
+from dmt.files import check_output, from_record, read_toml
 from dmt.formatting import shorten
 from dmt.hot_rows.runtime import HotRows
 from dmt.plan.towers import TowerPlan
@@ -28,7 +27,6 @@ from dmt.training.config import TrainingConfig
 from dmt.training.data.deal import rank_batch
 from dmt.training.device import on_all_ranks
 from dmt.training.job import Job
-from dmt.training.records import unwritable
 
 __all__ = [
     "Position",
@@ -39,18 +37,17 @@ __all__ = [
     "open_lock",
     "restore_hot_rows",
     "restore_run",
-    "source_states",
+    "saved_position",
     "start_with",
     "starting_point",
     "step_rows",
 ]
 
-# Sections that define the parameters; another value makes another model.
-_SAME_MODEL = ("model", "optimizer.sparse", "optimizer.dense")
-# Sections whose changes are told: another training, of the same model on the same rows.
-_TRAINING = ("optimizer", "replicas", "sharding", "train.batch_size")
-# Settings of the data that leave the training rows and their order alone.
-_NOT_THE_ROWS = ("data.eval_split",)
+Files = Sequence[tuple[str, int, int]]
+# Settings that define the parameters; another value makes another model.
+_SAME_MODEL = ("model.", "optimizer.sparse:", "optimizer.dense:")
+# Settings that make another training of the same model on the same rows.
+_TRAINING = ("optimizer.", "replicas.", "sharding.", "train.batch_size:")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,22 +76,12 @@ class Start:
     """The checkpoint; None for a run without one."""
     position: Position = field(default_factory=Position)
     """Position to continue at; the first row with the checkpoint of another run."""
-    files: Sequence[tuple[str, int, int]]
+    files: Files
     """`ClickData.files` of what the run trains on, as it starts: they may grow while it reads them."""
     sources: Sequence[str | None] = ()
     """State of the user's source on each rank."""
-    notes: tuple[str, ...] = ()
-    """Settings that changed since the checkpoint."""
-
-    @property
-    def lines(self) -> list[str]:
-        """Lines that tell the user which checkpoint it is, where it goes on, and what has changed."""
-        at = self.position
-        if self.folder is None:
-            return []
-        if at == Position():
-            return [f"begins with the weights of {self.folder}", *self.notes]
-        return [f"goes on from {self.folder}: step {at.step}, epoch {at.epoch}, row {at.rows}", *self.notes]
+    lines: Sequence[str] = ()
+    """What the user is told: the checkpoint, where it goes on, and the settings that have changed."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -121,8 +108,8 @@ def find_start(job: Job, mesh: TowerMesh) -> Start:
     """
     files = job.data.files("train")
     # Rank 0 looks: another rank may not see the newest one yet.
-    places = run_on_all_or_raise(lambda: starting_point(job.config) if mesh.rank == 0 else None, mesh.global_group)
-    if (place := places[0]) is None:
+    place = run_on_all_or_raise(lambda: starting_point(job.config) if mesh.rank == 0 else None, mesh.global_group)[0]
+    if place is None:
         return Start(files=files)
     folder = newest(place, mesh)
     assert folder is not None, "rank 0 has seen a checkpoint"
@@ -138,20 +125,17 @@ def starting_point(config: TrainingConfig) -> Path | None:
         InputError: ``train.resume`` names a folder without a checkpoint.
     """
     own, asked = checkpoint_folder(config), config.train.resume
-    places = [own] if asked == "auto" else [own, Path(asked), Path(asked) / "checkpoint"]
-    for place in places:
-        if checkpoints(place):
-            return place
-    if asked == "auto":
-        return None
-    raise InputError(
-        f"train.resume={asked!r} holds no checkpoint. Give a checkpoint's folder, the output_dir of a run, or 'auto'."
-    )
+    others = [] if asked == "auto" else [Path(asked), Path(asked) / "checkpoint"]
+    place = next((place for place in (own, *others) if checkpoints(place)), None)
+    if place is None and others:
+        raise InputError(
+            f"train.resume={asked!r} holds no checkpoint. Give a checkpoint's folder, the output_dir of a run, or "
+            "'auto'."
+        )
+    return place
 
 
-def start_with(
-    folder: Path, config: TrainingConfig, files: Sequence[tuple[str, int, int]], plan: TowerPlan | None
-) -> Start:
+def start_with(folder: Path, config: TrainingConfig, files: Files, plan: TowerPlan | None) -> Start:
     """Checks a checkpoint against a run, and finds the position to continue at.
 
     A run goes on with its own checkpoint. That of another run gives it weights and optimizer states to begin with.
@@ -163,43 +147,59 @@ def start_with(
         plan: its tower plan; None with the flat dataflow.
 
     Raises:
-        InputError: the checkpoint cannot be read or is of a run with another model or other towers; it is this run's
-            own and of other data; or it is finished, so that settings that have changed would never be used.
+        InputError: the checkpoint cannot be read or is of a run with another model or other towers, or it is this run's
+            own and of other data.
     """
-    manifest, is_own = read_manifest(folder), folder.parent == checkpoint_folder(config)
-    place, remedy = str(folder / "config.toml"), "Use another checkpoint."
-    saved, now = _by_key(read_toml(place, place=place, remedy=remedy)), _by_key(config.model_dump(mode="json"))
-    keys = [key for key in {**saved, **now} if saved.get(key) != now.get(key)]
-    changes = {key: f"{key}: {saved.get(key)!r} -> {now.get(key)!r}" for key in keys}
-    at = from_record(_Saved, manifest.progress, place=f"{folder}: its progress", remedy=remedy)
-    refused = [text for key, text in changes.items() if _is_under(key, _SAME_MODEL)]
+    manifest, is_own, remedy = (
+        read_manifest(folder),
+        folder.parent == checkpoint_folder(config),
+        "Use another checkpoint.",
+    )
+    saved = from_record(_Saved, manifest.progress, place=f"{folder}: its progress", remedy=remedy)
+    place = str(folder / "config.toml")
+    changes = _changes(read_toml(place, place=place, remedy=remedy), config.model_dump(mode="json"))
+    wrong = [text for text in changes if text.startswith(_SAME_MODEL)]
     if is_own:
-        refused += [text for key, text in changes.items() if _changes_rows(key, saved, now)]
-        apart = sorted({name for name, *_ in {*at.files} ^ {*files}})
-        refused += [f"the training files have changed: {shorten(apart, ', ')}"] if at.files != [*files] else []
-    if refused:
-        raise InputError(
-            f"{folder} is of another run: {shorten(refused)}. Undo that, or give "
-            f"{'another train.output_dir' if is_own else 'train.resume a checkpoint of the same model'}."
-        )
+        wrong += [text for text in changes if text.startswith("data.")]
+        apart = sorted({name for name, *_ in {*saved.files} ^ {*files}})
+        wrong += [f"the training files have changed: {shorten(apart, ', ')}"] if saved.files != [*files] else []
     if plan is not None and config.model.has_towers:
         towers = folder / "towers.json"
         if TowerPlan.load(towers).to_lists() != plan.to_lists():
-            raise InputError(f"{folder} is of a run with other towers. Set towers.plan to {str(towers)!r}.")
+            wrong.append(f"the towers; it has those of towers.plan={str(towers)!r}")
+    if wrong:
+        other = "another train.output_dir" if is_own else "train.resume a checkpoint of the same model"
+        raise InputError(f"{folder} is of another run: {shorten(wrong)}. Undo that, or give {other}.")
     # Also learning rates: those of the config are used, not the saved ones.
-    notes = [text for key, text in changes.items() if _is_under(key, _TRAINING)]
+    notes = [text for text in changes if text.startswith(_TRAINING)]
     if not is_own:
-        return Start(folder=folder, files=files, notes=tuple(notes))
-    most = config.train.max_steps
-    if at.epoch >= config.train.epochs or (most is not None and manifest.step >= most):
-        if notes:
-            raise InputError(
-                f"{folder} is of a run that is finished, with other settings ({shorten(notes)}): there is nothing left "
-                "to train. Give more train.max_steps or train.epochs to go on, or another train.output_dir."
-            )
-        notes.append("nothing is left to train: it is evaluated again")
-    position = Position(step=manifest.step, epoch=at.epoch, rows=at.rows, lanes=at.lanes)
-    return Start(folder=folder, position=position, files=files, sources=at.sources, notes=tuple(notes))
+        return Start(folder=folder, files=files, lines=[f"begins with the weights of {folder}", *notes])
+    at = Position(step=manifest.step, epoch=saved.epoch, rows=saved.rows, lanes=saved.lanes)
+    lines = [f"goes on from {folder}: step {at.step}, epoch {at.epoch}, row {at.rows}", *notes]
+    return Start(folder=folder, position=at, files=files, sources=saved.sources, lines=lines)
+
+
+def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Returns what has changed as ``section.key: saved -> now``.
+
+    Rows for evaluation leave the training rows alone if they are of a file of their own.
+    """
+    before, after = _by_key(saved), _by_key(now)
+    changed = {key for key in {**before, **after} if before.get(key) != after.get(key)} - {"data.eval_split"}
+    if "data.eval_path" in before and "data.eval_path" in after:
+        changed.discard("data.eval_path")
+    return [f"{key}: {before.get(key)!r} -> {after.get(key)!r}" for key in sorted(changed)]
+
+
+def _by_key(values: Mapping[str, Any], section: str = "") -> dict[str, Any]:
+    """Returns values by their whole keys; None equals a key that was not saved."""
+    by_key: dict[str, Any] = {}
+    for key, value in values.items():
+        if isinstance(value, Mapping):
+            by_key |= _by_key(value, f"{section}{key}.")
+        elif value is not None:
+            by_key[f"{section}{key}"] = value
+    return by_key
 
 
 def restore_run(
@@ -238,38 +238,19 @@ def restore_hot_rows(start: Start, hot: HotRows | None, mesh: TowerMesh) -> None
         hot.load_state(state)
 
 
+def saved_position(job: Job, at: Position, files: Files, mesh: TowerMesh) -> dict[str, Any]:
+    """Returns what a checkpoint keeps of a position, beside the step; collective with a user's source."""
+    sources = []
+    if job.config.data.kind == "source":
+        state = job.data.source_state(at.epoch, at.rows, world_size=mesh.topology.world_size)
+        sources = gather_objects(state, mesh.global_group)
+    return {"epoch": at.epoch, "rows": at.rows, "lanes": at.lanes, "files": files, "sources": sources}
+
+
 def step_rows(job: Job, at: Position) -> int:
     """Returns the rows that all ranks together use in a step from a position on."""
     world_size = job.topology.world_size
     return rank_batch(at.lanes or world_size, world_size, job.config.train.batch_size) * world_size
-
-
-def source_states(job: Job, at: Position, mesh: TowerMesh) -> list[str | None]:
-    """Returns the states of the user's source on all ranks; collective with such rows."""
-    if job.config.data.kind != "source":
-        return []
-    state = job.data.source_state(at.epoch, at.rows, world_size=mesh.topology.world_size)
-    return gather_objects(state, mesh.global_group)
-
-
-def _by_key(values: Mapping[str, Any], section: str = "") -> dict[str, Any]:
-    """Values by their whole keys; None equals a key that was not saved."""
-    found: dict[str, Any] = {}
-    for key, value in values.items():
-        found |= _by_key(value, f"{section}{key}.") if isinstance(value, Mapping) else {f"{section}{key}": value}
-    return found
-
-
-def _changes_rows(key: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
-    """Returns whether a changed setting changes the training rows or their order."""
-    if key == "data.eval_path":
-        # Without one, rows of the training files are set apart for evaluation.
-        return None in (saved.get(key), now.get(key))
-    return _is_under(key, ("data",)) and not _is_under(key, _NOT_THE_ROWS)
-
-
-def _is_under(key: str, sections: tuple[str, ...]) -> bool:
-    return any(f"{key}.".startswith(f"{section}.") for section in sections)
 
 
 @contextmanager
@@ -290,15 +271,12 @@ def open_lock(folder: Path) -> IO[bytes]:
     Raises:
         InputError: it cannot be written to, or another job holds it.
     """
-    try:
-        check_writable(folder)
-        file = (folder / ".lock").open("ab")
-    except OSError as error:
-        raise unwritable(folder, error) from error
+    check_output("train.output_dir", folder, is_folder=True)
+    file = (folder / ".lock").open("ab")
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
-        if error.errno in (errno.EWOULDBLOCK, errno.EACCES):
+        if isinstance(error, BlockingIOError | PermissionError):
             file.close()
             raise InputError(
                 f"Another job is running in {folder}. Wait for its end, or give another train.output_dir."

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Iterator
 from contextlib import closing
@@ -17,12 +18,12 @@ from torch.nn.functional import binary_cross_entropy_with_logits
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipelineSparseDist
 
-from dmt.collectives import run_on_all_or_raise
+from dmt.collectives import gather_objects, run_on_all_or_raise
 from dmt.errors import InputError
 from dmt.hot_rows.runtime import HotRows
 from dmt.replicas.sync import ReplicaSync
 from dmt.sptt.mesh import TowerMesh
-from dmt.training.agreement import Agreed, Agreement, Signals
+from dmt.training.agreement import SIGNALS, Agreement, Signals
 from dmt.training.build import (
     ScheduledOptimizer,
     build_optimizer,
@@ -42,8 +43,7 @@ from dmt.training.health import SoundnessCheck
 from dmt.training.job import Job, open_job
 from dmt.training.metrics import ClickMetrics, MetricValues, StepTimer, measure_traffic
 from dmt.training.preflight import checked_model, preflight
-from dmt.training.records import RunRecord, result_warnings, settings_lines
-from dmt.training.results import option_results, result_of
+from dmt.training.records import RunRecord, quality_warnings, settings_lines
 from dmt.training.resume import (
     Position,
     Start,
@@ -52,7 +52,7 @@ from dmt.training.resume import (
     folder_lock,
     restore_hot_rows,
     restore_run,
-    source_states,
+    saved_position,
     step_rows,
 )
 from dmt.training.trained import describe_run
@@ -144,21 +144,14 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
         is_saved = at.step == start.position.step or (save(run, at) and saver.wait())
     if signals.stops:
         record.end()
-        return {"stopped_at": at.step, "stopped_by": signals.name, "signal": signals.signal}
+        return {"stopped_at": at.step, "stopped_by": SIGNALS[signals.signal], "signal": signals.signal}
 
     # Evaluate and measure. The measured pass updates the tables: it comes last.
-    options = option_results(job, mesh, model, replicas=replicas, hot_rows=hot)
     metrics = evaluate(run)
-    if isinstance(run.pipeline, TrainPipelineSparseDist):
-        run.pipeline.detach()
-    traffic = measure_traffic(model, optimizer, job.first_batch(mesh).to(current_device(job.device_type)), mesh)
-    result = asdict(counts) | {"sharding": placed} | options
-    result |= result_of(
-        job, step_rows(job, at), steps=at.step, seconds=seconds, timer=timer, metrics=metrics, traffic=traffic
-    )
-    record.scalars(at.step, metrics.by_name)
+    record.evaluation(at.step, metrics)
+    result = {"sharding": placed, **asdict(counts), **result_of(run, at, metrics, timer), "seconds": seconds}
     run_on_all_or_raise(lambda: record.close(result), mesh.global_group)
-    for text in result_warnings(result) if mesh.rank == 0 else ():
+    for text in quality_warnings(metrics.auc, metrics.ne) if mesh.rank == 0 else ():
         logger.warning(text)
     if not is_saved:
         raise InputError(
@@ -182,25 +175,19 @@ def train_steps(run: Run, at: Position, signals: Signals) -> tuple[Position, Ste
     """
     config, mesh = run.job.config.train, run.mesh
     at = replace(at, lanes=at.lanes or mesh.topology.world_size)
-    rows, first = step_rows(run.job, at), at.step
-    health, timer = SoundnessCheck(run.model, mesh.global_group), StepTimer()
+    rows, last = step_rows(run.job, at), _total_steps(run.job, step_rows(run.job, at))
+    health, timer = SoundnessCheck(run.model), StepTimer()
     agreement = Agreement(config, mesh, health=health, timer=timer, replicas=run.replicas, signals=signals)
     followers = [part for part in (run.replicas, run.hot_rows) if part is not None]
-    is_save_due, last = False, _total_steps(run.job, rows)
-    with progress_bar(initial=first, total=last, enabled=mesh.rank == 0) as bar:
+    with progress_bar(initial=at.step, total=last, enabled=mesh.rank == 0) as bar:
         for epoch, batches in stretches(run, at):
             at = at.in_epoch(epoch)
             if batches is None:
                 break
-            if at.step > first and _is_due(at.step, config.eval_every):
-                values = evaluate(run)
-                run.record.scalars(at.step, values.by_name)
+            if at.step and _is_due(at.step, config.eval_every):
+                # Also where a run goes on that was killed before this evaluation.
                 bar.clear()
-                run.record.say([f"step {at.step:,}: AUC {values.auc:.4f}, NE {values.ne:.4f}, loss {values.loss:.4f}"])
-            if is_save_due:
-                save(run, at)
-                agreement.saved()
-            is_save_due = False
+                run.record.evaluation(at.step, evaluate(run))
             timer.restart()
             for logits, labels, _ in run_pipeline(run.pipeline, batches):
                 for part in followers:
@@ -212,16 +199,15 @@ def train_steps(run: Run, at: Position, signals: Signals) -> tuple[Position, Ste
                 if not agreement.is_due(at.step):
                     continue
                 agreed = agreement.meet(at.step, binary_cross_entropy_with_logits(logits, labels))
-                if _is_due(at.step, config.log_every):
+                if at.step % config.log_every == 0:
                     bar.set_postfix(loss=f"{agreed.loss:.4f}", refresh=False)
-                    _record_loss(run, at.step, agreed, {"train/samples_per_second": rows * timer.lap()})
+                    run.record.scalars(at.step, {"train/loss": agreed.loss})
+                    if at.step - run.start.position.step <= config.log_every:
+                        _warn_of_probabilities(run, logits)
                 if agreed.stops:
                     break
-                # Where an evaluation follows, after it: whoever goes on from here has its numbers.
-                is_save_due = agreed.saves and _is_due(at.step, config.eval_every)
-                if agreed.saves and not is_save_due and at.step != last:
+                if agreed.saves and at.step != last:
                     save(run, at)
-                    agreement.saved()
                 timer.restart()
             if signals.stops:
                 break
@@ -230,12 +216,13 @@ def train_steps(run: Run, at: Position, signals: Signals) -> tuple[Position, Ste
     return at, timer
 
 
-def _record_loss(run: Run, step: int, agreed: Agreed, speed: dict[str, float]) -> None:
-    """Records loss and speed, and warns at the first record of a model that seems to return probabilities."""
-    run.record.scalars(step, {"train/loss": agreed.loss})
-    run.record.draw(step, speed)
-    factory, is_first = run.job.config.model.factory, step - run.start.position.step <= run.job.config.train.log_every
-    if factory and is_first and run.mesh.rank == 0 and (text := probability_warning(factory, *agreed.outputs)):
+def _warn_of_probabilities(run: Run, logits: Tensor) -> None:
+    factory = run.job.config.model.factory
+    if (
+        factory
+        and run.mesh.rank == 0
+        and (text := probability_warning(factory, float(logits.min()), float(logits.max())))
+    ):
         logger.warning(text)
 
 
@@ -295,8 +282,7 @@ def save(run: Run, at: Position) -> bool:
     _settle_replicas(run, at.step)
     if run.replicas is not None:
         run.replicas.check()
-    progress: dict[str, Any] = {"epoch": at.epoch, "rows": at.rows, "lanes": at.lanes, "files": run.start.files}
-    progress["sources"] = source_states(run.job, at, run.mesh)
+    progress = saved_position(run.job, at, run.start.files, run.mesh)
     describe = partial(describe_run, run.job, None if run.hot_rows is None else run.hot_rows.state())
     return run.saver.save(run.model, run.optimizer, step=at.step, progress=progress, describe=describe)
 
@@ -316,6 +302,46 @@ def make_pipeline(job: Job, model: DistributedModelParallel, optimizer: Any) -> 
     if job.config.train.prefetch_ids:
         return TrainPipelineSparseDist(model, optimizer, device, execute_all_batches=True)
     return TrainPipelineBase(model, optimizer, device)
+
+
+def result_of(run: Run, at: Position, metrics: MetricValues, timer: StepTimer) -> dict[str, Any]:
+    """Returns what a run's result has of its training and evaluation, and of its options; collective.
+
+    Measures the bytes of a step, which updates the tables.
+    """
+    job, mesh, replicas, hot = run.job, run.mesh, run.replicas, run.hot_rows
+    rows = job.config.train.batch_size * mesh.topology.world_size
+    options: dict[str, Any] = {}
+    if replicas is not None:
+        sizes = gather_objects(replicas.bytes_per_sync, mesh.global_group)
+        options["replicas"] = {
+            "num_replicas": mesh.topology.num_replicas,
+            "bytes_per_sync": round(max(sizes)),  # of the largest rank; the others wait for it
+            "bytes_per_sample": sum(sizes) / (rows * replicas.interval),
+        }
+    if hot is not None:
+        by_table = {name: len(of_table) for name, of_table in hot.rows.items()}
+        options["hot_rows"] = {
+            "rows": sum(by_table.values()),
+            "bytes_per_rank": hot.num_bytes,
+            "rows_by_table": by_table,
+            "left_out": hot.left_out,
+        }
+    if isinstance(run.pipeline, TrainPipelineSparseDist):
+        run.pipeline.detach()
+    batch = job.first_batch(mesh).to(current_device(job.device_type))
+    traffic = measure_traffic(run.model, run.optimizer, batch, mesh)
+    return {
+        "arch": job.config.model.name,
+        "dataflow": job.config.dataflow,
+        "world_size": mesh.topology.world_size,
+        "device": job.device_type,
+        **{f"eval_{name}": value for name, value in asdict(metrics).items()},
+        "steps": at.step,
+        "samples_per_second": step_rows(job, at) * timer.steps / timer.seconds if timer.steps else math.nan,
+        "bytes_per_sample": traffic.per_sample(rows),
+        **options,
+    }
 
 
 def _total_steps(job: Job, step_rows: int) -> int | None:

@@ -4,7 +4,6 @@ from dmt.training.checkpoints.store import (
     Checkpointer,
     Manifest,
     checkpoints,
-    discard_checkpoints,
     load_plain,
     newest,
     read_manifest,
@@ -12,14 +11,4 @@ from dmt.training.checkpoints.store import (
     verify,
 )
 
-__all__ = [
-    "Checkpointer",
-    "Manifest",
-    "checkpoints",
-    "discard_checkpoints",
-    "load_plain",
-    "newest",
-    "read_manifest",
-    "restore",
-    "verify",
-]
+__all__ = ["Checkpointer", "Manifest", "checkpoints", "load_plain", "newest", "read_manifest", "restore", "verify"]

@@ -49,37 +49,22 @@ from dmt.collectives import RankError, reason_of
 from dmt.errors import InputError
 from dmt.sharding.schemes import column_widths
 
-__all__ = [
-    "RecordedFile",
-    "Shards",
-    "State",
-    "TensorReader",
-    "chunks",
-    "collect_state",
-    "is_finite",
-    "split_name",
-    "write_tensors",
-]
+__all__ = ["RecordedFile", "Shards", "State", "TensorReader", "collect_state", "split_name", "write_tensors"]
 
-# Numbers looked at in one go: tables are too large for a copy.
-_CHUNK = 2**20
 _COLUMNS = re.compile(r"(optimizer\..+)\.columns_(\d+)_(\d+)")
 _INDEX = ".metadata"
 _OTHER = "Use the config of the run that wrote it, or another checkpoint."
 _REMEDY = "Do not use it, unless you know better where it comes from."
 _ALLOWED = {
-    "torch.Size",
-    "torch.serialization._get_layout",
-    "torch.distributed.checkpoint.filesystem._StorageInfo",
-    "torch.distributed.checkpoint.metadata.BytesStorageMetadata",
-    "torch.distributed.checkpoint.metadata.ChunkStorageMetadata",
-    "torch.distributed.checkpoint.metadata.Metadata",
-    "torch.distributed.checkpoint.metadata.MetadataIndex",
-    "torch.distributed.checkpoint.metadata.StorageMeta",
-    "torch.distributed.checkpoint.metadata.TensorProperties",
-    "torch.distributed.checkpoint.metadata.TensorStorageMetadata",
-    "torch.distributed.checkpoint.metadata._MEM_FORMAT_ENCODING",
+    "torch": ("Size",),
+    "torch.serialization": ("_get_layout",),
+    "torch.distributed.checkpoint.filesystem": ("_StorageInfo",),
+    "torch.distributed.checkpoint.metadata": (
+        *("BytesStorageMetadata", "ChunkStorageMetadata", "Metadata", "MetadataIndex", "StorageMeta"),
+        *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
+    ),
 }
+"""What an index may name, by module."""
 
 
 @dataclass(kw_only=True)
@@ -125,15 +110,13 @@ def collect_state(model: Mapping[str, Any], optimizer: KeyedOptimizer | None) ->
     Raises:
         InputError: something is no tensor.
     """
-    state: State = {}
-    for name, value in model.items():
-        _add(state, f"model.{name}", value)
+    state = {f"model.{name}": _shards_of(f"model.{name}", value) for name, value in model.items()}
     if optimizer is not None:
         states = optimizer.state
         for key, weight in optimizer.params.items():
             # Not by get(): a defaultdict would make a state for every parameter.
             for name, value in states[weight].items() if weight in states else ():
-                _add_optimizer(state, f"optimizer.{key}.{name}", value, weight)
+                state |= _optimizer_state(f"optimizer.{key}.{name}", value, weight)
     return state
 
 
@@ -148,21 +131,7 @@ def split_name(name: str) -> tuple[str, int, int]:
     return (name, 0, 0) if match is None else (match[1], int(match[2]), int(match[3]))
 
 
-def chunks(state: Mapping[str, Shards]) -> Iterator[tuple[str, Tensor]]:
-    """Yields the shards in parts of about a million numbers, each with its name; views of the live tensors."""
-    for name, shards in state.items():
-        for tensor in shards.tensors.values():
-            rows = tensor if tensor.dim() else tensor.unsqueeze(0)
-            yield from ((name, chunk) for chunk in rows.split(max(1, _CHUNK * len(rows) // max(1, rows.numel()))))
-
-
-def is_finite(numbers: Tensor) -> bool:
-    """Returns whether no number is NaN or infinite; reads the tensor once."""
-    # A sum takes a fortieth of the time; that of finite numbers may be infinite.
-    return bool(numbers.sum().isfinite()) or bool(numbers.isfinite().all())
-
-
-def _add(state: State, name: str, value: Any, table: str = "") -> None:
+def _shards_of(name: str, value: Any, table: str = "") -> Shards:
     if not isinstance(value, Tensor):
         raise InputError(
             f"{name} is a {type(value).__name__}; checkpoints hold tensors only. Register it as a tensor, or leave it "
@@ -170,33 +139,33 @@ def _add(state: State, name: str, value: Any, table: str = "") -> None:
         )
     whole = _size(value)
     # A rank can have an empty shard of a table.
-    tensors = {offsets: tensor for offsets, tensor in _shards(value) if tensor.numel() or 0 in whole}
-    state[name] = Shards(whole=whole, table=table, tensors=tensors)
+    tensors = {offsets: tensor for offsets, tensor in _parts(value) if tensor.numel() or 0 in whole}
+    return Shards(whole=whole, table=table, tensors=tensors)
 
 
-def _add_optimizer(state: State, name: str, value: Any, weight: Tensor) -> None:
+def _optimizer_state(name: str, value: Any, weight: Tensor) -> State:
     # FBGEMM's and our own states are named after the table, those of PyTorch's optimizers are not.
     table = name.rpartition(".")[0].rpartition(".weight.")[2] if ".embedding_bags." in name else ""
     is_count = isinstance(value, ShardedTensor) and name.endswith(".iter")  # FBGEMM's Adam: one for each shard
     if not table or not isinstance(value, Tensor) or not (is_count or len(_size(value)) == 1):
-        _add(state, name, value, table)
-        return
+        return {name: _shards_of(name, value, table)}
     rows, columns = _size(weight)
     widths = column_widths(weight.metadata().shards_metadata) if isinstance(weight, ShardedTensor) else [columns]
     ends = [0, *accumulate(widths)]
-    names = [f"{name}.columns_{first}_{end}" for first, end in pairwise(ends)]
-    state.update({one: Shards(whole=() if is_count else (rows,), table=table) for one in names})
+    ranges = [Shards(whole=() if is_count else (rows,), table=table) for _ in widths]
     if is_count:
-        for (place, _), (_, count) in zip(_shards(weight), _shards(value), strict=True):
-            state[names[ends.index(place[1])]].tensors[()] = count.reshape(())
-        return
-    for (offset,), tensor in _shards(value):
-        if tensor.numel():
-            number, row = divmod(offset, rows)
-            state[names[number]].tensors[(row,)] = tensor
+        for (place, _), (_, count) in zip(_parts(weight), _parts(value), strict=True):
+            ranges[ends.index(place[1])].tensors[()] = count.reshape(())
+    else:
+        for (offset,), tensor in _parts(value):
+            if tensor.numel():
+                number, row = divmod(offset, rows)
+                ranges[number].tensors[(row,)] = tensor
+    names = [f"{name}.columns_{first}_{end}" for first, end in pairwise(ends)]
+    return dict(zip(names, ranges, strict=True))
 
 
-def _shards(value: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
+def _parts(value: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
     """Yields offsets and tensor of each part that this rank holds."""
     if isinstance(value, ShardedTensor):
         for shard in value.local_shards():
@@ -210,25 +179,26 @@ def _size(value: Tensor) -> tuple[int, ...]:
     return tuple(value.metadata().size if isinstance(value, ShardedTensor) else value.size())
 
 
-class RecordedFile(io.RawIOBase):
+class RecordedFile(io.FileIO):
     """A new file that hashes what is written, and raises faults in `digest`: PyTorch's zip writer would abort."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
-        self._file = Path(path).open("wb")  # noqa: SIM115 - closed in close()
+        super().__init__(path, "wb")
         self._sha256, self._length = hashlib.sha256(), 0
         self._fault: OSError | None = None
 
     def write(self, data: Any) -> int:
         """Writes all of the data, or nothing more after a fault; returns the number of bytes."""
         view = memoryview(data).cast("B")
-        self._length += len(view)
+        size = len(view)
+        self._length += size
         self._sha256.update(view)
         try:
-            if self._fault is None:
-                self._file.write(view)
+            while self._fault is None and len(view):
+                view = view[super().write(view) :]
         except OSError as error:
             self._fault = error
-        return len(view)
+        return size
 
     def tell(self) -> int:
         """Returns the number of bytes so far."""
@@ -236,14 +206,12 @@ class RecordedFile(io.RawIOBase):
 
     def close(self) -> None:
         """Writes the file through to the disk."""
-        if not self.closed:
-            try:
-                with self._file:
-                    self._file.flush()
-                    os.fsync(self._file.fileno())
-            except OSError as error:
-                self._fault = self._fault or error
-            super().close()
+        try:
+            if not self.closed:
+                os.fsync(self.fileno())
+        except OSError as error:
+            self._fault = self._fault or error
+        super().close()
 
     def digest(self) -> str:
         """Returns the SHA-256 of the closed file, or raises the first fault since it was opened."""
@@ -329,21 +297,19 @@ class TensorReader(dcp.FileSystemReader):
         Raises:
             InputError: it lacks a tensor or has it in another size, or a file cannot be read after all.
         """
+        self._load({name: shards for name, shards in state.items() if name in self.tensors})
         ranges: dict[str, list[tuple[str, int, int]]] = {}
         for saved in self.tensors:
-            uncut, first, end = split_name(saved)
-            ranges.setdefault(uncut, []).append((saved, first, end))
-        overlaps: dict[str, dict[str, int]] = {}
+            uncut, start, stop = split_name(saved)
+            ranges.setdefault(uncut, []).append((saved, start, stop))
         for name in state.keys() - self.tensors.keys():
             uncut, first, end = split_name(name)
             columns = {saved: min(end, stop) - max(first, start) for saved, start, stop in ranges.get(uncut, ())}
-            overlaps[name] = {saved: number for saved, number in columns.items() if number > 0}
-            if not overlaps[name]:
+            columns = {saved: number for saved, number in columns.items() if number > 0}
+            if not columns:
                 raise InputError(
                     f"{self.path} is a checkpoint of another model or optimizer: it lacks {name}. {_OTHER}"
                 )
-        self._load({name: shards for name, shards in state.items() if name in self.tensors})
-        for name, columns in overlaps.items():
             for offsets, tensor in state[name].tensors.items():
                 total = torch.zeros_like(tensor, dtype=torch.float64)
                 for saved, number in columns.items():
@@ -398,7 +364,7 @@ class _IndexUnpickler(pickle.Unpickler):
             return getattr(torch, name)
         if (module, name) == ("builtins", "getattr"):
             return _member
-        if f"{module}.{name}" not in _ALLOWED:
+        if name not in _ALLOWED.get(module, ()):
             raise InputError(f"it names {module}.{name}, which an index has no use for.")
         return getattr(importlib.import_module(module), name)
 

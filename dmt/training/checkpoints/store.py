@@ -17,13 +17,13 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -34,7 +34,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from dmt.collectives import gather_objects, reason_of, run_on_all_or_raise
 from dmt.errors import InputError
-from dmt.files import check_writable, from_record, fsync_path, open_file, read_record
+from dmt.files import check_output, from_record, fsync_path, open_file, read_record
 from dmt.formatting import shorten
 from dmt.replicas.sync import drifted, moment_scales
 from dmt.sptt.mesh import TowerMesh
@@ -42,13 +42,11 @@ from dmt.training.checkpoints.state import (
     Shards,
     State,
     TensorReader,
-    chunks,
     collect_state,
-    is_finite,
     split_name,
     write_tensors,
 )
-from dmt.training.device import random_state, set_random_state
+from dmt.training.device import on_all_ranks, random_state, set_random_state
 from dmt.training.records import versions
 
 __all__ = [
@@ -56,7 +54,6 @@ __all__ = [
     "Checkpointer",
     "Manifest",
     "checkpoints",
-    "discard_checkpoints",
     "load_plain",
     "newest",
     "read_manifest",
@@ -66,12 +63,15 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+Value = TypeVar("Value")
 
 MANIFEST_NAME = "checkpoint.json"
 _FORMAT = 3
 _REMEDY = "Use another checkpoint."
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _RNG = "rng"  # states of the random number generators, uint8 [W, bytes]: one row for each of the W ranks
+# Numbers looked at in one go: tables are too large for a copy.
+_CHUNK = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,10 +93,9 @@ class Manifest:
 def write_manifest(folder: Path, manifest: Manifest) -> None:
     """Writes the manifest through to the disk, with a digest of itself; `OSError` if it cannot be written."""
     record = {"format": _FORMAT, **asdict(manifest)}
-    with (folder / MANIFEST_NAME).open("w") as stream:
-        json.dump({**record, "digest": _digest(record)}, stream, indent=1)
-        stream.flush()
-        os.fsync(stream.fileno())
+    path = folder / MANIFEST_NAME
+    path.write_text(json.dumps({**record, "digest": _digest(record)}, indent=1))
+    fsync_path(path)
 
 
 def read_manifest(folder: Path) -> Manifest:
@@ -113,7 +112,6 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _digest(record: dict[str, Any]) -> str:
-    # Through JSON: tuples become lists, as they are when the manifest is read.
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()
 
 
@@ -147,8 +145,7 @@ def checkpoints(folder: Path) -> list[Path]:
     """
     if _NAME.fullmatch(folder.name) or (folder / MANIFEST_NAME).exists():
         return [folder] if folder.is_dir() else []
-    paths = folder.glob("step-*")
-    return sorted((path for path in paths if _NAME.fullmatch(path.name)), key=_order, reverse=True)
+    return sorted((path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)), key=_order, reverse=True)
 
 
 def _order(path: Path) -> tuple[int, int]:
@@ -160,8 +157,7 @@ def _order(path: Path) -> tuple[int, int]:
 def newest(folder: Path, mesh: TowerMesh | None = None) -> Path | None:
     """Finds the newest whole checkpoint in a folder, or the folder itself if it is one; reads every file of it.
 
-    Damaged ones that are newer are skipped with a warning that says what is wrong with them. Looks again where one is
-    gone in the meantime, because the run that saves there has replaced it.
+    Damaged ones that are newer are skipped with a warning that says what is wrong with them.
 
     Args:
         folder: of checkpoints, or a checkpoint.
@@ -174,59 +170,36 @@ def newest(folder: Path, mesh: TowerMesh | None = None) -> Path | None:
         InputError: there are some, but none is whole; the same on every rank.
     """
     share = slice(None) if mesh is None else slice(mesh.rank, None, mesh.topology.world_size)
-    wrong: dict[Path, str] = {}
-
-    def damage(path: Path) -> str | None:
+    paths, damages = checkpoints(folder), list[str]()
+    if mesh is not None:
+        paths = gather_objects(paths, mesh.global_group)[0]
+    for path in paths:
         try:
-            verify(path, share)
+            _on_all(partial(verify, path, share), mesh)
         except InputError as error:
-            return str(error)
-        return None
-
-    while True:
-        paths: list[Path] = _on_all(lambda: checkpoints(folder), mesh)[0]
-        path = next((path for path in paths if path not in wrong), None)
-        if path is None:
-            break
-        damages = [text for text in _on_all(partial(damage, path), mesh) if text is not None]
-        if not damages:
+            damages.append(str(error))
+            if (mesh is None or mesh.rank == 0) and len(paths) > 1:
+                logger.warning("A checkpoint is passed over: %s", error)
+        else:
             return path
-        wrong[path] = damages[0]
-        if (mesh is None or mesh.rank == 0) and len(paths) > 1 and path.exists():
-            logger.warning("A checkpoint is passed over: %s", damages[0])
-    if wrong:
-        first = next(iter(wrong.values()))
-        raise InputError(first if list(wrong) == [folder] else f"{folder} holds no whole checkpoint: {first}")
+    if damages:
+        raise InputError(damages[0] if paths == [folder] else f"{folder} holds no whole checkpoint: {damages[0]}")
     return None
 
 
-def _on_all(work: Callable[[], Any], mesh: TowerMesh | None) -> list[Any]:
-    return [work()] if mesh is None else run_on_all_or_raise(work, mesh.global_group)
-
-
-def discard_checkpoints(folder: Path) -> None:
-    """Deletes the checkpoints in a folder; `InputError`, and none is deleted, if one has no manifest."""
-    paths = checkpoints(folder)
-    for path in paths:
-        if path == folder or not (path / MANIFEST_NAME).is_file():
-            raise InputError(f"{path} has no {MANIFEST_NAME} or is no folder of them. Remove what is there yourself.")
-    for path in paths:
-        _discard(path)
+def _on_all(work: Callable[[], Value], mesh: TowerMesh | None) -> Value:
+    return work() if mesh is None else on_all_ranks(work, mesh)
 
 
 def prepare(folder: Path) -> None:
     """Makes the folder of checkpoints and deletes unfinished work in it; `InputError` if it cannot be written."""
-    try:
-        check_writable(folder)
-        for path in folder.glob(".step-*.partial"):
-            shutil.rmtree(path)
-        fsync_path(folder)
-        # The entries of new folders. One that may not be read is none that this run has made.
-        for path in list(folder.absolute().parents)[:2]:
-            with suppress(PermissionError):
-                fsync_path(path)
-    except OSError as error:
-        raise InputError(f"Checkpoint folder {folder} cannot be written: {error.strerror}.") from error
+    check_output("Checkpoint folder", folder, is_folder=True)
+    for path in folder.glob(".step-*.partial"):
+        shutil.rmtree(path)
+    # The entries of new folders. One that may not be read is none that this run has made.
+    for path in [folder, *folder.absolute().parents[:2]]:
+        with suppress(PermissionError):
+            fsync_path(path)
 
 
 def commit(scratch: Path, step: int) -> Path:
@@ -248,14 +221,10 @@ def prune(committed: Path, keep: int) -> None:
     earlier = [path for path in paths if _order(path)[0] < _order(committed)[0]]
     for path in paths:
         if path not in [committed, *earlier[: keep - 1]]:
-            _discard(path)
-
-
-def _discard(path: Path) -> None:
-    """Deletes a checkpoint so that a kill in between leaves nothing that looks like one."""
-    doomed = path.with_name(f".{path.name}.partial")
-    os.rename(path, doomed)
-    shutil.rmtree(doomed)
+            # Renamed first: a kill in between leaves nothing that looks like a checkpoint.
+            doomed = path.with_name(f".{path.name}.partial")
+            os.rename(path, doomed)
+            shutil.rmtree(doomed)
 
 
 class Checkpointer:
@@ -268,11 +237,11 @@ class Checkpointer:
     Args:
         folder: where checkpoints are; leftovers of a killed save are removed.
         mesh: the groups.
-        keep: how many checkpoints to keep.
+        keep: how many checkpoints to keep, at least 1.
         asynchronous: `save` returns once the state is copied to the CPU's memory; a thread writes it.
 
     Raises:
-        InputError: ``keep`` is below 1, or rank 0 cannot write the folder; on every rank.
+        InputError: rank 0 cannot write the folder; on every rank.
 
     Example::
 
@@ -284,9 +253,7 @@ class Checkpointer:
     """
 
     def __init__(self, folder: Path, mesh: TowerMesh, *, keep: int = 3, asynchronous: bool = False) -> None:
-        if keep < 1:
-            raise InputError(f"keep={keep}: at least the checkpoint just written must stay. Give 1 or more.")
-        self._folder, self._mesh, self._keep = folder, mesh, keep
+        self._folder, self._mesh, self._keep = folder, mesh, max(1, keep)
         ranks = mesh.topology.sharding_groups()[0]
         # A group of its own: a thread may not use those that training uses at the same time.
         self._writers = dist.new_group(ranks, backend="gloo")
@@ -319,13 +286,13 @@ class Checkpointer:
             (`wait` has the outcome).
 
         Raises:
-            InputError: replicas were not averaged, ranks are at different steps, a number is NaN or infinite (nothing
-                is saved and no checkpoint deleted), or something in the model is no tensor; on every rank.
+            InputError: replicas were not averaged, a number is NaN or infinite (nothing is saved and no checkpoint
+                deleted), or something in the model is no tensor; on every rank.
         """
         self.wait()
         state: State = {}
 
-        def stage() -> tuple[int, Tensor]:
+        def stage() -> Tensor:
             if drifted(model):
                 raise InputError(
                     f"Step {step} is not saved: the replicas have trained since they were last averaged, and a "
@@ -335,17 +302,13 @@ class Checkpointer:
             live = collect_state(model.state_dict(), optimizer)
             _check_finite(step, model, live, self._mesh.rank)
             if self._writes:
-                state.update(live if self._thread is None else {name: one.copied() for name, one in live.items()})
-            return step, random_state()
+                copies = self._thread is not None
+                state.update({name: shards.copied() if copies else shards for name, shards in live.items()})
+            return random_state()
 
-        steps, generators = zip(*run_on_all_or_raise(stage, self._mesh.global_group), strict=True)
-        if len(set(steps)) > 1:
-            raise InputError(
-                f"Ranks save the checkpoints of different steps, {min(steps)} to {max(steps)}. Agree first."
-            )
+        generators = torch.stack(run_on_all_or_raise(stage, self._mesh.global_group))
         if self._leads:
-            states = torch.stack(generators)
-            state[_RNG] = Shards(whole=tuple(states.shape), tensors={(0, 0): states})
+            state[_RNG] = Shards(whole=tuple(generators.shape), tensors={(0, 0): generators})
         scales = moment_scales(model)
         manifest = Manifest(step=step, progress=dict(progress), versions=versions(), files={}, moment_scales=scales)
         write = partial(self._write, state, manifest, describe) if self._writes else lambda: None
@@ -366,9 +329,9 @@ class Checkpointer:
         """
         if self._pending is None:
             return True
-        failures = [one for one in gather_objects(self._pending.result(), self._mesh.global_group) if one is not None]
+        failures = gather_objects(self._pending.result(), self._mesh.global_group)
         self._pending = None
-        return not failures
+        return not any(failures)
 
     def close(self) -> None:
         """Finishes this rank's part of the pending save, also after an error in training; not collective.
@@ -388,15 +351,13 @@ class Checkpointer:
             self._on_lead(lambda: _make_empty(scratch))
             digests = write_tensors(state, scratch, self._writers)
             everyone = gather_objects((digests, manifest.moment_scales), self._writers)
-            files, scales = ({k: v for one in maps for k, v in one.items()} for maps in zip(*everyone, strict=True))
+            files, scales = ({k: v for part in parts for k, v in part.items()} for parts in zip(*everyone, strict=True))
             self._on_lead(lambda: self._finish(scratch, replace(manifest, files=files, moment_scales=scales), describe))
         except Exception as error:
             if self._leads:
                 logger.warning(
-                    "The checkpoint of step %d was not saved to %s (%s). Earlier ones are as they were.",
-                    manifest.step,
-                    self._folder,
-                    reason_of(error),
+                    f"The checkpoint of step {manifest.step} was not saved to {self._folder} ({reason_of(error)}). "
+                    "Earlier ones are as they were."
                 )
                 shutil.rmtree(scratch, ignore_errors=True)
             return reason_of(error)
@@ -409,10 +370,7 @@ class Checkpointer:
         describe(scratch)
         files, present = dict(manifest.files), {path.name for path in scratch.iterdir()}
         if unseen := sorted(files.keys() - present):
-            raise OSError(
-                f"rank 0 does not see {shorten(unseen, ', ')} of another rank; the folder must be one that all hosts "
-                "share"
-            )
+            raise OSError(f"rank 0 does not see {shorten(unseen, ', ')} of another rank: hosts must share the folder")
         for name in present - files.keys():
             fsync_path(scratch / name)
             files[name] = sha256_of(scratch / name)
@@ -421,7 +379,7 @@ class Checkpointer:
         try:
             prune(committed, self._keep)
         except OSError as error:
-            logger.warning("Old checkpoints in %s cannot be deleted: %s", self._folder, error)
+            logger.warning(f"Old checkpoints in {self._folder} cannot be deleted: {error}")
 
 
 def _make_empty(scratch: Path) -> None:
@@ -433,13 +391,21 @@ def _make_empty(scratch: Path) -> None:
 def _check_finite(step: int, model: nn.Module, state: State, rank: int) -> None:
     # A buffer may be infinite: a mask, a running minimum.
     buffers = {f"model.{name}" for name, value in model.named_buffers() if type(value) is Tensor}
-    numbers = chunks({name: shards for name, shards in state.items() if name not in buffers})
-    if wrong := list(dict.fromkeys(name for name, chunk in numbers if not is_finite(chunk))):
+    wrong = [
+        name
+        for name, shards in state.items()
+        if name not in buffers and not all(_is_finite(tensor) for tensor in shards.tensors.values())
+    ]
+    if wrong:
         raise InputError(
             f"Step {step} is not saved: {shorten(wrong, ', ')} of rank {rank} holds NaN or an infinite number. Earlier "
             "checkpoints are as they were: go on from the last one, with smaller learning rates if training has "
             "diverged."
         )
+
+
+def _is_finite(tensor: Tensor) -> bool:
+    return all(bool(part.isfinite().all()) for part in tensor.reshape(-1).split(_CHUNK))
 
 
 def load_plain(model: nn.Module, folder: Path) -> None:
@@ -491,35 +457,19 @@ def restore(
     folder = source if is_verified else newest(source, mesh)
     if folder is None:
         return None
-    prefixes = ("model.",) if optimizer is None else ("model.", "optimizer.")
-    opened: list[tuple[Manifest, TensorReader, dict[str, Any], State]] = []
-
-    def match() -> bytes:
-        # One byte for each saved name: 1 if this rank has it.
-        manifest = read_manifest(folder)
-        reader = TensorReader(folder, manifest.files)
-        if optimizer is not None:
-            _make_state(optimizer, reader.tensors)
-        weights = model.state_dict()
-        state = collect_state(weights, optimizer)
-        opened.append((manifest, reader, weights, state))
-        known = {split_name(name)[0] for name in state}
-        return bytes(split_name(name)[0] in known for name in reader.tensors)
-
-    marks = _on_all(match, mesh)
-    manifest, reader, weights, state = opened[0]
-    unknown = [name for name, *is_known in zip(reader.tensors, *marks, strict=True) if not any(is_known)]
-    if unknown := [name for name in unknown if name.startswith(prefixes)]:
-        raise InputError(
-            f"{folder} is a checkpoint of another model or optimizer: it has {shorten(unknown, ', ')} in addition. Use "
-            "the config of the run that wrote it."
-        )
+    manifest = _on_all(lambda: read_manifest(folder), mesh)
+    reader = _on_all(lambda: TensorReader(folder, manifest.files), mesh)
+    if optimizer is not None:
+        _make_state(optimizer, reader.tensors)
+    weights = model.state_dict()
+    state = collect_state(weights, optimizer)
+    _check_names(folder, reader, state, ("model.",) if optimizer is None else ("model.", "optimizer."), mesh)
     generators = torch.empty(0, 0, dtype=torch.uint8)
     if mesh is not None and _RNG in reader.tensors and reader.tensors[_RNG].size[0] == mesh.topology.world_size:
         whole = tuple(reader.tensors[_RNG].size)
         generators = generators.new_empty(1, whole[1])
         state[_RNG] = Shards(whole=whole, tensors={(mesh.rank, 0): generators})
-    _on_all(partial(reader.fill, state), mesh)
+    _on_all(lambda: reader.fill(state), mesh)
     _scale_moments(state, moment_scales(model), manifest.moment_scales)
     # The tensors are filled already; this is for what modules keep beside them.
     model.load_state_dict(weights)
@@ -532,6 +482,20 @@ def restore(
     return manifest
 
 
+def _check_names(
+    folder: Path, reader: TensorReader, state: State, prefixes: tuple[str, ...], mesh: TowerMesh | None
+) -> None:
+    """Raises `InputError` on every rank if the checkpoint has tensors that no rank knows."""
+    known = {split_name(name)[0] for name in state}
+    unknown = [name for name in reader.tensors if name.startswith(prefixes) and split_name(name)[0] not in known]
+    everyone = [unknown] if mesh is None else gather_objects(unknown, mesh.global_group)
+    if unknown := [name for name in unknown if all(name in names for names in everyone)]:
+        raise InputError(
+            f"{folder} is a checkpoint of another model or optimizer: it has {shorten(unknown, ', ')} in addition. Use "
+            "the config of the run that wrote it."
+        )
+
+
 def _scale_moments(state: State, now: Mapping[str, float], saved: Mapping[str, float]) -> None:
     for name, shards in state.items():
         factor = now.get(shards.table, 1.0) / saved.get(shards.table, 1.0)
@@ -540,7 +504,7 @@ def _scale_moments(state: State, now: Mapping[str, float], saved: Mapping[str, f
                 tensor.mul_(factor)
 
 
-def _make_state(optimizer: KeyedOptimizer, saved: Collection[str]) -> None:
+def _make_state(optimizer: KeyedOptimizer, saved: Iterable[str]) -> None:
     """Makes state that PyTorch's optimizers have only after a step, if the checkpoint has some of it.
 
     That is a step without gradients, in which weight decay moves weights: they are loaded afterwards.
@@ -549,7 +513,7 @@ def _make_state(optimizer: KeyedOptimizer, saved: Collection[str]) -> None:
     absent = tuple(f"optimizer.{key}." for key, parameter in optimizer.params.items() if parameter not in made)
     if not any(name.startswith(absent) for name in saved):
         return
-    for part in [one for _, one in optimizer.optimizers] if isinstance(optimizer, CombinedOptimizer) else [optimizer]:
+    for part in [part for _, part in optimizer.optimizers] if isinstance(optimizer, CombinedOptimizer) else [optimizer]:
         # The state of fused optimizers exists from the beginning.
         if len(list(in_backward_optimizer_filter(part.params.items()))) == len(part.params):
             part.init_state()

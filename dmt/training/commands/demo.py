@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from dmt.errors import InputError
 from dmt.files import check_output
 from dmt.partitioner import TowerPartitioner, write_partition_report
 from dmt.sharding.plan import TowerShardingPlan
-from dmt.training.checkpoints import discard_checkpoints
+from dmt.training.checkpoints import checkpoints
 from dmt.training.config import SHARDING_OF_TOWERS, TrainingConfig, load_config, to_override, to_toml
 from dmt.training.console import NameConsole
 from dmt.training.data.config import DataConfig
@@ -25,7 +26,7 @@ from dmt.training.data.raw import first_line, schema_of
 from dmt.training.functions import is_function_name
 from dmt.training.partition import affinity_of_run
 from dmt.training.preflight import check_rows, resolve
-from dmt.training.records import read_result, result_warnings
+from dmt.training.records import quality_warnings, read_result
 from dmt.training.report import plot_curves, write_report
 
 __all__ = ["demo", "demo_settings", "flat_settings", "step_settings", "train_here"]
@@ -90,7 +91,8 @@ def demo(
     flat_arch = arch.removeprefix("dmt-").removesuffix("-products")
     for name in (flat_arch, arch):
         # Each demo is a run of its own, also in a folder that has seen one.
-        discard_checkpoints(out / name / "checkpoint")
+        for path in checkpoints(out / name / "checkpoint"):
+            shutil.rmtree(path)
 
     check_rows(load_config("demo", shared), ranks, rows.num_rows("train"))
     console.print(f"[bold]2/4[/] training the flat model, {flat_arch}, on {ranks} ranks")
@@ -128,7 +130,7 @@ def demo(
         data_description=data or "synthetic clicks in Criteo's shape with planted feature groups",
         notes=[
             *partition.notes,
-            *(f"{name}: {text}" for name, run in runs.items() for text in result_warnings(run)),
+            *(f"{n}: {text}" for n, run in runs.items() for text in quality_warnings(run["eval_auc"], run["eval_ne"])),
         ],
     )
     for tower in plan.towers:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import pytest
 
 from dmt.errors import InputError
-from dmt.training.checkpoints import checkpoints, newest, read_manifest, store, verify
+from dmt.training.checkpoints import checkpoints, newest, read_manifest, verify
 from dmt.training.checkpoints.store import MANIFEST_NAME, _digest, _make_empty, commit, prepare, prune
 from tests.training.checkpoints.made import fill_checkpoint, make_checkpoint
 
@@ -30,43 +29,27 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def test_the_last_ones_are_kept(tmp_path: Path) -> None:
-    prepare(tmp_path)
-    for step in (5, 10, 1_000_000_000, 1_000_000_001):
-        save(tmp_path, step, keep=2)
-    assert names(tmp_path) == ["step-1000000000", "step-1000000001"]
-    assert newest(tmp_path) == tmp_path / "step-1000000001"
-
-
-def test_a_step_that_is_saved_again_takes_the_place_of_the_first(tmp_path: Path) -> None:
-    for step in (1, 2, 2, 2):
-        save(tmp_path, step, keep=2)
-    assert names(tmp_path) == ["step-00000001", "step-00000002.2"]
-    save(tmp_path, 2, keep=1)
-    assert names(tmp_path) == ["step-00000002.3"]
-
-
-def test_a_course_that_was_given_up_is_deleted(tmp_path: Path) -> None:
-    """Or a restart would go on from it."""
-    for step in (10, 20, 30):
-        save(tmp_path, step, keep=2)
-    save(tmp_path, 25, keep=2)
-    assert names(tmp_path) == ["step-00000020", "step-00000025"]
-
-
-def test_other_things_in_the_folder_are_left_alone(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("steps", "keep", "left"),
+    [
+        ((5, 10, 1_000_000_000, 1_000_000_001), 2, ["step-1000000000", "step-1000000001"]),
+        # A step that is saved again takes the place of the first.
+        ((1, 2, 2, 2), 2, ["step-00000001", "step-00000002.2"]),
+        ((1, 2, 2), 1, ["step-00000002.1"]),
+        # A course that was given up is deleted, or a restart would go on from it.
+        ((10, 20, 30, 25), 2, ["step-00000020", "step-00000025"]),
+    ],
+)
+def test_the_last_ones_are_kept_and_other_things_left_alone(
+    steps: tuple[int, ...], keep: int, left: list[str], tmp_path: Path
+) -> None:
     (tmp_path / "step-by-step.txt").touch()
     (tmp_path / ".step-notes").mkdir()
     prepare(tmp_path)
-    save(tmp_path, 1, keep=1)
-    save(tmp_path, 2, keep=1)
-    assert names(tmp_path) == [".step-notes", "step-00000002", "step-by-step.txt"]
-
-
-def test_a_folder_that_takes_no_checkpoints_is_told(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    with pytest.raises(InputError, match=r"Checkpoint folder .*file/in cannot be written: Not a directory"):
-        prepare(tmp_path / "file" / "in")
+    for step in steps:
+        save(tmp_path, step, keep=keep)
+    assert names(tmp_path) == [".step-notes", *left, "step-by-step.txt"]
+    assert newest(tmp_path) == tmp_path / left[-1]
 
 
 def test_damaged_ones_are_passed_over_aloud(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
@@ -76,19 +59,13 @@ def test_damaged_ones_are_passed_over_aloud(tmp_path: Path, caplog: pytest.LogCa
     (tmp_path / "step-00000003" / "b.txt").write_text("bet")
     (tmp_path / "step-00000002" / MANIFEST_NAME).unlink()
     assert newest(tmp_path) == tmp_path / "step-00000001"
-    assert [(record.levelno, "passed over" in record.message) for record in caplog.records] == [
-        (logging.WARNING, True)
-    ] * 2
+    assert len(caplog.messages) == 2
+    assert "passed over: " in caplog.messages[0]
     assert "step-00000003 is damaged: b.txt was altered or cut off" in caplog.messages[0]
     assert f"step-00000002/{MANIFEST_NAME}: cannot be read (No such file" in caplog.messages[1]
     (tmp_path / "step-00000001" / "a.txt").unlink()
     with pytest.raises(InputError, match=r"holds no whole checkpoint: .*step-00000003 is damaged"):
         newest(tmp_path)
-
-
-def unreadable(path: Path) -> None:
-    path.unlink()
-    os.mkfifo(path)
 
 
 def edited(**change: Any) -> Callable[[Path], None]:
@@ -106,22 +83,14 @@ def edited(**change: Any) -> Callable[[Path], None]:
     ("file", "damage", "message"),
     [
         ("a.txt", Path.unlink, "is damaged: a.txt cannot be read .No such file.*Use another checkpoint"),
-        ("a.txt", lambda path: path.write_text("alp"), "is damaged: a.txt was altered or cut off"),
         ("a.txt", lambda path: path.write_text("omega"), "is damaged: a.txt was altered or cut off"),
         (MANIFEST_NAME, Path.unlink, "checkpoint.json: cannot be read .No such file"),
-        (MANIFEST_NAME, unreadable, "checkpoint.json: cannot be read"),
         (MANIFEST_NAME, lambda path: path.write_bytes(path.read_bytes()[:-2]), "not JSON"),
-        (MANIFEST_NAME, lambda path: path.write_bytes(b"9" * 5000), "checkpoint.json"),
         (MANIFEST_NAME, lambda path: path.write_bytes(b"[" * 100_000), "checkpoint.json"),
-        (MANIFEST_NAME, lambda path: path.write_bytes(b"\xff"), "checkpoint.json"),
         (MANIFEST_NAME, lambda path: path.write_text(path.read_text().replace("7", "8", 1)), "was altered"),
         (MANIFEST_NAME, edited(format=4), "has format 4; this version reads format 3"),
-        (MANIFEST_NAME, edited(progress=[1]), "is damaged: checkpoint.json: progress"),
-        (MANIFEST_NAME, edited(step="7"), "is damaged: checkpoint.json: step"),
         (MANIFEST_NAME, edited(step=-1), "is damaged: checkpoint.json: step"),
-        (MANIFEST_NAME, edited(files={"a.txt": 5}), "is damaged: checkpoint.json: files"),
         (MANIFEST_NAME, edited(files={"../secret": "s"}), "is damaged: checkpoint.json: files"),
-        (MANIFEST_NAME, edited(moment_scales={"t": None}), "is damaged: checkpoint.json: moment_scales"),
     ],
 )
 def test_damage_is_named_and_leads_to_the_checkpoint_before(
@@ -200,19 +169,3 @@ def test_a_kill_at_any_moment_leaves_a_whole_one(
     assert moment > 10, "the kills missed the file operations"
     assert survivors == {"old", "new"}
     assert manifest.progress["run"] == "new"
-
-
-def test_a_checkpoint_that_is_replaced_meanwhile_is_looked_for_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    save(tmp_path, 1, keep=1)
-    look = store.verify
-
-    def too_late(path: Path, share: slice) -> Any:
-        if path.name == "step-00000001":
-            save(tmp_path, 2, keep=1)
-        return look(path, share)
-
-    monkeypatch.setattr(store, "verify", too_late)
-    assert newest(tmp_path) == tmp_path / "step-00000002"
-    assert not caplog.records
