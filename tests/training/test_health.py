@@ -14,17 +14,16 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from dmt.errors import InputError, ReplicaMismatchError
 from dmt.sptt.mesh import TowerMesh
-from dmt.training import health
+from dmt.training import agreement
 from dmt.training import train as training
 from dmt.training.checkpoints import checkpoints
 from dmt.training.config import TrainingConfig
-from dmt.training.health import SoundnessCheck
+from dmt.training.health import judge
 from dmt.training.job import open_job
 from dmt.training.preflight import check_same_input
 from dmt.training.resume import checkpoint_folder
@@ -163,43 +162,14 @@ def test_the_checkpoint_before_a_divergence_stays_and_resumes(asynchronous: bool
     assert math.isfinite(result["eval_loss"])
 
 
-def unread_on_rank(rank: int) -> list[str]:
-    """What the check says of rows that no sample reads, in a model of four parts of which it reads two at a time."""
-    health._READ_AT_A_CHECK = 2 * 40
-    assert dist.group.WORLD is not None
-    model = nn.Sequential(*(nn.Embedding(10, 4) for _ in range(4)))
-    for name, parameter in model.named_parameters():  # the same on all ranks
-        nn.init.constant_(parameter, len(name))
-    model.register_buffer("mask", torch.tensor([-math.inf]))
-    check, found = SoundnessCheck(model, dist.group.WORLD), []
-    for step in range(1, 7):
-        if step == 4 and rank == 1:
-            spoil(model[1].weight, "nan")
-        try:
-            check.check(step)
-        except (InputError, ReplicaMismatchError) as error:
-            found.append(f"{step}: {error}")
-    return found
-
-
-@pytest.mark.ranks
-def test_a_number_that_no_sample_reads_is_noticed_in_turn() -> None:
-    first, second = run_ranks(unread_on_rank, 2, fresh=True)
-    assert first == second
-    # Parts 0 and 1 are read at step 1, 3 and 5; before that, the copies of the ranks differ.
-    assert [text[:20] for text in first] == ["4: Copies that must ", "5: Training has dive", "6: Copies that must "]
-    assert "NaN or infinity by step 5 in model.1.weight of rank 1. Nothing of this state is saved" in first[1]
-
-
 def counted_on_rank(rank: int, values: dict[str, Any]) -> list[int]:
     steps: list[int] = []
-    judge = SoundnessCheck.judge
 
-    def counted(self: SoundnessCheck, step: int, reports: Any) -> None:
+    def counted(step: int, reports: Any) -> None:
         steps.append(step)
-        judge(self, step, reports)
+        judge(step, reports)
 
-    with patch.object(SoundnessCheck, "judge", counted):
+    with patch.object(agreement, "judge", counted):
         run_on_rank(rank, values, None)
     return steps
 

