@@ -40,6 +40,7 @@ __all__ = [
     "mark_updated_in_backward",
     "norms",
     "place_globally",
+    "scale_learning_rate",
     "settings_on_parameters",
     "tree_flatten",
     "tree_unflatten",
@@ -221,6 +222,15 @@ def fused_settings(parameter: Tensor, fused_params: Mapping[str, Any] | None) ->
         others = {key: value for key, value in kwargs.items() if key != "lr"}
         settings |= {"optimizer": optimizer_type_to_emb_opt_type(kind), **others, **rate}
     return settings
+
+
+def scale_learning_rate(optimizer: Any, factor: float) -> None:
+    """Has a fused optimizer's kernel step by ``factor`` times the learning rate in ``param_groups``, and shows that."""
+    kernel = optimizer._emb_module
+    for group in optimizer.param_groups:
+        group["lr"] /= factor
+    # On this one kernel: TorchRec's optimizer hands the rate on before every update.
+    kernel.set_learning_rate = lambda rate: type(kernel).set_learning_rate(kernel, rate * factor)
 
 
 @contextmanager

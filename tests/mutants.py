@@ -113,7 +113,7 @@ first += size => first += 0
 ## dmt/sptt/peer_exchange.py :: tests/dmt/test_peer_exchange.py -k nobody_waits
                 begun.wait() => pass
 ## dmt/sptt/peer_exchange.py :: tests/dmt/test_peer_exchange.py -k tags_tell
-group, tag=tag) => group, tag=0)
+tag=exchange.tag) => tag=0)
 ## dmt/sptt/micro_batches.py :: tests/dmt/test_parity.py -m "not slow" -k "micro-batches-4"
 module.run_towers(part, of_part), number) => module.run_towers(part, of_part), 0)
 ## dmt/sptt/dataflow.py :: tests/dmt/test_unique.py -k outlive

@@ -48,7 +48,7 @@ from dmt.collectives import profiler_range
 from dmt.errors import InputError
 from dmt.sptt.id_routes import AgreedIds, GlobalIdRoute, PeerIdRoute
 from dmt.sptt.peer_exchange import AgreedOutputs, Piece, Rows, TowerOutput
-from dmt.sptt.results import CachedAwaitable
+from dmt.sptt.results import Pending
 from dmt.sptt.rows import RowCode, RowEncoder, exchange_rows
 from dmt.sptt.sharder import TowerSharder, TowerState
 from dmt.sptt.tower_lookup import GroupShardedEBC
@@ -123,7 +123,7 @@ class SPTTModule(TowerState):
             list(groups) if sum(map(len, groups)) == len(features) else [features]
             for groups, features in zip(input_groups, self._features_by_tower, strict=True)
         ]
-        self._route: PeerIdRoute | GlobalIdRoute  # set once the sharded collections exist
+        self._route: PeerIdRoute  # set once the sharded collections exist
         self._agreed_ids = AgreedIds(self.features, is_weighted=is_weighted, group=self.mesh.sharding_group)
         self._outputs: AgreedOutputs | None = None
         self._tag = next(self.mesh.tags)
@@ -194,7 +194,8 @@ class SPTTModule(TowerState):
         Raises:
             InputError: a tower's output has another width or a wider dtype than in the first batch.
         """
-        return CachedAwaitable(self.columns(ctx, [self.exchange_outputs(ctx, output)])[0], self.finish)
+        (columns_BS,) = self.columns(ctx, [self.exchange_outputs(ctx, output)])
+        return Pending(lambda: self.finish(columns_BS.wait()))
 
     @profiler_range("exchange_ids")
     @torch.no_grad()
@@ -206,10 +207,10 @@ class SPTTModule(TowerState):
         exchange = self.id_exchanges[0]
         ctx.ids, ctx.encoder = ids_B, self.encoder
         if self.encoder is None:
-            started = exchange(ids_B)
+            started = exchange(exchange.in_order(ids_B))
         else:
             ctx.code = self.encoder.encode(exchange.in_order(ids_B))
-            started = exchange.send(ctx.code.ids)
+            started = exchange(ctx.code.ids)
         ctx.request = self._route.carry_on(started, ctx)
         return ctx.request
 
@@ -254,7 +255,7 @@ class SPTTModule(TowerState):
         rows = ctx.parts[part]
         self._outputs = agreed = self._outputs or self._agree(output)
         outputs_PO = agreed.checked(output, rows.num_rows)
-        if ctx.code is None or not ctx.code.is_ragged:
+        if ctx.code is None or ctx.code.inverse is None:
             return agreed.exchange(outputs_PO, [of_peer[0] for of_peer in rows.arrived])
         return exchange_rows(outputs_PO, rows, agreed)
 

@@ -1,16 +1,13 @@
 """`run_in_micro_batches`: the exchange of one micro-batch runs while the dense part of the model computes another.
 
-A batch crosses the slow links twice, as tower outputs and as their gradients, and the dense part of the model computes
-in between: links and processors wait for each other. Cut into micro-batches (the term of GPipe, arXiv 1811.06965), the
-outputs of each are sent as soon as its towers have computed them, and the dense part computes each as soon as it has
-arrived; all forward passes come first, and in the backward pass the gradients of one are in flight while those of the
-next are computed. Unlike gradient accumulation nothing changes in what is computed: one id exchange, one lookup, one
-loss, one backward pass, one update of the tables and of the dense part for the batch.
+The dense part computes between the two times that a batch crosses the slow links, as tower outputs and as gradients:
+links and processors wait for each other. Of a batch cut into micro-batches (GPipe, arXiv 1811.06965), the outputs of
+each are sent once its towers have computed them, and the dense part computes each once it has arrived; in the backward
+pass the gradients of one are in flight while those of the next are computed. Unlike gradient accumulation nothing
+changes in what is computed: one id exchange, lookup, loss, backward pass and update for the batch.
 
-Everything here wraps the dataflow (`dmt.sptt.dataflow`): between the lookup and the result its steps `run_towers` and
-`exchange_outputs` are called once for each micro-batch.
-
-Legend: B the local batch, K micro-batches, P samples of all peers (one rank of each tower).
+This wraps the dataflow (`dmt.sptt.dataflow`): between the lookup and the result its steps `run_towers` and
+`exchange_outputs` are called once for each of K micro-batches.
 """
 
 from __future__ import annotations
@@ -32,9 +29,8 @@ from dmt._torchrec import tree_flatten, tree_unflatten
 from dmt.collectives import check_agreement
 from dmt.errors import InputError
 from dmt.sptt.dataflow import SPTTContext, SPTTModule
-from dmt.sptt.id_routes import Deferred
 from dmt.sptt.options import refuse
-from dmt.sptt.results import CachedAwaitable, split_rows
+from dmt.sptt.results import Pending, split_rows
 from dmt.sptt.rows import part_sizes, wrap
 
 __all__ = ["MicroBatches", "ResultInParts", "run_in_micro_batches"]
@@ -43,13 +39,10 @@ __all__ = ["MicroBatches", "ResultInParts", "run_in_micro_batches"]
 def run_in_micro_batches(module: nn.Module, num_micro_batches: int = 4) -> MicroBatches:
     """Makes a sharded model run in micro-batches; training loop and pipelines stay as they are.
 
-    The module must map samples to samples: every tensor it is given or returns has one row for each sample, and no row
-    depends on another (no batch norm). So it is the model without its loss. Tensors among its arguments are cut, also
-    inside lists, tuples and dicts; the ``KeyedJaggedTensor`` is handed on whole, to the towers, and so are
-    single numbers and everything that is no tensor. Collective: every rank calls it.
-
-    Results are those without micro-batches but for rounding: a matrix product of fewer rows may round differently, and
-    gradients of the dense part are summed micro-batch by micro-batch.
+    The module must map samples to samples, so it is the model without its loss: every tensor it is given or returns,
+    also inside lists, tuples and dicts, has one row for each sample, and no row depends on another (no batch norm). The
+    ``KeyedJaggedTensor``, single numbers and what is no tensor are handed on whole. Results are those without
+    micro-batches but for rounding. Collective: every rank calls it.
 
     Args:
         module: the ``DistributedModelParallel`` of the model, or the module inside whose forward is to be run in
@@ -159,13 +152,13 @@ class MicroBatches:
 
 def _replace(module: nn.Module, name: str, method: Callable[..., Any]) -> Callable[[], None]:
     """Replaces a method of one module, and returns what restores it."""
-    own = vars(module).get(name)
+    before = vars(module).get(name)
     setattr(module, name, method)
 
     def restore() -> None:
         delattr(module, name)
-        if own is not None:
-            setattr(module, name, own)
+        if before is not None:
+            setattr(module, name, before)
 
     return restore
 
@@ -211,13 +204,12 @@ def _served_in_parts(module: SPTTModule) -> Iterator[Callable[[int], None]]:
         restore()
 
 
-class ResultInParts(CachedAwaitable):
+class ResultInParts(Pending):
     """Result of several exchanges of [B of the micro-batch, columns] in flight, used as a whole or part by part."""
 
     def __init__(self, exchanges: Sequence[Any], finish: Callable[[Tensor], Any]) -> None:
-        parts = [CachedAwaitable(exchange) for exchange in exchanges]
-        super().__init__(Deferred(lambda: torch.cat([rows.wait() for rows in parts])), finish)
-        self.parts = [CachedAwaitable(rows, finish) for rows in parts]
+        super().__init__(lambda: finish(torch.cat([columns.wait() for columns in exchanges])))
+        self.parts = [Pending(lambda columns=columns: finish(columns.wait())) for columns in exchanges]
         """Result of each micro-batch."""
 
 
@@ -267,15 +259,11 @@ def _join_leaf(parts: Sequence[Any], sizes: Sequence[int], owner: str) -> Any:
         return _join([part.wait() for part in parts], sizes, owner)
     if parts[0] is None:
         return None
-    if not isinstance(parts[0], Tensor):
-        raise InputError(
-            f"{owner} returned a {type(parts[0]).__name__}, which cannot be put together from micro-batches; return "
-            "tensors, or lists, tuples or dicts of them."
-        )
-    shapes = [list(part.shape) for part in parts]
+    shapes = [list(part.shape) if isinstance(part, Tensor) else type(part).__name__ for part in parts]
     if any(shape[:1] != [size] for shape, size in zip(shapes, sizes, strict=True)):
         raise InputError(
-            f"{owner} returned tensors of shape {shapes} for micro-batches of {list(sizes)} samples; it must return "
-            "one row for each. Call run_in_micro_batches with the model inside that computes no loss."
+            f"{owner} returned {shapes} for micro-batches of {list(sizes)} samples; it must return tensors with one "
+            "row for each, or lists, tuples or dicts of them. Call run_in_micro_batches with the model inside that "
+            "computes no loss."
         )
     return torch.cat(list(parts))

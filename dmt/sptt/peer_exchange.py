@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.distributed.types import Awaitable, NoWait
@@ -24,9 +24,9 @@ from torchrec.distributed.types import Awaitable, NoWait
 from dmt.collectives import PendingExchange, gather_objects, profiler_range, start_exchange
 from dmt.errors import InputError
 from dmt.sptt.precision import ExchangePrecision
+from dmt.sptt.results import Pending
 
-__all__ = ["AgreedOutputs", "PeerExchange", "PendingOutputs", "Piece", "Rows", "TowerOutput"]
-
+__all__ = ["AgreedOutputs", "PeerExchange", "Piece", "Rows", "TowerOutput"]
 
 Piece = tuple[Any, int]
 """Name and number of columns of a part of a tower's output."""
@@ -63,14 +63,14 @@ class Rows:
 
 @dataclass(frozen=True)
 class AgreedOutputs:
-    """Shapes and dtype of the outputs that the peers exchanged in the first batch; later batches must match."""
+    """What the peers told each other about their outputs in the first batch; later batches must match."""
 
     pieces: list[list[Piece]]
     """Pieces of each tower's output."""
     groups: list[list[int]]
     """For each tower the group of features whose rows each piece has."""
     exchange: PeerExchange
-    """The exchange made for them (step f); its dtype is the widest of all towers' outputs."""
+    """Made for them (step f); its dtype is the widest of all towers' outputs."""
 
     @functools.cached_property
     def widths(self) -> list[list[int]]:
@@ -92,26 +92,24 @@ class AgreedOutputs:
         # Under autocast a tower with a matrix product has another output dtype than one that passes through.
         dtype = functools.reduce(torch.promote_types, dtypes)
         sizes = [sum(width for _, width in pieces) for pieces in all_pieces]
-        return AgreedOutputs(
-            all_pieces, all_groups, PeerExchange(peers, sizes, dtype=dtype, precision=precision, tag=tag)
-        )
+        exchange = PeerExchange(peers, sizes, dtype=dtype, precision=precision, tag=tag)
+        return AgreedOutputs(all_pieces, all_groups, exchange)
 
     def checked(self, output: TowerOutput, num_rows: int) -> Tensor:
         """Returns an output's columns in the agreed dtype; `InputError` for other columns, or if they do not fit it."""
         columns_PO, pieces = output
         tower, dtype = self.exchange.group.rank(), self.exchange.dtype
         if torch.promote_types(columns_PO.dtype, dtype) != dtype or pieces != self.pieces[tower]:
-            now, before = ([width for _, width in some] for some in (pieces, self.pieces[tower]))
             raise InputError(
-                f"Tower {tower} returned columns {now} of {columns_PO.dtype}, but {before} of {dtype} were agreed on "
-                "with the other towers in the first batch; they must stay."
+                f"Tower {tower} returned columns {[width for _, width in pieces]} of {columns_PO.dtype}, but "
+                f"{self.widths[tower]} of {dtype} were agreed on with the other towers in the first batch; they must "
+                "stay."
             )
-        computed = columns_PO.shape[0]
-        assert computed == num_rows, f"tower {tower} computed {computed} rows for {num_rows}"
+        assert columns_PO.shape[0] == num_rows, f"tower {tower} computed {columns_PO.shape[0]} rows for {num_rows}"
         return columns_PO.to(dtype)
 
 
-class PeerExchange(nn.Module):
+class PeerExchange:
     """Exchanges rows of outputs for columns of all towers; differentiable.
 
     ========= ==================================================================================================
@@ -139,18 +137,16 @@ class PeerExchange(nn.Module):
         precision: ExchangePrecision | None = None,
         tag: int = 0,
     ) -> None:
-        super().__init__()
-        self.group = group
-        self.tag = tag
+        self.group, self.tag, self.dtype = group, tag, dtype
         self.output_sizes = list(output_sizes)
-        self.dtype = dtype
-        self.precision = precision or ExchangePrecision()
-        codecs = self.precision.codecs(dtype)
+        codecs = (precision or ExchangePrecision()).codecs(dtype)
         self.forward_codec = None if codecs is None else codecs.forward
         self.backward_codec = None if codecs is None else codecs.backward
-        self._begun: list[tuple[weakref.ref[_AllToAllRequest], PendingExchange]] = []
+        self.begun: list[tuple[weakref.ref[_Transfer], PendingExchange]] = []
+        """What has begun to send, and who will wait for it. Messages that nobody holds any more would be lost on their
+        way, and the ranks' next exchanges with them."""
 
-    def forward(self, outputs: Tensor, batch_sizes: Sequence[int]) -> Awaitable[Tensor]:
+    def __call__(self, outputs: Tensor, batch_sizes: Sequence[int]) -> Awaitable[Tensor]:
         """Starts the exchange of outputs [sum(batch_sizes), O_t], which must not change until it has ended.
 
         Batch sizes are B of every peer, in group order; they may differ. Raises `InputError` as `exchange`.
@@ -159,7 +155,7 @@ class PeerExchange(nn.Module):
         return self.exchange(outputs, [size * columns for size in batch_sizes], [(rows, o) for o in self.output_sizes])
 
     def exchange(self, numbers: Tensor, sizes: Sequence[int], arriving: Sequence[tuple[int, ...]]) -> Awaitable[Tensor]:
-        """Starts the exchange of any blocks of numbers; `forward` is this for whole rows.
+        """Starts the exchange of any blocks of numbers.
 
         Args:
             numbers: of any shape, the blocks one after the other; must not change until the exchange has ended.
@@ -176,36 +172,23 @@ class PeerExchange(nn.Module):
             )
         if self.group.size() == 1:
             return NoWait(numbers.reshape(arriving[0]))
-        self._end_abandoned()
-        request = _AllToAllRequest(self, sizes, arriving)
+        for owner, begun in self.begun:
+            if owner() is None:  # a result was dropped, or something raised before its use
+                begun.wait()
+        transfer = _Transfer(self, list(sizes), list(arriving))
         # Wants a gradient even if a frozen tower does not, for its peers wait for this rank in the backward pass.
         anchor = torch.empty(0, device=numbers.device, requires_grad=torch.is_grad_enabled())
         with profiler_range("exchange_outputs"):
-            started = _AllToAllStart.apply(numbers, anchor, request)
-        return PendingOutputs(started, request)
-
-    def keep(self, request: _AllToAllRequest, pending: PendingExchange) -> None:
-        """Called by a request that has begun to send.
-
-        Messages that nobody holds any more would be lost on their way, and the ranks' next exchanges with them.
-        """
-        self._begun = [(owner, begun) for owner, begun in self._begun if not begun.is_done]
-        self._begun.append((weakref.ref(request), pending))
-
-    def _end_abandoned(self) -> None:
-        """Waits for exchanges that nobody else waits for: a result was dropped, or something raised before its use."""
-        for owner, begun in self._begun:
-            if owner() is None:
-                begun.wait()
+            started = _Start.apply(numbers, anchor, transfer)
+        return Pending(lambda: _Wait.apply(started, transfer))
 
 
-class _AllToAllRequest:
+class _Transfer:
     """One exchange in flight, forward and then backward, and the buffers where it arrives."""
 
-    def __init__(self, exchange: PeerExchange, sizes: Sequence[int], arriving: Sequence[tuple[int, ...]]) -> None:
+    def __init__(self, exchange: PeerExchange, sizes: list[int], shapes: list[tuple[int, ...]]) -> None:
         self.exchange = exchange
-        self._sizes = list(sizes)
-        self._shapes = list(arriving)
+        self._sizes, self._shapes = sizes, shapes
         self._pending: PendingExchange | None = None
         self._arriving: list[Tensor] = []
 
@@ -232,9 +215,10 @@ class _AllToAllRequest:
     def _start(self, blocks: Sequence[Tensor], sizes: Sequence[int], codec: Any) -> None:
         """Sends a block to each peer; blocks of these sizes will arrive."""
         sent = list(blocks) if codec is None else [codec.encode(block) for block in blocks]
-        group, tag = self.exchange.group, self.exchange.tag
-        self._pending, self._arriving = start_exchange(sent, sizes, group, tag=tag)
-        self.exchange.keep(self, self._pending)
+        exchange = self.exchange
+        self._pending, self._arriving = start_exchange(sent, sizes, exchange.group, tag=exchange.tag)
+        exchange.begun = [(owner, begun) for owner, begun in exchange.begun if not begun.is_done]
+        exchange.begun.append((weakref.ref(self), self._pending))
 
     def _end(self, codec: Any) -> list[Tensor]:
         assert self._pending is not None, "an exchange is waited for once"
@@ -243,40 +227,27 @@ class _AllToAllRequest:
         return arrived if codec is None else [codec.decode(block) for block in arrived]
 
 
-class _AllToAllStart(Function):
+class _Start(Function):
     @staticmethod
-    def forward(ctx: Any, numbers: Tensor, anchor: Tensor, request: _AllToAllRequest) -> Tensor:
-        ctx.request, ctx.shape = request, numbers.shape
-        request.start_forward(numbers)
+    def forward(ctx: Any, numbers: Tensor, anchor: Tensor, transfer: _Transfer) -> Tensor:
+        ctx.transfer, ctx.shape = transfer, numbers.shape
+        transfer.start_forward(numbers)
         return torch.empty_like(anchor)
 
     @staticmethod
     def backward(ctx: Any, *unused: Tensor) -> Any:
-        return ctx.request.end_backward().view(ctx.shape), None, None
+        return ctx.transfer.end_backward().view(ctx.shape), None, None
 
 
-class _AllToAllWait(Function):
+class _Wait(Function):
     @staticmethod
-    def forward(ctx: Any, started: Tensor, request: _AllToAllRequest) -> Tensor:
-        ctx.request = request
-        return request.end_forward()
+    def forward(ctx: Any, started: Tensor, transfer: _Transfer) -> Tensor:
+        ctx.transfer = transfer
+        return transfer.end_forward()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         with profiler_range("exchange_outputs", backward=True):
-            ctx.request.start_backward(gradients[0])
+            ctx.transfer.start_backward(gradients[0])
         # Autograd goes on with other work before it comes to the end of the exchange, which was begun earlier.
         return gradients[0].new_empty(0), None
-
-
-class PendingOutputs(Awaitable[Tensor]):
-    """Outputs whose exchange was started; a result to wait for."""
-
-    def __init__(self, started: Tensor, request: _AllToAllRequest) -> None:
-        super().__init__()
-        self._started = started
-        self._request = request
-
-    def _wait_impl(self) -> Tensor:
-        columns: Tensor = _AllToAllWait.apply(self._started, self._request)
-        return columns

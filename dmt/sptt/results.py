@@ -1,34 +1,30 @@
-"""Results of sharded modules: embeddings in the order of their keys, and `CachedAwaitable`, waited for once."""
+"""Results of sharded modules: `Pending`, made at its first use, and embeddings in the order of their keys."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
 from torchrec.distributed.types import LazyAwaitable, LazyGetItemMixin
 from torchrec.modules.embedding_modules import get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
-__all__ = ["CachedAwaitable", "in_order", "output_keys", "split_rows"]
+__all__ = ["Pending", "in_order", "output_keys", "split_rows"]
 
 
-class CachedAwaitable(LazyGetItemMixin[Any, Any], LazyAwaitable[Any]):
-    """A result that is waited for once, at its first use, and then passed through ``finish``."""
+class Pending(LazyGetItemMixin[Any, Any], LazyAwaitable[Any]):
+    """What is in flight, in every part of the dataflow: ``make`` waits for it, once, at the first use of the result."""
 
-    def __init__(self, awaitable: Any, finish: Any = None) -> None:
+    def __init__(self, make: Callable[[], Any]) -> None:
         super().__init__()
-        self._awaitable = awaitable
-        self._finish = finish
+        self._make: Callable[[], Any] | None = make
         self._value: Any = None
 
     def _wait_impl(self) -> Any:
         # TorchRec's exchange can be waited for only once, but a user may call wait() and use the result as well.
-        if self._awaitable is not None:
-            value: Tensor = self._awaitable.wait()
-            self._value = value if self._finish is None else self._finish(value)
-            self._awaitable = None
+        if self._make is not None:
+            self._value, self._make = self._make(), None
         return self._value
 
 
@@ -52,8 +48,6 @@ def output_keys(tables: Sequence[Any]) -> list[str]:
 
 
 def split_rows(embeddings: KeyedTensor, rows: Sequence[int]) -> list[KeyedTensor]:
-    """Splits embeddings [sum(rows), columns] into blocks of these numbers of samples."""
-    if len(rows) == 1:
-        return [embeddings]
+    """Splits embeddings [sum(rows), columns] into blocks of these numbers of rows."""
     keys, widths = embeddings.keys(), embeddings.length_per_key()
-    return [KeyedTensor(keys, widths, part) for part in embeddings.values().split(list(rows))]
+    return [KeyedTensor(keys, widths, block) for block in embeddings.values().split(list(rows))]

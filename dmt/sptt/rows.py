@@ -1,13 +1,11 @@
 """Rows in the place of samples: how many each feature sends in each part of a batch, and how they come back.
 
-Without a `RowEncoder` every sample is a row of every feature. With one, features differ in their number of rows
-(samples may share one, `dmt.sptt.unique`), and a batch may be cut into parts (`dmt.sptt.micro_batches`): a row crosses
-with the first part that needs it. The encoder makes rows of the samples before they are sent; what it returns, a
-`RowCode`, makes columns of samples of the rows that come back. TorchRec's KJT all-to-all carries the numbers of rows,
-so both ends know all sizes from then on.
+Without a `RowEncoder` every sample is a row of every feature. With one, samples may share a row (`dmt.sptt.unique`),
+and a batch may be cut into parts (`dmt.sptt.micro_batches`): a row crosses with the first part that needs it. The
+encoder makes rows of the samples before they are sent; the `RowCode` that it returns makes columns of samples of the
+rows that come back. TorchRec's KJT all-to-all carries the numbers of rows, so both ends know all sizes from then on.
 
-Shape suffixes: F features, G groups of one tower (features of a group have as many rows), T peers, K parts, B samples
-of this rank, O columns of a tower's output, S of all towers'.
+Legend of `dmt.sptt.dataflow`; also F features, G groups of one tower, whose features have as many rows, K parts.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dmt.sptt.peer_exchange import AgreedOutputs, Rows
-from dmt.sptt.results import CachedAwaitable
+from dmt.sptt.results import Pending
 from dmt.sptt.unique import distinct_inputs, samples_of_rows
 
 __all__ = ["RowCode", "RowEncoder", "exchange_rows", "part_sizes", "rows_of_parts", "samples_of_parts", "wrap"]
@@ -72,26 +70,16 @@ class RowCode:
     taken: Any
     """What was taken out of the batch."""
 
-    @property
-    def is_ragged(self) -> bool:
-        """True if groups may differ in their rows."""
-        return self.inverse is not None
-
     def arrange(
-        self,
-        ids: KeyedJaggedTensor,
-        batch_sizes: Sequence[int],
-        groups: Sequence[Sequence[Sequence[str]]],
-        tower: int,
+        self, ids: KeyedJaggedTensor, batch_sizes: Sequence[int], groups: Sequence[Sequence[Any]], tower: int
     ) -> tuple[KeyedJaggedTensor, list[Rows]]:
         """Returns the ids that arrived from the peers with one batch size for all features, and the rows of each part.
 
         ``batch_sizes`` are B of every peer where each sample is a row, ``groups`` those of each tower's features.
         """
-        if self.is_ragged:
+        if self.inverse is not None:
             return rows_of_parts(self, ids, groups, tower)
-        num_groups = [len(of_tower) for of_tower in groups]
-        return samples_of_parts(ids, batch_sizes, len(self.parts), num_groups=num_groups, tower=tower)
+        return samples_of_parts(ids, batch_sizes, len(self.parts), num_groups=list(map(len, groups)), tower=tower)
 
     def decode(
         self, exchanges: Sequence[Awaitable[Any]], agreed: AgreedOutputs, num_groups: Sequence[int]
@@ -108,7 +96,7 @@ class RowCode:
         # Looked up here, while the others are on their way.
         added_BS = self.taken.columns([piece for pieces in agreed.pieces for piece in pieces])
         blocks = added_BS.split(self.cuts)
-        return [CachedAwaitable(part, block.add) for part, block in zip(columns, blocks, strict=True)]
+        return [Pending(lambda p=p, b=b: b.add(p.wait())) for p, b in zip(columns, blocks, strict=True)]
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keeps the memory of the rows until a stream has done its work."""
@@ -137,7 +125,7 @@ def part_sizes(batch_size: int, num: int) -> list[int]:
 
 
 def rows_of_parts(
-    code: RowCode, ids: KeyedJaggedTensor, groups: Sequence[Sequence[Sequence[str]]], tower: int
+    code: RowCode, ids: KeyedJaggedTensor, groups: Sequence[Sequence[Any]], tower: int
 ) -> tuple[KeyedJaggedTensor, list[Rows]]:
     """Reads the rows of each part off the ids that arrived from the peers, a key for each feature and part.
 
@@ -221,7 +209,8 @@ def exchange_rows(outputs_PO: Tensor, rows: Rows, agreed: AgreedOutputs) -> Awai
         return [block.view(-1, width) for block, width in zip(blocks, widths, strict=True)]
 
     sent = _sent_numbers(outputs_PO, rows, agreed.groups[tower], agreed.widths[tower])
-    return CachedAwaitable(agreed.exchange.exchange(sent, sizes, [(sum(counts),) for counts in by_tower]), pieces)
+    started = agreed.exchange.exchange(sent, sizes, [(sum(counts),) for counts in by_tower])
+    return Pending(lambda: pieces(started.wait()))
 
 
 def _counts(rows: Sequence[int], agreed: AgreedOutputs, tower: int) -> list[int]:

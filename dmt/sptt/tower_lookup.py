@@ -21,7 +21,7 @@ from torchrec.distributed.embedding_sharding import EmbeddingShardingContext
 from torchrec.distributed.types import Awaitable, ParameterSharding
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, OptimizerWrapper
+from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from dmt._torchrec import (
@@ -31,18 +31,14 @@ from dmt._torchrec import (
     fused_settings,
     group_env,
     mark_updated_in_backward,
+    scale_learning_rate,
     settings_on_parameters,
 )
 from dmt.collectives import broadcast_tensor, start_sum
 from dmt.sharding.data_parallel import DataParallelOptimizer, UpdateSettings
 from dmt.sharding.optimizers import moment_scaled
 
-__all__ = [
-    "DataParallelTables",
-    "GroupShardedEBC",
-    "RowWiseOutputs",
-    "ScaledRateOptimizer",
-]
+__all__ = ["DataParallelTables", "GroupShardedEBC", "RowWiseOutputs"]
 
 # TorchRec's schemes that cut rows.
 _ROW_SCHEMES = ("row_wise", "table_row_wise", "grid_shard")
@@ -92,7 +88,9 @@ class GroupShardedEBC(OpenShardedEBC):
         with settings_on_parameters(scaled):
             super().__init__(module, sharding, group_env(group), **options)
         data_parallel = [lookup.optimizer for lookup in self.lookups if isinstance(lookup, DataParallelTables)]
-        fused = [self._with_scaled_rate(optimizer) for _, optimizer in super().fused_optimizer.optimizers]
+        fused = [optimizer for _, optimizer in super().fused_optimizer.optimizers]
+        for optimizer in fused:
+            self._show_users_rate(optimizer)
         self._optimizer = CombinedOptimizer([("", optimizer) for optimizer in (*fused, *data_parallel)])
         for i, (scheme, _) in enumerate(self.tables_by_lookup):
             if scheme in _ROW_SCHEMES:
@@ -184,11 +182,13 @@ class GroupShardedEBC(OpenShardedEBC):
         widths = torch.tensor(self._widths, device=lengths.device)
         return torch.stack(columns, dim=1).repeat_interleave(widths, dim=1).to(torch.float32)
 
-    def _with_scaled_rate(self, optimizer: Any) -> Any:
-        """Wraps a lookup's optimizer, whose tables have one factor c, so that it shows the user's learning rate."""
+    def _show_users_rate(self, optimizer: Any) -> None:
+        """Has ``param_groups`` hold the user's learning rate, which schedules write there; the kernel scales it."""
         scales = {self.moment_scales.get(key.split(".")[-2], 1.0) for key in optimizer.params}
-        assert len(scales) <= 1, f"a lookup has tables of moment scales {scales}"
-        return ScaledRateOptimizer(optimizer, math.sqrt(scales.pop())) if scales - {1.0} else optimizer
+        assert len(scales) <= 1, f"a kernel has tables of moment scales {scales}"
+        factor = math.sqrt(scales.pop()) if scales else 1.0
+        if factor != 1.0:
+            scale_learning_rate(optimizer, factor)
 
 
 class DataParallelTables(nn.Module):
@@ -227,7 +227,7 @@ class DataParallelTables(nn.Module):
         # Weakly: a cycle through autograd is hidden from the garbage collector, and the tables would never be freed.
         reduce = weakref.WeakMethod(self._reduce)
         for _, parameter in lookup.named_parameters():
-            parameter.register_post_accumulate_grad_hook(lambda parameter: _call_living(reduce, parameter))
+            parameter.register_post_accumulate_grad_hook(lambda parameter: (living := reduce()) and living(parameter))
 
     def forward(self, *features: Any) -> Tensor:
         """Looks up; nothing is sent."""
@@ -277,11 +277,6 @@ def _start_group_mean(gradient: Tensor, group: ProcessGroup) -> Callable[[bool],
     return end
 
 
-def _call_living(method: weakref.WeakMethod[Any], parameter: Tensor) -> None:
-    if (living := method()) is not None:
-        living(parameter)
-
-
 class RowWiseOutputs(nn.Module):
     """Reduce-scatter of partial sums inside a tower (SPTT step d of row-wise tables) for batches of any sizes.
 
@@ -315,42 +310,3 @@ class RowWiseOutputs(nn.Module):
         sums = self._exchange(torch.cat(padded), even)
         sums.callbacks.append(lambda rows: rows[: sizes[self._rank]])
         return sums
-
-
-class ScaledRateOptimizer(OptimizerWrapper):
-    """A fused optimizer whose kernel steps by ``factor`` times the learning rate in ``param_groups``.
-
-    A warm-up or any other schedule writes the learning rate that the user means into ``param_groups``; without this it
-    would overwrite the factor that the kernel was given when it was made (see `dmt.sharding.optimizers`).
-    """
-
-    def __init__(self, optimizer: KeyedOptimizer, factor: float) -> None:
-        super().__init__(optimizer)
-        self._kernel = optimizer
-        self._factor = factor
-        self.param_groups = [{**group, "lr": group["lr"] / factor} for group in optimizer.param_groups]
-
-    def step(self, closure: Any = None) -> None:
-        """Hands the scaled learning rate on, like fused optimizers: the update itself was in the backward pass."""
-        self._scale()
-        super().step(closure)
-
-    def zero_grad(self, set_to_none: bool = False) -> None:
-        """Hands the scaled learning rate on."""
-        self._scale()
-        super().zero_grad(set_to_none)
-
-    def load_state_dict(self, state_dict: Any) -> None:
-        """Loads the optimizer's state; learning rates stay as they are here."""
-        groups = self.param_groups
-        super().load_state_dict(state_dict)
-        self.param_groups = groups
-
-    def update_hyper_parameters(self, params_dict: dict[str, Any]) -> None:
-        """Changes settings of the kernel; ``lr`` and ``eps`` are given unscaled."""
-        scaled = {k: v * self._factor if k in ("lr", "eps") else v for k, v in params_dict.items()}
-        super().update_hyper_parameters(scaled)
-
-    def _scale(self) -> None:
-        for inner, group in zip(self._kernel.param_groups, self.param_groups, strict=True):
-            inner["lr"] = group["lr"] * self._factor

@@ -1,9 +1,8 @@
 """Unique inputs: each distinct input of a batch is sent, looked up, computed and returned once.
 
-In one batch the same input occurs many times: popular items, and users with many samples. Where all ids of a *group* of
-features repeat, so do the rows that come back for them. A group is one feature for a flat model in the SPTT dataflow,
-and all features of a tower for a model of towers. Samples with equal inputs share a row, and the exchange between hosts
-carries rows instead of samples:
+Popular items, and users with many samples, make inputs repeat in a batch. A *group* of features is one feature for a
+flat model in the SPTT dataflow, and all features of a tower for a model of towers. Samples with equal inputs of a group
+share a row, and the exchange between hosts carries rows instead of samples:
 
 ====== ==========================================================================================================
 ids    of each group the distinct inputs only (`distinct_inputs`); TorchRec's KJT all-to-all carries the
@@ -19,7 +18,6 @@ unsharded module's to the bit, its gradients but for the order of that sum.
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
@@ -30,7 +28,7 @@ from torch.autograd import Function
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dmt.sptt.id_routes import Deferred
+from dmt.sptt.results import Pending
 
 __all__ = ["DistinctInputs", "add_rows", "distinct_inputs", "samples_of_rows"]
 
@@ -164,7 +162,7 @@ def samples_of_rows(
         Columns of the samples of each part, [samples, S]. One waits for its own exchange and those before it.
     """
     held = _HeldRows(exchanges, rows)
-    return [Deferred(functools.partial(held.samples, k, inverse)) for k, inverse in enumerate(inverses)]
+    return [Pending(lambda k=k, inverse=inverse: held.samples(k, inverse)) for k, inverse in enumerate(inverses)]
 
 
 class _HeldRows:

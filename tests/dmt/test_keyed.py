@@ -41,4 +41,3 @@ def test_split_rows_gives_the_same_keys_some_samples_at_a_time() -> None:
     assert [len(part.values()) for part in parts] == [2, 0, 3]
     for key in KEYS:
         assert torch.equal(torch.cat([part[key] for part in parts]), embeddings[key]), key
-    assert split_rows(embeddings, [ROWS]) == [embeddings]

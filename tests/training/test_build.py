@@ -15,9 +15,10 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.distributed.types import LazyAwaitable
 
 from dmt.errors import InputError
+from dmt.sptt import peer_exchange
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.peer_exchange import PeerExchange
-from dmt.sptt.results import CachedAwaitable
+from dmt.sptt.results import Pending
 from dmt.testing import gather_plain_state, load_plain_state
 from dmt.training import preflight
 from dmt.training.build import (
@@ -350,7 +351,7 @@ WATCHED = ["dlrm", "dcn", "dmt-dlrm", "dmt-dcn"]
 
 def watch(model: torch.nn.Module, events: list[str]) -> None:
     """Logs when the exchange is begun and waited for and when the dense arch runs, and the same of their gradients."""
-    exchange, wait = PeerExchange.forward, CachedAwaitable._wait_impl
+    exchange = PeerExchange.__call__
 
     def begin(self: PeerExchange, outputs: torch.Tensor, *args: Any) -> Any:
         events.append("exchange begun")
@@ -358,20 +359,20 @@ def watch(model: torch.nn.Module, events: list[str]) -> None:
         outputs.register_hook(lambda _: events.append("gradients arrived"))
         return exchange(self, outputs, *args)
 
-    def end(self: CachedAwaitable) -> Any:
-        if self._value is not None:
-            return wait(self)
-        events.append("exchange waited for")
-        result = wait(self)
-        columns = result if isinstance(result, torch.Tensor) else result.values()
-        columns.register_hook(lambda _: events.append("gradients to be sent"))
-        return result
+    def pending(make: Any) -> Pending:
+        def end() -> torch.Tensor:
+            events.append("exchange waited for")
+            columns: torch.Tensor = make()
+            columns.register_hook(lambda _: events.append("gradients to be sent"))
+            return columns
+
+        return Pending(end)
 
     def dense(module: torch.nn.Module, inputs: Any, output: torch.Tensor) -> None:
         events.append("dense arch")
         output.register_hook(lambda _: events.append("dense arch, backward"))
 
-    PeerExchange.forward, CachedAwaitable._wait_impl = begin, end  # type: ignore[method-assign]
+    PeerExchange.__call__, peer_exchange.Pending = begin, pending  # type: ignore[method-assign,assignment]
     model.module.model.dense_arch.register_forward_hook(dense)  # type: ignore[union-attr]
 
 
@@ -399,11 +400,11 @@ def train(rank: int, arch: str, *, at_once: bool, events: list[str] | None = Non
 
 def on_rank(rank: int) -> dict[str, tuple[Any, Any, list[str]]]:
     found = {}
-    forward, wait = PeerExchange.forward, CachedAwaitable._wait_impl
+    begin = PeerExchange.__call__
     for arch in WATCHED:
         events: list[str] = []
         late = train(rank, arch, at_once=False, events=events)
-        PeerExchange.forward, CachedAwaitable._wait_impl = forward, wait  # type: ignore[method-assign]
+        PeerExchange.__call__, peer_exchange.Pending = begin, Pending  # type: ignore[method-assign,misc]
         found[arch] = (late, train(rank, arch, at_once=True), events)
     return found
 
