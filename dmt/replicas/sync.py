@@ -150,7 +150,7 @@ class ReplicaSync:
         """
         mine = {one.name: checksum(one.tensor) for one in self._tensors}
         everyone = gather_objects(mine, self._mesh.replica_group)
-        ranks = self._mesh.replica_ranks()
+        ranks = dist.get_process_group_ranks(self._mesh.replica_group)
         problems = [
             f"{name} of rank {rank} differs from that of rank {ranks[0]}"
             for rank, theirs in zip(ranks, everyone, strict=True)

@@ -45,13 +45,12 @@ class ShardedSPTTEmbeddingBagCollection(SPTTModule):
             for feature in table.feature_names
             for name in (feature, f"{feature}@{table.name}")
         }
+        schemes = {name: of_table.sharding_type for name, of_table in sharding.items()}
         self.home_tables = {
             table.name: HomeTable(
                 config=table,
-                scheme=sharding[table.name].sharding_type,
-                settings=sharder.kernel_settings(
-                    module.embedding_bags[table.name].weight, sharding[table.name].sharding_type
-                ),
+                scheme=schemes[table.name],
+                settings=sharder.kernel_settings(module.embedding_bags[table.name].weight, schemes[table.name]),
             )
             for of_tower in tables
             for table in of_tower
@@ -117,17 +116,7 @@ class SPTTEmbeddingBagCollectionSharder(TowerSharder[EmbeddingBagCollection]):
 
     def tables_by_tower(self, module: EmbeddingBagCollection) -> list[list[Any]]:
         """Checks the plan against the table configs, and returns those that each mesh tower holds."""
-        tables = module.embedding_bag_configs()
-        try:
-            return self.plan.tables_by_tower(tables)
-        except InputError as error:
-            planned = {feature for tower in self.plan.towers for feature in tower.features}
-            if not set(feature_names(tables)) < planned:
-                raise
-            raise InputError(
-                f"{error} A tower plan is for one EmbeddingBagCollection: where a model has several, merge their "
-                "tables into one and read its result by key."
-            ) from error
+        return self.plan.tables_by_tower(module.embedding_bag_configs())
 
     def shardable_parameters(self, module: EmbeddingBagCollection) -> dict[str, nn.Parameter]:
         """Returns the table weights, by table name."""

@@ -62,24 +62,17 @@ class TowerMesh:
         self.tags: Iterator[int] = itertools.count(1)
 
     def new_group(self, groups: list[list[int]]) -> dist.ProcessGroup:
-        """Creates groups that cover all ranks, with the timeout of the job's, and returns this rank's; collective.
-
-        All ranks create all groups: PyTorch names a group that only its members create by the number of groups that a
-        process has, and where that differs between ranks, they would wait for each other forever. A group of one rank
-        needs nobody else, and 128 towers of 8 ranks have 1,024 of those.
-        """
+        """Creates groups that cover all ranks, with the timeout of the job's, and returns this rank's; collective."""
         # Here, since planning on a laptop imports this file without TorchRec.
         from dmt._torchrec import group_timeout
 
         timeout = group_timeout(self.global_group)
         mine = next((ranks for ranks in groups if self.rank in ranks), None)
         assert mine is not None, f"rank {self.rank} is in none of the groups {groups}"
+        # A group of one rank needs nobody else: 128 towers of 8 ranks have 1,024 of those. Others are created by all,
+        # for PyTorch names a group that only its members create by the number of groups that a process has.
         if all(len(ranks) == 1 for ranks in groups):
             alone: dist.ProcessGroup = dist.new_group(mine, timeout=timeout, use_local_synchronization=True)
             return alone
         made = [dist.new_group(ranks, timeout=timeout) for ranks in groups]
         return made[groups.index(mine)]
-
-    def replica_ranks(self) -> list[int]:
-        """Global ranks of this rank's replica group, by replica."""
-        return dist.get_process_group_ranks(self.replica_group)

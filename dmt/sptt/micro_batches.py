@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import is_dataclass
 from typing import Any
 
 import torch
@@ -91,8 +90,8 @@ class MicroBatches:
         """
         if vars(self._module).get("forward") is not self:
             raise InputError(
-                f"The forward of this {type(self._module).__name__} is no longer that of these MicroBatches: they are "
-                "detached already, or another has been put over them, which must be taken off first."
+                f"The forward of this {type(self._module).__name__} is not that of these MicroBatches: they are "
+                "detached already, or another was put over them, which must be taken off first."
             )
         for restore in self._restore:
             restore()
@@ -122,21 +121,24 @@ class MicroBatches:
         parts = _split((args, kwargs), sizes, owner)
         outputs = []
         with ExitStack() as stack:
-            checks = [stack.enter_context(_served_in_parts(part)) for part in self._sparse]
-            for number, (own_args, own_kwargs) in enumerate(parts, start=1):
-                outputs.append(self._forward(*own_args, **own_kwargs))
-                for check_calls in checks:
-                    check_calls(number)
+            served = [stack.enter_context(_served_in_parts(part)) for part in self._sparse]
+            for number, (part_args, part_kwargs) in enumerate(parts, start=1):
+                outputs.append(self._forward(*part_args, **part_kwargs))
+                if any(len(results) != number for results in served):
+                    raise InputError(
+                        f"{owner} has called the sharded modules inside {list(map(len, served))} times in {number} "
+                        "micro-batches; it must call each exactly once in each."
+                    )
         return _join(outputs, sizes, owner)
 
     def _check(self) -> None:
-        own, modules = type(self._module).__name__, self._module.modules()
+        owner, modules = type(self._module).__name__, self._module.modules()
         others = [type(m).__name__ for m in modules if isinstance(m, ShardedModule) and m not in self._sparse]
         if others or not self._sparse:
             found = f"holds a {others[0]}, which would look up and send K times" if others else "has none inside"
             raise InputError(
                 f"run_in_micro_batches needs a model whose sharded modules are all from dmt's sharders, after "
-                f"DistributedModelParallel; this {own} {found}."
+                f"DistributedModelParallel; this {owner} {found}."
             )
         runs_already = isinstance(vars(self._module).get("forward"), MicroBatches)
         # First: a rank that is refused alone would leave the others waiting.
@@ -145,7 +147,7 @@ class MicroBatches:
         if self._num < 1:
             raise InputError(f"num_micro_batches={self._num} must be at least 1.")
         if runs_already:
-            raise InputError(f"This {own} runs in micro-batches already; detach() the first ones.")
+            raise InputError(f"This {owner} runs in micro-batches already; detach() the first ones.")
         for part in self._sparse:
             refuse(num_micro_batches=self._num, id_route=part.id_route)
 
@@ -176,30 +178,21 @@ def _run_in_parts(module: SPTTModule, ctx: SPTTContext, dist_input: KJTList) -> 
 
 
 @contextmanager
-def _served_in_parts(module: SPTTModule) -> Iterator[Callable[[int], None]]:
-    """Has a sharded module exchange at its first call, and return part after part; yields a check of its calls."""
-    forward, num_calls = module.forward, 0  # the forward may be that of a train pipeline
+def _served_in_parts(module: SPTTModule) -> Iterator[list[Any]]:
+    """Has a sharded module exchange at its first call, and return part after part; yields what it has returned."""
+    forward = module.forward  # maybe that of a train pipeline
     parts: list[Any] = []
-
-    def check_calls(expected: int) -> None:
-        if num_calls != expected:
-            raise InputError(
-                f"The {type(module).__name__} inside was called {num_calls} times in {expected} micro-batches; a "
-                "module that runs in micro-batches must call its sharded modules exactly once in each."
-            )
+    served: list[Any] = []
 
     def serve(*args: Any, **kwargs: Any) -> Any:
-        nonlocal num_calls
         if not parts:
             parts.extend(forward(*args, **kwargs).parts)
-        num_calls += 1
-        if num_calls > len(parts):
-            check_calls(len(parts))
-        return parts[num_calls - 1]
+        served.append(parts[min(len(served), len(parts) - 1)])
+        return served[-1]
 
     restore = _replace(module, "forward", serve)
     try:
-        yield check_calls
+        yield served
     finally:
         restore()
 
@@ -208,8 +201,12 @@ class ResultInParts(Pending):
     """Result of several exchanges of [B of the micro-batch, columns] in flight, used as a whole or part by part."""
 
     def __init__(self, exchanges: Sequence[Any], finish: Callable[[Tensor], Any]) -> None:
-        super().__init__(lambda: finish(torch.cat([columns.wait() for columns in exchanges])))
-        self.parts = [Pending(lambda columns=columns: finish(columns.wait())) for columns in exchanges]
+        def end(*started: Any) -> Any:
+            columns = [columns.wait() for columns in started]
+            return finish(columns[0] if len(columns) == 1 else torch.cat(columns))
+
+        super().__init__(end, *exchanges)
+        self.parts = [Pending(end, started) for started in exchanges]
         """Result of each micro-batch."""
 
 
@@ -221,25 +218,19 @@ def _leaves(value: Any) -> tuple[list[Any], Any]:
 def _split(value: Any, sizes: Sequence[int], owner: str) -> list[Any]:
     """Makes the same structure for each micro-batch, with tensors cut."""
     leaves, structure = _leaves(value)
-    columns = [_split_leaf(leaf, sizes, owner) for leaf in leaves]
+    columns: list[list[Any]] = []
+    for leaf in leaves:
+        if not isinstance(leaf, Tensor) or leaf.dim() == 0:
+            columns.append([leaf] * len(sizes))
+            continue
+        if leaf.shape[0] != sum(sizes):
+            # Handed on whole, it would be cut one day, in the batch that happens to have as many samples.
+            raise InputError(
+                f"{owner} is given a tensor of shape {list(leaf.shape)} with a batch of {sum(sizes)} samples; in "
+                "micro-batches every tensor among its arguments must have one row for each. Keep others in the module."
+            )
+        columns.append(list(leaf.split(list(sizes))))
     return [tree_unflatten([column[i] for column in columns], structure) for i in range(len(sizes))]
-
-
-def _split_leaf(leaf: Any, sizes: Sequence[int], owner: str) -> list[Any]:
-    if is_dataclass(leaf):
-        raise InputError(
-            f"{owner} is given a {type(leaf).__name__}, whose tensors would not be cut into micro-batches; give it its "
-            "tensors, or lists, tuples or dicts of them."
-        )
-    if not isinstance(leaf, Tensor) or leaf.dim() == 0:
-        return [leaf] * len(sizes)
-    if leaf.shape[0] != sum(sizes):
-        # Handed on whole, it would be cut one day, in the batch that happens to have as many samples.
-        raise InputError(
-            f"{owner} is given a tensor of shape {list(leaf.shape)} with a batch of {sum(sizes)} samples; in "
-            "micro-batches every tensor among its arguments must have one row for each. Keep others in the module."
-        )
-    return list(leaf.split(list(sizes)))
 
 
 def _join(outputs: Sequence[Any], sizes: Sequence[int], owner: str) -> Any:

@@ -42,7 +42,7 @@ REFUSALS: tuple[tuple[Callable[[Options], bool], str], ...] = (
     ),
     (
         lambda o: o.hot_rows and o.has_towers,
-        "hot rows need a flat model; towers send their modules' outputs, whichever rows those were computed from",
+        "hot rows need a flat model; towers send their modules' outputs",
     ),
     (
         lambda o: o.hot_rows and o.num_replicas > 1,

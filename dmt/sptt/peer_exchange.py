@@ -180,7 +180,7 @@ class PeerExchange:
         anchor = torch.empty(0, device=numbers.device, requires_grad=torch.is_grad_enabled())
         with profiler_range("exchange_outputs"):
             started = _Start.apply(numbers, anchor, transfer)
-        return Pending(lambda: _Wait.apply(started, transfer))
+        return Pending(_Wait.apply, started, transfer)
 
 
 class _Transfer:

@@ -27,11 +27,9 @@ _FP16_SCALE = 4096.0
 class ExchangePrecision:
     """Number formats in which tower outputs (forward) and their gradients (backward) are sent between towers.
 
-    ``fp32`` sends numbers in the dtype of the towers' outputs; ``fp16`` rounds by 2^-11 of a number, and magnitudes
-    above 65504 arrive as 65504; ``bf16`` rounds by 2^-8.
-
-    A number that is not finite and has to be converted arrives as NaN. The result has the dtype of the towers' outputs
-    whatever the format, also under autocast; a format that is that dtype converts and scales nothing.
+    ``fp32`` sends numbers in the dtype of the towers' outputs, which the result has whatever the format; ``fp16``
+    rounds by 2^-11 of a number, and magnitudes above 65504 arrive as 65504; ``bf16`` rounds by 2^-8. A number that is
+    not finite and has to be converted arrives as NaN.
 
     Raises:
         InputError: an unknown format.
@@ -79,14 +77,12 @@ you mean 'fp16'?
         dtype = dtype or torch.float32
         as_is: Any = NoOpQuantizedCommCodec()
         as_is.quantized_dtype = dtype  # a method in TorchRec, where its planner reads a property
-
         dtypes = {"fp32": dtype, "fp16": torch.float16, "bf16": torch.bfloat16}
-
-        def codec(name: ExchangeFormat, scale: float) -> Any:
-            return as_is if dtypes[name] == dtype else _Cast(dtypes[name], scale, dtype)
-
-        both = codec(self.forward, 1.0), codec(self.backward, self.backward_scale)
-        return None if both == (as_is, as_is) else QuantizedCommCodecs(*both)
+        forward, backward = (
+            as_is if dtypes[name] == dtype else _Cast(dtypes[name], scale, dtype)
+            for name, scale in ((self.forward, 1.0), (self.backward, self.backward_scale))
+        )
+        return None if forward is backward else QuantizedCommCodecs(forward, backward)
 
 
 class _Cast:
@@ -97,8 +93,7 @@ class _Cast:
 
     def __init__(self, wire: torch.dtype, scale: float, dtype: torch.dtype) -> None:
         self.quantized_dtype = wire
-        self._scale = scale
-        self._dtype = dtype
+        self._scale, self._dtype = scale, dtype
 
     def encode(self, input_tensor: Tensor, ctx: Any = None) -> Tensor:
         """Returns the numbers as FP32, scaled, in the dtype of the wire."""

@@ -14,17 +14,18 @@ __all__ = ["Pending", "in_order", "output_keys", "split_rows"]
 
 
 class Pending(LazyGetItemMixin[Any, Any], LazyAwaitable[Any]):
-    """What is in flight, in every part of the dataflow: ``make`` waits for it, once, at the first use of the result."""
+    """What is in flight, all over the dataflow: ``end(*arguments)`` waits for it, once, when the result is used."""
 
-    def __init__(self, make: Callable[[], Any]) -> None:
+    def __init__(self, end: Callable[..., Any], *arguments: Any) -> None:
         super().__init__()
-        self._make: Callable[[], Any] | None = make
+        self._end: tuple[Callable[..., Any], tuple[Any, ...]] | None = (end, arguments)
         self._value: Any = None
 
     def _wait_impl(self) -> Any:
         # TorchRec's exchange can be waited for only once, but a user may call wait() and use the result as well.
-        if self._make is not None:
-            self._value, self._make = self._make(), None
+        if self._end is not None:
+            end, arguments = self._end
+            self._value, self._end = end(*arguments), None
         return self._value
 
 

@@ -96,13 +96,17 @@ class RowCode:
         # Looked up here, while the others are on their way.
         added_BS = self.taken.columns([piece for pieces in agreed.pieces for piece in pieces])
         blocks = added_BS.split(self.cuts)
-        return [Pending(lambda p=p, b=b: b.add(p.wait())) for p, b in zip(columns, blocks, strict=True)]
+        return [Pending(_sum, part, block) for part, block in zip(columns, blocks, strict=True)]
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keeps the memory of the rows until a stream has done its work."""
         for part in (self.inverse, self.taken):
             if part is not None:
                 part.record_stream(stream)
+
+
+def _sum(columns: Awaitable[Tensor], added: Tensor) -> Tensor:
+    return columns.wait() + added
 
 
 def wrap(module: Any, **changes: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import re
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -103,14 +104,12 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         self.peer_precision = peer_precision or ExchangePrecision()
         self.moment_scale = moment_scale
         self.unique = unique
-        self._was_asked_by_torchrec = False
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Called by TorchRec's planner, which knows no towers; `shard` refuses its plan on every rank.
+        """Called by TorchRec's planner, where ``DistributedModelParallel`` is given no plan; `shard` refuses its plan.
 
-        ``DistributedModelParallel`` without a plan asks on rank 0 only: an error would leave the others waiting.
+        It asks on rank 0 only, where an error would leave the others waiting.
         """
-        self._was_asked_by_torchrec = True
         return ["table_row_wise"]  # the one that places the tables of a tower together
 
     @abc.abstractmethod
@@ -137,43 +136,39 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         """
         tables_by_tower: list[list[Any]] = []
         # A rank whose own tower plan is wrong must not leave the others waiting.
-        run_on_all_or_raise(lambda: tables_by_tower.extend(self._planned_tables(module)), self.mesh.global_group)
+        run_on_all_or_raise(lambda: tables_by_tower.extend(self.tables_by_tower(module)), self.mesh.global_group)
         self._check_agreement(module, tables_by_tower, params)
-        parameters, is_weighted = self.shardable_parameters(module), any(_weighted(module))
+        weights, is_weighted = self.shardable_parameters(module), any(_weighted(module))
         for tower, of_tower in enumerate(tables_by_tower):
             for table in of_tower:
-                weight, sharding = parameters[table.name], params.get(table.name)
-                self._check_table(table, weight, sharding, tower=tower, is_weighted=is_weighted)
+                self._check_table(
+                    table, weights[table.name], params.get(table.name), tower=tower, is_weighted=is_weighted
+                )
         made = self.sharded_type(self, module, params, device)
         if self.unique:
             wrap(made, shares_equal=True)
         return made
 
-    def _planned_tables(self, module: Module) -> list[list[Any]]:
-        was_asked, self._was_asked_by_torchrec = self._was_asked_by_torchrec, False
-        if was_asked:
-            raise InputError(
-                f"{type(self).__name__} needs a plan: DistributedModelParallel(model, plan=TowerShardingPlanner("
-                "mesh.topology).plan(model, sharders), sharders=sharders)."
-            )
-        return self.tables_by_tower(module)
-
     def _check_agreement(
         self, module: Module, tables_by_tower: Sequence[Sequence[Any]], sharding: Mapping[str, ParameterSharding]
     ) -> None:
-        tables, parameters = [t for of_tower in tables_by_tower for t in of_tower], self.shardable_parameters(module)
-        settings = {table.name: fused_settings(parameters[table.name], self.fused_params) for table in tables}
+        weights = self.shardable_parameters(module)
         arguments = {
             "towers": {f"tower {i}": [table.name for table in tables] for i, tables in enumerate(tables_by_tower)},
-            "table": {table.name: _table_record(table, parameters[table.name]) for table in tables},
             "is_weighted": _weighted(module),
-            "id_route": self.id_route,
-            "unique": self.unique,
-            "peer_precision": self.peer_precision,
-            "moment_scale": self.moment_scale,
-            "sharding plan": {table.name: _sharding_record(sharding.get(table.name)) for table in tables},
-            "fused_params": {
-                name: {key: _text(value) for key, value in of_table.items()} for name, of_table in settings.items()
+            **{name: getattr(self, name) for name in ("id_route", "unique", "peer_precision", "moment_scale")},
+            "table": {
+                table.name: {
+                    "config": _text(table),
+                    "requires_grad": weights[table.name].requires_grad,
+                    "sharding": _text(sharding.get(table.name)),
+                    "fused_params": {
+                        key: _text(value)
+                        for key, value in fused_settings(weights[table.name], self.fused_params).items()
+                    },
+                }
+                for tables in tables_by_tower
+                for table in tables
             },
         }
         check_agreement(type(self).__name__, arguments, self.mesh.global_group)
@@ -195,11 +190,9 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         scheme, kernel = sharding.sharding_type, sharding.compute_kernel
         settings = fused_settings(parameter, self.fused_params)
         reason = why_not(table, scheme, id_route=self.id_route, fused_params=settings)
-        advice = "Change the table, its optimizer or its scheme"
-        if "id_route" in reason:
-            advice = "Use id_route='peer', or another scheme for this table"
         refusals = {
-            f"is sharded {scheme!r}; inside a tower use one of {list(SCHEMES)}.": scheme not in SCHEMES,
+            f"is sharded {scheme!r}; inside a tower use one of {list(SCHEMES)}. Make the plan with "
+            "TowerShardingPlanner(mesh.topology).plan(model, sharders).": scheme not in SCHEMES,
             # Nothing would update a dense table that is not data-parallel, and no ReplicaSync average it.
             f"is {scheme} with compute_kernel={kernel!r}; data_parallel tables have 'dense', others 'fused'. Make the "
             "plan with TowerShardingPlanner.": (kernel == "dense") != (scheme == "data_parallel"),
@@ -209,16 +202,13 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
             "has requires_grad=False, but the optimizer of a sharded table updates it in every backward pass. Leave "
             "requires_grad alone and call apply_optimizer_in_backward(torch.optim.SGD, [weight], {'lr': 0.0}) before "
             "sharding; no schedule may set another rate.": not parameter.requires_grad,
-            f"is {scheme}, but {reason}. {advice}.": bool(reason),
+            f"is {scheme}, but {reason}. Change the table, its optimizer or its scheme.": bool(reason),
         }
         for message, is_refused in refusals.items():
             if is_refused:
                 raise InputError(f"{where} {message}")
         self._scale(parameter, scheme)
-        try:
-            placement = TablePlacement(scheme=scheme, ranks=tuple(sharding.ranks or ()))
-        except InputError as error:
-            raise InputError(f"{where}: {error}") from error
+        placement = TablePlacement(scheme=scheme, ranks=tuple(sharding.ranks or ()))
         expected = shards_in_tower(table, placement, num_ranks=topology.ranks_per_tower, tower=tower)
         shards = [(s.placement.rank(), *s.shard_offsets, *s.shard_sizes) for s in _shards(sharding)]
         if scheme != "data_parallel" and shards != expected:
@@ -317,17 +307,15 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
             InputError: unknown keys, or ``assign=True``: kernels hold the tables' own memory.
         """
         if assign:
-            raise InputError(
-                "load_state_dict(assign=True) cannot replace the memory of sharded tables. Use assign=False."
-            )
+            raise InputError("load_state_dict(assign=True) cannot replace the memory of sharded tables; leave it out.")
         self.write_back()
         missing: list[str] = []
         unexpected = set(state_dict)
         for name, part in self.parts():
             start = f"{name}." if name else ""
-            own = {key.removeprefix(start): value for key, value in state_dict.items() if key.startswith(start)}
-            unexpected -= {f"{start}{key}" for key in own}
-            result = part.load_state_dict(OrderedDict(own), strict=strict)
+            of_part = {key.removeprefix(start): value for key, value in state_dict.items() if key.startswith(start)}
+            unexpected -= {f"{start}{key}" for key in of_part}
+            result = part.load_state_dict(OrderedDict(of_part), strict=strict)
             missing += [f"{start}{key}" for key in result.missing_keys]
             unexpected |= {f"{start}{key}" for key in result.unexpected_keys}
         self.read_again()
@@ -389,7 +377,7 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
 
 
 class _TowerOptimizer(CombinedOptimizer):
-    """Optimizers of a tower's tables, whose weights and states are brought up to date before anyone is given them."""
+    """Optimizers of a tower's tables; weights and states are brought up to date before anyone is given them."""
 
     def __init__(self, optimizers: list[Any], owner: TowerState) -> None:
         self._owner = owner
@@ -423,23 +411,10 @@ def _weighted(module: nn.Module) -> list[bool]:
     return [part.is_weighted() for part in module.modules() if isinstance(part, EmbeddingBagCollection)]
 
 
-def _table_record(table: Any, parameter: nn.Parameter) -> tuple[Any, ...]:
-    kind = (str(table.pooling), str(table.data_type), parameter.requires_grad)
-    return (table.num_embeddings, table.embedding_dim, tuple(table.feature_names), *kind)
-
-
-def _sharding_record(sharding: ParameterSharding | None) -> tuple[Any, ...] | None:
-    if sharding is None:
-        return None
-    cuts = [(tuple(s.shard_offsets), tuple(s.shard_sizes), s.placement.rank()) for s in _shards(sharding)]
-    return (sharding.sharding_type, sharding.compute_kernel, tuple(sharding.ranks or ()), cuts)
-
-
 def _shards(sharding: ParameterSharding) -> list[Any]:
     return list(getattr(sharding.sharding_spec, "shards", None) or [])
 
 
 def _text(value: Any) -> str:
-    """Returns a setting as text: what it may be is FBGEMM's affair, and it need not compare nor be picklable."""
-    text = repr(value)
-    return type(value).__name__ if " at 0x" in text else text
+    """Returns settings as text, without addresses; what they may be is TorchRec's affair: they need not compare."""
+    return re.sub(" at 0x[0-9a-f]+", "", repr(value))

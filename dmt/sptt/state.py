@@ -40,7 +40,7 @@ class TableTensor:
 
 def table_tensors(module: SPTTModule, prefix: str = "") -> list[TableTensor]:
     """Floating-point weights and states of this rank's tables, by collection; names begin with ``prefix``."""
-    return [one for collection in module.collections for one in _collection_tensors(collection, prefix)]
+    return [tensor for collection in module.collections for tensor in _collection_tensors(collection, prefix)]
 
 
 def _collection_tensors(collection: Any, prefix: str) -> Iterator[TableTensor]:
@@ -48,24 +48,24 @@ def _collection_tensors(collection: Any, prefix: str) -> Iterator[TableTensor]:
     for key, weight in optimizer.params.items():
         table = prefix + key.split(".")[-2]
         states = {prefix + name: value for name, value in optimizer.state.get(weight, {}).items()}
-        values = {f"{table}.weight": weight, **states}
-        for name, value in values.items():
-            where = {"table": table, "part": name.removeprefix(f"{table}."), "is_weight": value is weight}
-            if not isinstance(value, ShardedTensor):
-                if value.is_floating_point():
-                    offsets = (0,) * value.dim()
-                    yield TableTensor(name=name, tensor=value.detach(), is_replicated=False, offsets=offsets, **where)
-                continue
-            for number, shard in enumerate(value.local_shards()):
-                if not shard.tensor.is_floating_point():
-                    continue
-                yield TableTensor(
-                    name=f"{name}#{number}" if number else name,
-                    tensor=shard.tensor.detach(),
-                    is_replicated=True,
-                    offsets=tuple(shard.metadata.shard_offsets),
-                    **where,
-                )
+        for name, value in {f"{table}.weight": weight, **states}.items():
+            is_sharded = isinstance(value, ShardedTensor)
+            shards = (
+                [(shard.tensor, tuple(shard.metadata.shard_offsets)) for shard in value.local_shards()]
+                if is_sharded
+                else [(value, (0,) * value.dim())]
+            )
+            for number, (tensor, offsets) in enumerate(shards):
+                if tensor.is_floating_point():
+                    yield TableTensor(
+                        name=f"{name}#{number}" if number else name,
+                        table=table,
+                        part=name.removeprefix(f"{table}."),
+                        tensor=tensor.detach(),
+                        is_weight=value is weight,
+                        is_replicated=is_sharded,
+                        offsets=offsets,
+                    )
 
 
 def checksum(tensor: Tensor) -> int:

@@ -1,8 +1,7 @@
 """`GroupShardedEBC`: TorchRec's sharded collection over any group of ranks, with all four schemes in one collection.
 
 Inside a tower it does SPTT's steps a (ids to the rank that holds the table), b (lookup) and d (partial embeddings to
-the tower's ranks, samples of all peers side by side). Step e needs no code: embeddings arrive in its view, and are read
-by key.
+the tower's ranks). Step e needs no code: embeddings arrive in its view, and are read by key.
 """
 
 from __future__ import annotations
@@ -121,14 +120,14 @@ class GroupShardedEBC(OpenShardedEBC):
 
     def settings_now(self) -> dict[str, UpdateSettings]:
         """Returns the settings of the next update of each table that this rank updates."""
-        found: dict[str, UpdateSettings] = {}
+        settings: dict[str, UpdateSettings] = {}
         for lookup in self.lookups:
             if isinstance(lookup, DataParallelTables):
-                found |= lookup.optimizer.settings_now()
+                settings |= lookup.optimizer.settings_now()
             else:
                 kernels = fused_kernels(lookup).items()
-                found |= {name: UpdateSettings(k.get_learning_rate(), int(k.iter_cpu)) for name, k in kernels}
-        return found
+                settings |= {name: UpdateSettings(k.get_learning_rate(), int(k.iter_cpu)) for name, k in kernels}
+        return settings
 
     def flush(self) -> None:
         """Brings weights up to date where rows are cached on an accelerator, and empties the cache."""
@@ -194,11 +193,8 @@ class GroupShardedEBC(OpenShardedEBC):
 class DataParallelTables(nn.Module):
     """A lookup of rows that several ranks hold, with their gradients averaged; takes the place of TorchRec's DDP.
 
-    ========= ==========================================================================================
-    forward   nothing is sent
-    backward  every rank: the gradient of its own samples -> the mean over the ranks, on each of them, maybe
-              while the rest of the backward pass runs; the update is at its end
-    ========= ==========================================================================================
+    Nothing is sent forward. In the backward pass every rank's gradient of its own samples becomes the mean over the
+    ranks, maybe while the rest of the pass runs; the update is at its end.
 
     Args:
         lookup: TorchRec's or FBGEMM's, with dense gradients; named ``module`` for TorchRec 1.8, which unwraps whatever
@@ -206,8 +202,7 @@ class DataParallelTables(nn.Module):
         weights: [rows, columns] of each table, views of the lookup's own parameters.
         settings: of the fused optimizer of each table.
         start_mean: starts the mean of a parameter's gradient over the ranks that hold the rows, in place, and returns
-            what ends it, given whether the rows will be updated: not after a backward pass that raised. It is called on
-            each of them, in the backward pass.
+            what ends it, given whether the rows will be updated: not after a backward pass that raised.
     """
 
     def __init__(
@@ -280,23 +275,15 @@ def _start_group_mean(gradient: Tensor, group: ProcessGroup) -> Callable[[bool],
 class RowWiseOutputs(nn.Module):
     """Reduce-scatter of partial sums inside a tower (SPTT step d of row-wise tables) for batches of any sizes.
 
-    ========= ==================================================================================================
-    before    every rank: [sum over ranks of B, columns], partial sums of the rows it holds, for the samples of all
-    after     every rank: [B, columns], whole sums for its own samples
-    backward  all-gather of the gradients, divided by the group size (TorchRec's gradient division)
-    ========= ==================================================================================================
-
-    Blocks of unequal size are padded with zeros to the largest and cut again: gloo's all-gather takes equal parts only.
-    Of schemes by host, the samples come first by the local rank, then by host.
-
-    ``exchange`` is TorchRec's; ``host_size`` the ranks of a host for schemes by host, 1 for row-wise tables.
+    Every rank gives [sum over ranks of B, columns], partial sums of the rows it holds for the samples of all, and gets
+    [B, columns], whole sums for its own; gradients are gathered. Blocks of unequal size are padded with zeros to the
+    largest and cut again: gloo's all-gather takes equal parts only. Of schemes by host, whose hosts have ``host_size``
+    ranks, the samples come first by the local rank, then by host.
     """
 
     def __init__(self, exchange: nn.Module, rank: int, host_size: int = 1) -> None:
         super().__init__()
-        self._exchange = exchange
-        self._rank = rank
-        self._host_size = host_size
+        self._exchange, self._rank, self._host_size = exchange, rank, host_size
 
     def forward(self, partial_sums: Tensor, sharding_ctx: EmbeddingShardingContext) -> Awaitable[Tensor]:
         """Starts the exchange; the context has the batch size of every rank."""

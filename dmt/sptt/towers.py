@@ -70,22 +70,20 @@ class ShardedTowerCollection(SPTTModule):
 
     def tower_output(self, embeddings: Sequence[KeyedTensor], rows: Rows) -> TowerOutput:
         """Computes the outputs of this rank's towers side by side, in logical order: [samples, O]."""
-        by_tower = rows.by_group if len(rows.by_group) > 1 else rows.by_group * len(self.embeddings)
-        # Bags that only fill up reach no module: a batch norm would count them, and a norm of 0 has no gradient.
-        own = [
-            e if number == rows.num_rows else split_rows(e, [number, rows.num_rows - number])[0]
-            for e, number in zip(embeddings, by_tower, strict=True)
+        num_samples = rows.by_group if len(rows.by_group) > 1 else rows.by_group * len(self.embeddings)
+        # Bags that only fill up reach no module: a batch norm would count them, and a norm of 0 has no gradient. In the
+        # order of the tables, so that a tower module may also read embeddings by position.
+        given = [
+            in_order(split_rows(e, [number, rows.num_rows - number])[0], self._keys[i])
+            for i, e, number in zip(self.embeddings, embeddings, num_samples, strict=True)
         ]
-        # In the order of the tables, so that a tower module may also read embeddings by position.
-        ordered = [in_order(e, self._keys[i]) for i, e in zip(self.embeddings, own, strict=True)]
-        outputs: list[Tensor] = self._data_parallel(ordered)
-        for name, output, num_samples in zip(self.embeddings, outputs, by_tower, strict=True):
-            shape = list(output.shape) if isinstance(output, Tensor) else None
-            if shape is None or len(shape) != 2 or shape[0] != num_samples:
-                found = f"a {type(output).__name__}" if shape is None else f"shape {shape}"
+        outputs: list[Tensor] = self._data_parallel(given)
+        for name, output, number in zip(self.embeddings, outputs, num_samples, strict=True):
+            shape = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
+            if len(shape) != 2 or shape[0] != number:
                 raise InputError(
-                    f"The tower module of tower {name} returned {found} for {num_samples} samples; it must return a "
-                    "tensor [samples, output dim]."
+                    f"The tower module of tower {name} returned {shape} for {number} samples; it must return a tensor "
+                    "[samples, output dim]."
                 )
         filled = [F.pad(o, (0, 0, 0, rows.num_rows - len(o))) if len(o) < rows.num_rows else o for o in outputs]
         columns = torch.cat(filled, dim=1) if len(outputs) > 1 else outputs[0]
@@ -154,17 +152,14 @@ class TowerCollectionSharder(TowerSharder[EmbeddingTowerCollection]):
             InputError: the placement has another length than the collection, names an unknown mesh tower, or leaves a
                 mesh tower empty.
         """
-        num_logical, num_mesh = len(module.towers), self.mesh.topology.num_towers
-        if self.placement is None and num_logical != num_mesh:
+        num_towers = self.mesh.topology.num_towers
+        placement = tuple(range(num_towers)) if self.placement is None else self.placement
+        if len(placement) != len(module.towers) or set(placement) != set(range(num_towers)):
             raise InputError(
-                f"The model has {num_logical} towers but the topology num_towers={num_mesh}. Make them equal, or pass "
-                "placement= to put several towers of the model on one tower of the mesh."
-            )
-        placement = tuple(range(num_mesh)) if self.placement is None else self.placement
-        if len(placement) != num_logical or set(placement) != set(range(num_mesh)):
-            raise InputError(
-                f"placement={list(placement)} must give one mesh tower of 0..{num_mesh - 1} for each of the "
-                f"{num_logical} towers of the model, and each mesh tower one at least: its ranks would idle."
+                f"The model has {len(module.towers)} towers but the topology num_towers={num_towers}, with "
+                f"placement={self.placement}. It must give each tower of the model a mesh tower of "
+                f"0..{num_towers - 1}, and each mesh tower one at least: its ranks would idle. Left out, the numbers "
+                "must be equal."
             )
         return placement
 
@@ -231,17 +226,15 @@ def _materialize(module: nn.Module, device: torch.device) -> nn.Module:
     if device.type == "meta":
         return module
     for part in module.modules():
-        own = (*part.parameters(recurse=False), *part.buffers(recurse=False))
-        if not any(tensor.is_meta for tensor in own):
-            continue
-        reset = getattr(part, "reset_parameters", None)
-        if reset is None:
-            raise InputError(
-                f"A tower module holds a {type(part).__name__} built on the meta device without reset_parameters(); "
-                "build the tower modules on a real device or give it that method."
-            )
-        part.to_empty(device=device, recurse=False)
-        reset()
+        tensors = (*part.parameters(recurse=False), *part.buffers(recurse=False))
+        if any(tensor.is_meta for tensor in tensors):
+            if not hasattr(part, "reset_parameters"):
+                raise InputError(
+                    f"A tower module holds a {type(part).__name__} built on the meta device without "
+                    "reset_parameters(); build the tower modules on a real device or give it that method."
+                )
+            part.to_empty(device=device, recurse=False)
+            part.reset_parameters()  # type: ignore[operator]
     return module.to(device)
 
 
@@ -268,11 +261,9 @@ def _tables(tower: EmbeddingTower) -> list[Any]:
 def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
     """Scales gradients so that their norm over the dense part and *all* towers is ``max_norm`` at most; collective.
 
-    ``torch.nn.utils.clip_grad_norm_`` over ``model.parameters()`` gives every tower another norm, since a rank has its
-    own tower's parameters only, and copies of the dense part drift apart. Here every tower counts once, as in the
-    unsharded module. Call it on every rank after the backward pass and before the optimizer's step.
-
-    Tables are not part of it: their fused optimizers have updated them in the backward pass.
+    ``torch.nn.utils.clip_grad_norm_`` would give every tower another norm, since a rank has its own tower's parameters
+    only, and copies of the dense part would drift apart. Call it on every rank between the backward pass and the
+    optimizer's step. Tables are not part of it: their fused optimizers have updated them in the backward pass.
 
     Args:
         model: the sharded model; without towers, the norm is that of its dense part.
@@ -282,7 +273,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
         The norm before clipping, a scalar, the same on every rank.
 
     Raises:
-        InputError: ``max_norm`` is not above 0, or the model's towers are on several meshes.
+        InputError: ``max_norm`` is not above 0.
 
     Example::
 
@@ -293,21 +284,14 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
     if not max_norm > 0:
         raise InputError(f"clip_grad_norm: max_norm={max_norm!r} must be above 0.")
     collections = [part for part in model.modules() if isinstance(part, ShardedTowerCollection)]
-    if len({id(part.mesh) for part in collections}) > 1:
-        raise InputError(
-            "clip_grad_norm: the model has towers on several meshes, so that no group of ranks holds each once. "
-            "Give all its tower collections one TowerMesh."
-        )
     of_towers = {id(parameter) for part in collections for parameter in part.interactions.parameters()}
     trained = [parameter for parameter in _dense_parameters(model) if parameter.grad is not None]
     device = next((p.device for p in trained), torch.device("cpu"))
-    dense = _square((p for p in trained if id(p) not in of_towers), device)
-    total = dense
+    total = _square((p for p in trained if id(p) not in of_towers), device)
     if collections:
+        square = _square((p for p in trained if id(p) in of_towers), device)
         # The peers of a rank hold one copy of each tower.
-        mesh = collections[0].mesh
-        own = _square((p for p in trained if id(p) in of_towers), device)
-        total = dense + sum_over_ranks(own.to(dense), mesh.peer_group)
+        total += sum_over_ranks(square, collections[0].mesh.peer_group)
     norm = total.sqrt()
     clip_grads_with_norm_(trained, max_norm, norm)
     return norm
@@ -316,9 +300,8 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
 def _square(parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:
     """Returns the square of the norm of gradients, float64, so that what ranks add up hardly rounds."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
-    if not gradients:
-        return torch.zeros((), dtype=torch.float64, device=device)
-    return get_total_norm(gradients).double().square()
+    norm = get_total_norm(gradients) if gradients else torch.zeros(())
+    return norm.to(device, torch.float64).square()
 
 
 def _dense_parameters(model: nn.Module) -> Iterator[nn.Parameter]:

@@ -162,7 +162,7 @@ def samples_of_rows(
         Columns of the samples of each part, [samples, S]. One waits for its own exchange and those before it.
     """
     held = _HeldRows(exchanges, rows)
-    return [Pending(lambda k=k, inverse=inverse: held.samples(k, inverse)) for k, inverse in enumerate(inverses)]
+    return [Pending(held.samples, k, inverse) for k, inverse in enumerate(inverses)]
 
 
 class _HeldRows:

@@ -359,10 +359,10 @@ def watch(model: torch.nn.Module, events: list[str]) -> None:
         outputs.register_hook(lambda _: events.append("gradients arrived"))
         return exchange(self, outputs, *args)
 
-    def pending(make: Any) -> Pending:
+    def pending(wait: Any, *arguments: Any) -> Pending:
         def end() -> torch.Tensor:
             events.append("exchange waited for")
-            columns: torch.Tensor = make()
+            columns: torch.Tensor = wait(*arguments)
             columns.register_hook(lambda _: events.append("gradients to be sent"))
             return columns
 
