@@ -10,20 +10,18 @@ import tempfile
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from functools import cache
 from io import BufferedReader
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from dmt.errors import InputError
 
 if TYPE_CHECKING:
-    from pydantic import TypeAdapter, ValidationError
+    from pydantic import ValidationError
 
 __all__ = [
     "atomic_write",
     "check_output",
-    "check_writable",
     "explain",
     "from_record",
     "fsync_path",
@@ -85,24 +83,16 @@ def fsync_path(path: Path) -> None:
         os.close(descriptor)
 
 
-def check_writable(folder: Path) -> None:
-    """Checks that a folder can be written to by creating a temporary file in it; a missing folder is made.
-
-    Raises:
-        OSError: nothing can be written there.
-    """
-    folder.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryFile(dir=folder):
-        pass
-
-
 def check_output(option: str, path: Path, *, is_folder: bool = False) -> None:
     """Raises `InputError` for an output of a command that cannot be written, before the work that leads to it.
 
     Missing folders are made; ``option`` names the output.
     """
+    folder = path if is_folder else path.parent
     try:
-        check_writable(path if is_folder else path.parent)
+        folder.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
         raise InputError(f"{option} {str(path)!r} cannot be written: {error.strerror}.") from error
     if not is_folder and path.is_dir():
@@ -125,10 +115,8 @@ def open_file(path: str | os.PathLike[str]) -> BufferedReader:
 def read_json(path: str | os.PathLike[str], *, place: str, remedy: str) -> Any:
     """Reads a JSON file.
 
-    Args:
-        path: the file.
-        place: its kind and name, with which every error message begins: ``"Tower plan towers.json"``.
-        remedy: advice with which every error message ends.
+    Error messages begin with ``place``, its kind and name, such as ``"Tower plan towers.json"``, and end with
+    ``remedy``, an advice.
 
     Raises:
         InputError: the file cannot be read, is no regular file or not JSON.
@@ -159,17 +147,15 @@ def parse(text: str, kind: Literal["JSON", "TOML"], *, place: str, remedy: str) 
 
 
 def read_record(path: str | os.PathLike[str], *, what: str, version: int, remedy: str) -> dict[str, Any]:
-    """Reads a JSON object whose key ``format`` holds its format version, which must be ``version``.
-
-    Error messages begin with ``what``, a kind of file such as ``"Tower plan"``, and end with ``remedy``, an advice.
+    """Reads a JSON object whose key ``format`` is ``version``; ``what`` is a kind of file, such as ``"Tower plan"``.
 
     Raises:
         InputError: the file cannot be read, is not a JSON object, or of another format version.
     """
     record = read_json(path, place=f"{what} {path}", remedy=remedy)
-    found = record.get("format") if isinstance(record, dict) else None
-    if found != version:
-        raise InputError(f"{what} {path} has format {found!r}; this version reads format {version}. {remedy}")
+    form = record.get("format") if isinstance(record, dict) else None
+    if form != version:
+        raise InputError(f"{what} {path} has format {form!r}; this version reads format {version}. {remedy}")
     return dict(record)
 
 
@@ -187,21 +173,14 @@ def from_record(kind: type[T], record: Mapping[str, Any], *, place: str, remedy:
             with ``remedy``.
     """
     # Here, since it takes a tenth of a second to load, and most that imports this module reads no plan.
-    from pydantic import ValidationError
+    from pydantic import TypeAdapter, ValidationError
 
     try:
         # As JSON: in Python's types, a strict check would refuse a list for a tuple.
-        adapter: TypeAdapter[T] = _adapter(cast(Any, kind))  # mypy takes no generic type for hashable
+        adapter: TypeAdapter[T] = TypeAdapter(kind)
         return adapter.validate_json(json.dumps(record), strict=True)
     except ValidationError as error:
         raise InputError(f"{place}: {explain(error)} {remedy}") from error
-
-
-@cache
-def _adapter(kind: Any) -> TypeAdapter[Any]:
-    from pydantic import TypeAdapter
-
-    return TypeAdapter(kind)
 
 
 def explain(error: ValidationError) -> str:
@@ -209,10 +188,5 @@ def explain(error: ValidationError) -> str:
     first = error.errors()[0]
     key = "".join(f"{part}." for part in first["loc"]).rstrip(".")
     reason = first["msg"].removeprefix("Value error, ").rstrip(".")
-    got = "" if first["type"] == "value_error" else f" (got {_shown(first['input'])})"
+    got = "" if first["type"] == "value_error" else f" (got {first['input']!r:.200})"
     return f"{key and f'{key}: '}{reason}{got}."
-
-
-def _shown(value: object, most: int = 200) -> str:
-    text = repr(value)
-    return text if len(text) <= most else f"{text[:most]}..."

@@ -31,10 +31,9 @@ def human_bytes(num_bytes: float) -> str:
     # At 999.5 of a unit, three figures would read 1000 of it.
     while power < len(_UNITS) - 1 and num_bytes >= 999.5 * 1000.0**power:
         power += 1
-    value, unit = num_bytes / 1000.0**power, _UNITS[power]
-    if unit == "bytes":
-        return f"{value:.0f} {unit}"
-    return f"{value:.{0 if value >= 99.95 else 1 if value >= 9.995 else 2}f} {unit}"
+    value = num_bytes / 1000.0**power
+    digits = 0 if not power or value >= 99.95 else 1 if value >= 9.995 else 2
+    return f"{value:.{digits}f} {_UNITS[power]}"
 
 
 def counted(number: int, word: str) -> str:

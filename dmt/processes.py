@@ -23,18 +23,13 @@ def end_with(process: int) -> None:
     A thread waits for it. Linux's parent-death signal would not do: it comes when the *thread* ends that forked this
     process, and the parent of a rank is the process that `prepare_ranks` starts, not the one that waits for its result.
     """
-    try:
-        ended = os.pidfd_open(process) if hasattr(os, "pidfd_open") else None
-    except ProcessLookupError:
-        os._exit(1)
-    except OSError:  # before Linux 5.3, or in a sandbox
-        ended = None
 
     def follow() -> None:
-        if ended is not None:
-            wait([ended])
-        while ended is None and os.path.exists(f"/proc/{process}"):
-            time.sleep(1)
+        try:
+            wait([os.pidfd_open(process)])
+        except (OSError, AttributeError):  # it has ended; or before Linux 5.3, or in a sandbox
+            while os.path.exists(f"/proc/{process}"):
+                time.sleep(1)
         os._exit(1)
 
     threading.Thread(target=follow, name="end_with", daemon=True).start()

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from dmt._torchrec import in_backward_pass
+from dmt._torchrec import in_backward_pass, tree_flatten
 from dmt.collectives import gather_objects
 
 __all__ = ["Traffic", "TrafficMeter"]
@@ -90,30 +89,31 @@ class TrafficMeter(TorchDispatchMode):
         self, func: Any, types: Sequence[Any], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         name = func.__name__.split(".")[0]
-        if func.namespace == "_c10d_functional" and name not in ("wait_tensor", "_wrap_tensor_autograd"):
-            self._warn(f"_c10d_functional.{name}")
-        if func.namespace == "c10d":
+        if func.namespace == "c10d" and name not in ("barrier", "recv_"):
             self._count(name, args)
+        elif func.namespace == "_c10d_functional" and name not in ("wait_tensor", "_wrap_tensor_autograd"):
+            self._warn(f"_c10d_functional.{name}")
         return func(*args, **(kwargs or {}))
 
     def _count(self, name: str, args: tuple[Any, ...]) -> None:
         # Collectives take the group as their first script object; a second one is the reduction.
         boxed = next((arg for arg in args if isinstance(arg, torch.ScriptObject)), None)
-        if boxed is None or name in ("barrier", "recv_"):
+        if boxed is None:
             return
-        group = dist.ProcessGroup.unbox(boxed)
-        ranks = dist.get_process_group_ranks(group)
+        ranks = dist.get_process_group_ranks(dist.ProcessGroup.unbox(boxed))
         if name == "alltoall_base_":
-            tensor, splits = args[1], list(args[4])
-            rows = splits or [tensor.shape[0] // len(ranks)] * len(ranks)
+            tensor, rows = args[1], list(args[4]) or [args[1].shape[0] // len(ranks)] * len(ranks)
             row_bytes = tensor.nbytes / max(1, tensor.shape[0])
-            self._send([tensor], {rank: n * row_bytes for rank, n in zip(ranks, rows, strict=True)})
+            self._send(tensor, {rank: n * row_bytes for rank, n in zip(ranks, rows, strict=True)})
         elif name == "alltoall_":
             self._send(args[1], {rank: tensor.nbytes for rank, tensor in zip(ranks, args[1], strict=True)})
         elif name == "send":
             self._send(args[0], {ranks[args[2]]: _nbytes(args[0])})
         elif name.startswith("allreduce"):
-            self._all_reduce(args[0], ranks)
+            order = sorted(ranks, key=lambda rank: (self._host_of(rank), rank))
+            to = order[(order.index(self._rank) + 1) % len(order)]
+            size = 2 * _nbytes(args[0]) * (len(ranks) - 1) / len(ranks)
+            self._send(args[0], {to: size}, kind="dense" if _dtype(args[0]).is_floating_point else "ids")
         elif name.startswith("broadcast"):
             if ranks[args[2]] == self._rank:
                 self._send(args[0], dict.fromkeys(ranks, _nbytes(args[0])))
@@ -129,38 +129,21 @@ class TrafficMeter(TorchDispatchMode):
             self._unknown.add(name)
             logger.warning("TrafficMeter does not know the collective %s: its bytes are not counted.", name)
 
-    def _kind(self, tensors: Any, *, is_reduced: bool = False) -> str:
-        dtype = next(_flat(tensors)).dtype
-        if is_reduced:
-            return "dense" if dtype.is_floating_point else "ids"
+    def _send(self, tensors: Any, to: dict[int, float], kind: str = "") -> None:
+        dtype = _dtype(tensors)
         # Quantised numbers travel as bytes; ids and lengths are wider.
-        if dtype.is_floating_point or dtype == torch.uint8:
-            return "backward" if in_backward_pass() else "forward"
-        return "ids"
-
-    def _send(self, tensors: Any, to: dict[int, float]) -> None:
-        kind = self._kind(tensors)
+        is_numbers = dtype.is_floating_point or dtype == torch.uint8
+        kind = kind or ("ids" if not is_numbers else "backward" if in_backward_pass() else "forward")
         for rank, size in to.items():
             if rank != self._rank:
-                self._book(kind, rank, size)
-
-    def _book(self, kind: str, to: int, size: float) -> None:
-        across = self._host_of(to) != self._host_of(self._rank)
-        self._bytes[kind if across else "inside"] += size
-
-    def _all_reduce(self, tensors: Sequence[Tensor], ranks: Sequence[int]) -> None:
-        order = sorted(ranks, key=lambda rank: (self._host_of(rank), rank))
-        to = order[(order.index(self._rank) + 1) % len(order)]
-        self._book(self._kind(tensors, is_reduced=True), to, 2 * _nbytes(tensors) * (len(ranks) - 1) / len(ranks))
+                across = self._host_of(rank) != self._host_of(self._rank)
+                self._bytes[kind if across else "inside"] += size
 
 
 def _nbytes(tensors: Any) -> int:
-    return sum(tensor.nbytes for tensor in _flat(tensors))
+    return sum(tensor.nbytes for tensor in tree_flatten(tensors)[0])
 
 
-def _flat(tensors: Any) -> Iterator[Tensor]:
-    if isinstance(tensors, Tensor):
-        yield tensors
-        return
-    for part in tensors:
-        yield from _flat(part)
+def _dtype(tensors: Any) -> torch.dtype:
+    dtype: torch.dtype = tree_flatten(tensors)[0][0].dtype
+    return dtype

@@ -20,9 +20,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dmt.errors import InputError
-from dmt.number_formats import mix_bits
 from dmt.partitioner.affinity import FeatureAffinity, Interaction, check_tables, noise_bound
-from dmt.partitioner.rows import PARTS, WHERE, Column, ReadRows, read_rows
+from dmt.partitioner.rows import PARTS, WHERE, Column, ReadRows, mix_bits, read_rows
 
 __all__ = ["AdditiveFit", "fit_additive", "gains_of", "join", "log_losses", "measure_interactions"]
 

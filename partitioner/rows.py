@@ -14,9 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dmt.errors import InputError
-from dmt.number_formats import mix_bits
 
-__all__ = ["PARTS", "WHERE", "Column", "ReadRows", "read_rows"]
+__all__ = ["PARTS", "WHERE", "Column", "ReadRows", "mix_bits", "read_rows"]
 
 # Ids of a bag that count, in its order; values that all rows together may have, 4 bytes each; raw values of all
 # features together.
@@ -233,3 +232,10 @@ def _dense_column(values: NDArray[np.float32]) -> Column:
     edges = np.unique(np.quantile(known, np.linspace(0, 1, _DENSE_BINS + 1)[1:-1])) if len(known) else known
     bins = np.where(missing, len(edges) + 1, np.searchsorted(edges, values, side="right"))
     return Column(values=bins.astype(np.int32), lengths=None, size=len(edges) + 2)
+
+
+def mix_bits(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
+    """The finaliser of SplitMix64: every bit of the result depends on every bit of a number."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

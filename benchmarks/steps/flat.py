@@ -38,7 +38,7 @@ from benchmarks.steps.contenders import EMBEDDING_DIM, Contender
 from benchmarks.steps.needed import ID_BYTES, LENGTH_BYTES
 from benchmarks.steps.setting import Setting
 from dmt._torchrec import mark_updated_in_backward
-from dmt.number_formats import NUMBER_BYTES
+from dmt.plan.tables import NUMBER_BYTES
 from dmt.sharding.data_parallel import DataParallelOptimizer
 
 __all__ = [

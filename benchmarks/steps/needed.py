@@ -28,7 +28,7 @@ from torchrec.distributed.types import ShardingPlan
 from benchmarks.steps.contenders import EMBEDDING_DIM
 from benchmarks.steps.inputs import distinct_inputs
 from benchmarks.steps.setting import Setting
-from dmt.number_formats import NUMBER_BYTES
+from dmt.plan.tables import NUMBER_BYTES
 from dmt.sharding.schemes import column_widths
 
 if TYPE_CHECKING:

@@ -5,12 +5,27 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from types import MappingProxyType
+from typing import Any, Literal, cast, get_args
 
 from dmt.errors import InputError
-from dmt.number_formats import NUMBER_BYTES, TABLE_FORMATS, TableFormat, table_format
 
-__all__ = ["TableSpec", "feature_names", "number_bytes", "table_specs"]
+__all__ = [
+    "NUMBER_BYTES",
+    "TABLE_FORMATS",
+    "TableFormat",
+    "TableSpec",
+    "feature_names",
+    "number_bytes",
+    "table_format",
+    "table_specs",
+]
+
+TableFormat = Literal["FP32", "FP16"]
+"""Formats of table weights, as in TorchRec's ``DataType``; TorchRec builds tables of any other format as FP16."""
+TABLE_FORMATS: tuple[TableFormat, ...] = get_args(TableFormat)
+NUMBER_BYTES = MappingProxyType({"fp32": 4, "fp16": 2, "bf16": 2})
+"""Bytes of a number, by the lower-case name of its format."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -87,3 +102,9 @@ def table_specs(tables: Iterable[Any], *, one_table_per_feature: bool = True) ->
 def feature_names(tables: Sequence[Any]) -> list[str]:
     """The features of all tables, in the order of the tables."""
     return [feature for table in tables for feature in table.feature_names]
+
+
+def table_format(table: Any) -> str:
+    """Returns the name of a table's weight format, of its ``data_type``; FP32 where it has none."""
+    kind = getattr(table, "data_type", "FP32")
+    return str(getattr(kind, "value", kind))

@@ -17,8 +17,8 @@ from torchrec.distributed.model_parallel import DefaultDataParallelWrapper
 from dmt._torchrec import add_dense_hook, at_end_of_backward
 from dmt.collectives import check_agreement, start_sum_over_hosts
 from dmt.errors import InputError
-from dmt.number_formats import SyncPrecision
 from dmt.sptt.mesh import TowerMesh
+from dmt.sptt.precision import SyncPrecision
 
 __all__ = ["HierarchicalDataParallel"]
 

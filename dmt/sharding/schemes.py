@@ -9,8 +9,8 @@ from itertools import accumulate
 from typing import Any, Literal, NamedTuple, get_args
 
 from dmt.errors import InputError, did_you_mean
-from dmt.number_formats import TABLE_FORMATS, table_format
 from dmt.plan.split_across_towers import uncut_name
+from dmt.plan.tables import TABLE_FORMATS, table_format
 from dmt.sharding.optimizers import data_parallel_obstacle
 
 __all__ = [

@@ -7,17 +7,22 @@ TorchRec is imported when codecs are built.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal, get_args
 
 from dmt.errors import InputError, did_you_mean
-from dmt.number_formats import EXCHANGE_FORMATS, ExchangeFormat
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
     from torchrec.distributed.types import QuantizedCommCodecs
 
-__all__ = ["ExchangePrecision"]
+__all__ = ["EXCHANGE_FORMATS", "ExchangeFormat", "ExchangePrecision", "SyncPrecision"]
+
+ExchangeFormat = Literal["fp32", "fp16", "bf16"]
+"""Formats of tower outputs and their gradients on the way between towers."""
+EXCHANGE_FORMATS: tuple[ExchangeFormat, ...] = get_args(ExchangeFormat)
+SyncPrecision = Literal["fp32", "bf16"]
+"""Formats in which hosts send the gradients that they average (`dmt.replicas.dense_reduce`)."""
 
 # A mean loss has gradients of 1e-6 and less, and FP16 loses digits below 6e-5. A power of two is undone exactly.
 _FP16_SCALE = 4096.0

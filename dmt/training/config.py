@@ -11,12 +11,11 @@ from pydantic import BaseModel, Field, ValidationError, field_validator, model_v
 
 from dmt.errors import InputError, did_you_mean
 from dmt.files import explain, parse, read_toml
-from dmt.number_formats import ExchangeFormat, SyncPrecision
 from dmt.plan.topology import TowerTopology
 from dmt.sharding.optimizers import MomentScale, check_moment_scale
 from dmt.sharding.schemes import Kernel, Scheme
 from dmt.sptt.options import refusals
-from dmt.sptt.precision import ExchangePrecision
+from dmt.sptt.precision import ExchangeFormat, ExchangePrecision, SyncPrecision
 from dmt.training.data.config import OF_READING, DataConfig, Section
 
 __all__ = [

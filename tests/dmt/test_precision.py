@@ -15,10 +15,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dmt import InputError, TrafficMeter
-from dmt.number_formats import EXCHANGE_FORMATS
 from dmt.sharding.schemes import SCHEMES, why_not
 from dmt.sptt.peer_exchange import PeerExchange
-from dmt.sptt.precision import ExchangePrecision
+from dmt.sptt.precision import EXCHANGE_FORMATS, ExchangePrecision
 from tests.parity import make_tables
 from tests.ranks import run_ranks
 

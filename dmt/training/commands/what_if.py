@@ -14,8 +14,7 @@ import numpy as np
 from dmt.errors import InputError
 from dmt.files import write_or_raise
 from dmt.formatting import human_bytes
-from dmt.number_formats import NUMBER_BYTES
-from dmt.plan.tables import feature_names
+from dmt.plan.tables import NUMBER_BYTES, feature_names
 from dmt.simulator.cluster import Cluster, load_cluster
 from dmt.simulator.steps import ModelWork, Timeline, simulate, step_operations
 from dmt.simulator.work import Inputs, Workload, count_operators, step_work

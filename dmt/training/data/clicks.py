@@ -22,8 +22,7 @@ from numpy.typing import NDArray
 
 from dmt.errors import InputError
 from dmt.formatting import shorten
-from dmt.number_formats import TableFormat
-from dmt.plan.tables import TableSpec
+from dmt.plan.tables import TableFormat, TableSpec
 from dmt.training.data.columns import Columns, Feature, check_features, explicit_config, shared_tables, tables_of
 from dmt.training.data.config import DataConfig
 from dmt.training.data.deal import Deal, Span

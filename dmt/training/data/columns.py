@@ -11,8 +11,7 @@ import pyarrow as pa
 
 from dmt.errors import InputError, did_you_mean
 from dmt.formatting import shorten
-from dmt.number_formats import TableFormat
-from dmt.plan.tables import TableSpec
+from dmt.plan.tables import TableFormat, TableSpec
 from dmt.training.data.config import DataConfig
 
 __all__ = [

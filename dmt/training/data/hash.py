@@ -14,7 +14,7 @@ import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from dmt.errors import InputError
-from dmt.number_formats import mix_bits
+from dmt.partitioner.rows import mix_bits
 
 __all__ = ["COUNTED", "HASH_KEY", "Vocabulary", "deal_rows", "hash_rows"]
 
