@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, Annotated, Any
 
@@ -35,15 +35,15 @@ __all__ = [
     "find_start",
     "folder_lock",
     "open_lock",
+    "progress_of",
     "restore_hot_rows",
     "restore_run",
-    "saved_position",
     "start_with",
     "starting_point",
     "step_rows",
 ]
 
-Files = Sequence[tuple[str, int, int]]
+Files = list[tuple[str, int, int]]
 # Settings that define the parameters; another value makes another model.
 _SAME_MODEL = ("model.", "optimizer.sparse:", "optimizer.dense:")
 # Settings that make another training of the same model on the same rows.
@@ -54,13 +54,13 @@ _TRAINING = ("optimizer.", "replicas.", "sharding.", "train.batch_size:")
 class Position:
     """Position in training: enough to resume at the right sample, with any number of ranks."""
 
-    step: int = 0
+    step: Annotated[int, Field(ge=0)] = 0
     """Training steps done."""
-    epoch: int = 0
+    epoch: Annotated[int, Field(ge=0)] = 0
     """Completed passes over the training rows."""
-    rows: int = 0
+    rows: Annotated[int, Field(ge=0)] = 0
     """Rows of the current pass that all ranks together have trained on."""
-    lanes: int | None = None
+    lanes: Annotated[int, Field(ge=1)] | None = None
     """Ranks of the first run, by which rows are dealt; None for a run that begins."""
 
     def in_epoch(self, epoch: int) -> Position:
@@ -70,29 +70,18 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """The beginning of a run, with a checkpoint or without one."""
+    """Where a run starts, and what a checkpoint keeps of that."""
 
-    folder: Path | None = None
-    """The checkpoint; None for a run without one."""
     position: Position = field(default_factory=Position)
-    """Position to continue at; the first row with the checkpoint of another run."""
-    files: Files
-    """`ClickData.files` of what the run trains on, as it starts: they may grow while it reads them."""
-    sources: Sequence[str | None] = ()
-    """State of the user's source on each rank."""
-    lines: Sequence[str] = ()
-    """What the user is told: the checkpoint, where it goes on, and the settings that have changed."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class _Saved:
-    """What a checkpoint keeps of a run's position, beside the step."""
-
-    epoch: Annotated[int, Field(ge=0)]
-    rows: Annotated[int, Field(ge=0)]
+    """The first row, where the checkpoint is of another run."""
     files: list[tuple[str, int, int]]
-    lanes: Annotated[int, Field(ge=1)] | None = None
+    """`ClickData.files` of what the run trains on, as it starts: they may grow while it reads them."""
     sources: list[str | None] = field(default_factory=list)
+    """State of the user's source on each rank."""
+    folder: Path | None = None
+    """The checkpoint; None for a run without one, and in a checkpoint."""
+    lines: tuple[str, ...] = ()
+    """What the user is told: the checkpoint, where it goes on, and the settings that have changed."""
 
 
 def checkpoint_folder(config: TrainingConfig) -> Path:
@@ -155,14 +144,14 @@ def start_with(folder: Path, config: TrainingConfig, files: Files, plan: TowerPl
         folder.parent == checkpoint_folder(config),
         "Use another checkpoint.",
     )
-    saved = from_record(_Saved, manifest.progress, place=f"{folder}: its progress", remedy=remedy)
+    saved = from_record(Start, manifest.progress, place=f"{folder}: its progress", remedy=remedy)
     place = str(folder / "config.toml")
     changes = _changes(read_toml(place, place=place, remedy=remedy), config.model_dump(mode="json"))
     wrong = [text for text in changes if text.startswith(_SAME_MODEL)]
     if is_own:
         wrong += [text for text in changes if text.startswith("data.")]
         apart = sorted({name for name, *_ in {*saved.files} ^ {*files}})
-        wrong += [f"the training files have changed: {shorten(apart, ', ')}"] if saved.files != [*files] else []
+        wrong += [f"the training files have changed: {shorten(apart, ', ')}"] if saved.files != files else []
     if plan is not None and config.model.has_towers:
         towers = folder / "towers.json"
         if TowerPlan.load(towers).to_lists() != plan.to_lists():
@@ -173,10 +162,10 @@ def start_with(folder: Path, config: TrainingConfig, files: Files, plan: TowerPl
     # Also learning rates: those of the config are used, not the saved ones.
     notes = [text for text in changes if text.startswith(_TRAINING)]
     if not is_own:
-        return Start(folder=folder, files=files, lines=[f"begins with the weights of {folder}", *notes])
-    at = Position(step=manifest.step, epoch=saved.epoch, rows=saved.rows, lanes=saved.lanes)
-    lines = [f"goes on from {folder}: step {at.step}, epoch {at.epoch}, row {at.rows}", *notes]
-    return Start(folder=folder, position=at, files=files, sources=saved.sources, lines=lines)
+        return Start(folder=folder, files=files, lines=(f"begins with the weights of {folder}", *notes))
+    at = saved.position
+    line = f"goes on from {folder}: step {at.step}, epoch {at.epoch}, row {at.rows}"
+    return replace(saved, folder=folder, lines=(line, *notes))
 
 
 def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -238,13 +227,13 @@ def restore_hot_rows(start: Start, hot: HotRows | None, mesh: TowerMesh) -> None
         hot.load_state(state)
 
 
-def saved_position(job: Job, at: Position, files: Files, mesh: TowerMesh) -> dict[str, Any]:
-    """Returns what a checkpoint keeps of a position, beside the step; collective with a user's source."""
+def progress_of(job: Job, at: Position, start: Start, mesh: TowerMesh) -> dict[str, Any]:
+    """Returns what a checkpoint keeps of a position; collective with a user's source."""
     sources = []
     if job.config.data.kind == "source":
         state = job.data.source_state(at.epoch, at.rows, world_size=mesh.topology.world_size)
         sources = gather_objects(state, mesh.global_group)
-    return {"epoch": at.epoch, "rows": at.rows, "lanes": at.lanes, "files": files, "sources": sources}
+    return {"position": asdict(at), "files": start.files, "sources": sources}
 
 
 def step_rows(job: Job, at: Position) -> int:

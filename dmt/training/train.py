@@ -50,9 +50,9 @@ from dmt.training.resume import (
     checkpoint_folder,
     find_start,
     folder_lock,
+    progress_of,
     restore_hot_rows,
     restore_run,
-    saved_position,
     step_rows,
 )
 from dmt.training.trained import describe_run
@@ -282,7 +282,7 @@ def save(run: Run, at: Position) -> bool:
     _settle_replicas(run, at.step)
     if run.replicas is not None:
         run.replicas.check()
-    progress = saved_position(run.job, at, run.start.files, run.mesh)
+    progress = progress_of(run.job, at, run.start, run.mesh)
     describe = partial(describe_run, run.job, None if run.hot_rows is None else run.hot_rows.state())
     return run.saver.save(run.model, run.optimizer, step=at.step, progress=progress, describe=describe)
 

@@ -85,7 +85,7 @@ def new_run(
         hot_rows=None,
         record=record or RunRecord(config, enabled=False),
         saver=saver,
-        start=Start(files=()),
+        start=Start(files=[]),
         pipeline=make_pipeline(job, model, optimizer),
     )
 

@@ -220,7 +220,7 @@ def test_a_run_goes_on_with_other_settings_and_says_so(finished: TrainingConfig,
     longer = changed(finished, train={"epochs": 2, "log_every": 7}, optimizer={"sparse_lr": 0.5})
     found = start(longer)
     assert found.position == Position(step=7, epoch=1, rows=0, lanes=4)
-    assert found.lines[1:] == ["optimizer.sparse_lr: 0.05 -> 0.5"]
+    assert found.lines[1:] == ("optimizer.sparse_lr: 0.05 -> 0.5",)
     other_ranks = changed(finished, topology={"num_towers": 2, "ranks_per_tower": 1})
     assert len(start(other_ranks).lines) == 1
     # Another day's data, from the checkpoint of yesterday's run.
@@ -324,11 +324,12 @@ def checked_evaluations_on_rank(rank: int, values: dict[str, Any]) -> list[int]:
     return steps
 
 
-@pytest.mark.parametrize("wrong", [{"epoch": None}, {"epoch": "x"}, {"rows": -1}, {"files": 3}])
-def test_a_forged_position_is_refused(wrong: dict[str, Any], finished: TrainingConfig, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("key", "value"), [("position", {"epoch": "x"}), ("position", {"rows": -1}), ("files", 3), ("files", None)]
+)
+def test_a_forged_position_is_refused(key: str, value: Any, finished: TrainingConfig, tmp_path: Path) -> None:
     folder = shutil.copytree(checkpoints(checkpoint_folder(finished))[0], tmp_path / "step-00000008")
     manifest = read_manifest(folder)
-    progress = {key: value for key, value in {**manifest.progress, **wrong}.items() if value is not None}
-    write_manifest(folder, replace(manifest, progress=progress))
-    with pytest.raises(InputError, match=rf"step-00000008: its progress: {next(iter(wrong))}"):
+    write_manifest(folder, replace(manifest, progress={**manifest.progress, key: value}))
+    with pytest.raises(InputError, match=f"step-00000008: its progress: {key}"):
         start_with(folder, finished, [], None)
