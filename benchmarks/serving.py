@@ -112,7 +112,8 @@ def _measure(name: str, arch: str, run: Path, settings: str) -> list[dict[str, A
         metrics = score(path, run / "predictions.parquet").metrics
         assert metrics is not None, "the rows have labels"
         row = {"data": name, "arch": arch, "tables": stored, "auc": metrics.auc, "rows": metrics.num_rows}
-        rows.append(row | {"file_over_tables": exported.file_bytes / exported.table_bytes})
+        tables = {feature["table"]: feature["rows"] * feature["columns"] for feature in exported.manifest["features"]}
+        rows.append(row | {"file_over_tables": exported.file_bytes / (4 * sum(tables.values()))})
     trained = json.loads((run / "result.json").read_text())["eval_auc"]
     return [row | {"auc_of_trainer": trained, "auc_lost": rows[0]["auc"] - row["auc"]} for row in rows]
 

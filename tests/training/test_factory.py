@@ -96,9 +96,10 @@ def test_the_deepfm_of_the_page_from_a_flat_run_to_a_served_one_in_learned_tower
     assert result["compression_ratio"] > 1.0
     out = tmp_path / "model.pt2"
     dmt("export", run, "-o", out, *named)
-    columns = {feature.name: feature.columns for feature in read_manifest(out).features}
+    features = read_manifest(out)["features"]
+    columns = {feature["name"]: feature["columns"] for feature in features}
     assert columns == {f"C{i}": 8 if i < 3 else 16 for i in range(1, 9)}
-    assert {feature.table for feature in read_manifest(out).features if feature.name in ("C1", "C2")} == {"t_ads"}
+    assert {feature["table"] for feature in features if feature["name"] in ("C1", "C2")} == {"t_ads"}
     assert_served_alike(out, result, tmp_path)
 
 

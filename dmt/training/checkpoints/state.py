@@ -297,19 +297,21 @@ class TensorReader(dcp.FileSystemReader):
         Raises:
             InputError: it lacks a tensor or has it in another size, or a file cannot be read after all.
         """
-        self._load({name: shards for name, shards in state.items() if name in self.tensors})
         ranges: dict[str, list[tuple[str, int, int]]] = {}
         for saved in self.tensors:
             uncut, start, stop = split_name(saved)
             ranges.setdefault(uncut, []).append((saved, start, stop))
+        overlaps: dict[str, dict[str, int]] = {}
         for name in state.keys() - self.tensors.keys():
             uncut, first, end = split_name(name)
             columns = {saved: min(end, stop) - max(first, start) for saved, start, stop in ranges.get(uncut, ())}
-            columns = {saved: number for saved, number in columns.items() if number > 0}
-            if not columns:
+            overlaps[name] = {saved: number for saved, number in columns.items() if number > 0}
+            if not overlaps[name]:
                 raise InputError(
                     f"{self.path} is a checkpoint of another model or optimizer: it lacks {name}. {_OTHER}"
                 )
+        self._load({name: shards for name, shards in state.items() if name not in overlaps})
+        for name, columns in overlaps.items():
             for offsets, tensor in state[name].tensors.items():
                 total = torch.zeros_like(tensor, dtype=torch.float64)
                 for saved, number in columns.items():

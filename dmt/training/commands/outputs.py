@@ -109,7 +109,7 @@ def _named_in(path: Path) -> object:
     if path.suffix == ".pt2":
         from dmt.training.serving.export import read_manifest
 
-        return read_manifest(path).data
+        return read_manifest(path)["data"]
     return []
 
 

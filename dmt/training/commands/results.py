@@ -83,16 +83,14 @@ def _number(number: float | None) -> str:
 def print_exported(found: Exported, out: Path) -> None:
     """Prints the exported model and the call that loads it."""
     manifest = found.manifest
-    share = found.file_bytes / found.table_bytes
-    kind = f"{manifest.model}, {len(manifest.towers)} towers" if manifest.towers else f"{manifest.model}, no towers"
-    mostly = " (more of it is program than tables)" if share > 1 else ""
+    kind = f"{manifest['model']}, {len(manifest['towers']) or 'no'} towers"
     lines = [
-        f"{found.checkpoint}: {kind}, step {manifest.step}, {counted(len(manifest.features), 'feature')}, "
-        f"{counted(len(manifest.dense), 'dense column')}, tables in {manifest.tables}.",
+        f"{found.checkpoint}: {kind}, step {manifest['step']}, {counted(len(manifest['features']), 'feature')}, "
+        f"{counted(len(manifest['dense']), 'dense column')}, tables in {manifest['tables']}.",
         f"Logits on random samples: within {found.difference:.1e} of the trained model's."
         if found.difference
         else "Logits on random samples: the bits of the trained model's.",
-        f"Written to {out}: {human_bytes(found.file_bytes)}, {share:.2f} times its tables in FP32{mostly}.",
+        f"Written to {out}: {human_bytes(found.file_bytes)}.",
         f"Plain PyTorch loads it: torch.export.load({str(out)!r}).module(). `dmt score` takes it, too.",
     ]
     click.echo(printable("\n".join(lines)))

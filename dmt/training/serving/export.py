@@ -6,7 +6,7 @@ import io
 import json
 import zipfile
 from collections.abc import Collection
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ import pyarrow as pa
 import torch
 
 from dmt.errors import InputError
-from dmt.files import atomic_write, from_record, parse
+from dmt.files import atomic_write, parse
 from dmt.training import checkpoints
 from dmt.training.data.hash import HASH_KEY, hash_rows
 from dmt.training.job import Job
@@ -22,14 +22,7 @@ from dmt.training.records import versions
 from dmt.training.serving.program import ServedModel, StoredTables, make_program
 from dmt.training.trained import trained_model
 
-__all__ = [
-    "Exported",
-    "ServedFeature",
-    "ServedManifest",
-    "export_run",
-    "load_program",
-    "read_manifest",
-]
+__all__ = ["Exported", "export_run", "load_program", "read_manifest"]
 
 _FORMAT = 1
 _MANIFEST = "manifest.json"
@@ -42,68 +35,15 @@ _HASHED_EXAMPLES = ("1", "abc")
 
 
 @dataclass(frozen=True, kw_only=True)
-class ServedFeature:
-    """A feature as the program takes it."""
-
-    name: str
-    """Key of its ids and lengths."""
-    table: str
-    """Table that its ids are rows of."""
-    rows: int
-    """Rows of the table: ids lie in 0 to rows - 1."""
-    columns: int
-    """Columns of the table."""
-    multi_hot: bool
-    """True where a sample has any number of ids; false where it has one."""
-    salt: str
-    """Text that salts its hash: the name, or that of a table it shares."""
-    time_column: str = ""
-    """Column of times that it is a part of; empty for other features. Hour h is row 1 + h, Monday is row 1, and a
-    missing time is row 0."""
-    time_part: str = ""
-    """The part: hour or weekday."""
-    examples: dict[str, int] = field(default_factory=dict)
-    """Rows of some texts, by which a server checks its own hashing; none where ids are row numbers."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ServedManifest:
-    """The manifest of an exported program; plain data."""
-
-    model: str
-    """The config's ``model.arch``, or the factory that made the model."""
-    step: int
-    """Training steps before the checkpoint."""
-    dense: tuple[str, ...]
-    """Dense columns, in the order of the program's."""
-    features: tuple[ServedFeature, ...]
-    """Categorical features."""
-    towers: tuple[tuple[str, ...], ...]
-    """Features by tower; none for a flat model."""
-    tables: str
-    """Format of the tables: fp32, fp16, int8 or int4."""
-    hashing: str
-    """Recipe from a text to a row; empty where ids are row numbers."""
-    hash_key: str
-    """Key of the hash."""
-    data: dict[str, Any]
-    """Section ``data`` of the run's config, with every column by name."""
-    versions: dict[str, str]
-    """Versions of the packages that exported the program."""
-
-
-@dataclass(frozen=True, kw_only=True)
 class Exported:
     """Result of ``dmt export``."""
 
     checkpoint: Path
     """The checkpoint."""
-    manifest: ServedManifest
+    manifest: dict[str, Any]
     """The manifest inside the file."""
     file_bytes: int
     """Size of the file."""
-    table_bytes: int
-    """Size of the tables in FP32."""
     difference: float
     """Largest difference between a logit of the program and of the trained model, on random samples."""
 
@@ -151,55 +91,53 @@ def export_run(
     try:
         # In memory first: PyTorch's zip writer aborts the process where a file raises, such as on a full disk.
         archive = io.BytesIO()
-        extra = {_MANIFEST: json.dumps({"format": _FORMAT, **asdict(manifest)}, indent=1)}
-        torch.export.save(program, archive, extra_files=extra)
+        torch.export.save(program, archive, extra_files={_MANIFEST: json.dumps(manifest, indent=1)})
         with atomic_write(out) as scratch:
             scratch.write_bytes(archive.getbuffer())
     except OSError as error:
         raise InputError(f"--out {str(out)!r} cannot be written: {error.strerror}.") from error
-    return Exported(
-        checkpoint=checkpoint,
-        manifest=manifest,
-        file_bytes=out.stat().st_size,
-        table_bytes=sum(4 * table.num_embeddings * table.embedding_dim for table in job.tables),
-        difference=difference,
-    )
+    return Exported(checkpoint=checkpoint, manifest=manifest, file_bytes=out.stat().st_size, difference=difference)
 
 
-def _manifest(job: Job, checkpoint: Path, tables: StoredTables) -> ServedManifest:
+def _manifest(job: Job, checkpoint: Path, tables: StoredTables) -> dict[str, Any]:
+    """Returns what a server needs to know, as JSON takes it."""
     config, data = job.config, job.data
-    hashed = data.raw.id_mode == "hash" and config.data.kind != "synthetic"
-    raw, features = {feature.name: feature for feature in data.columns.features}, []
+    is_hashed = data.raw.id_mode == "hash" and config.data.kind != "synthetic"
+    texts, raw, features = pa.array(_HASHED_EXAMPLES), {feature.name: feature for feature in data.columns.features}, []
     for table in job.tables:
         for name in table.feature_names:
             salt, time = raw[name].table, raw[name].time
-            rows = hash_rows(pa.array(_HASHED_EXAMPLES), feature=salt, num_embeddings=table.num_embeddings)
+            rows = hash_rows(texts, feature=salt, num_embeddings=table.num_embeddings).tolist()
+            examples = dict(zip(_HASHED_EXAMPLES, rows, strict=True)) if is_hashed and time is None else {}
             features.append(
-                ServedFeature(
-                    name=name,
-                    table=table.name,
-                    rows=table.num_embeddings,
-                    columns=table.embedding_dim,
-                    multi_hot=raw[name].is_bag,
-                    salt=salt,
-                    time_column="" if time is None else time[0],
-                    time_part="" if time is None else time[1],
-                    examples=dict(zip(_HASHED_EXAMPLES, rows.tolist(), strict=True)) if hashed and not time else {},
-                )
+                {
+                    "name": name,  # key of its ids and lengths
+                    "table": table.name,
+                    "rows": table.num_embeddings,  # ids lie in 0 to rows - 1
+                    "columns": table.embedding_dim,
+                    "multi_hot": raw[name].is_bag,  # true where a sample has any number of ids, else one
+                    "salt": salt,  # of its hash
+                    # The column of times that it is a part of, and the part: hour or weekday; empty for others.
+                    "time_column": "" if time is None else time[0],
+                    "time_part": "" if time is None else time[1],
+                    # Rows of some texts, by which a server checks its own hashing; none where ids are row numbers.
+                    "examples": examples,
+                }
             )
-    towers = job.towers if config.model.has_towers else None
-    return ServedManifest(
-        model=config.model.name,
-        step=checkpoints.read_manifest(checkpoint).step,
-        dense=tuple(data.dense_names),
-        features=tuple(features),
-        towers=() if towers is None else tuple(tower.features for tower in towers.towers),
-        tables=config.sharding.table_precision if tables == "fp32" else tables,
-        hashing=_HASH if hashed else "",
-        hash_key=HASH_KEY if hashed else "",
-        data=data.raw.model_dump(mode="json"),
-        versions=versions(),
-    )
+    towers = job.towers.to_lists() if job.towers is not None and config.model.has_towers else []
+    return {
+        "format": _FORMAT,
+        "model": config.model.name,
+        "step": checkpoints.read_manifest(checkpoint).step,
+        "dense": list(data.dense_names),
+        "features": features,
+        "towers": towers,
+        "tables": config.sharding.table_precision if tables == "fp32" else tables,
+        "hashing": _HASH if is_hashed else "",
+        "hash_key": HASH_KEY if is_hashed else "",
+        "data": data.raw.model_dump(mode="json"),
+        "versions": versions(),
+    }
 
 
 def _random_inputs(job: Job) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
@@ -213,7 +151,7 @@ def _random_inputs(job: Job) -> tuple[torch.Tensor, dict[str, torch.Tensor], dic
     return torch.randn(samples, job.num_dense, generator=generator), ids, lengths
 
 
-def read_manifest(path: Path) -> ServedManifest:
+def read_manifest(path: Path) -> dict[str, Any]:
     """Reads the manifest of an exported program; no tensor is read.
 
     Raises:
@@ -229,9 +167,9 @@ def read_manifest(path: Path) -> ServedManifest:
     if text is None:
         raise InputError(f"{place}: has no manifest, so `dmt export` did not write it. {_REMEDY}")
     record = parse(text, "JSON", place=place, remedy=_REMEDY)
-    if not isinstance(record, dict) or record.pop("format", None) != _FORMAT:
+    if not isinstance(record, dict) or record.get("format") != _FORMAT or "data" not in record:
         raise InputError(f"{place}: its manifest is not of format {_FORMAT}. {_REMEDY}")
-    return from_record(ServedManifest, record, place=place, remedy=_REMEDY)
+    return record
 
 
 def load_program(path: Path) -> torch.nn.Module:

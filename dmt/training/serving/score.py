@@ -109,7 +109,7 @@ def _write(path: Path, parts: Iterator[dict[str, Any]], *, has_labels: bool) -> 
 def _open(model: Path, data_path: str | None, functions: Collection[str], cache: Path) -> tuple[Scorer, ClickData]:
     if model.suffix == ".pt2" or model.is_file():
         manifest, program = read_manifest(model), load_program(model)
-        raw = data_section(manifest.data, f"Exported model {model}: data", "Export the checkpoint again.")
+        raw = data_section(manifest["data"], f"Exported model {model}: data", "Export the checkpoint again.")
         check_allowed(f"The manifest of {model}", {"data.source": raw.source if data_path is None else None}, functions)
         return partial(_run, model, program), _rows_of(raw, raw, data_path, cache)
     try:

@@ -31,7 +31,6 @@ from dmt.training.checkpoints.store import sha256_of, write_manifest
 from dmt.training.commands import main
 from dmt.training.config import TrainingConfig, to_toml
 from dmt.training.serving import score as score_module
-from dmt.training.serving.export import ServedManifest
 from tests.training.checkpoints.made import linear, save_alone
 
 INDEX_NAME = ".metadata"
@@ -94,10 +93,7 @@ def test_a_function_that_a_checkpoint_names_runs_only_where_the_user_names_it(
 
 
 def test_a_source_that_an_exported_file_names_is_not_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    manifest = ServedManifest(
-        model="dlrm", step=1, dense=(), features=(), towers=(), tables="fp32", hashing="", hash_key="", versions={},
-        data={"source": "evil:f", "categorical": ["c_*"]},
-    )  # fmt: skip
+    manifest = {"data": {"source": "evil:f", "categorical": ["c_*"]}}
     monkeypatch.setattr(score_module, "read_manifest", lambda _: manifest)
     monkeypatch.setattr(score_module, "load_program", lambda _: None)
     with pytest.raises(InputError, match=r"data\.source='evil:f'.* --function evil:f"):

@@ -107,13 +107,9 @@ def inputs() -> Inputs:
     [
         ("dense", torch.ones(2, 4), r"dense\.size\(\)\[1\] == 3"),
         ("dense", torch.ones(3, 3), r"lengths\['C1'\]\.size\(\)\[0\] == dense\.size\(\)\[0\]"),
-        ("dense", torch.ones(0, 3), "batch|dense"),
         ("dense", torch.ones(2, 3).double(), "dtype"),
         ("ids", torch.tensor([3, 1, 40]), r"Index 2 of input takes value 40 which is not in the valid range \[0, 40\)"),
-        ("ids", torch.tensor([3, -1, 4]), "takes value -1 which is not in the valid range"),
         ("ids", torch.tensor([3, 1]), r"lengths\['C3'\] do not add up to the ids\['C3'\]"),
-        ("ids", torch.tensor([[3, 1, 4]]), r"ids\['C3'\]|Expected"),
-        ("lengths", torch.tensor([2, 2]), r"lengths\['C3'\] do not add up"),
         ("lengths", torch.tensor([-1, 4]), "a number of ids is negative"),
         ("lengths", torch.tensor([2, 1, 0]), r"lengths\['C3'\]\.size\(\)\[0\] == dense"),
         ("ids", None, "input"),
@@ -136,33 +132,33 @@ def test_the_manifest_says_what_a_server_needs(exported: tuple[Path, Exported]) 
     out, found = exported
     manifest = read_manifest(out)
     assert manifest == found.manifest
-    assert (manifest.model, manifest.step, manifest.tables) == ("dmt-dlrm", 6, "fp32")
-    assert manifest.dense == ("I1", "I2", "I3")
-    assert manifest.towers == (("C1", "C3", "C5", "C7"), ("C2", "C4", "C6", "C8"))
-    assert [(f.name, f.table, f.rows, f.columns, f.multi_hot) for f in manifest.features] == [
-        (f"C{i}", f"t_C{i}", 40, 8, i >= 7) for i in range(1, 9)
-    ]
-    assert manifest.versions["torch"]
+    assert [manifest[key] for key in ("model", "step", "tables")] == ["dmt-dlrm", 6, "fp32"]
+    assert manifest["dense"] == ["I1", "I2", "I3"]
+    assert manifest["towers"] == [["C1", "C3", "C5", "C7"], ["C2", "C4", "C6", "C8"]]
+    keys = ("name", "table", "rows", "columns", "multi_hot")
+    expected = [(f"C{i}", f"t_C{i}", 40, 8, i >= 7) for i in range(1, 9)]
+    assert [tuple(feature[key] for key in keys) for feature in manifest["features"]] == expected
+    assert manifest["versions"]["torch"]
     assert found.difference == 0.0
 
 
 def test_a_damaged_or_other_file_is_refused(exported: tuple[Path, Exported], tmp_path: Path) -> None:
-    whole = exported[0].read_bytes()
-    cases = {"cut": whole[:5000], "text": b"hello", "other": b""}
-    for name, content in cases.items():
-        (tmp_path / f"{name}.pt2").write_bytes(content)
-        with pytest.raises(InputError, match=rf"{name}\.pt2: cannot be read .*Export the checkpoint again"):
-            read_manifest(tmp_path / f"{name}.pt2")
-    with zipfile.ZipFile(tmp_path / "other.pt2", "w") as archive:
-        archive.writestr("other/data", "1")
-    with pytest.raises(InputError, match="has no manifest, so `dmt export` did not write it"):
-        read_manifest(tmp_path / "other.pt2")
-    with pytest.raises(InputError, match=r"other\.pt2: cannot be read"):
-        load_program(tmp_path / "other.pt2")
-    with zipfile.ZipFile(tmp_path / "old.pt2", "w") as archive:
-        archive.writestr("old/extra/manifest.json", '{"format": 99}')
-    with pytest.raises(InputError, match="its manifest is not of format 1"):
-        read_manifest(tmp_path / "old.pt2")
+    def archive(name: str, text: str) -> bytes:
+        with zipfile.ZipFile(tmp_path / "made", "w") as made:
+            made.writestr(name, text)
+        return (tmp_path / "made").read_bytes()
+
+    path = tmp_path / "model.pt2"
+    for content, message in (
+        (exported[0].read_bytes()[:5000], "cannot be read .*Export the checkpoint again"),
+        (archive("other/data", "1"), "has no manifest, so `dmt export` did not write it"),
+        (archive("old/extra/manifest.json", '{"format": 99}'), "its manifest is not of format 1"),
+    ):
+        path.write_bytes(content)
+        with pytest.raises(InputError, match=rf"model\.pt2: {message}"):
+            read_manifest(path)
+    with pytest.raises(InputError, match=r"model\.pt2: cannot be read"):
+        load_program(path)
 
 
 def test_commands_tell_what_is_wrong(run: Path, tmp_path: Path) -> None:

@@ -140,14 +140,14 @@ def test_other_columns_are_refused(run: Path, tmp_path: Path) -> None:
 
 def test_the_manifest_has_examples_of_the_hash(run: Path) -> None:
     manifest = read_manifest(run / "model.pt2")
-    ad, words, hour, _ = manifest.features
-    assert not ad.multi_hot
-    assert words.multi_hot
-    assert ad.examples.keys() == {"1", "abc"}
-    assert ad.examples != words.examples, "the feature is no part of the hash"
-    assert manifest.hash_key
-    assert all(0 < row < 30 for row in ad.examples.values())
-    assert batch_of(run).sparse_features.keys() == [ad.name, words.name, hour.name, "time_weekday"]
-    assert (hour.name, hour.rows, hour.time_column, hour.time_part) == ("time_hour", 25, "time", "hour")
-    assert (hour.examples, manifest.dense) == ({}, ("d_age",))
-    assert manifest.data["categorical"] == ["c_ad", "c_words"]
+    ad, words, hour, _ = manifest["features"]
+    assert not ad["multi_hot"]
+    assert words["multi_hot"]
+    assert ad["examples"].keys() == {"1", "abc"}
+    assert ad["examples"] != words["examples"], "the feature is no part of the hash"
+    assert manifest["hash_key"]
+    assert all(0 < row < 30 for row in ad["examples"].values())
+    assert batch_of(run).sparse_features.keys() == [ad["name"], words["name"], hour["name"], "time_weekday"]
+    assert (hour["name"], hour["rows"], hour["time_column"], hour["time_part"]) == ("time_hour", 25, "time", "hour")
+    assert (hour["examples"], manifest["dense"]) == ({}, ["d_age"])
+    assert manifest["data"]["categorical"] == ["c_ad", "c_words"]
