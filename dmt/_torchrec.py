@@ -147,8 +147,7 @@ def group_timeout(group: ProcessGroup) -> timedelta:
     devices: Any = group._device_types
     options = [group._get_backend(device).options for device in devices]
     # A backend that carries nothing has none.
-    timeout: timedelta = next((found._timeout for found in options if found is not None), default_pg_timeout)
-    return timeout
+    return next((of_backend._timeout for of_backend in options if of_backend is not None), default_pg_timeout)
 
 
 @contextmanager
@@ -240,20 +239,17 @@ def settings_on_parameters(settings: Sequence[tuple[Tensor, Mapping[str, Any]]])
     TorchRec gives them precedence over the sharder's, so each table can have its own.
     """
     names = ("_optimizer_classes", "_optimizer_kwargs")
-    before = [
-        (parameter, {name: vars(parameter)[name] for name in names if name in vars(parameter)})
-        for parameter, _ in settings
-    ]
-    for parameter, own in settings:
-        parameter._optimizer_classes, parameter._optimizer_kwargs = [None], [own]  # type: ignore[attr-defined]
+    before = [{name: vars(weight)[name] for name in names if name in vars(weight)} for weight, _ in settings]
+    for weight, of_table in settings:
+        weight._optimizer_classes, weight._optimizer_kwargs = [None], [of_table]  # type: ignore[attr-defined]
     try:
         yield
     finally:
         # These alone: TorchRec leaves other attributes meanwhile.
-        for parameter, attributes in before:
+        for (weight, _), attributes in zip(settings, before, strict=True):
             for name in names:
-                vars(parameter).pop(name, None)
-            vars(parameter).update(attributes)
+                delattr(weight, name)
+            vars(weight).update(attributes)
 
 
 def assert_in_graph(condition: Tensor, message: str) -> None:

@@ -77,19 +77,19 @@ def check_agreement(caller: str, arguments: Mapping[str, Any], group: dist.Proce
     Raises:
         InputError: on every rank: an argument, the ranks that have another value than the first, and both values.
     """
-    own = {"the call": caller} | _by_path(arguments)
+    given = {"the call": caller} | _by_path(arguments)
     # Thousands of tables on hundreds of ranks are gathered only to say what differs.
-    if len(set(gather_objects(hashlib.sha256(repr(own).encode()).digest(), group))) == 1:
+    if len(set(gather_objects(hashlib.sha256(repr(given).encode()).digest(), group))) == 1:
         return
-    everyone = gather_objects(own, group)
+    everyone = gather_objects(given, group)
     ranks = dist.get_process_group_ranks(group)
     for name in dict.fromkeys(name for theirs in everyone for name in theirs):
         values = [theirs.get(name, "absent") for theirs in everyone]
-        others = [rank for rank, value in zip(ranks, values, strict=True) if value != values[0]]
+        others = [i for i, value in enumerate(values) if value != values[0]]
         if others:
             raise InputError(
-                f"{caller}: {name} is {values[0]} on rank {ranks[0]}, but {values[ranks.index(others[0])]} on rank "
-                f"{shorten([str(rank) for rank in others], ', ')}. Give every rank the same."
+                f"{caller}: {name} is {values[0]} on rank {ranks[0]}, but {values[others[0]]} on rank "
+                f"{shorten([str(ranks[i]) for i in others], ', ')}. Give every rank the same."
             )
 
 
@@ -97,7 +97,7 @@ def _by_path(arguments: Mapping[str, Any]) -> dict[str, Any]:
     paths: dict[str, Any] = {}
     for name, value in arguments.items():
         inner = _by_path(value) if isinstance(value, Mapping) else {}
-        paths |= {f"{name}.{path}": one for path, one in inner.items()} or {name: value}
+        paths |= {f"{name}.{path}": value for path, value in inner.items()} or {name: value}
     return paths
 
 
@@ -160,12 +160,12 @@ def start_exchange(
         arriving[rank] = sent[rank]
         return PendingExchange([work], [inputs, outputs]), arriving
     arriving = [sent[rank] if other == rank else sent[rank].new_empty(size) for other, size in enumerate(sizes)]
-    others = [other for other in range(group.size()) if other != rank]
     # Receives first: a gloo rank that is asked late sends late.
-    wanted: list[tuple[Any, Tensor, int]] = [(dist.irecv, arriving[other], other) for other in others]
-    wanted += [(dist.isend, sent[other], other) for other in others]
     calls = [
-        dist.P2POp(call, part, group=group, group_peer=other, tag=tag) for call, part, other in wanted if part.numel()
+        dist.P2POp(call, part, group=group, group_peer=other, tag=tag)
+        for call, parts in ((dist.irecv, arriving), (dist.isend, sent))
+        for other, part in enumerate(parts)
+        if other != rank and part.numel()
     ]
     return PendingExchange(dist.batch_isend_irecv(calls) if calls else [], [*sent, *arriving]), arriving
 
@@ -215,13 +215,13 @@ def start_sum_over_hosts(
     ``inside`` are the ranks of this host, ``across`` one rank of each host. The sum of a host travels to the others in
     ``dtype``, by default that of the value. What is returned waits, and returns the sum in the dtype of the value.
     """
-    size, own = value.numel(), value.dtype
-    part = scatter_sum(nn.functional.pad(value, (0, -size % inside.size())), inside).to(dtype or own)
+    part = nn.functional.pad(value, (0, -value.numel() % inside.size()))
+    part = scatter_sum(part, inside).to(dtype or value.dtype)
     work = start_sum(part, across)
 
     def end() -> Tensor:
         work.wait()
-        return gather_parts(part.to(own), inside)[:size]
+        return gather_parts(part.to(value.dtype), inside)[: value.numel()]
 
     return end
 
@@ -253,19 +253,17 @@ def run_on_all_or_raise(work: Callable[[], Value], group: dist.ProcessGroup) -> 
         InputError: the first rank that failed raised one; the same everywhere.
         RankError: it raised something else, or its result does not pickle.
     """
-    value, failed = b"", None
+    result, failed, is_input = b"", None, False
     try:
         # Here: a result that does not pickle would leave the others waiting for it.
-        value = pickle.dumps(work())
+        result = pickle.dumps(work())
     except Exception as error:
-        failed = error
-    told = None if failed is None else (isinstance(failed, InputError), reason_of(failed))
-    answers = gather_objects((told, value), group)
-    for rank, (failure, _) in zip(dist.get_process_group_ranks(group), answers, strict=True):
-        if failure is not None:
-            is_input, reason = failure
+        failed, is_input = error, isinstance(error, InputError)
+    answers = gather_objects((failed and reason_of(failed), is_input, result), group)
+    for rank, (reason, is_input, _) in zip(dist.get_process_group_ranks(group), answers, strict=True):
+        if reason is not None:
             raise (InputError(reason) if is_input else RankError(f"rank {rank}: {reason}")) from failed
-    return [pickle.loads(answer) for _, answer in answers]
+    return [pickle.loads(answer) for *_, answer in answers]
 
 
 def reason_of(error: BaseException) -> str:

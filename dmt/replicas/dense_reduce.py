@@ -43,7 +43,7 @@ class HierarchicalDataParallel(DefaultDataParallelWrapper):
         options: further arguments of TorchRec's ``DefaultDataParallelWrapper``, such as ``static_graph``.
 
     Raises:
-        InputError: an unknown precision, TorchRec's ``allreduce_comm_precision``, or ranks with other arguments.
+        InputError: an unknown precision, or ranks with other arguments.
 
     Example::
 
@@ -58,8 +58,6 @@ class HierarchicalDataParallel(DefaultDataParallelWrapper):
         check_agreement("HierarchicalDataParallel", {**arguments, **options}, mesh.global_group)
         if precision not in ("fp32", "bf16"):
             raise InputError(f"HierarchicalDataParallel: precision={precision!r} is unknown; use 'fp32' or 'bf16'.")
-        if (given := options.get("allreduce_comm_precision")) is not None:
-            raise InputError(f"HierarchicalDataParallel: allreduce_comm_precision={given!r}; use precision='bf16'.")
         super().__init__(bucket_cap_mb=bucket_cap_mb, **options)
         across = mesh.topology.across_host_groups()
         self._inside = mesh.new_group(mesh.topology.host_groups())
@@ -82,14 +80,12 @@ class HierarchicalDataParallel(DefaultDataParallelWrapper):
         with torch.profiler.record_function("## dmt:dense_reduce ##"):
             # Divided first, as DDP does: a sum of FP16 gradients may be beyond what FP16 holds.
             share = gradients / (self._inside.size() * self._across.size())
-            self._pending.append(
-                (gradients, start_sum_over_hosts(share, self._inside, self._across, dtype=self._dtype))
-            )
+            end = start_sum_over_hosts(share, self._inside, self._across, dtype=self._dtype)
+        self._pending.append((gradients, end))
         at_end_of_backward(self._finish)
         # DDP is told that all is done: gradients are views of the bucket, and `_finish` writes there.
-        done: torch.futures.Future[Tensor] = torch.futures.Future(
-            devices=[] if gradients.device.type == "cpu" else [gradients.device]
-        )
+        devices: list[Any] = [gradients.device] if gradients.is_cuda else []
+        done: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
         done.set_result(gradients)
         return done
 

@@ -45,9 +45,9 @@ _BUCKET_BYTES = 64 * 2**20
 class ReplicaSync:
     """Averages tables and their optimizer states over the replicas of a `TowerMesh`.
 
-    Make it after loading weights (or call `restart` then): it gives every replica the weights and states of replica 0,
-    which would otherwise start from their own. Call `step` after every training step of every rank. Averaging three or
-    a like number of equal values may move them by one unit in the last place, once; the replicas stay equal.
+    Make it after loading weights (or call `restart` then): it gives every replica the weights and states of replica 0.
+    Call `step` after every training step of every rank. Averaging three or a like number of equal values may move them
+    by one unit in the last place, once; the replicas stay equal.
 
     Args:
         model: holds modules made by the tower sharders, anywhere in it; usually a ``DistributedModelParallel``.
@@ -78,23 +78,29 @@ class ReplicaSync:
     ) -> None:
         arguments = {"interval": interval, "optimizer_state": optimizer_state}
         check_agreement("ReplicaSync", arguments, mesh.global_group)
-        if not isinstance(interval, int) or isinstance(interval, bool) or interval < 1:
-            raise InputError(f"ReplicaSync: interval={interval!r} must be a whole number of steps, at least 1.")
-        if optimizer_state not in ("now", "delayed"):
-            raise InputError(f"ReplicaSync: optimizer_state={optimizer_state!r} is unknown; use 'now' or 'delayed'.")
+        if not isinstance(interval, int) or interval < 1 or optimizer_state not in ("now", "delayed"):
+            raise InputError(
+                f"ReplicaSync: interval={interval!r} must be a whole number of steps, at least 1, and "
+                f"optimizer_state={optimizer_state!r} 'now' or 'delayed'."
+            )
         self._mesh = mesh
         self.interval = interval
         self.delays_states = optimizer_state == "delayed"
         """True if a `sync` between two steps changes what comes after it."""
-        modules = _tower_modules(model)
+        modules = {path: module for path, module in model.named_modules() if isinstance(module, SPTTModule)}
+        if not modules:
+            raise InputError(
+                "ReplicaSync found no tables in the model that a tower sharder of dmt has sharded. Give it the "
+                "DistributedModelParallel made with TowerCollectionSharder or SPTTEmbeddingBagCollectionSharder."
+            )
         self._modules = list(modules.values())
         prefixed = {f"{path}." if len(modules) > 1 else "": module for path, module in modules.items()}
-        self._tensors = [one for prefix, module in prefixed.items() for one in table_tensors(module, prefix)]
-        shapes = {one.name: tuple(one.tensor.shape) for one in self._tensors}
+        self._tensors = [part for prefix, module in prefixed.items() for part in table_tensors(module, prefix)]
+        shapes = {part.name: tuple(part.tensor.shape) for part in self._tensors}
         check_agreement("ReplicaSync", {"shape": shapes}, mesh.replica_group)
-        replicated = [one for one in self._tensors if one.is_replicated and mesh.topology.num_replicas > 1]
-        weights = [one.tensor for one in replicated if one.is_weight]
-        states = [one.tensor for one in replicated if not one.is_weight]
+        replicated = [part for part in self._tensors if part.is_replicated and mesh.topology.num_replicas > 1]
+        weights = [part.tensor for part in replicated if part.is_weight]
+        states = [part.tensor for part in replicated if not part.is_weight]
         self._weights = RunningMean(weights, mesh.replica_group, delayed=False)
         self._states = RunningMean(states, mesh.replica_group, delayed=self.delays_states)
         self._steps = self._passes = 0
@@ -116,8 +122,8 @@ class ReplicaSync:
         at a multiple of the interval. Collective over the replicas.
         """
         self._states.forget()
-        for one in self._tensors:
-            broadcast_tensor(one.tensor, self._mesh.replica_group)
+        for part in self._tensors:
+            broadcast_tensor(part.tensor, self._mesh.replica_group)
         self._steps, self._passes = steps, 0
         self._set_drifted(False)
 
@@ -148,7 +154,7 @@ class ReplicaSync:
         Raises:
             ReplicaMismatchError: on every rank, naming tensors and ranks.
         """
-        mine = {one.name: checksum(one.tensor) for one in self._tensors}
+        mine = {part.name: checksum(part.tensor) for part in self._tensors}
         everyone = gather_objects(mine, self._mesh.replica_group)
         ranks = dist.get_process_group_ranks(self._mesh.replica_group)
         problems = [
@@ -158,11 +164,11 @@ class ReplicaSync:
             if value != everyone[0][name]
         ]
         # Everyone raises, or those that found nothing would wait for the others.
-        found = sorted({text for texts in gather_objects(problems, self._mesh.global_group) for text in texts})
-        if found:
+        told = sorted({text for texts in gather_objects(problems, self._mesh.global_group) for text in texts})
+        if told:
             raise ReplicaMismatchError(
-                f"Replicas are not what they must be: {shorten(found)}. Do not save this state, but go back to the "
-                "last checkpoint."
+                f"Replicas are not what they must be: {shorten(told)}. Do not save this state, but go back to the last "
+                "checkpoint."
             )
 
     def _note_pass(self, _: Any, is_training_pass: bool) -> None:
@@ -194,25 +200,16 @@ class RunningMean:
     """The mean of tensors over a group, begun at one moment and taken over at the same or a later one.
 
     A *delayed* one keeps what a tensor x gained since its snapshot s: x becomes mean(s) + (x - s). Every rank computes
-    it from the same numbers. Without a delay, FP32 tensors are averaged in place; otherwise `start` copies each, twice
-    with a delay.
-
-    Tensors are of floating point, of the same shapes in the same order on every rank of the group, and equal there to
-    begin with; ``delayed`` is True if they change between `start` and `finish`.
+    it from the same numbers. Without a delay, FP32 tensors are averaged in place. Tensors have the same shapes in the
+    same order on every rank of the group.
     """
 
     def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup, *, delayed: bool) -> None:
-        self._group = group
-        self._delayed = delayed
+        self._group, self._delayed = group, delayed
         self._live = [tensor.detach() for tensor in tensors]
         self._snapshots: list[Tensor] = []
         self._means: list[Tensor] = []
         self._works: list[Any] = []
-
-    @property
-    def is_running(self) -> bool:
-        """True between `start` and `finish`."""
-        return bool(self._works)
 
     @property
     def bytes_sent(self) -> int:
@@ -227,7 +224,7 @@ class RunningMean:
     @torch.no_grad()
     def start(self) -> None:
         """Begins a round with the tensors as they are now; every rank of the group calls it."""
-        assert not self.is_running, "the last round was not finished"
+        assert not self._works, "the last round was not finished"
         self._snapshots = [tensor.clone() if self._delayed else tensor for tensor in self._live]
         self._means = [tensor.to(torch.float32, copy=self._delayed) for tensor in self._live]
         self._works = [start_mean(bucket, self._group) for bucket in _buckets(self._means)]
@@ -249,7 +246,7 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     bucket: list[Tensor] = []
     for tensor in tensors:
         bucket.append(tensor)
-        if sum(one.nbytes for one in bucket) >= _BUCKET_BYTES:
+        if sum(part.nbytes for part in bucket) >= _BUCKET_BYTES:
             yield bucket
             bucket = []
     if bucket:
@@ -258,8 +255,8 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 def moment_scales(model: nn.Module) -> dict[str, float]:
     """The factor c of this rank's tables whose moments are scaled, by table."""
-    collections = [c for module in model.modules() if isinstance(module, SPTTModule) for c in module.collections]
-    return {table: scale for collection in collections for table, scale in collection.moment_scales.items()}
+    modules = [module for module in model.modules() if isinstance(module, SPTTModule)]
+    return {t: scale for module in modules for part in module.collections for t, scale in part.moment_scales.items()}
 
 
 def drifted(model: nn.Module) -> bool:
@@ -271,17 +268,7 @@ def _note_updates(module: SPTTModule, embeddings: Sequence[KeyedTensor]) -> None
     def note(_: Tensor) -> None:
         module.replicas_drifted = True
 
-    for columns in (of_collection.values() for of_collection in embeddings):
-        if columns.requires_grad:
+    for of_collection in embeddings:
+        if of_collection.values().requires_grad:
             # Tables are updated in the backward pass, of whatever mode.
-            columns.register_hook(note)
-
-
-def _tower_modules(model: nn.Module) -> dict[str, SPTTModule]:
-    modules = {path: module for path, module in model.named_modules() if isinstance(module, SPTTModule)}
-    if not modules:
-        raise InputError(
-            "ReplicaSync found no tables in the model that a tower sharder of dmt has sharded. Give it the "
-            "DistributedModelParallel made with TowerCollectionSharder or SPTTEmbeddingBagCollectionSharder."
-        )
-    return modules
+            of_collection.values().register_hook(note)
