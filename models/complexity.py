@@ -10,7 +10,7 @@ These are the numbers of Tables 3 to 5 of the DMT paper (arXiv 2403.00877).
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,13 +21,12 @@ from torch.utils.flop_counter import FlopCounterMode
 from dmt.errors import InputError, did_you_mean
 from dmt.models.dcn import DCN, DMTDCN
 from dmt.models.dense import Device, ModelOptions
-from dmt.models.dlrm import DLRM, DMTDLRM, DMTDLRMProducts
+from dmt.models.dlrm import DLRM, DMTDLRM
 from dmt.models.sparse import check_tower_modules
 from dmt.plan.tables import TableSpec, feature_names
 from dmt.plan.towers import TowerPlan
 
 __all__ = [
-    "ARCHS",
     "CRITEO_DENSE_FEATURES",
     "Complexity",
     "MetaTables",
@@ -36,23 +35,19 @@ __all__ = [
     "count_complexity",
     "count_on_meta",
     "criteo_1tb_tables",
-    "dense_weight_bytes",
     "meta_batch",
     "paper_complexity",
     "tower_modules",
 ]
 
-ARCHS = ("dlrm", "dlrm-products", "dcn")
-"""Architectures that `paper_complexity` accepts."""
-
+_PAPER_MODELS: dict[str, tuple[Any, Any]] = {"dlrm": (DLRM, DMTDLRM), "dcn": (DCN, DMTDCN)}
+"""Flat and with towers, by architecture."""
 CRITEO_DENSE_FEATURES = 13
 """Integer columns of a Criteo sample."""
 _CRITEO_1TB_ROWS = (
     *(45833188, 36746, 17245, 7413, 20243, 3, 7114, 1441, 62, 29275261, 1572176, 345138, 10),
     *(2209, 11267, 128, 4, 974, 14, 48937457, 11316796, 40094537, 452104, 12606, 104, 35),
 )
-
-_COUNTED_SAMPLES = 2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -78,13 +73,7 @@ def count_complexity(model: nn.Module, dense_features: Tensor, sparse_features: 
         model: any model called as ``model(dense_features, sparse_features)`` that returns a tensor; on any device.
         dense_features: [B, dense_in_features] float32. Nothing is counted for its gradient unless it requires one.
         sparse_features: sparse input of the model, for B samples.
-
-    Raises:
-        InputError: the batch is empty.
     """
-    num_samples = dense_features.shape[0]
-    if num_samples < 1:
-        raise InputError("count_complexity: dense_features has no row; give a batch of at least one sample.")
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with torch.enable_grad(), FlopCounterMode(display=False) as counter:
         output = model(dense_features, sparse_features)
@@ -92,13 +81,13 @@ def count_complexity(model: nn.Module, dense_features: Tensor, sparse_features: 
             # Not backward(): it would add to .grad and set off optimizers that are fused into the backward pass.
             torch.autograd.grad(output.sum(), trained, allow_unused=True)
     return Complexity(
-        mflops_per_sample=counter.get_total_flops() / num_samples / 1e6,
+        mflops_per_sample=counter.get_total_flops() / len(dense_features) / 1e6,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
         compression_ratio=compression_ratio(model),
     )
 
 
-def meta_batch(dense_in_features: int, num_samples: int = _COUNTED_SAMPLES) -> tuple[Tensor, Tensor]:
+def meta_batch(dense_in_features: int, num_samples: int = 2) -> tuple[Tensor, Tensor]:
     """Returns dense features [num_samples, dense_in_features] and ids [num_samples] for a model on the meta device."""
     dense_features = torch.empty(num_samples, dense_in_features, device="meta")
     return dense_features, torch.empty(num_samples, dtype=torch.long, device="meta")
@@ -126,17 +115,6 @@ def tower_modules(model: nn.Module) -> list[Any]:
     ]
 
 
-def dense_weight_bytes(model: nn.Module) -> tuple[int, int]:
-    """Bytes of all tower modules, and of the dense parts that every rank holds; the tables are `MetaTables`."""
-    tables, towers = [part for part in model.modules() if isinstance(part, MetaTables)], tower_modules(model)
-    sizes = [_parameter_bytes(parts) for parts in ([model], tables, towers)]
-    return sizes[2], sizes[0] - sizes[1] - sizes[2]
-
-
-def _parameter_bytes(parts: Iterable[nn.Module]) -> int:
-    return sum({parameter: parameter.nbytes for part in parts for parameter in part.parameters()}.values())
-
-
 def count_on_meta(model: nn.Module, dense_in_features: int) -> Complexity:
     """Counts a model on the meta device whose tables are `MetaTables` or `MetaTowers`."""
     return count_complexity(model, *meta_batch(dense_in_features))
@@ -159,15 +137,14 @@ def paper_complexity(
     """Counts a model of the paper's size on Criteo-1TB, a cell of its Tables 3, 4 and 5.
 
     Args:
-        arch: ``"dlrm"`` or ``"dcn"``; with towers also ``"dlrm-products"`` (`DMTDLRMProducts`).
+        arch: ``"dlrm"`` or ``"dcn"``.
         num_towers: T of 1 to 26, with the naive strided assignment of features; None for the flat model.
         tower_dim: D; by default the paper's, 64 for DLRM and 128 for DCN.
         c: projections of each feature (DLRM).
         p: linear combinations of a tower's features (DLRM). The paper's 16-tower DLRM has D=128, c=0, p=1.
 
     Raises:
-        InputError: an unknown architecture, tower settings without towers, c or p with DCN, or a size that the model
-            refuses.
+        InputError: an unknown architecture, settings that it does not have, or a size that the model refuses.
 
     Example:
         >>> round(paper_complexity("dlrm").mflops_per_sample, 2)
@@ -175,28 +152,24 @@ def paper_complexity(
         >>> paper_complexity("dlrm", num_towers=8, tower_dim=64).compression_ratio
         2.0
     """
-    if arch not in ARCHS:
-        raise InputError(f"arch={arch!r} is unknown; use {' or '.join(map(repr, ARCHS))}.{did_you_mean(arch, ARCHS)}")
-    of_dlrm = (c, p) != (1, 0)
-    if num_towers is None and (arch == "dlrm-products" or tower_dim is not None or of_dlrm):
+    if arch not in _PAPER_MODELS:
+        known = " or ".join(map(repr, _PAPER_MODELS))
+        raise InputError(f"arch={arch!r} is unknown; use {known}.{did_you_mean(arch, _PAPER_MODELS)}")
+    if (num_towers is None and tower_dim is not None) or ((c, p) != (1, 0) and (num_towers is None or arch == "dcn")):
         raise InputError(
-            f"arch={arch!r}, tower_dim={tower_dim}, c={c}, p={p}: a flat model has no tower modules. Give the number "
-            "of towers or a tower plan too."
+            f"arch={arch!r}, num_towers={num_towers}, tower_dim={tower_dim}, c={c}, p={p}: a flat model has no tower "
+            "modules, and c and p are settings of DLRM's. Give the number of towers too, or leave them out."
         )
-    if arch == "dcn" and of_dlrm:
-        raise InputError(f"c={c}, p={p} are settings of DLRM's tower module; dcn has none. Leave them out.")
+    flat, with_towers = _PAPER_MODELS[arch]
     tables = criteo_1tb_tables()
     settings: dict[str, Any] = {"dense_in_features": CRITEO_DENSE_FEATURES, "options": ModelOptions(device="meta")}
     if num_towers is None:
-        flat: dict[str, Any] = {"dlrm": DLRM, "dcn": DCN}
-        model = flat[arch](tables=tables, make_sparse_arch=MetaTables, **settings)
+        model = flat(tables=tables, make_sparse_arch=MetaTables, **settings)
     else:
-        # The paper's D is the models' default.
-        settings |= {} if tower_dim is None else {"tower_dim": tower_dim}
+        settings |= {} if tower_dim is None else {"tower_dim": tower_dim}  # the paper's D is the models' default
         settings |= {} if arch == "dcn" else {"c": c, "p": p}
-        towers: dict[str, Any] = {"dlrm": DMTDLRM, "dlrm-products": DMTDLRMProducts, "dcn": DMTDCN}
         plan = TowerPlan.strided(feature_names(tables), num_towers)
-        model = towers[arch](tables=tables, tower_plan=plan, make_sparse_arch=MetaTowers, **settings)
+        model = with_towers(tables=tables, tower_plan=plan, make_sparse_arch=MetaTowers, **settings)
     return count_on_meta(model, CRITEO_DENSE_FEATURES)
 
 
@@ -229,7 +202,7 @@ class MetaTowers(nn.Module):
         check_tower_modules(plan, tower_modules)
         pairs = zip(plan.tables_by_tower(tables), tower_modules, strict=True)
         self.towers = nn.ModuleList(
-            nn.Sequential(OrderedDict(embedding=MetaTables(own, device), interaction=module)) for own, module in pairs
+            nn.Sequential(OrderedDict(embedding=MetaTables(held, device), interaction=module)) for held, module in pairs
         )
 
     def forward(self, ids: Tensor) -> Tensor:

@@ -1,5 +1,7 @@
 """DCN v2 (arXiv 2008.13535, as in TorchRec's reference) beside DMT-DCN (arXiv 2403.00877, sections 3.2, 4, Listing 2).
 
+They differ from DLRM and DMT-DLRM in what interacts how: cross layers take the place of dot products.
+
 Legend: B samples, F features, T towers, O_t outputs of tower t, N embedding dim, D tower dim.
 """
 
@@ -12,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from dmt.models.dense import CrossInteraction, DenseArch, ModelOptions, OverArch
+from dmt.models.dense import CROSS_RANK, LowRankCrossNet, ModelOptions, mlp
 from dmt.models.sparse import (
     MakeFlatSparseArch,
     MakeTowerSparseArch,
@@ -21,7 +23,7 @@ from dmt.models.sparse import (
     make_tower_modules,
     tower_sparse_arch,
 )
-from dmt.models.tower_modules import CROSS_RANK, DCNTowerModule, feature_vectors
+from dmt.models.tower_modules import DCNTowerModule, feature_vectors
 from dmt.plan.tables import feature_names
 from dmt.plan.towers import TowerPlan
 
@@ -37,18 +39,11 @@ _OVER_ARCH_LAYER_SIZES = (1024, 1024, 512, 256, 1)
 class DCN(nn.Module):
     """Bottom MLP, embeddings, low-rank cross layers, top MLP; with the paper's sizes 96.22 MFLOPs per sample.
 
-    The attribute names are those of ``torchrec.models.dlrm``. The MLPs are 13-512-256-N and 1024-1024-512-256-1.
+    The MLPs are 13-512-256-N and 1024-1024-512-256-1. Arguments and errors are those of `DLRM`, and:
 
     Args:
-        tables: TorchRec ``EmbeddingBagConfig`` or `dmt.plan.tables.TableSpec`, all of one dimension N.
-        dense_in_features: columns of the dense input.
         num_cross_layers: cross layers over the (F + 1) N numbers of a sample.
         cross_rank: rank of each.
-        options: sizes of the MLPs and the device; by default the sizes of the DMT paper.
-        make_sparse_arch: builds the embeddings; see `dmt.models.sparse`.
-
-    Raises:
-        InputError: the tables differ in dimension, share a name or a feature, or a size is not positive.
     """
 
     def __init__(
@@ -65,21 +60,19 @@ class DCN(nn.Module):
         options = options or ModelOptions()
         dim, device = common_embedding_dim(tables, "DCN"), options.device
         self.feature_names = tuple(feature_names(tables))
-        self.dense_arch = DenseArch(dense_in_features, [*options.dense_arch_layer_sizes, dim], device=device)
+        self.dense_arch = mlp(dense_in_features, [*options.dense_arch_layer_sizes, dim], device=device)
         self.sparse_arch = make_sparse_arch(tables, device)
-        cross = partial(CrossInteraction, num_layers=num_cross_layers, rank=cross_rank, device=device)
-        self.inter_arch = cross(num_vectors=len(self.feature_names), dim=dim)
+        width = (len(self.feature_names) + 1) * dim
+        self.inter_arch = LowRankCrossNet(width, num_layers=num_cross_layers, rank=cross_rank, device=device)
         sizes = options.over_arch_layer_sizes or _OVER_ARCH_LAYER_SIZES
-        self.over_arch = OverArch(self.inter_arch.out_features, sizes, device=device)
+        self.over_arch = mlp(width, sizes, last_is_linear=True, device=device)
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
         """Dense [B, dense_in_features] float32 and sparse ids of B samples, features in any order -> logits [B, 1]."""
         embeddings = self.sparse_arch(sparse_features)
-        # Between the two: a sharded sparse arch exchanges its result meanwhile, in the backward pass too.
         dense = self.dense_arch(dense_features)
-        # By name: once sharded, the order of the columns depends on the sharding plan.
-        vectors_BFN = torch.stack(feature_vectors(embeddings, self.feature_names), dim=1)
-        return self.over_arch(self.inter_arch(dense, vectors_BFN))
+        vectors = feature_vectors(embeddings, self.feature_names)
+        return self.over_arch(self.inter_arch(torch.cat([dense, *vectors], dim=1)))
 
 
 class DMTDCN(nn.Module):
@@ -89,15 +82,8 @@ class DMTDCN(nn.Module):
     13-512-256-D and 1024-1024-512-256-1. A tower sends one vector; a subclass whose ``tower_module`` is
     ``partial(DCNTowerModule, per_feature=True)`` sends one per feature, as Listing 2 prints it.
 
-    Arguments are those of `DCN`, whose tables may come in any order and need one dimension N per tower, and:
-
-    Args:
-        tower_plan: which features form which tower.
-        tower_dim: D, the dimension of the vectors that interact; a tower has one cross layer of rank ``cross_rank``.
-
-    Raises:
-        InputError: the plan does not fit the tables, the tables of a tower differ in dimension, a tower's outputs are
-            no multiple of D, or a size is not positive.
+    Arguments and errors are those of `DMTDLRM` (but for c and p) and `DCN`; a tower has one cross layer of rank
+    ``cross_rank``.
     """
 
     tower_module: ClassVar[Callable[..., Any]] = DCNTowerModule
@@ -118,17 +104,16 @@ class DMTDCN(nn.Module):
         options = options or ModelOptions()
         device = options.device
         make = partial(type(self).tower_module, tower_dim=tower_dim, rank=cross_rank, device=device)
-        modules, self.num_vectors = make_tower_modules(tables, tower_plan, make, tower_dim=tower_dim)
-        self.tower_dim = tower_dim
-        self.dense_arch = DenseArch(dense_in_features, [*options.dense_arch_layer_sizes, tower_dim], device=device)
+        modules, num_vectors = make_tower_modules(tables, tower_plan, make, tower_dim=tower_dim)
+        self.dense_arch = mlp(dense_in_features, [*options.dense_arch_layer_sizes, tower_dim], device=device)
         self.sparse_arch = make_sparse_arch(tables, tower_plan, modules, device)
-        cross = partial(CrossInteraction, num_layers=num_cross_layers, rank=cross_rank, device=device)
-        self.inter_arch = cross(num_vectors=self.num_vectors, dim=tower_dim)
+        width = (num_vectors + 1) * tower_dim
+        self.inter_arch = LowRankCrossNet(width, num_layers=num_cross_layers, rank=cross_rank, device=device)
         sizes = options.over_arch_layer_sizes or _OVER_ARCH_LAYER_SIZES
-        self.over_arch = OverArch(self.inter_arch.out_features, sizes, device=device)
+        self.over_arch = mlp(width, sizes, last_is_linear=True, device=device)
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
         """Dense [B, dense_in_features] float32 and sparse ids of B samples, features in any order -> logits [B, 1]."""
         outputs = self.sparse_arch(sparse_features)  # [B, sum O_t]
         dense = self.dense_arch(dense_features)
-        return self.over_arch(self.inter_arch(dense, outputs.reshape(-1, self.num_vectors, self.tower_dim)))
+        return self.over_arch(self.inter_arch(torch.cat([dense, outputs], dim=1)))

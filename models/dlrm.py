@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor, nn
 
-from dmt.models.dense import DenseArch, DotInteraction, ModelOptions, OverArch
+from dmt.models.dense import DotInteraction, ModelOptions, mlp
 from dmt.models.sparse import (
     MakeFlatSparseArch,
     MakeTowerSparseArch,
@@ -34,7 +34,7 @@ __all__ = ["DLRM", "DMTDLRM", "DMTDLRMProducts"]
 class DLRM(nn.Module):
     """Bottom MLP, embeddings, pairwise dot products, top MLP; with the paper's sizes 14.74 MFLOPs per sample.
 
-    The attribute names are those of ``torchrec.models.dlrm``. The MLPs are 13-512-256-N and 1024-1024-512-256-1.
+    The MLPs are 13-512-256-N and 1024-1024-512-256-1.
 
     Args:
         tables: TorchRec ``EmbeddingBagConfig`` or `dmt.plan.tables.TableSpec`, all of one dimension N.
@@ -58,11 +58,11 @@ class DLRM(nn.Module):
         options = options or ModelOptions()
         dim, device = common_embedding_dim(tables, "DLRM"), options.device
         self.feature_names = tuple(feature_names(tables))
-        self.dense_arch = DenseArch(dense_in_features, [*options.dense_arch_layer_sizes, dim], device=device)
+        self.dense_arch = mlp(dense_in_features, [*options.dense_arch_layer_sizes, dim], device=device)
         self.sparse_arch = make_sparse_arch(tables, device)
         self.inter_arch = DotInteraction(num_vectors=len(self.feature_names), dim=dim)
         sizes = options.over_arch_layer_sizes or (1024, 1024, 512, 256, 1)
-        self.over_arch = OverArch(self.inter_arch.out_features, sizes, device=device)
+        self.over_arch = mlp(self.inter_arch.out_features, sizes, last_is_linear=True, device=device)
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
         """Dense [B, dense_in_features] float32 and sparse ids of B samples, features in any order -> logits [B, 1]."""
@@ -113,11 +113,11 @@ class DMTDLRM(nn.Module):
         make = partial(self.tower_module, tower_dim=tower_dim, c=c, p=p, device=device)
         modules, self.num_vectors = make_tower_modules(tables, tower_plan, make, tower_dim=tower_dim)
         self.tower_dim = tower_dim
-        self.dense_arch = DenseArch(dense_in_features, [*options.dense_arch_layer_sizes, tower_dim], device=device)
+        self.dense_arch = mlp(dense_in_features, [*options.dense_arch_layer_sizes, tower_dim], device=device)
         self.sparse_arch = make_sparse_arch(tables, tower_plan, modules, device)
         self.inter_arch = DotInteraction(num_vectors=self.num_vectors, dim=tower_dim)
         sizes = options.over_arch_layer_sizes or (1024, 512, 256, 1)
-        self.over_arch = OverArch(self.inter_arch.out_features, sizes, device=device)
+        self.over_arch = mlp(self.inter_arch.out_features, sizes, last_is_linear=True, device=device)
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
         """Dense [B, dense_in_features] float32 and sparse ids of B samples, features in any order -> logits [B, 1]."""

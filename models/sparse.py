@@ -1,15 +1,12 @@
 """The sparse parts of the models, TorchRec's own: flat (`EmbeddingBagCollection`) or in towers, unsharded.
 
 TorchRec and FBGEMM are imported when a sparse part is built, so the dense parts and the complexity accounting work
-without them. A table may be cut into column shards (`dmt.plan.TowerPlan.column_splits`): in a flat model
-`JoinedShards` puts them side by side again, so that the interaction still sees one vector per feature.
-docs/your_model.md composes a model of its own from them.
+without them. docs/your_model.md composes a model of its own from them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,7 +14,7 @@ from torch import Tensor, nn
 
 from dmt.errors import InputError
 from dmt.models.dense import Device
-from dmt.models.tower_modules import EmbeddingsByName, by_feature
+from dmt.models.tower_modules import by_feature
 from dmt.plan.split_across_towers import shard_names, split_tables
 from dmt.plan.tables import TableSpec, table_specs
 from dmt.plan.towers import TowerPlan
@@ -37,7 +34,6 @@ __all__ = [
     "flat_sparse_arch",
     "make_tower_modules",
     "tower_sparse_arch",
-    "whole_tables",
 ]
 
 MakeFlatSparseArch = Callable[[Sequence[Any], Device], nn.Module]
@@ -45,7 +41,7 @@ MakeFlatSparseArch = Callable[[Sequence[Any], Device], nn.Module]
 MakeTowerSparseArch = Callable[[Sequence[Any], TowerPlan, Sequence[nn.Module], Device], nn.Module]
 """``(tables, plan, tower_modules, device)`` -> module whose output is [B, sum O_t], towers in the plan's order."""
 Splits = Mapping[str, Sequence[int]]
-"""Columns of each shard, by feature."""
+"""Columns of each shard, by feature (`dmt.plan.TowerPlan.column_splits`)."""
 
 
 def embedding_bag_configs(tables: Sequence[Any]) -> list[EmbeddingBagConfig]:
@@ -103,46 +99,34 @@ def tower_sparse_arch(
 
     check_tower_modules(plan, tower_modules)
     pairs = zip(plan.tables_by_tower(tables), tower_modules, strict=True)
-    return EmbeddingTowerCollection([EmbeddingTower(flat_sparse_arch(own, device), module) for own, module in pairs])
+    return EmbeddingTowerCollection([EmbeddingTower(flat_sparse_arch(held, device), module) for held, module in pairs])
 
 
 def check_tower_modules(plan: TowerPlan, tower_modules: Sequence[nn.Module]) -> None:
     """Raises `InputError` unless there is one tower module for each tower, which reads that tower's features."""
     if len(tower_modules) != plan.num_towers:
         raise InputError(
-            f"{len(tower_modules)} tower modules for {plan.num_towers} towers; give one for each tower of the plan, "
-            "in its order."
+            f"{len(tower_modules)} tower modules for {plan.num_towers} towers; give one for each, in order."
         )
-    module: Any  # the user's own class
     for tower, module in zip(plan.towers, tower_modules, strict=True):
-        where = f"The tower module {type(module).__name__} of tower {tower.name!r}"
-        absent = [name for name in ("features", "in_features", "out_features") if not hasattr(module, name)]
-        if absent:
-            raise InputError(f"{where} has no attribute {absent[0]!r}; set it in __init__ (dmt.models.tower_modules).")
-        if tuple(module.features) != tower.features:
+        features = tuple(getattr(module, "features", ()))
+        if features != tower.features:
             raise InputError(
-                f"{where} reads features {list(module.features)}, but the plan gives that tower "
-                f"{list(tower.features)}. Pass the plan's features, in its order."
+                f"The tower module {type(module).__name__} of tower {tower.name!r} reads features {list(features)}, "
+                f"but the plan gives that tower {list(tower.features)}. Pass the plan's features, in its order."
             )
 
 
 def common_embedding_dim(tables: Sequence[Any], owner: str) -> int:
-    """The one embedding dimension of the tables; ``owner`` needs it.
-
-    Raises:
-        InputError: there is no table, or two differ.
-    """
-    if not tables:
-        raise InputError(f"{owner}: tables is empty; give at least one table.")
-    first = tables[0]
+    """The one embedding dimension of the tables, which ``owner`` needs; `InputError` if two differ."""
     for table in tables:
-        if table.embedding_dim != first.embedding_dim:
+        if table.embedding_dim != tables[0].embedding_dim:
             raise InputError(
                 f"Table {table.name!r} has embedding_dim={table.embedding_dim}, but {owner} needs the same for all its "
-                f"tables and table {first.name!r} has {first.embedding_dim}. Make them equal, or compose a model of "
-                "your own (docs/your_model.md)."
+                f"tables and table {tables[0].name!r} has {tables[0].embedding_dim}. Make them equal, or compose a "
+                "model of your own (docs/your_model.md)."
             )
-    return first.embedding_dim
+    return tables[0].embedding_dim
 
 
 def make_tower_modules(
@@ -159,8 +143,7 @@ def make_tower_modules(
     """
     modules = []
     for tower, tower_tables in zip(plan.towers, plan.tables_by_tower(tables), strict=True):
-        dim = common_embedding_dim(tower_tables, f"tower {tower.name!r}")
-        module = make(tower.features, embedding_dim=dim)
+        module = make(tower.features, embedding_dim=common_embedding_dim(tower_tables, f"tower {tower.name!r}"))
         if module.out_features % tower_dim:
             raise InputError(
                 f"The tower module {type(module).__name__} of tower {tower.name!r} has out_features="
@@ -171,52 +154,27 @@ def make_tower_modules(
 
 
 class JoinedShards(nn.Module):
-    """Embeddings of whole features, from shards of those that are cut; a flat model's ``make_sparse_arch``.
+    """A flat model's embeddings of whole features, from the column shards of those that are cut by ``splits``.
 
-    Nothing is computed before a feature is read, so a sharded module's exchange stays in flight until then.
-
-    Args:
-        tables: the whole tables; their shards are made on ``device``.
-        splits: columns of each shard, by feature (`dmt.plan.towers.TowerPlan.column_splits`).
+    Nothing is computed before the model reads features, so a sharded module's exchange stays in flight until then.
     """
 
     def __init__(self, tables: Sequence[Any], device: Device = None, *, splits: Splits) -> None:
         super().__init__()
         self.shards: nn.Module = flat_sparse_arch(split_tables(tables, splits), device)
-        self._names = {feature: shard_names(feature, widths) for feature, widths in splits.items()}
+        features = [feature for table in tables for feature in table.feature_names]
+        self._names = {name: shard_names(name, splits[name]) if name in splits else [name] for name in features}
 
-    def forward(self, ids: Any) -> EmbeddingsByName:
+    def forward(self, ids: Any) -> _Joined:
         """Ids with the keys that `dmt.plan.split_across_towers.split_ids` makes -> [B, N] by feature name."""
         return _Joined(self.shards(ids), self._names)
 
 
 class _Joined:
-    def __init__(self, embeddings: EmbeddingsByName, names: Mapping[str, list[str]]) -> None:
-        self._embeddings = embeddings
-        self._names = names
+    def __init__(self, embeddings: Any, shards: Mapping[str, list[str]]) -> None:
+        self._embeddings, self._shards = embeddings, shards
 
-    def __getitem__(self, name: str, /) -> Tensor:
-        if name not in self._names:
-            return self._vectors[name]
-        return torch.cat([self._vectors[shard] for shard in self._names[name]], dim=1)
-
-    @cached_property
-    def _vectors(self) -> Mapping[str, Tensor]:
-        return by_feature(self._embeddings)
-
-
-def whole_tables(model: nn.Module, tables: Sequence[Any], splits: Splits) -> EmbeddingBagCollection:
-    """Copies the embeddings of a model with cut tables into one collection of whole tables.
-
-    The model is unsharded and has TorchRec's tables anywhere inside, whole or in the shards of ``splits``.
-    """
-    weights = {
-        name.split(".")[-2]: weight for name, weight in model.named_parameters() if ".embedding_bags." in f".{name}"
-    }
-    whole = flat_sparse_arch(tables)
-    with torch.no_grad():
-        for table in tables:
-            widths = splits.get(table.feature_names[0])
-            names = [table.name] if widths is None else shard_names(table.name, widths)
-            whole.embedding_bags[table.name].weight.copy_(torch.cat([weights[name] for name in names], dim=1))
-    return whole
+    def to_dict(self) -> dict[str, Tensor]:
+        vectors = by_feature(self._embeddings)
+        parts = {feature: [vectors[name] for name in names] for feature, names in self._shards.items()}
+        return {feature: torch.cat(some, dim=1) if len(some) > 1 else some[0] for feature, some in parts.items()}

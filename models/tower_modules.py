@@ -13,8 +13,7 @@ should not. ``dmt partition --strategy interactions`` goes by it.
 
 It must read the embeddings **by name**: in a job they come as a TorchRec ``KeyedTensor`` whose order of columns depends
 on how the tables are sharded. It sees one sample per row and must not mix rows (no batch norm): in a job its batch is
-that of all its peers. docs/your_model.md puts one into a model. The modules here refuse an empty list of features, and
-sizes that are not positive, with `InputError`.
+that of all its peers. docs/your_model.md puts one into a model.
 
 Legend: B samples, F_t features of the tower, N their embedding dimension, D the tower dimension, O_t outputs.
 """
@@ -28,11 +27,9 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dmt.errors import InputError
-from dmt.models.dense import Device, LowRankCrossNet, check_sizes, strict_upper
+from dmt.models.dense import CROSS_RANK, Device, LowRankCrossNet, check_sizes, strict_upper
 
 __all__ = [
-    "CROSS_RANK",
     "DCNTowerModule",
     "DLRMProductsTowerModule",
     "DLRMTowerModule",
@@ -41,9 +38,6 @@ __all__ = [
     "by_feature",
     "feature_vectors",
 ]
-
-CROSS_RANK = 512
-"""Rank of every cross layer of DCN and DMT-DCN in the DMT paper, in the towers too."""
 
 
 class EmbeddingsByName(Protocol):
@@ -69,9 +63,6 @@ class DLRMTowerModule(nn.Module):
         c: projections of each feature, 0 for none.
         p: linear combinations of all features, 0 for none.
         device: where the parameters are made.
-
-    Raises:
-        InputError: c and p are both 0.
     """
 
     keeps_interactions = False
@@ -87,13 +78,9 @@ class DLRMTowerModule(nn.Module):
         device: Device = None,
     ) -> None:
         super().__init__()
-        self.features = _tower_features("DLRMTowerModule", features, embedding_dim=embedding_dim, tower_dim=tower_dim)
         check_sizes("DLRMTowerModule", c=c, p=p, minimum=0)
-        if c == p == 0:
-            raise InputError(
-                f"DLRMTowerModule of features {list(self.features)}: c=0 and p=0 leave the tower without output; "
-                "give c or p at least 1."
-            )
+        check_sizes("DLRMTowerModule", embedding_dim=embedding_dim, tower_dim=tower_dim, c_plus_p=c + p)
+        self.features = tuple(features)
         self.in_features = len(self.features) * embedding_dim
         self.num_vectors = p + c * len(self.features)
         self.out_features = self.num_vectors * tower_dim
@@ -102,12 +89,11 @@ class DLRMTowerModule(nn.Module):
 
     def forward(self, embeddings: EmbeddingsByName) -> Tensor:
         """Embeddings of [B, N] -> [B, (p + c F_t) D]."""
-        outputs = []
+        vectors, outputs = feature_vectors(embeddings, self.features), []
         if self.combine is not None:
-            outputs.append(self.combine(torch.cat(feature_vectors(embeddings, self.features), dim=1)))
+            outputs.append(self.combine(torch.cat(vectors, dim=1)))
         if self.project is not None:
-            stacked_BFN = torch.stack(feature_vectors(embeddings, self.features), dim=1)
-            outputs.append(self.project(stacked_BFN).flatten(1))
+            outputs.append(self.project(torch.stack(vectors, dim=1)).flatten(1))
         return torch.cat(outputs, dim=1) if len(outputs) > 1 else outputs[0]
 
 
@@ -119,10 +105,7 @@ class DLRMProductsTowerModule(DLRMTowerModule):
     mapped into the p D outputs and added, so that as many bytes cross hosts. Features that interact should then share
     a tower (``benchmarks/results/product_towers.md``).
 
-    Arguments are those of `DLRMTowerModule`.
-
-    Raises:
-        InputError: p is 0.
+    Arguments are those of `DLRMTowerModule`; p is at least 1, to carry the products.
 
     Example:
         >>> tower = DLRMProductsTowerModule(["ad", "user"], embedding_dim=8, tower_dim=4, c=0, p=1)
@@ -133,21 +116,10 @@ class DLRMProductsTowerModule(DLRMTowerModule):
     keeps_interactions = True
 
     def __init__(
-        self,
-        features: Sequence[str],
-        *,
-        embedding_dim: int,
-        tower_dim: int,
-        c: int = 0,
-        p: int = 1,
-        device: Device = None,
+        self, features: Sequence[str], *, tower_dim: int, c: int = 0, p: int = 1, device: Device = None, **sizes: int
     ) -> None:
-        super().__init__(features, embedding_dim=embedding_dim, tower_dim=tower_dim, c=c, p=p, device=device)
-        if p == 0:
-            raise InputError(
-                "DLRMProductsTowerModule: p=0 leaves no combination to carry the inner products; give p at least 1, or "
-                "take DLRMTowerModule."
-            )
+        check_sizes("DLRMProductsTowerModule", p=p)
+        super().__init__(features, tower_dim=tower_dim, c=c, p=p, device=device, **sizes)
         pairs = len(self.features) * (len(self.features) - 1) // 2
         # A tower of one feature has no pair.
         self.products = nn.Linear(pairs, p * tower_dim, bias=False, device=device) if pairs else None
@@ -185,7 +157,8 @@ class DCNTowerModule(nn.Module):
         device: Device = None,
     ) -> None:
         super().__init__()
-        self.features = _tower_features("DCNTowerModule", features, embedding_dim=embedding_dim, tower_dim=tower_dim)
+        check_sizes("DCNTowerModule", embedding_dim=embedding_dim, tower_dim=tower_dim)
+        self.features = tuple(features)
         self.in_features = len(self.features) * embedding_dim
         self.out_features = tower_dim * (len(self.features) if per_feature else 1)
         self.crossnet = LowRankCrossNet(self.in_features, num_layers=1, rank=rank, device=device)
@@ -201,33 +174,16 @@ class PassThroughTowerModule(nn.Module):
     """Passes the embeddings on side by side, in the features' order: SPTT with nothing on top (DMT section 5.2.1).
 
     It has no parameters. ``embedding_dims`` are those of the features, in their order, and may differ.
-
-    Raises:
-        InputError: not one dimension for each feature.
     """
 
     def __init__(self, features: Sequence[str], *, embedding_dims: Sequence[int]) -> None:
         super().__init__()
-        self.features = _tower_features("PassThroughTowerModule", features)
-        if len(embedding_dims) != len(self.features):
-            raise InputError(
-                f"PassThroughTowerModule: embedding_dims={list(embedding_dims)} must give one dimension for each of "
-                f"the {len(self.features)} features {list(self.features)}."
-            )
-        check_sizes("PassThroughTowerModule", embedding_dims=embedding_dims)
+        self.features = tuple(features)
         self.in_features = self.out_features = sum(embedding_dims)
 
     def forward(self, embeddings: EmbeddingsByName) -> Tensor:
         """Embeddings of [B, N_i] -> [B, sum N_i]."""
         return torch.cat(feature_vectors(embeddings, self.features), dim=1)
-
-
-def _tower_features(owner: str, features: Sequence[str], **sizes: int) -> tuple[str, ...]:
-    """Checks the features and sizes of a tower module of class ``owner``; returns the features."""
-    if not features or isinstance(features, str):
-        raise InputError(f"{owner}: features={features!r} must be a list of at least one feature name.")
-    check_sizes(owner, **sizes)
-    return tuple(features)
 
 
 def _projection(in_features: int, out_features: int, *, device: Device) -> nn.Module | None:
@@ -240,11 +196,8 @@ def _projection(in_features: int, out_features: int, *, device: Device) -> nn.Mo
 
 
 def by_feature(embeddings: Any) -> Mapping[str, Tensor]:
-    """Embeddings as a mapping from names to [B, N_i], split once; keep it while reading feature after feature.
-
-    Slices of a ``KeyedTensor`` would each cost a whole matrix of zeros in the backward pass; its ``to_dict`` splits
-    once.
-    """
+    """Embeddings as a mapping from names to [B, N_i]; keep it while reading feature after feature."""
+    # Slices of a KeyedTensor would each cost a whole matrix of zeros in the backward pass; to_dict splits once.
     return embeddings.to_dict() if hasattr(embeddings, "to_dict") else embeddings
 
 

@@ -7,9 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
-from dmt.models.sparse import whole_tables
+from dmt.errors import InputError
 from dmt.partitioner import FeatureAffinity
 from dmt.plan.tables import TableSpec
 from dmt.training.build import ClickTask, build_model
@@ -43,7 +41,7 @@ def affinity_of_run(
 
     Batches come from all over the rows (see `spread_batches`): a file may be sorted by time or by user. Of the run's
     own data only rows that it was trained on are used; others may hold ids whose embeddings it has never seen. A file
-    of ``data_path`` is read once more, to count it. Column shards of a table are joined.
+    of ``data_path`` is read once more, to count it.
 
     Args:
         run: the ``output_dir`` of a run.
@@ -53,20 +51,22 @@ def affinity_of_run(
         functions: see `dmt.training.trained.checkpoint_of`.
 
     Raises:
-        InputError: the folder holds no run or no whole checkpoint, or the data do not fit it; or what ``check`` raises.
+        InputError: the folder holds no run or no whole checkpoint, its tables are cut, or the data do not fit it; or
+            what ``check`` raises.
     """
     checkpoint, config = checkpoint_of(run, data_path, functions)
     data = _open(config)
     if check is not None:
         check(data.tables)
     plan = tower_plan(config, data.tables)
+    if plan is not None and plan.column_splits:
+        raise InputError(
+            f"{run}: this run's tables are cut into column shards ({', '.join([*plan.column_splits][:5])}), which hold "
+            "parts of embeddings only. Give a run of whole tables, or use --strategy interactions."
+        )
     job = Job(config=config, tables=tuple(data.tables), num_dense=len(data.dense_names), towers=plan)
     task = ClickTask(build_model(job))
     load_plain(task, checkpoint)
-    model: nn.Module = task.model
-    if plan is not None and plan.column_splits:
-        # A new partition may cut other tables, or none: it is of the whole ones.
-        model = whole_tables(task, data.tables, plan.column_splits)
     # At most the run's own batch: that many rows there are.
     size = min(_BATCH_ROWS, config.train.batch_size, max(1, max_rows))
     rows = None if data_path is not None else _rows_of_run(run, config)
@@ -74,7 +74,7 @@ def affinity_of_run(
         rows = _count_rows(data, size)
     lanes = config.topology.build().world_size if data_path is None else 1
     batches = spread_batches(data, num_rows=rows, max_rows=max_rows, batch_size=size, lanes=lanes)
-    return FeatureAffinity.collect(model, batches), data.tables
+    return FeatureAffinity.collect(task.model, batches), data.tables
 
 
 def interactions_of(

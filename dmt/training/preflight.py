@@ -14,7 +14,7 @@ from torch import nn
 from dmt.collectives import check_agreement, gather_objects
 from dmt.errors import InputError
 from dmt.formatting import human_bytes, shorten
-from dmt.models.complexity import Complexity, count_on_meta, dense_weight_bytes
+from dmt.models.complexity import Complexity, count_on_meta, tower_modules
 from dmt.plan.topology import TowerTopology
 from dmt.sptt.mesh import TowerMesh
 from dmt.training.access import load_profile
@@ -155,7 +155,9 @@ def check_memory(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
         InputError: a machine, or the container that this is, has less; the same on every rank.
     """
     config, topology = job.config, job.topology
-    towers, dense = dense_weight_bytes(without_tables(copy.deepcopy(model)))
+    towers = sum(weight.nbytes for module in tower_modules(model) for weight in module.parameters())
+    weights = (weight for name, weight in model.named_parameters() if ".embedding_bags." not in name)
+    dense = sum(weight.nbytes for weight in weights) - towers
     tables = _table_bytes(job, mesh.rank)
     # Of each copy the weight and its gradient. On one host no row is ever chosen.
     is_across = topology.share_across_hosts(topology.sharding_groups()) > 0

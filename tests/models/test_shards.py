@@ -1,4 +1,4 @@
-"""Column shards side by side again: the bits of the uncut model."""
+"""Column shards side by side again: the bits of the uncut model; embeddings read by name, also when traced."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from torchrec import KeyedJaggedTensor
+from torchrec import KeyedJaggedTensor, KeyedTensor
 
-from dmt.models import DCN, DLRM, DMTDLRM, ModelOptions
-from dmt.models.sparse import JoinedShards, whole_tables
-from dmt.plan.split_across_towers import shard_names, split_ids, split_tables
+from dmt.models import DCN, DLRM, ModelOptions
+from dmt.models.sparse import JoinedShards
+from dmt.models.tower_modules import DLRMTowerModule, feature_vectors
+from dmt.plan.split_across_towers import shard_names, split_ids
 from dmt.plan.tables import TableSpec
-from dmt.plan.towers import TowerPlan
 
 SPLITS = {"a": (4, 4, 8), "c": (12, 4)}
 FEATURES = ["a", "b", "c"]
@@ -57,20 +57,23 @@ def test_a_flat_model_of_shards_is_the_uncut_one_bit_by_bit(model_class: Any) ->
         assert torch.equal(cut.sparse_arch.shards.embedding_bags[name].weight.grad, grad), name
 
 
-def test_shards_of_towers_become_whole_tables() -> None:
-    splits = {feature: (4, 12) for feature in FEATURES}
-    towers = [[f"{f}[0:4]" for f in FEATURES], [f"{f}[4:16]" for f in FEATURES]]
-    plan = TowerPlan.from_lists(towers, column_splits=splits)
-    model = DMTDLRM(
-        tables=split_tables(TABLES, splits), tower_plan=plan, dense_in_features=3, tower_dim=4, options=OPTIONS
-    )
-    whole = whole_tables(model, TABLES, splits)
-    assert list(whole.embedding_bags) == ["t_a", "t_b", "t_c"]
-    first, second = (tower.embedding for tower in model.sparse_arch.towers)
-    ids = split_ids(batch(), splits)
-    for feature in FEATURES:
-        parts = [first(ids)[f"{feature}[0:4]"], second(ids)[f"{feature}[4:16]"]]
-        assert torch.equal(whole(batch())[feature], torch.cat(parts, dim=1)), feature
-    other = whole.embedding_bags["t_a"].weight
-    other.data.zero_()
-    assert first.embedding_bags["t_a[0:4]"].weight.any(), "the weights are copies"
+def test_joined_shards_come_from_one_split() -> None:
+    leaf = torch.arange(36.0).view(3, 12).requires_grad_()
+    tables = [
+        TableSpec(name=f"t_{name}", num_embeddings=1, embedding_dim=dim, feature_names=(name,))
+        for name, dim in (("f", 8), ("g", 4))
+    ]
+    module = JoinedShards(tables, splits={"f": (4, 4)})
+    module.shards = torch.nn.Identity()
+    joined = feature_vectors(module(KeyedTensor(["g", "f[4:8]", "f[0:4]"], [4, 4, 4], leaf)), ["f", "g"])
+    assert torch.equal(joined[0], torch.cat([leaf[:, 8:], leaf[:, 4:8]], dim=1))
+    assert {node for node, _ in joined[0].grad_fn.next_functions} == {joined[1].grad_fn}, "slices cost a matrix each"
+
+
+def test_a_tower_module_can_be_traced() -> None:
+    """TorchRec's train pipelines trace the model; a proxy has no list of keys that could be sorted."""
+    module = DLRMTowerModule(FEATURES, embedding_dim=4, tower_dim=2, c=1, p=1)
+    arrived = KeyedTensor(["c", "a", "b"], [4, 4, 4], torch.arange(36.0).view(3, 12))
+    expected = module({name: arrived[name] for name in FEATURES})
+    torch.testing.assert_close(module(arrived), expected)
+    torch.testing.assert_close(torch.fx.symbolic_trace(module)(arrived), expected)

@@ -8,6 +8,7 @@ from torch.nn import functional
 
 from dmt.errors import InputError
 from dmt.models import DCNTowerModule, DLRMProductsTowerModule, DLRMTowerModule, PassThroughTowerModule
+from dmt.models.dense import mlp
 
 
 @pytest.fixture
@@ -118,22 +119,17 @@ def test_a_tower_of_one_feature_has_no_product(embeddings):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: DLRMTowerModule([], embedding_dim=8, tower_dim=4), r"DLRMTowerModule: features=\[\] must be a list"),
-        (lambda: DCNTowerModule("f0", embedding_dim=8, tower_dim=4), "DCNTowerModule: features='f0' must be a list"),
-        (lambda: DLRMTowerModule(["a"], embedding_dim=8, tower_dim=4, c=0), r"\['a'\]: c=0 and p=0 leave the tower"),
+        (lambda: DLRMTowerModule(["a"], embedding_dim=8, tower_dim=4, c=0), "DLRMTowerModule: c_plus_p=0 must be"),
         (
             lambda: DLRMTowerModule(["a"], embedding_dim=8, tower_dim=4, p=-1),
-            "p=-1 must be a whole number of at least 0",
+            "p=-1 must be whole numbers",
         ),
-        (
-            lambda: DLRMProductsTowerModule(["a", "b"], embedding_dim=8, tower_dim=4, c=1, p=0),
-            "p=0 leaves no combination to carry the inner products",
-        ),
+        (lambda: DLRMProductsTowerModule(["a"], embedding_dim=8, tower_dim=4, c=1, p=0), "Products.*: p=0 must be"),
         (lambda: DCNTowerModule(["a"], embedding_dim=8, tower_dim=4, rank=0), "rank=0 must be"),
-        (lambda: PassThroughTowerModule(["a", "b"], embedding_dims=[4]), r"embedding_dims=\[4\] must give one"),
-        (lambda: PassThroughTowerModule(["a"], embedding_dims=[0]), r"embedding_dims\[0\]=0 must be"),
+        (lambda: DCNTowerModule(["a"], embedding_dim=8, tower_dim=0), "tower_dim=0 must be"),
+        (lambda: mlp(4, [8, 2.5]), r"layer_sizes=\[8, 2.5\] must be whole numbers of at least 1"),
     ],
 )
-def test_bad_arguments(build, message):
+def test_bad_sizes(build, message):
     with pytest.raises(InputError, match=message):
         build()

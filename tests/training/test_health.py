@@ -34,7 +34,7 @@ from tests.training.test_resume import attempt, config, run_on_rank
 
 LOG_EVERY = 3
 PAIR = {"num_towers": 1, "ranks_per_tower": 2}
-DENSE, TOWER = "over_arch.model.1.weight", "towers.0.interaction.project.weight"
+DENSE, TOWER = "over_arch.2.weight", "towers.0.interaction.project.weight"
 DATA_PARALLEL, TABLE = "embedding_bags.t_C1.weight", "embedding_bags.t_C2.weight"
 KINDS: dict[str, Callable[[float], float]] = {
     "nan": lambda number: math.nan,
