@@ -21,12 +21,11 @@ from benchmarks.emulation.hosts import EmulatedHosts
 from benchmarks.report import commit, processor
 from benchmarks.steps.build import own_topology, own_towers
 from benchmarks.steps.contenders import CONTENDERS, Contender
-from benchmarks.steps.inputs import benchmark_tables, random_batch
+from benchmarks.steps.inputs import benchmark_tables
 from benchmarks.steps.setting import Ids, Setting
 from dmt.models.complexity import CRITEO_DENSE_FEATURES
 from dmt.simulator.cluster import Cluster, load_cluster
-from dmt.simulator.work import Inputs
-from dmt.training.commands.what_if import inputs_of, predict_step
+from dmt.training.commands.what_if import predict_step
 from dmt.training.config import TrainingConfig
 from dmt.training.job import Job, make_job
 
@@ -56,8 +55,6 @@ def job_of(contender: Contender, setting: Setting) -> Job | None:
     }
     if contender.has_towers:
         values["model"] |= {"arch": "dmt-dlrm", "tower_dim": 128 // contender.compression}
-    if contender.unique:
-        values["sharding"] |= {"unique": True}
     if contender.precision == "fp16":
         values["sharding"] |= {"forward_precision": "fp16", "backward_precision": "fp16"}
     tables = benchmark_tables(setting)
@@ -72,14 +69,6 @@ def job_of(contender: Contender, setting: Setting) -> Job | None:
     }
     config = TrainingConfig.model_validate(values)
     return make_job(config, tables, CRITEO_DENSE_FEATURES, towers=own_towers(contender, setting))
-
-
-def distinct_of(job: Job, contender: Contender, setting: Setting) -> list[Inputs]:
-    """Counts what repeats in the ids of the benchmark's batches; nothing where the contender makes no use of it."""
-    if not contender.unique:
-        return []
-    ranks = range(setting.world_size)
-    return inputs_of(job, [random_batch(setting, setting.batch_size, 0, rank).sparse_features for rank in ranks])
 
 
 class Row(NamedTuple):
@@ -106,12 +95,11 @@ def predictions(runs: Sequence[Mapping[str, Any]], clusters: Mapping[str, Cluste
             key, contender = (name, entry["name"]), CONTENDERS.get(entry["name"])
             # Older records have contenders of options that were deleted.
             job = None if contender is None else job_of(contender, setting)
-            if contender is None or job is None:
+            # Equal inputs are not predicted.
+            if contender is None or job is None or contender.unique:
                 continue
             steps.setdefault(key, []).extend(step["seconds"] for step in entry["steps"])
-            # Records without the name of a distribution are older than unique inputs.
-            inputs = distinct_of(job, contender, setting) if skew else []
-            found[key] = predict_step(job, clusters[cluster_name(setting)], inputs=inputs).timeline.seconds
+            found[key] = predict_step(job, clusters[cluster_name(setting)]).seconds
     return [Row(*key, statistics.median(steps[key]), predicted) for key, predicted in found.items()]
 
 

@@ -67,8 +67,6 @@ class Cluster:
     all_reduce: CollectiveRates
     operator_s: Seconds = 0.0
     """Seconds that a rank takes to start one operator, however little it computes."""
-    told_apart_s: Seconds = 0.0
-    """Seconds for each id of a batch whose inputs a rank tells apart (``sharding.unique``, hot rows)."""
     step_s: Seconds = 0.0
     """Seconds that the program takes to start the work of a step on a device; no step is shorter."""
     uplink_by_ranks: Mapping[Count, Annotated[float, Gt(0), Le(1)]] = field(default_factory=dict)

@@ -144,13 +144,8 @@ class StepWork:
     """B."""
     peer_samples: float
     """P, that a rank's tower computes."""
-    added_bytes: tuple[float, float] = (0.0, 0.0)
-    """Bytes that a rank reads and writes forward and backward because of number formats and of rows that samples
-    share."""
-    compared_ids: float = 0.0
-    """Ids of a rank that are compared to find equal inputs (``unique``)."""
-    parts: tuple[float, ...] = ()
-    """For each micro-batch the share of the rows that no earlier one has; nothing where samples share no rows."""
+    converted_bytes: tuple[float, float] = (0.0, 0.0)
+    """Bytes that a rank reads and writes forward and backward because of number formats."""
 
     @property
     def uplink_bytes(self) -> float:
@@ -243,49 +238,42 @@ def step_operations(
     inner, copies = topology.ranks_per_tower, topology.num_replicas
     peers = topology.world_size if flat else topology.num_towers
     tower = max(model.towers, key=lambda part: part.flops, default=PartWork())
-    shares = work.parts or [1 / micro_batches for _ in parts]
-    assert len(shares) == micro_batches, f"shares of {len(shares)} micro-batches in a step of {micro_batches}"
-    if work.compared_ids:
-        step.compute("ids compared", work.compared_ids * cluster.told_apart_s)
+    share = 1 / micro_batches
     ids = [
         step.send("ids", loads["peer_ids"], "ids", ranks=peers, channel="ids", at_once=prefetch),
         step.send("ids in towers", loads["tower_ids"], "ids", ranks=inner, channel="ids", at_once=prefetch),
     ]
     step.compute("lookup", looked_up=work.lookup_bytes / 3, after=[] if prefetch else ids)
     arrived = step.send("embeddings", loads["tower_outputs"], "embeddings", ranks=inner, channel="tower")
-    towers = [tower.seconds(work.peer_samples * share, cluster) for share in shares]
+    towers, towers_back = tower.seconds(work.peer_samples * share, cluster)
     over, over_back = model.rest.seconds(work.samples / micro_batches, cluster)
     early, early_back = model.dense_arch.seconds(work.samples / micro_batches, cluster)
-    there, back_again = (added / 2 / micro_batches for added in work.added_bytes)
-    # Where samples share rows, a micro-batch joins its own to those before. Its gradient begins as zeros for all these
-    # rows, and is added to those of other micro-batches.
-    joined = [sum(shares[: k + 1]) * work.output_bytes if k and work.parts else 0.0 for k in parts]
+    there, back_again = (size / 2 * share for size in work.converted_bytes)
     # Of each micro-batch but the first the gradients of weights are added to those that there are.
     sums = [0.0 if k == 0 else _SUM_PASSES / 2 for k in parts]
 
     def exchanged(name: str, load: Load, k: int) -> str:
-        part = Load(shares[k] * load.uplink, shares[k] * load.inside)
+        part = Load(share * load.uplink, share * load.inside)
         return step.send(f"{name} {k}", part, "embeddings", ranks=peers, channel="all" if flat else "peers")
 
     sent: list[str] = []
     returned: dict[int, str] = {}
     for k in parts:
-        step.compute(f"towers {k}", towers[k][0], moved=_COPIES * work.embedding_bytes * shares[k], after=[arrived])
+        step.compute(f"towers {k}", towers, moved=_COPIES * work.embedding_bytes * share, after=[arrived])
         sent.append(exchanged("outputs", loads["peer_outputs"], k))
     for k in parts:
         step.compute(f"dense arch {k}", early)
-        moved = _COPIES * work.output_bytes / micro_batches + there + joined[k]
+        moved = _COPIES * work.output_bytes / micro_batches + there
         step.compute(f"over {k}", over, moved=moved, after=[sent[k]])
     for k in reversed(parts):
         moved = _COPIES * work.output_bytes / micro_batches + sums[len(returned)] * model.rest.weight_bytes
-        step.compute(f"over {k}, backward", over_back, moved=moved + (_SUM_PASSES + 1) / 2 * joined[k])
-        # Complete, because those that share its rows, the later ones, have gone back before.
+        step.compute(f"over {k}, backward", over_back, moved=moved)
         returned[k] = exchanged("gradients", loads["peer_gradients"], k)
         step.compute(f"dense arch {k}, backward", early_back)
     reduced = _reduction(step, loads["dense_weights"], topology, hierarchical=hierarchical)
     for k in reversed(parts):
-        moved = _COPIES * work.embedding_bytes * shares[k] + back_again + sums[k] * tower.weight_bytes
-        step.compute(f"towers {k}, backward", towers[k][1], moved=moved, after=[returned[k]])
+        moved = _COPIES * work.embedding_bytes * share + back_again + sums[k] * tower.weight_bytes
+        step.compute(f"towers {k}, backward", towers_back, moved=moved, after=[returned[k]])
     weights = step.send(
         "tower gradients", loads["tower_weights"], "dense", ranks=inner * copies, channel="tower weights"
     )

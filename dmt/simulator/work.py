@@ -7,10 +7,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
+from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,7 +25,6 @@ from dmt.sharding.plan import TowerShardingPlan, imbalance_of
 from dmt.simulator.steps import Load, ModelWork, Operator, PartWork, StepWork
 
 __all__ = [
-    "Inputs",
     "Workload",
     "count_operators",
     "operators_of",
@@ -36,19 +34,6 @@ __all__ = [
 
 _ID_BYTES = 8  # an id, and a length
 _SIZES = (2, 4)  # samples, of which operators are counted
-
-
-class Inputs(NamedTuple):
-    """What a rank asks a tower for in a step, for features whose inputs are compared together (or one alone)."""
-
-    tower: int
-    features: tuple[str, ...]
-    rows: float
-    """B, or the distinct inputs of its batch."""
-    ids: tuple[float, ...]
-    """Ids in them, by feature."""
-    parts: tuple[float, ...] = ()
-    """For each micro-batch the share of the distinct inputs that no earlier one has."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -70,23 +55,14 @@ class Workload:
     """Bytes of a number between towers, forward and backward."""
     is_table_wise: bool = False
     """True for a flat dataflow of whole tables; else columns are even on all ranks."""
-    is_global_route: bool = False
-    """True if ids go to their tables in one hop."""
     is_hierarchical: bool = False
     """True if dense gradients are summed inside hosts before they cross."""
     sync_every: int = 1
     """Steps from one average of replicas to the next."""
-    inputs: Sequence[Inputs] = ()
-    """Distinct inputs, each of which is sent once; empty: every sample is sent."""
 
-    def plain_inputs(self) -> list[Inputs]:
-        """Every sample of each tower."""
-        batch = float(self.batch_size)
-        ids = {name: batch * self.pooling.get(name, 1.0) for names in self.towers for name in names}
-        return [
-            Inputs(tower, tuple(names), batch, tuple(ids[name] for name in names))
-            for tower, names in enumerate(self.towers)
-        ]
+    def columns(self, features: Sequence[str]) -> int:
+        """Columns of the embeddings of some features."""
+        return sum(table.embedding_dim for table in self.tables for name in table.feature_names if name in features)
 
 
 def step_bytes(step: Workload, model: ModelWork) -> dict[str, Load]:
@@ -96,35 +72,25 @@ def step_bytes(step: Workload, model: ModelWork) -> dict[str, Load]:
     rows of a row-wise table are not read equally often, and the average of replicas. Data-parallel tables, tower
     modules and dense parts are reduced in rings.
     """
-    topology, sharding = step.topology, step.sharding
+    topology, sharding, batch = step.topology, step.sharding, step.batch_size
     world, replicas = topology.world_size, topology.num_replicas
-    inputs = step.inputs or step.plain_inputs()
     # A flat dataflow is one whose peers are all ranks.
     peers = topology.num_towers if sharding else world
     groups = topology.peer_groups() if sharding else [list(range(world))]
-    away = world * (1 - 1 / peers)
-    ids = away * _ID_BYTES * sum(own.rows * len(own.features) + sum(own.ids) for own in inputs)
-    numbers = away * sum(own.rows * width for own, width in zip(inputs, _widths(step, model, inputs), strict=True))
-    shards = [] if sharding is None else _shards(step, sharding, inputs)
-    tower_ids = replicas * sum(rows * load.id_bytes for rows, _, load in shards)
-    tower_outputs = replicas * sum(rows * load.output_bytes for rows, _, load in shards)
-    reduced = replicas * sum(load.reduced_bytes for _, _, load in shards)
-    if step.is_global_route:
-        # In one hop, ids of every shard cross, and only a tower's own samples send it their ids inside it.
-        batch = topology.num_towers * topology.ranks_per_tower * step.batch_size
-        crossing = sum(load.lookups + batch * len(table.feature_names) for _, table, load in shards)
-        ids = (1 - 1 / peers) * replicas * _ID_BYTES * crossing
-        tower_ids /= peers
+    away = world * (1 - 1 / peers) * batch
+    lookups = sum(step.pooling.get(name, 1.0) + 1 for names in step.towers for name in names)
+    numbers = away * sum(_widths(step, model))
+    shards = _shard_loads(step)
+    reduced = replicas * sum(load.reduced_bytes for load in shards)
     of_towers = 2 * (replicas * topology.ranks_per_tower - 1) * model.tower_bytes + reduced
     peer, inner = topology.share_across_hosts(groups), topology.share_across_hosts(topology.tower_groups())
-    modules = topology.ring_share_across_hosts(topology.tower_module_groups()[:1])
     return {
-        "peer_ids": _split(ids, peer),
-        "tower_ids": _split(tower_ids, inner),
-        "tower_outputs": _split(tower_outputs, inner),
+        "peer_ids": _split(away * _ID_BYTES * lookups, peer),
+        "tower_ids": _split(replicas * sum(load.id_bytes for load in shards), inner),
+        "tower_outputs": _split(replicas * sum(load.output_bytes for load in shards), inner),
         "peer_outputs": _split(numbers * step.number_bytes[0], peer),
         "peer_gradients": _split(numbers * step.number_bytes[1], peer),
-        "tower_weights": _split(of_towers, modules),
+        "tower_weights": _split(of_towers, topology.ring_share_across_hosts(topology.tower_module_groups()[:1])),
         "dense_weights": _dense_bytes(step, model.dense_bytes),
     }
 
@@ -133,31 +99,18 @@ def _split(size: float, across: float) -> Load:
     return Load(across * size, (1 - across) * size)
 
 
-def _widths(step: Workload, model: ModelWork, inputs: Sequence[Inputs]) -> list[int]:
-    """Columns that towers return for a row of each group of features."""
-    if model.widths:
-        return [model.widths[own.tower] for own in inputs]
-    columns = {name: table.embedding_dim for table in step.tables for name in table.feature_names}
-    return [sum(columns[name] for name in own.features) for own in inputs]
+def _widths(step: Workload, model: ModelWork) -> list[int]:
+    """Columns that each tower returns for a sample."""
+    return list(model.widths) or [step.columns(names) for names in step.towers]
 
 
-def _shards(
-    step: Workload, sharding: TowerShardingPlan, inputs: Sequence[Inputs]
-) -> list[tuple[float, Any, ShardLoad]]:
-    """The share of a tower's samples that it has rows of, the table, and the load of every shard."""
-    # Inside a tower, groups of features with fewer rows than others are filled up with empty bags.
-    rows = [max((own.rows for own in inputs if own.tower == tower), default=0.0) for tower in range(len(step.towers))]
-    tower_of = {name: own.tower for own in inputs for name in own.features}
-    ids = {name: number for own in inputs for name, number in zip(own.features, own.ids, strict=True)}
-    pooling = {name: max(number, 1e-9) / rows[tower_of[name]] for name, number in ids.items()}
-    workload = replace(sharding.workload, pooling_factors=pooling)
-    costs = CostModel(topology=step.topology, workload=workload, hardware=sharding.hardware)
+def _shard_loads(step: Workload) -> list[ShardLoad]:
+    sharding = step.sharding
+    if sharding is None:
+        return []
+    costs = CostModel(topology=step.topology, workload=sharding.workload, hardware=sharding.hardware)
     placements = sharding.placements
-    return [
-        (rows[tower_of[table.feature_names[0]]] / step.batch_size, table, load)
-        for table in step.tables
-        for _, load in costs.shards(table, placements[table.name])
-    ]
+    return [load for table in step.tables for _, load in costs.shards(table, placements[table.name])]
 
 
 def _dense_bytes(step: Workload, size: int) -> Load:
@@ -175,13 +128,10 @@ def _dense_bytes(step: Workload, size: int) -> Load:
 def step_work(step: Workload, model: ModelWork) -> StepWork:
     """Returns the work of one step, of the busiest rank or host where they differ by plan."""
     topology, sharding, batch = step.topology, step.sharding, step.batch_size
-    inputs = step.inputs or step.plain_inputs()
-    columns = {name: table.embedding_dim for table in step.tables for name in table.feature_names}
+    outputs = batch * sum(_widths(step, model))
     row_bytes = {name: t.embedding_dim * number_bytes(t) for t in step.tables for name in t.feature_names}
-    sent = [own.rows * sum(columns[name] for name in own.features) for own in inputs]
-    outputs = sum(own.rows * width for own, width in zip(inputs, _widths(step, model, inputs), strict=True))
-    read = sum(n * row_bytes[name] for own in inputs for name, n in zip(own.features, own.ids, strict=True))
-    held = _held_columns(step, inputs, sent)
+    read = batch * sum(step.pooling.get(name, 1.0) * row_bytes[name] for names in step.towers for name in names)
+    held = _held_columns(step)
     wide = imbalance_of(held)
     lookups = wide if sharding is None else sharding.imbalance
     hosts = imbalance_of([sum(held[rank] for rank in ranks) for ranks in topology.host_groups()])
@@ -189,37 +139,28 @@ def step_work(step: Workload, model: ModelWork) -> StepWork:
     if sharding is not None:
         skews["tower_outputs"] = (hosts, lookups)
     loads = {}
-    for name, load in (step_bytes(step, model) | {"replicas": _replicas(step)}).items():
+    for name, load in (step_bytes(step, model) | {"replicas": _replica_bytes(step)}).items():
         uplink, inside = skews.get(name, (1.0, 1.0))
         loads[name] = Load(load.uplink / topology.num_hosts * uplink, load.inside / topology.world_size * inside)
-    # Rows are copied to their samples, and the gradients of samples summed into those of their rows. Numbers in another
-    # format are made from FP32 and made FP32 again.
-    shared = 4 * (outputs + batch * sum(_widths(step, model, step.plain_inputs()))) if step.inputs else 0.0
-    added = [outputs * (0.0 if size == 4 else 2 * (4 + size)) + shared for size in step.number_bytes]
-    parts: tuple[float, ...] = ()
-    if any(own.rows < batch for own in step.inputs):
-        parts = tuple((np.array(sent) @ np.array([own.parts for own in inputs]) / sum(sent)).tolist())
+    # Numbers in another format are made from FP32 and made FP32 again.
+    converted = [outputs * (0.0 if size == 4 else 2 * (4 + size)) for size in step.number_bytes]
     return StepWork(
         model=model,
         loads=loads,
         lookup_bytes=3 * lookups * read,
-        embedding_bytes=4 * sum(sent) * (wide if sharding else 1.0),
+        embedding_bytes=4 * batch * sum(map(step.columns, step.towers)) * (wide if sharding else 1.0),
         output_bytes=4 * outputs,
         samples=batch,
-        peer_samples=max(own.rows for own in inputs) * topology.num_towers,
-        added_bytes=(added[0], added[1]),
-        compared_ids=batch * len(columns) if step.inputs else 0.0,
-        parts=parts,
+        peer_samples=batch * topology.num_towers,
+        converted_bytes=(converted[0], converted[1]),
     )
 
 
-def _held_columns(step: Workload, inputs: Sequence[Inputs], sent: Sequence[float]) -> list[float]:
-    """Numbers that each rank, or its tower, returns for a sample; of a flat dataflow greedily by whole tables."""
+def _held_columns(step: Workload) -> list[float]:
+    """Columns that each rank, or its tower, returns; of a flat dataflow greedily by whole tables."""
     topology = step.topology
     if step.sharding is not None:
-        towers = [0.0] * topology.num_towers
-        for own, numbers in zip(inputs, sent, strict=True):
-            towers[own.tower] += numbers
+        towers = [float(step.columns(names)) for names in step.towers]
         return [towers[topology.coordinates(rank).tower] for rank in range(topology.world_size)]
     held = [0.0] * topology.world_size
     for width in sorted((table.embedding_dim * len(table.feature_names) for table in step.tables), reverse=True):
@@ -227,11 +168,11 @@ def _held_columns(step: Workload, inputs: Sequence[Inputs], sent: Sequence[float
     return held if step.is_table_wise else [sum(held) / len(held)] * len(held)
 
 
-def _replicas(step: Workload) -> Load:
+def _replica_bytes(step: Workload) -> Load:
     """Bytes of all ranks in a step's share of the ring all-reduces that average the replicas."""
     topology, sharding = step.topology, step.sharding
     if sharding is None or topology.num_replicas == 1:
-        return Load(0.0, 0.0)
+        return Load()
     sent = 2 * (topology.num_replicas - 1) * replicated_bytes(sharding, step.tables) / step.sync_every
     return _split(sent, topology.ring_share_across_hosts(topology.replica_groups()))
 

@@ -139,32 +139,11 @@ def test_every_micro_batch_starts_all_operators_and_adds_its_gradients() -> None
     assert four - one == pytest.approx(3 * 6 * 0.5 + 3 * 3 * 4)
 
 
-def test_rows_that_micro_batches_share_cross_with_the_first_of_them() -> None:
-    work = replace(WORK, parts=(0.75, 0.25))
-    half, most = (simulate(step_operations(own, CLUSTER, TOPOLOGY, micro_batches=2)).spans for own in (WORK, work))
-    for name in ("outputs", "gradients", "towers"):
-        for k, share in enumerate((0.75, 0.25)):
-            lasted, lasts = (spans[f"{name} {k}"][1] - spans[f"{name} {k}"][0] for spans in (half, most))
-            assert lasts == pytest.approx(2 * share * lasted), (name, k)
-    assert most["over 0"][0] == most["outputs 0"][1]
-    assert most["gradients 1"][0] == most["over 1, backward"][1]
-    # The second micro-batch reads and writes the 10 bytes it joins, and back it writes zeros and sums: 10 x 4 / 2 more.
-    slow = replace(CLUSTER, memory_bytes_per_s=1.0)
-    plain, joined = (
-        sum(
-            one.seconds.get("core", 0.0)
-            for one in step_operations(replace(WORK, output_bytes=10.0, parts=n), slow, TOPOLOGY, micro_batches=2)
-        )
-        for n in ((), (0.5, 0.5))
-    )
-    assert joined - plain == pytest.approx(10 * (2 + 4))
-
-
 def test_number_formats_cost_their_conversion() -> None:
     slow = replace(CLUSTER, memory_bytes_per_s=1.0)
     before, after, flat_before, flat_after = (
         sum(one.seconds.get("core", 0.0) for one in step_operations(work, slow, TOPOLOGY, flat=flat))
         for flat in (False, True)
-        for work in (WORK, replace(WORK, added_bytes=(3.0, 4.0)))
+        for work in (WORK, replace(WORK, converted_bytes=(3.0, 4.0)))
     )
     assert after - before == flat_after - flat_before == pytest.approx(7.0)

@@ -20,8 +20,7 @@ from dmt.errors import InputError
 from dmt.partitioner import FeatureAffinity
 from dmt.sharding.plan_tables import plan_tables
 from dmt.simulator.cluster import load_cluster, save_cluster
-from dmt.training.commands import main
-from dmt.training.commands.outputs import Kind, check_output_files
+from dmt.training.commands import check_output_files, main
 from dmt.training.serving import export
 
 MANIFEST = {
@@ -58,7 +57,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-IS_READ, IS_OTHER = "is read by this command", "not a file that this option writes"
+IS_READ, IS_OTHER = "is read by this command", "exists and is not a "
 PARTITION = "partition --affinity a.npz --towers 2"
 
 
@@ -81,12 +80,9 @@ PARTITION = "partition --affinity a.npz --towers 2"
         ("plan c.toml --out c.toml", "--out", IS_READ),
         ("plan c.toml --out x.parquet", "--out", IS_READ),
         ("score m.pt2 -o x.parquet", "--out", IS_READ),
-        ("plan c.toml --cluster k.toml --out k.toml", "--out", IS_READ),
         ("plan demo --out package.json", "--out", IS_OTHER),
         ("plan demo --out run/checkpoint/step-1/towers.json", "--out", IS_OTHER),
-        ("what-if c.toml --cluster k.toml --write k.toml", "--write", IS_READ),
-        ("what-if c.toml --cluster k.toml --write c.toml", "--write", IS_READ),
-        ("what-if demo --cluster a100 --write k.toml", "--write", IS_OTHER),
+        ("bench-comms --out c.toml", "--out", IS_OTHER),
         (f"{PARTITION} --out a.npz", "--out", IS_READ),
         (f"{PARTITION} --save-affinity a.npz", "--save-affinity", IS_READ),
         (f"{PARTITION} --rules rules.toml --out rules.toml", "--out", IS_READ),
@@ -114,10 +110,9 @@ def test_an_output_that_is_an_input_or_of_another_kind_is_refused(
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("x.parquet", "Parquet"),
+        ("x.parquet", "Parquet file"),
         ("m.pt2", "program"),
         ("a.npz", "matrix"),
-        ("c.toml", "config"),
         ("k.toml", "cluster"),
         ("plan.json", "sharding plan"),
         ("run/checkpoint/step-1/towers.json", "tower plan"),
@@ -125,9 +120,9 @@ def test_an_output_that_is_an_input_or_of_another_kind_is_refused(
         ("new.json", "tower plan"),
     ],
 )
-def test_a_file_of_the_kind_is_replaced_and_of_no_other(name: str, kind: Kind, files: Path) -> None:
+def test_a_file_of_the_kind_is_replaced_and_of_no_other(name: str, kind: str, files: Path) -> None:
     check_output_files({"--out": (Path(name), kind)}, ["notes.txt", "s3://bucket/x", None])
     if Path(name).exists() and Path(name).stat().st_size:
-        other: Kind = "cluster" if kind != "cluster" else "config"
-        with pytest.raises(InputError, match=re.escape(f"--out {name!r} exists and is not a file")):
+        other = "cluster" if kind != "cluster" else "program"
+        with pytest.raises(InputError, match=re.escape(f"--out {name!r} exists and is not a {other}")):
             check_output_files({"--out": (Path(name), other)}, [])

@@ -11,10 +11,9 @@ import tomli_w
 from click.testing import CliRunner, Result
 
 from dmt import InputError, TableSpec, TowerPlan
-from dmt.formatting import human_bytes, natural
+from dmt.formatting import natural
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.training.commands import main
-from dmt.training.commands.plan import run_plan
 from dmt.training.config import to_toml
 from dmt.training.data.config import read_tables
 from dmt.training.job import open_job
@@ -104,7 +103,7 @@ def test_recorded_tables_are_planned_and_written(towers: Path, tmp_path: Path) -
     assert [table.tower for table in found.tables] == [0, 0, 0, 1, 1, 1]
     words = " ".join(result.output.split())
     assert "row_wise over 4 ranks: asked for" in words
-    assert f"{found.imbalance:.2f} over all ranks." in words
+    assert f"{found.imbalance:.2f} times the mean; the fullest holds" in words
     assert "plan.json" in words
 
 
@@ -113,12 +112,10 @@ def test_many_tables_are_summed_up(tmp_path: Path) -> None:
     config = tables_config(tmp_path, 300, topology={"num_towers": 4}, sharding=sharding)
     result = plan(config)
     assert result.exit_code == 0, result.output
-    assert "The 20 costliest tables; --all shows 280 more" in result.output
-    assert "The 16 busiest ranks; --all shows 16 more" in " ".join(result.output.split())
+    assert "Tables, costliest first; --json has all" in result.output
     assert "300 tables: 300 table_wise." in result.output
     assert max(map(len, result.output.splitlines())) <= 140
-    everything = plan(config, "--all").output
-    assert all(f" t_{i} " in everything for i in range(300))
+    assert len(json.loads(plan(config, "--json").stdout)["tables"]) == 300
 
 
 @pytest.mark.parametrize(
@@ -126,7 +123,7 @@ def test_many_tables_are_summed_up(tmp_path: Path) -> None:
     [
         (["plan.toml", "data.tables=bare.json"], "data.tables='bare.json': holds no list of tables"),
         (["demo", "topology.num_replicas=0"], "topology.num_replicas: Input should be greater than or equal to 1"),
-        (["demo", "model.arch=dlrm", "--out", "plan.json"], "has the flat dataflow (model.arch='dlrm')"),
+        (["demo", "model.arch=dlrm"], "has the flat dataflow (model.arch='dlrm')"),
         (["plan.toml", "topology.num_towers=3"], "towers.json has 2 towers, but topology.num_towers=3"),
         (["plan.toml", "sharding.tables={t_9 = 'row_wise'}"], "rule for tables 't_9' matches none"),
         (["plan.toml", "sharding.tables={t_1 = 'x'}"], "sharding.tables.t_1"),
@@ -266,22 +263,11 @@ def test_whole_tables_are_cut_as_the_towers_want_them(tmp_path: Path) -> None:
     assert {table["name"] for table in json.loads(again.output)["tables"]} == placed.keys()
 
 
-def test_notes_on_what_was_left_open(towers: Path, tmp_path: Path) -> None:
-    words = " ".join(plan(towers, "topology.num_replicas=2").output.split())
-    assert "Note: no memory limit given; the fullest rank needs " in words
-    assert "2 replicas on 32 ranks: a copy of the tables that they average is S = " in words
-    words = " ".join(plan(tables_config(tmp_path, 1, sharding={"memory_gib": 1.0})).output.split())
-    assert "memory limit" not in words
-    assert "replicas" not in words
-    assert "sync" not in words
-    assert " 1 table: 1 " in words
-
-
 @pytest.mark.parametrize(
     ("number", "width"),
     [
-        *((6, width) for width in (200, 100, 79, 60, 50)),
-        *((60, width) for width in (200, 50)),
+        *((6, width) for width in (200, 79, 12)),
+        (60, 50),
         *(pytest.param(300, width, marks=pytest.mark.slow) for width in (200, 100, 79, 60, 50)),
     ],
 )
@@ -290,51 +276,11 @@ def test_narrow_output_cuts_no_number(number: int, width: int, tmp_path: Path, m
     found = json.loads(plan(config, "--json").output)
     monkeypatch.setenv("COLUMNS", str(width))
     output = plan(config).output
-    assert max(map(len, output.splitlines())) <= max(width, 90)
+    assert max(len(line) for line in output.splitlines() if "│" in line) <= max(width, 90)
     assert "\u2026" not in output
     words = " ".join(output.split())
     busiest = max(rank["seconds"] for rank in found["ranks"])
-    assert f" {1e3 * busiest:,.3f} ms " in words
+    assert f" has a cost of {1e3 * busiest:,.3f} ms, " in words
     for table in sorted(found["tables"], key=lambda table: (-table["seconds"], natural(table["name"])))[:20]:
         assert f" {table['name']} " in words
         assert f" {1e3 * table['seconds']:,.3f} ms " in words
-
-
-def test_a_console_too_narrow_for_any_column_still_cuts_none(towers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "12")
-    output = plan(towers).output
-    assert "\u2026" not in output
-    assert " memory " in output
-
-
-def test_tables_cut_by_the_tower_plan_are_counted_once(tmp_path: Path) -> None:
-    cut = TowerPlan.from_lists([["f0[0:16]", "f1"], ["f0[16:32]"]], column_splits={"f0": (16, 16)})
-    cut.save(tmp_path / "cut.json")
-    topology, sharding = {"num_towers": 2, "num_replicas": 2}, {"scheme": "table_wise"}
-    config = tables_config(tmp_path, 2, towers={"plan": tmp_path / "cut.json"}, topology=topology, sharding=sharding)
-    # Row-wise AdaGrad keeps a state for each shard of f0.
-    assert run_plan(str(config)).to_record()["replicated_bytes"] == 2 * 10**6 * 32 * 4 + 3 * 10**6 * 4
-
-
-def test_tables_cut_in_a_config_are_counted_once(tmp_path: Path) -> None:
-    groups = [["C1[0:4]", "C2", "C3"], ["C1[4:8]", "C4", "C5", "C6"]]
-    TowerPlan.from_lists(groups, column_splits={"C1": (4, 4)}).save(tmp_path / "cut.json")
-    config = small(
-        towers={"plan": str(tmp_path / "cut.json")}, sharding={"scheme": "row_wise"}, topology={"num_replicas": 2}
-    )
-    (tmp_path / "run.toml").write_text(to_toml(config))
-    record = run_plan(str(tmp_path / "run.toml")).to_record()
-    assert record["replicated_bytes"] == 6 * 11 * 8 * 4 + 7 * 11 * 4
-
-
-def test_replicas_are_reported_as_the_paper_counts_them(tmp_path: Path) -> None:
-    """Section 5: four replicas on 32 ranks, of three tables and row-wise states."""
-    topology = {"num_towers": 2, "ranks_per_tower": 4, "num_replicas": 4}
-    config = tables_config(tmp_path, 3, topology=topology, sharding={"scheme": "table_wise"})
-    size = 3 * 10**6 * (32 * 4 + 4)
-    assert json.loads(plan(config, "--json").output)["replicated_bytes"] == size
-    words = " ".join(plan(config, "--out", tmp_path / "plan.json").output.split())
-    assert f"S = {human_bytes(size)}" in words
-    assert f"S (M - 1) / T = {human_bytes(size * 3 / 32)} more" in words
-    assert f"2 S (M - 1) / T = {human_bytes(2 * size * 3 / 32)} every" in words
-    assert TowerShardingPlan.load(tmp_path / "plan.json").topology.num_replicas == 4

@@ -40,7 +40,6 @@ CASES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
             "towers": {"plan": "cut"},
         },
     ),
-    "global route": ("dmt-dlrm", {"sharding": {"scheme": "column_wise", "id_route": "global"}}),
     "two towers on a host": (
         "dmt-dlrm",
         {

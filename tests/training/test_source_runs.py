@@ -9,7 +9,6 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from dmt.training.commands.demo import demo_settings
 from dmt.training.config import TrainingConfig, load_config
 from dmt.training.data.config import with_files
 from dmt.training.serving.score import score
@@ -50,8 +49,8 @@ def test_a_run_is_resumed_bit_for_bit_and_its_model_scores_rows(tmp_path: Path) 
     assert score(tmp_path / "whole", tmp_path / "s.parquet", data_path=str(tmp_path / "rows.parquet")).num_rows == 40
 
 
-def test_a_source_can_be_named_as_the_data_of_a_demo_and_replaced_by_files() -> None:
-    config = load_config("demo", demo_settings("my_data:clicks"))
+def test_a_source_can_be_replaced_by_files() -> None:
+    config = load_config("demo", ['data.source="my_data:clicks"', 'data.categorical=["c_*"]'])
     assert (config.data.kind, config.data.source, config.data.categorical) == ("source", "my_data:clicks", ("c_*",))
     files = with_files(config.data, "a.parquet")
     assert (files.kind, files.source, files.train_path) == ("columns", None, "a.parquet")

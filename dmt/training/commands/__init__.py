@@ -3,29 +3,151 @@
 from __future__ import annotations
 
 import dataclasses
-import json
-import math
+import logging
+import re
 import shlex
 import signal
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
+from glob import glob
+from importlib import import_module
+from operator import attrgetter
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import click
-from rich.console import Console
 
 from dmt import __version__
 from dmt.errors import InputError
-from dmt.formatting import printable
-from dmt.training.commands.outputs import Kind, check_output_files
-from dmt.training.console import make_table, print_summary, quiet_libraries
+from dmt.files import check_output
+from dmt.formatting import counted, human_bytes, printable
+from dmt.training.console import make_table, print_summary, quiet_libraries, table_console
 
-__all__ = ["emit", "main"]
+__all__ = ["Shown", "check_output_files", "emit", "main"]
 
 # Packages of the full installation; without them plans, partitions of saved affinities and complexity still work.
 _FULL = ("torchrec", "fbgemm_gpu", "pydantic", "pyarrow", "pandas", "tensorboard", "tomli_w", "jinja2", "torchmetrics")
+# What reads each kind of file that a command writes.
+_READERS = {
+    "tower plan": "dmt.plan.towers:TowerPlan.load",
+    "sharding plan": "dmt.sharding.plan:TowerShardingPlan.load",
+    "cluster": "dmt.simulator.cluster:load_cluster",
+    "Parquet file": "pyarrow.parquet:read_schema",
+    "program": "dmt.training.serving.export:read_manifest",
+    "matrix": "dmt.partitioner:FeatureAffinity.load",
+}
 _PATH = click.Path(path_type=Path)
+# Columns of a narrow terminal in which no number is cut.
+_LEAST_WIDTH = 90
+
+
+class Shown(NamedTuple):
+    """What a command has found."""
+
+    record: Any
+    """What ``--json`` prints: plain data and dataclasses."""
+    headers: Sequence[str] = ()
+    """Headers of the table."""
+    rows: Sequence[Sequence[str]] = ()
+    title: str | None = None
+    right: Iterable[int] = ()
+    """Columns of numbers, which are never cut."""
+    lines: Sequence[str] = ()
+    """Lines below the table."""
+
+
+def emit(shown: Shown, as_json: bool) -> None:
+    """Prints what a command has found: as JSON, in which undefined numbers are null, or as a table and lines."""
+    if as_json:
+        from pydantic_core import to_json
+
+        click.echo(to_json(shown.record, indent=1, inf_nan_mode="null"))
+        return
+    console = table_console(markup=False)
+    console.width = max(console.width, _LEAST_WIDTH)
+    if shown.rows:
+        table, numbers = make_table(shown.headers, shown.rows, title=shown.title), set(shown.right)
+        for place, column in enumerate(table.columns):
+            if place in numbers:
+                column.justify, column.no_wrap = "right", True
+            else:
+                column.overflow = "fold"
+        console.print(table)
+    for line in shown.lines:
+        console.print(line, soft_wrap=True)
+
+
+def check_output_files(outputs: Mapping[str, tuple[Path, str]], inputs: Iterable[object]) -> None:
+    """Refuses outputs before the work that leads to them; missing folders of outputs are made.
+
+    Args:
+        outputs: the path and the kind (a key of `_READERS`, or "folder") of each output, by the option that names it.
+        inputs: what the command was given. Of texts and paths that are files, folders or globs everything counts as
+            read, and what a config or an exported program among them names as its data.
+
+    Raises:
+        InputError: an output is an input, also by a link; two outputs are one file; an output exists and is a file of
+            another kind; or it cannot be written.
+    """
+    taken: dict[Path, str] = {}
+    read = {_identity(file) for text in _texts(inputs) for file in _files_of(text)}
+    for option, (path, kind) in outputs.items():
+        other = taken.setdefault(path.resolve(), option)
+        if other != option:
+            raise InputError(f"{other} and {option} are the same file, {str(path)!r}. Name another for one of them.")
+        if path.exists() and _identity(path) in read:
+            raise InputError(f"{option} {str(path)!r} is read by this command. Name another file.")
+        check_output(option, path, is_folder=kind == "folder")
+        if path.is_file() and path.stat().st_size and not _is_kind(path, kind):
+            raise InputError(f"{option} {str(path)!r} exists and is not a {kind}. Name another file, or remove it.")
+
+
+def _is_kind(path: Path, kind: str) -> bool:
+    module, name = _READERS[kind].split(":")
+    try:
+        attrgetter(name)(import_module(module))(path)
+    except (OSError, ValueError):
+        return False
+    return True
+
+
+def _texts(inputs: Iterable[object]) -> list[str]:
+    """The paths and overrides among inputs, and the values of the overrides."""
+    values = [value for given in inputs for value in (given if isinstance(given, tuple) else (given,))]
+    texts = [str(value) for value in values if isinstance(value, str | Path)]
+    return [*texts, *(text.partition("=")[2].strip("\"'") for text in texts)]
+
+
+def _files_of(text: str) -> Iterator[Path]:
+    """The files that a text names, and those that a config or an exported program among them names as its data."""
+    # Of a run its checkpoints: other files in its folder may be those that a command writes.
+    folder = f"{text}/checkpoint" if Path(text, "checkpoint").is_dir() else text
+    for name in (text, *glob(text), *glob(f"{folder}/**", recursive=True)) if text else ():
+        path = Path(name)
+        if path.is_file():
+            yield path
+            with suppress(OSError, ValueError):  # the command says itself what it cannot read
+                for inner in _named_in(path):
+                    yield from _files_of(inner)
+
+
+def _named_in(path: Path) -> list[str]:
+    if path.suffix == ".toml":
+        lines = [line for line in path.read_text().splitlines() if not line.startswith("output_dir")]
+        return [text for line in lines for _, text in re.findall(r"""(["'])(.*?)\1""", line)]
+    if path.suffix == ".pt2":
+        from dmt.training.serving.export import read_manifest
+
+        return [str(value) for value in read_manifest(path)["data"].values()]
+    return []
+
+
+def _identity(path: Path) -> tuple[int, int]:
+    """Equal for all links to one file."""
+    status = path.stat()
+    return status.st_dev, status.st_ino
 
 
 class _Rare(click.Option):
@@ -33,9 +155,9 @@ class _Rare(click.Option):
 
 
 class _Output(click.Path):
-    """A file that a command writes; it must not be one that it reads, or one of another kind."""
+    """A file that a command writes."""
 
-    def __init__(self, kind: Kind) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__(path_type=Path)
         self.kind = kind
 
@@ -44,18 +166,19 @@ class _Command(click.Command):
     """Checks outputs before it runs, and lists rarely needed options by themselves."""
 
     def invoke(self, ctx: click.Context) -> Any:
-        kinds = {p.name: (max(p.opts, key=len), p.type.kind) for p in self.params if isinstance(p.type, _Output)}
-        outputs = {option: (ctx.params[name or ""], kind) for name, (option, kind) in kinds.items()}
-        check_output_files(outputs, [value for name, value in ctx.params.items() if name not in kinds])
+        outputs = {p.name: (max(p.opts, key=len), p.type.kind) for p in self.params if isinstance(p.type, _Output)}
+        given = {name: path for name, path in ctx.params.items() if name in outputs and path is not None}
+        files = {outputs[name][0]: (path, outputs[name][1]) for name, path in given.items()}
+        check_output_files(files, [value for name, value in ctx.params.items() if name not in outputs])
         return super().invoke(ctx)
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         options = [option for option in self.get_params(ctx) if isinstance(option, click.Option)]
         for title, is_rare in (("Options", False), ("Advanced", True)):
-            rows = [option.get_help_record(ctx) for option in options if isinstance(option, _Rare) == is_rare]
-            if rows:
+            records = [option.get_help_record(ctx) for option in options if isinstance(option, _Rare) == is_rare]
+            if any(records):
                 with formatter.section(title):
-                    formatter.write_dl([row for row in rows if row is not None])
+                    formatter.write_dl([record for record in records if record is not None])
 
 
 class _Commands(click.Group):
@@ -71,12 +194,6 @@ class _Commands(click.Group):
             return super().invoke(ctx)
         except InputError as error:
             click.echo(f"error: {printable(str(error))}", err=True)
-        except click.MissingParameter as error:
-            if error.ctx is None or not isinstance(error.param, click.Option):
-                raise
-            name, usage = " or ".join(error.param.opts), error.ctx.command.epilog
-            text = f"dmt {error.ctx.info_name} needs {name}. {error.param.help} {usage}"
-            click.echo(f"error: {text}", err=True)
         except ModuleNotFoundError as error:
             if (error.name or "").partition(".")[0] not in _FULL:
                 raise
@@ -90,10 +207,11 @@ _json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 _function = click.option(
     "--function", cls=_Rare, multiple=True, metavar="NAME", help="A function of the checkpoint that may run."
 )
+_overrides = click.argument("overrides", nargs=-1)
 
 
 def _config(command: Callable[..., None]) -> Callable[..., None]:
-    return click.argument("config")(click.argument("overrides", nargs=-1)(command))
+    return click.argument("config")(_overrides(command))
 
 
 @click.group(
@@ -106,42 +224,43 @@ def main() -> None:
     """Disaggregated Multi-Tower training of recommendation models."""
 
 
-@main.command(epilog="Example: dmt demo --data clicks.parquet train.max_steps=200")
-@click.option(
-    "--data",
-    metavar="PATH",
-    help="A Criteo TSV, a Parquet or CSV file with label, c_* and d_* columns, or package.module:function.",
-)
+@main.command("demo", epilog="Example: dmt demo --data clicks.parquet train.max_steps=200")
+@click.option("--data", metavar="PATH", help="A Criteo TSV, or a Parquet or CSV file with label, c_* and d_* columns.")
 @click.option(
     "--out", type=_Output("folder"), default="demo_output", help="Folder for towers.json, pictures, the report."
 )
 @_json
-@click.argument("overrides", nargs=-1)
-def demo(*, data: str | None, out: Path, as_json: bool, overrides: tuple[str, ...]) -> None:
+@_overrides
+def _demo(*, data: str | None, out: Path, as_json: bool, overrides: tuple[str, ...]) -> None:
     """Trains a flat model, then learned towers, and compares them.
 
     Takes a few minutes on two cores. Without --data it makes its own clicks. OVERRIDES are section.key=value.
     """
-    from dmt.training.commands.demo import demo as run_demo
+    from dmt.training.commands.demo import demo
 
-    emit(run_demo(data, out, overrides, command=_typed()), as_json, print_summary)
+    results = demo(data, out, overrides, command=_typed())
+    if as_json:
+        emit(Shown(results), as_json)
+    else:
+        print_summary(results)
 
 
-@main.command(epilog="Example: dmt doctor")
+@main.command("doctor", epilog="Example: dmt doctor")
 @_json
-def doctor(as_json: bool) -> None:
+def _doctor(as_json: bool) -> None:
     """Says what is installed, what is missing, and what fixes it."""
-    from dmt.training.commands.doctor import diagnose, print_findings
+    from dmt.training.commands.doctor import diagnose, show_findings
 
     findings = diagnose()
-    emit(findings, as_json, print_findings)
+    emit(show_findings(findings), as_json)
     if any(finding.fix for finding in findings):
         sys.exit(1)
 
 
 @main.command(
+    "partition",
     epilog="Example: dmt partition --checkpoint runs/flat --towers 8 --report report; or without a model: "
-    "dmt partition --data rows.parquet --tower-module dcn --towers 8"
+    "dmt partition --data rows.parquet --tower-module dcn --towers 8",
 )
 @click.option("--checkpoint", type=_PATH, help="output_dir of a training run.")
 @click.option("--affinity", cls=_Rare, type=_PATH, help="A saved affinity matrix (.npz) instead.")
@@ -159,46 +278,37 @@ def doctor(as_json: bool) -> None:
     type=click.Choice(["dcn", "dlrm", "dlrm-products"]),
     help="Of the towers, for interactions; by default that of --checkpoint.",
 )
-@click.option("--balance-ratio", default="1", help="Largest tower over smallest, at most; or free.")
-@click.option("--rules", type=_PATH, help="TOML file: categories, entities, together, limits.")
-@click.option("--entity", multiple=True, metavar="NAME=FEATURES", help="Features, as names or globs, in one tower.")
-@click.option(
-    "--refine/--no-refine", cls=_Rare, default=True, help="Improve on the distances themselves; the paper does not."
-)
+@click.option("--balance-ratio", default=1.0, help="Largest tower over smallest, at most; inf leaves it open.")
+@click.option("--rules", type=_PATH, help="TOML file: entities, categories, together, apart, limits.")
 @click.option("--seed", cls=_Rare, default=0, help="Seed of the partitioner.")
 @click.option("--out", default="towers.json", type=_Output("tower plan"))
 @click.option("--report", type=_Output("folder"), help="Also write a page with pictures into this folder.")
 @click.option("--save-affinity", cls=_Rare, type=_Output("matrix"), help="Also keep the collected affinity (.npz).")
 @_json
-def partition(*, as_json: bool, **options: Any) -> None:
+def _partition(*, as_json: bool, **options: Any) -> None:
     """Learns which features belong together, and writes towers."""
-    from dmt.training.commands.partition import print_partition, run_partition
+    from dmt.training.commands.plans import run_partition
 
-    found = run_partition(options, _typed())
-    emit(json.loads(options["out"].read_text()) if as_json else found, as_json, print_partition)
+    emit(run_partition(options, _typed()), as_json)
 
 
 @main.command(
+    "plan",
     epilog="Example: dmt plan demo sharding.memory_gib=16; or for tables without data: dmt plan CONFIG.toml "
     "data.tables=tables.json topology.num_towers=4 --out plan.json",
 )
 @_config
-@click.option("--cluster", metavar="FILE", help="Rates of a file of dmt bench-comms, or of v100, a100, h100.")
 @click.option("--out", type=_Output("sharding plan"), help="Also write the plan as JSON.")
-@click.option("--all", "everything", is_flag=True, help="Print all ranks and tables.")
 @_json
-def plan(
-    config: str, overrides: tuple[str, ...], *, out: Path | None, everything: bool, as_json: bool, cluster: str | None
-) -> None:
+def _plan(config: str, overrides: tuple[str, ...], *, out: Path | None, as_json: bool) -> None:
     """Places the tables of each tower on its ranks, and says why.
 
     CONFIG is a training config or the name of a shipped one, planned as the trainer will; with data.tables in it, the
     tables of that file are planned. OVERRIDES are section.key=value.
     """
-    from dmt.training.commands.plan import print_plan, run_plan
+    from dmt.training.commands.plans import run_plan
 
-    found = run_plan(config, overrides, out=out, cluster=cluster)
-    emit(found, as_json, print_plan, everything=everything, out=out)
+    emit(run_plan(config, overrides, out=out), as_json)
 
 
 @main.command(
@@ -209,35 +319,36 @@ def plan(
 @click.option(
     "--uplink-gbit-per-s", "uplink", type=float, help="Rate of a host's link to others, all its ranks together."
 )
-@click.option("--write", type=_Output("config"), help="Write the config of the fastest one here (TOML).")
 @_json
-def what_if(config: str, overrides: tuple[str, ...], *, as_json: bool, **options: Any) -> None:
+def _what_if(config: str, overrides: tuple[str, ...], *, as_json: bool, **options: Any) -> None:
     """Predicts training steps on a described cluster.
 
     Of the run as it is, flat, in towers and compressed. CONFIG names data, model, batch size and topology; nothing is
     trained. OVERRIDES are section.key=value.
     """
-    from dmt.training.commands.what_if import print_what_if, run_what_if
+    from dmt.training.commands.what_if import run_what_if
 
-    emit(run_what_if(config, overrides, **options), as_json, print_what_if)
+    emit(run_what_if(config, overrides, **options), as_json)
 
 
 @main.command("bench-comms", epilog="Example: torchrun --nproc-per-node 2 --no-python dmt bench-comms --out my.toml")
-@click.option("--out", type=_PATH, default="cluster.toml", help="The cluster file.")
+@click.option("--out", type=_Output("cluster"), default="cluster.toml", help="The cluster file.")
 @_json
-def bench_comms(*, out: Path, as_json: bool) -> None:
+def _bench_comms(*, out: Path, as_json: bool) -> None:
     """Measures ranks and links of this job, for dmt what-if.
 
     To be started by torchrun on every host.
     """
-    from dmt.training.commands.bench_comms import print_measured, run_bench_comms
+    from dmt.training.commands.bench_comms import run_bench_comms
 
-    cluster = run_bench_comms(out)
-    if cluster is not None:  # the first rank
-        emit(cluster, as_json, print_measured, out)
+    shown = run_bench_comms(out)
+    if shown is not None:  # the first rank
+        emit(shown, as_json)
 
 
-@main.command(epilog="Example: dmt prepare demo data.kind=criteo_tsv data.train_path=day_0.tsv --out prepared")
+@main.command(
+    "prepare", epilog="Example: dmt prepare demo data.kind=criteo_tsv data.train_path=day_0.tsv --out prepared"
+)
 @_config
 @click.option("--out", required=True, type=_PATH, help="The folder; it must not exist.")
 @click.option(
@@ -252,136 +363,146 @@ def bench_comms(*, out: Path, as_json: bool) -> None:
 @click.option("--row-group-rows", "group_rows", cls=_Rare, default=32_768, help="Rows of a row group.")
 @click.option("--memory-gib", cls=_Rare, default=2.0, help="Memory of DuckDB; about a gibibyte comes on top.")
 @_json
-def prepare(config: str, overrides: tuple[str, ...], *, as_json: bool, **options: Any) -> None:
+def _prepare(config: str, overrides: tuple[str, ...], *, as_json: bool, **options: Any) -> None:
     """Writes raw rows as Parquet with ids, to train on.
 
     Of CSV, TSV, JSON lines, Parquet or Criteo's files; with a manifest, access counts and a summary of the columns.
     data.prepared names the folder. CONFIG's [data] names the rows, their columns and the most rows of a table.
     OVERRIDES are section.key=value.
     """
-    from dmt.training.commands.prepare import print_prepared, run_prepare
+    from dmt.training.commands.prepare import run_prepare
 
-    emit(run_prepare(config, overrides, **options), as_json, print_prepared, options["out"])
+    emit(run_prepare(config, overrides, **options), as_json)
 
 
-@main.command(epilog="Example: dmt check demo sharding.id_route=global --rows 500")
+@main.command("check", epilog="Example: dmt check demo sharding.id_route=global --rows 500")
 @_config
 @click.option("--rows", "max_rows", type=click.IntRange(8), default=1000, help="Most per table.")
 @click.option("--max-ranks", cls=_Rare, type=click.IntRange(4, 64), default=8, help="Processes, at most.")
 @click.option("--batch-size", cls=_Rare, type=click.IntRange(1), default=16, help="Rows per rank and step.")
 @click.option("--steps", cls=_Rare, type=click.IntRange(2), default=4, help="Training steps.")
 @_json
-def check(config: str, overrides: tuple[str, ...], *, as_json: bool, **limits: Any) -> None:
+def _check(config: str, overrides: tuple[str, ...], *, as_json: bool, **limits: Any) -> None:
     """Checks a run on this machine before a cluster is spent on it.
 
     CONFIG's model, towers, sharding plan, precision and id route, made small, against the same model in one process:
     forward pass, gradients, a few steps. Data files are opened for their columns, but no row of them is read.
     OVERRIDES are section.key=value. Exit code 1: something does not agree.
     """
-    from dmt.testing.ranks import RanksFailedError
-    from dmt.training.commands.results import print_report, run_check
+    # The ranks' packages take as long to load as this process's: both at once.
+    from dmt.testing.ranks import RanksFailedError, prepare_ranks
+    from dmt.training.config import load_config
 
+    began, settings = time.perf_counter(), load_config(config, overrides)
+    prepare_ranks(["dmt.training.check"])
+    from dmt.training.check import check_run
+    from dmt.training.check.shrink import CheckLimits
+
+    # What one process says of the whole run, such as a far too large batch, is no news here.
+    logging.getLogger("dmt").setLevel(logging.WARNING)
     try:
-        report = run_check(config, overrides, **limits)
+        report = check_run(settings, CheckLimits(**limits))
     except RanksFailedError as error:
         click.echo(f"FAILED: {printable(str(error))}", err=True)
         sys.exit(1)
-    emit(report, as_json, print_report)
+    emit(_show_check(dataclasses.replace(report, seconds=time.perf_counter() - began)), as_json)
     if not report.agrees:
         sys.exit(1)
 
 
-@main.command(epilog="Example: dmt export runs/towers -o model.pt2 --tables int8")
+def _show_check(report: Any) -> Shown:
+    def shown(number: float | None) -> str:
+        return "" if number is None else f"{number:.1e}" if number else "0"
+
+    rows = [
+        (row.check, f"{row.what}\n{row.where}".strip(), shown(row.difference), shown(row.allowed), row.verdict)
+        for row in report.rows
+    ]
+    failed = [row.check for row in report.rows if row.verdict == "FAILED"]
+    schemes = [f"{count} {scheme}" for scheme, count in report.schemes.items()]
+    lines = [f"Made smaller: {line}" for line in report.reduced]
+    lines += [f"Schemes: {', '.join(schemes)}"] if schemes else []
+    lines += [f"Note: {note}" for note in report.notes]
+    verdict = f"Does not agree: {', '.join(failed)}." if failed else "Everything agrees."
+    lines.append(f"{verdict} {report.ranks} ranks, {report.seconds:.0f} s.")
+    headers = ("", "against the plain module, or as said", "difference", "allowed", "")
+    return Shown(report.to_record(), headers, rows, right=(2, 3), lines=lines)
+
+
+@main.command("export", epilog="Example: dmt export runs/towers -o model.pt2 --tables int8")
 @click.argument("checkpoint", type=_PATH)
 @click.option("-o", "--out", required=True, type=_Output("program"), help="The .pt2 file.")
 @click.option("--tables", default="fp32", type=click.Choice(["fp32", "int8", "int4"]), help="Their format.")
 @click.option("--data", metavar="PATH", help="A file with the run's columns, where its own data are gone.")
 @_function
 @_json
-def export(
+def _export(
     *, checkpoint: Path, out: Path, tables: Any, data: str | None, function: tuple[str, ...], as_json: bool
 ) -> None:
     """Writes a trained model as a program for plain PyTorch.
 
     CHECKPOINT is the output_dir of a run, or a checkpoint, of any layout. The file holds a manifest, too.
     """
-    from dmt.training.commands.results import print_exported
     from dmt.training.serving.export import export_run
 
     exported = export_run(checkpoint, out, tables=tables, data_path=data, functions=function)
-    emit(exported, as_json, print_exported, out)
+    manifest, difference = exported.manifest, exported.difference
+    kind = f"{manifest['model']}, {counted(len(manifest['towers']), 'tower')}, tables in {manifest['tables']}"
+    lines = [
+        f"{exported.checkpoint}, step {manifest['step']}: {kind}. Logits: within {difference:.1e} of the model's.",
+        f"Written to {out}: {human_bytes(exported.file_bytes)}.",
+        f"Plain PyTorch loads it: torch.export.load({str(out)!r}).module(). `dmt score` takes it, too.",
+    ]
+    emit(Shown(exported, lines=lines), as_json)
 
 
-@main.command(epilog="Example: dmt score runs/towers --data tomorrow.parquet -o predictions.parquet")
+@main.command("score", epilog="Example: dmt score runs/towers --data tomorrow.parquet -o predictions.parquet")
 @click.argument("model", type=_PATH)
 @click.option("--data", metavar="PATH", help="Rows to score; by default the run's evaluation rows.")
-@click.option("-o", "--out", required=True, type=_Output("Parquet"), help="The Parquet file.")
+@click.option("-o", "--out", required=True, type=_Output("Parquet file"), help="The Parquet file.")
 @click.option("--batch-size", cls=_Rare, default=4096, help="Rows in one go.")
 @_function
 @_json
-def score(
+def _score(
     *, model: Path, data: str | None, out: Path, batch_size: int, function: tuple[str, ...], as_json: bool
 ) -> None:
     """Writes the predictions of a model for rows of files.
 
     MODEL is the output_dir of a run, a checkpoint, or a .pt2 file of dmt export. The label column may be absent.
     """
-    from dmt.training.commands.results import print_scored
-    from dmt.training.serving.score import score as score_rows
+    from dmt.training.records import quality_warnings
+    from dmt.training.serving.score import score
 
-    scored = score_rows(model, out, data_path=data, batch_size=batch_size, functions=function)
-    record = {"rows": scored.num_rows, **(dataclasses.asdict(scored.metrics) if scored.metrics else {})}
-    emit(record if as_json else scored, as_json, print_scored, out)
+    scored = score(model, out, data_path=data, batch_size=batch_size, functions=function)
+    lines, metrics = [f"{scored.num_rows:,} rows. Written to {out}."], scored.metrics
+    if metrics is None:
+        lines.append("The rows have no label: there are no metrics.")
+    else:
+        lines.append(f"AUC {metrics.auc:.4f}, NE {metrics.ne:.4f}, loss {metrics.loss:.4f}.")
+        lines += quality_warnings(metrics.auc, metrics.ne)
+    record = {"rows": scored.num_rows, **(dataclasses.asdict(metrics) if metrics else {})}
+    emit(Shown(record, lines=lines), as_json)
 
 
-@main.command(epilog="Example: dmt complexity --arch dlrm --towers 8 --tower-dim 64")
+@main.command("complexity", epilog="Example: dmt complexity --arch dlrm --towers 8 --tower-dim 64")
 @click.option("--arch", required=True, help="dlrm or dcn.")
 @click.option("--towers", type=int, help="Number of towers; the flat model without it.")
 @click.option("--tower-dim", type=int, help="D; by default 64 for dlrm, 128 for dcn.")
-@click.option("--c", default=1, help="Outputs per feature (dlrm).")
-@click.option("--p", default=0, help="Outputs per tower (dlrm).")
 @_json
-def complexity(*, arch: str, towers: int | None, tower_dim: int | None, c: int, p: int, as_json: bool) -> None:
+def _complexity(*, arch: str, towers: int | None, tower_dim: int | None, as_json: bool) -> None:
     """Counts MFLOPs, parameters and ratio of a paper-sized model.
 
     MFLOPs are per sample; the sizes are those for Criteo-1TB.
     """
-    from dmt.models.complexity import Complexity, paper_complexity
+    from dmt.models.complexity import paper_complexity
 
-    def show(counted: Complexity) -> None:
-        rows = [
-            ["MFLOPs/sample", f"{counted.mflops_per_sample:.2f}"],
-            ["parameters", f"{counted.parameters:,} ({counted.parameters / 1e9:.2f} G)"],
-            ["compression ratio", f"{counted.compression_ratio:.2f}"],
-        ]
-        Console().print(make_table(["", f"{arch}, {towers} towers" if towers else arch], rows))
-
-    emit(paper_complexity(arch, towers, tower_dim=tower_dim, c=c, p=p), as_json, show)
-
-
-def emit(record: Any, as_json: bool, show: Callable[..., object], *arguments: Any, **options: Any) -> None:
-    """Prints the result of a command: as JSON, in which undefined numbers are null, or by ``show``.
-
-    A result is plain data, a dataclass, a list of these, or has a method ``to_record``.
-    """
-    if not as_json:
-        show(record, *arguments, **options)
-        return
-
-    def plain(value: Any) -> Any:
-        if hasattr(value, "to_record"):
-            return plain(value.to_record())
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            return {entry.name: plain(getattr(value, entry.name)) for entry in dataclasses.fields(value)}
-        if isinstance(value, dict):
-            return {key: plain(inner) for key, inner in value.items()}
-        if isinstance(value, list | tuple):
-            return [plain(inner) for inner in value]
-        if isinstance(value, Path):
-            return str(value)
-        return None if isinstance(value, float) and not math.isfinite(value) else value
-
-    click.echo(json.dumps(plain(record), indent=1))
+    counts = paper_complexity(arch, towers, tower_dim=tower_dim)
+    rows = [
+        ["MFLOPs/sample", f"{counts.mflops_per_sample:.2f}"],
+        ["parameters", f"{counts.parameters:,}"],
+        ["compression ratio", f"{counts.compression_ratio:.2f}"],
+    ]
+    emit(Shown(counts, ["", f"{arch}, {towers} towers" if towers else arch], rows, right=[1]), as_json)
 
 
 def _typed() -> str:

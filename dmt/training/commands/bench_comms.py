@@ -2,8 +2,6 @@
 
 It is PARAM's idea (Neo, appendix A): the collectives of a training step, over the groups of its mesh, with next to
 nothing and with many bytes, of which the time of the first is the latency and the difference tells the rate.
-
-Legend: H hosts, L ranks on each, W = H L ranks.
 """
 
 from __future__ import annotations
@@ -25,7 +23,6 @@ from fbgemm_gpu.split_table_batched_embeddings_ops_training import (
     SplitTableBatchedEmbeddingBagsCodegen,
 )
 from torch import Tensor, nn
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dmt.collectives import all_to_all_evenly, gather_objects, start_exchange, start_sum
 from dmt.errors import InputError
@@ -35,30 +32,23 @@ from dmt.processes import end_with
 from dmt.simulator.cluster import Cluster, CollectiveKind, CollectiveRates, save_cluster
 from dmt.simulator.work import operators_of
 from dmt.sptt.mesh import TowerMesh
-from dmt.sptt.unique import distinct_inputs
-from dmt.training.commands.outputs import check_output_files
-from dmt.training.console import make_table, table_console
+from dmt.training.commands import Shown
 from dmt.training.device import backend, device_type, take_device
 
-__all__ = ["bytes_sent", "measure_cluster", "print_measured", "rate", "run_bench_comms"]
+__all__ = ["bytes_sent", "measure_cluster", "run_bench_comms"]
 
-_SMALL_REPEATS, _REPEATS = 20, 5
+_REPEATS = 7
 _BYTES = 16_000_000  # that a rank sends in one collective
 _WIDTH, _SAMPLES = 1024, 2048  # of the layers that are timed
 _LAYERS = 32  # that do next to nothing
-_FEATURES = 26
 _ROWS, _COLUMNS, _LOOKUPS = 200_000, 128, 65_536
 _MOVED = 64_000_000  # bytes, more than caches hold
 _UNUSED = 1e12  # rate of links that one rank alone never uses
 
 
 class _Timing(NamedTuple):
-    """One collective, over all groups of its kind at once."""
+    """Work of all ranks at once."""
 
-    sent: float
-    """Bytes that a host sends to others; inside hosts, that a rank sends to the others of its host."""
-    rank_bytes: float
-    """Bytes that a rank sends, to whichever ranks."""
     seconds: float
     """Median over repetitions, of the slowest rank each."""
     core_s: float
@@ -68,182 +58,46 @@ class _Timing(NamedTuple):
 def measure_cluster(name: str, ranks_per_host: int, device: torch.device) -> Cluster:
     """Measures the job that this rank is part of; collective, every rank gets the same result.
 
-    Args:
-        name: of the cluster.
-        ranks_per_host: L; W must be a multiple.
-        device: of this rank.
-
     Raises:
         InputError: ``ranks_per_host`` does not divide the ranks of the job, or many bytes took no longer than few.
     """
     hosts = max(1, dist.get_world_size() // ranks_per_host)
     # A tower is a host here, so peers are one rank of each host.
     mesh = TowerMesh(TowerTopology(num_towers=hosts, ranks_per_tower=ranks_per_host))
-    timings = {kind: _time_collective(kind, mesh, device) for kind in get_args(CollectiveKind)}
-    layers, flops = _time_layers(device)
-    seconds, busy = _time(layers, _REPEATS, mesh, device)
+    layers = _layers(device, 2, _WIDTH, _SAMPLES)
+    small_layers, operators = _layers(device, _LAYERS, 8, 8), operators_of(_layers(torch.device("cpu"), _LAYERS, 8, 8))
+    computing = _time(layers, mesh, device)
     # Cores that a rank has while all work: fewer than one where ranks share them. On a GPU a core only waits, in a loop
     # that would count as work.
-    cores = 0.0 if device.type == "cuda" else busy / seconds
+    cores = 0.0 if device.type == "cuda" else computing.core_s / computing.seconds
+    source = torch.zeros(_MOVED // 4, device=device)
+    target = torch.empty_like(source)
     return Cluster(
         name=name,
         hosts=hosts,
         ranks_per_host=ranks_per_host,
-        matmul_flops=flops / seconds,
-        memory_bytes_per_s=_speed(_time_copies(device), mesh, device),
-        lookup_bytes_per_s=_speed(_time_lookups(device), mesh, device),
-        all_to_all=_rates(*timings["all_to_all"], cores),
-        exchange=_rates(*timings["exchange"], cores),
-        all_reduce=_rates(*timings["all_reduce"], cores),
-        operator_s=1 / _speed(_time_operators(device), mesh, device),
-        told_apart_s=1 / _speed(_time_telling_apart(device), mesh, device),
+        # Two layers, each of one product forward and two backward.
+        matmul_flops=2 * 3 * 2 * _SAMPLES * _WIDTH * _WIDTH / computing.seconds,
+        memory_bytes_per_s=2 * source.nbytes / _time(lambda: target.copy_(source), mesh, device).seconds,
+        lookup_bytes_per_s=3 * _LOOKUPS * _COLUMNS * 4 / _time(_lookups(device), mesh, device).seconds,
+        operator_s=_time(small_layers, mesh, device).seconds / operators,
+        all_to_all=_rates("all_to_all", mesh, device, cores),
+        exchange=_rates("exchange", mesh, device, cores),
+        all_reduce=_rates("all_reduce", mesh, device, cores),
         source="measured by dmt bench-comms" + (", on one host: no uplink was measured" if hosts == 1 else ""),
     )
 
 
-def _all_to_all(group: dist.ProcessGroup, value: Tensor) -> None:
-    all_to_all_evenly(value, group)
+def _layers(device: torch.device, number: int, width: int, samples: int) -> Callable[[], Any]:
+    """A forward and backward pass of some layers."""
+    pairs = [(nn.Linear(width, width), nn.ReLU()) for _ in range(number)]
+    layers = nn.Sequential(*[module for pair in pairs for module in pair]).to(device)
+    batch = torch.randn(samples, width, device=device, requires_grad=True)
+    return lambda: layers(batch).sum().backward()
 
 
-def _exchange(group: dist.ProcessGroup, value: Tensor) -> None:
-    parts = list(value.split(len(value) // group.size()))
-    pending, _ = start_exchange(parts, [len(part) for part in parts], group)
-    pending.wait()
-
-
-def _all_reduce(group: dist.ProcessGroup, value: Tensor) -> None:
-    start_sum(value, group).wait()
-
-
-_COLLECTIVES: dict[CollectiveKind, Callable[[dist.ProcessGroup, Tensor], None]] = {
-    "all_to_all": _all_to_all,
-    "exchange": _exchange,
-    "all_reduce": _all_reduce,
-}
-
-
-def _time_collective(
-    kind: CollectiveKind, mesh: TowerMesh, device: torch.device
-) -> tuple[list[_Timing], list[_Timing]]:
-    """Times a collective between hosts and inside them: with a number for every rank, and with many bytes."""
-    found: tuple[list[_Timing], list[_Timing]] = ([], [])
-    wide = mesh.peer_group if kind == "exchange" else mesh.global_group
-    for timings, group, is_wide in zip(found, (wide, mesh.tower_group), (True, False), strict=True):
-        if group.size() == 1 or (is_wide and mesh.topology.num_hosts == 1):
-            continue
-        for size, repeats in ((4 * group.size(), _SMALL_REPEATS), (_BYTES, _REPEATS)):
-            value = torch.zeros(size // 4 // group.size() * group.size(), device=device)
-            seconds, core = _time(partial(_COLLECTIVES[kind], group, value), repeats, mesh, device)
-            uplink, inside = bytes_sent(kind, value.nbytes, mesh.topology, between_hosts=is_wide)
-            rank_bytes = uplink / mesh.topology.ranks_per_tower + inside
-            timings.append(_Timing(uplink if is_wide else inside, rank_bytes, seconds, core))
-    return found
-
-
-def bytes_sent(kind: CollectiveKind, size: int, topology: TowerTopology, *, between_hosts: bool) -> tuple[float, float]:
-    """Returns the bytes that a host sends to others, and a rank to others of its host; of a reduction those of a ring.
-
-    Args:
-        kind: of the collective.
-        size: bytes of the tensor of each rank.
-        topology: of the job; a tower is a host.
-        between_hosts: False for a collective of each host by itself.
-
-    Example:
-        >>> topology = TowerTopology(num_towers=2, ranks_per_tower=2)
-        >>> [bytes_sent(kind, 4, topology, between_hosts=True) for kind in ("all_to_all", "exchange", "all_reduce")]
-        [(4.0, 1.0), (4.0, 0.0), (6.0, 3.0)]
-    """
-    hosts, ranks, world = topology.num_hosts, topology.ranks_per_tower, topology.world_size
-    if not between_hosts:
-        return 0.0, size * (ranks - 1) / ranks * (2 if kind == "all_reduce" else 1)
-    if kind == "exchange":
-        return size * ranks * (hosts - 1) / hosts, 0.0
-    if kind == "all_reduce":
-        return 2 * size * (world - 1) / world, 2 * size * (world - 1) / world * (ranks - 1) / ranks
-    return size * ranks * (world - ranks) / world, size * (ranks - 1) / world
-
-
-def _time(work: Callable[[], Any], repeats: int, mesh: TowerMesh, device: torch.device) -> tuple[float, float]:
-    """Seconds of the slowest rank, the median over repetitions; and of the cores of a rank in one, the mean."""
-    work()  # the first one opens connections and touches memory
-    spans, core = [], 0.0
-    for _ in range(repeats):
-        _settle(device)
-        dist.barrier(mesh.global_group)
-        begin, cpu = time.perf_counter(), time.process_time()
-        work()
-        _settle(device)
-        core += time.process_time() - cpu
-        spans.append(time.perf_counter() - begin)
-    everyone = gather_objects((spans, core / repeats), mesh.global_group)
-    slowest = [max(of_ranks) for of_ranks in zip(*(spans for spans, _ in everyone), strict=True)]
-    return statistics.median(slowest), statistics.mean(core for _, core in everyone)
-
-
-def _settle(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def _rates(across: list[_Timing], within: list[_Timing], cores: float) -> CollectiveRates:
-    """Rates by what many bytes take longer than next to none, whose time is the latency."""
-    timings = across or within
-    if not timings:
-        return CollectiveRates(latency_s=0.0, uplink_bytes_per_s=_UNUSED, host_bytes_per_s=_UNUSED)
-    first, last = timings[0], timings[-1]
-    more = max(last.core_s - first.core_s, 0.0)
-    return CollectiveRates(
-        latency_s=first.seconds,
-        # Where there are no links of a kind, those of the other kind are taken.
-        uplink_bytes_per_s=rate(timings),
-        host_bytes_per_s=rate(within or across),
-        core_s_per_byte=more / cores / last.rank_bytes if cores else 0.0,
-    )
-
-
-def rate(timings: list[_Timing]) -> float:
-    """Returns the bytes per second by which the last timing is longer than the first.
-
-    Raises:
-        InputError: it is no longer.
-    """
-    small, large = timings[0], timings[-1]
-    if large.seconds <= small.seconds:
-        raise InputError(
-            f"A collective of {large.sent:,.0f} bytes took {1e3 * large.seconds:.3f} ms, of {small.sent:,.0f} bytes "
-            f"{1e3 * small.seconds:.3f} ms, which tells no rate. Measure on machines that do nothing else."
-        )
-    return (large.sent - small.sent) / (large.seconds - small.seconds)
-
-
-def _time_layers(device: torch.device) -> tuple[Callable[[], Any], float]:
-    """A forward and backward pass of two layers, and its FLOPs."""
-    layers = nn.Sequential(nn.Linear(_WIDTH, _WIDTH), nn.ReLU(), nn.Linear(_WIDTH, _WIDTH)).to(device)
-    batch = torch.randn(_SAMPLES, _WIDTH, device=device, requires_grad=True)
-    return lambda: layers(batch).sum().backward(), 2 * 3 * 2 * _SAMPLES * _WIDTH * _WIDTH
-
-
-def _time_operators(device: torch.device) -> tuple[Callable[[], Any], float]:
-    """A forward and backward pass of many layers next to which nothing is computed, and its operators."""
-
-    def small(device: torch.device) -> Callable[[], Any]:
-        layers = nn.Sequential(*[module for _ in range(_LAYERS) for module in (nn.Linear(8, 8), nn.ReLU())]).to(device)
-        batch = torch.randn(8, 8, device=device)
-        return lambda: layers(batch).sum().backward()
-
-    return small(device), operators_of(small(torch.device("cpu")))
-
-
-def _time_copies(device: torch.device) -> tuple[Callable[[], Any], float]:
-    """A copy, and the bytes that it reads and writes."""
-    source = torch.zeros(_MOVED // 4, device=device)
-    target = torch.empty_like(source)
-    return lambda: target.copy_(source), 2 * source.nbytes
-
-
-def _time_lookups(device: torch.device) -> tuple[Callable[[], Any], float]:
-    """A lookup with the update of its rows by row-wise AdaGrad, and the bytes of rows that are read and written."""
+def _lookups(device: torch.device) -> Callable[[], Any]:
+    """A lookup with the update of its rows by row-wise AdaGrad, which reads them twice and writes them."""
     on_gpu = device.type == "cuda"
     place = (EmbeddingLocation.DEVICE, ComputeDevice.CUDA) if on_gpu else (EmbeddingLocation.HOST, ComputeDevice.CPU)
     tables = SplitTableBatchedEmbeddingBagsCodegen(
@@ -251,24 +105,94 @@ def _time_lookups(device: torch.device) -> tuple[Callable[[], Any], float]:
     )
     ids = torch.randint(_ROWS, (_LOOKUPS,), device=device)
     offsets = torch.arange(_LOOKUPS + 1, device=device)
-    return lambda: tables(ids, offsets).sum().backward(), 3 * _LOOKUPS * _COLUMNS * 4
+    return lambda: tables(ids, offsets).sum().backward()
 
 
-def _time_telling_apart(device: torch.device) -> tuple[Callable[[], Any], float]:
-    """A search for the distinct inputs of a batch of one id in each of some features, and the number of its ids."""
-    features = [f"f{i}" for i in range(_FEATURES)]
-    lengths = torch.ones(_FEATURES * _SAMPLES, dtype=torch.int32, device=device)
-    ids = KeyedJaggedTensor(features, torch.randint(_SAMPLES, (len(lengths),), device=device), lengths=lengths)
-    return lambda: distinct_inputs(ids, [1] * _FEATURES), len(lengths)
+def _collective(kind: CollectiveKind, group: dist.ProcessGroup, value: Tensor) -> None:
+    if kind == "all_to_all":
+        all_to_all_evenly(value, group)
+    elif kind == "all_reduce":
+        start_sum(value, group).wait()
+    else:
+        parts = list(value.split(len(value) // group.size()))
+        pending, _ = start_exchange(parts, [len(part) for part in parts], group)
+        pending.wait()
 
 
-def _speed(made: tuple[Callable[[], Any], float], mesh: TowerMesh, device: torch.device) -> float:
-    """Units per second of a rank while all ranks work."""
-    work, units = made
-    return units / _time(work, _REPEATS, mesh, device)[0]
+def _rates(kind: CollectiveKind, mesh: TowerMesh, device: torch.device, cores: float) -> CollectiveRates:
+    """Rates between hosts and inside them; where there are no links of a kind, those of the other kind are taken."""
+    topology = mesh.topology
+    between = mesh.peer_group if kind == "exchange" else mesh.global_group
+    groups = topology.peer_groups() if kind == "exchange" else topology.sharding_groups()
+    links = {"uplink": (between, groups)} if topology.num_hosts > 1 else {}
+    if topology.host_size > 1:
+        links["inside"] = (mesh.tower_group, topology.tower_groups())
+    rates, latencies, core_s_per_byte = {}, [], []
+    for link, (group, groups) in links.items():
+        numbers = [number // group.size() * group.size() for number in (group.size(), _BYTES // 4)]
+        values = [torch.zeros(number, device=device) for number in numbers]
+        few, many = (_time(partial(_collective, kind, group, value), mesh, device) for value in values)
+        uplink, inside = bytes_sent(kind, values[1].nbytes - values[0].nbytes, topology, groups)
+        if many.seconds <= few.seconds:
+            raise InputError(
+                f"{kind}: {values[1].nbytes:,} bytes took {1e3 * many.seconds:.3f} ms, {values[0].nbytes:,} bytes "
+                f"{1e3 * few.seconds:.3f} ms, which tells no rate. Measure on machines that do nothing else."
+            )
+        rates[link] = (uplink if link == "uplink" else inside) / (many.seconds - few.seconds)
+        latencies.append(few.seconds)
+        by_rank = uplink / topology.host_size + inside
+        core_s_per_byte.append(max(many.core_s - few.core_s, 0.0) / cores / by_rank if cores else 0.0)
+    return CollectiveRates(
+        # Of the wider group, which comes first.
+        latency_s=latencies[0] if latencies else 0.0,
+        uplink_bytes_per_s=rates.get("uplink", rates.get("inside", _UNUSED)),
+        host_bytes_per_s=rates.get("inside", rates.get("uplink", _UNUSED)),
+        core_s_per_byte=core_s_per_byte[0] if core_s_per_byte else 0.0,
+    )
 
 
-def run_bench_comms(out: Path) -> Cluster | None:
+def bytes_sent(
+    kind: CollectiveKind, size: int, topology: TowerTopology, groups: list[list[int]]
+) -> tuple[float, float]:
+    """Returns the bytes that a host sends to others, and a rank inside its host, where each rank has ``size`` bytes.
+
+    All ``groups`` run the collective at once; a reduction is a ring.
+
+    Example:
+        >>> topology = TowerTopology(num_towers=2, ranks_per_tower=2)
+        >>> [bytes_sent(kind, 4, topology, topology.sharding_groups()) for kind in ("all_to_all", "all_reduce")]
+        [(4.0, 1.0), (6.0, 3.0)]
+    """
+    number, world = len(groups[0]), topology.world_size
+    is_ring = kind == "all_reduce"
+    across = topology.ring_share_across_hosts(groups) if is_ring else topology.share_across_hosts(groups)
+    total = (2 if is_ring else 1) * world * size * (number - 1) / number
+    return total * across / topology.num_hosts, total * (1 - across) / world
+
+
+def _time(work: Callable[[], Any], mesh: TowerMesh, device: torch.device) -> _Timing:
+    """Times work that all ranks do at once, each time after a barrier."""
+
+    def settle() -> None:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+
+    work()  # the first one opens connections and touches memory
+    spans, core = [], 0.0
+    for _ in range(_REPEATS):
+        settle()
+        dist.barrier(mesh.global_group)
+        begin, cpu = time.perf_counter(), time.process_time()
+        work()
+        settle()
+        core += time.process_time() - cpu
+        spans.append(time.perf_counter() - begin)
+    ranks = gather_objects((spans, core / _REPEATS), mesh.global_group)
+    slowest = [max(times) for times in zip(*(spans for spans, _ in ranks), strict=True)]
+    return _Timing(statistics.median(slowest), statistics.mean(core for _, core in ranks))
+
+
+def run_bench_comms(out: Path) -> Shown | None:
     """Measures the job and writes ``out``; returns the result on its first rank, None on the others.
 
     Raises:
@@ -280,20 +204,16 @@ def run_bench_comms(out: Path) -> Cluster | None:
             "dmt bench-comms measures the job that it is part of, and RANK or WORLD_SIZE says of none. Start it on "
             "every host: torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 --no-python dmt bench-comms"
         )
-    rank, ranks_per_host = int(place["RANK"]), int(place["LOCAL_WORLD_SIZE"])
-    if int(place["WORLD_SIZE"]) % ranks_per_host:
-        raise InputError(
-            f"The job has {place['WORLD_SIZE']} ranks, but {ranks_per_host} on this host: hosts must have equally many."
-        )
-    if rank == 0:
-        check_output_files({"--out": (out, "cluster")}, [])
+    rank, world, local, ranks_per_host = (int(value) for value in place.values())
+    if world % ranks_per_host:
+        raise InputError(f"The job has {world} ranks, but {ranks_per_host} on this host: hosts must have equally many.")
     kind = device_type("auto")
-    here = take_device(kind, int(place["LOCAL_RANK"]))
+    device = take_device(kind, local)
     end_with(os.getppid())
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     dist.init_process_group(backend(kind))
     try:
-        cluster = measure_cluster(out.stem, ranks_per_host, here)
+        cluster = measure_cluster(out.stem, ranks_per_host, device)
         # A rank that leaves while a peer still sends can abort it.
         dist.barrier()
     finally:
@@ -301,29 +221,18 @@ def run_bench_comms(out: Path) -> Cluster | None:
     if rank != 0:
         return None
     save_cluster(cluster, out)
-    return cluster
+    return _show(cluster, out)
 
 
-def print_measured(cluster: Cluster, out: Path) -> None:
-    """Prints the rates, and what to do with them."""
-    console, rows = table_console(markup=False), []
+def _show(cluster: Cluster, out: Path) -> Shown:
+    rows = []
     for kind in get_args(CollectiveKind):
         rates = cluster.rates(kind)
         speeds = [f"{human_bytes(speed)}/s" for speed in (rates.uplink_bytes_per_s, rates.host_bytes_per_s)]
         rows.append([kind, f"{1e3 * rates.latency_s:,.3f} ms", *speeds])
+    lines = [f"A rank: {cluster.matmul_flops / 1e9:,.1f} GFLOP/s in matrix products, {out} has the rest."]
+    if cluster.hosts == 1:
+        lines.append("One host tells nothing of the links to others: run it on two or more before dmt what-if.")
+    headers = ["", "latency", "host to others", "rank inside its host"]
     title = f"{cluster.hosts} hosts x {cluster.ranks_per_host} ranks"
-    console.print(make_table(["", "latency", "host to others", "rank inside its host"], rows, title=title))
-    console.print(
-        f"A rank: {cluster.matmul_flops / 1e9:,.1f} GFLOP/s in matrix products, copies at "
-        f"{human_bytes(cluster.memory_bytes_per_s)}/s, lookups with updates at "
-        f"{human_bytes(cluster.lookup_bytes_per_s)}/s, {1e6 * cluster.operator_s:,.1f} us to start an operator, "
-        "while all ranks work."
-    )
-    console.print(f"Written to {out}.", soft_wrap=True)
-    if cluster.hosts > 1:
-        console.print(f"Next: dmt what-if CONFIG.toml --cluster {out}", soft_wrap=True)
-    else:
-        console.print(
-            "One host tells nothing of the links to others, which decide whether towers pay: the uplink in the file is "
-            "no measurement. Run it on two hosts or more (torchrun --nnodes 2 ...) before dmt what-if."
-        )
+    return Shown(cluster, headers, rows, title, range(1, 4), lines)

@@ -14,16 +14,14 @@ from pathlib import Path
 from typing import Any
 
 from dmt.errors import InputError
-from dmt.files import check_output
 from dmt.partitioner import TowerPartitioner, write_partition_report
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.training.checkpoints import checkpoints
-from dmt.training.config import SHARDING_OF_TOWERS, TrainingConfig, load_config, to_override, to_toml
+from dmt.training.config import SHARDING_OF_TOWERS, load_config, to_override, to_toml
 from dmt.training.console import NameConsole
 from dmt.training.data.config import DataConfig
 from dmt.training.data.files import expand_path, file_exists
 from dmt.training.data.raw import first_line, schema_of
-from dmt.training.functions import is_function_name
 from dmt.training.partition import affinity_of_run
 from dmt.training.preflight import check_rows, resolve
 from dmt.training.records import quality_warnings, read_result
@@ -49,13 +47,7 @@ _TORCHRUN = (
 _OF_TOWERS = (*(f"sharding.{key}" for key in SHARDING_OF_TOWERS if key != "plan"), "train.micro_batches")
 
 
-def demo(
-    data: str | None,
-    out: Path,
-    overrides: Sequence[str],
-    *,
-    command: str,
-) -> dict[str, dict[str, Any]]:
+def demo(data: str | None, out: Path, overrides: Sequence[str], *, command: str) -> dict[str, dict[str, Any]]:
     """Trains the flat model, partitions its features, trains the multi-tower model, and returns both results by arch.
 
     ``data`` is a file of clicks (see `demo_settings`), None for the built-in generator; ``overrides`` are for both
@@ -65,58 +57,39 @@ def demo(
         InputError: anything the user can fix; raised before training wherever it can be known by then.
     """
     console = NameConsole(stderr=True, highlight=False)
-    taken = [key for o in overrides if (key := o.partition("=")[0].strip()) in ("towers.plan", "train.output_dir")]
-    if taken:
-        raise InputError(f"The demo sets {taken[0]} itself: it learns the towers, and --out says where all goes.")
-    settings = [] if data is None else demo_settings(data)
+    for key in ("towers.plan", "train.output_dir"):
+        if any(override.partition("=")[0].strip() == key for override in overrides):
+            raise InputError(f"The demo sets {key} itself: it learns the towers, and --out says where all goes.")
     console.print("[bold]1/4[/] checking data and sizes")
-    config = load_config("demo", [*settings, *overrides, to_override("train.output_dir", out)])
-    arch, ranks = config.model.arch, config.topology.build().world_size
-    if config.model.factory is not None:
-        raise InputError(
-            f"{config.model.chosen}: the demo compares models of dmt's own. Leave it out, or use model.arch."
-        )
-    if not config.model.has_towers:
-        raise InputError(
-            f"model.arch={arch!r}: the demo compares a multi-tower model with its flat form; use dmt-{arch}."
-        )
+    settings = [] if data is None else demo_settings(data)
     # The steps of a file follow from its rows, which are known once it is open.
-    folder = to_override("train.output_dir", out)
-    opened = config if data is None else load_config("demo", [*settings, *overrides, folder, "train.batch_size=1"])
-    rows = resolve(opened, ranks).data
-    check_output("--out", out, is_folder=True)
-    if data is not None:
-        settings += step_settings(rows.num_rows("train") or 0, ranks)
-    shared = [*settings, *overrides]
-    flat_arch = arch.removeprefix("dmt-").removesuffix("-products")
-    for name in (flat_arch, arch):
-        # Each demo is a run of its own, also in a folder that has seen one.
-        for path in checkpoints(out / name / "checkpoint"):
-            shutil.rmtree(path)
+    smallest = [] if data is None else ["train.batch_size=16"]
+    first = load_config("demo", [*settings, *smallest, *overrides, to_override("train.output_dir", out)])
+    arch, ranks = first.model.arch, first.topology.build().world_size
+    if first.model.factory is not None or not arch.startswith("dmt-"):
+        raise InputError(
+            f"{first.model.chosen}: the demo compares a multi-tower model of dmt's own with its flat form. Name "
+            "dmt-dlrm, dmt-dlrm-products or dmt-dcn as model.arch."
+        )
+    rows = resolve(first, ranks).data.num_rows("train") or 0
+    shared = [*settings, *([] if data is None else step_settings(rows, ranks)), *overrides]
+    check_rows(load_config("demo", shared), ranks, rows)
 
-    check_rows(load_config("demo", shared), ranks, rows.num_rows("train"))
+    flat_arch = arch.removeprefix("dmt-").removesuffix("-products")
     console.print(f"[bold]2/4[/] training the flat model, {flat_arch}, on {ranks} ranks")
-    flat = load_config(
-        "demo", [*flat_settings(shared), f"model.arch={flat_arch}", to_override("train.output_dir", out / flat_arch)]
-    )
-    runs = {flat_arch: train_here(flat)}
+    runs = {flat_arch: train_here(out / flat_arch, [*flat_settings(shared), f"model.arch={flat_arch}"])}
 
     console.print("[bold]3/4[/] learning which features belong together")
-    own_rows = [] if flat.data.source is None else [flat.data.source]
-    affinity, tables = affinity_of_run(Path(flat.train.output_dir), functions=own_rows)
+    affinity, _ = affinity_of_run(out / flat_arch, functions=[first.data.source or ""])
     affinity.save(out / "affinity.npz")
-    partitioner = TowerPartitioner(num_towers=config.topology.num_towers, seed=config.train.seed)
-    partition = partitioner.partition(affinity, tables=tables)
+    partition = TowerPartitioner(num_towers=first.topology.num_towers, seed=first.train.seed).partition(affinity)
     plan = replace(partition.plan, command=command)
     plan.save(out / "towers.json")
     back = [("../report.html", "The models trained with and without these towers")]
     towers_page = write_partition_report(replace(partition, plan=plan), out / "towers", links=back)
 
     console.print(f"[bold]4/4[/] training the multi-tower model, {arch}, with these towers")
-    towers = load_config(
-        "demo", [*shared, to_override("towers.plan", out / "towers.json"), to_override("train.output_dir", out / arch)]
-    )
-    runs[arch] = train_here(towers)
+    runs[arch] = train_here(out / arch, [*shared, to_override("towers.plan", out / "towers.json")])
 
     page = write_report(
         out / "report.html",
@@ -133,15 +106,18 @@ def demo(
             *(f"{n}: {text}" for n, run in runs.items() for text in quality_warnings(run["eval_auc"], run["eval_ne"])),
         ],
     )
-    for tower in plan.towers:
-        console.print(f"{tower.name}: {' '.join(tower.features)}", markup=False, emoji=False)
-    console.print(f"Report: {page}   towers: {out / 'towers.json'}, {towers_page}   curves: tensorboard --logdir {out}")
+    console.print(f"Report: {page}   towers: {out / 'towers.json'}   curves: tensorboard --logdir {out}", markup=False)
     return runs
 
 
-def train_here(config: TrainingConfig) -> dict[str, Any]:
-    """Trains a config on ranks of this machine; its table goes to ``train.log``, the rest to the terminal."""
-    folder = Path(config.train.output_dir)
+def train_here(folder: Path, settings: Sequence[str]) -> dict[str, Any]:
+    """Trains the demo's config on ranks of this machine, afresh, and returns its result.
+
+    The table of its numbers goes to ``train.log``, the rest to the terminal.
+    """
+    config = load_config("demo", [*settings, to_override("train.output_dir", folder)])
+    for path in checkpoints(folder / "checkpoint"):
+        shutil.rmtree(path)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.toml").write_text(to_toml(config), encoding="utf-8")
     code = _torchrun(folder / "run.toml", config.topology.build().world_size, folder / "train.log")
@@ -164,51 +140,34 @@ def _torchrun(config: Path, ranks: int, log: Path) -> int:
             with suppress(subprocess.TimeoutExpired):
                 run.wait(_SAVING_S)
             signal.signal(signal.SIGINT, before)
+            raise
+        finally:
             run.terminate()  # nothing, where it has ended
-            raise
-        except BaseException:
-            run.terminate()
-            raise
 
 
 def demo_settings(data: str) -> list[str]:
     """The overrides that point the demo's config at a file of clicks.
 
-    Criteo's format (text that is not ``.csv`` and begins with a label) is read as such; its evaluation rows come from
-    the file whose name has "test" for "train", where there is one. Parquet and CSV files need the columns
-    ``label``, ``c_*`` (categorical) and ``d_*`` (dense); a column ``split`` says which rows evaluate.
-
-    ``package.module:function`` names rows of the user's own (`dmt.training.data.own`) with such columns.
+    A file without the suffix of another format that begins with a label is in Criteo's; its evaluation rows come from
+    the file whose name has "test" for "train", where there is one. Other files need the columns ``label``, ``c_*``
+    (categorical) and ``d_*`` (dense); a column ``split`` says which rows evaluate.
 
     Raises:
         InputError: the file does not exist or its kind is unknown.
     """
-    if is_function_name(data):
-        columns = ['data.categorical=["c_*"]', 'data.dense=["d_*"]', f"data.num_embeddings={_TABLE_ROWS}"]
-        return [to_override("data.source", data), *columns]
     file = expand_path("--data", data, columns=False)[0]
-    criteo = _is_criteo(file)
-    kind = "criteo_tsv" if criteo else "columns"
-    settings = [f'data.kind="{kind}"', to_override("data.train_path", data), f"data.num_embeddings={_TABLE_ROWS}"]
-    if criteo:
+    settings = [to_override("data.train_path", data), f"data.num_embeddings={_TABLE_ROWS}"]
+    is_named = file.endswith((".parquet", ".pq", ".csv", ".csv.gz")) or ".json" in file or ".ndjson" in file
+    if not is_named and first_line(file).partition(b"\t")[0].strip() in (b"0", b"1", b""):
         name = Path(data).name
         partner = data.removesuffix(name) + name.replace("train", "test")
-        if partner != data and file_exists(partner):
-            settings.append(to_override("data.eval_path", partner))
-        return settings
+        evaluation = [to_override("data.eval_path", partner)] if partner != data and file_exists(partner) else []
+        return ['data.kind="criteo_tsv"', *settings, *evaluation]
     expand_path("--data", data, columns=True)
-    settings += ['data.categorical=["c_*"]', 'data.dense=["d_*"]']
+    settings += ['data.kind="columns"', 'data.categorical=["c_*"]', 'data.dense=["d_*"]']
     if "split" in schema_of(file, DataConfig(kind="columns", train_path=data, categorical=("c_*",))).names:
         settings.append('data.split_column="split"')
     return settings
-
-
-def _is_criteo(file: str) -> bool:
-    """Returns whether a file is in Criteo's format: no other suffix, and it begins with a label, not a header."""
-    if file.endswith((".parquet", ".pq", ".csv", ".csv.gz")) or ".json" in file or ".ndjson" in file:
-        return False
-    line = first_line(file)
-    return b"\t" not in line or line.partition(b"\t")[0].strip() in (b"0", b"1", b"")
 
 
 def step_settings(rows: int, ranks: int) -> list[str]:
@@ -219,8 +178,6 @@ def step_settings(rows: int, ranks: int) -> list[str]:
     Example:
         >>> step_settings(rows=262_144, ranks=4)
         ['train.batch_size=128', 'train.epochs=2', 'train.eval_every=204']
-        >>> step_settings(rows=6_381, ranks=4)
-        ['train.batch_size=16', 'train.epochs=1', 'train.eval_every=19']
     """
     epochs = 2 if rows >= 50_000 else 1
     wanted = max(1, rows * epochs // (_STEPS * ranks))
@@ -232,8 +189,8 @@ def step_settings(rows: int, ranks: int) -> list[str]:
 def flat_settings(settings: Sequence[str]) -> list[str]:
     """The settings without those that the flat dataflow refuses, because they are about tables inside towers."""
 
-    def about_towers(setting: str) -> bool:
+    def is_of_towers(setting: str) -> bool:
         key = setting.partition("=")[0].strip()
         return any(f"{key}.".startswith(f"{name}.") for name in _OF_TOWERS)
 
-    return [setting for setting in settings if not about_towers(setting)]
+    return [setting for setting in settings if not is_of_towers(setting)]

@@ -1,4 +1,4 @@
-"""``dmt doctor``: what is installed, what is missing or does not fit, and the exact command that fixes it.
+"""``dmt doctor``: what is installed, what is missing or does not fit, and the command that fixes it.
 
 The versions of torch, torchrec and fbgemm move together (fbgemm 1.X is built for torch 2.(X+5)), and torchrec requires
 the CUDA build of fbgemm under another package name than the CPU build; no resolver sees that. This module needs none of
@@ -15,23 +15,20 @@ import sys
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
 
-from rich.console import Console
+from dmt.training.commands import Shown
 
-from dmt.training.console import make_table
-
-__all__ = ["TESTED", "Finding", "diagnose", "print_findings"]
+__all__ = ["TESTED", "Finding", "diagnose", "show_findings"]
 
 TESTED: Mapping[str, Mapping[str, str]] = {
     "2.13": {"torch": "2.13.0", "torchrec": "1.8.0", "fbgemm": "1.8.0"},
     "2.14": {"torch": "2.14.1", "torchrec": "1.9.2", "fbgemm": "1.9.0"},
 }
-"""The triangles this release was tested with, by the minor version of torch; the first is that of the pinned lock."""
+"""The versions this release was tested with, by the minor version of torch; the first are those of the pinned lock."""
 
 _FBGEMM = ("fbgemm-gpu-cpu", "fbgemm-gpu")
 _TORCHREC_NEEDS = ("torchmetrics==1.0.3", "tensordict", "pyre-extensions", "tqdm")
 _TRAINER_NEEDS = ("pydantic", "pyarrow", "pandas", "tensorboard", "tomli-w", "jinja2")
 _PYTHONS = ("3.11", "3.12", "3.13")
-_PYTHON = "python3.11 -m venv .venv-3.11 && . .venv-3.11/bin/activate"
 
 
 class Finding(NamedTuple):
@@ -39,19 +36,15 @@ class Finding(NamedTuple):
 
     what: str
     """Package or check."""
-    found: str
-    """Version found, "absent", or what went wrong."""
-    expected: str
+    installed: str
+    """Version, "absent", or what went wrong."""
+    tested: str
     """Version this release was tested with."""
     fix: str = ""
     """The command that fixes it, to be pasted into a shell; empty when there is nothing to fix."""
 
-    def to_record(self) -> dict[str, object]:
-        """Returns the line as JSON writes it."""
-        return {**self._asdict(), "ok": not self.fix}
 
-
-def installed_version(package: str) -> str | None:
+def _installed_version(package: str) -> str | None:
     """Version of an installed package without its local part (``+cpu``), or None."""
     try:
         return importlib.metadata.version(package).partition("+")[0]
@@ -59,94 +52,62 @@ def installed_version(package: str) -> str | None:
         return None
 
 
+def _load_all() -> tuple[str, str]:
+    """The last line of the error of importing TorchRec in a fresh process, and the GPUs that torch sees."""
+    program = "import torch, torchrec; print(torch.cuda.device_count(), 'GPUs')"
+    probe = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=False)
+    error = (probe.stderr.strip().splitlines() or ["no message"])[-1] if probe.returncode else ""
+    return error, probe.stdout.strip()
+
+
 def diagnose(
-    version: Callable[[str], str | None] = installed_version,
-    load_error: Callable[[str], str] | None = None,
+    version: Callable[[str], str | None] = _installed_version,
+    load_all: Callable[[], tuple[str, str]] = _load_all,
     *,
     has_gpu: bool | None = None,
-    gpus: Callable[[], list[str]] | None = None,
 ) -> list[Finding]:
     """Diagnoses the installation.
 
     Args:
         version: version of a package, None when absent.
-        load_error: last line of the error of importing a module in a fresh process, empty when it loads.
+        load_all: the error of importing TorchRec, empty when it loads, and the GPUs that torch sees.
         has_gpu: true with an NVIDIA driver; by default looked up.
-        gpus: names of the GPUs that torch sees, in a fresh process.
     """
     gpu = shutil.which("nvidia-smi") is not None if has_gpu is None else has_gpu
     build, other = _FBGEMM[::-1] if gpu else _FBGEMM
-    # The triangle of the torch that is there.
+    # The versions that belong to the torch that is there.
     tested = TESTED.get(".".join((version("torch") or "").split(".")[:2]), next(iter(TESTED.values())))
-    builds = {package: number for package in _FBGEMM if (number := version(package)) is not None}
-    install = {
+    # Both builds unpack into the same folder; whichever came last has overwritten half of the other.
+    without_other = f"pip uninstall -y {other} {build} && " if version(other) is not None else ""
+    fixes = {
         "torch": f"pip install torch=={tested['torch']}",
-        "fbgemm": f"pip install {build}=={tested['fbgemm']}",
+        "fbgemm": f"{without_other}pip install {build}=={tested['fbgemm']}",
         "torchrec": f"pip install --no-deps torchrec=={tested['torchrec']} && pip install {' '.join(_TORCHREC_NEEDS)}",
     }
-    if len(builds) > 1:
-        # Both unpack into the same folder; whichever came last has overwritten half of the other.
-        install["fbgemm"] = f"pip uninstall -y {' '.join(_FBGEMM)} && {install['fbgemm']}"
-    found = {
-        "torch": version("torch") or "absent",
-        "fbgemm": ", ".join(f"{package} {number}" for package, number in builds.items()) or "absent",
-        "torchrec": version("torchrec") or "absent",
-    }
-    fits = {name: found[name] == tested[name] for name in ("torch", "torchrec")}
-    fits["fbgemm"] = [*builds.values()] == [tested["fbgemm"]]
     python = platform.python_version()
-    no_wheels = python.rpartition(".")[0] not in _PYTHONS
-    findings = [Finding("python", python, f"{_PYTHONS[0]} to {_PYTHONS[-1]}", _PYTHON if no_wheels else "")]
-    findings += [Finding(name, found[name], tested[name], "" if fits[name] else install[name]) for name in found]
-    for need in (*_TORCHREC_NEEDS, *_TRAINER_NEEDS):
-        package = need.partition("==")[0]
-        if version(package) is None:
-            findings.append(Finding(package, "absent", "any", f"pip install {need}"))
+    fits = python.rpartition(".")[0] in _PYTHONS
+    new_python = "python3.11 -m venv .venv-3.11 && . .venv-3.11/bin/activate"
+    findings = [Finding("python", python, f"{_PYTHONS[0]} to {_PYTHONS[-1]}", "" if fits else new_python)]
+    for name, fix in fixes.items():
+        installed = version(build if name == "fbgemm" else name) or "absent"
+        installed += f", beside {other}" if name == "fbgemm" and without_other else ""
+        findings.append(Finding(name, installed, tested[name], "" if installed == tested[name] else fix))
+    needs = {need.partition("==")[0]: need for need in (*_TORCHREC_NEEDS, *_TRAINER_NEEDS)}
+    absent = [package for package in needs if version(package) is None]
+    findings += [Finding(package, "absent", "any", f"pip install {needs[package]}") for package in absent]
     if any(finding.fix for finding in findings):
         return findings
-    # TorchRec loads the other two; only if it does not, who is to blame matters.
-    load_error = load_error or _load_error
-    for module in ("torch", "fbgemm_gpu", "torchrec") if load_error("torchrec") else ():
-        if error := load_error(module):
-            # With its dependencies, which may be what torch has failed to load. The CUDA build of fbgemm needs the
-            # driver's libraries even to be imported.
-            fix = f"pip install --force-reinstall torch=={tested['torch']} && pip install --force-reinstall --no-deps "
-            fix += f"{build}=={tested['fbgemm']}"
-            fix = f"pip uninstall -y {other} && {fix}" if other in builds else fix
-            return [*findings, Finding(f"import {module}", error, "loads", fix)]
-    findings.append(Finding("import", "torch, fbgemm_gpu and torchrec load", "loads"))
-    names = (gpus or _gpus)() if gpu else []
-    if not gpu:
-        devices = Finding("devices", "CPU (no NVIDIA driver)", "any")
-    elif not names:
-        # The CPU build of torch, unless CUDA_VISIBLE_DEVICES hides them.
-        devices = Finding("devices", "CPU (torch sees no GPU)", "GPUs", f"{install['torch']} --force-reinstall")
-    elif build not in builds:
-        fix = f"pip uninstall -y {other} && {install['fbgemm']}"
-        devices = Finding("devices", "CPU (FBGEMM's CPU build)", "GPUs", fix)
-    else:
-        devices = Finding("devices", f"{len(names)} x {names[0]}", "any")
-    return [*findings, devices]
+    error, gpus = load_all()
+    again = f"pip install --force-reinstall torch=={tested['torch']} && pip install --force-reinstall --no-deps "
+    # A torch that sees no GPU beside a driver is the CPU build.
+    problem = error or ("CPU: torch sees no GPU" if gpu and gpus.startswith("0") else "")
+    fix = f"{again}{build}=={tested['fbgemm']}" if problem else ""
+    return [*findings, Finding("import", problem or f"loads, {gpus}", "loads", fix)]
 
 
-def _gpus() -> list[str]:
-    names = "[torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]"
-    return [name for name in _probe(f"import torch; print(*{names}, sep='\\n')").stdout.splitlines() if name]
-
-
-def _load_error(module: str) -> str:
-    probe = _probe(f"import {module}")
-    return "" if probe.returncode == 0 else (probe.stderr.strip().splitlines() or ["no message"])[-1]
-
-
-def _probe(program: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=False)
-
-
-def print_findings(findings: Sequence[Finding]) -> None:
-    """Prints the diagnosis, and each command on a line that can be pasted."""
-    rows = [[what, found, expected, "FIX" if fix else "ok"] for what, found, expected, fix in findings]
-    Console().print(make_table(["", "found", "tested with", ""], rows))
-    for finding in findings:
-        if finding.fix:
-            print(f"To fix {finding.what}:\n  {finding.fix}")
+def show_findings(findings: Sequence[Finding]) -> Shown:
+    """Shows the diagnosis, and each command on a line that can be pasted."""
+    rows = [(*finding[:3], "FIX" if finding.fix else "ok") for finding in findings]
+    lines = [f"To fix {finding.what}:\n  {finding.fix}" for finding in findings if finding.fix]
+    record = [{**finding._asdict(), "ok": not finding.fix} for finding in findings]
+    return Shown(record, ("", "installed", "tested with", ""), rows, lines=lines)

@@ -10,11 +10,12 @@ from typing import Any
 
 from dmt.errors import InputError
 from dmt.files import check_output
+from dmt.training.commands import Shown
 from dmt.training.config import load_config
-from dmt.training.console import make_table, progress_bar, table_console
+from dmt.training.console import progress_bar
 from dmt.training.data.prepare import PrepareOptions, prepare
 
-__all__ = ["print_prepared", "run_prepare"]
+__all__ = ["run_prepare"]
 
 _MOST_NOTES = 10
 
@@ -27,8 +28,8 @@ def run_prepare(
     ids: str = "config",
     vocabulary: Path | None = None,
     **options: Any,
-) -> dict[str, Any]:
-    """Prepares the data of a config; returns the manifest.
+) -> Shown:
+    """Prepares the data of a config, and shows the manifest.
 
     Raises:
         InputError: see `prepare`.
@@ -40,38 +41,28 @@ def run_prepare(
     check_output("--out", out.absolute().parent, is_folder=True)
     dims: dict[str, Any] = {"embedding_dim": run.model.embedding_dim, "embedding_dims": run.model.embedding_dims}
     with _share_bar() as on_share:
-        return asdict(prepare(data, out, PrepareOptions(**options), on_share=on_share, **dims))
+        manifest = prepare(data, out, PrepareOptions(**options), on_share=on_share, **dims)
+    return _show(asdict(manifest), out)
 
 
-def print_prepared(record: dict[str, Any], out: Path) -> None:
-    """Prints the tables of a manifest, what to look at, and how to train on it."""
-    console = table_console(markup=False)
+def _show(record: dict[str, Any], out: Path) -> Shown:
+    """Shows the columns of the rows, what to look at, and how to train on them."""
     rows = []
     for name, feature in record["summary"]["features"].items():
         numbers = [feature[key] for key in ("distinct", "missing", "rows", "suggested_rows")]
-        rows.append(
-            [
-                name,
-                *("-" if number is None else f"{number:,}" for number in numbers),
-                f"{feature['its_share']:.1%} {feature['most_frequent'] or ''}"[:24],
-            ]
-        )
-    parts = record["rows"]
-    ids = record["raw"].get("id_mode", "hash")
-    title = f"{parts['train']:,} training rows and {parts['eval']:,} evaluation rows, ids by {ids}"
-    names = ["feature", "values", "missing", "rows", "suggested", "most frequent"]
-    console.print(make_table(names, rows, title=title))
-    notes = record["summary"]["notes"]
-    for note in notes[:_MOST_NOTES]:
-        console.print(f"- {note}", soft_wrap=True)
+        cells = ["-" if number is None else f"{number:,}" for number in numbers]
+        rows.append([name, *cells, f"{feature['its_share']:.1%} {feature['most_frequent'] or ''}"[:24]])
+    parts, notes = record["rows"], record["summary"]["notes"]
+    lines = [f"- {note}" for note in notes[:_MOST_NOTES]]
     if len(notes) > _MOST_NOTES:
-        console.print(f"- and {len(notes) - _MOST_NOTES} more: see summary.notes in {out / 'manifest.json'}")
+        lines.append(f"- and {len(notes) - _MOST_NOTES} more: see summary.notes in {out / 'manifest.json'}")
     if record["rejects"]:
-        console.print(f"{record['rejects']:,} rows were left out: see {out / 'rejects.csv'}", soft_wrap=True)
-    console.print(
-        f"Train with data.prepared={out}; access counts: hot_rows.profile={out / record['access_counts']}",
-        soft_wrap=True,
-    )
+        lines.append(f"{record['rejects']:,} rows were left out: see {out / 'rejects.csv'}")
+    counts = f"access counts: hot_rows.profile={out / record['access_counts']}"
+    lines.append(f"Train with data.prepared={out}; {counts}")
+    headers = ["feature", "values", "missing", "rows", "suggested", "most frequent"]
+    title = f"{parts['train']:,} training rows and {parts['eval']:,} evaluation rows"
+    return Shown(record, headers, rows, title, range(1, 5), lines)
 
 
 @contextmanager

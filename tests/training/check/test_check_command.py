@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 from pathlib import Path
 
@@ -12,13 +11,10 @@ from click.testing import CliRunner
 from dmt.plan.towers import TowerPlan
 from dmt.testing.ranks import RanksFailedError
 from dmt.training.check import CheckReport, Finding, make_rows
-from dmt.training.commands import main
+from dmt.training.commands import _show_check, emit, main
 from dmt.training.config import TrainingConfig, to_toml
 from tests.ranks import run_ranks
 from tests.training.small import small
-
-# As a name of the package it is the click command.
-check_command = importlib.import_module("dmt.training.commands.results")
 
 
 @pytest.fixture
@@ -109,11 +105,11 @@ def test_a_pipe_is_wide_and_long_names_are_folded(
 ) -> None:
     monkeypatch.setenv("COLUMNS", columns)
     name = "table_of_" + "x" * 60
-    check_command.print_report(report_of(Finding(check="logits", item=name, difference=1, allowed=0)))
+    emit(_show_check(report_of(Finding(check="logits", item=name, difference=1, allowed=0))), as_json=False)
     printed = capsys.readouterr().out
     assert (name in printed) is not is_cut
     assert printed.count("x") >= 60, "folded, not cut"
-    assert max(len(line) for line in printed.splitlines()) <= (60 if is_cut else 140)
+    assert max(len(line) for line in printed.splitlines()) <= (90 if is_cut else 140)
 
 
 def report_of(*findings: Finding, skipped: dict[str, str] | None = None) -> CheckReport:
@@ -130,12 +126,12 @@ def test_what_does_not_agree_is_told_and_ends_with_1(difference: float, monkeypa
     wrong = Finding(check="logits", item="[tower] 3", difference=difference, allowed=1e-6, place="rank 2, step 1")
     report = report_of(SOUND, wrong, SHARDS)
     assert not report.agrees
-    monkeypatch.setattr(check_command, "run_check", lambda *args, **options: report)
+    monkeypatch.setattr("dmt.training.check.check_run", lambda *args: report)
     run = CliRunner().invoke(main, ["check", "demo"])
     assert run.exit_code == 1
     assert "[tower] 3 (rank 2, step 1)" in " ".join(run.stdout.replace("│", " ").split())
     assert "Does not agree: logits." in run.stdout
-    assert run.stdout.startswith("- checked on fewer\n")
+    assert "Made smaller: checked on fewer\n" in run.stdout
     as_json = CliRunner().invoke(main, ["check", "demo", "--json"])
     assert as_json.exit_code == 1
     found = json.loads(as_json.stdout)["rows"][0]
@@ -153,7 +149,7 @@ def test_ranks_that_fail_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: object, **options: object) -> CheckReport:
         raise RanksFailedError("Rank 2 died with exit code -9 while it was at: training.")
 
-    monkeypatch.setattr(check_command, "run_check", fails)
+    monkeypatch.setattr("dmt.training.check.check_run", fails)
     run = CliRunner().invoke(main, ["check", "demo"])
     assert (run.exit_code, run.stdout) == (1, "")
     assert run.stderr == "FAILED: Rank 2 died with exit code -9 while it was at: training.\n"

@@ -1,0 +1,190 @@
+"""``dmt partition`` and ``dmt plan``: what goes where. Saved affinities and most configs need no TorchRec."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dmt.errors import InputError
+from dmt.formatting import counted, human_bytes, natural, printable, shorten
+from dmt.partitioner import FeatureAffinity, Partition, PartitionRules, TowerPartitioner, write_partition_report
+from dmt.partitioner.report import strongest_rows
+from dmt.partitioner.verdict import judge_balance, judge_meaning
+from dmt.sharding.plan import TowerShardingPlan
+from dmt.training.commands import Shown
+from dmt.training.config import load_config
+from dmt.training.device import device_type
+from dmt.training.job import check_table_optimizer, open_job
+
+__all__ = ["run_partition", "run_plan"]
+
+_SHOWN_FEATURES, _SHOWN_INTERACTIONS, _SHOWN_TABLES = 8, 5, 20
+_TOWER_MODULES = {"dcn": "DCNTowerModule", "dlrm": "DLRMTowerModule", "dlrm-products": "DLRMProductsTowerModule"}
+
+
+def run_partition(options: Mapping[str, Any], command: str) -> Shown:
+    """Runs ``dmt partition`` and writes the plan; progress goes to stderr.
+
+    Args:
+        options: the command's options by name, with ``-`` as ``_``.
+        command: command line that is recorded in the plan.
+
+    Raises:
+        InputError: options contradict each other, a file cannot be read, or no towers can be made as asked.
+    """
+    run, saved, data, module = (options[name] for name in ("checkpoint", "affinity", "data", "tower_module"))
+    is_file_alone = data is not None and module is not None and run is None
+    if [run is not None, saved is not None, is_file_alone].count(True) != 1 or (saved and data):
+        raise InputError(
+            "Give one of: --checkpoint RUN_DIR, --affinity FILE.npz, or rows alone, --data FILE with --tower-module "
+            f"{' or '.join(_TOWER_MODULES)}, for towers from interactions."
+        )
+    if run is not None and module is None:
+        module = _module_of(run, options["function"])
+    keeps_interactions, strategy = _keeps_interactions(module), options["strategy"]
+    if strategy == "auto" and saved is None:
+        # Interactions are measured where tower modules keep them and rows are there, by
+        # benchmarks/results/interaction_towers.md; linear tower modules have no such evidence.
+        strategy = "interactions" if is_file_alone or (module is not None and keeps_interactions) else "coherent"
+        _say(f"Strategy {strategy}; --strategy names another.")
+    if strategy == "interactions" and module is None and saved is None:
+        raise InputError(
+            f"--strategy interactions needs --tower-module {' or '.join(_TOWER_MODULES)} here: for modules of your "
+            "own, name the one that is alike."
+        )
+    rules = PartitionRules() if options["rules"] is None else PartitionRules.load(options["rules"])
+    sense: Any = "together" if keeps_interactions else "apart"
+    ratio = options["balance_ratio"]
+    partitioner = TowerPartitioner(
+        num_towers=options["towers"],
+        strategy=sense if strategy == "interactions" else strategy,
+        keeps_interactions=keeps_interactions,
+        balance_ratio=None if ratio == math.inf else ratio,
+        seed=options["seed"],
+        rules=rules,
+    )
+    partitioner.check()  # before a model is loaded and run
+    measured = FeatureAffinity.load(saved) if saved is not None else _measure(options, rules, strategy)
+    if options["save_affinity"]:
+        measured.save(options["save_affinity"])
+    partition = partitioner.partition(measured)
+    partition = replace(partition, plan=replace(partition.plan, command=command))
+    partition.plan.save(options["out"])
+    _say(f"Written to {options['out']}.")
+    if options["report"]:
+        _say(f"Report: {write_partition_report(partition, options['report'])}")
+    headers, rows, lines = _table_of(partition)
+    record = json.loads(options["out"].read_text())
+    return Shown(record, headers, rows, right=range(1, len(headers) - 1), lines=lines)
+
+
+def _module_of(run: Path, functions: Sequence[str]) -> str | None:
+    """The tower module of a run's model; None for a model of the user's own."""
+    from dmt.training.trained import checkpoint_of
+
+    model = checkpoint_of(run, functions=functions)[1].model
+    return None if model.factory is not None else model.arch.removeprefix("dmt-")
+
+
+def _keeps_interactions(module: str | None) -> bool:
+    if module is None:
+        return True
+    import dmt.models.tower_modules
+
+    return bool(getattr(dmt.models.tower_modules, _TOWER_MODULES[module]).keeps_interactions)
+
+
+def _measure(options: Mapping[str, Any], rules: PartitionRules, strategy: str) -> FeatureAffinity:
+    """Measures what the strategy needs; rules are checked against the features before that takes long."""
+    from dmt.training.commands.demo import demo_settings
+    from dmt.training.partition import affinity_of_run, interactions_of
+    from dmt.training.trained import checkpoint_of
+
+    run, data, functions = options["checkpoint"], options["data"], options["function"]
+
+    def check(features: Sequence[Any]) -> None:
+        rules.for_features([name for given in features for name in getattr(given, "feature_names", [given])])
+        _say(f"Measuring {'interactions' if strategy == 'interactions' else 'the affinity'} of {data or run}")
+
+    if strategy != "interactions":
+        return affinity_of_run(run, data_path=data, check=check, functions=functions)[0]
+    config = load_config("demo", demo_settings(data)) if run is None else checkpoint_of(run, data, functions)[1]
+    rows_of = run if data is None else None
+    # The tables of a file alone are not known: how many columns they will have is up to the model.
+    return interactions_of(config, with_tables=run is not None, run=rows_of, seed=options["seed"], check=check)
+
+
+def _table_of(partition: Partition) -> tuple[list[str], list[list[str]], list[str]]:
+    """Headers, a row for each tower, and lines on what they are worth."""
+    has_work = partition.loads[0].work is not None
+    rows = []
+    for tower, load in zip(partition.plan.towers, partition.loads, strict=True):
+        weights = [f"{load.work:,.0f}", human_bytes(load.num_bytes or 0)] if has_work else []
+        names = shorten(tower.features, " ", most=_SHOWN_FEATURES)
+        rows.append([tower.name, f"{load.num_features:,}", *weights, names])
+    headers = ["tower", "features", *(["elements/sample", "tables"] if has_work else []), ""]
+    lines = [f"Note: {note}" for note in partition.notes]
+    lines.append(judge_meaning(partition).sentence)
+    for names, gain, share, place in strongest_rows(partition, _SHOWN_INTERACTIONS):
+        lines.append(f"{names}: known together they gain {gain} nats a row, {share} of the loss; {place}")
+    lines.append(judge_balance(partition).sentence)
+    return headers, rows, lines
+
+
+def _say(line: str) -> None:
+    print(printable(line), file=sys.stderr, flush=True)
+
+
+def run_plan(config: str, overrides: Sequence[str] = (), *, out: Path | None = None) -> Shown:
+    """Plans a run as the trainer will, or the tables of its ``data.tables``, and writes the plan to ``out``.
+
+    Raises:
+        InputError: the config or a file cannot be read, or the tables cannot be placed as asked.
+    """
+    run = load_config(config, overrides)
+    if run.data.tables is None:
+        check_table_optimizer(run.optimizer, "cuda" if run.train.device == "cuda" else device_type(run.train.device))
+    job = open_job(run)
+    if run.model.factory is not None:
+        # The plans of other models need no TorchRec.
+        from dmt.training.build import build_model
+        from dmt.training.factory import check_outputs
+
+        check_outputs(job, build_model(job, device="meta"))
+    if job.sharding is None:
+        raise InputError(
+            f"The config has the flat dataflow ({run.model.chosen}), which TorchRec's planner places anew in every "
+            "run. Append sharding.dataflow=sptt to plan towers."
+        )
+    if out is not None:
+        job.sharding.save(out)
+    return _show_sharding(job.sharding, out)
+
+
+def _show_sharding(sharding: TowerShardingPlan, out: Path | None) -> Shown:
+    ranked = sorted(sharding.tables, key=lambda entry: (-entry.seconds, natural(entry.name)))
+    rows = [
+        (entry.name, str(entry.tower), human_bytes(entry.memory), _time(entry.seconds), entry.reason)
+        for entry in ranked[:_SHOWN_TABLES]
+    ]
+    slowest = max(sharding.ranks, key=lambda rank: rank.seconds)
+    fullest = max(rank.memory for rank in sharding.ranks)
+    schemes = ", ".join(f"{count:,} {name}" for name, count in sharding.tables_by_scheme.items())
+    lines = [
+        f"{counted(len(ranked), 'table')}: {schemes}.",
+        f"The busiest rank ({slowest.local} of tower {slowest.tower}) has a cost of {_time(slowest.seconds)}, "
+        f"{sharding.imbalance:.2f} times the mean; the fullest holds {human_bytes(fullest)}.",
+        *([] if out is None else [f"Written to {out}."]),
+    ]
+    title = "Tables, costliest first" + ("; --json has all" if len(ranked) > _SHOWN_TABLES else "")
+    headers = ("table", "tower", "memory", "cost", "why")
+    return Shown(sharding.to_record(), headers, rows, title, (1, 2, 3), lines)
+
+
+def _time(seconds: float) -> str:
+    return f"{1e3 * seconds:,.3f} ms" if seconds >= 1e-3 else f"{1e6 * seconds:,.1f} µs"
