@@ -30,7 +30,11 @@ CUT = TowerPlan.from_lists([["C1", "C2", "C6[0:4]"], ["C3", "C4", "C5", "C6[4:8]
 CASES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "a mix": (
         "dmt-dcn",
-        {"sharding": {"tables": {"t_C1": "row_wise", "t_C[23]": "data_parallel", "t_C4": "table_wise"}}},
+        {
+            "sharding": {
+                "tables": {"t_C1": "row_wise", "t_C2": "data_parallel", "t_C3": "data_parallel", "t_C4": "table_wise"}
+            }
+        },
     ),
     "flat dataflow": ("dlrm", {"sharding": {"dataflow": "flat", "scheme": "table_wise"}}),
     "cut table, 16 bits": (
@@ -50,12 +54,28 @@ CASES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "a tower on two hosts": (
         "dmt-dcn",
         {
-            "sharding": {"tables": {"t_C[125]": "table_wise", "t_C3": "data_parallel", "t_C[46]": "row_wise"}},
+            "sharding": {
+                "tables": {
+                    "t_C1": "table_wise",
+                    "t_C2": "table_wise",
+                    "t_C5": "table_wise",
+                    "t_C3": "data_parallel",
+                    "t_C4": "row_wise",
+                    "t_C6": "row_wise",
+                }
+            },
             "topology": {"num_towers": 1, "ranks_per_tower": 4, "ranks_per_host": 2},
         },
     ),
 }
-MIX = {"t_C1": "row_wise", "t_C[25]": "data_parallel", "t_C4": "column_wise", "t_C[36]": "table_wise"}
+MIX = {
+    "t_C1": "row_wise",
+    "t_C2": "data_parallel",
+    "t_C5": "data_parallel",
+    "t_C4": "column_wise",
+    "t_C3": "table_wise",
+    "t_C6": "table_wise",
+}
 # Two replicas. Gradients of data-parallel tables and tower modules cross hosts only between hosts, those of dense parts
 # do in both placements.
 REPLICAS = {"num_towers": 1, "ranks_per_tower": 2, "num_replicas": 2, "replica_placement": "intra_host"}
