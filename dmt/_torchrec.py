@@ -36,7 +36,6 @@ __all__ = [
     "group_timeout",
     "host_groups",
     "in_backward_pass",
-    "key_mismatch",
     "mark_updated_in_backward",
     "norms",
     "place_globally",
@@ -125,11 +124,6 @@ class OpenShardedEBC(ShardedEmbeddingBagCollection):
         taken = self.take_local_shards(state_dict, prefix)
         ShardedEmbeddingBagCollection._pre_load_state_dict_hook(self, state_dict, prefix, *rest)
         state_dict.update(taken)
-
-
-def key_mismatch(missing: Sequence[str], unexpected: Sequence[str]) -> Any:
-    """Builds the result of ``load_state_dict``: the keys that did not match."""
-    return nn.modules.module._IncompatibleKeys(list(missing), list(unexpected))
 
 
 def group_env(group: ProcessGroup) -> ShardingEnv:

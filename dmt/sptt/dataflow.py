@@ -32,7 +32,7 @@ their local losses' gradients: the mean over the job's samples when local batche
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -51,7 +51,6 @@ from dmt.sptt.peer_exchange import AgreedOutputs, Piece, Rows, TowerOutput
 from dmt.sptt.results import Pending
 from dmt.sptt.rows import RowCode, RowEncoder, exchange_rows
 from dmt.sptt.sharder import TowerSharder, TowerState
-from dmt.sptt.tower_lookup import GroupShardedEBC
 
 __all__ = ["SPTTContext", "SPTTModule"]
 
@@ -119,7 +118,7 @@ class SPTTModule(TowerState):
         # A feature that several tables of a tower look up is sent there once.
         self._features_by_tower = [list(dict.fromkeys(f for group in groups for f in group)) for groups in input_groups]
         # Groups that have features in common are one.
-        self.groups = [
+        self.groups: list[list[Sequence[str]]] = [
             list(groups) if sum(map(len, groups)) == len(features) else [features]
             for groups, features in zip(input_groups, self._features_by_tower, strict=True)
         ]
@@ -138,10 +137,8 @@ class SPTTModule(TowerState):
         """This rank's device."""
         return self._target_device
 
-    def build_input_dist(self, collections: Iterable[GroupShardedEBC]) -> None:
+    def build_route(self) -> None:
         """Makes the id route into the sharded collections of this rank's tower; subclasses call it once they exist."""
-        # A plain list: subclasses register them, under their own names.
-        self.collections = list(collections)
         if self.id_route == "global":
             self._route = GlobalIdRoute(self.mesh, self.collections, self._note_rows)
         else:
@@ -154,10 +151,6 @@ class SPTTModule(TowerState):
     @abc.abstractmethod
     def result(self, columns_BS: Tensor, pieces: Sequence[Piece]) -> Any:
         """Turns the columns of all towers, with their pieces as they arrived, into the unsharded module's result."""
-
-    @abc.abstractmethod
-    def feature_of(self, piece: Any) -> str:
-        """Returns a feature of the group whose rows a piece of this tower's output has."""
 
     def create_context(self) -> SPTTContext:
         """Makes a context for one batch."""
@@ -253,7 +246,11 @@ class SPTTModule(TowerState):
     def exchange_outputs(self, ctx: SPTTContext, output: TowerOutput, part: int = 0) -> Awaitable[Any]:
         """Step f: starts the exchange of rows for columns among peers, [P, O] -> what `columns` makes [B, S] of."""
         rows = ctx.parts[part]
-        self._outputs = agreed = self._outputs or self._agree(output)
+        if self._outputs is None:
+            self._outputs = AgreedOutputs.gather(
+                output, self.mesh.peer_group, precision=self.peer_precision, tag=self._tag
+            )
+        agreed = self._outputs
         outputs_PO = agreed.checked(output, rows.num_rows)
         if ctx.code is None or ctx.code.inverse is None:
             return agreed.exchange(outputs_PO, [of_peer[0] for of_peer in rows.arrived])
@@ -270,8 +267,3 @@ class SPTTModule(TowerState):
         """Turns the columns that step f delivered into the unsharded module's result."""
         assert self._outputs is not None, "something was exchanged"
         return self.result(columns_BS, [piece for pieces in self._outputs.pieces for piece in pieces])
-
-    def _agree(self, output: TowerOutput) -> AgreedOutputs:
-        group_of = {feature: i for i, group in enumerate(self.groups[self.mesh.tower]) for feature in group}
-        groups = [group_of[self.feature_of(name)] for name, _ in output.pieces]
-        return AgreedOutputs.gather(output, groups, self.mesh.peer_group, precision=self.peer_precision, tag=self._tag)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
 import torch
@@ -39,8 +39,9 @@ class ShardedSPTTEmbeddingBagCollection(SPTTModule):
         tables = sharder.tables_by_tower(module)
         groups = [[[feature] for feature in dict.fromkeys(feature_names(of_tower))] for of_tower in tables]
         super().__init__(sharder, sharding, input_groups=groups, is_weighted=module.is_weighted(), device=device)
-        self._feature_of = {
-            name: feature
+        number = {feature: i for i, (feature,) in enumerate(groups[self.mesh.tower])}
+        self._groups = {
+            name: number[feature]
             for table in tables[self.mesh.tower]
             for feature in table.feature_names
             for name in (feature, f"{feature}@{table.name}")
@@ -57,25 +58,18 @@ class ShardedSPTTEmbeddingBagCollection(SPTTModule):
         }
         """Tables of all towers."""
         self._keys = output_keys(module.embedding_bag_configs())
-        self.embedding = sharder.shard_in_tower(_sub_collection(module, tables[self.mesh.tower]), sharding, device)
-        self.build_input_dist([self.embedding])
+        self.local_part = sharder.shard_in_tower(_sub_collection(module, tables[self.mesh.tower]), sharding, device)
+        self.build_route()
 
     def tower_output(self, embeddings: Sequence[KeyedTensor], rows: Rows) -> TowerOutput:
         """Passes this tower's embeddings through, side by side as its ranks hold them: [samples, O = N]."""
-        arrived = embeddings[0]
-        return TowerOutput(arrived.values(), list(zip(arrived.keys(), arrived.length_per_key(), strict=True)))
+        names, widths = embeddings[0].keys(), embeddings[0].length_per_key()
+        pieces = list(zip(names, widths, strict=True))
+        return TowerOutput(embeddings[0].values(), pieces, [self._groups[name] for name in names])
 
     def result(self, columns_BS: Tensor, pieces: Sequence[Piece]) -> KeyedTensor:
         """Makes the ``KeyedTensor`` of the unsharded collection."""
         return in_order(KeyedTensor([key for key, _ in pieces], [n for _, n in pieces], columns_BS), self._keys)
-
-    def feature_of(self, piece: str) -> str:
-        """Returns the feature of an embedding."""
-        return self._feature_of[piece]
-
-    def parts(self, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-        """Yields the tables of this rank's tower."""
-        yield prefix, self.embedding
 
 
 class SPTTEmbeddingBagCollectionSharder(TowerSharder[EmbeddingBagCollection]):

@@ -39,6 +39,8 @@ class TowerOutput(NamedTuple):
     """[P, O]."""
     pieces: list[Piece]
     """Parts of its columns, from left to right."""
+    groups: list[int]
+    """For each piece the number of the group of features whose rows it has."""
 
 
 @dataclass(frozen=True)
@@ -79,15 +81,10 @@ class AgreedOutputs:
 
     @staticmethod
     def gather(
-        output: TowerOutput,
-        groups: Sequence[int],
-        peers: dist.ProcessGroup,
-        *,
-        precision: ExchangePrecision | None,
-        tag: int,
+        output: TowerOutput, peers: dist.ProcessGroup, *, precision: ExchangePrecision | None, tag: int
     ) -> AgreedOutputs:
         """Gathers pieces, their groups and dtypes of all peers: only running a tower shows its output. Collective."""
-        everyone = gather_objects((output.pieces, list(groups), output.columns_PO.dtype), peers)
+        everyone = gather_objects((output.pieces, output.groups, output.columns_PO.dtype), peers)
         all_pieces, all_groups, dtypes = (list(of_peers) for of_peers in zip(*everyone, strict=True))
         # Under autocast a tower with a matrix product has another output dtype than one that passes through.
         dtype = functools.reduce(torch.promote_types, dtypes)
@@ -97,7 +94,7 @@ class AgreedOutputs:
 
     def checked(self, output: TowerOutput, num_rows: int) -> Tensor:
         """Returns an output's columns in the agreed dtype; `InputError` for other columns, or if they do not fit it."""
-        columns_PO, pieces = output
+        columns_PO, pieces, _ = output
         tower, dtype = self.exchange.group.rank(), self.exchange.dtype
         if torch.promote_types(columns_PO.dtype, dtype) != dtype or pieces != self.pieces[tower]:
             raise InputError(

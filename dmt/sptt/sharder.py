@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import abc
 import re
-from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict, TypeVar
@@ -13,14 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import get_process_group_ranks
 from torchrec.distributed.embedding_types import BaseEmbeddingSharder
-from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.types import ParameterSharding, ShardingEnv
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.optim.fused import FusedOptimizerModule
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
-from dmt._torchrec import PipelinedModule, fused_settings, key_mismatch, place_globally
+from dmt._torchrec import PipelinedModule, fused_settings, place_globally
 from dmt.collectives import check_agreement, gather_objects, run_on_all_or_raise
 from dmt.errors import InputError, did_you_mean
 from dmt.sharding.optimizers import MomentScale, check_fused_params, check_moment_scale, moment_scale_of, moment_scaled
@@ -267,8 +265,8 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
         super().__init__()
         self._unsharded_module_type = sharder.module_type
         self.mesh = sharder.mesh
-        self.collections: list[GroupShardedEBC] = []
-        """The sharded collections of this rank's tower."""
+        self.local_part: nn.Module
+        """This rank's tables and tower modules, below the names that they have in the unsharded module."""
         self.before_lookup: Callable[[Any, bool], None] | None = None
         """Called before each lookup with the ids of the batch, and True by a training pass. Who watches a training sets
         it: `dmt.ReplicaSync` or `dmt.HotRows`."""
@@ -278,73 +276,48 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
             self.before_lookup = self._refuse_lookup
         self.hot: Any = None
         """Copies of rows, `dmt.hot_rows.copies.HotCopies`, which train in the place of their tables' own."""
-        self.groups: list[list[Sequence[str]]] = []
-        """For each tower the groups of its features; all features of a group have as many rows."""
         self.encoder: RowEncoder | None = None
         """Sends rows in the place of samples. Another one holds from the next batch on; those on their way are sent
         again."""
         self.replicas_drifted = False
         """True once replicas have trained since they were last averaged. `dmt.ReplicaSync` sets it."""
 
-    @abc.abstractmethod
-    def parts(self, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-        """Yields this rank's sharded collections and tower modules with their names in the unsharded module."""
+    @property
+    def collections(self) -> list[GroupShardedEBC]:
+        """The sharded collections of this rank's tower."""
+        return [part for part in self.local_part.modules() if isinstance(part, GroupShardedEBC)]
 
-    def state_dict(
-        self, destination: dict[str, Any] | None = None, prefix: str = "", keep_vars: bool = False
-    ) -> dict[str, Any]:
+    def state_dict(self, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
         """Returns tables as sharded tensors, and tower modules, of this rank's towers."""
         self.write_back()
-        state: Any = OrderedDict() if destination is None else destination
-        for name, part in self.parts(prefix.removesuffix(".")):
-            part.state_dict(destination=state, prefix=f"{name}." if name else "", keep_vars=keep_vars)
-        return state
+        return self.local_part.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads this rank's towers from a state dict with the keys of `state_dict`.
 
         Raises:
-            InputError: unknown keys, or ``assign=True``: kernels hold the tables' own memory.
+            RuntimeError: keys are missing or unknown.
+            InputError: ``assign=True``: kernels hold the tables' own memory.
         """
         if assign:
             raise InputError("load_state_dict(assign=True) cannot replace the memory of sharded tables; leave it out.")
         self.write_back()
-        missing: list[str] = []
-        unexpected = set(state_dict)
-        for name, part in self.parts():
-            start = f"{name}." if name else ""
-            of_part = {key.removeprefix(start): value for key, value in state_dict.items() if key.startswith(start)}
-            unexpected -= {f"{start}{key}" for key in of_part}
-            result = part.load_state_dict(OrderedDict(of_part), strict=strict)
-            missing += [f"{start}{key}" for key in result.missing_keys]
-            unexpected |= {f"{start}{key}" for key in result.unexpected_keys}
+        keys = self.local_part.load_state_dict(state_dict, strict=strict)
         self.read_again()
-        if strict and unexpected:
-            raise InputError(f"State of tower {self.mesh.tower} has unknown keys {sorted(unexpected)[:3]}.")
-        return key_mismatch(missing, sorted(unexpected))
+        return keys
 
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields parameters under the unsharded module's names."""
         self.write_back()
-        for name, part in self.parts(prefix):
-            yield from part.named_parameters(name, recurse)
+        yield from self.local_part.named_parameters(*args, **kwargs)
 
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """Yields buffers under the unsharded module's names."""
-        for name, part in self.parts(prefix):
-            yield from part.named_buffers(name, recurse)
+        yield from self.local_part.named_buffers(*args, **kwargs)
 
     def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
         """Yields everything that DMP's data parallel must leave alone: tables and tower modules."""
-        for name, part in self.parts(prefix):
-            if isinstance(part, ShardedEmbeddingBagCollection):
-                yield from part.sharded_parameter_names(name)
-            else:
-                yield from (key for key, _ in part.named_parameters(name))
+        yield from (name for name, _ in self.local_part.named_parameters(prefix))
 
     @property
     def unsharded_module_type(self) -> type[nn.Module]:
@@ -354,9 +327,10 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
     @property
     def fused_optimizer(self) -> KeyedOptimizer:
         """The tables' optimizers, which update in the backward pass."""
-        parts = [(name, part) for name, part in self.parts() if isinstance(part, GroupShardedEBC)]
-        optimizers = [(name, part.fused_optimizer) for name, part in parts]
-        return _TowerOptimizer(optimizers, self)
+        named = self.local_part.named_modules()
+        return _TowerOptimizer(
+            [(n, part.fused_optimizer) for n, part in named if isinstance(part, GroupShardedEBC)], self
+        )
 
     def write_back(self) -> None:
         """Brings the tables up to date with the copies of their hot rows, before anyone is given their tensors."""

@@ -14,7 +14,6 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torchrec.distributed.types import ParameterSharding
-from torchrec.distributed.utils import append_prefix
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -60,12 +59,14 @@ class ShardedTowerCollection(SPTTModule):
         )
         mine = [i for i, mesh_tower in enumerate(placement) if mesh_tower == self.mesh.tower]
         self._keys = {str(i): output_keys(_tables(module.towers[i])) for i in mine}
-        self.embeddings = nn.ModuleDict(
-            {str(i): sharder.shard_in_tower(module.towers[i].embedding, sharding, device) for i in mine}
-        )
-        self.build_input_dist(self.embeddings.values())  # type: ignore[arg-type]
-        self._first_features = {i: _features(module.towers[i])[0] for i in mine}
+        self.embeddings = {str(i): sharder.shard_in_tower(module.towers[i].embedding, sharding, device) for i in mine}
         self.interactions = _TowerModules({i: module.towers[i].interaction for i in mine}, self._target_device)
+        towers = {
+            i: nn.ModuleDict({"embedding": embedding, "interaction": self.interactions.by_tower[i]})
+            for i, embedding in self.embeddings.items()
+        }
+        self.local_part = nn.ModuleDict({"towers": nn.ModuleDict(towers)})
+        self.build_route()
         self._data_parallel = _data_parallel(self.interactions, self.mesh)
 
     def tower_output(self, embeddings: Sequence[KeyedTensor], rows: Rows) -> TowerOutput:
@@ -87,8 +88,9 @@ class ShardedTowerCollection(SPTTModule):
                 )
         filled = [F.pad(o, (0, 0, 0, rows.num_rows - len(o))) if len(o) < rows.num_rows else o for o in outputs]
         columns = torch.cat(filled, dim=1) if len(outputs) > 1 else outputs[0]
-        widths = [output.shape[1] for output in outputs]
-        return TowerOutput(columns, list(zip(map(int, self.embeddings), widths, strict=True)))
+        pieces = [(int(name), output.shape[1]) for name, output in zip(self.embeddings, outputs, strict=True)]
+        # Logical towers that have features in common are one group.
+        return TowerOutput(columns, pieces, [i if len(rows.by_group) > 1 else 0 for i in range(len(pieces))])
 
     def result(self, columns_BS: Tensor, pieces: Sequence[Piece]) -> Tensor:
         """Brings the towers' columns into logical order: [B, S]."""
@@ -97,17 +99,6 @@ class ShardedTowerCollection(SPTTModule):
             return columns_BS
         outputs = dict(zip(arrived, columns_BS.split([width for _, width in pieces], dim=1), strict=True))
         return torch.cat([outputs[number] for number in sorted(outputs)], dim=1)
-
-    def feature_of(self, piece: int) -> str:
-        """Returns the first feature of a logical tower."""
-        return self._first_features[piece]
-
-    def parts(self, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
-        """Yields the sharded collections and tower modules of this rank's towers."""
-        for i, embedding in self.embeddings.items():
-            yield append_prefix(prefix, f"towers.{i}.embedding"), embedding
-        for i, interaction in self.interactions.by_tower.items():
-            yield append_prefix(prefix, f"towers.{i}.interaction"), interaction
 
 
 class TowerCollectionSharder(TowerSharder[EmbeddingTowerCollection]):

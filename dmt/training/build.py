@@ -42,9 +42,7 @@ from dmt.sharding.schemes import Scheme
 from dmt.sptt.flat import SPTTEmbeddingBagCollectionSharder
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.micro_batches import MicroBatches, run_in_micro_batches
-from dmt.sptt.sharder import TowerState
-from dmt.sptt.tower_lookup import GroupShardedEBC
-from dmt.sptt.towers import TowerCollectionSharder
+from dmt.sptt.towers import ShardedTowerCollection, TowerCollectionSharder
 from dmt.training.access import load_profile
 from dmt.training.config import OptimizerConfig, ReplicasConfig, TrainConfig
 from dmt.training.data.batch import ClickBatch
@@ -138,8 +136,8 @@ def tower_parameter_names(model: nn.Module) -> set[str]:
     for path, part in model.named_modules():
         if isinstance(part, EmbeddingTower):
             parts.append((f"{path}.interaction", part.interaction))
-        elif isinstance(part, TowerState):
-            parts += [(name, own) for name, own in part.parts(path) if not isinstance(own, GroupShardedEBC)]
+        elif isinstance(part, ShardedTowerCollection):
+            parts += [(f"{path}.towers.{i}.interaction", own) for i, own in part.interactions.by_tower.items()]
     return {f"{path}.{name}" for path, part in parts for name, _ in part.named_parameters()}
 
 

@@ -16,7 +16,6 @@ from dmt._torchrec import settings_on_parameters
 PRIVATE_NAMES = {
     "torchrec.distributed.embedding_types.ShardedEmbeddingModule": "_input_dists _lookups _output_dists",
     "torchrec.distributed.model_parallel.DistributedModelParallel": "_load_state_dict _dmp_wrapped_module",
-    "torch.nn.modules.module": "_IncompatibleKeys",
     "torch.distributed": "_remote_device",
     "torch.distributed.ProcessGroup": "_get_backend _device_types",
     "torch._C._distributed_c10d.Backend.Options": "_timeout",
