@@ -83,6 +83,7 @@ self._sha256.update(view) => self._sha256.update(view[:1])
 earlier[: keep - 1]] => earlier[keep - 1 :]]
 is_whole = sha256_of(folder / name) == manifest.files[name] => is_whole = sha256_of(folder / name) != ""
 if _order(path)[0] == step), default=0) => if _order(path)[0] != step), default=0)
+## dmt/training/checkpoints/store.py :: tests/training/checkpoints/test_power_loss.py
 doomed = path.with_name(f".{path.name}.partial") => doomed = path.with_name(f"{path.name}.partial")
 ## dmt/training/data/hash.py :: tests/test_house.py -k "docstring and hash"
 rows = 1 + (mix_bits(hashed ^ salt) => rows = 1 + (mix_bits(hashed)

@@ -75,7 +75,6 @@ def places() -> dict[str, Place]:
         "mean under way": Place(owner=RunningMean, name="start", at_end=True),
         "record": leads(owner=RunRecord, name="scalars", at_end=True),
         "save": Place(owner=store.Checkpointer, name="save"),
-        "scratch": leads(owner=store, name="_make_empty"),
         "in a file": Place(owner=state.RecordedFile, name="write"),
         "files": Place(owner=store, name="write_tensors"),
         "files written": leads(owner=store.Checkpointer, name="_finish"),

@@ -214,7 +214,6 @@ def many_kills(run: TrainingConfig, seed: int) -> list[Kill]:
         kill("restore", within_ms=20),
         kill("restored"),
         kill("save", nth=5, within_ms=3),
-        kill("scratch", [0], nth=5),
         kill("files", writers, nth=5, within_ms=10),
         *(kill("in a file", writers, nth=5000) for _ in range(3)),
         kill("files written", [0], nth=5),

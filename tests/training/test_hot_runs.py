@@ -227,14 +227,6 @@ def test_what_cannot_be_is_refused(sections: dict[str, Any], message: str) -> No
 # Access counts of a run's rows: kept and read again; damaged files are refused.
 
 
-def assert_equal(found: AccessProfile, expected: AccessProfile) -> None:
-    assert (found.tables, found.num_samples) == (expected.tables, expected.num_samples)
-    for table in expected.tables:
-        ours, theirs = found[table.name], expected[table.name]
-        assert (ours.rows.tolist(), ours.counts.tolist()) == (theirs.rows.tolist(), theirs.counts.tolist())
-        assert ours.total == theirs.total
-
-
 def profile_of() -> AccessProfile:
     """The accesses of 100 rows of a small run."""
     profile = AccessProfile(source(small()).tables)
@@ -243,33 +235,27 @@ def profile_of() -> AccessProfile:
     return profile
 
 
-def test_a_profile_is_kept(tmp_path: Path) -> None:
-    profile = profile_of()
-    save_profile(profile, tmp_path / "access.parquet")
-    assert_equal(load_profile(tmp_path / "access.parquet"), profile)
-
-
-def test_damaged_files_are_refused(tmp_path: Path) -> None:
-    (tmp_path / "bad").write_bytes(b"PAR1 no")
-    with pytest.raises(InputError, match=r"Access profile .*bad: cannot be read .* `dmt prepare`"):
-        load_profile(tmp_path / "bad")
-    pq.write_table(pa.table({"x": [1]}), tmp_path / "other")
-    with pytest.raises(InputError, match=r"Access profile .*other: cannot be read"):
-        load_profile(tmp_path / "other")
-    good = tmp_path / "good"
-    save_profile(profile_of(), good)
-    table = pq.read_table(good)
+def test_a_profile_is_kept_and_damaged_files_are_refused(tmp_path: Path) -> None:
+    path, profile = tmp_path / "access.parquet", profile_of()
+    save_profile(profile, path)
+    loaded, table = load_profile(path), pq.read_table(path)
+    assert (loaded.tables, loaded.num_samples) == (profile.tables, profile.num_samples)
+    for spec in profile.tables:
+        for part in ("rows", "counts"):
+            assert np.array_equal(getattr(loaded[spec.name], part), getattr(profile[spec.name], part))
     header = json.loads(table.schema.metadata[b"dmt"])
 
-    def changed(values: dict[str, object], rows: pa.Table = table) -> str:
-        pq.write_table(rows.replace_schema_metadata({"dmt": json.dumps({**header, **values})}), tmp_path / "changed")
-        with pytest.raises(InputError) as error:
-            load_profile(tmp_path / "changed")
-        return str(error.value)
+    def refused(values: dict[str, object], message: str, rows: pa.Table = table) -> None:
+        pq.write_table(rows.replace_schema_metadata({"dmt": json.dumps({**header, **values})}), path)
+        with pytest.raises(InputError, match=message):
+            load_profile(path)
 
-    assert "has format 3; this version reads format 2" in changed({"format": 3})
-    assert "num_samples: " in changed({"num_samples": "many"})
+    refused({"format": 3}, "has format 3; this version reads format 2")
+    refused({"num_samples": "many"}, "num_samples: ")
     swapped = table.slice(1).take([1, 0, *range(2, len(table) - 1)])
-    assert "its rows of table 't_C1' are not those of the table" in changed({}, swapped)
+    refused({}, "its rows of table 't_C1' are not those of the table", swapped)
     beyond = [header["tables"][0] | {"num_embeddings": 3}, *header["tables"][1:]]
-    assert "its rows of table 't_C1' are not those of the table" in changed({"tables": beyond})
+    refused({"tables": beyond}, "its rows of table 't_C1' are not those of the table")
+    path.write_bytes(b"PAR1 no")
+    with pytest.raises(InputError, match=r"Access profile .*: cannot be read .* `dmt prepare`"):
+        load_profile(path)

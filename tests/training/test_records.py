@@ -94,14 +94,6 @@ def test_what_no_run_has_left_is_refused_before_anything_is_deleted(tmp_path: Pa
     assert [path.read_text() for path in tmp_path.iterdir()] == ["ours"]
 
 
-def test_other_ranks_touch_nothing(killed: Path) -> None:
-    before = {path: path.stat().st_mtime_ns for path in killed.rglob("*")}
-    record = RunRecord(config_of(killed), enabled=False, resumed_step=10)
-    losses(record, range(20, 30))
-    record.close({})
-    assert {path: path.stat().st_mtime_ns for path in killed.rglob("*")} == before
-
-
 def recording_until_killed(folder: Path) -> None:
     record_of(folder).scalars(1, {f"n{i:02}": float(i) for i in range(40)})
     os.kill(os.getpid(), signal.SIGKILL)

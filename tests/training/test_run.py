@@ -21,8 +21,8 @@ from dmt.sharding.plan import TowerShardingPlan
 from dmt.sptt.mesh import TowerMesh
 from dmt.training.build import shard_model
 from dmt.training.checkpoints import load_plain, newest
-from dmt.training.config import TrainingConfig, load_config, to_toml
-from dmt.training.console import cells, rows_of
+from dmt.training.config import load_config, to_toml
+from dmt.training.console import rows_of
 from dmt.training.job import open_job
 from dmt.training.metrics import MetricValues
 from dmt.training.preflight import compare_hosts, resolve
@@ -92,10 +92,6 @@ def test_sizes_that_cannot_be_are_refused(sections: dict[str, Any], world_size: 
         resolve(small(**sections), world_size)
 
 
-def test_a_fit_run_passes() -> None:
-    assert resolve(small(), 4).data.feature_names == ("C1", "C2", "C3", "C4", "C5", "C6")
-
-
 def csv(folder: Path, ids: list[int]) -> dict[str, Any]:
     """A CSV file with one feature whose ids are given; rows alternate in label."""
     lines = [f"{i % 2},{0.1 * i},{number}" for i, number in enumerate(ids)]
@@ -147,11 +143,6 @@ def test_hosts_other_than_those_of_torchrun_are_told(
         ]
         * told
     )
-
-
-def test_a_result_without_some_values_still_prints() -> None:
-    assert cells({"eval_auc": 0.75, "bytes_per_sample": {"ids": 1234.5}})[:1] == ["0.7500"]
-    assert cells({"bytes_per_sample": {"ids": 1234.5}})[6:9] == ["-", "1,234", "-"]
 
 
 # Then the loop on ranks, with every row known.
@@ -331,27 +322,11 @@ def test_a_run_learns_and_leaves_everything_behind(arch: str, tmp_path: Path) ->
             ["C2", "C4", "C6"],
         ]
         assert len(TowerPlan.load(checkpoint / "towers.json").tables) == 6
-    check_sharding(config, folder, result, finished.stdout)
-
-
-def check_sharding(config: TrainingConfig, folder: Path, result: dict[str, Any], printed: str) -> None:
-    """The sharding plan in the run's folder, in its checkpoint, in its result and in what it printed."""
-    if config.dataflow == "flat":
-        assert not list(folder.rglob("sharding.json")), "that of an earlier run is removed"
-        assert sum(result["sharding"]["tables_by_scheme"].values()) == 6
-        return
-    found = open_job(config).sharding
-    for place in (folder, newest(folder / "checkpoint")):
-        assert place is not None
-        assert TowerShardingPlan.load(place / "sharding.json") == found
-    schemes = Counter(placement.scheme for placement in found.placements.values())
-    assert result["sharding"]["tables_by_scheme"] == schemes
-    assert result["sharding"]["imbalance"] == found.imbalance
-    assert result["sharding"]["largest_rank_bytes"] == max(rank.memory for rank in found.ranks)
-    assert f"# sharding: {found.summary}" in printed.splitlines()
-    # The plan is one that a run can be given.
-    again = load_config(folder / "config.toml", [f'sharding.plan="{folder / "sharding.json"}"'])
-    assert open_job(again).sharding.placements == found.placements
+    # The sharding plan is in the run's folder and in its checkpoint; that of an earlier run is removed.
+    plans = [TowerShardingPlan.load(place / "sharding.json") for place in (folder, checkpoint) if arch != "dlrm"]
+    assert plans == [open_job(config).sharding] * len(plans)
+    assert (folder / "sharding.json").exists() == (arch != "dlrm")
+    assert sum(result["sharding"]["tables_by_scheme"].values()) == 6
 
 
 def read_errors(output: str) -> list[str]:

@@ -28,7 +28,7 @@ from dmt.training import agreement as module
 from dmt.training import train as run
 from dmt.training.__main__ import _how_to_go_on, main
 from dmt.training.agreement import SIGNALS, Agreement, Signals
-from dmt.training.checkpoints import Checkpointer, checkpoints, newest, read_manifest
+from dmt.training.checkpoints import checkpoints, newest, read_manifest
 from dmt.training.config import TrainConfig, TrainingConfig
 from dmt.training.health import SoundnessCheck
 from dmt.training.metrics import StepTimer
@@ -164,32 +164,6 @@ def says_on_rank(rank: int) -> str:
     assert meeting.is_due(8)
     assert meeting.meet(8, torch.zeros(())).stops
     return stream.getvalue()
-
-
-def told_in_the_last_save_on_rank(rank: int, values: dict[str, Any]) -> bool:
-    save = Checkpointer.save
-
-    def told(self: Checkpointer, *args: Any, **settings: Any) -> bool:
-        signal.raise_signal(signal.SIGINT)
-        return save(self, *args, **settings)
-
-    run.process_group = on_mesh
-    signal.signal(signal.SIGINT, signal.default_int_handler)
-    Checkpointer.save = told  # type: ignore[method-assign]
-    try:
-        run.train(TrainingConfig.model_validate(values))
-    except KeyboardInterrupt:
-        return True
-    return False
-
-
-@pytest.mark.ranks
-def test_a_signal_in_the_last_save_does_not_lose_it(tmp_path: Path) -> None:
-    values = config(tmp_path, topology={"num_towers": 1, "ranks_per_tower": 1})
-    assert run_ranks(told_in_the_last_save_on_rank, 1, values, fresh=True) == [True]
-    saved = newest(tmp_path / "checkpoint")
-    assert saved is not None
-    assert not (tmp_path / "result.json").exists()
 
 
 def test_the_last_line_names_the_checkpoint_and_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

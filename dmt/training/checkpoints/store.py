@@ -38,14 +38,7 @@ from dmt.files import check_output, from_record, fsync_path, open_file, read_rec
 from dmt.formatting import shorten
 from dmt.replicas.sync import drifted, moment_scales
 from dmt.sptt.mesh import TowerMesh
-from dmt.training.checkpoints.state import (
-    Shards,
-    State,
-    TensorReader,
-    collect_state,
-    split_name,
-    write_tensors,
-)
+from dmt.training.checkpoints.state import Shards, State, TensorReader, collect_state, split_name, write_tensors
 from dmt.training.device import on_all_ranks, random_state, set_random_state
 from dmt.training.records import versions
 
@@ -99,11 +92,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads a checkpoint's manifest and checks it against its own digest.
-
-    Raises:
-        InputError: it is absent, cut off, altered, or of another format.
-    """
+    """Reads a checkpoint's manifest; `InputError` if it is absent, cut off, altered, or of another format."""
     path = folder / MANIFEST_NAME
     record = read_record(path, what="Checkpoint", version=_FORMAT, remedy=_REMEDY)
     if record.pop("digest", None) != _digest(record):
@@ -122,7 +111,7 @@ def sha256_of(path: Path) -> str:
 
 
 def verify(folder: Path, share: slice = slice(None)) -> Manifest:
-    """Reads every file of a checkpoint, or a share of their sorted names, and compares it with the manifest.
+    """Reads every file of a checkpoint, or a share of them, and compares it with the manifest.
 
     Raises:
         InputError: the manifest or a file is absent, cut off or altered; the message names it.
@@ -157,11 +146,8 @@ def _order(path: Path) -> tuple[int, int]:
 def newest(folder: Path, mesh: TowerMesh | None = None) -> Path | None:
     """Finds the newest whole checkpoint in a folder, or the folder itself if it is one; reads every file of it.
 
-    Damaged ones that are newer are skipped with a warning that says what is wrong with them.
-
-    Args:
-        folder: of checkpoints, or a checkpoint.
-        mesh: collective over its job if given: rank 0 lists the folder, and each rank reads some of the files.
+    Skips damaged ones with a warning that says what is wrong with them. Collective over the job of a mesh: rank 0 lists
+    the folder, and each rank reads some of the files.
 
     Returns:
         None where there is no checkpoint at all.
@@ -242,14 +228,6 @@ class Checkpointer:
 
     Raises:
         InputError: rank 0 cannot write the folder; on every rank.
-
-    Example::
-
-        with contextlib.closing(Checkpointer(Path("runs/x/checkpoint"), mesh)) as checkpointer:
-            ...
-            checkpointer.save(model, optimizer, step=step, progress={"epoch": epoch, "row": row})
-            ...
-            checkpointer.wait()
     """
 
     def __init__(self, folder: Path, mesh: TowerMesh, *, keep: int = 3, asynchronous: bool = False) -> None:
@@ -322,8 +300,6 @@ class Checkpointer:
     def wait(self) -> bool:
         """Waits for the pending save; collective over the job.
 
-        Call it before the process group is destroyed, if saving is asynchronous.
-
         Returns:
             True if the save succeeded, the same on every rank, or if none was pending.
         """
@@ -336,9 +312,8 @@ class Checkpointer:
     def close(self) -> None:
         """Finishes this rank's part of the pending save, also after an error in training; not collective.
 
-        A save in the background needs the other ranks' threads, not their training: it becomes whole if all ranks that
-        write call this before the process group is destroyed. A failure is logged, nothing is raised. Nothing can be
-        saved afterwards; calling it again does nothing.
+        The save becomes whole if all ranks that write call this before the process group is destroyed. A failure is
+        logged, nothing is raised. Nothing can be saved afterwards.
         """
         if self._thread is not None:
             self._thread.shutdown()
@@ -348,7 +323,7 @@ class Checkpointer:
         """Writes on the ranks of replica 0 what each has; returns why it failed."""
         scratch = self._folder / f".step-{manifest.step:08d}.partial"
         try:
-            self._on_lead(lambda: _make_empty(scratch))
+            self._on_lead(partial(scratch.mkdir, parents=True))
             digests = write_tensors(state, scratch, self._writers)
             everyone = gather_objects((digests, manifest.moment_scales), self._writers)
             files, scales = ({k: v for part in parts for k, v in part.items()} for parts in zip(*everyone, strict=True))
@@ -382,12 +357,6 @@ class Checkpointer:
             logger.warning(f"Old checkpoints in {self._folder} cannot be deleted: {error}")
 
 
-def _make_empty(scratch: Path) -> None:
-    if scratch.exists():
-        shutil.rmtree(scratch)
-    scratch.mkdir(parents=True)
-
-
 def _check_finite(step: int, model: nn.Module, state: State, rank: int) -> None:
     # A buffer may be infinite: a mask, a running minimum.
     buffers = {f"model.{name}" for name, value in model.named_buffers() if type(value) is Tensor}
@@ -411,9 +380,7 @@ def _is_finite(tensor: Tensor) -> bool:
 def load_plain(model: nn.Module, folder: Path) -> None:
     """Loads the weights of a checkpoint of any layout into the unsharded model; needs no process group.
 
-    Args:
-        model: the unsharded model.
-        folder: a checkpoint, or a folder of them, of which the newest whole one is taken. Every file of it is read.
+    ``folder`` is a checkpoint, or a folder of them, of which the newest whole one is taken.
 
     Raises:
         InputError: there is no checkpoint, or it is damaged, holds anything but tensors, or is of another model.
@@ -432,23 +399,19 @@ def restore(
 ) -> Manifest | None:
     """Loads a checkpoint of any layout into a sharded model and its optimizer; collective over the mesh, if given.
 
-    The layout may have changed in any way: ranks, replicas, towers x ranks, the mesh tower of each tower, the scheme of
-    each table. Where a table is cut anew, a shard's row-wise state is the mean over its columns. Where the factor c of
-    a table's moments changed, the moment v is multiplied by c / c_saved, which keeps v / c, and with it the size of a
-    step (2D sparse parallelism, Algorithm 1, line 6). Random number generators are set if the number of ranks is what
-    it was.
+    Where a table is cut anew, a shard's row-wise state is the mean over its columns. Where the factor c of a table's
+    moments changed, the moment v is multiplied by c / c_saved, which keeps the size of a step (2D sparse parallelism,
+    Algorithm 1, line 6). Random number generators are set if the number of ranks is what it was.
 
     Args:
-        source: a checkpoint, or a folder of them, of which the newest whole one is taken: damaged ones that are newer
-            are skipped with a warning.
+        source: a checkpoint, or a folder of them, of which the newest whole one is taken.
         model: the sharded model, or one that every rank holds whole.
         optimizer: of all parameters; None loads weights only. After an error, make model and optimizer anew.
         mesh: the groups; None for an unsharded model in one process.
         is_verified: true if `newest` has just returned ``source``, so that its files need not be read twice.
 
     Returns:
-        The manifest, with the step and the ``progress`` that `Checkpointer.save` was given; None where there is no
-        checkpoint: training begins.
+        The manifest, with ``step`` and ``progress``; None where there is no checkpoint: training begins.
 
     Raises:
         InputError: there are checkpoints but none is whole, so that training does not begin again unnoticed; or it

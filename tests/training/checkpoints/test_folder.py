@@ -1,9 +1,8 @@
-"""Names, order, the last K, and what is left at every moment a process can be killed at."""
+"""Names, order, the last K, and damage."""
 
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +10,8 @@ from typing import Any
 import pytest
 
 from dmt.errors import InputError
-from dmt.training.checkpoints import checkpoints, newest, read_manifest, verify
-from dmt.training.checkpoints.store import MANIFEST_NAME, _digest, _make_empty, commit, prepare, prune
+from dmt.training.checkpoints import newest, verify
+from dmt.training.checkpoints.store import MANIFEST_NAME, _digest, commit, prepare, prune
 from tests.training.checkpoints.made import fill_checkpoint, make_checkpoint
 
 FILES = {"a.txt": "alpha", "b.txt": "beta"}
@@ -20,7 +19,7 @@ FILES = {"a.txt": "alpha", "b.txt": "beta"}
 
 def save(folder: Path, step: int, *, keep: int, **progress: Any) -> None:
     scratch = folder / f".step-{step:08d}.partial"
-    _make_empty(scratch)
+    scratch.mkdir()
     fill_checkpoint(scratch, step, FILES, **progress)
     prune(commit(scratch, step), keep)
 
@@ -104,68 +103,3 @@ def test_damage_is_named_and_leads_to_the_checkpoint_before(
         verify(path)
     assert newest(tmp_path) == tmp_path / "step-00000001"
     assert "step-00000007" in caplog.text
-
-
-class Killed(BaseException):
-    """A process that is no more: nothing in it may go on."""
-
-
-OPERATIONS = ("rename", "fsync", "unlink", "rmdir", "mkdir")
-
-
-def kill_at(moment: int, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Lets file operations pass until the moment, and none from then on; returns what has been done."""
-    done: list[str] = []
-
-    def counted(name: str) -> Callable[..., Any]:
-        operate = getattr(os, name)
-
-        def operation(*arguments: Any, **options: Any) -> Any:
-            if len(done) >= moment:
-                raise Killed
-            done.append(name)
-            return operate(*arguments, **options)
-
-        return operation
-
-    for name in OPERATIONS:
-        monkeypatch.setattr(os, name, counted(name))
-    return done
-
-
-@pytest.mark.parametrize("step", [2, 3], ids=["again", "new"])
-@pytest.mark.parametrize("keep", [1, 2])
-def test_a_kill_at_any_moment_leaves_a_whole_one(
-    step: int, keep: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    survivors = set()
-    for moment in range(100):
-        folder = tmp_path / str(moment)
-        prepare(folder)
-        save(folder, 1, keep=keep, run="old")
-        save(folder, 2, keep=keep, run="old")
-        with pytest.MonkeyPatch.context() as patch:
-            done = kill_at(moment, patch)
-            try:
-                prepare(folder)
-                save(folder, step, keep=keep, run="new")
-                is_complete = True
-            except Killed:
-                is_complete = False
-        for _ in range(2):  # as it is found, and after the next start
-            found = newest(folder)
-            assert found is not None, done
-            for path in checkpoints(folder):
-                verify(path)
-            manifest = read_manifest(found)
-            assert manifest.step == step if manifest.progress["run"] == "new" else manifest.step == 2, done
-            prepare(folder)
-        assert not caplog.records, "nothing damaged may be in sight"
-        assert all(name.startswith("step-") for name in names(folder))
-        survivors.add(manifest.progress["run"])
-        if is_complete:
-            break
-    assert is_complete
-    assert moment > 10, "the kills missed the file operations"
-    assert survivors == {"old", "new"}
-    assert manifest.progress["run"] == "new"

@@ -1,7 +1,7 @@
-"""A loss of power after any operation: the new checkpoint is found or the one before, and never less than was promised.
+"""A kill or a loss of power after any operation leaves the new checkpoint or the one before, never less than promised.
 
-Every operation that changes names or flushes is recorded. After each one a disk may hold, besides all of it, only what
-was flushed, or all names but only the bytes that were flushed.
+Every operation that changes names or flushes is recorded. After each one a disk may hold all of it, only what was
+flushed, or all names but only the bytes that were flushed.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any
 import pytest
 
 from dmt.training.checkpoints import Checkpointer, newest, read_manifest
+from dmt.training.checkpoints.store import prepare
 from tests.training.checkpoints.made import alone, linear
 
 Tree = dict[str, Any]
@@ -42,8 +43,9 @@ class Disk:
             if name == "fsync":
                 self._flush(arguments[0])
             self._hold(self._root)
-            for crash in (self._flushed(self._root.stat().st_ino), self._named(self._root)):
-                if not any(crash == before and self.promised == promised for before, promised, _ in self.crashes[-2:]):
+            root = self._root
+            for crash in (self._flushed(root.stat().st_ino), self._named(root, False), self._named(root, True)):
+                if not any(crash == before and self.promised == promised for before, promised, _ in self.crashes[-3:]):
                     self.crashes.append((crash, self.promised, f"{name}{arguments}"))
             return result
 
@@ -68,10 +70,10 @@ class Disk:
             return self._bytes.get(inode, b"")
         return {name: self._flushed(inner) for name, inner in self._names.get(inode, {}).items()}
 
-    def _named(self, path: Path) -> Any:
+    def _named(self, path: Path, is_kill: bool) -> Any:
         if not path.is_dir():
-            return self._bytes.get(path.stat().st_ino, b"")
-        return {inner.name: self._named(inner) for inner in path.iterdir()}
+            return path.read_bytes() if is_kill else self._bytes.get(path.stat().st_ino, b"")
+        return {inner.name: self._named(inner, is_kill) for inner in path.iterdir()}
 
 
 def write(tree: Tree, folder: Path) -> None:
@@ -83,19 +85,27 @@ def write(tree: Tree, folder: Path) -> None:
             (folder / name).write_bytes(inner)
 
 
-def test_a_loss_of_power_leaves_the_new_checkpoint_or_the_one_before(tmp_path: Path) -> None:
+@pytest.mark.parametrize("keep", [1, 2])
+def test_a_kill_or_a_loss_of_power_leaves_the_new_checkpoint_or_the_one_before(
+    keep: int, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     root = tmp_path / "disk"
     root.mkdir()
     with alone() as mesh, pytest.MonkeyPatch.context() as patch:
         disk = Disk(root, patch)
-        checkpointer = Checkpointer(root / "run" / "checkpoint", mesh, keep=1)
+        checkpointer = Checkpointer(root / "run" / "checkpoint", mesh, keep=keep)
         # The second one of step 2 takes the place of the first.
         for number, step in enumerate((1, 2, 2, 3), 1):
             assert checkpointer.save(linear(number), None, step=step, progress={"save": number})
             disk.promised = number
-    assert len(disk.crashes) > 50
+    assert len(disk.crashes) > 40
     for case, (tree, promised, operation) in enumerate(disk.crashes):
+        folder = tmp_path / str(case) / "run" / "checkpoint"
         write(tree, tmp_path / str(case))
-        found = newest(tmp_path / str(case) / "run" / "checkpoint")
-        saved = 0 if found is None else read_manifest(found).progress["save"]
-        assert promised <= saved <= promised + 1, operation
+        for _ in range(2):  # as it is found, and after the next start
+            found = newest(folder)
+            saved = 0 if found is None else read_manifest(found).progress["save"]
+            assert promised <= saved <= promised + 1, operation
+            prepare(folder)
+        assert all(path.name.startswith("step-") for path in folder.iterdir()), operation
+    assert not [text for text in caplog.messages if "passed over" in text], "nothing damaged may be in sight"

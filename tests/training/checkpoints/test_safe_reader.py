@@ -8,7 +8,6 @@ import io
 import operator
 import os
 import pickle
-import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -130,13 +129,9 @@ def test_no_other_attribute_is_taken(taken: tuple[Any, str], folder: Path) -> No
 
 
 def bombs(mark: Path) -> list[Call]:
-    touch = f"open({str(mark)!r}, 'w').close()"
     return [
         Call(os.mkdir, str(mark)),
-        Call(os.system, f"touch {mark}"),
-        Call(exec, touch),
-        Call(eval, touch),
-        Call(shutil.copy, __file__, str(mark)),
+        Call(exec, f"open({str(mark)!r}, 'w').close()"),
         Call(subprocess.run, ["touch", str(mark)]),
         Call(Path.touch, mark),
         Call(operator.call, os.mkdir, str(mark)),
@@ -146,7 +141,7 @@ def bombs(mark: Path) -> list[Call]:
 
 
 @pytest.mark.parametrize("inside", [False, True])
-@pytest.mark.parametrize("number", range(10))
+@pytest.mark.parametrize("number", range(7))
 def test_an_index_that_runs_a_program_does_not(number: int, inside: bool, folder: Path) -> None:
     mark = folder.parent / "ran"
     index: Any = bombs(mark)[number]
@@ -157,7 +152,7 @@ def test_an_index_that_runs_a_program_does_not(number: int, inside: bool, folder
     with pytest.raises(InputError, match=r"\.metadata holds code: it names [\w.]+, which an index has no use for"):
         load(folder)
     assert not mark.exists()
-    if number < 9:
+    if number < 6:
         index_of(folder)
         assert mark.exists(), "the bomb is a dud"
 
