@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from dmt.training.checkpoints import Checkpointer, newest, read_manifest
+from dmt.training.checkpoints import Checkpointer, checkpoints, newest, read_manifest
 from dmt.training.checkpoints.store import prepare
 from tests.training.checkpoints.made import alone, linear
 
@@ -107,5 +107,5 @@ def test_a_kill_or_a_loss_of_power_leaves_the_new_checkpoint_or_the_one_before(
             saved = 0 if found is None else read_manifest(found).progress["save"]
             assert promised <= saved <= promised + 1, operation
             prepare(folder)
-        assert all(path.name.startswith("step-") for path in folder.iterdir()), operation
+        assert {*folder.iterdir()} == {*checkpoints(folder)}, operation
     assert not [text for text in caplog.messages if "passed over" in text], "nothing damaged may be in sight"

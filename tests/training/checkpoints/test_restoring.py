@@ -330,24 +330,26 @@ def test_a_count_kept_by_every_shard_is_saved_once() -> None:
 
 
 def test_row_wise_state_is_cut_anew(tmp_path: Path) -> None:
-    """1 -> 2 -> 3 -> 1 column shards: each takes the mean over its columns."""
-    name = "optimizer.t.weight.t.momentum1"
+    """Each column range takes the mean over its own columns, also 3 -> 2 and 3 -> 1."""
 
-    def shards(**values: list[float]) -> dict[str, Shards]:
+    def shards(values: dict[tuple[int, int], float]) -> dict[str, Shards]:
         return {
-            f"{name}.columns_{columns.strip('_')}": Shards(whole=(3,), table="t", tensors={(0,): torch.tensor(rows)})
-            for columns, rows in values.items()
+            f"optimizer.t.weight.t.momentum1.columns_{first}_{end}": Shards(
+                whole=(3,), table="t", tensors={(0,): torch.full((3,), value)}
+            )
+            for (first, end), value in values.items()
         }
 
-    saved = shards(_0_12=[1.0, 2.0, 4.0])
     with alone() as mesh:
-        for number, columns in enumerate((["_0_8", "_8_12"], ["_0_4", "_4_8", "_8_12"], ["_0_6", "_6_12"], ["_0_12"])):
-            path = tmp_path / str(number)
-            path.mkdir()
-            files = write_tensors(saved, path, mesh.global_group)
-            saved = shards(**{one: [0.0, 0.0, 0.0] for one in columns})
-            TensorReader(path, files).fill(saved)
-            if number == 1:  # unlike numbers, which a mean must weigh
-                saved[f"{name}.columns_4_8"].tensors[(0,)].fill_(10.0)
-    (found,) = saved.values()
-    assert found.tensors[(0,)].tolist() == pytest.approx([4.0, 14 / 3, 6.0], rel=1e-6)
+        files = write_tensors(shards({(0, 4): 1.0, (4, 8): 10.0, (8, 12): 4.0}), tmp_path, mesh.global_group)
+    for wanted in (
+        {(0, 12): 5.0},
+        {(0, 8): 5.5, (8, 12): 4.0},
+        {(0, 6): 4.0, (6, 12): 6.0},
+        {(0, 5): 14 / 5, (5, 12): 46 / 7},
+        {(0, 2): 1.0, (2, 4): 1.0, (4, 12): 7.0},
+    ):
+        state = shards(dict.fromkeys(wanted, 0.0))
+        TensorReader(tmp_path, files).fill(state)
+        for name, shard in shards(wanted).items():
+            assert torch.allclose(state[name].tensors[(0,)], shard.tensors[(0,)], rtol=1e-6), name
