@@ -7,17 +7,24 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
+from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from dmt._torchrec import norms
 from dmt.collectives import run_on_all_or_raise
+from dmt.errors import InputError, ReplicaMismatchError
+from dmt.formatting import shorten
 from dmt.replicas.sync import ReplicaSync
+from dmt.sptt.dataflow import SPTTModule
 from dmt.sptt.mesh import TowerMesh
+from dmt.sptt.state import checksum
 from dmt.training.config import TrainConfig
-from dmt.training.health import SoundnessCheck, judge
 from dmt.training.metrics import StepTimer
 
 __all__ = ["SIGNALS", "Agreed", "Agreement", "Signals"]
@@ -33,6 +40,10 @@ _MEET_EVERY_S = 2.0
 _SECOND_SIGNAL_S = 2.0
 # Where a checkpoint changes what comes after it, a clock would make every run another one.
 _STEPS_OF_DELAYED_STATES = 10_000
+_NEVER = 2**52  # a step, in float64
+_LOSS = "the loss"
+# What of a rank was not finite, with the first step at which it was not; and the checksums of its copies, by name.
+_Report = tuple[dict[str, float], dict[str, int]]
 
 
 class Signals:
@@ -90,10 +101,15 @@ class Agreement:
     decides about ``save_minutes`` and about the next meeting. With replicas, saves and stops are at the steps after
     which replicas are averaged anyway: they then change no weight.
 
+    Sound means: the logits and gradients of all steps were finite, and copies of one parameter (dense layers, tower
+    modules, data-parallel tables, hot rows) have the same bits on all ranks. It is looked at where the loss is recorded
+    and before each save. A number of a table that only one rank holds is noticed when a sample reads it, and at the
+    latest when it is saved (`dmt.training.checkpoints.Checkpointer`).
+
     Args:
         config: of the loop.
+        model: the sharded model.
         mesh: the groups.
-        health: looked at where the loss is recorded and before each save.
         timer: of the steps.
         replicas: None for a single one.
         signals: those of this rank.
@@ -102,14 +118,14 @@ class Agreement:
     def __init__(
         self,
         config: TrainConfig,
+        model: nn.Module,
         mesh: TowerMesh,
         *,
-        health: SoundnessCheck,
         timer: StepTimer,
         replicas: ReplicaSync | None,
         signals: Signals,
     ) -> None:
-        self._config, self._mesh, self._health, self._timer, self._signals = config, mesh, health, timer, signals
+        self._config, self._mesh, self._timer, self._signals = config, mesh, timer, signals
         self._interval = 1 if replicas is None else replicas.interval
         every = config.save_every
         if every is None and replicas is not None and replicas.delays_states:
@@ -117,6 +133,22 @@ class Agreement:
         self._save_every = None if every is None else self._rounded(every)
         self._next, self._save_at, self._stop_at, self._checked = 1, -1, -1, -1
         self._saved_at = time.monotonic()
+        parameters = in_backward_optimizer_filter(model.named_parameters())
+        self._trained = {name: parameter for name, parameter in parameters if parameter.requires_grad}
+        self._copies = {
+            name: value.detach() for name, value in model.state_dict().items() if not isinstance(value, ShardedTensor)
+        }
+        self._towers = [part for part in model.modules() if isinstance(part, SPTTModule)]
+        # The first step at which the loss, and the gradient of each parameter, was not finite.
+        self._since = torch.full((1 + len(self._trained),), _NEVER)
+
+    @torch.no_grad()
+    def note(self, step: int, logits: Tensor) -> None:
+        """Notes after every step whether the logits [B] and the gradients are finite, on the device without a wait."""
+        zero = logits.new_zeros(1)
+        gradients = norms([zero if p.grad is None else p.grad for p in self._trained.values()])
+        finite = torch.stack([logits.sum(), *gradients]).isfinite()
+        self._since = self._since.to(finite.device).where(finite, self._since.clamp(max=step))
 
     def is_due(self, step: int) -> bool:
         """Returns whether the ranks meet after a step."""
@@ -147,9 +179,22 @@ class Agreement:
 
     def check(self, step: int) -> None:
         """Checks that the state after a step is sound, unless that is known; collective, errors as of `meet`."""
-        if self._checked != step:
-            judge(step, run_on_all_or_raise(self._health.report, self._mesh.global_group))
-            self._checked = step
+        if self._checked == step:
+            return
+        reports = run_on_all_or_raise(self._report, self._mesh.global_group)
+        if any(not_finite for not_finite, _ in reports):
+            raise _diverged([not_finite for not_finite, _ in reports])
+        _compare_copies(step, [checksums for _, checksums in reports])
+        self._checked = step
+
+    def _report(self) -> _Report:
+        names = [_LOSS, *(f"the gradient of {name}" for name in self._trained)]
+        not_finite = {name: step for name, step in zip(names, self._since.tolist(), strict=True) if step != _NEVER}
+        copies = dict(self._copies)
+        for module in self._towers:
+            module.write_back()
+            copies |= {} if module.hot is None else module.hot.tensors
+        return not_finite, {name: checksum(copy) for name, copy in copies.items()}
 
     def _news(self, loss: Tensor) -> tuple[float, int, bool, int]:
         """Returns the loss, the signal, whether it is time to save, and steps to the next meeting."""
@@ -170,3 +215,35 @@ class Agreement:
 
     def _rounded(self, step: int) -> int:
         return -(-step // self._interval) * self._interval
+
+
+def _compare_copies(step: int, by_rank: Sequence[dict[str, int]]) -> None:
+    """Raises `ReplicaMismatchError` where copies differ; a rank may lack some, which is no fault."""
+    first: dict[str, tuple[int, int]] = {}
+    apart = []
+    for rank, checksums in enumerate(by_rank):
+        for name, value in checksums.items():
+            holder, expected = first.setdefault(name, (rank, value))
+            if value != expected:
+                apart.append(f"{name} of rank {rank} differs from that of rank {holder}")
+    if apart:
+        raise ReplicaMismatchError(
+            f"Copies that must be equal are not, seen at step {step}: {shorten(apart)}. Nothing of this state is "
+            "saved. Look for a fault of the memory or the network of these ranks; run again, and training goes on "
+            "from the last checkpoint."
+        )
+
+
+def _diverged(by_rank: Sequence[dict[str, float]]) -> InputError:
+    first = min(step for not_finite in by_rank for step in not_finite.values())
+    at_first = [[name for name, step in not_finite.items() if step == first] for not_finite in by_rank]
+    seen = list(dict.fromkeys(name for names in at_first for name in names))
+    # A bad loss makes all gradients bad, on all ranks.
+    blamed = [_LOSS] if _LOSS in seen else seen
+    ranks = [str(rank) for rank, names in enumerate(at_first) if set(blamed) & set(names)]
+    return InputError(
+        f"Training has diverged: NaN or infinity at step {int(first)} in {shorten(blamed, ', ')} of rank "
+        f"{shorten(ranks, ', ')}. Nothing of this state is saved. Lower optimizer.sparse_lr or optimizer.dense_lr, "
+        "lengthen optimizer.warmup_steps, or look for huge values in the dense columns; run again, and training goes "
+        "on from the last checkpoint."
+    )

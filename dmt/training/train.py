@@ -39,7 +39,6 @@ from dmt.training.console import progress_bar
 from dmt.training.data.batch import ClickBatch
 from dmt.training.device import current_device, on_all_ranks, process_group
 from dmt.training.factory import probability_warning
-from dmt.training.health import SoundnessCheck
 from dmt.training.job import Job, open_job
 from dmt.training.metrics import ClickMetrics, MetricValues, StepTimer, measure_traffic
 from dmt.training.preflight import checked_model, preflight
@@ -176,8 +175,8 @@ def train_steps(run: Run, at: Position, signals: Signals) -> tuple[Position, Ste
     config, mesh = run.job.config.train, run.mesh
     at = replace(at, lanes=at.lanes or mesh.topology.world_size)
     rows, last = step_rows(run.job, at), _total_steps(run.job, step_rows(run.job, at))
-    health, timer = SoundnessCheck(run.model), StepTimer()
-    agreement = Agreement(config, mesh, health=health, timer=timer, replicas=run.replicas, signals=signals)
+    timer = StepTimer()
+    agreement = Agreement(config, run.model, mesh, timer=timer, replicas=run.replicas, signals=signals)
     followers = [part for part in (run.replicas, run.hot_rows) if part is not None]
     with progress_bar(initial=at.step, total=last, enabled=mesh.rank == 0) as bar:
         for epoch, batches in stretches(run, at):
@@ -195,7 +194,7 @@ def train_steps(run: Run, at: Position, signals: Signals) -> tuple[Position, Ste
                 at = replace(at, step=at.step + 1, rows=at.rows + rows)
                 bar.update(1)
                 timer.step()
-                health.note(at.step, logits)
+                agreement.note(at.step, logits)
                 if not agreement.is_due(at.step):
                     continue
                 agreed = agreement.meet(at.step, binary_cross_entropy_with_logits(logits, labels))

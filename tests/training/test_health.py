@@ -23,7 +23,6 @@ from dmt.training import agreement
 from dmt.training import train as training
 from dmt.training.checkpoints import checkpoints
 from dmt.training.config import TrainingConfig
-from dmt.training.health import judge
 from dmt.training.job import open_job
 from dmt.training.preflight import check_same_input
 from dmt.training.resume import checkpoint_folder
@@ -165,11 +164,12 @@ def test_the_checkpoint_before_a_divergence_stays_and_resumes(asynchronous: bool
 def counted_on_rank(rank: int, values: dict[str, Any]) -> list[int]:
     steps: list[int] = []
 
-    def counted(step: int, reports: Any) -> None:
+    def counted(step: int, by_rank: Any) -> None:
         steps.append(step)
-        judge(step, reports)
+        compare(step, by_rank)
 
-    with patch.object(agreement, "judge", counted):
+    compare = agreement._compare_copies
+    with patch.object(agreement, "_compare_copies", counted):
         run_on_rank(rank, values, None)
     return steps
 

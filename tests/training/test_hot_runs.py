@@ -13,7 +13,6 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 
-from dmt.collectives import gather_objects
 from dmt.errors import InputError, ReplicaMismatchError
 from dmt.hot_rows.profile import AccessProfile, RowCounts
 from dmt.hot_rows.runtime import HotRowsState
@@ -22,11 +21,12 @@ from dmt.sptt.mesh import TowerMesh
 from dmt.testing import gather_plain_state
 from dmt.training import build
 from dmt.training.access import load_hot_rows, load_profile, save_hot_rows, save_profile
+from dmt.training.agreement import Agreement, Signals
 from dmt.training.check.shrink import with_values
 from dmt.training.checkpoints import load_plain
 from dmt.training.config import TrainingConfig
-from dmt.training.health import SoundnessCheck, judge
 from dmt.training.job import open_data, open_job
+from dmt.training.metrics import StepTimer
 from dmt.training.preflight import resolve
 from dmt.training.resume import checkpoint_folder
 from dmt.training.train import train_job
@@ -182,15 +182,15 @@ def unsound_on_rank(rank: int, folder: str) -> str:
     hot = build.hot_rows(job, model := build.shard_model(job, mesh), mesh)
     assert hot is not None
     hot.replicate({next(iter(job.tables)).name: [3, 5]})
-    check = SoundnessCheck(model)
+    check = Agreement(config.train, model, mesh, timer=StepTimer(), replicas=None, signals=Signals())
     model(next(iter(job.data.batches("train", rank=rank, world_size=4, batch_size=16))))[0].backward()
-    judge(1, gather_objects(check.report(), mesh.global_group))
+    check.check(1)
     (copies,) = (part.hot for part in model.modules() if isinstance(part, SPTTModule))
     assert copies is not None
     if rank == 2:
         next(iter(copies.tensors.values()))[1, 3] += 1e-6
     try:
-        judge(2, gather_objects(check.report(), mesh.global_group))
+        check.check(2)
     except ReplicaMismatchError as error:
         return str(error)
     return ""

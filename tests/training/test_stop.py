@@ -20,7 +20,7 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 from click.testing import CliRunner
-from torch import Tensor
+from torch import Tensor, nn
 
 from dmt.replicas.sync import ReplicaSync
 from dmt.sptt.mesh import TowerMesh
@@ -30,7 +30,6 @@ from dmt.training.__main__ import _how_to_go_on, main
 from dmt.training.agreement import SIGNALS, Agreement, Signals
 from dmt.training.checkpoints import checkpoints, newest, read_manifest
 from dmt.training.config import TrainConfig, TrainingConfig
-from dmt.training.health import SoundnessCheck
 from dmt.training.metrics import StepTimer
 from dmt.training.records import read_curves
 from dmt.training.train import _settle_replicas
@@ -52,14 +51,14 @@ def config(folder: Path, **settings: Any) -> dict[str, Any]:
 
 def trains_on_rank(rank: int, values: dict[str, Any], signals: dict[int, tuple[int, int]] | None) -> dict[str, Any]:
     """Trains; ranks are sent signals after steps: ``signals`` has (step, signal) by rank."""
-    note, step_of, number = SoundnessCheck.note, *(signals or {}).get(rank, (0, 0))
+    note, step_of, number = Agreement.note, *(signals or {}).get(rank, (0, 0))
 
-    def signalled(self: SoundnessCheck, step: int, logits: Tensor) -> None:
+    def signalled(self: Agreement, step: int, logits: Tensor) -> None:
         if step == step_of:
             os.kill(os.getpid(), number)
         note(self, step, logits)
 
-    with patch.object(run, "process_group", on_mesh), patch.object(SoundnessCheck, "note", signalled):
+    with patch.object(run, "process_group", on_mesh), patch.object(Agreement, "note", signalled):
         return run.train(TrainingConfig.model_validate(values))
 
 
@@ -232,10 +231,8 @@ def read_steps(folder: Path) -> list[int]:
 
 
 def agreement(mesh: TowerMesh, *, interval: int = 1, delayed: bool = False, **train: Any) -> Agreement:
-    health: Any = SimpleNamespace(report=lambda: ({}, {}))
     replicas: Any = SimpleNamespace(interval=interval, delays_states=delayed)
-    settings = {"health": health, "timer": StepTimer(), "replicas": replicas, "signals": Signals()}
-    return Agreement(TrainConfig(**train), mesh, **settings)
+    return Agreement(TrainConfig(**train), nn.Module(), mesh, timer=StepTimer(), replicas=replicas, signals=Signals())
 
 
 def saves(times: Agreement, steps: range) -> list[int]:
