@@ -183,7 +183,7 @@ def train_steps(run: Run, at: Position, signals: Signals) -> tuple[Position, Ste
             at = at.in_epoch(epoch)
             if batches is None:
                 break
-            if at.step and _is_due(at.step, config.eval_every):
+            if at.step and config.eval_every and at.step % config.eval_every == 0:
                 # Also where a run goes on that was killed before this evaluation.
                 bar.clear()
                 run.record.evaluation(at.step, evaluate(run))
@@ -217,11 +217,8 @@ def train_steps(run: Run, at: Position, signals: Signals) -> tuple[Position, Ste
 
 def _warn_of_probabilities(run: Run, logits: Tensor) -> None:
     factory = run.job.config.model.factory
-    if (
-        factory
-        and run.mesh.rank == 0
-        and (text := probability_warning(factory, float(logits.min()), float(logits.max())))
-    ):
+    text = "" if factory is None else probability_warning(factory, float(logits.min()), float(logits.max()))
+    if text and run.mesh.rank == 0:
         logger.warning(text)
 
 
@@ -319,13 +316,9 @@ def result_of(run: Run, at: Position, metrics: MetricValues, timer: StepTimer) -
             "bytes_per_sample": sum(sizes) / (rows * replicas.interval),
         }
     if hot is not None:
-        by_table = {name: len(of_table) for name, of_table in hot.rows.items()}
-        options["hot_rows"] = {
-            "rows": sum(by_table.values()),
-            "bytes_per_rank": hot.num_bytes,
-            "rows_by_table": by_table,
-            "left_out": hot.left_out,
-        }
+        rows_by_table = {name: len(rows_of_table) for name, rows_of_table in hot.rows.items()}
+        numbers = {"rows": sum(rows_by_table.values()), "bytes_per_rank": hot.num_bytes, "left_out": hot.left_out}
+        options["hot_rows"] = {**numbers, "rows_by_table": rows_by_table}
     if isinstance(run.pipeline, TrainPipelineSparseDist):
         run.pipeline.detach()
     batch = job.first_batch(mesh).to(current_device(job.device_type))
@@ -350,7 +343,3 @@ def _total_steps(job: Job, step_rows: int) -> int | None:
     if rows is not None:
         limits.append(config.epochs * (rows // step_rows))
     return min(limits, default=None)
-
-
-def _is_due(step: int, every: int | None) -> bool:
-    return every is not None and step % every == 0

@@ -168,12 +168,6 @@ def test_a_profile_file_chooses_the_first_rows(tmp_path: Path) -> None:
         assert len(chosen) == 6
 
 
-def test_a_profile_that_cannot_be_read_ends_a_run_before_it_begins(tmp_path: Path) -> None:
-    hot = {"extra_memory": 0.5, "profile": str(tmp_path / "absent.parquet")}
-    with pytest.raises(InputError, match=r"Access profile .*absent.parquet: cannot be read"):
-        resolve(config_of(tmp_path, "absent", hot_rows=hot), 4)
-
-
 def unsound_on_rank(rank: int, folder: str) -> str:
     """One number of a copy changes on rank 2."""
     config = config_of(Path(folder), "unsound", hot_rows={"extra_memory": 0.5})

@@ -61,7 +61,6 @@ def expected(by_rank: list[list[Batch]]) -> tuple[float, float, float]:
 CASES = {
     "uneven ranks": [[draw(0, 50), draw(1, 7)], [draw(2, 3)], [draw(3, 200)]],
     "a rank without rows": [[draw(4, 60)], [], [draw(5, 30)]],
-    "a rank with padding only": [[draw(6, 60)], [([9.0, 9.0], [0.0, 0.0], [0.0, 0.0])], [draw(7, 30)]],
     "padding": [[draw(8, 60, padding=20)], [draw(9, 5, padding=100)], [draw(10, 1, padding=3)]],
     "ties": [[draw(11, 400, distinct=2)], [draw(12, 300, distinct=1)], [draw(13, 5, distinct=1)]],
     "all tied": [[([0.5] * 4, [0.0, 1.0, 1.0, 0.0], [1.0] * 4)], [], [([0.5], [0.0], [1.0])]],
