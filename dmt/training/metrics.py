@@ -57,10 +57,9 @@ class ClickMetrics:
         # Counts by label and bin; then the sums of losses, of labels, of rows, and of rows whose logit is not finite.
         self._sums = torch.zeros(2 * _BINS + 4, dtype=torch.float64)
 
-    def update(self, logits: Tensor, labels: Tensor, weights: Tensor | None = None) -> None:
+    def update(self, logits: Tensor, labels: Tensor, weights: Tensor) -> None:
         """Adds a batch: logits, labels and weights of [B]; rows of weight 0 are padding and are left out."""
-        logits, labels = logits.double(), labels.double()
-        weights = torch.ones_like(logits) if weights is None else weights.double()
+        logits, labels, weights = logits.double(), labels.double(), weights.double()
         self._sums = self._sums.to(logits.device)
         finite = logits.isfinite()
         logits = logits.where(finite, 0.0)
@@ -106,8 +105,7 @@ def metric_values(logits: Tensor, labels: Tensor) -> MetricValues:
         (1.0, 3)
     """
     metrics = ClickMetrics()
-    if len(labels):
-        metrics.update(logits, labels)
+    metrics.update(logits, labels, torch.ones_like(labels))
     return metrics.compute()
 
 

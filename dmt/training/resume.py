@@ -221,10 +221,10 @@ def restore_run(
 def restore_hot_rows(start: Start, hot: HotRows | None, mesh: TowerMesh) -> None:
     """Gives hot rows the copies and counts of the checkpoint that a run goes on from, if it has some; collective."""
     folder = start.folder
-    if hot is None or folder is None or start.position == Position():
-        return
-    if (state := on_all_ranks(lambda: load_hot_rows(folder), mesh)) is not None:
-        hot.load_state(state)
+    if hot is not None and folder is not None and start.position.step:
+        state = on_all_ranks(lambda: load_hot_rows(folder), mesh)
+        if state is not None:
+            hot.load_state(state)
 
 
 def progress_of(job: Job, at: Position, start: Start, mesh: TowerMesh) -> dict[str, Any]:

@@ -54,17 +54,12 @@ def checkpoint_of(
     if data_path is not None:
         if config.data.kind == "synthetic":
             raise InputError(f"{run} was trained on synthetic clicks; rows of a file do not fit it. Leave out --data.")
-        config = config.model_copy(update={"data": with_files(_raw_data(checkpoint, config.data), data_path)})
+        raw, remedy, data = checkpoint / RAW_DATA, "Use another checkpoint.", config.data
+        if raw.exists():
+            data = data_section(read_json(raw, place=str(raw), remedy=remedy), str(raw), remedy)
+        config = config.model_copy(update={"data": with_files(data, data_path)})
     check_allowed(str(file), {"model.factory": config.model.factory, "data.source": config.data.source}, functions)
     return checkpoint, config
-
-
-def _raw_data(checkpoint: Path, config: DataConfig) -> DataConfig:
-    """Returns the settings for raw rows that a checkpoint keeps."""
-    if not (file := checkpoint / RAW_DATA).exists():
-        return config
-    remedy = "Use another checkpoint."
-    return data_section(read_json(file, place=str(file), remedy=remedy), str(file), remedy)
 
 
 def data_section(record: Any, place: str, remedy: str) -> DataConfig:
@@ -91,8 +86,8 @@ def trained_model(
         try:
             checkpoint, config = checkpoint_of(run, data_path, functions)
             data, towers = open_data(config)
-            tables = tuple(data.tables)
-            job = Job(config=config, tables=tables, num_dense=len(data.dense_names), towers=towers, source=data)
+            tables, num_dense = tuple(data.tables), len(data.dense_names)
+            job = Job(config=config, tables=tables, num_dense=num_dense, towers=towers, source=data)
             task = ClickTask(build_model(job))
             restore(checkpoint, task, None, is_verified=True)
             return checkpoint, job, task.model.eval()

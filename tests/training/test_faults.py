@@ -226,8 +226,8 @@ def many_kills(run: TrainingConfig, seed: int) -> list[Kill]:
         kill("saved", nth=5),
     ]
     on_the_way = draw.sample(on_the_way, 16)
-    # Started again at the end, a run saves its last checkpoint once more.
-    at_the_end = [kill("evaluation"), kill("in place", [0]), kill("deleting", [0]), kill("result", [0])]
+    # Started again at the end, a run is evaluated from its last checkpoint once more.
+    at_the_end = [kill("evaluation"), kill("restored"), kill("evaluation"), kill("result", [0])]
     return [*on_the_way, *at_the_end]
 
 

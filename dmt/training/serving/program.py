@@ -91,7 +91,8 @@ class ServedTables(nn.Module):
         self._bits = TABLE_BITS.get(stored)
         names = get_embedding_names_by_table(configs)
         self._outputs = [name for of_table in names for name in of_table]
-        self._lookups = [(config.feature_names, _mode(config.pooling)) for config in configs]
+        modes = ["mean" if config.pooling is PoolingType.MEAN else "sum" for config in configs]
+        self._lookups = [(config.feature_names, mode) for config, mode in zip(configs, modes, strict=True)]
         self._widths = [config.embedding_dim for config in configs for _ in config.feature_names]
         for number, config in enumerate(configs):
             weight = tables.embedding_bags[config.name].weight.detach()
@@ -120,10 +121,6 @@ class ServedTables(nn.Module):
             weight = restore_rows(weight.index_select(0, ids), scales.index_select(0, ids), bits=self._bits)
             ids = torch.arange(ids.shape[0], device=ids.device)
         return functional.embedding_bag(ids, weight, offsets, mode=mode, include_last_offset=True).float()
-
-
-def _mode(pooling: PoolingType) -> str:
-    return "mean" if pooling is PoolingType.MEAN else "sum"
 
 
 class _Ids(dict[str, JaggedTensor]):
@@ -157,19 +154,16 @@ class ServedModel(nn.Module):
         super().__init__()
         self._features = tuple(features)
         self._shards = {name: shard_names(name, widths) for name, widths in (splits or {}).items()}
-        served = {
-            id(part): ServedTables(part, stored=stored)
-            for part in model.modules()
-            if type(part) is EmbeddingBagCollection
-        }
         # What the memo has is put in the copy's place, and tables are never copied.
-        memo: dict[int, Any] = dict(served)
-        left = [name for name, part in model.named_modules() if _is_unserved(part)]
-        if left:
-            raise InputError(
-                f"The module {left[0]!r} has tables that cannot be exported: only EmbeddingBagCollection can, and no "
-                "subclass of it."
-            )
+        memo: dict[int, Any] = {}
+        for name, part in model.named_modules():
+            if type(part) is EmbeddingBagCollection:
+                memo[id(part)] = ServedTables(part, stored=stored)
+            elif isinstance(part, EmbeddingBagCollection | EmbeddingCollection):
+                raise InputError(
+                    f"The module {name!r} has tables that cannot be exported: only EmbeddingBagCollection can, and no "
+                    "subclass of it."
+                )
         self.model = copy.deepcopy(model, memo).eval()
 
     def forward(self, dense: Tensor, ids: dict[str, Tensor], lengths: dict[str, Tensor]) -> Tensor:
@@ -195,10 +189,6 @@ class ServedModel(nn.Module):
                 found[key] = JaggedTensor(values=ids[name], lengths=length, offsets=offsets)
         logits: Tensor = self.model(dense, found)
         return logits.reshape(-1)
-
-
-def _is_unserved(part: nn.Module) -> bool:
-    return isinstance(part, EmbeddingBagCollection | EmbeddingCollection) and type(part) is not EmbeddingBagCollection
 
 
 def make_program(model: ServedModel, *, num_dense: int, features: Sequence[str]) -> torch.export.ExportedProgram:
