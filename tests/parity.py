@@ -180,7 +180,7 @@ def share(oracle: PlainTraining) -> None:
         parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     numbers = [number for parameter in parameters for number in (parameter.data, parameter.grad)]
     for table in (table for tables in oracle.tables for table in tables.values()):
-        numbers += [state for states in table.states for state in states]
+        numbers += table.states
     together = torch.cat([number.flatten() for number in numbers])
     dist.broadcast(together, src=0)
     for number, part in zip(numbers, together.split([number.numel() for number in numbers]), strict=True):

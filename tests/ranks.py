@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
 
-from dmt.testing.ranks import RankPool
+from dmt.testing.ranks import Rank, run_on_ranks
 
-# Deliberately absurd: nothing may guess the topology from the environment.
-_ENVIRONMENT = {"LOCAL_WORLD_SIZE": "7"}
-_SHARED = RankPool(_ENVIRONMENT)
+_SHARED: list[Rank] = []
 
 
 def run_ranks(
@@ -20,10 +19,14 @@ def run_ranks(
 
     ``fresh``: in processes of its own, for a function that leaves its process changed or killed.
     """
-    if not fresh:
-        return _SHARED.run(function, world_size, *args, timeout_s=timeout_s)
-    with RankPool(_ENVIRONMENT) as pool:
-        return pool.run(function, world_size, *args, timeout_s=timeout_s)
+    ranks = None if fresh else _SHARED
+    return run_on_ranks(in_absurd_environment, world_size, function, args, timeout_s=timeout_s, ranks=ranks)
+
+
+def in_absurd_environment(rank: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
+    """Nothing may guess the topology from the environment."""
+    os.environ["LOCAL_WORLD_SIZE"] = "7"
+    return function(rank, *args)
 
 
 def loaded_modules(rank: int) -> list[str]:

@@ -479,7 +479,10 @@ class Oracle:
             (row, column), (rows, columns) = places[table_name(name)]
             starts = [sum(plain.widths[:i]) for i in range(len(plain.widths))]
             # The weight comes first, then states in the order of FBGEMM's numbers.
-            expected = [plain.weight.detach()[:, column : column + columns], *plain.states[starts.index(column)]]
+            # One number a row and shard, or as many as weights.
+            shard, part = starts.index(column), slice(column, column + columns)
+            states = [state[:, part if state.shape == plain.weight.shape else shard] for state in plain.states]
+            expected = [plain.weight.detach()[:, part], *states]
             for one, whole in zip(own, expected, strict=True):
                 bound = self.bounds.relative * float(whole.abs().max())
                 if one.is_weight:
@@ -521,7 +524,7 @@ def train(rank: int, case: Case, mesh: TowerMesh | None = None) -> tuple[Worst, 
         share(oracle.training)
         ours.sync.check()
         oracle.compare_tables()
-    after = gather_plain_state(ours.model, num_replicas=case.replicas)
+    after = gather_plain_state(ours.model)
     oracle.compare_whole(after)
     oracle.worst["moved"] = oracle.moved
     return oracle.worst, after

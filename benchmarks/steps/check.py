@@ -21,7 +21,6 @@ from benchmarks.steps.inputs import random_batch
 from benchmarks.steps.needed import column_cuts
 from benchmarks.steps.setting import Setting
 from dmt.testing import PlainTraining, load_plain_state
-from dmt.testing.state import TableLayout
 from dmt.training.build import fused_params
 from dmt.training.data.batch import ClickBatch
 
@@ -102,7 +101,7 @@ class PlainModel:
                 [model],
                 fused_params=fused_params(OPTIMIZER),
                 make_optimizer=lambda named: torch.optim.SGD(named.values(), lr=OPTIMIZER.dense_lr),
-                layout=TableLayout(column_widths=cuts),
+                layout=cuts,
             )
             before = self._losses_by_rank(model, step=0)
             loss, _ = model(_joined([check_batches(self._setting, r)[0] for r in range(self._setting.world_size)]))

@@ -15,17 +15,11 @@ if TYPE_CHECKING:
     from dmt.testing.state import load_plain_state as load_plain_state
     from dmt.testing.state import table_layout as table_layout
 
-_HOME = {
-    "PlainTraining": "plain",
-    "gather_plain_state": "state",
-    "load_plain_state": "state",
-    "run_on_ranks": "ranks",
-    "table_layout": "state",
-}
+_HOME = {"PlainTraining": "plain", "run_on_ranks": "ranks"}
 __all__ = ["PlainTraining", "gather_plain_state", "load_plain_state", "run_on_ranks", "table_layout"]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME:
+    if name not in __all__:
         raise AttributeError(f"module 'dmt.testing' has no attribute {name!r}")
-    return getattr(importlib.import_module(f"dmt.testing.{_HOME[name]}"), name)
+    return getattr(importlib.import_module(f"dmt.testing.{_HOME.get(name, 'state')}"), name)

@@ -17,26 +17,19 @@ from torch import Tensor, nn
 
 from dmt.errors import InputError
 from dmt.sharding.optimizers import FUSED_DEFAULTS, MomentScale, moment_scale_of, optimizer_name
-from dmt.testing.state import TableLayout
 
 __all__ = ["PlainTable", "PlainTraining", "is_table", "table_name"]
 
 _NUM_STATES = {"rowwise_adagrad": 1, "adagrad": 1, "adam": 2, "sgd": 0}
-_TABLE = re.compile(r"(^|\.)embedding_bags\.")
 
 
 def is_table(name: str) -> bool:
     """Returns whether a parameter of this name is an embedding table."""
-    return _TABLE.search(name) is not None
+    return re.search(r"(^|\.)embedding_bags\.", name) is not None
 
 
 def table_name(name: str) -> str:
-    """Returns the table's own name from its parameter's.
-
-    Example:
-        >>> table_name("model.sparse_arch.embedding_bags.t_ad.weight")
-        't_ad'
-    """
+    """Returns ``t_ad`` for ``model.embedding_bags.t_ad.weight``: the table's own name from its parameter's."""
     return name.split(".")[-2]
 
 
@@ -60,23 +53,6 @@ class PlainTraining:
 
     Raises:
         InputError: ``moment_scale`` breaks Scaling Rule 1, or the optimizer is unknown or has no moments.
-
-    Example:
-        Two replicas look up different rows; each moves by lr g / sqrt(mean of g^2 / 2), and the mean is half of that.
-
-        >>> tables = [nn.Embedding.from_pretrained(torch.zeros(3, 2), freeze=False) for _ in range(2)]
-        >>> modules = [nn.ModuleDict({"embedding_bags": nn.ModuleDict({"t": table})}) for table in tables]
-        >>> fused = {"optimizer": "exact_row_wise_adagrad", "learning_rate": 1.0}
-        >>> training = PlainTraining(modules, fused_params=fused)
-        >>> for row, table in enumerate(tables):
-        ...     table(torch.tensor([row])).sum().backward()
-        >>> training.step()
-        >>> tables[1].weight.data
-        tensor([[-0.7071, -0.7071],
-                [-0.7071, -0.7071],
-                [ 0.0000,  0.0000]])
-        >>> training.tables[0]["embedding_bags.t.weight"].states[0][0].T
-        tensor([[0.5000, 0.5000, 0.0000]])
     """
 
     def __init__(
@@ -85,13 +61,12 @@ class PlainTraining:
         *,
         fused_params: Mapping[str, Any],
         make_optimizer: Callable[[dict[str, nn.Parameter]], torch.optim.Optimizer] | None = None,
-        layout: TableLayout | None = None,
+        layout: Mapping[str, Sequence[int]] | None = None,
         moment_scale: MomentScale = "num_replicas",
         interval: int = 1,
         optimizer_state: Literal["now", "delayed"] = "now",
         has_half_tables: bool = False,
     ) -> None:
-        layout = layout or TableLayout()
         settings = {**FUSED_DEFAULTS, **fused_params}
         scale = moment_scale_of(moment_scale, settings, len(modules))
         self.modules = list(modules)
@@ -103,20 +78,17 @@ class PlainTraining:
         """Tables of each replica, by parameter name."""
         self._interval, self._is_delayed, self._steps = interval, optimizer_state == "delayed", 0
         self._has_half_tables = has_half_tables
-        self._snapshots: dict[tuple[str, int, int], list[Tensor]] = {}
+        self._snapshots: dict[tuple[str, int], list[Tensor]] = {}
         for module in modules:
             parameters = dict(module.named_parameters())
             dense = {name: p for name, p in parameters.items() if not is_table(name) and p.requires_grad}
             if make_optimizer is not None and dense:
                 self.dense_optimizers.append(make_optimizer(dense))
-            tables = {}
-            for name, weight in parameters.items():
-                if is_table(name):
-                    widths = layout.column_widths.get(table_name(name), [weight.shape[1]])
-                    own_scale = 1.0 if table_name(name) in layout.data_parallel else scale
-                    tables[name] = PlainTable(weight, widths, settings, own_scale)
-            self.tables.append(tables)
-        self._averaged = [name for name in self.tables[0] if table_name(name) not in layout.data_parallel]
+            tables = {name: weight for name, weight in parameters.items() if is_table(name)}
+            widths = {name: (layout or {}).get(table_name(name), [tables[name].shape[1]]) for name in tables}
+            self.tables.append({name: PlainTable(tables[name], widths[name], settings, scale) for name in tables})
+        self._all_tables = [table for tables in self.tables for table in tables.values()]
+        self._averaged = [name for name, table in self.tables[0].items() if table.is_averaged]
 
     def average_gradients(self) -> None:
         """Gives all replicas the mean gradients of dense parts and data-parallel tables."""
@@ -132,85 +104,80 @@ class PlainTraining:
         self.average_gradients()
         for optimizer in self.dense_optimizers:
             optimizer.step()
-        for tables in self.tables:
-            for name, table in tables.items():
-                assert table.weight.grad is not None, f"{name} got no gradient"
-                table.step(self.learning_rate)
+        for table in self._all_tables:
+            table.step(self.learning_rate)
         self._round_tables()
         self._steps += 1
         if self._steps % self._interval == 0:
-            self._sync(is_delayed=self._is_delayed)
-
-    def sync(self) -> None:
-        """Averages weights and states now, as ``ReplicaSync.sync()`` does at the end of training."""
-        self._sync(is_delayed=False)
+            self.sync(is_delayed=self._is_delayed)
 
     @torch.no_grad()
-    def _sync(self, *, is_delayed: bool) -> None:
-        if len(self.modules) == 1:
-            return
+    def sync(self, *, is_delayed: bool = False) -> None:
+        """Averages weights and states now, as ``ReplicaSync.sync()`` does at the end of training."""
         for name in self._averaged:
             tables = [tables[name] for tables in self.tables]
             _set_to_mean([table.weight for table in tables])  # line 9
-            for shard, states in enumerate(tables[0].states):
-                for kind in range(len(states)):
-                    key, own = (name, shard, kind), [table.states[shard][kind] for table in tables]
-                    if not is_delayed:
-                        _set_to_mean(own)  # line 10
-                        continue
-                    if (before := self._snapshots.get(key)) is not None:
-                        mean = torch.stack(before).mean(dim=0)
-                        for state, old in zip(own, before, strict=True):
-                            state += mean - old
-                    self._snapshots[key] = [state.clone() for state in own]
+            for kind, states in enumerate(zip(*(table.states for table in tables), strict=True)):
+                if not is_delayed:
+                    _set_to_mean(states)  # line 10
+                    continue
+                if (before := self._snapshots.get((name, kind))) is not None:
+                    mean = torch.stack(before).mean(dim=0)
+                    for state, old in zip(states, before, strict=True):
+                        state += mean - old
+                self._snapshots[name, kind] = [state.clone() for state in states]
         if not is_delayed:
             self._snapshots = {}
         self._round_tables()
 
     def _round_tables(self) -> None:
-        if self._has_half_tables:
-            for tables in self.tables:
-                for table in tables.values():
-                    table.weight.copy_(table.weight.half())
+        for table in self._all_tables if self._has_half_tables else ():
+            table.weight.copy_(table.weight.half())
 
 
 class PlainTable:
-    """A table of one replica, [rows, columns] in column shards of some widths, with FBGEMM's optimizer; c its scale."""
+    """A table of one replica, [rows, columns], with FBGEMM's optimizer; c its scale.
+
+    ``widths`` are those of its column shards, from left to right; none for a data-parallel table.
+    """
 
     def __init__(
         self, weight: nn.Parameter, widths: Sequence[int], settings: Mapping[str, Any], moment_scale: float
     ) -> None:
         self.weight = weight
-        self.widths = list(widths)
-        self._settings, self._scale, self._steps = settings, moment_scale, 0
+        self.is_averaged = len(widths) > 0
+        """Whether replicas average its weights; else its gradients."""
+        self.widths = list(widths) or [weight.shape[1]]
+        self._settings, self._scale, self._steps = settings, moment_scale if widths else 1.0, 0
         self._optimizer = optimizer_name(settings)
         if self._optimizer is None:
             raise InputError(f"fused_params: optimizer={settings['optimizer']} is not one of {list(_NUM_STATES)}.")
-        columns = [1 if self._optimizer == "rowwise_adagrad" else width for width in self.widths]
-        self.states = [
-            [torch.zeros(len(weight), width) for _ in range(_NUM_STATES[self._optimizer])] for width in columns
-        ]
-        """For each column shard FBGEMM's ``momentum1``, [rows, 1] (row-wise AdaGrad) or [rows, width], and
-        ``momentum2`` (Adam)."""
+        columns = len(self.widths) if self._optimizer == "rowwise_adagrad" else weight.shape[1]
+        self.states = [torch.zeros(len(weight), columns) for _ in range(_NUM_STATES[self._optimizer])]
+        """FBGEMM's ``momentum1``, [rows, column shards] (row-wise AdaGrad) or [rows, columns], and ``momentum2``
+        (Adam)."""
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
         """Updates the weights from their gradient."""
         assert self.weight.grad is not None, "step comes after a backward pass"
         self._steps += 1
-        shards = zip(self.weight.split(self.widths, 1), self.weight.grad.split(self.widths, 1), strict=True)
-        for states, (weight, gradient) in zip(self.states, shards, strict=True):
-            weight -= learning_rate * self._direction(gradient, states)
+        self.weight.sub_(learning_rate * self._direction(self.weight.grad))
 
-    def _direction(self, gradient: Tensor, states: Sequence[Tensor]) -> Tensor:
+    def _direction(self, gradient: Tensor) -> Tensor:
         if self._optimizer == "sgd":
             return gradient
         if self._optimizer == "adam":
-            return self._adam(gradient, *states)
-        (moment,) = states
+            return self._adam(gradient, *self.states)
+        (moment,) = self.states
         square = gradient.square()
-        moment += square.mean(dim=1, keepdim=True) if self._optimizer == "rowwise_adagrad" else square  # line 5
-        return gradient / ((moment / self._scale).sqrt() + self._settings["eps"])  # line 6
+        if self._optimizer == "rowwise_adagrad":
+            square = torch.stack([part.mean(dim=1) for part in square.split(self.widths, dim=1)], dim=1)
+        moment += square  # line 5
+        root = (moment / self._scale).sqrt() + self._settings["eps"]
+        if self._optimizer == "rowwise_adagrad":
+            root = root.repeat_interleave(torch.tensor(self.widths), dim=1)
+        return gradient / root  # line 6
 
     def _adam(self, gradient: Tensor, first: Tensor, second: Tensor) -> Tensor:
         beta1, beta2 = self._settings["beta1"], self._settings["beta2"]

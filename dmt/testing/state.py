@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -16,16 +15,7 @@ from dmt.errors import InputError, ReplicaMismatchError
 from dmt.formatting import shorten
 from dmt.sharding.schemes import column_widths
 
-__all__ = [
-    "LocalPart",
-    "TableLayout",
-    "copy_parts",
-    "gather_plain_state",
-    "join_parts",
-    "load_plain_state",
-    "local_parts",
-    "table_layout",
-]
+__all__ = ["copy_parts", "gather_plain_state", "join_parts", "load_plain_state", "local_parts", "table_layout"]
 
 
 class LocalPart(NamedTuple):
@@ -37,8 +27,6 @@ class LocalPart(NamedTuple):
     """Its place in the whole tensor."""
     size: tuple[int, ...]
     """Shape of the whole tensor."""
-    is_shard: bool
-    """False for a tensor that this rank holds whole."""
 
     def of(self, whole: Mapping[str, Tensor]) -> Tensor:
         """Returns the same part of an unsharded state dict."""
@@ -51,12 +39,12 @@ def local_parts(model: nn.Module) -> list[LocalPart]:
     for name, value in model.state_dict().items():
         if not isinstance(value, ShardedTensor):
             whole = tuple(slice(0, length) for length in value.shape)
-            parts.append(LocalPart(name, value.detach(), whole, tuple(value.shape), False))
+            parts.append(LocalPart(name, value.detach(), whole, tuple(value.shape)))
             continue
         for shard in value.local_shards():
             sides = zip(shard.metadata.shard_offsets, shard.metadata.shard_sizes, strict=True)
             where = tuple(slice(offset, offset + length) for offset, length in sides)
-            parts.append(LocalPart(name, shard.tensor.detach(), where, tuple(value.metadata().size), True))
+            parts.append(LocalPart(name, shard.tensor.detach(), where, tuple(value.metadata().size)))
     return parts
 
 
@@ -70,7 +58,7 @@ def load_plain_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
     Every rank copies its own parts, so nothing is sent. Any layout works: tower or flat dataflow, any sharding scheme,
     replicas, and TorchRec's own sharders. Call it after ``DistributedModelParallel`` is constructed, which draws the
-    tables again, and before `dmt.ReplicaSync` or `dmt.HotRows` is (or call its ``restart()`` afterwards).
+    tables again, and before `dmt.ReplicaSync` (or call its ``restart()`` afterwards) and `dmt.HotRows`.
 
     Args:
         model: the sharded model.
@@ -79,63 +67,38 @@ def load_plain_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     Raises:
         InputError: a name of the model is missing, or has a tensor of another shape.
 
-    Example:
-        On every rank, with ``sharded = DistributedModelParallel(...)`` around such a module:
-
-        >>> load_plain_state(module := nn.Linear(2, 1), {"weight": torch.ones(1, 2), "bias": torch.zeros(1)})
-        >>> module(torch.ones(1, 2)).item()
-        2.0
     """
     parts = local_parts(model)
     for part in parts:
-        if part.name not in state:
+        shape = tuple(state[part.name].shape) if part.name in state else "absent"
+        if shape != part.size:
             raise InputError(
-                f"load_plain_state: the state has no {part.name!r}, which this rank's model holds; its names are "
-                f"{shorten(sorted(state), ', ')}. Give the state dict of the same module, unsharded."
-            )
-        if tuple(state[part.name].shape) != part.size:
-            raise InputError(
-                f"load_plain_state: {part.name!r} has shape {tuple(state[part.name].shape)}, in the sharded model "
-                f"{part.size}. Give the state dict of the same module, unsharded."
+                f"load_plain_state: {part.name!r} is {part.size} in the sharded model, but {shape} in the state, whose "
+                f"names are {shorten(sorted(state), ', ')}. Give the state dict of the same module, unsharded."
             )
     for part in parts:
         part.tensor.copy_(part.of(state))
 
 
-def gather_plain_state(
-    model: nn.Module, *, num_replicas: int = 1, group: dist.ProcessGroup | None = None
-) -> dict[str, Tensor]:
+def gather_plain_state(model: nn.Module) -> dict[str, Tensor]:
     """Returns the state dict of the unsharded module, on the CPU, on every rank; collective.
 
     It sends every shard to every rank: for tests and for models that fit in one process. To save large models use
     `dmt.training.checkpoints`.
 
-    Args:
-        model: the sharded model.
-        num_replicas: M, copies of every shard in the job (2D sparse parallelism).
-        group: all ranks that hold the model; the default group if None.
-
     Raises:
-        ReplicaMismatchError: ranks hold different bits of the same numbers, or the shards do not cover a tensor
-            ``num_replicas`` times.
-
-    Example:
-        >>> from dmt.testing import gather_plain_state  # doctest: +SKIP
-        >>> after = gather_plain_state(sharded)  # doctest: +SKIP
-        >>> all(torch.equal(value, after[name]) for name, value in plain.state_dict().items())  # doctest: +SKIP
-        True
+        ReplicaMismatchError: see `join_parts`.
     """
-    group = group or dist.group.WORLD
-    assert group is not None, "torch.distributed is not initialized"
+    assert dist.group.WORLD is not None, "torch.distributed is not initialized"
     mine = [part._replace(tensor=part.tensor.cpu()) for part in local_parts(model)]
-    return join_parts([part for parts in gather_objects(mine, group) for part in parts], num_replicas=num_replicas)
+    return join_parts(part for parts in gather_objects(mine, dist.group.WORLD) for part in parts)
 
 
-def join_parts(parts: Iterable[LocalPart], *, num_replicas: int = 1) -> dict[str, Tensor]:
+def join_parts(parts: Iterable[LocalPart]) -> dict[str, Tensor]:
     """Joins the parts that all ranks hold to whole tensors.
 
     Raises:
-        ReplicaMismatchError: parts differ where they overlap, or do not cover a tensor ``num_replicas`` times.
+        ReplicaMismatchError: parts differ where they overlap, or do not hold every number of a tensor equally often.
     """
     whole: dict[str, Tensor] = {}
     times: dict[str, Tensor] = {}
@@ -145,47 +108,27 @@ def join_parts(parts: Iterable[LocalPart], *, num_replicas: int = 1) -> dict[str
             times[part.name] = torch.zeros(part.size, dtype=torch.int32)
         target, count = whole[part.name][part.where], times[part.name][part.where]
         held = count > 0
-        if not torch.equal(_bits(target[held]), _bits(part.tensor[held])):
+        if not torch.allclose(target[held], part.tensor[held], rtol=0, atol=0, equal_nan=True):
             raise ReplicaMismatchError(f"{part.name}: ranks hold different values of the same numbers.")
         target.copy_(part.tensor)
-        if part.is_shard:
-            count += 1
-        else:
-            count.fill_(num_replicas)
+        count += 1
     for name, count in times.items():
-        if wrong := int((count != num_replicas).sum()):
-            found = shorten([str(number) for number in count.unique().tolist()], ", ")
-            raise ReplicaMismatchError(
-                f"{name}: {wrong} of its {count.numel()} numbers are held by {found} rank(s), not by num_replicas="
-                f"{num_replicas}. Give it as the topology has it."
-            )
+        held_by = count.unique().tolist()
+        if len(held_by) > 1 or 0 in held_by:
+            raise ReplicaMismatchError(f"{name}: some of its numbers are held by {held_by[0]} ranks, others by more.")
     return whole
 
 
-@dataclass(frozen=True, kw_only=True)
-class TableLayout:
-    """The part of a sharding plan that changes what tables learn."""
+def table_layout(model: Any) -> dict[str, list[int]]:
+    """Returns the part of a sharding plan that changes what tables learn, of all ranks' tables.
 
-    column_widths: Mapping[str, Sequence[int]] = field(default_factory=dict)
-    """Widths of the column shards of each table, from left to right. Under row-wise AdaGrad each shard has a state of
-    its own. A table that is missing is not cut."""
-    data_parallel: frozenset[str] = frozenset()
-    """Tables whose gradients, not weights, are averaged over replicas."""
+    By table the widths of its column shards, from left to right: under row-wise AdaGrad each has a state of its own. A
+    data-parallel table has none: replicas average its gradients, not its weights.
 
-
-def table_layout(model: Any) -> TableLayout:
-    """Returns the layout of all tables of a ``DistributedModelParallel``, also of those on other ranks."""
-    placed = [item for module_plan in model.plan.plan.values() for item in module_plan.items()]
-    return TableLayout(
-        column_widths={
-            table: column_widths(sharding.sharding_spec.shards)
-            for table, sharding in placed
-            if sharding.sharding_type != "data_parallel"
-        },
-        data_parallel=frozenset(table for table, sharding in placed if sharding.sharding_type == "data_parallel"),
-    )
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    # NaN equals itself only as bits.
-    return tensor.contiguous().reshape(-1).view(torch.uint8)
+    ``model`` is a ``DistributedModelParallel``.
+    """
+    return {
+        table: [] if sharding.sharding_type == "data_parallel" else column_widths(sharding.sharding_spec.shards)
+        for module_plan in model.plan.plan.values()
+        for table, sharding in module_plan.items()
+    }

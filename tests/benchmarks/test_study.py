@@ -314,7 +314,7 @@ def written_out(num_replicas: int, scale: float, *, steps: int, lr: float) -> tu
             loss_of([table(ids_of(step)[part, f]) for f, table in enumerate(tables)], step, part).backward()
         training.step()
     tables = training.tables[0].values()
-    return torch.cat([t.weight.detach() for t in tables]), torch.cat([t.states[0][0].squeeze(1) for t in tables])
+    return torch.cat([t.weight.detach() for t in tables]), torch.cat([t.states[0].squeeze(1) for t in tables])
 
 
 def simulated(num_replicas: int, scale: float, *, steps: int, lr: float) -> ReplicaTables:

@@ -45,7 +45,6 @@ from dmt.sharding.planner import parameter_sharding
 from dmt.sharding.schemes import TablePlacement
 from dmt.sptt.options import REFUSALS, Options, refuse
 from dmt.sptt.towers import clip_grad_norm
-from dmt.testing.ranks import say
 from tests.parity import FUSED, OPTIMIZERS, FlatModel, PassThrough, TowerModel, make_tables
 from tests.ranks import run_ranks
 from tests.sptt_case import CPU, Case, build, distribute, shard, towers_of
@@ -349,7 +348,6 @@ def cases_on_rank(rank: int) -> dict[str, str]:
     job = Job(rank, *(TowerMesh(case.topology) for case in (TWO, ONE, COPIES)))
     told = {}
     for name, (attempt, _) in CASES.items():
-        say(name)
         try:
             attempt(job)
             told[name] = "nothing"
@@ -362,7 +360,7 @@ def cases_on_rank(rank: int) -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def told() -> list[dict[str, str]]:
-    return run_ranks(cases_on_rank, 2, timeout_s=15)
+    return run_ranks(cases_on_rank, 2)
 
 
 @pytest.mark.ranks

@@ -154,11 +154,15 @@ def test_a_table_s_own_learning_rate_is_scaled_too() -> None:
     run_ranks(own_rates_on_rank, 4)
 
 
-def test_gathering_without_the_number_of_replicas_says_what_to_give() -> None:
-    parts = [LocalPart("t.weight", torch.ones(4, 2), (slice(0, 4), slice(0, 2)), (4, 2), is_shard=True)] * 2
-    assert torch.equal(join_parts(parts, num_replicas=2)["t.weight"], torch.ones(4, 2))
-    with pytest.raises(ReplicaMismatchError, match=r"8 of its 8 .* held by 2 rank\(s\), not by num_replicas=1"):
-        join_parts(parts)
+def test_parts_that_do_not_make_whole_tensors_are_refused() -> None:
+    parts = [LocalPart("t.weight", torch.ones(4, 2), (slice(0, 4), slice(0, 2)), (4, 2))] * 2
+    assert torch.equal(join_parts(parts)["t.weight"], torch.ones(4, 2))
+    half = LocalPart("t.weight", torch.ones(2, 2), (slice(0, 2), slice(0, 2)), (4, 2))
+    for few in ([half], [*parts, half]):
+        with pytest.raises(ReplicaMismatchError, match=r"t\.weight: some of its numbers are held by"):
+            join_parts(few)
+    with pytest.raises(ReplicaMismatchError, match="ranks hold different values"):
+        join_parts([*parts, half._replace(tensor=torch.zeros(2, 2))])
 
 
 WIDE = 400  # a layer has 640 kB, and DDP's first bucket at least 1 MB

@@ -15,7 +15,6 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dmt.errors import InputError
 from dmt.testing.plain import PlainTraining, is_table
-from dmt.testing.state import TableLayout
 from dmt.training.build import DENSE_OPTIMIZERS, ClickTask, build_model, fused_params, rate_share, tower_parameter_names
 from dmt.training.check.shrink import CheckedRun
 from dmt.training.config import OptimizerConfig
@@ -77,7 +76,7 @@ class Expected:
     """After training, and the averaging of replicas at its end."""
 
 
-def compute_expected(run: CheckedRun, layout: TableLayout) -> Expected:
+def compute_expected(run: CheckedRun, layout: Mapping[str, Sequence[int]]) -> Expected:
     """Runs the plain module, whose table optimizers follow the layout of the sharded tables.
 
     Raises:
@@ -122,7 +121,7 @@ def _copy_of(task: ClickTask) -> State:
     return {name: value.clone() for name, value in task.state_dict().items()}
 
 
-def _plain_training(run: CheckedRun, tasks: Sequence[ClickTask], layout: TableLayout) -> PlainTraining:
+def _plain_training(run: CheckedRun, tasks: Sequence[ClickTask], layout: Mapping[str, Sequence[int]]) -> PlainTraining:
     optimizer, replicas = run.config.optimizer, run.config.replicas
     of_towers = tower_parameter_names(tasks[0])
     return PlainTraining(

@@ -18,7 +18,6 @@ from dmt.replicas.sync import ReplicaSync
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.state import checksum
 from dmt.testing.plain import is_table, table_name
-from dmt.testing.ranks import say
 from dmt.testing.state import LocalPart, copy_parts, load_plain_state, local_parts, table_layout
 from dmt.training.build import build_optimizer, in_micro_batches, replica_sync, shard_model
 from dmt.training.check.expected import UNEVEN, Expected, compute_expected, draw_batch
@@ -100,11 +99,9 @@ def check_on_rank(rank: int, run: CheckedRun) -> RankReport:
         InputError: the run cannot be built as its config says.
     """
     checks = _Checks(rank, run, TowerMesh(run.topology))
-    say("forward pass and gradients")
     checks.logits_and_gradients(checks.exact)
     if run.config != checks.exact:
         checks.logits_and_gradients(run.config)
-    say("training")
     parts = checks.training()
     logits = checks.expected.logits[rank]
     return RankReport(

@@ -147,9 +147,9 @@ def test_a_check_that_compared_nothing_has_failed() -> None:
 
 def test_ranks_that_fail_are_told(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*args: object, **options: object) -> CheckReport:
-        raise RanksFailedError("Rank 2 died with exit code -9 while it was at: training.")
+        raise RanksFailedError("Rank 2 died with exit code -9.")
 
     monkeypatch.setattr("dmt.training.check.check_run", fails)
     run = CliRunner().invoke(main, ["check", "demo"])
     assert (run.exit_code, run.stdout) == (1, "")
-    assert run.stderr == "FAILED: Rank 2 died with exit code -9 while it was at: training.\n"
+    assert run.stderr == "FAILED: Rank 2 died with exit code -9.\n"

@@ -113,7 +113,7 @@ class Job:
 
     def weights(self) -> dict[str, Tensor]:
         """Parameters and tables."""
-        return gather_plain_state(self.model, num_replicas=self.layout.replicas)
+        return gather_plain_state(self.model)
 
     def moments(self) -> dict[str, Tensor]:
         """Row-wise AdaGrad's moments as [rows, columns]: what is kept for a row of a shard, in each of its columns."""
@@ -127,7 +127,7 @@ class Job:
                 dim = DIMS[int(table[1:])]
                 if not isinstance(value, ShardedTensor):
                     whole = (slice(0, len(value)), slice(0, dim))
-                    parts.append(LocalPart(table, value.unsqueeze(1).repeat(1, dim), whole, (len(value), dim), False))
+                    parts.append(LocalPart(table, value.unsqueeze(1).repeat(1, dim), whole, (len(value), dim)))
                     continue
                 rows = weight.metadata().size[0]
                 for part in value.local_shards():
@@ -135,9 +135,9 @@ class Job:
                     width, column = cuts[table][number], sum(cuts[table][:number])
                     shard = part.tensor.unsqueeze(1).repeat(1, width)
                     where = (slice(row, row + len(shard)), slice(column, column + width))
-                    parts.append(LocalPart(table, shard, where, (rows, dim), True))
+                    parts.append(LocalPart(table, shard, where, (rows, dim)))
         everyone = gather_objects(parts, self.mesh.global_group)
-        return join_parts([part for of_rank in everyone for part in of_rank], num_replicas=self.layout.replicas)
+        return join_parts(part for of_rank in everyone for part in of_rank)
 
     def dense_state(self) -> dict[str, Tensor]:
         """State of tower modules, dense parts and schedules, from whichever rank has it."""
