@@ -67,8 +67,6 @@ class RowCounts:
 class AccessProfile:
     """Accesses of the rows of all tables, counted batch by batch.
 
-    Profiles of the same tables add up, so each rank can count its own batches.
-
     Args:
         tables: TorchRec ``EmbeddingBagConfig`` or `TableSpec`.
 
@@ -99,8 +97,8 @@ class AccessProfile:
         Raises:
             InputError: a feature is in no table, or an id is outside its table.
         """
-        found = {name: np.asarray(values, dtype=np.int64).ravel() for name, values in ids.items()}
-        for name, values in found.items():
+        by_feature = {name: np.asarray(values, dtype=np.int64).ravel() for name, values in ids.items()}
+        for name, values in by_feature.items():
             table = self._table_of.get(name)
             if table is None:
                 raise InputError(
@@ -113,7 +111,7 @@ class AccessProfile:
                     f"AccessProfile: feature {name!r} has the id {worst}, but table {table.name!r} has "
                     f"{table.num_embeddings} rows. Hash the ids, or give the table more rows."
                 )
-        for name, values in found.items():
+        for name, values in by_feature.items():
             self.put(self._table_of[name].name, RowCounts.of(values))
         self.num_samples += num_samples
 
@@ -128,18 +126,3 @@ class AccessProfile:
     def put(self, table: str, counts: RowCounts) -> None:
         """Adds accesses that were counted elsewhere, by another rank or an earlier run."""
         self._counts[table] = self[table].merged(counts)
-
-    def merge(self, other: AccessProfile) -> None:
-        """Adds the accesses of another profile of the same tables.
-
-        Raises:
-            InputError: it is of other tables.
-        """
-        if other.tables != self.tables:
-            raise InputError(
-                f"AccessProfile: profiles of {len(self.tables)} and {len(other.tables)} tables do not add up, or their "
-                "tables differ in name, rows, dim or features. Merge profiles of one model."
-            )
-        for table in self.tables:
-            self.put(table.name, other[table.name])
-        self.num_samples += other.num_samples

@@ -48,10 +48,8 @@ class HotRowsState:
     """Accesses since the last choice, of all ranks together."""
     steps: int
     """Training steps so far."""
-    batches: int
-    """Batches that were counted, on all ranks."""
-    samples: int
-    """Samples of these batches."""
+    batch_size: int
+    """Most samples of a batch of one rank since then."""
 
 
 # Steps that are counted before rows are chosen for the first time.
@@ -70,7 +68,7 @@ class HotRows:
     model for its ``state_dict``, parameters or ``fused_optimizer`` is given tables with the trained rows. Tensors that
     were obtained before a training step lack that step: ask again, or call `write_back`; so do those of TorchRec's
     collection inside the sharded module. After loading through ``load_state_dict`` of the model or of its optimizer the
-    copies are read again by themselves, after other changes in place call `restart`.
+    copies are read again by themselves, after other changes in place by ``hot.replicate(hot.rows)``.
 
     Tables that cannot have copies are left out, see `left_out`. Bags of several ids gain nothing (`docs/hot_rows.md`),
     so `refresh` chooses no rows for them; `replicate` takes any rows.
@@ -81,7 +79,7 @@ class HotRows:
         extra_memory: bytes that the copies of a rank may have, as a share of the weights of all tables.
         refresh_every: training steps from one choice of rows to the next; the first choice comes after 100 steps at the
             latest. None: rows stay as ``profile`` or `replicate` say, and nothing is counted.
-        profile: accesses to make the first choice by, after the first step; the same on all ranks.
+        profile: accesses to make the first choice by, after the first step; given on all ranks.
 
     Raises:
         InputError: an argument is out of range or not the same on all ranks; the model has no such collection, several,
@@ -105,13 +103,9 @@ class HotRows:
         refresh_every: int | None = 1000,
         profile: AccessProfile | None = None,
     ) -> None:
-        arguments = {"extra_memory": extra_memory, "refresh_every": refresh_every, "profile": _digest(profile)}
+        # Of the profile it is the first rank's that counts: it chooses for all.
+        arguments = {"extra_memory": extra_memory, "refresh_every": refresh_every, "profile": profile is not None}
         check_agreement("HotRows", arguments, mesh.global_group)
-        if profile is not None and not isinstance(profile, AccessProfile):
-            raise InputError(
-                f"HotRows: profile={profile!r} must be an AccessProfile. Read the access.parquet of `dmt prepare` with "
-                "dmt.training.access.load_profile."
-            )
         if not 0 < extra_memory <= 1:
             raise InputError(f"HotRows: extra_memory={extra_memory!r} must be a share above 0, at most 1.")
         if refresh_every is not None and refresh_every < 1:
@@ -134,7 +128,7 @@ class HotRows:
         self._refresh_every, self._profile = refresh_every, profile
         # A profile chooses as soon as a batch was counted.
         self._first = None if profile is not None or refresh_every is None else min(_FIRST_STEPS, refresh_every)
-        self._steps = self._batches = self._samples = self._batches_since_step = 0
+        self._steps = self._batch_size = self._batches_since_step = 0
         self._counter = _Counter(self._tables)
         # Groups of their own: nothing else on them can come in another order on another rank.
         topology = mesh.topology
@@ -178,10 +172,9 @@ class HotRows:
                 "HotRows.refresh: nothing is counted with refresh_every=None. Give it a number of steps, or choose the "
                 "rows yourself with replicate()."
             )
-        samples, batches = map(sum, zip(*gather_objects((self._samples, self._batches), self._everyone), strict=True))
-        if not samples:
+        batch_size = max(gather_objects(self._batch_size, self._everyone))
+        if not batch_size:
             return
-        batch_size = max(round(samples / batches), 1)
         profile, self._profile = self._profile or self._summed_counts(batch_size), None
         # One rank chooses: processors of another kind may round a row's gain otherwise.
         tables = self._tables if self._everyone.rank() == 0 else []
@@ -192,8 +185,7 @@ class HotRows:
         )
         self.replicate(chosen)
         # Counts of before would keep rows that nobody reads any more; even one step has thousands of ids.
-        self._counter = _Counter(self._tables)
-        self._batches = self._samples = 0
+        self._counter, self._batch_size = _Counter(self._tables), 0
 
     def replicate(self, rows: Mapping[str, Any]) -> None:
         """Copies exactly these rows to every rank, and returns others to their tables. Collective.
@@ -244,16 +236,6 @@ class HotRows:
             found[name] = numbers.astype(np.int64)
         return found
 
-    def restart(self) -> None:
-        """Reads the copies from the tables again, for tables that were changed in place. Collective.
-
-        Change tensors that were obtained after the last training step: what copies have learned since goes to the
-        tables first.
-        """
-        if self._copies is not None:
-            self._copies.write_back()
-            self._copies.read_again()
-
     def state(self) -> HotRowsState:
         """Returns what a run needs to go on as if it had not been interrupted; collective.
 
@@ -263,9 +245,9 @@ class HotRows:
         for table in self._tables:  # one by one: those of all tables and ranks may be many
             for counts in gather_on_first(mine[table.name], self._everyone):
                 summed.put(table.name, counts)
-        parts = gather_objects((self._batches, self._samples, mine.num_samples), self._everyone)
-        batches, samples, summed.num_samples = map(sum, zip(*parts, strict=True))
-        return HotRowsState(rows=self.rows, counts=summed, steps=self._steps, batches=batches, samples=samples)
+        sizes, numbers = zip(*gather_objects((self._batch_size, mine.num_samples), self._everyone), strict=True)
+        summed.num_samples = sum(numbers)
+        return HotRowsState(rows=self.rows, counts=summed, steps=self._steps, batch_size=max(sizes))
 
     def load_state(self, state: HotRowsState) -> None:
         """Continues from a `state`, which may come from other ranks; tables that the model does not have are left out.
@@ -276,10 +258,8 @@ class HotRows:
         names = {table.name for table in self._tables if table in state.counts.tables}
         self._steps, self._profile = state.steps, None
         # All on one rank: a choice sums over ranks.
-        is_first = self._everyone.rank() == 0
-        self._batches, self._samples = (state.batches, state.samples) if is_first else (0, 0)
-        loaded = AccessProfile(self._tables)
-        if is_first:
+        self._batch_size, loaded = state.batch_size, AccessProfile(self._tables)
+        if self._everyone.rank() == 0:
             loaded.num_samples = state.counts.num_samples
             for name in names:
                 loaded.put(name, state.counts[name])
@@ -293,8 +273,7 @@ class HotRows:
     def _count(self, ids: KeyedJaggedTensor, _: bool) -> None:
         if not self._module.training:
             return
-        self._batches += 1
-        self._samples += ids.stride()
+        self._batch_size = max(self._batch_size, ids.stride())
         self._batches_since_step += 1
         if self._refresh_every is None:
             return
@@ -384,15 +363,13 @@ def why_no_copies(tables: Mapping[str, HomeTable]) -> dict[str, str]:
 
 
 def _why_no_copies(table: HomeTable, users: Mapping[str, Sequence[str]]) -> str:
-    config = table.config
+    config, output = table.config, str(table.settings.get("output_dtype", "FP32"))
     if "MEAN" in str(config.pooling):
         return "its bags are averaged, and the rank that sums the cold ids of a bag does not know how many are hot"
-    if "FP32" not in str(config.data_type):
-        return f"its weights are {config.data_type}, and copies are FP32"
+    if "FP32" not in str(config.data_type) or "FP32" not in output.upper():
+        return f"its weights are {config.data_type} and its lookup makes {output}, and copies are FP32"
     if table.scheme == "column_wise" and optimizer_name(table.settings) == "rowwise_adagrad":
         return "it is cut by columns, and row-wise AdaGrad has a state of its own for each part of a row"
-    if "FP32" not in str(table.settings.get("output_dtype", "FP32")).upper():
-        return f"its lookup makes {table.settings['output_dtype']}, and that of copies FP32"
     for feature in config.feature_names:
         if len(users[feature]) > 1:
             return f"its feature {feature!r} is also looked up in {shorten(users[feature], ', ')}"
@@ -409,17 +386,4 @@ def _flat_collection(model: nn.Module, mesh: TowerMesh) -> ShardedSPTTEmbeddingB
             "HotRows needs a model with one collection that SPTTEmbeddingBagCollectionSharder has sharded; this one "
             f"has {len(found)}. Give it the DistributedModelParallel."
         )
-    module = found[0]
-    if isinstance(getattr(module.before_lookup, "__self__", None), HotRows):
-        raise InputError("HotRows: this model has a HotRows already; use that one.")
-    return module
-
-
-def _digest(profile: AccessProfile | None) -> Any:
-    if not isinstance(profile, AccessProfile):
-        return repr(profile)
-    digest = hashlib.sha256()
-    for table in profile.tables:
-        counts = profile[table.name]
-        digest.update(table.name.encode() + counts.rows.tobytes() + counts.counts.tobytes())
-    return profile.num_samples, digest.hexdigest()
+    return found[0]

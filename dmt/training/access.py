@@ -107,7 +107,7 @@ def save_hot_rows(state: HotRowsState, folder: Path) -> None:
     for name, of_table in state.rows.items():
         rows.put(name, RowCounts(of_table, np.ones_like(of_table), len(of_table)))
     save_profile(state.counts, folder / _COUNTS)
-    numbers = {"steps": state.steps, "batches": state.batches, "samples": state.samples}
+    numbers = {"steps": state.steps, "batch_size": state.batch_size}
     _save(rows, folder / _ROWS, numbers)
 
 

@@ -110,13 +110,13 @@ def change_on_rank(rank: int) -> None:
     training.step(0)
     plain.step(0)
     held = training.model.state_dict()
-    hot.restart()  # nothing was changed yet, and nothing is lost
+    hot.replicate(hot.rows)  # nothing was changed yet, and nothing is lost
     for one in (training, plain):
         double(one.model.state_dict())
-    hot.restart()
+    hot.replicate(hot.rows)
     training.step(1)
     plain.step(1)
-    hot.restart()  # the step is not lost, though `held` is from before it
+    hot.replicate(hot.rows)  # the step is not lost, though `held` is from before it
     found, expected = gather_plain_state(training.model), gather_plain_state(plain.model)
     # Both were trained: twice the bound of `tests.sptt_case`.
     assert all((found[name] - value).abs().max() < 1e-5 for name, value in expected.items())
@@ -230,13 +230,13 @@ def profile_on_rank(rank: int) -> list[dict[str, list[int]]]:
     assert hot.num_bytes == sum(len(rows) for rows in found[1].values()) * 32
     state = hot.state()
     assert {name: rows.tolist() for name, rows in state.rows.items()} == found[-1]
-    assert (state.steps, state.batches) == (3, 4 * 2), "two batches of each rank since the choice"
+    assert state.steps == 3
     for memory, every in ((1.0, 1000), (1e-3, None)):
         other = HotRows(Training(rank, FLAT, mesh).model, mesh, extra_memory=memory, refresh_every=every)
         other.load_state(state)
         assert {name: rows.tolist() for name, rows in other.rows.items()} == found[-1]
         again = other.state()
-        assert (again.steps, again.batches, again.samples) == (state.steps, state.batches, state.samples)
+        assert (again.steps, again.batch_size) == (state.steps, state.batch_size)
         assert all(np.array_equal(again.counts[t.name].counts, state.counts[t.name].counts) for t in FLAT.tables())
     return found
 
@@ -338,7 +338,10 @@ def test_tables_that_cannot_have_copies_are_left_out() -> None:
 
     configs = make_tables([8, 8, 8, 8, 8])
     configs[4].feature_names = ["f3"]
-    assert "makes fp16, and that of copies FP32" in why_no_copies({"t0": home(0, output_dtype=SparseType.FP16)})["t0"]
+    assert (
+        "its lookup makes fp16, and copies are FP32"
+        in why_no_copies({"t0": home(0, output_dtype=SparseType.FP16)})["t0"]
+    )
     assert why_no_copies({"t0": home(0, output_dtype=SparseType.FP32)}) == {}
     tables = {"t0": home(0, "column_wise"), "t1": home(1, weight_decay=0.1), "t2": home(2, "row_wise")}
     found = why_no_copies({**tables, "t3": home(3), "t4": home(4)})

@@ -127,11 +127,11 @@ def test_a_damaged_file_of_a_checkpoint_says_what_to_do(tmp_path: Path) -> None:
     profile = AccessProfile(open_data(config_of(tmp_path, "damaged"))[0].tables)
     name = profile.tables[0].name
     profile.put(name, RowCounts.of([3, 3]))
-    state = HotRowsState(rows={name: np.array([3])}, counts=profile, steps=7, batches=2, samples=9)
+    state = HotRowsState(rows={name: np.array([3])}, counts=profile, steps=7, batch_size=9)
     save_hot_rows(state, tmp_path)
     read = load_hot_rows(tmp_path)
     assert read is not None
-    assert (read.steps, read.batches, read.samples) == (7, 2, 9)
+    assert (read.steps, read.batch_size) == (7, 9)
     assert {key: rows.tolist() for key, rows in read.rows.items()} == {name: [3]}
     for file in ("hot_rows.parquet", "hot_rows_counts.parquet"):
         whole = (tmp_path / file).read_bytes()
