@@ -170,9 +170,8 @@ class HotCopies:
             # It also keeps these copies alive as long as something may go back to them.
             found.register_hook(self._check_in_use)
         by_feature = dict(zip(self._features, found.split(self._widths, dim=1), strict=True))
-        nothing = {width for name, width in pieces if name not in by_feature}
-        zeros = {width: found.new_zeros(len(found), width) for width in nothing}
-        return torch.cat([by_feature[name] if name in by_feature else zeros[width] for name, width in pieces], dim=1)
+        parts = [by_feature.get(name, found.new_zeros(1).expand(len(found), width)) for name, width in pieces]
+        return torch.cat(parts, dim=1)
 
     @torch.no_grad()
     def write_back(self) -> None:

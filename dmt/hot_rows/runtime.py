@@ -178,7 +178,7 @@ class HotRows:
         profile, self._profile = self._profile or self._summed_counts(batch_size), None
         # One rank chooses: processors of another kind may round a row's gain otherwise.
         tables = self._tables if self._everyone.rank() == 0 else []
-        topology, distinct, most = self._mesh.topology, self._is_unique, self._budget
+        topology, distinct, most = self._mesh.topology, self._shares_equal(), self._budget
         chosen, *_ = run_on_all_or_raise(
             lambda: choose_rows(profile, tables, topology, batch_size=batch_size, distinct=distinct, max_bytes=most),
             self._everyone,
@@ -293,7 +293,7 @@ class HotRows:
         summed = AccessProfile(self._tables)
         summed.num_samples = sum(samples for _, samples in parts)
         totals = {name: sum(of_rank[name] for of_rank, _ in parts) for name in names}
-        topology, distinct = self._mesh.topology, self._is_unique
+        topology, distinct = self._mesh.topology, self._shares_equal()
         candidates = {}
         for table in self._tables:
             own = mine[table.name]
@@ -308,8 +308,7 @@ class HotRows:
             summed.put(name, RowCounts(rows[name], sum(of_rank[name] for of_rank in counts), totals[name]))
         return summed
 
-    @property
-    def _is_unique(self) -> bool:
+    def _shares_equal(self) -> bool:
         return self._module.encoder is not None and self._module.encoder.shares_equal
 
     def _owned_tables(self) -> list[str]:

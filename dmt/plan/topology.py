@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -73,16 +73,12 @@ class TowerTopology:
                 f"TowerTopology: replica_placement={self.replica_placement!r} is unknown; "
                 "use 'inter_host' or 'intra_host'."
             )
-        self._check_hosts()
-
-    def _check_hosts(self) -> None:
         size, tower = self.host_size, self._ranks_of_tower
         if self.world_size % size or (size % tower and tower % size):
-            what = "a tower's replicas" if tower > self.ranks_per_tower else "a tower"
             raise InputError(
                 f"TowerTopology: ranks_per_host={size} must divide the {self.world_size} ranks of the job, and be a "
-                f"multiple or a divisor of the {tower} ranks of {what}: a host holds whole towers, or a tower whole "
-                "hosts. Give the ranks that one machine runs, or change the towers."
+                f"multiple or a divisor of the {tower} ranks that hold a tower: a host holds whole towers, or a tower "
+                "whole hosts. Give the ranks that one machine runs, or change the towers."
             )
 
     @property
@@ -94,16 +90,6 @@ class TowerTopology:
     def _ranks_of_tower(self) -> int:
         """Neighbouring ranks that hold one tower: its L, with ``"intra_host"`` replicas R * L."""
         return self.ranks_per_tower * (self.num_replicas if self.replica_placement == "intra_host" else 1)
-
-    def as_one_tower(self) -> TowerTopology:
-        """Returns the topology whose one tower, in each replica, spans all the ranks.
-
-        Example:
-            >>> TowerTopology(num_towers=3, ranks_per_tower=2).as_one_tower().ranks_per_tower
-            6
-        """
-        ranks = self.num_towers * self.ranks_per_tower
-        return replace(self, num_towers=1, ranks_per_tower=ranks, ranks_per_host=None)
 
     @property
     def num_hosts(self) -> int:
@@ -133,16 +119,8 @@ class TowerTopology:
                 f"started with WORLD_SIZE={world_size}. Change one of them."
             )
 
-    def rank(self, replica: int, tower: int, local: int) -> int:
-        """The global rank at these coordinates."""
-        at = RankCoordinates(replica, tower, local)
-        for name, value, size in zip(at._fields, at, self._ranks.shape, strict=True):
-            if not 0 <= value < size:
-                raise InputError(f"TowerTopology: {name}={value} is outside 0..{size - 1}.")
-        return int(self._ranks[at])
-
     def coordinates(self, rank: int) -> RankCoordinates:
-        """The coordinates of a global rank; the inverse of `rank`."""
+        """The coordinates of a global rank."""
         self._check_rank(rank)
         return RankCoordinates(*(int(where[0]) for where in (self._ranks == rank).nonzero()))
 

@@ -80,21 +80,12 @@ class TowerPlan:
                     f"{kind} {doubled[0]!r} occurs more than once in the tower plan (in {', '.join(places)}); "
                     "each must occur exactly once."
                 )
-        self._check_splits()
-
-    def _check_splits(self) -> None:
-        placed = set(self.features)
         for feature, widths in self.column_splits.items():
-            if len(widths) < 2 or min(widths) < 1:
+            absent = set(shard_names(feature, widths)) - set(self.features)
+            if len(widths) < 2 or min(widths) < 1 or absent:
                 raise InputError(
-                    f"column_splits[{feature!r}]={list(widths)} in the tower plan must be the columns of two "
-                    "shards or more."
-                )
-            absent = [name for name in shard_names(feature, widths) if name not in placed]
-            if absent:
-                raise InputError(
-                    f"column_splits[{feature!r}]={list(widths)} makes the shard {absent[0]!r}, which is in no tower "
-                    "of the plan. Place every shard."
+                    f"column_splits[{feature!r}]={list(widths)} in the tower plan must be the columns of two shards or "
+                    f"more, and every shard in a tower; in none: {sorted(absent)}."
                 )
 
     @classmethod

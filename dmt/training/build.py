@@ -327,7 +327,9 @@ def _flat_replicas(
     job: Job, model: ClickTask, mesh: TowerMesh, fused: dict[str, Any]
 ) -> tuple[list[Any], ShardingPlan]:
     """Shards with TorchRec's exchange over all ranks of a replica: one tower that spans them."""
-    config, topology = job.config, mesh.topology.as_one_tower()
+    config, sizes = job.config, mesh.topology
+    ranks = sizes.num_towers * sizes.ranks_per_tower
+    topology = replace(sizes, num_towers=1, ranks_per_tower=ranks, ranks_per_host=None)
     sharder = SPTTEmbeddingBagCollectionSharder(
         TowerMesh(topology),
         TowerPlan.from_lists([feature_names(job.tables)]),

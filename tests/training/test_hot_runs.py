@@ -218,6 +218,16 @@ def test_what_cannot_be_is_refused(sections: dict[str, Any], message: str) -> No
         small("dlrm", "sptt", **values)
 
 
+def test_a_run_with_hot_rows_cuts_no_table_into_columns() -> None:
+    sharding = {"dataflow": "sptt", "collective_latency_us": 0.0}
+    settings = {"sharding": sharding, "topology": {"num_towers": 1, "ranks_per_tower": 4}}
+    settings |= {"synthetic": {"rows_per_table": 4000}, "train": {"batch_size": 256}}
+    assert "column_wise" in open_job(small("dlrm", "sptt", **settings)).sharding.tables_by_scheme
+    hot = open_job(small("dlrm", "sptt", hot_rows={"extra_memory": 0.1}, **settings)).sharding
+    assert "column_wise" not in hot.tables_by_scheme
+    assert hot.reasons["t_C1"].endswith("; not cut into columns, so that its rows can have copies")
+
+
 # Access counts of a run's rows: kept and read again; damaged files are refused.
 
 
