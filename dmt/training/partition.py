@@ -18,11 +18,7 @@ from dmt.training.job import Job, data_cache, tower_plan
 from dmt.training.records import read_result
 from dmt.training.trained import checkpoint_of
 
-__all__ = [
-    "affinity_of_run",
-    "interactions_of",
-    "spread_batches",
-]
+__all__ = ["affinity_of_run", "interactions_of", "spread_batches"]
 
 _BATCH_ROWS = 256
 _INTERACTION_ROWS = 4096
@@ -69,9 +65,7 @@ def affinity_of_run(
     load_plain(task, checkpoint)
     # At most the run's own batch: that many rows there are.
     size = min(_BATCH_ROWS, config.train.batch_size, max(1, max_rows))
-    rows = None if data_path is not None else _rows_of_run(run, config)
-    if rows is None:
-        rows = _count_rows(data, size)
+    rows = (_rows_of_run(run, config) if data_path is None else None) or _count_rows(data, size)
     lanes = config.topology.build().world_size if data_path is None else 1
     batches = spread_batches(data, num_rows=rows, max_rows=max_rows, batch_size=size, lanes=lanes)
     return FeatureAffinity.collect(task.model, batches), data.tables
@@ -81,7 +75,6 @@ def interactions_of(
     config: TrainingConfig,
     *,
     with_tables: bool,
-    run: Path | None = None,
     seed: int = 0,
     max_rows: int = 2**20,
     check: Callable[[Sequence[str]], object] | None = None,
@@ -91,7 +84,6 @@ def interactions_of(
     Args:
         config: of which the data and the embedding dimension count.
         with_tables: keep the tables of the data for the partitioner's limits and for the plan.
-        run: the run of these data, whose record may spare a pass that counts the rows.
         seed: of the splits.
         max_rows: rows to measure on, at most, at even distances among all.
         check: called with the names of the features before rows are read, to raise where they will not do.
@@ -103,10 +95,7 @@ def interactions_of(
     data = _open(config)
     if check is not None:
         check(data.feature_names)
-    rows = None if run is None else _rows_of_run(run, config)
-    # Fewer are counted: a run of few steps may have left out rows that no model is needed for.
-    if rows is None or rows < max_rows:
-        rows = _count_rows(data, _BATCH_ROWS)
+    rows = _count_rows(data, _BATCH_ROWS)
     size = max(1, min(_INTERACTION_ROWS, rows // 16))
     batches = spread_batches(data, num_rows=rows, max_rows=max_rows, batch_size=size)
     tables = data.tables if with_tables else ()

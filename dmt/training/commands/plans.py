@@ -114,9 +114,8 @@ def _measure(options: Mapping[str, Any], rules: PartitionRules, strategy: str) -
     if strategy != "interactions":
         return affinity_of_run(run, data_path=data, check=check, functions=functions)[0]
     config = load_config("demo", demo_settings(data)) if run is None else checkpoint_of(run, data, functions)[1]
-    rows_of = run if data is None else None
     # The tables of a file alone are not known: how many columns they will have is up to the model.
-    return interactions_of(config, with_tables=run is not None, run=rows_of, seed=options["seed"], check=check)
+    return interactions_of(config, with_tables=run is not None, seed=options["seed"], check=check)
 
 
 def _table_of(partition: Partition) -> tuple[list[str], list[list[str]], list[str]]:
