@@ -29,7 +29,7 @@ from tests.training.test_resume import REPLICAS, config, losses, run_on_rank
 ROOT = Path(__file__).parent.parent.parent
 SAVE_EVERY, KEEP = 2, 2
 STEPS_A_PASS = 60
-MANY_STEPS = 200
+MANY_STEPS = 300
 PAIR = {"num_towers": 1, "ranks_per_tower": 1, "num_replicas": 2}
 IN_REPLICAS: dict[str, Any] = {
     "topology": REPLICAS,
