@@ -160,9 +160,8 @@ def build_contender(contender: Contender, setting: Setting, meshes: Meshes, batc
         topology = own_topology(contender, setting)
         mesh = meshes.get(topology)
         sharders = own_sharders(contender, mesh, own_towers(contender, setting), fused)
-        plan = TowerShardingPlanner(topology, workload=StepWorkload(batch_size=setting.batch_size)).plan(
-            model, sharders
-        )
+        workload = StepWorkload(batch_size=setting.batch_size)
+        plan = TowerShardingPlanner(topology, workload=workload, hot_rows=contender.hot_rows).plan(model, sharders)
     cpu = torch.device("cpu")
     with startable_on_cpu() if contender.family == "etc" else nullcontext():
         sharded = DistributedModelParallel(
