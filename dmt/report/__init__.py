@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from dmt.errors import InputError
+from dmt.files import write_or_raise
 
 __all__ = ["data_uri", "render_page"]
 
@@ -24,13 +24,10 @@ def render_page(template: Path, path: str | os.PathLike[str], context: Mapping[s
     loader = FileSystemLoader([template.parent, Path(__file__).parent])
     settings: Any = {"undefined": StrictUndefined, "trim_blocks": True, "lstrip_blocks": True}
     environment = Environment(loader=loader, autoescape=True, **settings)
-    text, target = environment.get_template(template.name).render(context), Path(path)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        target.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"Page {target}: cannot be written ({error.strerror}). Name another place.") from error
-    return target
+    text = environment.get_template(template.name).render(context)
+    with write_or_raise(path, "Page") as scratch:
+        scratch.write_text(text, encoding="utf-8")
+    return Path(path)
 
 
 def data_uri(picture: str | os.PathLike[str]) -> str:

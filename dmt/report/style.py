@@ -28,11 +28,11 @@ INK, SOFT = "#222222", "#5B6473"
 def tower_badges(plan: TowerPlan) -> list[dict[str, Any]]:
     """Name, features, colour, ink (the colour of letters on it) and marker of each tower; 64 towers look different."""
     looks = cycle(product(_MARKERS, TOWER_COLORS))
-    return [
-        {"name": tower.name, "features": tower.features, "color": color, "marker": marker}
-        | {"ink": "#FFFFFF" if color in _DARK else "#000000"}
-        for tower, (marker, color) in zip(plan.towers, looks, strict=False)
-    ]
+    badges = []
+    for tower, (marker, color) in zip(plan.towers, looks, strict=False):
+        ink = "#FFFFFF" if color in _DARK else "#000000"
+        badges.append({"name": tower.name, "features": tower.features, "color": color, "marker": marker, "ink": ink})
+    return badges
 
 
 def new_figure(path: str | os.PathLike[str], *, size: tuple[float, float], caller: str) -> Figure:

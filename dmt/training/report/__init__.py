@@ -1,7 +1,4 @@
-"""The page that ``dmt demo`` leaves behind: two runs side by side, their towers, and what the numbers mean.
-
-`curves` draws, `page` compares and puts everything into one HTML file that needs nothing beside it.
-"""
+"""The page that ``dmt demo`` leaves behind: two runs side by side, their towers, and what the numbers mean."""
 
 from __future__ import annotations
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from numpy.typing import ArrayLike, NDArray
+from numpy.typing import NDArray
 
 from dmt.errors import InputError
 from dmt.report.style import dress_axes, new_figure, save_figure
@@ -19,8 +18,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RUN_COLORS", "plot_curves", "smooth"]
 
-# Told apart by colour-blind readers and by lightness alone; none of them is one of the first tower colours, so that a
-# run is not taken for a tower on the page that shows both.
+# Told apart by colour-blind readers; none is one of the first tower colours, which the same page shows.
 RUN_COLORS = ("#46506B", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#8C7A00")
 _MARKERS = ("o", "s", "^", "D", "v", "P")
 _PANELS = (
@@ -28,8 +26,7 @@ _PANELS = (
     ("eval/auc", "AUC on evaluation rows (higher is better)"),
     ("eval/ne", "Normalized entropy on evaluation rows (lower is better)"),
 )
-# An axis never shows less than this, so that noise in the fourth decimal does not fill a panel.
-_LEAST_SPAN = 0.01
+_LEAST_SPAN = 0.01  # of an axis, so that noise in the fourth decimal does not fill a panel
 
 Curve = NDArray[np.float64]  # [points, 2]: step and value
 
@@ -37,12 +34,8 @@ Curve = NDArray[np.float64]  # [points, 2]: step and value
 def plot_curves(runs: Mapping[str, Path], path: Path) -> Path:
     """Draws training loss, evaluation AUC and normalized entropy over training steps, one colour per run.
 
-    The loss is shown as recorded (faint) and smoothed by a centred mean; evaluations are marked one by one, so that a
-    run with a single evaluation shows too. Values that are not finite are left out. Returns the path written.
-
-    Args:
-        runs: output folders of finished runs (with ``metrics.jsonl``), by the name to show.
-        path: the file to write; its suffix chooses the format (``.png``, ``.svg``, ``.pdf``).
+    The loss is shown as recorded (faint) and smoothed; evaluations are marked one by one, so that a run with a single
+    evaluation shows too. ``runs`` are output folders by the name to show; the suffix of ``path`` chooses the format.
 
     Raises:
         InputError: a folder without readable curves, an unknown picture format, or a path that is not writable.
@@ -68,31 +61,27 @@ def plot_curves(runs: Mapping[str, Path], path: Path) -> Path:
     return save_figure(figure, path, caller="plot_curves")
 
 
-def smooth(values: ArrayLike) -> NDArray[np.float64]:
-    """Takes a centred mean over about a tenth of the values, which does not lag behind as an exponential one does.
+def smooth(values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Takes a centred mean over about a tenth of the values [n], which does not lag behind as an exponential one does.
 
-    Towards the ends the window shrinks on both sides, so a steep beginning is not flattened. ``values`` are [n] of any
-    real dtype, the means [n] float64.
+    Towards the ends the window shrinks on both sides, so a steep beginning is not flattened.
     """
-    series = np.asarray(values, dtype=np.float64)
-    size = len(series)
-    half = max(1, size // 20)
-    sums = np.concatenate([[0.0], np.cumsum(series)])
+    size = len(values)
+    sums = np.concatenate([[0.0], np.cumsum(values)])
     index = np.arange(size)
-    reach = np.minimum(half, np.minimum(index, size - 1 - index))
-    return (sums[index + reach + 1] - sums[index - reach]) / (2 * reach + 1)
+    reach = np.minimum(max(1, size // 20), np.minimum(index, size - 1 - index))
+    return np.asarray((sums[index + reach + 1] - sums[index - reach]) / (2 * reach + 1))
 
 
 def _read(folder: Path) -> dict[str, Curve]:
     try:
         recorded = read_curves(folder)
     except OSError as error:
-        raise InputError(
-            f"plot_curves: {folder / 'metrics.jsonl'} cannot be read ({error.strerror}). Give the output_dir of a "
-            "training run that has ended."
-        ) from error
-    finite = {key: [point for point in recorded.get(key, []) if math.isfinite(point[1])] for key, _ in _PANELS}
-    return {key: np.asarray(points, dtype=np.float64) for key, points in finite.items() if points}
+        reason = f"{folder / 'metrics.jsonl'} cannot be read ({error.strerror})"
+        raise InputError(f"plot_curves: {reason}. Give the output_dir of a training run that has ended.") from error
+    curves = {key: np.array(recorded.get(key, []), dtype=np.float64).reshape(-1, 2) for key, _ in _PANELS}
+    finite = {key: curve[np.isfinite(curve[:, 1])] for key, curve in curves.items()}
+    return {key: curve for key, curve in finite.items() if len(curve)}
 
 
 def _draw(axes: Axes, curves: Sequence[Curve | None], *, smoothed: bool) -> None:

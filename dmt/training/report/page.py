@@ -9,9 +9,8 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from dmt.plan.towers import TowerPlan
 from dmt.report import data_uri, render_page
@@ -32,14 +31,13 @@ NOT_KNOWN = "a model has diverged, or the evaluation rows have one label only"
 """The reason why an AUC may be NaN."""
 
 
-@dataclass(frozen=True, kw_only=True)
-class RunComparison:
-    """Difference of AUC of a second run and a first one, against its noise."""
+class RunComparison(NamedTuple):
+    """Difference of AUC of a second run and a first one, against its noise; NaN where an AUC is not known."""
 
     auc_difference: float
-    """AUC of the second run minus that of the first; NaN where one of them is not known."""
+    """AUC of the second run minus that of the first."""
     auc_noise: float
-    """The larger standard error of the two AUCs (`auc_standard_error`); NaN as above."""
+    """The larger standard error of the two AUCs (`auc_standard_error`)."""
     accuracy: str
     """A sentence about AUC that claims no more than the noise allows."""
 
@@ -50,26 +48,15 @@ class RunComparison:
 
 
 def auc_standard_error(auc: float, *, num_rows: int, label_rate: float) -> float:
-    """Standard error of an AUC measured on a finite sample of rows.
+    """Standard error of an AUC measured on ``num_rows`` rows, of which the share ``label_rate`` is positive.
 
-    Hanley and McNeil, "The meaning and use of the area under a receiver operating characteristic (ROC) curve",
-    Radiology 143 (1982), equation (1): with A the AUC, n1 positive and n0 negative rows,
+    Hanley and McNeil, Radiology 143 (1982), equation (1): with A the AUC, n1 positive and n0 negative rows,
     SE^2 = (A (1 - A) + (n1 - 1) (Q1 - A^2) + (n0 - 1) (Q2 - A^2)) / (n1 n0), Q1 = A / (2 - A), Q2 = 2 A^2 / (1 + A).
-    It is about which rows happen to be in the sample; it does not know how much another training seed would move A.
-
-    Args:
-        auc: in [0, 1].
-        num_rows: n1 + n0.
-        label_rate: share of positive rows, n1 / (n1 + n0).
-
-    Returns:
-        The standard error, in units of AUC; NaN where the AUC is NaN or one of the classes has no row.
+    It does not know how much another training seed would move A. NaN where A is NaN or one of the classes has no row.
 
     Example:
         >>> round(auc_standard_error(0.8, num_rows=200, label_rate=0.5), 4)
         0.0314
-        >>> round(auc_standard_error(0.8, num_rows=65_536, label_rate=0.25), 4)
-        0.0022
     """
     positive = label_rate * num_rows
     negative = num_rows - positive
@@ -91,12 +78,9 @@ def _ratio(first: Any, second: Any) -> float | None:
 
 
 def compare_runs(runs: Mapping[str, Mapping[str, Any]]) -> RunComparison:
-    """Compares the second of two finished runs with the first.
+    """Compares the second of two runs with the first, evaluated on the same rows: their ``result.json`` by name.
 
     An AUC is called higher or lower only where the difference is at least one standard error of the AUC.
-
-    Args:
-        runs: the ``result.json`` of two runs, by the name to show, the baseline first; both evaluated on the same rows.
     """
     names, (first, second) = list(runs), runs.values()
     errors = [
@@ -106,9 +90,10 @@ def compare_runs(runs: Mapping[str, Mapping[str, Any]]) -> RunComparison:
     noise = math.nan if any(map(math.isnan, errors)) else max(errors)
     difference = second["eval_auc"] - first["eval_auc"] + 0 * noise  # NaN with it
     text = f"{names[1]} has AUC {second['eval_auc']:.4f} and {names[0]} {first['eval_auc']:.4f}"
+    comparison = RunComparison(difference, noise, text)
     if math.isnan(noise):
         text += f"; the two cannot be compared: {NOT_KNOWN}."
-    elif difference == 0 or abs(difference) < noise:
+    elif comparison.within_noise:
         text += (
             f": the difference of {difference:+.4f} is within the noise of the evaluation (one standard error is "
             f"{noise:.4f}), so neither is better by this measure."
@@ -118,7 +103,7 @@ def compare_runs(runs: Mapping[str, Mapping[str, Any]]) -> RunComparison:
             f": {'higher' if difference > 0 else 'lower'} by {abs(difference):.4f}, where one standard error of the "
             f"evaluation is {noise:.4f}. Another seed of the training may move it, too."
         )
-    return RunComparison(auc_difference=difference, auc_noise=noise, accuracy=text)
+    return comparison._replace(accuracy=text)
 
 
 def write_report(
@@ -131,29 +116,17 @@ def write_report(
     data_description: str,
     notes: Sequence[str] = (),
 ) -> Path:
-    """Writes the page that compares two runs; an existing file is replaced.
+    """Writes the page that compares two runs; it links to the partitioner's report beside the first picture.
 
-    It links to the partitioner's report, if that lies beside the first picture.
-
-    Args:
-        path: the HTML file to write; missing folders are made.
-        runs: the ``result.json`` of two runs, by the name to show, the baseline first.
-        plan: the towers of the second run, with the affinity numbers that `TowerPartitioner` leaves in it.
-        sharding: where the second run had its tables.
-        pictures: what `plot_affinity` drew of ``plan``, and `plot_curves` of ``runs``, in the same order.
-        data_description: what the models were trained on, in a few words.
-        notes: warnings to show above the numbers.
-
-    Raises:
-        InputError: a picture cannot be read or embedded, or the page cannot be written.
+    ``runs`` are the ``result.json`` of two runs by the name to show, the baseline first; ``plan`` and ``sharding``
+    those of the second. ``pictures`` are what `plot_affinity` drew of ``plan``, and `plot_curves` of ``runs``. Raises
+    `InputError` if the page cannot be written.
     """
     comparison, towers = compare_runs(runs), list(runs.values())[1]
     affinity_picture, curves_picture = pictures
-    towers_page = affinity_picture.with_name("report.html")
-    has_page = towers_page.exists() and towers_page.absolute() != path.absolute()
-    address = Path(os.path.relpath(towers_page, path.parent)).as_posix()
+    address = Path(os.path.relpath(affinity_picture.with_name("report.html"), path.parent)).as_posix()
     context = {
-        "links": [(address, "The towers, judged against random ones")] if has_page else [],
+        "links": [(address, "The towers, judged against random ones")],
         "names": list(runs),
         "comparison": comparison,
         "cards": _cards(comparison, runs),
@@ -182,19 +155,14 @@ def _cards(comparison: RunComparison, runs: Mapping[str, Mapping[str, Any]]) -> 
         measured = f"{comparison.auc_difference:+.4f}"
         auc = "within noise" if comparison.within_noise else measured
         behind = f"measured {measured}; one standard error is {comparison.auc_noise:.4f}"
-    every, embeddings = (
-        [sum(run["bytes_per_sample"][kind] for kind in kinds) for run in (first, second)]
-        for kinds in (("ids", "forward", "backward", "dense"), ("forward", "backward"))
-    )
-    mflops = first["mflops_per_sample"], second["mflops_per_sample"]
+    kinds = ("ids", "forward", "backward", "dense")
+    every = [sum(run["bytes_per_sample"][kind] for kind in kinds) for run in (first, second)]
+    embeddings = [sum(run["bytes_per_sample"][kind] for kind in kinds[1:3]) for run in (first, second)]
+    mflops = [run["mflops_per_sample"] for run in (first, second)]
+    bytes_behind = f"{every[1]:,.0f} instead of {every[0]:,.0f} per sample; embeddings alone, forward and backward: "
     cards = (
         (auc, f"difference of AUC, {name} minus {first_name}", behind),
-        (
-            _percent(*every),
-            "of the bytes across hosts",
-            f"{every[1]:,.0f} instead of {every[0]:,.0f} per sample; embeddings alone, forward and backward: "
-            f"{_percent(*embeddings)}",
-        ),
+        (_percent(*every), "of the bytes across hosts", bytes_behind + _percent(*embeddings)),
         (
             _percent(*mflops),
             "of the MFLOPs of a training step",
@@ -221,10 +189,7 @@ def _rows(runs: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
 
 
 def _affinities(plan: TowerPlan) -> list[tuple[str, str]]:
-    """Each mean affinity, or share of interaction, by its pairs.
-
-    A tower of one feature has no pair inside, and a single tower none outside.
-    """
+    """Each mean affinity, or share of interaction, by its pairs; a tower of one feature has no pair."""
     pairs = _PAIRS[:2] if plan.affinity.get("measure") == "interactions" else _PAIRS
-    found = [(what, plan.affinity.get(key)) for key, what in pairs]
-    return [(what, "-" if mean is None else f"{mean:.3f}") for what, mean in found]
+    means = [(what, plan.affinity.get(key)) for key, what in pairs]
+    return [(what, "-" if mean is None else f"{mean:.3f}") for what, mean in means]
