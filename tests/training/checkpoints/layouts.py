@@ -109,7 +109,8 @@ class Job:
 
     def cuts(self) -> dict[str, list[int]]:
         """Widths of the column shards of each table."""
-        return {f"t{i}": [dim] for i, dim in enumerate(DIMS)} | dict(table_layout(self.model).column_widths)
+        cuts = {table: widths for table, widths in table_layout(self.model).items() if widths}
+        return {f"t{i}": [dim] for i, dim in enumerate(DIMS)} | cuts
 
     def weights(self) -> dict[str, Tensor]:
         """Parameters and tables."""
