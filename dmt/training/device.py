@@ -47,21 +47,15 @@ def device_type(wanted: Literal["auto", "cpu", "cuda"]) -> DeviceType:
     """Returns the kind of device that ``train.device`` means on this host; ``auto`` is a GPU wherever one can be used.
 
     Raises:
-        InputError: GPUs are wanted, and there is none, or FBGEMM's build has no kernels for it.
+        InputError: GPUs are wanted and cannot be used.
     """
-    if wanted == "cpu":
-        return "cpu"
-    obstacle = ""
-    if not torch.cuda.is_available():
-        obstacle = f"torch {torch.__version__} sees no GPU on this host"
-    else:
-        try:
-            importlib.metadata.version("fbgemm-gpu")
-        except importlib.metadata.PackageNotFoundError:
-            obstacle = "FBGEMM's CUDA build, the package fbgemm-gpu, is not installed"
-    if obstacle and wanted == "cuda":
-        raise InputError(f"train.device='cuda', but {obstacle}; see `dmt doctor`. Or set train.device='cpu'.")
-    return "cpu" if obstacle else "cuda"
+    can_use_gpus = torch.cuda.is_available() and any(importlib.metadata.distributions(name="fbgemm-gpu"))
+    if wanted == "cuda" and not can_use_gpus:
+        raise InputError(
+            "train.device='cuda', but torch sees no GPU on this host, or FBGEMM's CUDA build, the package fbgemm-gpu, "
+            "is not installed; see `dmt doctor`. Or set train.device='cpu'."
+        )
+    return "cuda" if can_use_gpus and wanted != "cpu" else "cpu"
 
 
 def take_device(kind: DeviceType, local_rank: int) -> torch.device:
@@ -83,7 +77,7 @@ def take_device(kind: DeviceType, local_rank: int) -> torch.device:
 
 
 def current_device(kind: DeviceType) -> torch.device:
-    """Returns the device that `take_device` has made this rank's."""
+    """Returns this rank's device."""
     return torch.device("cpu") if kind == "cpu" else torch.device("cuda", torch.cuda.current_device())
 
 
@@ -137,27 +131,27 @@ def restart_safe_store(store: dist.Store, rank: int, world_size: int, *, timeout
     """Returns a part of a store that only the ranks of this attempt know; every rank of the attempt calls it.
 
     torchrun starts ranks again on the store that has the addresses of ranks that died, and its restart count is not the
-    same on all hosts. So rank 0 names the part, and answers each greeting that it finds, also one that an earlier
+    same on all hosts. So rank 0 names the part, and answers each greeting that it meets, also one that an earlier
     attempt has left, until all ranks have thanked it. Others wait for it as long as the store does.
 
     Raises:
         TimeoutError: on rank 0, some rank has not come.
     """
-    own = uuid.uuid4().hex
+    name = uuid.uuid4().hex
     if rank != 0:
-        store.set(f"dmt/greeting/{rank}", own)
-        name = store.get(f"dmt/answer/{own}").decode()
-        store.set(f"dmt/thanks/{name}/{rank}", "")
-        return dist.PrefixStore(name, store)
+        store.set(f"dmt/greeting/{rank}", name)
+        answer = store.get(f"dmt/answer/{name}").decode()
+        store.set(f"dmt/thanks/{answer}/{rank}", "")
+        return dist.PrefixStore(answer, store)
     waiting, deadline = set(range(1, world_size)), time.monotonic() + timeout.total_seconds()
-    while waiting := {other for other in waiting if not store.check([f"dmt/thanks/{own}/{other}"])}:
+    while waiting := {other for other in waiting if not store.check([f"dmt/thanks/{name}/{other}"])}:
         if time.monotonic() > deadline:
             raise TimeoutError(f"Ranks {sorted(waiting)[:8]} of {world_size} have not come within {timeout}.")
         for other in waiting:
             if store.check([f"dmt/greeting/{other}"]):
-                store.set(f"dmt/answer/{store.get(f'dmt/greeting/{other}').decode()}", own)
+                store.set(f"dmt/answer/{store.get(f'dmt/greeting/{other}').decode()}", name)
         time.sleep(0.05)
-    return dist.PrefixStore(own, store)
+    return dist.PrefixStore(name, store)
 
 
 def on_all_ranks(work: Callable[[], Value], mesh: TowerMesh) -> Value:

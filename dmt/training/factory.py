@@ -18,12 +18,14 @@ import copy
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.embedding_tower import EmbeddingTowerCollection
+from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from dmt.errors import InputError
 from dmt.models.complexity import MetaTables, meta_batch, tower_modules
@@ -57,7 +59,7 @@ def make_model(job: Job, device: str | None = None) -> nn.Module:
         "towers": towers,
         "device": None if device is None else torch.device(device),
     }
-    with torch.device(device) if device is not None else torch.device("cpu"), _told(f"{place} raised"):
+    with torch.device(device or "cpu"), _errors_named(f"{place} raised"):
         model = call_named(place, make, given, "Put settings of your own into [model.options].")
     if not isinstance(model, nn.Module):
         raise InputError(f"{place} returned a {type(model).__name__}, no torch.nn.Module. Return the model.")
@@ -78,17 +80,25 @@ def check_outputs(job: Job, model: nn.Module) -> None:
     """
     place = f"model.factory={job.config.model.factory!r}"
     model = without_tables(copy.deepcopy(model))
-    for number, module in enumerate(tower_modules(model)):
-        module.register_forward_hook(partial(_check_tower, place, number))
+
+    def check_tower(module: Any, inputs: Any, output: Any) -> None:
+        if not isinstance(output, Tensor) or output.dim() != 2 or output.shape[1] != module.out_features:
+            raise InputError(
+                f"{place}: tower module {type(module).__name__} says out_features={module.out_features}, but returned "
+                f"{_described(output)}. It must return [samples, out_features]."
+            )
+
+    for module in tower_modules(model):
+        module.register_forward_hook(check_tower)
     dense_features, ids = meta_batch(job.num_dense)
     # The ids stand for a KeyedJaggedTensor, which nothing but the stand-ins of the tables can read.
-    with torch.no_grad(), _told(f"{place}: the model fails on a batch (only its tables may read sparse_features):"):
+    with torch.no_grad(), _errors_named(f"{place}: the model fails on a batch (only tables may read sparse_features):"):
         output = model(dense_features, ids)
-    num_samples = len(ids)
-    if not isinstance(output, Tensor) or list(output.shape) not in ([num_samples, 1], [num_samples]):
+    number = len(ids)
+    if not isinstance(output, Tensor) or list(output.shape) not in ([number, 1], [number]):
         raise InputError(
-            f"{place}: for {num_samples} samples the model returned {_described(output)}. It must return logits, "
-            f"a tensor [{num_samples}, 1]."
+            f"{place}: for {number} samples the model returned {_described(output)}. It must return logits, a tensor "
+            f"[{number}, 1]."
         )
 
 
@@ -107,21 +117,12 @@ def probability_warning(factory: str, low: float, high: float) -> str:
     )
 
 
-def _check_tower(place: str, number: int, module: Any, arguments: Any, output: Any) -> None:
-    """A forward hook that compares a tower module's output with its ``out_features``."""
-    if not isinstance(output, Tensor) or output.dim() != 2 or output.shape[1] != module.out_features:
-        raise InputError(
-            f"{place}: {type(module).__name__}, the tower module of tower {number}, says out_features="
-            f"{module.out_features}, but returned {_described(output)}. It must return [samples, out_features]."
-        )
-
-
 def _described(output: Any) -> str:
     return f"a tensor {list(output.shape)}" if isinstance(output, Tensor) else f"a {type(output).__name__}"
 
 
 @contextmanager
-def _told(what: str) -> Iterator[None]:
+def _errors_named(what: str) -> Iterator[None]:
     """Turns an error of the user's own program into an `InputError` that says where it was raised."""
     try:
         yield
@@ -129,85 +130,40 @@ def _told(what: str) -> Iterator[None]:
         raise
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in frames if "site-packages" not in frame.filename] or frames
-        where = f"{own[-1].filename}, line {own[-1].lineno}"
-        raise InputError(f"{what} {type(error).__name__}: {error} ({where})") from error
-
-
-def _check_layers(place: str, model: nn.Module, world_size: int) -> None:
-    """Raises `InputError` for a model on the meta device whose sharded form would compute something else.
-
-    Batch normalization depends on which rank has which samples; a parameter of several towers would be trained apart;
-    and TorchRec gives parameters their first numbers by ``reset_parameters`` of their module, without which they start
-    from whatever is in memory, and buffers from zeros.
-    """
-    from torchrec.modules.embedding_modules import EmbeddingBagCollection
-
-    collections = [part for part in model.modules() if isinstance(part, EmbeddingBagCollection)]
-    of_tables = {part for collection in collections for part in collection.modules()}
-    for path, part in model.named_modules():
-        kind = f"{place}: {type(part).__name__} {path or 'of the model'!r}"
-        if isinstance(part, _BatchNorm) and world_size > 1:
-            raise InputError(
-                f"{kind} normalizes over the samples that one rank happens to have, and its running statistics differ "
-                "from rank to rank. Use torch.nn.LayerNorm."
-            )
-        parameters = [name for name, _ in part.named_parameters(recurse=False)]
-        given = [*parameters, *(name for name, _ in part.named_buffers(recurse=False))]
-        is_started = parameters and callable(getattr(part, "reset_parameters", None))
-        if given and part not in of_tables and not is_started:
-            raise InputError(
-                f"{kind} has {given[0]!r}, but a sharded model is made without numbers, and nothing gives it any: "
-                "write its start as a method reset_parameters() of the module that has the parameter (a buffer alone "
-                "must be a parameter, or made in forward)."
-            )
-    of_towers = tower_modules(model)
-    paths = [path for path, part in model.named_modules() if any(part is module for module in of_towers)]
-    owners: dict[int, tuple[str, str | None]] = {}
-    for name, parameter in model.named_parameters(remove_duplicate=False):
-        owner = next((path for path in paths if name.startswith(f"{path}.")), None)
-        first, whose = owners.setdefault(id(parameter), (name, owner))
-        if whose != owner:
-            raise InputError(
-                f"{place}: {first!r} and {name!r} are one parameter, but the ranks of a tower train its module apart "
-                "from other towers and from the dense part. Give each a parameter of its own."
-            )
+        frame = next((frame for frame in reversed(frames) if "site-packages" not in frame.filename), frames[-1])
+        raise InputError(f"{what} {type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})") from error
 
 
 def _check_tables(place: str, model: nn.Module, job: Job) -> None:
     """Raises `InputError` unless the model has one sparse part, of the job's kind, with the job's tables and towers."""
-    from torchrec.modules.embedding_modules import EmbeddingBagCollection
-    from torchrec.modules.embedding_tower import EmbeddingTowerCollection
-
     has_towers = job.config.model.has_towers
     wanted = EmbeddingTowerCollection if has_towers else EmbeddingBagCollection
-    found = _sparse_parts(model)
-    if len(found) != 1 or type(found[0]) is not wanted:
-        kinds = ", ".join(type(part).__name__ for part in found) or "none"
+    parts = _sparse_parts(model)
+    if len(parts) != 1 or type(parts[0]) is not wanted:
+        kinds = ", ".join(type(part).__name__ for part in parts) or "none"
         raise InputError(
             f"{place}: with model.in_towers={str(has_towers).lower()} the model needs one {wanted.__name__} and no "
             f"other module with tables, but has {kinds}. Compose it so (docs/your_model.md), or change model.in_towers."
         )
     collections = [part for part in model.modules() if isinstance(part, EmbeddingBagCollection)]
     by_tower = [table_specs(part.embedding_bag_configs()) for part in collections]
-    own = {table.name: table for tables in by_tower for table in tables}
+    tables = {table.name: table for tables in by_tower for table in tables}
     given = {table.name: table for table in job.split_tables}
-    if apart := [name for name in {**given, **own} if given.get(name) != own.get(name)]:
-        name = apart[0]
-        raise InputError(
-            f"{place}: the model's table {name!r} is {own.get(name, 'absent')}, but it was given "
-            f"{given.get(name, 'none of that name')}. Use every table of `tables` as it is: rows and features come "
-            "from [data], columns from model.embedding_dim and model.embedding_dims."
-        )
+    for name in {**given, **tables}:
+        if given.get(name) != tables.get(name):
+            raise InputError(
+                f"{place}: the model's table {name!r} is {tables.get(name, 'absent')}, but it was given "
+                f"{given.get(name, 'none of that name')}. Use every table of `tables` as it is: rows and features come "
+                "from [data], columns from model.embedding_dim and model.embedding_dims."
+            )
     if not has_towers:
         return
-    collection: Any = found[0]
-    for number, tower in enumerate(collection.towers):
-        sizes = [getattr(tower.interaction, name, None) for name in ("in_features", "out_features")]
+    for module in tower_modules(model):
+        sizes = [getattr(module, name, None) for name in ("in_features", "out_features")]
         if not all(isinstance(size, int) for size in sizes):
             raise InputError(
-                f"{place}: {type(tower.interaction).__name__}, the tower module of tower {number}, has in_features "
-                f"and out_features {sizes}. Give it both, the numbers per sample that enter and leave it."
+                f"{place}: tower module {type(module).__name__} has in_features and out_features {sizes}. Give it "
+                "both, the numbers per sample that enter and leave it."
             )
     assert job.towers is not None, "a model in towers has the tower dataflow"
     planned = [{t.name for t in tables} for tables in job.towers.tables_by_tower(job.split_tables)]
@@ -218,11 +174,46 @@ def _check_tables(place: str, model: nn.Module, job: Job) -> None:
         )
 
 
+def _check_layers(place: str, model: nn.Module, world_size: int) -> None:
+    """Raises `InputError` for a model on the meta device whose sharded form would compute something else.
+
+    Batch normalization depends on which rank has which samples; a parameter of several towers would be trained apart;
+    and TorchRec gives parameters their first numbers by ``reset_parameters`` of their module, without which they start
+    from whatever is in memory, and buffers from zeros.
+    """
+    collections = [part for part in model.modules() if isinstance(part, EmbeddingBagCollection)]
+    parts_of_tables = {part for collection in collections for part in collection.modules()}
+    for path, part in model.named_modules():
+        kind = f"{place}: {type(part).__name__} {path or 'of the model'!r}"
+        if isinstance(part, _BatchNorm) and world_size > 1:
+            raise InputError(
+                f"{kind} normalizes over the samples that one rank happens to have, and its running statistics differ "
+                "from rank to rank. Use torch.nn.LayerNorm."
+            )
+        parameters = [name for name, _ in part.named_parameters(recurse=False)]
+        values = [*parameters, *(name for name, _ in part.named_buffers(recurse=False))]
+        is_started = parameters and callable(getattr(part, "reset_parameters", None))
+        if values and part not in parts_of_tables and not is_started:
+            raise InputError(
+                f"{kind} has {values[0]!r}, but a sharded model is made without numbers, and nothing gives it any: "
+                "write its start as a method reset_parameters() of the module that has the parameter (a buffer alone "
+                "must be a parameter, or made in forward)."
+            )
+    modules = {id(module) for module in tower_modules(model)}
+    paths = [path for path, part in model.named_modules() if id(part) in modules]
+    owners: dict[int, tuple[str, str | None]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        owner = next((path for path in paths if name.startswith(f"{path}.")), None)
+        first, first_owner = owners.setdefault(id(parameter), (name, owner))
+        if first_owner != owner:
+            raise InputError(
+                f"{place}: {first!r} and {name!r} are one parameter, but the ranks of a tower train its module apart "
+                "from other towers and from the dense part. Give each a parameter of its own."
+            )
+
+
 def _sparse_parts(model: nn.Module) -> list[nn.Module]:
     """The outermost modules of TorchRec's with tables, in the order of the model."""
-    from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-    from torchrec.modules.embedding_tower import EmbeddingTowerCollection
-
     if isinstance(model, EmbeddingBagCollection | EmbeddingCollection | EmbeddingTowerCollection):
         return [model]
     return [part for child in model.children() for part in _sparse_parts(child)]
@@ -230,8 +221,6 @@ def _sparse_parts(model: nn.Module) -> list[nn.Module]:
 
 def without_tables(model: nn.Module) -> nn.Module:
     """Puts the complexity counter's stand-ins in the place of a model's tables, in place; returns the model."""
-    from torchrec.modules.embedding_modules import EmbeddingBagCollection
-
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, EmbeddingBagCollection):
@@ -244,7 +233,5 @@ class _MetaCollection(MetaTables):
 
     def forward(self, ids: Tensor) -> Any:
         """Ids [B], used for every feature -> ``KeyedTensor`` [B, sum of N]."""
-        from torchrec.sparse.jagged_tensor import KeyedTensor
-
         embeddings = super().forward(ids)
         return KeyedTensor.from_tensor_list(list(embeddings), list(embeddings.values()))

@@ -26,15 +26,10 @@ def is_function_name(text: str) -> bool:
 
 
 def check_allowed(place: str, names: Mapping[str, str | None], allowed: Collection[str]) -> None:
-    """Checks functions that a file from elsewhere names, before any of them is imported.
-
-    Args:
-        place: the file, for the message.
-        names: the function by setting; None where the file names none.
-        allowed: the functions that the user has named.
+    """Checks functions that a file from elsewhere names, by setting, before any of them is imported.
 
     Raises:
-        InputError: a function is not among those allowed.
+        InputError: a function is not among those that the user has named.
     """
     for setting, name in names.items():
         if name is not None and name not in allowed:
@@ -53,45 +48,38 @@ def load_function(setting: str, name: str) -> Callable[..., Any]:
     place = f"{setting}={name!r}"
     if not is_function_name(name):
         raise InputError(f"{place} is not of the form package.module:function, such as my_models:deepfm.")
-    module, _, function = name.partition(":")
-    here = str(Path.cwd())
-    if here not in sys.path:
-        # A program that was installed, such as dmt, does not look there by itself.
+    module_name, _, function_name = name.partition(":")
+    if (here := str(Path.cwd())) not in sys.path:
+        # An installed program, such as dmt, does not look there by itself.
         sys.path.append(here)
     try:
-        found = importlib.import_module(module)
+        module = importlib.import_module(module_name)
     except Exception as error:  # the user's program may do anything
         raise InputError(
-            f"{place}: importing {module!r} raised {type(error).__name__}: {error}. Run from the folder that has it, "
-            "set PYTHONPATH, or mend or install what it imports."
+            f"{place}: importing {module_name!r} raised {type(error).__name__}: {error}. Run from the folder that has "
+            "it, set PYTHONPATH, or mend or install what it imports."
         ) from error
-    make = getattr(found, function, None)
-    if not callable(make):
-        names = [own for own, value in vars(found).items() if callable(value) and not own.startswith("_")]
-        raise InputError(f"{place}: {module!r} has no function {function!r}.{did_you_mean(function, names)}")
-    checked: Callable[..., Any] = make
-    return checked
+    function: Callable[..., Any] = getattr(module, function_name, None)  # type: ignore[assignment]
+    if not callable(function):
+        known = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
+        raise InputError(
+            f"{place}: {module_name!r} has no function {function_name!r}.{did_you_mean(function_name, known)}"
+        )
+    return function
 
 
 def named_arguments(place: str, function: Callable[..., Any], given: Sequence[str], remedy: str) -> list[str]:
     """Returns those of the given arguments that a function names; all of them if it takes any keyword.
 
     Raises:
-        InputError: it cannot be called without another one, or does not tell what it takes.
+        InputError: it cannot be called without another one.
     """
-    try:
-        parameters = inspect.signature(function).parameters.values()
-    except (TypeError, ValueError) as error:
-        raise InputError(
-            f"{place} does not tell its arguments ({error}). Name a function written in Python."
-        ) from error
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    variable = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
-    names = [parameter.name for parameter in parameters if parameter.kind not in variable]
-    unknown = [p.name for p in parameters if p.name not in given and p.default is p.empty and p.name in names]
-    if unknown:
+    parameters = inspect.signature(function).parameters.values()
+    required = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
+    if unknown := [name for name in required if name not in given]:
         raise InputError(f"{place} takes {unknown[0]!r}, which is none of {', '.join(given)}. {remedy}")
-    return [name for name in given if takes_all or name in names]
+    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
+    return [name for name in given if takes_all or name in {parameter.name for parameter in parameters}]
 
 
 def call_named(place: str, function: Callable[..., Any], given: Mapping[str, Any], remedy: str) -> Any:

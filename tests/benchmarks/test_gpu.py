@@ -17,7 +17,7 @@ from tests.ranks import run_ranks
 def test_without_a_gpu_it_says_so() -> None:
     result = CliRunner().invoke(main, [])
     assert result.exit_code == 2
-    assert result.stderr.startswith("error: --device='cuda', but torch 2")
+    assert result.stderr.startswith("error: --device='cuda', but torch sees no GPU")
     assert "Or set --device='cpu'" in result.stderr
 
 
