@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.mutants import mutations
+
 ROOT = Path(__file__).parent.parent
 PARTS = ("dmt", "partitioner", "models")
 SOURCES = [path for folder in PARTS for path in sorted((ROOT / folder).rglob("*.py"))]
@@ -272,6 +274,13 @@ def test_no_file_names_a_registrys_host() -> None:
     for name in tracked:
         text = (ROOT / name).read_text(errors="ignore") if (ROOT / name).is_file() else ""
         assert not any(host in text for host in hosts), name
+
+
+def test_every_mutation_finds_its_line_and_leaves_a_program() -> None:
+    for mutation in mutations():
+        text = (ROOT / mutation.file).read_text()
+        assert text.count(mutation.old) == 1, mutation
+        ast.parse(text.replace(mutation.old, mutation.new), filename=str(mutation))
 
 
 @pytest.mark.parametrize("path", [path for path in SOURCES if ">>>" in path.read_text()], ids=str)
