@@ -68,9 +68,8 @@ def on_one_host(job: Job, monkeypatch: pytest.MonkeyPatch, pages: int) -> None:
         ),
         ("model", {"dense_arch": [2**20, 2**20]}, "need at least 17.6 TB of memory.* dense layers"),
         ("train", {"batch_size": 2**24}, r"batches \(train: batch_size, eval_batch_size\)\. Lower"),
-        ("data", {"synthetic": {"rows_per_table": 2**32}}, r"Synthetic data .*rows_per_table.* needs at least"),
     ],
-    ids=["towers", "layers", "batch", "synthetic"],
+    ids=["towers", "layers", "batch"],
 )
 def test_a_run_that_no_host_has_memory_for(section: str, values: Any, message: str, monkeypatch: Any) -> None:
     monkeypatch.setattr("os.sysconf", lambda name: {"SC_PHYS_PAGES": 2**20, "SC_PAGE_SIZE": 4096}[name])

@@ -237,7 +237,7 @@ def test_no_output_is_begun_where_one_cannot_be_written(affinity: Path, tmp_path
     [
         (
             ["complexity", "--arch", "dlmr"],
-            "error: arch='dlmr' is unknown; use 'dlrm' or 'dlrm-products' or 'dcn'. Did you mean 'dlrm'?",
+            "error: arch='dlmr' is unknown; use 'dlrm' or 'dcn'. Did you mean 'dlrm'?",
         ),
         (["complexity", "--arch", "dlrm", "--towers", "27"], "error: num_towers=27 must lie between 1 and"),
         (["partition", "--towers", "2"], "error: Give one of: --checkpoint RUN_DIR, --affinity FILE.npz"),

@@ -133,7 +133,7 @@ def test_a_wrong_override_is_told_where_and_why(override: str, message: str) -> 
         ("optimizer.sparse_lr=1e300", r"optimizer: sparse_lr=1e\+300 is beyond 1e-30 to 1e30"),
         ("data.synthetic.num_dense=2147483648", r"num_dense: .*less than or equal to 10000"),
         ("data.synthetic.num_features=2147483648", r"num_features: .*less than or equal to 10000"),
-        ("data.synthetic.rows_per_table=9223372036854775808", r"rows_per_table: .*less than or equal to 4294967296"),
+        ("data.synthetic.rows_per_table=9223372036854775808", r"rows_per_table: .*less than or equal to 16777216"),
         ("data.synthetic.seed=9223372036854775808", r"synthetic\.seed: .*less than 4294967296"),
         ("data.shuffle_seed=9223372036854775808", r"shuffle_seed: .*less than 4294967296"),
         ("data.num_embeddings=9223372036854775808", r"num_embeddings: .*less than or equal to 1099511627776"),
@@ -147,7 +147,7 @@ def test_a_wrong_override_is_told_where_and_why(override: str, message: str) -> 
         ("data.train_path=[ab]*.csv", r"Override .*: not TOML"),
         ("train.seed=1\nepochs=2", "has more than one value"),
         (f"sharding.tables.{'a.' * 5000}b=row_wise", r"is not of the form section\.key=value"),
-        ("model.c=" + "9" * 5000, r"model\.c: Unable to parse .*\(got '9+\.\.\.\)"),
+        ("model.c=" + "9" * 5000, r"model\.c: Unable to parse .*\(got '9{150,199}\)"),
     ],
     ids=lambda text: text[:40],
 )

@@ -56,7 +56,7 @@ class SyntheticConfig(Section):
     """Training rows of one epoch."""
     num_eval_rows: int = Field(default=65_536, ge=1, le=2**32)
     """Evaluation rows; they are drawn apart from the training rows."""
-    rows_per_table: int = Field(default=1000, ge=2, le=2**32)
+    rows_per_table: int = Field(default=1000, ge=2, le=2**24)
     """Ids of every categorical feature, and rows of its table."""
     num_groups: int = Field(default=4, ge=1)
     """Groups of features that share a hidden variable and interact in the label."""

@@ -48,12 +48,11 @@ def rows_swapped_on_rank_1(load: Change) -> Change:
     return faulty
 
 
-def towers_exchanged(connect: Change) -> Change:
-    def faulty(self: SPTTModule, *args: Any) -> Any:
-        agreed = connect(self, *args)
-        swapped = replace(agreed, pieces=agreed.pieces[::-1])
-        object.__setattr__(swapped, "checked", agreed.checked)  # that towers return what they agreed on still holds
-        return swapped
+def towers_exchanged(finish: Change) -> Change:
+    def faulty(self: SPTTModule, columns_BS: torch.Tensor) -> Any:
+        agreed = self._outputs
+        assert agreed is not None
+        return self.result(columns_BS, [piece for pieces in agreed.pieces[::-1] for piece in pieces])
 
     return faulty
 
@@ -103,7 +102,7 @@ def drift_on_rank_3(copy: Change) -> Change:
 # name -> what is patched, the checks that must fail, and what the first of them must name
 FAULTS: dict[str, tuple[Any, str, Callable[[Change], Change], set[str], str]] = {
     "rows": (on_rank, "load_plain_state", rows_swapped_on_rank_1, {"logits", "table gradients"}, "table t_C1"),
-    "towers": (SPTTModule, "_agree", towers_exchanged, {"logits"}, "the logits"),
+    "towers": (SPTTModule, "finish", towers_exchanged, {"logits"}, "the logits"),
     "tower gradient": (on_rank, "shard_model", tower_gradient_doubled, {"dense gradients"}, "sparse_arch.towers.1.int"),
     "table gradient": (SPTTModule, "run_towers", table_gradient_doubled, {"table gradients"}, "table t_C"),
     "warm-up": (on_rank, "build_optimizer", warm_up_left_out, {"dense weights", "table weights", "losses"}, "step 1"),
