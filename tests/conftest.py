@@ -36,7 +36,6 @@ def _prepared_ranks(request: pytest.FixtureRequest) -> None:
         # What training loads late.
         late = [
             "scipy.optimize",
-            "torch.utils.tensorboard",
             "torchmetrics.functional.classification",
             "torchrec.metrics.ne",
         ]

@@ -73,7 +73,7 @@ def main(config: str, overrides: tuple[str, ...]) -> None:
     if rank == 0:
         print_summary({settings.model.name: result})
         folder = printable(settings.train.output_dir)
-        print(f"Results: {folder}/result.json   curves: tensorboard --logdir {folder}")
+        print(f"Results: {folder}/result.json   curves: {folder}/metrics.jsonl")
 
 
 def _say_last(line: str, rank: int) -> None:

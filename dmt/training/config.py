@@ -286,7 +286,7 @@ class TrainConfig(Section):
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Seed of the weights."""
     output_dir: str = "runs/latest"
-    """Folder of the run's config, metrics, TensorBoard files and checkpoints."""
+    """Folder of the run's config, metrics and checkpoints."""
     save_every: int | None = Field(default=None, ge=1)
     """Number of steps from one checkpoint to the next (with replicas: rounded up to an averaging); by default
     ``save_minutes`` decides. The last one is at the end."""

@@ -16,14 +16,12 @@ from typing import TYPE_CHECKING, Any
 import pydantic_core
 
 if TYPE_CHECKING:
-    from torch.utils.tensorboard import SummaryWriter
-
     from dmt.sharding.plan import TowerShardingPlan
     from dmt.training.metrics import MetricValues
 
 from dmt.errors import InputError
 from dmt.files import read_json, write_or_raise
-from dmt.formatting import printable, shorten
+from dmt.formatting import printable
 from dmt.training.config import TrainingConfig, to_toml
 
 __all__ = [
@@ -64,49 +62,30 @@ def settings_lines(config: TrainingConfig) -> list[str]:
 class RunRecord:
     """Files of one run in its output directory; does nothing on ranks other than 0.
 
-    ``config.toml`` (resolved, reads again), ``metrics.jsonl`` (one JSON object a line), ``tensorboard/`` and
-    ``result.json``.
-
-    A killed run goes on with ``resumed_step``: curves stay up to that step, and what came later, which will be
-    recorded again, is dropped. A run of its own removes those files of an earlier run without a checkpoint.
-    A full disk stops no training: numbers that find no room in ``metrics.jsonl`` are logged, and TensorBoard's curves
-    end where its own file could not be written.
+    ``config.toml`` (resolved, reads again), ``metrics.jsonl`` (one JSON object a line) and ``result.json``. Those of an
+    earlier run are replaced. A full disk stops no training: numbers that find no room in ``metrics.jsonl`` are logged.
 
     Args:
         config: the run.
         enabled: true on rank 0.
-        resumed_step: steps of the checkpoint that training goes on from; None for a run of its own.
+        resumed_step: steps of the checkpoint that training goes on from: curves stay up to that step, and what came
+            later, which will be recorded again, is dropped.
 
     Raises:
-        InputError: the folder cannot be written to, or has files of these names that no run has left there.
+        InputError: the folder cannot be written to.
     """
 
-    def __init__(self, config: TrainingConfig, *, enabled: bool, resumed_step: int | None = None) -> None:
+    def __init__(self, config: TrainingConfig, *, enabled: bool, resumed_step: int = 0) -> None:
         self.enabled = enabled
         self.folder = Path(config.train.output_dir)
-        self._metrics, self._is_torn = self.folder / "metrics.jsonl", False
-        self._board: SummaryWriter | None = None
+        self._metrics = self.folder / "metrics.jsonl"
         if not enabled:
             return
-        # Imported here, or whoever reads a checkpoint or a result would load TensorBoard.
-        from torch.utils.tensorboard import SummaryWriter
-
-        result, board = self.folder / "result.json", self.folder / "tensorboard"
-        earlier = [path for path in (self._metrics, result, board) if path.exists()]
-        if earlier and not (self.folder / "config.toml").exists():
-            raise InputError(
-                f"{earlier[0]} is not what a run has left there: {self.folder} has no config.toml. A new run would "
-                "delete or replace it. Move it away, or give another train.output_dir."
-            )
         _write(self.folder / "config.toml", to_toml(config))
-        result.unlink(missing_ok=True)
-        if resumed_step is None:
-            for path in (self._metrics, *board.glob("events.out.tfevents.*")):
-                path.unlink(missing_ok=True)
-        elif self._metrics.exists():
-            kept = [values for values in _read_metrics(self._metrics) if values["step"] <= resumed_step]
-            _write(self._metrics, "".join(f"{json.dumps(values)}\n" for values in kept))
-        self._board = SummaryWriter(str(board), purge_step=None if resumed_step is None else resumed_step + 1)
+        (self.folder / "result.json").unlink(missing_ok=True)
+        records = _read_metrics(self._metrics) if self._metrics.exists() else []
+        kept = [values for values in records if values["step"] <= resumed_step]
+        _write(self._metrics, "".join(f"{json.dumps(values)}\n" for values in kept))
 
     def say(self, lines: Iterable[str]) -> None:
         """Prints lines, marked as comments."""
@@ -136,48 +115,18 @@ class RunRecord:
         line = json.dumps({"step": step, **values})
         try:
             with self._metrics.open("a") as stream:
-                # Half a line that found no more room ends first.
-                stream.write(f"\n{line}\n" if self._is_torn else f"{line}\n")
-            self._is_torn = False
+                stream.write(f"{line}\n")
         except OSError as error:
-            self._is_torn = True
             logger.warning(f"{self._metrics} cannot be written to ({error}). Training goes on. Left out: {line}")
-        if self._board is not None:
-            self._draw(self._board, step, values)
-
-    def _draw(self, board: SummaryWriter, step: int, values: Mapping[str, float]) -> None:
-        try:
-            for name, value in values.items():
-                if not math.isnan(value):
-                    board.add_scalar(name, value, step)
-            # At once, against a kill: the next attempt does not record it again.
-            board.flush()
-        except OSError as error:
-            # Its writer does not recover.
-            self._board = None
-            logger.warning(f"{self.folder}: TensorBoard's curves end at step {step} ({error}). Training goes on.")
 
     def close(self, result: dict[str, Any]) -> None:
-        """Writes the result and the versions, and closes TensorBoard's file.
+        """Writes the result and the versions.
 
         Raises:
-            InputError: the result cannot be written; it has been printed.
+            InputError: the result cannot be written. Run again, the job evaluates its last checkpoint.
         """
-        if not self.enabled:
-            return
-        self.end()
-        text = to_json({**result, "versions": versions()}) + "\n"
-        try:
-            _write(self.folder / "result.json", text)
-        except InputError:
-            # Run again, the job evaluates its last checkpoint.
-            print(text, end="", flush=True)
-            raise
-
-    def end(self) -> None:
-        """Closes TensorBoard's file."""
-        if self._board is not None:
-            self._board.close()
+        if self.enabled:
+            _write(self.folder / "result.json", to_json({**result, "versions": versions()}) + "\n")
 
 
 def quality_warnings(auc: float, ne: float) -> list[str]:
@@ -221,19 +170,15 @@ def read_curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def _read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Reads the whole records of ``metrics.jsonl``, and warns of other lines: a kill or a full disk can leave some."""
-    records, damaged = [], list[str]()
-    for number, line in enumerate(path.read_text(errors="replace").splitlines(), 1):
+    """Reads the whole records of ``metrics.jsonl``; a kill or a full disk can leave other lines."""
+    records = []
+    for line in path.read_text(errors="replace").splitlines():
         try:
-            record = json.loads(line or "{}")
-        except (ValueError, RecursionError):
-            record = None
+            record = json.loads(line)
+        except ValueError:
+            continue
         if isinstance(record, dict) and type(record.get("step")) is int:
             records.append(record)
-        elif line:
-            damaged.append(f"line {number}")
-    if damaged:
-        logger.warning(f"{path}: no records of a run, left out: {shorten(damaged, ', ')}.")
     return records
 
 

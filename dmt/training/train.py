@@ -102,7 +102,7 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
     plain = on_all_ranks(lambda: checked_model(job, mesh.topology.world_size), mesh)
     counts = preflight(job, plain, mesh)
     start = find_start(job, mesh)
-    record = RunRecord(config, enabled=mesh.rank == 0, resumed_step=start.position.step or None)
+    record = RunRecord(config, enabled=mesh.rank == 0, resumed_step=start.position.step)
     record.say([*settings_lines(config), *start.lines])
 
     # Model, optimizer, replicas, hot rows; then what the checkpoint has of them.
@@ -142,7 +142,6 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
         # A run that was finished before has its last checkpoint.
         is_saved = at.step == start.position.step or (save(run, at) and saver.wait())
     if signals.stops:
-        record.end()
         return {"stopped_at": at.step, "stopped_by": SIGNALS[signals.signal], "signal": signals.signal}
 
     # Evaluate and measure. The measured pass updates the tables: it comes last.

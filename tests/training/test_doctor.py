@@ -13,9 +13,7 @@ GOOD = {
     "torch": "2.13.0",
     "torchrec": "1.8.0",
     "fbgemm-gpu-cpu": "1.8.0",
-    **dict.fromkeys(
-        ["torchmetrics", "tensordict", "pyre-extensions", "tqdm", "pydantic", "pyarrow", "pandas", "tensorboard"], "1"
-    ),
+    **dict.fromkeys(["torchmetrics", "tensordict", "pyre-extensions", "tqdm", "pydantic", "pyarrow", "pandas"], "1"),
     "tomli-w": "1",
     "jinja2": "1",
 }

@@ -28,7 +28,7 @@ from dmt.training.console import make_table, print_summary, quiet_libraries, tab
 __all__ = ["Shown", "check_output_files", "emit", "main"]
 
 # Packages of the full installation; without them plans, partitions of saved affinities and complexity still work.
-_FULL = ("torchrec", "fbgemm_gpu", "pydantic", "pyarrow", "pandas", "tensorboard", "tomli_w", "jinja2", "torchmetrics")
+_FULL = ("torchrec", "fbgemm_gpu", "pydantic", "pyarrow", "pandas", "tomli_w", "jinja2", "torchmetrics")
 # What reads each kind of file that a command writes.
 _READERS = {
     "tower plan": "dmt.plan.towers:TowerPlan.load",

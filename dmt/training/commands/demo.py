@@ -106,7 +106,7 @@ def demo(data: str | None, out: Path, overrides: Sequence[str], *, command: str)
             *(f"{n}: {text}" for n, run in runs.items() for text in quality_warnings(run["eval_auc"], run["eval_ne"])),
         ],
     )
-    console.print(f"Report: {page}   towers: {out / 'towers.json'}   curves: tensorboard --logdir {out}", markup=False)
+    console.print(f"Report: {page}   towers: {out / 'towers.json'}", markup=False)
     return runs
 
 

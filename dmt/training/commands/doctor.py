@@ -27,7 +27,7 @@ TESTED: Mapping[str, Mapping[str, str]] = {
 
 _FBGEMM = ("fbgemm-gpu-cpu", "fbgemm-gpu")
 _TORCHREC_NEEDS = ("torchmetrics==1.0.3", "tensordict", "pyre-extensions", "tqdm")
-_TRAINER_NEEDS = ("pydantic", "pyarrow", "pandas", "tensorboard", "tomli-w", "jinja2")
+_TRAINER_NEEDS = ("pydantic", "pyarrow", "pandas", "tomli-w", "jinja2")
 _PYTHONS = ("3.11", "3.12", "3.13")
 
 

@@ -22,7 +22,7 @@ class Section(BaseModel):
     """A section of a configuration; bounds every number and text in it, also where a field has no bound of its own.
 
     Raises:
-        ValidationError: a whole number beyond 2**53, which JSON and TensorBoard would round; another number that is not
+        ValidationError: a whole number beyond 2**53, which JSON would round; another number that is not
             0 and beyond 1e-30 to 1e30, whose squares 32-bit floats have no room for; a text with a NUL.
     """
 
