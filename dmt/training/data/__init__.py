@@ -12,16 +12,16 @@ from typing import TYPE_CHECKING, Any
 from dmt.training.data.config import DataConfig, SyntheticConfig
 
 if TYPE_CHECKING:
-    from dmt.training.data.batch import ClickBatch, check_ids
+    from dmt.training.data.batch import ClickBatch
     from dmt.training.data.clicks import ClickData, open_source
 
-__all__ = ["ClickBatch", "ClickData", "DataConfig", "SyntheticConfig", "check_ids", "open_source"]
+__all__ = ["ClickBatch", "ClickData", "DataConfig", "SyntheticConfig", "open_source"]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    home = "batch" if name in ("ClickBatch", "check_ids") else "clicks"
+    home = "batch" if name == "ClickBatch" else "clicks"
     return getattr(importlib.import_module(f"{__name__}.{home}"), name)
 
 

@@ -5,7 +5,7 @@ Legend: B rows, D dense features, F categorical features.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -16,11 +16,10 @@ from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
-from dmt.errors import InputError, did_you_mean
 from dmt.plan.split_across_towers import split_ids
 from dmt.training.data.columns import Columns
 
-__all__ = ["ClickBatch", "check_ids", "make_batch"]
+__all__ = ["ClickBatch", "make_batch"]
 
 
 @dataclass
@@ -111,44 +110,3 @@ def make_batch(rows: pa.Table, columns: Columns, batch_size: int) -> ClickBatch:
         labels=torch.from_numpy(labels),
         weights=torch.from_numpy(weights),
     )
-
-
-def check_ids(sparse_features: KeyedJaggedTensor, tables: Iterable[Any]) -> None:
-    """Checks that every id of a batch has a row in its table. Reads the values: not for every step on a GPU.
-
-    Args:
-        sparse_features: F keys.
-        tables: TorchRec ``EmbeddingBagConfig`` or `dmt.TableSpec`.
-
-    Raises:
-        InputError: a feature of a table is not in the batch, or an id is negative or beyond its table.
-
-    Example:
-        >>> from dmt.plan.tables import TableSpec
-        >>> ids = KeyedJaggedTensor(keys=["C3"], values=torch.tensor([5, 120]), lengths=torch.tensor([1, 1]))
-        >>> tables = [TableSpec(name="t_C3", num_embeddings=100, embedding_dim=8, feature_names=("C3",))]
-        >>> try: check_ids(ids, tables)
-        ... except InputError as error: print(str(error)[:62])
-        Feature 'C3': id 120 is outside the table t_C3 of 100 rows (ro
-    """
-    keys = list(sparse_features.keys())
-    for table in tables:
-        for feature in table.feature_names:
-            if feature not in keys:
-                raise InputError(
-                    f"Feature {feature!r} of table {table.name} is not in the batch ({len(keys)} features)."
-                    f"{did_you_mean(feature, keys)}"
-                )
-            bags = sparse_features[feature]
-            values = bags.values()
-            wrong = (values < 0) | (values >= table.num_embeddings)
-            if bool(wrong.any()):
-                first = int(wrong.nonzero()[0])
-                row = int(torch.searchsorted(bags.lengths().cumsum(0), torch.tensor(first), right=True))
-                value, rows = int(values[first]), table.num_embeddings
-                larger = f"num_embeddings_per_feature[{feature!r}] to more than the largest id, or "
-                raise InputError(
-                    f"Feature {feature!r}: id {value} is outside the table {table.name} of {rows} rows (row {row} of "
-                    f"the batch, counted from 0). {'Ids begin at 0: set ' if value < 0 else f'Set {larger}'}"
-                    "id_mode='hash'."
-                )
