@@ -77,7 +77,8 @@ def _classical_scaling(distance: Floats, seed: int) -> Floats:
     centred = np.square(distance) * -0.5
     centred -= centred.mean(axis=0)
     centred -= centred.mean(axis=1, keepdims=True)
-    values, vectors = eigh(centred, subset_by_index=[size - 2, size - 1])
+    # The default driver returns no eigenvalue at all for some matrices.
+    values, vectors = eigh(centred, subset_by_index=[size - 2, size - 1], driver="evx")
     points = (vectors * np.sqrt(np.maximum(values, 0.0)))[:, ::-1]
     return points + 0.01 * np.random.default_rng(seed).standard_normal((size, 2))
 

@@ -184,6 +184,11 @@ def test_degenerate_distances():
     assert embed_distances(1.0 - np.eye(2), seed=0).points.shape == (2, 2)
     assert not embed_distances(np.zeros((4, 4)), seed=0).points.any()
     assert embed_distances(np.zeros((1, 1)), seed=0).points.shape == (1, 2)
+    # LAPACK's fastest driver finds no eigenvalue of this one.
+    vectors = np.random.default_rng(1).normal(size=(60, 3))
+    vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
+    cosines = np.abs(vectors @ vectors.T) * (1 - np.eye(60))
+    assert embed_distances((cosines + cosines.T) / 2, seed=0).points.shape == (60, 2)
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e9])
