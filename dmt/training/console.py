@@ -27,6 +27,7 @@ __all__ = [
     "progress_bar",
     "quiet_libraries",
     "rows_of",
+    "summary",
     "table_console",
 ]
 
@@ -103,12 +104,13 @@ def table_console(*, markup: bool) -> Console:
 
 
 def make_table(
-    headers: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None, right: Iterable[int] = ()
+    headers: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None, right: Sequence[int] = ()
 ) -> Table:
-    """A table whose columns of these numbers (``right``) hold numbers."""
-    table = Table(*headers, title=title)
-    for number in right:
-        table.columns[number].justify = "right"
+    """A table whose columns of these numbers (``right``) hold numbers, which are never cut; long names are folded."""
+    table = Table(title=title)
+    for place, header in enumerate(headers):
+        is_number = place in right
+        table.add_column(header, justify="right" if is_number else "left", no_wrap=is_number, overflow="fold")
     for row in rows:
         table.add_row(*row)
     return table
@@ -152,11 +154,15 @@ def cells(result: Mapping[str, Any], rows: Sequence[tuple[str, str, str]] = ROWS
     return ["-" if value is None or math.isnan(value) else form.format(value) for value, form in values]
 
 
+def summary(results: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
+    """The headers and rows of a table of runs side by side, one column each."""
+    shown = rows_of(results.values())
+    columns = [[label for label, _, _ in shown], *(cells(result, shown) for result in results.values())]
+    return ["", *results], [list(row) for row in zip(*columns, strict=True)]
+
+
 def print_summary(results: Mapping[str, Mapping[str, Any]]) -> None:
-    """Prints runs side by side, one column each."""
-    rows = rows_of(results.values())
-    columns = [[label for label, _, _ in rows], *(cells(result, rows) for result in results.values())]
-    lines = zip(*columns, strict=True)
-    NameConsole(width=110).print(
-        make_table(["", *results], lines, title="evaluation and cost", right=range(1, len(columns)))
-    )
+    """Prints runs side by side."""
+    headers, rows = summary(results)
+    table = make_table(headers, rows, title="evaluation and cost", right=range(1, len(headers)))
+    NameConsole(width=110).print(table)

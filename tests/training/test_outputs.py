@@ -44,7 +44,9 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     checkpoint = Path("run/checkpoint/step-1")
     checkpoint.mkdir(parents=True)
     (checkpoint / "config.toml").write_text(CONFIG)
-    TowerPlan.from_lists([["a"], ["b"]]).save(checkpoint / "towers.json")
+    for name in ("checkpoint.json", "towers.json"):
+        (checkpoint / name).write_text("{}")
+    TowerPlan.from_lists([["a"], ["b"]]).save(Path("towers.json"))
     tables = TableSpec(name="t", num_embeddings=9, embedding_dim=8, feature_names=("a",))
     plan_tables([[tables]], TowerTopology(num_towers=1, ranks_per_tower=1)).save("plan.json")
     Path("package.json").write_text('{"name": "site"}')
@@ -52,12 +54,15 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     Path("rules.toml").write_text("")
     Path("soft.parquet").symlink_to("x.parquet")
     os.link("x.parquet", "hard.parquet")
+    scored = pa.table({"row": [0], "logit": [0.5], "probability": [0.6]})
+    pq.write_table(scored, "scored.parquet")
     Path("rows").mkdir()
     os.link("x.parquet", "rows/part.parquet")
     return tmp_path
 
 
 IS_READ, IS_OTHER = "is read by this command", "exists and is not a "
+IS_CHECKPOINT = "is in a checkpoint"
 PARTITION = "partition --affinity a.npz --towers 2"
 
 
@@ -67,21 +72,19 @@ PARTITION = "partition --affinity a.npz --towers 2"
         ("score run --data x.parquet -o x.parquet", "--out", IS_READ),
         ("score run --data x.parquet -o soft.parquet", "--out", IS_READ),
         ("score run --data x.parquet -o hard.parquet", "--out", IS_READ),
-        ("score run --data rows -o x.parquet", "--out", IS_READ),
-        ("score run --data 'rows/*.parquet' -o rows/part.parquet", "--out", IS_READ),
-        ("score run -o x.parquet", "--out", IS_READ),
-        ("score run -o run/checkpoint/step-1/towers.json", "--out", IS_READ),
+        ("score run --data 'rows/*.parquet' -o rows/part.parquet", "--out", IS_OTHER),
+        ("score run -o x.parquet", "--out", IS_OTHER),
+        ("score run -o run/checkpoint/step-1/towers.json", "--out", IS_CHECKPOINT),
         ("score m.pt2 --data x.parquet -o m.pt2", "--out", IS_READ),
         ("score run --data x.parquet -o m.pt2", "--out", IS_OTHER),
         ("score run --data x.parquet -o notes.txt", "--out", IS_OTHER),
-        ("export run -o run/checkpoint/step-1/config.toml", "--out", IS_READ),
-        ("export run -o x.parquet", "--out", IS_READ),
-        ("export run -o other.parquet", "--out", IS_OTHER),
+        ("export run -o run/checkpoint/step-1/config.toml", "--out", IS_CHECKPOINT),
+        ("export run -o x.parquet", "--out", IS_OTHER),
         ("plan c.toml --out c.toml", "--out", IS_READ),
-        ("plan c.toml --out x.parquet", "--out", IS_READ),
-        ("score m.pt2 -o x.parquet", "--out", IS_READ),
+        ("plan c.toml --out x.parquet", "--out", IS_OTHER),
+        ("score m.pt2 -o x.parquet", "--out", IS_OTHER),
         ("plan demo --out package.json", "--out", IS_OTHER),
-        ("plan demo --out run/checkpoint/step-1/towers.json", "--out", IS_OTHER),
+        ("plan demo --out towers.json", "--out", IS_OTHER),
         ("bench-comms --out c.toml", "--out", IS_OTHER),
         (f"{PARTITION} --out a.npz", "--out", IS_READ),
         (f"{PARTITION} --save-affinity a.npz", "--save-affinity", IS_READ),
@@ -91,7 +94,7 @@ PARTITION = "partition --affinity a.npz --towers 2"
         (
             "partition --checkpoint run --towers 2 --strategy coherent --out run/checkpoint/step-1/towers.json",
             "--out",
-            IS_READ,
+            IS_CHECKPOINT,
         ),
         ("demo --data x.parquet --out x.parquet", "--out", IS_READ),
     ],
@@ -110,12 +113,12 @@ def test_an_output_that_is_an_input_or_of_another_kind_is_refused(
 @pytest.mark.parametrize(
     ("name", "kind"),
     [
-        ("x.parquet", "Parquet file"),
+        ("scored.parquet", "file of predictions"),
         ("m.pt2", "program"),
         ("a.npz", "matrix"),
         ("k.toml", "cluster"),
         ("plan.json", "sharding plan"),
-        ("run/checkpoint/step-1/towers.json", "tower plan"),
+        ("towers.json", "tower plan"),
         ("rules.toml", "tower plan"),  # an empty file, as mktemp makes
         ("new.json", "tower plan"),
     ],

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import re
+import os
 import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
-from glob import glob
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from importlib import import_module
 from operator import attrgetter
 from pathlib import Path
@@ -23,18 +21,16 @@ from dmt import __version__
 from dmt.errors import InputError
 from dmt.files import check_output
 from dmt.formatting import counted, human_bytes, printable
-from dmt.training.console import make_table, print_summary, quiet_libraries, table_console
+from dmt.training.console import make_table, quiet_libraries, summary, table_console
 
 __all__ = ["Shown", "check_output_files", "emit", "main"]
 
-# Packages of the full installation; without them plans, partitions of saved affinities and complexity still work.
-_FULL = ("torchrec", "fbgemm_gpu", "pydantic", "pyarrow", "pandas", "tomli_w", "jinja2", "torchmetrics")
-# What reads each kind of file that a command writes.
+# Reads each kind of file that a command writes.
 _READERS = {
     "tower plan": "dmt.plan.towers:TowerPlan.load",
     "sharding plan": "dmt.sharding.plan:TowerShardingPlan.load",
     "cluster": "dmt.simulator.cluster:load_cluster",
-    "Parquet file": "pyarrow.parquet:read_schema",
+    "file of predictions": "dmt.training.serving.score:check_predictions",
     "program": "dmt.training.serving.export:read_manifest",
     "matrix": "dmt.partitioner:FeatureAffinity.load",
 }
@@ -52,10 +48,11 @@ class Shown(NamedTuple):
     """Headers of the table."""
     rows: Sequence[Sequence[str]] = ()
     title: str | None = None
-    right: Iterable[int] = ()
+    right: Sequence[int] = ()
     """Columns of numbers, which are never cut."""
     lines: Sequence[str] = ()
     """Lines below the table."""
+    exit_code: int = 0
 
 
 def emit(shown: Shown, as_json: bool) -> None:
@@ -68,13 +65,7 @@ def emit(shown: Shown, as_json: bool) -> None:
     console = table_console(markup=False)
     console.width = max(console.width, _LEAST_WIDTH)
     if shown.rows:
-        table, numbers = make_table(shown.headers, shown.rows, title=shown.title), set(shown.right)
-        for place, column in enumerate(table.columns):
-            if place in numbers:
-                column.justify, column.no_wrap = "right", True
-            else:
-                column.overflow = "fold"
-        console.print(table)
+        console.print(make_table(shown.headers, shown.rows, title=shown.title, right=shown.right))
     for line in shown.lines:
         console.print(line, soft_wrap=True)
 
@@ -82,23 +73,26 @@ def emit(shown: Shown, as_json: bool) -> None:
 def check_output_files(outputs: Mapping[str, tuple[Path, str]], inputs: Iterable[object]) -> None:
     """Refuses outputs before the work that leads to them; missing folders of outputs are made.
 
+    Data are never replaced, whatever names them: of files that exist, only those of the kind that the command writes.
+
     Args:
         outputs: the path and the kind (a key of `_READERS`, or "folder") of each output, by the option that names it.
-        inputs: what the command was given. Of texts and paths that are files, folders or globs everything counts as
-            read, and what a config or an exported program among them names as its data.
+        inputs: what the command was given; texts and paths of files count as read.
 
     Raises:
-        InputError: an output is an input, also by a link; two outputs are one file; an output exists and is a file of
-            another kind; or it cannot be written.
+        InputError: an output is an input, also by a link, or part of a checkpoint; two outputs are one file; an output
+            exists and is a file of another kind; or it cannot be written.
     """
     taken: dict[Path, str] = {}
-    read = {_identity(file) for text in _texts(inputs) for file in _files_of(text)}
+    read = [given for given in inputs if isinstance(given, str | Path) and os.path.exists(given)]
     for option, (path, kind) in outputs.items():
         other = taken.setdefault(path.resolve(), option)
         if other != option:
             raise InputError(f"{other} and {option} are the same file, {str(path)!r}. Name another for one of them.")
-        if path.exists() and _identity(path) in read:
+        if path.exists() and any(path.samefile(given) for given in read):
             raise InputError(f"{option} {str(path)!r} is read by this command. Name another file.")
+        if (path.parent / "checkpoint.json").exists():
+            raise InputError(f"{option} {str(path)!r} is in a checkpoint, which it would damage. Name another folder.")
         check_output(option, path, is_folder=kind == "folder")
         if path.is_file() and path.stat().st_size and not _is_kind(path, kind):
             raise InputError(f"{option} {str(path)!r} exists and is not a {kind}. Name another file, or remove it.")
@@ -113,47 +107,6 @@ def _is_kind(path: Path, kind: str) -> bool:
     return True
 
 
-def _texts(inputs: Iterable[object]) -> list[str]:
-    """The paths and overrides among inputs, and the values of the overrides."""
-    values = [value for given in inputs for value in (given if isinstance(given, tuple) else (given,))]
-    texts = [str(value) for value in values if isinstance(value, str | Path)]
-    return [*texts, *(text.partition("=")[2].strip("\"'") for text in texts)]
-
-
-def _files_of(text: str) -> Iterator[Path]:
-    """The files that a text names, and those that a config or an exported program among them names as its data."""
-    # Of a run its checkpoints: other files in its folder may be those that a command writes.
-    folder = f"{text}/checkpoint" if Path(text, "checkpoint").is_dir() else text
-    for name in (text, *glob(text), *glob(f"{folder}/**", recursive=True)) if text else ():
-        path = Path(name)
-        if path.is_file():
-            yield path
-            with suppress(OSError, ValueError):  # the command says itself what it cannot read
-                for inner in _named_in(path):
-                    yield from _files_of(inner)
-
-
-def _named_in(path: Path) -> list[str]:
-    if path.suffix == ".toml":
-        lines = [line for line in path.read_text().splitlines() if not line.startswith("output_dir")]
-        return [text for line in lines for _, text in re.findall(r"""(["'])(.*?)\1""", line)]
-    if path.suffix == ".pt2":
-        from dmt.training.serving.export import read_manifest
-
-        return [str(value) for value in read_manifest(path)["data"].values()]
-    return []
-
-
-def _identity(path: Path) -> tuple[int, int]:
-    """Equal for all links to one file."""
-    status = path.stat()
-    return status.st_dev, status.st_ino
-
-
-class _Rare(click.Option):
-    """An option that help lists last."""
-
-
 class _Output(click.Path):
     """A file that a command writes."""
 
@@ -163,22 +116,24 @@ class _Output(click.Path):
 
 
 class _Command(click.Command):
-    """Checks outputs before it runs, and lists rarely needed options by themselves."""
+    """Checks outputs before it runs, and prints the `Shown` that it returns, with ``--json`` as JSON."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.params.append(click.Option(["--json", "as_json"], is_flag=True, help="Print JSON."))
 
     def invoke(self, ctx: click.Context) -> Any:
-        outputs = {p.name: (max(p.opts, key=len), p.type.kind) for p in self.params if isinstance(p.type, _Output)}
-        given = {name: path for name, path in ctx.params.items() if name in outputs and path is not None}
-        files = {outputs[name][0]: (path, outputs[name][1]) for name, path in given.items()}
-        check_output_files(files, [value for name, value in ctx.params.items() if name not in outputs])
-        return super().invoke(ctx)
-
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        options = [option for option in self.get_params(ctx) if isinstance(option, click.Option)]
-        for title, is_rare in (("Options", False), ("Advanced", True)):
-            records = [option.get_help_record(ctx) for option in options if isinstance(option, _Rare) == is_rare]
-            if any(records):
-                with formatter.section(title):
-                    formatter.write_dl([record for record in records if record is not None])
+        as_json, inputs = ctx.params.pop("as_json"), dict(ctx.params)
+        outputs = {}
+        for parameter in self.params:
+            name = parameter.name or ""
+            if isinstance(parameter.type, _Output) and inputs.get(name) is not None:
+                outputs[max(parameter.opts, key=len)] = (inputs.pop(name), parameter.type.kind)
+        check_output_files(outputs, inputs.values())
+        shown = super().invoke(ctx)
+        if shown is not None:
+            emit(shown, as_json)
+            ctx.exit(shown.exit_code)
 
 
 class _Commands(click.Group):
@@ -195,7 +150,7 @@ class _Commands(click.Group):
         except InputError as error:
             click.echo(f"error: {printable(str(error))}", err=True)
         except ModuleNotFoundError as error:
-            if (error.name or "").partition(".")[0] not in _FULL:
+            if error.name is None or error.name.startswith("dmt"):
                 raise
             click.echo(f"error: {error.name} is not installed. `dmt doctor` tells how to fix it.", err=True)
         finally:
@@ -203,14 +158,11 @@ class _Commands(click.Group):
         return ctx.exit(2)
 
 
-_json = click.option("--json", "as_json", is_flag=True, help="Print JSON.")
-_function = click.option(
-    "--function", cls=_Rare, multiple=True, metavar="NAME", help="A function of the checkpoint that may run."
-)
+_function = click.option("--function", multiple=True, metavar="NAME", help="A function of the checkpoint that may run.")
 _overrides = click.argument("overrides", nargs=-1)
 
 
-def _config(command: Callable[..., None]) -> Callable[..., None]:
+def _config(command: Callable[..., Any]) -> Callable[..., Any]:
     return click.argument("config")(_overrides(command))
 
 
@@ -229,9 +181,8 @@ def main() -> None:
 @click.option(
     "--out", type=_Output("folder"), default="demo_output", help="Folder for towers.json, pictures, the report."
 )
-@_json
 @_overrides
-def _demo(*, data: str | None, out: Path, as_json: bool, overrides: tuple[str, ...]) -> None:
+def _demo(overrides: tuple[str, ...], *, data: str | None, out: Path) -> Shown:
     """Trains a flat model, then learned towers, and compares them.
 
     Takes a few minutes on two cores. Without --data it makes its own clicks. OVERRIDES are section.key=value.
@@ -239,22 +190,16 @@ def _demo(*, data: str | None, out: Path, as_json: bool, overrides: tuple[str, .
     from dmt.training.commands.demo import demo
 
     results = demo(data, out, overrides, command=_typed())
-    if as_json:
-        emit(Shown(results), as_json)
-    else:
-        print_summary(results)
+    headers, rows = summary(results)
+    return Shown(results, headers, rows, "evaluation and cost", range(1, len(headers)))
 
 
 @main.command("doctor", epilog="Example: dmt doctor")
-@_json
-def _doctor(as_json: bool) -> None:
+def _doctor() -> Shown:
     """Says what is installed, what is missing, and what fixes it."""
     from dmt.training.commands.doctor import diagnose, show_findings
 
-    findings = diagnose()
-    emit(show_findings(findings), as_json)
-    if any(finding.fix for finding in findings):
-        sys.exit(1)
+    return show_findings(diagnose())
 
 
 @main.command(
@@ -263,8 +208,6 @@ def _doctor(as_json: bool) -> None:
     "dmt partition --data rows.parquet --tower-module dcn --towers 8",
 )
 @click.option("--checkpoint", type=_PATH, help="output_dir of a training run.")
-@click.option("--affinity", cls=_Rare, type=_PATH, help="A saved affinity matrix (.npz) instead.")
-@_function
 @click.option("--data", metavar="PATH", help="Rows to collect on, not the run's own.")
 @click.option("--towers", type=int, required=True, help="Number of towers.")
 @click.option(
@@ -280,16 +223,17 @@ def _doctor(as_json: bool) -> None:
 )
 @click.option("--balance-ratio", default=1.0, help="Largest tower over smallest, at most; inf leaves it open.")
 @click.option("--rules", type=_PATH, help="TOML file: entities, categories, together, apart, limits.")
-@click.option("--seed", cls=_Rare, default=0, help="Seed of the partitioner.")
 @click.option("--out", default="towers.json", type=_Output("tower plan"))
 @click.option("--report", type=_Output("folder"), help="Also write a page with pictures into this folder.")
-@click.option("--save-affinity", cls=_Rare, type=_Output("matrix"), help="Also keep the collected affinity (.npz).")
-@_json
-def _partition(*, as_json: bool, **options: Any) -> None:
+@click.option("--save-affinity", type=_Output("matrix"), help="Also keep the collected affinity (.npz).")
+@click.option("--affinity", type=_PATH, help="A saved affinity matrix (.npz) instead of --checkpoint.")
+@click.option("--seed", default=0, help="Seed of the partitioner.")
+@_function
+def _partition(**options: Any) -> Shown:
     """Learns which features belong together, and writes towers."""
     from dmt.training.commands.plans import run_partition
 
-    emit(run_partition(options, _typed()), as_json)
+    return run_partition(options, _typed())
 
 
 @main.command(
@@ -299,8 +243,7 @@ def _partition(*, as_json: bool, **options: Any) -> None:
 )
 @_config
 @click.option("--out", type=_Output("sharding plan"), help="Also write the plan as JSON.")
-@_json
-def _plan(config: str, overrides: tuple[str, ...], *, out: Path | None, as_json: bool) -> None:
+def _plan(config: str, overrides: tuple[str, ...], *, out: Path | None) -> Shown:
     """Places the tables of each tower on its ranks, and says why.
 
     CONFIG is a training config or the name of a shipped one, planned as the trainer will; with data.tables in it, the
@@ -308,7 +251,7 @@ def _plan(config: str, overrides: tuple[str, ...], *, out: Path | None, as_json:
     """
     from dmt.training.commands.plans import run_plan
 
-    emit(run_plan(config, overrides, out=out), as_json)
+    return run_plan(config, overrides, out=out)
 
 
 @main.command(
@@ -319,8 +262,7 @@ def _plan(config: str, overrides: tuple[str, ...], *, out: Path | None, as_json:
 @click.option(
     "--uplink-gbit-per-s", "uplink", type=float, help="Rate of a host's link to others, all its ranks together."
 )
-@_json
-def _what_if(config: str, overrides: tuple[str, ...], *, as_json: bool, **options: Any) -> None:
+def _what_if(config: str, overrides: tuple[str, ...], **options: Any) -> Shown:
     """Predicts training steps on a described cluster.
 
     Of the run as it is, flat, in towers and compressed. CONFIG names data, model, batch size and topology; nothing is
@@ -328,22 +270,19 @@ def _what_if(config: str, overrides: tuple[str, ...], *, as_json: bool, **option
     """
     from dmt.training.commands.what_if import run_what_if
 
-    emit(run_what_if(config, overrides, **options), as_json)
+    return run_what_if(config, overrides, **options)
 
 
 @main.command("bench-comms", epilog="Example: torchrun --nproc-per-node 2 --no-python dmt bench-comms --out my.toml")
 @click.option("--out", type=_Output("cluster"), default="cluster.toml", help="The cluster file.")
-@_json
-def _bench_comms(*, out: Path, as_json: bool) -> None:
+def _bench_comms(out: Path) -> Shown | None:
     """Measures ranks and links of this job, for dmt what-if.
 
     To be started by torchrun on every host.
     """
     from dmt.training.commands.bench_comms import run_bench_comms
 
-    shown = run_bench_comms(out)
-    if shown is not None:  # the first rank
-        emit(shown, as_json)
+    return run_bench_comms(out)
 
 
 @main.command(
@@ -358,12 +297,11 @@ def _bench_comms(*, out: Path, as_json: bool) -> None:
     help="As training on the raw rows has them (hashed, or as they are), or by frequency.",
 )
 @click.option("--min-count", default=1, help="Rarer values share an id, by frequency.")
-@click.option("--vocabulary", cls=_Rare, type=_PATH, help="Use the ids of this prepared folder.")
+@click.option("--vocabulary", type=_PATH, help="Use the ids of this prepared folder.")
 @click.option("--max-rejects", default=0, help="Rows that may be left out, listed in rejects.csv.")
-@click.option("--row-group-rows", "group_rows", cls=_Rare, default=32_768, help="Rows of a row group.")
-@click.option("--memory-gib", cls=_Rare, default=2.0, help="Memory of DuckDB; about a gibibyte comes on top.")
-@_json
-def _prepare(config: str, overrides: tuple[str, ...], *, as_json: bool, **options: Any) -> None:
+@click.option("--row-group-rows", "group_rows", default=32_768, help="Rows of a row group.")
+@click.option("--memory-gib", default=2.0, help="Memory of DuckDB; about a gibibyte comes on top.")
+def _prepare(config: str, overrides: tuple[str, ...], **options: Any) -> Shown:
     """Writes raw rows as Parquet with ids, to train on.
 
     Of CSV, TSV, JSON lines, Parquet or Criteo's files; with a manifest, access counts and a summary of the columns.
@@ -372,17 +310,14 @@ def _prepare(config: str, overrides: tuple[str, ...], *, as_json: bool, **option
     """
     from dmt.training.commands.prepare import run_prepare
 
-    emit(run_prepare(config, overrides, **options), as_json)
+    return run_prepare(config, overrides, **options)
 
 
 @main.command("check", epilog="Example: dmt check demo sharding.id_route=global --rows 500")
 @_config
 @click.option("--rows", "max_rows", type=click.IntRange(8), default=1000, help="Most per table.")
-@click.option("--max-ranks", cls=_Rare, type=click.IntRange(4, 64), default=8, help="Processes, at most.")
-@click.option("--batch-size", cls=_Rare, type=click.IntRange(1), default=16, help="Rows per rank and step.")
-@click.option("--steps", cls=_Rare, type=click.IntRange(2), default=4, help="Training steps.")
-@_json
-def _check(config: str, overrides: tuple[str, ...], *, as_json: bool, **limits: Any) -> None:
+@click.option("--max-ranks", type=click.IntRange(4, 64), default=8, help="Processes, at most.")
+def _check(config: str, overrides: tuple[str, ...], **limits: int) -> Shown:
     """Checks a run on this machine before a cluster is spent on it.
 
     CONFIG's model, towers, sharding plan, precision and id route, made small, against the same model in one process:
@@ -405,9 +340,7 @@ def _check(config: str, overrides: tuple[str, ...], *, as_json: bool, **limits: 
     except RanksFailedError as error:
         click.echo(f"FAILED: {printable(str(error))}", err=True)
         sys.exit(1)
-    emit(_show_check(dataclasses.replace(report, seconds=time.perf_counter() - began)), as_json)
-    if not report.agrees:
-        sys.exit(1)
+    return _show_check(dataclasses.replace(report, seconds=time.perf_counter() - began))
 
 
 def _show_check(report: Any) -> Shown:
@@ -426,7 +359,7 @@ def _show_check(report: Any) -> Shown:
     verdict = f"Does not agree: {', '.join(failed)}." if failed else "Everything agrees."
     lines.append(f"{verdict} {report.ranks} ranks, {report.seconds:.0f} s.")
     headers = ("", "against the plain module, or as said", "difference", "allowed", "")
-    return Shown(report.to_record(), headers, rows, right=(2, 3), lines=lines)
+    return Shown(report.to_record(), headers, rows, right=(2, 3), lines=lines, exit_code=1 if failed else 0)
 
 
 @main.command("export", epilog="Example: dmt export runs/towers -o model.pt2 --tables int8")
@@ -435,10 +368,7 @@ def _show_check(report: Any) -> Shown:
 @click.option("--tables", default="fp32", type=click.Choice(["fp32", "int8", "int4"]), help="Their format.")
 @click.option("--data", metavar="PATH", help="A file with the run's columns, where its own data are gone.")
 @_function
-@_json
-def _export(
-    *, checkpoint: Path, out: Path, tables: Any, data: str | None, function: tuple[str, ...], as_json: bool
-) -> None:
+def _export(checkpoint: Path, *, out: Path, tables: Any, data: str | None, function: tuple[str, ...]) -> Shown:
     """Writes a trained model as a program for plain PyTorch.
 
     CHECKPOINT is the output_dir of a run, or a checkpoint, of any layout. The file holds a manifest, too.
@@ -453,19 +383,15 @@ def _export(
         f"Written to {out}: {human_bytes(exported.file_bytes)}.",
         f"Plain PyTorch loads it: torch.export.load({str(out)!r}).module(). `dmt score` takes it, too.",
     ]
-    emit(Shown(exported, lines=lines), as_json)
+    return Shown(exported, lines=lines)
 
 
 @main.command("score", epilog="Example: dmt score runs/towers --data tomorrow.parquet -o predictions.parquet")
 @click.argument("model", type=_PATH)
 @click.option("--data", metavar="PATH", help="Rows to score; by default the run's evaluation rows.")
-@click.option("-o", "--out", required=True, type=_Output("Parquet file"), help="The Parquet file.")
-@click.option("--batch-size", cls=_Rare, default=4096, help="Rows in one go.")
+@click.option("-o", "--out", required=True, type=_Output("file of predictions"), help="The Parquet file.")
 @_function
-@_json
-def _score(
-    *, model: Path, data: str | None, out: Path, batch_size: int, function: tuple[str, ...], as_json: bool
-) -> None:
+def _score(model: Path, *, data: str | None, out: Path, function: tuple[str, ...]) -> Shown:
     """Writes the predictions of a model for rows of files.
 
     MODEL is the output_dir of a run, a checkpoint, or a .pt2 file of dmt export. The label column may be absent.
@@ -473,7 +399,7 @@ def _score(
     from dmt.training.records import quality_warnings
     from dmt.training.serving.score import score
 
-    scored = score(model, out, data_path=data, batch_size=batch_size, functions=function)
+    scored = score(model, out, data_path=data, functions=function)
     lines, metrics = [f"{scored.num_rows:,} rows. Written to {out}."], scored.metrics
     if metrics is None:
         lines.append("The rows have no label: there are no metrics.")
@@ -481,15 +407,14 @@ def _score(
         lines.append(f"AUC {metrics.auc:.4f}, NE {metrics.ne:.4f}, loss {metrics.loss:.4f}.")
         lines += quality_warnings(metrics.auc, metrics.ne)
     record = {"rows": scored.num_rows, **(dataclasses.asdict(metrics) if metrics else {})}
-    emit(Shown(record, lines=lines), as_json)
+    return Shown(record, lines=lines)
 
 
 @main.command("complexity", epilog="Example: dmt complexity --arch dlrm --towers 8 --tower-dim 64")
 @click.option("--arch", required=True, help="dlrm or dcn.")
 @click.option("--towers", type=int, help="Number of towers; the flat model without it.")
 @click.option("--tower-dim", type=int, help="D; by default 64 for dlrm, 128 for dcn.")
-@_json
-def _complexity(*, arch: str, towers: int | None, tower_dim: int | None, as_json: bool) -> None:
+def _complexity(arch: str, *, towers: int | None, tower_dim: int | None) -> Shown:
     """Counts MFLOPs, parameters and ratio of a paper-sized model.
 
     MFLOPs are per sample; the sizes are those for Criteo-1TB.
@@ -502,7 +427,7 @@ def _complexity(*, arch: str, towers: int | None, tower_dim: int | None, as_json
         ["parameters", f"{counts.parameters:,}"],
         ["compression ratio", f"{counts.compression_ratio:.2f}"],
     ]
-    emit(Shown(counts, ["", f"{arch}, {towers} towers" if towers else arch], rows, right=[1]), as_json)
+    return Shown(counts, ["", f"{arch}, {towers} towers" if towers else arch], rows, right=[1])
 
 
 def _typed() -> str:

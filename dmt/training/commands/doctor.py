@@ -110,4 +110,4 @@ def show_findings(findings: Sequence[Finding]) -> Shown:
     rows = [(*finding[:3], "FIX" if finding.fix else "ok") for finding in findings]
     lines = [f"To fix {finding.what}:\n  {finding.fix}" for finding in findings if finding.fix]
     record = [{**finding._asdict(), "ok": not finding.fix} for finding in findings]
-    return Shown(record, ("", "installed", "tested with", ""), rows, lines=lines)
+    return Shown(record, ("", "installed", "tested with", ""), rows, lines=lines, exit_code=1 if lines else 0)

@@ -24,11 +24,14 @@ from dmt.training.metrics import MetricValues, metric_values
 from dmt.training.serving.export import load_program, read_manifest
 from dmt.training.trained import data_section, trained_model
 
-__all__ = ["Scored", "score", "tensors_of"]
+__all__ = ["Scored", "check_predictions", "score", "tensors_of"]
 
 _OF_IDS = (
     *("id_mode", "vocabulary", "num_embeddings_per_feature", "shared_tables", "dense", "categorical", "timestamps"),
     "dense_transform",
+)
+_SCHEMA = pa.schema(
+    {"row": pa.int64(), "logit": pa.float32(), "probability": pa.float32(), "label": pa.float32()}.items()
 )
 Scorer = Callable[[ClickBatch], Tensor]
 
@@ -99,11 +102,16 @@ def _predictions(
 
 
 def _write(path: Path, parts: Iterator[dict[str, Any]], *, has_labels: bool) -> None:
-    kinds = {"row": pa.int64(), "logit": pa.float32(), "probability": pa.float32(), "label": pa.float32()}
-    schema = pa.schema({name: kind for name, kind in kinds.items() if has_labels or name != "label"})
+    schema = _SCHEMA if has_labels else _SCHEMA.remove(_SCHEMA.get_field_index("label"))
     with pq.ParquetWriter(path, schema) as writer:
         for columns in parts:
             writer.write_table(pa.table({name: columns[name] for name in schema.names}, schema=schema))
+
+
+def check_predictions(path: Path) -> None:
+    """Raises `InputError` for a file that `score` has not written."""
+    if pq.read_schema(path).names[:3] != _SCHEMA.names[:3]:
+        raise InputError(f"{path} is not a file of predictions.")
 
 
 def _open(model: Path, data_path: str | None, functions: Collection[str], cache: Path) -> tuple[Scorer, ClickData]:
