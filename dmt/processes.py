@@ -1,4 +1,4 @@
-"""Processes that follow others: one that ends with another, and one that has the last word."""
+"""A process that ends with another."""
 
 from __future__ import annotations
 
@@ -7,14 +7,7 @@ import threading
 import time
 from multiprocessing.connection import wait
 
-__all__ = ["end_with", "say_after"]
-
-# A process that has ended stays a zombie, "Z", until its parent looks.
-_SAY_AFTER = """
-exec < /dev/null > /dev/null
-while [ -e "/proc/$0/stat" ] && ! grep -q ") Z" "/proc/$0/stat" 2> /dev/null; do sleep 0.1; done
-printf '%s\\n' "$1" >&2
-"""
+__all__ = ["end_with"]
 
 
 def end_with(process: int) -> None:
@@ -33,11 +26,3 @@ def end_with(process: int) -> None:
         os._exit(1)
 
     threading.Thread(target=follow, name="end_with", daemon=True).start()
-
-
-def say_after(process: int, line: str) -> None:
-    """Prints a line on stderr once another process has ended, so that it is the last one; returns at once.
-
-    Where there is no ``/proc`` it is printed now.
-    """
-    os.posix_spawn("/bin/sh", ["sh", "-c", _SAY_AFTER, str(process), line], os.environ, setsid=True)

@@ -40,10 +40,9 @@ _MEET_EVERY_S = 2.0
 _SECOND_SIGNAL_S = 2.0
 # Where a checkpoint changes what comes after it, a clock would make every run another one.
 _STEPS_OF_DELAYED_STATES = 10_000
-_NEVER = 2**52  # a step, in float64
-_LOSS = "the loss"
-# What of a rank was not finite, with the first step at which it was not; and the checksums of its copies, by name.
-_Report = tuple[dict[str, float], dict[str, int]]
+_NEVER = 2**52  # a step
+# The first steps at which a rank's loss and its gradients were not finite; and the checksums of its copies, by name.
+_Report = tuple[list[int], dict[str, int]]
 
 
 class Signals:
@@ -133,21 +132,20 @@ class Agreement:
         self._save_every = None if every is None else self._rounded(every)
         self._next, self._save_at, self._stop_at, self._checked = 1, -1, -1, -1
         self._saved_at = time.monotonic()
-        parameters = in_backward_optimizer_filter(model.named_parameters())
-        self._trained = {name: parameter for name, parameter in parameters if parameter.requires_grad}
+        self._trained = [parameter for _, parameter in in_backward_optimizer_filter(model.named_parameters())]
         self._copies = {
             name: value.detach() for name, value in model.state_dict().items() if not isinstance(value, ShardedTensor)
         }
         self._towers = [part for part in model.modules() if isinstance(part, SPTTModule)]
-        # The first step at which the loss, and the gradient of each parameter, was not finite.
-        self._since = torch.full((1 + len(self._trained),), _NEVER)
+        # The first steps at which the loss, and a gradient of the dense part, were not finite.
+        self._since = torch.full((2,), _NEVER)
 
     @torch.no_grad()
     def note(self, step: int, logits: Tensor) -> None:
         """Notes after every step whether the logits [B] and the gradients are finite, on the device without a wait."""
-        zero = logits.new_zeros(1)
-        gradients = norms([zero if p.grad is None else p.grad for p in self._trained.values()])
-        finite = torch.stack([logits.sum(), *gradients]).isfinite()
+        gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
+        norm = torch.stack(norms(gradients)).sum() if gradients else logits.new_zeros(())
+        finite = torch.stack([logits.sum(), norm]).isfinite()
         self._since = self._since.to(finite.device).where(finite, self._since.clamp(max=step))
 
     def is_due(self, step: int) -> bool:
@@ -182,19 +180,16 @@ class Agreement:
         if self._checked == step:
             return
         reports = run_on_all_or_raise(self._report, self._mesh.global_group)
-        if any(not_finite for not_finite, _ in reports):
-            raise _diverged([not_finite for not_finite, _ in reports])
+        _check_finite([steps for steps, _ in reports])
         _compare_copies(step, [checksums for _, checksums in reports])
         self._checked = step
 
     def _report(self) -> _Report:
-        names = [_LOSS, *(f"the gradient of {name}" for name in self._trained)]
-        not_finite = {name: step for name, step in zip(names, self._since.tolist(), strict=True) if step != _NEVER}
         copies = dict(self._copies)
         for module in self._towers:
             module.write_back()
             copies |= {} if module.hot is None else module.hot.tensors
-        return not_finite, {name: checksum(copy) for name, copy in copies.items()}
+        return self._since.tolist(), {name: checksum(copy) for name, copy in copies.items()}
 
     def _news(self, loss: Tensor) -> tuple[float, int, bool, int]:
         """Returns the loss, the signal, whether it is time to save, and steps to the next meeting."""
@@ -234,16 +229,16 @@ def _compare_copies(step: int, by_rank: Sequence[dict[str, int]]) -> None:
         )
 
 
-def _diverged(by_rank: Sequence[dict[str, float]]) -> InputError:
-    first = min(step for not_finite in by_rank for step in not_finite.values())
-    at_first = [[name for name, step in not_finite.items() if step == first] for not_finite in by_rank]
-    seen = list(dict.fromkeys(name for names in at_first for name in names))
+def _check_finite(by_rank: Sequence[list[int]]) -> None:
+    """Raises `InputError` where the loss or a gradient of a rank was not finite at some step."""
+    first = min(step for steps in by_rank for step in steps)
     # A bad loss makes all gradients bad, on all ranks.
-    blamed = [_LOSS] if _LOSS in seen else seen
-    ranks = [str(rank) for rank, names in enumerate(at_first) if set(blamed) & set(names)]
-    return InputError(
-        f"Training has diverged: NaN or infinity at step {int(first)} in {shorten(blamed, ', ')} of rank "
-        f"{shorten(ranks, ', ')}. Nothing of this state is saved. Lower optimizer.sparse_lr or optimizer.dense_lr, "
-        "lengthen optimizer.warmup_steps, or look for huge values in the dense columns; run again, and training goes "
-        "on from the last checkpoint."
-    )
+    for place, what in enumerate(("the loss", "a gradient")):
+        ranks = [str(rank) for rank, steps in enumerate(by_rank) if steps[place] == first]
+        if ranks and first != _NEVER:
+            raise InputError(
+                f"Training has diverged: NaN or infinity at step {first} in {what} of rank {shorten(ranks, ', ')}. "
+                "Nothing of this state is saved. Lower optimizer.sparse_lr or optimizer.dense_lr, lengthen "
+                "optimizer.warmup_steps, or look for huge values in the dense columns; run again, and training goes on "
+                "from the last checkpoint."
+            )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import fcntl
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import IO, Annotated, Any
@@ -22,7 +22,7 @@ from dmt.replicas.sync import ReplicaSync
 from dmt.sptt.mesh import TowerMesh
 from dmt.training.access import load_hot_rows
 from dmt.training.build import ScheduledOptimizer, settle_gradient_buckets
-from dmt.training.checkpoints import checkpoints, newest, read_manifest, restore
+from dmt.training.checkpoints import checkpoints, load, newest, read_manifest
 from dmt.training.config import TrainingConfig
 from dmt.training.data.deal import rank_batch
 from dmt.training.device import on_all_ranks
@@ -63,10 +63,6 @@ class Position:
     lanes: Annotated[int, Field(ge=1)] | None = None
     """Ranks of the first run, by which rows are dealt; None for a run that begins."""
 
-    def in_epoch(self, epoch: int) -> Position:
-        """Returns the position at the beginning of an epoch, or itself if it is in that one."""
-        return self if epoch == self.epoch else replace(self, epoch=epoch, rows=0)
-
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
@@ -97,16 +93,13 @@ def find_start(job: Job, mesh: TowerMesh) -> Start:
     """
     files = job.data.files("train")
     # Rank 0 looks: another rank may not see the newest one yet.
-    place = run_on_all_or_raise(lambda: starting_point(job.config) if mesh.rank == 0 else None, mesh.global_group)[0]
-    if place is None:
-        return Start(files=files)
-    folder = newest(place, mesh)
-    assert folder is not None, "rank 0 has seen a checkpoint"
-    return start_with(folder, job.config, files, job.towers)
+    look = starting_point if mesh.rank == 0 else checkpoint_folder
+    folder = newest(run_on_all_or_raise(lambda: look(job.config), mesh.global_group)[0], mesh)
+    return Start(files=files) if folder is None else start_with(folder, job.config, files, job.towers)
 
 
-def starting_point(config: TrainingConfig) -> Path | None:
-    """Returns a checkpoint, or a folder of them, to start from; None for a run without one.
+def starting_point(config: TrainingConfig) -> Path:
+    """Returns a checkpoint, or a folder for them, to start from.
 
     Its own come before the one that ``train.resume`` names: a run that started from that and was interrupted continues.
 
@@ -114,14 +107,14 @@ def starting_point(config: TrainingConfig) -> Path | None:
         InputError: ``train.resume`` names a folder without a checkpoint.
     """
     own, asked = checkpoint_folder(config), config.train.resume
-    others = [] if asked == "auto" else [Path(asked), Path(asked) / "checkpoint"]
-    place = next((place for place in (own, *others) if checkpoints(place)), None)
-    if place is None and others:
-        raise InputError(
-            f"train.resume={asked!r} holds no checkpoint. Give a checkpoint's folder, the output_dir of a run, or "
-            "'auto'."
-        )
-    return place
+    if asked == "auto" or checkpoints(own):
+        return own
+    for place in (Path(asked), Path(asked) / "checkpoint"):
+        if checkpoints(place):
+            return place
+    raise InputError(
+        f"train.resume={asked!r} holds no checkpoint. Give a checkpoint's folder, the output_dir of a run, or 'auto'."
+    )
 
 
 def start_with(folder: Path, config: TrainingConfig, files: Files, plan: TowerPlan | None) -> Start:
@@ -139,19 +132,17 @@ def start_with(folder: Path, config: TrainingConfig, files: Files, plan: TowerPl
         InputError: the checkpoint cannot be read or is of a run with another model or other towers, or it is this run's
             own and of other data.
     """
-    manifest, is_own, remedy = (
-        read_manifest(folder),
-        folder.parent == checkpoint_folder(config),
-        "Use another checkpoint.",
-    )
-    saved = from_record(Start, manifest.progress, place=f"{folder}: its progress", remedy=remedy)
+    is_own, remedy = folder.parent == checkpoint_folder(config), "Use another checkpoint."
+    progress = read_manifest(folder).progress
+    saved = from_record(Start, progress, place=f"{folder}: its progress", remedy=remedy)
     place = str(folder / "config.toml")
     changes = _changes(read_toml(place, place=place, remedy=remedy), config.model_dump(mode="json"))
     wrong = [text for text in changes if text.startswith(_SAME_MODEL)]
     if is_own:
         wrong += [text for text in changes if text.startswith("data.")]
-        apart = sorted({name for name, *_ in {*saved.files} ^ {*files}})
-        wrong += [f"the training files have changed: {shorten(apart, ', ')}"] if saved.files != files else []
+        if saved.files != files:
+            apart = sorted({name for name, *_ in {*saved.files} ^ {*files}})
+            wrong.append(f"the training files have changed: {shorten(apart, ', ')}")
     if plan is not None and config.model.has_towers:
         towers = folder / "towers.json"
         if TowerPlan.load(towers).to_lists() != plan.to_lists():
@@ -212,7 +203,7 @@ def restore_run(
     if len(start.sources) == mesh.topology.world_size:
         job.data.load_source_state(start.sources[mesh.rank])
     settle_gradient_buckets(job, model, optimizer)
-    restore(start.folder, model, optimizer, mesh=mesh, is_verified=True)
+    load(start.folder, model, optimizer, mesh=mesh)
     optimizer.set_step(start.position.step)
     if replicas is not None:
         replicas.restart(steps=start.position.step)
@@ -254,20 +245,18 @@ def folder_lock(config: TrainingConfig, mesh: TowerMesh) -> Iterator[None]:
 def open_lock(folder: Path) -> IO[bytes]:
     """Holds a folder, and makes it if need be, until the result is closed or the process ends, also by a kill.
 
-    A second job would delete what the first is writing. A file system without locks cannot be held; then nothing is
-    checked.
+    A second job would delete what the first is writing. Where a file system has no locks, nothing is checked.
 
     Raises:
         InputError: it cannot be written to, or another job holds it.
     """
     check_output("train.output_dir", folder, is_folder=True)
     file = (folder / ".lock").open("ab")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError as error:
-        if isinstance(error, BlockingIOError | PermissionError):
+    with suppress(OSError):
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
             file.close()
-            raise InputError(
-                f"Another job is running in {folder}. Wait for its end, or give another train.output_dir."
-            ) from error
+            remedy = "Wait for its end, or give another train.output_dir."
+            raise InputError(f"Another job is running in {folder}. {remedy}") from None
     return file

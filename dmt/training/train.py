@@ -34,7 +34,7 @@ from dmt.training.build import (
     sharding_result,
 )
 from dmt.training.checkpoints import Checkpointer
-from dmt.training.config import TrainingConfig
+from dmt.training.config import TrainConfig, TrainingConfig
 from dmt.training.console import progress_bar
 from dmt.training.data.batch import ClickBatch
 from dmt.training.device import current_device, on_all_ranks, process_group
@@ -178,75 +178,67 @@ def train_steps(run: Run, at: Position, signals: Signals) -> tuple[Position, Ste
     agreement = Agreement(config, run.model, mesh, timer=timer, replicas=run.replicas, signals=signals)
     followers = [part for part in (run.replicas, run.hot_rows) if part is not None]
     with progress_bar(initial=at.step, total=last, enabled=mesh.rank == 0) as bar:
-        for epoch, batches in stretches(run, at):
-            at = at.in_epoch(epoch)
-            if batches is None:
-                break
-            if at.step and config.eval_every and at.step % config.eval_every == 0:
-                # Also where a run goes on that was killed before this evaluation.
-                bar.clear()
-                run.record.evaluation(at.step, evaluate(run))
-            timer.restart()
-            for logits, labels, _ in run_pipeline(run.pipeline, batches):
-                for part in followers:
-                    part.step()
-                at = replace(at, step=at.step + 1, rows=at.rows + rows)
-                bar.update(1)
-                timer.step()
-                agreement.note(at.step, logits)
-                if not agreement.is_due(at.step):
-                    continue
-                agreed = agreement.meet(at.step, binary_cross_entropy_with_logits(logits, labels))
-                if at.step % config.log_every == 0:
-                    bar.set_postfix(loss=f"{agreed.loss:.4f}", refresh=False)
-                    run.record.scalars(at.step, {"train/loss": agreed.loss})
-                    if at.step - run.start.position.step <= config.log_every:
-                        _warn_of_probabilities(run, logits)
-                if agreed.stops:
-                    break
-                if agreed.saves and at.step != last:
-                    save(run, at)
+        for epoch in range(at.epoch, config.epochs):
+            epoch_batches = run.job.training_batches(mesh, epoch=epoch, rows=at.rows, lanes=at.lanes)
+            # The pipeline runs batches ahead, and is empty where an evaluation is due.
+            while batches := up_to(_steps_until(config, at.step), epoch_batches):
+                if at.step and config.eval_every and at.step % config.eval_every == 0:
+                    # Also where a run goes on that was killed before this evaluation.
+                    bar.clear()
+                    run.record.evaluation(at.step, evaluate(run))
                 timer.restart()
-            if signals.stops:
+                for logits, labels, _ in run_pipeline(run.pipeline, batches):
+                    for part in followers:
+                        part.step()
+                    at = replace(at, step=at.step + 1, rows=at.rows + rows)
+                    bar.update(1)
+                    timer.step()
+                    agreement.note(at.step, logits)
+                    if not agreement.is_due(at.step):
+                        continue
+                    agreed = agreement.meet(at.step, binary_cross_entropy_with_logits(logits, labels))
+                    if at.step % config.log_every == 0:
+                        bar.set_postfix(loss=f"{agreed.loss:.4f}", refresh=False)
+                        run.record.scalars(at.step, {"train/loss": agreed.loss})
+                        _warn_of_probabilities(run, at.step, logits)
+                    if agreed.stops:
+                        break
+                    if agreed.saves and at.step != last:
+                        save(run, at)
+                    timer.restart()
+                if signals.stops:
+                    break
+            if signals.stops or _steps_until(config, at.step) <= 0:
                 break
+            at = replace(at, epoch=epoch + 1, rows=0)
     agreement.check(at.step)
     _settle_replicas(run, at.step)
     return at, timer
 
 
-def _warn_of_probabilities(run: Run, logits: Tensor) -> None:
-    factory = run.job.config.model.factory
-    text = "" if factory is None else probability_warning(factory, float(logits.min()), float(logits.max()))
-    if text and run.mesh.rank == 0:
+def _warn_of_probabilities(run: Run, step: int, logits: Tensor) -> None:
+    """Looks once, when the loss of an attempt is first recorded."""
+    factory, is_first = run.job.config.model.factory, step - run.start.position.step <= run.job.config.train.log_every
+    if factory is None or not is_first or run.mesh.rank != 0:
+        return
+    if text := probability_warning(factory, float(logits.min()), float(logits.max())):
         logger.warning(text)
 
 
-def stretches(run: Run, at: Position) -> Iterator[tuple[int, Iterator[ClickBatch] | None]]:
-    """Yields the training batches up to the next evaluation or the end of an epoch, each time with the epoch's number.
+def up_to(number: int, batches: Iterator[ClickBatch]) -> Iterator[ClickBatch] | None:
+    """Returns the next batches, at most a number of them; None where there is no more."""
+    first = next(batches, None) if number > 0 else None
+    return None if first is None else chain([first], islice(batches, number - 1))
 
-    The pipeline runs batches ahead, and is empty at the end of a stretch. The last one, None, ends training.
-    """
-    config, step = run.job.config.train, at.step
 
-    def counted(batches: Iterator[ClickBatch]) -> Iterator[ClickBatch]:
-        nonlocal step
-        for batch in batches:
-            step += 1
-            yield batch
-
-    for epoch in range(at.epoch, config.epochs):
-        rows = at.rows if epoch == at.epoch else 0
-        batches = run.job.training_batches(run.mesh, epoch=epoch, rows=rows, lanes=at.lanes)
-        while True:
-            limits = [] if config.max_steps is None else [config.max_steps - step]
-            limits += [] if config.eval_every is None else [config.eval_every - step % config.eval_every]
-            if (number := min(limits, default=2**62)) <= 0:
-                return
-            # Only where there is another batch: at the end of training, the caller evaluates.
-            if (first := next(batches, None)) is None:
-                break
-            yield epoch, counted(chain([first], islice(batches, number - 1)))
-    yield max(config.epochs, at.epoch), None
+def _steps_until(config: TrainConfig, step: int) -> int:
+    """Returns the number of steps from one to the next evaluation or the end of training."""
+    limits = [2**62]
+    if config.max_steps is not None:
+        limits.append(config.max_steps - step)
+    if config.eval_every is not None:
+        limits.append(config.eval_every - step % config.eval_every)
+    return min(limits)
 
 
 def run_pipeline(pipeline: Any, batches: Iterator[ClickBatch]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:

@@ -16,7 +16,7 @@ from dmt.files import explain, read_json
 from dmt.hot_rows.runtime import HotRowsState
 from dmt.training.access import save_hot_rows
 from dmt.training.build import ClickTask, build_model
-from dmt.training.checkpoints import checkpoints, newest, restore
+from dmt.training.checkpoints import checkpoints, load, newest
 from dmt.training.config import TrainingConfig, load_config, to_override, to_toml
 from dmt.training.data.config import DataConfig, with_files
 from dmt.training.functions import check_allowed
@@ -89,7 +89,7 @@ def trained_model(
             tables, num_dense = tuple(data.tables), len(data.dense_names)
             job = Job(config=config, tables=tables, num_dense=num_dense, towers=towers, source=data)
             task = ClickTask(build_model(job))
-            restore(checkpoint, task, None, is_verified=True)
+            load(checkpoint, task, None)
             return checkpoint, job, task.model.eval()
         except (InputError, OSError):
             if checkpoints(run / "checkpoint") + checkpoints(run) == listed:

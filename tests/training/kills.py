@@ -68,8 +68,8 @@ def places() -> dict[str, Place]:
     leads = partial(Place, on_rank_0=True)
     return {
         "prepare": leads(owner=store, name="prepare"),
-        "restore": Place(owner=resume, name="restore"),
-        "restored": Place(owner=resume, name="restore", at_end=True),
+        "restore": Place(owner=resume, name="load"),
+        "restored": Place(owner=resume, name="load", at_end=True),
         "step": Place(owner=TrainPipelineSparseDist, name="progress"),
         "sync": Place(owner=ReplicaSync, name="_average"),
         "mean under way": Place(owner=RunningMean, name="start", at_end=True),

@@ -125,13 +125,14 @@ def test_a_fault_in_numbers_stops_the_run_at_the_next_look_and_is_located() -> N
             ), (place, message)
         else:
             assert error == "InputError", (place, kind)
-            noted = re.search(r"Training has diverged: NaN or infinity at step (\d+) in .* of rank \d", message)
+            noted = re.search(
+                r"has diverged: NaN or infinity at step (\d+) in (the loss|a gradient) of rank \d", message
+            )
             assert noted, message
             # A row of a table is noticed when a sample reads it.
             assert int(noted[1]) == step if "embedding" not in place else step <= int(noted[1]) <= stopped
             assert "Lower optimizer.sparse_lr" in message
-    gradient = first[0][2]
-    assert re.search(rf"at step 1 in the gradient of \S*{re.escape(DENSE)} of rank 1\. Nothing", gradient)
+    assert "at step 1 in a gradient of rank 1. Nothing" in first[0][2]
 
 
 def diverges_on_rank(rank: int, values: dict[str, Any], step: int) -> None:

@@ -186,7 +186,7 @@ def start(run: TrainingConfig, folder: Path | None = None) -> Start:
 def test_where_a_run_begins(finished: TrainingConfig, tmp_path: Path) -> None:
     own = checkpoint_folder(finished)
     assert starting_point(finished) == own
-    assert starting_point(changed(finished, train={"output_dir": str(tmp_path)})) is None
+    assert starting_point(changed(finished, train={"output_dir": str(tmp_path)})) == tmp_path / "checkpoint"
     other = {"output_dir": str(tmp_path), "resume": finished.train.output_dir}
     assert starting_point(changed(finished, train=other)) == own
     whole = checkpoints(own)[0]

@@ -6,8 +6,6 @@ import importlib.metadata
 import json
 import math
 import re
-import subprocess
-import sys
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -335,24 +333,6 @@ def test_a_fault_ends_the_job_with_one_line_before_training(fault: str, tmp_path
     assert errors[0].startswith(expected)
     assert "train:" not in result.stdout + result.stderr
     assert not list((tmp_path / "out").glob("[!.]*"))
-
-
-def test_the_last_line_is_the_reason_below_the_report_of_torchrun() -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--nproc-per-node",
-        "1",
-        "-m",
-        "dmt.training",
-        "demo",
-        "x",
-    ]
-    ended = subprocess.run(command, check=False, capture_output=True, text=True, timeout=120)
-    assert ended.returncode != 0
-    assert "ChildFailedError" in ended.stderr
-    assert ended.stderr.splitlines()[-1].startswith("error: Override 'x' is not of the form section.key=value")
 
 
 def test_an_output_folder_that_is_a_file_is_named(tmp_path: Path) -> None:

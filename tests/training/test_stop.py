@@ -19,14 +19,13 @@ from unittest.mock import Mock, patch
 
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import Tensor, nn
 
 from dmt.replicas.sync import ReplicaSync
 from dmt.sptt.mesh import TowerMesh
 from dmt.training import agreement as module
 from dmt.training import train as run
-from dmt.training.__main__ import _how_to_go_on, main
+from dmt.training.__main__ import _how_to_go_on
 from dmt.training.agreement import SIGNALS, Agreement, Signals
 from dmt.training.checkpoints import checkpoints, newest, read_manifest
 from dmt.training.config import TrainConfig, TrainingConfig
@@ -165,33 +164,10 @@ def says_on_rank(rank: int) -> str:
     return stream.getvalue()
 
 
-def test_the_last_line_names_the_checkpoint_and_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = TrainingConfig.model_validate(config(tmp_path))
-    monkeypatch.setattr(sys, "argv", ["__main__.py", "demo", f"train.output_dir={tmp_path}", "model.arch=dcn x"])
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    line = "stopped by Ctrl-C: nothing was saved yet. To start again: the same command again"
-    assert _how_to_go_on(run, "Ctrl-C") == line
+def test_the_last_line_names_the_checkpoint(tmp_path: Path) -> None:
+    assert "stopped by Ctrl-C: nothing was saved yet." in _how_to_go_on(tmp_path, "Ctrl-C")
     (tmp_path / "checkpoint" / "step-00000007").mkdir(parents=True)
-    for name, value in (("TORCHELASTIC_RUN_ID", "none"), ("GROUP_WORLD_SIZE", "1"), ("LOCAL_WORLD_SIZE", "4")):
-        monkeypatch.setenv(name, value)
-    command = f"torchrun --nproc-per-node 4 -m dmt.training demo train.output_dir={tmp_path} 'model.arch=dcn x'"
-    saved = f"the newest checkpoint is {tmp_path}/checkpoint/step-00000007. To go on:"
-    assert _how_to_go_on(run, "SIGTERM") == f"stopped by SIGTERM: {saved} {command}"
-    # On several hosts a rank does not know the whole command.
-    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
-    assert _how_to_go_on(run, "SIGTERM").endswith("To go on: the same command again")
-
-
-def test_a_run_that_an_error_ends_says_last_how_it_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(config: TrainingConfig) -> None:
-        raise RuntimeError("Connection closed by peer")
-
-    monkeypatch.setattr("dmt.training.train.train", fails)
-    monkeypatch.setattr("dmt.training.__main__.quiet_libraries", lambda rank: None)
-    found = CliRunner().invoke(main, ["demo", f"train.output_dir={tmp_path}"])
-    assert found.exit_code == 1
-    assert "RuntimeError: Connection closed by peer\n" in found.stderr
-    assert found.stderr.endswith("stopped by an error: nothing was saved yet. To start again: the same command again\n")
+    assert f"newest checkpoint is {tmp_path}/checkpoint/step-00000007." in _how_to_go_on(tmp_path, "SIGTERM")
 
 
 def start(folder: Path, *overrides: str) -> subprocess.Popen[bytes]:

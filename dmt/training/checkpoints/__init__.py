@@ -4,6 +4,7 @@ from dmt.training.checkpoints.store import (
     Checkpointer,
     Manifest,
     checkpoints,
+    load,
     load_plain,
     newest,
     read_manifest,
@@ -11,4 +12,14 @@ from dmt.training.checkpoints.store import (
     verify,
 )
 
-__all__ = ["Checkpointer", "Manifest", "checkpoints", "load_plain", "newest", "read_manifest", "restore", "verify"]
+__all__ = [
+    "Checkpointer",
+    "Manifest",
+    "checkpoints",
+    "load",
+    "load_plain",
+    "newest",
+    "read_manifest",
+    "restore",
+    "verify",
+]

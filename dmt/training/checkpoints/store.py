@@ -47,6 +47,7 @@ __all__ = [
     "Checkpointer",
     "Manifest",
     "checkpoints",
+    "load",
     "load_plain",
     "newest",
     "read_manifest",
@@ -63,8 +64,6 @@ _FORMAT = 3
 _REMEDY = "Use another checkpoint."
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
 _RNG = "rng"  # states of the random number generators, uint8 [W, bytes]: one row for each of the W ranks
-# Numbers looked at in one go: tables are too large for a copy.
-_CHUNK = 2**20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,7 +235,7 @@ class Checkpointer:
         # A group of its own: a thread may not use those that training uses at the same time.
         self._writers = dist.new_group(ranks, backend="gloo")
         self._writes, self._leads = mesh.rank in ranks, mesh.rank == ranks[0]
-        self._thread = ThreadPoolExecutor(1, "checkpoint") if asynchronous else None
+        self._thread, self._asynchronous = ThreadPoolExecutor(1, "checkpoint"), asynchronous
         self._pending: Future[str | None] | None = None
         run_on_all_or_raise(partial(prepare, folder) if self._leads else lambda: None, mesh.global_group)
 
@@ -280,7 +279,7 @@ class Checkpointer:
             live = collect_state(model.state_dict(), optimizer)
             _check_finite(step, model, live, self._mesh.rank)
             if self._writes:
-                copies = self._thread is not None
+                copies = self._asynchronous
                 state.update({name: shards.copied() if copies else shards for name, shards in live.items()})
             return random_state()
 
@@ -290,12 +289,8 @@ class Checkpointer:
         scales = moment_scales(model)
         manifest = Manifest(step=step, progress=dict(progress), versions=versions(), files={}, moment_scales=scales)
         write = partial(self._write, state, manifest, describe) if self._writes else lambda: None
-        if self._thread is not None:
-            self._pending = self._thread.submit(write)
-            return True
-        self._pending = Future()
-        self._pending.set_result(write())
-        return self.wait()
+        self._pending = self._thread.submit(write)
+        return True if self._asynchronous else self.wait()
 
     def wait(self) -> bool:
         """Waits for the pending save; collective over the job.
@@ -315,8 +310,7 @@ class Checkpointer:
         The save becomes whole if all ranks that write call this before the process group is destroyed. A failure is
         logged, nothing is raised. Nothing can be saved afterwards.
         """
-        if self._thread is not None:
-            self._thread.shutdown()
+        self._thread.shutdown()
         self._pending = None
 
     def _write(self, state: State, manifest: Manifest, describe: Callable[[Path], None]) -> str | None:
@@ -374,7 +368,8 @@ def _check_finite(step: int, model: nn.Module, state: State, rank: int) -> None:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    return all(bool(part.isfinite().all()) for part in tensor.reshape(-1).split(_CHUNK))
+    # Without a mask of the size of a table; NaN is the least and the largest of all.
+    return not tensor.numel() or all(bool(edge.isfinite()) for edge in tensor.aminmax())
 
 
 def load_plain(model: nn.Module, folder: Path) -> None:
@@ -390,13 +385,23 @@ def load_plain(model: nn.Module, folder: Path) -> None:
 
 
 def restore(
-    source: Path,
-    model: nn.Module,
-    optimizer: KeyedOptimizer | None,
-    *,
-    mesh: TowerMesh | None = None,
-    is_verified: bool = False,
+    source: Path, model: nn.Module, optimizer: KeyedOptimizer | None, *, mesh: TowerMesh | None = None
 ) -> Manifest | None:
+    """Loads the newest whole checkpoint of a folder, or the folder itself if it is one; see `newest` and `load`.
+
+    Returns:
+        The manifest, with ``step`` and ``progress``; None where there is no checkpoint: training begins.
+
+    Raises:
+        InputError: as `newest` and `load`.
+    """
+    folder = newest(source, mesh)
+    return None if folder is None else load(folder, model, optimizer, mesh=mesh)
+
+
+def load(
+    folder: Path, model: nn.Module, optimizer: KeyedOptimizer | None, *, mesh: TowerMesh | None = None
+) -> Manifest:
     """Loads a checkpoint of any layout into a sharded model and its optimizer; collective over the mesh, if given.
 
     Where a table is cut anew, a shard's row-wise state is the mean over its columns. Where the factor c of a table's
@@ -404,22 +409,14 @@ def restore(
     Algorithm 1, line 6). Random number generators are set if the number of ranks is what it was.
 
     Args:
-        source: a checkpoint, or a folder of them, of which the newest whole one is taken.
+        folder: whole, of `newest`.
         model: the sharded model, or one that every rank holds whole.
         optimizer: of all parameters; None loads weights only. After an error, make model and optimizer anew.
         mesh: the groups; None for an unsharded model in one process.
-        is_verified: true if `newest` has just returned ``source``, so that its files need not be read twice.
-
-    Returns:
-        The manifest, with ``step`` and ``progress``; None where there is no checkpoint: training begins.
 
     Raises:
-        InputError: there are checkpoints but none is whole, so that training does not begin again unnoticed; or it
-            holds anything but tensors, or is of another model or optimizer; the same on every rank.
+        InputError: it holds anything but tensors, or is of another model or optimizer; the same on every rank.
     """
-    folder = source if is_verified else newest(source, mesh)
-    if folder is None:
-        return None
     manifest = _on_all(lambda: read_manifest(folder), mesh)
     reader = _on_all(lambda: TensorReader(folder, manifest.files), mesh)
     if optimizer is not None:

@@ -29,6 +29,7 @@ from dmt.training.build import build_optimizer
 from dmt.training.checkpoints import (
     Checkpointer,
     Manifest,
+    load,
     newest,
     read_manifest,
     restore,
@@ -163,7 +164,7 @@ def damage_on_rank(rank: int, folder: str) -> None:
     assert_same(run.local(), before)
     found = newest(saved, run.mesh)
     assert found.name == "step-00000001"
-    restored = restore(found, run.model, run.optimizer, mesh=run.mesh, is_verified=True)
+    restored = load(found, run.model, run.optimizer, mesh=run.mesh)
     assert restored.step == 1
     assert_same(run.local(), first)
     if rank == 0:
