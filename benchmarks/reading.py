@@ -22,8 +22,10 @@ import numpy as np
 import pyarrow.parquet as pq
 import torch
 
-from dmt.training.data import ClickBatch, DataConfig, open_source
+from dmt.training.data.batch import ClickBatch
+from dmt.training.data.clicks import ClickData
 from dmt.training.data.columns import CRITEO_CATEGORICAL
+from dmt.training.data.config import DataConfig
 from dmt.training.data.prepare import PrepareOptions, prepare
 
 _BATCH, _BLOCK, _STEP_S, _STEPS = 4096, 20_000, 0.05, 40
@@ -56,7 +58,7 @@ def read(folder: Path, rank: int = 0, world_size: int = 1) -> float:
     """Rows per second of one rank."""
     torch.set_num_threads(1)
     assert ClickBatch is not None, "TorchRec is imported before the clock starts"
-    data = open_source(DataConfig.model_validate({"prepared": str(folder)}))
+    data = ClickData(DataConfig.model_validate({"prepared": str(folder)}))
     began, rows = time.perf_counter(), 0
     for batch in data.batches("train", rank=rank, world_size=world_size, batch_size=_BATCH):
         rows += len(batch.labels)
@@ -65,7 +67,7 @@ def read(folder: Path, rank: int = 0, world_size: int = 1) -> float:
 
 def waited(folder: Path) -> float:
     """Share of the time that training waits for batches, after the first one."""
-    data = open_source(DataConfig.model_validate({"prepared": str(folder)}))
+    data = ClickData(DataConfig.model_validate({"prepared": str(folder)}))
     batches = data.batches("train", rank=0, world_size=1, batch_size=_BATCH)
     next(batches)
     waits, began = 0.0, time.perf_counter()

@@ -25,7 +25,7 @@ import torch
 
 from benchmarks.report import commit, processor
 from dmt.training.console import quiet_libraries
-from dmt.training.data import open_source
+from dmt.training.data.clicks import ClickData
 from dmt.training.serving.export import export_run, load_program
 from dmt.training.serving.score import score, tensors_of
 from dmt.training.trained import trained_model
@@ -125,7 +125,7 @@ def _latencies(runs: dict[str, Path], repeats: int) -> list[dict[str, float]]:
         calls: list[Callable[[], Any]] = []
         for run in runs.values():
             _, job, _ = trained_model(run)
-            batch = next(open_source(job.data.config).batches("eval", rank=0, world_size=1, batch_size=size))
+            batch = next(ClickData(job.data.config).batches("eval", rank=0, world_size=1, batch_size=size))
             inputs = tensors_of(batch)
             for stored in _FORMATS:
                 program = load_program(run / f"{stored}.pt2")

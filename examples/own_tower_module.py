@@ -20,7 +20,9 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from dmt import TowerCollectionSharder, TowerMesh, TowerPlan, TowerShardingPlanner, TowerTopology
 from dmt.models import compression_ratio
-from dmt.training.data import ClickBatch, DataConfig, SyntheticConfig, open_source
+from dmt.training.data.batch import ClickBatch
+from dmt.training.data.clicks import ClickData
+from dmt.training.data.config import DataConfig, SyntheticConfig
 
 ROWS, DIM, TOWER_DIM, BATCH, STEPS = 100, 16, 8, 128, 100
 
@@ -66,8 +68,8 @@ if gpus:
 dist.init_process_group("cpu:gloo,cuda:nccl" if gpus else "gloo")
 torch.manual_seed(dist.get_rank())
 mesh = TowerMesh(TowerTopology(num_towers=2, ranks_per_tower=2))
-data = open_source(DataConfig(synthetic=SyntheticConfig(num_features=6, num_groups=2, rows_per_table=ROWS)))
-model = Model(TowerPlan.strided(data.feature_names, num_towers=2))
+data = ClickData(DataConfig(synthetic=SyntheticConfig(num_features=6, num_groups=2, rows_per_table=ROWS)))
+model = Model(TowerPlan.strided(data.columns.feature_names, num_towers=2))
 compression = compression_ratio(model)
 fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.05}
 sharders = [TowerCollectionSharder(mesh, fused_params=fused)]

@@ -213,7 +213,7 @@ def test_configurations_load(block: Block, tmp_path: Path) -> None:
 @pytest.mark.parametrize("block", blocks("text", "sample="), ids=lambda block: block.mark)
 def test_data_samples_are_read(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from dmt.training.config import load_config
-    from dmt.training.data import open_source
+    from dmt.training.data.clicks import ClickData
 
     name = block.mark.removeprefix("sample=")
     config = next(
@@ -224,12 +224,12 @@ def test_data_samples_are_read(block: Block, tmp_path: Path, monkeypatch: pytest
     Path("run.toml").write_text(config)
     # A tenth of three rows is none; the page shows the format, not the amount.
     overrides = [] if "split_column" in config else ["data.eval_fraction=0.4"]
-    data = open_source(load_config("run.toml", overrides).data, cache=tmp_path / "prepared")
+    data = ClickData(load_config("run.toml", overrides).data, cache=tmp_path / "prepared")
     header = not name.endswith(".tsv")
     assert (data.num_rows("train") or 0) + (data.num_rows("eval") or 0) == len(block.text.splitlines()) - header
     for split in ("train", "eval"):
         batch = next(data.batches(split, rank=0, world_size=1, batch_size=1))
-        assert batch.sparse_features.keys() == list(data.feature_names)
+        assert batch.sparse_features.keys() == list(data.columns.feature_names)
 
 
 def parse(command: click.Command, name: str, arguments: list[str]) -> click.Context:

@@ -37,7 +37,7 @@ from dmt.sharding.plan_tables import plan_tables
 from dmt.training.checkpoints import read_manifest
 from dmt.training.checkpoints.store import MANIFEST_NAME, _digest
 from dmt.training.config import TrainingConfig, load_config, to_override, to_toml
-from dmt.training.data.clicks import open_source
+from dmt.training.data.clicks import ClickData
 from dmt.training.data.config import DataConfig, read_tables
 from dmt.training.preflight import resolve
 from dmt.training.records import read_result
@@ -317,7 +317,7 @@ def read_all(path: Path, options: dict[str, Any]) -> None:
     if path.name.endswith(".log"):
         columns = {"kind": "criteo_tsv"}
     config = DataConfig(train_path=str(path), num_embeddings=50, eval_fraction=0.5, **columns)
-    data = open_source(config, cache=path.parent / "prepared")
+    data = ClickData(config, cache=path.parent / "prepared")
     for _ in data.batches("train", rank=0, world_size=1, batch_size=2):
         pass
 

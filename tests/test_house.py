@@ -143,7 +143,8 @@ def test_the_light_half_works_without_torchrec_and_fbgemm() -> None:
         else:
             raise AssertionError("collect was not refused")
 
-        from dmt.training.data import DataConfig, open_source
+        from dmt.training.data.clicks import ClickData
+        from dmt.training.data.config import DataConfig
 
         with tempfile.NamedTemporaryFile("w", suffix=".csv") as file:
             file.write("label,d,c" + "\\n1,0.5,x" * 40)
@@ -151,7 +152,7 @@ def test_the_light_half_works_without_torchrec_and_fbgemm() -> None:
             columns = {"dense": ["d"], "categorical": ["c"], "eval_fraction": 0.3}
             config = DataConfig(kind="columns", train_path=file.name, **columns)
             with tempfile.TemporaryDirectory() as cache:
-                assert open_source(config, cache=Path(cache)).num_rows("train") == 28
+                assert ClickData(config, cache=Path(cache)).num_rows("train") == 28
         table = TableSpec(name="t", num_embeddings=1, embedding_dim=8, feature_names=("a",))
         plan_tables([[table]], TowerTopology(num_towers=1, ranks_per_tower=2))
         print(plan.num_towers, round(dmt.models.complexity.paper_complexity("dlrm", 8).mflops_per_sample, 2))

@@ -133,7 +133,7 @@ def _planted() -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float
         np.stack([rows.column(name).to_numpy() for name in names], axis=1)
         for names in (clicks.feature_names, clicks.dense_names)
     )
-    return ids, np.log1p(dense), rows.column("label").to_numpy().astype(np.float32)
+    return ids, dense, rows.column("label").to_numpy().astype(np.float32)
 
 
 def _madelon() -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]:

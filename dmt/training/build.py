@@ -287,7 +287,7 @@ def settle_gradient_buckets(job: Job, model: DistributedModelParallel, optimizer
     count where nothing is left to train.
     """
     # Of which every micro-batch needs one.
-    rows, names = job.config.train.micro_batches, list(job.data.feature_names)
+    rows, names = job.config.train.micro_batches, list(job.data.columns.feature_names)
     zeros = torch.zeros(rows * len(names), dtype=torch.int64)
     ids = KeyedJaggedTensor(names, zeros, lengths=torch.ones_like(zeros))
     batch = ClickBatch(torch.zeros(rows, job.num_dense), ids, torch.zeros(rows), torch.ones(rows))

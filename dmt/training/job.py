@@ -19,7 +19,8 @@ from dmt.sharding.plan import TowerShardingPlan
 from dmt.sharding.plan_tables import plan_tables
 from dmt.sharding.schemes import SCHEMES, Rule, Scheme, ShardingRules, TablePlacement
 from dmt.training.config import OptimizerConfig, TrainingConfig
-from dmt.training.data import ClickData, open_source
+from dmt.training.data.clicks import ClickData
+from dmt.training.data.columns import tables_of
 from dmt.training.data.config import read_tables
 from dmt.training.data.deal import rank_batch
 from dmt.training.device import DeviceType, device_type
@@ -38,7 +39,7 @@ __all__ = [
     "make_job",
     "open_data",
     "open_job",
-    "tower_plan",
+    "open_tables",
 ]
 
 PREPARED = "prepared"
@@ -104,6 +105,9 @@ class Job:
             group=mesh.global_group,
             **where,
         )
+        if self.towers is not None:
+            cuts = self.towers.column_splits
+            batches = (batch.split_columns(cuts) for batch in batches)
         # From page-locked memory, the pipelines' copies to a GPU run beside the step before.
         return (batch.pin_memory() for batch in batches) if self.device_type == "cuda" else batches
 
@@ -140,8 +144,8 @@ def open_job(config: TrainingConfig) -> Job:
     """
     if config.data.tables is not None:
         return make_job(config, read_tables(Path(config.data.tables)), 0)
-    data, towers = open_data(config)
-    return make_job(config, data.tables, len(data.dense_names), towers=towers, source=data)
+    job = open_data(config)
+    return make_job(config, job.tables, job.num_dense, towers=job.towers, source=job.source)
 
 
 def make_job(
@@ -157,7 +161,7 @@ def make_job(
     Raises:
         InputError: a plan or a rule does not fit the tables or the memory, or the optimizer has no moments to scale.
     """
-    towers = towers or tower_plan(config, tables)
+    towers = towers or _tower_plan(config, tables)
     if towers is not None and towers.num_towers != config.topology.num_towers:
         raise InputError(
             f"The tower plan {config.towers.plan} has {towers.num_towers} towers, but topology.num_towers="
@@ -171,31 +175,36 @@ def make_job(
     )
 
 
-def open_data(config: TrainingConfig) -> tuple[ClickData, TowerPlan | None]:
-    """Opens the data of a run, whose batches have ids for the column shards of the tables that its tower plan cuts.
-
-    Returns:
-        The data, whose ``tables`` are uncut, and the tower plan, None with the flat dataflow.
+def open_data(config: TrainingConfig) -> Job:
+    """Opens the data of a run, and its tower plan: a job that is not sharded.
 
     Raises:
         InputError: the data do not fit the config, or the tower plan does not fit the data.
     """
-    plan = _named_plan(config)
-    data = open_source(
-        config.data,
+    data, tables = open_tables(config)
+    return Job(
+        config=config,
+        tables=tuple(tables),
+        num_dense=len(data.columns.dense),
+        towers=_tower_plan(config, tables),
+        source=data,
+    )
+
+
+def open_tables(config: TrainingConfig) -> tuple[ClickData, list[TableSpec]]:
+    """Opens the data of a run, and makes the uncut tables of their columns.
+
+    Raises:
+        InputError: the data do not fit the config.
+    """
+    data = ClickData(config.data, cache=data_cache(config.train.output_dir))
+    tables = tables_of(
+        data.columns,
         embedding_dim=config.model.embedding_dim,
         embedding_dims=config.model.embedding_dims,
         data_type="FP16" if config.sharding.table_precision == "fp16" else "FP32",
-        column_splits={} if plan is None else plan.column_splits,
-        cache=data_cache(config.train.output_dir),
     )
-    return data, tower_plan(config, data.tables, plan)
-
-
-def _named_plan(config: TrainingConfig) -> TowerPlan | None:
-    """Reads ``towers.json``; None where a run has none. The one place of a run that does."""
-    reads_plan = config.dataflow == "sptt" and config.towers.plan != "strided"
-    return TowerPlan.load(config.towers.plan) if reads_plan else None
+    return data, tables
 
 
 def data_cache(output_dir: str) -> Path:
@@ -204,12 +213,8 @@ def data_cache(output_dir: str) -> Path:
     return shared if shared.is_dir() else Path(output_dir) / PREPARED
 
 
-def tower_plan(
-    config: TrainingConfig, tables: Sequence[TableSpec], loaded: TowerPlan | None = None
-) -> TowerPlan | None:
+def _tower_plan(config: TrainingConfig, tables: Sequence[TableSpec]) -> TowerPlan | None:
     """Returns the tower plan that the config names, checked against the uncut tables; None with the flat dataflow.
-
-    The plan's file is read unless it comes as ``loaded``.
 
     Raises:
         InputError: the file is bad, does not fit the tables or cuts one into shards that FBGEMM cannot take, or more
@@ -217,8 +222,8 @@ def tower_plan(
     """
     if config.dataflow == "flat":
         return None
-    place = f"towers.plan={config.towers.plan!r}"
-    plan = loaded or _named_plan(config) or _strided(tables, config.topology.num_towers)
+    place, is_strided = f"towers.plan={config.towers.plan!r}", config.towers.plan == "strided"
+    plan = _strided(tables, config.topology.num_towers) if is_strided else TowerPlan.load(config.towers.plan)
     for feature, widths in plan.column_splits.items():
         if any(width % 4 for width in widths):
             raise InputError(

@@ -13,8 +13,9 @@ from dmt.plan.tables import TableSpec
 from dmt.training.build import ClickTask, build_model
 from dmt.training.checkpoints import load_plain
 from dmt.training.config import TrainingConfig
-from dmt.training.data import ClickBatch, ClickData, open_source
-from dmt.training.job import Job, data_cache, tower_plan
+from dmt.training.data.batch import ClickBatch
+from dmt.training.data.clicks import ClickData
+from dmt.training.job import open_data, open_tables
 from dmt.training.records import read_result
 from dmt.training.trained import checkpoint_of
 
@@ -51,24 +52,22 @@ def affinity_of_run(
             what ``check`` raises.
     """
     checkpoint, config = checkpoint_of(run, data_path, functions)
-    data = _open(config)
+    job = open_data(config)
     if check is not None:
-        check(data.tables)
-    plan = tower_plan(config, data.tables)
-    if plan is not None and plan.column_splits:
+        check(job.tables)
+    if job.towers is not None and (cuts := job.towers.column_splits):
         raise InputError(
-            f"{run}: this run's tables are cut into column shards ({', '.join([*plan.column_splits][:5])}), which hold "
+            f"{run}: this run's tables are cut into column shards ({', '.join([*cuts][:5])}), which hold "
             "parts of embeddings only. Give a run of whole tables, or use --strategy interactions."
         )
-    job = Job(config=config, tables=tuple(data.tables), num_dense=len(data.dense_names), towers=plan)
     task = ClickTask(build_model(job))
     load_plain(task, checkpoint)
     # At most the run's own batch: that many rows there are.
     size = min(_BATCH_ROWS, config.train.batch_size, max(1, max_rows))
-    rows = (_rows_of_run(run, config) if data_path is None else None) or _count_rows(data, size)
+    rows = (_rows_of_run(run, config) if data_path is None else None) or _count_rows(job.data, size)
     lanes = config.topology.build().world_size if data_path is None else 1
-    batches = spread_batches(data, num_rows=rows, max_rows=max_rows, batch_size=size, lanes=lanes)
-    return FeatureAffinity.collect(task.model, batches), data.tables
+    batches = spread_batches(job.data, num_rows=rows, max_rows=max_rows, batch_size=size, lanes=lanes)
+    return FeatureAffinity.collect(task.model, batches), list(job.tables)
 
 
 def interactions_of(
@@ -92,14 +91,15 @@ def interactions_of(
         InputError: the data cannot be read, or `FeatureAffinity.collect_interactions` refuses them; or what ``check``
             raises.
     """
-    data = _open(config)
+    data, tables = open_tables(config)
     if check is not None:
-        check(data.feature_names)
+        check(data.columns.feature_names)
     rows = _count_rows(data, _BATCH_ROWS)
     size = max(1, min(_INTERACTION_ROWS, rows // 16))
     batches = spread_batches(data, num_rows=rows, max_rows=max_rows, batch_size=size)
-    tables = data.tables if with_tables else ()
-    return FeatureAffinity.collect_interactions(batches, tables=tables, seed=seed, max_rows=max_rows)
+    return FeatureAffinity.collect_interactions(
+        batches, tables=tables if with_tables else (), seed=seed, max_rows=max_rows
+    )
 
 
 def spread_batches(
@@ -130,15 +130,6 @@ def _rows_of_run(run: Path, config: TrainingConfig) -> int | None:
         return None
     result: dict[str, Any] = read_result(run)
     return result["steps"] // config.train.epochs * config.train.batch_size * result["world_size"] or None
-
-
-def _open(config: TrainingConfig) -> ClickData:
-    return open_source(
-        config.data,
-        embedding_dim=config.model.embedding_dim,
-        embedding_dims=config.model.embedding_dims,
-        cache=data_cache(config.train.output_dir),
-    )
 
 
 def _count_rows(data: ClickData, batch_size: int) -> int:

@@ -20,7 +20,6 @@ from dmt.sptt.mesh import TowerMesh
 from dmt.training.access import load_profile
 from dmt.training.build import build_model
 from dmt.training.config import TrainingConfig
-from dmt.training.data.files import file_text
 from dmt.training.factory import check_outputs, without_tables
 from dmt.training.job import Job, check_kernels, check_table_optimizer, open_job
 
@@ -128,15 +127,15 @@ def check_same_input(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
         "rows and columns": {table.name: (table.num_embeddings, table.embedding_dim) for table in job.split_tables},
         # Of a source, they follow from the first batch that this rank was given.
         "dense columns": data.columns.dense,
-        "features": data.feature_names,
+        "features": data.columns.feature_names,
         "features with bags": {feature.name: feature.is_bag for feature in data.columns.features},
         "parameters of the model": {name: tuple(value.shape) for name, value in model.named_parameters()},
         "tower": None if job.towers is None else dict(enumerate(job.towers.to_lists())),
         "placement": None if job.sharding is None else job.sharding.placements,
     }
     for split in ("train", "eval"):
-        for number, file in enumerate(data.files(split)):
-            given[f"file {number} of data.{split}_path"] = file_text(*file)
+        for number, (name, size, checksum) in enumerate(data.files(split)):
+            given[f"file {number} of data.{split}_path"] = f"{name} of {size:,} bytes (CRC-32 {checksum:08x})"
     try:
         check_agreement("Training", given, mesh.global_group)
     except InputError as error:

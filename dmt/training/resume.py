@@ -200,8 +200,8 @@ def restore_run(
     """
     if start.folder is None:
         return
-    if len(start.sources) == mesh.topology.world_size:
-        job.data.load_source_state(start.sources[mesh.rank])
+    if job.data.own is not None and len(start.sources) == mesh.topology.world_size:
+        job.data.own.start_state = start.sources[mesh.rank]
     settle_gradient_buckets(job, model, optimizer)
     load(start.folder, model, optimizer, mesh=mesh)
     optimizer.set_step(start.position.step)
@@ -221,8 +221,8 @@ def restore_hot_rows(start: Start, hot: HotRows | None, mesh: TowerMesh) -> None
 def progress_of(job: Job, at: Position, start: Start, mesh: TowerMesh) -> dict[str, Any]:
     """Returns what a checkpoint keeps of a position; collective with a user's source."""
     sources = []
-    if job.config.data.kind == "source":
-        state = job.data.source_state(at.epoch, at.rows, world_size=mesh.topology.world_size)
+    if job.data.own is not None:
+        state = job.data.own.state(at.epoch, at.rows // mesh.topology.world_size)
         sources = gather_objects(state, mesh.global_group)
     return {"position": asdict(at), "files": start.files, "sources": sources}
 

@@ -85,9 +85,7 @@ def trained_model(
         listed = checkpoints(run / "checkpoint") + checkpoints(run)
         try:
             checkpoint, config = checkpoint_of(run, data_path, functions)
-            data, towers = open_data(config)
-            tables, num_dense = tuple(data.tables), len(data.dense_names)
-            job = Job(config=config, tables=tables, num_dense=num_dense, towers=towers, source=data)
+            job = open_data(config)
             task = ClickTask(build_model(job))
             load(checkpoint, task, None)
             return checkpoint, job, task.model.eval()

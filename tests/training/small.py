@@ -10,7 +10,7 @@ from dmt.sptt.mesh import TowerMesh
 from dmt.training.agreement import Signals
 from dmt.training.build import ClickTask, build_model, build_optimizer, replica_sync, shard_model
 from dmt.training.config import TrainingConfig
-from dmt.training.data import ClickData
+from dmt.training.data.clicks import ClickData
 from dmt.training.job import Job, open_data, open_job
 from dmt.training.records import RunRecord
 from dmt.training.resume import Position, Start
@@ -49,7 +49,7 @@ def small(arch: str = "dmt-dlrm", dataflow: str = "auto", **sections: dict[str, 
 
 def source(config: TrainingConfig) -> ClickData:
     """The data of a run."""
-    return open_data(config)[0]
+    return open_data(config).data
 
 
 def plain(config: TrainingConfig) -> ClickTask:
@@ -59,8 +59,7 @@ def plain(config: TrainingConfig) -> ClickTask:
 
 def unsharded(config: TrainingConfig) -> Job:
     """The job of a run that is not sharded."""
-    data, towers = open_data(config)
-    return Job(config=config, tables=data.tables, num_dense=len(data.dense_names), towers=towers)
+    return open_data(config)
 
 
 def new_run(

@@ -30,7 +30,7 @@ from dmt.training.build import (
 )
 from dmt.training.checkpoints import Checkpointer, load_plain
 from dmt.training.config import OptimizerConfig, TrainingConfig
-from dmt.training.data import ClickBatch
+from dmt.training.data.batch import ClickBatch
 from dmt.training.job import Job, open_job
 from tests.ranks import run_ranks
 from tests.training.small import ARCHS, new_run, plain, small, source, train_loop, unsharded

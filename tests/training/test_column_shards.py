@@ -91,10 +91,11 @@ def test_a_tower_of_shards_of_two_widths_is_refused_by_models_with_towers_only(t
 
 
 def test_batches_name_the_shards_and_tables_stay_whole(tmp_path: Path) -> None:
-    data = resolve(config_of(tmp_path, "dlrm", SOME_CUT), 4).data
-    assert [table.embedding_dim for table in data.tables] == [16] * 6
+    job = resolve(config_of(tmp_path, "dlrm", SOME_CUT), 4)
+    assert [table.embedding_dim for table in job.tables] == [16] * 6
     for split in ("train", "eval"):
-        ids = next(data.batches(split, rank=0, world_size=1, batch_size=8)).sparse_features
+        batch = next(job.data.batches(split, rank=0, world_size=1, batch_size=8)).split_columns(SOME_CUT.column_splits)
+        ids = batch.sparse_features
         assert ids.keys() == ["C1[0:12]", "C1[12:16]", "C2", "C3", "C4", "C5", "C6[0:4]", "C6[4:12]", "C6[12:16]"]
         assert torch.equal(ids["C6[0:4]"].values(), ids["C6[12:16]"].values())
 
@@ -126,10 +127,11 @@ def oracle_of(config: TrainingConfig, steps: int, start: Any, layout: Any) -> di
         make_optimizer=lambda dense: torch.optim.SGD(dense.values(), lr=config.optimizer.dense_lr),
         layout=layout,
     )
-    union = open_data(config)[0].batches("train", rank=0, world_size=1, batch_size=4 * config.train.batch_size, lanes=4)
+    job = open_data(config)
+    union = job.data.batches("train", rank=0, world_size=1, batch_size=4 * config.train.batch_size, lanes=4)
     for batch in itertools.islice(union, steps):
         model.zero_grad()
-        model(batch)[0].backward()
+        model(batch.split_columns(job.towers.column_splits))[0].backward()
         training.step()
     return {name: value.detach() for name, value in model.state_dict().items()}
 
@@ -234,8 +236,8 @@ def test_a_whole_run_with_cut_tables(runs: tuple[Path, list[dict[str, Any]]]) ->
         model = plain(config)
         load_plain(model, checkpoint)
         # The evaluation of the run is that of its checkpoint in one process.
-        batch = next(open_data(config)[0].batches("eval", rank=0, world_size=1, batch_size=150))
-        assert model(batch)[0].item() == pytest.approx(result["eval_loss"], rel=1e-5)
+        batch = next(open_data(config).data.batches("eval", rank=0, world_size=1, batch_size=150))
+        assert model(batch.split_columns(saved.column_splits))[0].item() == pytest.approx(result["eval_loss"], rel=1e-5)
         assert result["parameters"] == sum(p.numel() for p in model.parameters())
         assert math.isfinite(result["eval_auc"])
 

@@ -124,7 +124,7 @@ def test_copies_count_in_the_memory_that_a_rank_needs(tmp_path: Path, monkeypatc
 
 
 def test_a_damaged_file_of_a_checkpoint_says_what_to_do(tmp_path: Path) -> None:
-    profile = AccessProfile(open_data(config_of(tmp_path, "damaged"))[0].tables)
+    profile = AccessProfile(open_data(config_of(tmp_path, "damaged")).tables)
     name = profile.tables[0].name
     profile.put(name, RowCounts.of([3, 3]))
     state = HotRowsState(rows={name: np.array([3])}, counts=profile, steps=7, batch_size=9)
@@ -160,7 +160,7 @@ def profiled_on_rank(rank: int, folder: str) -> dict[str, int]:
 
 @pytest.mark.ranks
 def test_a_profile_file_chooses_the_first_rows(tmp_path: Path) -> None:
-    profile = AccessProfile(open_data(config_of(tmp_path, "profiled"))[0].tables)
+    profile = AccessProfile(open_data(config_of(tmp_path, "profiled")).tables)
     profile.add({f"C{i}": torch.arange(100) % 3 for i in range(1, 7)}, num_samples=100)
     save_profile(profile, tmp_path / "access.parquet")
     for chosen in run_ranks(profiled_on_rank, 4, str(tmp_path)):

@@ -15,7 +15,8 @@ import torch
 from dmt.errors import InputError
 from dmt.training import partition
 from dmt.training.config import to_toml
-from dmt.training.data import DataConfig, open_source
+from dmt.training.data.clicks import ClickData
+from dmt.training.data.config import DataConfig
 from dmt.training.partition import affinity_of_run, spread_batches
 from tests.training.checkpoints.made import save_alone
 from tests.training.small import plain, small
@@ -41,7 +42,7 @@ def numbered(folder: Path, num_rows: int, **settings: Any) -> dict[str, Any]:
 
 def rows_seen(data: dict[str, Any], **arguments: Any) -> list[list[int]]:
     """The rows of each batch."""
-    clicks = open_source(DataConfig.model_validate(data), cache=Path(data["train_path"]).parent / "prepared")
+    clicks = ClickData(DataConfig.model_validate(data), cache=Path(data["train_path"]).parent / "prepared")
     return [batch.sparse_features.values().tolist() for batch in spread_batches(clicks, **arguments)]
 
 

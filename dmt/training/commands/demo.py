@@ -20,7 +20,7 @@ from dmt.training.checkpoints import checkpoints
 from dmt.training.config import SHARDING_OF_TOWERS, load_config, to_override, to_toml
 from dmt.training.console import NameConsole
 from dmt.training.data.config import DataConfig
-from dmt.training.data.files import expand_path, file_exists
+from dmt.training.data.files import expand_path, matching_files
 from dmt.training.data.raw import first_line, schema_of
 from dmt.training.partition import affinity_of_run
 from dmt.training.preflight import check_rows, resolve
@@ -161,7 +161,7 @@ def demo_settings(data: str) -> list[str]:
     if not is_named and first_line(file).partition(b"\t")[0].strip() in (b"0", b"1", b""):
         name = Path(data).name
         partner = data.removesuffix(name) + name.replace("train", "test")
-        evaluation = [to_override("data.eval_path", partner)] if partner != data and file_exists(partner) else []
+        evaluation = [to_override("data.eval_path", partner)] if partner != data and matching_files(partner) else []
         return ['data.kind="criteo_tsv"', *settings, *evaluation]
     expand_path("--data", data, columns=True)
     settings += ['data.kind="columns"', 'data.categorical=["c_*"]', 'data.dense=["d_*"]']

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,14 +19,13 @@ __all__ = [
     "CRITEO_DENSE",
     "Columns",
     "Feature",
-    "check_features",
     "explicit_config",
     "find_columns",
     "kind_of",
-    "shared_tables",
     "tables_of",
 ]
 
+Kind = Literal["text", "number", "decimal", "time", "list", "other"]
 CRITEO_DENSE = tuple(f"I{i}" for i in range(1, 14))
 """Criteo's integer columns."""
 CRITEO_CATEGORICAL = tuple(f"C{i}" for i in range(1, 27))
@@ -42,6 +41,13 @@ _KINDS = {
     "dense": ("text", "number", "decimal"),
     "categorical": ("text", "number", "list"),
     "timestamps": ("text", "time"),  # a number could be seconds, milliseconds or 20261122
+}
+# What values of an Arrow type are; a column that is always missing is text, booleans are numbers.
+_TYPES: dict[Kind, tuple[Callable[[pa.DataType], bool], ...]] = {
+    "text": (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null),
+    "number": (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean),
+    "time": (pa.types.is_timestamp, pa.types.is_date),
+    "decimal": (pa.types.is_decimal,),
 }
 
 
@@ -119,9 +125,9 @@ def find_columns(config: DataConfig, schema: pa.Schema, place: str) -> Columns:
     if doubled := [name for name in used if used.count(name) > 1] + [name for name in times if name in names]:
         raise InputError(f"{place}: column {doubled[0]!r} is used twice among {', '.join(_INPUTS)}. Use it once.")
     rows = dict.fromkeys(chosen["categorical"], config.num_embeddings)
-    check_features("num_embeddings_per_feature", config.num_embeddings_per_feature, rows)
+    _check_features("num_embeddings_per_feature", config.num_embeddings_per_feature, rows)
     rows |= config.num_embeddings_per_feature | {name: _PART_ROWS[part] for name, (_, part) in times.items()}
-    tables = shared_tables(config, rows)
+    tables = _table_names(config, rows)
     bags = _select("multi_hot", config.multi_hot, chosen["categorical"], place)
     features = tuple(
         Feature(
@@ -162,41 +168,30 @@ def _check_use(setting: str, schema: pa.Schema, name: str, place: str) -> None:
         )
 
 
-def kind_of(type_: pa.DataType) -> Literal["text", "number", "decimal", "time", "list", "other"]:
-    """Tells what values of an Arrow type are; a column that is always missing is text, booleans are numbers."""
-    types = pa.types
-    if types.is_dictionary(type_):
+def kind_of(type_: pa.DataType) -> Kind:
+    """Tells what values of an Arrow type are."""
+    if pa.types.is_dictionary(type_):
         return kind_of(type_.value_type)
-    if types.is_string(type_) or types.is_large_string(type_) or types.is_string_view(type_) or types.is_null(type_):
-        return "text"
-    if types.is_integer(type_) or types.is_floating(type_) or types.is_boolean(type_):
-        return "number"
-    if types.is_list(type_) or types.is_large_list(type_) or types.is_fixed_size_list(type_):
+    if any(is_list(type_) for is_list in (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)):
         return "list" if kind_of(type_.value_type) in ("text", "number") else "other"
-    if types.is_timestamp(type_) or types.is_date(type_):
-        return "time"
-    return "decimal" if types.is_decimal(type_) else "other"
+    return next((kind for kind, tests in _TYPES.items() if any(test(type_) for test in tests)), "other")
 
 
-def shared_tables(config: DataConfig, rows: Mapping[str, int]) -> dict[str, str]:
-    """Returns the name of each feature's table, without the ``t_``: its own, or that in ``shared_tables``.
-
-    Raises:
-        InputError: ``shared_tables`` names no feature, one twice, or a table like a feature that is not in it.
-    """
-    tables = {name: name for name in rows}
-    for table, features in config.shared_tables.items():
-        check_features(f"shared_tables.{table}", features, rows)
-        if table in rows and table not in features:
+def _table_names(config: DataConfig, names: Iterable[str]) -> dict[str, str]:
+    """Returns the name of each feature's table, without the ``t_``: its own, or that in ``data.shared_tables``."""
+    tables = {name: name for name in names}
+    for table, members in config.shared_tables.items():
+        _check_features(f"shared_tables.{table}", members, tables)
+        if table in tables and table not in members:
             raise InputError(f"shared_tables: {table!r} is the name of another feature. Name the table otherwise.")
-        tables |= dict.fromkeys(features, table)
-    members = [name for features in config.shared_tables.values() for name in features]
-    if doubled := [name for name in members if members.count(name) > 1]:
+        tables |= dict.fromkeys(members, table)
+    shared = [name for members in config.shared_tables.values() for name in members]
+    if doubled := [name for name in shared if shared.count(name) > 1]:
         raise InputError(f"shared_tables: feature {doubled[0]!r} is in more than one table. Name it once.")
     return tables
 
 
-def check_features(setting: str, given: Iterable[str], names: Iterable[str]) -> None:
+def _check_features(setting: str, given: Iterable[str], names: Iterable[str]) -> None:
     """Raises `InputError` for a name that is no categorical feature."""
     known = list(names)
     if unknown := [name for name in given if name not in known]:
@@ -214,8 +209,10 @@ def tables_of(
     Dots, which PyTorch forbids in a module's name, are percent-encoded in the names.
 
     Raises:
-        InputError: features that share a table have other numbers of rows or of columns (``embedding_dims``).
+        InputError: ``embedding_dims`` names no feature, or features that share a table have other numbers of rows or
+            of columns.
     """
+    _check_features("model.embedding_dims", embedding_dims, columns.feature_names)
     members: dict[str, list[Feature]] = {}
     for feature in columns.features:
         members.setdefault(feature.table, []).append(feature)

@@ -174,7 +174,7 @@ class DataConfig(Section):
         rest = ("prepared", "source", "options")
         given = [name for name, field in DataConfig.model_fields.items() if not self._is_default(name, field)]
         meaningless = {
-            "synthetic": (*files, *rest, "num_embeddings", "num_embeddings_per_feature", "group_by"),
+            "synthetic": (*files, *rest, "num_embeddings", "num_embeddings_per_feature", "group_by", "dense_transform"),
             "source": (*files, "prepared", "group_by", "vocabulary"),
             "prepared": (*files, *tables, *columns, "source", "options"),
         }.get(self.kind, rest)

@@ -36,9 +36,8 @@ class Span(NamedTuple):
 class Deal:
     """The rows of an epoch in lanes.
 
-    Without a ``seed``, row groups come in the order of the files, V of them at a time, so that all lanes are at the
-    same time of the log. With one, the groups of the whole epoch come in an order of its own, and each lane has a V-th
-    of them.
+    Row groups come V of them at a time, about one for each lane: in the order of the files, so that all lanes are at
+    the same time of the log, or with a ``seed`` in an order of its own.
 
     Example:
         >>> deal = Deal(np.array([4, 4, 3]), lanes=2)
@@ -99,8 +98,7 @@ class Deal:
         if self.seed is not None:
             order = np.random.default_rng(self.seed).permutation(len(self.sizes))
         ends = np.cumsum(self.sizes[order])
-        blocks = ends[self.lanes - 1 :: self.lanes] if self.seed is None else ends[:0]
-        return order, ends, np.unique(np.concatenate([[0], blocks, ends[-1:]]))
+        return order, ends, np.unique(np.concatenate([[0], ends[self.lanes - 1 :: self.lanes], ends[-1:]]))
 
 
 @cache  # which warns once

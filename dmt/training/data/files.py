@@ -6,7 +6,6 @@ A prepared folder has Parquet files of ids in ``train`` and ``eval``, and a mani
 from __future__ import annotations
 
 import io
-import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -27,8 +26,6 @@ __all__ = [
     "REQUEST",
     "Manifest",
     "expand_path",
-    "file_exists",
-    "file_text",
     "file_version",
     "format_of",
     "is_remote",
@@ -44,8 +41,6 @@ REQUEST = "#request"
 _PARQUET = (".parquet", ".pq")
 _JSON = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz")
 _ENDINGS = (*_PARQUET, ".csv", ".tsv", ".csv.gz", ".tsv.gz", *_JSON)
-# Keys by which stores tell one version of a file from another.
-_MARKS = ("ETag", "etag", "generation", "md5Hash", "Content-MD5", "Digest", "mtime", "LastModified", "Last-Modified")
 
 
 def is_remote(path: str) -> bool:
@@ -74,23 +69,15 @@ def open_binary(path: str) -> BinaryIO:
 def file_version(path: str) -> tuple[int, int]:
     """Returns the bytes of a file, and a number that changes with it; errors are those of `open_binary`."""
     with _file_system(path) as (system, inner):
-        info = system.info(inner)
-        # Not every store's ukey changes with the file: that of HTTP is one of the URL.
-        marks = [str(info[key]) for key in _MARKS if info.get(key)] or [str(system.ukey(inner))]
-        return int(info["size"]), zlib.crc32(" ".join([str(info["size"]), *marks]).encode())
-
-
-def file_exists(path: str) -> bool:
-    """Tells whether there is a file or folder; errors are those of `open_binary`."""
-    with _file_system(path) as (system, inner):
-        return bool(system.exists(inner))
+        # Not `ukey`, which some stores make of the name alone.
+        return int(system.size(inner)), int(system.checksum(inner))
 
 
 def matching_files(value: str) -> list[str]:
     """Lists the files that a file name, folder or glob matches, in the order of their names.
 
-    Hidden files of a folder and those that begin with ``_`` are left out. A folder that is named ``*.parquet``, as
-    Spark writes, stands for its files.
+    Hidden files and those that begin with ``_`` are left out. A folder that is named ``*.parquet``, as Spark writes,
+    stands for its files.
 
     Raises:
         OSError: the place cannot be read.
@@ -99,27 +86,23 @@ def matching_files(value: str) -> list[str]:
     """
     with _file_system(value) as (system, inner):
 
-        def visible(folder: str) -> list[str]:
-            names = system.ls(folder, detail=False)
-            return [name for name in names if name.rstrip("/").rpartition("/")[2][0] not in "._"]
+        def visible(pattern: str) -> list[str]:
+            return [name for name in system.glob(pattern) if name.rpartition("/")[2][0] not in "._"]
 
-        is_one = system.isfile(inner) or (not is_remote(value) and Path(inner).is_symlink())
-        names = visible(inner) if system.isdir(inner) else [inner] if is_one else system.glob(inner)
-        found: list[str] = []
-        for name in names:
+        found = []
+        for name in [inner] if system.isfile(inner) else visible(f"{inner}/*" if system.isdir(inner) else inner):
             if not system.isdir(name):
                 found.append(name)
-            elif name.rstrip("/").endswith(".parquet"):
-                inside = visible(name)
+            elif name.endswith(".parquet"):
+                inside = visible(f"{name}/*")
                 if folders := [each for each in inside if system.isdir(each)]:
                     raise InputError(
-                        f"{name} holds the folder {folders[0].rstrip('/').rpartition('/')[2]!r}, whose rows would be "
-                        "left out. Write it without partitions, or name its files by a glob."
+                        f"{folders[0]} is a folder, whose rows would be left out. Write {name} without partitions, or "
+                        "name its files by a glob."
                     )
                 found += [each for each in inside if each.endswith(_PARQUET)]
-        for name in found:
-            if not system.exists(name):
-                raise InputError(f"{name} (of {value!r}) is a link that leads nowhere. Mend or remove it.")
+        if broken := [name for name in found if not system.exists(name)]:
+            raise InputError(f"{broken[0]} (of {value!r}) is a link that leads nowhere. Mend or remove it.")
     if is_remote(value):  # a single file keeps the name that the user gave it
         return [value] if found == [inner] else sorted(map(system.unstrip_protocol, found))
     return sorted(found)
@@ -230,11 +213,6 @@ def read_manifest(folder: Path, place: str) -> Manifest:
             text = "is missing" if found is None else f"has {found} bytes, not {size}"
             raise InputError(f"{place}: {file} {text}. Copy the folder whole, or prepare it again.")
     return manifest
-
-
-def file_text(name: str, size: int, checksum: int) -> str:
-    """Describes a file of data by its name, bytes and CRC-32."""
-    return f"{name} of {size:,} bytes (CRC-32 {checksum:08x})"
 
 
 def starts_of(bags: pa.Array) -> NDArray[np.int64]:

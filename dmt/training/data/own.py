@@ -1,23 +1,16 @@
 """Rows of the user's own: ``data.source = "package.module:function"``, an iterable of batches for each rank.
 
-The function is called with those of these arguments that it names:
-
-- ``split``: ``"train"`` or ``"eval"``;
-- ``shard``, ``num_shards``: the part of the rows to yield, and the number of parts: a rank and the number of ranks;
-- ``seed``, ``epoch``: ``data.shuffle_seed`` and the number of the pass, for an order of its own in each;
-- ``options``: the section ``[data.options]``, as a dict.
-
-A batch is what ``pyarrow.table`` takes: a dict of columns (arrays, lists), a table of Arrow, pandas or polars. If what
-the function returns has ``state_dict`` and ``load_state_dict``, a run goes on by these; else the rows that were used
-are asked for again and left out.
+docs/data.md says what the function is called with, and what a batch is.
 """
 
 from __future__ import annotations
 
 import base64
 import io
-from collections.abc import Iterator
-from typing import Any, Literal
+from collections import deque
+from collections.abc import Iterable, Iterator
+from itertools import islice
+from typing import TYPE_CHECKING, Any, Literal
 
 import pyarrow as pa
 import torch
@@ -27,10 +20,15 @@ from dmt.training.data.columns import find_columns
 from dmt.training.data.config import DataConfig
 from dmt.training.functions import call_named, load_function, named_arguments
 
+if TYPE_CHECKING:
+    import torch.distributed as dist
+
 __all__ = ["OwnRows"]
 
 _ARGUMENTS = ("split", "shard", "num_shards", "seed", "epoch", "options")
 _REMEDY = "Put settings of your own into [data.options]."
+_AGREED = 16  # batches between two agreements of the ranks
+_AHEAD = 2 * _AGREED  # more batches than are read and not yet trained on
 
 
 class OwnRows:
@@ -52,9 +50,10 @@ class OwnRows:
         names = named_arguments(self._name, self._function, _ARGUMENTS, _REMEDY)
         if absent := [name for name in _ARGUMENTS[:3] if name not in names]:
             raise InputError(f"{self._name} does not take {absent[0]!r}. Name {', '.join(_ARGUMENTS[:3])}.")
-        self._states: list[tuple[int, int, str]] = []  # epoch, rows before, state: of each training batch
-        tables = (_table(batch, f"{self._name}, batch {i}") for i, batch in enumerate(self._call("train", 0, 1, 0), 1))
-        first = next((table for table in tables if table.num_rows), None)
+        self.start_state: str | None = None
+        """State from which the next pass over training rows starts, on the same rank of as many."""
+        self._states = deque[tuple[int, int, str]]()  # epoch, rows before, state: of the source's last training batches
+        first = next((table for _, table in self._tables_of(self._call("train", 0, 1, 0)) if table.num_rows), None)
         if first is None:
             raise InputError(f"{self._name} has no batch with rows. Yield at least one.")
         self.columns = find_columns(config, first.schema, self._name)
@@ -65,34 +64,66 @@ class OwnRows:
         known = [entry for entry in self._states if entry[0] == epoch and entry[1] <= rows]
         return None if not known else f"{known[-1][1]} {known[-1][2]}"
 
-    def stream(
-        self, split: Literal["train", "eval"], *, rank: int, world_size: int, epoch: int, start: int, state: str | None
+    def tables(
+        self,
+        split: Literal["train", "eval"],
+        rank: int,
+        world_size: int,
+        *,
+        batch_size: int,
+        epoch: int,
+        start: int,
+        group: dist.ProcessGroup | None,
     ) -> Iterator[pa.Table]:
-        """Yields the rows of a rank from row ``start`` on, batch by batch, as prepared rows.
+        """Yields the rows of a rank's batches from its row ``start`` on, equally many on all ranks of a group.
+
+        Of training rows as many as the rank with the fewest full batches has, of evaluation rows as many as the rank
+        with the most, where others have tables with fewer rows or none. Collective with a group.
 
         Raises:
-            InputError: a batch is no table or has a value that does not fit.
+            InputError: a batch of the source is no table or has a value that does not fit.
+        """
+        from dmt.collectives import gather_objects
+
+        tables = _cut(
+            self._rows(split, rank, world_size, epoch, start, _AHEAD * batch_size),
+            batch_size,
+            keep_rest=split == "eval",
+        )
+        while True:
+            waiting = list(islice(tables, _AGREED))
+            numbers = [len(waiting)] if group is None else gather_objects(len(waiting), group)
+            number = min(numbers) if split == "train" else max(numbers)
+            yield from waiting[:number]
+            yield from [self.columns.schema.empty_table()] * (number - len(waiting))
+            if number < _AGREED:
+                return
+
+    def _rows(self, split: str, rank: int, world_size: int, epoch: int, start: int, ahead: int) -> Iterator[pa.Table]:
+        """Yields the rows of a rank from row ``start`` on, batch by batch, as prepared rows.
+
+        Keeps the states from which all but the rows before the last ``ahead`` ones can be read again.
         """
         from dmt.training.data.prepare import prepared_schema, prepared_table
         from dmt.training.data.raw import table_block, used_columns
 
         batches, before = self._call(split, rank, world_size, epoch), 0
         has_state = split == "train" and hasattr(batches, "state_dict") and hasattr(batches, "load_state_dict")
-        if has_state and state is not None:
-            used_rows, _, text = state.partition(" ")
-            before = int(used_rows)
-            batches.load_state_dict(torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True))
         if split == "train":
-            self._states = []
+            state, self.start_state, self._states = self.start_state, None, deque()
+            if has_state and state is not None:
+                used_rows, _, text = state.partition(" ")
+                before = int(used_rows)
+                batches.load_state_dict(torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True))
         schema, used = prepared_schema(self._config, self.columns), used_columns(self._config, self.columns)
         text = _state_text(batches, self._name) if has_state else ""
-        for number, batch in enumerate(batches, start=1):
-            place = f"{self._name}, batch {number}"
-            table = _table(batch, place)
+        for place, table in self._tables_of(batches):
             if find_columns(self._config, table.schema, place) != self.columns:
                 raise InputError(f"{place}: its columns are of other kinds than those of the first batch.")
             if has_state:
                 self._states.append((epoch, before, text))
+                while len(self._states) > 1 and self._states[1][1] < before - ahead:
+                    self._states.popleft()
                 text = _state_text(batches, self._name)
             if before + table.num_rows > start:
                 typed, rejects = self._converter.convert(table_block(place, table.select(used)))
@@ -107,15 +138,31 @@ class OwnRows:
         given |= {"epoch": epoch, "options": dict(self._config.options)}
         return call_named(self._name, self._function, given, _REMEDY)
 
+    def _tables_of(self, batches: Iterable[Any]) -> Iterator[tuple[str, pa.Table]]:
+        """Yields each batch of the source as a table, with its place for messages."""
+        for number, batch in enumerate(batches, start=1):
+            place = f"{self._name}, batch {number}"
+            try:
+                yield place, pa.table(batch)
+            except (pa.ArrowException, TypeError, ValueError) as error:
+                raise InputError(
+                    f"{place}: {type(batch).__name__} cannot be read as a table ({error}). Yield a dict of columns "
+                    "(arrays, lists), or a table of Arrow, pandas or polars."
+                ) from error
 
-def _table(batch: Any, place: str) -> pa.Table:
-    try:
-        return pa.table(batch)
-    except (pa.ArrowException, TypeError, ValueError) as error:
-        raise InputError(
-            f"{place}: {type(batch).__name__} cannot be read as a table ({error}). Yield a dict of columns, each an "
-            "array or list with a value (or a list of them) for each row, or a table of Arrow, pandas or polars."
-        ) from error
+
+def _cut(tables: Iterator[pa.Table], rows: int, *, keep_rest: bool) -> Iterator[pa.Table]:
+    """Yields tables of ``rows`` rows each, and with ``keep_rest`` the rows that are left at the end."""
+    waiting: list[pa.Table] = []
+    for table in tables:
+        waiting.append(table)
+        if sum(part.num_rows for part in waiting) >= rows:
+            joined = pa.concat_tables(waiting)
+            whole = joined.num_rows // rows * rows
+            yield from (joined.slice(first, rows) for first in range(0, whole, rows))
+            waiting = [joined.slice(whole)]
+    if keep_rest and any(table.num_rows for table in waiting):
+        yield pa.concat_tables(waiting)
 
 
 def _state_text(source: Any, place: str) -> str:

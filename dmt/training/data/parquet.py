@@ -30,21 +30,16 @@ class ParquetRows:
     """
 
     def __init__(self, folder: Path, columns: Columns) -> None:
-        self._features = columns.features
-        self._files: list[tuple[Path, tuple[int, int], pq.FileMetaData]] = []
-        self._groups: list[tuple[int, int]] = []
-        sizes: list[int] = []
-        wanted = columns.schema.names
-        for number, file in enumerate(sorted(folder.glob("*.parquet"))):
+        self._columns = columns
+        self._groups: list[tuple[Path, pq.FileMetaData, int]] = []
+        for file in sorted(folder.glob("*.parquet")):
             with _reading(file):
-                version, footer = _version(file), pq.read_metadata(file)
+                footer = pq.read_metadata(file)
                 names = footer.schema.to_arrow_schema().names
-            if absent := [name for name in wanted if name not in names]:
+            if absent := [name for name in columns.schema.names if name not in names]:
                 raise InputError(f"{file}: column {absent[0]!r} is missing. Prepare the data again.")
-            self._names = [*wanted, *(name for name in names if name == REQUEST)]
-            self._files.append((file, version, footer))
-            self._groups += [(number, group) for group in range(footer.num_row_groups)]
-            sizes += [footer.row_group(group).num_rows for group in range(footer.num_row_groups)]
+            self._groups += [(file, footer, group) for group in range(footer.num_row_groups)]
+        sizes = [footer.row_group(group).num_rows for _, footer, group in self._groups]
         self.sizes = np.array(sizes, dtype=np.int64)
         """Rows of each row group, int64."""
 
@@ -52,17 +47,13 @@ class ParquetRows:
         """Reads a row group.
 
         Raises:
-            InputError: it cannot be read, has an id beyond its table, or the file has changed since it was opened.
+            InputError: it cannot be read, or has an id beyond its table.
         """
-        place, group = self._groups[number]
-        file, version, footer = self._files[place]
-        with _reading(file):
-            if _version(file) != version:
-                raise InputError(f"{file} has changed since the run began. Give it back, or start the run anew.")
-            # Memory maps are slower here where they are read for the first time.
-            with pq.ParquetFile(file, metadata=footer) as source:
-                rows = source.read_row_group(group, columns=self._names, use_threads=False)
-        for feature in self._features:
+        file, footer, group = self._groups[number]
+        # Memory maps are slower here where they are read for the first time.
+        with _reading(file), pq.ParquetFile(file, metadata=footer) as source:
+            rows = source.read_row_group(group, columns=[*self._columns.schema.names, REQUEST], use_threads=False)
+        for feature in self._columns.features:
             column = rows.column(feature.name)
             span = pc.min_max(pc.list_flatten(column) if feature.is_bag else column)
             if span["min"].is_valid and not 0 <= span["min"].as_py() <= span["max"].as_py() < feature.rows:
@@ -71,11 +62,6 @@ class ParquetRows:
                     f"table of {feature.rows} rows. Prepare the data again."
                 )
         return rows
-
-
-def _version(file: Path) -> tuple[int, int]:
-    status = file.stat()
-    return status.st_size, status.st_mtime_ns
 
 
 @contextmanager

@@ -17,7 +17,7 @@ the first steps push all embeddings the same way, to learn the base rate, and th
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from dmt.training.data.config import SyntheticConfig
 
-__all__ = ["BLOCK_ROWS", "SyntheticClicks", "SyntheticRows", "synthetic_clicks"]
+__all__ = ["BLOCK_ROWS", "SyntheticClicks", "SyntheticRows"]
 
 BLOCK_ROWS = 1024
 """Number of rows drawn together; small, so that a rank draws little more than its own rows."""
@@ -82,7 +82,7 @@ class SyntheticClicks:
         ]
 
     def draw(self, split: Literal["train", "eval"], block: int) -> pa.Table:
-        """Draws a block of `BLOCK_ROWS` rows with a label; dense features are raw counts (before any transform)."""
+        """Draws a block of `BLOCK_ROWS` rows with a label; dense features are log(1 + count)."""
         rng = np.random.default_rng([self.config.seed, _TRAIN if split == "train" else _EVAL, block])
         return self._draw(rng, BLOCK_ROWS)[0]
 
@@ -125,7 +125,7 @@ class SyntheticClicks:
                 columns[name] = pa.LargeListArray.from_arrays(np.concatenate([[0], np.cumsum(lengths)]), ids)
                 scores[j] = np.bincount(row, self._scores[j][ids], minlength=n) / np.maximum(lengths, 1)
         # Counts like Criteo's: whole numbers with a long tail, near normal after log(1 + x).
-        dense = np.floor(np.exp(1.5 + rng.normal(size=(n, config.num_dense)))).astype(np.float32)
+        dense = np.log1p(np.floor(np.exp(1.5 + rng.normal(size=(n, config.num_dense)))).astype(np.float32))
         columns |= zip(self.dense_names, np.ascontiguousarray(dense.T), strict=True)
         logits = self._logits(scores, dense)
         chance = _sigmoid(logits + _NOISE * rng.normal(size=n))
@@ -133,7 +133,7 @@ class SyntheticClicks:
         return pa.table(columns), logits
 
     def _logits(self, scores: NDArray[np.float64], dense: NDArray[np.float32]) -> NDArray[np.float64]:
-        total = (np.log1p(dense) - 1.7) @ self._dense_effects if len(self._dense_effects) else np.zeros(scores.shape[1])
+        total = (dense - 1.7) @ self._dense_effects if len(self._dense_effects) else np.zeros(scores.shape[1])
         for group in range(self.config.num_groups):
             members = scores[self._group == group]
             sums, squares, count = members.sum(axis=0), (members**2).sum(axis=0), len(members)
@@ -144,27 +144,14 @@ class SyntheticClicks:
 
 
 class SyntheticRows:
-    """The rows of a part as blocks, which are drawn when they are read; dense counts x become log(1 + x)."""
+    """The rows of a part as blocks, which are drawn when they are read; the last block is longer than the part."""
 
-    def __init__(self, clicks: SyntheticClicks, split: Literal["train", "eval"], *, signed_log1p: bool) -> None:
-        self._clicks, self._split, self._signed_log1p = clicks, split, signed_log1p
-        number = clicks.config.num_rows if split == "train" else clicks.config.num_eval_rows
-        ends = np.minimum(BLOCK_ROWS * np.arange(1, -(-number // BLOCK_ROWS) + 1), number)
-        self.sizes = np.diff(ends, prepend=0)
+    def __init__(self, clicks: SyntheticClicks, split: Literal["train", "eval"]) -> None:
+        rows = clicks.config.num_rows if split == "train" else clicks.config.num_eval_rows
+        self.sizes = np.minimum(rows - np.arange(0, rows, BLOCK_ROWS), BLOCK_ROWS)
         """Rows of each block, int64."""
-
-    def read(self, block: int) -> pa.Table:
-        """Draws a block."""
-        rows = self._clicks.draw(self._split, block).slice(0, int(self.sizes[block]))
-        for name in self._clicks.dense_names if self._signed_log1p else ():
-            rows = rows.set_column(rows.column_names.index(name), name, [np.log1p(rows.column(name))])
-        return rows
-
-
-@lru_cache(maxsize=4)
-def synthetic_clicks(config: SyntheticConfig) -> SyntheticClicks:
-    """Returns the generator of a config, which the several openings of the data in a run share."""
-    return SyntheticClicks(config)
+        self.read = partial(clicks.draw, split)
+        """Draws a block by its number."""
 
 
 def _sigmoid(x: NDArray[np.float64]) -> NDArray[np.float64]:

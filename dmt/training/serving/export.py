@@ -73,7 +73,7 @@ def export_run(
         raise InputError(f"--out {str(out)!r} must end in .pt2, by which PyTorch knows exported programs.")
     checkpoint, job, model = trained_model(run, data_path, functions)
     splits = {} if job.towers is None else job.towers.column_splits
-    features = job.data.feature_names
+    features = job.data.columns.feature_names
     served = ServedModel(model, features, stored=tables, splits=splits)
     program = make_program(served, num_dense=job.num_dense, features=features)
     manifest = _manifest(job, checkpoint, tables)
@@ -129,7 +129,7 @@ def _manifest(job: Job, checkpoint: Path, tables: StoredTables) -> dict[str, Any
         "format": _FORMAT,
         "model": config.model.name,
         "step": checkpoints.read_manifest(checkpoint).step,
-        "dense": list(data.dense_names),
+        "dense": list(data.columns.dense),
         "features": features,
         "towers": towers,
         "tables": config.sharding.table_precision if tables == "fp32" else tables,

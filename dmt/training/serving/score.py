@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -15,8 +15,9 @@ from torch import Tensor, nn
 
 from dmt.errors import InputError
 from dmt.files import atomic_write
-from dmt.training.data import ClickBatch, ClickData, DataConfig, open_source
-from dmt.training.data.config import with_files
+from dmt.training.data.batch import ClickBatch
+from dmt.training.data.clicks import ClickData
+from dmt.training.data.config import DataConfig, with_files
 from dmt.training.data.files import expand_path
 from dmt.training.functions import check_allowed
 from dmt.training.job import PREPARED
@@ -127,9 +128,9 @@ def _open(model: Path, data_path: str | None, functions: Collection[str], cache:
             raise
         # The rows to score have the columns, too, should the run's own files be gone.
         _, job, plain = trained_model(model, data_path, functions)
-    splits = {} if job.towers is None else job.towers.column_splits
-    data = _rows_of(job.data.raw, job.data.config, data_path, cache, splits)
-    return (lambda batch: plain(batch.dense_features, batch.sparse_features).reshape(-1)), data
+    cuts = {} if job.towers is None else job.towers.column_splits
+    data = _rows_of(job.data.raw, job.data.config, data_path, cache)
+    return (lambda batch: plain(batch.dense_features, batch.split_columns(cuts).sparse_features).reshape(-1)), data
 
 
 def _run(model: Path, program: nn.Module, batch: ClickBatch) -> Tensor:
@@ -151,21 +152,15 @@ def tensors_of(batch: ClickBatch) -> tuple[Tensor, dict[str, Tensor], dict[str, 
     )
 
 
-def _rows_of(
-    raw: DataConfig,
-    trained: DataConfig,
-    data_path: str | None,
-    cache: Path,
-    splits: Mapping[str, Sequence[int]] | None = None,
-) -> ClickData:
+def _rows_of(raw: DataConfig, trained: DataConfig, data_path: str | None, cache: Path) -> ClickData:
     """Opens all rows of the files, in their order, or the evaluation rows of the run."""
     if data_path is None:
-        return open_source(trained, column_splits=splits, cache=cache)
+        return ClickData(trained, cache=cache)
     if raw.kind == "synthetic":
         raise InputError("The model was trained on synthetic clicks; rows of a file do not fit it. Leave out --data.")
     config = with_files(raw, data_path)
     if config.kind == "prepared":
-        data = open_source(config, column_splits=splits)
+        data = ClickData(config)
         changed = [key for key in _OF_IDS if _of_ids(data.raw, key) != _of_ids(raw, key)]
         if changed:
             raise InputError(
@@ -178,7 +173,7 @@ def _rows_of(
     if config.kind == "columns" and config.label not in _columns_of(data_path, config):
         changes["label"] = None
     config = config.model_copy(update=changes)
-    return open_source(config, column_splits=splits, cache=cache, eval_only=True)
+    return ClickData(config, cache=cache, eval_only=True)
 
 
 def _of_ids(config: DataConfig, key: str) -> Any:

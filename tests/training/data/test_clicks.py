@@ -10,12 +10,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import torch
 
 from dmt.errors import InputError
-from dmt.training.data import DataConfig, clicks
-from dmt.training.data import open_source as open_data
 from dmt.training.data.clicks import ClickData, prefetched
+from dmt.training.data.config import DataConfig
 from dmt.training.data.deal import rank_batch
 from dmt.training.data.hash import hash_rows
 from dmt.training.data.prepare import PrepareOptions, prepare
@@ -23,9 +21,9 @@ from dmt.training.data.prepare import PrepareOptions, prepare
 from .helpers import numbered_lines, parquet, real_rows, write
 
 
-def open_source(config: DataConfig, **options: Any) -> ClickData:
+def opened(config: DataConfig) -> ClickData:
     """Opens data with a cache beside its files."""
-    return open_data(config, **{"cache": Path(config.train_path or "").parent / "prepared", **options})
+    return ClickData(config, cache=Path(config.train_path or "").parent / "prepared")
 
 
 NAMES: dict[str, Any] = {"dense": ("d",), "categorical": ("c", "n", "bag"), "dense_transform": "none"}
@@ -45,7 +43,7 @@ def on_ranks(data: ClickData, world_size: int, lanes: int, batch_size: int, **wh
 
 
 def test_values_become_inputs(tmp_path: Path) -> None:
-    data = open_source(config_of(parquet(tmp_path / "a.parquet", range(20)), shuffle_rows=0), embedding_dim=4)
+    data = opened(config_of(parquet(tmp_path / "a.parquet", range(20)), shuffle_rows=0))
     (batch,) = data.batches("train", rank=0, world_size=1, batch_size=20)
     assert batch.labels.tolist() == [i % 2 for i in range(20)]
     assert batch.dense_features[:, 0].tolist() == list(map(float, range(20)))
@@ -58,7 +56,7 @@ def test_values_become_inputs(tmp_path: Path) -> None:
     assert ids["bag"].lengths().tolist() == list(map(len, bags))
     flat = pa.array([word for bag in bags for word in bag])
     assert ids["bag"].values().tolist() == hash_rows(flat, feature="bag", num_embeddings=50).tolist()
-    assert [(table.name, table.num_embeddings) for table in data.tables] == [("t_c", 50), ("t_n", 50), ("t_bag", 50)]
+    assert [(feature.table, feature.rows) for feature in data.columns.features] == [("c", 50), ("n", 50), ("bag", 50)]
     assert data.num_rows("train") == data.num_rows("eval") == 20
 
 
@@ -67,7 +65,7 @@ def test_values_become_inputs(tmp_path: Path) -> None:
 def test_global_batches_do_not_depend_on_the_ranks(rows: int, settings: dict[str, Any], tmp_path: Path) -> None:
     for i, part in enumerate(np.array_split(np.arange(rows), 3)):
         parquet(tmp_path / f"{i}.parquet", range(part[0], part[-1] + 1), 7 + i)
-    data = open_source(config_of(f"{tmp_path}/?.parquet", **{"shuffle_rows": 150, **settings}))
+    data = opened(config_of(f"{tmp_path}/?.parquet", **{"shuffle_rows": 150, **settings}))
     orders = []
     for epoch in range(3):
         wanted: list[list[float]] | None = None
@@ -87,7 +85,7 @@ def test_global_batches_do_not_depend_on_the_ranks(rows: int, settings: dict[str
 def test_a_hundred_thousand_rows_are_used_once(tmp_path: Path) -> None:
     table = {"label": np.zeros(100_000), "d": np.arange(100_000.0), "n": np.arange(100_000) % 50}
     pq.write_table(pa.table(table), tmp_path / "a.parquet", row_group_size=9_973)
-    data = open_source(config_of(str(tmp_path / "a.parquet"), categorical=("n",), id_mode="index"))
+    data = opened(config_of(str(tmp_path / "a.parquet"), categorical=("n",), id_mode="index"))
     for world_size in (1, 4):
         used = Counter(row for step in on_ranks(data, world_size, 8, 512) for row in real_rows(step))
         assert (len(used), set(used.values())) == (100_000 // 4096 * 4096, {1})
@@ -95,7 +93,7 @@ def test_a_hundred_thousand_rows_are_used_once(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("settings", [{}, {"shuffle_pieces": True}, {"shuffle_rows": 0}], ids=str)
 def test_a_run_goes_on_at_any_step_and_on_other_ranks(settings: dict[str, Any], tmp_path: Path) -> None:
-    data = open_source(config_of(parquet(tmp_path / "a.parquet", range(500)), **{"shuffle_rows": 60, **settings}))
+    data = opened(config_of(parquet(tmp_path / "a.parquet", range(500)), **{"shuffle_rows": 60, **settings}))
     whole = on_ranks(data, 4, 4, 3, epoch=1)
     for done in range(0, len(whole) + 1, 5):
         for world_size in (4, 2, 1):
@@ -111,7 +109,7 @@ def test_a_run_goes_on_at_any_step_and_on_other_ranks(settings: dict[str, Any], 
 
 
 def test_evaluation_sees_each_row_once_in_the_order_of_the_files(tmp_path: Path) -> None:
-    data = open_source(config_of(parquet(tmp_path / "a.parquet", range(100))))
+    data = opened(config_of(parquet(tmp_path / "a.parquet", range(100))))
     assert real_rows(data.batches("eval", rank=0, world_size=1, batch_size=7)) == list(range(100))
     for world_size in (2, 3, 8):
         ranks = [list(data.batches("eval", rank=r, world_size=world_size, batch_size=6)) for r in range(world_size)]
@@ -119,7 +117,7 @@ def test_evaluation_sees_each_row_once_in_the_order_of_the_files(tmp_path: Path)
         assert all(len(batch.labels) == 6 for batches in ranks for batch in batches)
         assert sorted(row for batches in ranks for row in real_rows(batches)) == list(range(100))
     few = config_of(parquet(tmp_path / "b.parquet", range(3)))
-    ranks = [list(open_source(few).batches("eval", rank=r, world_size=8, batch_size=6)) for r in range(8)]
+    ranks = [list(opened(few).batches("eval", rank=r, world_size=8, batch_size=6)) for r in range(8)]
     assert sorted(row for batches in ranks for row in real_rows(batches)) == [0.0, 1.0, 2.0]
     assert {len(batches) for batches in ranks} == {1}
 
@@ -127,7 +125,7 @@ def test_evaluation_sees_each_row_once_in_the_order_of_the_files(tmp_path: Path)
 @pytest.mark.parametrize("settings", [{}, {"split_column": "part"}, {"group_by": "user"}], ids=str)
 def test_rows_are_divided_into_parts(settings: dict[str, Any], tmp_path: Path) -> None:
     path = parquet(tmp_path / "a.parquet", range(300))
-    data = open_source(config_of(path, eval_path=None, eval_fraction=0.2, shuffle_rows=40, **settings))
+    data = opened(config_of(path, eval_path=None, eval_fraction=0.2, shuffle_rows=40, **settings))
     parts = {split: real_rows(data.batches(split, rank=0, world_size=1, batch_size=1)) for split in ("train", "eval")}  # type: ignore[arg-type]
     assert sorted([*parts["train"], *parts["eval"]]) == list(range(300))
     assert {split: len(rows) for split, rows in parts.items()} == {s: data.num_rows(s) for s in ("train", "eval")}  # type: ignore[arg-type]
@@ -142,7 +140,7 @@ def test_rows_are_divided_into_parts(settings: dict[str, Any], tmp_path: Path) -
 
 def test_requests_meet_in_a_batch(tmp_path: Path) -> None:
     path = parquet(tmp_path / "a.parquet", range(330))
-    data = open_source(config_of(path, group_by="user", shuffle_rows=330))
+    data = opened(config_of(path, group_by="user", shuffle_rows=330))
     rows = [int(row) for row in real_rows(data.batches("train", rank=0, world_size=1, batch_size=1))]
     users = [f"u{row // 3 % 11}" if row % 7 else f"alone {row}" for row in rows]
     runs = [user for i, user in enumerate(users) if i == 0 or users[i - 1] != user]
@@ -156,12 +154,12 @@ def test_prepared_rows_are_read_from_their_folder(tmp_path: Path) -> None:
     raw = config_of(parquet(tmp_path / "a.parquet", range(100)), eval_path=None, split_column="part", group_by="user")
     prepare(raw, tmp_path / "out", PrepareOptions(group_rows=16))
     options: dict[str, Any] = {"rank": 0, "world_size": 1, "batch_size": 4}
-    folder = open_data(DataConfig.model_validate({"prepared": str(tmp_path / "out"), "shuffle_rows": 0}))
+    folder = ClickData(DataConfig.model_validate({"prepared": str(tmp_path / "out"), "shuffle_rows": 0}))
     assert sorted(real_rows(folder.batches("eval", **options))) == list(range(0, 100, 5))
     assert (folder.raw.id_mode, folder.raw.categorical) == ("hash", NAMES["categorical"])
     (tmp_path / "out" / "eval" / "part-00000.parquet").write_bytes(b"x")
     with pytest.raises(InputError, match="has 1 bytes, not"):
-        open_data(folder.config)
+        ClickData(folder.config)
 
 
 def test_an_id_without_a_row_is_noticed(tmp_path: Path) -> None:
@@ -169,7 +167,7 @@ def test_an_id_without_a_row_is_noticed(tmp_path: Path) -> None:
     manifest = tmp_path / "out" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"rows": 50', '"rows": 7'))
     with pytest.raises(InputError, match=r"part-00000\.parquet: column 'c' has ids .* beyond its table of 7 rows"):
-        list(open_data(DataConfig(prepared=str(tmp_path / "out"), kind="prepared")).batches("eval", **RANK))
+        list(ClickData(DataConfig(prepared=str(tmp_path / "out"), kind="prepared")).batches("eval", **RANK))
 
 
 RANK: dict[str, Any] = {"rank": 0, "world_size": 1, "batch_size": 4}
@@ -179,38 +177,21 @@ def test_text_is_prepared_once_beside_the_output(tmp_path: Path, caplog: pytest.
     write(tmp_path / "a.tsv", numbered_lines(50))
     config = DataConfig(kind="criteo_tsv", train_path=str(tmp_path / "a.tsv"), shuffle_rows=0)
     with pytest.raises(InputError, match=r"a\.tsv has to be prepared"):
-        open_data(config)
-    data = open_source(config, cache=tmp_path / "prepared")
+        ClickData(config)
+    data = opened(config)
     assert "Preparing" in caplog.text
     caplog.clear()
-    again = open_source(config, cache=tmp_path / "prepared")
+    again = opened(config)
     assert not caplog.records
     assert again.files("train") == data.files("train")
     assert (data.num_rows("train"), data.num_rows("eval")) == (45, 5)
     assert data.raw.kind == "criteo_tsv"
     write(tmp_path / "a.tsv", numbered_lines(60))
-    assert open_source(config, cache=tmp_path / "prepared").num_rows("train") == 54
+    assert opened(config).num_rows("train") == 54
     assert len(list((tmp_path / "prepared").glob("*/manifest.json"))) == 2
     write(tmp_path / "a.tsv", [*numbered_lines(3), "x"])
     with pytest.raises(InputError, match="line 4: expected 40 columns, found 1"):
-        open_source(config, cache=tmp_path / "prepared")
-
-
-def test_a_file_that_is_replaced_is_another_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(clicks, "_UNSHUFFLED", 7)
-    raw = config_of(parquet(tmp_path / "a.parquet", range(40)), shuffle_rows=0)
-    prepare(raw, tmp_path / "out", PrepareOptions(group_rows=7))
-    config = DataConfig.model_validate({"prepared": str(tmp_path / "out"), "shuffle_rows": 0})
-    data = open_data(config)
-    batches = data.batches("train", rank=0, world_size=1, batch_size=2)
-    next(batches)
-    file = tmp_path / "out" / "train" / "part-00000.parquet"
-    table = pq.read_table(file)
-    pq.write_table(table.set_column(1, "d", pa.array(np.arange(40, dtype=np.float32)[::-1])), file, row_group_size=7)
-    with pytest.raises(InputError, match=r"part-00000\.parquet has changed"):
-        list(batches)
-    names = [name for name, *_ in data.files("train")]
-    assert names == ["a.parquet", "the rows of a.parquet"]
+        opened(config)
 
 
 BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
@@ -231,7 +212,11 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"timestamps": ("c",)}, "'c' is used twice"),
     ({}, {"num_embeddings_per_feature": {"x": 3}}, "num_embeddings_per_feature: 'x' is not a categorical feature"),
     ({}, {"shared_tables": {"t": ("c", "x")}}, "'x' is not a categorical feature"),
-    ({}, {"eval_path": None, "split_column": "c", "categorical": ("d",), "dense": ()}, "None has c == 'train'"),
+    (
+        {},
+        {"eval_path": None, "split_column": "c", "categorical": ("d",), "dense": ()},
+        "train split has 0 rows",
+    ),
 ]
 
 
@@ -243,24 +228,13 @@ def test_wrong_columns_and_values_are_refused(
     pq.write_table(pa.table(table), tmp_path / "a.parquet")
     config = config_of(str(tmp_path / "a.parquet"), **{"categorical": ("c",), **settings})
     with pytest.raises(InputError, match=message):
-        list(open_source(config, cache=tmp_path / "prepared").batches("train", rank=0, world_size=1, batch_size=1))
+        list(opened(config).batches("train", rank=0, world_size=1, batch_size=1))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"rank": 2}, "rank=2, world_size=2"),
-        ({"batch_size": 0}, "batch_size=0"),
-        ({"split": "test"}, "split='test'"),
-        ({"batch_size": 50}, "has 20 rows, fewer than one global batch of world_size \\* batch_size = 100"),
-    ],
-    ids=str,
-)
-def test_wrong_arguments_are_refused(arguments: dict[str, Any], message: str, tmp_path: Path) -> None:
-    data = open_source(config_of(parquet(tmp_path / "a.parquet", range(20))))
-    options = {"split": "train", "rank": 0, "world_size": 2, "batch_size": 4, **arguments}
-    with pytest.raises(InputError, match=message):
-        data.batches(options.pop("split"), **options)
+def test_fewer_rows_than_a_step_are_refused(tmp_path: Path) -> None:
+    data = opened(config_of(parquet(tmp_path / "a.parquet", range(20))))
+    with pytest.raises(InputError, match="train split has 20 rows, but needs at least 100"):
+        data.batches("train", rank=0, world_size=2, batch_size=50)
 
 
 def test_what_a_thread_makes_ahead_comes_in_order_with_its_errors() -> None:
@@ -279,14 +253,3 @@ def test_what_a_thread_makes_ahead_comes_in_order_with_its_errors() -> None:
     stopped = prefetched(iter(range(10**9)), 2)
     assert next(stopped) == 0
     stopped.close()
-
-
-def test_ids_of_cut_tables_come_once_for_each_shard(tmp_path: Path) -> None:
-    config = config_of(parquet(tmp_path / "a.parquet", range(20)), shuffle_rows=0)
-    plain, cut = open_source(config), open_source(config, column_splits={"c": (4, 8)})
-    batches = [next(data.batches("train", rank=0, world_size=1, batch_size=8)) for data in (plain, cut)]
-    assert batches[1].sparse_features.keys() == ["c[0:4]", "c[4:12]", "n", "bag"]
-    for name in ("c[0:4]", "c[4:12]"):
-        assert torch.equal(batches[1].sparse_features[name].values(), batches[0].sparse_features["c"].values())
-    with pytest.raises(InputError, match="column_splits of the tower plan: 'x' is not a"):
-        open_source(config, column_splits={"x": (4, 8)})

@@ -8,7 +8,8 @@ import pytest
 import torch.distributed as dist
 
 from dmt.errors import InputError
-from dmt.training.data import DataConfig, open_source
+from dmt.training.data.clicks import ClickData
+from dmt.training.data.config import DataConfig
 from tests.ranks import run_ranks
 
 from .helpers import real_rows, same
@@ -26,7 +27,7 @@ def config_of(function: str, **settings: Any) -> DataConfig:
 def test_every_form_of_a_batch_gives_the_same_rows(form: str) -> None:
     options: dict[str, Any] = {"rank": 0, "world_size": 1, "batch_size": 8}
     wanted, found = (
-        list(open_source(config_of("rows", options={"form": each})).batches("train", **options))
+        list(ClickData(config_of("rows", options={"form": each})).batches("train", **options))
         for each in ("lists", form)
     )
     assert [row for batch in found for row in real_rows([batch])] == list(range(88))
@@ -34,7 +35,7 @@ def test_every_form_of_a_batch_gives_the_same_rows(form: str) -> None:
 
 
 def shards_on_rank(rank: int, size: int) -> list[list[float]]:
-    data = open_source(config_of("rows", options={"uneven": True}))
+    data = ClickData(config_of("rows", options={"uneven": True}))
     options = {"rank": rank, "world_size": size, "batch_size": 4, "group": dist.group.WORLD}
     return [real_rows(data.batches(split, **options)) for split in ("train", "eval")]  # type: ignore[arg-type]
 
@@ -52,24 +53,24 @@ def test_ranks_with_shards_of_unlike_sizes_end_an_epoch_together() -> None:
 
 @pytest.mark.parametrize("function", ["rows", "resumable"])
 def test_reading_goes_on_where_it_was(function: str) -> None:
-    data = open_source(config_of(function))
+    data = ClickData(config_of(function))
     options: dict[str, Any] = {"rank": 1, "world_size": 2, "batch_size": 4, "epoch": 1}
     whole = list(data.batches("train", **options))
     for done in (0, 1, 4, len(whole)):
-        state = data.source_state(1, 8 * done, world_size=2)
+        state = data.own.state(1, 4 * done)
         assert (state is not None) == (function == "resumable")
-        again = open_source(data.config)
-        again.load_source_state(state)
+        again = ClickData(data.config)
+        again.own.start_state = state
         rest = list(again.batches("train", rows=8 * done, **options))
         assert len(rest) == len(whole) - done
         assert all(same(a, b) for a, b in zip(rest, whole[done:], strict=True))
 
 
 def test_columns_are_found_in_the_first_batch_with_rows() -> None:
-    data = open_source(config_of("late", dense=("1",), categorical=("2",)))
+    data = ClickData(config_of("late", dense=("1",), categorical=("2",)))
     assert (data.columns.dense, data.columns.features[0].is_bag, data.num_rows("train")) == (("1",), True, None)
     with pytest.raises(InputError, match="has no batch with rows"):
-        open_source(config_of("none"))
+        ClickData(config_of("none"))
 
 
 @pytest.mark.parametrize(
@@ -94,4 +95,4 @@ def test_wrong_sources_are_refused(function: str, settings: dict[str, Any], mess
     categorical = ("n",) if "id_mode" in settings else ("c",)
     config = config_of(function, **{"categorical": categorical, **settings})
     with pytest.raises(InputError, match=message):
-        list(open_source(config).batches("train", rank=0, world_size=1, batch_size=1))
+        list(ClickData(config).batches("train", rank=0, world_size=1, batch_size=1))

@@ -26,8 +26,8 @@ from numpy.typing import NDArray
 from dmt.errors import InputError
 from dmt.training.access import load_profile
 from dmt.training.commands import main
-from dmt.training.data import open_source
 from dmt.training.data import prepare as module
+from dmt.training.data.clicks import ClickData
 from dmt.training.data.config import DataConfig
 from dmt.training.data.files import Manifest
 from dmt.training.data.hash import deal_rows, hash_rows
@@ -525,7 +525,7 @@ def test_the_command_prints_a_summary_and_the_trainer_takes_the_folder(tmp_path:
     assert ran.exit_code == 0, ran.output
     assert json.loads(ran.stdout)["rows"] == {"train": 28, "eval": 3}
     config = DataConfig.model_validate({"prepared": str(out)})
-    assert {feature.name: feature.rows for feature in open_source(config).columns.features} == {"user": 8, "friend": 9}
+    assert {feature.name: feature.rows for feature in ClickData(config).columns.features} == {"user": 8, "friend": 9}
     ran = run(main, ["prepare", str(tmp_path / "run.toml"), "--out", str(tmp_path / "more")])
     assert "28 training rows" in ran.output
     ran = run(main, ["prepare", str(tmp_path / "run.toml"), "--out", str(out)])

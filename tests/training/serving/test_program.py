@@ -42,7 +42,7 @@ def test_logits_are_near_those_of_the_model(arch: str, trained: str, stored: Any
     batch = next(data.batches("eval", rank=0, world_size=1, batch_size=32))
     with torch.no_grad():
         wanted = model(batch.dense_features, batch.sparse_features).squeeze(1)
-        found = ServedModel(model, data.feature_names, stored=stored)(*tensors_of(batch))
+        found = ServedModel(model, data.columns.feature_names, stored=stored)(*tensors_of(batch))
     difference = float((found - wanted).abs().max())
     assert difference <= most * float(wanted.std())
     assert stored == "fp32" or difference > 0.0
@@ -60,7 +60,7 @@ def test_column_shards_are_looked_up_with_the_ids_of_their_feature(tmp_path: Pat
     ids["C1"], lengths["C1"] = ids.pop("C1[0:4]"), lengths.pop("C1[0:4]")
     with torch.no_grad():
         wanted = model(batch.dense_features, batch.sparse_features).squeeze(1)
-        found = ServedModel(model, data.feature_names, splits={"C1": (4, 4)})(dense, ids, lengths)
+        found = ServedModel(model, data.columns.feature_names, splits={"C1": (4, 4)})(dense, ids, lengths)
     assert torch.equal(found, wanted)
 
 

@@ -14,7 +14,8 @@ import torch
 from dmt.errors import InputError
 from dmt.training.checkpoints import load_plain, newest
 from dmt.training.config import TrainingConfig, load_config, to_toml
-from dmt.training.data import ClickBatch, open_source
+from dmt.training.data.batch import ClickBatch
+from dmt.training.data.clicks import ClickData
 from dmt.training.job import open_job
 from dmt.training.serving.export import export_run, read_manifest
 from dmt.training.serving.score import score
@@ -90,7 +91,7 @@ def batch_of(run: Path) -> ClickBatch:
     """All rows, as the trainer reads them."""
     config = load_config(run / "checkpoint" / "step-00000001" / "config.toml")
     data = config.data.model_copy(update={"split_column": None, "eval_path": str(run / "clicks.parquet")})
-    return next(open_source(data, cache=run / "prepared").batches("eval", rank=0, world_size=1, batch_size=ROWS))
+    return next(ClickData(data, cache=run / "prepared").batches("eval", rank=0, world_size=1, batch_size=ROWS))
 
 
 def test_every_row_is_scored_in_the_order_of_the_file(run: Path, tmp_path: Path) -> None:
