@@ -73,7 +73,7 @@ REST = FEATURES[1:]
         ),
         (
             cut([["C7[0:4]", *FEATURES], ["C7[4:16]"]], {"C7": (4, 12)}),
-            r"column_splits of the tower plan: 'C7' is not a categorical feature",
+            r"Features 'C7\[0:4\]', 'C7\[4:16\]' are in the tower plan but not in the model",
         ),
         (cut([["C1[0:4]", *REST[1:]], ["C1[4:16]"]], {"C1": (4, 12)}), r"Feature 'C2' is in no tower"),
     ],
