@@ -31,7 +31,7 @@ from dmt.training.preflight import resolve
 from dmt.training.resume import checkpoint_folder
 from dmt.training.train import train_job
 from tests.ranks import run_ranks
-from tests.training.small import plain, small, source
+from tests.training.small import plain, small
 from tests.training.test_build import on_one_host
 
 
@@ -233,7 +233,7 @@ def test_a_run_with_hot_rows_cuts_no_table_into_columns() -> None:
 
 def profile_of() -> AccessProfile:
     """The accesses of 100 rows of a small run."""
-    profile = AccessProfile(source(small()).tables)
+    profile = AccessProfile(open_data(small()).tables)
     draw = np.random.default_rng(0)
     profile.add({f: draw.integers(0, 11, 100) for t in profile.tables for f in t.feature_names}, num_samples=100)
     return profile

@@ -21,7 +21,7 @@ from dmt.training.build import shard_model
 from dmt.training.checkpoints import load_plain, newest
 from dmt.training.config import load_config, to_toml
 from dmt.training.console import rows_of
-from dmt.training.job import open_job
+from dmt.training.job import open_data, open_job
 from dmt.training.metrics import MetricValues
 from dmt.training.preflight import compare_hosts, resolve
 from dmt.training.records import read_curves
@@ -29,7 +29,7 @@ from dmt.training.resume import open_lock
 from dmt.training.train import evaluate, train
 from tests.programs import run_program
 from tests.ranks import run_ranks
-from tests.training.small import new_run, plain, small, source, train_loop
+from tests.training.small import new_run, plain, small, train_loop
 
 # Faults that are found before any rank trains; no rank is started here.
 
@@ -61,7 +61,7 @@ def test_a_bad_plan_is_refused(towers: list[list[str]], message: str, arch: str,
 
 def test_a_plan_of_other_tables_is_refused(tmp_path: Path) -> None:
     config = small(towers={"plan": str(tmp_path / "towers.json")})
-    other = source(small(synthetic={"rows_per_table": 12})).tables
+    other = open_data(small(synthetic={"rows_per_table": 12})).tables
     features = [table.feature_names[0] for table in other]
     TowerPlan.from_lists([features[:3], features[3:]], tables=tuple(other)).save(tmp_path / "towers.json")
     with pytest.raises(InputError, match=r"Table 't_C1' is 11 x 8 .* was made for 12 x 8"):
