@@ -32,7 +32,7 @@ their local losses' gradients: the mean over the job's samples when local batche
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,7 +40,7 @@ import torch
 from torch import Tensor
 from torchrec.distributed.embedding_sharding import EmbeddingShardingContext
 from torchrec.distributed.embedding_types import KJTList
-from torchrec.distributed.types import Awaitable, LazyAwaitable, ParameterSharding
+from torchrec.distributed.types import Awaitable, LazyAwaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from torchrec.streamable import Multistreamable
 
@@ -49,8 +49,9 @@ from dmt.errors import InputError
 from dmt.sptt.id_routes import AgreedIds, GlobalIdRoute, PeerIdRoute
 from dmt.sptt.peer_exchange import AgreedOutputs, Piece, Rows, TowerOutput
 from dmt.sptt.results import Pending
-from dmt.sptt.rows import RowCode, RowEncoder, exchange_rows
-from dmt.sptt.sharder import TowerSharder, TowerState
+from dmt.sptt.rows import RowCode, RowEncoder, exchange_rows, rows_of_parts
+from dmt.sptt.sharder import TowerSharder
+from dmt.sptt.state import TowerState
 
 __all__ = ["SPTTContext", "SPTTModule"]
 
@@ -105,13 +106,12 @@ class SPTTModule(TowerState):
     def __init__(
         self,
         sharder: TowerSharder[Any],
-        sharding: Mapping[str, ParameterSharding],
         *,
         input_groups: Sequence[Sequence[Sequence[str]]],
         is_weighted: bool,
         device: torch.device | None,
     ) -> None:
-        super().__init__(sharder, sharding)
+        super().__init__(sharder.module_type, sharder.mesh)
         self.id_route, self.peer_precision = sharder.id_route, sharder.peer_precision
         self._is_weighted = is_weighted
         self._target_device = device or torch.device("cpu")
@@ -199,11 +199,9 @@ class SPTTModule(TowerState):
             self.set_id_exchange(self._route.exchange(ids_B.keys(), device))
         exchange = self.id_exchanges[0]
         ctx.ids, ctx.encoder = ids_B, self.encoder
-        if self.encoder is None:
-            started = exchange(exchange.in_order(ids_B))
-        else:
-            ctx.code = self.encoder.encode(exchange.in_order(ids_B))
-            started = exchange(ctx.code.ids)
+        sent_B = exchange.in_order(ids_B)
+        ctx.code = None if self.encoder is None else self.encoder.encode(sent_B)
+        started = exchange(sent_B if ctx.code is None else ctx.code.ids)
         ctx.request = self._route.carry_on(started, ctx)
         return ctx.request
 
@@ -211,7 +209,7 @@ class SPTTModule(TowerState):
         """Reads the rows of each peer off the ids that have arrived; returns them with one batch size for all."""
         batch_sizes = ctx.sharding_contexts[0].batch_size_per_rank[ctx.peers]
         if ctx.code is not None:
-            ids_P, ctx.parts = ctx.code.arrange(ids_P, batch_sizes, self.groups, self.mesh.tower)
+            ids_P, ctx.parts = rows_of_parts(ctx.code, ids_P, self.groups, self.mesh.tower)
         else:
             own = batch_sizes[self.mesh.tower]
             ctx.parts = [Rows([[size] for size in batch_sizes], [[own]] * len(batch_sizes))]
@@ -252,7 +250,7 @@ class SPTTModule(TowerState):
             )
         agreed = self._outputs
         outputs_PO = agreed.checked(output, rows.num_rows)
-        if ctx.code is None or ctx.code.inverse is None:
+        if ctx.code is None:
             return agreed.exchange(outputs_PO, [of_peer[0] for of_peer in rows.arrived])
         return exchange_rows(outputs_PO, rows, agreed)
 

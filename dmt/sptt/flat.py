@@ -38,7 +38,7 @@ class ShardedSPTTEmbeddingBagCollection(SPTTModule):
     ) -> None:
         tables = sharder.tables_by_tower(module)
         groups = [[[feature] for feature in dict.fromkeys(feature_names(of_tower))] for of_tower in tables]
-        super().__init__(sharder, sharding, input_groups=groups, is_weighted=module.is_weighted(), device=device)
+        super().__init__(sharder, input_groups=groups, is_weighted=module.is_weighted(), device=device)
         number = {feature: i for i, (feature,) in enumerate(groups[self.mesh.tower])}
         self._groups = {
             name: number[feature]

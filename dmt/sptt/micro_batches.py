@@ -22,17 +22,20 @@ from torch import Tensor, nn
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import Awaitable, ShardedModule
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dmt._torchrec import tree_flatten, tree_unflatten
 from dmt.collectives import check_agreement
 from dmt.errors import InputError
 from dmt.sptt.dataflow import SPTTContext, SPTTModule
-from dmt.sptt.options import refuse
+from dmt.sptt.peer_exchange import Rows
 from dmt.sptt.results import Pending, split_rows
 from dmt.sptt.rows import part_sizes, wrap
 
 __all__ = ["MicroBatches", "ResultInParts", "run_in_micro_batches"]
+
+# The sharded module itself cuts what it looks up of the ids; the others are the same for every sample.
+_HANDED_ON_WHOLE = KeyedJaggedTensor | bool | int | float | str | None
 
 
 def run_in_micro_batches(module: nn.Module, num_micro_batches: int = 4) -> MicroBatches:
@@ -40,8 +43,8 @@ def run_in_micro_batches(module: nn.Module, num_micro_batches: int = 4) -> Micro
 
     The module must map samples to samples, so it is the model without its loss: every tensor it is given or returns,
     also inside lists, tuples and dicts, has one row for each sample, and no row depends on another (no batch norm). The
-    ``KeyedJaggedTensor``, single numbers and what is no tensor are handed on whole. Results are those without
-    micro-batches but for rounding. Collective: every rank calls it.
+    ``KeyedJaggedTensor``, numbers, strings and None are handed on whole; other objects, such as a dataclass of tensors,
+    are refused. Results are those without micro-batches but for rounding. Collective: every rank calls it.
 
     Args:
         module: the ``DistributedModelParallel`` of the model, or the module inside whose forward is to be run in
@@ -54,7 +57,7 @@ def run_in_micro_batches(module: nn.Module, num_micro_batches: int = 4) -> Micro
 
     Raises:
         InputError: K is not positive, or not the same on all ranks; the module has no tower sharder's module inside, or
-            one of TorchRec's that would run K times, or one with the global id route; it runs in micro-batches already.
+            one of TorchRec's that would run K times; it runs in micro-batches already.
 
     Example::
 
@@ -78,7 +81,7 @@ class MicroBatches:
         self._forward: Callable[..., Any] = module.forward
         self._restore = [_replace(module, "forward", self)]
         for part in self._sparse if num_micro_batches > 1 else []:
-            run = functools.partial(_run_in_parts, part)
+            run = functools.partial(_run_in_parts, part, num_micro_batches)
             self._restore.append(_replace(part, "compute_and_output_dist", run))
             wrap(part, num_parts=num_micro_batches)
 
@@ -148,8 +151,6 @@ class MicroBatches:
             raise InputError(f"num_micro_batches={self._num} must be at least 1.")
         if runs_already:
             raise InputError(f"This {owner} runs in micro-batches already; detach() the first ones.")
-        for part in self._sparse:
-            refuse(num_micro_batches=self._num, id_route=part.id_route)
 
 
 def _replace(module: nn.Module, name: str, method: Callable[..., Any]) -> Callable[[], None]:
@@ -165,16 +166,37 @@ def _replace(module: nn.Module, name: str, method: Callable[..., Any]) -> Callab
     return restore
 
 
-def _run_in_parts(module: SPTTModule, ctx: SPTTContext, dist_input: KJTList) -> ResultInParts:
+def _run_in_parts(module: SPTTModule, num: int, ctx: SPTTContext, dist_input: KJTList) -> ResultInParts:
     """Stands in for ``compute_and_output_dist``: one lookup, then tower and exchange of each of K micro-batches."""
-    embeddings = module.look_up(ctx, dist_input)
-    rows = [part.num_rows for part in ctx.parts]
-    by_micro_batch = zip(*(split_rows(of_collection, rows) for of_collection in embeddings), strict=True)
+    embeddings_PN = module.look_up(ctx, dist_input)
+    if ctx.code is None:
+        # Every sample is a row, and rows arrive peer by peer.
+        by_peer = [part_sizes(of_peer[0], num) for of_peer in ctx.parts[0].arrived]
+        own = by_peer[module.mesh.tower]
+        ctx.parts = [Rows([[sizes[k]] for sizes in by_peer], [[own[k]]] * len(by_peer)) for k in range(num)]
+        parts = [_part_by_part(of_collection, by_peer) for of_collection in embeddings_PN]
+    else:
+        sizes = [part.num_rows for part in ctx.parts]
+        parts = [split_rows(of_collection, sizes) for of_collection in embeddings_PN]
     started = []
-    for number, (part, of_part) in enumerate(zip(by_micro_batch, ctx.parts, strict=True)):
+    for number, (part_PN, rows) in enumerate(zip(zip(*parts, strict=True), ctx.parts, strict=True)):
         # In flight while the tower computes the next.
-        started.append(module.exchange_outputs(ctx, module.run_towers(part, of_part), number))
+        started.append(module.exchange_outputs(ctx, module.run_towers(part_PN, rows), number))
     return ResultInParts(module.columns(ctx, started), module.finish)
+
+
+def _part_by_part(embeddings_PN: KeyedTensor, by_peer: Sequence[Sequence[int]]) -> list[KeyedTensor]:
+    """Puts each part's rows of all peers side by side; ``by_peer`` has the rows of each part of every peer.
+
+    Example:
+        >>> embeddings = KeyedTensor(["f"], [1], torch.arange(5.0).unsqueeze(1))
+        >>> [part["f"].flatten().tolist() for part in _part_by_part(embeddings, [[1, 1], [2, 1]])]  # 0 1 | 2 3 4
+        [[0.0, 2.0, 3.0], [1.0, 4.0]]
+    """
+    num = len(by_peer[0])
+    blocks = embeddings_PN.values().split([size for sizes in by_peer for size in sizes])
+    keys, widths = embeddings_PN.keys(), embeddings_PN.length_per_key()
+    return [KeyedTensor(keys, widths, torch.cat(blocks[k::num])) for k in range(num)]
 
 
 @contextmanager
@@ -211,8 +233,8 @@ class ResultInParts(Pending):
 
 
 def _leaves(value: Any) -> tuple[list[Any], Any]:
-    """Returns what lists, tuples and dicts hold, and their structure; ids are handed on whole."""
-    return tree_flatten(value, is_leaf=lambda part: isinstance(part, KeyedJaggedTensor))
+    """Returns what lists, tuples and dicts hold, and their structure."""
+    return tree_flatten(value, is_leaf=lambda part: not isinstance(part, list | tuple | dict))
 
 
 def _split(value: Any, sizes: Sequence[int], owner: str) -> list[Any]:
@@ -220,6 +242,11 @@ def _split(value: Any, sizes: Sequence[int], owner: str) -> list[Any]:
     leaves, structure = _leaves(value)
     columns: list[list[Any]] = []
     for leaf in leaves:
+        if not isinstance(leaf, Tensor | _HANDED_ON_WHOLE):
+            raise InputError(
+                f"{owner} is given a {type(leaf).__name__}, which might hold numbers of the samples of all "
+                "micro-batches. Give it tensors and a KeyedJaggedTensor, in lists, tuples or dicts."
+            )
         if not isinstance(leaf, Tensor) or leaf.dim() == 0:
             columns.append([leaf] * len(sizes))
             continue

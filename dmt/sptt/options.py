@@ -20,7 +20,6 @@ class Options:
 
     id_route: str = "peer"
     unique: bool = False
-    num_micro_batches: int = 1
     hot_rows: bool = False
     num_replicas: int = 1
     has_towers: bool = False
@@ -31,10 +30,6 @@ REFUSALS: tuple[tuple[Callable[[Options], bool], str], ...] = (
     (
         lambda o: o.unique and o.id_route == "global",
         "unique=True needs id_route='peer'; the global route sends the ids of every sample",
-    ),
-    (
-        lambda o: o.num_micro_batches > 1 and o.id_route == "global",
-        "micro_batches={o.num_micro_batches} needs id_route='peer'; the global route brings samples in another order",
     ),
     (
         lambda o: o.hot_rows and o.id_route == "global",
@@ -62,11 +57,11 @@ def refuse(**options: Any) -> None:
     """Raises `InputError` with the first message of `refusals` that holds for these fields of `Options`.
 
     Example:
-        >>> refuse(num_micro_batches=2, id_route="global")
+        >>> refuse(unique=True, id_route="global")
         Traceback (most recent call last):
         ...
-        dmt.errors.InputError: micro_batches=2 needs id_route='peer'; the global route brings samples in another \
-order. Leave out one of them.
+        dmt.errors.InputError: unique=True needs id_route='peer'; the global route sends the ids of every sample. \
+Leave out one of them.
     """
     for is_refused, message in refusals(**options):
         if is_refused:

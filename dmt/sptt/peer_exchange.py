@@ -19,14 +19,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 from torchrec.distributed.comm_ops import get_gradient_division
-from torchrec.distributed.types import Awaitable, NoWait
+from torchrec.distributed.types import Awaitable, NoOpQuantizedCommCodec, NoWait, QuantizedCommCodecs
 
 from dmt.collectives import PendingExchange, gather_objects, profiler_range, start_exchange
 from dmt.errors import InputError
 from dmt.sptt.precision import ExchangePrecision
 from dmt.sptt.results import Pending
 
-__all__ = ["AgreedOutputs", "PeerExchange", "Piece", "Rows", "TowerOutput"]
+__all__ = ["AgreedOutputs", "PeerExchange", "Piece", "Rows", "TowerOutput", "codecs_of"]
 
 Piece = tuple[Any, int]
 """Name and number of columns of a part of a tower's output."""
@@ -136,7 +136,7 @@ class PeerExchange:
     ) -> None:
         self.group, self.tag, self.dtype = group, tag, dtype
         self.output_sizes = list(output_sizes)
-        codecs = (precision or ExchangePrecision()).codecs(dtype)
+        codecs = codecs_of(precision or ExchangePrecision(), dtype)
         self.forward_codec = None if codecs is None else codecs.forward
         self.backward_codec = None if codecs is None else codecs.backward
         self.begun: list[tuple[weakref.ref[_Transfer], PendingExchange]] = []
@@ -248,3 +248,40 @@ class _Wait(Function):
             ctx.transfer.start_backward(gradients[0])
         # Autograd goes on with other work before it comes to the end of the exchange, which was begun earlier.
         return gradients[0].new_empty(0), None
+
+
+def codecs_of(precision: ExchangePrecision, dtype: torch.dtype = torch.float32) -> QuantizedCommCodecs | None:
+    """Returns TorchRec's pair of codecs for an exchange, or None when both directions send numbers as they are.
+
+    ``dtype`` is that of the outputs, and so of the result and the gradients.
+    """
+    as_is: Any = NoOpQuantizedCommCodec()
+    as_is.quantized_dtype = dtype  # a method in TorchRec, where its planner reads a property
+    dtypes = {"fp32": dtype, "fp16": torch.float16, "bf16": torch.bfloat16}
+    forward, backward = (
+        as_is if dtypes[name] == dtype else _Cast(dtypes[name], scale, dtype)
+        for name, scale in ((precision.forward, 1.0), (precision.backward, precision.backward_scale))
+    )
+    return None if forward is backward else QuantizedCommCodecs(forward, backward)
+
+
+class _Cast(NoOpQuantizedCommCodec[None]):
+    """Sends numbers, times ``scale``, a power of two, in a dtype of 16 bits.
+
+    TorchRec's own FP16 codec turns infinity into 65504, and divides by its scale while still in FP16.
+    """
+
+    def __init__(self, wire: torch.dtype, scale: float, dtype: torch.dtype) -> None:
+        self.quantized_dtype = wire  # type: ignore[assignment,method-assign]
+        self._wire, self._scale, self._dtype = wire, scale, dtype
+
+    def encode(self, input_tensor: Tensor, ctx: Any = None) -> Tensor:
+        """Returns the numbers as FP32, scaled, in the dtype of the wire."""
+        largest = torch.finfo(self._wire).max
+        numbers = input_tensor.float() * self._scale
+        # Infinity becomes NaN before it would be clamped; no look at values, so a GPU does not wait.
+        return (numbers + numbers * 0).clamp(-largest, largest).to(self._wire)
+
+    def decode(self, input_grad: Tensor, ctx: Any = None) -> Tensor:
+        """Returns the numbers unscaled in FP32, in the dtype of the outputs."""
+        return (input_grad.float() / self._scale).to(self._dtype)

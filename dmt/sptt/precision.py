@@ -1,20 +1,15 @@
 """`ExchangePrecision`: the number format in which tower outputs and their gradients cross between towers.
 
-Only the peer all-to-all (slow links) is meant; exchanges inside a tower send numbers as they are.
-TorchRec is imported when codecs are built.
+Only the peer all-to-all (slow links) is meant; exchanges inside a tower send numbers as they are. `codecs_of` in
+``peer_exchange.py`` makes what encodes and decodes. This file imports neither torch nor TorchRec: configs read it.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import Literal, get_args
 
 from dmt.errors import InputError, did_you_mean
-
-if TYPE_CHECKING:
-    import torch
-    from torch import Tensor
-    from torchrec.distributed.types import QuantizedCommCodecs
 
 __all__ = ["EXCHANGE_FORMATS", "ExchangeFormat", "ExchangePrecision", "SyncPrecision"]
 
@@ -70,56 +65,3 @@ you mean 'fp16'?
     def backward_scale(self) -> float:
         """Factor on gradients while they are sent."""
         return _FP16_SCALE if self.backward == "fp16" else 1.0
-
-    def codecs(self, dtype: torch.dtype | None = None) -> QuantizedCommCodecs | None:
-        """TorchRec's codecs for the peer all-to-all, or None when both directions send numbers as they are.
-
-        ``dtype`` is that of the outputs, and so of the result and the gradients; FP32 by default.
-        """
-        import torch
-        from torchrec.distributed.types import NoOpQuantizedCommCodec, QuantizedCommCodecs
-
-        dtype = dtype or torch.float32
-        as_is: Any = NoOpQuantizedCommCodec()
-        as_is.quantized_dtype = dtype  # a method in TorchRec, where its planner reads a property
-        dtypes = {"fp32": dtype, "fp16": torch.float16, "bf16": torch.bfloat16}
-        forward, backward = (
-            as_is if dtypes[name] == dtype else _Cast(dtypes[name], scale, dtype)
-            for name, scale in ((self.forward, 1.0), (self.backward, self.backward_scale))
-        )
-        return None if forward is backward else QuantizedCommCodecs(forward, backward)
-
-
-class _Cast:
-    """TorchRec's codec that sends numbers, times ``scale``, a power of two, in a dtype of 16 bits.
-
-    TorchRec's own FP16 codec turns infinity into 65504, and divides by its scale while still in FP16.
-    """
-
-    def __init__(self, wire: torch.dtype, scale: float, dtype: torch.dtype) -> None:
-        self.quantized_dtype = wire
-        self._scale, self._dtype = scale, dtype
-
-    def encode(self, input_tensor: Tensor, ctx: Any = None) -> Tensor:
-        """Returns the numbers as FP32, scaled, in the dtype of the wire."""
-        import torch
-
-        largest = torch.finfo(self.quantized_dtype).max
-        numbers = input_tensor.float() * self._scale
-        # Infinity becomes NaN before it would be clamped; no look at values, so a GPU does not wait.
-        return (numbers + numbers * 0).clamp(-largest, largest).to(self.quantized_dtype)
-
-    def decode(self, input_tensor: Tensor, ctx: Any = None) -> Tensor:
-        """Returns the numbers unscaled in FP32, in the dtype of the outputs."""
-        return (input_tensor.float() / self._scale).to(self._dtype)
-
-    def calc_quantized_size(self, input_len: int, ctx: Any = None) -> int:
-        """Returns the numbers that are sent for ``input_len``: as many."""
-        return input_len
-
-    def create_context(self) -> None:
-        """A cast has no context."""
-
-    def padded_size(self, input_tensor: Tensor, dim_per_rank: list[int], my_rank: int, qcomm_ctx: Any) -> Any:
-        """Returns the columns of the input, and that none are added."""
-        return input_tensor.shape[0 if input_tensor.dim() == 1 else 1], 0

@@ -1,9 +1,9 @@
 """Rows in the place of samples: how many each feature sends in each part of a batch, and how they come back.
 
-Without a `RowEncoder` every sample is a row of every feature. With one, samples may share a row (`dmt.sptt.unique`),
-and a batch may be cut into parts (`dmt.sptt.micro_batches`): a row crosses with the first part that needs it. The
-encoder makes rows of the samples before they are sent; the `RowCode` that it returns makes columns of samples of the
-rows that come back. TorchRec's KJT all-to-all carries the numbers of rows, so both ends know all sizes from then on.
+Without a `RowEncoder` every sample is a row of every feature. With one, samples may share a row (`dmt.sptt.unique`).
+Where a batch is cut into parts (`dmt.sptt.micro_batches`), a row crosses with the first part that needs it. The encoder
+makes rows of the samples before they are sent; the `RowCode` that it returns makes columns of samples of the rows that
+come back. TorchRec's KJT all-to-all carries the numbers of rows, so both ends know all sizes from then on.
 
 Legend of `dmt.sptt.dataflow`; also F features, G groups of one tower, whose features have as many rows, K parts.
 """
@@ -24,7 +24,7 @@ from dmt.sptt.peer_exchange import AgreedOutputs, Rows
 from dmt.sptt.results import Pending
 from dmt.sptt.unique import distinct_inputs, samples_of_rows
 
-__all__ = ["RowCode", "RowEncoder", "exchange_rows", "part_sizes", "rows_of_parts", "samples_of_parts", "wrap"]
+__all__ = ["RowCode", "RowEncoder", "exchange_rows", "part_sizes", "rows_of_parts", "wrap"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,17 +41,19 @@ class RowEncoder:
     """Takes ids out of a batch before it is sent; samples that have none left in a group share a row there. What it
     returns besides has ``columns(pieces)``, [B, S], to add to what comes back, and ``record_stream``."""
 
-    def encode(self, ids: KeyedJaggedTensor) -> RowCode:
-        """Makes the rows of a batch, its features in the order in which they are sent; no gradient."""
+    def encode(self, ids: KeyedJaggedTensor) -> RowCode | None:
+        """Makes the rows of a batch, its features in the order in which they are sent; no gradient.
+
+        Returns None where every sample is a row: the peers know the sizes of all parts without being told.
+        """
         taken = None
         if self.take_out is not None:
             ids, taken = self.take_out(ids)
+        elif not self.shares_equal:
+            return None
         sizes, cuts = [len(group) for group in self.groups], part_sizes(ids.stride(), self.num_parts)
-        if self.shares_equal or self.take_out is not None:
-            sent, (parts, inverse) = distinct_inputs(ids, sizes, share=self.shares_equal, cuts=cuts)
-            return RowCode(sent, parts, inverse, cuts, taken)
-        # Every sample is a row: the peers know the sizes of all parts, and put samples in their order.
-        return RowCode(ids, [[cut] * len(sizes) for cut in cuts], None, cuts, taken)
+        sent, parts, inverse = distinct_inputs(ids, sizes, share=self.shares_equal, cuts=cuts)
+        return RowCode(sent, parts, inverse, cuts, taken)
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,38 +61,24 @@ class RowCode:
     """The rows of one batch of this rank."""
 
     ids: KeyedJaggedTensor
-    """Ids of the rows. Where samples share rows, a feature has a key for each part, one after the other, with its rows
-    as batch size."""
+    """Ids of the rows. A feature has a key for each part, one after the other, with its rows as batch size."""
     parts: list[list[int]]
     """[K][groups], rows that no earlier part has."""
-    inverse: Tensor | None
-    """Row of each sample, [groups, B] int64; None if each is its own."""
+    inverse: Tensor
+    """Row of each sample, [groups, B] int64."""
     cuts: list[int]
     """Samples of each part."""
     taken: Any
     """What was taken out of the batch."""
 
-    def arrange(
-        self, ids: KeyedJaggedTensor, batch_sizes: Sequence[int], groups: Sequence[Sequence[Any]], tower: int
-    ) -> tuple[KeyedJaggedTensor, list[Rows]]:
-        """Returns the ids that arrived from the peers with one batch size for all features, and the rows of each part.
-
-        ``batch_sizes`` are B of every peer where each sample is a row, ``groups`` those of each tower's features.
-        """
-        if self.inverse is not None:
-            return rows_of_parts(self, ids, groups, tower)
-        return samples_of_parts(ids, batch_sizes, len(self.parts), num_groups=list(map(len, groups)), tower=tower)
-
     def decode(
         self, exchanges: Sequence[Awaitable[Any]], agreed: AgreedOutputs, num_groups: Sequence[int]
     ) -> list[Awaitable[Tensor]]:
         """Makes columns [B, S] of each part from what the exchanges bring; ``num_groups`` has G of each tower."""
-        columns = list(exchanges)
-        if self.inverse is not None:
-            starts = [0, *itertools.accumulate(num_groups)]
-            groups = [start + group for start, own in zip(starts, agreed.groups, strict=False) for group in own]
-            rows = [[part[group] for group in groups] for part in self.parts]
-            columns = samples_of_rows(exchanges, rows, self.inverse[groups].split(self.cuts, dim=1))
+        starts = [0, *itertools.accumulate(num_groups)]
+        groups = [start + group for start, own in zip(starts, agreed.groups, strict=False) for group in own]
+        rows = [[part[group] for group in groups] for part in self.parts]
+        columns = samples_of_rows(exchanges, rows, self.inverse[groups].split(self.cuts, dim=1))
         if self.taken is None:
             return columns
         # Looked up here, while the others are on their way.
@@ -159,43 +147,6 @@ def rows_of_parts(
         length_per_key=None if per_key is None else [sum(per_key[i : i + num]) for i in range(0, len(per_key), num)],
     )
     return filled, parts
-
-
-def samples_of_parts(
-    ids: KeyedJaggedTensor, batch_sizes: Sequence[int], num: int, *, num_groups: Sequence[int], tower: int
-) -> tuple[KeyedJaggedTensor, list[Rows]]:
-    """Arranges samples, each of which is a row, part by part, in each peer by peer; they arrive peer by peer.
-
-    As with the peer permute, ids are permuted rather than the embeddings looked up with them (DMT section 3.1.3).
-    ``batch_sizes`` are B of every peer, ``num_groups`` G of every tower.
-
-    Example:
-        >>> ids = KeyedJaggedTensor(keys=["f"], values=torch.arange(5), lengths=torch.ones(5, dtype=torch.int64))
-        >>> arranged, parts = samples_of_parts(ids, [2, 3], 2, num_groups=[1, 1], tower=0)
-        >>> arranged.values().tolist(), parts[0].arrived  # samples 0 1 | 2 3 4 -> 0 2 3 | 1 4
-        ([0, 2, 3, 1, 4], [[1], [2]])
-    """
-    of_peers = [part_sizes(size, num) for size in batch_sizes]
-    parts = [
-        Rows(
-            [[sizes[k]] * num_groups[tower] for sizes in of_peers],
-            [[of_peers[tower][k]] * groups for groups in num_groups],
-        )
-        for k in range(num)
-    ]
-    blocks = torch.arange(sum(batch_sizes)).split([size for sizes in of_peers for size in sizes])
-    order = torch.cat([block for k in range(num) for block in blocks[k::num]])
-    bags = torch.arange(len(ids.keys())).unsqueeze(1) * ids.stride() + order
-    permuted = bags.flatten().to(device=ids.device(), dtype=torch.int32)
-    lengths, values, weights = torch.ops.fbgemm.permute_1D_sparse_data(
-        permuted, ids.lengths(), ids.values(), ids.weights_or_none(), ids.values().numel()
-    )
-    # No bag goes to another feature: ids per feature are as before. Counted again, a GPU would be waited for.
-    per_key = ids.length_per_key_or_none()
-    arranged = KeyedJaggedTensor(
-        keys=ids.keys(), values=values, weights=weights, lengths=lengths, stride=ids.stride(), length_per_key=per_key
-    )
-    return arranged, parts
 
 
 def exchange_rows(outputs_PO: Tensor, rows: Rows, agreed: AgreedOutputs) -> Awaitable[list[Tensor]]:

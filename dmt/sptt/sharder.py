@@ -1,10 +1,10 @@
-"""Base classes of the two tower sharders, `TowerSharder`, and of the modules they make, `TowerState`."""
+"""`TowerSharder`: the base class of the two tower sharders; checks what it is given, and shards inside a tower."""
 
 from __future__ import annotations
 
 import abc
 import re
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypedDict, TypeVar
 
@@ -15,10 +15,8 @@ from torchrec.distributed.embedding_types import BaseEmbeddingSharder
 from torchrec.distributed.types import ParameterSharding, ShardingEnv
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
-from torchrec.optim.fused import FusedOptimizerModule
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
-from dmt._torchrec import PipelinedModule, fused_settings, place_globally
+from dmt._torchrec import fused_settings, place_globally
 from dmt.collectives import check_agreement, gather_objects, run_on_all_or_raise
 from dmt.errors import InputError, did_you_mean
 from dmt.sharding.optimizers import MomentScale, check_fused_params, check_moment_scale, moment_scale_of, moment_scaled
@@ -34,12 +32,16 @@ from dmt.sharding.schemes import (
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.options import refuse
 from dmt.sptt.precision import ExchangePrecision
-from dmt.sptt.rows import RowEncoder, wrap
+from dmt.sptt.rows import wrap
+from dmt.sptt.state import TowerState
 from dmt.sptt.tower_lookup import GroupShardedEBC
 
-__all__ = ["HomeTable", "SharderSettings", "TowerSharder", "TowerState"]
+__all__ = ["HomeTable", "SharderSettings", "TowerSharder"]
 
 Module = TypeVar("Module", bound=nn.Module)
+
+# What tables are in a plan that TorchRec's planner has made for a tower sharder, and in no other.
+_WITHOUT_PLAN = "table_row_wise"
 
 
 class SharderSettings(TypedDict, total=False):
@@ -108,7 +110,7 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
 
         It asks on rank 0 only, where an error would leave the others waiting.
         """
-        return ["table_row_wise"]  # the one that places the tables of a tower together
+        return [_WITHOUT_PLAN]
 
     @abc.abstractmethod
     def tables_by_tower(self, module: Module) -> list[list[Any]]:
@@ -128,10 +130,17 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         looks at the tables of all towers, so that a fault in one raises everywhere and no rank is left waiting.
 
         Raises:
-            InputError: ranks differ in towers, tables, plan, exchange or moment scale; a table has no sharding, an
-                unsupported scheme, a rank outside the tower, shards that do not cover it, or a number format, optimizer
-                or id route that its scheme does not have; its optimizer has no moment to scale.
+            InputError: TorchRec's planner made the plan; ranks differ in towers, tables, plan, exchange or moment
+                scale; a table has no sharding, an unsupported scheme, a rank outside the tower, shards that do not
+                cover it, or a number format, optimizer or id route that its scheme does not have; its optimizer has no
+                moment to scale.
         """
+        if any(sharding.sharding_type == _WITHOUT_PLAN for sharding in params.values()):
+            raise InputError(
+                f"{type(self).__name__} needs a plan of TowerShardingPlanner; TorchRec's planner knows no towers: "
+                "DistributedModelParallel(model, plan=TowerShardingPlanner(mesh.topology).plan(model, sharders), "
+                "sharders=sharders)."
+            )
         tables_by_tower: list[list[Any]] = []
         # A rank whose own tower plan is wrong must not leave the others waiting.
         run_on_all_or_raise(lambda: tables_by_tower.extend(self.tables_by_tower(module)), self.mesh.global_group)
@@ -256,129 +265,6 @@ class HomeTable:
     scheme: str
     settings: Mapping[str, Any]
     """Settings of its fused optimizer, as its kernel has them."""
-
-
-class TowerState(PipelinedModule, FusedOptimizerModule):
-    """Parameters, state and optimizers of one mesh tower's part of a module, under the unsharded module's names."""
-
-    def __init__(self, sharder: TowerSharder[Any], sharding: Mapping[str, ParameterSharding]) -> None:
-        super().__init__()
-        self._unsharded_module_type = sharder.module_type
-        self.mesh = sharder.mesh
-        self.local_part: nn.Module
-        """This rank's tables and tower modules, below the names that they have in the unsharded module."""
-        self.before_lookup: Callable[[Any, bool], None] | None = None
-        """Called before each lookup with the ids of the batch, and True by a training pass. Who watches a training sets
-        it: `dmt.ReplicaSync` or `dmt.HotRows`."""
-        self.after_lookup: Callable[[list[Any]], None] | None = None
-        """Called with the embeddings of each lookup. `dmt.ReplicaSync` sets it."""
-        if self.mesh.topology.num_replicas > 1:
-            self.before_lookup = self._refuse_lookup
-        self.hot: Any = None
-        """Copies of rows, `dmt.hot_rows.copies.HotCopies`, which train in the place of their tables' own."""
-        self.encoder: RowEncoder | None = None
-        """Sends rows in the place of samples. Another one holds from the next batch on; those on their way are sent
-        again."""
-        self.replicas_drifted = False
-        """True once replicas have trained since they were last averaged. `dmt.ReplicaSync` sets it."""
-
-    @property
-    def collections(self) -> list[GroupShardedEBC]:
-        """The sharded collections of this rank's tower."""
-        return [part for part in self.local_part.modules() if isinstance(part, GroupShardedEBC)]
-
-    def state_dict(self, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
-        """Returns tables as sharded tensors, and tower modules, of this rank's towers."""
-        self.write_back()
-        return self.local_part.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
-
-    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads this rank's towers from a state dict with the keys of `state_dict`.
-
-        Raises:
-            RuntimeError: keys are missing or unknown.
-            InputError: ``assign=True``: kernels hold the tables' own memory.
-        """
-        if assign:
-            raise InputError("load_state_dict(assign=True) cannot replace the memory of sharded tables; leave it out.")
-        self.write_back()
-        keys = self.local_part.load_state_dict(state_dict, strict=strict)
-        self.read_again()
-        return keys
-
-    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yields parameters under the unsharded module's names."""
-        self.write_back()
-        yield from self.local_part.named_parameters(*args, **kwargs)
-
-    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
-        """Yields buffers under the unsharded module's names."""
-        yield from self.local_part.named_buffers(*args, **kwargs)
-
-    def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
-        """Yields everything that DMP's data parallel must leave alone: tables and tower modules."""
-        yield from (name for name, _ in self.local_part.named_parameters(prefix))
-
-    @property
-    def unsharded_module_type(self) -> type[nn.Module]:
-        """The unsharded module type."""
-        return self._unsharded_module_type
-
-    @property
-    def fused_optimizer(self) -> KeyedOptimizer:
-        """The tables' optimizers, which update in the backward pass."""
-        named = self.local_part.named_modules()
-        return _TowerOptimizer(
-            [(n, part.fused_optimizer) for n, part in named if isinstance(part, GroupShardedEBC)], self
-        )
-
-    def write_back(self) -> None:
-        """Brings the tables up to date with the copies of their hot rows, before anyone is given their tensors."""
-        if self.hot is not None:
-            self.hot.write_back()
-
-    def read_again(self) -> None:
-        """Tells that tables were loaded: copies of their hot rows are read again before they are used next."""
-        if self.hot is not None:
-            self.hot.read_again()
-
-    def _refuse_lookup(self, ids: Any, is_training_pass: bool) -> None:
-        raise InputError(
-            f"num_replicas={self.mesh.topology.num_replicas}, but nothing keeps the replicas equal: they would drift "
-            "apart. Make dmt.ReplicaSync(model, mesh) after loading weights, and call its step() after every training "
-            "step."
-        )
-
-
-class _TowerOptimizer(CombinedOptimizer):
-    """Optimizers of a tower's tables; weights and states are brought up to date before anyone is given them."""
-
-    def __init__(self, optimizers: list[Any], owner: TowerState) -> None:
-        self._owner = owner
-        super().__init__(optimizers)
-
-    @property
-    def params(self) -> Mapping[str, Any]:
-        """The tables' weights, by name."""
-        self._owner.write_back()
-        return super().params
-
-    @property
-    def state(self) -> Mapping[Tensor, Any]:
-        """The tables' optimizer states, by weight."""
-        self._owner.write_back()
-        return super().state
-
-    @property
-    def param_groups(self) -> Collection[Mapping[str, Any]]:
-        """The tables' weights with their settings."""
-        self._owner.write_back()
-        return super().param_groups
-
-    def post_load_state_dict(self) -> None:
-        """Called by TorchRec once states were loaded."""
-        super().post_load_state_dict()
-        self._owner.read_again()
 
 
 def _weighted(module: nn.Module) -> list[bool]:

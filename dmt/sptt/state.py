@@ -1,21 +1,149 @@
-"""The live tensors of a rank's tables: weights and fused optimizer states, with their names and places."""
+"""`TowerState`: names, state and optimizers of a rank's tables and tower modules, and the live tensors of tables."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
+from torchrec.optim.fused import FusedOptimizerModule
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
-from dmt.sptt.dataflow import SPTTModule
+from dmt._torchrec import PipelinedModule
+from dmt.errors import InputError
+from dmt.sptt.mesh import TowerMesh
+from dmt.sptt.rows import RowEncoder
+from dmt.sptt.tower_lookup import GroupShardedEBC
 
-__all__ = ["TableTensor", "checksum", "table_tensors"]
+__all__ = ["TableTensor", "TowerState", "checksum", "table_tensors"]
 
 _CHUNK = 2**16
 _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class TowerState(PipelinedModule, FusedOptimizerModule):
+    """Parameters, state and optimizers of one mesh tower's part of a module, under the unsharded module's names."""
+
+    def __init__(self, unsharded_type: type[nn.Module], mesh: TowerMesh) -> None:
+        super().__init__()
+        self._unsharded_module_type, self.mesh = unsharded_type, mesh
+        self.local_part: nn.Module
+        """This rank's tables and tower modules, below the names that they have in the unsharded module."""
+        self.before_lookup: Callable[[Any, bool], None] | None = None
+        """Called before each lookup with the ids of the batch, and True by a training pass. Who watches a training sets
+        it: `dmt.ReplicaSync` or `dmt.HotRows`."""
+        self.after_lookup: Callable[[list[Any]], None] | None = None
+        """Called with the embeddings of each lookup. `dmt.ReplicaSync` sets it."""
+        if self.mesh.topology.num_replicas > 1:
+            self.before_lookup = self._refuse_lookup
+        self.hot: Any = None
+        """Copies of rows, `dmt.hot_rows.copies.HotCopies`, which train in the place of their tables' own."""
+        self.encoder: RowEncoder | None = None
+        """Sends rows in the place of samples. Another one holds from the next batch on; those on their way are sent
+        again."""
+        self.replicas_drifted = False
+        """True once replicas have trained since they were last averaged. `dmt.ReplicaSync` sets it."""
+
+    @property
+    def collections(self) -> list[GroupShardedEBC]:
+        """The sharded collections of this rank's tower."""
+        return [part for part in self.local_part.modules() if isinstance(part, GroupShardedEBC)]
+
+    def state_dict(self, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
+        """Returns tables as sharded tensors, and tower modules, of this rank's towers."""
+        self.write_back()
+        return self.local_part.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+
+    def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
+        """Loads this rank's towers from a state dict with the keys of `state_dict`.
+
+        Raises:
+            RuntimeError: keys are missing or unknown.
+            InputError: ``assign=True``: kernels hold the tables' own memory.
+        """
+        if assign:
+            raise InputError("load_state_dict(assign=True) cannot replace the memory of sharded tables; leave it out.")
+        self.write_back()
+        keys = self.local_part.load_state_dict(state_dict, strict=strict)
+        self.read_again()
+        return keys
+
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yields parameters under the unsharded module's names."""
+        self.write_back()
+        yield from self.local_part.named_parameters(*args, **kwargs)
+
+    def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
+        """Yields buffers under the unsharded module's names."""
+        yield from self.local_part.named_buffers(*args, **kwargs)
+
+    def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
+        """Yields everything that DMP's data parallel must leave alone: tables and tower modules."""
+        yield from (name for name, _ in self.local_part.named_parameters(prefix))
+
+    @property
+    def unsharded_module_type(self) -> type[nn.Module]:
+        """The unsharded module type."""
+        return self._unsharded_module_type
+
+    @property
+    def fused_optimizer(self) -> KeyedOptimizer:
+        """The tables' optimizers, which update in the backward pass."""
+        named = self.local_part.named_modules()
+        return _TowerOptimizer(
+            [(n, part.fused_optimizer) for n, part in named if isinstance(part, GroupShardedEBC)], self
+        )
+
+    def write_back(self) -> None:
+        """Brings the tables up to date with the copies of their hot rows, before anyone is given their tensors."""
+        if self.hot is not None:
+            self.hot.write_back()
+
+    def read_again(self) -> None:
+        """Tells that tables were loaded: copies of their hot rows are read again before they are used next."""
+        if self.hot is not None:
+            self.hot.read_again()
+
+    def _refuse_lookup(self, ids: Any, is_training_pass: bool) -> None:
+        raise InputError(
+            f"num_replicas={self.mesh.topology.num_replicas}, but nothing keeps the replicas equal: they would drift "
+            "apart. Make dmt.ReplicaSync(model, mesh) after loading weights, and call its step() after every training "
+            "step."
+        )
+
+
+class _TowerOptimizer(CombinedOptimizer):
+    """Optimizers of a tower's tables; weights and states are brought up to date before anyone is given them."""
+
+    def __init__(self, optimizers: list[Any], owner: TowerState) -> None:
+        self._owner = owner
+        super().__init__(optimizers)
+
+    @property
+    def params(self) -> Mapping[str, Any]:
+        """The tables' weights, by name."""
+        self._owner.write_back()
+        return super().params
+
+    @property
+    def state(self) -> Mapping[Tensor, Any]:
+        """The tables' optimizer states, by weight."""
+        self._owner.write_back()
+        return super().state
+
+    @property
+    def param_groups(self) -> Collection[Mapping[str, Any]]:
+        """The tables' weights with their settings."""
+        self._owner.write_back()
+        return super().param_groups
+
+    def post_load_state_dict(self) -> None:
+        """Called by TorchRec once states were loaded."""
+        super().post_load_state_dict()
+        self._owner.read_again()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,12 +166,12 @@ class TableTensor:
     """First row, and first column unless it has one number for each row, of this part of the table."""
 
 
-def table_tensors(module: SPTTModule, prefix: str = "") -> list[TableTensor]:
+def table_tensors(module: TowerState, prefix: str = "") -> list[TableTensor]:
     """Floating-point weights and states of this rank's tables, by collection; names begin with ``prefix``."""
     return [tensor for collection in module.collections for tensor in _collection_tensors(collection, prefix)]
 
 
-def _collection_tensors(collection: Any, prefix: str) -> Iterator[TableTensor]:
+def _collection_tensors(collection: GroupShardedEBC, prefix: str) -> Iterator[TableTensor]:
     optimizer = collection.fused_optimizer
     for key, weight in optimizer.params.items():
         table = prefix + key.split(".")[-2]

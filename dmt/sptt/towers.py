@@ -49,7 +49,6 @@ class ShardedTowerCollection(SPTTModule):
         _check_towers(module, placement, is_unique=sharder.unique)
         super().__init__(
             sharder,
-            sharding,
             input_groups=[
                 [_features(tower) for tower, at in zip(module.towers, placement, strict=True) if at == mesh_tower]
                 for mesh_tower in range(sharder.mesh.topology.num_towers)

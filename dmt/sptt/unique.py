@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -30,29 +30,15 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dmt.sptt.results import Pending
 
-__all__ = ["DistinctInputs", "add_rows", "distinct_inputs", "samples_of_rows"]
+__all__ = ["add_rows", "distinct_inputs", "samples_of_rows"]
 
 _MIX = (-7046029254386353131, -4658895280553007687)
 """Odd multipliers of a 64-bit hash. Inputs of equal hashes are compared: a poor hash costs bytes, not results."""
 
 
-class DistinctInputs(NamedTuple):
-    """The distinct inputs of a batch."""
-
-    parts: list[list[int]]
-    """[K][groups], for each part of the batch the distinct inputs of each group that no earlier one has."""
-    inverse: Tensor
-    """The row of each sample, [groups, B] int64. Rows are numbered by the first sample that has them."""
-
-    @property
-    def rows(self) -> list[int]:
-        """Number of distinct inputs of each group."""
-        return [sum(of_group) for of_group in zip(*self.parts, strict=True)]
-
-
 def distinct_inputs(
     ids: KeyedJaggedTensor, sizes: Sequence[int], *, share: bool = True, cuts: Sequence[int] | None = None
-) -> tuple[KeyedJaggedTensor, DistinctInputs]:
+) -> tuple[KeyedJaggedTensor, list[list[int]], Tensor]:
     """Finds the samples of a batch that have equal inputs.
 
     Args:
@@ -62,14 +48,15 @@ def distinct_inputs(
         cuts: number of samples of each part of the batch; None: it is whole.
 
     Returns:
-        The ids of the first sample of each row, and the rows. A feature has a key for each part, one after the other,
-        with the rows first seen in it as its batch size.
+        The ids of the first sample of each row: a feature has a key for each part, one after the other, with the rows
+        first seen in it as its batch size. Then these numbers of rows, [K][groups], and the row of each sample,
+        [groups, B] int64; rows are numbered by the first sample that has them.
 
     Example:
         >>> ids = KeyedJaggedTensor(["f"], torch.tensor([7, 8, 9, 7, 8]), lengths=torch.tensor([2, 1, 2]))
-        >>> ids, distinct = distinct_inputs(ids, [1])
-        >>> ids.values().tolist(), distinct.rows, distinct.inverse.tolist()
-        ([7, 8, 9], [2], [[0, 1, 0]])
+        >>> ids, parts, inverse = distinct_inputs(ids, [1])
+        >>> ids.values().tolist(), parts, inverse.tolist()
+        ([7, 8, 9], [[2]], [[0, 1, 0]])
     """
     device, num_samples = ids.device(), ids.stride()
     group_of = torch.arange(len(sizes), device=device).repeat_interleave(
@@ -87,9 +74,9 @@ def distinct_inputs(
     is_first = first == samples
     blocks = is_first.split([num_samples] if cuts is None else list(cuts), dim=1)
     parts: list[list[int]] = torch.stack([block.sum(dim=1) for block in blocks]).tolist()
-    distinct = DistinctInputs(parts, (is_first.cumsum(dim=1) - 1).gather(1, first))
+    inverse = (is_first.cumsum(dim=1) - 1).gather(1, first)
     lengths, values, weights = ids.lengths(), ids.values(), ids.weights_or_none()
-    if any(number < num_samples for number in distinct.rows):
+    if sum(map(sum, parts)) < len(sizes) * num_samples:
         kept = is_first[group_of].flatten().nonzero().flatten()
         lengths, values, weights = _bags(ids, kept)
     groups = [group for group, size in enumerate(sizes) for _ in range(size)]
@@ -100,7 +87,7 @@ def distinct_inputs(
         lengths=lengths,
         stride_per_key_per_rank=[[part[group]] for group in groups for part in parts],
     )
-    return sent, distinct
+    return sent, parts, inverse
 
 
 def _hashes(ids: KeyedJaggedTensor, group_of: Tensor, num_groups: int) -> Tensor:

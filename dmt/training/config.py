@@ -400,7 +400,6 @@ def _refusals(config: TrainingConfig) -> list[tuple[object, str]]:
     options = {
         "id_route": sharding.id_route,
         "unique": sharding.unique,
-        "num_micro_batches": train.micro_batches,
         "hot_rows": hot.extra_memory > 0,
         "num_replicas": replicas,
         "has_towers": model.has_towers,

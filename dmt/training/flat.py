@@ -24,6 +24,7 @@ from dmt.sharding.costs import StepWorkload
 from dmt.sharding.planner import plan_by_torchrec
 from dmt.sharding.schemes import why_not
 from dmt.sptt.mesh import TowerMesh
+from dmt.sptt.peer_exchange import codecs_of
 from dmt.sptt.tower_lookup import GroupShardedEBC
 from dmt.training.job import Job
 
@@ -115,7 +116,7 @@ def codecs_of_all_ranks(job: Job) -> dict[str, Any] | None:
 
     Partial sums of rows are added in the format that they travel in.
     """
-    codecs = job.config.sharding.precision.codecs()
+    codecs = codecs_of(job.config.sharding.precision)
     operations = (CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL, CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER)
     return None if codecs is None else {operation.name: codecs for operation in operations}
 

@@ -109,6 +109,7 @@ CASES: dict[str, dict[str, Case]] = {
         "replicas": of(2, 2, id_route="global", replicas=2, replica_placement="intra_host", sizes=(1, 2, 3, 4) * 2),
         "int32": flat(2, 2, id_route="global", id_dtype=torch.int32, sizes=(1, 1, 1, 1)),
         "elsewhere": of(2, 2, id_route="global", **ELSEWHERE, weighted=True, max_bag=3, sizes=(3, 4, 1, 2)),
+        "in parts": of(2, 2, id_route="global", scheme="column_wise", sizes=UNEVEN[4], max_bag=3, micro_batches=3),
         "one rank": of(1, 1, id_route="global"),
         "an idle rank": of(2, 2, id_route="global", dims=(16, 8), plan=((1,), (0,)), max_bag=3),
     },

@@ -36,6 +36,7 @@ from dmt import (
     TowerPlan,
     TowerShardingPlanner,
     TowerTopology,
+    run_in_micro_batches,
 )
 from dmt._torchrec import group_timeout
 from dmt.collectives import RankError, check_agreement, gather_objects, run_on_all_or_raise
@@ -45,6 +46,7 @@ from dmt.sharding.planner import parameter_sharding
 from dmt.sharding.schemes import TablePlacement
 from dmt.sptt.options import REFUSALS, Options, refuse
 from dmt.sptt.towers import clip_grad_norm
+from tests.dmt.test_dataflow import flat_torchrec
 from tests.parity import FUSED, OPTIMIZERS, FlatModel, PassThrough, TowerModel, make_tables
 from tests.ranks import run_ranks
 from tests.sptt_case import CPU, Case, build, distribute, shard, towers_of
@@ -184,6 +186,16 @@ def hot(job: Job, case: Case = FLAT, **options: Any) -> HotRows:
     return HotRows(sharded(case, job.two), job.two, **options)
 
 
+def micro_batches_twice(job: Job) -> Any:
+    model = sharded(TWO, job.two)
+    run_in_micro_batches(model)
+    return run_in_micro_batches(model.module)
+
+
+def sharded_by_torchrec(job: Job) -> DistributedModelParallel:
+    return flat_torchrec(make_tables([8, 8]), FlatModel(make_tables([8, 8])).state_dict())
+
+
 def of_optimizer(**settings: Any) -> Any:
     return DataParallelOptimizer({"t_ad": torch.zeros(2, 4)}, {"t_ad": {**FUSED, **settings}})
 
@@ -232,9 +244,9 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
     "columns": (lambda job: distribute(FlatModel(make_tables([10, 8])), flat_sharder(job.two)),
                 "Table 't0' has embedding_dim=10; FBGEMM's kernels take multiples of 4"),
     **{f"no sharding plan, {case.kind}": (lambda job, case=case: DistributedModelParallel(
-        build(case), device=CPU, sharders=[sharder_of(job, case)]), "'table_row_wise'; .*TowerShardingPlanner")
+        build(case), device=CPU, sharders=[sharder_of(job, case)]), "Sharder needs a plan of TowerShardingPlanner;")
        for case in (TWO, FLAT)},
-    "scheme": (lambda job: changed(job.two, put(sharding_type="table_row_wise")), "'t1' in tower 1 is sharded 'table_"),
+    "scheme": (lambda job: changed(job.two, put(sharding_type="grid_shard")), "'t1' in tower 1 is sharded 'grid_"),
     "row-wise on one rank": (lambda job: changed(job.one, put(sharding_type="row_wise"), scheme="table_wise"),
                              r"A row_wise table cannot live on ranks \[1\]"),
     "data-parallel kernel": (lambda job: changed(job.one, put(compute_kernel="fused"), scheme="data_parallel"),
@@ -269,6 +281,14 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
     "decay of a data-parallel table": (lambda job: of_optimizer(weight_decay=0.1),
                                        "'t_ad' is data-parallel, but its fused optimizer sets weight_decay=0.1"),
     "norm": (lambda job: clip_grad_norm(nn.Linear(1, 1), 0.0), r"max_norm=0\.0 must be above 0"),
+    # Micro-batches.
+    "no micro-batch": (lambda job: run_in_micro_batches(sharded(TWO, job.two), 0), "num_micro_batches=0 must be at"),
+    "micro-batches of a plain module": (lambda job: run_in_micro_batches(nn.Linear(2, 2)), "this Linear has none ins"),
+    "micro-batches of ranks": (lambda job: run_in_micro_batches(sharded(TWO, job.two), 2 * (1 - job.rank)),
+                               "num_micro_batches is 2 on rank 0, but 0 on rank 1"),
+    "micro-batches twice": (micro_batches_twice, "This TowerModel runs in micro-batches already; detach"),
+    "micro-batches of TorchRec's module": (lambda job: run_in_micro_batches(sharded_by_torchrec(job)),
+                                           "holds a ShardedEmbeddingBagCollection, which would look up and send K"),
     # Hot rows.
     "hot towers": (lambda job: HotRows(sharded(TWO, job.two), job.two), "hot rows need a flat model; towers send"),
     "hot, global": (lambda job: hot(job, replace(FLAT, id_route="global")), "hot rows need id_route='peer'"),
@@ -409,7 +429,7 @@ def test_groups_of_one_rank_are_made_once_and_all_have_the_timeout_of_the_job(
 
 
 def test_each_pair_of_options_is_refused_once_or_goes_together() -> None:
-    on = {"id_route": "global", "unique": True, "num_micro_batches": 2, "hot_rows": True}
+    on = {"id_route": "global", "unique": True, "hot_rows": True}
     on |= {"num_replicas": 2, "has_towers": True}
     refused = set()
     for one, other in itertools.combinations(on, 2):

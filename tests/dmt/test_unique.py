@@ -78,18 +78,18 @@ def test_rows_are_the_distinct_inputs_in_the_order_of_their_first_samples(
         if all_hashes_are_equal:  # then only the comparison tells inputs apart, and some rows are sent twice
             patch.setattr(dmt.sptt.unique, "_mix", lambda numbers: numbers * 0)
         cut = part_sizes(ids.stride(), num_micro_batches)
-        sent, distinct = distinct_inputs(ids, sizes, cuts=cut)
+        sent, parts, inverse = distinct_inputs(ids, sizes, cuts=cut)
     before, by_key = bags_of(ids), bags_of(sent)
     after = [list(itertools.chain(*by_key[i : i + len(cut)])) for i in range(0, len(by_key), len(cut))]
-    blocks = distinct.inverse.split(cut, dim=1)
+    blocks = inverse.split(cut, dim=1)
     first = 0
     for group, size in enumerate(sizes):
         inputs = list(zip(*before[first : first + size], strict=True))
         rows = list(zip(*after[first : first + size], strict=True))
-        assert [rows[row] for row in distinct.inverse[group].tolist()] == inputs
-        assert distinct.rows[group] == len(rows)
+        assert [rows[row] for row in inverse[group].tolist()] == inputs
+        assert sum(part[group] for part in parts) == len(rows)
         seen = 0
-        for part, block, own in zip(distinct.parts, blocks, by_key[first * len(cut) :], strict=False):
+        for part, block, own in zip(parts, blocks, by_key[first * len(cut) :], strict=False):
             assert part[group] == len(own), "each key has the rows of a micro-batch"
             seen += part[group]
             assert all(row < seen for row in block[group].tolist()), "no micro-batch needs rows of a later one"
@@ -101,8 +101,8 @@ def test_rows_are_the_distinct_inputs_in_the_order_of_their_first_samples(
 
 def test_only_samples_without_ids_share_a_row_if_others_must_not() -> None:
     ids = KeyedJaggedTensor(["a"], torch.tensor([3, 3]), lengths=torch.tensor([1, 0, 1, 0]))
-    _, distinct = distinct_inputs(ids, [1], share=False)
-    assert (distinct.rows, distinct.inverse.tolist()) == ([3], [[0, 1, 2, 1]])
+    _, parts, inverse = distinct_inputs(ids, [1], share=False)
+    assert (parts, inverse.tolist()) == ([[3]], [[0, 1, 2, 1]])
 
 
 def test_rows_of_groups_are_filled_up_with_empty_bags() -> None:
@@ -113,7 +113,7 @@ def test_rows_of_groups_are_filled_up_with_empty_bags() -> None:
         lengths=torch.ones(8, dtype=torch.int64),
         stride_per_key_per_rank=strides,
     )
-    code = RowCode(ids, [[1, 0], [2, 1]], None, [1, 2], None)
+    code = RowCode(ids, [[1, 0], [2, 1]], torch.empty(0), [1, 2], None)
     filled, parts = rows_of_parts(code, ids, [[["a"], ["b"]]], 0)
     assert [part.arrived for part in parts] == [[[1, 2], [1, 1]], [[0, 1], [1, 1]]]
     assert [part.sent for part in parts] == [[[1, 0]], [[2, 1]]]

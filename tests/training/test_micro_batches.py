@@ -116,10 +116,6 @@ def test_a_check_trains_with_them_and_sends_dense_gradients_in_fp32(tmp_path: Pa
             ["model.arch=dcn", "train.micro_batches=2"],
             r"train\.micro_batches=2 needs the tower dataflow, but .*'flat'.* Set it to 'sptt', or leave micro_batches",
         ),
-        (
-            ["sharding.id_route=global", "train.micro_batches=4"],
-            r"micro_batches=4 needs id_route='peer'; the global route .* Leave out one",
-        ),
         (["train.micro_batches=0"], r"train\.micro_batches: .* greater than or equal to 1 \(got 0\)"),
         (
             ["train.dense_reduce_precision=bf16"],
