@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import gc
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,6 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
@@ -34,7 +32,7 @@ from dmt import (
     TrafficMeter,
     run_in_micro_batches,
 )
-from dmt.collectives import gather_objects, profiler_range
+from dmt.collectives import gather_objects
 from dmt.hot_rows.copies import HotCopies
 from dmt.sharding.data_parallel import DataParallelOptimizer
 from dmt.sptt.id_routes import IdExchange
@@ -160,67 +158,18 @@ def test_ids_arrive_in_peer_order(towers: int, ranks: int) -> None:
     assert run_ranks(peer_order_on_rank, towers * ranks, towers, ranks) == [expected] * (towers * ranks)
 
 
-class Collectives(TorchDispatchMode):
-    """Names of the collectives in the order in which they are started."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func.namespace == "c10d":
-            self.names.append(func.__name__.split(".")[0])
-        return func(*args, **(kwargs or {}))
-
-
-def order_on_rank(rank: int, scheme: str) -> list[str]:
-    case = replace(TWO_BY_TWO, scheme=scheme)
-    model = shard(case, build(case), TowerMesh(case.topology))
-    for step in range(2):  # DDP arranges its buckets anew after the first step
-        ids, labels = case.draw(rank, step)
-        loss = loss_of(model(ids)[1], labels)
-        with Collectives() as seen:
-            loss.backward()
-    return seen.names
-
-
-@pytest.mark.parametrize(("scheme", "embeddings"), [("table_wise", "alltoall_base_"), ("row_wise", "_allgather_base_")])
-def test_tower_gradients_are_under_way_before_the_embedding_backward(scheme: str, embeddings: str) -> None:
-    names = run_ranks(order_on_rank, 4, scheme)[0]
-    peers = names.index("send")
-    tower_module = names.index("allreduce_", peers)
-    assert embeddings in names[tower_module:], names
-    assert set(names[:peers]) <= {"allreduce_", "recv_"}, names  # the over arch's alone comes before
-
-
-def ranges_on_rank(rank: int, id_route: str) -> list[str]:
-    case = replace(TWO, id_route=id_route)
-    model = shard(case, build(case), TowerMesh(case.topology))
-    ids, labels = case.draw(rank, 0)
+def ranges_on_rank(rank: int) -> list[str]:
+    model = shard(TWO, build(TWO), TowerMesh(TWO.topology))
+    ids, labels = TWO.draw(rank, 0)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         loss_of(model(ids)[1], labels).backward()
     ranges = [(event.time_range.start, event.name) for event in profile.events() if "## dmt:" in event.name]
     return [name for _, name in sorted(ranges)]
 
 
-@pytest.mark.parametrize("id_route", ["peer", "global"])
-def test_steps_are_profiler_ranges_in_both_directions(id_route: str) -> None:
+def test_steps_are_profiler_ranges_in_both_directions() -> None:
     steps = ["exchange_ids", "look_up", "run_towers", "exchange_outputs", "exchange_outputs:bwd"]
-    assert run_ranks(ranges_on_rank, 2, id_route) == [[f"## dmt:{step} ##" for step in steps]] * 2
-
-
-def test_a_range_of_two_calls_at_once_is_two_ranges() -> None:
-    """A decorator is made once, for the calls of all threads: here one call ends inside the other."""
-
-    @profiler_range("step")
-    def step(inner: Callable[[], Any]) -> None:
-        inner()
-
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        step(lambda: [torch.ones(1), step(lambda: None), torch.ones(1)])
-    spans = [event.time_range for event in profile.events() if event.name == "## dmt:step ##"]
-    outer, inner = sorted(spans, key=lambda span: span.start)
-    assert outer.start <= inner.start <= inner.end <= outer.end
+    assert run_ranks(ranges_on_rank, 2) == [[f"## dmt:{step} ##" for step in steps]] * 2
 
 
 def save_on_rank(rank: int, folder: str, case: Case) -> dict[str, Tensor]:
@@ -352,37 +301,31 @@ def test_what_ranks_draw_is_equal_where_they_share_it() -> None:
     run_ranks(fresh_on_rank, 4)
 
 
-class Parts(PassThrough):
-    def __init__(self, features: list[str], *parts: nn.Module) -> None:
+class Scaled(PassThrough):
+    def __init__(self, features: list[str]) -> None:
         super().__init__(features)
-        self.parts = nn.Sequential(*parts)
+        self.pretrained, self.fresh = nn.Linear(8, 8), nn.Linear(8, 8, device="meta")
+        nn.init.constant_(self.pretrained.weight, 3.0)
 
     def forward(self, embeddings: Any) -> Tensor:
-        return self.parts(super().forward(embeddings))
+        return self.fresh(self.pretrained(super().forward(embeddings)))
 
 
-class Buffered(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
+class Buffered(PassThrough):
+    def __init__(self, features: list[str]) -> None:
+        super().__init__(features)
         self.register_buffer("scale", torch.ones(1, device="meta"))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x * self.scale
 
 
 def meta_on_rank(rank: int) -> None:
-    mesh, pretrained = TowerMesh(TWO.topology), nn.Linear(8, 8)
-    nn.init.constant_(pretrained.weight, 3.0)
-    parts = [pretrained, nn.Linear(8, 8, device="meta")]
-    state = gather_plain_state(
-        distribute(towers_of([Parts(["f0"], *parts), PassThrough(["f1"])]), TowerCollectionSharder(mesh))
-    )
-    assert (state["sparse_arch.towers.0.interaction.parts.0.weight"] == 3).all()
-    fresh = state["sparse_arch.towers.0.interaction.parts.1.weight"]
+    mesh = TowerMesh(TWO.topology)
+    model = distribute(towers_of([Scaled(["f0"]), PassThrough(["f1"])]), TowerCollectionSharder(mesh))
+    state = gather_plain_state(model)
+    assert (state["sparse_arch.towers.0.interaction.pretrained.weight"] == 3).all()
+    fresh = state["sparse_arch.towers.0.interaction.fresh.weight"]
     assert 0.1 < fresh.abs().max() <= 8**-0.5  # nn.Linear draws from +-1/sqrt(8)
-    model = towers_of([Parts([feature], Buffered()) for feature in ("f0", "f1")])
     with pytest.raises(InputError, match="Buffered built on the meta device without reset_parameters"):
-        distribute(model, TowerCollectionSharder(mesh))
+        distribute(towers_of([Buffered(["f0"]), Buffered(["f1"])]), TowerCollectionSharder(mesh))
 
 
 def test_only_what_is_on_meta_is_drawn_anew() -> None:
@@ -446,21 +389,13 @@ def empty_on_rank(rank: int) -> None:
         logits.sum().backward()
         name = "model.sparse_arch.towers.0.embedding.embedding_bags.t0.weight"
         assert (gather_plain_state(training.model)[name] - training.start[name]).any() == any(sizes)
+    # No sample has an id.
+    case = replace(ONE, kind="flat", scheme="mixed", max_bag=0, weighted=True)
+    assert not shard(case, build(case), mesh)(case.draw(rank, 0)[0])[0].values().any()
 
 
-def test_ranks_may_have_no_samples() -> None:
+def test_ranks_may_have_no_samples_and_bags_no_ids() -> None:
     run_ranks(empty_on_rank, 2)
-
-
-def bags_on_rank(rank: int) -> None:
-    """No sample has an id."""
-    case = replace(TWO_BY_TWO, kind="flat", scheme="mixed", max_bag=0, weighted=True)
-    training = Training(rank, case, TowerMesh(case.topology))
-    assert not training.model.module.model(case.draw(rank, 0)[0])[0].values().any()
-
-
-def test_bags_may_all_be_empty() -> None:
-    run_ranks(bags_on_rank, 4)
 
 
 def copies_stay_on_rank(rank: int) -> bool:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import random
 from collections.abc import Callable
@@ -153,27 +152,8 @@ def test_tables_are_cut_into_columns_for_a_real_gain_only(monkeypatch: pytest.Mo
 
 
 def test_a_memory_limit_is_hard() -> None:
-    tables = [table(f"t{i}", rows=rows, columns=4) for i, rows in enumerate((4000, 2000, 3000, 3000))]
-    rules = ShardingRules(schemes=("table_wise",))
-    hardware = Hardware(memory_per_rank=6000 * 20)
-    found = plan_tables([tables], one_tower(2), hardware=hardware, rules=rules)
+    found = plan_tables([FOUR], one_tower(2), hardware=Hardware(memory_per_rank=6000 * 20), rules=WHOLE)
     assert [rank.memory for rank in found.ranks] == [6000 * 20] * 2
-    tight = dataclasses.replace(hardware, memory_per_rank=6000 * 20 - 1)
-    with pytest.raises(
-        InputError,
-        match=r"No placement was found for the 4 tables of tower 0: they need at least 240 kB .*; of table 't0' a rank "
-        r"must hold 80\.0 kB even table_wise",
-    ):
-        plan_tables([tables], one_tower(2), hardware=tight, rules=rules)
-    with pytest.raises(
-        InputError,
-        match=r"tower 1.*memory_per_rank=10.0 MB have; of table 'big' a rank must hold 65.0 MB even row_wise",
-    ):
-        plan_tables(
-            [[table("a")], [table("big", 1_000_000, 64)]],
-            TowerTopology(num_towers=2, ranks_per_tower=4),
-            hardware=Hardware(memory_per_rank=10_000_000),
-        )
 
 
 def test_rules_for_tables() -> None:
@@ -202,69 +182,65 @@ def test_one_scheme_for_all_that_can_have_it(scheme: str) -> None:
         assert f"{scheme} asked for, but " in found.reasons["narrow"]
 
 
-def test_a_scheme_that_no_table_can_have_is_refused() -> None:
-    tables, narrow = [table("wide"), table("narrow", rows=3, columns=4)], [table("narrow", rows=3, columns=4)]
-    for scheme in ("row_wise", "column_wise", "data_parallel"):
-        rules = ShardingRules(schemes=(scheme,))
-        with pytest.raises(
-            InputError,
-            match=f"No table of the 2 can have the scheme asked for; .* table 'wide': {scheme} asked for, "
-            "but its tower has one rank. Use table_wise",
-        ):
-            plan_tables([tables], one_tower(1), rules=rules)
-    # One table of another tower can.
-    two, rules = TowerTopology(num_towers=2, ranks_per_tower=4), ShardingRules(schemes=("row_wise",))
-    assert plan_tables([narrow, [table("wide")]], two, rules=rules).placements["narrow"].scheme == "table_wise"
-    with pytest.raises(InputError, match=r"'wide': data_parallel asked for, but id_route='global'"):
-        plan_tables([tables], one_tower(4), rules=ShardingRules(schemes=("data_parallel",), id_route="global"))
-    # Tables with rules of their own do not ask for the scheme.
-    rules = ShardingRules(schemes=("row_wise",), tables={"*": "table_wise"})
-    assert plan_tables([tables], one_tower(1), rules=rules).placements["wide"].scheme == "table_wise"
-
-
 def pinned(scheme: str, *ranks: int) -> TablePlacement:
     return TablePlacement(scheme=scheme, ranks=ranks)
 
 
-@pytest.mark.parametrize(
-    ("rules", "ranks", "message"),
-    [
-        (
-            {"t_add": "row_wise"},
-            4,
-            r"'t_add' matches none of the 2 tables of the model\. Did you mean 't_ad'\?",
-        ),
-        ({"x*": "row_wise"}, 4, r"rule for tables 'x\*' matches none of the 2 tables"),
-        ({"t_ad": "row_wize"}, 4, "'row_wize' is none of .*Did you mean 'row_wise'"),
-        ({"t_ad": "row_wise"}, 1, "Table 't_ad' in tower 0 cannot be row_wise.*its tower has one rank"),
-        ({"t_hour": "row_wise"}, 4, "cannot be row_wise.*num_embeddings=3 cannot be cut into 4 row shards"),
-        ({"t_hour": "column_wise"}, 4, "cannot be column_wise.*embedding_dim=4 cannot be cut into 2 column shards"),
-        ({"t_ad": pinned("table_wise", 4)}, 4, r"table_wise on local ranks \[4\], but its tower has ranks 0\.\.3"),
-        ({"t_ad": pinned("row_wise", 0, 1)}, 4, r"row_wise on local ranks \[0, 1\], but its tower has ranks 0\.\.3"),
-    ],
-)
-def test_rules_that_cannot_be_met_are_refused(rules: dict, ranks: int, message: str) -> None:
-    tables = [table("t_ad"), table("t_hour", rows=3, columns=4)]
+FOUR = [table(f"t{i}", rows=rows, columns=4) for i, rows in enumerate((4000, 2000, 3000, 3000))]
+WHOLE = ShardingRules(schemes=("table_wise",))
+ONE_RANK, TWO_TOWERS = one_tower(1), TowerTopology(num_towers=2, ranks_per_tower=4)
+AD_HOUR = [table("t_ad"), table("t_hour", rows=3, columns=4)]
+
+
+def of_rule(name: str, rule: Any) -> ShardingRules:
+    return ShardingRules(tables={name: rule})
+
+
+# towers, topology, further arguments, words of the message
+REFUSED: list[tuple[list[list[TableSpec]], TowerTopology, dict[str, Any], str]] = [
+    ([FOUR], one_tower(2), {"hardware": Hardware(memory_per_rank=6000 * 20 - 1), "rules": WHOLE},
+     r"No placement was found for the 4 tables of tower 0: they need at least 240 kB .*'t0' .* hold 80\.0 kB even tab"),
+    ([[table("a")], [table("big", 1_000_000, 64)]], TWO_TOWERS, {"hardware": Hardware(memory_per_rank=10_000_000)},
+     "tower 1.*memory_per_rank=10.0 MB have; of table 'big' a rank must hold 65.0 MB even row_wise"),
+    ([[table("a")]], one_tower(2),
+     {"hardware": Hardware(memory_per_rank=1_000_000), "rules": of_rule("a", pinned("table_wise", 1))},
+     r"tower 0: they need at least 26.0 MB .* of table 'a' a rank must hold 26.0 MB even table_wise"),
+    *(([AD_HOUR], ONE_RANK, {"rules": ShardingRules(schemes=(scheme,))},
+       f"No table of the 2 can have the scheme asked for; .* 't_ad': {scheme} asked for, but its tower has one rank")
+      for scheme in ("row_wise", "column_wise", "data_parallel")),
+    ([AD_HOUR], one_tower(4), {"rules": ShardingRules(schemes=("data_parallel",), id_route="global")},
+     r"'t_ad': data_parallel asked for, but id_route='global'"),
+    ([AD_HOUR], one_tower(4), {"rules": of_rule("t_add", "row_wise")}, "'t_add' matches none .* Did you mean 't_ad'"),
+    ([AD_HOUR], one_tower(4), {"rules": of_rule("x*", "row_wise")}, r"rule for tables 'x\*' matches none of the 2"),
+    ([AD_HOUR], ONE_RANK, {"rules": of_rule("t_ad", "row_wise")}, "'t_ad' in tower 0 cannot be row_wise.*one rank"),
+    ([AD_HOUR], one_tower(4), {"rules": of_rule("t_hour", "row_wise")}, "=3 cannot be cut into 4 row shards"),
+    ([AD_HOUR], one_tower(4), {"rules": of_rule("t_hour", "column_wise")}, "=4 cannot be cut into 2 column shards"),
+    *(([AD_HOUR], one_tower(4), {"rules": of_rule("t_ad", placement)},
+       rf"{placement.scheme} on local ranks \[{ranks}\], but its tower has ranks 0\.\.3")
+      for placement, ranks in ((pinned("table_wise", 4), "4"), (pinned("row_wise", 0, 1), "0, 1"))),
+    ([[table("a")]], TWO_TOWERS, {}, "given for 1 towers, but the topology has num_towers=2"),
+    ([[table("a"), table("a")]], ONE_RANK, {}, "Table 'a' is given 2 times; names must be unique"),
+    ([[table("a")]], ONE_RANK, {"workload": StepWorkload(pooling_factors={"a_1": 2.0})},
+     r"pooling_factors names the feature 'a_1', which no table has.*Did you mean 'a_0'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("towers", "topology", "options", "message"), REFUSED)
+def test_what_cannot_be_planned_is_refused(
+    towers: list[list[TableSpec]], topology: TowerTopology, options: dict[str, Any], message: str
+) -> None:
     with pytest.raises(InputError, match=message):
-        plan_tables([tables], one_tower(ranks), rules=ShardingRules(tables=rules))
+        plan_tables(towers, topology, **options)
 
 
-def test_wrong_tables_and_features_are_refused() -> None:
-    with pytest.raises(InputError, match="given for 1 towers, but the topology has num_towers=2"):
-        plan_tables([[table("a")]], TowerTopology(num_towers=2, ranks_per_tower=1))
-    with pytest.raises(InputError, match="Table 'a' is given 2 times; names must be unique"):
-        plan_tables([[table("a"), table("a")]], one_tower(1))
-    with pytest.raises(
-        InputError, match=r"pooling_factors names the feature 'a_1', which no table has.*Did you mean 'a_0'"
-    ):
-        plan_tables([[table("a")]], one_tower(1), workload=StepWorkload(pooling_factors={"a_1": 2.0}))
-    rules = ShardingRules(tables={"a": pinned("table_wise", 1)})
-    small = Hardware(memory_per_rank=1_000_000)
-    with pytest.raises(
-        InputError,
-        match=r"tower 0: they need at least 26.0 MB .* of table 'a' a rank must hold 26.0 MB even table_wise",
-    ):
-        plan_tables([[table("a")]], one_tower(2), hardware=small, rules=rules)
+def test_a_scheme_is_refused_only_where_no_table_that_asks_for_it_can_have_it() -> None:
+    with pytest.raises(InputError, match=r"'row_wize' is none of .*Did you mean 'row_wise'"):
+        of_rule("t_ad", "row_wize")
+    narrow, rules = [table("narrow", rows=3, columns=4)], ShardingRules(schemes=("row_wise",))
+    found = plan_tables([narrow, [table("wide")]], TWO_TOWERS, rules=rules)
+    assert found.placements["narrow"].scheme == "table_wise"
+    # Tables with rules of their own do not ask for the scheme.
+    plan_tables([AD_HOUR], ONE_RANK, rules=ShardingRules(schemes=("row_wise",), tables={"*": "table_wise"}))
 
 
 def test_tables_whose_rows_are_to_have_copies_are_not_cut_into_columns() -> None:
