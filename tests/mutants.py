@@ -118,7 +118,7 @@ first += size => first += 0
 ## dmt/sptt/peer_exchange.py :: tests/dmt/test_peer_exchange.py -k tags_tell
 tag=exchange.tag) => tag=0)
 ## dmt/sptt/micro_batches.py :: tests/dmt/test_parity.py -m "not slow" -k "micro-batches-4"
-module.run_towers(part, of_part), number) => module.run_towers(part, of_part), 0)
+module.run_towers(part_PN, rows), number) => module.run_towers(part_PN, rows), 0)
 ## dmt/sptt/dataflow.py :: tests/dmt/test_unique.py -k outlive
 if ctx.encoder is not self.encoder: => if False:
 ## dmt/sptt/dataflow.py :: tests/dmt/test_parity.py -k "bits and train"

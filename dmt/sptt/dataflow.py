@@ -47,8 +47,7 @@ from torchrec.streamable import Multistreamable
 from dmt.collectives import profiler_range
 from dmt.errors import InputError
 from dmt.sptt.id_routes import AgreedIds, GlobalIdRoute, PeerIdRoute
-from dmt.sptt.peer_exchange import AgreedOutputs, Piece, Rows, TowerOutput
-from dmt.sptt.results import Pending
+from dmt.sptt.peer_exchange import AgreedOutputs, Pending, Piece, Rows, TowerOutput
 from dmt.sptt.rows import RowCode, RowEncoder, exchange_rows, rows_of_parts
 from dmt.sptt.sharder import TowerSharder
 from dmt.sptt.state import TowerState
@@ -125,6 +124,7 @@ class SPTTModule(TowerState):
         self._route: PeerIdRoute  # set once the sharded collections exist
         self._agreed_ids = AgreedIds(self.features, is_weighted=is_weighted, group=self.mesh.sharding_group)
         self._outputs: AgreedOutputs | None = None
+        # Gradients of two modules may be sent in another order on a peer.
         self._tag = next(self.mesh.tags)
 
     @property
@@ -171,6 +171,7 @@ class SPTTModule(TowerState):
             InputError: a feature is missing, weights are missing, ids are no int32 or int64, keys or dtypes differ
                 from those of the first batch, or the batch size varies by feature.
         """
+        # A caller of an EmbeddingBagCollection has one argument for both kinds of bags, so either is taken.
         wanted, other = (weighted_features, features) if self._is_weighted else (features, weighted_features)
         ids_B = other if wanted is None else wanted
         if ids_B is None:
@@ -187,6 +188,7 @@ class SPTTModule(TowerState):
         Raises:
             InputError: a tower's output has another width or a wider dtype than in the first batch.
         """
+        # Not waited for here: the dense part of the model computes meanwhile.
         (columns_BS,) = self.columns(ctx, [self.exchange_outputs(ctx, output)])
         return Pending(lambda: self.finish(columns_BS.wait()))
 
@@ -195,6 +197,7 @@ class SPTTModule(TowerState):
     def exchange_ids(self, ctx: SPTTContext, ids_B: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
         """Steps a and c: ids of each feature to the peer (or the rank) that looks it up, in peer order."""
         if not self.id_exchanges:
+            # Here, since only a batch shows the order of its keys. A meta module is told the device by its ids.
             device = ids_B.device() if self._target_device.type == "meta" else self._target_device
             self.set_id_exchange(self._route.exchange(ids_B.keys(), device))
         exchange = self.id_exchanges[0]
@@ -202,6 +205,7 @@ class SPTTModule(TowerState):
         sent_B = exchange.in_order(ids_B)
         ctx.code = None if self.encoder is None else self.encoder.encode(sent_B)
         started = exchange(sent_B if ctx.code is None else ctx.code.ids)
+        # A pipeline waits for the sizes and for the ids of this batch while the one before computes.
         ctx.request = self._route.carry_on(started, ctx)
         return ctx.request
 
@@ -211,6 +215,7 @@ class SPTTModule(TowerState):
         if ctx.code is not None:
             ids_P, ctx.parts = rows_of_parts(ctx.code, ids_P, self.groups, self.mesh.tower)
         else:
+            # One group: all features of a tower have as many rows.
             own = batch_sizes[self.mesh.tower]
             ctx.parts = [Rows([[size] for size in batch_sizes], [[own]] * len(batch_sizes))]
         return ids_P
@@ -228,9 +233,10 @@ class SPTTModule(TowerState):
             fresh = self.create_context()
             dist_input = self.exchange_ids(fresh, ctx.ids).wait().wait()
             ctx.__dict__.update(fresh.__dict__)
-        ctx.request = None
+        ctx.request = None  # else the ids of a batch would live as long as its result
         if self.before_lookup is not None:
             self.before_lookup(ctx.ids, self.training and torch.is_grad_enabled())
+        # All are started before the first is waited for: their exchanges share the links inside the tower.
         embeddings_PN = [lazy.wait() for lazy in self._route.look_up(ctx, dist_input)]
         if self.after_lookup is not None:
             self.after_lookup(embeddings_PN)
@@ -245,6 +251,7 @@ class SPTTModule(TowerState):
         """Step f: starts the exchange of rows for columns among peers, [P, O] -> what `columns` makes [B, S] of."""
         rows = ctx.parts[part]
         if self._outputs is None:
+            # Peers cannot know how wide a tower module's output is before it has run.
             self._outputs = AgreedOutputs.gather(
                 output, self.mesh.peer_group, precision=self.peer_precision, tag=self._tag
             )

@@ -17,8 +17,8 @@ from dmt.plan.towers import TowerPlan
 from dmt.sptt.dataflow import SPTTModule
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.peer_exchange import Piece, Rows, TowerOutput
-from dmt.sptt.results import in_order, output_keys
 from dmt.sptt.sharder import HomeTable, SharderSettings, TowerSharder
+from dmt.sptt.tower_lookup import in_order, output_keys
 
 __all__ = ["SPTTEmbeddingBagCollectionSharder", "ShardedSPTTEmbeddingBagCollection"]
 

@@ -23,7 +23,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dmt.collectives import check_agreement, gather_objects
 from dmt.errors import InputError, did_you_mean
 from dmt.sptt.mesh import TowerMesh
-from dmt.sptt.results import Pending
+from dmt.sptt.peer_exchange import Pending
 from dmt.sptt.tower_lookup import GroupShardedEBC
 
 __all__ = ["AgreedIds", "GlobalIdRoute", "IdExchange", "PeerIdRoute"]
@@ -62,6 +62,7 @@ class IdExchange(nn.Module):
         self._sizes = [len(of_rank) for of_rank in wanted]
         position = {feature: i for i, feature in enumerate(input_features)}
         self._order = [position[feature] for of_rank in wanted for feature in of_rank]
+        # Kept on the device: made anew in each batch, a GPU would be waited for.
         order = torch.tensor(self._order, dtype=torch.int32, device=device)
         self.register_buffer("_order_tensor", order, persistent=False)
 
@@ -123,6 +124,7 @@ class AgreedIds:
         return KeyedJaggedTensor(keys=keys, values=values, lengths=ids.lengths(), stride=ids.stride())
 
     def _agree(self, keys: list[str], dtypes: dict[str, torch.dtype | None]) -> None:
+        # The first batch decides, since a plan does not know the keys' order nor dtypes.
         missing = [feature for feature in self._features if feature not in set(keys)]
         if missing:
             raise InputError(
@@ -205,6 +207,7 @@ class GlobalIdRoute(PeerIdRoute):
     def __init__(self, mesh: TowerMesh, collections: Sequence[GroupShardedEBC], note_rows: NoteRows) -> None:
         lookups = [[tables for _, tables in collection.tables_by_lookup] for collection in collections]
         features = [[[f for table in tables for f in table.feature_names] for tables in own] for own in lookups]
+        # Column shards make a rank want a feature more than once: the copies that this route pays with.
         wanted = [name for of_collection in features for of_lookup in of_collection for name in of_lookup]
         super().__init__(mesh, collections, note_rows, gather_objects(wanted, mesh.sharding_group))
         self.peers = slice(mesh.local, None, mesh.topology.ranks_per_tower)
@@ -231,6 +234,7 @@ class GlobalIdRoute(PeerIdRoute):
         assert ids.stride() == sum(batch_sizes), f"{ids.stride()} samples arrived from batches of {batch_sizes}"
         # Peer order: every rank of the tower serves one block, the samples of all its peers.
         served = [sum(batch_sizes[local::num_ranks]) for local in range(num_ranks)]
+        # Each lookup reads its own features; in the peer route TorchRec splits them inside the tower.
         parts = iter(ids.split([count for of_collection in self._counts for count in of_collection]))
         pending = []
         for collection, of_collection in zip(self._collections, self._counts, strict=True):

@@ -28,9 +28,9 @@ from dmt._torchrec import tree_flatten, tree_unflatten
 from dmt.collectives import check_agreement
 from dmt.errors import InputError
 from dmt.sptt.dataflow import SPTTContext, SPTTModule
-from dmt.sptt.peer_exchange import Rows
-from dmt.sptt.results import Pending, split_rows
+from dmt.sptt.peer_exchange import Pending, Rows
 from dmt.sptt.rows import part_sizes, wrap
+from dmt.sptt.tower_lookup import split_rows
 
 __all__ = ["MicroBatches", "ResultInParts", "run_in_micro_batches"]
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -19,17 +19,39 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 from torchrec.distributed.comm_ops import get_gradient_division
-from torchrec.distributed.types import Awaitable, NoOpQuantizedCommCodec, NoWait, QuantizedCommCodecs
+from torchrec.distributed.types import (
+    Awaitable,
+    LazyAwaitable,
+    LazyGetItemMixin,
+    NoOpQuantizedCommCodec,
+    NoWait,
+    QuantizedCommCodecs,
+)
 
 from dmt.collectives import PendingExchange, gather_objects, profiler_range, start_exchange
 from dmt.errors import InputError
 from dmt.sptt.precision import ExchangePrecision
-from dmt.sptt.results import Pending
 
-__all__ = ["AgreedOutputs", "PeerExchange", "Piece", "Rows", "TowerOutput", "codecs_of"]
+__all__ = ["AgreedOutputs", "PeerExchange", "Pending", "Piece", "Rows", "TowerOutput", "codecs_of"]
 
 Piece = tuple[Any, int]
 """Name and number of columns of a part of a tower's output."""
+
+
+class Pending(LazyGetItemMixin[Any, Any], LazyAwaitable[Any]):
+    """What is in flight, all over the dataflow: ``end(*arguments)`` waits for it, once, when the result is used."""
+
+    def __init__(self, end: Callable[..., Any], *arguments: Any) -> None:
+        super().__init__()
+        self._end: tuple[Callable[..., Any], tuple[Any, ...]] | None = (end, arguments)
+        self._value: Any = None
+
+    def _wait_impl(self) -> Any:
+        # TorchRec's exchange can be waited for only once, but a user may call wait() and use the result as well.
+        if self._end is not None:
+            end, arguments = self._end
+            self._value, self._end = end(*arguments), None
+        return self._value
 
 
 class TowerOutput(NamedTuple):
@@ -167,6 +189,7 @@ class PeerExchange:
                 f"The exchange between towers was made for {self.dtype}, but tower {self.group.rank()} hands it "
                 f"{numbers.dtype}; convert its outputs."
             )
+        # One tower has no peers, and its rows are in the order of its own samples.
         if self.group.size() == 1:
             return NoWait(numbers.reshape(arriving[0]))
         for owner, begun in self.begun:
@@ -201,12 +224,14 @@ class _Transfer:
 
     def start_backward(self, gradients: Tensor) -> None:
         """Sends each peer the gradients of its block."""
+        # Transposed: what arrived side by side goes back below each other.
         blocks = gradients.split([shape[-1] for shape in self._shapes], dim=-1)
         self._start([block.contiguous().view(-1) for block in blocks], self._sizes, self.exchange.backward_codec)
 
     def end_backward(self) -> Tensor:
         """The gradients of all numbers sent, one after the other."""
         gradients = torch.cat(self._end(self.exchange.backward_codec))
+        # In place: nobody else holds what `cat` made.
         return gradients.div_(len(self._sizes)) if get_gradient_division() else gradients
 
     def _start(self, blocks: Sequence[Tensor], sizes: Sequence[int], codec: Any) -> None:

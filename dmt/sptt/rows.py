@@ -20,8 +20,7 @@ from torch import Tensor
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dmt.sptt.peer_exchange import AgreedOutputs, Rows
-from dmt.sptt.results import Pending
+from dmt.sptt.peer_exchange import AgreedOutputs, Pending, Rows
 from dmt.sptt.unique import distinct_inputs, samples_of_rows
 
 __all__ = ["RowCode", "RowEncoder", "exchange_rows", "part_sizes", "rows_of_parts", "wrap"]

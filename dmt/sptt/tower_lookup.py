@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import math
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,7 +19,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.embedding_sharding import EmbeddingShardingContext
 from torchrec.distributed.types import Awaitable, ParameterSharding
 from torchrec.modules.embedding_configs import PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, get_embedding_names_by_table
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
@@ -37,7 +37,7 @@ from dmt.collectives import broadcast_tensor, start_sum
 from dmt.sharding.data_parallel import DataParallelOptimizer, UpdateSettings
 from dmt.sharding.optimizers import moment_scaled
 
-__all__ = ["DataParallelTables", "GroupShardedEBC", "RowWiseOutputs"]
+__all__ = ["DataParallelTables", "GroupShardedEBC", "RowWiseOutputs", "in_order", "output_keys", "split_rows"]
 
 # TorchRec's schemes that cut rows.
 _ROW_SCHEMES = ("row_wise", "table_row_wise", "grid_shard")
@@ -297,3 +297,28 @@ class RowWiseOutputs(nn.Module):
         sums = self._exchange(torch.cat(padded), even)
         sums.callbacks.append(lambda rows: rows[: sizes[self._rank]])
         return sums
+
+
+def in_order(arrived: KeyedTensor, keys: Sequence[str]) -> KeyedTensor:
+    """Brings the columns of embeddings [B, columns] into the order of these keys; other keys are left as they are.
+
+    Example:
+        >>> arrived = KeyedTensor(["b", "a"], [1, 2], torch.tensor([[3.0, 1.0, 2.0]]))
+        >>> in_order(arrived, ["a", "b"]).values().tolist()
+        [[1.0, 2.0, 3.0]]
+    """
+    if arrived.keys() == list(keys) or sorted(arrived.keys()) != sorted(keys):
+        return arrived
+    by_key = arrived.to_dict()
+    return KeyedTensor(list(keys), [by_key[key].shape[1] for key in keys], torch.cat([by_key[k] for k in keys], dim=1))
+
+
+def output_keys(tables: Sequence[Any]) -> list[str]:
+    """Keys of the result of an unsharded collection: features, as ``feature@table`` where two tables look one up."""
+    return [key for of_table in get_embedding_names_by_table(list(tables)) for key in of_table]
+
+
+def split_rows(embeddings: KeyedTensor, rows: Sequence[int]) -> list[KeyedTensor]:
+    """Splits embeddings [sum(rows), columns] into blocks of these numbers of rows."""
+    keys, widths = embeddings.keys(), embeddings.length_per_key()
+    return [KeyedTensor(keys, widths, block) for block in embeddings.values().split(list(rows))]

@@ -25,8 +25,8 @@ from dmt.plan.tables import feature_names
 from dmt.sptt.dataflow import SPTTModule
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.peer_exchange import Piece, Rows, TowerOutput
-from dmt.sptt.results import in_order, output_keys, split_rows
 from dmt.sptt.sharder import SharderSettings, TowerSharder
+from dmt.sptt.tower_lookup import in_order, output_keys, split_rows
 
 __all__ = ["ShardedTowerCollection", "TowerCollectionSharder", "clip_grad_norm"]
 

@@ -28,7 +28,7 @@ from torch.autograd import Function
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dmt.sptt.results import Pending
+from dmt.sptt.peer_exchange import Pending
 
 __all__ = ["add_rows", "distinct_inputs", "samples_of_rows"]
 

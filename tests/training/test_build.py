@@ -17,8 +17,7 @@ from torchrec.distributed.types import LazyAwaitable
 from dmt.errors import InputError
 from dmt.sptt import peer_exchange
 from dmt.sptt.mesh import TowerMesh
-from dmt.sptt.peer_exchange import PeerExchange
-from dmt.sptt.results import Pending
+from dmt.sptt.peer_exchange import PeerExchange, Pending
 from dmt.testing import gather_plain_state, load_plain_state
 from dmt.training import preflight
 from dmt.training.build import (
