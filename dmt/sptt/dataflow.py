@@ -69,8 +69,6 @@ class SPTTContext(Multistreamable):
 
     sharding_contexts: list[_ExchangeContext] = field(default_factory=lambda: [_ExchangeContext()])
     """TorchRec's own; the id exchange writes the batch sizes of the ranks it crosses into it."""
-    peers: slice = field(default_factory=lambda: slice(None))
-    """Positions of the peers, in tower order, among those ranks."""
     request: Awaitable[Awaitable[KJTList]] | None = None
     """The id exchange."""
     ids: KeyedJaggedTensor | None = None
@@ -154,7 +152,7 @@ class SPTTModule(TowerState):
 
     def create_context(self) -> SPTTContext:
         """Makes a context for one batch."""
-        return SPTTContext(peers=self._route.peers)
+        return SPTTContext()
 
     def input_dist(
         self,
@@ -211,7 +209,7 @@ class SPTTModule(TowerState):
 
     def _note_rows(self, ctx: SPTTContext, ids_P: KeyedJaggedTensor) -> KeyedJaggedTensor:
         """Reads the rows of each peer off the ids that have arrived; returns them with one batch size for all."""
-        batch_sizes = ctx.sharding_contexts[0].batch_size_per_rank[ctx.peers]
+        batch_sizes = ctx.sharding_contexts[0].batch_size_per_rank[self._route.peers]
         if ctx.code is not None:
             ids_P, ctx.parts = rows_of_parts(ctx.code, ids_P, self.groups, self.mesh.tower)
         else:

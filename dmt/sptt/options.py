@@ -5,56 +5,47 @@ Pure: it imports neither torch nor TorchRec.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 from dmt.errors import InputError
 
-__all__ = ["REFUSALS", "Options", "refusals", "refuse"]
+__all__ = ["REFUSALS", "refusals", "refuse"]
 
-
-@dataclass(frozen=True, kw_only=True)
-class Options:
-    """What wraps, or changes, the tower dataflow of a model; as far as the asker knows it."""
-
-    id_route: str = "peer"
-    unique: bool = False
-    hot_rows: bool = False
-    num_replicas: int = 1
-    has_towers: bool = False
-    """The model has tower modules."""
-
-
-REFUSALS: tuple[tuple[Callable[[Options], bool], str], ...] = (
-    (
-        lambda o: o.unique and o.id_route == "global",
-        "unique=True needs id_route='peer'; the global route sends the ids of every sample",
+REFUSALS: dict[tuple[str, str], str] = {
+    ("unique", "id_route"): "unique=True needs id_route='peer'; the global route sends the ids of every sample",
+    ("hot_rows", "id_route"): (
+        "hot rows need id_route='peer'; the global route sends the ids and outputs of every sample"
     ),
-    (
-        lambda o: o.hot_rows and o.id_route == "global",
-        "hot rows need id_route='peer'; the global route sends the ids and outputs of every sample",
-    ),
-    (
-        lambda o: o.hot_rows and o.has_towers,
-        "hot rows need a flat model; towers send their modules' outputs",
-    ),
-    (
-        lambda o: o.hot_rows and o.num_replicas > 1,
-        "hot rows need num_replicas=1; copies would have to be averaged over {o.num_replicas} replicas",
-    ),
-)
-"""Conditions and messages, which may name fields of the `Options` ``o``."""
+    ("hot_rows", "has_towers"): "hot rows need a flat model; towers send their modules' outputs",
+    ("hot_rows", "num_replicas"): "hot rows need num_replicas=1; copies would have to be averaged over all replicas",
+}
+"""Two arguments of `refuse`, and what it says where both are not at their defaults."""
 
 
-def refusals(**options: Any) -> list[tuple[bool, str]]:
-    """Returns for each line of `REFUSALS` whether it holds for these fields of `Options`, and its message."""
-    given = Options(**options)
-    return [(bool(holds(given)), f"{message.format(o=given)}. Leave out one of them.") for holds, message in REFUSALS]
+def refusals(
+    *,
+    id_route: str = "peer",
+    unique: bool = False,
+    hot_rows: bool = False,
+    num_replicas: int = 1,
+    has_towers: bool = False,
+) -> list[tuple[bool, str]]:
+    """Returns for each line of `REFUSALS` whether it holds, and its message.
+
+    ``has_towers`` says whether the model has tower modules; leave out what is not known.
+    """
+    is_set = {
+        "id_route": id_route != "peer",
+        "unique": unique,
+        "hot_rows": hot_rows,
+        "num_replicas": num_replicas > 1,
+        "has_towers": has_towers,
+    }
+    return [(is_set[a] and is_set[b], f"{message}. Leave out one of them.") for (a, b), message in REFUSALS.items()]
 
 
 def refuse(**options: Any) -> None:
-    """Raises `InputError` with the first message of `refusals` that holds for these fields of `Options`.
+    """Raises `InputError` with the first message of `refusals` that holds for these arguments of it.
 
     Example:
         >>> refuse(unique=True, id_route="global")
