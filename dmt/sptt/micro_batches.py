@@ -207,8 +207,10 @@ def _served_in_parts(module: SPTTModule) -> Iterator[list[Any]]:
     served: list[Any] = []
 
     def serve(*args: Any, **kwargs: Any) -> Any:
+        # The ids are those of the whole batch in every call.
         if not parts:
             parts.extend(forward(*args, **kwargs).parts)
+        # A call too many is told of once the forward has returned, with all numbers of calls.
         served.append(parts[min(len(served), len(parts) - 1)])
         return served[-1]
 

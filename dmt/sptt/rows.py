@@ -74,6 +74,7 @@ class RowCode:
         self, exchanges: Sequence[Awaitable[Any]], agreed: AgreedOutputs, num_groups: Sequence[int]
     ) -> list[Awaitable[Tensor]]:
         """Makes columns [B, S] of each part from what the exchanges bring; ``num_groups`` has G of each tower."""
+        # Pieces come tower by tower; a tower numbers its groups from 0.
         starts = [0, *itertools.accumulate(num_groups)]
         groups = [start + group for start, own in zip(starts, agreed.groups, strict=False) for group in own]
         rows = [[part[group] for group in groups] for part in self.parts]
@@ -127,6 +128,7 @@ def rows_of_parts(
     strides, firsts = ids.stride_per_key_per_rank(), [0, *itertools.accumulate(sizes)][:-1]
     parts = []
     for k, of_part in enumerate(code.parts):
+        # Features of a group have as many rows, so its first one tells them.
         arrived = zip(*(strides[first * num + k] for first in firsts), strict=True)
         asked = iter(of_part)
         sent = [[next(asked) for _ in of_tower] for of_tower in groups]
@@ -154,6 +156,7 @@ def exchange_rows(outputs_PO: Tensor, rows: Rows, agreed: AgreedOutputs) -> Awai
     Only real rows are sent, peer by peer, piece by piece.
     """
     tower = agreed.exchange.group.rank()
+    # Both ends count the same numbers: rows crossed with the ids, widths in the first batch.
     sizes = [sum(_counts(of_peer, agreed, tower)) for of_peer in rows.arrived]
     by_tower = [_counts(of_tower, agreed, number) for number, of_tower in enumerate(rows.sent)]
     widths = [width for of_tower in agreed.widths for width in of_tower]

@@ -151,6 +151,7 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
                 self._check_table(
                     table, weights[table.name], params.get(table.name), tower=tower, is_weighted=is_weighted
                 )
+        # From here on only this rank's tower is looked at.
         made = self.sharded_type(self, module, params, device)
         if self.unique:
             wrap(made, shares_equal=True)
@@ -214,7 +215,8 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         for message, is_refused in refusals.items():
             if is_refused:
                 raise InputError(f"{where} {message}")
-        self._scale(parameter, scheme)
+        self._scale(parameter, scheme)  # raises where there is no moment to scale
+        # Parts of a table that no shard covers would keep their first values without a word.
         placement = TablePlacement(scheme=scheme, ranks=tuple(sharding.ranks or ()))
         expected = shards_in_tower(table, placement, num_ranks=topology.ranks_per_tower, tower=tower)
         shards = [(s.placement.rank(), *s.shard_offsets, *s.shard_sizes) for s in _shards(sharding)]
@@ -241,8 +243,10 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
     ) -> GroupShardedEBC:
         """Shards an ``EmbeddingBagCollection`` over the ranks of this rank's tower (SPTT steps a, b, d); collective."""
         mesh, bags = self.mesh, collection.embedding_bags
+        # Placements name the device of their rank, which is not the same on all.
         devices = gather_objects(str(device or "cpu"), mesh.tower_group)
         ranks = get_process_group_ranks(mesh.tower_group)
+        # Plans are local to a tower, so that one plan serves any mesh with towers of this size.
         names = [table.name for table in collection.embedding_bag_configs()]
         placed = {name: place_globally(sharding[name], ranks, devices) for name in names}
         return GroupShardedEBC(

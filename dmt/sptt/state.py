@@ -37,6 +37,7 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
         it: `dmt.ReplicaSync` or `dmt.HotRows`."""
         self.after_lookup: Callable[[list[Any]], None] | None = None
         """Called with the embeddings of each lookup. `dmt.ReplicaSync` sets it."""
+        # Until somebody who averages them takes its place: replicas drift apart without an error.
         if self.mesh.topology.num_replicas > 1:
             self.before_lookup = self._refuse_lookup
         self.hot: Any = None
@@ -66,6 +67,7 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
         """
         if assign:
             raise InputError("load_state_dict(assign=True) cannot replace the memory of sharded tables; leave it out.")
+        # Rows that the state dict leaves out keep what training has made of them.
         self.write_back()
         keys = self.local_part.load_state_dict(state_dict, strict=strict)
         self.read_again()
@@ -183,6 +185,7 @@ def _collection_tensors(collection: GroupShardedEBC, prefix: str) -> Iterator[Ta
                 if is_sharded
                 else [(value, (0,) * value.dim())]
             )
+            # Several column shards of a table may be on one rank; counts of updates are no numbers to compare.
             for number, (tensor, offsets) in enumerate(shards):
                 if tensor.is_floating_point():
                     yield TableTensor(

@@ -84,8 +84,10 @@ class GroupShardedEBC(OpenShardedEBC):
         weights = [(module.embedding_bags[name].weight, scale) for name, scale in self.moment_scales.items()]
         fused_params = options["fused_params"]
         scaled = [(weight, moment_scaled(fused_settings(weight, fused_params), scale)) for weight, scale in weights]
+        # TorchRec's constructor takes fused_params for all tables, but reads each parameter's own first.
         with settings_on_parameters(scaled):
             super().__init__(module, sharding, group_env(group), **options)
+        # TorchRec's optimizer leaves out data-parallel tables, which it expects a dense optimizer to update.
         data_parallel = [lookup.optimizer for lookup in self.lookups if isinstance(lookup, DataParallelTables)]
         fused = [optimizer for _, optimizer in super().fused_optimizer.optimizers]
         for optimizer in fused:
@@ -95,6 +97,7 @@ class GroupShardedEBC(OpenShardedEBC):
             if scheme in _ROW_SCHEMES:
                 self.output_dists[i] = RowWiseOutputs(self.output_dists[i], group.rank(), max(1, self.host_sizes[i]))
         names, self._widths = zip(*self.output_columns, strict=True)
+        # No rank of a row-wise table has a whole bag, so its mean is a sum, divided where all of it has arrived.
         divided = {
             feature if feature in names else f"{feature}@{table.name}": feature
             for table in self._configs
@@ -142,6 +145,7 @@ class GroupShardedEBC(OpenShardedEBC):
         for table in self._configs:
             weight = self.embedding_bags[table.name].weight
             table.init_fn(weight)
+            # Each rank has drawn its own, as it should of shards.
             if self._schemes[table.name] == "data_parallel":
                 broadcast_tensor(weight.data, self._data_parallel_group)
 
@@ -177,6 +181,7 @@ class GroupShardedEBC(OpenShardedEBC):
         lengths = features.lengths().view(len(features.keys()), -1)
         position = {key: i for i, key in enumerate(features.keys())}
         ones = torch.ones_like(lengths[0])
+        # An empty bag is zero as a mean too, not 0 / 0.
         columns = [ones if key is None else lengths[position[key]].clamp(min=1) for key in self._divided_by]
         widths = torch.tensor(self._widths, device=lengths.device)
         return torch.stack(columns, dim=1).repeat_interleave(widths, dim=1).to(torch.float32)
@@ -186,6 +191,7 @@ class GroupShardedEBC(OpenShardedEBC):
         scales = {self.moment_scales.get(key.split(".")[-2], 1.0) for key in optimizer.params}
         assert len(scales) <= 1, f"a kernel has tables of moment scales {scales}"
         factor = math.sqrt(scales.pop()) if scales else 1.0
+        # FBGEMM groups tables by their settings, so all tables of a kernel have one scale.
         if factor != 1.0:
             scale_learning_rate(optimizer, factor)
 
@@ -231,6 +237,7 @@ class DataParallelTables(nn.Module):
 
     def settle(self, *, update: bool = False) -> None:
         """Ends what a backward pass has begun, without an update where it did not come to its end: something raised."""
+        # Taken away first: what an exception leaves behind would be ended twice.
         pending, self._pending = self._pending, []
         try:
             for _, end in pending:
@@ -288,6 +295,7 @@ class RowWiseOutputs(nn.Module):
     def forward(self, partial_sums: Tensor, sharding_ctx: EmbeddingShardingContext) -> Awaitable[Tensor]:
         """Starts the exchange; the context has the batch size of every rank."""
         sizes = sharding_ctx.batch_size_per_rank
+        # Equal batches, the usual case, need no copy.
         if len(set(sizes)) <= 1:
             return self._exchange(partial_sums, sharding_ctx)
         largest = max(sizes)

@@ -60,6 +60,7 @@ class ShardedTowerCollection(SPTTModule):
         self._keys = {str(i): output_keys(_tables(module.towers[i])) for i in mine}
         self.embeddings = {str(i): sharder.shard_in_tower(module.towers[i].embedding, sharding, device) for i in mine}
         self.interactions = _TowerModules({i: module.towers[i].interaction for i in mine}, self._target_device)
+        # The tree has the names of the unsharded module; its parts are called elsewhere.
         towers = {
             i: nn.ModuleDict({"embedding": embedding, "interaction": self.interactions.by_tower[i]})
             for i, embedding in self.embeddings.items()
@@ -85,6 +86,7 @@ class ShardedTowerCollection(SPTTModule):
                     f"The tower module of tower {name} returned {shape} for {number} samples; it must return a tensor "
                     "[samples, output dim]."
                 )
+        # Rows that fill up come last in each piece, and are cut off again before anything is sent.
         filled = [F.pad(o, (0, 0, 0, rows.num_rows - len(o))) if len(o) < rows.num_rows else o for o in outputs]
         columns = torch.cat(filled, dim=1) if len(outputs) > 1 else outputs[0]
         pieces = [(int(name), output.shape[1]) for name, output in zip(self.embeddings, outputs, strict=True)]
@@ -223,6 +225,7 @@ def _materialize(module: nn.Module, device: torch.device) -> nn.Module:
                     f"A tower module holds a {type(part).__name__} built on the meta device without "
                     "reset_parameters(); build the tower modules on a real device or give it that method."
                 )
+            # Alone: other parts, maybe inside this one, keep what they were given.
             part.to_empty(device=device, recurse=False)
             part.reset_parameters()  # type: ignore[operator]
     return module.to(device)
@@ -231,6 +234,7 @@ def _materialize(module: nn.Module, device: torch.device) -> nn.Module:
 def _data_parallel(modules: _TowerModules, mesh: TowerMesh) -> nn.Module:
     """Averages tower-module gradients inside the tower (DMT section 3.2, "System Perspective")."""
     if any(p.requires_grad for p in modules.parameters()):
+        # Buffers stay each rank's own, as those of TorchRec's dense part do.
         return DistributedDataParallel(
             modules, process_group=mesh.tower_module_group, forward_sync_buffers=False, gradient_as_bucket_view=True
         )
@@ -277,6 +281,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
     of_towers = {id(parameter) for part in collections for parameter in part.interactions.parameters()}
     trained = [parameter for parameter in _dense_parameters(model) if parameter.grad is not None]
     device = next((p.device for p in trained), torch.device("cpu"))
+    # The dense part is the same on every rank, so it counts once.
     total = _square((p for p in trained if id(p) not in of_towers), device)
     if collections:
         square = _square((p for p in trained if id(p) in of_towers), device)

@@ -59,12 +59,14 @@ def distinct_inputs(
         ([7, 8, 9], [[2]], [[0, 1, 0]])
     """
     device, num_samples = ids.device(), ids.stride()
+    # With output_size, a GPU does not wait for the sum of the sizes.
     group_of = torch.arange(len(sizes), device=device).repeat_interleave(
         torch.tensor(sizes, device=device), output_size=sum(sizes)
     )
     samples = torch.arange(num_samples, device=device)
     first = samples.expand(len(sizes), -1)
     if num_samples and share:
+        # Unequal inputs of equal hashes are so rare that then nothing is shared.
         equal = _first_equal(_hashes(ids, group_of, len(sizes)))
         first = equal if _have_equal_inputs(ids, equal[group_of]) else first
     elif num_samples:
@@ -77,6 +79,7 @@ def distinct_inputs(
     inverse = (is_first.cumsum(dim=1) - 1).gather(1, first)
     lengths, values, weights = ids.lengths(), ids.values(), ids.weights_or_none()
     if sum(map(sum, parts)) < len(sizes) * num_samples:
+        # In a batch without repeats nothing is copied.
         kept = is_first[group_of].flatten().nonzero().flatten()
         lengths, values, weights = _bags(ids, kept)
     groups = [group for group, size in enumerate(sizes) for _ in range(size)]
@@ -98,6 +101,7 @@ def _hashes(ids: KeyedJaggedTensor, group_of: Tensor, num_groups: int) -> Tensor
     place = torch.arange(numbers.numel(), device=lengths.device) - (lengths.cumsum(0) - lengths)[bag_of]
     if weights is not None:
         numbers = _mix(numbers) + weights.float().view(torch.int32)
+    # Lengths tell bags of zeros apart, places the order of ids, features the bags of a group; mix(0) is 0, so from 1.
     of_bags = lengths.index_add(0, bag_of, _mix(numbers + _mix(place + 1))).view(len(group_of), -1)
     features = torch.arange(len(group_of), device=lengths.device).unsqueeze(1)
     of_bags = _mix(of_bags + _mix(features + 1))
@@ -111,6 +115,7 @@ def _mix(numbers: Tensor) -> Tensor:
 
 def _first_equal(hashes: Tensor) -> Tensor:
     """Returns for each sample the first one with the same hash, [groups, B]."""
+    # Stable: of equal hashes the first sample comes first.
     hashes, order = hashes.sort(dim=1, stable=True)
     places = torch.arange(hashes.shape[1], device=hashes.device).expand_as(hashes)
     begins = torch.ones_like(hashes, dtype=torch.bool)
