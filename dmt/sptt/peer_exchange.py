@@ -297,7 +297,7 @@ class _Cast(NoOpQuantizedCommCodec[None]):
     """
 
     def __init__(self, wire: torch.dtype, scale: float, dtype: torch.dtype) -> None:
-        self.quantized_dtype = wire  # type: ignore[assignment,method-assign]
+        self.quantized_dtype = wire
         self._wire, self._scale, self._dtype = wire, scale, dtype
 
     def encode(self, input_tensor: Tensor, ctx: Any = None) -> Tensor:
