@@ -397,13 +397,13 @@ def _refusals(config: TrainingConfig) -> list[tuple[object, str]]:
     # TorchRec would ignore them without a warning.
     of_towers = [key for key in SHARDING_OF_TOWERS if getattr(sharding, key) != getattr(ShardingConfig(), key)]
     of_hot_rows = [key for key in HotRowsConfig.model_fields if getattr(hot, key) != getattr(HotRowsConfig(), key)]
-    options = {
-        "id_route": sharding.id_route,
-        "unique": sharding.unique,
-        "hot_rows": hot.extra_memory > 0,
-        "num_replicas": replicas,
-        "has_towers": model.has_towers,
-    }
+    wrapped = refusals(
+        id_route=sharding.id_route,
+        unique=sharding.unique,
+        hot_rows=hot.extra_memory > 0,
+        num_replicas=replicas,
+        has_towers=model.has_towers,
+    )
     return [
         (
             model.has_towers and is_flat,
@@ -434,7 +434,7 @@ def _refusals(config: TrainingConfig) -> list[tuple[object, str]]:
             "sharding.dataflow='flat', which would look up and send each micro-batch by itself. Set it to 'sptt', or "
             "leave micro_batches out.",
         ),
-        *([] if is_flat else refusals(**options)),
+        *([] if is_flat else wrapped),
         (
             train.dense_reduce == "ring" and train.dense_reduce_precision != "fp32",
             f"train.dense_reduce_precision={train.dense_reduce_precision!r} needs train.dense_reduce='hierarchical', "
