@@ -71,7 +71,7 @@ class SPTTContext(Multistreamable):
     """TorchRec's own; the id exchange writes the batch sizes of the ranks it crosses into it."""
     request: Awaitable[Awaitable[KJTList]] | None = None
     """The id exchange."""
-    ids: KeyedJaggedTensor | None = None
+    ids_B: KeyedJaggedTensor | None = None
     """Ids of the batch, as they were given."""
     encoder: RowEncoder | None = None
     """What encoded them."""
@@ -85,7 +85,7 @@ class SPTTContext(Multistreamable):
     def record_stream(self, stream: torch.Stream) -> None:
         """Keeps the memory of what pipelines make on another stream until this one has done its work."""
         made = [part for of_collection in self.in_tower for part in of_collection]
-        for part in (*made, self.ids, self.code):
+        for part in (*made, self.ids_B, self.code):
             if part is not None:
                 part.record_stream(stream)
 
@@ -143,8 +143,8 @@ class SPTTModule(TowerState):
             self._route = PeerIdRoute(self.mesh, self.collections, self._note_rows, self._features_by_tower)
 
     @abc.abstractmethod
-    def tower_output(self, embeddings: Sequence[KeyedTensor], rows: Rows) -> TowerOutput:
-        """Computes this tower's output from the embeddings of each sharded collection, [rows, columns]."""
+    def tower_output(self, embeddings_PN: Sequence[KeyedTensor], rows: Rows) -> TowerOutput:
+        """Computes this tower's output from the embeddings of each sharded collection, [P, its columns]."""
 
     @abc.abstractmethod
     def result(self, columns_BS: Tensor, pieces: Sequence[Piece]) -> Any:
@@ -199,7 +199,7 @@ class SPTTModule(TowerState):
             device = ids_B.device() if self._target_device.type == "meta" else self._target_device
             self.set_id_exchange(self._route.exchange(ids_B.keys(), device))
         exchange = self.id_exchanges[0]
-        ctx.ids, ctx.encoder = ids_B, self.encoder
+        ctx.ids_B, ctx.encoder = ids_B, self.encoder
         sent_B = exchange.in_order(ids_B)
         ctx.code = None if self.encoder is None else self.encoder.encode(sent_B)
         started = exchange(sent_B if ctx.code is None else ctx.code.ids)
@@ -227,13 +227,13 @@ class SPTTModule(TowerState):
             dist_input = ctx.request.wait().wait()
         if ctx.encoder is not self.encoder:
             # Another one was set since: the ids cross once more, and the context forgets the exchange before.
-            assert ctx.ids is not None, "the batch was exchanged before"
+            assert ctx.ids_B is not None, "the batch was exchanged before"
             fresh = self.create_context()
-            dist_input = self.exchange_ids(fresh, ctx.ids).wait().wait()
+            dist_input = self.exchange_ids(fresh, ctx.ids_B).wait().wait()
             ctx.__dict__.update(fresh.__dict__)
         ctx.request = None  # else the ids of a batch would live as long as its result
         if self.before_lookup is not None:
-            self.before_lookup(ctx.ids, self.training and torch.is_grad_enabled())
+            self.before_lookup(ctx.ids_B, self.training and torch.is_grad_enabled())
         # All are started before the first is waited for: their exchanges share the links inside the tower.
         embeddings_PN = [lazy.wait() for lazy in self._route.look_up(ctx, dist_input)]
         if self.after_lookup is not None:

@@ -61,11 +61,11 @@ class ShardedSPTTEmbeddingBagCollection(SPTTModule):
         self.local_part = sharder.shard_in_tower(_sub_collection(module, tables[self.mesh.tower]), sharding, device)
         self.build_route()
 
-    def tower_output(self, embeddings: Sequence[KeyedTensor], rows: Rows) -> TowerOutput:
-        """Passes this tower's embeddings through, side by side as its ranks hold them: [samples, O = N]."""
-        names, widths = embeddings[0].keys(), embeddings[0].length_per_key()
+    def tower_output(self, embeddings_PN: Sequence[KeyedTensor], rows: Rows) -> TowerOutput:
+        """Passes this tower's embeddings through, side by side as its ranks hold them: [P, O = N]."""
+        names, widths = embeddings_PN[0].keys(), embeddings_PN[0].length_per_key()
         pieces = list(zip(names, widths, strict=True))
-        return TowerOutput(embeddings[0].values(), pieces, [self._groups[name] for name in names])
+        return TowerOutput(embeddings_PN[0].values(), pieces, [self._groups[name] for name in names])
 
     def result(self, columns_BS: Tensor, pieces: Sequence[Piece]) -> KeyedTensor:
         """Makes the ``KeyedTensor`` of the unsharded collection."""

@@ -69,14 +69,14 @@ class ShardedTowerCollection(SPTTModule):
         self.build_route()
         self._data_parallel = _data_parallel(self.interactions, self.mesh)
 
-    def tower_output(self, embeddings: Sequence[KeyedTensor], rows: Rows) -> TowerOutput:
-        """Computes the outputs of this rank's towers side by side, in logical order: [samples, O]."""
+    def tower_output(self, embeddings_PN: Sequence[KeyedTensor], rows: Rows) -> TowerOutput:
+        """Computes the outputs of this rank's towers side by side, in logical order: [P, O]."""
         num_samples = rows.by_group if len(rows.by_group) > 1 else rows.by_group * len(self.embeddings)
         # Bags that only fill up reach no module: a batch norm would count them, and a norm of 0 has no gradient. In the
         # order of the tables, so that a tower module may also read embeddings by position.
         given = [
             in_order(split_rows(e, [number, rows.num_rows - number])[0], self._keys[i])
-            for i, e, number in zip(self.embeddings, embeddings, num_samples, strict=True)
+            for i, e, number in zip(self.embeddings, embeddings_PN, num_samples, strict=True)
         ]
         outputs: list[Tensor] = self._data_parallel(given)
         for name, output, number in zip(self.embeddings, outputs, num_samples, strict=True):
@@ -88,10 +88,10 @@ class ShardedTowerCollection(SPTTModule):
                 )
         # Rows that fill up come last in each piece, and are cut off again before anything is sent.
         filled = [F.pad(o, (0, 0, 0, rows.num_rows - len(o))) if len(o) < rows.num_rows else o for o in outputs]
-        columns = torch.cat(filled, dim=1) if len(outputs) > 1 else outputs[0]
+        columns_PO = torch.cat(filled, dim=1) if len(outputs) > 1 else outputs[0]
         pieces = [(int(name), output.shape[1]) for name, output in zip(self.embeddings, outputs, strict=True)]
         # Logical towers that have features in common are one group.
-        return TowerOutput(columns, pieces, [i if len(rows.by_group) > 1 else 0 for i in range(len(pieces))])
+        return TowerOutput(columns_PO, pieces, [i if len(rows.by_group) > 1 else 0 for i in range(len(pieces))])
 
     def result(self, columns_BS: Tensor, pieces: Sequence[Piece]) -> Tensor:
         """Brings the towers' columns into logical order: [B, S]."""
