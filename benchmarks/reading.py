@@ -26,7 +26,7 @@ from dmt.training.data.batch import ClickBatch
 from dmt.training.data.clicks import ClickData
 from dmt.training.data.columns import CRITEO_CATEGORICAL
 from dmt.training.data.config import DataConfig
-from dmt.training.data.prepare import PrepareOptions, prepare
+from dmt.training.data.prepare import prepare
 
 _BATCH, _BLOCK, _STEP_S, _STEPS = 4096, 20_000, 0.05, 40
 
@@ -81,10 +81,9 @@ def waited(folder: Path) -> float:
 
 
 def prepared(text: Path, folder: Path, memory_gib: float) -> dict[str, float]:
-    """Rows per second and core of `dmt prepare` on one thread, its memory, and the size of the text."""
+    """Rows per second and core of `dmt prepare`, its memory, and the size of the text."""
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
-    options = PrepareOptions(threads=1, memory_gib=memory_gib)
-    record = prepare(DataConfig(kind="criteo_tsv", train_path=str(text)), folder, options)
+    record = prepare(DataConfig(kind="criteo_tsv", train_path=str(text)), folder, memory_gib=memory_gib)
     rate = sum(record.rows.values()) / (time.process_time() - began)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
     return {"rows_per_s": rate, "peak_mib": peak / 1024, "text_gib": text.stat().st_size / 2**30}

@@ -89,9 +89,9 @@ if _order(path)[0] == step), default=0) => if _order(path)[0] != step), default=
 doomed = path.with_name(f".{path.name}.partial") => doomed = path.with_name(f"{path.name}.partial")
 ## dmt/training/data/hash.py :: tests/test_house.py -k "docstring and hash"
 rows = 1 + (mix_bits(hashed ^ salt) => rows = 1 + (mix_bits(hashed)
-feature, num_embeddings), 0)[codes] => feature, num_embeddings), 1)[codes]
+np.append(rows, 0)[codes] => np.append(rows, 1)[codes]
 ## dmt/training/data/hash.py :: tests/training/data/test_prepare.py -k "frequen or vocabular or deal"
-known = np.where(self.keys[place] == keys, self.rows[place], _RARE) => known = self.rows[place]
+known = np.where(known_keys[place] == keys, known_rows[place], _RARE) => known = known_rows[place]
 return _FIRST + len(self.keys) => return len(self.keys)
 order = np.argsort(keys) => order = np.arange(len(keys))
 ## dmt/sptt/unique.py :: tests/dmt/test_unique.py -m "not slow and not ranks"

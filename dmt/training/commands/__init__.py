@@ -296,11 +296,18 @@ def _bench_comms(out: Path) -> Shown | None:
     type=click.Choice(["config", "frequency"]),
     help="As training on the raw rows has them (hashed, or as they are), or by frequency.",
 )
-@click.option("--min-count", default=1, help="Rarer values share an id, by frequency.")
+@click.option("--min-count", type=click.IntRange(1), default=1, help="Rarer values share an id, by frequency.")
 @click.option("--vocabulary", type=_PATH, help="Use the ids of this prepared folder.")
-@click.option("--max-rejects", default=0, help="Rows that may be left out, listed in rejects.csv.")
-@click.option("--row-group-rows", "group_rows", default=32_768, help="Rows of a row group.")
-@click.option("--memory-gib", default=2.0, help="Memory of DuckDB; about a gibibyte comes on top.")
+@click.option(
+    "--max-rejects", type=click.IntRange(0), default=0, help="Rows that may be left out, listed in rejects.csv."
+)
+@click.option("--row-group-rows", "group_rows", type=click.IntRange(1), default=32_768, help="Rows of a row group.")
+@click.option(
+    "--memory-gib",
+    type=click.FloatRange(0.25),
+    default=2.0,
+    help="Memory of DuckDB; about a gibibyte comes on top.",
+)
 def _prepare(config: str, overrides: tuple[str, ...], **options: Any) -> Shown:
     """Writes raw rows as Parquet with ids, to train on.
 

@@ -20,8 +20,8 @@ from dmt.training.checkpoints import checkpoints
 from dmt.training.config import SHARDING_OF_TOWERS, load_config, to_override, to_toml
 from dmt.training.console import NameConsole
 from dmt.training.data.config import DataConfig
-from dmt.training.data.files import expand_path, matching_files
-from dmt.training.data.raw import first_line, schema_of
+from dmt.training.data.files import expand_path, format_of, matching_files
+from dmt.training.data.raw import schema_of
 from dmt.training.partition import affinity_of_run
 from dmt.training.preflight import check_rows, resolve
 from dmt.training.records import quality_warnings, read_result
@@ -148,26 +148,24 @@ def _torchrun(config: Path, ranks: int, log: Path) -> int:
 def demo_settings(data: str) -> list[str]:
     """The overrides that point the demo's config at a file of clicks.
 
-    A file without the suffix of another format that begins with a label is in Criteo's; its evaluation rows come from
-    the file whose name has "test" for "train", where there is one. Other files need the columns ``label``, ``c_*``
-    (categorical) and ``d_*`` (dense); a column ``split`` says which rows evaluate.
+    Criteo's is a text file that is no .csv and has no column ``label``; its evaluation rows come from the file whose
+    name has "test" for "train", where there is one. Other files need the columns ``label``, ``c_*`` (categorical) and
+    ``d_*`` (dense); a column ``split`` says which rows evaluate.
 
     Raises:
         InputError: the file does not exist or its kind is unknown.
     """
     file = expand_path("--data", data, columns=False)[0]
     settings = [to_override("data.train_path", data), f"data.num_embeddings={_TABLE_ROWS}"]
-    is_named = file.endswith((".parquet", ".pq", ".csv", ".csv.gz")) or ".json" in file or ".ndjson" in file
-    if not is_named and first_line(file).partition(b"\t")[0].strip() in (b"0", b"1", b""):
+    names = schema_of(file, DataConfig(kind="columns", train_path=data, categorical=("c_*",))).names
+    if "label" not in names and format_of(file) == "text" and not file.endswith((".csv", ".csv.gz")):
         name = Path(data).name
         partner = data.removesuffix(name) + name.replace("train", "test")
         evaluation = [to_override("data.eval_path", partner)] if partner != data and matching_files(partner) else []
         return ['data.kind="criteo_tsv"', *settings, *evaluation]
     expand_path("--data", data, columns=True)
     settings += ['data.kind="columns"', 'data.categorical=["c_*"]', 'data.dense=["d_*"]']
-    if "split" in schema_of(file, DataConfig(kind="columns", train_path=data, categorical=("c_*",))).names:
-        settings.append('data.split_column="split"')
-    return settings
+    return [*settings, 'data.split_column="split"'] if "split" in names else settings
 
 
 def step_settings(rows: int, ranks: int) -> list[str]:

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -12,8 +11,7 @@ from dmt.errors import InputError
 from dmt.files import check_output
 from dmt.training.commands import Shown
 from dmt.training.config import load_config
-from dmt.training.console import progress_bar
-from dmt.training.data.prepare import PrepareOptions, prepare
+from dmt.training.data.prepare import prepare
 
 __all__ = ["run_prepare"]
 
@@ -40,18 +38,15 @@ def run_prepare(
         raise InputError("--vocabulary needs ids by frequency. Give --ids frequency, or leave it out.")
     check_output("--out", out.absolute().parent, is_folder=True)
     dims: dict[str, Any] = {"embedding_dim": run.model.embedding_dim, "embedding_dims": run.model.embedding_dims}
-    with _share_bar() as on_share:
-        manifest = prepare(data, out, PrepareOptions(**options), on_share=on_share, **dims)
-    return _show(asdict(manifest), out)
+    return _show(asdict(prepare(data, out, dims=dims, **options)), out)
 
 
 def _show(record: dict[str, Any], out: Path) -> Shown:
     """Shows the columns of the rows, what to look at, and how to train on them."""
     rows = []
     for name, feature in record["summary"]["features"].items():
-        numbers = [feature[key] for key in ("distinct", "missing", "rows", "suggested_rows")]
-        cells = ["-" if number is None else f"{number:,}" for number in numbers]
-        rows.append([name, *cells, f"{feature['its_share']:.1%} {feature['most_frequent'] or ''}"[:24]])
+        numbers = [f"{feature[key]:,}" for key in ("rows_in_use", "missing", "rows")]
+        rows.append([name, *numbers, f"{feature['most_frequent_share']:.1%}"])
     parts, notes = record["rows"], record["summary"]["notes"]
     lines = [f"- {note}" for note in notes[:_MOST_NOTES]]
     if len(notes) > _MOST_NOTES:
@@ -60,23 +55,6 @@ def _show(record: dict[str, Any], out: Path) -> Shown:
         lines.append(f"{record['rejects']:,} rows were left out: see {out / 'rejects.csv'}")
     counts = f"access counts: hot_rows.profile={out / record['access_counts']}"
     lines.append(f"Train with data.prepared={out}; {counts}")
-    headers = ["feature", "values", "missing", "rows", "suggested", "most frequent"]
+    headers = ["feature", "rows in use", "missing", "rows", "most frequent"]
     title = f"{parts['train']:,} training rows and {parts['eval']:,} evaluation rows"
     return Shown(record, headers, rows, title, range(1, 5), lines)
-
-
-@contextmanager
-def _share_bar() -> Iterator[Callable[[str, float], None]]:
-    """Yields a function that shows the share of a part of the work that is done."""
-    bars: dict[str, Any] = {}
-
-    def show(phase: str, share: float) -> None:
-        if phase not in bars:
-            bars[phase] = progress_bar(initial=0, total=100, enabled=True, desc=phase, unit="%")
-        bars[phase].update(round(100 * share) - bars[phase].n)
-
-    try:
-        yield show
-    finally:
-        for bar in bars.values():
-            bar.close()

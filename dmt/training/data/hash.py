@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 from numpy.typing import NDArray
 
 from dmt.errors import InputError
@@ -20,8 +19,6 @@ __all__ = ["COUNTED", "HASH_KEY", "Vocabulary", "deal_rows", "hash_rows"]
 
 HASH_KEY = "dmt-category-v01"
 """Key of the hash of categories; another one is another data set to a trained model. SipHash needs 16 bytes."""
-
-
 COUNTED = 2**62
 """Rows into which values are hashed to be counted: two values of a feature hardly ever hash alike."""
 _RARE, _FIRST = 1, 2
@@ -48,28 +45,17 @@ def hash_rows(values: pa.Array, *, feature: str, num_embeddings: int) -> NDArray
     """
     if num_embeddings == 1 or len(values) == 0:
         return np.zeros(len(values), dtype=np.int64)
-    encoded = values if pa.types.is_dictionary(values.type) else values.dictionary_encode()
-    indices = encoded.indices.fill_null(-1) if encoded.null_count else encoded.indices
-    codes, dictionary = indices.to_numpy(zero_copy_only=False), encoded.dictionary
-    if len(dictionary) > 2 * len(codes):  # few rows of a large dictionary: hash only what they use
-        used, codes = np.unique(codes, return_inverse=True)
-        dictionary = dictionary.take(pa.array(used, mask=used < 0))
-    # The code -1 of a missing value reads the last entry.
-    return np.append(_hash_values(dictionary, feature, num_embeddings), 0)[codes]
-
-
-def _hash_values(dictionary: pa.Array, feature: str, num_embeddings: int) -> NDArray[np.int64]:
-    """Returns the row of each value, int64 [n]; 0 of a missing one."""
-    text = _text(dictionary, feature)
-    missing = pc.is_null(text).to_numpy(zero_copy_only=False)
-    words = pc.fill_null(text, "").to_numpy(zero_copy_only=False).astype(object)
     # Here, since most runs hash nothing and pandas takes long to load.
     from pandas.util import hash_array
 
-    hashed = hash_array(words, hash_key=HASH_KEY, categorize=False)
+    encoded = values if pa.types.is_dictionary(values.type) else values.dictionary_encode()
+    text = _text(encoded.dictionary, feature)
+    hashed = hash_array(text.to_numpy(zero_copy_only=False).astype(object), hash_key=HASH_KEY, categorize=False)
     salt = hash_array(np.array([feature], dtype=object), hash_key=HASH_KEY, categorize=False)[0]
     rows = 1 + (mix_bits(hashed ^ salt) % np.uint64(num_embeddings - 1)).astype(np.int64)
-    return np.where(missing, 0, rows)
+    rows[text.is_null().to_numpy(zero_copy_only=False)] = 0
+    codes = encoded.indices.cast(pa.int64()).fill_null(len(rows)).to_numpy()
+    return np.append(rows, 0)[codes]
 
 
 def _text(values: pa.Array, feature: str) -> pa.Array:
@@ -87,10 +73,9 @@ def _text(values: pa.Array, feature: str) -> pa.Array:
 def deal_rows(number: int) -> NDArray[np.int64]:
     """Returns a row for each value, the most frequent first, such that any contiguous part of the rows is read alike.
 
-    The multiples of the golden ratio, modulo 1, fill [0, 1) evenly however many are taken (Kronecker sequence), so each
-    of K equal parts gets about every K-th value. A part is read at most 1.1 times the mean, plus the share of the most
-    frequent row: a single row cannot be cut (OPER, section 4; hot rows take those). Row-wise shards are contiguous, so
-    ids in the order of frequency would put all hot rows on the first rank.
+    Row-wise shards are contiguous, so ids in the order of frequency would put all hot rows on the first rank. The
+    multiples of the golden ratio, modulo 1, fill [0, 1) evenly however many are taken (Kronecker sequence): a part is
+    read at most 1.1 times the mean, plus the share of the most frequent row, which cannot be cut.
 
     Args:
         number: values.
@@ -129,8 +114,7 @@ class Vocabulary:
 
     def rows_of(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
         """Returns the row of each value by its hash, 0 of a missing one [m]."""
-        if not len(self.keys):
-            return np.where(keys == 0, 0, _RARE)
-        place = np.minimum(np.searchsorted(self.keys, keys), len(self.keys) - 1)
-        known = np.where(self.keys[place] == keys, self.rows[place], _RARE)
+        known_keys, known_rows = np.append(self.keys, -1), np.append(self.rows, _RARE)  # no key is below 0
+        place = np.searchsorted(self.keys, keys)
+        known = np.where(known_keys[place] == keys, known_rows[place], _RARE)
         return np.where(keys == 0, 0, known)

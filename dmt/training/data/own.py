@@ -42,7 +42,7 @@ class OwnRows:
     """
 
     def __init__(self, config: DataConfig) -> None:
-        from dmt.training.data.raw import Converter  # which loads DuckDB
+        from dmt.training.data.raw import Converter, connect  # which loads DuckDB
 
         assert config.source is not None, "of kind 'source'"
         self._name, self._config = f"data.source={config.source!r}", config
@@ -57,7 +57,7 @@ class OwnRows:
         if first is None:
             raise InputError(f"{self._name} has no batch with rows. Yield at least one.")
         self.columns = find_columns(config, first.schema, self._name)
-        self._converter = Converter(config, self.columns)
+        self._converter = Converter(config, self.columns, connect())
 
     def state(self, epoch: int, rows: int) -> str | None:
         """Returns the state from which this rank's rows from ``rows`` on can be read; None without one."""
@@ -104,8 +104,7 @@ class OwnRows:
 
         Keeps the states from which all but the rows before the last ``ahead`` ones can be read again.
         """
-        from dmt.training.data.prepare import prepared_schema, prepared_table
-        from dmt.training.data.raw import table_block, used_columns
+        from dmt.training.data.raw import Block, used_columns
 
         batches, before = self._call(split, rank, world_size, epoch), 0
         has_state = split == "train" and hasattr(batches, "state_dict") and hasattr(batches, "load_state_dict")
@@ -115,7 +114,7 @@ class OwnRows:
                 used_rows, _, text = state.partition(" ")
                 before = int(used_rows)
                 batches.load_state_dict(torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True))
-        schema, used = prepared_schema(self._config, self.columns), used_columns(self._config, self.columns)
+        used = used_columns(self._config, self.columns)
         text = _state_text(batches, self._name) if has_state else ""
         for place, table in self._tables_of(batches):
             if find_columns(self._config, table.schema, place) != self.columns:
@@ -126,11 +125,11 @@ class OwnRows:
                     self._states.popleft()
                 text = _state_text(batches, self._name)
             if before + table.num_rows > start:
-                typed, rejects = self._converter.convert(table_block(place, table.select(used)))
+                rows, rejects = self._converter.convert(Block.of(place, table.select(used)))
                 if rejects:
                     wrong = rejects[0]
                     raise InputError(f"{place}, row {wrong.line}: column {wrong.column!r}: {wrong.reason}.")
-                yield prepared_table(typed, schema, self.columns, {}).slice(max(start - before, 0))
+                yield rows.slice(max(start - before, 0))
             before += table.num_rows
 
     def _call(self, split: str, shard: int, num_shards: int, epoch: int) -> Any:

@@ -31,7 +31,7 @@ from dmt.training.data.clicks import ClickData
 from dmt.training.data.config import DataConfig
 from dmt.training.data.files import Manifest
 from dmt.training.data.hash import deal_rows, hash_rows
-from dmt.training.data.prepare import PrepareOptions, prepare
+from dmt.training.data.prepare import prepare
 
 from .helpers import REAL, criteo_line, needs_real_data, numbered_lines, write
 
@@ -43,7 +43,7 @@ WORDS, TAGS = ["ann", "b,ob", None, "12"], [["x", "y"], [], ["x"], []]
 
 def prepared(tmp_path: Path, config: DataConfig, part: str = "train", **options: Any) -> tuple[pa.Table, Manifest]:
     out = tmp_path / f"out{len(list(tmp_path.iterdir()))}"
-    record = prepare(config, out, PrepareOptions(**options))
+    record = prepare(config, out, **options)
     return pq.read_table(out / part), record
 
 
@@ -120,7 +120,7 @@ def test_times_of_every_spelling(tmp_path: Path) -> None:
     code = (
         "import sys, json; from pathlib import Path; from dmt.training.data.config import DataConfig\n"
         "from dmt.training.data.prepare import *\n"
-        "prepare(DataConfig(**json.loads(sys.argv[1])), Path(sys.argv[2]), PrepareOptions(threads=1))"
+        "prepare(DataConfig(**json.loads(sys.argv[1])), Path(sys.argv[2]))"
     )
     record = config_of(tmp_path / "a.csv", **settings).model_dump_json(exclude_defaults=True)
     environment = os.environ | {"TZ": "America/New_York"}
@@ -135,15 +135,15 @@ GOOD = "0,good,1,x,2026-11-22"
 REJECTED = [
     ("2,a,1,x,", "label", "expected 0 or 1, found 2"),
     (",a,1,x,", "label", "expected 0 or 1, found nothing"),
-    ("0,a,12x,x,", "d", "expected a number, found 12x"),
-    ("0,a,1_0,x,", "d", "expected a number, found 1_0"),
-    ("0,a,inf,x,", "d", "infinite"),
+    ("0,a,12x,x,", "d", "expected a finite 32-bit number, found 12x"),
+    ("0,a,1_0,x,", "d", "expected a finite 32-bit number, found 1_0"),
+    ("0,a,inf,x,", "d", "expected a finite 32-bit number, found inf"),
     ("0,a,1,x,22.11.2026", "t", "expected a date or time"),
     ("0,a,1,x,2026-11-22T25:00", "t", "expected a date or time"),
     ("0,a,1,x,1700000000", "t", "expected a date or time"),
     ("0,a,1", "", "expected 5 columns, found 3"),
     ("0,a,1,x,,", "", "expected 5 columns, found 6"),
-    ("", "", "the line is empty"),
+    ("", "", "expected 5 columns, found 1"),
     ('0,"open,1,x,', "", "quotes that end before the line"),
     ('0,"open"",1,x,', "", "quotes that end before the line"),
     ('0,"open,1"x,x,', "", "quotes that end before the line or the next column"),
@@ -166,7 +166,7 @@ def test_a_row_that_cannot_be_used_is_named_or_listed_and_no_other_is_lost(
     with pytest.raises(InputError, match="--max-rejects"):  # of both parts together
         prepared(tmp_path, config_of(path), max_rejects=1)
     out = tmp_path / "out"
-    record = prepare(config_of(path), out, PrepareOptions(max_rejects=2))
+    record = prepare(config_of(path), out, max_rejects=2)
     assert record.rejects == 2
     assert pq.read_table(out / "train")["label"].to_pylist() == [0] * 4
     with (out / "rejects.csv").open(encoding="utf-8") as stream:
@@ -226,13 +226,13 @@ def test_of_a_thousand_damaged_lines_each_is_right_or_listed(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.csv", "", "a.csv: is empty"),
+        ("a.csv", "", "expected a line of column names first"),
         ("a.csv", "0,a,1,x,2026-11-22\n0,b,1,x,2026-11-22\n", "label 'label' matches no column"),
         ("a.csv", "label,c,d,tags,t,c\n", "column 'c' is named 2 times"),
         ("a.csv", "label;c;d;tags;t\n", "label 'label' matches no column"),
-        ("a.csv", CSV.encode("utf-16"), "is UTF-16"),
+        ("a.csv", CSV.encode("utf-16"), "cannot be read as column names"),
         ("a.csv.gz", gzip.compress(CSV.encode(), mtime=0)[:-9], "gzip file is cut off or damaged"),
-        ("a.jsonl", "", "a.jsonl: is empty"),
+        ("a.jsonl", "", "none of its first 0 lines is a JSON object"),
         ("a.jsonl", "[1]\n", "is a JSON object"),
         ("a.jsonl", JSON + "\n[1]\n", "line 5: expected a JSON object"),
         ("a.jsonl", JSON + "\n{", "line 5: expected a JSON object"),
@@ -267,7 +267,7 @@ def test_criteo_files_without_and_with_a_line_of_names(tmp_path: Path) -> None:
     names = ["label", *(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27))]
     for line, message in (
         ("\t".join(names), "line 1: column 'label': expected 0 or 1, found label"),
-        (criteo_line(integers=["1"] * 12 + ["x"]), "column 'I13': expected a number, found x"),
+        (criteo_line(integers=["1"] * 12 + ["x"]), "column 'I13': expected a finite 32-bit number, found x"),
     ):
         write(tmp_path / "a.tsv", [line, *numbered_lines(3)])
         with pytest.raises(InputError, match=message):
@@ -340,7 +340,7 @@ def test_contiguous_shards_of_criteos_values_are_read_alike(column: str) -> None
 
 def test_ids_are_dealt_by_frequency_and_rare_ones_share_one(tmp_path: Path) -> None:
     config = by_frequency(clicks(tmp_path / "clicks.parquet"))
-    record = prepare(config, tmp_path / "all", PrepareOptions(group_rows=16))
+    record = prepare(config, tmp_path / "all", group_rows=16)
     # By frequency; those that come once in the order of their hashes.
     b, a, c, d, *once = (2 + deal_rows(6)).tolist()
     order = {"b": b, "a": a, "c": c, "d": d, None: 0}
@@ -348,10 +348,10 @@ def test_ids_are_dealt_by_frequency_and_rare_ones_share_one(tmp_path: Path) -> N
     assert [order.get(user, 99) for user in USERS] == [99 if row in once else row for row in rows]
     assert {rows[24], rows[25]} == set(once)
     assert pq.read_table(tmp_path / "all" / "eval")["user"].to_pylist() == [a, 1, 0]
-    assert record.summary["features"]["user"]["distinct"] == 6
-    assert record.summary["features"]["user"]["most_frequent"] == "b"
+    assert record.summary["features"]["user"]["rows_in_use"] == 6
+    assert record.summary["features"]["user"]["most_frequent_share"] == pytest.approx(9 / 28, abs=1e-5)
 
-    record = prepare(config, tmp_path / "two", PrepareOptions(min_count=4))
+    record = prepare(config, tmp_path / "two", min_count=4)
     train = pq.read_table(tmp_path / "two" / "train")
     b, a, c = (2 + deal_rows(3)).tolist()
     order = {"b": b, "a": a, "c": c, None: 0}
@@ -366,7 +366,7 @@ def test_ids_are_dealt_by_frequency_and_rare_ones_share_one(tmp_path: Path) -> N
 
     # Features that share a table share its ids.
     shared = config.model_copy(update={"shared_tables": {"people": ("user", "friend")}})
-    record = prepare(shared, tmp_path / "one", PrepareOptions())
+    record = prepare(shared, tmp_path / "one")
     assert [(f.table, f.rows) for f in record.features] == [("people", 9)] * 2
     train = pq.read_table(tmp_path / "one" / "train")
     assert [bag[0] for bag in train["friend"].to_pylist() if bag] == [row for row in train["user"].to_pylist() if row]
@@ -388,14 +388,14 @@ def by_frequency(config: DataConfig, **settings: Any) -> DataConfig:
 
 def test_raw_rows_get_the_ids_of_their_vocabulary_or_none(tmp_path: Path) -> None:
     config = by_frequency(clicks(tmp_path / "clicks.parquet"))
-    raw = DataConfig.model_validate(prepare(config, tmp_path / "out", PrepareOptions()).raw)
+    raw = DataConfig.model_validate(prepare(config, tmp_path / "out").raw)
     table, _ = prepared(tmp_path, raw.model_copy(update={"train_path": config.train_path}), eval_only=True, part="eval")
     both = [*pq.read_table(tmp_path / "out" / "train")["user"].to_pylist()]
     assert table["user"].to_pylist()[: len(both)] == both
     (tmp_path / "out").rename(tmp_path / "away")
     with pytest.raises(InputError, match=r"data.vocabulary=.*cannot be read"):
         prepared(tmp_path, raw)
-    prepare(by_frequency(clicks(tmp_path / "clicks.parquet", ["z", "b"])), tmp_path / "out", PrepareOptions())
+    prepare(by_frequency(clicks(tmp_path / "clicks.parquet", ["z", "b"])), tmp_path / "out")
     with pytest.raises(InputError, match="has another vocabulary than the model was trained with"):
         prepared(tmp_path, raw)
 
@@ -406,7 +406,7 @@ def test_rows_of_a_request_are_written_together_and_whole_requests_set_apart(tmp
     config = DataConfig(
         kind="columns", train_path=str(tmp_path / "a.csv"), categorical=("c",), group_by="q", eval_fraction=0.4
     )
-    prepare(config, tmp_path / "out", PrepareOptions(group_rows=500))
+    prepare(config, tmp_path / "out", group_rows=500)
     keys = {part: pq.read_table(tmp_path / "out" / part)["#request"].to_pylist() for part in ("train", "eval")}
     assert sum(map(len, keys.values())) == 200
     assert not set(keys["train"]) & set(keys["eval"])
@@ -419,7 +419,7 @@ def test_rows_of_a_request_are_written_together_and_whole_requests_set_apart(tmp
 def test_row_groups_have_one_size_and_an_empty_part_has_a_file(tmp_path: Path) -> None:
     write(tmp_path / "a.tsv", numbered_lines(70))
     config = DataConfig(kind="criteo_tsv", train_path=str(tmp_path / "a.tsv"))
-    prepare(config, tmp_path / "out", PrepareOptions(group_rows=16, eval_only=True))
+    prepare(config, tmp_path / "out", group_rows=16, eval_only=True)
     groups = pq.read_metadata(tmp_path / "out" / "eval" / "part-00000.parquet")
     assert [groups.row_group(i).num_rows for i in range(groups.num_row_groups)] == [16, 16, 16, 16, 6]
     assert pq.read_table(tmp_path / "out" / "train").num_rows == 0
@@ -432,65 +432,59 @@ def test_the_summary_says_what_to_look_at(tmp_path: Path) -> None:
     sizes = {"num_embeddings_per_feature": {"many": 9, "none": 9}, "shared_tables": {"both": ("few", "less")}}
     _, record = prepared(tmp_path, config_of(tmp_path / "a.csv", **sizes, **names))
     notes = " ".join(record.summary["notes"])
-    assert "d: all 60 values are missing" in notes
+    assert "d: all 60 values are missing or 0" in notes
     assert "none: all 60 values are missing" in notes
-    assert "few: 2 distinct values in a table of 100,000 rows. num_embeddings_per_feature.few = 20" in notes
+    assert "few: uses 2 of 100,000 rows. num_embeddings_per_feature.few = 20" in notes
     assert "many: its table of 9 rows is full" in notes
-    assert "less: 60 values below 0" in notes  # of both parts
-    assert "few: shares t_both with less, but no value" in notes
-    few = record.summary["features"]["few"]
-    assert (few["most_frequent"], few["its_share"]) == ("a", pytest.approx(2 / 3, abs=1e-5))
+    assert record.summary["features"]["few"]["most_frequent_share"] == pytest.approx(2 / 3, abs=1e-5)
 
 
 def test_a_folder_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path / "a.tsv", numbered_lines(40))
     config, out = DataConfig(kind="criteo_tsv", train_path=str(tmp_path / "a.tsv")), tmp_path / "out"
-    prepare(config, out, PrepareOptions(group_rows=8))
+    prepare(config, out, group_rows=8)
     with pytest.raises(InputError, match="exists, and nothing is overwritten"):
-        prepare(config, out, PrepareOptions())
+        prepare(config, out)
 
-    def full(writer: Any, group: Any) -> None:
+    def full(rows: Any) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(module._Writer, "_write", full)
+    monkeypatch.setattr(module, "_grouped", full)
     with pytest.raises(InputError, match="cannot be written: No space left on device"):
-        prepare(config, tmp_path / "other", PrepareOptions())
+        prepare(config, tmp_path / "other")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.tsv", "out"]
 
 
-def test_a_killed_prepare_leaves_nothing_that_looks_finished_and_the_next_one_removes_it(tmp_path: Path) -> None:
+def test_a_killed_prepare_leaves_nothing_that_looks_finished_and_the_next_one_starts_anew(tmp_path: Path) -> None:
     write(tmp_path / "a.tsv", numbered_lines(40))
+    config, out = DataConfig(kind="criteo_tsv", train_path=str(tmp_path / "a.tsv")), tmp_path / "out"
     code = (
         "import os, signal, sys; from pathlib import Path; from dmt.training.data import prepare as m\n"
         "from dmt.training.data.config import DataConfig\n"
         "m._seal = lambda *more: os.kill(os.getpid(), int(sys.argv[1]))\n"
-        f"config = DataConfig(kind='criteo_tsv', train_path={str(tmp_path / 'a.tsv')!r})\n"
-        f"m.prepare(config, Path({str(tmp_path / 'out')!r}), m.PrepareOptions(threads=1))"
+        f"config = DataConfig(kind='criteo_tsv', train_path={config.train_path!r})\n"
+        f"m.prepare(config, Path({str(out)!r}))"
     )
     command = [sys.executable, "-W", "ignore", "-c", code]
+    killed = subprocess.run([*command, str(int(signal.SIGKILL))], check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".out.work", "a.tsv"]
     held = subprocess.Popen([*command, str(int(signal.SIGSTOP))])
     os.waitpid(held.pid, os.WUNTRACED)
     try:
-        killed = subprocess.run([*command, str(int(signal.SIGKILL))], check=False)
-        assert killed.returncode == -signal.SIGKILL
-        left = {path.name for path in tmp_path.iterdir()} - {"a.tsv"}
-        assert len(left) == 2
-        config = DataConfig(kind="criteo_tsv", train_path=str(tmp_path / "a.tsv"))
-        prepare(config, tmp_path / "out", PrepareOptions())
-        left = {path.name for path in tmp_path.iterdir()} - {"a.tsv", "out"}
-        assert len(left) == 1, "that of the one that is still at work"
+        with pytest.raises(InputError, match="Another `dmt prepare` is writing"):
+            prepare(config, out)
     finally:
         held.kill()
         held.wait()
+    assert prepare(config, out).rows == {"train": 36, "eval": 4}
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.tsv", "out"]
 
 
 @pytest.mark.parametrize(
     ("settings", "options", "message"),
     [
         ({}, {"min_count": 2}, "--min-count needs ids by frequency"),
-        ({}, {"min_count": 0}, "--min-count=0 must be at least 1"),
-        ({}, {"max_rejects": -1}, "--max-rejects=-1"),
-        ({}, {"memory_gib": 0.1}, "--memory-gib=0.1"),
         ({"id_mode": "frequency", "vocabulary": "hashed"}, {}, "has no vocabulary"),
         (
             {"categorical": ("user",), "id_mode": "frequency", "vocabulary": "counted"},
@@ -507,12 +501,12 @@ def test_contradicting_options_are_refused(
     settings: dict[str, Any], options: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
     config = clicks(tmp_path / "clicks.parquet")
-    prepare(config, tmp_path / "hashed", PrepareOptions())
-    prepare(by_frequency(config), tmp_path / "counted", PrepareOptions())
+    prepare(config, tmp_path / "hashed")
+    prepare(by_frequency(config), tmp_path / "counted")
     if "vocabulary" in settings:
         settings = settings | {"vocabulary": str(tmp_path / settings["vocabulary"])}
     with pytest.raises(InputError, match=message):
-        prepare(config.model_copy(update=settings), tmp_path / "out", PrepareOptions(**options))
+        prepare(config.model_copy(update=settings), tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
 
 
