@@ -37,7 +37,6 @@ __all__ = [
     "host_groups",
     "in_backward_pass",
     "mark_updated_in_backward",
-    "norms",
     "place_globally",
     "scale_learning_rate",
     "settings_on_parameters",
@@ -249,8 +248,3 @@ def settings_on_parameters(settings: Sequence[tuple[Tensor, Mapping[str, Any]]])
 def assert_in_graph(condition: Tensor, message: str) -> None:
     """Checks a boolean tensor of one number, also in a program that ``torch.export`` makes; `RuntimeError` if false."""
     torch.ops.aten._assert_async.msg(condition, message)
-
-
-def norms(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the norm of each tensor, a scalar on its device; one kernel for all of them on a GPU."""
-    return list(torch._foreach_norm(list(tensors))) if tensors else []

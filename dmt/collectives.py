@@ -28,7 +28,6 @@ __all__ = [
     "profiler_range",
     "reason_of",
     "run_on_all_or_raise",
-    "scatter_sum",
     "start_exchange",
     "start_mean",
     "start_sum",
@@ -182,15 +181,6 @@ def is_in_one(tensor: Tensor) -> bool:
     return tensor.device.type != "cpu"
 
 
-def scatter_sum(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Returns this rank's part of the sum of a tensor over the group: [n] -> [n / size], parts in group order."""
-    if group.size() == 1:
-        return value.clone()
-    part = value.new_empty(value.numel() // group.size())
-    dist.reduce_scatter_tensor(part, value, group=group)
-    return part
-
-
 def gather_parts(part: Tensor, group: dist.ProcessGroup) -> Tensor:
     """Returns the parts of all ranks one after the other: [n] -> [n * size], the same on every rank."""
     if group.size() == 1:
@@ -216,7 +206,12 @@ def start_sum_over_hosts(
     ``dtype``, by default that of the value. What is returned waits, and returns the sum in the dtype of the value.
     """
     part = nn.functional.pad(value, (0, -value.numel() % inside.size()))
-    part = scatter_sum(part, inside).to(dtype or value.dtype)
+    if inside.size() > 1:
+        sums = part.new_empty(part.numel() // inside.size())
+        dist.reduce_scatter_tensor(sums, part, group=inside)
+        part = sums
+    # Alone on its host, a rank would sum into the caller's tensor.
+    part = part.to(dtype or value.dtype, copy=inside.size() == 1)
     work = start_sum(part, across)
 
     def end() -> Tensor:

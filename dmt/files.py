@@ -5,12 +5,10 @@ from __future__ import annotations
 import json
 import os
 import secrets
-import stat
 import tempfile
 import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from io import BufferedReader
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
@@ -25,12 +23,10 @@ __all__ = [
     "explain",
     "from_record",
     "fsync_path",
-    "open_file",
     "parse",
-    "read_json",
+    "read_file",
     "read_model",
     "read_record",
-    "read_toml",
     "write_or_raise",
 ]
 
@@ -99,47 +95,27 @@ def check_output(option: str, path: Path, *, is_folder: bool = False) -> None:
         raise InputError(f"{option} {str(path)!r} cannot be written: it is a folder. Name a file in it.")
 
 
-def open_file(path: str | os.PathLike[str]) -> BufferedReader:
-    """Opens a regular file to read; waits for nobody, as opening a pipe would.
+def read_file(path: str | os.PathLike[str], kind: Literal["JSON", "TOML"], *, place: str, remedy: str) -> Any:
+    """Reads a file of a kind.
 
-    Raises:
-        OSError: it cannot be opened, or is a folder, a pipe or a device.
-    """
-    file = open(path, "rb", opener=lambda name, flags: os.open(name, flags | os.O_NONBLOCK))  # noqa: SIM115 - returned
-    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-        file.close()
-        raise OSError(f"{os.fspath(path)} is no regular file, which every rank can read: save it as one")
-    return file
-
-
-def read_json(path: str | os.PathLike[str], *, place: str, remedy: str) -> Any:
-    """Reads a JSON file.
-
-    Error messages begin with ``place``, its kind and name, such as ``"Tower plan towers.json"``, and end with
+    Error messages begin with ``place``, the file's kind and name, such as ``"Tower plan towers.json"``, and end with
     ``remedy``, an advice.
 
     Raises:
-        InputError: the file cannot be read, is no regular file or not JSON.
+        InputError: the file cannot be read, is a pipe, or is not of the kind.
     """
-    return parse(_read(path, place, remedy), "JSON", place=place, remedy=remedy)
-
-
-def read_toml(path: str | os.PathLike[str], *, place: str, remedy: str) -> dict[str, Any]:
-    """Reads a TOML file; arguments and errors are those of `read_json`."""
-    return dict(parse(_read(path, place, remedy), "TOML", place=place, remedy=remedy))
-
-
-def _read(path: str | os.PathLike[str], place: str, remedy: str) -> str:
     try:
-        with open_file(path) as file:
-            return file.read().decode()
+        if Path(path).is_fifo():
+            raise OSError("a pipe cannot be read by every rank: save it as a file")
+        text = Path(path).read_bytes().decode()
     except (OSError, ValueError) as error:  # ValueError: text that is not UTF-8, a path with a NUL
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"{place}: cannot be read ({reason}). {remedy}") from error
+    return parse(text, kind, place=place, remedy=remedy)
 
 
 def parse(text: str, kind: Literal["JSON", "TOML"], *, place: str, remedy: str) -> Any:
-    """Reads text of a kind; ``place``, ``remedy`` and errors are those of `read_json`."""
+    """Reads text of a kind; ``place``, ``remedy`` and errors are those of `read_file`."""
     try:
         return json.loads(text) if kind == "JSON" else tomllib.loads(text)
     except (ValueError, RecursionError) as error:
@@ -152,7 +128,7 @@ def read_record(path: str | os.PathLike[str], *, what: str, version: int, remedy
     Raises:
         InputError: the file cannot be read, is not a JSON object, or of another format version.
     """
-    record = read_json(path, place=f"{what} {path}", remedy=remedy)
+    record = read_file(path, "JSON", place=f"{what} {path}", remedy=remedy)
     form = record.get("format") if isinstance(record, dict) else None
     if form != version:
         raise InputError(f"{what} {path} has format {form!r}; this version reads format {version}. {remedy}")

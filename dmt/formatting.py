@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 
-__all__ = ["counted", "human_bytes", "natural", "printable", "shorten"]
+__all__ = ["counted", "human_bytes", "printable", "shorten"]
 
 _UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
 
@@ -44,18 +43,6 @@ def counted(number: int, word: str) -> str:
         ('1 tower', '4,000 features')
     """
     return f"{number:,} {word}" if number == 1 else f"{number:,} {word}s"
-
-
-def natural(name: str) -> list[tuple[bool, int, str]]:
-    """Returns a key by which names sort as people count: numbers in them by value.
-
-    Example:
-        >>> sorted(["C10", "C2", "C1", "10", "b"], key=natural)
-        ['10', 'C1', 'C2', 'C10', 'b']
-    """
-    # Of ASCII digits only: int() takes others, too, but a name's digits are few and these are never too long for it.
-    parts = re.split("([0-9]{1,18})", name)
-    return [(not part.isdecimal(), int(part) if part.isdecimal() else 0, part) for part in parts if part]
 
 
 def printable(text: str) -> str:

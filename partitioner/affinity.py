@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dmt.errors import InputError, did_you_mean
-from dmt.files import explain, open_file, write_or_raise
+from dmt.files import explain, write_or_raise
 from dmt.plan.tables import TableSpec, feature_names, table_specs
 
 if TYPE_CHECKING:
@@ -292,7 +292,7 @@ class FeatureAffinity:
         where = f"Affinity file {path}"
         try:
             # Opened here, because numpy leaves a broken archive open.
-            with open_file(path) as file:
+            with open(path, "rb") as file:
                 archive = np.load(file, allow_pickle=False)
                 arrays = {name: archive[name] for name in archive.files}
             header = TypeAdapter(_Header).validate_json(str(arrays["header"]), strict=True)

@@ -10,7 +10,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
 from dmt.errors import InputError, did_you_mean
-from dmt.files import explain, read_toml
+from dmt.files import explain, read_file
 
 __all__ = ["REST", "PartitionRules"]
 
@@ -151,7 +151,7 @@ class PartitionRules(BaseModel):
             InputError: the file cannot be read, is not TOML, or has a key that is no rule.
         """
         where = f"Partition rules {path}"
-        record = read_toml(path, place=where, remedy="Give a TOML file of rules.")
+        record = read_file(path, "TOML", place=where, remedy="Give a TOML file of rules.")
         try:
             return cls(**record)
         except InputError as error:

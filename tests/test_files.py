@@ -1,54 +1,46 @@
-"""Files that are no JSON or TOML, pipes and devices, and files that two hosts write."""
+"""Files that are no JSON or TOML, pipes, and files that two hosts write."""
 
 from __future__ import annotations
 
 import os
 from pathlib import Path
+from typing import Literal
 
 import pytest
 
 from dmt.errors import InputError
-from dmt.files import atomic_write, parse, read_json, read_toml
+from dmt.files import atomic_write, read_file
 
 
 @pytest.mark.parametrize(
-    ("content", "reason"),
+    ("kind", "content", "reason"),
     [
-        (b"{,", r": not JSON \(Expecting property name"),
-        (b"9" * 5000, r": not JSON \(Exceeds the limit"),
-        (b"[" * 100_000, r": not JSON \(maximum recursion depth"),
-        (b'"\xff"', r": cannot be read \('utf-8' codec"),
+        ("JSON", b"{,", r"not JSON \(Expecting property name"),
+        ("JSON", b"9" * 5000, r"not JSON \(Exceeds the limit"),
+        ("JSON", b"[" * 100_000, r"not JSON \(maximum recursion depth"),
+        ("JSON", b'"\xff"', r"cannot be read \('utf-8' codec"),
+        ("TOML", b"a = ", r"not TOML \(Invalid value"),
+        ("TOML", b"a = " + b"[" * 5000, r"not TOML \(maximum recursion"),
+        ("TOML", b"a = " + b"9" * 5000, r"not TOML \(Exceeds the limit"),
     ],
-    ids=["syntax", "digits", "recursion", "bytes"],
+    ids=["syntax", "digits", "recursion", "bytes", "toml-syntax", "toml-recursion", "toml-digits"],
 )
-def test_what_is_not_json(content: bytes, reason: str, tmp_path: Path) -> None:
-    (tmp_path / "a.json").write_bytes(content)
-    with pytest.raises(InputError, match=rf"Plan a\.json{reason}.*Make it again\."):
-        read_json(tmp_path / "a.json", place="Plan a.json", remedy="Make it again.")
+def test_what_is_not_of_its_kind(kind: Literal["JSON", "TOML"], content: bytes, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(content)
+    with pytest.raises(InputError, match=rf"Plan a: {reason}.*Make it again\."):
+        read_file(tmp_path / "a", kind, place="Plan a", remedy="Make it again.")
 
 
-@pytest.mark.parametrize(
-    ("text", "reason"),
-    [("a = ", "Invalid value"), ("a = " + "[" * 5000, "maximum recursion"), ("a = " + "9" * 5000, "Exceeds the limit")],
-    ids=["syntax", "recursion", "digits"],
-)
-def test_what_is_not_toml(text: str, reason: str) -> None:
-    with pytest.raises(InputError, match=rf"Config x: not TOML \({reason}.*Fix it\."):
-        parse(text, "TOML", place="Config x", remedy="Fix it.")
-
-
-def test_only_regular_files_are_read(tmp_path: Path) -> None:
+def test_what_cannot_be_read(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "pipe")
     for path, reason in (
-        (tmp_path / "pipe", "is no regular file, which every rank can read: save it as one"),
-        (Path("/dev/zero"), "is no regular file"),
+        (tmp_path / "pipe", "a pipe cannot be read by every rank"),
         (tmp_path, "Is a directory"),
         (tmp_path / "absent", "No such file"),
         (Path("a\0b"), "null byte"),
     ):
-        for read in (read_json, read_toml):
-            with pytest.raises(InputError, match=rf"X: cannot be read \(.*{reason}"):
-                read(path, place="X", remedy="")
+        with pytest.raises(InputError, match=rf"X: cannot be read \(.*{reason}"):
+            read_file(path, "JSON", place="X", remedy="")
 
 
 def test_processes_of_two_hosts_write_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -116,8 +116,7 @@ class HotCopies:
             )
         )
         self._is_hot_feature = torch.tensor([name in rows for name in names], device=device)
-        self._is_newer = self._was_cut_short = False
-        self._must_read = True
+        self._is_newer, self._must_read = False, True
         self._tensors: dict[tuple[str, str], Tensor] = {}
         self._lookup = self._make_lookup(tables, in_order)
         self._parts = self._home_parts()
@@ -225,15 +224,14 @@ class HotCopies:
         # Weakly: copies that went out of use are freed at once, and not when the garbage collector runs.
         living = weakref.WeakMethod(self._start_mean)
 
-        def start_mean(gradient: Tensor) -> Callable[[bool], None]:
+        def start_mean(gradient: Tensor) -> Callable[[], None]:
             method = living()
             assert method is not None, "a graph keeps the copies that it goes back to"
             return method(gradient)
 
         lookup = DataParallelTables(kernel, weights, settings, start_mean)
         states = {name: lookup.optimizer.state[weight] for name, weight in weights.items()}
-        self.sum = TouchedRowsSum(specs, self._groups.inside, self._groups.across, device=self._device)
-        """Sum of the copies' gradients over ranks."""
+        self._sum = TouchedRowsSum(specs, self._groups.inside, self._groups.across)
         self._weights = kernel.weights.detach()
         """Weights of all copies, one after the other."""
         self._tensors = {(name, "weight"): weight.detach() for name, weight in weights.items()}
@@ -263,7 +261,7 @@ class HotCopies:
                 parts.append(_HomePart(one.tensor, copy, where, own.to(self._device), columns, is_told))
         return parts
 
-    def _start_mean(self, gradient: Tensor) -> Callable[[bool], None]:
+    def _start_mean(self, gradient: Tensor) -> Callable[[], None]:
         """Starts the mean of the copies' gradient over all ranks; with it go the settings of the tables' next update.
 
         A rank that holds no part of a table does not know its learning rate, which a schedule may change at any time.
@@ -272,26 +270,15 @@ class HotCopies:
         names, told = list(self.rows), torch.zeros(len(self.rows), 2)
         for name in self._owned:
             told[names.index(name)] = torch.tensor(now[name])
-        num_ranks = self._groups.whole.size()
-        cut_short = torch.tensor([float(self._was_cut_short)])
         # In flight while the rest of the backward pass runs.
-        end_sum = self.sum.start(gradient.view(-1), torch.cat([told.flatten(), cut_short]).to(gradient))
+        end_sum = self._sum.start(gradient.view(-1), told.flatten().to(gradient))
 
-        def end(is_update: bool) -> None:
-            summed, of_each = end_sum()
-            gradient.copy_(summed.view_as(gradient)).div_(num_ranks)
-            *settings, unfinished = of_each.tolist()
-            # Known at the end of a pass only, it goes with the sum of the next one.
-            self._was_cut_short = not is_update
-            if 0 < unfinished < num_ranks:
-                raise InputError(
-                    "HotRows: the backward pass of the batch before raised an error on some ranks only, which have not "
-                    "updated their copies. Go on from the last checkpoint."
-                )
-            if is_update:
-                pairs = zip(names, settings[::2], settings[1::2], strict=True)
-                self._lookup.optimizer.follow({name: UpdateSettings(rate, round(n)) for name, rate, n in pairs})
-                self._is_newer = True
+        def end() -> None:
+            settings = end_sum().view(-1, 2).tolist()
+            gradient.div_(self._groups.whole.size())
+            pairs = zip(names, settings, strict=True)
+            self._lookup.optimizer.follow({name: UpdateSettings(rate, round(n)) for name, (rate, n) in pairs})
+            self._is_newer = True
 
         return end
 

@@ -31,15 +31,11 @@ class TouchedRowsSum:
     ``inside`` are the ranks of this host, ``across`` one rank of each.
     """
 
-    def __init__(
-        self, shapes: Sequence[tuple[int, int]], inside: ProcessGroup, across: ProcessGroup, *, device: torch.device
-    ) -> None:
+    def __init__(self, shapes: Sequence[tuple[int, int]], inside: ProcessGroup, across: ProcessGroup) -> None:
         self._shapes, self._inside, self._across = list(shapes), inside, across
-        self._heights, widths = (list(sizes) for sizes in zip(*shapes, strict=True))
-        self._widths = torch.tensor(widths, dtype=torch.int64, device=device)
 
-    def start(self, gradient: Tensor, told: Tensor) -> Callable[[], tuple[Tensor, Tensor]]:
-        """Starts a sum; collective.
+    def start(self, gradient: Tensor, told: Tensor) -> Callable[[], Tensor]:
+        """Starts a sum of the gradient in place; collective.
 
         It blocks until ranks have told each other what they touched and a host has summed its own ranks' gradients;
         what travels between hosts after that is in flight when it returns.
@@ -49,47 +45,33 @@ class TouchedRowsSum:
             told: more numbers to sum, [k], which always travel.
 
         Returns:
-            Waits and returns both sums, [numbers] and [k], the same bits on all ranks.
+            Waits, leaves the sum in ``gradient``, and returns that of ``told``, [k]; the same bits on all ranks.
         """
-        rows = None
+        numbers = gradient.split([rows * columns for rows, columns in self._shapes])
+        tables = [part.view(shape) for part, shape in zip(numbers, self._shapes, strict=True)]
+        picked: list[Tensor | slice] = [slice(None)] * len(tables)
         if self._across.size() > 1:
-            rows = self._touched(gradient)
-            by_table = torch.stack([of_table.sum() for of_table in rows.split(self._heights)])
-            if int(by_table.mul(self._widths).sum()) > (1 - _WORTH) * len(gradient):
-                rows = None
-        picked = gradient if rows is None else self._picked(gradient, rows)
-        end_sum = start_sum_over_hosts(torch.cat([picked, told]), self._inside, self._across)
+            touched = self._touched(tables).split([len(table) for table in tables])
+            rows = [of_table.nonzero().flatten() for of_table in touched]
+            size = sum(len(of_table) * table.shape[1] for of_table, table in zip(rows, tables, strict=True))
+            if size <= (1 - _WORTH) * len(gradient):
+                picked = [*rows]
+        sent = [table[of_table].flatten() for table, of_table in zip(tables, picked, strict=True)]
+        end_sum = start_sum_over_hosts(torch.cat([*sent, told]), self._inside, self._across)
 
-        def end() -> tuple[Tensor, Tensor]:
-            summed, told_sum = end_sum().split([len(picked), len(told)])
-            return (summed if rows is None else self._put_back(summed, rows)), told_sum
+        def end() -> Tensor:
+            *sums, told_sum = end_sum().split([*map(len, sent), len(told)])
+            # Rows that are not picked were touched by nobody: they are zeros on every rank already.
+            for table, of_table, summed in zip(tables, picked, sums, strict=True):
+                table[of_table] = summed.view(-1, table.shape[1])
+            return told_sum
 
         return end
 
-    def _tables(self, numbers: Tensor) -> list[Tensor]:
-        """Views of numbers of all rows, [rows, columns] of each table."""
-        parts = numbers.split([rows * columns for rows, columns in self._shapes])
-        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
-
-    def _picked(self, numbers: Tensor, rows: Tensor) -> Tensor:
-        """Numbers of some rows, bool [n]."""
-        of_tables = zip(self._tables(numbers), rows.split(self._heights), strict=True)
-        return torch.cat([table[own].flatten() for table, own in of_tables])
-
-    def _put_back(self, picked: Tensor, rows: Tensor) -> Tensor:
-        """Numbers of all rows, zeros but for what was picked of some."""
-        total, first = picked.new_zeros(sum(rows * columns for rows, columns in self._shapes)), 0
-        for table, own in zip(self._tables(total), rows.split(self._heights), strict=True):
-            places = own.nonzero().flatten()
-            size = len(places) * table.shape[1]
-            table[places] = picked[first : first + size].view(-1, table.shape[1])
-            first += size
-        return total
-
-    def _touched(self, gradient: Tensor) -> Tensor:
+    def _touched(self, tables: Sequence[Tensor]) -> Tensor:
         """Rows that some rank touched, bool [n]."""
         # NaN is not equal to zero either: it must not get lost.
-        touched = torch.cat([table.ne(0).any(1) for table in self._tables(gradient)])
+        touched = torch.cat([table.ne(0).any(1) for table in tables])
         touched = max_over_ranks(touched.to(torch.uint8), self._inside)
         hosts, ranks = self._across.size(), self._inside.size()
         bits = nn.functional.pad(touched, (0, -len(touched) % (_BITS * ranks))).view(-1, _BITS)

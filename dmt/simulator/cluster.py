@@ -13,7 +13,7 @@ import tomli_w
 from annotated_types import Ge, Gt, Le
 
 from dmt.errors import InputError, did_you_mean
-from dmt.files import atomic_write, from_record, read_toml
+from dmt.files import atomic_write, from_record, read_file
 
 __all__ = ["Cluster", "CollectiveKind", "CollectiveRates", "load_cluster", "save_cluster", "shipped_clusters"]
 
@@ -125,7 +125,8 @@ def load_cluster(path: str | Path) -> Cluster:
             f"{did_you_mean(str(path), known)} `dmt bench-comms` under torchrun writes one of your machines."
         )
     place = f"Cluster {path}"
-    return from_record(Cluster, read_toml(file, place=place, remedy=_REMEDY), place=place, remedy=_REMEDY)
+    record = read_file(file, "TOML", place=place, remedy=_REMEDY)
+    return from_record(Cluster, record, place=place, remedy=_REMEDY)
 
 
 def save_cluster(cluster: Cluster, path: Path) -> None:

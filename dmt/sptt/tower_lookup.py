@@ -42,7 +42,7 @@ __all__ = ["DataParallelTables", "GroupShardedEBC", "RowWiseOutputs", "in_order"
 # TorchRec's schemes that cut rows.
 _ROW_SCHEMES = ("row_wise", "table_row_wise", "grid_shard")
 
-StartMean = Callable[[Tensor], Callable[[bool], None]]
+StartMean = Callable[[Tensor], Callable[[], None]]
 """Starts the mean of a gradient over ranks, in place, and returns what ends it."""
 
 
@@ -208,7 +208,7 @@ class DataParallelTables(nn.Module):
         weights: [rows, columns] of each table, views of the lookup's own parameters.
         settings: of the fused optimizer of each table.
         start_mean: starts the mean of a parameter's gradient over the ranks that hold the rows, in place, and returns
-            what ends it, given whether the rows will be updated: not after a backward pass that raised.
+            what ends it.
     """
 
     def __init__(
@@ -222,7 +222,7 @@ class DataParallelTables(nn.Module):
         self.module = lookup
         self.optimizer = DataParallelOptimizer(weights, settings)
         self._start_mean = start_mean
-        self._pending: list[tuple[Tensor, Callable[[bool], None]]] = []
+        self._pending: list[tuple[Tensor, Callable[[], None]]] = []
         for weight in weights.values():
             mark_updated_in_backward(weight, self.optimizer)
         # Weakly: a cycle through autograd is hidden from the garbage collector, and the tables would never be freed.
@@ -241,7 +241,7 @@ class DataParallelTables(nn.Module):
         pending, self._pending = self._pending, []
         try:
             for _, end in pending:
-                end(update)
+                end()
             if pending and update:
                 self.optimizer.update()
         finally:
@@ -268,11 +268,11 @@ class DataParallelTables(nn.Module):
         self.settle(update=True)
 
 
-def _start_group_mean(gradient: Tensor, group: ProcessGroup) -> Callable[[bool], None]:
+def _start_group_mean(gradient: Tensor, group: ProcessGroup) -> Callable[[], None]:
     """Starts the mean of a gradient over a group, in place, by an all-reduce beside the backward pass."""
     work = start_sum(gradient, group)
 
-    def end(_: bool) -> None:
+    def end() -> None:
         work.wait()
         gradient.div_(group.size())
 

@@ -12,7 +12,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from dmt.errors import InputError
-from dmt.files import from_record, open_file, parse, write_or_raise
+from dmt.files import from_record, parse, write_or_raise
 from dmt.hot_rows.profile import AccessProfile, RowCounts
 from dmt.plan.tables import TableSpec
 
@@ -78,8 +78,7 @@ def load_profile(path: Path) -> AccessProfile:
 def _load(path: Path, remedy: str) -> tuple[AccessProfile, dict[str, int]]:
     place = f"Access profile {path}"
     try:
-        with open_file(path) as file:
-            table = pq.read_table(file)
+        table = pq.read_table(path)
         text = (table.schema.metadata or {}).get(b"dmt", b"{}").decode()
         number, rows, counts = (column.to_numpy() for column in table.cast(_SCHEMA).columns)
     except (OSError, ValueError, pa.ArrowException) as error:

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from dmt._torchrec import norms
 from dmt.collectives import run_on_all_or_raise
 from dmt.errors import InputError, ReplicaMismatchError
 from dmt.formatting import shorten
@@ -144,7 +143,7 @@ class Agreement:
     def note(self, step: int, logits: Tensor) -> None:
         """Notes after every step whether the logits [B] and the gradients are finite, on the device without a wait."""
         gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
-        norm = torch.stack(norms(gradients)).sum() if gradients else logits.new_zeros(())
+        norm = torch.stack([gradient.norm() for gradient in gradients]).sum() if gradients else logits.new_zeros(())
         finite = torch.stack([logits.sum(), norm]).isfinite()
         self._since = self._since.to(finite.device).where(finite, self._since.clamp(max=step))
 

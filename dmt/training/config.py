@@ -10,7 +10,7 @@ import tomli_w
 from pydantic import BaseModel, Field, ValidationError, field_validator, model_validator
 
 from dmt.errors import InputError, did_you_mean
-from dmt.files import explain, parse, read_toml
+from dmt.files import explain, parse, read_file
 from dmt.plan.topology import TowerTopology
 from dmt.sharding.optimizers import MomentScale, check_moment_scale
 from dmt.sharding.schemes import Kernel, Scheme
@@ -521,7 +521,7 @@ def _read(path: str | Path) -> dict[str, Any]:
     file = Path(path)
     if not file.exists() and file.suffix == "" and str(path) in shipped_configs():
         file = Path(__file__).parent / "configs" / f"{path}.toml"
-    return read_toml(file, place=f"Config {path}", remedy=f"Give a TOML file or one of {shipped_configs()}.")
+    return read_file(file, "TOML", place=f"Config {path}", remedy=f"Give a TOML file or one of {shipped_configs()}.")
 
 
 def _apply(values: dict[str, Any], override: str) -> None:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from dmt.training.metrics import MetricValues
 
 from dmt.errors import InputError
-from dmt.files import read_json, write_or_raise
+from dmt.files import read_file, write_or_raise
 from dmt.formatting import printable
 from dmt.training.config import TrainingConfig, to_toml
 
@@ -153,7 +153,7 @@ def to_json(result: Any) -> str:
 def read_result(folder: Path) -> dict[str, Any]:
     """Reads the result of a finished run; null becomes NaN again. `InputError` if it cannot be read."""
     place, remedy = str(folder / "result.json"), "Run the job again, which evaluates its last checkpoint."
-    result = read_json(place, place=place, remedy=remedy)
+    result = read_file(place, "JSON", place=place, remedy=remedy)
     if not isinstance(result, dict):
         raise InputError(f"{place} is no result of a run. {remedy}")
     return {key: math.nan if value is None else value for key, value in result.items()}

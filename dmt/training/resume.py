@@ -14,7 +14,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from dmt.collectives import gather_objects, run_on_all_or_raise
 from dmt.errors import InputError
-from dmt.files import check_output, from_record, read_toml
+from dmt.files import check_output, from_record, read_file
 from dmt.formatting import shorten
 from dmt.hot_rows.runtime import HotRows
 from dmt.plan.towers import TowerPlan
@@ -136,7 +136,7 @@ def start_with(folder: Path, config: TrainingConfig, files: Files, plan: TowerPl
     progress = read_manifest(folder).progress
     saved = from_record(Start, progress, place=f"{folder}: its progress", remedy=remedy)
     place = str(folder / "config.toml")
-    changes = _changes(read_toml(place, place=place, remedy=remedy), config.model_dump(mode="json"))
+    changes = _changes(read_file(place, "TOML", place=place, remedy=remedy), config.model_dump(mode="json"))
     wrong = [text for text in changes if text.startswith(_SAME_MODEL)]
     if is_own:
         wrong += [text for text in changes if text.startswith("data.")]

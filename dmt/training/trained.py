@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from torch import nn
 
 from dmt.errors import InputError
-from dmt.files import explain, read_json
+from dmt.files import explain, read_file
 from dmt.hot_rows.runtime import HotRowsState
 from dmt.training.access import save_hot_rows
 from dmt.training.build import ClickTask, build_model
@@ -56,7 +56,7 @@ def checkpoint_of(
             raise InputError(f"{run} was trained on synthetic clicks; rows of a file do not fit it. Leave out --data.")
         raw, remedy, data = checkpoint / RAW_DATA, "Use another checkpoint.", config.data
         if raw.exists():
-            data = data_section(read_json(raw, place=str(raw), remedy=remedy), str(raw), remedy)
+            data = data_section(read_file(raw, "JSON", place=str(raw), remedy=remedy), str(raw), remedy)
         config = config.model_copy(update={"data": with_files(data, data_path)})
     check_allowed(str(file), {"model.factory": config.model.factory, "data.source": config.data.source}, functions)
     return checkpoint, config

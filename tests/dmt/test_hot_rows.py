@@ -6,7 +6,6 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -134,17 +133,16 @@ def test_changes_in_place_are_read_after_a_restart() -> None:
     run_ranks(change_on_rank, 4)
 
 
-def flight_on_rank(rank: int) -> list[str]:
-    """Copies that go out of use with a batch, and a backward pass that fails on one rank."""
+def flight_on_rank(rank: int) -> str:
+    """Copies that go out of use with a batch."""
     mesh = TowerMesh(TWO_BY_TWO)
     training = Training(rank, FLAT, mesh)
     hot = HotRows(training.model, mesh, refresh_every=None)
     hot.replicate(some_rows(hot, 2))
-    found = []
     loss = training.model(PipelinedBatch(*FLAT.draw(rank, 1)))[0]
     before = weakref.ref(hot._copies)
     hot.replicate(some_rows(hot, 3))
-    found.append(told_by(loss.backward))
+    told = told_by(loss.backward)
     gc.disable()
     try:
         assert before() is not None
@@ -152,20 +150,13 @@ def flight_on_rank(rank: int) -> list[str]:
         assert before() is None, "copies out of use wait for the garbage collector"
     finally:
         gc.enable()
-    assert hot._copies is not None
-    lookup = hot._copies._lookup
-    with patch.object(lookup, "_finish", side_effect=InputError("fault")) if rank == 1 else nullcontext():
-        told = told_by(lambda: training.step(2))
-    assert told == ("fault" if rank == 1 else "nothing")
-    found.append(told_by(lambda: training.step(3)))
-    return found
+    return told
 
 
 @pytest.mark.ranks
 def test_a_batch_that_does_not_come_to_its_end_with_its_copies_is_refused() -> None:
-    for changed, unfinished in run_ranks(flight_on_rank, 4):
-        assert "the hot rows changed between the forward and the backward pass" in changed
-        assert "raised an error on some ranks only" in unfinished
+    for told in run_ranks(flight_on_rank, 4):
+        assert "the hot rows changed between the forward and the backward pass" in told
 
 
 def skewed(rank: int, step: int, first: int, tables: list[Any], size: int = 64) -> tuple[KeyedJaggedTensor, Tensor]:
@@ -368,9 +359,10 @@ def gradient_of(rank: int, touched: float) -> Tensor:
 
 def sums_on_rank(rank: int, topology: TowerTopology, touched: float) -> tuple[Tensor, Tensor, Any]:
     mesh = TowerMesh(topology)
-    rows = TouchedRowsSum(SHAPES, mesh.tower_group, mesh.peer_group, device=torch.device("cpu"))
+    rows = TouchedRowsSum(SHAPES, mesh.tower_group, mesh.peer_group)
     with TrafficMeter(host_of=topology.host) as meter:
-        numbers, told = rows.start(gradient_of(rank, touched), torch.tensor([1.0, rank]))()
+        numbers = gradient_of(rank, touched)
+        told = rows.start(numbers, torch.tensor([1.0, rank]))()
     return numbers, told, meter.total(mesh.global_group)
 
 
@@ -395,32 +387,14 @@ def test_touched_rows_are_summed_and_others_are_not_sent(towers: int, ranks: int
 def lost_on_rank(rank: int) -> bool:
     """NaN and infinity of one rank reach all, and so does a row that only the last host touched."""
     mesh = TowerMesh(TowerTopology(num_towers=2, ranks_per_tower=2))
-    rows = TouchedRowsSum([(20, 3)], mesh.tower_group, mesh.peer_group, device=torch.device("cpu"))
+    rows = TouchedRowsSum([(20, 3)], mesh.tower_group, mesh.peer_group)
     gradient = torch.zeros(20, 3)
     if rank == 3:
         gradient[4, 1], gradient[19, 2], gradient[8, 0] = torch.nan, torch.inf, 1e-38
-    summed = rows.start(gradient.flatten(), torch.zeros(1))()[0].view(20, 3)
-    return bool(summed[4, 1].isnan() & summed[19, 2].isinf() & summed[8, 0].eq(torch.tensor(1e-38)))
+    rows.start(gradient.view(-1), torch.zeros(1))()
+    return bool(gradient[4, 1].isnan() & gradient[19, 2].isinf() & gradient[8, 0].eq(torch.tensor(1e-38)))
 
 
 @pytest.mark.ranks
 def test_no_number_is_lost() -> None:
     assert all(run_ranks(lost_on_rank, 4))
-
-
-def blind_on_rank(rank: int) -> bool:
-    """The ranks of a host do not tell each other which rows they touched."""
-    mesh = TowerMesh(TowerTopology(num_towers=2, ranks_per_tower=2))
-    rows = TouchedRowsSum(SHAPES, mesh.tower_group, mesh.peer_group, device=torch.device("cpu"))
-    with patch("dmt.hot_rows.touched_sum.max_over_ranks", lambda value, _: value):
-        try:
-            summed = rows.start(gradient_of(rank, 0.1), torch.zeros(1))()[0]
-        except RuntimeError:
-            return False
-    exact = torch.stack([gradient_of(other, 0.1) for other in range(4)]).sum(0)
-    return bool((summed - exact).abs().max() < 1e-5)
-
-
-@pytest.mark.ranks
-def test_rows_that_one_rank_of_a_host_touched_count() -> None:
-    assert not any(run_ranks(blind_on_rank, 4)), "the comparison does not see lost rows"

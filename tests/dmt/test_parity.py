@@ -285,7 +285,7 @@ FAULTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], Case]] = {
         flat(2, 2, unique=True, sizes=(9,) * 4),
     ),
     "hot gradients are not summed": (
-        lambda: patch.object(TouchedRowsSum, "start", lambda _, *own: lambda: own),
+        lambda: patch.object(TouchedRowsSum, "start", lambda _, gradient, told: lambda: told),
         hot(2, 2, sizes=UNEVEN[4]),
     ),
     "copies begin without states": (forgotten_states, hot(2, 2, sizes=UNEVEN[4])),

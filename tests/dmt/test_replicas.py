@@ -15,8 +15,9 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
-from dmt import HierarchicalDataParallel, InputError, ReplicaSync, TowerMesh, TowerTopology, TrafficMeter, collectives
+from dmt import HierarchicalDataParallel, InputError, ReplicaSync, TowerMesh, TowerTopology, TrafficMeter
 from dmt.errors import ReplicaMismatchError
+from dmt.replicas import dense_reduce
 from dmt.sptt.state import checksum
 from dmt.testing.state import LocalPart, join_parts
 from tests.parity import loss_of
@@ -214,13 +215,13 @@ def follow_plain_means(
 
 def buckets_on_rank(rank: int) -> None:
     mesh, calls = TowerMesh(TowerTopology(num_towers=2, ranks_per_tower=2)), []
-    scatter = collectives.scatter_sum
+    start = dense_reduce.start_sum_over_hosts
 
-    def counted(value: torch.Tensor, group: Any) -> torch.Tensor:
+    def counted(value: torch.Tensor, *groups: Any, **options: Any) -> Any:
         calls.append(len(value))
-        return scatter(value, group)
+        return start(value, *groups, **options)
 
-    with patch.object(collectives, "scatter_sum", counted):
+    with patch.object(dense_reduce, "start_sum_over_hosts", counted):
         # DDP arranges its buckets anew after the second step.
         follow_plain_means(rank, mesh, [(wide_model, WIDE)], passes=1, steps=4)
     assert len(calls) > 4 + 2, "one bucket in each step: nothing was under way together with another"

@@ -21,7 +21,6 @@ PRIVATE_NAMES = {
     "torch._C._distributed_c10d.Backend.Options": "_timeout",
     "torch.ops.aten": "_assert_async",
     "torch.utils": "_pytree",
-    "torch": "_foreach_norm",
     "torch.autograd.Variable": "_execution_engine",
     "torch._C": "_current_graph_task_id",
     "torchrec.distributed.embeddingbag.ShardedEmbeddingBagCollection": (

@@ -11,7 +11,6 @@ import tomli_w
 from click.testing import CliRunner, Result
 
 from dmt import InputError, TableSpec, TowerPlan
-from dmt.formatting import natural
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.training.commands import main
 from dmt.training.config import to_toml
@@ -281,6 +280,6 @@ def test_narrow_output_cuts_no_number(number: int, width: int, tmp_path: Path, m
     words = " ".join(output.split())
     busiest = max(rank["seconds"] for rank in found["ranks"])
     assert f" has a cost of {1e3 * busiest:,.3f} ms, " in words
-    for table in sorted(found["tables"], key=lambda table: (-table["seconds"], natural(table["name"])))[:20]:
+    for table in sorted(found["tables"], key=lambda table: (-table["seconds"], table["name"]))[:20]:
         assert f" {table['name']} " in words
         assert f" {1e3 * table['seconds']:,.3f} ms " in words

@@ -34,7 +34,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from dmt.collectives import gather_objects, reason_of, run_on_all_or_raise
 from dmt.errors import InputError
-from dmt.files import check_output, from_record, fsync_path, open_file, read_record
+from dmt.files import check_output, from_record, fsync_path, read_record
 from dmt.formatting import shorten
 from dmt.replicas.sync import drifted, moment_scales
 from dmt.sptt.mesh import TowerMesh
@@ -105,7 +105,7 @@ def _digest(record: dict[str, Any]) -> str:
 
 def sha256_of(path: Path) -> str:
     """Returns the SHA-256 of a file; `OSError` if it cannot be read."""
-    with open_file(path) as stream:
+    with open(path, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 

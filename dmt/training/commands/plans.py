@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dmt.errors import InputError
-from dmt.formatting import counted, human_bytes, natural, printable, shorten
+from dmt.formatting import counted, human_bytes, printable, shorten
 from dmt.partitioner import FeatureAffinity, Partition, PartitionRules, TowerPartitioner, write_partition_report
 from dmt.partitioner.report import strongest_rows
 from dmt.partitioner.verdict import judge_balance, judge_meaning
@@ -166,7 +166,7 @@ def run_plan(config: str, overrides: Sequence[str] = (), *, out: Path | None = N
 
 
 def _show_sharding(sharding: TowerShardingPlan, out: Path | None) -> Shown:
-    ranked = sorted(sharding.tables, key=lambda entry: (-entry.seconds, natural(entry.name)))
+    ranked = sorted(sharding.tables, key=lambda entry: (-entry.seconds, entry.name))
     rows = [
         (entry.name, str(entry.tower), human_bytes(entry.memory), _time(entry.seconds), entry.reason)
         for entry in ranked[:_SHOWN_TABLES]

@@ -8,7 +8,7 @@ from typing import Any, Literal, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from dmt.errors import InputError
-from dmt.files import from_record, read_json
+from dmt.files import from_record, read_file
 from dmt.plan.tables import TableSpec, table_specs
 
 __all__ = ["OF_READING", "DataConfig", "Section", "SyntheticConfig", "read_tables", "with_files"]
@@ -234,7 +234,7 @@ def read_tables(path: Path) -> tuple[TableSpec, ...]:
         InputError: the file is absent, not JSON, or an entry is malformed; entries are counted from 1.
     """
     place = f"data.tables={str(path)!r}"
-    record = read_json(path, place=place, remedy="Name a JSON file with a list of tables.")
+    record = read_file(path, "JSON", place=place, remedy="Name a JSON file with a list of tables.")
     entries = record.get("tables") if isinstance(record, dict) else record
     if not isinstance(entries, list) or not entries:
         raise InputError(f"{place}: holds no list of tables, as `dmt partition` records them in towers.json.")

@@ -17,7 +17,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from dmt.errors import InputError
-from dmt.files import from_record, read_record
+from dmt.files import read_model
 from dmt.training.data.columns import Columns, Feature
 
 __all__ = [
@@ -204,8 +204,7 @@ def read_manifest(folder: Path, place: str) -> Manifest:
             the setting.
     """
     remedy = "Name a folder that `dmt prepare` has written."
-    record = read_record(folder / MANIFEST, what=f"{place}: manifest", version=FORMAT, remedy=remedy)
-    manifest = from_record(Manifest, record, place=f"{place}: its {MANIFEST}", remedy=remedy)
+    manifest = read_model(folder / MANIFEST, Manifest, what=f"{place}: manifest", version=FORMAT, remedy=remedy)
     for name, (size, _) in manifest.files.items():
         file = folder / name
         found = file.stat().st_size if file.is_file() else None
