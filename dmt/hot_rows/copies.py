@@ -35,18 +35,7 @@ from dmt.sptt.sharder import HomeTable
 from dmt.sptt.state import table_tensors
 from dmt.sptt.tower_lookup import DataParallelTables
 
-__all__ = ["HotBags", "HotCopies", "HotGroups"]
-
-
-class HotGroups(NamedTuple):
-    """Groups of ranks that keep the copies equal."""
-
-    inside: ProcessGroup
-    """Ranks of this host."""
-    across: ProcessGroup
-    """One rank of each host."""
-    whole: ProcessGroup
-    """All ranks."""
+__all__ = ["HotBags", "HotCopies"]
 
 
 class HotBags(NamedTuple):
@@ -77,7 +66,9 @@ class HotCopies:
         module: the sharded collection.
         tables: all its tables, by name.
         rows: for each table with hot rows, one at least, their numbers, int64 [n], ascending, not empty.
-        groups: the ranks.
+        inside: ranks of this host.
+        across: one rank of each host.
+        whole: all ranks.
         owned: tables whose learning rate this rank tells the others; each is owned by one rank.
     """
 
@@ -87,35 +78,25 @@ class HotCopies:
         tables: Mapping[str, HomeTable],
         rows: Mapping[str, Tensor],
         *,
-        groups: HotGroups,
+        inside: ProcessGroup,
+        across: ProcessGroup,
+        whole: ProcessGroup,
         owned: Collection[str],
     ) -> None:
         self.rows = dict(rows)
         self._module = module
-        self._groups = groups
+        self._inside, self._across, self._whole = inside, across, whole
         self._owned = [name for name in rows if name in owned]
         self._device = device = module.device
         table_of = {feature: table.config for table in tables.values() for feature in table.config.feature_names}
         self._features = [feature for feature in module.features if table_of[feature].name in rows]
         """Features with hot rows, in the order in which ids are sent."""
         self._widths = [table_of[feature].embedding_dim for feature in self._features]
-        sizes = torch.tensor([table.config.num_embeddings for table in tables.values()])
-        # A row's number among those of all tables; hot rows of all tables are found in one sorted list.
-        first_rows = dict(zip(tables, (sizes.cumsum(0) - sizes).tolist(), strict=True))
-        in_order = sorted(rows, key=lambda name: first_rows[name])
-        self._keys = torch.cat([rows[name] + first_rows[name] for name in in_order]).to(device)
-        counts = torch.tensor([len(rows[name]) for name in in_order], dtype=torch.int64)
-        first_copy = dict(zip(in_order, (counts.cumsum(0) - counts).tolist(), strict=True))
-        names = [table_of[feature].name for feature in module.features]
-        self._num_rows, self._first_row, self._first_copy = (
-            torch.tensor(numbers, dtype=torch.int64, device=device)
-            for numbers in (
-                [table_of[feature].num_embeddings for feature in module.features],
-                [first_rows[name] for name in names],
-                [first_copy.get(name, 0) for name in names],
-            )
-        )
-        self._is_hot_feature = torch.tensor([name in rows for name in names], device=device)
+        in_order = [name for name in tables if name in rows]
+        self._rows_of = {name: rows[table_of[name].name].to(device) for name in self._features}
+        """Hot rows by feature, for those that have some."""
+        is_hot = [name in self._rows_of for name in module.features]
+        self._hot_features = torch.tensor(is_hot, device=device).nonzero().flatten()
         self._is_newer, self._must_read = False, True
         self._tensors: dict[tuple[str, str], Tensor] = {}
         self._lookup = self._make_lookup(tables, in_order)
@@ -134,17 +115,15 @@ class HotCopies:
         self._lookup.settle()  # before anything is sent: other ranks may wait for it
         num_bags, num_samples = ids.lengths().numel(), ids.stride()
         lengths, values, weights = ids.lengths(), ids.values().long(), ids.weights_or_none()
+        by_feature = zip(ids.keys(), values.split(ids.length_per_key()), strict=True)
+        found = [self._find(feature, of_feature) for feature, of_feature in by_feature]
+        is_hot = torch.cat([is_hot for is_hot, _ in found])
         bag_of = torch.arange(num_bags, device=values.device).repeat_interleave(lengths, output_size=values.numel())
-        feature_of = bag_of.div(max(num_samples, 1), rounding_mode="floor")
-        keys = values + self._first_row[feature_of]
-        places = torch.searchsorted(self._keys, keys).clamp(max=len(self._keys) - 1)
-        # An id outside its table must not be taken for a row of another.
-        is_hot = (self._keys[places] == keys) & (values >= 0) & (values < self._num_rows[feature_of])
         hot_lengths = torch.bincount(bag_of[is_hot], minlength=num_bags)
-        of_hot_features = hot_lengths.view(len(self._is_hot_feature), num_samples)[self._is_hot_feature].flatten()
+        of_hot_features = hot_lengths.view(len(found), num_samples)[self._hot_features].flatten()
         bags = HotBags(
             copies=self,
-            ids=(places - self._first_copy[feature_of])[is_hot],
+            ids=torch.cat([places for _, places in found]),
             offsets=torch.cat([of_hot_features.new_zeros(1), of_hot_features.cumsum(0)]),
             weights=None if weights is None else weights[is_hot],
         )
@@ -156,6 +135,15 @@ class HotCopies:
             stride=num_samples,
         )
         return cold, bags
+
+    def _find(self, feature: str, values: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns which ids of a feature are hot, bool [n], and the places of their rows among the table's copies."""
+        rows = self._rows_of.get(feature)
+        if rows is None:
+            return torch.zeros_like(values, dtype=torch.bool), values[:0]
+        places = torch.searchsorted(rows, values).clamp(max=len(rows) - 1)
+        is_hot = rows[places] == values
+        return is_hot, places[is_hot]
 
     def columns(self, bags: HotBags, pieces: Sequence[Piece]) -> Tensor:
         """Looks up hot ids: [B, columns of the pieces], zeros where a feature has no hot rows; differentiable.
@@ -197,10 +185,7 @@ class HotCopies:
             if part.is_told:
                 part.read()
         # Each number has one rank that tells it; as whole numbers the sum with zeros keeps every bit of it.
-        works = [
-            start_sum(tensor.view(-1).view(torch.int32), self._groups.whole)
-            for tensor in (self._weights, *self._states)
-        ]
+        works = [start_sum(tensor.view(-1).view(torch.int32), self._whole) for tensor in (self._weights, *self._states)]
         for work in works:
             work.wait()
         self._must_read = self._is_newer = False
@@ -231,7 +216,7 @@ class HotCopies:
 
         lookup = DataParallelTables(kernel, weights, settings, start_mean)
         states = {name: lookup.optimizer.state[weight] for name, weight in weights.items()}
-        self._sum = TouchedRowsSum(specs, self._groups.inside, self._groups.across)
+        self._sum = TouchedRowsSum(specs, self._inside, self._across)
         self._weights = kernel.weights.detach()
         """Weights of all copies, one after the other."""
         self._tensors = {(name, "weight"): weight.detach() for name, weight in weights.items()}
@@ -246,19 +231,19 @@ class HotCopies:
 
     def _home_parts(self) -> list[_HomePart]:
         parts = []
-        for one in table_tensors(self._module):
-            copy = self._tensors.get((one.table, one.part))
+        for home in table_tensors(self._module):
+            copy = self._tensors.get((home.table, home.part))
             if copy is None:
                 continue
-            rows, first, columns = self.rows[one.table], one.offsets[0], slice(None)
-            if one.tensor.dim() > 1:
-                columns = slice(one.offsets[1], one.offsets[1] + one.tensor.shape[1])
-            own = ((rows >= first) & (rows < first + len(one.tensor))).nonzero().flatten()
+            if copy.dim() > 1:
+                copy = copy.narrow(1, home.offsets[1], home.tensor.shape[1])
+            rows, first = self.rows[home.table], home.offsets[0]
+            places = ((rows >= first) & (rows < first + len(home.tensor))).nonzero().flatten()
             # Of a data-parallel table every rank of the tower has all rows.
-            is_told = one.is_replicated or self._module.mesh.local == 0
-            where = (rows[own] - first).to(self._device)
-            if len(own):
-                parts.append(_HomePart(one.tensor, copy, where, own.to(self._device), columns, is_told))
+            is_told = home.is_replicated or self._module.mesh.local == 0
+            where = (rows[places] - first).to(self._device)
+            if len(places):
+                parts.append(_HomePart(home.tensor, copy, where, places.to(self._device), is_told))
         return parts
 
     def _start_mean(self, gradient: Tensor) -> Callable[[], None]:
@@ -275,7 +260,7 @@ class HotCopies:
 
         def end() -> None:
             settings = end_sum().view(-1, 2).tolist()
-            gradient.div_(self._groups.whole.size())
+            gradient.div_(self._whole.size())
             pairs = zip(names, settings, strict=True)
             self._lookup.optimizer.follow({name: UpdateSettings(rate, round(n)) for name, (rate, n) in pairs})
             self._is_newer = True
@@ -298,17 +283,13 @@ class _HomePart(NamedTuple):
     """Hot rows of one tensor of a table that this rank holds."""
 
     home: Tensor
-    copy: Tensor
+    copy: Tensor  # the columns that ``home`` has
     rows: Tensor  # of ``home``
     places: Tensor  # their rows in ``copy``
-    columns: slice  # of the table, that ``home`` has
     is_told: bool  # True if this rank tells the others
 
     def read(self) -> None:
-        self._part_of_copy()[self.places] = self.home[self.rows]
+        self.copy[self.places] = self.home[self.rows]
 
     def write(self) -> None:
-        self.home[self.rows] = self._part_of_copy()[self.places]
-
-    def _part_of_copy(self) -> Tensor:
-        return self.copy[:, self.columns] if self.copy.dim() > 1 else self.copy
+        self.home[self.rows] = self.copy[self.places]

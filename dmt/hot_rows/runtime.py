@@ -21,7 +21,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dmt.collectives import check_agreement, gather_objects, gather_on_first, run_on_all_or_raise
 from dmt.errors import InputError, did_you_mean
 from dmt.formatting import shorten
-from dmt.hot_rows.copies import HotCopies, HotGroups
+from dmt.hot_rows.copies import HotCopies
 from dmt.hot_rows.costs import choose_rows, saved_bytes
 from dmt.hot_rows.profile import AccessProfile, RowCounts
 from dmt.plan.tables import TableSpec, table_specs
@@ -56,8 +56,6 @@ class HotRowsState:
 _FIRST_STEPS = 100
 # Ids of a table that wait to be counted at least: 2 MB.
 _LEAST_COUNTED = 2**18
-# More batches than a pipeline or micro-batches take from one call of `step` to the next.
-_MOST_BATCHES_PER_STEP = 256
 
 
 class HotRows:
@@ -66,8 +64,8 @@ class HotRows:
     Make it after ``DistributedModelParallel``, and call `step` after every training step of every rank. Training stays
     what it is: each copy is updated with the mean gradient of all ranks by the optimizer of its table. Whoever asks the
     model for its ``state_dict``, parameters or ``fused_optimizer`` is given tables with the trained rows. Tensors that
-    were obtained before a training step lack that step: ask again, or call `write_back`; so do those of TorchRec's
-    collection inside the sharded module. After loading through ``load_state_dict`` of the model or of its optimizer the
+    were obtained before a training step lack that step: ask again; so do those of TorchRec's collection inside the
+    sharded module. After loading through ``load_state_dict`` of the model or of its optimizer the
     copies are read again by themselves, after other changes in place by ``hot.replicate(hot.rows)``.
 
     Tables that cannot have copies are left out, see `left_out`. Bags of several ids gain nothing (`docs/hot_rows.md`),
@@ -78,7 +76,7 @@ class HotRows:
         mesh: the groups.
         extra_memory: bytes that the copies of a rank may have, as a share of the weights of all tables.
         refresh_every: training steps from one choice of rows to the next; the first choice comes after 100 steps at the
-            latest. None: rows stay as ``profile`` or `replicate` say, and nothing is counted.
+            latest. None: rows change only when you call `refresh` or `replicate`, but for the choice by ``profile``.
         profile: accesses to make the first choice by, after the first step; given on all ranks.
 
     Raises:
@@ -128,13 +126,13 @@ class HotRows:
         self._refresh_every, self._profile = refresh_every, profile
         # A profile chooses as soon as a batch was counted.
         self._first = None if profile is not None or refresh_every is None else min(_FIRST_STEPS, refresh_every)
-        self._steps = self._batch_size = self._batches_since_step = 0
+        self._steps = self._batch_size = 0
         self._counter = _Counter(self._tables)
         # Groups of their own: nothing else on them can come in another order on another rank.
         topology = mesh.topology
-        groups = topology.host_groups(), topology.across_host_groups(), [list(range(topology.world_size))]
-        self._groups = HotGroups(*map(mesh.new_group, groups))
-        self._everyone = self._groups.whole
+        self._inside = mesh.new_group(topology.host_groups())
+        self._across = mesh.new_group(topology.across_host_groups())
+        self._everyone = mesh.new_group([list(range(topology.world_size))])
         self._owned = self._owned_tables()
         self._copies: HotCopies | None = None
         self._module.before_lookup = self._count
@@ -153,7 +151,6 @@ class HotRows:
     def step(self) -> None:
         """To be called after every training step: chooses rows when it is time. Collective over the job."""
         self._steps += 1
-        self._batches_since_step = 0
         every = self._refresh_every
         is_due = self._steps == self._first or (every is not None and self._steps % every == 0)
         if is_due or self._profile is not None:
@@ -163,15 +160,7 @@ class HotRows:
         """Chooses rows by what was counted, or by the profile if it was not used yet, and copies them. Collective.
 
         Before the first training batch it does nothing: the choice depends on the size of a batch.
-
-        Raises:
-            InputError: nothing was counted, because of ``refresh_every=None``.
         """
-        if self._refresh_every is None and self._profile is None:
-            raise InputError(
-                "HotRows.refresh: nothing is counted with refresh_every=None. Give it a number of steps, or choose the "
-                "rows yourself with replicate()."
-            )
         batch_size = max(gather_objects(self._batch_size, self._everyone))
         if not batch_size:
             return
@@ -207,7 +196,13 @@ class HotRows:
         if wanted:
             rows = {name: torch.from_numpy(of_table) for name, of_table in wanted.items()}
             self._copies = HotCopies(
-                self._module, self._module.home_tables, rows, groups=self._groups, owned=self._owned
+                self._module,
+                self._module.home_tables,
+                rows,
+                inside=self._inside,
+                across=self._across,
+                whole=self._everyone,
+                owned=self._owned,
             )
             # At once: a check of the run may compare copies before any batch reads them.
             self._copies.read()
@@ -266,22 +261,10 @@ class HotRows:
         self._counter = _Counter(self._tables, loaded)
         self.replicate({name: of_table for name, of_table in state.rows.items() if name in names})
 
-    def write_back(self) -> None:
-        """Brings the tables of this rank up to date, for tensors of them that were obtained earlier; not collective."""
-        self._module.write_back()
-
     def _count(self, ids: KeyedJaggedTensor, _: bool) -> None:
         if not self._module.training:
             return
         self._batch_size = max(self._batch_size, ids.stride())
-        self._batches_since_step += 1
-        if self._refresh_every is None:
-            return
-        if self._batches_since_step > _MOST_BATCHES_PER_STEP:
-            raise InputError(
-                f"HotRows.step() was not called in {_MOST_BATCHES_PER_STEP} training batches: no rows are chosen. Call "
-                "it after every training step, on every rank."
-            )
         if ids.stride():  # TorchRec does not take an empty batch apart
             self._counter.add(ids)
 
@@ -314,7 +297,7 @@ class HotRows:
     def _owned_tables(self) -> list[str]:
         """Tables whose learning rate this rank tells: it is the first that updates them."""
         mine = [name for collection in self._module.collections for name in collection.settings_now()]
-        of_ranks, rank = gather_objects(mine, self._groups.whole), self._groups.whole.rank()
+        of_ranks, rank = gather_objects(mine, self._everyone), self._everyone.rank()
         before = {name for of_rank in of_ranks[:rank] for name in of_rank}
         return [name for name in mine if name not in before]
 
@@ -324,31 +307,28 @@ class _Counter:
 
     def __init__(self, tables: Sequence[TableSpec], before: AccessProfile | None = None) -> None:
         self._total = before or AccessProfile(tables)
-        self._waiting: dict[str, list[Tensor]] = {table.name: [] for table in tables}
+        self._waiting: list[dict[str, Tensor]] = []
+        self._num_waiting = 0
+        self._enough = max(_LEAST_COUNTED, sum(table.num_embeddings for table in tables))
 
     def add(self, ids: KeyedJaggedTensor) -> None:
-        """Keeps the ids of a batch, which are counted once more have come than the table has rows."""
+        """Keeps the ids of a batch, which are counted once more have come than the tables have rows."""
         self._total.num_samples += ids.stride()
-        by_feature = dict(zip(ids.keys(), ids.values().split(ids.length_per_key()), strict=True))
-        for table in self._total.tables:
-            waiting = self._waiting[table.name]
-            waiting += [by_feature[feature] for feature in table.feature_names]
-            if sum(map(len, waiting)) > max(_LEAST_COUNTED, table.num_embeddings):
-                self._count(table)
+        self._waiting.append(dict(zip(ids.keys(), ids.values().split(ids.length_per_key()), strict=True)))
+        self._num_waiting += ids.values().numel()
+        if self._num_waiting > self._enough:
+            self.profile()
 
     def profile(self) -> AccessProfile:
         """Returns the accesses of all ids so far."""
-        for table in self._total.tables:
-            self._count(table)
-        return self._total
-
-    def _count(self, table: TableSpec) -> None:
-        waiting, self._waiting[table.name] = self._waiting[table.name], []
-        if waiting:
-            rows, counts = torch.cat(waiting).unique(return_counts=True)
+        for table in self._total.tables if self._waiting else ():
+            ids = torch.cat([batch[feature] for batch in self._waiting for feature in table.feature_names])
+            rows, counts = ids.unique(return_counts=True)
             is_row = (rows >= 0) & (rows < table.num_embeddings)
             numbers = rows[is_row].long().cpu().numpy(), counts[is_row].cpu().numpy()
             self._total.put(table.name, RowCounts(*numbers, int(numbers[1].sum())))
+        self._waiting, self._num_waiting = [], 0
+        return self._total
 
 
 def why_no_copies(tables: Mapping[str, HomeTable]) -> dict[str, str]:
