@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-__all__ = ["counted", "human_bytes", "printable", "shorten"]
+__all__ = ["counted", "human_bytes", "shorten"]
 
 _UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
 
@@ -43,14 +43,3 @@ def counted(number: int, word: str) -> str:
         ('1 tower', '4,000 features')
     """
     return f"{number:,} {word}" if number == 1 else f"{number:,} {word}s"
-
-
-def printable(text: str) -> str:
-    r"""Escapes what a terminal obeys or no encoding can write: control characters, other than line ends, of names.
-
-    Example:
-        >>> print(printable("a\x1b[2Jb\nc"))
-        a\x1b[2Jb
-        c
-    """
-    return "".join(c if c.isprintable() or c == "\n" else repr(c)[1:-1] for c in text)

@@ -17,7 +17,6 @@ import click
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from dmt.errors import InputError, ReplicaMismatchError
-from dmt.formatting import printable
 from dmt.processes import end_with
 from dmt.training.config import load_config
 from dmt.training.console import print_summary, quiet_libraries
@@ -49,7 +48,6 @@ def main(config: str, overrides: tuple[str, ...]) -> None:
         if rank != 0:
             time.sleep(_LET_RANK_0_SPEAK_S)
         # In the exception itself, without a traceback: torchrun prints it too.
-        error.args = (printable(str(error)),)
         error.__traceback__ = error.__cause__ = error.__context__ = None
         print(f"{'' if rank == 0 else f'[rank {rank}] '}error: {error}", file=sys.stderr, flush=True)
         get_error_handler().record_exception(error)

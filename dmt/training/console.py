@@ -8,18 +8,14 @@ import math
 import os
 import sys
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from rich.console import Console, ConsoleOptions, RenderableType
-from rich.segment import Segment
+from rich.console import Console
 from rich.table import Table
-
-from dmt.formatting import printable
 
 __all__ = [
     "ROWS",
-    "NameConsole",
     "cells",
     "lookup",
     "make_table",
@@ -54,20 +50,6 @@ ROWS: tuple[tuple[str, str, str], ...] = (
 )
 
 
-class NameConsole(Console):
-    """A console for names of any text: control characters in them are shown escaped."""
-
-    def render(self, renderable: RenderableType, options: ConsoleOptions | None = None) -> Iterator[Segment]:
-        """Renders as the base class does, with every text escaped."""
-        for text, style, control in super().render(renderable, options):
-            yield Segment(text if control else printable(text), style, control)
-
-
-class _Formatter(logging.Formatter):
-    def format(self, record: logging.LogRecord) -> str:
-        return printable(super().format(record))
-
-
 class _Lines(io.TextIOBase):
     """Turns what a bar draws over itself into lines, for files and pipes."""
 
@@ -96,7 +78,7 @@ def progress_bar(*, initial: int, total: int | None, enabled: bool, desc: str = 
 
 def table_console(*, markup: bool) -> Console:
     """A console for tables of names and numbers, as wide as the terminal or ``COLUMNS``."""
-    console = NameConsole(highlight=False, markup=markup, emoji=False)
+    console = Console(highlight=False, markup=markup, emoji=False)
     if not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
         # A pipe has no width; 80 columns would break what a file has room for.
         console.width = _PIPE_WIDTH
@@ -123,7 +105,7 @@ def quiet_libraries(*, rank: int) -> None:
     than 0 report errors only.
     """
     handler = logging.StreamHandler()
-    handler.setFormatter(_Formatter("%(message)s"))
+    handler.setFormatter(logging.Formatter("%(message)s"))
     ours = logging.getLogger("dmt")
     ours.handlers = [handler]
     ours.propagate = False
@@ -165,4 +147,4 @@ def print_summary(results: Mapping[str, Mapping[str, Any]]) -> None:
     """Prints runs side by side."""
     headers, rows = summary(results)
     table = make_table(headers, rows, title="evaluation and cost", right=range(1, len(headers)))
-    NameConsole(width=110).print(table)
+    Console(width=110).print(table)

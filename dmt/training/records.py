@@ -21,7 +21,6 @@ if TYPE_CHECKING:
 
 from dmt.errors import InputError
 from dmt.files import read_file, write_or_raise
-from dmt.formatting import printable
 from dmt.training.config import TrainingConfig, to_toml
 
 __all__ = [
@@ -90,7 +89,7 @@ class RunRecord:
     def say(self, lines: Iterable[str]) -> None:
         """Prints lines, marked as comments."""
         if self.enabled:
-            print("".join(f"# {printable(line)}\n" for line in lines), end="", flush=True)
+            print("".join(f"# {line}\n" for line in lines), end="", flush=True)
 
     def sharding(self, plan: TowerShardingPlan | None, notes: Iterable[str] = ()) -> None:
         """Writes the sharding plan as ``sharding.json`` and says its summary, or the notes on a flat plan."""

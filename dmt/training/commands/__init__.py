@@ -20,7 +20,7 @@ import click
 from dmt import __version__
 from dmt.errors import InputError
 from dmt.files import check_output
-from dmt.formatting import counted, human_bytes, printable
+from dmt.formatting import counted, human_bytes
 from dmt.training.console import make_table, quiet_libraries, summary, table_console
 
 __all__ = ["Shown", "check_output_files", "emit", "main"]
@@ -148,7 +148,7 @@ class _Commands(click.Group):
         try:
             return super().invoke(ctx)
         except InputError as error:
-            click.echo(f"error: {printable(str(error))}", err=True)
+            click.echo(f"error: {error}", err=True)
         except ModuleNotFoundError as error:
             if error.name is None or error.name.startswith("dmt"):
                 raise
@@ -345,7 +345,7 @@ def _check(config: str, overrides: tuple[str, ...], **limits: int) -> Shown:
     try:
         report = check_run(settings, CheckLimits(**limits))
     except RanksFailedError as error:
-        click.echo(f"FAILED: {printable(str(error))}", err=True)
+        click.echo(f"FAILED: {error}", err=True)
         sys.exit(1)
     return _show_check(dataclasses.replace(report, seconds=time.perf_counter() - began))
 
@@ -439,4 +439,4 @@ def _complexity(arch: str, *, towers: int | None, tower_dim: int | None) -> Show
 
 def _typed() -> str:
     # As text that a plan can hold: an argument is any bytes.
-    return printable(shlex.join(["dmt", *sys.argv[1:]]))
+    return shlex.join(["dmt", *sys.argv[1:]])

@@ -13,12 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
+
 from dmt.errors import InputError
 from dmt.partitioner import TowerPartitioner, write_partition_report
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.training.checkpoints import checkpoints
 from dmt.training.config import SHARDING_OF_TOWERS, load_config, to_override, to_toml
-from dmt.training.console import NameConsole
 from dmt.training.data.config import DataConfig
 from dmt.training.data.files import expand_path, format_of, matching_files
 from dmt.training.data.raw import schema_of
@@ -56,7 +57,7 @@ def demo(data: str | None, out: Path, overrides: Sequence[str], *, command: str)
     Raises:
         InputError: anything the user can fix; raised before training wherever it can be known by then.
     """
-    console = NameConsole(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False)
     for key in ("towers.plan", "train.output_dir"):
         if any(override.partition("=")[0].strip() == key for override in overrides):
             raise InputError(f"The demo sets {key} itself: it learns the towers, and --out says where all goes.")

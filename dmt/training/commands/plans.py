@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dmt.errors import InputError
-from dmt.formatting import counted, human_bytes, printable, shorten
+from dmt.formatting import counted, human_bytes, shorten
 from dmt.partitioner import FeatureAffinity, Partition, PartitionRules, TowerPartitioner, write_partition_report
 from dmt.partitioner.report import strongest_rows
 from dmt.partitioner.verdict import judge_balance, judge_meaning
@@ -136,7 +136,7 @@ def _table_of(partition: Partition) -> tuple[list[str], list[list[str]], list[st
 
 
 def _say(line: str) -> None:
-    print(printable(line), file=sys.stderr, flush=True)
+    print(line, file=sys.stderr, flush=True)
 
 
 def run_plan(config: str, overrides: Sequence[str] = (), *, out: Path | None = None) -> Shown:
