@@ -9,7 +9,7 @@ optimizer states. Each difference is divided by its bound (`Bounds`); `check` wa
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -214,10 +214,12 @@ def shard(case: Case, model: nn.Module, mesh: TowerMesh) -> DistributedModelPara
     # In a tower of one rank every table is whole.
     scheme = case.scheme if case.ranks > 1 else "table_wise"
     own: dict[str, Any] = {"pinned": case.pins()} if case.scheme in MIXES else {"scheme": scheme}
-    of_data_parallel = [name for name, placement in case.pins().items() if placement.scheme == "data_parallel"]
     if case.kernel != "fused":
-        tables_of_kernel = {f"t{i}" for i in range(len(case.dims))} - set(of_data_parallel)
-        own["kernels"] = dict.fromkeys(sorted(tables_of_kernel), case.kernel)
+        pins = case.pins() if case.scheme in MIXES else {}
+        own["pinned"] = {f"t{i}": case.kernel for i in range(len(case.dims))} | {
+            name: placement if placement.scheme == "data_parallel" else replace(placement, kernel=case.kernel)
+            for name, placement in pins.items()
+        }
     planner = TowerShardingPlanner(mesh.topology, **own)
     wrapper = None if case.dense is None else HierarchicalDataParallel(mesh, **dict(case.dense))
     return DistributedModelParallel(

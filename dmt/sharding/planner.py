@@ -30,7 +30,7 @@ from dmt.sharding.costs import Hardware, SparseOptimizer, StepWorkload
 from dmt.sharding.optimizers import data_parallel_obstacle, optimizer_name
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.sharding.plan_tables import plan_tables
-from dmt.sharding.schemes import SCHEMES, Kernel, Rule, Scheme, ShardingRules, TablePlacement, table_shards
+from dmt.sharding.schemes import SCHEMES, Rule, Scheme, ShardingRules, TablePlacement, table_shards
 
 __all__ = ["TowerShardingPlanner", "parameter_sharding", "plan_by_torchrec"]
 
@@ -48,8 +48,8 @@ class TowerShardingPlanner:
         topology: the mesh sizes.
         scheme: one of `SCHEMES` for every table that can have it, several of them, or ``"auto"``. A table that can have
             none of them stays whole.
-        pinned: what is decided for single tables, by name or pattern: a scheme, or a `TablePlacement`.
-        kernels: TorchRec's kernels of single tables, by name or pattern (`dmt.sharding.schemes.Kernel`).
+        pinned: what is decided for single tables, by name or pattern: a scheme, a kernel of TorchRec's
+            (`dmt.sharding.schemes.Kernel`), or a `TablePlacement`, which has both.
         hot_rows: whether the model will have `dmt.HotRows`: no table is cut into columns then unless it is pinned so.
         workload: batch size and ids per sample; the optimizer of the tables is that of the sharders' ``fused_params``.
         hardware: memory and rates of a rank.
@@ -65,7 +65,6 @@ class TowerShardingPlanner:
         *,
         scheme: Scheme | Sequence[Scheme] | Literal["auto"] = "auto",
         pinned: Mapping[str, Rule] | None = None,
-        kernels: Mapping[str, Kernel] | None = None,
         hot_rows: bool = False,
         workload: StepWorkload | None = None,
         hardware: Hardware | None = None,
@@ -76,7 +75,6 @@ class TowerShardingPlanner:
         self.rules = ShardingRules(
             schemes=cast("tuple[Scheme, ...]", schemes),
             tables=dict(pinned or {}),
-            kernels=dict(kernels or {}),
             hot_rows=hot_rows,
         )
         self.workload = workload

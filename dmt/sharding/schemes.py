@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 from dmt.errors import InputError, did_you_mean
 from dmt.plan.split_across_towers import uncut_name
@@ -241,7 +241,8 @@ def why_not(
     return ""
 
 
-Rule = Scheme | TablePlacement
+Rule = Scheme | Kernel | TablePlacement
+"""What is decided for a table: its scheme, its kernel, or its whole placement; the planner chooses the rest."""
 
 
 class Allowed(NamedTuple):
@@ -277,9 +278,7 @@ class ShardingRules:
     schemes: Sequence[Scheme] = SCHEMES
     """Schemes for tables without a rule of their own."""
     tables: Mapping[str, Rule] = field(default_factory=dict)
-    """The scheme of a table, or its whole placement."""
-    kernels: Mapping[str, Kernel] = field(default_factory=dict)
-    """The kernel of a table; others are ``fused``."""
+    """The rules of single tables; other tables, and those with a scheme only, have the kernel ``fused``."""
     cache_load_factor: float = 0.2
     """Share of their rows that tables with a cache have there."""
     id_route: IdRoute = "peer"
@@ -291,13 +290,11 @@ class ShardingRules:
     row-wise AdaGrad has a state for each part of a row, and `dmt.HotRows` leaves such tables out."""
 
     def __post_init__(self) -> None:
-        of_tables = [(key, rule) for key, rule in self.tables.items() if not isinstance(rule, TablePlacement)]
-        for what, value in [("schemes", scheme) for scheme in self.schemes or ("",)] + of_tables:
-            if value not in SCHEMES:
-                raise InputError(f"{what}: {value!r} is none of {list(SCHEMES)}.{did_you_mean(value, SCHEMES)}")
-        for key, kernel in self.kernels.items():
-            if kernel not in KERNELS:
-                raise InputError(f"{key}: {kernel!r} is none of {list(KERNELS)}.{did_you_mean(kernel, KERNELS)}")
+        choices = (*SCHEMES, *KERNELS)
+        of_tables = [(key, rule, choices) for key, rule in self.tables.items() if not isinstance(rule, TablePlacement)]
+        for what, value, known in [*(("schemes", scheme, SCHEMES) for scheme in self.schemes or ("",)), *of_tables]:
+            if value not in known:
+                raise InputError(f"{what}: {value!r} is none of {list(known)}.{did_you_mean(value, known)}")
 
     def resolve(self, tables_by_tower: Sequence[Sequence[Any]], num_ranks: int) -> dict[str, Allowed]:
         """Returns the planner's choices for every table, by name, in towers of ``num_ranks`` ranks.
@@ -308,7 +305,7 @@ class ShardingRules:
         """
         placed = [(table, tower) for tower, tables in enumerate(tables_by_tower) for table in tables]
         names = [table.name for table, _ in placed]
-        for key in (*self.tables, *self.kernels):
+        for key in self.tables:
             if not any(_matches(key, name) for name in names):
                 raise InputError(
                     f"The rule for tables {key!r} matches none of the {len(names)} tables of the model."
@@ -325,25 +322,24 @@ class ShardingRules:
 
     def _resolve(self, table: Any, num_ranks: int, tower: int) -> Allowed:
         key = _key_of(self.tables, table.name)
-        kernel = self.kernels.get(_key_of(self.kernels, table.name) or "", "fused")
-        if key is None:
-            return self._free(table, kernel, num_ranks)
-        rule, pattern = self.tables[key], "" if key == table.name else f" ({key!r})"
-        scheme = rule.scheme if isinstance(rule, TablePlacement) else rule
-        if obstacle := self._obstacle(table, scheme, kernel, num_ranks):
+        rule, pattern = "fused" if key is None else self.tables[key], "" if key == table.name else f" ({key!r})"
+        if rule in KERNELS:
+            return self._free(table, rule, num_ranks)
+        scheme = rule.scheme if isinstance(rule, TablePlacement) else cast("Scheme", rule)
+        if obstacle := self._obstacle(table, scheme, num_ranks):
             raise InputError(
                 f"Table {table.name!r} in tower {tower} cannot be {scheme}, as its rule{pattern} asks: {obstacle}. "
                 "Change the rule."
             )
         if not isinstance(rule, TablePlacement):
-            return Allowed((scheme,), kernel, self.cache_load_factor, None, f"asked for{pattern}")
+            return Allowed((scheme,), "fused", self.cache_load_factor, None, f"asked for{pattern}")
         shards_in_tower(table, rule, num_ranks=num_ranks, tower=tower)
-        if kernel != "fused":
-            rule = replace(rule, kernel=kernel, cache_load_factor=self.cache_load_factor)
         return Allowed((scheme,), rule.kernel, rule.cache_load_factor, rule, f"pinned by the user{pattern}")
 
     def _free(self, table: Any, kernel: Kernel, num_ranks: int) -> Allowed:
-        obstacles = {scheme: self._obstacle(table, scheme, kernel, num_ranks) for scheme in self.schemes}
+        obstacles = {scheme: self._obstacle(table, scheme, num_ranks) for scheme in self.schemes}
+        if kernel != "fused" and "data_parallel" in obstacles:
+            obstacles["data_parallel"] = f"kernel={kernel!r} is for tables that are too large for every device"
         why = "asked for" if len(self.schemes) == 1 else ""
         if self.hot_rows and obstacles.get("column_wise") == "":
             obstacles["column_wise"] = why = "not cut into columns, so that its rows can have copies"
@@ -352,9 +348,7 @@ class ShardingRules:
             possible, why = ("table_wise",), f"{' or '.join(obstacles)} asked for, but {next(iter(obstacles.values()))}"
         return Allowed(possible, kernel, self.cache_load_factor, None, why)
 
-    def _obstacle(self, table: Any, scheme: Scheme, kernel: Kernel, num_ranks: int) -> str:
-        if scheme == "data_parallel" and kernel != "fused":
-            return f"kernel={kernel!r} is for tables that are too large for every device"
+    def _obstacle(self, table: Any, scheme: Scheme, num_ranks: int) -> str:
         return why_not(table, scheme, num_ranks=num_ranks, id_route=self.id_route, fused_params=self.fused_params)
 
 

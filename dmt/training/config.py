@@ -13,7 +13,7 @@ from dmt.errors import InputError, did_you_mean
 from dmt.files import explain, parse, read_file
 from dmt.plan.topology import TowerTopology
 from dmt.sharding.optimizers import MomentScale, check_moment_scale
-from dmt.sharding.schemes import Kernel, Scheme
+from dmt.sharding.schemes import SCHEMES, Kernel, Scheme
 from dmt.sptt.options import refusals
 from dmt.sptt.precision import ExchangeFormat, ExchangePrecision, SyncPrecision
 from dmt.training.data.config import OF_READING, DataConfig, Section
@@ -45,7 +45,6 @@ SHARDING_RATES = (
 SHARDING_OF_TOWERS = (
     "tables",
     "plan",
-    "kernels",
     "cache_load_factor",
     *SHARDING_RATES,
     "id_route",
@@ -160,17 +159,15 @@ class ShardingConfig(Section):
     (rows over the ranks of a host), ``grid`` (columns over hosts, rows inside them) and ``planner``, its own choice
     among all, exist there only; its ``auto`` is ``table_wise`` or ``column_wise``. A column-wise table under row-wise
     AdaGrad keeps one state per shard and row, so it trains a little differently."""
-    tables: dict[str, Scheme] = Field(default_factory=dict)
-    """The scheme of single tables, by name or pattern: ``"t_ad*" = "row_wise"``; the first pattern that matches
-    holds."""
+    tables: dict[str, Scheme | Kernel] = Field(default_factory=dict)
+    """The scheme of single tables, or their kernel, by name or pattern: ``"t_ad*" = "row_wise"``; the first pattern
+    that matches holds. TorchRec's kernel decides the memory of the weights: ``fused`` (the device's), ``fused_uvm``
+    (the host's), ``fused_uvm_caching`` (the host's, with a cache on the device), ``key_value`` (an SSD, with a cache).
+    Other tables are on the device."""
     plan: str | None = None
     """A sharding plan that ``dmt plan --out`` wrote, used without changes."""
     memory_gib: float | None = Field(default=None, gt=0)
     """Memory of a rank for tables and their optimizer state, in GiB; a plan that needs more is refused."""
-    kernels: dict[str, Kernel] = Field(default_factory=dict)
-    """TorchRec's kernel of single tables, by name or pattern, and so the memory of their weights: ``fused`` (the
-    device's), ``fused_uvm`` (the host's), ``fused_uvm_caching`` (the host's, with a cache on the device), ``key_value``
-    (an SSD, with a cache). Other tables are on the device."""
     cache_load_factor: float = Field(default=0.2, gt=0, le=1)
     """Share of the rows of tables with a cache that are in it."""
     pooling_factors: dict[str, float] = Field(default_factory=dict)
@@ -197,6 +194,11 @@ class ShardingConfig(Section):
     def precision(self) -> ExchangePrecision:
         """The formats of the exchange between towers."""
         return ExchangePrecision(forward=self.forward_precision, backward=self.backward_precision)
+
+    @property
+    def is_off_device(self) -> bool:
+        """Whether weights of tables are in other memories than the device's."""
+        return not {"fused", *SCHEMES}.issuperset(self.tables.values())
 
 
 class ReplicasConfig(Section):
@@ -466,8 +468,8 @@ def _refusals(config: TrainingConfig) -> list[tuple[object, str]]:
             "Change that, or leave hot_rows out.",
         ),
         (
-            sharding.kernels and (replicas > 1 or hot.extra_memory > 0),
-            "sharding.kernels puts tables in other memories than the device's, but this run has replicas or hot rows, "
+            sharding.is_off_device and (replicas > 1 or hot.extra_memory > 0),
+            "sharding.tables puts tables in other memories than the device's, but this run has replicas or hot rows, "
             "which read whole tables there. Leave out one of them.",
         ),
     ]

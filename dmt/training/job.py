@@ -277,7 +277,7 @@ def check_kernels(job: Job) -> None:
         if on_ssd and is_wrong:
             raise InputError(
                 f"The plan has table {on_ssd[0]} on an SSD (key_value), where {needed}, but this run has {this}. "
-                "Change sharding.kernels, or use one of those."
+                "Change sharding.tables, or use one of those."
             )
 
 
@@ -314,7 +314,6 @@ def _plan_sharding(config: TrainingConfig, tables: Sequence[TableSpec], towers: 
             schemes=SCHEMES if sharding.scheme == "auto" else (cast("Scheme", sharding.scheme),),
             tables=rules,
             id_route=sharding.id_route,
-            kernels=sharding.kernels,
             cache_load_factor=sharding.cache_load_factor,
             hot_rows=config.hot_rows.extra_memory > 0,
         ),

@@ -166,7 +166,7 @@ def test_a_pinned_kernel_leaves_room_on_the_device() -> None:
     hardware = Hardware(memory_per_rank=40 * 10**9)
     with pytest.raises(InputError, match=r"of table 'a' a rank must hold 40\.\d GB even row_wise"):
         plan_tables([tables], one_tower(128), hardware=hardware)
-    rules = ShardingRules(kernels={"*": "fused_uvm_caching"}, cache_load_factor=0.2)
+    rules = ShardingRules(tables={"*": "fused_uvm_caching"}, cache_load_factor=0.2)
     found = plan_tables([tables], one_tower(128), hardware=hardware, rules=rules)
     assert max(rank.memory for rank in found.ranks) <= 40 * 10**9
     assert found.reasons["a"].startswith("row_wise over 128 ranks as fused_uvm_caching: ")
@@ -174,18 +174,17 @@ def test_a_pinned_kernel_leaves_room_on_the_device() -> None:
 
 def test_rules_for_kernels() -> None:
     tables = [table("t_a", 1000), table("t_b", 1000), table("u", 1000)]
-    rules = ShardingRules(kernels={"t_*": "fused_uvm_caching", "t_b": "fused_uvm"}, cache_load_factor=0.5)
+    rules = ShardingRules(tables={"t_*": "fused_uvm_caching", "t_b": "fused_uvm"}, cache_load_factor=0.5)
     found = plan_tables([tables], one_tower(2), rules=rules)
     assert kernels(found) == {"t_a": "fused_uvm_caching", "t_b": "fused_uvm", "u": "fused"}
     assert found.placements["t_a"].cache_load_factor == 0.5
-    rules = ShardingRules(kernels={"x*": "fused_uvm"})
+    rules = ShardingRules(tables={"x*": "fused_uvm"})
     with pytest.raises(InputError, match=r"'x\*' matches none of the 3 tables"):
         plan_tables([tables], one_tower(2), rules=rules)
-    rules = ShardingRules(tables={"u": "data_parallel"}, kernels={"u": "fused_uvm"})
-    with pytest.raises(InputError, match=r"Table 'u' in tower 0 cannot be data_parallel, .* kernel='fused_uvm' is for"):
-        plan_tables([tables], one_tower(2), rules=rules)
-    with pytest.raises(InputError, match=r"'uvm' is none of \['fused'"):
-        ShardingRules(kernels={"u": "uvm"})  # type: ignore[dict-item]
+    rules = ShardingRules(schemes=("data_parallel",), tables={"u": "fused_uvm"})
+    assert "kernel='fused_uvm' is for" in plan_tables([tables], one_tower(2), rules=rules).reasons["u"]
+    with pytest.raises(InputError, match=r"'uvm' is none of \['table_wise'.*'fused_uvm_caching'"):
+        ShardingRules(tables={"u": "uvm"})  # type: ignore[dict-item]
 
 
 def test_torchrec_is_given_kernel_and_cache() -> None:
@@ -203,14 +202,14 @@ def test_torchrec_is_given_kernel_and_cache() -> None:
     ("sections", "message"),
     [
         (
-            {"sharding": {"kernels": {"t_C1": "key_value"}}},
+            {"sharding": {"tables": {"t_C1": "key_value"}}},
             r"The plan has table 't_C1' \(559 bytes with its cache\) on an SSD .*has CPUs",
         ),
         (
-            {"sharding": {"kernels": {"t_C1": "key_value"}}, "optimizer": {"sparse": "sgd"}},
+            {"sharding": {"tables": {"t_C1": "key_value"}}, "optimizer": {"sparse": "sgd"}},
             r"on an SSD .* only row-wise AdaGrad and Adam, but this run has optimizer\.sparse='sgd'",
         ),
-        ({"sharding": {"kernels": {"t_C9": "fused_uvm"}}}, r"rule for tables 't_C9' matches none"),
+        ({"sharding": {"tables": {"t_C9": "fused_uvm"}}}, r"rule for tables 't_C9' matches none"),
     ],
     ids=["device", "optimizer", "name"],
 )
@@ -221,8 +220,8 @@ def test_the_trainer_refuses_kernels_before_any_rank_starts(sections: dict[str, 
 
 def test_kernels_do_not_go_with_what_reads_whole_tables() -> None:
     with pytest.raises(
-        ValueError, match=r"sharding\.kernels.* this run has replicas or hot rows, which read whole tables"
+        ValueError, match=r"sharding\.tables.* this run has replicas or hot rows, which read whole tables"
     ):
-        small(sharding={"kernels": {"*": "fused_uvm"}}, topology={"num_replicas": 2})
-    with pytest.raises(ValueError, match=r"sharding\.kernels=.* needs the tower dataflow"):
-        small("dlrm", "flat", sharding={"dataflow": "flat", "kernels": {"*": "fused_uvm"}})
+        small(sharding={"tables": {"*": "fused_uvm"}}, topology={"num_replicas": 2})
+    with pytest.raises(ValueError, match=r"sharding\.tables=.* needs the tower dataflow"):
+        small("dlrm", "flat", sharding={"dataflow": "flat", "tables": {"*": "fused_uvm"}})

@@ -35,7 +35,7 @@ _RATIOS = (2, 4, 16)
 _FLAT = "flat (TorchRec)"
 # What alternatives leave behind of a config: what is about its own towers and tables.
 _OWN_SECTIONS = ("towers", "replicas", "hot_rows", "topology")
-_OWN_SHARDING = ("dataflow", "scheme", "tables", "plan", "kernels", "id_route", "unique")
+_OWN_SHARDING = ("dataflow", "scheme", "tables", "plan", "id_route", "unique")
 _OWN_TRAIN = ("dense_reduce", "dense_reduce_precision")
 
 
@@ -182,7 +182,7 @@ def _not_counted(config: TrainingConfig) -> list[str]:
         "sharding.unique=true": sharding.unique,
         f"sharding.id_route={sharding.id_route!r}": sharding.id_route != "peer",
         f"hot_rows.extra_memory={config.hot_rows.extra_memory}": config.hot_rows.extra_memory > 0,
-        "tables in host memory or on SSDs": bool(sharding.kernels),
+        "tables in host memory or on SSDs": sharding.is_off_device,
         f"the state of optimizer.sparse={config.optimizer.sparse!r}": config.optimizer.sparse in ("adagrad", "adam"),
     }
     return [what for what, is_wrong in wrong.items() if is_wrong]
