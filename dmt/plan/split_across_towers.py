@@ -45,12 +45,11 @@ def split_tables(tables: Sequence[Any], splits: Splits) -> list[Any]:
     each shard, by the name of the feature (`TowerPlan.column_splits`).
 
     Raises:
-        InputError: a feature to cut is unknown or shares its table, or the shards do not add up to the table.
+        InputError: a feature to cut shares its table, or the shards do not add up to the table.
     """
     split: list[Any] = []
-    left = dict(splits)
     for table in tables:
-        cut = [feature for feature in table.feature_names if feature in left]
+        cut = [feature for feature in table.feature_names if feature in splits]
         if not cut:
             split.append(table)
             continue
@@ -58,7 +57,7 @@ def split_tables(tables: Sequence[Any], splits: Splits) -> list[Any]:
             raise InputError(
                 f"Table {table.name!r} is shared by {list(table.feature_names)} and cannot be cut into column shards."
             )
-        widths = left.pop(cut[0])
+        widths = splits[cut[0]]
         if sum(widths) != table.embedding_dim or min(widths) < 1:
             raise InputError(
                 f"Table {table.name!r} has embedding_dim={table.embedding_dim}, but its column shards are "
@@ -70,8 +69,6 @@ def split_tables(tables: Sequence[Any], splits: Splits) -> list[Any]:
                 shard_names(table.name, widths), shard_names(cut[0], widths), widths, strict=True
             )
         ]
-    if left:
-        raise InputError(f"There is no table of feature {next(iter(left))!r}, which is to be cut into column shards.")
     return split
 
 
@@ -79,14 +76,11 @@ def split_ids(ids: KeyedJaggedTensor, splits: Splits) -> KeyedJaggedTensor:
     """The ids with each feature that is cut repeated once for each of its shards, under the shards' names.
 
     Raises:
-        InputError: a feature to cut is not among the keys, or each feature has a batch size of its own.
+        InputError: each feature has a batch size of its own.
     """
     from torchrec import KeyedJaggedTensor
 
     keys = ids.keys()
-    unknown = [feature for feature in splits if feature not in keys]
-    if unknown:
-        raise InputError(f"Feature {unknown[0]!r} is to be cut into column shards but is not among the ids' keys.")
     if ids.variable_stride_per_key():
         raise InputError("split_ids: the features differ in batch size (stride_per_key); ids must have one for all.")
     order = [i for i, key in enumerate(keys) for _ in range(len(splits.get(key, (0,))))]

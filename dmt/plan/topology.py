@@ -121,17 +121,11 @@ class TowerTopology:
 
     def coordinates(self, rank: int) -> RankCoordinates:
         """The coordinates of a global rank."""
-        self._check_rank(rank)
         return RankCoordinates(*(int(where[0]) for where in (self._ranks == rank).nonzero()))
 
     def host(self, rank: int) -> int:
         """Host index of a global rank; hosts are blocks of `host_size` neighbouring ranks."""
-        self._check_rank(rank)
         return rank // self.host_size
-
-    def _check_rank(self, rank: int) -> None:
-        if not 0 <= rank < self.world_size:
-            raise InputError(f"TowerTopology: rank={rank} is outside 0..{self.world_size - 1}.")
 
     def tower_groups(self) -> list[list[int]]:
         """Ranks of one tower in one replica (fast links): R * T groups of L."""

@@ -133,16 +133,14 @@ class TowerPlan:
             )
         missing = [f for f in model_features if f not in placed]
         unknown = [f for f in self.features if f not in known]
-        if missing:
-            raise InputError(
-                f"{_quote('Feature', missing)} in no tower ({len(known)} features, {len(known) - len(missing)} "
-                f"placed).{did_you_mean(missing[0], unknown)} Add to the tower plan or drop from the model."
-            )
-        if unknown:
-            raise InputError(
-                f"{_quote('Feature', unknown)} in the tower plan but not in the model "
-                f"({len(known)} features).{did_you_mean(unknown[0], known)} Remove from the plan or add to the model."
-            )
+        for names, others, fault in (
+            (missing, unknown, "in no tower. Add to the tower plan or drop from the model."),
+            (unknown, known, "in the tower plan but not in the model. Remove from the plan or add to the model."),
+        ):
+            if names:
+                shown = shorten([repr(name) for name in names], ", ", most=5)
+                subject = f"Feature {shown} is" if len(names) == 1 else f"Features {shown} are"
+                raise InputError(f"{subject} {fault}{did_you_mean(names[0], others)}")
 
     def tables_by_tower(self, tables: Sequence[Any]) -> list[list[Any]]:
         """Returns for each tower its tables, ordered by their first feature in the plan, which is checked against them.
@@ -202,8 +200,3 @@ class TowerPlan:
                 another type or breaks a rule of the plan.
         """
         return read_model(path, cls, what="Tower plan", version=FORMAT_VERSION, remedy=_REMEDY)
-
-
-def _quote(word: str, names: Sequence[str], most: int = 5) -> str:
-    shown = shorten([repr(name) for name in names], ", ", most=most)
-    return f"{word} {shown} is" if len(names) == 1 else f"{word}s {shown} are"

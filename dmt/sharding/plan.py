@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from dmt.errors import InputError
 from dmt.files import read_model, write_or_raise
 from dmt.formatting import counted, human_bytes
 from dmt.plan.topology import TowerTopology
@@ -62,12 +61,6 @@ class TowerShardingPlan:
     """Tower by tower, in the order they were given in."""
     ranks: tuple[RankLoad, ...]
     """Tower by tower, local rank by local rank."""
-
-    def __post_init__(self) -> None:
-        if len(self.placements) < len(self.tables):
-            raise InputError("A table of the plan is placed twice; place it once.")
-        if len(self.ranks) != self.topology.num_towers * self.topology.ranks_per_tower:
-            raise InputError(f"ranks has {len(self.ranks)} entries; list the load of every rank, tower by tower.")
 
     @property
     def placements(self) -> dict[str, TablePlacement]:

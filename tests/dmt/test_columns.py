@@ -86,7 +86,6 @@ def test_shards_keep_the_settings_of_their_table():
         ),
         ({"ad": (16, 0)}, r"column shards are \[16, 0\]"),
         ({"ad": ()}, r"column shards are \[\]"),
-        ({"adr": (8, 8)}, "There is no table of feature 'adr', which is to be cut"),
         ({"x": (8, 8)}, r"Table 't_xy' is shared by \['x', 'y'\] and cannot be cut into column shards"),
     ],
 )
@@ -94,13 +93,6 @@ def test_wrong_shards_are_refused(splits, message):
     shared = EmbeddingBagConfig(name="t_xy", num_embeddings=9, embedding_dim=16, feature_names=["x", "y"])
     with pytest.raises(InputError, match=message):
         split_tables([*tables(), shared], splits)
-
-
-def test_ids_without_the_feature_are_refused():
-    with pytest.raises(
-        InputError, match="Feature 'adr' is to be cut into column shards but is not among the ids' keys"
-    ):
-        split_ids(batch(), {"adr": (8, 8)})
 
 
 def test_ids_with_a_batch_size_for_each_feature_are_refused():

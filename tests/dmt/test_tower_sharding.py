@@ -280,8 +280,6 @@ def test_a_plan_is_saved_and_loaded(tmp_path: Path) -> None:
         ("[]", "has format None"),
         ('{"format": 9}', "has format 9; this version reads format 1"),
         ('{"format": 1}', "Field required"),
-        (changed(found, lambda plan: plan["tables"].append(plan["tables"][0])), "table of the plan is placed twice"),
-        (changed(found, lambda plan: plan["ranks"].pop()), "ranks has 3 entries"),
         (changed(found, lambda plan: plan["ranks"][1].update(memory="9")), r"ranks\.1\.memory: .* \(got '9'\)"),
     ):
         bad.write_text(text)
