@@ -29,9 +29,8 @@ from dmt.collectives import start_sum
 from dmt.errors import InputError
 from dmt.hot_rows.touched_sum import TouchedRowsSum
 from dmt.sharding.data_parallel import UpdateSettings
-from dmt.sptt.dataflow import SPTTModule
+from dmt.sptt.flat import ShardedSPTTEmbeddingBagCollection
 from dmt.sptt.peer_exchange import Piece
-from dmt.sptt.sharder import HomeTable
 from dmt.sptt.state import table_tensors
 from dmt.sptt.tower_lookup import DataParallelTables
 
@@ -64,7 +63,6 @@ class HotCopies:
 
     Args:
         module: the sharded collection.
-        tables: all its tables, by name.
         rows: for each table with hot rows, one at least, their numbers, int64 [n], ascending, not empty.
         inside: ranks of this host.
         across: one rank of each host.
@@ -74,8 +72,7 @@ class HotCopies:
 
     def __init__(
         self,
-        module: SPTTModule,
-        tables: Mapping[str, HomeTable],
+        module: ShardedSPTTEmbeddingBagCollection,
         rows: Mapping[str, Tensor],
         *,
         inside: ProcessGroup,
@@ -87,19 +84,18 @@ class HotCopies:
         self._module = module
         self._inside, self._across, self._whole = inside, across, whole
         self._owned = [name for name in rows if name in owned]
-        self._device = device = module.device
+        self._device, tables = module.device, module.home_tables
         table_of = {feature: table.config for table in tables.values() for feature in table.config.feature_names}
         self._features = [feature for feature in module.features if table_of[feature].name in rows]
         """Features with hot rows, in the order in which ids are sent."""
         self._widths = [table_of[feature].embedding_dim for feature in self._features]
-        in_order = [name for name in tables if name in rows]
-        self._rows_of = {name: rows[table_of[name].name].to(device) for name in self._features}
+        self._rows_of = {name: rows[table_of[name].name].to(self._device) for name in self._features}
         """Hot rows by feature, for those that have some."""
         is_hot = [name in self._rows_of for name in module.features]
-        self._hot_features = torch.tensor(is_hot, device=device).nonzero().flatten()
+        self._hot_features = torch.tensor(is_hot, device=self._device).nonzero().flatten()
         self._is_newer, self._must_read = False, True
         self._tensors: dict[tuple[str, str], Tensor] = {}
-        self._lookup = self._make_lookup(tables, in_order)
+        self._lookup = self._make_lookup([name for name in tables if name in rows])
         self._parts = self._home_parts()
 
     @property
@@ -190,7 +186,8 @@ class HotCopies:
             work.wait()
         self._must_read = self._is_newer = False
 
-    def _make_lookup(self, tables: Mapping[str, HomeTable], names: Sequence[str]) -> DataParallelTables:
+    def _make_lookup(self, names: Sequence[str]) -> DataParallelTables:
+        tables = self._module.home_tables
         specs = [(len(self.rows[name]), tables[name].config.embedding_dim) for name in names]
         number = {feature: i for i, name in enumerate(names) for feature in tables[name].config.feature_names}
         # The kernel draws its first weights, which `read` replaces: the run's own draws must stay what they are.

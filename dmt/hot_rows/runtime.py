@@ -197,7 +197,6 @@ class HotRows:
             rows = {name: torch.from_numpy(of_table) for name, of_table in wanted.items()}
             self._copies = HotCopies(
                 self._module,
-                self._module.home_tables,
                 rows,
                 inside=self._inside,
                 across=self._across,
@@ -216,18 +215,15 @@ class HotRows:
             numbers = np.unique(np.asarray(of_table))
             if not numbers.size:
                 continue
-            if numbers.dtype.kind not in "iu":
-                raise InputError(
-                    f"HotRows: the rows of table {name!r} are {numbers.dtype}, but must be whole numbers. Of a mask "
-                    "give np.flatnonzero(mask)."
-                )
             if name not in homes or name in self.left_out:
                 why = self.left_out.get(name, f"the model has no such table{did_you_mean(name, homes)}")
                 raise InputError(f"HotRows: table {name!r} cannot have copies: {why}.")
             num_rows = homes[name].config.num_embeddings
-            if numbers[0] < 0 or numbers[-1] >= num_rows:
-                worst = numbers[0] if numbers[0] < 0 else numbers[-1]
-                raise InputError(f"HotRows: table {name!r} has {num_rows} rows, and none has the number {worst}.")
+            if numbers.dtype.kind not in "iu" or numbers[0] < 0 or numbers[-1] >= num_rows:
+                raise InputError(
+                    f"HotRows: table {name!r} has the rows 0..{num_rows - 1}, but those given are {numbers.dtype} from "
+                    f"{numbers[0]} to {numbers[-1]}. Of a mask give np.flatnonzero(mask)."
+                )
             found[name] = numbers.astype(np.int64)
         return found
 
