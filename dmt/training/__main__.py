@@ -62,7 +62,7 @@ def main(config: str, overrides: tuple[str, ...]) -> None:
         if rank == 0:
             print(_how_to_go_on(Path(settings.train.output_dir), result["stopped_by"]), file=sys.stderr, flush=True)
         sys.exit(128 + result["signal"])
-    if rank == 0:
+    if rank == 0 and "DMT_LAUNCHER" not in os.environ:  # a demo shows its runs side by side
         print_summary({settings.model.name: result})
         folder = settings.train.output_dir
         print(f"Results: {folder}/result.json   curves: {folder}/metrics.jsonl")

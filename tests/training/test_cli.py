@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
 import threading
 import traceback
 from functools import partial
@@ -28,11 +27,9 @@ from dmt.plan.tables import TableSpec
 from dmt.testing.ranks import RanksFailedError
 from dmt.training import __main__ as training
 from dmt.training import partition as partition_of_run
-from dmt.training.check.shrink import with_values
 from dmt.training.commands import demo, doctor, main
 from dmt.training.config import load_config, to_toml
 from tests.programs import run_program, wait_until
-from tests.ranks import run_ranks
 from tests.training.checkpoints.made import make_checkpoint
 from tests.training.small import small
 
@@ -268,12 +265,10 @@ def write_parquet(path: Path, columns: list[str], rows: int) -> Path:
 
 @pytest.mark.ranks
 def test_a_demo_on_a_handful_of_rows_with_odd_column_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def launch(config: Path, ranks: int, log: Path) -> int:
-        finished = run_program(["-m", "dmt.training", str(config)], ranks)
-        log.write_text(finished.stdout)
-        return finished.returncode
+    def launch(config: Path, ranks: int) -> None:
+        assert run_program(["-m", "dmt.training", str(config)], ranks).returncode == 0
 
-    monkeypatch.setattr(demo, "_torchrun", launch)
+    monkeypatch.setattr(demo, "_start_ranks", launch)
     data = write_parquet(tmp_path / "my clicks'.parquet", ["c_user.country", "c_$\\frac{$", "c_a"], rows=200)
     out = tmp_path / "out"
     settings = ["topology.ranks_per_tower=1", "train.eval_every=3", "optimizer.warmup_steps=2"]
@@ -361,99 +356,27 @@ def test_a_rank_ends_with_the_process_that_started_it_though_it_died_meanwhile(m
 def test_a_demo_that_is_stopped_by_ctrl_c_waits_until_its_ranks_have_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # As torchrun and its ranks: they take their time, and SIGTERM or their parent's end would end them.
-    saves = """
-        import os, signal, sys, time
-        for seconds in (0.5, 0.3):
-            os.kill(int(sys.argv[1]), signal.SIGINT)
-            time.sleep(seconds)
-        open(sys.argv[-1], "w").close()
-        """
-    monkeypatch.setattr(demo, "_TORCHRUN", textwrap.dedent(saves))
+    # Instead of a rank: it needs a moment to save, and says whom it was told to end with.
+    rank = tmp_path / "rank"
+    rank.write_text(f"""#!/bin/sh
+        trap 'sleep 0.5; echo $DMT_LAUNCHER > {tmp_path}/saved; exit 143' TERM
+        touch {tmp_path}/begun
+        while :; do sleep 0.1; done
+        """)
+    rank.chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(rank))
     # A shell starts what runs in its background deaf to Ctrl-C.
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+    def stop() -> None:
+        wait_until((tmp_path / "begun").exists, 60)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=stop, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
-        demo._torchrun(tmp_path / "saved", 2, tmp_path / "log")
-    assert (tmp_path / "saved").exists()
+        demo._start_ranks(tmp_path / "run.toml", 1)
+    assert (tmp_path / "saved").read_text() == f"{os.getpid()}\n"
     assert signal.getsignal(signal.SIGINT) == signal.default_int_handler
-
-
-@pytest.mark.slow
-def test_torchrun_ends_though_the_demo_died_while_it_started(tmp_path: Path) -> None:
-    dies = textwrap.dedent("""
-        import os, subprocess, sys
-        from pathlib import Path
-        from dmt.training.commands import demo
-
-        class Left(subprocess.Popen):
-            def __init__(self, *arguments, **options):
-                super().__init__(*arguments, **options)
-                print(self.pid, flush=True)
-                os._exit(0)
-
-        subprocess.Popen = Left
-        demo._torchrun(Path("no.toml"), 2, Path(sys.argv[1]))
-        """)
-    with (tmp_path / "said").open("w") as said:
-        command = [sys.executable, "-c", dies, str(tmp_path / "log")]
-        left = int(subprocess.run(command, stdout=subprocess.PIPE, stderr=said, text=True, check=True).stdout)
-    assert wait_until(lambda: not Path(f"/proc/{left}").exists(), 60)
-    assert not (tmp_path / "said").read_text(), "it started ranks"
-
-
-def killed_while_its_rank_starts(rank: int, folder: str, processes: int, stand_in: str) -> None:
-    """Stands in for a demo, in a process that has everything loaded: starts torchrun, and is killed."""
-
-    def kill() -> None:
-        # Those that this process has started: torchrun and its rank.
-        wait_until(lambda: len(processes_with(f"TMPDIR={folder}")) >= processes, 300)
-        wait_until(lambda: not stand_in or Path(stand_in, "launcher").exists(), 300)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    os.environ["TMPDIR"] = folder
-    if stand_in:
-        os.environ["PYTHONPATH"] = f"{stand_in}:{os.environ.get('PYTHONPATH', '')}"
-    threading.Thread(target=kill, daemon=True).start()
-    demo._torchrun(Path(folder, "run.toml"), 1, Path(folder, "log"))
-
-
-def check_killed_demo(folder: Path, processes: int, stand_in: str = "") -> None:
-    with pytest.raises(RanksFailedError, match="Rank 0 died with exit code -9"):
-        run_ranks(killed_while_its_rank_starts, 1, str(folder), processes, stand_in, fresh=True)
-    left = partial(processes_with, f"TMPDIR={folder}")
-    # A rank that still imports ends when it has.
-    assert wait_until(lambda: not left(), 120), left()
-
-
-@pytest.mark.ranks
-def test_a_killed_demo_takes_torchrun_along(tmp_path: Path) -> None:
-    """Beside a torchrun that only says who it is, and waits for minutes in which it would be found, were it left."""
-    package, told = tmp_path / "instead" / "torch" / "distributed", tmp_path / "instead" / "launcher"
-    (package / "elastic" / "multiprocessing").mkdir(parents=True)
-    for folder in (package.parent, package, package / "elastic", package / "elastic" / "multiprocessing"):
-        (folder / "__init__.py").touch()
-    (package / "elastic" / "multiprocessing" / "api.py").write_text("class SignalException(Exception): ...")
-    wait = f"""
-        import os, time
-        def main():
-            with open({f"{told}.part"!r}, "w") as file:
-                file.write(f"{{os.getpid()}} {{os.environ['DMT_LAUNCHER']}}")
-            os.rename({f"{told}.part"!r}, {str(told)!r})
-            time.sleep(280)
-        """
-    (package / "run.py").write_text(textwrap.dedent(wait))
-    check_killed_demo(tmp_path, 1, str(tmp_path / "instead"))
-    own, named = told.read_text().split()
-    assert own == named
-
-
-@pytest.mark.ranks
-@pytest.mark.slow
-def test_a_killed_demo_leaves_no_rank_behind(tmp_path: Path) -> None:
-    """The same with torchrun itself, whose rank says by itself that it ends with it: see a_rank_ends_with above."""
-    long = small(topology={"num_towers": 1, "ranks_per_tower": 1}, synthetic={"num_rows": 16 * 10**5})
-    (tmp_path / "run.toml").write_text(to_toml(with_values(long, "train", output_dir=str(tmp_path / "run"))))
-    check_killed_demo(tmp_path, 2)
 
 
 @pytest.mark.ranks
@@ -472,9 +395,9 @@ def test_a_killed_demo_leaves_no_rank_behind(tmp_path: Path) -> None:
 def test_a_stopped_command_leaves_no_process_behind(
     command: str, number: signal.Signals, begun: str, tmp_path: Path
 ) -> None:
-    """Of a demo: torchrun and its ranks. Of a check: the ranks and the process they are forked from."""
+    """Of a demo: the ranks. Of a check: the ranks and the process they are forked from."""
     arguments, processes = {
-        "demo": (["topology.ranks_per_tower=1", "train.log_every=1", "--out", str(tmp_path)], 4),
+        "demo": (["topology.ranks_per_tower=1", "train.log_every=1", "--out", str(tmp_path)], 3),
         "check": (["demo", "--steps", "1000000"], 6),
     }[command]
     # A pytest that is killed takes it along.

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
-import subprocess
 import sys
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from dmt.errors import InputError
 from dmt.partitioner import TowerPartitioner, write_partition_report
@@ -32,18 +32,6 @@ __all__ = ["demo", "demo_settings", "flat_settings", "step_settings", "train_her
 
 _STEPS = 1000  # about the number that tells the models apart and ends within minutes
 _TABLE_ROWS = 20_000
-# torchrun kills ranks that have not saved 30 s after Ctrl-C.
-_SAVING_S = 40.0
-# A demo that is killed takes torchrun along, which takes its ranks along. Both say who they are: asked for its parent,
-# a process that is still starting when that one ends would name the one that adopts orphans.
-_TORCHRUN = (
-    "import os, sys; from dmt.processes import end_with; end_with(int(sys.argv.pop(1))); "
-    "os.environ['DMT_LAUNCHER'] = str(os.getpid()); "
-    "from torch.distributed.elastic.multiprocessing.api import SignalException\n"
-    "from torch.distributed.run import main\n"
-    "try: main()\n"
-    "except SignalException as stop: sys.exit(128 + stop.sigval)"  # a rank has said what is to be said
-)
 # Keys that the flat run does without. Not a sharding plan: it is refused, since none fits towers still to be learned.
 _OF_TOWERS = (*(f"sharding.{key}" for key in SHARDING_OF_TOWERS if key != "plan"), "train.micro_batches")
 
@@ -112,38 +100,43 @@ def demo(data: str | None, out: Path, overrides: Sequence[str], *, command: str)
 
 
 def train_here(folder: Path, settings: Sequence[str]) -> dict[str, Any]:
-    """Trains the demo's config on ranks of this machine, afresh, and returns its result.
-
-    The table of its numbers goes to ``train.log``, the rest to the terminal.
-    """
+    """Trains the demo's config on ranks of this machine, afresh, and returns its result."""
     config = load_config("demo", [*settings, to_override("train.output_dir", folder)])
     for path in checkpoints(folder / "checkpoint"):
         shutil.rmtree(path)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.toml").write_text(to_toml(config), encoding="utf-8")
-    code = _torchrun(folder / "run.toml", config.topology.build().world_size, folder / "train.log")
-    if code:
-        raise InputError(f"Training {config.model.arch} ended with exit code {code}; the reason is printed above.")
+    try:
+        _start_ranks(folder / "run.toml", config.topology.build().world_size)
+    except ChildFailedError as error:
+        code = error.get_first_failure()[1].exitcode
+        raise InputError(
+            f"Training {config.model.arch} ended with exit code {code}; the reason is printed above."
+        ) from error
     return read_result(folder)
 
 
-def _torchrun(config: Path, ranks: int, log: Path) -> int:
-    launcher = [sys.executable, "-c", _TORCHRUN, str(os.getpid())]
-    command = [*launcher, "--standalone", f"--nproc-per-node={ranks}", "-m", "dmt.training", str(config)]
-    environment = {**os.environ, "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "1")}
-    with log.open("w") as stdout, subprocess.Popen(command, stdout=stdout, env=environment) as run:
-        try:
-            return run.wait()
-        except KeyboardInterrupt:
-            # The terminal has told torchrun too: its ranks save what they have trained, and a second signal would end
-            # them before.
-            before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-            with suppress(subprocess.TimeoutExpired):
-                run.wait(_SAVING_S)
-            signal.signal(signal.SIGINT, before)
-            raise
-        finally:
-            run.terminate()  # nothing, where it has ended
+def _start_ranks(config: Path, ranks: int) -> None:
+    """Trains a config as torchrun would; its ranks are this process's children, and end with it.
+
+    Whatever ends the wait, such as Ctrl-C, tells them to stop and lets them save what they have trained.
+    """
+    launch = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=ranks,
+        run_id="demo",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        logs_specs=DefaultLogsSpecs(log_dir=os.devnull),
+        # Python's own handlers of Ctrl-C and SIGTERM remain.
+        signals_to_handle="SIGHUP",
+    )
+    threads = os.environ.get("OMP_NUM_THREADS", "1")
+    # Asked for its parent, a rank that still starts when this process ends would name the one that adopts orphans.
+    settings = [f"DMT_LAUNCHER={os.getpid()}", f"OMP_NUM_THREADS={threads}"]
+    elastic_launch(launch, "env")(*settings, sys.executable, "-m", "dmt.training", str(config))
 
 
 def demo_settings(data: str) -> list[str]:
