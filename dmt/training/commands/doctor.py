@@ -8,7 +8,6 @@ them to run.
 from __future__ import annotations
 
 import importlib.metadata
-import platform
 import shutil
 import subprocess
 import sys
@@ -26,9 +25,11 @@ TESTED: Mapping[str, Mapping[str, str]] = {
 """The versions this release was tested with, by the minor version of torch; the first are those of the pinned lock."""
 
 _FBGEMM = ("fbgemm-gpu-cpu", "fbgemm-gpu")
-_TORCHREC_NEEDS = ("torchmetrics==1.0.3", "tensordict", "pyre-extensions", "tqdm")
-_TRAINER_NEEDS = ("pydantic", "pyarrow", "pandas", "tomli-w", "jinja2")
-_PYTHONS = ("3.11", "3.12", "3.13")
+# What TorchRec, which is installed without its dependencies, and the trainer need.
+_NEEDS = (
+    *("torchmetrics==1.0.3", "tensordict", "pyre-extensions", "tqdm"),
+    *("pydantic", "pyarrow", "pandas", "tomli-w", "jinja2"),
+)
 
 
 class Finding(NamedTuple):
@@ -79,22 +80,20 @@ def diagnose(
     tested = TESTED.get(".".join((version("torch") or "").split(".")[:2]), next(iter(TESTED.values())))
     # Both builds unpack into the same folder; whichever came last has overwritten half of the other.
     without_other = f"pip uninstall -y {other} {build} && " if version(other) is not None else ""
-    fixes = {
-        "torch": f"pip install torch=={tested['torch']}",
-        "fbgemm": f"{without_other}pip install {build}=={tested['fbgemm']}",
-        "torchrec": f"pip install --no-deps torchrec=={tested['torchrec']} && pip install {' '.join(_TORCHREC_NEEDS)}",
+    needed = {
+        "torch": (tested["torch"], f"pip install torch=={tested['torch']}"),
+        build: (tested["fbgemm"], f"{without_other}pip install {build}=={tested['fbgemm']}"),
+        "torchrec": (tested["torchrec"], f"pip install --no-deps torchrec=={tested['torchrec']}"),
+        **{need.partition("==")[0]: ("any", f"pip install {need}") for need in _NEEDS},
     }
-    python = platform.python_version()
-    fits = python.rpartition(".")[0] in _PYTHONS
-    new_python = "python3.11 -m venv .venv-3.11 && . .venv-3.11/bin/activate"
-    findings = [Finding("python", python, f"{_PYTHONS[0]} to {_PYTHONS[-1]}", "" if fits else new_python)]
-    for name, fix in fixes.items():
-        installed = version(build if name == "fbgemm" else name) or "absent"
-        installed += f", beside {other}" if name == "fbgemm" and without_other else ""
-        findings.append(Finding(name, installed, tested[name], "" if installed == tested[name] else fix))
-    needs = {need.partition("==")[0]: need for need in (*_TORCHREC_NEEDS, *_TRAINER_NEEDS)}
-    absent = [package for package in needs if version(package) is None]
-    findings += [Finding(package, "absent", "any", f"pip install {needs[package]}") for package in absent]
+    findings = []
+    for package, (wanted, fix) in needed.items():
+        installed = version(package) or "absent"
+        if package == build and without_other:
+            installed += f", beside {other}"
+        is_good = installed == wanted or (wanted == "any" and installed != "absent")
+        if wanted != "any" or not is_good:
+            findings.append(Finding(package, installed, wanted, "" if is_good else fix))
     if any(finding.fix for finding in findings):
         return findings
     error, gpus = load_all()

@@ -16,7 +16,7 @@ from dmt.simulator.steps import Kind, ModelWork, simulate, step_operations
 from dmt.simulator.work import Workload, count_operators, step_work
 from dmt.training.build import build_model
 from dmt.training.commands import Shown
-from dmt.training.config import SHARDING_OF_TOWERS, TrainingConfig, load_config
+from dmt.training.config import TrainingConfig, load_config
 from dmt.training.factory import without_tables
 from dmt.training.job import Job, make_job, open_job
 
@@ -33,10 +33,14 @@ __all__ = [
 
 _RATIOS = (2, 4, 16)
 _FLAT = "flat (TorchRec)"
-# What alternatives leave behind of a config: what is about its own towers and tables.
-_OWN_SECTIONS = ("towers", "replicas", "hot_rows", "topology")
-_OWN_SHARDING = ("dataflow", "scheme", "tables", "plan", "id_route", "unique")
-_OWN_TRAIN = ("dense_reduce", "dense_reduce_precision")
+# What alternatives take over from a config, whole sections or keys of them; the rest is about its own towers.
+_KEPT: dict[str, tuple[str, ...] | None] = {
+    "data": None,
+    "model": None,
+    "optimizer": None,
+    "sharding": ("memory_gib", "pooling_factors", "forward_precision", "backward_precision", "table_precision"),
+    "train": ("batch_size", "prefetch_ids", "micro_batches", "device"),
+}
 
 
 class Prediction(NamedTuple):
@@ -145,17 +149,17 @@ def _ways(run: Job) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 def changed_config(config: TrainingConfig, settings: Mapping[str, Any], cluster: Cluster) -> TrainingConfig:
-    """The config with these settings, and without what is about its own towers."""
-    values = config.model_dump(mode="json", exclude_none=True)
+    """The config with these settings, and without what is about its own towers and tables.
+
+    Tables in towers are placed by the rates of the cluster.
+    """
+    own, values = config.model_dump(mode="json", exclude_none=True), {}
+    for section, keys in _KEPT.items():
+        values[section] = {key: value for key, value in own[section].items() if keys is None or key in keys}
     is_flat = settings["sharding.dataflow"] == "flat"
-    for section in _OWN_SECTIONS:
-        values.pop(section, None)
-    left = [("sharding", key) for key in (*_OWN_SHARDING, *(SHARDING_OF_TOWERS if is_flat else ()))]
-    left += [("train", key) for key in (*_OWN_TRAIN, *(("micro_batches",) if is_flat else ()))]
-    for section, key in left:
-        values[section].pop(key, None)
-    rates = placement_rates(cluster) if config.dataflow == "flat" and not is_flat else {}
-    for key, value in {**rates, **settings}.items():
+    if is_flat:
+        del values["train"]["micro_batches"]
+    for key, value in {**({} if is_flat else placement_rates(cluster)), **settings}.items():
         section, _, name = key.partition(".")
         values.setdefault(section, {})[name] = value
     return TrainingConfig.model_validate(values)
@@ -192,7 +196,7 @@ def run_what_if(config: str, overrides: Sequence[str], *, cluster: str, uplink: 
     """Predicts a step of a run, and of its alternatives, on a cluster file or a shipped cluster.
 
     Args:
-        config: the run; tables are placed by the cluster's rates, but for what ``overrides`` say.
+        config: the run; tables in towers are placed by the cluster's rates.
         overrides: settings.
         cluster: file or name.
         uplink: 10^9 bits per second that a host sends to others, in place of the cluster's.
@@ -206,7 +210,7 @@ def run_what_if(config: str, overrides: Sequence[str], *, cluster: str, uplink: 
     run = load_config(config, overrides)
     if run.dataflow != "flat":
         rates = [f"{key}={rate:.6g}" for key, rate in placement_rates(described).items()]
-        run = load_config(config, [*rates, *overrides])
+        run = load_config(config, [*overrides, *rates])
     _check_hosts(run, described, is_given=uplink is not None)
     job = open_job(run)
     if run.data.tables is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,7 +21,7 @@ from dmt.training.data.config import DataConfig, with_files
 from dmt.training.data.files import expand_path
 from dmt.training.functions import check_allowed
 from dmt.training.job import PREPARED
-from dmt.training.metrics import MetricValues, metric_values
+from dmt.training.metrics import ClickMetrics, MetricValues
 from dmt.training.serving.export import load_program, read_manifest
 from dmt.training.trained import data_section, trained_model
 
@@ -68,45 +68,28 @@ def score(
     Raises:
         InputError: the model or the data cannot be read or do not fit each other, or the file cannot be written.
     """
-    if batch_size < 1:
-        raise InputError(f"--batch-size {batch_size} must be at least 1.")
     scorer, data = _open(model, data_path, functions, out.absolute().parent / PREPARED)
-    parts: list[tuple[Tensor, Tensor]] = []
+    has_labels = data.columns.label is not None
+    schema = _SCHEMA if has_labels else _SCHEMA.remove(_SCHEMA.get_field_index("label"))
+    metrics, row = ClickMetrics(), 0
     try:
-        with atomic_write(out) as scratch:
-            _write(scratch, _predictions(scorer, data, batch_size, parts), has_labels=data.columns.label is not None)
+        with atomic_write(out) as scratch, pq.ParquetWriter(scratch, schema) as writer, torch.inference_mode():
+            for batch in data.batches("eval", rank=0, world_size=1, batch_size=batch_size):
+                real = batch.weights > 0
+                logits, labels = scorer(batch)[real], batch.labels[real]
+                metrics.update(logits, labels, torch.ones_like(labels))
+                columns = {
+                    "row": torch.arange(row, row + len(logits)),
+                    "logit": logits,
+                    "probability": torch.sigmoid(logits),
+                    "label": labels,
+                }
+                arrays = {name: columns[name].numpy() for name in schema.names}
+                writer.write_table(pa.table(arrays, schema=schema))
+                row += len(logits)
     except OSError as error:
         raise InputError(f"--out {str(out)!r} cannot be written: {error.strerror}.") from error
-    logits, labels = (torch.cat([part[i] for part in parts]).double() for i in (0, 1))
-    return Scored(
-        num_rows=len(logits), metrics=metric_values(logits, labels) if data.columns.label is not None else None
-    )
-
-
-def _predictions(
-    scorer: Scorer, data: ClickData, batch_size: int, parts: list[tuple[Tensor, Tensor]]
-) -> Iterator[dict[str, Any]]:
-    """Yields the columns of a batch; keeps logits and labels."""
-    row = 0
-    with torch.inference_mode():
-        for batch in data.batches("eval", rank=0, world_size=1, batch_size=batch_size):
-            real = batch.weights > 0
-            logits, labels = scorer(batch)[real], batch.labels[real]
-            parts.append((logits, labels))
-            yield {
-                "row": torch.arange(row, row + len(logits)).numpy(),
-                "logit": logits.numpy(),
-                "probability": torch.sigmoid(logits).numpy(),
-                "label": labels.numpy(),
-            }
-            row += len(logits)
-
-
-def _write(path: Path, parts: Iterator[dict[str, Any]], *, has_labels: bool) -> None:
-    schema = _SCHEMA if has_labels else _SCHEMA.remove(_SCHEMA.get_field_index("label"))
-    with pq.ParquetWriter(path, schema) as writer:
-        for columns in parts:
-            writer.write_table(pa.table({name: columns[name] for name in schema.names}, schema=schema))
+    return Scored(num_rows=row, metrics=metrics.compute() if has_labels else None)
 
 
 def check_predictions(path: Path) -> None:
