@@ -121,27 +121,20 @@ def test_many_tables_are_summed_up(tmp_path: Path) -> None:
     ("arguments", "message"),
     [
         (["plan.toml", "data.tables=bare.json"], "data.tables='bare.json': holds no list of tables"),
-        (["demo", "topology.num_replicas=0"], "topology.num_replicas: Input should be greater than or equal to 1"),
         (["demo", "model.arch=dlrm"], "has the flat dataflow (model.arch='dlrm')"),
         (["plan.toml", "topology.num_towers=3"], "towers.json has 2 towers, but topology.num_towers=3"),
         (["plan.toml", "sharding.tables={t_9 = 'row_wise'}"], "rule for tables 't_9' matches none"),
-        (["plan.toml", "sharding.tables={t_1 = 'x'}"], "sharding.tables.t_1"),
-        (["plan.toml", "sharding.pooling_factors={f0 = 'many'}"], "sharding.pooling_factors.f0: Input should be a"),
         (["plan.toml", "sharding.pooling_factors={f0 = nan}"], "f0"),
         (["plan.toml", "sharding.pooling_factors={f9 = 2}"], "'f9'"),
-        (["plan.toml", "topology.num_towers=0"], "topology.num_towers: Input should be greater than or equal to 1"),
         (
             ["plan.toml", "data.tables=two.json", "towers.plan=strided", "topology.num_towers=3"],
             "num_towers=3 must lie between 1 and the number of features, 2",
         ),
         (["plan.toml", "data.tables=two.json"], "Features"),
-        *((["plan.toml", f"sharding.memory_gib={gib}"], "sharding.memory_gib: ") for gib in ("nan", "inf", "0", "-1")),
+        (["plan.toml", "sharding.memory_gib=nan"], "sharding.memory_gib: "),
         (["plan.toml", "sharding.memory_gib=1e-12"], "memory_per_rank"),
         (["demo", "optimizer.sparse=adam"], "optimizer.sparse='adam': FBGEMM has no CPU kernel for it"),
-        (["plan.toml", "sharding.scheme=diagonal"], "sharding.scheme: Input should be 'auto', 'table_wise'"),
-        (["plan.toml", "train.batch_size=0"], "train.batch_size: Input should be greater than or equal to 1"),
         (["plan.toml", "sharding.memory_gib=0.001"], "memory_per_rank=1.07 MB have"),
-        (["plan.toml", "topology.ranks_per_tower=0"], "topology.ranks_per_tower: Input should be greater"),
         (["plan.toml", "data.tables=absent.json"], "data.tables='absent.json': cannot be read"),
         (["plan.toml", "data.tables=broken.json"], "data.tables='broken.json': not JSON"),
         (["plan.toml", "data.tables=empty.json"], "data.tables='empty.json': holds no list of tables"),
@@ -166,15 +159,9 @@ def test_bad_input_is_one_line(
     [
         ('"name": 3', r"name: .*string \(got 3\)"),
         ('"name": ""', r"name: .*at least 1 character"),
-        ('"num_embeddings": "10"', r"num_embeddings: .*integer \(got '10'\)"),
-        ('"num_embeddings": 1e400', r"num_embeddings: .*integer \(got inf\)"),
-        ('"num_embeddings": true', r"num_embeddings: .*integer \(got True\)"),
         ('"num_embeddings": 0', r"num_embeddings: .*greater than or equal to 1"),
         ('"num_embeddings": 9223372036854775808', r"num_embeddings=9223372036854775808 is beyond"),
-        ('"embedding_dim": 8.5', r"embedding_dim: .*integer"),
         ('"embedding_dim": 6', r"embedding_dim: .*multiple of 4 \(got 6\)"),
-        ('"feature_names": "abc"', r"feature_names: .*array \(got 'abc'\)"),
-        ('"feature_names": [3]', r"feature_names.0: .*string \(got 3\)"),
         ('"feature_names": []', r"feature_names: .*at least 1 item"),
         ('"data_type": "INT8"', r"data_type: .*'FP32' or 'FP16' \(got 'INT8'\)"),
         ('"datatype": "FP16"', r"datatype: Extra inputs are not permitted"),
@@ -262,14 +249,7 @@ def test_whole_tables_are_cut_as_the_towers_want_them(tmp_path: Path) -> None:
     assert {table["name"] for table in json.loads(again.output)["tables"]} == placed.keys()
 
 
-@pytest.mark.parametrize(
-    ("number", "width"),
-    [
-        *((6, width) for width in (200, 79, 12)),
-        (60, 50),
-        *(pytest.param(300, width, marks=pytest.mark.slow) for width in (200, 100, 79, 60, 50)),
-    ],
-)
+@pytest.mark.parametrize(("number", "width"), [(6, 200), (6, 12), (60, 50)])
 def test_narrow_output_cuts_no_number(number: int, width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = tables_config(tmp_path, number, topology={"num_towers": 4}, train={"batch_size": 99999})
     found = json.loads(plan(config, "--json").output)

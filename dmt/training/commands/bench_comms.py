@@ -122,12 +122,15 @@ def _collective(kind: CollectiveKind, group: dist.ProcessGroup, value: Tensor) -
 def _rates(kind: CollectiveKind, mesh: TowerMesh, device: torch.device, cores: float) -> CollectiveRates:
     """Rates between hosts and inside them; where there are no links of a kind, those of the other kind are taken."""
     topology = mesh.topology
-    between = mesh.peer_group if kind == "exchange" else mesh.global_group
-    groups = topology.peer_groups() if kind == "exchange" else topology.sharding_groups()
-    links = {"uplink": (between, groups)} if topology.num_hosts > 1 else {}
+    between = (mesh.global_group, topology.sharding_groups())
+    if kind == "exchange":
+        between = (mesh.peer_group, topology.peer_groups())
+    links = {"uplink": between} if topology.num_hosts > 1 else {}
     if topology.host_size > 1:
         links["inside"] = (mesh.tower_group, topology.tower_groups())
-    rates, latencies, core_s_per_byte = {}, [], []
+    rates: dict[str, float] = {}
+    # Of one rank alone; else of the wider group, which comes first.
+    latency, core_s_per_byte = 0.0, 0.0
     for link, (group, groups) in links.items():
         numbers = [number // group.size() * group.size() for number in (group.size(), _BYTES // 4)]
         values = [torch.zeros(number, device=device) for number in numbers]
@@ -138,16 +141,16 @@ def _rates(kind: CollectiveKind, mesh: TowerMesh, device: torch.device, cores: f
                 f"{kind}: {values[1].nbytes:,} bytes took {1e3 * many.seconds:.3f} ms, {values[0].nbytes:,} bytes "
                 f"{1e3 * few.seconds:.3f} ms, which tells no rate. Measure on machines that do nothing else."
             )
+        if not rates:
+            by_rank = uplink / topology.host_size + inside
+            core_s_per_byte = max(many.core_s - few.core_s, 0.0) / cores / by_rank if cores else 0.0
+            latency = few.seconds
         rates[link] = (uplink if link == "uplink" else inside) / (many.seconds - few.seconds)
-        latencies.append(few.seconds)
-        by_rank = uplink / topology.host_size + inside
-        core_s_per_byte.append(max(many.core_s - few.core_s, 0.0) / cores / by_rank if cores else 0.0)
     return CollectiveRates(
-        # Of the wider group, which comes first.
-        latency_s=latencies[0] if latencies else 0.0,
+        latency_s=latency,
         uplink_bytes_per_s=rates.get("uplink", rates.get("inside", _UNUSED)),
         host_bytes_per_s=rates.get("inside", rates.get("uplink", _UNUSED)),
-        core_s_per_byte=core_s_per_byte[0] if core_s_per_byte else 0.0,
+        core_s_per_byte=core_s_per_byte,
     )
 
 

@@ -156,22 +156,23 @@ def changed_config(config: TrainingConfig, settings: Mapping[str, Any], cluster:
     own, values = config.model_dump(mode="json", exclude_none=True), {}
     for section, keys in _KEPT.items():
         values[section] = {key: value for key, value in own[section].items() if keys is None or key in keys}
-    is_flat = settings["sharding.dataflow"] == "flat"
-    if is_flat:
+    if settings["sharding.dataflow"] == "flat":
         del values["train"]["micro_batches"]
-    for key, value in {**({} if is_flat else placement_rates(cluster)), **settings}.items():
+    else:
+        values["sharding"] |= placement_rates(cluster)
+    for key, value in settings.items():
         section, _, name = key.partition(".")
         values.setdefault(section, {})[name] = value
     return TrainingConfig.model_validate(values)
 
 
 def placement_rates(cluster: Cluster) -> dict[str, float]:
-    """Returns the keys by which the planner weighs lookups against sending inside a tower, which is on one host."""
+    """Returns the keys of ``[sharding]`` that weigh lookups against sending inside a tower, which is on one host."""
     rates = cluster.all_to_all
     return {
-        "sharding.memory_gb_per_s": cluster.lookup_bytes_per_s / 1e9,
-        "sharding.intra_tower_gb_per_s": rates.host_bytes_per_s / 1e9,
-        "sharding.collective_latency_us": round(1e6 * rates.latency_s, 9),
+        "memory_gb_per_s": cluster.lookup_bytes_per_s / 1e9,
+        "intra_tower_gb_per_s": rates.host_bytes_per_s / 1e9,
+        "collective_latency_us": round(1e6 * rates.latency_s, 9),
     }
 
 
@@ -209,8 +210,8 @@ def run_what_if(config: str, overrides: Sequence[str], *, cluster: str, uplink: 
     described = described if uplink is None else described.with_uplink(uplink)
     run = load_config(config, overrides)
     if run.dataflow != "flat":
-        rates = [f"{key}={rate:.6g}" for key, rate in placement_rates(described).items()]
-        run = load_config(config, [*overrides, *rates])
+        placed = run.sharding.model_copy(update=placement_rates(described))
+        run = run.model_copy(update={"sharding": placed})
     _check_hosts(run, described, is_given=uplink is not None)
     job = open_job(run)
     if run.data.tables is not None:
@@ -232,14 +233,12 @@ def _check_hosts(run: TrainingConfig, cluster: Cluster, *, is_given: bool) -> No
     if topology.host_size != cluster.ranks_per_host:
         raise InputError(
             f"Hosts of the run have {topology.host_size} ranks, those of cluster {cluster.name!r} have "
-            f"{cluster.ranks_per_host}, for which its rates are. Set topology.ranks_per_host={cluster.ranks_per_host} "
-            "and as many towers and ranks as it takes, or measure such hosts with `dmt bench-comms`."
+            f"{cluster.ranks_per_host}, for which its rates are. Set topology.ranks_per_host={cluster.ranks_per_host}."
         )
     if cluster.hosts == 1 < topology.num_hosts and not is_given:
         raise InputError(
             f"Cluster {cluster.name!r} was measured on one host, which tells nothing of the links between the "
-            f"{topology.num_hosts} hosts of the run. Measure two hosts or more with `dmt bench-comms`, or give the "
-            "rate: --uplink-gbit-per-s."
+            f"{topology.num_hosts} hosts of the run. Give their rate: --uplink-gbit-per-s."
         )
 
 

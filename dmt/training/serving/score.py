@@ -27,10 +27,6 @@ from dmt.training.trained import data_section, trained_model
 
 __all__ = ["Scored", "check_predictions", "score", "tensors_of"]
 
-_OF_IDS = (
-    *("id_mode", "vocabulary", "num_embeddings_per_feature", "shared_tables", "dense", "categorical", "timestamps"),
-    "dense_transform",
-)
 _SCHEMA = pa.schema(
     {"row": pa.int64(), "logit": pa.float32(), "probability": pa.float32(), "label": pa.float32()}.items()
 )
@@ -143,26 +139,13 @@ def _rows_of(raw: DataConfig, trained: DataConfig, data_path: str | None, cache:
         raise InputError("The model was trained on synthetic clicks; rows of a file do not fit it. Leave out --data.")
     config = with_files(raw, data_path)
     if config.kind == "prepared":
-        data = ClickData(config)
-        changed = [key for key in _OF_IDS if _of_ids(data.raw, key) != _of_ids(raw, key)]
-        if changed:
-            raise InputError(
-                f"--data {data_path!r} was prepared with other ids than the model was trained with ({changed[0]}). "
-                "Name the raw rows, or prepare them with the same settings."
-            )
-        return data
+        raise InputError(f"--data {data_path!r} is a prepared folder, but raw rows are scored. Name those.")
     # Every row has a prediction, or the first that cannot be read is named.
     changes: dict[str, Any] = {"eval_path": None, "split_column": None, "group_by": None}
     if config.kind == "columns" and config.label not in _columns_of(data_path, config):
         changes["label"] = None
     config = config.model_copy(update=changes)
     return ClickData(config, cache=cache, eval_only=True)
-
-
-def _of_ids(config: DataConfig, key: str) -> Any:
-    """Returns a setting that makes ids and numbers of values; of a vocabulary its checksum."""
-    value = getattr(config, key)
-    return str(value).partition("#")[2] if key == "vocabulary" else value
 
 
 def _columns_of(data_path: str, config: DataConfig) -> list[str]:
