@@ -16,7 +16,6 @@ from dmt.training.config import TrainingConfig
 from dmt.training.data.batch import ClickBatch
 from dmt.training.data.clicks import ClickData
 from dmt.training.job import open_data, open_tables
-from dmt.training.records import read_result
 from dmt.training.trained import checkpoint_of
 
 __all__ = ["affinity_of_run", "interactions_of", "spread_batches"]
@@ -36,9 +35,7 @@ def affinity_of_run(
 ) -> tuple[FeatureAffinity, list[TableSpec]]:
     """Collects the feature affinity of a run's newest whole checkpoint, and returns it with the tables.
 
-    Batches come from all over the rows (see `spread_batches`): a file may be sorted by time or by user. Of the run's
-    own data only rows that it was trained on are used; others may hold ids whose embeddings it has never seen. A file
-    of ``data_path`` is read once more, to count it.
+    Batches come from all over the training rows (see `spread_batches`): a file may be sorted by time or by user.
 
     Args:
         run: the ``output_dir`` of a run.
@@ -64,9 +61,7 @@ def affinity_of_run(
     load_plain(task, checkpoint)
     # At most the run's own batch: that many rows there are.
     size = min(_BATCH_ROWS, config.train.batch_size, max(1, max_rows))
-    rows = (_rows_of_run(run, config) if data_path is None else None) or _count_rows(job.data, size)
-    lanes = config.topology.build().world_size if data_path is None else 1
-    batches = spread_batches(job.data, num_rows=rows, max_rows=max_rows, batch_size=size, lanes=lanes)
+    batches = spread_batches(job.data, max_rows=max_rows, batch_size=size)
     return FeatureAffinity.collect(task.model, batches), list(job.tables)
 
 
@@ -94,47 +89,33 @@ def interactions_of(
     data, tables = open_tables(config)
     if check is not None:
         check(data.columns.feature_names)
-    rows = _count_rows(data, _BATCH_ROWS)
-    size = max(1, min(_INTERACTION_ROWS, rows // 16))
-    batches = spread_batches(data, num_rows=rows, max_rows=max_rows, batch_size=size)
+    rows = data.num_rows("train")
+    # Nobody has counted the rows of a user's source.
+    size = _BATCH_ROWS if rows is None else max(1, min(_INTERACTION_ROWS, rows // 16))
+    batches = spread_batches(data, max_rows=max_rows, batch_size=size)
     return FeatureAffinity.collect_interactions(
         batches, tables=tables if with_tables else (), seed=seed, max_rows=max_rows
     )
 
 
-def spread_batches(
-    data: ClickData, *, num_rows: int, max_rows: int, batch_size: int, lanes: int | None = None
-) -> Iterator[ClickBatch]:
-    """Yields batches from places at even distances among the first ``num_rows`` training rows.
+def spread_batches(data: ClickData, *, max_rows: int, batch_size: int) -> Iterator[ClickBatch]:
+    """Yields batches from places at even distances among the training rows; of a user's source the first ones.
 
-    They have ``max_rows`` together at most, but there is one at least. ``lanes`` are those of the run that trained on
-    the rows.
+    They have ``max_rows`` together at most, but there is one at least.
 
     Raises:
         InputError: there are fewer rows than one batch; raised when the first batch is asked for.
     """
-    there, wanted = max(1, num_rows // batch_size), max(1, max_rows // batch_size)
-    count = min(there, wanted)
-    # A place costs the rows that are shuffled together; rows of a source are read from the start in any case.
-    places = 1 if data.config.kind == "source" else min(_PLACES, count)
+    options: dict[str, Any] = {"rank": 0, "world_size": 1, "batch_size": batch_size}
+    rows, count = data.num_rows("train"), max(1, max_rows // batch_size)
+    if rows is None:
+        yield from islice(data.batches("train", **options), count)
+        return
+    there = max(1, rows // batch_size)
+    count = min(there, count)
+    # A place costs the rows that are shuffled together.
+    places = min(_PLACES, count)
     for place in range(places):
         number = count * (place + 1) // places - count * place // places
-        options: dict[str, Any] = {"rank": 0, "world_size": 1, "batch_size": batch_size, "lanes": lanes}
-        batches = data.batches("train", rows=(there - number) * place // max(places - 1, 1) * batch_size, **options)
-        yield from islice(batches, number)
-
-
-def _rows_of_run(run: Path, config: TrainingConfig) -> int | None:
-    """The rows that a run was trained on; None if it does not say."""
-    if not (run / "result.json").exists():
-        return None
-    result: dict[str, Any] = read_result(run)
-    return result["steps"] // config.train.epochs * config.train.batch_size * result["world_size"] or None
-
-
-def _count_rows(data: ClickData, batch_size: int) -> int:
-    """Counts the training rows; those of a user's source in whole batches, by going through them."""
-    known = data.num_rows("train")
-    if known is None:
-        known = sum(len(batch.labels) for batch in data.batches("train", rank=0, world_size=1, batch_size=batch_size))
-    return known
+        start = (there - number) * place // max(places - 1, 1) * batch_size
+        yield from islice(data.batches("train", rows=start, **options), number)

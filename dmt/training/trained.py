@@ -16,7 +16,7 @@ from dmt.files import explain, read_file
 from dmt.hot_rows.runtime import HotRowsState
 from dmt.training.access import save_hot_rows
 from dmt.training.build import ClickTask, build_model
-from dmt.training.checkpoints import checkpoints, load, newest
+from dmt.training.checkpoints import load, newest
 from dmt.training.config import TrainingConfig, load_config, to_override, to_toml
 from dmt.training.data.config import DataConfig, with_files
 from dmt.training.functions import check_allowed
@@ -75,23 +75,16 @@ def trained_model(
 ) -> tuple[Path, Job, nn.Module]:
     """Loads the plain model of a run's newest whole checkpoint, of any layout; arguments and errors as `checkpoint_of`.
 
-    The data are opened for their columns; no row is read. A run that is training may replace the checkpoint while it is
-    read: then the next one is taken.
+    The data are opened for their columns; no row is read.
 
     Returns:
         The checkpoint, the job, which has no sharding plan, and the model in evaluation mode.
     """
-    while True:
-        listed = checkpoints(run / "checkpoint") + checkpoints(run)
-        try:
-            checkpoint, config = checkpoint_of(run, data_path, functions)
-            job = open_data(config)
-            task = ClickTask(build_model(job))
-            load(checkpoint, task, None)
-            return checkpoint, job, task.model.eval()
-        except (InputError, OSError):
-            if checkpoints(run / "checkpoint") + checkpoints(run) == listed:
-                raise
+    checkpoint, config = checkpoint_of(run, data_path, functions)
+    job = open_data(config)
+    task = ClickTask(build_model(job))
+    load(checkpoint, task, None)
+    return checkpoint, job, task.model.eval()
 
 
 def describe_run(job: Job, hot_rows: HotRowsState | None, folder: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -61,7 +60,7 @@ def rows_seen(data: dict[str, Any], **arguments: Any) -> list[list[int]]:
 def test_batches_come_from_all_over_the_rows(
     num_rows: int, max_rows: int, batch_size: int, count: int, tmp_path: Path
 ) -> None:
-    found = rows_seen(numbered(tmp_path, 100), num_rows=num_rows, max_rows=max_rows, batch_size=batch_size)
+    found = rows_seen(numbered(tmp_path, num_rows), max_rows=max_rows, batch_size=batch_size)
     starts = [batch[0] for batch in found]
     assert found == [list(range(start, start + batch_size)) for start in starts]
     assert len(starts) == len(set(starts)) == count
@@ -74,7 +73,7 @@ def test_batches_come_from_all_over_the_rows(
 @pytest.mark.parametrize("max_rows", [10, 20, 430, 1290, 2560, 2570])
 def test_as_many_rows_are_used_as_asked_for(max_rows: int, tmp_path: Path) -> None:
     # Whole distances between batches gave 1,280 of 2,560 rows.
-    batches = rows_seen(numbered(tmp_path, 2570), num_rows=2570, max_rows=max_rows, batch_size=10)
+    batches = rows_seen(numbered(tmp_path, 2570), max_rows=max_rows, batch_size=10)
     assert sum(map(len, batches)) == max_rows
     starts = [rows[0] for rows in batches]
     assert all(rows == list(range(rows[0], rows[0] + 10)) for rows in batches)
@@ -82,28 +81,25 @@ def test_as_many_rows_are_used_as_asked_for(max_rows: int, tmp_path: Path) -> No
     assert starts[-1] == 2560 or max_rows == 10
 
 
-def finished_run(folder: Path, data: dict[str, Any], *, steps: int | None) -> Path:
+def finished_run(folder: Path, data: dict[str, Any]) -> Path:
     """A run with a checkpoint, made in this process without training."""
     config = small("dlrm", data=data, train={"batch_size": 4})
     torch.manual_seed(0)
     save_alone(plain(config), folder / "run" / "checkpoint", files={"config.toml": to_toml(config)})
-    if steps is not None:
-        (folder / "run" / "result.json").write_text(json.dumps({"steps": steps, "world_size": 2}))
     return folder / "run"
 
 
 @pytest.mark.parametrize(
-    ("steps", "other", "rows"),
+    ("other", "rows"),
     [
-        (5, False, [0, 25, 49, 73, 9, 34, 58, 82]),  # trained on 5 x 2 x 4 rows, a quarter in each lane
-        (None, False, [0, 25, 49, 73, 23, 48, 72, 96]),  # does not say; the file is counted
-        (5, True, [*range(4), *range(44, 48)]),  # another file, of 50 rows
+        (False, [*range(4), *range(92, 96)]),  # its own file, of 97 rows
+        (True, [*range(4), *range(44, 48)]),  # another file, of 50 rows
     ],
 )
-def test_a_run_is_measured_all_over_the_rows_it_was_trained_on(
-    steps: int | None, other: bool, rows: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_run_is_measured_all_over_the_rows(
+    other: bool, rows: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = finished_run(tmp_path, numbered(tmp_path, 97), steps=steps)
+    run = finished_run(tmp_path, numbered(tmp_path, 97))
     path = None
     if other:
         (tmp_path / "other").mkdir()
@@ -124,7 +120,7 @@ def test_a_run_is_measured_all_over_the_rows_it_was_trained_on(
 
 
 def test_the_tables_are_checked_before_the_model_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = finished_run(tmp_path, numbered(tmp_path, 97), steps=5)
+    run = finished_run(tmp_path, numbered(tmp_path, 97))
     monkeypatch.setattr(partition, "build_model", None)
     seen: list[list[str]] = []
 

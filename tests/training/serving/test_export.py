@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import resource
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -17,7 +16,6 @@ from click.testing import CliRunner
 from torch import Tensor
 
 from dmt.errors import InputError
-from dmt.training import trained
 from dmt.training.commands import main
 from dmt.training.config import to_toml
 from dmt.training.serving import export
@@ -211,18 +209,3 @@ def test_a_file_whose_manifest_has_more_rows_than_its_tables_is_refused(
             new.writestr(entry, old.read(entry).replace(b'"rows_per_table": 40', b'"rows_per_table": 4000'))
     with pytest.raises(InputError, match=r"larger\.pt2 does not fit its manifest \(.*40\)"):
         score(tmp_path / "larger.pt2", tmp_path / "out.parquet")
-
-
-def test_a_run_whose_checkpoint_is_replaced_while_it_is_read_is_looked_at_again(
-    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    folder = shutil.copytree(run / "checkpoint", tmp_path / "run" / "checkpoint")
-    load = trained.restore
-
-    def too_late(checkpoint: Path, *arguments: Any, **options: Any) -> None:
-        if checkpoint.name == "step-00000006":
-            checkpoint.rename(folder / "step-00000007")
-        load(checkpoint, *arguments, **options)
-
-    monkeypatch.setattr(trained, "restore", too_late)
-    assert trained_model(tmp_path / "run")[0].name == "step-00000007"
