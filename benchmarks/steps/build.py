@@ -48,7 +48,7 @@ from dmt.training.config import OptimizerConfig
 
 __all__ = ["OPTIMIZER", "Built", "Meshes", "build_contender", "build_plain", "own_topology", "own_towers"]
 
-OPTIMIZER = OptimizerConfig(dense="sgd", dense_lr=0.05, sparse_lr=0.05, sparse_eps=1e-6, warmup_steps=0)
+OPTIMIZER = OptimizerConfig(dense="sgd", dense_lr=0.05, sparse_lr=0.05, warmup_steps=0)
 """Row-wise AdaGrad for the tables, fused by FBGEMM, and SGD for everything else."""
 
 

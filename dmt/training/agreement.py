@@ -39,6 +39,8 @@ _MEET_EVERY_S = 2.0
 _SECOND_SIGNAL_S = 2.0
 # Where a checkpoint changes what comes after it, a clock would make every run another one.
 _STEPS_OF_DELAYED_STATES = 10_000
+# From one checkpoint to the next on rank 0, without ``train.save_every``.
+_SAVE_EVERY_S = 15 * 60.0
 _NEVER = 2**52  # a step
 # The first steps at which a rank's loss and its gradients were not finite; and the checksums of its copies, by name.
 _Report = tuple[list[int], dict[str, int]]
@@ -96,7 +98,7 @@ class Agreement:
     """Says after which steps the ranks meet, and what they agree on: to save, to stop, and that the state is sound.
 
     They meet every ``log_every`` steps, where a save is due, and about every two seconds. Clocks differ: rank 0's
-    decides about ``save_minutes`` and about the next meeting. With replicas, saves and stops are at the steps after
+    decides about saves by time and about the next meeting. With replicas, saves and stops are at the steps after
     which replicas are averaged anyway: they then change no weight.
 
     Sound means: the logits and gradients of all steps were finite, and copies of one parameter (dense layers, tower
@@ -192,7 +194,7 @@ class Agreement:
 
     def _news(self, loss: Tensor) -> tuple[float, int, bool, int]:
         """Returns the loss, the signal, whether it is time to save, and steps to the next meeting."""
-        is_time = self._save_every is None and time.monotonic() - self._saved_at >= 60.0 * self._config.save_minutes
+        is_time = self._save_every is None and time.monotonic() - self._saved_at >= _SAVE_EVERY_S
         steps = int(_MEET_EVERY_S * self._timer.steps / self._timer.seconds) if self._timer.steps else 1
         return float(loss), self._signals.signal, is_time, max(1, steps)
 

@@ -14,7 +14,6 @@ from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor, nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ShardingPlan
-from torchrec.modules.embedding_tower import EmbeddingTower
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
@@ -42,7 +41,7 @@ from dmt.sharding.schemes import Scheme
 from dmt.sptt.flat import SPTTEmbeddingBagCollectionSharder
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.micro_batches import MicroBatches, run_in_micro_batches
-from dmt.sptt.towers import ShardedTowerCollection, TowerCollectionSharder
+from dmt.sptt.towers import TowerCollectionSharder
 from dmt.training.access import load_profile
 from dmt.training.config import OptimizerConfig, ReplicasConfig, TrainConfig
 from dmt.training.data.batch import ClickBatch
@@ -67,7 +66,6 @@ __all__ = [
     "rate_share",
     "settle_gradient_buckets",
     "sharding_result",
-    "tower_parameter_names",
 ]
 
 DENSE_OPTIMIZERS = {
@@ -76,6 +74,8 @@ DENSE_OPTIMIZERS = {
     "adagrad": torch.optim.Adagrad,
     "sgd": torch.optim.SGD,
 }
+# FBGEMM's default, which `dmt check` computes with, too.
+_SPARSE_EPS = 1e-8
 
 
 class ClickTask(nn.Module):
@@ -130,35 +130,19 @@ def count_model(job: Job) -> Complexity:
     return count_on_meta(without_tables(build_model(job, device="meta")), job.num_dense)
 
 
-def tower_parameter_names(model: nn.Module) -> set[str]:
-    """Returns the names of the parameters of all tower modules of a model, sharded (then this rank's) or not."""
-    parts: list[tuple[str, nn.Module]] = []
-    for path, part in model.named_modules():
-        if isinstance(part, EmbeddingTower):
-            parts.append((f"{path}.interaction", part.interaction))
-        elif isinstance(part, ShardedTowerCollection):
-            parts += [(f"{path}.towers.{i}.interaction", own) for i, own in part.interactions.by_tower.items()]
-    return {f"{path}.{name}" for path, part in parts for name, _ in part.named_parameters()}
+def build_optimizer(config: OptimizerConfig, model: DistributedModelParallel) -> ScheduledOptimizer:
+    """The optimizer of everything: the tables' fused one, and one for tower modules and all other dense parts.
 
-
-def build_optimizer(config: OptimizerConfig, model: DistributedModelParallel) -> CombinedOptimizer:
-    """The optimizer of everything: the tables' fused ones, one for tower modules and one for the other dense parts.
-
-    The three learning rates rise linearly over ``warmup_steps`` and fall from ``decay_start`` on.
+    Both learning rates rise linearly over ``warmup_steps``.
     """
     trainable = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
-    rates = {"towers": config.dense_lr if config.tower_lr is None else config.tower_lr, "dense": config.dense_lr}
-    parameters: dict[str, dict[str, nn.Parameter]] = {part: {} for part in rates}
-    of_towers = tower_parameter_names(model.module)
-    for name, parameter in in_backward_optimizer_filter(trainable):
-        parameters["towers" if name in of_towers else "dense"][name] = parameter
-    parts: list[tuple[str, KeyedOptimizer, float]] = [("tables", model.fused_optimizer, config.sparse_lr)]
-    for part, rate in rates.items():
-        # A flat model has no tower modules, and PyTorch's optimizers refuse to have nothing to do.
-        if parameters[part]:
-            make = partial(DENSE_OPTIMIZERS[config.dense], lr=rate)
-            parts.append((part, KeyedOptimizerWrapper(parameters[part], make), rate))
-    return ScheduledOptimizer([(part, one) for part, one, _ in parts], [rate for *_, rate in parts], config)
+    parameters = dict(in_backward_optimizer_filter(trainable))
+    parts: list[tuple[str, KeyedOptimizer]] = [("tables", model.fused_optimizer)]
+    # A rank may have nothing to train but tables, and PyTorch's optimizers refuse to have no parameter.
+    if parameters:
+        make = partial(DENSE_OPTIMIZERS[config.dense], lr=config.dense_lr)
+        parts.append(("dense", KeyedOptimizerWrapper(parameters, make)))
+    return ScheduledOptimizer(parts, [config.sparse_lr, config.dense_lr], config)
 
 
 def rate_share(config: OptimizerConfig, step: int) -> float:
@@ -167,17 +151,9 @@ def rate_share(config: OptimizerConfig, step: int) -> float:
     Example:
         >>> [rate_share(OptimizerConfig(warmup_steps=4), step) for step in (0, 1, 4, 9)]
         [0.25, 0.4375, 1.0, 1.0]
-        >>> falls = OptimizerConfig(warmup_steps=2, decay_start=3, decay_steps=4)
-        >>> [rate_share(falls, step) for step in (0, 3, 4, 5, 6, 7, 99)]
-        [0.5, 1.0, 0.5625, 0.25, 0.0625, 0.0625, 0.0625]
     """
     warmup = config.warmup_steps
-    if step < warmup:
-        return 1 / warmup + (1 - 1 / warmup) * step / warmup
-    if config.decay_start is None or config.decay_steps is None:
-        return 1.0
-    fallen = min(max(step - config.decay_start, 0), config.decay_steps - 1)
-    return (1 - fallen / config.decay_steps) ** 2
+    return 1.0 if step >= warmup else 1 / warmup + (1 - 1 / warmup) * step / warmup
 
 
 class ScheduledOptimizer(CombinedOptimizer):
@@ -186,7 +162,7 @@ class ScheduledOptimizer(CombinedOptimizer):
     Args:
         parts: each with its name.
         rates: the full learning rate of each.
-        config: its warm-up and decay.
+        config: its warm-up.
     """
 
     def __init__(
@@ -203,7 +179,7 @@ class ScheduledOptimizer(CombinedOptimizer):
         """
         self.steps = step
         share = rate_share(self._config, step)
-        for (_, part), rate in zip(self.optimizers, self._rates, strict=True):
+        for (_, part), rate in zip(self.optimizers, self._rates, strict=False):
             for group in part.param_groups:
                 group["lr"] = rate * share
 
@@ -223,7 +199,7 @@ def fused_params(config: OptimizerConfig, device: DeviceType = "cpu") -> dict[st
     """
     check_table_optimizer(config, device)
     optimizer = EmbOptimType(FBGEMM_NAMES[config.sparse])
-    return {"optimizer": optimizer, "learning_rate": config.sparse_lr, "eps": config.sparse_eps}
+    return {"optimizer": optimizer, "learning_rate": config.sparse_lr, "eps": _SPARSE_EPS}
 
 
 def shard_model(job: Job, mesh: TowerMesh, model: nn.Module | None = None) -> DistributedModelParallel:
@@ -267,8 +243,9 @@ def shard_model(job: Job, mesh: TowerMesh, model: nn.Module | None = None) -> Di
         plan = planner.plan(task, sharders)
     # None: TorchRec's own, DDP's ring.
     reduce = None
-    if config.train.dense_reduce == "hierarchical":
-        reduce = HierarchicalDataParallel(mesh, precision=config.train.dense_reduce_precision)
+    if config.train.dense_reduce != "ring":
+        is_half = config.train.dense_reduce == "hierarchical_bf16"
+        reduce = HierarchicalDataParallel(mesh, precision="bf16" if is_half else "fp32")
     return DistributedModelParallel(
         task,
         device=current_device(job.device_type),

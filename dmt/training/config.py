@@ -15,7 +15,7 @@ from dmt.plan.topology import TowerTopology
 from dmt.sharding.optimizers import MomentScale, check_moment_scale
 from dmt.sharding.schemes import SCHEMES, Kernel, Scheme
 from dmt.sptt.options import refusals
-from dmt.sptt.precision import ExchangeFormat, ExchangePrecision, SyncPrecision
+from dmt.sptt.precision import ExchangeFormat, ExchangePrecision
 from dmt.training.data.config import OF_READING, DataConfig, Section
 
 __all__ = [
@@ -240,29 +240,19 @@ class OptimizerConfig(Section):
     """Optimizer of the tables; FBGEMM fuses it into their backward pass."""
     sparse_lr: float = Field(default=0.05, gt=0)
     """Learning rate of the tables."""
-    sparse_eps: float = Field(default=1e-8, gt=0)
-    """Epsilon of the tables' optimizer."""
     dense: Literal["adam", "adamw", "adagrad", "sgd"] = "adam"
     """Optimizer of tower modules and all other dense parts."""
     dense_lr: float = Field(default=1e-3, gt=0)
-    """Learning rate of the dense parts."""
-    tower_lr: float | None = Field(default=None, gt=0)
-    """Learning rate of tower modules; by default ``dense_lr``. A flat model has none."""
+    """Learning rate of tower modules and all other dense parts."""
     warmup_steps: int = Field(default=100, ge=0)
-    """Steps over which all learning rates rise linearly to their value."""
-    decay_start: int | None = Field(default=None, ge=1)
-    """Step s from which all learning rates fall to (1 - (step - s) / n)^2 of their value, as in MLPerf's DLRM."""
-    decay_steps: int | None = Field(default=None, ge=2)
-    """n, steps of the fall; the rates of its last step are kept."""
+    """Steps over which both learning rates rise linearly to their value."""
 
 
 class TrainConfig(Section):
     """The loop."""
 
     batch_size: int = Field(default=1024, ge=1, le=2**24)
-    """B, rows per rank and step."""
-    eval_batch_size: int = Field(default=4096, ge=1, le=2**24)
-    """Rows per rank and step in evaluation."""
+    """B, rows per rank and step, also in evaluation."""
     epochs: int = Field(default=1, ge=1)
     """Passes over the training rows."""
     max_steps: int | None = Field(default=None, ge=1)
@@ -280,20 +270,17 @@ class TrainConfig(Section):
     micro_batches: int = Field(default=1, ge=1, le=1024)
     """K, parts of a batch: while the dense part of the model computes one, the tower outputs or gradients of others are
     in flight between hosts. Results differ by rounding only. Tower dataflow only."""
-    dense_reduce: Literal["ring", "hierarchical"] = "ring"
+    dense_reduce: Literal["ring", "hierarchical", "hierarchical_bf16"] = "ring"
     """Averaging of the dense part's gradients over ranks: in DDP's one ``ring``, or ``hierarchical``: inside each host
-    first, then once between hosts, which sends less there; see ``topology.ranks_per_host``."""
-    dense_reduce_precision: SyncPrecision = "fp32"
-    """Number format of these gradients between hosts; ``bf16`` needs ``dense_reduce = "hierarchical"``."""
+    first, then once between hosts, which sends less there (``hierarchical_bf16``: in that format, half as much); see
+    ``topology.ranks_per_host``."""
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Seed of the weights."""
     output_dir: str = "runs/latest"
     """Folder of the run's config, metrics and checkpoints."""
     save_every: int | None = Field(default=None, ge=1)
-    """Number of steps from one checkpoint to the next (with replicas: rounded up to an averaging); by default
-    ``save_minutes`` decides. The last one is at the end."""
-    save_minutes: float = Field(default=15.0, gt=0)
-    """Minutes on rank 0 from one checkpoint to the next; unused with ``save_every``."""
+    """Number of steps from one checkpoint to the next (with replicas: rounded up to an averaging); by default there is
+    one every 15 minutes. The last one is at the end."""
     keep_checkpoints: int = Field(default=3, ge=1)
     """Number of the latest checkpoints that are kept."""
     async_save: bool = False
@@ -349,10 +336,9 @@ class TrainingConfig(Section):
 
 def _refusals_of_sections(config: TrainingConfig) -> list[tuple[object, str]]:
     """Conditions of settings in one section that a config must not meet, each with the message."""
-    model, sharding, optimizer = config.model, config.sharding, config.optimizer
+    model, sharding = config.model, config.sharding
     layers = (*model.dense_arch, *(model.over_arch or ()))
     wrong = {name: dim for name, dim in model.embedding_dims.items() if not 4 <= dim <= 65_536 or dim % 4}
-    start, steps = optimizer.decay_start, optimizer.decay_steps
     ranks = config.topology.build().world_size
     return [
         (
@@ -377,16 +363,6 @@ def _refusals_of_sections(config: TrainingConfig) -> list[tuple[object, str]]:
         (
             sharding.plan is not None and (sharding.tables or sharding.scheme != "auto"),
             f"sharding.plan={sharding.plan!r} says where tables go; leave out sharding.scheme and sharding.tables.",
-        ),
-        (
-            (start is None) != (steps is None),
-            f"optimizer.decay_start={start} and optimizer.decay_steps={steps} belong together. Set both, or leave out "
-            "both.",
-        ),
-        (
-            start is not None and start < optimizer.warmup_steps,
-            f"optimizer.decay_start={start} is before the end of optimizer.warmup_steps={optimizer.warmup_steps}. Let "
-            "the rates fall later, or shorten the warm-up.",
         ),
     ]
 
@@ -438,16 +414,10 @@ def _refusals(config: TrainingConfig) -> list[tuple[object, str]]:
         ),
         *([] if is_flat else wrapped),
         (
-            train.dense_reduce == "ring" and train.dense_reduce_precision != "fp32",
-            f"train.dense_reduce_precision={train.dense_reduce_precision!r} needs train.dense_reduce='hierarchical', "
-            "but this run has 'ring', DDP's own all-reduce, which sends fp32. Set it to 'hierarchical', or leave "
-            "dense_reduce_precision out.",
-        ),
-        (
-            train.dense_reduce == "hierarchical" and places.num_hosts == 1,
-            "train.dense_reduce='hierarchical' reduces inside each host and then between hosts, but topology has one "
-            f"host of {places.host_size} ranks. Set topology.ranks_per_host to the ranks of one machine (left out, "
-            "each tower is a host, also with the flat dataflow), or leave dense_reduce out.",
+            train.dense_reduce != "ring" and places.num_hosts == 1,
+            f"train.dense_reduce={train.dense_reduce!r} reduces inside each host and then between hosts, but topology "
+            f"has one host of {places.host_size} ranks. Set topology.ranks_per_host to the ranks of one machine (left "
+            "out, each tower is a host, also with the flat dataflow), or leave dense_reduce out.",
         ),
         (
             replicas > 1 and train.eval_every and train.eval_every % sync_every,

@@ -90,7 +90,7 @@ class Job:
 
     def evaluation_batches(self, mesh: TowerMesh) -> Iterator[ClickBatch]:
         """Yields this rank's batches of the rows for evaluation; collective."""
-        return self._batches("eval", mesh, self.config.train.eval_batch_size)
+        return self._batches("eval", mesh, self.config.train.batch_size)
 
     def first_batch(self, mesh: TowerMesh) -> ClickBatch:
         """Returns this rank's first training batch."""

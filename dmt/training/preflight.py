@@ -162,7 +162,7 @@ def check_memory(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
     is_across = topology.share_across_hosts(topology.sharding_groups()) > 0
     copies = 2 * config.hot_rows.extra_memory * sum(table.num_bytes for table in job.tables) * is_across
     columns = job.num_dense + sum(table.embedding_dim * len(table.feature_names) for table in job.tables)
-    batch = max(config.train.batch_size, config.train.eval_batch_size) * columns * 4
+    batch = config.train.batch_size * columns * 4
     needed = tables + copies + 2 * (dense + towers / topology.num_towers) + batch
     everyone = gather_objects((socket.gethostname(), needed, memory_limit()), mesh.global_group)
     for host in dict.fromkeys(name for name, _, _ in everyone):
@@ -173,7 +173,7 @@ def check_memory(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
                 f"The {len(ranks)} ranks on host {host} need at least {human_bytes(whole)} of memory, but it has "
                 f"{human_bytes(limit)}: {human_bytes(tables)} each for tables, {human_bytes(copies)} each for copies "
                 "of hot rows (hot_rows.extra_memory), and dense layers (model: dense_arch, over_arch, tower_dim, c, p, "
-                "cross_rank) and batches (train: batch_size, eval_batch_size). Lower the settings, or use more hosts."
+                "cross_rank) and batches (train.batch_size). Lower the settings, or use more hosts."
             )
 
 

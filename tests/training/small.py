@@ -39,7 +39,7 @@ def small(arch: str = "dmt-dlrm", dataflow: str = "auto", **sections: dict[str, 
         "topology": {"num_towers": 2, "ranks_per_tower": 2},
         "sharding": {"dataflow": dataflow},
         "optimizer": {"warmup_steps": 0},
-        "train": {"device": "cpu", "batch_size": 16, "eval_batch_size": 16},
+        "train": {"device": "cpu", "batch_size": 16},
     }
     values["model"] |= {"cross_layers": 1, "cross_rank": 2}
     for name, section in sections.items():

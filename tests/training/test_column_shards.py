@@ -151,7 +151,7 @@ def parity_on_rank(rank: int, folder: str, cases: list[Any]) -> dict[tuple[str, 
             Path(folder) / str(rank),
             arch,
             plan,
-            optimizer={"sparse": sparse, "sparse_lr": rate, "sparse_eps": 1e-3, "dense": "sgd", "dense_lr": 0.2},
+            optimizer={"sparse": sparse, "sparse_lr": rate, "dense": "sgd", "dense_lr": 0.2},
             train={"max_steps": STEPS},
         )
         torch.manual_seed(5)

@@ -42,7 +42,7 @@ def deepfm(folder: Path | None = None, **sections: dict[str, Any]) -> TrainingCo
     values = tomllib.loads((Path(__file__).parents[2] / "examples" / "deepfm.toml").read_text())
     values["model"]["factory"] = "examples.deepfm:deepfm"
     values["data"]["synthetic"] |= {"rows_per_table": 40, "num_rows": 1400, "num_eval_rows": 64, "num_groups": 2}
-    values["train"] = {"batch_size": 16, "eval_batch_size": 16, "log_every": 1, "save_every": 2}
+    values["train"] = {"batch_size": 16, "log_every": 1, "save_every": 2}
     if folder is not None:
         values["train"]["output_dir"] = str(folder)
     for name, section in sections.items():

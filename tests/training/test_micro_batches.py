@@ -83,7 +83,7 @@ def check_close(found: TrainingConfig, expected: TrainingConfig) -> None:
 @pytest.mark.ranks
 def test_losses_are_those_of_a_plain_run(tmp_path: Path) -> None:
     def run(name: str, **train: Any) -> TrainingConfig:
-        train |= {"batch_size": 4, "eval_batch_size": 4}
+        train |= {"batch_size": 4}
         rows = {"num_rows": 400, "num_eval_rows": 40}
         return config(tmp_path / name, optimizer=SGD, sharding={"scheme": "table_wise"}, synthetic=rows, train=train)
 
@@ -101,11 +101,11 @@ def test_losses_are_those_of_a_plain_run(tmp_path: Path) -> None:
 
 @pytest.mark.ranks
 def test_a_check_trains_with_them_and_sends_dense_gradients_in_fp32(tmp_path: Path) -> None:
-    train = {**BOTH, "dense_reduce_precision": "bf16"}
+    train = {**BOTH, "dense_reduce": "hierarchical_bf16"}
     run = config(tmp_path, sharding={"scheme": "table_wise"}, train=train)
     report = check_run(run, CheckLimits(steps=2))
     assert report.agrees
-    assert "train.dense_reduce_precision is fp32 instead of bf16" in report.reduced
+    assert "train.dense_reduce is hierarchical instead of hierarchical_bf16" in report.reduced
     assert not [row for row in report.rows if row.verdict == "skipped"]
 
 
@@ -117,10 +117,6 @@ def test_a_check_trains_with_them_and_sends_dense_gradients_in_fp32(tmp_path: Pa
             r"train\.micro_batches=2 needs the tower dataflow, but .*'flat'.* Set it to 'sptt', or leave micro_batches",
         ),
         (["train.micro_batches=0"], r"train\.micro_batches: .* greater than or equal to 1 \(got 0\)"),
-        (
-            ["train.dense_reduce_precision=bf16"],
-            r"dense_reduce_precision='bf16' needs train\.dense_reduce='hierarchical', but .* Set it to 'hierarchical'",
-        ),
         (
             ["topology.num_towers=1", "train.dense_reduce=hierarchical"],
             r"dense_reduce='hierarchical' .* one host of \d ranks\. Set topology\.ranks_per_host to the",

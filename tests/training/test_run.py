@@ -155,7 +155,7 @@ def loop_on_rank(rank: int, folder: str, **settings: Any) -> tuple[list[int], li
         "dlrm",
         topology={"num_towers": 1, "ranks_per_tower": 2},
         data={**csv(Path(folder), list(range(40))), "eval_path": str(Path(folder) / "rows.csv"), "shuffle_rows": 10},
-        train={"batch_size": 4, "eval_batch_size": 7, "log_every": 2, **settings},
+        train={"batch_size": 4, "log_every": 2, **settings},
     )
     mesh = TowerMesh(config.topology.build())
     model = shard_model(open_job(config), mesh)
@@ -245,7 +245,6 @@ SMALL_RUN = [
     "data.synthetic.num_rows=25700",  # 50 steps of 4 x 128 rows, and 100 rows that are left out
     "data.synthetic.num_eval_rows=3000",
     "train.batch_size=128",
-    "train.eval_batch_size=512",
     "train.eval_every=25",
     "train.log_every=10",
     "optimizer.warmup_steps=10",

@@ -22,7 +22,7 @@ SOURCE = "tests.training.data.own_rows:resumable"
 def config_of(folder: Path, **train: Any) -> TrainingConfig:
     names = {"dense": ["d"], "categorical": ["c", "n", "bag", "pair"], "num_embeddings": 23}
     data = {"source": SOURCE, "options": {"rows": 250}, **names}
-    train = {"batch_size": 8, "eval_batch_size": 8, "log_every": 1, "output_dir": str(folder), **train}
+    train = {"batch_size": 8, "log_every": 1, "output_dir": str(folder), **train}
     config = small(train={"device": "cpu", **train}, topology={"num_towers": 2, "ranks_per_tower": 1})
     return TrainingConfig.model_validate(config.model_dump() | {"data": data})
 

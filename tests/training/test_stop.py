@@ -35,7 +35,7 @@ from dmt.training.train import _settle_replicas
 from tests.ranks import run_ranks
 from tests.training.small import small
 from tests.training.test_resume import STEPS as SAVED_STEPS
-from tests.training.test_resume import attempt, losses
+from tests.training.test_resume import attempt, losses, run_on_rank
 from tests.training.test_resume import config as saved_config
 
 STEPS = 14
@@ -220,14 +220,14 @@ def times_on_rank(rank: int) -> None:
     mesh, shown = TowerMesh(small(topology={"num_towers": 1, "ranks_per_tower": 2}).topology.build()), [100.0]
     with patch.object(module, "time", SimpleNamespace(monotonic=lambda: shown[0])):
         # The clock of rank 0 decides.
-        by_clock = agreement(mesh, save_minutes=2.0)
-        shown[0] += 119.0
+        by_clock = agreement(mesh)
+        shown[0] += module._SAVE_EVERY_S - 1.0
         assert saves(by_clock, range(1, 9)) == []
         shown[0] += 1.0 if rank == 0 else -1e9
         assert saves(by_clock, range(9, 19)) == [9]
         # With replicas, where they are averaged anyway.
-        averaged = agreement(mesh, interval=3, save_minutes=1e-9)
-        shown[0] += 1.0
+        averaged = agreement(mesh, interval=3)
+        shown[0] += module._SAVE_EVERY_S
         assert saves(averaged, range(2, 4)) == [3]
         # Steps decide where they are asked for, or where a save changes what comes after it.
         shown[0] += 1e9
@@ -251,13 +251,18 @@ def test_replicas_that_a_step_has_averaged_are_not_averaged_again_to_be_saved() 
     assert averaged(6, delayed=True)
 
 
+def hurried_on_rank(rank: int, values: dict[str, Any], stop_at: int | None) -> dict[str, Any] | None:
+    """An attempt in which it is time to save after every step."""
+    with patch.object(module, "_SAVE_EVERY_S", 0.0):
+        return run_on_rank(rank, values, stop_at)
+
+
 @pytest.mark.ranks
 def test_a_run_saved_by_the_clock_is_the_same_run_and_resumes_bit_for_bit(tmp_path: Path) -> None:
-    by_clock = {"save_every": None, "save_minutes": 1e-9, "log_every": 2, "eval_every": 5}
+    by_clock = {"save_every": None, "log_every": 2, "eval_every": 5}
     pair: dict[str, Any] = {"topology": {"num_towers": 2, "ranks_per_tower": 1}}
     run = saved_config(tmp_path / "clock", train=by_clock, **pair)
-    # It is time after every step.
-    assert attempt(run, stop_at=8) is None
+    assert run_ranks(hurried_on_rank, 2, run.model_dump(mode="json"), 8) == [None, None]
     saved = newest(tmp_path / "clock" / "checkpoint")
     assert saved is not None
     assert read_manifest(saved).step in (6, 7)

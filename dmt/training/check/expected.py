@@ -6,16 +6,16 @@ With replicas there is one plain module for each, on the batches of its ranks (`
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dmt.errors import InputError
 from dmt.testing.plain import PlainTraining, is_table
-from dmt.training.build import DENSE_OPTIMIZERS, ClickTask, build_model, fused_params, rate_share, tower_parameter_names
+from dmt.training.build import DENSE_OPTIMIZERS, ClickTask, build_model, fused_params, rate_share
 from dmt.training.check.shrink import CheckedRun
 from dmt.training.config import OptimizerConfig
 from dmt.training.data.batch import ClickBatch
@@ -123,11 +123,10 @@ def _copy_of(task: ClickTask) -> State:
 
 def _plain_training(run: CheckedRun, tasks: Sequence[ClickTask], layout: Mapping[str, Sequence[int]]) -> PlainTraining:
     optimizer, replicas = run.config.optimizer, run.config.replicas
-    of_towers = tower_parameter_names(tasks[0])
     return PlainTraining(
         tasks,
         fused_params=fused_params(optimizer),
-        make_optimizer=lambda parameters: _dense_optimizer(optimizer, parameters, of_towers),
+        make_optimizer=lambda dense: DENSE_OPTIMIZERS[optimizer.dense](dense.values(), lr=optimizer.dense_lr),
         layout=layout,
         moment_scale=replicas.moment_scale,
         interval=replicas.sync_every,
@@ -136,23 +135,12 @@ def _plain_training(run: CheckedRun, tasks: Sequence[ClickTask], layout: Mapping
     )
 
 
-def _dense_optimizer(
-    config: OptimizerConfig, parameters: Mapping[str, nn.Parameter], of_towers: Set[str]
-) -> torch.optim.Optimizer:
-    groups = []
-    for is_tower, rate in ((True, config.tower_lr), (False, config.dense_lr)):
-        rate = config.dense_lr if rate is None else rate
-        members = [p for name, p in parameters.items() if (name in of_towers) is is_tower]
-        groups += [{"params": members, "lr": rate, "initial_lr": rate}] if members else []
-    return DENSE_OPTIMIZERS[config.dense](groups)
-
-
 def _set_rates(training: PlainTraining, config: OptimizerConfig, step: int) -> None:
     share = rate_share(config, step)
     training.learning_rate = config.sparse_lr * share
     for optimizer in training.dense_optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = group["initial_lr"] * share
+            group["lr"] = config.dense_lr * share
 
 
 def _batches(run: CheckedRun, step: int) -> list[ClickBatch]:

@@ -18,8 +18,8 @@ from dmt.training.job import Job
 
 __all__ = ["CheckLimits", "CheckedRun", "fewer_ranks", "shrink", "with_values"]
 
-# Most steps of warm-up and decay: the few steps that are run then have rising rates, full ones and falling ones.
-_SCHEDULE_STEPS = 2
+# Most steps of warm-up: the few steps that are run then have rising rates and full ones.
+_WARMUP_STEPS = 2
 # Two show what replicas do, with batches of their own.
 _REPLICAS = 2
 # Longest interval between averaging replicas: the few steps then see averaged weights and states.
@@ -108,11 +108,7 @@ def _smaller(config: TrainingConfig, topology: TowerTopology) -> tuple[TrainingC
     most: dict[str, Any] = {
         "topology.ranks_per_tower": topology.ranks_per_tower,
         "topology.num_towers": topology.num_towers,
-        # Adam makes whole steps of what rounding leaves of gradients that cancel: nothing could be told from weights.
-        "train.dense_reduce_precision": "fp32",
-        "optimizer.warmup_steps": _SCHEDULE_STEPS,
-        "optimizer.decay_start": _SCHEDULE_STEPS,
-        "optimizer.decay_steps": _SCHEDULE_STEPS,
+        "optimizer.warmup_steps": _WARMUP_STEPS,
     }
     if topology.num_replicas > 1:
         most["topology.num_replicas"] = topology.num_replicas
@@ -120,10 +116,14 @@ def _smaller(config: TrainingConfig, topology: TowerTopology) -> tuple[TrainingC
         if not isinstance(replicas.moment_scale, str):
             most["replicas.moment_scale"] = float(topology.num_replicas)
     lines = []
+    if config.train.dense_reduce == "hierarchical_bf16":
+        # Adam makes whole steps of what rounding leaves of gradients that cancel: nothing could be told from weights.
+        config = with_values(config, "train", dense_reduce="hierarchical")
+        lines.append("train.dense_reduce is hierarchical instead of hierarchical_bf16")
     for name, limit in most.items():
         section, _, key = name.partition(".")
         before = getattr(getattr(config, section), key)
-        after = before if before is None else limit if isinstance(limit, str) else min(before, limit)
+        after = min(before, limit)
         if before != after:
             config = with_values(config, section, **{key: after})
             lines.append(f"{name} is {after} instead of {before}")

@@ -78,7 +78,7 @@ def workload_of(job: Job) -> Workload:
         pooling=sharding.pooling_factors if job.sharding is None else job.sharding.workload.pooling_factors,
         number_bytes=(NUMBER_BYTES[sharding.forward_precision], NUMBER_BYTES[sharding.backward_precision]),
         is_table_wise=sharding.scheme == "table_wise",
-        is_hierarchical=train.dense_reduce == "hierarchical",
+        is_hierarchical=train.dense_reduce != "ring",
         sync_every=job.config.replicas.sync_every,
     )
 
@@ -94,7 +94,7 @@ def predict_step(job: Job, cluster: Cluster, name: str = "this config", override
         flat=job.sharding is None,
         micro_batches=train.micro_batches,
         prefetch=train.prefetch_ids,
-        hierarchical=train.dense_reduce == "hierarchical",
+        hierarchical=train.dense_reduce != "ring",
     )
     timeline = simulate(operations)
     columns = sum(table.embedding_dim * len(table.feature_names) for table in job.split_tables)
@@ -184,6 +184,7 @@ def _not_counted(config: TrainingConfig) -> list[str]:
         and sharding.scheme not in ("auto", "table_wise", "column_wise"),
         f"topology.num_replicas={config.topology.num_replicas}": is_flat and config.topology.num_replicas > 1,
         f"train.dense_reduce={train.dense_reduce!r}": is_flat and train.dense_reduce != "ring",
+        "BF16 in train.dense_reduce": not is_flat and train.dense_reduce == "hierarchical_bf16",
         "sharding.unique=true": sharding.unique,
         f"sharding.id_route={sharding.id_route!r}": sharding.id_route != "peer",
         f"hot_rows.extra_memory={config.hot_rows.extra_memory}": config.hot_rows.extra_memory > 0,

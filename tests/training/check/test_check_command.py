@@ -37,7 +37,7 @@ def test_towers_in_small_formats_on_fewer_ranks(tmp_path: Path) -> None:
         synthetic={"rows_per_table": 5000},
         topology={"num_towers": 3, "ranks_per_tower": 4},
         sharding={"scheme": "row_wise", "forward_precision": "fp16", "backward_precision": "bf16"},
-        optimizer={"warmup_steps": 10, "tower_lr": 0.01},
+        optimizer={"warmup_steps": 10},
     )
     options = ["--max-ranks", "4", "--rows", "40", "--json"]
     run = CliRunner().invoke(main, ["check", write(config, tmp_path), *options])

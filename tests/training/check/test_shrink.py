@@ -107,15 +107,9 @@ def test_the_memory_limit_is_that_of_the_full_size(tmp_path: Path) -> None:
 
 
 def test_warm_up_is_cut_so_that_full_rates_are_run(tmp_path: Path) -> None:
-    schedule = {"warmup_steps": 100, "decay_start": 900, "decay_steps": 80}
-    run = shrunk(small("dmt-dlrm", optimizer=schedule), tmp_path)
-    own = run.config.optimizer
-    assert (own.warmup_steps, own.decay_start, own.decay_steps) == (2, 2, 2)
-    assert run.reduced == (
-        "optimizer.warmup_steps is 2 instead of 100",
-        "optimizer.decay_start is 2 instead of 900",
-        "optimizer.decay_steps is 2 instead of 80",
-    )
+    run = shrunk(small("dmt-dlrm", optimizer={"warmup_steps": 100}), tmp_path)
+    assert run.config.optimizer.warmup_steps == 2
+    assert run.reduced == ("optimizer.warmup_steps is 2 instead of 100",)
 
 
 def test_replicas_are_averaged_within_the_few_steps(tmp_path: Path) -> None:

@@ -18,14 +18,14 @@ from dmt.testing import gather_plain_state, table_layout
 from dmt.testing.state import LocalPart, join_parts
 from dmt.training.build import ScheduledOptimizer, build_optimizer
 from dmt.training.config import OptimizerConfig
-from tests.parity import EPS, LR, Batches, loss_of, make_tables
+from tests.parity import LR, Batches, loss_of, make_tables
 from tests.sptt_case import Case, build, shard
 
 DIMS = (8, 8, 12, 16, 8, 8)
 TOWERS = ((0, 4), (1,), (2, 5), (3,))
 NUM_SAMPLES = 40
 STEPS = 2
-OPTIMIZER = OptimizerConfig(dense="adamw", sparse_lr=LR, sparse_eps=EPS, dense_lr=0.02, tower_lr=0.01, warmup_steps=5)
+OPTIMIZER = OptimizerConfig(dense="adamw", sparse_lr=LR, dense_lr=0.02, warmup_steps=5)
 
 
 _MESHES: dict[TowerTopology, TowerMesh] = {}
