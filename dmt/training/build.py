@@ -6,7 +6,6 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -42,10 +41,9 @@ from dmt.sptt.flat import SPTTEmbeddingBagCollectionSharder
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.micro_batches import MicroBatches, run_in_micro_batches
 from dmt.sptt.towers import TowerCollectionSharder
-from dmt.training.access import load_profile
 from dmt.training.config import OptimizerConfig, ReplicasConfig, TrainConfig
 from dmt.training.data.batch import ClickBatch
-from dmt.training.device import DeviceType, current_device, on_all_ranks
+from dmt.training.device import DeviceType, current_device
 from dmt.training.factory import make_model, without_tables
 from dmt.training.flat import plan_flat, plan_notes, shard_flat, table_shardings
 from dmt.training.job import Job, check_table_optimizer
@@ -223,7 +221,6 @@ def shard_model(job: Job, mesh: TowerMesh, model: nn.Module | None = None) -> Di
         assert job.sharding is not None, "resolved by make_job"
         options: dict[str, Any] = {
             "fused_params": fused_params(config.optimizer, job.device_type),
-            "id_route": config.sharding.id_route,
             "unique": config.sharding.unique,
             "peer_precision": config.sharding.precision,
             "moment_scale": config.replicas.moment_scale,
@@ -280,7 +277,7 @@ def in_micro_batches(config: TrainConfig, model: DistributedModelParallel) -> Mi
     """Makes the model of a sharded `ClickTask` run in the config's micro-batches; None where that is the whole batch.
 
     Raises:
-        InputError: the model was sharded with the flat dataflow or the global id route.
+        InputError: the model was sharded with the flat dataflow.
     """
     if config.micro_batches == 1:
         return None
@@ -330,13 +327,10 @@ def _flat_replicas(
 
 def hot_rows(job: Job, model: nn.Module, mesh: TowerMesh) -> HotRows | None:
     """Returns the copies of hot rows of a sharded model, None where the config has none."""
-    own = job.config.hot_rows
-    if own.extra_memory == 0:
+    settings = job.config.hot_rows
+    if settings.extra_memory == 0:
         return None
-    path = own.profile
-    # A rank whose file is gone must not leave the others waiting.
-    profile = None if path is None else on_all_ranks(lambda: load_profile(Path(path)), mesh)
-    return HotRows(model, mesh, extra_memory=own.extra_memory, refresh_every=own.refresh_every, profile=profile)
+    return HotRows(model, mesh, extra_memory=settings.extra_memory, refresh_every=settings.refresh_every)
 
 
 def flat_tables(job: Job) -> tuple[ShardingPlan, tuple[str, ...]]:

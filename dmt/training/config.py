@@ -20,7 +20,6 @@ from dmt.training.data.config import OF_READING, DataConfig, Section
 
 __all__ = [
     "SHARDING_OF_TOWERS",
-    "SHARDING_RATES",
     "HotRowsConfig",
     "ModelConfig",
     "OptimizerConfig",
@@ -36,20 +35,7 @@ __all__ = [
     "to_toml",
 ]
 
-SHARDING_RATES = (
-    "memory_gb_per_s",
-    "intra_tower_gb_per_s",
-    "collective_latency_us",
-)
-"""Keys of the section sharding that describe the machine to the planner of towers."""
-SHARDING_OF_TOWERS = (
-    "tables",
-    "plan",
-    "cache_load_factor",
-    *SHARDING_RATES,
-    "id_route",
-    "unique",
-)
+SHARDING_OF_TOWERS = ("tables", "plan", "unique")
 """Keys of the section sharding that only the tower dataflow has."""
 
 _MOST_DOTS = 10
@@ -168,18 +154,11 @@ class ShardingConfig(Section):
     """A sharding plan that ``dmt plan --out`` wrote, used without changes."""
     memory_gib: float | None = Field(default=None, gt=0)
     """Memory of a rank for tables and their optimizer state, in GiB; a plan that needs more is refused."""
-    cache_load_factor: float = Field(default=0.2, gt=0, le=1)
-    """Share of the rows of tables with a cache that are in it."""
     pooling_factors: dict[str, float] = Field(default_factory=dict)
     """Mean number of ids per sample, by feature; 1 for the others. Only the planner reads it."""
-    memory_gb_per_s: float = Field(default=1000.0, gt=0)
-    """Rate at which a rank reads rows, in 10^9 bytes per second; its ratio to the next one decides plans."""
-    intra_tower_gb_per_s: float = Field(default=150.0, gt=0)
-    """Rate at which a rank sends inside its tower, in 10^9 bytes per second."""
-    collective_latency_us: float = Field(default=20.0, ge=0)
-    """Fixed microseconds of a collective; with small tables it decides."""
-    id_route: Literal["peer", "global"] = "peer"
-    """Route of ids to the tables: through the own peer in each tower, or in one exchange over all ranks."""
+    cluster: str | None = None
+    """The rates by which the planner of towers weighs lookups against sending inside a tower: a ``cluster.toml`` that
+    ``dmt bench-comms`` wrote, or ``v100``, ``a100`` or ``h100``; by default half of an A100's data sheet."""
     unique: bool = False
     """Samples of a rank's batch with equal inputs share what crosses between towers. An input is that of one feature;
     with tower modules, of a tower's features."""
@@ -227,10 +206,7 @@ class HotRowsConfig(Section):
     """Bytes that the copies of a rank may have, as a share of the weights of all tables; 0: no copies. Only rows that
     save bytes between hosts are copied, so 0.01 is rarely used up."""
     refresh_every: int = Field(default=1000, ge=1)
-    """Steps from one choice of rows, by what was read since the one before, to the next."""
-    profile: str | None = None
-    """Accesses that ``dmt prepare`` wrote, for the first choice, after one step. Without them it comes after 100
-    steps."""
+    """Steps from one choice of rows, by what was read since the one before, to the next; the first comes after 100."""
 
 
 class OptimizerConfig(Section):
@@ -376,7 +352,6 @@ def _refusals(config: TrainingConfig) -> list[tuple[object, str]]:
     of_towers = [key for key in SHARDING_OF_TOWERS if getattr(sharding, key) != getattr(ShardingConfig(), key)]
     of_hot_rows = [key for key in HotRowsConfig.model_fields if getattr(hot, key) != getattr(HotRowsConfig(), key)]
     wrapped = refusals(
-        id_route=sharding.id_route,
         unique=sharding.unique,
         hot_rows=hot.extra_memory > 0,
         num_replicas=replicas,

@@ -18,7 +18,8 @@ from dmt.sharding.optimizers import FBGEMM_NAMES, moment_scale_of
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.sharding.plan_tables import plan_tables
 from dmt.sharding.schemes import SCHEMES, Rule, Scheme, ShardingRules, TablePlacement
-from dmt.training.config import OptimizerConfig, TrainingConfig
+from dmt.simulator.cluster import load_cluster
+from dmt.training.config import OptimizerConfig, ShardingConfig, TrainingConfig
 from dmt.training.data.clicks import ClickData
 from dmt.training.data.columns import tables_of
 from dmt.training.data.config import read_tables
@@ -304,19 +305,26 @@ def _plan_sharding(config: TrainingConfig, tables: Sequence[TableSpec], towers: 
         workload=StepWorkload(
             batch_size=config.train.batch_size, pooling_factors=factors, optimizer=config.optimizer.sparse
         ),
-        hardware=Hardware(
-            memory_per_rank=_bytes(sharding.memory_gib),
-            memory_gb_per_s=sharding.memory_gb_per_s,
-            intra_tower_gb_per_s=sharding.intra_tower_gb_per_s,
-            collective_latency_us=sharding.collective_latency_us,
-        ),
+        hardware=_hardware(sharding),
         rules=ShardingRules(
             schemes=SCHEMES if sharding.scheme == "auto" else (cast("Scheme", sharding.scheme),),
             tables=rules,
-            id_route=sharding.id_route,
-            cache_load_factor=sharding.cache_load_factor,
             hot_rows=config.hot_rows.extra_memory > 0,
         ),
+    )
+
+
+def _hardware(config: ShardingConfig) -> Hardware:
+    """The memory of a rank, and its rates if the config names a cluster."""
+    room = Hardware(memory_per_rank=_bytes(config.memory_gib))
+    if config.cluster is None:
+        return room
+    cluster = load_cluster(config.cluster)
+    return replace(
+        room,
+        memory_gb_per_s=cluster.lookup_bytes_per_s / 1e9,
+        intra_tower_gb_per_s=cluster.all_to_all.host_bytes_per_s / 1e9,
+        collective_latency_us=1e6 * cluster.all_to_all.latency_s,
     )
 
 

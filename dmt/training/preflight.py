@@ -17,7 +17,6 @@ from dmt.formatting import human_bytes, shorten
 from dmt.models.complexity import Complexity, count_on_meta, tower_modules
 from dmt.plan.topology import TowerTopology
 from dmt.sptt.mesh import TowerMesh
-from dmt.training.access import load_profile
 from dmt.training.build import build_model
 from dmt.training.config import TrainingConfig
 from dmt.training.factory import check_outputs, without_tables
@@ -37,7 +36,11 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 # Paths may differ between hosts; the files behind them may not.
-_PATHS = (("data", "prepared"), ("data", "train_path"), ("data", "eval_path"), ("towers", "plan"), ("sharding", "plan"))
+_PATHS = (
+    *(("data", key) for key in ("prepared", "train_path", "eval_path")),
+    ("towers", "plan"),
+    *(("sharding", key) for key in ("plan", "cluster")),
+)
 
 
 def resolve(config: TrainingConfig, world_size: int) -> Job:
@@ -68,8 +71,6 @@ def checked_model(job: Job, world_size: int) -> nn.Module:
             "of your own (model.factory)."
         )
     check_rows(config, world_size, job.data.num_rows("train"))
-    if config.hot_rows.profile is not None:
-        load_profile(Path(config.hot_rows.profile))
     model = build_model(job, device="meta")
     if config.model.factory is not None:
         check_outputs(job, model)

@@ -165,7 +165,7 @@ def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     Rows for evaluation leave the training rows alone if they are of a file of their own.
     """
     before, after = _by_key(saved), _by_key(now)
-    changed = {key for key in {**before, **after} if before.get(key) != after.get(key)} - {"data.eval_split"}
+    changed = {key for key in {**before, **after} if before.get(key) != after.get(key)}
     if "data.eval_path" in before and "data.eval_path" in after:
         changed.discard("data.eval_path")
     return [f"{key}: {before.get(key)!r} -> {after.get(key)!r}" for key in sorted(changed)]

@@ -303,9 +303,7 @@ def test_the_demo_tells_criteos_format_from_named_columns(tmp_path: Path, name: 
 OF_TOWERS = [
     'sharding.tables={"t_*" = "row_wise"}',
     "sharding.tables.t_C1=row_wise",
-    "sharding.intra_tower_gb_per_s=20.0",
-    "sharding.collective_latency_us=0",
-    "sharding.id_route=global",
+    "sharding.unique=true",
 ]
 
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dmt.errors import InputError
-from dmt.training.config import TrainingConfig, load_config, shipped_configs, to_override, to_toml
+from dmt.training.config import TrainingConfig, _keys, load_config, shipped_configs, to_override, to_toml
 
 COLUMNS = {"kind": "columns", "train_path": "day_*.csv", "categorical": ["c_*"], "num_embeddings_per_feature": {"c": 7}}
 
@@ -189,3 +189,7 @@ def test_the_dataflow_follows_the_arch(arch: str, dataflow: str, resolved: str) 
 def test_the_dimension_of_tower_outputs_follows_that_of_embeddings() -> None:
     assert load_config("demo", ["model.embedding_dim=8"]).model.output_dim == 4
     assert load_config("demo", ["model.embedding_dim=8", "model.tower_dim=5"]).model.output_dim == 5
+
+
+def test_there_are_at_most_ninety_keys() -> None:
+    assert len(list(_keys(TrainingConfig))) <= 90

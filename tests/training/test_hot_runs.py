@@ -16,9 +16,9 @@ import torch
 from dmt.errors import InputError, ReplicaMismatchError
 from dmt.hot_rows.profile import AccessProfile, RowCounts
 from dmt.hot_rows.runtime import HotRowsState
+from dmt.simulator.cluster import load_cluster, save_cluster
 from dmt.sptt.dataflow import SPTTModule
 from dmt.sptt.mesh import TowerMesh
-from dmt.testing import gather_plain_state
 from dmt.training import build
 from dmt.training.access import load_hot_rows, load_profile, save_hot_rows, save_profile
 from dmt.training.agreement import Agreement, Signals
@@ -141,33 +141,6 @@ def test_a_damaged_file_of_a_checkpoint_says_what_to_do(tmp_path: Path) -> None:
         (tmp_path / file).write_bytes(whole)
 
 
-def profiled_on_rank(rank: int, folder: str) -> dict[str, int]:
-    config = config_of(Path(folder), "profiled", hot_rows={"extra_memory": 0.5, "profile": f"{folder}/access.parquet"})
-    job = resolve(config, 4)
-    mesh = TowerMesh(job.topology)
-    model = build.shard_model(job, mesh)
-    gone = with_values(config, "hot_rows", profile="gone") if rank == 1 else config
-    with pytest.raises(InputError, match="Access profile gone: cannot be read"):
-        build.hot_rows(replace(job, config=gone), model, mesh)
-    hot = build.hot_rows(job, model, mesh)
-    assert hot is not None
-    batch = next(iter(job.data.batches("train", rank=rank, world_size=4, batch_size=16)))
-    model(batch)[0].backward()
-    hot.step()
-    gather_plain_state(model)
-    return {name: len(rows) for name, rows in hot.rows.items()}
-
-
-@pytest.mark.ranks
-def test_a_profile_file_chooses_the_first_rows(tmp_path: Path) -> None:
-    profile = AccessProfile(open_data(config_of(tmp_path, "profiled")).tables)
-    profile.add({f"C{i}": torch.arange(100) % 3 for i in range(1, 7)}, num_samples=100)
-    save_profile(profile, tmp_path / "access.parquet")
-    for chosen in run_ranks(profiled_on_rank, 4, str(tmp_path)):
-        assert set(chosen.values()) == {3}
-        assert len(chosen) == 6
-
-
 def unsound_on_rank(rank: int, folder: str) -> str:
     """One number of a copy changes on rank 2."""
     config = config_of(Path(folder), "unsound", hot_rows={"extra_memory": 0.5})
@@ -202,13 +175,11 @@ def test_copies_that_differ_end_a_run(tmp_path: Path) -> None:
     [
         ({"model": {"arch": "dmt-dlrm"}}, "hot rows need a flat model; towers send their modules' outputs"),
         ({"sharding": {"dataflow": "flat"}}, "needs sharding.dataflow='sptt' and .* but this run has 'flat'"),
-        ({"sharding": {"dataflow": "sptt", "id_route": "global"}}, "hot rows need id_route='peer'"),
         (
             {"sharding": {"dataflow": "sptt", "table_precision": "fp16"}},
             "table_precision='fp32', but this run has 'sptt' and 'fp16'",
         ),
         ({"sharding": {"dataflow": "sptt"}, "topology": {"num_replicas": 2}}, "hot rows need num_replicas=1"),
-        ({"hot_rows": {"extra_memory": 0.0, "profile": "x"}}, "hot_rows.profile='x' needs hot_rows.extra_memory"),
         ({"hot_rows": {"refresh_every": 5}}, "hot_rows.refresh_every=5 needs hot_rows.extra_memory"),
     ],
 )
@@ -218,8 +189,10 @@ def test_what_cannot_be_is_refused(sections: dict[str, Any], message: str) -> No
         small("dlrm", "sptt", **values)
 
 
-def test_a_run_with_hot_rows_cuts_no_table_into_columns() -> None:
-    sharding = {"dataflow": "sptt", "collective_latency_us": 0.0}
+def test_a_run_with_hot_rows_cuts_no_table_into_columns(tmp_path: Path) -> None:
+    cluster = load_cluster("a100")
+    save_cluster(replace(cluster, all_to_all=replace(cluster.all_to_all, latency_s=0.0)), tmp_path / "prompt.toml")
+    sharding = {"dataflow": "sptt", "cluster": str(tmp_path / "prompt.toml")}
     settings = {"sharding": sharding, "topology": {"num_towers": 1, "ranks_per_tower": 4}}
     settings |= {"synthetic": {"rows_per_table": 4000}, "train": {"batch_size": 256}}
     assert "column_wise" in open_job(small("dlrm", "sptt", **settings)).sharding.tables_by_scheme

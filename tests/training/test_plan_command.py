@@ -81,7 +81,7 @@ def test_a_config_is_planned_with_its_own_sizes(tmp_path: Path) -> None:
 
 def test_a_config_is_planned_as_the_trainer_will(tmp_path: Path) -> None:
     sections = {"memory_gib": 0.5, "tables": {"t_C2": "row_wise"}, "pooling_factors": {"C1": 7.0}}
-    config = small(sharding={**sections, "collective_latency_us": 0.0})
+    config = small(sharding={**sections, "cluster": "h100"})
     (tmp_path / "run.toml").write_text(to_toml(config))
     result = plan(tmp_path / "run.toml", "--json")
     assert result.exit_code == 0, result.output
@@ -107,8 +107,7 @@ def test_recorded_tables_are_planned_and_written(towers: Path, tmp_path: Path) -
 
 
 def test_many_tables_are_summed_up(tmp_path: Path) -> None:
-    sharding = {"scheme": "table_wise", "intra_tower_gb_per_s": 50.0}
-    config = tables_config(tmp_path, 300, topology={"num_towers": 4}, sharding=sharding)
+    config = tables_config(tmp_path, 300, topology={"num_towers": 4}, sharding={"scheme": "table_wise"})
     result = plan(config)
     assert result.exit_code == 0, result.output
     assert "Tables, costliest first; --json has all" in result.output

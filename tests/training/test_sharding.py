@@ -11,6 +11,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from dmt import TowerPlan, TrafficMeter
 from dmt.errors import InputError
+from dmt.sharding.costs import Hardware
 from dmt.sptt.mesh import TowerMesh
 from dmt.testing import gather_plain_state, load_plain_state
 from dmt.training.build import shard_model
@@ -55,10 +56,7 @@ MODES = [("dmt-dlrm", "auto"), ("dlrm", "sptt")]
             r"No table of the 6 can have .* 't_C1': data_parallel asked for, but its weights are FP16",
         ),
         ({"sharding": {"plan": "nowhere.json"}}, r"Sharding plan nowhere\.json: cannot be read"),
-        (
-            {"sharding": {"id_route": "global", "tables": {"t_C2": "data_parallel"}}},
-            r"Table 't_C2' in tower 1 cannot be data_parallel, .*id_route='global'",
-        ),
+        ({"sharding": {"cluster": "a1000"}}, r"Cluster a1000 is neither a file nor one that is shipped"),
         (
             {"sharding": {"table_precision": "fp16", "scheme": "data_parallel", "tables": {"t_C2": "data_parallel"}}},
             r"Table 't_C2' in tower 1 cannot be data_parallel.*FP16",
@@ -75,7 +73,7 @@ MODES = [("dmt-dlrm", "auto"), ("dlrm", "sptt")]
         "scheme",
         "scheme of fp16",
         "plan",
-        "route",
+        "cluster",
         "fp16 data-parallel",
     ],
 )
@@ -89,17 +87,20 @@ def test_what_cannot_be_sharded_is_refused_before_any_rank_starts(sections: dict
     ("sharding", "message"),
     [
         ({"tables": {"t_C1": "table_wise"}}, r"sharding\.tables=.* needs the tower dataflow"),
-        ({"id_route": "global"}, r"sharding\.id_route='global' needs the tower dataflow"),
         ({"unique": True}, r"sharding\.unique=True needs the tower dataflow"),
-        ({"intra_tower_gb_per_s": 20.0}, r"sharding\.intra_tower_gb_per_s=20\.0 needs the tower dataflow"),
-        ({"memory_gb_per_s": 20.0}, r"sharding\.memory_gb_per_s=20\.0 needs the tower dataflow"),
-        ({"collective_latency_us": 0.0}, r"sharding\.collective_latency_us=0\.0 needs the tower dataflow"),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
 def test_a_flat_run_refuses_what_only_towers_have(sharding: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         small("dlrm", "flat", sharding={"dataflow": "auto", **sharding})
+
+
+def test_a_cluster_gives_the_planner_its_rates() -> None:
+    hardware = open_job(small(sharding={"cluster": "a100", "memory_gib": 2.0})).sharding.hardware
+    assert hardware == Hardware(
+        memory_per_rank=2**31, memory_gb_per_s=1300.0, intra_tower_gb_per_s=252.0, collective_latency_us=30.0
+    )
 
 
 def test_flat_replicas_exchange_embeddings_in_fp32() -> None:

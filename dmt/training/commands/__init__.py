@@ -320,14 +320,14 @@ def _prepare(config: str, overrides: tuple[str, ...], **options: Any) -> Shown:
     return run_prepare(config, overrides, **options)
 
 
-@main.command("check", epilog="Example: dmt check demo sharding.id_route=global --rows 500")
+@main.command("check", epilog="Example: dmt check demo sharding.unique=true --rows 500")
 @_config
 @click.option("--rows", "max_rows", type=click.IntRange(8), default=1000, help="Most per table.")
 @click.option("--max-ranks", type=click.IntRange(4, 64), default=8, help="Processes, at most.")
 def _check(config: str, overrides: tuple[str, ...], **limits: int) -> Shown:
     """Checks a run on this machine before a cluster is spent on it.
 
-    CONFIG's model, towers, sharding plan, precision and id route, made small, against the same model in one process:
+    CONFIG's model, towers, sharding plan, precision and options, made small, against the same model in one process:
     forward pass, gradients, a few steps. Data files are opened for their columns, but no row of them is read.
     OVERRIDES are section.key=value. Exit code 1: something does not agree.
     """

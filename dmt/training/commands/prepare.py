@@ -53,8 +53,7 @@ def _show(record: dict[str, Any], out: Path) -> Shown:
         lines.append(f"- and {len(notes) - _MOST_NOTES} more: see summary.notes in {out / 'manifest.json'}")
     if record["rejects"]:
         lines.append(f"{record['rejects']:,} rows were left out: see {out / 'rejects.csv'}")
-    counts = f"access counts: hot_rows.profile={out / record['access_counts']}"
-    lines.append(f"Train with data.prepared={out}; {counts}")
+    lines.append(f"Train with data.prepared={out}; access counts of its rows: {out / record['access_counts']}")
     headers = ["feature", "rows in use", "missing", "rows", "most frequent"]
     title = f"{parts['train']:,} training rows and {parts['eval']:,} evaluation rows"
     return Shown(record, headers, rows, title, range(1, 5), lines)

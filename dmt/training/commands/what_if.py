@@ -16,7 +16,7 @@ from dmt.simulator.steps import Kind, ModelWork, simulate, step_operations
 from dmt.simulator.work import Workload, count_operators, step_work
 from dmt.training.build import build_model
 from dmt.training.commands import Shown
-from dmt.training.config import TrainingConfig, load_config
+from dmt.training.config import TrainingConfig, load_config, to_override
 from dmt.training.factory import without_tables
 from dmt.training.job import Job, make_job, open_job
 
@@ -25,7 +25,6 @@ __all__ = [
     "alternatives",
     "changed_config",
     "count",
-    "placement_rates",
     "predict_step",
     "run_what_if",
     "workload_of",
@@ -38,7 +37,7 @@ _KEPT: dict[str, tuple[str, ...] | None] = {
     "data": None,
     "model": None,
     "optimizer": None,
-    "sharding": ("memory_gib", "pooling_factors", "forward_precision", "backward_precision", "table_precision"),
+    "sharding": ("memory_gib", "cluster", "pooling_factors", "forward_precision", "backward_precision", "table_precision"),
     "train": ("batch_size", "prefetch_ids", "micro_batches", "device"),
 }
 
@@ -119,7 +118,7 @@ def alternatives(run: Job, cluster: Cluster) -> list[Prediction]:
     predictions = []
     for name, settings in _ways(run) if run.config.model.factory is None else ():
         overrides = [f"{key}={json.dumps(value).strip(chr(34))}" for key, value in settings.items()]
-        job = make_job(changed_config(run.config, settings, cluster), run.tables, run.num_dense)
+        job = make_job(changed_config(run.config, settings), run.tables, run.num_dense)
         predictions.append(predict_step(job, cluster, name, overrides))
     # Of equally fast ones, but for rounding, that which changes the model less.
     return sorted(predictions, key=lambda prediction: (round(prediction.seconds, 7), prediction.compression_ratio))
@@ -148,32 +147,17 @@ def _ways(run: Job) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"towers, ratio {ratio}", {**compressed, **in_towers}
 
 
-def changed_config(config: TrainingConfig, settings: Mapping[str, Any], cluster: Cluster) -> TrainingConfig:
-    """The config with these settings, and without what is about its own towers and tables.
-
-    Tables in towers are placed by the rates of the cluster.
-    """
+def changed_config(config: TrainingConfig, settings: Mapping[str, Any]) -> TrainingConfig:
+    """The config with these settings, and without what is about its own towers and tables."""
     own, values = config.model_dump(mode="json", exclude_none=True), {}
     for section, keys in _KEPT.items():
         values[section] = {key: value for key, value in own[section].items() if keys is None or key in keys}
     if settings["sharding.dataflow"] == "flat":
         del values["train"]["micro_batches"]
-    else:
-        values["sharding"] |= placement_rates(cluster)
     for key, value in settings.items():
         section, _, name = key.partition(".")
         values.setdefault(section, {})[name] = value
     return TrainingConfig.model_validate(values)
-
-
-def placement_rates(cluster: Cluster) -> dict[str, float]:
-    """Returns the keys of ``[sharding]`` that weigh lookups against sending inside a tower, which is on one host."""
-    rates = cluster.all_to_all
-    return {
-        "memory_gb_per_s": cluster.lookup_bytes_per_s / 1e9,
-        "intra_tower_gb_per_s": rates.host_bytes_per_s / 1e9,
-        "collective_latency_us": round(1e6 * rates.latency_s, 9),
-    }
 
 
 def _not_counted(config: TrainingConfig) -> list[str]:
@@ -186,7 +170,6 @@ def _not_counted(config: TrainingConfig) -> list[str]:
         f"train.dense_reduce={train.dense_reduce!r}": is_flat and train.dense_reduce != "ring",
         "BF16 in train.dense_reduce": not is_flat and train.dense_reduce == "hierarchical_bf16",
         "sharding.unique=true": sharding.unique,
-        f"sharding.id_route={sharding.id_route!r}": sharding.id_route != "peer",
         f"hot_rows.extra_memory={config.hot_rows.extra_memory}": config.hot_rows.extra_memory > 0,
         "tables in host memory or on SSDs": sharding.is_off_device,
         f"the state of optimizer.sparse={config.optimizer.sparse!r}": config.optimizer.sparse in ("adagrad", "adam"),
@@ -209,10 +192,7 @@ def run_what_if(config: str, overrides: Sequence[str], *, cluster: str, uplink: 
     """
     described = load_cluster(cluster)
     described = described if uplink is None else described.with_uplink(uplink)
-    run = load_config(config, overrides)
-    if run.dataflow != "flat":
-        placed = run.sharding.model_copy(update=placement_rates(described))
-        run = run.model_copy(update={"sharding": placed})
+    run = load_config(config, [*overrides, to_override("sharding.cluster", cluster)])
     _check_hosts(run, described, is_given=uplink is not None)
     job = open_job(run)
     if run.data.tables is not None:

@@ -194,7 +194,7 @@ def _check_enough(split: Split, rows: int, needed: int) -> None:
     if rows < needed:
         raise InputError(
             f"The {split} split has {rows} rows, but needs at least {needed} (training: world_size * batch_size). Give "
-            "more data, take smaller batches, or correct data.split_column, train_split and eval_split."
+            "more data, take smaller batches, or correct data.split_column or split_values."
         )
 
 

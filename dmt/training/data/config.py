@@ -104,10 +104,8 @@ class DataConfig(Section):
     ``group_by``, about this share of the requests, whole. Not used with ``eval_path`` or ``split_column``."""
     split_column: str | None = None
     """Column that tells training rows from evaluation rows."""
-    train_split: str = "train"
-    """The value of ``split_column`` in training rows."""
-    eval_split: str = "test"
-    """The value of ``split_column`` in evaluation rows."""
+    split_values: tuple[str, str] = ("train", "test")
+    """The value of ``split_column`` in training rows, and in evaluation rows."""
     label: str | None = "label"
     """The column of 0/1 labels. Only ``dmt score`` has rows without one."""
     dense: tuple[str, ...] = ()
@@ -115,12 +113,10 @@ class DataConfig(Section):
     categorical: tuple[str, ...] = ()
     """Categorical columns, by name or glob, in this order. ``criteo_tsv``: empty is all 26."""
     multi_hot: tuple[str, ...] = ()
-    """Categorical columns whose text is a list of values, by name or glob. Lists need no mention."""
+    """Categorical columns whose text is a list of values, ``a|b|c``, by name or glob. Lists need no mention."""
     timestamps: tuple[str, ...] = ()
     """Columns of dates or times, by name or glob: Parquet dates and timestamps, or ISO 8601 text. Each becomes the
     features ``<column>_hour`` and ``<column>_weekday``. Times with a zone are turned into UTC."""
-    list_separator: str = Field(default="|", min_length=1)
-    """Separates the values of a ``multi_hot`` text column."""
     csv_separator: str | None = Field(default=None, pattern=r"^[\x01-\x09\x0b\x0c\x0e-!#-\x7f]$")
     """Separates the columns of a text file; by default a comma, or a tab in .tsv files."""
     dense_transform: Literal["signed_log1p", "none"] = "signed_log1p"

@@ -217,7 +217,7 @@ def _raw_rows(
 def _is_of(part: str, config: DataConfig, rows: pa.Table, start: int) -> NDArray[np.bool_]:
     """Tells which rows, number ``start`` and on, are of a part [n]."""
     if config.split_column:
-        value = config.train_split if part == "train" else config.eval_split
+        value = config.split_values[part == "eval"]
         return np.asarray(pc.fill_null(pc.equal(rows.column(SPLIT), value), False))
     share = round(config.eval_fraction * _MILLIONTHS)  # whole numbers: exact at any row number
     if config.group_by:

@@ -408,7 +408,7 @@ class _Sql:
         if kind_of(type_) == "list":
             type_ = type_.value_type
         elif feature.is_bag:
-            sql = f"string_split({sql}, {literal(self._config.list_separator)})"
+            sql = f"string_split({sql}, '|')"
         is_text, is_float = kind_of(type_) == "text", pa.types.is_floating(type_)
         value, is_bad = "CAST({0} AS VARCHAR)", "false"
         expected = "text or a whole number (store fractions as text)"

@@ -69,7 +69,7 @@ def test_a_flat_model_with_column_shards_in_towers(tmp_path: Path) -> None:
         towers={"plan": str(tmp_path / "towers.json")},
         sharding={"dataflow": "sptt", "scheme": "column_wise"},
     )
-    run = CliRunner().invoke(main, ["check", write(config, tmp_path), "sharding.id_route=global"])
+    run = CliRunner().invoke(main, ["check", write(config, tmp_path)])
     assert run.exit_code == 0, run.output
     assert "Everything agrees. 4 ranks" in run.stdout
 
