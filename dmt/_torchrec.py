@@ -17,7 +17,6 @@ from torch.distributed import GradBucket, ProcessGroup
 from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
-from torchrec.distributed import comm
 from torchrec.distributed.embedding_types import ShardedEmbeddingModule
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -34,7 +33,6 @@ __all__ = [
     "fused_settings",
     "group_env",
     "group_timeout",
-    "host_groups",
     "in_backward_pass",
     "mark_updated_in_backward",
     "place_globally",
@@ -80,19 +78,9 @@ class OpenShardedEBC(ShardedEmbeddingBagCollection):
     @property
     def tables_by_lookup(self) -> list[tuple[str, list[Any]]]:
         """Scheme of each lookup, and the sharded tables that it reads on this rank, in its order."""
-        groups = [
-            sharding._grouped_embedding_configs_per_rank[sharding._rank]  # schemes by host have no list of their own
-            if hasattr(sharding, "_intra_pg")
-            else sharding._grouped_embedding_configs
-            for sharding in self._embedding_shardings
-        ]
+        groups = [sharding._grouped_embedding_configs for sharding in self._embedding_shardings]
         tables = [[table for group in of_lookup for table in group.embedding_tables] for of_lookup in groups]
         return list(zip(self._sharding_types, tables, strict=True))
-
-    @property
-    def host_sizes(self) -> list[int]:
-        """Ranks of a host for each lookup of a scheme by host; 0 for the others."""
-        return [getattr(sharding, "_local_size", 0) for sharding in self._embedding_shardings]
 
     @property
     def lookups(self) -> list[Any]:
@@ -141,22 +129,6 @@ def group_timeout(group: ProcessGroup) -> timedelta:
     options = [group._get_backend(device).options for device in devices]
     # A backend that carries nothing has none.
     return next((of_backend._timeout for of_backend in options if of_backend is not None), default_pg_timeout)
-
-
-@contextmanager
-def host_groups(inside: ProcessGroup, across: ProcessGroup) -> Iterator[None]:
-    """Has sharded modules that are made meanwhile take these groups for the ranks of a host, and for their peers.
-
-    Left alone, TorchRec's ``table_row_wise`` and ``grid_shard`` make groups of ``LOCAL_WORLD_SIZE`` ranks once for the
-    whole process, and keep them when the process group is gone.
-    """
-    before = comm._INTRA_PG, comm._CROSS_PG, comm._NODE_GROUP_SIZE_2D
-    # The last one is asked by optimizers of grids, also where there are no two dimensions.
-    comm._INTRA_PG, comm._CROSS_PG, comm._NODE_GROUP_SIZE_2D = inside, across, inside.size()
-    try:
-        yield
-    finally:
-        comm._INTRA_PG, comm._CROSS_PG, comm._NODE_GROUP_SIZE_2D = before
 
 
 def place_globally(sharding: ParameterSharding, ranks: Sequence[int], devices: Sequence[str]) -> ParameterSharding:

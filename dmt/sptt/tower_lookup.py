@@ -39,9 +39,6 @@ from dmt.sharding.optimizers import moment_scaled
 
 __all__ = ["DataParallelTables", "GroupShardedEBC", "RowWiseOutputs", "in_order", "output_keys", "split_rows"]
 
-# TorchRec's schemes that cut rows.
-_ROW_SCHEMES = ("row_wise", "table_row_wise", "grid_shard")
-
 StartMean = Callable[[Tensor], Callable[[], None]]
 """Starts the mean of a gradient over ranks, in place, and returns what ends it."""
 
@@ -94,14 +91,14 @@ class GroupShardedEBC(OpenShardedEBC):
             self._show_users_rate(optimizer)
         self._optimizer = CombinedOptimizer([("", optimizer) for optimizer in (*fused, *data_parallel)])
         for i, (scheme, _) in enumerate(self.tables_by_lookup):
-            if scheme in _ROW_SCHEMES:
-                self.output_dists[i] = RowWiseOutputs(self.output_dists[i], group.rank(), max(1, self.host_sizes[i]))
+            if scheme == "row_wise":
+                self.output_dists[i] = RowWiseOutputs(self.output_dists[i], group.rank())
         names, self._widths = zip(*self.output_columns, strict=True)
         # No rank of a row-wise table has a whole bag, so its mean is a sum, divided where all of it has arrived.
         divided = {
             feature if feature in names else f"{feature}@{table.name}": feature
             for table in self._configs
-            if table.pooling is PoolingType.MEAN and self._schemes[table.name] in ("row_wise", "table_row_wise")
+            if table.pooling is PoolingType.MEAN and self._schemes[table.name] == "row_wise"
             for feature in table.feature_names
         }
         self._divided_by = [divided.get(name) for name in names]
@@ -284,13 +281,12 @@ class RowWiseOutputs(nn.Module):
 
     Every rank gives [sum over ranks of B, columns], partial sums of the rows it holds for the samples of all, and gets
     [B, columns], whole sums for its own; gradients are gathered. Blocks of unequal size are padded with zeros to the
-    largest and cut again: gloo's all-gather takes equal parts only. Of schemes by host, whose hosts have ``host_size``
-    ranks, the samples come first by the local rank, then by host.
+    largest and cut again: gloo's all-gather takes equal parts only.
     """
 
-    def __init__(self, exchange: nn.Module, rank: int, host_size: int = 1) -> None:
+    def __init__(self, exchange: nn.Module, rank: int) -> None:
         super().__init__()
-        self._exchange, self._rank, self._host_size = exchange, rank, host_size
+        self._exchange, self._rank = exchange, rank
 
     def forward(self, partial_sums: Tensor, sharding_ctx: EmbeddingShardingContext) -> Awaitable[Tensor]:
         """Starts the exchange; the context has the batch size of every rank."""
@@ -299,8 +295,7 @@ class RowWiseOutputs(nn.Module):
         if len(set(sizes)) <= 1:
             return self._exchange(partial_sums, sharding_ctx)
         largest = max(sizes)
-        in_order = [size for local in range(self._host_size) for size in sizes[local :: self._host_size]]
-        padded = [nn.functional.pad(part, (0, 0, 0, largest - len(part))) for part in partial_sums.split(in_order)]
+        padded = [nn.functional.pad(part, (0, 0, 0, largest - len(part))) for part in partial_sums.split(sizes)]
         even = EmbeddingShardingContext(batch_size_per_rank=[largest] * len(sizes))
         sums = self._exchange(torch.cat(padded), even)
         sums.callbacks.append(lambda rows: rows[: sizes[self._rank]])

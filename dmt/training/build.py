@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
@@ -29,14 +29,10 @@ from dmt.models import (
 )
 from dmt.models.complexity import count_on_meta
 from dmt.models.sparse import JoinedShards
-from dmt.plan.tables import feature_names
-from dmt.plan.towers import TowerPlan
 from dmt.replicas.dense_reduce import HierarchicalDataParallel
 from dmt.replicas.sync import ReplicaSync
-from dmt.sharding.costs import Hardware, StepWorkload
 from dmt.sharding.optimizers import FBGEMM_NAMES
 from dmt.sharding.planner import TowerShardingPlanner
-from dmt.sharding.schemes import Scheme
 from dmt.sptt.flat import SPTTEmbeddingBagCollectionSharder
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.micro_batches import MicroBatches, run_in_micro_batches
@@ -45,7 +41,7 @@ from dmt.training.config import OptimizerConfig, ReplicasConfig, TrainConfig
 from dmt.training.data.batch import ClickBatch
 from dmt.training.device import DeviceType, current_device
 from dmt.training.factory import make_model, without_tables
-from dmt.training.flat import plan_flat, plan_notes, shard_flat, table_shardings
+from dmt.training.flat import shard_flat
 from dmt.training.job import Job, check_table_optimizer
 
 __all__ = [
@@ -55,7 +51,6 @@ __all__ = [
     "build_model",
     "build_optimizer",
     "count_model",
-    "flat_tables",
     "fused_params",
     "hot_rows",
     "in_micro_batches",
@@ -214,8 +209,8 @@ def shard_model(job: Job, mesh: TowerMesh, model: nn.Module | None = None) -> Di
     torch.manual_seed(1_000_003 * (config.train.seed + 1) + mesh.rank)
     if config.dataflow == "flat":
         fused = fused_params(config.optimizer, job.device_type)
-        is_single = config.topology.num_replicas == 1
-        sharders, plan = shard_flat(job, task, mesh, fused) if is_single else _flat_replicas(job, task, mesh, fused)
+        sharder, plan = shard_flat(job, task, mesh, fused)
+        sharders = [sharder]
     else:
         assert job.towers is not None, "resolved by make_job"
         assert job.sharding is not None, "resolved by make_job"
@@ -297,34 +292,6 @@ def replica_sync(config: ReplicasConfig, model: nn.Module, mesh: TowerMesh) -> R
     )
 
 
-def _flat_replicas(
-    job: Job, model: ClickTask, mesh: TowerMesh, fused: dict[str, Any]
-) -> tuple[list[Any], ShardingPlan]:
-    """Shards with TorchRec's exchange over all ranks of a replica: one tower that spans them."""
-    config, sizes = job.config, mesh.topology
-    ranks = sizes.num_towers * sizes.ranks_per_tower
-    topology = replace(sizes, num_towers=1, ranks_per_tower=ranks, ranks_per_host=None)
-    sharder = SPTTEmbeddingBagCollectionSharder(
-        TowerMesh(topology),
-        TowerPlan.from_lists([feature_names(job.tables)]),
-        fused_params=fused,
-        moment_scale=config.replicas.moment_scale,
-    )
-    planner = TowerShardingPlanner(
-        topology,
-        # With one replica "auto" chooses no data-parallel tables either.
-        scheme="table_wise" if config.sharding.scheme == "auto" else cast("Scheme", config.sharding.scheme),
-        workload=StepWorkload(
-            batch_size=config.train.batch_size,
-            pooling_factors=config.sharding.pooling_factors,
-            optimizer=config.optimizer.sparse,
-        ),
-        hardware=Hardware(memory_per_rank=job.rank_memory),
-        device_type=job.device_type,
-    )
-    return [sharder], planner.plan(model, [sharder])
-
-
 def hot_rows(job: Job, model: nn.Module, mesh: TowerMesh) -> HotRows | None:
     """Returns the copies of hot rows of a sharded model, None where the config has none."""
     settings = job.config.hot_rows
@@ -333,24 +300,12 @@ def hot_rows(job: Job, model: nn.Module, mesh: TowerMesh) -> HotRows | None:
     return HotRows(model, mesh, extra_memory=settings.extra_memory, refresh_every=settings.refresh_every)
 
 
-def flat_tables(job: Job) -> tuple[ShardingPlan, tuple[str, ...]]:
-    """Returns TorchRec's plan of the tables of a flat job without replicas, and notes on it.
-
-    Raises:
-        InputError: TorchRec's planner cannot place the tables.
-    """
-    fused = fused_params(job.config.optimizer, job.device_type)
-    plan = plan_flat(job, ClickTask(build_model(job, device="meta")), fused)
-    return plan, plan_notes(job, plan, fused)
-
-
 def sharding_result(job: Job, plan: ShardingPlan) -> dict[str, Any]:
     """Returns the section of a run's result on the plan of its tables; ``plan`` is that of the sharded model."""
     if job.sharding is None:
-        schemes = Counter(sharding.sharding_type for sharding in table_shardings(plan).values())
-        fused = fused_params(job.config.optimizer, job.device_type)
-        notes = plan_notes(job, plan, fused) if job.topology.num_replicas == 1 else ()
-        return {"tables_by_scheme": dict(schemes.most_common()), "notes": list(notes)}
+        modules: list[Any] = list(plan.plan.values())
+        schemes = Counter(placed.sharding_type for module in modules for placed in module.values())
+        return {"tables_by_scheme": dict(schemes.most_common())}
     return {
         "imbalance": job.sharding.imbalance,
         "tables_by_scheme": job.sharding.tables_by_scheme,

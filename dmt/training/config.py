@@ -39,8 +39,6 @@ SHARDING_OF_TOWERS = ("tables", "plan", "unique")
 """Keys of the section sharding that only the tower dataflow has."""
 
 _MOST_DOTS = 10
-# Schemes of TorchRec's flat dataflow that towers do not have.
-_FLAT_ONLY = ("table_row_wise", "grid", "planner")
 
 
 class ModelConfig(Section):
@@ -137,14 +135,11 @@ class ShardingConfig(Section):
     dataflow: Literal["auto", "flat", "sptt"] = "auto"
     """``flat``: TorchRec's global exchange; ``sptt``: the tower dataflow. A flat model can take either, a
     multi-tower model is always ``sptt``; ``auto`` picks the model's own."""
-    scheme: Literal[
-        "auto", "table_wise", "row_wise", "column_wise", "data_parallel", "table_row_wise", "grid", "planner"
-    ] = "auto"
+    scheme: Literal["auto", "table_wise", "row_wise", "column_wise", "data_parallel", "planner"] = "auto"
     """Scheme of all tables that can have it, over the ranks of their tower; ``auto`` lets the planner choose for each
-    table (``dmt plan`` shows why). In the flat dataflow over all ranks, by TorchRec's planner: ``table_row_wise``
-    (rows over the ranks of a host), ``grid`` (columns over hosts, rows inside them) and ``planner``, its own choice
-    among all, exist there only; its ``auto`` is ``table_wise`` or ``column_wise``. A column-wise table under row-wise
-    AdaGrad keeps one state per shard and row, so it trains a little differently."""
+    table (``dmt plan`` shows why). In the flat dataflow over all ranks, by TorchRec's planner: ``auto`` is its choice
+    between ``table_wise`` and ``column_wise``, ``planner``, for flat runs only, among all four. A column-wise table
+    under row-wise AdaGrad keeps one state per shard and row, so it trains a little differently."""
     tables: dict[str, Scheme | Kernel] = Field(default_factory=dict)
     """The scheme of single tables, or their kernel, by name or pattern: ``"t_ad*" = "row_wise"``; the first pattern
     that matches holds. TorchRec's kernel decides the memory of the weights: ``fused`` (the device's), ``fused_uvm``
@@ -371,15 +366,14 @@ def _refusals(config: TrainingConfig) -> list[tuple[object, str]]:
             for key in of_towers
         ),
         (
-            sharding.scheme in _FLAT_ONLY and (not is_flat or replicas > 1),
-            f"sharding.scheme={sharding.scheme!r} is TorchRec's, for sharding.dataflow='flat' with one replica, but "
-            f"this run has {f'{replicas} replicas' if is_flat else 'the tower dataflow'}. Use 'row_wise', "
-            "'column_wise' or 'auto'.",
+            sharding.scheme == "planner" and not is_flat,
+            "sharding.scheme='planner' is TorchRec's planner, for sharding.dataflow='flat', but this run has the tower "
+            "dataflow. Use 'auto'.",
         ),
         (
-            is_flat and replicas > 1 and sharding.precision != ExchangePrecision(),
-            "sharding.forward_precision and backward_precision need sharding.dataflow='sptt' or one replica, but this "
-            f"run has sharding.dataflow='flat' and {replicas} replicas. Leave them out.",
+            is_flat and replicas > 1,
+            f"topology.num_replicas={replicas} needs the tower dataflow, but this run has sharding.dataflow='flat'. "
+            "Set it to 'sptt'; with topology.num_towers=1 a replica exchanges over all its ranks.",
         ),
         (
             train.micro_batches > 1 and is_flat,

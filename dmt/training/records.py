@@ -91,8 +91,8 @@ class RunRecord:
         if self.enabled:
             print("".join(f"# {line}\n" for line in lines), end="", flush=True)
 
-    def sharding(self, plan: TowerShardingPlan | None, notes: Iterable[str] = ()) -> None:
-        """Writes the sharding plan as ``sharding.json`` and says its summary, or the notes on a flat plan."""
+    def sharding(self, plan: TowerShardingPlan | None) -> None:
+        """Writes the plan of tables inside their towers as ``sharding.json`` and says its summary."""
         if not self.enabled:
             return
         if plan is None:
@@ -100,7 +100,7 @@ class RunRecord:
         else:
             # In one step: it may be the very plan that the config names and other ranks still read.
             plan.save(self.folder / "sharding.json")
-        self.say(notes if plan is None else [f"sharding: {plan.summary}"])
+            self.say([f"sharding: {plan.summary}"])
 
     def evaluation(self, step: int, values: MetricValues) -> None:
         """Adds the metrics of an evaluation, and says them."""

@@ -108,7 +108,7 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
     # Model, optimizer, replicas, hot rows; then what the checkpoint has of them.
     model = shard_model(job, mesh, plain)
     placed = sharding_result(job, model.plan)
-    record.sharding(job.sharding, placed.get("notes", ()))
+    record.sharding(job.sharding)
     in_micro_batches(config.train, model)
     optimizer = build_optimizer(config.optimizer, model)
     replicas = replica_sync(config.replicas, model, mesh)

@@ -31,15 +31,8 @@ PRIVATE_NAMES = {
     "torchrec.distributed.sharding.dp_sharding.BaseDpEmbeddingSharding": "_grouped_embedding_configs",
     "torchrec.distributed.sharding.rw_sharding.BaseRwEmbeddingSharding": "_grouped_embedding_configs",
     "torchrec.distributed.sharding.tw_sharding.BaseTwEmbeddingSharding": "_grouped_embedding_configs",
-    "torchrec.distributed.sharding.twrw_sharding.BaseTwRwEmbeddingSharding": (
-        "_grouped_embedding_configs_per_rank _rank _intra_pg _local_size"
-    ),
-    "torchrec.distributed.sharding.grid_sharding.BaseGridEmbeddingSharding": (
-        "_grouped_embedding_configs_per_rank _rank _intra_pg _local_size"
-    ),
     "torchrec.optim.optimizers.in_backward_optimizer_filter": "_in_backward_optimizers",
     "torchrec.distributed.embeddingbag": "_optimizer_classes _optimizer_kwargs",
-    "torchrec.distributed.comm": "_INTRA_PG _CROSS_PG _NODE_GROUP_SIZE_2D",
 }
 
 

@@ -85,7 +85,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
         "sharding": {"scheme": "table_wise"},
         "replicas": {"sync_every": 2, "optimizer_state": "delayed"},
     },
-    "flat replicas": {"topology": REPLICAS, "arch": "dcn", "dataflow": "flat"},
     "random bits and hot rows": {
         "dataflow": "sptt",
         "model": {"factory": "tests.training.factories:make", "in_towers": False},
@@ -100,7 +99,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     [
         pytest.param(
             name,
-            marks=[pytest.mark.slow] if name in ("towers", "flat", "replicas", "flat replicas", "row-wise") else [],
+            marks=[pytest.mark.slow] if name in ("towers", "flat", "replicas", "row-wise") else [],
         )
         for name in LAYOUTS
     ],

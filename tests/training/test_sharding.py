@@ -103,12 +103,6 @@ def test_a_cluster_gives_the_planner_its_rates() -> None:
     )
 
 
-def test_flat_replicas_exchange_embeddings_in_fp32() -> None:
-    sharding = {"dataflow": "flat", "forward_precision": "bf16"}
-    with pytest.raises(ValueError, match=r"need sharding\.dataflow='sptt' or one replica, but .* and 2 replicas"):
-        small("dlrm", "flat", sharding=sharding, topology={"num_replicas": 2})
-
-
 def test_a_saved_plan_is_carried_out_as_it_is(tmp_path: Path) -> None:
     config = small(sharding={"tables": {"t_C*": "row_wise"}})
     found = open_job(config).sharding

@@ -166,7 +166,6 @@ def _not_counted(config: TrainingConfig) -> list[str]:
     wrong = {
         f"sharding.scheme={sharding.scheme!r}": is_flat
         and sharding.scheme not in ("auto", "table_wise", "column_wise"),
-        f"topology.num_replicas={config.topology.num_replicas}": is_flat and config.topology.num_replicas > 1,
         f"train.dense_reduce={train.dense_reduce!r}": is_flat and train.dense_reduce != "ring",
         "BF16 in train.dense_reduce": not is_flat and train.dense_reduce == "hierarchical_bf16",
         "sharding.unique=true": sharding.unique,
