@@ -21,7 +21,7 @@ from dmt.simulator.cluster import load_cluster, save_cluster
 from dmt.simulator.steps import StepWork
 from dmt.simulator.work import count_operators, step_bytes, step_work
 from dmt.training.build import build_model
-from dmt.training.commands import main, what_if
+from dmt.training.commands import main
 from dmt.training.commands.what_if import (
     alternatives,
     changed_config,

@@ -37,7 +37,14 @@ _KEPT: dict[str, tuple[str, ...] | None] = {
     "data": None,
     "model": None,
     "optimizer": None,
-    "sharding": ("memory_gib", "cluster", "pooling_factors", "forward_precision", "backward_precision", "table_precision"),
+    "sharding": (
+        "memory_gib",
+        "cluster",
+        "pooling_factors",
+        "forward_precision",
+        "backward_precision",
+        "table_precision",
+    ),
     "train": ("batch_size", "prefetch_ids", "micro_batches", "device"),
 }
 
