@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,7 +19,6 @@ __all__ = [
     "Comparison",
     "Partition",
     "TowerContents",
-    "TowerLimits",
     "compare_towers",
     "tower_affinity",
 ]
@@ -44,16 +42,6 @@ class TowerContents:
     """Elements read per sample: the sum over features of pooling factor times embedding dim; None without tables."""
     num_bytes: int | None = None
     """Bytes of the tower's tables at 32-bit floats; None without tables."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class TowerLimits:
-    """Limits on the load of a tower; None without one."""
-
-    max_work: float | None = None
-    """Elements read per sample."""
-    max_bytes: int | None = None
-    """Bytes of tables."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -91,8 +79,6 @@ class Partition:
     """``sqrt(stress / sum of squared wanted distances)`` of the points: 0 is perfect, above 0.2 is poor."""
     loads: tuple[TowerContents, ...]
     """Tower by tower, in the plan's order."""
-    limits: TowerLimits
-    """Limits that the towers hold."""
     comparison: Comparison
     """Against naive and random towers."""
     notes: tuple[str, ...] = ()
@@ -130,7 +116,7 @@ def compare_towers(affinity: FeatureAffinity, plan: TowerPlan, random: Sequence[
     # By name, so that sums do not depend on the order of the features.
     ordered = affinity.permuted(sorted(plan.features))
     names = ordered.features
-    inside = _Shares(ordered) if affinity.is_interactions else _Means(ordered.matrix, _shard_pairs(plan, names))
+    inside = _Shares(ordered) if affinity.is_interactions else _Means(ordered.matrix, _owners(plan, names))
     within, between = inside(_labels(plan, names))
     strided, _ = inside(_labels(TowerPlan.strided(affinity.features, plan.num_towers), names))
     drawn = [inside(np.array([towers[name] for name in names]))[0] for towers in random]
@@ -146,13 +132,10 @@ def compare_towers(affinity: FeatureAffinity, plan: TowerPlan, random: Sequence[
 
 
 class _Means:
-    """Mean affinity of the pairs in one tower, and of the others; pairs ``left_out`` ([2, pairs]) do not count."""
+    """Mean affinity of the pairs in one tower, and of the others; pairs of one owner ([F] names) do not count."""
 
-    def __init__(self, matrix: NDArray[np.float64], left_out: Labels | None) -> None:
-        self._counts = ~np.eye(len(matrix), dtype=np.bool_)
-        if left_out is not None:
-            first, second = left_out
-            self._counts[first, second] = self._counts[second, first] = False
+    def __init__(self, matrix: NDArray[np.float64], owners: NDArray[np.str_]) -> None:
+        self._counts = owners[:, None] != owners
         self._matrix = np.where(self._counts, matrix, 0.0)
         self._total, self._num_pairs = float(self._matrix.sum()) / 2, int(self._counts.sum()) // 2
 
@@ -192,10 +175,8 @@ def _labels(plan: TowerPlan, names: Sequence[str]) -> Labels:
     return np.array([tower_of[name] for name in names])
 
 
-def _shard_pairs(plan: TowerPlan, names: Sequence[str]) -> Labels:
-    """[2, pairs] of column shards of one table."""
-    position = {name: i for i, name in enumerate(names)}
-    pairs: list[tuple[int, int]] = []
-    for feature, widths in plan.column_splits.items():
-        pairs += combinations((position[name] for name in shard_names(feature, widths)), 2)
-    return np.array(pairs, dtype=np.int64).reshape(-1, 2).T
+def _owners(plan: TowerPlan, names: Sequence[str]) -> NDArray[np.str_]:
+    """The features that were cut where names are those of their column shards, else the names themselves."""
+    splits = plan.column_splits.items()
+    feature_of = {shard: feature for feature, widths in splits for shard in shard_names(feature, widths)}
+    return np.array([feature_of.get(name, name) for name in names])

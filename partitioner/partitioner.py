@@ -6,14 +6,17 @@ Legend: F features, P blocks (features that stay together), T towers.
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field, InstanceOf, TypeAdapter, ValidationError
 
-from dmt.errors import InputError, did_you_mean
+from dmt.errors import InputError
+from dmt.files import explain
 from dmt.partitioner.affinity import FeatureAffinity
 from dmt.partitioner.partition import Partition, TowerContents, compare_towers
 from dmt.partitioner.points import Coordinates, distances, embed_distances, group_points
@@ -37,8 +40,8 @@ logger = logging.getLogger(__name__)
 
 Strategy = Literal["auto", "coherent", "diverse", "together", "apart"]
 _OF_INTERACTIONS = ("together", "apart")
-# Random assignments to compare with; of large problems whose limits must be searched for, fewer.
-RANDOM_ASSIGNMENTS, FEWEST_RANDOM, RANDOM_BUDGET = 100, 20, 20_000_000
+# Random assignments to compare with.
+RANDOM_ASSIGNMENTS = 100
 # Sets of limits that are searched at most; they differ in the sizes of towers.
 MOST_OPTIONS = 4
 
@@ -62,7 +65,7 @@ class TowerPartitioner:
         [['ad', 'shop'], ['user', 'city']]
     """
 
-    num_towers: int
+    num_towers: Annotated[int, Field(strict=True, ge=1)]
     """T."""
     strategy: Strategy = "auto"
     """Of resemblance, ``"coherent"`` puts features together that are alike, ``"diverse"`` those that are not; the paper
@@ -72,12 +75,12 @@ class TowerPartitioner:
     keeps_interactions: bool = True
     """Whether products of its own features reach the output of a tower module: the attribute of that name of its
     class."""
-    balance_ratio: float | None = 1.0
+    balance_ratio: Annotated[float, Field(ge=1)] = 1.0
     """K of the paper: the largest tower may have this many times the features of the smallest (rounded down), but
-    always ceil(F / T). None: towers may have any number of features, for instance to balance their work instead."""
-    seed: int = 0
+    always ceil(F / T). Infinite: towers may have any number of features, for instance to balance their work instead."""
+    seed: Annotated[int, Field(strict=True, ge=0, lt=2**32)] = 0
     """Seed of every random choice."""
-    rules: PartitionRules = field(default_factory=PartitionRules)
+    rules: InstanceOf[PartitionRules] = field(default_factory=PartitionRules)
     """Categories, features that must or must not share a tower, column shards, limits on work and memory."""
     refine: bool = True
     """Search on the wanted distances after the points have been grouped; the paper does not."""
@@ -110,48 +113,20 @@ class TowerPartitioner:
 
         self.check()
         strategy = self._resolved(measure)
-        task = prepare(
-            measure,
-            tables,
-            num_towers=int(self.num_towers),
-            balance_ratio=self.balance_ratio,
-            rules=self.rules,
-        )
+        if tables:
+            measure = replace(measure, tables=tuple(tables))
+        task = prepare(measure, num_towers=self.num_towers, balance_ratio=self.balance_ratio, rules=self.rules)
         # With more threads sums may have another order, and a tie fall the other way.
         with threadpool_limits(1):
-            answers = [self._solve(part, task.affinity, strategy) for part in task.parts]
-            return self._assembled(task, answers, strategy)
+            answers = [self._solve(part, task.members, strategy) for part in task.parts]
+            return self._assembled(measure, task, answers, strategy)
 
     def check(self) -> None:
         """Raises `InputError` for a parameter that is out of range, as `fit` does; for callers that measure first."""
-        for name, lowest, highest in (("num_towers", 1, 2**20), ("seed", 0, 2**32 - 1)):
-            value = getattr(self, name)
-            if not isinstance(value, int | np.integer) or isinstance(value, bool) or not lowest <= value <= highest:
-                raise InputError(
-                    f"TowerPartitioner: {name}={value!r} must be a whole number of at least {lowest} and at "
-                    f"most {highest}."
-                )
-        if not isinstance(self.rules, PartitionRules):
-            raise InputError(f"TowerPartitioner: rules={self.rules!r} must be PartitionRules(...).")
-        if self.strategy not in get_args(Strategy):
-            raise InputError(
-                f"TowerPartitioner: strategy={self.strategy!r} is unknown."
-                f"{did_you_mean(str(self.strategy), get_args(Strategy))} Use one of "
-                f"{', '.join(map(repr, get_args(Strategy)))}."
-            )
-        ratio = self.balance_ratio
-        number = isinstance(ratio, int | float | np.number) and not isinstance(ratio, bool)
-        if ratio is not None and not (number and 1.0 <= ratio <= 1e6):
-            raise InputError(
-                f"TowerPartitioner: balance_ratio={ratio!r} must be at least 1 and finite (at most 1e6); it is "
-                "the size of the largest tower over that of the smallest. None leaves sizes free."
-            )
-        counts = self.rules.towers_per_category
-        if counts and sum(counts.values()) != self.num_towers:
-            raise InputError(
-                f"TowerPartitioner: num_towers={self.num_towers}, but towers_per_category adds up to "
-                f"{sum(counts.values())} ({dict(counts)}). Make them equal."
-            )
+        try:
+            TypeAdapter(TowerPartitioner).validate_python(vars(self))
+        except ValidationError as error:
+            raise InputError(f"TowerPartitioner: {explain(error)}") from error
 
     def _resolved(self, measure: FeatureAffinity) -> str:
         """The strategy, or what ``"auto"`` means for the measure; `InputError` where they do not fit."""
@@ -166,7 +141,7 @@ class TowerPartitioner:
         return self.strategy
 
     def _solve(self, part: Part, affinity: FeatureAffinity, strategy: str) -> _Answer:
-        seed, num_towers = int(self.seed), part.num_towers
+        seed, num_towers = self.seed, part.num_towers
         if strategy in _OF_INTERACTIONS:
             costs = part.blocks.costs(affinity, sign=-1.0 if strategy == "together" else 1.0)
             coordinates = Coordinates(points=np.zeros((len(part.blocks.names), 2)), stress=0.0, wanted=0.0)
@@ -201,12 +176,12 @@ class TowerPartitioner:
             raise InputError(f"TowerPartitioner: {part.where}{_broken_limits(labels, num_towers, bounds)}")
         return _Answer(part=part, coordinates=coordinates, labels=labels, bounds=bounds)
 
-    def _assembled(self, task: Task, answers: Sequence[_Answer], strategy: str) -> Partition:
+    def _assembled(self, source: FeatureAffinity, task: Task, answers: Sequence[_Answer], strategy: str) -> Partition:
         """Puts the answers of all parts together."""
         towers: list[TowerFeatures] = []
         loads: list[TowerContents] = []
         for answer in answers:
-            for label, tower in answer.towers(task.affinity).items():
+            for label, tower in answer.towers(task.members).items():
                 named = TowerFeatures(tower.name or f"tower_{len(towers)}", tower.features)
                 towers.append(named)
                 inside = answer.labels == label
@@ -217,35 +192,34 @@ class TowerPartitioner:
                         num_features=len(named.features),
                         num_blocks=int(inside.sum()),
                         category=answer.part.category,
-                        work=work if task.specs else None,
-                        num_bytes=int(num_bytes) if task.specs else None,
+                        work=work if task.members.tables else None,
+                        num_bytes=int(num_bytes) if task.members.tables else None,
                     )
                 )
         plan = TowerPlan(
             towers=tuple(towers),
             strategy=strategy,
-            seed=int(self.seed),
-            tables=task.specs,
+            seed=self.seed,
+            tables=task.members.tables,
             column_splits=dict(task.splits),
         )
-        comparison = compare_towers(task.affinity, plan, list(_random_towers(answers, int(self.seed))))
+        comparison = compare_towers(task.members, plan, list(_random_towers(answers, self.seed)))
         wanted = sum(answer.coordinates.wanted for answer in answers)
         stress = float(np.sqrt(sum(answer.coordinates.stress for answer in answers) / wanted)) if wanted > 0 else 0.0
-        own_notes = [note for answer in answers for note in answer.notes]
-        notes = (*task.source.notes, *task.notes, *_notes(task.affinity), *own_notes)
-        settings = {"balance_ratio": self.balance_ratio, "loss": task.source.loss, "notes": list(notes)}
-        if not task.source.is_interactions:
+        notes = [*source.notes, *task.notes, *_notes(task.members), *(note for a in answers for note in a.notes)]
+        ratio = self.balance_ratio if math.isfinite(self.balance_ratio) else None
+        settings = {"balance_ratio": ratio, "loss": source.loss, "notes": notes}
+        if not source.is_interactions:
             settings |= {"refine": self.refine, "normalized_stress": stress}
-        plan = replace(plan, affinity=task.source.to_summary() | settings | asdict(comparison))
+        plan = replace(plan, affinity=source.to_summary() | settings | asdict(comparison))
         return Partition(
             plan=plan,
-            affinity=task.affinity,
-            points=_points(answers, task.affinity),
+            affinity=task.members,
+            points=_points(answers, task.members),
             normalized_stress=stress,
             loads=tuple(loads),
-            limits=task.limits,
             comparison=comparison,
-            notes=notes,
+            notes=tuple(notes),
         )
 
 
@@ -320,10 +294,9 @@ def _random_towers(answers: Sequence[_Answer], seed: int) -> Iterator[Mapping[st
     One whose limits do not hold again is left out.
     """
     rng = np.random.default_rng(seed)
-    size = max(len(answer.labels) * (len(answer.labels) + answer.part.num_towers) for answer in answers)
-    for number in range(RANDOM_ASSIGNMENTS):
+    for _ in range(RANDOM_ASSIGNMENTS):
         towers: dict[str, int] = {}
-        offset, searched = 0, False
+        offset = 0
         for answer in answers:
             bounds, num_towers, labels = answer.bounds, answer.part.num_towers, answer.labels.copy()
             for weight in np.unique(bounds.weights):
@@ -332,15 +305,12 @@ def _random_towers(answers: Sequence[_Answer], seed: int) -> Iterator[Mapping[st
             if bounds.violation(labels, num_towers):
                 nothing = Costs(pairs=np.zeros((len(labels), len(labels))), per_feature=False)
                 labels = local_search(nothing, labels, num_towers=num_towers, bounds=bounds)
-                searched = True
             if bounds.violation(labels, num_towers):
                 break
             towers |= answer.by_feature(labels + offset)
             offset += num_towers
         else:
             yield towers
-        if searched and number + 1 >= max(FEWEST_RANDOM, RANDOM_BUDGET // size):
-            return
 
 
 def _broken_limits(labels: Labels, num_towers: int, bounds: Bounds) -> str:
@@ -356,8 +326,8 @@ def _broken_limits(labels: Labels, num_towers: int, bounds: Bounds) -> str:
         broken.append("a tower with features that are to be apart")
     return (
         f"no assignment of the features to {num_towers} towers within all limits was found. The closest has "
-        f"{' and '.join(broken)}. Raise balance_ratio or the limits (max_work_ratio, max_bytes_ratio, "
-        "max_tower_bytes), cut large tables (column_shards), drop a rule, or change the number of towers."
+        f"{' and '.join(broken)}. Raise balance_ratio or the limits (max_work_ratio, max_tower_bytes), cut "
+        "large tables (column_shards), drop a rule, or change the number of towers."
     )
 
 

@@ -5,22 +5,21 @@ Legend: F features, P blocks (features that stay together), T towers.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import combinations, product
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dmt.errors import InputError
-from dmt.partitioner.affinity import FeatureAffinity, check_tables
-from dmt.partitioner.partition import TowerLimits
+from dmt.partitioner.affinity import FeatureAffinity
 from dmt.partitioner.rules import PartitionRules
 from dmt.partitioner.search import Bounds, Costs, Floats, even_start, local_search
 from dmt.plan.split_across_towers import shard_names, split_tables
-from dmt.plan.tables import TableSpec, table_specs
+from dmt.plan.tables import TableSpec
 
 __all__ = ["Blocks", "Part", "Task", "make_blocks", "members_of", "prepare", "rules_of_members", "size_bounds"]
 
@@ -101,119 +100,83 @@ class Part:
 class Task:
     """The problem that `TowerPartitioner` solves."""
 
-    source: FeatureAffinity
-    """The affinity as given."""
-    affinity: FeatureAffinity
-    """Affinity of the members: features, with column shards in place of those that are cut."""
-    specs: tuple[TableSpec, ...]
-    """The members' tables; none if not known."""
+    members: FeatureAffinity
+    """The measure with column shards in place of the features that are cut, and with their tables, where known."""
     splits: Mapping[str, tuple[int, ...]]
     """Columns of each shard of the features that are cut."""
-    limits: TowerLimits
     parts: tuple[Part, ...]
     notes: tuple[str, ...] = ()
     """Warnings for the user."""
 
 
-def prepare(
-    affinity: FeatureAffinity,
-    tables: Sequence[Any],
-    *,
-    num_towers: int,
-    balance_ratio: float | None,
-    rules: PartitionRules,
-) -> Task:
+def prepare(measure: FeatureAffinity, *, num_towers: int, balance_ratio: float, rules: PartitionRules) -> Task:
     """Applies rules and limits to the features; `TowerPartitioner` describes the arguments.
 
     Raises:
-        InputError: tables, rules and affinity do not fit together, or there are more towers than blocks.
+        InputError: tables, rules and measure do not fit together, or there are more towers than blocks.
     """
-    specs = table_specs(tables) or affinity.tables
-    if specs:
-        check_tables(specs, affinity.features, where="TowerPartitioner")
-    elif rules.need_tables:
+    is_limited = rules.max_work_ratio is not None or rules.max_tower_bytes is not None
+    if not measure.tables and (is_limited or rules.column_shards):
         raise InputError(
             "TowerPartitioner: limits on work and bytes and column_shards need the tables, but the affinity was saved "
             "without them. Give tables=, or collect the affinity again."
         )
-    named = rules.for_features(affinity.features)
-    splits = _splits(specs, named)
-    members, member_specs = members_of(affinity, splits), table_specs(split_tables(specs, splits))
-    measured = affinity.pooling_factors or (1.0,) * affinity.num_features
-    factors = dict(zip(affinity.features, measured, strict=True)) | dict(named.pooling_factors)
-    ruled = rules_of_members(named, splits, factors)
-    blocks = make_blocks(members.features, member_specs, ruled)
-    total = blocks.loads.sum(axis=1) / num_towers
-    max_work = np.inf if rules.max_work_ratio is None else rules.max_work_ratio * total[1]
-    max_bytes = np.inf if rules.max_bytes_ratio is None else rules.max_bytes_ratio * total[2]
-    max_bytes = min(max_bytes, np.inf if rules.max_tower_bytes is None else rules.max_tower_bytes)
+    named = rules.for_features(measure.features)
+    splits = _splits(measure.tables, named)
+    members, ruled = members_of(measure, splits), rules_of_members(named, splits)
+    blocks = make_blocks(members, ruled)
+    max_work = np.inf if rules.max_work_ratio is None else rules.max_work_ratio * blocks.loads[1].sum() / num_towers
+    upper = max_work, np.inf if rules.max_tower_bytes is None else rules.max_tower_bytes
     parted, counts = {"": blocks}, {"": num_towers}
     if ruled.categories:
         parted = {name: blocks.within(inside) for name, inside in ruled.categories.items()}
-        counts = dict(rules.towers_per_category) or _allot(parted, num_towers, entities=rules.entities)
+        counts = _allot(parted, num_towers, rules.towers_per_category)
     notes = []
-    unknown = affinity.num_features - len(named.pooling_factors)
-    if rules.max_work_ratio is not None and not affinity.pooling_factors and unknown:
+    if rules.max_work_ratio is not None and measure.pooling_factors is None:
         notes.append(
-            f"The work of {unknown} of {affinity.num_features} features is that of one id per sample: the affinity was "
-            "collected without counting ids. Give pooling_factors where there are more."
+            "Work is that of one id per sample and feature: the affinity was collected without counting ids. Give it "
+            "pooling_factors where there are more."
         )
     return Task(
-        source=affinity,
-        affinity=members,
-        specs=member_specs,
+        members=members,
         splits=splits,
-        limits=TowerLimits(
-            max_work=None if np.isinf(max_work) else max_work,
-            max_bytes=None if np.isinf(max_bytes) else int(max_bytes),
-        ),
-        parts=tuple(
-            _part(name, inside, counts[name], balance_ratio, (max_work, max_bytes)) for name, inside in parted.items()
-        ),
+        parts=tuple(_part(name, inside, counts[name], balance_ratio, upper) for name, inside in parted.items()),
         notes=tuple(notes),
     )
 
 
 def _splits(specs: Sequence[TableSpec], rules: PartitionRules) -> dict[str, tuple[int, ...]]:
     """The columns of each shard, by feature; ``rules`` name features one by one."""
-    table_of = {feature: spec for spec in specs for feature in spec.feature_names}
-    kept_together = {feature for group in rules.together if len(group) > 1 for feature in group}
-    splits = {}
-    for feature, count in rules.column_shards.items():
-        dim = table_of[feature].embedding_dim
-        reason = ""
-        if dim % (_STEP * count):
-            reason = f"its {dim} columns are not {count} equal shards of a multiple of {_STEP}"
-        elif len(table_of[feature].feature_names) > 1:
-            reason = f"it shares table {table_of[feature].name!r} with other features"
-        elif feature in kept_together:
-            reason = "it must share a tower with others (together), and shards go to different towers"
-        if reason and count > 1:
-            raise InputError(f"Partition rules: column_shards cuts feature {feature!r}, but {reason}.")
-        if count > 1:
-            splits[feature] = (dim // count,) * count
-    return splits
+    dims = {feature: spec.embedding_dim for spec in specs for feature in spec.feature_names}
+    splits = {feature: count for feature, count in rules.column_shards.items() if count > 1}
+    for feature, count in splits.items():
+        if dims[feature] % (_STEP * count):
+            raise InputError(
+                f"Partition rules: column_shards cuts feature {feature!r}, but its {dims[feature]} columns are not "
+                f"{count} equal shards of a multiple of {_STEP}."
+            )
+    return {feature: (dims[feature] // count,) * count for feature, count in splits.items()}
 
 
-def members_of(affinity: FeatureAffinity, splits: Mapping[str, Sequence[int]]) -> FeatureAffinity:
-    """Affinity of features and column shards; a shard has that of its feature."""
+def members_of(measure: FeatureAffinity, splits: Mapping[str, Sequence[int]]) -> FeatureAffinity:
+    """The measure of features and column shards; a shard has the numbers of its feature."""
     if not splits:
-        return affinity
-    members = [(name, i) for i, feature in enumerate(affinity.features) for name in _members([feature], splits)]
+        return measure
+    members = [(name, i) for i, feature in enumerate(measure.features) for name in _members([feature], splits)]
     names, index = zip(*members, strict=True)
-    square = np.ix_(index, index)
+    square, factors = np.ix_(index, index), measure.pooling_factors
     return replace(
-        affinity,
-        matrix=affinity.matrix[square],
+        measure,
+        matrix=measure.matrix[square],
         features=names,
-        errors=None if affinity.errors is None else affinity.errors[square],
+        errors=None if measure.errors is None else measure.errors[square],
         triples=tuple(
             replace(triple, features=shards)
-            for triple in affinity.triples
+            for triple in measure.triples
             for shards in product(*(_members([name], splits) for name in triple.features))
         ),
-        tables=(),
-        pooling_factors=None,
+        tables=tuple(split_tables(measure.tables, splits)),
+        pooling_factors=None if factors is None else tuple(factors[i] for i in index),
     )
 
 
@@ -222,33 +185,27 @@ def _members(features: Sequence[str], splits: Mapping[str, Sequence[int]]) -> li
     return [name for f in features for name in (shard_names(f, splits[f]) if f in splits else [f])]
 
 
-def rules_of_members(
-    rules: PartitionRules, splits: Mapping[str, Sequence[int]], factors: Mapping[str, float]
-) -> PartitionRules:
+def rules_of_members(rules: PartitionRules, splits: Mapping[str, Sequence[int]]) -> PartitionRules:
     """Rules with column shards in place of the features that are cut; shards of one feature are apart.
 
-    ``rules`` name features one by one, ``splits`` have the columns of each shard, ``factors`` the mean ids per sample
-    of each feature.
+    ``rules`` name features one by one, ``splits`` have the columns of each shard.
     """
     return rules.model_copy(
         update={
             "categories": {name: _members(inside, splits) for name, inside in rules.categories.items()},
+            "together": [_members(group, splits) for group in rules.together],
             "apart": [_members(group, splits) for group in (*rules.apart, *([feature] for feature in splits))],
-            "pooling_factors": {name: factor for f, factor in factors.items() for name in _members([f], splits)},
         }
     )
 
 
-def make_blocks(features: Sequence[str], specs: Sequence[TableSpec], rules: PartitionRules) -> Blocks:
-    """Joins features that must share a tower and adds up their loads.
-
-    ``features`` are all members to place, column shards included, ``specs`` their tables; ``rules`` name members one by
-    one, with a pooling factor for each (`rules_of_members`).
+def make_blocks(members: FeatureAffinity, rules: PartitionRules) -> Blocks:
+    """Joins features that must share a tower and adds up their loads; ``rules`` name members one by one.
 
     Raises:
         InputError: features that must share a tower must also part, or are of different categories.
     """
-    names = _joined(features, [*rules.together, *(spec.feature_names for spec in specs)])
+    names = _joined(members.features, [*rules.together, *(spec.feature_names for spec in members.tables)])
     home = {member: category for category, inside in rules.categories.items() for member in inside}
     for block in names:
         other = next((name for name in block if home.get(name) != home.get(block[0])), None)
@@ -257,11 +214,12 @@ def make_blocks(features: Sequence[str], specs: Sequence[TableSpec], rules: Part
                 f"Partition rules: {block[0]!r} is of category {home[block[0]]!r} and {other!r} of {home[other]!r}, "
                 "but they must share a tower (by a shared table or a rule of together). Put them into one category."
             )
+    factors = dict(zip(members.features, members.pooling_factors or (1.0,) * members.num_features, strict=True))
+    table_of = {feature: spec for spec in members.tables for feature in spec.feature_names}
     loads = np.zeros((3, len(names)))
     loads[0] = list(map(len, names))
-    table_of = {feature: spec for spec in specs for feature in spec.feature_names}
     for i, block in enumerate(names if table_of else ()):
-        loads[1, i] = sum(rules.pooling_factors[name] * table_of[name].embedding_dim for name in block)
+        loads[1, i] = sum(factors[name] * table_of[name].embedding_dim for name in block)
         # A shared table is there once.
         loads[2, i] = sum({table_of[name].name: table_of[name].num_bytes for name in block}.values())
     return Blocks(names=names, loads=loads, apart=_apart(rules.apart, names))
@@ -299,25 +257,24 @@ def _apart(groups: Sequence[Sequence[str]], names: Sequence[Sequence[str]]) -> N
     return apart
 
 
-def _allot(parted: Mapping[str, Blocks], num_towers: int, *, entities: Collection[str]) -> dict[str, int]:
-    """Towers for each category, in proportion to its features; entities get a second only where others are full."""
-    most = {name: len(blocks.names) for name, blocks in parted.items()}
-    if not len(parted) <= num_towers <= sum(most.values()):
+def _allot(parted: Mapping[str, Blocks], num_towers: int, given: Mapping[str, int]) -> dict[str, int]:
+    """Towers for each category: as ``given``, and the rest of them in proportion to the features of the others."""
+    most = {name: given.get(name, len(blocks.names)) for name, blocks in parted.items()}
+    counts = {name: given.get(name, 1) for name in parted}
+    if not sum(counts.values()) <= num_towers <= sum(most.values()):
         raise InputError(
-            f"TowerPartitioner: num_towers={num_towers}, but the {len(parted)} categories need a tower each and can "
-            f"fill {sum(most.values())} with their features or shared tables ({most})."
+            f"TowerPartitioner: num_towers={num_towers}, but the categories need at least {sum(counts.values())} "
+            f"({counts}) and can fill {sum(most.values())} with their features, shared tables or towers_per_category "
+            f"({most})."
         )
     features = {name: float(blocks.loads[0].sum()) for name, blocks in parted.items()}
-    counts = dict.fromkeys(parted, 1)
-    for _ in range(num_towers - len(parted)):
+    for _ in range(num_towers - sum(counts.values())):
         unfilled = [name for name in parted if counts[name] < most[name]]
-        counts[max(unfilled, key=lambda name: (name not in entities, features[name] / counts[name]))] += 1
+        counts[max(unfilled, key=lambda name: features[name] / counts[name])] += 1
     return counts
 
 
-def _part(
-    category: str, blocks: Blocks, num_towers: int, balance_ratio: float | None, upper: tuple[float, float]
-) -> Part:
+def _part(category: str, blocks: Blocks, num_towers: int, balance_ratio: float, upper: tuple[float, float]) -> Part:
     num_features, num_blocks = int(blocks.loads[0].sum()), len(blocks.names)
     if num_towers > num_blocks:
         what = "features" if num_features == num_blocks else "tables (shared tables are not split)"
@@ -326,12 +283,9 @@ def _part(
             f"TowerPartitioner: {where}num_towers={num_towers} exceeds the {num_blocks} {what} to place, and no tower "
             "may be empty. Use fewer towers, or cut tables by the rule column_shards."
         )
-    pairs, asked = [(1, num_features)], None
-    if balance_ratio is not None:
-        strict = size_bounds(num_features, num_towers, balance_ratio)
-        pairs = _fitting_sizes(blocks.loads[0], num_towers, strict)
-        asked = strict[0] if pairs[0][1] > strict[0][1] else None
-    bounds = tuple(
+    strict = size_bounds(num_features, num_towers, balance_ratio)
+    pairs = _fitting_sizes(blocks.loads[0], num_towers, strict)
+    options = tuple(
         Bounds(
             loads=blocks.loads,
             lower=np.array([float(least), 0.0, 0.0]),
@@ -340,18 +294,22 @@ def _part(
         )
         for least, most in pairs
     )
-    return Part(category=category, blocks=blocks, num_towers=num_towers, options=bounds, asked=asked)
+    asked = strict[0] if pairs[0][1] > strict[0][1] else None
+    return Part(category=category, blocks=blocks, num_towers=num_towers, options=options, asked=asked)
 
 
 def size_bounds(num_points: int, num_clusters: int, balance_ratio: float) -> list[tuple[int, int]]:
     """Lists the pairs (smallest, largest) that keep every group at most ``balance_ratio`` times the smallest.
 
-    The first pair is that with the largest smallest group, floor(F / T); its largest is never below ceil(F / T).
+    The first pair is that with the largest smallest group, floor(F / T); its largest is never below ceil(F / T). An
+    infinite ratio leaves all sizes open.
 
     Example:
         >>> size_bounds(26, 8, 1.0), size_bounds(26, 8, 2.0), size_bounds(24, 8, 1.0)
         ([(3, 4)], [(3, 6), (2, 4)], [(3, 3)])
     """
+    if math.isinf(balance_ratio):
+        return [(1, num_points)]
     smallest, needed = num_points // num_clusters, -(-num_points // num_clusters)
     # The addend keeps 1.15 * 100 from falling to 114.
     pairs = [(least, int(balance_ratio * least + 1e-9)) for least in range(smallest, 0, -1)]

@@ -236,8 +236,6 @@ def _tower_table(partition: Partition) -> tuple[list[str], list[list[str]], dict
         "mean": [_amount(quantity.name, sum(quantity.values) / len(quantity.values)) for quantity in known],
         "largest / mean": ["-" if q.imbalance is None else f"{q.imbalance:.2f}" for q in known],
     }
-    if any(quantity.limit is not None for quantity in known):
-        below["limit"] = ["-" if q.limit is None else _amount(q.name, q.limit) for q in known]
     inside = "mean interaction within" if partition.affinity.is_interactions else "affinity within"
     headings = ["tower", *(quantity.name for quantity in known), inside]
     return headings, list(map(list, zip(*columns, means, strict=True))), below

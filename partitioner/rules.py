@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 from typing import Annotated, Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from dmt.errors import InputError, did_you_mean
 from dmt.files import explain, read_file
@@ -15,7 +15,7 @@ from dmt.files import explain, read_file
 __all__ = ["REST", "PartitionRules"]
 
 REST = "rest"
-"""The category of features that belong to no entity."""
+"""The category of features that are named in none."""
 
 
 class PartitionRules(BaseModel):
@@ -23,7 +23,7 @@ class PartitionRules(BaseModel):
 
     A feature may be named or matched by a pattern with ``*`` or ``?``. Work is the number of embedding elements that a
     sample reads: pooling factor times embedding dim, summed over a tower's features. Bytes are those of the tables'
-    weights at 32-bit floats; add room for optimizer states and other things to the limit yourself.
+    weights at 32-bit floats; leave room for optimizer states and other things yourself.
 
     Raises:
         InputError: a rule is of the wrong type or out of range.
@@ -42,29 +42,20 @@ class PartitionRules(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
 
     categories: Mapping[str, Annotated[Sequence[str], Field(min_length=1)]] = Field(default_factory=dict)
-    """Features by category, each in exactly one: no tower mixes two. The paper's XLRM (section 5.2.3) has item,
-    user and item-user features."""
+    """Features by category: no tower mixes two. The paper's XLRM (section 5.2.3) has item, user and item-user features.
+    Features that no category names are one more, ``rest``."""
     towers_per_category: Mapping[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
-    """Towers of each category; by default in proportion to its features, and at least one."""
+    """Towers of a category; the categories that are not named get the others in proportion to their features. One tower
+    for an entity, such as the user that several samples of a batch belong to: its input repeats and is sent once."""
     together: Sequence[Sequence[str]] = ()
     """Groups of features that must share a tower. The features of a shared table do so without being named."""
     apart: Sequence[Sequence[str]] = ()
     """Groups of features of which no two may share a tower."""
-    entities: Mapping[str, Annotated[Sequence[str], Field(min_length=1)]] = Field(default_factory=dict)
-    """Features by entity, such as the user or the request that several samples of a batch belong to. An entity has a
-    tower of its own, so that this tower's whole input repeats and is sent once (``unique``); a single feature of
-    something else in it would make the inputs differ. The other features share the other towers; where there are none,
-    large entities have several. Entities are categories, so only one of both can be given."""
-    pooling_factors: Mapping[str, Annotated[float, Field(ge=0)]] = Field(default_factory=dict)
-    """Mean number of ids per sample; for features not named, that of the affinity if it was measured, else 1. Of
-    several that match a feature the longest pattern counts, and its own name before any."""
     column_shards: Mapping[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
     """Equal column shards to cut the table of a feature into, such as for more towers than features; each is a member
-    of its own, ``ad[0:64]``, and no two of a table share a tower. The longest pattern counts, as above."""
+    of its own, ``ad[0:64]``, and no two of a table share a tower. Of several that match a feature the last counts."""
     max_work_ratio: float | None = Field(default=None, ge=1)
     """Most work of a tower, over the mean of the towers."""
-    max_bytes_ratio: float | None = Field(default=None, ge=1)
-    """Most bytes of a tower, over the mean of the towers."""
     max_tower_bytes: float | None = Field(default=None, gt=0)
     """Most bytes of a tower."""
 
@@ -81,64 +72,39 @@ class PartitionRules(BaseModel):
                 ) from error
             raise InputError(f"Partition rules: {explain(error)}") from error
 
-    @model_validator(mode="after")
-    def _check(self) -> PartitionRules:
-        if self.entities and self.categories:
-            raise InputError("entities and categories are both given; entities are categories with one tower each.")
-        if REST in self.entities:
-            raise InputError(f"an entity is named {REST!r}, as are the features of no entity. Give it another name.")
-        lone = self.towers_per_category.keys() ^ self.categories.keys() if self.towers_per_category else set()
-        for category in sorted(lone):
-            raise InputError(
-                f"{category!r} is not both in towers_per_category {list(self.towers_per_category)} and in categories "
-                f"{list(self.categories)}.{did_you_mean(category, lone - {category})} Give a number for every category "
-                "or for none."
-            )
-        return self
-
-    @property
-    def need_tables(self) -> bool:
-        """True if a rule can only be held if the tables are known."""
-        limits = (self.max_work_ratio, self.max_bytes_ratio, self.max_tower_bytes)
-        return bool(self.column_shards) or any(limit is not None for limit in limits)
-
     def for_features(self, features: Sequence[str]) -> PartitionRules:
         """Replaces every pattern by the features it matches, in the order of ``features``.
 
         Raises:
-            InputError: a name or pattern matches no feature, or a feature is in no category, or in two.
+            InputError: a name or pattern matches no feature, a feature is in two categories, or a number of towers is
+                given for no category.
         """
-        known = set(features)
-
-        def by_feature(rule: str) -> dict[str, Any]:
-            # Of two patterns that match, the longer one counts, and a name most: they say more.
-            given = sorted(getattr(self, rule).items(), key=lambda item: (item[0] in known, len(item[0])))
-            return {feature: value for pattern, value in given for feature in _matched([pattern], features, rule)}
-
-        entities = {name: _matched(some, features, f"entity {name!r}") for name, some in self.entities.items()}
         categories = {name: _matched(some, features, f"category {name!r}") for name, some in self.categories.items()}
-        if entities:
-            categories = dict(entities)
-            in_entity = set().union(*entities.values())
-            if rest := tuple(name for name in features if name not in in_entity):
-                categories[REST] = rest
-        members = {category: set(names) for category, names in categories.items()}
-        for feature in features if categories else ():
-            homes = [category for category, names in members.items() if feature in names]
-            if len(homes) != 1:
+        named = [feature for inside in categories.values() for feature in inside]
+        if len(set(named)) < len(named):
+            twice = next(feature for feature in named if named.count(feature) > 1)
+            homes = [category for category, inside in categories.items() if twice in inside]
+            raise InputError(f"Partition rules: feature {twice!r} is in categories {homes}; give it one.")
+        others = set(features) - set(named)
+        if categories and others:
+            rest = others | set(categories.get(REST, ()))
+            categories[REST] = tuple(name for name in features if name in rest)
+        for category in self.towers_per_category:
+            if category not in categories:
                 raise InputError(
-                    f"Partition rules: feature {feature!r} is in categories {homes}; each feature must be in one of "
-                    f"{list(categories)}."
+                    f"Partition rules: towers_per_category has {category!r}, which is not among the categories "
+                    f"{list(categories)}.{did_you_mean(category, categories)}"
                 )
-        named = {
-            "entities": entities,
-            "categories": categories,
-            "together": [_matched(patterns, features, "together") for patterns in self.together],
-            "apart": [_matched(patterns, features, "apart") for patterns in self.apart],
-            "pooling_factors": by_feature("pooling_factors"),
-            "column_shards": by_feature("column_shards"),
+        together, apart = (
+            [_matched(patterns, features, rule) for patterns in getattr(self, rule)] for rule in ("together", "apart")
+        )
+        shards = {
+            feature: count
+            for pattern, count in self.column_shards.items()
+            for feature in _matched([pattern], features, "column_shards")
         }
-        return self.model_copy(update=named)
+        ruled = {"categories": categories, "together": together, "apart": apart, "column_shards": shards}
+        return self.model_copy(update=ruled)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> PartitionRules:

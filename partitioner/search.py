@@ -184,45 +184,56 @@ def local_search(costs: Costs, labels: Labels, *, num_towers: int, bounds: Bound
     for _ in range(MAX_SWEEPS):
         if not search.sweep():
             break
-    return search.labels
+    return search.labels[: search.num_blocks]
 
 
 class _MoveSearch:
-    """Running sums that price any move or swap in O(1)."""
+    """Running sums that price any move or swap in O(1).
+
+    A move is a swap with nothing: each tower has one more block, without load or cost, that never leaves it. These T
+    blocks come after the P others.
+    """
 
     def __init__(self, costs: Costs, labels: Labels, num_towers: int, bounds: Bounds) -> None:
+        self.num_blocks = len(labels)  # P
         # What has no limit is never exceeded, and needs no price.
         limited = np.isfinite(bounds.upper) | (bounds.lower > 0)
         limited[0] = True  # holds the weights
-        bounds = replace(bounds, loads=bounds.loads[limited], lower=bounds.lower[limited], upper=bounds.upper[limited])
-        self.costs, self.bounds, self.weights = costs, bounds, bounds.weights
-        self.labels = labels.astype(np.int64, copy=True)
-        member = np.zeros((num_towers, len(labels)))
-        member[self.labels, np.arange(len(labels))] = self.weights
-        self.to_tower = member @ costs.pairs  # [T, P] weighted costs of each block with each tower
+        added = (0, num_towers)
+        self.bounds = Bounds(
+            loads=np.pad(bounds.loads[limited], ((0, 0), added)),
+            lower=bounds.lower[limited],
+            upper=bounds.upper[limited],
+            apart=None if bounds.apart is None else np.pad(bounds.apart, added),
+        )
+        self.weights = self.bounds.weights
+        self.costs = replace(costs, pairs=np.pad(costs.pairs, added))
+        self.labels = np.concatenate([labels, np.arange(num_towers)]).astype(np.int64)  # [P + T]
+        member = np.zeros((num_towers, len(self.labels)))
+        member[self.labels, np.arange(len(self.labels))] = self.weights
+        self.to_tower = member @ self.costs.pairs  # [T, P + T] weighted costs of each block with each tower
         self.pairs = (self.to_tower * member).sum(axis=1) / 2  # [T] weighted costs inside a tower
         self.mass = member.sum(axis=1)  # [T] features
-        self.num_blocks = np.bincount(self.labels, minlength=num_towers)
-        self.loads = bounds.tower_loads(self.labels, num_towers)  # [R, T]
-        self.excess = bounds.excess(self.loads)  # [T]
-        if bounds.apart is not None:
-            self.conflicts = (member > 0).astype(np.float64) @ bounds.apart  # [T, P]
+        self.held = np.bincount(labels, minlength=num_towers)  # [T] blocks
+        self.loads = self.bounds.tower_loads(self.labels, num_towers)  # [R, T]
+        self.excess = self.bounds.excess(self.loads)  # [T]
+        if self.bounds.apart is not None:
+            self.conflicts = (member > 0).astype(np.float64) @ self.bounds.apart  # [T, P + T]
         self._price_triples()
         # A gain below rounding is none; without this the search could cycle.
-        inside = float(np.abs(self._mean(self.pairs, np.maximum(self.mass, 1.0))).sum())
+        inside = float(np.abs(self._mean(self.pairs, self.mass)).sum())
         self.threshold = 1e-10 * max(inside, float(np.abs(costs.pairs).max()), 1e-300)
 
     def _mean(self, pairs: Floats, mass: Floats) -> Floats:
-        """Sums inside towers over the features of each, or as they are."""
-        return pairs / mass if self.costs.per_feature else pairs
+        """Sums inside towers over the features of each (0 for an empty tower), or as they are."""
+        return pairs / np.maximum(mass, 1.0) if self.costs.per_feature else pairs
 
     def _price_triples(self) -> None:
         """Prices joining the other two blocks of each triple, and what a swap of two blocks of one has twice."""
         if not len(self.costs.triples):
             return
-        num_towers, num_blocks = self.to_tower.shape
-        self.joining = np.zeros((num_towers, num_blocks))  # [T, P]
-        self.counted_twice = np.zeros((num_blocks, num_blocks))  # [P, P]
+        self.joining = np.zeros(self.to_tower.shape)
+        self.counted_twice = np.zeros(self.costs.pairs.shape)
         cost = self.costs.triple_costs
         for a, b, c in ((0, 1, 2), (1, 2, 0), (2, 0, 1)):
             first, second, third = (self.costs.triples[:, place] for place in (a, b, c))
@@ -234,9 +245,9 @@ class _MoveSearch:
 
     def sweep(self) -> bool:
         """Makes the best move or swap of each block in turn; False if none gains."""
-        first, count, changed, most = 0, 1, False, max(1, PRICED_TOGETHER // len(self.labels))
-        while first < len(self.labels):
-            blocks = np.arange(first, min(first + count, len(self.labels)))
+        first, count, changed, most = 0, 1, False, max(1, PRICED_TOGETHER // self.num_blocks)
+        while first < self.num_blocks:
+            blocks = np.arange(first, min(first + count, self.num_blocks))
             done = self._first_change(blocks)
             changed |= done is not None
             # Prices hold until something changes: the more blocks have kept their towers, the more are priced together.
@@ -245,8 +256,7 @@ class _MoveSearch:
 
     def _first_change(self, blocks: Labels) -> int | None:
         """Makes the best move or swap of the first of these [B] blocks that gains by any; None if none does."""
-        kinds = self._swaps(blocks), self._moves(blocks)
-        limits, gain = (np.concatenate(changes, axis=1) for changes in zip(*kinds, strict=True))  # [B, P + T]
+        limits, gain = self.prices(blocks)
         # Lexicographic: limits first, the cost among equals.
         least = limits.min(axis=1, keepdims=True)
         choices = np.where(limits <= least + TOLERANCE, gain, np.inf).argmin(axis=1)
@@ -255,35 +265,15 @@ class _MoveSearch:
         if not gains.any():
             return None
         block, choice = int(blocks[gains.argmax()]), int(choices[gains.argmax()])
-        tower = int(self.labels[block])
-        if choice >= len(self.labels):
-            self._relabel([(block, tower, choice - len(self.labels))])
-        else:
-            other = int(self.labels[choice])
-            self._relabel([(block, tower, other), (choice, other, tower)])
+        here, there = int(self.labels[block]), int(self.labels[choice])
+        self.relabel([(block, here, there), (choice, there, here)][: 1 if choice >= self.num_blocks else 2])
         return block
 
-    def _moves(self, blocks: Labels) -> tuple[Floats, Floats]:
-        """[B, T] change of the violation and of the cost when each block goes to each tower."""
-        towers, weight, load = self.labels[blocks], self.weights[blocks], self.bounds.loads[:, blocks]
-        alone = self.num_blocks[towers] == 1  # a tower is not emptied
-        rest = np.where(alone, 1.0, self.mass[towers] - weight)
-        before = self._mean(self.pairs, self.mass)
-        left = self._mean(self.pairs[towers] - weight * self.to_tower[towers, blocks], rest) - before[towers]
-        joined = self._mean(self.pairs + weight[:, None] * self.to_tower[:, blocks].T, self.mass + weight[:, None])
-        gain = joined - before + left[:, None]
-        if len(self.costs.triples):
-            gain += self.joining[:, blocks].T - self.joining[towers, blocks][:, None]
-        limits = self.bounds.excess(self.loads[:, None, :] + load[:, :, None]) - self.excess
-        limits += (self.bounds.excess(self.loads[:, towers] - load) - self.excess[towers])[:, None]
-        if self.bounds.apart is not None:
-            limits += self.conflicts[:, blocks].T - self.conflicts[towers, blocks][:, None]
-        barred = alone[:, None] | (np.arange(len(self.mass)) == towers[:, None])
-        limits[barred], gain[barred] = np.inf, np.inf
-        return limits, gain
+    def prices(self, blocks: Labels) -> tuple[Floats, Floats]:
+        """[B, P + T] change of the violation and of the cost when each of [B] blocks changes places with each other.
 
-    def _swaps(self, blocks: Labels) -> tuple[Floats, Floats]:
-        """[B, P] change of the violation and of the cost when each block changes places with each other one."""
+        Infinite for two blocks of one tower, and for a move that would empty one.
+        """
         labels, weights, towers, weight = self.labels, self.weights, self.labels[blocks], self.weights[blocks, None]
         every = np.arange(len(labels))
         between = weight * weights * self.costs.pairs[blocks]
@@ -297,24 +287,26 @@ class _MoveSearch:
         if len(self.costs.triples):
             gain += self.joining[:, blocks].T[:, labels] - self.joining[towers, blocks][:, None]
             gain += self.joining[towers] - self.joining[labels, every] - self.counted_twice[blocks]
-        difference = self.bounds.loads[:, None, :] - self.bounds.loads[:, blocks, None]  # [R, B, P]
+        difference = self.bounds.loads[:, None, :] - self.bounds.loads[:, blocks, None]  # [R, B, P + T]
         limits = self.bounds.excess(self.loads[:, towers, None] + difference) - self.excess[towers][:, None]
         limits += self.bounds.excess(self.loads[:, None, labels] - difference) - self.excess[labels]
         if self.bounds.apart is not None:
             limits += self.conflicts[:, blocks].T[:, labels] - self.conflicts[towers, blocks][:, None]
             limits += self.conflicts[towers] - self.conflicts[labels, every] - 2.0 * self.bounds.apart[blocks]
-        same = labels == towers[:, None]
-        limits[same], gain[same] = np.inf, np.inf
+        barred = labels == towers[:, None]
+        barred[:, self.num_blocks :] |= (self.held[towers] == 1)[:, None]
+        limits[barred], gain[barred] = np.inf, np.inf
         return limits, gain
 
-    def _relabel(self, changes: list[tuple[int, int, int]]) -> None:
+    def relabel(self, changes: list[tuple[int, int, int]]) -> None:
+        """Moves blocks, each given with its old and its new tower."""
         for block, old, new in changes:
             weight, row = self.weights[block], self.costs.pairs[block]
             self.pairs[old] -= weight * self.to_tower[old, block]
             self.to_tower[old] -= weight * row
             self.pairs[new] += weight * self.to_tower[new, block]
             self.to_tower[new] += weight * row
-            for sums, change in ((self.mass, weight), (self.num_blocks, 1)):
+            for sums, change in ((self.mass, weight), (self.held, 1)):
                 sums[old] -= change
                 sums[new] += change
             if self.bounds.apart is not None:

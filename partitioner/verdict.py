@@ -121,7 +121,6 @@ class Quantity:
 
     name: str
     values: tuple[float, ...]
-    limit: float | None
 
     @property
     def imbalance(self) -> float | None:
@@ -131,12 +130,12 @@ class Quantity:
 
 def quantities(partition: Partition) -> list[Quantity]:
     """Features, work and bytes of the towers, as far as they are known."""
-    loads, limits = partition.loads, partition.limits
-    known = [Quantity(name="features", values=tuple(float(load.num_features) for load in loads), limit=None)]
+    loads = partition.loads
+    known = [Quantity(name="features", values=tuple(float(load.num_features) for load in loads))]
     if loads[0].work is not None:
         known += [
-            Quantity(name="work", values=tuple(load.work or 0.0 for load in loads), limit=limits.max_work),
-            Quantity(name="bytes", values=tuple(float(load.num_bytes or 0) for load in loads), limit=limits.max_bytes),
+            Quantity(name="work", values=tuple(load.work or 0.0 for load in loads)),
+            Quantity(name="bytes", values=tuple(float(load.num_bytes or 0) for load in loads)),
         ]
     return known
 

@@ -125,7 +125,7 @@ if not self._route.has_arrived(ctx) and ctx.request is not None: => if False:
 total += sum_over_ranks(square, => total += 0 * sum_over_ranks(square,
 ## partitioner/search.py :: tests/partitioner/test_search.py
 .T[:, labels] - between => .T[:, labels] + between
-gain = joined - before + left[:, None] => gain = joined - before - left[:, None]
+- 2.0 * self.bounds.apart[blocks] => - self.bounds.apart[blocks]
 inside / float(weights[rows].sum()) if => inside / len(rows) if
 self.triple_costs[(a == b) & (b == c)] => self.triple_costs[(a == b) | (b == c)]
 ## partitioner/points.py :: tests/partitioner/test_partitioner.py -x -m "not ranks and not slow"

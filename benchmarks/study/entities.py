@@ -45,7 +45,8 @@ def request_numbers(data: str, clicks: Clicks) -> torch.Tensor:
 def entity_plan(data: str, clicks: Clicks, num_towers: int) -> TowerPlan:
     """Each entity in a tower of its own, and the rest in the others."""
     affinity = FeatureAffinity(matrix=np.eye(len(clicks.features)), features=tuple(clicks.features))
-    return TowerPartitioner(num_towers=num_towers, rules=PartitionRules(entities=ENTITIES[data])).fit(affinity)
+    rules = PartitionRules(categories=ENTITIES[data], towers_per_category=dict.fromkeys(ENTITIES[data], 1))
+    return TowerPartitioner(num_towers=num_towers, rules=rules).fit(affinity)
 
 
 def bytes_once(data: str, arm: Arm, clicks: Clicks, plan: TowerPlan, requests: torch.Tensor) -> float:

@@ -2,25 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 
 import numpy as np
 import pytest
 
 from dmt.errors import InputError
-from dmt.partitioner import FeatureAffinity, Interaction, PartitionRules, TowerPartitioner
+from dmt.partitioner import Interaction, PartitionRules, TowerPartitioner
 from dmt.partitioner.problem import make_blocks, members_of, rules_of_members
-from dmt.plan.split_across_towers import shard_names
 from dmt.plan.tables import TableSpec
 from dmt.plan.towers import TowerPlan
 from tests.partitioner.instances import affinity_of, tables_of
 
 
-def blocks_of(features, *, specs=(), splits=None, factors=None, **rules):
-    splits = splits or {}
-    members = [name for f in features for name in (shard_names(f, splits[f]) if f in splits else [f])]
-    named = PartitionRules(**rules).for_features(features)
-    return make_blocks(members, specs, rules_of_members(named, splits, factors or dict.fromkeys(features, 1.0)))
+def blocks_of(features, *, specs=(), factors=None, **rules):
+    measured = affinity_of(list(features))
+    named = PartitionRules(**rules).for_features(measured.features)
+    measured = dataclasses.replace(measured, tables=tuple(specs), pooling_factors=factors)
+    return make_blocks(measured, rules_of_members(named, {}))
 
 
 def shared(*groups):
@@ -32,8 +32,7 @@ def shared(*groups):
 
 def test_chains_of_rules_and_shared_tables_join_to_one_block():
     specs = shared(("a", "b"), ("c",), ("d", "e"), ("f",))
-    factors = dict(zip("abcdef", range(6), strict=True))
-    blocks = blocks_of("fedcba", specs=specs, together=[["b", "c"], ["c", "d", "d"]], factors=factors)
+    blocks = blocks_of("fedcba", specs=specs, together=[["b", "c"], ["c", "d", "d"]], factors=(5, 4, 3, 2, 1, 0))
     assert blocks.names == (("a", "b", "c", "d", "e"), ("f",))
     # Pooling 0 + 1 + 2 + 3 + 4 times 4 columns; each table is there once: 10 + 20 + 30 rows.
     assert blocks.loads.tolist() == [[5, 1], [40, 20], [60 * 4 * 4, 40 * 4 * 4]]
@@ -67,7 +66,9 @@ def test_what_is_apart_is_so_for_whole_blocks_and_all_shards():
     assert blocks.apart.tolist() == [[False, True, False], [True, False, False], [False, False, False]]
     part = blocks.within(["a", "b", "c"])
     assert (part.names, part.apart.tolist()) == (blocks.names[:2], [[False, True], [True, False]])
-    blocks = blocks_of("abc", splits={"a": (4, 4)}, apart=[["a", "b"]])
+    named = PartitionRules(apart=[["a", "b"]]).for_features("abc")
+    cut = members_of(dataclasses.replace(affinity_of("abc"), tables=tuple(tables_of("abc"))), {"a": (4, 4)})
+    blocks = make_blocks(cut, rules_of_members(named, {"a": (4, 4)}))
     # Shards part from each other and from what their feature parts from.
     assert blocks.apart.astype(int).tolist() == [[0, 1, 1, 0], [1, 0, 1, 0], [1, 1, 0, 0], [0, 0, 0, 0]]
 
@@ -95,8 +96,10 @@ ROWS = 10 ** np.random.default_rng(0).uniform(1, 7, 26)
 @pytest.mark.parametrize("shards", [{"*": 2}, {"C?": 4, "C10": 2, "C11": 1}])
 def test_towers_may_outnumber_features(tmp_path, shards):
     tables = tables_of(AFFINITY.features, rows=ROWS, dims=16)
-    rules = PartitionRules(column_shards=shards, pooling_factors={"C1*": 7.0})
-    found = TowerPartitioner(num_towers=48, rules=rules).partition(AFFINITY, tables=tables)
+    factors = tuple(7.0 if name.startswith("C1") else 1.0 for name in AFFINITY.features)
+    measured = dataclasses.replace(AFFINITY, pooling_factors=factors)
+    partitioner = TowerPartitioner(num_towers=48, rules=PartitionRules(column_shards=shards))
+    found = partitioner.partition(measured, tables=tables)
     plan = found.plan
     wanted = {f: shards.get(f, shards.get("*", 4 if len(f) == 2 else 1)) for f in AFFINITY.features}
     assert plan.column_splits == {f: (16 // count,) * count for f, count in wanted.items() if count > 1}
@@ -117,15 +120,13 @@ def test_towers_may_outnumber_features(tmp_path, shards):
 
 
 def test_shards_relate_as_their_feature_does():
-    affinity = affinity_of(["a", "b", "c"])
+    affinity = dataclasses.replace(affinity_of(["a", "b", "c"]), tables=tuple(tables_of("abc", dims=12)))
     members = members_of(affinity, {"b": (8, 4)})
     assert members.features == ("a", "b[0:8]", "b[8:12]", "c")
     index = [0, 1, 1, 2]
     np.testing.assert_array_equal(members.matrix, affinity.matrix[np.ix_(index, index)])
     triple = Interaction(features=("a", "b", "c"), gain=0.5)
-    interacting = FeatureAffinity(
-        matrix=affinity.matrix, features=affinity.features, measure="interactions", triples=(triple,)
-    )
+    interacting = dataclasses.replace(affinity, measure="interactions", triples=(triple,))
     cut = members_of(interacting, {"b": (8, 4)}).triples
     assert [found.features for found in cut] == [("a", "b[0:8]", "c"), ("a", "b[8:12]", "c")]
     assert {found.gain for found in cut} == {0.5}
@@ -134,9 +135,13 @@ def test_shards_relate_as_their_feature_does():
 @pytest.mark.parametrize(
     ("features", "rules", "message"),
     [
-        (["s", "r"], {"column_shards": {"s": 2}}, "column_shards cuts feature 's', but it shares table 'st'"),
+        (["s", "r"], {"column_shards": {"s": 2}}, "Table 'st' is shared by .* and cannot be cut"),
         (["a", "b"], {"column_shards": {"a": 3}}, "'a', but its 8 columns are not 3 equal shards of a multiple of 4"),
-        (["a", "b"], {"column_shards": {"a": 2}, "together": [["a", "b"]]}, "'a', but it must share a tower with othe"),
+        (
+            ["a", "b"],
+            {"column_shards": {"a": 2}, "together": [["a", "b"]]},
+            r"'a\[0:4\]' and 'a\[4:8\]' must not share",
+        ),
         (["a", "a[0:4]"], {"column_shards": {"a": 2}}, r"feature 'a\[0:4\]' is given 2 times"),
         (["a", "b"], {"column_shards": {"c": 2}}, "column_shards has 'c', which matches none of the 2 features"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import re
 
 import numpy as np
@@ -42,18 +43,17 @@ def outcomes():
 @pytest.mark.parametrize("seed", seeds(12, 30))
 def test_limits_are_held_or_refused_with_the_reason(seed, outcomes):
     affinity, tables, factors = random_model(seed)
+    affinity = dataclasses.replace(affinity, pooling_factors=tuple(factors[name] for name in affinity.features))
     rng = np.random.default_rng(1000 + seed)
     num_towers = int(rng.integers(2, 7))
     total = loads_of(affinity.features, tables, factors)
     work_ratio, bytes_ratio = rng.choice([1.05, 1.2, 1.6, 2.5], 2).tolist()
     rules = PartitionRules(
-        pooling_factors=factors,
         max_work_ratio=work_ratio if seed % 3 else None,
-        max_bytes_ratio=bytes_ratio if seed % 3 != 1 else None,
-        max_tower_bytes=int(total[1] * 0.9) if seed % 2 else None,
+        max_tower_bytes=bytes_ratio * total[1] / num_towers if seed % 3 != 1 else None,
     )
     partitioner = TowerPartitioner(
-        num_towers=num_towers, rules=rules, balance_ratio=[1.0, 2.0, None][seed % 3], refine=bool(seed % 4)
+        num_towers=num_towers, rules=rules, balance_ratio=[1.0, 2.0, math.inf][seed % 3], refine=bool(seed % 4)
     )
     found = refusal = None
     try:
@@ -71,45 +71,46 @@ def test_limits_are_held_or_refused_with_the_reason(seed, outcomes):
     work, num_bytes = (max(column) for column in zip(*loads, strict=True))
     if rules.max_work_ratio:
         assert work <= rules.max_work_ratio * total[0] / num_towers * (1 + 1e-9)
-        assert found.limits.max_work == pytest.approx(rules.max_work_ratio * total[0] / num_towers)
-    if rules.max_bytes_ratio:
-        assert num_bytes <= rules.max_bytes_ratio * total[1] / num_towers
     if rules.max_tower_bytes:
         assert num_bytes <= rules.max_tower_bytes
     sizes = [len(tower) for tower in found.plan.to_lists()]
-    if partitioner.balance_ratio is not None:
-        assert max(sizes) <= max(-(-18 // num_towers), partitioner.balance_ratio * min(sizes))
+    assert max(sizes) <= max(-(-18 // num_towers), partitioner.balance_ratio * min(sizes))
 
 
 def test_both_outcomes_occurred(outcomes):
     assert outcomes in ({"held", "refused"}, set())  # none where this test runs alone
 
 
-def test_without_a_balance_ratio_work_alone_decides_the_sizes():
-    affinity = affinity_of(9)
-    rules = PartitionRules(pooling_factors={"f0": 8}, max_work_ratio=1.0)
-    tables = tables_of(affinity.features)
-    found = TowerPartitioner(num_towers=2, balance_ratio=None, rules=rules).partition(affinity, tables=tables)
+def with_factors(affinity, *first):
+    """Mean ids of the first features, 1 of the others."""
+    factors = (*first, *[1.0] * (affinity.num_features - len(first)))
+    return dataclasses.replace(affinity, pooling_factors=factors)
+
+
+def test_with_open_sizes_work_alone_decides_them():
+    affinity = with_factors(affinity_of(9), 8.0)
+    partitioner = TowerPartitioner(num_towers=2, balance_ratio=math.inf, rules=PartitionRules(max_work_ratio=1.0))
+    found = partitioner.partition(affinity, tables=tables_of(affinity.features))
     assert sets(found.plan) == {frozenset(["f0"]), frozenset(f"f{i}" for i in range(1, 9))}
     assert [load.work for load in found.loads] == [64, 64]
+    assert found.plan.affinity["balance_ratio"] is None, "JSON has no infinity"
 
 
-def test_measured_pooling_factors_count_and_rules_override_them():
+def test_measured_pooling_factors_count():
     tables = tables_of(["a", "b", "c"], dims=4)
     affinity = dataclasses.replace(affinity_of(["a", "b", "c"]), tables=tuple(tables), pooling_factors=(10.0, 2.0, 3.0))
-    found = TowerPartitioner(num_towers=3, rules=PartitionRules(pooling_factors={"b": 7})).partition(affinity)
-    assert {load.name: load.work for load in found.loads} == {"tower_0": 40, "tower_1": 28, "tower_2": 12}
+    found = TowerPartitioner(num_towers=3).partition(affinity)
+    assert {load.name: load.work for load in found.loads} == {"tower_0": 40, "tower_1": 8, "tower_2": 12}
     unmeasured = dataclasses.replace(affinity, pooling_factors=None)
-    rules = PartitionRules(pooling_factors={"b": 7}, max_work_ratio=2.5)
-    (note,) = TowerPartitioner(num_towers=3, rules=rules).partition(unmeasured).notes
-    assert note.startswith("The work of 2 of 3 features is that of one id per sample")
+    (note,) = TowerPartitioner(num_towers=3, rules=PartitionRules(max_work_ratio=2.5)).partition(unmeasured).notes
+    assert note.startswith("Work is that of one id per sample and feature")
 
 
 @pytest.mark.parametrize(
     ("num_towers", "rules", "message"),
     [
         (2, {"max_work_ratio": 1.2}, r"a tower with 4\d\d\.?\d* work where the limit is 261\.6"),
-        (2, {"max_bytes_ratio": 1.5}, "a tower with 32,.* bytes where the limit is 24,840"),
+        (2, {"max_tower_bytes": 24_840}, "a tower with 32,.* bytes where the limit is 24,840"),
         (2, {"max_tower_bytes": 9_000}, r"bytes where the limit is 9,000.*cut large tables \(column_shards\)"),
         (2, {"apart": [["f0", "f1", "f2"]]}, "a tower with features that are to be apart"),
         (2, {"apart": [["f0", "f1"], ["f1", "f2"], ["f2", "f0"]]}, "a tower with features that are to be apart"),
@@ -117,24 +118,23 @@ def test_measured_pooling_factors_count_and_rules_override_them():
     ],
 )
 def test_limits_that_cannot_be_held_are_refused(num_towers, rules, message):
-    affinity = affinity_of(6)
+    affinity = with_factors(affinity_of(6), 50.0, 2.0)
     tables = tables_of(affinity.features, rows=[10, 1000, 10, 10, 10, 10], dims=[8, 8, 8, 4, 4, 4])
-    rules = PartitionRules(pooling_factors={"f0": 50, "f1": 2, "f2": 1}, **rules)
     with pytest.raises(InputError, match=REFUSAL + f".*{message}"):
-        TowerPartitioner(num_towers=num_towers, rules=rules).partition(affinity, tables=tables)
+        TowerPartitioner(num_towers=num_towers, rules=PartitionRules(**rules)).partition(affinity, tables=tables)
 
 
 def test_all_features_in_one_table_fit_one_tower():
     affinity = affinity_of(6)
     shared = [TableSpec(name="t", num_embeddings=9, embedding_dim=4, feature_names=affinity.features)]
-    rules = PartitionRules(max_work_ratio=1.0, max_bytes_ratio=1.0, together=[["*"]])
+    rules = PartitionRules(max_work_ratio=1.0, max_tower_bytes=9 * 4 * 4, together=[["*"]])
     found = TowerPartitioner(num_towers=1, rules=rules).partition(affinity, tables=shared)
     assert found.loads[0].num_bytes == 9 * 4 * 4
     with pytest.raises(InputError, match=r"num_towers=2 exceeds the 1 tables \(shared tables are not split\)"):
         TowerPartitioner(num_towers=2).fit(affinity, tables=shared)
 
 
-# --- categories and entities -----------------------------------------------------------------------------------------
+# --- categories -----------------------------------------------------------------------------------------
 
 
 def names_of(plan):
@@ -147,7 +147,7 @@ def test_categories_get_towers_in_proportion_to_their_features():
     plan = TowerPartitioner(num_towers=6, rules=rules).fit(affinity)
     assert names_of(plan) == ["user_0", "user_1", "user_2", "item_0", "item_1", "both_0"]
     assert [{name[0] for name in tower} for tower in plan.to_lists()] == [{"u"}] * 3 + [{"i"}] * 2 + [{"x"}]
-    given = rules.model_copy(update={"towers_per_category": {"user": 1, "item": 4, "both": 1}})
+    given = rules.model_copy(update={"towers_per_category": {"user": 1, "item": 4}})
     plan = TowerPartitioner(num_towers=6, rules=given).fit(affinity)
     assert sorted(len(tower) for tower in plan.to_lists()) == [1, 1, 1, 1, 2, 12]
 
@@ -155,10 +155,10 @@ def test_categories_get_towers_in_proportion_to_their_features():
 @pytest.mark.parametrize(
     ("num_towers", "rules", "message"),
     [
-        (2, {}, r"num_towers=2, but the 3 categories need a tower each and can fill 8 .*'u': 4, 'i': 3, 'x': 1"),
-        (9, {}, r"num_towers=9, but the 3 categories .* can fill 8"),
-        (6, {"towers_per_category": {"u": 1, "i": 4, "x": 1}}, "category 'i': num_towers=4 exceeds the 3 features"),
-        (6, {"towers_per_category": {"u": 1, "i": 2, "x": 1}}, r"num_towers=6, but towers_per_category adds up to 4"),
+        (2, {}, r"num_towers=2, but the categories need at least 3 .*'u': 4, 'i': 3, 'x': 1"),
+        (9, {}, "num_towers=9, but the categories .* can fill 8"),
+        (6, {"towers_per_category": {"u": 1, "i": 4}}, "category 'i': num_towers=4 exceeds the 3 features"),
+        (6, {"towers_per_category": {"u": 1, "i": 2, "x": 1}}, "num_towers=6, but the categories .* can fill 4"),
         (3, {"apart": [["i0", "i1"]]}, "category 'i': no assignment .* to 1 towers .* to be apart"),
         (3, {"max_tower_bytes": 300}, "category 'u': no assignment .* bytes where the limit is 300"),
     ],
@@ -174,27 +174,15 @@ FEATURES = ("item_id", "item_shop", "u_age", "u_city", "u_id", "hour", "slot", "
 USER = ["u_age", "u_city", "u_id", "u_os"]
 
 
-def entity_towers(num_towers, **entities):
-    affinity = FeatureAffinity(matrix=np.eye(len(FEATURES)), features=FEATURES)
-    return TowerPartitioner(num_towers=num_towers, rules=PartitionRules(entities=entities)).fit(affinity)
-
-
 @pytest.mark.parametrize("num_towers", [2, 3, 5])
 def test_an_entity_has_one_tower_with_nothing_else_in_it(num_towers):
-    plan = entity_towers(num_towers, user=["u_*"])
+    affinity = FeatureAffinity(matrix=np.eye(len(FEATURES)), features=FEATURES)
+    rules = PartitionRules(categories={"user": ["u_*"]}, towers_per_category={"user": 1})
+    plan = TowerPartitioner(num_towers=num_towers, rules=rules).fit(affinity)
     assert [tower.features for tower in plan.towers if tower.name == "user_0"] == [tuple(USER)]
     rest = [tower for tower in plan.towers if tower.name != "user_0"]
     assert [tower.name for tower in rest] == [f"rest_{i}" for i in range(num_towers - 1)]
     assert sorted(f for tower in rest for f in tower.features) == sorted({*FEATURES} - {*USER})
-
-
-def test_an_entity_has_several_towers_where_nothing_else_could_fill_them():
-    entities = {"user": ["u_*"], "item": ["item_*", "hour", "slot"]}
-    assert entity_towers(2, **entities).to_lists() == [USER, ["item_id", "item_shop", "hour", "slot"]]
-    homes = [{"u" if name in USER else "i" for name in tower} for tower in entity_towers(5, **entities).to_lists()]
-    assert all(len(home) == 1 for home in homes)
-    # Four features of no entity fill four towers; the next ones divide the entity.
-    assert names_of(entity_towers(6, user=["u_*"])).count("user_1") == 1
 
 
 # --- together, apart, order ------------------------------------------------------------------------------------------
@@ -224,15 +212,14 @@ def test_blocks_too_large_for_even_towers_are_noted():
 
 
 def test_permuting_everything_permutes_the_answer_only():
-    affinity = affinity_of(18, seed=5)
+    affinity = dataclasses.replace(affinity_of(18, seed=5), pooling_factors=tuple(1.0 + np.arange(18) % 4))
     tables = tables_of(affinity.features, rows=np.arange(18) % 3 * 40 + 20)
     rules = PartitionRules(
         categories={"a": ["f?"], "b": ["f1?"]},
         together=[["f0", "f3"]],
         apart=[["f1", "f2"], ["f11", "f12"]],
-        pooling_factors={"f1*": 3.5},
         max_work_ratio=2.0,
-        max_bytes_ratio=2.5,
+        max_tower_bytes=2.5 * sum(table.num_bytes for table in tables) / 6,
     )
     partitioner = TowerPartitioner(num_towers=6, rules=rules, seed=3)
     found = partitioner.partition(affinity, tables=tables)
@@ -249,7 +236,7 @@ def test_permuting_everything_permutes_the_answer_only():
 def test_exact_ties_are_broken_the_same_way_every_time():
     names = [f"f{i}" for i in range(12)]
     matrix = np.kron(np.eye(2), np.ones((6, 6))) * 0.5
-    rules = PartitionRules(max_bytes_ratio=1.0, apart=[["f0", "f1"]])
+    rules = PartitionRules(max_work_ratio=1.0, apart=[["f0", "f1"]])
     partitioner = TowerPartitioner(num_towers=4, rules=rules)
     affinity = FeatureAffinity(matrix=matrix, features=names)
     first = partitioner.fit(affinity, tables=tables_of(names))
@@ -260,7 +247,8 @@ def test_exact_ties_are_broken_the_same_way_every_time():
 @pytest.mark.parametrize("num_features", [6, 7, 11])
 def test_equal_features_fill_equal_towers_exactly(num_features):
     # A share that is a rounding below the load of a feature must not refuse what is exactly even.
-    affinity = affinity_of(num_features)
-    rules = PartitionRules(pooling_factors={"*": 1.1}, max_work_ratio=1.0, max_bytes_ratio=1.0)
-    plan = TowerPartitioner(num_towers=num_features, rules=rules).fit(affinity, tables=tables_of(affinity.features))
+    affinity = with_factors(affinity_of(num_features), *[1.1] * num_features)
+    plan = TowerPartitioner(num_towers=num_features, rules=PartitionRules(max_work_ratio=1.0)).fit(
+        affinity, tables=tables_of(affinity.features)
+    )
     assert plan.num_towers == num_features

@@ -122,21 +122,20 @@ def test_features_of_a_shared_table_stay_together():
 @pytest.mark.parametrize(
     ("keywords", "message"),
     [
-        ({"num_towers": 0}, "num_towers=0 must be a whole number of at least 1"),
-        ({"num_towers": 2.0}, r"num_towers=2\.0 must be a whole number"),
-        ({"num_towers": True}, "num_towers=True must be a whole number"),
-        ({"num_towers": 2, "seed": 2**64}, "seed=18446744073709551616 must be .* at most 4294967295"),
-        ({"num_towers": 2, "balance_ratio": 1e308}, r"balance_ratio=1e\+308 must be at least 1 and finite"),
-        ({"num_towers": 2, "seed": -1}, "seed=-1 must be a whole number of at least 0"),
-        ({"num_towers": 2, "strategy": "coherant"}, r"strategy='coherant' is unknown\. Did you mean 'coherent'\?"),
-        ({"num_towers": 2, "balance_ratio": 0.5}, r"balance_ratio=0\.5 must be at least 1"),
-        ({"num_towers": 2, "balance_ratio": float("nan")}, "balance_ratio=nan must be at least 1"),
-        ({"num_towers": 2, "balance_ratio": float("inf")}, "balance_ratio=inf must be at least 1 and finite"),
+        ({"num_towers": 0}, r"num_towers: .* \(got 0\)"),
+        ({"num_towers": 2.0}, r"num_towers: .* \(got 2\.0\)"),
+        ({"num_towers": True}, r"num_towers: .* \(got True\)"),
+        ({"num_towers": 2, "seed": 2**32}, r"seed: .* \(got 4294967296\)"),
+        ({"num_towers": 2, "seed": -1}, r"seed: .* \(got -1\)"),
+        ({"num_towers": 2, "strategy": "coherant"}, r"strategy: .*'coherent'.* \(got 'coherant'\)"),
+        ({"num_towers": 2, "balance_ratio": 0.5}, r"balance_ratio: .* \(got 0\.5\)"),
+        ({"num_towers": 2, "balance_ratio": float("nan")}, r"balance_ratio: .* \(got nan\)"),
+        ({"num_towers": 2, "rules": {}}, "rules: .*PartitionRules"),
     ],
 )
 def test_wrong_arguments_are_refused(keywords, message):
     partitioner = TowerPartitioner(**keywords)  # parameters are kept as given
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(InputError, match=f"TowerPartitioner: {message}"):
         partitioner.fit(FeatureAffinity(matrix=np.eye(3), features=list("abc")))
 
 
@@ -148,7 +147,7 @@ def test_more_towers_than_features_are_refused():
 
 def test_tables_of_another_model_are_refused():
     affinity = FeatureAffinity(matrix=np.eye(2), features=["user", "shop"])
-    with pytest.raises(InputError, match=r"TowerPartitioner: feature 'shopp' is in the tables .*Did you mean 'shop'"):
+    with pytest.raises(InputError, match=r"feature 'shopp' is in the tables .*Did you mean 'shop'"):
         TowerPartitioner(num_towers=1).fit(affinity, tables=tables_of(["user", "shopp"]))
 
 
@@ -222,7 +221,8 @@ def test_random_towers_obey_the_rules():
     measured, _ = planted_affinity(18, 3, seed=0)
     names = measured.features
     tables = tables_of(names, rows=10 + 40 * (np.arange(18) % 3), dims=4)
-    rules = PartitionRules(apart=[["f0", "f1", "f2"]], together=[["f3", "f4"]], max_bytes_ratio=1.2)
+    mean = sum(table.num_bytes for table in tables) / 3
+    rules = PartitionRules(apart=[["f0", "f1", "f2"]], together=[["f3", "f4"]], max_tower_bytes=1.2 * mean)
     partitioner = TowerPartitioner(num_towers=3, rules=rules, balance_ratio=2)
     seen = []
 
@@ -235,7 +235,6 @@ def test_random_towers_obey_the_rules():
         partitioner.partition(measured, tables=tables)
     assert len(seen) > 50
     assert len({tuple(sorted(towers.items())) for towers in seen}) > 50
-    mean = sum(table.num_bytes for table in tables) / 3
     for towers in seen:
         assert len({towers[name] for name in ("f0", "f1", "f2")}) == 3
         assert towers["f3"] == towers["f4"]

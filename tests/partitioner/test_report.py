@@ -14,7 +14,6 @@ from dmt.errors import InputError
 from dmt.partitioner import (
     FeatureAffinity,
     Interaction,
-    PartitionRules,
     TowerPartitioner,
     plot_affinity,
     plot_coordinates,
@@ -136,7 +135,7 @@ def test_pairs_of_shards_of_one_table_count_nowhere():
 
 
 def test_the_page_of_resemblance_is_whole_and_loads_nothing(tmp_path):
-    partition = made(rules=PartitionRules(max_bytes_ratio=2.0))
+    partition = made()
     path = write_partition_report(partition, tmp_path / "new", links=[("../other.html", "Another page")])
     page = Page(path)
     pictures = [address for address in page.addresses if address.startswith("data:image/png;base64,")]
@@ -146,7 +145,7 @@ def test_the_page_of_resemblance_is_whole_and_loads_nothing(tmp_path):
     assert judge_meaning(partition).sentence in page.text
     within, between = partition.comparison.within, partition.comparison.between
     assert f"{within:.4f} {between:.4f}" in page.text
-    for words in ("largest / mean 1.00 1.00 1.00", "limit - - 25.6 kB", "Affinity digest", "interaction"):
+    for words in ("largest / mean 1.00 1.00 1.00", "Affinity digest", "interaction"):
         assert (words in page.text) == (words != "interaction"), words
     for tower in partition.plan.towers:
         assert f"{tower.name} {' '.join(tower.features)}" in page.text

@@ -79,7 +79,7 @@ def test_a_run_says_which_tower_module_and_which_tables(arch: str, strategy: str
     result = partition("--checkpoint", tmp_path / "run", "--tower-module", "dlrm", "--towers", "3", "--out", out)
     assert "Strategy interactions" not in result.stderr
     limits = ["--rules", tmp_path / "rules.toml"]
-    (tmp_path / "rules.toml").write_text('max_bytes_ratio = 1.1\napart = [["c_1", "c_5"]]\n')
+    (tmp_path / "rules.toml").write_text('max_work_ratio = 1.1\napart = [["c_1", "c_5"]]\n')
     result = partition(
         "--checkpoint", tmp_path / "run", "--strategy", "interactions", "--towers", "3", "--out", out, *limits
     )

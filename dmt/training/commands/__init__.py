@@ -222,7 +222,7 @@ def _doctor() -> Shown:
     help="Of the towers, for interactions; by default that of --checkpoint.",
 )
 @click.option("--balance-ratio", default=1.0, help="Largest tower over smallest, at most; inf leaves it open.")
-@click.option("--rules", type=_PATH, help="TOML file: entities, categories, together, apart, limits.")
+@click.option("--rules", type=_PATH, help="TOML file: categories, together, apart, limits.")
 @click.option("--out", default="towers.json", type=_Output("tower plan"))
 @click.option("--report", type=_Output("folder"), help="Also write a page with pictures into this folder.")
 @click.option("--save-affinity", type=_Output("matrix"), help="Also keep the collected affinity (.npz).")

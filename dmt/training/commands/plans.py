@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -59,12 +58,11 @@ def run_partition(options: Mapping[str, Any], command: str) -> Shown:
         )
     rules = PartitionRules() if options["rules"] is None else PartitionRules.load(options["rules"])
     sense: Any = "together" if keeps_interactions else "apart"
-    ratio = options["balance_ratio"]
     partitioner = TowerPartitioner(
         num_towers=options["towers"],
         strategy=sense if strategy == "interactions" else strategy,
         keeps_interactions=keeps_interactions,
-        balance_ratio=None if ratio == math.inf else ratio,
+        balance_ratio=options["balance_ratio"],
         seed=options["seed"],
         rules=rules,
     )
