@@ -162,17 +162,18 @@ class FeatureAffinity:
         *,
         tables: Sequence[Any] = (),
         seed: int = 0,
-        num_splits: int = 3,
         max_rows: int = 2**20,
-        triples: bool = True,
     ) -> FeatureAffinity:
         """Measures which features interact, on training rows. No trained model and no TorchRec is needed.
 
         An additive logistic model of all features is fitted, then for each pair (and triple) one step for each cell of
-        its values. The gain is by how much the steps lower the log loss of rows held out of both fits, the mean of
-        several splits. Rows are kept in 4 bytes per value, 2 GiB at most. Values that one row has are taken together,
-        bags count by their first 5 ids in equal shares, dense columns take part in the additive model in 32 bins. Cells
-        beyond 4 million are hashed. On a terminal, a bar shows the progress.
+        its values. The gain is by how much the steps lower the log loss of rows held out of both fits: the mean of
+        three splits, each with another tenth of the rows. Triples count beyond their pairs; they take about a minute,
+        on fewer rows where all would take more, and are left out where 20,000 rows would. A note says so.
+
+        Rows are kept in 8 bytes per id, 2 GiB at most. Values that one row has are taken together, bags count by their
+        first 5 ids in equal shares, dense columns take part in the additive model in 32 bins. Cells beyond 4 million
+        are hashed. On a terminal, a bar shows the progress.
 
         Args:
             batches: of training rows only, each with ``labels`` [B] of 0 and 1, ``sparse_features`` (a
@@ -180,20 +181,14 @@ class FeatureAffinity:
                 ``weights`` [B], 0 for rows to leave out. Consumed one at a time.
             tables: those of the features, to be kept for the partitioner's limits.
             seed: of the splits.
-            num_splits: S, 1 to 10: times that another tenth of the rows is held out and all is fitted to the rest.
             max_rows: rows to read at most. Hundreds of features are measured on fewer: pairs in about 20 minutes.
-            triples: measure all triples too, beyond their pairs, in about a minute: on fewer rows where it takes more,
-                and not at all where 20,000 rows would take more. A note says so. Without them, an interaction of three
-                features counts by what its pairs show, which is nothing where the label goes by their parity.
 
         Raises:
             InputError: a batch is not of this form, there are too few rows, or all have one label.
         """
         from dmt.partitioner.gains import measure_interactions
 
-        return measure_interactions(
-            batches, tables=tables, seed=seed, num_splits=num_splits, max_rows=max_rows, triples=triples
-        )
+        return measure_interactions(batches, tables=tables, seed=seed, max_rows=max_rows)
 
     def significant(self) -> NDArray[np.float64]:
         """[F, F] the matrix, with interactions that may be errors of measuring as 0 (`noise_bound`), like the diagonal.

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 from dmt.errors import InputError
 from dmt.partitioner.affinity import FeatureAffinity, Interaction, check_tables, noise_bound
-from dmt.partitioner.rows import PARTS, WHERE, Column, ReadRows, mix_bits, read_rows
+from dmt.partitioner.rows import WHERE, Column, ReadRows, mix_bits, read_rows
 
 __all__ = ["AdditiveFit", "fit_additive", "gains_of", "join", "log_losses", "measure_interactions"]
 
@@ -33,11 +33,13 @@ Floats = NDArray[np.float64]
 _LEAST_ROWS = 1000
 # Weights of the additive model are drawn to 0 as if each value had been seen with this much more h, steps of cells too.
 VALUE_PRIOR, CELL_PRIOR = 10.0, 30.0
+# Times that a tenth of the rows is held out.
+SPLITS = 3
 # The additive model is done when a sweep lowers the loss of a row by less than this; nats.
-DONE, SETTLED = 1e-5, 1e-3
+DONE = 1e-5
 MAX_SWEEPS = 60
 MOST_CELLS = 2**22
-# Rows times pairs, and rows times triples, with three splits: about 20 minutes and a minute of one core. Fewer rows are
+# Rows times pairs, and rows times triples: about 20 minutes and a minute of one core. Fewer rows are
 # used beyond, and for triples none below the least.
 PAIR_WORK, TRIPLE_WORK, LEAST_TRIPLE_ROWS = 2e10, 8e8, 20_000
 # Times that the steps of all pairs are made before triples are measured: what one step leaves of a strong pair would be
@@ -45,23 +47,17 @@ PAIR_WORK, TRIPLE_WORK, LEAST_TRIPLE_ROWS = 2e10, 8e8, 20_000
 _PAIR_ROUNDS, _TRIPLES_NAMED = 3, 10
 
 
-def measure_interactions(
-    batches: Iterable[Any], *, tables: Sequence[Any], seed: int, num_splits: int, max_rows: int, triples: bool
-) -> FeatureAffinity:
+def measure_interactions(batches: Iterable[Any], *, tables: Sequence[Any], seed: int, max_rows: int) -> FeatureAffinity:
     """Measures the gains; `FeatureAffinity.collect_interactions` describes the arguments."""
-    for name, value, least, most in (
-        ("seed", seed, 0, 2**32 - 1),
-        ("num_splits", num_splits, 1, PARTS),
-        ("max_rows", max_rows, _LEAST_ROWS, 2**40),
-    ):
+    for name, value, least, most in (("seed", seed, 0, 2**32 - 1), ("max_rows", max_rows, _LEAST_ROWS, 2**40)):
         if not least <= value <= most:
             raise InputError(f"{WHERE}: {name}={value} must be at least {least} and at most {most}.")
     rows = read_rows(batches, max_rows=max_rows, seed=seed)
     _check_rows(rows)
     features, columns, notes = rows.features, rows.columns[: len(rows.features)], _constant_notes(rows)
-    fit = _fit(rows, num_splits)
+    fit = _fit(rows)
     pairs = np.stack(np.triu_indices(len(features), k=1), axis=1)
-    num_rows = int(min(len(rows.labels), max(_LEAST_ROWS, 3 * PAIR_WORK / num_splits / max(len(pairs), 1))))
+    num_rows = int(min(len(rows.labels), max(_LEAST_ROWS, PAIR_WORK / max(len(pairs), 1))))
     if num_rows < len(rows.labels):
         notes.append(f"The {len(pairs):,} pairs were measured on {num_rows:,} of {len(rows.labels):,} rows.")
         fit, columns = fit.first(num_rows), [column.first(num_rows) for column in columns]
@@ -81,7 +77,7 @@ def measure_interactions(
         tables=check_tables(tables, features, where=WHERE),
         pooling_factors=rows.pooling_factors,
     )
-    interacting, more = _measure_triples(measured, columns, fit) if triples else ((), [])
+    interacting, more = _measure_triples(measured, columns, fit)
     return replace(measured, triples=interacting, notes=(*notes, *more))
 
 
@@ -107,15 +103,11 @@ def _constant_notes(rows: ReadRows) -> list[str]:
     ]
 
 
-def _fit(rows: ReadRows, num_splits: int) -> AdditiveFit:
+def _fit(rows: ReadRows) -> AdditiveFit:
     """Fits the additive model without each of the held-out parts."""
-    weights, odds, held, losses = None, [], [], []
-    for split in range(num_splits):
-        held.append(rows.parts == split)
-        # Each fit runs until it converges, so where it begins only saves time.
-        fitted, weights = fit_additive(rows.columns, rows.labels, ~held[-1], start=weights)
-        odds.append(fitted)
-        losses.append(log_losses(fitted[held[-1]], rows.labels[held[-1]]))
+    held = [rows.parts == split for split in range(SPLITS)]
+    odds = [fit_additive(rows.columns, rows.labels, ~part) for part in held]
+    losses = [log_losses(fitted[part], rows.labels[part]) for fitted, part in zip(odds, held, strict=True)]
     return AdditiveFit(labels=rows.labels, odds=odds, held=held, loss=float(np.concatenate(losses).mean()))
 
 
@@ -126,7 +118,7 @@ def _measure_triples(
     features, count = measured.features, math.comb(len(columns), 3)
     # A row with three bags has the product of their lengths in cells.
     per_row = max((len(column.values) / len(fit.labels) for column in columns), default=1.0) ** 3
-    num_rows = min(len(fit.labels), int(3 * TRIPLE_WORK / len(fit.odds) / max(count, 1) / per_row))
+    num_rows = min(len(fit.labels), int(TRIPLE_WORK / max(count, 1) / per_row))
     if not count or num_rows < min(LEAST_TRIPLE_ROWS, len(fit.labels)):
         note = f"The {count:,} triples of features were not measured, which would take more than a minute."
         return (), [note] if count else []
@@ -266,46 +258,34 @@ def _join_two(first: Column, second: Column, most: int) -> Column:
     return Column(values=cells, lengths=lengths, size=size)
 
 
-def fit_additive(
-    columns: Sequence[Column], labels: Floats, counts: NDArray[np.bool_], *, start: Sequence[Floats] | None = None
-) -> tuple[Floats, list[Floats]]:
+def fit_additive(columns: Sequence[Column], labels: Floats, counts: NDArray[np.bool_]) -> Floats:
     """Fits log odds that are a sum of one weight per value, by Newton steps of one feature after another.
 
     A sweep goes through all features, on g as it changes and h as it was; it is taken back by halves while it raises
     the loss. It ends when a sweep gains next to nothing: what single features leave over would be found in pairs.
 
     ``columns`` are those of all features, dense ones in bins; ``labels`` [R] are 0 or 1, ``counts`` [R] the rows to
-    fit, ``start`` the weights of an earlier fit on other rows, to begin with.
+    fit.
 
     Returns:
-        [R] log odds, and the weights: [V] of each feature, then the constant.
+        [R] log odds.
     """
-    num_rows, fitted = float(counts.sum()), float(labels[counts].sum())
+    num_rows, clicks = float(counts.sum()), float(labels[counts].sum())
     # Converted once, not in every sweep.
     columns = [replace(column, values=column.values.astype(np.int64)) for column in columns]
-    if start is None:
-        weights = [np.zeros(column.size) for column in columns]
-        weights.append(np.array([np.log(fitted / (num_rows - fitted))]))
-    else:
-        weights = [values.copy() for values in start]
-    odds = np.full(len(labels), weights[-1][0])
-    for column, values in zip(columns, weights, strict=False):
-        odds += column.means(values)
+    weights = [np.zeros(column.size) for column in columns]
+    odds = np.full(len(labels), np.log(clicks / (num_rows - clicks)))
     loss = _loss(odds, labels, counts, weights)
-    settled, sums_h = False, [values[:0] for values in weights]
     for _ in range(MAX_SWEEPS):
         p = _probability(odds)
         g, h = np.where(counts, labels - p, 0.0), np.where(counts, p * (1.0 - p), 0.0)
         steps, moved = [], np.zeros(len(labels))
-        for i, (column, values) in enumerate(zip(columns, weights, strict=False)):
-            if not settled:
-                sums_h[i] = column.sums(h)
-            steps.append((column.sums(g) - VALUE_PRIOR * values) / (sums_h[i] + VALUE_PRIOR))
+        for column, values in zip(columns, weights, strict=True):
+            steps.append((column.sums(g) - VALUE_PRIOR * values) / (column.sums(h) + VALUE_PRIOR))
             change = column.means(steps[-1])
             moved += change
             g -= h * change
-        steps.append(np.array([g.sum() / max(h.sum(), 1e-12)]))
-        moved += steps[-1][0]
+        moved += g.sum() / max(h.sum(), 1e-12)  # the constant, which nothing draws to 0
         scale, before = 1.0, loss
         for _ in range(10):
             tried = [values + scale * step for values, step in zip(weights, steps, strict=True)]
@@ -314,17 +294,15 @@ def fit_additive(
                 weights, odds = tried, odds + scale * moved
                 break
             scale /= 2
-        # Sums of h hardly change any more then; g stays exact.
-        settled = before - loss < SETTLED
         if before - loss < DONE:
-            return odds, weights
+            return odds
     logger.warning("The additive model was not done after %d sweeps; single effects may show in pairs.", MAX_SWEEPS)
-    return odds, weights
+    return odds
 
 
 def _loss(odds: Floats, labels: Floats, counts: NDArray[np.bool_], weights: Sequence[Floats]) -> float:
     """Mean log loss of the rows that count, with the penalty on the weights."""
-    penalty = VALUE_PRIOR / 2 * sum(float(values @ values) for values in weights[:-1])
+    penalty = VALUE_PRIOR / 2 * sum(float(values @ values) for values in weights)
     return float(np.where(counts, log_losses(odds, labels), 0.0).sum() + penalty) / float(counts.sum())
 
 

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from importlib.metadata import version
 from itertools import accumulate, pairwise
 from pathlib import Path
-from platform import python_version
 from typing import Any
 
 import numpy as np
@@ -15,8 +13,8 @@ import numpy as np
 from dmt import __version__
 from dmt.formatting import counted, human_bytes
 from dmt.partitioner.affinity import FeatureAffinity
-from dmt.partitioner.partition import Partition, tower_affinity
-from dmt.partitioner.verdict import judge_balance, judge_meaning, quantities
+from dmt.partitioner.partition import Partition
+from dmt.partitioner.verdict import judge_balance, judge_meaning, tower_loads
 from dmt.plan.towers import TowerPlan
 from dmt.report import data_uri, render_page
 from dmt.report.style import INK, add_title, dress_axes, new_figure, save_figure, tower_badges
@@ -33,22 +31,14 @@ _MEASURES = {
     "cosine": "affinity  |mean cosine|",
     "interactions": "interaction, nats per row",
 }
-_PACKAGES = ("numpy", "scikit-learn", "k-means-constrained", "matplotlib")
 
 
-def plot_affinity(
-    affinity: FeatureAffinity, plan: TowerPlan, path: str | os.PathLike[str], *, title: str | None = None
-) -> Path:
+def plot_affinity(affinity: FeatureAffinity, plan: TowerPlan, path: str | os.PathLike[str]) -> Path:
     """Draws the matrix in the order of the plan, with the towers boxed and colour-coded (paper's Figure 9).
 
     Up to 64 features are named on the axes. The colour scale ends at the largest value of two different features; the
-    diagonal is left blank, as it would outshine everything else. Returns the path written.
-
-    Args:
-        affinity: of the plan's features, in any order.
-        plan: the towers.
-        path: the file to write; its suffix chooses the format (``.png``, ``.svg``, ``.pdf``).
-        title: heading; by default the strategy, the counts, and the mean affinity within and between towers.
+    diagonal is left blank, as it would outshine everything else. ``affinity`` has the plan's features, in any order;
+    the suffix of ``path`` chooses the format (``.png``, ``.svg``, ``.pdf``). Returns the path written.
 
     Raises:
         InputError: plan and affinity are not about the same features, the suffix is not a picture format, or the file
@@ -82,18 +72,12 @@ def plot_affinity(
         axes.add_patch(box).set_clip_on(False)
         _write_badge(axes, tower, (start + extent / 2 - 0.5, -0.5), offset=9.0)
         start += extent
-    figure.suptitle(title or _default_title(affinity, plan), fontsize=11, x=0.02, ha="left", parse_math=False)
+    figure.suptitle(_title(plan), fontsize=11, x=0.02, ha="left", parse_math=False)
     return save_figure(figure, path, caller="plot_affinity")
 
 
-def _default_title(affinity: FeatureAffinity, plan: TowerPlan) -> str:
-    counts = f"{counted(affinity.num_features, 'feature')} in {counted(plan.num_towers, 'tower')}, {plan.strategy}"
-    within, between = tower_affinity(affinity, plan)
-    if affinity.is_interactions:
-        return counts if within is None else f"{counts}\n{within:.0%} of the interaction within towers"
-    means = (("within", within), ("between", between))
-    said = ", ".join(f"{word} towers {mean:.3f}" for word, mean in means if mean is not None)
-    return f"{counts}\nmean affinity {said}" if said else counts
+def _title(plan: TowerPlan) -> str:
+    return f"{counted(len(plan.features), 'feature')} in {counted(plan.num_towers, 'tower')}, {plan.strategy}"
 
 
 def plot_coordinates(partition: Partition, path: str | os.PathLike[str]) -> Path:
@@ -124,10 +108,9 @@ def plot_coordinates(partition: Partition, path: str | os.PathLike[str]) -> Path
         axes.annotate(_shown(name), place, xytext=(5, 3), textcoords="offset points", fontsize=7.5, color=INK)
     dress_axes(axes, grid="both")
     axes.set_aspect("equal", adjustable="datalim")
-    plan, meaning = partition.plan, "alike" if partition.plan.strategy == "coherent" else "unlike"
-    heading = f"{counted(len(plan.features), 'feature')} in {counted(plan.num_towers, 'tower')}, {plan.strategy}"
+    meaning = "alike" if partition.plan.strategy == "coherent" else "unlike"
     stress = f"normalized stress {partition.normalized_stress:.3f} (0 is perfect, above 0.2 is poor)"
-    add_title(axes, [heading, f"near = {meaning}; {stress}"])
+    add_title(axes, [_title(partition.plan), f"near = {meaning}; {stress}"])
     return save_figure(figure, path, caller="plot_coordinates")
 
 
@@ -164,19 +147,16 @@ def write_partition_report(
         InputError: a file cannot be written.
     """
     target, plan, affinity = Path(folder), partition.plan, partition.affinity
-    measured = counted(affinity.num_samples or 0, "row" if affinity.is_interactions else "sample")
     meaning = judge_meaning(partition)
-    columns, cells, below = _tower_table(partition)
+    columns, cells = _tower_table(partition)
     pictures = [plot_affinity(affinity, plan, target / "affinity.png")]
     if not affinity.is_interactions:
         pictures.append(plot_coordinates(partition, target / "coordinates.png"))
-    towers = [badge | {"cells": row} for badge, row in zip(tower_badges(plan), cells, strict=True)]
-    counts = f"{counted(affinity.num_features, 'feature')} in {counted(plan.num_towers, 'tower')}"
     context = {
-        "heading": f"{counts}, {plan.strategy}",
-        "measured": measured if affinity.num_samples else "",
-        "interactions": affinity.is_interactions,
-        "strategy": plan.strategy,
+        "heading": _title(plan),
+        "plan": plan,
+        "affinity": affinity,
+        "comparison": partition.comparison,
         "links": list(links),
         "notes": list(partition.notes),
         "meaning": meaning.sentence,
@@ -184,29 +164,14 @@ def write_partition_report(
             {"big": verdict.big, "what": verdict.what, "small": verdict.sentence}
             for verdict in (meaning, judge_balance(partition))
         ],
-        "comparison": _comparison_cells(partition),
         "strongest": strongest_rows(partition, _SHOWN_INTERACTIONS),
         "columns": columns,
-        "towers": towers,
-        "below": below,
+        "towers": [badge | {"cells": row} for badge, row in zip(tower_badges(plan), cells, strict=True)],
         "few_features": affinity.num_features <= MOST_NAMED,
-        "column_shards": bool(plan.column_splits),
         "pictures": [data_uri(picture) for picture in pictures],
-        "made": _made(partition),
+        "version": __version__,
     }
     return render_page(Path(__file__).with_name("report.html"), target / "report.html", context)
-
-
-def _comparison_cells(partition: Partition) -> list[str]:
-    comparison = partition.comparison
-    digits = ".1%" if partition.affinity.is_interactions else ".4f"
-
-    def shown(value: float | None) -> str:
-        return "-" if value is None else f"{value:{digits}}"
-
-    random = shown(comparison.within_random)
-    spread = "" if comparison.std_random is None else f" \u00b1 {shown(comparison.std_random)}"
-    return [shown(comparison.within), shown(comparison.between), shown(comparison.within_strided), random + spread]
 
 
 def strongest_rows(partition: Partition, count: int) -> list[tuple[str, str, str, str]]:
@@ -222,38 +187,19 @@ def strongest_rows(partition: Partition, count: int) -> list[tuple[str, str, str
     return rows
 
 
-def _tower_table(partition: Partition) -> tuple[list[str], list[list[str]], dict[str, list[str]]]:
-    """Headings; the cells of each tower after its name; and those of the rows below all towers, by their name."""
-    known = quantities(partition)
-    columns = [[_amount(quantity.name, value) for value in quantity.values] for quantity in known]
+def _tower_table(partition: Partition) -> tuple[list[str], list[list[str]]]:
+    """Headings, and the cells of each tower after its name."""
+    known = tower_loads(partition)
+    columns = [[_amount(name, value) for value in values] for name, values in known.items()]
     ordered = partition.affinity.permuted(partition.plan.features).significant()
     stops = accumulate((load.num_features for load in partition.loads), initial=0)
     means = []
     for start, stop in pairwise(stops):
         block, pairs = ordered[start:stop, start:stop], (stop - start) * (stop - start - 1)
         means.append(f"{float(block.sum() - np.trace(block)) / pairs:.4g}" if pairs else "-")
-    below = {
-        "mean": [_amount(quantity.name, sum(quantity.values) / len(quantity.values)) for quantity in known],
-        "largest / mean": ["-" if q.imbalance is None else f"{q.imbalance:.2f}" for q in known],
-    }
     inside = "mean interaction within" if partition.affinity.is_interactions else "affinity within"
-    headings = ["tower", *(quantity.name for quantity in known), inside]
-    return headings, list(map(list, zip(*columns, means, strict=True))), below
+    return ["tower", *known, inside], list(map(list, zip(*columns, means, strict=True)))
 
 
 def _amount(quantity: str, value: float) -> str:
     return human_bytes(value) if quantity == "bytes" else f"{value:,.0f}" if value >= 100 else f"{value:,.3g}"
-
-
-def _made(partition: Partition) -> list[tuple[str, str]]:
-    plan, affinity = partition.plan, partition.affinity
-    versions = [f"Python {python_version()}", f"dmt {__version__}", *(f"{name} {version(name)}" for name in _PACKAGES)]
-    kind, samples = ("Interactions", "Rows") if affinity.is_interactions else ("Affinity", "Samples")
-    return [
-        ("Command", plan.command or "not recorded"),
-        ("Seed", "none" if plan.seed is None else str(plan.seed)),
-        (kind, f"digest {plan.affinity.get('digest') or affinity.to_summary()['digest']}"),
-        (samples, "not recorded" if affinity.num_samples is None else f"{affinity.num_samples:,}"),
-        ("Versions", ", ".join(versions)),
-        ("Method", "gains on held-out rows" if affinity.is_interactions else "arXiv 2403.00877, section 3.3"),
-    ]

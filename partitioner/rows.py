@@ -15,11 +15,12 @@ from numpy.typing import NDArray
 
 from dmt.errors import InputError
 
-__all__ = ["PARTS", "WHERE", "Column", "ReadRows", "mix_bits", "read_rows"]
+__all__ = ["WHERE", "Column", "ReadRows", "mix_bits", "read_rows"]
 
-# Ids of a bag that count, in its order; values that all rows together may have, 4 bytes each; raw values of all
-# features together.
-MOST_PER_BAG, MOST_KEPT, MOST_RAW = 5, 2**29, 2**27
+# Ids of a bag that count, in its order; ids of all rows together, 8 bytes each.
+MOST_PER_BAG, MOST_KEPT = 5, 2**28
+# Stands for an empty bag among the ids.
+_EMPTY = np.iinfo(np.int64).min
 PARTS = 10
 """A row is held out of split s where its hash is s modulo this."""
 _DENSE_BINS = 32
@@ -77,7 +78,7 @@ class ReadRows:
     labels: NDArray[np.float64]
     """[R] 0 or 1."""
     parts: NDArray[np.int64]
-    """[R] the part of each row, 0 to `PARTS` - 1: a hash of the seed, the number of its batch and its place there."""
+    """[R] the part of each row, 0 to `PARTS` - 1, drawn from the seed."""
     pooling_factors: tuple[float, ...]
     """Mean ids of each feature, all of every bag."""
 
@@ -88,12 +89,10 @@ class _Part:
 
     labels: NDArray[np.float64]
     """[K]"""
-    numbers: NDArray[np.uint64]
-    """[K] the number of the batch, times 2^32, and the place in it."""
     dense: NDArray[np.float32]
     """[K, D]"""
-    bags: Mapping[str, tuple[NDArray[np.int32], NDArray[np.int32]]]
-    """[K] lengths, at least 1, and raw values, 0 for an empty bag."""
+    bags: Mapping[str, tuple[NDArray[np.int32], NDArray[np.int64]]]
+    """[K] lengths, at least 1, and ids."""
     num_ids: Mapping[str, int]
     """Ids of each feature, all of every bag."""
 
@@ -122,8 +121,6 @@ def read_rows(batches: Iterable[Any], *, max_rows: int, seed: int) -> ReadRows:
             break
     if not num_rows:
         raise InputError(f"{WHERE}: batches gave 0 rows with a weight.")
-    numbers = np.concatenate([part.numbers for part in parts])
-    hashes = mix_bits(numbers ^ mix_bits(np.array([seed], dtype=np.uint64) + np.uint64(1)))
     features = tuple(parts[0].bags)
     return ReadRows(
         features=features,
@@ -132,7 +129,8 @@ def read_rows(batches: Iterable[Any], *, max_rows: int, seed: int) -> ReadRows:
             *map(_dense_column, np.concatenate([part.dense for part in parts]).T),
         ],
         labels=np.concatenate([part.labels for part in parts]),
-        parts=(hashes % np.uint64(PARTS)).astype(np.int64),
+        # Not the seed alone: rows made with the generator of the same seed would go by the parts.
+        parts=np.random.default_rng([seed, PARTS]).integers(PARTS, size=num_rows),
         pooling_factors=tuple(sum(part.num_ids[name] for part in parts) / num_rows for name in features),
     )
 
@@ -165,12 +163,10 @@ def _read(index: int, batch: Any, most_rows: int) -> _Part:
             "bags. Give one for each row."
         )
     kept = np.flatnonzero(real)[:most_rows]
-    most_raw = int(np.clip(2 ** int(np.log2(MOST_RAW // len(bags))), 2**14, 2**22))
     return _Part(
         labels=labels[kept],
-        numbers=(np.uint64(index) << np.uint64(32)) + kept.astype(np.uint64),
         dense=columns[kept],
-        bags={name: _shortened(lengths, ids, kept, most_raw) for name, (lengths, ids) in bags.items()},
+        bags={name: _shortened(lengths, ids, kept) for name, (lengths, ids) in bags.items()},
         num_ids={name: int(lengths[kept].sum()) for name, (lengths, _) in bags.items()},
     )
 
@@ -199,30 +195,25 @@ def _bags(sparse: Any, num_rows: int) -> Mapping[str, tuple[NDArray[Any], NDArra
 
 
 def _shortened(
-    lengths: NDArray[Any], ids: NDArray[Any], kept: NDArray[np.int64], most: int
-) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
-    """Lengths and raw values of the kept rows: of long bags the first ids, of empty ones the value 0."""
-    ids = ids.astype(np.int64)
-    hashed = (mix_bits(ids.view(np.uint64)) & np.uint64(most - 1)).view(np.int64)
-    raw = np.where((ids >= 0) & (ids < most), ids, hashed) + 1
-    if (lengths == 1).all():
-        return np.ones(len(kept), np.int32), raw[kept].astype(np.int32)
+    lengths: NDArray[Any], ids: NDArray[Any], kept: NDArray[np.int64]
+) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
+    """Lengths and ids of the kept rows: of long bags the first ids, of empty ones `_EMPTY`."""
     starts = (np.cumsum(lengths) - lengths)[kept]
     used = np.clip(lengths[kept], 1, MOST_PER_BAG)
     place = np.arange(used.sum()) - np.repeat(np.cumsum(used) - used, used)
-    empty = np.repeat(lengths[kept] == 0, used)
-    at = np.minimum(np.repeat(starts, used) + place, max(0, len(raw) - 1))
-    values = np.where(empty, 0, raw[at] if len(raw) else 0)
-    return used.astype(np.int32), values.astype(np.int32)
+    # One more, so that an empty bag at the end has an id to replace.
+    padded = np.append(ids.astype(np.int64), _EMPTY)
+    values = np.where(np.repeat(lengths[kept] == 0, used), _EMPTY, padded[np.repeat(starts, used) + place])
+    return used.astype(np.int32), values
 
 
-def _column(parts: Sequence[tuple[NDArray[np.int32], NDArray[np.int32]]]) -> Column:
+def _column(parts: Sequence[tuple[NDArray[np.int32], NDArray[np.int64]]]) -> Column:
     """Numbers the values of a feature by those that occur; what is seen once is one value, 0."""
-    bags, raw = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
-    counts = np.bincount(raw)
-    number = np.cumsum(counts > 1) * (counts > 1)
-    size = int(number.max(initial=0)) + 1
-    return Column(values=number[raw].astype(np.int32), lengths=None if bags.max() == 1 else bags, size=size)
+    bags, ids = (np.concatenate(arrays) for arrays in zip(*parts, strict=True))
+    _, numbers, counts = np.unique(ids, return_inverse=True, return_counts=True)
+    again = np.cumsum(counts > 1) * (counts > 1)
+    size = int(again.max(initial=0)) + 1
+    return Column(values=again[numbers].astype(np.int32), lengths=None if bags.max() == 1 else bags, size=size)
 
 
 def _dense_column(values: NDArray[np.float32]) -> Column:

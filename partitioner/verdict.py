@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from dmt.partitioner.partition import Partition
 
-__all__ = ["Quantity", "Verdict", "judge_balance", "judge_meaning", "luck_bound", "quantities"]
+__all__ = ["Verdict", "judge_balance", "judge_meaning", "luck_bound", "tower_loads"]
 
 _AIMS = {
     "coherent": ("features that resemble each other", 1.0),
@@ -115,36 +115,22 @@ def _judge_interactions(partition: Partition) -> Verdict:
     )
 
 
-@dataclass(frozen=True, kw_only=True)
-class Quantity:
-    """One quantity of all towers."""
-
-    name: str
-    values: tuple[float, ...]
-
-    @property
-    def imbalance(self) -> float | None:
-        """Largest over mean tower; None if no tower has any."""
-        return max(self.values) * len(self.values) / sum(self.values) if sum(self.values) > 0 else None
-
-
-def quantities(partition: Partition) -> list[Quantity]:
-    """Features, work and bytes of the towers, as far as they are known."""
+def tower_loads(partition: Partition) -> dict[str, list[float]]:
+    """Features, work and bytes of each tower, as far as they are known."""
     loads = partition.loads
-    known = [Quantity(name="features", values=tuple(float(load.num_features) for load in loads))]
+    known = {"features": [float(load.num_features) for load in loads]}
     if loads[0].work is not None:
-        known += [
-            Quantity(name="work", values=tuple(load.work or 0.0 for load in loads)),
-            Quantity(name="bytes", values=tuple(float(load.num_bytes or 0) for load in loads)),
-        ]
+        known["work"] = [load.work or 0.0 for load in loads]
+        known["bytes"] = [float(load.num_bytes or 0) for load in loads]
     return known
 
 
 def judge_balance(partition: Partition) -> Verdict:
     """Judges how even the towers are; the limits are held, or there were no towers."""
-    ratios = {quantity.name: ratio for quantity in quantities(partition) if (ratio := quantity.imbalance) is not None}
-    said = ", ".join(f"{ratio:.2f} times in {name}" for name, ratio in ratios.items())
+    known = tower_loads(partition).items()
+    ratios = {name: max(values) * len(values) / sum(values) for name, values in known if sum(values) > 0}
     worst = max(ratios, key=ratios.__getitem__)
+    said = ", ".join(f"{ratio:.2f} times in {name}" for name, ratio in ratios.items())
     return Verdict(
         big=f"{ratios[worst]:.2f}",
         what=f"largest over mean tower, in {worst}",

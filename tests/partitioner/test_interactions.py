@@ -52,7 +52,7 @@ def named_triples(found):
 
 def test_a_parity_of_three_is_found_without_an_option_and_its_features_share_a_tower():
     ids, labels = parity_clicks(8, [(1, 4, 6)], rows=10_000, strength=0.5, seed=1)
-    found = FeatureAffinity.collect_interactions(batches_of(ids, labels), num_splits=1)
+    found = FeatureAffinity.collect_interactions(batches_of(ids, labels))
     assert found_pairs(found) == set()
     assert named_triples(found) == {(1, 4, 6)}
     assert "1 triples of features interact beyond their pairs: f1, f4, f6 (0." in found.notes[0]
@@ -60,7 +60,6 @@ def test_a_parity_of_three_is_found_without_an_option_and_its_features_share_a_t
     assert any({"f1", "f4", "f6"} <= set(tower) for tower in partition.plan.to_lists())
     assert partition.comparison.within == 1.0
     assert tower_affinity(found, TowerPlan.from_lists([["f1", "f4", "f0", "f2"], ["f6", "f3", "f5", "f7"]]))[0] == 0.0
-    assert not FeatureAffinity.collect_interactions(batches_of(ids, labels), triples=False).triples
 
 
 def test_where_triples_take_more_than_a_minute_fewer_rows_are_used_or_none(monkeypatch):
@@ -159,7 +158,8 @@ def test_dense_columns_take_part_in_the_additive_model():
     labels = (rng.random(num) < p).astype(float)
     found = FeatureAffinity.collect_interactions(batches_of(ids, labels, dense=dense))
     best = -(p * np.log(p) + (1 - p) * np.log(1 - p)).mean()
-    assert best < found.loss < best + 0.01
+    # 6,000 rows are held out, whose mean loss has a standard error of 0.007.
+    assert abs(found.loss - best) < 0.02
     assert FeatureAffinity.collect_interactions(batches_of(ids, labels)).loss > best + 0.1
     assert found_pairs(found) == set()
 
@@ -168,7 +168,7 @@ def test_the_additive_model_is_the_ridge_regression_on_single_values():
     ids, labels = planted_clicks(4, [], rows=3000, singles=1.0, seed=2)
     columns = [Column(values=own.astype(np.int32), lengths=None, size=8) for own in ids.T]
     counts = np.random.default_rng(0).random(3000) < 0.9
-    odds, _ = gains.fit_additive(columns, labels.astype(float), counts)
+    odds = gains.fit_additive(columns, labels.astype(float), counts)
     table = OneHotEncoder().fit_transform(ids)
     model = LogisticRegression(C=1 / gains.VALUE_PRIOR, tol=1e-8, max_iter=1000).fit(table[counts], labels[counts])
     np.testing.assert_allclose(odds, model.decision_function(table), atol=0.02)
@@ -271,10 +271,10 @@ def test_long_bags_count_by_their_first_ids_and_empty_ones_by_a_value():
 def test_hashed_cells_and_ids_still_show_the_pair(monkeypatch):
     ids, labels = planted_clicks(6, [(1, 4)], rows=20_000, strength=1.0)
     monkeypatch.setattr(gains, "MOST_CELLS", 2**5)
-    assert found_pairs(FeatureAffinity.collect_interactions(batches_of(ids + 2**40, labels), triples=False)) == {(1, 4)}
+    assert found_pairs(FeatureAffinity.collect_interactions(batches_of(ids + 2**40, labels))) == {(1, 4)}
 
 
-@pytest.mark.parametrize(("name", "value"), [("num_splits", 11), ("seed", -1), ("max_rows", 10)])
+@pytest.mark.parametrize(("name", "value"), [("seed", -1), ("max_rows", 10)])
 def test_settings_out_of_range_are_refused(name, value):
     ids, labels = planted_clicks(3, [], rows=1000)
     with pytest.raises(InputError, match=f"{name}={value} must be at least"):
