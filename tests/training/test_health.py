@@ -212,8 +212,8 @@ def test_ranks_with_other_input_are_told_apart(tmp_path: Path) -> None:
         run_ranks(compare_on_rank, 2, [config.model_dump(mode="json") for config in configs])
 
     compare(on_files(same), on_files(elsewhere))
-    crc = r"day\.parquet of [\d,]+ bytes \(CRC-32 \w{8}\)"
-    file = rf"data\.train_path is (the rows of )?{crc} on rank 0, but (the rows of )?{crc}"
+    crc = r"train/part-00000\.parquet of [\d,]+ bytes \(CRC-32 \w{8}\)"
+    file = rf"file 0 of data\.train_path is {crc} on rank 0, but {crc}"
     with pytest.raises(InputError, match=rf"{file} on rank 1\. .* on host .+ \(rank 0 on\)"):
         compare(on_files(same), on_files(other_order))
     with pytest.raises(InputError, match=r"Training: optimizer\.sparse_lr is 0\.05 on rank 0, but 0\.5 on rank 1\. "):
