@@ -331,7 +331,7 @@ def test_a_fault_ends_the_job_with_one_line_before_training(fault: str, tmp_path
     assert len(set(errors)) == 1, result.stdout + result.stderr
     assert errors[0].startswith(expected)
     assert "train:" not in result.stdout + result.stderr
-    assert not list((tmp_path / "out").glob("[!.]*"))
+    assert not [path for path in (tmp_path / "out").rglob("[!.]*") if path.is_file()]
 
 
 def test_an_output_folder_that_is_a_file_is_named(tmp_path: Path) -> None:
