@@ -11,7 +11,7 @@ __all__ = ["end_with"]
 
 
 def end_with(process: int) -> None:
-    """Kills this process as soon as another one has ended, however that one ends; returns at once.
+    """Kills this process as soon as another one ends, for whatever reason; returns at once.
 
     A thread waits for it. Linux's parent-death signal would not do: it comes when the *thread* ends that forked this
     process, and the parent of a rank is the process that `prepare_ranks` starts, not the one that waits for its result.

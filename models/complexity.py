@@ -174,7 +174,7 @@ def paper_complexity(
 
 
 class MetaTables(nn.Module):
-    """Stands in for TorchRec's tables: weights of the true sizes on the meta device, one id per feature and sample."""
+    """Replaces TorchRec's tables: weights of the true sizes on the meta device, one id per feature and sample."""
 
     def __init__(self, tables: Sequence[Any], device: Device) -> None:
         super().__init__()

@@ -381,7 +381,7 @@ def _clean_matrix(name: str, matrix: ArrayLike, features: Sequence[str], *, most
 def check_tables(
     tables: Sequence[Any], features: Sequence[str], *, where: str = "FeatureAffinity"
 ) -> tuple[TableSpec, ...]:
-    """Raises `InputError` unless the tables, if any are given, are those of the features; ``where`` begins its message.
+    """Raises `InputError` if tables are given that do not match the features; its message begins with ``where``.
 
     Returns:
         The tables (TorchRec ``EmbeddingBagConfig`` or `TableSpec`) as `TableSpec`.

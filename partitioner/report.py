@@ -37,7 +37,7 @@ def plot_affinity(affinity: FeatureAffinity, plan: TowerPlan, path: str | os.Pat
     """Draws the matrix in the order of the plan, with the towers boxed and colour-coded (paper's Figure 9).
 
     Up to 64 features are named on the axes. The colour scale ends at the largest value of two different features; the
-    diagonal is left blank, as it would outshine everything else. ``affinity`` has the plan's features, in any order;
+    diagonal is left blank, because it would dominate the scale. ``affinity`` has the plan's features, in any order;
     the suffix of ``path`` chooses the format (``.png``, ``.svg``, ``.pdf``). Returns the path written.
 
     Raises:

@@ -176,8 +176,8 @@ def even_start(bounds: Bounds, num_towers: int) -> Labels:
 def local_search(costs: Costs, labels: Labels, *, num_towers: int, bounds: Bounds) -> Labels:
     """Moves and swaps blocks while limits or the cost improve; no tower is emptied.
 
-    Every block in turn makes the one move or swap that is best: first for the limits (a limit once held is never given
-    up), then for the cost. Ends when a whole sweep, of O(P (P + T)), changes nothing. ``labels`` are the [P] towers to
+    Each block in turn makes its best move or swap: first for the limits (a limit that holds is never broken again),
+    then for the cost. Ends when a whole sweep, O(P (P + T)), changes nothing. ``labels`` are the [P] towers to
     start from; `Bounds.violation` of the labels returned says whether all limits are held.
     """
     search = _MoveSearch(costs, labels, num_towers, bounds)

@@ -168,7 +168,7 @@ class HotCopies:
         self._is_newer = False
 
     def read_again(self) -> None:
-        """Tells that tables were loaded; the copies are read before they are used next. Every rank calls it."""
+        """Marks the copies as outdated: tables were loaded, so they are read again before use. Every rank calls it."""
         self._must_read, self._is_newer = True, False
 
     @torch.no_grad()

@@ -61,9 +61,9 @@ _LEAST_COUNTED = 2**18
 class HotRows:
     """Keeps copies of the rows that are read most on every rank, where that saves bytes between hosts.
 
-    Make it after ``DistributedModelParallel``, and call `step` after every training step of every rank. Training stays
-    what it is: each copy is updated with the mean gradient of all ranks by the optimizer of its table. Whoever asks the
-    model for its ``state_dict``, parameters or ``fused_optimizer`` is given tables with the trained rows. Tensors that
+    Construct it after ``DistributedModelParallel``, and call `step` on every rank after every training step. Results do
+    not change: the optimizer of its table updates each copy with the mean gradient of all ranks. The model's
+    ``state_dict``, parameters and ``fused_optimizer`` always hold the trained rows. Tensors that
     were obtained before a training step lack that step: ask again; so do those of TorchRec's collection inside the
     sharded module. After loading through ``load_state_dict`` of the model or of its optimizer the
     copies are read again by themselves, after other changes in place by ``hot.replicate(hot.rows)``.

@@ -127,7 +127,7 @@ def shards_in_tower(table: Any, placement: TablePlacement, *, num_ranks: int, to
     """Returns the shards of a table that is placed in a tower of ``num_ranks`` ranks.
 
     Raises:
-        InputError: the tower has not the ranks, or the table cannot be cut so; names both.
+        InputError: the tower lacks the ranks, or the table cannot be cut this way; the message names tower and table.
     """
     ranks, of_tower = placement.ranks, tuple(range(num_ranks))
     if not set(ranks) <= set(of_tower) or (placement.scheme in EVERYWHERE and ranks != of_tower):

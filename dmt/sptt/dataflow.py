@@ -148,7 +148,7 @@ class SPTTModule(TowerState):
 
     @abc.abstractmethod
     def result(self, columns_BS: Tensor, pieces: Sequence[Piece]) -> Any:
-        """Turns the columns of all towers, with their pieces as they arrived, into the unsharded module's result."""
+        """Turns the columns of all towers, whose pieces come in tower order, into the unsharded module's result."""
 
     def create_context(self) -> SPTTContext:
         """Makes a context for one batch."""

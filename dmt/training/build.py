@@ -250,8 +250,8 @@ def shard_model(job: Job, mesh: TowerMesh, model: nn.Module | None = None) -> Di
 def settle_gradient_buckets(job: Job, model: DistributedModelParallel, optimizer: CombinedOptimizer) -> None:
     """Runs three passes over rows of zeros on a model that is about to be restored; reads no data.
 
-    After its second backward pass, DDP has laid out the gradients it reduces in the order in which they come, and with
-    three ranks or more another layout adds numbers in another order. A run that goes on must add as the one before it.
+    After its second backward pass, DDP arranges the gradients it reduces in the order in which they arrive. With three
+    ranks or more, another arrangement adds numbers in another order, so a resumed run needs the one before it.
     In the third forward pass it sends the layout to the other ranks, which `dmt.training.metrics.measure_traffic` would
     count where nothing is left to train.
     """

@@ -63,7 +63,7 @@ class Finding:
 
     @property
     def agrees(self) -> bool:
-        """Is true if the difference is allowed; NaN never is."""
+        """Whether the difference is within the tolerance; NaN never is."""
         return self.difference <= self.allowed
 
     @property

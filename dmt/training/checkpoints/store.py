@@ -415,7 +415,7 @@ def load(
         mesh: the groups; None for an unsharded model in one process.
 
     Raises:
-        InputError: it holds anything but tensors, or is of another model or optimizer; the same on every rank.
+        InputError: it holds anything but tensors, or belongs to another model or optimizer; the same on every rank.
     """
     manifest = _on_all(lambda: read_manifest(folder), mesh)
     reader = _on_all(lambda: TensorReader(folder, manifest.files), mesh)
