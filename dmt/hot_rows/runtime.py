@@ -63,10 +63,11 @@ class HotRows:
 
     Construct it after ``DistributedModelParallel``, and call `step` on every rank after every training step. Results do
     not change: the optimizer of its table updates each copy with the mean gradient of all ranks. The model's
-    ``state_dict``, parameters and ``fused_optimizer`` always hold the trained rows. Tensors that
-    were obtained before a training step lack that step: ask again; so do those of TorchRec's collection inside the
-    sharded module. After loading through ``load_state_dict`` of the model or of its optimizer the
-    copies are read again by themselves, after other changes in place by ``hot.replicate(hot.rows)``.
+    ``state_dict`` and parameters, and ``params`` and ``state`` of its ``fused_optimizer``, always hold the trained
+    rows. Tensors that were obtained before a training step may lack that step: ask again; so may those in
+    ``param_groups`` and in TorchRec's collection inside the sharded module. After loading through ``load_state_dict``
+    of the model or of its optimizer the copies are read again by themselves, after other changes in place by
+    ``hot.replicate(hot.rows)``.
 
     Tables that cannot have copies are left out, see `left_out`. Bags of several ids gain nothing (`docs/hot_rows.md`),
     so `refresh` chooses no rows for them; `replicate` takes any rows.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -118,7 +118,10 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
 
 
 class _TowerOptimizer(CombinedOptimizer):
-    """Optimizers of a tower's tables; weights and states are brought up to date before anyone is given them."""
+    """Optimizers of a tower's tables; ``params`` and ``state`` are brought up to date before anyone is given them.
+
+    ``param_groups`` are not: schedules read them in every step, and all hot rows would be written back each time.
+    """
 
     def __init__(self, optimizers: list[Any], owner: TowerState) -> None:
         self._owner = owner
@@ -135,12 +138,6 @@ class _TowerOptimizer(CombinedOptimizer):
         """The tables' optimizer states, by weight."""
         self._owner.write_back()
         return super().state
-
-    @property
-    def param_groups(self) -> Collection[Mapping[str, Any]]:
-        """The tables' weights with their settings."""
-        self._owner.write_back()
-        return super().param_groups
 
     def post_load_state_dict(self) -> None:
         """Called by TorchRec once states were loaded."""

@@ -122,7 +122,7 @@ def change_on_rank(rank: int) -> None:
     weights = [part for name, part in held.items() if "embedding_bags" in name]
     training.step(7)
     before = [part.clone() for part in local_parts(dict(enumerate(weights)))]
-    _ = training.model.fused_optimizer.param_groups
+    _ = training.model.fused_optimizer.params
     after = local_parts(dict(enumerate(weights)))
     assert not all(map(torch.equal, before, after)), "no hot row came back to its table"
 
@@ -130,6 +130,32 @@ def change_on_rank(rank: int) -> None:
 @pytest.mark.ranks
 def test_changes_in_place_are_read_after_a_restart() -> None:
     run_ranks(change_on_rank, 4)
+
+
+def scheduled_on_rank(rank: int) -> list[int]:
+    """Write-backs in each of three steps that set a rate, and by a reader of the tables after them."""
+    mesh = TowerMesh(TWO_BY_TWO)
+    training = Training(rank, FLAT, mesh)
+    hot = HotRows(training.model, mesh, refresh_every=None)
+    hot.replicate(some_rows(hot, 2))
+    fused, numbers = training.model.fused_optimizer, []
+    for step in range(4):
+        with patch("dmt.hot_rows.copies._HomePart.write") as write:
+            if step < 3:
+                for group in fused.param_groups:
+                    group["lr"] = 0.1 / (1 + step)
+                training.step(step)
+            else:
+                _ = fused.state
+            numbers.append(write.call_count)
+    return numbers
+
+
+@pytest.mark.ranks
+def test_a_schedule_of_learning_rates_writes_no_hot_row_back() -> None:
+    for *steps, reader in run_ranks(scheduled_on_rank, 4):
+        assert steps == [0, 0, 0]
+        assert reader > 0
 
 
 def flight_on_rank(rank: int) -> str:
