@@ -34,9 +34,6 @@ def _prepared_ranks(request: pytest.FixtureRequest) -> None:
         from dmt.testing.ranks import prepare_ranks
 
         # What training loads late.
-        late = [
-            "scipy.optimize",
-            "torchmetrics.functional.classification",
-            "torchrec.metrics.ne",
-        ]
-        prepare_ranks(["tests.without_gc", *sorted(modules), *late])
+        late = ["scipy.optimize", "torchmetrics.functional.classification", "torchrec.metrics.ne"]
+        # This module first: what is loaded is no garbage. A rank collects again.
+        prepare_ranks(["tests.conftest", *sorted(modules), *late])

@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 import click
 import pytest
 
-from tests.programs import run_program
-from tests.ranks import run_ranks
+from tests.ranks import run_program, run_ranks
 
 ROOT = Path(__file__).parent.parent
 DOCS = sorted((ROOT / "docs").glob("*.md"))

@@ -10,8 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from benchmarks.gpu import CONTENDERS, FORMAT, main, measure
-from tests.programs import run_program
-from tests.ranks import run_ranks
+from tests.ranks import run_program, run_ranks
 
 
 def test_without_a_gpu_it_says_so() -> None:

@@ -18,7 +18,7 @@ from benchmarks.emulation import namespaces
 from benchmarks.emulation.agents import run_agents
 from benchmarks.emulation.hosts import UPLINK, EmulatedHosts, sent_bytes
 from dmt.errors import InputError
-from tests.programs import wait_until
+from tests.ranks import wait_until
 
 ROOT = Path(__file__).parent.parent.parent
 NETNS = Path("/run/netns")

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from dmt import TowerPlan
-from tests.programs import run_program
+from tests.ranks import run_program
 
 ROOT = Path(__file__).parent.parent.parent
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))

@@ -15,7 +15,7 @@ import pytest
 from torch.distributed.run import get_args_parser
 
 from dmt.training.config import load_config, to_toml
-from tests.programs import wait_until
+from tests.ranks import wait_until
 from tests.training.small import small
 
 LAUNCH = Path(__file__).parent.parent.parent / "examples" / "launch"

@@ -27,8 +27,7 @@ from dmt.training.preflight import compare_hosts, resolve
 from dmt.training.records import read_curves
 from dmt.training.resume import open_lock
 from dmt.training.train import evaluate, train
-from tests.programs import run_program
-from tests.ranks import run_ranks
+from tests.ranks import run_program, run_ranks
 from tests.training.small import new_run, plain, small, train_loop
 
 # Faults that are found before any rank trains; no rank is started here.
