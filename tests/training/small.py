@@ -1,14 +1,24 @@
-"""Small runs for the tests of the trainer: a config, its data and its plain model."""
+"""Small runs for the tests of the trainer: a config, its data, its plain model, and checkpoints made without ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
+from dmt.plan.topology import TowerTopology
 from dmt.sptt.mesh import TowerMesh
 from dmt.training.agreement import Signals
 from dmt.training.build import ClickTask, build_model, build_optimizer, replica_sync, shard_model
+from dmt.training.checkpoints import Checkpointer, Manifest
+from dmt.training.checkpoints.store import sha256_of, write_manifest
 from dmt.training.config import TrainingConfig
 from dmt.training.data.clicks import ClickData
 from dmt.training.job import Job, open_data, open_job
@@ -92,3 +102,71 @@ def new_run(
 def train_loop(run: Run) -> Position:
     """Trains a run from its first step to its end, without evaluating or saving that."""
     return train_steps(run, Position(), Signals())[0]
+
+
+class Dropped(nn.Module):
+    """A flat model that draws random bits: linear, with half of its inputs left out of each step."""
+
+    def __init__(self, tables: list[EmbeddingBagConfig], num_dense: int, device: torch.device | None) -> None:
+        super().__init__()
+        self.embeddings = EmbeddingBagCollection(tables=tables, device=device or torch.device("cpu"))
+        self.features = [name for table in tables for name in table.feature_names]
+        self.dropout = nn.Dropout(0.5)
+        self.over = nn.Linear(sum(t.embedding_dim * len(t.feature_names) for t in tables) + num_dense, 1)
+
+    def forward(self, dense: Tensor, ids: KeyedJaggedTensor) -> Tensor:
+        """Returns logits [B, 1]."""
+        embeddings = self.embeddings(ids)
+        inputs = torch.cat([dense, *(embeddings[name] for name in self.features)], dim=1)
+        logits: Tensor = self.over(self.dropout(inputs))
+        return logits
+
+
+def dropped(tables: list[EmbeddingBagConfig], num_dense: int, device: torch.device | None) -> nn.Module:
+    return Dropped(tables, num_dense, device)
+
+
+@contextmanager
+def alone() -> Iterator[TowerMesh]:
+    """A job of this process alone."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield TowerMesh(TowerTopology(num_towers=1, ranks_per_tower=1))
+    finally:
+        dist.destroy_process_group()
+
+
+def save_alone(model: nn.Module, folder: Path, *, files: Mapping[str, str] | None = None, step: int = 1) -> Path:
+    """A real checkpoint of a plain model, with files beside its tensors."""
+
+    def describe(scratch: Path) -> None:
+        for name, text in (files or {}).items():
+            (scratch / name).write_text(text)
+
+    with alone() as mesh:
+        assert Checkpointer(folder, mesh).save(model, None, step=step, progress={}, describe=describe)
+    return folder / f"step-{step:08d}"
+
+
+def make_checkpoint(folder: Path, step: int, files: Mapping[str, str], name: str = "") -> Path:
+    """A whole checkpoint of text files without a tensor."""
+    path = folder / (name or f"step-{step:08d}")
+    path.mkdir(parents=True)
+    fill_checkpoint(path, step, files)
+    return path
+
+
+def fill_checkpoint(path: Path, step: int, files: Mapping[str, str], **progress: Any) -> None:
+    for file, text in files.items():
+        (path / file).write_text(text)
+    records = {file: sha256_of(path / file) for file in files}
+    write_manifest(path, Manifest(step=step, progress=progress, versions={}, files=records))
+
+
+def linear(value: float) -> nn.Linear:
+    """A layer full of one number."""
+    layer = nn.Linear(3, 2)
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            parameter.fill_(value)
+    return layer

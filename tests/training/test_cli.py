@@ -29,8 +29,7 @@ from dmt.training import partition as partition_of_run
 from dmt.training.commands import demo, doctor, main
 from dmt.training.config import load_config, to_toml
 from tests.ranks import run_program, wait_until
-from tests.training.checkpoints.made import make_checkpoint
-from tests.training.small import small
+from tests.training.small import make_checkpoint, small
 
 
 def dmt(*arguments: str) -> Result:

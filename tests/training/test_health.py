@@ -218,7 +218,7 @@ def test_ranks_with_other_input_are_told_apart(tmp_path: Path) -> None:
         compare(on_files(same), on_files(other_order))
     with pytest.raises(InputError, match=r"Training: optimizer\.sparse_lr is 0\.05 on rank 0, but 0\.5 on rank 1\. "):
         compare(on_files(same), on_files(same, optimizer={"sparse_lr": 0.5}))
-    source = {"source": "tests.training.data.own_rows:of_rank", "categorical": ["c_1"], "num_embeddings": 40}
+    source = {"source": "tests.training.data.test_own:of_rank", "categorical": ["c_1"], "num_embeddings": 40}
     for dense, message in (
         (["d_*"], r"dense columns is \('d_0',\) on rank 0, but \('d_1',\) on rank 1"),
         ([], r"features with bags\.c_1 is True on rank 0, but False on rank 1"),

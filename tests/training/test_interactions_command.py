@@ -16,8 +16,7 @@ from dmt.partitioner import FeatureAffinity
 from dmt.training.commands import main
 from dmt.training.config import to_toml
 from tests.partitioner.clicks import parity_clicks, planted_clicks
-from tests.training.checkpoints.made import make_checkpoint
-from tests.training.small import small
+from tests.training.small import make_checkpoint, small
 
 
 def partition(*arguments: object) -> Result:

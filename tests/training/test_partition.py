@@ -17,8 +17,7 @@ from dmt.training.config import to_toml
 from dmt.training.data.clicks import ClickData
 from dmt.training.data.config import DataConfig
 from dmt.training.partition import affinity_of_run, spread_batches
-from tests.training.checkpoints.made import save_alone
-from tests.training.small import plain, small
+from tests.training.small import plain, save_alone, small
 
 
 def numbered(folder: Path, num_rows: int, **settings: Any) -> dict[str, Any]:

@@ -87,7 +87,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     },
     "random bits and hot rows": {
         "dataflow": "sptt",
-        "model": {"factory": "tests.training.factories:make", "in_towers": False},
+        "model": {"factory": "tests.training.small:dropped", "in_towers": False},
         "hot_rows": {"extra_memory": 0.5, "refresh_every": 3},
     },
 }

@@ -12,7 +12,7 @@ import pytest
 from dmt.errors import InputError
 from dmt.training.checkpoints import newest, verify
 from dmt.training.checkpoints.store import MANIFEST_NAME, _digest, commit, prepare, prune
-from tests.training.checkpoints.made import fill_checkpoint, make_checkpoint
+from tests.training.small import fill_checkpoint, make_checkpoint
 
 FILES = {"a.txt": "alpha", "b.txt": "beta"}
 

@@ -10,8 +10,7 @@ import pytest
 
 from dmt.errors import InputError
 from dmt.training.checkpoints import load_plain, newest
-from tests.training.checkpoints.made import linear, save_alone
-from tests.training.small import plain, small
+from tests.training.small import linear, plain, save_alone, small
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import pytest
 
 from dmt.training.checkpoints import Checkpointer, checkpoints, newest, read_manifest
 from dmt.training.checkpoints.store import prepare
-from tests.training.checkpoints.made import alone, linear
+from tests.training.small import alone, linear
 
 Tree = dict[str, Any]
 OPERATIONS = ("mkdir", "rename", "replace", "unlink", "rmdir", "fsync")

@@ -40,7 +40,7 @@ from dmt.training.checkpoints.store import MANIFEST_NAME
 from dmt.training.config import OptimizerConfig
 from tests.parity import Batches, FlatModel, loss_of
 from tests.ranks import run_ranks
-from tests.training.checkpoints.made import alone
+from tests.training.small import alone
 
 pytestmark = pytest.mark.ranks
 ROWS = 30

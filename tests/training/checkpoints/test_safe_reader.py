@@ -30,7 +30,7 @@ from dmt.training.checkpoints.store import sha256_of, write_manifest
 from dmt.training.commands import main
 from dmt.training.config import TrainingConfig, to_toml
 from dmt.training.serving import score as score_module
-from tests.training.checkpoints.made import linear, save_alone
+from tests.training.small import linear, save_alone
 
 INDEX_NAME = ".metadata"
 

@@ -23,7 +23,7 @@ from dmt import TowerMesh, TowerTopology
 from dmt.errors import InputError
 from dmt.training.checkpoints import Checkpointer, load_plain, newest, read_manifest, store, verify
 from tests.ranks import run_ranks
-from tests.training.checkpoints.made import alone, linear, save_alone
+from tests.training.small import alone, linear, save_alone
 
 # Of two layers each rank writes one.
 LAYER = 300

@@ -1,21 +1,148 @@
-"""Rows of the user's own: every form of a batch, unequal ranks, resumed with a state and without."""
+"""Rows of the user's own: every form of a batch, unequal ranks, resumed with a state and without; a whole run."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+import pandas as pd
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
+import torch
 import torch.distributed as dist
 
 from dmt.errors import InputError
+from dmt.training.config import TrainingConfig, load_config
 from dmt.training.data.clicks import ClickData
-from dmt.training.data.config import DataConfig
+from dmt.training.data.config import DataConfig, with_files
+from dmt.training.serving.score import score
 from tests.ranks import run_ranks
+from tests.training.data.helpers import real_rows, same
+from tests.training.small import small
+from tests.training.test_resume import attempt, losses
 
-from .helpers import real_rows, same
-from .own_rows import FORMS
+# Functions that a config can name as ``data.source``: well-behaved ones and others.
 
-HERE = "tests.training.data.own_rows"
+
+def columns(numbers: range) -> dict[str, list[Any]]:
+    """Rows that can be told apart by ``d``."""
+    return {
+        "label": [i % 2 for i in numbers],
+        "d": [float(i) for i in numbers],
+        "c": [None if i % 9 == 0 else f"v{i}" for i in numbers],
+        "n": [i % 5 for i in numbers],
+        "bag": [[i, i + 1][: i % 3] for i in numbers],
+        "pair": [[i, 2 * i] for i in numbers],
+        "part": ["test" if i % 5 == 0 else "train" for i in numbers],
+        "user": [None if i % 7 == 0 else f"u{i // 3 % 11}" for i in numbers],
+    }
+
+
+def as_arrays(rows: dict[str, list[Any]]) -> dict[str, Any]:
+    return rows | {name: np.array(rows[name]) for name in ("label", "d", "n")}
+
+
+FORMS = {
+    "lists": dict,
+    "table": pa.table,
+    "record batch": lambda rows: pa.table(rows).to_batches()[0],
+    "arrays": as_arrays,
+    "pandas": pd.DataFrame,
+}
+
+
+def cuts(shard: int, num_shards: int, first: int = 0, *, num_rows: int = 90, uneven: bool = False) -> list[range]:
+    """Batches of uneven sizes; of four shards, the third may have one batch and the last none."""
+    bounds = [num_rows * i // num_shards for i in range(num_shards + 1)]
+    if uneven and num_shards == 4:
+        bounds = [0, num_rows // 2, num_rows - 3, num_rows, num_rows]
+    start, stop, found = bounds[shard], bounds[shard + 1], []
+    while start < stop:
+        found.append(range(first + start, first + min(stop, start + 3 + start % 4)))
+        start = found[-1].stop - first
+    return found
+
+
+def rows(split: str, shard: int, num_shards: int, options: dict[str, Any]) -> Iterator[Any]:
+    first = 0 if split == "train" else 200
+    for number, numbers in enumerate(cuts(shard, num_shards, first, uneven="uneven" in options)):
+        batch = columns(numbers)
+        if number == options.get("bad"):
+            batch["label"][1] = 7
+        if number == options.get("wide"):
+            batch["n"][0] = options["id"]
+        yield FORMS[options.get("form", "table")](batch)
+
+
+def late(split: str, shard: int, num_shards: int) -> Iterator[Any]:
+    """Rows after a batch without any."""
+    yield {"label": np.zeros(0), "1": np.zeros(0), "2": []}
+    yield {"label": [0, 1] * 9, "1": [0.0, 1.0] * 9, "2": [["a"], ["b", "a"]] * 9}
+
+
+class Resumable:
+    """Remembers where it was."""
+
+    def __init__(self, split: str, shard: int, num_shards: int, options: dict[str, Any]) -> None:
+        is_train = split == "train"
+        number = options.get("rows", 90) if is_train else 25
+        self.cuts = cuts(shard, num_shards, 0 if is_train else options.get("rows", 90), num_rows=number)
+        self.options, self.at = options, 0
+
+    def __iter__(self) -> Iterator[Any]:
+        while self.at < len(self.cuts):
+            self.at += 1
+            yield pa.table(columns(self.cuts[self.at - 1]))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"at": range(3) if "state" in self.options else torch.tensor(self.at), "more": (1, None, "x")}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        assert state["more"] == (1, None, "x")
+        self.at = int(state["at"])
+
+
+def resumable(split: str, shard: int, num_shards: int, options: dict[str, Any]) -> Resumable:
+    return Resumable(split, shard, num_shards, options)
+
+
+def malformed(split: str, shard: int, num_shards: int, options: dict[str, Any]) -> Any:
+    good = {"label": [0, 1], "d": [1.0, 2.0], "c": ["a", "b"]}
+    yield good
+    changes = {
+        "a list": [good],
+        "no column": {"label": [0, 1], "d": [1.0, 2.0]},
+        "lengths": good | {"c": ["a"]},
+        "mixed": good | {"c": ["a", 1]},
+        "a list now": good | {"c": [["a"], []]},
+        "doubled": pa.table([[0, 1], [1.0, 2.0], ["a", "b"], ["a", "b"]], names=["label", "d", "c", "c"]),
+    }
+    yield changes[options["wrong"]]
+
+
+def of_rank(split: str, shard: int, num_shards: int) -> Iterator[Any]:
+    """Other columns on every rank, where the first has bags."""
+    rank = torch.distributed.get_rank()
+    yield {"label": [0, 1], f"d_{rank}": [0.0, 1.0], "c_1": [3, 4] if rank else [[3], [4, 4]]}
+
+
+def none(split: str, shard: int, num_shards: int) -> list[Any]:
+    return []
+
+
+def without_split(shard: int, num_shards: int) -> list[Any]:
+    return []
+
+
+def needs_more(split: str, path: str) -> None:
+    raise NotImplementedError
+
+
+HERE = "tests.training.data.test_own"
+RESUMABLE = f"{HERE}:resumable"
 NAMES = {"dense": ("d",), "categorical": ("c", "n", "bag"), "num_embeddings": 30, "dense_transform": "none"}
 
 
@@ -96,3 +223,41 @@ def test_wrong_sources_are_refused(function: str, settings: dict[str, Any], mess
     config = config_of(function, **{"categorical": categorical, **settings})
     with pytest.raises(InputError, match=message):
         list(ClickData(config).batches("train", rank=0, world_size=1, batch_size=1))
+
+
+def run_of(folder: Path, **train: Any) -> TrainingConfig:
+    names = {"dense": ["d"], "categorical": ["c", "n", "bag", "pair"], "num_embeddings": 23}
+    data = {"source": RESUMABLE, "options": {"rows": 250}, **names}
+    train = {"batch_size": 8, "log_every": 1, "output_dir": str(folder), **train}
+    config = small(train={"device": "cpu", **train}, topology={"num_towers": 2, "ranks_per_tower": 1})
+    return TrainingConfig.model_validate(config.model_dump() | {"data": data})
+
+
+@pytest.mark.ranks
+def test_a_run_is_resumed_bit_for_bit_and_its_model_scores_rows(tmp_path: Path) -> None:
+    whole, parts = run_of(tmp_path / "whole"), tmp_path / "parts"
+    result = attempt(whole)
+    assert result is not None
+    assert result["steps"] == 125 // 8
+    # The second attempt begins in the middle of a batch of the source.
+    assert (attempt(run_of(parts, max_steps=7)) or {})["steps"] == 7
+    again = attempt(run_of(parts))
+    assert again is not None
+    assert again["eval_loss"] == result["eval_loss"]
+    assert losses(run_of(parts))["train/loss"] == losses(whole)["train/loss"]
+
+    found = score(tmp_path / "whole", tmp_path / "scores.parquet", functions=[RESUMABLE])
+    assert found.num_rows == 25
+    assert found.metrics is not None
+    assert found.metrics.loss == pytest.approx(result["eval_loss"], rel=1e-5)  # sums in another order
+    # A file with the columns of the source does as well.
+    pq.write_table(pa.table(columns(range(40))), tmp_path / "rows.parquet")
+    assert score(tmp_path / "whole", tmp_path / "s.parquet", data_path=str(tmp_path / "rows.parquet")).num_rows == 40
+
+
+def test_a_source_can_be_replaced_by_files() -> None:
+    config = load_config("demo", ['data.source="my_data:clicks"', 'data.categorical=["c_*"]'])
+    assert (config.data.kind, config.data.source, config.data.categorical) == ("source", "my_data:clicks", ("c_*",))
+    files = with_files(config.data, "a.parquet")
+    assert (files.kind, files.source, files.train_path) == ("columns", None, "a.parquet")
+    files.model_validate(files.model_dump())

@@ -22,8 +22,7 @@ from dmt.training.serving import export
 from dmt.training.serving.export import Exported, export_run, load_program, read_manifest
 from dmt.training.serving.score import score, tensors_of
 from dmt.training.trained import trained_model
-from tests.training.checkpoints.made import save_alone
-from tests.training.small import plain, small
+from tests.training.small import plain, save_alone, small
 
 Inputs = tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]
 FEATURES = [f"C{i}" for i in range(1, 9)]

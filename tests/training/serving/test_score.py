@@ -20,8 +20,7 @@ from dmt.training.job import open_job
 from dmt.training.serving.export import export_run, read_manifest
 from dmt.training.serving.score import score
 from dmt.training.trained import RAW_DATA, checkpoint_of, describe_run
-from tests.training.checkpoints.made import save_alone
-from tests.training.small import plain
+from tests.training.small import plain, save_alone
 
 ROWS = 50
 
