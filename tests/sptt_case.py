@@ -85,6 +85,7 @@ class Case:
     dims: tuple[int, ...] = (8, 8, 8, 8)
     features: tuple[tuple[str, ...], ...] = ()  # of each table; its own one without
     plan: tuple[tuple[int, ...], ...] = ((0, 2), (1, 3))
+    outside: tuple[int, ...] = ()  # tables that every rank holds; in no tower of the plan
     kind: str = "modules"  # modules | pass | frozen | flat
     scheme: str = "table_wise"  # one for all tables, or a key of MIXES: table i takes scheme i of the mix
     pooling: str | tuple[str, ...] = "SUM"  # of all tables, or of each
@@ -163,6 +164,8 @@ class Case:
         everyone = tuple(range(self.ranks))
         pins = {}
         for i, dim in enumerate(self.dims):
+            if i in self.outside:
+                continue
             scheme = mix[i % len(mix)]
             if scheme == "column_wise" and dim >= 8 and self.ranks > 1:
                 ranks = tuple(range(min(self.ranks, dim // 4)))
@@ -207,7 +210,8 @@ def shard(case: Case, model: nn.Module, mesh: TowerMesh) -> DistributedModelPara
     if case.kind == "flat":
         tables = case.tables()
         plan = [[f for i in members for f in tables[i].feature_names] for members in case.plan]
-        towers = TowerPlan.from_lists([list(dict.fromkeys(features)) for features in plan])
+        outside = dict.fromkeys(f for i in case.outside for f in tables[i].feature_names)
+        towers = TowerPlan.from_lists([list(dict.fromkeys(features)) for features in plan], outside=tuple(outside))
         sharder: Any = SPTTEmbeddingBagCollectionSharder(mesh, towers, **options)
     else:
         sharder = TowerCollectionSharder(mesh, placement=case.placement, **options)

@@ -340,6 +340,8 @@ def why_no_copies(tables: Mapping[str, HomeTable]) -> dict[str, str]:
 
 def _why_no_copies(table: HomeTable, users: Mapping[str, Sequence[str]]) -> str:
     config, output = table.config, str(table.settings.get("output_dtype", "FP32"))
+    if table.is_outside:
+        return "it is outside towers, where every rank holds all rows"
     if "MEAN" in str(config.pooling):
         return "its bags are averaged, and the rank that sums the cold ids of a bag does not know how many are hot"
     if "FP32" not in str(config.data_type) or "FP32" not in output.upper():

@@ -127,6 +127,13 @@ class TowerTopology:
         """Host index of a global rank; hosts are blocks of `host_size` neighbouring ranks."""
         return rank // self.host_size
 
+    @property
+    def outside_towers(self) -> TowerTopology:
+        """The same ranks as tables outside towers see them: each is a tower of its own, and a replica of all others."""
+        return TowerTopology(
+            num_towers=1, ranks_per_tower=1, num_replicas=self.world_size, ranks_per_host=self.host_size
+        )
+
     def tower_groups(self) -> list[list[int]]:
         """Ranks of one tower in one replica (fast links): R * T groups of L."""
         return self._groups(0, 1, 2, size=self.ranks_per_tower)

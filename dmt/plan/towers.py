@@ -35,8 +35,8 @@ class TowerFeatures:
 class TowerPlan:
     """A balanced assignment of features to towers (the result of DMT's Tower Partitioner, section 3.3).
 
-    Every feature is in exactly one tower. The order of towers and of features within them is the order of the
-    columns that a multi-tower model hands to its interaction, whatever ranks the towers are placed on.
+    Every feature is in exactly one tower, or `outside` all. The order of towers and of features within them is the
+    order of the columns that a multi-tower model hands to its interaction, whatever ranks the towers are placed on.
 
     Raises:
         InputError: no tower, an empty tower, two towers of one name, or a feature in two places.
@@ -51,6 +51,8 @@ class TowerPlan:
 
     towers: tuple[TowerFeatures, ...]
     """The towers, in output order."""
+    outside: tuple[str, ...] = ()
+    """Features of no tower: every rank holds their tables, and looks up the ids of its own samples (Neo, section 4)."""
     strategy: str = "manual"
     """Origin of the assignment: ``manual``, ``strided``, ``coherent``, ``diverse``."""
     seed: int | None = None
@@ -72,10 +74,14 @@ class TowerPlan:
         for tower in self.towers:
             if not tower.features:
                 raise InputError(f"Tower {tower.name!r} has no feature; drop the tower or move a feature into it.")
-        for kind, names in (("Tower", [t.name for t in self.towers]), ("Feature", self.features)):
+        for kind, names in (
+            ("Tower", [t.name for t in self.towers]),
+            ("Feature", [*self.features, *self.outside]),
+        ):
             doubled = [name for name, count in Counter(names).items() if count > 1]
             if doubled:
                 places = [t.name for t in self.towers if doubled[0] in (t.name, *t.features)]
+                places += ["outside"] * (doubled[0] in self.outside)
                 raise InputError(
                     f"{kind} {doubled[0]!r} occurs more than once in the tower plan (in {', '.join(places)}); "
                     "each must occur exactly once."
@@ -112,7 +118,7 @@ class TowerPlan:
 
     @property
     def features(self) -> list[str]:
-        """All features, tower by tower."""
+        """The features of all towers, tower by tower."""
         return [feature for tower in self.towers for feature in tower.features]
 
     def to_lists(self) -> list[list[str]]:
@@ -122,7 +128,7 @@ class TowerPlan:
     def check_features(self, features: Iterable[str]) -> None:
         """Raises `InputError` naming every feature that the plan misses or invents against the model's."""
         model_features = list(features)
-        known, placed = set(model_features), set(self.features)
+        known, placed = set(model_features), {*self.features, *self.outside}
         uncut = [feature for feature in self.column_splits if feature in known]
         if uncut:
             raise InputError(
@@ -132,7 +138,7 @@ class TowerPlan:
                 "plan.column_splits)."
             )
         missing = [f for f in model_features if f not in placed]
-        unknown = [f for f in self.features if f not in known]
+        unknown = [f for f in (*self.features, *self.outside) if f not in known]
         for names, others, fault in (
             (missing, unknown, "in no tower. Add to the tower plan or drop from the model."),
             (unknown, known, "in the tower plan but not in the model. Remove from the plan or add to the model."),
@@ -145,9 +151,11 @@ class TowerPlan:
     def tables_by_tower(self, tables: Sequence[Any]) -> list[list[Any]]:
         """Returns for each tower its tables, ordered by their first feature in the plan, which is checked against them.
 
+        Tables of features outside towers are in none of the lists, see `outside_tables`.
+
         Raises:
-            InputError: a feature is missing or unknown, a shared table's features lie in two towers, or a table
-                differs from the one the plan was made for.
+            InputError: a feature is missing or unknown, a shared table's features lie in two towers or only some of
+                them outside, or a table differs from the one the plan was made for.
         """
         specs = table_specs(tables, one_table_per_feature=False)
         self.check_features(dict.fromkeys(feature_names(specs)))
@@ -162,17 +170,23 @@ class TowerPlan:
                 )
         tower_of = {f: (t, i) for t, tower in enumerate(self.towers) for i, f in enumerate(tower.features)}
         placed: list[list[tuple[int, Any]]] = [[] for _ in self.towers]
+        names = {f: f"in {self.towers[t].name}" for f, (t, _) in tower_of.items()}
         for table in tables:
-            places = [tower_of[f] for f in table.feature_names]
-            towers = sorted({t for t, _ in places})
-            if len(towers) > 1:
-                split = ", ".join(f"{f!r} in {self.towers[tower_of[f][0]].name}" for f in table.feature_names)
+            places = [tower_of[f] for f in table.feature_names if f in tower_of]
+            homes = {names.get(f, "outside") for f in table.feature_names}
+            if len(homes) > 1:
+                split = ", ".join(f"{f!r} {names.get(f, 'outside')}" for f in table.feature_names)
                 raise InputError(
                     f"Table {table.name!r} is shared by features of different towers ({split}). A table lives in "
-                    "one tower: put its features together."
+                    "one tower, or outside all: put its features together."
                 )
-            placed[towers[0]].append((min(i for _, i in places), table))
+            if places:
+                placed[places[0][0]].append((min(i for _, i in places), table))
         return [[table for _, table in sorted(tower, key=lambda entry: entry[0])] for tower in placed]
+
+    def outside_tables(self, tables: Sequence[Any]) -> list[Any]:
+        """Returns those of the tables that features outside towers look up, in the order given."""
+        return [table for table in tables if not set(self.outside).isdisjoint(table.feature_names)]
 
     def split_tables(self, tables: Sequence[Any]) -> list[Any]:
         """The uncut model's tables, those in ``column_splits`` cut by `dmt.plan.split_across_towers.split_tables`."""

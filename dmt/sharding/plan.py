@@ -26,15 +26,16 @@ class TableSharding:
     """One table of the plan."""
 
     name: str
-    tower: int
-    """Mesh tower that holds it."""
+    tower: int | None
+    """Mesh tower that holds it; None: outside towers, on every rank."""
     placement: TablePlacement
     reason: str
     """Reason for the placement, in one line."""
     seconds: float
-    """Cost of a step in seconds, summed over the ranks of the tower."""
+    """Cost of a step in seconds, summed over the ranks of the tower; outside towers that of one rank."""
     memory: int
-    """Bytes, summed over the ranks of the tower: weights, optimizer state, dense gradient, caches; in all memories."""
+    """Bytes, summed over the ranks of the tower (outside towers of one rank): weights, optimizer state, dense gradient,
+    caches; in all memories."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,7 +59,7 @@ class TowerShardingPlan:
     workload: StepWorkload
     hardware: Hardware
     tables: tuple[TableSharding, ...]
-    """Tower by tower, in the order they were given in."""
+    """Tower by tower, in the order they were given in; then those outside towers."""
     ranks: tuple[RankLoad, ...]
     """Tower by tower, local rank by local rank."""
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -29,6 +29,7 @@ def plan_tables(
     tables_by_tower: Sequence[Sequence[Any]],
     topology: TowerTopology,
     *,
+    outside: Sequence[Any] = (),
     workload: StepWorkload | None = None,
     hardware: Hardware | None = None,
     rules: ShardingRules | None = None,
@@ -42,6 +43,7 @@ def plan_tables(
         tables_by_tower: ``EmbeddingBagConfig`` or `TableSpec` of every tower of the mesh, as from
             `TowerPlan.tables_by_tower`.
         topology: the mesh sizes.
+        outside: tables that every rank holds, as from `TowerPlan.outside_tables`.
         workload: batch size, ids per sample and optimizer.
         hardware: memory and rates of a rank.
         rules: what the user decided. With a placement for every table, this only computes the report.
@@ -55,19 +57,48 @@ def plan_tables(
             f"Tables are given for {len(tables_by_tower)} towers, but the topology has "
             f"num_towers={topology.num_towers}. Give one list of tables for each tower of the mesh."
         )
-    tables = [table for tower in tables_by_tower for table in tower]
+    tables = [*(table for tower in tables_by_tower for table in tower), *outside]
     for table in tables:
         check_columns(table)
     model.workload.check_features(set(feature_names(table_specs(tables, one_table_per_feature=False))))
-    allowed = (rules or ShardingRules()).resolve(tables_by_tower, topology.ranks_per_tower)
-    planned = [_Tower(number, tables, allowed, model).plan() for number, tables in enumerate(tables_by_tower)]
+    allowed = (rules or ShardingRules()).resolve(tables_by_tower, topology.ranks_per_tower, outside)
+    everywhere = _on_every_rank(outside, model)
+    held = sum(entry.memory for entry in everywhere), sum((entry.seconds for entry in everywhere), 0.0)
+    planned = [_Tower(number, tables, allowed, model, *held).plan() for number, tables in enumerate(tables_by_tower)]
     return TowerShardingPlan(
         topology=topology,
         workload=model.workload,
         hardware=model.hardware,
-        tables=tuple(table for tables, _ in planned for table in tables),
+        tables=(*(table for tables, _ in planned for table in tables), *everywhere),
         ranks=tuple(rank for _, ranks in planned for rank in ranks),
     )
+
+
+def _on_every_rank(tables: Sequence[Any], model: CostModel) -> list[TableSharding]:
+    """Returns the tables outside towers, each with its cost and memory on one rank."""
+    room, alone = model.hardware.memory_per_rank, replace(model, topology=model.topology.outside_towers)
+    placement = TablePlacement(scheme="data_parallel", ranks=tuple(range(model.topology.ranks_per_tower)))
+    loads = [alone.shard(table, "data_parallel", table.num_embeddings, table.embedding_dim) for table in tables]
+    needed = sum(load.memory for load in loads)
+    if room is not None and needed > room:
+        largest, table = max(zip(loads, tables, strict=True), key=lambda pair: pair[0].memory)
+        raise InputError(
+            f"The {counted(len(tables), 'table')} outside towers need {human_bytes(needed)} on every rank, "
+            f"{human_bytes(largest.memory)} of it for table {table.name!r}, but memory_per_rank={human_bytes(room)}. "
+            "Put the features of large tables into towers."
+        )
+    return [
+        TableSharding(
+            name=table.name,
+            tower=None,
+            placement=placement,
+            reason=f"on every rank: {'its features are' if len(table.feature_names) > 1 else 'its feature is'} in no "
+            "tower",
+            seconds=load.seconds,
+            memory=load.memory,
+        )
+        for table, load in zip(tables, loads, strict=True)
+    ]
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +109,10 @@ class _Tower:
     tables: Sequence[Any]
     allowed: Mapping[str, Allowed]
     model: CostModel
+    held_bytes: int
+    """Bytes of tables outside towers on each rank."""
+    held_seconds: float
+    """Their cost there."""
 
     def plan(self) -> tuple[list[TableSharding], list[RankLoad]]:
         """Places the tables and reports the loads of the tower's ranks."""
@@ -107,9 +142,9 @@ class _Tower:
         return [self._entry(table, placements[table.name], seconds.mean()) for table in self.tables], ranks
 
     def _loads(self, tables: Sequence[Any], placements: Mapping[str, TablePlacement]) -> tuple[Vector, Vector]:
-        """Seconds and bytes of some tables on every rank, [L] each, without the fixed costs of schemes."""
+        """Seconds and bytes on every rank, [L] each, without the fixed costs of schemes: some tables, those outside."""
         num_ranks = self.model.topology.ranks_per_tower
-        seconds, memory = [0.0] * num_ranks, [0.0] * num_ranks
+        seconds, memory = [self.held_seconds] * num_ranks, [float(self.held_bytes)] * num_ranks
         for table in tables:
             for rank, load in self.model.shards(table, placements[table.name]):
                 seconds[rank] += load.seconds

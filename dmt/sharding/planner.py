@@ -102,8 +102,8 @@ class TowerShardingPlanner:
         modules, others = _modules(model, sharders)
         placements = self._explain(modules, sharders).placements
         plan: dict[str, Any] = {path: EmbeddingModuleShardingPlan() for path in modules}
-        for path, tables_by_tower in modules.items():
-            for table in (table for tables in tables_by_tower for table in tables):
+        for path, lists in modules.items():
+            for table in (table for tables in lists for table in tables):
                 plan[path][table.name] = parameter_sharding(table, placements[table.name], self.device_type)
         return ShardingPlan(plan=plan | self._plan_others(others, sharders))
 
@@ -113,7 +113,7 @@ class TowerShardingPlanner:
 
     def _explain(self, modules: Mapping[str, Sequence[Sequence[Any]]], sharders: Sequence[Any]) -> TowerShardingPlan:
         # Together: the modules of a model share the ranks.
-        towers = [
+        *towers, outside = [
             [table for tables in of_tower for table in tables] for of_tower in zip(*modules.values(), strict=True)
         ]
         rules, workload = self.rules, self.workload or StepWorkload()
@@ -127,7 +127,9 @@ class TowerShardingPlanner:
                 # An optimizer that the cost model does not know is counted as the one with the most state.
                 optimizer = cast("SparseOptimizer", optimizer_name(settings) or "adam")
                 workload = replace(workload, optimizer=optimizer)
-        return plan_tables(towers, self.topology, workload=workload, hardware=self.hardware, rules=rules)
+        return plan_tables(
+            towers, self.topology, outside=outside, workload=workload, hardware=self.hardware, rules=rules
+        )
 
     def _plan_others(self, others: Mapping[str, nn.Module], sharders: Sequence[Any]) -> dict[str, Any]:
         """Plans modules of TorchRec's sharders over all ranks, by path."""
@@ -214,7 +216,8 @@ def _modules(model: nn.Module, sharders: Sequence[Any]) -> tuple[dict[str, list[
     """The modules that the sharders handle, by path, the outermost ones.
 
     Returns:
-        The tables by mesh tower of those of the tower sharders, and the modules of TorchRec's.
+        The tables of the tower sharders' modules, those of each mesh tower and then those outside, by path; and the
+        modules of TorchRec's.
 
     Raises:
         InputError: a collection of tables is for no sharder, or no module for a tower sharder.
@@ -232,7 +235,7 @@ def _modules(model: nn.Module, sharders: Sequence[Any]) -> tuple[dict[str, list[
                 f"of its tables. Add TorchRec's {kind}Sharder() to the sharders, here and of DistributedModelParallel."
             )
         if sharder is not None and hasattr(sharder, "tables_by_tower"):
-            towers[path] = [list(tables) for tables in sharder.tables_by_tower(module)]
+            towers[path] = [*map(list, sharder.tables_by_tower(module)), sharder.outside_tables(module)]
         elif sharder is not None:
             others[path] = module
     if not towers:

@@ -296,8 +296,12 @@ class ShardingRules:
             if value not in known:
                 raise InputError(f"{what}: {value!r} is none of {list(known)}.{did_you_mean(value, known)}")
 
-    def resolve(self, tables_by_tower: Sequence[Sequence[Any]], num_ranks: int) -> dict[str, Allowed]:
-        """Returns the planner's choices for every table, by name, in towers of ``num_ranks`` ranks.
+    def resolve(
+        self, tables_by_tower: Sequence[Sequence[Any]], num_ranks: int, outside: Sequence[Any] = ()
+    ) -> dict[str, Allowed]:
+        """Returns the planner's choices for every table in towers of ``num_ranks`` ranks, by name.
+
+        For tables ``outside`` towers there is nothing to choose, and their rules are checked.
 
         Raises:
             InputError: a rule matches no table, a table or its tower cannot take what its rule asks for, or not one
@@ -305,12 +309,15 @@ class ShardingRules:
         """
         placed = [(table, tower) for tower, tables in enumerate(tables_by_tower) for table in tables]
         names = [table.name for table, _ in placed]
+        known = [*names, *(table.name for table in outside)]
         for key in self.tables:
-            if not any(_matches(key, name) for name in names):
+            if not any(_matches(key, name) for name in known):
                 raise InputError(
-                    f"The rule for tables {key!r} matches none of the {len(names)} tables of the model."
-                    f"{did_you_mean(key, names)} Fix the name or drop the rule."
+                    f"The rule for tables {key!r} matches none of the {len(known)} tables of the model."
+                    f"{did_you_mean(key, known)} Fix the name or drop the rule."
                 )
+        for table in outside:
+            self._check_outside(table)
         allowed = {table.name: self._resolve(table, num_ranks, tower) for table, tower in placed}
         free = [] if "table_wise" in self.schemes else [n for n in names if _key_of(self.tables, n) is None]
         if free and not any(set(choice.schemes) & set(self.schemes) for choice in allowed.values()):
@@ -319,6 +326,19 @@ class ShardingRules:
                 f"{allowed[free[0]].why}. Use table_wise, or leave the schemes open."
             )
         return allowed
+
+    def _check_outside(self, table: Any) -> None:
+        key = _key_of(self.tables, table.name)
+        rule = "fused" if key is None else self.tables[key]
+        scheme = rule.scheme if isinstance(rule, TablePlacement) else rule
+        obstacle = why_not(table, "data_parallel", fused_params=self.fused_params)
+        if scheme not in ("fused", "data_parallel"):
+            obstacle = f"its rule {key!r} asks for {scheme}"
+        if obstacle:
+            raise InputError(
+                f"Table {table.name!r} outside towers is data_parallel, on every rank, but {obstacle}. Change that, or "
+                "put its features into a tower."
+            )
 
     def _resolve(self, table: Any, num_ranks: int, tower: int) -> Allowed:
         key = _key_of(self.tables, table.name)

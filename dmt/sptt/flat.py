@@ -7,18 +7,20 @@ from typing import Any, Unpack
 
 import torch
 from torch import Tensor, nn
-from torchrec.distributed.types import ParameterSharding
+from torchrec.distributed.types import Awaitable, ParameterSharding
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from dmt.errors import InputError
 from dmt.plan.tables import feature_names
 from dmt.plan.towers import TowerPlan
-from dmt.sptt.dataflow import SPTTModule
+from dmt.sptt.dataflow import SPTTContext, SPTTModule
+from dmt.sptt.id_routes import AgreedIds
 from dmt.sptt.mesh import TowerMesh
-from dmt.sptt.peer_exchange import Piece, Rows, TowerOutput
+from dmt.sptt.peer_exchange import Pending, Piece, Rows, TowerOutput
+from dmt.sptt.rows import part_sizes
 from dmt.sptt.sharder import HomeTable, SharderSettings, TowerSharder
-from dmt.sptt.tower_lookup import in_order, output_keys
+from dmt.sptt.tower_lookup import GroupShardedEBC, in_order, output_keys
 
 __all__ = ["SPTTEmbeddingBagCollectionSharder", "ShardedSPTTEmbeddingBagCollection"]
 
@@ -36,7 +38,7 @@ class ShardedSPTTEmbeddingBagCollection(SPTTModule):
         sharding: Mapping[str, ParameterSharding],
         device: torch.device | None = None,
     ) -> None:
-        tables = sharder.tables_by_tower(module)
+        tables, outside = sharder.tables_by_tower(module), sharder.outside_tables(module)
         groups = [[[feature] for feature in dict.fromkeys(feature_names(of_tower))] for of_tower in tables]
         super().__init__(sharder, input_groups=groups, is_weighted=module.is_weighted(), device=device)
         number = {feature: i for i, (feature,) in enumerate(groups[self.mesh.tower])}
@@ -52,14 +54,24 @@ class ShardedSPTTEmbeddingBagCollection(SPTTModule):
                 config=table,
                 scheme=schemes[table.name],
                 settings=sharder.kernel_settings(module.embedding_bags[table.name].weight, schemes[table.name]),
+                is_outside=table in outside,
             )
-            for of_tower in tables
+            for of_tower in (*tables, outside)
             for table in of_tower
         }
-        """Tables of all towers."""
+        """Tables of all towers, and those outside."""
         self._keys = output_keys(module.embedding_bag_configs())
-        self.local_part = sharder.shard_in_tower(_sub_collection(module, tables[self.mesh.tower]), sharding, device)
+        in_tower = _sub_collection(module, tables[self.mesh.tower])
+        self.local_parts.append(sharder.shard_in_tower(in_tower, sharding, device))
         self.build_route()
+        self._outside: GroupShardedEBC | None = None
+        if outside:
+            # After the route, which is for tables of towers only.
+            part, alone = _sub_collection(module, outside), self.mesh.outside_towers()
+            self._outside = sharder.shard_in_tower(part, sharding, device, mesh=alone)
+            self.local_parts.append(self._outside)
+            expected = [*self.features, *feature_names(outside)]
+            self._agreed_ids = AgreedIds(expected, is_weighted=module.is_weighted(), group=self.mesh.sharding_group)
 
     def tower_output(self, embeddings_PN: Sequence[KeyedTensor], rows: Rows) -> TowerOutput:
         """Passes this tower's embeddings through, side by side as its ranks hold them: [P, O = N]."""
@@ -67,8 +79,22 @@ class ShardedSPTTEmbeddingBagCollection(SPTTModule):
         pieces = list(zip(names, widths, strict=True))
         return TowerOutput(embeddings_PN[0].values(), pieces, [self._groups[name] for name in names])
 
+    def columns(self, ctx: SPTTContext, exchanges: Sequence[Awaitable[Any]]) -> Sequence[Awaitable[Tensor]]:
+        """Columns of each part of the batch, [B, S], and beside them those of tables outside towers."""
+        arriving = super().columns(ctx, exchanges)
+        if self._outside is None:
+            return arriving
+        # Looked up here, while the others are on their way.
+        context = self._outside.create_context()
+        ids = self._outside.input_dist(context, ctx.ids_B).wait().wait()
+        found: Tensor = self._outside.compute_and_output_dist(context, ids).values()
+        blocks = found.split(part_sizes(len(found), len(arriving)))
+        return [Pending(_beside, part, block) for part, block in zip(arriving, blocks, strict=True)]
+
     def result(self, columns_BS: Tensor, pieces: Sequence[Piece]) -> KeyedTensor:
         """Makes the ``KeyedTensor`` of the unsharded collection."""
+        if self._outside is not None:
+            pieces = [*pieces, *self._outside.output_columns]
         return in_order(KeyedTensor([key for key, _ in pieces], [n for _, n in pieces], columns_BS), self._keys)
 
 
@@ -79,7 +105,8 @@ class SPTTEmbeddingBagCollectionSharder(TowerSharder[EmbeddingBagCollection]):
 
     Args:
         mesh: the groups of this job.
-        plan: which features go to which tower; as many towers as the mesh has.
+        plan: which features go to which tower; as many towers as the mesh has. Every rank holds the tables of features
+            outside towers, whose gradients are averaged over all ranks.
         settings: ``fused_params``, ``id_route``, ``peer_precision``, ``moment_scale`` and ``unique``, see
             `dmt.sptt.sharder.TowerSharder`.
 
@@ -112,9 +139,17 @@ class SPTTEmbeddingBagCollectionSharder(TowerSharder[EmbeddingBagCollection]):
         """Checks the plan against the table configs, and returns those that each mesh tower holds."""
         return self.plan.tables_by_tower(module.embedding_bag_configs())
 
+    def outside_tables(self, module: EmbeddingBagCollection) -> list[Any]:
+        """Returns the table configs of the plan's features outside towers."""
+        return self.plan.outside_tables(module.embedding_bag_configs())
+
     def shardable_parameters(self, module: EmbeddingBagCollection) -> dict[str, nn.Parameter]:
         """Returns the table weights, by table name."""
         return {name.split(".")[0]: p for name, p in module.embedding_bags.named_parameters()}
+
+
+def _beside(columns: Awaitable[Tensor], others: Tensor) -> Tensor:
+    return torch.cat([columns.wait(), others], dim=1)
 
 
 def _sub_collection(module: EmbeddingBagCollection, tables: list[Any]) -> EmbeddingBagCollection:

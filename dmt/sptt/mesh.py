@@ -60,6 +60,16 @@ class TowerMesh:
         self.replica_group = self.new_group(topology.replica_groups())
         self.tower_module_group = self.new_group(topology.tower_module_groups())
         self.tags: Iterator[int] = itertools.count(1)
+        self._outside: TowerMesh | None = None
+
+    def outside_towers(self) -> TowerMesh:
+        """Returns the mesh of tables that every rank holds (`TowerTopology.outside_towers`); collective the first time.
+
+        Its groups are its own: on those of this mesh, their all-reduces could come between others in another order.
+        """
+        if self._outside is None:
+            self._outside = TowerMesh(self.topology.outside_towers)
+        return self._outside
 
     def new_group(self, groups: list[list[int]]) -> dist.ProcessGroup:
         """Creates groups that cover all ranks, with the timeout of the job's, and returns this rank's; collective."""

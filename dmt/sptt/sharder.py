@@ -116,6 +116,10 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
     def tables_by_tower(self, module: Module) -> list[list[Any]]:
         """Returns the table configs that each mesh tower holds."""
 
+    def outside_tables(self, module: Module) -> list[Any]:
+        """Returns the table configs that every rank holds whole, whatever its tower."""
+        return []
+
     def shard(
         self,
         module: Module,
@@ -141,13 +145,14 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
                 "DistributedModelParallel(model, plan=TowerShardingPlanner(mesh.topology).plan(model, sharders), "
                 "sharders=sharders)."
             )
-        tables_by_tower: list[list[Any]] = []
+        placed: dict[int | None, list[Any]] = {}  # by tower, None for those outside
         # A rank whose own tower plan is wrong must not leave the others waiting.
-        run_on_all_or_raise(lambda: tables_by_tower.extend(self.tables_by_tower(module)), self.mesh.global_group)
-        self._check_agreement(module, tables_by_tower, params)
+        run_on_all_or_raise(lambda: placed.update(enumerate(self.tables_by_tower(module))), self.mesh.global_group)
+        placed[None] = self.outside_tables(module)
+        self._check_agreement(module, placed, params)
         weights, is_weighted = self.shardable_parameters(module), any(_weighted(module))
-        for tower, of_tower in enumerate(tables_by_tower):
-            for table in of_tower:
+        for tower, tables in placed.items():
+            for table in tables:
                 self._check_table(
                     table, weights[table.name], params.get(table.name), tower=tower, is_weighted=is_weighted
                 )
@@ -158,11 +163,11 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         return made
 
     def _check_agreement(
-        self, module: Module, tables_by_tower: Sequence[Sequence[Any]], sharding: Mapping[str, ParameterSharding]
+        self, module: Module, placed: Mapping[int | None, Sequence[Any]], sharding: Mapping[str, ParameterSharding]
     ) -> None:
         weights = self.shardable_parameters(module)
         arguments = {
-            "towers": {f"tower {i}": [table.name for table in tables] for i, tables in enumerate(tables_by_tower)},
+            "towers": {_place(tower): [table.name for table in tables] for tower, tables in placed.items()},
             "is_weighted": _weighted(module),
             **{name: getattr(self, name) for name in ("id_route", "unique", "peer_precision", "moment_scale")},
             "table": {
@@ -175,7 +180,7 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
                         for key, value in fused_settings(weights[table.name], self.fused_params).items()
                     },
                 }
-                for tables in tables_by_tower
+                for tables in placed.values()
                 for table in tables
             },
         }
@@ -187,17 +192,18 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         parameter: nn.Parameter,
         sharding: ParameterSharding | None,
         *,
-        tower: int,
+        tower: int | None,
         is_weighted: bool,
     ) -> None:
         """Raises `InputError` unless a table can be sharded so; every rank looks at all tables."""
-        where, topology = f"Table {table.name!r} in tower {tower}", self.mesh.topology
+        where, topology = f"Table {table.name!r} {'in ' * (tower is not None)}{_place(tower)}", self.mesh.topology
         check_columns(table)
         if sharding is None:
             raise InputError(f"{where} is not in the sharding plan. Make the plan with TowerShardingPlanner.")
         scheme, kernel = sharding.sharding_type, sharding.compute_kernel
         settings = fused_settings(parameter, self.fused_params)
-        reason = why_not(table, scheme, id_route=self.id_route, fused_params=settings)
+        route = "peer" if tower is None else self.id_route
+        reason = why_not(table, scheme, id_route=route, fused_params=settings)
         refusals = {
             f"is sharded {scheme!r}; inside a tower use one of {list(SCHEMES)}. Make the plan with "
             "TowerShardingPlanner(mesh.topology).plan(model, sharders).": scheme not in SCHEMES,
@@ -211,10 +217,14 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
             "requires_grad alone and call apply_optimizer_in_backward(torch.optim.SGD, [weight], {'lr': 0.0}) before "
             "sharding; no schedule may set another rate.": not parameter.requires_grad,
             f"is {scheme}, but {reason}. Change the table, its optimizer or its scheme.": bool(reason),
+            f"is {scheme}, but every rank holds a table outside towers: such tables are data_parallel. Make the plan "
+            "with TowerShardingPlanner.": tower is None and scheme != "data_parallel",
         }
         for message, is_refused in refusals.items():
             if is_refused:
                 raise InputError(f"{where} {message}")
+        if tower is None:
+            return
         self._scale(parameter, scheme)  # raises where there is no moment to scale
         # Parts of a table that no shard covers would keep their first values without a word.
         placement = TablePlacement(scheme=scheme, ranks=tuple(sharding.ranks or ()))
@@ -239,10 +249,14 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         return moment_scale_of(self.moment_scale, settings, self.mesh.topology.num_replicas)
 
     def shard_in_tower(
-        self, collection: EmbeddingBagCollection, sharding: Mapping[str, ParameterSharding], device: torch.device | None
+        self,
+        collection: EmbeddingBagCollection,
+        sharding: Mapping[str, ParameterSharding],
+        device: torch.device | None,
+        mesh: TowerMesh | None = None,
     ) -> GroupShardedEBC:
         """Shards an ``EmbeddingBagCollection`` over the ranks of this rank's tower (SPTT steps a, b, d); collective."""
-        mesh, bags = self.mesh, collection.embedding_bags
+        mesh, bags = mesh or self.mesh, collection.embedding_bags
         # Placements name the device of their rank, which is not the same on all.
         devices = gather_objects(str(device or "cpu"), mesh.tower_group)
         ranks = get_process_group_ranks(mesh.tower_group)
@@ -269,6 +283,12 @@ class HomeTable:
     scheme: str
     settings: Mapping[str, Any]
     """Settings of its fused optimizer, as its kernel has them."""
+    is_outside: bool = False
+    """Whether every rank holds it."""
+
+
+def _place(tower: int | None) -> str:
+    return "outside towers" if tower is None else f"tower {tower}"
 
 
 def _weighted(module: nn.Module) -> list[bool]:

@@ -30,8 +30,8 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
     def __init__(self, unsharded_type: type[nn.Module], mesh: TowerMesh) -> None:
         super().__init__()
         self._unsharded_module_type, self.mesh = unsharded_type, mesh
-        self.local_part: nn.Module
-        """This rank's tables and tower modules, below the names that they have in the unsharded module."""
+        self.local_parts = nn.ModuleList()
+        """This rank's tables and tower modules, each below the names that they have in the unsharded module."""
         self.before_lookup: Callable[[Any, bool], None] | None = None
         """Called before each lookup with the ids of the batch, and True by a training pass. Who watches a training sets
         it: `dmt.ReplicaSync` or `dmt.HotRows`."""
@@ -50,13 +50,15 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
 
     @property
     def collections(self) -> list[GroupShardedEBC]:
-        """The sharded collections of this rank's tower."""
-        return [part for part in self.local_part.modules() if isinstance(part, GroupShardedEBC)]
+        """The sharded collections of this rank."""
+        return [part for part in self.local_parts.modules() if isinstance(part, GroupShardedEBC)]
 
     def state_dict(self, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
         """Returns tables as sharded tensors, and tower modules, of this rank's towers."""
         self.write_back()
-        return self.local_part.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        for part in self.local_parts:
+            destination = part.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
+        return destination
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
         """Loads this rank's towers from a state dict with the keys of `state_dict`.
@@ -69,22 +71,29 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
             raise InputError("load_state_dict(assign=True) cannot replace the memory of sharded tables; leave it out.")
         # Rows that the state dict leaves out keep what training has made of them.
         self.write_back()
-        keys = self.local_part.load_state_dict(state_dict, strict=strict)
+        loaded = [part.load_state_dict(state_dict, strict=False) for part in self.local_parts]
+        keys = loaded[0]._replace(missing_keys=[key for of_part in loaded for key in of_part.missing_keys])
+        for of_part in loaded[1:]:
+            keys.unexpected_keys[:] = [key for key in keys.unexpected_keys if key in of_part.unexpected_keys]
+        if strict and any(keys):
+            raise RuntimeError(f"The state dict lacks {keys.missing_keys}, and has unknown {keys.unexpected_keys}.")
         self.read_again()
         return keys
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields parameters under the unsharded module's names."""
         self.write_back()
-        yield from self.local_part.named_parameters(*args, **kwargs)
+        for part in self.local_parts:
+            yield from part.named_parameters(*args, **kwargs)
 
     def named_buffers(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Tensor]]:
         """Yields buffers under the unsharded module's names."""
-        yield from self.local_part.named_buffers(*args, **kwargs)
+        for part in self.local_parts:
+            yield from part.named_buffers(*args, **kwargs)
 
     def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
         """Yields everything that DMP's data parallel must leave alone: tables and tower modules."""
-        yield from (name for name, _ in self.local_part.named_parameters(prefix))
+        yield from (name for part in self.local_parts for name, _ in part.named_parameters(prefix))
 
     @property
     def unsharded_module_type(self) -> type[nn.Module]:
@@ -94,7 +103,7 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
     @property
     def fused_optimizer(self) -> KeyedOptimizer:
         """The tables' optimizers, which update in the backward pass."""
-        named = self.local_part.named_modules()
+        named = (pair for part in self.local_parts for pair in part.named_modules())
         return _TowerOptimizer(
             [(n, part.fused_optimizer) for n, part in named if isinstance(part, GroupShardedEBC)], self
         )

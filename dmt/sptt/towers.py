@@ -65,7 +65,7 @@ class ShardedTowerCollection(SPTTModule):
             i: nn.ModuleDict({"embedding": embedding, "interaction": self.interactions.by_tower[i]})
             for i, embedding in self.embeddings.items()
         }
-        self.local_part = nn.ModuleDict({"towers": nn.ModuleDict(towers)})
+        self.local_parts.append(nn.ModuleDict({"towers": nn.ModuleDict(towers)}))
         self.build_route()
         self._data_parallel = _data_parallel(self.interactions, self.mesh)
 

@@ -260,7 +260,7 @@ def raising_on_rank(rank: int) -> None:
             columns = training.model(PipelinedBatch(*training.case.draw(rank, 1)))[1][0]
             if raises:
                 # After the data-parallel table's gradient is there and its reduction has begun.
-                table = training.model.module.model.sparse_arch.local_part._lookups[-1]
+                table = training.model.module.model.sparse_arch.local_parts[0]._lookups[-1]
                 hooked = next(iter(table.parameters())).register_post_accumulate_grad_hook(fail)
                 with pytest.raises(ZeroDivisionError):
                     columns["f0"].sum().backward()

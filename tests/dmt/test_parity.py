@@ -43,6 +43,13 @@ def flat(towers: int, ranks: int, **more: Any) -> Case:
     return of(towers, ranks, kind="flat", **more)
 
 
+def outside(towers: int, ranks: int, **more: Any) -> Case:
+    """Tables 1 and 4 of five are on every rank."""
+    plan = {1: ((3, 0, 2),), 2: ((0, 2), (3,)), 3: ((2,), (0,), (3,))}[towers]
+    defaults = {"kind": "flat", "dims": (8, 4, 8, 16, 12), "plan": plan, "outside": (4, 1), "scheme": "mixed"}
+    return of(towers, ranks, **{**defaults, **more})
+
+
 def hot(towers: int, ranks: int, **more: Any) -> Case:
     return of(towers, ranks, kind="flat", hot=True, **more)
 
@@ -126,6 +133,20 @@ CASES: dict[str, dict[str, Case]] = {
         "frozen": of(3, 2, unique=True, kind="frozen", sizes=(9, 7, 8, 9, 2, 5), micro_batches=2),
         "BF16": of(2, 2, unique=True, precision="bf16", optimizer="sgd", micro_batches=3),
         "flat BF16": flat(2, 2, unique=True, precision="bf16", optimizer="sgd", dims=(8, 16, 4, 12)),
+    },
+    "outside towers": {
+        "flat": outside(2, 2),
+        "uneven": outside(3, 2, sizes=UNEVEN[6], max_bag=3),
+        "towers of a rank": outside(2, 1, max_bag=3, pooling="MEAN"),
+        "weighted, adagrad": outside(2, 2, max_bag=3, weighted=True, optimizer="adagrad", warmup=True),
+        "shared": outside(2, 1, features=(("f0",), ("f1", "a"), ("f2",), ("f3",), ("f1",)), max_bag=3),
+        "sgd, BF16": outside(2, 2, optimizer="sgd", precision="bf16"),
+        "unique in parts": outside(2, 2, unique=True, sizes=UNEVEN[4], micro_batches=3),
+        "in parts": outside(2, 2, micro_batches=3, sizes=(1, 2, 3, 7)),
+        "hot": outside(2, 2, hot=True, sizes=UNEVEN[4], unique=True, micro_batches=2),
+        "replicas": outside(2, 1, replicas=2, max_bag=2, interval=2, steps=5),
+        "replicas inside hosts": outside(2, 1, replicas=2, replica_placement="intra_host", unique=True, delayed=True),
+        "global ids": outside(2, 2, id_route="global", scheme="column_wise", micro_batches=2),
     },
     "hot rows": {
         "uneven": hot(2, 2, sizes=UNEVEN[4]),
@@ -224,6 +245,7 @@ TWINS: dict[str, tuple[Case, ...]] = {
     "train pipeline": (PIPED, replace(PIPED, pipeline="on"), replace(PIPED, pipeline="detached")),
     "pipeline, micro-batches": tuple(of(2, 1, micro_batches=2, max_bag=3, pipeline=p) for p in ("", "on")),
     "pipeline, unique": tuple(flat(2, 2, unique=True, max_bag=2, pipeline=p) for p in ("", "detached")),
+    "pipeline, outside towers": tuple(outside(2, 2, max_bag=2, pipeline=p) for p in ("", "on", "detached")),
     "pipeline, hot rows that change": tuple(hot(2, 2, max_bag=2, pipeline=p) for p in ("", "on")),
     "id routes": tuple(of(2, 2, **COLUMNS, id_route=r, pipeline=p) for r in ("peer", "global") for p in ("", "on")),
     "id routes, uneven": tuple(

@@ -83,6 +83,27 @@ def test_a_shared_table_stays_whole() -> None:
         plan.tables_by_tower([table("tab", "a", "b")])
 
 
+def test_features_outside_towers(tmp_path: Path) -> None:
+    plan = TowerPlan.from_lists([["a"], ["b"]], outside=("d", "c"))
+    plan.save(tmp_path / "towers.json")
+    assert TowerPlan.load(tmp_path / "towers.json") == plan
+    tables = [table("tb", "b"), table("tcd", "c", "d"), table("ta", "a")]
+    assert plan.tables_by_tower(tables) == [[tables[2]], [tables[0]]]
+    assert plan.outside_tables(tables) == [tables[1]]
+    with pytest.raises(
+        InputError, match=r"Feature 'b' occurs more than once in the tower plan \(in tower_1, outside\)"
+    ):
+        TowerPlan.from_lists([["a"], ["b"]], outside=("b",))
+    with pytest.raises(InputError, match=r"Feature 'c' occurs more than once .*outside"):
+        TowerPlan.from_lists([["a"]], outside=("c", "c"))
+    with pytest.raises(
+        InputError, match=r"'tbc' is shared .*\('c' outside, 'b' in tower_1\)\. A table lives in one tower, or"
+    ):
+        plan.tables_by_tower([table("ta", "a"), table("tbc", "c", "b"), table("td", "d")])
+    with pytest.raises(InputError, match="Feature 'd' is in the tower plan but not in the model"):
+        plan.tables_by_tower([table("ta", "a"), table("tb", "b"), table("tc", "c")])
+
+
 def test_a_plan_for_another_model_is_refused() -> None:
     plan = TowerPlan.from_lists([["a"]], tables=(table("ta", "a", rows=100),))
     with pytest.raises(InputError, match=r"Table 'ta' is 10 x 8 .* made for 100 x 8"):

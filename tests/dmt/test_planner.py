@@ -23,7 +23,7 @@ TWO_BY_TWO = TowerTopology(num_towers=2, ranks_per_tower=2)
 
 
 class Sharder:
-    """The two things the planner needs of a sharder; no process group."""
+    """What the planner needs of a sharder; no process group."""
 
     module_type = EmbeddingBagCollection
 
@@ -33,6 +33,9 @@ class Sharder:
     def tables_by_tower(self, module: EmbeddingBagCollection) -> list[list[Any]]:
         configs = module.embedding_bag_configs()
         return self.plan.tables_by_tower(configs) if self.plan else [configs[::2], configs[1::2]]
+
+    def outside_tables(self, module: EmbeddingBagCollection) -> list[Any]:
+        return self.plan.outside_tables(module.embedding_bag_configs()) if self.plan else []
 
 
 def collection(*names: str, rows: int = 1000, columns: int = 16) -> EmbeddingBagCollection:
@@ -68,6 +71,37 @@ def test_the_plan_is_torchrecs() -> None:
     }
     cuts = [(s.shard_offsets, s.shard_sizes, s.placement.rank()) for s in plan["t_a"].sharding_spec.shards]
     assert cuts == [([0, 0], [1000, 8], 1), ([0, 8], [1000, 8], 0)]
+
+
+def test_tables_outside_towers_are_on_every_rank() -> None:
+    model = nn.Sequential(collection("a", "b", "c", "d"))
+    sharder = Sharder(TowerPlan.from_lists([["a"], ["b"]], outside=("d", "c")))
+    planner = TowerShardingPlanner(TWO_BY_TWO, scheme="table_wise", hardware=Hardware(memory_per_rank=340_000))
+    plan, found = planner.plan(model, [sharder]).plan["0"], planner.explain(model, [sharder])
+    assert {name: placed.sharding_type for name, placed in plan.items()} == {
+        **dict.fromkeys(("t_a", "t_b"), "table_wise"),
+        **dict.fromkeys(("t_c", "t_d"), "data_parallel"),
+    }
+    assert [(entry.name, entry.tower) for entry in found.tables[2:]] == [("t_c", None), ("t_d", None)]
+    assert found.reasons["t_c"] == "on every rank: its feature is in no tower"
+    # Weights and gradients of 1000 x 16 numbers and a state for each row, twice on every rank; one rank has a table.
+    assert sorted(rank.memory for rank in found.ranks) == 2 * [2 * 132_000] + 2 * [2 * 132_000 + 68_000]
+
+
+def test_tables_that_cannot_be_on_every_rank_are_named() -> None:
+    plan = TowerPlan.from_lists([["a"], ["b"]], outside=("d", "c"))
+    model = nn.Sequential(collection("a", "b", "c", "d"))
+    for options, message in (
+        ({"hardware": Hardware(memory_per_rank=200_000)}, "tables outside towers need 264 kB on every rank, "
+         "132 kB of it for table 't_c', but memory_per_rank=200 kB"),
+        ({"pinned": {"t_*": "row_wise"}}, r"'t_c' outside towers is data_parallel, .* its rule 't_\*' asks for row_w"),
+        ({"pinned": {"t_d": "fused_uvm"}}, "'t_d' outside towers .* its rule 't_d' asks for fused_uvm"),
+    ):  # fmt: skip
+        with pytest.raises(InputError, match=message):
+            TowerShardingPlanner(TWO_BY_TWO, **options).plan(model, [Sharder(plan)])
+    half = TableSpec(name="t", num_embeddings=9, embedding_dim=8, feature_names=("f",), data_type="FP16")
+    with pytest.raises(InputError, match=r"'t' outside towers .* its weights are FP16"):
+        plan_tables([[], []], TWO_BY_TWO, outside=[half])
 
 
 def test_the_plan_and_its_explanation_agree() -> None:

@@ -147,6 +147,36 @@ def assigned(job: Job) -> Any:
     return sparse.load_state_dict(sparse.state_dict(), assign=True)
 
 
+OUTSIDE = replace(FLAT, plan=((0, 2), (3,)), outside=(1,))
+
+
+def cut_outside(job: Job) -> Any:
+    model = FlatModel(make_tables([8, 8]))
+    cut = parameter_sharding(make_tables([8, 8])[1], TablePlacement(scheme="table_wise", ranks=(0,)))
+    sharder = SPTTEmbeddingBagCollectionSharder(job.one, TowerPlan.from_lists([["f0"]], outside=("f1",)))
+    return distribute(model, sharder, lambda plan: plan.__setitem__("t1", cut))
+
+
+def without_outside(job: Job) -> Any:
+    return sharded(OUTSIDE, job.two)(ids_of(torch.int64, "f0", "f2", "f3"))
+
+
+def state_of_outside(job: Job) -> tuple[Any, dict[str, Any]]:
+    sparse: Any = sharded(OUTSIDE, job.two).module.sparse_arch
+    return sparse, sparse.state_dict()
+
+
+def without_table(job: Job) -> Any:
+    sparse, state = state_of_outside(job)
+    del state["embedding_bags.t1.weight"]
+    return sparse.load_state_dict(state)
+
+
+def with_other(job: Job) -> Any:
+    sparse, state = state_of_outside(job)
+    return sparse.load_state_dict(state | {"embedding_bags.t9.weight": torch.zeros(1)})
+
+
 def two_collections(job: Job) -> Any:
     tables = make_tables([8, 8, 8, 8])
     model = nn.ModuleList([EmbeddingBagCollection(tables[:2]), EmbeddingBagCollection(tables[2:])])
@@ -270,6 +300,11 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
     "frozen table": (frozen_table, "Table 't1' in tower 1 has requires_grad=False, but the optimizer"),
     "weight decay": (other_rate_on_parameter, "'t1' in tower 0 is data_parallel, but .* sets weight_dec"),
     "FP16 data-parallel": (fp16_data_parallel, "Table 't0' in tower 0 is data_parallel, but its weights are FP16"),
+    "a table outside towers in one": (cut_outside, "'t1' outside towers is table_wise, but every rank holds a table"),
+    "a batch without a feature outside": (without_outside, "The batch lacks feature 'f1'"),
+    "state without a table": (without_table, r"RuntimeError.*lacks \['embedding_bags.t1.weight'\]"),
+    "state with another table": (with_other, r"RuntimeError.*unknown \['embedding_bags.t9.weight'\]"),
+    "hot table outside": (lambda job: hot(job, OUTSIDE).replicate({"t1": [1]}), "'t1' cannot have copies: it is out"),
     "assign=True": (assigned, r"load_state_dict\(assign=True\) cannot replace"),
     "later int32 ids": (before_int32, r"The batch has ids of torch\.int32, but the first batch had torch\.int64"),
     "floats as ids": (lambda job: sharded(FLAT, job.two)(ids_of(torch.float32)), "ids of torch.float32; ids must be"),
