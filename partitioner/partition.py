@@ -7,12 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import comb
 
 import numpy as np
 from numpy.typing import NDArray
 
 from dmt.partitioner.affinity import FeatureAffinity
-from dmt.plan.split_across_towers import shard_names
 from dmt.plan.towers import TowerPlan
 
 __all__ = [
@@ -33,7 +33,7 @@ class TowerContents:
     name: str
     """Name of the tower in the plan."""
     num_features: int
-    """F_t; column shards of a table count as features of their own."""
+    """F_t."""
     num_blocks: int
     """Groups of features that stay together, such as those of one table."""
     category: str = ""
@@ -72,7 +72,7 @@ class Partition:
     plan: TowerPlan
     """The towers."""
     affinity: FeatureAffinity
-    """Affinity of the plan's features, with column shards in place of tables that were split."""
+    """The measure that the towers were made from, with its tables where they are known."""
     points: NDArray[np.float64]
     """[F, 2] coordinates, in the order of ``affinity.features``; zeros for interactions, which have none."""
     normalized_stress: float
@@ -107,8 +107,7 @@ def tower_affinity(affinity: FeatureAffinity, plan: TowerPlan) -> tuple[float | 
 def compare_towers(affinity: FeatureAffinity, plan: TowerPlan, random: Sequence[Mapping[str, int]]) -> Comparison:
     """Compares a plan with the strided assignment (DMT paper, section 5.2.3) and with random ones.
 
-    ``random`` are towers by feature. Pairs of column shards of one table are left out of means: they are near-copies of
-    each other that the plan may not put together, so that they would raise the means of the other towers.
+    ``random`` are towers by feature.
 
     Raises:
         InputError: plan and affinity are not about the same features.
@@ -116,7 +115,7 @@ def compare_towers(affinity: FeatureAffinity, plan: TowerPlan, random: Sequence[
     # By name, so that sums do not depend on the order of the features.
     ordered = affinity.permuted(sorted(plan.features))
     names = ordered.features
-    inside = _Shares(ordered) if affinity.is_interactions else _Means(ordered.matrix, _owners(plan, names))
+    inside = _Shares(ordered) if affinity.is_interactions else _Means(ordered.matrix)
     within, between = inside(_labels(plan, names))
     strided, _ = inside(_labels(TowerPlan.strided(affinity.features, plan.num_towers), names))
     drawn = [inside(np.array([towers[name] for name in names]))[0] for towers in random]
@@ -132,17 +131,16 @@ def compare_towers(affinity: FeatureAffinity, plan: TowerPlan, random: Sequence[
 
 
 class _Means:
-    """Mean affinity of the pairs in one tower, and of the others; pairs of one owner ([F] names) do not count."""
+    """Mean affinity of the pairs of features in one tower, and of the others."""
 
-    def __init__(self, matrix: NDArray[np.float64], owners: NDArray[np.str_]) -> None:
-        self._counts = owners[:, None] != owners
-        self._matrix = np.where(self._counts, matrix, 0.0)
-        self._total, self._num_pairs = float(self._matrix.sum()) / 2, int(self._counts.sum()) // 2
+    def __init__(self, matrix: NDArray[np.float64]) -> None:
+        self._matrix = matrix * (1.0 - np.eye(len(matrix)))
+        self._total, self._num_pairs = float(self._matrix.sum()) / 2, comb(len(matrix), 2)
 
     def __call__(self, labels: Labels) -> tuple[float | None, float | None]:
-        blocks = [np.ix_(rows, rows) for tower in np.unique(labels) for rows in [np.flatnonzero(labels == tower)]]
-        inside = sum(float(self._matrix[block].sum()) / 2 for block in blocks)
-        num_inside = sum(int(self._counts[block].sum()) // 2 for block in blocks)
+        towers = [np.flatnonzero(labels == tower) for tower in np.unique(labels)]
+        inside = sum(float(self._matrix[np.ix_(rows, rows)].sum()) / 2 for rows in towers)
+        num_inside = sum(comb(len(rows), 2) for rows in towers)
         between, num_between = max(0.0, self._total - inside), self._num_pairs - num_inside
         # What a difference of sums leaves beyond 12 decimals is rounding, and differs with the order of the features.
         return (
@@ -173,10 +171,3 @@ class _Shares:
 def _labels(plan: TowerPlan, names: Sequence[str]) -> Labels:
     tower_of = {name: number for number, tower in enumerate(plan.towers) for name in tower.features}
     return np.array([tower_of[name] for name in names])
-
-
-def _owners(plan: TowerPlan, names: Sequence[str]) -> NDArray[np.str_]:
-    """The features that were cut where names are those of their column shards, else the names themselves."""
-    splits = plan.column_splits.items()
-    feature_of = {shard: feature for feature, widths in splits for shard in shard_names(feature, widths)}
-    return np.array([feature_of.get(name, name) for name in names])

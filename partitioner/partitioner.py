@@ -20,7 +20,7 @@ from dmt.files import explain
 from dmt.partitioner.affinity import FeatureAffinity
 from dmt.partitioner.partition import Partition, TowerContents, compare_towers
 from dmt.partitioner.points import Coordinates, distances, embed_distances, group_points
-from dmt.partitioner.problem import Part, Task, prepare
+from dmt.partitioner.problem import Part, prepare
 from dmt.partitioner.rules import PartitionRules
 from dmt.partitioner.search import (
     RESOURCES,
@@ -81,7 +81,7 @@ class TowerPartitioner:
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**32)] = 0
     """Seed of every random choice."""
     rules: InstanceOf[PartitionRules] = field(default_factory=PartitionRules)
-    """Categories, features that must or must not share a tower, column shards, limits on work and memory."""
+    """Categories, features that must or must not share a tower, limits on work and memory."""
     refine: bool = True
     """Search on the wanted distances after the points have been grouped; the paper does not."""
 
@@ -115,11 +115,11 @@ class TowerPartitioner:
         strategy = self._resolved(measure)
         if tables:
             measure = replace(measure, tables=tuple(tables))
-        task = prepare(measure, num_towers=self.num_towers, balance_ratio=self.balance_ratio, rules=self.rules)
+        parts, notes = prepare(measure, num_towers=self.num_towers, balance_ratio=self.balance_ratio, rules=self.rules)
         # With more threads sums may have another order, and a tie fall the other way.
         with threadpool_limits(1):
-            answers = [self._solve(part, task.members, strategy) for part in task.parts]
-            return self._assembled(measure, task, answers, strategy)
+            answers = [self._solve(part, measure, strategy) for part in parts]
+            return self._assembled(measure, answers, strategy, notes)
 
     def check(self) -> None:
         """Raises `InputError` for a parameter that is out of range, as `fit` does; for callers that measure first."""
@@ -176,12 +176,14 @@ class TowerPartitioner:
             raise InputError(f"TowerPartitioner: {part.where}{_broken_limits(labels, num_towers, bounds)}")
         return _Answer(part=part, coordinates=coordinates, labels=labels, bounds=bounds)
 
-    def _assembled(self, source: FeatureAffinity, task: Task, answers: Sequence[_Answer], strategy: str) -> Partition:
+    def _assembled(
+        self, measure: FeatureAffinity, answers: Sequence[_Answer], strategy: str, more_notes: Sequence[str]
+    ) -> Partition:
         """Puts the answers of all parts together."""
         towers: list[TowerFeatures] = []
         loads: list[TowerContents] = []
         for answer in answers:
-            for label, tower in answer.towers(task.members).items():
+            for label, tower in answer.towers(measure).items():
                 named = TowerFeatures(tower.name or f"tower_{len(towers)}", tower.features)
                 towers.append(named)
                 inside = answer.labels == label
@@ -192,30 +194,24 @@ class TowerPartitioner:
                         num_features=len(named.features),
                         num_blocks=int(inside.sum()),
                         category=answer.part.category,
-                        work=work if task.members.tables else None,
-                        num_bytes=int(num_bytes) if task.members.tables else None,
+                        work=work if measure.tables else None,
+                        num_bytes=int(num_bytes) if measure.tables else None,
                     )
                 )
-        plan = TowerPlan(
-            towers=tuple(towers),
-            strategy=strategy,
-            seed=self.seed,
-            tables=task.members.tables,
-            column_splits=dict(task.splits),
-        )
-        comparison = compare_towers(task.members, plan, list(_random_towers(answers, self.seed)))
+        plan = TowerPlan(towers=tuple(towers), strategy=strategy, seed=self.seed, tables=measure.tables)
+        comparison = compare_towers(measure, plan, list(_random_towers(answers, self.seed)))
         wanted = sum(answer.coordinates.wanted for answer in answers)
         stress = float(np.sqrt(sum(answer.coordinates.stress for answer in answers) / wanted)) if wanted > 0 else 0.0
-        notes = [*source.notes, *task.notes, *_notes(task.members), *(note for a in answers for note in a.notes)]
+        notes = [*measure.notes, *more_notes, *_notes(measure), *(note for a in answers for note in a.notes)]
         ratio = self.balance_ratio if math.isfinite(self.balance_ratio) else None
-        settings = {"balance_ratio": ratio, "loss": source.loss, "notes": notes}
-        if not source.is_interactions:
+        settings = {"balance_ratio": ratio, "loss": measure.loss, "notes": notes}
+        if not measure.is_interactions:
             settings |= {"refine": self.refine, "normalized_stress": stress}
-        plan = replace(plan, affinity=source.to_summary() | settings | asdict(comparison))
+        plan = replace(plan, affinity=measure.to_summary() | settings | asdict(comparison))
         return Partition(
             plan=plan,
-            affinity=task.members,
-            points=_points(answers, task.members),
+            affinity=measure,
+            points=_points(answers, measure),
             normalized_stress=stress,
             loads=tuple(loads),
             comparison=comparison,
@@ -326,8 +322,8 @@ def _broken_limits(labels: Labels, num_towers: int, bounds: Bounds) -> str:
         broken.append("a tower with features that are to be apart")
     return (
         f"no assignment of the features to {num_towers} towers within all limits was found. The closest has "
-        f"{' and '.join(broken)}. Raise balance_ratio or the limits (max_work_ratio, max_tower_bytes), cut "
-        "large tables (column_shards), drop a rule, or change the number of towers."
+        f"{' and '.join(broken)}. Raise balance_ratio or the limits (max_work_ratio, max_tower_bytes), drop a "
+        "rule, or change the number of towers."
     )
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from itertools import combinations, product
+from dataclasses import dataclass
+from itertools import combinations
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,13 +18,8 @@ from dmt.errors import InputError
 from dmt.partitioner.affinity import FeatureAffinity
 from dmt.partitioner.rules import PartitionRules
 from dmt.partitioner.search import Bounds, Costs, Floats, even_start, local_search
-from dmt.plan.split_across_towers import shard_names, split_tables
-from dmt.plan.tables import TableSpec
 
-__all__ = ["Blocks", "Part", "Task", "make_blocks", "members_of", "prepare", "rules_of_members", "size_bounds"]
-
-# FBGEMM's lookups need a multiple of this many columns.
-_STEP = 4
+__all__ = ["Blocks", "Part", "make_blocks", "prepare", "size_bounds"]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -96,40 +91,30 @@ class Part:
         return f"category {self.category!r}: " if self.category else ""
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Task:
-    """The problem that `TowerPartitioner` solves."""
-
-    members: FeatureAffinity
-    """The measure with column shards in place of the features that are cut, and with their tables, where known."""
-    splits: Mapping[str, tuple[int, ...]]
-    """Columns of each shard of the features that are cut."""
-    parts: tuple[Part, ...]
-    notes: tuple[str, ...] = ()
-    """Warnings for the user."""
-
-
-def prepare(measure: FeatureAffinity, *, num_towers: int, balance_ratio: float, rules: PartitionRules) -> Task:
+def prepare(
+    measure: FeatureAffinity, *, num_towers: int, balance_ratio: float, rules: PartitionRules
+) -> tuple[list[Part], list[str]]:
     """Applies rules and limits to the features; `TowerPartitioner` describes the arguments.
+
+    Returns:
+        The parts to solve, and warnings for the user.
 
     Raises:
         InputError: tables, rules and measure do not fit together, or there are more towers than blocks.
     """
     is_limited = rules.max_work_ratio is not None or rules.max_tower_bytes is not None
-    if not measure.tables and (is_limited or rules.column_shards):
+    if not measure.tables and is_limited:
         raise InputError(
-            "TowerPartitioner: limits on work and bytes and column_shards need the tables, but the affinity was saved "
-            "without them. Give tables=, or collect the affinity again."
+            "TowerPartitioner: limits on work and bytes need the tables, but the affinity was saved without them. Give "
+            "tables=, or collect the affinity again."
         )
     named = rules.for_features(measure.features)
-    splits = _splits(measure.tables, named)
-    members, ruled = members_of(measure, splits), rules_of_members(named, splits)
-    blocks = make_blocks(members, ruled)
+    blocks = make_blocks(measure, named)
     max_work = np.inf if rules.max_work_ratio is None else rules.max_work_ratio * blocks.loads[1].sum() / num_towers
     upper = max_work, np.inf if rules.max_tower_bytes is None else rules.max_tower_bytes
     parted, counts = {"": blocks}, {"": num_towers}
-    if ruled.categories:
-        parted = {name: blocks.within(inside) for name, inside in ruled.categories.items()}
+    if named.categories:
+        parted = {name: blocks.within(inside) for name, inside in named.categories.items()}
         counts = _allot(parted, num_towers, rules.towers_per_category)
     notes = []
     if rules.max_work_ratio is not None and measure.pooling_factors is None:
@@ -137,76 +122,17 @@ def prepare(measure: FeatureAffinity, *, num_towers: int, balance_ratio: float, 
             "Work is that of one id per sample and feature: the affinity was collected without counting ids. Give it "
             "pooling_factors where there are more."
         )
-    return Task(
-        members=members,
-        splits=splits,
-        parts=tuple(_part(name, inside, counts[name], balance_ratio, upper) for name, inside in parted.items()),
-        notes=tuple(notes),
-    )
+    return [_part(name, inside, counts[name], balance_ratio, upper) for name, inside in parted.items()], notes
 
 
-def _splits(specs: Sequence[TableSpec], rules: PartitionRules) -> dict[str, tuple[int, ...]]:
-    """The columns of each shard, by feature; ``rules`` name features one by one."""
-    dims = {feature: spec.embedding_dim for spec in specs for feature in spec.feature_names}
-    splits = {feature: count for feature, count in rules.column_shards.items() if count > 1}
-    for feature, count in splits.items():
-        if dims[feature] % (_STEP * count):
-            raise InputError(
-                f"Partition rules: column_shards cuts feature {feature!r}, but its {dims[feature]} columns are not "
-                f"{count} equal shards of a multiple of {_STEP}."
-            )
-    return {feature: (dims[feature] // count,) * count for feature, count in splits.items()}
-
-
-def members_of(measure: FeatureAffinity, splits: Mapping[str, Sequence[int]]) -> FeatureAffinity:
-    """The measure of features and column shards; a shard has the numbers of its feature."""
-    if not splits:
-        return measure
-    members = [(name, i) for i, feature in enumerate(measure.features) for name in _members([feature], splits)]
-    names, index = zip(*members, strict=True)
-    square, factors = np.ix_(index, index), measure.pooling_factors
-    return replace(
-        measure,
-        matrix=measure.matrix[square],
-        features=names,
-        errors=None if measure.errors is None else measure.errors[square],
-        triples=tuple(
-            replace(triple, features=shards)
-            for triple in measure.triples
-            for shards in product(*(_members([name], splits) for name in triple.features))
-        ),
-        tables=tuple(split_tables(measure.tables, splits)),
-        pooling_factors=None if factors is None else tuple(factors[i] for i in index),
-    )
-
-
-def _members(features: Sequence[str], splits: Mapping[str, Sequence[int]]) -> list[str]:
-    """The features, with column shards in place of those that are cut."""
-    return [name for f in features for name in (shard_names(f, splits[f]) if f in splits else [f])]
-
-
-def rules_of_members(rules: PartitionRules, splits: Mapping[str, Sequence[int]]) -> PartitionRules:
-    """Rules with column shards in place of the features that are cut; shards of one feature are apart.
-
-    ``rules`` name features one by one, ``splits`` have the columns of each shard.
-    """
-    return rules.model_copy(
-        update={
-            "categories": {name: _members(inside, splits) for name, inside in rules.categories.items()},
-            "together": [_members(group, splits) for group in rules.together],
-            "apart": [_members(group, splits) for group in (*rules.apart, *([feature] for feature in splits))],
-        }
-    )
-
-
-def make_blocks(members: FeatureAffinity, rules: PartitionRules) -> Blocks:
-    """Joins features that must share a tower and adds up their loads; ``rules`` name members one by one.
+def make_blocks(measure: FeatureAffinity, rules: PartitionRules) -> Blocks:
+    """Joins features that must share a tower and adds up their loads; ``rules`` name features one by one.
 
     Raises:
         InputError: features that must share a tower must also part, or are of different categories.
     """
-    names = _joined(members.features, [*rules.together, *(spec.feature_names for spec in members.tables)])
-    home = {member: category for category, inside in rules.categories.items() for member in inside}
+    names = _joined(measure.features, [*rules.together, *(spec.feature_names for spec in measure.tables)])
+    home = {feature: category for category, inside in rules.categories.items() for feature in inside}
     for block in names:
         other = next((name for name in block if home.get(name) != home.get(block[0])), None)
         if other is not None:
@@ -214,8 +140,8 @@ def make_blocks(members: FeatureAffinity, rules: PartitionRules) -> Blocks:
                 f"Partition rules: {block[0]!r} is of category {home[block[0]]!r} and {other!r} of {home[other]!r}, "
                 "but they must share a tower (by a shared table or a rule of together). Put them into one category."
             )
-    factors = dict(zip(members.features, members.pooling_factors or (1.0,) * members.num_features, strict=True))
-    table_of = {feature: spec for spec in members.tables for feature in spec.feature_names}
+    factors = dict(zip(measure.features, measure.pooling_factors or (1.0,) * measure.num_features, strict=True))
+    table_of = {feature: spec for spec in measure.tables for feature in spec.feature_names}
     loads = np.zeros((3, len(names)))
     loads[0] = list(map(len, names))
     for i, block in enumerate(names if table_of else ()):
@@ -281,7 +207,7 @@ def _part(category: str, blocks: Blocks, num_towers: int, balance_ratio: float, 
         where = f"category {category!r}: " if category else ""
         raise InputError(
             f"TowerPartitioner: {where}num_towers={num_towers} exceeds the {num_blocks} {what} to place, and no tower "
-            "may be empty. Use fewer towers, or cut tables by the rule column_shards."
+            "may be empty. Use fewer towers, or write a plan that cuts tables (TowerPlan.column_splits)."
         )
     strict = size_bounds(num_features, num_towers, balance_ratio)
     pairs = _fitting_sizes(blocks.loads[0], num_towers, strict)

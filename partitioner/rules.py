@@ -51,9 +51,6 @@ class PartitionRules(BaseModel):
     """Groups of features that must share a tower. The features of a shared table do so without being named."""
     apart: Sequence[Sequence[str]] = ()
     """Groups of features of which no two may share a tower."""
-    column_shards: Mapping[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
-    """Equal column shards to cut the table of a feature into, such as for more towers than features; each is a member
-    of its own, ``ad[0:64]``, and no two of a table share a tower. Of several that match a feature the last counts."""
     max_work_ratio: float | None = Field(default=None, ge=1)
     """Most work of a tower, over the mean of the towers."""
     max_tower_bytes: float | None = Field(default=None, gt=0)
@@ -98,13 +95,7 @@ class PartitionRules(BaseModel):
         together, apart = (
             [_matched(patterns, features, rule) for patterns in getattr(self, rule)] for rule in ("together", "apart")
         )
-        shards = {
-            feature: count
-            for pattern, count in self.column_shards.items()
-            for feature in _matched([pattern], features, "column_shards")
-        }
-        ruled = {"categories": categories, "together": together, "apart": apart, "column_shards": shards}
-        return self.model_copy(update=ruled)
+        return self.model_copy(update={"categories": categories, "together": together, "apart": apart})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> PartitionRules:

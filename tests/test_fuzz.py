@@ -164,7 +164,7 @@ MANIFEST = {
 }
 RULES = {
     **{"max_work_ratio": 1.5, "together": [["f1", "f2"]], "apart": [["f1", "f3"]], "categories": {"a": ["f*"]}},
-    **{"towers_per_category": {"a": 2}, "column_shards": {"f*": 2}},
+    **{"towers_per_category": {"a": 2}},
 }
 
 

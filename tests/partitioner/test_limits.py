@@ -111,7 +111,7 @@ def test_measured_pooling_factors_count():
     [
         (2, {"max_work_ratio": 1.2}, r"a tower with 4\d\d\.?\d* work where the limit is 261\.6"),
         (2, {"max_tower_bytes": 24_840}, "a tower with 32,.* bytes where the limit is 24,840"),
-        (2, {"max_tower_bytes": 9_000}, r"bytes where the limit is 9,000.*cut large tables \(column_shards\)"),
+        (2, {"max_tower_bytes": 9_000}, "bytes where the limit is 9,000"),
         (2, {"apart": [["f0", "f1", "f2"]]}, "a tower with features that are to be apart"),
         (2, {"apart": [["f0", "f1"], ["f1", "f2"], ["f2", "f0"]]}, "a tower with features that are to be apart"),
         (1, {"apart": [["f0", "f1"]]}, "a tower with features that are to be apart"),
@@ -122,6 +122,12 @@ def test_limits_that_cannot_be_held_are_refused(num_towers, rules, message):
     tables = tables_of(affinity.features, rows=[10, 1000, 10, 10, 10, 10], dims=[8, 8, 8, 4, 4, 4])
     with pytest.raises(InputError, match=REFUSAL + f".*{message}"):
         TowerPartitioner(num_towers=num_towers, rules=PartitionRules(**rules)).partition(affinity, tables=tables)
+
+
+@pytest.mark.parametrize("rules", [{"max_work_ratio": 2}, {"max_tower_bytes": 9}])
+def test_limits_need_the_tables(rules):
+    with pytest.raises(InputError, match=r"limits on work and bytes need the tables, .*Give tables=, or collect"):
+        TowerPartitioner(num_towers=2, rules=PartitionRules(**rules)).fit(affinity_of(["a", "b", "c"]))
 
 
 def test_all_features_in_one_table_fit_one_tower():

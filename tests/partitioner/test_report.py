@@ -123,17 +123,6 @@ def test_means_within_between_and_of_random_towers_are_those_by_hand():
         compare_towers(affinity, TowerPlan.from_lists([["a", "b"], ["c"]]), [])
 
 
-def test_pairs_of_shards_of_one_table_count_nowhere():
-    names = ["a[0:4]", "a[4:8]", "b", "c"]
-    matrix = np.full((4, 4), 0.25)
-    matrix[:2, :2] = 1.0
-    matrix[2, 3] = matrix[3, 2] = 0.75
-    affinity = FeatureAffinity(matrix=matrix, features=names)
-    plan = TowerPlan.from_lists([["a[0:4]", "b"], ["a[4:8]", "c"]], column_splits={"a": (4, 4)})
-    found = compare_towers(affinity, plan, [])
-    assert (found.within, found.between) == (0.25, pytest.approx((0.75 + 2 * 0.25) / 3))
-
-
 def test_the_page_of_resemblance_is_whole_and_loads_nothing(tmp_path):
     partition = made()
     path = write_partition_report(partition, tmp_path / "new", links=[("../other.html", "Another page")])

@@ -27,11 +27,6 @@ def test_names_and_patterns_become_features_in_the_order_of_the_model():
     assert alone.for_features(FEATURES) == alone
 
 
-def test_of_several_numbers_of_shards_the_last_counts():
-    found = PartitionRules(column_shards={"*": 1, "user_*": 2, "user_id": 7}).for_features(FEATURES).column_shards
-    assert found == {"user_id": 7, "user_age": 2, "item_id": 1, "item_shop": 1, "hour": 1}
-
-
 def test_names_may_hold_the_characters_of_patterns():
     features = ["*", "a?", "ab", "x[0:4]", "x[4:8]", "x0", "用户_1", "用户_2"]
     rules = PartitionRules(together=[["*", "ab"], ["a?", "x0"], ["x[0:4]", "ab"], ["x[*"], ["用户_*"]])
@@ -51,8 +46,8 @@ def test_names_may_hold_the_characters_of_patterns():
         ({"max_work_ratio": "2"}, r"max_work_ratio: Input should be a valid number \(got '2'\)"),
         ({"max_work_ratio": float("inf")}, "max_work_ratio: Input should be a finite number"),
         ({"max_tower_bytes": 0}, "max_tower_bytes: Input should be greater than 0"),
-        ({"column_shards": {"a": 0}}, r"column_shards\.a: Input should be greater than or equal to 1"),
-        ({"column_shards": {"a": 2.5}}, r"column_shards\.a: Input should be a valid integer"),
+        ({"towers_per_category": {"a": 0}}, r"towers_per_category\.a: Input should be greater than or equal to 1"),
+        ({"towers_per_category": {"a": 2.5}}, r"towers_per_category\.a: Input should be a valid integer"),
         ({"categories": ["user"]}, "categories: Input should be a valid dictionary"),
         ({"categories": {"user": ["a"], "item": []}}, r"categories\.item: Value should have at least 1 item"),
         ({"together": ["a", "b"]}, r"together\.0: 'str' .* not allowed as a Sequence"),
@@ -69,7 +64,6 @@ def test_wrong_rules_are_refused_when_they_are_made(rules, message):
     [
         ({"together": [["user_id", "item_idd"]]}, "together has 'item_idd', which matches none of the 5 .*'item_id'"),
         ({"apart": [["shop*"]]}, r"apart has 'shop\*', which matches none of the 5 features"),
-        ({"column_shards": {"shop*": 1}}, r"column_shards has 'shop\*', which matches none"),
         ({"categories": {"user": ["user*"], "item": ["it?"]}}, r"category 'item' has 'it\?', which matches none"),
         ({"categories": {"user": ["*r"], "time": ["hour"]}}, r"'hour' is in categories \['user', 'time'\]"),
         ({"categories": {"user": ["user*"]}, "towers_per_category": {"users": 1}}, "has 'users', .* mean 'user'"),
@@ -96,9 +90,6 @@ def test_a_file_holds_every_rule(tmp_path):
         [towers_per_category]
         user = 2
         "item-user" = 1
-
-        [column_shards]
-        user_id = 4
         """,
         encoding="utf-8",
     )
@@ -107,7 +98,6 @@ def test_a_file_holds_every_rule(tmp_path):
         towers_per_category={"user": 2, "item-user": 1},
         together=[["item_*"]],
         apart=[["user_id", "item_id"], ["hour", "user_age"]],
-        column_shards={"user_id": 4},
         max_work_ratio=1.5,
         max_tower_bytes=8_000_000_000,
     )

@@ -172,24 +172,6 @@ def test_rules_limits_and_a_report(tmp_path: Path, typed: str) -> None:
     assert "towers.json" not in page or "not recorded" not in page
 
 
-def test_more_towers_than_features_by_cutting_tables(tmp_path: Path) -> None:
-    tables = [
-        TableSpec(name=n, num_embeddings=10 + i, embedding_dim=16, feature_names=(n,)) for i, n in enumerate("abc")
-    ]
-    FeatureAffinity(matrix=np.eye(3), features=list("abc"), tables=tuple(tables)).save(tmp_path / "affinity.npz")
-    out = tmp_path / "towers.json"
-    arguments = ["partition", "--affinity", str(tmp_path / "affinity.npz"), "--towers", "5", "--out", str(out)]
-    refused = dmt(*arguments)
-    assert refused.exit_code == 2
-    assert "num_towers=5 exceeds the 3 features to place" in " ".join(refused.output.split())
-    (tmp_path / "rules.toml").write_text("column_shards = { b = 2, c = 2 }")
-    result = dmt(*arguments, "--rules", str(tmp_path / "rules.toml"))
-    assert result.exit_code == 0, result.output
-    plan = TowerPlan.load(out)
-    assert sorted(plan.features) == ["a", "b[0:8]", "b[8:16]", "c[0:8]", "c[8:16]"]
-    assert plan.column_splits == {"b": (8, 8), "c": (8, 8)}
-
-
 def test_no_output_is_begun_where_one_cannot_be_written(affinity: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for option in ("--report", "--save-affinity"):
