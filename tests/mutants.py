@@ -63,7 +63,7 @@ sums.values() / ctx.divisor => sums.values() * ctx.divisor
 lambda rows: rows[: sizes[self._rank]] => lambda rows: rows[: sizes[0]]
 ## dmt/sptt/dataflow.py :: tests/dmt/test_parity.py -m "not slow" -k "towers-4"
 [of_peer[0] for of_peer in rows.arrived] => [of_peer[0] for of_peer in rows.arrived[::-1]]
-## dmt/sptt/id_routes.py :: tests/dmt/test_dataflow.py -k ids_arrive_in_peer_order
+## dmt/sptt/peer_exchange.py :: tests/dmt/test_dataflow.py -k ids_arrive_in_peer_order
 stagger=self._stagger => stagger=1
 ## dmt/training/checkpoints/store.py :: tests/training/checkpoints/test_layouts.py -k moments_of_two_replicas
 tensor.mul_(factor) => tensor.div_(factor)

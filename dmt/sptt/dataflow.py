@@ -1,12 +1,12 @@
 """Semantic-preserving tower transform (SPTT), step by step: the dataflow that every tower sharder's module shares.
 
 DMT (arXiv 2403.00877) section 3.1, Figure 7. With the peer route, the default, the paper's steps are these; see
-`dmt.sptt.id_routes` for the other route and docs/towers.md for a worked example.
+`dmt.sptt.global_route` for the other route and docs/towers.md for a worked example.
 
 ======  ===========================================================  =====  ==================  =======================
 step    what                                                         group  method              file
 ======  ===========================================================  =====  ==================  =======================
-a, c    ids to the peer whose tower owns the feature, in peer order  peer   `exchange_ids`      ``id_routes.py``
+a, c    ids to the peer whose tower owns the feature, in peer order  peer   `exchange_ids`      ``peer_exchange.py``
 a       from there to the rank that holds the table or shard         tower  `exchange_ids`      ``tower_lookup.py``
 b       lookup                                                       -      `look_up`           FBGEMM's kernels
 d, e    partial embeddings to the tower's ranks: [P, N]              tower  `look_up`           ``tower_lookup.py``
@@ -14,7 +14,7 @@ d, e    partial embeddings to the tower's ranks: [P, N]              tower  `loo
 f       outputs to the peers: [P, O] -> [B, S]                       peer   `exchange_outputs`  ``peer_exchange.py``
 ======  ===========================================================  =====  ==================  =======================
 
-Peers send in peer order, so the peer permute (step c) needs no code here; `GlobalInputDist` has the explicit one.
+Peers send in peer order, so the peer permute (step c) needs no code here; `IdExchange` has the explicit one.
 Inside a tower TorchRec's sharded collection does the rest. Embeddings arrive as step e's view and are read by key.
 
 Shape suffixes: B samples of this rank; P rows of all T peers, in tower order (the sum of their B where every sample is
@@ -46,11 +46,12 @@ from torchrec.streamable import Multistreamable
 
 from dmt.collectives import profiler_range
 from dmt.errors import InputError
-from dmt.sptt.id_routes import AgreedIds, GlobalIdRoute, PeerIdRoute
-from dmt.sptt.peer_exchange import AgreedOutputs, Pending, Piece, Rows, TowerOutput
+from dmt.sptt.global_route import GlobalIdRoute
+from dmt.sptt.peer_exchange import AgreedIds, AgreedOutputs, Pending, Piece, Rows, TowerOutput
 from dmt.sptt.rows import RowCode, RowEncoder, exchange_rows, rows_of_parts
 from dmt.sptt.sharder import TowerSharder
 from dmt.sptt.state import TowerState
+from dmt.sptt.tower_lookup import PeerIdRoute
 
 __all__ = ["SPTTContext", "SPTTModule"]
 

@@ -1,8 +1,9 @@
-"""`PeerExchange`: returns each peer's rows of a tower's output to it (SPTT step f), in any number format.
+"""What crosses between towers: ids to the peers (`IdExchange`, SPTT steps a and c), rows back (`PeerExchange`, step f).
 
-TorchRec's pooled all-to-all does the same over NCCL, where this one takes as long. Over gloo its ``all_to_all`` asks
-for a peer's rows only after its own are sent, so that the two directions of a link take turns, and exchanges in flight
-at the same time all end together; here every rank first asks, then sends, and the exchange begun first ends first.
+For step f TorchRec's pooled all-to-all does the same over NCCL, where this one takes as long. Over gloo its
+``all_to_all`` asks for a peer's rows only after its own are sent, so that the two directions of a link take turns, and
+exchanges in flight at the same time all end together; here every rank first asks, then sends, and the exchange begun
+first ends first.
 """
 
 from __future__ import annotations
@@ -16,9 +17,10 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd import Function
 from torchrec.distributed.comm_ops import get_gradient_division
+from torchrec.distributed.dist_data import KJTAllToAll
 from torchrec.distributed.types import (
     Awaitable,
     LazyAwaitable,
@@ -27,12 +29,23 @@ from torchrec.distributed.types import (
     NoWait,
     QuantizedCommCodecs,
 )
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dmt.collectives import PendingExchange, gather_objects, profiler_range, start_exchange
-from dmt.errors import InputError
+from dmt.collectives import PendingExchange, check_agreement, gather_objects, profiler_range, start_exchange
+from dmt.errors import InputError, did_you_mean
 from dmt.sptt.precision import ExchangePrecision
 
-__all__ = ["AgreedOutputs", "PeerExchange", "Pending", "Piece", "Rows", "TowerOutput", "codecs_of"]
+__all__ = [
+    "AgreedIds",
+    "AgreedOutputs",
+    "IdExchange",
+    "PeerExchange",
+    "Pending",
+    "Piece",
+    "Rows",
+    "TowerOutput",
+    "codecs_of",
+]
 
 Piece = tuple[Any, int]
 """Name and number of columns of a part of a tower's output."""
@@ -52,6 +65,113 @@ class Pending(LazyGetItemMixin[Any, Any], LazyAwaitable[Any]):
             end, arguments = self._end
             self._value, self._end = end(*arguments), None
         return self._value
+
+
+class IdExchange(nn.Module):
+    """Sends each feature's ids to the ranks of a group that want it (SPTT steps a and c; no gradient).
+
+    ========= ==========================================================================================
+    before    every rank: ids of all features for its own B samples
+    after     every rank: the ids of the features that it wants, in the order in which it wants them, for
+              the samples of all ranks of the group, in peer order. From the peer group they arrive so
+              (DMT section 3.1.3, "virtual process group"); from the sharding group ``stagger`` sorts
+              them by (local index, tower): the peer permute of step c, on ids, before the lookup
+    ========= ==========================================================================================
+
+    Args:
+        group: the ranks.
+        wanted: features that every rank of the group wants; one may be wanted more than once (column shards).
+        input_features: keys of the batch, in the order of its ids; may hold more features than are used.
+        stagger: T for the sharding group, whose rank (tower, local) is tower * ranks_per_tower + local; else 1.
+        device: of the permutation.
+    """
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        wanted: Sequence[Sequence[str]],
+        input_features: Sequence[str],
+        *,
+        stagger: int = 1,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self._group, self._stagger = group, stagger
+        self._sizes = [len(of_rank) for of_rank in wanted]
+        position = {feature: i for i, feature in enumerate(input_features)}
+        self._order = [position[feature] for of_rank in wanted for feature in of_rank]
+        # Kept on the device: made anew in each batch, a GPU would be waited for.
+        order = torch.tensor(self._order, dtype=torch.int32, device=device)
+        self.register_buffer("_order_tensor", order, persistent=False)
+
+    def in_order(self, ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Returns the ids of the features that each rank wants, one after the other."""
+        return ids.permute(self._order, self._order_tensor)
+
+    def forward(self, ids: KeyedJaggedTensor) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
+        """Starts the exchange of ids as of `in_order`; the first ``wait`` has the sizes, the second the ids.
+
+        A feature may have several keys, one after the other, and each key a batch size of its own.
+        """
+        num = len(ids.keys()) // max(1, sum(self._sizes))
+        # Not an attribute called _dist: under that name TorchRec's train pipeline would put off the exchange of sizes.
+        return KJTAllToAll(self._group, [size * num for size in self._sizes], stagger=self._stagger)(ids)
+
+
+class AgreedIds:
+    """Keys and dtypes of a batch's ids, which ranks agree on in the first batch and later batches must have."""
+
+    def __init__(self, features: Sequence[str], *, is_weighted: bool, group: dist.ProcessGroup) -> None:
+        self._features, self._is_weighted, self._group = list(features), is_weighted, group
+        self._keys: list[str] = []
+        self._dtypes: dict[str, torch.dtype | None] = {}
+
+    def checked(self, ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
+        """Returns the ids, without weights unless the bags are weighted; collective at first.
+
+        Raises:
+            InputError: a feature is missing, weights are missing, ids are no int32 or int64, keys or dtypes differ
+                from those of the first batch, or the batch size varies by feature.
+        """
+        keys, values = ids.keys(), ids.values()
+        # TorchRec's sharded lookups would apply weights where the unsharded module does not.
+        weights = ids.weights_or_none() if self._is_weighted else None
+        refusals = {
+            "has a batch size of its own for each feature; towers need one for all.": ids.variable_stride_per_key(),
+            f"has ids of {values.dtype}; ids must be torch.int32 or torch.int64.": values.dtype
+            not in (torch.int32, torch.int64),
+            "has no weights, but the bags are weighted.": self._is_weighted and weights is None,
+            f"has features {keys}, but earlier ones had {self._keys}; keys and their order must stay.": self._keys
+            not in ([], keys),
+        }
+        for message, is_refused in refusals.items():
+            if is_refused:
+                raise InputError(f"The batch {message}")
+        parts = {"ids": values, "lengths": ids.lengths(), "weights": weights}
+        dtypes = {name: None if part is None else part.dtype for name, part in parts.items()}
+        if not self._keys:
+            self._agree(keys, dtypes)
+        for name, dtype in dtypes.items():
+            if dtype != self._dtypes[name]:
+                raise InputError(
+                    f"The batch has {name} of {dtype}, but the first batch had {self._dtypes[name]}. Give all batches "
+                    f"{name} of one dtype."
+                )
+        if weights is ids.weights_or_none():
+            return ids
+        return KeyedJaggedTensor(keys=keys, values=values, lengths=ids.lengths(), stride=ids.stride())
+
+    def _agree(self, keys: list[str], dtypes: dict[str, torch.dtype | None]) -> None:
+        # The first batch decides, since a plan does not know the keys' order nor dtypes.
+        missing = [feature for feature in self._features if feature not in set(keys)]
+        if missing:
+            raise InputError(
+                f"The batch lacks feature {missing[0]!r} ({len(missing)} missing, {len(keys)} present)."
+                f"{did_you_mean(missing[0], keys)}"
+            )
+        # Bytes of another dtype would be read as other ids, or too few of them.
+        check_agreement("The first batch", {f"dtype of {name}": dtype for name, dtype in dtypes.items()}, self._group)
+        self._keys, self._dtypes = keys, dtypes
 
 
 class TowerOutput(NamedTuple):

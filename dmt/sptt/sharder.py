@@ -63,7 +63,7 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
     Args:
         mesh: the groups of this job.
         fused_params: settings of FBGEMM's fused optimizer, e.g. ``{"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD}``.
-        id_route: how ids travel: ``"peer"`` or ``"global"`` (`dmt.sptt.id_routes`); the result is the same.
+        id_route: how ids travel: ``"peer"`` or ``"global"`` (`dmt.sptt.global_route`); the result is the same.
         peer_precision: number formats of the exchange of outputs between towers; None sends as is.
         moment_scale: factor c of AdaGrad's moments with replicas, in (0, R] (`dmt.sharding.optimizers`); by default
             their number. Learning rate and epsilon in ``fused_params`` stay the user's; the kernel gets scaled ones.

@@ -1,7 +1,8 @@
-"""`GroupShardedEBC`: TorchRec's sharded collection over any group of ranks, with all four schemes in one collection.
+"""What happens inside a tower: `PeerIdRoute` carries ids on to the lookup, `GroupShardedEBC` looks up.
 
-Inside a tower it does SPTT's steps a (ids to the rank that holds the table), b (lookup) and d (partial embeddings to
-the tower's ranks). Step e needs no code: embeddings arrive in its view, and are read by key.
+`GroupShardedEBC` is TorchRec's sharded collection over any group of ranks, with all four schemes in one collection. It
+does SPTT's steps a (ids to the rank that holds the table), b (lookup) and d (partial embeddings to the tower's ranks).
+Step e needs no code: embeddings arrive in its view, and are read by key.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torchrec.distributed.embedding_sharding import EmbeddingShardingContext
+from torchrec.distributed.embedding_sharding import EmbeddingShardingContext, KJTListSplitsAwaitable
+from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.types import Awaitable, ParameterSharding
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, get_embedding_names_by_table
 from torchrec.optim.keyed import CombinedOptimizer
-from torchrec.sparse.jagged_tensor import KeyedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dmt._torchrec import (
     OpenShardedEBC,
@@ -36,8 +38,19 @@ from dmt._torchrec import (
 from dmt.collectives import broadcast_tensor, start_sum
 from dmt.sharding.data_parallel import DataParallelOptimizer, UpdateSettings
 from dmt.sharding.optimizers import moment_scaled
+from dmt.sptt.mesh import TowerMesh
+from dmt.sptt.peer_exchange import IdExchange, Pending
 
-__all__ = ["DataParallelTables", "GroupShardedEBC", "RowWiseOutputs", "in_order", "output_keys", "split_rows"]
+__all__ = [
+    "DataParallelTables",
+    "GroupShardedEBC",
+    "NoteRows",
+    "PeerIdRoute",
+    "RowWiseOutputs",
+    "in_order",
+    "output_keys",
+    "split_rows",
+]
 
 StartMean = Callable[[Tensor], Callable[[], None]]
 """Starts the mean of a gradient over ranks, in place, and returns what ends it."""
@@ -300,6 +313,71 @@ class RowWiseOutputs(nn.Module):
         sums = self._exchange(torch.cat(padded), even)
         sums.callbacks.append(lambda rows: rows[: sizes[self._rank]])
         return sums
+
+
+NoteRows = Callable[[Any, KeyedJaggedTensor], KeyedJaggedTensor]
+"""Reads off ids that have arrived how many rows each peer sent; returns them with one batch size for all features."""
+
+
+class PeerIdRoute:
+    """The peer id route into the sharded collections of this rank's tower, which are one for each logical tower.
+
+    ``wanted`` has the features of each tower, once.
+    """
+
+    peers = slice(None)
+    """Positions of this rank's peers, in tower order, among the ranks that the ids cross."""
+
+    def __init__(
+        self,
+        mesh: TowerMesh,
+        collections: Sequence[GroupShardedEBC],
+        note_rows: NoteRows,
+        wanted: Sequence[Sequence[str]],
+    ) -> None:
+        self._mesh, self._collections, self._note_rows, self._wanted = mesh, collections, note_rows, wanted
+
+    def exchange(self, input_features: Sequence[str], device: torch.device | None = None) -> IdExchange:
+        """Makes the id exchange for batches with these keys."""
+        return IdExchange(self._mesh.peer_group, self._wanted, input_features, device=device)
+
+    def carry_on(self, started: Any, ctx: Any) -> Awaitable[Awaitable[KJTList]]:
+        """Carries the ids of a started exchange on inside the tower (SPTT step a) once they have arrived.
+
+        Train pipelines wait for sizes between the forward and the backward pass of the batch before, then for ids. When
+        sizes are waited for, the ids of the first hop have arrived, and those of the second go on their way.
+        """
+        first = KJTListSplitsAwaitable([started], ctx).wait()
+
+        @torch.no_grad()
+        def start() -> Awaitable[KeyedJaggedTensor]:
+            ids_P = first.wait()[0]
+            in_tower = self._note_rows(ctx, ids_P)
+            contexts = [collection.create_context() for collection in self._collections]
+            by_collection = list(zip(self._collections, contexts, strict=True))
+            # Sizes of all collections cross before any of them is waited for.
+            sizes = [collection.input_dist(context, in_tower) for collection, context in by_collection]
+            pending = [of_collection.wait() for of_collection in sizes]
+
+            def end() -> KeyedJaggedTensor:
+                ctx.in_tower = [(context, ids.wait()) for context, ids in zip(contexts, pending, strict=True)]
+                return ids_P
+
+            return Pending(end)
+
+        return KJTListSplitsAwaitable([Pending(start)], ctx)
+
+    def has_arrived(self, ctx: Any) -> bool:
+        """Returns whether the exchange of a batch was waited for: the second hop has left its ids in the context."""
+        return bool(ctx.in_tower)
+
+    def look_up(self, ctx: Any, dist_input: KJTList) -> list[Any]:
+        """Starts lookups and the exchange of partial embeddings inside the tower (SPTT steps b, d, e).
+
+        Returns for each collection a lazy ``KeyedTensor`` [sum of the peers' B, columns], peers in tower order.
+        """
+        collections = zip(self._collections, ctx.in_tower, strict=True)
+        return [collection.compute_and_output_dist(*of_collection) for collection, of_collection in collections]
 
 
 def in_order(arrived: KeyedTensor, keys: Sequence[str]) -> KeyedTensor:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -21,6 +23,7 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+import dmt
 from dmt import (
     HotRows,
     InputError,
@@ -35,7 +38,7 @@ from dmt import (
 from dmt.collectives import gather_objects
 from dmt.hot_rows.copies import HotCopies
 from dmt.sharding.data_parallel import DataParallelOptimizer
-from dmt.sptt.id_routes import IdExchange
+from dmt.sptt.peer_exchange import IdExchange
 from dmt.sptt.towers import clip_grad_norm
 from dmt.testing import gather_plain_state, load_plain_state
 from tests.parity import (
@@ -170,6 +173,29 @@ def ranges_on_rank(rank: int) -> list[str]:
 def test_steps_are_profiler_ranges_in_both_directions() -> None:
     steps = ["exchange_ids", "look_up", "run_towers", "exchange_outputs", "exchange_outputs:bwd"]
     assert run_ranks(ranges_on_rank, 2) == [[f"## dmt:{step} ##" for step in steps]] * 2
+
+
+def files_on_rank(rank: int, case: Case) -> set[str]:
+    """Files of the library that a batch after the first one enters, forward and backward."""
+    model, files = shard(case, build(case), TowerMesh(case.topology)), set()
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        files.add(frame.f_code.co_filename)
+
+    for step in range(2):
+        files.clear()
+        ids, labels = case.draw(rank, step)
+        sys.setprofile(note)
+        loss_of(model(ids)[1], labels).backward()
+        sys.setprofile(None)
+    package = Path(dmt.__file__).parent
+    return {str(Path(file).relative_to(package)) for file in files if Path(file).is_relative_to(package)}
+
+
+@pytest.mark.parametrize(("kind", "file"), [("modules", "sptt/towers.py"), ("flat", "sptt/flat.py")])
+def test_a_plain_batch_enters_five_files(kind: str, file: str) -> None:
+    files = {file, "sptt/dataflow.py", "sptt/peer_exchange.py", "sptt/tower_lookup.py", "collectives.py"}
+    assert run_ranks(files_on_rank, 2, replace(TWO, kind=kind)) == [files] * 2
 
 
 def save_on_rank(rank: int, folder: str, case: Case) -> dict[str, Tensor]:
