@@ -15,9 +15,8 @@ from dmt.errors import InputError
 from dmt.plan.tables import feature_names
 from dmt.plan.towers import TowerPlan
 from dmt.sptt.dataflow import SPTTContext, SPTTModule
-from dmt.sptt.id_routes import AgreedIds
 from dmt.sptt.mesh import TowerMesh
-from dmt.sptt.peer_exchange import Pending, Piece, Rows, TowerOutput
+from dmt.sptt.peer_exchange import AgreedIds, Pending, Piece, Rows, TowerOutput
 from dmt.sptt.rows import part_sizes
 from dmt.sptt.sharder import HomeTable, SharderSettings, TowerSharder
 from dmt.sptt.tower_lookup import GroupShardedEBC, in_order, output_keys
