@@ -6,9 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from dmt.errors import InputError
 from dmt.training.config import TrainingConfig, _keys, load_config, shipped_configs, to_override, to_toml
+from dmt.training.data.config import DataConfig, SyntheticConfig
 
 COLUMNS = {"kind": "columns", "train_path": "day_*.csv", "categorical": ["c_*"], "num_embeddings_per_feature": {"c": 7}}
 
@@ -193,3 +195,35 @@ def test_the_dimension_of_tower_outputs_follows_that_of_embeddings() -> None:
 
 def test_there_are_at_most_ninety_keys() -> None:
     assert len(list(_keys(TrainingConfig))) <= 90
+
+
+@pytest.mark.parametrize(
+    ("settings", "text"),
+    [
+        ({"train_path": "a"}, "train_path has no meaning for kind='synthetic'"),
+        ({"num_embeddings": 5}, "num_embeddings has no meaning for kind='synthetic'"),
+        ({"kind": "criteo_tsv"}, "kind='criteo_tsv' needs train_path"),
+        ({"kind": "criteo_tsv", "train_path": "a", "id_mode": "index"}, "Criteo's ids are hexadecimal"),
+        ({"kind": "criteo_tsv", "train_path": "a", "split_column": "s"}, "are for kind='columns'"),
+        ({"kind": "columns", "train_path": "a"}, "kind='columns' needs categorical"),
+        ({**COLUMNS, "eval_path": "b", "split_column": "s"}, "both say what evaluation rows are"),
+        ({**COLUMNS, "num_embeddings_per_feature": {"c": 0}}, "'c' has 0"),
+        ({"kind": "parquet"}, "criteo_tsv"),
+        ({"shufle_rows": 3}, "shufle_rows"),
+        ({"source": "a:b", "categorical": ["c"], "timestamps": ["t"]}, "timestamps has no meaning for kind='source'"),
+        ({"synthetic": {"num_features": 3, "num_groups": 4}}, "num_groups=4 exceeds num_features=3"),
+        ({"synthetic": {"num_features": 3, "num_multi_hot": 4, "num_groups": 1}}, "num_multi_hot=4 exceeds"),
+        ({"prepared": "p", "train_path": "a"}, "train_path has no meaning for kind='prepared'"),
+        ({**COLUMNS, "vocabulary": "p"}, "needs id_mode='frequency'"),
+    ],
+)
+def test_settings_of_data_that_do_not_fit_are_refused(settings: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValidationError, match=text):
+        DataConfig.model_validate(settings)
+
+
+def test_every_setting_of_data_is_documented_and_frozen() -> None:
+    for model in (DataConfig, SyntheticConfig):
+        assert all(field.description for field in model.model_fields.values())
+    with pytest.raises(ValidationError, match="frozen"):
+        DataConfig().label = "y"  # type: ignore[misc]

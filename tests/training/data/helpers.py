@@ -7,11 +7,7 @@ from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-import pytest
 import torch
-
-REAL = Path("/work/shared/data")
-needs_real_data = pytest.mark.skipif(not (REAL / "flights.parquet").exists(), reason="the shared real data are absent")
 
 
 def criteo_line(label="0", integers=None, categories=None):
