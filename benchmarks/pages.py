@@ -1,6 +1,6 @@
 """The tables of README and docs that come from records: `python -m benchmarks.pages` writes their rows again.
 
-A table is known by its header. `tests/test_page_tables.py` compares the rows on the pages with those made here.
+A table is known by its header. `tests/test_docs.py` compares the rows on the pages with those made here.
 """
 
 from __future__ import annotations

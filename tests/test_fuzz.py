@@ -12,12 +12,13 @@ import decimal
 import gzip
 import io
 import json
+import os
 import resource
 import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 import pyarrow as pa
@@ -28,6 +29,7 @@ from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
 from dmt.errors import InputError
+from dmt.files import atomic_write, read_file
 from dmt.partitioner import FeatureAffinity, PartitionRules
 from dmt.plan.tables import TableSpec
 from dmt.plan.topology import TowerTopology
@@ -341,18 +343,9 @@ def raw_text(rows: list[bytes]) -> pa.Array:
     return pa.Array.from_buffers(pa.string(), len(rows), pa.array(rows, pa.binary()).buffers())
 
 
-LISTS = [
-    [0, 1, None, 1],
-    [1, 2**53 + 1, -(2**62), None],
-    [0.0, 1.0, float("inf"), float("nan")],
-    [0.5, 1e300, None, 3.0],
-]
-LISTS += [
-    ["1", "0", None, "x"],
-    ["train", "test", "train", "\0"],
-    [True, False, None, True],
-    [[1], [], None, [2, None]],
-]
+LISTS = [[0, 1, None, 1], [1, 2**53 + 1, -(2**62), None], [0.0, 1.0, float("inf"), float("nan")]]
+LISTS += [[0.5, 1e300, None, 3.0], ["1", "0", None, "x"], ["train", "test", "train", "\0"]]
+LISTS += [[True, False, None, True], [[1], [], None, [2, None]]]
 LISTS += [[["a"], ["b", None], None, []], [{"a": 1}] * 4, [[[1]]] * 4, [None] * 4, [decimal.Decimal("1.5")] * 4]
 LISTS += [[b"1", b"\xff", b"", None], ["1e5", "inf", "0x1", " 1"], ["", "|", "1|2", "\U0001f600"]]
 COLUMNS = [pa.array(values) for values in LISTS]
@@ -378,3 +371,51 @@ def test_parquet_files(cases: int, tmp_path: Path) -> None:
     columns = st.tuples(st.sampled_from(COLUMNS[:1] * 99 + COLUMNS), *[st.sampled_from(COLUMNS[:5] * 3 + COLUMNS)] * 3)
     flips = st.lists(st.tuples(st.floats(0, 1, exclude_max=True), st.integers(1, 255)), max_size=2)
     fuzz(cases, st.tuples(columns, SETTINGS, st.just([]) | flips), check)
+
+
+# Files by themselves: no JSON or TOML, pipes, and files that two hosts write.
+
+
+@pytest.mark.parametrize(
+    ("kind", "content", "reason"),
+    [
+        ("JSON", b"{,", r"not JSON \(Expecting property name"),
+        ("JSON", b"9" * 5000, r"not JSON \(Exceeds the limit"),
+        ("JSON", b"[" * 100_000, r"not JSON \(maximum recursion depth"),
+        ("JSON", b'"\xff"', r"cannot be read \('utf-8' codec"),
+        ("TOML", b"a = ", r"not TOML \(Invalid value"),
+        ("TOML", b"a = " + b"[" * 5000, r"not TOML \(maximum recursion"),
+        ("TOML", b"a = " + b"9" * 5000, r"not TOML \(Exceeds the limit"),
+    ],
+)
+def test_what_is_not_of_its_kind(kind: Literal["JSON", "TOML"], content: bytes, reason: str, tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes(content)
+    with pytest.raises(InputError, match=rf"Plan a: {reason}.*Make it again\."):
+        read_file(tmp_path / "a", kind, place="Plan a", remedy="Make it again.")
+
+
+def test_what_cannot_be_read(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    for path, reason in (
+        (tmp_path / "pipe", "a pipe cannot be read by every rank"),
+        (tmp_path, "Is a directory"),
+        (tmp_path / "absent", "No such file"),
+        (Path("a\0b"), "null byte"),
+    ):
+        with pytest.raises(InputError, match=rf"X: cannot be read \(.*{reason}"):
+            read_file(path, "JSON", place="X", remedy="")
+
+
+def test_processes_of_two_hosts_write_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With one process number, as containers have; the bytes are on the disk before the name is."""
+    monkeypatch.setattr("os.getpid", lambda: 1)
+    events: list[str] = []
+    fsync, replace = os.fsync, Path.replace
+    monkeypatch.setattr("os.fsync", lambda file: (events.append("fsync"), fsync(file)))
+    monkeypatch.setattr(Path, "replace", lambda path, to: (events.append("replace"), replace(path, to)))
+    with atomic_write(tmp_path / "a") as first, atomic_write(tmp_path / "a") as second:
+        assert first != second
+        first.write_text("first")
+        second.write_text("second")
+    assert ((tmp_path / "a").read_text(), len(list(tmp_path.iterdir()))) == ("first", 1)
+    assert events == ["fsync", "replace", "fsync"] * 2

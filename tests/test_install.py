@@ -69,20 +69,12 @@ def test_a_pip_that_brings_the_cuda_build_is_found_out_before_anything_is_instal
         command = [sys.executable, "requirements/check_torch.py", lock, *flags.partition("=")[2].split()]
         return subprocess.run(command, cwd=clone, env=ALONE, capture_output=True, text=True, check=False)
 
-    assert check("requirements/cpu.lock", "filelock").returncode == 0
-    # This lock has the libraries.
+    # The lock of torch 2.14 has the libraries. What markers leave out is neither needed nor there.
     assert check("requirements/cpu-2.14.lock", "nvidia-cudnn-cu13==9").returncode == 0
-    # What markers leave out is neither needed nor there.
     elsewhere = 'nvidia-cudnn-cu13==9; sys_platform == "win32"'
-    assert check("requirements/cpu.lock", elsewhere, 'cuda-bindings; extra == "all"').returncode == 0
+    assert check("requirements/cpu.lock", "filelock", elsewhere, 'cuda-bindings; extra == "all"').returncode == 0
     (clone / "marked.lock").write_text(f"# pinned\ntorch==2.13.0; sys_platform == 'linux'  # here\n{elsewhere}\n")
-    marked = check("marked.lock", "nvidia-cudnn-cu13==9")
-    assert marked.returncode == 1
-    assert "the CUDA build of torch==2.13.0, but marked.lock is" in marked.stdout
-    (clone / "torch-2.13.0-py3-none-any.whl").unlink()
-    absent = make(clone, "install", flags)
-    assert absent.returncode == 2
-    assert "pip finds no torch==2.13.0" in absent.stdout
+    assert check("marked.lock", "nvidia-cudnn-cu13==9").returncode == 1
 
 
 def test_an_environment_without_pip_is_to_be_made_again(clone: Path) -> None:
@@ -121,16 +113,11 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A wheel built by way of a source archive, from a copy of the tree: setuptools leaves files where it builds."""
     folder = tmp_path_factory.mktemp("wheel")
     tree = folder / "tree"
-    shutil.copytree(
-        ROOT,
-        tree,
-        symlinks=True,
-        ignore=lambda path, names: (
-            set(names) - {"dmt", "partitioner", "models", "pyproject.toml", "README.md", "LICENSE"}
-            if Path(path) == ROOT
-            else {"__pycache__"}
-        ),
-    )
+    tree.mkdir()
+    for name in ("dmt", "partitioner", "models"):
+        shutil.copytree(ROOT / name, tree / name, symlinks=True, ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, tree)
     build = """if True:
         import os, sys, tarfile
         from setuptools import build_meta
