@@ -35,7 +35,7 @@ __all__ = [
     "to_toml",
 ]
 
-SHARDING_OF_TOWERS = ("tables", "plan", "unique")
+SHARDING_OF_TOWERS = ("tables", "unique")
 """Keys of the section sharding that only the tower dataflow has."""
 
 _MOST_DOTS = 10
@@ -145,8 +145,6 @@ class ShardingConfig(Section):
     that matches holds. TorchRec's kernel decides the memory of the weights: ``fused`` (the device's), ``fused_uvm``
     (the host's), ``fused_uvm_caching`` (the host's, with a cache on the device), ``key_value`` (an SSD, with a cache).
     Other tables are on the device."""
-    plan: str | None = None
-    """A sharding plan that ``dmt plan --out`` wrote, used without changes."""
     memory_gib: float | None = Field(default=None, gt=0)
     """Memory of a rank for tables and their optimizer state, in GiB; a plan that needs more is refused."""
     pooling_factors: dict[str, float] = Field(default_factory=dict)
@@ -307,7 +305,7 @@ class TrainingConfig(Section):
 
 def _refusals_of_sections(config: TrainingConfig) -> list[tuple[object, str]]:
     """Conditions of settings in one section that a config must not meet, each with the message."""
-    model, sharding = config.model, config.sharding
+    model = config.model
     layers = (*model.dense_arch, *(model.over_arch or ()))
     wrong = {name: dim for name, dim in model.embedding_dims.items() if not 4 <= dim <= 65_536 or dim % 4}
     ranks = config.topology.build().world_size
@@ -331,10 +329,6 @@ def _refusals_of_sections(config: TrainingConfig) -> list[tuple[object, str]]:
             "model.in_towers and options are for a model of your own. Set factory, or leave them out.",
         ),
         (ranks > 65_536, f"num_towers * ranks_per_tower * num_replicas = {ranks} exceeds 65536."),
-        (
-            sharding.plan is not None and (sharding.tables or sharding.scheme != "auto"),
-            f"sharding.plan={sharding.plan!r} says where tables go; leave out sharding.scheme and sharding.tables.",
-        ),
     ]
 
 

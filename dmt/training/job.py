@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from dmt.errors import InputError
-from dmt.formatting import human_bytes, shorten
+from dmt.formatting import human_bytes
 from dmt.plan.split_across_towers import shard_names, split_tables
 from dmt.plan.tables import TableSpec, feature_names
 from dmt.plan.topology import TowerTopology
@@ -17,7 +17,7 @@ from dmt.sharding.costs import Hardware, StepWorkload
 from dmt.sharding.optimizers import FBGEMM_NAMES, moment_scale_of
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.sharding.plan_tables import plan_tables
-from dmt.sharding.schemes import SCHEMES, Rule, Scheme, ShardingRules, TablePlacement
+from dmt.sharding.schemes import SCHEMES, Scheme, ShardingRules
 from dmt.simulator.cluster import load_cluster
 from dmt.training.config import OptimizerConfig, ShardingConfig, TrainingConfig
 from dmt.training.data.clicks import ClickData
@@ -283,16 +283,13 @@ def check_kernels(job: Job) -> None:
 
 
 def _plan_sharding(config: TrainingConfig, tables: Sequence[TableSpec], towers: TowerPlan) -> TowerShardingPlan:
-    """Plans with the config's rules, or with the placements of the plan that the config names.
+    """Plans with the config's rules.
 
     Where the tower plan cuts tables into column shards, what the config says of the ids per sample of a feature holds
     for each of its shards that has no factor of its own.
     """
     sharding, topology = config.sharding, config.topology.build()
     splits, tables = towers.column_splits, split_tables(tables, _cuts(towers, tables))
-    rules: dict[str, Rule] = dict(sharding.tables)
-    if sharding.plan is not None:
-        rules |= _loaded_placements(sharding.plan, topology, tables)
     factors: dict[str, float] = {}
     for feature, factor in sharding.pooling_factors.items():
         if feature in splits:
@@ -308,7 +305,7 @@ def _plan_sharding(config: TrainingConfig, tables: Sequence[TableSpec], towers: 
         hardware=_hardware(sharding),
         rules=ShardingRules(
             schemes=SCHEMES if sharding.scheme == "auto" else (cast("Scheme", sharding.scheme),),
-            tables=rules,
+            tables=dict(sharding.tables),
             hot_rows=config.hot_rows.extra_memory > 0,
         ),
     )
@@ -330,19 +327,3 @@ def _hardware(config: ShardingConfig) -> Hardware:
 
 def _bytes(gib: float | None) -> int | None:
     return None if gib is None else int(gib * 2**30)
-
-
-def _loaded_placements(file: str, topology: TowerTopology, tables: Sequence[TableSpec]) -> dict[str, TablePlacement]:
-    """The placements of a saved plan, which must be for just these tables on this topology."""
-    loaded = TowerShardingPlan.load(file)
-    # Where hosts end is nothing to a plan: its tables are placed inside towers.
-    if replace(loaded.topology, ranks_per_host=None) != replace(topology, ranks_per_host=None):
-        raise InputError(
-            f"Sharding plan {file} was made for {loaded.topology}, but the run has {topology}. Re-run `dmt plan` with "
-            "this config."
-        )
-    placements = loaded.placements
-    if apart := sorted({table.name for table in tables} ^ placements.keys()):
-        which = shorten([repr(name) for name in apart], ", ")
-        raise InputError(f"Sharding plan {file} is for other tables: {which}. Re-run `dmt plan` with this config.")
-    return placements

@@ -39,7 +39,7 @@ logger = logging.getLogger(__name__)
 _PATHS = (
     *(("data", key) for key in ("prepared", "train_path", "eval_path")),
     ("towers", "plan"),
-    *(("sharding", key) for key in ("plan", "cluster")),
+    ("sharding", "cluster"),
 )
 
 

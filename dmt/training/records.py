@@ -98,7 +98,6 @@ class RunRecord:
         if plan is None:
             (self.folder / "sharding.json").unlink(missing_ok=True)
         else:
-            # In one step: it may be the very plan that the config names and other ranks still read.
             plan.save(self.folder / "sharding.json")
             self.say([f"sharding: {plan.summary}"])
 

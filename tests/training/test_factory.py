@@ -87,9 +87,7 @@ def test_the_deepfm_of_the_page_from_a_flat_run_to_a_served_one_in_learned_tower
     run = tmp_path / "run"
     config = deepfm(run, towers={"plan": str(towers)})
     (tmp_path / "config.toml").write_text(to_toml(config))
-    planned = tmp_path / "sharding.json"
-    dmt("plan", tmp_path / "config.toml", "--out", planned)
-    config = deepfm(run, towers={"plan": str(towers)}, sharding={"plan": str(planned)})
+    dmt("plan", tmp_path / "config.toml")
     assert train(config, 3)["steps"] == 3
     result = train(config, 6)
     assert (result["steps"], result["arch"]) == (6, "examples.deepfm:deepfm")

@@ -55,7 +55,6 @@ MODES = [("dmt-dlrm", "auto"), ("dlrm", "sptt")]
             {"sharding": {"scheme": "data_parallel", "table_precision": "fp16"}},
             r"No table of the 6 can have .* 't_C1': data_parallel asked for, but its weights are FP16",
         ),
-        ({"sharding": {"plan": "nowhere.json"}}, r"Sharding plan nowhere\.json: cannot be read"),
         ({"sharding": {"cluster": "a1000"}}, r"Cluster a1000 is neither a file nor one that is shipped"),
         (
             {"sharding": {"table_precision": "fp16", "scheme": "data_parallel", "tables": {"t_C2": "data_parallel"}}},
@@ -72,7 +71,6 @@ MODES = [("dmt-dlrm", "auto"), ("dlrm", "sptt")]
         "feature",
         "scheme",
         "scheme of fp16",
-        "plan",
         "cluster",
         "fp16 data-parallel",
     ],
@@ -101,29 +99,6 @@ def test_a_cluster_gives_the_planner_its_rates() -> None:
     assert hardware == Hardware(
         memory_per_rank=2**31, memory_gb_per_s=1300.0, intra_tower_gb_per_s=252.0, collective_latency_us=30.0
     )
-
-
-def test_a_saved_plan_is_carried_out_as_it_is(tmp_path: Path) -> None:
-    config = small(sharding={"tables": {"t_C*": "row_wise"}})
-    found = open_job(config).sharding
-    found.save(tmp_path / "sharding.json")
-    again = small(sharding={"plan": str(tmp_path / "sharding.json")})
-    assert open_job(again).sharding.placements == found.placements
-    assert {p.scheme for p in found.placements.values()} == {"row_wise"}
-    one_tower = {"num_towers": 1, "ranks_per_tower": 4}
-    other = small(sharding={"plan": str(tmp_path / "sharding.json")}, topology=one_tower)
-    with pytest.raises(InputError, match=r"was made for TowerTopology\(num_towers=2.* but the run has"):
-        resolve(other, 4)
-    with pytest.raises(ValueError, match=r"says where tables go; leave out sharding\.scheme"):
-        small(sharding={"plan": "sharding.json", "scheme": "row_wise"})
-
-
-def test_a_saved_plan_must_be_for_the_tables_of_the_run(tmp_path: Path) -> None:
-    file = tmp_path / "sharding.json"
-    open_job(small()).sharding.save(file)
-    fewer = small(sharding={"plan": str(file)}, synthetic={"num_features": 4})
-    with pytest.raises(InputError, match=r"sharding\.json is for other tables: 't_C5', 't_C6'\. Re-run"):
-        resolve(fewer, 4)
 
 
 def cut(tmp_path: Path, **sharding: Any) -> TrainingConfig:

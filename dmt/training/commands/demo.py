@@ -32,8 +32,8 @@ __all__ = ["demo", "demo_settings", "flat_settings", "step_settings", "train_her
 
 _STEPS = 1000  # about the number that tells the models apart and ends within minutes
 _TABLE_ROWS = 20_000
-# Keys that the flat run does without. Not a sharding plan: it is refused, since none fits towers still to be learned.
-_OF_TOWERS = (*(f"sharding.{key}" for key in SHARDING_OF_TOWERS if key != "plan"), "train.micro_batches")
+# Keys that the flat run does without.
+_OF_TOWERS = (*(f"sharding.{key}" for key in SHARDING_OF_TOWERS), "train.micro_batches")
 
 
 def demo(data: str | None, out: Path, overrides: Sequence[str], *, command: str) -> dict[str, dict[str, Any]]:
