@@ -37,10 +37,6 @@ SIGNALS: Mapping[int, str] = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"
 _MEET_EVERY_S = 2.0
 # Schedulers send one signal to torchrun and to its ranks, which then get it twice at once.
 _SECOND_SIGNAL_S = 2.0
-# Where a checkpoint changes what comes after it, a clock would make every run another one.
-_STEPS_OF_DELAYED_STATES = 10_000
-# From one checkpoint to the next on rank 0, without ``train.save_every``.
-_SAVE_EVERY_S = 15 * 60.0
 _NEVER = 2**52  # a step
 # The first steps at which a rank's loss and its gradients were not finite; and the checksums of its copies, by name.
 _Report = tuple[list[int], dict[str, int]]
@@ -98,8 +94,8 @@ class Agreement:
     """Says after which steps the ranks meet, and what they agree on: to save, to stop, and that the state is sound.
 
     They meet every ``log_every`` steps, where a save is due, and about every two seconds. Clocks differ: rank 0's
-    decides about saves by time and about the next meeting. With replicas, saves and stops are at the steps after
-    which replicas are averaged anyway: they then change no weight.
+    decides about the next meeting. With replicas, saves and stops are at the steps after which replicas are averaged
+    anyway: they then change no weight.
 
     Sound means: the logits and gradients of all steps were finite, and copies of one parameter (dense layers, tower
     modules, data-parallel tables, hot rows) have the same bits on all ranks. It is looked at where the loss is recorded
@@ -127,12 +123,8 @@ class Agreement:
     ) -> None:
         self._config, self._mesh, self._timer, self._signals = config, mesh, timer, signals
         self._interval = 1 if replicas is None else replicas.interval
-        every = config.save_every
-        if every is None and replicas is not None and replicas.delays_states:
-            every = _STEPS_OF_DELAYED_STATES
-        self._save_every = None if every is None else self._rounded(every)
-        self._next, self._save_at, self._stop_at, self._checked = 1, -1, -1, -1
-        self._saved_at = time.monotonic()
+        self._save_every = self._rounded(config.save_every)
+        self._next, self._stop_at, self._checked = 1, -1, -1
         self._trained = [parameter for _, parameter in in_backward_optimizer_filter(model.named_parameters())]
         self._copies = {
             name: value.detach() for name, value in model.state_dict().items() if not isinstance(value, ShardedTensor)
@@ -151,7 +143,8 @@ class Agreement:
 
     def is_due(self, step: int) -> bool:
         """Returns whether the ranks meet after a step."""
-        return step >= self._next or step % self._config.log_every == 0 or self._saves(step) or step == self._stop_at
+        is_regular = step % self._config.log_every == 0 or step % self._save_every == 0
+        return is_regular or step >= self._next or step == self._stop_at
 
     def meet(self, step: int, loss: Tensor) -> Agreed:
         """Exchanges what this rank knows after a step, and returns what all agree on; collective.
@@ -161,18 +154,14 @@ class Agreement:
             ReplicaMismatchError: copies of a parameter differ between ranks.
         """
         everyone = run_on_all_or_raise(lambda: self._news(loss), self._mesh.global_group)
-        losses, signals, is_time, steps_to_next = zip(*everyone, strict=True)
+        losses, signals, steps_to_next = zip(*everyone, strict=True)
         self._next = step + steps_to_next[0]
-        if is_time[0] and self._save_at < step:
-            self._save_at = self._rounded(step)
         if any(signals) and self._stop_at < 0:
             self._signals.signal, self._stop_at = next(filter(None, signals)), self._rounded(step)
             self._announce_stop(step)
-        saves, stops = self._saves(step), step == self._stop_at
+        saves, stops = step % self._save_every == 0, step == self._stop_at
         if saves or stops or step % self._config.log_every == 0:
             self.check(step)
-        if saves:
-            self._saved_at = time.monotonic()
         self._signals.stops = stops
         return Agreed(sum(losses) / len(losses), saves and not stops, stops)
 
@@ -192,11 +181,10 @@ class Agreement:
             copies |= {} if module.hot is None else module.hot.tensors
         return self._since.tolist(), {name: checksum(copy) for name, copy in copies.items()}
 
-    def _news(self, loss: Tensor) -> tuple[float, int, bool, int]:
-        """Returns the loss, the signal, whether it is time to save, and steps to the next meeting."""
-        is_time = self._save_every is None and time.monotonic() - self._saved_at >= _SAVE_EVERY_S
+    def _news(self, loss: Tensor) -> tuple[float, int, int]:
+        """Returns the loss, the signal, and steps to the next meeting."""
         steps = int(_MEET_EVERY_S * self._timer.steps / self._timer.seconds) if self._timer.steps else 1
-        return float(loss), self._signals.signal, is_time, max(1, steps)
+        return float(loss), self._signals.signal, max(1, steps)
 
     def _announce_stop(self, step: int) -> None:
         if self._stop_at > step and self._mesh.rank == 0:
@@ -205,9 +193,6 @@ class Agreement:
                 f"averaged (replicas.sync_every), in {self._stop_at - step} steps. A second signal ends it at once; "
                 "the last checkpoint stays."
             )
-
-    def _saves(self, step: int) -> bool:
-        return step == self._save_at or (self._save_every is not None and step % self._save_every == 0)
 
     def _rounded(self, step: int) -> int:
         return -(-step // self._interval) * self._interval

@@ -247,9 +247,9 @@ class TrainConfig(Section):
     """Seed of the weights."""
     output_dir: str = "runs/latest"
     """Folder of the run's config, metrics and checkpoints."""
-    save_every: int | None = Field(default=None, ge=1)
-    """Number of steps from one checkpoint to the next (with replicas: rounded up to an averaging); by default there is
-    one every 15 minutes. The last one is at the end."""
+    save_every: int = Field(default=1000, ge=1)
+    """Number of steps from one checkpoint to the next (with replicas: rounded up to an averaging). The last one is
+    at the end."""
     keep_checkpoints: int = Field(default=3, ge=1)
     """Number of the latest checkpoints that are kept."""
     async_save: bool = False

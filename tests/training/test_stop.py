@@ -23,7 +23,6 @@ from torch import Tensor, nn
 
 from dmt.replicas.sync import ReplicaSync
 from dmt.sptt.mesh import TowerMesh
-from dmt.training import agreement as module
 from dmt.training import train as run
 from dmt.training.__main__ import _how_to_go_on
 from dmt.training.agreement import SIGNALS, Agreement, Signals
@@ -34,8 +33,7 @@ from dmt.training.records import read_curves
 from dmt.training.train import _settle_replicas
 from tests.ranks import run_ranks
 from tests.training.small import small
-from tests.training.test_resume import STEPS as SAVED_STEPS
-from tests.training.test_resume import attempt, losses, run_on_rank
+from tests.training.test_resume import attempt
 from tests.training.test_resume import config as saved_config
 
 STEPS = 14
@@ -203,11 +201,11 @@ def read_steps(folder: Path) -> list[int]:
     return [step for step, _ in read_curves(folder).get("train/loss", [])]
 
 
-# When checkpoints are saved: by steps, or by rank 0's clock, on all ranks after the same step.
+# When checkpoints are saved.
 
 
-def agreement(mesh: TowerMesh, *, interval: int = 1, delayed: bool = False, **train: Any) -> Agreement:
-    replicas: Any = SimpleNamespace(interval=interval, delays_states=delayed)
+def agreement(mesh: TowerMesh, *, interval: int = 1, **train: Any) -> Agreement:
+    replicas: Any = SimpleNamespace(interval=interval)
     return Agreement(TrainConfig(**train), nn.Module(), mesh, timer=StepTimer(), replicas=replicas, signals=Signals())
 
 
@@ -216,28 +214,16 @@ def saves(times: Agreement, steps: range) -> list[int]:
     return [step for step in steps if times.is_due(step) and times.meet(step, torch.zeros(())).saves]
 
 
-def times_on_rank(rank: int) -> None:
-    mesh, shown = TowerMesh(small(topology={"num_towers": 1, "ranks_per_tower": 2}).topology.build()), [100.0]
-    with patch.object(module, "time", SimpleNamespace(monotonic=lambda: shown[0])):
-        # The clock of rank 0 decides.
-        by_clock = agreement(mesh)
-        shown[0] += module._SAVE_EVERY_S - 1.0
-        assert saves(by_clock, range(1, 9)) == []
-        shown[0] += 1.0 if rank == 0 else -1e9
-        assert saves(by_clock, range(9, 19)) == [9]
-        # With replicas, where they are averaged anyway.
-        averaged = agreement(mesh, interval=3)
-        shown[0] += module._SAVE_EVERY_S
-        assert saves(averaged, range(2, 4)) == [3]
-        # Steps decide where they are asked for, or where a save changes what comes after it.
-        shown[0] += 1e9
-        assert saves(agreement(mesh, save_every=5, interval=2), range(1, 13)) == [6, 12]
-        assert saves(agreement(mesh, delayed=True), range(9_998, 10_003)) == [10_000]
+def saves_on_rank(rank: int) -> None:
+    mesh = TowerMesh(small(topology={"num_towers": 1, "ranks_per_tower": 2}).topology.build())
+    assert saves(agreement(mesh), range(998, 2003)) == [1000, 2000]
+    # With replicas, where they are averaged anyway.
+    assert saves(agreement(mesh, save_every=5, interval=2), range(1, 13)) == [6, 12]
 
 
 @pytest.mark.ranks
 def test_ranks_save_after_the_same_steps() -> None:
-    run_ranks(times_on_rank, 2, fresh=True)
+    run_ranks(saves_on_rank, 2)
 
 
 def test_replicas_that_a_step_has_averaged_are_not_averaged_again_to_be_saved() -> None:
@@ -249,31 +235,6 @@ def test_replicas_that_a_step_has_averaged_are_not_averaged_again_to_be_saved() 
 
     assert [averaged(step) for step in (5, 6, 7)] == [True, False, True]
     assert averaged(6, delayed=True)
-
-
-def hurried_on_rank(rank: int, values: dict[str, Any], stop_at: int | None) -> dict[str, Any] | None:
-    """An attempt in which it is time to save after every step."""
-    with patch.object(module, "_SAVE_EVERY_S", 0.0):
-        return run_on_rank(rank, values, stop_at)
-
-
-@pytest.mark.ranks
-def test_a_run_saved_by_the_clock_is_the_same_run_and_resumes_bit_for_bit(tmp_path: Path) -> None:
-    by_clock = {"save_every": None, "log_every": 2, "eval_every": 5}
-    pair: dict[str, Any] = {"topology": {"num_towers": 2, "ranks_per_tower": 1}}
-    run = saved_config(tmp_path / "clock", train=by_clock, **pair)
-    assert run_ranks(hurried_on_rank, 2, run.model_dump(mode="json"), 8) == [None, None]
-    saved = newest(tmp_path / "clock" / "checkpoint")
-    assert saved is not None
-    assert read_manifest(saved).step in (6, 7)
-    result = attempt(run)
-    assert checkpoints(tmp_path / "clock" / "checkpoint")[0].name == f"step-{SAVED_STEPS:08}"
-    whole = saved_config(tmp_path / "whole", train=by_clock | {"save_every": 1000}, **pair)
-    expected = attempt(whole)
-    assert losses(run) == losses(whole)
-    assert result is not None
-    assert expected is not None
-    assert (result["steps"], result["eval_loss"]) == (SAVED_STEPS, expected["eval_loss"])
 
 
 @pytest.mark.ranks
