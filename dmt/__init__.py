@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from dmt.sptt.mesh import TowerMesh as TowerMesh
     from dmt.sptt.micro_batches import MicroBatches as MicroBatches
     from dmt.sptt.micro_batches import run_in_micro_batches as run_in_micro_batches
+    from dmt.sptt.outside import OutsideCollectionSharder as OutsideCollectionSharder
     from dmt.sptt.precision import ExchangePrecision as ExchangePrecision
     from dmt.sptt.towers import TowerCollectionSharder as TowerCollectionSharder
     from dmt.sptt.towers import clip_grad_norm as clip_grad_norm
@@ -33,6 +34,7 @@ _HOME = {
     "HotRows": "hot_rows.runtime",
     "InputError": "errors",
     "MicroBatches": "sptt.micro_batches",
+    "OutsideCollectionSharder": "sptt.outside",
     "ReplicaSync": "replicas.sync",
     "SPTTEmbeddingBagCollectionSharder": "sptt.flat",
     "TablePlacement": "sharding.schemes",

@@ -101,15 +101,19 @@ class PassThrough(nn.Module):
 
 
 class TowerModel(nn.Module):
-    def __init__(self, towers: list[EmbeddingTower], width: int) -> None:
+    def __init__(self, towers: list[EmbeddingTower], width: int, outside: EmbeddingBagCollection | None = None) -> None:
         super().__init__()
         self.sparse_arch = EmbeddingTowerCollection(towers)
+        self.outside = outside
         self.over_arch = nn.Linear(width, 1)
 
     def forward(self, ids: KeyedJaggedTensor) -> tuple[Tensor, Tensor]:
         columns = (
             self.sparse_arch(weighted_features=ids) if ids.weights_or_none() is not None else self.sparse_arch(ids)
         )
+        if self.outside is not None:
+            beside = self.outside(ids)
+            columns = torch.cat([columns, beside.values()], dim=1)
         return columns, self.over_arch(columns).squeeze(1)
 
 

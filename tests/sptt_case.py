@@ -27,6 +27,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from dmt import (
     HierarchicalDataParallel,
     HotRows,
+    OutsideCollectionSharder,
     ReplicaSync,
     SPTTEmbeddingBagCollectionSharder,
     TowerCollectionSharder,
@@ -196,7 +197,11 @@ def build(case: Case) -> nn.Module:
             module.requires_grad_(case.kind == "modules")
         towers.append(EmbeddingTower(EmbeddingBagCollection(tables=own, is_weighted=case.weighted), module))
         width += out
-    return TowerModel(towers, width)
+    outside = None
+    if case.outside:
+        outside = EmbeddingBagCollection(tables=[tables[i] for i in case.outside], is_weighted=case.weighted)
+        width += sum(tables[i].embedding_dim * len(tables[i].feature_names) for i in case.outside)
+    return TowerModel(towers, width, outside)
 
 
 def shard(case: Case, model: nn.Module, mesh: TowerMesh) -> DistributedModelParallel:
@@ -212,9 +217,10 @@ def shard(case: Case, model: nn.Module, mesh: TowerMesh) -> DistributedModelPara
         plan = [[f for i in members for f in tables[i].feature_names] for members in case.plan]
         outside = dict.fromkeys(f for i in case.outside for f in tables[i].feature_names)
         towers = TowerPlan.from_lists([list(dict.fromkeys(features)) for features in plan], outside=tuple(outside))
-        sharder: Any = SPTTEmbeddingBagCollectionSharder(mesh, towers, **options)
+        sharders: list[Any] = [SPTTEmbeddingBagCollectionSharder(mesh, towers, **options)]
     else:
-        sharder = TowerCollectionSharder(mesh, placement=case.placement, **options)
+        sharders = [TowerCollectionSharder(mesh, placement=case.placement, **options)]
+        sharders.append(OutsideCollectionSharder(mesh, fused_params=options["fused_params"]))
     # In a tower of one rank every table is whole.
     scheme = case.scheme if case.ranks > 1 else "table_wise"
     own: dict[str, Any] = {"pinned": case.pins()} if case.scheme in MIXES else {"scheme": scheme}
@@ -229,8 +235,8 @@ def shard(case: Case, model: nn.Module, mesh: TowerMesh) -> DistributedModelPara
     return DistributedModelParallel(
         model,
         device=CPU,
-        plan=planner.plan(model, [sharder]),
-        sharders=[sharder],
+        plan=planner.plan(model, sharders),
+        sharders=sharders,
         **({} if wrapper is None else {"data_parallel_wrapper": wrapper}),
     )
 

@@ -147,6 +147,13 @@ CASES: dict[str, dict[str, Case]] = {
         "replicas": outside(2, 1, replicas=2, max_bag=2, interval=2, steps=5),
         "replicas inside hosts": outside(2, 1, replicas=2, replica_placement="intra_host", unique=True, delayed=True),
         "global ids": outside(2, 2, id_route="global", scheme="column_wise", micro_batches=2),
+        "modules": outside(2, 2, kind="modules", sizes=UNEVEN[4], max_bag=3, clip=0.05),
+        "modules of three": outside(3, 2, kind="modules", sizes=UNEVEN[6], weighted=True, max_bag=3),
+        "modules, unique in parts": outside(2, 2, kind="modules", unique=True, max_bag=3, micro_batches=3),
+        "modules elsewhere": outside(2, 2, kind="modules", plan=((0,), (2,), (3,)), placement=(1, 0, 1)),
+        "modules, adagrad": outside(2, 1, kind="modules", optimizer="adagrad", warmup=True, dense=SMALL_BUCKETS),
+        "modules, replicas": outside(2, 1, kind="modules", replicas=2, interval=2, steps=5, micro_batches=2),
+        "passing through": outside(2, 2, kind="pass", id_route="global", scheme="table_wise"),
     },
     "hot rows": {
         "uneven": hot(2, 2, sizes=UNEVEN[4]),
@@ -246,6 +253,9 @@ TWINS: dict[str, tuple[Case, ...]] = {
     "pipeline, micro-batches": tuple(of(2, 1, micro_batches=2, max_bag=3, pipeline=p) for p in ("", "on")),
     "pipeline, unique": tuple(flat(2, 2, unique=True, max_bag=2, pipeline=p) for p in ("", "detached")),
     "pipeline, outside towers": tuple(outside(2, 2, max_bag=2, pipeline=p) for p in ("", "on", "detached")),
+    "pipeline, outside towers of modules": tuple(
+        outside(2, 1, kind="modules", max_bag=2, micro_batches=2, pipeline=p) for p in ("", "on")
+    ),
     "pipeline, hot rows that change": tuple(hot(2, 2, max_bag=2, pipeline=p) for p in ("", "on")),
     "id routes": tuple(of(2, 2, **COLUMNS, id_route=r, pipeline=p) for r in ("peer", "global") for p in ("", "on")),
     "id routes, uneven": tuple(

@@ -1,0 +1,71 @@
+"""`OutsideCollectionSharder`: the tables of features outside towers in a model of towers, whole on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torchrec.distributed.types import ParameterSharding
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
+
+from dmt.plan.tables import feature_names
+from dmt.plan.towers import TowerPlan
+from dmt.sptt.flat import ShardedSPTTEmbeddingBagCollection, SPTTEmbeddingBagCollectionSharder
+from dmt.sptt.mesh import TowerMesh
+from dmt.sptt.sharder import TowerSharder
+
+__all__ = ["OutsideCollectionSharder"]
+
+
+def _make(
+    sharder: TowerSharder[Any],
+    module: EmbeddingBagCollection,
+    sharding: Mapping[str, ParameterSharding],
+    device: torch.device | None,
+) -> ShardedSPTTEmbeddingBagCollection:
+    """Makes a module of one tower of one rank, which exchanges nothing; the job's ranks are its replicas."""
+    plan = TowerPlan.from_lists([dict.fromkeys(feature_names(module.embedding_bag_configs()))])
+    alone = SPTTEmbeddingBagCollectionSharder(sharder.mesh.outside_towers(), plan, fused_params=sharder.fused_params)
+    made = ShardedSPTTEmbeddingBagCollection(alone, module, sharding, device)
+    made.before_lookup = None  # gradients are averaged in each step: these replicas need no sync
+    return made
+
+
+class OutsideCollectionSharder(TowerSharder[EmbeddingBagCollection]):
+    """Keeps all tables of an ``EmbeddingBagCollection`` on every rank (Neo, section 4, "Data parallelism").
+
+    It is for features outside towers that a model looks up beside its ``EmbeddingTowerCollection``: ids and embeddings
+    stay on their rank, and the gradients of the tables are averaged over all ranks of the job. A flat model names such
+    features in the plan of its `SPTTEmbeddingBagCollectionSharder`.
+
+    Args:
+        mesh: the groups of this job.
+        fused_params: settings of FBGEMM's fused optimizer, see `dmt.sptt.sharder.TowerSharder`.
+
+    Example::
+
+        sharders = [TowerCollectionSharder(mesh), OutsideCollectionSharder(mesh)]
+        plan = TowerShardingPlanner(mesh.topology).plan(model, sharders)
+        model = DistributedModelParallel(model, plan=plan, sharders=sharders)
+    """
+
+    module_type: type[EmbeddingBagCollection] = EmbeddingBagCollection
+    """The unsharded module type."""
+    sharded_type = staticmethod(_make)
+
+    def __init__(self, mesh: TowerMesh, *, fused_params: dict[str, Any] | None = None) -> None:
+        super().__init__(mesh, fused_params=fused_params)
+
+    def tables_by_tower(self, module: EmbeddingBagCollection) -> list[list[Any]]:
+        """Returns no table for any mesh tower."""
+        return [[] for _ in range(self.mesh.topology.num_towers)]
+
+    def outside_tables(self, module: EmbeddingBagCollection) -> list[Any]:
+        """Returns all table configs."""
+        return list(module.embedding_bag_configs())
+
+    def shardable_parameters(self, module: EmbeddingBagCollection) -> dict[str, nn.Parameter]:
+        """Returns the table weights, by table name."""
+        return {name.split(".")[0]: p for name, p in module.embedding_bags.named_parameters()}
