@@ -21,7 +21,9 @@ from dmt.models.sparse import (
     common_embedding_dim,
     flat_sparse_arch,
     make_tower_modules,
+    outside_sparse_arch,
     tower_sparse_arch,
+    with_outside,
 )
 from dmt.models.tower_modules import DCNTowerModule, feature_vectors
 from dmt.plan.tables import feature_names
@@ -83,7 +85,7 @@ class DMTDCN(nn.Module):
     ``partial(DCNTowerModule, per_feature=True)`` sends one per feature, as Listing 2 prints it.
 
     Arguments and errors are those of `DMTDLRM` (but for c and p) and `DCN`; a tower has one cross layer of rank
-    ``cross_rank``.
+    ``cross_rank``. Tables of features outside towers may have any number of columns.
     """
 
     tower_module: ClassVar[Callable[..., Any]] = DCNTowerModule
@@ -107,7 +109,10 @@ class DMTDCN(nn.Module):
         modules, num_vectors = make_tower_modules(tables, tower_plan, make, tower_dim=tower_dim)
         self.dense_arch = mlp(dense_in_features, [*options.dense_arch_layer_sizes, tower_dim], device=device)
         self.sparse_arch = make_sparse_arch(tables, tower_plan, modules, device)
-        width = (num_vectors + 1) * tower_dim
+        self.outside_features = tower_plan.outside
+        self.outside_arch = outside_sparse_arch(tables, tower_plan, device)
+        dims = [table.embedding_dim for table in tower_plan.outside_tables(tables) for _ in table.feature_names]
+        width = (num_vectors + 1) * tower_dim + sum(dims)
         self.inter_arch = LowRankCrossNet(width, num_layers=num_cross_layers, rank=cross_rank, device=device)
         sizes = options.over_arch_layer_sizes or _OVER_ARCH_LAYER_SIZES
         self.over_arch = mlp(width, sizes, last_is_linear=True, device=device)
@@ -115,5 +120,8 @@ class DMTDCN(nn.Module):
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
         """Dense [B, dense_in_features] float32 and sparse ids of B samples, features in any order -> logits [B, 1]."""
         outputs = self.sparse_arch(sparse_features)  # [B, sum O_t]
+        outside = None if self.outside_arch is None else self.outside_arch(sparse_features)
         dense = self.dense_arch(dense_features)
+        if outside is not None:
+            outputs = with_outside(outputs, outside, self.outside_features)
         return self.over_arch(self.inter_arch(torch.cat([dense, outputs], dim=1)))

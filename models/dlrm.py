@@ -19,7 +19,9 @@ from dmt.models.sparse import (
     common_embedding_dim,
     flat_sparse_arch,
     make_tower_modules,
+    outside_sparse_arch,
     tower_sparse_arch,
+    with_outside,
 )
 from dmt.models.tower_modules import DLRMProductsTowerModule, DLRMTowerModule, feature_vectors
 from dmt.plan.tables import feature_names
@@ -83,14 +85,15 @@ class DMTDLRM(nn.Module):
     Arguments are those of `DLRM`, whose tables may come in any order and need one dimension N per tower, and:
 
     Args:
-        tower_plan: which features form which tower.
+        tower_plan: which features form which tower. The vectors of features outside towers interact as they are; their
+            tables need D columns.
         tower_dim: D, the dimension of the vectors that interact.
         c: projections of each feature.
         p: linear combinations of all features of a tower.
 
     Raises:
-        InputError: the plan does not fit the tables, the tables of a tower differ in dimension, c and p are both 0, or
-            a size is not positive.
+        InputError: the plan does not fit the tables, the tables of a tower differ in dimension, one outside towers has
+            not D columns, c and p are both 0, or a size is not positive.
     """
 
     tower_module: ClassVar[type[DLRMTowerModule]] = DLRMTowerModule
@@ -111,10 +114,12 @@ class DMTDLRM(nn.Module):
         options = options or ModelOptions()
         device = options.device
         make = partial(self.tower_module, tower_dim=tower_dim, c=c, p=p, device=device)
-        modules, self.num_vectors = make_tower_modules(tables, tower_plan, make, tower_dim=tower_dim)
-        self.tower_dim = tower_dim
+        modules, num_vectors = make_tower_modules(tables, tower_plan, make, tower_dim=tower_dim)
+        self.outside_features = tower_plan.outside
+        self.num_vectors, self.tower_dim = num_vectors + len(self.outside_features), tower_dim
         self.dense_arch = mlp(dense_in_features, [*options.dense_arch_layer_sizes, tower_dim], device=device)
         self.sparse_arch = make_sparse_arch(tables, tower_plan, modules, device)
+        self.outside_arch = outside_sparse_arch(tables, tower_plan, device, dim=tower_dim)
         self.inter_arch = DotInteraction(num_vectors=self.num_vectors, dim=tower_dim)
         sizes = options.over_arch_layer_sizes or (1024, 512, 256, 1)
         self.over_arch = mlp(self.inter_arch.out_features, sizes, last_is_linear=True, device=device)
@@ -122,7 +127,10 @@ class DMTDLRM(nn.Module):
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
         """Dense [B, dense_in_features] float32 and sparse ids of B samples, features in any order -> logits [B, 1]."""
         outputs = self.sparse_arch(sparse_features)  # [B, sum O_t]
+        outside = None if self.outside_arch is None else self.outside_arch(sparse_features)
         dense = self.dense_arch(dense_features)
+        if outside is not None:
+            outputs = with_outside(outputs, outside, self.outside_features)
         return self.over_arch(self.inter_arch(dense, outputs.reshape(-1, self.num_vectors, self.tower_dim)))
 
 

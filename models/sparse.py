@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from dmt.errors import InputError
 from dmt.models.dense import Device
-from dmt.models.tower_modules import by_feature
+from dmt.models.tower_modules import by_feature, feature_vectors
 from dmt.plan.split_across_towers import shard_names, split_tables
 from dmt.plan.tables import TableSpec, table_specs
 from dmt.plan.towers import TowerPlan
@@ -33,7 +33,9 @@ __all__ = [
     "embedding_bag_configs",
     "flat_sparse_arch",
     "make_tower_modules",
+    "outside_sparse_arch",
     "tower_sparse_arch",
+    "with_outside",
 ]
 
 MakeFlatSparseArch = Callable[[Sequence[Any], Device], nn.Module]
@@ -100,6 +102,29 @@ def tower_sparse_arch(
     check_tower_modules(plan, tower_modules)
     pairs = zip(plan.tables_by_tower(tables), tower_modules, strict=True)
     return EmbeddingTowerCollection([EmbeddingTower(flat_sparse_arch(held, device), module) for held, module in pairs])
+
+
+def outside_sparse_arch(
+    tables: Sequence[Any], plan: TowerPlan, device: Device = None, *, dim: int | None = None
+) -> EmbeddingBagCollection | None:
+    """Builds the collection of the plan's features outside towers, beside `tower_sparse_arch`; None without any.
+
+    Raises:
+        InputError: a table has not ``dim`` columns, the dimension of what it interacts with; None takes any.
+    """
+    held = plan.outside_tables(tables)
+    for table in held:
+        if dim not in (None, table.embedding_dim):
+            raise InputError(
+                f"Table {table.name!r} outside towers has embedding_dim={table.embedding_dim}, but its vectors "
+                f"interact with those of towers, tower_dim={dim}. Make them equal, or put its features into a tower."
+            )
+    return flat_sparse_arch(held, device) if held else None
+
+
+def with_outside(outputs: Tensor, outside: Any, features: Sequence[str]) -> Tensor:
+    """Puts the embeddings of features outside towers beside the towers' outputs: [B, sum O_t] -> [B, more columns]."""
+    return torch.cat([outputs, *feature_vectors(outside, features)], dim=1)
 
 
 def check_tower_modules(plan: TowerPlan, tower_modules: Sequence[nn.Module]) -> None:

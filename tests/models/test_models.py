@@ -27,6 +27,7 @@ from dmt.models import (
 from dmt.models.sparse import check_tower_modules
 from dmt.plan.tables import TableSpec
 from dmt.plan.towers import TowerPlan
+from tests.models.conftest import make_tables
 
 OPTIONS = ModelOptions(dense_arch_layer_sizes=(16,), over_arch_layer_sizes=(16, 1))
 BUILDERS = {
@@ -41,6 +42,9 @@ BUILDERS = {
         tables=tables, tower_plan=plan, dense_in_features=13, tower_dim=4, cross_rank=4, options=options
     ),
 }
+
+
+OUTSIDE = TowerPlan.from_lists([["f3"], ["f1"]], outside=("f2", "f0"))
 
 
 @pytest.fixture(params=BUILDERS)
@@ -117,12 +121,11 @@ def _copy_flat_weights(flat, towered):
 TABLE_ORDER = TowerPlan.from_lists([["f0", "f1"], ["f2"], ["f3"]])
 
 
-def test_dmt_dlrm_without_compression_is_the_flat_dlrm(tables, dense_features, sparse_features):
+@pytest.mark.parametrize("order", [TABLE_ORDER, TowerPlan.from_lists([["f0"], ["f1"]], outside=("f2", "f3"))])
+def test_dmt_dlrm_without_compression_is_the_flat_dlrm(order, tables, dense_features, sparse_features):
     """c=1, p=0 and D=N skip every projection, so nothing is left but the flat model: equal to the last bit."""
     flat = BUILDERS["DLRM"](tables, None)
-    towered = DMTDLRM(
-        tables=tables, tower_plan=TABLE_ORDER, dense_in_features=13, tower_dim=8, c=1, p=0, options=OPTIONS
-    )
+    towered = DMTDLRM(tables=tables, tower_plan=order, dense_in_features=13, tower_dim=8, c=1, p=0, options=OPTIONS)
     _copy_flat_weights(flat, towered)
     assert torch.equal(towered(dense_features, sparse_features), flat(dense_features, sparse_features))
 
@@ -203,6 +206,31 @@ def test_outputs_that_are_no_multiple_of_the_tower_dim_are_refused(tables, plan)
         InputError, match=r"_OddTower of tower 'tower_0' has out_features=9, no multiple of tower_dim=4"
     ):
         _OddModel(tables=tables, tower_plan=plan, dense_in_features=13, tower_dim=4, options=OPTIONS)
+
+
+@pytest.mark.parametrize("name", ["DMTDLRM", "DMTDCN"])
+def test_features_outside_towers_interact_as_they_are(name, dense_features, sparse_features):
+    model = BUILDERS[name](make_tables(dim=4), OUTSIDE)
+    logits = model(dense_features, sparse_features)
+    logits.square().sum().backward()
+    assert [key for key, weight in model.named_parameters() if weight.grad is None or not weight.grad.any()] == []
+    assert list(model.outside_arch.embedding_bags) == ["t0", "t2"]
+    # Of c=1 and p=1 two vectors a tower, and of DCN one; then those of the two features, and the dense one.
+    towers = model.sparse_arch(sparse_features)
+    beside = model.outside_arch(sparse_features)
+    vectors = torch.cat([towers, beside["f2"], beside["f0"]], dim=1)
+    dense = model.dense_arch(dense_features)
+    if name == "DMTDLRM":
+        crossed = model.inter_arch(dense, vectors.reshape(5, 6, 4))
+    else:
+        crossed = model.inter_arch(torch.cat([dense, vectors], dim=1))
+    assert torch.equal(model.over_arch(crossed), logits)
+
+
+def test_tables_outside_towers_need_the_columns_of_the_vectors_that_interact(tables):
+    with pytest.raises(InputError, match=r"Table 't0' outside towers has embedding_dim=8, but .* tower_dim=4"):
+        BUILDERS["DMTDLRM"](tables, OUTSIDE)
+    assert BUILDERS["DMTDCN"](tables, OUTSIDE).over_arch[0].in_features == (2 + 1) * 4 + 2 * 8
 
 
 def test_dmt_dcn_takes_the_towers_that_listing_2_prints(tables, plan, dense_features, sparse_features):
