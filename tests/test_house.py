@@ -215,11 +215,11 @@ def test_file_sizes() -> None:
 
 # Lines and files of each part at most, and where they are to get. Raise a number only with the reason in the commit.
 CEILINGS = {
-    "the library": (23_760, 130),  # 20_500, 136
+    "the library": (23_950, 132),  # 20_500, 136
     "dmt/*.py": (1_000, 8),  # 800, 8
     "dmt/plan": (680, 5),  # 600, 5
     "dmt/sharding": (1_745, 9),  # 1_750, 10
-    "dmt/sptt": (3_120, 16),  # 2_900, 18
+    "dmt/sptt": (3_170, 17),  # 2_900, 18
     "dmt/replicas": (400, 4),  # 350, 3
     "dmt/hot_rows": (1_000, 6),  # 900, 6
     "dmt/simulator": (850, 4),  # 800, 5
@@ -227,7 +227,7 @@ CEILINGS = {
     "dmt/testing": (600, 4),  # 600, 4
     "dmt/training": (10_400, 53),  # 7_800, 50
     "partitioner": (3_100, 13),  # 2_800, 14
-    "models": (1_050, 7),  # 1_000, 7
+    "models": (1_085, 7),  # 1_000, 7
     "benchmarks": (5_650, 35),  # 5_600, 36
     "tests": (23_020, 135),  # 20_000, 115
 }
