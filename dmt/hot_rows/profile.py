@@ -39,18 +39,6 @@ class RowCounts:
         rows, counts = np.unique(np.asarray(ids, dtype=np.int64), return_counts=True)
         return RowCounts(rows, counts, int(counts.sum()))
 
-    def counts_of(self, rows: Numbers) -> Numbers:
-        """Returns the accesses of some rows, int64 [n]; 0 of those that are not counted.
-
-        Example:
-            >>> RowCounts.of([5, 5, 8]).counts_of(np.array([4, 5, 9]))
-            array([0, 2, 0])
-        """
-        if not len(self.rows):
-            return np.zeros(len(rows), np.int64)
-        places = np.minimum(np.searchsorted(self.rows, rows), len(self.rows) - 1)
-        return np.where(self.rows[places] == rows, self.counts[places], 0)
-
     def chances(self, batch_size: float) -> NDArray[np.float64]:
         """Returns the chance of each counted row to be read by ``batch_size`` independent accesses, float64 [n]."""
         shares = np.minimum(self.counts / max(self.total, 1), 1 - 1e-12)

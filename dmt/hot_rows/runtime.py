@@ -22,7 +22,7 @@ from dmt.collectives import check_agreement, gather_objects, gather_on_first, ru
 from dmt.errors import InputError, did_you_mean
 from dmt.formatting import shorten
 from dmt.hot_rows.copies import HotCopies
-from dmt.hot_rows.costs import choose_rows, saved_bytes
+from dmt.hot_rows.costs import choose_rows
 from dmt.hot_rows.profile import AccessProfile, RowCounts
 from dmt.plan.tables import TableSpec, table_specs
 from dmt.sharding.optimizers import data_parallel_obstacle, optimizer_name
@@ -162,15 +162,18 @@ class HotRows:
 
         Before the first training batch it does nothing: the choice depends on the size of a batch.
         """
-        batch_size = max(gather_objects(self._batch_size, self._everyone))
-        if not batch_size:
+        now = self.state()
+        if not now.batch_size:
             return
-        profile, self._profile = self._profile or self._summed_counts(batch_size), None
+        profile, self._profile = self._profile or now.counts, None
         # One rank chooses: processors of another kind may round a row's gain otherwise.
         tables = self._tables if self._everyone.rank() == 0 else []
-        topology, distinct, most = self._mesh.topology, self._shares_equal(), self._budget
+        topology, encoder = self._mesh.topology, self._module.encoder
+        distinct = encoder is not None and encoder.shares_equal
         chosen, *_ = run_on_all_or_raise(
-            lambda: choose_rows(profile, tables, topology, batch_size=batch_size, distinct=distinct, max_bytes=most),
+            lambda: choose_rows(
+                profile, tables, topology, batch_size=now.batch_size, distinct=distinct, max_bytes=self._budget
+            ),
             self._everyone,
         )
         self.replicate(chosen)
@@ -264,32 +267,6 @@ class HotRows:
         self._batch_size = max(self._batch_size, ids.stride())
         if ids.stride():  # TorchRec does not take an empty batch apart
             self._counter.add(ids)
-
-    def _summed_counts(self, batch_size: int) -> AccessProfile:
-        """Accesses on all ranks of those rows that may pay; of a row that pays, one rank has 1 / W at least."""
-        group, mine = self._everyone, self._counter.profile()
-        names = [table.name for table in self._tables]
-        parts = gather_objects(({name: mine[name].total for name in names}, mine.num_samples), group)
-        summed = AccessProfile(self._tables)
-        summed.num_samples = sum(samples for _, samples in parts)
-        totals = {name: sum(of_rank[name] for of_rank, _ in parts) for name in names}
-        topology, distinct = self._mesh.topology, self._shares_equal()
-        candidates = {}
-        for table in self._tables:
-            own = mine[table.name]
-            most = RowCounts(own.rows, own.counts * group.size(), totals[table.name])
-            num_ids = batch_size * totals[table.name] / max(summed.num_samples * len(table.feature_names), 1)
-            gain = saved_bytes(most, table, topology, num_ids=num_ids, distinct=distinct)
-            candidates[table.name] = own.rows[gain > 0]
-        of_ranks = gather_objects(candidates, group)
-        rows = {name: np.unique(np.concatenate([of_rank[name] for of_rank in of_ranks])) for name in names}
-        counts = gather_objects({name: mine[name].counts_of(rows[name]) for name in names}, group)
-        for name in names:
-            summed.put(name, RowCounts(rows[name], sum(of_rank[name] for of_rank in counts), totals[name]))
-        return summed
-
-    def _shares_equal(self) -> bool:
-        return self._module.encoder is not None and self._module.encoder.shares_equal
 
     def _owned_tables(self) -> list[str]:
         """Tables whose learning rate this rank tells: it is the first that updates them."""

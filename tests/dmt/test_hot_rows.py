@@ -24,7 +24,6 @@ from dmt import (
     TowerTopology,
     TrafficMeter,
 )
-from dmt.collectives import gather_objects
 from dmt.hot_rows.costs import choose_rows
 from dmt.hot_rows.profile import AccessProfile
 from dmt.hot_rows.runtime import HotRows, why_no_copies
@@ -253,27 +252,6 @@ def profile_on_rank(rank: int) -> list[dict[str, list[int]]]:
         assert (again.steps, again.batch_size) == (state.steps, state.batch_size)
         assert all(np.array_equal(again.counts[t.name].counts, state.counts[t.name].counts) for t in FLAT.tables())
     return found
-
-
-def one_host_on_rank(rank: int) -> int:
-    mesh = TowerMesh(replace(TWO_BY_TWO, ranks_per_host=4))
-    training = Training(rank, FLAT, mesh)
-    hot, told = HotRows(training.model, mesh, refresh_every=1, extra_memory=1.0), []
-
-    def gathered(value: Any, group: Any) -> list[Any]:
-        told.append(value)
-        return gather_objects(value, group)
-
-    training.step(0)
-    with patch("dmt.hot_rows.runtime.gather_objects", gathered):
-        hot.step()
-    assert hot.rows == {}
-    return sum(part.size for own in told if isinstance(own, dict) for part in own.values())
-
-
-@pytest.mark.ranks
-def test_on_one_host_no_row_is_told_to_the_others() -> None:
-    assert run_ranks(one_host_on_rank, 4) == [0] * 4
 
 
 @pytest.mark.ranks
