@@ -105,7 +105,19 @@ class TowerShardingPlanner:
         for path, lists in modules.items():
             for table in (table for tables in lists for table in tables):
                 plan[path][table.name] = parameter_sharding(table, placements[table.name], self.device_type)
-        return ShardingPlan(plan=plan | self._plan_others(others, sharders))
+        if others and self.topology.num_replicas > 1:
+            raise InputError(
+                f"{next(iter(others))!r} is for a sharder of TorchRec's, which knows no replicas, but the topology has "
+                f"{self.topology.num_replicas}. Use one replica, or bags of ids in towers."
+            )
+        if others:
+            # Alone: of the whole model TorchRec would plan the tables inside our modules, too.
+            alone = nn.ModuleDict({str(number): module for number, module in enumerate(others.values())})
+            theirs = [sharder for sharder in sharders if not hasattr(sharder, "tables_by_tower")]
+            room, device_type = self.hardware.memory_per_rank, self.device_type
+            found = plan_by_torchrec(alone, theirs, self.topology, memory_per_rank=room, device_type=device_type)
+            plan |= {path: found.plan[str(number)] for number, path in enumerate(others)}
+        return ShardingPlan(plan=plan)
 
     def explain(self, model: nn.Module, sharders: Sequence[Any]) -> TowerShardingPlan:
         """The plan behind `plan`, with costs, loads and reasons."""
@@ -131,38 +143,13 @@ class TowerShardingPlanner:
             towers, self.topology, outside=outside, workload=workload, hardware=self.hardware, rules=rules
         )
 
-    def _plan_others(self, others: Mapping[str, nn.Module], sharders: Sequence[Any]) -> dict[str, Any]:
-        """Plans modules of TorchRec's sharders over all ranks, by path."""
-        if not others:
-            return {}
-        if self.topology.num_replicas > 1:
-            raise InputError(
-                f"{next(iter(others))!r} is for a sharder of TorchRec's, which knows no replicas, but the topology has "
-                f"{self.topology.num_replicas}. Use one replica, or bags of ids in towers."
-            )
-        # Alone: of the whole model it would plan the tables inside our modules, too.
-        alone = nn.ModuleDict({str(number): module for number, module in enumerate(others.values())})
-        tables = {name.split(".")[-2] for name, _ in alone.named_parameters() if name.endswith(".weight")}
-        # Not data-parallel: TorchRec drops the fused optimizer of such tables without a word.
-        constraints = {name: ParameterConstraints(sharding_types=_OTHER_SCHEMES) for name in tables}
-        theirs = [sharder for sharder in sharders if not hasattr(sharder, "tables_by_tower")]
-        found = plan_by_torchrec(
-            alone,
-            theirs,
-            self.topology,
-            constraints=constraints,
-            memory_per_rank=self.hardware.memory_per_rank,
-            device_type=self.device_type,
-        ).plan
-        return {path: found[str(number)] for number, path in enumerate(others)}
-
 
 def plan_by_torchrec(
     model: nn.Module,
     sharders: Sequence[Any],
     topology: TowerTopology,
     *,
-    constraints: dict[str, ParameterConstraints],
+    constraints: dict[str, ParameterConstraints] | None = None,
     memory_per_rank: int | None = None,
     batch_size: int | None = None,
     device_type: str = "cpu",
@@ -173,7 +160,8 @@ def plan_by_torchrec(
         model: the unsharded model; all its modules that a sharder handles are planned.
         sharders: TorchRec's.
         topology: the mesh sizes; what TorchRec takes for a host are its hosts.
-        constraints: of single tables, by name.
+        constraints: of single tables, by name; None: any scheme but data-parallel, in which TorchRec drops the fused
+            optimizer of a table without a word.
         memory_per_rank: bytes for tables and their optimizer state; None: no limit.
         batch_size: samples per rank; None: TorchRec's default.
         device_type: ``"cpu"`` or ``"cuda"``.
@@ -181,6 +169,9 @@ def plan_by_torchrec(
     Raises:
         InputError: the planner cannot place the tables.
     """
+    if constraints is None:
+        tables = {name.split(".")[-2] for name, _ in model.named_parameters() if name.endswith(".weight")}
+        constraints = {name: ParameterConstraints(sharding_types=_OTHER_SCHEMES) for name in tables}
     room = _NO_LIMIT if memory_per_rank is None else memory_per_rank  # else TorchRec has a limit of its own
     planner = EmbeddingShardingPlanner(
         topology=Topology(
