@@ -47,7 +47,8 @@ class ReplicaSync:
 
     Make it after loading weights (or call `restart` then): it gives every replica the weights and states of replica 0.
     Call `step` after every training step of every rank. Averaging three or a like number of equal values may move them
-    by one unit in the last place, once; the replicas stay equal.
+    by one unit in the last place, once; the replicas stay equal. FP16 tables are sent and averaged as 32-bit
+    numbers, and the mean is rounded to FP16.
 
     Args:
         model: holds modules made by the tower sharders, anywhere in it; usually a ``DistributedModelParallel``.

@@ -41,7 +41,7 @@ IdRoute = Literal["peer", "global"]
 """Route of the ids to a table's tower: through the rank's peer there, or straight to the ranks that hold the table."""
 ID_ROUTES: tuple[IdRoute, ...] = get_args(IdRoute)
 Kernel = Literal["fused", "fused_uvm", "fused_uvm_caching", "key_value"]
-"""TorchRec's kernel of a table, which decides the memory that holds its weights (Neo, section 4.1.3): the device's, the
+"""TorchRec's kernel of a table, which decides the memory that holds its weights (Neo, section 5.2): the device's, the
 host's, the host's behind a cache on the device, or an SSD behind such a cache."""
 KERNELS: tuple[Kernel, ...] = get_args(Kernel)
 EVERYWHERE = ("row_wise", "data_parallel")
