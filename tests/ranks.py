@@ -1,4 +1,4 @@
-"""Ranks for tests: `run_ranks` calls a function on gloo ranks that all tests of a process share.
+"""Ranks for tests: `run_ranks` calls a function on gloo ranks that all tests of a process share, `on_ranks` a test.
 
 `run_program` runs a whole program on ranks, as ``torchrun`` does, but in processes that have everything loaded.
 """
@@ -6,6 +6,9 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import importlib
+import inspect
 import os
 import runpy
 import subprocess
@@ -17,6 +20,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import pytest
 import torch.distributed as dist
 
 from dmt.testing.ranks import Rank, RanksFailedError, run_on_ranks
@@ -33,6 +37,26 @@ def run_ranks(
     """
     ranks = None if fresh else _SHARED
     return run_on_ranks(in_absurd_environment, world_size, function, args, timeout_s=timeout_s, ranks=ranks)
+
+
+def on_ranks(world_size: int, *, fresh: bool = False) -> Callable[[Callable[..., Any]], Callable[..., None]]:
+    """Makes a test of what every rank does, ``test(rank, ...)``; arguments after the rank are pytest's."""
+
+    def decorate(function: Callable[..., Any]) -> Callable[..., None]:
+        @functools.wraps(function)
+        def test(**arguments: Any) -> None:
+            # By name: what the name of a test holds is this, not the function.
+            run_ranks(_test_on_rank, world_size, function.__module__, function.__name__, arguments, fresh=fresh)
+
+        _, *others = inspect.signature(function).parameters.values()
+        test.__signature__ = inspect.Signature(others)  # type: ignore[attr-defined]
+        return pytest.mark.ranks(test)
+
+    return decorate
+
+
+def _test_on_rank(rank: int, module: str, name: str, arguments: dict[str, Any]) -> None:
+    getattr(importlib.import_module(module), name).__wrapped__(rank, **arguments)
 
 
 def in_absurd_environment(rank: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:

@@ -52,7 +52,7 @@ from tests.parity import (
     loss_of,
     make_tables,
 )
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.sptt_case import CPU, Case, Training, build, distribute, shard, towers_of
 
 pytestmark = pytest.mark.ranks
@@ -83,7 +83,8 @@ def flat_torchrec(tables: list[Any], state: dict[str, Tensor]) -> DistributedMod
     return flat
 
 
-def bitwise_on_rank(rank: int) -> None:
+@on_ranks(4)
+def test_forward_is_bitwise_flat_torchrec(rank: int) -> None:
     mesh = TowerMesh(TWO_BY_TWO.topology)
     for pooling in ("SUM", "MEAN"):
         case = replace(TWO_BY_TWO, kind="flat", pooling=pooling, max_bag=4)
@@ -91,10 +92,6 @@ def bitwise_on_rank(rank: int) -> None:
         ids, _ = case.draw(rank, 0)
         ours, theirs = model(ids)[0], flat_torchrec(case.tables(), gather_plain_state(model))(ids)[0]
         assert all(torch.equal(ours[f"f{i}"], theirs[f"f{i}"]) for i in range(4))
-
-
-def test_forward_is_bitwise_flat_torchrec() -> None:
-    run_ranks(bitwise_on_rank, 4)
 
 
 def traffic_on_rank(rank: int) -> list[Any]:
@@ -241,7 +238,8 @@ def test_a_checkpoint_does_not_know_the_placement(tmp_path: Path, fp16: tuple[in
             assert torch.equal(value, after[name]), name
 
 
-def given_on_rank(rank: int) -> None:
+@on_ranks(2)
+def test_optimizers_given_on_parameters_are_kept(rank: int) -> None:
     """`apply_optimizer_in_backward` marks parameter objects, which the sharder must keep."""
     mesh = TowerMesh(ONE.topology)
     for scheme in ("table_wise", "data_parallel"):
@@ -263,10 +261,6 @@ def given_on_rank(rank: int) -> None:
         assert [bool(of_table.any()) for of_table in step] == [True, False, True], "a table of rate zero stays"
 
 
-def test_optimizers_given_on_parameters_are_kept() -> None:
-    run_ranks(given_on_rank, 2)
-
-
 @pytest.mark.parametrize("optimizer", ["adagrad", "rowwise_adagrad"])
 def test_rows_that_were_never_read_stay_without_an_epsilon(optimizer: str) -> None:
     weight = torch.ones(2, 4)
@@ -276,7 +270,12 @@ def test_rows_that_were_never_read_stay_without_an_epsilon(optimizer: str) -> No
     torch.testing.assert_close(weight, torch.tensor([[1.0] * 4, [1.0 - LR] * 4]))
 
 
-def raising_on_rank(rank: int) -> None:
+def fail(parameter: Tensor) -> None:
+    raise ZeroDivisionError
+
+
+@on_ranks(2)
+def test_a_backward_pass_that_raises_leaves_no_trace(rank: int) -> None:
     """A caller may catch the exception and go on with the next batch."""
     ends = []
     for raises in (False, True):
@@ -295,15 +294,8 @@ def raising_on_rank(rank: int) -> None:
     assert torch.equal(*ends)
 
 
-def fail(parameter: Tensor) -> None:
-    raise ZeroDivisionError
-
-
-def test_a_backward_pass_that_raises_leaves_no_trace() -> None:
-    run_ranks(raising_on_rank, 2)
-
-
-def fresh_on_rank(rank: int) -> None:
+@on_ranks(4)
+def test_what_ranks_draw_is_equal_where_they_share_it(rank: int) -> None:
     """Every rank draws its own, and nothing is loaded afterwards."""
     torch.manual_seed(rank)
     mesh = TowerMesh(TWO_BY_TWO.topology)
@@ -323,10 +315,6 @@ def fresh_on_rank(rank: int) -> None:
     assert 0.5 * bound < table.abs().max() <= bound * (1 + 2**-11)
 
 
-def test_what_ranks_draw_is_equal_where_they_share_it() -> None:
-    run_ranks(fresh_on_rank, 4)
-
-
 class Scaled(PassThrough):
     def __init__(self, features: list[str]) -> None:
         super().__init__(features)
@@ -343,7 +331,8 @@ class Buffered(PassThrough):
         self.register_buffer("scale", torch.ones(1, device="meta"))
 
 
-def meta_on_rank(rank: int) -> None:
+@on_ranks(2)
+def test_only_what_is_on_meta_is_drawn_anew(rank: int) -> None:
     mesh = TowerMesh(TWO.topology)
     model = distribute(towers_of([Scaled(["f0"]), PassThrough(["f1"])]), TowerCollectionSharder(mesh))
     state = gather_plain_state(model)
@@ -354,11 +343,8 @@ def meta_on_rank(rank: int) -> None:
         distribute(towers_of([Buffered(["f0"]), Buffered(["f1"])]), TowerCollectionSharder(mesh))
 
 
-def test_only_what_is_on_meta_is_drawn_anew() -> None:
-    run_ranks(meta_on_rank, 2)
-
-
-def unasked_weights_on_rank(rank: int) -> None:
+@on_ranks(4)
+def test_weights_nobody_asked_for_change_nothing(rank: int) -> None:
     mesh = TowerMesh(TWO_BY_TWO.topology)
     for kind in ("modules", "flat"):
         case = replace(TWO_BY_TWO, kind=kind, max_bag=3)
@@ -377,16 +363,13 @@ def unasked_weights_on_rank(rank: int) -> None:
             torch.testing.assert_close(one, expected, rtol=1e-6, atol=1e-6)
 
 
-def test_weights_nobody_asked_for_change_nothing() -> None:
-    run_ranks(unasked_weights_on_rank, 4)
-
-
 class ByPosition(nn.Module):
     def forward(self, embeddings: Any) -> Tensor:
         return embeddings.values()
 
 
-def towers_on_rank(rank: int) -> None:
+@on_ranks(2)
+def test_towers_of_other_dtypes_meet_in_the_widest(rank: int) -> None:
     """A linear tower puts out BF16, the other one FP32: they meet in the widest. A module may read by position."""
     case = replace(TWO, dims=(8, 8), plan=((0,), (1,)))
     plain = towers_of([SumTowerModule(["f0"], [8], 8), ByPosition()])
@@ -398,11 +381,8 @@ def towers_on_rank(rank: int) -> None:
     assert torch.equal(got, expected)
 
 
-def test_towers_of_other_dtypes_meet_in_the_widest() -> None:
-    run_ranks(towers_on_rank, 2)
-
-
-def empty_on_rank(rank: int) -> None:
+@on_ranks(2)
+def test_ranks_may_have_no_samples_and_bags_no_ids(rank: int) -> None:
     mesh = TowerMesh(ONE.topology)
     for sizes in ((0, 5), (0, 0)):
         case = replace(ONE, pooling="MEAN", scheme="row_wise", sizes=sizes, max_bag=3)
@@ -420,11 +400,8 @@ def empty_on_rank(rank: int) -> None:
     assert not shard(case, build(case), mesh)(case.draw(rank, 0)[0])[0].values().any()
 
 
-def test_ranks_may_have_no_samples_and_bags_no_ids() -> None:
-    run_ranks(empty_on_rank, 2)
-
-
-def copies_stay_on_rank(rank: int) -> bool:
+@on_ranks(2)
+def test_clipping_brings_no_table_up_to_date(rank: int) -> None:
     """Clipping reads no table, so it does not bring tables up to date with the copies of their hot rows."""
     case = replace(TWO, kind="flat")
     mesh = TowerMesh(case.topology)
@@ -433,14 +410,15 @@ def copies_stay_on_rank(rank: int) -> bool:
     ids, labels = case.draw(rank, 0)
     loss_of(model(ids)[1], labels).backward()
     with patch.object(HotCopies, "write_back", side_effect=AssertionError("tables were read")):
-        return bool(clip_grad_norm(model, 1e-3) > 0)
+        assert clip_grad_norm(model, 1e-3) > 0
 
 
-def test_clipping_brings_no_table_up_to_date() -> None:
-    assert all(run_ranks(copies_stay_on_rank, 2))
-
-
-def freed_on_rank(rank: int, case: Case) -> None:
+@pytest.mark.parametrize(
+    "case", [replace(ONE, scheme="mixed"), replace(TWO, kind="flat", hot=True)], ids=["mixed", "hot"]
+)
+@on_ranks(2)
+def test_a_model_that_is_let_go_leaves_memory(rank: int, case: Case) -> None:
+    """Hooks of data-parallel tables once kept tables and process groups until the process ended."""
     mesh = TowerMesh(case.topology)
     model = shard(case, build(case), mesh)
     if case.hot:
@@ -452,11 +430,3 @@ def freed_on_rank(rank: int, case: Case) -> None:
     modules = [type(one) for one in gc.get_objects() if isinstance(one, nn.Module)]
     left = {kind.__name__ for kind in modules if kind.__module__.startswith("dmt.")}
     assert not left, f"still in memory: {left}"
-
-
-@pytest.mark.parametrize(
-    "case", [replace(ONE, scheme="mixed"), replace(TWO, kind="flat", hot=True)], ids=["mixed", "hot"]
-)
-def test_a_model_that_is_let_go_leaves_memory(case: Case) -> None:
-    """Hooks of data-parallel tables once kept tables and process groups until the process ended."""
-    run_ranks(freed_on_rank, 2, case)

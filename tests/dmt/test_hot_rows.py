@@ -32,7 +32,7 @@ from dmt.plan.tables import TableSpec, table_specs
 from dmt.sptt.sharder import HomeTable
 from dmt.testing import gather_plain_state
 from tests.parity import PipelinedBatch, loss_of, make_tables
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.sptt_case import Case, Training, build, own_tables, shard
 
 FLAT = Case(towers=2, ranks=2, kind="flat", sizes=(9, 7, 8, 9))
@@ -49,7 +49,8 @@ def numbers_of(training: Training) -> dict[str, Tensor]:
     return {one.name: one.tensor.clone() for one in own_tables(training.model)}
 
 
-def load_on_rank(rank: int) -> None:
+@on_ranks(4)
+def test_copies_are_read_again_after_a_load(rank: int) -> None:
     """Goes back to a saved state in mid-training: the steps after it repeat to the bit."""
     mesh = TowerMesh(TWO_BY_TWO)
     training = Training(rank, replace(FLAT, optimizer="adagrad"), mesh)
@@ -69,11 +70,6 @@ def load_on_rank(rank: int) -> None:
             parts[i].load_state_dict(copy.deepcopy(saved[i]))
     for again in ends[1:]:
         assert all(torch.equal(value, again[name]) for name, value in ends[0].items())
-
-
-@pytest.mark.ranks
-def test_copies_are_read_again_after_a_load() -> None:
-    run_ranks(load_on_rank, 4)
 
 
 def double(state: dict[str, Any]) -> None:
@@ -99,7 +95,8 @@ def told_by(work: Callable[[], Any]) -> str:
     return "nothing"
 
 
-def change_on_rank(rank: int) -> None:
+@on_ranks(4)
+def test_changes_in_place_are_read_after_a_restart(rank: int) -> None:
     """Doubles weights in place, with a restart after it; tensors of before a step are brought up to date on demand."""
     mesh = TowerMesh(TWO_BY_TWO)
     training, plain = (Training(rank, FLAT, mesh) for _ in range(2))
@@ -124,11 +121,6 @@ def change_on_rank(rank: int) -> None:
     _ = training.model.fused_optimizer.params
     after = local_parts(dict(enumerate(weights)))
     assert not all(map(torch.equal, before, after)), "no hot row came back to its table"
-
-
-@pytest.mark.ranks
-def test_changes_in_place_are_read_after_a_restart() -> None:
-    run_ranks(change_on_rank, 4)
 
 
 def scheduled_on_rank(rank: int) -> list[int]:
@@ -280,7 +272,8 @@ def test_choice_takes_what_saves_most_for_its_size() -> None:
     assert choose_rows(profile, tables, single, batch_size=100, distinct=False, max_bytes=1e9) == {}
 
 
-def stray_on_rank(rank: int) -> None:
+@on_ranks(4)
+def test_ids_outside_a_table_stay_cold(rank: int) -> None:
     """An id beyond its table is not looked up among the copies of the next one."""
     mesh = TowerMesh(TWO_BY_TWO)
     training = Training(rank, FLAT, mesh)
@@ -296,11 +289,6 @@ def stray_on_rank(rank: int) -> None:
     assert cold.lengths().tolist() == [1, 1, 0] * 4
     assert cold.values().tolist() == [number for f in module.features for number in (-1, sizes[f])]
     assert bags.ids.tolist() == [sizes[f] - 1 for f in module.features]
-
-
-@pytest.mark.ranks
-def test_ids_outside_a_table_stay_cold() -> None:
-    run_ranks(stray_on_rank, 4)
 
 
 def test_tables_that_cannot_have_copies_are_left_out() -> None:
@@ -366,7 +354,8 @@ def test_touched_rows_are_summed_and_others_are_not_sent(towers: int, ranks: int
         assert measured.dense >= whole if touched == 1.0 or towers == 1 else measured.dense < whole
 
 
-def lost_on_rank(rank: int) -> bool:
+@on_ranks(4)
+def test_no_number_is_lost(rank: int) -> None:
     """NaN and infinity of one rank reach all, and so does a row that only the last host touched."""
     mesh = TowerMesh(TowerTopology(num_towers=2, ranks_per_tower=2))
     rows = TouchedRowsSum([(20, 3)], mesh.tower_group, mesh.peer_group)
@@ -374,9 +363,4 @@ def lost_on_rank(rank: int) -> bool:
     if rank == 3:
         gradient[4, 1], gradient[19, 2], gradient[8, 0] = torch.nan, torch.inf, 1e-38
     rows.start(gradient.view(-1), torch.zeros(1))()
-    return bool(gradient[4, 1].isnan() & gradient[19, 2].isinf() & gradient[8, 0].eq(torch.tensor(1e-38)))
-
-
-@pytest.mark.ranks
-def test_no_number_is_lost() -> None:
-    assert all(run_ranks(lost_on_rank, 4))
+    assert gradient[4, 1].isnan() & gradient[19, 2].isinf() & gradient[8, 0].eq(torch.tensor(1e-38))

@@ -20,7 +20,7 @@ from dmt.collectives import PendingExchange
 from dmt.sptt.peer_exchange import PeerExchange, _Transfer
 from dmt.testing import gather_plain_state
 from tests.parity import Batches, PipelinedBatch, SumTowerModule, load_ramps, loss_of, make_tables
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.sptt_case import Case, Training, build, shard
 
 pytestmark = pytest.mark.ranks
@@ -184,18 +184,16 @@ def check_containers(mesh: TowerMesh, rank: int) -> None:
     torch.testing.assert_close(tree_leaves(joined), tree_leaves(whole))
 
 
-def use_on_rank(rank: int) -> None:
+@on_ranks(2)
+def test_use_and_wrong_use(rank: int) -> None:
     mesh = TowerMesh(TWO.topology)
     check_calls(mesh, rank)
     check_detach(mesh, rank)
     check_containers(mesh, rank)
 
 
-def test_use_and_wrong_use() -> None:
-    run_ranks(use_on_rank, 2)
-
-
-def empty_on_rank(rank: int) -> None:
+@on_ranks(2)
+def test_ranks_may_have_no_samples(rank: int) -> None:
     mesh = TowerMesh(TWO.topology)
     for sizes in ((5, 0), (0, 3), (0, 0)):
         ends = []
@@ -208,10 +206,6 @@ def empty_on_rank(rank: int) -> None:
             binary_cross_entropy_with_logits(model(ids)[1], labels, reduction="sum").backward()
             ends.append({**gather_plain_state(model), "gradient": model.module.over_arch.weight.grad})
         torch.testing.assert_close(*ends, rtol=0, atol=5e-6)
-
-
-def test_ranks_may_have_no_samples() -> None:
-    run_ranks(empty_on_rank, 2)
 
 
 def end_of(rank: int, mesh: TowerMesh, disturbed: str) -> dict[str, torch.Tensor]:

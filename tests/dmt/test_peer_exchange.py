@@ -19,7 +19,7 @@ import dmt.sptt.peer_exchange
 from dmt import InputError
 from dmt.collectives import PendingExchange
 from dmt.sptt.peer_exchange import PeerExchange
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 T = 3
 WIDTHS = (2, 5, 1)
@@ -109,16 +109,12 @@ def test_one_all_to_all_as_on_gpus_brings_the_same() -> None:
     assert min(run_ranks(in_one_on_rank, T)) >= 4 * len(BATCHES)
 
 
-def alone_on_rank(rank: int) -> None:
+@on_ranks(1)
+def test_nothing_is_sent_where_there_is_one_tower(rank: int) -> None:
     outputs = torch.randn(4, 2)
     result = PeerExchange(dist.group.WORLD, [2])(outputs, [4])
     assert isinstance(result, NoWait)
     assert result.wait().data_ptr() == outputs.data_ptr()
-
-
-@pytest.mark.ranks
-def test_nothing_is_sent_where_there_is_one_tower() -> None:
-    run_ranks(alone_on_rank, 1)
 
 
 class Watched:
@@ -140,7 +136,19 @@ class Watched:
         return self.begun[-1]()
 
 
-def abandoned_on_rank(rank: int) -> None:
+def breaks(columns: Tensor) -> Tensor:
+    """The same numbers, without a backward pass."""
+
+    def fail(_: Tensor) -> None:
+        raise ZeroDivisionError
+
+    same = columns.clone()
+    same.register_hook(fail)
+    return same
+
+
+@on_ranks(T, fresh=True)
+def test_exchanges_nobody_waits_for_disturb_no_other(rank: int) -> None:
     watched = Watched()
     exchange, sizes = PeerExchange(dist.group.WORLD, WIDTHS), BATCHES[2]
 
@@ -186,23 +194,8 @@ def abandoned_on_rank(rank: int) -> None:
     assert back.is_done, "PyTorch's engine lets go of it in the next backward pass"
 
 
-def breaks(columns: Tensor) -> Tensor:
-    """The same numbers, without a backward pass."""
-
-    def fail(_: Tensor) -> None:
-        raise ZeroDivisionError
-
-    same = columns.clone()
-    same.register_hook(fail)
-    return same
-
-
-@pytest.mark.ranks
-def test_exchanges_nobody_waits_for_disturb_no_other() -> None:
-    run_ranks(abandoned_on_rank, T, fresh=True)
-
-
-def tags_on_rank(rank: int) -> None:
+@on_ranks(T)
+def test_tags_tell_exchanges_of_two_modules_apart(rank: int) -> None:
     """Ranks may come to two modules' exchanges in different orders, as in a backward pass: each finds its own."""
     exchanges = [PeerExchange(dist.group.WORLD, WIDTHS, tag=tag) for tag in (1, 2)]
     order = (0, 1) if rank == 0 else (1, 0)
@@ -210,8 +203,3 @@ def tags_on_rank(rank: int) -> None:
     started = {which: exchanges[which](sent_by(rank, which, sizes), sizes) for which in order}
     for which in (0, 1):
         assert torch.equal(started[which].wait(), gathered(rank, which, sizes)), which
-
-
-@pytest.mark.ranks
-def test_tags_tell_exchanges_of_two_modules_apart() -> None:
-    run_ranks(tags_on_rank, T)

@@ -48,7 +48,7 @@ from dmt.sptt.options import REFUSALS, refuse
 from dmt.sptt.towers import clip_grad_norm
 from tests.dmt.test_dataflow import flat_torchrec
 from tests.parity import FUSED, OPTIMIZERS, FlatModel, PassThrough, TowerModel, make_tables
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.sptt_case import CPU, Case, build, distribute, shard, towers_of
 
 TWO = Case(towers=2, ranks=1)
@@ -417,16 +417,12 @@ def test_it_is_named_on_every_rank(name: str, told: list[dict[str, str]]) -> Non
         assert re.search(CASES[name][1], of_rank[name]), f"{name}: {of_rank[name]}"
 
 
-def not_picklable_on_rank(rank: int) -> None:
+@on_ranks(2)
+def test_a_result_that_does_not_pickle_fails_on_all_ranks(rank: int) -> None:
     with pytest.raises(RankError, match=r"^rank 1: .*cannot pickle 'generator'"):
         run_on_all_or_raise(lambda: (i for i in range(3)) if rank == 1 else rank, dist.group.WORLD)
     assert run_on_all_or_raise(lambda: [rank], dist.group.WORLD) == [[0], [1]]
     check_agreement("Here", {"a": {"x": (1, None)}, "b": torch.float32}, dist.group.WORLD)
-
-
-@pytest.mark.ranks
-def test_a_result_that_does_not_pickle_fails_on_all_ranks() -> None:
-    run_ranks(not_picklable_on_rank, 2)
 
 
 def test_a_mesh_needs_a_process_group() -> None:

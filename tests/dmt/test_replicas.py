@@ -21,13 +21,14 @@ from dmt.replicas import dense_reduce
 from dmt.sptt.state import checksum
 from dmt.testing.state import LocalPart, join_parts
 from tests.parity import loss_of
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 from tests.sptt_case import CPU, Case, Training, build, own_tables, shard
 
 TWO = Case(towers=2, ranks=1, replicas=2)
 
 
-def damage_on_rank(rank: int) -> None:
+@on_ranks(4)
+def test_a_replica_that_differs_is_found_on_every_rank(rank: int) -> None:
     training = Training(rank, replace(TWO, interval=2, scheme="mixed"), TowerMesh(TWO.topology))
     sync = training.sync
     assert sync is not None
@@ -43,11 +44,6 @@ def damage_on_rank(rank: int) -> None:
         victim.tensor[0] += 1
     with pytest.raises(ReplicaMismatchError, match=r"t1\.momentum1 of rank [23] differs from that of rank [01]"):
         sync.check()
-
-
-@pytest.mark.ranks
-def test_a_replica_that_differs_is_found_on_every_rank() -> None:
-    run_ranks(damage_on_rank, 4)
 
 
 def passes_without_step_on_rank(rank: int) -> None:
@@ -66,13 +62,9 @@ def passes_without_step_on_rank(rank: int) -> None:
             model(ids)
 
 
-@pytest.mark.ranks
-def test_a_forgotten_step_is_noticed_in_training_passes_only() -> None:
+@on_ranks(4)
+def test_a_forgotten_step_is_noticed_in_training_passes_only(rank: int) -> None:
     """Evaluation without ``no_grad`` and ``state_dict()`` read tables too, and need no step."""
-    run_ranks(few_passes_on_rank, 4)
-
-
-def few_passes_on_rank(rank: int) -> None:
     with patch("dmt.replicas.sync._MOST_PASSES_PER_STEP", 8):
         passes_without_step_on_rank(rank)
 
@@ -98,7 +90,8 @@ def test_a_checksum_sees_every_bit_and_place() -> None:
     assert checksum(long) != checksum(other)
 
 
-def under_way_on_rank(rank: int) -> None:
+@on_ranks(4)
+def test_what_is_loaded_is_not_mixed_with_what_was_under_way(rank: int) -> None:
     """Weights and states that are loaded while an averaging is under way stay as they were loaded."""
     training = Training(rank, replace(TWO, delayed=True), TowerMesh(TWO.topology))
     model, sync = training.model, training.sync
@@ -119,12 +112,8 @@ def under_way_on_rank(rank: int) -> None:
     sync.check()
 
 
-@pytest.mark.ranks
-def test_what_is_loaded_is_not_mixed_with_what_was_under_way() -> None:
-    run_ranks(under_way_on_rank, 4)
-
-
-def own_rates_on_rank(rank: int) -> None:
+@on_ranks(4)
+def test_a_table_s_own_learning_rate_is_scaled_too(rank: int) -> None:
     """A learning rate on a table's parameter goes before the sharder's, also when it is scaled."""
     case = replace(TWO, kind="flat")
     mesh = TowerMesh(case.topology)
@@ -148,11 +137,6 @@ def own_rates_on_rank(rank: int) -> None:
             assert abs(moved[2][name] / step - 2**0.5) < 0.02, (name, moved)
     if "t0.weight" in moved[1]:
         assert moved[1]["t0.weight"] < 0.5 * moved[1]["t2.weight"], "the table's own rate is a fifth"
-
-
-@pytest.mark.ranks
-def test_a_table_s_own_learning_rate_is_scaled_too() -> None:
-    run_ranks(own_rates_on_rank, 4)
 
 
 def test_parts_that_do_not_make_whole_tensors_are_refused() -> None:
@@ -213,7 +197,8 @@ def follow_plain_means(
                     value -= 0.01 * value.grad
 
 
-def buckets_on_rank(rank: int) -> None:
+@on_ranks(4)
+def test_several_buckets_models_and_passes(rank: int) -> None:
     mesh, calls = TowerMesh(TowerTopology(num_towers=2, ranks_per_tower=2)), []
     start = dense_reduce.start_sum_over_hosts
 
@@ -227,11 +212,6 @@ def buckets_on_rank(rank: int) -> None:
     assert len(calls) > 4 + 2, "one bucket in each step: nothing was under way together with another"
     follow_plain_means(rank, mesh, [(narrow_model, 5), (wide_model, WIDE)], passes=1, steps=3)
     follow_plain_means(rank, mesh, [(narrow_model, 5)], passes=2, steps=2)
-
-
-@pytest.mark.ranks
-def test_several_buckets_models_and_passes() -> None:
-    run_ranks(buckets_on_rank, 4)
 
 
 class Scaled(nn.Module):
@@ -255,23 +235,6 @@ class Branches(nn.Module):
 
     def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
         return self.used(x) + self.sometimes(x) if rank == 0 else self.used(x)
-
-
-def numbers_on_rank(rank: int) -> None:
-    mesh = TowerMesh(TowerTopology(num_towers=2, ranks_per_tower=2))
-    # The sum of two gradients of 40000, and of four, is more than FP16 holds, their mean is not.
-    for ranks_per_host in (2, 1, 4):
-        other = mesh if ranks_per_host == 2 else TowerMesh(replace(mesh.topology, ranks_per_host=ranks_per_host))
-        model = distributed(Scaled(torch.float16), HierarchicalDataParallel(other))
-        model(torch.full((7,), 40000.0, dtype=torch.float16)).backward()
-        assert model.module.weight.grad.dtype == torch.float16
-        assert model.module.weight.grad.tolist() == [40000.0] * 7, ranks_per_host
-    model = distributed(Scaled(torch.float64), HierarchicalDataParallel(mesh))
-    shares = [1 + (r + 1) * 2.0**-40 for r in range(4)]
-    model(torch.full((7,), shares[rank], dtype=torch.float64)).backward()
-    assert model.module.weight.grad.tolist() == [sum(shares) / 4] * 7
-    check_bytes(rank, mesh)
-    check_unused(rank, mesh)
 
 
 def check_bytes(rank: int, mesh: TowerMesh) -> None:
@@ -303,6 +266,19 @@ def check_unused(rank: int, mesh: TowerMesh) -> None:
     assert theirs.module.sometimes.weight.grad.abs().sum() > 0
 
 
-@pytest.mark.ranks
-def test_formats_bytes_and_unused_parameters() -> None:
-    run_ranks(numbers_on_rank, 4)
+@on_ranks(4)
+def test_formats_bytes_and_unused_parameters(rank: int) -> None:
+    mesh = TowerMesh(TowerTopology(num_towers=2, ranks_per_tower=2))
+    # The sum of two gradients of 40000, and of four, is more than FP16 holds, their mean is not.
+    for ranks_per_host in (2, 1, 4):
+        other = mesh if ranks_per_host == 2 else TowerMesh(replace(mesh.topology, ranks_per_host=ranks_per_host))
+        model = distributed(Scaled(torch.float16), HierarchicalDataParallel(other))
+        model(torch.full((7,), 40000.0, dtype=torch.float16)).backward()
+        assert model.module.weight.grad.dtype == torch.float16
+        assert model.module.weight.grad.tolist() == [40000.0] * 7, ranks_per_host
+    model = distributed(Scaled(torch.float64), HierarchicalDataParallel(mesh))
+    shares = [1 + (r + 1) * 2.0**-40 for r in range(4)]
+    model(torch.full((7,), shares[rank], dtype=torch.float64)).backward()
+    assert model.module.weight.grad.tolist() == [sum(shares) / 4] * 7
+    check_bytes(rank, mesh)
+    check_unused(rank, mesh)

@@ -27,7 +27,7 @@ from dmt.sptt.unique import distinct_inputs, samples_of_rows
 from dmt.testing import gather_plain_state
 from dmt.traffic import Traffic, TrafficMeter
 from tests.parity import FUSED, loss_of, make_tables
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.sptt_case import Case, build, distribute, shard, towers_of
 
 Bag = tuple[tuple[int, float], ...]
@@ -216,8 +216,9 @@ class Normed(nn.Module):
         return x / x.square().sum(dim=1, keepdim=True).sqrt()
 
 
-def unequal_rows_on_rank(rank: int) -> bool:
-    """Trains two towers on one mesh tower, one with a single row; returns whether all weights stay finite."""
+@on_ranks(2)
+def test_rows_that_fill_up_reach_no_tower_module(rank: int) -> None:
+    """Trains two towers on one mesh tower, one with a single row; all weights stay finite."""
     mesh = TowerMesh(TowerTopology(num_towers=2, ranks_per_tower=1))
     tables = make_tables([8, 4, 12])
     plain = towers_of([Normed(table.embedding_dim) for table in tables], tables)
@@ -227,15 +228,12 @@ def unequal_rows_on_rank(rank: int) -> bool:
     ids = KeyedJaggedTensor(["f0", "f1", "f2"], values, lengths=torch.ones(12, dtype=torch.int64))
     model(ids)[1].sum().backward()
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
-    return all(bool(w.isfinite().all()) for w in [*gather_plain_state(model).values(), *gradients])
+    assert all(bool(w.isfinite().all()) for w in [*gather_plain_state(model).values(), *gradients])
 
 
-@pytest.mark.ranks
-def test_rows_that_fill_up_reach_no_tower_module() -> None:
-    assert all(run_ranks(unequal_rows_on_rank, 2))
-
-
-def changed_number_on_rank(rank: int, unique: bool) -> None:
+@pytest.mark.parametrize("unique", [False, True])
+@on_ranks(4)
+def test_batches_on_their_way_outlive_another_number_of_micro_batches(rank: int, unique: bool) -> None:
     """Ids are on their way when micro-batches begin, and when they end."""
     case = Case(towers=2, ranks=2, kind="flat", max_bag=2, sizes=(9, 7, 2, 9), unique=unique)
     model = shard(case, build(case), TowerMesh(TowerTopology(num_towers=2, ranks_per_tower=2)))
@@ -253,9 +251,3 @@ def changed_number_on_rank(rank: int, unique: bool) -> None:
     between = sent()
     micro_batches.detach()
     assert torch.equal(sparse.compute_and_output_dist(*between).wait().values(), expected)
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("unique", [False, True])
-def test_batches_on_their_way_outlive_another_number_of_micro_batches(unique: bool) -> None:
-    run_ranks(changed_number_on_rank, 4, unique)
