@@ -177,6 +177,7 @@ def train_steps(run: Run, at: Position, signals: Signals) -> tuple[Position, Ste
     timer = StepTimer()
     agreement = Agreement(config, run.model, mesh, timer=timer, replicas=run.replicas, signals=signals)
     followers = [part for part in (run.replicas, run.hot_rows) if part is not None]
+    looks_at = min(at.step + config.log_every, last or at.step + config.log_every)
     with progress_bar(initial=at.step, total=last, enabled=mesh.rank == 0) as bar:
         for epoch in range(at.epoch, config.epochs):
             epoch_batches = run.job.training_batches(mesh, epoch=epoch, rows=at.rows, lanes=at.lanes)
@@ -194,13 +195,14 @@ def train_steps(run: Run, at: Position, signals: Signals) -> tuple[Position, Ste
                     bar.update(1)
                     timer.step()
                     agreement.note(at.step, logits)
+                    if at.step == looks_at:
+                        _warn_of_probabilities(run, logits)
                     if not agreement.is_due(at.step):
                         continue
                     agreed = agreement.meet(at.step, binary_cross_entropy_with_logits(logits, labels))
                     if at.step % config.log_every == 0:
                         bar.set_postfix(loss=f"{agreed.loss:.4f}", refresh=False)
                         run.record.scalars(at.step, {"train/loss": agreed.loss})
-                        _warn_of_probabilities(run, at.step, logits)
                     if agreed.stops:
                         break
                     if agreed.saves and at.step != last:
@@ -216,10 +218,9 @@ def train_steps(run: Run, at: Position, signals: Signals) -> tuple[Position, Ste
     return at, timer
 
 
-def _warn_of_probabilities(run: Run, step: int, logits: Tensor) -> None:
-    """Looks once, when the loss of an attempt is first recorded."""
-    factory, is_first = run.job.config.model.factory, step - run.start.position.step <= run.job.config.train.log_every
-    if factory is None or not is_first or run.mesh.rank != 0:
+def _warn_of_probabilities(run: Run, logits: Tensor) -> None:
+    factory = run.job.config.model.factory
+    if factory is None or run.mesh.rank != 0:
         return
     if text := probability_warning(factory, float(logits.min()), float(logits.max())):
         logger.warning(text)
