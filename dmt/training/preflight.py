@@ -92,6 +92,8 @@ def preflight(job: Job, model: nn.Module, mesh: TowerMesh) -> Complexity:
     check_memory(job, model, mesh)
     counts = count_on_meta(without_tables(copy.deepcopy(model)), job.num_dense)
     if mesh.rank == 0:
+        if job.data.notes:
+            logger.warning(f"Mind the data: {job.data.notes}")
         compare_hosts(job.topology, int(os.environ.get("LOCAL_WORLD_SIZE", "0")))
         if (ratio := counts.compression_ratio) < 1:
             logger.warning(

@@ -177,7 +177,7 @@ def train_steps(run: Run, at: Position, signals: Signals) -> tuple[Position, Ste
     timer = StepTimer()
     agreement = Agreement(config, run.model, mesh, timer=timer, replicas=run.replicas, signals=signals)
     followers = [part for part in (run.replicas, run.hot_rows) if part is not None]
-    looks_at = min(at.step + config.log_every, last or at.step + config.log_every)
+    looks_at = min(at.step + config.log_every, math.inf if last is None else last)
     with progress_bar(initial=at.step, total=last, enabled=mesh.rank == 0) as bar:
         for epoch in range(at.epoch, config.epochs):
             epoch_batches = run.job.training_batches(mesh, epoch=epoch, rows=at.rows, lanes=at.lanes)
@@ -195,8 +195,7 @@ def train_steps(run: Run, at: Position, signals: Signals) -> tuple[Position, Ste
                     bar.update(1)
                     timer.step()
                     agreement.note(at.step, logits)
-                    if at.step == looks_at:
-                        _warn_of_probabilities(run, logits)
+                    _warn_of_probabilities(run, logits, is_due=at.step == looks_at)
                     if not agreement.is_due(at.step):
                         continue
                     agreed = agreement.meet(at.step, binary_cross_entropy_with_logits(logits, labels))
@@ -218,9 +217,9 @@ def train_steps(run: Run, at: Position, signals: Signals) -> tuple[Position, Ste
     return at, timer
 
 
-def _warn_of_probabilities(run: Run, logits: Tensor) -> None:
+def _warn_of_probabilities(run: Run, logits: Tensor, *, is_due: bool) -> None:
     factory = run.job.config.model.factory
-    if factory is None or run.mesh.rank != 0:
+    if not is_due or factory is None or run.mesh.rank != 0:
         return
     if text := probability_warning(factory, float(logits.min()), float(logits.max())):
         logger.warning(text)

@@ -47,6 +47,7 @@ def _show(record: dict[str, Any], out: Path) -> Shown:
     for name, feature in record["summary"]["features"].items():
         numbers = [f"{feature[key]:,}" for key in ("rows_in_use", "missing", "rows")]
         rows.append([name, *numbers, f"{feature['most_frequent_share']:.1%}"])
+    rows += [[name, "", f"{dense['missing']:,}", "", ""] for name, dense in record["summary"]["dense"].items()]
     parts, notes = record["rows"], record["summary"]["notes"]
     lines = [f"- {note}" for note in notes[:_MOST_NOTES]]
     if len(notes) > _MOST_NOTES:
@@ -54,6 +55,6 @@ def _show(record: dict[str, Any], out: Path) -> Shown:
     if record["rejects"]:
         lines.append(f"{record['rejects']:,} rows were left out: see {out / 'rejects.csv'}")
     lines.append(f"Train with data.prepared={out}; access counts of its rows: {out / record['access_counts']}")
-    headers = ["feature", "rows in use", "missing", "rows", "most frequent"]
+    headers = ["column", "rows in use", "missing", "rows", "most frequent"]
     title = f"{parts['train']:,} training rows and {parts['eval']:,} evaluation rows"
     return Shown(record, headers, rows, title, range(1, 5), lines)

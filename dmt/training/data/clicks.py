@@ -20,10 +20,11 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from dmt.errors import InputError
+from dmt.formatting import shorten
 from dmt.training.data.columns import Columns, explicit_config, find_columns
 from dmt.training.data.config import DataConfig
 from dmt.training.data.deal import Deal, Span
-from dmt.training.data.files import REQUEST, Manifest, read_manifest
+from dmt.training.data.files import MANIFEST, REQUEST, Manifest, read_manifest
 from dmt.training.data.own import OwnRows
 from dmt.training.data.parquet import ParquetRows
 from dmt.training.data.synthetic import SyntheticClicks, SyntheticRows
@@ -74,6 +75,8 @@ class ClickData:
         """Settings that turn raw rows into the ids of these, with every column by name."""
         self.own: OwnRows | None = None
         """Rows of the user's own."""
+        self.notes = ""
+        """The first of what ``dmt prepare`` has noticed in the columns, and where to read the rest."""
         self._parts: dict[Split, ParquetRows | SyntheticRows] = {}
         self._manifest: Manifest | None = None
         if config.kind == "synthetic":
@@ -104,6 +107,8 @@ class ClickData:
         self._manifest = manifest = read_manifest(folder, place)
         self.columns = manifest.columns
         self._parts = {split: ParquetRows(folder / split, self.columns) for split in _SPLITS}
+        if noticed := manifest.summary.get("notes"):
+            self.notes = f"{shorten(noticed, ' ', most=3)} (summary in {folder / MANIFEST})"
         if manifest.raw is not None:
             self.raw = DataConfig.model_validate(manifest.raw)
 

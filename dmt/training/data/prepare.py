@@ -13,9 +13,11 @@ import glob
 import hashlib
 import json
 import logging
+import math
 import os
 import shutil
 import zlib
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import asdict, replace
@@ -132,7 +134,7 @@ def prepare(
         if config.id_mode == "frequency":
             hashed = [feature if feature.time else replace(feature, rows=COUNTED) for feature in columns.features]
             by_hash = Converter(config, replace(columns, features=tuple(hashed)), connection)
-            rows = _raw_rows(by_hash, files, rejects, eval_only=eval_only)
+            counts, rows = by_hash.counts, _raw_rows(by_hash, files, rejects, eval_only=eval_only)
             _write(folder / _SCRATCH, by_hash.schema, group_rows, rows)
             if config.vocabulary:
                 _copy_vocabulary(config, columns, words)
@@ -144,10 +146,10 @@ def prepare(
             converter = Converter(config, replace(columns, features=tuple(sized)), connection)
             rows = _numbered_rows(folder / _SCRATCH, converter.columns, vocabularies)
         else:
-            rows = _raw_rows(converter, files, rejects, eval_only=eval_only)
+            counts, rows = converter.counts, _raw_rows(converter, files, rejects, eval_only=eval_only)
         num_rows = _write(folder, converter.schema, group_rows, rows)
         columns = converter.columns
-        profile, summary = _summary(_View(converter, folder / "train" / _FILE), tables_of(columns, **dims))
+        profile, summary = _summary(_View(converter, folder / "train" / _FILE), tables_of(columns, **dims), counts)
         save_profile(profile, folder / _PROFILE)
         connection.close()
         shutil.rmtree(folder / _SCRATCH, ignore_errors=True)
@@ -363,42 +365,63 @@ def _read_vocabularies(file: Path, columns: Columns) -> dict[str, Vocabulary]:
     return vocabularies
 
 
-def _summary(view: _View, tables: Sequence[TableSpec]) -> tuple[AccessProfile, dict[str, Any]]:
-    """Returns the access counts of the training rows, and what to know of their columns, as plain data."""
+def _summary(
+    view: _View, tables: Sequence[TableSpec], counts: Counter[tuple[str, str]]
+) -> tuple[AccessProfile, dict[str, Any]]:
+    """Returns the access counts of the training rows, and what to know of the columns, as plain data.
+
+    ``counts`` are those of the `Converter` that has read the raw rows, of both parts.
+    """
     columns, id_mode = view.converter.columns, view.converter.config.id_mode
-    bags = {feature.name for feature in columns.features if feature.is_bag}
-    names = [*columns.dense, *columns.feature_names]
-    lengths = [f"len({view.columns[name]})" if name in bags else view.columns[name] for name in names]
-    numbers = ", ".join(["count(*)", *(f"count(*) FILTER ({value} = 0)" for value in lengths)])
-    num_rows, *counts = view.query(f"SELECT {numbers} FROM {view.rows}").to_pylist()[0].values()
-    missing = dict(zip(names, counts, strict=True))
-    notes = [f"{name}: all {num_rows:,} values are missing or 0." for name in names if missing[name] == num_rows > 0]
-    profile, features = AccessProfile(tables), dict[str, Any]()
-    profile.num_samples = num_rows
-    table_of = {name: table.name for table in tables for name in table.feature_names}
-    for feature in columns.features:
-        found = view.query(f"SELECT id, count(*) AS n FROM ({view.ids(feature)}) GROUP BY id ORDER BY id")
-        rows, counts = found["id"].to_numpy().astype(np.int64), found["n"].to_numpy()
-        profile.put(table_of[feature.name], RowCounts(rows, counts, int(counts.sum())))
-        # Row 0 is of missing values, by frequency row 1 of rare ones.
-        known = counts[rows > (1 if id_mode == "frequency" and feature.time is None else 0)]
-        features[feature.name] = {
-            "missing": missing[feature.name],
-            "rows_in_use": len(known),
-            "rows": feature.rows,
-            "most_frequent_share": round(float(known.max(initial=0) / max(counts.sum(), 1)), 6),
-        }
-        is_hashed = id_mode == "hash" and feature.time is None
-        enough = max(2, 10 * len(known) if is_hashed else len(known) + 2)
-        if is_hashed and len(known) >= 0.99 * (feature.rows - 1):
-            notes.append(f"{feature.name}: its table of {feature.rows:,} rows is full. Give it more.")
-        elif len(known) and enough < _FEW * feature.rows:
-            notes.append(
-                f"{feature.name}: uses {len(known):,} of {feature.rows:,} rows. "
-                f"num_embeddings_per_feature.{feature.name} = {enough} is enough."
-            )
-    dense = {name: {"missing": missing[name]} for name in columns.dense}
+    by_name = {feature.name: feature for feature in columns.features}
+    profile, features, notes = AccessProfile(tables), dict[str, Any](), []
+    num_rows = profile.num_samples = view.query(f"SELECT count(*) AS n FROM {view.rows}")["n"][0].as_py()
+    for table in tables:
+        known: dict[str, NDArray[np.int64]] = {}
+        for name in table.feature_names:
+            feature, column = by_name[name], view.columns[name]
+            found = view.query(f"SELECT id, count(*) AS n FROM ({view.ids(feature)}) GROUP BY id ORDER BY id")
+            rows, uses = found["id"].to_numpy().astype(np.int64), found["n"].to_numpy()
+            profile.put(table.name, RowCounts(rows, uses, int(uses.sum())))
+            empty = f"SELECT count(*) AS n FROM {view.rows} WHERE {f'len({column})' if feature.is_bag else column} = 0"
+            # Row 0 is of missing values, by frequency row 1 of rare ones.
+            is_known = rows > (1 if id_mode == "frequency" and feature.time is None else 0)
+            known[name] = rows[is_known]
+            features[name] = summary = {
+                "missing": view.query(empty)["n"][0].as_py(),
+                "negative": counts[name, "negative"],
+                "rows_in_use": len(known[name]),
+                "rows": feature.rows,
+                "most_frequent_share": round(float(uses[is_known].max(initial=0) / max(uses.sum(), 1)), 6),
+            }
+            if summary["missing"] == num_rows > 0:
+                notes.append(f"{name}: all {num_rows:,} values are missing{' or 0' * (id_mode == 'index')}.")
+            if summary["negative"]:
+                notes.append(
+                    f"{name}: {summary['negative']:,} values are negative. Leave out those that mean 'missing'."
+                )
+        if by_name[table.feature_names[0]].time is None:
+            notes += _table_notes(table.num_embeddings, known, is_hashed=id_mode == "hash")
+    dense, total = {name: {"missing": counts[name, "missing"]} for name in columns.dense}, counts["", "rows"]
+    notes += [f"{name}: all {total:,} values are missing." for name in dense if dense[name]["missing"] == total > 0]
     return profile, {"rows": num_rows, "dense": dense, "features": features, "notes": notes}
+
+
+def _table_notes(rows: int, known: Mapping[str, NDArray[np.int64]], *, is_hashed: bool) -> Iterator[str]:
+    """Says where a table has too few or too many rows, or features that share no value; ``known`` rows by feature."""
+    names, used = ", ".join(known), len(np.unique(np.concatenate([*known.values()])))
+    enough = max(2, 10 * used if is_hashed else used + 2)
+    if is_hashed and used >= 0.99 * (rows - 1):
+        yield f"{names}: the table of {rows:,} rows is full. Give it more."
+    elif used and enough < _FEW * rows:
+        yield f"{names}: {used:,} of {rows:,} rows are used. num_embeddings_per_feature = {enough} is enough."
+    for name, of_feature in known.items():
+        others = np.concatenate([[], *(theirs for other, theirs in known.items() if other != name)])
+        # Hashes of unlike values meet by chance.
+        chance = len(of_feature) * len(np.unique(others)) / rows if is_hashed else 0.0
+        most = chance + 3 * math.sqrt(chance)
+        if len(np.intersect1d(of_feature, others)) <= most < min(len(of_feature), len(others)) / 2:
+            yield f"{name}: has no value in common with the other features of its table. Give it one of its own."
 
 
 def _checksum(path: Path) -> int:

@@ -11,6 +11,7 @@ import csv
 import gzip
 import json
 import zlib
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -18,6 +19,7 @@ from typing import Any, NamedTuple
 import duckdb
 import numpy as np
 import pyarrow as pa
+import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from dmt.errors import InputError
@@ -284,6 +286,8 @@ class Converter:
         self.config, self.columns, self.connection = config, columns, connection
         self.schema = columns.schema
         """Columns of prepared rows."""
+        self.counts = Counter[tuple[str, str]]()
+        """``"rows"`` so far, by column those that are ``"missing"`` (dense) or ``"negative"`` (hashed)."""
         self._features = {feature.name: feature for feature in columns.features}
         if config.group_by is not None:
             self.schema = self.schema.append(pa.field(REQUEST, pa.int64()))
@@ -309,11 +313,15 @@ class Converter:
 
     def _typed(self, table: pa.Table) -> pa.Table:
         columns = {}
+        self.counts["", "rows"] += table.num_rows
         for kind, column in zip(self.schema, table.combine_chunks().columns, strict=False):
             values = column.combine_chunks()
             if pa.types.is_floating(kind.type):
-                values = self._dense(values.to_numpy(zero_copy_only=False))
+                numbers = values.to_numpy(zero_copy_only=False)
+                self.counts[kind.name, "missing"] += int(np.isnan(numbers).sum())
+                values = self._dense(numbers)
             elif kind.name in self._features:
+                self.counts[kind.name, "negative"] += _num_negative(values)
                 values = _ids(self._features[kind.name], values)
             columns[kind.name] = values.cast(kind.type)
         if self.config.split_column:
@@ -324,6 +332,13 @@ class Converter:
         if self.config.dense_transform == "signed_log1p":
             values = np.sign(values) * np.log1p(np.abs(values))
         return pa.array(np.nan_to_num(values, nan=0.0).astype(np.float32))
+
+
+def _num_negative(values: pa.Array) -> int:
+    """Returns how many texts are negative whole numbers; of lists and numbers 0."""
+    if not pa.types.is_string(values.type) or not pc.any(pc.starts_with(values, "-")).as_py():
+        return 0
+    return int(pc.sum(pc.match_substring_regex(values, r"^-[0-9]+$")).as_py())
 
 
 def _ids(feature: Feature, column: pa.Array) -> pa.Array:

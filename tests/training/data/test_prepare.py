@@ -100,7 +100,7 @@ def test_every_format_gives_the_same_rows(ending: str, tmp_path: Path) -> None:
     assert table.schema.field("c").type == pa.int32()
     assert table.schema.field("d").type == pa.float32()
     assert record.rows == {"train": 4, "eval": 4}
-    assert record.summary["dense"]["d"] == {"missing": 2}
+    assert record.summary["dense"]["d"] == {"missing": 4}  # of both parts
     assert record.summary["features"]["c"]["missing"] == 1
 
 
@@ -364,14 +364,23 @@ def test_row_groups_have_one_size_and_an_empty_part_has_a_file(tmp_path: Path) -
 
 
 def test_the_summary_says_what_to_look_at(tmp_path: Path) -> None:
-    lines = [f"0,{'aab'[i % 3]},nan,,{i},{-(i % 2)}" for i in range(60)]
-    write(tmp_path / "a.csv", ["label,few,d,none,many,less", *lines])
-    names = {"categorical": ("few", "none", "many", "less"), "dense": ("d",), "multi_hot": (), "timestamps": ()}
+    lines = [f"0,{'aab'[i % 3]},nan,,{i},{-(i % 2)},{'' if i % 4 else 0}" for i in range(60)]
+    write(tmp_path / "a.csv", ["label,few,d,none,many,less,e", *lines])
+    names = {"categorical": ("few", "none", "many", "less"), "dense": ("d", "e"), "multi_hot": (), "timestamps": ()}
     sizes = {"num_embeddings_per_feature": {"many": 9, "none": 9}, "shared_tables": {"both": ("few", "less")}}
     _, record = prepared(tmp_path, config_of(tmp_path / "a.csv", **sizes, **names))
     notes = " ".join(record.summary["notes"])
-    for note in ("d: all 60", "none: all 60", "few: uses 2 of 100,000 rows", "many: its table of 9 rows is full"):
+    for note in (
+        "d: all 120 values are missing.",
+        "none: all 60 values are missing.",
+        "few, less: 4 of 100,000 rows are used. num_embeddings_per_feature = 40 is",
+        "less: has no value in common with the other features of its table",
+        "less: 60 values are negative",
+        "many: the table of 9 rows is full",
+    ):
         assert note in notes
+    assert record.summary["dense"] == {"d": {"missing": 120}, "e": {"missing": 90}}
+    assert ClickData(DataConfig(prepared=str(tmp_path / "out1"))).notes.startswith(record.summary["notes"][0])
     assert record.summary["features"]["few"]["most_frequent_share"] == pytest.approx(2 / 3, abs=1e-5)
 
 
