@@ -1,7 +1,10 @@
-"""Affinities of trained models: which rows they are measured on."""
+"""``dmt partition``: of saved files, trained models and rows alone; which rows it measures, and what it refuses."""
 
 from __future__ import annotations
 
+import json
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,56 +13,233 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 import torch
+from click.testing import CliRunner, Result
 
+from dmt import TowerPlan
 from dmt.errors import InputError
-from dmt.training import partition
+from dmt.partitioner import FeatureAffinity
+from dmt.plan.tables import TableSpec
+from dmt.training import partition as module
+from dmt.training.commands import main
 from dmt.training.config import to_toml
 from dmt.training.data.clicks import ClickData
 from dmt.training.data.config import DataConfig
 from dmt.training.partition import affinity_of_run, spread_batches
-from tests.training.small import plain, save_alone, small
+from tests.partitioner.clicks import parity_clicks, planted_clicks
+from tests.training.small import make_checkpoint, plain, save_alone, small
 
 
-def numbered(folder: Path, num_rows: int, **settings: Any) -> dict[str, Any]:
-    """A file whose row i has the id i, sorted."""
-    numbers = range(num_rows)
+def partition(*arguments: object) -> Result:
+    return CliRunner().invoke(main, ["partition", *map(str, arguments)])
+
+
+def partitioned(out: Path, *arguments: object) -> tuple[TowerPlan, Result]:
+    result = partition(*arguments, "--out", out)
+    assert result.exit_code == 0, result.output
+    return TowerPlan.load(out), result
+
+
+def save_affinity(path: Path, matrix: Any, features: str | list[str] = "abcd", **more: Any) -> Path:
+    FeatureAffinity(matrix=matrix, features=list(features), **more).save(path)
+    return path
+
+
+@pytest.fixture
+def typed(monkeypatch: pytest.MonkeyPatch) -> str:
+    """What was typed, by the process's arguments; the program's name comes from its script."""
+    monkeypatch.setattr(sys, "argv", ["/venv/bin/dmt", "partition", "--towers", "of two"])
+    return "dmt partition --towers 'of two'"
+
+
+def test_a_saved_affinity_is_partitioned_by_resemblance(tmp_path: Path, typed: str) -> None:
+    matrix = np.full((6, 6), 0.1)
+    for group in ([0, 2, 4], [1, 3, 5]):
+        matrix[np.ix_(group, group)] = 0.9
+    np.fill_diagonal(matrix, 1)
+    asked = ["--affinity", save_affinity(tmp_path / "a.npz", matrix, "abcdef"), "--towers", 2]
+    plan, result = partitioned(out := tmp_path / "towers.json", *asked)
+    assert (plan.to_lists(), plan.command, plan.strategy) == ([["a", "c", "e"], ["b", "d", "f"]], typed, "coherent")
+    assert f"Written to {out}." in result.stderr
+    _, as_json = partitioned(out, *asked, "--json")
+    assert json.loads(as_json.stdout)["towers"][0]["features"] == ["a", "c", "e"]
+
+
+def test_a_saved_file_of_interactions_is_partitioned_by_them(tmp_path: Path) -> None:
+    gains = np.zeros((4, 4))
+    gains[0, 3] = gains[3, 0] = gains[1, 2] = gains[2, 1] = 0.1
+    asked = ["--affinity", save_affinity(tmp_path / "a.npz", gains, measure="interactions"), "--towers", 2]
+    plan, _ = partitioned(tmp_path / "towers.json", *asked)
+    assert {frozenset(tower) for tower in plan.to_lists()} == {frozenset("ad"), frozenset("bc")}
+    assert partitioned(tmp_path / "towers.json", *asked, "--tower-module", "dlrm")[0].strategy == "apart"
+
+
+def test_names_of_features_are_no_markup(tmp_path: Path) -> None:
+    names = ["a[/b]", "h[red]", ":smile:", "x"]
+    # All alike, which is worth a note.
+    asked = ["--affinity", save_affinity(tmp_path / "a.npz", np.ones((4, 4)), names), "--towers", 2]
+    _, result = partitioned(out := tmp_path / "[red]towers.json", *asked)
+    assert not [word for word in [*names, "Note: "] if word not in result.stdout]
+    assert f"Written to {out}." in result.stderr
+
+
+def test_rules_limits_and_a_report(tmp_path: Path) -> None:
+    names = [f"{kind}_{i}" for kind in ("user", "item") for i in range(4)]
+    tables = tuple(
+        TableSpec(name=f"t_{name}", num_embeddings=10 ** (i % 4 + 1), embedding_dim=8, feature_names=(name,))
+        for i, name in enumerate(names)
+    )
+    matrix = np.random.default_rng(0).random((8, 8))
+    saved = save_affinity(
+        tmp_path / "a.npz", (matrix + matrix.T) / 2, names, tables=tables, pooling_factors=(1.0, 9.0) * 4
+    )
+    (tmp_path / "rules.toml").write_text(
+        'max_work_ratio = 1.9\napart = [["user_0", "user_1"]]\n[categories]\nuser = ["user_*"]\nitem = ["item_*"]\n'
+    )
+    asked = ["--affinity", saved, "--rules", tmp_path / "rules.toml", "--towers", 4, "--balance-ratio", "inf"]
+    asked += ["--strategy", "diverse", "--report", tmp_path / "report"]
+    plan, result = partitioned(tmp_path / "new" / "towers.json", *asked)
+    assert (plan.strategy, plan.tables) == ("diverse", tables)
+    assert [tower.name for tower in plan.towers] == ["user_0", "user_1", "item_0", "item_1"]
+    assert all(feature.startswith(tower.name[:4]) for tower in plan.towers for feature in tower.features)
+    assert not any({"user_0", "user_1"} <= set(tower.features) for tower in plan.towers)
+    assert "elements/sample" in " ".join(result.output.split())
+    assert (tmp_path / "report" / "report.html").exists()
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Six features, of which the 1st and 3rd, the 2nd and 6th, and the 4th and 5th interact."""
+    ids, labels = planted_clicks(6, [(0, 2), (1, 5), (3, 4)], rows=6000, strength=1.5)
+    return write_rows(tmp_path_factory.mktemp("rows") / "rows.csv", ids, labels)
+
+
+def write_rows(path: Path, ids: Any, labels: Any) -> Path:
+    lines = [",".join(["label", "d_0", *(f"c_{i}" for i in range(len(ids[0])))])]
+    lines += [",".join(map(str, [int(y), i % 7, *row])) for i, (y, row) in enumerate(zip(labels, ids, strict=True))]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def test_a_file_of_rows_is_all_it_takes(rows: Path, tmp_path: Path) -> None:
+    saved = tmp_path / "interactions.npz"
+    asked = ["--strategy", "interactions", "--towers", 3]
+    more = ["--tower-module", "dcn", "--report", tmp_path, "--save-affinity", saved]
+    plan, result = partitioned(tmp_path / "towers.json", "--data", rows, *asked, *more)
+    pairs = {frozenset({"c_0", "c_2"}), frozenset({"c_1", "c_5"}), frozenset({"c_3", "c_4"})}
+    assert {frozenset(tower) for tower in plan.to_lists()} == pairs
+    assert (plan.strategy, plan.tables) == ("together", ())
+    printed = " ".join(result.output.split())
+    assert re.search("(9[0-9]|100)% of all interaction beyond the error of measuring is inside", printed)
+    assert re.search("c_0, c_2: known together they gain [0-9.]+ . [0-9.]+ nats a row", printed)
+    assert (tmp_path / "report.html").read_text().count("<td>tower_") == 3
+    # What was saved needs no rows; a linear tower module parts what the other kept together.
+    plan, _ = partitioned(tmp_path / "towers.json", "--affinity", saved, *asked, "--tower-module", "dlrm")
+    assert not any(pair <= set(tower) for pair in pairs for tower in plan.to_lists())
+    plan, _ = partitioned(tmp_path / "towers.json", "--affinity", saved, *asked, "--tower-module", "dlrm-products")
+    assert {frozenset(tower) for tower in plan.to_lists()} == pairs
+    assert FeatureAffinity.load(saved).num_samples == 16 * 337  # a tenth of the rows evaluates
+
+
+def test_a_parity_of_three_is_found_without_an_option(tmp_path: Path) -> None:
+    rows = write_rows(tmp_path / "rows.csv", *parity_clicks(5, [(0, 2, 4)], rows=6000, strength=1.0))
+    plan, result = partitioned(tmp_path / "towers.json", "--data", rows, "--tower-module", "dcn", "--towers", 2)
+    assert {"c_0", "c_2", "c_4"} in [set(tower) for tower in plan.to_lists()]
+    assert "c_0, c_2, c_4 (0." in " ".join(result.output.split()), "a note"
+
+
+@pytest.mark.parametrize(("arch", "strategy"), [("dcn", "together"), ("dmt-dlrm", "apart")])
+def test_a_run_says_which_tower_module_and_which_tables(arch: str, strategy: str, rows: Path, tmp_path: Path) -> None:
+    data = {"kind": "columns", "train_path": str(rows), "categorical": ["c_*"], "dense": ["d_*"]}
+    run = small(arch, data=data)
+    make_checkpoint(tmp_path / "run" / "checkpoint", 7, {"config.toml": to_toml(run)})
+    asked = ["--checkpoint", tmp_path / "run", "--towers", 3, "--out", tmp_path / "towers.json"]
+    # By default towers go by interactions where their modules keep them, and say so.
+    assert ("Strategy interactions;" in partition(*asked).stderr) == (arch == "dcn")
+    # A module that keeps no interactions is none to choose them for, named or not.
+    assert "Strategy interactions" not in partition(*asked, "--tower-module", "dlrm").stderr
+    (tmp_path / "rules.toml").write_text('max_work_ratio = 1.1\napart = [["c_1", "c_5"]]\n')
+    rules = ["--strategy", "interactions", "--rules", tmp_path / "rules.toml"]
+    plan, _ = partitioned(tmp_path / "towers.json", *asked, *rules)
+    assert plan.strategy == strategy
+    assert [table.embedding_dim for table in plan.tables] == [run.model.embedding_dim] * 6
+    # The rule leaves room for one of the other two pairs.
+    towers = [set(tower) for tower in plan.to_lists()]
+    assert ({"c_0", "c_2"} in towers or {"c_3", "c_4"} in towers) is (strategy == "together")
+    assert {"c_1", "c_5"} not in towers
+
+
+INTERACTIONS = ("--strategy", "interactions", "--tower-module", "dcn")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ([], "Give one of: --checkpoint RUN_DIR, --affinity FILE.npz, or rows alone, --data FILE with --tower-module"),
+        (["--data", "x"], "Give one of"),
+        (["--affinity", "x", "--checkpoint", "y"], "Give one of"),
+        (["--affinity", "x", "--data", "x", "--strategy", "interactions"], "Give one of"),
+        (["--checkpoint", "/nowhere"], "error: /nowhere is not the output_dir of a"),
+        (["--data", "/no.csv", *INTERACTIONS], "'/no.csv' matches no file"),
+        (["--affinity", "/no.npz", *INTERACTIONS], "Affinity file /no.npz"),
+        (["--affinity", "a.npz", "--rules", "/nowhere.toml"], "/nowhere.toml: cannot be"),
+        (["--affinity", "a.npz", "--strategy", "diverce"], "'diverce' is not one of"),
+        (["--affinity", "a.npz", "--tower-module", "dcm"], "'dcm' is not one of"),
+        (
+            ["--affinity", "a.npz", "--strategy", "interactions"],
+            "'together' does not fit the measure 'cosine'",
+        ),
+        (["--affinity", "a.npz", "--balance-ratio", "0.5"], "balance_ratio: Input should be"),
+        (["--affinity", "a.npz", "--towers", "0"], "num_towers: Input should be greater than"),
+        (["--affinity", "a.npz", "--out", "x", "--report", "x"], "--out and --report are the same file"),
+        (["--affinity", "a.npz", "--report", "file/x.png"], "--report 'file/x.png' cannot be written"),
+    ],
+)
+def test_what_cannot_be_partitioned_is_refused(
+    arguments: list[str], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    save_affinity(Path("a.npz"), np.eye(4))
+    Path("file").touch()
+    result = partition("--towers", "2", "--out", "towers.json", *arguments)
+    assert result.exit_code == 2, result.output
+    assert reason in " ".join(result.output.split())
+    assert {path.name for path in tmp_path.iterdir()} == {"a.npz", "file"}
+
+
+def test_rules_are_matched_before_a_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    make_checkpoint(tmp_path / "run" / "checkpoint", 7, {"config.toml": to_toml(small("dlrm"))})
+    (tmp_path / "rules.toml").write_text('together = [["C1", "C22"]]\n')
+    monkeypatch.setattr(module, "build_model", None)
+    asked = ["--checkpoint", tmp_path / "run", "--rules", tmp_path / "rules.toml", "--out", tmp_path / "t.json"]
+    result = partition(*asked, "--towers", 2)
+    assert result.exit_code == 2, result.output
+    assert "together has 'C22', which matches none of the 6 features. Did" in " ".join(result.output.split())
+
+
+# Which rows of a run are measured.
+
+
+def numbered(folder: Path, num_rows: int) -> dict[str, Any]:
+    """Data in a file whose row i has the id i, sorted."""
+    folder.mkdir(exist_ok=True)
+    numbers = list(range(num_rows))
     columns = {"label": [i % 2 for i in numbers], "d_1": [0.1 * i for i in numbers], "c_1": numbers}
-    pq.write_table(pa.table({name: list(values) for name, values in columns.items()}), folder / "rows.parquet")
-    return {
-        "kind": "columns",
-        "train_path": str(folder / "rows.parquet"),
-        "eval_path": str(folder / "rows.parquet"),
-        "dense": ["d_1"],
-        "categorical": ["c_1"],
-        "id_mode": "index",
-        "num_embeddings": num_rows,
-        "shuffle_rows": 0,
-        **settings,
-    }
-
-
-def rows_seen(data: dict[str, Any], **arguments: Any) -> list[list[int]]:
-    """The rows of each batch."""
-    clicks = ClickData(DataConfig.model_validate(data), cache=Path(data["train_path"]).parent / "prepared")
-    return [batch.sparse_features.values().tolist() for batch in spread_batches(clicks, **arguments)]
+    path = str(folder / "rows.parquet")
+    pq.write_table(pa.table(columns), path)
+    names = {"dense": ["d_1"], "categorical": ["c_1"], "id_mode": "index", "num_embeddings": num_rows}
+    return {"kind": "columns", "train_path": path, "eval_path": path, "shuffle_rows": 0, **names}
 
 
 @pytest.mark.parametrize(
     ("num_rows", "max_rows", "batch_size", "count"),
-    [
-        (100, 20, 5, 4),
-        (100, 1000, 5, 20),
-        (100, 99, 10, 9),
-        (100, 15, 5, 3),
-        (60, 20, 5, 4),
-        (100, 1, 5, 1),
-        (4, 20, 4, 1),
-    ],
+    [(100, 20, 5, 4), (100, 1000, 5, 20), (100, 99, 10, 9), (100, 1, 5, 1), (4, 20, 4, 1), (2570, 2560, 10, 256)],
 )
 def test_batches_come_from_all_over_the_rows(
     num_rows: int, max_rows: int, batch_size: int, count: int, tmp_path: Path
 ) -> None:
-    found = rows_seen(numbered(tmp_path, num_rows), max_rows=max_rows, batch_size=batch_size)
+    clicks = ClickData(DataConfig.model_validate(numbered(tmp_path, num_rows)), cache=tmp_path / "prepared")
+    batches = spread_batches(clicks, max_rows=max_rows, batch_size=batch_size)
+    found = [batch.sparse_features.values().tolist() for batch in batches]
     starts = [batch[0] for batch in found]
     assert found == [list(range(start, start + batch_size)) for start in starts]
     assert len(starts) == len(set(starts)) == count
@@ -69,64 +249,30 @@ def test_batches_come_from_all_over_the_rows(
         assert max(np.diff(starts)) <= 2 * num_rows / count
 
 
-@pytest.mark.parametrize("max_rows", [10, 20, 430, 1290, 2560, 2570])
-def test_as_many_rows_are_used_as_asked_for(max_rows: int, tmp_path: Path) -> None:
-    # Whole distances between batches gave 1,280 of 2,560 rows.
-    batches = rows_seen(numbered(tmp_path, 2570), max_rows=max_rows, batch_size=10)
-    assert sum(map(len, batches)) == max_rows
-    starts = [rows[0] for rows in batches]
-    assert all(rows == list(range(rows[0], rows[0] + 10)) for rows in batches)
-    assert starts[0] == 0
-    assert starts[-1] == 2560 or max_rows == 10
-
-
-def finished_run(folder: Path, data: dict[str, Any]) -> Path:
-    """A run with a checkpoint, made in this process without training."""
-    config = small("dlrm", data=data, train={"batch_size": 4})
-    torch.manual_seed(0)
-    save_alone(plain(config), folder / "run" / "checkpoint", files={"config.toml": to_toml(config)})
-    return folder / "run"
-
-
 @pytest.mark.parametrize(
-    ("other", "rows"),
-    [
-        (False, [*range(4), *range(92, 96)]),  # its own file, of 97 rows
-        (True, [*range(4), *range(44, 48)]),  # another file, of 50 rows
-    ],
+    ("other", "seen"),
+    [(None, [*range(4), *range(92, 96)]), (50, [*range(4), *range(44, 48)])],  # its own file of 97 rows, or another
 )
 def test_a_run_is_measured_all_over_the_rows(
-    other: bool, rows: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    other: int | None, seen: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = finished_run(tmp_path, numbered(tmp_path, 97))
-    path = None
-    if other:
-        (tmp_path / "other").mkdir()
-        path = numbered(tmp_path / "other", 50)["train_path"]
-    seen: list[int] = []
+    config = small("dlrm", data=numbered(tmp_path, 97), train={"batch_size": 4})
+    torch.manual_seed(0)
+    save_alone(plain(config), tmp_path / "run" / "checkpoint", files={"config.toml": to_toml(config)})
+    path = None if other is None else numbered(tmp_path / "other", other)["train_path"]
+    ids: list[int] = []
 
     def look(*arguments: Any, **settings: Any) -> Any:
         for batch in spread_batches(*arguments, **settings):
-            seen.extend(batch.sparse_features.values().tolist())
+            ids.extend(batch.sparse_features.values().tolist())
             yield batch
 
-    monkeypatch.setattr(partition, "spread_batches", look)
-    affinity, tables = affinity_of_run(run, data_path=path, max_rows=8)
-    assert seen == rows
-    assert affinity.num_samples == 8
-    assert affinity.tables == tuple(tables)
-    assert affinity.pooling_factors == (1.0,)
-
-
-def test_the_tables_are_checked_before_the_model_is_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = finished_run(tmp_path, numbered(tmp_path, 97))
-    monkeypatch.setattr(partition, "build_model", None)
-    seen: list[list[str]] = []
-
     def refuse(tables: Any) -> None:
-        seen.append([table.name for table in tables])
-        raise InputError("these will not do")
+        raise InputError(f"{tables[0].name} will not do")
 
-    with pytest.raises(InputError, match="these will not do"):
-        affinity_of_run(run, check=refuse)
-    assert seen == [["t_c_1"]]
+    monkeypatch.setattr(module, "spread_batches", look)
+    affinity, tables = affinity_of_run(tmp_path / "run", data_path=path, max_rows=8)
+    assert (ids, affinity.num_samples, affinity.pooling_factors) == (seen, 8, (1.0,))
+    assert affinity.tables == tuple(tables)
+    with pytest.raises(InputError, match="t_c_1 will not do"):
+        affinity_of_run(tmp_path / "run", check=refuse)
