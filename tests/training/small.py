@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,9 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from dmt.plan.topology import TowerTopology
 from dmt.sptt.mesh import TowerMesh
+from dmt.testing import PlainTraining
 from dmt.training.agreement import Signals
-from dmt.training.build import ClickTask, build_model, build_optimizer, replica_sync, shard_model
+from dmt.training.build import ClickTask, build_model, build_optimizer, fused_params, replica_sync, shard_model
 from dmt.training.checkpoints import Checkpointer, Manifest
 from dmt.training.checkpoints.store import sha256_of, write_manifest
 from dmt.training.config import TrainingConfig
@@ -65,6 +67,31 @@ def source(config: TrainingConfig) -> ClickData:
 def plain(config: TrainingConfig) -> ClickTask:
     """The model of a run in one process, unsharded."""
     return ClickTask(build_model(unsharded(config)))
+
+
+def train_on_union(config: TrainingConfig, model: ClickTask, steps: int, layout: Any) -> dict[str, Tensor]:
+    """Trains the plain model of a config, with SGD in its dense parts, on the union of the batches of all ranks.
+
+    ``layout``: column shards of tables, as `table_layout` has them. Returns the weights. Learning rates warm up from
+    1 / n to 1 in n equal steps.
+    """
+    job, optimizer, ranks = open_data(config), config.optimizer, config.topology.build().world_size
+    training = PlainTraining(
+        [model],
+        fused_params=fused_params(optimizer),
+        make_optimizer=lambda dense: torch.optim.SGD(dense.values(), lr=optimizer.dense_lr),
+        layout=layout,
+    )
+    n, union = max(1, optimizer.warmup_steps), {"batch_size": ranks * config.train.batch_size, "lanes": ranks}
+    for step, batch in enumerate(islice(job.data.batches("train", rank=0, world_size=1, **union), steps)):
+        share = min(1.0, (1 + (n - 1) * step / n) / n)
+        training.learning_rate = share * optimizer.sparse_lr
+        training.dense_optimizers[0].param_groups[0]["lr"] = share * optimizer.dense_lr
+        model.zero_grad()
+        cuts = {} if job.towers is None else job.towers.column_splits
+        model(batch.split_columns(cuts) if cuts else batch)[0].backward()
+        training.step()
+    return {name: value.detach() for name, value in model.state_dict().items()}
 
 
 def unsharded(config: TrainingConfig) -> Job:
