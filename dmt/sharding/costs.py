@@ -35,7 +35,7 @@ SparseOptimizer = Literal["rowwise_adagrad", "adagrad", "adam", "sgd"]
 OPTIMIZERS: tuple[SparseOptimizer, ...] = get_args(SparseOptimizer)
 
 _ID_BYTES = 8  # an id, and a length: int64 both in a KeyedJaggedTensor
-_NUMBER_BYTES = 4  # of an embedding or a gradient on the link
+_NUMBER_BYTES = 4  # of an embedding or a gradient, on the link and in memory
 # A row is read in the forward pass, and read and written by the fused update.
 _LOOKUP_PASSES = 3
 # The dense optimizer reads and writes every weight, reads its gradient, and the next step clears it.
@@ -87,7 +87,8 @@ class Hardware:
     """
 
     memory_per_rank: int | None = None
-    """Bytes for tables, optimizer state and the gradients of data-parallel tables; None: no limit."""
+    """Bytes for tables, optimizer state, the gradients of data-parallel tables, and what lookups return
+    (`ShardLoad.activations`); None: no limit."""
     memory_gb_per_s: float = 1000.0
     """Rate at which a rank reads and writes rows, in 10^9 bytes per second."""
     intra_tower_gb_per_s: float = 150.0
@@ -113,8 +114,11 @@ class ShardLoad(NamedTuple):
     memory: int
     """Bytes on the device: weights, optimizer state, and the dense gradient of a data-parallel table; of weights
     elsewhere, their cache."""
-    lookups: float
-    """Rows read per step."""
+    activations: int
+    """Bytes on the device of the embeddings that a step looks up in it, and of their gradients, FP32 (2D sparse
+    parallelism, section 2.2): of all G samples, also from a part of the rows."""
+    row_bytes: float
+    """Bytes of the rows read per step."""
     id_bytes: float
     """Ids and lengths that reach the rank, per step."""
     output_bytes: float
@@ -123,6 +127,11 @@ class ShardLoad(NamedTuple):
     """Sent for the all-reduce of a data-parallel table's gradient."""
     elsewhere: int = 0
     """Bytes of weights and optimizer state in host memory or on the SSD, of a table with such a kernel."""
+
+    @property
+    def needed(self) -> int:
+        """Bytes on the device in all."""
+        return self.memory + self.activations
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -152,7 +161,9 @@ class CostModel:
         remote = (ranks - 1) / ranks
         # Row-wise a rank looks up the ids of its rows, data-parallel those of its peers' samples.
         lookups = samples * pooling / (1 if scheme in ("table_wise", "column_wise") else ranks)
-        touched = _LOOKUP_PASSES * lookups * columns * number
+        row_bytes = lookups * columns * number
+        touched = _LOOKUP_PASSES * row_bytes
+        activations = 2 * samples * features * columns * _NUMBER_BYTES
         state = _state_bytes(self.workload.optimizer, rows, columns)
         memory = rows * columns * number + state
         ids = outputs = reduced = 0.0
@@ -161,6 +172,7 @@ class CostModel:
             reduced = 2 * (copies - 1) / copies * rows * columns * number
             touched += _DENSE_PASSES * rows * columns * number + 2 * state
             memory += rows * columns * number
+            activations //= ranks
         else:
             # Lengths go to every row shard, ids to that of their row.
             ids = remote * _ID_BYTES * (lookups + samples * features)
@@ -175,7 +187,7 @@ class CostModel:
         if kernel in ("fused_uvm_caching", "key_value"):
             # A map of all rows, of 4 bytes each; and of each cached one its number and its last use, 8 bytes each.
             memory += math.ceil(cache * rows * columns * number) + 4 * rows + 16 * math.ceil(cache * rows)
-        return ShardLoad(seconds, memory, lookups, ids, outputs, reduced, elsewhere)
+        return ShardLoad(seconds, memory, activations, row_bytes, ids, outputs, reduced, elsewhere)
 
     def shards(self, table: Any, placement: TablePlacement) -> list[tuple[int, ShardLoad]]:
         """(local rank, load) of every shard of a placed table."""

@@ -47,8 +47,15 @@ class RankLoad:
     """Local rank, 0..L-1."""
     memory: int
     """Bytes of weights, optimizer state, dense gradients and caches on its device."""
+    activations: int
+    """Bytes of the embeddings that a step looks up there, and of their gradients."""
     seconds: float
     """Cost of a step in seconds."""
+
+    @property
+    def needed(self) -> int:
+        """Bytes on its device in all."""
+        return self.memory + self.activations
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -62,9 +62,8 @@ def plan_tables(
         check_columns(table)
     model.workload.check_features(set(feature_names(table_specs(tables, one_table_per_feature=False))))
     allowed = (rules or ShardingRules()).resolve(tables_by_tower, topology.ranks_per_tower, outside)
-    everywhere = _on_every_rank(outside, model)
-    held = sum(entry.memory for entry in everywhere), sum((entry.seconds for entry in everywhere), 0.0)
-    planned = [_Tower(number, tables, allowed, model, *held).plan() for number, tables in enumerate(tables_by_tower)]
+    everywhere, held = _on_every_rank(outside, model)
+    planned = [_Tower(number, tables, allowed, model, held).plan() for number, tables in enumerate(tables_by_tower)]
     return TowerShardingPlan(
         topology=topology,
         workload=model.workload,
@@ -74,19 +73,20 @@ def plan_tables(
     )
 
 
-def _on_every_rank(tables: Sequence[Any], model: CostModel) -> list[TableSharding]:
-    """Returns the tables outside towers, each with its cost and memory on one rank."""
+def _on_every_rank(tables: Sequence[Any], model: CostModel) -> tuple[list[TableSharding], Vector]:
+    """Returns the tables outside towers, and their seconds, bytes and bytes of activations on one rank."""
     room, alone = model.hardware.memory_per_rank, replace(model, topology=model.topology.outside_towers)
     placement = TablePlacement(scheme="data_parallel", ranks=tuple(range(model.topology.ranks_per_tower)))
     loads = [alone.shard(table, "data_parallel", table.num_embeddings, table.embedding_dim) for table in tables]
-    needed = sum(load.memory for load in loads)
+    needed = sum(load.needed for load in loads)
     if room is not None and needed > room:
-        largest, table = max(zip(loads, tables, strict=True), key=lambda pair: pair[0].memory)
+        largest, table = max(zip(loads, tables, strict=True), key=lambda pair: pair[0].needed)
         raise InputError(
             f"The {counted(len(tables), 'table')} outside towers need {human_bytes(needed)} on every rank, "
-            f"{human_bytes(largest.memory)} of it for table {table.name!r}, but memory_per_rank={human_bytes(room)}. "
+            f"{human_bytes(largest.needed)} of it for table {table.name!r}, but memory_per_rank={human_bytes(room)}. "
             "Put the features of large tables into towers."
         )
+    held = np.zeros(3) + sum(np.array([load.seconds, load.memory, load.activations]) for load in loads)
     return [
         TableSharding(
             name=table.name,
@@ -98,7 +98,7 @@ def _on_every_rank(tables: Sequence[Any], model: CostModel) -> list[TableShardin
             memory=load.memory,
         )
         for table, load in zip(tables, loads, strict=True)
-    ]
+    ], held
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,47 +109,46 @@ class _Tower:
     tables: Sequence[Any]
     allowed: Mapping[str, Allowed]
     model: CostModel
-    held_bytes: int
-    """Bytes of tables outside towers on each rank."""
-    held_seconds: float
-    """Their cost there."""
+    held: Vector
+    """Seconds, bytes and bytes of activations of tables outside towers on each rank, [3]."""
 
     def plan(self) -> tuple[list[TableSharding], list[RankLoad]]:
         """Places the tables and reports the loads of the tower's ranks."""
         # By name: the order in which tables come must not matter.
         tables = sorted(self.tables, key=lambda table: table.name)
         placements = {t.name: p for t in tables if (p := self.allowed[t.name].placement) is not None}
-        seconds, memory = self._loads([table for table in tables if table.name in placements], placements)
+        seconds, memory, activations = self._loads([t for t in tables if t.name in placements], placements)
         free = [table for table in tables if table.name not in placements]
         problem = Problem(
             options=[[self._option(table, placement) for placement in self._cuts(table)] for table in free],
             cost=seconds,
-            memory=memory,
+            memory=memory + activations,
             capacity=self.model.hardware.memory_per_rank or np.inf,
             fixed=tuple(self.model.fixed_seconds(scheme) for scheme in SCHEMES),
             used=frozenset(SCHEMES.index(placement.scheme) for placement in placements.values()),
             avoided=SCHEMES.index("column_wise"),
             tolerance=_COLUMN_GAIN,
         )
-        packing = pack(problem) if memory.max() <= problem.capacity else None
+        packing = pack(problem) if problem.memory.max() <= problem.capacity else None
         if packing is None:
             raise self._no_room(problem)
         placements |= {table.name: self._placement(table, packing, item) for item, table in enumerate(free)}
-        seconds, memory = self._loads(tables, placements)
+        seconds, *sizes = self._loads(tables, placements)
         seconds += sum(map(self.model.fixed_seconds, {placement.scheme for placement in placements.values()}))
-        loads = zip(memory.tolist(), seconds.tolist(), strict=True)
-        ranks = [RankLoad(tower=self.number, local=i, memory=int(m), seconds=s) for i, (m, s) in enumerate(loads)]
+        ranks = [
+            RankLoad(tower=self.number, local=local, memory=int(memory), activations=int(activations), seconds=cost)
+            for local, (cost, memory, activations) in enumerate(zip(seconds.tolist(), *sizes, strict=True))
+        ]
         return [self._entry(table, placements[table.name], seconds.mean()) for table in self.tables], ranks
 
-    def _loads(self, tables: Sequence[Any], placements: Mapping[str, TablePlacement]) -> tuple[Vector, Vector]:
-        """Seconds and bytes on every rank, [L] each, without the fixed costs of schemes: some tables, those outside."""
-        num_ranks = self.model.topology.ranks_per_tower
-        seconds, memory = [self.held_seconds] * num_ranks, [float(self.held_bytes)] * num_ranks
+    def _loads(self, tables: Sequence[Any], placements: Mapping[str, TablePlacement]) -> tuple[Vector, Vector, Vector]:
+        """Seconds, bytes and bytes of activations on every rank, [L] each, without fixed costs: some tables, those
+        outside."""
+        loads = np.tile(self.held[:, None], self.model.topology.ranks_per_tower)
         for table in tables:
             for rank, load in self.model.shards(table, placements[table.name]):
-                seconds[rank] += load.seconds
-                memory[rank] += load.memory
-        return np.array(seconds), np.array(memory)
+                loads[:, rank] += load.seconds, load.memory, load.activations
+        return loads[0], loads[1], loads[2]
 
     def _cuts(self, table: Any) -> Iterator[TablePlacement]:
         """The ways to cut a table, fewest parts first, on the first ranks."""
@@ -166,8 +165,8 @@ class _Tower:
         kind, number = SCHEMES.index(placement.scheme), len(loads)
         if placement.scheme in EVERYWHERE:
             # The last block of rows is shorter; it is counted as one of the others.
-            return Option(np.full(number, loads[0].seconds), np.full(number, float(loads[0].memory)), kind)
-        seconds, memory = [load.seconds for load in loads], [float(load.memory) for load in loads]
+            return Option(np.full(number, loads[0].seconds), np.full(number, float(loads[0].needed)), kind)
+        seconds, memory = [load.seconds for load in loads], [float(load.needed) for load in loads]
         return Option(np.array(seconds), np.array(memory), kind)
 
     def _placement(self, table: Any, packing: Packing, item: int) -> TablePlacement:
@@ -176,23 +175,30 @@ class _Tower:
 
     def _no_room(self, problem: Problem) -> InputError:
         """Names the table of which a rank must hold the most, and what all tables need."""
-        least: dict[str, tuple[int, str]] = {}
+        least: dict[str, tuple[int, str, int]] = {}
+        needed = activations = 0
         for table in self.tables:
             pinned = self.allowed[table.name].placement
             cuts = self._cuts(table) if pinned is None else [pinned]
-            sizes = ((max(load.memory for _, load in self.model.shards(table, cut)), cut.scheme) for cut in cuts)
-            least[table.name] = min(sizes)
+            loads = [([load for _, load in self.model.shards(table, cut)], cut.scheme) for cut in cuts]
+            least[table.name] = min(
+                (max(load.needed for load in shards), scheme, shards[0].activations) for shards, scheme in loads
+            )
+            size, part = min((sum(s.needed for s in shards), sum(s.activations for s in shards)) for shards, _ in loads)
+            needed, activations = needed + size, activations + part
         name = max(least, key=lambda table: least[table])
-        memory, scheme = least[name]
-        needed = problem.memory.sum()
-        needed += sum(min(option.memory.sum() for option in options) for options in problem.options)
-        room, num_ranks = problem.capacity, len(problem.cost)
+        memory, scheme, part = least[name]
+        room, num_ranks, batch = problem.capacity, len(problem.cost), self.model.workload.batch_size
+        # The share of the batch with which all tables would fit all ranks, and the largest one a rank.
+        share = min((num_ranks * room - needed) / activations, (room - memory) / part) + 1
+        smaller = f"Lower batch_size to {max(1, int(batch * share))} or less, l" if 0 < share < 1 else "L"
         return InputError(
             f"No placement was found for the {counted(len(self.tables), 'table')} of tower {self.number}: they need at "
             f"least {human_bytes(needed)} of the {human_bytes(num_ranks * room)} of device memory that "
-            f"{counted(num_ranks, 'rank')} of memory_per_rank={human_bytes(room)} have; of table {name!r} a "
-            f"rank must hold {human_bytes(memory)} even {scheme}. Let large tables be row_wise, use more ranks per "
-            "tower, a smaller data type or optimizer state, or move tables to other towers."
+            f"{counted(num_ranks, 'rank')} of memory_per_rank={human_bytes(room)} have, {human_bytes(activations)} of "
+            f"it for the embeddings looked up with batch_size={batch}; of table {name!r} a rank must hold "
+            f"{human_bytes(memory)} even {scheme}. {smaller}et large tables be row_wise, use more ranks per tower, "
+            "a smaller data type or optimizer state, or move tables to other towers."
         )
 
     def _entry(self, table: Any, placement: TablePlacement, mean: float) -> TableSharding:
@@ -219,8 +225,8 @@ class _Tower:
         whole = self.model.shard(table, "table_wise", table.num_embeddings, table.embedding_dim)
         share = f"{whole.seconds / mean if mean else 0.0:.2f} x the mean load of a rank"
         reason = share if placement.scheme == "table_wise" else f"on one rank it would be {share}"
-        if placement.scheme in ("row_wise", "column_wise") and room is not None and whole.memory > room:
-            reason = f"{human_bytes(whole.memory)} do not fit a rank's {human_bytes(room)}"
+        if placement.scheme in ("row_wise", "column_wise") and room is not None and whole.needed > room:
+            reason = f"{human_bytes(whole.needed)} do not fit a rank's {human_bytes(room)}"
         return "; ".join(filter(None, [f"{words}: {reason}", allowed.why]))
 
 

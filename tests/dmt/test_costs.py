@@ -26,7 +26,8 @@ MODEL = CostModel(
 
 def test_a_whole_table() -> None:
     load = MODEL.shard(TABLE, "table_wise", 1000, 8)
-    assert load.lookups == 128 * 4
+    assert load.row_bytes == 128 * 4 * 8 * 4
+    assert load.activations == 2 * 128 * 2 * 8 * 4
     assert load.id_bytes == 0.75 * 128 * 8 * (4 + 2)
     assert load.output_bytes == 0.75 * 128 * 2 * 8 * 4
     assert load.memory == 1000 * (8 * 4 + 4)
@@ -38,12 +39,14 @@ def test_column_shards_split_everything_but_ids() -> None:
     whole, half = MODEL.shard(TABLE, "table_wise", 1000, 8), MODEL.shard(TABLE, "column_wise", 1000, 4)
     assert half.id_bytes == whole.id_bytes
     assert half.output_bytes == whole.output_bytes / 2
+    assert half.activations == whole.activations / 2
     assert half.memory == 1000 * (4 * 4 + 4)  # a row-wise state for each shard
 
 
 def test_row_shards_split_lookups_but_not_outputs() -> None:
     whole, shard = MODEL.shard(TABLE, "table_wise", 1000, 8), MODEL.shard(TABLE, "row_wise", 250, 8)
-    assert shard.lookups == whole.lookups / 4
+    assert shard.row_bytes == whole.row_bytes / 4
+    assert shard.activations == whole.activations  # a part of each sum
     assert shard.output_bytes == whole.output_bytes
     assert shard.id_bytes == 0.75 * 128 * 8 * (4 / 4 + 2)
     assert shard.memory == whole.memory / 4
@@ -54,6 +57,7 @@ def test_a_data_parallel_table_is_reduced_over_all_copies() -> None:
     assert (load.id_bytes, load.output_bytes) == (0, 0)
     assert load.reduced_bytes == 2 * 7 / 8 * 1000 * 8 * 4
     assert load.memory == 1000 * (8 * 4 * 2 + 4)
+    assert load.activations == 2 * 32 * 2 * 8 * 4  # of the samples of a rank and its peers
 
 
 @pytest.mark.parametrize(("optimizer", "state"), [("rowwise_adagrad", 4), ("adagrad", 32), ("adam", 64), ("sgd", 0)])

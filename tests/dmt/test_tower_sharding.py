@@ -178,9 +178,9 @@ def test_reasons_name_the_numbers() -> None:
     found = plan_tables([[table("big", 400_000, 4), table("a", 10), table("b", 10)]], one_tower(4), hardware=room)
     assert found.placements["big"].scheme == "table_wise"
     found = plan_tables([[table("big", 400_000, 32)]], one_tower(4), hardware=room)
-    assert found.reasons["big"] == "column_wise over 4 ranks: 52.8 MB do not fit a rank's 30.0 MB"
+    assert found.reasons["big"] == "column_wise over 4 ranks: 53.8 MB do not fit a rank's 30.0 MB"
     found = plan_tables([[table("big", 4_000_000, 4)]], one_tower(4), hardware=room)
-    assert found.reasons["big"] == "row_wise over 4 ranks: 80.0 MB do not fit a rank's 30.0 MB"
+    assert found.reasons["big"] == "row_wise over 4 ranks: 80.1 MB do not fit a rank's 30.0 MB"
     found = plan_tables([[table("hot", 4_000_000)]], one_tower(4), workload=StepWorkload(batch_size=65536))
     assert found.reasons["hot"] == "column_wise over 4 ranks: on one rank it would be 2.99 x the mean load of a rank"
     found = plan_tables([[table("t")]], one_tower(1))
@@ -214,8 +214,20 @@ def test_tables_are_cut_into_columns_for_a_real_gain_only(monkeypatch: pytest.Mo
 
 
 def test_a_memory_limit_is_hard() -> None:
-    found = plan_tables([FOUR], one_tower(2), hardware=Hardware(memory_per_rank=6000 * 20), rules=WHOLE)
-    assert [rank.memory for rank in found.ranks] == [6000 * 20] * 2
+    found = plan_tables([FOUR], one_tower(2), hardware=Hardware(memory_per_rank=LEAST), rules=WHOLE)
+    assert [rank.needed for rank in found.ranks] == [LEAST] * 2
+
+
+def test_samples_of_all_ranks_take_memory_too() -> None:
+    # A table of 64 columns on 8 ranks: 8 bytes a number, with its gradient. Rows are parts of sums of all samples.
+    workload, tables = StepWorkload(batch_size=10_000), [table("t", rows=1000)]
+    for scheme, size in (("row_wise", 80_000 * 64 * 8), ("data_parallel", 10_000 * 64 * 8)):
+        found = plan_tables([tables], one_tower(8), workload=workload, rules=of_rule("t", scheme))
+        assert {rank.activations for rank in found.ranks} == {size}
+    # They decide that the table is cut, where its rows alone would fit.
+    limits = {"hardware": Hardware(memory_per_rank=15_000_000), "rules": ShardingRules(schemes=("table_wise", "column_wise"))}
+    found = plan_tables([tables], one_tower(8), workload=workload, **limits)
+    assert found.reasons["t"] == "column_wise over 8 ranks: 41.2 MB do not fit a rank's 15.0 MB"
 
 
 def test_rules_for_tables() -> None:
@@ -249,6 +261,8 @@ def pinned(scheme: str, *ranks: int) -> TablePlacement:
 
 
 FOUR = [table(f"t{i}", rows=rows, columns=4) for i, rows in enumerate((4000, 2000, 3000, 3000))]
+# Of two tables the rows, and embeddings of 2,048 samples with their gradients.
+LEAST = 6000 * 20 + 2 * 2048 * 4 * 8
 WHOLE = ShardingRules(schemes=("table_wise",))
 ONE_RANK, TWO_TOWERS = one_tower(1), TowerTopology(num_towers=2, ranks_per_tower=4)
 AD_HOUR = [table("t_ad"), table("t_hour", rows=3, columns=4)]
@@ -260,13 +274,14 @@ def of_rule(name: str, rule: Any) -> ShardingRules:
 
 # towers, topology, further arguments, words of the message
 REFUSED: list[tuple[list[list[TableSpec]], TowerTopology, dict[str, Any], str]] = [
-    ([FOUR], one_tower(2), {"hardware": Hardware(memory_per_rank=6000 * 20 - 1), "rules": WHOLE},
-     r"No placement was found for the 4 tables of tower 0: they need at least 240 kB .*'t0' .* hold 80\.0 kB even tab"),
+    ([FOUR], one_tower(2), {"hardware": Hardware(memory_per_rank=LEAST - 1), "rules": WHOLE},
+     r"No placement was found for the 4 tables of tower 0: they need at least 502 kB .*, 262 kB of it for the embeddings "
+     r"looked up with batch_size=1024; .*'t0' .* hold 146 kB even table_wise. Lower batch_size to 1023 or less, let"),
     ([[table("a")], [table("big", 1_000_000, 64)]], TWO_TOWERS, {"hardware": Hardware(memory_per_rank=10_000_000)},
-     "tower 1.*memory_per_rank=10.0 MB have; of table 'big' a rank must hold 65.0 MB even row_wise"),
+     "tower 1.*memory_per_rank=10.0 MB have, .*; of table 'big' a rank must hold 69.0 MB even column_wise. Let"),
     ([[table("a")]], one_tower(2),
      {"hardware": Hardware(memory_per_rank=1_000_000), "rules": of_rule("a", pinned("table_wise", 1))},
-     r"tower 0: they need at least 26.0 MB .* of table 'a' a rank must hold 26.0 MB even table_wise"),
+     r"tower 0: they need at least 27.0 MB .* of table 'a' a rank must hold 27.0 MB even table_wise"),
     *(([AD_HOUR], ONE_RANK, {"rules": ShardingRules(schemes=(scheme,))},
        f"No table of the 2 can have the scheme asked for; .* 't_ad': {scheme} asked for, but its tower has one rank")
       for scheme in ("row_wise", "column_wise", "data_parallel")),
