@@ -1,25 +1,20 @@
-"""Costs of a step on a rank under each sharding scheme (Neo, section 4.1), and of replicas. Pure arithmetic.
+"""Costs of a step on a rank under each sharding scheme (Neo, section 4.1). Pure arithmetic.
 
 Legend: B samples per rank, T towers, L ranks per tower, R replicas; G = T * L * B, the samples whose ids one tower
 looks up in a step; P ids per sample of a table, F its features, N columns of a shard.
-Legend of replicas (2D sparse parallelism, Zhang et al. 2025, section 5): M replicas, W ranks of the whole job (the
-paper's T), S bytes of one copy of the tables.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from dmt.errors import InputError, did_you_mean
 from dmt.plan.tables import number_bytes
 from dmt.plan.topology import TowerTopology
 from dmt.sharding.schemes import Kernel, Scheme, TablePlacement, table_shards
-
-if TYPE_CHECKING:
-    from dmt.sharding.plan import TowerShardingPlan
 
 __all__ = [
     "OPTIMIZERS",
@@ -28,7 +23,6 @@ __all__ = [
     "ShardLoad",
     "SparseOptimizer",
     "StepWorkload",
-    "replicated_bytes",
 ]
 
 SparseOptimizer = Literal["rowwise_adagrad", "adagrad", "adam", "sgd"]
@@ -58,12 +52,14 @@ class StepWorkload:
     """Mean number of ids per sample, by feature; 1.0 for the others."""
     optimizer: SparseOptimizer = "rowwise_adagrad"
     """Optimizer of the tables; determines the size of the optimizer state."""
+    sync_every: int = 1
+    """Steps from one average of replicas to the next."""
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:
             raise InputError(f"StepWorkload: optimizer={self.optimizer!r} is unknown; use one of {list(OPTIMIZERS)}.")
         factors = {f"pooling_factors[{feature!r}]": factor for feature, factor in self.pooling_factors.items()}
-        _check_positive("StepWorkload", {"batch_size": self.batch_size} | factors)
+        _check_positive("StepWorkload", {"batch_size": self.batch_size, "sync_every": self.sync_every} | factors)
 
     def check_features(self, features: Collection[str]) -> None:
         """Raises `InputError` if a pooling factor is of a feature that is none of these."""
@@ -125,6 +121,9 @@ class ShardLoad(NamedTuple):
     """Embeddings that leave it in the forward pass; as many bytes of gradients come back."""
     reduced_bytes: float
     """Sent for the all-reduce of a data-parallel table's gradient."""
+    averaged_bytes: float
+    """Sent for a step's share of the average of weights and optimizer state over the replicas (2D sparse parallelism,
+    section 5), 4 bytes a number, also of FP16 tables. Data-parallel tables are reduced in every step instead."""
     elsewhere: int = 0
     """Bytes of weights and optimizer state in host memory or on the SSD, of a table with such a kernel."""
 
@@ -139,7 +138,8 @@ class CostModel:
     """Seconds and bytes of shards on one mesh (Neo, section 4.1).
 
     Message volume is charged to the rank at the busy end of an exchange: the owner of a whole table or of a column
-    shard sends (L-1)/L G F N numbers and gets as many gradients, every rank of a row-wise table does. Duplicate ids,
+    shard sends (L-1)/L G F N numbers and gets as many gradients, every rank of a row-wise table does. The average of
+    replicas is counted at the rate of the tower's links, a step's share of it in each step. Duplicate ids,
     uneven use of rows, and the slower lookups of tables that are not on the device are left out.
     """
 
@@ -166,7 +166,7 @@ class CostModel:
         activations = 2 * samples * features * columns * _NUMBER_BYTES
         state = _state_bytes(self.workload.optimizer, rows, columns)
         memory = rows * columns * number + state
-        ids = outputs = reduced = 0.0
+        ids = outputs = reduced = averaged = 0.0
         if scheme == "data_parallel":
             copies = ranks * self.topology.num_replicas
             reduced = 2 * (copies - 1) / copies * rows * columns * number
@@ -174,11 +174,13 @@ class CostModel:
             memory += rows * columns * number
             activations //= ranks
         else:
+            copies = self.topology.num_replicas
+            averaged = 2 * (copies - 1) / copies * (4 * rows * columns + state) / self.workload.sync_every
             # Lengths go to every row shard, ids to that of their row.
             ids = remote * _ID_BYTES * (lookups + samples * features)
             outputs = remote * samples * features * columns * _NUMBER_BYTES
         seconds = touched / (1e9 * self.hardware.memory_gb_per_s)
-        seconds += (ids + 2 * outputs + reduced) / (1e9 * self.hardware.intra_tower_gb_per_s)
+        seconds += (ids + 2 * outputs + reduced + averaged) / (1e9 * self.hardware.intra_tower_gb_per_s)
         elsewhere = 0
         if kernel != "fused":
             # FBGEMM keeps a state with one number for each row on the device.
@@ -187,7 +189,7 @@ class CostModel:
         if kernel in ("fused_uvm_caching", "key_value"):
             # A map of all rows, of 4 bytes each; and of each cached one its number and its last use, 8 bytes each.
             memory += math.ceil(cache * rows * columns * number) + 4 * rows + 16 * math.ceil(cache * rows)
-        return ShardLoad(seconds, memory, activations, row_bytes, ids, outputs, reduced, elsewhere)
+        return ShardLoad(seconds, memory, activations, row_bytes, ids, outputs, reduced, averaged, elsewhere)
 
     def shards(self, table: Any, placement: TablePlacement) -> list[tuple[int, ShardLoad]]:
         """(local rank, load) of every shard of a placed table."""
@@ -206,19 +208,3 @@ class CostModel:
 
 def _state_bytes(optimizer: SparseOptimizer, rows: int, columns: int) -> int:
     return rows * {"rowwise_adagrad": 4, "adagrad": 4 * columns, "adam": 8 * columns, "sgd": 0}[optimizer]
-
-
-def replicated_bytes(plan: TowerShardingPlan, tables: Iterable[Any]) -> int:
-    """Returns S of the 2D paper's section 5: bytes of one copy of the tables that `dmt.ReplicaSync` averages.
-
-    Weights and optimizer states, 4 bytes a number as they are sent, also of FP16 tables. Data-parallel tables are not
-    counted: they are whole on every rank, and reduced in every step. With M replicas on W ranks, a rank holds
-    S (M - 1) / W more than if all shared one copy, and sends 2 S (M - 1) / W in an averaging.
-    """
-    size = 0
-    for table in tables:
-        placement = plan.placements[table.name]
-        for shard in table_shards(table, placement) if placement.scheme != "data_parallel" else ():
-            size += 4 * shard.rows * shard.columns
-            size += _state_bytes(plan.workload.optimizer, shard.rows, shard.columns)
-    return size

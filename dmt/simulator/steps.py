@@ -27,7 +27,6 @@ __all__ = [
     "PartWork",
     "Resource",
     "StepWork",
-    "Timeline",
     "simulate",
     "step_operations",
 ]
@@ -132,8 +131,15 @@ class StepWork:
 
     model: ModelWork
     """Operators of the model."""
+    topology: TowerTopology
     loads: Mapping[str, Load]
-    """Bytes of each exchange, by the names of `dmt.simulator.work.step_bytes`."""
+    """Bytes of each exchange, of the busiest host and rank."""
+    sent: Mapping[str, Load] = field(default_factory=dict)
+    """Bytes of each exchange, of all hosts and ranks together."""
+    is_flat: bool = False
+    """True for TorchRec's flat dataflow, in which all ranks of a replica exchange with all."""
+    is_hierarchical: bool = False
+    """True if dense gradients are summed inside hosts before they cross, and handed out again after."""
     lookup_bytes: float
     """Bytes of rows that are read, and read and written again by their update."""
     embedding_bytes: float
@@ -146,6 +152,10 @@ class StepWork:
     """P, that a rank's tower computes."""
     converted_bytes: tuple[float, float] = (0.0, 0.0)
     """Bytes that a rank reads and writes forward and backward because of number formats."""
+    rank_bytes: tuple[float, float] = (0.0, 0.0)
+    """Memory of the fullest rank for tables, optimizer state and what lookups return, and the last alone."""
+    host_bytes: float = 0.0
+    """The same memory of all ranks of the fullest host."""
 
     @property
     def uplink_bytes(self) -> float:
@@ -214,29 +224,20 @@ class _Program:
 
 
 def step_operations(
-    work: StepWork,
-    cluster: Cluster,
-    topology: TowerTopology,
-    *,
-    flat: bool = False,
-    micro_batches: int = 1,
-    prefetch: bool = False,
-    hierarchical: bool = False,
+    work: StepWork, cluster: Cluster, *, micro_batches: int = 1, prefetch: bool = False
 ) -> list[Operation]:
     """Returns the operations of a step (DMT, section 3.1, `docs/towers.md`; flat: Neo, figure 18).
 
     Args:
         work: of the busiest rank.
         cluster: speed of its ranks and links.
-        topology: of the job.
-        flat: True for TorchRec's flat dataflow, in which all ranks exchange with all.
         micro_batches: K.
         prefetch: True if the ids of the next batch travel during the step.
-        hierarchical: True if dense gradients are summed inside hosts before they cross, and handed out again after.
     """
     step, model, loads, parts = _Program(cluster), work.model, work.loads, range(micro_batches)
-    inner, copies = topology.ranks_per_tower, topology.num_replicas
-    peers = topology.world_size if flat else topology.num_towers
+    inner, copies, peers = work.topology.ranks_per_tower, work.topology.num_replicas, work.topology.num_towers
+    if work.is_flat:
+        peers *= inner
     tower = max(model.towers, key=lambda part: part.flops, default=PartWork())
     share = 1 / micro_batches
     ids = [
@@ -254,7 +255,7 @@ def step_operations(
 
     def exchanged(name: str, load: Load, k: int) -> str:
         part = Load(share * load.uplink, share * load.inside)
-        return step.send(f"{name} {k}", part, "embeddings", ranks=peers, channel="all" if flat else "peers")
+        return step.send(f"{name} {k}", part, "embeddings", ranks=peers, channel="all" if work.is_flat else "peers")
 
     sent: list[str] = []
     returned: dict[int, str] = {}
@@ -270,7 +271,7 @@ def step_operations(
         step.compute(f"over {k}, backward", over_back, moved=moved)
         returned[k] = exchanged("gradients", loads["peer_gradients"], k)
         step.compute(f"dense arch {k}, backward", early_back)
-    reduced = _reduction(step, loads["dense_weights"], topology, hierarchical=hierarchical)
+    reduced = _reduction(step, work)
     for k in reversed(parts):
         moved = _COPIES * work.embedding_bytes * share + back_again + sums[k] * tower.weight_bytes
         step.compute(f"towers {k}, backward", towers_back, moved=moved, after=[returned[k]])
@@ -284,42 +285,35 @@ def step_operations(
     return step.operations
 
 
-def _reduction(step: _Program, load: Load, topology: TowerTopology, *, hierarchical: bool) -> str:
+def _reduction(step: _Program, work: StepWork) -> str:
     """Adds the reduction of dense gradients: a ring, or inside hosts, between them, and inside them again."""
+    topology, load = work.topology, work.loads["dense_weights"]
     half, across, size = Load(inside=load.inside / 2), Load(uplink=load.uplink), topology.host_size
     ways = [("dense gradients", load, topology.world_size)]
-    if hierarchical:
+    if work.is_hierarchical:
         ways = [("sum of a host", half, size), ("sum over hosts", across, topology.num_hosts)]
         ways.append(("sum handed out", half, size))
     return [step.send(name, part, "dense", ranks=ranks, channel="dense") for name, part, ranks in ways][-1]
 
 
-@dataclass(frozen=True, kw_only=True)
-class Timeline:
-    """When each operation of a step ran."""
-
-    seconds: float
-    """From the first beginning to the last end."""
-    spans: dict[str, tuple[float, float]]
-    """Beginning and end of each operation, seconds from the beginning of the step."""
-    exposed: dict[Kind, float] = field(default_factory=dict)
-    """Seconds by kind, which add up to all: computing whenever something computes, otherwise the collectives that run,
-    in equal parts, and the program where nothing else does."""
-
-
-def simulate(operations: Sequence[Operation]) -> Timeline:
+def simulate(operations: Sequence[Operation]) -> dict[Kind, float]:
     """Runs operations, each as soon as those before it have ended; resources are shared equally.
 
-    They come in an order in which each is after those that it waits for.
+    Args:
+        operations: in an order in which each is after those that it waits for.
+
+    Returns:
+        Seconds by kind, which add up to those of the step: computing whenever something computes, otherwise the
+        collectives that run, in equal parts, and the program where nothing else does.
 
     Example:
         Two exchanges share the uplink while the rank computes.
 
         >>> compute = Operation(name="mlp", kind="compute", seconds={"core": 2.0})
         >>> sends = [Operation(name=name, kind="embeddings", seconds={"uplink": 1.5}) for name in "ab"]
-        >>> found = simulate([compute, *sends])
-        >>> found.seconds, found.exposed["embeddings"]
-        (3.0, 1.0)
+        >>> seconds = simulate([compute, *sends])
+        >>> seconds["compute"], seconds["embeddings"]
+        (2.0, 1.0)
     """
     # Latency comes before the rest; an operation that has it uses nothing else.
     stages: dict[str, list[dict[str, float]]] = {
@@ -327,19 +321,16 @@ def simulate(operations: Sequence[Operation]) -> Timeline:
     }
     waiting = {operation.name: set(operation.after) for operation in operations}
     kinds = {operation.name: operation.kind for operation in operations}
-    begun: dict[str, float] = {}
-    spans: dict[str, tuple[float, float]] = {}
+    begun: list[str] = []
     exposed: dict[Kind, float] = dict.fromkeys(get_args(Kind), 0.0)
-    now = 0.0
     while waiting or begun:
-        for name in [name for name, others in waiting.items() if not others]:
-            del waiting[name]
-            begun[name] = now
+        begun += [name for name, others in waiting.items() if not others]
+        waiting = {name: others for name, others in waiting.items() if others}
         assert begun, "an operation waits for one that is not there"
         left = {name: _left(stages[name]) for name in begun}
         ended = [name for name, seconds in left.items() if not seconds]
         for name in ended:
-            spans[name] = (begun.pop(name), now)
+            begun.remove(name)
             for others in waiting.values():
                 others.discard(name)
         if ended:
@@ -351,11 +342,10 @@ def simulate(operations: Sequence[Operation]) -> Timeline:
             for resource in seconds:
                 seconds[resource] -= step / users.get(resource, 1)
         computing = [name for name in begun if kinds[name] == "compute"]
-        seen = computing or [name for name in begun if kinds[name] != "program"] or list(begun)
+        seen = computing or [name for name in begun if kinds[name] != "program"] or begun
         for name in seen:
             exposed[kinds[name]] += step / len(seen)
-        now += step
-    return Timeline(seconds=now, spans=spans, exposed=exposed)
+    return exposed
 
 
 def _left(stages: list[dict[str, float]]) -> dict[str, float]:

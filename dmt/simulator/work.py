@@ -1,4 +1,4 @@
-"""What a step sends and computes: bytes of every exchange (`step_bytes`), operators of a model (`count_operators`).
+"""What a step sends and computes: bytes and memory (`step_work`), operators of a model (`count_operators`).
 
 Legend: B samples per rank, T towers, L ranks per tower, R replicas, W = R T L ranks, G = T L B.
 """
@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from operator import attrgetter
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map_only
@@ -18,17 +21,16 @@ from torch.utils.flop_counter import flop_registry
 
 from dmt.errors import InputError
 from dmt.models.complexity import MetaTables, meta_batch, tower_modules
-from dmt.plan.tables import TableSpec, number_bytes
+from dmt.plan.tables import TableSpec
 from dmt.plan.topology import TowerTopology
-from dmt.sharding.costs import CostModel, ShardLoad, replicated_bytes
-from dmt.sharding.plan import TowerShardingPlan, imbalance_of
+from dmt.sharding.costs import CostModel, ShardLoad, StepWorkload
+from dmt.sharding.plan import TowerShardingPlan
 from dmt.simulator.steps import Load, ModelWork, Operator, PartWork, StepWork
 
 __all__ = [
     "Workload",
     "count_operators",
     "operators_of",
-    "step_bytes",
     "step_work",
 ]
 
@@ -47,56 +49,54 @@ class Workload:
     """Features of each tower; one list of all for the flat dataflow."""
     sharding: TowerShardingPlan | None
     """Place of the tables; None for TorchRec's flat dataflow."""
-    batch_size: int
-    """B."""
-    pooling: Mapping[str, float] = field(default_factory=dict)
-    """Mean number of ids per sample, by feature; 1.0 for the others."""
+    lookups: StepWorkload
+    """Samples of a rank, their ids, and the optimizer of the tables."""
     number_bytes: tuple[float, float] = (4.0, 4.0)
     """Bytes of a number between towers, forward and backward."""
     is_table_wise: bool = False
     """True for a flat dataflow of whole tables; else columns are even on all ranks."""
     is_hierarchical: bool = False
     """True if dense gradients are summed inside hosts before they cross."""
-    sync_every: int = 1
-    """Steps from one average of replicas to the next."""
 
     def columns(self, features: Sequence[str]) -> int:
         """Columns of the embeddings of some features."""
         return sum(table.embedding_dim for table in self.tables for name in table.feature_names if name in features)
 
 
-def step_bytes(step: Workload, model: ModelWork) -> dict[str, Load]:
-    """Returns the bytes that all ranks together send in each exchange of a step, by its name in `StepWork`.
+def step_work(step: Workload, model: ModelWork) -> StepWork:
+    """Returns the work of one step: what all ranks send together, and what the busiest rank or host does.
 
-    ``uplink`` are those between hosts. Not counted: the sizes that ranks tell each other before an exchange, that the
-    rows of a row-wise table are not read equally often, and the average of replicas. Data-parallel tables, tower
-    modules and dense parts are reduced in rings.
+    Not counted: the sizes that ranks tell each other before an exchange, and that the rows of a row-wise table are not
+    read equally often. Data-parallel tables, tower modules, dense parts and replicas are reduced in rings.
     """
-    topology, sharding, batch = step.topology, step.sharding, step.batch_size
-    world, replicas = topology.world_size, topology.num_replicas
-    # A flat dataflow is one whose peers are all ranks.
-    peers = topology.num_towers if sharding else world
-    groups = topology.peer_groups() if sharding else [list(range(world))]
-    away = world * (1 - 1 / peers) * batch
-    lookups = sum(step.pooling.get(name, 1.0) + 1 for names in step.towers for name in names)
-    numbers = away * sum(_widths(step, model))
-    shards = _shard_loads(step)
-    reduced = replicas * sum(load.reduced_bytes for load in shards)
-    of_towers = 2 * (replicas * topology.ranks_per_tower - 1) * model.tower_bytes + reduced
-    peer, inner = topology.share_across_hosts(groups), topology.share_across_hosts(topology.tower_groups())
-    return {
-        "peer_ids": _split(away * _ID_BYTES * lookups, peer),
-        "tower_ids": _split(replicas * sum(load.id_bytes for load in shards), inner),
-        "tower_outputs": _split(replicas * sum(load.output_bytes for load in shards), inner),
-        "peer_outputs": _split(numbers * step.number_bytes[0], peer),
-        "peer_gradients": _split(numbers * step.number_bytes[1], peer),
-        "tower_weights": _split(of_towers, topology.ring_share_across_hosts(topology.tower_module_groups()[:1])),
-        "dense_weights": _dense_bytes(step, model.dense_bytes),
-    }
-
-
-def _split(size: float, across: float) -> Load:
-    return Load(across * size, (1 - across) * size)
+    topology, batch, held = step.topology, step.lookups.batch_size, _rank_loads(step)
+    hosts = topology.num_hosts
+    sent, loads = {}, {}
+    for name, (sizes, across) in _exchanges(step, model, held).items():
+        by_rank = np.broadcast_to(sizes, topology.world_size)
+        total, host = by_rank.sum(), by_rank.reshape(hosts, -1).sum(axis=1).max()
+        sent[name] = Load(across * float(total), (1 - across) * float(total))
+        loads[name] = Load(across * float(host), (1 - across) * float(by_rank.max()))
+    outputs, peers = batch * sum(_widths(step, model)), topology.num_towers if step.sharding else 1
+    memory = held["memory"] + held["activations"]
+    # Numbers in another format are made from FP32 and made FP32 again.
+    forward, backward = (outputs * (0.0 if size == 4 else 2 * (4 + size)) for size in step.number_bytes)
+    return StepWork(
+        model=model,
+        topology=topology,
+        is_flat=step.sharding is None,
+        is_hierarchical=step.is_hierarchical,
+        sent=sent,
+        loads=loads,
+        lookup_bytes=3 * float(held["row_bytes"].max()),
+        embedding_bytes=4 * batch * peers * max(map(step.columns, step.towers)),
+        output_bytes=4 * outputs,
+        samples=batch,
+        peer_samples=batch * topology.num_towers,
+        converted_bytes=(forward, backward),
+        rank_bytes=(float(memory.max()), float(held["activations"][memory.argmax()])),
+        host_bytes=float(memory.reshape(hosts, -1).sum(axis=1).max()),
+    )
 
 
 def _widths(step: Workload, model: ModelWork) -> list[int]:
@@ -104,77 +104,76 @@ def _widths(step: Workload, model: ModelWork) -> list[int]:
     return list(model.widths) or [step.columns(names) for names in step.towers]
 
 
-def _shard_loads(step: Workload) -> list[ShardLoad]:
-    sharding = step.sharding
-    if sharding is None:
-        return []
-    costs = CostModel(topology=step.topology, workload=sharding.workload, hardware=sharding.hardware)
-    placements = sharding.placements
-    return [load for table in step.tables for _, load in costs.shards(table, placements[table.name])]
+def _rank_loads(step: Workload) -> dict[str, NDArray[np.float64]]:
+    """The loads of the shards of every rank, [W] for each field of `ShardLoad`."""
+    topology, sharding = step.topology, step.sharding
+    ranks = topology.num_towers * topology.ranks_per_tower
+    loads = np.zeros((ranks, len(ShardLoad._fields)))
+    if sharding is not None:
+        costs = CostModel(topology=topology, workload=sharding.workload, hardware=sharding.hardware)
+        tables = {table.name: table for table in step.tables}
+        for entry in sharding.tables:
+            for local, load in costs.shards(tables[entry.name], entry.placement):
+                loads[entry.tower * topology.ranks_per_tower + local] += load
+    else:
+        # A flat dataflow is that of one tower which has all ranks of a replica.
+        whole = TowerTopology(num_towers=1, ranks_per_tower=ranks, num_replicas=topology.num_replicas)
+        costs = CostModel(topology=whole, workload=step.lookups)
+        shards = [costs.shard(t, "table_wise", t.num_embeddings, t.embedding_dim) for t in step.tables]
+        for load in sorted(shards, key=attrgetter("seconds"), reverse=True):
+            if step.is_table_wise:
+                loads[loads[:, 0].argmin()] += load
+            else:
+                loads += np.array(load) / ranks
+    by_rank = np.empty((topology.world_size, loads.shape[1]))
+    for group in topology.sharding_groups():
+        by_rank[group] = loads
+    return dict(zip(ShardLoad._fields, by_rank.T, strict=True))
 
 
-def _dense_bytes(step: Workload, size: int) -> Load:
-    """Bytes of averaging the gradients of dense parts of ``size`` bytes."""
-    topology = step.topology
+def _exchanges(
+    step: Workload, model: ModelWork, held: Mapping[str, NDArray[np.float64]]
+) -> dict[str, tuple[float | NDArray[np.float64], float]]:
+    """What each rank sends in each exchange, one number where all are alike, and the share that goes to other hosts."""
+    topology, world, replicas = step.topology, step.topology.world_size, step.topology.num_replicas
+    batch, is_flat, zero = step.lookups.batch_size, step.sharding is None, np.zeros(world)
+    # The peers of a flat dataflow are all ranks of a replica.
+    groups = topology.sharding_groups() if is_flat else topology.peer_groups()
+    others = len(groups[0]) - 1
+    lookups = sum(step.lookups.pooling_factors.get(name, 1.0) + 1 for names in step.towers for name in names)
+    ids, outputs = (zero, zero) if is_flat else (held["id_bytes"], held["output_bytes"])
+    numbers = held["output_bytes"] / 4
+    if not is_flat:
+        towers = np.array([topology.coordinates(rank).tower for rank in range(world)])
+        numbers = batch * others * np.array(_widths(step, model))[towers]
+    of_towers = 2 * (replicas * topology.ranks_per_tower - 1) * model.tower_bytes / world
+    peer, inner = topology.share_across_hosts(groups), topology.share_across_hosts(topology.tower_groups())
+    return {
+        "peer_ids": (others / (others + 1) * batch * _ID_BYTES * lookups, peer),
+        "tower_ids": (ids, inner),
+        "tower_outputs": (outputs, inner),
+        # Of the busy end: a rank gets as many gradients as it sends outputs.
+        "peer_outputs": (numbers * step.number_bytes[0], peer),
+        "peer_gradients": (numbers * step.number_bytes[1], peer),
+        "tower_weights": (
+            of_towers + held["reduced_bytes"].mean(),
+            topology.ring_share_across_hosts(topology.tower_module_groups()[:1]),
+        ),
+        "dense_weights": _dense_bytes(step, model.dense_bytes),
+        "replicas": (held["averaged_bytes"], topology.ring_share_across_hosts(topology.replica_groups())),
+    }
+
+
+def _dense_bytes(step: Workload, size: int) -> tuple[float, float]:
+    """What each rank sends to average the gradients of dense parts of ``size`` bytes, and the share between hosts."""
+    topology, world = step.topology, step.topology.world_size
     if not step.is_hierarchical:
-        ring = 2 * (topology.world_size - 1) * size
-        return _split(ring, topology.ring_share_across_hosts([range(topology.world_size)]))
+        return 2 * (world - 1) * size / world, topology.ring_share_across_hosts([range(world)])
     # Every rank of a host has an equal part; all gradients are taken as one bucket.
     hosts, ranks = topology.num_hosts, topology.host_size
     padded = 4 * math.ceil(size / 4 / ranks) * ranks
-    return Load(2 * (hosts - 1) * padded, 2 * (ranks - 1) * hosts * padded)
-
-
-def step_work(step: Workload, model: ModelWork) -> StepWork:
-    """Returns the work of one step, of the busiest rank or host where they differ by plan."""
-    topology, sharding, batch = step.topology, step.sharding, step.batch_size
-    outputs = batch * sum(_widths(step, model))
-    row_bytes = {name: t.embedding_dim * number_bytes(t) for t in step.tables for name in t.feature_names}
-    read = batch * sum(step.pooling.get(name, 1.0) * row_bytes[name] for names in step.towers for name in names)
-    held = _held_columns(step)
-    wide = imbalance_of(held)
-    lookups = wide if sharding is None else sharding.imbalance
-    hosts = imbalance_of([sum(held[rank] for rank in ranks) for ranks in topology.host_groups()])
-    skews = dict.fromkeys(("peer_outputs", "peer_gradients"), (hosts, wide))
-    if sharding is not None:
-        skews["tower_outputs"] = (hosts, lookups)
-    loads = {}
-    for name, load in (step_bytes(step, model) | {"replicas": _replica_bytes(step)}).items():
-        uplink, inside = skews.get(name, (1.0, 1.0))
-        loads[name] = Load(load.uplink / topology.num_hosts * uplink, load.inside / topology.world_size * inside)
-    # Numbers in another format are made from FP32 and made FP32 again.
-    converted = [outputs * (0.0 if size == 4 else 2 * (4 + size)) for size in step.number_bytes]
-    return StepWork(
-        model=model,
-        loads=loads,
-        lookup_bytes=3 * lookups * read,
-        embedding_bytes=4 * batch * sum(map(step.columns, step.towers)) * (wide if sharding else 1.0),
-        output_bytes=4 * outputs,
-        samples=batch,
-        peer_samples=batch * topology.num_towers,
-        converted_bytes=(converted[0], converted[1]),
-    )
-
-
-def _held_columns(step: Workload) -> list[float]:
-    """Columns that each rank, or its tower, returns; of a flat dataflow greedily by whole tables."""
-    topology = step.topology
-    if step.sharding is not None:
-        towers = [float(step.columns(names)) for names in step.towers]
-        return [towers[topology.coordinates(rank).tower] for rank in range(topology.world_size)]
-    held = [0.0] * topology.world_size
-    for width in sorted((table.embedding_dim * len(table.feature_names) for table in step.tables), reverse=True):
-        held[held.index(min(held))] += width
-    return held if step.is_table_wise else [sum(held) / len(held)] * len(held)
-
-
-def _replica_bytes(step: Workload) -> Load:
-    """Bytes of all ranks in a step's share of the ring all-reduces that average the replicas."""
-    topology, sharding = step.topology, step.sharding
-    if sharding is None or topology.num_replicas == 1:
-        return Load()
-    sent = 2 * (topology.num_replicas - 1) * replicated_bytes(sharding, step.tables) / step.sync_every
-    return _split(sent, topology.ring_share_across_hosts(topology.replica_groups()))
+    across, inside = 2 * (hosts - 1) * padded, 2 * (ranks - 1) * hosts * padded
+    return (across + inside) / world, across / max(across + inside, 1)
 
 
 def count_operators(model: nn.Module, dense_in_features: int) -> ModelWork:

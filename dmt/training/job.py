@@ -41,6 +41,7 @@ __all__ = [
     "open_data",
     "open_job",
     "open_tables",
+    "step_workload",
 ]
 
 PREPARED = "prepared"
@@ -299,15 +300,23 @@ def _plan_sharding(config: TrainingConfig, tables: Sequence[TableSpec], towers: 
     return plan_tables(
         towers.tables_by_tower(tables),
         topology,
-        workload=StepWorkload(
-            batch_size=config.train.batch_size, pooling_factors=factors, optimizer=config.optimizer.sparse
-        ),
+        workload=step_workload(config, factors),
         hardware=_hardware(sharding),
         rules=ShardingRules(
             schemes=SCHEMES if sharding.scheme == "auto" else (cast("Scheme", sharding.scheme),),
             tables=dict(sharding.tables),
             hot_rows=config.hot_rows.extra_memory > 0,
         ),
+    )
+
+
+def step_workload(config: TrainingConfig, pooling_factors: Mapping[str, float]) -> StepWorkload:
+    """Returns the work of the tables in a step of a run, whose features have these numbers of ids per sample."""
+    return StepWorkload(
+        batch_size=config.train.batch_size,
+        pooling_factors=pooling_factors,
+        optimizer=config.optimizer.sparse,
+        sync_every=config.replicas.sync_every,
     )
 
 

@@ -10,10 +10,8 @@ import pytest
 
 from dmt import InputError, TableSpec, TowerTopology
 from dmt.plan.tables import table_specs
-from dmt.sharding.costs import CostModel, Hardware, StepWorkload, replicated_bytes
-from dmt.sharding.plan import TowerShardingPlan
-from dmt.sharding.plan_tables import plan_tables
-from dmt.sharding.schemes import ShardingRules, TablePlacement, table_shards
+from dmt.sharding.costs import CostModel, Hardware, StepWorkload
+from dmt.sharding.schemes import TablePlacement, table_shards
 
 TABLE = TableSpec(name="t", num_embeddings=1000, embedding_dim=8, feature_names=("a", "b"))
 # G = 2 towers * 4 ranks * 16 = 128 samples; 3 + 1 ids per sample.
@@ -31,7 +29,8 @@ def test_a_whole_table() -> None:
     assert load.id_bytes == 0.75 * 128 * 8 * (4 + 2)
     assert load.output_bytes == 0.75 * 128 * 2 * 8 * 4
     assert load.memory == 1000 * (8 * 4 + 4)
-    expected = 3 * 128 * 4 * 8 * 4 / 1e9 + (load.id_bytes + 2 * load.output_bytes) / 0.5e9
+    assert load.averaged_bytes == 1000 * (8 + 1) * 4  # over two replicas
+    expected = 3 * 128 * 4 * 8 * 4 / 1e9 + (load.id_bytes + 2 * load.output_bytes + load.averaged_bytes) / 0.5e9
     assert load.seconds == pytest.approx(expected)
 
 
@@ -98,6 +97,7 @@ def test_shards_of_a_placement() -> None:
     [
         (lambda: StepWorkload(batch_size=0), "batch_size=0 must be a positive number"),
         (lambda: StepWorkload(pooling_factors={"a": 0.0}), r"pooling_factors\['a'\]=0.0 must be a positive number"),
+        (lambda: StepWorkload(sync_every=0), "sync_every=0 must be a positive number"),
         (lambda: StepWorkload(optimizer="lamb"), "optimizer='lamb' is unknown; use one of"),
         (lambda: Hardware(memory_per_rank=0), "memory_per_rank=0 must be a positive number"),
         (lambda: Hardware(intra_tower_gb_per_s=math.nan), "intra_tower_gb_per_s=nan must be a positive number"),
@@ -161,13 +161,6 @@ PLACED = {
 }
 
 
-def averaged_plan(num_replicas: int, optimizer: Any = "rowwise_adagrad") -> TowerShardingPlan:
-    """``whole`` and ``columns`` in tower 0, the others in tower 1."""
-    topology = TowerTopology(num_towers=2, ranks_per_tower=2, num_replicas=num_replicas)
-    workload = StepWorkload(batch_size=4, optimizer=optimizer)
-    return plan_tables([AVERAGED[:2], AVERAGED[2:]], topology, workload=workload, rules=ShardingRules(tables=PLACED))
-
-
 SENT_WEIGHTS = 4 * (100 * 8 + 60 * 16 + 10 * 4)
 STATES = {
     "rowwise_adagrad": 4 * (100 + 2 * 60 + 10),
@@ -178,6 +171,14 @@ STATES = {
 
 
 @pytest.mark.parametrize("optimizer", STATES)
-@pytest.mark.parametrize("replicas", [1, 3])
-def test_a_copy_has_its_weights_and_states_in_fp32_but_no_data_parallel_table(optimizer: str, replicas: int) -> None:
-    assert replicated_bytes(averaged_plan(replicas, optimizer), AVERAGED) == SENT_WEIGHTS + STATES[optimizer]
+@pytest.mark.parametrize(("replicas", "sync_every"), [(1, 1), (3, 1), (3, 4)])
+def test_replicas_average_weights_and_states_in_fp32_but_no_data_parallel_table(
+    optimizer: Any, replicas: int, sync_every: int
+) -> None:
+    costs = CostModel(
+        topology=TowerTopology(num_towers=2, ranks_per_tower=2, num_replicas=replicas),
+        workload=StepWorkload(optimizer=optimizer, sync_every=sync_every),
+    )
+    sent = sum(load.averaged_bytes for table in AVERAGED for _, load in costs.shards(table, PLACED[table.name]))
+    whole = SENT_WEIGHTS + STATES[optimizer]
+    assert sent == pytest.approx(2 * (replicas - 1) / replicas * whole / sync_every)

@@ -225,7 +225,10 @@ def test_samples_of_all_ranks_take_memory_too() -> None:
         found = plan_tables([tables], one_tower(8), workload=workload, rules=of_rule("t", scheme))
         assert {rank.activations for rank in found.ranks} == {size}
     # They decide that the table is cut, where its rows alone would fit.
-    limits = {"hardware": Hardware(memory_per_rank=15_000_000), "rules": ShardingRules(schemes=("table_wise", "column_wise"))}
+    limits = {
+        "hardware": Hardware(memory_per_rank=15_000_000),
+        "rules": ShardingRules(schemes=("table_wise", "column_wise")),
+    }
     found = plan_tables([tables], one_tower(8), workload=workload, **limits)
     assert found.reasons["t"] == "column_wise over 8 ranks: 41.2 MB do not fit a rank's 15.0 MB"
 
@@ -275,8 +278,8 @@ def of_rule(name: str, rule: Any) -> ShardingRules:
 # towers, topology, further arguments, words of the message
 REFUSED: list[tuple[list[list[TableSpec]], TowerTopology, dict[str, Any], str]] = [
     ([FOUR], one_tower(2), {"hardware": Hardware(memory_per_rank=LEAST - 1), "rules": WHOLE},
-     r"No placement was found for the 4 tables of tower 0: they need at least 502 kB .*, 262 kB of it for the embeddings "
-     r"looked up with batch_size=1024; .*'t0' .* hold 146 kB even table_wise. Lower batch_size to 1023 or less, let"),
+     r"No placement was found for the 4 tables of tower 0: they need at least 502 kB .*, 262 kB of it for the "
+     r"embeddings looked up with batch_size=1024; .*'t0' .* hold 146 kB even table_wise. Lower batch_size to 1023 or less, let"),
     ([[table("a")], [table("big", 1_000_000, 64)]], TWO_TOWERS, {"hardware": Hardware(memory_per_rank=10_000_000)},
      "tower 1.*memory_per_rank=10.0 MB have, .*; of table 'big' a rank must hold 69.0 MB even column_wise. Let"),
     ([[table("a")]], one_tower(2),

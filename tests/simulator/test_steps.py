@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -43,6 +44,7 @@ LOADS = {
 MODEL = ModelWork(towers=(part(3.0),), dense_arch=part(3.0), rest=part(12.0))
 WORK = StepWork(
     model=MODEL,
+    topology=TOPOLOGY,
     loads=LOADS,
     lookup_bytes=3.0,
     embedding_bytes=0.0,
@@ -56,83 +58,79 @@ def with_loads(**loads: Load) -> StepWork:
     return replace(WORK, loads={**LOADS, **loads})
 
 
+def step_seconds(work: StepWork, cluster: Cluster, **options: Any) -> float:
+    return sum(simulate(step_operations(work, cluster, **options)).values())
+
+
 def test_a_step_without_options_is_a_sum_but_for_the_bottom_mlp() -> None:
-    found = simulate(step_operations(WORK, CLUSTER, TOPOLOGY))
+    found = simulate(step_operations(WORK, CLUSTER))
     # Ids .5 and .5, lookup 1, inside 1, towers 2, the outputs 4 with the bottom MLP (1) in them, over 4 and 8, the
     # gradients 8 with 2 in them, towers 4, inside 1, update 2.
-    assert found.seconds == pytest.approx(0.5 + 0.5 + 1 + 1 + 2 + 4 + 4 + 8 + 8 + 4 + 1 + 2)
-    assert found.exposed["ids"] == pytest.approx(1.0)
-    assert found.exposed["embeddings"] == pytest.approx(1 + (4 - 1) + (8 - 2) + 1)
-    assert list(found.spans)[-1] in ("update", "update of tables")
+    assert sum(found.values()) == pytest.approx(0.5 + 0.5 + 1 + 1 + 2 + 4 + 4 + 8 + 8 + 4 + 1 + 2)
+    assert found["ids"] == pytest.approx(1.0)
+    assert found["embeddings"] == pytest.approx(1 + (4 - 1) + (8 - 2) + 1)
 
 
 def test_prefetched_ids_travel_during_the_step() -> None:
-    plain, ahead = (simulate(step_operations(WORK, CLUSTER, TOPOLOGY, prefetch=p)).seconds for p in (False, True))
+    plain, ahead = (step_seconds(WORK, CLUSTER, prefetch=p) for p in (False, True))
     assert plain - ahead == pytest.approx(1.0)
 
 
 def test_micro_batches_hide_what_the_dense_part_takes() -> None:
-    seconds = [simulate(step_operations(WORK, CLUSTER, TOPOLOGY, micro_batches=k)).seconds for k in (1, 2, 4, 16)]
+    seconds = [step_seconds(WORK, CLUSTER, micro_batches=k) for k in (1, 2, 4, 16)]
     assert seconds == sorted(seconds, reverse=True)
     # Never below the cores' work, nor below the way of ids, embeddings, outputs and gradients.
     assert seconds[-1] >= 1 + 2 + 1 + 4 + 8 + 2 + 4 + 2
     slow = replace(CLUSTER, exchange=replace(RATES, latency_s=1.0))
-    assert simulate(step_operations(WORK, slow, TOPOLOGY, micro_batches=16)).seconds > seconds[0]
+    assert step_seconds(WORK, slow, micro_batches=16) > seconds[0]
 
 
-def test_a_flat_step_has_its_collectives_over_all_ranks() -> None:
-    flat = replace(with_loads(tower_ids=NOTHING, tower_outputs=NOTHING), model=MODEL._replace(towers=()))
-    assert simulate(step_operations(flat, CLUSTER, TOPOLOGY, flat=True)).seconds == pytest.approx(
-        0.5 + 1 + 4 + 4 + 8 + 8 + 2
-    )
-    for operations, towers in (
-        (step_operations(flat, CLUSTER, TOPOLOGY, flat=True), 0),
-        (step_operations(WORK, CLUSTER, TOPOLOGY), 6),
-    ):
-        work = sum(one.seconds.get("core", 0.0) for one in operations)
-        assert work == pytest.approx(3 + 3 + 12 + towers)
-    # Of larger groups the uplink is slower: 4 ranks of a flat model, 2 peers of towers.
+def test_a_flat_step_has_its_collectives_over_all_ranks_of_a_replica() -> None:
+    flat = replace(with_loads(tower_ids=NOTHING, tower_outputs=NOTHING), model=MODEL._replace(towers=()), is_flat=True)
+    assert step_seconds(flat, CLUSTER) == pytest.approx(0.5 + 1 + 4 + 4 + 8 + 8 + 2)
+    for work, towers in ((flat, 0), (WORK, 6)):
+        cores = sum(operation.seconds.get("core", 0.0) for operation in step_operations(work, CLUSTER))
+        assert cores == pytest.approx(3 + 3 + 12 + towers)
+    # Of larger groups the uplink is slower: 4 ranks of a flat model, 2 of each replica, 2 peers of towers.
     crowded = replace(CLUSTER, uplink_by_ranks={2: 1.0, 4: 0.5})
-    more = [simulate(step_operations(flat, c, TOPOLOGY, flat=True)).exposed["embeddings"] for c in (CLUSTER, crowded)]
-    assert more[1] - more[0] == pytest.approx(4 + 8)
-    assert (
-        simulate(step_operations(WORK, crowded, TOPOLOGY)).seconds
-        == simulate(step_operations(WORK, CLUSTER, TOPOLOGY)).seconds
-    )
+    one, many = (simulate(step_operations(flat, cluster))["embeddings"] for cluster in (CLUSTER, crowded))
+    assert many - one == pytest.approx(4 + 8)
+    copies = replace(flat, topology=TowerTopology(num_replicas=2, num_towers=1, ranks_per_tower=2, ranks_per_host=1))
+    assert step_seconds(copies, crowded) == step_seconds(copies, CLUSTER)
+    assert step_seconds(WORK, crowded) == step_seconds(WORK, CLUSTER)
 
 
 def test_cores_that_serve_collectives_slow_what_computes() -> None:
-    rates = replace(RATES, core_s_per_byte=0.1)
-    busy = replace(CLUSTER, exchange=rates)
+    busy = replace(CLUSTER, exchange=replace(RATES, core_s_per_byte=0.1))
     # The bottom MLP runs beside the outputs: a rank's 20 of the host's 40 bytes are 2 s of its cores.
-    plain, slower = (simulate(step_operations(WORK, cluster, TOPOLOGY)) for cluster in (CLUSTER, busy))
-    assert slower.spans["dense arch 0"][1] - slower.spans["dense arch 0"][0] == pytest.approx(2.0)
-    assert slower.seconds == pytest.approx(plain.seconds)
+    plain, slower = (simulate(step_operations(WORK, cluster)) for cluster in (CLUSTER, busy))
+    assert slower["compute"] - plain["compute"] == pytest.approx(1.0 + 2.0)
+    assert sum(slower.values()) == pytest.approx(sum(plain.values()))
 
 
 def test_dense_gradients_in_a_ring_and_host_by_host() -> None:
-    ring = simulate(step_operations(with_loads(dense_weights=Load(30.0, 200.0)), CLUSTER, TOPOLOGY)).spans
-    assert ring["dense gradients"][1] - ring["dense gradients"][0] >= 3.0
-    by_host = with_loads(dense_weights=Load(20.0, 200.0))
-    found = simulate(step_operations(by_host, CLUSTER, TOPOLOGY, hierarchical=True)).spans
-    assert found["sum of a host"][1] <= found["sum over hosts"][0] < found["sum over hosts"][1]
-    assert found["sum over hosts"][1] <= found["sum handed out"][0]
+    ring = step_operations(with_loads(dense_weights=Load(30.0, 200.0)), CLUSTER)
+    assert [dict(operation.seconds) for operation in ring if operation.kind == "dense"] == [
+        {"uplink": 3.0, "host_link": 2.0, "core": 0.0}
+    ]
+    work = replace(with_loads(dense_weights=Load(20.0, 200.0)), is_hierarchical=True)
+    inside, across, out = (operation for operation in step_operations(work, CLUSTER) if operation.kind == "dense")
+    assert (inside.seconds["host_link"], across.seconds["uplink"], out.seconds["host_link"]) == (1.0, 2.0, 1.0)
+    assert inside.name in across.after
+    assert across.name in out.after
 
 
 def test_replicas_come_last_and_no_step_is_shorter_than_its_program() -> None:
-    found = simulate(step_operations(with_loads(replicas=Load(20.0, 0.0)), CLUSTER, TOPOLOGY))
-    assert found.exposed["replicas"] == pytest.approx(2.0)
-    assert simulate(step_operations(WORK, replace(CLUSTER, step_s=100.0), TOPOLOGY)).seconds == 100.0
+    found = simulate(step_operations(with_loads(replicas=Load(20.0, 0.0)), CLUSTER))
+    assert found["replicas"] == pytest.approx(2.0)
+    assert step_seconds(WORK, replace(CLUSTER, step_s=100.0)) == 100.0
 
 
 def test_every_micro_batch_starts_all_operators_and_adds_its_gradients() -> None:
     slow = replace(CLUSTER, operator_s=0.5, memory_bytes_per_s=1.0)
     model = MODEL._replace(rest=part(12.0)._replace(weight_bytes=4))
     one, four = (
-        sum(
-            o.seconds.get("core", 0.0)
-            for o in step_operations(replace(WORK, model=model), slow, TOPOLOGY, micro_batches=k)
-        )
+        sum(o.seconds.get("core", 0.0) for o in step_operations(replace(WORK, model=model), slow, micro_batches=k))
         for k in (1, 4)
     )
     # Of towers, bottom MLP and dense part one operator each way; sums of 4 bytes read two tensors and write one.
@@ -142,8 +140,8 @@ def test_every_micro_batch_starts_all_operators_and_adds_its_gradients() -> None
 def test_number_formats_cost_their_conversion() -> None:
     slow = replace(CLUSTER, memory_bytes_per_s=1.0)
     before, after, flat_before, flat_after = (
-        sum(one.seconds.get("core", 0.0) for one in step_operations(work, slow, TOPOLOGY, flat=flat))
+        sum(one.seconds.get("core", 0.0) for one in step_operations(work, slow))
         for flat in (False, True)
-        for work in (WORK, replace(WORK, converted_bytes=(3.0, 4.0)))
+        for work in (replace(WORK, is_flat=flat), replace(WORK, is_flat=flat, converted_bytes=(3.0, 4.0)))
     )
     assert after - before == flat_after - flat_before == pytest.approx(7.0)

@@ -1,7 +1,8 @@
-"""Bytes of a step by `step_bytes` against those that `TrafficMeter` counts in one, on gloo ranks."""
+"""Bytes of a step by `step_work` against those that `TrafficMeter` counts in one, on gloo ranks."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -11,9 +12,8 @@ from torchrec import KeyedJaggedTensor
 
 from dmt.plan.towers import TowerPlan
 from dmt.simulator.steps import Load
-from dmt.simulator.work import step_bytes
 from dmt.sptt.mesh import TowerMesh
-from dmt.training.commands.what_if import count, workload_of
+from dmt.training.commands.what_if import work_of
 from dmt.training.config import TrainingConfig
 from dmt.training.data.batch import ClickBatch
 from dmt.training.job import open_job
@@ -127,10 +127,10 @@ def measured(
     return str(folder), found
 
 
-def by_kind(found: dict[str, Load]) -> dict[str, int]:
+def by_kind(found: Mapping[str, Load]) -> dict[str, int]:
     """The sums as `TrafficMeter` books them; embeddings inside towers go there and back."""
     across = {name: load.uplink for name, load in found.items()}
-    inside = sum(load.inside for load in found.values()) + found["tower_outputs"].inside
+    inside = sum(load.inside for name, load in found.items() if name != "replicas") + found["tower_outputs"].inside
     kinds = {
         "ids": across["peer_ids"] + across["tower_ids"],
         "forward": across["peer_outputs"] + across["tower_outputs"],
@@ -148,7 +148,7 @@ def test_a_step_sends_what_was_planned(name: str, measured: tuple[str, dict[str,
     config = config_of(name, folder)
     topology = config.topology.build()
     job = open_job(config)
-    planned = by_kind(step_bytes(workload_of(job), count(job)))
+    planned = by_kind(work_of(job).sent)
     found = traffic[name]
     assert any(found.values())
     for kind in ("forward", "backward", "dense"):

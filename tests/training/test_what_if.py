@@ -18,16 +18,14 @@ from dmt.models import DLRM, ModelOptions
 from dmt.models.complexity import MetaTables, count_on_meta, criteo_1tb_tables
 from dmt.plan.tables import TableSpec
 from dmt.simulator.cluster import load_cluster, save_cluster
-from dmt.simulator.steps import StepWork
-from dmt.simulator.work import count_operators, step_bytes, step_work
+from dmt.simulator.work import count_operators
 from dmt.training.build import build_model
 from dmt.training.commands import main, what_if
 from dmt.training.commands.what_if import (
     alternatives,
     changed_config,
-    count,
     predict_step,
-    workload_of,
+    work_of,
 )
 from dmt.training.config import TrainingConfig, load_config, to_toml
 from dmt.training.factory import without_tables
@@ -37,10 +35,6 @@ from tests.training.test_factory import deepfm, unsharded
 
 A100 = load_cluster("a100")
 SMALL = replace(A100, ranks_per_host=2)
-
-
-def work_of(job: Job) -> StepWork:
-    return step_work(workload_of(job), count(job))
 
 
 def test_the_parts_of_a_model_are_all_of_it() -> None:
@@ -96,8 +90,12 @@ def test_the_busiest_ranks_and_hosts_are_those_that_hold_most() -> None:
     job = make_job(small("dlrm", sharding={"dataflow": "flat", "scheme": "table_wise"}), tables, 3)
     # Ranks 0 and 1, on the first host, hold 24 and 8 of 48 columns: 4/3 of the mean. Two of three ranks are elsewhere.
     sent = 16 * 3 * 48 * 4 * 2 / 3
-    assert step_bytes(workload_of(job), count(job))["peer_outputs"].uplink == pytest.approx(sent)
-    assert work_of(job).loads["peer_outputs"].uplink == pytest.approx(sent / 2 * 4 / 3)
+    work = work_of(job)
+    assert work.sent["peer_outputs"].uplink == pytest.approx(sent)
+    assert work.loads["peer_outputs"].uplink == pytest.approx(sent / 2 * 4 / 3)
+    # Rank 0: weights, and embeddings with their gradients of 64 samples.
+    assert work.rank_bytes == (9 * (8 + 1) * 4 + 64 * 24 * 4 * 2, 64 * 24 * 4 * 2)
+    assert work.host_bytes == 2 * 9 * (8 + 1) * 4 + 64 * 32 * 4 * 2
 
 
 class Concatenated(torch.nn.Module):
@@ -120,7 +118,7 @@ def test_a_model_may_read_all_columns_at_once() -> None:
     config = deepfm(model={"factory": "tests.training.test_what_if:concatenated", "in_towers": False, "options": {}})
     job = unsharded(config)
     columns = sum(table.embedding_dim * len(table.feature_names) for table in job.tables)
-    assert [one.flops for one in count(job).rest.forward if one.flops] == [2.0 * columns]
+    assert [one.flops for one in work_of(job).model.rest.forward if one.flops] == [2.0 * columns]
 
 
 def test_operators_that_depend_on_the_samples_are_refused() -> None:
@@ -140,10 +138,15 @@ def test_operators_that_depend_on_the_samples_are_refused() -> None:
 def test_alternatives_are_sorted_and_their_overrides_make_them() -> None:
     config = load_config("demo", ["topology.num_towers=4", "topology.ranks_per_tower=2", "train.batch_size=4096"])
     tables = criteo_1tb_tables(64)
-    ways = alternatives(job_for(config, tables), SMALL)
+    ways, left_out = alternatives(job_for(config, tables), SMALL)
     seconds = [round(way.seconds, 7) for way in ways]
     assert seconds == sorted(seconds)
-    assert sorted(round(way.compression_ratio) for way in ways) == [1, 1, 2, 4, 16]
+    assert left_out == []
+    # R of 1, of 2 on two hosts each, and of 2 on every host; of 4 on one host each, where towers would send nothing.
+    ratios = {
+        copies: sorted(round(w.compression_ratio) for w in ways if w.num_replicas == copies) for copies in (1, 2, 4)
+    }
+    assert ratios == {1: [1, 1, 2, 4, 16], 2: sorted([1, 1, 2, 4, 16] * 2), 4: [1]}
     for way in ways:
         again = load_config("demo", [*way.overrides, "train.batch_size=4096"])
         alone = predict_step(make_job(again, tables, 13), SMALL)
@@ -155,15 +158,16 @@ def test_towers_span_hosts_where_there_are_more_hosts_than_features() -> None:
     values = ["topology.num_towers=12", "topology.ranks_per_tower=2", "model.embedding_dim=16", "model.arch=dlrm"]
     config = load_config("demo", values)
     tables = [TableSpec(name=f"t{i}", num_embeddings=10, embedding_dim=16, feature_names=(f"f{i}",)) for i in range(5)]
-    for way in alternatives(job_for(config, tables), SMALL):
-        is_flat = "sharding.dataflow=flat" in way.overrides
-        assert ("topology.num_towers=4" in way.overrides) is not is_flat
-        assert ("topology.ranks_per_tower=6" in way.overrides) is not is_flat
+    for way in alternatives(job_for(config, tables), SMALL)[0]:
+        if way.num_replicas == 1:
+            is_flat = "sharding.dataflow=flat" in way.overrides
+            assert ("topology.num_towers=4" in way.overrides) is not is_flat
+            assert ("topology.ranks_per_tower=6" in way.overrides) is not is_flat
 
 
 def test_of_equally_fast_ones_the_model_that_is_unchanged_comes_first() -> None:
     config = load_config("demo", ["topology.num_towers=2", "topology.ranks_per_tower=2"])
-    ways = alternatives(job_for(config, criteo_1tb_tables(64)), replace(SMALL, step_s=1.0))
+    ways, _ = alternatives(job_for(config, criteo_1tb_tables(64)), replace(SMALL, step_s=1.0))
     assert ways[0].overrides[:2] == ["model.arch=dlrm", "sharding.dataflow=flat"]
     assert ways[0].seconds == pytest.approx(1.0)
 
@@ -189,7 +193,7 @@ def test_more_ids_take_longer_in_every_way_to_train() -> None:
     shape = ["topology.num_towers=2", "topology.ranks_per_tower=2"]
     tables, cluster = criteo_1tb_tables(64), replace(SMALL, step_s=0.0)
     configs = [load_config("demo", [*shape, *more]) for more in ([], ["sharding.pooling_factors.C1=900"])]
-    few, many = ({way.name: way.seconds for way in alternatives(job_for(c, tables), cluster)} for c in configs)
+    few, many = ({way.name: way.seconds for way in alternatives(job_for(c, tables), cluster)[0]} for c in configs)
     assert few.keys() == many.keys()
     assert all(few[name] < many[name] for name in few)
 
@@ -222,7 +226,7 @@ def test_the_command_predicts_the_config_and_its_alternatives() -> None:
     record = record_of("demo", *SHAPE, "--cluster", "h100")
     assert record["own"]["seconds"] == pytest.approx(sum(record["own"]["exposed"].values()))
     assert record["cluster"]["name"] == "h100"
-    assert len(record["alternatives"]) == 5
+    assert len(record["alternatives"]) == 21
 
 
 def test_a_list_of_tables_is_enough(tmp_path: Path) -> None:
@@ -274,7 +278,7 @@ def test_a_model_of_ones_own_is_predicted_as_it_is(tmp_path: Path) -> None:
 def test_alternatives_to_any_config_are_found(overrides: list[str], hosts: int, left_out: list[str]) -> None:
     record = record_of("demo", *SHAPE, "sharding.dataflow=sptt", *overrides, "--cluster", "a100")
     assert record["not_counted"] == left_out
-    assert len(record["alternatives"]) == 5
+    assert len([way for way in record["alternatives"] if way["num_replicas"] == 1]) == 5
     for way in record["alternatives"]:
         assert load_config("demo", way["overrides"]).topology.build().world_size == 8 * hosts
 

@@ -9,25 +9,25 @@ from dataclasses import asdict, replace
 from typing import Any, NamedTuple
 
 from dmt.errors import InputError
-from dmt.formatting import human_bytes
+from dmt.formatting import human_bytes, shorten
 from dmt.plan.tables import NUMBER_BYTES, feature_names
+from dmt.plan.topology import TowerTopology
 from dmt.simulator.cluster import Cluster, load_cluster
-from dmt.simulator.steps import Kind, ModelWork, simulate, step_operations
+from dmt.simulator.steps import Kind, StepWork, simulate, step_operations
 from dmt.simulator.work import Workload, count_operators, step_work
 from dmt.training.build import build_model
 from dmt.training.commands import Shown
 from dmt.training.config import TrainingConfig, load_config, to_override
 from dmt.training.factory import without_tables
-from dmt.training.job import Job, make_job, open_job
+from dmt.training.job import Job, make_job, open_job, step_workload
 
 __all__ = [
     "Prediction",
     "alternatives",
     "changed_config",
-    "count",
     "predict_step",
     "run_what_if",
-    "workload_of",
+    "work_of",
 ]
 
 _RATIOS = (2, 4, 16)
@@ -45,6 +45,7 @@ _KEPT: dict[str, tuple[str, ...] | None] = {
         "backward_precision",
         "table_precision",
     ),
+    "replicas": ("sync_every",),
     "train": ("batch_size", "prefetch_ids", "micro_batches", "device"),
 }
 
@@ -57,6 +58,7 @@ class Prediction(NamedTuple):
     """Settings that make it of the run's config."""
     compression_ratio: float
     """1.0 where the model computes what the flat one does."""
+    num_replicas: int
     seconds: float
     exposed: dict[Kind, float]
     """Seconds by kind of operation."""
@@ -64,94 +66,131 @@ class Prediction(NamedTuple):
     """Of the whole job."""
     uplink_bytes: float
     """Bytes that the busiest host sends to others."""
+    rank_bytes: float
+    """Memory of the fullest rank for tables, their optimizer states, and what lookups return with its gradients."""
+    activation_bytes: float
+    """The last of these alone."""
+    host_bytes: float
+    """The same memory of the ranks of the fullest host."""
 
 
-def count(job: Job) -> ModelWork:
-    """Builds a job's model on the meta device and counts it."""
-    return count_operators(without_tables(build_model(job, device="meta")), job.num_dense)
-
-
-def workload_of(job: Job) -> Workload:
-    """Returns what the bytes of a job's step depend on."""
+def work_of(job: Job) -> StepWork:
+    """Builds a job's model on the meta device, counts it, and returns the work of a step."""
     sharding, train, is_flat = job.config.sharding, job.config.train, job.sharding is None
     tables = job.tables if is_flat else job.split_tables
-    return Workload(
+    workload = Workload(
         topology=job.topology,
         tables=tables,
         towers=[feature_names(tables)] if job.towers is None or is_flat else job.towers.to_lists(),
         sharding=job.sharding,
-        batch_size=train.batch_size,
-        pooling=sharding.pooling_factors if job.sharding is None else job.sharding.workload.pooling_factors,
+        lookups=job.sharding.workload if job.sharding else step_workload(job.config, sharding.pooling_factors),
         number_bytes=(NUMBER_BYTES[sharding.forward_precision], NUMBER_BYTES[sharding.backward_precision]),
         is_table_wise=sharding.scheme == "table_wise",
         is_hierarchical=train.dense_reduce != "ring",
-        sync_every=job.config.replicas.sync_every,
     )
+    return step_work(workload, count_operators(without_tables(build_model(job, device="meta")), job.num_dense))
 
 
 def predict_step(job: Job, cluster: Cluster, name: str = "this config", overrides: Sequence[str] = ()) -> Prediction:
     """Predicts one training step of a job, whose topology may be of another size than the cluster."""
-    train, model = job.config.train, count(job)
-    work = step_work(workload_of(job), model)
-    operations = step_operations(
-        work,
-        cluster,
-        job.topology,
-        flat=job.sharding is None,
-        micro_batches=train.micro_batches,
-        prefetch=train.prefetch_ids,
-        hierarchical=train.dense_reduce != "ring",
-    )
-    timeline = simulate(operations)
+    train, work = job.config.train, work_of(job)
+    exposed = simulate(step_operations(work, cluster, micro_batches=train.micro_batches, prefetch=train.prefetch_ids))
+    seconds, widths = sum(exposed.values()), work.model.widths
     columns = sum(table.embedding_dim * len(table.feature_names) for table in job.split_tables)
     return Prediction(
         name=name,
         overrides=list(overrides),
-        compression_ratio=columns / sum(model.widths) if model.widths else 1.0,
-        seconds=timeline.seconds,
-        exposed=timeline.exposed,
-        samples_per_s=train.batch_size * job.topology.world_size / timeline.seconds,
+        compression_ratio=columns / sum(widths) if widths else 1.0,
+        num_replicas=job.topology.num_replicas,
+        seconds=seconds,
+        exposed=exposed,
+        samples_per_s=train.batch_size * job.topology.world_size / seconds,
         uplink_bytes=work.uplink_bytes,
+        rank_bytes=work.rank_bytes[0],
+        activation_bytes=work.rank_bytes[1],
+        host_bytes=work.host_bytes,
     )
 
 
-def alternatives(run: Job, cluster: Cluster) -> list[Prediction]:
-    """Predicts a step flat, of the same model in towers, and of towers that compress; fastest first.
+def alternatives(run: Job, cluster: Cluster) -> tuple[list[Prediction], list[str]]:
+    """Predicts a step flat, of the same model in towers, and of towers that compress, each with 1 and more replicas.
 
     A tower is a host (several where there are more hosts than features), and features are dealt to towers in turn: how
     they are grouped hardly changes what is sent. Everything else is as in the config, so like stands beside like. A
     model of the user's own (``model.factory``) has no alternatives: overrides say what it is in towers and without.
+
+    Returns:
+        The predictions, fastest first, and the names of those that do not fit ``sharding.memory_gib``.
+
+    Raises:
+        InputError: the tables fit in none of them.
     """
-    predictions = []
+    predictions: list[Prediction] = []
+    left_out: list[str] = []
+    reason, limit = None, run.rank_memory
     for name, settings in _ways(run) if run.config.model.factory is None else ():
         overrides = [f"{key}={json.dumps(value).strip(chr(34))}" for key, value in settings.items()]
-        job = make_job(changed_config(run.config, settings), run.tables, run.num_dense)
-        predictions.append(predict_step(job, cluster, name, overrides))
-    # Of equally fast ones, but for rounding, that which changes the model less.
-    return sorted(predictions, key=lambda prediction: (round(prediction.seconds, 7), prediction.compression_ratio))
+        try:
+            job = make_job(changed_config(run.config, settings), run.tables, run.num_dense)
+        except InputError as error:
+            left_out.append(name)
+            reason = reason or error
+            continue
+        prediction = predict_step(job, cluster, name, overrides)
+        if limit is not None and prediction.rank_bytes > limit:
+            left_out.append(name)
+        else:
+            predictions.append(prediction)
+    if reason is not None and not predictions:
+        raise reason
+    # Of equally fast ones, but for rounding, that which changes the model less, and needs less memory.
+    predictions.sort(key=lambda way: (round(way.seconds, 7), way.compression_ratio, way.num_replicas))
+    return predictions, left_out
 
 
 def _ways(run: Job) -> Iterator[tuple[str, dict[str, Any]]]:
     """Name and settings of each alternative."""
     family, topology = "dcn" if "dcn" in run.config.model.arch else "dlrm", run.topology
-    hosts, size = topology.num_hosts, topology.host_size
-    num_features = len(feature_names(run.tables))
-    towers = max(number for number in range(1, hosts + 1) if hosts % number == 0 and number <= num_features)
-
-    def shape(num_towers: int) -> dict[str, Any]:
-        sizes = {"num_towers": num_towers, "ranks_per_tower": hosts * size // num_towers, "ranks_per_host": size}
-        return {f"topology.{name}": number for name, number in {**sizes, "num_replicas": 1}.items()}
-
-    in_towers = {"sharding.dataflow": "sptt", **shape(towers)}
-    if hosts > 1:
-        in_towers["train.dense_reduce"] = "hierarchical"
-    yield _FLAT, {"model.arch": family, "sharding.dataflow": "flat", **shape(hosts)}
-    yield "SPTT, same model", {"model.arch": family, **in_towers}
     columns = max(table.embedding_dim for table in run.tables)
-    for ratio in _RATIOS:
-        if columns % ratio == 0:
-            compressed = {"model.arch": f"dmt-{family}", "model.tower_dim": columns // ratio}
-            yield f"towers, ratio {ratio}", {**compressed, **in_towers}
+    models: dict[str, dict[str, Any]] = {"SPTT, same model": {"model.arch": family}}
+    models |= {
+        f"towers, ratio {ratio}": {"model.arch": f"dmt-{family}", "model.tower_dim": columns // ratio}
+        for ratio in _RATIOS
+        if columns % ratio == 0
+    }
+    reduced = {"train.dense_reduce": "hierarchical"} if topology.num_hosts > 1 else {}
+    for replicas, placement in _replicas(topology):
+        hosts, size = topology.num_hosts, topology.host_size
+        hosts, size = (hosts // replicas, size) if placement == "inter_host" else (hosts, size // replicas)
+        num_features = len(feature_names(run.tables))
+        towers = max(number for number in range(1, hosts + 1) if hosts % number == 0 and number <= num_features)
+        mesh: dict[str, int | str] = {
+            "num_replicas": replicas,
+            "replica_placement": placement,
+            "ranks_per_host": topology.host_size,
+        }
+        with_towers = _topology(num_towers=towers, ranks_per_tower=hosts * size // towers, **mesh)
+        suffix = f", {replicas} replicas ({placement})" if replicas > 1 else ""
+        if replicas == 1:
+            flat = {"sharding.dataflow": "flat", **_topology(num_towers=hosts, ranks_per_tower=size, **mesh)}
+            yield _FLAT, {"model.arch": family, **flat}
+        else:
+            # All ranks of a replica are one tower, which is how the trainer has replicas of a flat model.
+            flat = {"sharding.dataflow": "sptt", **_topology(num_towers=1, ranks_per_tower=hosts * size, **mesh)}
+            yield f"flat{suffix}", {"model.arch": family, **flat}
+        for name, model in models.items() if towers > 1 or replicas == 1 else ():
+            yield name + suffix, {**model, "sharding.dataflow": "sptt", **with_towers, **reduced}
+
+
+def _topology(**sizes: int | str) -> dict[str, int | str]:
+    return {f"topology.{name}": size for name, size in sizes.items()}
+
+
+def _replicas(topology: TowerTopology) -> list[tuple[int, str]]:
+    """Numbers of replicas for the hosts of a run: of whole hosts each, or all of them on each host."""
+    between = [number for number in range(1, topology.num_hosts + 1) if topology.num_hosts % number == 0]
+    inside = [number for number in range(2, topology.host_size + 1) if topology.host_size % number == 0]
+    return [*((number, "inter_host") for number in between), *((number, "intra_host") for number in inside)]
 
 
 def changed_config(config: TrainingConfig, settings: Mapping[str, Any]) -> TrainingConfig:
@@ -204,15 +243,21 @@ def run_what_if(config: str, overrides: Sequence[str], *, cluster: str, uplink: 
     if run.data.tables is not None:
         # A list of tables has no dense columns, but models read some.
         job = replace(job, num_dense=run.data.synthetic.num_dense)
-    predictions = [predict_step(job, described), *alternatives(job, described)]
-    own, *ways = (prediction._asdict() for prediction in predictions)
-    record = {"cluster": asdict(described), "not_counted": _not_counted(run), "own": own, "alternatives": ways}
+    own = predict_step(job, described)
+    ways, left_out = alternatives(job, described)
+    record = {
+        "cluster": asdict(described),
+        "not_counted": _not_counted(run),
+        "own": own._asdict(),
+        "alternatives": [way._asdict() for way in ways],
+        "left_out": left_out,
+    }
     topology, rate = job.topology, 8e-9 * described.exchange.uplink_bytes_per_s
     title = (
         f"{topology.num_hosts} hosts x {topology.host_size} ranks, {run.train.batch_size:,} samples a rank, "
         f"on {described.name}: {rate:,.4g} Gbit/s from a host to others ({rate / topology.host_size:,.4g} a rank)"
     )
-    return _show(record, title)
+    return _show(record, title, own, ways)
 
 
 def _check_hosts(run: TrainingConfig, cluster: Cluster, *, is_given: bool) -> None:
@@ -229,20 +274,27 @@ def _check_hosts(run: TrainingConfig, cluster: Cluster, *, is_given: bool) -> No
         )
 
 
-def _show(record: dict[str, Any], title: str) -> Shown:
-    """Shows the run's own step and the alternatives: all in one row where they are equally fast."""
-    own, ways, left_out = record["own"], record["alternatives"], record["not_counted"]
-    flat = next((way["seconds"] for way in ways if way["name"] == _FLAT), math.nan)
-    is_tie = bool(ways) and ways[-1]["seconds"] - ways[0]["seconds"] < 1e-7
+def _show(record: dict[str, Any], title: str, own: Prediction, ways: Sequence[Prediction]) -> Shown:
+    """Shows the run's own step and the alternatives: each without replicas and with the best number of them.
+
+    All are in one row where they are equally fast.
+    """
+    flat = next((way.seconds for way in ways if way.name == _FLAT), math.nan)
+    is_tie = bool(ways) and ways[-1].seconds - ways[0].seconds < 1e-7
+    best: dict[tuple[str, bool], Prediction] = {}
+    for way in ways:
+        best.setdefault((way.name.partition(",")[0] + str(way.compression_ratio), way.num_replicas > 1), way)
     rows = []
-    for way in [own, *([{**ways[0], "name": "every way to train"}] if is_tie else ways)]:
-        seconds, spent = way["seconds"], way["exposed"]
-        exposed = f"{1 - (spent['compute'] + spent['program']) / seconds:.0%}"
-        numbers = f"{1e3 * seconds:,.1f} ms", f"{way['samples_per_s']:,.0f}", f"{flat / seconds:.2f}"
-        rows.append((way["name"], *numbers, human_bytes(way["uplink_bytes"]), exposed))
-    lines = [f"This config is predicted as if it had not {', '.join(left_out)}."] if left_out else []
+    for way in [own, *([ways[0]._replace(name="every way to train")] if is_tie else best.values())]:
+        exposed = f"{1 - (way.exposed['compute'] + way.exposed['program']) / way.seconds:.0%}"
+        numbers = f"{1e3 * way.seconds:,.1f} ms", f"{way.samples_per_s:,.0f}", f"{flat / way.seconds:.2f}"
+        rows.append((way.name, *numbers, human_bytes(way.uplink_bytes), exposed, human_bytes(way.rank_bytes)))
+    wrong = record["not_counted"]
+    lines = [f"This config is predicted as if it had not {', '.join(wrong)}."] if wrong else []
     lines.append("Busiest host: that of the towers with the most columns. Exposed: waiting for exchanges only.")
-    lines += [f"The fastest: {' '.join(ways[0]['overrides'])}"] if ways else []
+    if record["left_out"]:
+        lines.append(f"Left out, for sharding.memory_gib: {shorten(record['left_out'], '; ')}.")
+    lines += [f"The fastest: {' '.join(ways[0].overrides)}"] if ways else []
     lines += ["All are bound by the program (step_s): a larger batch would tell them apart."] if is_tie else []
-    headers = ["", "step", "samples/s", "x flat", "busiest host sends", "exposed"]
+    headers = ["", "step", "samples/s", "x flat", "busiest host sends", "exposed", "fullest rank"]
     return Shown(record, headers, rows, title, range(1, len(headers)), lines)
