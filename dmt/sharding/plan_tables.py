@@ -142,8 +142,7 @@ class _Tower:
         return [self._entry(table, placements[table.name], seconds.mean()) for table in self.tables], ranks
 
     def _loads(self, tables: Sequence[Any], placements: Mapping[str, TablePlacement]) -> tuple[Vector, Vector, Vector]:
-        """Seconds, bytes and bytes of activations on every rank, [L] each, without fixed costs: some tables, those
-        outside."""
+        """Seconds, bytes, bytes of activations on every rank, [L] each, without fixed costs: some tables, those outside."""
         loads = np.tile(self.held[:, None], self.model.topology.ranks_per_tower)
         for table in tables:
             for rank, load in self.model.shards(table, placements[table.name]):

@@ -113,6 +113,7 @@ def _rank_loads(step: Workload) -> dict[str, NDArray[np.float64]]:
         costs = CostModel(topology=topology, workload=sharding.workload, hardware=sharding.hardware)
         tables = {table.name: table for table in step.tables}
         for entry in sharding.tables:
+            assert entry.tower is not None, "the trainer has no tables outside towers"
             for local, load in costs.shards(tables[entry.name], entry.placement):
                 loads[entry.tower * topology.ranks_per_tower + local] += load
     else:

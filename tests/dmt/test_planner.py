@@ -76,7 +76,7 @@ def test_the_plan_is_torchrecs() -> None:
 def test_tables_outside_towers_are_on_every_rank() -> None:
     model = nn.Sequential(collection("a", "b", "c", "d"))
     sharder = Sharder(TowerPlan.from_lists([["a"], ["b"]], outside=("d", "c")))
-    planner = TowerShardingPlanner(TWO_BY_TWO, scheme="table_wise", hardware=Hardware(memory_per_rank=340_000))
+    planner = TowerShardingPlanner(TWO_BY_TWO, scheme="table_wise", hardware=Hardware(memory_per_rank=1_120_000))
     plan, found = planner.plan(model, [sharder]).plan["0"], planner.explain(model, [sharder])
     assert {name: placed.sharding_type for name, placed in plan.items()} == {
         **dict.fromkeys(("t_a", "t_b"), "table_wise"),
@@ -86,14 +86,17 @@ def test_tables_outside_towers_are_on_every_rank() -> None:
     assert found.reasons["t_c"] == "on every rank: its feature is in no tower"
     # Weights and gradients of 1000 x 16 numbers and a state for each row, twice on every rank; one rank has a table.
     assert sorted(rank.memory for rank in found.ranks) == 2 * [2 * 132_000] + 2 * [2 * 132_000 + 68_000]
+    # Embeddings and gradients: of 1,024 samples of a rank, and of 4,096 of all.
+    looked_up = 1024 * 16 * 8
+    assert sorted(rank.activations for rank in found.ranks) == 2 * [2 * looked_up] + 2 * [6 * looked_up]
 
 
 def test_tables_that_cannot_be_on_every_rank_are_named() -> None:
     plan = TowerPlan.from_lists([["a"], ["b"]], outside=("d", "c"))
     model = nn.Sequential(collection("a", "b", "c", "d"))
     for options, message in (
-        ({"hardware": Hardware(memory_per_rank=200_000)}, "tables outside towers need 264 kB on every rank, "
-         "132 kB of it for table 't_c', but memory_per_rank=200 kB"),
+        ({"hardware": Hardware(memory_per_rank=200_000)}, "tables outside towers need 526 kB on every rank, "
+         "263 kB of it for table 't_c', but memory_per_rank=200 kB"),
         ({"pinned": {"t_*": "row_wise"}}, r"'t_c' outside towers is data_parallel, .* its rule 't_\*' asks for row_w"),
         ({"pinned": {"t_d": "fused_uvm"}}, "'t_d' outside towers .* its rule 't_d' asks for fused_uvm"),
     ):  # fmt: skip

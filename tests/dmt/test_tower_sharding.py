@@ -59,7 +59,7 @@ def exact_optimum(tables: list[TableSpec], model: CostModel) -> float | None:
         loads = np.zeros((2, len(places), num_ranks))
         for number, placement in enumerate(places):
             for rank, load in model.shards(table, placement):
-                loads[:, number, rank] += load.seconds, load.memory
+                loads[:, number, rank] += load.seconds, load.needed
         kinds = np.array([[placement.scheme == scheme for scheme in SCHEMES] for placement in places])
         seconds = (seconds[:, None] + loads[0]).reshape(-1, num_ranks)
         memory = (memory[:, None] + loads[1]).reshape(-1, num_ranks)
@@ -94,7 +94,7 @@ def random_tower(seed: int) -> tuple[list[TableSpec], CostModel]:
     topology = TowerTopology(num_towers=1, ranks_per_tower=num_ranks)
     exchange = float(rng.choice([0, 5, 20]))
     model = CostModel(topology=topology, workload=workload, hardware=Hardware(collective_latency_us=exchange))
-    total = sum(model.shard(t, "table_wise", t.num_embeddings, t.embedding_dim).memory for t in tables)
+    total = sum(model.shard(t, "table_wise", t.num_embeddings, t.embedding_dim).needed for t in tables)
     if rng.random() < 0.6:
         room = int(total / num_ranks * rng.uniform(1.02, 1.6))
         hardware = Hardware(collective_latency_us=exchange, memory_per_rank=room)
@@ -115,7 +115,7 @@ def test_small_towers_are_near_the_optimum(seed: int, monkeypatch: pytest.Monkey
         monkeypatch.setattr("dmt.sharding.plan_tables._COLUMN_GAIN", column_gain)
         found = plan_tables([tables], model.topology, workload=model.workload, hardware=model.hardware)
         assert best * (1 - 1e-9) <= found.seconds <= 1.06 * (1 + column_gain) * best
-        assert max(rank.memory for rank in found.ranks) <= (model.hardware.memory_per_rank or np.inf)
+        assert max(rank.needed for rank in found.ranks) <= (model.hardware.memory_per_rank or np.inf)
 
 
 def test_the_reported_loads_add_up() -> None:
@@ -279,7 +279,8 @@ def of_rule(name: str, rule: Any) -> ShardingRules:
 REFUSED: list[tuple[list[list[TableSpec]], TowerTopology, dict[str, Any], str]] = [
     ([FOUR], one_tower(2), {"hardware": Hardware(memory_per_rank=LEAST - 1), "rules": WHOLE},
      r"No placement was found for the 4 tables of tower 0: they need at least 502 kB .*, 262 kB of it for the "
-     r"embeddings looked up with batch_size=1024; .*'t0' .* hold 146 kB even table_wise. Lower batch_size to 1023 or less, let"),
+     r"embeddings looked up with batch_size=1024; .*'t0' .* hold 146 kB even table_wise. Lower "
+     r"batch_size to 1023 or less, let"),
     ([[table("a")], [table("big", 1_000_000, 64)]], TWO_TOWERS, {"hardware": Hardware(memory_per_rank=10_000_000)},
      "tower 1.*memory_per_rank=10.0 MB have, .*; of table 'big' a rank must hold 69.0 MB even column_wise. Let"),
     ([[table("a")]], one_tower(2),

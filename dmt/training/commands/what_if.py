@@ -164,11 +164,8 @@ def _ways(run: Job) -> Iterator[tuple[str, dict[str, Any]]]:
         hosts, size = (hosts // replicas, size) if placement == "inter_host" else (hosts, size // replicas)
         num_features = len(feature_names(run.tables))
         towers = max(number for number in range(1, hosts + 1) if hosts % number == 0 and number <= num_features)
-        mesh: dict[str, int | str] = {
-            "num_replicas": replicas,
-            "replica_placement": placement,
-            "ranks_per_host": topology.host_size,
-        }
+        mesh: dict[str, Any] = {"num_replicas": replicas, "replica_placement": placement}
+        mesh["ranks_per_host"] = topology.host_size
         with_towers = _topology(num_towers=towers, ranks_per_tower=hosts * size // towers, **mesh)
         suffix = f", {replicas} replicas ({placement})" if replicas > 1 else ""
         if replicas == 1:
