@@ -222,7 +222,7 @@ CEILINGS = {
     "dmt/sptt": (3_170, 17),  # 2_900, 18
     "dmt/replicas": (400, 4),  # 350, 3
     "dmt/hot_rows": (1_000, 6),  # 900, 6
-    "dmt/simulator": (850, 4),  # 800, 5
+    "dmt/simulator": (800, 4),
     "dmt/report": (150, 2),  # 110, 2
     "dmt/testing": (600, 4),  # 600, 4
     "dmt/training": (10_400, 53),  # 7_800, 50

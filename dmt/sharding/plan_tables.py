@@ -141,13 +141,13 @@ class _Tower:
         ]
         return [self._entry(table, placements[table.name], seconds.mean()) for table in self.tables], ranks
 
-    def _loads(self, tables: Sequence[Any], placements: Mapping[str, TablePlacement]) -> tuple[Vector, Vector, Vector]:
-        """Seconds, bytes, bytes of activations on every rank, [L] each, without fixed costs: some tables, those outside."""
+    def _loads(self, tables: Sequence[Any], placements: Mapping[str, TablePlacement]) -> Vector:
+        """Seconds, bytes, bytes of activations on every rank, [3, L], of some tables and those outside; no fixed costs."""
         loads = np.tile(self.held[:, None], self.model.topology.ranks_per_tower)
         for table in tables:
             for rank, load in self.model.shards(table, placements[table.name]):
                 loads[:, rank] += load.seconds, load.memory, load.activations
-        return loads[0], loads[1], loads[2]
+        return loads
 
     def _cuts(self, table: Any) -> Iterator[TablePlacement]:
         """The ways to cut a table, fewest parts first, on the first ranks."""
