@@ -142,7 +142,7 @@ class _Tower:
         return [self._entry(table, placements[table.name], seconds.mean()) for table in self.tables], ranks
 
     def _loads(self, tables: Sequence[Any], placements: Mapping[str, TablePlacement]) -> Vector:
-        """Seconds, bytes, bytes of activations on every rank, [3, L], of some tables and those outside; no fixed costs."""
+        """Seconds, bytes, activations of every rank, [3, L], for some tables and those outside, without fixed costs."""
         loads = np.tile(self.held[:, None], self.model.topology.ranks_per_tower)
         for table in tables:
             for rank, load in self.model.shards(table, placements[table.name]):
