@@ -177,7 +177,7 @@ def test_alternatives_keep_all_that_is_not_about_the_towers_of_the_config() -> N
     values = ["topology.num_towers=2", "train.micro_batches=2", "sharding.pooling_factors.C1=7"]
     config = load_config("demo", [*values, *(f"sharding.{setting}" for setting in sharding)])
     for dataflow, micro_batches in (("flat", 1), ("sptt", 2)):
-        found = changed_config(config, {"model.arch": "dlrm", "sharding.dataflow": dataflow})
+        found = changed_config(config, {"model": {"arch": "dlrm"}, "sharding": {"dataflow": dataflow}})
         kept = found.sharding.table_precision, found.sharding.memory_gib, found.sharding.forward_precision
         assert (*kept, found.sharding.pooling_factors) == ("fp16", 8, "bf16", {"C1": 7})
         assert (found.sharding.unique, found.train.micro_batches) == (False, micro_batches)
@@ -185,7 +185,7 @@ def test_alternatives_keep_all_that_is_not_about_the_towers_of_the_config() -> N
 
 def test_towers_beside_a_flat_config_are_placed_by_the_rates_of_the_cluster() -> None:
     config = load_config("demo", ["model.arch=dlrm", "sharding.dataflow=flat", "sharding.cluster=a100"])
-    towers = changed_config(config, {"model.arch": "dlrm", "sharding.dataflow": "sptt"})
+    towers = changed_config(config, {"model": {"arch": "dlrm"}, "sharding": {"dataflow": "sptt"}})
     assert towers.sharding.cluster == "a100"
 
 

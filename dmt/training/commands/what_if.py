@@ -33,20 +33,10 @@ __all__ = [
 _RATIOS = (2, 4, 16)
 _FLAT = "flat (TorchRec)"
 # What alternatives take over from a config, whole sections or keys of them; the rest is about its own towers.
-_KEPT: dict[str, tuple[str, ...] | None] = {
-    "data": None,
-    "model": None,
-    "optimizer": None,
-    "sharding": (
-        "memory_gib",
-        "cluster",
-        "pooling_factors",
-        "forward_precision",
-        "backward_precision",
-        "table_precision",
-    ),
-    "replicas": ("sync_every",),
-    "train": ("batch_size", "prefetch_ids", "micro_batches", "device"),
+_SHARDING = "memory_gib cluster pooling_factors forward_precision backward_precision table_precision"
+_KEPT: dict[str, Sequence[str] | None] = {
+    **{"data": None, "model": None, "optimizer": None, "sharding": _SHARDING.split(), "replicas": ["sync_every"]},
+    "train": ["batch_size", "prefetch_ids", "micro_batches", "device"],
 }
 
 
@@ -129,7 +119,8 @@ def alternatives(run: Job, cluster: Cluster) -> tuple[list[Prediction], list[str
     left_out: list[str] = []
     reason, limit = None, run.rank_memory
     for name, settings in _ways(run) if run.config.model.factory is None else ():
-        overrides = [f"{key}={json.dumps(value).strip(chr(34))}" for key, value in settings.items()]
+        keys = [(f"{section}.{key}", value) for section, own in settings.items() for key, value in own.items()]
+        overrides = [f"{key}={json.dumps(value).strip(chr(34))}" for key, value in keys]
         try:
             job = make_job(changed_config(run.config, settings), run.tables, run.num_dense)
         except InputError as error:
@@ -148,39 +139,29 @@ def alternatives(run: Job, cluster: Cluster) -> tuple[list[Prediction], list[str
     return predictions, left_out
 
 
-def _ways(run: Job) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Name and settings of each alternative."""
-    family, topology = "dcn" if "dcn" in run.config.model.arch else "dlrm", run.topology
-    columns = max(table.embedding_dim for table in run.tables)
-    models: dict[str, dict[str, Any]] = {"SPTT, same model": {"model.arch": family}}
-    models |= {
-        f"towers, ratio {ratio}": {"model.arch": f"dmt-{family}", "model.tower_dim": columns // ratio}
-        for ratio in _RATIOS
-        if columns % ratio == 0
-    }
-    reduced = {"train.dense_reduce": "hierarchical"} if topology.num_hosts > 1 else {}
-    for replicas, placement in _replicas(topology):
-        hosts, size = topology.num_hosts, topology.host_size
+def _ways(run: Job) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
+    """Name and settings of each alternative, by section."""
+    family, num_hosts = "dcn" if "dcn" in run.config.model.arch else "dlrm", run.topology.num_hosts
+    columns, num_features = max(table.embedding_dim for table in run.tables), len(feature_names(run.tables))
+    models: dict[str, dict[str, Any]] = {"SPTT, same model": {"arch": family}}
+    for ratio in _RATIOS:
+        if columns % ratio == 0:
+            models[f"towers, ratio {ratio}"] = {"arch": f"dmt-{family}", "tower_dim": columns // ratio}
+    reduced = {"train": {"dense_reduce": "hierarchical"}} if num_hosts > 1 else {}
+    for replicas, placement in _replicas(run.topology):
+        hosts, size = num_hosts, run.topology.host_size
+        mesh = {"num_replicas": replicas, "replica_placement": placement, "ranks_per_host": size}
         hosts, size = (hosts // replicas, size) if placement == "inter_host" else (hosts, size // replicas)
-        num_features = len(feature_names(run.tables))
-        towers = max(number for number in range(1, hosts + 1) if hosts % number == 0 and number <= num_features)
-        mesh: dict[str, Any] = {"num_replicas": replicas, "replica_placement": placement}
-        mesh["ranks_per_host"] = topology.host_size
-        with_towers = _topology(num_towers=towers, ranks_per_tower=hosts * size // towers, **mesh)
         suffix = f", {replicas} replicas ({placement})" if replicas > 1 else ""
-        if replicas == 1:
-            flat = {"sharding.dataflow": "flat", **_topology(num_towers=hosts, ranks_per_tower=size, **mesh)}
-            yield _FLAT, {"model.arch": family, **flat}
-        else:
-            # All ranks of a replica are one tower, which is how the trainer has replicas of a flat model.
-            flat = {"sharding.dataflow": "sptt", **_topology(num_towers=1, ranks_per_tower=hosts * size, **mesh)}
-            yield f"flat{suffix}", {"model.arch": family, **flat}
-        for name, model in models.items() if towers > 1 or replicas == 1 else ():
-            yield name + suffix, {**model, "sharding.dataflow": "sptt", **with_towers, **reduced}
-
-
-def _topology(**sizes: int | str) -> dict[str, int | str]:
-    return {f"topology.{name}": size for name, size in sizes.items()}
+        # The trainer has replicas of a flat model in the tower dataflow: all ranks of a replica are one tower.
+        number, dataflow = (1, "sptt") if replicas > 1 else (hosts, "flat")
+        shape = {"num_towers": number, "ranks_per_tower": hosts * size // number, **mesh}
+        name = f"flat{suffix}" if replicas > 1 else _FLAT
+        yield name, {"model": {"arch": family}, "sharding": {"dataflow": dataflow}, "topology": shape}
+        number = max(number for number in range(1, hosts + 1) if hosts % number == 0 and number <= num_features)
+        shape = {"num_towers": number, "ranks_per_tower": hosts * size // number, **mesh}
+        for name, model in models.items() if number > 1 or replicas == 1 else ():
+            yield name + suffix, {"model": model, "sharding": {"dataflow": "sptt"}, "topology": shape, **reduced}
 
 
 def _replicas(topology: TowerTopology) -> list[tuple[int, str]]:
@@ -190,16 +171,15 @@ def _replicas(topology: TowerTopology) -> list[tuple[int, str]]:
     return [*((number, "inter_host") for number in between), *((number, "intra_host") for number in inside)]
 
 
-def changed_config(config: TrainingConfig, settings: Mapping[str, Any]) -> TrainingConfig:
-    """The config with these settings, and without what is about its own towers and tables."""
+def changed_config(config: TrainingConfig, settings: Mapping[str, Mapping[str, Any]]) -> TrainingConfig:
+    """The config with these settings by section, and without what is about its own towers and tables."""
     own, values = config.model_dump(mode="json", exclude_none=True), {}
     for section, keys in _KEPT.items():
         values[section] = {key: value for key, value in own[section].items() if keys is None or key in keys}
-    if settings["sharding.dataflow"] == "flat":
+    if settings["sharding"]["dataflow"] == "flat":
         del values["train"]["micro_batches"]
-    for key, value in settings.items():
-        section, _, name = key.partition(".")
-        values.setdefault(section, {})[name] = value
+    for section, changed in settings.items():
+        values[section] = {**values.get(section, {}), **changed}
     return TrainingConfig.model_validate(values)
 
 
@@ -242,13 +222,8 @@ def run_what_if(config: str, overrides: Sequence[str], *, cluster: str, uplink: 
         job = replace(job, num_dense=run.data.synthetic.num_dense)
     own = predict_step(job, described)
     ways, left_out = alternatives(job, described)
-    record = {
-        "cluster": asdict(described),
-        "not_counted": _not_counted(run),
-        "own": own._asdict(),
-        "alternatives": [way._asdict() for way in ways],
-        "left_out": left_out,
-    }
+    record: dict[str, Any] = {"cluster": asdict(described), "not_counted": _not_counted(run), "own": own._asdict()}
+    record |= {"alternatives": [way._asdict() for way in ways], "left_out": left_out}
     topology, rate = job.topology, 8e-9 * described.exchange.uplink_bytes_per_s
     title = (
         f"{topology.num_hosts} hosts x {topology.host_size} ranks, {run.train.batch_size:,} samples a rank, "
