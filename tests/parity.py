@@ -32,50 +32,49 @@ OPTIMIZERS = {
 FUSED = {"optimizer": OPTIMIZERS["rowwise_adagrad"], "learning_rate": LR, "eps": EPS}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Batches:
-    """How to draw a rank's batch."""
+def draw_batch(
+    rank: int,
+    step: int,
+    tables: list[EmbeddingBagConfig],
+    size: int,
+    *,
+    max_bag: int = 1,
+    weighted: bool = False,
+    repeated: bool = False,
+) -> tuple[KeyedJaggedTensor, Tensor]:
+    """Draws ids and labels of a rank's batch; ``repeated`` samples often have some or all bags of the one before."""
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    rows_of: dict[str, int] = {}
+    for table in tables:
+        for feature in table.feature_names:
+            rows_of[feature] = min(table.num_embeddings, rows_of.get(feature, table.num_embeddings))
+    lengths, values = [], []
+    # The batch's feature order differs from every plan's on purpose.
+    features = list(rows_of.items())[::-1]
+    for _, rows in features:
+        count = torch.ones(size, dtype=torch.int64)
+        if max_bag != 1:
+            count = torch.randint(0, max_bag + 1, (size,), generator=generator)
+        lengths.append(count)
+        values.append(torch.randint(0, rows, (int(count.sum()),), generator=generator))
+    ids = torch.cat(values)
+    weights = torch.rand(ids.numel(), generator=generator) if weighted else None
+    kjt = KeyedJaggedTensor(keys=[f for f, _ in features], values=ids, lengths=torch.cat(lengths), weights=weights)
+    if repeated:
+        kjt = _repeat(kjt, generator)
+    return kjt, torch.rand(size, generator=generator).round()
 
-    sizes: tuple[int, ...]
-    max_bag: int = 1
-    weighted: bool = False
-    repeated: bool = False
-    """Samples often have some or all bags of the sample before."""
 
-    def draw(self, rank: int, step: int, tables: list[EmbeddingBagConfig]) -> tuple[KeyedJaggedTensor, Tensor]:
-        generator = torch.Generator().manual_seed(1000 * step + rank)
-        size = self.sizes[rank]
-        lengths, values = [], []
-        # The batch's feature order differs from every plan's on purpose.
-        rows_of: dict[str, int] = {}
-        for table in tables:
-            for feature in table.feature_names:
-                rows_of[feature] = min(table.num_embeddings, rows_of.get(feature, table.num_embeddings))
-        features = list(rows_of.items())[::-1]
-        for _, rows in features:
-            if self.max_bag == 1:
-                count = torch.ones(size, dtype=torch.int64)
-            else:
-                count = torch.randint(0, self.max_bag + 1, (size,), generator=generator)
-            lengths.append(count)
-            values.append(torch.randint(0, rows, (int(count.sum()),), generator=generator))
-        ids = torch.cat(values)
-        weights = torch.rand(ids.numel(), generator=generator) if self.weighted else None
-        kjt = KeyedJaggedTensor(keys=[f for f, _ in features], values=ids, lengths=torch.cat(lengths), weights=weights)
-        if self.repeated:
-            kjt = self._repeat(kjt, generator)
-        return kjt, torch.rand(size, generator=generator).round()
-
-    def _repeat(self, ids: KeyedJaggedTensor, generator: torch.Generator) -> KeyedJaggedTensor:
-        bags = torch.arange(ids.lengths().numel(), dtype=torch.int32).view(len(ids.keys()), -1)
-        repeats = torch.rand(bags.shape, generator=generator) < 0.25
-        repeats |= torch.rand(bags.shape[1], generator=generator) < 0.5
-        for sample in range(1, bags.shape[1]):
-            bags[:, sample] = torch.where(repeats[:, sample], bags[:, sample - 1], bags[:, sample])
-        lengths, values, weights = torch.ops.fbgemm.permute_1D_sparse_data(
-            bags.flatten(), ids.lengths(), ids.values(), ids.weights_or_none()
-        )
-        return KeyedJaggedTensor(keys=ids.keys(), values=values, lengths=lengths, weights=weights)
+def _repeat(ids: KeyedJaggedTensor, generator: torch.Generator) -> KeyedJaggedTensor:
+    bags = torch.arange(ids.lengths().numel(), dtype=torch.int32).view(len(ids.keys()), -1)
+    repeats = torch.rand(bags.shape, generator=generator) < 0.25
+    repeats |= torch.rand(bags.shape[1], generator=generator) < 0.5
+    for sample in range(1, bags.shape[1]):
+        bags[:, sample] = torch.where(repeats[:, sample], bags[:, sample - 1], bags[:, sample])
+    lengths, values, weights = torch.ops.fbgemm.permute_1D_sparse_data(
+        bags.flatten(), ids.lengths(), ids.values(), ids.weights_or_none()
+    )
+    return KeyedJaggedTensor(keys=ids.keys(), values=values, lengths=lengths, weights=weights)
 
 
 class SumTowerModule(nn.Module):

@@ -49,13 +49,13 @@ from tests.parity import (
     FUSED,
     LR,
     OPTIMIZERS,
-    Batches,
     FlatModel,
     PassThrough,
     PipelinedBatch,
     SumTowerModule,
     TowerModel,
     Trained,
+    draw_batch,
     make_tables,
     plain_training,
     share,
@@ -134,16 +134,9 @@ class Case:
             ranks_per_host=self.ranks_per_host,
         )
 
-    def batches(self) -> Batches:
-        return Batches(
-            sizes=self.sizes or (5,) * self.world,
-            max_bag=self.max_bag,
-            weighted=self.weighted,
-            repeated=self.unique,
-        )
-
     def draw(self, rank: int, step: int) -> tuple[KeyedJaggedTensor, Tensor]:
-        ids, labels = self.batches().draw(rank, step, self.tables())
+        options: dict[str, Any] = {"max_bag": self.max_bag, "weighted": self.weighted, "repeated": self.unique}
+        ids, labels = draw_batch(rank, step, self.tables(), self.sizes[rank] if self.sizes else 5, **options)
         if self.id_dtype != torch.int64:
             ids = KeyedJaggedTensor(ids.keys(), ids.values().to(self.id_dtype), ids.weights_or_none(), ids.lengths())
         return ids, labels

@@ -19,7 +19,7 @@ from dmt import InputError, MicroBatches, TowerMesh, run_in_micro_batches
 from dmt.collectives import PendingExchange
 from dmt.sptt.peer_exchange import PeerExchange, _Transfer
 from dmt.testing import gather_plain_state
-from tests.parity import Batches, PipelinedBatch, SumTowerModule, load_ramps, loss_of, make_tables
+from tests.parity import PipelinedBatch, SumTowerModule, draw_batch, load_ramps, loss_of
 from tests.ranks import on_ranks, run_ranks
 from tests.sptt_case import Case, Training, build, shard
 
@@ -94,13 +94,13 @@ class Hidden:
         self.ids = ids
 
 
-def drawn(rank: int, step: int, size: int = 5) -> tuple[KeyedJaggedTensor, torch.Tensor]:
-    return Batches(sizes=(size,) * 2, max_bag=3).draw(rank, step, make_tables([8, 8, 8, 8]))
+def drawn(rank: int, size: int = 5) -> tuple[KeyedJaggedTensor, torch.Tensor]:
+    return draw_batch(rank, 0, TWO.tables(), size, max_bag=3)
 
 
 def check_calls(mesh: TowerMesh, rank: int) -> None:
     model = shard(TWO, Flawed(TWO), mesh)
-    ids, labels = drawn(rank, 0, size=4)
+    ids, labels = drawn(rank, size=4)
     expected = model(ids).detach()
     run_in_micro_batches(model, num_micro_batches=2)
     named = {
@@ -120,7 +120,7 @@ def check_calls(mesh: TowerMesh, rank: int) -> None:
     with pytest.raises(InputError, match="Flawed is given; its arguments hold 0 different ones"):
         model(Hidden(ids))
     with pytest.raises(InputError, match="its arguments hold 2 different ones"):
-        model(ids, drawn(rank, 0, size=5)[0])
+        model(ids, drawn(rank, size=5)[0])
     for other in (
         Batch(torch.zeros(4)),
         {"a": [Batch(torch.zeros(4))]},
@@ -136,7 +136,7 @@ def check_calls(mesh: TowerMesh, rank: int) -> None:
 
 def check_detach(mesh: TowerMesh, rank: int) -> None:
     model = shard(TWO, build(TWO), mesh)
-    ids = drawn(rank, 0)[0]
+    ids = drawn(rank)[0]
     whole = model(ids)[1]
     plain, calls = model.module.forward, []
 
@@ -169,7 +169,7 @@ def check_detach(mesh: TowerMesh, rank: int) -> None:
 def check_containers(mesh: TowerMesh, rank: int) -> None:
     case = replace(TWO, kind="flat")
     model = shard(case, Containers(case), mesh)
-    ids = drawn(rank, 0)[0]
+    ids = drawn(rank)[0]
     a, b, c, d, e, f = torch.randn(6, 5, 2).unbind()
     others = {"pair": Pair(b, c), "named": {"a": d, "list": [e, (f,)], "nothing": None}, "rate": torch.tensor(2.0)}
     whole = model(ids, [a, "extra"], **others)

@@ -238,7 +238,7 @@ def test_batches_on_their_way_outlive_another_number_of_micro_batches(rank: int,
     case = Case(towers=2, ranks=2, kind="flat", max_bag=2, sizes=(9, 7, 2, 9), unique=unique)
     model = shard(case, build(case), TowerMesh(TowerTopology(num_towers=2, ranks_per_tower=2)))
     (sparse,) = (part for part in model.modules() if isinstance(part, SPTTModule))
-    ids, _ = case.batches().draw(rank, 0, make_tables(list(case.dims)))
+    ids, _ = case.draw(rank, 0)
 
     def sent() -> tuple[Any, Any]:
         context = sparse.create_context()

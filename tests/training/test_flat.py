@@ -24,7 +24,7 @@ from dmt.training.commands.plans import run_plan
 from dmt.training.config import TrainingConfig
 from dmt.training.flat import FlatSharder, plan_flat
 from dmt.training.job import Job, open_job
-from tests.parity import FUSED, Batches, FlatModel, make_tables
+from tests.parity import FUSED, FlatModel, draw_batch, make_tables
 from tests.ranks import run_ranks
 from tests.training.small import plain, small, source
 
@@ -152,7 +152,7 @@ def mean_on_rank(rank: int) -> None:
     )
     load_plain_state(sharded, plain.state_dict())
     # Batches of unequal sizes.
-    everyone = [Batches(sizes=(5, 2, 1, 7), max_bag=4).draw(r, 0, tables) for r in range(4)]
+    everyone = [draw_batch(r, 0, tables, size, max_bag=4) for r, size in enumerate((5, 2, 1, 7))]
     ours, theirs = (found[0].values() for found in (sharded(everyone[rank][0]), plain(everyone[rank][0])))
     torch.testing.assert_close(ours, theirs, rtol=1e-6, atol=1e-6)
     ours.sum().backward()

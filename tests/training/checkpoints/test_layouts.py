@@ -27,7 +27,7 @@ from dmt.testing.state import LocalPart, join_parts
 from dmt.training.build import ScheduledOptimizer, build_optimizer
 from dmt.training.checkpoints import Checkpointer, load_plain, restore
 from dmt.training.config import OptimizerConfig
-from tests.parity import LR, Batches, loss_of, make_tables
+from tests.parity import LR, draw_batch, loss_of, make_tables
 from tests.ranks import run_ranks
 from tests.seeds import collected
 from tests.sptt_case import Case, build, shard
@@ -95,10 +95,9 @@ class Job:
         return result
 
     def _batch(self, step: int, rank: int, world: int) -> tuple[Any, Tensor]:
-        size = NUM_SAMPLES // 8
-        drawn = Batches(sizes=(size,) * 8)
-        tables = make_tables(list(DIMS))
-        parts = [drawn.draw(r, step, tables) for r in range(rank * 8 // world, (rank + 1) * 8 // world)]
+        size, tables = NUM_SAMPLES // 8, make_tables(list(DIMS))
+        shares = range(rank * 8 // world, (rank + 1) * 8 // world)
+        parts = [draw_batch(share, step, tables, size) for share in shares]
         if len(parts) == 1:
             return parts[0]
         keys = parts[0][0].keys()

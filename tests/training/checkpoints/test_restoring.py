@@ -38,7 +38,7 @@ from dmt.training.checkpoints import (
 from dmt.training.checkpoints.state import Shards, TensorReader, collect_state, write_tensors
 from dmt.training.checkpoints.store import MANIFEST_NAME
 from dmt.training.config import OptimizerConfig
-from tests.parity import Batches, FlatModel, loss_of
+from tests.parity import FlatModel, draw_batch, loss_of
 from tests.ranks import run_ranks
 from tests.training.small import alone
 
@@ -91,7 +91,7 @@ class Run:
 
     def train(self, steps: range) -> None:
         for step in steps:
-            ids, labels = Batches(sizes=(6, 6), max_bag=2).draw(self.mesh.rank, step, self.configs)
+            ids, labels = draw_batch(self.mesh.rank, step, self.configs, 6, max_bag=2)
             self.optimizer.zero_grad()
             loss_of(self.model(ids)[1], labels).backward()
             self.optimizer.step()
