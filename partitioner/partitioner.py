@@ -42,8 +42,6 @@ Strategy = Literal["auto", "coherent", "diverse", "together", "apart"]
 _OF_INTERACTIONS = ("together", "apart")
 # Random assignments to compare with.
 RANDOM_ASSIGNMENTS = 100
-# Sets of limits that are searched at most; they differ in the sizes of towers.
-MOST_OPTIONS = 4
 
 
 @dataclass(kw_only=True)
@@ -77,7 +75,8 @@ class TowerPartitioner:
     class."""
     balance_ratio: Annotated[float, Field(ge=1)] = 1.0
     """K of the paper: the largest tower may have this many times the features of the smallest (rounded down), but
-    always ceil(F / T). Infinite: towers may have any number of features, for instance to balance their work instead."""
+    always ceil(F / T). Sizes are n to K n, with n such that the middle is nearest F / T. Infinite: towers may have any
+    number of features, for instance to balance their work instead."""
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**32)] = 0
     """Seed of every random choice."""
     rules: InstanceOf[PartitionRules] = field(default_factory=PartitionRules)
@@ -152,29 +151,16 @@ class TowerPartitioner:
         points, is_paper = coordinates.points, costs.per_feature and not self.refine
         if is_paper:
             costs = Costs(pairs=np.square(points[:, None] - points).sum(axis=2), per_feature=True)
-        options = [part.options[i] for i in _evenly(len(part.options), MOST_OPTIONS)]
-        results = []
-        for bounds in options:
-            starts = [_grouped(points, num_towers, bounds, seed)] if costs.per_feature else []
-            # The paper's answer, unless limits that it does not know are broken.
-            if is_paper and not bounds.violation(starts[0], num_towers):
-                results.append((0.0, costs.of(starts[0], bounds.weights), starts[0]))
-                continue
-            starts.append(_neighbours(costs.pairs, num_towers))
-            share = 0.5 if len(options) > 1 else 1.0
-            results.append(search_towers(costs, starts, num_towers=num_towers, bounds=bounds, seed=seed, share=share))
-        # The first of equals by more than rounding, so that ties fall the same way everywhere.
-        best = 0
-        for number, (violation, cost, _) in enumerate(results):
-            least, least_cost, _ = results[best]
-            if violation < least or (violation == least and cost < least_cost - 1e-9 * abs(least_cost)):
-                best = number
-        (violation, _, labels), bounds = results[best], options[best]
-        if len(options) > 1 and not is_paper:  # the sizes are chosen, and the rest of the effort goes to them
-            violation, _, labels = search_towers(costs, [labels], num_towers=num_towers, bounds=bounds, seed=seed)
+        bounds = part.bounds
+        starts = [_grouped(points, num_towers, bounds, seed)] if costs.per_feature else []
+        if is_paper and not bounds.violation(starts[0], num_towers):
+            return _Answer(part=part, coordinates=coordinates, labels=starts[0])
+        # Also for the paper's answer where it breaks limits that K-means does not know.
+        starts.append(_neighbours(costs.pairs, num_towers))
+        violation, labels = search_towers(costs, starts, num_towers=num_towers, bounds=bounds, seed=seed)
         if violation:
             raise InputError(f"TowerPartitioner: {part.where}{_broken_limits(labels, num_towers, bounds)}")
-        return _Answer(part=part, coordinates=coordinates, labels=labels, bounds=bounds)
+        return _Answer(part=part, coordinates=coordinates, labels=labels)
 
     def _assembled(
         self, measure: FeatureAffinity, answers: Sequence[_Answer], strategy: str, more_notes: Sequence[str]
@@ -226,14 +212,14 @@ class _Answer:
     part: Part
     coordinates: Coordinates
     labels: Labels
-    bounds: Bounds
+    """[P] the tower of each block."""
 
     @property
     def notes(self) -> list[str]:
         """A note if the sizes could not be as even as requested."""
-        if self.part.asked is None:
-            return []
         sizes = np.bincount(self.labels, weights=self.part.blocks.loads[0]).astype(int)
+        if self.part.asked[0] <= sizes.min() and sizes.max() <= self.part.asked[1]:
+            return []
         return [
             f"{self.part.where}Towers have {sizes.min()} to {sizes.max()} features instead of {self.part.asked[0]} to "
             f"{self.part.asked[1]}, because features that share a table or must stay together are not parted."
@@ -256,11 +242,6 @@ class _Answer:
         """The tower of each feature, from the [P] labels of blocks."""
         pairs = zip(self.part.blocks.names, labels.tolist(), strict=True)
         return {name: tower for names, tower in pairs for name in names}
-
-
-def _evenly(count: int, most: int) -> list[int]:
-    """At most ``most`` of so many numbers, evenly spaced, with the first and the last."""
-    return np.unique(np.linspace(0, count - 1, most).round().astype(int)).tolist()
 
 
 def _grouped(points: Floats, num_towers: int, bounds: Bounds, seed: int) -> Labels:
@@ -294,7 +275,7 @@ def _random_towers(answers: Sequence[_Answer], seed: int) -> Iterator[Mapping[st
         towers: dict[str, int] = {}
         offset = 0
         for answer in answers:
-            bounds, num_towers, labels = answer.bounds, answer.part.num_towers, answer.labels.copy()
+            bounds, num_towers, labels = answer.part.bounds, answer.part.num_towers, answer.labels.copy()
             for weight in np.unique(bounds.weights):
                 alike = np.flatnonzero(bounds.weights == weight)
                 labels[alike] = labels[rng.permutation(alike)]

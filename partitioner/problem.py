@@ -80,10 +80,10 @@ class Part:
     category: str
     blocks: Blocks
     num_towers: int
-    options: tuple[Bounds, ...]
-    """Sets of limits of which any one must be held; they differ in the sizes of towers."""
-    asked: tuple[int, int] | None = None
-    """The requested sizes, if blocks of several features need others."""
+    bounds: Bounds
+    """The limits to hold; the sizes among them are looser than asked where blocks of several features need it."""
+    asked: tuple[int, int]
+    """The least and the most features of a tower that the balance ratio asks for."""
 
     @property
     def where(self) -> str:
@@ -209,61 +209,52 @@ def _part(category: str, blocks: Blocks, num_towers: int, balance_ratio: float, 
             f"TowerPartitioner: {where}num_towers={num_towers} exceeds the {num_blocks} {what} to place, and no tower "
             "may be empty. Use fewer towers, or write a plan that cuts tables (TowerPlan.column_splits)."
         )
-    strict = size_bounds(num_features, num_towers, balance_ratio)
-    pairs = _fitting_sizes(blocks.loads[0], num_towers, strict)
-    options = tuple(
-        Bounds(
-            loads=blocks.loads,
-            lower=np.array([float(least), 0.0, 0.0]),
-            upper=np.array([float(most), *upper]),
-            apart=blocks.apart,
-        )
-        for least, most in pairs
+    asked = size_bounds(num_features, num_towers, balance_ratio)
+    least, most = _fitting_sizes(blocks.loads[0], num_towers, asked)
+    bounds = Bounds(
+        loads=blocks.loads,
+        lower=np.array([float(least), 0.0, 0.0]),
+        upper=np.array([float(most), *upper]),
+        apart=blocks.apart,
     )
-    asked = strict[0] if pairs[0][1] > strict[0][1] else None
-    return Part(category=category, blocks=blocks, num_towers=num_towers, options=options, asked=asked)
+    return Part(category=category, blocks=blocks, num_towers=num_towers, bounds=bounds, asked=asked)
 
 
-def size_bounds(num_points: int, num_clusters: int, balance_ratio: float) -> list[tuple[int, int]]:
-    """Lists the pairs (smallest, largest) that keep every group at most ``balance_ratio`` times the smallest.
+def size_bounds(num_features: int, num_towers: int, balance_ratio: float) -> tuple[int, int]:
+    """The least and the most features of a tower such that none has more than ``balance_ratio`` times another's.
 
-    The first pair is that with the largest smallest group, floor(F / T); its largest is never below ceil(F / T). An
-    infinite ratio leaves all sizes open.
+    Of all such pairs it is the one whose middle is nearest the mean size. Where sizes cannot be even, the most is
+    ceil(F / T) all the same. An infinite ratio leaves all sizes open.
 
     Example:
-        >>> size_bounds(26, 8, 1.0), size_bounds(26, 8, 2.0), size_bounds(24, 8, 1.0)
-        ([(3, 4)], [(3, 6), (2, 4)], [(3, 3)])
+        >>> size_bounds(26, 8, 1.0), size_bounds(24, 8, 1.0), size_bounds(26, 8, 2.0), size_bounds(26, 8, 4.0)
+        ((3, 4), (3, 3), (2, 4), (1, 4))
     """
     if math.isinf(balance_ratio):
-        return [(1, num_points)]
-    smallest, needed = num_points // num_clusters, -(-num_points // num_clusters)
+        return 1, num_features
+    mean = num_features / num_towers
     # The addend keeps 1.15 * 100 from falling to 114.
-    pairs = [(least, int(balance_ratio * least + 1e-9)) for least in range(smallest, 0, -1)]
-    allowed = [(least, min(num_points, most)) for least, most in pairs if most >= needed]
-    if not allowed or allowed[0][0] != smallest:
-        allowed.insert(0, (smallest, needed))
-    return allowed
+    pairs = [(least, int(balance_ratio * least + 1e-9)) for least in range(int(mean), 0, -1)]
+    allowed = [(least, min(num_features, most)) for least, most in pairs if most >= mean]
+    return min(allowed, key=lambda pair: abs(sum(pair) - 2 * mean), default=(int(mean), math.ceil(mean)))
 
 
-def _fitting_sizes(weights: Floats, num_towers: int, pairs: Sequence[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Loosens the pairs just so far that blocks, of [P] ``weights`` features, can be dealt out within one of them.
+def _fitting_sizes(weights: Floats, num_towers: int, asked: tuple[int, int]) -> tuple[int, int]:
+    """Loosens the sizes just so far that blocks, of [P] ``weights`` features, can be dealt out within them.
 
     First the largest group is allowed more, then the smallest is kept as large as possible. A local search decides if
-    blocks fit, so the pairs may be looser than a perfect packing needs.
+    blocks fit, so the sizes may be looser than a perfect packing needs.
     """
     nothing = Costs(pairs=np.zeros((len(weights), len(weights))), per_feature=False)
 
-    def loosened(more: int, less: int) -> list[tuple[int, int]]:
-        return [(max(1, smallest - less), largest + more) for smallest, largest in pairs]
+    def loosened(more: int, less: int) -> tuple[int, int]:
+        return max(1, asked[0] - less), asked[1] + more
 
     def fits(more: int, less: int) -> bool:
-        for pair in loosened(more, less):
-            lower, upper = np.array(pair, dtype=np.float64).reshape(2, 1)
-            bounds = Bounds(loads=weights[None, :], lower=lower, upper=upper)
-            labels = local_search(nothing, even_start(bounds, num_towers), num_towers=num_towers, bounds=bounds)
-            if not bounds.violation(labels, num_towers):
-                return True
-        return False
+        lower, upper = np.array(loosened(more, less), dtype=np.float64).reshape(2, 1)
+        bounds = Bounds(loads=weights[None, :], lower=lower, upper=upper)
+        labels = local_search(nothing, even_start(bounds, num_towers), num_towers=num_towers, bounds=bounds)
+        return not bounds.violation(labels, num_towers)
 
     most = int(weights.max()) - 1  # enough for dealing out the largest first
     # More room never hurts, so halving finds the least that is enough.

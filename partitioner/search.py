@@ -112,15 +112,15 @@ class Costs:
 
 
 def search_towers(
-    costs: Costs, starts: Sequence[Labels], *, num_towers: int, bounds: Bounds, seed: int, share: float = 1.0
-) -> tuple[float, float, Labels]:
+    costs: Costs, starts: Sequence[Labels], *, num_towers: int, bounds: Bounds, seed: int
+) -> tuple[float, Labels]:
     """Searches for the assignment that holds the limits with the least cost.
 
     A `local_search` is made from each of ``starts`` ([P] labels), from random ones, and then from perturbations of the
-    best answer, a part of which is dealt out anew. Larger problems get fewer, as does a ``share`` below 1.
+    best answer, a part of which is dealt out anew. Larger problems get fewer.
 
     Returns:
-        The violation, 0 where all limits are held, the cost, and the [P] labels.
+        The violation, 0 where all limits are held, and the [P] labels.
     """
     rng = np.random.default_rng(seed)
     size = len(costs.pairs) * (len(costs.pairs) + num_towers)
@@ -130,9 +130,9 @@ def search_towers(
         even = even_start(bounds, num_towers)
         if least[0] > 0 or size < START_BUDGET:
             yield even
-        for _ in range(int(share * min(MOST_STARTS, START_BUDGET // size))):
+        for _ in range(min(MOST_STARTS, START_BUDGET // size)):
             yield rng.permutation(even)
-        for _ in range(int(share * min(MOST_PERTURBATIONS, PERTURBATION_BUDGET // size))):
+        for _ in range(min(MOST_PERTURBATIONS, PERTURBATION_BUDGET // size)):
             picked = rng.permutation(len(best))[: max(2, round(PERTURBED_SHARE * len(best)))]
             perturbed = best.copy()
             perturbed[picked] = rng.permutation(perturbed[picked])
@@ -145,7 +145,7 @@ def search_towers(
         # Better by more than rounding, so that ties fall the same way everywhere.
         if violation < least[0] or (violation == least[0] and cost < least[1] - 1e-9 * abs(least[1])):
             least, best = (violation, cost), labels
-    return *least, best
+    return least[0], best
 
 
 def even_start(bounds: Bounds, num_towers: int) -> Labels:

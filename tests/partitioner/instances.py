@@ -50,17 +50,14 @@ def random_labels(rng, num_blocks, num_towers):
 
 
 def random_bounds(rng, num_blocks, num_towers, *, slack=(1.0, 1.2, 1.5, 9.0), apart=0.2):
-    """Blocks of one or two features with work and bytes; a list of bounds of which any may be held."""
+    """Bounds on blocks of one or two features with work and bytes."""
     weights = rng.integers(1, 3, num_blocks).astype(float) if rng.random() < 0.5 else np.ones(num_blocks)
     work = rng.choice([0.0, 1.0, 2.0, 5.5], num_blocks) * rng.choice([1.0, 0.1])
     loads = np.stack([weights, work, np.round(10 ** rng.uniform(1, 7, num_blocks))])
     upper = [loads[row].sum() / num_towers * rng.choice(slack) for row in (1, 2)]
     parted = random_apart(rng, num_blocks, apart) if rng.random() < 0.5 else None
     num_features = int(weights.sum())
-    sizes = [(1, num_features)]
+    smallest, largest = 1, num_features
     if rng.random() < 0.6:
-        sizes = size_bounds(num_features, num_towers, float(rng.choice([1, 1.5, 2, 3])))
-    return [
-        Bounds(loads=loads, lower=np.array([smallest, 0.0, 0.0]), upper=np.array([largest, *upper]), apart=parted)
-        for smallest, largest in sizes
-    ]
+        smallest, largest = size_bounds(num_features, num_towers, float(rng.choice([1, 1.5, 2, 3])))
+    return Bounds(loads=loads, lower=np.array([smallest, 0.0, 0.0]), upper=np.array([largest, *upper]), apart=parted)

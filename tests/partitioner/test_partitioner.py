@@ -73,9 +73,9 @@ def test_sizes_differ_by_one_at_most(num_towers):
 
 
 def test_a_balance_ratio_lets_towers_differ():
-    # Groups of 5, 3 and 3 features: sizes of 3..4 must split the first, sizes of 3..6 need not.
-    names = [f"f{i}" for i in range(11)]
-    groups = {name: 0 if i < 5 else 1 + i % 2 for i, name in enumerate(names)}
+    # Groups of 6, 4 and 4 features: sizes of 4..5 must split the first, sizes of 3..6 need not.
+    names = [f"f{i}" for i in range(14)]
+    groups = {name: 0 if i < 6 else 1 + i % 2 for i, name in enumerate(names)}
     member = np.array([groups[name] for name in names])
     affinity = FeatureAffinity(matrix=np.where(member[:, None] == member, 0.9, 0.05), features=names)
     assert rand_index(TowerPartitioner(num_towers=3).fit(affinity), groups) < 1.0

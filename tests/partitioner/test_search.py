@@ -86,15 +86,15 @@ def test_the_sums_kept_up_to_date_are_those_made_afresh(kind):
 def test_feasible_and_best_exactly_where_trying_all_assignments_says_so(seed, kind):
     rng = np.random.default_rng(seed)
     num_towers = 2 + seed % 2
-    bounds, costs = random_bounds(rng, 8, num_towers)[0], costs_of(rng, 8, kind)
-    found = search_towers(costs, [], num_towers=num_towers, bounds=bounds, seed=seed)
+    bounds, costs = random_bounds(rng, 8, num_towers), costs_of(rng, 8, kind)
+    violation, labels = search_towers(costs, [], num_towers=num_towers, bounds=bounds, seed=seed)
     every = [np.array(labels) for labels in itertools.product(range(num_towers), repeat=8)]
     used = [labels for labels in every if len(set(labels.tolist())) == num_towers]
     best = min((bounds.violation(labels, num_towers), costs.of(labels, bounds.weights)) for labels in used)
-    assert len(set(found[2].tolist())) == num_towers
-    assert (found[0] == 0) == (best[0] == 0)
+    assert len(set(labels.tolist())) == num_towers
+    assert (violation == 0) == (best[0] == 0)
     if best[0] == 0:
-        assert found[1] == pytest.approx(best[1], abs=1e-9)
+        assert costs.of(labels, bounds.weights) == pytest.approx(best[1], abs=1e-9)
 
 
 def test_held_limits_are_never_given_up():
@@ -142,7 +142,7 @@ def test_a_start_by_load_leaves_no_tower_empty(apart):
     for _ in range(100):
         num_blocks = int(rng.integers(2, 9))
         num_towers = int(rng.integers(2, num_blocks + 1))
-        bounds = random_bounds(rng, num_blocks, num_towers, apart=apart)[0]
+        bounds = random_bounds(rng, num_blocks, num_towers, apart=apart)
         assert len(set(even_start(bounds, num_towers).tolist())) == num_towers
 
 
@@ -156,15 +156,16 @@ def test_exact_ties_end_the_search():
     assert local_search(costs, start, num_towers=6, bounds=bounds).tolist() == start.tolist()
 
 
-@pytest.mark.parametrize(
-    ("size", "towers", "ratio"), [(26, 8, 1.0), (26, 8, 2.5), (100, 7, 1.15), (9, 9, 3), (30, 4, 4)]
-)
-def test_every_pair_of_sizes_obeys_the_ratio_and_none_is_forgotten(size, towers, ratio):
-    pairs = size_bounds(size, towers, ratio)
-    assert pairs[0][0] == size // towers
-    for least in range(1, size // towers + 1):
-        most = min(size, int(ratio * least + 1e-9))
-        assert ((least, most) in pairs) == (most >= -(-size // towers)) or (least, most) == (size // towers, most)
+@pytest.mark.parametrize("ratio", [1.0, 1.15, 2.0, 2.5, 4.0])
+def test_the_sizes_obey_the_ratio_and_are_about_the_mean(ratio):
+    for towers in range(1, 12):
+        for features in range(towers, 60):
+            least, most = size_bounds(features, towers, ratio)
+            assert 1 <= least <= features / towers <= most <= features
+            assert most <= max(ratio * least + 1e-9, -(-features // towers))
+            wider = [(n, min(features, int(ratio * n + 1e-9))) for n in range(1, features // towers + 1)]
+            middles = [abs(sum(pair) - 2 * features / towers) for pair in wider if pair[1] >= features / towers]
+            assert not middles or abs(least + most - 2 * features / towers) == min(middles)
 
 
 # --- points ----------------------------------------------------------------------------------------------------------
