@@ -125,6 +125,13 @@ class FeatureAffinity:
         """True for interactions, False for resemblance."""
         return self.measure == "interactions"
 
+    @property
+    def digest(self) -> str:
+        """16 hexadecimal digits of the names and the matrix, which identify the measure that a plan was made from."""
+        contents = hashlib.sha256("\0".join(self.features).encode())
+        contents.update(np.ascontiguousarray(self.matrix).data)
+        return contents.hexdigest()[:16]
+
     @classmethod
     def collect(
         cls,
@@ -227,8 +234,8 @@ class FeatureAffinity:
         if sorted(order) != sorted(self.features):
             missing, unknown = sorted(set(position) - set(order)), sorted(set(order) - set(position))
             raise InputError(
-                f"The order has {len(order)} features and the affinity {self.num_features}: missing {missing[:5]}, "
-                f"unknown {unknown[:5]}.{did_you_mean(unknown[0], self.features) if unknown else ''} Name each once."
+                f"FeatureAffinity: an order of {len(order)} features for {self.num_features}: missing {missing[:5]}, "
+                f"unknown {unknown[:5]}. Name each once."
             )
         index = [position[name] for name in order]
         return replace(
@@ -238,24 +245,6 @@ class FeatureAffinity:
             errors=None if self.errors is None else self.errors[np.ix_(index, index)],
             pooling_factors=None if self.pooling_factors is None else tuple(self.pooling_factors[i] for i in index),
         )
-
-    def to_summary(self) -> dict[str, Any]:
-        """A few numbers for `TowerPlan.affinity`; the values are those of the pairs of different features.
-
-        The digest identifies matrix and names, so that a plan can be traced to the affinity it was made from.
-        """
-        pairs = self.matrix[np.triu_indices(self.num_features, k=1)]
-        digest = hashlib.sha256("\0".join(self.features).encode())
-        digest.update(np.ascontiguousarray(self.matrix).data)
-        return {
-            "measure": self.measure,
-            "num_features": self.num_features,
-            "num_samples": self.num_samples,
-            "mean": math.fsum(pairs) / len(pairs) if len(pairs) else None,
-            "min": float(pairs.min()) if len(pairs) else None,
-            "max": float(pairs.max()) if len(pairs) else None,
-            "digest": digest.hexdigest()[:16],
-        }
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a numpy ``.npz`` file of the matrix, the errors and a JSON header; an existing file is replaced.
@@ -378,27 +367,21 @@ def _clean_matrix(name: str, matrix: ArrayLike, features: Sequence[str], *, most
     return cleaned
 
 
-def check_tables(
-    tables: Sequence[Any], features: Sequence[str], *, where: str = "FeatureAffinity"
-) -> tuple[TableSpec, ...]:
-    """Raises `InputError` if tables are given that do not match the features; its message begins with ``where``.
+def check_tables(tables: Sequence[Any], features: Sequence[str]) -> tuple[TableSpec, ...]:
+    """The tables (TorchRec ``EmbeddingBagConfig`` or `TableSpec`) as `TableSpec`; empty if there are none.
 
-    Returns:
-        The tables (TorchRec ``EmbeddingBagConfig`` or `TableSpec`) as `TableSpec`.
+    Raises:
+        InputError: a feature of the tables is not among ``features``, or the other way round.
     """
     specs = table_specs(tables)
-    if not specs:
-        return ()
-    in_tables, measured = dict.fromkeys(feature_names(specs)), dict.fromkeys(features)
-    for name in [*in_tables, *measured]:
-        if name not in in_tables or name not in measured:
-            place, other, known = (
-                ("tables", "affinity", measured) if name in in_tables else ("affinity", "tables", in_tables)
-            )
-            raise InputError(
-                f"{where}: feature {name!r} is in the {place} but not in the {other} ({len(in_tables)} features in the "
-                f"tables, {len(measured)} in the affinity).{did_you_mean(name, known)} Both must be of one model."
-            )
+    places = {"tables": dict.fromkeys(feature_names(specs)), "affinity": dict.fromkeys(features)}
+    for here, there in (("tables", "affinity"), ("affinity", "tables")) if specs else ():
+        for name in places[here]:
+            if name not in places[there]:
+                raise InputError(
+                    f"FeatureAffinity: feature {name!r} is in the {here} but not in the {there} of "
+                    f"{len(places[there])} features.{did_you_mean(name, places[there])} Both must be of one model."
+                )
     return specs
 
 
@@ -406,14 +389,14 @@ def _check_pooling_factors(factors: Sequence[float] | None, features: Sequence[s
     if factors is None:
         return None
     numbers = tuple(float(factor) for factor in factors)
-    if len(numbers) != len(features):
+    wrong = [
+        f"{number:g} of feature {name!r}"
+        for name, number in zip(features, numbers, strict=False)
+        if not 0 <= number < math.inf
+    ]
+    if wrong or len(numbers) != len(features):
         raise InputError(
-            f"FeatureAffinity: there are {len(numbers)} pooling_factors for {len(features)} features; give one each."
+            f"FeatureAffinity: pooling_factors has {wrong[0] if wrong else f'{len(numbers)} numbers'}; give each of "
+            f"the {len(features)} features its mean number of ids per sample, finite and not negative."
         )
-    for name, number in zip(features, numbers, strict=True):
-        if not 0 <= number < math.inf:
-            raise InputError(
-                f"FeatureAffinity: the pooling factor of feature {name!r} is {number:g}; it is the mean number of ids "
-                "per sample, finite and not negative."
-            )
     return numbers

@@ -102,8 +102,7 @@ class _Sum:
             if len(widths) > 1:
                 raise InputError(
                     f"{_WHERE}: the tables have embedding dims {widths}, and vectors of different widths have no "
-                    "cosines. Measure interactions on rows instead (FeatureAffinity.collect_interactions, dmt "
-                    "partition --strategy interactions)."
+                    "cosines. Use FeatureAffinity.collect_interactions."
                 )
             # The sums live where the embeddings do: a group of GPUs adds up what is on GPUs only.
             self.sum_FF = next(iter(vectors.values())).new_zeros(len(vectors), len(vectors), dtype=torch.float64)
@@ -213,8 +212,8 @@ def _find_collections(model: nn.Module, *, in_group: bool) -> list[_Collection]:
         from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
     except ImportError as error:
         raise InputError(
-            f"{_WHERE} needs TorchRec, which cannot be imported here ({error}). Collect where it is installed and "
-            ".save() the affinity; `dmt doctor` says what is missing."
+            f"{_WHERE} needs TorchRec, which cannot be imported here ({error}). Collect where it is installed, and "
+            "save the affinity."
         ) from error
     found = []
     for path, part in model.named_modules():
@@ -235,29 +234,18 @@ def _find_collections(model: nn.Module, *, in_group: bool) -> list[_Collection]:
         elif isinstance(part, ShardedModule):
             if issubclass(part.unsharded_module_type, (EmbeddingTower, EmbeddingTowerCollection)):
                 raise InputError(
-                    f"{where}, whose embeddings never leave their towers: no rank has all features of a sample. "
-                    "Collect on a flat model, or load the checkpoint into the plain model in one process."
+                    f"{where}, whose embeddings never leave their towers. Load the checkpoint into the plain model."
                 )
             if issubclass(part.unsharded_module_type, EmbeddingBagCollectionInterface):
-                _check_sharded(part, where, in_group=in_group)
+                if not in_group:
+                    raise InputError(
+                        f"{where}, whose tables are spread over ranks. Call collect on every rank and give "
+                        "process_group=, the group of these ranks."
+                    )
+                # A train pipeline puts an object of its own in the place of the method.
+                if not inspect.ismethod(part.forward):
+                    raise InputError(f"{where} attached to a train pipeline. Call the pipeline's detach() first.")
                 found.append(_Collection(path=path, module=part))
     if not found:
-        raise InputError(
-            f"{_WHERE}: {type(model).__name__} holds no EmbeddingBagCollection. Give the model that looks up the "
-            "embeddings, or build FeatureAffinity(matrix=..., features=...) yourself."
-        )
+        raise InputError(f"{_WHERE}: {type(model).__name__} holds no EmbeddingBagCollection. Give a model that does.")
     return found
-
-
-def _check_sharded(module: nn.Module, where: str, *, in_group: bool) -> None:
-    if not in_group:
-        raise InputError(
-            f"{where}, whose tables are spread over ranks. Call collect on every rank, each with its own batches, and "
-            "give process_group=, the group of all these ranks (torch.distributed.group.WORLD)."
-        )
-    # A train pipeline puts an object of its own in the place of the method.
-    if not inspect.ismethod(module.forward):
-        raise InputError(
-            f"{where} attached to a train pipeline, which runs its id exchange elsewhere. Call the pipeline's detach() "
-            "first."
-        )

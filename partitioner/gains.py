@@ -53,6 +53,7 @@ def measure_interactions(batches: Iterable[Any], *, tables: Sequence[Any], seed:
         if not least <= value <= most:
             raise InputError(f"{WHERE}: {name}={value} must be at least {least} and at most {most}.")
     rows = read_rows(batches, max_rows=max_rows, seed=seed)
+    specs = check_tables(tables, rows.features)  # before measuring, which takes long
     _check_rows(rows)
     features, columns, notes = rows.features, rows.columns[: len(rows.features)], _constant_notes(rows)
     fit = _fit(rows)
@@ -74,7 +75,7 @@ def measure_interactions(batches: Iterable[Any], *, tables: Sequence[Any], seed:
         errors=errors,
         num_samples=len(rows.labels),
         loss=fit.loss,
-        tables=check_tables(tables, features, where=WHERE),
+        tables=specs,
         pooling_factors=rows.pooling_factors,
     )
     interacting, more = _measure_triples(measured, columns, fit)

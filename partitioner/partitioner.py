@@ -190,10 +190,12 @@ class TowerPartitioner:
         stress = float(np.sqrt(sum(answer.coordinates.stress for answer in answers) / wanted)) if wanted > 0 else 0.0
         notes = [*measure.notes, *more_notes, *_notes(measure), *(note for a in answers for note in a.notes)]
         ratio = self.balance_ratio if math.isfinite(self.balance_ratio) else None
-        settings = {"balance_ratio": ratio, "loss": measure.loss, "notes": notes}
+        names = ("measure", "num_features", "num_samples", "digest", "loss")
+        settings: dict[str, Any] = {name: getattr(measure, name) for name in names}
+        settings |= {"balance_ratio": ratio, "notes": notes}
         if not measure.is_interactions:
             settings |= {"refine": self.refine, "normalized_stress": stress}
-        plan = replace(plan, affinity=measure.to_summary() | settings | asdict(comparison))
+        plan = replace(plan, affinity=settings | asdict(comparison))
         return Partition(
             plan=plan,
             affinity=measure,

@@ -147,7 +147,6 @@ def write_partition_report(
         InputError: a file cannot be written.
     """
     target, plan, affinity = Path(folder), partition.plan, partition.affinity
-    meaning = judge_meaning(partition)
     columns, cells = _tower_table(partition)
     pictures = [plot_affinity(affinity, plan, target / "affinity.png")]
     if not affinity.is_interactions:
@@ -159,11 +158,9 @@ def write_partition_report(
         "comparison": partition.comparison,
         "links": list(links),
         "notes": list(partition.notes),
-        "meaning": meaning.sentence,
-        "cards": [
-            {"big": verdict.big, "what": verdict.what, "small": verdict.sentence}
-            for verdict in (meaning, judge_balance(partition))
-        ],
+        "meaning": judge_meaning(partition),
+        "balance": judge_balance(partition),
+        "cards": [],
         "strongest": strongest_rows(partition, _SHOWN_INTERACTIONS),
         "columns": columns,
         "towers": [badge | {"cells": row} for badge, row in zip(tower_badges(plan), cells, strict=True)],

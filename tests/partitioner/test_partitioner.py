@@ -97,7 +97,7 @@ def test_the_plan_records_how_it_was_made_and_survives_a_file(tmp_path):
     tables = tables_of(affinity.features)
     plan = TowerPartitioner(num_towers=2, seed=9).fit(affinity, tables=tables)
     assert (plan.strategy, plan.seed, plan.tables) == ("coherent", 9, tuple(tables))
-    assert plan.affinity["digest"] == affinity.to_summary()["digest"]
+    assert plan.affinity["digest"] == affinity.digest
     assert plan.affinity["normalized_stress"] > 0
     plan.save(tmp_path / "towers.json")
     assert TowerPlan.load(tmp_path / "towers.json") == plan
@@ -191,7 +191,7 @@ def test_gains_within_their_error_are_no_interaction():
     found = TowerPartitioner(num_towers=2).partition(interactions_of({"af": 0.0033, "bg": 0.0030}))
     assert found.comparison.within is None
     assert "the towers are balanced and otherwise arbitrary" in found.notes[0]
-    sentence = judge_meaning(found).sentence
+    sentence = judge_meaning(found)
     assert "beyond the error of measuring: the towers are arbitrary" in sentence
     assert TowerPartitioner(num_towers=2).partition(interactions_of({"af": 0.0035})).comparison.within == 1.0
 
@@ -211,10 +211,10 @@ def test_features_of_a_table_that_resemble_each_other_lift_nothing(strategy):
     ]
     measured = FeatureAffinity(matrix=matrix, features=names, tables=tuple(tables))
     found = TowerPartitioner(num_towers=6, strategy=strategy).partition(measured)
-    assert "These towers are no better than random" in judge_meaning(found).sentence
+    assert "These towers are no better than random" in judge_meaning(found)
     # Without the tables, the same affinities have structure.
     alone = TowerPartitioner(num_towers=6).partition(dataclasses.replace(measured, tables=()))
-    assert "they have structure" in judge_meaning(alone).sentence
+    assert "they have structure" in judge_meaning(alone)
 
 
 def test_random_towers_obey_the_rules():

@@ -126,10 +126,10 @@ def _table_of(partition: Partition) -> tuple[list[str], list[list[str]], list[st
         rows.append([tower.name, f"{load.num_features:,}", *weights, names])
     headers = ["tower", "features", *(["elements/sample", "tables"] if has_work else []), ""]
     lines = [f"Note: {note}" for note in partition.notes]
-    lines.append(judge_meaning(partition).sentence)
+    lines.append(judge_meaning(partition))
     for names, gain, share, place in strongest_rows(partition, _SHOWN_INTERACTIONS):
         lines.append(f"{names}: known together they gain {gain} nats a row, {share} of the loss; {place}")
-    lines.append(judge_balance(partition).sentence)
+    lines.append(judge_balance(partition))
     return headers, rows, lines
 
 
