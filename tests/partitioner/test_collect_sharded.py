@@ -286,7 +286,7 @@ REFUSED = {
     "unlike": "differ in their collections",
     "pipeline": r"^InputError: .*attached to a train pipeline.* Call the pipeline's detach\(\)",
     "nan": "the embedding of feature 'e' is not finite",
-    "towers": r"towers' is a ShardedTowerCollection, whose embeddings never leave .* Load the checkpoint into the plain",
+    "towers": r"towers' is a ShardedTowerCollection, never leave their towers. Load the checkpoint",
 }
 
 
