@@ -1,4 +1,4 @@
-"""Whole runs: what is refused before training (in this process), then through torchrun as a user starts them."""
+"""Whole runs: the loop with every row known, then programs through torchrun as a user starts them."""
 
 from __future__ import annotations
 
@@ -21,72 +21,14 @@ from dmt.training.build import shard_model
 from dmt.training.checkpoints import load_plain, newest
 from dmt.training.config import load_config, to_toml
 from dmt.training.console import rows_of
-from dmt.training.job import open_data, open_job
+from dmt.training.job import open_job
 from dmt.training.metrics import MetricValues
-from dmt.training.preflight import compare_hosts, resolve
+from dmt.training.preflight import compare_hosts
 from dmt.training.records import read_curves
 from dmt.training.resume import open_lock
 from dmt.training.train import evaluate, train
 from tests.ranks import run_program, run_ranks
 from tests.training.small import new_run, plain, small, train_loop
-
-# Faults that are found before any rank trains; no rank is started here.
-
-
-def plan_file(folder: Path, towers: list[list[str]]) -> str:
-    """A plan with any fault: `TowerPlan` itself would refuse to be made."""
-    named = [{"name": f"tower_{i}", "features": features} for i, features in enumerate(towers)]
-    (folder / "towers.json").write_text(json.dumps({"format": 1, "towers": named}))
-    return str(folder / "towers.json")
-
-
-@pytest.mark.parametrize(
-    ("towers", "message"),
-    [
-        ([["C1", "C2", "C3"], ["C4", "C5"]], r"Feature 'C6' is in no tower"),
-        ([["C1", "C2", "C3"], ["C4", "C5", "C6", "C1"]], r"Feature 'C1' occurs more than once .*tower_0, tower_1"),
-        ([["C1", "C2", "C3"], ["C4", "C5", "C6", "D1"]], r"Feature 'D1' is in the tower plan but not in the model"),
-        ([["C1", "C2"], ["C3", "C4"], ["C5", "C6"]], r"has 3 towers, but topology\.num_towers=2"),
-        ([["C1", "C2", "C3", "C4", "C5", "C6"], []], r"Tower 'tower_1' has no feature"),
-    ],
-    ids=["missing", "doubled", "invented", "towers", "empty"],
-)
-@pytest.mark.parametrize(("arch", "dataflow"), [("dmt-dlrm", "auto"), ("dlrm", "sptt")])
-def test_a_bad_plan_is_refused(towers: list[list[str]], message: str, arch: str, dataflow: str, tmp_path: Path) -> None:
-    config = small(arch, dataflow, towers={"plan": plan_file(tmp_path, towers)})
-    with pytest.raises(InputError, match=message):
-        resolve(config, 4)
-
-
-def test_a_plan_of_other_tables_is_refused(tmp_path: Path) -> None:
-    config = small(towers={"plan": str(tmp_path / "towers.json")})
-    other = open_data(small(synthetic={"rows_per_table": 12})).tables
-    features = [table.feature_names[0] for table in other]
-    TowerPlan.from_lists([features[:3], features[3:]], tables=tuple(other)).save(tmp_path / "towers.json")
-    with pytest.raises(InputError, match=r"Table 't_C1' is 11 x 8 .* was made for 12 x 8"):
-        resolve(config, 4)
-
-
-def test_an_absent_plan_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"Tower plan .*nowhere\.json: cannot be read"):
-        resolve(small(towers={"plan": str(tmp_path / "nowhere.json")}), 4)
-
-
-@pytest.mark.parametrize(
-    ("sections", "world_size", "message"),
-    [
-        ({}, 3, r"1 \* 2 \* 2 = 4 ranks, but the job was started with WORLD_SIZE=3"),
-        ({"topology": {"num_towers": 8}}, 16, r"num_towers=8 must lie between 1 and the number of features, 6"),
-        ({"optimizer": {"sparse": "adam"}}, 4, r"optimizer\.sparse='adam': FBGEMM has no CPU kernel"),
-        ({"model": {"dense_arch": [8, 0]}}, 4, r"layer_sizes=\[8, 0, 4\] must be whole numbers of at least 1"),
-        ({"model": {"over_arch": [-3, 1]}}, 4, r"layer_sizes=\(-3, 1\) must be whole numbers"),
-        ({"model": {"c": 0, "p": 0}}, 4, r"c_plus_p=0 must be"),
-    ],
-    ids=["world size", "more towers than features", "no kernel", "dense arch", "over arch", "c and p"],
-)
-def test_sizes_that_cannot_be_are_refused(sections: dict[str, Any], world_size: int, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        resolve(small(**sections), world_size)
 
 
 def csv(folder: Path, ids: list[int]) -> dict[str, Any]:

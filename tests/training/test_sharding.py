@@ -1,9 +1,13 @@
-"""Sharding in the trainer's config: what is refused before any process group, and what each choice does to training."""
+"""Towers and sharding in the trainer's config: what is refused before any rank starts, and what each choice does."""
 
 from __future__ import annotations
 
+import contextlib
+import json
+import math
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -14,84 +18,120 @@ from dmt.errors import InputError
 from dmt.sharding.costs import Hardware
 from dmt.sptt.mesh import TowerMesh
 from dmt.testing import gather_plain_state, load_plain_state
+from dmt.training import train as run
 from dmt.training.build import shard_model
-from dmt.training.config import TrainingConfig
-from dmt.training.job import open_job
+from dmt.training.checkpoints import load_plain, newest
+from dmt.training.config import TrainingConfig, load_config
+from dmt.training.job import open_data, open_job
+from dmt.training.partition import affinity_of_run
 from dmt.training.preflight import resolve
 from tests.ranks import run_ranks
 from tests.training.small import plain, small, source
 
-MODES = [("dmt-dlrm", "auto"), ("dlrm", "sptt")]
-
-
-@pytest.mark.parametrize(
-    ("sections", "message"),
-    [
-        (
-            {"sharding": {"tables": {"t_C9": "row_wise"}}},
-            r"rule for tables 't_C9' matches none of the 6 tables of the model.*Did you mean 't_C",
-        ),
-        ({"sharding": {"tables": {"x*": "row_wise"}}}, r"'x\*' matches none of the 6 tables"),
-        (
-            {"sharding": {"tables": {"t_C1": "row_wise"}}, "topology": {"num_towers": 4, "ranks_per_tower": 1}},
-            r"Table 't_C1' in tower 0 cannot be row_wise.*one rank",
-        ),
-        (
-            {
-                "sharding": {"tables": {"t_C3": "row_wise"}},
-                "synthetic": {"rows_per_table": 3},
-                "topology": {"num_towers": 1, "ranks_per_tower": 4},
-            },
-            r"Table 't_C3' in tower 0 cannot be row_wise.*num_embeddings=3 cannot be cut into 4 row shards",
-        ),
-        ({"sharding": {"memory_gib": 1e-7}}, r"memory_per_rank=107 bytes have; of table 't_C\d' a rank must hold"),
-        ({"sharding": {"memory_gib": 5e-7}}, r"tower 0: they need at least .*memory_per_rank"),
-        ({"sharding": {"pooling_factors": {"C7": 3.0}}}, r"pooling_factors names the feature 'C7', which no table has"),
-        (
-            {"sharding": {"scheme": "row_wise"}, "topology": {"num_towers": 4, "ranks_per_tower": 1}},
-            r"No table of the 6 can have .* 't_C1': row_wise asked for, but its tower has one rank",
-        ),
-        (
-            {"sharding": {"scheme": "data_parallel", "table_precision": "fp16"}},
-            r"No table of the 6 can have .* 't_C1': data_parallel asked for, but its weights are FP16",
-        ),
-        ({"sharding": {"cluster": "a1000"}}, r"Cluster a1000 is neither a file nor one that is shipped"),
-        (
-            {"sharding": {"table_precision": "fp16", "scheme": "data_parallel", "tables": {"t_C2": "data_parallel"}}},
-            r"Table 't_C2' in tower 1 cannot be data_parallel.*FP16",
-        ),
-    ],
-    ids=[
-        "table",
-        "pattern",
-        "one rank",
-        "rows",
-        "memory",
-        "all memory",
-        "feature",
-        "scheme",
-        "scheme of fp16",
-        "cluster",
-        "fp16 data-parallel",
-    ],
+FEATURES = [f"C{i}" for i in range(1, 7)]
+REST = FEATURES[1:]
+# Whole tables among column shards; C6 has bags. The flat model joins the shards of a table.
+SOME_CUT = TowerPlan.from_lists(
+    [["C6[4:12]", "C1[12:16]", "C3", "C2"], ["C6[0:4]", "C4", "C1[0:12]", "C6[12:16]", "C5"]],
+    column_splits={"C1": (12, 4), "C6": (4, 8, 4)},
 )
-def test_what_cannot_be_sharded_is_refused_before_any_rank_starts(sections: dict[str, Any], message: str) -> None:
-    config = small(**sections)
+ONE_RANK = {"num_towers": 4, "ranks_per_tower": 1}
+ONE_TOWER = {"num_towers": 1, "ranks_per_tower": 4}
+
+
+def cuts(towers: list[list[str]], *widths: int) -> TowerPlan:
+    """A plan that cuts the feature of its first shard."""
+    return TowerPlan.from_lists(towers, column_splits={towers[0][0].partition("[")[0]: widths})
+
+
+def save_plan(folder: Path, plan: TowerPlan | list[list[str]]) -> dict[str, Any]:
+    """The section of a plan; a list of features by tower may have any fault that `TowerPlan` itself would refuse."""
+    path = folder / "towers.json"
+    if isinstance(plan, TowerPlan):
+        plan.save(path)
+    else:
+        named = [{"name": f"tower_{i}", "features": features} for i, features in enumerate(plan)]
+        path.write_text(json.dumps({"format": 1, "towers": named}))
+    return {"plan": str(path)}
+
+
+# Features by tower.
+PLANS: list[tuple[TowerPlan | list[list[str]], str]] = [
+    ([["C1", "C2", "C3"], ["C4", "C5"]], r"Feature 'C6' is in no tower"),
+    ([["C1", "C2", "C3"], ["C4", "C5", "C6", "C1"]], r"Feature 'C1' occurs more than once .*tower_0, tower_1"),
+    ([["C1", "C2", "C3"], ["C4", "C5", "C6", "D1"]], r"Feature 'D1' is in the tower plan but not in the model"),
+    ([["C1", "C2"], ["C3", "C4"], ["C5", "C6"]], r"has 3 towers, but topology\.num_towers=2"),
+    ([["C1", "C2", "C3", "C4", "C5", "C6"], []], r"Tower 'tower_1' has no feature"),
+    (cuts([["C1[0:6]", *REST], ["C1[6:16]"]], 6, 10), r"'C1' into column shards of \[6, 10\].* multiple of 4"),
+    (cuts([["C1[0:4]", *REST], ["C1[4:8]"]], 4, 4), r"'t_C1' has embedding_dim=16, but its column shards are \[4, 4\]"),
+    (cuts([["C7[0:4]", *FEATURES], ["C7[4:16]"]], 4, 12), r"'C7\[0:4\]', 'C7\[4:16\]' are in the tower plan but not"),
+    (cuts([["C1[0:4]", *REST[1:]], ["C1[4:16]"]], 4, 12), r"Feature 'C2' is in no tower"),
+]
+
+
+@pytest.mark.parametrize("arch", ["dmt-dlrm", "dlrm"])
+@pytest.mark.parametrize(("plan", "message"), PLANS, ids=[message[:30] for _, message in PLANS])
+def test_a_bad_plan_is_refused(plan: TowerPlan | list[list[str]], message: str, arch: str, tmp_path: Path) -> None:
+    config = small(arch, "sptt", model={"embedding_dim": 16}, towers=save_plan(tmp_path, plan))
     with pytest.raises(InputError, match=message):
         resolve(config, 4)
 
 
-@pytest.mark.parametrize(
-    ("sharding", "message"),
-    [
-        ({"tables": {"t_C1": "table_wise"}}, r"sharding\.tables=.* needs the tower dataflow"),
-        ({"unique": True}, r"sharding\.unique=True needs the tower dataflow"),
-    ],
-    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
-)
-def test_a_flat_run_refuses_what_only_towers_have(sharding: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        small("dlrm", "flat", sharding={"dataflow": "auto", **sharding})
+def test_a_plan_of_other_tables_or_widths_is_refused(tmp_path: Path) -> None:
+    tables = open_data(small(synthetic={"rows_per_table": 12})).tables
+    other = TowerPlan.from_lists([FEATURES[:3], FEATURES[3:]], tables=tuple(tables))
+    with pytest.raises(InputError, match=r"Table 't_C1' is 11 x 8 .* was made for 12 x 8"):
+        resolve(small(towers=save_plan(tmp_path, other)), 4)
+    # Shards of two widths in a tower, which models with tower modules do not take.
+    sections = {"model": {"embedding_dim": 16}, "towers": save_plan(tmp_path, SOME_CUT)}
+    with pytest.raises(InputError, match=r"Table 't_C1\[12:16\]' has embedding_dim=4, but tower 'tower_0'"):
+        resolve(small("dmt-dlrm", "sptt", **sections), 4)
+    job = resolve(small("dlrm", "sptt", synthetic={"num_multi_hot": 2}, **sections), 4)
+    assert [table.embedding_dim for table in job.tables] == [16] * 6
+    # Batches name the shards, and tables stay whole.
+    ids = next(job.data.batches("eval", rank=0, world_size=1, batch_size=8)).split_columns(SOME_CUT.column_splits)
+    keys = ["C1[0:12]", "C1[12:16]", "C2", "C3", "C4", "C5", "C6[0:4]", "C6[4:12]", "C6[12:16]"]
+    assert ids.sparse_features.keys() == keys
+    assert torch.equal(ids.sparse_features["C6[0:4]"].values(), ids.sparse_features["C6[12:16]"].values())
+
+
+REFUSED: list[tuple[dict[str, dict[str, Any]], str]] = [
+    ({"towers": {"plan": "nowhere.json"}}, r"Tower plan nowhere\.json: cannot be read"),
+    ({"topology": {"num_replicas": 2}}, r"2 \* 2 \* 2 = 8 ranks, but the job was started with WORLD_SIZE=4"),
+    ({"topology": {"num_towers": 8}}, r"num_towers=8 must lie between 1 and the number of features, 6"),
+    ({"optimizer": {"sparse": "adam"}}, r"optimizer\.sparse='adam': FBGEMM has no CPU kernel"),
+    ({"model": {"dense_arch": [8, 0]}}, r"layer_sizes=\[8, 0, 4\] must be whole numbers of at least 1"),
+    ({"model": {"over_arch": [-3, 1]}}, r"layer_sizes=\(-3, 1\) must be whole numbers"),
+    ({"model": {"c": 0, "p": 0}}, r"c_plus_p=0 must be"),
+    ({"sharding": {"tables": {"t_C9": "row_wise"}}}, r"'t_C9' matches none of the 6 tables of.*Did you mean 't_C"),
+    (
+        {"sharding": {"tables": {"t_C1": "row_wise"}}, "topology": ONE_RANK},
+        r"'t_C1' in tower 0 cannot be row_wise.*one",
+    ),
+    (
+        {"sharding": {"tables": {"t_C3": "row_wise"}}, "synthetic": {"rows_per_table": 3}, "topology": ONE_TOWER},
+        r"Table 't_C3' in tower 0 cannot be row_wise.*num_embeddings=3 cannot be cut into 4 row shards",
+    ),
+    ({"sharding": {"memory_gib": 1e-7}}, r"memory_per_rank=107 bytes have; of table 't_C\d' a rank must hold"),
+    ({"sharding": {"memory_gib": 5e-7}}, r"tower 0: they need at least .*memory_per_rank"),
+    ({"sharding": {"pooling_factors": {"C7": 3.0}}}, r"pooling_factors names the feature 'C7', which no table has"),
+    ({"sharding": {"scheme": "row_wise"}, "topology": ONE_RANK}, r"'t_C1': row_wise asked for, but its tower has one"),
+    (
+        {"sharding": {"scheme": "data_parallel", "table_precision": "fp16"}},
+        r"No table of the 6 can have .* 't_C1': data_parallel asked for, but its weights are FP16",
+    ),
+    ({"sharding": {"cluster": "a1000"}}, r"Cluster a1000 is neither a file nor one that is shipped"),
+    (
+        {"sharding": {"table_precision": "fp16", "tables": {"t_C2": "data_parallel"}}},
+        r"Table 't_C2' in tower 1 cannot be data_parallel.*FP16",
+    ),
+]
+
+
+@pytest.mark.parametrize(("sections", "message"), REFUSED, ids=[message[:30] for _, message in REFUSED])
+def test_what_cannot_be_run_is_refused_before_any_rank_starts(sections: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        resolve(small(**sections), 4)
 
 
 def test_a_cluster_gives_the_planner_its_rates() -> None:
@@ -104,10 +144,8 @@ def test_a_cluster_gives_the_planner_its_rates() -> None:
 def cut(tmp_path: Path, **sharding: Any) -> TrainingConfig:
     """A run whose tower plan cuts the tables of C1 and C2."""
     towers = [["C1[0:4]", "C2[4:8]", "C3", "C4"], ["C2[0:4]", "C1[4:8]", "C5", "C6"]]
-    TowerPlan.from_lists(towers, column_splits={"C1": (4, 4), "C2": (4, 4)}).save(tmp_path / "towers.json")
-    return small(
-        "dlrm", "sptt", towers={"plan": str(tmp_path / "towers.json")}, sharding=sharding | {"dataflow": "sptt"}
-    )
+    plan = TowerPlan.from_lists(towers, column_splits={"C1": (4, 4), "C2": (4, 4)})
+    return small("dlrm", "sptt", towers=save_plan(tmp_path, plan), sharding=sharding | {"dataflow": "sptt"})
 
 
 @pytest.mark.parametrize(
@@ -122,7 +160,6 @@ def cut(tmp_path: Path, **sharding: Any) -> TrainingConfig:
             {"t_C1[0:4]": "row_wise", "t_C1[4:8]": "table_wise", "t_C2[0:4]": "data_parallel", "t_C6": "data_parallel"},
         ),
     ],
-    ids=["name", "pattern of all", "pattern of shards too", "order"],
 )
 def test_what_is_said_of_a_table_that_is_cut_holds_for_its_shards(
     rules: dict[str, str], expected: dict[str, str], tmp_path: Path
@@ -136,13 +173,8 @@ def test_rules_and_factors_of_tables_that_are_cut_are_checked(tmp_path: Path) ->
     config = cut(tmp_path, pooling_factors={"C2[4:8]": 5.0, "C1": 3.0, "C2": 2.0, "C3": 1.5})
     found = open_job(config).sharding.workload.pooling_factors
     assert found == {"C1[0:4]": 3.0, "C1[4:8]": 3.0, "C2[0:4]": 2.0, "C2[4:8]": 5.0, "C3": 1.5}
-    for sharding, message in (
-        ({"tables": {"t_C1": "row_wise", "t_C?": "row_wise", "x": "row_wise"}}, "rule for tables 'x' matches none"),
-        ({"pooling_factors": {"C9": 2.0}}, "pooling_factors names the feature 'C9', which no table has"),
-    ):
-        config = cut(tmp_path, **sharding)
-        with pytest.raises(InputError, match=message):
-            resolve(config, 4)
+    with pytest.raises(InputError, match="rule for tables 'x' matches none"):
+        resolve(cut(tmp_path, tables={"t_C1": "row_wise", "t_C?": "row_wise", "x": "row_wise"}), 4)
 
 
 def trained(
@@ -166,7 +198,7 @@ def trained(
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
-    ("arch", "dataflow"), [MODES[0], pytest.param(*MODES[1], marks=pytest.mark.slow), ("dlrm", "flat")]
+    ("arch", "dataflow"), [("dmt-dlrm", "auto"), pytest.param("dlrm", "sptt", marks=pytest.mark.slow), ("dlrm", "flat")]
 )
 def test_precision_halves_the_bytes_and_keeps_training(arch: str, dataflow: str) -> None:
     """BF16 has 8 significant bits; three steps keep losses within 1 %, and the other direction's bytes as they were."""
@@ -191,3 +223,62 @@ def test_fp16_tables_train_within_their_rounding() -> None:
     tables = [name for name in state if "embedding_bags" in name]
     assert all(torch.equal(state[name], state[name].half().float()) for name in tables)
     assert losses == pytest.approx(exact, rel=2e-3)
+
+
+# A whole run, as torchrun would start it.
+
+
+def run_on_rank(rank: int, folder: str, archs: list[str]) -> list[dict[str, Any]]:
+    results, load, reads = [], TowerPlan.load, []
+
+    def count(path: str | Path) -> TowerPlan:
+        reads.append(str(path))
+        return load(path)
+
+    for arch in archs:
+        config = small(
+            arch,
+            "sptt",
+            model={"embedding_dim": 16},
+            synthetic={"num_rows": 640, "num_eval_rows": 150, "num_multi_hot": 1},
+            towers={"plan": f"{folder}/{arch}.json"},
+            optimizer={"sparse_lr": 0.02},
+            train={"eval_every": 7, "output_dir": f"{folder}/{arch}"},
+        )
+        made = contextlib.nullcontext(TowerMesh(config.topology.build()))
+        with (
+            patch.object(TowerPlan, "load", count),
+            patch.object(run, "process_group", lambda config, made=made: made),
+        ):
+            results.append(run.train(config))
+        # Once in a run, on every rank: the file may change while the run trains with what it held.
+        assert reads == [config.towers.plan]
+        reads.clear()
+    return results
+
+
+@pytest.mark.ranks
+def test_a_whole_run_with_cut_tables(tmp_path: Path) -> None:
+    towers = [[f"{f}[4:16]" for f in FEATURES[::-1]], [f"{f}[0:4]" for f in FEATURES]]
+    plans = {"dmt-dlrm": TowerPlan.from_lists(towers, column_splits=dict.fromkeys(FEATURES, (4, 12))), "dlrm": SOME_CUT}
+    for arch, plan in plans.items():
+        plan.save(tmp_path / f"{arch}.json")
+    results = run_ranks(run_on_rank, 4, str(tmp_path), [*plans])[0]
+    for (arch, plan), result in zip(plans.items(), results, strict=True):
+        assert (result["steps"], result["eval_num_rows"]) == (10, 150)
+        assert min(result["bytes_per_sample"].values()) >= 0 < max(result["bytes_per_sample"].values())
+        checkpoint = newest(tmp_path / arch / "checkpoint")
+        assert checkpoint is not None
+        saved = TowerPlan.load(checkpoint / "towers.json")
+        assert saved.column_splits == plan.column_splits
+        config = load_config(tmp_path / arch / "config.toml")
+        assert len(saved.tables) == len(open_job(config).towers.features)
+        model = plain(config)
+        load_plain(model, checkpoint)
+        # The evaluation of the run is that of its checkpoint in one process.
+        batch = next(open_data(config).data.batches("eval", rank=0, world_size=1, batch_size=150))
+        assert model(batch.split_columns(saved.column_splits))[0].item() == pytest.approx(result["eval_loss"], rel=1e-5)
+        assert result["parameters"] == sum(p.numel() for p in model.parameters())
+        assert math.isfinite(result["eval_auc"])
+    with pytest.raises(InputError, match="tables are cut into column shards"):
+        affinity_of_run(tmp_path / "dlrm", max_rows=640)
