@@ -187,18 +187,6 @@ def test_tables_that_cannot_have_the_scheme_stay_whole(scheme: str, sections: di
     assert (len(schemes), set(schemes.values())) == (6, {"table_wise"})
 
 
-@pytest.mark.parametrize(
-    ("dataflow", "sections", "message"),
-    [
-        ("sptt", {"sharding": {"dataflow": "sptt", "scheme": "planner"}}, "is TorchRec's planner.* has the tower"),
-        ("flat", {"topology": {"num_replicas": 2}}, "num_replicas=2 needs the tower dataflow"),
-    ],
-)
-def test_what_one_dataflow_does_not_have_is_refused(dataflow: str, sections: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        small("dlrm", dataflow, **sections)
-
-
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_what_torchrec_cannot_place_is_told_before_training(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Job, "device_type", device)

@@ -170,25 +170,6 @@ def test_copies_that_differ_end_a_run(tmp_path: Path) -> None:
         assert "the hot rows of" in told
 
 
-@pytest.mark.parametrize(
-    ("sections", "message"),
-    [
-        ({"model": {"arch": "dmt-dlrm"}}, "hot rows need a flat model; towers send their modules' outputs"),
-        ({"sharding": {"dataflow": "flat"}}, "needs sharding.dataflow='sptt' and .* but this run has 'flat'"),
-        (
-            {"sharding": {"dataflow": "sptt", "table_precision": "fp16"}},
-            "table_precision='fp32', but this run has 'sptt' and 'fp16'",
-        ),
-        ({"sharding": {"dataflow": "sptt"}, "topology": {"num_replicas": 2}}, "hot rows need num_replicas=1"),
-        ({"hot_rows": {"refresh_every": 5}}, "hot_rows.refresh_every=5 needs hot_rows.extra_memory"),
-    ],
-)
-def test_what_cannot_be_is_refused(sections: dict[str, Any], message: str) -> None:
-    values = {"hot_rows": {"extra_memory": 0.01}, **sections}
-    with pytest.raises((InputError, ValueError), match=message):
-        small("dlrm", "sptt", **values)
-
-
 def test_a_run_with_hot_rows_cuts_no_table_into_columns(tmp_path: Path) -> None:
     cluster = load_cluster("a100")
     save_cluster(replace(cluster, all_to_all=replace(cluster.all_to_all, latency_s=0.0)), tmp_path / "prompt.toml")

@@ -10,7 +10,8 @@ from click.testing import CliRunner
 
 from dmt.plan.towers import TowerPlan
 from dmt.testing.ranks import RanksFailedError
-from dmt.training.check import CheckReport, Finding, make_rows
+from dmt.training.check import CheckReport, Finding, check_run, make_rows
+from dmt.training.check.shrink import CheckLimits
 from dmt.training.commands import _show_check, emit, main
 from dmt.training.config import TrainingConfig, to_toml
 from tests.ranks import run_ranks
@@ -72,6 +73,16 @@ def test_a_flat_model_with_column_shards_in_towers(tmp_path: Path) -> None:
     run = CliRunner().invoke(main, ["check", write(config, tmp_path)])
     assert run.exit_code == 0, run.output
     assert "Everything agrees. 4 ranks" in run.stdout
+
+
+@pytest.mark.ranks
+@pytest.mark.usefixtures("_shared_ranks")
+def test_micro_batches_are_checked_and_dense_gradients_sent_in_fp32() -> None:
+    train = {"micro_batches": 3, "dense_reduce": "hierarchical_bf16"}
+    report = check_run(small(sharding={"scheme": "table_wise"}, train=train), CheckLimits(steps=2))
+    assert report.agrees
+    assert "train.dense_reduce is hierarchical instead of hierarchical_bf16" in report.reduced
+    assert not [row for row in report.rows if row.verdict == "skipped"]
 
 
 @pytest.mark.ranks
