@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dmt.errors import InputError
 from dmt.hot_rows.costs import choose_rows
 from dmt.hot_rows.profile import AccessProfile
 from dmt.plan.tables import TableSpec
@@ -97,8 +96,3 @@ def test_bytes_are_those_between_hosts_wherever_towers_are() -> None:
 
     assert chosen(4, 2, 4) > chosen(4, 2, None) > 0, "two hosts sum gradients, not four"
     assert chosen(4, 2, 8) == 0, "nothing leaves a single host"
-
-
-def test_a_feature_of_no_table_is_refused() -> None:
-    with pytest.raises(InputError, match=r"feature 'g' looks up in none of the tables"):
-        AccessProfile([table("t", 5, "f")]).add({"g": [1]}, num_samples=1)

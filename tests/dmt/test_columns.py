@@ -77,24 +77,6 @@ def test_shards_keep_the_settings_of_their_table():
     assert [t.name for t in cut[2:]] == ["t_user", "t_shop"]
 
 
-@pytest.mark.parametrize(
-    ("splits", "message"),
-    [
-        (
-            {"ad": (8, 4)},
-            r"Table 't_ad' has embedding_dim=16, but its column shards are \[8, 4\]; they must add up to it",
-        ),
-        ({"ad": (16, 0)}, r"column shards are \[16, 0\]"),
-        ({"ad": ()}, r"column shards are \[\]"),
-        ({"x": (8, 8)}, r"Table 't_xy' is shared by \['x', 'y'\] and cannot be cut into column shards"),
-    ],
-)
-def test_wrong_shards_are_refused(splits, message):
-    shared = EmbeddingBagConfig(name="t_xy", num_embeddings=9, embedding_dim=16, feature_names=["x", "y"])
-    with pytest.raises(InputError, match=message):
-        split_tables([*tables(), shared], splits)
-
-
 def test_ids_with_a_batch_size_for_each_feature_are_refused():
     ids = KeyedJaggedTensor(
         keys=["a", "b"],

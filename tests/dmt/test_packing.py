@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -58,22 +57,6 @@ def test_loads_are_what_the_parts_add_up_to(num_ranks: int) -> None:
             for rank, part in zip(packing.ranks[item], chosen.costs, strict=True):
                 added[rank] += part
         np.testing.assert_allclose(packing.cost, added, rtol=1e-12)
-
-
-@pytest.mark.parametrize("seed", range(20))
-def test_small_packings_are_near_the_optimum(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    num_ranks, costs = 2 + seed % 2, rng.random(7).round(3).tolist()
-    sizes = rng.integers(1, 6, size=7).astype(float).tolist()
-    room = float(np.ceil(1.3 * sum(sizes) / num_ranks))
-    best = np.inf
-    for ranks in product(range(num_ranks), repeat=7):
-        if np.bincount(ranks, sizes, num_ranks).max() <= room:
-            best = min(best, np.bincount(ranks, costs, num_ranks).max())
-    items = [[option(cost, memory=size)] for cost, size in zip(costs, sizes, strict=True)]
-    found = pack(problem(items, num_ranks, room))
-    assert (found.memory <= room).all()
-    assert best - 1e-12 <= found.cost.max() <= 1.15 * best
 
 
 def test_a_tight_memory_is_found_and_an_impossible_one_is_not() -> None:

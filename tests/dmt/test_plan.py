@@ -1,13 +1,20 @@
-"""Tower plans (rules, files, the tables they are checked against) and rank arithmetic: no process starts here."""
+"""Tower plans, rank arithmetic, and what is refused where no process starts: each case with the words that name it."""
 
 from __future__ import annotations
 
 import itertools
+import math
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from dmt import InputError, TableSpec, TowerPlan, TowerTopology
+from dmt import ExchangePrecision, InputError, TableSpec, TowerPlan, TowerTopology
+from dmt.hot_rows.profile import AccessProfile
+from dmt.plan.split_across_towers import split_tables
+from dmt.sharding.costs import Hardware, StepWorkload
+from dmt.sharding.schemes import TablePlacement, TableShard, table_shards
 
 
 def table(name: str, *features: str, rows: int = 10, dim: int = 8) -> TableSpec:
@@ -26,8 +33,6 @@ def test_strided_is_the_papers_naive_assignment() -> None:
         [6, 14, 22],
         [7, 15, 23],
     ]
-    with pytest.raises(InputError, match="num_towers=27 must lie between 1 and the number of features, 26"):
-        TowerPlan.strided([str(i) for i in range(26)], 27)
 
 
 def test_round_trip(tmp_path: Path) -> None:
@@ -44,15 +49,6 @@ def test_round_trip(tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "deep").iterdir()] == ["towers.json"]
 
 
-def test_a_feature_lives_in_one_tower() -> None:
-    with pytest.raises(InputError, match=r"Feature 'a' occurs more than once.*tower_0, tower_1"):
-        TowerPlan.from_lists([["a", "b"], ["a"]])
-    with pytest.raises(InputError, match="Tower 'tower_1' has no feature"):
-        TowerPlan.from_lists([["a"], []])
-    with pytest.raises(InputError, match="at least one tower"):
-        TowerPlan.from_lists([])
-
-
 def test_a_name_that_no_file_can_hold_is_not_written(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"Tower plan .*cannot be written \('utf-8' codec"):
         TowerPlan.from_lists([["b\ud800"]]).save(tmp_path / "p.json")
@@ -61,26 +57,10 @@ def test_a_name_that_no_file_can_hold_is_not_written(tmp_path: Path) -> None:
         TowerPlan.load(tmp_path / "p.json")
 
 
-def test_plan_against_the_model() -> None:
-    plan = TowerPlan.from_lists([["item_id", "brand"], ["user_id"]])
-    with pytest.raises(InputError, match=r"Features 'shop', 'city' are in no tower"):
-        plan.check_features(["item_id", "brand", "user_id", "shop", "city"])
-    with pytest.raises(InputError, match=r"'user_id' is in no tower.* Did you mean 'usr_id'\?"):
-        TowerPlan.from_lists([["usr_id"]]).check_features(["user_id"])
-    with pytest.raises(InputError, match=r"'brand' is in the tower plan but not in the model.*'brands'"):
-        TowerPlan.from_lists([["brand", "brands"]]).check_features(["brands"])
-
-
 def test_tables_follow_the_plans_order() -> None:
     plan = TowerPlan.from_lists([["c", "a"], ["b", "d"]])
     tables = [table("ta", "a"), table("tbd", "d", "b"), table("tc", "c")]
     assert [[t.name for t in tower] for tower in plan.tables_by_tower(tables)] == [["tc", "ta"], ["tbd"]]
-
-
-def test_a_shared_table_stays_whole() -> None:
-    plan = TowerPlan.from_lists([["a"], ["b"]])
-    with pytest.raises(InputError, match=r"Table 'tab' is shared by features of different towers \('a' in tower_0"):
-        plan.tables_by_tower([table("tab", "a", "b")])
 
 
 def test_features_outside_towers(tmp_path: Path) -> None:
@@ -90,26 +70,6 @@ def test_features_outside_towers(tmp_path: Path) -> None:
     tables = [table("tb", "b"), table("tcd", "c", "d"), table("ta", "a")]
     assert plan.tables_by_tower(tables) == [[tables[2]], [tables[0]]]
     assert plan.outside_tables(tables) == [tables[1]]
-    with pytest.raises(
-        InputError, match=r"Feature 'b' occurs more than once in the tower plan \(in tower_1, outside\)"
-    ):
-        TowerPlan.from_lists([["a"], ["b"]], outside=("b",))
-    with pytest.raises(InputError, match=r"Feature 'c' occurs more than once .*outside"):
-        TowerPlan.from_lists([["a"]], outside=("c", "c"))
-    with pytest.raises(
-        InputError, match=r"'tbc' is shared .*\('c' outside, 'b' in tower_1\)\. A table lives in one tower, or"
-    ):
-        plan.tables_by_tower([table("ta", "a"), table("tbc", "c", "b"), table("td", "d")])
-    with pytest.raises(InputError, match="Feature 'd' is in the tower plan but not in the model"):
-        plan.tables_by_tower([table("ta", "a"), table("tb", "b"), table("tc", "c")])
-
-
-def test_a_plan_for_another_model_is_refused() -> None:
-    plan = TowerPlan.from_lists([["a"]], tables=(table("ta", "a", rows=100),))
-    with pytest.raises(InputError, match=r"Table 'ta' is 10 x 8 .* made for 100 x 8"):
-        plan.tables_by_tower([table("ta", "a")])
-    with pytest.raises(InputError, match="Table 'ta' is given 2 times"):
-        plan.tables_by_tower([table("ta", "a"), table("ta", "a")])
 
 
 def test_a_feature_may_look_up_in_two_tables() -> None:
@@ -138,13 +98,6 @@ def test_bad_files_are_named(tmp_path: Path, text: str, message: str) -> None:
     path.write_text(text)
     with pytest.raises(InputError, match=message):
         TowerPlan.load(path)
-
-
-def test_an_absent_file_is_named(tmp_path: Path) -> None:
-    with pytest.raises(
-        InputError, match=r"Tower plan .*nowhere\.json: cannot be read .* Write it with `dmt partition`"
-    ):
-        TowerPlan.load(tmp_path / "nowhere.json")
 
 
 @pytest.mark.parametrize("placement", ["inter_host", "intra_host"])
@@ -236,41 +189,90 @@ def test_links_of_a_ring_are_counted_from_host_to_host() -> None:
     assert six.ring_share_across_hosts([]) == 0
 
 
-@pytest.mark.parametrize(
-    ("sizes", "ranks_per_host"), [((2, 2, 1), 3), ((2, 2, 1), 8), ((2, 6, 1), 4), ((4, 3, 1), 2), ((2, 2, 3), 4)]
-)
-def test_hosts_that_cut_towers_unevenly_are_refused(sizes: tuple[int, int, int], ranks_per_host: int) -> None:
-    message = rf"ranks_per_host={ranks_per_host} must divide the .* a host holds whole towers, or a tower whole hosts"
-    with pytest.raises(InputError, match=message):
-        TowerTopology(
-            num_towers=sizes[0],
-            ranks_per_tower=sizes[1],
-            num_replicas=sizes[2],
-            replica_placement="intra_host",
-            ranks_per_host=ranks_per_host,
-        )
-
-
-def test_a_host_has_at_least_a_rank_and_a_whole_number() -> None:
-    for value in (0, 1.5, True):
-        with pytest.raises(InputError, match=r"ranks_per_host=.* must be a whole number of at least 1"):
-            TowerTopology(num_towers=2, ranks_per_tower=2, ranks_per_host=value)  # type: ignore[arg-type]
-
-
 def test_peer_order_of_the_paper() -> None:
     assert TowerTopology(num_towers=2, ranks_per_tower=2).peer_order() == [0, 2, 1, 3]
     assert TowerTopology(num_towers=3, ranks_per_tower=2).peer_order() == [0, 2, 4, 1, 3, 5]
 
 
-@pytest.mark.parametrize("value", [0, -1, 1.5, True, "2"])
-def test_sizes_must_be_positive_whole_numbers(value: object) -> None:
-    with pytest.raises(InputError, match=r"ranks_per_tower=.* must be a whole number of at least 1"):
-        TowerTopology(num_towers=2, ranks_per_tower=value)
+def mesh(towers: Any = 2, ranks: Any = 2, replicas: int = 1, **options: Any) -> TowerTopology:
+    return TowerTopology(num_towers=towers, ranks_per_tower=ranks, num_replicas=replicas, **options)
 
 
-def test_wrong_use_is_named() -> None:
-    topology = TowerTopology(num_towers=2, ranks_per_tower=2)
-    with pytest.raises(InputError, match=r"1 \* 2 \* 2 = 4 ranks, but the job was started with WORLD_SIZE=6"):
-        topology.check_world_size(6)
-    with pytest.raises(InputError, match="replica_placement='diagonal' is unknown"):
-        TowerTopology(num_towers=2, ranks_per_tower=2, replica_placement="diagonal")
+def on_host(towers: int, ranks: int, replicas: int, ranks_per_host: Any) -> TowerTopology:
+    return mesh(towers, ranks, replicas, replica_placement="intra_host", ranks_per_host=ranks_per_host)
+
+
+def plan(*towers: list[str], **options: Any) -> TowerPlan:
+    return TowerPlan.from_lists(towers, **options)
+
+
+def shards(scheme: Any, ranks: tuple[int, ...], rows: int = 10) -> list[TableShard]:
+    return table_shards(table("t", rows=rows), TablePlacement(scheme=scheme, ranks=ranks))
+
+
+def cut(feature: str, *widths: int) -> list[TableSpec]:
+    return split_tables([table("t_ad", "ad", dim=16), table("t_xy", "x", "y", dim=16)], {feature: widths})
+
+
+OUTSIDE = plan(["a"], ["b"], outside=("d", "c"))
+# name -> attempt, words of the message
+REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "more towers than features": (lambda: TowerPlan.strided(["a", "b"], 3), "num_towers=3 must lie between 1 .*, 2"),
+    "feature in two towers": (lambda: plan(["a", "b"], ["a"]), "Feature 'a' occurs more than once.*tower_0, tower_1"),
+    "empty tower": (lambda: plan(["a"], []), "Tower 'tower_1' has no feature"),
+    "no tower": (plan, "at least one tower"),
+    "features in no tower": (lambda: plan(["a"]).check_features(["a", "b", "c"]), "Features 'b', 'c' are in no tower"),
+    "feature in no tower": (lambda: plan(["usr_id"]).check_features(["user_id"]), "'user_id' .* mean 'usr_id'"),
+    "feature in no model": (lambda: plan(["a", "bs"]).check_features(["bs"]), "'a' is in the tower plan but not in"),
+    "shared table": (lambda: plan(["a"], ["b"]).tables_by_tower([table("tab", "a", "b")]),
+                     r"'tab' is shared by features of different towers \('a' in tower_0"),
+    "outside and inside": (lambda: plan(["a"], ["b"], outside=("b",)), r"'b' occurs .* \(in tower_1, outside\)"),
+    "twice outside": (lambda: plan(["a"], outside=("c", "c")), "Feature 'c' occurs more than once .*outside"),
+    "shared outside": (lambda: OUTSIDE.tables_by_tower([table("ta", "a"), table("tbc", "c", "b"), table("td", "d")]),
+                       r"'tbc' is shared .*\('c' outside, 'b' in tower_1\)\. A table lives in one tower, or"),
+    "absent outside": (lambda: OUTSIDE.tables_by_tower([table("ta", "a"), table("tb", "b"), table("tc", "c")]),
+                       "Feature 'd' is in the tower plan but not in the model"),
+    "other table": (lambda: plan(["a"], tables=(table("ta", "a", rows=100),)).tables_by_tower([table("ta", "a")]),
+                    "Table 'ta' is 10 x 8 .* made for 100 x 8"),
+    "table twice": (lambda: plan(["a"]).tables_by_tower([table("ta", "a")] * 2), "Table 'ta' is given 2 times"),
+    "no file": (lambda: TowerPlan.load("/nowhere.json"), r"plan /nowhere\.json: cannot be read .*`dmt partition`"),
+    **{f"hosts {sizes}": (lambda sizes=sizes: on_host(*sizes),
+                          f"ranks_per_host={sizes[-1]} must divide .* holds whole towers, or a tower whole hosts")
+       for sizes in ((2, 2, 1, 3), (2, 2, 1, 8), (2, 6, 1, 4), (4, 3, 1, 2), (2, 2, 3, 4))},
+    **{f"ranks_per_host={value}": (lambda value=value: mesh(ranks_per_host=value),
+                                   f"ranks_per_host={value} must be a whole number of at least 1")
+       for value in (0, 1.5, True)},
+    **{f"ranks={value!r}": (lambda value=value: mesh(2, value), f"ranks_per_tower={value!r} must be a whole number of")
+       for value in (0, -1, 1.5, True, "2")},
+    "world size": (lambda: mesh().check_world_size(6), r"1 \* 2 \* 2 = 4 ranks, .* started with WORLD_SIZE=6"),
+    "replica placement": (lambda: mesh(replica_placement="diagonal"), "replica_placement='diagonal' is unknown"),
+    "batch": (lambda: StepWorkload(batch_size=0), "batch_size=0 must be a positive number"),
+    "pooling": (lambda: StepWorkload(pooling_factors={"a": 0.0}), r"factors\['a'\]=0\.0 must be a positive number"),
+    "optimizer": (lambda: StepWorkload(optimizer="lamb"), "optimizer='lamb' is unknown; use one of"),  # type: ignore[arg-type]
+    "memory": (lambda: Hardware(memory_per_rank=0), "memory_per_rank=0 must be a positive number"),
+    "rate": (lambda: Hardware(intra_tower_gb_per_s=math.nan), "intra_tower_gb_per_s=nan must be a positive number"),
+    "latency": (lambda: Hardware(collective_latency_us=-1.0), r"latency_us=-1\.0 must be a positive number"),
+    "whole on two ranks": (lambda: shards("table_wise", (0, 1)), "table_wise takes one rank"),
+    "scheme": (lambda: shards("diagonal", (0,)), "scheme 'diagonal' is unknown"),
+    "rows out of order": (lambda: shards("row_wise", (1, 0)), r"row_wise table cannot live on ranks \[1, 0\]"),
+    "columns twice": (lambda: shards("column_wise", (1, 1)), r"column_wise table cannot live on ranks \[1, 1\]"),
+    "few columns": (lambda: shards("column_wise", (0, 1, 2)), "'t': embedding_dim=8 cannot be cut into 3 column sh"),
+    # Of four rows, blocks of two would leave the last rank none.
+    **{f"{rows} rows": (lambda rows=rows: shards("row_wise", (0, 1, 2), rows),
+                        f"'t': num_embeddings={rows} cannot be cut into 3 row shards") for rows in (2, 4)},
+    "sum of shards": (lambda: cut("ad", 8, 4), r"'t_ad' has embedding_dim=16, but its column shards are \[8, 4\];"),
+    "empty shard": (lambda: cut("ad", 16, 0), r"column shards are \[16, 0\]"),
+    "no shards": (lambda: cut("ad"), r"column shards are \[\]"),
+    "shards of a shared table": (lambda: cut("x", 8, 8), r"'t_xy' is shared by \['x', 'y'\] and cannot be cut"),
+    "forward format": (lambda: ExchangePrecision(forward="f16"), "forward='f16' is unknown; .* mean 'fp16'"),  # type: ignore[arg-type]
+    "backward format": (lambda: ExchangePrecision(backward="float32"), "backward='float32' is unknown"),  # type: ignore[arg-type]
+    "counts of no table": (lambda: AccessProfile([table("t", "f")]).add({"g": [1]}, num_samples=1),
+                           "feature 'g' looks up in none of the tables"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_it_is_named(name: str) -> None:
+    attempt, message = REFUSED[name]
+    with pytest.raises(InputError, match=message):
+        attempt()
