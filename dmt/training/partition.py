@@ -11,7 +11,7 @@ from dmt.errors import InputError
 from dmt.partitioner import FeatureAffinity
 from dmt.plan.tables import TableSpec
 from dmt.training.build import ClickTask, build_model
-from dmt.training.checkpoints import load_plain
+from dmt.training.checkpoints.store import load_plain
 from dmt.training.config import TrainingConfig
 from dmt.training.data.batch import ClickBatch
 from dmt.training.data.clicks import ClickData

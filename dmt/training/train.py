@@ -33,7 +33,7 @@ from dmt.training.build import (
     shard_model,
     sharding_result,
 )
-from dmt.training.checkpoints import Checkpointer
+from dmt.training.checkpoints.store import Checkpointer
 from dmt.training.config import TrainConfig, TrainingConfig
 from dmt.training.console import progress_bar
 from dmt.training.data.batch import ClickBatch

@@ -23,7 +23,7 @@ from dmt.training import build
 from dmt.training.access import load_hot_rows, load_profile, save_hot_rows, save_profile
 from dmt.training.agreement import Agreement, Signals
 from dmt.training.check.shrink import with_values
-from dmt.training.checkpoints import load_plain
+from dmt.training.checkpoints.store import load_plain
 from dmt.training.config import TrainingConfig
 from dmt.training.job import open_data, open_job
 from dmt.training.metrics import StepTimer

@@ -10,8 +10,7 @@ from typing import Any
 import pytest
 
 from dmt.errors import InputError
-from dmt.training.checkpoints import newest, verify
-from dmt.training.checkpoints.store import MANIFEST_NAME, _digest, commit, prepare, prune
+from dmt.training.checkpoints.store import MANIFEST_NAME, _digest, commit, newest, prepare, prune, verify
 from tests.training.small import fill_checkpoint, make_checkpoint
 
 FILES = {"a.txt": "alpha", "b.txt": "beta"}

@@ -21,7 +21,8 @@ from torch import nn
 
 from dmt import TowerMesh, TowerTopology
 from dmt.errors import InputError
-from dmt.training.checkpoints import Checkpointer, load_plain, newest, read_manifest, store, verify
+from dmt.training.checkpoints import store
+from dmt.training.checkpoints.store import Checkpointer, load_plain, newest, read_manifest, verify
 from tests.ranks import run_ranks
 from tests.training.small import alone, linear, save_alone
 

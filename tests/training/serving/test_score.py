@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from dmt.errors import InputError
-from dmt.training.checkpoints import load_plain, newest
+from dmt.training.checkpoints.store import load_plain, newest
 from dmt.training.config import TrainingConfig, load_config, to_toml
 from dmt.training.data.batch import ClickBatch
 from dmt.training.data.clicks import ClickData
