@@ -17,7 +17,7 @@ import click
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from dmt.errors import InputError, ReplicaMismatchError
-from dmt.processes import end_with
+from dmt.testing.ranks import end_with
 from dmt.training.config import load_config
 from dmt.training.console import print_summary, quiet_libraries
 
