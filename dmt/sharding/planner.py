@@ -17,13 +17,14 @@ from torchrec.distributed.types import (
     CacheParams,
     EmbeddingModuleShardingPlan,
     EnumerableShardingSpec,
+    ModuleSharder,
     ParameterSharding,
     ShardingPlan,
     ShardingType,
 )
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from dmt.errors import InputError
+from dmt.errors import InputError, check_instance
 from dmt.formatting import human_bytes, shorten
 from dmt.plan.topology import TowerTopology
 from dmt.sharding.costs import Hardware, SparseOptimizer, StepWorkload
@@ -70,6 +71,7 @@ class TowerShardingPlanner:
         hardware: Hardware | None = None,
         device_type: str = "cpu",
     ) -> None:
+        check_instance("topology", topology, TowerTopology)
         schemes = SCHEMES if scheme == "auto" else (scheme,) if isinstance(scheme, str) else tuple(scheme)
         self.topology = topology
         self.rules = ShardingRules(
@@ -211,10 +213,17 @@ def _modules(model: nn.Module, sharders: Sequence[Any]) -> tuple[dict[str, list[
         modules of TorchRec's.
 
     Raises:
-        InputError: a collection of tables is for no sharder, or no module for a tower sharder.
+        InputError: a collection of tables is for no sharder, or no module for a tower sharder; or one of the plan's
+            collections has other features than another.
     """
     towers: dict[str, list[list[Any]]] = {}
     others: dict[str, nn.Module] = {}
+    check_instance("model", model, nn.Module)
+    for sharder in sharders:
+        if isinstance(sharder, type):
+            check_instance("sharder", sharder, ModuleSharder)
+        if hasattr(sharder, "plan"):
+            _check_one_collection(model, sharder.module_type)
     for path, module in model.named_modules():
         if any(outer == "" or path.startswith(f"{outer}.") for outer in (*towers, *others)):
             continue
@@ -234,6 +243,22 @@ def _modules(model: nn.Module, sharders: Sequence[Any]) -> tuple[dict[str, list[
         missing = f"{type(model).__name__} has no module of type {kinds}" if kinds else "none of the sharders is dmt's"
         raise InputError(f"TowerShardingPlanner: {missing}, so there is nothing to plan.")
     return towers, others
+
+
+def _check_one_collection(model: nn.Module, kind: type[nn.Module]) -> None:
+    """Raises `InputError` for several collections of other features: a tower plan has those of each."""
+    collections: dict[frozenset[str], str] = {}
+    for path, module in model.named_modules():
+        if type(module) is kind:
+            tables: Any = module.embedding_bag_configs()
+            collections.setdefault(frozenset(name for table in tables for name in table.feature_names), path)
+    if len(collections) > 1:
+        first, second, *_ = collections.values()
+        raise InputError(
+            f"TowerShardingPlanner: {first!r} and {second!r} are {kind.__name__}s of other features, and a tower plan "
+            f"cannot hold for both. Merge them: {kind.__name__}(tables=[*first.embedding_bag_configs(), "
+            "*second.embedding_bag_configs()]) has the embeddings of each feature under its name."
+        )
 
 
 def parameter_sharding(table: Any, placement: TablePlacement, device_type: str = "cpu") -> ParameterSharding:
