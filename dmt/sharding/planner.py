@@ -222,7 +222,7 @@ def _modules(model: nn.Module, sharders: Sequence[Any]) -> tuple[dict[str, list[
     for sharder in sharders:
         if isinstance(sharder, type):
             check_instance("sharder", sharder, ModuleSharder)
-        if hasattr(sharder, "plan"):
+        if getattr(sharder, "plan", None) is not None:
             _check_one_collection(model, sharder.module_type)
     for path, module in model.named_modules():
         if any(outer == "" or path.startswith(f"{outer}.") for outer in (*towers, *others)):
