@@ -204,6 +204,8 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"c": pa.array([b"a", b"b"])}, {}, "categorical column 'c' has type binary"),
     ({"label": [[0], [1]]}, {}, "label column 'label' has type"),
     ({}, {"dense": ("e",)}, "dense 'e' matches no column"),
+    ({}, {"categorical": ("c", "label")}, "categorical column 'label' is data.label, and cannot be an input"),
+    ({}, {"eval_path": None, "split_column": "d", "dense": ("d",)}, "dense column 'd' is data.split_column"),
     ({}, {"label": "lable"}, "Did you mean 'label'"),
     ({}, {"categorical": ("c", "d")}, "'d' is used twice"),
     ({}, {"timestamps": ("c",)}, "'c' is used twice"),
