@@ -83,7 +83,13 @@ def trained_model(
     checkpoint, config = checkpoint_of(run, data_path, functions)
     job = open_data(config)
     task = ClickTask(build_model(job))
-    load(checkpoint, task, None)
+    try:
+        load(checkpoint, task, None)
+    except InputError:
+        if checkpoint.exists():
+            raise
+        # The run goes on: it has saved a newer one, and deleted this.
+        return trained_model(run, data_path, functions)
     return checkpoint, job, task.model.eval()
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from dmt.errors import InputError
+from dmt.training import trained
 from dmt.training.checkpoints.store import load_plain, newest
 from dmt.training.config import TrainingConfig, load_config, to_toml
 from dmt.training.data.batch import ClickBatch
@@ -119,6 +120,21 @@ def test_a_program_scores_as_the_checkpoint_it_is_of(run: Path, tmp_path: Path) 
 
 
 @pytest.mark.parametrize("model", ["", "model.pt2"])
+def test_a_checkpoint_that_its_run_deletes_meanwhile_leads_to_the_newer_one(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(run / "checkpoint", tmp_path / "checkpoint")
+    load = trained.load
+
+    def load_late(checkpoint: Path, *rest: Any) -> Any:
+        if not (newer := tmp_path / "checkpoint" / "step-00000009").exists():
+            checkpoint.rename(newer)
+        return load(checkpoint, *rest)
+
+    monkeypatch.setattr(trained, "load", load_late)
+    assert score(tmp_path, tmp_path / "scores.parquet").num_rows == ROWS // 2
+
+
 def test_rows_need_no_label(model: str, run: Path, tmp_path: Path) -> None:
     # Other columns that the training's globs would match, and no split.
     pq.write_table(rows(label=None, split=None, c_more=["x"] * ROWS), tmp_path / "new.parquet")
