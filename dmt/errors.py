@@ -30,8 +30,9 @@ def check_instance(name: str, value: object, kind: type) -> None:
         dmt.errors.InputError: seed is <class 'int'>, but must be an instance of int. Call the class: int(...).
     """
     if not isinstance(value, kind):
-        is_class = isinstance(value, type) and issubclass(value, kind)
-        advice = f"Call the class: {value.__name__}(...)." if is_class else "Give one."
+        advice = "Give one."
+        if isinstance(value, type) and issubclass(value, kind):
+            advice = f"Call the class: {value.__name__}(...)."
         raise InputError(f"{name} is {value!r:.200}, but must be an instance of {kind.__name__}. {advice}")
 
 

@@ -250,8 +250,9 @@ def _check_one_collection(model: nn.Module, kind: type[nn.Module]) -> None:
     collections: dict[frozenset[str], str] = {}
     for path, module in model.named_modules():
         if type(module) is kind:
-            tables: Any = module.embedding_bag_configs()
-            collections.setdefault(frozenset(name for table in tables for name in table.feature_names), path)
+            collection: Any = module
+            features = (name for table in collection.embedding_bag_configs() for name in table.feature_names)
+            collections.setdefault(frozenset(features), path)
     if len(collections) > 1:
         first, second, *_ = collections.values()
         raise InputError(

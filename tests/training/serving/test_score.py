@@ -119,7 +119,6 @@ def test_a_program_scores_as_the_checkpoint_it_is_of(run: Path, tmp_path: Path) 
         assert first.num_rows == (ROWS // 2 if data is None else ROWS), "by default, the evaluation rows"
 
 
-@pytest.mark.parametrize("model", ["", "model.pt2"])
 def test_a_checkpoint_that_its_run_deletes_meanwhile_leads_to_the_newer_one(
     run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -135,6 +134,7 @@ def test_a_checkpoint_that_its_run_deletes_meanwhile_leads_to_the_newer_one(
     assert score(tmp_path, tmp_path / "scores.parquet").num_rows == ROWS // 2
 
 
+@pytest.mark.parametrize("model", ["", "model.pt2"])
 def test_rows_need_no_label(model: str, run: Path, tmp_path: Path) -> None:
     # Other columns that the training's globs would match, and no split.
     pq.write_table(rows(label=None, split=None, c_more=["x"] * ROWS), tmp_path / "new.parquet")
