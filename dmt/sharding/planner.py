@@ -213,8 +213,7 @@ def _modules(model: nn.Module, sharders: Sequence[Any]) -> tuple[dict[str, list[
         modules of TorchRec's.
 
     Raises:
-        InputError: a collection of tables is for no sharder, or no module for a tower sharder; or one of the plan's
-            collections has other features than another.
+        InputError: a collection of tables is for no sharder, or no module for a tower sharder.
     """
     towers: dict[str, list[list[Any]]] = {}
     others: dict[str, nn.Module] = {}
@@ -222,8 +221,6 @@ def _modules(model: nn.Module, sharders: Sequence[Any]) -> tuple[dict[str, list[
     for sharder in sharders:
         if isinstance(sharder, type):
             check_instance("sharder", sharder, ModuleSharder)
-        if getattr(sharder, "plan", None) is not None:
-            _check_one_collection(model, sharder.module_type)
     for path, module in model.named_modules():
         if any(outer == "" or path.startswith(f"{outer}.") for outer in (*towers, *others)):
             continue
@@ -243,23 +240,6 @@ def _modules(model: nn.Module, sharders: Sequence[Any]) -> tuple[dict[str, list[
         missing = f"{type(model).__name__} has no module of type {kinds}" if kinds else "none of the sharders is dmt's"
         raise InputError(f"TowerShardingPlanner: {missing}, so there is nothing to plan.")
     return towers, others
-
-
-def _check_one_collection(model: nn.Module, kind: type[nn.Module]) -> None:
-    """Raises `InputError` for several collections of other features: a tower plan has those of each."""
-    collections: dict[frozenset[str], str] = {}
-    for path, module in model.named_modules():
-        if type(module) is kind:
-            collection: Any = module
-            features = (name for table in collection.embedding_bag_configs() for name in table.feature_names)
-            collections.setdefault(frozenset(features), path)
-    if len(collections) > 1:
-        first, second, *_ = collections.values()
-        raise InputError(
-            f"TowerShardingPlanner: {first!r} and {second!r} are {kind.__name__}s of other features, and a tower plan "
-            f"cannot hold for both. Merge them: {kind.__name__}(tables=[*first.embedding_bag_configs(), "
-            "*second.embedding_bag_configs()]) has the embeddings of each feature under its name."
-        )
 
 
 def parameter_sharding(table: Any, placement: TablePlacement, device_type: str = "cpu") -> ParameterSharding:

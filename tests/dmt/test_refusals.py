@@ -295,7 +295,7 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
     "other width": (widened, r"returned columns \[6\] of torch.float32, but \[4\]"),
     "a list": (listed, r"tower . returned list for 4 samples; it must return a tensor"),
     "sequences": (sequences, "Tower 0 holds a EmbeddingCollection; towers of pooled"),
-    "two collections": (two_collections, r"'0' and '1' are EmbeddingBagCollections of other features.*Merge them"),
+    "two collections": (two_collections, "; of several EmbeddingBagCollections, which .* make one with"),
     **{f"{name} is {value}": (attempt, rf"^{name} is .*{value}.*, but must be an instance of {kind}\. [CG]")
        for name, value, kind, attempt in (
         ("mesh", "TowerMesh", "TowerMesh", lambda job: TowerCollectionSharder(TowerMesh)),  # type: ignore[arg-type]
