@@ -275,12 +275,15 @@ def step_operations(
     for k in reversed(parts):
         moved = _COPIES * work.embedding_bytes * share + back_again + sums[k] * tower.weight_bytes
         step.compute(f"towers {k}, backward", towers_back, moved=moved, after=[returned[k]])
+    outside = step.send(
+        "gradients outside towers", loads["outside_weights"], "dense", ranks=work.topology.world_size, channel="outside"
+    )
     weights = step.send(
         "tower gradients", loads["tower_weights"], "dense", ranks=inner * copies, channel="tower weights"
     )
     back = step.send("gradients of embeddings", loads["tower_outputs"], "embeddings", ranks=inner, channel="tower")
     step.compute("update of tables", looked_up=work.lookup_bytes * 2 / 3, after=[back])
-    step.compute("update", moved=_UPDATE_PASSES / 2 * model.dense_bytes, after=[reduced, weights])
+    step.compute("update", moved=_UPDATE_PASSES / 2 * model.dense_bytes, after=[reduced, weights, outside])
     step.send("average of replicas", loads["replicas"], "replicas", ranks=copies, channel="replicas")
     return step.operations
 

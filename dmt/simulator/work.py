@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from typing import Any
 
@@ -46,7 +46,7 @@ class Workload:
     tables: Sequence[TableSpec]
     """Every table; of tables in several towers, the cut ones."""
     towers: Sequence[Sequence[str]]
-    """Features of each tower; one list of all for the flat dataflow."""
+    """Features of each tower; one list of all for the flat dataflow. Every rank holds the tables of all others."""
     sharding: TowerShardingPlan | None
     """Place of the tables; None for TorchRec's flat dataflow."""
     lookups: StepWorkload
@@ -58,6 +58,12 @@ class Workload:
     is_hierarchical: bool = False
     """True if dense gradients are summed inside hosts before they cross."""
 
+    @property
+    def outside(self) -> list[TableSpec]:
+        """Tables outside towers."""
+        inside = {name for names in self.towers for name in names}
+        return [table for table in self.tables if inside.isdisjoint(table.feature_names)]
+
     def columns(self, features: Sequence[str]) -> int:
         """Columns of the embeddings of some features."""
         return sum(table.embedding_dim for table in self.tables for name in table.feature_names if name in features)
@@ -67,7 +73,8 @@ def step_work(step: Workload, model: ModelWork) -> StepWork:
     """Returns the work of one step: what all ranks send together, and what the busiest rank or host does.
 
     Not counted: the sizes that ranks tell each other before an exchange, and that the rows of a row-wise table are not
-    read equally often. Data-parallel tables, tower modules, dense parts and replicas are reduced in rings.
+    read equally often. Data-parallel tables, those outside towers, tower modules, dense parts and replicas are reduced
+    in rings.
     """
     topology, batch, held = step.topology, step.lookups.batch_size, _rank_loads(step)
     hosts = topology.num_hosts
@@ -78,6 +85,7 @@ def step_work(step: Workload, model: ModelWork) -> StepWork:
         sent[name] = Load(across * float(total), (1 - across) * float(total))
         loads[name] = Load(across * float(host), (1 - across) * float(by_rank.max()))
     outputs, peers = batch * sum(_widths(step, model)), topology.num_towers if step.sharding else 1
+    beside = batch * sum(table.embedding_dim * len(table.feature_names) for table in step.outside)
     memory = held["memory"] + held["activations"]
     # Numbers in another format are made from FP32 and made FP32 again.
     forward, backward = (outputs * (0.0 if size == 4 else 2 * (4 + size)) for size in step.number_bytes)
@@ -90,7 +98,7 @@ def step_work(step: Workload, model: ModelWork) -> StepWork:
         loads=loads,
         lookup_bytes=3 * float(held["row_bytes"].max()),
         embedding_bytes=4 * batch * peers * max(map(step.columns, step.towers)),
-        output_bytes=4 * outputs,
+        output_bytes=4 * (outputs + beside),
         samples=batch,
         peer_samples=batch * topology.num_towers,
         converted_bytes=(forward, backward),
@@ -113,9 +121,14 @@ def _rank_loads(step: Workload) -> dict[str, NDArray[np.float64]]:
         costs = CostModel(topology=topology, workload=sharding.workload, hardware=sharding.hardware)
         tables = {table.name: table for table in step.tables}
         for entry in sharding.tables:
-            assert entry.tower is not None, "the trainer has no tables outside towers"
-            for local, load in costs.shards(tables[entry.name], entry.placement):
-                loads[entry.tower * topology.ranks_per_tower + local] += load
+            if entry.tower is not None:
+                for local, load in costs.shards(tables[entry.name], entry.placement):
+                    loads[entry.tower * topology.ranks_per_tower + local] += load
+        alone = replace(costs, topology=topology.outside_towers)
+        for t in step.outside:
+            # Their reduction, over all ranks, is no part of that in towers.
+            load = alone.shard(t, "data_parallel", t.num_embeddings, t.embedding_dim)
+            loads += np.array(load._replace(reduced_bytes=0.0))
     else:
         # A flat dataflow is that of one tower which has all ranks of a replica.
         whole = TowerTopology(num_towers=1, ranks_per_tower=ranks, num_replicas=topology.num_replicas)
@@ -147,6 +160,7 @@ def _exchanges(
     if not is_flat:
         towers = np.array([topology.coordinates(rank).tower for rank in range(world)])
         numbers = batch * others * np.array(_widths(step, model))[towers]
+    outside = 2 * (world - 1) / world * sum(4 * table.num_embeddings * table.embedding_dim for table in step.outside)
     of_towers = 2 * (replicas * topology.ranks_per_tower - 1) * model.tower_bytes / world
     peer, inner = topology.share_across_hosts(groups), topology.share_across_hosts(topology.tower_groups())
     return {
@@ -160,6 +174,7 @@ def _exchanges(
             of_towers + held["reduced_bytes"].mean(),
             topology.ring_share_across_hosts(topology.tower_module_groups()[:1]),
         ),
+        "outside_weights": (outside, topology.ring_share_across_hosts([range(world)])),
         "dense_weights": _dense_bytes(step, model.dense_bytes),
         "replicas": (held["averaged_bytes"], topology.ring_share_across_hosts(topology.replica_groups())),
     }

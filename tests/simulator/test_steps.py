@@ -38,6 +38,7 @@ LOADS = {
     "peer_outputs": Load(40.0, 0.0),
     "peer_gradients": Load(80.0, 0.0),
     "tower_weights": NOTHING,
+    "outside_weights": NOTHING,
     "dense_weights": NOTHING,
     "replicas": NOTHING,
 }
@@ -118,6 +119,16 @@ def test_dense_gradients_in_a_ring_and_host_by_host() -> None:
     assert (inside.seconds["host_link"], across.seconds["uplink"], out.seconds["host_link"]) == (1.0, 2.0, 1.0)
     assert inside.name in across.after
     assert across.name in out.after
+
+
+def test_tables_outside_towers_are_reduced_before_the_update() -> None:
+    plain, found = (
+        simulate(step_operations(with_loads(outside_weights=Load(size, 0.0)), CLUSTER)) for size in (0.0, 400.0)
+    )
+    # 40 s from the end of the towers' backward pass on, beside the exchange inside (1, in equal parts) and the update
+    # of the towers' tables (2).
+    assert found["dense"] == pytest.approx(40 - 1 / 2 - 2)
+    assert sum(found.values()) == pytest.approx(sum(plain.values()) + 40 - 3)
 
 
 def test_replicas_come_last_and_no_step_is_shorter_than_its_program() -> None:
