@@ -141,12 +141,7 @@ class TowerPlan:
         unknown = [f for f in (*self.features, *self.outside) if f not in known]
         for names, others, fault in (
             (missing, unknown, "in no tower. Add to the tower plan or drop from the model."),
-            (
-                unknown,
-                known,
-                "in the tower plan but not in the model. Remove from the plan or add to the model; of several "
-                "EmbeddingBagCollections, which one plan cannot divide, make one with all tables.",
-            ),
+            (unknown, known, "in the tower plan but not in the model. Remove from the plan or add to the model."),
         ):
             if names:
                 shown = shorten([repr(name) for name in names], ", ", most=5)
@@ -188,6 +183,13 @@ class TowerPlan:
             if places:
                 placed[places[0][0]].append((min(i for _, i in places), table))
         return [[table for _, table in sorted(tower, key=lambda entry: entry[0])] for tower in placed]
+
+    def moved_outside(self, features: Iterable[str]) -> TowerPlan:
+        """Returns the plan with some features outside towers; `InputError` where a tower would be left without any."""
+        moved = [feature for feature in features if feature not in self.outside]
+        towers = (replace(t, features=tuple(f for f in t.features if f not in moved)) for t in self.towers)
+        tables = tuple(table for table in self.tables if set(moved).isdisjoint(table.feature_names))
+        return replace(self, towers=tuple(towers), outside=(*self.outside, *moved), tables=tables)
 
     def outside_tables(self, tables: Sequence[Any]) -> list[Any]:
         """Returns those of the tables that features outside towers look up, in the order given."""

@@ -296,6 +296,10 @@ class ShardingRules:
             if value not in known:
                 raise InputError(f"{what}: {value!r} is none of {list(known)}.{did_you_mean(value, known)}")
 
+    def names(self, table: str) -> bool:
+        """Returns whether a table has a rule of its own."""
+        return _key_of(self.tables, table) is not None
+
     def resolve(
         self, tables_by_tower: Sequence[Sequence[Any]], num_ranks: int, outside: Sequence[Any] = ()
     ) -> dict[str, Allowed]:

@@ -36,6 +36,7 @@ from dmt.sharding.planner import TowerShardingPlanner
 from dmt.sptt.flat import SPTTEmbeddingBagCollectionSharder
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.micro_batches import MicroBatches, run_in_micro_batches
+from dmt.sptt.outside import OutsideCollectionSharder
 from dmt.sptt.towers import TowerCollectionSharder
 from dmt.training.config import OptimizerConfig, ReplicasConfig, TrainConfig
 from dmt.training.data.batch import ClickBatch
@@ -221,7 +222,10 @@ def shard_model(job: Job, mesh: TowerMesh, model: nn.Module | None = None) -> Di
             "moment_scale": config.replicas.moment_scale,
         }
         if config.model.has_towers:
-            sharders = [TowerCollectionSharder(mesh, placement=job.placement, **options)]
+            sharders = [
+                TowerCollectionSharder(mesh, placement=job.placement, **options),
+                OutsideCollectionSharder(mesh, fused_params=options["fused_params"]),
+            ]
         else:
             sharders = [SPTTEmbeddingBagCollectionSharder(mesh, job.towers, **options)]
         # A planner that has nothing left to decide.

@@ -86,6 +86,11 @@ class ModelConfig(Section):
         return self.tower_dim or max(1, self.embedding_dim // 2)
 
     @property
+    def outside_dim(self) -> int | None:
+        """Columns of tables outside towers: D where they interact as vectors; None where any number will do."""
+        return self.output_dim if self.factory is None and self.arch.startswith("dmt-dlrm") else None
+
+    @property
     def name(self) -> str:
         """The arch, or the factory of a model of one's own."""
         return self.factory or self.arch
@@ -123,6 +128,10 @@ class TowersConfig(Section):
 
     plan: str = "strided"
     """Path of a ``towers.json`` that ``dmt partition`` wrote, or ``strided``: feature i in tower i mod T."""
+    outside: Literal["none", "auto"] | tuple[str, ...] = "none"
+    """Features of which every rank holds the tables ([Towers](towers.md#tables-on-every-rank)), besides those that the
+    plan has outside towers: a list, or ``auto``: where the plan has none, those that save bytes between hosts. In
+    ``dmt-dlrm`` their tables have ``tower_dim`` columns unless ``embedding_dims`` names them."""
 
 
 class ShardingConfig(Section):
@@ -358,6 +367,11 @@ def _refusals(config: TrainingConfig) -> list[tuple[object, str]]:
                 "sharding.dataflow='flat'. Set it to 'sptt', or leave the key out.",
             )
             for key in of_towers
+        ),
+        (
+            is_flat and config.towers.outside != "none",
+            f"towers.outside={config.towers.outside!r} needs the tower dataflow, but this run has "
+            "sharding.dataflow='flat'. Set it to 'sptt', or leave the key out.",
         ),
         (
             sharding.scheme == "planner" and not is_flat,

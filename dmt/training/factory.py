@@ -135,17 +135,21 @@ def _errors_named(what: str) -> Iterator[None]:
 
 
 def _check_tables(place: str, model: nn.Module, job: Job) -> None:
-    """Raises `InputError` unless the model has one sparse part, of the job's kind, with the job's tables and towers."""
-    has_towers = job.config.model.has_towers
-    wanted = EmbeddingTowerCollection if has_towers else EmbeddingBagCollection
-    parts = _sparse_parts(model)
-    if len(parts) != 1 or type(parts[0]) is not wanted:
+    """Raises `InputError` unless the model has the sparse parts of the job's kind, with the job's tables and towers."""
+    has_towers, outside = job.config.model.has_towers, () if job.towers is None else job.towers.outside
+    wanted: list[type] = [EmbeddingTowerCollection if has_towers else EmbeddingBagCollection]
+    if has_towers and outside:
+        wanted.append(EmbeddingBagCollection)
+    parts = sorted(_sparse_parts(model), key=lambda part: not isinstance(part, EmbeddingTowerCollection))
+    if list(map(type, parts)) != wanted:
         kinds = ", ".join(type(part).__name__ for part in parts) or "none"
+        beside = f", one EmbeddingBagCollection of the features outside towers {list(outside)}" * (len(wanted) > 1)
         raise InputError(
-            f"{place}: with model.in_towers={str(has_towers).lower()} the model needs one {wanted.__name__} and no "
-            f"other module with tables, but has {kinds}. Compose it so (docs/your_model.md), or change model.in_towers."
+            f"{place}: with model.in_towers={str(has_towers).lower()} the model needs one {wanted[0].__name__}{beside} "
+            f"and no other module with tables, but has {kinds}. Compose it so (docs/your_model.md), or change "
+            "model.in_towers."
         )
-    collections = [part for part in model.modules() if isinstance(part, EmbeddingBagCollection)]
+    collections = [part for sparse in parts for part in sparse.modules() if isinstance(part, EmbeddingBagCollection)]
     by_tower = [table_specs(part.embedding_bag_configs()) for part in collections]
     tables = {table.name: table for tables in by_tower for table in tables}
     given = {table.name: table for table in job.split_tables}
@@ -166,7 +170,10 @@ def _check_tables(place: str, model: nn.Module, job: Job) -> None:
                 "both, the numbers per sample that enter and leave it."
             )
     assert job.towers is not None, "a model in towers has the tower dataflow"
-    planned = [{t.name for t in tables} for tables in job.towers.tables_by_tower(job.split_tables)]
+    lists = job.towers.tables_by_tower(job.split_tables)
+    if outside:
+        lists.append(job.towers.outside_tables(job.split_tables))
+    planned = [{table.name for table in tables} for tables in lists]
     if [{table.name for table in tables} for tables in by_tower] != planned:
         raise InputError(
             f"{place}: the towers of the model do not have the tables that the tower plan gives them. Build tower "

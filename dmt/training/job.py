@@ -2,28 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import cast
+from typing import TYPE_CHECKING, Any, cast
 
-from dmt.errors import InputError
+from dmt.errors import InputError, did_you_mean
 from dmt.formatting import human_bytes
 from dmt.plan.split_across_towers import shard_names, split_tables
-from dmt.plan.tables import TableSpec, feature_names
+from dmt.plan.tables import NUMBER_BYTES, TableSpec, feature_names
 from dmt.plan.topology import TowerTopology
 from dmt.plan.towers import TowerPlan
 from dmt.sharding.costs import Hardware, StepWorkload
 from dmt.sharding.optimizers import FBGEMM_NAMES, moment_scale_of
+from dmt.sharding.outside import CrossingCosts, choose_outside
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.sharding.plan_tables import plan_tables
-from dmt.sharding.schemes import SCHEMES, Scheme, ShardingRules
+from dmt.sharding.schemes import SCHEMES, Scheme, ShardingRules, why_not
 from dmt.simulator.cluster import load_cluster
 from dmt.training.config import OptimizerConfig, ShardingConfig, TrainingConfig
 from dmt.training.data.clicks import ClickData
 from dmt.training.data.columns import tables_of
 from dmt.training.data.config import read_tables
+from dmt.training.data.deal import rank_batch
 from dmt.training.device import DeviceType, device_type
+
+if TYPE_CHECKING:
+    from dmt.sptt.mesh import TowerMesh
+    from dmt.training.data.batch import ClickBatch
+    from dmt.training.data.clicks import Split
 
 __all__ = [
     "PREPARED",
@@ -71,6 +78,41 @@ class Job:
         """The opened data of a job that has some."""
         assert self.source is not None, "made by open_job from a config with data"
         return self.source
+
+    def training_batches(
+        self, mesh: TowerMesh, *, epoch: int = 0, rows: int = 0, lanes: int | None = None
+    ) -> Iterator[ClickBatch]:
+        """Yields this rank's batches of the rest of an epoch, of which all ranks have used ``rows``; collective.
+
+        ``lanes`` are the ranks of the first run.
+        """
+        size = self.config.train.batch_size
+        if lanes is not None:
+            size = rank_batch(lanes, mesh.topology.world_size, size)
+        return self._batches("train", mesh, size, epoch=epoch, rows=rows, lanes=lanes)
+
+    def evaluation_batches(self, mesh: TowerMesh) -> Iterator[ClickBatch]:
+        """Yields this rank's batches of the rows for evaluation; collective."""
+        return self._batches("eval", mesh, self.config.train.batch_size)
+
+    def first_batch(self, mesh: TowerMesh) -> ClickBatch:
+        """Returns this rank's first training batch."""
+        return next(self._batches("train", mesh, self.config.train.batch_size))
+
+    def _batches(self, split: Split, mesh: TowerMesh, batch_size: int, **where: Any) -> Iterator[ClickBatch]:
+        batches = self.data.batches(
+            split,
+            rank=mesh.rank,
+            world_size=mesh.topology.world_size,
+            batch_size=batch_size,
+            group=mesh.global_group,
+            **where,
+        )
+        if self.towers is not None:
+            cuts = self.towers.column_splits
+            batches = (batch.split_columns(cuts) for batch in batches)
+        # From page-locked memory, the pipelines' copies to a GPU run beside the step before.
+        return (batch.pin_memory() for batch in batches) if self.device_type == "cuda" else batches
 
     @property
     def device_type(self) -> DeviceType:
@@ -122,7 +164,8 @@ def make_job(
     Raises:
         InputError: a plan or a rule does not fit the tables or the memory, or the optimizer has no moments to scale.
     """
-    towers = towers or _tower_plan(config, tables)
+    if towers is None:
+        towers, tables = _in_towers(config, tables)
     if towers is not None and towers.num_towers != config.topology.num_towers:
         raise InputError(
             f"The tower plan {config.towers.plan} has {towers.num_towers} towers, but topology.num_towers="
@@ -143,13 +186,8 @@ def open_data(config: TrainingConfig) -> Job:
         InputError: the data do not fit the config, or the tower plan does not fit the data.
     """
     data, tables = open_tables(config)
-    return Job(
-        config=config,
-        tables=tuple(tables),
-        num_dense=len(data.columns.dense),
-        towers=_tower_plan(config, tables),
-        source=data,
-    )
+    towers, placed = _in_towers(config, tables)
+    return Job(config=config, tables=tuple(placed), num_dense=len(data.columns.dense), towers=towers, source=data)
 
 
 def open_tables(config: TrainingConfig) -> tuple[ClickData, list[TableSpec]]:
@@ -174,15 +212,17 @@ def data_cache(output_dir: str) -> Path:
     return shared if shared.is_dir() else Path(output_dir) / PREPARED
 
 
-def _tower_plan(config: TrainingConfig, tables: Sequence[TableSpec]) -> TowerPlan | None:
-    """Returns the tower plan that the config names, checked against the uncut tables; None with the flat dataflow.
+def _in_towers(config: TrainingConfig, tables: Sequence[TableSpec]) -> tuple[TowerPlan | None, Sequence[TableSpec]]:
+    """Returns the tower plan that the config names, checked against the uncut tables, and these; None if it is flat.
+
+    Tables outside towers have the columns that the model wants of them.
 
     Raises:
-        InputError: the file is bad, does not fit the tables or cuts one into shards that FBGEMM cannot take, or more
-            towers are asked for than there are features.
+        InputError: the file is bad, does not fit the tables or cuts one into shards that FBGEMM cannot take, more
+            towers are asked for than there are features, or a feature outside towers is unknown.
     """
     if config.dataflow == "flat":
-        return None
+        return None, tables
     place, is_strided = f"towers.plan={config.towers.plan!r}", config.towers.plan == "strided"
     plan = _strided(tables, config.topology.num_towers) if is_strided else TowerPlan.load(config.towers.plan)
     for feature, widths in plan.column_splits.items():
@@ -192,10 +232,72 @@ def _tower_plan(config: TrainingConfig, tables: Sequence[TableSpec]) -> TowerPla
                 "must be a multiple of 4 (FBGEMM's kernels). Make a plan with other shards."
             )
     try:
+        if config.towers.outside != "none":
+            place += f", towers.outside={config.towers.outside!r}"
+            outside = _outside(config, plan, tables)
+            inside = [table for table in tables if not set(outside).issuperset(table.feature_names)]
+            plan = _strided(inside, config.topology.num_towers) if is_strided else plan
+            plan = plan.moved_outside(outside)
+        tables = _as_vectors(config, tables, plan.outside)
         plan.tables_by_tower(split_tables(tables, _cuts(plan, tables)))
     except InputError as error:
         raise InputError(f"{place}: {error}") from error
-    return plan
+    return plan, tables
+
+
+def _outside(config: TrainingConfig, plan: TowerPlan, tables: Sequence[TableSpec]) -> list[str]:
+    """Returns the features that are to be outside towers besides those of the plan.
+
+    Raises:
+        InputError: one is unknown, or of a table that the plan cuts.
+    """
+    wanted, features, cut = config.towers.outside, feature_names(tables), _cuts(plan, tables)
+    if not isinstance(wanted, str):
+        for feature in wanted:
+            if feature not in features or feature in cut:
+                fault = "its table is cut by the plan." if feature in cut else "no table has it."
+                raise InputError(f"feature {feature!r}: {fault}{did_you_mean(feature, features)}")
+        return list(wanted)
+    if plan.outside:
+        return []
+    rules = ShardingRules(tables=dict(config.sharding.tables))
+    vectors, dim = _as_vectors(config, split_tables(tables, cut), features), config.model.outside_dim
+    free = [
+        table.name
+        for table in vectors
+        if set(table.feature_names) <= set(features)  # shards are in none
+        and dim in (None, table.embedding_dim)
+        and not (rules.names(table.name) or why_not(table, "data_parallel"))
+    ]
+    placed = replace(plan, tables=()).tables_by_tower(vectors)
+    chosen = choose_outside(placed, _crossing_costs(config), hardware=_hardware(config.sharding), candidates=free)
+    return [name for table in tables if table.name in chosen for name in table.feature_names]
+
+
+def _as_vectors(config: TrainingConfig, tables: Sequence[TableSpec], outside: Collection[str]) -> list[TableSpec]:
+    """Returns the tables, those of features outside towers with the columns of the vectors that they interact with."""
+    dim, named = config.model.outside_dim, config.model.embedding_dims
+    return [
+        replace(table, embedding_dim=dim)
+        if dim is not None
+        and set(outside).intersection(table.feature_names)
+        and named.keys().isdisjoint(table.feature_names)
+        else table
+        for table in tables
+    ]
+
+
+def _crossing_costs(config: TrainingConfig) -> CrossingCosts:
+    model, sharding = config.model, config.sharding
+    # Towers of DMT-DCN send as much whatever their features; of towers of the user's own nothing is known.
+    of_towers = model.c * model.output_dim if model.factory is None and "dlrm" in model.arch else 0
+    return CrossingCosts(
+        topology=config.topology.build(),
+        workload=step_workload(config, sharding.pooling_factors),
+        sent=of_towers if model.has_towers else None,
+        number_bytes=(NUMBER_BYTES[sharding.forward_precision], NUMBER_BYTES[sharding.backward_precision]),
+        is_unique=sharding.unique and not model.has_towers,
+    )
 
 
 def _strided(tables: Sequence[TableSpec], num_towers: int) -> TowerPlan:
@@ -256,9 +358,10 @@ def _plan_sharding(config: TrainingConfig, tables: Sequence[TableSpec], towers: 
             factors = dict.fromkeys(shard_names(feature, splits[feature]), factor) | factors
         else:
             factors[feature] = factor
-    return plan_tables(
+    planned = plan_tables(
         towers.tables_by_tower(tables),
         topology,
+        outside=towers.outside_tables(tables),
         workload=step_workload(config, factors),
         hardware=_hardware(sharding),
         rules=ShardingRules(
@@ -267,6 +370,14 @@ def _plan_sharding(config: TrainingConfig, tables: Sequence[TableSpec], towers: 
             hot_rows=config.hot_rows.extra_memory > 0,
         ),
     )
+    costs, by_name = _crossing_costs(config), {table.name: table for table in tables}
+    entries = (
+        replace(entry, reason=f"on every rank: {costs.of(by_name[entry.name]).reason}")
+        if entry.tower is None
+        else entry
+        for entry in planned.tables
+    )
+    return replace(planned, tables=tuple(entries))
 
 
 def step_workload(config: TrainingConfig, pooling_factors: Mapping[str, float]) -> StepWorkload:

@@ -109,8 +109,7 @@ def check_rows(config: TrainingConfig, world_size: int, rows: int | None) -> Non
     if rows is not None and rows < needed:
         raise InputError(
             f"There are {rows} training rows, fewer than one step takes: {world_size} ranks x train.batch_size="
-            f"{config.train.batch_size} = {needed}. Lower train.batch_size, give more data, or "
-            "correct data.split_column."
+            f"{config.train.batch_size} = {needed}. Lower train.batch_size or give more data."
         )
 
 
@@ -134,7 +133,7 @@ def check_same_input(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
         "features": data.columns.feature_names,
         "features with bags": {feature.name: feature.is_bag for feature in data.columns.features},
         "parameters of the model": {name: tuple(value.shape) for name, value in model.named_parameters()},
-        "tower": None if job.towers is None else dict(enumerate(job.towers.to_lists())),
+        "tower": None if job.towers is None else dict(enumerate([*job.towers.to_lists(), job.towers.outside])),
         "placement": None if job.sharding is None else job.sharding.placements,
     }
     for split in ("train", "eval"):

@@ -22,7 +22,7 @@ from dmt.replicas.sync import ReplicaSync
 from dmt.sptt.mesh import TowerMesh
 from dmt.training.access import load_hot_rows
 from dmt.training.build import ScheduledOptimizer, settle_gradient_buckets
-from dmt.training.checkpoints.store import checkpoints, load, newest, read_manifest
+from dmt.training.checkpoints import checkpoints, load, newest, read_manifest
 from dmt.training.config import TrainingConfig
 from dmt.training.data.deal import rank_batch
 from dmt.training.device import on_all_ranks
@@ -145,7 +145,8 @@ def start_with(folder: Path, config: TrainingConfig, files: Files, plan: TowerPl
             wrong.append(f"the training files have changed: {shorten(apart, ', ')}")
     if plan is not None and config.model.has_towers:
         towers = folder / "towers.json"
-        if TowerPlan.load(towers).to_lists() != plan.to_lists():
+        saved_plan = TowerPlan.load(towers)
+        if (saved_plan.to_lists(), saved_plan.outside) != (plan.to_lists(), plan.outside):
             wrong.append(f"the towers; it has those of towers.plan={str(towers)!r}")
     if wrong:
         other = "another train.output_dir" if is_own else "train.resume a checkpoint of the same model"

@@ -16,7 +16,7 @@ from dmt.files import explain, read_file
 from dmt.hot_rows.runtime import HotRowsState
 from dmt.training.access import save_hot_rows
 from dmt.training.build import ClickTask, build_model
-from dmt.training.checkpoints.store import load, newest
+from dmt.training.checkpoints import load, newest
 from dmt.training.config import TrainingConfig, load_config, to_override, to_toml
 from dmt.training.data.config import DataConfig, with_files
 from dmt.training.functions import check_allowed
@@ -49,7 +49,8 @@ def checkpoint_of(
         raise InputError(f"{run} is not the output_dir of a training run: there is no checkpoint in {run}/checkpoint.")
     overrides, file = [], checkpoint / "config.toml"
     if (checkpoint / "towers.json").exists():
-        overrides.append(to_override("towers.plan", checkpoint / "towers.json"))
+        # Which features are outside towers is part of it.
+        overrides += [to_override("towers.plan", checkpoint / "towers.json"), "towers.outside=none"]
     config = load_config(file, overrides)
     if data_path is not None:
         if config.data.kind == "synthetic":
@@ -83,13 +84,7 @@ def trained_model(
     checkpoint, config = checkpoint_of(run, data_path, functions)
     job = open_data(config)
     task = ClickTask(build_model(job))
-    try:
-        load(checkpoint, task, None)
-    except InputError:
-        if checkpoint.exists():
-            raise
-        # The run goes on: it has saved a newer one, and deleted this.
-        return trained_model(run, data_path, functions)
+    load(checkpoint, task, None)
     return checkpoint, job, task.model.eval()
 
 

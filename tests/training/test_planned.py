@@ -18,7 +18,6 @@ from dmt.training.config import TrainingConfig
 from dmt.training.data.batch import ClickBatch
 from dmt.training.job import open_job
 from dmt.training.metrics import measure_traffic
-from dmt.training.train import batches_of
 from tests.ranks import run_ranks
 from tests.seeds import collected
 from tests.training.small import new_run, small, train_loop
@@ -43,6 +42,16 @@ CASES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
         {
             "sharding": {"scheme": "table_wise", "forward_precision": "fp16", "backward_precision": "bf16"},
             "towers": {"plan": "cut"},
+        },
+    ),
+    "outside towers": ("dmt-dlrm", {"towers": {"outside": ["C2", "C6"]}, "sharding": {"scheme": "table_wise"}}),
+    "flat, outside towers": (
+        "dcn",
+        {
+            "towers": {"outside": ["C2", "C6"]},
+            "sharding": {"scheme": "table_wise"},
+            "topology": {"num_towers": 4, "ranks_per_tower": 1, "ranks_per_host": 2},
+            "train": {"micro_batches": 2},
         },
     ),
     "two towers on a host": (
@@ -86,7 +95,7 @@ CASES["replicas"] = ("dmt-dlrm", {"sharding": {"tables": MIX}, "topology": REPLI
 def config_of(name: str, folder: str) -> TrainingConfig:
     arch, sections = CASES[name]
     sections = {key: dict(section) for key, section in sections.items()}
-    if "towers" in sections:
+    if "plan" in sections.get("towers", {}):
         sections["towers"] = {"plan": f"{folder}/towers.json"}
     sections["sharding"] = {"dataflow": "sptt"} | sections.get("sharding", {})
     # Rows that the tower's ranks share evenly and one id a sample, as planned. In its third pass, DDP tells all ranks
@@ -105,7 +114,7 @@ def measure_on_rank(rank: int, folder: str, names: list[str]) -> dict[str, dict[
         run = new_run(config, mesh)
         train_loop(run)
         run.pipeline.detach()
-        batch = evenly_drawn(next(batches_of(run.job, mesh, "train")), rank)
+        batch = evenly_drawn(run.job.first_batch(mesh), rank)
         found[name] = asdict(measure_traffic(run.model, run.optimizer, batch, mesh))
     return found
 
@@ -136,7 +145,7 @@ def by_kind(found: Mapping[str, Load]) -> dict[str, int]:
         "ids": across["peer_ids"] + across["tower_ids"],
         "forward": across["peer_outputs"] + across["tower_outputs"],
         "backward": across["peer_gradients"] + across["tower_outputs"],
-        "dense": across["dense_weights"] + across["tower_weights"],
+        "dense": across["dense_weights"] + across["tower_weights"] + across["outside_weights"],
         "inside": inside,
     }
     return {kind: round(number) for kind, number in kinds.items()}

@@ -166,9 +166,13 @@ def _placed(job: Job, limits: CheckLimits, rules: Mapping[str, Rule]) -> Job:
         features[number] += tower.features
     has_modules, in_order = job.config.model.has_towers, mesh == list(range(num_mesh))
     workload = StepWorkload(batch_size=limits.batch_size, optimizer=job.config.optimizer.sparse)
+    joined = TowerPlan.from_lists(features, column_splits=plan.column_splits, outside=plan.outside)
+    outside = plan.outside_tables(job.split_tables)
     return replace(
         job,
-        towers=plan if has_modules else TowerPlan.from_lists(features, column_splits=plan.column_splits),
-        sharding=plan_tables(by_tower, job.topology, workload=workload, rules=ShardingRules(tables=rules)),
+        towers=plan if has_modules else joined,
+        sharding=plan_tables(
+            by_tower, job.topology, outside=outside, workload=workload, rules=ShardingRules(tables=rules)
+        ),
         placement=tuple(mesh) if has_modules and not in_order else None,
     )

@@ -166,7 +166,7 @@ def run_plan(config: str, overrides: Sequence[str] = (), *, out: Path | None = N
 def _show_sharding(sharding: TowerShardingPlan, out: Path | None) -> Shown:
     ranked = sorted(sharding.tables, key=lambda entry: (-entry.seconds, entry.name))
     rows = [
-        (entry.name, str(entry.tower), human_bytes(entry.memory), _time(entry.seconds), entry.reason)
+        (entry.name, _tower(entry.tower), human_bytes(entry.memory), _time(entry.seconds), entry.reason)
         for entry in ranked[:_SHOWN_TABLES]
     ]
     slowest = max(sharding.ranks, key=lambda rank: rank.seconds)
@@ -181,6 +181,10 @@ def _show_sharding(sharding: TowerShardingPlan, out: Path | None) -> Shown:
     title = "Tables, costliest first" + ("; --json has all" if len(ranked) > _SHOWN_TABLES else "")
     headers = ("table", "tower", "memory", "cost", "why")
     return Shown(sharding.to_record(), headers, rows, title, (1, 2, 3), lines)
+
+
+def _tower(number: int | None) -> str:
+    return "all" if number is None else str(number)
 
 
 def _time(seconds: float) -> str:

@@ -6,11 +6,12 @@ import json
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
+from itertools import chain
 from typing import Any, NamedTuple
 
 from dmt.errors import InputError
 from dmt.formatting import human_bytes, shorten
-from dmt.plan.tables import NUMBER_BYTES, feature_names
+from dmt.plan.tables import NUMBER_BYTES, TableSpec, feature_names
 from dmt.plan.topology import TowerTopology
 from dmt.simulator.cluster import Cluster, load_cluster
 from dmt.simulator.steps import Kind, StepWork, simulate, step_operations
@@ -86,7 +87,8 @@ def predict_step(job: Job, cluster: Cluster, name: str = "this config", override
     train, work = job.config.train, work_of(job)
     exposed = simulate(step_operations(work, cluster, micro_batches=train.micro_batches, prefetch=train.prefetch_ids))
     seconds, widths = sum(exposed.values()), work.model.widths
-    columns = sum(table.embedding_dim * len(table.feature_names) for table in job.split_tables)
+    in_towers = job.split_tables if job.towers is None else chain(*job.towers.tables_by_tower(job.split_tables))
+    columns = sum(table.embedding_dim * len(table.feature_names) for table in in_towers)
     return Prediction(
         name=name,
         overrides=list(overrides),
@@ -117,12 +119,12 @@ def alternatives(run: Job, cluster: Cluster) -> tuple[list[Prediction], list[str
     """
     predictions: list[Prediction] = []
     left_out: list[str] = []
-    reason, limit = None, run.rank_memory
+    reason, limit, tables = None, run.rank_memory, _plain_tables(run)
     for name, settings in _ways(run) if run.config.model.factory is None else ():
         keys = [(f"{section}.{key}", value) for section, own in settings.items() for key, value in own.items()]
         overrides = [f"{key}={json.dumps(value).strip(chr(34))}" for key, value in keys]
         try:
-            job = make_job(changed_config(run.config, settings), run.tables, run.num_dense)
+            job = make_job(changed_config(run.config, settings), tables, run.num_dense)
         except InputError as error:
             left_out.append(name)
             reason = reason or error
@@ -139,10 +141,21 @@ def alternatives(run: Job, cluster: Cluster) -> tuple[list[Prediction], list[str
     return predictions, left_out
 
 
+def _plain_tables(run: Job) -> list[TableSpec]:
+    """Returns the tables as a model without features outside towers has them: with all columns."""
+    model, outside = run.config.model, () if run.towers is None else run.towers.outside_tables(run.tables)
+    return [
+        replace(table, embedding_dim=model.embedding_dim)
+        if table in outside and table.embedding_dim == model.outside_dim
+        else table
+        for table in run.tables
+    ]
+
+
 def _ways(run: Job) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
     """Name and settings of each alternative, by section."""
     family, num_hosts = "dcn" if "dcn" in run.config.model.arch else "dlrm", run.topology.num_hosts
-    columns, num_features = max(table.embedding_dim for table in run.tables), len(feature_names(run.tables))
+    columns, num_features = max(table.embedding_dim for table in _plain_tables(run)), len(feature_names(run.tables))
     models: dict[str, dict[str, Any]] = {"SPTT, same model": {"arch": family}}
     for ratio in _RATIOS:
         if columns % ratio == 0:

@@ -25,7 +25,7 @@ from dmt.errors import InputError
 from dmt.testing import gather_plain_state, table_layout
 from dmt.testing.state import LocalPart, join_parts
 from dmt.training.build import ScheduledOptimizer, build_optimizer
-from dmt.training.checkpoints.store import Checkpointer, load_plain, restore
+from dmt.training.checkpoints import Checkpointer, load_plain, restore
 from dmt.training.config import OptimizerConfig
 from tests.parity import LR, draw_batch, loss_of, make_tables
 from tests.ranks import run_ranks
@@ -46,7 +46,12 @@ _MESHES: dict[TowerTopology, TowerMesh] = {}
 def layout(scheme: str, towers: int, ranks: int, placement: tuple[int, ...] | None = None, **options: Any) -> Case:
     """A mesh, and how the tables of the model are spread over it."""
     spread = {"towers": towers, "ranks": ranks, "scheme": scheme, "placement": placement, "moment_scale": 1, **options}
-    return Case(dims=DIMS, plan=TOWERS, **spread)
+    return Case(dims=DIMS, **{"plan": TOWERS, **spread})
+
+
+def flat(scheme: str, *plan: tuple[int, ...], outside: tuple[int, ...] = ()) -> Case:
+    """A flat model over two towers of two."""
+    return layout(scheme, 2, 2, kind="flat", plan=plan, outside=outside)
 
 
 @dataclass(kw_only=True)
@@ -195,8 +200,19 @@ LAYOUTS = {
     "2 replicas, rows": layout("row_wise", 1, 4, (0, 0, 0, 0), replicas=2),
     "4 towers": layout("table_wise", 4, 1),
     "1 rank": layout("table_wise", 1, 1, (0, 0, 0, 0)),
+    "flat": flat("mixed", (0, 4, 1), (2, 5, 3)),
+    "flat, some outside": flat("row_wise", (0, 4), (3, 2), outside=(1, 5)),
 }
-SAVED = ("row-wise", "2 replicas", "table-wise", "data-parallel", "4 columns", "2 replicas of 2 towers")
+SAVED = (
+    "row-wise",
+    "2 replicas",
+    "table-wise",
+    "data-parallel",
+    "4 columns",
+    "2 replicas of 2 towers",
+    "flat",
+    "flat, some outside",
+)
 # Those into 8 ranks, and others whose way is that of another pair.
 SLOW = [
     ("2 replicas of 2 towers", "2 replicas, rows"),
@@ -216,6 +232,9 @@ PAIRS = [
     ("row-wise", "4 towers"),
     ("row-wise", "1 rank"),
     ("4 columns", "1 rank"),
+    ("flat", "flat, some outside"),
+    ("flat, some outside", "flat"),
+    ("flat, some outside", "flat, some outside"),
 ]
 MARKED = [pytest.param(*pair, marks=pytest.mark.slow) if pair in SLOW else pair for pair in PAIRS]
 Snapshots = dict[str, dict[str, Any]]

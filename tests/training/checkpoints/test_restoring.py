@@ -26,17 +26,17 @@ from dmt import (
 )
 from dmt.errors import InputError
 from dmt.training.build import build_optimizer
-from dmt.training.checkpoints import store
-from dmt.training.checkpoints.state import Shards, TensorReader, collect_state, write_tensors
-from dmt.training.checkpoints.store import (
-    MANIFEST_NAME,
+from dmt.training.checkpoints import (
     Checkpointer,
     Manifest,
     load,
     newest,
     read_manifest,
     restore,
+    store,
 )
+from dmt.training.checkpoints.state import Shards, TensorReader, collect_state, write_tensors
+from dmt.training.checkpoints.store import MANIFEST_NAME
 from dmt.training.config import OptimizerConfig
 from tests.parity import FlatModel, draw_batch, loss_of
 from tests.ranks import run_ranks

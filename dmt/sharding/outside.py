@@ -1,0 +1,141 @@
+"""`choose_outside`: the tables that make hosts send fewer bytes outside towers than in one. Pure arithmetic.
+
+Neo (arXiv 2104.05158, section 4.1) keeps small tables on every rank: ids and embeddings stay there, and the gradient of
+the whole table is reduced. Between hosts that pays where a table has fewer numbers than its samples' outputs.
+
+Legend: B samples per rank, T towers, W ranks of the job.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from dmt.formatting import human_bytes
+from dmt.plan.topology import TowerTopology
+from dmt.sharding.costs import CostModel, Hardware, StepWorkload
+
+__all__ = ["CrossingBytes", "CrossingCosts", "choose_outside"]
+
+_ID_BYTES = 8  # an id, and a length
+# Share of a rank's memory that is given to tables outside towers: it has to hold those of its tower, too.
+_MEMORY_SHARE = 0.1
+
+
+class CrossingBytes(NamedTuple):
+    """Bytes that all hosts together send to others in a step because of one table."""
+
+    outside: float
+    """Of the all-reduce of its gradient over all ranks."""
+    in_tower: float
+    """Of the ids, outputs and their gradients of samples from other hosts."""
+
+    @property
+    def saved(self) -> float:
+        """Bytes that the table saves outside."""
+        return self.in_tower - self.outside
+
+    @property
+    def reason(self) -> str:
+        """Both in words."""
+        return (
+            f"its gradient takes {human_bytes(self.outside)} between hosts in a step; in a tower, ids and outputs "
+            f"would take {human_bytes(self.in_tower)}"
+        )
+
+
+@dataclass(frozen=True, kw_only=True)
+class CrossingCosts:
+    """`CrossingBytes` of tables in one job.
+
+    Not counted: the averaging of replicas, and what crosses inside a tower of several hosts.
+    """
+
+    topology: TowerTopology
+    """The mesh sizes."""
+    workload: StepWorkload
+    """Batch size and ids per sample."""
+    sent: float | None = None
+    """Numbers that a tower sends less for a sample without one of its features; None: the feature's embedding."""
+    number_bytes: tuple[float, float] = (4.0, 4.0)
+    """Bytes of a number between towers, forward and backward."""
+    is_unique: bool = False
+    """True where equal inputs of a feature are sent once: of one id per sample at most one for each row."""
+
+    @functools.cached_property
+    def _ring(self) -> float:
+        """Bytes that cross in the all-reduce of one byte."""
+        world = self.topology.world_size
+        return 2 * (world - 1) * self.topology.ring_share_across_hosts([range(world)])
+
+    @functools.cached_property
+    def _senders(self) -> float:
+        """Ranks whose ids of a feature go to a tower on another host."""
+        topology = self.topology
+        away = topology.world_size * (1 - 1 / topology.num_towers)
+        return away * topology.share_across_hosts(topology.peer_groups())
+
+    def of(self, table: Any) -> CrossingBytes:
+        """Returns the bytes of a table, an ``EmbeddingBagConfig`` or `dmt.plan.tables.TableSpec`."""
+        in_tower = 0.0
+        for feature in table.feature_names:
+            pooling = self.workload.pooling_factors.get(feature, 1.0)
+            rows = self.workload.batch_size
+            if self.is_unique and pooling <= 1:
+                rows = min(rows, table.num_embeddings)
+            numbers = sum(self.number_bytes) * (table.embedding_dim if self.sent is None else self.sent)
+            in_tower += self._senders * rows * (_ID_BYTES * (pooling + 1) + numbers)
+        return CrossingBytes(self._ring * 4 * table.num_embeddings * table.embedding_dim, in_tower)
+
+
+def choose_outside(
+    tables_by_tower: Sequence[Sequence[Any]],
+    costs: CrossingCosts,
+    *,
+    hardware: Hardware | None = None,
+    candidates: Collection[str] | None = None,
+) -> list[str]:
+    """Chooses the tables that pay outside towers, those that save most first.
+
+    Tables outside towers together take at most a tenth of a rank's memory, and every tower keeps a table.
+
+    Args:
+        tables_by_tower: of each tower the tables, with the columns that they would have outside.
+        costs: of the job.
+        hardware: memory of a rank.
+        candidates: names of tables that may be outside; None: all.
+
+    Returns:
+        Their names.
+
+    Example:
+        >>> from dmt.plan.tables import TableSpec
+        >>> sizes = {"hour": 24, "site": 400, "ad": 200_000}
+        >>> hour, site, ad = [
+        ...     TableSpec(name=name, num_embeddings=rows, embedding_dim=8, feature_names=(name,))
+        ...     for name, rows in sizes.items()
+        ... ]
+        >>> two = TowerTopology(num_towers=2, ranks_per_tower=2)
+        >>> choose_outside([[hour, ad], [site]], CrossingCosts(topology=two, workload=StepWorkload(batch_size=512)))
+        ['hour']
+    """
+    room = (hardware or Hardware()).memory_per_rank
+    alone = CostModel(topology=costs.topology.outside_towers, workload=costs.workload)
+    tower_of = {table.name: number for number, tables in enumerate(tables_by_tower) for table in tables}
+    left = Counter(tower_of.values())
+    tables = {table.name: table for of_tower in tables_by_tower for table in of_tower}
+    saved = {name: costs.of(table).saved for name, table in tables.items() if candidates is None or name in candidates}
+    chosen: list[str] = []
+    memory = 0
+    for name in sorted((name for name in saved if saved[name] > 0), key=lambda name: (-saved[name], name)):
+        table = tables[name]
+        needed = alone.shard(table, "data_parallel", table.num_embeddings, table.embedding_dim).memory
+        fits = room is None or memory + needed <= _MEMORY_SHARE * room
+        if fits and left[tower_of[name]] > 1:
+            memory += needed
+            left[tower_of[name]] -= 1
+            chosen.append(name)
+    return chosen

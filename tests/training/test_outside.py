@@ -1,0 +1,266 @@
+"""Features outside towers in the trainer: which ones, what is refused, and whole runs of every command."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from click.testing import CliRunner
+from torch import nn
+
+from dmt.errors import InputError
+from dmt.models import PassThroughTowerModule, tower_sparse_arch
+from dmt.models.sparse import outside_sparse_arch
+from dmt.plan.tables import TableSpec
+from dmt.plan.topology import TowerTopology
+from dmt.plan.towers import TowerPlan
+from dmt.sharding.costs import Hardware, StepWorkload
+from dmt.sharding.outside import CrossingCosts, choose_outside
+from dmt.simulator.cluster import load_cluster
+from dmt.training.build import build_model
+from dmt.training.check import check_run
+from dmt.training.check.shrink import CheckLimits
+from dmt.training.commands import main
+from dmt.training.commands.what_if import alternatives, predict_step, work_of
+from dmt.training.config import TrainingConfig, to_toml
+from dmt.training.job import Job, _crossing_costs, make_job
+from dmt.training.trained import trained_model
+from tests.ranks import run_ranks
+from tests.training.small import small, unsharded
+from tests.training.test_factory import assert_served_alike
+from tests.training.test_resume import attempt
+
+TWO_BY_TWO = TowerTopology(num_towers=2, ranks_per_tower=2)
+
+
+def table(name: str, rows: int, dim: int = 8) -> TableSpec:
+    return TableSpec(name=name, num_embeddings=rows, embedding_dim=dim, feature_names=(f"f_{name}",))
+
+
+def test_bytes_of_a_table_by_hand() -> None:
+    # 4 ranks of 10 samples: those of 2 ranks go to the other host. Of a ring of 4 ranks on 2 hosts 2 links are across.
+    costs = CrossingCosts(topology=TWO_BY_TWO, workload=StepWorkload(batch_size=10, pooling_factors={"f_a": 3.0}))
+    found = costs.of(table("a", 100))
+    assert found.outside == 2 * 3 * (2 / 4) * 4 * 100 * 8
+    assert found.in_tower == 2 * 10 * (8 * (3 + 1) + 2 * 4 * 8)
+    halved = CrossingCosts(topology=TWO_BY_TWO, workload=StepWorkload(batch_size=10), sent=4, number_bytes=(2, 2))
+    assert halved.of(table("a", 100)).in_tower == 2 * 10 * (8 * 2 + 2 * 2 * 4)
+    # Of equal inputs one is sent, at most one for each row.
+    unique = CrossingCosts(topology=TWO_BY_TWO, workload=StepWorkload(batch_size=10), is_unique=True)
+    assert unique.of(table("a", 3)).in_tower == 2 * 3 * (8 * 2 + 2 * 4 * 8)
+    one_host = TowerTopology(num_towers=2, ranks_per_tower=1, ranks_per_host=2)
+    assert CrossingCosts(topology=one_host, workload=StepWorkload()).of(table("a", 1)) == (0, 0)
+
+
+def test_tables_that_save_most_go_first_and_every_tower_keeps_one() -> None:
+    costs = CrossingCosts(topology=TWO_BY_TWO, workload=StepWorkload(batch_size=512))
+    by_tower = [[table("a", 5), table("b", 50), table("c", 10**6)], [table("d", 6), table("e", 7)]]
+    assert choose_outside(by_tower, costs) == ["a", "d", "b"]
+    assert choose_outside(by_tower, costs, candidates=["b", "c"]) == ["b"]
+    # Weights and gradients of 8 numbers a row and a state: 340 bytes for a, 408 for d; of a tenth of the memory.
+    assert choose_outside(by_tower, costs, hardware=Hardware(memory_per_rank=7480)) == ["a", "d"]
+    assert choose_outside(by_tower, costs, hardware=Hardware(memory_per_rank=7479)) == ["a"]
+
+
+# Without data: 6 tables, of which C1, C2 and C5 pay.
+TABLES = [
+    TableSpec(name=f"t_{name}", num_embeddings=rows, embedding_dim=8, feature_names=(name,))
+    for name, rows in {"C1": 4, "C2": 20, "C3": 400, "C4": 4000, "C5": 6, "C6": 90}.items()
+]
+
+
+def job_of(arch: str = "dmt-dlrm", outside: Any = "auto", tables: Any = TABLES, **sections: Any) -> Job:
+    towers = {"outside": outside, **sections.pop("towers", {})}
+    return make_job(small(arch, "sptt", towers=towers, **sections), tables, 3)
+
+
+def plan_of(job: Job) -> TowerPlan:
+    assert job.towers is not None
+    return job.towers
+
+
+def test_the_planner_moves_what_saves_bytes_and_says_how_many() -> None:
+    job = job_of()
+    # Those that stay are dealt to the towers anew, so that these are even.
+    assert (plan_of(job).to_lists(), plan_of(job).outside) == ([["C3", "C6"], ["C4"]], ("C1", "C2", "C5"))
+    assert {table.name: table.embedding_dim for table in job.tables} == {
+        **dict.fromkeys(("t_C3", "t_C4", "t_C6"), 8),
+        **dict.fromkeys(("t_C1", "t_C2", "t_C5"), 4),  # tower_dim
+    }
+    assert job.sharding is not None
+    assert job.sharding.reasons["t_C2"] == (
+        "on every rank: its gradient takes 960 bytes between hosts in a step; in a tower, ids and outputs would take "
+        "1.54 kB"
+    )
+    flat = job_of("dlrm")
+    assert plan_of(flat).outside == ("C1", "C2", "C5")
+    assert {table.embedding_dim for table in flat.tables} == {8}
+    # A tower of DCN sends as much without a feature: its ids are all that is saved.
+    assert plan_of(job_of("dmt-dcn")).outside == ("C1",)
+    assert plan_of(job_of(sharding={"tables": {"t_C2": "row_wise"}})).outside == ("C1", "C5")
+    assert (
+        plan_of(
+            job_of(sharding={"table_precision": "fp16"}, tables=[replace(t, data_type="FP16") for t in TABLES])
+        ).outside
+        == ()
+    )
+    assert plan_of(job_of(topology={"ranks_per_host": 4})).outside == ()
+    half = {"forward_precision": "fp16", "backward_precision": "fp16"}
+    for is_unique, expected in ((False, ("C1", "C5")), (True, ())):
+        sharding = {**half, "dataflow": "sptt", "unique": is_unique}
+        assert plan_of(job_of("dlrm", topology={"ranks_per_tower": 1}, sharding=sharding)).outside == expected
+
+
+def test_a_plan_with_features_outside_is_left_as_it_is(tmp_path: Path) -> None:
+    TowerPlan.from_lists([["C1", "C2"], ["C3", "C4", "C5"]], outside=("C6",), tables=tuple(TABLES[:5])).save(
+        tmp_path / "towers.json"
+    )
+    towers = {"plan": str(tmp_path / "towers.json")}
+    assert plan_of(job_of(towers=towers)).outside == ("C6",)
+    moved = plan_of(job_of(outside=["C6", "C2"], towers=towers))
+    assert (moved.to_lists(), moved.outside) == ([["C1"], ["C3", "C4", "C5"]], ("C6", "C2"))
+    assert [table.name for table in moved.tables] == ["t_C1", "t_C3", "t_C4", "t_C5"]
+
+
+SHARED = [replace(TABLES[0], feature_names=("C1", "C7")), *TABLES[1:]]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"outside": ["C9"]}, r"towers.outside=.* feature 'C9': no table has it"),
+        ({"outside": ["C1"], "tables": SHARED}, r"Table 't_C1' is shared by .*'C1' outside, 'C7' in tower_0"),
+        ({"outside": ["C1", "C2", "C3", "C4", "C5"]}, "num_towers=2 must lie between 1 and the number of features, 1"),
+        ({"outside": ["C4"], "sharding": {"memory_gib": 1e-4}}, "outside towers need .* for table 't_C4', but memory"),
+        ({"outside": ["C4"], "sharding": {"tables": {"t_C4": "row_wise"}}}, "'t_C4' outside towers .* asks for row_w"),
+        ({"outside": ["C4"], "model": {"embedding_dims": {"C4": 8}}}, "'t_C4' outside towers has embedding_dim=8, but"),
+        ({"outside": ["C4"], "model": {"tower_dim": 6}}, "Table 't_C4' has embedding_dim=6; FBGEMM's kernels take mul"),
+    ],
+)  # fmt: skip
+def test_what_cannot_be_outside_is_named(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(InputError, match=message):
+        build_model(job_of(**options), device="meta")
+
+
+def test_a_plan_that_cuts_the_table_is_named(tmp_path: Path) -> None:
+    cut = TowerPlan.from_lists([["C1[0:4]", "C2"], ["C1[4:8]", "C3"]], column_splits={"C1": (4, 4)})
+    cut.save(tmp_path / "towers.json")
+    towers = {"plan": str(tmp_path / "towers.json")}
+    with pytest.raises(InputError, match="feature 'C1': its table is cut by the plan"):
+        job_of("dlrm", outside=["C1"], tables=TABLES[:3], towers=towers)
+    assert plan_of(job_of("dlrm", tables=TABLES[:3], towers=towers)).outside == ("C2",)
+
+
+def test_the_flat_dataflow_has_no_towers_to_be_outside_of() -> None:
+    with pytest.raises(ValueError, match=r"towers\.outside='auto' needs the tower dataflow"):
+        small("dlrm", "flat", towers={"outside": "auto"})
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("arch", ["dmt-dlrm", "dlrm"])
+def test_a_run_with_features_outside_is_resumed_checked_scored_and_exported(arch: str, tmp_path: Path) -> None:
+    synthetic = {"num_rows": 700, "num_eval_rows": 64, "num_multi_hot": 2}
+    train = {"output_dir": str(tmp_path / "run"), "save_every": 2, "log_every": 1}
+    config = small(arch, "sptt", synthetic=synthetic, train=train, towers={"outside": ["C6", "C2"]})
+
+    def trained(steps: int) -> dict[str, Any]:
+        result = attempt(config.model_copy(update={"train": config.train.model_copy(update={"max_steps": steps})}))
+        assert result is not None
+        return result
+
+    assert trained(3)["steps"] == 3
+    result = trained(6)
+    assert result["steps"] == 6
+    _, job, _ = trained_model(tmp_path / "run")
+    assert (plan_of(job).outside, job.config.towers.outside) == (("C6", "C2"), "none")
+    out = tmp_path / "model.pt2"
+    ran = CliRunner().invoke(main, ["export", str(tmp_path / "run"), "-o", str(out)])
+    assert ran.exit_code == 0, ran.output
+    assert_served_alike(out, result, tmp_path)
+    assert_served_alike(tmp_path / "run", result, tmp_path)
+    # A flat model is the same with other tables outside, a model of towers is not.
+    config = config.model_copy(update={"towers": config.towers.model_copy(update={"outside": ("C4",)})})
+    if arch == "dlrm":
+        assert trained(8)["steps"] == 8
+        return
+    with pytest.raises(InputError, match=r"the towers; it has those of towers\.plan"):
+        trained(8)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(("arch", "towers"), [("dmt-dcn", 3), ("dcn", 2)])
+def test_a_check_agrees_with_features_outside(arch: str, towers: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dmt.training.check.run_on_ranks", run_ranks)
+    topology = {"num_towers": towers, "ranks_per_tower": 2}
+    config = small(arch, "sptt", topology=topology, towers={"outside": ["C6", "C2"]})
+    report = check_run(config, CheckLimits(max_rows=20, max_ranks=4, batch_size=4, steps=2))
+    assert report.agrees, report.rows
+
+
+def test_what_if_counts_what_they_save_and_has_alternatives_without() -> None:
+    size = {"topology": {"ranks_per_tower": 8}}
+    job, without = (job_of(outside=features, **size) for features in (["C1", "C3"], "none"))
+    costs = _crossing_costs(job.config)
+    saved = sum(costs.of(table).saved for table in job.tables if table.name in ("t_C1", "t_C3"))
+    work, other = work_of(job), work_of(without)
+    across = [sum(load.uplink for load in one.sent.values()) for one in (work, other)]
+    # Their vectors are as many and as wide as those that towers send for them.
+    assert work.model.dense_bytes == other.model.dense_bytes
+    assert across[1] - across[0] == pytest.approx(saved)
+    assert predict_step(job, load_cluster("a100")).compression_ratio == 2.0
+    ways, left_out = alternatives(job, load_cluster("a100"))
+    assert ({way.compression_ratio for way in ways}, left_out) == ({1.0, 2.0, 4.0}, [])
+
+
+class Beside(nn.Module):
+    """A model of one's own with a collection beside its towers."""
+
+    def __init__(self, tables: Any, towers: TowerPlan, device: Any, *, forgets: bool) -> None:
+        super().__init__()
+        dims = {name: table.embedding_dim for table in tables for name in table.feature_names}
+        modules = [
+            PassThroughTowerModule(tower.features, embedding_dims=[dims[name] for name in tower.features])
+            for tower in towers.towers
+        ]
+        self.towers = tower_sparse_arch(tables, towers, modules, device)
+        self.beside = None if forgets else outside_sparse_arch(tables, towers, device)
+        self.over = nn.Linear(sum(dims.values()), 1)
+
+    def forward(self, dense_features: torch.Tensor, sparse_features: Any) -> torch.Tensor:
+        outputs, beside = self.towers(sparse_features), self.beside(sparse_features)
+        return self.over(torch.cat([outputs, beside["C2"], beside["C6"]], dim=1))
+
+
+def beside(tables: Any, towers: TowerPlan, device: Any, options: dict[str, Any]) -> nn.Module:
+    return Beside(tables, towers, device, **options)
+
+
+def of_factory(*, forgets: bool) -> TrainingConfig:
+    factory = {"factory": "tests.training.test_outside:beside", "in_towers": True, "options": {"forgets": forgets}}
+    return small(model=factory, towers={"outside": ["C2", "C6"]})
+
+
+@pytest.mark.ranks
+def test_a_model_of_ones_own_has_a_collection_beside_its_towers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dmt.training.check.run_on_ranks", run_ranks)
+    report = check_run(of_factory(forgets=False), CheckLimits(max_rows=20, max_ranks=4, batch_size=4, steps=2))
+    assert report.agrees, report.rows
+    with pytest.raises(
+        InputError, match=r"one EmbeddingBagCollection of the features outside towers \['C2', 'C6'\] and"
+    ):
+        build_model(unsharded(of_factory(forgets=True)), device="meta")
+
+
+def test_plan_shows_them(tmp_path: Path) -> None:
+    (tmp_path / "run.toml").write_text(to_toml(small(towers={"outside": "auto"})))
+    shown = CliRunner().invoke(main, ["plan", str(tmp_path / "run.toml"), "--json"])
+    assert shown.exit_code == 0, shown.output
+    entries = {entry["name"]: entry for entry in json.loads(shown.stdout)["tables"]}
+    places = [entry["tower"] for entry in entries.values()]
+    assert sorted(map(str, places)) == ["0", "1", *["None"] * 4]
+    shown = CliRunner().invoke(main, ["plan", str(tmp_path / "run.toml")])
+    assert "on every rank: its gradient takes" in " ".join(shown.stdout.split())
