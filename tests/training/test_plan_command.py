@@ -67,26 +67,19 @@ def tables_config(folder: Path, number: int, **sections: dict[str, Any]) -> Path
     return config_file(folder, data={"tables": tables_file(folder, number)}, **sections)
 
 
-def test_a_config_is_planned_with_its_own_sizes(tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text(to_toml(small()))
-    result = plan(tmp_path / "run.toml", "train.batch_size=64", "--json")
+def record_of(*arguments: object) -> dict[str, Any]:
+    result = plan(*arguments, "--json")
     assert result.exit_code == 0, result.output
-    record = json.loads(result.output)
-    assert record["workload"]["batch_size"] == 64
-    assert record["workload"]["optimizer"] == "rowwise_adagrad"
-    assert (record["topology"]["num_towers"], record["topology"]["ranks_per_tower"]) == (2, 2)
-    assert len(record["tables"]) == 6
-    assert len(record["ranks"]) == 4
+    record: dict[str, Any] = json.loads(result.output)
+    return record
 
 
 def test_a_config_is_planned_as_the_trainer_will(tmp_path: Path) -> None:
     sections = {"memory_gib": 0.5, "tables": {"t_C2": "row_wise"}, "pooling_factors": {"C1": 7.0}}
     config = small(sharding={**sections, "cluster": "h100"})
     (tmp_path / "run.toml").write_text(to_toml(config))
-    result = plan(tmp_path / "run.toml", "--json")
-    assert result.exit_code == 0, result.output
-    expected = open_job(config).sharding.to_record()
-    assert json.loads(result.output) == json.loads(json.dumps(expected))
+    assert record_of(tmp_path / "run.toml") == json.loads(json.dumps(open_job(config).sharding.to_record()))
+    assert record_of(tmp_path / "run.toml", "train.batch_size=64")["workload"]["batch_size"] == 64
 
 
 def test_recorded_tables_are_planned_and_written(towers: Path, tmp_path: Path) -> None:
@@ -108,12 +101,8 @@ def test_recorded_tables_are_planned_and_written(towers: Path, tmp_path: Path) -
 
 def test_many_tables_are_summed_up(tmp_path: Path) -> None:
     config = tables_config(tmp_path, 300, topology={"num_towers": 4}, sharding={"scheme": "table_wise"})
-    result = plan(config)
-    assert result.exit_code == 0, result.output
-    assert "Tables, costliest first; --json has all" in result.output
-    assert "300 tables: 300 table_wise." in result.output
-    assert max(map(len, result.output.splitlines())) <= 140
-    assert len(json.loads(plan(config, "--json").stdout)["tables"]) == 300
+    assert "300 tables: 300 table_wise." in plan(config).output
+    assert len(record_of(config)["tables"]) == 300
 
 
 @pytest.mark.parametrize(
@@ -124,15 +113,7 @@ def test_many_tables_are_summed_up(tmp_path: Path) -> None:
         (["plan.toml", "topology.num_towers=3"], "towers.json has 2 towers, but topology.num_towers=3"),
         (["plan.toml", "sharding.tables={t_9 = 'row_wise'}"], "rule for tables 't_9' matches none"),
         (["plan.toml", "sharding.pooling_factors={f0 = nan}"], "f0"),
-        (["plan.toml", "sharding.pooling_factors={f9 = 2}"], "'f9'"),
-        (
-            ["plan.toml", "data.tables=two.json", "towers.plan=strided", "topology.num_towers=3"],
-            "num_towers=3 must lie between 1 and the number of features, 2",
-        ),
-        (["plan.toml", "data.tables=two.json"], "Features"),
         (["plan.toml", "sharding.memory_gib=nan"], "sharding.memory_gib: "),
-        (["plan.toml", "sharding.memory_gib=1e-12"], "memory_per_rank"),
-        (["demo", "optimizer.sparse=adam"], "optimizer.sparse='adam': FBGEMM has no CPU kernel for it"),
         (["plan.toml", "sharding.memory_gib=0.001"], "memory_per_rank=1.07 MB have"),
         (["plan.toml", "data.tables=absent.json"], "data.tables='absent.json': cannot be read"),
         (["plan.toml", "data.tables=broken.json"], "data.tables='broken.json': not JSON"),
@@ -144,8 +125,7 @@ def test_bad_input_is_one_line(
     arguments: list[str], message: str, towers: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    two = json.dumps([vars(table) for table in specs(2)])
-    for name, text in (("broken", "{"), ("empty", "[]"), ("odd", '[{"name": "t"}]'), ("two", two)):
+    for name, text in (("broken", "{"), ("empty", "[]"), ("odd", '[{"name": "t"}]')):
         Path(f"{name}.json").write_text(text)
     result = plan(*arguments)
     assert result.exit_code == 2, result.output
@@ -153,74 +133,44 @@ def test_bad_input_is_one_line(
     assert len(result.output.strip().splitlines()) == 1
 
 
+ENTRY = '{"name": "a", "num_embeddings": 10, "embedding_dim": 8, "feature_names": ["x"]%s}'
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
         ('"name": 3', r"name: .*string \(got 3\)"),
-        ('"name": ""', r"name: .*at least 1 character"),
-        ('"num_embeddings": 0', r"num_embeddings: .*greater than or equal to 1"),
         ('"num_embeddings": 9223372036854775808', r"num_embeddings=9223372036854775808 is beyond"),
         ('"embedding_dim": 6', r"embedding_dim: .*multiple of 4 \(got 6\)"),
         ('"feature_names": []', r"feature_names: .*at least 1 item"),
         ('"data_type": "INT8"', r"data_type: .*'FP32' or 'FP16' \(got 'INT8'\)"),
         ('"datatype": "FP16"', r"datatype: Extra inputs are not permitted"),
-    ],
-)
-def test_malformed_tables_are_named(change: str, message: str, tmp_path: Path) -> None:
-    entry = '{"name": "a", "num_embeddings": 10, "embedding_dim": 8, "feature_names": ["x"]%s}'
-    path = tmp_path / "tables.json"
-    path.write_text(f"[{entry % ''}, {entry % f', {change}'}]")
-    with pytest.raises(InputError, match=rf"data.tables='{path}', entry 2: ({message})"):
-        read_tables(path)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
         ("[3]", r"entry 1: Input should be an object \(got 3\)"),
         ("9" * 5000, "not JSON"),
-        (json.dumps([vars(table) for table in specs(1) * 2]), "Table 't_0' is given 2 times"),
+        (f"[{ENTRY % ''}, {ENTRY % ''}]", "Table 'a' is given 2 times"),
     ],
+    ids=lambda text: text[:30],
 )
-def test_malformed_files_are_named(text: str, message: str, tmp_path: Path) -> None:
-    path = tmp_path / "tables.json"
-    path.write_text(text)
-    with pytest.raises(InputError, match=f"data.tables='{path}'.*{message}"):
+def test_malformed_tables_are_named(change: str, message: str, tmp_path: Path) -> None:
+    """``change``: of the second entry, or the whole file."""
+    path, is_entry = tmp_path / "tables.json", change.startswith('"')
+    path.write_text(f"[{ENTRY % ''}, {ENTRY % f', {change}'}]" if is_entry else change)
+    with pytest.raises(InputError, match=rf"data.tables='{path}'{', entry 2' if is_entry else ''}.*{message}"):
         read_tables(path)
-
-
-def test_tables_of_a_tower_plan_are_checked_too(tmp_path: Path) -> None:
-    path = tmp_path / "towers.json"
-    odd = TableSpec(name="t", num_embeddings=10, embedding_dim=6, feature_names=("f",))
-    TowerPlan.from_lists([["f"]], tables=(odd,)).save(path)
-    result = plan(config_file(tmp_path, towers={"plan": path}, data={"tables": path}))
-    assert result.exit_code == 2
-    assert f"data.tables='{path}', entry 1: embedding_dim: Input should be a multiple of 4 (got 6)" in result.output
 
 
 def test_fp16_tables_take_half_the_weights(tmp_path: Path) -> None:
-    entry = {"name": "t", "num_embeddings": 1000, "embedding_dim": 8, "feature_names": ["f"]}
-    path = tmp_path / "tables.json"
-    memory = {}
-    for kind in ("FP32", "FP16"):
-        path.write_text(json.dumps([entry | {"data_type": kind}]))
-        one = {"topology": {"ranks_per_tower": 1}, "optimizer": {"sparse": "sgd"}}
-        result = plan(config_file(tmp_path, data={"tables": path}, **one), "--json")
-        assert result.exit_code == 0, result.output
-        memory[kind] = json.loads(result.output)["ranks"][0]["memory"]
-    assert memory == {"FP32": 32000, "FP16": 16000}
+    (tmp_path / "tables.json").write_text("[" + ENTRY % ', "data_type": "FP16"' + "]")
+    sections = {"topology": {"ranks_per_tower": 1}, "optimizer": {"sparse": "sgd"}}
+    config = config_file(tmp_path, data={"tables": tmp_path / "tables.json"}, **sections)
+    assert record_of(config)["ranks"][0]["memory"] == 10 * 8 * 2
 
 
 def test_without_towers_the_features_of_a_table_stay_together(tmp_path: Path) -> None:
-    path = tmp_path / "tables.json"
-    shared = [
-        TableSpec(name=f"t_{i}", num_embeddings=100, embedding_dim=8, feature_names=(f"a{i}", f"b{i}"))
-        for i in range(5)
-    ]
-    path.write_text(json.dumps([vars(table) for table in shared]))
-    result = plan(config_file(tmp_path, data={"tables": path}, topology={"num_towers": 3}), "--json")
-    assert result.exit_code == 0, result.output
-    towers = {table["name"]: table["tower"] for table in json.loads(result.output)["tables"]}
+    shared = [dict(vars(table), feature_names=(f"a{i}", f"b{i}")) for i, table in enumerate(specs(5))]
+    (tmp_path / "tables.json").write_text(json.dumps(shared))
+    config = config_file(tmp_path, data={"tables": tmp_path / "tables.json"}, topology={"num_towers": 3})
+    towers = {table["name"]: table["tower"] for table in record_of(config)["tables"]}
     assert towers == {"t_0": 0, "t_1": 1, "t_2": 2, "t_3": 0, "t_4": 1}
 
 
@@ -233,9 +183,7 @@ def test_whole_tables_are_cut_as_the_towers_want_them(tmp_path: Path) -> None:
         "pooling_factors": {"f0": 5.0, "f0[16:32]": 7.0},
         "tables": {"t_0": "row_wise", "t_0[16:32]": "table_wise"},
     }
-    result = plan(config_file(tmp_path, **sections, sharding=sharding), "--json")
-    assert result.exit_code == 0, result.output
-    record = json.loads(result.output)
+    record = record_of(config_file(tmp_path, **sections, sharding=sharding))
     placed = {table["name"]: (table["tower"], table["placement"]["scheme"]) for table in record["tables"]}
     assert placed.keys() == {"t_0[0:16]", "t_0[16:32]", "t_1"}
     assert placed["t_0[0:16]"] == (0, "row_wise")
@@ -243,22 +191,16 @@ def test_whole_tables_are_cut_as_the_towers_want_them(tmp_path: Path) -> None:
     assert record["workload"]["pooling_factors"] == {"f0[0:16]": 5.0, "f0[16:32]": 7.0}
 
     tables.write_text(json.dumps([vars(table) for table in cut.split_tables(specs(2))]))
-    again = plan(config_file(tmp_path, **sections), "--json")
-    assert again.exit_code == 0, again.output
-    assert {table["name"] for table in json.loads(again.output)["tables"]} == placed.keys()
+    assert {table["name"] for table in record_of(config_file(tmp_path, **sections))["tables"]} == placed.keys()
 
 
-@pytest.mark.parametrize(("number", "width"), [(6, 200), (6, 12), (60, 50)])
-def test_narrow_output_cuts_no_number(number: int, width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = tables_config(tmp_path, number, topology={"num_towers": 4}, train={"batch_size": 99999})
-    found = json.loads(plan(config, "--json").output)
+@pytest.mark.parametrize("width", [200, 12])
+def test_narrow_output_cuts_no_number(width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = tables_config(tmp_path, 6, topology={"num_towers": 4}, train={"batch_size": 99999})
+    tables = record_of(config)["tables"]
     monkeypatch.setenv("COLUMNS", str(width))
-    output = plan(config).output
-    assert max(len(line) for line in output.splitlines() if "│" in line) <= max(width, 90)
-    assert "\u2026" not in output
-    words = " ".join(output.split())
-    busiest = max(rank["seconds"] for rank in found["ranks"])
-    assert f" has a cost of {1e3 * busiest:,.3f} ms, " in words
-    for table in sorted(found["tables"], key=lambda table: (-table["seconds"], table["name"]))[:20]:
+    words = " ".join(plan(config).output.split())
+    assert "\u2026" not in words
+    for table in tables:
         assert f" {table['name']} " in words
         assert f" {1e3 * table['seconds']:,.3f} ms " in words

@@ -27,7 +27,7 @@ from dmt.testing.state import LocalPart, join_parts
 from dmt.training.build import ScheduledOptimizer, build_optimizer
 from dmt.training.checkpoints import Checkpointer, load_plain, restore
 from dmt.training.config import OptimizerConfig
-from tests.parity import LR, draw_batch, loss_of, make_tables
+from tests.parity import LR, draw_batch, loss_of
 from tests.ranks import run_ranks
 from tests.seeds import collected
 from tests.sptt_case import Case, build, shard
@@ -64,14 +64,14 @@ class Job:
     layout: Case
 
     @classmethod
-    def of(cls, layout: Case, seed: int) -> Job:
+    def of(cls, layout: Case, seed: int, optimizer: OptimizerConfig = OPTIMIZER) -> Job:
         torch.manual_seed(seed + dist.get_rank())
         # Groups take long to make.
         if any(mesh.global_group is not dist.group.WORLD for mesh in _MESHES.values()):
             _MESHES.clear()  # made for an earlier call of this process
         mesh = _MESHES[layout.topology] = _MESHES.get(layout.topology) or TowerMesh(layout.topology)
         model = shard(layout, build(layout), mesh)
-        return cls(mesh=mesh, model=model, optimizer=build_optimizer(OPTIMIZER, model), layout=layout)
+        return cls(mesh=mesh, model=model, optimizer=build_optimizer(optimizer, model), layout=layout)
 
     def train(self, steps: range) -> None:
         """Steps on the samples of these numbers; the same for every number of ranks, each with its share."""
@@ -100,9 +100,9 @@ class Job:
         return result
 
     def _batch(self, step: int, rank: int, world: int) -> tuple[Any, Tensor]:
-        size, tables = NUM_SAMPLES // 8, make_tables(list(DIMS))
+        size, tables = NUM_SAMPLES // 8, self.layout.tables()
         shares = range(rank * 8 // world, (rank + 1) * 8 // world)
-        parts = [draw_batch(share, step, tables, size) for share in shares]
+        parts = [draw_batch(share, step, tables, size, max_bag=self.layout.max_bag) for share in shares]
         if len(parts) == 1:
             return parts[0]
         keys = parts[0][0].keys()
