@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from typing import Any
 
 import numpy as np
 import pytest
@@ -19,9 +20,9 @@ from tests.ranks import run_ranks
 Batch = tuple[list[float], list[float], list[float]]  # logits, labels, weights
 
 
-def compute_on_rank(rank: int, cases: list[list[list[Batch]]]) -> list[MetricValues | str]:
+def compute_on_rank(rank: int, cases: list[list[list[Batch]]]) -> list[Any]:
     """For each case the values that rank ``rank`` computes of its batches, or the message of the error."""
-    found: list[MetricValues | str] = []
+    found: list[Any] = []
     for by_rank in cases:
         metrics = ClickMetrics(dist.group.WORLD)
         for batch in by_rank[rank]:
@@ -72,28 +73,23 @@ NAN_IN_PADDING = [[draw(14, 5)], [([math.nan], [1.0], [0.0])], [draw(15, 5)]]
 NOTHING: list[list[Batch]] = [[], [([1.0], [1.0], [0.0])], []]
 
 
-@pytest.fixture(scope="module")
-def of_ranks() -> list[list[MetricValues | str]]:
-    # One start of the ranks for all cases.
-    return run_ranks(compute_on_rank, 3, [*CASES.values(), ONE_LABEL, NAN, NAN_IN_PADDING, NOTHING])
-
-
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", CASES)
-def test_the_values_are_those_of_the_union_of_rows(name: str, of_ranks: list[list[MetricValues | str]]) -> None:
-    index = list(CASES).index(name)
-    auc, ne, loss = expected(CASES[name])
-    values = of_ranks[0][index]
-    assert isinstance(values, MetricValues), values
-    assert values.auc == pytest.approx(auc, abs=1e-6)
-    assert values.ne == pytest.approx(ne, rel=1e-6)
-    assert values.loss == pytest.approx(loss, rel=1e-6)
-    kept = [
-        label for batches in CASES[name] for _, labels, w in batches for label, on in zip(labels, w, strict=True) if on
-    ]
-    assert values.num_rows == len(kept)
-    assert values.label_rate == pytest.approx(sum(kept) / len(kept), rel=1e-6)
-    assert all(rank[index] == values for rank in of_ranks), "ranks differ"
+def test_ranks_agree_on_the_values_of_the_union_of_their_rows() -> None:
+    # One start of the ranks for all cases.
+    by_rank = run_ranks(compute_on_rank, 3, [*CASES.values(), ONE_LABEL, NAN, NAN_IN_PADDING, NOTHING])
+    assert str(by_rank[0]) == str(by_rank[1]) == str(by_rank[2])
+    *values, one_label, diverged, of_padding, nothing = by_rank[1]
+    for (name, case), found in zip(CASES.items(), values, strict=True):
+        auc, ne, loss = expected(case)
+        assert (found.auc, found.ne, found.loss) == pytest.approx((auc, ne, loss), abs=1e-6, rel=1e-6), name
+        labels = [y for batches in case for _, ys, w in batches for y, on in zip(ys, w, strict=True) if on]
+        assert (found.num_rows, found.label_rate) == (len(labels), pytest.approx(sum(labels) / len(labels), rel=1e-6))
+    assert math.isnan(one_label.auc)
+    assert math.isnan(one_label.ne)
+    assert (one_label.num_rows, one_label.label_rate, math.isfinite(one_label.loss)) == (3, 0.0, True)
+    assert diverged.startswith("The model predicts NaN: training has diverged. Lower optimizer.")
+    assert isinstance(of_padding, MetricValues), "NaN in a row that only fills up must not count"
+    assert nothing.startswith("There is no row to evaluate; check data.eval_path")
 
 
 @pytest.mark.parametrize(("mean", "spread"), [(-3.5, 1.0), (-9.0, 0.5), (0.0, 0.02), (0.0, 100.0)])
@@ -105,33 +101,9 @@ def test_the_area_of_a_million_rows_is_that_of_scikit_learn(mean: float, spread:
     assert metric_values(logits, labels).auc == pytest.approx(exact, abs=1e-6)
 
 
-@pytest.mark.ranks
-def test_one_label_only_gives_nan(of_ranks: list[list[MetricValues | str]]) -> None:
-    values = of_ranks[1][len(CASES)]
-    assert isinstance(values, MetricValues), values
-    assert math.isnan(values.auc)
-    assert math.isnan(values.ne)
-    assert (values.num_rows, values.label_rate) == (3, 0.0)
-    assert math.isfinite(values.loss)
-
-
-@pytest.mark.ranks
-def test_a_prediction_of_nan_is_told_on_every_rank(of_ranks: list[list[MetricValues | str]]) -> None:
-    for rank in of_ranks:
-        assert str(rank[len(CASES) + 1]).startswith("The model predicts NaN: training has diverged. Lower optimizer.")
-        assert isinstance(rank[len(CASES) + 2], MetricValues), "NaN in a row that only fills up must not count"
-
-
-@pytest.mark.ranks
-def test_nothing_to_evaluate_is_told_on_every_rank(of_ranks: list[list[MetricValues | str]]) -> None:
-    for rank in of_ranks:
-        assert str(rank[len(CASES) + 3]).startswith("There is no row to evaluate; check data.eval_path")
-
-
 @pytest.mark.parametrize(
     ("auc", "ne", "warning"),
     [
-        (0.515, 0.9, "AUC 0.5150 is no better than chance"),
         (0.4, 0.9, "AUC 0.4000 is no better than chance"),
         (0.7, 1.396, "NE 1.3960 is above 1: .*a model of your own returns logits"),
         (math.nan, math.nan, "AUC nan is no better than chance"),

@@ -5,10 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
-import resource
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +13,7 @@ import pytest
 
 from dmt.errors import InputError
 from dmt.training.records import RunRecord, read_curves, read_result
-from tests.training.small import small
+from tests.training.small import files_up_to, small
 
 
 def record_of(folder: Path, **more: Any) -> RunRecord:
@@ -71,17 +68,6 @@ def test_a_kill_loses_nothing_that_was_recorded(tmp_path: Path) -> None:
     assert read_curves(tmp_path) == {f"n{i:02}": [(1, float(i))] for i in range(40)}
 
 
-@contextmanager
-def files_up_to(num_bytes: int) -> Iterator[None]:
-    """No file grows further, as on a full disk."""
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (num_bytes, before[1]))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-
-
 def test_numbers_without_room_are_logged_and_the_run_goes_on(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     record = record_of(tmp_path)
     losses(record, range(1, 201))
@@ -98,7 +84,7 @@ def test_numbers_without_room_are_logged_and_the_run_goes_on(tmp_path: Path, cap
     assert read_curves(tmp_path)["train/loss"][199:] == [(200, 200.0), (204, 204.0)]
 
 
-@pytest.mark.parametrize("line", ["\0" * 9, "loss 0.3", '{"train/loss": 1.0}', '{"step": "2", "a": 1.0}'])
+@pytest.mark.parametrize("line", ["\0" * 9, '{"train/loss": 1.0}', '{"step": "2", "a": 1.0}'])
 def test_lines_that_are_no_records_are_left_out(line: str, tmp_path: Path) -> None:
     losses(record_of(tmp_path), range(10, 30, 10))
     path = tmp_path / "metrics.jsonl"
