@@ -20,7 +20,7 @@ from dmt.training.check.on_rank import RankReport, check_on_rank
 from dmt.training.check.shrink import CheckedRun, CheckLimits, shrink, with_values
 from dmt.training.job import Job, open_job
 from tests.ranks import run_ranks
-from tests.seeds import collected
+from tests.seeds import collected, some_slow
 from tests.training.small import small
 
 pytestmark = pytest.mark.ranks
@@ -128,13 +128,6 @@ def state_altered_in_replica_1(check: Change) -> Change:
     return faulty
 
 
-def not_averaged(average: Change) -> Change:
-    def faulty(self: ReplicaSync) -> None:
-        pass
-
-    return faulty
-
-
 def states_averaged_at_once(keep: Change) -> Change:
     def faulty(own: Any, model: Any, mesh: TowerMesh) -> Any:
         return keep(own.model_copy(update={"optimizer_state": "now"}), model, mesh)
@@ -149,27 +142,17 @@ def moments_not_scaled(shard: Change) -> Change:
     return faulty
 
 
-def tower_modules_reduced_in_a_replica(groups: Change) -> Change:
-    return TowerTopology.tower_groups
-
-
 # In a run with two replicas, each with batches of its own.
 REPLICA_FAULTS: dict[str, tuple[Any, str, Callable[[Change], Change], set[str], str]] = {
-    "altered table": (
-        ReplicaSync,
-        "sync",
-        table_altered_in_replica_1,
-        {"replicas"},
-        "t_C4.weight of rank 3 differs from that of rank 1",
-    ),
+    "altered table": (ReplicaSync, "sync", table_altered_in_replica_1, {"replicas"}, "t_C4.weight of rank 3 differs"),
     "altered state": (ReplicaSync, "check", state_altered_in_replica_1, {"replicas"}, "t_C1.momentum1 of rank 2 diff"),
-    "no averaging": (ReplicaSync, "_average", not_averaged, {"table weights", "replicas"}, "table t_C"),
+    "no averaging": (ReplicaSync, "_average", lambda _: lambda self: None, {"table weights", "replicas"}, "table t_C"),
     "states at once": (on_rank, "replica_sync", states_averaged_at_once, {"table weights"}, "table t_C"),
     "moments": (on_rank, "shard_model", moments_not_scaled, {"table weights"}, "table t_C"),
     "tower modules": (
         TowerTopology,
         "tower_module_groups",
-        tower_modules_reduced_in_a_replica,
+        lambda _: TowerTopology.tower_groups,
         {"dense gradients"},
         "sparse_arch.towers.",
     ),
@@ -208,28 +191,18 @@ Checked = dict[str, tuple[CheckReport, list[RankReport], CheckedRun]]
 def checked(tmp_path_factory: pytest.TempPathFactory) -> Checked:
     schemes = {f"t_C{i + 1}": s for i, s in enumerate(["row_wise", "column_wise", "table_wise", "data_parallel"])}
     config = small("dmt-dlrm", sharding={"tables": schemes}, optimizer={"warmup_steps": 2})
-    run = shrink(
-        open_job(config),
-        limits=CheckLimits(steps=2, batch_size=8),
-        folder=tmp_path_factory.mktemp("faults"),
-    )
-    return all_checked(run, RUNS)
+    limits = CheckLimits(steps=2, batch_size=8)
+    return all_checked(shrink(open_job(config), limits=limits, folder=tmp_path_factory.mktemp("faults")), RUNS)
 
 
 @pytest.fixture(scope="module")
 def checked_replicas(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Checked:
-    config = small(
-        "dmt-dlrm",
-        topology={"num_replicas": 2, "ranks_per_tower": 1},
-        replicas={"optimizer_state": "delayed"},
-    )
-    run = shrink(
-        open_job(config),
-        limits=CheckLimits(steps=4, batch_size=8),
-        folder=tmp_path_factory.mktemp("replicas"),
-    )
+    topology = {"num_replicas": 2, "ranks_per_tower": 1}
+    config = small("dmt-dlrm", topology=topology, replicas={"optimizer_state": "delayed"})
+    limits, folder = CheckLimits(steps=4, batch_size=8), tmp_path_factory.mktemp("replicas")
     wanted = collected(request, "name")
-    return all_checked(run, {name: faults for name, faults in REPLICA_RUNS.items() if not faults or wanted & {*faults}})
+    runs = {name: faults for name, faults in REPLICA_RUNS.items() if not faults or wanted & {*faults}}
+    return all_checked(shrink(open_job(config), limits=limits, folder=folder), runs)
 
 
 def all_checked(run: CheckedRun, runs: dict[str, list[str]]) -> Checked:
@@ -240,38 +213,30 @@ def all_checked(run: CheckedRun, runs: dict[str, list[str]]) -> Checked:
     }
 
 
-def test_a_sound_run_agrees(checked: dict[str, Any]) -> None:
-    report = checked["sound"][0]
-    assert report.agrees, [row for row in report.rows if row.verdict == "FAILED"]
-    assert not [row for row in report.rows if row.verdict == "skipped"]
-    assert all(row.count for row in report.rows if row.verdict == "ok")
+def test_sound_runs_agree(checked: Checked, checked_replicas: Checked) -> None:
+    for runs in (checked, checked_replicas):
+        report = runs["sound"][0]
+        assert report.agrees, [row for row in report.rows if row.verdict == "FAILED"]
+        assert {row.verdict for row in report.rows} == {"ok"}
+        assert all(row.count for row in report.rows)
 
 
-@pytest.mark.parametrize("name", list(FAULTS))
-def test_a_fault_is_found_and_named(name: str, checked: dict[str, Any]) -> None:
-    report = checked[name if name in RUNS else "together"][0]
-    *_, wanted, named = FAULTS[name]
+def check_fault(report: CheckReport, wanted: set[str], named: str) -> None:
     failed = {row.check: row.where for row in report.rows if row.verdict == "FAILED"}
     assert wanted <= set(failed), failed
     assert not report.agrees
     assert any(named in failed[check] for check in wanted), failed
 
 
-def test_sound_replicas_agree(checked_replicas: Checked) -> None:
-    report = checked_replicas["sound"][0]
-    assert report.agrees, [row for row in report.rows if row.verdict == "FAILED"]
-    assert not [row for row in report.rows if row.verdict == "skipped"]
+@pytest.mark.parametrize("name", list(FAULTS))
+def test_a_fault_is_found_and_named(name: str, checked: Checked) -> None:
+    check_fault(checked[name if name in RUNS else "together"][0], *FAULTS[name][3:])
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in SLOW else name for name in REPLICA_FAULTS]
-)
+@pytest.mark.parametrize("name", some_slow(REPLICA_FAULTS, SLOW))
 def test_a_fault_of_replicas_is_found_and_named(name: str, checked_replicas: Checked) -> None:
-    report = checked_replicas[next(run for run, faults in REPLICA_RUNS.items() if name in faults)][0]
-    *_, wanted, named = REPLICA_FAULTS[name]
-    failed = {row.check: row.where for row in report.rows if row.verdict == "FAILED"}
-    assert wanted <= set(failed), failed
-    assert any(named in failed[check] for check in wanted), failed
+    run = next(run for run, faults in REPLICA_RUNS.items() if name in faults)
+    check_fault(checked_replicas[run][0], *REPLICA_FAULTS[name][3:])
 
 
 def test_shards_of_replicas_that_differ_are_found(checked_replicas: Checked) -> None:
