@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Iterable
 
-__all__ = ["InputError", "ReplicaMismatchError", "did_you_mean"]
+__all__ = ["InputError", "ReplicaMismatchError", "check_instance", "did_you_mean"]
 
 
 class InputError(ValueError):
@@ -18,6 +18,22 @@ class InputError(ValueError):
 
 class ReplicaMismatchError(RuntimeError):
     """Replicas of a shard differ where they must be equal, or the shards of a replica do not cover its tables."""
+
+
+def check_instance(name: str, value: object, kind: type) -> None:
+    """Raises `InputError` for an argument of another type, such as a class where its instance is meant.
+
+    Example:
+        >>> check_instance("seed", int, int)
+        Traceback (most recent call last):
+        ...
+        dmt.errors.InputError: seed is <class 'int'>, but must be an instance of int. Call the class: int(...).
+    """
+    if not isinstance(value, kind):
+        advice = "Give one."
+        if isinstance(value, type) and issubclass(value, kind):
+            advice = f"Call the class: {value.__name__}(...)."
+        raise InputError(f"{name} is {value!r:.200}, but must be an instance of {kind.__name__}. {advice}")
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:

@@ -36,8 +36,7 @@ from dmt.plan.topology import TowerTopology
 from dmt.plan.towers import TowerPlan
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.sharding.plan_tables import plan_tables
-from dmt.training.checkpoints import read_manifest
-from dmt.training.checkpoints.store import MANIFEST_NAME, _digest
+from dmt.training.checkpoints.store import MANIFEST_NAME, _digest, read_manifest
 from dmt.training.config import TrainingConfig, load_config, to_override, to_toml
 from dmt.training.data.clicks import ClickData
 from dmt.training.data.config import DataConfig, read_tables

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dmt.collectives import check_agreement, gather_objects, gather_on_first, run_on_all_or_raise
-from dmt.errors import InputError, did_you_mean
+from dmt.errors import InputError, check_instance, did_you_mean
 from dmt.formatting import shorten
 from dmt.hot_rows.copies import HotCopies
 from dmt.hot_rows.costs import choose_rows
@@ -102,6 +102,7 @@ class HotRows:
         refresh_every: int | None = 1000,
         profile: AccessProfile | None = None,
     ) -> None:
+        check_instance("mesh", mesh, TowerMesh)
         # Of the profile it is the first rank's that counts: it chooses for all.
         arguments = {"extra_memory": extra_memory, "refresh_every": refresh_every, "profile": profile is not None}
         check_agreement("HotRows", arguments, mesh.global_group)

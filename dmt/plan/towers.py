@@ -141,7 +141,12 @@ class TowerPlan:
         unknown = [f for f in (*self.features, *self.outside) if f not in known]
         for names, others, fault in (
             (missing, unknown, "in no tower. Add to the tower plan or drop from the model."),
-            (unknown, known, "in the tower plan but not in the model. Remove from the plan or add to the model."),
+            (
+                unknown,
+                known,
+                "in the tower plan but not in the model. Remove from the plan or add to the model; of several "
+                "EmbeddingBagCollections, which one plan cannot divide, make one with all tables.",
+            ),
         ):
             if names:
                 shown = shorten([repr(name) for name in names], ", ", most=5)

@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from dmt.collectives import broadcast_tensor, check_agreement, gather_objects, start_mean
-from dmt.errors import InputError, ReplicaMismatchError
+from dmt.errors import InputError, ReplicaMismatchError, check_instance
 from dmt.formatting import shorten
 from dmt.sptt.dataflow import SPTTModule
 from dmt.sptt.mesh import TowerMesh
@@ -77,6 +77,7 @@ class ReplicaSync:
         interval: int = 1,
         optimizer_state: Literal["now", "delayed"] = "now",
     ) -> None:
+        check_instance("mesh", mesh, TowerMesh)
         arguments = {"interval": interval, "optimizer_state": optimizer_state}
         check_agreement("ReplicaSync", arguments, mesh.global_group)
         if not isinstance(interval, int) or interval < 1 or optimizer_state not in ("now", "delayed"):

@@ -17,13 +17,14 @@ from torchrec.distributed.types import (
     CacheParams,
     EmbeddingModuleShardingPlan,
     EnumerableShardingSpec,
+    ModuleSharder,
     ParameterSharding,
     ShardingPlan,
     ShardingType,
 )
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from dmt.errors import InputError
+from dmt.errors import InputError, check_instance
 from dmt.formatting import human_bytes, shorten
 from dmt.plan.topology import TowerTopology
 from dmt.sharding.costs import Hardware, SparseOptimizer, StepWorkload
@@ -70,6 +71,7 @@ class TowerShardingPlanner:
         hardware: Hardware | None = None,
         device_type: str = "cpu",
     ) -> None:
+        check_instance("topology", topology, TowerTopology)
         schemes = SCHEMES if scheme == "auto" else (scheme,) if isinstance(scheme, str) else tuple(scheme)
         self.topology = topology
         self.rules = ShardingRules(
@@ -215,6 +217,10 @@ def _modules(model: nn.Module, sharders: Sequence[Any]) -> tuple[dict[str, list[
     """
     towers: dict[str, list[list[Any]]] = {}
     others: dict[str, nn.Module] = {}
+    check_instance("model", model, nn.Module)
+    for sharder in sharders:
+        if isinstance(sharder, type):
+            check_instance("sharder", sharder, ModuleSharder)
     for path, module in model.named_modules():
         if any(outer == "" or path.startswith(f"{outer}.") for outer in (*towers, *others)):
             continue

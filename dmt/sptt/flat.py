@@ -11,7 +11,7 @@ from torchrec.distributed.types import Awaitable, ParameterSharding
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
-from dmt.errors import InputError
+from dmt.errors import InputError, check_instance
 from dmt.plan.tables import feature_names
 from dmt.plan.towers import TowerPlan
 from dmt.sptt.dataflow import SPTTContext, SPTTModule
@@ -125,8 +125,7 @@ class SPTTEmbeddingBagCollectionSharder(TowerSharder[EmbeddingBagCollection]):
 
     def __init__(self, mesh: TowerMesh, plan: TowerPlan, **settings: Unpack[SharderSettings]) -> None:
         super().__init__(mesh, **settings)
-        if not isinstance(plan, TowerPlan):
-            raise InputError(f"The tower plan {plan!r} must be a dmt.TowerPlan, as TowerPlan.from_lists makes it.")
+        check_instance("plan", plan, TowerPlan)
         if plan.num_towers != mesh.topology.num_towers:
             raise InputError(
                 f"The tower plan has {plan.num_towers} towers but the topology num_towers={mesh.topology.num_towers}. "

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import torch.distributed as dist
 
 from dmt.collectives import check_agreement
-from dmt.errors import InputError
+from dmt.errors import InputError, check_instance
 from dmt.plan.topology import TowerTopology
 
 __all__ = ["TowerMesh"]
@@ -45,6 +45,7 @@ class TowerMesh:
                 "TowerMesh needs torch.distributed; call torch.distributed.init_process_group(...) first, "
                 "or start the script with torchrun."
             )
+        check_instance("topology", topology, TowerTopology)
         world = dist.group.WORLD
         assert world is not None, "the default group exists once torch.distributed is initialized"
         # Before any group is made: ranks that make other groups wait for each other without a word.

@@ -18,7 +18,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dmt._torchrec import fused_settings, place_globally
 from dmt.collectives import check_agreement, gather_objects, run_on_all_or_raise
-from dmt.errors import InputError, did_you_mean
+from dmt.errors import InputError, check_instance, did_you_mean
 from dmt.sharding.optimizers import MomentScale, check_fused_params, check_moment_scale, moment_scale_of, moment_scaled
 from dmt.sharding.schemes import (
     ID_ROUTES,
@@ -89,6 +89,7 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         unique: bool = False,
     ) -> None:
         super().__init__(fused_params=fused_params)
+        check_instance("mesh", mesh, TowerMesh)
         check_fused_params(fused_params or {})
         check_moment_scale(moment_scale, mesh.topology.num_replicas)
         if id_route not in ID_ROUTES:
@@ -97,8 +98,8 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         if not isinstance(unique, bool):
             raise InputError(f"unique={unique!r} must be True or False.")
         refuse(unique=unique, id_route=id_route)
-        if peer_precision is not None and not isinstance(peer_precision, ExchangePrecision):
-            raise InputError(f"peer_precision={peer_precision!r} must be a dmt.ExchangePrecision, or None.")
+        if peer_precision is not None:
+            check_instance("peer_precision", peer_precision, ExchangePrecision)
         self.mesh = mesh
         self.id_route = id_route
         self.peer_precision = peer_precision or ExchangePrecision()

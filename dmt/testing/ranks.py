@@ -10,6 +10,7 @@ import pickle
 import random
 import signal
 import tempfile
+import threading
 import time
 import traceback
 from collections.abc import Callable, Sequence
@@ -19,9 +20,8 @@ from multiprocessing.connection import Connection, wait
 from typing import Any, NamedTuple
 
 from dmt.errors import InputError
-from dmt.processes import end_with
 
-__all__ = ["Rank", "RanksFailedError", "end_ranks", "prepare_ranks", "run_on_ranks"]
+__all__ = ["Rank", "RanksFailedError", "end_ranks", "end_with", "prepare_ranks", "run_on_ranks"]
 
 _PRELOAD = ("torch", "torch.fx.experimental.symbolic_shapes", "torchrec.distributed.model_parallel")
 # A failing rank makes others fail; the parent waits this long for the one that began it.
@@ -119,6 +119,24 @@ def end_ranks(ranks: list[Rank]) -> None:
         rank.process.join()
         rank.pipe.close()
     ranks.clear()
+
+
+def end_with(process: int) -> None:
+    """Kills this process as soon as another one ends, for whatever reason; returns at once.
+
+    A thread waits for it. Linux's parent-death signal would not do: it comes when the *thread* ends that forked this
+    process, and the parent of a rank is the process that `prepare_ranks` starts, not the one that waits for its result.
+    """
+
+    def follow() -> None:
+        try:
+            wait([os.pidfd_open(process)])
+        except (OSError, AttributeError):  # it has ended; or before Linux 5.3, or in a sandbox
+            while os.path.exists(f"/proc/{process}"):
+                time.sleep(1)
+        os._exit(1)
+
+    threading.Thread(target=follow, name="end_with", daemon=True).start()
 
 
 def _listen(ranks: Sequence[Rank], timeout_s: float) -> list[Any]:

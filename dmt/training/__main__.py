@@ -17,7 +17,7 @@ import click
 from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from dmt.errors import InputError, ReplicaMismatchError
-from dmt.processes import end_with
+from dmt.testing.ranks import end_with
 from dmt.training.config import load_config
 from dmt.training.console import print_summary, quiet_libraries
 
@@ -70,7 +70,7 @@ def main(config: str, overrides: tuple[str, ...]) -> None:
 
 def _how_to_go_on(output_dir: Path, stopped_by: str) -> str:
     """Returns the last line of a run that a signal ended."""
-    from dmt.training.checkpoints import checkpoints
+    from dmt.training.checkpoints.store import checkpoints
 
     saved = checkpoints(output_dir / "checkpoint")
     what = f"the newest checkpoint is {saved[0]}" if saved else "nothing was saved yet"

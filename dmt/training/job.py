@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import cast
 
 from dmt.errors import InputError, did_you_mean
 from dmt.formatting import human_bytes
@@ -24,13 +24,7 @@ from dmt.training.config import OptimizerConfig, ShardingConfig, TrainingConfig
 from dmt.training.data.clicks import ClickData
 from dmt.training.data.columns import tables_of
 from dmt.training.data.config import read_tables
-from dmt.training.data.deal import rank_batch
 from dmt.training.device import DeviceType, device_type
-
-if TYPE_CHECKING:
-    from dmt.sptt.mesh import TowerMesh
-    from dmt.training.data.batch import ClickBatch
-    from dmt.training.data.clicks import Split
 
 __all__ = [
     "PREPARED",
@@ -78,41 +72,6 @@ class Job:
         """The opened data of a job that has some."""
         assert self.source is not None, "made by open_job from a config with data"
         return self.source
-
-    def training_batches(
-        self, mesh: TowerMesh, *, epoch: int = 0, rows: int = 0, lanes: int | None = None
-    ) -> Iterator[ClickBatch]:
-        """Yields this rank's batches of the rest of an epoch, of which all ranks have used ``rows``; collective.
-
-        ``lanes`` are the ranks of the first run.
-        """
-        size = self.config.train.batch_size
-        if lanes is not None:
-            size = rank_batch(lanes, mesh.topology.world_size, size)
-        return self._batches("train", mesh, size, epoch=epoch, rows=rows, lanes=lanes)
-
-    def evaluation_batches(self, mesh: TowerMesh) -> Iterator[ClickBatch]:
-        """Yields this rank's batches of the rows for evaluation; collective."""
-        return self._batches("eval", mesh, self.config.train.batch_size)
-
-    def first_batch(self, mesh: TowerMesh) -> ClickBatch:
-        """Returns this rank's first training batch."""
-        return next(self._batches("train", mesh, self.config.train.batch_size))
-
-    def _batches(self, split: Split, mesh: TowerMesh, batch_size: int, **where: Any) -> Iterator[ClickBatch]:
-        batches = self.data.batches(
-            split,
-            rank=mesh.rank,
-            world_size=mesh.topology.world_size,
-            batch_size=batch_size,
-            group=mesh.global_group,
-            **where,
-        )
-        if self.towers is not None:
-            cuts = self.towers.column_splits
-            batches = (batch.split_columns(cuts) for batch in batches)
-        # From page-locked memory, the pipelines' copies to a GPU run beside the step before.
-        return (batch.pin_memory() for batch in batches) if self.device_type == "cuda" else batches
 
     @property
     def device_type(self) -> DeviceType:

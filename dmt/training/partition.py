@@ -11,7 +11,7 @@ from dmt.errors import InputError
 from dmt.partitioner import FeatureAffinity
 from dmt.plan.tables import TableSpec
 from dmt.training.build import ClickTask, build_model
-from dmt.training.checkpoints import load_plain
+from dmt.training.checkpoints.store import load_plain
 from dmt.training.config import TrainingConfig
 from dmt.training.data.batch import ClickBatch
 from dmt.training.data.clicks import ClickData
@@ -101,10 +101,7 @@ def interactions_of(
 def spread_batches(data: ClickData, *, max_rows: int, batch_size: int) -> Iterator[ClickBatch]:
     """Yields batches from places at even distances among the training rows; of a user's source the first ones.
 
-    They have ``max_rows`` together at most, but there is one at least.
-
-    Raises:
-        InputError: there are fewer rows than one batch; raised when the first batch is asked for.
+    They have ``max_rows`` together at most, but there is one at least where there are enough rows.
     """
     options: dict[str, Any] = {"rank": 0, "world_size": 1, "batch_size": batch_size}
     rows, count = data.num_rows("train"), max(1, max_rows // batch_size)

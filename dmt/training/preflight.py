@@ -109,7 +109,8 @@ def check_rows(config: TrainingConfig, world_size: int, rows: int | None) -> Non
     if rows is not None and rows < needed:
         raise InputError(
             f"There are {rows} training rows, fewer than one step takes: {world_size} ranks x train.batch_size="
-            f"{config.train.batch_size} = {needed}. Lower train.batch_size or give more data."
+            f"{config.train.batch_size} = {needed}. Lower train.batch_size, give more data, or "
+            "correct data.split_column."
         )
 
 

@@ -22,7 +22,7 @@ from dmt.replicas.sync import ReplicaSync
 from dmt.sptt.mesh import TowerMesh
 from dmt.training.access import load_hot_rows
 from dmt.training.build import ScheduledOptimizer, settle_gradient_buckets
-from dmt.training.checkpoints import checkpoints, load, newest, read_manifest
+from dmt.training.checkpoints.store import checkpoints, load, newest, read_manifest
 from dmt.training.config import TrainingConfig
 from dmt.training.data.deal import rank_batch
 from dmt.training.device import on_all_ranks

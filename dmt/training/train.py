@@ -33,10 +33,11 @@ from dmt.training.build import (
     shard_model,
     sharding_result,
 )
-from dmt.training.checkpoints import Checkpointer
+from dmt.training.checkpoints.store import Checkpointer
 from dmt.training.config import TrainConfig, TrainingConfig
 from dmt.training.console import progress_bar
 from dmt.training.data.batch import ClickBatch
+from dmt.training.data.clicks import Split
 from dmt.training.device import current_device, on_all_ranks, process_group
 from dmt.training.factory import probability_warning
 from dmt.training.job import Job, open_job
@@ -56,7 +57,7 @@ from dmt.training.resume import (
 )
 from dmt.training.trained import describe_run
 
-__all__ = ["Run", "evaluate", "make_pipeline", "save", "train", "train_job", "train_steps"]
+__all__ = ["Run", "batches_of", "evaluate", "make_pipeline", "save", "train", "train_job", "train_steps"]
 
 logger = logging.getLogger(__name__)
 
@@ -179,8 +180,8 @@ def train_steps(run: Run, at: Position, signals: Signals) -> tuple[Position, Ste
     followers = [part for part in (run.replicas, run.hot_rows) if part is not None]
     looks_at = min(at.step + config.log_every, math.inf if last is None else last)
     with progress_bar(initial=at.step, total=last, enabled=mesh.rank == 0) as bar:
-        for epoch in range(at.epoch, config.epochs):
-            epoch_batches = run.job.training_batches(mesh, epoch=epoch, rows=at.rows, lanes=at.lanes)
+        while at.epoch < config.epochs:
+            epoch_batches = batches_of(run.job, mesh, "train", at)
             # The pipeline runs batches ahead, and is empty where an evaluation is due.
             while batches := up_to(_steps_until(config, at.step), epoch_batches):
                 if at.step and config.eval_every and at.step % config.eval_every == 0:
@@ -211,10 +212,29 @@ def train_steps(run: Run, at: Position, signals: Signals) -> tuple[Position, Ste
                     break
             if signals.stops or _steps_until(config, at.step) <= 0:
                 break
-            at = replace(at, epoch=epoch + 1, rows=0)
+            at = replace(at, epoch=at.epoch + 1, rows=0)
     agreement.check(at.step)
     _settle_replicas(run, at.step)
     return at, timer
+
+
+def batches_of(job: Job, mesh: TowerMesh, split: Split, at: Position | None = None) -> Iterator[ClickBatch]:
+    """Yields this rank's batches of a part of a job's data, from a position in the training rows on; collective."""
+    at = at or Position()
+    batches = job.data.batches(
+        split,
+        rank=mesh.rank,
+        world_size=mesh.topology.world_size,
+        batch_size=step_rows(job, at) // mesh.topology.world_size,
+        epoch=at.epoch,
+        rows=at.rows,
+        lanes=at.lanes,
+        group=mesh.global_group,
+    )
+    cuts = {} if job.towers is None else job.towers.column_splits
+    batches = (batch.split_columns(cuts) for batch in batches)
+    # From page-locked memory, the pipelines' copies to a GPU run beside the step before.
+    return (batch.pin_memory() for batch in batches) if job.device_type == "cuda" else batches
 
 
 def _warn_of_probabilities(run: Run, logits: Tensor, *, is_due: bool) -> None:
@@ -258,7 +278,7 @@ def evaluate(run: Run) -> MetricValues:
     metrics = ClickMetrics(run.mesh.global_group)
     run.model.eval()
     with torch.no_grad():
-        for output in run_pipeline(run.pipeline, run.job.evaluation_batches(run.mesh)):
+        for output in run_pipeline(run.pipeline, batches_of(run.job, run.mesh, "eval")):
             metrics.update(*output)
     run.model.train()
     return metrics.compute()
@@ -301,18 +321,13 @@ def result_of(run: Run, at: Position, metrics: MetricValues, timer: StepTimer) -
     options: dict[str, Any] = {}
     if replicas is not None:
         sizes = gather_objects(replicas.bytes_per_sync, mesh.global_group)
-        options["replicas"] = {
-            "num_replicas": mesh.topology.num_replicas,
-            "bytes_per_sync": round(max(sizes)),  # of the largest rank; the others wait for it
-            "bytes_per_sample": sum(sizes) / (rows * replicas.interval),
-        }
+        options["replicas"] = {"bytes_per_sample": sum(sizes) / (rows * replicas.interval)}
     if hot is not None:
-        rows_by_table = {name: len(rows_of_table) for name, rows_of_table in hot.rows.items()}
-        numbers = {"rows": sum(rows_by_table.values()), "bytes_per_rank": hot.num_bytes, "left_out": hot.left_out}
-        options["hot_rows"] = {**numbers, "rows_by_table": rows_by_table}
+        number = sum(map(len, hot.rows.values()))
+        options["hot_rows"] = {"rows": number, "bytes_per_rank": hot.num_bytes, "left_out": hot.left_out}
     if isinstance(run.pipeline, TrainPipelineSparseDist):
         run.pipeline.detach()
-    batch = job.first_batch(mesh).to(current_device(job.device_type))
+    batch = next(batches_of(job, mesh, "train")).to(current_device(job.device_type))
     traffic = measure_traffic(run.model, run.optimizer, batch, mesh)
     return {
         "arch": job.config.model.name,

@@ -16,7 +16,7 @@ from dmt.files import explain, read_file
 from dmt.hot_rows.runtime import HotRowsState
 from dmt.training.access import save_hot_rows
 from dmt.training.build import ClickTask, build_model
-from dmt.training.checkpoints import load, newest
+from dmt.training.checkpoints.store import load, newest
 from dmt.training.config import TrainingConfig, load_config, to_override, to_toml
 from dmt.training.data.config import DataConfig, with_files
 from dmt.training.functions import check_allowed
@@ -84,7 +84,13 @@ def trained_model(
     checkpoint, config = checkpoint_of(run, data_path, functions)
     job = open_data(config)
     task = ClickTask(build_model(job))
-    load(checkpoint, task, None)
+    try:
+        load(checkpoint, task, None)
+    except InputError:
+        if checkpoint.exists():
+            raise
+        # The run goes on: it has saved a newer one, and deleted this.
+        return trained_model(run, data_path, functions)
     return checkpoint, job, task.model.eval()
 
 

@@ -256,8 +256,8 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
     "world size": (lambda job: TowerMesh(TowerTopology(num_towers=3, ranks_per_tower=2)), r"6 ranks, .*WORLD_SIZE=2"),
     "towers of the plan": (lambda job: SPTTEmbeddingBagCollectionSharder(
         job.two, TowerPlan.from_lists([["f0", "f1"]])), "plan has 1 towers but the topology num_towers=2"),
-    "no plan": (lambda job: SPTTEmbeddingBagCollectionSharder(job.two, [["f0"]]), r"\['f0'\]\] must be a dmt.Tow"),  # type: ignore[arg-type]
-    "precision": (lambda job: flat_sharder(job.two, peer_precision="fp16"), "precision='fp16' must be a dmt.Exch"),
+    "no plan": (lambda job: SPTTEmbeddingBagCollectionSharder(job.two, [["f0"]]), r"plan is \[\['f0'\]\], but"),  # type: ignore[arg-type]
+    "precision": (lambda job: flat_sharder(job.two, peer_precision="fp16"), "precision is 'fp16', but"),
     "unique": (lambda job: flat_sharder(job.two, unique="ranks"), "unique='ranks' must be True or False"),
     "unique towers that mix samples": (lambda job: distribute(towers_of([PassThrough(["f0"]), nn.Sequential(
         nn.BatchNorm1d(8))]), TowerCollectionSharder(job.two, unique=True)), "unique=True, .* tower 1 holds a Batch"),
@@ -295,7 +295,18 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
     "other width": (widened, r"returned columns \[6\] of torch.float32, but \[4\]"),
     "a list": (listed, r"tower . returned list for 4 samples; it must return a tensor"),
     "sequences": (sequences, "Tower 0 holds a EmbeddingCollection; towers of pooled"),
-    "two collections": (two_collections, "are in the tower plan but not in the model"),
+    "two collections": (two_collections, "; of several EmbeddingBagCollections, which .* make one with"),
+    **{f"{name} is {value}": (attempt, rf"^{name} is .*{value}.*, but must be an instance of {kind}\. [CG]")
+       for name, value, kind, attempt in (
+        ("mesh", "TowerMesh", "TowerMesh", lambda job: TowerCollectionSharder(TowerMesh)),  # type: ignore[arg-type]
+        ("mesh", "TowerTopology", "TowerMesh", lambda job: ReplicaSync(build(COPIES), COPIES.topology)),  # type: ignore[arg-type]
+        ("mesh", "None", "TowerMesh", lambda job: HotRows(build(FLAT), None)),  # type: ignore[arg-type]
+        ("topology", "TowerMesh", "TowerTopology", lambda job: TowerShardingPlanner(job.two)),  # type: ignore[arg-type]
+        ("topology", "TowerTopology", "TowerTopology", lambda job: TowerMesh(TowerTopology)),  # type: ignore[arg-type]
+        ("model", "FlatModel", "Module", lambda job: TowerShardingPlanner(job.two.topology).plan(FlatModel, [])),  # type: ignore[arg-type]
+        ("sharder", "Sharder", "ModuleSharder", lambda job: TowerShardingPlanner(
+            job.two.topology).plan(build(FLAT), [TowerCollectionSharder])),  # type: ignore[arg-type]
+    )},
     "means of weighted bags": (weighted_means, r"'t0' in tower 0 has mean pooling of weighted bags"),
     "frozen table": (frozen_table, "Table 't1' in tower 1 has requires_grad=False, but the optimizer"),
     "weight decay": (other_rate_on_parameter, "'t1' in tower 0 is data_parallel, but .* sets weight_dec"),

@@ -20,8 +20,7 @@ from dmt.sptt.mesh import TowerMesh
 from dmt.testing import PlainTraining
 from dmt.training.agreement import Signals
 from dmt.training.build import ClickTask, build_model, build_optimizer, fused_params, replica_sync, shard_model
-from dmt.training.checkpoints import Checkpointer, Manifest
-from dmt.training.checkpoints.store import sha256_of, write_manifest
+from dmt.training.checkpoints.store import Checkpointer, Manifest, sha256_of, write_manifest
 from dmt.training.config import TrainingConfig
 from dmt.training.data.clicks import ClickData
 from dmt.training.job import Job, open_data, open_job

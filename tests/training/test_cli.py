@@ -196,7 +196,7 @@ def test_a_stopped_command_leaves_no_process_behind(
         "check": (["demo", "--steps", "1000000"], 6),
     }[command]
     # A pytest that is killed takes it along.
-    guard = f"from dmt.processes import end_with; end_with({os.getpid()}); "
+    guard = f"from dmt.testing.ranks import end_with; end_with({os.getpid()}); "
     program = [sys.executable, "-c", guard + "from dmt.training.commands import main; main()", command, *arguments]
     quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     left = partial(processes_with, f"TMPDIR={tmp_path}")

@@ -21,7 +21,7 @@ from dmt.training import build, device
 from dmt.training import train as run
 from dmt.training.build import build_optimizer, shard_model
 from dmt.training.check.shrink import CheckLimits, shrink
-from dmt.training.checkpoints import Checkpointer, restore
+from dmt.training.checkpoints.store import Checkpointer, restore
 from dmt.training.data.batch import ClickBatch
 from dmt.training.device import backend, device_type, random_state, restart_safe_store, set_random_state, take_device
 from dmt.training.job import open_job

@@ -26,7 +26,7 @@ from dmt.collectives import gather_objects
 from dmt.testing.ranks import RanksFailedError
 from dmt.training import train as training
 from dmt.training.agreement import Signals
-from dmt.training.checkpoints import checkpoints, newest, verify
+from dmt.training.checkpoints.store import checkpoints, newest, verify
 from dmt.training.config import TrainingConfig, to_toml
 from dmt.training.resume import Position, checkpoint_folder
 from tests.ranks import run_ranks

@@ -19,7 +19,7 @@ from dmt.testing import gather_plain_state, load_plain_state
 from dmt.testing.plain import PlainTraining
 from dmt.testing.state import table_layout
 from dmt.training.build import ClickTask, build_model, build_optimizer, fused_params, shard_model
-from dmt.training.checkpoints import Checkpointer, restore
+from dmt.training.checkpoints.store import Checkpointer, restore
 from dmt.training.commands.plans import run_plan
 from dmt.training.config import TrainingConfig
 from dmt.training.flat import FlatSharder, plan_flat

@@ -21,7 +21,7 @@ from dmt.errors import InputError, ReplicaMismatchError
 from dmt.sptt.mesh import TowerMesh
 from dmt.training import agreement
 from dmt.training import train as training
-from dmt.training.checkpoints import checkpoints
+from dmt.training.checkpoints.store import checkpoints
 from dmt.training.config import TrainingConfig
 from dmt.training.job import open_job
 from dmt.training.preflight import check_same_input

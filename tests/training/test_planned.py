@@ -18,6 +18,7 @@ from dmt.training.config import TrainingConfig
 from dmt.training.data.batch import ClickBatch
 from dmt.training.job import open_job
 from dmt.training.metrics import measure_traffic
+from dmt.training.train import batches_of
 from tests.ranks import run_ranks
 from tests.seeds import collected
 from tests.training.small import new_run, small, train_loop
@@ -114,7 +115,7 @@ def measure_on_rank(rank: int, folder: str, names: list[str]) -> dict[str, dict[
         run = new_run(config, mesh)
         train_loop(run)
         run.pipeline.detach()
-        batch = evenly_drawn(run.job.first_batch(mesh), rank)
+        batch = evenly_drawn(next(batches_of(run.job, mesh, "train")), rank)
         found[name] = asdict(measure_traffic(run.model, run.optimizer, batch, mesh))
     return found
 

@@ -18,8 +18,7 @@ import torch
 from dmt.errors import InputError
 from dmt.sptt.mesh import TowerMesh
 from dmt.training import train as training
-from dmt.training.checkpoints import checkpoints, read_manifest
-from dmt.training.checkpoints.store import write_manifest
+from dmt.training.checkpoints.store import checkpoints, read_manifest, write_manifest
 from dmt.training.config import TrainingConfig
 from dmt.training.job import open_data, open_job
 from dmt.training.records import RunRecord, read_curves

@@ -18,7 +18,7 @@ from dmt.plan.towers import TowerPlan
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.sptt.mesh import TowerMesh
 from dmt.training.build import shard_model
-from dmt.training.checkpoints import load_plain, newest
+from dmt.training.checkpoints.store import load_plain, newest
 from dmt.training.config import load_config, to_toml
 from dmt.training.console import rows_of
 from dmt.training.job import open_job

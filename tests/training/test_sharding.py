@@ -20,7 +20,7 @@ from dmt.sptt.mesh import TowerMesh
 from dmt.testing import gather_plain_state, load_plain_state
 from dmt.training import train as run
 from dmt.training.build import shard_model
-from dmt.training.checkpoints import load_plain, newest
+from dmt.training.checkpoints.store import load_plain, newest
 from dmt.training.config import TrainingConfig, load_config
 from dmt.training.job import open_data, open_job
 from dmt.training.partition import affinity_of_run

@@ -26,7 +26,7 @@ from dmt.sptt.mesh import TowerMesh
 from dmt.training import train as run
 from dmt.training.__main__ import _how_to_go_on
 from dmt.training.agreement import SIGNALS, Agreement, Signals
-from dmt.training.checkpoints import checkpoints, newest, read_manifest
+from dmt.training.checkpoints.store import checkpoints, newest, read_manifest
 from dmt.training.config import TrainConfig, TrainingConfig
 from dmt.training.metrics import StepTimer
 from dmt.training.records import read_curves

@@ -1,25 +1,5 @@
-"""Checkpoints that survive kills and full disks, and load into any layout: `Checkpointer`, `restore`, `load_plain`."""
+"""Checkpoints that survive kills and full disks, and load into any layout."""
 
-from dmt.training.checkpoints.store import (
-    Checkpointer,
-    Manifest,
-    checkpoints,
-    load,
-    load_plain,
-    newest,
-    read_manifest,
-    restore,
-    verify,
-)
+from dmt.training.checkpoints.store import Checkpointer, load_plain, restore
 
-__all__ = [
-    "Checkpointer",
-    "Manifest",
-    "checkpoints",
-    "load",
-    "load_plain",
-    "newest",
-    "read_manifest",
-    "restore",
-    "verify",
-]
+__all__ = ["Checkpointer", "load_plain", "restore"]

@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
+from dmt._torchrec import group_timeout
 from dmt.collectives import gather_objects, reason_of, run_on_all_or_raise
 from dmt.errors import InputError
 from dmt.files import check_output, from_record, fsync_path, read_record
@@ -155,21 +156,27 @@ def newest(folder: Path, mesh: TowerMesh | None = None) -> Path | None:
         InputError: there are some, but none is whole; the same on every rank.
     """
     share = slice(None) if mesh is None else slice(mesh.rank, None, mesh.topology.world_size)
-    paths, damages = checkpoints(folder), list[str]()
-    if mesh is not None:
-        paths = gather_objects(paths, mesh.global_group)[0]
+    paths, damages = _listed(folder, mesh), list[str]()
     for path in paths:
         try:
             _on_all(partial(verify, path, share), mesh)
         except InputError as error:
             damages.append(str(error))
-            if (mesh is None or mesh.rank == 0) and len(paths) > 1:
+            if (mesh is None or mesh.rank == 0) and len(paths) > 1 and path.exists():
                 logger.warning("A checkpoint is passed over: %s", error)
         else:
             return path
-    if damages:
-        raise InputError(damages[0] if paths == [folder] else f"{folder} holds no whole checkpoint: {damages[0]}")
-    return None
+    if not damages:
+        return None
+    if _listed(folder, mesh) != paths:
+        # A run that goes on has saved another one meanwhile, and deleted the oldest.
+        return newest(folder, mesh)
+    raise InputError(damages[0] if paths == [folder] else f"{folder} holds no whole checkpoint: {damages[0]}")
+
+
+def _listed(folder: Path, mesh: TowerMesh | None) -> list[Path]:
+    paths = checkpoints(folder)
+    return paths if mesh is None else gather_objects(paths, mesh.global_group)[0]
 
 
 def _on_all(work: Callable[[], Value], mesh: TowerMesh | None) -> Value:
@@ -229,15 +236,15 @@ class Checkpointer:
         InputError: rank 0 cannot write the folder; on every rank.
     """
 
-    def __init__(self, folder: Path, mesh: TowerMesh, *, keep: int = 3, asynchronous: bool = False) -> None:
-        self._folder, self._mesh, self._keep = folder, mesh, max(1, keep)
+    def __init__(self, folder: str | Path, mesh: TowerMesh, *, keep: int = 3, asynchronous: bool = False) -> None:
+        self._folder, self._mesh, self._keep = Path(folder), mesh, max(1, keep)
         ranks = mesh.topology.sharding_groups()[0]
         # A group of its own: a thread may not use those that training uses at the same time.
-        self._writers = dist.new_group(ranks, backend="gloo")
+        self._writers = dist.new_group(ranks, backend="gloo", timeout=group_timeout(mesh.global_group))
         self._writes, self._leads = mesh.rank in ranks, mesh.rank == ranks[0]
         self._thread, self._asynchronous = ThreadPoolExecutor(1, "checkpoint"), asynchronous
         self._pending: Future[str | None] | None = None
-        run_on_all_or_raise(partial(prepare, folder) if self._leads else lambda: None, mesh.global_group)
+        run_on_all_or_raise(partial(prepare, self._folder) if self._leads else lambda: None, mesh.global_group)
 
     def save(
         self,
@@ -372,7 +379,7 @@ def _is_finite(tensor: Tensor) -> bool:
     return not tensor.numel() or all(bool(edge.isfinite()) for edge in tensor.aminmax())
 
 
-def load_plain(model: nn.Module, folder: Path) -> None:
+def load_plain(model: nn.Module, folder: str | Path) -> None:
     """Loads the weights of a checkpoint of any layout into the unsharded model; needs no process group.
 
     ``folder`` is a checkpoint, or a folder of them, of which the newest whole one is taken.
@@ -385,9 +392,11 @@ def load_plain(model: nn.Module, folder: Path) -> None:
 
 
 def restore(
-    source: Path, model: nn.Module, optimizer: KeyedOptimizer | None, *, mesh: TowerMesh | None = None
+    source: str | Path, model: nn.Module, optimizer: KeyedOptimizer | None, *, mesh: TowerMesh | None = None
 ) -> Manifest | None:
     """Loads the newest whole checkpoint of a folder, or the folder itself if it is one; see `newest` and `load`.
+
+    Learning rates are not saved: those of the optimizer stay.
 
     Returns:
         The manifest, with ``step`` and ``progress``; None where there is no checkpoint: training begins.
@@ -395,7 +404,7 @@ def restore(
     Raises:
         InputError: as `newest` and `load`.
     """
-    folder = newest(source, mesh)
+    folder = newest(Path(source), mesh)
     return None if folder is None else load(folder, model, optimizer, mesh=mesh)
 
 

@@ -28,10 +28,10 @@ from dmt.collectives import all_to_all_evenly, gather_objects, start_exchange, s
 from dmt.errors import InputError
 from dmt.formatting import human_bytes
 from dmt.plan.topology import TowerTopology
-from dmt.processes import end_with
 from dmt.simulator.cluster import Cluster, CollectiveKind, CollectiveRates, save_cluster
 from dmt.simulator.work import operators_of
 from dmt.sptt.mesh import TowerMesh
+from dmt.testing.ranks import end_with
 from dmt.training.commands import Shown
 from dmt.training.device import backend, device_type, take_device
 

@@ -18,7 +18,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from dmt.errors import InputError
 from dmt.partitioner import TowerPartitioner, write_partition_report
 from dmt.sharding.plan import TowerShardingPlan
-from dmt.training.checkpoints import checkpoints
+from dmt.training.checkpoints.store import checkpoints
 from dmt.training.config import SHARDING_OF_TOWERS, load_config, to_override, to_toml
 from dmt.training.data.config import DataConfig
 from dmt.training.data.files import expand_path, format_of, matching_files

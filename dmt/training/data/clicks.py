@@ -19,7 +19,6 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from dmt.errors import InputError
 from dmt.formatting import shorten
 from dmt.training.data.columns import Columns, explicit_config, find_columns
 from dmt.training.data.config import DataConfig
@@ -154,7 +153,7 @@ class ClickData:
             group: the W ranks, which agree on the end of a pass over the user's own rows; collective then.
 
         Raises:
-            InputError: no row, or, from row 0, too few to train on; a row that does not fit.
+            InputError: a row does not fit.
         """
         from dmt.training.data.batch import make_batch  # TorchRec takes seconds to import
 
@@ -170,7 +169,6 @@ class ClickData:
             lanes if lanes is not None and split == "train" else world_size,
             (self.config.shuffle_seed, epoch) if is_moved else None,
         )
-        _check_enough(split, deal.num_rows, world_size * batch_size if split == "train" and not rows else 1)
         tables = self._dealt(split, deal, epoch, rows, rank=rank, world_size=world_size, batch_size=batch_size)
         return prefetched(make_batch(table, self.columns, batch_size) for table in tables)
 
@@ -193,14 +191,6 @@ class ClickData:
             parts = [part for span in spans for part in lanes.rows(span)]
             yield pa.concat_tables(parts) if parts else self.columns.schema.empty_table()
             start = stop
-
-
-def _check_enough(split: Split, rows: int, needed: int) -> None:
-    if rows < needed:
-        raise InputError(
-            f"The {split} split has {rows} rows, but needs at least {needed} (training: world_size * batch_size). Give "
-            "more data, take smaller batches, or correct data.split_column or split_values."
-        )
 
 
 class _Lanes:

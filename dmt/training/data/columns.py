@@ -116,6 +116,12 @@ def find_columns(config: DataConfig, schema: pa.Schema, place: str) -> Columns:
     # The order in a source's first batch may be another one in every process.
     names = sorted(schema.names) if config.kind == "source" else schema.names
     inputs = [name for name in names if name not in (config.label, config.split_column)]
+    for setting in _INPUTS:
+        if taken := [name for name in wanted[setting] if name in (config.label, config.split_column)]:
+            use = "label" if taken[0] == config.label else "split_column"
+            raise InputError(
+                f"{place}: {setting} column {taken[0]!r} is data.{use}, and cannot be an input. Leave it out."
+            )
     chosen = {s: _select(s, patterns, inputs if s in _INPUTS else names, place) for s, patterns in wanted.items()}
     for setting, columns in chosen.items():
         for name in columns:

@@ -15,7 +15,7 @@ import torch
 
 from dmt.errors import InputError
 from dmt.files import atomic_write, parse
-from dmt.training import checkpoints
+from dmt.training.checkpoints.store import read_manifest as read_checkpoint
 from dmt.training.data.hash import HASH_KEY, hash_rows
 from dmt.training.job import Job
 from dmt.training.records import versions
@@ -128,7 +128,7 @@ def _manifest(job: Job, checkpoint: Path, tables: StoredTables) -> dict[str, Any
     return {
         "format": _FORMAT,
         "model": config.model.name,
-        "step": checkpoints.read_manifest(checkpoint).step,
+        "step": read_checkpoint(checkpoint).step,
         "dense": list(data.columns.dense),
         "features": features,
         "towers": towers,

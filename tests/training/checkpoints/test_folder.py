@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from dmt.errors import InputError
-from dmt.training.checkpoints import newest, verify
-from dmt.training.checkpoints.store import MANIFEST_NAME, _digest, commit, prepare, prune
+from dmt.training.checkpoints import store
+from dmt.training.checkpoints.store import MANIFEST_NAME, _digest, commit, newest, prepare, prune, verify
 from tests.training.small import fill_checkpoint, make_checkpoint
 
 FILES = {"a.txt": "alpha", "b.txt": "beta"}
@@ -65,6 +65,21 @@ def test_damaged_ones_are_passed_over_aloud(tmp_path: Path, caplog: pytest.LogCa
     (tmp_path / "step-00000001" / "a.txt").unlink()
     with pytest.raises(InputError, match=r"holds no whole checkpoint: .*step-00000003 is damaged"):
         newest(tmp_path)
+
+
+def test_a_checkpoint_that_is_deleted_meanwhile_is_no_damage(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    save(tmp_path, 1, keep=1)
+
+    def verify_late(path: Path, share: slice) -> Any:
+        if not (tmp_path / "step-00000002").exists():
+            save(tmp_path, 2, keep=1)
+        return verify(path, share)
+
+    monkeypatch.setattr(store, "verify", verify_late)
+    assert newest(tmp_path) == tmp_path / "step-00000002"
+    assert not caplog.messages
 
 
 def edited(**change: Any) -> Callable[[Path], None]:

@@ -25,7 +25,7 @@ from dmt.errors import InputError
 from dmt.testing import gather_plain_state, table_layout
 from dmt.testing.state import LocalPart, join_parts
 from dmt.training.build import ScheduledOptimizer, build_optimizer
-from dmt.training.checkpoints import Checkpointer, load_plain, restore
+from dmt.training.checkpoints.store import Checkpointer, load_plain, restore
 from dmt.training.config import OptimizerConfig
 from tests.parity import LR, draw_batch, loss_of
 from tests.ranks import run_ranks

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dmt.errors import InputError
-from dmt.training.checkpoints import load_plain, newest
+from dmt.training.checkpoints.store import load_plain, newest
 from tests.training.small import linear, plain, save_alone, small
 
 

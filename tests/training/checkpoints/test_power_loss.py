@@ -14,8 +14,7 @@ from typing import Any
 
 import pytest
 
-from dmt.training.checkpoints import Checkpointer, checkpoints, newest, read_manifest
-from dmt.training.checkpoints.store import prepare
+from dmt.training.checkpoints.store import Checkpointer, checkpoints, newest, prepare, read_manifest
 from tests.training.small import alone, linear
 
 Tree = dict[str, Any]

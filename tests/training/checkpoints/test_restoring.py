@@ -15,9 +15,9 @@ from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, Sharde
 from torchrec.optim.keyed import KeyedOptimizer
 
 from dmt.errors import InputError
-from dmt.training.checkpoints import Checkpointer, load, newest, read_manifest, restore, store
+from dmt.training.checkpoints import store
 from dmt.training.checkpoints.state import Shards, TensorReader, collect_state, write_tensors
-from dmt.training.checkpoints.store import MANIFEST_NAME
+from dmt.training.checkpoints.store import MANIFEST_NAME, Checkpointer, load, newest, read_manifest, restore
 from dmt.training.config import OptimizerConfig
 from tests.ranks import on_ranks
 from tests.sptt_case import Case

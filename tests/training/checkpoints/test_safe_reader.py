@@ -24,9 +24,8 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from dmt.errors import InputError
-from dmt.training.checkpoints import load_plain, read_manifest
 from dmt.training.checkpoints.state import TensorReader
-from dmt.training.checkpoints.store import sha256_of, write_manifest
+from dmt.training.checkpoints.store import load_plain, read_manifest, sha256_of, write_manifest
 from dmt.training.commands import main
 from dmt.training.config import TrainingConfig, to_toml
 from dmt.training.serving import score as score_module

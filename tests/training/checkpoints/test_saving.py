@@ -20,8 +20,10 @@ import torch
 from torch import nn
 
 from dmt import TowerMesh, TowerTopology
+from dmt._torchrec import default_pg_timeout, group_timeout
 from dmt.errors import InputError
-from dmt.training.checkpoints import Checkpointer, load_plain, newest, read_manifest, store, verify
+from dmt.training.checkpoints import store
+from dmt.training.checkpoints.store import Checkpointer, load_plain, newest, read_manifest, verify
 from tests.ranks import run_ranks
 from tests.training.small import alone, linear, save_alone
 
@@ -51,7 +53,8 @@ def saves_on_rank(rank: int, folder: str, asynchronous: bool) -> list[tuple[bool
         if faults.get("describe"):
             raise PermissionError(13, "Permission denied", str(scratch))
 
-    checkpointer = Checkpointer(Path(folder), mesh, keep=1, asynchronous=asynchronous)
+    checkpointer = Checkpointer(folder, mesh, keep=1, asynchronous=asynchronous)
+    assert group_timeout(checkpointer._writers) == group_timeout(mesh.global_group) != default_pg_timeout
 
     def save(step: int) -> None:
         started = checkpointer.save(two_layers(step), None, step=step, progress={}, describe=describe)

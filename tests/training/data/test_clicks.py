@@ -204,12 +204,13 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"c": pa.array([b"a", b"b"])}, {}, "categorical column 'c' has type binary"),
     ({"label": [[0], [1]]}, {}, "label column 'label' has type"),
     ({}, {"dense": ("e",)}, "dense 'e' matches no column"),
+    ({}, {"categorical": ("c", "label")}, "categorical column 'label' is data.label, and cannot be an input"),
+    ({}, {"eval_path": None, "split_column": "d", "dense": ("d",)}, "dense column 'd' is data.split_column"),
     ({}, {"label": "lable"}, "Did you mean 'label'"),
     ({}, {"categorical": ("c", "d")}, "'d' is used twice"),
     ({}, {"timestamps": ("c",)}, "'c' is used twice"),
     ({}, {"num_embeddings_per_feature": {"x": 3}}, "num_embeddings_per_feature: 'x' is not a categorical feature"),
     ({}, {"shared_tables": {"t": ("c", "x")}}, "'x' is not a categorical feature"),
-    ({}, {"eval_path": None, "split_column": "c", "categorical": ("d",), "dense": ()}, "train split has 0 rows"),
 ]
 
 
@@ -222,12 +223,6 @@ def test_wrong_columns_and_values_are_refused(
     config = config_of(str(tmp_path / "a.parquet"), **{"categorical": ("c",), **settings})
     with pytest.raises(InputError, match=message):
         list(opened(config).batches("train", rank=0, world_size=1, batch_size=1))
-
-
-def test_fewer_rows_than_a_step_are_refused(tmp_path: Path) -> None:
-    data = opened(config_of(parquet(tmp_path / "a.parquet", range(20))))
-    with pytest.raises(InputError, match="train split has 20 rows, but needs at least 100"):
-        data.batches("train", rank=0, world_size=2, batch_size=50)
 
 
 def test_what_a_thread_makes_ahead_comes_in_order_with_its_errors() -> None:

@@ -12,7 +12,8 @@ import pytest
 import torch
 
 from dmt.errors import InputError
-from dmt.training.checkpoints import load_plain, newest
+from dmt.training import trained
+from dmt.training.checkpoints.store import load_plain, newest
 from dmt.training.config import TrainingConfig, load_config, to_toml
 from dmt.training.data.batch import ClickBatch
 from dmt.training.data.clicks import ClickData
@@ -116,6 +117,21 @@ def test_a_program_scores_as_the_checkpoint_it_is_of(run: Path, tmp_path: Path) 
         first, second = (pq.read_table(tmp_path / f"{out}.parquet") for out in ("checkpoint", "program"))
         assert first.equals(second)
         assert first.num_rows == (ROWS // 2 if data is None else ROWS), "by default, the evaluation rows"
+
+
+def test_a_checkpoint_that_its_run_deletes_meanwhile_leads_to_the_newer_one(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copytree(run / "checkpoint", tmp_path / "checkpoint")
+    load = trained.load
+
+    def load_late(checkpoint: Path, *rest: Any) -> Any:
+        if not (newer := tmp_path / "checkpoint" / "step-00000009").exists():
+            checkpoint.rename(newer)
+        return load(checkpoint, *rest)
+
+    monkeypatch.setattr(trained, "load", load_late)
+    assert score(tmp_path, tmp_path / "scores.parquet").num_rows == ROWS // 2
 
 
 @pytest.mark.parametrize("model", ["", "model.pt2"])
