@@ -32,8 +32,10 @@ class ParquetRows:
     def __init__(self, folder: Path, columns: Columns) -> None:
         self._columns = columns
         self._groups: list[tuple[Path, pq.FileMetaData, int]] = []
+        self._versions = dict[Path, tuple[int, int]]()
         for file in sorted(folder.glob("*.parquet")):
             with _reading(file):
+                self._versions[file] = _version(file)
                 footer = pq.read_metadata(file)
                 names = footer.schema.to_arrow_schema().names
             if absent := [name for name in columns.schema.names if name not in names]:
@@ -47,11 +49,13 @@ class ParquetRows:
         """Reads a row group.
 
         Raises:
-            InputError: it cannot be read, or has an id beyond its table.
+            InputError: it cannot be read, has changed since its footer was read, or has an id beyond its table.
         """
         file, footer, group = self._groups[number]
         # Memory maps are slower here where they are read for the first time.
         with _reading(file), pq.ParquetFile(file, metadata=footer) as source:
+            if _version(file) != self._versions[file]:
+                raise InputError(f"{file} has changed since it was opened. Give the old one back, or start anew.")
             rows = source.read_row_group(group, columns=[*self._columns.schema.names, REQUEST], use_threads=False)
         for feature in self._columns.features:
             column = rows.column(feature.name)
@@ -62,6 +66,11 @@ class ParquetRows:
                     f"table of {feature.rows} rows. Prepare the data again."
                 )
         return rows
+
+
+def _version(file: Path) -> tuple[int, int]:
+    entry = file.stat()
+    return entry.st_size, entry.st_mtime_ns
 
 
 @contextmanager
