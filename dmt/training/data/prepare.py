@@ -347,7 +347,7 @@ def _copy_vocabulary(config: DataConfig, columns: Columns, file: Path) -> None:
     name, _, checksum = str(config.vocabulary).partition("#")
     place, folder = f"data.vocabulary={name!r}", Path(name)
     manifest = read_manifest(folder, place)
-    if manifest.vocabulary is None:
+    if manifest.vocabulary not in manifest.files:
         raise InputError(f"{place} was prepared without ids by frequency, and has no vocabulary. Prepare it with them.")
     tables = {feature.name: feature.table for feature in columns.features}
     if {feature.name: feature.table for feature in manifest.features} != tables:
@@ -355,6 +355,8 @@ def _copy_vocabulary(config: DataConfig, columns: Columns, file: Path) -> None:
     shutil.copyfile(folder / manifest.vocabulary, file)
     if _checksum(file) != (int(checksum, 16) if checksum else manifest.files[manifest.vocabulary][1]):
         raise InputError(f"{place} has another vocabulary than the model was trained with. Give that folder back.")
+    if pq.read_schema(file) != _WORDS:
+        raise InputError(f"{place}: {manifest.vocabulary} is no vocabulary. Give another folder.")
 
 
 def _read_vocabularies(file: Path, columns: Columns) -> dict[str, Vocabulary]:

@@ -352,6 +352,16 @@ def test_raw_rows_get_the_ids_of_their_vocabulary_or_none(tmp_path: Path) -> Non
     prepare(by_frequency(clicks(tmp_path / "clicks.parquet", ["z", "b"])), tmp_path / "out")
     with pytest.raises(InputError, match="has another vocabulary than the model was trained with"):
         prepared(tmp_path, raw)
+    # Other files in its place, which a manifest names.
+    manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
+    found = config.model_copy(update={"vocabulary": str(tmp_path / "out")})
+    for name, message in (
+        ("train/part-00000.parquet", "part-00000.parquet is no vocab"),
+        ("../a", "has no vocabulary"),
+    ):
+        (tmp_path / "out" / "manifest.json").write_text(json.dumps(manifest | {"vocabulary": name}))
+        with pytest.raises(InputError, match=message):
+            prepared(tmp_path, found)
 
 
 def test_row_groups_have_one_size_and_an_empty_part_has_a_file(tmp_path: Path) -> None:
