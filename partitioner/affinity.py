@@ -6,6 +6,7 @@ Legend: F features.
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 import os
 from collections import Counter
@@ -18,7 +19,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from dmt.errors import InputError, did_you_mean
-from dmt.files import explain, write_or_raise
+from dmt.files import from_record, write_or_raise
 from dmt.plan.tables import TableSpec, feature_names, table_specs
 
 if TYPE_CHECKING:
@@ -271,27 +272,23 @@ class FeatureAffinity:
             InputError: the file is absent, damaged, not such a file, of another format version, or its contents are
                 refused.
         """
-        from pydantic import TypeAdapter, ValidationError
-
         where = f"Affinity file {path}"
         try:
             # Opened here, because numpy leaves a broken archive open.
             with open(path, "rb") as file:
                 archive = np.load(file, allow_pickle=False)
                 arrays = {name: archive[name] for name in archive.files}
-            header = TypeAdapter(_Header).validate_json(str(arrays["header"]), strict=True)
-            fields = {name: getattr(header, name) for name in _Header.__dataclass_fields__ if name != "format"}
-            return cls(matrix=arrays["matrix"], errors=arrays.get("errors"), **fields)
-        except InputError as error:
-            raise InputError(f"{where}: {error}") from error
-        except ValidationError as error:
-            raise InputError(f"{where}: {explain(error)} Collect the affinity again.") from error
+            record, matrix = json.loads(str(arrays["header"])), arrays["matrix"]
         except Exception as error:  # What a damaged archive makes numpy, zipfile and zlib raise has no common class.
             # Numpy's advice on what is no archive at all is to allow pickles: untrue and unsafe here.
             reason = "it holds no plain arrays" if "pickle" in str(error) else error
-            raise InputError(
-                f"{where}: cannot be read ({reason}). Expected what FeatureAffinity.save wrote."
-            ) from error
+            raise InputError(f"{where}: cannot be read ({reason}). Give what FeatureAffinity.save wrote.") from error
+        header = from_record(_Header, record, place=where, remedy="Collect the affinity again.")
+        fields = {name: getattr(header, name) for name in _Header.__dataclass_fields__ if name != "format"}
+        try:
+            return cls(matrix=matrix, errors=arrays.get("errors"), **fields)
+        except InputError as error:
+            raise InputError(f"{where}: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -44,7 +44,7 @@ MOST_CELLS = 2**22
 PAIR_WORK, TRIPLE_WORK, LEAST_TRIPLE_ROWS = 2e10, 8e8, 20_000
 # Times that the steps of all pairs are made before triples are measured: what one step leaves of a strong pair would be
 # found in every triple that has it.
-_PAIR_ROUNDS, _TRIPLES_NAMED = 3, 10
+_PAIR_ROUNDS = 3
 
 
 def measure_interactions(batches: Iterable[Any], *, tables: Sequence[Any], seed: int, max_rows: int) -> FeatureAffinity:
@@ -136,11 +136,9 @@ def _measure_triples(
         Interaction(features=tuple(features[i] for i in triples[k]), gain=float(found[k]), error=float(error[k]))
         for k in kept
     )
-    named = [f"{', '.join(triple.features)} ({triple.gain:.5f} nats a row)" for triple in interacting[:_TRIPLES_NAMED]]
-    notes = [f"{len(kept)} triples of features interact beyond their pairs: {'; '.join(named)}."] if named else []
-    if num_rows < (measured.num_samples or 0):
-        notes.append(f"The {count:,} triples were measured on {num_rows:,} rows, so that they take about a minute.")
-    return interacting, notes
+    if num_rows == measured.num_samples:
+        return interacting, []
+    return interacting, [f"The {count:,} triples were measured on {num_rows:,} rows, so that they take about a minute."]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -214,12 +212,11 @@ def gains_of(
 
 
 def _with_bar(items: list[list[int]], title: str) -> Iterable[list[int]]:
-    if not title or not sys.stderr.isatty():
-        return items
     from rich.console import Console
     from rich.progress import track
 
-    return track(items, title, console=Console(stderr=True), transient=True)
+    is_hidden = not title or not sys.stderr.isatty()
+    return track(items, title, console=Console(stderr=True), transient=True, disable=is_hidden)
 
 
 def join(columns: Sequence[Column], most: int) -> Column:

@@ -1,13 +1,14 @@
-"""`Partition`: result of `TowerPartitioner.partition`, and its comparison with naive and random towers.
+"""`Partition`: result of `TowerPartitioner.partition`, its comparison with other towers, and what can be said of it.
 
 Legend: F features, T towers.
 """
 
 from __future__ import annotations
 
+import math
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from math import comb
 
 import numpy as np
 from numpy.typing import NDArray
@@ -20,18 +21,25 @@ __all__ = [
     "Partition",
     "TowerContents",
     "compare_towers",
+    "judge_balance",
+    "judge_meaning",
+    "luck_bound",
     "tower_affinity",
+    "tower_loads",
 ]
 
 Labels = NDArray[np.int64]
+
+_AIMS = {
+    "coherent": ("features that resemble each other", 1.0),
+    "diverse": ("features that do not resemble each other", -1.0),
+}
 
 
 @dataclass(frozen=True, kw_only=True)
 class TowerContents:
     """Load of one tower."""
 
-    name: str
-    """Name of the tower in the plan."""
     num_features: int
     """F_t."""
     num_blocks: int
@@ -115,10 +123,9 @@ def compare_towers(affinity: FeatureAffinity, plan: TowerPlan, random: Sequence[
     # By name, so that sums do not depend on the order of the features.
     ordered = affinity.permuted(sorted(plan.features))
     names = ordered.features
-    inside = _Shares(ordered) if affinity.is_interactions else _Means(ordered.matrix)
-    within, between = inside(_labels(plan, names))
-    strided, _ = inside(_labels(TowerPlan.strided(affinity.features, plan.num_towers), names))
-    drawn = [inside(np.array([towers[name] for name in names]))[0] for towers in random]
+    within, between = _inside(ordered, _labels(plan, names))
+    strided, _ = _inside(ordered, _labels(TowerPlan.strided(affinity.features, plan.num_towers), names))
+    drawn = [_inside(ordered, np.array([towers[name] for name in names]))[0] for towers in random]
     known = [value for value in drawn if value is not None]
     return Comparison(
         within=within,
@@ -130,44 +137,118 @@ def compare_towers(affinity: FeatureAffinity, plan: TowerPlan, random: Sequence[
     )
 
 
-class _Means:
-    """Mean affinity of the pairs of features in one tower, and of the others."""
-
-    def __init__(self, matrix: NDArray[np.float64]) -> None:
-        self._matrix = matrix * (1.0 - np.eye(len(matrix)))
-        self._total, self._num_pairs = float(self._matrix.sum()) / 2, comb(len(matrix), 2)
-
-    def __call__(self, labels: Labels) -> tuple[float | None, float | None]:
-        towers = [np.flatnonzero(labels == tower) for tower in np.unique(labels)]
-        inside = sum(float(self._matrix[np.ix_(rows, rows)].sum()) / 2 for rows in towers)
-        num_inside = sum(comb(len(rows), 2) for rows in towers)
-        between, num_between = max(0.0, self._total - inside), self._num_pairs - num_inside
-        # What a difference of sums leaves beyond 12 decimals is rounding, and differs with the order of the features.
-        return (
-            round(inside / num_inside, 12) if num_inside else None,
-            round(between / num_between, 12) if num_between else None,
-        )
-
-
-class _Shares:
-    """Share of all gains of pairs and triples that is inside towers, and the rest."""
-
-    def __init__(self, affinity: FeatureAffinity) -> None:
-        above = np.triu(affinity.significant(), k=1)
-        position = {name: i for i, name in enumerate(affinity.features)}
-        pairs = [(row, column, row) for row, column in np.argwhere(above > 0).tolist()]
-        triples = [tuple(position[name] for name in triple.features) for triple in affinity.triples]
-        self._groups = np.array([*pairs, *triples], dtype=np.int64).reshape(-1, 3)
-        self._gains = np.array([*(above[i, j] for i, j, _ in pairs), *(triple.gain for triple in affinity.triples)])
-
-    def __call__(self, labels: Labels) -> tuple[float | None, float | None]:
-        if not len(self._gains):
-            return None, None
-        first, second, third = labels[self._groups].T
-        share = float(self._gains[(first == second) & (second == third)].sum() / self._gains.sum())
-        return round(share, 12), round(1.0 - share, 12)
+def _inside(affinity: FeatureAffinity, labels: Labels) -> tuple[float | None, float | None]:
+    """Of towers, [F] labels: mean affinity of the pairs in one tower and of the others, or the shares of all gains."""
+    same_tower = np.triu(labels[:, None] == labels, k=1)
+    above = np.triu(affinity.significant(), k=1)
+    within, total = float(above[same_tower].sum()), float(above.sum())
+    if affinity.is_interactions:
+        tower_of = dict(zip(affinity.features, labels.tolist(), strict=True))
+        for triple in affinity.triples:
+            total += triple.gain
+            within += triple.gain * (len({tower_of[name] for name in triple.features}) == 1)
+        num_within = num_between = total
+    else:
+        num_within = int(same_tower.sum())
+        num_between = math.comb(len(labels), 2) - num_within
+    # What a difference of sums leaves beyond 12 decimals is rounding, and differs with the order of the features.
+    return (
+        round(within / num_within, 12) if num_within else None,
+        round(max(0.0, total - within) / num_between, 12) if num_between else None,
+    )
 
 
 def _labels(plan: TowerPlan, names: Sequence[str]) -> Labels:
     tower_of = {name: number for number, tower in enumerate(plan.towers) for name in tower.features}
     return np.array([tower_of[name] for name in names])
+
+
+def luck_bound(sizes: Sequence[int], *, categories: Sequence[str] = ()) -> float:
+    """Bounds the deviation of the best of all assignments if the affinities are unrelated, in standard deviations.
+
+    A partitioner looks for an assignment that differs from random ones, and finds one in noise too. Were the mean
+    affinities of the N possible assignments normally distributed, the largest would exceed sqrt(2 ln(100 N)) for fewer
+    than 1 of 100 matrices of independent numbers, whatever their dependence (P(z > t) < exp(-t^2 / 2)). N counts the
+    ways to deal the blocks into towers of these sizes, category by category.
+
+    ``sizes`` are the blocks of each tower, ``categories`` that of each tower, one for all where none are given. Returns
+    sqrt(2 ln(100 N)), at least 3.03.
+
+    Example:
+        >>> round(luck_bound([2, 2]), 2), round(luck_bound([4, 4, 3, 3, 3, 3, 3, 3]), 1)
+        (3.38, 9.1)
+    """
+    of_category: dict[str, list[int]] = {}
+    for size, category in zip(sizes, categories or [""] * len(sizes), strict=True):
+        of_category.setdefault(category, []).append(size)
+    return math.sqrt(2.0 * (sum(map(_log_ways, of_category.values())) + math.log(100.0)))
+
+
+def _log_ways(sizes: Sequence[int]) -> float:
+    ways = math.lgamma(sum(sizes) + 1) - sum(math.lgamma(size + 1) for size in sizes)
+    # Towers of one size may change places without another assignment.
+    ways -= sum(math.lgamma(number + 1) for number in Counter(sizes).values())
+    return max(0.0, ways)
+
+
+def judge_meaning(partition: Partition) -> str:
+    """Judges the towers against random towers of the same blocks and, by resemblance, against the best of many."""
+    comparison, loads = partition.comparison, partition.loads
+    if partition.affinity.is_interactions:
+        return _judge_interactions(comparison, partition.plan.strategy)
+    aim, sign = _AIMS[partition.plan.strategy]
+    opening = f"The towers put together {aim}. "
+    within, mean, std = comparison.within, comparison.within_random, comparison.std_random
+    if within is None or mean is None or not std:
+        return (
+            f"{opening}Random towers of the same blocks all have the same affinity inside: these towers are no better "
+            "than random."
+        )
+    deviations = (within - mean) / std
+    numbers = (
+        f"Two features of one tower have a mean affinity of {within:.4f}, {abs(deviations):.1f} standard deviations "
+        f"{'above' if deviations >= 0 else 'below'} that of random towers under the same rules ({mean:.4f} \u00b1 "
+        f"{std:.4f}). "
+    )
+    bound = luck_bound([load.num_blocks for load in loads], categories=[load.category for load in loads])
+    says = (
+        f"That is more than unrelated affinities would give (below {bound:.1f}): they have structure, as those of "
+        "untrained vectors may have too. Whether it is that of the data, only towers from another seed of training "
+        "tell."
+        if deviations * sign > bound
+        else "These towers are no better than random: where affinities are unrelated, the best of all assignments, "
+        f"which the partitioner looks for, reaches up to {bound:.1f} too."
+    )
+    return opening + numbers + says
+
+
+def _judge_interactions(comparison: Comparison, strategy: str) -> str:
+    if comparison.within is None:
+        return (
+            "No pair or triple of features was found to interact beyond the error of measuring: the towers are "
+            "arbitrary. More rows may show weak interactions."
+        )
+    random = "" if comparison.within_random is None else f" and {comparison.within_random:.0%} in random ones"
+    return (
+        f"The towers keep features {strategy} that predict the label together: {comparison.within:.0%} of all "
+        f"interaction beyond the error of measuring is inside towers, {comparison.within_strided or 0.0:.0%} in "
+        f"strided ones{random}. Only training tells what that is worth; use several seeds."
+    )
+
+
+def tower_loads(partition: Partition) -> dict[str, list[float]]:
+    """Features, work and bytes of each tower, as far as they are known."""
+    loads = partition.loads
+    known = {"features": [float(load.num_features) for load in loads]}
+    if loads[0].work is not None:
+        known["work"] = [load.work or 0.0 for load in loads]
+        known["bytes"] = [float(load.num_bytes or 0) for load in loads]
+    return known
+
+
+def judge_balance(partition: Partition) -> str:
+    """Says how even the towers are; the limits are held, or there were no towers."""
+    known = tower_loads(partition).items()
+    ratios = {name: max(values) * len(values) / sum(values) for name, values in known if sum(values) > 0}
+    said = ", ".join(f"{ratio:.2f} times in {name}" for name, ratio in ratios.items())
+    return f"Of the mean, the largest tower carries {said}."

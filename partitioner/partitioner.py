@@ -19,7 +19,7 @@ from dmt.errors import InputError
 from dmt.files import explain
 from dmt.partitioner.affinity import FeatureAffinity
 from dmt.partitioner.partition import Partition, TowerContents, compare_towers
-from dmt.partitioner.points import Coordinates, distances, embed_distances, group_points
+from dmt.partitioner.points import distances, embed_distances, group_points
 from dmt.partitioner.problem import Part, prepare
 from dmt.partitioner.rules import PartitionRules
 from dmt.partitioner.search import (
@@ -143,24 +143,24 @@ class TowerPartitioner:
         seed, num_towers = self.seed, part.num_towers
         if strategy in _OF_INTERACTIONS:
             costs = part.blocks.costs(affinity, sign=-1.0 if strategy == "together" else 1.0)
-            coordinates = Coordinates(points=np.zeros((len(part.blocks.names), 2)), stress=0.0, wanted=0.0)
+            embedded = np.zeros((len(part.blocks.names), 2)), 0.0, 0.0
         else:
             distance = distances(part.blocks.matrix(affinity.matrix, affinity.features), strategy)
             costs = Costs(pairs=np.square(distance), per_feature=True)
-            coordinates = embed_distances(distance, seed=seed)
-        points, is_paper = coordinates.points, costs.per_feature and not self.refine
+            embedded = embed_distances(distance, seed=seed)
+        points, is_paper = embedded[0], costs.per_feature and not self.refine
         if is_paper:
             costs = Costs(pairs=np.square(points[:, None] - points).sum(axis=2), per_feature=True)
         bounds = part.bounds
         starts = [_grouped(points, num_towers, bounds, seed)] if costs.per_feature else []
         if is_paper and not bounds.violation(starts[0], num_towers):
-            return _Answer(part=part, coordinates=coordinates, labels=starts[0])
+            return _Answer(part, *embedded, labels=starts[0])
         # Also for the paper's answer where it breaks limits that K-means does not know.
         starts.append(_neighbours(costs.pairs, num_towers))
         violation, labels = search_towers(costs, starts, num_towers=num_towers, bounds=bounds, seed=seed)
         if violation:
             raise InputError(f"TowerPartitioner: {part.where}{_broken_limits(labels, num_towers, bounds)}")
-        return _Answer(part=part, coordinates=coordinates, labels=labels)
+        return _Answer(part, *embedded, labels=labels)
 
     def _assembled(
         self, measure: FeatureAffinity, answers: Sequence[_Answer], strategy: str, more_notes: Sequence[str]
@@ -169,25 +169,24 @@ class TowerPartitioner:
         towers: list[TowerFeatures] = []
         loads: list[TowerContents] = []
         for answer in answers:
-            for label, tower in answer.towers(measure).items():
-                named = TowerFeatures(tower.name or f"tower_{len(towers)}", tower.features)
-                towers.append(named)
+            category = answer.part.category
+            for number, (label, names) in enumerate(answer.members(measure.features).items()):
+                towers.append(TowerFeatures(f"{category or 'tower'}_{number}", tuple(names)))
                 inside = answer.labels == label
                 _, work, num_bytes = answer.part.blocks.loads[:, inside].sum(axis=1).tolist()
                 loads.append(
                     TowerContents(
-                        name=named.name,
-                        num_features=len(named.features),
+                        num_features=len(names),
                         num_blocks=int(inside.sum()),
-                        category=answer.part.category,
+                        category=category,
                         work=work if measure.tables else None,
                         num_bytes=int(num_bytes) if measure.tables else None,
                     )
                 )
         plan = TowerPlan(towers=tuple(towers), strategy=strategy, seed=self.seed, tables=measure.tables)
         comparison = compare_towers(measure, plan, list(_random_towers(answers, self.seed)))
-        wanted = sum(answer.coordinates.wanted for answer in answers)
-        stress = float(np.sqrt(sum(answer.coordinates.stress for answer in answers) / wanted)) if wanted > 0 else 0.0
+        wanted = sum(answer.wanted for answer in answers)
+        stress = math.sqrt(sum(answer.stress for answer in answers) / wanted) if wanted > 0 else 0.0
         notes = [*measure.notes, *more_notes, *_notes(measure), *(note for a in answers for note in a.notes)]
         ratio = self.balance_ratio if math.isfinite(self.balance_ratio) else None
         names = ("measure", "num_features", "num_samples", "digest", "loss")
@@ -207,12 +206,15 @@ class TowerPartitioner:
         )
 
 
-@dataclass(frozen=True, kw_only=True, eq=False)
+@dataclass(frozen=True, eq=False)
 class _Answer:
     """Solution of one part."""
 
     part: Part
-    coordinates: Coordinates
+    points: Floats
+    """[P, 2], with the stress and the squared distances of `embed_distances`; zeros for interactions."""
+    stress: float
+    wanted: float
     labels: Labels
     """[P] the tower of each block."""
 
@@ -227,18 +229,14 @@ class _Answer:
             f"{self.part.asked[1]}, because features that share a table or must stay together are not parted."
         ]
 
-    def towers(self, affinity: FeatureAffinity) -> dict[int, TowerFeatures]:
-        """Towers by label, in the order of their first feature in the affinity; named by their category, if any."""
+    def members(self, features: Sequence[str]) -> dict[int, list[str]]:
+        """The features of each tower by its label, towers and features in the order of ``features``."""
         tower_of = self.by_feature(self.labels)
         members: dict[int, list[str]] = {}
-        for name in affinity.features:
+        for name in features:
             if name in tower_of:
                 members.setdefault(tower_of[name], []).append(name)
-        category = self.part.category
-        return {
-            label: TowerFeatures(f"{category}_{i}" if category else "", tuple(names))
-            for i, (label, names) in enumerate(members.items())
-        }
+        return members
 
     def by_feature(self, labels: Labels) -> dict[str, int]:
         """The tower of each feature, from the [P] labels of blocks."""
@@ -316,7 +314,7 @@ def _points(answers: Sequence[_Answer], affinity: FeatureAffinity) -> NDArray[np
     points = np.zeros((affinity.num_features, 2))
     edge = 0.0
     for number, answer in enumerate(answers):
-        placed = answer.coordinates.points.copy()
+        placed = answer.points.copy()
         if number:
             placed[:, 0] += edge - placed[:, 0].min()
         edge = float(placed[:, 0].max()) + 0.2 * float(np.ptp(placed[:, 0]) or 1.0)
@@ -326,18 +324,12 @@ def _points(answers: Sequence[_Answer], affinity: FeatureAffinity) -> NDArray[np
 
 
 def _notes(affinity: FeatureAffinity) -> list[str]:
-    """Notes on measures that do not say which features belong together."""
-    if affinity.is_interactions:
-        if affinity.triples or affinity.significant().any():
-            return []
-        return [
-            "No pair or triple of features interacts beyond the error of measuring: the towers are balanced and "
-            "otherwise arbitrary. More rows may show weak interactions."
-        ]
-    pairs = affinity.matrix[np.triu_indices(affinity.num_features, k=1)]
-    if len(pairs) < 3 or np.ptp(pairs) >= 1e-6:
+    """A note on a measure that does not say which features belong together."""
+    pairs = affinity.significant()[np.triu_indices(affinity.num_features, k=1)]
+    if len(pairs) < 3 or np.ptp(pairs) >= 1e-6 or affinity.triples:
         return []
+    what = "interaction beyond the error of measuring" if affinity.is_interactions else "affinity"
     return [
-        f"All pairs of features have the same affinity, {pairs[0]:.3g}: it does not say which belong together. "
-        "The towers are balanced and otherwise arbitrary. Are the embeddings trained?"
+        f"All pairs of features have the same {what}, {pairs[0]:.3g}, so it does not say which belong together: the "
+        "towers are balanced and otherwise arbitrary."
     ]

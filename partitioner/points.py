@@ -5,30 +5,16 @@ Legend: F points, T groups. The paper's n, the dimensions of the points, is 2, a
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import numpy as np
 
 from dmt.partitioner.search import Floats, Labels
 
-__all__ = ["Coordinates", "distances", "embed_distances", "group_points"]
+__all__ = ["distances", "embed_distances", "group_points"]
 
 # SMACOF iterations. More lower the stress by well under 1 %, and the search on the distances corrects the points.
 MAX_ITERATIONS = 50
 # k-means-constrained rounds distances to 1/1000 before it solves the assignment: points are scaled to this extent.
 EXTENT = 1000.0
-
-
-@dataclass(frozen=True, kw_only=True, eq=False)
-class Coordinates:
-    """Points found by `embed_distances`."""
-
-    points: Floats
-    """[F, 2] coordinates, with their mean at the origin."""
-    stress: float
-    """Sum over pairs of (distance of the points - wanted distance)^2."""
-    wanted: float
-    """Sum over pairs of the squared wanted distances."""
 
 
 def distances(matrix: Floats, strategy: str) -> Floats:
@@ -39,22 +25,26 @@ def distances(matrix: Floats, strategy: str) -> Floats:
     return distance
 
 
-def embed_distances(distance: Floats, *, seed: int) -> Coordinates:
+def embed_distances(distance: Floats, *, seed: int) -> tuple[Floats, float, float]:
     """Finds points whose pairwise Euclidean distances come as close as they can to given ones.
 
     Minimises ``sum_{j<i} (||X_i - X_j|| - D_ij)^2``, the unnumbered objective of the DMT paper's section 3.3, with
     scikit-learn's SMACOF from the classical scaling. ``distance`` is [F, F], symmetric with a zero diagonal.
 
+    Returns:
+        [F, 2] points with their mean at the origin, that sum (the stress), and the sum over pairs of D_ij^2.
+
     Example:
-        >>> found = embed_distances(np.array([[0.0, 3.0, 5.0], [3.0, 0.0, 4.0], [5.0, 4.0, 0.0]]), seed=0)
-        >>> found.points.shape, found.stress < 1e-4
-        ((3, 2), True)
+        >>> triangle = np.array([[0.0, 3.0, 5.0], [3.0, 0.0, 4.0], [5.0, 4.0, 0.0]])
+        >>> points, stress, wanted = embed_distances(triangle, seed=0)
+        >>> points.shape, stress < 1e-4, wanted
+        ((3, 2), True, 50.0)
     """
     from scipy.spatial.distance import pdist, squareform
 
     wanted = squareform(distance, checks=False)
     if not wanted.any():  # one point, or all in one place
-        return Coordinates(points=np.zeros((len(distance), 2)), stress=0.0, wanted=0.0)
+        return np.zeros((len(distance), 2)), 0.0, 0.0
     # Imported here, as scikit-learn takes half a second to load.
     from sklearn.manifold import MDS
 
@@ -62,8 +52,7 @@ def embed_distances(distance: Floats, *, seed: int) -> Coordinates:
     solver = MDS(2, metric="precomputed", n_init=1, max_iter=MAX_ITERATIONS, init="random", normalized_stress=False)
     points = solver.fit_transform(distance / scale, init=_classical_scaling(distance / scale, seed)) * scale
     points -= points.mean(axis=0)
-    stress = float(np.square(pdist(points) - wanted).sum())
-    return Coordinates(points=points, stress=stress, wanted=float(np.square(wanted).sum()))
+    return points, float(np.square(pdist(points) - wanted).sum()), float(np.square(wanted).sum())
 
 
 def _classical_scaling(distance: Floats, seed: int) -> Floats:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -13,8 +12,7 @@ import numpy as np
 from dmt import __version__
 from dmt.formatting import counted, human_bytes
 from dmt.partitioner.affinity import FeatureAffinity
-from dmt.partitioner.partition import Partition
-from dmt.partitioner.verdict import judge_balance, judge_meaning, tower_loads
+from dmt.partitioner.partition import Partition, judge_balance, judge_meaning, tower_loads
 from dmt.plan.towers import TowerPlan
 from dmt.report import data_uri, render_page
 from dmt.report.style import INK, add_title, dress_axes, new_figure, save_figure, tower_badges
@@ -147,7 +145,7 @@ def write_partition_report(
         InputError: a file cannot be written.
     """
     target, plan, affinity = Path(folder), partition.plan, partition.affinity
-    columns, cells = _tower_table(partition)
+    loads = {name: [_amount(name, value) for value in values] for name, values in tower_loads(partition).items()}
     pictures = [plot_affinity(affinity, plan, target / "affinity.png")]
     if not affinity.is_interactions:
         pictures.append(plot_coordinates(partition, target / "coordinates.png"))
@@ -162,8 +160,8 @@ def write_partition_report(
         "balance": judge_balance(partition),
         "cards": [],
         "strongest": strongest_rows(partition, _SHOWN_INTERACTIONS),
-        "columns": columns,
-        "towers": [badge | {"cells": row} for badge, row in zip(tower_badges(plan), cells, strict=True)],
+        "columns": ["tower", *loads],
+        "towers": [badge | {"cells": row} for badge, *row in zip(tower_badges(plan), *loads.values(), strict=True)],
         "few_features": affinity.num_features <= MOST_NAMED,
         "pictures": [data_uri(picture) for picture in pictures],
         "version": __version__,
@@ -182,20 +180,6 @@ def strongest_rows(partition: Partition, count: int) -> list[tuple[str, str, str
         gain = f"{found.gain:.5f} \u00b1 {found.error:.5f}"
         rows.append((", ".join(found.features), gain, f"{found.gain / loss:.1%}" if loss else "-", place))
     return rows
-
-
-def _tower_table(partition: Partition) -> tuple[list[str], list[list[str]]]:
-    """Headings, and the cells of each tower after its name."""
-    known = tower_loads(partition)
-    columns = [[_amount(name, value) for value in values] for name, values in known.items()]
-    ordered = partition.affinity.permuted(partition.plan.features).significant()
-    stops = accumulate((load.num_features for load in partition.loads), initial=0)
-    means = []
-    for start, stop in pairwise(stops):
-        block, pairs = ordered[start:stop, start:stop], (stop - start) * (stop - start - 1)
-        means.append(f"{float(block.sum() - np.trace(block)) / pairs:.4g}" if pairs else "-")
-    inside = "mean interaction within" if partition.affinity.is_interactions else "affinity within"
-    return ["tower", *known, inside], list(map(list, zip(*columns, means, strict=True)))
 
 
 def _amount(quantity: str, value: float) -> str:

@@ -60,14 +60,8 @@ class PartitionRules(BaseModel):
         try:
             super().__init__(**rules)
         except ValidationError as error:
-            known = list(type(self).model_fields)
-            unknown = next((name for name in rules if name not in known), None)
-            if unknown is not None:
-                raise InputError(
-                    f"Partition rules: {unknown!r} is no rule.{did_you_mean(unknown, known)} The rules are "
-                    f"{', '.join(known)}."
-                ) from error
-            raise InputError(f"Partition rules: {explain(error)}") from error
+            names = ", ".join(type(self).model_fields)
+            raise InputError(f"Partition rules: {explain(error)} The rules are {names}.") from error
 
     def for_features(self, features: Sequence[str]) -> PartitionRules:
         """Replaces every pattern by the features it matches, in the order of ``features``.
@@ -107,12 +101,7 @@ class PartitionRules(BaseModel):
         Raises:
             InputError: the file cannot be read, is not TOML, or has a key that is no rule.
         """
-        where = f"Partition rules {path}"
-        record = read_file(path, "TOML", place=where, remedy="Give a TOML file of rules.")
-        try:
-            return cls(**record)
-        except InputError as error:
-            raise InputError(f"{where}: {str(error).removeprefix('Partition rules: ')}") from error
+        return cls(**read_file(path, "TOML", place=f"Partition rules {path}", remedy="Give a TOML file of rules."))
 
 
 def _matched(patterns: Sequence[str], features: Sequence[str], where: str) -> tuple[str, ...]:

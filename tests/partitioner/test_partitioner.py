@@ -14,8 +14,7 @@ import pytest
 import dmt.partitioner.partitioner
 from dmt.errors import InputError
 from dmt.partitioner import FeatureAffinity, Interaction, PartitionRules, TowerPartitioner, tower_affinity
-from dmt.partitioner.partition import compare_towers
-from dmt.partitioner.verdict import judge_meaning
+from dmt.partitioner.partition import compare_towers, judge_meaning
 from dmt.plan.tables import TableSpec
 from dmt.plan.towers import TowerPlan
 from tests.partitioner.instances import sets, tables_of

@@ -20,8 +20,7 @@ from dmt.partitioner import (
     tower_affinity,
     write_partition_report,
 )
-from dmt.partitioner.partition import TowerContents, compare_towers
-from dmt.partitioner.verdict import judge_balance, judge_meaning, luck_bound
+from dmt.partitioner.partition import TowerContents, compare_towers, judge_balance, judge_meaning, luck_bound
 from dmt.plan.tables import TableSpec
 from dmt.plan.towers import TowerPlan
 from tests.partitioner.planted import planted_affinity
@@ -96,10 +95,7 @@ def test_shares_are_of_what_is_beyond_the_error():
 
 def test_balance_is_the_largest_over_the_mean():
     loads = [(4, 100.0, 10), (4, 300.0, 10)]
-    contents = tuple(
-        TowerContents(name=f"tower_{i}", num_features=n, num_blocks=n, work=work, num_bytes=size)
-        for i, (n, work, size) in enumerate(loads)
-    )
+    contents = tuple(TowerContents(num_features=n, num_blocks=n, work=work, num_bytes=size) for n, work, size in loads)
     said = "Of the mean, the largest tower carries 1.00 times in features, 1.50 times in work, 1.00 times in bytes."
     assert judge_balance(dataclasses.replace(made(8, 2), loads=contents)) == said
 
@@ -131,7 +127,7 @@ def test_the_page_of_resemblance_is_whole_and_loads_nothing(tmp_path):
     assert sorted(p.name for p in path.parent.iterdir()) == ["affinity.png", "coordinates.png", "report.html"]
     assert judge_meaning(partition) in page.text
     within, between = partition.comparison.within, partition.comparison.between
-    assert f"{within:.4f} {between:.4f}" in page.text
+    assert f"within these towers {within:.4f} , between them {between:.4f} ;" in page.text
     for words in (
         "the largest tower carries 1.00 times in features, 1.00 times in work",
         "Affinity digest",

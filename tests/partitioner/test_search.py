@@ -174,21 +174,22 @@ def test_the_sizes_obey_the_ratio_and_are_about_the_mean(ratio):
 def test_distances_of_a_plane_are_found_again():
     points = np.random.default_rng(0).normal(size=(12, 2))
     distance = np.sqrt(np.square(points[:, None] - points).sum(axis=2))
-    found = embed_distances(distance, seed=0)
-    again = np.sqrt(np.square(found.points[:, None] - found.points).sum(axis=2))
+    found, stress, wanted = embed_distances(distance, seed=0)
+    again = np.sqrt(np.square(found[:, None] - found).sum(axis=2))
     np.testing.assert_allclose(again, distance, atol=1e-6)
-    assert found.stress < 1e-9 * found.wanted
+    assert stress < 1e-9 * wanted
+    assert wanted == pytest.approx(np.square(distance).sum() / 2)
 
 
 def test_degenerate_distances():
-    assert embed_distances(1.0 - np.eye(2), seed=0).points.shape == (2, 2)
-    assert not embed_distances(np.zeros((4, 4)), seed=0).points.any()
-    assert embed_distances(np.zeros((1, 1)), seed=0).points.shape == (1, 2)
+    assert embed_distances(1.0 - np.eye(2), seed=0)[0].shape == (2, 2)
+    assert not embed_distances(np.zeros((4, 4)), seed=0)[0].any()
+    assert embed_distances(np.zeros((1, 1)), seed=0)[0].shape == (1, 2)
     # LAPACK's fastest driver finds no eigenvalue of this one.
     vectors = np.random.default_rng(1).normal(size=(60, 3))
     vectors /= np.linalg.norm(vectors, axis=1, keepdims=True)
     cosines = np.abs(vectors @ vectors.T) * (1 - np.eye(60))
-    assert embed_distances((cosines + cosines.T) / 2, seed=0).points.shape == (60, 2)
+    assert embed_distances((cosines + cosines.T) / 2, seed=0)[0].shape == (60, 2)
 
 
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e9])

@@ -12,8 +12,8 @@ from typing import Any
 from dmt.errors import InputError
 from dmt.formatting import counted, human_bytes, shorten
 from dmt.partitioner import FeatureAffinity, Partition, PartitionRules, TowerPartitioner, write_partition_report
+from dmt.partitioner.partition import judge_balance, judge_meaning
 from dmt.partitioner.report import strongest_rows
-from dmt.partitioner.verdict import judge_balance, judge_meaning
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.training.commands import Shown
 from dmt.training.config import load_config
