@@ -189,8 +189,8 @@ class TowerPartitioner:
         stress = math.sqrt(sum(answer.stress for answer in answers) / wanted) if wanted > 0 else 0.0
         notes = [*measure.notes, *more_notes, *_notes(measure), *(note for a in answers for note in a.notes)]
         ratio = self.balance_ratio if math.isfinite(self.balance_ratio) else None
-        names = ("measure", "num_features", "num_samples", "digest", "loss")
-        settings: dict[str, Any] = {name: getattr(measure, name) for name in names}
+        recorded = ("measure", "num_features", "num_samples", "digest", "loss")
+        settings: dict[str, Any] = {name: getattr(measure, name) for name in recorded}
         settings |= {"balance_ratio": ratio, "notes": notes}
         if not measure.is_interactions:
             settings |= {"refine": self.refine, "normalized_stress": stress}
