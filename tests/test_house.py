@@ -215,7 +215,7 @@ def test_file_sizes() -> None:
 
 # Lines and files of each part at most, and where they are to get. Raise a number only with the reason in the commit.
 CEILINGS = {
-    "the library": (23_950, 132),  # 20_500, 136
+    "the library": (24_150, 132),  # 20_500, 136
     "dmt/*.py": (1_000, 8),  # 800, 8
     "dmt/plan": (680, 5),  # 600, 5
     "dmt/sharding": (1_890, 10),  # 1_750, 10
@@ -225,7 +225,7 @@ CEILINGS = {
     "dmt/simulator": (820, 4),
     "dmt/report": (150, 2),  # 110, 2
     "dmt/testing": (600, 4),  # 600, 4
-    "dmt/training": (10_520, 53),  # 7_800, 50
+    "dmt/training": (10_740, 54),  # 7_800, 50
     "partitioner": (2_800, 12),  # 2_800, 14
     "models": (1_085, 7),  # 1_000, 7
     "benchmarks": (5_650, 35),  # 5_600, 36

@@ -138,24 +138,24 @@ def make_job(
     )
 
 
-def open_data(config: TrainingConfig) -> Job:
-    """Opens the data of a run, and its tower plan: a job that is not sharded.
+def open_data(config: TrainingConfig, data: ClickData | None = None) -> Job:
+    """Opens the data of a run, unless ``data`` are given, and its tower plan: a job that is not sharded.
 
     Raises:
         InputError: the data do not fit the config, or the tower plan does not fit the data.
     """
-    data, tables = open_tables(config)
+    data, tables = open_tables(config, data)
     towers, placed = _in_towers(config, tables)
     return Job(config=config, tables=tuple(placed), num_dense=len(data.columns.dense), towers=towers, source=data)
 
 
-def open_tables(config: TrainingConfig) -> tuple[ClickData, list[TableSpec]]:
-    """Opens the data of a run, and makes the uncut tables of their columns.
+def open_tables(config: TrainingConfig, data: ClickData | None = None) -> tuple[ClickData, list[TableSpec]]:
+    """Opens the data of a run, unless they are given, and makes the uncut tables of their columns.
 
     Raises:
         InputError: the data do not fit the config.
     """
-    data = ClickData(config.data, cache=data_cache(config.train.output_dir))
+    data = data or ClickData(config.data, cache=data_cache(config.train.output_dir))
     tables = tables_of(
         data.columns,
         embedding_dim=config.model.embedding_dim,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from torch import nn
 from dmt.errors import InputError
 from dmt.files import explain, read_file
 from dmt.hot_rows.runtime import HotRowsState
+from dmt.sptt.mesh import TowerMesh
 from dmt.training.access import save_hot_rows
 from dmt.training.build import ClickTask, build_model
 from dmt.training.checkpoints.store import load, newest
@@ -29,7 +30,7 @@ RAW_DATA = "raw_data.json"
 
 
 def checkpoint_of(
-    run: Path, data_path: str | None = None, functions: Collection[str] = ()
+    run: Path, data_path: str | None = None, functions: Collection[str] = (), mesh: TowerMesh | None = None
 ) -> tuple[Path, TrainingConfig]:
     """Finds the newest whole checkpoint of a run and its config, which names the tower plan inside the checkpoint.
 
@@ -39,12 +40,13 @@ def checkpoint_of(
         run: the ``output_dir`` of a run, a checkpoint or a folder of them.
         data_path: rows from here instead of the run's own ``data.train_path``.
         functions: factories and sources of the config that may run, as ``package.module:function``.
+        mesh: ranks that look for the checkpoint together; each reads some of its files. Collective then.
 
     Raises:
         InputError: there is no checkpoint, its config cannot be read, the data are not the run's, or the config names
             a function that is not allowed.
     """
-    checkpoint = newest(run / "checkpoint") or newest(run)
+    checkpoint = newest(run / "checkpoint", mesh) or newest(run, mesh)
     if checkpoint is None:
         raise InputError(f"{run} is not the output_dir of a training run: there is no checkpoint in {run}/checkpoint.")
     overrides, file = [], checkpoint / "config.toml"
@@ -72,17 +74,20 @@ def data_section(record: Any, place: str, remedy: str) -> DataConfig:
 
 
 def trained_model(
-    run: Path, data_path: str | None = None, functions: Collection[str] = ()
+    run: Path,
+    data_path: str | None = None,
+    functions: Collection[str] = (),
+    open_rows: Callable[[TrainingConfig], Job] = open_data,
 ) -> tuple[Path, Job, nn.Module]:
     """Loads the plain model of a run's newest whole checkpoint, of any layout; arguments and errors as `checkpoint_of`.
 
-    The data are opened for their columns; no row is read.
+    ``open_rows`` opens the data for their columns; no row is read.
 
     Returns:
         The checkpoint, the job, which has no sharding plan, and the model in evaluation mode.
     """
     checkpoint, config = checkpoint_of(run, data_path, functions)
-    job = open_data(config)
+    job = open_rows(config)
     task = ClickTask(build_model(job))
     try:
         load(checkpoint, task, None)
@@ -90,7 +95,7 @@ def trained_model(
         if checkpoint.exists():
             raise
         # The run goes on: it has saved a newer one, and deleted this.
-        return trained_model(run, data_path, functions)
+        return trained_model(run, data_path, functions, open_rows)
     return checkpoint, job, task.model.eval()
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import resource
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,7 @@ from dmt.training.job import Job, open_data, open_job
 from dmt.training.records import RunRecord
 from dmt.training.resume import Position, Start
 from dmt.training.train import Run, make_pipeline, train_steps
+from dmt.training.trained import describe_run
 
 NUM_DENSE = 3
 # Every model with every dataflow it can take.
@@ -173,6 +175,16 @@ def save_alone(model: nn.Module, folder: Path, *, files: Mapping[str, str] | Non
     with alone() as mesh:
         assert Checkpointer(folder, mesh).save(model, None, step=step, progress={}, describe=describe)
     return folder / f"step-{step:08d}"
+
+
+def save_run(folder: Path, config: TrainingConfig) -> Path:
+    """A trained run, as far as files can tell; its weights are random."""
+    torch.manual_seed(0)
+    with alone() as mesh:
+        describe = partial(describe_run, open_job(config), None)
+        saver = Checkpointer(folder / "checkpoint", mesh)
+        assert saver.save(plain(config), None, step=1, progress={}, describe=describe)
+    return folder
 
 
 def make_checkpoint(folder: Path, step: int, files: Mapping[str, str], name: str = "") -> Path:

@@ -21,6 +21,7 @@ from dmt import __version__
 from dmt.errors import InputError
 from dmt.files import check_output
 from dmt.formatting import counted, human_bytes
+from dmt.testing.ranks import end_with
 from dmt.training.console import make_table, quiet_libraries, summary, table_console
 
 __all__ = ["Shown", "check_output_files", "emit", "main"]
@@ -37,6 +38,8 @@ _READERS = {
 _PATH = click.Path(path_type=Path)
 # Columns of a narrow terminal in which no number is cut.
 _LEAST_WIDTH = 90
+# Ranks that find the same fault as rank 0 leave it time to say so before torchrun stops everyone.
+_LET_RANK_0_SPEAK_S = 10
 
 
 class Shown(NamedTuple):
@@ -142,12 +145,15 @@ class _Commands(click.Group):
     command_class = _Command
 
     def invoke(self, ctx: click.Context) -> Any:
-        quiet_libraries(rank=0)
+        rank = int(os.environ.get("RANK", "0"))
+        quiet_libraries(rank=rank)
         # As Ctrl-C does, it ends what this process has started, and removes its temporary folders.
         previous = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         try:
             return super().invoke(ctx)
         except InputError as error:
+            if rank != 0:
+                time.sleep(_LET_RANK_0_SPEAK_S)
             click.echo(f"error: {error}", err=True)
         except ModuleNotFoundError as error:
             if error.name is None or error.name.startswith("dmt"):
@@ -393,20 +399,37 @@ def _export(checkpoint: Path, *, out: Path, tables: Any, data: str | None, funct
     return Shown(exported, lines=lines)
 
 
-@main.command("score", epilog="Example: dmt score runs/towers --data tomorrow.parquet -o predictions.parquet")
+@main.command(
+    "score",
+    epilog="Example: dmt score runs/towers --data tomorrow.parquet -o predictions.parquet; by four ranks: torchrun "
+    "--nproc-per-node 4 --no-python dmt score runs/towers --data tomorrow.parquet -o predictions",
+)
 @click.argument("model", type=_PATH)
 @click.option("--data", metavar="PATH", help="Rows to score; by default the run's evaluation rows.")
-@click.option("-o", "--out", required=True, type=_Output("file of predictions"), help="The Parquet file.")
+@click.option("-o", "--out", required=True, type=_PATH, help="The Parquet file; by several ranks, a new folder.")
 @_function
-def _score(model: Path, *, data: str | None, out: Path, function: tuple[str, ...]) -> Shown:
+def _score(model: Path, *, data: str | None, out: Path, function: tuple[str, ...]) -> Shown | None:
     """Writes the predictions of a model for rows of files.
 
-    MODEL is the output_dir of a run, a checkpoint, or a .pt2 file of dmt export. The label column may be absent.
+    MODEL is the output_dir of a run, a checkpoint, or a .pt2 file of dmt export. The label column may be absent. Under
+    torchrun the ranks share the tables of a run or checkpoint, and each writes a file of neighbouring rows.
     """
     from dmt.training.records import quality_warnings
-    from dmt.training.serving.score import score
 
-    scored = score(model, out, data_path=data, functions=function)
+    world_size = int(os.environ.get("WORLD_SIZE", "1"))
+    if world_size > 1:
+        from dmt.training.serving.score_by_ranks import score_by_ranks
+
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            end_with(os.getppid())
+        scored = score_by_ranks(model, out, world_size=world_size, data_path=data, functions=function)
+        if os.environ.get("RANK", "0") != "0":
+            return None
+    else:
+        from dmt.training.serving.score import score
+
+        check_output_files({"--out": (out, "file of predictions")}, [model, data])
+        scored = score(model, out, data_path=data, functions=function)
     lines, metrics = [f"{scored.num_rows:,} rows. Written to {out}."], scored.metrics
     if metrics is None:
         lines.append("The rows have no label: there are no metrics.")

@@ -172,6 +172,25 @@ class ClickData:
         tables = self._dealt(split, deal, epoch, rows, rank=rank, world_size=world_size, batch_size=batch_size)
         return prefetched(make_batch(table, self.columns, batch_size) for table in tables)
 
+    def part(self, rank: int, world_size: int, batch_size: int) -> tuple[int, Iterator[ClickBatch]]:
+        """Cuts the evaluation rows into W parts, each of neighbouring rows, and returns a rank's.
+
+        Every rank gets the same number of batches, filled up with rows of weight 0: the last parts may be shorter.
+
+        Returns:
+            The number of the part's first row in the order of the files, and its batches of B rows.
+        """
+        from dmt.training.data.batch import make_batch  # TorchRec takes seconds to import
+
+        assert self.own is None, "rows of a source have no numbers"
+        deal = Deal(self._parts["eval"].sizes, 1)
+        rows = -(-deal.num_rows // world_size)
+        first, end = rank * rows, min((rank + 1) * rows, deal.num_rows)
+        lanes = _Lanes(deal, lru_cache(maxsize=2)(self._parts["eval"].read), window=_UNSHUFFLED, seed=None)
+        parts = ([*lanes.rows(Span(0, at, min(at + batch_size, end)))] for at in range(first, first + rows, batch_size))
+        tables = (pa.concat_tables(part) if part else self.columns.schema.empty_table() for part in parts)
+        return first, prefetched(make_batch(table, self.columns, batch_size) for table in tables)
+
     def _dealt(
         self, split: Split, deal: Deal, epoch: int, start: int, *, rank: int, world_size: int, batch_size: int
     ) -> Iterator[pa.Table]:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -11,21 +12,23 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from dmt.errors import InputError
 from dmt.files import atomic_write
+from dmt.training.config import TrainingConfig
 from dmt.training.data.batch import ClickBatch
 from dmt.training.data.clicks import ClickData
 from dmt.training.data.config import DataConfig, with_files
 from dmt.training.data.files import expand_path
 from dmt.training.functions import check_allowed
-from dmt.training.job import PREPARED
+from dmt.training.job import PREPARED, Job, open_data
 from dmt.training.metrics import ClickMetrics, MetricValues
 from dmt.training.serving.export import load_program, read_manifest
 from dmt.training.trained import data_section, trained_model
 
-__all__ = ["Scored", "check_predictions", "score", "tensors_of"]
+__all__ = ["Predictions", "Scored", "check_predictions", "open_rows", "score", "tensors_of", "writing"]
 
 _SCHEMA = pa.schema(
     {"row": pa.int64(), "logit": pa.float32(), "probability": pa.float32(), "label": pa.float32()}.items()
@@ -64,28 +67,58 @@ def score(
     Raises:
         InputError: the model or the data cannot be read or do not fit each other, or the file cannot be written.
     """
-    scorer, data = _open(model, data_path, functions, out.absolute().parent / PREPARED)
-    has_labels = data.columns.label is not None
-    schema = _SCHEMA if has_labels else _SCHEMA.remove(_SCHEMA.get_field_index("label"))
-    metrics, row = ClickMetrics(), 0
-    try:
-        with atomic_write(out) as scratch, pq.ParquetWriter(scratch, schema) as writer, torch.inference_mode():
+    scorer, data = _open(model, data_path, functions, out)
+    with writing(out), atomic_write(out) as scratch, torch.inference_mode():
+        predictions = Predictions(scratch, data)
+        with predictions.writer:
             for batch in data.batches("eval", rank=0, world_size=1, batch_size=batch_size):
-                real = batch.weights > 0
-                logits, labels = scorer(batch)[real], batch.labels[real]
-                metrics.update(logits, labels, torch.ones_like(labels))
-                columns = {
-                    "row": torch.arange(row, row + len(logits)),
-                    "logit": logits,
-                    "probability": torch.sigmoid(logits),
-                    "label": labels,
-                }
-                arrays = {name: columns[name].numpy() for name in schema.names}
-                writer.write_table(pa.table(arrays, schema=schema))
-                row += len(logits)
+                predictions.write(scorer(batch), batch.labels, batch.weights)
+    return Scored(num_rows=predictions.row, metrics=predictions.metrics.compute() if data.columns.label else None)
+
+
+class Predictions:
+    """A Parquet file of predictions, and their metrics.
+
+    Args:
+        path: the file.
+        data: the rows, which may have labels.
+        first_row: number of the first row.
+        group: the ranks whose metrics are joined; None: this one alone.
+    """
+
+    def __init__(
+        self, path: Path, data: ClickData, *, first_row: int = 0, group: dist.ProcessGroup | None = None
+    ) -> None:
+        has_labels = data.columns.label is not None
+        self._schema = _SCHEMA if has_labels else _SCHEMA.remove(_SCHEMA.get_field_index("label"))
+        self.writer = pq.ParquetWriter(path, self._schema)
+        """The file, to be closed at the end."""
+        self.metrics = ClickMetrics(group)
+        self.row = first_row
+        """Number of the next row."""
+
+    def write(self, logits: Tensor, labels: Tensor, weights: Tensor) -> None:
+        """Writes a batch: logits, labels and weights of [B]; rows of weight 0 are padding and are left out."""
+        self.metrics.update(logits, labels, weights)
+        logits, labels = (values[weights > 0].cpu() for values in (logits, labels))
+        columns = {
+            "row": torch.arange(self.row, self.row + len(logits)),
+            "logit": logits,
+            "probability": torch.sigmoid(logits),
+            "label": labels,
+        }
+        arrays = {name: columns[name].numpy() for name in self._schema.names}
+        self.writer.write_table(pa.table(arrays, schema=self._schema))
+        self.row += len(logits)
+
+
+@contextmanager
+def writing(out: Path) -> Iterator[None]:
+    """Raises `InputError` where predictions cannot be written."""
+    try:
+        yield
     except OSError as error:
         raise InputError(f"--out {str(out)!r} cannot be written: {error.strerror}.") from error
-    return Scored(num_rows=row, metrics=metrics.compute() if has_labels else None)
 
 
 def check_predictions(path: Path) -> None:
@@ -94,22 +127,21 @@ def check_predictions(path: Path) -> None:
         raise InputError(f"{path} is not a file of predictions.")
 
 
-def _open(model: Path, data_path: str | None, functions: Collection[str], cache: Path) -> tuple[Scorer, ClickData]:
+def _open(model: Path, data_path: str | None, functions: Collection[str], out: Path) -> tuple[Scorer, ClickData]:
     if model.suffix == ".pt2" or model.is_file():
         manifest, program = read_manifest(model), load_program(model)
         raw = data_section(manifest["data"], f"Exported model {model}: data", "Export the checkpoint again.")
         check_allowed(f"The manifest of {model}", {"data.source": raw.source if data_path is None else None}, functions)
-        return partial(_run, model, program), _rows_of(raw, raw, data_path, cache)
-    try:
-        _, job, plain = trained_model(model, functions=functions)
-    except InputError:
-        if data_path is None:
-            raise
-        # The rows to score have the columns, too, should the run's own files be gone.
-        _, job, plain = trained_model(model, data_path, functions)
+        data = ClickData(raw, cache=_cache(out)) if data_path is None else _rows_of(raw, data_path, out)
+        return partial(_run, model, program), data
+    _, job, plain = trained_model(model, data_path, functions, partial(open_rows, data_path=data_path, out=out))
     cuts = {} if job.towers is None else job.towers.column_splits
-    data = _rows_of(job.data.raw, job.data.config, data_path, cache)
-    return (lambda batch: plain(batch.dense_features, batch.split_columns(cuts).sparse_features).reshape(-1)), data
+    return (lambda batch: plain(batch.dense_features, batch.split_columns(cuts).sparse_features).reshape(-1)), job.data
+
+
+def open_rows(config: TrainingConfig, data_path: str | None, out: Path) -> Job:
+    """Opens the job of a checkpoint's config, not sharded, with the rows to score; see `score`."""
+    return open_data(config, None if data_path is None else _rows_of(config.data, data_path, out))
 
 
 def _run(model: Path, program: nn.Module, batch: ClickBatch) -> Tensor:
@@ -131,10 +163,8 @@ def tensors_of(batch: ClickBatch) -> tuple[Tensor, dict[str, Tensor], dict[str, 
     )
 
 
-def _rows_of(raw: DataConfig, trained: DataConfig, data_path: str | None, cache: Path) -> ClickData:
-    """Opens all rows of the files, in their order, or the evaluation rows of the run."""
-    if data_path is None:
-        return ClickData(trained, cache=cache)
+def _rows_of(raw: DataConfig, data_path: str, out: Path) -> ClickData:
+    """Opens all rows of the files, in their order."""
     if raw.kind == "synthetic":
         raise InputError("The model was trained on synthetic clicks; rows of a file do not fit it. Leave out --data.")
     config = with_files(raw, data_path)
@@ -145,7 +175,14 @@ def _rows_of(raw: DataConfig, trained: DataConfig, data_path: str | None, cache:
     if config.kind == "columns" and config.label not in _columns_of(data_path, config):
         changes["label"] = None
     config = config.model_copy(update=changes)
-    return ClickData(config, cache=cache, eval_only=True)
+    data = ClickData(config, cache=_cache(out), eval_only=True)
+    if data.num_rows("eval") == 0:
+        raise InputError(f"--data {data_path!r} has no row. Name other files.")
+    return data
+
+
+def _cache(out: Path) -> Path:
+    return out.absolute().parent / PREPARED
 
 
 def _columns_of(data_path: str, config: DataConfig) -> list[str]:

@@ -13,15 +13,14 @@ import torch
 
 from dmt.errors import InputError
 from dmt.training import trained
-from dmt.training.checkpoints.store import load_plain, newest
-from dmt.training.config import TrainingConfig, load_config, to_toml
+from dmt.training.checkpoints.store import load_plain
+from dmt.training.config import TrainingConfig, load_config
 from dmt.training.data.batch import ClickBatch
 from dmt.training.data.clicks import ClickData
-from dmt.training.job import open_job
 from dmt.training.serving.export import export_run, read_manifest
 from dmt.training.serving.score import score
-from dmt.training.trained import RAW_DATA, checkpoint_of, describe_run
-from tests.training.small import plain, save_alone
+from dmt.training.trained import checkpoint_of
+from tests.training.small import plain, save_run
 
 ROWS = 50
 
@@ -54,8 +53,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     }
     model = {"arch": "dlrm", "embedding_dim": 8, "dense_arch": [6], "over_arch": [4, 1]}
     config = TrainingConfig.model_validate({"data": data, "model": model})
-    torch.manual_seed(0)
-    save_alone(plain(config), folder / "checkpoint", files={"config.toml": to_toml(config)})
+    save_run(folder, config)
     export_run(folder, folder / "model.pt2")
     return folder
 
@@ -65,17 +63,11 @@ def test_a_checkpoint_tells_columns_of_bags_where_the_data_are_lost(run: Path, t
     values = [(i % 7, "|".join(f"w{j}" for j in range(i % 4)), i) for i in range(8)]
     lines = [f"0,test,ad{ad},{words},2026-11-22T{i:02}:00:00,{i}" for ad, words, i in values]
     (tmp_path / "rows.csv").write_text("\n".join(["label,split,c_ad,c_words,time,d_age", *lines, ""]))
-    shutil.copytree(run / "checkpoint", tmp_path / "run" / "checkpoint")
-    checkpoint = newest(tmp_path / "run" / "checkpoint")
-    assert checkpoint is not None
-    (tmp_path / "described").mkdir()
-    describe_run(open_job(load_config(checkpoint / "config.toml")), None, tmp_path / "described")
-    shutil.copy(tmp_path / "described" / RAW_DATA, checkpoint)
     score(run, tmp_path / "wanted.parquet", data_path=str(run / "clicks.parquet"))
     lost = shutil.move(run / "clicks.parquet", tmp_path / "rows.parquet")
     try:
-        assert checkpoint_of(tmp_path / "run", str(tmp_path / "rows.csv"))[1].data.multi_hot == ("c_words",)
-        score(tmp_path / "run", tmp_path / "out.parquet", data_path=str(tmp_path / "rows.csv"))
+        assert checkpoint_of(run, str(tmp_path / "rows.csv"))[1].data.multi_hot == ("c_words",)
+        score(run, tmp_path / "out.parquet", data_path=str(tmp_path / "rows.csv"))
     finally:
         shutil.move(lost, run / "clicks.parquet")
     wanted, ours = (read(tmp_path / f"{name}.parquet")["logit"] for name in ("wanted", "out"))

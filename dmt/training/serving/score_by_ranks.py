@@ -1,0 +1,162 @@
+"""``dmt score`` under torchrun: each rank scores a part of the rows with the sharded model, into one folder."""
+
+from __future__ import annotations
+
+import secrets
+import shutil
+from collections.abc import Collection, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dmt.collectives import run_on_all_or_raise
+from dmt.errors import InputError
+from dmt.files import fsync_path
+from dmt.plan.towers import TowerPlan
+from dmt.sharding.schemes import SCHEMES
+from dmt.sptt.mesh import TowerMesh
+from dmt.training.build import build_model, replica_sync, shard_model
+from dmt.training.checkpoints.store import load
+from dmt.training.config import HotRowsConfig, OptimizerConfig, ReplicasConfig, TopologyConfig, TrainingConfig
+from dmt.training.data.batch import ClickBatch
+from dmt.training.device import current_device, on_all_ranks, process_group
+from dmt.training.job import Job, check_kernels, make_job
+from dmt.training.preflight import check_memory, check_same_input
+from dmt.training.serving.score import Predictions, Scored, open_rows, writing
+from dmt.training.trained import checkpoint_of
+
+__all__ = ["score_by_ranks"]
+
+
+def score_by_ranks(
+    model: Path, out: Path, *, world_size: int, data_path: str | None = None, functions: Collection[str] = ()
+) -> Scored:
+    """Scores rows with the sharded model of a checkpoint; to be called on every rank that torchrun started.
+
+    The rows are cut into a part for each rank, in the order of their files; rank r writes ``part-<r>.parquet``. As many
+    ranks as trained the model shard it as training did. Any other number holds all its towers together; a model trained
+    with the flat dataflow stays flat. A rank's batches have the run's ``train.batch_size`` rows.
+
+    Args:
+        model: the ``output_dir`` of a run, or a checkpoint.
+        out: the folder, on a file system of all hosts; it must not exist, and appears when all is written.
+        world_size: the ranks of the job.
+        data_path: see `dmt.training.serving.score.score`.
+        functions: see `dmt.training.trained.checkpoint_of`.
+
+    Returns:
+        Rows and metrics of all ranks, on every rank.
+
+    Raises:
+        InputError: anything the user can fix.
+    """
+    if model.suffix == ".pt2" or model.is_file():
+        raise InputError(
+            f"{model} is an exported model, which one process loads whole, but this job has {world_size} ranks. Run "
+            "dmt score without torchrun, or name the run that was exported."
+        )
+    if out.exists() or out.is_symlink():
+        raise InputError(f"--out {str(out)!r} exists, but several ranks write a new folder. Name another.")
+    joined = TrainingConfig(topology=TopologyConfig(ranks_per_tower=world_size))
+    with process_group(joined) as everyone:
+        checkpoint, config = checkpoint_of(model, data_path, functions, everyone)
+        job = on_all_ranks(lambda: _placed(open_rows(config, data_path, out), world_size), everyone)
+        mesh = TowerMesh(job.topology)
+        return _score(job, _load(checkpoint, job, mesh), mesh, out)
+
+
+def _placed(job: Job, world_size: int) -> Job:
+    """Places the tables of a job on ranks that only predict: where training has them, or all towers in one."""
+    config, towers, placement = job.config, job.towers, None
+    if job.data.own is not None:
+        raise InputError(
+            f"data.source={config.data.source!r} deals rows to ranks by itself, so they have no numbers. Give files "
+            "(--data), or run dmt score without torchrun."
+        )
+    # Predictions are those of one process: what travels is not rounded.
+    sharding: dict[str, Any] = {"forward_precision": "fp32", "backward_precision": "fp32", "cluster": None}
+    changes: dict[str, Any] = {
+        "train": config.train.model_copy(update={"device": "auto", "dense_reduce": "ring"}),
+        "replicas": ReplicasConfig(),
+        "hot_rows": HotRowsConfig(),
+    }
+    if not config.sharding.is_off_device:
+        # It has no state. Tables on SSDs need the run's.
+        changes["optimizer"] = OptimizerConfig(sparse="sgd")
+    if config.topology.build().world_size != world_size:
+        changes["topology"] = TopologyConfig(ranks_per_tower=world_size)
+        # Schemes and the limit are of the run's ranks.
+        kernels = {name: rule for name, rule in config.sharding.tables.items() if rule not in SCHEMES}
+        sharding |= {"scheme": "auto", "tables": kernels, "memory_gib": None}
+        if towers is not None:
+            placement = (0,) * towers.num_towers
+            cuts = towers.column_splits
+            towers = TowerPlan.from_lists([towers.features], outside=towers.outside, column_splits=cuts)
+    changes["sharding"] = config.sharding.model_copy(update=sharding)
+    placed = make_job(config.model_copy(update=changes), job.tables, job.num_dense, towers=towers, source=job.data)
+    if placement is not None and config.model.has_towers:
+        placed = replace(placed, towers=job.towers, placement=placement)
+    check_kernels(placed)
+    return placed
+
+
+def _load(checkpoint: Path, job: Job, mesh: TowerMesh) -> nn.Module:
+    """Makes the sharded `ClickTask` of a checkpoint, in evaluation mode; collective."""
+    plain = on_all_ranks(lambda: build_model(job, device="meta"), mesh)
+    check_same_input(job, plain, mesh)
+    check_memory(job, plain, mesh)
+    model = shard_model(job, mesh, plain)
+    load(checkpoint, model, None, mesh=mesh)
+    # Without it, a model with replicas refuses a batch.
+    replica_sync(job.config.replicas, model, mesh)
+    return model.eval()
+
+
+def _score(job: Job, model: nn.Module, mesh: TowerMesh, out: Path) -> Scored:
+    """Writes the predictions of all ranks; collective, and raises on all ranks what goes wrong on one."""
+    device, cuts = current_device(job.device_type), {} if job.towers is None else job.towers.column_splits
+    with ExitStack() as stack, torch.no_grad():
+        make_folder = partial(stack.enter_context, _new_folder(out)) if mesh.rank == 0 else partial(Path, out)
+        folder = run_on_all_or_raise(writing(out)(make_folder), mesh.global_group)[0]
+
+        def start() -> tuple[Predictions, Iterator[ClickBatch]]:
+            first_row, batches = job.data.part(mesh.rank, job.topology.world_size, job.config.train.batch_size)
+            path = folder / f"part-{mesh.rank:05}.parquet"
+            return Predictions(path, job.data, first_row=first_row, group=mesh.global_group), batches
+
+        def turn() -> ClickBatch | None:
+            if output is not None:
+                predictions.write(*output)
+            return next(batches, None)
+
+        predictions, batches = on_all_ranks(writing(out)(start), mesh)
+        output: tuple[Tensor, Tensor, Tensor] | None = None
+        with writing(out), predictions.writer:
+            while (batch := on_all_ranks(writing(out)(turn), mesh)) is not None:
+                output = model(batch.split_columns(cuts).to(device))[1]
+            on_all_ranks(writing(out)(predictions.writer.close), mesh)
+        metrics = predictions.metrics.compute() if job.data.columns.label else None
+        on_all_ranks(writing(out)(stack.close), mesh)
+    num_rows = job.data.num_rows("eval")
+    assert num_rows is not None, "rows of files"
+    return Scored(num_rows=num_rows, metrics=metrics)
+
+
+@contextmanager
+def _new_folder(out: Path) -> Iterator[Path]:
+    """Yields a folder beside ``out`` that becomes it at the end; an error removes it."""
+    scratch = out.with_name(f".{out.name}.{secrets.token_hex(8)}")
+    try:
+        scratch.mkdir(parents=True)
+        yield scratch
+        for path in (*scratch.iterdir(), scratch):
+            fsync_path(path)
+        scratch.rename(out)
+        fsync_path(out.parent)
+    finally:
+        shutil.rmtree(scratch, ignore_errors=True)

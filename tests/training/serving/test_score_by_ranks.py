@@ -1,0 +1,181 @@
+"""`dmt score` under torchrun: ranks write what one process writes, whatever layout they shard the model in."""
+
+from __future__ import annotations
+
+import errno
+import re
+from contextlib import nullcontext
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from click.testing import CliRunner
+
+from dmt.errors import InputError
+from dmt.plan.towers import TowerPlan
+from dmt.sptt.mesh import TowerMesh
+from dmt.training.commands import main
+from dmt.training.config import TrainingConfig
+from dmt.training.serving import score_by_ranks as module
+from dmt.training.serving.score import Predictions, Scored, score
+from dmt.training.serving.score_by_ranks import score_by_ranks
+from tests.ranks import run_ranks
+from tests.training.small import save_run, small
+
+BATCH = 16
+TWO = {"num_towers": 2, "ranks_per_tower": 1}
+
+
+def scored_on_rank(
+    rank: int, world_size: int, model: str, out: str, data: str | None = None, fails: bool = False
+) -> Scored:
+    add = Predictions.write
+
+    def full(self: Predictions, *columns: Any) -> None:
+        if rank == 1 and self.row:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        add(self, *columns)
+
+    with patch.object(module, "process_group", on_mesh), patch.object(Predictions, "write", full if fails else add):
+        return score_by_ranks(Path(model), Path(out), world_size=world_size, data_path=data)
+
+
+def on_mesh(config: TrainingConfig) -> nullcontext[TowerMesh]:
+    return nullcontext(TowerMesh(config.topology.build()))
+
+
+def by_ranks(world_size: int, model: Path, out: Path, data: str | None = None) -> Scored:
+    results = run_ranks(scored_on_rank, world_size, world_size, str(model), str(out), data)
+    assert len({repr(result) for result in results}) == 1, "NaN differs from itself"
+    return results[0]
+
+
+RUNS: dict[str, dict[str, Any]] = {
+    "flat": {"arch": "dlrm", "dataflow": "flat", "sharding": {"scheme": "row_wise", "forward_precision": "fp16"}},
+    "flat over towers": {
+        "arch": "dcn",
+        "dataflow": "sptt",
+        "sharding": {"unique": True},
+        "towers": {"plan": "towers.json"},
+    },
+    "towers": {
+        "arch": "dmt-dlrm",
+        "sharding": {"forward_precision": "fp16"},
+        "optimizer": {"sparse": "adam"},
+        "towers": {"outside": ["C6", "C2"]},
+    },
+    "replicas": {"arch": "dmt-dcn", "topology": {"num_towers": 1, "ranks_per_tower": 1, "num_replicas": 2}},
+}
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("kind", RUNS)
+def test_ranks_predict_what_one_process_predicts(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The run's own layout on two ranks, one tower or a flat layout on three; rows that no number divides."""
+    monkeypatch.chdir(tmp_path)
+    towers = [["C1[0:4]", "C2", "C3"], ["C4", "C1[4:8]", "C5", "C6"]]
+    TowerPlan.from_lists(towers, column_splits={"C1": (4, 4)}).save("towers.json")
+    for rows in (50, 1):
+        sections = {"topology": TWO, "train": {"device": "cpu", "batch_size": BATCH}} | RUNS[kind]
+        config = small(**sections, synthetic={"num_eval_rows": rows, "num_multi_hot": 2})
+        run = save_run(tmp_path / str(rows), config)
+        wanted, expected = score(run, tmp_path / "one.parquet"), pq.read_table(tmp_path / "one.parquet")
+        for world_size in (2, 3):
+            out = tmp_path / f"{rows} by {world_size}"
+            found = by_ranks(world_size, run, out)
+            assert [path.name for path in sorted(out.iterdir())] == [f"part-0000{r}.parquet" for r in range(world_size)]
+            table = pq.read_table(out)
+            assert table.schema.equals(expected.schema)
+            for name in ("row", "label"):
+                assert table[name].equals(expected[name])
+            for name in ("logit", "probability"):
+                assert table[name].to_pylist() == pytest.approx(expected[name].to_pylist(), abs=1e-5, rel=0)
+            assert np.ptp(expected["logit"].to_numpy()) > (0.05 if rows > 1 else -1), "tables matter"
+            assert asdict(found.metrics) == pytest.approx(asdict(wanted.metrics), abs=1e-6, nan_ok=True)
+            assert found.num_rows == rows
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run on files, of which every other row is for evaluation."""
+    folder = tmp_path_factory.mktemp("run")
+    pq.write_table(rows_of(40), folder / "clicks.parquet")
+    data = {"kind": "columns", "train_path": str(folder / "clicks.parquet"), "num_embeddings": 30}
+    data |= {"categorical": ["c_*"], "dense": ["d_*"], "eval_fraction": 0.5}
+    return save_run(folder, small("dmt-dlrm", topology=TWO, data=data, synthetic={}))
+
+
+def rows_of(number: int, **changes: Any) -> pa.Table:
+    columns = {"label": [i % 3 == 0 for i in range(number)], "d_age": [float(i) for i in range(number)]}
+    columns |= {f"c_{name}": [f"{name}{i % 7}" for i in range(number)] for name in ("ad", "user", "site")} | changes
+    return pa.table({name: values for name, values in columns.items() if values is not None})
+
+
+@pytest.mark.ranks
+def test_rows_of_files_keep_their_numbers_and_need_no_label(run: Path, tmp_path: Path) -> None:
+    for number, part in enumerate((rows_of(30, label=None), rows_of(9, label=None))):
+        pq.write_table(part, tmp_path / f"{number}.parquet", row_group_size=4)
+    glob = str(tmp_path / "*.parquet")
+    score(run, tmp_path / "one", data_path=glob)
+    found = by_ranks(2, run, tmp_path / "two", glob)
+    one, two = pq.read_table(tmp_path / "one"), pq.read_table(tmp_path / "two")
+    assert (found.num_rows, found.metrics) == (39, None)
+    assert two.column_names == one.column_names == ["row", "logit", "probability"]
+    assert two["row"].to_pylist() == list(range(39))
+    assert two["logit"].to_pylist() == pytest.approx(one["logit"].to_pylist(), abs=1e-5, rel=0)
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize(
+    ("data", "fails", "words"),
+    [
+        (rows_of(0), False, r"--data '.*rows.parquet' has no row"),
+        (rows_of(40, c_ad=None), False, "c_ad"),
+        (rows_of(40), True, "No space left on device"),
+    ],
+    ids=["no row", "a column is missing", "the disk of one rank is full"],
+)
+def test_what_fails_on_a_rank_fails_on_all_and_leaves_no_folder(
+    data: pa.Table, fails: bool, words: str, run: Path, tmp_path: Path
+) -> None:
+    pq.write_table(data, tmp_path / "rows.parquet")
+    errors = run_ranks(error_on_rank, 2, str(run), str(tmp_path / "out"), str(tmp_path / "rows.parquet"), fails)
+    assert errors[0] == errors[1]
+    assert re.search(words, errors[0])
+    assert {path.name for path in tmp_path.iterdir()} == {"rows.parquet", "prepared"}
+
+
+def error_on_rank(rank: int, *arguments: Any) -> str:
+    with pytest.raises(InputError) as error:
+        scored_on_rank(rank, 2, *arguments)
+    return str(error.value)
+
+
+def test_what_only_one_process_does_is_refused(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "model.pt2").touch()
+    for model, out, words in (
+        (tmp_path / "model.pt2", tmp_path / "new", r"model\.pt2 is an exported model, .* this job has 2 ranks"),
+        (run, tmp_path / "model.pt2", r"--out '.*model\.pt2' exists, but several ranks write a new folder"),
+        (run, tmp_path, r"--out '.*' exists"),
+    ):
+        with pytest.raises(InputError, match=words):
+            score_by_ranks(model, out, world_size=2)
+
+
+@pytest.mark.ranks
+def test_the_command_speaks_once(run: Path, tmp_path: Path) -> None:
+    first, second = run_ranks(command_on_rank, 2, str(run), str(tmp_path / "out"))
+    assert first.startswith("20 rows. Written to ")
+    assert "AUC" in first
+    assert second == ""
+    assert pq.read_table(tmp_path / "out")["row"].to_pylist() == list(range(20))
+
+
+def command_on_rank(rank: int, model: str, out: str) -> str:
+    with patch.object(module, "process_group", on_mesh):
+        return CliRunner().invoke(main, ["score", model, "-o", out], catch_exceptions=False).stdout
