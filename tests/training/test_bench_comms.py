@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from dmt.plan.topology import TowerTopology
 from dmt.simulator.cluster import Cluster, load_cluster, save_cluster
 from dmt.training.commands import bench_comms
 from dmt.training.commands.bench_comms import _Timing, bytes_sent, measure_cluster, run_bench_comms
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 
 
 def measured_on_rank(rank: int, folder: str) -> Cluster:
@@ -50,15 +51,11 @@ def test_ranks_measure_their_collectives_and_all_get_the_same(tmp_path: Path) ->
     assert load_cluster(tmp_path / "ranks.toml") == cluster
 
 
-def one_speed(rank: int) -> str:
-    with patch.object(bench_comms, "_time", lambda *_: _Timing(1e-3, 0.0)), pytest.raises(InputError) as error:
+@on_ranks(2)
+def test_times_that_tell_no_rate_are_refused(rank: int) -> None:
+    refused = pytest.raises(InputError, match=r"8 bytes 1\.000 ms, which tells no rate")
+    with patch.object(bench_comms, "_time", lambda *_: _Timing(1e-3, 0.0)), refused:
         measure_cluster("ranks", 2, torch.device("cpu"))
-    return str(error.value)
-
-
-@pytest.mark.ranks
-def test_times_that_tell_no_rate_are_refused() -> None:
-    assert "8 bytes 1.000 ms, which tells no rate" in run_ranks(one_speed, 2)[0]
 
 
 def test_the_bytes_of_collectives_inside_hosts_stay_there() -> None:
@@ -74,12 +71,6 @@ def test_the_bytes_of_collectives_inside_hosts_stay_there() -> None:
         ({"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "has 3 ranks, but 2 on this"),
     ],
 )
-def test_what_cannot_be_measured_is_told(
-    environment: dict[str, str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(key, raising=False)
-    for key, value in environment.items():
-        monkeypatch.setenv(key, value)
-    with pytest.raises(InputError, match=words):
+def test_what_cannot_be_measured_is_told(environment: dict[str, str], words: str, tmp_path: Path) -> None:
+    with patch.dict(os.environ, environment), pytest.raises(InputError, match=words):
         run_bench_comms(tmp_path / "c.toml")

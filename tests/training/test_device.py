@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -26,7 +27,7 @@ from dmt.training.data.batch import ClickBatch
 from dmt.training.device import backend, device_type, random_state, restart_safe_store, set_random_state, take_device
 from dmt.training.job import open_job
 from dmt.training.resume import open_lock
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.training.small import small
 
 
@@ -68,14 +69,8 @@ def test_a_rank_without_a_gpu_of_its_own_stops_before_it_waits_for_others(
     gpus: list[int], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     installed(monkeypatch, "fbgemm-gpu")
-    for name, value in (
-        ("RANK", "3"),
-        ("WORLD_SIZE", "4"),
-        ("LOCAL_RANK", "3"),
-        ("MASTER_ADDR", ""),
-        ("MASTER_PORT", ""),
-    ):
-        monkeypatch.setenv(name, value)
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.setenv(name, "4" if name == "WORLD_SIZE" else "3")
     with pytest.raises(InputError, match="LOCAL_RANK=3, but torch sees 2 GPUs"):
         run.train(small(train={"device": "cuda", "output_dir": str(tmp_path)}))
 
@@ -103,38 +98,22 @@ def test_a_config_for_gpus_is_checked_on_the_cpu(tmp_path: Path) -> None:
     assert shrink(job, limits=CheckLimits(), folder=tmp_path).job.device_type == "cpu"
 
 
-class Sharded(Exception):
-    """Carries what DMP was given."""
-
-
-def built_for_gpus(rank: int) -> None:
-    def dmp(module: Any, **given: Any) -> Any:
-        raise Sharded(given)
-
-    before = build.DistributedModelParallel, build.current_device
-    build.DistributedModelParallel = dmp  # type: ignore[misc,assignment]
-    build.current_device = lambda kind: torch.device(kind, 3)
-    available, torch.cuda.is_available = torch.cuda.is_available, lambda: True
-    installed, importlib.metadata.distributions = importlib.metadata.distributions, lambda name: [name]  # type: ignore[misc,assignment]
-    try:
-        config = small(sharding={"scheme": "table_wise"}, train={"device": "cuda"}, optimizer={"sparse": "adam"})
-        job = open_job(config)
-        with pytest.raises(Sharded) as caught:
-            shard_model(job, TowerMesh(config.topology.build()))
-    finally:
-        build.DistributedModelParallel, build.current_device = before  # type: ignore[misc]
-        torch.cuda.is_available, importlib.metadata.distributions = available, installed  # type: ignore[misc]
-    [given] = caught.value.args
+@on_ranks(4)
+def test_a_job_for_gpus_is_built_and_placed_on_them(rank: int) -> None:
+    config = small(sharding={"scheme": "table_wise"}, train={"device": "cuda"}, optimizer={"sparse": "adam"})
+    with (
+        patch.object(build, "DistributedModelParallel") as dmp,
+        patch.object(build, "current_device", lambda kind: torch.device(kind, 3)),
+        patch.object(torch.cuda, "is_available", lambda: True),
+        patch.object(importlib.metadata, "distributions", lambda name: [name]),
+    ):
+        shard_model(open_job(config), TowerMesh(config.topology.build()))
+    given = dmp.call_args.kwargs
     assert given["device"] == torch.device("cuda", 3)
     (tables,) = given["plan"].plan.values()
     assert len([name for name, table in tables.items() if table.sharding_type != "data_parallel"]) == 6
     places = {str(shard.placement) for table in tables.values() for shard in table.sharding_spec.shards}
     assert places <= {"rank:0/cuda:0", "rank:1/cuda:1"}
-
-
-@pytest.mark.ranks
-def test_a_job_for_gpus_is_built_and_placed_on_them() -> None:
-    run_ranks(built_for_gpus, 4)
 
 
 TWO = {"num_towers": 2, "ranks_per_tower": 1}

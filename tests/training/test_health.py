@@ -207,22 +207,19 @@ def test_ranks_with_other_input_are_told_apart(tmp_path: Path) -> None:
     same = rows(tmp_path / "a" / "day.parquet", list(range(40)))
     elsewhere = rows(tmp_path / "b" / "day.parquet", list(range(40)))
     other_order = rows(tmp_path / "c" / "day.parquet", random.Random(0).sample(range(40), 40))
-
-    def compare(*configs: TrainingConfig) -> None:
-        run_ranks(compare_on_rank, 2, [config.model_dump(mode="json") for config in configs])
-
-    compare(on_files(same), on_files(elsewhere))
-    crc = r"train/part-00000\.parquet of [\d,]+ bytes \(CRC-32 \w{8}\)"
-    file = rf"file 0 of data\.train_path is {crc} on rank 0, but {crc}"
-    with pytest.raises(InputError, match=rf"{file} on rank 1\. .* on host .+ \(rank 0 on\)"):
-        compare(on_files(same), on_files(other_order))
-    with pytest.raises(InputError, match=r"Training: optimizer\.sparse_lr is 0\.05 on rank 0, but 0\.5 on rank 1\. "):
-        compare(on_files(same), on_files(same, optimizer={"sparse_lr": 0.5}))
     source = {"source": "tests.training.data.test_own:of_rank", "categorical": ["c_1"], "num_embeddings": 40}
-    for dense, message in (
-        (["d_*"], r"dense columns is \('d_0',\) on rank 0, but \('d_1',\) on rank 1"),
-        ([], r"features with bags\.c_1 is True on rank 0, but False on rank 1"),
+    dense, bags = (small("dcn", data=source | {"dense": names}, topology=PAIR) for names in (["d_*"], []))
+    crc = r"train/part-00000\.parquet of [\d,]+ bytes \(CRC-32 \w{8}\)"
+    run_ranks(compare_on_rank, 2, [config.model_dump(mode="json") for config in (on_files(same), on_files(elsewhere))])
+    for first, second, message in (
+        (on_files(same), on_files(other_order), rf"file 0 of data\.train_path is {crc} on rank 0, but {crc} on rank 1"),
+        (
+            on_files(same),
+            on_files(same, optimizer={"sparse_lr": 0.5}),
+            r"Training: optimizer\.sparse_lr is 0\.05 on rank 0, but 0\.5 on rank 1\. ",
+        ),
+        (dense, dense, r"dense columns is \('d_0',\) on rank 0, but \('d_1',\) on rank 1"),
+        (bags, bags, r"features with bags\.c_1 is True on rank 0, but False on rank 1"),
     ):
-        own = small("dcn", data=source | {"dense": dense}, topology=PAIR)
         with pytest.raises(InputError, match=message):
-            compare(own, own)
+            run_ranks(compare_on_rank, 2, [config.model_dump(mode="json") for config in (first, second)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import logging
 import os
 import re
@@ -31,7 +30,7 @@ from dmt.training.config import TrainConfig, TrainingConfig
 from dmt.training.metrics import StepTimer
 from dmt.training.records import read_curves
 from dmt.training.train import _settle_replicas
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.training.small import small
 from tests.training.test_resume import attempt
 from tests.training.test_resume import config as saved_config
@@ -106,20 +105,20 @@ def test_a_run_that_was_told_to_stop_goes_on_bit_for_bit(
     assert result["eval_loss"] == whole["eval_loss"]
 
 
-def signalled_too_late(saved: list[bool]) -> None:
-    with Signals():
-        signal.raise_signal(signal.SIGINT)
-        saved.append(True)
-
-
 def test_a_signal_that_is_too_late_for_a_step_is_not_lost() -> None:
+    saved: list[bool] = []
+
+    def signalled_too_late() -> None:
+        with Signals():
+            signal.raise_signal(signal.SIGINT)
+            saved.append(True)
+
     # Tests that a shell runs in the background ignore SIGINT.
     ours = signal.signal(signal.SIGINT, signal.default_int_handler)
     before = [signal.getsignal(number) for number in SIGNALS]
-    saved: list[bool] = []
     try:
         with pytest.raises(KeyboardInterrupt):
-            signalled_too_late(saved)
+            signalled_too_late()
         assert [signal.getsignal(number) for number in SIGNALS] == before
     finally:
         signal.signal(signal.SIGINT, ours)
@@ -143,23 +142,6 @@ def test_a_second_signal_ends_the_process_unless_it_saves(
     for number in SIGNALS:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     assert codes == ([128 + signal.SIGINT] if ends else [])
-
-
-@pytest.mark.ranks
-def test_a_stop_that_waits_for_an_averaging_says_so() -> None:
-    said, *_ = run_ranks(says_on_rank, 1, fresh=True)
-    assert re.search(r"SIGTERM: training stops after step 8, .*, in 3 steps\. A second signal ends it at once", said)
-
-
-def says_on_rank(rank: int) -> str:
-    config, stream = small("dlrm", topology={"num_towers": 1, "ranks_per_tower": 1}), io.StringIO()
-    meeting = agreement(TowerMesh(config.topology.build()), interval=4)
-    meeting._signals.signal = signal.SIGTERM
-    logging.getLogger("dmt.training.agreement").addHandler(logging.StreamHandler(stream))
-    assert not meeting.meet(5, torch.zeros(())).stops
-    assert meeting.is_due(8)
-    assert meeting.meet(8, torch.zeros(())).stops
-    return stream.getvalue()
 
 
 def test_the_last_line_names_the_checkpoint(tmp_path: Path) -> None:
@@ -209,21 +191,25 @@ def agreement(mesh: TowerMesh, *, interval: int = 1, **train: Any) -> Agreement:
     return Agreement(TrainConfig(**train), nn.Module(), mesh, timer=StepTimer(), replicas=replicas, signals=Signals())
 
 
-def saves(times: Agreement, steps: range) -> list[int]:
-    """The steps after which is saved, where saving takes no time."""
-    return [step for step in steps if times.is_due(step) and times.meet(step, torch.zeros(())).saves]
-
-
-def saves_on_rank(rank: int) -> None:
+@on_ranks(2, fresh=True)
+def test_ranks_save_and_stop_after_the_same_steps(rank: int) -> None:
     mesh = TowerMesh(small(topology={"num_towers": 1, "ranks_per_tower": 2}).topology.build())
+
+    def saves(times: Agreement, steps: range) -> list[int]:
+        return [step for step in steps if times.is_due(step) and times.meet(step, torch.zeros(())).saves]
+
     assert saves(agreement(mesh), range(998, 2003)) == [1000, 2000]
     # With replicas, where they are averaged anyway.
     assert saves(agreement(mesh, save_every=5, interval=2), range(1, 13)) == [6, 12]
-
-
-@pytest.mark.ranks
-def test_ranks_save_after_the_same_steps() -> None:
-    run_ranks(saves_on_rank, 2)
+    stopped = agreement(mesh, interval=4)
+    stopped._signals.signal = signal.SIGTERM
+    with patch.object(logging.getLogger("dmt.training.agreement"), "warning") as said:
+        assert not stopped.meet(5, torch.zeros(())).stops
+    for call in said.call_args_list:
+        assert re.search("SIGTERM: training stops after step 8, .*, in 3 steps", call.args[0] % call.args[1:])
+    assert said.called == (rank == 0)
+    assert stopped.is_due(8)
+    assert stopped.meet(8, torch.zeros(())).stops
 
 
 def test_replicas_that_a_step_has_averaged_are_not_averaged_again_to_be_saved() -> None:
