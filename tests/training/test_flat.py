@@ -16,7 +16,6 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from dmt.errors import InputError
 from dmt.sptt.mesh import TowerMesh
 from dmt.testing import gather_plain_state, load_plain_state
-from dmt.testing.plain import PlainTraining
 from dmt.testing.state import table_layout
 from dmt.training.build import ClickTask, build_model, build_optimizer, fused_params, shard_model
 from dmt.training.checkpoints.store import Checkpointer, restore
@@ -25,8 +24,8 @@ from dmt.training.config import TrainingConfig
 from dmt.training.flat import FlatSharder, plan_flat
 from dmt.training.job import Job, open_job
 from tests.parity import FUSED, FlatModel, draw_batch, make_tables
-from tests.ranks import run_ranks
-from tests.training.small import plain, small, source
+from tests.ranks import on_ranks, run_ranks
+from tests.training.small import plain, small, source, train_on_union
 
 # By hosts and ranks of a host: the scheme asked for, and those that TorchRec has for the six tables.
 PLACES: dict[tuple[int, int], dict[str, set[str]]] = {
@@ -61,28 +60,18 @@ def train(config: TrainingConfig, into: TrainingConfig, mesh: TowerMesh, folder:
     torch.manual_seed(5)
     oracle = plain(config)
     start = {name: value.detach().clone() for name, value in oracle.state_dict().items()}
-    training = PlainTraining(
-        [oracle],
-        fused_params=fused_params(config.optimizer),
-        make_optimizer=lambda dense: torch.optim.SGD(dense.values(), lr=config.optimizer.dense_lr),
-        layout=table_layout(model),
-    )
     load_plain_state(model, start)
     optimizer = build_optimizer(config.optimizer, model)
-    streams = [source(config).batches("train", rank=r, world_size=world, batch_size=16) for r in range(world)]
-    for batches in itertools.islice(zip(*streams, strict=True), STEPS):
+    batches = source(config).batches("train", rank=mesh.rank, world_size=world, batch_size=16, lanes=world)
+    for batch in itertools.islice(batches, STEPS):
         optimizer.zero_grad()
-        model(batches[mesh.rank])[0].backward()
+        model(batch)[0].backward()
         optimizer.step()
-        if mesh.rank == 0:
-            oracle.zero_grad()
-            torch.stack([oracle(batch)[0] for batch in batches]).mean().backward()
-            training.step()
-    after, wanted = gather_plain_state(model), oracle.state_dict()
+    after, wanted = gather_plain_state(model), train_on_union(config, oracle, STEPS, table_layout(model))
     assert Checkpointer(folder, mesh).save(model, optimizer, step=STEPS, progress={})
     loaded, loaded_optimizer = load(folder, into, mesh)
     assert distance(after, gather_plain_state(loaded)) == 0
-    batch = next(itertools.islice(streams[mesh.rank], 1))
+    batch = next(batches)
     for stepping, its_optimizer in ((model, optimizer), (loaded, loaded_optimizer)):
         its_optimizer.zero_grad()
         stepping(batch)[0].backward()
@@ -120,23 +109,20 @@ def train_on_rank(rank: int, hosts: int, ranks: int, schemes: list[str], folder:
     }
 
 
-def check_schemes(hosts: int, ranks: int, expected: dict[str, set[str]], folder: Path) -> None:
-    found = run_ranks(train_on_rank, hosts * ranks, hosts, ranks, list(expected), str(folder))[0]
-    for scheme, (schemes, (trained, moved, reloaded)) in found.items():
-        assert schemes == (expected[scheme] or schemes), scheme
-        assert moved > 0.05
-        assert trained < 2e-5, scheme
-        assert reloaded < 2e-5, scheme
-
-
 @pytest.mark.ranks
 @pytest.mark.parametrize(("hosts", "ranks"), PLACES)
 def test_every_scheme_trains_as_the_plain_module_and_loads_into_another(hosts: int, ranks: int, tmp_path: Path) -> None:
     """To rounding: sums of bags and of gradients are added in another order, which AdaGrad's first steps enlarge."""
-    check_schemes(hosts, ranks, PLACES[hosts, ranks], tmp_path)
+    expected = PLACES[hosts, ranks]
+    found = run_ranks(train_on_rank, hosts * ranks, hosts, ranks, list(expected), str(tmp_path))[0]
+    for scheme, (schemes, (trained, moved, reloaded)) in found.items():
+        assert schemes == (expected[scheme] or schemes), scheme
+        assert moved > 0.05
+        assert max(trained, reloaded) < 2e-5, scheme
 
 
-def mean_on_rank(rank: int) -> None:
+@on_ranks(4)
+def test_means_over_bags_of_unequal_batches_are_those_of_the_plain_module(rank: int) -> None:
     mesh = TowerMesh(config_of(2, 2, "auto").topology.build())
     tables = make_tables([8, 8, 8], pooling="MEAN")
     torch.manual_seed(0)
@@ -162,11 +148,6 @@ def mean_on_rank(rank: int) -> None:
         if "embedding_bags" in name:  # the first step of row-wise AdaGrad
             step = weight.grad / (weight.grad.square().mean(dim=1, keepdim=True).sqrt() + FUSED["eps"])
             torch.testing.assert_close(after[name], weight - FUSED["learning_rate"] * step, rtol=0, atol=1e-5)
-
-
-@pytest.mark.ranks
-def test_means_over_bags_of_unequal_batches_are_those_of_the_plain_module() -> None:
-    run_ranks(mean_on_rank, 4)
 
 
 def planned(config: TrainingConfig) -> ShardingPlan:

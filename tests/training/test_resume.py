@@ -22,15 +22,10 @@ from dmt.training.checkpoints.store import checkpoints, read_manifest, write_man
 from dmt.training.config import TrainingConfig
 from dmt.training.job import open_data, open_job
 from dmt.training.records import RunRecord, read_curves
-from dmt.training.resume import (
-    Position,
-    Start,
-    checkpoint_folder,
-    start_with,
-    starting_point,
-)
+from dmt.training.resume import Position, Start, checkpoint_folder, start_with, starting_point
 from dmt.training.train import train_job
 from tests.ranks import run_ranks
+from tests.seeds import some_slow
 from tests.training.small import small, source
 
 STEPS, SAVE_EVERY = 10, 4
@@ -78,12 +73,8 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "towers": {"sharding": {"scheme": "table_wise"}},
     "row-wise": {"sharding": {"scheme": "row_wise"}, "train": {"async_save": True, "prefetch_ids": False}},
     "flat": {"arch": "dlrm"},
-    "replicas": {"topology": REPLICAS, "sharding": {"scheme": "table_wise"}, "replicas": {"sync_every": 2}},
-    "replicas, delayed": {
-        "topology": REPLICAS,
-        "sharding": {"scheme": "table_wise"},
-        "replicas": {"sync_every": 2, "optimizer_state": "delayed"},
-    },
+    "replicas": {"topology": REPLICAS, "replicas": {"sync_every": 2}},
+    "replicas, delayed": {"topology": REPLICAS, "replicas": {"sync_every": 2, "optimizer_state": "delayed"}},
     "random bits and hot rows": {
         "dataflow": "sptt",
         "model": {"factory": "tests.training.small:dropped", "in_towers": False},
@@ -93,16 +84,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize(
-    "name",
-    [
-        pytest.param(
-            name,
-            marks=[pytest.mark.slow] if name in ("towers", "flat", "replicas", "row-wise") else [],
-        )
-        for name in LAYOUTS
-    ],
-)
+@pytest.mark.parametrize("name", some_slow(LAYOUTS, ("towers", "flat", "replicas", "row-wise")))
 def test_an_interrupted_run_has_the_losses_of_an_undisturbed_one(name: str, tmp_path: Path) -> None:
     undisturbed, interrupted = (config(tmp_path / kind, **LAYOUTS[name]) for kind in ("a", "b"))
     expected = attempt(undisturbed)
@@ -198,10 +180,7 @@ def test_where_a_run_begins(finished: TrainingConfig, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        (
-            {"model": {"tower_dim": 8}},
-            r"is of another run: model\.tower_dim: 4 -> 8\. Undo that, or give another train\.output_dir",
-        ),
+        ({"model": {"tower_dim": 8}}, r"is of another run: model\.tower_dim: 4 -> 8\. Undo that, or give another"),
         ({"optimizer": {"sparse": "sgd"}}, r"optimizer\.sparse: 'rowwise_adagrad' -> 'sgd'"),
         ({"data": {"shuffle_rows": 100}}, r"data\.shuffle_rows: \d+ -> 100"),
         ({"topology": {"num_towers": 3}}, r"the towers; it has those of towers\.plan='.*towers\.json'"),
@@ -298,8 +277,7 @@ def test_the_warm_up_may_be_taken_out_and_averagings_stay_where_they_were(tmp_pa
 
 def checked_evaluations_on_rank(rank: int, values: dict[str, Any]) -> list[int]:
     """Steps at which replicas were evaluated; at each of them they are equal."""
-    steps = []
-    evaluate = training.evaluate
+    steps, evaluate = [], training.evaluate
 
     def checked(run: training.Run) -> Any:
         assert run.replicas is not None
