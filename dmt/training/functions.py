@@ -5,13 +5,13 @@ from __future__ import annotations
 import importlib
 import inspect
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from dmt.errors import InputError, did_you_mean
 
-__all__ = ["call_named", "check_allowed", "is_function_name", "load_function", "named_arguments"]
+__all__ = ["call_named", "check_allowed", "is_function_name", "load_function"]
 
 
 def is_function_name(text: str) -> bool:
@@ -68,21 +68,26 @@ def load_function(setting: str, name: str) -> Callable[..., Any]:
     return function
 
 
-def named_arguments(place: str, function: Callable[..., Any], given: Sequence[str], remedy: str) -> list[str]:
-    """Returns those of the given arguments that a function names; all of them if it takes any keyword.
+def call_named(
+    place: str, function: Callable[..., Any], given: Mapping[str, Any], remedy: str, *, takes_all: bool = False
+) -> Any:
+    """Calls a function with those of the given arguments that it names.
+
+    Args:
+        place: the function, for messages.
+        function: it may take any keyword.
+        given: the arguments.
+        remedy: the end of the message.
+        takes_all: it must take all of them.
 
     Raises:
-        InputError: it cannot be called without another one.
+        InputError: it does not take one that it must, or needs another one.
     """
-    parameters = inspect.signature(function).parameters.values()
-    required = [p.name for p in parameters if p.default is p.empty and p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)]
-    if unknown := [name for name in required if name not in given]:
-        raise InputError(f"{place} takes {unknown[0]!r}, which is none of {', '.join(given)}. {remedy}")
-    takes_all = any(parameter.kind is parameter.VAR_KEYWORD for parameter in parameters)
-    return [name for name in given if takes_all or name in {parameter.name for parameter in parameters}]
-
-
-def call_named(place: str, function: Callable[..., Any], given: Mapping[str, Any], remedy: str) -> Any:
-    """Calls a function with those of the given arguments that it names; see `named_arguments`."""
-    names = named_arguments(place, function, list(given), remedy)
-    return function(**{name: given[name] for name in names})
+    signature = inspect.signature(function)
+    takes_all |= any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+    arguments = {name: value for name, value in given.items() if takes_all or name in signature.parameters}
+    try:
+        signature.bind(**arguments)
+    except TypeError as error:
+        raise InputError(f"{place} is called with the keywords {', '.join(given)}: {error}. {remedy}") from error
+    return function(**arguments)

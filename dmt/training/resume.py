@@ -25,6 +25,7 @@ from dmt.training.build import ScheduledOptimizer, settle_gradient_buckets
 from dmt.training.checkpoints.store import checkpoints, load, newest, read_manifest
 from dmt.training.config import TrainingConfig
 from dmt.training.data.deal import rank_batch
+from dmt.training.data.own import SourceState
 from dmt.training.device import on_all_ranks
 from dmt.training.job import Job
 
@@ -72,7 +73,7 @@ class Start:
     """The first row, where the checkpoint is of another run."""
     files: list[tuple[str, int, int]]
     """`ClickData.files` of what the run trains on, as it starts: they may grow while it reads them."""
-    sources: list[str | None] = field(default_factory=list)
+    sources: list[SourceState | None] = field(default_factory=list)
     """State of the user's source on each rank."""
     folder: Path | None = None
     """The checkpoint; None for a run without one, and in a checkpoint."""

@@ -229,7 +229,7 @@ def job_of(factory: str, *, in_towers: bool = False, **more: Any) -> Job:
     [
         (
             "takes_more",
-            "takes 'learning_rate', which is none of tables, num_dense, options, towers, device",
+            "the keywords tables, num_dense, options, towers, device: missing a required argument: 'learning_rate'",
         ),
         ("mode", "has no function 'mode'.*did you mean 'made'"),
         ("not_callable", "has no function 'not_callable'"),

@@ -8,7 +8,7 @@ from __future__ import annotations
 import base64
 import io
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from itertools import islice
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -18,17 +18,16 @@ import torch
 from dmt.errors import InputError
 from dmt.training.data.columns import find_columns
 from dmt.training.data.config import DataConfig
-from dmt.training.functions import call_named, load_function, named_arguments
+from dmt.training.functions import call_named, load_function
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["OwnRows"]
+__all__ = ["OwnRows", "SourceState"]
 
-_ARGUMENTS = ("split", "shard", "num_shards", "seed", "epoch", "options")
-_REMEDY = "Put settings of your own into [data.options]."
 _AGREED = 16  # batches between two agreements of the ranks
-_AHEAD = 2 * _AGREED  # more batches than are read and not yet trained on
+SourceState = tuple[int, str]
+"""Rows of this rank before a state of its source, and the state: what ``torch.save`` writes, in base64."""
 
 
 class OwnRows:
@@ -47,22 +46,23 @@ class OwnRows:
         assert config.source is not None, "of kind 'source'"
         self._name, self._config = f"data.source={config.source!r}", config
         self._function = load_function("data.source", config.source)
-        names = named_arguments(self._name, self._function, _ARGUMENTS, _REMEDY)
-        if absent := [name for name in _ARGUMENTS[:3] if name not in names]:
-            raise InputError(f"{self._name} does not take {absent[0]!r}. Name {', '.join(_ARGUMENTS[:3])}.")
-        self.start_state: str | None = None
+        self.start_state: SourceState | None = None
         """State from which the next pass over training rows starts, on the same rank of as many."""
-        self._states = deque[tuple[int, int, str]]()  # epoch, rows before, state: of the source's last training batches
+        self._epoch, self._states = 0, deque[SourceState]()
         first = next((table for _, table in self._tables_of(self._call("train", 0, 1, 0)) if table.num_rows), None)
         if first is None:
             raise InputError(f"{self._name} has no batch with rows. Yield at least one.")
         self.columns = find_columns(config, first.schema, self._name)
         self._converter = Converter(config, self.columns, connect())
 
-    def state(self, epoch: int, rows: int) -> str | None:
-        """Returns the state from which this rank's rows from ``rows`` on can be read; None without one."""
-        known = [entry for entry in self._states if entry[0] == epoch and entry[1] <= rows]
-        return None if not known else f"{known[-1][1]} {known[-1][2]}"
+    def state(self, epoch: int, rows: int) -> SourceState | None:
+        """Returns the last state from which this rank's rows from ``rows`` on can be read, and forgets earlier ones.
+
+        None without one: the source has none, or the epoch has not begun.
+        """
+        while len(self._states) > 1 and self._states[1][0] <= rows:
+            self._states.popleft()
+        return self._states[0] if self._states and epoch == self._epoch else None
 
     def tables(
         self,
@@ -85,11 +85,7 @@ class OwnRows:
         """
         from dmt.collectives import gather_objects
 
-        tables = _cut(
-            self._rows(split, rank, world_size, epoch, start, _AHEAD * batch_size),
-            batch_size,
-            keep_rest=split == "eval",
-        )
+        tables = _cut(self._rows(split, rank, world_size, epoch, start), batch_size, keep_rest=split == "eval")
         while True:
             waiting = list(islice(tables, _AGREED))
             numbers = [len(waiting)] if group is None else gather_objects(len(waiting), group)
@@ -99,31 +95,26 @@ class OwnRows:
             if number < _AGREED:
                 return
 
-    def _rows(self, split: str, rank: int, world_size: int, epoch: int, start: int, ahead: int) -> Iterator[pa.Table]:
-        """Yields the rows of a rank from row ``start`` on, batch by batch, as prepared rows.
-
-        Keeps the states from which all but the rows before the last ``ahead`` ones can be read again.
-        """
+    def _rows(self, split: str, rank: int, world_size: int, epoch: int, start: int) -> Iterator[pa.Table]:
+        """Yields the rows of a rank from row ``start`` on, batch by batch, as prepared rows; keeps a state of each."""
         from dmt.training.data.raw import Block, used_columns
 
-        batches, before = self._call(split, rank, world_size, epoch), 0
-        has_state = split == "train" and hasattr(batches, "state_dict") and hasattr(batches, "load_state_dict")
+        source, before, state = self._call(split, rank, world_size, epoch), 0, self.start_state
+        has_state = split == "train" and hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
         if split == "train":
-            state, self.start_state, self._states = self.start_state, None, deque()
-            if has_state and state is not None:
-                used_rows, _, text = state.partition(" ")
-                before = int(used_rows)
-                batches.load_state_dict(torch.load(io.BytesIO(base64.b64decode(text)), weights_only=True))
+            self._epoch, self._states, self.start_state = epoch, deque(), None
+        if has_state and state is not None:
+            before = state[0]
+            source.load_state_dict(torch.load(io.BytesIO(base64.b64decode(state[1])), weights_only=True))
         used = used_columns(self._config, self.columns)
-        text = _state_text(batches, self._name) if has_state else ""
-        for place, table in self._tables_of(batches):
+        text = self._state_of(source) if has_state else ""
+        for place, table in self._tables_of(source):
             if find_columns(self._config, table.schema, place) != self.columns:
                 raise InputError(f"{place}: its columns are of other kinds than those of the first batch.")
             if has_state:
-                self._states.append((epoch, before, text))
-                while len(self._states) > 1 and self._states[1][1] < before - ahead:
-                    self._states.popleft()
-                text = _state_text(batches, self._name)
+                # That before this batch; the source is after it now.
+                self._states.append((before, text))
+                text = self._state_of(source)
             if before + table.num_rows > start:
                 rows, rejects = self._converter.convert(Block.of(place, table.select(used)))
                 if rejects:
@@ -135,11 +126,12 @@ class OwnRows:
     def _call(self, split: str, shard: int, num_shards: int, epoch: int) -> Any:
         given = {"split": split, "shard": shard, "num_shards": num_shards, "seed": self._config.shuffle_seed}
         given |= {"epoch": epoch, "options": dict(self._config.options)}
-        return call_named(self._name, self._function, given, _REMEDY)
+        remedy = "Take them all, or the rest as **others."
+        return call_named(self._name, self._function, given, remedy, takes_all=True)
 
-    def _tables_of(self, batches: Iterable[Any]) -> Iterator[tuple[str, pa.Table]]:
+    def _tables_of(self, source: Any) -> Iterator[tuple[str, pa.Table]]:
         """Yields each batch of the source as a table, with its place for messages."""
-        for number, batch in enumerate(batches, start=1):
+        for number, batch in enumerate(source, start=1):
             place = f"{self._name}, batch {number}"
             try:
                 yield place, pa.table(batch)
@@ -148,6 +140,18 @@ class OwnRows:
                     f"{place}: {type(batch).__name__} cannot be read as a table ({error}). Yield a dict of columns "
                     "(arrays, lists), or a table of Arrow, pandas or polars."
                 ) from error
+
+    def _state_of(self, source: Any) -> str:
+        stream = io.BytesIO()
+        try:
+            torch.save(source.state_dict(), stream)
+            torch.load(io.BytesIO(stream.getvalue()), weights_only=True)  # reading it must run no code
+        except Exception as error:  # pickle's are many, and so are the user's
+            raise InputError(
+                f"{self._name}: its state_dict() cannot be saved ({str(error).partition('.')[0]}). Give numbers, "
+                "texts, lists, dicts and tensors."
+            ) from error
+        return base64.b64encode(stream.getvalue()).decode()
 
 
 def _cut(tables: Iterator[pa.Table], rows: int, *, keep_rest: bool) -> Iterator[pa.Table]:
@@ -162,17 +166,3 @@ def _cut(tables: Iterator[pa.Table], rows: int, *, keep_rest: bool) -> Iterator[
             waiting = [joined.slice(whole)]
     if keep_rest and any(table.num_rows for table in waiting):
         yield pa.concat_tables(waiting)
-
-
-def _state_text(source: Any, place: str) -> str:
-    """Returns the state of a source as text that reading it runs no code from."""
-    stream = io.BytesIO()
-    try:
-        torch.save(source.state_dict(), stream)
-        torch.load(io.BytesIO(stream.getvalue()), weights_only=True)
-    except Exception as error:  # pickle's are many, and so are the user's
-        raise InputError(
-            f"{place}: its state_dict() cannot be saved ({str(error).partition('.')[0]}). Give numbers, texts, lists, "
-            "dicts and tensors."
-        ) from error
-    return base64.b64encode(stream.getvalue()).decode()

@@ -66,7 +66,7 @@ def cuts(shard: int, num_shards: int, first: int = 0, *, num_rows: int = 90, une
     return found
 
 
-def rows(split: str, shard: int, num_shards: int, options: dict[str, Any]) -> Iterator[Any]:
+def rows(split: str, shard: int, num_shards: int, options: dict[str, Any], **_: Any) -> Iterator[Any]:
     first = 0 if split == "train" else 200
     for number, numbers in enumerate(cuts(shard, num_shards, first, uneven="uneven" in options)):
         batch = columns(numbers)
@@ -77,7 +77,7 @@ def rows(split: str, shard: int, num_shards: int, options: dict[str, Any]) -> It
         yield FORMS[options.get("form", "table")](batch)
 
 
-def late(split: str, shard: int, num_shards: int) -> Iterator[Any]:
+def late(split: str, shard: int, num_shards: int, **_: Any) -> Iterator[Any]:
     """Rows after a batch without any."""
     yield {"label": np.zeros(0), "1": np.zeros(0), "2": []}
     yield {"label": [0, 1] * 9, "1": [0.0, 1.0] * 9, "2": [["a"], ["b", "a"]] * 9}
@@ -105,11 +105,11 @@ class Resumable:
         self.at = int(state["at"])
 
 
-def resumable(split: str, shard: int, num_shards: int, options: dict[str, Any]) -> Resumable:
+def resumable(split: str, shard: int, num_shards: int, options: dict[str, Any], **_: Any) -> Resumable:
     return Resumable(split, shard, num_shards, options)
 
 
-def malformed(split: str, shard: int, num_shards: int, options: dict[str, Any]) -> Any:
+def malformed(split: str, shard: int, num_shards: int, options: dict[str, Any], **_: Any) -> Any:
     good = {"label": [0, 1], "d": [1.0, 2.0], "c": ["a", "b"]}
     yield good
     changes = {
@@ -123,21 +123,21 @@ def malformed(split: str, shard: int, num_shards: int, options: dict[str, Any]) 
     yield changes[options["wrong"]]
 
 
-def of_rank(split: str, shard: int, num_shards: int) -> Iterator[Any]:
+def of_rank(split: str, shard: int, num_shards: int, **_: Any) -> Iterator[Any]:
     """Other columns on every rank, where the first has bags."""
     rank = torch.distributed.get_rank()
     yield {"label": [0, 1], f"d_{rank}": [0.0, 1.0], "c_1": [3, 4] if rank else [[3], [4, 4]]}
 
 
-def none(split: str, shard: int, num_shards: int) -> list[Any]:
+def none(split: str, shard: int, num_shards: int, **_: Any) -> list[Any]:
     return []
 
 
-def without_split(shard: int, num_shards: int) -> list[Any]:
+def without_seed(split: str, shard: int, num_shards: int, epoch: int, options: dict[str, Any]) -> list[Any]:
     return []
 
 
-def needs_more(split: str, path: str) -> None:
+def needs_more(split: str, path: str, **_: Any) -> None:
     raise NotImplementedError
 
 
@@ -203,8 +203,8 @@ def test_columns_are_found_in_the_first_batch_with_rows() -> None:
 @pytest.mark.parametrize(
     ("function", "settings", "message"),
     [
-        ("without_split", {}, "does not take 'split'"),
-        ("needs_more", {}, "takes 'path', which is none of"),
+        ("without_seed", {}, r"without_seed' is called with the keywords split, .*unexpected keyword argument 'seed'"),
+        ("needs_more", {}, r"needs_more' is called with .*missing a required (keyword-only )?argument: 'path'"),
         ("missing", {}, "has no function 'missing'"),
         ("rows", {"options": {"bad": 2}}, r"batch 3, row 2: column 'label': expected 0 or 1, found 7"),
         ("rows", {"id_mode": "index", "options": {"wide": 1, "id": 99}}, "column 'n': .*found 99"),
