@@ -18,7 +18,7 @@ from dmt.sptt.mesh import TowerMesh
 from dmt.traffic import Traffic, TrafficMeter
 from dmt.training.data.batch import ClickBatch
 
-__all__ = ["ClickMetrics", "MetricValues", "StepTimer", "measure_traffic", "metric_values"]
+__all__ = ["ClickMetrics", "MetricValues", "StepTimer", "measure_traffic"]
 
 _BINS = 2**20
 # Steps left out of the speed: the first ones allocate, compile and exchange sizes that never change again.
@@ -94,19 +94,6 @@ class ClickMetrics:
             auc = float((positives * below).sum()) / (positive * (rows - positive))
             ne = loss / rows / -(rate * math.log(rate) + (1 - rate) * math.log(1 - rate))
         return MetricValues(auc=auc, ne=ne, loss=loss / rows, num_rows=int(rows), label_rate=rate)
-
-
-def metric_values(logits: Tensor, labels: Tensor) -> MetricValues:
-    """Computes the metrics of predictions in one process: logits and labels of [n]; errors as `ClickMetrics.compute`.
-
-    Example:
-        >>> found = metric_values(torch.tensor([2.0, -1.0, 0.5]), torch.tensor([1.0, 0.0, 1.0]))
-        >>> found.auc, found.num_rows
-        (1.0, 3)
-    """
-    metrics = ClickMetrics()
-    metrics.update(logits, labels, torch.ones_like(labels))
-    return metrics.compute()
 
 
 class StepTimer:

@@ -30,7 +30,7 @@ from dmt.training.config import TrainingConfig, to_toml
 from dmt.training.factory import check_outputs
 from dmt.training.functions import load_function
 from dmt.training.job import Job
-from dmt.training.metrics import metric_values
+from dmt.training.metrics import ClickMetrics
 from dmt.training.serving.export import read_manifest
 from tests.ranks import run_ranks
 from tests.training.small import new_run, train_loop, unsharded
@@ -97,7 +97,9 @@ def assert_served_alike(model: Path, result: dict[str, Any], folder: Path) -> No
     dmt("score", model, "-o", folder / "predictions.parquet", "--function", "examples.deepfm:deepfm")
     rows = pq.read_table(folder / "predictions.parquet")
     logits, labels = (torch.tensor(rows[name].to_pylist(), dtype=torch.float64) for name in ("logit", "label"))
-    served = metric_values(logits, labels)
+    metrics = ClickMetrics()
+    metrics.update(logits, labels, torch.ones_like(labels))
+    served = metrics.compute()
     assert (served.loss, served.auc) == pytest.approx((result["eval_loss"], result["eval_auc"]), abs=1e-6)
 
 

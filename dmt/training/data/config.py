@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -19,25 +19,9 @@ OF_READING = ("prepared", "shuffle_rows", "shuffle_seed", "shuffle_pieces")
 
 
 class Section(BaseModel):
-    """A section of a configuration; bounds every number and text in it, also where a field has no bound of its own.
-
-    Raises:
-        ValidationError: a whole number beyond 2**53, which JSON would round; another number that is not
-            0 and beyond 1e-30 to 1e30, whose squares 32-bit floats have no room for; a text with a NUL.
-    """
+    """A section of a configuration; numbers are finite."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
-
-    @model_validator(mode="after")
-    def _check_bounds(self) -> Self:
-        for name, value in self:
-            if isinstance(value, int) and abs(value) > 2**53:
-                raise InputError(f"{name}={value} is beyond 2**53 = {2**53}. Give a smaller number.")
-            if isinstance(value, float) and value and not 1e-30 <= abs(value) <= 1e30:
-                raise InputError(f"{name}={value} is beyond 1e-30 to 1e30. Give a number between.")
-            if isinstance(value, str) and "\0" in value:
-                raise InputError(f"{name}={value!r} has a NUL character. Leave it out.")
-        return self
 
 
 class SyntheticConfig(Section):
@@ -103,9 +87,7 @@ class DataConfig(Section):
     """Share of rows set apart for evaluation, evenly spread over the files (about every tenth row at 0.1); with
     ``group_by``, about this share of the requests, whole. Not used with ``eval_path`` or ``split_column``."""
     split_column: str | None = None
-    """Column that tells training rows from evaluation rows."""
-    split_values: tuple[str, str] = ("train", "test")
-    """The value of ``split_column`` in training rows, and in evaluation rows."""
+    """Column that is ``train`` in training rows and ``test`` in evaluation rows; others are left out."""
     label: str | None = "label"
     """The column of 0/1 labels. Only ``dmt score`` has rows without one."""
     dense: tuple[str, ...] = ()

@@ -219,7 +219,7 @@ def _raw_rows(
 def _is_of(part: str, config: DataConfig, rows: pa.Table, start: int) -> NDArray[np.bool_]:
     """Tells which rows, number ``start`` and on, are of a part [n]."""
     if config.split_column:
-        value = config.split_values[part == "eval"]
+        value = "test" if part == "eval" else "train"
         return np.asarray(pc.fill_null(pc.equal(rows.column(SPLIT), value), False))
     share = round(config.eval_fraction * _MILLIONTHS)  # whole numbers: exact at any row number
     if config.group_by:
