@@ -60,7 +60,7 @@ def make_model(job: Job, device: str | None = None) -> nn.Module:
         "device": None if device is None else torch.device(device),
     }
     with torch.device(device or "cpu"), _errors_named(f"{place} raised"):
-        model = call_named(place, make, given, "Put settings of your own into [model.options].")
+        model = call_named(place, make, given)
     if not isinstance(model, nn.Module):
         raise InputError(f"{place} returned a {type(model).__name__}, no torch.nn.Module. Return the model.")
     _check_tables(place, model, job)

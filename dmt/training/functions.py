@@ -68,16 +68,13 @@ def load_function(setting: str, name: str) -> Callable[..., Any]:
     return function
 
 
-def call_named(
-    place: str, function: Callable[..., Any], given: Mapping[str, Any], remedy: str, *, takes_all: bool = False
-) -> Any:
+def call_named(place: str, function: Callable[..., Any], given: Mapping[str, Any], *, takes_all: bool = False) -> Any:
     """Calls a function with those of the given arguments that it names.
 
     Args:
         place: the function, for messages.
         function: it may take any keyword.
         given: the arguments.
-        remedy: the end of the message.
         takes_all: it must take all of them.
 
     Raises:
@@ -89,5 +86,7 @@ def call_named(
     try:
         signature.bind(**arguments)
     except TypeError as error:
-        raise InputError(f"{place} is called with the keywords {', '.join(given)}: {error}. {remedy}") from error
+        raise InputError(
+            f"{place} is called with the keywords {', '.join(given)}: {error}. Put settings into options."
+        ) from error
     return function(**arguments)

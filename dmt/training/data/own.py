@@ -126,8 +126,7 @@ class OwnRows:
     def _call(self, split: str, shard: int, num_shards: int, epoch: int) -> Any:
         given = {"split": split, "shard": shard, "num_shards": num_shards, "seed": self._config.shuffle_seed}
         given |= {"epoch": epoch, "options": dict(self._config.options)}
-        remedy = "Take them all, or the rest as **others."
-        return call_named(self._name, self._function, given, remedy, takes_all=True)
+        return call_named(self._name, self._function, given, takes_all=True)
 
     def _tables_of(self, source: Any) -> Iterator[tuple[str, pa.Table]]:
         """Yields each batch of the source as a table, with its place for messages."""
