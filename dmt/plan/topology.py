@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
+from numpy.typing import ArrayLike, NDArray
 
 from dmt.errors import InputError
 
@@ -133,6 +133,21 @@ class TowerTopology:
         return TowerTopology(
             num_towers=1, ranks_per_tower=1, num_replicas=self.world_size, ranks_per_host=self.host_size
         )
+
+    @property
+    def one_replica(self) -> TowerTopology:
+        """The ranks of one replica as one tower, on the hosts that they are on."""
+        ranks = self.sharding_groups()[0]
+        on_host = sum(self.host(rank) == self.host(ranks[0]) for rank in ranks)
+        return TowerTopology(num_towers=1, ranks_per_tower=len(ranks), ranks_per_host=on_host)
+
+    def on_all_replicas(self, values: ArrayLike) -> NDArray[np.float64]:
+        """Returns numbers of one replica's ranks, [T L, ...] tower by tower, for all ranks of the job, [W, ...]."""
+        of_replica = np.asarray(values, dtype=np.float64)
+        of_job = np.empty((self.world_size, *of_replica.shape[1:]))
+        for ranks in self.sharding_groups():
+            of_job[ranks] = of_replica
+        return of_job
 
     def tower_groups(self) -> list[list[int]]:
         """Ranks of one tower in one replica (fast links): R * T groups of L."""

@@ -113,6 +113,9 @@ class ShardLoad(NamedTuple):
     activations: int
     """Bytes on the device of the embeddings that a step looks up in it, and of their gradients, FP32 (2D sparse
     parallelism, section 2.2): of all G samples, also from a part of the rows."""
+    averaged_bytes: float
+    """Sent for a step's share of the average of weights and optimizer state over the replicas (2D sparse parallelism,
+    section 5), 4 bytes a number, also of FP16 tables. Data-parallel tables are reduced in every step instead."""
     row_bytes: float
     """Bytes of the rows read per step."""
     id_bytes: float
@@ -121,9 +124,6 @@ class ShardLoad(NamedTuple):
     """Embeddings that leave it in the forward pass; as many bytes of gradients come back."""
     reduced_bytes: float
     """Sent for the all-reduce of a data-parallel table's gradient."""
-    averaged_bytes: float
-    """Sent for a step's share of the average of weights and optimizer state over the replicas (2D sparse parallelism,
-    section 5), 4 bytes a number, also of FP16 tables. Data-parallel tables are reduced in every step instead."""
     elsewhere: int = 0
     """Bytes of weights and optimizer state in host memory or on the SSD, of a table with such a kernel."""
 
@@ -189,7 +189,7 @@ class CostModel:
         if kernel in ("fused_uvm_caching", "key_value"):
             # A map of all rows, of 4 bytes each; and of each cached one its number and its last use, 8 bytes each.
             memory += math.ceil(cache * rows * columns * number) + 4 * rows + 16 * math.ceil(cache * rows)
-        return ShardLoad(seconds, memory, activations, row_bytes, ids, outputs, reduced, averaged, elsewhere)
+        return ShardLoad(seconds, memory, activations, averaged, row_bytes, ids, outputs, reduced, elsewhere)
 
     def shards(self, table: Any, placement: TablePlacement) -> list[tuple[int, ShardLoad]]:
         """(local rank, load) of every shard of a placed table."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
 
 from dmt.files import read_model, write_or_raise
 from dmt.formatting import counted, human_bytes
@@ -15,7 +17,7 @@ from dmt.plan.topology import TowerTopology
 from dmt.sharding.costs import Hardware, StepWorkload
 from dmt.sharding.schemes import SCHEMES, TablePlacement
 
-__all__ = ["SHARDING_FORMAT", "RankLoad", "TableSharding", "TowerShardingPlan", "imbalance_of"]
+__all__ = ["SHARDING_FORMAT", "RankLoad", "TableSharding", "TowerShardingPlan"]
 
 SHARDING_FORMAT = 1
 _REMEDY = "Re-run `dmt plan`."
@@ -49,6 +51,8 @@ class RankLoad:
     """Bytes of weights, optimizer state, dense gradients and caches on its device."""
     activations: int
     """Bytes of the embeddings that a step looks up there, and of their gradients."""
+    averaged_bytes: float
+    """Bytes that it sends for a step's share of the average of the replicas."""
     seconds: float
     """Cost of a step in seconds."""
 
@@ -56,6 +60,14 @@ class RankLoad:
     def needed(self) -> int:
         """Bytes on its device in all."""
         return self.memory + self.activations
+
+    @classmethod
+    def of_tower(cls, tower: int, loads: NDArray[np.float64]) -> list[RankLoad]:
+        """The ranks of a tower, by the sums of the first four fields of the `ShardLoad` of their shards, [4, L]."""
+        return [
+            cls(tower=tower, local=i, memory=int(memory), activations=int(size), averaged_bytes=sent, seconds=seconds)
+            for i, (seconds, memory, size, sent) in enumerate(loads.T.tolist())
+        ]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,14 +93,10 @@ class TowerShardingPlan:
         return {table.name: table.reason for table in self.tables}
 
     @property
-    def seconds(self) -> float:
-        """Cost of a step of the busiest rank of all, in seconds."""
-        return max(rank.seconds for rank in self.ranks)
-
-    @property
     def imbalance(self) -> float:
         """Cost of the busiest rank over the mean of all ranks; 1 is even."""
-        return imbalance_of([rank.seconds for rank in self.ranks])
+        seconds = [rank.seconds for rank in self.ranks]
+        return max(seconds) * len(seconds) / sum(seconds) if sum(seconds) else 1.0
 
     @property
     def tables_by_scheme(self) -> dict[str, int]:
@@ -98,19 +106,19 @@ class TowerShardingPlan:
 
     @property
     def summary(self) -> str:
-        """Tables, schemes, the largest rank and the imbalance in three sentences."""
-        topology = self.topology
+        """Tables, schemes, the fullest rank and the imbalance in three sentences."""
+        topology, fullest = self.topology, max(self.ranks, key=lambda rank: rank.needed)
         schemes = ", ".join(f"{count:,} {scheme}" for scheme, count in self.tables_by_scheme.items())
         return (
             f"{counted(len(self.tables), 'table')} in {counted(topology.num_towers, 'tower')} of "
-            f"{counted(topology.ranks_per_tower, 'rank')}: {schemes}. A rank holds at most "
-            f"{human_bytes(max(rank.memory for rank in self.ranks))}. The busiest rank costs {self.imbalance:.2f} "
-            "times the mean of all ranks."
+            f"{counted(topology.ranks_per_tower, 'rank')}: {schemes}. The fullest rank needs "
+            f"{human_bytes(fullest.needed)}, {human_bytes(fullest.activations)} of it for the embeddings that it looks "
+            f"up and their gradients. The busiest rank costs {self.imbalance:.2f} times the mean of all ranks."
         )
 
     def to_record(self) -> dict[str, Any]:
         """Returns the plan as a JSON object."""
-        return {"format": SHARDING_FORMAT, "imbalance": self.imbalance, "seconds": self.seconds, **asdict(self)}
+        return {"format": SHARDING_FORMAT, "imbalance": self.imbalance, **asdict(self)}
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes the plan as JSON; an existing file is replaced in one step.
@@ -130,13 +138,3 @@ class TowerShardingPlan:
                 another type or breaks a rule of the plan.
         """
         return read_model(path, cls, what="Sharding plan", version=SHARDING_FORMAT, remedy=_REMEDY)
-
-
-def imbalance_of(seconds: Sequence[float]) -> float:
-    """Returns the cost of the busiest rank over the mean; 1 is even, or that there is none.
-
-    Example:
-        >>> imbalance_of([3.0, 1.0])
-        1.5
-    """
-    return max(seconds) * len(seconds) / sum(seconds) if sum(seconds) else 1.0

@@ -74,7 +74,7 @@ def plan_tables(
 
 
 def _on_every_rank(tables: Sequence[Any], model: CostModel) -> tuple[list[TableSharding], Vector]:
-    """Returns the tables outside towers, and their seconds, bytes and bytes of activations on one rank."""
+    """Returns the tables outside towers, and the load of a rank by them, [4]."""
     room, alone = model.hardware.memory_per_rank, replace(model, topology=model.topology.outside_towers)
     placement = TablePlacement(scheme="data_parallel", ranks=tuple(range(model.topology.ranks_per_tower)))
     loads = [alone.shard(table, "data_parallel", table.num_embeddings, table.embedding_dim) for table in tables]
@@ -86,7 +86,7 @@ def _on_every_rank(tables: Sequence[Any], model: CostModel) -> tuple[list[TableS
             f"{human_bytes(largest.needed)} of it for table {table.name!r}, but memory_per_rank={human_bytes(room)}. "
             "Put the features of large tables into towers."
         )
-    held = np.zeros(3) + sum(np.array([load.seconds, load.memory, load.activations]) for load in loads)
+    held = np.zeros(4) + sum(np.array(load[:4]) for load in loads)
     return [
         TableSharding(
             name=table.name,
@@ -110,14 +110,14 @@ class _Tower:
     allowed: Mapping[str, Allowed]
     model: CostModel
     held: Vector
-    """Seconds, bytes and bytes of activations of tables outside towers on each rank, [3]."""
+    """Load of a rank by tables outside towers, [4]."""
 
     def plan(self) -> tuple[list[TableSharding], list[RankLoad]]:
         """Places the tables and reports the loads of the tower's ranks."""
         # By name: the order in which tables come must not matter.
         tables = sorted(self.tables, key=lambda table: table.name)
         placements = {t.name: p for t in tables if (p := self.allowed[t.name].placement) is not None}
-        seconds, memory, activations = self._loads([t for t in tables if t.name in placements], placements)
+        seconds, memory, activations, _ = self._loads([t for t in tables if t.name in placements], placements)
         free = [table for table in tables if table.name not in placements]
         problem = Problem(
             options=[[self._option(table, placement) for placement in self._cuts(table)] for table in free],
@@ -133,20 +133,17 @@ class _Tower:
         if packing is None:
             raise self._no_room(problem)
         placements |= {table.name: self._placement(table, packing, item) for item, table in enumerate(free)}
-        seconds, *sizes = self._loads(tables, placements)
-        seconds += sum(map(self.model.fixed_seconds, {placement.scheme for placement in placements.values()}))
-        ranks = [
-            RankLoad(tower=self.number, local=local, memory=int(memory), activations=int(activations), seconds=cost)
-            for local, (cost, memory, activations) in enumerate(zip(seconds.tolist(), *sizes, strict=True))
-        ]
-        return [self._entry(table, placements[table.name], seconds.mean()) for table in self.tables], ranks
+        loads = self._loads(tables, placements)
+        loads[0] += sum(map(self.model.fixed_seconds, {placement.scheme for placement in placements.values()}))
+        entries = [self._entry(table, placements[table.name], loads[0].mean()) for table in self.tables]
+        return entries, RankLoad.of_tower(self.number, loads)
 
     def _loads(self, tables: Sequence[Any], placements: Mapping[str, TablePlacement]) -> Vector:
-        """Seconds, bytes, activations of every rank, [3, L], for some tables and those outside, without fixed costs."""
+        """Loads of every rank for `RankLoad.of_tower`, [4, L], without fixed costs: some tables and those outside."""
         loads = np.tile(self.held[:, None], self.model.topology.ranks_per_tower)
         for table in tables:
             for rank, load in self.model.shards(table, placements[table.name]):
-                loads[:, rank] += load.seconds, load.memory, load.activations
+                loads[:, rank] += load[:4]
         return loads
 
     def _cuts(self, table: Any) -> Iterator[TablePlacement]:

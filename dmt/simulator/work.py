@@ -139,10 +139,7 @@ def _rank_loads(step: Workload) -> dict[str, NDArray[np.float64]]:
                 loads[loads[:, 0].argmin()] += load
             else:
                 loads += np.array(load) / ranks
-    by_rank = np.empty((topology.world_size, loads.shape[1]))
-    for group in topology.sharding_groups():
-        by_rank[group] = loads
-    return dict(zip(ShardLoad._fields, by_rank.T, strict=True))
+    return dict(zip(ShardLoad._fields, topology.on_all_replicas(loads).T, strict=True))
 
 
 def _exchanges(
@@ -158,8 +155,8 @@ def _exchanges(
     ids, outputs = (zero, zero) if is_flat else (held["id_bytes"], held["output_bytes"])
     numbers = held["output_bytes"] / 4
     if not is_flat:
-        towers = np.array([topology.coordinates(rank).tower for rank in range(world)])
-        numbers = batch * others * np.array(_widths(step, model))[towers]
+        widths = np.repeat(_widths(step, model), topology.ranks_per_tower)
+        numbers = batch * others * topology.on_all_replicas(widths)
     outside = 2 * (world - 1) / world * sum(4 * table.num_embeddings * table.embedding_dim for table in step.outside)
     of_towers = 2 * (replicas * topology.ranks_per_tower - 1) * model.tower_bytes / world
     peer, inner = topology.share_across_hosts(groups), topology.share_across_hosts(topology.tower_groups())

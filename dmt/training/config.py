@@ -379,11 +379,6 @@ def _refusals(config: TrainingConfig) -> list[tuple[object, str]]:
             "dataflow. Use 'auto'.",
         ),
         (
-            is_flat and replicas > 1,
-            f"topology.num_replicas={replicas} needs the tower dataflow, but this run has sharding.dataflow='flat'. "
-            "Set it to 'sptt'; with topology.num_towers=1 a replica exchanges over all its ranks.",
-        ),
-        (
             train.micro_batches > 1 and is_flat,
             f"train.micro_batches={train.micro_batches} needs the tower dataflow, but this run has "
             "sharding.dataflow='flat', which would look up and send each micro-batch by itself. Set it to 'sptt', or "

@@ -89,14 +89,15 @@ def shard_flat(
 
 
 def plan_flat(job: Job, model: nn.Module, fused_params: dict[str, Any]) -> ShardingPlan:
-    """Places the tables of a flat job, whose model is on the meta device, by TorchRec's planner.
+    """Places the tables of a flat job, whose model is on the meta device, on a replica's ranks, by TorchRec's planner.
 
     A table that can have none of the schemes asked for stays whole.
 
     Raises:
         InputError: the planner cannot place the tables, or a pooling factor is of no feature.
     """
-    settings, ranks = job.config.sharding, job.topology.world_size
+    settings, topology = job.config.sharding, job.topology.one_replica
+    ranks = topology.world_size
     StepWorkload(pooling_factors=settings.pooling_factors).check_features(set(feature_names(job.tables)))
     constraints = {}
     for table in job.tables:
@@ -109,7 +110,7 @@ def plan_flat(job: Job, model: nn.Module, fused_params: dict[str, Any]) -> Shard
     return plan_by_torchrec(
         model,
         [FlatSharder(None, fused_params=fused_params)],
-        job.topology,
+        topology,
         constraints=constraints,
         memory_per_rank=job.rank_memory,
         batch_size=job.config.train.batch_size,

@@ -59,6 +59,11 @@ def checked_model(job: Job, world_size: int) -> nn.Module:
     """
     config = job.config
     config.topology.build().check_world_size(world_size)
+    if job.sharding is None and job.topology.num_replicas > 1:
+        raise InputError(
+            f"topology.num_replicas={job.topology.num_replicas} needs the tower dataflow, but this run has "
+            "sharding.dataflow='flat'. Set it to 'sptt'; with topology.num_towers=1 a replica exchanges over all ranks."
+        )
     check_table_optimizer(config.optimizer, job.device_type)
     check_kernels(job)
     if job.source is None:

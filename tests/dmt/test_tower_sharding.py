@@ -14,7 +14,7 @@ import pytest
 
 from dmt import InputError, TableSpec, TowerTopology
 from dmt.sharding.costs import CostModel, Hardware, StepWorkload
-from dmt.sharding.plan import TowerShardingPlan, imbalance_of
+from dmt.sharding.plan import TowerShardingPlan
 from dmt.sharding.plan_tables import plan_tables
 from dmt.sharding.schemes import EVERYWHERE, SCHEMES, ShardingRules, TablePlacement, why_not
 from tests.seeds import seeds
@@ -114,7 +114,7 @@ def test_small_towers_are_near_the_optimum(seed: int, monkeypatch: pytest.Monkey
     for column_gain in (0.0, 0.05):
         monkeypatch.setattr("dmt.sharding.plan_tables._COLUMN_GAIN", column_gain)
         found = plan_tables([tables], model.topology, workload=model.workload, hardware=model.hardware)
-        assert best * (1 - 1e-9) <= found.seconds <= 1.06 * (1 + column_gain) * best
+        assert best * (1 - 1e-9) <= max(rank.seconds for rank in found.ranks) <= 1.06 * (1 + column_gain) * best
         assert max(rank.needed for rank in found.ranks) <= (model.hardware.memory_per_rank or np.inf)
 
 
@@ -136,7 +136,6 @@ def test_the_reported_loads_add_up() -> None:
         ranks = [rank for rank in found.ranks if rank.tower == number]
         assert [rank.memory for rank in ranks] == memory.tolist()
         np.testing.assert_allclose([rank.seconds for rank in ranks], seconds)
-    assert found.seconds == max(rank.seconds for rank in found.ranks)
 
 
 def test_the_plan_depends_on_nothing_but_its_input() -> None:
@@ -159,7 +158,8 @@ def test_a_thousand_tables_are_balanced(towers: int, ranks: int) -> None:
         hardware=Hardware(memory_per_rank=60_000_000_000),
     )
     for tower in range(towers):
-        assert imbalance_of([rank.seconds for rank in found.ranks if rank.tower == tower]) < 1.1
+        seconds = [rank.seconds for rank in found.ranks if rank.tower == tower]
+        assert max(seconds) < 1.1 * np.mean(seconds)
 
 
 def test_cheap_tables_are_replicated_and_large_ones_are_not() -> None:

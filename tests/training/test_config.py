@@ -209,7 +209,6 @@ TOGETHER: list[tuple[str, str, dict[str, Any], str]] = [
         r"tables=.* needs the",
     ),
     ("dlrm", "flat", {"sharding": {"dataflow": "auto", "unique": True}}, r"sharding\.unique=True needs the tower"),
-    ("dlrm", "flat", COPIES, "num_replicas=2 needs the tower dataflow"),
     ("dcn", "flat", {"train": {"micro_batches": 2}}, r"micro_batches=2 needs the tower dataflow, but .*'flat'"),
     ("dlrm", "sptt", {"sharding": {"dataflow": "sptt", "scheme": "planner"}}, "is TorchRec's planner.* has the tower"),
     ("dmt-dlrm", "sptt", {"hot_rows": HOT}, "hot rows need a flat model; towers send their modules' outputs"),

@@ -14,15 +14,17 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dmt.errors import InputError
+from dmt.formatting import human_bytes
 from dmt.sptt.mesh import TowerMesh
 from dmt.testing import gather_plain_state, load_plain_state
 from dmt.testing.state import table_layout
 from dmt.training.build import ClickTask, build_model, build_optimizer, fused_params, shard_model
 from dmt.training.checkpoints.store import Checkpointer, restore
 from dmt.training.commands.plans import run_plan
-from dmt.training.config import TrainingConfig
+from dmt.training.config import TrainingConfig, load_config
 from dmt.training.flat import FlatSharder, plan_flat
 from dmt.training.job import Job, open_job
+from dmt.training.preflight import checked_model
 from tests.parity import FUSED, FlatModel, draw_batch, make_tables
 from tests.ranks import on_ranks, run_ranks
 from tests.training.small import plain, small, source, train_on_union
@@ -182,6 +184,30 @@ def test_what_torchrec_cannot_place_is_told_before_training(device: str, monkeyp
         planned(config)
 
 
-def test_dmt_plan_refuses_what_torchrec_plans() -> None:
-    with pytest.raises(InputError, match=r"has the flat dataflow \(model.arch='dlrm'\)"):
-        run_plan("demo", ["model.arch=dlrm"])
+def test_dmt_plan_shows_a_flat_model_on_the_ranks_of_a_replica(tmp_path: Path) -> None:
+    shape = ["topology.num_towers=2", "topology.ranks_per_tower=4", "topology.num_replicas=2"]
+    overrides = ["model.arch=dlrm", "sharding.scheme=table_wise", *shape, "train.batch_size=100"]
+    found = run_plan("demo", [*overrides, "replicas.sync_every=5"])
+    placed = [table["placement"] for table in found.record["tables"]]
+    assert {(placement["scheme"], len(placement["ranks"])) for placement in placed} == {("table_wise", 1)}
+    counts = [sum(placement["ranks"] == (rank,) for placement in placed) for rank in range(8)]
+    # Embeddings and gradients of the 800 samples of a replica; half of an exchange of two, every five steps.
+    table, looked_up = 1000 * (32 + 1) * 4, 800 * 32 * 4 * 2
+    ranks = found.record["ranks"]
+    assert [rank["memory"] for rank in ranks] == [count * table for count in counts]
+    assert [rank["activations"] for rank in ranks] == [count * looked_up for count in counts]
+    assert [rank["averaged_bytes"] for rank in ranks] == [count * table / 5 for count in counts]
+    assert found.record["tables"][0]["reason"].endswith(": placed by TorchRec's planner")
+    text = " ".join(found.lines)
+    host = max(sum(counts[:4]), sum(counts[4:])) * (table + looked_up)
+    assert f"The fullest host needs {human_bytes(host)}" in text
+    assert f"To average 2 replicas a rank sends up to {human_bytes(max(counts) * table / 5)} a step" in text
+    assert "sharding.dataflow=sptt topology.num_towers=1 topology.ranks_per_tower=8" in text
+    job = open_job(load_config("demo", overrides))
+    with pytest.raises(InputError, match=r"num_replicas=2 needs the tower dataflow, but .*'flat'"):
+        checked_model(job, 16)
+    (tmp_path / "t.json").write_text(
+        '[{"name": "t", "num_embeddings": 9, "embedding_dim": 8, "feature_names": ["f", "g"]}]'
+    )
+    (alone,) = run_plan("demo", [*overrides, f"data.tables={tmp_path / 't.json'}"]).record["tables"]
+    assert (alone["name"], alone["memory"]) == ("t", 9 * 9 * 4)

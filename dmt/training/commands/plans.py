@@ -10,15 +10,17 @@ from pathlib import Path
 from typing import Any
 
 from dmt.errors import InputError
-from dmt.formatting import counted, human_bytes, shorten
+from dmt.formatting import human_bytes, shorten
 from dmt.partitioner import FeatureAffinity, Partition, PartitionRules, TowerPartitioner, write_partition_report
 from dmt.partitioner.partition import judge_balance, judge_meaning
 from dmt.partitioner.report import strongest_rows
 from dmt.sharding.plan import TowerShardingPlan
+from dmt.sharding.plan_tables import plan_tables
+from dmt.sharding.schemes import ShardingRules, TablePlacement
 from dmt.training.commands import Shown
 from dmt.training.config import load_config
 from dmt.training.device import device_type
-from dmt.training.job import check_table_optimizer, open_job
+from dmt.training.job import Job, check_table_optimizer, open_job, step_workload
 
 __all__ = ["run_partition", "run_plan"]
 
@@ -153,31 +155,53 @@ def run_plan(config: str, overrides: Sequence[str] = (), *, out: Path | None = N
         from dmt.training.factory import check_outputs
 
         check_outputs(job, build_model(job, device="meta"))
-    if job.sharding is None:
-        raise InputError(
-            f"The config has the flat dataflow ({run.model.chosen}), which TorchRec's planner places anew in every "
-            "run. Append sharding.dataflow=sptt to plan towers."
-        )
+    sharding = job.sharding or _plan_flat(job)
     if out is not None:
-        job.sharding.save(out)
-    return _show_sharding(job.sharding, out)
+        sharding.save(out)
+    return _show_sharding(job, sharding, out)
 
 
-def _show_sharding(sharding: TowerShardingPlan, out: Path | None) -> Shown:
+def _plan_flat(job: Job) -> TowerShardingPlan:
+    """Plans a flat run by TorchRec's planner, as one tower that has all ranks of a replica."""
+    from dmt.training.build import build_model, fused_params
+    from dmt.training.flat import plan_flat
+
+    # A list of tables has no dense columns, but models read some.
+    job = replace(job, num_dense=job.num_dense or job.config.data.synthetic.num_dense)
+    fused = fused_params(job.config.optimizer, job.device_type)
+    plans = plan_flat(job, build_model(job, device="meta"), fused).plan.values()
+    rules = {
+        name: TablePlacement(scheme=placed.sharding_type, ranks=tuple(dict.fromkeys(placed.ranks)))
+        for plan in plans
+        for name, placed in plan.items()
+    }
+    topology = replace(job.topology.one_replica, num_replicas=job.topology.num_replicas)
+    workload = step_workload(job.config, job.config.sharding.pooling_factors)
+    report = plan_tables([job.tables], topology, workload=workload, rules=ShardingRules(tables=rules))
+    reasons = [table.reason.replace("pinned by the user", "placed by TorchRec's planner") for table in report.tables]
+    return replace(report, tables=tuple(replace(t, reason=r) for t, r in zip(report.tables, reasons, strict=True)))
+
+
+def _show_sharding(job: Job, sharding: TowerShardingPlan, out: Path | None) -> Shown:
     ranked = sorted(sharding.tables, key=lambda entry: (-entry.seconds, entry.name))
     rows = [
         (entry.name, _tower(entry.tower), human_bytes(entry.memory), _time(entry.seconds), entry.reason)
         for entry in ranked[:_SHOWN_TABLES]
     ]
-    slowest = max(sharding.ranks, key=lambda rank: rank.seconds)
-    fullest = max(rank.memory for rank in sharding.ranks)
-    schemes = ", ".join(f"{count:,} {name}" for name, count in sharding.tables_by_scheme.items())
-    lines = [
-        f"{counted(len(ranked), 'table')}: {schemes}.",
-        f"The busiest rank ({slowest.local} of tower {slowest.tower}) has a cost of {_time(slowest.seconds)}, "
-        f"{sharding.imbalance:.2f} times the mean; the fullest holds {human_bytes(fullest)}.",
-        *([] if out is None else [f"Written to {out}."]),
-    ]
+    topology = job.topology
+    hosts = topology.on_all_replicas([rank.needed for rank in sharding.ranks]).reshape(topology.num_hosts, -1)
+    lines = [sharding.summary, f"The fullest host needs {human_bytes(hosts.sum(axis=1).max())}."]
+    if topology.num_replicas > 1:
+        lines.append(
+            f"To average {topology.num_replicas} replicas a rank sends up to "
+            f"{human_bytes(max(rank.averaged_bytes for rank in sharding.ranks))} a step; compare by dmt what-if."
+        )
+    if topology.num_replicas > 1 and job.sharding is None:
+        lines.append(
+            "Training has replicas of a flat model in the tower dataflow, by its planner: sharding.dataflow=sptt "
+            f"topology.num_towers=1 topology.ranks_per_tower={sharding.topology.ranks_per_tower}."
+        )
+    lines += [] if out is None else [f"Written to {out}."]
     title = "Tables, costliest first" + ("; --json has all" if len(ranked) > _SHOWN_TABLES else "")
     headers = ("table", "tower", "memory", "cost", "why")
     return Shown(sharding.to_record(), headers, rows, title, (1, 2, 3), lines)
