@@ -24,7 +24,7 @@ from dmt._torchrec import default_pg_timeout, group_timeout
 from dmt.errors import InputError
 from dmt.training.checkpoints import store
 from dmt.training.checkpoints.store import Checkpointer, load_plain, newest, read_manifest, verify
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks, run_ranks
 from tests.training.small import alone, linear, save_alone
 
 # Of two layers each rank writes one.
@@ -89,23 +89,18 @@ def test_a_save_that_fails_on_any_rank_fails_on_all_and_the_next_succeeds(asynch
     assert all((parameter == 7).all() for parameter in model.parameters())
 
 
-def unshared_on_rank(rank: int, folder: str) -> None:
+@on_ranks(2)
+def test_a_folder_that_hosts_do_not_share_takes_no_checkpoint(rank: int, tmp_path: Path) -> None:
     """Each rank has a folder of its own, as hosts have whose path is no shared one."""
     mesh = TowerMesh(TowerTopology(num_towers=1, ranks_per_tower=2))
-    own = Path(folder) / f"host{rank}"
-    own.mkdir()
-    os.chdir(folder)
+    (tmp_path / f"host{rank}").mkdir()
+    os.chdir(tmp_path)
     checkpointer = Checkpointer(Path("in"), mesh, keep=1)
     assert checkpointer.save(two_layers(1), None, step=1, progress={})
     assert checkpointer.save(two_layers(1), None, step=2, progress={})
     if rank == 1:
-        os.chdir(own)
+        os.chdir("host1")
     assert not checkpointer.save(two_layers(1), None, step=3, progress={})
-
-
-@pytest.mark.ranks
-def test_a_folder_that_hosts_do_not_share_takes_no_checkpoint(tmp_path: Path) -> None:
-    run_ranks(unshared_on_rank, 2, str(tmp_path))
     assert [path.name for path in (tmp_path / "in").iterdir()] == ["step-00000002"]
     assert newest(tmp_path / "in") is not None
 
@@ -126,15 +121,16 @@ def test_files_are_on_the_disk_before_the_manifest_names_them(tmp_path: Path, mo
     assert manifest.versions["torch"] == importlib.metadata.version("torch")
 
 
-def raises_on_rank(rank: int, folder: str) -> bool:
-    """Training fails right after a save has begun; returns whether the error was held back until the save was whole."""
-    mesh = TowerMesh(TowerTopology(num_towers=1, ranks_per_tower=2))
+@on_ranks(2)
+def test_an_error_in_training_costs_no_save_under_way(rank: int, tmp_path: Path) -> None:
+    """Training fails right after a save has begun: the error is held back until the save is whole."""
 
     def slow(scratch: Path) -> None:
         time.sleep(0.5)
         (scratch / "a").write_text("x")
 
-    checkpointer = Checkpointer(Path(folder), mesh, asynchronous=True)
+    mesh = TowerMesh(TowerTopology(num_towers=1, ranks_per_tower=2))
+    checkpointer = Checkpointer(tmp_path, mesh, asynchronous=True)
 
     def train() -> None:
         checkpointer.save(two_layers(1 + rank), None, step=1, progress={}, describe=slow)
@@ -142,27 +138,22 @@ def raises_on_rank(rank: int, folder: str) -> bool:
 
     with pytest.raises(RuntimeError, match="training failed"), closing(checkpointer):
         train()
-    is_whole = newest(Path(folder)) is not None
-    checkpointer.close()
-    return is_whole
+    files = verify(tmp_path / "step-00000001").files
+    assert sorted(files) == [".metadata", "__0_0.distcp", "__1_0.distcp", "a"]
 
 
-@pytest.mark.ranks
-def test_an_error_in_training_costs_no_save_under_way(tmp_path: Path) -> None:
-    assert all(run_ranks(raises_on_rank, 2, str(tmp_path)))
-    assert sorted(verify(tmp_path / "step-00000001").files) == [".metadata", "__0_0.distcp", "__1_0.distcp", "a"]
+def mount(*arguments: str) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(["mount", *arguments], capture_output=True, check=False)
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     folder = tmp_path / "disk"
     folder.mkdir()
-    mounted = subprocess.run(
-        ["mount", "-t", "tmpfs", "-o", f"size={3 * BYTES_OF_LAYER}", "none", str(folder)],
-        capture_output=True,
-        check=False,
-    )
-    if mounted.returncode:
+    if (
+        not shutil.which("mount")
+        or mount("-t", "tmpfs", "-o", f"size={3 * BYTES_OF_LAYER}", "none", str(folder)).returncode
+    ):
         pytest.skip("a disk of one's own needs root")
     try:
         yield folder
@@ -170,7 +161,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
         subprocess.run(["umount", str(folder)], check=True)
 
 
-@pytest.mark.skipif(shutil.which("mount") is None, reason="there is no mount")
 def test_a_full_disk_costs_nothing_that_was_saved(small_disk: Path, caplog: pytest.LogCaptureFixture) -> None:
     with alone() as mesh:
         checkpointer = Checkpointer(small_disk / "in", mesh)
@@ -181,22 +171,21 @@ def test_a_full_disk_costs_nothing_that_was_saved(small_disk: Path, caplog: pyte
         assert "rank 0: OSError: [Errno 28] No space left on device" in message
         assert newest(small_disk / "in") == small_disk / "in" / "step-00000001"
         assert [path.name for path in (small_disk / "in").iterdir()] == ["step-00000001"]
-        subprocess.run(["mount", "-o", f"remount,size={9 * BYTES_OF_LAYER}", str(small_disk)], check=True)
+        assert mount("-o", f"remount,size={9 * BYTES_OF_LAYER}", str(small_disk)).returncode == 0
         assert checkpointer.save(two_layers(3.0), None, step=3, progress={})
     assert newest(small_disk / "in") == small_disk / "in" / "step-00000003"
 
 
-@pytest.mark.skipif(shutil.which("mount") is None, reason="there is no mount")
 def test_a_disk_that_becomes_read_only_costs_nothing_that_was_saved(small_disk: Path) -> None:
     with alone() as mesh:
         checkpointer = Checkpointer(small_disk / "in", mesh, keep=1)
         assert checkpointer.save(linear(1.0), None, step=1, progress={})
-        subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+        assert mount("-o", "remount,ro", str(small_disk)).returncode == 0
         assert not checkpointer.save(linear(2.0), None, step=2, progress={})
         assert newest(small_disk / "in") == small_disk / "in" / "step-00000001"
         with pytest.raises(InputError, match=r"Checkpoint folder .* cannot be written: Read-only file system"):
             Checkpointer(small_disk / "in", mesh)
-        subprocess.run(["mount", "-o", "remount,rw", str(small_disk)], check=True)
+        assert mount("-o", "remount,rw", str(small_disk)).returncode == 0
         assert checkpointer.save(linear(3.0), None, step=3, progress={})
     assert newest(small_disk / "in") == small_disk / "in" / "step-00000003"
 
