@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -30,6 +30,7 @@ from benchmarks.steps.setting import Setting
 from dmt import (
     ExchangePrecision,
     HierarchicalDataParallel,
+    OutsideCollectionSharder,
     SPTTEmbeddingBagCollectionSharder,
     TowerCollectionSharder,
     TowerMesh,
@@ -43,6 +44,7 @@ from dmt.models import DLRM, DMTDLRM, flat_sparse_arch, tower_sparse_arch
 from dmt.models.complexity import CRITEO_DENSE_FEATURES
 from dmt.plan.tables import feature_names
 from dmt.sharding.costs import StepWorkload
+from dmt.sharding.outside import CrossingCosts, choose_outside
 from dmt.training.build import ClickTask, build_optimizer, fused_params
 from dmt.training.config import OptimizerConfig
 
@@ -114,21 +116,23 @@ def build_plain(contender: Contender, setting: Setting, *, tables_device: str | 
         tables_device: ``"meta"`` for tables that only the sharded ranks will hold. TorchRec's tower sharder wants
             dense parts with their weights.
     """
-    tables = benchmark_tables(setting)
     if not contender.has_towers:
         return ClickTask(
             DLRM(
-                tables=tables,
+                tables=benchmark_tables(setting),
                 dense_in_features=CRITEO_DENSE_FEATURES,
                 make_sparse_arch=lambda tables, _: flat_sparse_arch(tables, tables_device),
             )
         )
+    towers, dim = own_towers(contender, setting), EMBEDDING_DIM // contender.compression
+    outside = towers.outside_tables(benchmark_tables(setting))
+    tables = [replace(t, embedding_dim=dim) if t in outside else t for t in benchmark_tables(setting)]
     return ClickTask(
         DMTDLRM(
             tables=tables,
-            tower_plan=own_towers(contender, setting),
+            tower_plan=towers,
             dense_in_features=CRITEO_DENSE_FEATURES,
-            tower_dim=EMBEDDING_DIM // contender.compression,
+            tower_dim=dim,
             make_sparse_arch=lambda tables, plan, modules, _: tower_sparse_arch(tables, plan, modules, tables_device),
         )
     )
@@ -204,8 +208,8 @@ def own_topology(contender: Contender, setting: Setting) -> TowerTopology:
 
 def own_sharders(
     contender: Contender, mesh: TowerMesh, towers: TowerPlan, fused_params: dict[str, Any]
-) -> Sequence[TowerCollectionSharder | SPTTEmbeddingBagCollectionSharder]:
-    """The sharder of the contender with its options."""
+) -> Sequence[Any]:
+    """The sharders of the contender with its options."""
     options: dict[str, Any] = {"fused_params": fused_params}
     if contender.precision == "fp16":
         options["peer_precision"] = ExchangePrecision(forward="fp16", backward="fp16")
@@ -213,7 +217,7 @@ def own_sharders(
         options["unique"] = True
     if contender.family == "sptt":
         return [SPTTEmbeddingBagCollectionSharder(mesh, towers, **options)]
-    return [TowerCollectionSharder(mesh, **options)]
+    return [TowerCollectionSharder(mesh, **options), OutsideCollectionSharder(mesh, fused_params=fused_params)]
 
 
 def own_wrapper(contender: Contender, mesh: TowerMesh) -> DataParallelWrapper:
@@ -224,6 +228,16 @@ def own_wrapper(contender: Contender, mesh: TowerMesh) -> DataParallelWrapper:
 
 
 def own_towers(contender: Contender, setting: Setting) -> TowerPlan:
-    """Feature i in tower i mod T, as in the paper's tables."""
+    """Feature i in tower i mod T, as in the paper's tables, of those that are not outside."""
     num_towers = setting.world_size if contender.rank_towers else setting.hosts
-    return TowerPlan.strided(feature_names(benchmark_tables(setting)), num_towers)
+    tables = benchmark_tables(setting)
+    plan = TowerPlan.strided(feature_names(tables), num_towers)
+    if not contender.outside:
+        return plan
+    dim = EMBEDDING_DIM // contender.compression
+    workload, topology = StepWorkload(batch_size=setting.batch_size), own_topology(contender, setting)
+    vectors = [[replace(table, embedding_dim=dim) for table in own] for own in plan.tables_by_tower(tables)]
+    chosen = choose_outside(vectors, CrossingCosts(topology=topology, workload=workload, sent=dim))
+    outside = feature_names([table for table in tables if table.name in chosen])
+    inside = [feature for feature in feature_names(tables) if feature not in outside]
+    return replace(TowerPlan.strided(inside, num_towers), outside=tuple(outside))

@@ -47,6 +47,8 @@ class Contender:
     """True if each distinct input of a rank's batch crosses hosts once."""
     hot_rows: bool = False
     """True if rows that are read most are on every rank, chosen by a profile."""
+    outside: bool = False
+    """True if the tables that then send fewer bytes across hosts are on every rank, outside towers."""
 
     @property
     def has_towers(self) -> bool:
@@ -58,9 +60,8 @@ class Contender:
         """Name of the unsharded model; contenders of one plain model compute the same."""
         if not self.has_towers:
             return "DLRM"
-        return (
-            f"DMT-DLRM D={EMBEDDING_DIM // self.compression}, a tower for each {'rank' if self.rank_towers else 'host'}"
-        )
+        towers = f"a tower for each {'rank' if self.rank_towers else 'host'}{', small tables outside' * self.outside}"
+        return f"DMT-DLRM D={EMBEDDING_DIM // self.compression}, {towers}"
 
 
 def _flat() -> Iterator[Contender]:
@@ -121,6 +122,7 @@ def _tower_models() -> Iterator[Contender]:
         yield Contender(name=f"dmt-cr{ratio}", family="dmt", compression=ratio)
     yield Contender(name="dmt-cr2+fp16", family="dmt", compression=2, precision="fp16")
     yield Contender(name="dmt-cr2+unique", family="dmt", compression=2, unique=True)
+    yield Contender(name="dmt-cr2+outside", family="dmt", compression=2, outside=True)
     yield Contender(name="dmt-cr2+hier", family="dmt", compression=2, dense_reduce="fp32")
     yield Contender(name="dmt-cr2+mb8", family="dmt", compression=2, micro_batches=8)
     for ratio in (2, 4, 8, 16):

@@ -93,17 +93,17 @@ def needed_bytes(
 
 
 def table_parameters(plan: ShardingPlan) -> dict[str, Any]:
-    """TorchRec's ``ParameterSharding`` of every table of the one sharded module."""
-    (module,) = plan.plan.values()
-    return dict(module)  # type: ignore[call-overload]
+    """TorchRec's ``ParameterSharding`` of every table."""
+    modules: Any = plan.plan.values()
+    return {name: parameter for module in modules for name, parameter in module.items()}
 
 
 def column_cuts(plan: ShardingPlan) -> dict[str, list[int]]:
-    """By table the widths of its column shards, each of which has an optimizer state of its own."""
+    """By table the widths of its column shards, each with an optimizer state of its own; none if it is not sharded."""
     cuts: dict[str, list[int]] = {}
     for table, parameter in table_parameters(plan).items():
         shards = [] if parameter.sharding_spec is None else parameter.sharding_spec.shards
-        cuts[table] = column_widths(shards) or [EMBEDDING_DIM]
+        cuts[table] = column_widths(shards)
     return cuts
 
 

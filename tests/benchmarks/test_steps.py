@@ -314,7 +314,7 @@ def run_of(names: list[str], folder: Path) -> dict[str, dict]:
 @pytest.mark.ranks
 def test_a_small_job_of_each_family(tmp_path: Path) -> None:
     half = "sptt+fp16+prefetch+bf16-dense+mb2+unique"
-    found = run_of(["flat-cw-dp+prefetch", "flat-cw", "sptt", "dmt-cr2+fp16", half], tmp_path)
+    found = run_of(["flat-cw-dp+prefetch", "flat-cw", "sptt", "dmt-cr2+fp16", "dmt-cr2+outside", half], tmp_path)
     for name, contender in found.items():
         # The outputs are all that must cross, and nothing crosses twice.
         for kind in ("forward", "backward"):
@@ -326,6 +326,11 @@ def test_a_small_job_of_each_family(tmp_path: Path) -> None:
     # DDP's ring goes through all four ranks.
     assert small["traffic"]["dense"] == pytest.approx(1.5 * small["needed"]["dense"], rel=1e-3)
     assert found["dmt-cr2+fp16"]["needed"]["forward"] == 26 * 64 * 16 * 2 * 2
+    outside = found["dmt-cr2+outside"]
+    assert outside["needed"]["forward"] == 21 * 64 * 16 * 2 * 4
+    more = outside["needed"]["dense"] - found["dmt-cr2+fp16"]["needed"]["dense"]
+    assert more == 2 * (3 + 4 + 10 + 15 + 18) * 64 * 4
+    assert outside["traffic"]["dense"] == pytest.approx(1.5 * outside["needed"]["dense"], rel=1e-3)
     # But for the fill that makes a bucket's halves equal.
     assert found[half]["traffic"]["dense"] == pytest.approx(found[half]["needed"]["dense"], rel=1e-3)
     assert found[half]["needed"]["dense"] == found["sptt"]["needed"]["dense"] // 2
