@@ -127,6 +127,7 @@ class HotCopies:
             keys=ids.keys(),
             values=ids.values()[~is_hot],
             weights=None if weights is None else weights[~is_hot],
+            # Bags keep their places: one whose ids are all hot is sent empty, and adds zero to what the copies give.
             lengths=lengths - hot_lengths.to(lengths.dtype),
             stride=num_samples,
         )
@@ -202,6 +203,7 @@ class HotCopies:
             name: TableBatchedEmbeddingSlice(kernel.weights, ends[i], ends[i + 1], *specs[i])
             for i, name in enumerate(names)
         }
+        # The settings of the table's own optimizer, so that a copy trains as its row would (OPER, section 4.3).
         settings = {name: tables[name].settings for name in names}
         # Weakly: copies that went out of use are freed at once, and not when the garbage collector runs.
         living = weakref.WeakMethod(self._start_mean)
@@ -233,6 +235,7 @@ class HotCopies:
             if copy is None:
                 continue
             if copy.dim() > 1:
+                # A column shard has its columns of each row, and of AdaGrad's and Adam's states.
                 copy = copy.narrow(1, home.offsets[1], home.tensor.shape[1])
             rows, first = self.rows[home.table], home.offsets[0]
             places = ((rows >= first) & (rows < first + len(home.tensor))).nonzero().flatten()
@@ -249,6 +252,7 @@ class HotCopies:
         A rank that holds no part of a table does not know its learning rate, which a schedule may change at any time.
         """
         now = {name: value for own in self._module.collections for name, value in own.settings_now().items()}
+        # Zeros from all ranks but one: the sum is what that one says.
         names, told = list(self.rows), torch.zeros(len(self.rows), 2)
         for name in self._owned:
             told[names.index(name)] = torch.tensor(now[name])

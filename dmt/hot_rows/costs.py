@@ -63,7 +63,9 @@ def saved_bytes(
     away = (towers - 1) * ranks * topology.share_across_hosts(topology.peer_groups())
     away += towers * (ranks - 1) * topology.share_across_hosts(topology.tower_groups())
     row = 4 * table.embedding_dim  # outputs and gradients are FP32, whatever the table is kept in
+    # Each of H hosts sends 2 (H - 1) / H of the row, as in a ring (OPER, section 4.3).
     summed = 2 * (hosts - 1) * row
+    # f B of OPER's equation 4; of distinct ids a rank sends a row once, if it reads it at all.
     uses = counts.chances(num_ids) if distinct else num_ids * counts.counts / max(counts.total, 1)
     is_touched = counts.chances(num_ids * features * len(everyone))
     return away * features * (2 * row + _ID_BYTES) * uses - summed * is_touched - _HELD * summed
@@ -107,6 +109,7 @@ def choose_rows(
     if not found:
         return {}
     gains, numbers, rows, sizes = (np.concatenate(parts) for parts in zip(*found, strict=True))
+    # By bytes saved for each byte held; among equals by table and row, so that the choice does not depend on order.
     order = np.lexsort((rows, numbers, -gains))
     kept = order[np.cumsum(sizes[order]) <= max_bytes]
     by_table = {table.name: np.sort(rows[kept][numbers[kept] == number]) for number, table in enumerate(tables)}

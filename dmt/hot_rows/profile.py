@@ -41,6 +41,7 @@ class RowCounts:
 
     def chances(self, batch_size: float) -> NDArray[np.float64]:
         """Returns the chance of each counted row to be read by ``batch_size`` independent accesses, float64 [n]."""
+        # Below one: the logarithm of zero is infinite.
         shares = np.minimum(self.counts / max(self.total, 1), 1 - 1e-12)
         return np.asarray(-np.expm1(batch_size * np.log1p(-shares)))
 

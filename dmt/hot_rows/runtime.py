@@ -197,6 +197,7 @@ class HotRows:
         digest = hashlib.sha256(b"".join(name.encode() + of_table.tobytes() for name, of_table in wanted.items()))
         check_agreement("HotRows.replicate", {"rows": digest.hexdigest()}, self._everyone)
         self._module.write_back()
+        # Rows that leave have gone back to their tables; those that stay are read again from there, bit by bit.
         self._copies = None
         if wanted:
             rows = {name: torch.from_numpy(of_table) for name, of_table in wanted.items()}

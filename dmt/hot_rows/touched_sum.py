@@ -49,11 +49,13 @@ class TouchedRowsSum:
         """
         numbers = gradient.split([rows * columns for rows, columns in self._shapes])
         tables = [part.view(shape) for part, shape in zip(numbers, self._shapes, strict=True)]
+        # On one host nothing would be saved: gradients are summed inside it anyway.
         picked: list[Tensor | slice] = [slice(None)] * len(tables)
         if self._across.size() > 1:
             touched = self._touched(tables).split([len(table) for table in tables])
             rows = [of_table.nonzero().flatten() for of_table in touched]
             size = sum(len(of_table) * table.shape[1] for of_table, table in zip(rows, tables, strict=True))
+            # All ranks know the same union, and so pick alike.
             if size <= (1 - _WORTH) * len(gradient):
                 picked = [*rows]
         sent = [table[of_table].flatten() for table, of_table in zip(tables, picked, strict=True)]

@@ -108,6 +108,7 @@ class TowerTopology:
         ranks = np.arange(self.world_size)
         if self.replica_placement == "inter_host":
             return ranks.reshape(self.num_replicas, *sizes)
+        # Neighbouring ranks share a host: the replicas of a shard are side by side, and average over fast links.
         return ranks.reshape(*sizes, self.num_replicas).transpose(2, 0, 1)
 
     def check_world_size(self, world_size: int) -> None:
@@ -183,6 +184,7 @@ class TowerTopology:
         for group in groups:
             on_host = Counter(self.host(rank) for rank in group)
             pairs += len(group) * (len(group) - 1)
+            # Pairs on one host, each rank with itself included, are not across.
             across += len(group) ** 2 - sum(number**2 for number in on_host.values())
         return across / pairs if pairs else 0.0
 

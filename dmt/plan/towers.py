@@ -129,6 +129,7 @@ class TowerPlan:
         """Raises `InputError` naming every feature that the plan misses or invents against the model's."""
         model_features = list(features)
         known, placed = set(model_features), {*self.features, *self.outside}
+        # Before the others: every shard would be named as unknown, and the table's own feature as missing.
         uncut = [feature for feature in self.column_splits if feature in known]
         if uncut:
             raise InputError(
@@ -186,6 +187,7 @@ class TowerPlan:
                     "one tower, or outside all: put its features together."
                 )
             if places:
+                # By the first feature: the order of a tower's features is that of its module's inputs.
                 placed[places[0][0]].append((min(i for _, i in places), table))
         return [[table for _, table in sorted(tower, key=lambda entry: entry[0])] for tower in placed]
 

@@ -100,6 +100,7 @@ class ReplicaSync:
         self._tensors = [part for prefix, module in prefixed.items() for part in table_tensors(module, prefix)]
         shapes = {part.name: tuple(part.tensor.shape) for part in self._tensors}
         check_agreement("ReplicaSync", {"shape": shapes}, mesh.replica_group)
+        # Algorithm 1, lines 9 and 10. Data-parallel tables have had the mean gradient in every step.
         replicated = [part for part in self._tensors if part.is_replicated and mesh.topology.num_replicas > 1]
         weights = [part.tensor for part in replicated if part.is_weight]
         states = [part.tensor for part in replicated if not part.is_weight]
@@ -191,6 +192,7 @@ class ReplicaSync:
             for collection in module.collections:
                 collection.flush()
         self._states.finish()
+        # Both rounds are under way before the first is waited for: they share the links.
         self._weights.start()
         self._states.start()
         self._weights.finish()
@@ -238,6 +240,7 @@ class RunningMean:
             work.wait()
         for live, snapshot, mean in zip(self._live, self._snapshots, self._means, strict=False):
             if self._delayed:
+                # What this replica added while the mean was on its way stays its own until the next round.
                 live.copy_(mean + (live - snapshot))
             elif mean is not live:
                 live.copy_(mean)

@@ -155,9 +155,12 @@ class CostModel:
         ``cache`` is the ``cache_load_factor`` of kernels with one.
         """
         ranks = self.topology.ranks_per_tower
+        # Peers send the ids of their samples to the tower, so a tower looks up those of all T L ranks (DMT, section
+        # 3.1).
         samples = self.topology.num_towers * ranks * self.workload.batch_size  # G
         features, number = len(table.feature_names), number_bytes(table)
         pooling = sum(float(self.workload.pooling_factors.get(feature, 1.0)) for feature in table.feature_names)
+        # What a rank sends to itself costs nothing.
         remote = (ranks - 1) / ranks
         # Row-wise a rank looks up the ids of its rows, data-parallel those of its peers' samples.
         lookups = samples * pooling / (1 if scheme in ("table_wise", "column_wise") else ranks)
@@ -169,8 +172,10 @@ class CostModel:
         ids = outputs = reduced = averaged = 0.0
         if scheme == "data_parallel":
             copies = ranks * self.topology.num_replicas
+            # A ring all-reduce sends every number twice, but for each rank's own part.
             reduced = 2 * (copies - 1) / copies * rows * columns * number
             touched += _DENSE_PASSES * rows * columns * number + 2 * state
+            # The gradient is as large as the table, however few rows a batch reads.
             memory += rows * columns * number
             activations //= ranks
         else:

@@ -113,6 +113,7 @@ class DataParallelOptimizer(FusedOptimizer):
             return grad
         first = self.state[weight][f"{name}.momentum1"]
         if kind == "rowwise_adagrad":
+            # One number for a row, the mean over its columns: FBGEMM's row-wise AdaGrad.
             first.add_(grad.square().mean(dim=1))
             return _quotient(grad, (first.sqrt() + eps).unsqueeze(1), eps)
         if kind == "adagrad":
@@ -120,6 +121,7 @@ class DataParallelOptimizer(FusedOptimizer):
             return _quotient(grad, first.sqrt() + eps, eps)
         second, steps = (self.state[weight][f"{name}.{part}"] for part in ("momentum2", "iter"))
         steps += 1
+        # A row that no rank's batch has read keeps weights and moments, as in FBGEMM's kernel.
         rows = grad.ne(0).any(dim=1, keepdim=True)
         beta1, beta2 = setting["beta1"], setting["beta2"]
         # No index of the rows: a GPU would be waited for.

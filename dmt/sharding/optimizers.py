@@ -136,5 +136,6 @@ def moment_scaled(settings: Mapping[str, Any], scale: float) -> dict[str, Any]:
         >>> moment_scaled({"learning_rate": 0.5, "eps": 1e-4, "weight_decay": 0.1}, 4.0)
         {'learning_rate': 1.0, 'eps': 0.0002, 'weight_decay': 0.1}
     """
+    # lr g / (sqrt(v / c) + eps) = sqrt(c) lr g / (sqrt(v) + sqrt(c) eps): Algorithm 1, line 6, by settings alone.
     root = math.sqrt(scale)
     return {**settings, **{key: settings.get(key, FUSED_DEFAULTS[key]) * root for key in ("learning_rate", "eps")}}

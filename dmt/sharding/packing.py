@@ -174,6 +174,7 @@ def greedy(problem: Problem, target: float, part: float = np.inf, *, by_memory: 
 
     for item in sorted(range(len(cheapest_first)), key=lambda item: (-size(item), item)):
         best: tuple[float, Option, Ranks] | None = None
+        # Cheapest rank first; among equals the one with most room.
         order = np.lexsort((packing.memory, packing.cost))
         for option in cheapest_first[item]:
             free = order[packing.memory[order] + option.memory.max() <= problem.capacity]
@@ -183,6 +184,7 @@ def greedy(problem: Problem, target: float, part: float = np.inf, *, by_memory: 
             cost = float((packing.cost[ranks] + option.costs).max())
             if best is None or cost < best[0]:
                 best = cost, option, ranks
+            # Options come cheapest first, so the first one that is even enough is taken; finer cuts cost more in all.
             if cost <= target and option.costs[0] <= part:
                 break
         if best is None:
@@ -217,10 +219,12 @@ def differencing(problem: Problem, preferred: Sequence[Option]) -> Packing:
     while len(heap) > 1:
         *_, first, left = heapq.heappop(heap)
         *_, second, right = heapq.heappop(heap)
+        # The largest slot of one meets the smallest of the other: their difference is what remains (Karmarkar-Karp).
         joined.append((push(first + second[::-1], number), left, right[::-1]))
         number += 1
     slot = np.zeros((number + 1) * num_ranks, dtype=np.int64)
     slot[heap[0][3]] = every_slot
+    # Back down the tree of joins: a slot is on the rank of the slot that it was joined into.
     for nodes, left, right in reversed(joined):
         slot[left] = slot[right] = slot[nodes]
     rank_of_slot = np.argsort(slot[:num_ranks])

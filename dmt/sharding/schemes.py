@@ -158,6 +158,7 @@ def row_shards(num_embeddings: int, num_shards: int) -> list[int]:
         >>> row_shards(10, 4)
         [3, 3, 3, 1]
     """
+    # TorchRec's bucketizer divides an id by the block to get its rank.
     block = -(-num_embeddings // num_shards)
     last = num_embeddings - block * (num_shards - 1)
     if last < 1:
@@ -227,6 +228,7 @@ def why_not(
             return "its tower has one rank"
         if num_ranks is not None and scheme == "row_wise":
             row_shards(table.num_embeddings, num_ranks)
+        # Into two, the fewest; the planner chooses how many.
         if num_ranks is not None and scheme == "column_wise":
             column_shards(table.embedding_dim, 2)
     except InputError as error:
