@@ -57,18 +57,10 @@ __all__ = ["SPTTContext", "SPTTModule"]
 
 
 @dataclass
-class _ExchangeContext(EmbeddingShardingContext):
-    """TorchRec's context of an id exchange, with a mark that it has been waited for."""
-
-    output_splits: list[int] = field(default_factory=list)
-    """Number of ids from each rank."""
-
-
-@dataclass
 class SPTTContext(Multistreamable):
     """State of one batch from the id exchange to the output exchange."""
 
-    sharding_contexts: list[_ExchangeContext] = field(default_factory=lambda: [_ExchangeContext()])
+    sharding_contexts: list[EmbeddingShardingContext] = field(default_factory=lambda: [EmbeddingShardingContext()])
     """TorchRec's own; the id exchange writes the batch sizes of the ranks it crosses into it."""
     request: Awaitable[Awaitable[KJTList]] | None = None
     """The id exchange."""
@@ -81,7 +73,7 @@ class SPTTContext(Multistreamable):
     parts: list[Rows] = field(default_factory=list)
     """Rows of each part of the batch, once the ids have arrived."""
     in_tower: list[tuple[Any, Any]] = field(default_factory=list)
-    """The second hop: for each sharded collection of the tower its own context, and its ids."""
+    """For each sharded collection of the tower its own context, and its ids; empty until these have arrived."""
 
     def record_stream(self, stream: torch.Stream) -> None:
         """Keeps the memory of what pipelines make on another stream until this one has done its work."""
@@ -141,7 +133,7 @@ class SPTTModule(TowerState):
         if self.id_route == "global":
             self._route = GlobalIdRoute(self.mesh, self.collections, self._note_rows)
         else:
-            self._route = PeerIdRoute(self.mesh, self.collections, self._note_rows, self._features_by_tower)
+            self._route = PeerIdRoute(self.mesh.peer_group, self.collections, self._note_rows, self._features_by_tower)
 
     @abc.abstractmethod
     def tower_output(self, embeddings_PN: Sequence[KeyedTensor], rows: Rows) -> TowerOutput:
@@ -179,7 +171,8 @@ class SPTTModule(TowerState):
 
     def compute(self, ctx: SPTTContext, dist_input: KJTList) -> TowerOutput:
         """Computes this tower's output for the samples of all peers (steps b, d, e and the tower module)."""
-        return self.run_towers(self.look_up(ctx, dist_input), ctx.parts[0])
+        # Without a wrapper around it the batch has one part.
+        return self.run_towers(self.look_up(ctx), ctx.parts[0])
 
     def output_dist(self, ctx: SPTTContext, output: TowerOutput) -> LazyAwaitable[Any]:
         """Starts the return of the outputs to the peers whose samples they belong to (step f).
@@ -201,6 +194,7 @@ class SPTTModule(TowerState):
             self.set_id_exchange(self._route.exchange(ids_B.keys(), device))
         exchange = self.id_exchanges[0]
         ctx.ids_B, ctx.encoder = ids_B, self.encoder
+        # Tower after tower, so that the ids for a peer are one block (step a).
         sent_B = exchange.in_order(ids_B)
         ctx.code = None if self.encoder is None else self.encoder.encode(sent_B)
         started = exchange(sent_B if ctx.code is None else ctx.code.ids)
@@ -215,28 +209,29 @@ class SPTTModule(TowerState):
             ids_P, ctx.parts = rows_of_parts(ctx.code, ids_P, self.groups, self.mesh.tower)
         else:
             # One group: all features of a tower have as many rows.
+            # Step f returns to this rank as many rows of every tower as it has samples.
             own = batch_sizes[self.mesh.tower]
             ctx.parts = [Rows([[size] for size in batch_sizes], [[own]] * len(batch_sizes))]
         return ids_P
 
     @profiler_range("look_up")
-    def look_up(self, ctx: SPTTContext, dist_input: KJTList) -> list[KeyedTensor]:
+    def look_up(self, ctx: SPTTContext) -> list[KeyedTensor]:
         """Steps b, d and e: looks up the ids that have arrived, and brings embeddings to the tower's ranks: [P, N]."""
-        if not self._route.has_arrived(ctx) and ctx.request is not None:
+        if not ctx.in_tower and ctx.request is not None:
             # A train pipeline that is attached again starts the exchange of its next batch again, in a new context, and
             # goes on with the ids that it has: nobody has waited for this exchange.
-            dist_input = ctx.request.wait().wait()
+            ctx.request.wait().wait()
         if ctx.encoder is not self.encoder:
             # Another one was set since: the ids cross once more, and the context forgets the exchange before.
             assert ctx.ids_B is not None, "the batch was exchanged before"
             fresh = self.create_context()
-            dist_input = self.exchange_ids(fresh, ctx.ids_B).wait().wait()
+            self.exchange_ids(fresh, ctx.ids_B).wait().wait()
             ctx.__dict__.update(fresh.__dict__)
         ctx.request = None  # else the ids of a batch would live as long as its result
         if self.before_lookup is not None:
             self.before_lookup(ctx.ids_B, self.training and torch.is_grad_enabled())
         # All are started before the first is waited for: their exchanges share the links inside the tower.
-        embeddings_PN = [lazy.wait() for lazy in self._route.look_up(ctx, dist_input)]
+        embeddings_PN = [lazy.wait() for lazy in self._route.look_up(ctx)]
         if self.after_lookup is not None:
             self.after_lookup(embeddings_PN)
         return embeddings_PN
@@ -257,6 +252,7 @@ class SPTTModule(TowerState):
         agreed = self._outputs
         outputs_PO = agreed.checked(output, rows.num_rows)
         if ctx.code is None:
+            # Rows lie peer by peer, as their ids came: no shuffle before they are sent (Figure 7, step f).
             return agreed.exchange(outputs_PO, [of_peer[0] for of_peer in rows.arrived])
         return exchange_rows(outputs_PO, rows, agreed)
 

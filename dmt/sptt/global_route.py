@@ -10,15 +10,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torchrec.distributed.embedding_sharding import EmbeddingShardingContext, KJTListSplitsAwaitable
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.types import Awaitable
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dmt.collectives import gather_objects
 from dmt.sptt.mesh import TowerMesh
-from dmt.sptt.peer_exchange import IdExchange
-from dmt.sptt.tower_lookup import GroupShardedEBC, NoteRows, PeerIdRoute
+from dmt.sptt.peer_exchange import Pending
+from dmt.sptt.tower_lookup import GroupShardedEBC, PeerIdRoute
 
 __all__ = ["GlobalIdRoute"]
 
@@ -26,41 +26,43 @@ __all__ = ["GlobalIdRoute"]
 class GlobalIdRoute(PeerIdRoute):
     """The global id route: every rank of the sharding group says, once, what its lookups read. Collective."""
 
-    def __init__(self, mesh: TowerMesh, collections: Sequence[GroupShardedEBC], note_rows: NoteRows) -> None:
+    def __init__(self, mesh: TowerMesh, collections: Sequence[GroupShardedEBC], note_rows: Any) -> None:
         lookups = [[tables for _, tables in collection.tables_by_lookup] for collection in collections]
         features = [[[f for table in tables for f in table.feature_names] for tables in own] for own in lookups]
         # Column shards make a rank want a feature more than once: the copies that this route pays with.
         wanted = [name for of_collection in features for of_lookup in of_collection for name in of_lookup]
-        super().__init__(mesh, collections, note_rows, gather_objects(wanted, mesh.sharding_group))
-        self.peers = slice(mesh.local, None, mesh.topology.ranks_per_tower)
+        super().__init__(mesh.sharding_group, collections, note_rows, gather_objects(wanted, mesh.sharding_group))
+        self.stagger, self._num_ranks = mesh.topology.num_towers, mesh.topology.ranks_per_tower
+        self.peers = slice(mesh.local, None, self._num_ranks)
         self._counts = [[len(of_lookup) for of_lookup in of_collection] for of_collection in features]
         """Features of each lookup of each collection."""
 
-    def exchange(self, input_features: Sequence[str], device: torch.device | None = None) -> IdExchange:
-        """Makes the id exchange for batches with these keys."""
-        group, num_towers = self._mesh.sharding_group, self._mesh.topology.num_towers
-        return IdExchange(group, self._wanted, input_features, stagger=num_towers, device=device)
-
     def carry_on(self, started: Any, ctx: Any) -> Awaitable[Awaitable[KJTList]]:
-        """The ids need no second hop."""
-        return KJTListSplitsAwaitable([started], ctx)
+        """Takes the ids of a started exchange apart by lookup once they have arrived; they need no second hop."""
+        sizes = KJTListSplitsAwaitable([started], ctx)
 
-    def has_arrived(self, ctx: Any) -> bool:
-        """Returns whether the sizes that arrived are in the context."""
-        return bool(ctx.sharding_contexts[0].output_splits)
+        def start() -> Awaitable[KeyedJaggedTensor]:
+            pending = sizes.wait()
 
-    def look_up(self, ctx: Any, dist_input: KJTList) -> list[Any]:
-        """Looks up the ids of each lookup."""
-        ids, batch_sizes = self._note_rows(ctx, dist_input[0]), ctx.sharding_contexts[0].batch_size_per_rank
-        num_ranks = self._mesh.topology.ranks_per_tower
+            def end() -> KeyedJaggedTensor:
+                ids = pending.wait()[0]
+                ctx.in_tower = self._by_collection(self._note_rows(ctx, ids), ctx)
+                return ids
+
+            return Pending(end)
+
+        return KJTListSplitsAwaitable([Pending(start)], ctx)
+
+    def _by_collection(self, ids: KeyedJaggedTensor, ctx: Any) -> list[tuple[Any, KJTList]]:
+        batch_sizes, num_ranks = ctx.sharding_contexts[0].batch_size_per_rank, self._num_ranks
         assert ids.stride() == sum(batch_sizes), f"{ids.stride()} samples arrived from batches of {batch_sizes}"
         # Peer order: every rank of the tower serves one block, the samples of all its peers.
         served = [sum(batch_sizes[local::num_ranks]) for local in range(num_ranks)]
         # Each lookup reads its own features; in the peer route TorchRec splits them inside the tower.
         parts = iter(ids.split([count for of_collection in self._counts for count in of_collection]))
-        pending = []
+        in_tower = []
         for collection, of_collection in zip(self._collections, self._counts, strict=True):
             context = collection.create_context()
             context.sharding_contexts = [EmbeddingShardingContext(batch_size_per_rank=[*served]) for _ in of_collection]
-            pending.append(collection.compute_and_output_dist(context, KJTList([next(parts) for _ in of_collection])))
-        return pending
+            in_tower.append((context, KJTList([next(parts) for _ in of_collection])))
+        return in_tower

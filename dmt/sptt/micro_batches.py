@@ -122,6 +122,7 @@ class MicroBatches:
         sizes = part_sizes(batch_sizes.pop(), self._num)
         owner = type(self._module).__name__
         parts = _split((args, kwargs), sizes, owner)
+        # One forward pass over all parts and one backward pass: nothing is accumulated, and every update happens once.
         outputs = []
         with ExitStack() as stack:
             served = [stack.enter_context(_served_in_parts(part)) for part in self._sparse]
@@ -168,9 +169,10 @@ def _replace(module: nn.Module, name: str, method: Callable[..., Any]) -> Callab
 
 def _run_in_parts(module: SPTTModule, num: int, ctx: SPTTContext, dist_input: KJTList) -> ResultInParts:
     """Stands in for ``compute_and_output_dist``: one lookup, then tower and exchange of each of K micro-batches."""
-    embeddings_PN = module.look_up(ctx, dist_input)
+    embeddings_PN = module.look_up(ctx)
     if ctx.code is None:
         # Every sample is a row, and rows arrive peer by peer.
+        # Every rank cuts its own samples so; the peers cut the rows of each rank alike, and need not be told.
         by_peer = [part_sizes(of_peer[0], num) for of_peer in ctx.parts[0].arrived]
         own = by_peer[module.mesh.tower]
         ctx.parts = [Rows([[sizes[k]] for sizes in by_peer], [[own[k]]] * len(by_peer)) for k in range(num)]

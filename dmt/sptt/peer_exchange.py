@@ -99,6 +99,7 @@ class IdExchange(nn.Module):
         self._group, self._stagger = group, stagger
         self._sizes = [len(of_rank) for of_rank in wanted]
         position = {feature: i for i, feature in enumerate(input_features)}
+        # A feature with column shards on several ranks goes to each of them (section 3.1.3).
         self._order = [position[feature] for of_rank in wanted for feature in of_rank]
         # Kept on the device: made anew in each batch, a GPU would be waited for.
         order = torch.tensor(self._order, dtype=torch.int32, device=device)
@@ -230,6 +231,7 @@ class AgreedOutputs:
         all_pieces, all_groups, dtypes = (list(of_peers) for of_peers in zip(*everyone, strict=True))
         # Under autocast a tower with a matrix product has another output dtype than one that passes through.
         dtype = functools.reduce(torch.promote_types, dtypes)
+        # O of each tower: towers may compress their features by unlike factors (section 3.2).
         sizes = [sum(width for _, width in pieces) for pieces in all_pieces]
         exchange = PeerExchange(peers, sizes, dtype=dtype, precision=precision, tag=tag)
         return AgreedOutputs(all_pieces, all_groups, exchange)
@@ -288,8 +290,10 @@ class PeerExchange:
     def __call__(self, outputs: Tensor, batch_sizes: Sequence[int]) -> Awaitable[Tensor]:
         """Starts the exchange of outputs [sum(batch_sizes), O_t], which must not change until it has ended.
 
-        Batch sizes are B of every peer, in group order; they may differ. Raises `InputError` as `exchange`.
+        Batch sizes are B of every peer, in group order; they may differ.
         """
+        # A block is the rows of one peer and the columns of one tower: rows of all peers leave, columns of all towers
+        # arrive.
         rows, columns = batch_sizes[self.group.rank()], self.output_sizes[self.group.rank()]
         return self.exchange(outputs, [size * columns for size in batch_sizes], [(rows, o) for o in self.output_sizes])
 
@@ -297,18 +301,12 @@ class PeerExchange:
         """Starts the exchange of any blocks of numbers.
 
         Args:
-            numbers: of any shape, the blocks one after the other; must not change until the exchange has ended.
+            numbers: of any shape, in the dtype agreed on, the blocks one after the other; must not change until the
+                exchange has ended.
             sizes: numbers in the block for each peer, in group order.
             arriving: shape of the block that each peer sends; the result has them side by side in the last dimension.
-
-        Raises:
-            InputError: the numbers have another dtype than agreed on.
         """
-        if numbers.dtype != self.dtype:
-            raise InputError(
-                f"The exchange between towers was made for {self.dtype}, but tower {self.group.rank()} hands it "
-                f"{numbers.dtype}; convert its outputs."
-            )
+        assert numbers.dtype == self.dtype, f"the exchange was made for {self.dtype}, not {numbers.dtype}"
         # One tower has no peers, and its rows are in the order of its own samples.
         if self.group.size() == 1:
             return NoWait(numbers.reshape(arriving[0]))
@@ -352,6 +350,7 @@ class _Transfer:
         """The gradients of all numbers sent, one after the other."""
         gradients = torch.cat(self._end(self.exchange.backward_codec))
         # In place: nobody else holds what `cat` made.
+        # Each of the T peers sent the gradient of its own mean loss; tables see the mean over all ranks.
         return gradients.div_(len(self._sizes)) if get_gradient_division() else gradients
 
     def _start(self, blocks: Sequence[Tensor], sizes: Sequence[int], codec: Any) -> None:

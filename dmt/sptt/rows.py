@@ -50,6 +50,7 @@ class RowEncoder:
             ids, taken = self.take_out(ids)
         elif not self.shares_equal:
             return None
+        # Rows are found over the whole batch: a part asks only for rows that no earlier part has asked for.
         sizes, cuts = [len(group) for group in self.groups], part_sizes(ids.stride(), self.num_parts)
         sent, parts, inverse = distinct_inputs(ids, sizes, share=self.shares_equal, cuts=cuts)
         return RowCode(sent, parts, inverse, cuts, taken)
@@ -133,6 +134,7 @@ def rows_of_parts(
         asked = iter(of_part)
         sent = [[next(asked) for _ in of_tower] for of_tower in groups]
         parts.append(Rows([list(of_peer) for of_peer in arrived], sent))
+    # TorchRec's sharded collections take one batch size for all features of a tower.
     lengths, per_key = ids.lengths(), ids.length_per_key_or_none()
     if any(number < part.num_rows for part in parts for number in part.by_group):
         blocks = [torch.arange(part.num_rows) < torch.tensor(part.by_group).unsqueeze(1) for part in parts]

@@ -244,6 +244,7 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
 
     def _scale(self, weight: Tensor, scheme: str) -> float:
         """Returns factor c of a table's moments; gradients of data-parallel ones are averaged over all replicas."""
+        # Algorithm 1 compensates for gradients of a replica's own batch; these are means over all replicas' batches.
         if scheme == "data_parallel":
             return 1.0
         settings = fused_settings(weight, self.fused_params)

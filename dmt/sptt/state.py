@@ -103,6 +103,7 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
     @property
     def fused_optimizer(self) -> KeyedOptimizer:
         """The tables' optimizers, which update in the backward pass."""
+        # Tower modules are left out: they are dense parts, and the user's optimizer trains them.
         named = (pair for part in self.local_parts for pair in part.named_modules())
         return _TowerOptimizer(
             [(n, part.fused_optimizer) for n, part in named if isinstance(part, GroupShardedEBC)], self

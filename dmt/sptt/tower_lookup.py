@@ -38,13 +38,11 @@ from dmt._torchrec import (
 from dmt.collectives import broadcast_tensor, start_sum
 from dmt.sharding.data_parallel import DataParallelOptimizer, UpdateSettings
 from dmt.sharding.optimizers import moment_scaled
-from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.peer_exchange import IdExchange, Pending
 
 __all__ = [
     "DataParallelTables",
     "GroupShardedEBC",
-    "NoteRows",
     "PeerIdRoute",
     "RowWiseOutputs",
     "in_order",
@@ -190,6 +188,7 @@ class GroupShardedEBC(OpenShardedEBC):
         """[B, columns]: lengths of the bags for row-wise mean-pooled tables (1 for empty bags), 1 for all others."""
         lengths = features.lengths().view(len(features.keys()), -1)
         position = {key: i for i, key in enumerate(features.keys())}
+        # Columns of other tables are whole means already, or sums: they are divided by one.
         ones = torch.ones_like(lengths[0])
         # An empty bag is zero as a mean too, not 0 / 0.
         columns = [ones if key is None else lengths[position[key]].clamp(min=1) for key in self._divided_by]
@@ -200,6 +199,7 @@ class GroupShardedEBC(OpenShardedEBC):
         """Has ``param_groups`` hold the user's learning rate, which schedules write there; the kernel scales it."""
         scales = {self.moment_scales.get(key.split(".")[-2], 1.0) for key in optimizer.params}
         assert len(scales) <= 1, f"a kernel has tables of moment scales {scales}"
+        # Algorithm 1 divides the moment by c below the root: a step of sqrt(c) times the rate, see `moment_scaled`.
         factor = math.sqrt(scales.pop()) if scales else 1.0
         # FBGEMM groups tables by their settings, so all tables of a kernel have one scale.
         if factor != 1.0:
@@ -284,6 +284,8 @@ def _start_group_mean(gradient: Tensor, group: ProcessGroup) -> Callable[[], Non
 
     def end() -> None:
         work.wait()
+        # Each rank has the gradient of its own mean loss; all must take the same step, that of the mean (Neo, section
+        # 4).
         gradient.div_(group.size())
 
     return end
@@ -315,31 +317,29 @@ class RowWiseOutputs(nn.Module):
         return sums
 
 
-NoteRows = Callable[[Any, KeyedJaggedTensor], KeyedJaggedTensor]
-"""Reads off ids that have arrived how many rows each peer sent; returns them with one batch size for all features."""
-
-
 class PeerIdRoute:
     """The peer id route into the sharded collections of this rank's tower, which are one for each logical tower.
 
-    ``wanted`` has the features of each tower, once.
+    ``wanted`` has the features of each tower, once; ``note_rows`` reads off ids that have arrived how many rows each
+    peer sent, and returns them with one batch size for all features.
     """
 
+    stagger = 1
     peers = slice(None)
     """Positions of this rank's peers, in tower order, among the ranks that the ids cross."""
 
     def __init__(
         self,
-        mesh: TowerMesh,
+        group: ProcessGroup,
         collections: Sequence[GroupShardedEBC],
-        note_rows: NoteRows,
+        note_rows: Callable[[Any, KeyedJaggedTensor], KeyedJaggedTensor],
         wanted: Sequence[Sequence[str]],
     ) -> None:
-        self._mesh, self._collections, self._note_rows, self._wanted = mesh, collections, note_rows, wanted
+        self._group, self._collections, self._note_rows, self._wanted = group, collections, note_rows, wanted
 
     def exchange(self, input_features: Sequence[str], device: torch.device | None = None) -> IdExchange:
         """Makes the id exchange for batches with these keys."""
-        return IdExchange(self._mesh.peer_group, self._wanted, input_features, device=device)
+        return IdExchange(self._group, self._wanted, input_features, stagger=self.stagger, device=device)
 
     def carry_on(self, started: Any, ctx: Any) -> Awaitable[Awaitable[KJTList]]:
         """Carries the ids of a started exchange on inside the tower (SPTT step a) once they have arrived.
@@ -353,6 +353,7 @@ class PeerIdRoute:
         def start() -> Awaitable[KeyedJaggedTensor]:
             ids_P = first.wait()[0]
             in_tower = self._note_rows(ctx, ids_P)
+            # Step a ends here: from the peer to the rank of the tower that the table's scheme names (Neo, section 4).
             contexts = [collection.create_context() for collection in self._collections]
             by_collection = list(zip(self._collections, contexts, strict=True))
             # Sizes of all collections cross before any of them is waited for.
@@ -367,11 +368,7 @@ class PeerIdRoute:
 
         return KJTListSplitsAwaitable([Pending(start)], ctx)
 
-    def has_arrived(self, ctx: Any) -> bool:
-        """Returns whether the exchange of a batch was waited for: the second hop has left its ids in the context."""
-        return bool(ctx.in_tower)
-
-    def look_up(self, ctx: Any, dist_input: KJTList) -> list[Any]:
+    def look_up(self, ctx: Any) -> list[Any]:
         """Starts lookups and the exchange of partial embeddings inside the tower (SPTT steps b, d, e).
 
         Returns for each collection a lazy ``KeyedTensor`` [sum of the peers' B, columns], peers in tower order.

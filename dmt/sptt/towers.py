@@ -96,6 +96,7 @@ class ShardedTowerCollection(SPTTModule):
     def result(self, columns_BS: Tensor, pieces: Sequence[Piece]) -> Tensor:
         """Brings the towers' columns into logical order: [B, S]."""
         arrived = [number for number, _ in pieces]
+        # Peers come in the order of mesh towers, the over arch reads that of the model's own.
         if arrived == sorted(arrived):
             return columns_BS
         outputs = dict(zip(arrived, columns_BS.split([width for _, width in pieces], dim=1), strict=True))
@@ -235,6 +236,7 @@ def _data_parallel(modules: _TowerModules, mesh: TowerMesh) -> nn.Module:
     """Averages tower-module gradients inside the tower (DMT section 3.2, "System Perspective")."""
     if any(p.requires_grad for p in modules.parameters()):
         # Buffers stay each rank's own, as those of TorchRec's dense part do.
+        # Over the ranks of the tower only: no gradient of a tower module crosses between towers (section 3.2).
         return DistributedDataParallel(
             modules, process_group=mesh.tower_module_group, forward_sync_buffers=False, gradient_as_bucket_view=True
         )

@@ -73,9 +73,11 @@ def distinct_inputs(
         num_ids = ids.lengths().view(-1, num_samples)
         is_empty = num_ids.new_zeros(first.shape).index_add_(0, group_of, num_ids) == 0
         first = torch.where(is_empty, is_empty.int().argmax(dim=1, keepdim=True), first)
+    # A row is named by the first sample that has it.
     is_first = first == samples
     blocks = is_first.split([num_samples] if cuts is None else list(cuts), dim=1)
     parts: list[list[int]] = torch.stack([block.sum(dim=1) for block in blocks]).tolist()
+    # The number of a row is the number of first samples before it.
     inverse = (is_first.cumsum(dim=1) - 1).gather(1, first)
     lengths, values, weights = ids.lengths(), ids.values(), ids.weights_or_none()
     if sum(map(sum, parts)) < len(sizes) * num_samples:
@@ -212,6 +214,7 @@ class _Copy(Function):
             # In BF16 a sum of many would stop growing.
             dtype = torch.promote_types(held.rows[0].dtype, torch.float32)
             held.gradients = [torch.zeros_like(rows, dtype=dtype) for rows in held.rows]
+        # A row was looked up once for all its samples, so its gradient is the sum of theirs.
         blocks = gradients[0].split([rows.shape[1] for rows in held.rows], dim=1)
         for total, samples, block in zip(held.gradients, ctx.inverse, blocks, strict=True):
             add_rows(total, samples, block)
