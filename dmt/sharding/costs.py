@@ -160,7 +160,6 @@ class CostModel:
         samples = self.topology.num_towers * ranks * self.workload.batch_size  # G
         features, number = len(table.feature_names), number_bytes(table)
         pooling = sum(float(self.workload.pooling_factors.get(feature, 1.0)) for feature in table.feature_names)
-        # What a rank sends to itself costs nothing.
         remote = (ranks - 1) / ranks
         # Row-wise a rank looks up the ids of its rows, data-parallel those of its peers' samples.
         lookups = samples * pooling / (1 if scheme in ("table_wise", "column_wise") else ranks)

@@ -229,6 +229,5 @@ class _Tower:
 def _shard_counts(columns: int, num_ranks: int) -> list[int]:
     """Numbers of column shards worth trying: all up to 8, then doubling, and the most there can be."""
     most = min(num_ranks, columns // 4)
-    # Between two numbers of shards the cost of a rank differs ever less.
     doubled = [2**power for power in range(4, 16) if 2**power < most]
     return sorted({*range(2, min(most, 8) + 1), *doubled, most} - {0, 1})

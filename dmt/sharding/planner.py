@@ -9,7 +9,6 @@ from typing import Any, Literal, cast
 
 from torch import nn
 from torch.distributed._shard.metadata import ShardMetadata
-from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import PlannerError
@@ -20,7 +19,6 @@ from torchrec.distributed.types import (
     ModuleSharder,
     ParameterSharding,
     ShardingPlan,
-    ShardingType,
 )
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
@@ -35,7 +33,7 @@ from dmt.sharding.schemes import SCHEMES, Rule, Scheme, ShardingRules, TablePlac
 
 __all__ = ["TowerShardingPlanner", "parameter_sharding", "plan_by_torchrec"]
 
-_OTHER_SCHEMES = [ShardingType.TABLE_WISE.value, ShardingType.ROW_WISE.value, ShardingType.COLUMN_WISE.value]
+_OTHER_SCHEMES = [scheme for scheme in SCHEMES if scheme != "data_parallel"]
 _NO_LIMIT = 2**50  # bytes
 
 
@@ -72,13 +70,9 @@ class TowerShardingPlanner:
         device_type: str = "cpu",
     ) -> None:
         check_instance("topology", topology, TowerTopology)
-        schemes = SCHEMES if scheme == "auto" else (scheme,) if isinstance(scheme, str) else tuple(scheme)
+        schemes = SCHEMES if scheme == "auto" else cast("Any", (scheme,) if isinstance(scheme, str) else tuple(scheme))
         self.topology = topology
-        self.rules = ShardingRules(
-            schemes=cast("tuple[Scheme, ...]", schemes),
-            tables=dict(pinned or {}),
-            hot_rows=hot_rows,
-        )
+        self.rules = ShardingRules(schemes=schemes, tables=dict(pinned or {}), hot_rows=hot_rows)
         self.workload = workload
         self.hardware = hardware or Hardware()
         self.device_type = device_type
@@ -246,21 +240,15 @@ def parameter_sharding(table: Any, placement: TablePlacement, device_type: str =
     """Returns TorchRec's ``ParameterSharding`` of a placed table, ranks and placements local to the tower."""
     if placement.kernel == "key_value" and device_type == "cpu":
         raise InputError(f"Table {table.name!r} has kernel='key_value', which FBGEMM has for GPUs only.")
-    has_cache = placement.kernel in ("fused_uvm_caching", "key_value")
-    if placement.scheme == "data_parallel":
-        return ParameterSharding(
-            sharding_type=ShardingType.DATA_PARALLEL.value,
-            compute_kernel=EmbeddingComputeKernel.DENSE.value,
-            ranks=list(placement.ranks),
-        )
+    is_dense, has_cache = placement.scheme == "data_parallel", placement.kernel in ("fused_uvm_caching", "key_value")
     shards = []
     for rank, *offsets, rows, columns in table_shards(table, placement):
         device = "cpu" if device_type == "cpu" else f"{device_type}:{rank}"
         shards.append(ShardMetadata(offsets, [rows, columns], f"rank:{rank}/{device}"))
     return ParameterSharding(
         sharding_type=placement.scheme,
-        compute_kernel=placement.kernel,
+        compute_kernel="dense" if is_dense else placement.kernel,
         ranks=list(placement.ranks),
-        sharding_spec=EnumerableShardingSpec(shards),
+        sharding_spec=None if is_dense else EnumerableShardingSpec(shards),
         cache_params=CacheParams(load_factor=placement.cache_load_factor) if has_cache else None,
     )

@@ -228,7 +228,6 @@ def why_not(
             return "its tower has one rank"
         if num_ranks is not None and scheme == "row_wise":
             row_shards(table.num_embeddings, num_ranks)
-        # Into two, the fewest; the planner chooses how many.
         if num_ranks is not None and scheme == "column_wise":
             column_shards(table.embedding_dim, 2)
     except InputError as error:
