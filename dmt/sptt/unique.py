@@ -73,7 +73,6 @@ def distinct_inputs(
         num_ids = ids.lengths().view(-1, num_samples)
         is_empty = num_ids.new_zeros(first.shape).index_add_(0, group_of, num_ids) == 0
         first = torch.where(is_empty, is_empty.int().argmax(dim=1, keepdim=True), first)
-    # A row is named by the first sample that has it.
     is_first = first == samples
     blocks = is_first.split([num_samples] if cuts is None else list(cuts), dim=1)
     parts: list[list[int]] = torch.stack([block.sum(dim=1) for block in blocks]).tolist()
