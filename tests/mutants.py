@@ -120,7 +120,7 @@ module.run_towers(part_PN, rows), number) => module.run_towers(part_PN, rows), 0
 ## dmt/sptt/dataflow.py :: tests/dmt/test_unique.py -k outlive
 if ctx.encoder is not self.encoder: => if False:
 ## dmt/sptt/dataflow.py :: tests/dmt/test_parity.py -k "bits and train"
-if not self._route.has_arrived(ctx) and ctx.request is not None: => if False:
+if not ctx.in_tower and ctx.request is not None: => if False:
 ## dmt/sptt/towers.py :: tests/dmt/test_parity.py -k "towers-3"
 total += sum_over_ranks(square, => total += 0 * sum_over_ranks(square,
 ## partitioner/search.py :: tests/partitioner/test_search.py
