@@ -144,7 +144,7 @@ def test_a_parity_of_three_is_found_without_an_option(tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "rows.csv", *parity_clicks(5, [(0, 2, 4)], rows=6000, strength=1.0))
     plan, result = partitioned(tmp_path / "towers.json", "--data", rows, "--tower-module", "dcn", "--towers", 2)
     assert {"c_0", "c_2", "c_4"} in [set(tower) for tower in plan.to_lists()]
-    assert "c_0, c_2, c_4 (0." in " ".join(result.output.split()), "a note"
+    assert "c_0, c_2, c_4: known together they gain 0." in " ".join(result.output.split())
 
 
 @pytest.mark.parametrize(("arch", "strategy"), [("dcn", "together"), ("dmt-dlrm", "apart")])
