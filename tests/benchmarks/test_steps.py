@@ -19,12 +19,12 @@ from benchmarks.steps.check import check_losses
 from benchmarks.steps.contenders import CONTENDERS, named, select
 from benchmarks.steps.criteo_ids import CRITEO_KAGGLE_ROWS, IDS_FILE, IdSkew, criteo_skews
 from benchmarks.steps.flat import flat_plan, flat_sharders, most_data_parallel_rows, tower_plan_by_hand, tower_sharders
-from benchmarks.steps.inputs import Batches, benchmark_tables, distinct_inputs, random_batch
+from benchmarks.steps.inputs import benchmark_tables, distinct_inputs, random_batch
 from benchmarks.steps.measure import Clocks, Turn
 from benchmarks.steps.needed import HostShare, column_cuts, host_shares, needed_bytes, table_parameters
-from benchmarks.steps.rank import Record, step_records
+from benchmarks.steps.rank import step_records
 from benchmarks.steps.setting import Setting
-from benchmarks.train_step import main, run_setting
+from benchmarks.train_step import main
 from dmt.errors import InputError
 from dmt.testing.ranks import RanksFailedError
 from dmt.training.build import fused_params
@@ -70,11 +70,6 @@ def test_contenders_are_chosen_by_name_and_pattern() -> None:
 def test_settings_are_checked(changes: dict, message: str) -> None:
     with pytest.raises(InputError, match=message):
         Setting(**changes)
-
-
-def test_a_rate_needs_emulated_hosts(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"mbit_per_s=200\.0 needs emulated hosts"):
-        run_setting(Setting(), select(["sptt"]), tmp_path / "run.json", emulated=False)
 
 
 # Plans by hand.
@@ -194,15 +189,6 @@ def test_drawn_ids_repeat_as_often_as_criteos() -> None:
     assert sum(num_distinct(ids_of(Setting(ids="uniform")))) > 1.5 * sum(drawn), "a draw without skew fails"
 
 
-def test_frequent_ids_are_spread_over_the_rows_of_their_table() -> None:
-    setting = Setting()
-    for table, feature in zip(benchmark_tables(setting), ids_of(setting), strict=True):
-        assert 0 <= int(feature.min()) <= int(feature.max()) < table.num_embeddings
-        if table.num_embeddings > 5000:
-            halves = torch.bincount(2 * feature.unique() // table.num_embeddings, minlength=2)
-            assert halves.max() < 0.6 * halves.sum(), "row-wise shards have about as many rows to look up"
-
-
 def test_a_skew_is_what_it_expects() -> None:
     skew = IdSkew(rows=300, first=0.3, exponent=1.5, shift=4.0)
     shares = np.concatenate([[0.3], skew.shares(np.arange(300.0))])
@@ -230,17 +216,6 @@ def test_distinct_inputs_by_hand() -> None:
     assert distinct_inputs(setting, ["C3", "C4"], 1) == sum(len(of_rank) for of_rank in pairs)
 
 
-def test_batches_come_again_until_they_are_closed() -> None:
-    setting = Setting(rows_cap=40)
-    first, second, opening = (random_batch(setting, 4, i, rank=0) for i in range(3))
-    assert not torch.equal(first.dense_features, second.dense_features)
-    assert torch.equal(first.dense_features, random_batch(setting, 4, 0, rank=0).dense_features)
-    batches = Batches([opening], [first, second])
-    assert [next(batches) for _ in range(4)] == [opening, first, second, first]
-    batches.close()
-    assert list(batches) == []
-
-
 # Records and checks.
 
 
@@ -256,15 +231,6 @@ def test_a_step_is_as_long_as_its_slowest_rank() -> None:
     assert first["by_rank"]["waiting"] == [0.625, 1.875, 0.625, 0.625]
     assert first["uplink_bytes"] == second["uplink_bytes"] == [50, 30]
     assert step_records([turn(1.0)] * 4, Setting())[0]["uplink_bytes"] is None
-
-
-def test_a_record_has_weights_in_its_peaks(tmp_path: Path) -> None:
-    record = Record(Setting(), [named("sptt")], tmp_path / "run.json")
-    record.add("sptt", weight_bytes=[7] * 4)
-    record.add_turn("sptt", [turn(1.0, peak=100)] * 4)
-    record.write()
-    (found,) = json.loads((tmp_path / "run.json").read_text())["contenders"]
-    assert (found["peak_memory_bytes"], len(found["steps"])) == ([107] * 4, 1)
 
 
 def test_a_wrong_loss_is_reported_with_rank_and_step() -> None:

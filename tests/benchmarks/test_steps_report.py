@@ -84,27 +84,6 @@ def test_a_contender_by_hand() -> None:
     assert found.peak_memory == 3e8
 
 
-def test_without_limit_or_uplink_the_bound_is_the_compute() -> None:
-    found = measured("sptt", [1.5], setting=Setting(mbit_per_s=None))
-    assert (found.wire, found.bound, found.bound_name) == (None, 1.0, "compute")
-    contender = made_up("sptt", ONE, seconds=[1.5])
-    contender["steps"][0]["uplink_bytes"] = None
-    found = measure_run({"setting": asdict(ONE), "contenders": [contender]}, cores=2)[0]
-    assert (found.uplink, found.wire, found.counters_ratio, found.bound) == ((), None, None, 1.0)
-    alone = Setting(hosts=1)
-    run = {"setting": asdict(alone), "contenders": [made_up("sptt", alone, seconds=[1.0], across=0)]}
-    found = measure_run(run, cores=2)[0]
-    assert (found.counted_ratio, found.counters_ratio, found.wire) == (None, None, 0.0)
-
-
-def test_a_stopped_run_has_the_contenders_that_are_whole() -> None:
-    run = run_of(Setting(rounds=1), ["flat-tw", "sptt", "dmt-cr2"])
-    run["contenders"][0]["steps"] = []
-    run["contenders"][1] |= {"traffic": None, "needed": None}
-    run["contenders"][2]["peak_memory_bytes"] = None
-    assert [(found.name, found.peak_memory) for found in measure_run(run, cores=2)] == [("dmt-cr2", 0)]
-
-
 def test_best_flat_is_over_schemes_and_prefetch_at_one_precision() -> None:
     found = [
         measured("flat-tw", [3.0]),
@@ -202,15 +181,6 @@ def test_a_stopped_study_goes_on(tmp_path: Path, runner: Runner, monkeypatch: py
     assert (code, output.count("done before")) == (0, 2)
     assert [setting.mbit_per_s for setting, _ in runner.ran] == [50]
     assert not list((tmp_path / "work").glob("*.partial.json"))
-
-
-def test_a_study_without_a_finished_job_says_so(tmp_path: Path, runner: Runner) -> None:
-    code, output = invoke(tmp_path, "--only-write")
-    assert (code, "holds no finished job of this study" in " ".join(output.split())) == (2, True)
-    runner.failing = {200.0}
-    code, output = invoke(tmp_path, "--part", "main")
-    assert (code, "Failed: main-2x2-200-skewed" in output) == (1, True)
-    assert not (tmp_path / "out").exists()
 
 
 def test_the_whole_study_takes_less_than_an_hour(tmp_path: Path, runner: Runner) -> None:

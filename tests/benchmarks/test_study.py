@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from benchmarks.study.__main__ import main
 from benchmarks.study.data import DRAWN, Clicks, read_clicks, without_test_rows, write_drawn
-from benchmarks.study.entities import bytes_once, request_numbers
+from benchmarks.study.entities import bytes_once
 from benchmarks.study.replicas import ReplicaRun, gaps, grid, summary_of_pairs, tuned_rate
 from benchmarks.study.report import comparisons, costs
-from benchmarks.study.runs import Progress, Run, affinity_of_pairs, random_plan
+from benchmarks.study.runs import Progress, Run
 from benchmarks.study.simulation import ReplicaTables
 from benchmarks.study.statistics import compare_arms, holm
 from benchmarks.study.studies import STUDIES, runs_of
@@ -29,7 +29,6 @@ from benchmarks.study.train import (
     build_model_of_seed,
     bytes_across,
     job_of,
-    row_order,
     tower_sizes,
 )
 from dmt.errors import InputError
@@ -73,12 +72,6 @@ def test_p_values_are_shares_of_all_ways_the_data_could_have_come() -> None:
     expected = np.mean(np.abs(signs @ ranks - middle) >= abs(ranks[difference > 0].sum() - middle))
     assert compare_arms(ARM, BASELINE).wilcoxon_p == pytest.approx(expected)
     assert compare_arms(ARM, ARM).wilcoxon_p == 1.0
-
-
-@pytest.mark.parametrize("baseline", [{0: 0.5}, {**BASELINE, 9: 0.5}, {}])
-def test_arms_of_different_seeds_are_refused(baseline: dict[int, float]) -> None:
-    with pytest.raises(InputError, match="must be the same two or more"):
-        compare_arms(ARM, baseline)
 
 
 def test_holm_by_hand() -> None:
@@ -157,26 +150,7 @@ def test_one_table_computes_what_many_do(model: str) -> None:
             torch.testing.assert_close(moved[name], weight + 1.0 * ("embedding_bags" in name))
 
 
-def test_requests_stay_together_and_batches_are_the_seeds() -> None:
-    requests = torch.arange(2048) // 8 % 100
-    orders = [torch.cat([*row_order(2048, SETTINGS["hotel"], seed, requests)]) for seed in (0, 0, 1)]
-    assert torch.equal(orders[0], orders[1])
-    assert not torch.equal(orders[0], orders[2])
-    changes = (requests[orders[0]].diff() != 0).sum()
-    assert changes <= 4 * 100, "each of four epochs has each request in one piece"
-
-
 # Runs and records.
-
-
-def test_affinities_and_random_towers() -> None:
-    matrix = np.array([[1.0, 0.1, 0.2, 0.3], [0.1, 1.0, 0.4, 0.5], [0.2, 0.4, 1.0, 0.6], [0.3, 0.5, 0.6, 1.0]])
-    assert affinity_of_pairs(matrix[np.triu_indices(4, k=1)], list("abcd")).matrix.tolist() == matrix.tolist()
-    features = [f"f{i}" for i in range(17)]
-    plans = [random_plan(features, 4, seed).to_lists() for seed in (0, 0, 1)]
-    assert sorted(map(len, plans[0])) == [4, 4, 4, 5]
-    assert sorted(name for tower in plans[0] for name in tower) == sorted(features)
-    assert plans[0] == plans[1] != plans[2]
 
 
 def test_runs_go_on_and_other_settings_are_refused(tmp_path: Path) -> None:
@@ -267,15 +241,6 @@ def test_bytes_of_distinct_inputs_by_hand(monkeypatch: pytest.MonkeyPatch) -> No
     assert bytes_once("hotel", arm, clicks, plan, torch.arange(4)) == pytest.approx(by_hand)
 
 
-def test_rows_of_one_request_share_its_number() -> None:
-    names = ["c_hotel", "c_arrival_date_month", "c_arrival_date_week_number", "c_arrival_date_day_of_month", "c_x"]
-    tables = tuple(TableSpec(name=f"t_{n}", num_embeddings=5, embedding_dim=16, feature_names=(n,)) for n in names)
-    ids = torch.tensor([[1, 1, 1, 1, 0], [1, 1, 1, 2, 0], [1, 1, 1, 1, 3]])
-    part = (torch.zeros(3, 1), ids, torch.zeros(3))
-    numbers = request_numbers("hotel", Clicks(tables=tables, train=part, test=part))
-    assert numbers[0] == numbers[2] != numbers[1]
-
-
 # Replicas.
 
 ROWS, DIM, FEATURES, BATCH, EPS = (3, 7), 4, ["a", "b"], 8, 0.01
@@ -332,15 +297,6 @@ def test_one_copy_is_m_copies_written_out(num_replicas: int, scale: float) -> No
     tables = simulated(num_replicas, scale, steps=5, lr=0.1)
     torch.testing.assert_close(tables.weight, weight, rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(tables.moment, moment, rtol=1e-5, atol=1e-7)
-
-
-@pytest.mark.parametrize(
-    ("num_replicas", "scale", "message"),
-    [(0, 1.0, "num_replicas=0"), (1, 0.0, r"moment_scale=0\.0"), (3, 1.0, "3 replicas do not divide a batch of 8")],
-)
-def test_wrong_sizes_of_replicas_are_refused(num_replicas: int, scale: float, message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        simulated(num_replicas, scale, steps=1, lr=0.1)
 
 
 def test_gaps_are_paired_by_seed_and_rate_and_the_tuned_rate_is_the_best() -> None:

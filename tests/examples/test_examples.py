@@ -13,7 +13,6 @@ from dmt import TowerPlan
 from tests.ranks import run_program
 
 ROOT = Path(__file__).parent.parent.parent
-EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 
 
 def output_of(name: str, *more: str) -> str:
@@ -31,22 +30,6 @@ def output_of(name: str, *more: str) -> str:
     result = run_program([*arguments, *more], ranks, ROOT)
     assert result.returncode == 0, result.stderr[-3000:]
     return result.stdout
-
-
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
-def test_an_example_is_short_and_says_what_it_shows(path: Path) -> None:
-    text = path.read_text()
-    assert 30 <= len(text.splitlines()) <= 90
-    assert f"examples/{path.name}" in (ast.get_docstring(ast.parse(text)) or "")
-
-
-def test_every_example_is_run_here() -> None:
-    assert {path.name for path in EXAMPLES} == {
-        "deepfm.py",  # by tests/training/test_factory.py
-        "flat_model_over_towers.py",
-        "learn_towers.py",
-        "own_tower_module.py",
-    }
 
 
 @pytest.mark.ranks

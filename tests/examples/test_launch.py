@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -109,26 +108,3 @@ def test_a_job_that_slurm_stops_is_queued_again_and_goes_on(tmp_path: Path) -> N
     assert done.returncode == 0, done.stderr[-3000:]
     steps = [json.loads(line)["step"] for line in curve.read_text().splitlines()]
     assert steps == [*range(1, STEPS + 1), STEPS]
-
-
-def test_both_images_make_the_installation_of_the_makefile() -> None:
-    docker, apptainer = ((LAUNCH / name).read_text() for name in ("Dockerfile", "dmt.def"))
-    runs = "\n".join(re.findall(r"^RUN (.*)$", docker, re.MULTILINE))
-    post = re.search(r"^%post\n(.*?)^%", apptainer, re.MULTILINE | re.DOTALL)
-    assert post is not None
-    for script in (runs, post[1]):
-        assert subprocess.run(["sh", "-n", "-c", script], check=False).returncode == 0
-        made = re.search(r"^ *make (.*)$", script, re.MULTILINE)
-        assert made is not None
-        target, *variables = shlex.split(made[1])
-        makefile = (LAUNCH.parents[1] / "Makefile").read_text()
-        assert f"\n{target}:" in makefile
-        for variable in variables:
-            assert f"\n{variable.partition('=')[0]} " in makefile, variable
-    # What the image finds on its PATH is what `make install` made where the clone was copied to.
-    for text in (docker, apptainer):
-        assert "PATH=/opt/dmt/.venv/bin:$PATH OMP_NUM_THREADS=1" in text
-        assert re.search(r"(FROM|From:) python:3\.11-slim$", text, re.MULTILINE)
-    assert ". /opt/dmt\n" in apptainer
-    assert "WORKDIR /opt/dmt\nCOPY . .\n" in docker
-    assert ".venv*" in (LAUNCH / "Dockerfile.dockerignore").read_text().split()

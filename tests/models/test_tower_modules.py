@@ -46,22 +46,20 @@ def test_dlrm_tower_skips_projections_that_change_no_size(embeddings):
     assert not list(each.parameters())
 
 
-def test_dcn_tower_is_listing_2(embeddings):
-    tower = DCNTowerModule(FEATURES, embedding_dim=8, tower_dim=5, rank=4)
+@pytest.mark.parametrize(("per_feature", "width"), [(False, 5), (True, 3 * 5)])
+def test_dcn_tower_is_listing_2(embeddings, per_feature, width):
+    tower = DCNTowerModule(FEATURES, embedding_dim=8, tower_dim=5, rank=4, per_feature=per_feature)
     x = torch.cat([embeddings[name] for name in FEATURES], dim=1)
     w, v, b = tower.crossnet.W_kernels[0], tower.crossnet.V_kernels[0], tower.crossnet.bias[0]
     crossed = x * (x @ v.T @ w.T + b) + x
-    torch.testing.assert_close(tower(embeddings), crossed @ tower.project.weight.T + tower.project.bias)
-
-
-def test_dcn_tower_of_one_feature_has_no_projection(embeddings):
-    tower = DCNTowerModule(["f1"], embedding_dim=8, tower_dim=8, rank=4)
-    assert [name for name, _ in tower.named_parameters()] == [
-        "crossnet.W_kernels.0",
-        "crossnet.V_kernels.0",
-        "crossnet.bias.0",
-    ]
-    assert torch.equal(tower(embeddings), tower.crossnet(embeddings["f1"]))
+    output = tower(embeddings)
+    torch.testing.assert_close(output, crossed @ tower.project.weight.T + tower.project.bias)
+    assert output.shape == (3, tower.out_features) == (3, width)
+    # A projection that changes no size is left out: one feature, or each feature as wide as before.
+    for features, more in ((["f1"], {}), (FEATURES, {"per_feature": True})):
+        same = DCNTowerModule(features, embedding_dim=8, tower_dim=8, rank=4, **more)
+        together = torch.cat([embeddings[name] for name in features], dim=1)
+        assert torch.equal(same(embeddings), same.crossnet(together))
 
 
 def test_pass_through_tower_takes_mixed_dims():

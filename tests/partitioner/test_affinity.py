@@ -195,38 +195,11 @@ def test_the_digest_identifies_the_matrix_and_the_names_alone():
 
 
 def test_tables_and_pooling_factors_go_along():
-    affinity = FeatureAffinity(matrix=GOOD, features=["a", "b", "c"], tables=TABLES, pooling_factors=np.array(FACTORS))
+    theirs = [SimpleNamespace(**{**vars(table), "pooling": "SUM"}) for table in TABLES]  # as TorchRec's configs
+    affinity = FeatureAffinity(matrix=GOOD, features=["a", "b", "c"], tables=theirs, pooling_factors=np.array(FACTORS))
     assert (affinity.tables, affinity.pooling_factors) == (TABLES, FACTORS)
     turned = affinity.permuted(["c", "a", "b"])
     assert (turned.tables, turned.pooling_factors) == (TABLES, (2.5, 1.0, 0.0))
-    plain = FeatureAffinity(matrix=GOOD, features=["a", "b", "c"])
-    assert (plain.tables, plain.pooling_factors) == ((), None)
-
-
-def test_tables_of_torchrec_are_taken():
-    config = SimpleNamespace(name="t", num_embeddings=4, embedding_dim=8, feature_names=["a", "b", "c"], pooling="SUM")
-    affinity = FeatureAffinity(matrix=GOOD, features=["a", "b", "c"], tables=[config])
-    assert affinity.tables == (TableSpec(name="t", num_embeddings=4, embedding_dim=8, feature_names=("a", "b", "c")),)
-
-
-def test_a_file_that_cannot_be_written_leaves_nothing_behind(tmp_path, monkeypatch):
-    affinity = FeatureAffinity(matrix=GOOD, features=["a", "b", "c"])
-    (tmp_path / "file").touch()
-    (tmp_path / "folder").mkdir()
-    for path in (tmp_path / "file" / "a.npz", tmp_path / "folder", "."):
-        with pytest.raises(InputError, match=r"^Affinity file .*: cannot be written \(.*\)\. Give another path"):
-            affinity.save(path)
-    affinity.save(tmp_path / "a.npz")
-
-    def fill_the_disk(file, **arrays):
-        file.write(b"the beginning")
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(np, "savez", fill_the_disk)
-    with pytest.raises(InputError, match=r"cannot be written .*No space left on device.* free space"):
-        FeatureAffinity(matrix=[[1.0]], features=["other"]).save(tmp_path / "a.npz")
-    assert FeatureAffinity.load(tmp_path / "a.npz").features == ("a", "b", "c"), "what was there is kept"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["a.npz", "file", "folder"]
 
 
 def test_the_strongest_are_those_beyond_their_error():

@@ -38,14 +38,6 @@ def test_planted_pairs_and_no_others_are_found(seed):
     assert found_pairs(FeatureAffinity.collect_interactions(batches_of(ids, labels), seed=seed)) == set(pairs)
 
 
-def test_a_triple_shows_in_its_pairs():
-    rng = np.random.default_rng(3)
-    ids = rng.integers(0, 3, (20_000, 10))
-    odds = np.where((ids[:, [2, 5, 7]] > 0).all(axis=1), 1.5, -1.0)
-    labels = (rng.random(len(odds)) < 1 / (1 + np.exp(-odds))).astype(float)
-    assert found_pairs(FeatureAffinity.collect_interactions(batches_of(ids, labels))) == {(2, 5), (2, 7), (5, 7)}
-
-
 def named_triples(found):
     return {tuple(sorted(int(name[1:]) for name in triple.features)) for triple in found.triples}
 

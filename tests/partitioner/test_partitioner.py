@@ -46,12 +46,6 @@ def test_permuting_the_features_permutes_the_answer_only(strategy):
     assert places == sorted(sorted(p) for p in places)
 
 
-def test_another_seed_may_answer_otherwise():
-    affinity, _ = planted_affinity(48, 8, seed=2, within=0.3, between=0.3, noise=0.3)
-    plans = [TowerPartitioner(num_towers=8, seed=s, refine=False).fit(affinity) for s in range(2)]
-    assert len({frozenset(sets(plan)) for plan in plans}) > 1
-
-
 def test_coherent_gathers_and_diverse_spreads_the_groups():
     affinity, groups = planted_affinity(24, 6, seed=0)
     coherent = TowerPartitioner(num_towers=6, strategy="coherent").fit(affinity)
@@ -114,8 +108,9 @@ def test_features_of_a_shared_table_stay_together():
     plan = TowerPartitioner(num_towers=3).fit(affinity, tables=tables)
     assert sum(set(pair) <= set(tower) for tower in plan.to_lists()) == 1
     assert [len(t) for t in plan.tables_by_tower(tables)] in ([4, 4, 3], [4, 3, 4], [3, 4, 4])
-    with pytest.raises(InputError, match=r"num_towers=12 exceeds the 11 tables \(shared tables are not split\)"):
-        TowerPartitioner(num_towers=12).fit(affinity, tables=tables)
+    for known, what in ((tables, r"11 tables \(shared tables are not split\)"), ([], "12 features to place")):
+        with pytest.raises(InputError, match=rf"num_towers=13 exceeds the {what}"):
+            TowerPartitioner(num_towers=13).fit(affinity, tables=known)
 
 
 @pytest.mark.parametrize(
@@ -136,18 +131,6 @@ def test_wrong_arguments_are_refused(keywords, message):
     partitioner = TowerPartitioner(**keywords)  # parameters are kept as given
     with pytest.raises(InputError, match=f"TowerPartitioner: {message}"):
         partitioner.fit(FeatureAffinity(matrix=np.eye(3), features=list("abc")))
-
-
-def test_more_towers_than_features_are_refused():
-    affinity, _ = planted_affinity(5, 2, seed=0)
-    with pytest.raises(InputError, match="num_towers=6 exceeds the 5 features to place"):
-        TowerPartitioner(num_towers=6).fit(affinity)
-
-
-def test_tables_of_another_model_are_refused():
-    affinity = FeatureAffinity(matrix=np.eye(2), features=["user", "shop"])
-    with pytest.raises(InputError, match=r"feature 'shopp' is in the tables .*Did you mean 'shop'"):
-        TowerPartitioner(num_towers=1).fit(affinity, tables=tables_of(["user", "shopp"]))
 
 
 def interactions_of(pairs, triples=(), names="abcdefgh", error=0.001):

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 from html.parser import HTMLParser
 
-import matplotlib as mpl
 import numpy as np
 import pytest
 
@@ -158,22 +156,6 @@ def test_names_from_outside_are_shown_as_written(tmp_path):
     affinity = FeatureAffinity(matrix=np.random.default_rng(0).uniform(0.5, 0.5, (6, 6)), features=names)
     page = Page(write_partition_report(TowerPartitioner(num_towers=2).partition(affinity), tmp_path))
     assert all(" ".join(name.split()) in page.text for name in names)
-
-
-def words_in(path):
-    return re.findall(r">([^<>\s][^<>]*)<", path.read_text())
-
-
-def test_the_pictures_name_features_towers_and_what_is_shown(tmp_path):
-    partition = made()
-    with mpl.rc_context({"svg.fonttype": "none"}):
-        matrix = words_in(plot_affinity(partition.affinity, partition.plan, tmp_path / "towers.svg"))
-        points = words_in(plot_coordinates(partition, tmp_path / "points.svg"))
-        many = words_in(plot_affinity(*(lambda p: (p.affinity, p.plan))(made(70, 5)), tmp_path / "many.svg"))
-    assert {"f0", "f11", "0", "2", "12 features in 3 towers, coherent"} <= set(matrix)
-    assert {"f0", "f11", "0", "2"} <= set(points)
-    assert any("near = alike; normalized stress" in word for word in points)
-    assert "f0" not in many
 
 
 @pytest.mark.parametrize("draw", [lambda p, path: plot_affinity(p.affinity, p.plan, path), plot_coordinates])
