@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -22,15 +22,13 @@ from dmt.training.preflight import resolve
 
 __all__ = ["CheckReport", "CheckRow", "Finding", "Verdict", "check_run", "compare_ranks", "make_rows"]
 
-Verdict = Literal["ok", "FAILED", "skipped"]
+Verdict = Literal["ok", "FAILED"]
 
 _TITLES = {
     "logits": "one batch, unequal on the ranks",
     "dense gradients": "means over ranks, also of tower modules",
     "table gradients": "means over the ranks of a replica",
-    "losses": "every step, and one batch after them",
-    "dense weights": "after training",
-    "table weights": "after training; with replicas, averaged over them",
+    "training": "losses of every step, weights after them",
     "replicas": "what several ranks hold is equal",
 }
 
@@ -49,7 +47,7 @@ class CheckRow:
     count: int = 0
     """Comparisons."""
     where: str = ""
-    """Items and place that do not agree; or the reason why the check was left out."""
+    """Items and place that do not agree."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -101,12 +99,11 @@ def compare_ranks(run: CheckedRun, reports: Sequence[RankReport]) -> CheckReport
     """Returns the report of all ranks' findings, and of the faults that only show when ranks are compared."""
     findings = [finding for report in reports for finding in report.findings]
     findings += _replicas(reports)
-    skipped = {name: why for report in reports for name, why in report.skipped.items()}
     lows, highs = zip(*(report.outputs for report in reports), strict=True)
     factory = run.config.model.factory
     note = None if factory is None else probability_warning(factory, min(lows), max(highs))
     return CheckReport(
-        rows=make_rows(findings, _TITLES, skipped),
+        rows=make_rows(findings, _TITLES),
         reduced=run.reduced,
         schemes={} if run.job.sharding is None else dict(run.job.sharding.tables_by_scheme),
         notes=(note,) if note else (),
@@ -127,22 +124,15 @@ def _replicas(reports: Sequence[RankReport]) -> Iterator[Finding]:
         yield Finding(check="replicas", item=name_in_report(name), difference=len(differing), allowed=0, place=where)
 
 
-def make_rows(
-    findings: Iterable[Finding], titles: Mapping[str, str], skipped: Mapping[str, str]
-) -> tuple[CheckRow, ...]:
-    """Returns the findings of all ranks as a row for each check, by the titles' order; ``skipped`` has reasons.
+def make_rows(findings: Sequence[Finding], titles: Mapping[str, str]) -> tuple[CheckRow, ...]:
+    """Returns the findings of all ranks as a row for each check, by the titles' order.
 
-    A check that found nothing to compare and was not skipped on purpose has failed.
+    A check that found nothing to compare has failed.
     """
-    by_check: dict[str, list[Finding]] = {name: [] for name in titles}
-    for finding in findings:
-        by_check[finding.check].append(finding)
-    return tuple(_row(name, what, by_check[name], skipped.get(name)) for name, what in titles.items())
+    return tuple(_row(name, what, [f for f in findings if f.check == name]) for name, what in titles.items())
 
 
-def _row(name: str, what: str, found: Sequence[Finding], skipped: str | None) -> CheckRow:
-    if not found and skipped is not None:
-        return CheckRow(check=name, what=what, verdict="skipped", where=skipped)
+def _row(name: str, what: str, found: Sequence[Finding]) -> CheckRow:
     if not found:
         return CheckRow(check=name, what=what, verdict="FAILED", where="nothing was compared")
     found = sorted(found, key=lambda finding: -finding.share)

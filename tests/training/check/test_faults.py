@@ -105,7 +105,7 @@ FAULTS: dict[str, tuple[Any, str, Callable[[Change], Change], set[str], str]] = 
     "towers": (SPTTModule, "finish", towers_exchanged, {"logits"}, "the logits"),
     "tower gradient": (on_rank, "shard_model", tower_gradient_doubled, {"dense gradients"}, "sparse_arch.towers.1.int"),
     "table gradient": (SPTTModule, "run_towers", table_gradient_doubled, {"table gradients"}, "table t_C"),
-    "warm-up": (on_rank, "build_optimizer", warm_up_left_out, {"dense weights", "table weights", "losses"}, "step 1"),
+    "warm-up": (on_rank, "build_optimizer", warm_up_left_out, {"training"}, "table t_C"),
     "drift": (on_rank, "copy_parts", drift_on_rank_3, {"replicas"}, "table t_C4 (ranks [3] differ from rank 2)"),
 }
 
@@ -146,9 +146,9 @@ def moments_not_scaled(shard: Change) -> Change:
 REPLICA_FAULTS: dict[str, tuple[Any, str, Callable[[Change], Change], set[str], str]] = {
     "altered table": (ReplicaSync, "sync", table_altered_in_replica_1, {"replicas"}, "t_C4.weight of rank 3 differs"),
     "altered state": (ReplicaSync, "check", state_altered_in_replica_1, {"replicas"}, "t_C1.momentum1 of rank 2 diff"),
-    "no averaging": (ReplicaSync, "_average", lambda _: lambda self: None, {"table weights", "replicas"}, "table t_C"),
-    "states at once": (on_rank, "replica_sync", states_averaged_at_once, {"table weights"}, "table t_C"),
-    "moments": (on_rank, "shard_model", moments_not_scaled, {"table weights"}, "table t_C"),
+    "no averaging": (ReplicaSync, "_average", lambda _: lambda self: None, {"training", "replicas"}, "table t_C"),
+    "states at once": (on_rank, "replica_sync", states_averaged_at_once, {"training"}, "table t_C"),
+    "moments": (on_rank, "shard_model", moments_not_scaled, {"training"}, "table t_C"),
     "tower modules": (
         TowerTopology,
         "tower_module_groups",
