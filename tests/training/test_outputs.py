@@ -9,7 +9,6 @@ import shlex
 import zipfile
 from pathlib import Path
 
-import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -17,7 +16,6 @@ from click.testing import CliRunner
 
 from dmt import TableSpec, TowerPlan, TowerTopology
 from dmt.errors import InputError
-from dmt.partitioner import FeatureAffinity
 from dmt.sharding.plan_tables import plan_tables
 from dmt.simulator.cluster import load_cluster, save_cluster
 from dmt.training.commands import check_output_files, main
@@ -39,7 +37,6 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         pq.write_table(pa.table({"c_a": [1]}), name)
     with zipfile.ZipFile("m.pt2", "w") as archive:
         archive.writestr(f"m/extra/{export._MANIFEST}", json.dumps(MANIFEST))
-    FeatureAffinity(matrix=np.eye(2), features=["a", "b"]).save(Path("a.npz"))
     save_cluster(load_cluster("a100"), Path("k.toml"))
     checkpoint = Path("run/checkpoint/step-1")
     checkpoint.mkdir(parents=True)
@@ -63,7 +60,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 IS_READ, IS_OTHER = "is read by this command", "exists and is not a "
 IS_CHECKPOINT = "is in a checkpoint"
 OF_RUN = "partition --checkpoint run --towers 2 --strategy coherent"
-PARTITION = "partition --affinity a.npz --towers 2"
+PARTITION = "partition --checkpoint run --tower-module dlrm --towers 2"
 
 
 @pytest.mark.parametrize(
@@ -81,11 +78,8 @@ PARTITION = "partition --affinity a.npz --towers 2"
         ("plan demo --out package.json", "--out", IS_OTHER),
         ("plan demo --out towers.json", "--out", IS_OTHER),
         ("bench-comms --out c.toml", "--out", IS_OTHER),
-        (f"{PARTITION} --out a.npz", "--out", IS_READ),
-        (f"{PARTITION} --save-affinity a.npz", "--save-affinity", IS_READ),
         (f"{PARTITION} --rules rules.toml --out rules.toml", "--out", IS_READ),
         (f"{PARTITION} --out plan.json", "--out", IS_OTHER),
-        (f"{PARTITION} --save-affinity m.pt2", "--save-affinity", IS_OTHER),
         (f"{OF_RUN} --out run/checkpoint/step-1/towers.json", "--out", IS_CHECKPOINT),
         ("demo --data x.parquet --out x.parquet", "--out", IS_READ),
     ],
@@ -106,7 +100,6 @@ def test_an_output_that_is_an_input_or_of_another_kind_is_refused(
     [
         ("scored.parquet", "file of predictions"),
         ("m.pt2", "program"),
-        ("a.npz", "matrix"),
         ("k.toml", "cluster"),
         ("plan.json", "sharding plan"),
         ("towers.json", "tower plan"),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,6 @@ import torch
 from click.testing import CliRunner, Result
 
 from dmt import TowerPlan
-from dmt.errors import InputError
 from dmt.partitioner import FeatureAffinity
 from dmt.plan.tables import TableSpec
 from dmt.training import partition as module
@@ -39,9 +39,16 @@ def partitioned(out: Path, *arguments: object) -> tuple[TowerPlan, Result]:
     return TowerPlan.load(out), result
 
 
-def save_affinity(path: Path, matrix: Any, features: str | list[str] = "abcd", **more: Any) -> Path:
-    FeatureAffinity(matrix=matrix, features=list(features), **more).save(path)
-    return path
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[object]]:
+    """Takes a matrix for what a run would be measured to have; the result asks for its towers by resemblance."""
+
+    def asked(matrix: Any, features: Sequence[str], **more: Any) -> list[object]:
+        affinity = FeatureAffinity(matrix=matrix, features=list(features), **more)
+        monkeypatch.setattr(module, "affinity_of_run", lambda run, **_: affinity)
+        return ["--checkpoint", "run", "--tower-module", "dlrm"]
+
+    return asked
 
 
 @pytest.fixture
@@ -51,12 +58,12 @@ def typed(monkeypatch: pytest.MonkeyPatch) -> str:
     return "dmt partition --towers 'of two'"
 
 
-def test_a_saved_affinity_is_partitioned_by_resemblance(tmp_path: Path, typed: str) -> None:
+def test_a_run_is_partitioned_by_resemblance(tmp_path: Path, typed: str, measured: Callable[..., list[object]]) -> None:
     matrix = np.full((6, 6), 0.1)
     for group in ([0, 2, 4], [1, 3, 5]):
         matrix[np.ix_(group, group)] = 0.9
     np.fill_diagonal(matrix, 1)
-    asked = ["--affinity", save_affinity(tmp_path / "a.npz", matrix, "abcdef"), "--towers", 2]
+    asked = [*measured(matrix, "abcdef"), "--towers", 2]
     plan, result = partitioned(out := tmp_path / "towers.json", *asked)
     assert (plan.to_lists(), plan.command, plan.strategy) == ([["a", "c", "e"], ["b", "d", "f"]], typed, "coherent")
     assert f"Written to {out}." in result.stderr
@@ -64,38 +71,27 @@ def test_a_saved_affinity_is_partitioned_by_resemblance(tmp_path: Path, typed: s
     assert json.loads(as_json.stdout)["towers"][0]["features"] == ["a", "c", "e"]
 
 
-def test_a_saved_file_of_interactions_is_partitioned_by_them(tmp_path: Path) -> None:
-    gains = np.zeros((4, 4))
-    gains[0, 3] = gains[3, 0] = gains[1, 2] = gains[2, 1] = 0.1
-    asked = ["--affinity", save_affinity(tmp_path / "a.npz", gains, measure="interactions"), "--towers", 2]
-    plan, _ = partitioned(tmp_path / "towers.json", *asked)
-    assert {frozenset(tower) for tower in plan.to_lists()} == {frozenset("ad"), frozenset("bc")}
-    assert partitioned(tmp_path / "towers.json", *asked, "--tower-module", "dlrm")[0].strategy == "apart"
-
-
-def test_names_of_features_are_no_markup(tmp_path: Path) -> None:
+def test_names_of_features_are_no_markup(tmp_path: Path, measured: Callable[..., list[object]]) -> None:
     names = ["a[/b]", "h[red]", ":smile:", "x"]
     # All alike, which is worth a note.
-    asked = ["--affinity", save_affinity(tmp_path / "a.npz", np.ones((4, 4)), names), "--towers", 2]
+    asked = [*measured(np.ones((4, 4)), names), "--towers", 2]
     _, result = partitioned(out := tmp_path / "[red]towers.json", *asked)
     assert not [word for word in [*names, "Note: "] if word not in result.stdout]
     assert f"Written to {out}." in result.stderr
 
 
-def test_rules_limits_and_a_report(tmp_path: Path) -> None:
+def test_rules_limits_and_a_report(tmp_path: Path, measured: Callable[..., list[object]]) -> None:
     names = [f"{kind}_{i}" for kind in ("user", "item") for i in range(4)]
     tables = tuple(
         TableSpec(name=f"t_{name}", num_embeddings=10 ** (i % 4 + 1), embedding_dim=8, feature_names=(name,))
         for i, name in enumerate(names)
     )
     matrix = np.random.default_rng(0).random((8, 8))
-    saved = save_affinity(
-        tmp_path / "a.npz", (matrix + matrix.T) / 2, names, tables=tables, pooling_factors=(1.0, 9.0) * 4
-    )
+    run = measured((matrix + matrix.T) / 2, names, tables=tables, pooling_factors=(1.0, 9.0) * 4)
     (tmp_path / "rules.toml").write_text(
         'max_work_ratio = 1.9\napart = [["user_0", "user_1"]]\n[categories]\nuser = ["user_*"]\nitem = ["item_*"]\n'
     )
-    asked = ["--affinity", saved, "--rules", tmp_path / "rules.toml", "--towers", 4, "--balance-ratio", "inf"]
+    asked = [*run, "--rules", tmp_path / "rules.toml", "--towers", 4, "--balance-ratio", "inf"]
     asked += ["--strategy", "diverse", "--report", tmp_path / "report"]
     plan, result = partitioned(tmp_path / "new" / "towers.json", *asked)
     assert (plan.strategy, plan.tables) == ("diverse", tables)
@@ -121,10 +117,8 @@ def write_rows(path: Path, ids: Any, labels: Any) -> Path:
 
 
 def test_a_file_of_rows_is_all_it_takes(rows: Path, tmp_path: Path) -> None:
-    saved = tmp_path / "interactions.npz"
-    asked = ["--strategy", "interactions", "--towers", 3]
-    more = ["--tower-module", "dcn", "--report", tmp_path, "--save-affinity", saved]
-    plan, result = partitioned(tmp_path / "towers.json", "--data", rows, *asked, *more)
+    asked = ["--data", rows, "--strategy", "interactions", "--towers", 3]
+    plan, result = partitioned(tmp_path / "towers.json", *asked, "--tower-module", "dcn", "--report", tmp_path)
     pairs = {frozenset({"c_0", "c_2"}), frozenset({"c_1", "c_5"}), frozenset({"c_3", "c_4"})}
     assert {frozenset(tower) for tower in plan.to_lists()} == pairs
     assert (plan.strategy, plan.tables) == ("together", ())
@@ -132,12 +126,9 @@ def test_a_file_of_rows_is_all_it_takes(rows: Path, tmp_path: Path) -> None:
     assert re.search("(9[0-9]|100)% of all interaction beyond the error of measuring is inside", printed)
     assert re.search("c_0, c_2: known together they gain [0-9.]+ . [0-9.]+ nats a row", printed)
     assert (tmp_path / "report.html").read_text().count("<td>tower_") == 3
-    # What was saved needs no rows; a linear tower module parts what the other kept together.
-    plan, _ = partitioned(tmp_path / "towers.json", "--affinity", saved, *asked, "--tower-module", "dlrm")
+    # A linear tower module parts what the other kept together.
+    plan, _ = partitioned(tmp_path / "towers.json", *asked, "--tower-module", "dlrm")
     assert not any(pair <= set(tower) for pair in pairs for tower in plan.to_lists())
-    plan, _ = partitioned(tmp_path / "towers.json", "--affinity", saved, *asked, "--tower-module", "dlrm-products")
-    assert {frozenset(tower) for tower in plan.to_lists()} == pairs
-    assert FeatureAffinity.load(saved).num_samples == 16 * 337  # a tenth of the rows evaluates
 
 
 def test_a_parity_of_three_is_found_without_an_option(tmp_path: Path) -> None:
@@ -168,42 +159,36 @@ def test_a_run_says_which_tower_module_and_which_tables(arch: str, strategy: str
     assert {"c_1", "c_5"} not in towers
 
 
+RUN = ("--checkpoint", "run", "--tower-module", "dlrm")
 INTERACTIONS = ("--strategy", "interactions", "--tower-module", "dcn")
 
 
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ([], "Give one of: --checkpoint RUN_DIR, --affinity FILE.npz, or rows alone, --data FILE with --tower-module"),
-        (["--data", "x"], "Give one of"),
-        (["--affinity", "x", "--checkpoint", "y"], "Give one of"),
-        (["--affinity", "x", "--data", "x", "--strategy", "interactions"], "Give one of"),
+        ([], "Give --checkpoint RUN_DIR, or rows alone, --data FILE with --tower-module"),
+        (["--data", "x"], "Give --checkpoint RUN_DIR, or"),
+        (["--data", "x", "--tower-module", "dcn", "--strategy", "coherent"], "Give --checkpoint RUN_DIR, or"),
         (["--checkpoint", "/nowhere"], "error: /nowhere is not the output_dir of a"),
         (["--data", "/no.csv", *INTERACTIONS], "'/no.csv' matches no file"),
-        (["--affinity", "/no.npz", *INTERACTIONS], "Affinity file /no.npz"),
-        (["--affinity", "a.npz", "--rules", "/nowhere.toml"], "/nowhere.toml: cannot be"),
-        (["--affinity", "a.npz", "--strategy", "diverce"], "'diverce' is not one of"),
-        (["--affinity", "a.npz", "--tower-module", "dcm"], "'dcm' is not one of"),
-        (
-            ["--affinity", "a.npz", "--strategy", "interactions"],
-            "'together' does not fit the measure 'cosine'",
-        ),
-        (["--affinity", "a.npz", "--balance-ratio", "0.5"], "balance_ratio: Input should be"),
-        (["--affinity", "a.npz", "--towers", "0"], "num_towers: Input should be greater than"),
-        (["--affinity", "a.npz", "--out", "x", "--report", "x"], "--out and --report are the same file"),
-        (["--affinity", "a.npz", "--report", "file/x.png"], "--report 'file/x.png' cannot be written"),
+        ([*RUN, "--rules", "/nowhere.toml"], "/nowhere.toml: cannot be"),
+        ([*RUN, "--strategy", "diverce"], "'diverce' is not one of"),
+        ([*RUN, "--tower-module", "dcm"], "'dcm' is not one of"),
+        ([*RUN, "--balance-ratio", "0.5"], "balance_ratio: Input should be"),
+        ([*RUN, "--towers", "0"], "num_towers: Input should be greater than"),
+        ([*RUN, "--out", "x", "--report", "x"], "--out and --report are the same file"),
+        ([*RUN, "--report", "file/x.png"], "--report 'file/x.png' cannot be written"),
     ],
 )
 def test_what_cannot_be_partitioned_is_refused(
     arguments: list[str], reason: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    save_affinity(Path("a.npz"), np.eye(4))
     Path("file").touch()
     result = partition("--towers", "2", "--out", "towers.json", *arguments)
     assert result.exit_code == 2, result.output
     assert reason in " ".join(result.output.split())
-    assert {path.name for path in tmp_path.iterdir()} == {"a.npz", "file"}
+    assert {path.name for path in tmp_path.iterdir()} == {"file"}
 
 
 def test_rules_are_matched_before_a_model_is_loaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -267,12 +252,7 @@ def test_a_run_is_measured_all_over_the_rows(
             ids.extend(batch.sparse_features.values().tolist())
             yield batch
 
-    def refuse(tables: Any) -> None:
-        raise InputError(f"{tables[0].name} will not do")
-
     monkeypatch.setattr(module, "spread_batches", look)
-    affinity, tables = affinity_of_run(tmp_path / "run", data_path=path, max_rows=8)
+    affinity = affinity_of_run(tmp_path / "run", data_path=path, max_rows=8)
     assert (ids, affinity.num_samples, affinity.pooling_factors) == (seen, 8, (1.0,))
-    assert affinity.tables == tuple(tables)
-    with pytest.raises(InputError, match="t_c_1 will not do"):
-        affinity_of_run(tmp_path / "run", check=refuse)
+    assert [table.name for table in affinity.tables] == ["t_c_1"]

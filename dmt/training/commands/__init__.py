@@ -33,7 +33,6 @@ _READERS = {
     "cluster": "dmt.simulator.cluster:load_cluster",
     "file of predictions": "dmt.training.serving.score:check_predictions",
     "program": "dmt.training.serving.export:read_manifest",
-    "matrix": "dmt.partitioner:FeatureAffinity.load",
 }
 _PATH = click.Path(path_type=Path)
 # Columns of a narrow terminal in which no number is cut.
@@ -231,8 +230,6 @@ def _doctor() -> Shown:
 @click.option("--rules", type=_PATH, help="TOML file: categories, together, apart, limits.")
 @click.option("--out", default="towers.json", type=_Output("tower plan"))
 @click.option("--report", type=_Output("folder"), help="Also write a page with pictures into this folder.")
-@click.option("--save-affinity", type=_Output("matrix"), help="Also keep the collected affinity (.npz).")
-@click.option("--affinity", type=_PATH, help="A saved affinity matrix (.npz) instead of --checkpoint.")
 @click.option("--seed", default=0, help="Seed of the partitioner.")
 @_function
 def _partition(**options: Any) -> Shown:

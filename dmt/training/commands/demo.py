@@ -69,8 +69,7 @@ def demo(data: str | None, out: Path, overrides: Sequence[str], *, command: str)
     runs = {flat_arch: train_here(out / flat_arch, [*flat_settings(shared), f"model.arch={flat_arch}"])}
 
     console.print("[bold]3/4[/] learning which features belong together")
-    affinity, _ = affinity_of_run(out / flat_arch, functions=[first.data.source or ""])
-    affinity.save(out / "affinity.npz")
+    affinity = affinity_of_run(out / flat_arch, functions=[first.data.source or ""])
     partition = TowerPartitioner(num_towers=first.topology.num_towers, seed=first.train.seed).partition(affinity)
     plan = replace(partition.plan, command=command)
     plan.save(out / "towers.json")

@@ -38,22 +38,21 @@ def run_partition(options: Mapping[str, Any], command: str) -> Shown:
     Raises:
         InputError: options contradict each other, a file cannot be read, or no towers can be made as asked.
     """
-    run, saved, data, module = (options[name] for name in ("checkpoint", "affinity", "data", "tower_module"))
-    is_file_alone = data is not None and module is not None and run is None
-    if [run is not None, saved is not None, is_file_alone].count(True) != 1 or (saved and data):
+    run, data, module, strategy = (options[name] for name in ("checkpoint", "data", "tower_module", "strategy"))
+    if run is None and (data is None or module is None or strategy not in ("auto", "interactions")):
         raise InputError(
-            "Give one of: --checkpoint RUN_DIR, --affinity FILE.npz, or rows alone, --data FILE with --tower-module "
+            "Give --checkpoint RUN_DIR, or rows alone, --data FILE with --tower-module "
             f"{' or '.join(_TOWER_MODULES)}, for towers from interactions."
         )
     if run is not None and module is None:
         module = _module_of(run, options["function"])
-    keeps_interactions, strategy = _keeps_interactions(module), options["strategy"]
-    if strategy == "auto" and saved is None:
+    keeps_interactions = _keeps_interactions(module)
+    if strategy == "auto":
         # Interactions are measured where tower modules keep them and rows are there, by
         # benchmarks/results/interaction_towers.md; linear tower modules have no such evidence.
-        strategy = "interactions" if is_file_alone or (module is not None and keeps_interactions) else "coherent"
+        strategy = "interactions" if run is None or (module is not None and keeps_interactions) else "coherent"
         _say(f"Strategy {strategy}; --strategy names another.")
-    if strategy == "interactions" and module is None and saved is None:
+    if strategy == "interactions" and module is None:
         raise InputError(
             f"--strategy interactions needs --tower-module {' or '.join(_TOWER_MODULES)} here: for modules of your "
             "own, name the one that is alike."
@@ -69,10 +68,7 @@ def run_partition(options: Mapping[str, Any], command: str) -> Shown:
         rules=rules,
     )
     partitioner.check()  # before a model is loaded and run
-    measured = FeatureAffinity.load(saved) if saved is not None else _measure(options, rules, strategy)
-    if options["save_affinity"]:
-        measured.save(options["save_affinity"])
-    partition = partitioner.partition(measured)
+    partition = partitioner.partition(_measure(options, rules, strategy))
     partition = replace(partition, plan=replace(partition.plan, command=command))
     partition.plan.save(options["out"])
     _say(f"Written to {options['out']}.")
@@ -107,15 +103,12 @@ def _measure(options: Mapping[str, Any], rules: PartitionRules, strategy: str) -
 
     run, data, functions = options["checkpoint"], options["data"], options["function"]
 
-    def check(features: Sequence[Any]) -> None:
-        rules.for_features([name for given in features for name in getattr(given, "feature_names", [given])])
-        _say(f"Measuring {'interactions' if strategy == 'interactions' else 'the affinity'} of {data or run}")
-
+    _say(f"Measuring {'interactions' if strategy == 'interactions' else 'the affinity'} of {data or run}")
     if strategy != "interactions":
-        return affinity_of_run(run, data_path=data, check=check, functions=functions)[0]
+        return affinity_of_run(run, data_path=data, rules=rules, functions=functions)
     config = load_config("demo", demo_settings(data)) if run is None else checkpoint_of(run, data, functions)[1]
     # The tables of a file alone are not known: how many columns they will have is up to the model.
-    return interactions_of(config, with_tables=run is not None, seed=options["seed"], check=check)
+    return interactions_of(config, with_tables=run is not None, seed=options["seed"], rules=rules)
 
 
 def _table_of(partition: Partition) -> tuple[list[str], list[list[str]], list[str]]:
