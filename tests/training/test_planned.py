@@ -27,15 +27,17 @@ ROWS = 12
 # C1 whole, C6 in both towers.
 CUT = TowerPlan.from_lists([["C1", "C2", "C6[0:4]"], ["C3", "C4", "C5", "C6[4:8]"]], column_splits={"C6": (4, 4)})
 
+
+def placed(*schemes: str) -> dict[str, str]:
+    """Schemes of the tables of C1, C2, ..."""
+    return {f"t_C{number}": scheme for number, scheme in enumerate(schemes, 1)}
+
+
 # arch, then the sections of the config
 CASES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "a mix": (
         "dmt-dcn",
-        {
-            "sharding": {
-                "tables": {"t_C1": "row_wise", "t_C2": "data_parallel", "t_C3": "data_parallel", "t_C4": "table_wise"}
-            }
-        },
+        {"sharding": {"tables": placed("row_wise", "data_parallel", "data_parallel", "table_wise")}},
     ),
     "flat dataflow": ("dlrm", {"sharding": {"dataflow": "flat", "scheme": "table_wise"}}),
     "cut table, 16 bits": (
@@ -66,27 +68,13 @@ CASES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
         "dmt-dcn",
         {
             "sharding": {
-                "tables": {
-                    "t_C1": "table_wise",
-                    "t_C2": "table_wise",
-                    "t_C5": "table_wise",
-                    "t_C3": "data_parallel",
-                    "t_C4": "row_wise",
-                    "t_C6": "row_wise",
-                }
+                "tables": placed("table_wise", "table_wise", "data_parallel", "row_wise", "table_wise", "row_wise")
             },
             "topology": {"num_towers": 1, "ranks_per_tower": 4, "ranks_per_host": 2},
         },
     ),
 }
-MIX = {
-    "t_C1": "row_wise",
-    "t_C2": "data_parallel",
-    "t_C5": "data_parallel",
-    "t_C4": "column_wise",
-    "t_C3": "table_wise",
-    "t_C6": "table_wise",
-}
+MIX = placed("row_wise", "data_parallel", "table_wise", "column_wise", "data_parallel", "table_wise")
 # Two replicas. Gradients of data-parallel tables and tower modules cross hosts only between hosts, those of dense parts
 # do in both placements.
 REPLICAS = {"num_towers": 1, "ranks_per_tower": 2, "num_replicas": 2, "replica_placement": "intra_host"}
