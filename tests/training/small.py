@@ -24,7 +24,7 @@ from dmt.training.build import ClickTask, build_model, build_optimizer, fused_pa
 from dmt.training.checkpoints.store import Checkpointer, Manifest, sha256_of, write_manifest
 from dmt.training.config import TrainingConfig
 from dmt.training.data.clicks import ClickData
-from dmt.training.job import Job, open_data, open_job
+from dmt.training.job import open_data, open_job
 from dmt.training.records import RunRecord
 from dmt.training.resume import Position, Start
 from dmt.training.train import Run, make_pipeline, train_steps
@@ -68,7 +68,7 @@ def source(config: TrainingConfig) -> ClickData:
 
 def plain(config: TrainingConfig) -> ClickTask:
     """The model of a run in one process, unsharded."""
-    return ClickTask(build_model(unsharded(config)))
+    return ClickTask(build_model(open_data(config)))
 
 
 def train_on_union(config: TrainingConfig, model: ClickTask, steps: int, layout: Any) -> dict[str, Tensor]:
@@ -94,11 +94,6 @@ def train_on_union(config: TrainingConfig, model: ClickTask, steps: int, layout:
         model(batch.split_columns(cuts) if cuts else batch)[0].backward()
         training.step()
     return {name: value.detach() for name, value in model.state_dict().items()}
-
-
-def unsharded(config: TrainingConfig) -> Job:
-    """The job of a run that is not sharded."""
-    return open_data(config)
 
 
 def new_run(

@@ -30,9 +30,9 @@ from dmt.training.build import (
 )
 from dmt.training.config import OptimizerConfig, TrainingConfig
 from dmt.training.data.batch import ClickBatch
-from dmt.training.job import Job, open_job
+from dmt.training.job import Job, open_data, open_job
 from tests.ranks import run_ranks
-from tests.training.small import ARCHS, new_run, plain, small, source, train_loop, train_on_union, unsharded
+from tests.training.small import ARCHS, new_run, plain, small, source, train_loop, train_on_union
 
 CPU = torch.device("cpu")
 SPARSE = ["rowwise_adagrad", "adagrad", "sgd"]
@@ -94,7 +94,7 @@ def test_the_ranks_of_a_host_share_its_memory_and_the_limit_of_their_container(
 @pytest.mark.parametrize("arch", ["dlrm", "dcn", "dmt-dlrm", "dmt-dcn", "dmt-dlrm-products"])
 def test_parameters_are_counted_as_they_are_built(arch: str) -> None:
     config = small(arch, model={"p": 1})
-    job = unsharded(config)
+    job = open_data(config)
     built = build_model(job, device="meta")
     assert count_model(job).parameters == sum(p.numel() for p in built.parameters())
     assert all(p.is_meta for p in built.parameters())

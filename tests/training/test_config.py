@@ -198,42 +198,35 @@ def test_every_setting_of_data_is_documented_and_frozen() -> None:
         DataConfig().label = "y"  # type: ignore[misc]
 
 
-COPIES = {"topology": {"num_replicas": 2}}
 HOT = {"extra_memory": 0.01}
-# model, its dataflow, settings, and what is said
-TOGETHER: list[tuple[str, str, dict[str, Any], str]] = [
+# model and its dataflow, settings, and what is said
+TOGETHER: list[tuple[str, dict[str, Any], str]] = [
     (
-        "dlrm",
-        "flat",
+        "dlrm flat",
         {"sharding": {"dataflow": "auto", "tables": {"t_C1": "table_wise"}}},
-        r"tables=.* needs the",
+        r"sharding\.tables=.* needs the",
     ),
-    ("dlrm", "flat", {"sharding": {"dataflow": "auto", "unique": True}}, r"sharding\.unique=True needs the tower"),
-    ("dcn", "flat", {"train": {"micro_batches": 2}}, r"micro_batches=2 needs the tower dataflow, but .*'flat'"),
-    ("dlrm", "sptt", {"sharding": {"dataflow": "sptt", "scheme": "planner"}}, "is TorchRec's planner.* has the tower"),
-    ("dmt-dlrm", "sptt", {"hot_rows": HOT}, "hot rows need a flat model; towers send their modules' outputs"),
-    ("dlrm", "flat", {"hot_rows": HOT}, "needs sharding.dataflow='sptt' and .* but this run has 'flat'"),
+    ("dlrm flat", {"sharding": {"dataflow": "auto", "unique": True}}, r"sharding\.unique=True needs the tower"),
+    ("dlrm flat", {"towers": {"outside": "auto"}}, r"towers\.outside='auto' needs the tower dataflow"),
+    ("dcn flat", {"train": {"micro_batches": 2}}, r"micro_batches=2 needs the tower dataflow, but .*'flat'"),
+    ("dlrm sptt", {"sharding": {"dataflow": "sptt", "scheme": "planner"}}, "is TorchRec's planner.* has the tower"),
+    ("dmt-dlrm sptt", {"hot_rows": HOT}, "hot rows need a flat model; towers send their modules' outputs"),
+    ("dlrm flat", {"hot_rows": HOT}, "needs sharding.dataflow='sptt' and .* but this run has 'flat'"),
+    ("dlrm sptt", {"hot_rows": HOT, "sharding": {"dataflow": "sptt", "table_precision": "fp16"}}, "'sptt' and 'fp16'"),
+    ("dlrm sptt", {"hot_rows": HOT, "topology": {"num_replicas": 2}}, "hot rows need num_replicas=1"),
+    ("dlrm sptt", {"hot_rows": {"refresh_every": 5}}, "hot_rows.refresh_every=5 needs hot_rows.extra_memory"),
     (
-        "dlrm",
-        "sptt",
-        {"hot_rows": HOT, "sharding": {"dataflow": "sptt", "table_precision": "fp16"}},
-        "and 'fp16'",
-    ),
-    ("dlrm", "sptt", {"hot_rows": HOT, **COPIES}, "hot rows need num_replicas=1"),
-    ("dlrm", "sptt", {"hot_rows": {"refresh_every": 5}}, "hot_rows.refresh_every=5 needs hot_rows.extra_memory"),
-    (
-        "dmt-dlrm",
-        "sptt",
+        "dmt-dlrm sptt",
         {"topology": {"num_towers": 1}, "train": {"dense_reduce": "hierarchical"}},
         r"dense_reduce='hierarchical' .* one host of \d ranks\. Set topology\.ranks_per_host to the",
     ),
 ]
 
 
-@pytest.mark.parametrize(("arch", "dataflow", "sections", "message"), TOGETHER, ids=[row[-1][:30] for row in TOGETHER])
-def test_what_does_not_go_together_is_refused(arch: str, dataflow: str, sections: dict[str, Any], message: str) -> None:
+@pytest.mark.parametrize(("model", "sections", "message"), TOGETHER, ids=[row[-1][:30] for row in TOGETHER])
+def test_what_does_not_go_together_is_refused(model: str, sections: dict[str, Any], message: str) -> None:
     with pytest.raises((InputError, ValueError), match=message):
-        small(arch, dataflow, **sections)
+        small(*model.split(), **sections)
 
 
 def test_there_are_at_most_ninety_keys_and_seventy_options() -> None:

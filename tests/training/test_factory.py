@@ -29,11 +29,11 @@ from dmt.training.commands import main
 from dmt.training.config import TrainingConfig, to_toml
 from dmt.training.factory import check_outputs
 from dmt.training.functions import load_function
-from dmt.training.job import Job
+from dmt.training.job import Job, open_data
 from dmt.training.metrics import ClickMetrics
 from dmt.training.serving.export import read_manifest
 from tests.ranks import run_ranks
-from tests.training.small import new_run, train_loop, unsharded
+from tests.training.small import new_run, train_loop
 from tests.training.test_resume import attempt
 
 
@@ -223,7 +223,7 @@ def job_of(factory: str, *, in_towers: bool = False, **more: Any) -> Job:
     name, _, kind = factory.partition(":")
     options = {"kind": kind} if kind else more.pop("options", {})
     model = {"factory": f"{__name__}:{name}", "in_towers": in_towers, "options": options}
-    return unsharded(deepfm(model=model, **more))
+    return open_data(deepfm(model=model, **more))
 
 
 @pytest.mark.parametrize(
@@ -265,7 +265,7 @@ def test_a_model_that_does_not_fit_is_refused_before_training(factory: str, mess
 )
 def test_a_name_that_leads_to_no_function_is_refused(factory: str, message: str) -> None:
     with pytest.raises(InputError, match=f"model.factory='{factory}'.*{message}"):
-        build_model(unsharded(deepfm(model={"factory": factory, "in_towers": False})))
+        build_model(open_data(deepfm(model={"factory": factory, "in_towers": False})))
 
 
 def check_model(job: Job) -> None:

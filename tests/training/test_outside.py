@@ -27,10 +27,10 @@ from dmt.training.check.shrink import CheckLimits
 from dmt.training.commands import main
 from dmt.training.commands.what_if import alternatives, predict_step, work_of
 from dmt.training.config import TrainingConfig, to_toml
-from dmt.training.job import Job, _crossing_costs, make_job
+from dmt.training.job import Job, _crossing_costs, make_job, open_data
 from dmt.training.trained import trained_model
 from tests.ranks import run_ranks
-from tests.training.small import small, unsharded
+from tests.training.small import small
 from tests.training.test_factory import assert_served_alike
 from tests.training.test_resume import attempt
 
@@ -241,7 +241,7 @@ def test_a_model_of_ones_own_has_a_collection_beside_its_towers(monkeypatch: pyt
     report = check_run(of_factory(forgets=False), CheckLimits(max_rows=20, max_ranks=4, batch_size=4, steps=2))
     assert report.agrees, report.rows
     with pytest.raises(InputError, match=r"EmbeddingBagCollection of the features outside towers \['C2', 'C6'\] and"):
-        build_model(unsharded(of_factory(forgets=True)), device="meta")
+        build_model(open_data(of_factory(forgets=True)), device="meta")
 
 
 def test_plan_shows_them(tmp_path: Path) -> None:

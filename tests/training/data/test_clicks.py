@@ -237,12 +237,8 @@ def test_wrong_columns_and_values_are_refused(
 
 
 def test_what_a_thread_makes_ahead_comes_in_order_with_its_errors() -> None:
-    made: list[int] = []
-
     def numbers() -> Any:
-        for i in range(20):
-            made.append(i)
-            yield i
+        yield from range(20)
         raise InputError("the end")
 
     ahead = prefetched(numbers(), 3)

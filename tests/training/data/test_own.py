@@ -15,9 +15,9 @@ import torch
 import torch.distributed as dist
 
 from dmt.errors import InputError
-from dmt.training.config import TrainingConfig, load_config
+from dmt.training.config import TrainingConfig
 from dmt.training.data.clicks import ClickData
-from dmt.training.data.config import DataConfig, with_files
+from dmt.training.data.config import DataConfig
 from dmt.training.serving.score import score
 from tests.ranks import run_ranks
 from tests.training.data.helpers import real_rows, same
@@ -253,11 +253,3 @@ def test_a_run_is_resumed_bit_for_bit_and_its_model_scores_rows(tmp_path: Path) 
     # A file with the columns of the source does as well.
     pq.write_table(pa.table(columns(range(40))), tmp_path / "rows.parquet")
     assert score(tmp_path / "whole", tmp_path / "s.parquet", data_path=str(tmp_path / "rows.parquet")).num_rows == 40
-
-
-def test_a_source_can_be_replaced_by_files() -> None:
-    config = load_config("demo", ['data.source="my_data:clicks"', 'data.categorical=["c_*"]'])
-    assert (config.data.kind, config.data.source, config.data.categorical) == ("source", "my_data:clicks", ("c_*",))
-    files = with_files(config.data, "a.parquet")
-    assert (files.kind, files.source, files.train_path) == ("columns", None, "a.parquet")
-    files.model_validate(files.model_dump())
