@@ -9,6 +9,7 @@ import os
 _PARENT = int(os.environ.get("DMT_LAUNCHER", os.getppid()))
 
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -24,6 +25,14 @@ from dmt.training.console import print_summary, quiet_libraries
 EXAMPLE = "torchrun --nproc-per-node 4 -m dmt.training demo train.max_steps=200 model.arch=dlrm"
 # Ranks that find the same fault as rank 0 leave it time to say so before torchrun stops everyone.
 _LET_RANK_0_SPEAK_S = 10
+_WHEN_IT_HAS_ENDED = """
+import os, select, sys
+try:
+    select.select([os.pidfd_open(int(sys.argv[1]))], [], [])
+except OSError:  # it has ended, or the system has no such call
+    pass
+print(sys.argv[2], file=sys.stderr)
+"""
 
 
 @click.command(epilog=f"Example: {EXAMPLE}")
@@ -49,7 +58,7 @@ def main(config: str, overrides: tuple[str, ...]) -> None:
             time.sleep(_LET_RANK_0_SPEAK_S)
         # In the exception itself, without a traceback: torchrun prints it too.
         error.__traceback__ = error.__cause__ = error.__context__ = None
-        print(f"{'' if rank == 0 else f'[rank {rank}] '}error: {error}", file=sys.stderr, flush=True)
+        _say_last(f"{'' if rank == 0 else f'[rank {rank}] '}error: {error}")
         get_error_handler().record_exception(error)
         sys.exit(2)
     except KeyboardInterrupt:
@@ -60,12 +69,22 @@ def main(config: str, overrides: tuple[str, ...]) -> None:
         raise
     if "stopped_by" in result:
         if rank == 0:
-            print(_how_to_go_on(Path(settings.train.output_dir), result["stopped_by"]), file=sys.stderr, flush=True)
+            _say_last(_how_to_go_on(Path(settings.train.output_dir), result["stopped_by"]))
         sys.exit(128 + result["signal"])
     if rank == 0 and "DMT_LAUNCHER" not in os.environ:  # a demo shows its runs side by side
         print_summary({settings.model.name: result})
         folder = settings.train.output_dir
         print(f"Results: {folder}/result.json   curves: {folder}/metrics.jsonl")
+
+
+def _say_last(text: str) -> None:
+    """Prints a line, and prints it again when torchrun has ended, which adds dozens of lines of its own."""
+    print(text, file=sys.stderr, flush=True)
+    attempt, most = (os.environ.get(f"TORCHELASTIC_{name}") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    if attempt is not None and attempt == most and "DMT_LAUNCHER" not in os.environ:
+        # A process that torchrun does not know, and does not end.
+        command = [sys.executable, "-I", "-S", "-c", _WHEN_IT_HAS_ENDED, str(_PARENT), text]
+        subprocess.Popen(command, start_new_session=True)
 
 
 def _how_to_go_on(output_dir: Path, stopped_by: str) -> str:

@@ -84,6 +84,14 @@ def test_torchrun_is_given_the_reason_alone(monkeypatch: pytest.MonkeyPatch) -> 
     assert "File" not in told[0]
 
 
+def test_the_last_line_is_the_reason() -> None:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "-m", "dmt.training", "demo", "a.b=c"]
+    ran = subprocess.run(command, capture_output=True, text=True, check=False)
+    lines = ran.stderr.splitlines()
+    assert lines[-1].startswith("error: Config key 'a' is unknown")
+    assert [line.startswith("error: ") for line in lines].count(True) == 2
+
+
 @pytest.mark.ranks
 def test_a_demo_on_a_handful_of_rows_with_odd_column_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def launch(config: Path, ranks: int) -> None:
