@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import copy
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
@@ -153,18 +154,29 @@ def test_parts_that_do_not_make_whole_tensors_are_refused() -> None:
 WIDE = 400  # a layer has 640 kB, and DDP's first bucket at least 1 MB
 
 
+class Branches(nn.Module):
+    """Rank 0 alone uses one layer, and nobody another."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.used, self.sometimes, self.never = (nn.Linear(WIDE, 3) for _ in range(3))
+        self.rank = rank
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.used(x) + self.sometimes(x) if self.rank == 0 else self.used(x)
+
+
 def narrow_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 1))
+    return nn.Sequential(nn.Linear(WIDE, 7), nn.ReLU(), nn.Linear(7, 1))
 
 
 def wide_model() -> nn.Module:
-    torch.manual_seed(1)
     return nn.Sequential(*(nn.Linear(WIDE, WIDE) for _ in range(5)))
 
 
-def batch(columns: int, rank: int, step: int) -> torch.Tensor:
-    return torch.randn(rank + 2, columns, generator=torch.Generator().manual_seed(100 * step + rank))
+def loss_on(model: nn.Module, rank: int, step: int) -> torch.Tensor:
+    x = torch.randn(rank + 2, WIDE, generator=torch.Generator().manual_seed(100 * step + rank))
+    return model(x).square().mean()
 
 
 def distributed(model: nn.Module, wrapper: DefaultDataParallelWrapper) -> DistributedModelParallel:
@@ -172,33 +184,31 @@ def distributed(model: nn.Module, wrapper: DefaultDataParallelWrapper) -> Distri
     return DistributedModelParallel(model, device=CPU, plan=plan, data_parallel_wrapper=wrapper)
 
 
-def follow_plain_means(
-    rank: int, mesh: TowerMesh, kinds: Sequence[tuple[Callable[[], nn.Module], int]], *, passes: int, steps: int
+def follow_ddp(
+    rank: int, mesh: TowerMesh, models: Sequence[nn.Module], *, passes: int = 1, steps: int = 3, **options: Any
 ) -> None:
-    """Models in one backward pass, or several passes before a step, against the mean over ranks of plain losses."""
-    wrapper = HierarchicalDataParallel(mesh)
-    models, plain = ([make() for make, _ in kinds] for _ in range(2))
-    ours = [distributed(model, wrapper) for model in models]
+    """Models in one backward pass, or several passes before a step, have the gradients that DDP gives them."""
+    wrappers = HierarchicalDataParallel(mesh, **options), DefaultDataParallelWrapper(**options)
+    ours, theirs = ([distributed(copy.deepcopy(model), wrapper) for model in models] for wrapper in wrappers)
     for step in range(steps):
-        for model in (*ours, *plain):
-            model.zero_grad()
-        for number in range(passes):
-            draws = [[batch(columns, r, 10 * step + number) for r in range(4)] for _, columns in kinds]
-            losses = [model(of_ranks[rank]).square().mean() for model, of_ranks in zip(ours, draws, strict=True)]
-            torch.stack(losses).sum().backward()
-            for model, of_ranks in zip(plain, draws, strict=True):
-                torch.stack([model(x).square().mean() for x in of_ranks]).mean().backward()
-        for model, ours_of_it in zip(plain, ours, strict=True):
-            for name, value in model.named_parameters():
-                found = ours_of_it.module.get_parameter(name)
-                torch.testing.assert_close(found.grad, value.grad, rtol=1e-5, atol=1e-8)
-                with torch.no_grad():  # the next step sees other weights
-                    found -= 0.01 * value.grad
-                    value -= 0.01 * value.grad
+        for side in (ours, theirs):
+            for model in side:
+                model.zero_grad()
+            for number in range(passes):
+                torch.stack([loss_on(model, rank, 10 * step + number) for model in side]).sum().backward()
+        for model, other in zip(ours, theirs, strict=True):
+            for (name, found), (_, value) in zip(model.named_parameters(), other.named_parameters(), strict=True):
+                assert (found.grad is None) == (value.grad is None), (name, step)
+                if value.grad is not None:
+                    torch.testing.assert_close(found.grad, value.grad, rtol=1e-5, atol=1e-8)
+                    with torch.no_grad():  # the next step sees other weights
+                        found -= 0.01 * value.grad
+                        value -= 0.01 * value.grad
 
 
 @on_ranks(4)
 def test_several_buckets_models_and_passes(rank: int) -> None:
+    torch.manual_seed(0)
     mesh, calls = TowerMesh(TowerTopology(num_towers=2, ranks_per_tower=2)), []
     start = dense_reduce.start_sum_over_hosts
 
@@ -208,10 +218,11 @@ def test_several_buckets_models_and_passes(rank: int) -> None:
 
     with patch.object(dense_reduce, "start_sum_over_hosts", counted):
         # DDP arranges its buckets anew after the second step.
-        follow_plain_means(rank, mesh, [(wide_model, WIDE)], passes=1, steps=4)
+        follow_ddp(rank, mesh, [wide_model()], steps=4)
     assert len(calls) > 4 + 2, "one bucket in each step: nothing was under way together with another"
-    follow_plain_means(rank, mesh, [(narrow_model, 5), (wide_model, WIDE)], passes=1, steps=3)
-    follow_plain_means(rank, mesh, [(narrow_model, 5)], passes=2, steps=2)
+    follow_ddp(rank, mesh, [narrow_model(), wide_model()])
+    follow_ddp(rank, mesh, [narrow_model()], passes=2)
+    follow_ddp(rank, mesh, [Branches(rank)], static_graph=False, find_unused_parameters=True)
 
 
 class Scaled(nn.Module):
@@ -225,49 +236,21 @@ class Scaled(nn.Module):
         return (self.weight * gradient).sum()
 
 
-class Branches(nn.Module):
-    """Rank 0 alone uses one layer, and nobody another."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(2)
-        self.used, self.sometimes, self.never = nn.Linear(5, 3), nn.Linear(5, 3), nn.Linear(5, 3)
-
-    def forward(self, x: torch.Tensor, rank: int) -> torch.Tensor:
-        return self.used(x) + self.sometimes(x) if rank == 0 else self.used(x)
-
-
 def check_bytes(rank: int, mesh: TowerMesh) -> None:
     """H hosts send 2 (H - 1) n numbers to each other, n being the parameters."""
     for options, size in (({}, 4), ({"precision": "bf16"}, 2)):
         model = distributed(wide_model(), HierarchicalDataParallel(mesh, **options))
         for step in range(2):  # the first also exchanges how buckets are arranged
             with TrafficMeter(host_of=lambda r: r // 2) as meter:
-                model(batch(WIDE, rank, step)).square().mean().backward()
+                loss_on(model, rank, step).backward()
         traffic, numbers = meter.total(mesh.global_group), sum(p.numel() for p in model.parameters())
         assert traffic.dense == 2 * (2 - 1) * numbers * size, options
         assert traffic.forward == traffic.backward == 0, "inside hosts, and nowhere else"
         assert traffic.inside > 0
 
 
-def check_unused(rank: int, mesh: TowerMesh) -> None:
-    options = {"static_graph": False, "find_unused_parameters": True}
-    ours = distributed(Branches(), HierarchicalDataParallel(mesh, **options))
-    theirs = distributed(Branches(), DefaultDataParallelWrapper(**options))
-    for step in range(3):
-        for model in (ours, theirs):
-            model.zero_grad()
-            model(batch(5, rank, step), rank).square().mean().backward()
-        for name, value in theirs.module.named_parameters():
-            found = ours.module.get_parameter(name).grad
-            assert (found is None) == (value.grad is None), (name, step)
-            if value.grad is not None:
-                torch.testing.assert_close(found, value.grad, rtol=1e-5, atol=1e-8)
-    assert theirs.module.sometimes.weight.grad.abs().sum() > 0
-
-
 @on_ranks(4)
-def test_formats_bytes_and_unused_parameters(rank: int) -> None:
+def test_formats_and_bytes(rank: int) -> None:
     mesh = TowerMesh(TowerTopology(num_towers=2, ranks_per_tower=2))
     # The sum of two gradients of 40000, and of four, is more than FP16 holds, their mean is not.
     for ranks_per_host in (2, 1, 4):
@@ -281,4 +264,3 @@ def test_formats_bytes_and_unused_parameters(rank: int) -> None:
     model(torch.full((7,), shares[rank], dtype=torch.float64)).backward()
     assert model.module.weight.grad.tolist() == [sum(shares) / 4] * 7
     check_bytes(rank, mesh)
-    check_unused(rank, mesh)
