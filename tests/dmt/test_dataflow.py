@@ -126,73 +126,59 @@ def test_traffic_is_what_the_algorithm_needs() -> None:
     assert flat.dense == 2 * (2 * 4 * (32 + 1) * 3 // 4)
 
 
-def meter_on_rank(rank: int) -> int:
-    meter = TrafficMeter(host_of=lambda r: r)
-    with meter:
+@on_ranks(2)
+def test_the_meter_counts_collectives(rank: int) -> None:
+    with TrafficMeter(host_of=lambda r: r) as meter:
         dist.all_gather([torch.empty(4), torch.empty(4)], torch.ones(4))
         dist.reduce_scatter_tensor(torch.empty(2), torch.ones(4))
         dist.broadcast(torch.ones(3), src=0)
-    return meter.total(dist.group.WORLD).forward
-
-
-def test_the_meter_counts_collectives() -> None:
     # Per rank 16 bytes to the other one, half of 16, and from rank 0 only 12.
-    assert run_ranks(meter_on_rank, 2) == [2 * 16 + 2 * 8 + 12] * 2
-
-
-def peer_order_on_rank(rank: int, towers: int, ranks: int) -> list[int]:
-    mesh, world = TowerMesh(TowerTopology(num_towers=towers, ranks_per_tower=ranks)), towers * ranks
-    keys = [f"f{i}" for i in range(world)]
-    exchange = IdExchange(mesh.sharding_group, [[key] for key in keys], keys, stagger=towers)
-    # Rank r sends r + 1 samples, each with the id r.
-    lengths = torch.ones(world * (rank + 1), dtype=torch.int64)
-    arrived = exchange(KeyedJaggedTensor(keys, torch.full_like(lengths, rank), lengths=lengths)).wait().wait()
-    assert arrived.keys() == [f"f{rank}"]
-    return arrived.values().tolist()
+    assert meter.total(dist.group.WORLD).forward == 2 * 16 + 2 * 8 + 12
 
 
 @pytest.mark.parametrize(("towers", "ranks"), [(2, 3), (3, 2)])
-def test_ids_arrive_in_peer_order(towers: int, ranks: int) -> None:
-    order = TowerTopology(num_towers=towers, ranks_per_tower=ranks).peer_order()
-    expected = [rank for rank in order for _ in range(rank + 1)]
-    assert run_ranks(peer_order_on_rank, towers * ranks, towers, ranks) == [expected] * (towers * ranks)
+@on_ranks(6)
+def test_ids_arrive_in_peer_order(rank: int, towers: int, ranks: int) -> None:
+    mesh = TowerMesh(TowerTopology(num_towers=towers, ranks_per_tower=ranks))
+    keys = [f"f{i}" for i in range(6)]
+    exchange = IdExchange(mesh.sharding_group, [[key] for key in keys], keys, stagger=towers)
+    # Rank r sends r + 1 samples, each with the id r.
+    lengths = torch.ones(6 * (rank + 1), dtype=torch.int64)
+    arrived = exchange(KeyedJaggedTensor(keys, torch.full_like(lengths, rank), lengths=lengths)).wait().wait()
+    assert arrived.keys() == [f"f{rank}"]
+    assert arrived.values().tolist() == [r for r in mesh.topology.peer_order() for _ in range(r + 1)]
 
 
-def ranges_on_rank(rank: int) -> list[str]:
+@on_ranks(2)
+def test_steps_are_profiler_ranges_in_both_directions(rank: int) -> None:
     model = shard(TWO, build(TWO), TowerMesh(TWO.topology))
     ids, labels = TWO.draw(rank, 0)
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
         loss_of(model(ids)[1], labels).backward()
     ranges = [(event.time_range.start, event.name) for event in profile.events() if "## dmt:" in event.name]
-    return [name for _, name in sorted(ranges)]
-
-
-def test_steps_are_profiler_ranges_in_both_directions() -> None:
     steps = ["exchange_ids", "look_up", "run_towers", "exchange_outputs", "exchange_outputs:bwd"]
-    assert run_ranks(ranges_on_rank, 2) == [[f"## dmt:{step} ##" for step in steps]] * 2
+    assert [name for _, name in sorted(ranges)] == [f"## dmt:{step} ##" for step in steps]
 
 
-def files_on_rank(rank: int, case: Case) -> set[str]:
-    """Files of the library that a batch after the first one enters, forward and backward."""
-    model, files = shard(case, build(case), TowerMesh(case.topology)), set()
+@pytest.mark.parametrize(("kind", "file"), [("modules", "sptt/towers.py"), ("flat", "sptt/flat.py")])
+@on_ranks(2)
+def test_a_plain_batch_enters_five_files(rank: int, kind: str, file: str) -> None:
+    """The batch after the first one, forward and backward."""
+    case, entered = replace(TWO, kind=kind), set()
+    model = shard(case, build(case), TowerMesh(case.topology))
 
     def note(frame: FrameType, event: str, _: Any) -> None:
-        files.add(frame.f_code.co_filename)
+        entered.add(Path(frame.f_code.co_filename))
 
     for step in range(2):
-        files.clear()
+        entered.clear()
         ids, labels = case.draw(rank, step)
         sys.setprofile(note)
         loss_of(model(ids)[1], labels).backward()
         sys.setprofile(None)
     package = Path(dmt.__file__).parent
-    return {str(Path(file).relative_to(package)) for file in files if Path(file).is_relative_to(package)}
-
-
-@pytest.mark.parametrize(("kind", "file"), [("modules", "sptt/towers.py"), ("flat", "sptt/flat.py")])
-def test_a_plain_batch_enters_five_files(kind: str, file: str) -> None:
-    files = {file, "sptt/dataflow.py", "sptt/peer_exchange.py", "sptt/tower_lookup.py", "collectives.py"}
-    assert run_ranks(files_on_rank, 2, replace(TWO, kind=kind)) == [files] * 2
+    files = {str(path.relative_to(package)) for path in entered if path.is_relative_to(package)}
+    assert files == {file, "sptt/dataflow.py", "sptt/peer_exchange.py", "sptt/tower_lookup.py", "collectives.py"}
 
 
 def save_on_rank(rank: int, folder: str, case: Case) -> dict[str, Tensor]:

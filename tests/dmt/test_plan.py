@@ -104,9 +104,7 @@ def test_bad_files_are_named(tmp_path: Path, text: str, message: str) -> None:
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 2, 2), (2, 2, 3), (3, 1, 2), (2, 3, 1), (4, 3, 2)])
 def test_every_place_has_one_rank(sizes: tuple[int, int, int], placement: str) -> None:
     replicas, towers, locals_ = sizes
-    topology = TowerTopology(
-        num_towers=towers, ranks_per_tower=locals_, num_replicas=replicas, replica_placement=placement
-    )
+    topology = mesh(towers, locals_, replicas, replica_placement=placement)
     coordinates = [topology.coordinates(rank) for rank in range(topology.world_size)]
     assert sorted(coordinates) == list(itertools.product(range(replicas), range(towers), range(locals_)))
     for rank, (replica, tower, local) in enumerate(coordinates):
@@ -116,7 +114,7 @@ def test_every_place_has_one_rank(sizes: tuple[int, int, int], placement: str) -
 
 @pytest.mark.parametrize("placement", ["inter_host", "intra_host"])
 def test_groups_partition_the_job(placement: str) -> None:
-    topology = TowerTopology(num_towers=3, ranks_per_tower=2, num_replicas=2, replica_placement=placement)
+    topology = mesh(3, 2, 2, replica_placement=placement)
     for groups, size in (
         (topology.tower_groups(), 2),
         (topology.peer_groups(), 3),
@@ -129,15 +127,11 @@ def test_groups_partition_the_job(placement: str) -> None:
         assert all(group == sorted(group) for group in groups)
 
 
-def test_intra_host_replicas_are_neighbours() -> None:
-    topology = TowerTopology(num_towers=2, ranks_per_tower=2, num_replicas=2, replica_placement="intra_host")
+def test_replicas_are_blocks_or_neighbours() -> None:
+    assert mesh(2, 2, 2).sharding_groups() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    topology = mesh(2, 2, 2, replica_placement="intra_host")
     assert topology.replica_groups() == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert topology.tower_groups() == [[0, 2], [4, 6], [1, 3], [5, 7]]
-
-
-def test_inter_host_replicas_are_blocks() -> None:
-    topology = TowerTopology(num_towers=2, ranks_per_tower=2, num_replicas=2)
-    assert topology.sharding_groups() == [[0, 1, 2, 3], [4, 5, 6, 7]]
 
 
 @pytest.mark.parametrize(
@@ -154,13 +148,7 @@ def test_inter_host_replicas_are_blocks() -> None:
 def test_hosts_hold_whole_towers_or_equal_parts_of_one(
     sizes: tuple[int, int, int], ranks_per_host: int | None, hosts: list[list[int]], peers: float, tower: float
 ) -> None:
-    topology = TowerTopology(
-        num_towers=sizes[0],
-        ranks_per_tower=sizes[1],
-        num_replicas=sizes[2],
-        replica_placement="intra_host",
-        ranks_per_host=ranks_per_host,
-    )
+    topology = on_host(*sizes, ranks_per_host)
     assert topology.host_groups() == hosts
     assert topology.across_host_groups() == [list(ranks) for ranks in zip(*hosts, strict=True)]
     assert topology.num_hosts == len(hosts)
@@ -173,16 +161,7 @@ def test_hosts_hold_whole_towers_or_equal_parts_of_one(
 
 def test_links_of_a_ring_are_counted_from_host_to_host() -> None:
     # Of four towers with three replicas each, two on a host: rings over 0-2, 3-5, 6-8, 9-11 on hosts of 6 or 4 ranks.
-    six, four = (
-        TowerTopology(
-            num_towers=4 if size == 6 else 1,
-            ranks_per_tower=1 if size == 6 else 4,
-            num_replicas=3,
-            replica_placement="intra_host",
-            ranks_per_host=size,
-        )
-        for size in (6, 4)
-    )
+    six, four = on_host(4, 1, 3, 6), on_host(1, 4, 3, 4)
     assert six.ring_share_across_hosts(six.replica_groups()) == 0
     assert four.ring_share_across_hosts(four.replica_groups()) == pytest.approx((0 + 2 + 2 + 0) / 12)
     assert six.ring_share_across_hosts([range(12)]) == pytest.approx(2 / 12)
