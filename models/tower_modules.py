@@ -84,8 +84,8 @@ class DLRMTowerModule(nn.Module):
         self.in_features = len(self.features) * embedding_dim
         self.num_vectors = p + c * len(self.features)
         self.out_features = self.num_vectors * tower_dim
-        self.combine = _projection(self.in_features, p * tower_dim, device=device)
-        self.project = _projection(embedding_dim, c * tower_dim, device=device)
+        self.combine = _projection(self.in_features, p * tower_dim, device=device) if p else None
+        self.project = _projection(embedding_dim, c * tower_dim, device=device) if c else None
 
     def forward(self, embeddings: EmbeddingsByName) -> Tensor:
         """Embeddings of [B, N] -> [B, (p + c F_t) D]."""
@@ -167,7 +167,7 @@ class DCNTowerModule(nn.Module):
     def forward(self, embeddings: EmbeddingsByName) -> Tensor:
         """Embeddings of [B, N] -> [B, D], or [B, F_t D] per feature."""
         crossed = self.crossnet(torch.cat(feature_vectors(embeddings, self.features), dim=1))
-        return crossed if self.project is None else self.project(crossed)
+        return self.project(crossed)
 
 
 class PassThroughTowerModule(nn.Module):
@@ -186,13 +186,9 @@ class PassThroughTowerModule(nn.Module):
         return torch.cat(feature_vectors(embeddings, self.features), dim=1)
 
 
-def _projection(in_features: int, out_features: int, *, device: Device) -> nn.Module | None:
-    """A linear layer; the identity if it would change no size, None if there is no output."""
-    if out_features == 0:
-        return None
-    if in_features == out_features:
-        return nn.Identity()
-    return nn.Linear(in_features, out_features, device=device)
+def _projection(in_features: int, out_features: int, *, device: Device) -> nn.Module:
+    """A linear layer; the identity where it would change no size."""
+    return nn.Identity() if in_features == out_features else nn.Linear(in_features, out_features, device=device)
 
 
 def by_feature(embeddings: Any) -> Mapping[str, Tensor]:
