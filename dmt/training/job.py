@@ -166,9 +166,10 @@ def open_tables(config: TrainingConfig, data: ClickData | None = None) -> tuple[
 
 
 def data_cache(output_dir: str) -> Path:
-    """Returns the folder for rows that have to be prepared: beside a run's output, or what a demo has for its runs."""
-    shared = Path(output_dir).parent / PREPARED
-    return shared if shared.is_dir() else Path(output_dir) / PREPARED
+    """Returns the folder for rows that have to be prepared: in a run's output, or what a demo has for its runs."""
+    in_output, shared = Path(output_dir) / PREPARED, Path(output_dir).parent / PREPARED
+    # `dmt score` may have made the other one since.
+    return shared if shared.is_dir() and not in_output.is_dir() else in_output
 
 
 def _in_towers(config: TrainingConfig, tables: Sequence[TableSpec]) -> tuple[TowerPlan | None, Sequence[TableSpec]]:

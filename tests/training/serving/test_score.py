@@ -17,6 +17,7 @@ from dmt.training.checkpoints.store import load_plain
 from dmt.training.config import TrainingConfig, load_config
 from dmt.training.data.batch import ClickBatch
 from dmt.training.data.clicks import ClickData
+from dmt.training.job import data_cache
 from dmt.training.serving.export import export_run, read_manifest
 from dmt.training.serving.score import score
 from dmt.training.trained import checkpoint_of
@@ -52,7 +53,8 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "num_embeddings": 30,
     }
     model = {"arch": "dlrm", "embedding_dim": 8, "dense_arch": [6], "over_arch": [4, 1]}
-    config = TrainingConfig.model_validate({"data": data, "model": model})
+    train = {"output_dir": str(folder)}
+    config = TrainingConfig.model_validate({"data": data, "model": model, "train": train})
     save_run(folder, config)
     export_run(folder, folder / "model.pt2")
     return folder
@@ -124,6 +126,14 @@ def test_a_checkpoint_that_its_run_deletes_meanwhile_leads_to_the_newer_one(
 
     monkeypatch.setattr(trained, "load", load_late)
     assert score(tmp_path, tmp_path / "scores.parquet").num_rows == ROWS // 2
+
+
+def test_scores_beside_a_run_leave_it_its_prepared_rows(tmp_path: Path) -> None:
+    assert data_cache(str(tmp_path / "run")) == tmp_path / "run" / "prepared"
+    (tmp_path / "prepared").mkdir()
+    assert data_cache(str(tmp_path / "run")) == tmp_path / "prepared"
+    (tmp_path / "run" / "prepared").mkdir(parents=True)
+    assert data_cache(str(tmp_path / "run")) == tmp_path / "run" / "prepared"
 
 
 @pytest.mark.parametrize("model", ["", "model.pt2"])

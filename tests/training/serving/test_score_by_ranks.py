@@ -107,7 +107,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
     pq.write_table(rows_of(40), folder / "clicks.parquet")
     data = {"kind": "columns", "train_path": str(folder / "clicks.parquet"), "num_embeddings": 30}
     data |= {"categorical": ["c_*"], "dense": ["d_*"], "eval_fraction": 0.5}
-    return save_run(folder, small("dmt-dlrm", topology=TWO, data=data, synthetic={}))
+    return save_run(folder, small("dmt-dlrm", topology=TWO, data=data, synthetic={}, train={"output_dir": str(folder)}))
 
 
 def rows_of(number: int, **changes: Any) -> pa.Table:
