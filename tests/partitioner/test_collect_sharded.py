@@ -28,7 +28,6 @@ from torchrec.distributed.sharding_plan import (
     table_wise,
 )
 from torchrec.distributed.types import ShardingEnv, ShardingPlan
-from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 
 from dmt import (
@@ -51,19 +50,18 @@ DIM = 8
 FUSED = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.5}
 
 
-def tables(**more: Any) -> list[EmbeddingBagConfig]:
+def tables() -> list[EmbeddingBagConfig]:
     """One table per feature except for ``b`` and ``c``, which share one; rows differ."""
     groups = [["a"], ["b", "c"], ["d"], ["e"]]
     return [
-        EmbeddingBagConfig(name=f"t{i}", num_embeddings=20 + i, embedding_dim=DIM, feature_names=names, **more)
+        EmbeddingBagConfig(name=f"t{i}", num_embeddings=20 + i, embedding_dim=DIM, feature_names=names)
         for i, names in enumerate(groups)
     ]
 
 
-def plain(**more: Any) -> FlatModel:
+def plain() -> FlatModel:
     torch.manual_seed(3)
-    weighted = more.pop("is_weighted", False)
-    return FlatModel(EmbeddingBagCollection(tables=tables(**more), is_weighted=weighted))
+    return FlatModel(EmbeddingBagCollection(tables=tables()))
 
 
 def batches_of(rank: int, count: int = 3, *, weighted: bool = False) -> list[SimpleNamespace]:
@@ -77,31 +75,23 @@ def batches_of(rank: int, count: int = 3, *, weighted: bool = False) -> list[Sim
     return made
 
 
-def shard(model: nn.Module, kind: str, **sharder_arguments: Any) -> DistributedModelParallel:
-    ebc = model.sparse_arch["ebc_0"]
-    makers = {
-        "column_wise": [column_wise(ranks=[0, 1]), column_wise(ranks=[3, 2]), table_wise(rank=1), table_wise(rank=0)],
-        "row_wise": [row_wise()] * 4,
-        "mixed": [row_wise(), column_wise(ranks=[2, 1]), data_parallel(), table_wise(rank=3)],
-    }[kind]
-    sharder = EmbeddingBagCollectionSharder(fused_params=FUSED)
+def shard(model: FlatModel, ways: list[Any]) -> DistributedModelParallel:
+    """Shards the tables by TorchRec, each in its way, with the model's weights."""
+    size, sharder = dist.get_world_size(), EmbeddingBagCollectionSharder(fused_params=FUSED)
     plan = construct_module_sharding_plan(
-        ebc,
-        {f"t{i}": make for i, make in enumerate(makers)},
+        model.sparse_arch["ebc_0"],
+        {f"t{i}": way for i, way in enumerate(ways)},
         sharder=sharder,
-        local_size=4,
-        world_size=4,
+        local_size=size,
+        world_size=size,
         device_type="cpu",
     )
-    return DistributedModelParallel(
-        model, device=torch.device("cpu"), plan=ShardingPlan({"sparse_arch.ebc_0": plan}), sharders=[sharder]
-    )
+    env = ShardingEnv.from_process_group(world())
+    plans = ShardingPlan({"sparse_arch.ebc_0": plan})
+    return DistributedModelParallel(model, env=env, device=torch.device("cpu"), plan=plans, sharders=[sharder])
 
 
-def shard_sptt(model: nn.Module) -> DistributedModelParallel:
-    mesh = TowerMesh(TowerTopology(num_towers=2, ranks_per_tower=2))
-    # Towers in another order than the tables.
-    sharders = [SPTTEmbeddingBagCollectionSharder(mesh, TowerPlan.from_lists([["e", "b", "c"], ["d", "a"]]))]
+def shard_towers(model: nn.Module, sharders: list[Any], mesh: TowerMesh) -> DistributedModelParallel:
     plan = TowerShardingPlanner(mesh.topology).plan(model, sharders)
     return DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)
 
@@ -111,68 +101,43 @@ def world() -> dist.ProcessGroup:
     return dist.group.WORLD
 
 
-def sharded_copy(kind: str, source: FlatModel, **more: Any) -> DistributedModelParallel:
-    model = shard_sptt(plain(**more)) if kind == "sptt" else shard(plain(**more), kind)
-    load_plain_state(model, source.state_dict())
-    return model
-
-
-CASES: dict[str, dict[str, Any]] = {
-    "mixed": {},
-    "sptt": {},
-    "weighted": {"kind": "column_wise", "is_weighted": True},
-    "mean": {"kind": "row_wise", "pooling": PoolingType.MEAN},
-}
-
-
-def case_on_rank(rank: int, name: str) -> tuple[FeatureAffinity, bool]:
-    arguments = dict(CASES[name])
-    kind = arguments.pop("kind", name)
-    source = plain(**arguments)
-    with torch.no_grad():
-        for weight in source.parameters():
-            weight.add_(0.1)  # not what any initialisation gives
-    model = sharded_copy(kind, source, **arguments)
+def case_on_rank(rank: int, is_sptt: bool, weights: dict[str, torch.Tensor]) -> tuple[FeatureAffinity, bool]:
+    if is_sptt:
+        mesh = TowerMesh(TowerTopology(num_towers=2, ranks_per_tower=2))
+        # Towers in another order than the tables.
+        towers = TowerPlan.from_lists([["e", "b", "c"], ["d", "a"]])
+        model = shard_towers(plain(), [SPTTEmbeddingBagCollectionSharder(mesh, towers)], mesh)
+    else:
+        model = shard(plain(), [row_wise(), column_wise(ranks=[2, 1]), data_parallel(), table_wise(rank=3)])
+    load_plain_state(model, weights)
     before = copy_parts(model)
     model.train()
     model.module.dropout.eval()
     modes = [part.training for part in model.modules()]
-    weighted = bool(arguments.get("is_weighted"))
-    found = FeatureAffinity.collect(model, iter(batches_of(rank, weighted=weighted)), process_group=world())
+    found = FeatureAffinity.collect(model, iter(batches_of(rank)), process_group=world())
     untouched = modes == [part.training for part in model.modules()] and all(
         torch.equal(part.tensor, old.tensor) for part, old in zip(local_parts(model), before, strict=True)
     )
     return found, untouched
 
 
-def cases_on_rank(rank: int) -> dict[str, tuple[FeatureAffinity, bool]]:
-    return {name: case_on_rank(rank, name) for name in CASES}
-
-
-@pytest.fixture(scope="module")
-def of_cases() -> list[dict[str, tuple[FeatureAffinity, bool]]]:
-    return run_ranks(cases_on_rank, 4)
-
-
-@pytest.mark.parametrize("name", CASES)
-def test_sharded_equals_one_process_on_all_the_data(of_cases: list[dict[str, Any]], name: str) -> None:
-    arguments = {key: value for key, value in CASES[name].items() if key != "kind"}
-    model = plain(**arguments)
+@pytest.mark.parametrize("is_sptt", [False, True], ids=["mixed", "sptt"])
+def test_sharded_equals_one_process_on_all_the_data(is_sptt: bool) -> None:
+    model = plain()
     with torch.no_grad():
         for weight in model.parameters():
-            weight.add_(0.1)
-    weighted = bool(arguments.get("is_weighted"))
-    wanted = FeatureAffinity.collect(model, [one for rank in range(4) for one in batches_of(rank, weighted=weighted)])
-    for result in of_cases:
-        found, untouched = result[name]
+            weight.add_(0.1)  # not what any initialisation gives
+    wanted = FeatureAffinity.collect(model, [one for rank in range(4) for one in batches_of(rank)])
+    results = run_ranks(case_on_rank, 4, is_sptt, model.state_dict())
+    for found, untouched in results:
         assert untouched, "the model is not as it was"
         assert found.features == tuple(NAMES[::-1]), "the order of the ids"
-        found = found.permuted(wanted.features)
-        assert found.num_samples == wanted.num_samples == 78
-        np.testing.assert_allclose(found.matrix, wanted.matrix, rtol=0, atol=1e-6)
         assert found.tables == (), "a rank may know those of its tower only"
-        np.testing.assert_allclose(found.pooling_factors, wanted.pooling_factors, rtol=0, atol=1e-14)
-        np.testing.assert_array_equal(found.matrix, of_cases[0][name][0].permuted(wanted.features).matrix)
+        assert found.num_samples == wanted.num_samples == 78
+        ordered = found.permuted(wanted.features)
+        np.testing.assert_allclose(ordered.matrix, wanted.matrix, rtol=0, atol=1e-6)
+        np.testing.assert_allclose(ordered.pooling_factors, wanted.pooling_factors, rtol=0, atol=1e-14)
+        np.testing.assert_array_equal(found.matrix, results[0][0].matrix)
 
 
 def message_of(run: Any) -> str:
@@ -192,26 +157,10 @@ class FirstOf(nn.Module):
         return embeddings[self.name]
 
 
-class TwoParts(nn.Module):
-    """Towers beside a flat collection."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        ebcs = [EmbeddingBagCollection(tables=part) for part in (tables()[:2], tables()[2:])]
-        self.towers = EmbeddingTowerCollection(
-            [EmbeddingTower(ebcs[0], FirstOf("a")), EmbeddingTower(ebcs[1], FirstOf("d"))]
-        )
-        self.flat = EmbeddingBagCollection(tables=tables())
-
-    def forward(self, dense_features: torch.Tensor, sparse_features: Any) -> torch.Tensor:
-        return self.towers(sparse_features).sum() + self.flat(sparse_features).values().sum()
-
-
 def others_on_rank(rank: int) -> dict[str, Any]:
     """What each of two ranks raises where only one of them is at fault, and other shapes of models."""
     found: dict[str, Any] = {}
-    model = shard_two(plain())
-    load_plain_state(model, plain().state_dict())
+    model = shard(plain(), [table_wise(rank=0), row_wise()] * 2)
     mine = batches_of(rank)
 
     def collect(batches: Any, model: nn.Module = model, **more: Any) -> FeatureAffinity:
@@ -245,29 +194,12 @@ def others_on_rank(rank: int) -> dict[str, Any]:
     found["pipeline"] = message_of(lambda: collect(mine))
     del sharded.forward
     mesh = TowerMesh(TowerTopology(num_towers=2, ranks_per_tower=1))
-    both = TwoParts()
-    sharders: list[Any] = [TowerCollectionSharder(mesh), EmbeddingBagCollectionSharder(fused_params=FUSED)]
-    plan = TowerShardingPlanner(mesh.topology).plan(both, sharders)
-    parallel = DistributedModelParallel(both, device=torch.device("cpu"), plan=plan, sharders=sharders)
+    pairs = ((tables()[:2], "a"), (tables()[2:], "d"))
+    towers = [EmbeddingTower(EmbeddingBagCollection(tables=part), FirstOf(name)) for part, name in pairs]
+    towered = nn.Sequential(EmbeddingTowerCollection(towers))
+    parallel = shard_towers(towered, [TowerCollectionSharder(mesh)], mesh)
     found["towers"] = message_of(lambda: collect(mine, parallel))
-    # The flat collection beside them can be asked for.
-    found["beside"] = collect(batches_of(rank, 1), parallel.module.flat).features
     return found
-
-
-def shard_two(model: nn.Module, path: str = "sparse_arch.ebc_0") -> DistributedModelParallel:
-    sharder = EmbeddingBagCollectionSharder(fused_params=FUSED)
-    ways = {f"t{i}": row_wise() if i % 2 else table_wise(rank=0) for i in range(4)}
-    plan = construct_module_sharding_plan(
-        model.get_submodule(path), ways, sharder=sharder, local_size=2, world_size=2, device_type="cpu"
-    )
-    return DistributedModelParallel(
-        model,
-        env=ShardingEnv.from_process_group(world()),
-        device=torch.device("cpu"),
-        plan=ShardingPlan({path: plan}),
-        sharders=[sharder],
-    )
 
 
 @pytest.fixture(scope="module")
@@ -286,7 +218,7 @@ REFUSED = {
     "unlike": "differ in their collections",
     "pipeline": r"^InputError: .*attached to a train pipeline.* Call the pipeline's detach\(\)",
     "nan": "the embedding of feature 'e' is not finite",
-    "towers": r"towers' is a ShardedTowerCollection, never leave their towers. Load the checkpoint",
+    "towers": r"is a ShardedTowerCollection, whose embeddings never leave their towers. Load the checkpoint",
 }
 
 
@@ -303,4 +235,4 @@ def test_replicated_models_add_up(of_others: list[dict[str, Any]]) -> None:
         assert found["replicated"].num_samples == wanted.num_samples
         assert found["replicated"].tables == wanted.tables
         assert found["empty"] == 2 * (4 + 5 + 6) + 3
-        assert found["bare"] == found["beside"] == tuple(NAMES[::-1])
+        assert found["bare"] == tuple(NAMES[::-1])
