@@ -55,8 +55,7 @@ def bounded() -> Iterator[None]:
     def too_late(*_: object) -> None:
         raise AssertionError(f"not done after {LONGEST_S} s")
 
-    pages = int(Path("/proc/self/statm").read_text().split()[0])
-    limits = resource.getrlimit(resource.RLIMIT_AS)
+    pages, limits = int(Path("/proc/self/statm").read_text().split()[0]), resource.getrlimit(resource.RLIMIT_AS)
     resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MOST_BYTES, limits[1]))
     previous = signal.signal(signal.SIGALRM, too_late)
     timer = signal.setitimer(signal.ITIMER_REAL, LONGEST_S)  # pytest's own timeout uses it too

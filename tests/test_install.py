@@ -9,6 +9,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -91,11 +92,10 @@ OFFLINE = ["--no-index", "--no-deps", "--no-build-isolation"]
 
 
 def run(command: list[str], folder: Path, **environment: str) -> str:
-    result = subprocess.run(
-        command, cwd=folder, env={**os.environ, **environment}, capture_output=True, text=True, check=False
-    )
+    options: dict[str, Any] = {"cwd": folder, "env": os.environ | environment, "capture_output": True, "text": True}
+    result = subprocess.run(command, check=False, **options)
     assert result.returncode == 0, f"{command}: {result.stdout[-1000:]} {result.stderr[-2000:]}"
-    return result.stdout
+    return str(result.stdout)
 
 
 def library_files() -> set[str]:

@@ -8,7 +8,6 @@ import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,7 +18,6 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from dmt.errors import InputError, ReplicaMismatchError
 from dmt.sptt.mesh import TowerMesh
-from dmt.training import agreement
 from dmt.training import train as training
 from dmt.training.checkpoints.store import checkpoints
 from dmt.training.config import TrainingConfig
@@ -160,26 +158,6 @@ def test_the_checkpoint_before_a_divergence_stays_and_resumes(asynchronous: bool
     assert result is not None
     assert result["steps"] == 10
     assert math.isfinite(result["eval_loss"])
-
-
-def counted_on_rank(rank: int, values: dict[str, Any]) -> list[int]:
-    steps: list[int] = []
-
-    def counted(step: int, by_rank: Any) -> None:
-        steps.append(step)
-        compare(step, by_rank)
-
-    compare = agreement._compare_copies
-    with patch.object(agreement, "_compare_copies", counted):
-        run_on_rank(rank, values, None)
-    return steps
-
-
-@pytest.mark.ranks
-def test_a_state_is_checked_once_where_it_is_recorded_or_saved(tmp_path: Path) -> None:
-    run = config(tmp_path, topology=PAIR, train={"log_every": 3, "eval_every": 5})
-    steps = [3, 4, 6, 8, 9, 10]  # saved every 4 steps, and after the last
-    assert run_ranks(counted_on_rank, 2, run.model_dump(mode="json")) == [steps] * 2
 
 
 def rows(path: Path, order: list[int]) -> Path:

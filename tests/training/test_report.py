@@ -168,16 +168,6 @@ def arguments(tmp_path):
     }
 
 
-def test_towers_from_interactions_are_told_as_such(tmp_path, arguments):
-    shares = {"measure": "interactions", "largest_gain": 0.02, "within": 0.81, "within_strided": 0.33}
-    plan = TowerPlan.from_lists(arguments["plan"].to_lists(), strategy="together", affinity=shares)
-    text = " ".join(Page(write_report(tmp_path / "report.html", **arguments | {"plan": plan})).text.split())
-    assert "Of all that was measured, the part of two features of one tower 0.810" in text
-    assert "dealt out in turn (strided) 0.330" in text
-    assert "the more the two features interact" in text
-    assert "cosine" not in text
-
-
 def test_the_page_is_whole_and_loads_nothing_else(tmp_path, arguments):
     path = write_report(tmp_path / "new" / "report.html", **arguments)
     page, source = Page(path), path.read_text()
@@ -242,16 +232,10 @@ def test_the_sync_of_replicas_has_a_row_only_where_there_are_some(capsys: pytest
     assert len(cells(replicated)) == len(ROWS)
 
 
-def test_progress_without_a_terminal_is_a_few_lines_with_the_time_left(capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_without_a_terminal_is_a_few_lines(capsys: pytest.CaptureFixture[str]) -> None:
     with progress_bar(initial=4, total=2004, enabled=True) as bar:
         for _ in range(2000):
             bar.update(1)
-        bar.set_postfix(loss="0.5", refresh=False)
     lines = capsys.readouterr().err.splitlines()
-    assert lines[0].startswith("train: 4/2004 [00:00<")
-    assert lines[-1].startswith("train: 2004/2004 [")
-    assert lines[-1].endswith("loss=0.5]")
     assert len(lines) <= 3, "a line for every step"
-    with progress_bar(initial=0, total=None, enabled=False) as bar:
-        bar.update(1)
-    assert capsys.readouterr().err == ""
+    assert lines[-1].startswith("train: 2004/2004 [")

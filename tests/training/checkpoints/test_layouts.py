@@ -29,7 +29,7 @@ from dmt.training.checkpoints.store import Checkpointer, load_plain, restore
 from dmt.training.config import OptimizerConfig
 from tests.parity import LR, draw_batch, loss_of
 from tests.ranks import run_ranks
-from tests.seeds import collected
+from tests.seeds import collected, some_slow
 from tests.sptt_case import Case, build, shard
 
 pytestmark = pytest.mark.ranks
@@ -203,16 +203,6 @@ LAYOUTS = {
     "flat": flat("mixed", (0, 4, 1), (2, 5, 3)),
     "flat, some outside": flat("row_wise", (0, 4), (3, 2), outside=(1, 5)),
 }
-SAVED = (
-    "row-wise",
-    "2 replicas",
-    "table-wise",
-    "data-parallel",
-    "4 columns",
-    "2 replicas of 2 towers",
-    "flat",
-    "flat, some outside",
-)
 # Those into 8 ranks, and others whose way is that of another pair.
 SLOW = [
     ("2 replicas of 2 towers", "2 replicas, rows"),
@@ -236,7 +226,7 @@ PAIRS = [
     ("flat, some outside", "flat"),
     ("flat, some outside", "flat, some outside"),
 ]
-MARKED = [pytest.param(*pair, marks=pytest.mark.slow) if pair in SLOW else pair for pair in PAIRS]
+SAVED = dict.fromkeys(source for source, _ in PAIRS)
 Snapshots = dict[str, dict[str, Any]]
 
 
@@ -279,7 +269,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     folder = tmp_path_factory.mktemp("checkpoints")
     saved, loaded = {}, {}
     for world in (8, 4):
-        wanted = {"4 columns", "2 replicas"} | collected(request, "source")
+        wanted = collected(request, "source")
         names = [name for name in SAVED if name in wanted and LAYOUTS[name].world == world]
         saved |= run_ranks(save_on_rank, world, str(folder), names)[0] if names else {}
     for world in (8, 4, 1):
@@ -288,10 +278,16 @@ def runs(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureReques
     return folder, saved, loaded
 
 
-@pytest.mark.parametrize(("source", "name"), MARKED)
+@pytest.mark.parametrize(("source", "name"), some_slow(PAIRS, SLOW))
 def test_nothing_is_lost(source: str, name: str, runs: tuple[Path, Snapshots, Snapshots]) -> None:
     before, after = runs[1][source], runs[2][f"{source} -> {name}"]
     assert largest_difference(after["weights"], before["weights"]) == 0
+    model = build(LAYOUTS[source])
+    load_plain(model, runs[0] / source)
+    assert largest_difference(dict(model.state_dict()), before["weights"]) == 0
+    # One replica writes.
+    files = [*runs[0].glob(f"{source}/step-*/*.distcp")]
+    assert len(files) == LAYOUTS[source].world // LAYOUTS[source].replicas
     # Tower modules see the samples of all towers; their matrix products round by number of rows, as the CPU has it.
     same_rows = LAYOUTS[source].towers == LAYOUTS[name].towers
     torch.testing.assert_close(after["logits"], before["logits"], rtol=0, atol=0 if same_rows else 1e-6)
@@ -304,7 +300,7 @@ def test_nothing_is_lost(source: str, name: str, runs: tuple[Path, Snapshots, Sn
     assert largest_difference(after["moments"], wanted) <= (1e-9 if is_cut_anew else 0)
 
 
-@pytest.mark.parametrize(("source", "name"), MARKED)
+@pytest.mark.parametrize(("source", "name"), some_slow(PAIRS, SLOW))
 def test_the_next_step_is_that_of_an_undisturbed_run(
     source: str, name: str, runs: tuple[Path, Snapshots, Snapshots]
 ) -> None:
@@ -319,54 +315,30 @@ def test_the_next_step_is_that_of_an_undisturbed_run(
     assert largest_difference(after["next"]["moments"], before["next"]["moments"]) <= (0 if source == name else 1e-9)
 
 
-@pytest.mark.parametrize(
-    ("source", "files"),
-    [("4 columns", 4), ("2 replicas", 2), pytest.param("2 replicas of 2 towers", 4, marks=pytest.mark.slow)],
-)
-def test_one_replica_writes(source: str, files: int, runs: tuple[Path, Snapshots, Snapshots]) -> None:
-    assert len(list(runs[0].glob(f"{source}/step-*/*.distcp"))) == files
-
-
-@pytest.mark.parametrize("source", [*SAVED[:-1], pytest.param(SAVED[-1], marks=pytest.mark.slow)])
-def test_the_plain_model_takes_every_one(source: str, runs: tuple[Path, Snapshots, Snapshots]) -> None:
-    model = build(LAYOUTS[source])
-    load_plain(model, runs[0] / source)
-    assert largest_difference(dict(model.state_dict()), runs[1][source]["weights"]) == 0
-
-
 ONE = layout("table_wise", 2, 1, (0, 0, 1, 1))
 TWO = layout("table_wise", 2, 1, (0, 0, 1, 1), replicas=2, moment_scale="num_replicas")
 
 
-def replicas_on_rank(rank: int, folder: str) -> dict[str, torch.Tensor]:
-    job = Job.of(TWO, seed=1)
-    job.train(range(STEPS))
-    saver = Checkpointer(Path(folder), job.mesh)
-    job.pass_without_step(STEPS)
-    with pytest.raises(InputError, match=r"the replicas have trained since they were last averaged.* ReplicaSync.sync"):
-        saver.save(job.model, job.optimizer, step=STEPS, progress={})
-    ReplicaSync(job.model, job.mesh).sync()
+def moved_on_rank(rank: int, folder: str, case: Case, source: str, into: str) -> dict[str, torch.Tensor]:
+    """The moments of a job that was restored and saved, or, without a checkpoint, trained and saved."""
+    job = Job.of(case, seed=1)
+    saver = Checkpointer(Path(folder, into), job.mesh)
+    if source:
+        restore(Path(folder, source), job.model, job.optimizer, mesh=job.mesh)
+    else:
+        job.train(range(STEPS))
+        job.pass_without_step(STEPS)
+        with pytest.raises(InputError, match=r"replicas have trained since they were last averaged.* ReplicaSync"):
+            saver.save(job.model, job.optimizer, step=STEPS, progress={})
+        ReplicaSync(job.model, job.mesh).sync()
     assert saver.save(job.model, job.optimizer, step=STEPS, progress={})
-    return job.moments()
-
-
-def one_replica_on_rank(rank: int, folder: str) -> dict[str, torch.Tensor]:
-    job = Job.of(ONE, seed=2)
-    restore(Path(folder), job.model, job.optimizer, mesh=job.mesh)
-    assert Checkpointer(Path(folder, "one"), job.mesh).save(job.model, job.optimizer, step=STEPS, progress={})
-    return job.moments()
-
-
-def replicas_again_on_rank(rank: int, folder: str) -> dict[str, torch.Tensor]:
-    job = Job.of(TWO, seed=3)
-    restore(Path(folder, "one"), job.model, job.optimizer, mesh=job.mesh)
     return job.moments()
 
 
 def test_drifted_replicas_are_not_saved_and_moments_of_two_replicas_fit_one(tmp_path: Path) -> None:
     """Moments of two replicas are twice as large (Scaling Rule 1); nobody needs to say so."""
-    calls = ((replicas_on_rank, 4), (one_replica_on_rank, 2), (replicas_again_on_rank, 4))
-    saved, restored, again = (run_ranks(function, ranks, str(tmp_path))[0] for function, ranks in calls)
+    calls = ((TWO, "", "two"), (ONE, "two", "one"), (TWO, "one", "again"))
+    saved, restored, again = (run_ranks(moved_on_rank, call[0].world, str(tmp_path), *call)[0] for call in calls)
     assert saved.keys() == restored.keys() == again.keys()
     assert all(torch.equal(restored[name], value / 2) for name, value in saved.items())
     assert all(torch.equal(again[name], value) for name, value in saved.items())
