@@ -39,8 +39,9 @@ FLAT = (
 )
 OURS = (
     *("etc-cr2", "etc-cr4+prefetch", "sptt", "sptt+unique", "sptt+prefetch+hier+mb2+unique", "sptt+hier+hot"),
-    *("sptt+fp16+prefetch+bf16-dense+mb2+unique", "dmt-cr2", "dmt-cr2+all"),
-    *(f"dmt-cr{ratio}{option}" for ratio in (2, 4, 16) for option in ("+all+rank-towers", "+fp16+all")),
+    *("sptt+prefetch+hier+mb2+unique+outside", "sptt+fp16+prefetch+bf16-dense+mb2+unique"),
+    *("dmt-cr2", "dmt-cr2+outside", "dmt-cr2+all", "dmt-cr2+all+rank-towers", "dmt-cr2+all+rank-towers+outside"),
+    *(f"dmt-cr{ratio}{option}" for ratio in (2, 4, 16) for option in ("+all+outside", "+fp16+all+outside")),
 )
 _SWEPT = ("sptt+prefetch+hier+mb2+unique", "dmt-cr4+all+rank-towers", "dmt-cr16+all+rank-towers")
 _REQUESTS = ("dmt-cr2", "dmt-cr2+unique")

@@ -237,7 +237,9 @@ def own_towers(contender: Contender, setting: Setting) -> TowerPlan:
     dim = EMBEDDING_DIM // contender.compression
     workload, topology = StepWorkload(batch_size=setting.batch_size), own_topology(contender, setting)
     vectors = [[replace(table, embedding_dim=dim) for table in own] for own in plan.tables_by_tower(tables)]
-    chosen = choose_outside(vectors, CrossingCosts(topology=topology, workload=workload, sent=dim))
+    is_unique = contender.unique and not contender.has_towers  # of single features
+    costs = CrossingCosts(topology=topology, workload=workload, sent=dim, is_unique=is_unique)
+    chosen = choose_outside(vectors, costs)
     outside = feature_names([table for table in tables if table.name in chosen])
     inside = [feature for feature in feature_names(tables) if feature not in outside]
     return replace(TowerPlan.strided(inside, num_towers), outside=tuple(outside))

@@ -106,7 +106,14 @@ def _same_model() -> Iterator[Contender]:
     yield Contender(name="sptt+unique+hot", family="sptt", unique=True, hot_rows=True)
     yield Contender(name="sptt+hier+hot", family="sptt", dense_reduce="fp32", hot_rows=True)
     best = {"prefetch": True, "micro_batches": 2, "unique": True}
-    yield Contender(name="sptt+prefetch+hier+mb2+unique", family="sptt", dense_reduce="fp32", **best)  # type: ignore[arg-type]
+    for outside in (False, True):
+        yield Contender(
+            name=f"sptt+prefetch+hier+mb2+unique{'+outside' * outside}",
+            family="sptt",
+            dense_reduce="fp32",
+            outside=outside,
+            **best,  # type: ignore[arg-type]
+        )
     yield Contender(
         name="sptt+fp16+prefetch+bf16-dense+mb2+unique",
         family="sptt",
@@ -117,7 +124,7 @@ def _same_model() -> Iterator[Contender]:
 
 
 def _tower_models() -> Iterator[Contender]:
-    """DMT-DLRM; with all options in both precisions, and with a tower on each rank."""
+    """DMT-DLRM; with all options in both precisions, a tower on each rank, and small tables outside towers."""
     for ratio in (2, 4, 8, 16):
         yield Contender(name=f"dmt-cr{ratio}", family="dmt", compression=ratio)
     yield Contender(name="dmt-cr2+fp16", family="dmt", compression=2, precision="fp16")
@@ -127,9 +134,9 @@ def _tower_models() -> Iterator[Contender]:
     yield Contender(name="dmt-cr2+mb8", family="dmt", compression=2, micro_batches=8)
     for ratio in (2, 4, 8, 16):
         for half in (False, True):
-            for rank_towers in (False, True):
+            for rank_towers, outside in ((False, False), (True, False), (False, True), (True, True)):
                 yield Contender(
-                    name=f"dmt-cr{ratio}{'+fp16' * half}+all{'+rank-towers' * rank_towers}",
+                    name=f"dmt-cr{ratio}{'+fp16' * half}+all{'+rank-towers' * rank_towers}{'+outside' * outside}",
                     family="dmt",
                     compression=ratio,
                     precision="fp16" if half else "fp32",
@@ -138,6 +145,7 @@ def _tower_models() -> Iterator[Contender]:
                     micro_batches=8 if ratio <= 4 else 4,
                     dense_reduce="fp32",
                     rank_towers=rank_towers,
+                    outside=outside,
                 )
 
 
