@@ -9,21 +9,18 @@ and in towers, on two ranks, exported with FP32, INT8 and INT4 tables, and its t
 from __future__ import annotations
 
 import json
-import platform
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import click
 import torch
 
-from benchmarks.report import commit, processor
+from benchmarks.report import about, markdown_table
 from dmt.training.console import quiet_libraries
 from dmt.training.data.clicks import ClickData
 from dmt.training.serving.export import export_run, load_program
@@ -70,17 +67,8 @@ output_dir = "{run}"
 def main(*, data: Path, dim: int, epochs: int, repeats: int, work: Path | None, out: Path) -> None:
     """Trains, exports, scores and times."""
     quiet_libraries(rank=1)
-    about = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "commit": commit(),
-        "processor": processor(),
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": version("torch"),
-        "dim": dim,
-        "epochs": epochs,
-        "repeats": repeats,
-    }
+    settings = {"threads": torch.get_num_threads(), "dim": dim, "epochs": epochs, "repeats": repeats}
+    made = about("python -m benchmarks.serving", **settings)
     results: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as scratch:
         for name in _SETS:
@@ -95,8 +83,8 @@ def main(*, data: Path, dim: int, epochs: int, repeats: int, work: Path | None, 
                 print(json.dumps(results[-len(_FORMATS) :]), flush=True)
             for row, times in zip(results[-2 * len(_FORMATS) :], _latencies(runs, repeats), strict=True):
                 row.update(times)
-    (out / "serving.json").write_text(json.dumps({"about": about, "results": results}, indent=1) + "\n")
-    (out / "serving.md").write_text(_table(about, results))
+    (out / "serving.json").write_text(json.dumps({"about": made, "results": results}, indent=1) + "\n")
+    (out / "serving.md").write_text(_table(made, results))
 
 
 def _measure(name: str, arch: str, run: Path, settings: str) -> list[dict[str, Any]]:
@@ -144,17 +132,17 @@ def _latencies(runs: dict[str, Path], repeats: int) -> list[dict[str, float]]:
     return found
 
 
-def _table(about: dict[str, Any], results: list[dict[str, Any]]) -> str:
+def _table(made: dict[str, Any], results: list[dict[str, Any]]) -> str:
     titles = ["data", "model", "tables", "AUC", "lost", "file / FP32 tables"]
     titles += [f"{p} of {size}, ms" for size in _BATCHES for p in ("p50", "p99")]
-    lines = [f"| {' | '.join(titles)} |", f"| {' | '.join('---' for _ in titles)} |"]
+    rows = []
     for row in results:
         cells = [row["data"], row["arch"], row["tables"], f"{row['auc']:.6f}", f"{row['auc_lost']:+.1e}"]
         cells.append(f"{row['file_over_tables']:.3f}")
         cells += [f"{row[f'{p}_ms_of_{size}']:.2f}" for size in _BATCHES for p in ("p50", "p99")]
-        lines.append(f"| {' | '.join(cells)} |")
-    facts = "; ".join(f"{name} {value}" for name, value in about.items())
-    return "\n".join(["# Exported models", "", f"By `benchmarks/serving.py`: {facts}.", "", *lines, ""])
+        rows.append(cells)
+    facts = "; ".join(f"{name} {value}" for name, value in made.items())
+    return "\n".join(["# Exported models", "", f"{facts}.", "", markdown_table(titles, rows), ""])
 
 
 if __name__ == "__main__":
