@@ -10,7 +10,7 @@ import json
 import math
 import os
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any, Literal, get_args
@@ -238,13 +238,34 @@ class FeatureAffinity:
                 f"FeatureAffinity: an order of {len(order)} features for {self.num_features}: missing {missing[:5]}, "
                 f"unknown {unknown[:5]}. Name each once."
             )
-        index = [position[name] for name in order]
+        return self._taken([position[name] for name in order])
+
+    def without(self, names: Collection[str]) -> FeatureAffinity:
+        """Returns this affinity without some features, their tables and triples.
+
+        Raises:
+            InputError: one shares a table with a feature that stays.
+        """
+        for table in self.tables:
+            if len({feature in names for feature in table.feature_names}) > 1:
+                raise InputError(
+                    f"FeatureAffinity: table {table.name!r} is shared by {list(table.feature_names)}, of which only "
+                    "some are to be left out. Leave out all of them, or none."
+                )
+        tables = tuple(table for table in self.tables if table.feature_names[0] not in names)
+        triples = tuple(triple for triple in self.triples if set(names).isdisjoint(triple.features))
+        left = [i for i, name in enumerate(self.features) if name not in names]
+        return self._taken(left, tables=tables, triples=triples)
+
+    def _taken(self, index: Sequence[int], **changes: Any) -> FeatureAffinity:
+        """This affinity of some features, by their numbers, in this order, with other fields changed."""
         return replace(
             self,
             matrix=self.matrix[np.ix_(index, index)],
-            features=tuple(order),
+            features=tuple(self.features[i] for i in index),
             errors=None if self.errors is None else self.errors[np.ix_(index, index)],
             pooling_factors=None if self.pooling_factors is None else tuple(self.pooling_factors[i] for i in index),
+            **changes,
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:

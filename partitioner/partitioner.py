@@ -114,11 +114,15 @@ class TowerPartitioner:
         strategy = self._resolved(measure)
         if tables:
             measure = replace(measure, tables=tuple(tables))
-        parts, notes = prepare(measure, num_towers=self.num_towers, balance_ratio=self.balance_ratio, rules=self.rules)
+        rules, recorded = self.rules.for_features(measure.features), measure.tables
+        outside = tuple(rules.outside)
+        measure, rules = measure.without(outside), rules.model_copy(update={"outside": ()})
+        parts, notes = prepare(measure, num_towers=self.num_towers, balance_ratio=self.balance_ratio, rules=rules)
         # With more threads sums may have another order, and a tie fall the other way.
         with threadpool_limits(1):
             answers = [self._solve(part, measure, strategy) for part in parts]
-            return self._assembled(measure, answers, strategy, notes)
+            found = self._assembled(measure, answers, strategy, notes)
+        return replace(found, plan=replace(found.plan, outside=outside, tables=recorded))
 
     def check(self) -> None:
         """Raises `InputError` for a parameter that is out of range, as `fit` does; for callers that measure first."""

@@ -51,6 +51,8 @@ class PartitionRules(BaseModel):
     """Groups of features that must share a tower. The features of a shared table do so without being named."""
     apart: Sequence[Sequence[str]] = ()
     """Groups of features of which no two may share a tower."""
+    outside: Sequence[str] = ()
+    """Features that the partitioner leaves out: the plan has them outside towers, their tables on every rank."""
     max_work_ratio: float | None = Field(default=None, ge=1)
     """Most work of a tower, over the mean of the towers."""
     max_tower_bytes: float | None = Field(default=None, gt=0)
@@ -64,12 +66,14 @@ class PartitionRules(BaseModel):
             raise InputError(f"Partition rules: {explain(error)} The rules are {names}.") from error
 
     def for_features(self, features: Sequence[str]) -> PartitionRules:
-        """Replaces every pattern by the features it matches, in the order of ``features``.
+        """Replaces every pattern by the features it matches, in the order of ``features``; those ``outside`` by none.
 
         Raises:
             InputError: a name or pattern matches no feature, a feature is in two categories, or a number of towers is
                 given for no category.
         """
+        outside = _matched(self.outside, features, "outside")
+        features = [name for name in features if name not in outside]
         categories = {name: _matched(some, features, f"category {name!r}") for name, some in self.categories.items()}
         named = [feature for inside in categories.values() for feature in inside]
         if len(set(named)) < len(named):
@@ -89,7 +93,9 @@ class PartitionRules(BaseModel):
         together, apart = (
             [_matched(patterns, features, rule) for patterns in getattr(self, rule)] for rule in ("together", "apart")
         )
-        return self.model_copy(update={"categories": categories, "together": together, "apart": apart})
+        return self.model_copy(
+            update={"categories": categories, "together": together, "apart": apart, "outside": outside}
+        )
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> PartitionRules:

@@ -168,6 +168,9 @@ class TowerPlan:
         recorded = {spec.name: spec for spec in self.tables}
         for spec in specs:
             made_for = recorded.get(spec.name, spec)
+            if not set(self.outside).isdisjoint(spec.feature_names):
+                # There a model may want other columns.
+                made_for = replace(made_for, embedding_dim=spec.embedding_dim)
             if made_for != spec:
                 raise InputError(
                     f"Table {spec.name!r} is {spec.num_embeddings} x {spec.embedding_dim} for features "

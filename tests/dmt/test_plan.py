@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +71,11 @@ def test_features_outside_towers(tmp_path: Path) -> None:
     tables = [table("tb", "b"), table("tcd", "c", "d"), table("ta", "a")]
     assert plan.tables_by_tower(tables) == [[tables[2]], [tables[0]]]
     assert plan.outside_tables(tables) == [tables[1]]
+    # A model may give tables there other columns than those that the plan was made for.
+    made_for = replace(plan, tables=(table("tcd", "c", "d", dim=16),))
+    assert made_for.tables_by_tower(tables) == plan.tables_by_tower(tables)
+    with pytest.raises(InputError, match=r"Table 'tcd' is 10 x 8 .* made for 9 x 8"):
+        replace(plan, tables=(table("tcd", "c", "d", rows=9),)).tables_by_tower(tables)
 
 
 def test_a_feature_may_look_up_in_two_tables() -> None:

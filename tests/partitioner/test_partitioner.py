@@ -75,6 +75,24 @@ def test_a_balance_ratio_lets_towers_differ():
     assert rand_index(TowerPartitioner(num_towers=3, balance_ratio=2.0).fit(affinity), groups) == 1.0
 
 
+def test_features_outside_are_left_out_and_the_plan_names_them():
+    affinity, _ = planted_affinity(26, 6, seed=1)
+    outside = affinity.features[3:6:2]
+    others = [name for name in affinity.features if name not in outside]
+    given = dataclasses.replace(affinity, tables=tables_of(affinity.features))
+    plan = TowerPartitioner(num_towers=6, rules=PartitionRules(outside=outside[::-1])).fit(given)
+    assert (plan.outside, plan.tables) == (outside, given.tables)
+    alone = TowerPartitioner(num_towers=6).fit(given.without(outside))
+    assert plan.to_lists() == alone.to_lists()
+    assert sorted(plan.features) == sorted(others)
+    assert plan.affinity == alone.affinity
+    assert plan.affinity["within"] > plan.affinity["within_strided"] + 0.3
+    shared = TableSpec(name="t", num_embeddings=4, embedding_dim=8, feature_names=("a", "b"))
+    pair = FeatureAffinity(matrix=np.eye(2), features=["a", "b"], tables=[shared])
+    with pytest.raises(InputError, match=r"table 't' is shared by \['a', 'b'\], of which only some are to be left out"):
+        TowerPartitioner(num_towers=1, rules=PartitionRules(outside=["b"])).fit(pair)
+
+
 def test_one_feature():
     plan = TowerPartitioner(num_towers=1).fit(FeatureAffinity(matrix=[[1.0]], features=["only"]))
     assert plan.to_lists() == [["only"]]

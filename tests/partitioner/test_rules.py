@@ -25,6 +25,9 @@ def test_names_and_patterns_become_features_in_the_order_of_the_model():
     alone = PartitionRules(categories={"user": ["user_*"]}, towers_per_category={"rest": 2}).for_features(FEATURES)
     assert alone.categories == {"user": ("user_id", "user_age"), "rest": ("item_id", "item_shop", "hour")}
     assert alone.for_features(FEATURES) == alone
+    outside = PartitionRules(categories={"user": ["user_*"]}, outside=["hour", "user_a*"]).for_features(FEATURES)
+    assert outside.categories == {"user": ("user_id",), "rest": ("item_id", "item_shop")}
+    assert outside.outside == ("user_age", "hour")
 
 
 def test_names_may_hold_the_characters_of_patterns():
@@ -63,6 +66,8 @@ def test_wrong_rules_are_refused_when_they_are_made(rules, message):
     ("rules", "message"),
     [
         ({"together": [["user_id", "item_idd"]]}, "together has 'item_idd', which matches none of the 5 .*'item_id'"),
+        ({"outside": ["hours"]}, "outside has 'hours', which matches none of the 5 .*'hour'"),
+        ({"outside": ["hour"], "together": [["hour"]]}, "together has 'hour', which matches none of the 4 features"),
         ({"apart": [["shop*"]]}, r"apart has 'shop\*', which matches none of the 5 features"),
         ({"categories": {"user": ["user*"], "item": ["it?"]}}, r"category 'item' has 'it\?', which matches none"),
         ({"categories": {"user": ["*r"], "time": ["hour"]}}, r"'hour' is in categories \['user', 'time'\]"),
