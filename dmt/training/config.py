@@ -155,7 +155,8 @@ class ShardingConfig(Section):
     (the host's), ``fused_uvm_caching`` (the host's, with a cache on the device), ``key_value`` (an SSD, with a cache).
     Other tables are on the device."""
     memory_gib: float | None = Field(default=None, gt=0, le=1e6)
-    """Memory of a rank for tables and their optimizer state, in GiB; a plan that needs more is refused."""
+    """Memory of a rank for tables, their optimizer state, and the embeddings that it looks up in a step with their
+    gradients, in GiB; a plan that needs more is refused."""
     pooling_factors: dict[str, float] = Field(default_factory=dict)
     """Mean number of ids per sample, by feature; 1 for the others. Only the planner reads it."""
     cluster: str | None = None

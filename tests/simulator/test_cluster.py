@@ -71,6 +71,9 @@ def test_a_missing_part_a_missing_file_and_a_typo_are_told(tmp_path: Path) -> No
     (tmp_path / "c.toml").write_text(text[:start] + text[text.index("[all_reduce]") :])
     with pytest.raises(InputError, match=r"c\.toml: exchange: Field required.*dmt bench-comms"):
         load_cluster(tmp_path / "c.toml")
+    (tmp_path / "c.toml").write_text(text.replace("hosts = 16\n", "").replace("ranks_per_host = 8\n", ""))
+    with pytest.raises(InputError, match=r"c\.toml: hosts: Field required.*dmt bench-comms"):
+        load_cluster(tmp_path / "c.toml")
     missing: list[Any] = ["a10", tmp_path / "none.toml"]
     for path in missing:
         with pytest.raises(InputError, match=r"neither a file nor one that is shipped \(a100, h100, v100\)"):

@@ -166,15 +166,22 @@ def _ways(run: Job) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
         mesh = {"num_replicas": replicas, "replica_placement": placement, "ranks_per_host": size}
         hosts, size = (hosts // replicas, size) if placement == "inter_host" else (hosts, size // replicas)
         suffix = f", {replicas} replicas ({placement})" if replicas > 1 else ""
-        # The trainer has replicas of a flat model in the tower dataflow: all ranks of a replica are one tower.
-        number, dataflow = (1, "sptt") if replicas > 1 else (hosts, "flat")
-        shape = {"num_towers": number, "ranks_per_tower": hosts * size // number, **mesh}
-        name = f"flat{suffix}" if replicas > 1 else _FLAT
-        yield name, {"model": {"arch": family}, "sharding": {"dataflow": dataflow}, "topology": shape}
         number = max(number for number in range(1, hosts + 1) if hosts % number == 0 and number <= num_features)
-        shape = {"num_towers": number, "ranks_per_tower": hosts * size // number, **mesh}
+        shapes = {
+            towers: {"num_towers": towers, "ranks_per_tower": hosts * size // towers, **mesh}
+            for towers in (hosts, 1, number)
+        }
+        flat = {"model": {"arch": family}}
+        if replicas == 1:
+            yield _FLAT, {**flat, "sharding": {"dataflow": "flat"}, "topology": shapes[hosts]}
+        if number > 1 or replicas > 1:
+            # As the trainer has replicas of a flat model: all ranks of a replica are one tower.
+            yield f"flat (one tower){suffix}", {**flat, "sharding": {"dataflow": "sptt"}, "topology": shapes[1]}
         for name, model in models.items() if number > 1 or replicas == 1 else ():
-            yield name + suffix, {"model": model, "sharding": {"dataflow": "sptt"}, "topology": shape, **reduced}
+            yield (
+                name + suffix,
+                {"model": model, "sharding": {"dataflow": "sptt"}, "topology": shapes[number], **reduced},
+            )
 
 
 def _replicas(topology: TowerTopology) -> list[tuple[int, str]]:
