@@ -18,7 +18,7 @@ import click
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
-from dmt.training.commands import main
+from dmt.training.commands import Advanced, main
 from dmt.training.config import TrainingConfig
 
 __all__ = ["BEGIN", "END", "PAGES", "commands", "current_page", "keys"]
@@ -49,7 +49,8 @@ def commands() -> str:
             if isinstance(parameter, click.Argument):
                 parts.append(f"| `{parameter.make_metavar(context)}` | |")
             elif (record := parameter.get_help_record(context)) is not None and record[0] != "--help":
-                parts.append(f"| `{_cell(record[0])}` | {_cell(_one_line(record[1]))} |")
+                kind = "Advanced: " if isinstance(parameter, Advanced) else ""
+                parts.append(f"| `{_cell(record[0])}` | {kind}{_cell(_one_line(record[1]))} |")
         parts.append("")
         if command.epilog:
             parts.append(f"{command.epilog.partition(': ')[0]}: `{command.epilog.partition(': ')[2]}`\n")

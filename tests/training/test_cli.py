@@ -41,6 +41,11 @@ def test_help_has_an_example(command: str) -> None:
     assert "--json" in result.output
 
 
+def test_rare_options_are_listed_apart() -> None:
+    common, _, rare = dmt("prepare", "--help").output.partition("\nAdvanced:\n")
+    assert ["--ids" in common, "--memory-gib" in common, "--memory-gib" in rare] == [True, False, True]
+
+
 def test_complexity() -> None:
     result = dmt("complexity", "--arch", "dlrm", "--towers", "8", "--tower-dim", "64", "--json")
     assert result.exit_code == 0
@@ -201,7 +206,7 @@ def test_a_stopped_command_leaves_no_process_behind(
     """Of a demo: the ranks. Of a check: the ranks and the process they are forked from."""
     arguments, processes = {
         "demo": (["topology.ranks_per_tower=1", "train.log_every=1", "--out", str(tmp_path)], 3),
-        "check": (["demo", "--steps", "1000000"], 6),
+        "check": (["demo"], 6),
     }[command]
     # A pytest that is killed takes it along.
     guard = f"from dmt.testing.ranks import end_with; end_with({os.getpid()}); "

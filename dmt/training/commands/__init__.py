@@ -24,7 +24,7 @@ from dmt.formatting import counted, human_bytes
 from dmt.testing.ranks import end_with
 from dmt.training.console import make_table, quiet_libraries, summary, table_console
 
-__all__ = ["Shown", "check_output_files", "emit", "main"]
+__all__ = ["Advanced", "Shown", "check_output_files", "emit", "main"]
 
 # Reads each kind of file that a command writes.
 _READERS = {
@@ -117,12 +117,24 @@ class _Output(click.Path):
         self.kind = kind
 
 
+class Advanced(click.Option):
+    """An option that few runs need; help lists it apart."""
+
+
 class _Command(click.Command):
     """Checks outputs before it runs, and prints the `Shown` that it returns, with ``--json`` as JSON."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
         self.params.append(click.Option(["--json", "as_json"], is_flag=True, help="Print JSON."))
+
+    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        for title, is_advanced in (("Options", False), ("Advanced", True)):
+            options = (option for option in self.get_params(ctx) if isinstance(option, click.Option))
+            shown = (option for option in options if isinstance(option, Advanced) == is_advanced)
+            if rows := [record for option in shown if (record := option.get_help_record(ctx)) is not None]:
+                with formatter.section(title):
+                    formatter.write_dl(rows)
 
     def invoke(self, ctx: click.Context) -> Any:
         as_json, inputs = ctx.params.pop("as_json"), dict(ctx.params)
@@ -226,11 +238,13 @@ def _doctor() -> Shown:
     type=click.Choice(["dcn", "dlrm", "dlrm-products"]),
     help="Of the towers, for interactions; by default that of --checkpoint.",
 )
-@click.option("--balance-ratio", default=1.0, help="Largest tower over smallest, at most; inf leaves it open.")
+@click.option(
+    "--balance-ratio", cls=Advanced, default=1.0, help="Largest tower over smallest, at most; inf leaves it open."
+)
 @click.option("--rules", type=_PATH, help="TOML file: categories, together, apart, limits.")
 @click.option("--out", default="towers.json", type=_Output("tower plan"))
 @click.option("--report", type=_Output("folder"), help="Also write a page with pictures into this folder.")
-@click.option("--seed", default=0, help="Seed of the partitioner.")
+@click.option("--seed", cls=Advanced, default=0, help="Seed of the partitioner.")
 @_function
 def _partition(**options: Any) -> Shown:
     """Learns which features belong together, and writes towers."""
@@ -263,7 +277,11 @@ def _plan(config: str, overrides: tuple[str, ...], *, out: Path | None) -> Shown
 @_config
 @click.option("--cluster", required=True, metavar="FILE", help="File of `dmt bench-comms`, or v100, a100, h100.")
 @click.option(
-    "--uplink-gbit-per-s", "uplink", type=float, help="Rate of a host's link to others, all its ranks together."
+    "--uplink-gbit-per-s",
+    "uplink",
+    cls=Advanced,
+    type=float,
+    help="Rate of a host's link to others, all its ranks together.",
 )
 def _what_if(config: str, overrides: tuple[str, ...], **options: Any) -> Shown:
     """Predicts training steps on a described cluster.
@@ -304,9 +322,12 @@ def _bench_comms(out: Path) -> Shown | None:
 @click.option(
     "--max-rejects", type=click.IntRange(0), default=0, help="Rows that may be left out, listed in rejects.csv."
 )
-@click.option("--row-group-rows", "group_rows", type=click.IntRange(1), default=32_768, help="Rows of a row group.")
+@click.option(
+    "--row-group-rows", "group_rows", cls=Advanced, type=click.IntRange(1), default=32_768, help="Rows of a row group."
+)
 @click.option(
     "--memory-gib",
+    cls=Advanced,
     type=click.FloatRange(0.25),
     default=2.0,
     help="Memory of DuckDB; about a gibibyte comes on top.",
@@ -325,8 +346,8 @@ def _prepare(config: str, overrides: tuple[str, ...], **options: Any) -> Shown:
 
 @main.command("check", epilog="Example: dmt check demo sharding.unique=true --rows 500")
 @_config
-@click.option("--rows", "max_rows", type=click.IntRange(8), default=1000, help="Most per table.")
-@click.option("--max-ranks", type=click.IntRange(4, 64), default=8, help="Processes, at most.")
+@click.option("--rows", "max_rows", cls=Advanced, type=click.IntRange(8), default=1000, help="Most per table.")
+@click.option("--max-ranks", cls=Advanced, type=click.IntRange(4, 64), default=8, help="Processes, at most.")
 def _check(config: str, overrides: tuple[str, ...], **limits: int) -> Shown:
     """Checks a run on this machine before a cluster is spent on it.
 
