@@ -173,11 +173,8 @@ IN_REPLICAS: dict[str, Any] = {
 LAYOUTS: dict[str, dict[str, Any]] = {
     "replicas": IN_REPLICAS,
     "replicas, saved in the background": {**IN_REPLICAS, "train": {"async_save": True}},
-    "replicas averaged later": {
-        **IN_REPLICAS,
-        "replicas": {"sync_every": 2, "optimizer_state": "delayed"},
-        "train": {"async_save": True},
-    },
+    "replicas averaged later": IN_REPLICAS
+    | {"replicas": {"sync_every": 2, "optimizer_state": "delayed"}, "train": {"async_save": True}},
     "towers in micro-batches": {"train": {"micro_batches": 2, "dense_reduce": "hierarchical"}},
     "flat": {"arch": "dlrm", "train": {"async_save": True}},
 }

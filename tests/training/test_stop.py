@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,17 +21,16 @@ from torch import Tensor, nn
 
 from dmt.replicas.sync import ReplicaSync
 from dmt.sptt.mesh import TowerMesh
-from dmt.training import train as run
 from dmt.training.__main__ import _how_to_go_on
 from dmt.training.agreement import SIGNALS, Agreement, Signals
 from dmt.training.checkpoints.store import checkpoints, newest, read_manifest
-from dmt.training.config import TrainConfig, TrainingConfig
+from dmt.training.config import TrainConfig
 from dmt.training.metrics import StepTimer
 from dmt.training.records import read_curves
 from dmt.training.train import _settle_replicas
 from tests.ranks import on_ranks, run_ranks
 from tests.training.small import small
-from tests.training.test_resume import attempt
+from tests.training.test_resume import attempt, run_on_rank
 from tests.training.test_resume import config as saved_config
 
 STEPS = 14
@@ -45,7 +43,7 @@ def config(folder: Path, **settings: Any) -> dict[str, Any]:
     return small("dmt-dlrm", synthetic=few, train=train, **settings).model_dump(mode="json")
 
 
-def trains_on_rank(rank: int, values: dict[str, Any], signals: dict[int, tuple[int, int]] | None) -> dict[str, Any]:
+def trains_on_rank(rank: int, values: dict[str, Any], signals: dict[int, tuple[int, int]] | None) -> Any:
     """Trains; ranks are sent signals after steps: ``signals`` has (step, signal) by rank."""
     note, step_of, number = Agreement.note, *(signals or {}).get(rank, (0, 0))
 
@@ -54,35 +52,22 @@ def trains_on_rank(rank: int, values: dict[str, Any], signals: dict[int, tuple[i
             os.kill(os.getpid(), number)
         note(self, step, logits)
 
-    with patch.object(run, "process_group", on_mesh), patch.object(Agreement, "note", signalled):
-        return run.train(TrainingConfig.model_validate(values))
+    with patch.object(Agreement, "note", signalled):
+        return run_on_rank(rank, values, None)
 
 
-def on_mesh(config: TrainingConfig) -> nullcontext[TowerMesh]:
-    return nullcontext(TowerMesh(config.topology.build()))
+PAIR = {"topology": {"num_towers": 2, "ranks_per_tower": 1}}
+COPIES = {"topology": {"num_towers": 1, "ranks_per_tower": 1, "num_replicas": 2}, "replicas": {"sync_every": 4}}
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("settings", "signals", "stops_after"),
     [
-        # Both ranks at unlike steps, or one alone.
-        (
-            {"topology": {"num_towers": 2, "ranks_per_tower": 1}},
-            {0: (3, signal.SIGTERM), 1: (2, signal.SIGINT)},
-            {2, 3},
-        ),
-        ({"topology": {"num_towers": 2, "ranks_per_tower": 1}}, {1: (5, signal.SIGTERM)}, {5}),
-        # Replicas are saved where they are averaged anyway.
-        pytest.param(
-            {
-                "topology": {"num_towers": 1, "ranks_per_tower": 1, "num_replicas": 2},
-                "replicas": {"sync_every": 4},
-            },
-            {0: (5, signal.SIGTERM)},
-            {8},
-            marks=pytest.mark.slow,
-        ),
+        # Both ranks at unlike steps, or one alone. Replicas are saved where they are averaged anyway.
+        (PAIR, {0: (3, signal.SIGTERM), 1: (2, signal.SIGINT)}, {2, 3}),
+        (PAIR, {1: (5, signal.SIGTERM)}, {5}),
+        pytest.param(COPIES, {0: (5, signal.SIGTERM)}, {8}, marks=pytest.mark.slow),
     ],
     ids=["towers", "one rank", "replicas"],
 )

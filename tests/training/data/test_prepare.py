@@ -31,7 +31,7 @@ from dmt.training.data.files import Manifest
 from dmt.training.data.hash import deal_rows, hash_rows
 from dmt.training.data.prepare import prepare
 
-from .helpers import criteo_line, numbered_lines, write
+from .helpers import numbered_lines, write
 
 NAMES: dict[str, Any] = {"categorical": ("c", "tags"), "dense": ("d",), "multi_hot": ("tags",), "timestamps": ("t",)}
 LABELS, DENSE = [1, 0, 0, 1], [np.log1p(3.5), 0.0, -np.log1p(2.0), 0.0]
@@ -237,14 +237,10 @@ def test_criteo_files_without_and_with_a_line_of_names(tmp_path: Path) -> None:
     table, record = prepared(tmp_path, config, group_rows=4)
     assert record.rows == {"train": 6, "eval": 4}
     assert np.expm1(table["I1"].to_numpy()).round().tolist() == [0, 1, 3, 5, 6, 8], "rows are set apart evenly"
-    names = ["label", *(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27))]
-    for line, message in (
-        ("\t".join(names), "line 1: column 'label': expected 0 or 1, found label"),
-        (criteo_line(integers=["1"] * 12 + ["x"]), "column 'I13': expected a finite 32-bit number, found x"),
-    ):
-        write(tmp_path / "a.tsv", [line, *numbered_lines(3)])
-        with pytest.raises(InputError, match=message):
-            prepared(tmp_path, config)
+    names = "\t".join(["label", *(f"I{i}" for i in range(1, 14)), *(f"C{i}" for i in range(1, 27))])
+    write(tmp_path / "a.tsv", [names, *numbered_lines(3)])
+    with pytest.raises(InputError, match="line 1: column 'label': expected 0 or 1, found label"):
+        prepared(tmp_path, config)
 
 
 @pytest.mark.parametrize(
