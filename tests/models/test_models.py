@@ -22,7 +22,6 @@ from dmt.models import (
     flat_sparse_arch,
     tower_sparse_arch,
 )
-from dmt.models.sparse import check_tower_modules
 from dmt.plan.tables import TableSpec
 from dmt.plan.towers import TowerPlan
 from tests.models.conftest import make_tables
@@ -146,6 +145,22 @@ def _spec(name, feature, dim=8):
 MIXED = [_spec("t0", "f0"), _spec("t1", "f1", 16)]
 
 
+class OddTower(DLRMTowerModule):
+    """One output too many for vectors of ``tower_dim``."""
+
+    def __init__(self, features, **sizes):
+        super().__init__(features, **sizes)
+        self.out_features += 1
+
+
+class OddModel(DMTDLRM):
+    tower_module = OddTower
+
+
+def towers_of(*modules):
+    return lambda: tower_sparse_arch(MIXED[:1], TowerPlan.from_lists([["f0"]]), modules)
+
+
 @pytest.mark.parametrize(
     ("build_it", "message"),
     [
@@ -171,30 +186,25 @@ MIXED = [_spec("t0", "f0"), _spec("t1", "f1", 16)]
             lambda: DMTDCN(tables=MIXED[:1], tower_plan=TowerPlan.from_lists([["f0"], ["g"]]), dense_in_features=13),
             "Feature 'g' is in the tower plan but not in the model",
         ),
+        (
+            lambda: OddModel(tables=MIXED[:1], tower_plan=TowerPlan.from_lists([["f0"]]), dense_in_features=13),
+            "OddTower of tower 'tower_0' has out_features=65, no multiple of tower_dim=64",
+        ),
+        (
+            lambda: BUILDERS["DMTDLRM"](make_tables(), OUTSIDE),
+            "Table 't0' outside towers has embedding_dim=8, but .* tower_dim=4",
+        ),
+        (towers_of(), "0 tower modules for 1 towers"),
+        (towers_of(nn.Linear(1, 1)), r"tower module Linear of tower 'tower_0' reads features \[\]"),
+        (
+            towers_of(PassThroughTowerModule(["f1"], embedding_dims=[8])),
+            r"of tower 'tower_0' reads features \['f1'\], but the plan gives that tower \['f0'\]",
+        ),
     ],
 )
-def test_bad_tables_and_plans(build_it, message):
+def test_tables_plans_and_towers_that_do_not_fit_are_refused(build_it, message):
     with pytest.raises(InputError, match=message):
         build_it()
-
-
-class _OddTower(DLRMTowerModule):
-    """One output too many for vectors of ``tower_dim``."""
-
-    def __init__(self, features, **sizes):
-        super().__init__(features, **sizes)
-        self.out_features += 1
-
-
-class _OddModel(DMTDLRM):
-    tower_module = _OddTower
-
-
-def test_outputs_that_are_no_multiple_of_the_tower_dim_are_refused(tables, plan):
-    with pytest.raises(
-        InputError, match=r"_OddTower of tower 'tower_0' has out_features=9, no multiple of tower_dim=4"
-    ):
-        _OddModel(tables=tables, tower_plan=plan, dense_in_features=13, tower_dim=4, options=OPTIONS)
 
 
 @pytest.mark.parametrize("name", ["DMTDLRM", "DMTDCN"])
@@ -216,9 +226,7 @@ def test_features_outside_towers_interact_as_they_are(name, dense_features, spar
     assert torch.equal(model.over_arch(crossed), logits)
 
 
-def test_tables_outside_towers_need_the_columns_of_the_vectors_that_interact(tables):
-    with pytest.raises(InputError, match=r"Table 't0' outside towers has embedding_dim=8, but .* tower_dim=4"):
-        BUILDERS["DMTDLRM"](tables, OUTSIDE)
+def test_tables_outside_towers_may_have_any_width_in_dmt_dcn(tables):
     assert BUILDERS["DMTDCN"](tables, OUTSIDE).over_arch[0].in_features == (2 + 1) * 4 + 2 * 8
 
 
@@ -229,22 +237,3 @@ def test_dmt_dcn_takes_the_towers_that_listing_2_prints(tables, plan, dense_feat
     model = Printed(tables=tables, tower_plan=plan, dense_in_features=13, tower_dim=4, cross_rank=4, options=OPTIONS)
     assert model.over_arch[0].in_features == (4 + 1) * 4
     assert model(dense_features, sparse_features).shape == (5, 1)
-
-
-@pytest.mark.parametrize(
-    ("modules", "message"),
-    [
-        ([], "0 tower modules for 1 towers"),
-        ([nn.Linear(1, 1)], "tower module Linear of tower 'tower_0' reads features \\[\\]"),
-        (
-            [PassThroughTowerModule(["f1"], embedding_dims=[8])],
-            r"of tower 'tower_0' reads features \['f1'\], but the plan gives that tower \['f0'\]",
-        ),
-    ],
-)
-def test_tower_modules_must_fit_the_plan(modules, message):
-    plan = TowerPlan.from_lists([["f0"]])
-    with pytest.raises(InputError, match=message):
-        check_tower_modules(plan, modules)
-    with pytest.raises(InputError, match=message):
-        tower_sparse_arch([_spec("t0", "f0")], plan, modules)
