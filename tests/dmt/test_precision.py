@@ -20,7 +20,7 @@ from dmt.sharding.schemes import SCHEMES, why_not
 from dmt.sptt.peer_exchange import PeerExchange, codecs_of
 from dmt.sptt.precision import EXCHANGE_FORMATS, ExchangePrecision
 from tests.parity import make_tables
-from tests.ranks import run_ranks
+from tests.ranks import on_ranks
 
 
 def bound(name: str, numbers: Tensor, *, scale: float = 1.0) -> Tensor:
@@ -98,16 +98,16 @@ def exchange(
     return columns.detach(), outputs.grad
 
 
-SHAPES = {
-    "even": ((32, 32), (16, 16)),
-    "uneven, odd": ((5, 3, 7), (3, 5, 9)),
-    "no samples on a peer": ((4, 0, 6), (8, 4, 8)),
-    "one column": ((5, 2), (1, 1)),
-    "wide and narrow": ((33, 1), (96, 2)),
-}
+SHAPES = {"uneven, odd": ((5, 3, 7), (3, 5, 9)), "no samples on a peer": ((4, 0, 6), (8, 1, 8))}
+"""Samples of each rank, and columns of each tower."""
 
 
-def bounds_on_rank(rank: int, shape: str, dtype: torch.dtype) -> int:
+@pytest.mark.parametrize(
+    ("shape", "dtype"),
+    [*((shape, torch.float32) for shape in SHAPES), ("uneven, odd", torch.bfloat16), ("uneven, odd", torch.float16)],
+)
+@on_ranks(3)
+def test_each_direction_errs_by_its_own_format_only(rank: int, shape: str, dtype: torch.dtype) -> None:
     sizes, widths = SHAPES[shape]
     group = dist.group.WORLD
     generator = torch.Generator().manual_seed(rank)
@@ -117,7 +117,6 @@ def bounds_on_rank(rank: int, shape: str, dtype: torch.dtype) -> int:
     # 16-bit outputs are rounded to their own dtype as well, gradients once more when they are divided by T.
     again = {torch.float32: 2**-22, torch.bfloat16: 2**-7, torch.float16: 2**-10}[dtype]
     tiny = 2**-24 if dtype == torch.float16 else 0.0
-    checked = 0
     for forward, backward in itertools.product(EXCHANGE_FORMATS, EXCHANGE_FORMATS):
         precision = ExchangePrecision(forward=forward, backward=backward)
         columns, grad = exchange(group, precision, outputs, weights, sizes, widths)
@@ -128,7 +127,6 @@ def bounds_on_rank(rank: int, shape: str, dtype: torch.dtype) -> int:
             limit = (1 + again) * allowed + again * expected.float().abs() + tiny
             error = (got.float() - expected.float()).abs()
             assert (error <= limit).all(), (forward, error.max())
-            checked += got.numel()
         if forward == "fp32":
             assert torch.equal(columns, plain)
         towers, scale = len(widths), precision.backward_scale
@@ -140,35 +138,6 @@ def bounds_on_rank(rank: int, shape: str, dtype: torch.dtype) -> int:
             assert (error <= limit).all(), (backward, error.max())
         if backward == "fp32":
             assert torch.equal(grad, plain_grad)
-    return checked
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("shape", SHAPES)
-def test_each_direction_errs_by_its_own_format_only(shape: str) -> None:
-    for checked in run_ranks(bounds_on_rank, len(SHAPES[shape][0]), shape, torch.float32):
-        assert checked > 0 or 0 in SHAPES[shape][0]
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_sixteen_bit_outputs_keep_their_dtype(dtype: torch.dtype) -> None:
-    run_ranks(bounds_on_rank, 3, "uneven, odd", dtype)
-
-
-def bytes_on_rank(rank: int) -> dict[tuple[str, str, torch.dtype], tuple[int, int]]:
-    sizes, widths, group = (64, 64), (16, 48), dist.group.WORLD
-    found = {}
-    for forward, backward, dtype in BYTES:
-        outputs = torch.randn(128, widths[rank]).to(dtype).requires_grad_()
-        precision = ExchangePrecision(forward=forward, backward=backward)
-        peers = PeerExchange(group, widths, dtype=outputs.dtype, precision=precision)
-        with TrafficMeter(host_of=lambda r: r) as sent:
-            columns = peers(outputs, sizes).wait()
-        with TrafficMeter(host_of=lambda r: r) as returned:
-            columns.sum().backward()
-        found[forward, backward, dtype] = (sent.total(group).across, returned.total(group).across)
-    return found
 
 
 BYTES: dict[tuple[Any, Any, torch.dtype], tuple[int, int]] = {
@@ -182,11 +151,20 @@ BYTES: dict[tuple[Any, Any, torch.dtype], tuple[int, int]] = {
 """Bytes of a number, forward and backward."""
 
 
-@pytest.mark.ranks
-def test_bytes_shrink_in_the_direction_chosen_and_nowhere_else() -> None:
-    numbers = 64 * 16 + 64 * 48  # each of two ranks sends 64 rows of its tower to the other
-    found = run_ranks(bytes_on_rank, 2)[0]
-    assert found == {choice: (numbers * forward, numbers * backward) for choice, (forward, backward) in BYTES.items()}
+@on_ranks(2)
+def test_bytes_shrink_in_the_direction_chosen_and_nowhere_else(rank: int) -> None:
+    sizes, widths, group = (64, 64), (16, 48), dist.group.WORLD
+    for (forward, backward, dtype), expected in BYTES.items():
+        outputs = torch.randn(128, widths[rank]).to(dtype).requires_grad_()
+        precision = ExchangePrecision(forward=forward, backward=backward)
+        peers = PeerExchange(group, widths, dtype=outputs.dtype, precision=precision)
+        with TrafficMeter(host_of=lambda r: r) as sent:
+            columns = peers(outputs, sizes).wait()
+        with TrafficMeter(host_of=lambda r: r) as returned:
+            columns.sum().backward()
+        numbers = 64 * 16 + 64 * 48  # each of two ranks sends 64 rows of its tower to the other
+        found = (sent.total(group).across, returned.total(group).across)
+        assert found == tuple(numbers * size for size in expected), (forward, backward, dtype)
 
 
 def test_table_formats_that_train_wrongly_are_refused() -> None:
