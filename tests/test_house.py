@@ -207,15 +207,15 @@ def test_file_sizes() -> None:
 # Lines and files of each part at most, and where they are to get. Raise a number only with the reason in the commit.
 CEILINGS = {
     "the library": (24_150, 132),  # 20_500, 136
-    "dmt/*.py": (1_000, 8),  # 800, 8
+    "dmt/*.py": (960, 7),  # 800, 8
     "dmt/plan": (680, 5),  # 600, 5
     "dmt/sharding": (1_890, 10),  # 1_750, 10
     "dmt/sptt": (3_170, 17),  # 2_900, 18
-    "dmt/replicas": (400, 4),  # 350, 3
-    "dmt/hot_rows": (1_000, 6),  # 900, 6
+    "dmt/replicas": (375, 3),  # 350, 3
+    "dmt/hot_rows": (945, 6),  # 900, 6
     "dmt/simulator": (820, 4),
     "dmt/report": (150, 2),  # 110, 2
-    "dmt/testing": (600, 4),  # 600, 4
+    "dmt/testing": (590, 4),  # 600, 4
     "dmt/training": (10_740, 54),  # 7_800, 50
     "partitioner": (2_835, 12),  # 2_800, 14
     "models": (1_075, 7),  # 1_000, 7
