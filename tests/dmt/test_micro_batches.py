@@ -20,7 +20,7 @@ from dmt.collectives import PendingExchange
 from dmt.sptt.peer_exchange import PeerExchange, _Transfer
 from dmt.testing import gather_plain_state
 from tests.parity import PipelinedBatch, SumTowerModule, draw_batch, load_ramps, loss_of
-from tests.ranks import on_ranks, run_ranks
+from tests.ranks import on_ranks
 from tests.sptt_case import Case, Training, build, shard
 
 pytestmark = pytest.mark.ranks
@@ -239,15 +239,13 @@ def fail(_: torch.Tensor) -> None:
     raise ZeroDivisionError
 
 
-def disturbed_on_rank(rank: int) -> list[str]:
+@on_ranks(2)
+def test_passes_that_break_off_leave_no_trace(rank: int) -> None:
     mesh = TowerMesh(TWO.topology)
     expected = end_of(rank, mesh, "")
-    ends = {kind: end_of(rank, mesh, kind) for kind in ("dropped", "forward", "backward")}
-    return [kind for kind, end in ends.items() if not all(torch.equal(end[name], expected[name]) for name in end)]
-
-
-def test_passes_that_break_off_leave_no_trace() -> None:
-    assert run_ranks(disturbed_on_rank, 2) == [[]] * 2
+    for kind in ("dropped", "forward", "backward"):
+        end = end_of(rank, mesh, kind)
+        assert all(torch.equal(end[name], value) for name, value in expected.items()), kind
 
 
 def logged(before: Any, event: str, events: list[str]) -> Any:
@@ -271,7 +269,8 @@ def watched(events: list[str]) -> contextlib.ExitStack:
     return stack
 
 
-def order_on_rank(rank: int) -> list[str]:
+@on_ranks(2)
+def test_one_micro_batch_is_under_way_while_the_dense_part_computes_another(rank: int) -> None:
     """Events of the second step."""
     model = shard(TWO, build(TWO), TowerMesh(TWO.topology))
     run_in_micro_batches(model, num_micro_batches=2)
@@ -287,12 +286,6 @@ def order_on_rank(rank: int) -> list[str]:
         with watched(events):
             ids, labels = TWO.draw(rank, step)
             loss_of(model(ids)[1], labels).backward()
-    return events
-
-
-def test_one_micro_batch_is_under_way_while_the_dense_part_computes_another() -> None:
-    begun = ["tower module", "exchange begun"]
-    computed = ["waited for", "dense part"]
+    begun, computed = ["tower module", "exchange begun"], ["waited for", "dense part"]
     back = ["dense part, backward", "gradients sent"]
-    for events in run_ranks(order_on_rank, 2):
-        assert events == [*begun, *begun, *computed, *computed, *back, *back, *2 * ["waited for"]]
+    assert events == [*begun, *begun, *computed, *computed, *back, *back, *2 * ["waited for"]]
