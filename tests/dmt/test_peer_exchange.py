@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,7 +19,7 @@ import dmt.collectives
 import dmt.sptt.peer_exchange
 from dmt.collectives import PendingExchange
 from dmt.sptt.peer_exchange import PeerExchange
-from tests.ranks import on_ranks, run_ranks
+from tests.ranks import on_ranks
 
 T = 3
 WIDTHS = (2, 5, 1)
@@ -57,22 +58,6 @@ def check(exchange: PeerExchange, rank: int, step: int, sizes: Sequence[int], di
     assert torch.equal(outputs.grad, returned(rank, step, sizes) / divisor), sizes
 
 
-def gathers_on_rank(rank: int) -> None:
-    exchange = PeerExchange(dist.group.WORLD, WIDTHS)
-    for step, sizes in enumerate(BATCHES):
-        check(exchange, rank, step, sizes)
-    assert get_gradient_division(), "TorchRec divides unless told otherwise"
-    set_gradient_division(False)
-    try:
-        for step, sizes in enumerate(BATCHES):
-            check(exchange, rank, step, sizes, divisor=1)
-    finally:
-        set_gradient_division(True)
-    check_several_at_once(exchange, rank)
-    with torch.no_grad():
-        assert torch.equal(exchange(sent_by(rank, 1, (3, 0, 5)), (3, 0, 5)).wait(), gathered(rank, 1, (3, 0, 5)))
-
-
 def check_several_at_once(exchange: PeerExchange, rank: int) -> None:
     """All are begun before the first is waited for, forward and backward."""
     outputs = [sent_by(rank, step, sizes).requires_grad_() for step, sizes in enumerate(BATCHES)]
@@ -85,25 +70,25 @@ def check_several_at_once(exchange: PeerExchange, rank: int) -> None:
         assert torch.equal(outputs[step].grad, returned(rank, step, sizes) / T)  # type: ignore[arg-type]
 
 
-@pytest.mark.ranks
-def test_rows_go_to_their_samples_and_gradients_come_back() -> None:
-    run_ranks(gathers_on_rank, T)
-
-
-def in_one_on_rank(rank: int) -> int:
+@pytest.mark.parametrize("in_one", [False, True], ids=["messages", "one all-to-all, as on GPUs"])
+@on_ranks(T)
+def test_rows_go_to_their_samples_and_gradients_come_back(rank: int, in_one: bool) -> None:
     calls: list[Tensor] = []
-    before = dmt.collectives.is_in_one
-    dmt.collectives.is_in_one = lambda tensor: calls.append(tensor) is None
-    try:
-        gathers_on_rank(rank)
-    finally:
-        dmt.collectives.is_in_one = before
-    return len(calls)
-
-
-@pytest.mark.ranks
-def test_one_all_to_all_as_on_gpus_brings_the_same() -> None:
-    assert min(run_ranks(in_one_on_rank, T)) >= 4 * len(BATCHES)
+    exchange = PeerExchange(dist.group.WORLD, WIDTHS)
+    with patch.object(dmt.collectives, "is_in_one", lambda tensor: calls.append(tensor) or in_one):
+        for step, sizes in enumerate(BATCHES):
+            check(exchange, rank, step, sizes)
+        assert get_gradient_division(), "TorchRec divides unless told otherwise"
+        set_gradient_division(False)
+        try:
+            for step, sizes in enumerate(BATCHES):
+                check(exchange, rank, step, sizes, divisor=1)
+        finally:
+            set_gradient_division(True)
+        check_several_at_once(exchange, rank)
+        with torch.no_grad():
+            assert torch.equal(exchange(sent_by(rank, 1, (3, 0, 5)), (3, 0, 5)).wait(), gathered(rank, 1, (3, 0, 5)))
+    assert len(calls) >= 4 * len(BATCHES)
 
 
 @on_ranks(1)
