@@ -63,6 +63,12 @@ sums.values() / ctx.divisor => sums.values() * ctx.divisor
 lambda rows: rows[: sizes[self._rank]] => lambda rows: rows[: sizes[0]]
 ## dmt/sptt/dataflow.py :: tests/dmt/test_parity.py -m "not slow" -k "towers-4"
 [of_peer[0] for of_peer in rows.arrived] => [of_peer[0] for of_peer in rows.arrived[::-1]]
+## dmt/sptt/flat.py :: tests/dmt/test_parity.py -m "not slow" -k "outside and 4"
+part_sizes(len(found), len(arriving)) => part_sizes(len(found), len(arriving))[::-1]
+part, sharding, device, mesh=alone) => part, sharding, device, mesh=self.mesh)
+## dmt/sharding/outside.py :: tests/training/test_outside.py -k "hand or most"
+if fits and left[tower_of[name]] > 1 => if fits
+rows = min(rows, table.num_embeddings) => rows = table.num_embeddings
 ## dmt/sptt/peer_exchange.py :: tests/dmt/test_dataflow.py -k ids_arrive_in_peer_order
 stagger=self._stagger => stagger=1
 ## dmt/training/checkpoints/store.py :: tests/training/checkpoints/test_layouts.py -k moments_of_two_replicas

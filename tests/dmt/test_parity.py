@@ -23,7 +23,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dmt import ReplicaSync, TowerMesh
 from dmt.hot_rows.copies import HotCopies
 from dmt.hot_rows.touched_sum import TouchedRowsSum
-from dmt.sptt import rows, unique
+from dmt.sptt import flat as sptt_flat
+from dmt.sptt import rows, tower_lookup, unique
 from tests.ranks import run_ranks
 from tests.sptt_case import MIXES, PRECISIONS, Case, cases_on_rank, check, train
 
@@ -299,6 +300,14 @@ FAULTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], Case]] = {
     "copies begin without states": (forgotten_states, hot(2, 2, sizes=UNEVEN[4])),
     "copies do not go back": (lambda: patch.object(HotCopies, "write_back", lambda copies: None), hot(2, 2)),
     "hot ids are shifted": (shifted_ids, hot(2, 2)),
+    "columns outside towers are others'": (
+        lambda: patch.object(sptt_flat, "_beside", lambda own, others: torch.cat([own.wait(), others.flip(0)], 1)),
+        outside(2, 2),
+    ),
+    "gradients outside towers stay on their rank": (
+        lambda: patch.object(tower_lookup, "_start_group_mean", lambda gradient, group: lambda: None),
+        outside(2, 2, scheme="table_wise"),
+    ),
     "replicas never sync": (lambda: patch.object(ReplicaSync, "step", lambda sync: None), of(2, 1, replicas=2)),
 }
 

@@ -73,7 +73,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "towers": {"sharding": {"scheme": "table_wise"}},
     "row-wise": {"sharding": {"scheme": "row_wise"}, "train": {"async_save": True, "prefetch_ids": False}},
     "flat": {"arch": "dlrm"},
-    "replicas": {"topology": REPLICAS, "replicas": {"sync_every": 2}},
+    "replicas": {"topology": REPLICAS, "replicas": {"sync_every": 2}, "towers": {"outside": ["C2"]}},
     "replicas, delayed": {"topology": REPLICAS, "replicas": {"sync_every": 2, "optimizer_state": "delayed"}},
     "random bits and hot rows": {
         "dataflow": "sptt",
