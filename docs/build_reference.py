@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 import click
 from pydantic import BaseModel
@@ -122,7 +122,9 @@ def _values(field: FieldInfo) -> str:
 
 def _kind(annotation: Any) -> str:
     """Describes an annotation in terms of TOML."""
-    origin, arguments = get_origin(annotation), get_args(annotation)
+    origin = get_origin(annotation)
+    # Without the bounds of single values.
+    arguments = [get_args(part)[0] if get_origin(part) is Annotated else part for part in get_args(annotation)]
     if origin is Literal:
         return ", ".join(f"`{json.dumps(value)}`" for value in arguments)
     if origin is tuple:

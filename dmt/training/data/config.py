@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -111,7 +111,7 @@ class DataConfig(Section):
     """A prepared folder whose ids by frequency are used; a checkpoint adds ``#`` and a checksum."""
     num_embeddings: int = Field(default=100_000, ge=1, le=_MOST_ROWS)
     """Rows of every table, at most so many by frequency (synthetic data: ``synthetic.rows_per_table`` instead)."""
-    num_embeddings_per_feature: dict[str, int] = Field(default_factory=dict)
+    num_embeddings_per_feature: dict[str, Annotated[int, Field(ge=1, le=_MOST_ROWS)]] = Field(default_factory=dict)
     """Rows of single tables, by feature, where they differ from ``num_embeddings``."""
     shared_tables: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     """Features that share a table, by its name: ``{ads = ["ad", "last_ad"]}``. A value has one row for all of them."""
@@ -175,9 +175,6 @@ class DataConfig(Section):
         for is_wrong, message in refusals:
             if is_wrong:
                 raise InputError(f"{message} Change one of them.")
-        for name, rows in self.num_embeddings_per_feature.items():
-            if not 1 <= rows <= _MOST_ROWS:
-                raise InputError(f"num_embeddings_per_feature: {name!r} has {rows} rows; give 1 to {_MOST_ROWS}.")
         return self
 
     def _is_default(self, name: str, field: Any) -> bool:
