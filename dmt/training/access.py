@@ -38,16 +38,12 @@ class _Header:
     numbers: dict[str, int] = field(default_factory=dict)
 
 
-def save_profile(profile: AccessProfile, path: Path) -> None:
-    """Writes a profile as Parquet: a row for each counted row of a table.
+def save_profile(profile: AccessProfile, path: Path, **numbers: int) -> None:
+    """Writes a profile as Parquet: a row for each counted row of a table, and the ``numbers``.
 
     Raises:
         InputError: the file cannot be written.
     """
-    _save(profile, path, {})
-
-
-def _save(profile: AccessProfile, path: Path, numbers: dict[str, int]) -> None:
     counts = [profile[table.name] for table in profile.tables]
     header = _Header(
         format=_FORMAT,
@@ -106,8 +102,7 @@ def save_hot_rows(state: HotRowsState, folder: Path) -> None:
     for name, of_table in state.rows.items():
         rows.put(name, RowCounts(of_table, np.ones_like(of_table), len(of_table)))
     save_profile(state.counts, folder / _COUNTS)
-    numbers = {"steps": state.steps, "batch_size": state.batch_size}
-    _save(rows, folder / _ROWS, numbers)
+    save_profile(rows, folder / _ROWS, steps=state.steps, batch_size=state.batch_size)
 
 
 def load_hot_rows(folder: Path) -> HotRowsState | None:

@@ -38,7 +38,6 @@ __all__ = [
 SHARDING_OF_TOWERS = ("tables", "unique")
 """Keys of the section sharding that only the tower dataflow has."""
 
-_MOST_DOTS = 10
 Layer = Annotated[int, Field(ge=1, le=2**20)]
 
 
@@ -466,7 +465,7 @@ def _read(path: str | Path) -> dict[str, Any]:
 def _apply(values: dict[str, Any], override: str) -> None:
     key, equals, text = override.partition("=")
     place = f"Override {override!r}"
-    if not equals or not key.strip() or key.count(".") > _MOST_DOTS:
+    if not equals or not key.strip():
         raise InputError(f"{place} is not of the form section.key=value, e.g. train.batch_size=512.")
     try:
         found = parse(f"value = {text}", "TOML", place=place, remedy="Text that is no TOML needs quotes.")
@@ -475,8 +474,6 @@ def _apply(values: dict[str, Any], override: str) -> None:
             raise
         # A bare word: model.arch=dlrm
         found = parse(to_override("value", text), "TOML", place=place, remedy="Give text in UTF-8.")
-    if len(found) > 1:
-        raise InputError(f"{place} has more than one value. Give each key its own override.")
     *sections, last = key.strip().split(".")
     for section in sections:
         values = values.setdefault(section, {})

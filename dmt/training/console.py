@@ -27,7 +27,8 @@ __all__ = [
     "table_console",
 ]
 
-_PIPE_WIDTH = 140
+# Columns: of a file, and those in which no number is cut.
+_PIPE_WIDTH, _LEAST_WIDTH = 140, 90
 # Between two lines of progress where no terminal shows a bar.
 _LINE_EVERY_S = 30.0
 # name, path in the result, format, which direction is better (for the reader)
@@ -76,12 +77,13 @@ def progress_bar(*, initial: int, total: int | None, enabled: bool, desc: str = 
     return tqdm(**options, disable=not enabled)
 
 
-def table_console(*, markup: bool) -> Console:
-    """A console for tables of names and numbers, as wide as the terminal or ``COLUMNS``."""
-    console = Console(highlight=False, markup=markup, emoji=False)
+def table_console() -> Console:
+    """A console for tables of names and numbers, as wide as the terminal or ``COLUMNS``; no number is cut."""
+    console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
         # A pipe has no width; 80 columns would break what a file has room for.
         console.width = _PIPE_WIDTH
+    console.width = max(console.width, _LEAST_WIDTH)
     return console
 
 

@@ -35,8 +35,6 @@ _READERS = {
     "program": "dmt.training.serving.export:read_manifest",
 }
 _PATH = click.Path(path_type=Path)
-# Columns of a narrow terminal in which no number is cut.
-_LEAST_WIDTH = 90
 # Ranks that find the same fault as rank 0 leave it time to say so before torchrun stops everyone.
 _LET_RANK_0_SPEAK_S = 10
 
@@ -64,8 +62,7 @@ def emit(shown: Shown, as_json: bool) -> None:
 
         click.echo(to_json(shown.record, indent=1, inf_nan_mode="null"))
         return
-    console = table_console(markup=False)
-    console.width = max(console.width, _LEAST_WIDTH)
+    console = table_console()
     if shown.rows:
         console.print(make_table(shown.headers, shown.rows, title=shown.title, right=shown.right))
     for line in shown.lines:

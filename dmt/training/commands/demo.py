@@ -179,9 +179,5 @@ def step_settings(rows: int, ranks: int) -> list[str]:
 
 def flat_settings(settings: Sequence[str]) -> list[str]:
     """The settings without those that the flat dataflow refuses, because they are about tables inside towers."""
-
-    def is_of_towers(setting: str) -> bool:
-        key = setting.partition("=")[0].strip()
-        return any(f"{key}.".startswith(f"{name}.") for name in _OF_TOWERS)
-
-    return [setting for setting in settings if not is_of_towers(setting)]
+    prefixes = tuple(f"{name}." for name in _OF_TOWERS)
+    return [text for text in settings if not f"{text.partition('=')[0].strip()}.".startswith(prefixes)]

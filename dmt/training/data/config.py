@@ -150,9 +150,11 @@ class DataConfig(Section):
         tables = ("num_embeddings", "num_embeddings_per_feature", "shared_tables", "vocabulary")
         columns = ("label", "dense", "categorical", "multi_hot", "dense_transform", "id_mode", "group_by")
         rest = ("prepared", "source", "options")
-        given = [name for name, field in DataConfig.model_fields.items() if not self._is_default(name, field)]
+        defaults = DataConfig.model_construct()
+        given = [name for name, value in self if value != getattr(defaults, name)]
         meaningless = {
             "synthetic": (*files, *rest, "num_embeddings", "num_embeddings_per_feature", "group_by", "dense_transform"),
+            "criteo_tsv": (*rest, "split_column", "multi_hot", "timestamps"),
             "source": (*files, "prepared", "group_by", "vocabulary"),
             "prepared": (*files, *tables, *columns, "source", "options"),
         }.get(self.kind, rest)
@@ -162,10 +164,6 @@ class DataConfig(Section):
         needed |= {"source": ("source", "categorical"), "prepared": ("prepared",)}
         if absent := [name for name in needed.get(self.kind, ()) if not getattr(self, name)]:
             raise InputError(f"kind={self.kind!r} needs {absent[0]}.")
-        if self.kind == "criteo_tsv" and (self.split_column or self.multi_hot or self.timestamps):
-            raise InputError(
-                "split_column, multi_hot and timestamps are for kind='columns'; Criteo's format has none of them."
-            )
         refusals = (
             (self.kind == "criteo_tsv" and self.id_mode == "index", "id_mode='index': Criteo's ids are hexadecimal."),
             (self.kind == "source" and self.id_mode == "frequency", "id_mode='frequency' needs files to count."),
@@ -176,9 +174,6 @@ class DataConfig(Section):
             if is_wrong:
                 raise InputError(f"{message} Change one of them.")
         return self
-
-    def _is_default(self, name: str, field: Any) -> bool:
-        return bool(getattr(self, name) == field.get_default(call_default_factory=True))
 
 
 def with_files(config: DataConfig, path: str) -> DataConfig:
