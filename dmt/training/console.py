@@ -39,6 +39,8 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     ("parameters", "parameters", "{:,.0f}"),
     ("compression ratio", "compression_ratio", "{:.2f}"),
     ("samples/s", "samples_per_second", "{:,.0f}"),
+    ("peak memory in bytes: largest rank", "peak_memory.largest", "{:,.0f}"),
+    ("peak memory in bytes: mean of ranks", "peak_memory.mean", "{:,.0f}"),
     ("bytes/sample across hosts", "bytes_per_sample.across", "{:,.0f}"),
     ("bytes/sample across hosts: ids", "bytes_per_sample.ids", "{:,.0f}"),
     ("bytes/sample across hosts: forward", "bytes_per_sample.forward", "{:,.0f}"),

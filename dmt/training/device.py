@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import resource
 import time
 import uuid
 from collections.abc import Callable, Iterator
@@ -30,6 +31,7 @@ __all__ = [
     "current_device",
     "device_type",
     "on_all_ranks",
+    "peak_memory",
     "process_group",
     "random_state",
     "restart_safe_store",
@@ -84,6 +86,13 @@ def current_device(kind: DeviceType) -> torch.device:
 def backend(kind: DeviceType) -> str:
     """Returns the backends of the process groups, in the spelling of ``torch.distributed.init_process_group``."""
     return "gloo" if kind == "cpu" else "cpu:gloo,cuda:nccl"
+
+
+def peak_memory(kind: DeviceType) -> int:
+    """Returns the most bytes of memory that this process has held so far: tensors on its GPU, or everything in RAM."""
+    if kind == "cuda":
+        return torch.cuda.max_memory_allocated()
+    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # Linux counts kibibytes
 
 
 def random_state() -> Tensor:

@@ -38,7 +38,7 @@ from dmt.training.config import TrainConfig, TrainingConfig
 from dmt.training.console import progress_bar
 from dmt.training.data.batch import ClickBatch
 from dmt.training.data.clicks import Split
-from dmt.training.device import current_device, on_all_ranks, process_group
+from dmt.training.device import current_device, on_all_ranks, peak_memory, process_group
 from dmt.training.factory import probability_warning
 from dmt.training.job import Job, open_job
 from dmt.training.metrics import ClickMetrics, MetricValues, StepTimer, measure_traffic
@@ -328,6 +328,7 @@ def result_of(run: Run, at: Position, metrics: MetricValues, timer: StepTimer) -
     if isinstance(run.pipeline, TrainPipelineSparseDist):
         run.pipeline.detach()
     batch = next(batches_of(job, mesh, "train")).to(current_device(job.device_type))
+    peaks = gather_objects(peak_memory(job.device_type), mesh.global_group)
     traffic = measure_traffic(run.model, run.optimizer, batch, mesh)
     return {
         "arch": job.config.model.name,
@@ -337,6 +338,7 @@ def result_of(run: Run, at: Position, metrics: MetricValues, timer: StepTimer) -
         **{f"eval_{name}": value for name, value in asdict(metrics).items()},
         "steps": at.step,
         "samples_per_second": step_rows(job, at) * timer.steps / timer.seconds if timer.steps else math.nan,
+        "peak_memory": {"largest": max(peaks), "mean": round(sum(peaks) / len(peaks))},
         "bytes_per_sample": traffic.per_sample(rows),
         **options,
     }

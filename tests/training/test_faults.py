@@ -269,7 +269,7 @@ def train_under_kills(run: TrainingConfig, kills: Sequence[Kill]) -> list[int]:
 def outcome(run: TrainingConfig) -> dict[str, Any]:
     """All that a run has computed: numbers on the way, final metrics, and the bits of the model and its optimizer."""
     result = json.loads((Path(run.train.output_dir) / "result.json").read_text())
-    for name in ("seconds", "samples_per_second"):  # of the last attempt
+    for name in ("seconds", "samples_per_second", "peak_memory"):  # of the last attempt
         del result[name]
     whole = newest(checkpoint_folder(run))
     assert whole is not None

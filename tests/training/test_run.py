@@ -188,6 +188,7 @@ def test_a_run_learns_and_leaves_everything_behind(arch: str, tmp_path: Path) ->
     assert re.search(r"^# step 25: AUC 0\.\d{4}, NE ", finished.stdout, re.MULTILINE), finished.stdout
     assert result["eval_auc"] > 0.6
     assert result["eval_ne"] < 1.0
+    assert result["peak_memory"]["largest"] >= result["peak_memory"]["mean"] > 2**27
     assert (result["arch"], result["world_size"], result["steps"], result["eval_num_rows"]) == (arch, 4, 50, 3000)
     assert result["dataflow"] == ("flat" if arch == "dlrm" else "sptt")
     assert result["versions"]["torchrec"] == importlib.metadata.version("torchrec")
