@@ -142,9 +142,14 @@ def test_the_wheel_holds_every_file(wheel: Path) -> None:
     assert any(name.endswith(".toml") for name in inside)
 
 
-def test_an_installed_wheel_runs_without_the_repository(wheel: Path, tmp_path: Path) -> None:
-    installed = tmp_path / "installed"
-    run([*PIP, "install", *OFFLINE, "--quiet", "--no-compile", "--target", str(installed), str(wheel)], tmp_path)
+@pytest.fixture(scope="module")
+def installed(wheel: Path) -> Path:
+    folder = wheel.parent / "installed"
+    run([*PIP, "install", *OFFLINE, "--quiet", "--no-compile", "--target", str(folder), str(wheel)], wheel.parent)
+    return folder
+
+
+def test_an_installed_wheel_runs_without_the_repository(installed: Path, tmp_path: Path) -> None:
     path = {"PYTHONPATH": str(installed)}
     # Where the modules are from; then the script, in the same process.
     program = (
@@ -155,3 +160,17 @@ def test_an_installed_wheel_runs_without_the_repository(wheel: Path, tmp_path: P
     first, second, *text = run([sys.executable, "-c", program, *command], tmp_path, **path).splitlines()
     assert all(Path(file).is_relative_to(installed) for file in (first, second))
     assert round(json.loads("".join(text))["mflops_per_sample"], 2) == 14.74
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+def test_an_installed_wheel_does_what_the_readme_shows(installed: Path, tmp_path: Path) -> None:
+    path = {"PYTHONPATH": str(installed)}
+    dmt = [sys.executable, str(installed / "bin" / "dmt")]
+    run([*dmt, "doctor"], tmp_path, **path)
+    lines = (ROOT / "README.md").read_text().partition("```diff\n")[2].partition("```")[0].splitlines()
+    (tmp_path / "five.py").write_text("\n".join(line[1:] for line in lines if not line.startswith("-")))
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    run([*torchrun, "five.py"], tmp_path, **path)
+    run([*dmt, "demo", "train.max_steps=20", "--out", "out"], tmp_path, **path)
+    assert {"towers.json", "report.html"} <= {file.name for file in (tmp_path / "out").rglob("*")}
