@@ -51,7 +51,7 @@ class CrossingBytes(NamedTuple):
 class CrossingCosts:
     """`CrossingBytes` of tables in one job.
 
-    Not counted: the averaging of replicas, and what crosses inside a tower of several hosts.
+    Not counted: that ids repeat, the averaging of replicas, and what crosses inside a tower of several hosts.
     """
 
     topology: TowerTopology
