@@ -105,7 +105,8 @@ def open_job(config: TrainingConfig) -> Job:
         InputError: the data do not fit the config, or a plan or a rule does not fit the tables or the memory.
     """
     if config.data.tables is not None:
-        return make_job(config, read_tables(Path(config.data.tables)), 0)
+        # A list of tables has no dense columns, but models read some.
+        return make_job(config, read_tables(Path(config.data.tables)), config.data.synthetic.num_dense)
     job = open_data(config)
     return make_job(config, job.tables, job.num_dense, towers=job.towers, source=job.source)
 

@@ -6,9 +6,12 @@ import copy
 import logging
 import os
 import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import torch
+from numpy.typing import NDArray
 from torch import nn
 
 from dmt.collectives import check_agreement, gather_objects
@@ -19,8 +22,9 @@ from dmt.plan.topology import TowerTopology
 from dmt.sptt.mesh import TowerMesh
 from dmt.training.build import build_model
 from dmt.training.config import TrainingConfig
+from dmt.training.device import current_device
 from dmt.training.factory import check_outputs, without_tables
-from dmt.training.job import Job, check_kernels, check_table_optimizer, open_job
+from dmt.training.job import Job, check_kernels, check_table_optimizer, make_job, open_job
 
 __all__ = [
     "check_memory",
@@ -154,49 +158,77 @@ def check_same_input(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
 
 
 def check_memory(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
-    """Checks by a lower bound that each machine has the memory that its ranks need together; collective.
+    """Checks by a lower bound that each machine, or each GPU, has the memory that its ranks need; collective.
 
-    Counted are a rank's tables, the copies of hot rows that it may have, the dense weights with their gradients, and a
-    batch with its embeddings.
+    Counted are a rank's tables, the embeddings that it looks up in a step with their gradients, the copies of hot rows
+    that it may have, the dense weights with their gradients, and a batch with its embeddings.
 
     Raises:
-        InputError: a machine, or the container that this is, has less; the same on every rank.
+        InputError: a machine, the container that this is, or a GPU has less; the same on every rank. The message has a
+            batch size or number of replicas that fits by the same bound, if there is one.
     """
-    config, topology = job.config, job.topology
+    config, topology, place = job.config, job.topology, (f"host {socket.gethostname()}", memory_limit())
+    if job.device_type == "cuda":
+        device = current_device("cuda")
+        place = f"{place[0]}, {device}", torch.cuda.get_device_properties(device).total_memory
+    places = gather_objects(place, mesh.global_group)
     towers = sum(weight.nbytes for module in tower_modules(model) for weight in module.parameters())
     weights = (weight for name, weight in model.named_parameters() if ".embedding_bags." not in name)
     dense = sum(weight.nbytes for weight in weights) - towers
-    tables = _table_bytes(job, mesh.rank)
     # Of each copy the weight and its gradient. On one host no row is ever chosen.
     is_across = topology.share_across_hosts(topology.sharding_groups()) > 0
     copies = 2 * config.hot_rows.extra_memory * sum(table.num_bytes for table in job.tables) * is_across
-    columns = job.num_dense + sum(table.embedding_dim * len(table.feature_names) for table in job.tables)
-    batch = config.train.batch_size * columns * 4
-    needed = tables + copies + 2 * (dense + towers / topology.num_towers) + batch
-    everyone = gather_objects((socket.gethostname(), needed, memory_limit()), mesh.global_group)
-    for host in dict.fromkeys(name for name, _, _ in everyone):
-        ranks = [(size, limit) for name, size, limit in everyone if name == host]
-        whole, limit = sum(size for size, _ in ranks), min(limit for _, limit in ranks)
-        if whole > limit:
-            raise InputError(
-                f"The {len(ranks)} ranks on host {host} need at least {human_bytes(whole)} of memory, but it has "
-                f"{human_bytes(limit)}: {human_bytes(tables)} each for tables, {human_bytes(copies)} each for copies "
-                "of hot rows (hot_rows.extra_memory), and dense layers (model: dense_arch, over_arch, tower_dim, c, p, "
-                "cross_rank) and batches (train.batch_size). Lower the settings, or use more hosts."
-            )
+    others = copies + 2 * (dense + towers / topology.num_towers)
+
+    def too_full(other: Job) -> list[int]:
+        """The ranks of the first place that has too little memory for them."""
+        needed, ranks = _lookup_bytes(other).sum(axis=1) + others, range(len(places))
+        on = ([rank for rank in ranks if places[rank] == place] for place in dict.fromkeys(places))
+        return next((group for group in on if needed[group].sum() > places[group[0]][1]), [])
+
+    if not (ranks := too_full(job)):
+        return
+    (name, limit), (tables, batches) = places[ranks[0]], _lookup_bytes(job)[ranks].T
+    whole, size = tables.sum() + batches.sum() + len(ranks) * others, config.train.batch_size
+    most, fitting = int(size * (1 - (whole - limit) / batches.sum())), _with_other_replicas(job)
+    fits = [f"train.batch_size={most}"] if most > 0 else []
+    for topology in [other.topology for other in fitting if not too_full(other)][:1]:
+        fits.append(f"topology.num_replicas={topology.num_replicas} with ranks_per_tower={topology.ranks_per_tower}")
+    raise InputError(
+        f"The {len(ranks)} ranks on {name} need at least {human_bytes(whole)} of memory, but it has "
+        f"{human_bytes(limit)}: up to {human_bytes(tables.max())} each for tables, {human_bytes(batches.max())} for a "
+        f"batch and the embeddings of a step (train.batch_size={size}), {human_bytes(copies)} for copies of hot rows "
+        "(hot_rows.extra_memory), and dense layers (model: dense_arch, over_arch, tower_dim, c, p, cross_rank). "
+        f"{'' if not fits else 'It has enough for ' + ' or '.join(fits) + '. '}"
+        "Lower the settings, or use more hosts."
+    )
 
 
-def _table_bytes(job: Job, rank: int) -> float:
-    """Bytes of this machine's memory that a rank's tables need at least; 0 for tables on GPUs, also with caches."""
-    if job.device_type == "cuda":
-        return 0
+def _lookup_bytes(job: Job) -> NDArray[Any]:
+    """Bytes of tables, and of a batch with the embeddings looked up for it, on each rank, [W, 2], at least."""
+    samples, ranks = job.config.train.batch_size, job.topology.one_replica.world_size
+    columns = sum(table.embedding_dim * len(table.feature_names) for table in job.tables)
+    batch, tables = 4 * samples * (job.num_dense + columns), sum(table.num_bytes for table in job.tables)
     if job.sharding is not None:
-        place = job.topology.coordinates(rank)
-        loads = {(load.tower, load.local): load.memory for load in job.sharding.ranks}
-        return loads[place.tower, place.local]
-    # TorchRec's planner places them later.
-    whole, ranks = sum(table.num_bytes for table in job.tables), job.topology.world_size // job.topology.num_replicas
-    return whole if job.config.sharding.scheme == "data_parallel" else whole / ranks
+        held = [(rank.memory, rank.activations + batch) for rank in job.sharding.ranks]
+    else:  # TorchRec's planner places tables later; each number that is looked up has a gradient.
+        is_whole = job.config.sharding.scheme == "data_parallel"
+        held = [(tables if is_whole else tables // ranks, 8 * samples * columns + batch)] * ranks
+    return job.topology.on_all_replicas(held)
+
+
+def _with_other_replicas(job: Job) -> Iterator[Job]:
+    """The run with the same ranks and towers, in each other number of replicas in which its tables can be placed."""
+    topology, values = job.topology, job.config.model_dump(mode="json", exclude_none=True)
+    number = topology.num_replicas * topology.ranks_per_tower
+    for replicas in range(1, number + 1) if job.towers is not None else ():
+        values["topology"] |= {"num_replicas": replicas, "ranks_per_tower": number // replicas}
+        values["topology"]["ranks_per_host"] = topology.host_size
+        try:
+            if number % replicas == 0 and replicas != topology.num_replicas:
+                yield make_job(TrainingConfig.model_validate(values), job.tables, job.num_dense, towers=job.towers)
+        except ValueError:  # hosts that cut towers, or too little memory
+            continue
 
 
 def memory_limit(root: Path = Path("/sys/fs/cgroup")) -> int:

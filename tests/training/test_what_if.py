@@ -165,6 +165,24 @@ def test_more_ids_take_longer_in_every_way_to_train() -> None:
     assert all(few[name] < many[name] for name in few)
 
 
+def test_numbers_of_replicas_that_memory_has_no_room_for_are_left_out() -> None:
+    values = ["topology.num_towers=4", "topology.ranks_per_tower=2", "train.batch_size=64", "sharding.memory_gib=16"]
+    ways, left_out = alternatives(job_for(load_config("demo", values), criteo_1tb_tables(64)), SMALL)
+    # Of 46.3 GB of tables 8 ranks have 5.8 GB each, with 2 replicas 11.6 GB, with 4 of them 23.1 GB.
+    assert {way.num_replicas for way in ways} == {1, 2}
+    assert "flat (one tower), 2 replicas (inter_host)" in {way.name for way in ways}
+    assert "flat (one tower), 4 replicas (inter_host)" in left_out
+    assert all(way.rank_bytes <= 16 * 2**30 for way in ways)
+    values[-1] = "sharding.memory_gib=1"
+    with pytest.raises(InputError, match=r"memory_per_rank=1\.07 GB have"):
+        alternatives(
+            replace(
+                job_for(load_config("demo", values[:-1]), criteo_1tb_tables(64)), config=load_config("demo", values)
+            ),
+            SMALL,
+        )
+
+
 # The command.
 
 SHAPE = ("topology.num_towers=2", "topology.ranks_per_tower=8")

@@ -159,8 +159,6 @@ def _plan_flat(job: Job) -> TowerShardingPlan:
     from dmt.training.build import build_model, fused_params
     from dmt.training.flat import plan_flat
 
-    # A list of tables has no dense columns, but models read some.
-    job = replace(job, num_dense=job.num_dense or job.config.data.synthetic.num_dense)
     fused = fused_params(job.config.optimizer, job.device_type)
     plans = plan_flat(job, build_model(job, device="meta"), fused).plan.values()
     rules = {

@@ -22,22 +22,15 @@ from dmt.training.config import TrainingConfig, load_config, to_override
 from dmt.training.factory import without_tables
 from dmt.training.job import Job, make_job, open_job, step_workload
 
-__all__ = [
-    "Prediction",
-    "alternatives",
-    "changed_config",
-    "predict_step",
-    "run_what_if",
-    "work_of",
-]
+__all__ = ["Prediction", "alternatives", "changed_config", "predict_step", "run_what_if", "work_of"]
 
 _RATIOS = (2, 4, 16)
 _FLAT = "flat (TorchRec)"
 # What alternatives take over from a config, whole sections or keys of them; the rest is about its own towers.
 _SHARDING = "memory_gib cluster pooling_factors forward_precision backward_precision table_precision"
-_KEPT: dict[str, Sequence[str] | None] = {
-    **{"data": None, "model": None, "optimizer": None, "sharding": _SHARDING.split(), "replicas": ["sync_every"]},
-    "train": ["batch_size", "prefetch_ids", "micro_batches", "device"],
+_KEPT: dict[str, Any] = {
+    **{"data": True, "model": True, "optimizer": True, "sharding": set(_SHARDING.split()), "replicas": {"sync_every"}},
+    "train": {"batch_size", "prefetch_ids", "micro_batches", "device"},
 }
 
 
@@ -126,6 +119,8 @@ def alternatives(run: Job, cluster: Cluster) -> tuple[list[Prediction], list[str
         try:
             job = make_job(changed_config(run.config, settings), tables, run.num_dense)
         except InputError as error:
+            if limit is None:
+                raise
             left_out.append(name)
             reason = reason or error
             continue
@@ -193,9 +188,7 @@ def _replicas(topology: TowerTopology) -> list[tuple[int, str]]:
 
 def changed_config(config: TrainingConfig, settings: Mapping[str, Mapping[str, Any]]) -> TrainingConfig:
     """The config with these settings by section, and without what is about its own towers and tables."""
-    own, values = config.model_dump(mode="json", exclude_none=True), {}
-    for section, keys in _KEPT.items():
-        values[section] = {key: value for key, value in own[section].items() if keys is None or key in keys}
+    values = config.model_dump(mode="json", exclude_none=True, include=_KEPT)
     if settings["sharding"]["dataflow"] == "flat":
         del values["train"]["micro_batches"]
     for section, changed in settings.items():
@@ -237,9 +230,6 @@ def run_what_if(config: str, overrides: Sequence[str], *, cluster: str, uplink: 
     run = load_config(config, [*overrides, to_override("sharding.cluster", cluster)])
     _check_hosts(run, described, is_given=uplink is not None)
     job = open_job(run)
-    if run.data.tables is not None:
-        # A list of tables has no dense columns, but models read some.
-        job = replace(job, num_dense=run.data.synthetic.num_dense)
     own = predict_step(job, described)
     ways, left_out = alternatives(job, described)
     record: dict[str, Any] = {"cluster": asdict(described), "not_counted": _not_counted(run), "own": own._asdict()}
