@@ -160,8 +160,9 @@ def check_same_input(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
 def check_memory(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
     """Checks by a lower bound that each machine, or each GPU, has the memory that its ranks need; collective.
 
-    Counted are a rank's tables, the embeddings that it looks up in a step with their gradients, the copies of hot rows
-    that it may have, the dense weights with their gradients, and a batch with its embeddings.
+    Counted are a rank's tables, the embeddings that it looks up in a step (their gradients may take the same place
+    later), the copies of hot rows that it may have, the dense weights with their gradients, and a batch with its
+    embeddings.
 
     Raises:
         InputError: a machine, the container that this is, or a GPU has less; the same on every rank. The message has a
@@ -210,10 +211,10 @@ def _lookup_bytes(job: Job) -> NDArray[Any]:
     columns = sum(table.embedding_dim * len(table.feature_names) for table in job.tables)
     batch, tables = 4 * samples * (job.num_dense + columns), sum(table.num_bytes for table in job.tables)
     if job.sharding is not None:
-        held = [(rank.memory, rank.activations + batch) for rank in job.sharding.ranks]
-    else:  # TorchRec's planner places tables later; each number that is looked up has a gradient.
+        held = [(float(rank.memory), rank.activations / 2 + batch) for rank in job.sharding.ranks]
+    else:  # TorchRec's planner places them later.
         is_whole = job.config.sharding.scheme == "data_parallel"
-        held = [(tables if is_whole else tables // ranks, 8 * samples * columns + batch)] * ranks
+        held = [(tables if is_whole else tables / ranks, 4.0 * samples * columns + batch)] * ranks
     return job.topology.on_all_replicas(held)
 
 
