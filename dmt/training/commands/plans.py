@@ -175,10 +175,10 @@ def _plan_flat(job: Job) -> TowerShardingPlan:
 
 def _show_sharding(job: Job, sharding: TowerShardingPlan, out: Path | None) -> Shown:
     ranked = sorted(sharding.tables, key=lambda entry: (-entry.seconds, entry.name))
-    rows = [
-        (entry.name, _tower(entry.tower), human_bytes(entry.memory), _time(entry.seconds), entry.reason)
-        for entry in ranked[:_SHOWN_TABLES]
-    ]
+    rows = []
+    for entry in ranked[:_SHOWN_TABLES]:
+        tower = "all" if entry.tower is None else str(entry.tower)
+        rows.append((entry.name, tower, human_bytes(entry.memory), _time(entry.seconds), entry.reason))
     topology = job.topology
     hosts = topology.on_all_replicas([rank.needed for rank in sharding.ranks]).reshape(topology.num_hosts, -1)
     lines = [sharding.summary, f"The fullest host needs {human_bytes(hosts.sum(axis=1).max())}."]
@@ -196,10 +196,6 @@ def _show_sharding(job: Job, sharding: TowerShardingPlan, out: Path | None) -> S
     title = "Tables, costliest first" + ("; --json has all" if len(ranked) > _SHOWN_TABLES else "")
     headers = ("table", "tower", "memory", "cost", "why")
     return Shown(sharding.to_record(), headers, rows, title, (1, 2, 3), lines)
-
-
-def _tower(number: int | None) -> str:
-    return "all" if number is None else str(number)
 
 
 def _time(seconds: float) -> str:
