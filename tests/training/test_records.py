@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 
 from dmt.errors import InputError
-from dmt.training.records import RunRecord, read_curves, read_result
+from dmt.training.config import TrainingConfig, load_config
+from dmt.training.records import RunRecord, read_curves, read_result, settings_lines
 from tests.training.small import files_up_to, small
 
 
@@ -53,6 +54,13 @@ def test_an_earlier_result_goes_and_a_new_one_is_written(tmp_path: Path, resumed
     record.close({"steps": 20})
     assert read_result(tmp_path)["steps"] == 20
     assert {path.name for path in tmp_path.iterdir()} == {"config.toml", "metrics.jsonl", "result.json"}
+
+
+def test_settings_are_a_line_for_each_section_that_has_some() -> None:
+    lines = settings_lines(load_config("demo", ["train.batch_size=512", "data.synthetic.num_rows=9"]))
+    assert "train: batch_size = 512" in "\n".join(lines)
+    assert len(lines) <= 2 + len(TrainingConfig.model_fields)
+    assert [line for line in lines if line.startswith("hot_rows")] == []
 
 
 def recording_until_killed(folder: Path) -> None:

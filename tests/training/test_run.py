@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import logging
 import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -22,11 +24,11 @@ from dmt.training.config import load_config, to_toml
 from dmt.training.console import rows_of
 from dmt.training.job import open_job
 from dmt.training.metrics import MetricValues
-from dmt.training.preflight import compare_hosts
+from dmt.training.preflight import checked_model, compare_hosts, preflight
 from dmt.training.records import read_curves
 from dmt.training.resume import open_lock
 from dmt.training.train import evaluate, train
-from tests.ranks import run_program, run_ranks
+from tests.ranks import on_ranks, run_program, run_ranks
 from tests.training.small import new_run, plain, small, train_loop
 
 
@@ -56,6 +58,17 @@ def test_hosts_other_than_those_of_torchrun_are_told(
 ) -> None:
     compare_hosts(TowerTopology(num_towers=4, ranks_per_tower=2, ranks_per_host=per_host), local)
     assert [text.partition(". Set ")[2] for text in caplog.messages] == ["topology.ranks_per_host=4."] * told
+
+
+@on_ranks(1)
+def test_towers_that_widen_are_warned_of_and_do_not_by_default(rank: int) -> None:
+    alone = {"num_towers": 1, "ranks_per_tower": 1}
+    for tower_dim, told in ((32, [["compression ratio 0.25"]]), (None, [])):
+        job = open_job(small(model={"tower_dim": tower_dim}, topology=alone))
+        assert told or job.config.model.output_dim == 4
+        with patch.object(logging.getLogger("dmt.training.preflight"), "warning") as warning:
+            preflight(job, checked_model(job, 1), TowerMesh(job.topology))
+        assert [re.findall(r"compression ratio [.\d]+", call.args[0]) for call in warning.call_args_list] == told
 
 
 # Then the loop on ranks, with every row known.
