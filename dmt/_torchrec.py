@@ -17,6 +17,7 @@ from torch.distributed import GradBucket, ProcessGroup
 from torch.distributed.constants import default_pg_timeout
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils import _pytree
+from torchrec.distributed.embedding import ShardedEmbeddingCollection
 from torchrec.distributed.embedding_types import ShardedEmbeddingModule
 from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -25,6 +26,7 @@ from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
 
 __all__ = [
     "OpenShardedEBC",
+    "OpenShardedEC",
     "PipelinedModule",
     "add_dense_hook",
     "assert_in_graph",
@@ -111,6 +113,25 @@ class OpenShardedEBC(ShardedEmbeddingBagCollection):
         taken = self.take_local_shards(state_dict, prefix)
         ShardedEmbeddingBagCollection._pre_load_state_dict_hook(self, state_dict, prefix, *rest)
         state_dict.update(taken)
+
+
+class OpenShardedEC(ShardedEmbeddingCollection):
+    """TorchRec's sharded collection of sequences with public names, which loads state dicts that leave tables out."""
+
+    @property
+    def lookups(self) -> list[Any]:
+        """The lookups."""
+        return self._lookups
+
+    @staticmethod
+    def _pre_load_state_dict_hook(self: OpenShardedEC, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
+        keys = {f"{prefix}embeddings.{name}.weight": name for name in self._model_parallel_name_to_sharded_tensor}
+        # TorchRec's hook of bags skips missing keys, that of sequences fails.
+        missing = {key: name for key, name in keys.items() if key not in state_dict}
+        state_dict.update({key: self._model_parallel_name_to_sharded_tensor[name] for key, name in missing.items()})
+        ShardedEmbeddingCollection._pre_load_state_dict_hook(self, state_dict, prefix, *rest)
+        for key in missing:
+            del state_dict[key]
 
 
 def group_env(group: ProcessGroup) -> ShardingEnv:

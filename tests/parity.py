@@ -12,10 +12,10 @@ import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from torch import Tensor, nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.modules.embedding_configs import EmbeddingBagConfig, PoolingType
+from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 from torchrec.streamable import Pipelineable
 
 from dmt.testing import PlainTraining, gather_plain_state, load_plain_state
@@ -88,6 +88,48 @@ class SumTowerModule(nn.Module):
     def forward(self, embeddings: Any) -> Tensor:
         x = torch.cat([embeddings[f] for f in self.features], dim=1)
         return self.linear(x) * (1 + x.mean(dim=1, keepdim=True))
+
+
+class AttentionTowerModule(nn.Module):
+    """A tower module of sequences: the last item of the first feature attends to the items of all features.
+
+    Every item and its place in its sequence matter. A sample without an item of the first feature has a query of zeros.
+    """
+
+    def __init__(self, features: list[str], dim: int, out_features: int) -> None:
+        super().__init__()
+        self.features = features
+        self.query = nn.Linear(dim, dim)
+        self.linear = nn.Linear(len(features) * dim, out_features)
+
+    def forward(self, embeddings: dict[str, JaggedTensor]) -> Tensor:
+        first = embeddings[self.features[0]]
+        starts = first.lengths().cumsum(0) - first.lengths()
+        last = (starts + first.lengths() - 1).clamp(min=0)
+        has_item = (first.lengths() > 0).unsqueeze(1)
+        values = torch.cat([first.values(), first.values().new_zeros(1, first.values().shape[1])])
+        query = self.query(torch.where(has_item, values[last], 0.0))
+        pooled = []
+        for feature in self.features:
+            sequence, number = embeddings[feature], len(query)
+            sample = torch.arange(number).repeat_interleave(sequence.lengths())
+            place = torch.arange(len(sample)) - (sequence.lengths().cumsum(0) - sequence.lengths())[sample]
+            score = ((query[sample] * sequence.values()).sum(dim=1) - 0.1 * place).exp()
+            total = torch.zeros(number).index_add(0, sample, score)
+            weighted = (score / total[sample]).unsqueeze(1) * sequence.values()
+            pooled.append(torch.zeros_like(query).index_add(0, sample, weighted))
+        return self.linear(torch.cat(pooled, dim=1))
+
+
+def sequence_config(table: EmbeddingBagConfig) -> EmbeddingConfig:
+    """The same table, of which each id is looked up."""
+    return EmbeddingConfig(
+        name=table.name,
+        num_embeddings=table.num_embeddings,
+        embedding_dim=table.embedding_dim,
+        feature_names=table.feature_names,
+        data_type=table.data_type,
+    )
 
 
 class PassThrough(nn.Module):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.embedding_tower import EmbeddingTower
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -49,6 +49,7 @@ from tests.parity import (
     FUSED,
     LR,
     OPTIMIZERS,
+    AttentionTowerModule,
     FlatModel,
     PassThrough,
     PipelinedBatch,
@@ -58,6 +59,7 @@ from tests.parity import (
     draw_batch,
     make_tables,
     plain_training,
+    sequence_config,
     share,
     train_plainly,
 )
@@ -87,6 +89,7 @@ class Case:
     features: tuple[tuple[str, ...], ...] = ()  # of each table; its own one without
     plan: tuple[tuple[int, ...], ...] = ((0, 2), (1, 3))
     outside: tuple[int, ...] = ()  # tables that every rank holds; in no tower of the plan
+    sequences: tuple[int, ...] = ()  # towers of the plan that look up sequences, whose modules attend to them
     kind: str = "modules"  # modules | pass | frozen | flat
     scheme: str = "table_wise"  # one for all tables, or a key of MIXES: table i takes scheme i of the mix
     pooling: str | tuple[str, ...] = "SUM"  # of all tables, or of each
@@ -186,9 +189,14 @@ def build(case: Case) -> nn.Module:
         out = sum(dims)
         if case.kind in ("modules", "frozen"):
             out = 3 + number  # towers of unequal output width
-            module = SumTowerModule(keys, dims, out)
+            is_sequence = number in case.sequences
+            module = AttentionTowerModule(keys, dims[0], out) if is_sequence else SumTowerModule(keys, dims, out)
             module.requires_grad_(case.kind == "modules")
-        towers.append(EmbeddingTower(EmbeddingBagCollection(tables=own, is_weighted=case.weighted), module))
+        if number in case.sequences:
+            collection: nn.Module = EmbeddingCollection(tables=list(map(sequence_config, own)))
+        else:
+            collection = EmbeddingBagCollection(tables=own, is_weighted=case.weighted)
+        towers.append(EmbeddingTower(collection, module))
         width += out
     outside = None
     if case.outside:

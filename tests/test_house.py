@@ -206,11 +206,11 @@ def test_file_sizes() -> None:
 
 # Lines and files of each part at most, and where they are to get. Raise a number only with the reason in the commit.
 CEILINGS = {
-    "the library": (24_150, 132),  # 20_500, 136
-    "dmt/*.py": (960, 7),  # 800, 8
+    "the library": (24_345, 133),  # 20_500, 136
+    "dmt/*.py": (981, 7),  # 800, 8
     "dmt/plan": (680, 5),  # 600, 5
     "dmt/sharding": (1_890, 10),  # 1_750, 10
-    "dmt/sptt": (3_170, 17),  # 2_900, 18
+    "dmt/sptt": (3_330, 18),  # 2_900, 18
     "dmt/replicas": (375, 3),  # 350, 3
     "dmt/hot_rows": (945, 6),  # 900, 6
     "dmt/simulator": (820, 4),

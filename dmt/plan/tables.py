@@ -16,6 +16,7 @@ __all__ = [
     "TableFormat",
     "TableSpec",
     "feature_names",
+    "is_sequence",
     "number_bytes",
     "table_format",
     "table_specs",
@@ -102,6 +103,14 @@ def table_specs(tables: Iterable[Any], *, one_table_per_feature: bool = True) ->
 def feature_names(tables: Sequence[Any]) -> list[str]:
     """The features of all tables, in the order of the tables."""
     return [feature for table in tables for feature in table.feature_names]
+
+
+def is_sequence(table: Any) -> bool:
+    """Returns whether each id of a table has an embedding of its own: TorchRec's ``EmbeddingConfig`` has no pooling.
+
+    A `TableSpec` has none either, and is of bags.
+    """
+    return hasattr(table, "init_fn") and not hasattr(table, "pooling")
 
 
 def table_format(table: Any) -> str:

@@ -25,12 +25,12 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from dmt.collectives import broadcast_tensor, check_agreement, gather_objects, start_mean
 from dmt.errors import InputError, ReplicaMismatchError, check_instance
 from dmt.formatting import shorten
 from dmt.sptt.dataflow import SPTTModule
+from dmt.sptt.group_sharded import Embeddings, embedding_values
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.state import checksum, table_tensors
 
@@ -269,11 +269,11 @@ def drifted(model: nn.Module) -> bool:
     return any(module.replicas_drifted for module in model.modules() if isinstance(module, SPTTModule))
 
 
-def _note_updates(module: SPTTModule, embeddings: Sequence[KeyedTensor]) -> None:
+def _note_updates(module: SPTTModule, embeddings: Sequence[Embeddings]) -> None:
     def note(_: Tensor) -> None:
         module.replicas_drifted = True
 
-    for of_collection in embeddings:
-        if of_collection.values().requires_grad:
+    for values in (values for of_collection in embeddings for values in embedding_values(of_collection)):
+        if values.requires_grad:
             # Tables are updated in the backward pass, of whatever mode.
-            of_collection.values().register_hook(note)
+            values.register_hook(note)

@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, cast, get_args
 
 from dmt.errors import InputError, did_you_mean
 from dmt.plan.split_across_towers import uncut_name
-from dmt.plan.tables import TABLE_FORMATS, table_format
+from dmt.plan.tables import TABLE_FORMATS, is_sequence, table_format
 from dmt.sharding.optimizers import data_parallel_obstacle
 
 __all__ = [
@@ -223,6 +223,8 @@ def why_not(
         return f"its data_type is {kind!r}; tables train in {' or '.join(TABLE_FORMATS)}"
     if scheme == "table_wise":
         return ""
+    if is_sequence(table) and scheme != "row_wise":
+        return "its ids are looked up one by one, as a sequence: such a table is table_wise or row_wise"
     try:
         if num_ranks == 1:
             return "its tower has one rank"

@@ -22,15 +22,15 @@ from torch import Tensor, nn
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import Awaitable, ShardedModule
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dmt._torchrec import tree_flatten, tree_unflatten
 from dmt.collectives import check_agreement
 from dmt.errors import InputError
 from dmt.sptt.dataflow import SPTTContext, SPTTModule
+from dmt.sptt.group_sharded import Embeddings, join_rows, split_rows
 from dmt.sptt.peer_exchange import Pending, Rows
 from dmt.sptt.rows import part_sizes, wrap
-from dmt.sptt.tower_lookup import split_rows
 
 __all__ = ["MicroBatches", "ResultInParts", "run_in_micro_batches"]
 
@@ -187,18 +187,18 @@ def _run_in_parts(module: SPTTModule, num: int, ctx: SPTTContext, dist_input: KJ
     return ResultInParts(module.columns(ctx, started), module.finish)
 
 
-def _part_by_part(embeddings_PN: KeyedTensor, by_peer: Sequence[Sequence[int]]) -> list[KeyedTensor]:
+def _part_by_part(embeddings_PN: Embeddings, by_peer: Sequence[Sequence[int]]) -> list[Embeddings]:
     """Puts each part's rows of all peers side by side; ``by_peer`` has the rows of each part of every peer.
 
     Example:
+        >>> from torchrec import KeyedTensor
         >>> embeddings = KeyedTensor(["f"], [1], torch.arange(5.0).unsqueeze(1))
         >>> [part["f"].flatten().tolist() for part in _part_by_part(embeddings, [[1, 1], [2, 1]])]  # 0 1 | 2 3 4
         [[0.0, 2.0, 3.0], [1.0, 4.0]]
     """
     num = len(by_peer[0])
-    blocks = embeddings_PN.values().split([size for sizes in by_peer for size in sizes])
-    keys, widths = embeddings_PN.keys(), embeddings_PN.length_per_key()
-    return [KeyedTensor(keys, widths, torch.cat(blocks[k::num])) for k in range(num)]
+    blocks = split_rows(embeddings_PN, [size for sizes in by_peer for size in sizes])
+    return [join_rows(blocks[k::num]) for k in range(num)]
 
 
 @contextmanager

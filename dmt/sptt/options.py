@@ -13,6 +13,9 @@ __all__ = ["REFUSALS", "refusals", "refuse"]
 
 REFUSALS: dict[tuple[str, str], str] = {
     ("unique", "id_route"): "unique=True needs id_route='peer'; the global route sends the ids of every sample",
+    ("sequences", "id_route"): (
+        "sequences in towers need id_route='peer'; the global route leaves no rank the lengths of its samples"
+    ),
     ("hot_rows", "id_route"): (
         "hot rows need id_route='peer'; the global route sends the ids and outputs of every sample"
     ),
@@ -29,10 +32,12 @@ def refusals(
     hot_rows: bool = False,
     num_replicas: int = 1,
     has_towers: bool = False,
+    sequences: bool = False,
 ) -> list[tuple[bool, str]]:
     """Returns for each line of `REFUSALS` whether it holds, and its message.
 
-    ``has_towers`` says whether the model has tower modules; leave out what is not known.
+    ``has_towers`` says whether the model has tower modules, ``sequences`` whether a tower looks up an
+    ``EmbeddingCollection``; leave out what is not known.
     """
     is_set = {
         "id_route": id_route != "peer",
@@ -40,6 +45,7 @@ def refusals(
         "hot_rows": hot_rows,
         "num_replicas": num_replicas > 1,
         "has_towers": has_towers,
+        "sequences": sequences,
     }
     return [(is_set[a] and is_set[b], f"{message}. Leave out one of them.") for (a, b), message in REFUSALS.items()]
 

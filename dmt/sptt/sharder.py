@@ -14,7 +14,7 @@ from torch.distributed import get_process_group_ranks
 from torchrec.distributed.embedding_types import BaseEmbeddingSharder
 from torchrec.distributed.types import ParameterSharding, ShardingEnv
 from torchrec.modules.embedding_configs import PoolingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from dmt._torchrec import fused_settings, place_globally
 from dmt.collectives import check_agreement, gather_objects, run_on_all_or_raise
@@ -29,6 +29,7 @@ from dmt.sharding.schemes import (
     shards_in_tower,
     why_not,
 )
+from dmt.sptt.group_sharded import GroupShardedEC, table_configs, table_weights
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.options import refuse
 from dmt.sptt.precision import ExchangePrecision
@@ -212,7 +213,7 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
             f"is {scheme} with compute_kernel={kernel!r}; data_parallel tables have 'dense', others 'fused'. Make the "
             "plan with TowerShardingPlanner.": (kernel == "dense") != (scheme == "data_parallel"),
             "has mean pooling of weighted bags, which the unsharded module refuses too. Use PoolingType.SUM, and "
-            "divide the weights.": is_weighted and table.pooling is PoolingType.MEAN,
+            "divide the weights.": is_weighted and getattr(table, "pooling", None) is PoolingType.MEAN,
             # TorchRec's sharded tables train nevertheless.
             "has requires_grad=False, but the optimizer of a sharded table updates it in every backward pass. Leave "
             "requires_grad alone and call apply_optimizer_in_backward(torch.optim.SGD, [weight], {'lr': 0.0}) before "
@@ -252,28 +253,28 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
 
     def shard_in_tower(
         self,
-        collection: EmbeddingBagCollection,
+        collection: EmbeddingBagCollection | EmbeddingCollection,
         sharding: Mapping[str, ParameterSharding],
         device: torch.device | None,
         mesh: TowerMesh | None = None,
-    ) -> GroupShardedEBC:
-        """Shards an ``EmbeddingBagCollection`` over the ranks of this rank's tower (SPTT steps a, b, d); collective."""
-        mesh, bags = mesh or self.mesh, collection.embedding_bags
+    ) -> GroupShardedEBC | GroupShardedEC:
+        """Shards a collection of tables over the ranks of this rank's tower (SPTT steps a, b, d); collective."""
+        mesh, weights = mesh or self.mesh, table_weights(collection)
         # Placements name the device of their rank, which is not the same on all.
         devices = gather_objects(str(device or "cpu"), mesh.tower_group)
         ranks = get_process_group_ranks(mesh.tower_group)
         # Plans are local to a tower, so that one plan serves any mesh with towers of this size.
-        names = [table.name for table in collection.embedding_bag_configs()]
+        names = [table.name for table in table_configs(collection)]
         placed = {name: place_globally(sharding[name], ranks, devices) for name in names}
-        return GroupShardedEBC(
-            collection,
-            placed,
-            group=mesh.tower_group,
-            # Data-parallel tables of all replicas must stay equal, like the tower's dense module.
-            data_parallel_group=mesh.tower_module_group,
-            moment_scales={name: self._scale(bags[name].weight, placed[name].sharding_type) for name in names},
-            options={"fused_params": self.fused_params, "device": device},
-        )
+        arguments: dict[str, Any] = {
+            "group": mesh.tower_group,
+            "moment_scales": {name: self._scale(weights[name], placed[name].sharding_type) for name in names},
+            "options": {"fused_params": self.fused_params, "device": device},
+        }
+        if isinstance(collection, EmbeddingCollection):
+            return GroupShardedEC(collection, placed, **arguments)
+        # Data-parallel tables of all replicas must stay equal, like the tower's dense module.
+        return GroupShardedEBC(collection, placed, data_parallel_group=mesh.tower_module_group, **arguments)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,9 +14,9 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
 from dmt._torchrec import PipelinedModule
 from dmt.errors import InputError
+from dmt.sptt.group_sharded import GroupSharded
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.rows import RowEncoder
-from dmt.sptt.tower_lookup import GroupShardedEBC
 
 __all__ = ["TableTensor", "TowerState", "checksum", "table_tensors"]
 
@@ -49,9 +49,9 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
         """True once replicas have trained since they were last averaged. `dmt.ReplicaSync` sets it."""
 
     @property
-    def collections(self) -> list[GroupShardedEBC]:
+    def collections(self) -> list[Any]:
         """The sharded collections of this rank."""
-        return [part for part in self.local_parts.modules() if isinstance(part, GroupShardedEBC)]
+        return [part for part in self.local_parts.modules() if isinstance(part, GroupSharded)]
 
     def state_dict(self, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
         """Returns tables as sharded tensors, and tower modules, of this rank's towers."""
@@ -105,9 +105,7 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
         """The tables' optimizers, which update in the backward pass."""
         # Tower modules are left out: they are dense parts, and the user's optimizer trains them.
         named = (pair for part in self.local_parts for pair in part.named_modules())
-        return _TowerOptimizer(
-            [(n, part.fused_optimizer) for n, part in named if isinstance(part, GroupShardedEBC)], self
-        )
+        return _TowerOptimizer([(n, part.fused_optimizer) for n, part in named if isinstance(part, GroupSharded)], self)
 
     def write_back(self) -> None:
         """Brings the tables up to date with the copies of their hot rows, before anyone is given their tensors."""
@@ -180,7 +178,7 @@ def table_tensors(module: TowerState, prefix: str = "") -> list[TableTensor]:
     return [tensor for collection in module.collections for tensor in _collection_tensors(collection, prefix)]
 
 
-def _collection_tensors(collection: GroupShardedEBC, prefix: str) -> Iterator[TableTensor]:
+def _collection_tensors(collection: Any, prefix: str) -> Iterator[TableTensor]:
     optimizer = collection.fused_optimizer
     for key, weight in optimizer.params.items():
         table = prefix + key.split(".")[-2]

@@ -8,7 +8,6 @@ Step e needs no code: embeddings arrive in its view, and are read by key.
 from __future__ import annotations
 
 import functools
-import math
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -25,19 +24,10 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, get_embed
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
-from dmt._torchrec import (
-    OpenShardedEBC,
-    at_end_of_backward,
-    fused_kernels,
-    fused_settings,
-    group_env,
-    mark_updated_in_backward,
-    scale_learning_rate,
-    settings_on_parameters,
-)
+from dmt._torchrec import OpenShardedEBC, at_end_of_backward, group_env, mark_updated_in_backward
 from dmt.collectives import broadcast_tensor, start_sum
-from dmt.sharding.data_parallel import DataParallelOptimizer, UpdateSettings
-from dmt.sharding.optimizers import moment_scaled
+from dmt.sharding.data_parallel import DataParallelOptimizer
+from dmt.sptt.group_sharded import Embeddings, GroupSharded, table_weights
 from dmt.sptt.peer_exchange import IdExchange, Pending
 
 __all__ = [
@@ -47,14 +37,13 @@ __all__ = [
     "RowWiseOutputs",
     "in_order",
     "output_keys",
-    "split_rows",
 ]
 
 StartMean = Callable[[Tensor], Callable[[], None]]
 """Starts the mean of a gradient over ranks, in place, and returns what ends it."""
 
 
-class GroupShardedEBC(OpenShardedEBC):
+class GroupShardedEBC(OpenShardedEBC, GroupSharded):
     """TorchRec's sharded collection over any group of ranks, all four schemes in one collection, with five fixes.
 
     - `DataParallelTables` instead of DDP for data-parallel tables, and their first weights come from the group's first
@@ -88,18 +77,13 @@ class GroupShardedEBC(OpenShardedEBC):
         self._configs = module.embedding_bag_configs()
         self._schemes = {table.name: sharding[table.name].sharding_type for table in self._configs}
         self._target_device: torch.device | None = options["device"]
-        self.moment_scales = {name: scale for name, scale in moment_scales.items() if scale != 1.0}
-        weights = [(module.embedding_bags[name].weight, scale) for name, scale in self.moment_scales.items()]
-        fused_params = options["fused_params"]
-        scaled = [(weight, moment_scaled(fused_settings(weight, fused_params), scale)) for weight, scale in weights]
-        # TorchRec's constructor takes fused_params for all tables, but reads each parameter's own first.
-        with settings_on_parameters(scaled):
+        with self.scale_moments(table_weights(module), moment_scales, options["fused_params"]):
             super().__init__(module, sharding, group_env(group), **options)
         # TorchRec's optimizer leaves out data-parallel tables, which it expects a dense optimizer to update.
         data_parallel = [lookup.optimizer for lookup in self.lookups if isinstance(lookup, DataParallelTables)]
         fused = [optimizer for _, optimizer in super().fused_optimizer.optimizers]
         for optimizer in fused:
-            self._show_users_rate(optimizer)
+            self.show_users_rate(optimizer)
         self._optimizer = CombinedOptimizer([("", optimizer) for optimizer in (*fused, *data_parallel)])
         for i, (scheme, _) in enumerate(self.tables_by_lookup):
             if scheme == "row_wise":
@@ -128,23 +112,6 @@ class GroupShardedEBC(OpenShardedEBC):
                 settings = {table.name: dict(table.fused_params or {}) for table in tables}
                 mean = functools.partial(_start_group_mean, group=self._data_parallel_group)
                 self.lookups[i] = DataParallelTables(self.lookups[i], weights, settings, mean)
-
-    def settings_now(self) -> dict[str, UpdateSettings]:
-        """Returns the settings of the next update of each table that this rank updates."""
-        settings: dict[str, UpdateSettings] = {}
-        for lookup in self.lookups:
-            if isinstance(lookup, DataParallelTables):
-                settings |= lookup.optimizer.settings_now()
-            else:
-                kernels = fused_kernels(lookup).items()
-                settings |= {name: UpdateSettings(k.get_learning_rate(), int(k.iter_cpu)) for name, k in kernels}
-        return settings
-
-    def flush(self) -> None:
-        """Brings weights up to date where rows are cached on an accelerator, and empties the cache."""
-        for lookup in self.lookups:
-            lookup.flush()
-            lookup.purge()
 
     def reset_parameters(self) -> None:
         """Draws the weights of this rank's shards from each table's ``init_fn``."""
@@ -194,16 +161,6 @@ class GroupShardedEBC(OpenShardedEBC):
         columns = [ones if key is None else lengths[position[key]].clamp(min=1) for key in self._divided_by]
         widths = torch.tensor(self._widths, device=lengths.device)
         return torch.stack(columns, dim=1).repeat_interleave(widths, dim=1).to(torch.float32)
-
-    def _show_users_rate(self, optimizer: Any) -> None:
-        """Has ``param_groups`` hold the user's learning rate, which schedules write there; the kernel scales it."""
-        scales = {self.moment_scales.get(key.split(".")[-2], 1.0) for key in optimizer.params}
-        assert len(scales) <= 1, f"a kernel has tables of moment scales {scales}"
-        # Algorithm 1 divides the moment by c below the root: a step of sqrt(c) times the rate, see `moment_scaled`.
-        factor = math.sqrt(scales.pop()) if scales else 1.0
-        # FBGEMM groups tables by their settings, so all tables of a kernel have one scale.
-        if factor != 1.0:
-            scale_learning_rate(optimizer, factor)
 
 
 class DataParallelTables(nn.Module):
@@ -331,7 +288,7 @@ class PeerIdRoute:
     def __init__(
         self,
         group: ProcessGroup,
-        collections: Sequence[GroupShardedEBC],
+        collections: Sequence[Any],
         note_rows: Callable[[Any, KeyedJaggedTensor], KeyedJaggedTensor],
         wanted: Sequence[Sequence[str]],
     ) -> None:
@@ -371,22 +328,25 @@ class PeerIdRoute:
     def look_up(self, ctx: Any) -> list[Any]:
         """Starts lookups and the exchange of partial embeddings inside the tower (SPTT steps b, d, e).
 
-        Returns for each collection a lazy ``KeyedTensor`` [sum of the peers' B, columns], peers in tower order.
+        Returns for each collection a lazy ``KeyedTensor`` [sum of the peers' B, columns], or a dict of sequences for as
+        many samples, peers in tower order.
         """
         collections = zip(self._collections, ctx.in_tower, strict=True)
         return [collection.compute_and_output_dist(*of_collection) for collection, of_collection in collections]
 
 
-def in_order(arrived: KeyedTensor, keys: Sequence[str]) -> KeyedTensor:
-    """Brings the columns of embeddings [B, columns] into the order of these keys; other keys are left as they are.
+def in_order(arrived: Embeddings, keys: Sequence[str]) -> Embeddings:
+    """Brings embeddings into the order of these keys, the columns of bags [B, columns] too; others are left as is.
 
     Example:
         >>> arrived = KeyedTensor(["b", "a"], [1, 2], torch.tensor([[3.0, 1.0, 2.0]]))
         >>> in_order(arrived, ["a", "b"]).values().tolist()
         [[1.0, 2.0, 3.0]]
     """
-    if arrived.keys() == list(keys) or sorted(arrived.keys()) != sorted(keys):
+    if list(arrived.keys()) == list(keys) or sorted(arrived.keys()) != sorted(keys):
         return arrived
+    if not isinstance(arrived, KeyedTensor):
+        return {key: arrived[key] for key in keys}
     by_key = arrived.to_dict()
     return KeyedTensor(list(keys), [by_key[key].shape[1] for key in keys], torch.cat([by_key[k] for k in keys], dim=1))
 
@@ -394,9 +354,3 @@ def in_order(arrived: KeyedTensor, keys: Sequence[str]) -> KeyedTensor:
 def output_keys(tables: Sequence[Any]) -> list[str]:
     """Keys of the result of an unsharded collection: features, as ``feature@table`` where two tables look one up."""
     return [key for of_table in get_embedding_names_by_table(list(tables)) for key in of_table]
-
-
-def split_rows(embeddings: KeyedTensor, rows: Sequence[int]) -> list[KeyedTensor]:
-    """Splits embeddings [sum(rows), columns] into blocks of these numbers of rows."""
-    keys, widths = embeddings.keys(), embeddings.length_per_key()
-    return [KeyedTensor(keys, widths, block) for block in embeddings.values().split(list(rows))]

@@ -14,19 +14,20 @@ from torch.nn.modules.dropout import _DropoutNd
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grads_with_norm_, get_total_norm
 from torchrec.distributed.types import ParameterSharding
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 from torchrec.optim.optimizers import in_backward_optimizer_filter
-from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from dmt.collectives import broadcast_tensor, sum_over_ranks
 from dmt.errors import InputError
 from dmt.plan.tables import feature_names
 from dmt.sptt.dataflow import SPTTModule
+from dmt.sptt.group_sharded import Embeddings, split_rows, table_configs, table_weights
 from dmt.sptt.mesh import TowerMesh
+from dmt.sptt.options import refuse
 from dmt.sptt.peer_exchange import Piece, Rows, TowerOutput
 from dmt.sptt.sharder import SharderSettings, TowerSharder
-from dmt.sptt.tower_lookup import in_order, output_keys, split_rows
+from dmt.sptt.tower_lookup import in_order, output_keys
 
 __all__ = ["ShardedTowerCollection", "TowerCollectionSharder", "clip_grad_norm"]
 
@@ -53,7 +54,7 @@ class ShardedTowerCollection(SPTTModule):
                 [_features(tower) for tower, at in zip(module.towers, placement, strict=True) if at == mesh_tower]
                 for mesh_tower in range(sharder.mesh.topology.num_towers)
             ],
-            is_weighted=module.towers[0].embedding.is_weighted(),
+            is_weighted=_is_weighted(module.towers[0]),
             device=device,
         )
         mine = [i for i, mesh_tower in enumerate(placement) if mesh_tower == self.mesh.tower]
@@ -69,15 +70,16 @@ class ShardedTowerCollection(SPTTModule):
         self.build_route()
         self._data_parallel = _data_parallel(self.interactions, self.mesh)
 
-    def tower_output(self, embeddings_PN: Sequence[KeyedTensor], rows: Rows) -> TowerOutput:
+    def tower_output(self, embeddings_PN: Sequence[Embeddings], rows: Rows) -> TowerOutput:
         """Computes the outputs of this rank's towers side by side, in logical order: [P, O]."""
         num_samples = rows.by_group if len(rows.by_group) > 1 else rows.by_group * len(self.embeddings)
         # Bags that only fill up reach no module: a batch norm would count them, and a norm of 0 has no gradient. In the
         # order of the tables, so that a tower module may also read embeddings by position.
-        given = [
-            in_order(split_rows(e, [number, rows.num_rows - number])[0], self._keys[i])
-            for i, e, number in zip(self.embeddings, embeddings_PN, num_samples, strict=True)
-        ]
+        given = []
+        for i, of_tower, number in zip(self.embeddings, embeddings_PN, num_samples, strict=True):
+            is_full = number == rows.num_rows
+            real = of_tower if is_full else split_rows(of_tower, [number, rows.num_rows - number])[0]
+            given.append(in_order(real, self._keys[i]))
         outputs: list[Tensor] = self._data_parallel(given)
         for name, output, number in zip(self.embeddings, outputs, num_samples, strict=True):
             shape = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
@@ -157,24 +159,29 @@ class TowerCollectionSharder(TowerSharder[EmbeddingTowerCollection]):
         return placement
 
     def tables_by_tower(self, module: EmbeddingTowerCollection) -> list[list[Any]]:
-        """Returns the table configs of each mesh tower; raises `InputError` for one that is no bag collection."""
+        """Returns the table configs of each mesh tower.
+
+        Raises:
+            InputError: a tower holds neither bags nor sequences, or sequences that an option does not carry.
+        """
         tables: list[list[Any]] = [[] for _ in range(self.mesh.topology.num_towers)]
         for i, (tower, mesh_tower) in enumerate(zip(module.towers, self.mesh_towers(module), strict=True)):
-            if not isinstance(tower, EmbeddingTower) or not isinstance(tower.embedding, EmbeddingBagCollection):
+            collection = getattr(tower, "embedding", tower)
+            if not isinstance(tower, EmbeddingTower) or not isinstance(
+                collection, EmbeddingBagCollection | EmbeddingCollection
+            ):
                 raise InputError(
-                    f"Tower {i} holds a {type(getattr(tower, 'embedding', tower)).__name__}; towers of pooled "
-                    "EmbeddingBagCollection are supported."
+                    f"Tower {i} holds a {type(collection).__name__}; a tower takes one EmbeddingBagCollection or one "
+                    "EmbeddingCollection. For bags beside sequences make two towers with one mesh tower in placement=, "
+                    "or look up everything in one EmbeddingCollection and sum in the tower module."
                 )
+            refuse(sequences=isinstance(collection, EmbeddingCollection), id_route=self.id_route)
             tables[mesh_tower].extend(_tables(tower))
         return tables
 
     def shardable_parameters(self, module: EmbeddingTowerCollection) -> dict[str, nn.Parameter]:
         """Returns the table weights of all towers, by table name."""
-        return {
-            name.split(".")[-2]: parameter
-            for tower in module.towers
-            for name, parameter in tower.embedding.embedding_bags.named_parameters()
-        }
+        return {name: weight for tower in module.towers for name, weight in table_weights(tower.embedding).items()}
 
 
 class _TowerModules(nn.Module):
@@ -191,9 +198,10 @@ class _TowerModules(nn.Module):
 def _check_towers(module: EmbeddingTowerCollection, placement: Sequence[int], *, is_unique: bool) -> None:
     holder: dict[int, int] = {}
     for i, tower in enumerate(module.towers):
-        if tower.embedding.is_weighted() != module.towers[0].embedding.is_weighted():
+        if _is_weighted(tower) != _is_weighted(module.towers[0]):
             raise InputError(
-                f"Tower {i} and tower 0 differ in is_weighted; make all towers of a collection weighted or none."
+                f"Tower {i} and tower 0 differ in is_weighted; make all towers of a collection weighted or none; "
+                "an EmbeddingCollection has no weights."
             )
         for part in tower.interaction.modules() if is_unique else ():
             if isinstance(part, _BatchNorm) or (isinstance(part, _DropoutNd) and part.p > 0):
@@ -251,7 +259,11 @@ def _features(tower: EmbeddingTower) -> list[str]:
 
 
 def _tables(tower: EmbeddingTower) -> list[Any]:
-    return list(tower.embedding.embedding_bag_configs())
+    return table_configs(tower.embedding)
+
+
+def _is_weighted(tower: EmbeddingTower) -> bool:
+    return isinstance(tower.embedding, EmbeddingBagCollection) and tower.embedding.is_weighted()
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:

@@ -25,7 +25,8 @@ _NUM_STATES = {"rowwise_adagrad": 1, "adagrad": 1, "adam": 2, "sgd": 0}
 
 def is_table(name: str) -> bool:
     """Returns whether a parameter of this name is an embedding table."""
-    return re.search(r"(^|\.)embedding_bags\.", name) is not None
+    # Sequences only in a tower: outside it a dense module may be called so.
+    return re.search(r"(^|\.)embedding_bags\.|\.embedding\.embeddings\.", name) is not None
 
 
 def table_name(name: str) -> str:

@@ -51,6 +51,18 @@ def outside(towers: int, ranks: int, **more: Any) -> Case:
     return of(towers, ranks, **{**defaults, **more})
 
 
+def sequences(towers: int, ranks: int, **more: Any) -> Case:
+    """All towers but the first look up sequences of up to five items; one table has two features."""
+    plan = {1: ((3, 1, 0, 2),), 2: ((0, 2), (3, 1)), 3: ((0,), (3, 2), (1,))}[towers]
+    defaults = {
+        "plan": plan,
+        "sequences": tuple(range(towers > 1, towers)),
+        "features": (("f0",), ("f1", "target")),
+        "max_bag": 5,
+    }
+    return of(towers, ranks, **{**defaults, **more})
+
+
 def hot(towers: int, ranks: int, **more: Any) -> Case:
     return of(towers, ranks, kind="flat", hot=True, **more)
 
@@ -147,6 +159,41 @@ CASES: dict[str, dict[str, Case]] = {
         "modules, replicas": outside(2, 1, kind="modules", replicas=2, interval=2, steps=5, micro_batches=2),
         "passing through": outside(2, 2, kind="pass", id_route="global", scheme="table_wise"),
     },
+    "sequences": {
+        "table-wise": sequences(2, 1),
+        "row-wise": sequences(2, 2, scheme="row_wise"),
+        "uneven": sequences(2, 2, sizes=UNEVEN[4]),
+        "row-wise, uneven": sequences(2, 2, scheme="row_wise", sizes=(4, 1, 6, 3)),
+        "three towers": sequences(3, 1, sizes=(1, 5, 3)),
+        "three towers, row-wise": sequences(3, 2, scheme="row_wise", sizes=UNEVEN[6]),
+        "one tower": sequences(1, 2, sizes=(9, 5)),
+        "one rank": sequences(1, 1),
+        "one tower of three": sequences(1, 3, scheme="row_wise", sizes=(9, 4, 7), optimizer="adagrad"),
+        # The attention to one item has no gradient but rounding, of which Adam would make a step.
+        "single items": sequences(2, 2, max_bag=1, scheme="row_wise", optimizer="sgd"),
+        "all towers": sequences(2, 2, sequences=(0, 1), sizes=(1, 1, 1, 1)),
+        "an idle rank": sequences(2, 2, plan=((0, 2, 3), (1,))),
+        "host memory": sequences(1, 3, scheme="row_wise", kernel="fused_uvm"),
+        "int32": sequences(2, 2, id_dtype=torch.int32, scheme="row_wise"),
+        "sgd, clipped": sequences(2, 1, optimizer="sgd", clip=0.05, warmup=True, steps=4),
+        "FP16": sequences(2, 2, fp16=(0, 1, 2, 3), scheme="row_wise"),
+        "BF16 between towers": sequences(2, 2, precision="bf16", optimizer="sgd"),
+        "frozen": sequences(2, 2, kind="frozen"),
+        "a feature of two tables": sequences(2, 1, features=(("f0",), ("f1",), ("f2",), ("f1",))),
+        "two on a host": sequences(
+            2, 2, plan=((0,), (3, 2), (1,)), sequences=(1, 2), placement=(1, 0, 1), sizes=UNEVEN[4]
+        ),
+        "replicas": sequences(2, 2, replicas=2, sizes=(1, 2, 3, 4) * 2),
+        "replicas, row-wise": sequences(2, 2, replicas=2, scheme="row_wise", interval=2, steps=5),
+        "replicas inside hosts": sequences(2, 1, replicas=2, replica_placement="intra_host", delayed=True, steps=5),
+        "unique": sequences(2, 2, unique=True, max_bag=2, scheme="row_wise", sizes=UNEVEN[4]),
+        "unique, two on a host": sequences(
+            2, 2, plan=((0,), (3, 2), (1,)), sequences=(1, 2), placement=(1, 0, 1), unique=True, max_bag=2
+        ),
+        "in parts": sequences(2, 2, micro_batches=3, sizes=(1, 2, 3, 7)),
+        "unique in parts": sequences(2, 2, micro_batches=3, unique=True, max_bag=2, scheme="row_wise"),
+        "gradients host by host": sequences(2, 2, dense=SMALL_BUCKETS),
+    },
     "hot rows": {
         "uneven": hot(2, 2, sizes=UNEVEN[4]),
         "row-wise, weighted": hot(2, 3, scheme="row_wise", max_bag=3, weighted=True, sizes=UNEVEN[6]),
@@ -232,6 +279,9 @@ TWINS: dict[str, tuple[Case, ...]] = {
     "pipeline, outside towers": tuple(outside(2, 2, max_bag=2, pipeline=p) for p in ("", "on", "detached")),
     "pipeline, outside towers of modules": tuple(
         outside(2, 1, kind="modules", max_bag=2, micro_batches=2, pipeline=p) for p in ("", "on")
+    ),
+    "pipeline, sequences": tuple(
+        sequences(2, 2, scheme="row_wise", sizes=(4, 6, 5, 3), steps=5, pipeline=p) for p in ("", "on", "detached")
     ),
     "pipeline, hot rows that change": tuple(hot(2, 2, max_bag=2, pipeline=p) for p in ("", "on")),
     "id routes": tuple(of(2, 2, **COLUMNS, id_route=r, pipeline=p) for r in ("peer", "global") for p in ("", "on")),

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
-from torchrec.modules.embedding_configs import DataType, EmbeddingConfig
+from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.embedding_tower import EmbeddingTower
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
@@ -47,7 +47,7 @@ from dmt.sharding.schemes import TablePlacement
 from dmt.sptt.options import REFUSALS, refuse
 from dmt.sptt.towers import clip_grad_norm
 from tests.dmt.test_dataflow import flat_torchrec
-from tests.parity import FUSED, OPTIMIZERS, FlatModel, PassThrough, TowerModel, make_tables
+from tests.parity import FUSED, OPTIMIZERS, FlatModel, PassThrough, TowerModel, make_tables, sequence_config
 from tests.ranks import on_ranks, run_ranks
 from tests.sptt_case import CPU, Case, build, distribute, shard, towers_of
 
@@ -135,11 +135,19 @@ def listed(job: Job) -> Any:
     return model(ids_of(torch.int64, "f0", "f1"))
 
 
-def sequences(job: Job) -> Any:
-    config = EmbeddingConfig(name="t0", num_embeddings=9, embedding_dim=8, feature_names=["f0"])
-    towers = towers_of([PassThrough(["f1"])], make_tables([8, 8])[1:]).sparse_arch.towers
-    first = EmbeddingTower(EmbeddingCollection(tables=[config]), PassThrough(["f0"]))
-    return distribute(TowerModel([first, *towers], 16), TowerCollectionSharder(job.two))
+def sequences(job: Job, *, pinned: Any = None, is_weighted: bool = False, id_route: Any = "peer") -> Any:
+    first, second = make_tables([8, 8])
+    towers = [
+        EmbeddingTower(EmbeddingCollection(tables=[sequence_config(first)]), PassThrough(["f0"])),
+        EmbeddingTower(EmbeddingBagCollection(tables=[second], is_weighted=is_weighted), PassThrough(["f1"])),
+    ]
+    sharder = TowerCollectionSharder(job.two, id_route=id_route)
+    return distribute(TowerModel(towers, 16), sharder, pinned=pinned)
+
+
+def no_collection(job: Job) -> Any:
+    towers = [EmbeddingTower(nn.Embedding(9, 8), nn.Identity()), *towers_of([PassThrough(["f0"])]).sparse_arch.towers]
+    return distribute(TowerModel(towers, 16), TowerCollectionSharder(job.two))
 
 
 def assigned(job: Job) -> Any:
@@ -294,7 +302,17 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
         job.two)), r"Towers 0 and 1 share the parameter 'interaction\.own\.weight'"),
     "other width": (widened, r"returned columns \[6\] of torch.float32, but \[4\]"),
     "a list": (listed, r"tower . returned list for 4 samples; it must return a tensor"),
-    "sequences": (sequences, "Tower 0 holds a EmbeddingCollection; towers of pooled"),
+    "no collection of tables": (no_collection, r"Tower 0 holds a Embedding; a tower takes one .* make two towers"),
+    "sequences, global ids": (
+        lambda job: sequences(job, id_route="global"), "sequences in towers need id_route='peer'; the global"
+    ),
+    **{f"sequences, {scheme}": (
+           lambda job, s=scheme: sequences(job, pinned={"t0": s}),
+           f"Table 't0' in tower 0 cannot be {scheme}, as its rule asks: its ids are looked up one by one",
+       ) for scheme in ("column_wise", "data_parallel")},
+    "sequences beside weighted bags": (
+        lambda job: sequences(job, is_weighted=True), r"Tower 1 and tower 0 differ in is_weighted; .* no weights"
+    ),
     "two collections": (two_collections, "; of several EmbeddingBagCollections, which .* make one with"),
     **{f"{name} is {value}": (attempt, rf"^{name} is .*{value}.*, but must be an instance of {kind}\. [CG]")
        for name, value, kind, attempt in (
@@ -471,7 +489,14 @@ def test_groups_of_one_rank_are_made_once_and_all_have_the_timeout_of_the_job(
 
 
 def test_pairs_of_options_are_refused_and_each_alone_goes() -> None:
-    on = {"id_route": "global", "unique": True, "hot_rows": True, "num_replicas": 2, "has_towers": True}
+    on = {
+        "id_route": "global",
+        "unique": True,
+        "hot_rows": True,
+        "num_replicas": 2,
+        "has_towers": True,
+        "sequences": True,
+    }
     for pair in itertools.combinations(on, 2):
         given = {name: on[name] for name in pair}
         if pair in REFUSALS or pair[::-1] in REFUSALS:

@@ -52,6 +52,7 @@ from dmt.sharding.schemes import column_widths
 __all__ = ["RecordedFile", "Shards", "State", "TensorReader", "collect_state", "split_name", "write_tensors"]
 
 _COLUMNS = re.compile(r"(optimizer\..+)\.columns_(\d+)_(\d+)")
+_TABLE_STATE = re.compile(r"\.(?:embedding_bags|embeddings)\.([^.]+)\.weight\.\1\.")
 _INDEX = ".metadata"
 _OTHER = "Use the config of the run that wrote it, or another checkpoint."
 _REMEDY = "Do not use it, unless you know better where it comes from."
@@ -145,7 +146,8 @@ def _shards_of(name: str, value: Any, table: str = "") -> Shards:
 
 def _optimizer_state(name: str, value: Any, weight: Tensor) -> State:
     # FBGEMM's and our own states are named after the table, those of PyTorch's optimizers are not.
-    table = name.rpartition(".")[0].rpartition(".weight.")[2] if ".embedding_bags." in name else ""
+    match = _TABLE_STATE.search(name)
+    table = "" if match is None else match[1]
     is_count = isinstance(value, ShardedTensor) and name.endswith(".iter")  # FBGEMM's Adam: one for each shard
     if not table or not isinstance(value, Tensor) or not (is_count or len(_size(value)) == 1):
         return {name: _shards_of(name, value, table)}

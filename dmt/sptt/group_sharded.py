@@ -1,0 +1,183 @@
+"""TorchRec's sharded collections over the ranks of a tower: what bags and sequences share, and `GroupShardedEC`.
+
+`GroupShardedEC` looks sequences up: one embedding for each id, where bags have one for each sample. Its bags are
+`dmt.sptt.tower_lookup.GroupShardedEBC`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torchrec.distributed.types import ParameterSharding
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
+
+from dmt._torchrec import (
+    OpenShardedEC,
+    fused_kernels,
+    fused_settings,
+    group_env,
+    scale_learning_rate,
+    settings_on_parameters,
+)
+from dmt.sharding.data_parallel import DataParallelOptimizer, UpdateSettings
+from dmt.sharding.optimizers import moment_scaled
+
+__all__ = [
+    "Embeddings",
+    "GroupSharded",
+    "GroupShardedEC",
+    "embedding_values",
+    "join_rows",
+    "split_rows",
+    "table_configs",
+    "table_weights",
+]
+
+Embeddings: TypeAlias = KeyedTensor | dict[str, JaggedTensor]
+"""What a collection returns for P samples: bags [P, columns], or by feature a sequence of embeddings per sample."""
+
+
+class GroupSharded:
+    """A sharded collection over any group of ranks."""
+
+    moment_scales: dict[str, float]
+    """Factor c of AdaGrad's moments (`dmt.sharding.optimizers`) by table; 1 for those left out."""
+
+    @property
+    def lookups(self) -> list[Any]:
+        """TorchRec's lookups of this rank."""
+        raise NotImplementedError
+
+    @property
+    def fused_optimizer(self) -> Any:
+        """The tables' optimizers, which update in the backward pass."""
+        raise NotImplementedError
+
+    def settings_now(self) -> dict[str, UpdateSettings]:
+        """Returns the settings of the next update of each table that this rank updates."""
+        settings: dict[str, UpdateSettings] = {}
+        for lookup in self.lookups:
+            optimizer = getattr(lookup, "optimizer", None)
+            if isinstance(optimizer, DataParallelOptimizer):
+                settings |= optimizer.settings_now()
+            else:
+                kernels = fused_kernels(lookup).items()
+                settings |= {name: UpdateSettings(k.get_learning_rate(), int(k.iter_cpu)) for name, k in kernels}
+        return settings
+
+    def flush(self) -> None:
+        """Brings weights up to date where rows are cached on an accelerator, and empties the cache."""
+        for lookup in self.lookups:
+            lookup.flush()
+            lookup.purge()
+
+    def scale_moments(
+        self, weights: Mapping[str, Tensor], scales: Mapping[str, float], fused_params: Mapping[str, Any] | None
+    ) -> AbstractContextManager[None]:
+        """Notes the scales of tables; while it lasts, TorchRec's constructor finds the settings that they need."""
+        self.moment_scales = {name: scale for name, scale in scales.items() if scale != 1.0}
+        # TorchRec's constructor takes fused_params for all tables, but reads each parameter's own first.
+        return settings_on_parameters(
+            [
+                (weights[name], moment_scaled(fused_settings(weights[name], fused_params), scale))
+                for name, scale in self.moment_scales.items()
+            ]
+        )
+
+    def show_users_rate(self, optimizer: Any) -> None:
+        """Has ``param_groups`` hold the user's learning rate, which schedules write there; the kernel scales it."""
+        scales = {self.moment_scales.get(key.split(".")[-2], 1.0) for key in optimizer.params}
+        assert len(scales) <= 1, f"a kernel has tables of moment scales {scales}"
+        # Algorithm 1 divides the moment by c below the root: a step of sqrt(c) times the rate, see `moment_scaled`.
+        factor = math.sqrt(scales.pop()) if scales else 1.0
+        # FBGEMM groups tables by their settings, so all tables of a kernel have one scale.
+        if factor != 1.0:
+            scale_learning_rate(optimizer, factor)
+
+
+class GroupShardedEC(OpenShardedEC, GroupSharded):
+    """TorchRec's sharded collection of sequences over any group of ranks, table-wise and row-wise.
+
+    Embeddings return to the rank that asked, inside the tower: [sum of the lengths of its P samples, columns].
+
+    Args:
+        module: the collection.
+        sharding: of each table; ``ranks`` in the group, placements global.
+        group: the ranks over which tables are sharded.
+        moment_scales: factor c of AdaGrad's moments by table; 1 for those left out.
+        options: ``fused_params`` and ``device`` of TorchRec's class.
+    """
+
+    def __init__(
+        self,
+        module: EmbeddingCollection,
+        sharding: dict[str, ParameterSharding],
+        *,
+        group: ProcessGroup,
+        moment_scales: Mapping[str, float],
+        options: Mapping[str, Any],
+    ) -> None:
+        with self.scale_moments(table_weights(module), moment_scales, options["fused_params"]):
+            super().__init__(module, sharding, group_env(group), **options)
+        for _, optimizer in self.fused_optimizer.optimizers:
+            self.show_users_rate(optimizer)
+
+
+def table_configs(collection: EmbeddingBagCollection | EmbeddingCollection) -> list[Any]:
+    """Returns the table configs of a collection of bags or sequences."""
+    is_sequence = isinstance(collection, EmbeddingCollection)
+    return list(collection.embedding_configs() if is_sequence else collection.embedding_bag_configs())
+
+
+def table_weights(collection: EmbeddingBagCollection | EmbeddingCollection) -> dict[str, nn.Parameter]:
+    """Returns the weights of a collection of bags or sequences, by table name."""
+    tables = collection.embeddings if isinstance(collection, EmbeddingCollection) else collection.embedding_bags
+    return {name.split(".")[0]: weight for name, weight in tables.named_parameters()}
+
+
+def embedding_values(embeddings: Embeddings) -> list[Tensor]:
+    """Returns the tensors that hold the embeddings."""
+    if isinstance(embeddings, KeyedTensor):
+        return [embeddings.values()]
+    return [sequences.values() for sequences in embeddings.values()]
+
+
+def split_rows(embeddings: Embeddings, rows: Sequence[int]) -> list[Embeddings]:
+    """Splits the embeddings of sum(rows) samples into blocks of these numbers of samples."""
+    if isinstance(embeddings, KeyedTensor):
+        keys, widths = embeddings.keys(), embeddings.length_per_key()
+        return [KeyedTensor(keys, widths, block) for block in embeddings.values().split(list(rows))]
+    blocks = {key: _split_sequences(sequences, list(rows)) for key, sequences in embeddings.items()}
+    return [{key: of_key[i] for key, of_key in blocks.items()} for i in range(len(rows))]
+
+
+def join_rows(blocks: Sequence[Any]) -> Embeddings:
+    """Joins what `split_rows` splits."""
+    first = blocks[0]
+    if isinstance(first, KeyedTensor):
+        return KeyedTensor(first.keys(), first.length_per_key(), torch.cat([block.values() for block in blocks]))
+    return {key: _join_sequences([block[key] for block in blocks]) for key in first}
+
+
+def _split_sequences(sequences: JaggedTensor, rows: list[int]) -> list[JaggedTensor]:
+    lengths = sequences.lengths().split(rows)
+    # One wait for all blocks.
+    numbers = torch.stack([of_block.sum() for of_block in lengths]).tolist()
+    values = sequences.values().split(numbers)
+    weights = sequences.weights_or_none()
+    of_blocks = [None] * len(rows) if weights is None else weights.split(numbers)
+    return [JaggedTensor(v, lengths=n, weights=w) for v, n, w in zip(values, lengths, of_blocks, strict=True)]
+
+
+def _join_sequences(blocks: Sequence[JaggedTensor]) -> JaggedTensor:
+    parts = [(block.values(), block.lengths(), block.weights_or_none()) for block in blocks]
+    values, lengths, weights = zip(*parts, strict=True)
+    joined = None if weights[0] is None else torch.cat(weights)
+    return JaggedTensor(torch.cat(values), lengths=torch.cat(lengths), weights=joined)
