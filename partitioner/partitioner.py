@@ -17,6 +17,7 @@ from pydantic import Field, InstanceOf, TypeAdapter, ValidationError
 
 from dmt.errors import InputError
 from dmt.files import explain
+from dmt.formatting import shorten
 from dmt.partitioner.affinity import FeatureAffinity
 from dmt.partitioner.partition import Partition, TowerContents, compare_towers
 from dmt.partitioner.points import distances, embed_distances, group_points
@@ -118,6 +119,8 @@ class TowerPartitioner:
         outside = tuple(rules.outside)
         measure, rules = measure.without(outside), rules.model_copy(update={"outside": ()})
         parts, notes = prepare(measure, num_towers=self.num_towers, balance_ratio=self.balance_ratio, rules=rules)
+        if outside:
+            notes = [*notes, f"Outside towers, with their tables on every rank: {shorten(outside, ', ')}."]
         # With more threads sums may have another order, and a tie fall the other way.
         with threadpool_limits(1):
             answers = [self._solve(part, measure, strategy) for part in parts]

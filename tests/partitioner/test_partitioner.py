@@ -85,7 +85,9 @@ def test_features_outside_are_left_out_and_the_plan_names_them():
     alone = TowerPartitioner(num_towers=6).fit(given.without(outside))
     assert plan.to_lists() == alone.to_lists()
     assert sorted(plan.features) == sorted(others)
-    assert plan.affinity == alone.affinity
+    assert plan.affinity == alone.affinity | {
+        "notes": [f"Outside towers, with their tables on every rank: {', '.join(outside)}."]
+    }
     assert plan.affinity["within"] > plan.affinity["within_strided"] + 0.3
     shared = TableSpec(name="t", num_embeddings=4, embedding_dim=8, feature_names=("a", "b"))
     pair = FeatureAffinity(matrix=np.eye(2), features=["a", "b"], tables=[shared])

@@ -113,14 +113,14 @@ def test_the_planner_moves_what_saves_bytes_and_says_how_many() -> None:
 
 
 def test_a_plan_with_features_outside_is_left_as_it_is(tmp_path: Path) -> None:
-    TowerPlan.from_lists([["C1", "C2"], ["C3", "C4", "C5"]], outside=("C6",), tables=tuple(TABLES[:5])).save(
+    TowerPlan.from_lists([["C1", "C2"], ["C3", "C4", "C5"]], outside=("C6",), tables=tuple(TABLES)).save(
         tmp_path / "towers.json"
     )
     towers = {"plan": str(tmp_path / "towers.json")}
     assert plan_of(job_of(towers=towers)).outside == ("C6",)
     moved = plan_of(job_of(outside=["C6", "C2"], towers=towers))
     assert (moved.to_lists(), moved.outside) == ([["C1"], ["C3", "C4", "C5"]], ("C6", "C2"))
-    assert [table.name for table in moved.tables] == ["t_C1", "t_C3", "t_C4", "t_C5"]
+    assert [table.name for table in moved.tables] == ["t_C1", "t_C3", "t_C4", "t_C5", "t_C6"]
 
 
 SHARED = [replace(TABLES[0], feature_names=("C1", "C7")), *TABLES[1:]]
