@@ -67,7 +67,7 @@ lambda rows: rows[: sizes[self._rank]] => lambda rows: rows[: sizes[0]]
 part_sizes(len(found), len(arriving)) => part_sizes(len(found), len(arriving))[::-1]
 part, sharding, device, mesh=alone) => part, sharding, device, mesh=self.mesh)
 ## dmt/sharding/outside.py :: tests/training/test_outside.py -k "hand or most"
-if fits and left[tower_of[name]] > 1 => if fits
+if fits and left[tower_of[table.name]] > 1 and => if fits and
 rows = min(rows, table.num_embeddings) => rows = table.num_embeddings
 ## dmt/sptt/peer_exchange.py :: tests/dmt/test_dataflow.py -k ids_arrive_in_peer_order
 stagger=self._stagger => stagger=1

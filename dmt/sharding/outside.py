@@ -126,16 +126,14 @@ def choose_outside(
     alone = CostModel(topology=costs.topology.outside_towers, workload=costs.workload)
     tower_of = {table.name: number for number, tables in enumerate(tables_by_tower) for table in tables}
     left = Counter(tower_of.values())
-    tables = {table.name: table for of_tower in tables_by_tower for table in of_tower}
-    saved = {name: costs.of(table).saved for name, table in tables.items() if candidates is None or name in candidates}
+    free = [t for tables in tables_by_tower for t in tables if candidates is None or t.name in candidates]
     chosen: list[str] = []
     memory = 0
-    for name in sorted((name for name in saved if saved[name] > 0), key=lambda name: (-saved[name], name)):
-        table = tables[name]
+    for table in sorted(free, key=lambda table: (-costs.of(table).saved, table.name)):
         needed = alone.shard(table, "data_parallel", table.num_embeddings, table.embedding_dim).memory
         fits = room is None or memory + needed <= _MEMORY_SHARE * room
-        if fits and left[tower_of[name]] > 1:
+        if fits and left[tower_of[table.name]] > 1 and costs.of(table).saved > 0:
             memory += needed
-            left[tower_of[name]] -= 1
-            chosen.append(name)
+            left[tower_of[table.name]] -= 1
+            chosen.append(table.name)
     return chosen
