@@ -109,6 +109,8 @@ class TowerShardingPlan:
         """Tables, schemes, the fullest rank and the imbalance in three sentences."""
         topology, fullest = self.topology, max(self.ranks, key=lambda rank: rank.needed)
         schemes = ", ".join(f"{count:,} {scheme}" for scheme, count in self.tables_by_scheme.items())
+        if outside := sum(table.tower is None for table in self.tables):
+            schemes += f" ({outside:,} outside towers)"  # data_parallel comes last
         return (
             f"{counted(len(self.tables), 'table')} in {counted(topology.num_towers, 'tower')} of "
             f"{counted(topology.ranks_per_tower, 'rank')}: {schemes}. The fullest rank needs "

@@ -83,6 +83,7 @@ def test_tables_outside_towers_are_on_every_rank() -> None:
         **dict.fromkeys(("t_c", "t_d"), "data_parallel"),
     }
     assert [(entry.name, entry.tower) for entry in found.tables[2:]] == [("t_c", None), ("t_d", None)]
+    assert "2 table_wise, 2 data_parallel (2 outside towers). The fullest" in found.summary
     assert found.reasons["t_c"] == "on every rank: its feature is in no tower"
     # Weights and gradients of 1000 x 16 numbers and a state for each row, twice on every rank; one rank has a table.
     assert sorted(rank.memory for rank in found.ranks) == 2 * [2 * 132_000] + 2 * [2 * 132_000 + 68_000]
