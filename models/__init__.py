@@ -19,6 +19,7 @@ from dmt.models.dlrm import DLRM, DMTDLRM, DMTDLRMProducts
 from dmt.models.sparse import flat_sparse_arch, tower_sparse_arch
 from dmt.models.tower_modules import (
     DCNTowerModule,
+    DINTowerModule,
     DLRMProductsTowerModule,
     DLRMTowerModule,
     PassThroughTowerModule,
@@ -28,6 +29,7 @@ __all__ = [
     "Complexity",
     "DCN",
     "DCNTowerModule",
+    "DINTowerModule",
     "DLRM",
     "DLRMProductsTowerModule",
     "DLRMTowerModule",

@@ -206,7 +206,7 @@ def test_file_sizes() -> None:
 
 # Lines and files of each part at most, and where they are to get. Raise a number only with the reason in the commit.
 CEILINGS = {
-    "the library": (24_345, 133),  # 20_500, 136
+    "the library": (24_435, 133),  # 20_500, 136
     "dmt/*.py": (981, 7),  # 800, 8
     "dmt/plan": (680, 5),  # 600, 5
     "dmt/sharding": (1_890, 10),  # 1_750, 10
@@ -218,9 +218,9 @@ CEILINGS = {
     "dmt/testing": (590, 4),  # 600, 4
     "dmt/training": (10_745, 54),  # 7_800, 50
     "partitioner": (2_835, 12),  # 2_800, 14
-    "models": (1_075, 7),  # 1_000, 7
+    "models": (1_165, 7),  # 1_000, 7
     "benchmarks": (5_600, 34),  # 5_600, 36
-    "tests": (21_300, 118),  # 20_000, 115
+    "tests": (21_450, 118),  # 20_000, 115
 }
 
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
 from dmt.errors import InputError, did_you_mean
-from dmt.plan.tables import number_bytes
+from dmt.plan.tables import is_sequence, number_bytes
 from dmt.plan.topology import TowerTopology
 from dmt.sharding.schemes import Kernel, Scheme, TablePlacement, table_shards
 
@@ -49,7 +49,7 @@ class StepWorkload:
     batch_size: int = 1024
     """B, samples per rank and step."""
     pooling_factors: Mapping[str, float] = field(default_factory=dict)
-    """Mean number of ids per sample, by feature; 1.0 for the others."""
+    """Mean number of ids per sample, by feature, which is the mean length of sequences; 1.0 for the others."""
     optimizer: SparseOptimizer = "rowwise_adagrad"
     """Optimizer of the tables; determines the size of the optimizer state."""
     sync_every: int = 1
@@ -112,7 +112,7 @@ class ShardLoad(NamedTuple):
     elsewhere, their cache."""
     activations: int
     """Bytes on the device of the embeddings that a step looks up in it, and of their gradients, FP32 (2D sparse
-    parallelism, section 2.2): of all G samples, also from a part of the rows."""
+    parallelism, section 2.2): of all G samples, also from a part of the rows; of sequences of all ids."""
     averaged_bytes: float
     """Sent for a step's share of the average of weights and optimizer state over the replicas (2D sparse parallelism,
     section 5), 4 bytes a number, also of FP16 tables. Data-parallel tables are reduced in every step instead."""
@@ -138,8 +138,9 @@ class CostModel:
     """Seconds and bytes of shards on one mesh (Neo, section 4.1).
 
     Message volume is charged to the rank at the busy end of an exchange: the owner of a whole table or of a column
-    shard sends (L-1)/L G F N numbers and gets as many gradients, every rank of a row-wise table does. The average of
-    replicas is counted at the rate of the tower's links, a step's share of it in each step. Duplicate ids,
+    shard sends (L-1)/L G F N numbers and gets as many gradients, every rank of a row-wise table does. A table of
+    sequences sends a row for each id, (L-1)/L G P N numbers in all, of which row-wise each rank has a share. The
+    average of replicas is counted at the rate of the tower's links, a step's share of it in each step. Duplicate ids,
     uneven use of rows, and the slower lookups of tables that are not on the device are left out.
     """
 
@@ -163,9 +164,11 @@ class CostModel:
         remote = (ranks - 1) / ranks
         # Row-wise a rank looks up the ids of its rows, data-parallel those of its peers' samples.
         lookups = samples * pooling / (1 if scheme in ("table_wise", "column_wise") else ranks)
+        # Rows that are returned: a sum for each sample, also from a part of the rows; of a sequence every row read.
+        returned = lookups if is_sequence(table) else samples * features
         row_bytes = lookups * columns * number
         touched = _LOOKUP_PASSES * row_bytes
-        activations = 2 * samples * features * columns * _NUMBER_BYTES
+        activations = math.ceil(2 * returned * columns * _NUMBER_BYTES)
         state = _state_bytes(self.workload.optimizer, rows, columns)
         memory = rows * columns * number + state
         ids = outputs = reduced = averaged = 0.0
@@ -182,7 +185,7 @@ class CostModel:
             averaged = 2 * (copies - 1) / copies * (4 * rows * columns + state) / self.workload.sync_every
             # Lengths go to every row shard, ids to that of their row.
             ids = remote * _ID_BYTES * (lookups + samples * features)
-            outputs = remote * samples * features * columns * _NUMBER_BYTES
+            outputs = remote * returned * columns * _NUMBER_BYTES
         seconds = touched / (1e9 * self.hardware.memory_gb_per_s)
         seconds += (ids + 2 * outputs + reduced + averaged) / (1e9 * self.hardware.intra_tower_gb_per_s)
         elsewhere = 0

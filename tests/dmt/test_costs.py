@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 import pytest
+from torchrec import EmbeddingConfig
 
 from dmt import InputError, TableSpec, TowerTopology
 from dmt.plan.tables import table_specs
@@ -48,6 +49,16 @@ def test_row_shards_split_lookups_but_not_outputs() -> None:
     assert shard.output_bytes == whole.output_bytes
     assert shard.id_bytes == 0.75 * 128 * 8 * (4 / 4 + 2)
     assert shard.memory == whole.memory / 4
+
+
+def test_a_table_of_sequences_returns_a_row_for_each_id() -> None:
+    table = EmbeddingConfig(name="t", num_embeddings=1000, embedding_dim=8, feature_names=["a", "b"])
+    whole, shard = MODEL.shard(table, "table_wise", 1000, 8), MODEL.shard(table, "row_wise", 250, 8)
+    assert whole.output_bytes == 0.75 * 128 * 4 * 8 * 4
+    assert whole.activations == 2 * 128 * 4 * 8 * 4
+    assert (shard.output_bytes, shard.activations) == (whole.output_bytes / 4, whole.activations / 4)
+    bags = MODEL.shard(TABLE, "table_wise", 1000, 8)
+    assert (whole.row_bytes, whole.id_bytes, whole.memory) == (bags.row_bytes, bags.id_bytes, bags.memory)
 
 
 def test_a_data_parallel_table_is_reduced_over_all_copies() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from torch.nn import functional
+from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from dmt.errors import InputError
-from dmt.models import DCNTowerModule, DLRMProductsTowerModule, DLRMTowerModule, PassThroughTowerModule
+from dmt.models import DCNTowerModule, DINTowerModule, DLRMProductsTowerModule, DLRMTowerModule, PassThroughTowerModule
 from dmt.models.dense import mlp
 
 
@@ -131,3 +134,45 @@ def test_a_tower_of_one_feature_has_no_product(embeddings):
 def test_bad_sizes(build, message):
     with pytest.raises(InputError, match=message):
         build()
+
+
+def sequences(targets: list[int], histories: list[list[int]], table: torch.Tensor) -> dict[str, JaggedTensor]:
+    of_target = JaggedTensor(table[torch.tensor(targets)], lengths=torch.ones(len(targets), dtype=torch.int64))
+    ids = torch.tensor([item for history in histories for item in history], dtype=torch.int64)
+    lengths = torch.tensor([len(history) for history in histories])
+    return {"history": JaggedTensor(table[ids], lengths=lengths), "target": of_target}
+
+
+@pytest.mark.parametrize("histories", [[[1, 2, 2], [], [4]], [[], [], []], [[0, 1, 2, 3, 4] * 10, [3], [1, 0]]])
+def test_din_attends_to_each_samples_own_history(histories):
+    tower = DINTowerModule("target", "history", embedding_dim=4, tower_dim=3, hidden=5)
+    plain = copy.deepcopy(tower)
+    # Scores far apart, whose powers alone would overflow.
+    table, again = (torch.linspace(-30, 30, 20).view(5, 4).requires_grad_() for _ in range(2))
+    targets, rows = [3, 0, 1], []
+    for target, history in zip(targets, histories, strict=True):
+        t, pooled = again[target], torch.zeros(4)
+        scores = [plain.score(torch.cat([t, again[h], t - again[h], t * again[h]])) for h in history]
+        for h, weight in zip(history, torch.cat(scores).softmax(0) if scores else (), strict=True):
+            pooled = pooled + weight * again[h]
+        rows.append(plain.project(torch.cat([t, pooled])))
+    output = tower(sequences(targets, histories, table))
+    assert output.shape == (3, tower.out_features)
+    torch.testing.assert_close(output, torch.stack(rows))
+    output.square().sum().backward()
+    torch.stack(rows).square().sum().backward()
+    torch.testing.assert_close(table.grad, again.grad, rtol=1e-4, atol=1e-4)
+    for ours, theirs in zip(tower.parameters(), plain.parameters(), strict=True):
+        expected = torch.zeros_like(ours) if theirs.grad is None else theirs.grad
+        torch.testing.assert_close(ours.grad, expected, rtol=1e-4, atol=1e-3)
+
+
+def test_din_refuses_pooled_embeddings_and_targets_that_are_no_single_item():
+    tower, table = DINTowerModule("target", "history", embedding_dim=4, tower_dim=3), torch.ones(5, 4)
+    with pytest.raises(InputError, match=r"'target' comes as pooled embeddings \[3, 4\].* an EmbeddingCollection"):
+        tower({"target": torch.ones(3, 4), "history": torch.ones(3, 4)})
+    swapped = dict(zip(("target", "history"), sequences([1, 2, 3], [[1], [2, 3], []], table).values(), strict=True))
+    with pytest.raises(InputError, match=r"target 'target' has 2 ids in sample 1 of 3; it must have exactly one"):
+        tower(swapped)
+    with pytest.raises(InputError, match="hidden=0"):
+        DINTowerModule("target", "history", embedding_dim=4, tower_dim=3, hidden=0)
