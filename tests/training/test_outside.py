@@ -21,7 +21,7 @@ from dmt.plan.towers import TowerPlan
 from dmt.sharding.costs import Hardware, StepWorkload
 from dmt.sharding.outside import CrossingCosts, choose_outside
 from dmt.simulator.cluster import load_cluster
-from dmt.training.build import build_model
+from dmt.training.build import build_model, count_model
 from dmt.training.check import check_run
 from dmt.training.check.shrink import CheckLimits
 from dmt.training.commands import main
@@ -150,6 +150,15 @@ def test_a_plan_that_cuts_the_table_is_named(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="feature 'C1': its table is cut by the plan"):
         job_of("dlrm", outside=["C1"], tables=TABLES[:3], towers=towers)
     assert plan_of(job_of("dlrm", tables=TABLES[:3], towers=towers)).outside == ("C2",)
+
+
+@pytest.mark.parametrize("arch", ["dmt-dlrm", "dmt-dcn"])
+def test_they_are_counted_as_they_are_built(arch: str) -> None:
+    job = job_of(arch, outside=["C2", "C6"])
+    counted = count_model(job)
+    assert counted.parameters == sum(weight.numel() for weight in build_model(job, device="meta").parameters())
+    # What enters the towers of two features each over what leaves them, D = N / 2.
+    assert counted.compression_ratio == (2.0 if arch == "dmt-dlrm" else 4.0)
 
 
 @pytest.mark.ranks
