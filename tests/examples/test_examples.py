@@ -57,3 +57,13 @@ def test_an_own_tower_module_compresses_and_learns() -> None:
     ratio, first, last = (float(x) for x in re.findall(r"(?:ratio|loss|10,) ([\d.]+)", out))
     assert ratio == 6.0
     assert last < first - 0.05, out
+
+
+@pytest.mark.ranks
+def test_the_outputs_of_a_history_are_as_many_bytes_at_any_length() -> None:
+    out = output_of("history.py")
+    (short, few), (long, many) = ((int(x), int(y)) for x, y in re.findall(r": (\d+) bytes, ids (\d+)", out))
+    assert short == long == 4 * 128 * 2 * 8 * 4, "4 ranks, 128 samples, 2 D numbers of 4 bytes for the other host"
+    assert many > 2 * few
+    first, last = (float(x) for x in re.findall(r"(?:loss|,) (\d\.\d{4}) in", out))
+    assert last < 0.5 * first, out

@@ -1,0 +1,85 @@
+"""A DLRM of two towers with a click history: the target item attends to it inside its tower. One's own loop.
+
+Each tower sends 2 D numbers per sample, however long the history is. Rank 0 prints the loss of its batches, and the
+bytes of outputs that cross between two hosts of two ranks at lengths 10 and 50:
+
+    torchrun --standalone --nproc-per-node 4 examples/history.py
+"""
+
+import torch
+import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from torch import Tensor, nn
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec.distributed import DistributedModelParallel
+from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
+from torchrec.optim.optimizers import in_backward_optimizer_filter
+
+from dmt import TowerCollectionSharder, TowerMesh, TowerShardingPlanner, TowerTopology
+from dmt.models import DINTowerModule, DLRMTowerModule
+from dmt.models.dense import DotInteraction, mlp
+from dmt.sharding.costs import StepWorkload
+from dmt.traffic import TrafficMeter
+
+ROWS, DIM, D, BATCH, STEPS, GROUPS = 200, 16, 8, 128, 60, 2
+
+
+class HistoryDLRM(nn.Module):
+    """Bags of the user in one tower, the item and the history, which share a table, in the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        user, sizes = ["user", "city"], {"num_embeddings": ROWS, "embedding_dim": DIM}
+        bags = [EmbeddingBagConfig(name=f"t_{f}", feature_names=[f], **sizes) for f in user]
+        items = [EmbeddingConfig(name="t_item", feature_names=["item", "history"], **sizes)]
+        of_user = DLRMTowerModule(user, embedding_dim=DIM, tower_dim=D, c=0, p=2)
+        of_item = DINTowerModule("item", "history", embedding_dim=DIM, tower_dim=2 * D)
+        first = EmbeddingTower(EmbeddingBagCollection(tables=bags), of_user)
+        second = EmbeddingTower(EmbeddingCollection(tables=items), of_item)
+        self.towers = EmbeddingTowerCollection([first, second])
+        self.bottom, self.interaction = mlp(4, (16, D)), DotInteraction(num_vectors=4, dim=D)
+        self.over_arch = mlp(self.interaction.out_features, (32, 1), last_is_linear=True)
+
+    def forward(self, dense: Tensor, ids: KeyedJaggedTensor) -> Tensor:
+        """[B, 4] and ids of B samples -> logits [B]."""
+        vectors = self.towers(ids).view(-1, 4, D)
+        return self.over_arch(self.interaction(self.bottom(dense), vectors)).squeeze(1)
+
+
+def draw(length: int, generator: torch.Generator) -> tuple[Tensor, KeyedJaggedTensor, Tensor]:
+    """Clicks where the history is of the item's group; samples without history have none."""
+    lengths = torch.randint(0, length + 1, (BATCH,), generator=generator)
+    item = torch.randint(0, ROWS, (BATCH,), generator=generator)
+    liked = torch.randint(0, GROUPS, (BATCH,), generator=generator)  # the group of the whole history
+    history = GROUPS * torch.randint(0, ROWS // GROUPS, (int(lengths.sum()),), generator=generator)
+    history += liked.repeat_interleave(lengths)
+    other = torch.randint(0, ROWS, (2 * BATCH,), generator=generator)
+    ones = torch.ones(3 * BATCH, dtype=torch.int64)
+    keys = ["item", "user", "city", "history"]
+    ids = KeyedJaggedTensor(keys, torch.cat([item, other, history]), lengths=torch.cat([ones, lengths]))
+    return torch.randn(BATCH, 4, generator=generator), ids, ((item % GROUPS == liked) & (lengths > 0)).float()
+
+
+dist.init_process_group("gloo")
+mesh = TowerMesh(TowerTopology(num_towers=2, ranks_per_tower=2))
+fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1}
+sharders, workload = [TowerCollectionSharder(mesh, fused_params=fused)], StepWorkload(pooling_factors={"history": 10})
+model: nn.Module = HistoryDLRM()
+plan = TowerShardingPlanner(mesh.topology, workload=workload).plan(model, sharders)
+model = DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)
+adam = torch.optim.Adam([p for _, p in in_backward_optimizer_filter(model.named_parameters())], lr=5e-3)
+generator, losses = torch.Generator().manual_seed(mesh.rank), []
+for step in range(STEPS + 1):
+    with TrafficMeter(host_of=lambda rank: rank // 2) as meter:
+        dense, ids, labels = draw(10 if step < STEPS else 50, generator)
+        loss = nn.functional.binary_cross_entropy_with_logits(model(dense, ids), labels)
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+    losses.append(loss.item())
+    if step >= STEPS - 1 and (traffic := meter.total(mesh.global_group)) and mesh.rank == 0:
+        print(f"outputs across hosts in step {step}: {traffic.forward} bytes, ids {traffic.ids}")
+if mesh.rank == 0:
+    print(f"loss {sum(losses[:10]) / 10:.4f} in steps 1-10, {sum(losses[-11:-1]) / 10:.4f} in the last 10 of length 10")
+dist.barrier()
+dist.destroy_process_group()
