@@ -61,6 +61,9 @@ shape[-1] for shape in self._shapes] => shape[-1] for shape in self._shapes[::-1
 sums.values() / ctx.divisor => sums.values() * ctx.divisor
 .clamp(min=1) for key in => .clamp(min=2) for key in
 lambda rows: rows[: sizes[self._rank]] => lambda rows: rows[: sizes[0]]
+## dmt/sptt/group_sharded.py :: tests/dmt/test_parity.py -m "not slow" -k "sequences-4"
+self.show_users_rate(optimizer)\n\n\ndef => pass\n\n\ndef
+{key: of_key[i] for key, of_key in blocks.items()} => {key: of_key[0] for key, of_key in blocks.items()}
 ## dmt/sptt/dataflow.py :: tests/dmt/test_parity.py -m "not slow" -k "towers-4"
 [of_peer[0] for of_peer in rows.arrived] => [of_peer[0] for of_peer in rows.arrived[::-1]]
 ## dmt/sptt/flat.py :: tests/dmt/test_parity.py -m "not slow" -k "outside and 4"

@@ -18,13 +18,14 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
 
 from dmt import ReplicaSync, TowerMesh
 from dmt.hot_rows.copies import HotCopies
 from dmt.hot_rows.touched_sum import TouchedRowsSum
 from dmt.sptt import flat as sptt_flat
 from dmt.sptt import rows, tower_lookup, unique
+from dmt.sptt import towers as sptt_towers
 from tests.ranks import run_ranks
 from tests.sptt_case import MIXES, PRECISIONS, Case, cases_on_rank, check, train
 
@@ -315,6 +316,13 @@ def rolled_inverse() -> AbstractContextManager[Any]:
     )
 
 
+def rolled_items(arrived: Any, keys: Any) -> Any:
+    """Gives each item of a sequence the embedding of the one before."""
+    if not isinstance(arrived, dict):
+        return tower_lookup.in_order(arrived, keys)
+    return {key: JaggedTensor(arrived[key].values().roll(1, 0), lengths=arrived[key].lengths()) for key in keys}
+
+
 def shifted_ids() -> AbstractContextManager[Any]:
     split = HotCopies.split
 
@@ -358,6 +366,7 @@ FAULTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], Case]] = {
         lambda: patch.object(tower_lookup, "_start_group_mean", lambda gradient, group: lambda: None),
         outside(2, 2, scheme="table_wise"),
     ),
+    "items are others'": (lambda: patch.object(sptt_towers, "in_order", rolled_items), sequences(2, 2)),
     "replicas never sync": (lambda: patch.object(ReplicaSync, "step", lambda sync: None), of(2, 1, replicas=2)),
 }
 

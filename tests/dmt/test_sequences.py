@@ -1,8 +1,9 @@
-"""A model with bags in towers and sequences of ids, planned together, trains as the plain module does."""
+"""Sequences beside towers train as in the plain module; sequences in towers: their rows, ids, state and plan."""
 
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import pytest
 import torch
@@ -12,17 +13,22 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollec
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.sparse.jagged_tensor import JaggedTensor
 
 from dmt import (
     InputError,
     SPTTEmbeddingBagCollectionSharder,
+    TowerCollectionSharder,
     TowerMesh,
     TowerPlan,
     TowerShardingPlanner,
     TowerTopology,
 )
-from dmt.testing import load_plain_state
+from dmt.sharding.costs import StepWorkload
+from dmt.sptt.group_sharded import join_rows, split_rows
+from dmt.testing import gather_plain_state, load_plain_state
 from tests.dmt.test_planner import Sharder, collection
 from tests.ranks import run_ranks
 
@@ -125,3 +131,93 @@ def test_sequences_with_replicas_are_refused() -> None:
 def test_torchrecs_sharder_alone_is_refused() -> None:
     with pytest.raises(InputError, match="none of the sharders is dmt's"):
         TowerShardingPlanner(TOPOLOGY).plan(nn.Sequential(collection("a")), [EmbeddingBagCollectionSharder()])
+
+
+class Ids(nn.Module):
+    """A tower module that reads the ids of sequences, which a collection with ``need_indices`` returns as weights."""
+
+    def forward(self, sequences: dict[str, JaggedTensor]) -> Tensor:
+        """Of each feature the number of items and the sum of their ids, [P, 2 features], times one embedding."""
+        columns = []
+        for sequence in sequences.values():
+            samples = torch.arange(len(sequence.lengths())).repeat_interleave(sequence.lengths())
+            ids = torch.zeros(len(sequence.lengths())).index_add(0, samples, sequence.weights().float())
+            columns += [sequence.lengths().float(), ids]
+        return torch.stack(columns, dim=1) + 0 * sum(sequence.values().sum() for sequence in sequences.values())
+
+
+def indexed_towers() -> EmbeddingTowerCollection:
+    tables = [[("t_b", ["b"]), ("t_a", ["a"])], [("t_c", ["c", "d"])]]
+    return EmbeddingTowerCollection(
+        [
+            EmbeddingTower(
+                EmbeddingCollection(
+                    tables=[
+                        EmbeddingConfig(name=name, num_embeddings=ROWS, embedding_dim=8, feature_names=features)
+                        for name, features in of_tower
+                    ],
+                    need_indices=True,
+                ),
+                Ids(),
+            )
+            for of_tower in tables
+        ]
+    )
+
+
+def indices_on_rank(rank: int, scheme: Any) -> tuple[Tensor, Tensor, list[str]]:
+    mesh, plain = TowerMesh(TOPOLOGY), indexed_towers()
+    sharders = [TowerCollectionSharder(mesh)]
+    model: Any = nn.Sequential(indexed_towers())
+    plan = TowerShardingPlanner(TOPOLOGY, scheme=scheme).plan(model, sharders)
+    sharded = DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)
+    generator = torch.Generator().manual_seed(rank)
+    lengths = torch.randint(0, 4, (4 * (rank + 2),), generator=generator)
+    values = torch.randint(0, ROWS, (int(lengths.sum()),), generator=generator)
+    weights = torch.rand(len(values), generator=generator)  # of no meaning to sequences
+    ids = KeyedJaggedTensor(["d", "a", "c", "b"], values, weights, lengths)
+    sparse: Any = sharded.module[0]
+    before = gather_plain_state(sharded)
+    mine = {name: value for name, value in sparse.state_dict().items() if "t_c" not in name and "t_a" not in name}
+    missing = sparse.load_state_dict(mine, strict=False).missing_keys
+    assert all(torch.equal(value, before[name]) for name, value in gather_plain_state(sharded).items())
+    return sparse(ids).wait().detach(), plain(ids).detach(), missing
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("scheme", ["table_wise", "row_wise"])
+def test_a_tower_module_sees_ids_and_tables_may_be_left_out_of_a_state(scheme: str) -> None:
+    of_ranks = run_ranks(indices_on_rank, TOPOLOGY.world_size, scheme)
+    for ours, plain, _ in of_ranks:
+        assert torch.equal(ours, plain)
+    first, second = "towers.0.embedding.embeddings.t_a.weight", "towers.1.embedding.embeddings.t_c.weight"
+    assert [missing for *_, missing in of_ranks] == [[first], [first], [second], [second]]
+
+
+def test_rows_of_sequences_are_split_and_joined() -> None:
+    lengths = torch.tensor([2, 0, 1, 3])
+    whole = {"a": JaggedTensor(torch.arange(12.0).view(6, 2), lengths=lengths, weights=torch.arange(6))}
+    first, none, rest = split_rows(whole, [1, 0, 3])
+    assert [block["a"].lengths().tolist() for block in (first, none, rest)] == [[2], [], [0, 1, 3]]
+    assert rest["a"].values().tolist() == [[4, 5], [6, 7], [8, 9], [10, 11]]
+    joined = join_rows([rest, none, first])["a"]
+    assert joined.lengths().tolist() == [0, 1, 3, 2]
+    assert joined.weights().tolist() == [2, 3, 4, 5, 0, 1]
+
+
+def test_sequences_are_planned_by_their_length() -> None:
+    model = nn.Sequential(indexed_towers())
+
+    class Towers(Sharder):
+        module_type = EmbeddingTowerCollection
+
+        def tables_by_tower(self, module: Any) -> list[list[Any]]:
+            return [tower.embedding.embedding_configs() for tower in module.towers]
+
+    workload = StepWorkload(batch_size=16, pooling_factors={"c": 500.0, "b": 500.0})
+    plan = TowerShardingPlanner(TOPOLOGY, workload=workload).explain(model, [Towers()])
+    # Other schemes would be cheaper for bags.
+    assert {placement.scheme for placement in plan.placements.values()} <= {"table_wise", "row_wise"}
+    # 4 ranks, 16 samples, 500 ids of c and one of d, 8 columns of 4 bytes, and their gradients.
+    of_tower = sum(rank.activations for rank in plan.ranks if rank.tower == 1)
+    assert of_tower == 4 * 16 * (500 + 1) * 8 * 4 * 2

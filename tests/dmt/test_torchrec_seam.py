@@ -27,6 +27,10 @@ PRIVATE_NAMES = {
         "_embedding_shardings _sharding_types _lookups _input_dists _output_dists _embedding_names _embedding_dims "
         "_pre_load_state_dict_hook _has_mean_pooling_callback"
     ),
+    "torchrec.distributed.embedding.ShardedEmbeddingCollection": (
+        "_lookups _pre_load_state_dict_hook _model_parallel_name_to_sharded_tensor"
+    ),
+    "torchrec.distributed.embedding_lookup.GroupedEmbeddingsLookup": "_emb_modules",
     "torchrec.distributed.embedding_lookup.GroupedPooledEmbeddingsLookup": "_emb_modules",
     "torchrec.distributed.sharding.dp_sharding.BaseDpEmbeddingSharding": "_grouped_embedding_configs",
     "torchrec.distributed.sharding.rw_sharding.BaseRwEmbeddingSharding": "_grouped_embedding_configs",
