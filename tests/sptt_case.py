@@ -159,11 +159,14 @@ class Case:
             return {}
         mix = MIXES[self.scheme]
         everyone = tuple(range(self.ranks))
+        looked_up_one_by_one = {i for tower in self.sequences for i in self.plan[tower]}
         pins = {}
         for i, dim in enumerate(self.dims):
             if i in self.outside:
                 continue
             scheme = mix[i % len(mix)]
+            if i in looked_up_one_by_one:
+                scheme = ("table_wise", "row_wise")[i % 2]
             if scheme == "column_wise" and dim >= 8 and self.ranks > 1:
                 ranks = tuple(range(min(self.ranks, dim // 4)))
                 pins[f"t{i}"] = TablePlacement(scheme="column_wise", ranks=ranks[::-1])

@@ -8,6 +8,7 @@ make a comparison fail.
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -180,6 +181,7 @@ CASES: dict[str, dict[str, Case]] = {
         "FP16": sequences(2, 2, fp16=(0, 1, 2, 3), scheme="row_wise"),
         "BF16 between towers": sequences(2, 2, precision="bf16", optimizer="sgd"),
         "frozen": sequences(2, 2, kind="frozen"),
+        "mixed": sequences(2, 3, scheme="mixed", plan=((0,), (3, 2, 1)), sizes=UNEVEN[6]),
         "a feature of two tables": sequences(2, 1, features=(("f0",), ("f1",), ("f2",), ("f1",))),
         "two on a host": sequences(
             2, 2, plan=((0,), (3, 2), (1,)), sequences=(1, 2), placement=(1, 0, 1), sizes=UNEVEN[4]
@@ -269,6 +271,40 @@ def test_training_on_ranks_is_plain_training(about: str, names: list[str]) -> No
             except AssertionError as error:
                 error.add_note(f"in {about}: {name}")
                 raise
+
+
+def drawn_sequences(seed: int) -> Case:
+    draw = random.Random(seed)
+    towers, ranks = draw.choice([(1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (1, 3), (3, 2), (2, 3), (2, 4)])
+    replicas = draw.choice([1, 1, 2]) if towers * ranks <= 4 else 1
+    optimizer = draw.choice(["rowwise_adagrad", "sgd"])
+    return sequences(
+        towers,
+        ranks,
+        replicas=replicas,
+        replica_placement=draw.choice(["inter_host", "intra_host"]),
+        sequences=tuple(sorted(draw.sample(range(towers), draw.randint(1, towers)))),
+        scheme=draw.choice(["table_wise", "row_wise", "mixed"]),
+        dims=(draw.choice([4, 8, 12]),) * 4,
+        max_bag=draw.choice([2, 3, 20]),
+        sizes=tuple(draw.randint(1, 9) for _ in range(replicas * towers * ranks)),
+        optimizer=optimizer,
+        id_dtype=draw.choice([torch.int32, torch.int64]),
+        unique=draw.random() < 0.3,
+        micro_batches=draw.choice([1, 1, 1, 2, 3]),
+        pipeline=draw.choice(["", "", "on"]),
+        interval=draw.choice([1, 2]),
+        clip=draw.choice([None, 0.05]),
+        warmup=draw.random() < 0.3,
+        moment_scale="num_replicas" if optimizer == "rowwise_adagrad" else 1,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("world", [1, 2, 3, 4, 6, 8])
+def test_drawn_models_with_sequences_train_as_plain_ones(world: int) -> None:
+    run_matrix([case for case in map(drawn_sequences, range(100)) if case.world == world], timeout_s=900)
 
 
 PIPED = of(2, 2, max_bag=3, sizes=(4, 6, 5, 3), steps=5)
