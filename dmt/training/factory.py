@@ -149,6 +149,11 @@ def _check_tables(place: str, model: nn.Module, job: Job) -> None:
             f"and no other module with tables, but has {kinds}. Compose it so (docs/your_model.md), or change "
             "model.in_towers."
         )
+    if any(isinstance(part, EmbeddingCollection) for part in model.modules()):
+        raise InputError(
+            f"{place}: a tower looks up an EmbeddingCollection, but the trainer has no sequences. Use an "
+            "EmbeddingBagCollection, or train in your own loop (docs/towers.md)."
+        )
     collections = [part for sparse in parts for part in sparse.modules() if isinstance(part, EmbeddingBagCollection)]
     by_tower = [table_specs(part.embedding_bag_configs()) for part in collections]
     tables = {table.name: table for tables in by_tower for table in tables}

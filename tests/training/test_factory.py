@@ -14,7 +14,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 from torch import nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, KeyedJaggedTensor
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 
 from dmt.errors import InputError
@@ -32,6 +32,7 @@ from dmt.training.functions import load_function
 from dmt.training.job import Job, open_data
 from dmt.training.metrics import ClickMetrics
 from dmt.training.serving.export import read_manifest
+from tests.parity import sequence_config
 from tests.ranks import run_ranks
 from tests.training.small import new_run, train_loop
 from tests.training.test_resume import attempt
@@ -211,7 +212,10 @@ def in_towers(tables: Any, towers: TowerPlan, options: dict[str, Any]) -> nn.Mod
         width = sum(table.embedding_dim * len(table.feature_names) for table in own)
         linear = shared if options.get("shared") else nn.Linear(4, 2)
         module = nn.Identity() if options.get("sizes") is False else OwnTower(width, linear, options.get("said", 2))
-        parts.append(EmbeddingTower(EmbeddingBagCollection(tables=own), module))
+        collection: nn.Module = EmbeddingBagCollection(tables=own)
+        if options.get("sequences"):
+            collection = EmbeddingCollection(tables=[sequence_config(own[0])])
+        parts.append(EmbeddingTower(collection, module))
     return InTowers(parts)
 
 
@@ -277,6 +281,7 @@ def check_model(job: Job) -> None:
     [
         ("in_towers", {"said": 1}, r"tower module OwnTower says out_features=1, but returned a tensor \[\d+, 2\]"),
         ("in_towers", {"shared": True}, "'sparse.towers.0.*' and 'sparse.towers.1.*' are one parameter, but the ranks"),
+        ("in_towers", {"sequences": True}, "a tower looks up an EmbeddingCollection, but the trainer has no sequences"),
         ("in_towers", {"sizes": False}, r"tower module Identity has in_features and out_features \[None"),
         ("made", {"kind": "flat"}, r"needs one EmbeddingTowerCollection and no other .*but has EmbeddingBag"),
     ],
