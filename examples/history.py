@@ -78,7 +78,7 @@ for step in range(STEPS + 1):
         adam.step()
     losses.append(loss.item())
     if step >= STEPS - 1 and (traffic := meter.total(mesh.global_group)) and mesh.rank == 0:
-        print(f"outputs across hosts in step {step}: {traffic.forward} bytes, ids {traffic.ids}")
+        print(f"bytes across hosts: outputs {traffic.forward}, gradients {traffic.backward}, ids {traffic.ids}")
 if mesh.rank == 0:
     print(f"loss {sum(losses[:10]) / 10:.4f} in steps 1-10, {sum(losses[-11:-1]) / 10:.4f} in the last 10 of length 10")
 dist.barrier()

@@ -13,6 +13,7 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollec
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
+from torchrec.distributed.planner import ParameterConstraints
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import JaggedTensor
@@ -27,10 +28,14 @@ from dmt import (
     TowerTopology,
 )
 from dmt.sharding.costs import StepWorkload
+from dmt.sharding.planner import plan_by_torchrec
 from dmt.sptt.group_sharded import join_rows, split_rows
 from dmt.testing import gather_plain_state, load_plain_state
+from dmt.traffic import Traffic, TrafficMeter
 from tests.dmt.test_planner import Sharder, collection
+from tests.parity import AttentionTowerModule
 from tests.ranks import run_ranks
+from tests.sptt_case import CPU
 
 BAGS, WORDS, ROWS, SAMPLES, RATE = ["ad", "user", "shop", "city"], ["title", "query"], 30, 6, 0.5
 TOPOLOGY = TowerTopology(num_towers=2, ranks_per_tower=2)
@@ -221,3 +226,45 @@ def test_sequences_are_planned_by_their_length() -> None:
     # 4 ranks, 16 samples, 500 ids of c and one of d, 8 columns of 4 bytes, and their gradients.
     of_tower = sum(rank.activations for rank in plan.ranks if rank.tower == 1)
     assert of_tower == 4 * 16 * (500 + 1) * 8 * 4 * 2
+
+
+def bytes_on_rank(rank: int, scheme: Any) -> list[Traffic]:
+    """Bytes of a training step at two lengths, with sequences in towers and by TorchRec over all ranks."""
+    mesh = TowerMesh(TOPOLOGY)
+    tables = [EmbeddingConfig(name=f"t_{f}", num_embeddings=ROWS, embedding_dim=8, feature_names=[f]) for f in WORDS]
+    collections = [EmbeddingCollection(tables=[table]) for table in tables]
+    modules = [AttentionTowerModule([feature], 8, 3) for feature in WORDS]
+    pairs = zip(collections, modules, strict=True)
+    in_towers: Any = EmbeddingTowerCollection([EmbeddingTower(tables, module) for tables, module in pairs])
+    plan = TowerShardingPlanner(TOPOLOGY, scheme=scheme).plan(nn.Sequential(in_towers), [TowerCollectionSharder(mesh)])
+    towers = DistributedModelParallel(
+        nn.Sequential(in_towers), device=CPU, plan=plan, sharders=[TowerCollectionSharder(mesh)]
+    )
+    theirs = EmbeddingCollectionSharder()
+    flat = nn.Sequential(EmbeddingCollection(tables=tables))
+    constraints = {table.name: ParameterConstraints(sharding_types=[scheme]) for table in tables}
+    flat_plan = plan_by_torchrec(flat, [theirs], TOPOLOGY, constraints=constraints)
+    over_all = DistributedModelParallel(flat, device=CPU, plan=flat_plan, sharders=[theirs])
+    found = []
+    for length in (10, 10, 50):  # at first ranks agree on what they send
+        values = torch.randint(0, ROWS, (2 * SAMPLES * length,), generator=torch.Generator().manual_seed(rank))
+        ids = KeyedJaggedTensor(WORDS, values, lengths=torch.full((2 * SAMPLES,), length))
+        for model in (towers, over_all):
+            with TrafficMeter(host_of=lambda rank: rank // 2) as meter:
+                result = model(ids).wait()
+                parts = [result] if isinstance(result, Tensor) else [result[name].values() for name in WORDS]
+                torch.stack([part.square().mean() for part in parts]).sum().backward()
+            found.append(meter.total(mesh.global_group))
+    return found[2:]
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("scheme", ["table_wise", "row_wise"])
+def test_the_bytes_of_a_tower_do_not_grow_with_the_history(scheme: str) -> None:
+    short, flat_short, long, flat_long = run_ranks(bytes_on_rank, TOPOLOGY.world_size, scheme)[0]
+    assert short.forward == short.backward == 4 * SAMPLES * 3 * 4
+    assert (long.forward, long.backward) == (short.forward, short.backward)
+    # Every rank sends the other host as many items as it has itself, of 8 numbers, if tables are evenly on both.
+    for flat, length in ((flat_short, 10), (flat_long, 50)):
+        assert flat.forward == flat.backward
+        assert flat.forward == pytest.approx(4 * SAMPLES * length * 8 * 4, rel=0 if scheme == "table_wise" else 0.2)
