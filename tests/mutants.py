@@ -136,6 +136,14 @@ if ctx.encoder is not self.encoder: => if False:
 if not ctx.in_tower and ctx.request is not None: => if False:
 ## dmt/sptt/towers.py :: tests/dmt/test_parity.py -k "towers-3"
 total += sum_over_ranks(square, => total += 0 * sum_over_ranks(square,
+## dmt/sharding/costs.py :: tests/dmt/test_costs.py
+returned = lookups if is_sequence(table) else samples * features => returned = samples * features
+## dmt/plan/tables.py :: tests/dmt/test_refusals.py -k "sequences"
+hasattr(table, "init_fn") and not hasattr(table, "pooling") => False
+## models/tower_modules.py :: tests/models/test_tower_modules.py -k din
+bool((lengths != 1).any()) => bool((lengths > 1).all())
+scores_J - largest_B.index_select(0, sample_J) => scores_J
+weights_J.unsqueeze(1) * items_JN => items_JN
 ## partitioner/search.py :: tests/partitioner/test_search.py
 .T[:, labels] - between => .T[:, labels] + between
 - 2.0 * self.bounds.apart[blocks] => - self.bounds.apart[blocks]

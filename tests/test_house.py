@@ -206,7 +206,7 @@ def test_file_sizes() -> None:
 
 # Lines and files of each part at most, and where they are to get. Raise a number only with the reason in the commit.
 CEILINGS = {
-    "the library": (24_440, 133),  # 20_500, 136
+    "the library": (24_450, 133),  # 20_500, 136
     "dmt/*.py": (981, 7),  # 800, 8
     "dmt/plan": (680, 5),  # 600, 5
     "dmt/sharding": (1_890, 10),  # 1_750, 10
@@ -220,7 +220,7 @@ CEILINGS = {
     "partitioner": (2_835, 12),  # 2_800, 14
     "models": (1_165, 7),  # 1_000, 7
     "benchmarks": (5_600, 34),  # 5_600, 36
-    "tests": (21_580, 118),  # 20_000, 115
+    "tests": (21_590, 118),  # 20_000, 115
 }
 
 

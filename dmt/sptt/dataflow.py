@@ -41,12 +41,13 @@ from torch import Tensor
 from torchrec.distributed.embedding_sharding import EmbeddingShardingContext
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.types import Awaitable, LazyAwaitable
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from torchrec.streamable import Multistreamable
 
 from dmt.collectives import profiler_range
 from dmt.errors import InputError
 from dmt.sptt.global_route import GlobalIdRoute
+from dmt.sptt.group_sharded import Embeddings
 from dmt.sptt.peer_exchange import AgreedIds, AgreedOutputs, Pending, Piece, Rows, TowerOutput
 from dmt.sptt.rows import RowCode, RowEncoder, exchange_rows, rows_of_parts
 from dmt.sptt.sharder import TowerSharder
@@ -136,7 +137,7 @@ class SPTTModule(TowerState):
             self._route = PeerIdRoute(self.mesh.peer_group, self.collections, self._note_rows, self._features_by_tower)
 
     @abc.abstractmethod
-    def tower_output(self, embeddings_PN: Sequence[KeyedTensor], rows: Rows) -> TowerOutput:
+    def tower_output(self, embeddings_PN: Sequence[Embeddings], rows: Rows) -> TowerOutput:
         """Computes this tower's output from the embeddings of each sharded collection, [P, its columns]."""
 
     @abc.abstractmethod
@@ -215,7 +216,7 @@ class SPTTModule(TowerState):
         return ids_P
 
     @profiler_range("look_up")
-    def look_up(self, ctx: SPTTContext) -> list[KeyedTensor]:
+    def look_up(self, ctx: SPTTContext) -> list[Embeddings]:
         """Steps b, d and e: looks up the ids that have arrived, and brings embeddings to the tower's ranks: [P, N]."""
         if not ctx.in_tower and ctx.request is not None:
             # A train pipeline that is attached again starts the exchange of its next batch again, in a new context, and
@@ -237,7 +238,7 @@ class SPTTModule(TowerState):
         return embeddings_PN
 
     @profiler_range("run_towers")
-    def run_towers(self, embeddings_PN: Sequence[KeyedTensor], rows: Rows) -> TowerOutput:
+    def run_towers(self, embeddings_PN: Sequence[Embeddings], rows: Rows) -> TowerOutput:
         """Runs the tower module: the embeddings of this tower's features [P, N] -> [P, O]."""
         return self.tower_output(embeddings_PN, rows)
 

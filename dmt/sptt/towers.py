@@ -111,6 +111,10 @@ class TowerCollectionSharder(TowerSharder[EmbeddingTowerCollection]):
     Each tower's tables and tower module live on the ranks of one mesh tower; only the tower's output crosses
     between towers. The result has the columns of the unsharded module, in its order.
 
+    A tower looks up an ``EmbeddingBagCollection``, and its module is given a ``KeyedTensor`` [P, columns]; or an
+    ``EmbeddingCollection``, and its module is given a dict of ``JaggedTensor``, of each feature [P] lengths and
+    [sum of lengths, columns] values. Either returns [P, O], for P samples of all peers.
+
     Args:
         mesh: the groups of this job.
         placement: for each logical tower of the collection its mesh tower; by default tower i on mesh tower i. Several

@@ -171,8 +171,10 @@ def test_din_refuses_pooled_embeddings_and_targets_that_are_no_single_item():
     tower, table = DINTowerModule("target", "history", embedding_dim=4, tower_dim=3), torch.ones(5, 4)
     with pytest.raises(InputError, match=r"'target' comes as pooled embeddings \[3, 4\].* an EmbeddingCollection"):
         tower({"target": torch.ones(3, 4), "history": torch.ones(3, 4)})
-    swapped = dict(zip(("target", "history"), sequences([1, 2, 3], [[1], [2, 3], []], table).values(), strict=True))
-    with pytest.raises(InputError, match=r"target 'target' has 2 ids in sample 1 of 3; it must have exactly one"):
-        tower(swapped)
+    for items, number in (([[1], [2, 3], []], 2), ([[1], [], [2, 3]], 0)):
+        history, target = sequences([1, 2, 3], items, table).values()
+        message = rf"target 'target' has {number} ids in sample 1 of 3; it must have exactly one"
+        with pytest.raises(InputError, match=message):
+            tower({"target": history, "history": target})
     with pytest.raises(InputError, match="hidden=0"):
         DINTowerModule("target", "history", embedding_dim=4, tower_dim=3, hidden=0)
