@@ -110,6 +110,8 @@ def test_a_wrong_override_is_told_where_and_why(override: str, message: str) -> 
     ("override", "message"),
     [
         ("train.seed=9223372036854775808", r"train\.seed: .*less than 4294967296 \(got 9223372036854775808\)"),
+        ("model.dense_arch=[8, 0]", r"model\.dense_arch\.1: .*greater than or equal to 1 \(got 0\)"),
+        ("model.over_arch=[-3, 1]", r"model\.over_arch\.0: .*greater than or equal to 1 \(got -3\)"),
         ("model.over_arch=[2147483648, 1]", r"model\.over_arch\.0: .*less than or equal to 1048576"),
         ("model.c=1000000000", r"model\.c: .*less than or equal to 65536"),
         ("topology.ranks_per_tower=1000000", r"topology\.ranks_per_tower: .*less than or equal to 8192"),

@@ -100,8 +100,6 @@ REFUSED: list[tuple[dict[str, dict[str, Any]], str]] = [
     ({"topology": {"num_replicas": 2}}, r"2 \* 2 \* 2 = 8 ranks, but the job was started with WORLD_SIZE=4"),
     ({"topology": {"num_towers": 8}}, r"num_towers=8 must lie between 1 and the number of features, 6"),
     ({"optimizer": {"sparse": "adam"}}, r"optimizer\.sparse='adam': FBGEMM has no CPU kernel"),
-    ({"model": {"dense_arch": [8, 0]}}, r"layer_sizes=\[8, 0, 4\] must be whole numbers of at least 1"),
-    ({"model": {"over_arch": [-3, 1]}}, r"layer_sizes=\(-3, 1\) must be whole numbers"),
     ({"model": {"c": 0, "p": 0}}, r"c_plus_p=0 must be"),
     ({"sharding": {"tables": {"t_C9": "row_wise"}}}, r"'t_C9' matches none of the 6 tables of.*Did you mean 't_C"),
     (
