@@ -119,14 +119,12 @@ def moment_scale_of(moment_scale: MomentScale, settings: Mapping[str, Any], num_
     elif settings.get("weight_decay") and "decouple" in str(settings.get("weight_decay_mode", "")).lower():
         # It shrinks weights by learning rate x decay, so sqrt(c) would come into it.
         obstacle, asked = "weight_decay_mode is decoupled", True
-    if not obstacle:
-        return scale
-    if asked:
+    if obstacle and asked:
         raise InputError(
             f"moment_scale={moment_scale!r} scales the moments of {' and '.join(_WITH_MOMENTS)}, but {obstacle}. Use "
             "moment_scale=1."
         )
-    return 1.0
+    return 1.0 if obstacle else scale
 
 
 def moment_scaled(settings: Mapping[str, Any], scale: float) -> dict[str, Any]:

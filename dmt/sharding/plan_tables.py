@@ -158,12 +158,11 @@ class _Tower:
 
     def _option(self, table: Any, placement: TablePlacement) -> Option:
         loads = [load for _, load in self.model.shards(table, placement)]
-        kind, number = SCHEMES.index(placement.scheme), len(loads)
         if placement.scheme in EVERYWHERE:
             # The last block of rows is shorter; it is counted as one of the others.
-            return Option(np.full(number, loads[0].seconds), np.full(number, float(loads[0].needed)), kind)
+            loads = loads[:1] * len(loads)
         seconds, memory = [load.seconds for load in loads], [float(load.needed) for load in loads]
-        return Option(np.array(seconds), np.array(memory), kind)
+        return Option(np.array(seconds), np.array(memory), SCHEMES.index(placement.scheme))
 
     def _placement(self, table: Any, packing: Packing, item: int) -> TablePlacement:
         scheme, ranks = SCHEMES[packing.chosen[item].kind], packing.ranks[item].tolist()
@@ -171,30 +170,34 @@ class _Tower:
 
     def _no_room(self, problem: Problem) -> InputError:
         """Names the table of which a rank must hold the most, and what all tables need."""
-        least: dict[str, tuple[int, str, int]] = {}
+        largest = 0, "", 0, ""
         needed = activations = 0
         for table in self.tables:
             pinned = self.allowed[table.name].placement
             cuts = self._cuts(table) if pinned is None else [pinned]
             loads = [([load for _, load in self.model.shards(table, cut)], cut.scheme) for cut in cuts]
-            least[table.name] = min(
+            least = min(
                 (max(load.needed for load in shards), scheme, shards[0].activations) for shards, scheme in loads
             )
+            largest = max(largest, (*least, table.name), key=lambda entry: entry[:3])
             size, part = min((sum(s.needed for s in shards), sum(s.activations for s in shards)) for shards, _ in loads)
             needed, activations = needed + size, activations + part
-        name = max(least, key=lambda table: least[table])
-        memory, scheme, part = least[name]
-        room, num_ranks, batch = problem.capacity, len(problem.cost), self.model.workload.batch_size
+        memory, scheme, part, name = largest
+        limit, num_ranks, batch = problem.capacity, len(problem.cost), self.model.workload.batch_size
+        _, weights, looked_up, _ = self.held
+        room = limit - weights - looked_up
         # The share of the batch with which all tables would fit all ranks, and the largest one a rank.
-        share = min((num_ranks * room - needed) / activations, (room - memory) / part) + 1
+        all_fit = (num_ranks * room - needed) / (activations + num_ranks * looked_up)
+        share = min(all_fit, (room - memory) / (part + looked_up)) + 1
         smaller = f"Lower batch_size to {max(1, int(batch * share))} or less, l" if 0 < share < 1 else "L"
+        beside = f" beside {human_bytes(weights + looked_up)} each for tables outside towers" if weights else ""
         return InputError(
             f"No placement was found for the {counted(len(self.tables), 'table')} of tower {self.number}: they need at "
             f"least {human_bytes(needed)} of the {human_bytes(num_ranks * room)} of device memory that "
-            f"{counted(num_ranks, 'rank')} of memory_per_rank={human_bytes(room)} have, {human_bytes(activations)} of "
-            f"it for the embeddings looked up with batch_size={batch}; of table {name!r} a rank must hold "
-            f"{human_bytes(memory)} even {scheme}. {smaller}et large tables be row_wise, use more ranks per tower, "
-            "a smaller data type or optimizer state, or move tables to other towers."
+            f"{counted(num_ranks, 'rank')} of memory_per_rank={human_bytes(limit)} have{beside}, "
+            f"{human_bytes(activations)} of it for the embeddings looked up with batch_size={batch}; of table {name!r} "
+            f"a rank must hold {human_bytes(memory)} even {scheme}. {smaller}et large tables be row_wise, use more "
+            "ranks per tower, a smaller data type or optimizer state, or move tables to other towers."
         )
 
     def _entry(self, table: Any, placement: TablePlacement, mean: float) -> TableSharding:

@@ -254,16 +254,14 @@ class Allowed(NamedTuple):
     schemes: tuple[Scheme, ...]
     """At least one."""
     kernel: Kernel
-    cache_load_factor: float
     placement: TablePlacement | None
     """Placement that the user gave; None if there is none."""
     why: str
     """Part of the reason of the choice; empty if the user asked for nothing."""
 
     def place(self, scheme: Scheme, ranks: Sequence[int]) -> TablePlacement:
-        """Returns a placement with the table's kernel and cache."""
-        cache = self.cache_load_factor
-        return TablePlacement(scheme=scheme, ranks=tuple(ranks), kernel=self.kernel, cache_load_factor=cache)
+        """Returns a placement with the table's kernel."""
+        return TablePlacement(scheme=scheme, ranks=tuple(ranks), kernel=self.kernel)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -282,8 +280,6 @@ class ShardingRules:
     """Schemes for tables without a rule of their own."""
     tables: Mapping[str, Rule] = field(default_factory=dict)
     """The rules of single tables; other tables, and those with a scheme only, have the kernel ``fused``."""
-    cache_load_factor: float = 0.2
-    """Share of their rows that tables with a cache have there."""
     id_route: IdRoute = "peer"
     """Route of the ids; the global route does not carry every scheme (`why_not`)."""
     fused_params: Mapping[str, Any] | None = None
@@ -359,9 +355,9 @@ class ShardingRules:
                 "Change the rule."
             )
         if not isinstance(rule, TablePlacement):
-            return Allowed((scheme,), "fused", self.cache_load_factor, None, f"asked for{pattern}")
+            return Allowed((scheme,), "fused", None, f"asked for{pattern}")
         shards_in_tower(table, rule, num_ranks=num_ranks, tower=tower)
-        return Allowed((scheme,), rule.kernel, rule.cache_load_factor, rule, f"pinned by the user{pattern}")
+        return Allowed((scheme,), rule.kernel, rule, f"pinned by the user{pattern}")
 
     def _free(self, table: Any, kernel: Kernel, num_ranks: int) -> Allowed:
         obstacles = {scheme: self._obstacle(table, scheme, num_ranks) for scheme in self.schemes}
@@ -373,7 +369,7 @@ class ShardingRules:
         possible = tuple(scheme for scheme in SCHEMES if obstacles.get(scheme) == "")
         if not possible:
             possible, why = ("table_wise",), f"{' or '.join(obstacles)} asked for, but {next(iter(obstacles.values()))}"
-        return Allowed(possible, kernel, self.cache_load_factor, None, why)
+        return Allowed(possible, kernel, None, why)
 
     def _obstacle(self, table: Any, scheme: Scheme, num_ranks: int) -> str:
         return why_not(table, scheme, num_ranks=num_ranks, id_route=self.id_route, fused_params=self.fused_params)

@@ -148,7 +148,7 @@ def start_with(folder: Path, config: TrainingConfig, files: Files, plan: TowerPl
         towers = folder / "towers.json"
         saved_plan = TowerPlan.load(towers)
         if (saved_plan.to_lists(), saved_plan.outside) != (plan.to_lists(), plan.outside):
-            wrong.append(f"the towers; it has those of towers.plan={str(towers)!r}")
+            wrong.append(f"the towers; it has those of towers.plan={str(towers)!r} with towers.outside='none'")
     if wrong:
         other = "another train.output_dir" if is_own else "train.resume a checkpoint of the same model"
         raise InputError(f"{folder} is of another run: {shorten(wrong)}. Undo that, or give {other}.")

@@ -194,7 +194,7 @@ def test_a_pinned_kernel_leaves_room_on_the_device() -> None:
     hardware = Hardware(memory_per_rank=40 * 10**9)
     with pytest.raises(InputError, match=r"of table 'a' a rank must hold 40\.\d GB even row_wise"):
         plan_tables([tables], one_tower(128), hardware=hardware)
-    rules = ShardingRules(tables={"*": "fused_uvm_caching"}, cache_load_factor=0.2)
+    rules = ShardingRules(tables={"*": "fused_uvm_caching"})
     found = plan_tables([tables], one_tower(128), hardware=hardware, rules=rules)
     assert max(rank.memory for rank in found.ranks) <= 40 * 10**9
     assert found.reasons["a"].startswith("row_wise over 128 ranks as fused_uvm_caching: ")
@@ -202,10 +202,9 @@ def test_a_pinned_kernel_leaves_room_on_the_device() -> None:
 
 def test_rules_for_kernels() -> None:
     tables = [table("t_a", 1000), table("t_b", 1000), table("u", 1000)]
-    rules = ShardingRules(tables={"t_*": "fused_uvm_caching", "t_b": "fused_uvm"}, cache_load_factor=0.5)
+    rules = ShardingRules(tables={"t_*": "fused_uvm_caching", "t_b": "fused_uvm"})
     found = plan_tables([tables], one_tower(2), rules=rules)
     assert kernels(found) == {"t_a": "fused_uvm_caching", "t_b": "fused_uvm", "u": "fused"}
-    assert found.placements["t_a"].cache_load_factor == 0.5
     rules = ShardingRules(schemes=("data_parallel",), tables={"u": "fused_uvm"})
     assert "kernel='fused_uvm' is for" in plan_tables([tables], one_tower(2), rules=rules).reasons["u"]
     with pytest.raises(InputError, match=r"'uvm' is none of \['table_wise'.*'fused_uvm_caching'"):

@@ -267,7 +267,8 @@ FOUR = [table(f"t{i}", rows=rows, columns=4) for i, rows in enumerate((4000, 200
 # Of two tables the rows, and embeddings of 2,048 samples with their gradients.
 LEAST = 6000 * 20 + 2 * 2048 * 4 * 8
 WHOLE = ShardingRules(schemes=("table_wise",))
-ONE_RANK, TWO_TOWERS = one_tower(1), TowerTopology(num_towers=2, ranks_per_tower=4)
+ONE_RANK, TWO_BY_TWO = one_tower(1), TowerTopology(num_towers=2, ranks_per_tower=2)
+TWO_TOWERS = TowerTopology(num_towers=2, ranks_per_tower=4)
 AD_HOUR = [table("t_ad"), table("t_hour", rows=3, columns=4)]
 
 
@@ -312,6 +313,19 @@ def test_what_cannot_be_planned_is_refused(
 ) -> None:
     with pytest.raises(InputError, match=message):
         plan_tables(towers, topology, **options)
+
+
+def test_tables_outside_leave_less_room_and_the_batch_size_that_is_advised_fits() -> None:
+    def plan(rows: int, room: int, batch: int) -> None:
+        towers = [[table("a", rows), table("b", rows)], [table("c", 9)]]
+        work, device = StepWorkload(batch_size=batch), Hardware(memory_per_rank=room)
+        plan_tables(towers, TWO_BY_TWO, outside=[table("o")], workload=work, hardware=device)
+
+    with pytest.raises(InputError, match=r"156 MB of the 117 MB .* have beside 51.6 MB each for tables outside"):
+        plan(300_000, 110_000_000, 64)
+    with pytest.raises(InputError, match="Lower batch_size to 20468 or less"):
+        plan(100_000, 130_000_000, 80_000)
+    plan(100_000, 130_000_000, 20_468)
 
 
 def test_a_scheme_is_refused_only_where_no_table_that_asks_for_it_can_have_it() -> None:

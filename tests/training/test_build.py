@@ -61,17 +61,9 @@ def on_one_host(job: Job, monkeypatch: pytest.MonkeyPatch, pages: int) -> None:
 @pytest.mark.parametrize(
     ("section", "values", "message"),
     [
-        (
-            "model",
-            {"c": 65_536, "tower_dim": 65_536},
-            "The 2 ranks on host .* need at least .* PB of memory",
-        ),
+        ("model", {"c": 65_536, "tower_dim": 65_536}, "The 2 ranks on host .* need at least .* PB of memory"),
         ("model", {"dense_arch": [2**20, 2**20]}, "need at least 17.6 TB of memory.* dense layers"),
-        (
-            "train",
-            {"batch_size": 2**24},
-            r"\(train\.batch_size=16777216\).* It has enough for train\.batch_size=\d{5}\. Lower",
-        ),
+        ("train", {"batch_size": 2**24}, r"batch_size=16777216\).* It has enough for train\.batch_size=\d{5}\. Lower"),
     ],
     ids=["towers", "layers", "batch"],
 )

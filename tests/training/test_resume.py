@@ -183,7 +183,7 @@ def test_where_a_run_begins(finished: TrainingConfig, tmp_path: Path) -> None:
         ({"model": {"tower_dim": 8}}, r"is of another run: model\.tower_dim: 4 -> 8\. Undo that, or give another"),
         ({"optimizer": {"sparse": "sgd"}}, r"optimizer\.sparse: 'rowwise_adagrad' -> 'sgd'"),
         ({"data": {"shuffle_rows": 100}}, r"data\.shuffle_rows: \d+ -> 100"),
-        ({"topology": {"num_towers": 3}}, r"the towers; it has those of towers\.plan='.*towers\.json'"),
+        ({"towers": {"outside": "auto"}}, r"towers\.plan='.*towers\.json' with towers\.outside='none'\. Undo that"),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused(finished: TrainingConfig, sections: Any, message: str) -> None:
@@ -199,6 +199,9 @@ def test_a_run_goes_on_with_other_settings_and_says_so(finished: TrainingConfig,
     assert found.lines[1:] == ("optimizer.sparse_lr: 0.05 -> 0.5",)
     other_ranks = changed(finished, topology={"num_towers": 2, "ranks_per_tower": 1})
     assert len(start(other_ranks).lines) == 1
+    # What is advised where `auto` now chooses tables.
+    its_own = {"plan": str(checkpoints(checkpoint_folder(finished))[0] / "towers.json"), "outside": "none"}
+    assert start(changed(finished, towers=its_own)).position == found.position
     # Another day's data, from the checkpoint of yesterday's run.
     today = changed(finished, train={"output_dir": str(tmp_path)}, data={"shuffle_rows": 100})
     found = start(today, checkpoint_folder(finished))
