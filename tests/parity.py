@@ -209,13 +209,23 @@ def train_plainly(training: PlainTraining, *batches: list[PipelinedBatch], clip:
     norm = 0.0
     for module, of_replica in zip(training.modules, batches, strict=True):
         module.zero_grad()
-        torch.stack([module(batch)[0] for batch in of_replica]).mean().backward()
+        losses = [loss_of(plain_outputs(module.model, batch.ids)[1], batch.labels) for batch in of_replica]
+        torch.stack(losses).mean().backward()
     training.average_gradients()
     for module in training.modules if clip is not None else ():
         dense = [p for name, p in module.named_parameters() if not is_table(name)]
         norm = float(nn.utils.clip_grad_norm_(dense, clip or 0.0))
     training.step()
     return norm
+
+
+def plain_outputs(model: Any, ids: KeyedJaggedTensor) -> tuple[Any, Tensor]:
+    """What a plain model returns; its collections of sequences fail without samples, so they get one, without ids."""
+    size, keys = ids.stride(), ids.keys()
+    if not size:
+        ids = KeyedJaggedTensor(keys, ids.values(), ids.weights_or_none(), ids.lengths().new_zeros(len(keys)))
+    columns, logits = model(ids)
+    return (columns, logits) if size else (columns[:0], logits[:0])
 
 
 def share(oracle: PlainTraining) -> None:
@@ -233,7 +243,8 @@ def share(oracle: PlainTraining) -> None:
 
 
 def loss_of(logits: Tensor, labels: Tensor) -> Tensor:
-    return nn.functional.binary_cross_entropy_with_logits(logits, labels)
+    number = torch.ones_like(labels).sum().clamp(min=1)  # pipelines trace it; without samples the loss is 0
+    return nn.functional.binary_cross_entropy_with_logits(logits, labels, reduction="sum") / number
 
 
 @dataclass

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torchrec.distributed.types import ParameterSharding
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from dmt._torchrec import (
     OpenShardedEC,
@@ -105,7 +105,8 @@ class GroupSharded:
 class GroupShardedEC(OpenShardedEC, GroupSharded):
     """TorchRec's sharded collection of sequences over any group of ranks, table-wise and row-wise.
 
-    Embeddings return to the rank that asked, inside the tower: [sum of the lengths of its P samples, columns].
+    Embeddings return to the rank that asked, inside the tower: [sum of the lengths of its P samples, columns]. TorchRec
+    fails on a rank without samples (P = 0), so such a rank sends one sample without ids.
 
     Args:
         module: the collection.
@@ -128,6 +129,23 @@ class GroupShardedEC(OpenShardedEC, GroupSharded):
             super().__init__(module, sharding, group_env(group), **options)
         for _, optimizer in self.fused_optimizer.optimizers:
             self.show_users_rate(optimizer)
+
+    def input_dist(self, ctx: Any, features: KeyedJaggedTensor) -> Any:
+        """Starts the id exchange inside the group."""
+        ctx.is_filled_up = features.stride() == 0
+        if ctx.is_filled_up:
+            # The other ranks wait for this one in each exchange, so it cannot leave them out.
+            keys, weights = features.keys(), features.weights_or_none()
+            lengths = features.lengths().new_zeros(len(keys))
+            features = KeyedJaggedTensor(keys, features.values(), weights, lengths)
+        return super().input_dist(ctx, features)
+
+    def compute_and_output_dist(self, ctx: Any, input: Any) -> Any:
+        """Looks up and brings embeddings to the ranks of their samples."""
+        awaitable = super().compute_and_output_dist(ctx, input)
+        if ctx.is_filled_up:
+            awaitable.callbacks.append(lambda sequences: split_rows(sequences, [0, 1])[0])
+        return awaitable
 
 
 def table_configs(collection: EmbeddingBagCollection | EmbeddingCollection) -> list[Any]:

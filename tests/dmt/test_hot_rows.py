@@ -17,12 +17,7 @@ from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dmt import (
-    InputError,
-    TowerMesh,
-    TowerTopology,
-    TrafficMeter,
-)
+from dmt import InputError, TowerMesh, TowerTopology, TrafficMeter
 from dmt.hot_rows.costs import choose_rows
 from dmt.hot_rows.profile import AccessProfile
 from dmt.hot_rows.runtime import HotRows, why_no_copies

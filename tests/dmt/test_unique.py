@@ -15,12 +15,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 import dmt.sptt.rows
 import dmt.sptt.unique
-from dmt import (
-    TowerCollectionSharder,
-    TowerMesh,
-    TowerTopology,
-    run_in_micro_batches,
-)
+from dmt import TowerCollectionSharder, TowerMesh, TowerTopology, run_in_micro_batches
 from dmt.sptt.dataflow import SPTTModule
 from dmt.sptt.rows import RowCode, part_sizes, rows_of_parts
 from dmt.sptt.unique import distinct_inputs, samples_of_rows

@@ -22,13 +22,7 @@ from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.peer_exchange import PeerExchange, Pending
 from dmt.testing import gather_plain_state, load_plain_state, table_layout
 from dmt.training import preflight
-from dmt.training.build import (
-    build_model,
-    build_optimizer,
-    count_model,
-    fused_params,
-    shard_model,
-)
+from dmt.training.build import build_model, build_optimizer, count_model, fused_params, shard_model
 from dmt.training.config import OptimizerConfig, TrainingConfig
 from dmt.training.data.batch import ClickBatch
 from dmt.training.job import Job, open_data, open_job
