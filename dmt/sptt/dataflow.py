@@ -105,7 +105,7 @@ class SPTTModule(TowerState):
         super().__init__(sharder.module_type, sharder.mesh)
         self.id_route, self.peer_precision = sharder.id_route, sharder.peer_precision
         self._is_weighted = is_weighted
-        self._target_device = device or torch.device("cpu")
+        self.device = device or torch.device("cpu")
         # A feature that several tables of a tower look up is sent there once.
         self._features_by_tower = [list(dict.fromkeys(f for group in groups for f in group)) for groups in input_groups]
         # Groups that have features in common are one.
@@ -123,11 +123,6 @@ class SPTTModule(TowerState):
     def features(self) -> list[str]:
         """Features of all towers, in the order in which their ids are sent."""
         return [feature for features in self._features_by_tower for feature in features]
-
-    @property
-    def device(self) -> torch.device:
-        """This rank's device."""
-        return self._target_device
 
     def build_route(self) -> None:
         """Makes the id route into the sharded collections of this rank's tower; subclasses call it once they exist."""
@@ -191,7 +186,7 @@ class SPTTModule(TowerState):
         """Steps a and c: ids of each feature to the peer (or the rank) that looks it up, in peer order."""
         if not self.id_exchanges:
             # Here, since only a batch shows the order of its keys. A meta module is told the device by its ids.
-            device = ids_B.device() if self._target_device.type == "meta" else self._target_device
+            device = ids_B.device() if self.device.type == "meta" else self.device
             self.set_id_exchange(self._route.exchange(ids_B.keys(), device))
         exchange = self.id_exchanges[0]
         ctx.ids_B, ctx.encoder = ids_B, self.encoder

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Unpack
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torchrec.distributed.types import Awaitable, ParameterSharding
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.sparse.jagged_tensor import KeyedTensor
@@ -15,6 +15,7 @@ from dmt.errors import InputError, check_instance
 from dmt.plan.tables import feature_names
 from dmt.plan.towers import TowerPlan
 from dmt.sptt.dataflow import SPTTContext, SPTTModule
+from dmt.sptt.group_sharded import table_configs
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.peer_exchange import AgreedIds, Pending, Piece, Rows, TowerOutput
 from dmt.sptt.rows import part_sizes
@@ -59,7 +60,7 @@ class ShardedSPTTEmbeddingBagCollection(SPTTModule):
             for table in of_tower
         }
         """Tables of all towers, and those outside."""
-        self._keys = output_keys(module.embedding_bag_configs())
+        self._keys = output_keys(table_configs(module))
         in_tower = _sub_collection(module, tables[self.mesh.tower])
         self.local_parts.append(sharder.shard_in_tower(in_tower, sharding, device))
         self.build_route()
@@ -135,15 +136,11 @@ class SPTTEmbeddingBagCollectionSharder(TowerSharder[EmbeddingBagCollection]):
 
     def tables_by_tower(self, module: EmbeddingBagCollection) -> list[list[Any]]:
         """Checks the plan against the table configs, and returns those that each mesh tower holds."""
-        return self.plan.tables_by_tower(module.embedding_bag_configs())
+        return self.plan.tables_by_tower(table_configs(module))
 
     def outside_tables(self, module: EmbeddingBagCollection) -> list[Any]:
         """Returns the table configs of the plan's features outside towers."""
-        return self.plan.outside_tables(module.embedding_bag_configs())
-
-    def shardable_parameters(self, module: EmbeddingBagCollection) -> dict[str, nn.Parameter]:
-        """Returns the table weights, by table name."""
-        return {name.split(".")[0]: p for name, p in module.embedding_bags.named_parameters()}
+        return self.plan.outside_tables(table_configs(module))
 
 
 def _beside(columns: Awaitable[Tensor], others: Tensor) -> Tensor:

@@ -6,13 +6,13 @@ from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import nn
 from torchrec.distributed.types import ParameterSharding
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dmt.plan.tables import feature_names
 from dmt.plan.towers import TowerPlan
 from dmt.sptt.flat import ShardedSPTTEmbeddingBagCollection, SPTTEmbeddingBagCollectionSharder
+from dmt.sptt.group_sharded import table_configs
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.sharder import TowerSharder
 
@@ -26,7 +26,7 @@ def _make(
     device: torch.device | None,
 ) -> ShardedSPTTEmbeddingBagCollection:
     """Makes a module of one tower of one rank, which exchanges nothing; the job's ranks are its replicas."""
-    plan = TowerPlan.from_lists([dict.fromkeys(feature_names(module.embedding_bag_configs()))])
+    plan = TowerPlan.from_lists([dict.fromkeys(feature_names(table_configs(module)))])
     alone = SPTTEmbeddingBagCollectionSharder(sharder.mesh.outside_towers(), plan, fused_params=sharder.fused_params)
     made = ShardedSPTTEmbeddingBagCollection(alone, module, sharding, device)
     made.before_lookup = None  # gradients are averaged in each step: these replicas need no sync
@@ -64,8 +64,4 @@ class OutsideCollectionSharder(TowerSharder[EmbeddingBagCollection]):
 
     def outside_tables(self, module: EmbeddingBagCollection) -> list[Any]:
         """Returns all table configs."""
-        return list(module.embedding_bag_configs())
-
-    def shardable_parameters(self, module: EmbeddingBagCollection) -> dict[str, nn.Parameter]:
-        """Returns the table weights, by table name."""
-        return {name.split(".")[0]: p for name, p in module.embedding_bags.named_parameters()}
+        return table_configs(module)

@@ -20,15 +20,7 @@ from dmt._torchrec import fused_settings, place_globally
 from dmt.collectives import check_agreement, gather_objects, run_on_all_or_raise
 from dmt.errors import InputError, check_instance, did_you_mean
 from dmt.sharding.optimizers import MomentScale, check_fused_params, check_moment_scale, moment_scale_of, moment_scaled
-from dmt.sharding.schemes import (
-    ID_ROUTES,
-    SCHEMES,
-    IdRoute,
-    TablePlacement,
-    check_columns,
-    shards_in_tower,
-    why_not,
-)
+from dmt.sharding.schemes import ID_ROUTES, SCHEMES, IdRoute, TablePlacement, check_columns, shards_in_tower, why_not
 from dmt.sptt.group_sharded import GroupShardedEC, table_configs, table_weights
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.options import refuse
@@ -117,6 +109,10 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
     @abc.abstractmethod
     def tables_by_tower(self, module: Module) -> list[list[Any]]:
         """Returns the table configs that each mesh tower holds."""
+
+    def shardable_parameters(self, module: Any) -> dict[str, nn.Parameter]:
+        """Returns the table weights, by table name."""
+        return table_weights(module)
 
     def outside_tables(self, module: Module) -> list[Any]:
         """Returns the table configs that every rank holds whole, whatever its tower."""

@@ -27,7 +27,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 from dmt._torchrec import OpenShardedEBC, at_end_of_backward, group_env, mark_updated_in_backward
 from dmt.collectives import broadcast_tensor, start_sum
 from dmt.sharding.data_parallel import DataParallelOptimizer
-from dmt.sptt.group_sharded import Embeddings, GroupSharded, table_weights
+from dmt.sptt.group_sharded import Embeddings, GroupSharded, table_configs, table_weights
 from dmt.sptt.peer_exchange import IdExchange, Pending
 
 __all__ = [
@@ -74,7 +74,7 @@ class GroupShardedEBC(OpenShardedEBC, GroupSharded):
         options: Mapping[str, Any],
     ) -> None:
         self._data_parallel_group = data_parallel_group
-        self._configs = module.embedding_bag_configs()
+        self._configs = table_configs(module)
         self._schemes = {table.name: sharding[table.name].sharding_type for table in self._configs}
         self._target_device: torch.device | None = options["device"]
         with self.scale_moments(table_weights(module), moment_scales, options["fused_params"]):

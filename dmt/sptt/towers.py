@@ -58,9 +58,9 @@ class ShardedTowerCollection(SPTTModule):
             device=device,
         )
         mine = [i for i, mesh_tower in enumerate(placement) if mesh_tower == self.mesh.tower]
-        self._keys = {str(i): output_keys(_tables(module.towers[i])) for i in mine}
+        self._keys = {str(i): output_keys(table_configs(module.towers[i].embedding)) for i in mine}
         self.embeddings = {str(i): sharder.shard_in_tower(module.towers[i].embedding, sharding, device) for i in mine}
-        self.interactions = _TowerModules({i: module.towers[i].interaction for i in mine}, self._target_device)
+        self.interactions = _TowerModules({i: module.towers[i].interaction for i in mine}, self.device)
         # The tree has the names of the unsharded module; its parts are called elsewhere.
         towers = {
             i: nn.ModuleDict({"embedding": embedding, "interaction": self.interactions.by_tower[i]})
@@ -180,7 +180,7 @@ class TowerCollectionSharder(TowerSharder[EmbeddingTowerCollection]):
                     "or look up everything in one EmbeddingCollection and sum in the tower module."
                 )
             refuse(sequences=isinstance(collection, EmbeddingCollection), id_route=self.id_route)
-            tables[mesh_tower].extend(_tables(tower))
+            tables[mesh_tower].extend(table_configs(tower.embedding))
         return tables
 
     def shardable_parameters(self, module: EmbeddingTowerCollection) -> dict[str, nn.Parameter]:
@@ -220,7 +220,7 @@ def _check_towers(module: EmbeddingTowerCollection, placement: Sequence[int], *,
                     f"Towers {other} and {i} share the parameter {name!r}, but live on different mesh towers, where "
                     "their copies would drift apart. Give each its own, or place both on one mesh tower."
                 )
-    names = Counter(table.name for tower in module.towers for table in _tables(tower))
+    names = Counter(table.name for tower in module.towers for table in table_configs(tower.embedding))
     doubled = [name for name, count in names.items() if count > 1]
     if doubled:
         raise InputError(f"Table {doubled[0]!r} occurs in more than one tower; give tables unique names.")
@@ -259,11 +259,7 @@ def _data_parallel(modules: _TowerModules, mesh: TowerMesh) -> nn.Module:
 
 
 def _features(tower: EmbeddingTower) -> list[str]:
-    return list(dict.fromkeys(feature_names(_tables(tower))))
-
-
-def _tables(tower: EmbeddingTower) -> list[Any]:
-    return table_configs(tower.embedding)
+    return list(dict.fromkeys(feature_names(table_configs(tower.embedding))))
 
 
 def _is_weighted(tower: EmbeddingTower) -> bool:
