@@ -184,7 +184,8 @@ class DINTowerModule(nn.Module):
     without history has v = 0. DIN leaves out the softmax, so that long histories weigh more; here it is taken.
 
     Args:
-        target: feature with exactly one id for each sample.
+        target: feature with one id for each sample. Other numbers are no error, as in a bag: none is a target of zeros,
+            several are the sum of their embeddings.
         history: feature with any number of ids, also none.
         embedding_dim: N.
         tower_dim: D, numbers that cross hosts, whatever the length of the history.
@@ -216,32 +217,30 @@ class DINTowerModule(nn.Module):
         """Sequences of [B] lengths and [sum of lengths, N] values -> [B, D].
 
         Raises:
-            InputError: a feature comes as pooled embeddings, or a sample has not exactly one target.
+            InputError: a feature comes as pooled embeddings.
         """
-        (target_BN, _), (items_JN, lengths) = (self._sequence(embeddings, name) for name in self.features)
-        sample_J = torch.repeat_interleave(torch.arange(len(lengths), device=lengths.device), lengths)
+        (ids_KN, sample_K, size), (items_JN, sample_J, _) = (_sequence(embeddings, name) for name in self.features)
+        # Lengths are not checked here: only the ranks of this tower would raise, and all others wait for them.
+        target_BN = ids_KN.new_zeros(size, ids_KN.shape[1]).index_add(0, sample_K, ids_KN)
         query_JN = target_BN.index_select(0, sample_J)
         pairs = torch.cat([query_JN, items_JN, query_JN - items_JN, query_JN * items_JN], dim=1)
-        weights_J = _softmax_by_sample(self.score(pairs).squeeze(1), sample_J, len(lengths))
+        weights_J = _softmax_by_sample(self.score(pairs).squeeze(1), sample_J, size)
         pooled_BN = torch.zeros_like(target_BN).index_add(0, sample_J, weights_J.unsqueeze(1) * items_JN)
         return self.project(torch.cat([target_BN, pooled_BN], dim=1))
 
-    def _sequence(self, embeddings: Mapping[str, Any], name: str) -> tuple[Tensor, Tensor]:
-        sequence = embeddings[name]
-        if isinstance(sequence, Tensor):
-            raise InputError(
-                f"DINTowerModule: feature {name!r} comes as pooled embeddings {list(sequence.shape)}, but attention "
-                "needs one for each id. Make the tower's embedding module an EmbeddingCollection."
-            )
-        values, lengths = sequence.values(), sequence.lengths()
-        # Samples and ids are equally many: a target that is none can stand beside one that is two.
-        if name == self.features[0] and bool((lengths != 1).any()):
-            sample = int((lengths != 1).nonzero()[0])
-            raise InputError(
-                f"DINTowerModule: the target {name!r} has {int(lengths[sample])} ids in sample {sample} of "
-                f"{len(lengths)}; it must have exactly one. Name the sequence as history=, or fill in an id."
-            )
-        return values, lengths
+
+def _sequence(embeddings: Mapping[str, Any], name: str) -> tuple[Tensor, Tensor, int]:
+    """Returns the embeddings of a sequence, the sample of each, and the number of samples."""
+    sequence = embeddings[name]
+    if isinstance(sequence, Tensor):
+        raise InputError(
+            f"DINTowerModule: feature {name!r} comes as pooled embeddings {list(sequence.shape)}, but attention "
+            "needs one for each id. Make the tower's embedding module an EmbeddingCollection."
+        )
+    values, lengths = sequence.values(), sequence.lengths()
+    samples = torch.arange(len(lengths), device=lengths.device)
+    # Without output_size a GPU would be waited for.
+    return values, samples.repeat_interleave(lengths, output_size=len(values)), len(lengths)
 
 
 def _softmax_by_sample(scores_J: Tensor, sample_J: Tensor, num_samples: int) -> Tensor:

@@ -143,7 +143,8 @@ returned = lookups if is_sequence(table) else samples * features => returned = s
 ## dmt/plan/tables.py :: tests/dmt/test_refusals.py -k "sequences"
 hasattr(table, "init_fn") and not hasattr(table, "pooling") => False
 ## models/tower_modules.py :: tests/models/test_tower_modules.py -k din
-bool((lengths != 1).any()) => bool((lengths > 1).all())
+index_add(0, sample_K, ids_KN) => index_copy(0, sample_K, ids_KN)
+lengths, output_size=len(values) => lengths
 scores_J - largest_B.index_select(0, sample_J) => scores_J
 weights_J.unsqueeze(1) * items_JN => items_JN
 ## partitioner/search.py :: tests/partitioner/test_search.py

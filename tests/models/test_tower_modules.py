@@ -121,10 +121,7 @@ def test_a_tower_of_one_feature_has_no_product(embeddings):
     ("build", "message"),
     [
         (lambda: DLRMTowerModule(["a"], embedding_dim=8, tower_dim=4, c=0), "DLRMTowerModule: c_plus_p=0 must be"),
-        (
-            lambda: DLRMTowerModule(["a"], embedding_dim=8, tower_dim=4, p=-1),
-            "p=-1 must be whole numbers",
-        ),
+        (lambda: DLRMTowerModule(["a"], embedding_dim=8, tower_dim=4, p=-1), "p=-1 must be whole numbers"),
         (lambda: DLRMProductsTowerModule(["a"], embedding_dim=8, tower_dim=4, c=1, p=0), "Products.*: p=0 must be"),
         (lambda: DCNTowerModule(["a"], embedding_dim=8, tower_dim=4, rank=0), "rank=0 must be"),
         (lambda: DCNTowerModule(["a"], embedding_dim=8, tower_dim=0), "tower_dim=0 must be"),
@@ -137,9 +134,9 @@ def test_bad_sizes(build, message):
 
 
 def sequences(targets: list[int], histories: list[list[int]], table: torch.Tensor) -> dict[str, JaggedTensor]:
-    of_target = JaggedTensor(table[torch.tensor(targets)], lengths=torch.ones(len(targets), dtype=torch.int64))
+    of_target = JaggedTensor(table[targets], lengths=torch.ones(len(targets), dtype=torch.int64))
     ids = torch.tensor([item for history in histories for item in history], dtype=torch.int64)
-    lengths = torch.tensor([len(history) for history in histories])
+    lengths = torch.tensor([len(history) for history in histories], dtype=torch.int64)
     return {"history": JaggedTensor(table[ids], lengths=lengths), "target": of_target}
 
 
@@ -167,14 +164,20 @@ def test_din_attends_to_each_samples_own_history(histories):
         torch.testing.assert_close(ours.grad, expected, rtol=1e-4, atol=1e-3)
 
 
-def test_din_refuses_pooled_embeddings_and_targets_that_are_no_single_item():
-    tower, table = DINTowerModule("target", "history", embedding_dim=4, tower_dim=3), torch.ones(5, 4)
+def test_din_adds_the_ids_of_a_target_and_makes_no_device_wait():
+    tower, table = DINTowerModule("target", "history", embedding_dim=4, tower_dim=3), torch.randn(5, 4)
+    whole = sequences([1, 0, 3], [[1], [2, 3], [4]], table)
+    whole["target"].values()[:2] = torch.stack([table[2] + table[4], torch.zeros(4)])
+    parts = whole | {"target": JaggedTensor(table[[2, 4, 3]], lengths=torch.tensor([2, 0, 1]))}
+    assert torch.equal(tower(parts), tower(whole))
+    assert tower(sequences([], [], table)).shape == (0, 3)
+    # Tensors without numbers have none that could be waited for.
+    assert tower.to("meta")({name: of_name.to("meta") for name, of_name in parts.items()}).shape == (3, 3)
+
+
+def test_din_refuses_pooled_embeddings():
+    tower = DINTowerModule("target", "history", embedding_dim=4, tower_dim=3)
     with pytest.raises(InputError, match=r"'target' comes as pooled embeddings \[3, 4\].* an EmbeddingCollection"):
         tower({"target": torch.ones(3, 4), "history": torch.ones(3, 4)})
-    for items, number in (([[1], [2, 3], []], 2), ([[1], [], [2, 3]], 0)):
-        history, target = sequences([1, 2, 3], items, table).values()
-        message = rf"target 'target' has {number} ids in sample 1 of 3; it must have exactly one"
-        with pytest.raises(InputError, match=message):
-            tower({"target": history, "history": target})
     with pytest.raises(InputError, match="hidden=0"):
         DINTowerModule("target", "history", embedding_dim=4, tower_dim=3, hidden=0)
