@@ -178,6 +178,11 @@ class ShardingConfig(Section):
         return ExchangePrecision(forward=self.forward_precision, backward=self.backward_precision)
 
     @property
+    def rank_memory(self) -> int | None:
+        """Bytes of a rank for tables and their optimizer state; None: no limit."""
+        return None if self.memory_gib is None else int(self.memory_gib * 2**30)
+
+    @property
     def is_off_device(self) -> bool:
         """Whether weights of tables are in other memories than the device's."""
         return not {"fused", *SCHEMES}.issuperset(self.tables.values())
@@ -341,7 +346,11 @@ def _refusals(config: TrainingConfig) -> list[tuple[object, str]]:
     is_flat, replicas, places = config.dataflow == "flat", config.topology.num_replicas, config.topology.build()
     sync_every = config.replicas.sync_every
     # TorchRec would ignore them without a warning.
-    of_towers = [key for key in SHARDING_OF_TOWERS if getattr(sharding, key) != getattr(ShardingConfig(), key)]
+    of_towers = [
+        f"sharding.{key}={getattr(sharding, key)!r}"
+        for key in SHARDING_OF_TOWERS
+        if getattr(sharding, key) != getattr(ShardingConfig(), key)
+    ] + [f"towers.outside={config.towers.outside!r}"] * (config.towers.outside != "none")
     of_hot_rows = [key for key in HotRowsConfig.model_fields if getattr(hot, key) != getattr(HotRowsConfig(), key)]
     wrapped = refusals(
         unique=sharding.unique,
@@ -357,15 +366,10 @@ def _refusals(config: TrainingConfig) -> list[tuple[object, str]]:
         *(
             (
                 is_flat,
-                f"sharding.{key}={getattr(sharding, key)!r} needs the tower dataflow, but this run has "
-                "sharding.dataflow='flat'. Set it to 'sptt', or leave the key out.",
+                f"{setting} needs the tower dataflow, but this run has sharding.dataflow='flat'. Set it to 'sptt', or "
+                "leave the key out.",
             )
-            for key in of_towers
-        ),
-        (
-            is_flat and config.towers.outside != "none",
-            f"towers.outside={config.towers.outside!r} needs the tower dataflow, but this run has "
-            "sharding.dataflow='flat'. Set it to 'sptt', or leave the key out.",
+            for setting in of_towers
         ),
         (
             sharding.scheme == "planner" and not is_flat,

@@ -112,7 +112,7 @@ def plan_flat(job: Job, model: nn.Module, fused_params: dict[str, Any]) -> Shard
         [FlatSharder(None, fused_params=fused_params)],
         topology,
         constraints=constraints,
-        memory_per_rank=job.rank_memory,
+        memory_per_rank=job.config.sharding.rank_memory,
         batch_size=job.config.train.batch_size,
         device_type=job.device_type,
     )

@@ -88,11 +88,6 @@ class Job:
         return self.config.topology.build()
 
     @property
-    def rank_memory(self) -> int | None:
-        """Bytes of a rank for tables and their optimizer state; None: no limit."""
-        return _bytes(self.config.sharding.memory_gib)
-
-    @property
     def split_tables(self) -> tuple[TableSpec, ...]:
         """Tables with those that the tower plan cuts replaced by their column shards."""
         return self.tables if self.towers is None else tuple(split_tables(self.tables, _cuts(self.towers, self.tables)))
@@ -199,7 +194,12 @@ def _in_towers(config: TrainingConfig, tables: Sequence[TableSpec]) -> tuple[Tow
             inside = [table for table in tables if not set(outside).issuperset(table.feature_names)]
             plan = _strided(inside, config.topology.num_towers) if is_strided else plan
             plan = plan.moved_outside(outside)
-        tables = _as_vectors(config, tables, plan.outside)
+        tables, dim = _as_vectors(config, tables, plan.outside), config.model.outside_dim
+        if dim is not None and dim % 4 and any(table.embedding_dim == dim for table in plan.outside_tables(tables)):
+            raise InputError(
+                f"tables outside towers would have model.tower_dim={dim} columns, but FBGEMM's kernels take multiples "
+                "of 4. Set model.tower_dim to one."
+            )
         plan.tables_by_tower(split_tables(tables, _cuts(plan, tables)))
     except InputError as error:
         raise InputError(f"{place}: {error}") from error
@@ -228,6 +228,7 @@ def _outside(config: TrainingConfig, plan: TowerPlan, tables: Sequence[TableSpec
         for table in vectors
         if set(table.feature_names) <= set(features)  # shards are in none
         and dim in (None, table.embedding_dim)
+        and table.embedding_dim % 4 == 0  # FBGEMM's kernels
         and not (rules.names(table.name) or why_not(table, "data_parallel"))
     ]
     placed = replace(plan, tables=()).tables_by_tower(vectors)
@@ -353,7 +354,7 @@ def step_workload(config: TrainingConfig, pooling_factors: Mapping[str, float]) 
 
 def _hardware(config: ShardingConfig) -> Hardware:
     """The memory of a rank, and its rates if the config names a cluster."""
-    room = Hardware(memory_per_rank=_bytes(config.memory_gib))
+    room = Hardware(memory_per_rank=config.rank_memory)
     if config.cluster is None:
         return room
     cluster = load_cluster(config.cluster)
@@ -363,7 +364,3 @@ def _hardware(config: ShardingConfig) -> Hardware:
         intra_tower_gb_per_s=cluster.all_to_all.host_bytes_per_s / 1e9,
         collective_latency_us=1e6 * cluster.all_to_all.latency_s,
     )
-
-
-def _bytes(gib: float | None) -> int | None:
-    return None if gib is None else int(gib * 2**30)

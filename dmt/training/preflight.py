@@ -181,19 +181,22 @@ def check_memory(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
     copies = 2 * config.hot_rows.extra_memory * sum(table.num_bytes for table in job.tables) * is_across
     others = copies + 2 * (dense + towers / topology.num_towers)
 
-    def too_full(other: Job) -> list[int]:
-        """The ranks of the first place that has too little memory for them."""
-        needed, ranks = _lookup_bytes(other).sum(axis=1) + others, range(len(places))
-        on = ([rank for rank in ranks if places[rank] == place] for place in dict.fromkeys(places))
-        return next((group for group in on if needed[group].sum() > places[group[0]][1]), [])
+    def fullest(other: Job) -> tuple[float, list[int]]:
+        """The largest share of its batches that a place has no memory for, at most 0 if all fit, and its ranks."""
+        held, shares = _lookup_bytes(other), []
+        for place in dict.fromkeys(places):
+            group = [rank for rank, found in enumerate(places) if found == place]
+            shares.append(((held[group].sum() + len(group) * others - place[1]) / held[group, 1].sum(), group))
+        return max(shares)
 
-    if not (ranks := too_full(job)):
+    share, ranks = fullest(job)
+    if share <= 0:
         return
     (name, limit), (tables, batches) = places[ranks[0]], _lookup_bytes(job)[ranks].T
     whole, size = tables.sum() + batches.sum() + len(ranks) * others, config.train.batch_size
-    most, fitting = int(size * (1 - (whole - limit) / batches.sum())), _with_other_replicas(job)
+    most, fitting = int(size * (1 - share)), _with_other_replicas(job)
     fits = [f"train.batch_size={most}"] if most > 0 else []
-    for topology in [other.topology for other in fitting if not too_full(other)][:1]:
+    for topology in [other.topology for other in fitting if fullest(other)[0] <= 0][:1]:
         fits.append(f"topology.num_replicas={topology.num_replicas} with ranks_per_tower={topology.ranks_per_tower}")
     raise InputError(
         f"The {len(ranks)} ranks on {name} need at least {human_bytes(whole)} of memory, but it has "

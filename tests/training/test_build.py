@@ -43,11 +43,11 @@ def batches(config: TrainingConfig, rank: int, world_size: int) -> Iterator[Clic
 # Pure arithmetic first.
 
 
-def on_one_host(job: Job, monkeypatch: pytest.MonkeyPatch, pages: int) -> None:
-    """Checks the memory of a job whose ranks are on one host, all with the need of rank 0."""
-    ranks = job.topology.world_size
+def on_one_host(job: Job, monkeypatch: pytest.MonkeyPatch, pages: int, *more: tuple[str, int]) -> None:
+    """Checks the memory of a job whose ranks are on one host, but for as many as there are ``more`` places."""
+    ranks = job.topology.world_size - len(more)
     monkeypatch.setattr("os.sysconf", lambda name: {"SC_PHYS_PAGES": pages, "SC_PAGE_SIZE": 4096}[name])
-    monkeypatch.setattr(preflight, "gather_objects", lambda value, group: [value] * ranks)
+    monkeypatch.setattr(preflight, "gather_objects", lambda value, group: [*[value] * ranks, *more])
     mesh: Any = SimpleNamespace(rank=0, global_group=None)
     preflight.check_memory(job, build_model(job, device="meta"), mesh)
 
@@ -74,6 +74,11 @@ def test_the_ranks_of_a_host_share_its_memory_and_the_limit_of_their_container(
     job = open_job(small(train={"batch_size": 8192}))
     with pytest.raises(InputError, match=r"The 4 ranks on .* need at least 13\.0 MB of memory, but it has 4\.10 MB"):
         on_one_host(job, monkeypatch, 1000)  # enough for any of them
+    # Of two places without room the batch size of the smaller one is advised.
+    more = 2 * [("host b", 3_000_000)]
+    with pytest.raises(InputError, match=r"The 2 ranks on host b .* It has enough for train\.batch_size=3778\."):
+        on_one_host(job, monkeypatch, 1400, *more)
+    on_one_host(open_job(small(train={"batch_size": 3778})), monkeypatch, 1400, *more)
     on_one_host(job, monkeypatch, 4000)
     assert preflight.memory_limit(tmp_path) == 4000 * 4096
     (tmp_path / "memory.max").write_text("max\n")

@@ -112,7 +112,7 @@ def alternatives(run: Job, cluster: Cluster) -> tuple[list[Prediction], list[str
     """
     predictions: list[Prediction] = []
     left_out: list[str] = []
-    reason, limit, tables = None, run.rank_memory, _plain_tables(run)
+    reason, limit, tables = None, run.config.sharding.rank_memory, _plain_tables(run)
     for name, settings in _ways(run) if run.config.model.factory is None else ():
         keys = [(f"{section}.{key}", value) for section, own in settings.items() for key, value in own.items()]
         overrides = [f"{key}={json.dumps(value).strip(chr(34))}" for key, value in keys]

@@ -26,7 +26,7 @@ from dmt.training.config import HotRowsConfig, OptimizerConfig, ReplicasConfig, 
 from dmt.training.data.batch import ClickBatch
 from dmt.training.device import current_device, on_all_ranks, process_group
 from dmt.training.job import Job, check_kernels, make_job
-from dmt.training.preflight import check_memory, check_same_input
+from dmt.training.preflight import check_same_input
 from dmt.training.serving.score import Predictions, Scored, open_rows, writing
 from dmt.training.trained import checkpoint_of
 
@@ -109,7 +109,6 @@ def _load(checkpoint: Path, job: Job, mesh: TowerMesh) -> nn.Module:
     """Makes the sharded `ClickTask` of a checkpoint, in evaluation mode; collective."""
     plain = on_all_ranks(lambda: build_model(job, device="meta"), mesh)
     check_same_input(job, plain, mesh)
-    check_memory(job, plain, mesh)
     model = shard_model(job, mesh, plain)
     load(checkpoint, model, None, mesh=mesh)
     # Without it, a model with replicas refuses a batch.

@@ -42,7 +42,13 @@ def scored_on_rank(
             raise OSError(errno.ENOSPC, "No space left on device")
         add(self, *columns)
 
-    with patch.object(module, "process_group", on_mesh), patch.object(Predictions, "write", full if fails else add):
+    # Training would not fit, with its gradients.
+    no_room = patch("dmt.training.preflight.memory_limit", lambda: 1)
+    with (
+        no_room,
+        patch.object(module, "process_group", on_mesh),
+        patch.object(Predictions, "write", full if fails else add),
+    ):
         return score_by_ranks(Path(model), Path(out), world_size=world_size, data_path=data)
 
 
