@@ -25,12 +25,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dmt.hot_rows.profile import AccessProfile, RowCounts
-from dmt.plan.tables import TableSpec
+from dmt.plan.tables import ID_BYTES, TableSpec
 from dmt.plan.topology import TowerTopology
 
 __all__ = ["choose_rows", "saved_bytes"]
 
-_ID_BYTES = 8
 # Between two hosts nearly every row saves a little, but its copy's gradient is set to zero, looked through and added to
 # the weights in every step. Memory is taken to be 300 times as fast as the link between hosts.
 _HELD = 1 / 300
@@ -68,7 +67,7 @@ def saved_bytes(
     # f B of OPER's equation 4; of distinct ids a rank sends a row once, if it reads it at all.
     uses = counts.chances(num_ids) if distinct else num_ids * counts.counts / max(counts.total, 1)
     is_touched = counts.chances(num_ids * features * len(everyone))
-    return away * features * (2 * row + _ID_BYTES) * uses - summed * is_touched - _HELD * summed
+    return away * features * (2 * row + ID_BYTES) * uses - summed * is_touched - _HELD * summed
 
 
 def choose_rows(

@@ -11,6 +11,7 @@ from typing import Any, Literal, cast, get_args
 from dmt.errors import InputError
 
 __all__ = [
+    "ID_BYTES",
     "NUMBER_BYTES",
     "TABLE_FORMATS",
     "TableFormat",
@@ -27,6 +28,8 @@ TableFormat = Literal["FP32", "FP16"]
 TABLE_FORMATS: tuple[TableFormat, ...] = get_args(TableFormat)
 NUMBER_BYTES = MappingProxyType({"fp32": 4, "fp16": 2, "bf16": 2})
 """Bytes of a number, by the lower-case name of its format."""
+ID_BYTES = 8
+"""Bytes of an id, and of a length: int64 both in a KeyedJaggedTensor."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, get_args
 
 from dmt.errors import InputError, did_you_mean
-from dmt.plan.tables import is_sequence, number_bytes
+from dmt.plan.tables import ID_BYTES, is_sequence, number_bytes
 from dmt.plan.topology import TowerTopology
 from dmt.sharding.schemes import Kernel, Scheme, TablePlacement, table_shards
 
@@ -28,7 +28,6 @@ __all__ = [
 SparseOptimizer = Literal["rowwise_adagrad", "adagrad", "adam", "sgd"]
 OPTIMIZERS: tuple[SparseOptimizer, ...] = get_args(SparseOptimizer)
 
-_ID_BYTES = 8  # an id, and a length: int64 both in a KeyedJaggedTensor
 _NUMBER_BYTES = 4  # of an embedding or a gradient, on the link and in memory
 # A row is read in the forward pass, and read and written by the fused update.
 _LOOKUP_PASSES = 3
@@ -184,7 +183,7 @@ class CostModel:
             copies = self.topology.num_replicas
             averaged = 2 * (copies - 1) / copies * (4 * rows * columns + state) / self.workload.sync_every
             # Lengths go to every row shard, ids to that of their row.
-            ids = remote * _ID_BYTES * (lookups + samples * features)
+            ids = remote * ID_BYTES * (lookups + samples * features)
             outputs = remote * returned * columns * _NUMBER_BYTES
         seconds = touched / (1e9 * self.hardware.memory_gb_per_s)
         seconds += (ids + 2 * outputs + reduced + averaged) / (1e9 * self.hardware.intra_tower_gb_per_s)

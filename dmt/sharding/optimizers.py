@@ -111,15 +111,13 @@ def moment_scale_of(moment_scale: MomentScale, settings: Mapping[str, Any], num_
     check_moment_scale(moment_scale, num_replicas)
     asked = moment_scale != "num_replicas"
     scale = float(num_replicas if moment_scale == "num_replicas" else moment_scale)
-    if scale == 1.0:
-        return scale
     obstacle = ""
     if optimizer_name(settings) not in _WITH_MOMENTS:
         obstacle = f"the optimizer is {optimizer_name(settings) or settings['optimizer']}"
     elif settings.get("weight_decay") and "decouple" in str(settings.get("weight_decay_mode", "")).lower():
         # It shrinks weights by learning rate x decay, so sqrt(c) would come into it.
         obstacle, asked = "weight_decay_mode is decoupled", True
-    if obstacle and asked:
+    if obstacle and asked and scale != 1.0:
         raise InputError(
             f"moment_scale={moment_scale!r} scales the moments of {' and '.join(_WITH_MOMENTS)}, but {obstacle}. Use "
             "moment_scale=1."

@@ -15,12 +15,12 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from dmt.formatting import human_bytes
+from dmt.plan.tables import ID_BYTES
 from dmt.plan.topology import TowerTopology
 from dmt.sharding.costs import CostModel, Hardware, StepWorkload
 
 __all__ = ["CrossingBytes", "CrossingCosts", "choose_outside"]
 
-_ID_BYTES = 8  # an id, and a length
 # Share of a rank's memory that is given to tables outside towers: it has to hold those of its tower, too.
 _MEMORY_SHARE = 0.1
 
@@ -74,9 +74,8 @@ class CrossingCosts:
     @functools.cached_property
     def _senders(self) -> float:
         """Ranks whose ids of a feature go to a tower on another host."""
-        topology = self.topology
-        away = topology.world_size * (1 - 1 / topology.num_towers)
-        return away * topology.share_across_hosts(topology.peer_groups())
+        away = self.topology.world_size * (1 - 1 / self.topology.num_towers)
+        return away * self.topology.share_across_hosts(self.topology.peer_groups())
 
     def of(self, table: Any) -> CrossingBytes:
         """Returns the bytes of a table, an ``EmbeddingBagConfig`` or `dmt.plan.tables.TableSpec`."""
@@ -87,7 +86,7 @@ class CrossingCosts:
             if self.is_unique and pooling <= 1:
                 rows = min(rows, table.num_embeddings)
             numbers = sum(self.number_bytes) * (table.embedding_dim if self.sent is None else self.sent)
-            in_tower += self._senders * rows * (_ID_BYTES * (pooling + 1) + numbers)
+            in_tower += self._senders * rows * (ID_BYTES * (pooling + 1) + numbers)
         return CrossingBytes(self._ring * 4 * table.num_embeddings * table.embedding_dim, in_tower)
 
 

@@ -207,23 +207,31 @@ def _modules(model: nn.Module, sharders: Sequence[Any]) -> tuple[dict[str, list[
         modules of TorchRec's.
 
     Raises:
-        InputError: a collection of tables is for no sharder, or no module for a tower sharder.
+        InputError: a collection of tables is for no sharder, no module for a tower sharder, or one type for two.
     """
     towers: dict[str, list[list[Any]]] = {}
     others: dict[str, nn.Module] = {}
     check_instance("model", model, nn.Module)
+    by_type: dict[type[nn.Module], Any] = {}
     for sharder in sharders:
         if isinstance(sharder, type):
             check_instance("sharder", sharder, ModuleSharder)
+        if by_type.setdefault(sharder.module_type, sharder) is not sharder:
+            raise InputError(
+                f"TowerShardingPlanner: two sharders are for {sharder.module_type.__name__}, and "
+                "DistributedModelParallel would use the last. Leave one of them out, here and there."
+            )
     for path, module in model.named_modules():
         if any(outer == "" or path.startswith(f"{outer}.") for outer in (*towers, *others)):
             continue
-        sharder = next((sharder for sharder in sharders if type(module) is sharder.module_type), None)
+        sharder = by_type.get(type(module))
         if sharder is None and isinstance(module, EmbeddingBagCollection | EmbeddingCollection):
             kind = type(module).__name__
+            is_beside = type(module) is EmbeddingBagCollection and any(hasattr(s, "tables_by_tower") for s in sharders)
+            add = "OutsideCollectionSharder(mesh)" if is_beside else f"TorchRec's {kind}Sharder()"
             raise InputError(
                 f"TowerShardingPlanner: no sharder is for {path!r} ({kind}), so every rank would hold and train all "
-                f"of its tables. Add TorchRec's {kind}Sharder() to the sharders, here and of DistributedModelParallel."
+                f"of its tables. Add {add} to the sharders, here and of DistributedModelParallel."
             )
         if sharder is not None and hasattr(sharder, "tables_by_tower"):
             towers[path] = [*map(list, sharder.tables_by_tower(module)), sharder.outside_tables(module)]

@@ -21,7 +21,7 @@ from torch.utils.flop_counter import flop_registry
 
 from dmt.errors import InputError
 from dmt.models.complexity import MetaTables, meta_batch, tower_modules
-from dmt.plan.tables import TableSpec
+from dmt.plan.tables import ID_BYTES, TableSpec
 from dmt.plan.topology import TowerTopology
 from dmt.sharding.costs import CostModel, ShardLoad, StepWorkload
 from dmt.sharding.plan import TowerShardingPlan
@@ -34,7 +34,6 @@ __all__ = [
     "step_work",
 ]
 
-_ID_BYTES = 8  # an id, and a length
 _SIZES = (2, 4)  # samples, of which operators are counted
 
 
@@ -161,7 +160,7 @@ def _exchanges(
     of_towers = 2 * (replicas * topology.ranks_per_tower - 1) * model.tower_bytes / world
     peer, inner = topology.share_across_hosts(groups), topology.share_across_hosts(topology.tower_groups())
     return {
-        "peer_ids": (others / (others + 1) * batch * _ID_BYTES * lookups, peer),
+        "peer_ids": (others / (others + 1) * batch * ID_BYTES * lookups, peer),
         "tower_ids": (ids, inner),
         "tower_outputs": (outputs, inner),
         # Of the busy end: a rank gets as many gradients as it sends outputs.

@@ -225,10 +225,7 @@ def test_torchrec_is_given_kernel_and_cache() -> None:
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        (
-            {"sharding": {"tables": {"t_C1": "key_value"}}},
-            r"The plan has table 't_C1' \(559 bytes with its cache\) on an SSD .*has CPUs",
-        ),
+        ({"sharding": {"tables": {"t_C1": "key_value"}}}, r"'t_C1' \(559 bytes with its cache\) on an SSD .*has CPUs"),
         (
             {"sharding": {"tables": {"t_C1": "key_value"}}, "optimizer": {"sparse": "sgd"}},
             r"on an SSD .* only row-wise AdaGrad and Adam, but this run has optimizer\.sparse='sgd'",

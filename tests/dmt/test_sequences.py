@@ -117,12 +117,18 @@ def test_bags_in_towers_and_sequences_train_as_the_plain_module() -> None:
 
 def test_tables_that_no_sharder_is_for_are_refused() -> None:
     model = nn.ModuleDict({"bags": collection("a", "b"), "words": EmbeddingCollection(tables=[], device="meta")})
-    planner = TowerShardingPlanner(TOPOLOGY)
-    message = (
-        r"no sharder is for 'words' \(EmbeddingCollection\), so every rank .* Add TorchRec's EmbeddingCollectionSh"
-    )
-    with pytest.raises(InputError, match=message):
-        planner.plan(model, [Sharder()])
+    sharder, of_towers = Sharder(), Sharder()
+    of_towers.module_type = EmbeddingTowerCollection
+    for sharders, message in (
+        (
+            [sharder],
+            r"no sharder is for 'words' \(EmbeddingCollection\), so .* Add TorchRec's EmbeddingCollectionSharder",
+        ),
+        ([of_towers], r"no sharder is for 'bags' .* Add OutsideCollectionSharder\(mesh\) to the sharders"),
+        ([sharder, Sharder()], "two sharders are for EmbeddingBagCollection, and .* would use the last"),
+    ):
+        with pytest.raises(InputError, match=message):
+            TowerShardingPlanner(TOPOLOGY).plan(model, sharders)
 
 
 def test_sequences_with_replicas_are_refused() -> None:

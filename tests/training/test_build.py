@@ -92,10 +92,7 @@ def test_replicas_are_advised_where_they_leave_room_for_looked_up_embeddings(mon
     shape = {"num_towers": 1, "ranks_per_tower": 8}
     job = open_job(small("dlrm", topology=shape, sharding=sharding, synthetic=synthetic, train={"batch_size": 4096}))
     # Each of 8 ranks has parts of the embeddings of 8 x 4,096 samples of 48 columns: 50 MB in all.
-    with pytest.raises(
-        InputError,
-        match=r"7\.13 MB .*enough for train.batch_size=3\d{3} or topology.num_replicas=2 with ranks_per_tower=4\.",
-    ):
+    with pytest.raises(InputError, match=r"7\.13 MB .*batch_size=3\d{3} or topology.num_replicas=2 with ranks_per_t"):
         on_one_host(job, monkeypatch, 12_000)
     on_one_host(job, monkeypatch, 15_000)
 
@@ -120,9 +117,7 @@ def test_parameters_are_counted_as_they_are_built(arch: str) -> None:
 
 
 def test_an_optimizer_without_a_cpu_kernel_is_refused() -> None:
-    with pytest.raises(
-        InputError, match=r"optimizer\.sparse='adam': FBGEMM has no CPU kernel.*\['rowwise_adagrad', 'adagrad', 'sgd'\]"
-    ):
+    with pytest.raises(InputError, match=r"optimizer\.sparse='adam': .* no CPU kernel.* \['rowwise_adagrad', 'adagr"):
         fused_params(OptimizerConfig(sparse="adam"))
     assert [fused_params(OptimizerConfig(sparse=name))["learning_rate"] for name in SPARSE] == [0.05] * 3
 
@@ -136,12 +131,8 @@ def every_optimizer_on_rank(rank: int) -> list[str]:
     still = []
     # Every dense optimizer meets every sparse one, and so does every dataflow; every model has two of the pairs.
     for (sparse, dense), (arch, dataflow) in zip(itertools.product(SPARSE, DENSE), 2 * ARCHS, strict=True):
-        config = small(
-            arch,
-            dataflow,
-            topology={"ranks_per_tower": 1},
-            optimizer={"sparse": sparse, "dense": dense, "warmup_steps": 2},
-        )
+        chosen = {"sparse": sparse, "dense": dense, "warmup_steps": 2}
+        config = small(arch, dataflow, topology={"ranks_per_tower": 1}, optimizer=chosen)
         model = shard_model(open_job(config), mesh)
         optimizer = build_optimizer(config.optimizer, model)
         before = gather_plain_state(model)
