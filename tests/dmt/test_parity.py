@@ -291,7 +291,7 @@ def drawn_sequences(seed: int) -> Case:
         scheme=draw.choice(["table_wise", "row_wise", "mixed"]),
         dims=(draw.choice([4, 8, 12]),) * 4,
         max_bag=draw.choice([2, 3, 20]),
-        sizes=tuple(draw.randint(1, 9) for _ in range(replicas * towers * ranks)),
+        sizes=(draw.randint(1, 9), *(max(0, draw.randint(-3, 9)) for _ in range(replicas * towers * ranks - 1))),
         optimizer=optimizer,
         id_dtype=draw.choice([torch.int32, torch.int64]),
         unique=draw.random() < 0.3,
