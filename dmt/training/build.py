@@ -18,15 +18,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dmt.hot_rows.runtime import HotRows
-from dmt.models import (
-    DCN,
-    DLRM,
-    DMTDCN,
-    DMTDLRM,
-    Complexity,
-    DMTDLRMProducts,
-    ModelOptions,
-)
+from dmt.models import DCN, DLRM, DMTDCN, DMTDLRM, Complexity, DMTDLRMProducts, ModelOptions
 from dmt.models.complexity import count_on_meta
 from dmt.models.sparse import JoinedShards
 from dmt.replicas.dense_reduce import HierarchicalDataParallel
@@ -243,11 +235,7 @@ def shard_model(job: Job, mesh: TowerMesh, model: nn.Module | None = None) -> Di
         is_half = config.train.dense_reduce == "hierarchical_bf16"
         reduce = HierarchicalDataParallel(mesh, precision="bf16" if is_half else "fp32")
     return DistributedModelParallel(
-        task,
-        device=current_device(job.device_type),
-        plan=plan,
-        sharders=sharders,
-        data_parallel_wrapper=reduce,
+        task, device=current_device(job.device_type), plan=plan, sharders=sharders, data_parallel_wrapper=reduce
     )
 
 
@@ -288,12 +276,7 @@ def replica_sync(config: ReplicasConfig, model: nn.Module, mesh: TowerMesh) -> R
     """Returns the sync of the replicas of a sharded model, None for a single one; call it once weights are loaded."""
     if mesh.topology.num_replicas == 1:
         return None
-    return ReplicaSync(
-        model,
-        mesh,
-        interval=config.sync_every,
-        optimizer_state=config.optimizer_state,
-    )
+    return ReplicaSync(model, mesh, interval=config.sync_every, optimizer_state=config.optimizer_state)
 
 
 def hot_rows(job: Job, model: nn.Module, mesh: TowerMesh) -> HotRows | None:

@@ -353,10 +353,7 @@ def _refusals(config: TrainingConfig) -> list[tuple[object, str]]:
     ] + [f"towers.outside={config.towers.outside!r}"] * (config.towers.outside != "none")
     of_hot_rows = [key for key in HotRowsConfig.model_fields if getattr(hot, key) != getattr(HotRowsConfig(), key)]
     wrapped = refusals(
-        unique=sharding.unique,
-        hot_rows=hot.extra_memory > 0,
-        num_replicas=replicas,
-        has_towers=model.has_towers,
+        unique=sharding.unique, hot_rows=hot.extra_memory > 0, num_replicas=replicas, has_towers=model.has_towers
     )
     return [
         (

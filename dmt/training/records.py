@@ -23,15 +23,7 @@ from dmt.errors import InputError
 from dmt.files import read_file, write_or_raise
 from dmt.training.config import TrainingConfig, to_toml
 
-__all__ = [
-    "RunRecord",
-    "quality_warnings",
-    "read_curves",
-    "read_result",
-    "settings_lines",
-    "to_json",
-    "versions",
-]
+__all__ = ["RunRecord", "quality_warnings", "read_curves", "read_result", "settings_lines", "to_json", "versions"]
 
 logger = logging.getLogger(__name__)
 

@@ -22,15 +22,7 @@ from benchmarks.study.runs import Progress, Run
 from benchmarks.study.simulation import ReplicaTables
 from benchmarks.study.statistics import compare_arms, holm
 from benchmarks.study.studies import STUDIES, runs_of
-from benchmarks.study.train import (
-    SETTINGS,
-    Arm,
-    _OneTable,
-    build_model_of_seed,
-    bytes_across,
-    job_of,
-    tower_sizes,
-)
+from benchmarks.study.train import SETTINGS, Arm, _OneTable, build_model_of_seed, bytes_across, job_of, tower_sizes
 from dmt.errors import InputError
 from dmt.plan.tables import TableSpec
 from dmt.plan.towers import TowerPlan

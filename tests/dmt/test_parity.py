@@ -31,11 +31,7 @@ from tests.ranks import run_ranks
 from tests.sptt_case import MIXES, PRECISIONS, Case, cases_on_rank, check, train
 
 pytestmark = pytest.mark.ranks
-PLANS = {
-    1: ((3, 1, 0, 2),),
-    2: ((0, 2), (3, 1)),
-    3: ((2,), (3, 0), (1,)),
-}
+PLANS = {1: ((3, 1, 0, 2),), 2: ((0, 2), (3, 1)), 3: ((2,), (3, 0), (1,))}
 
 
 def of(towers: int, ranks: int, **more: Any) -> Case:

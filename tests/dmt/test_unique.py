@@ -103,10 +103,7 @@ def test_only_samples_without_ids_share_a_row_if_others_must_not() -> None:
 def test_rows_of_groups_are_filled_up_with_empty_bags() -> None:
     strides = [[1, 1], [0, 1], [2, 1], [1, 1]]  # of two micro-batches of a, then of b, from each of two peers
     ids = KeyedJaggedTensor(
-        ["a", "a", "b", "b"],
-        torch.arange(8),
-        lengths=torch.ones(8, dtype=torch.int64),
-        stride_per_key_per_rank=strides,
+        ["a", "a", "b", "b"], torch.arange(8), lengths=torch.ones(8, dtype=torch.int64), stride_per_key_per_rank=strides
     )
     code = RowCode(ids, [[1, 0], [2, 1]], torch.empty(0), [1, 2], None)
     filled, parts = rows_of_parts(code, ids, [[["a"], ["b"]]], 0)

@@ -61,6 +61,5 @@ def batch(names, num_samples, *, generator, rows=20, most=1, least=1):
     lengths = torch.randint(least, most + 1, (len(names) * num_samples,), generator=generator)
     ids = torch.randint(rows, (int(lengths.sum()),), generator=generator)
     return SimpleNamespace(
-        dense_features=torch.zeros(num_samples, 1),
-        sparse_features=KeyedJaggedTensor(list(names), ids, lengths=lengths),
+        dense_features=torch.zeros(num_samples, 1), sparse_features=KeyedJaggedTensor(list(names), ids, lengths=lengths)
     )

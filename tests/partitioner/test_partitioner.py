@@ -98,11 +98,7 @@ def test_features_outside_are_left_out_and_the_plan_names_them():
 def test_one_feature():
     plan = TowerPartitioner(num_towers=1).fit(FeatureAffinity(matrix=[[1.0]], features=["only"]))
     assert plan.to_lists() == [["only"]]
-    assert (plan.affinity["within"], plan.affinity["between"], plan.affinity["normalized_stress"]) == (
-        None,
-        None,
-        0,
-    )
+    assert (plan.affinity["within"], plan.affinity["between"], plan.affinity["normalized_stress"]) == (None, None, 0)
 
 
 def test_the_plan_records_how_it_was_made_and_survives_a_file(tmp_path):

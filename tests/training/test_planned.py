@@ -35,10 +35,7 @@ def placed(*schemes: str) -> dict[str, str]:
 
 # arch, then the sections of the config
 CASES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
-    "a mix": (
-        "dmt-dcn",
-        {"sharding": {"tables": placed("row_wise", "data_parallel", "data_parallel", "table_wise")}},
-    ),
+    "a mix": ("dmt-dcn", {"sharding": {"tables": placed("row_wise", "data_parallel", "data_parallel", "table_wise")}}),
     "flat dataflow": ("dlrm", {"sharding": {"dataflow": "flat", "scheme": "table_wise"}}),
     "cut table, 16 bits": (
         "dcn",

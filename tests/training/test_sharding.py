@@ -242,10 +242,7 @@ def run_on_rank(rank: int, folder: str, archs: list[str]) -> list[dict[str, Any]
             train={"eval_every": 7, "output_dir": f"{folder}/{arch}"},
         )
         made = contextlib.nullcontext(TowerMesh(config.topology.build()))
-        with (
-            patch.object(TowerPlan, "load", count),
-            patch.object(run, "process_group", lambda config, made=made: made),
-        ):
+        with patch.object(TowerPlan, "load", count), patch.object(run, "process_group", lambda config, made=made: made):
             results.append(run.train(config))
         # Once in a run, on every rank: the file may change while the run trains with what it held.
         assert reads == [config.towers.plan]

@@ -16,11 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torchrec.modules.embedding_configs import PoolingType
-from torchrec.modules.embedding_modules import (
-    EmbeddingBagCollection,
-    EmbeddingCollection,
-    get_embedding_names_by_table,
-)
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection, get_embedding_names_by_table
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 from dmt._torchrec import assert_in_graph

@@ -17,11 +17,7 @@ from typing import Any
 import pytest
 import torch
 from click.testing import CliRunner
-from torch.distributed.checkpoint.metadata import (
-    _MEM_FORMAT_ENCODING,
-    BytesStorageMetadata,
-    MetadataIndex,
-)
+from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING, BytesStorageMetadata, MetadataIndex
 
 from dmt.errors import InputError
 from dmt.training.checkpoints.state import TensorReader
