@@ -42,9 +42,10 @@ def run_in_micro_batches(module: nn.Module, num_micro_batches: int = 4) -> Micro
     """Makes a sharded model run in micro-batches; training loop and pipelines stay as they are.
 
     The module must map samples to samples, so it is the model without its loss: every tensor it is given or returns,
-    also inside lists, tuples and dicts, has one row for each sample, and no row depends on another (no batch norm). The
-    ``KeyedJaggedTensor``, numbers, strings and None are handed on whole; other objects, such as a dataclass of tensors,
-    are refused. Results are those without micro-batches but for rounding. Collective: every rank calls it.
+    also inside lists, tuples and dicts, has one row for each sample, and nothing in a row depends on other samples (no
+    batch norm, no scores of pairs). The ``KeyedJaggedTensor``, numbers, strings and None are handed on whole; other
+    objects, such as a dataclass of tensors, are refused. Results are those without micro-batches but for rounding.
+    Collective: every rank calls it.
 
     Args:
         module: the ``DistributedModelParallel`` of the model, or the module inside whose forward is to be run in
@@ -282,10 +283,10 @@ def _join_leaf(parts: Sequence[Any], sizes: Sequence[int], owner: str) -> Any:
     if parts[0] is None:
         return None
     shapes = [list(part.shape) if isinstance(part, Tensor) else type(part).__name__ for part in parts]
-    if any(shape[:1] != [size] for shape, size in zip(shapes, sizes, strict=True)):
+    if any(shape != [size, *shapes[0][1:]] for shape, size in zip(shapes, sizes, strict=True)):
         raise InputError(
             f"{owner} returned {shapes} for micro-batches of {list(sizes)} samples; it must return tensors with one "
-            "row for each, or lists, tuples or dicts of them. Call run_in_micro_batches with the model inside that "
-            "computes no loss."
+            "row for each and other dimensions that stay, or lists, tuples or dicts of them. Call run_in_micro_batches "
+            "with the model inside that computes no loss and compares no samples."
         )
     return torch.cat(list(parts))

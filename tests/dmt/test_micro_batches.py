@@ -77,7 +77,7 @@ class Flawed(nn.Module):
             return None if self.passes == 1 else logits
         if self.flaw == "number":
             return 1.0
-        return logits.sum() if self.flaw == "loss" else logits
+        return {"loss": logits.sum(), "pairs": logits.unsqueeze(1) - logits}.get(self.flaw, logits)
 
 
 @dataclass
@@ -102,14 +102,15 @@ def check_calls(mesh: TowerMesh, rank: int) -> None:
     model = shard(TWO, Flawed(TWO), mesh)
     ids, labels = drawn(rank, size=4)
     expected = model(ids).detach()
-    run_in_micro_batches(model, num_micro_batches=2)
+    run_in_micro_batches(model, num_micro_batches=3)
     named = {
         "no call": r"Flawed has called the sharded modules inside \[0\] times",
         "two calls": r"\[2\] times in 1 micro-batches; it must call each exactly once",
         "second pass": r"\[3\] times in 2",
-        "loss": r"returned \[\[\], \[\]\] for micro-batches of \[2, 2\] samples.* computes no loss",
+        "loss": r"returned \[\[\], \[\], \[\]\] for micro-batches of \[2, 1, 1\] samples.* computes no loss",
+        "pairs": r"returned \[\[2, 2\], \[1, 1\], \[1, 1\]\] for .* compares no samples",
         "none in one": "Flawed returned something else for one micro-batch than for another",
-        "number": r"Flawed returned \['float', 'float'\] for",
+        "number": r"Flawed returned \['float', 'float', 'float'\] for",
     }
     for flaw, message in named.items():
         model.module.flaw, model.module.passes = flaw, 0
