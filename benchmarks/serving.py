@@ -23,8 +23,8 @@ import torch
 from benchmarks.report import about, markdown_table
 from dmt.training.console import quiet_libraries
 from dmt.training.data.clicks import ClickData
-from dmt.training.serving.export import export_run, load_program
-from dmt.training.serving.score import score, tensors_of
+from dmt.training.serving.export import export_run, load_program, tensors_of
+from dmt.training.serving.score import score
 from dmt.training.trained import trained_model
 
 __all__ = ["main"]

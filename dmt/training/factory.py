@@ -25,16 +25,17 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.embedding_tower import EmbeddingTowerCollection
-from torchrec.sparse.jagged_tensor import KeyedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dmt.errors import InputError
 from dmt.models.complexity import MetaTables, meta_batch, tower_modules
 from dmt.models.sparse import embedding_bag_configs
 from dmt.plan.tables import table_specs
+from dmt.training.data.batch import ClickBatch
 from dmt.training.functions import call_named, load_function
 from dmt.training.job import Job
 
-__all__ = ["check_outputs", "make_model", "probability_warning", "without_tables"]
+__all__ = ["check_outputs", "check_samples", "checked_logits", "make_model", "probability_warning", "without_tables"]
 
 
 def make_model(job: Job, device: str | None = None) -> nn.Module:
@@ -94,12 +95,45 @@ def check_outputs(job: Job, model: nn.Module) -> None:
     # The ids stand for a KeyedJaggedTensor, which nothing but the stand-ins of the tables can read.
     with torch.no_grad(), _errors_named(f"{place}: the model fails on a batch (only tables may read sparse_features):"):
         output = model(dense_features, ids)
-    number = len(ids)
-    if not isinstance(output, Tensor) or list(output.shape) not in ([number, 1], [number]):
+    checked_logits(place, output, len(ids))
+
+
+def checked_logits(place: str, output: Any, num_samples: int) -> Tensor:
+    """Returns what a model returned, if it has one logit for each sample: a tensor [B, 1] or [B].
+
+    Raises:
+        InputError: it has another shape, or is no tensor.
+    """
+    if isinstance(output, Tensor) and list(output.shape) in ([num_samples, 1], [num_samples]):
+        return output
+    raise InputError(
+        f"{place} returned {_described(output)} for {num_samples} samples; it must return logits [samples, 1]."
+    )
+
+
+def check_samples(job: Job, model: nn.Module, batch: ClickBatch) -> Tensor:
+    """Returns the logits [B] of a batch, and compares them with those of its halves; ``model`` evaluates.
+
+    Raises:
+        InputError: a sample's logit depends on the other samples of its batch.
+    """
+    dense, ids = batch.dense_features, batch.sparse_features
+    samples, lengths = torch.arange(len(dense)), ids.lengths().view(-1, len(dense))
+    owners = samples.expand_as(lengths).flatten().repeat_interleave(ids.lengths())
+    outputs = []
+    for part in (samples, *samples.chunk(2)):
+        values = ids.values()[torch.isin(owners, part)]
+        given = KeyedJaggedTensor(ids.keys(), values, lengths=lengths[:, part].flatten(), stride=len(part))
+        with torch.no_grad():
+            outputs.append(model(dense[part], given).reshape(-1))
+    difference = float((torch.cat(outputs[1:]) - outputs[0]).abs().max())
+    # Kernels of another batch size add numbers in another order.
+    if difference > 1e-4 * max(1.0, float(outputs[0].abs().max())):
         raise InputError(
-            f"{place}: for {number} samples the model returned {_described(output)}. It must return logits, a tensor "
-            f"[{number}, 1]."
+            f"model.factory={job.config.model.factory!r}: a sample's logit depends on the other samples of its batch: "
+            f"with half of them it differs by {difference:.1e}. Compute it from the sample alone, or use your own loop."
         )
+    return outputs[0]
 
 
 def probability_warning(factory: str, low: float, high: float) -> str:

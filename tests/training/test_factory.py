@@ -31,10 +31,10 @@ from dmt.training.factory import check_outputs
 from dmt.training.functions import load_function
 from dmt.training.job import Job, open_data
 from dmt.training.metrics import ClickMetrics
-from dmt.training.serving.export import read_manifest
+from dmt.training.serving.export import export_run, read_manifest
 from tests.parity import sequence_config
 from tests.ranks import run_ranks
-from tests.training.small import new_run, train_loop
+from tests.training.small import new_run, plain, save_alone, train_loop
 from tests.training.test_resume import attempt
 
 
@@ -175,6 +175,7 @@ KINDS: dict[str, Callable[[Any], Any]] = {
     "a tuple": lambda tables: Flat(tables, lambda logits: (logits, logits)),
     "probabilities": lambda tables: Flat(tables, torch.sigmoid),
     "reads ids": ReadsIds,
+    "mixes": lambda tables: Flat(tables, lambda logits: logits - logits.logsumexp(0)),
 }
 
 
@@ -245,8 +246,8 @@ def job_of(factory: str, *, in_towers: bool = False, **more: Any) -> Job:
         ("made:with more", "the model's table 't_more' is TableSpec.* but it was given none of that name"),
         ("made:without tables", "needs one EmbeddingBagCollection and no other module with tables, but has none"),
         ("made:raises", r"raised KeyError: 'towers' \(.*test_factory.py, line \d+\)"),
-        ("made:two columns", r"returned a tensor \[(\d+), 2\]\. It must return logits, a tensor \[\1, 1\]"),
-        ("made:a tuple", "the model returned a tuple. It must return logits"),
+        ("made:two columns", r"returned a tensor \[(\d+), 2\] for \1 samples; it must return logits \[sam"),
+        ("made:a tuple", r"returned a tuple for \d+ samples; it must return logits"),
         ("made:reads ids", r"the model fails on a batch \(only tables may read sparse_features\): AttributeError"),
         ("made:batch norm", r"BatchNorm1d 'part' normalizes over the samples.* Use torch.nn.LayerNorm"),
         # TorchRec would start them from whatever is in memory, and from zeros.
@@ -305,6 +306,17 @@ def test_what_is_fine_is_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("sys.path", [])
     assert load_function("model.factory", "made_here:make").__name__ == "make"
+
+
+@pytest.mark.ranks
+def test_a_model_that_mixes_samples_is_refused_by_check_and_export(tmp_path: Path) -> None:
+    message = r"made': a sample's logit depends on the other samples of its batch: with half of them it differs by \d"
+    config = job_of("made:mixes", topology={"num_towers": 1, "ranks_per_tower": 1}).config
+    with pytest.raises(InputError, match=message):
+        check_run(config, CheckLimits(max_rows=20, batch_size=4, steps=2))
+    save_alone(plain(config), tmp_path / "checkpoint", files={"config.toml": to_toml(config)})
+    with pytest.raises(InputError, match=message):
+        export_run(tmp_path, tmp_path / "model.pt2", functions=[f"{__name__}:made"])
 
 
 def warnings_on_rank(rank: int) -> list[str]:

@@ -19,8 +19,10 @@ from dmt.training.build import DENSE_OPTIMIZERS, ClickTask, build_model, fused_p
 from dmt.training.check.shrink import CheckedRun
 from dmt.training.config import OptimizerConfig
 from dmt.training.data.batch import ClickBatch
+from dmt.training.factory import check_samples
+from dmt.training.job import Job
 
-__all__ = ["UNEVEN", "Expected", "compute_expected", "draw_batch"]
+__all__ = ["UNEVEN", "Expected", "compute_expected", "draw_batch", "draw_samples"]
 
 State = dict[str, Tensor]
 
@@ -33,11 +35,17 @@ _FREQUENT_ROWS = 8
 
 
 def draw_batch(run: CheckedRun, rank: int, step: int) -> ClickBatch:
-    """Returns the batch of a global rank in a step, with bags of 0 to 3 ids; equal in every process."""
-    generator = torch.Generator().manual_seed(1_000_003 * step + rank)
+    """Returns the batch of a global rank in a step, its tables cut as the run's; equal in every process."""
     size = run.limits.batch_size if step != UNEVEN else max(1, run.limits.batch_size - rank % 3)
+    batch = draw_samples(run.job, size, seed=1_000_003 * step + rank)
+    return batch.split_columns({} if run.job.towers is None else run.job.towers.column_splits)
+
+
+def draw_samples(job: Job, size: int, *, seed: int) -> ClickBatch:
+    """Returns random samples with bags of 0 to 3 ids."""
+    generator = torch.Generator().manual_seed(seed)
     lengths, values = [], []
-    for table in run.job.tables:
+    for table in job.tables:
         for _ in table.feature_names:
             count = torch.randint(0, _MAX_BAG + 1, (size,), generator=generator)
             number, rows = int(count.sum()), table.num_embeddings
@@ -46,17 +54,17 @@ def draw_batch(run: CheckedRun, rank: int, step: int) -> ClickBatch:
             lengths.append(count)
             values.append(torch.where(torch.rand(number, generator=generator) < 0.5, anywhere, frequent))
     ids = KeyedJaggedTensor(
-        keys=[feature for table in run.job.tables for feature in table.feature_names],
+        keys=[feature for table in job.tables for feature in table.feature_names],
         values=torch.cat(values),
         lengths=torch.cat(lengths),
         stride=size,
     )
     return ClickBatch(
-        dense_features=torch.randn(size, run.job.num_dense, generator=generator),
+        dense_features=torch.randn(size, job.num_dense, generator=generator),
         sparse_features=ids,
         labels=torch.rand(size, generator=generator).round(),
         weights=torch.ones(size),
-    ).split_columns({} if run.job.towers is None else run.job.towers.column_splits)
+    )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +88,7 @@ def compute_expected(run: CheckedRun, layout: Mapping[str, Sequence[int]]) -> Ex
     """Runs the plain module, whose table optimizers follow the layout of the sharded tables.
 
     Raises:
-        InputError: a loss is not finite.
+        InputError: a loss is not finite, or a sample's logit depends on the others of its batch.
     """
     torch.manual_seed(run.config.train.seed)
     # Unsharded, with FP32 tables.
@@ -114,6 +122,7 @@ def compute_expected(run: CheckedRun, layout: Mapping[str, Sequence[int]]) -> Ex
                 f"the plain module diverges (a loss at step {step} is not finite), so there is nothing to compare "
                 "with. Lower the rates."
             )
+    check_samples(run.job, tasks[0].model.eval(), draw_batch(run, rank=0, step=0))
     return Expected(start=start, logits=logits, gradients=gradients, losses=losses, weights=_copy_of(tasks[0]))
 
 

@@ -405,9 +405,10 @@ def _export(checkpoint: Path, *, out: Path, tables: Any, data: str | None, funct
 
     exported = export_run(checkpoint, out, tables=tables, data_path=data, functions=function)
     manifest, difference = exported.manifest, exported.difference
-    kind = f"{manifest['model']}, {counted(len(manifest['towers']), 'tower')}, tables in {manifest['tables']}"
+    towers = counted(len(manifest["towers"]), "tower") if manifest["towers"] else "flat"
     lines = [
-        f"{exported.checkpoint}, step {manifest['step']}: {kind}. Logits: within {difference:.1e} of the model's.",
+        f"{exported.checkpoint}, step {manifest['step']}: {manifest['model']}, {towers}, tables in "
+        f"{manifest['tables']}. Logits of random samples: within {difference:.1e} of the model's.",
         f"Written to {out}: {human_bytes(exported.file_bytes)}.",
         f"Plain PyTorch loads it: torch.export.load({str(out)!r}).module(). `dmt score` takes it, too.",
     ]

@@ -5,24 +5,29 @@ from __future__ import annotations
 import io
 import json
 import zipfile
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import torch
+from torch import Tensor
 
 from dmt.errors import InputError
 from dmt.files import atomic_write, parse
+from dmt.training.check.expected import draw_samples
 from dmt.training.checkpoints.store import read_manifest as read_checkpoint
+from dmt.training.data.batch import ClickBatch
 from dmt.training.data.hash import HASH_KEY, hash_rows
+from dmt.training.factory import check_samples
 from dmt.training.job import Job
 from dmt.training.records import versions
 from dmt.training.serving.program import ServedModel, StoredTables, make_program
 from dmt.training.trained import trained_model
 
-__all__ = ["Exported", "export_run", "load_program", "read_manifest"]
+__all__ = ["Exported", "export_run", "load_program", "read_manifest", "tensors_of", "writing"]
 
 _FORMAT = 1
 _MANIFEST = "manifest.json"
@@ -66,21 +71,21 @@ def export_run(
         functions: see `dmt.training.trained.checkpoint_of`.
 
     Raises:
-        InputError: there is no whole checkpoint, the data do not fit it, PyTorch cannot export the model, the program
-            gives other logits, or the file cannot be written.
+        InputError: there is no whole checkpoint, the data do not fit it, PyTorch cannot export the model, a logit
+            depends on other samples, the program gives other logits, or the file cannot be written.
     """
     if out.suffix != ".pt2":
         raise InputError(f"--out {str(out)!r} must end in .pt2, by which PyTorch knows exported programs.")
     checkpoint, job, model = trained_model(run, data_path, functions)
     splits = {} if job.towers is None else job.towers.column_splits
     features = job.data.columns.feature_names
+    batch = draw_samples(job, 64, seed=0)
+    expected = check_samples(job, model, batch.split_columns(splits))
     served = ServedModel(model, features, stored=tables, splits=splits)
     program = make_program(served, num_dense=job.num_dense, features=features)
     manifest = _manifest(job, checkpoint, tables)
-    inputs = _random_inputs(job)
     with torch.no_grad():
-        expected = ServedModel(model, features, splits=splits)(*inputs)
-        difference = float((program.module()(*inputs) - expected).abs().max())
+        difference = float((program.module()(*tensors_of(batch)) - expected).abs().max())
     # The same operators in the same order, but a CPU's kernels may round by where a tensor lies in memory.
     rounding = 1e-5 * max(1.0, float(expected.abs().max()))
     if not difference <= (rounding if tables == "fp32" else torch.inf):
@@ -88,14 +93,11 @@ def export_run(
             f"The exported program of {checkpoint} gives other logits than the model (by {difference:.1e}). Its "
             "forward must not depend on anything but its input and its weights."
         )
-    try:
-        # In memory first: PyTorch's zip writer aborts the process where a file raises, such as on a full disk.
-        archive = io.BytesIO()
-        torch.export.save(program, archive, extra_files={_MANIFEST: json.dumps(manifest, indent=1)})
-        with atomic_write(out) as scratch:
-            scratch.write_bytes(archive.getbuffer())
-    except OSError as error:
-        raise InputError(f"--out {str(out)!r} cannot be written: {error.strerror}.") from error
+    # In memory first: PyTorch's zip writer aborts the process where a file raises, such as on a full disk.
+    archive = io.BytesIO()
+    torch.export.save(program, archive, extra_files={_MANIFEST: json.dumps(manifest, indent=1)})
+    with writing(out), atomic_write(out) as scratch:
+        scratch.write_bytes(archive.getbuffer())
     return Exported(checkpoint=checkpoint, manifest=manifest, file_bytes=out.stat().st_size, difference=difference)
 
 
@@ -140,15 +142,23 @@ def _manifest(job: Job, checkpoint: Path, tables: StoredTables) -> dict[str, Any
     }
 
 
-def _random_inputs(job: Job) -> tuple[torch.Tensor, dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Draws samples with 0 to 2 ids of each feature."""
-    generator, samples = torch.Generator().manual_seed(0), 64
-    ids, lengths = {}, {}
-    for table in job.tables:
-        for name in table.feature_names:
-            lengths[name] = torch.randint(0, 3, (samples,), generator=generator)
-            ids[name] = torch.randint(0, table.num_embeddings, (int(lengths[name].sum()),), generator=generator)
-    return torch.randn(samples, job.num_dense, generator=generator), ids, lengths
+@contextmanager
+def writing(out: Path) -> Iterator[None]:
+    """Raises `InputError` where ``out`` cannot be written."""
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"--out {str(out)!r} cannot be written: {error.strerror}.") from error
+
+
+def tensors_of(batch: ClickBatch) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
+    """Returns the input of an exported program: dense features, and ids and lengths by feature."""
+    bags = batch.sparse_features.to_dict()
+    return (
+        batch.dense_features,
+        {name: own.values() for name, own in bags.items()},
+        {name: own.lengths() for name, own in bags.items()},
+    )
 
 
 def read_manifest(path: Path) -> dict[str, Any]:

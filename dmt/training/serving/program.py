@@ -23,6 +23,7 @@ from dmt._torchrec import assert_in_graph
 from dmt.errors import InputError
 from dmt.formatting import shorten
 from dmt.plan.split_across_towers import shard_names
+from dmt.training.factory import checked_logits
 
 __all__ = ["TABLE_BITS", "ServedModel", "ServedTables", "StoredTables", "make_program", "quantize_rows", "restore_rows"]
 
@@ -172,6 +173,9 @@ class ServedModel(nn.Module):
 
         Returns:
             Logits, float32 [B].
+
+        Raises:
+            InputError: the model returned something else than one logit for each sample.
         """
         found = _Ids()
         # All features at once: for a few samples, the number of operators is what takes the time.
@@ -183,8 +187,8 @@ class ServedModel(nn.Module):
             assert_in_graph(offsets[-1] == ids[name].shape[0], f"lengths[{name!r}] do not add up to the ids[{name!r}]")
             for key in self._shards.get(name, [name]):
                 found[key] = JaggedTensor(values=ids[name], lengths=length, offsets=offsets)
-        logits: Tensor = self.model(dense, found)
-        return logits.reshape(-1)
+        # Two columns would become one vector, in which the numbers of a sample stand side by side.
+        return checked_logits(type(self.model).__name__, self.model(dense, found), dense.shape[0]).reshape(-1)
 
 
 def make_program(model: ServedModel, *, num_dense: int, features: Sequence[str]) -> torch.export.ExportedProgram:
@@ -198,7 +202,7 @@ def make_program(model: ServedModel, *, num_dense: int, features: Sequence[str])
         features: names of the features.
 
     Raises:
-        InputError: PyTorch cannot export the model; the message has its reason.
+        InputError: the model returns no tensor [B, 1] or [B], or PyTorch cannot export it, for the reason given.
     """
     samples = 3
     # Another number of ids for each feature, so that nothing is taken for equal.
@@ -216,6 +220,8 @@ def make_program(model: ServedModel, *, num_dense: int, features: Sequence[str])
             return torch.export.export(
                 model, (torch.zeros(samples, num_dense), ids, lengths), dynamic_shapes=dims, strict=False
             )
+    except InputError:
+        raise
     except Exception as error:  # whatever the user's own module makes the tracer raise
         reason = shorten([line.strip() for line in str(error).splitlines() if line.strip()][:3], " ")
         raise InputError(

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -25,10 +24,10 @@ from dmt.training.data.files import expand_path
 from dmt.training.functions import check_allowed
 from dmt.training.job import PREPARED, Job, open_data
 from dmt.training.metrics import ClickMetrics, MetricValues
-from dmt.training.serving.export import load_program, read_manifest
+from dmt.training.serving.export import load_program, read_manifest, tensors_of, writing
 from dmt.training.trained import data_section, trained_model
 
-__all__ = ["Predictions", "Scored", "check_predictions", "open_rows", "score", "tensors_of", "writing"]
+__all__ = ["Predictions", "Scored", "check_predictions", "open_rows", "score"]
 
 _SCHEMA = pa.schema(
     {"row": pa.int64(), "logit": pa.float32(), "probability": pa.float32(), "label": pa.float32()}.items()
@@ -107,15 +106,6 @@ class Predictions:
         self.row += len(logits)
 
 
-@contextmanager
-def writing(out: Path) -> Iterator[None]:
-    """Raises `InputError` where predictions cannot be written."""
-    try:
-        yield
-    except OSError as error:
-        raise InputError(f"--out {str(out)!r} cannot be written: {error.strerror}.") from error
-
-
 def check_predictions(path: Path) -> None:
     """Raises `InputError` for a file that `score` has not written."""
     if pq.read_schema(path).names[:3] != _SCHEMA.names[:3]:
@@ -146,16 +136,6 @@ def _run(model: Path, program: nn.Module, batch: ClickBatch) -> Tensor:
         reason = str(error).partition("\n")[0]
         raise InputError(f"Exported model {model} does not fit its manifest ({reason}). Export it again.") from error
     return logits
-
-
-def tensors_of(batch: ClickBatch) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """Returns the input of an exported program: dense features, and ids and lengths by feature."""
-    bags = batch.sparse_features.to_dict()
-    return (
-        batch.dense_features,
-        {name: own.values() for name, own in bags.items()},
-        {name: own.lengths() for name, own in bags.items()},
-    )
 
 
 def _rows_of(raw: DataConfig, data_path: str, out: Path) -> ClickData:

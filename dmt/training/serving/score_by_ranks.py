@@ -27,7 +27,8 @@ from dmt.training.data.batch import ClickBatch
 from dmt.training.device import current_device, on_all_ranks, process_group
 from dmt.training.job import Job, check_kernels, make_job
 from dmt.training.preflight import check_same_input
-from dmt.training.serving.score import Predictions, Scored, open_rows, writing
+from dmt.training.serving.export import writing
+from dmt.training.serving.score import Predictions, Scored, open_rows
 from dmt.training.trained import checkpoint_of
 
 __all__ = ["score_by_ranks"]

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,9 @@ from dmt.plan.towers import TowerPlan
 from dmt.training.commands import main
 from dmt.training.config import to_toml
 from dmt.training.serving import export
-from dmt.training.serving.export import Exported, export_run, load_program, read_manifest
+from dmt.training.serving.export import Exported, export_run, load_program, read_manifest, tensors_of
 from dmt.training.serving.program import ServedModel, make_program, quantize_rows, restore_rows
-from dmt.training.serving.score import score, tensors_of
+from dmt.training.serving.score import score
 from dmt.training.trained import trained_model
 from tests.training.small import files_up_to, plain, save_alone, small, source
 
@@ -162,6 +163,14 @@ def test_commands_tell_what_is_wrong(run: Path, tmp_path: Path) -> None:
     assert not out.exists()
 
 
+def test_a_flat_model_is_called_flat_and_the_samples_random(monkeypatch: pytest.MonkeyPatch) -> None:
+    manifest = {"model": "dlrm", "step": 6, "towers": [], "tables": "int8"}
+    exported = Exported(checkpoint=Path("run"), manifest=manifest, file_bytes=1, difference=9.3e-4)
+    monkeypatch.setattr(export, "export_run", lambda *_, **__: exported)
+    told = " ".join(CliRunner().invoke(main, ["export", "run", "-o", "model.pt2"]).output.split())
+    assert "step 6: dlrm, flat, tables in int8. Logits of random samples: within 9.3e-04 of the model's." in told
+
+
 def test_a_program_that_computes_something_else_is_not_written(
     run: Path, exported: tuple[Path, Exported], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -245,8 +254,9 @@ def test_column_shards_are_looked_up_with_the_ids_of_their_feature(tmp_path: Pat
 class Clicks(nn.Module):
     """A model of one's own: a shared table, mean pooling, another width, names that are no identifiers."""
 
-    def __init__(self, **bags: Any) -> None:
+    def __init__(self, change: Callable[[Tensor], Any] | None = None, **bags: Any) -> None:
         super().__init__()
+        self.change = change or nn.Identity()
         tables = [
             EmbeddingBagConfig(name="t_ad", num_embeddings=2000, embedding_dim=128, feature_names=["ad", "last ad"]),
             EmbeddingBagConfig(
@@ -260,9 +270,9 @@ class Clicks(nn.Module):
         self.tables = EmbeddingBagCollection(tables=tables, **bags)
         self.over = nn.Linear(2 * 128 + 8 + 2, 1)
 
-    def forward(self, dense: Tensor, ids: KeyedJaggedTensor) -> Tensor:
+    def forward(self, dense: Tensor, ids: KeyedJaggedTensor) -> Any:
         found = self.tables(ids)
-        return self.over(torch.cat([dense, found["last ad"], found["ad"], found["user.country"]], dim=1))
+        return self.change(self.over(torch.cat([dense, found["last ad"], found["ad"], found["user.country"]], dim=1)))
 
 
 NAMES = ["ad", "last ad", "user.country"]
@@ -287,12 +297,6 @@ def test_a_model_of_ones_own_is_exported_and_int8_is_small(tmp_path: Path) -> No
     assert (tmp_path / "model.pt2").stat().st_size - 150_000 < 0.27 * weights
 
 
-class Branching(Clicks):
-    def forward(self, dense: Tensor, ids: KeyedJaggedTensor) -> Tensor:
-        logits = super().forward(dense, ids)
-        return logits if bool(dense.sum() > 0) else -logits
-
-
 class Sequences(Clicks):
     def __init__(self) -> None:
         super().__init__()
@@ -301,9 +305,26 @@ class Sequences(Clicks):
         )
 
 
+def test_another_output_than_one_number_for_each_sample_is_refused() -> None:
+    changes: dict[str, Callable[[Tensor], Any]] = {
+        r"a tensor \[.*, 2\]": lambda logits: logits.expand(-1, 2),
+        r"a tensor \[.*\]": lambda logits: logits @ logits.T,
+        "a dict": lambda logits: {"click": logits},
+    }
+    ones = {name: torch.ones(2, dtype=torch.long) for name in NAMES}
+    for returned, change in changes.items():
+        served = ServedModel(Clicks(change), NAMES)
+        message = rf"Clicks returned {returned} for .* samples; it must return logits \[samples, 1\]"
+        with pytest.raises(InputError, match=message):
+            make_program(served, num_dense=2, features=NAMES)
+        with pytest.raises(InputError, match=message):
+            served(torch.zeros(2, 2), ones, ones)
+
+
 def test_what_cannot_be_exported_is_refused() -> None:
-    with pytest.raises(InputError, match=r"cannot export Branching .*without branches on the data"):
-        make_program(ServedModel(Branching(), NAMES), num_dense=2, features=NAMES)
+    make_program(ServedModel(Clicks(lambda logits: logits[:, 0]), NAMES), num_dense=2, features=NAMES)  # [B] is fine
+    with pytest.raises(InputError, match=r"cannot export Clicks .*without branches on the data"):
+        make_program(ServedModel(Clicks(lambda x: x if bool(x.sum() > 0) else -x), NAMES), num_dense=2, features=NAMES)
     with pytest.raises(InputError, match="module 'words' has tables that cannot be exported: only EmbeddingBag"):
         ServedModel(Sequences(), NAMES)
     with pytest.raises(InputError, match="'t_ad' has weighted bags"):
