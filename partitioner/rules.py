@@ -69,11 +69,13 @@ class PartitionRules(BaseModel):
         """Replaces every pattern by the features it matches, in the order of ``features``; those ``outside`` by none.
 
         Raises:
-            InputError: a name or pattern matches no feature, a feature is in two categories, or a number of towers is
-                given for no category.
+            InputError: a name or pattern matches no feature, all features are outside, one is in two categories, or a
+                number of towers is given for no category.
         """
         outside = _matched(self.outside, features, "outside")
         features = [name for name in features if name not in outside]
+        if outside and not features:
+            raise InputError("Partition rules: outside leaves no feature to place. Name fewer.")
         categories = {name: _matched(some, features, f"category {name!r}") for name, some in self.categories.items()}
         named = [feature for inside in categories.values() for feature in inside]
         if len(set(named)) < len(named):
@@ -90,12 +92,10 @@ class PartitionRules(BaseModel):
                     f"Partition rules: towers_per_category has {category!r}, which is not among the categories "
                     f"{list(categories)}.{did_you_mean(category, categories)}"
                 )
-        together, apart = (
-            [_matched(patterns, features, rule) for patterns in getattr(self, rule)] for rule in ("together", "apart")
-        )
-        return self.model_copy(
-            update={"categories": categories, "together": together, "apart": apart, "outside": outside}
-        )
+        groups = {
+            rule: [_matched(some, features, rule) for some in getattr(self, rule)] for rule in ("together", "apart")
+        }
+        return self.model_copy(update={"categories": categories, "outside": outside, **groups})
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> PartitionRules:

@@ -133,6 +133,13 @@ class TowersConfig(Section):
     plan has outside towers: a list, or ``auto``: where the plan has none, those that save bytes between hosts. In
     ``dmt-dlrm`` their tables have ``tower_dim`` columns unless ``embedding_dims`` names them."""
 
+    @field_validator("outside", mode="before")
+    @classmethod
+    def _check_outside(cls, value: object) -> object:
+        if isinstance(value, str) and value not in ("none", "auto"):
+            raise InputError(f"{value!r} is neither 'none' nor 'auto'. Give a list of features, such as [\"{value}\"]")
+        return value
+
 
 class ShardingConfig(Section):
     """Sharding of the embedding tables, and their exchange.
@@ -346,12 +353,8 @@ def _refusals(config: TrainingConfig) -> list[tuple[object, str]]:
     is_flat, replicas, places = config.dataflow == "flat", config.topology.num_replicas, config.topology.build()
     sync_every = config.replicas.sync_every
     # TorchRec would ignore them without a warning.
-    of_towers = [
-        f"sharding.{key}={getattr(sharding, key)!r}"
-        for key in SHARDING_OF_TOWERS
-        if getattr(sharding, key) != getattr(ShardingConfig(), key)
-    ] + [f"towers.outside={config.towers.outside!r}"] * (config.towers.outside != "none")
-    of_hot_rows = [key for key in HotRowsConfig.model_fields if getattr(hot, key) != getattr(HotRowsConfig(), key)]
+    of_towers = [f"sharding.{key}={value!r}" for key in SHARDING_OF_TOWERS if (value := getattr(sharding, key))]
+    of_towers += [f"towers.outside={config.towers.outside!r}"] * (config.towers.outside != "none")
     wrapped = refusals(
         unique=sharding.unique, hot_rows=hot.extra_memory > 0, num_replicas=replicas, has_towers=model.has_towers
     )
@@ -391,12 +394,9 @@ def _refusals(config: TrainingConfig) -> list[tuple[object, str]]:
             f"train.eval_every={train.eval_every} is not a multiple of replicas.sync_every={sync_every}: between "
             "averagings each replica has tables of its own, and there is no one model to evaluate. Make it a multiple.",
         ),
-        *(
-            (
-                hot.extra_memory == 0,
-                f"hot_rows.{key}={getattr(hot, key)!r} needs hot_rows.extra_memory. Set it to 0.01, or leave it out.",
-            )
-            for key in of_hot_rows
+        (
+            hot.extra_memory == 0 and hot.refresh_every != HotRowsConfig().refresh_every,
+            f"hot_rows.refresh_every={hot.refresh_every} needs hot_rows.extra_memory. Set it to 0.01, or leave it out.",
         ),
         (
             hot.extra_memory > 0 and (is_flat or sharding.table_precision != "fp32"),

@@ -109,8 +109,7 @@ def test_the_memory_of_a_gpu_is_that_of_its_rank(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("arch", ["dlrm", "dcn", "dmt-dlrm", "dmt-dcn", "dmt-dlrm-products"])
 def test_parameters_are_counted_as_they_are_built(arch: str) -> None:
-    config = small(arch, model={"p": 1})
-    job = open_data(config)
+    job = open_data(small(arch, model={"p": 1}))
     built = build_model(job, device="meta")
     assert count_model(job).parameters == sum(p.numel() for p in built.parameters())
     assert all(p.is_meta for p in built.parameters())

@@ -40,8 +40,8 @@ def score_by_ranks(
     """Scores rows with the sharded model of a checkpoint; to be called on every rank that torchrun started.
 
     The rows are cut into a part for each rank, in the order of their files; rank r writes ``part-<r>.parquet``. As many
-    ranks as trained the model shard it as training did. Any other number holds all its towers together; a model trained
-    with the flat dataflow stays flat. A rank's batches have the run's ``train.batch_size`` rows.
+    ranks as trained the model have its towers. Any other number holds all its towers together; a model trained with the
+    flat dataflow stays flat. A rank's batches have the run's ``train.batch_size`` rows.
 
     Args:
         model: the ``output_dir`` of a run, or a checkpoint.
@@ -72,7 +72,7 @@ def score_by_ranks(
 
 
 def _placed(job: Job, world_size: int) -> Job:
-    """Places the tables of a job on ranks that only predict: where training has them, or all towers in one."""
+    """Places the tables of a job on ranks that only predict: in the towers of training, or all towers in one."""
     config, towers, placement = job.config, job.towers, None
     if job.data.own is not None:
         raise InputError(
