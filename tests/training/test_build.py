@@ -62,7 +62,6 @@ def on_one_host(job: Job, monkeypatch: pytest.MonkeyPatch, pages: int, *more: tu
     ids=["towers", "layers", "batch"],
 )
 def test_a_run_that_no_host_has_memory_for(section: str, values: Any, message: str, monkeypatch: Any) -> None:
-    monkeypatch.setattr("os.sysconf", lambda name: {"SC_PHYS_PAGES": 2**20, "SC_PAGE_SIZE": 4096}[name])
     numbers = {"data": {"synthetic": {"num_rows": 2**30}}, "topology": {"num_towers": 2}}
     with pytest.raises(InputError, match=message):
         on_one_host(open_job(TrainingConfig.model_validate({**numbers, section: values})), monkeypatch, 2**20)
