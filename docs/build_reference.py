@@ -34,7 +34,7 @@ _BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 
 def commands() -> str:
-    """Every command as Markdown: its purpose, its options, an example.
+    """Every command as Markdown: its purpose, its options, examples.
 
     Example:
         >>> "## `dmt score`" in commands()
@@ -52,8 +52,9 @@ def commands() -> str:
                 kind = "Advanced: " if isinstance(parameter, Advanced) else ""
                 parts.append(f"| `{_cell(record[0])}` | {kind}{_cell(_one_line(record[1]))} |")
         parts.append("")
-        if command.epilog:
-            parts.append(f"{command.epilog.partition(': ')[0]}: `{command.epilog.partition(': ')[2]}`\n")
+        for example in (command.epilog or "").split("\n\n"):
+            if example:
+                parts.append(f"{example.partition(': ')[0]}: `{example.partition(': ')[2]}`\n")
     return "\n".join(parts)
 
 

@@ -216,8 +216,8 @@ def judge_meaning(partition: Partition) -> str:
         "untrained vectors may have too. Whether it is that of the data, only towers from another seed of training "
         "tell."
         if deviations * sign > bound
-        else "These towers are no better than random: where affinities are unrelated, the best of all assignments, "
-        f"which the partitioner looks for, reaches up to {bound:.1f} too."
+        else "These towers are no better than random: the partitioner looks for the best assignment, and finds one up "
+        f"to {bound:.1f} standard deviations away even if the affinities are unrelated."
     )
     return opening + numbers + says
 

@@ -96,9 +96,17 @@ class TowerPlan:
 
     @classmethod
     def from_lists(cls, towers: Iterable[Iterable[str]], **metadata: Any) -> TowerPlan:
-        """Makes a plan from a list of lists of feature names; ``metadata`` are further fields of the plan."""
-        named = tuple(TowerFeatures(f"tower_{i}", tuple(features)) for i, features in enumerate(towers))
-        return cls(towers=named, **metadata)
+        """Makes a plan from a list of lists of feature names; ``metadata`` are further fields of the plan.
+
+        Raises:
+            InputError: a tower is a text, whose letters are no features; or the plan is wrong, see the class.
+        """
+        named = []
+        for number, features in enumerate(towers):
+            if isinstance(features, str):
+                raise InputError(f"Tower {number} is the text {features!r}. Give a list of features: [{features!r}].")
+            named.append(TowerFeatures(f"tower_{number}", tuple(features)))
+        return cls(towers=tuple(named), **metadata)
 
     @classmethod
     def strided(cls, features: Sequence[str], num_towers: int) -> TowerPlan:

@@ -19,7 +19,7 @@ from dmt.sptt.precision import ExchangeFormat, ExchangePrecision
 from dmt.training.data.config import OF_READING, DataConfig, Section
 
 __all__ = [
-    "SHARDING_OF_TOWERS",
+    "KEYS_OF_TOWERS",
     "HotRowsConfig",
     "ModelConfig",
     "OptimizerConfig",
@@ -35,8 +35,8 @@ __all__ = [
     "to_toml",
 ]
 
-SHARDING_OF_TOWERS = ("tables", "unique")
-"""Keys of the section sharding that only the tower dataflow has."""
+KEYS_OF_TOWERS = ("sharding.tables", "sharding.unique", "towers.outside", "train.micro_batches")
+"""Keys that only the tower dataflow has."""
 
 Layer = Annotated[int, Field(ge=1, le=2**20)]
 
@@ -129,8 +129,8 @@ class TowersConfig(Section):
     plan: str = "strided"
     """Path of a ``towers.json`` that ``dmt partition`` wrote, or ``strided``: feature i in tower i mod T."""
     outside: Literal["none", "auto"] | tuple[str, ...] = "none"
-    """Features of which every rank holds the tables ([Towers](towers.md#tables-on-every-rank)), besides those that the
-    plan has outside towers: a list, or ``auto``: where the plan has none, those that save bytes between hosts. In
+    """Features whose tables every rank holds ([Towers](towers.md#tables-on-every-rank)), added to those that the plan
+    has outside towers: a list, or ``auto``: if the plan has none, the features that save bytes between hosts. In
     ``dmt-dlrm`` their tables have ``tower_dim`` columns unless ``embedding_dims`` names them."""
 
     @field_validator("outside", mode="before")
@@ -152,10 +152,10 @@ class ShardingConfig(Section):
     """``flat``: TorchRec's global exchange; ``sptt``: the tower dataflow. A flat model can take either, a
     multi-tower model is always ``sptt``; ``auto`` picks the model's own."""
     scheme: Literal["auto", "table_wise", "row_wise", "column_wise", "data_parallel", "planner"] = "auto"
-    """Scheme of all tables that can have it, over the ranks of their tower; ``auto`` lets the planner choose for each
-    table (``dmt plan`` shows why). In the flat dataflow over all ranks, by TorchRec's planner: ``auto`` is its choice
-    between ``table_wise`` and ``column_wise``, ``planner``, for flat runs only, among all four. A column-wise table
-    under row-wise AdaGrad keeps one state per shard and row, so it trains a little differently."""
+    """The scheme of every table that can have it. With towers, each table is sharded over the ranks of its tower;
+    ``auto`` lets the planner choose for each table (``dmt plan`` shows why). In flat runs TorchRec's planner shards
+    over all ranks: ``auto`` lets it choose ``table_wise`` or ``column_wise``, ``planner`` (flat runs only) any of the
+    four. A column-wise table under row-wise AdaGrad keeps a state per shard and row and trains a little differently."""
     tables: dict[str, Scheme | Kernel] = Field(default_factory=dict)
     """The scheme of single tables, or their kernel, by name or pattern: ``"t_ad*" = "row_wise"``; the first pattern
     that matches holds. TorchRec's kernel decides the memory of the weights: ``fused`` (the device's), ``fused_uvm``
@@ -352,9 +352,6 @@ def _refusals(config: TrainingConfig) -> list[tuple[object, str]]:
     model, sharding, train, hot = config.model, config.sharding, config.train, config.hot_rows
     is_flat, replicas, places = config.dataflow == "flat", config.topology.num_replicas, config.topology.build()
     sync_every = config.replicas.sync_every
-    # TorchRec would ignore them without a warning.
-    of_towers = [f"sharding.{key}={value!r}" for key in SHARDING_OF_TOWERS if (value := getattr(sharding, key))]
-    of_towers += [f"towers.outside={config.towers.outside!r}"] * (config.towers.outside != "none")
     wrapped = refusals(
         unique=sharding.unique, hot_rows=hot.extra_memory > 0, num_replicas=replicas, has_towers=model.has_towers
     )
@@ -363,24 +360,20 @@ def _refusals(config: TrainingConfig) -> list[tuple[object, str]]:
             model.has_towers and is_flat,
             f"sharding.dataflow='flat' cannot carry towers, but {model.chosen}. Use 'sptt' or 'auto', or a flat arch.",
         ),
+        # TorchRec would ignore them without a warning.
         *(
             (
-                is_flat,
-                f"{setting} needs the tower dataflow, but this run has sharding.dataflow='flat'. Set it to 'sptt', or "
-                "leave the key out.",
+                is_flat and value != getattr(type(getattr(config, section))(), key),
+                f"{section}.{key}={value!r} needs the tower dataflow, but this run has sharding.dataflow='flat'. Set "
+                "it to 'sptt', or leave the key out.",
             )
-            for setting in of_towers
+            for section, key in (name.split(".") for name in KEYS_OF_TOWERS)
+            for value in (getattr(getattr(config, section), key),)
         ),
         (
             sharding.scheme == "planner" and not is_flat,
             "sharding.scheme='planner' is TorchRec's planner, for sharding.dataflow='flat', but this run has the tower "
             "dataflow. Use 'auto'.",
-        ),
-        (
-            train.micro_batches > 1 and is_flat,
-            f"train.micro_batches={train.micro_batches} needs the tower dataflow, but this run has "
-            "sharding.dataflow='flat', which would look up and send each micro-batch by itself. Set it to 'sptt', or "
-            "leave micro_batches out.",
         ),
         *([] if is_flat else wrapped),
         (

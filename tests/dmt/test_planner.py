@@ -237,12 +237,3 @@ def test_torchrec_is_given_kernel_and_cache() -> None:
 def test_the_trainer_refuses_kernels_before_any_rank_starts(sections: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
         resolve(small(**sections), 4)
-
-
-def test_kernels_do_not_go_with_what_reads_whole_tables() -> None:
-    with pytest.raises(
-        ValueError, match=r"sharding\.tables.* this run has replicas or hot rows, which read whole tables"
-    ):
-        small(sharding={"tables": {"*": "fused_uvm"}}, topology={"num_replicas": 2})
-    with pytest.raises(ValueError, match=r"sharding\.tables=.* needs the tower dataflow"):
-        small("dlrm", "flat", sharding={"dataflow": "flat", "tables": {"*": "fused_uvm"}})

@@ -129,7 +129,7 @@ def test_the_demo_tells_criteos_format_from_named_columns(tmp_path: Path, name: 
     assert f'data.kind="{kind}"' in demo.demo_settings(str(tmp_path / name))
 
 
-@pytest.mark.parametrize("setting", ["sharding.tables.t_C1=row_wise", "sharding.unique=true"])
+@pytest.mark.parametrize("setting", ["sharding.tables.t_C1=row_wise", "sharding.unique=true", "towers.outside=auto"])
 def test_settings_of_towers_stay_away_from_the_flat_run_and_others_reach_both(setting: str) -> None:
     flat = "model.arch=dlrm"
     with pytest.raises(InputError, match=r"needs the tower dataflow"):

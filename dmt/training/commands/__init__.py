@@ -218,8 +218,8 @@ def _doctor() -> Shown:
 
 @main.command(
     "partition",
-    epilog="Example: dmt partition --checkpoint runs/flat --towers 8 --report report; or without a model: "
-    "dmt partition --data rows.parquet --tower-module dcn --towers 8",
+    epilog="Example: dmt partition --checkpoint runs/flat --towers 8 --report report\n\n"
+    "Without a model: dmt partition --data rows.parquet --tower-module dcn --towers 8",
 )
 @click.option("--checkpoint", type=_PATH, help="output_dir of a training run.")
 @click.option("--data", metavar="PATH", help="Rows to collect on, not the run's own.")
@@ -252,8 +252,8 @@ def _partition(**options: Any) -> Shown:
 
 @main.command(
     "plan",
-    epilog="Example: dmt plan demo sharding.memory_gib=16; or for tables without data: dmt plan CONFIG.toml "
-    "data.tables=tables.json topology.num_towers=4 --out plan.json",
+    epilog="Example: dmt plan demo sharding.memory_gib=16\n\n"
+    "For tables without data: dmt plan CONFIG.toml data.tables=tables.json topology.num_towers=4 --out plan.json",
 )
 @_config
 @click.option("--out", type=_Output("sharding plan"), help="Also write the plan as JSON.")
@@ -417,8 +417,9 @@ def _export(checkpoint: Path, *, out: Path, tables: Any, data: str | None, funct
 
 @main.command(
     "score",
-    epilog="Example: dmt score runs/towers --data tomorrow.parquet -o predictions.parquet; by four ranks: torchrun "
-    "--nproc-per-node 4 --no-python dmt score runs/towers --data tomorrow.parquet -o predictions",
+    epilog="Example: dmt score runs/towers --data tomorrow.parquet -o predictions.parquet\n\n"
+    "By four ranks: torchrun --nproc-per-node 4 --no-python dmt score runs/towers --data tomorrow.parquet "
+    "-o predictions",
 )
 @click.argument("model", type=_PATH)
 @click.option("--data", metavar="PATH", help="Rows to score; by default the run's evaluation rows.")

@@ -19,7 +19,7 @@ from dmt.errors import InputError
 from dmt.partitioner import TowerPartitioner, write_partition_report
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.training.checkpoints.store import checkpoints
-from dmt.training.config import SHARDING_OF_TOWERS, load_config, to_override, to_toml
+from dmt.training.config import KEYS_OF_TOWERS, load_config, to_override, to_toml
 from dmt.training.data.config import DataConfig
 from dmt.training.data.files import expand_path, format_of, matching_files
 from dmt.training.data.raw import schema_of
@@ -32,8 +32,6 @@ __all__ = ["demo", "demo_settings", "flat_settings", "step_settings", "train_her
 
 _STEPS = 1000  # about the number that tells the models apart and ends within minutes
 _TABLE_ROWS = 20_000
-# Keys that the flat run does without.
-_OF_TOWERS = (*(f"sharding.{key}" for key in SHARDING_OF_TOWERS), "train.micro_batches")
 
 
 def demo(data: str | None, out: Path, overrides: Sequence[str], *, command: str) -> dict[str, dict[str, Any]]:
@@ -179,5 +177,5 @@ def step_settings(rows: int, ranks: int) -> list[str]:
 
 def flat_settings(settings: Sequence[str]) -> list[str]:
     """The settings without those that the flat dataflow refuses, because they are about tables inside towers."""
-    prefixes = tuple(f"{name}." for name in _OF_TOWERS)
+    prefixes = tuple(f"{name}." for name in KEYS_OF_TOWERS)
     return [text for text in settings if not f"{text.partition('=')[0].strip()}.".startswith(prefixes)]

@@ -48,7 +48,7 @@ def _show(record: dict[str, Any], out: Path) -> Shown:
         numbers = [f"{feature[key]:,}" for key in ("rows_in_use", "missing", "rows")]
         rows.append([name, *numbers, f"{feature['most_frequent_share']:.1%}"])
     rows += [[name, "", f"{dense['missing']:,}", "", ""] for name, dense in record["summary"]["dense"].items()]
-    parts, notes = record["rows"], record["summary"]["notes"]
+    parts, notes, positives = record["rows"], record["summary"]["notes"], record["summary"]["positives"]
     lines = [f"- {note}" for note in notes[:_MOST_NOTES]]
     if len(notes) > _MOST_NOTES:
         lines.append(f"- and {len(notes) - _MOST_NOTES} more: see summary.notes in {out / 'manifest.json'}")
@@ -56,5 +56,6 @@ def _show(record: dict[str, Any], out: Path) -> Shown:
         lines.append(f"{record['rejects']:,} rows were left out: see {out / 'rejects.csv'}")
     lines.append(f"Train with data.prepared={out}; access counts of its rows: {out / record['access_counts']}")
     headers = ["column", "rows in use", "missing", "rows", "most frequent"]
-    title = f"{parts['train']:,} training rows and {parts['eval']:,} evaluation rows"
+    share = f" ({positives / parts['train']:.1%} with label 1)" if parts["train"] else ""
+    title = f"{parts['train']:,} training rows{share} and {parts['eval']:,} evaluation rows"
     return Shown(record, headers, rows, title, range(1, 5), lines)

@@ -107,7 +107,8 @@ class ClickData:
         self.columns = manifest.columns
         self._parts = {split: ParquetRows(folder / split, self.columns) for split in _SPLITS}
         if noticed := manifest.summary.get("notes"):
-            self.notes = f"{shorten(noticed, ' ', most=3)} (summary in {folder / MANIFEST})"
+            again = "; to change settings, run `dmt prepare` again with them" if self.config.prepared else ""
+            self.notes = f"{shorten(noticed, ' ', most=3)} (summary in {folder / MANIFEST}{again})"
         if manifest.raw is not None:
             self.raw = DataConfig.model_validate(manifest.raw)
 

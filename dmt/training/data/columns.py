@@ -152,6 +152,8 @@ def _select(setting: str, patterns: Sequence[str], names: Sequence[str], place: 
     """Returns the columns that names and globs match, each once, in the order of the patterns, then of ``names``."""
     chosen: dict[str, None] = {}
     for pattern in patterns:
+        if patterns.count(pattern) > 1:
+            raise InputError(f"{place}: {setting} names {pattern!r} {patterns.count(pattern)} times. Name it once.")
         matches = [pattern] if pattern in names else fnmatch.filter(names, pattern)
         if not matches:
             raise InputError(

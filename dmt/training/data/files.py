@@ -196,14 +196,14 @@ class Manifest:
         return Columns(dense=self.dense, features=self.features, label=self.label)
 
 
-def read_manifest(folder: Path, place: str) -> Manifest:
+def read_manifest(folder: Path, place: str, *, remedy: str | None = None) -> Manifest:
     """Reads the manifest of a folder, and checks that its files are those that it was written for.
 
     Raises:
         InputError: ``dmt prepare`` has not written the folder, or a file has gone or has another size; ``place`` names
-            the setting.
+            the setting. ``remedy`` says what to do about a manifest that cannot be read.
     """
-    remedy = "Name a folder that `dmt prepare` has written."
+    remedy = remedy or "Name a folder that `dmt prepare` has written."
     manifest = read_model(folder / MANIFEST, Manifest, what=f"{place}: manifest", version=FORMAT, remedy=remedy)
     for name, (size, _) in manifest.files.items():
         file = folder / name

@@ -15,6 +15,7 @@ import json
 import logging
 import math
 import os
+import re
 import shutil
 import zlib
 from collections import Counter
@@ -62,6 +63,9 @@ _FILE, _SCRATCH = "part-00000.parquet", "scratch"
 _PROFILE, _REJECTS, _VOCABULARY, _LOCK = "access.parquet", "rejects.csv", "vocabulary.parquet", ".lock"
 _WORDS = pa.schema([("table", pa.string()), ("value_hash", pa.int64()), ("row", pa.int64())])
 _MILLIONTHS = 1_000_000
+# What to do about a row that cannot be used. Other commands than `dmt prepare`, which prepare too, have no such option.
+_SCORING = "Correct it: every row needs a prediction."
+_TRAINING = "Correct it, or leave out such rows by `dmt prepare --max-rejects N`, and name its folder as data.prepared."
 _FEW = 0.2  # a table this full or less has rows that nothing reads
 
 
@@ -88,7 +92,7 @@ def prepare_once(config: DataConfig, cache: Path | None, *, eval_only: bool = Fa
     with (cache / _LOCK).open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / MANIFEST).exists():
-            logger.warning("Preparing %s, once, into %s (`dmt prepare` does so by itself).", files[0], folder)
+            logger.warning("Preparing %s into %s; later runs on the same data reuse it.", files[0], folder)
             prepare(config, folder, eval_only=eval_only)
     return folder
 
@@ -129,7 +133,8 @@ def prepare(
     connection = connect(memory_gib=memory_gib, threads=os.cpu_count() or 1)
     with _work_folder(out) as folder, closing(connection):
         connection.sql(f"SET temp_directory = {literal(str(folder / _SCRATCH / 'spilled'))}")
-        rejects, words = _Rejects(folder / _REJECTS, max_rejects), folder / _VOCABULARY
+        rejects = _Rejects(folder / _REJECTS, max_rejects, _SCORING if eval_only else _TRAINING)
+        words = folder / _VOCABULARY
         converter = Converter(config, columns, connection)
         if config.id_mode == "frequency":
             hashed = [feature if feature.time else replace(feature, rows=COUNTED) for feature in columns.features]
@@ -231,10 +236,10 @@ def _is_of(part: str, config: DataConfig, rows: pa.Table, start: int) -> NDArray
 
 
 class _Rejects:
-    """Rows that were left out, in a file."""
+    """Rows that were left out, in a file. One row more than ``most`` raises an error that ends with ``remedy``."""
 
-    def __init__(self, path: Path, most: int) -> None:
-        self._path, self._most, self.number = path, most, 0
+    def __init__(self, path: Path, most: int, remedy: str) -> None:
+        self._path, self._most, self._remedy, self.number = path, most, remedy, 0
 
     def add(self, rejects: Sequence[Reject]) -> None:
         self.number += len(rejects)
@@ -242,8 +247,8 @@ class _Rejects:
             first = rejects[0]
             column = f"column {first.column!r}: " if first.column else ""
             raise InputError(
-                f"{first.source}, line {first.line}: {column}{first.reason}. The line: {first.text[:200]!r}. Correct "
-                f"it, or leave out and list up to N such rows with --max-rejects N ({self.number:,} or more here)."
+                f"{first.source}, line {first.line}: {column}{first.reason}. The line: {first.text[:200]!r}. Rows like "
+                f"it up to here: {self.number:,}. {self._remedy}"
             )
         if rejects:
             is_new = not self._path.exists()
@@ -346,7 +351,8 @@ def _copy_vocabulary(config: DataConfig, columns: Columns, file: Path) -> None:
     """
     name, _, checksum = str(config.vocabulary).partition("#")
     place, folder = f"data.vocabulary={name!r}", Path(name)
-    manifest = read_manifest(folder, place)
+    remedy = "The model's ids are in this folder of `dmt prepare`. Put it back at this path." if checksum else None
+    manifest = read_manifest(folder, place, remedy=remedy)
     if manifest.vocabulary not in manifest.files:
         raise InputError(f"{place} was prepared without ids by frequency, and has no vocabulary. Prepare it with them.")
     tables = {feature.name: feature.table for feature in columns.features}
@@ -377,7 +383,10 @@ def _summary(
     columns, id_mode = view.converter.columns, view.converter.config.id_mode
     by_name = {feature.name: feature for feature in columns.features}
     profile, features, notes = AccessProfile(tables), dict[str, Any](), []
-    num_rows = profile.num_samples = view.query(f"SELECT count(*) AS n FROM {view.rows}")["n"][0].as_py()
+    ones = "NULL" if columns.label is None else f"count(*) FILTER ({view.columns[columns.label]} = 1)"
+    counted = view.query(f"SELECT count(*) AS rows, {ones} AS ones FROM {view.rows}")
+    profile.num_samples, positives = counted.to_pylist()[0].values()
+    num_rows = profile.num_samples
     for table in tables:
         known: dict[str, NDArray[np.int64]] = {}
         for name in table.feature_names:
@@ -406,7 +415,11 @@ def _summary(
             notes += _table_notes(table.num_embeddings, known, is_hashed=id_mode == "hash")
     dense, total = {name: {"missing": counts[name, "missing"]} for name in columns.dense}, counts["", "rows"]
     notes += [f"{name}: all {total:,} values are missing." for name in dense if dense[name]["missing"] == total > 0]
-    return profile, {"rows": num_rows, "dense": dense, "features": features, "notes": notes}
+    if columns.label is not None and positives in (0, num_rows):
+        same = f"All {num_rows:,} training rows have the label {int(positives > 0)}: a model needs both."
+        notes.append(same if num_rows else "There are no training rows.")
+    summary = {"rows": num_rows, "positives": positives, "dense": dense, "features": features, "notes": notes}
+    return profile, summary
 
 
 def _table_notes(rows: int, known: Mapping[str, NDArray[np.int64]], *, is_hashed: bool) -> Iterator[str]:
@@ -416,7 +429,9 @@ def _table_notes(rows: int, known: Mapping[str, NDArray[np.int64]], *, is_hashed
     if is_hashed and used >= 0.99 * (rows - 1):
         yield f"{names}: the table of {rows:,} rows is full. Give it more."
     elif used and enough < _FEW * rows:
-        yield f"{names}: {used:,} of {rows:,} rows are used. num_embeddings_per_feature = {enough} is enough."
+        keys = [name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name) for name in known]
+        settings = " ".join(f"data.num_embeddings_per_feature.{key}={enough}" for key in keys)
+        yield f"{names}: {used:,} of {rows:,} rows are used; `{settings}` is enough."
     for name, of_feature in known.items():
         others = np.concatenate([[], *(theirs for other, theirs in known.items() if other != name)])
         # Hashes of unlike values meet by chance.

@@ -220,6 +220,7 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"label": "lable"}, "Did you mean 'label'"),
     ({}, {"categorical": ("c", "d")}, "'d' is used twice"),
     ({}, {"timestamps": ("c",)}, "'c' is used twice"),
+    ({}, {"categorical": ("c", "c")}, "categorical names 'c' 2 times. Name it once"),
     ({}, {"num_embeddings_per_feature": {"x": 3}}, "num_embeddings_per_feature: 'x' is not a categorical feature"),
     ({}, {"shared_tables": {"t": ("c", "x")}}, "'x' is not a categorical feature"),
 ]

@@ -24,6 +24,7 @@ from click.testing import CliRunner
 from dmt.errors import InputError
 from dmt.training.access import load_profile
 from dmt.training.commands import main
+from dmt.training.config import load_config
 from dmt.training.data import prepare as module
 from dmt.training.data.clicks import ClickData
 from dmt.training.data.config import DataConfig
@@ -152,7 +153,11 @@ def test_a_row_that_cannot_be_used_is_named_or_listed_and_no_other_is_lost(
         prepared(tmp_path, config_of(path))
     assert reason in str(error.value)
     assert [path.name for path in tmp_path.iterdir()] == ["a.csv"], "nothing is left"
-    with pytest.raises(InputError, match="--max-rejects"):  # of both parts together
+    with pytest.raises(InputError, match=r"by `dmt prepare --max-rejects N`, and name its folder as data\.prepared"):
+        ClickData(config_of(path), cache=tmp_path / "cache")
+    with pytest.raises(InputError, match=r"Correct it: every row needs a prediction\.$"):
+        ClickData(config_of(path), cache=tmp_path / "cache", eval_only=True)
+    with pytest.raises(InputError, match=r"to here: 2\. Correct it, or .* --max-rejects N"):  # of both parts together
         prepared(tmp_path, config_of(path), max_rejects=1)
     out = tmp_path / "out"
     record = prepare(config_of(path), out, max_rejects=2)
@@ -343,7 +348,7 @@ def test_raw_rows_get_the_ids_of_their_vocabulary_or_none(tmp_path: Path) -> Non
     both = [*pq.read_table(tmp_path / "out" / "train")["user"].to_pylist()]
     assert table["user"].to_pylist()[: len(both)] == both
     (tmp_path / "out").rename(tmp_path / "away")
-    with pytest.raises(InputError, match=r"data.vocabulary=.*cannot be read"):
+    with pytest.raises(InputError, match=r"data.vocabulary=.*cannot be read .*Put it back at this path"):
         prepared(tmp_path, raw)
     prepare(by_frequency(clicks(tmp_path / "clicks.parquet", ["z", "b"])), tmp_path / "out")
     with pytest.raises(InputError, match="has another vocabulary than the model was trained with"):
@@ -379,15 +384,26 @@ def test_the_summary_says_what_to_look_at(tmp_path: Path) -> None:
     for note in (
         "d: all 120 values are missing.",
         "none: all 60 values are missing.",
-        "few, less: 4 of 100,000 rows are used. num_embeddings_per_feature = 40 is",
+        "few, less: 4 of 100,000 rows are used; `data.num_embeddings_per_feature.few=40 "
+        "data.num_embeddings_per_feature.less=40` is enough.",
+        "All 60 training rows have the label 0: a model needs both.",
         "less: has no value in common with the other features of its table",
         "less: 60 values are negative",
         "many: the table of 9 rows is full",
     ):
         assert note in notes
     assert record.summary["dense"] == {"d": {"missing": 120}, "e": {"missing": 90}}
-    assert ClickData(DataConfig(prepared=str(tmp_path / "out1"))).notes.startswith(record.summary["notes"][0])
+    found = ClickData(DataConfig(prepared=str(tmp_path / "out1"))).notes
+    assert found.startswith(record.summary["notes"][0])
+    assert "to change settings, run `dmt prepare` again with them" in found
+    advised = next(note for note in record.summary["notes"] if note.startswith("few, less: 4")).split("`")[1].split()
+    config = load_config("demo", ["data.kind=columns", "data.train_path=a.csv", 'data.categorical=["few"]', *advised])
+    assert config.data.num_embeddings_per_feature == {"few": 40, "less": 40}
     assert record.summary["features"]["few"]["most_frequent_share"] == pytest.approx(2 / 3, abs=1e-5)
+    names = {"categorical": ("c",), "dense": (), "multi_hot": (), "timestamps": (), "eval_path": None}
+    for lines, note in (([], "There are no training rows."), (["1,a"], "1 training rows have the label 1: a model")):
+        write(tmp_path / "b.csv", ["label,c", *lines])
+        assert note in prepared(tmp_path, config_of(tmp_path / "b.csv", **names))[1].summary["notes"][-1]
 
 
 def test_a_folder_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -471,6 +487,6 @@ def test_the_command_prints_a_summary_and_the_trainer_takes_the_folder(tmp_path:
     config = DataConfig.model_validate({"prepared": str(out)})
     assert {feature.name: feature.rows for feature in ClickData(config).columns.features} == {"user": 8, "friend": 9}
     ran = run(main, ["prepare", str(tmp_path / "run.toml"), "--out", str(tmp_path / "more")])
-    assert "28 training rows" in ran.output
+    assert "28 training rows (50.0% with label 1)" in ran.output
     ran = run(main, ["prepare", str(tmp_path / "run.toml"), "--out", str(out)])
     assert (ran.exit_code, "nothing is overwritten" in ran.output) == (2, True)
