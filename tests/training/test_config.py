@@ -192,19 +192,15 @@ def test_settings_of_data_that_do_not_fit_are_refused(settings: dict[str, Any], 
         DataConfig.model_validate(settings)
 
 
-def test_every_setting_of_data_is_documented_and_frozen() -> None:
+def test_every_setting_of_data_is_documented() -> None:
     for model in (DataConfig, SyntheticConfig):
         assert all(field.description for field in model.model_fields.values())
-    with pytest.raises(ValidationError, match="frozen"):
-        DataConfig().label = "y"  # type: ignore[misc]
 
 
 HOT = {"extra_memory": 0.01}
 # model and its dataflow, settings, and what is said
 TOGETHER: list[tuple[str, dict[str, Any], str]] = [
     ("dlrm flat", {"sharding": {"dataflow": "auto", "tables": {"t_C1": "table_wise"}}}, r"sharding\.tables=.* needs"),
-    ("dlrm flat", {"sharding": {"dataflow": "auto", "unique": True}}, r"sharding\.unique=True needs the tower"),
-    ("dlrm flat", {"towers": {"outside": "auto"}}, r"towers\.outside='auto' needs the tower dataflow"),
     ("dcn flat", {"train": {"micro_batches": 2}}, r"micro_batches=2 needs the tower dataflow, but .*'flat'"),
     ("dlrm sptt", {"sharding": {"dataflow": "sptt", "scheme": "planner"}}, "is TorchRec's planner.* has the tower"),
     ("dmt-dlrm sptt", {"hot_rows": HOT}, "hot rows need a flat model; towers send their modules' outputs"),

@@ -15,7 +15,6 @@ import json
 import logging
 import math
 import os
-import re
 import shutil
 import zlib
 from collections import Counter
@@ -415,11 +414,10 @@ def _summary(
             notes += _table_notes(table.num_embeddings, known, is_hashed=id_mode == "hash")
     dense, total = {name: {"missing": counts[name, "missing"]} for name in columns.dense}, counts["", "rows"]
     notes += [f"{name}: all {total:,} values are missing." for name in dense if dense[name]["missing"] == total > 0]
-    if columns.label is not None and positives in (0, num_rows):
+    if positives in (0, num_rows):
         same = f"All {num_rows:,} training rows have the label {int(positives > 0)}: a model needs both."
         notes.append(same if num_rows else "There are no training rows.")
-    summary = {"rows": num_rows, "positives": positives, "dense": dense, "features": features, "notes": notes}
-    return profile, summary
+    return profile, {"rows": num_rows, "positives": positives, "dense": dense, "features": features, "notes": notes}
 
 
 def _table_notes(rows: int, known: Mapping[str, NDArray[np.int64]], *, is_hashed: bool) -> Iterator[str]:
@@ -429,8 +427,7 @@ def _table_notes(rows: int, known: Mapping[str, NDArray[np.int64]], *, is_hashed
     if is_hashed and used >= 0.99 * (rows - 1):
         yield f"{names}: the table of {rows:,} rows is full. Give it more."
     elif used and enough < _FEW * rows:
-        keys = [name if re.fullmatch(r"[A-Za-z0-9_-]+", name) else json.dumps(name) for name in known]
-        settings = " ".join(f"data.num_embeddings_per_feature.{key}={enough}" for key in keys)
+        settings = " ".join(f"data.num_embeddings_per_feature.{name}={enough}" for name in known)
         yield f"{names}: {used:,} of {rows:,} rows are used; `{settings}` is enough."
     for name, of_feature in known.items():
         others = np.concatenate([[], *(theirs for other, theirs in known.items() if other != name)])
