@@ -206,13 +206,6 @@ class ReplicasConfig(Section):
     """c: AdaGrad's moments are divided by it, in (0, R]. The noisier the gradients, the nearer to R. Data-parallel
     tables need none: their gradients are averaged over the replicas."""
 
-    @field_validator("moment_scale", mode="before")
-    @classmethod
-    def _check_moment_scale(cls, value: object) -> object:
-        if isinstance(value, bool | str) and value != "num_replicas":
-            raise InputError(f"{value!r} is neither a number nor 'num_replicas'")
-        return value
-
 
 class HotRowsConfig(Section):
     """Copies of the most read rows on every rank of a flat model in the tower dataflow (OPER)."""

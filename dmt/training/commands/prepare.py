@@ -55,7 +55,6 @@ def _show(record: dict[str, Any], out: Path) -> Shown:
     if record["rejects"]:
         lines.append(f"{record['rejects']:,} rows were left out: see {out / 'rejects.csv'}")
     lines.append(f"Train with data.prepared={out}; access counts of its rows: {out / record['access_counts']}")
-    headers = ["column", "rows in use", "missing", "rows", "most frequent"]
     share = f" ({positives / parts['train']:.1%} with label 1)" if parts["train"] else ""
     title = f"{parts['train']:,} training rows{share} and {parts['eval']:,} evaluation rows"
-    return Shown(record, headers, rows, title, range(1, 5), lines)
+    return Shown(record, ["column", "rows in use", "missing", "rows", "most frequent"], rows, title, range(1, 5), lines)

@@ -107,8 +107,7 @@ class ClickData:
         self.columns = manifest.columns
         self._parts = {split: ParquetRows(folder / split, self.columns) for split in _SPLITS}
         if noticed := manifest.summary.get("notes"):
-            again = "; to change settings, run `dmt prepare` again with them" if self.config.prepared else ""
-            self.notes = f"{shorten(noticed, ' ', most=3)} (summary in {folder / MANIFEST}{again})"
+            self.notes = f"{shorten(noticed, ' ', most=3)} (summary in {folder / MANIFEST})"
         if manifest.raw is not None:
             self.raw = DataConfig.model_validate(manifest.raw)
 

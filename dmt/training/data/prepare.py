@@ -428,7 +428,7 @@ def _table_notes(rows: int, known: Mapping[str, NDArray[np.int64]], *, is_hashed
         yield f"{names}: the table of {rows:,} rows is full. Give it more."
     elif used and enough < _FEW * rows:
         settings = " ".join(f"data.num_embeddings_per_feature.{name}={enough}" for name in known)
-        yield f"{names}: {used:,} of {rows:,} rows are used; `{settings}` is enough."
+        yield f"{names}: {used:,} of {rows:,} rows are used. To save memory, prepare again with `{settings}`."
     for name, of_feature in known.items():
         others = np.concatenate([[], *(theirs for other, theirs in known.items() if other != name)])
         # Hashes of unlike values meet by chance.
