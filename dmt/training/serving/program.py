@@ -215,11 +215,11 @@ def make_program(model: ServedModel, *, num_dense: int, features: Sequence[str])
         {name: {0: torch.export.Dim(f"ids_{number}", min=0)} for number, name in enumerate(features)},
         {name: {0: batch} for name in features},
     )
+    inputs = (torch.zeros(samples, num_dense), ids, lengths)
     try:
         with torch.no_grad():
-            return torch.export.export(
-                model, (torch.zeros(samples, num_dense), ids, lengths), dynamic_shapes=dims, strict=False
-            )
+            model(*inputs)  # a refusal then names numbers, not symbols
+            return torch.export.export(model, inputs, dynamic_shapes=dims, strict=False)
     except InputError:
         raise
     except Exception as error:  # whatever the user's own module makes the tracer raise
