@@ -393,12 +393,14 @@ def _summary(
             found = view.query(f"SELECT id, count(*) AS n FROM ({view.ids(feature)}) GROUP BY id ORDER BY id")
             rows, uses = found["id"].to_numpy().astype(np.int64), found["n"].to_numpy()
             profile.put(table.name, RowCounts(rows, uses, int(uses.sum())))
-            empty = f"SELECT count(*) AS n FROM {view.rows} WHERE {f'len({column})' if feature.is_bag else column} = 0"
+            missing = int(uses[rows == 0].sum())
+            if feature.is_bag:
+                missing = view.query(f"SELECT count(*) AS n FROM {view.rows} WHERE len({column}) = 0")["n"][0].as_py()
             # Row 0 is of missing values, by frequency row 1 of rare ones.
             is_known = rows > (1 if id_mode == "frequency" and feature.time is None else 0)
             known[name] = rows[is_known]
             features[name] = summary = {
-                "missing": view.query(empty)["n"][0].as_py(),
+                "missing": missing,
                 "negative": counts[name, "negative"],
                 "rows_in_use": len(known[name]),
                 "rows": feature.rows,
