@@ -156,7 +156,7 @@ def _exchanges(
     if not is_flat:
         widths = np.repeat(_widths(step, model), topology.ranks_per_tower)
         numbers = batch * others * topology.on_all_replicas(widths)
-    outside = 2 * (world - 1) / world * sum(4 * table.num_embeddings * table.embedding_dim for table in step.outside)
+    outside = sum(4 * table.num_embeddings * table.embedding_dim for table in step.outside)
     of_towers = 2 * (replicas * topology.ranks_per_tower - 1) * model.tower_bytes / world
     peer, inner = topology.share_across_hosts(groups), topology.share_across_hosts(topology.tower_groups())
     return {
@@ -170,7 +170,7 @@ def _exchanges(
             of_towers + held["reduced_bytes"].mean(),
             topology.ring_share_across_hosts(topology.tower_module_groups()[:1]),
         ),
-        "outside_weights": (outside, topology.ring_share_across_hosts([range(world)])),
+        "outside_weights": _ring(topology, outside),
         "dense_weights": _dense_bytes(step, model.dense_bytes),
         "replicas": (held["averaged_bytes"], topology.ring_share_across_hosts(topology.replica_groups())),
     }
@@ -180,12 +180,18 @@ def _dense_bytes(step: Workload, size: int) -> tuple[float, float]:
     """What each rank sends to average the gradients of dense parts of ``size`` bytes, and the share between hosts."""
     topology, world = step.topology, step.topology.world_size
     if not step.is_hierarchical:
-        return 2 * (world - 1) * size / world, topology.ring_share_across_hosts([range(world)])
+        return _ring(topology, size)
     # Every rank of a host has an equal part; all gradients are taken as one bucket.
     hosts, ranks = topology.num_hosts, topology.host_size
     padded = 4 * math.ceil(size / 4 / ranks) * ranks
     across, inside = 2 * (hosts - 1) * padded, 2 * (ranks - 1) * hosts * padded
     return (across + inside) / world, across / max(across + inside, 1)
+
+
+def _ring(topology: TowerTopology, size: int) -> tuple[float, float]:
+    """What each rank sends in a ring all-reduce of ``size`` bytes over all ranks, and the share between hosts."""
+    world = topology.world_size
+    return 2 * (world - 1) * size / world, topology.ring_share_across_hosts([range(world)])
 
 
 def count_operators(model: nn.Module, dense_in_features: int) -> ModelWork:
