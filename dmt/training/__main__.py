@@ -20,11 +20,9 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from dmt.errors import InputError, ReplicaMismatchError
 from dmt.testing.ranks import end_with
 from dmt.training.config import load_config
-from dmt.training.console import print_summary, quiet_libraries
+from dmt.training.console import LET_RANK_0_SPEAK_S, print_summary, quiet_libraries
 
 EXAMPLE = "torchrun --nproc-per-node 4 -m dmt.training demo train.max_steps=200 model.arch=dlrm"
-# Ranks that find the same fault as rank 0 leave it time to say so before torchrun stops everyone.
-_LET_RANK_0_SPEAK_S = 10
 _WHEN_IT_HAS_ENDED = """
 import os, select, sys
 try:
@@ -55,7 +53,7 @@ def main(config: str, overrides: tuple[str, ...]) -> None:
         result = train(settings)
     except (InputError, ReplicaMismatchError) as error:
         if rank != 0:
-            time.sleep(_LET_RANK_0_SPEAK_S)
+            time.sleep(LET_RANK_0_SPEAK_S)
         # In the exception itself, without a traceback: torchrun prints it too.
         error.__traceback__ = error.__cause__ = error.__context__ = None
         _say_last(f"{'' if rank == 0 else f'[rank {rank}] '}error: {error}")

@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 __all__ = [
+    "LET_RANK_0_SPEAK_S",
     "ROWS",
     "cells",
     "lookup",
@@ -29,6 +30,8 @@ __all__ = [
 
 # Columns: of a file, and those in which no number is cut.
 _PIPE_WIDTH, _LEAST_WIDTH = 140, 90
+LET_RANK_0_SPEAK_S = 10
+"""Ranks that find the same fault as rank 0 leave it this time to say so before torchrun stops everyone."""
 # Between two lines of progress where no terminal shows a bar.
 _LINE_EVERY_S = 30.0
 # name, path in the result, format, which direction is better (for the reader)

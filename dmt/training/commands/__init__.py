@@ -22,7 +22,7 @@ from dmt.errors import InputError
 from dmt.files import check_output
 from dmt.formatting import counted, human_bytes
 from dmt.testing.ranks import end_with
-from dmt.training.console import make_table, quiet_libraries, summary, table_console
+from dmt.training.console import LET_RANK_0_SPEAK_S, make_table, quiet_libraries, summary, table_console
 
 __all__ = ["Advanced", "Shown", "check_output_files", "emit", "main"]
 
@@ -35,8 +35,6 @@ _READERS = {
     "program": "dmt.training.serving.export:read_manifest",
 }
 _PATH = click.Path(path_type=Path)
-# Ranks that find the same fault as rank 0 leave it time to say so before torchrun stops everyone.
-_LET_RANK_0_SPEAK_S = 10
 
 
 class Shown(NamedTuple):
@@ -161,7 +159,7 @@ class _Commands(click.Group):
             return super().invoke(ctx)
         except InputError as error:
             if rank != 0:
-                time.sleep(_LET_RANK_0_SPEAK_S)
+                time.sleep(LET_RANK_0_SPEAK_S)
             click.echo(f"error: {error}", err=True)
         except ModuleNotFoundError as error:
             if error.name is None or error.name.startswith("dmt"):
