@@ -48,6 +48,10 @@ class TableSpec:
     """The features that look up in this table; usually one, more when a table is shared."""
     data_type: TableFormat = field(default="FP32", compare=False)
     """Number format of the weights; no part of what a table is, a plan holds for either."""
+    sequences: tuple[tuple[str, str], ...] = field(default=(), compare=False)
+    """Features that are sequences, each with its target: the feature of this table that attends to it."""
+    is_sequence: bool = field(default=False, compare=False)
+    """Whether each id has an embedding of its own: so in a tower with sequences, also where this table has none."""
 
     def __post_init__(self) -> None:
         for size in ("num_embeddings", "embedding_dim"):
@@ -56,6 +60,8 @@ class TableSpec:
         if not self.feature_names:
             raise InputError(f"Table {self.name!r} has no feature; give at least one in feature_names.")
         number_bytes(self)
+        if self.sequences:
+            object.__setattr__(self, "is_sequence", True)
 
     @property
     def num_bytes(self) -> int:
@@ -92,6 +98,8 @@ def table_specs(tables: Iterable[Any], *, one_table_per_feature: bool = True) ->
             embedding_dim=table.embedding_dim,
             feature_names=tuple(table.feature_names),
             data_type=cast("TableFormat", table_format(table)),
+            sequences=getattr(table, "sequences", ()),
+            is_sequence=is_sequence(table),
         )
         for table in tables
     )
@@ -109,10 +117,9 @@ def feature_names(tables: Sequence[Any]) -> list[str]:
 
 
 def is_sequence(table: Any) -> bool:
-    """Returns whether each id of a table has an embedding of its own: TorchRec's ``EmbeddingConfig`` has no pooling.
-
-    A `TableSpec` has none either, and is of bags.
-    """
+    """Returns whether each id of a table has an embedding of its own: TorchRec's ``EmbeddingConfig`` has no pooling."""
+    if isinstance(table, TableSpec):
+        return table.is_sequence
     return hasattr(table, "init_fn") and not hasattr(table, "pooling")
 
 

@@ -63,6 +63,8 @@ class Feature:
     """Name of its table, without the ``t_``: its own, or that of ``data.shared_tables``. Salts the hash of values."""
     is_bag: bool = False
     """True: a row has any number of ids; false: exactly one."""
+    target: str | None = None
+    """The feature that attends to it, of a sequence (``data.sequences``); None of others."""
     time: tuple[str, str] | None = None
     """Column and part of a time that it is; None of others."""
 
@@ -132,6 +134,10 @@ def find_columns(config: DataConfig, schema: pa.Schema, place: str) -> Columns:
         raise InputError(f"{place}: column {doubled[0]!r} is used twice among {', '.join(_INPUTS)}. Use it once.")
     rows = dict.fromkeys(chosen["categorical"], config.num_embeddings)
     _check_features("num_embeddings_per_feature", config.num_embeddings_per_feature, rows)
+    _check_features("sequences", [*config.sequences, *config.sequences.values()], chosen["categorical"])
+    rows |= {
+        name: config.num_embeddings_per_feature.get(target, rows[target]) for name, target in config.sequences.items()
+    }
     rows |= config.num_embeddings_per_feature | {name: _PART_ROWS[part] for name, (_, part) in times.items()}
     tables = _table_names(config, rows)
     bags = _select("multi_hot", config.multi_hot, chosen["categorical"], place)
@@ -141,10 +147,12 @@ def find_columns(config: DataConfig, schema: pa.Schema, place: str) -> Columns:
             rows=rows[name],
             table=tables[name],
             is_bag=name in bags or (name not in times and kind_of(schema.field(name).type) == "list"),
+            target=config.sequences.get(name),
             time=times.get(name),
         )
         for name in rows
     )
+    _check_sequences(features, place)
     return Columns(dense=chosen["dense"], features=features, label=config.label)
 
 
@@ -194,9 +202,32 @@ def _table_names(config: DataConfig, names: Iterable[str]) -> dict[str, str]:
             raise InputError(f"shared_tables: {table!r} is the name of another feature. Name the table otherwise.")
         tables |= dict.fromkeys(members, table)
     shared = [name for members in config.shared_tables.values() for name in members]
+    for name, target in config.sequences.items():
+        if name in shared and tables[name] != tables[target]:
+            raise InputError(
+                f"shared_tables: sequence {name!r} is not in the table of its target {target!r} (data.sequences). Name "
+                "both there, or leave the sequence out."
+            )
+        tables[name] = tables[target]
     if doubled := [name for name in shared if shared.count(name) > 1]:
         raise InputError(f"shared_tables: feature {doubled[0]!r} is in more than one table. Name it once.")
     return tables
+
+
+def _check_sequences(features: Sequence[Feature], place: str) -> None:
+    """Raises `InputError` for a sequence that is no list, or whose target is one."""
+    lists = {feature.name: feature.is_bag for feature in features}
+    for name, target in ((feature.name, feature.target) for feature in features if feature.target is not None):
+        if not lists[name]:
+            raise InputError(
+                f"{place}: data.sequences: column {name!r} is no list. Store lists, or text such as 'a|b|c' that "
+                "data.multi_hot names."
+            )
+        if lists[target]:
+            raise InputError(
+                f"{place}: data.sequences: {target!r}, the target of {name!r}, is a list. Name a feature with one id "
+                "per row."
+            )
 
 
 def _check_features(setting: str, given: Iterable[str], names: Iterable[str]) -> None:
@@ -235,8 +266,16 @@ def tables_of(
             )
         rows, dim = sizes.pop()
         name = "t_" + table.replace("%", "%25").replace(".", "%2E")
-        spec = TableSpec(name=name, num_embeddings=rows, embedding_dim=dim, feature_names=names, data_type=data_type)
-        tables.append(spec)
+        tables.append(
+            TableSpec(
+                name=name,
+                num_embeddings=rows,
+                embedding_dim=dim,
+                feature_names=names,
+                data_type=data_type,
+                sequences=tuple((feature.name, feature.target) for feature in features if feature.target is not None),
+            )
+        )
     return tables
 
 

@@ -11,9 +11,11 @@ from dmt.errors import InputError
 from dmt.files import from_record, read_file
 from dmt.plan.tables import TableSpec, table_specs
 
-__all__ = ["OF_READING", "DataConfig", "Section", "SyntheticConfig", "read_tables", "with_files"]
+__all__ = ["MOST_IDS", "OF_READING", "DataConfig", "Section", "SyntheticConfig", "read_tables", "with_files"]
 
 _MOST_ROWS = 2**40
+MOST_IDS = 1000
+"""Ids of a sequence where ``data.max_length`` is not set."""
 OF_READING = ("prepared", "shuffle_rows", "shuffle_seed", "shuffle_pieces")
 """Keys that say how prepared rows are read; the others say what is in them."""
 
@@ -115,6 +117,11 @@ class DataConfig(Section):
     """Rows of single tables, by feature, where they differ from ``num_embeddings``."""
     shared_tables: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     """Features that share a table, by its name: ``{ads = ["ad", "last_ad"]}``. A value has one row for all of them."""
+    sequences: dict[str, str] = Field(default_factory=dict)
+    """Lists whose ids are looked up one by one, in their order, each with its target: the feature, with one id per row,
+    that attends to it ([Values](data.md#how-values-become-inputs)): ``{history = "item"}``. The two share a table."""
+    max_length: int | None = Field(default=None, ge=1, le=2**20)
+    """Ids of a sequence at most: the last so many are kept. Left out, a row with more than 1,000 cannot be used."""
     shuffle_rows: int = Field(default=100_000, ge=0)
     """Training rows are shuffled within consecutive windows of this many rows, differently in each epoch; 0 keeps
     the order of the files. Synthetic rows are independent draws and are not shuffled."""
@@ -147,14 +154,14 @@ class DataConfig(Section):
     def _check(self) -> DataConfig:
         """Refuses keys without a meaning for the kind, and those that are missing."""
         files = ("train_path", "eval_path", "split_column", "timestamps", "csv_separator")
-        tables = ("num_embeddings", "num_embeddings_per_feature", "shared_tables", "vocabulary")
-        columns = ("label", "dense", "categorical", "multi_hot", "dense_transform", "id_mode", "group_by")
+        tables = ("num_embeddings", "num_embeddings_per_feature", "shared_tables", "vocabulary", "sequences")
+        columns = ("label", "dense", "categorical", "multi_hot", "dense_transform", "id_mode", "group_by", "max_length")
         rest = ("prepared", "source", "options")
         defaults = DataConfig.model_construct()
         given = [name for name, value in self if value != getattr(defaults, name)]
         meaningless = {
-            "synthetic": (*files, *rest, "num_embeddings", "num_embeddings_per_feature", "group_by", "dense_transform"),
-            "criteo_tsv": (*rest, "split_column", "multi_hot", "timestamps"),
+            "synthetic": (*files, *rest, *tables[:2], "group_by", "dense_transform", "max_length"),
+            "criteo_tsv": (*rest, "split_column", "multi_hot", "timestamps", "sequences", "max_length"),
             "source": (*files, "prepared", "group_by", "vocabulary"),
             "prepared": (*files, *tables, *columns, "source", "options"),
         }.get(self.kind, rest)
@@ -168,6 +175,7 @@ class DataConfig(Section):
             (self.kind == "criteo_tsv" and self.id_mode == "index", "id_mode='index': Criteo's ids are hexadecimal."),
             (self.kind == "source" and self.id_mode == "frequency", "id_mode='frequency' needs files to count."),
             (self.eval_path and self.split_column, "eval_path and split_column both say what evaluation rows are."),
+            (self.max_length and not self.sequences, "max_length is of sequences, but data.sequences names none."),
             (self.vocabulary and self.id_mode != "frequency", "vocabulary needs id_mode='frequency'."),
         )
         for is_wrong, message in refusals:

@@ -24,7 +24,7 @@ import pyarrow.parquet as pq
 
 from dmt.errors import InputError
 from dmt.training.data.columns import CRITEO_CATEGORICAL, CRITEO_DENSE, Columns, Feature, kind_of
-from dmt.training.data.config import DataConfig
+from dmt.training.data.config import MOST_IDS, DataConfig
 from dmt.training.data.files import REQUEST, file_version, format_of, open_binary, starts_of
 from dmt.training.data.hash import COUNTED, hash_rows
 
@@ -445,10 +445,16 @@ class _Sql:
         )
         if feature.is_bag:
             kept = f"list_filter({sql}, lambda v: {is_known.format('v')})"
+            if feature.target is not None and self._config.max_length is not None:
+                kept = f"list_slice({kept}, -{self._config.max_length}, -1)"
             value = f"coalesce(list_transform({kept}, lambda v: {value.format('v')}), [])"
             if is_bad != "false":
                 is_bad = f"len(list_filter({{v}}, lambda v: {is_bad.format(v='v')})) > 0"
             self._add(feature.name, value, expected, is_bad)
+            if feature.target is not None and self._config.max_length is None:
+                most = f"expected at most {MOST_IDS} ids (data.max_length=L keeps the last L of a sequence), found "
+                length, reason = f"len(v{len(self._values) - 1})", literal(f"{feature.name}{_CUT}{most}")
+                self._faults.append(f"WHEN {length} > {MOST_IDS} THEN {reason} || {length}")
         else:
             self._add(feature.name, value.format(sql), expected, f"{is_known.format(sql)} AND {is_bad}")
 

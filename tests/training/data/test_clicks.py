@@ -206,6 +206,7 @@ def test_text_is_prepared_once_beside_the_output(tmp_path: Path, caplog: pytest.
         opened(config)
 
 
+WITH_H = {"categorical": ("c", "h"), "sequences": {"h": "c"}}
 BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"label": [0, 2]}, {}, r"line 2: column 'label': .*found 2"),
     ({"d": [1.0, 1e300]}, {}, r"line 2: column 'd': .*found 1e"),
@@ -223,6 +224,12 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"categorical": ("c", "c")}, "categorical names 'c' 2 times. Name it once"),
     ({}, {"num_embeddings_per_feature": {"x": 3}}, "num_embeddings_per_feature: 'x' is not a categorical feature"),
     ({}, {"shared_tables": {"t": ("c", "x")}}, "'x' is not a categorical feature"),
+    ({}, {"sequences": {"x": "c"}}, "sequences: 'x' is not a categorical feature"),
+    ({}, {"sequences": {"c": "x"}}, "sequences: 'x' is not a categorical feature"),
+    ({"h": ["a", "b"]}, WITH_H, "sequences: column 'h' is no list"),
+    ({"h": [["a"], []], "c": [["a"], ["b"]]}, WITH_H, "sequences: 'c', the target of 'h', is a list"),
+    ({"h": [["a"], []]}, {**WITH_H, "shared_tables": {"t": ("h", "n")}, "categorical": ("c", "h", "n")}, "its target"),
+    ({"h": [["a"], ["b"] * 1001]}, WITH_H, "line 2: column 'h': expected at most 1000 ids .*found 1001"),
 ]
 
 
@@ -230,7 +237,7 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
 def test_wrong_columns_and_values_are_refused(
     columns: dict[str, Any], settings: dict[str, Any], message: str, tmp_path: Path
 ) -> None:
-    table = {"label": [0, 1], "d": [1.0, 2.0], "c": ["a", "b"], **columns}
+    table = {"label": [0, 1], "d": [1.0, 2.0], "c": ["a", "b"], "n": [1, 2], **columns}
     pq.write_table(pa.table(table), tmp_path / "a.parquet")
     config = config_of(str(tmp_path / "a.parquet"), **{"categorical": ("c",), **settings})
     with pytest.raises(InputError, match=message):

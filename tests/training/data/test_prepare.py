@@ -77,6 +77,32 @@ def write_parquet(path: Path) -> None:
     pq.write_table(pa.table(table), path)
 
 
+@pytest.mark.parametrize("id_mode", ["hash", "frequency", "index"])
+@pytest.mark.parametrize("ending", [".csv", ".jsonl", ".parquet"])
+def test_sequences_keep_their_order_and_share_the_table_of_their_target(
+    ending: str, id_mode: Any, tmp_path: Path
+) -> None:
+    items, histories = [3, 5, 4, 3], [[5, 3, 5, 4], [], [4, 3], [3, 3, 3, 4, 5]]
+    path = tmp_path / f"rows{ending}"
+    if ending == ".parquet":
+        pq.write_table(pa.table({"label": [0, 1, 0, 1], "c": items, "tags": histories}), path)
+    elif ending == ".csv":
+        lists = ["|".join(map(str, history)) for history in histories]
+        write(path, ["label,c,tags", *(f"0,{c},{h}" for c, h in zip(items, lists, strict=True))])
+    else:
+        write(path, [json.dumps({"label": 0, "c": c, "tags": h}) for c, h in zip(items, histories, strict=True)])
+    sequences = {"dense": (), "timestamps": (), "sequences": {"tags": "c"}, "id_mode": id_mode, "num_embeddings": 50}
+    whole, record = prepared(tmp_path, config_of(path, **sequences))
+    ids = dict(zip(items, whole["c"].to_pylist(), strict=True))
+    assert whole["tags"].to_pylist() == [[ids[item] for item in history] for history in histories]
+    assert [(f.table, f.target) for f in record.features] == [("c", None), ("c", "c")]
+    last, record = prepared(tmp_path, config_of(path, **sequences, max_length=3))
+    assert last["tags"].to_pylist() == [[ids[item] for item in history[-3:]] for history in histories]
+    assert record.raw["max_length"] == 3
+    data = ClickData(DataConfig(prepared=str(tmp_path / "out1")))
+    assert data.columns.features[1].target == "c"
+
+
 @pytest.mark.parametrize(
     "ending", [".csv", ".csv.gz", "-crlf.csv", "-bom.csv", ".tsv", ".jsonl", ".json.gz", ".parquet"]
 )
