@@ -1,19 +1,22 @@
-"""The tables of README and docs that come from records: `python -m benchmarks.pages` writes their rows again.
+"""The numbers of README and docs that come from records: `python -m benchmarks.pages` writes them again.
 
-A table is known by its header. `tests/test_docs.py` compares the rows on the pages with those made here.
+A table is known by its header, a sentence by its words. `tests/test_docs.py` compares both with what is made here.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, partial
 from pathlib import Path
+from statistics import median
 from typing import Any
 
-from benchmarks.steps.measured import Measured, best_flat, measure_run
+from benchmarks.steps.measured import Measured, best_flat, fastest, measure_run
+from benchmarks.steps.report import setting_words
 
-__all__ = ["TABLES", "main", "pages", "with_current_tables"]
+__all__ = ["SENTENCES", "TABLES", "main", "pages", "pattern", "with_current_numbers", "with_current_tables"]
 
 _ROOT = Path(__file__).parent.parent
 _RECORDS = Path(__file__).parent / "results"
@@ -26,10 +29,9 @@ def _record(name: str) -> dict[str, Any]:
     return found
 
 
-def _contenders(record: str, part: str, **setting: Any) -> dict[str, Measured]:
+def _contenders(record: str, part: str) -> dict[str, Measured]:
     """The contenders of a job of the speed study, by name."""
-    runs = [run for run in _record(record)["runs"] if run.get("part", part) == part]
-    (run,) = [run for run in runs if all(run["setting"].get(key) == value for key, value in setting.items())]
+    (run,) = [run for run in _record(record)["runs"] if run.get("part", part) == part]
     return {found.name: found for found in measure_run(run, cores=2)}
 
 
@@ -44,25 +46,44 @@ def _megabytes(found: Measured) -> str:
 
 
 def _readme() -> Rows:
+    """The fastest setup of each kind; DMT-DLRM also with small tables outside towers, where that is faster."""
     contenders, aucs = _contenders("steps", "main"), _auc_less_flat()
     flat = _best(contenders, "fp32")
-    same = "same results"
-    rows: list[tuple[str, str, int | str]] = [
-        ("flat TorchRec, the fastest of seven ways", flat.name, ""),
-        ("the same model over towers, each distinct input sent once", "sptt+unique", same),
-        ("the same, prefetch, two micro-batches, hierarchical reduce", "sptt+prefetch+hier+mb2+unique", same),
-        ("DMT-DLRM as in the paper, compression ratio 2", "dmt-cr2", 2),
-        *((f"with all options, ratio {ratio}", f"dmt-cr{ratio}+all+rank-towers", ratio) for ratio in (2, 4, 16)),
+    ways = {name.removesuffix("+prefetch") for name, found in _contenders("steps", "flat").items() if _is_flat(found)}
+    rows = [(f"flat TorchRec, the fastest of {len(ways)} ways", flat, "")]
+    same = fastest(contenders.values(), "sptt", precision="fp32")
+    rows += [("the same model over towers", same, "same results")] if same else []
+    for ratio in (2, 4, 16):
+        # The models of the quality study project each feature (c = 1, p = 0) in strided towers, and have none outside.
+        lost = [f"{aucs[data, 'dlrm-each', 'strided', ratio]:+.4f}" for data in ("flights", "hotel")]
+        ours = [found for found in contenders.values() if found.compression == ratio]
+        inside = fastest([f for f in ours if "outside" not in f.name], "dmt", precision="fp32")
+        best = fastest(ours, "dmt", precision="fp32")
+        rows += [(f"DMT-DLRM, compression ratio {ratio}", inside, ", ".join(lost))] if inside else []
+        if best and best != inside:
+            rows.append((f"DMT-DLRM, ratio {ratio}, small tables on every rank", best, "not measured"))
+    return [
+        [label, f"`{f.name}`", f"{f.median:.2f}", f"{flat.median / f.median:.2f}", _megabytes(f), quality]
+        for label, f, quality in rows
     ]
-    made = []
-    for label, name, quality in rows:
-        found = contenders[name]
-        if isinstance(quality, int):
-            # The timed models project each feature (c = 1, p = 0) in strided towers.
-            lost = [aucs[data, "dlrm-each", "strided", quality] for data in ("flights", "hotel")]
-            quality = ", ".join(f"{auc:+.4f}" for auc in lost)
-        made.append([label, f"{found.median:.2f}", f"{flat.median / found.median:.2f}", _megabytes(found), quality])
-    return made
+
+
+def _is_flat(found: Measured) -> bool:
+    return (found.family, found.precision) == ("flat", "fp32")
+
+
+def _sweeps() -> Rows:
+    """Every setting of the study with FP32 contenders of all kinds: what the fastest of each kind gains and sends."""
+    rows = []
+    for run in _record("steps")["runs"]:
+        contenders = {found.name: found for found in measure_run(run, cores=2) if found.precision == "fp32"}
+        kinds = [("sptt", 1.0), ("dmt", 4.0), ("dmt", 16.0)]
+        ours = [fastest(contenders.values(), family, precision="fp32", compression=cr) for family, cr in kinds]
+        if all(ours) and (flat := best_flat(contenders.values(), "fp32")):
+            cells = [f"{flat.median / f.median:.2f} ({_megabytes(f)})" for f in ours if f]
+            words = setting_words(run["setting"]).replace(", local batch 4,096", "")
+            rows.append([words, f"{flat.median:.2f} ({_megabytes(flat)})", *cells])
+    return rows
 
 
 def _performance(precision: str) -> Rows:
@@ -130,14 +151,25 @@ def _hot_steps() -> Rows:
     labels |= {"SPTT with hot rows, dense gradients host by host": "sptt+hier+hot"}
     labels |= {"flat TorchRec, small tables data-parallel": "flat-tw-dp"}
     found = _contenders("hot_steps", "hot")
-    return [
-        [label, f"{1000 * found[name].median:,.0f}", f"{sum(found[name].uplink) / 2e6:.1f}"]
-        for label, name in labels.items()
-    ]
+    return [[label, f"{1000 * found[name].median:,.0f}", _megabytes(found[name])] for label, name in labels.items()]
+
+
+def _hot_bytes() -> Rows:
+    """Two hosts measured, more of them predicted."""
+    measured = _record("hot_rows")
+    plain, unique = measured["off"]["none"]["bytes"], measured["rank"]
+    sent = [measured["off"]["cost rule"], unique["none"], unique["cost rule"]]
+    rows = [["2 x 2, 4,096", *(f"{plain / way['bytes']:.1f}" for way in sent)]]
+    for rule in _record("oper_tables")["rules"][1:]:
+        ways = [rule[way]["times"] for way in ("cost rule", "unique", "unique + hot rows")]
+        setting = f"{rule['hosts']} x {rule['ranks_per_host']}, {rule['batch_size']:,}"
+        rows.append([setting, *(f"{times:.1f}" for times in ways)])
+    return rows
 
 
 TABLES: Mapping[tuple[str, ...], Callable[[], Rows]] = {
-    ("", "seconds per step", "times the best flat", "MB sent per host", "AUC, flights and hotel"): _readme,
+    ("model", "setup", "seconds per step", "times best flat", "MB sent per host", "AUC, flights and hotel"): _readme,
+    ("setting", "best flat: seconds (MB)", "unchanged: times (MB)", "CR 4", "CR 16"): _sweeps,
     ("setup", "seconds per step", "times best flat", "MB sent per host", "step / own bound"): partial(
         _performance, "fp32"
     ),
@@ -149,9 +181,149 @@ TABLES: Mapping[tuple[str, ...], Callable[[], Rows]] = {
         *("CR", "DCN: D", "DLRM, products: p x D", "DLRM, projections: D"),
         "bytes of embeddings and gradients across hosts (projections)",
     ): _bytes_of_ratios,
-    ("contender", "ms", "MB a host"): _hot_steps,
+    ("setup", "ms", "MB sent per host"): _hot_steps,
+    ("hosts x ranks, samples per rank", "hot rows", "unique", "both"): _hot_bytes,
 }
 """By header: what makes the rows of a table."""
+
+
+def _readme_sentences() -> Iterable[str]:
+    flats, aucs = _contenders("steps", "flat"), _auc_less_flat()
+    sharded, kept = (_megabytes(flats[name]) for name in ("flat-cw+prefetch", "flat-cw-dp+prefetch"))
+    yield f"this alone cuts the bytes from {sharded} to {kept} MB per host"
+    pairs = [(data, model) for data in ("flights", "hotel") for model in ("dlrm-products", "dcn")]
+    learned, strided = (-min(aucs[*pair, towers, 4] for pair in pairs) for towers in ("interactions", "strided"))
+    yield f"at most {learned:.4f} of AUC was lost at a ratio of 4"
+    yield f"with the same modules and strided towers up to {strided:.4f}"
+
+
+def _performance_sentences() -> Iterable[str]:
+    contenders, outside = _contenders("steps", "main"), _contenders("outside_towers", "")
+    less, more = (_megabytes(contenders[name]) for name in ("sptt+unique", "sptt"))
+    yield f"they cut the bytes of `sptt` from {more} to {less} MB"
+    compute = [found.compute for found in contenders.values() if found.family in ("sptt", "dmt")]
+    yield f"computes for {min(compute):.1f} to {max(compute):.1f} seconds"
+    wires = [run["wire"] for run in _record("steps")["runs"] if run.get("wire")]
+    gloo = [wire["all_to_all_ratio"] for wire in wires]
+    yield f"took {min(gloo):.2f} to {max(gloo):.2f} times bytes / rate"
+    yield f"this library's exchange between hosts took at most {max(wire['ratio'] for wire in wires):.2f}"
+    fewer, all_inside = (outside[name] for name in ("dmt-cr2+outside", "dmt-cr2"))
+    yield f"{_megabytes(fewer)} instead of {_megabytes(all_inside)} MB"
+    yield f"{fewer.median:.2f} instead of {all_inside.median:.2f} seconds at ratio 2"
+
+
+def _hot_sentences() -> Iterable[str]:
+    steps = _contenders("hot_steps", "hot")
+    plain, hot, hier, flat = (steps[name] for name in ("sptt", "sptt+hot", "sptt+hier+hot", "flat-tw-dp"))
+    yield f"fall {sum(plain.across.values()) / sum(hot.across.values()):.1f} times on two hosts of two ranks"
+    yield f"Hot rows make SPTT {plain.median / hot.median:.1f} times as fast"
+    yield f'"hierarchical"` {plain.median / hier.median:.1f} times'
+    yield f"{flat.median / hier.median:.1f} times as fast as this flat model"
+
+
+def _quality_sentences() -> Iterable[str]:
+    costs, aucs = _record("quality_study")["costs"], _auc_less_flat()
+    spread = {
+        data: median(r["auc_std"] for r in costs if (r["data"], r["num_towers"], r["dim"]) == (data, 4, 16))
+        for data in ("flights", "hotel", "census")
+    }
+    yield f"is {spread['flights']:.4f} on flights, {spread['hotel']:.4f} on hotel and {spread['census']:.4f} on census"
+    lost = {key[1:3]: -auc for key, auc in aucs.items() if key[0] == "flights" and key[3] == 4}
+    keeping = ("dlrm-products", "dcn")
+    yield f"interact lost at most {max(lost[model, 'interactions'] for model in keeping):.4f} at ratio 4"
+    yield f"modules lost {lost['dlrm-products', 'strided']:.4f} and {lost['dcn', 'strided']:.4f}"
+    linear = [lost[arm] for arm in (("dlrm", "interactions"), ("dlrm", "strided"), ("dlrm-each", "strided"))]
+    yield f"the paper's modules for DLRM {min(linear):.4f} to {max(linear):.4f}"
+    shown = ("interactions", "strided")
+    others = [-aucs[key] for key in aucs if key[0] in ("hotel", "census") and key[2] in shown and key[3] == 4]
+    yield f"at ratio 4 no row is more than {max(others):.4f} below the flat model"
+    tuned = [
+        row["median_difference"]
+        for row in _record("quality_study")["tuned_comparisons"]
+        if row["arm"].startswith(keeping) and row["baseline"].endswith("flat") and row["data"] in spread
+    ]
+    yield f"by {min(tuned):+.4f} (DCN, hotel) to {max(tuned):+.4f} (products, flights)"
+    for model, name in (("dlrm-products", "products"), ("dcn", "DCN")):
+        yield f"{lost[model, 'coherent']:.4f} with {name} (random: {lost[model, 'random']:.4f})"
+    gained, products = aucs["planted", "dcn", "interactions", 4], -aucs["planted", "dlrm-products", "interactions", 4]
+    yield f"DCN gained {gained:.4f} at ratio 4 and products lost {products:.4f}"
+
+
+def _partitioner_sentences() -> Iterable[str]:
+    def difference(record: str, **keys: str) -> float:
+        (row,) = [row for row in _record(record)["comparisons"] if keys.items() <= row.items()]
+        return float(row["median_difference"])
+
+    strided, coherent, flat = (
+        difference("interaction_towers", data="flights", arm="interactions", baseline=baseline)
+        for baseline in ("strided", "coherent", "flat")
+    )
+    yield f"is {strided:.4f} above that of strided towers and {coherent:.4f} above that of coherent ones"
+    yield f"but {-flat:.4f} below the flat model"
+    products = difference("product_towers", data="flights", arm="products, together", baseline="flat")
+    yield f"differ from the flat model by {products:+.4f}"
+    named = [row for row in _record("entity_towers")["comparisons"] if row["arm"] == "named"]
+    shares = [100 * row["bytes"]["once"] / row["strided_bytes"]["once"] for row in named]
+    yield f"a rank then sends {min(shares):.0f} to {max(shares):.0f} % of the bytes"
+    on_flights = {row["arch"]: row["auc"]["median_difference"] for row in named if row["data"] == "flights"}
+    yield f"DLRM loses {-on_flights['dlrm']:.3f} of AUC, and DCN's cross layers gain {on_flights['dcn']:.3f}"
+
+
+def _serving_sentences() -> Iterable[str]:
+    results = _record("serving")["results"]
+    of = {kind: [row for row in results if row["tables"] == kind] for kind in ("fp32", "int8", "int4")}
+    shares = (median(row["file_over_tables"] for row in of[kind]) for kind in ("int8", "int4"))
+    yield "take {:.2f} (INT8) or {:.2f} (INT4)".format(*shares)
+    times = [
+        row["p50_ms_of_1"] / plain["p50_ms_of_1"]
+        for kind in ("int8", "int4")
+        for row, plain in zip(of[kind], of["fp32"], strict=True)
+    ]
+    yield f"a median of {min(times):.1f} to {max(times):.1f} times as long"
+
+
+def _what_if_sentences() -> Iterable[str]:
+    text = " ".join((_RECORDS / "simulator.md").read_text().split())
+    steps = re.search(r"(\d+) steps: median error (\S+), worst (\S+), .* took at most (\S+) longer", text)
+    assert steps is not None, "simulator.md has a summary"
+    count, middle, worst, longer = steps.groups()
+    yield f"Over {count} measured steps of emulated clusters, the median error was {middle} and the worst {worst}"
+    yield f"took at most {longer} longer"
+
+
+SENTENCES: Mapping[str, Callable[[], Iterable[str]]] = {
+    "README.md": _readme_sentences,
+    "performance.md": _performance_sentences,
+    "hot_rows.md": _hot_sentences,
+    "quality.md": _quality_sentences,
+    "partitioner.md": _partitioner_sentences,
+    "serving.md": _serving_sentences,
+    "what_if.md": _what_if_sentences,
+}
+"""By page: parts of its sentences, with the numbers of their records."""
+_NUMBER = r"\d[\d,]*(?:\.\d+)?"
+
+
+def pattern(sentence: str) -> re.Pattern[str]:
+    r"""What finds a sentence on a page, whatever its numbers and line breaks are; every number is a group.
+
+    Example:
+        >>> pattern("from 126 to 72.3 MB").search("cuts it from 1 to\n  7.5 MB").groups()
+        ('1', '7.5')
+    """
+    parts = [re.escape(part) for part in re.split(_NUMBER, sentence)]
+    return re.compile(f"({_NUMBER})".join(parts).replace(r"\ ", r"\s+"))
+
+
+def with_current_numbers(page: str, text: str) -> str:
+    """A page whose sentences have the numbers that their records hold."""
+    for sentence in SENTENCES.get(page, list)():
+        found = pattern(sentence).search(text)
+        assert found is not None, f"{page} has no sentence like {sentence!r}: mend the page or benchmarks/pages.py"
+        numbers = re.findall(_NUMBER, sentence)
+        for group in range(len(numbers), 0, -1):
+            text = text[: found.start(group)] + numbers[group - 1] + text[found.end(group) :]
+    return text
 
 
 def pages() -> list[Path]:
@@ -190,10 +362,10 @@ def _line(row: list[str], widths: list[int], rule: str, *, is_aligned: bool) -> 
 
 
 def main() -> None:
-    """Writes the rows of all known tables again."""
+    """Writes the rows of all known tables, and the numbers of all known sentences, again."""
     for page in pages():
         text = page.read_text()
-        if (current := with_current_tables(text)) != text:
+        if (current := with_current_numbers(page.name, with_current_tables(text))) != text:
             page.write_text(current)
             print(page)
 
