@@ -206,21 +206,21 @@ def test_file_sizes() -> None:
 
 # Lines and files of each part at most, and where they are to get. Raise a number only with the reason in the commit.
 CEILINGS = {
-    "the library": (24_800, 133),  # 20_500, 136
-    "dmt/*.py": (981, 7),  # 800, 8
+    "the library": (24_920, 133),  # 20_500, 136
+    "dmt/*.py": (990, 7),  # 800, 8
     "dmt/plan": (690, 5),  # 600, 5
-    "dmt/sharding": (1_900, 10),  # 1_750, 10
-    "dmt/sptt": (3_350, 18),  # 2_900, 18
+    "dmt/sharding": (1_915, 10),  # 1_750, 10
+    "dmt/sptt": (3_368, 18),  # 2_900, 18
     "dmt/replicas": (375, 3),  # 350, 3
     "dmt/hot_rows": (945, 6),  # 900, 6
-    "dmt/simulator": (820, 4),  # 800, 5
+    "dmt/simulator": (840, 4),  # 800, 5
     "dmt/report": (150, 2),  # 110, 2
     "dmt/testing": (590, 4),  # 600, 4
-    "dmt/training": (10_960, 54),  # 7_800, 50
+    "dmt/training": (11_070, 54),  # 7_800, 50
     "partitioner": (2_850, 12),  # 2_800, 14
     "models": (1_175, 7),  # 1_000, 7
     "benchmarks": (5_760, 34),  # 5_600, 36
-    "tests": (21_700, 118),  # 20_000, 115
+    "tests": (21_760, 118),  # 20_000, 115
 }
 
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -62,8 +63,17 @@ def plan_tables(
         check_columns(table)
     model.workload.check_features(set(feature_names(table_specs(tables, one_table_per_feature=False))))
     allowed = (rules or ShardingRules()).resolve(tables_by_tower, topology.ranks_per_tower, outside)
-    everywhere, held = _on_every_rank(outside, model)
-    planned = [_Tower(number, tables, allowed, model, held).plan() for number, tables in enumerate(tables_by_tower)]
+
+    def towers(model: CostModel) -> list[_Tower]:
+        held = _on_every_rank(outside, model)[1]
+        return [_Tower(number, tables, allowed, model, held) for number, tables in enumerate(tables_by_tower)]
+
+    def fits(batch_size: int) -> bool:
+        smaller = replace(model, workload=replace(model.workload, batch_size=batch_size))
+        return all(tower.packing()[2] is not None for tower in towers(smaller))
+
+    everywhere, _ = _on_every_rank(outside, model)
+    planned = [tower.plan(fits) for tower in towers(model)]
     return TowerShardingPlan(
         topology=topology,
         workload=model.workload,
@@ -112,10 +122,26 @@ class _Tower:
     held: Vector
     """Load of a rank by tables outside towers, [4]."""
 
-    def plan(self) -> tuple[list[TableSharding], list[RankLoad]]:
-        """Places the tables and reports the loads of the tower's ranks."""
-        # By name: the order in which tables come must not matter.
-        tables = sorted(self.tables, key=lambda table: table.name)
+    def plan(self, fits: Callable[[int], bool]) -> tuple[list[TableSharding], list[RankLoad]]:
+        """Places the tables and reports the loads of the tower's ranks; ``fits`` tries a smaller batch size."""
+        placements, problem, packing = self.packing()
+        if packing is None:
+            raise self._no_room(problem, fits)
+        free = [table for table in self._sorted if table.name not in placements]
+        placements |= {table.name: self._placement(table, packing, item) for item, table in enumerate(free)}
+        loads = self._loads(self._sorted, placements)
+        loads[0] += sum(map(self.model.fixed_seconds, {placement.scheme for placement in placements.values()}))
+        entries = [self._entry(table, placements[table.name], loads[0].mean()) for table in self.tables]
+        return entries, RankLoad.of_tower(self.number, loads)
+
+    @property
+    def _sorted(self) -> list[Any]:
+        """The tables by name: the order in which they come must not matter."""
+        return sorted(self.tables, key=lambda table: table.name)
+
+    def packing(self) -> tuple[dict[str, TablePlacement], Problem, Packing | None]:
+        """Returns the placements of pinned tables, and the problem of the others with its solution; None: no room."""
+        tables = self._sorted
         placements = {t.name: p for t in tables if (p := self.allowed[t.name].placement) is not None}
         seconds, memory, activations, _ = self._loads([t for t in tables if t.name in placements], placements)
         free = [table for table in tables if table.name not in placements]
@@ -129,14 +155,7 @@ class _Tower:
             avoided=SCHEMES.index("column_wise"),
             tolerance=_COLUMN_GAIN,
         )
-        packing = pack(problem) if problem.memory.max() <= problem.capacity else None
-        if packing is None:
-            raise self._no_room(problem)
-        placements |= {table.name: self._placement(table, packing, item) for item, table in enumerate(free)}
-        loads = self._loads(tables, placements)
-        loads[0] += sum(map(self.model.fixed_seconds, {placement.scheme for placement in placements.values()}))
-        entries = [self._entry(table, placements[table.name], loads[0].mean()) for table in self.tables]
-        return entries, RankLoad.of_tower(self.number, loads)
+        return placements, problem, pack(problem) if problem.memory.max() <= problem.capacity else None
 
     def _loads(self, tables: Sequence[Any], placements: Mapping[str, TablePlacement]) -> Vector:
         """Loads of every rank for `RankLoad.of_tower`, [4, L], without fixed costs: some tables and those outside."""
@@ -168,8 +187,8 @@ class _Tower:
         scheme, ranks = SCHEMES[packing.chosen[item].kind], packing.ranks[item].tolist()
         return self.allowed[table.name].place(scheme, sorted(ranks) if scheme in EVERYWHERE else ranks)
 
-    def _no_room(self, problem: Problem) -> InputError:
-        """Names the table of which a rank must hold the most, and what all tables need."""
+    def _no_room(self, problem: Problem, fits: Callable[[int], bool]) -> InputError:
+        """Names the table of which a rank must hold the most, what all tables need, and a batch size that fits."""
         largest = 0, "", 0, ""
         needed = activations = 0
         for table in self.tables:
@@ -186,10 +205,14 @@ class _Tower:
         limit, num_ranks, batch = problem.capacity, len(problem.cost), self.model.workload.batch_size
         _, weights, looked_up, _ = self.held
         room = limit - weights - looked_up
-        # The share of the batch with which all tables would fit all ranks, and the largest one a rank.
+        # The share of the batch with which all tables would fit all ranks, and the largest one a rank: whole tables may
+        # need a smaller one, which is looked for in steps of 1 %.
         all_fit = (num_ranks * room - needed) / (activations + num_ranks * looked_up)
-        share = min(all_fit, (room - memory) / (part + looked_up)) + 1
-        smaller = f"Lower batch_size to {max(1, int(batch * share))} or less, l" if 0 < share < 1 else "L"
+        share = min(all_fit, (room - memory) / (part + looked_up), 0.0) + 1
+        most = min(int(batch * share), batch - 1)
+        sizes = range(most, 0, -max(1, most // 100))
+        index = bisect_left(sizes, True, key=fits)
+        smaller = f"Lower batch_size to {sizes[index]} or less, l" if index < len(sizes) else "L"
         beside = f" beside {human_bytes(weights + looked_up)} each for tables outside towers" if weights else ""
         return InputError(
             f"No placement was found for the {counted(len(self.tables), 'table')} of tower {self.number}: they need at "

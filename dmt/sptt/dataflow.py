@@ -101,6 +101,7 @@ class SPTTModule(TowerState):
         input_groups: Sequence[Sequence[Sequence[str]]],
         is_weighted: bool,
         device: torch.device | None,
+        outside: Sequence[str] = (),
     ) -> None:
         super().__init__(sharder.module_type, sharder.mesh)
         self.id_route, self.peer_precision = sharder.id_route, sharder.peer_precision
@@ -114,7 +115,8 @@ class SPTTModule(TowerState):
             for groups, features in zip(input_groups, self._features_by_tower, strict=True)
         ]
         self._route: PeerIdRoute  # set once the sharded collections exist
-        self._agreed_ids = AgreedIds(self.features, is_weighted=is_weighted, group=self.mesh.sharding_group)
+        expected, group = [*self.features, *outside], self.mesh.sharding_group
+        self._agreed_ids = AgreedIds(expected, is_weighted=is_weighted, group=group)
         self._outputs: AgreedOutputs | None = None
         # Gradients of two modules may be sent in another order on a peer.
         self._tag = next(self.mesh.tags)

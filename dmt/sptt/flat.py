@@ -17,7 +17,7 @@ from dmt.plan.towers import TowerPlan
 from dmt.sptt.dataflow import SPTTContext, SPTTModule
 from dmt.sptt.group_sharded import table_configs
 from dmt.sptt.mesh import TowerMesh
-from dmt.sptt.peer_exchange import AgreedIds, Pending, Piece, Rows, TowerOutput
+from dmt.sptt.peer_exchange import Pending, Piece, Rows, TowerOutput
 from dmt.sptt.rows import part_sizes
 from dmt.sptt.sharder import HomeTable, SharderSettings, TowerSharder
 from dmt.sptt.tower_lookup import GroupShardedEBC, in_order, output_keys
@@ -40,7 +40,13 @@ class ShardedSPTTEmbeddingBagCollection(SPTTModule):
     ) -> None:
         tables, outside = sharder.tables_by_tower(module), sharder.outside_tables(module)
         groups = [[[feature] for feature in dict.fromkeys(feature_names(of_tower))] for of_tower in tables]
-        super().__init__(sharder, input_groups=groups, is_weighted=module.is_weighted(), device=device)
+        super().__init__(
+            sharder,
+            input_groups=groups,
+            is_weighted=module.is_weighted(),
+            device=device,
+            outside=feature_names(outside),
+        )
         number = {feature: i for i, (feature,) in enumerate(groups[self.mesh.tower])}
         self._groups = {
             name: number[feature]
@@ -70,8 +76,6 @@ class ShardedSPTTEmbeddingBagCollection(SPTTModule):
             part, alone = _sub_collection(module, outside), self.mesh.outside_towers()
             self._outside = sharder.shard_in_tower(part, sharding, device, mesh=alone)
             self.local_parts.append(self._outside)
-            expected = [*self.features, *feature_names(outside)]
-            self._agreed_ids = AgreedIds(expected, is_weighted=module.is_weighted(), group=self.mesh.sharding_group)
 
     def tower_output(self, embeddings_PN: Sequence[KeyedTensor], rows: Rows) -> TowerOutput:
         """Passes this tower's embeddings through, side by side as its ranks hold them: [P, O = N]."""

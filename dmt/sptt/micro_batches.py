@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import Awaitable, ShardedModule
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dmt._torchrec import tree_flatten, tree_unflatten
 from dmt.collectives import check_agreement
@@ -77,6 +77,7 @@ class MicroBatches:
             module = module.module
         self._module = module
         self._num = num_micro_batches
+        self._pairs_looked_for = False
         self._sparse = [part for part in module.modules() if isinstance(part, SPTTModule)]
         self._check()
         self._forward: Callable[..., Any] = module.forward
@@ -134,7 +135,35 @@ class MicroBatches:
                         f"{owner} has called the sharded modules inside {list(map(len, served))} times in {number} "
                         "micro-batches; it must call each exactly once in each."
                     )
+        if len(set(sizes)) == 1 and not self._pairs_looked_for:
+            self._look_for_pairs(outputs[0], [results[0].wait() for results in served], sizes[0])
         return _join(outputs, sizes, owner)
+
+    def _look_for_pairs(self, output: Any, results: Sequence[Any], size: int) -> None:
+        """Refuses scores of pairs, [size, size]: among equal micro-batches their shape does not tell.
+
+        Such a row has gradients by what the tables returned for other samples. They are looked at once, and only of
+        outputs of such a shape.
+        """
+        leaves = [leaf.wait() if isinstance(leaf, Awaitable) else leaf for leaf in tree_flatten(output)[0]]
+        rows = [leaf[0].flatten() for leaf in leaves if isinstance(leaf, Tensor) and [*leaf.shape[:2]] == [size, size]]
+        columns = [result.values() if isinstance(result, KeyedTensor) else result for result in results]
+        columns = [found for found in columns if isinstance(found, Tensor) and found.requires_grad]
+        for row in rows if columns and size > 1 else ():
+            if not row.requires_grad:
+                continue
+            self._pairs_looked_for = True
+            # Weighted: the numbers of a softmax have a sum without gradients.
+            weights = torch.arange(1.0, size + 1, device=row.device, dtype=row.dtype).reshape(
+                -1, *[1] * (row.dim() - 1)
+            )
+            gradients = torch.autograd.grad((row * weights).sum(), columns, retain_graph=True, allow_unused=True)
+            if any(gradient is not None and gradient[1:].any() for gradient in gradients):
+                raise InputError(
+                    f"{type(self._module).__name__} returned a tensor of {size} rows and columns for micro-batches of "
+                    f"{size} samples, in which a row depends on other samples. Call run_in_micro_batches with the "
+                    "model inside that compares no samples."
+                )
 
     def _check(self) -> None:
         owner, modules = type(self._module).__name__, self._module.modules()

@@ -77,7 +77,9 @@ class Flawed(nn.Module):
             return None if self.passes == 1 else logits
         if self.flaw == "number":
             return 1.0
-        return {"loss": logits.sum(), "pairs": logits.unsqueeze(1) - logits}.get(self.flaw, logits)
+        pairs = logits.unsqueeze(1) - logits
+        outputs = {"loss": logits.sum(), "pairs": pairs, "softmax of pairs": pairs.softmax(dim=1)}
+        return {**outputs, "two columns": torch.stack([logits, logits], dim=1)}.get(self.flaw, logits)
 
 
 @dataclass
@@ -96,6 +98,24 @@ class Hidden:
 
 def drawn(rank: int, size: int = 5) -> tuple[KeyedJaggedTensor, torch.Tensor]:
     return draw_batch(rank, 0, TWO.tables(), size, max_bag=3)
+
+
+def check_equal_micro_batches(model: Any, rank: int) -> None:
+    """Scores of pairs have a row for each sample there, too; as many columns as samples are no fault."""
+    ids = drawn(rank, size=6)[0]
+    with torch.no_grad():
+        model.module.flaw = "pairs"
+        assert model(ids).shape == (6, 2)  # without gradients nothing tells
+    for flaw in ("pairs", "softmax of pairs"):
+        model.module.flaw = flaw
+        with pytest.raises(InputError, match=r"2 rows and columns for micro-batches of 2 samples, in which a row"):
+            model(ids)
+        handle = vars(model.module)["forward"]
+        handle._pairs_looked_for = False
+    model.module.flaw = "two columns"
+    model(ids).sum().backward()
+    assert handle._pairs_looked_for
+    model.module.flaw = ""
 
 
 def check_calls(mesh: TowerMesh, rank: int) -> None:
@@ -133,6 +153,7 @@ def check_calls(mesh: TowerMesh, rank: int) -> None:
         with pytest.raises(InputError, match=r"Flawed is given a tensor of shape .* with a batch of 4 samples"):
             model(ids, other)
     torch.testing.assert_close(model(ids, torch.zeros(4, 2), torch.tensor(3.0)).detach(), expected)
+    check_equal_micro_batches(model, rank)
 
 
 def check_detach(mesh: TowerMesh, rank: int) -> None:

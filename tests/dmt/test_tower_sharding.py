@@ -328,6 +328,22 @@ def test_tables_outside_leave_less_room_and_the_batch_size_that_is_advised_fits(
     plan(100_000, 130_000_000, 20_468)
 
 
+def test_the_batch_size_that_is_advised_fits_whole_tables_and_every_tower() -> None:
+    def plan(batch: int) -> None:
+        # Five whole tables on four ranks: all ranks have room for more samples than the one with two tables.
+        towers = [[table(f"a{i}", 10_000) for i in range(4)], [table(f"b{i}", 10_000) for i in range(5)]]
+        work, device = StepWorkload(batch_size=batch), Hardware(memory_per_rank=20_000_000)
+        plan_tables(towers, TWO_TOWERS, workload=work, hardware=device, rules=WHOLE)
+
+    with pytest.raises(InputError, match=r"tower 0: .* Lower batch_size to \d+ or less") as refused:
+        plan(100_000)
+    advised = int(str(refused.value).partition("batch_size to ")[2].partition(" ")[0])
+    assert advised < 0.6 * 100_000
+    plan(advised)
+    with pytest.raises(InputError, match="No placement was found for the 5 tables"):
+        plan(int(1.05 * advised))
+
+
 def test_a_scheme_is_refused_only_where_no_table_that_asks_for_it_can_have_it() -> None:
     with pytest.raises(InputError, match=r"'row_wize' is none of .*Did you mean 'row_wise'"):
         of_rule("t_ad", "row_wize")
