@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
@@ -23,6 +24,7 @@ CollectiveKind = Literal["all_to_all", "exchange", "all_reduce"]
 Rate = Annotated[float, Gt(0)]
 Seconds = Annotated[float, Ge(0)]
 Count = Annotated[int, Gt(0)]
+Shares = Mapping[Count, Annotated[float, Gt(0), Le(1)]]
 
 _FOLDER = Path(__file__).parent / "clusters"
 _REMEDY = "Correct it, or write a new one with `dmt bench-comms`."
@@ -39,11 +41,38 @@ class CollectiveRates:
     latency_s: Seconds
     """Seconds of one that carries next to nothing."""
     uplink_bytes_per_s: Rate
-    """Rate at which a host sends to others, all its ranks together, while it receives at the same rate."""
+    """Rate at which a host sends to others, all its ranks together, while it receives at the same rate; in groups of
+    the best size."""
     host_bytes_per_s: Rate
-    """Rate at which a rank sends to the others of its host."""
+    """Rate at which a rank sends to the others of its host; in groups of the best size."""
     core_s_per_byte: Seconds = 0.0
     """Seconds that all cores of a rank work for each byte it sends, while all ranks work; 0 where a device does it."""
+    uplink_by_ranks: Shares = field(default_factory=dict)
+    """Share of the uplink's rate that groups of a number of ranks reach (DMT, section 2.3.1); between two numbers on a
+    line over their logarithm, beyond them that of the nearest; 1 where none is given."""
+    host_by_ranks: Shares = field(default_factory=dict)
+    """The same for the rate inside a host."""
+
+    def uplink_rate(self, ranks: int) -> float:
+        """Bytes per second that a host sends to others while all groups of this number of ranks work."""
+        return self.uplink_bytes_per_s * _share(self.uplink_by_ranks, ranks)
+
+    def host_rate(self, ranks: int) -> float:
+        """Bytes per second that a rank sends inside its host while all groups of this number of ranks work.
+
+        Example:
+            >>> rates = CollectiveRates(
+            ...     latency_s=0.0, uplink_bytes_per_s=4.0, host_bytes_per_s=8.0, host_by_ranks={2: 1.0, 8: 0.5}
+            ... )
+            >>> rates.host_rate(4)
+            6.0
+        """
+        return self.host_bytes_per_s * _share(self.host_by_ranks, ranks)
+
+
+def _share(shares: Mapping[int, float], ranks: int) -> float:
+    numbers, values = zip(*(sorted(shares.items()) or [(1, 1.0)]), strict=True)
+    return float(np.interp(math.log(ranks), np.log(numbers), values))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,9 +98,6 @@ class Cluster:
     """Seconds that a rank takes to start one operator, however little it computes."""
     step_s: Seconds = 0.0
     """Seconds that the program takes to start the work of a step on a device; no step is shorter."""
-    uplink_by_ranks: Mapping[Count, Annotated[float, Gt(0), Le(1)]] = field(default_factory=dict)
-    """Share of the uplink's rate that a collective reaches, by its number of ranks (DMT, section 2.3.1); between two
-    numbers on a line over their logarithm."""
     source: str = ""
     """The origin of the numbers."""
 
@@ -93,12 +119,6 @@ class Cluster:
             for kind in get_args(CollectiveKind)
         }
         return replace(self, **rates)
-
-    def share_of_uplink(self, ranks: int) -> float:
-        """The share of the uplink's rate that a collective over this number of ranks reaches; 1 where none is given."""
-        known = sorted(self.uplink_by_ranks.items()) or [(1, 1.0)]
-        numbers, shares = zip(*known, strict=True)
-        return float(np.interp(math.log(ranks), np.log(numbers), shares))
 
 
 def shipped_clusters() -> list[str]:
@@ -131,7 +151,6 @@ def load_cluster(path: str | Path) -> Cluster:
 
 def save_cluster(cluster: Cluster, path: Path) -> None:
     """Writes a ``cluster.toml``."""
-    record = asdict(cluster)
-    record["uplink_by_ranks"] = {str(ranks): share for ranks, share in cluster.uplink_by_ranks.items()}
+    record = json.loads(json.dumps(asdict(cluster)))  # with numbers of ranks as text, as keys are in TOML
     with atomic_write(path) as part:
         part.write_text(tomli_w.dumps(record), encoding="utf-8")

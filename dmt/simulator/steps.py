@@ -209,8 +209,8 @@ class _Program:
         )
         rates = self.cluster.rates(collective)
         seconds: dict[Resource, float] = {
-            "uplink": load.uplink / (rates.uplink_bytes_per_s * self.cluster.share_of_uplink(ranks)),
-            "host_link": load.inside / rates.host_bytes_per_s,
+            "uplink": load.uplink / rates.uplink_rate(ranks),
+            "host_link": load.inside / rates.host_rate(ranks),
             "core": (load.uplink / self.cluster.ranks_per_host + load.inside) * rates.core_s_per_byte,
         }
         operation = Operation(name=name, kind=kind, seconds=seconds, latency=rates.latency_s)

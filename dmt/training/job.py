@@ -361,6 +361,6 @@ def _hardware(config: ShardingConfig) -> Hardware:
     return replace(
         room,
         memory_gb_per_s=cluster.lookup_bytes_per_s / 1e9,
-        intra_tower_gb_per_s=cluster.all_to_all.host_bytes_per_s / 1e9,
+        intra_tower_gb_per_s=cluster.all_to_all.host_rate(cluster.ranks_per_host) / 1e9,
         collective_latency_us=1e6 * cluster.all_to_all.latency_s,
     )

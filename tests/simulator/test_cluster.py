@@ -23,15 +23,18 @@ def test_shipped_clusters_are_whole_and_say_where_their_numbers_are_from() -> No
 
 
 def test_a_file_brings_back_what_was_written(tmp_path: Path) -> None:
-    cluster = replace(A100, name='two "hosts"\n🙂', uplink_by_ranks={})
+    rates = replace(A100.all_to_all, uplink_by_ranks={}, host_by_ranks={2: 1.0, 8: 0.5})
+    cluster = replace(A100, name='two "hosts"\n🙂', all_to_all=rates)
     save_cluster(cluster, tmp_path / "a" / "cluster.toml")
     assert load_cluster(tmp_path / "a" / "cluster.toml") == cluster
 
 
 def test_larger_groups_reach_less_of_the_uplink() -> None:
-    shares = [A100.share_of_uplink(ranks) for ranks in (2, 8, 32, 128, 512, 4096)]
+    rates = A100.exchange
+    shares = [rates.uplink_rate(ranks) / rates.uplink_bytes_per_s for ranks in (2, 8, 32, 128, 512, 4096)]
     assert shares == pytest.approx([1.0, 1.0, 0.8335, 0.667, 0.5, 0.5])
-    assert replace(A100, uplink_by_ranks={}).share_of_uplink(512) == 1.0
+    assert replace(rates, uplink_by_ranks={}).uplink_rate(512) == rates.uplink_bytes_per_s
+    assert rates.host_rate(512) == rates.host_bytes_per_s
 
 
 @pytest.mark.parametrize(
@@ -46,8 +49,14 @@ def test_larger_groups_reach_less_of_the_uplink() -> None:
         ("matmul_flop = 1.0", r"matmul_flop: Unexpected keyword argument"),
         ("[exchange]\nlatency_s = -1e-6", r"exchange\.latency_s: Input should be greater than or equal to 0"),
         ("[all_reduce]\nhost_bytes_per_s = 0.0", r"all_reduce\.host_bytes_per_s: Input should be greater than 0"),
-        ("[uplink_by_ranks]\nmany = 0.5", r"uplink_by_ranks\.many.*: Input should be a valid integer"),
-        ("[uplink_by_ranks]\n8 = 1.5", r"uplink_by_ranks\.8: Input should be less than or equal to 1"),
+        (
+            "[exchange.uplink_by_ranks]\nmany = 0.5",
+            r"exchange\.uplink_by_ranks\.many.*: Input should be a valid int",
+        ),
+        (
+            "[exchange.uplink_by_ranks]\n8 = 1.5",
+            r"exchange\.uplink_by_ranks\.8: Input should be less than or equal",
+        ),
     ],
 )
 def test_nonsense_is_named(line: str, words: str, tmp_path: Path) -> None:

@@ -93,7 +93,8 @@ def test_a_flat_step_has_its_collectives_over_all_ranks_of_a_replica() -> None:
         cores = sum(operation.seconds.get("core", 0.0) for operation in step_operations(work, CLUSTER))
         assert cores == pytest.approx(3 + 3 + 12 + towers)
     # Of larger groups the uplink is slower: 4 ranks of a flat model, 2 of each replica, 2 peers of towers.
-    crowded = replace(CLUSTER, uplink_by_ranks={2: 1.0, 4: 0.5})
+    rates = replace(RATES, uplink_by_ranks={2: 1.0, 4: 0.5})
+    crowded = replace(CLUSTER, all_to_all=rates, exchange=rates, all_reduce=rates)
     one, many = (simulate(step_operations(flat, cluster))["embeddings"] for cluster in (CLUSTER, crowded))
     assert many - one == pytest.approx(4 + 8)
     copies = replace(flat, topology=TowerTopology(num_replicas=2, num_towers=1, ranks_per_tower=2, ranks_per_host=1))

@@ -15,7 +15,14 @@ from dmt.errors import InputError
 from dmt.plan.topology import TowerTopology
 from dmt.simulator.cluster import Cluster, load_cluster, save_cluster
 from dmt.training.commands import bench_comms
-from dmt.training.commands.bench_comms import _Timing, bytes_sent, measure_cluster, run_bench_comms
+from dmt.training.commands.bench_comms import (
+    _Timing,
+    bytes_sent,
+    cut,
+    measure_cluster,
+    run_bench_comms,
+    shapes_of,
+)
 from tests.ranks import on_ranks, run_ranks
 
 
@@ -45,8 +52,12 @@ def test_ranks_measure_their_collectives_and_all_get_the_same(tmp_path: Path) ->
         (cluster.exchange, 4e6, 2e6),
         (cluster.all_reduce, 6e6, 4e6),
     ):
-        assert (rates.uplink_bytes_per_s, rates.host_bytes_per_s) == pytest.approx((uplink, inside))
+        assert (rates.uplink_rate(4), rates.host_rate(2)) == pytest.approx((uplink, inside))
+        assert (set(rates.uplink_by_ranks), rates.host_by_ranks) == ({2, 4}, {2: 1.0})
         assert rates.latency_s == pytest.approx(0.5, rel=1e-4)
+    # By seconds: a ring of two hosts sends each number twice over two links, one of four ranks 1.5 times over two.
+    assert cluster.all_reduce.uplink_bytes_per_s == pytest.approx(8e6)
+    assert cluster.all_reduce.uplink_by_ranks == pytest.approx({2: 1.0, 4: 0.75})
     save_cluster(cluster, tmp_path / "ranks.toml")
     assert load_cluster(tmp_path / "ranks.toml") == cluster
 
@@ -56,6 +67,23 @@ def test_times_that_tell_no_rate_are_refused(rank: int) -> None:
     refused = pytest.raises(InputError, match=r"8 bytes 1\.000 ms, which tells no rate")
     with patch.object(bench_comms, "_time", lambda *_: _Timing(1e-3, 0.0)), refused:
         measure_cluster("ranks", 2, torch.device("cpu"))
+
+
+@pytest.mark.parametrize(("hosts", "ranks"), [(1, 1), (1, 8), (2, 1), (4, 2), (3, 6)])
+def test_each_size_is_measured_once_between_hosts_and_inside_them_by_all_ranks(hosts: int, ranks: int) -> None:
+    topology = TowerTopology(num_towers=hosts, ranks_per_tower=ranks)
+    shapes = shapes_of(topology)
+    across, inside = ([h * r for h, r in shapes if (h > 1) == is_across] for is_across in (True, False))
+    assert across == sorted(set(across))
+    assert inside == [n for n in range(2, ranks + 1) if ranks % n == 0]
+    assert hosts * ranks in [*across, *inside, 1]
+    for shape in shapes:
+        groups = cut(topology, *shape)
+        assert sorted(rank for group in groups for rank in group) == list(range(topology.world_size))
+        for group in groups:
+            on_host = [topology.host(rank) for rank in group]
+            assert {on_host.count(host) for host in on_host} == {shape[1]}
+            assert len(set(on_host)) == shape[0]
 
 
 def test_the_bytes_of_collectives_inside_hosts_stay_there() -> None:

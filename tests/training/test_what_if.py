@@ -256,6 +256,28 @@ def test_alternatives_to_any_config_are_found(overrides: list[str], hosts: int, 
         assert load_config("demo", way["overrides"]).topology.build().world_size == 8 * hosts
 
 
+def test_groups_larger_than_the_measured_ones_are_told(tmp_path: Path) -> None:
+    shares = replace(A100.all_reduce, uplink_by_ranks={2: 1.0, 8: 0.8})
+    save_cluster(replace(A100, all_reduce=shares), tmp_path / "c.toml")
+    told = "Groups of more than 8 ranks, the largest measured, are predicted at the rate of those."
+    assert told in run("demo", *SHAPE, "--cluster", str(tmp_path / "c.toml")).output
+    assert "the largest measured" not in run("demo", *SHAPE, "--cluster", "a100").output
+
+
+def test_a_run_that_names_its_cluster_has_the_prediction_in_its_result(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    save_cluster(replace(A100, ranks_per_host=2), tmp_path / "c.toml")
+    jobs = [open_job(load_config("demo", [f"sharding.cluster={name}"])) for name in (tmp_path / "c.toml", "a100")]
+    found = what_if.predicted_result(jobs[0])
+    assert found is not None
+    assert found["samples_per_second"] == what_if.predict_step(jobs[0], load_cluster(tmp_path / "c.toml")).samples_per_s
+    assert 0 < found["lookup_seconds"] < 4 * 512 / found["samples_per_second"]
+    assert what_if.predicted_result(open_job(load_config("demo", []))) is None
+    assert what_if.predicted_result(jobs[1]) is None
+    assert "no prediction beside it: Hosts of the run have 2 ranks, those of cluster 'a100' have 8" in caplog.text
+
+
 def test_the_rate_of_the_uplink_may_be_given(tmp_path: Path) -> None:
     save_cluster(replace(A100, hosts=1, step_s=0.0), tmp_path / "one.toml")
     cluster = ["--cluster", str(tmp_path / "one.toml")]

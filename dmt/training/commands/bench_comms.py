@@ -1,7 +1,7 @@
 """``dmt bench-comms``: measures the ranks and links of the job that torchrun started it in, for ``cluster.toml``.
 
-It is PARAM's idea (Neo, appendix A): the collectives of a training step, over the groups of its mesh, with next to
-nothing and with many bytes, of which the time of the first is the latency and the difference tells the rate.
+It is PARAM's idea (Neo, appendix A): the collectives of a training step, over groups of 2 and more ranks (DMT, section
+2.3.1), with next to nothing and with many bytes: the time of the first is the latency, the difference tells the rate.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 import os
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
@@ -32,7 +33,7 @@ from dmt.testing.ranks import end_with
 from dmt.training.commands import Shown
 from dmt.training.device import backend, device_type, take_device
 
-__all__ = ["bytes_sent", "measure_cluster", "run_bench_comms"]
+__all__ = ["bytes_sent", "cut", "measure_cluster", "run_bench_comms", "shapes_of"]
 
 _REPEATS = 7
 _BYTES = 16_000_000  # that a rank sends in one collective
@@ -41,6 +42,10 @@ _LAYERS = 32  # that do next to nothing
 _ROWS, _COLUMNS, _LOOKUPS = 200_000, 128, 65_536
 _MOVED = 64_000_000  # bytes, more than caches hold
 _UNUSED = 1e12  # rate of links that one rank alone never uses
+
+
+Shape = tuple[int, int]
+"""Hosts of a group, and its ranks on each."""
 
 
 class _Timing(NamedTuple):
@@ -61,6 +66,7 @@ def measure_cluster(name: str, ranks_per_host: int, device: torch.device) -> Clu
     hosts = max(1, dist.get_world_size() // ranks_per_host)
     # A tower is a host here, so peers are one rank of each host.
     mesh = TowerMesh(TowerTopology(num_towers=hosts, ranks_per_tower=ranks_per_host))
+    groups = {shape: mesh.new_group(cut(mesh.topology, *shape)) for shape in shapes_of(mesh.topology)}
     layers = _layers(device, 2, _WIDTH, _SAMPLES)
     small_layers, operators = _layers(device, _LAYERS, 8, 8), operators_of(_layers(torch.device("cpu"), _LAYERS, 8, 8))
     computing = _time(layers, mesh, device)
@@ -78,9 +84,9 @@ def measure_cluster(name: str, ranks_per_host: int, device: torch.device) -> Clu
         memory_bytes_per_s=2 * source.nbytes / _time(lambda: target.copy_(source), mesh, device).seconds,
         lookup_bytes_per_s=3 * _LOOKUPS * _COLUMNS * 4 / _time(_lookups(device), mesh, device).seconds,
         operator_s=_time(small_layers, mesh, device).seconds / operators,
-        all_to_all=_rates("all_to_all", mesh, device, cores),
-        exchange=_rates("exchange", mesh, device, cores),
-        all_reduce=_rates("all_reduce", mesh, device, cores),
+        all_to_all=_rates("all_to_all", groups, mesh, device, cores),
+        exchange=_rates("exchange", groups, mesh, device, cores),
+        all_reduce=_rates("all_reduce", groups, mesh, device, cores),
         source="measured by dmt bench-comms" + (", on one host: no uplink was measured" if hosts == 1 else ""),
     )
 
@@ -116,39 +122,77 @@ def _collective(kind: CollectiveKind, group: dist.ProcessGroup, value: Tensor) -
         pending.wait()
 
 
-def _rates(kind: CollectiveKind, mesh: TowerMesh, device: torch.device, cores: float) -> CollectiveRates:
-    """Rates between hosts and inside them; where there are no links of a kind, those of the other kind are taken."""
+def _rates(
+    kind: CollectiveKind, groups: Mapping[Shape, dist.ProcessGroup], mesh: TowerMesh, device: torch.device, cores: float
+) -> CollectiveRates:
+    """Rates between hosts and inside them; where there are no links of a kind, those of the other kind are taken.
+
+    Latency and work of the cores are those of the widest group of the kind: of peers for an exchange, else all ranks.
+    """
     topology = mesh.topology
-    between = (mesh.global_group, topology.sharding_groups())
-    if kind == "exchange":
-        between = (mesh.peer_group, topology.peer_groups())
-    links = {"uplink": between} if topology.num_hosts > 1 else {}
-    if topology.host_size > 1:
-        links["inside"] = (mesh.tower_group, topology.tower_groups())
-    rates: dict[str, float] = {}
-    # Of one rank alone; else of the wider group, which comes first.
+    widest = (topology.num_hosts, 1 if kind == "exchange" and topology.num_hosts > 1 else topology.host_size)
     latency, core_s_per_byte = 0.0, 0.0
-    for link, (group, groups) in links.items():
+    across: dict[int, float] = {}
+    within: dict[int, float] = {}
+    for shape, group in groups.items():
         numbers = [number // group.size() * group.size() for number in (group.size(), _BYTES // 4)]
         values = [torch.zeros(number, device=device) for number in numbers]
         few, many = (_time(partial(_collective, kind, group, value), mesh, device) for value in values)
-        uplink, inside = bytes_sent(kind, values[1].nbytes - values[0].nbytes, topology, groups)
+        uplink, inside = bytes_sent(kind, values[1].nbytes - values[0].nbytes, topology, cut(topology, *shape))
         if many.seconds <= few.seconds:
             raise InputError(
                 f"{kind}: {values[1].nbytes:,} bytes took {1e3 * many.seconds:.3f} ms, {values[0].nbytes:,} bytes "
                 f"{1e3 * few.seconds:.3f} ms, which tells no rate. Measure on machines that do nothing else."
             )
-        if not rates:
+        rates = across if uplink else within
+        rates[group.size()] = (uplink or inside) / (many.seconds - few.seconds)
+        if shape == widest:
             by_rank = uplink / topology.host_size + inside
             core_s_per_byte = max(many.core_s - few.core_s, 0.0) / cores / by_rank if cores else 0.0
             latency = few.seconds
-        rates[link] = (uplink if link == "uplink" else inside) / (many.seconds - few.seconds)
+    uplink_rate, uplink_by_ranks = _best(across or within)
+    host_rate, host_by_ranks = _best(within or across)
     return CollectiveRates(
         latency_s=latency,
-        uplink_bytes_per_s=rates.get("uplink", rates.get("inside", _UNUSED)),
-        host_bytes_per_s=rates.get("inside", rates.get("uplink", _UNUSED)),
+        uplink_bytes_per_s=uplink_rate,
+        host_bytes_per_s=host_rate,
         core_s_per_byte=core_s_per_byte,
+        uplink_by_ranks=uplink_by_ranks,
+        host_by_ranks=host_by_ranks,
     )
+
+
+def _best(rates: Mapping[int, float]) -> tuple[float, dict[int, float]]:
+    """The highest of the rates by number of ranks, and the share of it that each reaches."""
+    best = max(rates.values(), default=_UNUSED)
+    return best, {ranks: rate / best for ranks, rate in rates.items()}
+
+
+def shapes_of(topology: TowerTopology) -> list[Shape]:
+    """Returns the groups to measure: one rank of several hosts, several ranks of all hosts, and several of one host.
+
+    Example:
+        >>> shapes_of(TowerTopology(num_towers=4, ranks_per_tower=2))
+        [(2, 1), (4, 1), (4, 2), (1, 2)]
+    """
+    hosts, ranks = (
+        [number for number in range(2, size + 1) if size % number == 0]
+        for size in (topology.num_hosts, topology.host_size)
+    )
+    shapes = [*((number, 1) for number in hosts), *((topology.num_hosts, number) for number in ranks)]
+    return list(dict.fromkeys([*shapes, *((1, number) for number in ranks)]))
+
+
+def cut(topology: TowerTopology, hosts: int, ranks: int) -> list[list[int]]:
+    """Returns the ranks of a job in groups of ``ranks`` neighbouring ranks each of ``hosts`` neighbouring hosts.
+
+    Example:
+        >>> cut(TowerTopology(num_towers=2, ranks_per_tower=4), hosts=2, ranks=2)
+        [[0, 1, 4, 5], [2, 3, 6, 7]]
+    """
+    places = np.arange(topology.world_size).reshape(-1, hosts, topology.host_size // ranks, ranks)
+    groups: list[list[int]] = places.transpose(0, 2, 1, 3).reshape(-1, hosts * ranks).tolist()
+    return groups
 
 
 def bytes_sent(
@@ -228,11 +272,19 @@ def _show(cluster: Cluster, out: Path) -> Shown:
     rows = []
     for kind in get_args(CollectiveKind):
         rates = cluster.rates(kind)
-        speeds = [f"{human_bytes(speed)}/s" for speed in (rates.uplink_bytes_per_s, rates.host_bytes_per_s)]
+        links = (
+            (rates.uplink_bytes_per_s, rates.uplink_by_ranks),
+            (rates.host_bytes_per_s, rates.host_by_ranks),
+        )
+        speeds = [
+            f"{human_bytes(speed)}/s ({', '.join(f'{ranks}: {share:.0%}' for ranks, share in shares.items())})"
+            for speed, shares in links
+        ]
         rows.append([kind, f"{1e3 * rates.latency_s:,.3f} ms", *speeds])
     lines = [f"A rank: {cluster.matmul_flops / 1e9:,.1f} GFLOP/s in matrix products, {out} has the rest."]
     if cluster.hosts == 1:
         lines.append("One host tells nothing of the links to others: run it on two or more before dmt what-if.")
+    lines.append("In brackets: the share of the rate that groups of so many ranks reach.")
     headers = ["", "latency", "host to others", "rank inside its host"]
     title = f"{cluster.hosts} hosts x {cluster.ranks_per_host} ranks"
     return Shown(cluster, headers, rows, title, range(1, 4), lines)

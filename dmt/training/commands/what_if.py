@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
@@ -22,7 +23,9 @@ from dmt.training.config import TrainingConfig, load_config, to_override
 from dmt.training.factory import without_tables
 from dmt.training.job import Job, make_job, open_job, step_workload
 
-__all__ = ["Prediction", "alternatives", "changed_config", "predict_step", "run_what_if", "work_of"]
+__all__ = ["Prediction", "alternatives", "changed_config", "predict_step", "predicted_result", "run_what_if", "work_of"]
+
+logger = logging.getLogger(__name__)
 
 _RATIOS = (2, 4, 16)
 _FLAT = "flat (TorchRec)"
@@ -48,6 +51,8 @@ class Prediction(NamedTuple):
     """Seconds by kind of operation."""
     samples_per_s: float
     """Of the whole job."""
+    lookup_seconds: float
+    """Of these, the busiest rank's lookups, forward."""
     uplink_bytes: float
     """Bytes that the busiest host sends to others."""
     rank_bytes: float
@@ -90,11 +95,33 @@ def predict_step(job: Job, cluster: Cluster, name: str = "this config", override
         seconds=seconds,
         exposed=exposed,
         samples_per_s=train.batch_size * job.topology.world_size / seconds,
+        lookup_seconds=work.lookup_bytes / 3 / cluster.lookup_bytes_per_s,
         uplink_bytes=work.uplink_bytes,
         rank_bytes=work.rank_bytes[0],
         activation_bytes=work.rank_bytes[1],
         host_bytes=work.host_bytes,
     )
+
+
+def predicted_result(job: Job) -> dict[str, Any] | None:
+    """Returns the prediction that stands in a run's result beside what was measured; None without sharding.cluster."""
+    config = job.config
+    if config.sharding.cluster is None:
+        return None
+    try:
+        cluster = load_cluster(config.sharding.cluster)
+        _check_hosts(config, cluster, is_given=False)
+        own = predict_step(job, cluster)
+    except InputError as error:
+        # The run is done: this cannot fail it.
+        logger.warning(f"The result has no prediction beside it: {error}")
+        return None
+    return {
+        "samples_per_second": own.samples_per_s,
+        "lookup_seconds": own.lookup_seconds,
+        "rank_bytes": own.rank_bytes,
+        "not_counted": _not_counted(config),
+    }
 
 
 def alternatives(run: Job, cluster: Cluster) -> tuple[list[Prediction], list[str]]:
@@ -234,12 +261,13 @@ def run_what_if(config: str, overrides: Sequence[str], *, cluster: str, uplink: 
     ways, left_out = alternatives(job, described)
     record: dict[str, Any] = {"cluster": asdict(described), "not_counted": _not_counted(run), "own": own._asdict()}
     record |= {"alternatives": [way._asdict() for way in ways], "left_out": left_out}
+    record["measured_ranks"] = max(described.all_reduce.uplink_by_ranks, default=None)
     topology, rate = job.topology, 8e-9 * described.exchange.uplink_bytes_per_s
     title = (
         f"{topology.num_hosts} hosts x {topology.host_size} ranks, {run.train.batch_size:,} samples a rank, "
         f"on {described.name}: {rate:,.4g} Gbit/s from a host to others ({rate / topology.host_size:,.4g} a rank)"
     )
-    return _show(record, title, own, ways)
+    return _show(record, title, own, ways, topology.world_size)
 
 
 def _check_hosts(run: TrainingConfig, cluster: Cluster, *, is_given: bool) -> None:
@@ -256,7 +284,7 @@ def _check_hosts(run: TrainingConfig, cluster: Cluster, *, is_given: bool) -> No
         )
 
 
-def _show(record: dict[str, Any], title: str, own: Prediction, ways: Sequence[Prediction]) -> Shown:
+def _show(record: dict[str, Any], title: str, own: Prediction, ways: Sequence[Prediction], num_ranks: int) -> Shown:
     """Shows the run's own step and the alternatives: each without replicas and with the best number of them.
 
     All are in one row where they are equally fast.
@@ -276,6 +304,8 @@ def _show(record: dict[str, Any], title: str, own: Prediction, ways: Sequence[Pr
     lines.append("Busiest host: that of the towers with the most columns. Exposed: waiting for exchanges only.")
     if record["left_out"]:
         lines.append(f"Left out, for sharding.memory_gib: {shorten(record['left_out'], '; ')}.")
+    if (measured := record["measured_ranks"]) is not None and measured < num_ranks:
+        lines.append(f"Groups of more than {measured} ranks, the largest measured, are predicted at the rate of those.")
     lines += [f"The fastest: {' '.join(ways[0].overrides)}"] if ways else []
     lines += ["All are bound by the program (step_s): a larger batch would tell them apart."] if is_tie else []
     headers = ["", "step", "samples/s", "x flat", "busiest host sends", "exposed", "fullest rank"]
