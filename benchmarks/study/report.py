@@ -32,12 +32,13 @@ def comparisons(study: Study, data: str, records: Records, seeds: Sequence[int])
     """Each arm with its baseline over the seeds that have both; Holm's correction over the rows of the data set."""
     found: Rows = []
     for arm, baseline in study.on(data).comparisons:
-        auc = [_by_seed(records, data, one, seeds) for one in (arm, baseline)]
-        shared = sorted(set(auc[0]) & set(auc[1]))
+        values = [_by_seed(records, data, one, seeds, study.metric) for one in (arm, baseline)]
+        shared = sorted(set(values[0]) & set(values[1]))
         if len(shared) < 2:
             continue
-        sizes = {"data": data, "dim": arm.dim, "num_towers": arm.num_towers, "ratio": arm.ratio}
-        result = asdict(compare_arms(*({seed: one[seed] for seed in shared} for one in auc)))
+        towers = {"num_towers": arm.num_towers, "ratio": arm.ratio} if arm.towers != "flat" else {}
+        sizes = {"data": data, "metric": study.metric, "dim": arm.dim, "num_towers": "-", "ratio": "-"} | towers
+        result = asdict(compare_arms(*({seed: one[seed] for seed in shared} for one in values)))
         found.append(sizes | {"arm": arm.name, "baseline": baseline.name} | result)
     tested = [row for row in found if row["num_seeds"] >= LEAST_TESTED]
     for row in found:
@@ -48,13 +49,13 @@ def comparisons(study: Study, data: str, records: Records, seeds: Sequence[int])
     return found
 
 
-def _by_seed(records: Records, data: str, arm: Arm, seeds: Sequence[int], metric: str = "auc") -> dict[int, float]:
+def _by_seed(records: Records, data: str, arm: Arm, seeds: Sequence[int], metric: str) -> dict[int, float]:
     runs = [Run(data=data, seed=seed, arm=arm) for seed in seeds]
     return {run.seed: records[run][metric] for run in runs if run in records}
 
 
 def costs(study: Study, data: str, records: Records, seeds: Sequence[int], features: Any) -> Rows:
-    """Each arm: AUC and NE beside the flat model's, seed by seed; bytes per sample across hosts; MFLOPs.
+    """Each arm in towers: AUC and NE beside the flat model's, seed by seed; bytes per sample across hosts; MFLOPs.
 
     Args:
         study: whose arms.
@@ -65,6 +66,8 @@ def costs(study: Study, data: str, records: Records, seeds: Sequence[int], featu
     """
     rows: Rows = []
     for arm in study.on(data).arms:
+        if arm.towers == "flat":
+            continue
         runs = [Run(data=data, seed=seed, arm=arm) for seed in seeds]
         pairs = [(records[run], records[flat]) for run in runs if run in records and (flat := _flat(run)) in records]
         if not pairs:
@@ -96,8 +99,11 @@ def _std(values: Any) -> float:
 
 
 def comparisons_table(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Comparisons as Markdown."""
-    header = ["data", "T", "CR", "N", "arm", "baseline", "AUC (std)", "baseline (std)", "difference", "better in"]
+    """Comparisons of one study as Markdown."""
+    rows = list(rows)
+    is_auc = all(row["metric"] == "auc" for row in rows)
+    header = ["data", "T", "CR", "N", "arm", "baseline", "AUC (std)" if is_auc else "NE (std)", "baseline (std)"]
+    header += ["difference", "better in" if is_auc else "worse in"]
     return markdown_table(
         [*header, "Wilcoxon p (Holm)"],
         [
@@ -166,13 +172,13 @@ def write_study(
         ]
     about = {**about, **{data: asdict(SETTINGS[data]) for data in studies}}
     text = [
-        "Test AUC, median over seeds (standard deviation); differences are medians over pairs of one seed. p-values "
-        "are two-sided; in brackets after Holm's correction over the rows of the data set. Bytes are those of "
-        "embeddings and their gradients, per sample, across hosts.",
+        f"Test {study.metric.upper()}, median over seeds (standard deviation); differences are medians over pairs of "
+        "one seed. p-values are two-sided; in brackets after Holm's correction over the rows of the data set.",
         comparisons_table(found["comparisons"]),
-        "## Costs",
-        costs_table(found["costs"]),
     ]
+    if found["costs"]:
+        words = "Bytes are those of embeddings and their gradients, per sample, across hosts."
+        text += ["## Costs", words, costs_table(found["costs"])]
     shown = [row for row in found["costs"] if row["towers"] in _STYLES]
     draw = (lambda path: plot_costs(shown, path)) if len({row["ratio"] for row in shown}) > 1 else None
     return write_record(out, study.stem, study.title, about, found, runs, text, draw)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Generic, TypeVar
@@ -83,7 +83,7 @@ class Trials:
         """Finished runs."""
 
         def key(run: Record) -> Run:
-            arm = Arm(**{field.name: run["arm"][field.name] for field in fields(Arm)})
+            arm = Arm(**run["arm"])
             return Run(data=run["data"], seed=run["seed"], arm=arm)
 
         return Progress(self.work / "runs.jsonl", f"rows: {self.max_rows}", key)
@@ -117,6 +117,8 @@ class Trials:
             if requests is not None:
                 across["once"] = bytes_once(run.data, run.arm, clicks, plan, requests)
             return record | cpu | {"bytes": across, "towers": plan.to_lists()}
+        if run.arm.batch > 1:
+            return record | cpu
         return record | cpu | {"affinity": measure_affinity(model, clicks, run.seed)}
 
     def plan_of(self, run: Run, clicks: Clicks) -> tuple[TowerPlan | None, float]:

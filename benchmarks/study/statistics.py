@@ -20,7 +20,7 @@ __all__ = ["Comparison", "compare_arms", "holm"]
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """One arm against another over the same seeds, in units of AUC."""
+    """One arm against another over the same seeds, in units of what is compared."""
 
     num_seeds: int
     median: float
@@ -44,7 +44,7 @@ def compare_arms(arm: Mapping[int, float], baseline: Mapping[int, float]) -> Com
     """Compares two arms.
 
     Args:
-        arm: AUC by seed.
+        arm: AUC, or another metric, by seed.
         baseline: the same seeds.
 
     Raises:

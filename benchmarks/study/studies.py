@@ -10,13 +10,16 @@ quality         what does compression cost, by ratio, tower module and towers?
 sizes           the same with two and eight towers, and with N = 32
 rates           the same at learning rates tuned for each model, ratio 4
 entities        do towers of entities send fewer bytes in batches of whole requests, and train as well?
+batches         what do larger global batches cost, with rates as they are, scaled by the root, scaled in proportion?
 ==============  ======================================================================================================
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import numpy as np
 
@@ -49,6 +52,8 @@ class Study:
     """True for as many towers as the settings of a data set say."""
     tuned: bool = False
     """True for the rates that were best for each model."""
+    metric: Literal["auc", "ne"] = "auc"
+    """What is compared."""
 
     def on(self, data: str) -> Study:
         """The study as it is on a data set."""
@@ -136,9 +141,20 @@ def _entities() -> Study:
     return Study(stem="entities", title=title, first_seed=0, arms=tuple(arms), comparisons=pairs)
 
 
+def _batches() -> Study:
+    arms = [
+        Arm(model="dlrm", batch=batch, sparse=rate, dense=rate)
+        for batch in (4, 16, 64, 128)
+        for rate in (1.0, math.sqrt(batch), float(batch))
+    ]
+    pairs = tuple((arm, Arm(model="dlrm")) for arm in arms)
+    title = "What larger global batches cost"
+    return Study(stem="batches", title=title, first_seed=500, arms=tuple(arms), comparisons=pairs, metric="ne")
+
+
 STUDIES: Mapping[str, Study] = {
     study.stem: study
-    for study in (_towers(), _interactions(), _products(), _quality(), _sizes(), _rates(), _entities())
+    for study in (_towers(), _interactions(), _products(), _quality(), _sizes(), _rates(), _entities(), _batches())
 }
 """By name."""
 

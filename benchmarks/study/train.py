@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -90,17 +90,20 @@ class Arm:
     """Trained on nine tenths of the training rows and tested on the rest."""
     by_request: bool = False
     """True if batches hold whole requests."""
+    batch: int = 1
+    """Rows of a step over those of the data set's settings."""
 
     @property
     def flat(self) -> Arm:
         """The flat model that it is compared with."""
-        same = {"dim": self.dim, "sparse": self.sparse, "dense": self.dense, "tuning": self.tuning}
+        same = {"dim": self.dim, "sparse": self.sparse, "dense": self.dense, "tuning": self.tuning, "batch": self.batch}
         return Arm(model=FLAT[self.model], by_request=self.by_request, **same)  # type: ignore[arg-type]
 
     @property
     def name(self) -> str:
-        """Model and towers."""
-        return f"{self.model}, {self.towers}"
+        """Model and towers; batch and rates where they are varied."""
+        varied = f", batch x {self.batch}, rates x {self.sparse:g}" if self.batch > 1 else ""
+        return f"{self.model}, {self.towers}{varied}"
 
 
 def tower_sizes(arm: Arm, num_features: int) -> tuple[int, int, int]:
@@ -214,6 +217,9 @@ def train_and_test(
         The trained model, and a record: AUC, normalised entropy, MFLOPs per sample, true compression ratio.
     """
     settings, job = SETTINGS[data], job_of(data, arm, clicks, plan)
+    # The same rows of warm-up at every batch size.
+    warm_up = max(1, settings.warmup_steps // arm.batch)
+    settings = replace(settings, batch_size=settings.batch_size * arm.batch)
     model: Any = build_model_of_seed(job, seed)
     model.sparse_arch = table = _OneTable(model, clicks.features)
     dense = [parameter for name, parameter in model.named_parameters() if "embedding_bags" not in name]
@@ -221,7 +227,6 @@ def train_and_test(
         torch.optim.Adagrad([table.embedding_bags], lr=settings.sparse_lr * arm.sparse, eps=1e-8, fused=True),
         torch.optim.Adam(dense, lr=settings.dense_lr * arm.dense, fused=True),
     ]
-    warm_up = max(1, settings.warmup_steps)
     rates = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: min(1.0, (step + 1) / warm_up)) for o in optimizers]
     for rows in row_order(len(clicks.train[2]), settings, seed, requests):
         numbers, ids, labels = (column[rows] for column in clicks.train)

@@ -22,7 +22,16 @@ from benchmarks.study.runs import Progress, Run
 from benchmarks.study.simulation import ReplicaTables
 from benchmarks.study.statistics import compare_arms, holm
 from benchmarks.study.studies import STUDIES, runs_of
-from benchmarks.study.train import SETTINGS, Arm, _OneTable, build_model_of_seed, bytes_across, job_of, tower_sizes
+from benchmarks.study.train import (
+    SETTINGS,
+    Arm,
+    _OneTable,
+    build_model_of_seed,
+    bytes_across,
+    job_of,
+    tower_sizes,
+    train_and_test,
+)
 from dmt.errors import InputError
 from dmt.plan.tables import TableSpec
 from dmt.plan.towers import TowerPlan
@@ -198,6 +207,16 @@ def test_costs_and_comparisons_are_paired_by_seed() -> None:
         1536.0,
         5,
     )
+
+
+def test_a_larger_batch_is_larger_in_rows_and_shorter_in_warm_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    clicks, rates = clicks_of(), {"sparse": 2.0, "dense": 2.0}
+    _, record = train_and_test("hotel", Arm(model="dlrm", batch=4, **rates), clicks, 0, plan=None)
+    monkeypatch.setitem(SETTINGS, "hotel", replace(SETTINGS["hotel"], batch_size=512 * 4, warmup_steps=25))
+    assert train_and_test("hotel", Arm(model="dlrm", **rates), clicks, 0, plan=None)[1] == record
+    monkeypatch.setitem(SETTINGS, "hotel", replace(SETTINGS["hotel"], warmup_steps=100))
+    assert train_and_test("hotel", Arm(model="dlrm", **rates), clicks, 0, plan=None)[1] != record
+    assert all(arm.flat == arm for arm in STUDIES["batches"].arms), "compared in NE, not with a flat model"
 
 
 def test_a_study_from_end_to_end(tmp_path: Path) -> None:
