@@ -90,7 +90,8 @@ def predictions(runs: Sequence[Mapping[str, Any]], clusters: Mapping[str, Cluste
             continue
         skew = f", {setting.ids} ids" if "ids" in run["setting"] else ""
         requests = f", requests of {setting.group}" if setting.group > 1 else ""
-        name = f"{cluster_name(setting)}, B={setting.batch_size}{skew}{requests}"
+        rows = "" if setting.rows_cap == 40_000 else f", {setting.rows_cap:,} rows"
+        name = f"{cluster_name(setting)}, B={setting.batch_size}{rows}{skew}{requests}"
         for entry in run["contenders"]:
             key, contender = (name, entry["name"]), CONTENDERS.get(entry["name"])
             # Older records have contenders of options that were deleted.

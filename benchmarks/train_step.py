@@ -118,7 +118,7 @@ def about_job(command: str) -> dict[str, Any]:
     """What a job is made by, on and with."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     cores = len(os.sched_getaffinity(0))
-    return about(command, cores=cores, memory_gib=round(memory / 2**30), environment=_ENV)
+    return about(command, cores=cores, memory_gib=round(memory / 2**30), load_average=os.getloadavg(), environment=_ENV)
 
 
 @click.command(context_settings={"show_default": True})

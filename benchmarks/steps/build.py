@@ -31,6 +31,7 @@ from dmt import (
     ExchangePrecision,
     HierarchicalDataParallel,
     OutsideCollectionSharder,
+    ReplicaSync,
     SPTTEmbeddingBagCollectionSharder,
     TowerCollectionSharder,
     TowerMesh,
@@ -39,6 +40,7 @@ from dmt import (
     TowerTopology,
     run_in_micro_batches,
 )
+from dmt.errors import InputError
 from dmt.hot_rows.runtime import HotRows
 from dmt.models import DLRM, DMTDLRM, flat_sparse_arch, tower_sparse_arch
 from dmt.models.complexity import CRITEO_DENSE_FEATURES
@@ -85,6 +87,7 @@ class Built:
     """The data-parallel tables of a flat contender."""
     hot_rows: HotRows | None
     """Chosen in the first step."""
+    replicas: ReplicaSync | None
     towers: TowerPlan
     """The features of each tower, of this library's contenders and TorchRec's."""
 
@@ -95,6 +98,8 @@ class Built:
             self.small_tables.step()
         if self.hot_rows is not None:
             self.hot_rows.step()
+        if self.replicas is not None:
+            self.replicas.step()
         return output
 
     def finish(self) -> None:
@@ -195,15 +200,33 @@ def build_contender(contender: Contender, setting: Setting, meshes: Meshes, batc
         topology=topology,
         small_tables=small_tables,
         hot_rows=hot_rows,
+        replicas=ReplicaSync(sharded, mesh) if mesh is not None and contender.num_replicas > 1 else None,
         towers=own_towers(contender, setting),
     )
 
 
 def own_topology(contender: Contender, setting: Setting) -> TowerTopology:
-    """A tower on each host, or on each rank."""
-    if contender.rank_towers:
-        return TowerTopology(num_towers=setting.world_size, ranks_per_tower=1, ranks_per_host=setting.ranks_per_host)
-    return TowerTopology(num_towers=setting.hosts, ranks_per_tower=setting.ranks_per_host)
+    """A tower on each host that a replica has ranks on, or on each rank.
+
+    Raises:
+        InputError: the hosts, or the ranks of a host, cannot be shared out among the replicas.
+    """
+    hosts, ranks, number = setting.hosts, setting.ranks_per_host, contender.num_replicas
+    is_between = contender.replica_placement == "inter_host"
+    if (hosts if is_between else ranks) % number:
+        raise InputError(
+            f"Contender {contender.name!r} has {number} replicas, which do not divide "
+            f"{f'hosts={hosts}' if is_between else f'ranks_per_host={ranks}'}. Take another contender or size."
+        )
+    hosts, ranks = (hosts // number, ranks) if is_between else (hosts, ranks // number)
+    towers = hosts * ranks if contender.rank_towers else hosts
+    return TowerTopology(
+        num_towers=towers,
+        ranks_per_tower=hosts * ranks // towers,
+        num_replicas=number,
+        replica_placement=contender.replica_placement,
+        ranks_per_host=setting.ranks_per_host,
+    )
 
 
 def own_sharders(
@@ -229,17 +252,16 @@ def own_wrapper(contender: Contender, mesh: TowerMesh) -> DataParallelWrapper:
 
 def own_towers(contender: Contender, setting: Setting) -> TowerPlan:
     """Feature i in tower i mod T, as in the paper's tables, of those that are not outside."""
-    num_towers = setting.world_size if contender.rank_towers else setting.hosts
-    tables = benchmark_tables(setting)
-    plan = TowerPlan.strided(feature_names(tables), num_towers)
+    topology, tables = own_topology(contender, setting), benchmark_tables(setting)
+    plan = TowerPlan.strided(feature_names(tables), topology.num_towers)
     if not contender.outside:
         return plan
     dim = EMBEDDING_DIM // contender.compression
-    workload, topology = StepWorkload(batch_size=setting.batch_size), own_topology(contender, setting)
+    workload = StepWorkload(batch_size=setting.batch_size)
     vectors = [[replace(table, embedding_dim=dim) for table in own] for own in plan.tables_by_tower(tables)]
     is_unique = contender.unique and not contender.has_towers  # of single features
     costs = CrossingCosts(topology=topology, workload=workload, sent=dim, is_unique=is_unique)
     chosen = choose_outside(vectors, costs)
     outside = feature_names([table for table in tables if table.name in chosen])
     inside = [feature for feature in feature_names(tables) if feature not in outside]
-    return replace(TowerPlan.strided(inside, num_towers), outside=tuple(outside))
+    return replace(TowerPlan.strided(inside, topology.num_towers), outside=tuple(outside))

@@ -1,7 +1,7 @@
 """Every contender must compute what the plain model does: `PlainModel` trains it for one step in one process.
 
 Two losses are compared on each rank's own batch: before the step, from equal weights, and after it. The plain model
-takes the step on the batches of all ranks at once.
+takes the step on the batches of all ranks at once; with replicas, each on those of its own ranks.
 """
 
 from __future__ import annotations
@@ -49,8 +49,10 @@ def plain_weights(contender: Contender, setting: Setting) -> dict[str, Tensor]:
 
 
 def load_weights(built: Built, weights: Mapping[str, Tensor]) -> None:
-    """Gives a sharded model the weights of the plain one."""
+    """Gives a sharded model, all replicas of it, the weights of the plain one."""
     load_plain_state(built.model, weights)
+    if built.replicas is not None:
+        built.replicas.restart()
 
 
 def losses_of(built: Built) -> list[float]:
@@ -94,20 +96,24 @@ class PlainModel:
     def losses(self, built: Built) -> list[list[float]]:
         """Returns for every rank the losses on its batches before and after a step."""
         cuts = column_cuts(built.plan)
-        key = tuple(chain.from_iterable((table, *widths) for table, widths in sorted(cuts.items())))
+        replicas = [list(range(self._setting.world_size))]
+        if built.topology is not None:
+            replicas = built.topology.sharding_groups()
+        key = (str(replicas), *chain.from_iterable((table, *widths) for table, widths in sorted(cuts.items())))
         if key not in self._losses:
-            model = copy.deepcopy(self._model)
+            models = [copy.deepcopy(self._model) for _ in replicas]
             training = PlainTraining(
-                [model],
+                models,
                 fused_params=fused_params(OPTIMIZER),
                 make_optimizer=lambda named: torch.optim.SGD(named.values(), lr=OPTIMIZER.dense_lr),
                 layout=cuts,
             )
-            before = self._losses_by_rank(model, step=0)
-            loss, _ = model(_joined([check_batches(self._setting, r)[0] for r in range(self._setting.world_size)]))
-            loss.backward()
+            before = self._losses_by_rank(models[0], step=0)
+            for model, ranks in zip(models, replicas, strict=True):
+                loss, _ = model(_joined([check_batches(self._setting, rank)[0] for rank in ranks]))
+                loss.backward()
             training.step()
-            self._losses[key] = [list(pair) for pair in zip(before, self._losses_by_rank(model, 1), strict=True)]
+            self._losses[key] = [list(pair) for pair in zip(before, self._losses_by_rank(models[0], 1), strict=True)]
         return self._losses[key]
 
     @torch.no_grad()

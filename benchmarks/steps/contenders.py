@@ -49,6 +49,10 @@ class Contender:
     """True if rows that are read most are on every rank, chosen by a profile."""
     outside: bool = False
     """True if the tables that then send fewer bytes across hosts are on every rank, outside towers."""
+    num_replicas: int = 1
+    """R, copies of the tables, averaged after every step."""
+    replica_placement: Literal["inter_host", "intra_host"] = "inter_host"
+    """``"inter_host"``: a replica has whole hosts; ``"intra_host"``: an equal part of every host."""
 
     @property
     def has_towers(self) -> bool:
@@ -61,7 +65,8 @@ class Contender:
         if not self.has_towers:
             return "DLRM"
         towers = f"a tower for each {'rank' if self.rank_towers else 'host'}{', small tables outside' * self.outside}"
-        return f"DMT-DLRM D={EMBEDDING_DIM // self.compression}, {towers}"
+        replicas = f", {self.num_replicas} replicas ({self.replica_placement})" * (self.num_replicas > 1)
+        return f"DMT-DLRM D={EMBEDDING_DIM // self.compression}, {towers}{replicas}"
 
 
 def _flat() -> Iterator[Contender]:
@@ -149,9 +154,16 @@ def _tower_models() -> Iterator[Contender]:
                 )
 
 
-CONTENDERS: Mapping[str, Contender] = {
-    contender.name: contender for part in (_flat, _torchrec_towers, _same_model, _tower_models) for contender in part()
-}
+def _replicas() -> Iterator[Contender]:
+    """The flat model over towers and DMT-DLRM, with R copies of the tables."""
+    for number, placement in ((2, "inter_host"), (2, "intra_host"), (4, "inter_host"), (4, "intra_host")):
+        replicas, name = {"num_replicas": number, "replica_placement": placement}, f"+r{number}-{placement[:5]}"
+        yield Contender(name=f"sptt{name}", family="sptt", **replicas)  # type: ignore[arg-type]
+        yield Contender(name=f"dmt-cr2{name}", family="dmt", compression=2, **replicas)  # type: ignore[arg-type]
+
+
+_PARTS = (_flat, _torchrec_towers, _same_model, _tower_models, _replicas)
+CONTENDERS: Mapping[str, Contender] = {contender.name: contender for part in _PARTS for contender in part()}
 """All contenders by name, in the order of the tables."""
 
 

@@ -128,9 +128,14 @@ def host_shares(plan: ShardingPlan, setting: Setting) -> list[HostShare]:
     return shares
 
 
-def needed_by(built: Built, setting: Setting) -> dict[str, int]:
-    """The bytes that a contender must send across hosts in one step, on the first batch of the pool."""
+def needed_by(built: Built, setting: Setting) -> dict[str, int] | None:
+    """The bytes that a contender must send across hosts in one step, on the first batch of the pool.
+
+    None for replicas: the bytes of their average are not counted at the collectives either.
+    """
     contender = built.contender
+    if contender.num_replicas > 1:
+        return None
     if contender.family in ("flat", "etc"):
         shares = host_shares(built.plan, setting)
     else:
