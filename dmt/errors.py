@@ -42,6 +42,9 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
     Example:
         >>> did_you_mean("leraning_rate", ["learning_rate", "seed"])
         " Did you mean 'learning_rate'?"
+        >>> did_you_mean("c1", ["C1", "C2"])
+        " Did you mean 'C1'?"
     """
-    close = difflib.get_close_matches(word, list(known), n=1, cutoff=0.6)
-    return f" Did you mean {close[0]!r}?" if close else ""
+    by_lower = {name.lower(): name for name in known}
+    close = difflib.get_close_matches(word.lower(), by_lower, n=1, cutoff=0.6)
+    return f" Did you mean {by_lower[close[0]]!r}?" if close else ""

@@ -95,18 +95,18 @@ class TowerPlan:
                 )
 
     @classmethod
-    def from_lists(cls, towers: Iterable[Iterable[str]], **metadata: Any) -> TowerPlan:
+    def from_lists(cls, towers: Iterable[Iterable[str]], *, outside: Iterable[str] = (), **metadata: Any) -> TowerPlan:
         """Makes a plan from a list of lists of feature names; ``metadata`` are further fields of the plan.
 
         Raises:
-            InputError: a tower is a text, whose letters are no features; or the plan is wrong, see the class.
+            InputError: a list is a text, whose letters are no features; or the plan is wrong, see the class.
         """
-        named = []
-        for number, features in enumerate(towers):
+        lists = {f"Tower {number}": features for number, features in enumerate(towers)}
+        for place, features in {**lists, "outside": outside}.items():
             if isinstance(features, str):
-                raise InputError(f"Tower {number} is the text {features!r}. Give a list of features: [{features!r}].")
-            named.append(TowerFeatures(f"tower_{number}", tuple(features)))
-        return cls(towers=tuple(named), **metadata)
+                raise InputError(f"{place} is the text {features!r}. Give a list of features: [{features!r}].")
+        named = (TowerFeatures(f"tower_{number}", tuple(features)) for number, features in enumerate(lists.values()))
+        return cls(towers=tuple(named), outside=tuple(outside), **metadata)
 
     @classmethod
     def strided(cls, features: Sequence[str], num_towers: int) -> TowerPlan:

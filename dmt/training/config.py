@@ -136,8 +136,12 @@ class TowersConfig(Section):
     @field_validator("outside", mode="before")
     @classmethod
     def _check_outside(cls, value: object) -> object:
-        if isinstance(value, str) and value not in ("none", "auto"):
-            raise InputError(f"{value!r} is neither 'none' nor 'auto'. Give a list of features, such as [\"{value}\"]")
+        is_list = isinstance(value, list | tuple) and all(isinstance(name, str) for name in value)
+        if not is_list and value not in ("none", "auto"):
+            example = value if isinstance(value, str) else "hour"
+            raise InputError(
+                f"{value!r} is neither 'none' nor 'auto'. Give a list of features, such as [\"{example}\"]"
+            )
         return value
 
 

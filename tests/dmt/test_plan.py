@@ -207,6 +207,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "empty tower": (lambda: plan(["a"], []), "Tower 'tower_1' has no feature"),
     "no tower": (plan, "at least one tower"),
     "text for a tower": (lambda: TowerPlan.from_lists(["user"]), r"Tower 0 is the text 'user'\. Give .*: \['user'\]"),
+    "text outside": (lambda: TowerPlan.from_lists([["ad"]], outside="hour"), r"^outside is the text 'hour'\. Give .*"),
     "features in no tower": (lambda: plan(["a"]).check_features(["a", "b", "c"]), "Features 'b', 'c' are in no tower"),
     "feature in no tower": (lambda: plan(["usr_id"]).check_features(["user_id"]), "'user_id' .* mean 'usr_id'"),
     "feature in no model": (lambda: plan(["a", "bs"]).check_features(["bs"]), "'a' is in the tower plan but not in"),

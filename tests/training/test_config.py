@@ -88,6 +88,7 @@ def test_overrides(override: str, read: Any, value: Any) -> None:
         ("replicas.moment_scale=2", r"moment_scale=2\.0 must be above 0 and at most num_replicas=1"),
         ("replicas.moment_scale=foo", r"replicas\.moment_scale\.float: .*valid number.*\(got 'foo'\)"),
         ("towers.outside=hour", r"towers\.outside: 'hour' is neither 'none' nor 'auto'\. Give .* such as \[\"hour\"\]"),
+        ("towers.outside=[3]", r"towers\.outside: \[3\] is neither 'none' nor 'auto'\. Give .* such as \[\"hour\"\]"),
         ("model.embedding_dim=6", r"model\.embedding_dim: Input should be a multiple of 4 \(got 6\)"),
         ("model.over_arch=[8, 4]", r"model\.over_arch=\[8, 4\] must end in 1"),
         ("sharding.dataflow=flat", r"sharding\.dataflow='flat' cannot carry towers, but model\.arch='dmt-dlrm'"),
