@@ -26,7 +26,7 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.distributed.types import ShardingPlan
 
 from benchmarks.steps.contenders import EMBEDDING_DIM
-from benchmarks.steps.inputs import distinct_inputs
+from benchmarks.steps.inputs import benchmark_tables, distinct_inputs
 from benchmarks.steps.setting import Setting
 from dmt.plan.tables import NUMBER_BYTES
 from dmt.sharding.schemes import column_widths
@@ -156,7 +156,7 @@ def needed_by(built: Built, setting: Setting) -> dict[str, int] | None:
     return needed_bytes(
         setting,
         shares,
-        dense_bytes=_dense_bytes(built) // (2 if contender.dense_reduce == "bf16" else 1),
+        dense_bytes=_dense_bytes(built, setting),
         number_bytes=NUMBER_BYTES[contender.precision],
         compression=contender.compression,
     )
@@ -171,11 +171,17 @@ def weight_bytes(built: Built) -> int:
     return size
 
 
-def _dense_bytes(built: Built) -> int:
-    """Bytes of the weights that every rank holds a copy of, data-parallel tables of a flat model included."""
-    is_flat = built.contender.family == "flat"
-    return sum(
-        value.nbytes
-        for name, value in built.model.state_dict().items()
-        if not isinstance(value, ShardedTensor) and (is_flat or "sparse_arch" not in name)
-    )
+def _dense_bytes(built: Built, setting: Setting) -> int:
+    """Bytes of the gradients of weights that every rank holds a copy of, as they are sent."""
+    contender = built.contender
+    outside = {table.name for table in built.towers.outside_tables(benchmark_tables(setting))}
+    size = 0
+    for name, value in built.model.state_dict().items():
+        if isinstance(value, ShardedTensor):
+            continue
+        # Of a model over towers, the copies of a data-parallel table in a tower are all on one host.
+        if contender.family == "flat" or name.split(".")[-2] in outside:
+            size += value.nbytes
+        elif "sparse_arch" not in name:
+            size += value.nbytes // (2 if contender.dense_reduce == "bf16" else 1)
+    return size

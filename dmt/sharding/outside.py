@@ -66,12 +66,6 @@ class CrossingCosts:
     """True where equal inputs of a feature are sent once: of one id per sample at most one for each row."""
 
     @functools.cached_property
-    def _ring(self) -> float:
-        """Bytes that cross in the all-reduce of one byte."""
-        world = self.topology.world_size
-        return 2 * (world - 1) * self.topology.ring_share_across_hosts([range(world)])
-
-    @functools.cached_property
     def _senders(self) -> float:
         """Ranks whose ids of a feature go to a tower on another host."""
         away = self.topology.world_size * (1 - 1 / self.topology.num_towers)
@@ -87,7 +81,9 @@ class CrossingCosts:
                 rows = min(rows, table.num_embeddings)
             numbers = sum(self.number_bytes) * (table.embedding_dim if self.sent is None else self.sent)
             in_tower += self._senders * rows * (ID_BYTES * (pooling + 1) + numbers)
-        return CrossingBytes(self._ring * 4 * table.num_embeddings * table.embedding_dim, in_tower)
+        # Gradients are summed inside each host first.
+        crossing = 2 * (self.topology.num_hosts - 1)
+        return CrossingBytes(crossing * 4 * table.num_embeddings * table.embedding_dim, in_tower)
 
 
 def choose_outside(

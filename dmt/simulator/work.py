@@ -72,8 +72,8 @@ def step_work(step: Workload, model: ModelWork) -> StepWork:
     """Returns the work of one step: what all ranks send together, and what the busiest rank or host does.
 
     Not counted: the sizes that ranks tell each other before an exchange, and that the rows of a row-wise table are not
-    read equally often. Data-parallel tables, those outside towers, tower modules, dense parts and replicas are reduced
-    in rings.
+    read equally often. Data-parallel tables, tower modules, dense parts and replicas are reduced in rings, tables outside
+    towers inside hosts first.
     """
     topology, batch, held = step.topology, step.lookups.batch_size, _rank_loads(step)
     hosts = topology.num_hosts
@@ -170,19 +170,16 @@ def _exchanges(
             of_towers + held["reduced_bytes"].mean(),
             topology.ring_share_across_hosts(topology.tower_module_groups()[:1]),
         ),
-        "outside_weights": _ring(topology, outside),
-        "dense_weights": _dense_bytes(step, model.dense_bytes),
+        "outside_weights": _sum_over_hosts(topology, outside),
+        "dense_weights": (_sum_over_hosts if step.is_hierarchical else _ring)(topology, model.dense_bytes),
         "replicas": (held["averaged_bytes"], topology.ring_share_across_hosts(topology.replica_groups())),
     }
 
 
-def _dense_bytes(step: Workload, size: int) -> tuple[float, float]:
-    """What each rank sends to average the gradients of dense parts of ``size`` bytes, and the share between hosts."""
-    topology, world = step.topology, step.topology.world_size
-    if not step.is_hierarchical:
-        return _ring(topology, size)
+def _sum_over_hosts(topology: TowerTopology, size: int) -> tuple[float, float]:
+    """What each rank sends to sum ``size`` bytes inside hosts, then between them, and the share between hosts."""
     # Every rank of a host has an equal part; all gradients are taken as one bucket.
-    hosts, ranks = topology.num_hosts, topology.host_size
+    world, hosts, ranks = topology.world_size, topology.num_hosts, topology.host_size
     padded = 4 * math.ceil(size / 4 / ranks) * ranks
     across, inside = 2 * (hosts - 1) * padded, 2 * (ranks - 1) * hosts * padded
     return (across + inside) / world, across / max(across + inside, 1)

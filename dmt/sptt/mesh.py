@@ -32,6 +32,8 @@ class TowerMesh:
         replica_group: R ranks that hold this rank's shard.
         tower_module_group: R * L ranks that hold a copy of this tower's dense module.
         global_group: all ranks.
+        over_hosts: ranks of this host, and those at its place on all hosts, over which gradients of data-parallel tables
+            are summed; None: they are summed over ``tower_module_group`` at once.
         tags: ``next(mesh.tags)`` tags one module's messages to its peers, so that those of several modules do not mix;
             the same on every rank if all make their modules in one order.
 
@@ -61,6 +63,7 @@ class TowerMesh:
         self.replica_group = self.new_group(topology.replica_groups())
         self.tower_module_group = self.new_group(topology.tower_module_groups())
         self.tags: Iterator[int] = itertools.count(1)
+        self.over_hosts: tuple[dist.ProcessGroup, dist.ProcessGroup] | None = None
         self._outside: TowerMesh | None = None
 
     def outside_towers(self) -> TowerMesh:
@@ -70,6 +73,8 @@ class TowerMesh:
         """
         if self._outside is None:
             self._outside = TowerMesh(self.topology.outside_towers)
+            inside, across = self.topology.host_groups(), self.topology.across_host_groups()
+            self._outside.over_hosts = self.new_group(inside), self.new_group(across)
         return self._outside
 
     def new_group(self, groups: list[list[int]]) -> dist.ProcessGroup:

@@ -270,7 +270,13 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         if isinstance(collection, EmbeddingCollection):
             return GroupShardedEC(collection, placed, **arguments)
         # Data-parallel tables of all replicas must stay equal, like the tower's dense module.
-        return GroupShardedEBC(collection, placed, data_parallel_group=mesh.tower_module_group, **arguments)
+        return GroupShardedEBC(
+            collection,
+            placed,
+            data_parallel_group=mesh.tower_module_group,
+            over_hosts=mesh.over_hosts,
+            **arguments,
+        )
 
 
 @dataclass(frozen=True, kw_only=True)

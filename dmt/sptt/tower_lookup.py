@@ -25,7 +25,7 @@ from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
 from dmt._torchrec import OpenShardedEBC, at_end_of_backward, group_env, mark_updated_in_backward
-from dmt.collectives import broadcast_tensor, start_sum
+from dmt.collectives import broadcast_tensor, start_sum, start_sum_over_hosts
 from dmt.sharding.data_parallel import DataParallelOptimizer
 from dmt.sptt.group_sharded import Embeddings, GroupSharded, table_configs, table_weights
 from dmt.sptt.peer_exchange import IdExchange, Pending
@@ -58,6 +58,8 @@ class GroupShardedEBC(OpenShardedEBC, GroupSharded):
         sharding: of each table; ``ranks`` in the group, placements global.
         group: the ranks over which tables are sharded.
         data_parallel_group: the ranks that hold a copy of the data-parallel tables.
+        over_hosts: of these ranks those on this host, and those at its place on all hosts; their gradients are summed
+            inside hosts first. None: by one all-reduce.
         moment_scales: factor c of AdaGrad's moments (`dmt.sharding.optimizers`) by table; 1 for those left out.
             Data-parallel tables have none: their gradients are averaged over all replicas.
         options: ``fused_params``, ``device`` and maybe ``qcomm_codecs_registry`` of TorchRec's class.
@@ -70,10 +72,11 @@ class GroupShardedEBC(OpenShardedEBC, GroupSharded):
         *,
         group: ProcessGroup,
         data_parallel_group: ProcessGroup,
+        over_hosts: tuple[ProcessGroup, ProcessGroup] | None = None,
         moment_scales: Mapping[str, float],
         options: Mapping[str, Any],
     ) -> None:
-        self._data_parallel_group = data_parallel_group
+        self._data_parallel_group, self._over_hosts = data_parallel_group, over_hosts
         self._configs = table_configs(module)
         self._schemes = {table.name: sharding[table.name].sharding_type for table in self._configs}
         self._target_device: torch.device | None = options["device"]
@@ -110,7 +113,9 @@ class GroupShardedEBC(OpenShardedEBC, GroupSharded):
             if scheme == "data_parallel":
                 weights: dict[str, Tensor] = dict(self.lookups[i].named_parameters_by_table())
                 settings = {table.name: dict(table.fused_params or {}) for table in tables}
-                mean = functools.partial(_start_group_mean, group=self._data_parallel_group)
+                mean = functools.partial(
+                    _start_group_mean, group=self._data_parallel_group, over_hosts=self._over_hosts
+                )
                 self.lookups[i] = DataParallelTables(self.lookups[i], weights, settings, mean)
 
     def reset_parameters(self) -> None:
@@ -235,15 +240,23 @@ class DataParallelTables(nn.Module):
         self.settle(update=True)
 
 
-def _start_group_mean(gradient: Tensor, group: ProcessGroup) -> Callable[[], None]:
-    """Starts the mean of a gradient over a group, in place, by an all-reduce beside the backward pass."""
-    work = start_sum(gradient, group)
+def _start_group_mean(
+    gradient: Tensor, group: ProcessGroup, over_hosts: tuple[ProcessGroup, ProcessGroup] | None
+) -> Callable[[], None]:
+    """Starts the mean of a gradient over a group, in place; what crosses hosts does so beside the backward pass."""
+    if over_hosts is None:
+        work = start_sum(gradient, group)
+    else:
+        end_sum = start_sum_over_hosts(gradient.flatten(), *over_hosts)
 
     def end() -> None:
-        work.wait()
         # Each rank has the gradient of its own mean loss; all must take the same step, that of the mean (Neo, section
         # 4).
-        gradient.div_(group.size())
+        if over_hosts is None:
+            work.wait()
+            gradient.div_(group.size())
+        else:
+            torch.div(end_sum().view_as(gradient), group.size(), out=gradient)
 
     return end
 
