@@ -19,7 +19,7 @@ from scipy.stats import kendalltau
 
 from benchmarks.emulation.hosts import EmulatedHosts
 from benchmarks.report import commit, processor
-from benchmarks.steps.build import own_topology, own_towers
+from benchmarks.steps.build import own_tables, own_topology, own_towers
 from benchmarks.steps.contenders import CONTENDERS, Contender
 from benchmarks.steps.inputs import benchmark_tables
 from benchmarks.steps.setting import Ids, Setting
@@ -68,6 +68,7 @@ def job_of(contender: Contender, setting: Setting) -> Job | None:
         for name in ("num_towers", "ranks_per_tower", "num_replicas", "replica_placement", "ranks_per_host")
     }
     config = TrainingConfig.model_validate(values)
+    tables = own_tables(contender, setting)
     return make_job(config, tables, CRITEO_DENSE_FEATURES, towers=own_towers(contender, setting))
 
 

@@ -53,6 +53,7 @@ def run_setting(
     *,
     emulated: bool = True,
     timeout: float = _TIMEOUT,
+    deadline: float | None = None,
 ) -> dict[str, Any]:
     """Runs one job of all contenders.
 
@@ -62,6 +63,7 @@ def run_setting(
         out: a JSON file that holds the run so far after every round, and in the end.
         emulated: whether on hosts of their own; else the hosts of the setting are played in name only, at full rate.
         timeout: seconds after which the job is killed.
+        deadline: seconds since 1970 after which no further round begins.
 
     Returns:
         The run: ``setting``, ``wire`` and ``contenders``, as in ``out``.
@@ -80,7 +82,8 @@ def run_setting(
         spec = Path(folder, "spec.json")
         names = [contender.name for contender in contenders]
         out = out.resolve()
-        spec.write_text(json.dumps({"setting": asdict(setting), "contenders": names, "out": str(out)}))
+        described = {"setting": asdict(setting), "contenders": names, "out": str(out), "deadline": deadline}
+        spec.write_text(json.dumps(described))
         if emulated:
             with EmulatedHosts(setting.hosts, mbit_per_s=setting.mbit_per_s) as hosts:
                 if setting.hosts > 1:

@@ -44,13 +44,13 @@ from dmt.errors import InputError
 from dmt.hot_rows.runtime import HotRows
 from dmt.models import DLRM, DMTDLRM, flat_sparse_arch, tower_sparse_arch
 from dmt.models.complexity import CRITEO_DENSE_FEATURES
-from dmt.plan.tables import feature_names
+from dmt.plan.tables import TableSpec, feature_names
 from dmt.sharding.costs import StepWorkload
 from dmt.sharding.outside import CrossingCosts, choose_outside
 from dmt.training.build import ClickTask, build_optimizer, fused_params
 from dmt.training.config import OptimizerConfig
 
-__all__ = ["OPTIMIZER", "Built", "Meshes", "build_contender", "build_plain", "own_topology", "own_towers"]
+__all__ = ["OPTIMIZER", "Built", "Meshes", "build_contender", "build_plain", "own_tables", "own_topology", "own_towers"]
 
 OPTIMIZER = OptimizerConfig(dense="sgd", dense_lr=0.05, sparse_lr=0.05, warmup_steps=0)
 """Row-wise AdaGrad for the tables, fused by FBGEMM, and SGD for everything else."""
@@ -130,8 +130,7 @@ def build_plain(contender: Contender, setting: Setting, *, tables_device: str | 
             )
         )
     towers, dim = own_towers(contender, setting), EMBEDDING_DIM // contender.compression
-    outside = towers.outside_tables(benchmark_tables(setting))
-    tables = [replace(t, embedding_dim=dim) if t in outside else t for t in benchmark_tables(setting)]
+    tables = own_tables(contender, setting)
     return ClickTask(
         DMTDLRM(
             tables=tables,
@@ -241,6 +240,13 @@ def own_sharders(
     if contender.family == "sptt":
         return [SPTTEmbeddingBagCollectionSharder(mesh, towers, **options)]
     return [TowerCollectionSharder(mesh, **options), OutsideCollectionSharder(mesh, fused_params=fused_params)]
+
+
+def own_tables(contender: Contender, setting: Setting) -> list[TableSpec]:
+    """The tables of a model; those outside towers are as wide as what towers return for a feature."""
+    tables, dim = benchmark_tables(setting), EMBEDDING_DIM // contender.compression
+    outside = own_towers(contender, setting).outside_tables(tables)
+    return [replace(table, embedding_dim=dim) if table in outside else table for table in tables]
 
 
 def own_wrapper(contender: Contender, mesh: TowerMesh) -> DataParallelWrapper:

@@ -111,21 +111,24 @@ def _same_model() -> Iterator[Contender]:
     yield Contender(name="sptt+unique+hot", family="sptt", unique=True, hot_rows=True)
     yield Contender(name="sptt+hier+hot", family="sptt", dense_reduce="fp32", hot_rows=True)
     best = {"prefetch": True, "micro_batches": 2, "unique": True}
-    for outside in (False, True):
+    for rank_towers, outside in ((False, False), (True, False), (False, True), (True, True)):
         yield Contender(
-            name=f"sptt+prefetch+hier+mb2+unique{'+outside' * outside}",
+            name=f"sptt+prefetch+hier+mb2+unique{'+rank-towers' * rank_towers}{'+outside' * outside}",
             family="sptt",
             dense_reduce="fp32",
+            rank_towers=rank_towers,
             outside=outside,
             **best,  # type: ignore[arg-type]
         )
-    yield Contender(
-        name="sptt+fp16+prefetch+bf16-dense+mb2+unique",
-        family="sptt",
-        precision="fp16",
-        dense_reduce="bf16",
-        **best,  # type: ignore[arg-type]
-    )
+    for rank_towers in (False, True):
+        yield Contender(
+            name=f"sptt+fp16+prefetch+bf16-dense+mb2+unique{'+rank-towers' * rank_towers}",
+            family="sptt",
+            precision="fp16",
+            dense_reduce="bf16",
+            rank_towers=rank_towers,
+            **best,  # type: ignore[arg-type]
+        )
 
 
 def _tower_models() -> Iterator[Contender]:

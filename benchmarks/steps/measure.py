@@ -6,6 +6,7 @@ import ctypes
 import os
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -15,10 +16,9 @@ import torch.distributed as dist
 
 from benchmarks.emulation.hosts import sent_bytes
 from benchmarks.steps.build import Built
-from dmt.traffic import Traffic, TrafficMeter
-from dmt.training.data.batch import ClickBatch
+from dmt.traffic import TrafficMeter
 
-__all__ = ["Clocks", "Turn", "count_traffic", "run_turn"]
+__all__ = ["Clocks", "Turn", "run_turn"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,32 +72,21 @@ class Turn:
     """Memory above what the process had before; None where it was not asked for."""
 
 
-def run_turn(built: Built, num_steps: int, *, with_memory: bool) -> Turn:
-    """Trains a few steps between two barriers. Collective."""
+def run_turn(built: Built, num_steps: int, *, with_memory: bool, meter: TrafficMeter | None = None) -> Turn:
+    """Trains a few steps between two barriers, the first under a meter if there is one. Collective."""
     before = _start_peak() if with_memory else None
 
     def steps() -> list[Clocks]:
         readings = [Clocks.read()]
-        for _ in range(num_steps):
-            built.step()
+        for number in range(num_steps):
+            with meter if meter is not None and number == 0 else nullcontext():
+                built.step()
             readings.append(Clocks.read())
         return [later.since(earlier) for earlier, later in pairwise(readings)]
 
     clocks, uplink = _between_barriers(steps)
     peak = None if before is None else _status_bytes("VmHWM") - before
     return Turn(steps=clocks, uplink_bytes=uplink, peak_bytes=peak)
-
-
-def count_traffic(built: Built, batch: ClickBatch, host_of: Callable[[int], int]) -> Traffic:
-    """The bytes that all ranks send in one more step, by kind; the pipeline must be detached. Collective."""
-    built.optimizer.zero_grad()
-    meter = TrafficMeter(host_of=host_of)
-    with meter:
-        loss, _ = built.model(batch)
-        loss.backward()
-    world = dist.group.WORLD
-    assert world is not None, "the default group exists once torch.distributed is initialized"
-    return meter.total(world)
 
 
 def _between_barriers(work: Callable[[], list[Clocks]]) -> tuple[list[Clocks], int | None]:

@@ -2,8 +2,9 @@
 
     torchrun --nproc-per-node 4 -m benchmarks.steps.rank spec.json
 
-The spec is JSON: ``setting`` (fields of `Setting`), ``contenders`` (names) and ``out`` (where rank 0 writes the run,
-after every round). `benchmarks.train_step` writes it.
+The spec is JSON: ``setting`` (fields of `Setting`), ``contenders`` (names), ``out`` (where rank 0 writes the run, after
+every round) and ``deadline`` (seconds since 1970 after which no round begins, or null). `benchmarks.train_step` writes
+it.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import logging
 import os
 import random
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from datetime import timedelta
@@ -34,12 +36,13 @@ from benchmarks.steps.check import (
 )
 from benchmarks.steps.contenders import Contender, named
 from benchmarks.steps.inputs import Batches, random_batch
-from benchmarks.steps.measure import Turn, count_traffic, run_turn
+from benchmarks.steps.measure import Turn, run_turn
 from benchmarks.steps.needed import needed_by, weight_bytes
 from benchmarks.steps.setting import Setting
 from dmt.collectives import gather_objects
 from dmt.errors import InputError
 from dmt.files import atomic_write
+from dmt.traffic import TrafficMeter
 from dmt.training.data.batch import ClickBatch
 
 __all__ = ["Record", "build_checked", "main", "run_job", "step_records"]
@@ -64,20 +67,23 @@ def main(spec_path: str) -> None:
         raise InputError(f"The spec is for {setting.world_size} ranks, the job has {dist.get_world_size()}.")
     try:
         contenders = [named(name) for name in spec["contenders"]]
-        run_job(setting, contenders, Path(spec["out"]))
+        run_job(setting, contenders, Path(spec["out"]), deadline=spec.get("deadline"))
         # Leaving while a peer still talks aborts it now and then.
         dist.barrier()
     finally:
         dist.destroy_process_group()
 
 
-def run_job(setting: Setting, contenders: Sequence[Contender], out: Path) -> None:
+def run_job(setting: Setting, contenders: Sequence[Contender], out: Path, *, deadline: float | None = None) -> None:
     """Builds, checks, times and counts all contenders; rank 0 writes the run to ``out``. Collective.
+
+    Bytes are counted in the first turn of each, so that a job which is cut off has them.
 
     Args:
         setting: sizes of the job.
         contenders: what to compare.
         out: a JSON file.
+        deadline: seconds since 1970; after it no further round begins.
     """
     world, rank = _world(), dist.get_rank()
     record = Record(setting, contenders, out) if rank == 0 else None
@@ -87,13 +93,20 @@ def run_job(setting: Setting, contenders: Sequence[Contender], out: Path) -> Non
         weights = gather_objects(weight_bytes(built), world)
         if record is not None:
             record.add(built.contender.name, weight_bytes=weights, needed=needed_by(built, setting))
-    for turn in range(-setting.warm_up_rounds, setting.rounds):
+    first = -setting.warm_up_rounds
+    for turn in range(first, setting.rounds):
+        if deadline is not None and gather_objects(time.time(), world)[0] > deadline:
+            break
         order = list(everything)
         random.Random(f"{setting.seed} {turn}").shuffle(order)
         for built in order:
             name = built.contender.name
-            seen = run_turn(built, setting.steps_per_turn, with_memory=turn == 0)
+            meter = TrafficMeter(host_of=setting.host) if turn == first else None
+            seen = run_turn(built, setting.steps_per_turn, with_memory=turn == 0, meter=meter)
             turns = gather_objects(seen, world)
+            traffic = None if meter is None else asdict(meter.total(world))
+            if record is not None and traffic is not None:
+                record.add(name, traffic=traffic)
             if record is not None and turn >= 0:
                 record.add_turn(name, turns)
         if record is not None:
@@ -101,9 +114,6 @@ def run_job(setting: Setting, contenders: Sequence[Contender], out: Path) -> Non
             print(f"# round {turn + 1} of {setting.rounds}", flush=True)
     for built in everything:
         built.finish()
-        traffic = count_traffic(built, pool[0], setting.host)
-        if record is not None:
-            record.add(built.contender.name, traffic=asdict(traffic))
     if record is not None:
         record.write()
 

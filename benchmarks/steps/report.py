@@ -12,7 +12,10 @@ from benchmarks.steps.measured import KINDS, Measured, best_flat, fastest, measu
 from dmt.files import atomic_write
 from dmt.report.style import INK, SOFT, TOWER_COLORS, add_title, dress_axes, new_figure, save_figure
 
-__all__ = ["GOALS", "goals_table", "setting_words", "times_table", "write_results"]
+__all__ = [
+    *("GOALS", "HOSTS_HEADER", "HOSTS_KINDS", "PREDICTED_HEADER", "goals_table", "hosts_rows", "predicted_rows"),
+    *("setting_words", "times_table", "write_results"),
+]
 
 Run = Mapping[str, Any]
 GOALS = (
@@ -25,18 +28,35 @@ GOALS = (
     ("CR 16, 50 Mbit/s", 50.0, "dmt", 16.0, 10.0),
 )
 """Name, rate, family, compression ratio, and how many times as fast as the best flat model in FP32."""
+HOSTS_KINDS: tuple[tuple[str, str, float | None], ...] = (
+    ("best flat", "flat", None),
+    ("unchanged", "sptt", 1.0),
+    ("CR 4", "dmt", 4.0),
+    ("CR 16", "dmt", 16.0),
+)
+"""Kinds of contenders that are compared as hosts are added: name, family, compression ratio."""
+HOSTS_HEADER = ("hosts x ranks", "model", "seconds per step", "x best flat", "MB by a host", "step / bound", "bound by")
+PREDICTED_HEADER = ("hosts", "contender", "predicted ms", "x flat", "MB by the busiest host")
 _BOUND_GOAL, _BOUND_SHARE = 1.10, 0.9
 _COLORS = {"flat": "#8A8F98", "etc": TOWER_COLORS[1], "sptt": TOWER_COLORS[0], "dmt": TOWER_COLORS[2]}
 _ROW_INCHES, _FRAME_INCHES, _WIDTH_INCHES, _PANEL_INCHES = 0.3, 1.3, 8.0, 4.3
 
 
-def write_results(runs: Sequence[Run], out: Path, *, about: Mapping[str, Any], stem: str = "steps") -> list[Path]:
+def write_results(
+    runs: Sequence[Run],
+    out: Path,
+    *,
+    about: Mapping[str, Any],
+    predicted: Sequence[Mapping[str, Any]] = (),
+    stem: str = "steps",
+) -> list[Path]:
     """Writes ``<stem>.json``, ``<stem>.md`` and pictures of what has been measured.
 
     Args:
         runs: of the JSON of ``benchmarks/train_step.py``, each with the name of its part under ``part``.
         out: the folder; made when absent.
         about: date, machine, versions, commits, command, and ``cores``.
+        predicted: of `benchmarks.steps.predicted`; under ``predicted`` of the JSON.
         stem: of the file names.
 
     Returns:
@@ -47,14 +67,15 @@ def write_results(runs: Sequence[Run], out: Path, *, about: Mapping[str, Any], s
     paths = [out / f"{stem}.json", out / f"{stem}.md"]
     lines = ",\n".join(f"  {json.dumps(run)}" for run in runs)
     with atomic_write(paths[0]) as scratch:
-        scratch.write_text(f'{{"about": {json.dumps(dict(about))},\n "runs": [\n{lines}\n ]}}\n')
+        parts = f'"about": {json.dumps(dict(about))},\n "predicted": {json.dumps(list(predicted))}'
+        scratch.write_text(f'{{{parts},\n "runs": [\n{lines}\n ]}}\n')
     main = next((run for run in runs if run["part"] == "main"), None)
     if main is not None and (contenders := measure_run(main, cores=cores)):
         paths.append(plot_steps(contenders, out / f"{stem}_steps.png", subtitle=setting_words(main["setting"])))
     if sweeps := _sweeps(runs, cores):
         paths.append(plot_sweeps(sweeps, out / f"{stem}_sweeps.png"))
     with atomic_write(paths[1]) as scratch:
-        scratch.write_text(_page(runs, about, cores, [path.name for path in paths[2:]]))
+        scratch.write_text(_page(runs, about, predicted, [path.name for path in paths[2:]]))
     return paths
 
 
@@ -140,8 +161,10 @@ def _bytes_table(contenders: Iterable[Measured]) -> str:
 def _sweeps(runs: Sequence[Run], cores: int) -> dict[str, dict[str, list[Measured]]]:
     """By part and value, the contenders that ran at every value; the main run is the first value of each."""
     sweeps: dict[str, dict[str, list[Measured]]] = {}
-    for part in dict.fromkeys(run["part"] for run in runs if run["part"] not in ("flat", "main", "requests")):
+    for part in dict.fromkeys(run["part"] for run in runs if run["part"] not in ("flat", "main")):
+        # Hosts are compared at their own rate of links.
         chosen = [run for wanted in ("main", part) for run in runs if run["part"] == wanted]
+        chosen = [run for run in chosen if part != "hosts" or run["part"] == part]
         points = {_value(part, run["setting"]): measure_run(run, cores=cores) for run in chosen}
         shared = set.intersection(*({found.name for found in point} for point in points.values()))
         if shared:
@@ -155,7 +178,42 @@ def _value(part: str, setting: Mapping[str, Any]) -> str:
     return f"{setting['hosts']} x {setting['ranks_per_host']}" if part == "hosts" else str(setting[part])
 
 
-def _page(runs: Sequence[Run], about: Mapping[str, Any], cores: int, pictures: Sequence[str]) -> str:
+def hosts_rows(runs: Sequence[Run], *, cores: int) -> list[list[str]]:
+    """Rows of `HOSTS_HEADER`: at each number of hosts the fastest of each kind over the fastest flat one."""
+    rows = []
+    for run in (run for run in runs if run["part"] == "hosts"):
+        contenders = measure_run(run, cores=cores)
+        flat = best_flat(contenders, "fp32")
+        for text, family, compression in HOSTS_KINDS if flat is not None else ():
+            ours = fastest(contenders, family, precision="fp32", compression=compression)
+            if ours is None or flat is None:
+                continue
+            rows.append(
+                [
+                    *(f"{run['setting']['hosts']} x {run['setting']['ranks_per_host']}", text),
+                    *(f"{ours.median:.2f}", str(speedup(ours, flat)), f"{sum(ours.across.values()) / 1e6:.1f}"),
+                    *(f"{ours.bound_ratio:.2f}", ours.bound_name),
+                ]
+            )
+    return rows
+
+
+def predicted_rows(predicted: Sequence[Mapping[str, Any]]) -> list[list[str]]:
+    """Rows of `PREDICTED_HEADER`."""
+    flat = {one["hosts"]: one["seconds"] for one in predicted if one["contender"].startswith("flat")}
+    return [
+        [
+            *(str(one["hosts"]), one["contender"], f"{1000 * one['seconds']:.1f}"),
+            *(f"{flat[one['hosts']] / one['seconds']:.2f}", f"{one['uplink_bytes'] / 1e6:,.0f}"),
+        ]
+        for one in predicted
+    ]
+
+
+def _page(
+    runs: Sequence[Run], about: Mapping[str, Any], predicted: Sequence[Mapping[str, Any]], pictures: Sequence[str]
+) -> str:
+    cores = about["cores"]
     parts = [
         "# Step times on emulated hosts",
         "Made by `benchmarks/bench.py` (`make bench`). All hosts are network namespaces of one machine, their links "
@@ -165,6 +223,15 @@ def _page(runs: Sequence[Run], about: Mapping[str, Any], cores: int, pictures: S
         goals_table(runs, cores=cores),
         *(f"![{name}]({name})" for name in pictures),
     ]
+    if rows := hosts_rows(runs, cores=cores):
+        parts += ["## More hosts", markdown_table(HOSTS_HEADER, rows)]
+    if predicted:
+        parts += [
+            "## Prediction for GPUs, not measured",
+            "By the simulator of `dmt what-if` (`benchmarks/steps/predicted.py`): hosts of eight GPUs (`a100`), 16,384 "
+            "samples a rank. Equal inputs that are sent once are not modelled.",
+            markdown_table(PREDICTED_HEADER, predicted_rows(predicted)),
+        ]
     for run in runs:
         contenders = measure_run(run, cores=cores)
         parts += [f"## {run['part']}: {setting_words(run['setting'])}", _wire_words(run["wire"])]

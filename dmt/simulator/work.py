@@ -72,8 +72,8 @@ def step_work(step: Workload, model: ModelWork) -> StepWork:
     """Returns the work of one step: what all ranks send together, and what the busiest rank or host does.
 
     Not counted: the sizes that ranks tell each other before an exchange, and that the rows of a row-wise table are not
-    read equally often. Data-parallel tables, tower modules, dense parts and replicas are reduced in rings, tables outside
-    towers inside hosts first.
+    read equally often. Data-parallel tables, tower modules, dense parts and replicas are reduced in rings, tables
+    outside towers inside hosts first; TorchRec's on every rank in a ring.
     """
     topology, batch, held = step.topology, step.lookups.batch_size, _rank_loads(step)
     hosts = topology.num_hosts
@@ -123,21 +123,22 @@ def _rank_loads(step: Workload) -> dict[str, NDArray[np.float64]]:
             if entry.tower is not None:
                 for local, load in costs.shards(tables[entry.name], entry.placement):
                     loads[entry.tower * topology.ranks_per_tower + local] += load
-        alone = replace(costs, topology=topology.outside_towers)
-        for t in step.outside:
-            # Their reduction, over all ranks, is no part of that in towers.
-            load = alone.shard(t, "data_parallel", t.num_embeddings, t.embedding_dim)
-            loads += np.array(load._replace(reduced_bytes=0.0))
     else:
         # A flat dataflow is that of one tower which has all ranks of a replica.
         whole = TowerTopology(num_towers=1, ranks_per_tower=ranks, num_replicas=topology.num_replicas)
         costs = CostModel(topology=whole, workload=step.lookups)
-        shards = [costs.shard(t, "table_wise", t.num_embeddings, t.embedding_dim) for t in step.tables]
+        sharded = [table for table in step.tables if table not in step.outside]
+        shards = [costs.shard(t, "table_wise", t.num_embeddings, t.embedding_dim) for t in sharded]
         for load in sorted(shards, key=attrgetter("seconds"), reverse=True):
             if step.is_table_wise:
                 loads[loads[:, 0].argmin()] += load
             else:
                 loads += np.array(load) / ranks
+    alone = replace(costs, topology=topology.outside_towers)
+    for t in step.outside:
+        # Their reduction, over all ranks, is no part of that in towers.
+        load = alone.shard(t, "data_parallel", t.num_embeddings, t.embedding_dim)
+        loads += np.array(load._replace(reduced_bytes=0.0))
     return dict(zip(ShardLoad._fields, topology.on_all_replicas(loads).T, strict=True))
 
 
@@ -170,7 +171,7 @@ def _exchanges(
             of_towers + held["reduced_bytes"].mean(),
             topology.ring_share_across_hosts(topology.tower_module_groups()[:1]),
         ),
-        "outside_weights": _sum_over_hosts(topology, outside),
+        "outside_weights": (_ring if is_flat else _sum_over_hosts)(topology, outside),
         "dense_weights": (_sum_over_hosts if step.is_hierarchical else _ring)(topology, model.dense_bytes),
         "replicas": (held["averaged_bytes"], topology.ring_share_across_hosts(topology.replica_groups())),
     }

@@ -21,6 +21,7 @@ from benchmarks.steps.criteo_ids import CRITEO_KAGGLE_ROWS, IDS_FILE, IdSkew, cr
 from benchmarks.steps.flat import flat_plan, flat_sharders, most_data_parallel_rows, tower_plan_by_hand, tower_sharders
 from benchmarks.steps.inputs import benchmark_tables, distinct_inputs, random_batch
 from benchmarks.steps.measure import Clocks, Turn
+from benchmarks.steps.measured import KINDS
 from benchmarks.steps.needed import HostShare, column_cuts, host_shares, needed_bytes, table_parameters
 from benchmarks.steps.rank import step_records
 from benchmarks.steps.setting import Setting
@@ -280,7 +281,8 @@ def run_of(names: list[str], folder: Path) -> dict[str, dict]:
 @pytest.mark.ranks
 def test_a_small_job_of_each_family(tmp_path: Path) -> None:
     half = "sptt+fp16+prefetch+bf16-dense+mb2+unique"
-    found = run_of(["flat-cw-dp+prefetch", "flat-cw", "sptt", "dmt-cr2+fp16", "dmt-cr2+outside", half], tmp_path)
+    names = ["flat-cw-dp+prefetch", "flat-cw", "sptt", "sptt+prefetch+hier+mb2+unique+rank-towers+outside", half]
+    found = run_of([*names, "dmt-cr2+fp16", "dmt-cr2+outside"], tmp_path)
     for name, contender in found.items():
         # The outputs are all that must cross, and nothing crosses twice.
         for kind in ("forward", "backward"):
@@ -293,9 +295,9 @@ def test_a_small_job_of_each_family(tmp_path: Path) -> None:
     assert small["traffic"]["dense"] == pytest.approx(1.5 * small["needed"]["dense"], rel=1e-3)
     assert found["dmt-cr2+fp16"]["needed"]["forward"] == 26 * 64 * 16 * 2 * 2
     outside = found["dmt-cr2+outside"]
-    assert outside["needed"]["forward"] == 21 * 64 * 16 * 2 * 4
+    assert outside["needed"]["forward"] == 19 * 64 * 16 * 2 * 4
     more = outside["needed"]["dense"] - found["dmt-cr2+fp16"]["needed"]["dense"]
-    assert more == 2 * (3 + 4 + 10 + 15 + 18) * 64 * 4
+    assert more == 2 * (3 + 4 + 10 + 15 + 18 + 24 + 27) * 64 * 4
     # Tables outside towers are summed inside hosts first, the dense part by DDP's ring.
     ring = found["dmt-cr2+fp16"]["traffic"]["dense"]
     assert outside["traffic"]["dense"] - ring == pytest.approx(more, rel=1e-3)
@@ -303,6 +305,10 @@ def test_a_small_job_of_each_family(tmp_path: Path) -> None:
     assert found[half]["traffic"]["dense"] == pytest.approx(found[half]["needed"]["dense"], rel=1e-3)
     assert found[half]["needed"]["dense"] == found["sptt"]["needed"]["dense"] // 2
     assert found[half]["needed"]["forward"] < found["sptt"]["needed"]["forward"] / 2
+    # Needed are the gradients of a flat model's tables outside towers, too.
+    same = found["sptt+prefetch+hier+mb2+unique+rank-towers+outside"]
+    assert same["needed"]["dense"] > found["sptt"]["needed"]["dense"]
+    assert sum(map(same["traffic"].get, KINDS)) == pytest.approx(sum(same["needed"].values()), rel=1e-2)
 
 
 @pytest.mark.ranks

@@ -130,7 +130,9 @@ class Runner:
         self.ran: list[tuple[Setting, tuple[str, ...]]] = []
         self.failing: set[float | None] = set()
 
-    def __call__(self, setting: Setting, contenders: Sequence[Contender], out: Path) -> dict[str, Any]:
+    def __call__(
+        self, setting: Setting, contenders: Sequence[Contender], out: Path, *, deadline: float | None
+    ) -> dict[str, Any]:
         names = tuple(contender.name for contender in contenders)
         self.ran.append((setting, names))
         out.write_text("{}")
@@ -175,7 +177,7 @@ def test_a_stopped_study_goes_on(tmp_path: Path, runner: Runner, monkeypatch: py
     code, output = invoke(tmp_path, "--part", "main", "--part", "rate")
     assert code == 1
     assert "rate-2x2-50-skewed: failed. rank 3 is gone" in output
-    assert "Failed: rate-2x2-50-skewed" in output
+    assert "Not done: rate-2x2-50-skewed" in output
     runner.ran, runner.failing = [], set()
     code, output = invoke(tmp_path, "--part", "main", "--part", "rate")
     assert (code, output.count("done before")) == (0, 2)
