@@ -42,8 +42,8 @@ FLAT = (
 OURS = (
     *("etc-cr2", "etc-cr4+prefetch", "sptt", "sptt+unique", "sptt+hier+hot"),
     *(f"sptt+prefetch+hier+mb2+unique{option}" for option in ("", "+rank-towers", "+rank-towers+outside")),
-    *("sptt+fp16+prefetch+bf16-dense+mb2+unique+rank-towers", "dmt-cr2", "dmt-cr2+outside", "dmt-cr2+all+rank-towers"),
-    *(f"dmt-cr{ratio}{option}+outside" for ratio in (2, 4, 16) for option in ("+all", "+all+rank-towers")),
+    *("sptt+fp16+prefetch+bf16-dense+mb2+unique+rank-towers", "dmt-cr2", "dmt-cr2+outside", "dmt-cr4+all+outside"),
+    *(f"dmt-cr{ratio}+all+rank-towers{option}" for ratio in (2, 4, 16) for option in ("", "+outside")),
     *(f"dmt-cr{ratio}+fp16+all+rank-towers+outside" for ratio in (2, 4, 16)),
 )
 _SWEPT = (

@@ -12,10 +12,7 @@ from benchmarks.steps.measured import KINDS, Measured, best_flat, fastest, measu
 from dmt.files import atomic_write
 from dmt.report.style import INK, SOFT, TOWER_COLORS, add_title, dress_axes, new_figure, save_figure
 
-__all__ = [
-    *("GOALS", "HOSTS_HEADER", "HOSTS_KINDS", "PREDICTED_HEADER", "goals_table", "hosts_rows", "predicted_rows"),
-    *("setting_words", "times_table", "write_results"),
-]
+__all__ = ["GOALS", "goals_table", "predicted_rows", "setting_words", "times_table", "write_results"]
 
 Run = Mapping[str, Any]
 GOALS = (
@@ -28,15 +25,7 @@ GOALS = (
     ("CR 16, 50 Mbit/s", 50.0, "dmt", 16.0, 10.0),
 )
 """Name, rate, family, compression ratio, and how many times as fast as the best flat model in FP32."""
-HOSTS_KINDS: tuple[tuple[str, str, float | None], ...] = (
-    ("best flat", "flat", None),
-    ("unchanged", "sptt", 1.0),
-    ("CR 4", "dmt", 4.0),
-    ("CR 16", "dmt", 16.0),
-)
-"""Kinds of contenders that are compared as hosts are added: name, family, compression ratio."""
-HOSTS_HEADER = ("hosts x ranks", "model", "seconds per step", "x best flat", "MB by a host", "step / bound", "bound by")
-PREDICTED_HEADER = ("hosts", "contender", "predicted ms", "x flat", "MB by the busiest host")
+_PREDICTED_HEADER = ("hosts", "contender", "predicted ms", "x flat", "MB by the busiest host")
 _BOUND_GOAL, _BOUND_SHARE = 1.10, 0.9
 _COLORS = {"flat": "#8A8F98", "etc": TOWER_COLORS[1], "sptt": TOWER_COLORS[0], "dmt": TOWER_COLORS[2]}
 _ROW_INCHES, _FRAME_INCHES, _WIDTH_INCHES, _PANEL_INCHES = 0.3, 1.3, 8.0, 4.3
@@ -178,28 +167,8 @@ def _value(part: str, setting: Mapping[str, Any]) -> str:
     return f"{setting['hosts']} x {setting['ranks_per_host']}" if part == "hosts" else str(setting[part])
 
 
-def hosts_rows(runs: Sequence[Run], *, cores: int) -> list[list[str]]:
-    """Rows of `HOSTS_HEADER`: at each number of hosts the fastest of each kind over the fastest flat one."""
-    rows = []
-    for run in (run for run in runs if run["part"] == "hosts"):
-        contenders = measure_run(run, cores=cores)
-        flat = best_flat(contenders, "fp32")
-        for text, family, compression in HOSTS_KINDS if flat is not None else ():
-            ours = fastest(contenders, family, precision="fp32", compression=compression)
-            if ours is None or flat is None:
-                continue
-            rows.append(
-                [
-                    *(f"{run['setting']['hosts']} x {run['setting']['ranks_per_host']}", text),
-                    *(f"{ours.median:.2f}", str(speedup(ours, flat)), f"{sum(ours.across.values()) / 1e6:.1f}"),
-                    *(f"{ours.bound_ratio:.2f}", ours.bound_name),
-                ]
-            )
-    return rows
-
-
 def predicted_rows(predicted: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Rows of `PREDICTED_HEADER`."""
+    """Rows of the table of predictions."""
     flat = {one["hosts"]: one["seconds"] for one in predicted if one["contender"].startswith("flat")}
     return [
         [
@@ -223,14 +192,12 @@ def _page(
         goals_table(runs, cores=cores),
         *(f"![{name}]({name})" for name in pictures),
     ]
-    if rows := hosts_rows(runs, cores=cores):
-        parts += ["## More hosts", markdown_table(HOSTS_HEADER, rows)]
     if predicted:
         parts += [
             "## Prediction for GPUs, not measured",
             "By the simulator of `dmt what-if` (`benchmarks/steps/predicted.py`): hosts of eight GPUs (`a100`), 16,384 "
             "samples a rank. Equal inputs that are sent once are not modelled.",
-            markdown_table(PREDICTED_HEADER, predicted_rows(predicted)),
+            markdown_table(_PREDICTED_HEADER, predicted_rows(predicted)),
         ]
     for run in runs:
         contenders = measure_run(run, cores=cores)
