@@ -78,6 +78,9 @@ class IdExchange(nn.Module):
               them by (local index, tower): the peer permute of step c, on ids, before the lookup
     ========= ==========================================================================================
 
+    Ids cross in the dtype of the batch: int32 halves them. Lengths always cross: TorchRec rebuilds the ids from them
+    (``KeyedJaggedTensor.dist_init``), also where every bag has one id.
+
     Args:
         group: the ranks.
         wanted: features that every rank of the group wants; one may be wanted more than once (column shards).
