@@ -35,6 +35,7 @@ __all__ = [
     "fused_settings",
     "group_env",
     "group_timeout",
+    "lookups_of",
     "in_backward_pass",
     "mark_updated_in_backward",
     "place_globally",
@@ -187,6 +188,13 @@ def in_backward_pass() -> bool:
 def mark_updated_in_backward(parameter: Tensor, optimizer: Any) -> None:
     """Tells ``in_backward_optimizer_filter`` that no other optimizer must update this parameter."""
     parameter._in_backward_optimizers = [optimizer]  # type: ignore[attr-defined]
+
+
+def lookups_of(module: nn.Module) -> list[nn.Module]:
+    """Returns the lookups of one of TorchRec's sharded collections on this rank; none of another module."""
+    is_sharded = isinstance(module, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection)
+    lookups: Any = module._lookups if is_sharded else []
+    return list(lookups)
 
 
 def fused_kernels(lookup: Any) -> dict[str, Any]:

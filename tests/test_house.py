@@ -207,7 +207,7 @@ def test_file_sizes() -> None:
 # Lines and files of each part at most, and where they are to get. Raise a number only with the reason in the commit.
 CEILINGS = {
     "the library": (24_920, 133),  # 20_500, 136
-    "dmt/*.py": (990, 7),  # 800, 8
+    "dmt/*.py": (995, 7),  # 800, 8
     "dmt/plan": (690, 5),  # 600, 5
     "dmt/sharding": (1_915, 10),  # 1_750, 10
     "dmt/sptt": (3_391, 18),  # 2_900, 18
@@ -220,7 +220,7 @@ CEILINGS = {
     "partitioner": (2_850, 12),  # 2_800, 14
     "models": (1_175, 7),  # 1_000, 7
     "benchmarks": (5_983, 35),  # 5_600, 36
-    "tests": (21_790, 118),  # 20_000, 115
+    "tests": (21_870, 118),  # 20_000, 115
 }
 
 

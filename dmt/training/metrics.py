@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import math
+import statistics
 import time
+from collections.abc import Iterable
+from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import chain
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -12,13 +17,15 @@ from torch import Tensor, nn
 from torch.nn.functional import binary_cross_entropy_with_logits
 from torchrec.optim.keyed import KeyedOptimizer
 
-from dmt.collectives import sum_over_ranks
+from dmt._torchrec import lookups_of
+from dmt.collectives import gather_objects, sum_over_ranks
 from dmt.errors import InputError
 from dmt.sptt.mesh import TowerMesh
+from dmt.sptt.state import TowerState
 from dmt.traffic import Traffic, TrafficMeter
 from dmt.training.data.batch import ClickBatch
 
-__all__ = ["ClickMetrics", "MetricValues", "StepTimer", "measure_traffic"]
+__all__ = ["ClickMetrics", "MetricValues", "StepTimer", "measure_lookups", "measure_traffic"]
 
 _BINS = 2**20
 # Steps left out of the speed: the first ones allocate, compile and exchange sizes that never change again.
@@ -116,6 +123,41 @@ class StepTimer:
         else:
             self.steps, self.seconds = self.steps + 1, self.seconds + now - self._since
         self._since = now
+
+
+def measure_lookups(
+    model: nn.Module, optimizer: KeyedOptimizer, batches: Iterable[ClickBatch], mesh: TowerMesh
+) -> list[float]:
+    """Runs a forward and backward pass of each batch, and returns the seconds that every rank looks up in one.
+
+    That is the time from the calls of TorchRec's lookups to their results, forward, without exchanges: the median over
+    the batches but the first. The tables update in their backward pass: call it when all is trained and saved.
+    Collective.
+    """
+    seconds: list[float] = []
+
+    def now() -> float:
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+    def begin(*_: Any) -> None:
+        seconds[-1] -= now()
+
+    def end(*_: Any) -> None:
+        seconds[-1] += now()
+
+    with ExitStack() as hooks:
+        for module in model.modules():
+            collections = module.collections if isinstance(module, TowerState) else [module]
+            for lookup in chain.from_iterable(map(lookups_of, collections)):
+                hooks.callback(lookup.register_forward_pre_hook(begin).remove)
+                hooks.callback(lookup.register_forward_hook(end).remove)
+        for batch in batches:
+            seconds.append(0.0)
+            optimizer.zero_grad()
+            model(batch)[0].backward()
+    return gather_objects(statistics.median(seconds[1:] or seconds), mesh.global_group)
 
 
 def measure_traffic(model: nn.Module, optimizer: KeyedOptimizer, batch: ClickBatch, mesh: TowerMesh) -> Traffic:

@@ -34,6 +34,7 @@ from dmt.training.build import (
     sharding_result,
 )
 from dmt.training.checkpoints.store import Checkpointer
+from dmt.training.commands.what_if import predicted_result
 from dmt.training.config import TrainConfig, TrainingConfig
 from dmt.training.console import progress_bar
 from dmt.training.data.batch import ClickBatch
@@ -41,7 +42,7 @@ from dmt.training.data.clicks import Split
 from dmt.training.device import current_device, on_all_ranks, peak_memory, process_group
 from dmt.training.factory import probability_warning
 from dmt.training.job import Job, open_job
-from dmt.training.metrics import ClickMetrics, MetricValues, StepTimer, measure_traffic
+from dmt.training.metrics import ClickMetrics, MetricValues, StepTimer, measure_lookups, measure_traffic
 from dmt.training.preflight import checked_model, preflight
 from dmt.training.records import RunRecord, quality_warnings, settings_lines
 from dmt.training.resume import (
@@ -60,6 +61,8 @@ from dmt.training.trained import describe_run
 __all__ = ["Run", "batches_of", "evaluate", "make_pipeline", "save", "train", "train_job", "train_steps"]
 
 logger = logging.getLogger(__name__)
+
+_TIMED_STEPS = 4  # of which lookups are timed after training; the first warms up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -314,7 +317,7 @@ def make_pipeline(job: Job, model: DistributedModelParallel, optimizer: Any) -> 
 def result_of(run: Run, at: Position, metrics: MetricValues, timer: StepTimer) -> dict[str, Any]:
     """Returns what a run's result has of its training and evaluation, and of its options; collective.
 
-    Measures the bytes of a step, which updates the tables.
+    Measures lookups and the bytes of a step, which updates the tables.
     """
     job, mesh, replicas, hot = run.job, run.mesh, run.replicas, run.hot_rows
     rows = job.config.train.batch_size * mesh.topology.world_size
@@ -327,9 +330,15 @@ def result_of(run: Run, at: Position, metrics: MetricValues, timer: StepTimer) -
         options["hot_rows"] = {"rows": number, "bytes_per_rank": hot.num_bytes, "left_out": hot.left_out}
     if isinstance(run.pipeline, TrainPipelineSparseDist):
         run.pipeline.detach()
-    batch = next(batches_of(job, mesh, "train")).to(current_device(job.device_type))
+    device = current_device(job.device_type)
+    batches = [batch.to(device) for batch in islice(batches_of(job, mesh, "train"), _TIMED_STEPS)]
     peaks = gather_objects(peak_memory(job.device_type), mesh.global_group)
-    traffic = measure_traffic(run.model, run.optimizer, batch, mesh)
+    lookups = measure_lookups(run.model, run.optimizer, batches, mesh)
+    slowest, mean = max(lookups), sum(lookups) / len(lookups)
+    traffic = measure_traffic(run.model, run.optimizer, batches[0], mesh)
+    speed = step_rows(job, at) * timer.steps / timer.seconds if timer.steps else math.nan
+    if (predicted := predicted_result(job)) is not None:
+        options["predicted"] = predicted
     return {
         "arch": job.config.model.name,
         "dataflow": job.config.dataflow,
@@ -337,7 +346,9 @@ def result_of(run: Run, at: Position, metrics: MetricValues, timer: StepTimer) -
         "device": job.device_type,
         **{f"eval_{name}": value for name, value in asdict(metrics).items()},
         "steps": at.step,
-        "samples_per_second": step_rows(job, at) * timer.steps / timer.seconds if timer.steps else math.nan,
+        "samples_per_second": speed,
+        "samples_per_second_per_rank": speed / mesh.topology.world_size,
+        "lookups": {"by_rank": lookups, "largest": slowest, "imbalance": slowest / mean if mean else math.nan},
         "peak_memory": {"largest": max(peaks), "mean": round(sum(peaks) / len(peaks))},
         "bytes_per_sample": traffic.per_sample(rows),
         **options,

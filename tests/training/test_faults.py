@@ -269,7 +269,8 @@ def train_under_kills(run: TrainingConfig, kills: Sequence[Kill]) -> list[int]:
 def outcome(run: TrainingConfig) -> dict[str, Any]:
     """All that a run has computed: numbers on the way, final metrics, and the bits of the model and its optimizer."""
     result = json.loads((Path(run.train.output_dir) / "result.json").read_text())
-    for name in ("seconds", "samples_per_second", "peak_memory"):  # of the last attempt
+    of_the_last_attempt = ("seconds", "samples_per_second", "samples_per_second_per_rank", "lookups", "peak_memory")
+    for name in of_the_last_attempt:
         del result[name]
     whole = newest(checkpoint_folder(run))
     assert whole is not None

@@ -7,6 +7,7 @@ import json
 import logging
 import re
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -17,6 +18,7 @@ from dmt.errors import InputError
 from dmt.plan.topology import TowerTopology
 from dmt.plan.towers import TowerPlan
 from dmt.sharding.plan import TowerShardingPlan
+from dmt.simulator.cluster import load_cluster, save_cluster
 from dmt.sptt.mesh import TowerMesh
 from dmt.training.build import shard_model
 from dmt.training.checkpoints.store import load_plain, newest
@@ -191,6 +193,9 @@ def test_a_run_learns_and_leaves_everything_behind(arch: str, tmp_path: Path) ->
     (folder / "sharding.json").write_text("of an earlier run")
     (folder / "config.toml").write_text(to_toml(small()))  # which tells that they are a run's
     overrides = [*SMALL_RUN, f"model.arch={arch}", f"train.output_dir={folder}"]
+    if arch != "dlrm":
+        save_cluster(replace(load_cluster("a100"), ranks_per_host=2), tmp_path / "cluster.toml")
+        overrides.append(f"sharding.cluster={tmp_path}/cluster.toml")
     finished = run_program(["-m", "dmt.training", "demo", *overrides], 4)
     printed = finished.stdout + finished.stderr
     assert finished.returncode == 0, printed
@@ -202,6 +207,11 @@ def test_a_run_learns_and_leaves_everything_behind(arch: str, tmp_path: Path) ->
     assert result["eval_auc"] > 0.6
     assert result["eval_ne"] < 1.0
     assert result["peak_memory"]["largest"] >= result["peak_memory"]["mean"] > 2**27
+    assert len(result["lookups"]["by_rank"]) == 4
+    assert 0 < result["lookups"]["largest"] == max(result["lookups"]["by_rank"])
+    assert 1 <= result["lookups"]["imbalance"] <= 4
+    assert result["samples_per_second_per_rank"] == result["samples_per_second"] / 4
+    assert ("predicted" in result) == (arch != "dlrm")
     assert (result["arch"], result["world_size"], result["steps"], result["eval_num_rows"]) == (arch, 4, 50, 3000)
     assert result["dataflow"] == ("flat" if arch == "dlrm" else "sptt")
     assert result["versions"]["torchrec"] == importlib.metadata.version("torchrec")
