@@ -59,7 +59,8 @@ class Complexity:
     parameters: int
     """All parameters, tables included."""
     compression_ratio: float
-    """Embedding numbers per sample over the numbers that the towers send on: |F| N / sum O_t, 1 for a flat model.
+    """Embedding numbers per sample over the numbers that the towers send on: |F| N / sum O_t, 1 for a flat model. Of a
+    sequence every item counts.
 
     Section 4 of the paper prints the inverse; its Table 5 calls D=64 of N=128 a ratio of 2, as here."""
 
@@ -72,19 +73,30 @@ def count_complexity(model: nn.Module, dense_features: Tensor, sparse_features: 
     Args:
         model: any model called as ``model(dense_features, sparse_features)`` that returns a tensor; on any device.
         dense_features: [B, dense_in_features] float32. Nothing is counted for its gradient unless it requires one.
-        sparse_features: sparse input of the model, for B samples.
+        sparse_features: sparse input of the model, for B samples; attention is counted for its sequences' lengths.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    modules, entered = tower_modules(model), [0]
+    handles = [module.register_forward_pre_hook(lambda _, args: entered.append(_numbers(*args))) for module in modules]
     with torch.enable_grad(), FlopCounterMode(display=False) as counter:
         output = model(dense_features, sparse_features)
+        for handle in handles:
+            handle.remove()
         if trained:
             # Not backward(): it would add to .grad and set off optimizers that are fused into the backward pass.
             torch.autograd.grad(output.sum(), trained, allow_unused=True)
     return Complexity(
         mflops_per_sample=counter.get_total_flops() / len(dense_features) / 1e6,
         parameters=sum(parameter.numel() for parameter in model.parameters()),
-        compression_ratio=compression_ratio(model),
+        compression_ratio=sum(entered) / len(dense_features) / sum(m.out_features for m in modules) if modules else 1.0,
     )
+
+
+def _numbers(embeddings: Any) -> int:
+    """Numbers of what a tower module reads: a ``KeyedTensor``, or a dict of tensors or ``JaggedTensor``."""
+    values = embeddings.values()
+    parts = [values] if isinstance(values, Tensor) else values
+    return sum((part if isinstance(part, Tensor) else part.values()).numel() for part in parts)
 
 
 def meta_batch(dense_in_features: int, num_samples: int = 2) -> tuple[Tensor, Tensor]:
@@ -96,7 +108,8 @@ def meta_batch(dense_in_features: int, num_samples: int = 2) -> tuple[Tensor, Te
 def compression_ratio(model: nn.Module) -> float:
     """Numbers per sample that enter the tower modules over those that leave them; 1.0 for a model without towers.
 
-    Towers are those of a TorchRec ``EmbeddingTowerCollection``, unsharded.
+    It is that of ``in_features``: of a history one embedding, where `count_complexity` counts each item. Towers are
+    those of a TorchRec ``EmbeddingTowerCollection``, unsharded.
     """
     modules = tower_modules(model)
     if not modules:
@@ -117,7 +130,8 @@ def tower_modules(model: nn.Module) -> list[Any]:
 
 def count_on_meta(model: nn.Module, dense_in_features: int) -> Complexity:
     """Counts a model on the meta device whose tables are `MetaTables` or `MetaTowers`."""
-    return count_complexity(model, *meta_batch(dense_in_features))
+    # So many samples that the items of their sequences, a whole number, are their mean length.
+    return count_complexity(model, *meta_batch(dense_in_features, 128))
 
 
 def criteo_1tb_tables(embedding_dim: int = 128) -> tuple[TableSpec, ...]:

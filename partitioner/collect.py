@@ -7,6 +7,8 @@ sample's pooled embeddings, each scaled to length 1. **Absent features**: the em
 stays zero, and its sample still counts in the mean. A pair that seldom occurs together therefore has a low affinity,
 and I(i, i) is the share of samples in which feature i is present.
 
+**Sequences** are pooled: the vector of a history is the sum of the embeddings of its items.
+
 **On several ranks** each sums over its own samples, and the sums are added at the end. The lookup of a sharded model is
 a collective, so the ranks compare what they are about to look up before the first one.
 """
@@ -176,11 +178,12 @@ def _look_up(collections: Sequence[_Collection], ids: Any, number: int) -> dict[
         missing = [name for name in collection.inputs if name not in place]
         if missing:
             raise InputError(
-                f"{_WHERE}: batch {number} lacks feature {missing[0]!r} of EmbeddingBagCollection {collection.path!r} "
+                f"{_WHERE}: batch {number} lacks feature {missing[0]!r} of collection {collection.path!r} "
                 f"({len(missing)} missing, {len(place)} present).{did_you_mean(missing[0], place)}"
             )
         output = collection.module(ids)
-        found = (output.wait() if hasattr(type(output), "wait") else output).to_dict()
+        found = output.wait() if hasattr(type(output), "wait") else output
+        found = {k: _pooled(v) for k, v in found.items()} if isinstance(found, dict) else found.to_dict()
         twice = [name for name in found if name in vectors]
         if twice:
             raise InputError(
@@ -190,6 +193,13 @@ def _look_up(collections: Sequence[_Collection], ids: Any, number: int) -> dict[
         vectors |= found
     # A sharded collection has an order that depends on its plan.
     return {name: vectors[name] for name in sorted(vectors, key=lambda name: (place.get(name, len(place)), name))}
+
+
+def _pooled(sequences: Any) -> Tensor:
+    """The sum of the embeddings of each sample's items: a ``JaggedTensor`` of B samples -> [B, N]."""
+    values, lengths = sequences.values(), sequences.lengths()
+    samples = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
+    return values.new_zeros(len(lengths), values.shape[1]).index_add(0, samples, values)
 
 
 def _normalise(embeddings: Tensor) -> Tensor:
@@ -208,7 +218,11 @@ def _tables_of(collections: Sequence[_Collection]) -> tuple[TableSpec, ...]:
 def _find_collections(model: nn.Module, *, in_group: bool) -> list[_Collection]:
     try:
         from torchrec.distributed.types import ShardedModule
-        from torchrec.modules.embedding_modules import EmbeddingBagCollectionInterface, get_embedding_names_by_table
+        from torchrec.modules.embedding_modules import (
+            EmbeddingBagCollectionInterface,
+            EmbeddingCollectionInterface,
+            get_embedding_names_by_table,
+        )
         from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
     except ImportError as error:
         raise InputError(
@@ -218,14 +232,16 @@ def _find_collections(model: nn.Module, *, in_group: bool) -> list[_Collection]:
     found = []
     for path, part in model.named_modules():
         where = f"{_WHERE}: {path!r} is a {type(part).__name__}"
-        if isinstance(part, EmbeddingBagCollectionInterface):
-            configs: Any = part.embedding_bag_configs()
+        if isinstance(part, EmbeddingBagCollectionInterface | EmbeddingCollectionInterface):
+            is_sequence = isinstance(part, EmbeddingCollectionInterface)
+            configs: Any = part.embedding_configs() if is_sequence else part.embedding_bag_configs()
             tables = tuple(
                 TableSpec(
                     name=config.name,
                     num_embeddings=config.num_embeddings,
                     embedding_dim=config.embedding_dim,
                     feature_names=tuple(names),
+                    is_sequence=is_sequence,
                 )
                 for config, names in zip(configs, get_embedding_names_by_table(configs), strict=True)
             )
@@ -236,6 +252,8 @@ def _find_collections(model: nn.Module, *, in_group: bool) -> list[_Collection]:
                 raise InputError(
                     f"{where}, whose embeddings never leave their towers. Load the checkpoint into the plain model."
                 )
+            if issubclass(part.unsharded_module_type, EmbeddingCollectionInterface):
+                raise InputError(f"{where}, sequences over ranks. Load the checkpoint into the plain model.")
             if issubclass(part.unsharded_module_type, EmbeddingBagCollectionInterface):
                 if not in_group:
                     raise InputError(
@@ -247,5 +265,5 @@ def _find_collections(model: nn.Module, *, in_group: bool) -> list[_Collection]:
                     raise InputError(f"{where} attached to a train pipeline. Call the pipeline's detach() first.")
                 found.append(_Collection(path=path, module=part))
     if not found:
-        raise InputError(f"{_WHERE}: {type(model).__name__} holds no EmbeddingBagCollection. Give a model that does.")
+        raise InputError(f"{_WHERE}: {type(model).__name__} holds no collection of embeddings. Give a model that does.")
     return found

@@ -60,6 +60,11 @@ class StepWorkload:
         factors = {f"pooling_factors[{feature!r}]": factor for feature, factor in self.pooling_factors.items()}
         _check_positive("StepWorkload", {"batch_size": self.batch_size, "sync_every": self.sync_every} | factors)
 
+    def numbers(self, table: Any) -> float:
+        """Returns the numbers of a sample's embeddings of a table: N of each feature, of sequences of each item."""
+        factors = self.pooling_factors if is_sequence(table) else {}
+        return float(sum(table.embedding_dim * factors.get(feature, 1.0) for feature in table.feature_names))
+
     def check_features(self, features: Collection[str]) -> None:
         """Raises `InputError` if a pooling factor is of a feature that is none of these."""
         for feature in self.pooling_factors:

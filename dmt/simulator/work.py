@@ -34,7 +34,7 @@ __all__ = [
     "step_work",
 ]
 
-_SIZES = (2, 4)  # samples, of which operators are counted
+_SIZES = (128, 256)  # samples, of which operators are counted: enough for sequences of a mean length
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,9 +63,10 @@ class Workload:
         inside = {name for names in self.towers for name in names}
         return [table for table in self.tables if inside.isdisjoint(table.feature_names)]
 
-    def columns(self, features: Sequence[str]) -> int:
-        """Columns of the embeddings of some features."""
-        return sum(table.embedding_dim for table in self.tables for name in table.feature_names if name in features)
+    def columns(self, features: Sequence[str]) -> float:
+        """Numbers of a sample's embeddings of some features, of sequences of every item."""
+        names = set(features)
+        return sum(self.lookups.numbers(table) for table in self.tables if not names.isdisjoint(table.feature_names))
 
 
 def step_work(step: Workload, model: ModelWork) -> StepWork:
@@ -106,7 +107,7 @@ def step_work(step: Workload, model: ModelWork) -> StepWork:
     )
 
 
-def _widths(step: Workload, model: ModelWork) -> list[int]:
+def _widths(step: Workload, model: ModelWork) -> list[float]:
     """Columns that each tower returns for a sample."""
     return list(model.widths) or [step.columns(names) for names in step.towers]
 

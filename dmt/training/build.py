@@ -113,7 +113,8 @@ def build_model(job: Job, *, device: str | None = None) -> nn.Module:
 
 def count_model(job: Job) -> Complexity:
     """Counts MFLOPs per sample, parameters and compression ratio of a job's model, on the meta device."""
-    return count_on_meta(without_tables(build_model(job, device="meta")), job.num_dense)
+    model = without_tables(build_model(job, device="meta"), job.config.sharding.pooling_factors)
+    return count_on_meta(model, job.num_dense)
 
 
 def build_optimizer(config: OptimizerConfig, model: DistributedModelParallel) -> ScheduledOptimizer:

@@ -169,7 +169,8 @@ class ShardingConfig(Section):
     """Memory of a rank for tables, their optimizer state, and the embeddings that it looks up in a step with their
     gradients, in GiB; a plan that needs more is refused."""
     pooling_factors: dict[str, float] = Field(default_factory=dict)
-    """Mean number of ids per sample, by feature; 1 for the others. Only the planner reads it."""
+    """Mean number of ids per sample, by feature. Others have the mean that ``dmt prepare`` counted, or 1. Only the
+    planner and ``dmt what-if`` read it."""
     cluster: str | None = None
     """The rates by which the planner of towers weighs lookups against sending inside a tower: a ``cluster.toml`` that
     ``dmt bench-comms`` wrote, or ``v100``, ``a100`` or ``h100``; by default half of an A100's data sheet."""

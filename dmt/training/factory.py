@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import copy
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.embedding_tower import EmbeddingTowerCollection
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
 from dmt.errors import InputError
 from dmt.models.complexity import MetaTables, meta_batch, tower_modules
@@ -265,12 +265,17 @@ def _sparse_parts(model: nn.Module) -> list[nn.Module]:
     return [part for child in model.children() for part in _sparse_parts(child)]
 
 
-def without_tables(model: nn.Module) -> nn.Module:
-    """Puts the complexity counter's stand-ins in the place of a model's tables, in place; returns the model."""
+def without_tables(model: nn.Module, lengths: Mapping[str, float] | None = None) -> nn.Module:
+    """Puts the complexity counter's stand-ins in the place of a model's tables, in place; returns the model.
+
+    ``lengths`` are the mean lengths of sequences by feature, 1 for the others.
+    """
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
             if isinstance(child, EmbeddingBagCollection):
                 setattr(parent, name, _MetaCollection(child.embedding_bag_configs(), "meta"))
+            elif isinstance(child, EmbeddingCollection):
+                setattr(parent, name, _MetaSequences(child.embedding_configs(), lengths or {}))
     return model
 
 
@@ -281,3 +286,21 @@ class _MetaCollection(MetaTables):
         """Ids [B], used for every feature -> ``KeyedTensor`` [B, sum of N]."""
         embeddings = super().forward(ids)
         return KeyedTensor.from_tensor_list(list(embeddings), list(embeddings.values()))
+
+
+class _MetaSequences(MetaTables):
+    """Stands in for an ``EmbeddingCollection``: sequences of the mean lengths of their features, 1 where not given."""
+
+    def __init__(self, tables: Sequence[Any], lengths: Mapping[str, float]) -> None:
+        super().__init__(tables, "meta")
+        self._lengths = lengths
+
+    def forward(self, ids: Tensor) -> Any:
+        """Ids [B], of which only the number counts -> by feature a ``JaggedTensor`` of B samples."""
+        return {
+            feature: JaggedTensor(
+                table[:1, :1].expand(round(len(ids) * self._lengths.get(feature, 1.0)), table.shape[1]), lengths=ids
+            )
+            for table, features in zip(self._tables, self._features, strict=True)
+            for feature in features
+        }

@@ -103,7 +103,7 @@ def open_job(config: TrainingConfig) -> Job:
         # A list of tables has no dense columns, but models read some.
         return make_job(config, read_tables(Path(config.data.tables)), config.data.synthetic.num_dense)
     job = open_data(config)
-    return make_job(config, job.tables, job.num_dense, towers=job.towers, source=job.source)
+    return make_job(job.config, job.tables, job.num_dense, towers=job.towers, source=job.source)
 
 
 def make_job(
@@ -137,10 +137,15 @@ def make_job(
 def open_data(config: TrainingConfig, data: ClickData | None = None) -> Job:
     """Opens the data of a run, unless ``data`` are given, and its tower plan: a job that is not sharded.
 
+    Its config has the mean ids of lists that ``dmt prepare`` has counted, unless ``sharding.pooling_factors`` has them.
+
     Raises:
         InputError: the data do not fit the config, or the tower plan does not fit the data.
     """
     data, tables = open_tables(config, data)
+    if counted := data.ids_per_row:
+        factors = {"pooling_factors": counted | config.sharding.pooling_factors}
+        config = config.model_copy(update={"sharding": config.sharding.model_copy(update=factors)})
     towers, placed = _in_towers(config, tables)
     return Job(config=config, tables=tuple(placed), num_dense=len(data.columns.dense), towers=towers, source=data)
 

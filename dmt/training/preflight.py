@@ -99,7 +99,7 @@ def preflight(job: Job, model: nn.Module, mesh: TowerMesh) -> Complexity:
     """
     check_same_input(job, model, mesh)
     check_memory(job, model, mesh)
-    counts = count_on_meta(without_tables(copy.deepcopy(model)), job.num_dense)
+    counts = count_on_meta(without_tables(copy.deepcopy(model), job.config.sharding.pooling_factors), job.num_dense)
     if mesh.rank == 0:
         if job.data.notes:
             logger.warning(f"Mind the data: {job.data.notes}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,11 +28,16 @@ from dmt import (
     TowerShardingPlanner,
     TowerTopology,
 )
+from dmt.models import DINTowerModule, DLRMTowerModule
+from dmt.models.complexity import count_complexity, count_on_meta
 from dmt.sharding.costs import StepWorkload
 from dmt.sharding.planner import plan_by_torchrec
+from dmt.simulator.steps import ModelWork, PartWork, StepWork
+from dmt.simulator.work import Workload, count_operators, step_work
 from dmt.sptt.group_sharded import join_rows, split_rows
 from dmt.testing import gather_plain_state, load_plain_state
 from dmt.traffic import Traffic, TrafficMeter
+from dmt.training.factory import without_tables
 from tests.dmt.test_planner import Sharder, collection
 from tests.parity import AttentionTowerModule
 from tests.ranks import run_ranks
@@ -234,15 +240,17 @@ def test_sequences_are_planned_by_their_length() -> None:
     assert of_tower == 4 * 16 * (500 + 1) * 8 * 4 * 2
 
 
-def bytes_on_rank(rank: int, scheme: Any) -> list[Traffic]:
-    """Bytes of a training step at two lengths, with sequences in towers and by TorchRec over all ranks."""
-    mesh = TowerMesh(TOPOLOGY)
+def bytes_on_rank(rank: int, scheme: Any) -> tuple[list[Traffic], list[StepWork]]:
+    """Bytes of a training step at two lengths, in towers and by TorchRec over all ranks; and by the formulas."""
+    mesh, samples = TowerMesh(TOPOLOGY), 10 * SAMPLES
     tables = [EmbeddingConfig(name=f"t_{f}", num_embeddings=ROWS, embedding_dim=8, feature_names=[f]) for f in WORDS]
     collections = [EmbeddingCollection(tables=[table]) for table in tables]
     modules = [AttentionTowerModule([feature], 8, 3) for feature in WORDS]
     pairs = zip(collections, modules, strict=True)
     in_towers: Any = EmbeddingTowerCollection([EmbeddingTower(tables, module) for tables, module in pairs])
-    plan = TowerShardingPlanner(TOPOLOGY, scheme=scheme).plan(nn.Sequential(in_towers), [TowerCollectionSharder(mesh)])
+    planner, nothing = TowerShardingPlanner(TOPOLOGY, scheme=scheme), PartWork((), (), 0)
+    sharding = planner.explain(nn.Sequential(in_towers), [TowerCollectionSharder(mesh)])
+    plan = planner.plan(nn.Sequential(in_towers), [TowerCollectionSharder(mesh)])
     towers = DistributedModelParallel(
         nn.Sequential(in_towers), device=CPU, plan=plan, sharders=[TowerCollectionSharder(mesh)]
     )
@@ -251,26 +259,77 @@ def bytes_on_rank(rank: int, scheme: Any) -> list[Traffic]:
     constraints = {table.name: ParameterConstraints(sharding_types=[scheme]) for table in tables}
     flat_plan = plan_by_torchrec(flat, [theirs], TOPOLOGY, constraints=constraints)
     over_all = DistributedModelParallel(flat, device=CPU, plan=flat_plan, sharders=[theirs])
-    found = []
+    found, planned = [], []
     for length in (10, 10, 50):  # at first ranks agree on what they send
-        values = torch.randint(0, ROWS, (2 * SAMPLES * length,), generator=torch.Generator().manual_seed(rank))
-        ids = KeyedJaggedTensor(WORDS, values, lengths=torch.full((2 * SAMPLES,), length))
+        values = torch.randint(0, ROWS, (2 * samples * length,), generator=torch.Generator().manual_seed(rank))
+        ids = KeyedJaggedTensor(WORDS, values, lengths=torch.full((2 * samples,), length))
+        lookups = StepWorkload(batch_size=samples, pooling_factors=dict.fromkeys(WORDS, float(length)))
+        for place, features, widths in ((sharding, [[w] for w in WORDS], (3, 3)), (None, [WORDS], ())):
+            step = Workload(
+                topology=TOPOLOGY,
+                tables=tables,
+                towers=features,
+                sharding=place and replace(place, workload=lookups),
+                lookups=lookups,
+                is_table_wise=True,
+            )
+            planned.append(step_work(step, ModelWork((nothing,) * len(widths), nothing, nothing, widths)))
         for model in (towers, over_all):
             with TrafficMeter(host_of=lambda rank: rank // 2) as meter:
                 result = model(ids).wait()
                 parts = [result] if isinstance(result, Tensor) else [result[name].values() for name in WORDS]
                 torch.stack([part.square().mean() for part in parts]).sum().backward()
             found.append(meter.total(mesh.global_group))
-    return found[2:]
+    return found[2:], planned[2:]
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("scheme", ["table_wise", "row_wise"])
 def test_the_bytes_of_a_tower_do_not_grow_with_the_history(scheme: str) -> None:
-    short, flat_short, long, flat_long = run_ranks(bytes_on_rank, TOPOLOGY.world_size, scheme)[0]
-    assert short.forward == short.backward == 4 * SAMPLES * 3 * 4
+    counted, planned = run_ranks(bytes_on_rank, TOPOLOGY.world_size, scheme)[0]
+    short, flat_short, long, flat_long = counted
+    assert short.forward == short.backward == 4 * 10 * SAMPLES * 3 * 4
     assert (long.forward, long.backward) == (short.forward, short.backward)
     # Every rank sends the other host as many items as it has itself, of 8 numbers, if tables are evenly on both.
     for flat, length in ((flat_short, 10), (flat_long, 50)):
         assert flat.forward == flat.backward
-        assert flat.forward == pytest.approx(4 * SAMPLES * length * 8 * 4, rel=0 if scheme == "table_wise" else 0.2)
+        assert flat.forward == pytest.approx(40 * SAMPLES * length * 8 * 4, rel=0 if scheme == "table_wise" else 0.1)
+    for traffic, work in list(zip(counted, planned, strict=True))[:: 1 if scheme == "table_wise" else 2]:
+        sent = {kind: work.sent[f"peer_{kind}"].uplink for kind in ("ids", "outputs", "gradients")}
+        assert (traffic.forward, traffic.backward) == (sent["outputs"], sent["gradients"])
+        # Sizes come on top.
+        assert traffic.ids == pytest.approx(sent["ids"], rel=0.005 if traffic in (long, flat_long) else 0.02)
+
+
+class History(nn.Module):
+    """Attention to a history in one tower, a bag in the other."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        items = [EmbeddingConfig(name="t", num_embeddings=ROWS, embedding_dim=8, feature_names=["item", "history"])]
+        attention = DINTowerModule("item", "history", embedding_dim=8, tower_dim=4, hidden=5)
+        pooled = DLRMTowerModule(["user"], embedding_dim=8, tower_dim=4)
+        bags = EmbeddingBagConfig(name="t_user", num_embeddings=ROWS, embedding_dim=8, feature_names=["user"])
+        first = EmbeddingTower(EmbeddingCollection(tables=items), attention)
+        second = EmbeddingTower(EmbeddingBagCollection(tables=[bags]), pooled)
+        self.towers = EmbeddingTowerCollection([first, second])
+
+    def forward(self, dense: Tensor, ids: KeyedJaggedTensor) -> Tensor:
+        return self.towers(ids)
+
+
+def test_attention_is_counted_by_the_length_of_its_history() -> None:
+    lengths = torch.cat([torch.ones(8, dtype=torch.int64), torch.tensor([0, 7, 3, 2, 1, 9, 8, 0])])
+    ids = KeyedJaggedTensor(
+        ["item", "user", "history"],
+        torch.zeros(46, dtype=torch.int64),
+        lengths=torch.cat([lengths[:8], lengths[:8], lengths[8:]]),
+    )
+    counted = count_complexity(History(), torch.zeros(8, 3), ids)
+    # 30 / 8 items of 4 * 8 numbers through 5 and 1; target and sum through 4; a bag of 8 through 4.
+    assert counted.mflops_per_sample == pytest.approx(6e-6 * (3.75 * (32 * 5 + 5) + 16 * 4 + 8 * 4))
+    assert counted.compression_ratio == (1 + 3.75 + 1) * 8 / (4 + 4)
+    planned = without_tables(History(), {"history": 3.75})
+    assert count_on_meta(planned.to("meta"), 3) == counted
+    forward = [sum(one.flops for one in part.forward) for part in count_operators(planned, 3).towers]
+    assert forward == [2 * (3.75 * (32 * 5 + 5) + 16 * 4), 2 * 8 * 4]

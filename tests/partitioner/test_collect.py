@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, KeyedJaggedTensor
+from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 
 from dmt.errors import InputError
@@ -115,7 +115,7 @@ def infinite():
 @pytest.mark.parametrize(
     ("make", "batches", "message"),
     [
-        (lambda: nn.Linear(1, 1), [None], "Linear holds no EmbeddingBagCollection"),
+        (lambda: nn.Linear(1, 1), [None], "Linear holds no collection of embeddings"),
         (
             lambda: FlatModel(collection(["a"]), collection(["a"])),
             [["a"]],
@@ -164,6 +164,17 @@ def test_tables_and_pooling_factors_are_measured(generator):
     )
     ids = [sum(int(one.sparse_features[name].lengths().sum()) for one in batches) for name in affinity.features]
     assert affinity.pooling_factors == tuple(number / 16 for number in ids)
+
+
+def test_a_history_is_the_sum_of_its_items(generator):
+    sizes = {"name": "t", "num_embeddings": 20, "embedding_dim": 8, "feature_names": ["a", "b"]}
+    bags, items = EmbeddingBagCollection([EmbeddingBagConfig(**sizes)]), EmbeddingCollection([EmbeddingConfig(**sizes)])
+    items.embeddings["t"].weight = bags.embedding_bags["t"].weight
+    batches = [batch(["a", "b"], 9, generator=generator, least=0, most=4)]
+    pooled, history = (FeatureAffinity.collect(FlatModel(each), batches) for each in (bags, items))
+    np.testing.assert_allclose(history.matrix, pooled.matrix, rtol=0, atol=1e-6)
+    assert (history.features, history.tables) == (pooled.features, pooled.tables)
+    assert history.pooling_factors == pooled.pooling_factors
 
 
 def test_weights_of_ids_do_not_change_pooling_factors(generator):

@@ -17,14 +17,14 @@ import torch
 from click.testing import CliRunner, Result
 
 from dmt import TowerPlan
-from dmt.partitioner import FeatureAffinity
+from dmt.partitioner import FeatureAffinity, TowerPartitioner
 from dmt.plan.tables import TableSpec
 from dmt.training import partition as module
 from dmt.training.commands import main
 from dmt.training.config import to_toml
 from dmt.training.data.clicks import ClickData
 from dmt.training.data.config import DataConfig
-from dmt.training.partition import affinity_of_run, spread_batches
+from dmt.training.partition import affinity_of_run, interactions_of, spread_batches
 from tests.partitioner.clicks import parity_clicks, planted_clicks
 from tests.training.small import make_checkpoint, plain, save_alone, small
 
@@ -256,3 +256,22 @@ def test_a_run_is_measured_all_over_the_rows(
     affinity = affinity_of_run(tmp_path / "run", data_path=path, max_rows=8)
     assert (ids, affinity.num_samples, affinity.pooling_factors) == (seen, 8, (1.0,))
     assert [table.name for table in affinity.tables] == ["t_c_1"]
+
+
+def test_a_history_is_measured_as_a_bag_and_stays_with_its_target(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    items, users = random.integers(0, 6, (2, 3000))
+    histories = [random.integers(0, 6, length).tolist() for length in random.integers(0, 5, 3000)]
+    labels = [int(item in history) for item, history in zip(items, histories, strict=True)]
+    rows = {"label": labels, "item": items, "history": histories, "user": users, "city": users[::-1]}
+    pq.write_table(pa.table(rows), tmp_path / "rows.parquet")
+    data = {"kind": "columns", "train_path": str(tmp_path / "rows.parquet"), "eval_fraction": 0.1}
+    columns = {"categorical": ["item", "history", "user", "city"], "id_mode": "index", "num_embeddings": 7}
+    config = small(train={"output_dir": str(tmp_path)})
+    made = DataConfig(**data, **columns, sequences={"history": "item"})
+    measured = interactions_of(config.model_copy(update={"data": made}), with_tables=True)
+    assert set(measured.strongest(1)[0].features) == {"item", "history"}
+    assert [set(table.feature_names) for table in measured.tables if table.sequences] == [{"item", "history"}]
+    # Features that interact are to part here, but not those of one table.
+    towers = TowerPartitioner(num_towers=2, strategy="apart").fit(measured).to_lists()
+    assert {"item", "history"} in map(set, towers)

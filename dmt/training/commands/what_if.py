@@ -14,6 +14,7 @@ from dmt.errors import InputError
 from dmt.formatting import human_bytes, shorten
 from dmt.plan.tables import NUMBER_BYTES, TableSpec, feature_names
 from dmt.plan.topology import TowerTopology
+from dmt.sharding.costs import StepWorkload
 from dmt.simulator.cluster import Cluster, load_cluster
 from dmt.simulator.steps import Kind, StepWork, simulate, step_operations
 from dmt.simulator.work import Workload, count_operators, step_work
@@ -66,18 +67,23 @@ class Prediction(NamedTuple):
 def work_of(job: Job) -> StepWork:
     """Builds a job's model on the meta device, counts it, and returns the work of a step."""
     sharding, train, is_flat = job.config.sharding, job.config.train, job.sharding is None
+    model = without_tables(build_model(job, device="meta"), sharding.pooling_factors)
     tables = job.tables if is_flat else job.split_tables
     workload = Workload(
         topology=job.topology,
         tables=tables,
         towers=[feature_names(tables)] if job.towers is None or is_flat else job.towers.to_lists(),
         sharding=job.sharding,
-        lookups=job.sharding.workload if job.sharding else step_workload(job.config, sharding.pooling_factors),
+        lookups=_lookups(job),
         number_bytes=(NUMBER_BYTES[sharding.forward_precision], NUMBER_BYTES[sharding.backward_precision]),
         is_table_wise=sharding.scheme == "table_wise",
         is_hierarchical=train.dense_reduce != "ring",
     )
-    return step_work(workload, count_operators(without_tables(build_model(job, device="meta")), job.num_dense))
+    return step_work(workload, count_operators(model, job.num_dense))
+
+
+def _lookups(job: Job) -> StepWorkload:
+    return job.sharding.workload if job.sharding else step_workload(job.config, job.config.sharding.pooling_factors)
 
 
 def predict_step(job: Job, cluster: Cluster, name: str = "this config", overrides: Sequence[str] = ()) -> Prediction:
@@ -86,7 +92,7 @@ def predict_step(job: Job, cluster: Cluster, name: str = "this config", override
     exposed = simulate(step_operations(work, cluster, micro_batches=train.micro_batches, prefetch=train.prefetch_ids))
     seconds, widths = sum(exposed.values()), work.model.widths
     in_towers = job.split_tables if job.towers is None else chain(*job.towers.tables_by_tower(job.split_tables))
-    columns = sum(table.embedding_dim * len(table.feature_names) for table in in_towers)
+    columns = sum(map(_lookups(job).numbers, in_towers))
     return Prediction(
         name=name,
         overrides=list(overrides),
@@ -164,12 +170,16 @@ def alternatives(run: Job, cluster: Cluster) -> tuple[list[Prediction], list[str
 
 
 def _plain_tables(run: Job) -> list[TableSpec]:
-    """Returns the tables as a model without features outside towers has them: with all columns."""
+    """Returns the tables as a model without features outside towers has them: with all columns, bags as bags."""
     model, outside = run.config.model, () if run.towers is None else run.towers.outside_tables(run.tables)
     return [
-        replace(table, embedding_dim=model.embedding_dim)
-        if table in outside and table.embedding_dim == model.outside_dim
-        else table
+        replace(
+            table,
+            embedding_dim=model.embedding_dim
+            if table in outside and table.embedding_dim == model.outside_dim
+            else table.embedding_dim,
+            is_sequence=bool(table.sequences),
+        )
         for table in run.tables
     ]
 
@@ -178,7 +188,9 @@ def _ways(run: Job) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
     """Name and settings of each alternative, by section."""
     family, num_hosts = "dcn" if "dcn" in run.config.model.arch else "dlrm", run.topology.num_hosts
     columns, num_features = max(table.embedding_dim for table in _plain_tables(run)), len(feature_names(run.tables))
-    models: dict[str, dict[str, Any]] = {"SPTT, same model": {"arch": family}}
+    # Over towers a flat model's sequences would be compressed by nothing: it is refused.
+    has_sequences = any(table.sequences for table in run.tables)
+    models: dict[str, dict[str, Any]] = {} if has_sequences else {"SPTT, same model": {"arch": family}}
     for ratio in _RATIOS:
         if columns % ratio == 0:
             models[f"towers, ratio {ratio}"] = {"arch": f"dmt-{family}", "tower_dim": columns // ratio}
@@ -196,7 +208,7 @@ def _ways(run: Job) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
         flat = {"model": {"arch": family}}
         if replicas == 1:
             yield _FLAT, {**flat, "sharding": {"dataflow": "flat"}, "topology": shapes[hosts]}
-        if number > 1 or replicas > 1:
+        if (number > 1 or replicas > 1) and not has_sequences:
             # As the trainer has replicas of a flat model: all ranks of a replica are one tower.
             yield f"flat (one tower){suffix}", {**flat, "sharding": {"dataflow": "sptt"}, "topology": shapes[1]}
         for name, model in models.items() if number > 1 or replicas == 1 else ():

@@ -116,6 +116,14 @@ class ClickData:
         files = {} if self._manifest is None else self._manifest.files
         return [(name, *version) for name, version in sorted(files.items()) if name.startswith(f"{split}/")]
 
+    @property
+    def ids_per_row(self) -> dict[str, float]:
+        """Mean ids of a training row by feature, of lists that ``dmt prepare`` has counted, but for empty ones."""
+        counts = {} if self._manifest is None else self._manifest.summary.get("features", {})
+        bags = [feature.name for feature in self.columns.features if feature.is_bag]
+        means = {name: float(counts.get(name, {}).get("ids_per_row", 0)) for name in bags}
+        return {name: mean for name, mean in means.items() if mean > 0}
+
     def num_rows(self, split: Split) -> int | None:
         """Returns the rows of a split; None of rows of the user's own, which nobody has counted."""
         return None if self.own is not None else int(self._parts[split].sizes.sum())

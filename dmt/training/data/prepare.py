@@ -404,6 +404,7 @@ def _summary(
                 "negative": counts[name, "negative"],
                 "rows_in_use": len(known[name]),
                 "rows": feature.rows,
+                "ids_per_row": round(float(uses.sum()) / max(num_rows, 1), 6),
                 "most_frequent_share": round(float(uses[is_known].max(initial=0) / max(uses.sum(), 1)), 6),
             }
             if summary["missing"] == num_rows > 0:

@@ -30,6 +30,8 @@ from dmt.training.data.config import DataConfig
 from dmt.training.data.files import Manifest
 from dmt.training.data.hash import deal_rows, hash_rows
 from dmt.training.data.prepare import prepare
+from dmt.training.job import open_data
+from tests.training.small import small
 
 from .helpers import numbered_lines, write
 
@@ -128,6 +130,17 @@ def test_every_format_gives_the_same_rows(ending: str, tmp_path: Path) -> None:
     assert record.rows == {"train": 4, "eval": 4}
     assert record.summary["dense"]["d"] == {"missing": 4}  # of both parts
     assert record.summary["features"]["c"]["missing"] == 1
+
+
+def test_the_planner_knows_the_mean_length_of_lists(tmp_path: Path) -> None:
+    (tmp_path / "rows.csv").write_text(CSV)
+    _, record = prepared(tmp_path, config_of(tmp_path / "rows.csv", num_embeddings=1000))
+    assert record.summary["features"]["tags"]["ids_per_row"] == 0.75
+    (folder,) = tmp_path.glob("out*")
+    for given, found in (({}, {"tags": 0.75}), ({"tags": 3.0, "c": 2.0}, {"tags": 3.0, "c": 2.0})):
+        config = small(sharding={"pooling_factors": given})
+        data = DataConfig(kind="prepared", prepared=str(folder))
+        assert open_data(config.model_copy(update={"data": data})).config.sharding.pooling_factors == found
 
 
 def test_times_of_every_spelling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
