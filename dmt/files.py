@@ -164,5 +164,6 @@ def explain(error: ValidationError) -> str:
     first = error.errors()[0]
     key = "".join(f"{part}." for part in first["loc"]).rstrip(".")
     reason = first["msg"].removeprefix("Value error, ").rstrip(".")
+    reason = reason.replace("valid tuple", "list, in brackets").replace("valid dictionary", "table, in braces")
     got = "" if first["type"] == "value_error" else f" (got {first['input']!r:.200})"
     return f"{key and f'{key}: '}{reason}{got}."

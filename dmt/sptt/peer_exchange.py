@@ -59,6 +59,10 @@ class Pending(LazyGetItemMixin[Any, Any], LazyAwaitable[Any]):
         self._end: tuple[Callable[..., Any], tuple[Any, ...]] | None = (end, arguments)
         self._value: Any = None
 
+    def __getitem__(self, key: Any) -> Any:
+        # As in TorchRec a feature's embeddings stay in flight. Part of a tensor is a tensor: what is lazy has no len().
+        return super().__getitem__(key) if isinstance(key, str) else self.wait()[key]
+
     def _wait_impl(self) -> Any:
         # TorchRec's exchange can be waited for only once, but a user may call wait() and use the result as well.
         if self._end is not None:

@@ -13,12 +13,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torchrec.distributed.comm_ops import get_gradient_division, set_gradient_division
-from torchrec.distributed.types import NoWait
+from torchrec.distributed.types import LazyAwaitable, NoWait
 
 import dmt.collectives
 import dmt.sptt.peer_exchange
 from dmt.collectives import PendingExchange
-from dmt.sptt.peer_exchange import PeerExchange
+from dmt.sptt.peer_exchange import PeerExchange, Pending
 from tests.ranks import on_ranks
 
 T = 3
@@ -185,3 +185,12 @@ def test_tags_tell_exchanges_of_two_modules_apart(rank: int) -> None:
     started = {which: exchanges[which](sent_by(rank, which, sizes), sizes) for which in order}
     for which in (0, 1):
         assert torch.equal(started[which].wait(), gathered(rank, which, sizes)), which
+
+
+def test_part_of_a_tensor_in_flight_is_a_tensor_and_a_feature_stays_in_flight() -> None:
+    outputs = Pending(lambda: torch.arange(6).view(2, 3))
+    assert len(outputs[:, 1:]) == 2
+    assert [int(row.sum()) for row in outputs] == [3, 12]
+    embeddings = Pending(lambda: {"ad": torch.ones(2)})
+    assert isinstance(embeddings["ad"], LazyAwaitable)
+    assert torch.equal(embeddings["ad"] + 1, torch.full((2,), 2.0))

@@ -84,6 +84,8 @@ def test_overrides(override: str, read: Any, value: Any) -> None:
         ("train.output_dir=7", r"train\.output_dir: .*valid string \(got 7\)"),
         ("model.arch=dlm", r"model\.arch: .*'dlrm', 'dcn', 'dmt-dlrm', 'dmt-dcn' or 'dmt-dlrm-products' \(got 'dlm'\)"),
         ("model.over_arch=[8, 0.5]", r"model\.over_arch\.1: .* \(got 0\.5\)"),
+        ("data.categorical=item", r"data\.categorical: Input should be a list, in brackets \(got 'item'\)"),
+        ("data.shared_tables=item", r"data\.shared_tables: Input should be a table, in braces \(got 'item'\)"),
         ("replicas.sync_every=0", r"replicas\.sync_every: .* \(got 0\)"),
         ("replicas.moment_scale=2", r"moment_scale=2\.0 must be above 0 and at most num_replicas=1"),
         ("replicas.moment_scale=foo", r"replicas\.moment_scale\.float: .*valid number.*\(got 'foo'\)"),

@@ -292,6 +292,8 @@ def test_the_rate_of_the_uplink_may_be_given(tmp_path: Path) -> None:
     ("arguments", "reason"),
     [
         (["--cluster", "a100"], "Hosts of the run have 2 ranks, those of cluster 'a100' have 8"),
+        (["topology.num_towers=3", "--cluster", "a100"], "Set topology.ranks_per_tower=8."),
+        (["topology.num_towers=8", "--cluster", "a100"], "Set topology.ranks_per_host=8."),
         (["--cluster", "none.toml"], "neither a file"),
         (
             [*SHAPE, "topology.num_replicas=3", "topology.ranks_per_host=32", "--cluster", "a100"],

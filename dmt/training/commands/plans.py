@@ -194,7 +194,7 @@ def _show_sharding(job: Job, sharding: TowerShardingPlan, out: Path | None) -> S
         )
     lines += [] if out is None else [f"Written to {out}."]
     title = "Tables, costliest first" + ("; --json has all" if len(ranked) > _SHOWN_TABLES else "")
-    headers = ("table", "tower", "memory", "cost", "why")
+    headers = ("table", "tower", "memory", "cost", "why, by ranks of the tower")
     return Shown(sharding.to_record(), headers, rows, title, (1, 2, 3), lines)
 
 

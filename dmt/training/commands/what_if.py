@@ -285,9 +285,10 @@ def run_what_if(config: str, overrides: Sequence[str], *, cluster: str, uplink: 
 def _check_hosts(run: TrainingConfig, cluster: Cluster, *, is_given: bool) -> None:
     topology = run.topology.build()
     if topology.host_size != cluster.ranks_per_host:
+        key = "ranks_per_tower" if topology.world_size % cluster.ranks_per_host else "ranks_per_host"
         raise InputError(
             f"Hosts of the run have {topology.host_size} ranks, those of cluster {cluster.name!r} have "
-            f"{cluster.ranks_per_host}, for which its rates are. Set topology.ranks_per_host={cluster.ranks_per_host}."
+            f"{cluster.ranks_per_host}, for which its rates are. Set topology.{key}={cluster.ranks_per_host}."
         )
     if cluster.hosts == 1 < topology.num_hosts and not is_given:
         raise InputError(
