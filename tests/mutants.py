@@ -76,8 +76,11 @@ part, sharding, device, mesh=alone) => part, sharding, device, mesh=self.mesh)
 ## dmt/sharding/outside.py :: tests/training/test_outside.py -k "hand or most"
 if fits and left[tower_of[table.name]] > 1 and => if fits and
 rows = min(rows, table.num_embeddings) => rows = table.num_embeddings
+memory + needed <= _MEMORY_SHARE => needed <= _MEMORY_SHARE
 ## dmt/sptt/outside.py :: tests/dmt/test_parity.py -m "not slow" -k "outside and 2"
 made.before_lookup = None => pass
+## dmt/sptt/flat.py :: tests/dmt/test_refusals.py -k "feature and outside"
+outside=feature_names(outside), => outside=[],
 ## dmt/sptt/peer_exchange.py :: tests/dmt/test_dataflow.py -k ids_arrive_in_peer_order
 stagger=self._stagger => stagger=1
 ## dmt/training/checkpoints/store.py :: tests/training/checkpoints/test_layouts.py -k moments_of_two_replicas
@@ -146,6 +149,11 @@ total += sum_over_ranks(square, => total += 0 * sum_over_ranks(square,
 returned = lookups if is_sequence(table) else samples * features => returned = samples * features
 ## dmt/plan/tables.py :: tests/dmt/test_refusals.py -k "sequences"
 hasattr(table, "init_fn") and not hasattr(table, "pooling") => False
+## dmt/training/data/clicks.py :: tests/training/serving/test_score_by_ranks.py -k keep_their_numbers
+rows = -(-deal.num_rows // world_size) => rows = deal.num_rows // world_size
+first, end = rank * rows, => first, end = 0,
+## dmt/training/serving/score_by_ranks.py :: tests/training/serving/test_score_by_ranks.py -k keep_their_numbers
+first_row=first_row, group => first_row=0, group
 ## models/tower_modules.py :: tests/models/test_tower_modules.py -k din
 index_add(0, sample_K, ids_KN) => index_copy(0, sample_K, ids_KN)
 lengths, output_size=len(values) => lengths
