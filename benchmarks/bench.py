@@ -48,7 +48,7 @@ OURS = (
 )
 _SWEPT = (
     "sptt+prefetch+hier+mb2+unique+rank-towers",
-    *(f"dmt-cr{ratio}+all+rank-towers+outside" for ratio in (4, 16)),
+    *(f"dmt-cr{ratio}+all+rank-towers+outside" for ratio in (2, 4, 16)),
 )
 _QUICK = ("flat-tw", "flat-planner+fp16", "etc-cr2", "sptt+unique", "dmt-cr2+all", "dmt-cr2+fp16+all")
 _MAIN = Setting(steps_per_turn=1, rounds=5)
