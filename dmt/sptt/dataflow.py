@@ -14,8 +14,8 @@ d, e    partial embeddings to the tower's ranks: [P, N]              tower  `loo
 f       outputs to the peers: [P, O] -> [B, S]                       peer   `exchange_outputs`  ``peer_exchange.py``
 ======  ===========================================================  =====  ==================  =======================
 
-Peers send in peer order, so the peer permute (step c) needs no code here; `IdExchange` has the explicit one.
-Inside a tower TorchRec's sharded collection does the rest. Embeddings arrive as step e's view and are read by key.
+The peer group is the virtual process group of section 3.1.3: its ranks are in peer order, so step c needs no code here.
+Embeddings arrive in the layout of step e's view, [peers, features], and are read by key.
 
 Shape suffixes: B samples of this rank; P rows of all T peers, in tower order (the sum of their B where every sample is
 a row); N columns of the embeddings of this tower's features side by side; O columns of this tower's output; S sum of O
@@ -68,18 +68,18 @@ class SPTTContext(Multistreamable):
     ids_B: KeyedJaggedTensor | None = None
     """Ids of the batch, as they were given."""
     encoder: RowEncoder | None = None
-    """What encoded them."""
+    """The encoder that was set when they were sent."""
     code: RowCode | None = None
     """The rows that were sent in the place of samples; None where every sample is a row."""
     parts: list[Rows] = field(default_factory=list)
     """Rows of each part of the batch, once the ids have arrived."""
     in_tower: list[tuple[Any, Any]] = field(default_factory=list)
-    """For each sharded collection of the tower its own context, and its ids; empty until these have arrived."""
+    """TorchRec context and ids of each sharded collection of the tower; empty until the ids have arrived."""
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keeps the memory of what pipelines make on another stream until this one has done its work."""
-        made = [part for of_collection in self.in_tower for part in of_collection]
-        for part in (*made, self.ids_B, self.code):
+        """Keeps memory that a train pipeline took on another stream until this stream has used it."""
+        in_tower = [part for pair in self.in_tower for part in pair]
+        for part in (*in_tower, self.ids_B, self.code):
             if part is not None:
                 part.record_stream(stream)
 
@@ -109,7 +109,7 @@ class SPTTModule(TowerState):
         self.device = device or torch.device("cpu")
         # A feature that several tables of a tower look up is sent there once.
         self._features_by_tower = [list(dict.fromkeys(f for group in groups for f in group)) for groups in input_groups]
-        # Groups that have features in common are one.
+        # Where groups have features in common, all features of the tower are one group.
         self.groups: list[list[Sequence[str]]] = [
             list(groups) if sum(map(len, groups)) == len(features) else [features]
             for groups, features in zip(input_groups, self._features_by_tower, strict=True)
@@ -118,7 +118,7 @@ class SPTTModule(TowerState):
         expected, group = [*self.features, *outside], self.mesh.sharding_group
         self._agreed_ids = AgreedIds(expected, is_weighted=is_weighted, group=group)
         self._outputs: AgreedOutputs | None = None
-        # Gradients of two modules may be sent in another order on a peer.
+        # Two peers may send the gradients of two modules in different orders: the tag tells them apart.
         self._tag = next(self.mesh.tags)
 
     @property
@@ -187,7 +187,7 @@ class SPTTModule(TowerState):
     def exchange_ids(self, ctx: SPTTContext, ids_B: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
         """Steps a and c: ids of each feature to the peer (or the rank) that looks it up, in peer order."""
         if not self.id_exchanges:
-            # Here, since only a batch shows the order of its keys. A meta module is told the device by its ids.
+            # Made here: only a batch shows the order of its keys and, to a module built on meta, the device.
             device = ids_B.device() if self.device.type == "meta" else self.device
             self.set_id_exchange(self._route.exchange(ids_B.keys(), device))
         exchange = self.id_exchanges[0]
@@ -201,26 +201,26 @@ class SPTTModule(TowerState):
         return ctx.request
 
     def _note_rows(self, ctx: SPTTContext, ids_P: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Reads the rows of each peer off the ids that have arrived; returns them with one batch size for all."""
+        """Notes how many rows each peer has sent; returns the ids with one batch size for all features."""
         batch_sizes = ctx.sharding_contexts[0].batch_size_per_rank[self._route.peers]
         if ctx.code is not None:
             ids_P, ctx.parts = rows_of_parts(ctx.code, ids_P, self.groups, self.mesh.tower)
         else:
-            # One group: all features of a tower have as many rows.
+            # One group: all features of a tower have the same number of rows.
             # Step f returns to this rank as many rows of every tower as it has samples.
-            own = batch_sizes[self.mesh.tower]
-            ctx.parts = [Rows([[size] for size in batch_sizes], [[own]] * len(batch_sizes))]
+            own_batch_size = batch_sizes[self.mesh.tower]
+            ctx.parts = [Rows([[size] for size in batch_sizes], [[own_batch_size]] * len(batch_sizes))]
         return ids_P
 
     @profiler_range("look_up")
     def look_up(self, ctx: SPTTContext) -> list[Embeddings]:
         """Steps b, d and e: looks up the ids that have arrived, and brings embeddings to the tower's ranks: [P, N]."""
         if not ctx.in_tower and ctx.request is not None:
-            # A train pipeline that is attached again starts the exchange of its next batch again, in a new context, and
-            # goes on with the ids that it has: nobody has waited for this exchange.
+            # A train pipeline that was detached and attached again exchanges its next batch a second time, in this
+            # context, but uses the ids of the first exchange: nobody has waited for the second.
             ctx.request.wait().wait()
         if ctx.encoder is not self.encoder:
-            # Another one was set since: the ids cross once more, and the context forgets the exchange before.
+            # The encoder was changed after the ids were sent: send them again, and forget the first exchange.
             assert ctx.ids_B is not None, "the batch was exchanged before"
             fresh = self.create_context()
             self.exchange_ids(fresh, ctx.ids_B).wait().wait()
@@ -240,7 +240,7 @@ class SPTTModule(TowerState):
         return self.tower_output(embeddings_PN, rows)
 
     def exchange_outputs(self, ctx: SPTTContext, output: TowerOutput, part: int = 0) -> Awaitable[Any]:
-        """Step f: starts the exchange of rows for columns among peers, [P, O] -> what `columns` makes [B, S] of."""
+        """Step f: starts to send each peer its rows of the output [P, O]; `columns` makes [B, S] of what arrives."""
         rows = ctx.parts[part]
         if self._outputs is None:
             # Peers cannot know how wide a tower module's output is before it has run.
