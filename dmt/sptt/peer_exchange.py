@@ -1,9 +1,8 @@
 """What crosses between towers: ids to the peers (`IdExchange`, SPTT steps a and c), rows back (`PeerExchange`, step f).
 
-For step f TorchRec's pooled all-to-all does the same over NCCL, where this one takes as long. Over gloo its
-``all_to_all`` asks for a peer's rows only after its own are sent, so that the two directions of a link take turns, and
-exchanges in flight at the same time all end together; here every rank first asks, then sends, and the exchange begun
-first ends first.
+Why step f is not TorchRec's pooled all-to-all: over NCCL both take as long, but over gloo ``all_to_all`` posts its
+receives only after its sends, so the two directions of a link take turns, and exchanges in flight together all end
+together. Here every rank posts its receives first, and the exchange that began first ends first.
 """
 
 from __future__ import annotations
@@ -48,11 +47,11 @@ __all__ = [
 ]
 
 Piece = tuple[Any, int]
-"""Name and number of columns of a part of a tower's output."""
+"""Name (a feature, or the index of a logical tower) and number of columns of a part of a tower's output."""
 
 
 class Pending(LazyGetItemMixin[Any, Any], LazyAwaitable[Any]):
-    """What is in flight, all over the dataflow: ``end(*arguments)`` waits for it, once, when the result is used."""
+    """A result in flight: ``end(*arguments)`` waits for it and makes it, once, when it is first used."""
 
     def __init__(self, end: Callable[..., Any], *arguments: Any) -> None:
         super().__init__()
@@ -60,7 +59,7 @@ class Pending(LazyGetItemMixin[Any, Any], LazyAwaitable[Any]):
         self._value: Any = None
 
     def __getitem__(self, key: Any) -> Any:
-        # As in TorchRec a feature's embeddings stay in flight. Part of a tensor is a tensor: what is lazy has no len().
+        # By key, as in TorchRec, embeddings stay in flight. Any other index waits: what is lazy has no len().
         return super().__getitem__(key) if isinstance(key, str) else self.wait()[key]
 
     def _wait_impl(self) -> Any:
@@ -108,7 +107,7 @@ class IdExchange(nn.Module):
         position = {feature: i for i, feature in enumerate(input_features)}
         # A feature with column shards on several ranks goes to each of them (section 3.1.3).
         self._order = [position[feature] for of_rank in wanted for feature in of_rank]
-        # Kept on the device: made anew in each batch, a GPU would be waited for.
+        # Kept on the device: copied there in each batch, it would make the host wait for the GPU.
         order = torch.tensor(self._order, dtype=torch.int32, device=device)
         self.register_buffer("_order_tensor", order, persistent=False)
 
@@ -119,11 +118,11 @@ class IdExchange(nn.Module):
     def forward(self, ids: KeyedJaggedTensor) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
         """Starts the exchange of ids as of `in_order`; the first ``wait`` has the sizes, the second the ids.
 
-        A feature may have several keys, one after the other, and each key a batch size of its own.
+        With a `RowEncoder` a feature has one key for each part of the batch, and each key a batch size of its own.
         """
-        num = len(ids.keys()) // max(1, sum(self._sizes))
+        num_keys = len(ids.keys()) // max(1, sum(self._sizes))  # of each feature
         # Not an attribute called _dist: under that name TorchRec's train pipeline would put off the exchange of sizes.
-        return KJTAllToAll(self._group, [size * num for size in self._sizes], stagger=self._stagger)(ids)
+        return KJTAllToAll(self._group, [size * num_keys for size in self._sizes], stagger=self._stagger)(ids)
 
 
 class AgreedIds:
@@ -135,7 +134,7 @@ class AgreedIds:
         self._dtypes: dict[str, torch.dtype | None] = {}
 
     def checked(self, ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Returns the ids, without weights unless the bags are weighted; collective at first.
+        """Returns the ids, without weights unless the bags are weighted; collective for the first batch.
 
         Raises:
             InputError: a feature is missing, weights are missing, ids are no int32 or int64, keys or dtypes differ
@@ -195,7 +194,7 @@ class TowerOutput(NamedTuple):
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of one part of a batch: T peers, G groups of a tower's features that have as many rows."""
+    """Numbers of rows in one part of a batch: T peers, G groups; features of a group have the same number of rows."""
 
     arrived: list[list[int]]
     """[T][G], rows of each group of this rank's tower from each peer."""
@@ -209,7 +208,7 @@ class Rows:
 
     @functools.cached_property
     def num_rows(self) -> int:
-        """Rows of the embeddings of this rank's tower: those of the largest group."""
+        """Rows of the embeddings of this rank's tower: those of the largest group; others are filled up to it."""
         return max(self.by_group)
 
 
@@ -244,7 +243,7 @@ class AgreedOutputs:
         return AgreedOutputs(all_pieces, all_groups, exchange)
 
     def checked(self, output: TowerOutput, num_rows: int) -> Tensor:
-        """Returns an output's columns in the agreed dtype; `InputError` for other columns, or if they do not fit it."""
+        """Returns an output's columns in the agreed dtype; `InputError` for other pieces, or a wider dtype."""
         columns_PO, pieces, _ = output
         tower, dtype = self.exchange.group.rank(), self.exchange.dtype
         if torch.promote_types(columns_PO.dtype, dtype) != dtype or pieces != self.pieces[tower]:
@@ -291,8 +290,8 @@ class PeerExchange:
         self.forward_codec = None if codecs is None else codecs.forward
         self.backward_codec = None if codecs is None else codecs.backward
         self.begun: list[tuple[weakref.ref[_Transfer], PendingExchange]] = []
-        """What has begun to send, and who will wait for it. Messages that nobody holds any more would be lost on their
-        way, and the ranks' next exchanges with them."""
+        """Exchanges in flight, each with the transfer that waits for it. If its result is dropped, `exchange` waits:
+        messages that nobody holds would be lost on their way, and the next exchanges with them."""
 
     def __call__(self, outputs: Tensor, batch_sizes: Sequence[int]) -> Awaitable[Tensor]:
         """Starts the exchange of outputs [sum(batch_sizes), O_t], which must not change until it has ended.
@@ -375,6 +374,7 @@ class _Transfer:
         return arrived if codec is None else [codec.decode(block) for block in arrived]
 
 
+# `_Wait` begins the backward exchange and `_Start` ends it: in between autograd does other work.
 class _Start(Function):
     @staticmethod
     def forward(ctx: Any, numbers: Tensor, anchor: Tensor, transfer: _Transfer) -> Tensor:
@@ -397,7 +397,7 @@ class _Wait(Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         with profiler_range("exchange_outputs", backward=True):
             ctx.transfer.start_backward(gradients[0])
-        # Autograd goes on with other work before it comes to the end of the exchange, which was begun earlier.
+        # No gradient goes this way: it makes autograd call `_Start` later, and do other work until then.
         return gradients[0].new_empty(0), None
 
 
@@ -427,12 +427,12 @@ class _Cast(NoOpQuantizedCommCodec[None]):
         self._wire, self._scale, self._dtype = wire, scale, dtype
 
     def encode(self, input_tensor: Tensor, ctx: Any = None) -> Tensor:
-        """Returns the numbers as FP32, scaled, in the dtype of the wire."""
+        """Returns `input_tensor` times the scale, computed in FP32, in the dtype of the wire."""
         largest = torch.finfo(self._wire).max
         numbers = input_tensor.float() * self._scale
         # Infinity becomes NaN before it would be clamped; no look at values, so a GPU does not wait.
         return (numbers + numbers * 0).clamp(-largest, largest).to(self._wire)
 
     def decode(self, input_grad: Tensor, ctx: Any = None) -> Tensor:
-        """Returns the numbers unscaled in FP32, in the dtype of the outputs."""
+        """Returns what arrived divided by the scale, computed in FP32, in the dtype of the outputs."""
         return (input_grad.float() / self._scale).to(self._dtype)
