@@ -44,7 +44,7 @@ StartMean = Callable[[Tensor], Callable[[], None]]
 
 
 class GroupShardedEBC(OpenShardedEBC, GroupSharded):
-    """TorchRec's sharded collection over any group of ranks, all four schemes in one collection, with five fixes.
+    """TorchRec's sharded collection over any group of ranks, all four schemes in one collection, with these fixes.
 
     - `DataParallelTables` instead of DDP for data-parallel tables, and their first weights come from the group's first
       rank (TorchRec broadcasts from global rank 0, which may not be in the group).
@@ -93,13 +93,13 @@ class GroupShardedEBC(OpenShardedEBC, GroupSharded):
                 self.output_dists[i] = RowWiseOutputs(self.output_dists[i], group.rank())
         names, self._widths = zip(*self.output_columns, strict=True)
         # No rank of a row-wise table has a whole bag, so its mean is a sum, divided where all of it has arrived.
-        divided = {
+        feature_by_name = {
             feature if feature in names else f"{feature}@{table.name}": feature
             for table in self._configs
             if table.pooling is PoolingType.MEAN and self._schemes[table.name] == "row_wise"
             for feature in table.feature_names
         }
-        self._divided_by = [divided.get(name) for name in names]
+        self._divided_by = [feature_by_name.get(name) for name in names]
         self.leave_out_mean_pooling()
 
     @property
@@ -113,10 +113,10 @@ class GroupShardedEBC(OpenShardedEBC, GroupSharded):
             if scheme == "data_parallel":
                 weights: dict[str, Tensor] = dict(self.lookups[i].named_parameters_by_table())
                 settings = {table.name: dict(table.fused_params or {}) for table in tables}
-                mean = functools.partial(
+                start_mean = functools.partial(
                     _start_group_mean, group=self._data_parallel_group, over_hosts=self._over_hosts
                 )
-                self.lookups[i] = DataParallelTables(self.lookups[i], weights, settings, mean)
+                self.lookups[i] = DataParallelTables(self.lookups[i], weights, settings, start_mean)
 
     def reset_parameters(self) -> None:
         """Draws the weights of this rank's shards from each table's ``init_fn``."""
@@ -125,7 +125,7 @@ class GroupShardedEBC(OpenShardedEBC, GroupSharded):
         for table in self._configs:
             weight = self.embedding_bags[table.name].weight
             table.init_fn(weight)
-            # Each rank has drawn its own, as it should of shards.
+            # Each rank has drawn its own values: right for shards, but copies must be equal.
             if self._schemes[table.name] == "data_parallel":
                 broadcast_tensor(weight.data, self._data_parallel_group)
 
@@ -208,7 +208,7 @@ class DataParallelTables(nn.Module):
         return self.module(*features)
 
     def settle(self, *, update: bool = False) -> None:
-        """Ends what a backward pass has begun, without an update where it did not come to its end: something raised."""
+        """Waits for the means that a backward pass has started; without ``update``, that pass raised an error."""
         # Taken away first: what an exception leaves behind would be ended twice.
         pending, self._pending = self._pending, []
         try:
@@ -231,7 +231,7 @@ class DataParallelTables(nn.Module):
         """Called by TorchRec before it loads weights; nothing is cached."""
 
     def _reduce(self, parameter: Tensor) -> None:
-        # Every time: a callback of a backward pass that raised is lost, and the first one does it all.
+        # For each parameter: the first callback settles all, but those of a backward pass that raised are lost.
         at_end_of_backward(self._finish)
         assert parameter.grad is not None, "called once the gradient is there"
         self._pending.append((parameter, self._start_mean(parameter.grad)))
@@ -243,7 +243,7 @@ class DataParallelTables(nn.Module):
 def _start_group_mean(
     gradient: Tensor, group: ProcessGroup, over_hosts: tuple[ProcessGroup, ProcessGroup] | None
 ) -> Callable[[], None]:
-    """Starts the mean of a gradient over a group, in place; what crosses hosts does so beside the backward pass."""
+    """Starts the mean of a gradient over a group, in place; the part between hosts overlaps with the backward pass."""
     if over_hosts is None:
         work = start_sum(gradient, group)
     else:
@@ -288,10 +288,10 @@ class RowWiseOutputs(nn.Module):
 
 
 class PeerIdRoute:
-    """The peer id route into the sharded collections of this rank's tower, which are one for each logical tower.
+    """The peer id route: `IdExchange` among peers (``peer_exchange.py``), then TorchRec's own inside the tower.
 
-    ``wanted`` has the features of each tower, once; ``note_rows`` reads off ids that have arrived how many rows each
-    peer sent, and returns them with one batch size for all features.
+    ``collections`` are one for each logical tower; ``wanted`` has the features of each mesh tower, once; ``note_rows``
+    notes how many rows each peer has sent, and returns the ids with one batch size for all features.
     """
 
     stagger = 1
@@ -314,8 +314,8 @@ class PeerIdRoute:
     def carry_on(self, started: Any, ctx: Any) -> Awaitable[Awaitable[KJTList]]:
         """Carries the ids of a started exchange on inside the tower (SPTT step a) once they have arrived.
 
-        Train pipelines wait for sizes between the forward and the backward pass of the batch before, then for ids. When
-        sizes are waited for, the ids of the first hop have arrived, and those of the second go on their way.
+        A train pipeline waits twice, first for sizes, then for ids, but there are two hops. Sizes of the first are waited
+        for here; ids of the first and sizes of the second by the first wait; ids of the second by the second wait.
         """
         first = KJTListSplitsAwaitable([started], ctx).wait()
 
