@@ -1,4 +1,4 @@
-"""`TowerSharder`: the base class of the two tower sharders; checks what it is given, and shards inside a tower."""
+"""`TowerSharder`: the base class of the tower sharders; checks modules and plans, and shards inside a tower."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ __all__ = ["HomeTable", "SharderSettings", "TowerSharder"]
 
 Module = TypeVar("Module", bound=nn.Module)
 
-# What tables are in a plan that TorchRec's planner has made for a tower sharder, and in no other.
+# The scheme that `sharding_types` offers TorchRec's planner: only its plans have it, so that `shard` can refuse them.
 _WITHOUT_PLAN = "table_row_wise"
 
 
 class SharderSettings(TypedDict, total=False):
-    """Keyword arguments that every `TowerSharder` takes; see there."""
+    """Keyword arguments of `TowerSharder`; see there."""
 
     fused_params: dict[str, Any] | None
     id_route: IdRoute
@@ -48,7 +48,7 @@ class SharderSettings(TypedDict, total=False):
 
 
 class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
-    """Shards one kind of module over the towers of a mesh; both tower sharders take these arguments.
+    """Shards one kind of module over the towers of a mesh; sharders of towers and of flat models take these arguments.
 
     The sharder carries the mesh; leave DMP's ``env`` alone, it is for the dense parts. Tables get fresh weights from
     their ``init_fn``: load weights after constructing DMP.
@@ -143,29 +143,29 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
                 "DistributedModelParallel(model, plan=TowerShardingPlanner(mesh.topology).plan(model, sharders), "
                 "sharders=sharders)."
             )
-        placed: dict[int | None, list[Any]] = {}  # by tower, None for those outside
+        by_tower: dict[int | None, list[Any]] = {}  # None: tables outside towers
         # A rank whose own tower plan is wrong must not leave the others waiting.
-        run_on_all_or_raise(lambda: placed.update(enumerate(self.tables_by_tower(module))), self.mesh.global_group)
-        placed[None] = self.outside_tables(module)
-        self._check_agreement(module, placed, params)
+        run_on_all_or_raise(lambda: by_tower.update(enumerate(self.tables_by_tower(module))), self.mesh.global_group)
+        by_tower[None] = self.outside_tables(module)
+        self._check_agreement(module, by_tower, params)
         weights, is_weighted = self.shardable_parameters(module), any(_weighted(module))
-        for tower, tables in placed.items():
+        for tower, tables in by_tower.items():
             for table in tables:
                 self._check_table(
                     table, weights[table.name], params.get(table.name), tower=tower, is_weighted=is_weighted
                 )
         # From here on only this rank's tower is looked at.
-        made = self.sharded_type(self, module, params, device)
+        sharded = self.sharded_type(self, module, params, device)
         if self.unique:
-            wrap(made, shares_equal=True)
-        return made
+            wrap(sharded, shares_equal=True)
+        return sharded
 
     def _check_agreement(
-        self, module: Module, placed: Mapping[int | None, Sequence[Any]], sharding: Mapping[str, ParameterSharding]
+        self, module: Module, by_tower: Mapping[int | None, Sequence[Any]], sharding: Mapping[str, ParameterSharding]
     ) -> None:
         weights = self.shardable_parameters(module)
         arguments = {
-            "towers": {_place(tower): [table.name for table in tables] for tower, tables in placed.items()},
+            "towers": {_place(tower): [table.name for table in tables] for tower, tables in by_tower.items()},
             "is_weighted": _weighted(module),
             **{name: getattr(self, name) for name in ("id_route", "unique", "peer_precision", "moment_scale")},
             "table": {
@@ -178,7 +178,7 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
                         for key, value in fused_settings(weights[table.name], self.fused_params).items()
                     },
                 }
-                for tables in placed.values()
+                for tables in by_tower.values()
                 for table in tables
             },
         }
@@ -205,7 +205,7 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         refusals = {
             f"is sharded {scheme!r}; inside a tower use one of {list(SCHEMES)}. Make the plan with "
             "TowerShardingPlanner(mesh.topology).plan(model, sharders).": scheme not in SCHEMES,
-            # Nothing would update a dense table that is not data-parallel, and no ReplicaSync average it.
+            # Nothing would update a dense table that is not data-parallel, and no ReplicaSync would average it.
             f"is {scheme} with compute_kernel={kernel!r}; data_parallel tables have 'dense', others 'fused'. Make the "
             "plan with TowerShardingPlanner.": (kernel == "dense") != (scheme == "data_parallel"),
             "has mean pooling of weighted bags, which the unsharded module refuses too. Use PoolingType.SUM, and "
@@ -224,7 +224,7 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         if tower is None:
             return
         self._scale(parameter, scheme)  # raises where there is no moment to scale
-        # Parts of a table that no shard covers would keep their first values without a word.
+        # Parts of a table that no shard covers would keep their first values without an error.
         placement = TablePlacement(scheme=scheme, ranks=tuple(sharding.ranks or ()))
         expected = shards_in_tower(table, placement, num_ranks=topology.ranks_per_tower, tower=tower)
         shards = [(s.placement.rank(), *s.shard_offsets, *s.shard_sizes) for s in _shards(sharding)]
@@ -240,7 +240,7 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         return settings if scale == 1.0 else moment_scaled(settings, scale)
 
     def _scale(self, weight: Tensor, scheme: str) -> float:
-        """Returns factor c of a table's moments; gradients of data-parallel ones are averaged over all replicas."""
+        """Returns factor c of a table's moments; 1 for data-parallel tables."""
         # Algorithm 1 compensates for gradients of a replica's own batch; these are means over all replicas' batches.
         if scheme == "data_parallel":
             return 1.0
@@ -281,7 +281,7 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class HomeTable:
-    """A table of any tower, as every rank knows it."""
+    """A table as the ranks of all towers know it: the home of rows that `dmt.HotRows` copies."""
 
     config: Any
     """TorchRec's ``EmbeddingBagConfig``."""
