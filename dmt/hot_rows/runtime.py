@@ -1,8 +1,8 @@
-"""`HotRows`: the rows that pay on every rank of a flat model over SPTT, chosen again as data changes (OPER, section 4).
+"""`HotRows`: copies of the most read rows on all ranks of a flat model, chosen again as data changes (OPER, section 4).
 
 Each rank counts the ids of its batches. At a refresh the counts of all ranks are summed, the rows that save bytes
-between hosts are chosen (`dmt.hot_rows.costs`), and the copies of `dmt.hot_rows.copies` change to them: rows that leave
-return to their tables with their optimizer states, rows that come are read from there.
+between hosts are chosen (`dmt.hot_rows.costs`), and the copies of `dmt.hot_rows.copies` change to them: dropped rows
+return to their tables with their optimizer states, new ones are read from there.
 """
 
 from __future__ import annotations
@@ -35,31 +35,31 @@ from dmt.sptt.sharder import HomeTable
 
 __all__ = ["HotRows", "HotRowsState", "why_no_copies"]
 
-Rows = dict[str, NDArray[np.int64]]
+RowsByTable = dict[str, NDArray[np.int64]]
 
 
 @dataclass(frozen=True, kw_only=True)
 class HotRowsState:
     """State of `HotRows` between two steps, besides the tables."""
 
-    rows: Rows
+    rows: RowsByTable
     """Rows of each table that have copies."""
     counts: AccessProfile
     """Accesses since the last choice, of all ranks together."""
     steps: int
     """Training steps so far."""
     batch_size: int
-    """Most samples of a batch of one rank since then."""
+    """Samples of the largest batch of one rank since then."""
 
 
 # Steps that are counted before rows are chosen for the first time.
 _FIRST_STEPS = 100
-# Ids of a table that wait to be counted at least: 2 MB.
+# Ids that wait before they are counted: this many at least, 2 MB of int64.
 _LEAST_COUNTED = 2**18
 
 
 class HotRows:
-    """Keeps copies of the rows that are read most on every rank, where that saves bytes between hosts.
+    """Keeps copies of the most read rows on every rank, where that saves bytes between hosts.
 
     Construct it after ``DistributedModelParallel``, and call `step` on every rank after every training step. Results do
     not change: the optimizer of its table updates each copy with the mean gradient of all ranks. The model's
@@ -103,7 +103,7 @@ class HotRows:
         profile: AccessProfile | None = None,
     ) -> None:
         check_instance("mesh", mesh, TowerMesh)
-        # Of the profile it is the first rank's that counts: it chooses for all.
+        # Only the first rank's profile is used: it chooses for all.
         arguments = {"extra_memory": extra_memory, "refresh_every": refresh_every, "profile": profile is not None}
         check_agreement("HotRows", arguments, mesh.global_group)
         if not 0 < extra_memory <= 1:
@@ -130,7 +130,7 @@ class HotRows:
         self._first = None if profile is not None or refresh_every is None else min(_FIRST_STEPS, refresh_every)
         self._steps = self._batch_size = 0
         self._counter = _Counter(self._tables)
-        # Groups of their own: nothing else on them can come in another order on another rank.
+        # Groups of their own: on shared ones, ranks could start these collectives and others in different orders.
         topology = mesh.topology
         self._inside = mesh.new_group(topology.host_groups())
         self._across = mesh.new_group(topology.across_host_groups())
@@ -140,7 +140,7 @@ class HotRows:
         self._module.before_lookup = self._count
 
     @property
-    def rows(self) -> Rows:
+    def rows(self) -> RowsByTable:
         """Rows of each table that have copies, int64 [n], ascending; tables without are left out."""
         return {} if self._copies is None else {name: rows.numpy().copy() for name, rows in self._copies.rows.items()}
 
@@ -167,7 +167,7 @@ class HotRows:
         if not now.batch_size:
             return
         profile, self._profile = self._profile or now.counts, None
-        # One rank chooses: processors of another kind may round a row's gain otherwise.
+        # One rank chooses for all: processors of another kind may round a row's gain differently.
         tables = self._tables if self._everyone.rank() == 0 else []
         topology, encoder = self._mesh.topology, self._module.encoder
         distinct = encoder is not None and encoder.shares_equal
@@ -178,7 +178,7 @@ class HotRows:
             self._everyone,
         )
         self.replicate(chosen)
-        # Counts of before would keep rows that nobody reads any more; even one step has thousands of ids.
+        # Start afresh: earlier counts would keep rows that nobody reads any more.
         self._counter, self._batch_size = _Counter(self._tables), 0
 
     def replicate(self, rows: Mapping[str, Any]) -> None:
@@ -189,9 +189,9 @@ class HotRows:
 
         Raises:
             InputError: a table is unknown or left out, a row is outside it or no whole number, or ranks were given
-                others.
+                different rows.
         """
-        wanted: Rows = {}
+        wanted: RowsByTable = {}
         # A rank that is given other rows must not leave the others waiting.
         run_on_all_or_raise(lambda: wanted.update(self._checked(rows)), self._everyone)
         digest = hashlib.sha256(b"".join(name.encode() + of_table.tobytes() for name, of_table in wanted.items()))
@@ -214,9 +214,9 @@ class HotRows:
         self._module.hot = self._copies
         wrap(self._module, take_out=None if self._copies is None else self._copies.split)
 
-    def _checked(self, rows: Mapping[str, Any]) -> Rows:
+    def _checked(self, rows: Mapping[str, Any]) -> RowsByTable:
         """Returns the rows of each table that has some, int64 [n], ascending; `InputError` for others."""
-        homes, found = self._module.home_tables, {}
+        homes, row_numbers = self._module.home_tables, {}
         for name, of_table in sorted(rows.items()):
             numbers = np.unique(np.asarray(of_table))
             if not numbers.size:
@@ -230,8 +230,8 @@ class HotRows:
                     f"HotRows: table {name!r} has the rows 0..{num_rows - 1}, but those given are {numbers.dtype} from "
                     f"{numbers[0]} to {numbers[-1]}. Of a mask give np.flatnonzero(mask)."
                 )
-            found[name] = numbers.astype(np.int64)
-        return found
+            row_numbers[name] = numbers.astype(np.int64)
+        return row_numbers
 
     def state(self) -> HotRowsState:
         """Returns what a run needs to go on as if it had not been interrupted; collective.
@@ -271,7 +271,7 @@ class HotRows:
             self._counter.add(ids)
 
     def _owned_tables(self) -> list[str]:
-        """Tables whose learning rate this rank tells: it is the first that updates them."""
+        """Tables whose learning rate this rank tells the others: of the ranks that update a table, the first does."""
         mine = [name for collection in self._module.collections for name in collection.settings_now()]
         of_ranks, rank = gather_objects(mine, self._everyone), self._everyone.rank()
         before = {name for of_rank in of_ranks[:rank] for name in of_rank}
@@ -288,7 +288,7 @@ class _Counter:
         self._enough = max(_LEAST_COUNTED, sum(table.num_embeddings for table in tables))
 
     def add(self, ids: KeyedJaggedTensor) -> None:
-        """Keeps the ids of a batch, which are counted once more have come than the tables have rows."""
+        """Keeps the ids of a batch; all are counted once there are more of them than rows in the tables."""
         self._total.num_samples += ids.stride()
         self._waiting.append(dict(zip(ids.keys(), ids.values().split(ids.length_per_key()), strict=True)))
         self._num_waiting += ids.values().numel()
@@ -334,13 +334,13 @@ def _why_no_copies(table: HomeTable, users: Mapping[str, Sequence[str]]) -> str:
 
 
 def _flat_collection(model: nn.Module, mesh: TowerMesh) -> ShardedSPTTEmbeddingBagCollection:
-    found = [part for part in model.modules() if isinstance(part, SPTTModule)]
-    has_towers = any(not isinstance(part, ShardedSPTTEmbeddingBagCollection) for part in found)
-    routes: set[str] = {part.id_route for part in found if part.id_route == "global"} or {"peer"}
+    modules = [part for part in model.modules() if isinstance(part, SPTTModule)]
+    has_towers = any(not isinstance(part, ShardedSPTTEmbeddingBagCollection) for part in modules)
+    routes: set[str] = {part.id_route for part in modules if part.id_route == "global"} or {"peer"}
     refuse(hot_rows=True, has_towers=has_towers, id_route=routes.pop(), num_replicas=mesh.topology.num_replicas)
-    if len(found) != 1:
+    if len(modules) != 1:
         raise InputError(
             "HotRows needs a model with one collection that SPTTEmbeddingBagCollectionSharder has sharded; this one "
-            f"has {len(found)}. Give it the DistributedModelParallel."
+            f"has {len(modules)}. Give it the DistributedModelParallel."
         )
-    return found[0]
+    return modules[0]
