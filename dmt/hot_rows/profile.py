@@ -96,5 +96,5 @@ class AccessProfile:
         return self[table.name].total / max(self.num_samples * len(table.feature_names), 1)
 
     def put(self, table: str, counts: RowCounts) -> None:
-        """Adds accesses that were counted elsewhere, by another rank or an earlier run."""
+        """Adds accesses that were counted elsewhere, by another rank or an earlier run; add to `num_samples` too."""
         self._counts[table] = self[table].merged(counts)

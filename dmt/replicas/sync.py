@@ -5,7 +5,7 @@ weights and optimizer states are averaged over the replica group instead (sectio
 Data parallelism averages the gradients of dense parts, tower modules and data-parallel tables over all replicas: they
 are equal at every step and are not touched here.
 
-Legend: M replicas; w, v the weights and optimizer states of this rank's shards; s a snapshot of v.
+Legend: M replicas (R elsewhere); w, v weights and optimizer states of this rank's shards; s a snapshot of v.
 
 ==================  ========================================  =====================================================
 at every sync       ``optimizer_state="now"``                 ``optimizer_state="delayed"`` (the blog's)
@@ -36,9 +36,9 @@ from dmt.sptt.state import checksum, table_tensors
 
 __all__ = ["ReplicaSync", "RunningMean", "drifted", "moment_scales"]
 
-# Training passes without a step, more than gradients are accumulated over: beyond it, step() was forgotten.
+# Training passes per step: nobody accumulates gradients over as many, so beyond it step() was forgotten.
 _MOST_PASSES_PER_STEP = 256
-# From this size on a collective takes no further tensor; gloo copies its input into one buffer.
+# Tensors share a collective until they have this size: gloo copies its input into one buffer.
 _BUCKET_BYTES = 64 * 2**20
 
 
@@ -46,8 +46,8 @@ class ReplicaSync:
     """Averages tables and their optimizer states over the replicas of a `TowerMesh`.
 
     Make it after loading weights (or call `restart` then): it gives every replica the weights and states of replica 0.
-    Call `step` after every training step of every rank. Averaging three or a like number of equal values may move them
-    by one unit in the last place, once; the replicas stay equal. FP16 tables are sent and averaged as 32-bit
+    Call `step` after every training step of every rank. Unless M is a power of two, the mean of equal values may differ
+    from them by one unit in the last place; the replicas stay equal. FP16 tables are sent and averaged as 32-bit
     numbers, and the mean is rounded to FP16.
 
     Args:
@@ -88,7 +88,7 @@ class ReplicaSync:
         self._mesh = mesh
         self.interval = interval
         self.delays_states = optimizer_state == "delayed"
-        """True if a `sync` between two steps changes what comes after it."""
+        """True for ``"delayed"``: an extra `sync` between two steps then changes the training that follows."""
         modules = {path: module for path, module in model.named_modules() if isinstance(module, SPTTModule)}
         if not modules:
             raise InputError(
@@ -136,7 +136,7 @@ class ReplicaSync:
         self._passes = 0
         if self._steps % self.interval == 0:
             self._average()
-            # Delayed states are those of the sync before.
+            # Delayed states of this sync are averaged, but not adopted before the next one.
             self._set_drifted(self.delays_states)
 
     def sync(self) -> None:
@@ -160,18 +160,18 @@ class ReplicaSync:
         mine = {part.name: checksum(part.tensor) for part in self._tensors}
         everyone = gather_objects(mine, self._mesh.replica_group)
         ranks = dist.get_process_group_ranks(self._mesh.replica_group)
-        problems = [
+        own_problems = [
             f"{name} of rank {rank} differs from that of rank {ranks[0]}"
             for rank, theirs in zip(ranks, everyone, strict=True)
             for name, value in theirs.items()
             if value != everyone[0][name]
         ]
         # Everyone raises, or those that found nothing would wait for the others.
-        told = sorted({text for texts in gather_objects(problems, self._mesh.global_group) for text in texts})
-        if told:
+        problems = sorted({text for texts in gather_objects(own_problems, self._mesh.global_group) for text in texts})
+        if problems:
             raise ReplicaMismatchError(
-                f"Replicas are not what they must be: {shorten(told)}. Do not save this state, but go back to the last "
-                "checkpoint."
+                f"Replicas are not what they must be: {shorten(problems)}. Do not save this state, but go back to the "
+                "last checkpoint."
             )
 
     def _note_pass(self, _: Any, is_training_pass: bool) -> None:
@@ -201,10 +201,10 @@ class ReplicaSync:
 
 
 class RunningMean:
-    """The mean of tensors over a group, begun at one moment and taken over at the same or a later one.
+    """The mean of tensors over a group: `start` begins a round, `finish` adopts its result, at once or steps later.
 
-    A *delayed* one keeps what a tensor x gained since its snapshot s: x becomes mean(s) + (x - s). Every rank computes
-    it from the same numbers. Without a delay, FP32 tensors are averaged in place. Tensors have the same shapes in the
+    A *delayed* one keeps what a tensor x gained since its snapshot s: x becomes mean(s) + (x - s). All ranks have the
+    same mean(s), each its own x - s. Without a delay, FP32 tensors are averaged in place. Shapes are the same in the
     same order on every rank of the group.
     """
 
