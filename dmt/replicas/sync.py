@@ -107,7 +107,8 @@ class ReplicaSync:
         self._weights = RunningMean(weights, mesh.replica_group, delayed=False)
         self._states = RunningMean(states, mesh.replica_group, delayed=self.delays_states)
         self._steps = self._passes = 0
-        for module in self._modules:
+        # A single replica cannot drift, and may have `HotRows`, which watch the lookups themselves.
+        for module in self._modules if mesh.topology.num_replicas > 1 else ():
             module.before_lookup = self._note_pass
             module.after_lookup = functools.partial(_note_updates, module)
         self.restart()

@@ -57,6 +57,7 @@ class Pending(LazyGetItemMixin[Any, Any], LazyAwaitable[Any]):
         super().__init__()
         self._end: tuple[Callable[..., Any], tuple[Any, ...]] | None = (end, arguments)
         self._value: Any = None
+        self._has_gradients = torch.is_grad_enabled()
 
     def __getitem__(self, key: Any) -> Any:
         # By key, as in TorchRec, embeddings stay in flight. Any other index waits: what is lazy has no len().
@@ -66,7 +67,9 @@ class Pending(LazyGetItemMixin[Any, Any], LazyAwaitable[Any]):
         # TorchRec's exchange can be waited for only once, but a user may call wait() and use the result as well.
         if self._end is not None:
             end, arguments = self._end
-            self._value, self._end = end(*arguments), None
+            # As in the forward pass: the first use may be a log under `no_grad`, before the loss.
+            with torch.set_grad_enabled(self._has_gradients):
+                self._value, self._end = end(*arguments), None
         return self._value
 
 

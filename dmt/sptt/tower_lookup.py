@@ -141,7 +141,10 @@ class GroupShardedEBC(OpenShardedEBC, GroupSharded):
         awaitable = super().compute_and_output_dist(ctx, input)
         if any(self._divided_by):
             awaitable.callbacks.append(
-                lambda sums: KeyedTensor(sums.keys(), sums.length_per_key(), sums.values() / ctx.divisor)
+                lambda sums: KeyedTensor(
+                    # FP16 over an FP32 divisor would make the embeddings of the whole collection FP32.
+                    *(sums.keys(), sums.length_per_key(), (sums.values() / ctx.divisor).to(sums.values().dtype))
+                )
             )
         return awaitable
 

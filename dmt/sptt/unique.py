@@ -197,6 +197,9 @@ class _Arrive(Function):
     def backward(ctx: Any, *_: Tensor) -> Any:
         # Complete: the copies of this part and of all after it have gone back.
         gradients = ctx.held.part_of(ctx.held.gradients, ctx.part)
+        if not ctx.part:
+            # Autograd comes to the first part last. Another pass through a retained graph starts from zero.
+            ctx.held.gradients = []
         return None, None, *(gradient.to(ctx.dtype) for gradient in gradients)
 
 

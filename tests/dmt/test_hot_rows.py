@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dmt import InputError, TowerMesh, TowerTopology, TrafficMeter
+from dmt import InputError, ReplicaSync, TowerMesh, TowerTopology, TrafficMeter
 from dmt.hot_rows.costs import choose_rows
 from dmt.hot_rows.profile import AccessProfile
 from dmt.hot_rows.runtime import HotRows, why_no_copies
@@ -41,6 +41,19 @@ def numbers_of(training: Training) -> dict[str, Tensor]:
     """Weights and optimizer states of this rank's shards."""
     _ = training.model.fused_optimizer.state_dict()  # brings them up to date
     return {one.name: one.tensor.clone() for one in own_tables(training.model)}
+
+
+@on_ranks(4)
+def test_a_sync_of_one_replica_leaves_the_counting_alone(rank: int) -> None:
+    """As a training loop has it that takes any number of replicas."""
+    mesh = TowerMesh(TWO_BY_TWO)
+    training = Training(rank, FLAT, mesh)
+    hot = HotRows(training.model, mesh, extra_memory=0.5, refresh_every=1)
+    sync = ReplicaSync(training.model, mesh)
+    training.step(0)
+    sync.step()
+    hot.step()
+    assert hot.rows
 
 
 @on_ranks(4)

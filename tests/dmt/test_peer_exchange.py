@@ -194,3 +194,16 @@ def test_part_of_a_tensor_in_flight_is_a_tensor_and_a_feature_stays_in_flight() 
     embeddings = Pending(lambda: {"ad": torch.ones(2)})
     assert isinstance(embeddings["ad"], LazyAwaitable)
     assert torch.equal(embeddings["ad"] + 1, torch.full((2,), 2.0))
+
+
+def test_a_first_use_without_gradients_leaves_those_of_the_forward_pass() -> None:
+    """Such as a log of the embeddings' norm under ``no_grad``, before the loss."""
+    weight = torch.ones(2, requires_grad=True)
+    outputs = Pending(lambda: 3 * weight)
+    with torch.no_grad():
+        assert float(outputs.wait().sum()) == 6
+    outputs.wait().sum().backward()
+    assert weight.grad is not None
+    with torch.no_grad():
+        evaluated = Pending(lambda: 3 * weight)
+    assert not evaluated.wait().requires_grad

@@ -196,6 +196,17 @@ def test_rows_of_several_parts_are_copied_once_and_their_gradients_join() -> Non
     assert [part.grad.tolist() for part in parts if part.grad is not None] == [[[4.0 - k] * 2] for k in range(4)]
 
 
+def test_a_second_pass_through_a_retained_graph_has_its_own_gradients() -> None:
+    parts = [torch.full((1, 2), float(k), requires_grad=True) for k in range(2)]
+    inverses = [torch.zeros(1, 3, dtype=torch.int64), torch.arange(2).unsqueeze(0)]
+    first, second = (one.wait() for one in samples_of_rows([Arrived(p) for p in parts], [[1]] * 2, inverses))  # type: ignore[list-item]
+    for loss, expected in (((first.sum() + second.sum()), [4.0, 1.0]), (10 * second.sum(), [10.0, 10.0])):
+        for part in parts:
+            part.grad = None
+        loss.backward(retain_graph=True)
+        assert [float(part.grad[0, 0]) for part in parts if part.grad is not None] == expected
+
+
 class Normed(nn.Module):
     """A row of zeros, such as an empty bag looks up, has no gradient here but NaN."""
 
