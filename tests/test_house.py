@@ -206,12 +206,12 @@ def test_file_sizes() -> None:
 
 # Lines and files of each part at most, and where they are to get. Raise a number only with the reason in the commit.
 CEILINGS = {
-    "the library": (24_920, 133),  # 20_500, 136
+    "the library": (24_960, 133),  # 20_500, 136
     "dmt/*.py": (995, 7),  # 800, 8
     "dmt/plan": (690, 5),  # 600, 5
     "dmt/sharding": (1_925, 10),  # 1_750, 10
-    "dmt/sptt": (3_394, 18),  # 2_900, 18
-    "dmt/replicas": (375, 3),  # 350, 3
+    "dmt/sptt": (3_410, 18),  # 2_900, 18
+    "dmt/replicas": (380, 3),  # 350, 3
     "dmt/hot_rows": (945, 6),  # 900, 6
     "dmt/simulator": (840, 4),  # 800, 5
     "dmt/report": (150, 2),  # 110, 2
@@ -220,7 +220,7 @@ CEILINGS = {
     "partitioner": (2_860, 12),  # 2_800, 14
     "models": (1_175, 7),  # 1_000, 7
     "benchmarks": (5_983, 35),  # 5_600, 36
-    "tests": (21_930, 118),  # 20_000, 115
+    "tests": (22_050, 119),  # 20_000, 115
 }
 
 
