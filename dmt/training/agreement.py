@@ -37,16 +37,16 @@ SIGNALS: Mapping[int, str] = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"
 _MEET_EVERY_S = 2.0
 # Schedulers send one signal to torchrun and to its ranks, which then get it twice at once.
 _SECOND_SIGNAL_S = 2.0
-_NEVER = 2**52  # a step
+_NEVER = 2**52  # a step that no run reaches
 # The first steps at which a rank's loss and its gradients were not finite; and the checksums of its copies, by name.
 _Report = tuple[list[int], dict[str, int]]
 
 
 class Signals:
-    """Takes SIGTERM and Ctrl-C while it is entered; a second one, two seconds later or more, ends the process at once.
+    """Takes SIGTERM and Ctrl-C in its ``with`` block; a second one, two seconds later or more, ends the process.
 
-    Once ``stops`` is set, signals are ignored: what is being saved shall be whole. A signal that comes too late for a
-    step has its usual effect as soon as this is left.
+    Once ``stops`` is set, signals are ignored, also after the block: what is being saved shall be whole. A signal that
+    comes too late for a step has its usual effect when the block is left.
     """
 
     def __init__(self) -> None:
@@ -87,23 +87,23 @@ class Agreed:
     saves: bool
     """Whether to save now; the state is then sound."""
     stops: bool
-    """Whether to stop now, and save that."""
+    """Whether to save now, and stop."""
 
 
 class Agreement:
     """Says after which steps the ranks meet, and what they agree on: to save, to stop, and that the state is sound.
 
-    They meet every ``log_every`` steps, where a save is due, and about every two seconds. Clocks differ: rank 0's
-    decides about the next meeting. With replicas, saves and stops are at the steps after which replicas are averaged
-    anyway: they then change no weight.
+    They meet every ``log_every`` steps, where a save is due, and about every two seconds. Clocks differ: that of rank 0
+    decides. With replicas, saves and stops are at the steps after which replicas are averaged anyway: they then
+    change no weight.
 
     Sound means: the logits and gradients of all steps were finite, and copies of one parameter (dense layers, tower
-    modules, data-parallel tables, hot rows) have the same bits on all ranks. It is looked at where the loss is recorded
-    and before each save. A number of a table that only one rank holds is noticed when a sample reads it, and at the
+    modules, data-parallel tables, hot rows) have the same bits on all ranks. This is checked where the loss is recorded
+    and before each save. NaN in a table that only one rank holds is noticed when a sample reads it, and at the
     latest when it is saved (`dmt.training.checkpoints.Checkpointer`).
 
     Args:
-        config: of the loop.
+        config: the section ``train``.
         model: the sharded model.
         mesh: the groups.
         timer: of the steps.
@@ -124,6 +124,7 @@ class Agreement:
         self._config, self._mesh, self._timer, self._signals = config, mesh, timer, signals
         self._interval = 1 if replicas is None else replicas.interval
         self._save_every = self._rounded(config.save_every)
+        # Steps: the next meeting at the latest, the agreed stop and the last check, -1 without one.
         self._next, self._stop_at, self._checked = 1, -1, -1
         self._trained = [parameter for _, parameter in in_backward_optimizer_filter(model.named_parameters())]
         self._copies = {
@@ -195,21 +196,22 @@ class Agreement:
             )
 
     def _rounded(self, step: int) -> int:
+        """Returns the first step from this one on after which replicas are averaged."""
         return -(-step // self._interval) * self._interval
 
 
 def _compare_copies(step: int, by_rank: Sequence[dict[str, int]]) -> None:
-    """Raises `ReplicaMismatchError` where copies differ; a rank may lack some, which is no fault."""
+    """Raises `ReplicaMismatchError` where copies differ; a rank need not have all of them."""
     first: dict[str, tuple[int, int]] = {}
-    apart = []
+    differences = []
     for rank, checksums in enumerate(by_rank):
         for name, value in checksums.items():
             holder, expected = first.setdefault(name, (rank, value))
             if value != expected:
-                apart.append(f"{name} of rank {rank} differs from that of rank {holder}")
-    if apart:
+                differences.append(f"{name} of rank {rank} differs from that of rank {holder}")
+    if differences:
         raise ReplicaMismatchError(
-            f"Copies that must be equal are not, seen at step {step}: {shorten(apart)}. Nothing of this state is "
+            f"Copies that must be equal are not, seen at step {step}: {shorten(differences)}. Nothing of this state is "
             "saved. Look for a fault of the memory or the network of these ranks; run again, and training goes on "
             "from the last checkpoint."
         )
@@ -218,7 +220,7 @@ def _compare_copies(step: int, by_rank: Sequence[dict[str, int]]) -> None:
 def _check_finite(by_rank: Sequence[list[int]]) -> None:
     """Raises `InputError` where the loss or a gradient of a rank was not finite at some step."""
     first = min(step for steps in by_rank for step in steps)
-    # A bad loss makes all gradients bad, on all ranks.
+    # The loss comes first: a bad one makes all gradients bad, on all ranks.
     for place, what in enumerate(("the loss", "a gradient")):
         ranks = [str(rank) for rank, steps in enumerate(by_rank) if steps[place] == first]
         if ranks and first != _NEVER:

@@ -1,4 +1,4 @@
-"""Models of a `Job`: plain and sharded, their optimizers, and the bytes that a step should send."""
+"""Models of a `Job`, plain and sharded, and their optimizers; the plan of the tables is made in `dmt.training.job`."""
 
 from __future__ import annotations
 
@@ -118,7 +118,7 @@ def count_model(job: Job) -> Complexity:
 
 
 def build_optimizer(config: OptimizerConfig, model: DistributedModelParallel) -> ScheduledOptimizer:
-    """The optimizer of everything: the tables' fused one, and one for tower modules and all other dense parts.
+    """Returns the optimizer of all parameters: the tables' fused one, and one for tower modules and other dense parts.
 
     Both learning rates rise linearly over ``warmup_steps``.
     """
@@ -133,7 +133,7 @@ def build_optimizer(config: OptimizerConfig, model: DistributedModelParallel) ->
 
 
 def rate_share(config: OptimizerConfig, step: int) -> float:
-    """Returns the share of the learning rates in a step, counted from 0.
+    """Returns the factor of the learning rates in a step, counted from 0; it rises from 1 / ``warmup_steps`` to 1.
 
     Example:
         >>> [rate_share(OptimizerConfig(warmup_steps=4), step) for step in (0, 1, 4, 9)]
@@ -166,6 +166,7 @@ class ScheduledOptimizer(CombinedOptimizer):
         """
         self.steps = step
         share = rate_share(self._config, step)
+        # Not strict: a rank without dense parameters has no optimizer for the second rate.
         for (_, part), rate in zip(self.optimizers, self._rates, strict=False):
             for group in part.param_groups:
                 group["lr"] = rate * share
@@ -192,10 +193,10 @@ def fused_params(config: OptimizerConfig, device: DeviceType = "cpu") -> dict[st
 def shard_model(job: Job, mesh: TowerMesh, model: nn.Module | None = None) -> DistributedModelParallel:
     """Distributes the model of a job over the mesh, ready to train.
 
-    ``model`` is the plain one on the meta device, which is used up; None: it is built. So a rank never holds tables
+    ``model`` is the plain one on the meta device, which is changed; None: it is built. So a rank never holds tables
     that are not its own. Dense parts start equal on all ranks (data parallel broadcasts them). Tables are drawn by the
     rank that holds them, each rank from a seed of its own: with a shared one, tables of equal size would start equal,
-    and features look alike that are not.
+    and unlike features would look alike.
     A job for GPUs is built on the rank's current one (`dmt.training.device.take_device`).
     """
     config = job.config
@@ -221,7 +222,7 @@ def shard_model(job: Job, mesh: TowerMesh, model: nn.Module | None = None) -> Di
             ]
         else:
             sharders = [SPTTEmbeddingBagCollectionSharder(mesh, job.towers, **options)]
-        # A planner that has nothing left to decide.
+        # Every placement is pinned: the planner only hands them on to TorchRec.
         planner = TowerShardingPlanner(
             job.sharding.topology,
             pinned=job.sharding.placements,
@@ -230,7 +231,7 @@ def shard_model(job: Job, mesh: TowerMesh, model: nn.Module | None = None) -> Di
             device_type=job.device_type,
         )
         plan = planner.plan(task, sharders)
-    # None: TorchRec's own, DDP's ring.
+    # None is the wrapper of TorchRec, DDP, whose all-reduce is a ring.
     reduce = None
     if config.train.dense_reduce != "ring":
         is_half = config.train.dense_reduce == "hierarchical_bf16"
@@ -243,12 +244,12 @@ def shard_model(job: Job, mesh: TowerMesh, model: nn.Module | None = None) -> Di
 def settle_gradient_buckets(job: Job, model: DistributedModelParallel, optimizer: CombinedOptimizer) -> None:
     """Runs three passes over rows of zeros on a model that is about to be restored; reads no data.
 
-    After its second backward pass, DDP arranges the gradients it reduces in the order in which they arrive. With three
+    After its second backward pass, DDP arranges gradients in its buckets in the order in which they arrived. With three
     ranks or more, another arrangement adds numbers in another order, so a resumed run needs the one before it.
     In the third forward pass it sends the layout to the other ranks, which `dmt.training.metrics.measure_traffic` would
     count where nothing is left to train.
     """
-    # Of which every micro-batch needs one.
+    # One row for each micro-batch.
     rows, names = job.config.train.micro_batches, list(job.data.columns.feature_names)
     zeros = torch.zeros(rows * len(names), dtype=torch.int64)
     ids = KeyedJaggedTensor(names, zeros, lengths=torch.ones_like(zeros))
@@ -274,14 +275,14 @@ def in_micro_batches(config: TrainConfig, model: DistributedModelParallel) -> Mi
 
 
 def replica_sync(config: ReplicasConfig, model: nn.Module, mesh: TowerMesh) -> ReplicaSync | None:
-    """Returns the sync of the replicas of a sharded model, None for a single one; call it once weights are loaded."""
+    """Returns the sync of a sharded model's replicas, None for a single one; after loading weights `restart` it."""
     if mesh.topology.num_replicas == 1:
         return None
     return ReplicaSync(model, mesh, interval=config.sync_every, optimizer_state=config.optimizer_state)
 
 
 def hot_rows(job: Job, model: nn.Module, mesh: TowerMesh) -> HotRows | None:
-    """Returns the copies of hot rows of a sharded model, None where the config has none."""
+    """Returns the hot rows of a sharded model, None where the config has none; `HotRows.step` chooses them."""
     settings = job.config.hot_rows
     if settings.extra_memory == 0:
         return None

@@ -42,7 +42,7 @@ __all__ = [
 PREPARED = "prepared"
 """Folder of an output for rows that had to be prepared."""
 Splits = Mapping[str, tuple[int, ...]]
-_CPU_OPTIMIZERS = ("rowwise_adagrad", "adagrad", "sgd")
+_CPU_OPTIMIZERS = ("rowwise_adagrad", "adagrad", "sgd")  # those with a CPU kernel in FBGEMM
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -169,14 +169,14 @@ def open_tables(config: TrainingConfig, data: ClickData | None = None) -> tuple[
 def data_cache(output_dir: str) -> Path:
     """Returns the folder for rows that have to be prepared: in a run's output, or what a demo has for its runs."""
     in_output, shared = Path(output_dir) / PREPARED, Path(output_dir).parent / PREPARED
-    # `dmt score` may have made the other one since.
+    # The one in the output wins: `dmt score` may have made the shared one later.
     return shared if shared.is_dir() and not in_output.is_dir() else in_output
 
 
 def _in_towers(config: TrainingConfig, tables: Sequence[TableSpec]) -> tuple[TowerPlan | None, Sequence[TableSpec]]:
-    """Returns the tower plan that the config names, checked against the uncut tables, and these; None if it is flat.
+    """Returns the tower plan that the config names (flat dataflow: None), checked against the uncut tables, and these.
 
-    Tables outside towers have the columns that the model wants of them.
+    Tables outside towers come back with as many columns as the model wants of them.
 
     Raises:
         InputError: the file is bad, does not fit the tables or cuts one into shards that FBGEMM cannot take, more
@@ -205,6 +205,7 @@ def _in_towers(config: TrainingConfig, tables: Sequence[TableSpec]) -> tuple[Tow
                 f"tables outside towers would have model.tower_dim={dim} columns, but FBGEMM's kernels take multiples "
                 "of 4. Set model.tower_dim to one."
             )
+        # Only for the errors that it raises.
         plan.tables_by_tower(split_tables(tables, _cuts(plan, tables)))
     except InputError as error:
         raise InputError(f"{place}: {error}") from error
@@ -242,7 +243,7 @@ def _outside(config: TrainingConfig, plan: TowerPlan, tables: Sequence[TableSpec
 
 
 def _as_vectors(config: TrainingConfig, tables: Sequence[TableSpec], outside: Collection[str]) -> list[TableSpec]:
-    """Returns the tables, those of features outside towers with the columns of the vectors that they interact with."""
+    """Returns the tables, those of features outside towers as wide as the vectors that they interact with."""
     dim, named = config.model.outside_dim, config.model.embedding_dims
     return [
         replace(table, embedding_dim=dim)
@@ -256,19 +257,19 @@ def _as_vectors(config: TrainingConfig, tables: Sequence[TableSpec], outside: Co
 
 def _crossing_costs(config: TrainingConfig) -> CrossingCosts:
     model, sharding = config.model, config.sharding
-    # Towers of DMT-DCN send as much whatever their features; of towers of the user's own nothing is known.
-    of_towers = model.c * model.output_dim if model.factory is None and "dlrm" in model.arch else 0
+    # A tower of DMT-DCN sends as much with a feature as without; of towers of the user's own nothing is known.
+    sent_for_feature = model.c * model.output_dim if model.factory is None and "dlrm" in model.arch else 0
     return CrossingCosts(
         topology=config.topology.build(),
         workload=step_workload(config, sharding.pooling_factors),
-        sent=of_towers if model.has_towers else None,
+        sent=sent_for_feature if model.has_towers else None,
         number_bytes=(NUMBER_BYTES[sharding.forward_precision], NUMBER_BYTES[sharding.backward_precision]),
         is_unique=sharding.unique and not model.has_towers,
     )
 
 
 def _strided(tables: Sequence[TableSpec], num_towers: int) -> TowerPlan:
-    """Table i in tower i mod T; over features, a shared table could fall to two towers."""
+    """Puts table i into tower i mod T; by features instead, a shared table could fall to two towers."""
     features = {table.name: table.feature_names for table in tables}
     towers = TowerPlan.strided([table.name for table in tables], num_towers).to_lists()
     groups = [[feature for name in names for feature in features[name]] for names in towers]
@@ -276,7 +277,7 @@ def _strided(tables: Sequence[TableSpec], num_towers: int) -> TowerPlan:
 
 
 def _cuts(plan: TowerPlan, tables: Sequence[TableSpec]) -> Splits:
-    """The plan's column splits; none for tables that are column shards already, as a ``towers.json`` records them."""
+    """Returns the plan's column splits; none if the tables are cut already, as a ``towers.json`` records them."""
     features = set(feature_names(tables))
     return plan.column_splits if any(feature in features for feature in plan.column_splits) else {}
 
@@ -296,7 +297,7 @@ def check_kernels(job: Job) -> None:
     on_ssd = [
         f"{t.name!r} ({human_bytes(t.memory)} with its cache)" for t in placed if t.placement.kernel == "key_value"
     ]
-    for is_wrong, needed, this in (
+    for is_wrong, needed, actual in (
         (
             job.config.optimizer.sparse not in ("rowwise_adagrad", "adam"),
             "FBGEMM has only row-wise AdaGrad and Adam",
@@ -306,16 +307,16 @@ def check_kernels(job: Job) -> None:
     ):
         if on_ssd and is_wrong:
             raise InputError(
-                f"The plan has table {on_ssd[0]} on an SSD (key_value), where {needed}, but this run has {this}. "
+                f"The plan has table {on_ssd[0]} on an SSD (key_value), where {needed}, but this run has {actual}. "
                 "Change sharding.tables, or use one of those."
             )
 
 
 def _plan_sharding(config: TrainingConfig, tables: Sequence[TableSpec], towers: TowerPlan) -> TowerShardingPlan:
-    """Plans with the config's rules.
+    """Plans the tables inside their towers by the rules of the config.
 
-    Where the tower plan cuts tables into column shards, what the config says of the ids per sample of a feature holds
-    for each of its shards that has no factor of its own.
+    Where the tower plan cuts a table into column shards, a pooling factor of its feature holds for each shard that has
+    none of its own.
     """
     sharding, topology = config.sharding, config.topology.build()
     splits, tables = towers.column_splits, split_tables(tables, _cuts(towers, tables))
@@ -358,13 +359,13 @@ def step_workload(config: TrainingConfig, pooling_factors: Mapping[str, float]) 
 
 
 def _hardware(config: ShardingConfig) -> Hardware:
-    """The memory of a rank, and its rates if the config names a cluster."""
-    room = Hardware(memory_per_rank=config.rank_memory)
+    """Returns the memory of a rank, and its rates if the config names a cluster."""
+    hardware = Hardware(memory_per_rank=config.rank_memory)
     if config.cluster is None:
-        return room
+        return hardware
     cluster = load_cluster(config.cluster)
     return replace(
-        room,
+        hardware,
         memory_gb_per_s=cluster.lookup_bytes_per_s / 1e9,
         intra_tower_gb_per_s=cluster.all_to_all.host_rate(cluster.ranks_per_host) / 1e9,
         collective_latency_us=1e6 * cluster.all_to_all.latency_s,

@@ -138,7 +138,7 @@ def check_same_input(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
     given |= {
         "device": job.device_type,
         "rows and columns": {table.name: (table.num_embeddings, table.embedding_dim) for table in job.split_tables},
-        # Of a source, they follow from the first batch that this rank was given.
+        # A source has them from the first batch that this rank was given.
         "dense columns": data.columns.dense,
         "features": data.columns.feature_names,
         "features with bags": {feature.name: feature.is_bag for feature in data.columns.features},
@@ -160,9 +160,9 @@ def check_same_input(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
 def check_memory(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
     """Checks by a lower bound that each machine, or each GPU, has the memory that its ranks need; collective.
 
-    Counted are a rank's tables, the embeddings that it looks up in a step (their gradients may take the same place
-    later), the copies of hot rows that it may have, the dense weights with their gradients, and a batch with its
-    embeddings.
+    Counted are a rank's tables, the embeddings that it looks up in a step, also for others (their gradients may
+    take the same place later), the copies of hot rows that it may have, the dense weights with their gradients, and its
+    batch with the embeddings of that.
 
     Raises:
         InputError: a machine, the container that this is, or a GPU has less; the same on every rank. The message has a
@@ -182,11 +182,11 @@ def check_memory(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
     others = copies + 2 * (dense + towers / topology.num_towers)
 
     def fullest(other: Job) -> tuple[float, list[int]]:
-        """The largest share of its batches that a place has no memory for, at most 0 if all fit, and its ranks."""
+        """The largest share of batches that a machine or GPU cannot hold, at most 0 if all fit, and its ranks."""
         held, shares = _lookup_bytes(other), []
-        for place in dict.fromkeys(places):
-            group = [rank for rank, found in enumerate(places) if found == place]
-            shares.append(((held[group].sum() + len(group) * others - place[1]) / held[group, 1].sum(), group))
+        for machine in dict.fromkeys(places):
+            group = [rank for rank, machine_of_rank in enumerate(places) if machine_of_rank == machine]
+            shares.append(((held[group].sum() + len(group) * others - machine[1]) / held[group, 1].sum(), group))
         return max(shares)
 
     share, ranks = fullest(job)
@@ -196,8 +196,8 @@ def check_memory(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
     whole, size = tables.sum() + batches.sum() + len(ranks) * others, config.train.batch_size
     most, fitting = int(size * (1 - share)), _with_other_replicas(job)
     fits = [f"train.batch_size={most}"] if most > 0 else []
-    for topology in [other.topology for other in fitting if fullest(other)[0] <= 0][:1]:
-        fits.append(f"topology.num_replicas={topology.num_replicas} with ranks_per_tower={topology.ranks_per_tower}")
+    for other in [other.topology for other in fitting if fullest(other)[0] <= 0][:1]:
+        fits.append(f"topology.num_replicas={other.num_replicas} with ranks_per_tower={other.ranks_per_tower}")
     raise InputError(
         f"The {len(ranks)} ranks on {name} need at least {human_bytes(whole)} of memory, but it has "
         f"{human_bytes(limit)}: up to {human_bytes(tables.max())} each for tables, {human_bytes(batches.max())} for a "
@@ -222,7 +222,7 @@ def _lookup_bytes(job: Job) -> NDArray[Any]:
 
 
 def _with_other_replicas(job: Job) -> Iterator[Job]:
-    """The run with the same ranks and towers, in each other number of replicas in which its tables can be placed."""
+    """Yields the run on the same ranks and towers with each other number of replicas that can hold its tables."""
     topology, values = job.topology, job.config.model_dump(mode="json", exclude_none=True)
     number = topology.num_replicas * topology.ranks_per_tower
     for replicas in range(1, number + 1) if job.towers is not None else ():
@@ -245,7 +245,7 @@ def memory_limit(root: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def compare_hosts(topology: TowerTopology, ranks_per_machine: int) -> None:
-    """Warns of hosts that are not the machines of a job on several; one machine may play several hosts."""
+    """Warns if the hosts of a job on several machines are not these; a single machine may play several hosts."""
     if 0 < ranks_per_machine < topology.world_size and ranks_per_machine != topology.host_size:
         logger.warning(
             f"The job runs {ranks_per_machine} ranks per machine, but the topology has hosts of {topology.host_size}, "

@@ -1,4 +1,7 @@
-"""The start of a run, from nothing or from a checkpoint, and the lock on its folder."""
+"""The start of a run, from nothing or from the newest checkpoint that verifies, and the lock on its folder.
+
+Files are verified by `dmt.training.checkpoints.store.newest`; here a checkpoint is compared with the run.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +50,7 @@ __all__ = [
 Files = list[tuple[str, int, int]]
 # Settings that define the parameters; another value makes another model.
 _SAME_MODEL = ("model.", "optimizer.sparse:", "optimizer.dense:")
-# Settings that make another training of the same model on the same rows.
+# Settings that change the training, but not the model or the rows: what has changed is printed.
 _TRAINING = ("optimizer.", "replicas.", "sharding.", "train.batch_size:")
 
 
@@ -67,10 +70,10 @@ class Position:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Where a run starts, and what a checkpoint keeps of that."""
+    """Where a run starts; position, files and sources are also the ``progress`` that a checkpoint keeps."""
 
     position: Position = field(default_factory=Position)
-    """The first row, where the checkpoint is of another run."""
+    """Where to continue; the beginning if the checkpoint is of another run."""
     files: list[tuple[str, int, int]]
     """`ClickData.files` of what the run trains on, as it starts: they may grow while it reads them."""
     sources: list[SourceState | None] = field(default_factory=list)
@@ -102,29 +105,29 @@ def find_start(job: Job, mesh: TowerMesh) -> Start:
 def starting_point(config: TrainingConfig) -> Path:
     """Returns a checkpoint, or a folder for them, to start from.
 
-    Its own come before the one that ``train.resume`` names: a run that started from that and was interrupted continues.
+    Those of the run itself come before what ``train.resume`` names: a run that began there and was killed continues.
 
     Raises:
         InputError: ``train.resume`` names a folder without a checkpoint.
     """
-    own, asked = checkpoint_folder(config), config.train.resume
-    if asked == "auto" or checkpoints(own):
-        return own
-    for place in (Path(asked), Path(asked) / "checkpoint"):
+    own_folder, wanted = checkpoint_folder(config), config.train.resume
+    if wanted == "auto" or checkpoints(own_folder):
+        return own_folder
+    for place in (Path(wanted), Path(wanted) / "checkpoint"):
         if checkpoints(place):
             return place
     raise InputError(
-        f"train.resume={asked!r} holds no checkpoint. Give a checkpoint's folder, the output_dir of a run, or 'auto'."
+        f"train.resume={wanted!r} holds no checkpoint. Give a checkpoint's folder, the output_dir of a run, or 'auto'."
     )
 
 
 def start_with(folder: Path, config: TrainingConfig, files: Files, plan: TowerPlan | None) -> Start:
     """Checks a checkpoint against a run, and finds the position to continue at.
 
-    A run goes on with its own checkpoint. That of another run gives it weights and optimizer states to begin with.
+    A run continues from its own checkpoint. That of another run gives it weights and optimizer states only.
 
     Args:
-        folder: whole, of `starting_point`.
+        folder: the checkpoint, verified, of `starting_point`.
         config: the run.
         files: `ClickData.files` of what it trains on.
         plan: its tower plan; None with the flat dataflow.
@@ -142,8 +145,8 @@ def start_with(folder: Path, config: TrainingConfig, files: Files, plan: TowerPl
     if is_own:
         wrong += [text for text in changes if text.startswith("data.")]
         if saved.files != files:
-            apart = sorted({name for name, *_ in {*saved.files} ^ {*files}})
-            wrong.append(f"the training files have changed: {shorten(apart, ', ')}")
+            changed_files = sorted({name for name, *_ in {*saved.files} ^ {*files}})
+            wrong.append(f"the training files have changed: {shorten(changed_files, ', ')}")
     if plan is not None and config.model.has_towers:
         towers = folder / "towers.json"
         saved_plan = TowerPlan.load(towers)
@@ -152,7 +155,7 @@ def start_with(folder: Path, config: TrainingConfig, files: Files, plan: TowerPl
     if wrong:
         other = "another train.output_dir" if is_own else "train.resume a checkpoint of the same model"
         raise InputError(f"{folder} is of another run: {shorten(wrong)}. Undo that, or give {other}.")
-    # Also learning rates: those of the config are used, not the saved ones.
+    # Learning rates are among them: those of the config are used, not the saved ones.
     notes = [text for text in changes if text.startswith(_TRAINING)]
     if not is_own:
         return Start(folder=folder, files=files, lines=(f"begins with the weights of {folder}", *notes))
@@ -164,7 +167,7 @@ def start_with(folder: Path, config: TrainingConfig, files: Files, plan: TowerPl
 def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Returns what has changed as ``section.key: saved -> now``.
 
-    Rows for evaluation leave the training rows alone if they are of a file of their own.
+    Another ``data.eval_path`` is left out: it leaves the training rows as they are.
     """
     before, after = _by_key(saved), _by_key(now)
     changed = {key for key in {**before, **after} if before.get(key) != after.get(key)}
@@ -174,7 +177,7 @@ def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def _by_key(values: Mapping[str, Any], section: str = "") -> dict[str, Any]:
-    """Returns values by their whole keys; None equals a key that was not saved."""
+    """Returns values by dotted key; None is left out, as it is where settings are saved."""
     by_key: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
@@ -193,7 +196,7 @@ def restore_run(
     optimizer: ScheduledOptimizer,
     replicas: ReplicaSync | None,
 ) -> None:
-    """Loads the checkpoint that a run starts from, if there is one, into what was just made; collective.
+    """Loads the checkpoint that a run starts from, if there is one, into model, optimizer and replicas; collective.
 
     Learning rates are those of the config at that step, also where the checkpoint's run had others.
 
@@ -245,9 +248,9 @@ def folder_lock(config: TrainingConfig, mesh: TowerMesh) -> Iterator[None]:
 
 
 def open_lock(folder: Path) -> IO[bytes]:
-    """Holds a folder, and makes it if need be, until the result is closed or the process ends, also by a kill.
+    """Locks a folder, and makes it if need be, until the returned file is closed or the process ends, also by a kill.
 
-    A second job would delete what the first is writing. Where a file system has no locks, nothing is checked.
+    A second job would delete what the first is writing. On a file system without locks (`OSError`) nothing is checked.
 
     Raises:
         InputError: it cannot be written to, or another job holds it.

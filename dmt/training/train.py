@@ -62,7 +62,7 @@ __all__ = ["Run", "batches_of", "evaluate", "make_pipeline", "save", "train", "t
 
 logger = logging.getLogger(__name__)
 
-_TIMED_STEPS = 4  # of which lookups are timed after training; the first warms up
+_TIMED_STEPS = 4  # steps after training whose lookups are timed; the first one warms up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -74,7 +74,7 @@ class Run:
     model: DistributedModelParallel
     """The sharded `ClickTask`."""
     optimizer: ScheduledOptimizer
-    """Of everything."""
+    """Of all parameters: tables, tower modules and the other dense parts."""
     replicas: ReplicaSync | None
     hot_rows: HotRows | None
     record: RunRecord
@@ -88,9 +88,9 @@ def train(config: TrainingConfig) -> dict[str, Any]:
     """Trains, evaluates, saves and measures; to be called on every rank that torchrun started.
 
     Returns:
-        The result, also written to ``result.json``: metrics, complexity, speed and bytes per sample. Of a run that was
-        stopped by SIGTERM or Ctrl-C, which is saved: ``stopped_at``, its step, ``stopped_by`` and ``signal``, the
-        signal's name and number.
+        The result, also written to ``result.json``: metrics, complexity, speed and bytes per sample. Of a run that
+        SIGTERM or Ctrl-C stopped: ``stopped_at``, its last step, which is saved unless a warning says why not, and
+        the signal's name and number, ``stopped_by`` and ``signal``.
 
     Raises:
         InputError: anything the user can fix; raised before training wherever it can be known by then.
@@ -101,7 +101,7 @@ def train(config: TrainingConfig) -> dict[str, Any]:
 
 def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
     """Trains a job on a mesh of its topology; collective. See `train`."""
-    # Every check, and the start.
+    # Make every check, and find the checkpoint to start from.
     config = job.config
     plain = on_all_ranks(lambda: checked_model(job, mesh.topology.world_size), mesh)
     counts = preflight(job, plain, mesh)
@@ -109,7 +109,7 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
     record = RunRecord(config, enabled=mesh.rank == 0, resumed_step=start.position.step)
     record.say([*settings_lines(config), *start.lines])
 
-    # Model, optimizer, replicas, hot rows; then what the checkpoint has of them.
+    # Build and restore the model, optimizer and replicas, then hot rows, which copy rows of the restored tables.
     model = shard_model(job, mesh, plain)
     placed = sharding_result(job, model.plan)
     record.sharding(job.sharding)
@@ -134,7 +134,7 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
         pipeline=make_pipeline(job, model, optimizer),
     )
 
-    # Train, and save the end.
+    # Train, and save the last step.
     began = time.perf_counter()
     with closing(saver), Signals() as signals:
         at, timer = train_steps(run, start.position, signals)
@@ -143,7 +143,7 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
             raise InputError(
                 f"No training step was possible: one takes {step_rows(job, at)} rows, and there are fewer."
             )
-        # A run that was finished before has its last checkpoint.
+        # Without a step, the run was finished before: its last checkpoint is there.
         is_saved = at.step == start.position.step or (save(run, at) and saver.wait())
     if signals.stops:
         return {"stopped_at": at.step, "stopped_by": SIGNALS[signals.signal], "signal": signals.signal}
@@ -166,7 +166,7 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
 def train_steps(run: Run, at: Position, signals: Signals) -> tuple[Position, StepTimer]:
     """Trains from a position to the end of training, or to the step that the ranks agree on when a signal has come.
 
-    Evaluates and saves on the way; the end is left to the caller.
+    Evaluates and saves on the way; the caller does so at the end.
 
     Returns:
         The position reached, with the replicas averaged, and the time of the steps.
@@ -177,29 +177,31 @@ def train_steps(run: Run, at: Position, signals: Signals) -> tuple[Position, Ste
     """
     config, mesh = run.job.config.train, run.mesh
     at = replace(at, lanes=at.lanes or mesh.topology.world_size)
-    rows, last = step_rows(run.job, at), _total_steps(run.job, step_rows(run.job, at))
+    rows_per_step = step_rows(run.job, at)
+    last = _total_steps(run.job, rows_per_step)
     timer = StepTimer()
     agreement = Agreement(config, run.model, mesh, timer=timer, replicas=run.replicas, signals=signals)
+    # After each step: replicas are averaged and hot rows chosen again where that is due.
     followers = [part for part in (run.replicas, run.hot_rows) if part is not None]
-    looks_at = min(at.step + config.log_every, math.inf if last is None else last)
+    warn_step = min(at.step + config.log_every, math.inf if last is None else last)
     with progress_bar(initial=at.step, total=last, enabled=mesh.rank == 0) as bar:
         while at.epoch < config.epochs:
             epoch_batches = batches_of(run.job, mesh, "train", at)
-            # The pipeline runs batches ahead, and is empty where an evaluation is due.
+            # The pipeline works on batches ahead: it gets those up to the next evaluation only, to be empty by then.
             while batches := up_to(_steps_until(config, at.step), epoch_batches):
                 if at.step and config.eval_every and at.step % config.eval_every == 0:
-                    # Also where a run goes on that was killed before this evaluation.
+                    # A resumed run that was killed before this evaluation makes it here, too.
                     bar.clear()
                     run.record.evaluation(at.step, evaluate(run))
                 timer.restart()
                 for logits, labels, _ in run_pipeline(run.pipeline, batches):
                     for part in followers:
                         part.step()
-                    at = replace(at, step=at.step + 1, rows=at.rows + rows)
+                    at = replace(at, step=at.step + 1, rows=at.rows + rows_per_step)
                     bar.update(1)
                     timer.step()
                     agreement.note(at.step, logits)
-                    _warn_of_probabilities(run, logits, is_due=at.step == looks_at)
+                    _warn_of_probabilities(run, logits, is_due=at.step == warn_step)
                     if not agreement.is_due(at.step):
                         continue
                     agreed = agreement.meet(at.step, binary_cross_entropy_with_logits(logits, labels))
@@ -241,6 +243,7 @@ def batches_of(job: Job, mesh: TowerMesh, split: Split, at: Position | None = No
 
 
 def _warn_of_probabilities(run: Run, logits: Tensor, *, is_due: bool) -> None:
+    """Warns, in one step, of a factory whose model seems to return probabilities instead of logits."""
     factory = run.job.config.model.factory
     if not is_due or factory is None or run.mesh.rank != 0:
         return
@@ -249,13 +252,13 @@ def _warn_of_probabilities(run: Run, logits: Tensor, *, is_due: bool) -> None:
 
 
 def up_to(number: int, batches: Iterator[ClickBatch]) -> Iterator[ClickBatch] | None:
-    """Returns the next batches, at most a number of them; None where there is no more."""
+    """Draws the first of the next ``number`` batches, and returns an iterator over them; None if there is none."""
     first = next(batches, None) if number > 0 else None
     return None if first is None else chain([first], islice(batches, number - 1))
 
 
 def _steps_until(config: TrainConfig, step: int) -> int:
-    """Returns the number of steps from one to the next evaluation or the end of training."""
+    """Returns the steps left after ``step`` until an evaluation or ``max_steps``; 0 or less at the end."""
     limits = [2**62]
     if config.max_steps is not None:
         limits.append(config.max_steps - step)
@@ -267,7 +270,7 @@ def _steps_until(config: TrainConfig, step: int) -> int:
 def run_pipeline(pipeline: Any, batches: Iterator[ClickBatch]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yields (logits, labels, weights), [B] each, of every batch, after its step."""
     if not isinstance(pipeline, TrainPipelineSparseDist):
-        # This pipeline stays at the end of the batches that it was given before.
+        # `TrainPipelineBase` remembers that the iterator before has ended.
         pipeline.reset()
     while True:
         try:
@@ -298,9 +301,9 @@ def save(run: Run, at: Position) -> bool:
 
 
 def _settle_replicas(run: Run, step: int) -> None:
-    """Averages the replicas, if there are any that this step has not made equal; collective.
+    """Averages the replicas, if there are any and the step has not left them equal; collective.
 
-    The mean of equal values is not always exact: another one would let a save change what comes after it.
+    Averaging equal values again can round them, so that a save would change the training after it.
     """
     if run.replicas is not None and (run.replicas.delays_states or step % run.replicas.interval):
         run.replicas.sync()
@@ -315,7 +318,7 @@ def make_pipeline(job: Job, model: DistributedModelParallel, optimizer: Any) -> 
 
 
 def result_of(run: Run, at: Position, metrics: MetricValues, timer: StepTimer) -> dict[str, Any]:
-    """Returns what a run's result has of its training and evaluation, and of its options; collective.
+    """Returns the entries of a run's result on training, evaluation and options; collective.
 
     Measures lookups and the bytes of a step, which updates the tables.
     """
@@ -355,10 +358,10 @@ def result_of(run: Run, at: Position, metrics: MetricValues, timer: StepTimer) -
     }
 
 
-def _total_steps(job: Job, step_rows: int) -> int | None:
-    """Steps of the whole training, as far as the number of rows is known."""
+def _total_steps(job: Job, rows_per_step: int) -> int | None:
+    """Returns the steps of the whole training if all have ``rows_per_step`` rows; None without any known limit."""
     config, rows = job.config.train, job.data.num_rows("train")
     limits = [] if config.max_steps is None else [config.max_steps]
     if rows is not None:
-        limits.append(config.epochs * (rows // step_rows))
+        limits.append(config.epochs * (rows // rows_per_step))
     return min(limits, default=None)

@@ -92,7 +92,7 @@ class Shards:
         return Shards(whole=self.whole, table=self.table, tensors=copies)
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(torch.Size(offsets), one.size()) for offsets, one in self.tensors.items()]
+        return [ChunkStorageMetadata(torch.Size(offsets), tensor.size()) for offsets, tensor in self.tensors.items()]
 
     def __create_write_items__(self, name: str, _: object) -> list[WriteItem]:
         items = []
@@ -139,7 +139,7 @@ def _shards_of(name: str, value: Any, table: str = "") -> Shards:
             "out of the state dict."
         )
     whole = _size(value)
-    # A rank can have an empty shard of a table.
+    # Without the empty shards that a rank can have of a table; a tensor may be empty as a whole.
     tensors = {offsets: tensor for offsets, tensor in _parts(value) if tensor.numel() or 0 in whole}
     return Shards(whole=whole, table=table, tensors=tensors)
 
@@ -182,7 +182,7 @@ def _size(value: Tensor) -> tuple[int, ...]:
 
 
 class RecordedFile(io.FileIO):
-    """A new file that hashes what is written, and raises faults in `digest`: PyTorch's zip writer would abort."""
+    """A new file that hashes what is written, and keeps faults for `digest`: raised in PyTorch's zip writer they abort."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path, "wb")
@@ -238,6 +238,8 @@ class _Files(FileSystem):
 
 
 class _SavePlanner(dcp.DefaultSavePlanner):
+    """Writes the tensors of `Shards`."""
+
     def lookup_object(self, index: MetadataIndex) -> Tensor:
         shards: Shards = self.state_dict[index.fqn]
         return shards.tensors[tuple(index.offset or ())]
@@ -248,7 +250,7 @@ def write_tensors(state: State, folder: Path, group: dist.ProcessGroup) -> Mappi
 
     A shard that several ranks hold is written by one of them. `RankError` on every rank if one could not write.
     """
-    # Its own fsync takes our streams for ones that need a sync of the whole machine.
+    # DCP would sync the whole machine for streams that are not its own; `RecordedFile` syncs itself.
     writer = dcp.FileSystemWriter(folder, sync_files=False)
     writer.fs = files = _Files()
     # A path would be pickled as an object.
@@ -292,7 +294,7 @@ class TensorReader(dcp.FileSystemReader):
     def fill(self, state: State) -> None:
         """Fills live tensors with a checkpoint's values in their places; not collective.
 
-        A number of row-wise state holds for every column of its shard, so a column range that was not saved as one
+        Row-wise state has one number for all columns of a shard, so a column range that was not saved as such
         takes the mean over its own columns. That is exact where the cuts are the same; a whole table gets what an
         optimizer of the whole table would have summed; each shard of a table that was whole gets the row's number.
 
@@ -374,7 +376,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def _member(owner: Any, name: str) -> Enum:
-    """Takes the place of ``getattr``, by which Python 3.11.2 and older versions of it name the member of an enum."""
+    """Takes the place of ``getattr``, as a call of which Python up to 3.11.2 pickles the member of an enum."""
     if not isinstance(owner, type) or not issubclass(owner, Enum):
         raise InputError("it names builtins.getattr, which an index has no use for.")
     return owner[name]

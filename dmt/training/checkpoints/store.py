@@ -64,7 +64,7 @@ MANIFEST_NAME = "checkpoint.json"
 _FORMAT = 3
 _REMEDY = "Use another checkpoint."
 _NAME = re.compile(r"step-(\d{8,})(?:\.(\d+))?")
-_RNG = "rng"  # states of the random number generators, uint8 [W, bytes]: one row for each of the W ranks
+_RNG = "rng"  # `random_state` of every rank, uint8 [W, bytes]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -138,6 +138,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def _order(path: Path) -> tuple[int, int]:
+    """Returns the step of a checkpoint, and the number of its save: 0, 1, ... for one step."""
     match = _NAME.fullmatch(path.name)
     assert match is not None, f"{path} is listed by its name"
     return int(match[1]), int(match[2] or 0)
@@ -188,7 +189,7 @@ def prepare(folder: Path) -> None:
     check_output("Checkpoint folder", folder, is_folder=True)
     for path in folder.glob(".step-*.partial"):
         shutil.rmtree(path)
-    # The entries of new folders. One that may not be read is none that this run has made.
+    # Write the entries of new folders to the disk; this run has not made a folder that it may not open.
     for path in [folder, *folder.absolute().parents[:2]]:
         with suppress(PermissionError):
             fsync_path(path)
@@ -205,9 +206,9 @@ def commit(scratch: Path, step: int) -> Path:
 
 
 def prune(committed: Path, keep: int) -> None:
-    """Deletes all checkpoints but one that was just committed and the last ones of earlier steps.
+    """Deletes all checkpoints but one that was just committed and the last ``keep`` - 1 of earlier steps.
 
-    Those of later steps go too: training was resumed from before them, so they belong to a course that was given up.
+    Those of later steps go too: training was resumed before them, so they are of a course that was given up.
     """
     paths = checkpoints(committed.parent)
     earlier = [path for path in paths if _order(path)[0] < _order(committed)[0]]
@@ -261,7 +262,7 @@ class Checkpointer:
             model: the sharded model, or one that every rank holds whole.
             optimizer: of all parameters, see `dmt.training.build.build_optimizer`; None saves weights only.
             step: training steps so far; an older checkpoint of the same step is replaced.
-            progress: what the caller needs to go on; JSON takes it. Rank 0's is saved.
+            progress: what the caller needs to resume, as JSON takes it. Rank 0's is saved.
             describe: called on rank 0 with the folder being written, to add files beside the tensors; from the writing
                 thread if saving is asynchronous.
 
@@ -282,7 +283,7 @@ class Checkpointer:
                     f"Step {step} is not saved: the replicas have trained since they were last averaged, and a "
                     "checkpoint holds the tables of replica 0 only. Call ReplicaSync.sync() before you save."
                 )
-            # On every rank: before tables are read, all replicas settle.
+            # On every rank, also where nothing is written: asking for tensors brings tables up to date.
             live = collect_state(model.state_dict(), optimizer)
             _check_finite(step, model, live, self._mesh.rank)
             if self._writes:
@@ -375,7 +376,7 @@ def _check_finite(step: int, model: nn.Module, state: State, rank: int) -> None:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    # Without a mask of the size of a table; NaN is the least and the largest of all.
+    # isfinite() of the whole would need a mask as large as a table; a NaN anywhere is both edges.
     return not tensor.numel() or all(bool(edge.isfinite()) for edge in tensor.aminmax())
 
 
@@ -418,7 +419,7 @@ def load(
     Algorithm 1, line 6). Random number generators are set if the number of ranks is what it was.
 
     Args:
-        folder: whole, of `newest`.
+        folder: the checkpoint, verified, of `newest`.
         model: the sharded model, or one that every rank holds whole.
         optimizer: of all parameters; None loads weights only. After an error, make model and optimizer anew.
         mesh: the groups; None for an unsharded model in one process.
@@ -466,6 +467,7 @@ def _check_names(
 
 
 def _scale_moments(state: State, now: Mapping[str, float], saved: Mapping[str, float]) -> None:
+    """Multiplies the moments of each table by c / c_saved, see `load`."""
     for name, shards in state.items():
         factor = now.get(shards.table, 1.0) / saved.get(shards.table, 1.0)
         if factor != 1.0 and split_name(name)[0].endswith(f".{shards.table}.momentum1"):
@@ -474,9 +476,9 @@ def _scale_moments(state: State, now: Mapping[str, float], saved: Mapping[str, f
 
 
 def _make_state(optimizer: KeyedOptimizer, saved: Iterable[str]) -> None:
-    """Makes state that PyTorch's optimizers have only after a step, if the checkpoint has some of it.
+    """Makes the state that PyTorch's optimizers only have after a step, if the checkpoint has some of it.
 
-    That is a step without gradients, in which weight decay moves weights: they are loaded afterwards.
+    It takes a step with gradients of zero, in which weight decay moves weights: load those afterwards.
     """
     made = optimizer.state
     absent = tuple(f"optimizer.{key}." for key, parameter in optimizer.params.items() if parameter not in made)

@@ -38,7 +38,7 @@ __all__ = ["ClickData", "Split", "prefetched"]
 Split = Literal["train", "eval"]
 _SPLITS: tuple[Split, ...] = ("train", "eval")
 _UNSHUFFLED = 1024  # rows of a lane that are read together where none are shuffled
-_AHEAD = 4
+_AHEAD = 4  # batches
 _Item = TypeVar("_Item")
 
 
@@ -71,7 +71,7 @@ class ClickData:
         self.columns: Columns
         """Columns of the rows, in the order of a batch's."""
         self.raw: DataConfig = config
-        """Settings that turn raw rows into the ids of these, with every column by name."""
+        """Settings by which raw rows become rows like these; they name every column, without globs."""
         self.own: OwnRows | None = None
         """Rows of the user's own."""
         self.notes = ""
@@ -118,14 +118,14 @@ class ClickData:
 
     @property
     def ids_per_row(self) -> dict[str, float]:
-        """Mean ids of a training row by feature, of lists that ``dmt prepare`` has counted, but for empty ones."""
+        """Mean number of ids in a training row, by list feature that has some, as ``dmt prepare`` counted them."""
         counts = {} if self._manifest is None else self._manifest.summary.get("features", {})
         bags = [feature.name for feature in self.columns.features if feature.is_bag]
         means = {name: float(counts.get(name, {}).get("ids_per_row", 0)) for name in bags}
         return {name: mean for name, mean in means.items() if mean > 0}
 
     def num_rows(self, split: Split) -> int | None:
-        """Returns the rows of a split; None of rows of the user's own, which nobody has counted."""
+        """Returns the number of rows of a split; None for a user's source, whose rows nobody has counted."""
         return None if self.own is not None else int(self._parts[split].sizes.sum())
 
     def batches(
@@ -143,11 +143,12 @@ class ClickData:
         """Yields a rank's batches of one pass, or of the rest of one.
 
         Every rank gets the same number of batches of the same size. Training leaves out the last rows of an epoch that
-        do not fill a global batch: the last ones of every lane, which ``data.shuffle_pieces`` makes others in each
-        epoch. Evaluation fills the last batches up with rows of weight 0, so that it sees each row exactly once.
+        do not fill a global batch: the last ones of every lane, which are others in each epoch with
+        ``data.shuffle_pieces``. Evaluation fills the last batches up with rows of weight 0, so that it sees each row
+        exactly once.
 
-        With the same lanes, ranks that divide them and ``lanes / W * b`` rows a rank, global batches are the same for
-        any number of ranks. On any other number each remaining row of the epoch is used at most once.
+        With the same V lanes and a fixed b, global batches are the same for every W that divides V, if B = V / W * b.
+        On any other number of ranks each remaining row of the epoch is used at most once.
 
         Args:
             split: the part of the data, ``"train"`` or ``"eval"``.
@@ -170,12 +171,13 @@ class ClickData:
             tables = self.own.tables(
                 split, rank, world_size, batch_size=batch_size, epoch=epoch, start=rows // world_size, group=group
             )
+            # Not by a thread: it would use the group while training does.
             return (make_batch(table, self.columns, batch_size) for table in tables)
-        is_moved = split == "train" and self.config.shuffle_pieces and self.config.kind != "synthetic"
+        is_reordered = split == "train" and self.config.shuffle_pieces and self.config.kind != "synthetic"
         deal = Deal(
             self._parts[split].sizes,
             lanes if lanes is not None and split == "train" else world_size,
-            (self.config.shuffle_seed, epoch) if is_moved else None,
+            (self.config.shuffle_seed, epoch) if is_reordered else None,
         )
         tables = self._dealt(split, deal, epoch, rows, rank=rank, world_size=world_size, batch_size=batch_size)
         return prefetched(make_batch(table, self.columns, batch_size) for table in tables)

@@ -37,7 +37,7 @@ class Deal:
     """The rows of an epoch in lanes.
 
     Row groups come V of them at a time, about one for each lane: in the order of the files, so that all lanes are at
-    the same time of the log, or with a ``seed`` in an order of its own.
+    the same time of the log, or with a ``seed`` in a random order.
 
     Example:
         >>> deal = Deal(np.array([4, 4, 3]), lanes=2)
@@ -52,7 +52,7 @@ class Deal:
     lanes: int
     """V."""
     seed: tuple[int, ...] | None = None
-    """Of the order of groups."""
+    """Seed of the order of the row groups; None: that of the files."""
 
     @property
     def num_rows(self) -> int:
@@ -75,7 +75,7 @@ class Deal:
         return [Span(int(lane), int(begins[lane]), int(ends[lane])) for lane in np.flatnonzero(begins < ends)]
 
     def groups(self, rows: Span) -> list[Span]:
-        """Returns where rows of a lane are in the row groups, in their order."""
+        """Returns where the rows of a lane (``rows``) are: spans of row groups, in the order of the lane."""
         order, ends, bounds = self._order
         in_lane = self.in_lane(bounds, rows.number)
         # Within its block of groups, a lane has the rows after those of the lanes before it.
@@ -101,7 +101,7 @@ class Deal:
         return order, ends, np.unique(np.concatenate([[0], ends[self.lanes - 1 :: self.lanes], ends[-1:]]))
 
 
-@cache  # which warns once
+@cache  # to warn once
 def rank_batch(lanes: int, world_size: int, batch_size: int) -> int:
     """Returns the rows of a rank's batch: ``batch_size`` of each of its lanes where the ranks divide the lanes.
 

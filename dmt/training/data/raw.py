@@ -42,7 +42,7 @@ SPLIT = "#split"
 
 
 class Reject(NamedTuple):
-    """A row that cannot be used."""
+    """A row that cannot be used; `dmt.training.data.prepare` writes it to ``rejects.csv``."""
 
     source: str
     line: int
