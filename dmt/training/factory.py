@@ -137,7 +137,7 @@ def check_samples(job: Job, model: nn.Module, batch: ClickBatch) -> Tensor:
 
 
 def probability_warning(factory: str, low: float, high: float) -> str:
-    """Returns a warning if the outputs of the first batches, ``low`` to ``high``, are all in [0, 1]; else "".
+    """Returns a warning if the outputs of a batch, ``low`` to ``high``, are all in [0, 1]; else "".
 
     Example:
         >>> probability_warning("my_models:deepfm", -0.2, 0.4)
@@ -146,7 +146,7 @@ def probability_warning(factory: str, low: float, high: float) -> str:
     if not 0 <= low <= high <= 1:
         return ""
     return (
-        f"model.factory={factory!r}: all outputs of the first batches lie between {low:.3f} and {high:.3f}, as "
+        f"model.factory={factory!r}: all outputs of a batch lie between {low:.3f} and {high:.3f}, as "
         "probabilities do. The model must return logits: take the sigmoid out of it, or it learns far worse."
     )
 
