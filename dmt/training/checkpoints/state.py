@@ -182,7 +182,7 @@ def _size(value: Tensor) -> tuple[int, ...]:
 
 
 class RecordedFile(io.FileIO):
-    """A new file that hashes what is written and keeps faults for `digest`; PyTorch's zip writer would abort on them."""
+    """A new file that hashes what is written and keeps faults for `digest`: PyTorch's zip writer would abort."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path, "wb")
