@@ -5,6 +5,7 @@ Legend: R replicas, T towers, L ranks per tower; R * T * L ranks in the job.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -139,7 +140,8 @@ class TowerTopology:
     def one_replica(self) -> TowerTopology:
         """The ranks of one replica as one tower, on the hosts that they are on."""
         ranks = self.sharding_groups()[0]
-        on_host = sum(self.host(rank) == self.host(ranks[0]) for rank in ranks)
+        # Hosts may hold unequal parts of it, where neighbours are replicas of one shard.
+        on_host = math.gcd(*Counter(map(self.host, ranks)).values())
         return TowerTopology(num_towers=1, ranks_per_tower=len(ranks), ranks_per_host=on_host)
 
     def on_all_replicas(self, values: ArrayLike) -> NDArray[np.float64]:

@@ -333,9 +333,9 @@ def result_of(run: Run, at: Position, metrics: MetricValues, timer: StepTimer) -
         options["hot_rows"] = {"rows": number, "bytes_per_rank": hot.num_bytes, "left_out": hot.left_out}
     if isinstance(run.pipeline, TrainPipelineSparseDist):
         run.pipeline.detach()
+    peaks = gather_objects(peak_memory(job.device_type), mesh.global_group)
     device = current_device(job.device_type)
     batches = [batch.to(device) for batch in islice(batches_of(job, mesh, "train"), _TIMED_STEPS)]
-    peaks = gather_objects(peak_memory(job.device_type), mesh.global_group)
     lookups = measure_lookups(run.model, run.optimizer, batches, mesh)
     slowest, mean = max(lookups), sum(lookups) / len(lookups)
     traffic = measure_traffic(run.model, run.optimizer, batches[0], mesh)

@@ -165,6 +165,12 @@ def test_hosts_hold_whole_towers_or_equal_parts_of_one(
     assert topology.share_across_hosts(topology.tower_groups()) == pytest.approx(tower)
 
 
+def test_one_replica_is_planned_on_equal_parts_of_hosts() -> None:
+    assert mesh(2, 2, 2).one_replica == mesh(1, 4, ranks_per_host=2)
+    # Of two hosts of three ranks, one has two ranks of a replica and the other has one.
+    assert mesh(1, 3, 2, ranks_per_host=3).one_replica == mesh(1, 3, ranks_per_host=1)
+
+
 def test_links_of_a_ring_are_counted_from_host_to_host() -> None:
     # Of four towers with three replicas each, two on a host: rings over 0-2, 3-5, 6-8, 9-11 on hosts of 6 or 4 ranks.
     six, four = on_host(4, 1, 3, 6), on_host(1, 4, 3, 4)
