@@ -63,6 +63,13 @@ def test_ranks_measure_their_collectives_and_all_get_the_same(tmp_path: Path) ->
 
 
 @on_ranks(2)
+def test_one_host_tells_nothing_of_groups_over_several(rank: int) -> None:
+    rates = measured_on_rank(rank, "").exchange
+    assert (rates.uplink_by_ranks, rates.host_by_ranks) == ({}, {2: 1.0})
+    assert rates.uplink_rate(16) == rates.uplink_bytes_per_s == rates.host_bytes_per_s
+
+
+@on_ranks(2)
 def test_times_that_tell_no_rate_are_refused(rank: int) -> None:
     refused = pytest.raises(InputError, match=r"8 bytes 1\.000 ms, which tells no rate")
     with patch.object(bench_comms, "_time", lambda *_: _Timing(1e-3, 0.0)), refused:

@@ -150,22 +150,20 @@ def _rates(
             by_rank = uplink / topology.host_size + inside
             core_s_per_byte = max(many.core_s - few.core_s, 0.0) / cores / by_rank if cores else 0.0
             latency = few.seconds
-    uplink_rate, uplink_by_ranks = _best(across or within)
-    host_rate, host_by_ranks = _best(within or across)
+    best_across, best_within = (max(rates.values(), default=None) for rates in (across, within))
     return CollectiveRates(
         latency_s=latency,
-        uplink_bytes_per_s=uplink_rate,
-        host_bytes_per_s=host_rate,
+        uplink_bytes_per_s=best_across or best_within or _UNUSED,
+        host_bytes_per_s=best_within or best_across or _UNUSED,
         core_s_per_byte=core_s_per_byte,
-        uplink_by_ranks=uplink_by_ranks,
-        host_by_ranks=host_by_ranks,
+        uplink_by_ranks=_shares(across),
+        host_by_ranks=_shares(within),
     )
 
 
-def _best(rates: Mapping[int, float]) -> tuple[float, dict[int, float]]:
-    """The highest of the rates by number of ranks, and the share of it that each reaches."""
-    best = max(rates.values(), default=_UNUSED)
-    return best, {ranks: rate / best for ranks, rate in rates.items()}
+def _shares(rates: Mapping[int, float]) -> dict[int, float]:
+    """The rates by number of ranks, as shares of the highest; none of links that were not measured."""
+    return {ranks: rate / max(rates.values()) for ranks, rate in rates.items()}
 
 
 def shapes_of(topology: TowerTopology) -> list[Shape]:
@@ -276,10 +274,10 @@ def _show(cluster: Cluster, out: Path) -> Shown:
             (rates.uplink_bytes_per_s, rates.uplink_by_ranks),
             (rates.host_bytes_per_s, rates.host_by_ranks),
         )
-        speeds = [
-            f"{human_bytes(speed)}/s ({', '.join(f'{ranks}: {share:.0%}' for ranks, share in shares.items())})"
-            for speed, shares in links
-        ]
+        speeds = []
+        for speed, shares in links:
+            words = ", ".join(f"{ranks}: {share:.0%}" for ranks, share in shares.items())
+            speeds.append(f"{human_bytes(speed)}/s" + f" ({words})" * bool(shares))
         rows.append([kind, f"{1e3 * rates.latency_s:,.3f} ms", *speeds])
     lines = [f"A rank: {cluster.matmul_flops / 1e9:,.1f} GFLOP/s in matrix products, {out} has the rest."]
     if cluster.hosts == 1:
