@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
 
@@ -77,11 +78,12 @@ def count_complexity(model: nn.Module, dense_features: Tensor, sparse_features: 
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     modules, entered = tower_modules(model), [0]
-    handles = [module.register_forward_pre_hook(lambda _, args: entered.append(_numbers(*args))) for module in modules]
     with torch.enable_grad(), FlopCounterMode(display=False) as counter:
-        output = model(dense_features, sparse_features)
-        for handle in handles:
-            handle.remove()
+        with ExitStack() as hooks:
+            for module in dict.fromkeys(modules):  # towers may share one
+                hook = module.register_forward_pre_hook(lambda _, args: entered.append(_numbers(*args)))
+                hooks.callback(hook.remove)
+            output = model(dense_features, sparse_features)
         if trained:
             # Not backward(): it would add to .grad and set off optimizers that are fused into the backward pass.
             torch.autograd.grad(output.sum(), trained, allow_unused=True)

@@ -128,7 +128,8 @@ def _rank_loads(step: Workload) -> dict[str, NDArray[np.float64]]:
         # A flat dataflow is that of one tower which has all ranks of a replica.
         whole = TowerTopology(num_towers=1, ranks_per_tower=ranks, num_replicas=topology.num_replicas)
         costs = CostModel(topology=whole, workload=step.lookups)
-        sharded = [table for table in step.tables if table not in step.outside]
+        outside = {table.name for table in step.outside}
+        sharded = [table for table in step.tables if table.name not in outside]
         shards = [costs.shard(t, "table_wise", t.num_embeddings, t.embedding_dim) for t in sharded]
         for load in sorted(shards, key=attrgetter("seconds"), reverse=True):
             if step.is_table_wise:

@@ -148,7 +148,7 @@ class MicroBatches:
         leaves = [leaf.wait() if isinstance(leaf, Awaitable) else leaf for leaf in tree_flatten(output)[0]]
         rows = [leaf[0].flatten() for leaf in leaves if isinstance(leaf, Tensor) and [*leaf.shape[:2]] == [size, size]]
         columns = [result.values() if isinstance(result, KeyedTensor) else result for result in results]
-        columns = [found for found in columns if isinstance(found, Tensor) and found.requires_grad]
+        columns = [values for values in columns if isinstance(values, Tensor) and values.requires_grad]
         for row in rows if columns and size > 1 else ():
             if not row.requires_grad:
                 continue
