@@ -16,10 +16,10 @@ from dmt.models.complexity import (
 from dmt.models.dcn import DCN, DMTDCN
 from dmt.models.dense import ModelOptions
 from dmt.models.dlrm import DLRM, DMTDLRM, DMTDLRMProducts
+from dmt.models.sequences import DINTowerModule
 from dmt.models.sparse import flat_sparse_arch, tower_sparse_arch
 from dmt.models.tower_modules import (
     DCNTowerModule,
-    DINTowerModule,
     DLRMProductsTowerModule,
     DLRMTowerModule,
     PassThroughTowerModule,

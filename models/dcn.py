@@ -106,7 +106,7 @@ class DMTDCN(nn.Module):
         options = options or ModelOptions()
         device = options.device
         make = partial(type(self).tower_module, tower_dim=tower_dim, rank=cross_rank, device=device)
-        modules, num_vectors = make_tower_modules(tables, tower_plan, make, tower_dim=tower_dim)
+        modules, num_vectors = make_tower_modules(tables, tower_plan, make, tower_dim=tower_dim, device=device)
         self.dense_arch = mlp(dense_in_features, [*options.dense_arch_layer_sizes, tower_dim], device=device)
         self.sparse_arch = make_sparse_arch(tables, tower_plan, modules, device)
         self.outside_features = tower_plan.outside

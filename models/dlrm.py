@@ -114,7 +114,7 @@ class DMTDLRM(nn.Module):
         options = options or ModelOptions()
         device = options.device
         make = partial(self.tower_module, tower_dim=tower_dim, c=c, p=p, device=device)
-        modules, num_vectors = make_tower_modules(tables, tower_plan, make, tower_dim=tower_dim)
+        modules, num_vectors = make_tower_modules(tables, tower_plan, make, tower_dim=tower_dim, device=device)
         self.outside_features = tower_plan.outside
         self.num_vectors, self.tower_dim = num_vectors + len(self.outside_features), tower_dim
         self.dense_arch = mlp(dense_in_features, [*options.dense_arch_layer_sizes, tower_dim], device=device)

@@ -14,13 +14,13 @@ from torch import Tensor, nn
 
 from dmt.errors import InputError
 from dmt.models.dense import Device
+from dmt.models.sequences import PooledBySequence, SequenceTowerModule
 from dmt.models.tower_modules import by_feature, feature_vectors
 from dmt.plan.split_across_towers import shard_names, split_tables
-from dmt.plan.tables import TableSpec, table_specs
+from dmt.plan.tables import TableSpec, feature_names, is_sequence, table_specs
 from dmt.plan.towers import TowerPlan
 
 if TYPE_CHECKING:
-    from torchrec.modules.embedding_configs import EmbeddingBagConfig
     from torchrec.modules.embedding_modules import EmbeddingBagCollection
     from torchrec.modules.embedding_tower import EmbeddingTowerCollection
 
@@ -28,6 +28,7 @@ __all__ = [
     "JoinedShards",
     "MakeFlatSparseArch",
     "MakeTowerSparseArch",
+    "SequenceArch",
     "check_tower_modules",
     "common_embedding_dim",
     "embedding_bag_configs",
@@ -46,17 +47,19 @@ Splits = Mapping[str, Sequence[int]]
 """Columns of each shard, by feature (`dmt.plan.TowerPlan.column_splits`)."""
 
 
-def embedding_bag_configs(tables: Sequence[Any]) -> list[EmbeddingBagConfig]:
+def embedding_bag_configs(tables: Sequence[Any]) -> list[Any]:
     """TorchRec's configurations of the tables: its own stay as they are, a `TableSpec` becomes one with sum pooling.
+
+    One of sequences becomes an ``EmbeddingConfig``, which has no pooling.
 
     Raises:
         InputError: two tables have one name, or a feature looks up in two tables.
     """
-    from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
+    from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig
 
     table_specs(tables)
     return [
-        EmbeddingBagConfig(
+        (EmbeddingConfig if is_sequence(table) else EmbeddingBagConfig)(
             name=table.name,
             num_embeddings=table.num_embeddings,
             embedding_dim=table.embedding_dim,
@@ -69,16 +72,56 @@ def embedding_bag_configs(tables: Sequence[Any]) -> list[EmbeddingBagConfig]:
     ]
 
 
-def flat_sparse_arch(tables: Sequence[Any], device: Device = None) -> EmbeddingBagCollection:
-    """Builds one TorchRec ``EmbeddingBagCollection`` of all tables, on ``device``.
+def flat_sparse_arch(tables: Sequence[Any], device: Device = None) -> Any:
+    """Builds one TorchRec ``EmbeddingBagCollection`` of all tables, on ``device``; with sequences a `SequenceArch`.
 
     Its result is a ``KeyedTensor``; read it by name, since the order of its keys changes with the sharding. Errors are
     those of `embedding_bag_configs`.
     """
-    from torchrec.modules.embedding_modules import EmbeddingBagCollection
+    return SequenceArch(tables, device) if any(map(is_sequence, tables)) else _collection(tables, device)
+
+
+def _collection(tables: Sequence[Any], device: Device) -> Any:
+    """Builds the ``EmbeddingCollection`` of tables of sequences, the ``EmbeddingBagCollection`` of others."""
+    from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
     torch_device = torch.device(device) if isinstance(device, str) else device
-    return EmbeddingBagCollection(tables=embedding_bag_configs(tables), device=torch_device)
+    kind = EmbeddingCollection if any(map(is_sequence, tables)) else EmbeddingBagCollection
+    return kind(tables=embedding_bag_configs(tables), device=torch_device)
+
+
+class SequenceArch(nn.Module):
+    """A flat model's embeddings where features are sequences, which `PooledBySequence` pools; others are bags.
+
+    Nothing is computed before the model reads features, so that sharded modules' exchanges stay in flight until then.
+    """
+
+    def __init__(self, tables: Sequence[Any], device: Device = None) -> None:
+        super().__init__()
+        sequences, bags = ([table for table in tables if is_sequence(table) is kind] for kind in (True, False))
+        self.bags = _collection(bags, device) if bags else None
+        self.embedding = _collection(sequences, device)
+        self.pooling = PooledBySequence(sequences, device=device)
+        self._bag_names = feature_names(bags)
+
+    def forward(self, ids: Any) -> _WithSequences:
+        """Ids of B samples -> [B, N] by feature name."""
+        return _WithSequences(self, None if self.bags is None else self.bags(ids), self.embedding(ids))
+
+    def vectors(self, bags: Any, sequences: Any) -> dict[str, Tensor]:
+        """What the collections returned -> [B, N] by feature name."""
+        # Feature by feature: a train pipeline traces this, and a traced dict has no length.
+        pooled, of_bags = self.pooling(sequences), None if bags is None else by_feature(bags)
+        vectors = {name: pooled[name] for name in self.pooling.features}
+        return vectors if of_bags is None else vectors | {name: of_bags[name] for name in self._bag_names}
+
+
+class _WithSequences:
+    def __init__(self, arch: SequenceArch, bags: Any, sequences: Any) -> None:
+        self._arch, self._bags, self._sequences = arch, bags, sequences
+
+    def to_dict(self) -> dict[str, Tensor]:
+        return self._arch.vectors(self._bags, self._sequences)
 
 
 def tower_sparse_arch(
@@ -101,7 +144,7 @@ def tower_sparse_arch(
 
     check_tower_modules(plan, tower_modules)
     pairs = zip(plan.tables_by_tower(tables), tower_modules, strict=True)
-    return EmbeddingTowerCollection([EmbeddingTower(flat_sparse_arch(held, device), module) for held, module in pairs])
+    return EmbeddingTowerCollection([EmbeddingTower(_collection(held, device), module) for held, module in pairs])
 
 
 def outside_sparse_arch(
@@ -155,9 +198,9 @@ def common_embedding_dim(tables: Sequence[Any], owner: str) -> int:
 
 
 def make_tower_modules(
-    tables: Sequence[Any], plan: TowerPlan, make: Callable[..., Any], *, tower_dim: int
+    tables: Sequence[Any], plan: TowerPlan, make: Callable[..., Any], *, tower_dim: int, device: Device = None
 ) -> tuple[list[Any], int]:
-    """Makes the tower module of each tower, ``make(features, embedding_dim=N)``.
+    """Makes the tower module of each tower, ``make(features, embedding_dim=N)``; with sequences over their pooling.
 
     Returns:
         The modules, and how many vectors of ``tower_dim`` they send together: sum O_t / D.
@@ -174,6 +217,8 @@ def make_tower_modules(
                 f"The tower module {type(module).__name__} of tower {tower.name!r} has out_features="
                 f"{module.out_features}, no multiple of tower_dim={tower_dim}: the model reads vectors of that size."
             )
+        if any(map(is_sequence, tower_tables)):
+            module = SequenceTowerModule(PooledBySequence(tower_tables, device=device), module)
         modules.append(module)
     return modules, sum(module.out_features for module in modules) // tower_dim
 

@@ -15,10 +15,9 @@ It must read the embeddings **by name**: in a job they come as a TorchRec ``Keye
 on how the tables are sharded. It sees one sample per row and must not mix rows (no batch norm): in a job its batch is
 that of all its peers. docs/your_model.md puts one into a model.
 
-A tower over an ``EmbeddingCollection`` gets a dict of ``JaggedTensor`` instead: `DINTowerModule`.
+A tower over an ``EmbeddingCollection`` gets a dict of ``JaggedTensor`` instead: `dmt.models.sequences`.
 
-Legend: B samples, F_t features of the tower, N their embedding dimension, D the tower dimension, O_t outputs, J items
-of all histories.
+Legend: B samples, F_t features of the tower, N their embedding dimension, D the tower dimension, O_t outputs.
 """
 
 from __future__ import annotations
@@ -30,12 +29,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from dmt.errors import InputError
-from dmt.models.dense import CROSS_RANK, Device, LowRankCrossNet, check_sizes, mlp, strict_upper
+from dmt.models.dense import CROSS_RANK, Device, LowRankCrossNet, check_sizes, strict_upper
 
 __all__ = [
     "DCNTowerModule",
-    "DINTowerModule",
     "DLRMProductsTowerModule",
     "DLRMTowerModule",
     "EmbeddingsByName",
@@ -173,84 +170,6 @@ class DCNTowerModule(nn.Module):
         """Embeddings of [B, N] -> [B, D], or [B, F_t D] per feature."""
         crossed = self.crossnet(torch.cat(feature_vectors(embeddings, self.features), dim=1))
         return self.project(crossed)
-
-
-class DINTowerModule(nn.Module):
-    """Attention of a target item to a sample's history, as DIN's (arXiv 1706.06978, section 4.3).
-
-    It reads sequences: the tower's embedding module is an ``EmbeddingCollection``, whose target and history share a
-    table. Of target t and item h an MLP of [t, h, t - h, t * h], each N wide, makes a score; the weights of the items
-    are the softmax of the scores over the history, and their weighted sum v is projected with t: [t, v] -> D. A sample
-    without history has v = 0. DIN leaves out the softmax, so that long histories weigh more; here it is taken.
-
-    Args:
-        target: feature with one id for each sample. Other numbers are no error, as in a bag: none is a target of zeros,
-            several are the sum of their embeddings.
-        history: feature with any number of ids, also none.
-        embedding_dim: N.
-        tower_dim: D, numbers that cross hosts, whatever the length of the history.
-        hidden: hidden width of the MLP.
-        device: where the parameters are made.
-    """
-
-    keeps_interactions = True
-
-    def __init__(
-        self,
-        target: str,
-        history: str,
-        *,
-        embedding_dim: int,
-        tower_dim: int,
-        hidden: int = 36,
-        device: Device = None,
-    ) -> None:
-        super().__init__()
-        check_sizes("DINTowerModule", embedding_dim=embedding_dim, tower_dim=tower_dim, hidden=hidden)
-        self.features = (target, history)
-        self.in_features = 2 * embedding_dim
-        self.out_features = tower_dim
-        self.score = mlp(4 * embedding_dim, (hidden, 1), last_is_linear=True, device=device)
-        self.project = nn.Linear(2 * embedding_dim, tower_dim, device=device)
-
-    def forward(self, embeddings: Mapping[str, Any]) -> Tensor:
-        """Sequences of [B] lengths and [sum of lengths, N] values -> [B, D].
-
-        Raises:
-            InputError: a feature comes as pooled embeddings.
-        """
-        (ids_KN, sample_K, size), (items_JN, sample_J, _) = (_sequence(embeddings, name) for name in self.features)
-        # Lengths are not checked here: only the ranks of this tower would raise, and all others wait for them.
-        target_BN = ids_KN.new_zeros(size, ids_KN.shape[1]).index_add(0, sample_K, ids_KN)
-        query_JN = target_BN.index_select(0, sample_J)
-        pairs = torch.cat([query_JN, items_JN, query_JN - items_JN, query_JN * items_JN], dim=1)
-        weights_J = _softmax_by_sample(self.score(pairs).squeeze(1), sample_J, size)
-        pooled_BN = torch.zeros_like(target_BN).index_add(0, sample_J, weights_J.unsqueeze(1) * items_JN)
-        return self.project(torch.cat([target_BN, pooled_BN], dim=1))
-
-
-def _sequence(embeddings: Mapping[str, Any], name: str) -> tuple[Tensor, Tensor, int]:
-    """Returns the embeddings of a sequence, the sample of each, and the number of samples."""
-    sequence = embeddings[name]
-    if isinstance(sequence, Tensor):
-        raise InputError(
-            f"DINTowerModule: feature {name!r} comes as pooled embeddings {list(sequence.shape)}, but attention "
-            "needs one for each id. Make the tower's embedding module an EmbeddingCollection."
-        )
-    values, lengths = sequence.values(), sequence.lengths()
-    samples = torch.arange(len(lengths), device=lengths.device)
-    # Without output_size a GPU would be waited for.
-    return values, samples.repeat_interleave(lengths, output_size=len(values)), len(lengths)
-
-
-def _softmax_by_sample(scores_J: Tensor, sample_J: Tensor, num_samples: int) -> Tensor:
-    """Softmax of the scores of each sample's items; ``sample_J`` has the sample of each."""
-    # Any number taken from all scores of a sample leaves the softmax as it is, and has no gradient.
-    largest_B = scores_J.detach().new_full((num_samples,), -torch.inf)
-    largest_B = largest_B.scatter_reduce(0, sample_J, scores_J.detach(), "amax")
-    powers_J = (scores_J - largest_B.index_select(0, sample_J)).exp()
-    total_B = torch.zeros_like(largest_B).index_add(0, sample_J, powers_J)
-    return powers_J / total_B.index_select(0, sample_J)
 
 
 class PassThroughTowerModule(nn.Module):

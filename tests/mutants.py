@@ -154,9 +154,9 @@ rows = -(-deal.num_rows // world_size) => rows = deal.num_rows // world_size
 first, end = rank * rows, => first, end = 0,
 ## dmt/training/serving/score_by_ranks.py :: tests/training/serving/test_score_by_ranks.py -k keep_their_numbers
 first_row=first_row, group => first_row=0, group
-## models/tower_modules.py :: tests/models/test_tower_modules.py -k din
-index_add(0, sample_K, ids_KN) => index_copy(0, sample_K, ids_KN)
-lengths, output_size=len(values) => lengths
+## models/sequences.py :: tests/models/test_tower_modules.py -k din
+index_add(0, self.sample_J, self.values_JN) => index_copy(0, self.sample_J, self.values_JN)
+lengths, output_size=num_items => lengths
 scores_J - largest_B.index_select(0, sample_J) => scores_J
 weights_J.unsqueeze(1) * items_JN => items_JN
 ## partitioner/search.py :: tests/partitioner/test_search.py

@@ -204,8 +204,7 @@ def shard_model(job: Job, mesh: TowerMesh, model: nn.Module | None = None) -> Di
     torch.manual_seed(1_000_003 * (config.train.seed + 1) + mesh.rank)
     if config.dataflow == "flat":
         fused = fused_params(config.optimizer, job.device_type)
-        sharder, plan = shard_flat(job, task, mesh, fused)
-        sharders = [sharder]
+        sharders, plan = shard_flat(job, task, mesh, fused)
     else:
         assert job.towers is not None, "resolved by make_job"
         assert job.sharding is not None, "resolved by make_job"

@@ -3,7 +3,8 @@
 The function is called with those of these arguments that it names, and returns the unsharded model, called as
 ``model(dense_features, sparse_features) -> logits [B, 1]``:
 
-- ``tables``: TorchRec's ``EmbeddingBagConfig`` of every table, whose ``pooling`` it may change;
+- ``tables``: TorchRec's ``EmbeddingBagConfig`` of every table, whose ``pooling`` it may change; ``EmbeddingConfig`` of
+  those in towers with sequences (``data.sequences``), which look up one ``EmbeddingCollection``;
 - ``num_dense``: number of dense columns;
 - ``options``: the section ``[model.options]`` of the config, as a dict;
 - ``towers``: the `TowerPlan`, for a model in towers; None for a flat one;
@@ -30,7 +31,8 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 from dmt.errors import InputError
 from dmt.models.complexity import MetaTables, meta_batch, tower_modules
 from dmt.models.sparse import embedding_bag_configs
-from dmt.plan.tables import table_specs
+from dmt.plan.tables import is_sequence, table_specs
+from dmt.sptt.group_sharded import table_configs
 from dmt.training.data.batch import ClickBatch
 from dmt.training.functions import call_named, load_function
 from dmt.training.job import Job
@@ -51,6 +53,12 @@ def make_model(job: Job, device: str | None = None) -> nn.Module:
         raise InputError(
             f"{place} makes a flat model, but the tower plan {job.config.towers.plan} cuts the table of feature "
             f"{next(iter(job.towers.column_splits))!r} into column shards. Give a plan without shards."
+        )
+    sequences = [name for table in job.tables for name, _ in table.sequences]
+    if sequences and towers is None:
+        raise InputError(
+            f"{place} makes a flat model, but data.sequences has {sequences[0]!r}: models of one's own take "
+            "sequences in towers. Set model.in_towers, or leave data.sequences out."
         )
     make = load_function("model.factory", config.factory)
     given = {
@@ -183,13 +191,8 @@ def _check_tables(place: str, model: nn.Module, job: Job) -> None:
             f"and no other module with tables, but has {kinds}. Compose it so (docs/your_model.md), or change "
             "model.in_towers."
         )
-    if any(isinstance(part, EmbeddingCollection) for part in model.modules()):
-        raise InputError(
-            f"{place}: a tower looks up an EmbeddingCollection, but the trainer has no sequences. Use an "
-            "EmbeddingBagCollection, or train in your own loop (docs/towers.md)."
-        )
-    collections = [part for sparse in parts for part in sparse.modules() if isinstance(part, EmbeddingBagCollection)]
-    by_tower = [table_specs(part.embedding_bag_configs()) for part in collections]
+    kinds = EmbeddingBagCollection | EmbeddingCollection
+    by_tower = [table_specs(table_configs(p)) for sparse in parts for p in sparse.modules() if isinstance(p, kinds)]
     tables = {table.name: table for tables in by_tower for table in tables}
     given = {table.name: table for table in job.split_tables}
     for name in {**given, **tables}:
@@ -198,6 +201,14 @@ def _check_tables(place: str, model: nn.Module, job: Job) -> None:
                 f"{place}: the model's table {name!r} is {tables.get(name, 'absent')}, but it was given "
                 f"{given.get(name, 'none of that name')}. Use every table of `tables` as it is: rows and features come "
                 "from [data], columns from model.embedding_dim and model.embedding_dims."
+            )
+        if is_sequence(given[name]) != is_sequence(tables[name]):
+            has, kind = (
+                ("has", "EmbeddingCollection") if is_sequence(given[name]) else ("has no", "EmbeddingBagCollection")
+            )
+            raise InputError(
+                f"{place}: table {name!r} is in a tower that {has} sequences by data.sequences, so that it needs an "
+                f"{kind}, and is given as its config. Use `tables` as they are, or change data.sequences."
             )
     if not has_towers:
         return
@@ -227,7 +238,7 @@ def _check_layers(place: str, model: nn.Module, world_size: int) -> None:
     and TorchRec gives parameters their first numbers by ``reset_parameters`` of their module, without which they start
     from whatever is in memory, and buffers from zeros.
     """
-    collections = [part for part in model.modules() if isinstance(part, EmbeddingBagCollection)]
+    collections = [p for p in model.modules() if isinstance(p, EmbeddingBagCollection | EmbeddingCollection)]
     parts_of_tables = {part for collection in collections for part in collection.modules()}
     for path, part in model.named_modules():
         kind = f"{place}: {type(part).__name__} {path or 'of the model'!r}"

@@ -6,23 +6,25 @@ from typing import Any
 
 import torch
 from torch import nn
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.types import CommOp, ParameterSharding, ShardingEnv, ShardingPlan, ShardingType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from dmt.collectives import run_on_all_or_raise
 from dmt.plan.tables import feature_names
 from dmt.sharding.costs import StepWorkload
 from dmt.sharding.planner import plan_by_torchrec
 from dmt.sharding.schemes import SCHEMES, why_not
+from dmt.sptt.group_sharded import GroupShardedEC
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.peer_exchange import codecs_of
 from dmt.sptt.tower_lookup import GroupShardedEBC
 from dmt.training.job import Job
 
-__all__ = ["FlatSharder", "plan_flat", "shard_flat"]
+__all__ = ["FlatSequenceSharder", "FlatSharder", "plan_flat", "shard_flat"]
 
 _CHOICES = {"auto": ("table_wise", "column_wise"), "planner": SCHEMES}
 
@@ -74,18 +76,53 @@ class FlatSharder(EmbeddingBagCollectionSharder):
         )
 
 
+class FlatSequenceSharder(EmbeddingCollectionSharder):
+    """TorchRec's sharder of flat sequences, table-wise and row-wise; arguments are those of `FlatSharder`."""
+
+    def __init__(self, mesh: TowerMesh | None, **kwargs: Any) -> None:
+        super().__init__(**kwargs)
+        self._mesh = mesh
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """Returns the schemes."""
+        return [ShardingType.TABLE_WISE.value, ShardingType.ROW_WISE.value]
+
+    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
+        """Returns the one kernel."""
+        return [EmbeddingComputeKernel.FUSED.value]
+
+    def shard(
+        self,
+        module: EmbeddingCollection,
+        params: dict[str, ParameterSharding],
+        env: ShardingEnv,
+        device: torch.device | None = None,
+        module_fqn: str | None = None,
+    ) -> GroupShardedEC:
+        """Shards over all ranks; collective."""
+        assert self._mesh is not None, "a sharder without a mesh is for planning"
+        options = {"fused_params": self.fused_params, "device": device}
+        options["qcomm_codecs_registry"] = self.qcomm_codecs_registry
+        return GroupShardedEC(module, params, group=self._mesh.global_group, moment_scales={}, options=options)
+
+
 def shard_flat(
     job: Job, model: nn.Module, mesh: TowerMesh, fused_params: dict[str, Any]
-) -> tuple[FlatSharder, ShardingPlan]:
-    """Returns the sharder and the plan of a flat job; rank 0 makes the plan, and all ranks use it. Collective."""
+) -> tuple[list[Any], ShardingPlan]:
+    """Returns the sharders and the plan of a flat job; rank 0 makes the plan, and all ranks use it. Collective."""
     codecs = codecs_of(job.config.sharding.precision)
-    operations = (CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL, CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER)
+    operations = (
+        CommOp.POOLED_EMBEDDINGS_ALL_TO_ALL,
+        CommOp.POOLED_EMBEDDINGS_REDUCE_SCATTER,
+        CommOp.SEQUENCE_EMBEDDINGS_ALL_TO_ALL,
+    )
     registry = None if codecs is None else {operation.name: codecs for operation in operations}
-    sharder = FlatSharder(mesh, fused_params=fused_params, qcomm_codecs_registry=registry)
+    kinds: tuple[Any, ...] = (FlatSharder, FlatSequenceSharder)
+    sharders = [kind(mesh, fused_params=fused_params, qcomm_codecs_registry=registry) for kind in kinds]
     plans = run_on_all_or_raise(
         lambda: plan_flat(job, model, fused_params) if mesh.rank == 0 else None, mesh.global_group
     )
-    return sharder, plans[0]
+    return sharders, plans[0]
 
 
 def plan_flat(job: Job, model: nn.Module, fused_params: dict[str, Any]) -> ShardingPlan:
@@ -109,7 +146,7 @@ def plan_flat(job: Job, model: nn.Module, fused_params: dict[str, Any]) -> Shard
         )
     return plan_by_torchrec(
         model,
-        [FlatSharder(None, fused_params=fused_params)],
+        [FlatSharder(None, fused_params=fused_params), FlatSequenceSharder(None, fused_params=fused_params)],
         topology,
         constraints=constraints,
         memory_per_rank=job.config.sharding.rank_memory,

@@ -205,11 +205,37 @@ def _in_towers(config: TrainingConfig, tables: Sequence[TableSpec]) -> tuple[Tow
                 f"tables outside towers would have model.tower_dim={dim} columns, but FBGEMM's kernels take multiples "
                 "of 4. Set model.tower_dim to one."
             )
-        # Only for the errors that it raises.
-        plan.tables_by_tower(split_tables(tables, _cuts(plan, tables)))
+        by_tower = plan.tables_by_tower(split_tables(tables, _cuts(plan, tables)))
+        tables = _with_sequences(config, plan, tables, by_tower)
     except InputError as error:
         raise InputError(f"{place}: {error}") from error
     return plan, tables
+
+
+def _with_sequences(
+    config: TrainingConfig, plan: TowerPlan, tables: Sequence[TableSpec], by_tower: Sequence[Sequence[TableSpec]]
+) -> Sequence[TableSpec]:
+    """Marks all tables of a tower with sequences: such a tower looks up one ``EmbeddingCollection``.
+
+    Raises:
+        InputError: a sequence is outside towers, in a flat model, or in a tower where a table is cut.
+    """
+    for sequence, _ in (pair for table in tables for pair in table.sequences):
+        if not config.model.has_towers:
+            raise InputError(
+                f"{config.model.chosen} is flat, and {sequence!r} of data.sequences is looked up by TorchRec over all "
+                "ranks: the tower dataflow would compress nothing. Set sharding.dataflow='flat', or take a model in "
+                "towers."
+            )
+        if sequence in plan.outside:
+            raise InputError(f"{sequence!r} of data.sequences is outside towers, where all are bags. Put it into one.")
+    marked = {table.name for of_tower in by_tower if any(t.sequences for t in of_tower) for table in of_tower}
+    if cut := marked.difference(table.name for table in tables):
+        raise InputError(
+            f"the shard {min(cut)!r} of a cut table is in a tower with sequences (data.sequences), whose tables stay "
+            "whole. Make a plan without shards there."
+        )
+    return [replace(table, is_sequence=table.name in marked) for table in tables]
 
 
 def _outside(config: TrainingConfig, plan: TowerPlan, tables: Sequence[TableSpec]) -> list[str]:

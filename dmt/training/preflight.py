@@ -20,6 +20,7 @@ from dmt.formatting import human_bytes, shorten
 from dmt.models.complexity import Complexity, count_on_meta, tower_modules
 from dmt.plan.topology import TowerTopology
 from dmt.sptt.mesh import TowerMesh
+from dmt.testing.plain import is_table
 from dmt.training.build import build_model
 from dmt.training.config import TrainingConfig
 from dmt.training.device import current_device
@@ -142,6 +143,7 @@ def check_same_input(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
         "dense columns": data.columns.dense,
         "features": data.columns.feature_names,
         "features with bags": {feature.name: feature.is_bag for feature in data.columns.features},
+        "targets of sequences": {feature.name: feature.target for feature in data.columns.features},
         "parameters of the model": {name: tuple(value.shape) for name, value in model.named_parameters()},
         "tower": None if job.towers is None else dict(enumerate([*job.towers.to_lists(), job.towers.outside])),
         "placement": None if job.sharding is None else job.sharding.placements,
@@ -174,7 +176,7 @@ def check_memory(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
         place = f"{place[0]}, {device}", torch.cuda.get_device_properties(device).total_memory
     places = gather_objects(place, mesh.global_group)
     towers = sum(weight.nbytes for module in tower_modules(model) for weight in module.parameters())
-    weights = (weight for name, weight in model.named_parameters() if ".embedding_bags." not in name)
+    weights = (weight for name, weight in model.named_parameters() if not is_table(name))
     dense = sum(weight.nbytes for weight in weights) - towers
     # Of each copy the weight and its gradient. On one host no row is ever chosen.
     is_across = topology.share_across_hosts(topology.sharding_groups()) > 0

@@ -149,7 +149,7 @@ def test_din_attends_to_each_samples_own_history(histories):
     targets, rows = [3, 0, 1], []
     for target, history in zip(targets, histories, strict=True):
         t, pooled = again[target], torch.zeros(4)
-        scores = [plain.score(torch.cat([t, again[h], t - again[h], t * again[h]])) for h in history]
+        scores = [plain.attention.score(torch.cat([t, again[h], t - again[h], t * again[h]])) for h in history]
         for h, weight in zip(history, torch.cat(scores).softmax(0) if scores else (), strict=True):
             pooled = pooled + weight * again[h]
         rows.append(plain.project(torch.cat([t, pooled])))

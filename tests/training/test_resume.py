@@ -69,10 +69,13 @@ def losses(run: TrainingConfig) -> dict[str, list[tuple[int, float]]]:
 
 
 REPLICAS = {"num_towers": 2, "ranks_per_tower": 1, "num_replicas": 2, "replica_placement": "intra_host"}
+SYNTHETIC = {"num_rows": 450, "num_eval_rows": 200, "num_multi_hot": 1}
 LAYOUTS: dict[str, dict[str, Any]] = {
     "towers": {"sharding": {"scheme": "table_wise"}},
     "row-wise": {"sharding": {"scheme": "row_wise"}, "train": {"async_save": True, "prefetch_ids": False}},
     "flat": {"arch": "dlrm"},
+    "sequences": {"data": {"sequences": {"C6": "C1"}}, "synthetic": SYNTHETIC, "sharding": {"scheme": "row_wise"}},
+    "flat sequences": {"arch": "dcn", "data": {"sequences": {"C6": "C1"}}, "synthetic": SYNTHETIC},
     "replicas": {"topology": REPLICAS, "replicas": {"sync_every": 2}, "towers": {"outside": ["C2"]}},
     "replicas, delayed": {"topology": REPLICAS, "replicas": {"sync_every": 2, "optimizer_state": "delayed"}},
     "random bits and hot rows": {
@@ -84,7 +87,7 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("name", some_slow(LAYOUTS, ("towers", "flat", "replicas", "row-wise")))
+@pytest.mark.parametrize("name", some_slow(LAYOUTS, ("towers", "flat", "replicas", "row-wise", "sequences")))
 def test_an_interrupted_run_has_the_losses_of_an_undisturbed_one(name: str, tmp_path: Path) -> None:
     undisturbed, interrupted = (config(tmp_path / kind, **LAYOUTS[name]) for kind in ("a", "b"))
     expected = attempt(undisturbed)

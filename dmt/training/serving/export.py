@@ -118,6 +118,7 @@ def _manifest(job: Job, checkpoint: Path, tables: StoredTables) -> dict[str, Any
                     "rows": table.num_embeddings,  # ids lie in 0 to rows - 1
                     "columns": table.embedding_dim,
                     "multi_hot": raw[name].is_bag,  # true where a sample has any number of ids, else one
+                    "target": raw[name].target,  # the feature that attends to it, of a sequence
                     "salt": salt,  # of its hash
                     # The column of times that it is a part of, and the part: hour or weekday; empty for others.
                     "time_column": "" if time is None else time[0],

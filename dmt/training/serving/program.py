@@ -23,6 +23,7 @@ from dmt._torchrec import assert_in_graph
 from dmt.errors import InputError
 from dmt.formatting import shorten
 from dmt.plan.split_across_towers import shard_names
+from dmt.sptt.group_sharded import table_configs, table_weights
 from dmt.training.factory import checked_logits
 
 __all__ = ["TABLE_BITS", "ServedModel", "ServedTables", "StoredTables", "make_program", "quantize_rows", "restore_rows"]
@@ -68,7 +69,7 @@ def restore_rows(codes: Tensor, scales: Tensor, *, bits: int = 4) -> Tensor:
 
 
 class ServedTables(nn.Module):
-    """The tables of a TorchRec ``EmbeddingBagCollection``, looked up by PyTorch's own operators.
+    """The tables of a TorchRec ``EmbeddingBagCollection`` or ``EmbeddingCollection``, by PyTorch's own operators.
 
     With ``stored="fp32"`` they stay as they are (FP16 tables in FP16), and results have the bits of the collection.
 
@@ -77,22 +78,26 @@ class ServedTables(nn.Module):
         stored: ``"int8"`` or ``"int4"`` quantises each row; sums are of FP32 numbers.
 
     Raises:
-        InputError: bags are weighted, or a table has an odd number of columns for INT4.
+        InputError: bags are weighted, sequences return their ids, or a table has an odd number of columns for INT4.
     """
 
-    def __init__(self, tables: EmbeddingBagCollection, *, stored: StoredTables = "fp32") -> None:
+    def __init__(self, tables: EmbeddingBagCollection | EmbeddingCollection, *, stored: StoredTables = "fp32") -> None:
         super().__init__()
-        configs = tables.embedding_bag_configs()
-        if tables.is_weighted():
+        configs, weights = table_configs(tables), table_weights(tables)
+        self._is_sequence = isinstance(tables, EmbeddingCollection)
+        if isinstance(tables, EmbeddingCollection):
+            if tables.need_indices():
+                raise InputError(f"Table {configs[0].name!r} returns its ids too, which no exported program does.")
+        elif tables.is_weighted():
             raise InputError(f"Table {configs[0].name!r} has weighted bags, which no exported program takes.")
         self._bits = TABLE_BITS.get(stored)
         names = get_embedding_names_by_table(configs)
         self._outputs = [name for of_table in names for name in of_table]
-        modes = ["mean" if config.pooling is PoolingType.MEAN else "sum" for config in configs]
+        modes = ["mean" if getattr(config, "pooling", None) is PoolingType.MEAN else "sum" for config in configs]
         self._lookups = [(config.feature_names, mode) for config, mode in zip(configs, modes, strict=True)]
         self._widths = [config.embedding_dim for config in configs for _ in config.feature_names]
         for number, config in enumerate(configs):
-            weight = tables.embedding_bags[config.name].weight.detach()
+            weight = weights[config.name].detach()
             if self._bits is None:
                 self.register_buffer(f"weight_{number}", weight)
                 continue
@@ -102,20 +107,30 @@ class ServedTables(nn.Module):
             self.register_buffer(f"weight_{number}", codes)
             self.register_buffer(f"scales_{number}", scales)
 
-    def forward(self, features: Mapping[str, JaggedTensor]) -> KeyedTensor:
-        """Ids by feature -> pooled embeddings as the collection gives them, float32 [B, sum N]."""
-        pooled = [
-            self._look_up(number, features[name].values(), features[name].offsets(), mode)
-            for number, (names, mode) in enumerate(self._lookups)
-            for name in names
+    def forward(self, features: Mapping[str, JaggedTensor]) -> Any:
+        """Ids by feature -> embeddings as the collection gives them: float32 [B, sum N], or sequences by feature."""
+        lookups = [
+            (number, features[name], mode) for number, (names, mode) in enumerate(self._lookups) for name in names
         ]
+        if self._is_sequence:
+            found = [
+                JaggedTensor(self._rows(number, ids.values()), lengths=ids.lengths()) for number, ids, _ in lookups
+            ]
+            return dict(zip(self._outputs, found, strict=True))
+        pooled = [self._look_up(number, ids.values(), ids.offsets(), mode) for number, ids, mode in lookups]
         return KeyedTensor(keys=self._outputs, length_per_key=self._widths, values=torch.cat(pooled, dim=1))
+
+    def _rows(self, number: int, ids: Tensor) -> Tensor:
+        weight = self.get_buffer(f"weight_{number}")
+        if self._bits is None:
+            return functional.embedding(ids, weight).float()
+        scales = self.get_buffer(f"scales_{number}")
+        return restore_rows(weight.index_select(0, ids), scales.index_select(0, ids), bits=self._bits)
 
     def _look_up(self, number: int, ids: Tensor, offsets: Tensor, mode: str) -> Tensor:
         weight = self.get_buffer(f"weight_{number}")
         if self._bits is not None:
-            scales = self.get_buffer(f"scales_{number}")
-            weight = restore_rows(weight.index_select(0, ids), scales.index_select(0, ids), bits=self._bits)
+            weight = self._rows(number, ids)
             ids = torch.arange(ids.shape[0], device=ids.device)
         return functional.embedding_bag(ids, weight, offsets, mode=mode, include_last_offset=True).float()
 
@@ -154,13 +169,14 @@ class ServedModel(nn.Module):
         # What the memo has is put in the copy's place, and tables are never copied.
         memo: dict[int, Any] = {}
         for name, part in model.named_modules():
-            if type(part) is EmbeddingBagCollection:
-                memo[id(part)] = ServedTables(part, stored=stored)
-            elif isinstance(part, EmbeddingBagCollection | EmbeddingCollection):
+            if not isinstance(part, EmbeddingBagCollection | EmbeddingCollection):
+                continue
+            if type(part) not in (EmbeddingBagCollection, EmbeddingCollection):
                 raise InputError(
-                    f"The module {name!r} has tables that cannot be exported: only EmbeddingBagCollection can, and no "
-                    "subclass of it."
+                    f"The module {name!r} has tables that cannot be exported: only EmbeddingBagCollection and "
+                    "EmbeddingCollection can, and no subclass of them."
                 )
+            memo[id(part)] = ServedTables(part, stored=stored)
         self.model = copy.deepcopy(model, memo).eval()
 
     def forward(self, dense: Tensor, ids: dict[str, Tensor], lengths: dict[str, Tensor]) -> Tensor:

@@ -297,10 +297,14 @@ def test_a_model_of_ones_own_is_exported_and_int8_is_small(tmp_path: Path) -> No
     assert (tmp_path / "model.pt2").stat().st_size - 150_000 < 0.27 * weights
 
 
+class Words(EmbeddingCollection):
+    """A subclass may compute anything."""
+
+
 class Sequences(Clicks):
     def __init__(self) -> None:
         super().__init__()
-        self.words = EmbeddingCollection(
+        self.words = Words(
             tables=[EmbeddingConfig(name="t", num_embeddings=9, embedding_dim=8, feature_names=["word"])]
         )
 

@@ -76,6 +76,8 @@ RUNS: dict[str, dict[str, Any]] = {
         "optimizer": {"sparse": "adam"},
         "towers": {"outside": ["C6", "C2"]},
     },
+    "sequences": {"data": {"sequences": {"C6": "C1", "C5": "C2"}}},
+    "flat sequences": {"arch": "dlrm", "data": {"sequences": {"C6": "C1"}}},
     "replicas": {"arch": "dmt-dcn", "topology": {"num_towers": 1, "ranks_per_tower": 1, "num_replicas": 2}},
 }
 

@@ -1,0 +1,194 @@
+"""Attention over sequences of embeddings: a target attends to its history (DIN, arXiv 1706.06978, section 4.3).
+
+The embeddings are those of an ``EmbeddingCollection``: of each feature a TorchRec ``JaggedTensor`` of [B] lengths and
+[sum of lengths, N] values. `DINTowerModule` is a tower of one target and one history. `PooledBySequence` turns any
+features into vectors [B, N], with which DLRM and DCN, flat and in towers, take sequences (``data.sequences``).
+
+Legend: B samples, J items of all histories, N embedding dimension, D the tower dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from dmt.errors import InputError
+from dmt.models.dense import Device, check_sizes, mlp
+from dmt.plan.tables import feature_names
+
+__all__ = ["DINTowerModule", "PooledBySequence", "SequenceTowerModule", "TargetAttention"]
+
+
+class _Items(NamedTuple):
+    """The embeddings of a feature's ids."""
+
+    values_JN: Tensor
+    sample_J: Tensor
+    """The sample of each."""
+    num_samples: int
+
+    def sum(self) -> Tensor:
+        """Sums the embeddings of each sample, in the order of its ids: [B, N]."""
+        zeros = self.values_JN.new_zeros(self.num_samples, self.values_JN.shape[1])
+        return zeros.index_add(0, self.sample_J, self.values_JN)
+
+
+class TargetAttention(nn.Module):
+    """Pools the items of a history with weights that depend on the target.
+
+    Of target t and item h an MLP of [t, h, t - h, t * h], each N wide, makes a score, without a last bias, which would
+    change no weight: the weights of the items are the softmax of the scores over the history. A sample without history
+    gets zeros. DIN leaves out the softmax, so that long histories weigh more; here it is taken.
+
+    Args:
+        embedding_dim: N.
+        hidden: hidden width of the MLP.
+        device: where the parameters are made.
+    """
+
+    def __init__(self, embedding_dim: int, *, hidden: int = 36, device: Device = None) -> None:
+        super().__init__()
+        hidden_layers = mlp(4 * embedding_dim, (hidden,), device=device)
+        self.score = nn.Sequential(*hidden_layers, nn.Linear(hidden, 1, bias=False, device=device))
+
+    def forward(self, target_BN: Tensor, items: _Items) -> Tensor:
+        """Target [B, N] and its history -> [B, N]."""
+        items_JN, sample_J, num_samples = items
+        query_JN = target_BN.index_select(0, sample_J)
+        pairs = torch.cat([query_JN, items_JN, query_JN - items_JN, query_JN * items_JN], dim=1)
+        weights_J = _softmax_by_sample(self.score(pairs).squeeze(1), sample_J, num_samples)
+        return torch.zeros_like(target_BN).index_add(0, sample_J, weights_J.unsqueeze(1) * items_JN)
+
+
+class DINTowerModule(nn.Module):
+    """Attention of a target item to a sample's history: `TargetAttention`, projected with the target, [t, v] -> D.
+
+    It reads sequences: the tower's embedding module is an ``EmbeddingCollection``, whose target and history share a
+    table.
+
+    Args:
+        target: feature with one id for each sample. Other numbers are no error, as in a bag: none is a target of zeros,
+            several are the sum of their embeddings.
+        history: feature with any number of ids, also none.
+        embedding_dim: N.
+        tower_dim: D, numbers that cross hosts, whatever the length of the history.
+        hidden: hidden width of the MLP.
+        device: where the parameters are made.
+    """
+
+    keeps_interactions = True
+
+    def __init__(
+        self,
+        target: str,
+        history: str,
+        *,
+        embedding_dim: int,
+        tower_dim: int,
+        hidden: int = 36,
+        device: Device = None,
+    ) -> None:
+        super().__init__()
+        check_sizes("DINTowerModule", embedding_dim=embedding_dim, tower_dim=tower_dim, hidden=hidden)
+        self.features = (target, history)
+        self.in_features = 2 * embedding_dim
+        self.out_features = tower_dim
+        self.attention = TargetAttention(embedding_dim, hidden=hidden, device=device)
+        self.project = nn.Linear(2 * embedding_dim, tower_dim, device=device)
+
+    def forward(self, embeddings: Mapping[str, Any]) -> Tensor:
+        """Sequences of [B] lengths and [sum of lengths, N] values -> [B, D].
+
+        Raises:
+            InputError: a feature comes as pooled embeddings.
+        """
+        target, history = (_items(embeddings, name, "DINTowerModule") for name in self.features)
+        # Lengths are not checked here: only the ranks of this tower would raise, and all others wait for them.
+        target_BN = target.sum()
+        return self.project(torch.cat([target_BN, self.attention(target_BN, history)], dim=1))
+
+
+class PooledBySequence(nn.Module):
+    """Pools every feature of some tables to [B, N]: sequences by the attention of their targets, the others by a sum.
+
+    Args:
+        tables: `dmt.plan.tables.TableSpec` of each, with its ``sequences``.
+        device: where the parameters are made.
+
+    Example:
+        >>> from torchrec.sparse.jagged_tensor import JaggedTensor
+        >>> from dmt.plan.tables import TableSpec
+        >>> names = ("item", "history")
+        >>> table = TableSpec(
+        ...     name="t", num_embeddings=9, embedding_dim=4, feature_names=names, sequences=(("history", "item"),)
+        ... )
+        >>> item = JaggedTensor(torch.ones(2, 4), lengths=torch.tensor([1, 1]))
+        >>> history = JaggedTensor(torch.ones(3, 4), lengths=torch.tensor([0, 3]))
+        >>> PooledBySequence([table])({"item": item, "history": history})["history"].detach().round().tolist()
+        [[0.0, 0.0, 0.0, 0.0], [1.0, 1.0, 1.0, 1.0]]
+    """
+
+    def __init__(self, tables: Sequence[Any], *, device: Device = None) -> None:
+        super().__init__()
+        self.features = tuple(feature_names(tables))
+        pairs = [(table, pair) for table in tables for pair in getattr(table, "sequences", ())]
+        dims = {sequence: table.embedding_dim for table, (sequence, _) in pairs}
+        self._targets = dict(pair for _, pair in pairs)
+        self.attentions = nn.ModuleList(TargetAttention(dims[name], device=device) for name in self._targets)
+
+    def forward(self, embeddings: Mapping[str, Any]) -> dict[str, Tensor]:
+        """Sequences of [B] lengths and [sum of lengths, N] values -> [B, N] of each feature."""
+        items = {name: _items(embeddings, name, "data.sequences") for name in self.features}
+        pooled = {name: of_feature.sum() for name, of_feature in items.items() if name not in self._targets}
+        for attention, (name, target) in zip(self.attentions, self._targets.items(), strict=True):
+            pooled[name] = attention(pooled[target], items[name])
+        return pooled
+
+
+class SequenceTowerModule(nn.Module):
+    """A tower module over an ``EmbeddingCollection``: `PooledBySequence`, then a tower module of pooled embeddings.
+
+    Args:
+        pooling: of the tower's tables.
+        module: the tower module.
+    """
+
+    keeps_interactions = True
+
+    def __init__(self, pooling: PooledBySequence, module: Any) -> None:
+        super().__init__()
+        self.features, self.in_features, self.out_features = module.features, module.in_features, module.out_features
+        self.pooling, self.module = pooling, module
+
+    def forward(self, embeddings: Mapping[str, Any]) -> Tensor:
+        """Sequences of [B] lengths and [sum of lengths, N] values -> [B, O_t]."""
+        return self.module(self.pooling(embeddings))
+
+
+def _items(embeddings: Mapping[str, Any], name: str, owner: str) -> _Items:
+    """Returns the embeddings of a feature's ids."""
+    sequence = embeddings[name]
+    if isinstance(sequence, Tensor):
+        raise InputError(
+            f"{owner}: feature {name!r} comes as pooled embeddings {list(sequence.shape)}, but attention needs one for "
+            "each id. Make the tower's embedding module an EmbeddingCollection."
+        )
+    values, lengths = sequence.values(), sequence.lengths()
+    # Sizes as exported programs know them, which len() would make constants.
+    num_samples, num_items = lengths.shape[0], values.shape[0]
+    samples = torch.arange(num_samples, device=lengths.device)
+    # Without output_size a GPU would be waited for.
+    return _Items(values, samples.repeat_interleave(lengths, output_size=num_items), num_samples)
+
+
+def _softmax_by_sample(scores_J: Tensor, sample_J: Tensor, num_samples: int) -> Tensor:
+    """Softmax of the scores of each sample's items; ``sample_J`` has the sample of each."""
+    # Any number taken from all scores of a sample leaves the softmax as it is, and has no gradient.
+    largest_B = scores_J.detach().new_full((num_samples,), -torch.inf)
+    largest_B = largest_B.scatter_reduce(0, sample_J, scores_J.detach(), "amax")
+    powers_J = (scores_J - largest_B.index_select(0, sample_J)).exp()
+    total_B = torch.zeros_like(largest_B).index_add(0, sample_J, powers_J)
+    return powers_J / total_B.index_select(0, sample_J)
