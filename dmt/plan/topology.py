@@ -55,9 +55,9 @@ class TowerTopology:
     """L: ranks that share the tables of one tower over fast links."""
     num_replicas: int = 1
     """R: copies of the whole model-parallel part (2D sparse parallelism)."""
-    replica_placement: Literal["inter_host", "intra_host"] = "intra_host"
-    """``"intra_host"``: the replicas of one shard are neighbouring ranks, which average over the fast links of their
-    host. ``"inter_host"``: a replica is a contiguous block of ranks."""
+    replica_placement: Literal["inter_host", "intra_host"] = "inter_host"
+    """``"inter_host"``: a replica is a contiguous block of ranks. ``"intra_host"``: the replicas of one
+    shard are neighbouring ranks."""
     ranks_per_host: int | None = None
     """Neighbouring ranks that share a host: those of several whole towers, or an equal part of one tower's. None: those
     of one tower, with ``"intra_host"`` replicas of all its replicas."""

@@ -110,9 +110,9 @@ class TopologyConfig(Section):
     """L."""
     num_replicas: int = Field(default=1, ge=1, le=65_536)
     """R, copies of all tables, each trained on its share of the samples and averaged; see ``[replicas]``."""
-    replica_placement: Literal["inter_host", "intra_host"] = "intra_host"
-    """``intra_host``: the replicas of a shard are neighbours, on one host if it has R x L ranks; ``inter_host``: a
-    replica is a block of neighbouring ranks."""
+    replica_placement: Literal["inter_host", "intra_host"] = "inter_host"
+    """``inter_host``: a replica is a block of neighbouring ranks; ``intra_host``: the replicas of a shard are
+    neighbours, on one host if it has R x L ranks."""
     ranks_per_host: int | None = Field(default=None, ge=1, le=8192)
     """Ranks that one machine runs: those of several towers, or an equal part of one tower's. Decides which bytes cross
     hosts, and what ``dense_reduce = "hierarchical"`` sums first. Left out, a tower is a host (its replicas too, with

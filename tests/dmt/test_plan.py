@@ -134,8 +134,8 @@ def test_groups_partition_the_job(placement: str) -> None:
 
 
 def test_replicas_are_blocks_or_neighbours() -> None:
-    assert mesh(2, 2, 2, replica_placement="inter_host").sharding_groups() == [[0, 1, 2, 3], [4, 5, 6, 7]]
-    topology = mesh(2, 2, 2)
+    assert mesh(2, 2, 2).sharding_groups() == [[0, 1, 2, 3], [4, 5, 6, 7]]
+    topology = mesh(2, 2, 2, replica_placement="intra_host")
     assert topology.replica_groups() == [[0, 1], [2, 3], [4, 5], [6, 7]]
     assert topology.tower_groups() == [[0, 2], [4, 6], [1, 3], [5, 7]]
 

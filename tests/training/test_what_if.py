@@ -61,7 +61,7 @@ def test_operators_move_their_tensors_for_each_sample_and_their_weights_in_each_
 
 
 def test_replicas_cost_their_average_and_less_of_it_if_they_wait() -> None:
-    topology = {"num_replicas": 2, "num_towers": 2, "ranks_per_tower": 2, "replica_placement": "inter_host"}
+    topology = {"num_replicas": 2, "num_towers": 2, "ranks_per_tower": 2}
     loads = []
     for steps in (1, 10):
         whole = {"scheme": "table_wise"}
