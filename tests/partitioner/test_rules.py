@@ -51,7 +51,7 @@ def test_names_may_hold_the_characters_of_patterns():
         ({"max_tower_bytes": 0}, "max_tower_bytes: Input should be greater than 0"),
         ({"towers_per_category": {"a": 0}}, r"towers_per_category\.a: Input should be greater than or equal to 1"),
         ({"towers_per_category": {"a": 2.5}}, r"towers_per_category\.a: Input should be a valid integer"),
-        ({"categories": ["user"]}, "categories: Input should be a valid dictionary"),
+        ({"categories": ["user"]}, "categories: Input should be a table"),
         ({"categories": {"user": ["a"], "item": []}}, r"categories\.item: Value should have at least 1 item"),
         ({"together": ["a", "b"]}, r"together\.0: 'str' .* not allowed as a Sequence"),
         ({"rows": 3}, r"rows: Extra inputs .* \(got 3\)\. The rules are categories, towers_per_category, together"),

@@ -201,12 +201,13 @@ class _Table(Section):
     embedding_dim: int = Field(ge=1, multiple_of=4)  # FBGEMM's kernels
     feature_names: tuple[str, ...] = Field(min_length=1)
     data_type: Literal["FP32", "FP16"] = "FP32"
+    sequences: tuple[tuple[str, str], ...] = ()
 
 
 def read_tables(path: Path) -> tuple[TableSpec, ...]:
     """Reads tables from JSON: a list of {name, num_embeddings, embedding_dim, feature_names}, or a ``towers.json``.
 
-    An entry may have a ``data_type``, ``"FP32"`` (the default) or ``"FP16"``.
+    An entry may have a ``data_type``, ``"FP32"`` (the default) or ``"FP16"``, and ``sequences``, each with its target.
 
     Raises:
         InputError: the file is absent, not JSON, or an entry is malformed; entries are counted from 1.
