@@ -118,8 +118,8 @@ def feature_names(tables: Sequence[Any]) -> list[str]:
 
 def is_sequence(table: Any) -> bool:
     """Returns whether each id of a table has an embedding of its own: TorchRec's ``EmbeddingConfig`` has no pooling."""
-    if isinstance(table, TableSpec):
-        return table.is_sequence
+    if hasattr(table, "is_sequence"):  # a `TableSpec`, or a record of one
+        return bool(table.is_sequence)
     return hasattr(table, "init_fn") and not hasattr(table, "pooling")
 
 

@@ -202,6 +202,7 @@ class _Table(Section):
     feature_names: tuple[str, ...] = Field(min_length=1)
     data_type: Literal["FP32", "FP16"] = "FP32"
     sequences: tuple[tuple[str, str], ...] = ()
+    is_sequence: bool = False
 
 
 def read_tables(path: Path) -> tuple[TableSpec, ...]:
