@@ -3,8 +3,9 @@
 Fenced blocks say what becomes of them: ``python run`` is executed (with ``>>>``: as a doctest, and the doctests of a
 page share their names), ``python ranks`` is executed on two gloo ranks, all blocks of a page as one program; ``toml``
 must load as a configuration, ``toml rules`` as partition rules; ``text sample=NAME`` is a data file that the ``toml``
-block naming it reads; ``bash`` lines must parse. Blocks marked ``tutorial`` are run one after another: ``toml
-tutorial=NAME`` becomes a file, ``python`` shares its names, ``bash`` lines are run.
+block naming it reads; ``text printed`` are lines that the ``bash`` block before it prints; ``bash`` lines must parse. Blocks
+marked ``tutorial`` are run one after another: ``toml tutorial=NAME`` becomes a file, ``python`` shares its names,
+``bash`` lines are run.
 """
 
 from __future__ import annotations
@@ -114,7 +115,7 @@ def test_the_map_names_every_page() -> None:
 
 
 KNOWN = {"python": ("run", "ranks", "tutorial"), "toml": ("", "rules", "tutorial="), "bash": ("", "tutorial")}
-KNOWN["text"] = ("", "sample=")
+KNOWN["text"] = ("", "sample=", "printed")
 
 
 def test_every_block_says_what_becomes_of_it() -> None:
@@ -191,6 +192,19 @@ def test_the_tutorial_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
         else:
             for line in block.text.splitlines():
                 run_command(line, tmp_path)
+
+
+def words_of(line: str) -> str:
+    return " ".join(re.sub(r"[^\x20-\x7e]", " ", line).split())
+
+
+@pytest.mark.parametrize("block", blocks("text", "printed"), ids=lambda block: block.page.name)
+def test_what_a_page_says_is_printed_is_printed(block: Block) -> None:
+    command = FENCE.findall(block.page.read_text().partition(block.text)[0])[-1][2]
+    ran = CliRunner().invoke(main, shlex.split(command)[1:], env={"COLUMNS": "200"})
+    assert ran.exit_code == 0, ran.output
+    printed = {words_of(line) for line in ran.output.splitlines()}
+    assert {words_of(line) for line in block.text.splitlines()} <= printed, f"prints now:\n{ran.output}"
 
 
 @pytest.mark.parametrize(
