@@ -48,7 +48,7 @@ def commands() -> str:
         for parameter in command.get_params(context):
             if isinstance(parameter, click.Argument):
                 parts.append(f"| `{parameter.make_metavar(context)}` | |")
-            elif (record := parameter.get_help_record(context)) is not None and record[0] != "--help":
+            elif (record := parameter.get_help_record(context)) is not None and record[0] not in ("--help", "--json"):
                 kind = "Advanced: " if isinstance(parameter, Advanced) else ""
                 parts.append(f"| `{_cell(record[0])}` | {kind}{_cell(_one_line(record[1]))} |")
         parts.append("")
@@ -62,7 +62,7 @@ def keys() -> str:
     """The sections of `TrainingConfig` as Markdown: one table each, with every key, its default and its meaning.
 
     Example:
-        >>> "| `batch_size` | `1024` | integer, at least 1, at most 16777216 | B, rows per rank" in keys()
+        >>> "| `batch_size` | `1024` | integer, 1 to 16777216 | B, rows per rank" in keys()
         True
     """
     parts = []
@@ -112,13 +112,10 @@ def _row(key: str, field: FieldInfo) -> str:
 
 
 def _values(field: FieldInfo) -> str:
-    limits = [
-        f"{word} {getattr(rule, name)}"
-        for rule in field.metadata
-        for name, word in _BOUNDS.items()
-        if getattr(rule, name, None) is not None
-    ]
-    return ", ".join([_kind(field.annotation), *limits])
+    limits = {name: getattr(rule, name) for rule in field.metadata for name in _BOUNDS if hasattr(rule, name)}
+    if limits.keys() == {"ge", "le"}:
+        return f"{_kind(field.annotation)}, {limits['ge']} to {limits['le']}"
+    return ", ".join([_kind(field.annotation), *(f"{_BOUNDS[name]} {value}" for name, value in limits.items())])
 
 
 def _kind(annotation: Any) -> str:
