@@ -127,23 +127,9 @@ def _quality() -> Rows:
             *(data, _MODULES[model], "interactions apart" if (model, towers) == ("dlrm", "interactions") else towers),
             *(f"{found[data, model, towers, ratio]:+.4f}" for ratio in (2, 4, 8, 16)),
         ]
-        for data in ("flights", "hotel", "census")
+        for data in ("flights", "hotel")
         for model, towers in arms
     ]
-
-
-def _bytes_of_ratios() -> Rows:
-    costs = [
-        r for r in _record("quality_study")["costs"] if (r["data"], r["num_towers"], r["dim"]) == ("flights", 4, 16)
-    ]
-    by = {(row["model"], row["ratio"], row["towers"]): row for row in costs}
-    rows = [["flat", "", "", "", f"{costs[0]['flat_bytes']:,.0f}"]]
-    for ratio in (2, 4, 8, 16):
-        width = 64 // ratio
-        products = f"{max(1, width // 16)} x {min(16, width)}"
-        sent = [by[model, ratio, "strided"]["bytes"] for model in ("dcn", "dlrm-each")]
-        rows.append([str(ratio), str(width), products, str(16 // ratio), f"{sent[0]:.0f} ({sent[1]:.0f})"])
-    return rows
 
 
 def _hot_steps() -> Rows:
@@ -177,10 +163,6 @@ TABLES: Mapping[tuple[str, ...], Callable[[], Rows]] = {
         _performance, "fp16"
     ),
     ("data", "tower module", "towers", "CR 2", "CR 4", "CR 8", "CR 16"): _quality,
-    (
-        *("CR", "DCN: D", "DLRM, products: p x D", "DLRM, projections: D"),
-        "bytes of embeddings and gradients across hosts (projections)",
-    ): _bytes_of_ratios,
     ("setup", "ms", "MB sent per host"): _hot_steps,
     ("hosts x ranks, samples per rank", "hot rows", "unique", "both"): _hot_bytes,
 }
@@ -227,7 +209,7 @@ def _quality_sentences() -> Iterable[str]:
         data: median(r["auc_std"] for r in costs if (r["data"], r["num_towers"], r["dim"]) == (data, 4, 16))
         for data in ("flights", "hotel", "census")
     }
-    yield f"is {spread['flights']:.4f} on flights, {spread['hotel']:.4f} on hotel and {spread['census']:.4f} on census"
+    yield f"is {spread['flights']:.4f} on flights and {spread['hotel']:.4f} on hotel"
     lost = {key[1:3]: -auc for key, auc in aucs.items() if key[0] == "flights" and key[3] == 4}
     keeping = ("dlrm-products", "dcn")
     yield f"interact lost at most {max(lost[model, 'interactions'] for model in keeping):.4f} at ratio 4"
@@ -235,8 +217,12 @@ def _quality_sentences() -> Iterable[str]:
     linear = [lost[arm] for arm in (("dlrm", "interactions"), ("dlrm", "strided"), ("dlrm-each", "strided"))]
     yield f"the paper's modules for DLRM {min(linear):.4f} to {max(linear):.4f}"
     shown = ("interactions", "strided")
-    others = [-aucs[key] for key in aucs if key[0] in ("hotel", "census") and key[2] in shown and key[3] == 4]
-    yield f"at ratio 4 no row is more than {max(others):.4f} below the flat model"
+    below = {
+        data: -min(auc for key, auc in aucs.items() if key[0] == data and key[2] in shown and key[3] == 4)
+        for data in ("hotel", "census")
+    }
+    yield f"at ratio 4 no row is more than {below['hotel']:.4f} below the flat model"
+    yield f"none is more than {below['census']:.4f} below it"
     tuned = [
         row["median_difference"]
         for row in _record("quality_study")["tuned_comparisons"]
@@ -247,6 +233,22 @@ def _quality_sentences() -> Iterable[str]:
         yield f"{lost[model, 'coherent']:.4f} with {name} (random: {lost[model, 'random']:.4f})"
     gained, products = aucs["planted", "dcn", "interactions", 4], -aucs["planted", "dlrm-products", "interactions", 4]
     yield f"DCN gained {gained:.4f} at ratio 4 and products lost {products:.4f}"
+
+
+    steps = {(row["data"], row["rows"], row["rates"]): row["ne"] for row in _record("batches")["medians"]}
+    near = [abs(ne - steps[data, 512, 1.0]) for (data, rows, _), ne in steps.items() if rows == 2048]
+    yield f"stayed within {max(near):.3f} NE of 512"
+    for data in ("flights", "hotel"):
+        yield f"from {steps[data, 512, 1.0]:.2f} to {steps[data, 8192, 4.0]:.2f} on {data}"
+    yield f"had an NE of {min(ne for (_, rows, _), ne in steps.items() if rows >= 32768):.2f} or more"
+
+
+def _replicas_sentences() -> Iterable[str]:
+    (run,) = _record("replica_placement")["runs"]
+    sent = {one["name"]: max(one["steps"][0]["uplink_bytes"]) / 1e6 for one in run["contenders"]}
+    ways = [f"{sent[f'{model}{way}']:.0f}" for model in ("sptt", "dmt-cr2") for way in ("+r2-intra", "+r2-inter", "")]
+    yield "sent {} MB a step with `intra_host`, {} with `inter_host` and {} without".format(*ways[:3])
+    yield "(ratio 2: {}, {} and {})".format(*ways[3:])
 
 
 def _partitioner_sentences() -> Iterable[str]:
@@ -296,6 +298,7 @@ SENTENCES: Mapping[str, Callable[[], Iterable[str]]] = {
     "performance.md": _performance_sentences,
     "hot_rows.md": _hot_sentences,
     "quality.md": _quality_sentences,
+    "replicas.md": _replicas_sentences,
     "partitioner.md": _partitioner_sentences,
     "serving.md": _serving_sentences,
     "what_if.md": _what_if_sentences,

@@ -65,7 +65,7 @@ class ModelConfig(Section):
     """Layers of the over arch, ending in 1; by default the paper's for the arch."""
     tower_dim: int | None = Field(default=None, ge=1, le=65_536)
     """D, dimension of a tower's outputs (multi-tower models); by default half of ``embedding_dim``: a compression
-    ratio of 2 with DLRM's ``c = 1`` and ``p = 0``. A ratio below 1 is warned of."""
+    ratio of 2 with DLRM's ``c = 1`` and ``p = 0``."""
     c: int = Field(default=1, ge=0, le=65_536)
     """Outputs of dimension D per feature (DLRM in towers)."""
     p: int = Field(default=0, ge=0, le=65_536)
@@ -114,9 +114,8 @@ class TopologyConfig(Section):
     """``inter_host``: a replica is a block of neighbouring ranks; ``intra_host``: the replicas of a shard are
     neighbours, on one host if it has R x L ranks."""
     ranks_per_host: int | None = Field(default=None, ge=1, le=8192)
-    """Ranks that one machine runs: those of several towers, or an equal part of one tower's. Decides which bytes cross
-    hosts, and what ``dense_reduce = "hierarchical"`` sums first. Left out, a tower is a host (its replicas too, with
-    ``intra_host``)."""
+    """Ranks of one machine: those of several towers, or an equal part of one tower's. Left out, a tower is a host (its
+    replicas too, with ``intra_host``)."""
 
     def build(self) -> TowerTopology:
         """The topology of these sizes."""
@@ -129,9 +128,9 @@ class TowersConfig(Section):
     plan: str = "strided"
     """Path of a ``towers.json`` that ``dmt partition`` wrote, or ``strided``: feature i in tower i mod T."""
     outside: Literal["none", "auto"] | tuple[str, ...] = "none"
-    """Features whose tables every rank holds ([Towers](towers.md#tables-on-every-rank)), added to those that the plan
-    has outside towers: a list, or ``auto``: if the plan has none, the features that save bytes between hosts. In
-    ``dmt-dlrm`` their tables have ``tower_dim`` columns unless ``embedding_dims`` names them."""
+    """Features whose tables every rank holds ([Towers](towers.md#tables-on-every-rank)), added to those of the plan: a
+    list, or ``auto``: if the plan has none, those that save bytes between hosts. In ``dmt-dlrm`` their tables have
+    ``tower_dim`` columns unless ``embedding_dims`` names them."""
 
     @field_validator("outside", mode="before")
     @classmethod
@@ -156,15 +155,13 @@ class ShardingConfig(Section):
     """``flat``: TorchRec's global exchange; ``sptt``: the tower dataflow. A flat model can take either, a
     multi-tower model is always ``sptt``; ``auto`` picks the model's own."""
     scheme: Literal["auto", "table_wise", "row_wise", "column_wise", "data_parallel", "planner"] = "auto"
-    """The scheme of every table that can have it. With towers, each table is sharded over the ranks of its tower;
-    ``auto`` lets the planner choose for each table (``dmt plan`` shows why). In flat runs TorchRec's planner shards
-    over all ranks: ``auto`` lets it choose ``table_wise`` or ``column_wise``, ``planner`` (flat runs only) any of the
-    four. A column-wise table under row-wise AdaGrad keeps a state per shard and row and trains a little differently."""
+    """The scheme of every table that can have it, over the ranks of its tower; ``auto`` lets the planner choose for
+    each table (``dmt plan`` shows why). In flat runs TorchRec's planner shards over all ranks: ``auto`` lets it choose
+    ``table_wise`` or ``column_wise``, ``planner`` (flat runs only) any of the four."""
     tables: dict[str, Scheme | Kernel] = Field(default_factory=dict)
-    """The scheme of single tables, or their kernel, by name or pattern: ``"t_ad*" = "row_wise"``; the first pattern
-    that matches holds. TorchRec's kernel decides the memory of the weights: ``fused`` (the device's), ``fused_uvm``
-    (the host's), ``fused_uvm_caching`` (the host's, with a cache on the device), ``key_value`` (an SSD, with a cache).
-    Other tables are on the device."""
+    """The scheme of single tables, or the kernel that decides the memory of their weights
+    ([Sharding](sharding.md#tables-larger-than-the-devices)), by name or pattern: ``"t_ad*" = "row_wise"``; the first
+    pattern that matches holds."""
     memory_gib: float | None = Field(default=None, gt=0, le=1e6)
     """Memory of a rank for tables, their optimizer state, and the embeddings that it looks up in a step with their
     gradients, in GiB; a plan that needs more is refused."""
@@ -172,15 +169,15 @@ class ShardingConfig(Section):
     """Mean number of ids per sample, by feature. Others have the mean that ``dmt prepare`` counted, or 1. Only the
     planner and ``dmt what-if`` read it."""
     cluster: str | None = None
-    """The rates by which the planner of towers weighs lookups against sending inside a tower: a ``cluster.toml`` that
-    ``dmt bench-comms`` wrote, or ``v100``, ``a100`` or ``h100``; by default half of an A100's data sheet."""
+    """The rates by which the planner weighs lookups against sending inside a tower: a ``cluster.toml`` that ``dmt
+    bench-comms`` wrote, or ``v100``, ``a100`` or ``h100``."""
     unique: bool = False
     """Samples of a rank's batch with equal inputs share what crosses between towers. An input is that of one feature;
     with tower modules, of a tower's features."""
     forward_precision: ExchangeFormat = "fp32"
     """Number format of embeddings or tower outputs on their way between towers (flat: between all ranks)."""
     backward_precision: ExchangeFormat = "fp32"
-    """Number format of their gradients; ``bf16`` is the safe one of the small ones."""
+    """Number format of their gradients ([Precision](precision.md))."""
     table_precision: Literal["fp32", "fp16"] = "fp32"
     """Number format of the table weights; optimizer state stays FP32. Data-parallel tables must be ``fp32``."""
 
@@ -208,8 +205,7 @@ class ReplicasConfig(Section):
     optimizer_state: Literal["now", "delayed"] = "now"
     """``delayed``: states are averaged while the next N steps train, and taken over one averaging later."""
     moment_scale: MomentScale = "num_replicas"
-    """c: AdaGrad's moments are divided by it, in (0, R]. The noisier the gradients, the nearer to R. Data-parallel
-    tables need none: their gradients are averaged over the replicas."""
+    """c: AdaGrad's moments are divided by it, in (0, R] ([Replicas](replicas.md#the-moment-scale))."""
 
 
 class HotRowsConfig(Section):
@@ -217,9 +213,9 @@ class HotRowsConfig(Section):
 
     extra_memory: float = Field(default=0.0, ge=0, le=1)
     """Bytes that the copies of a rank may have, as a share of the weights of all tables; 0: no copies. Only rows that
-    save bytes between hosts are copied, so 0.01 is rarely used up."""
+    save bytes between hosts are copied."""
     refresh_every: int = Field(default=1000, ge=1)
-    """Steps from one choice of rows, by what was read since the one before, to the next; the first comes after 100."""
+    """Steps from one choice of rows to the next; the first comes after 100 at the latest."""
 
 
 class OptimizerConfig(Section):
@@ -251,25 +247,23 @@ class TrainConfig(Section):
     log_every: int = Field(default=50, ge=1)
     """Number of steps from one record of the training loss to the next."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Device of the ranks: ``cuda``, a GPU each (docs/status.md), ``cpu``, or ``auto``: GPUs where torch sees one and
-    FBGEMM's CUDA build is installed."""
+    """``cuda``: a GPU for each rank ([Status](status.md#gpus)); ``auto``: that, where torch sees one and FBGEMM's CUDA
+    build is installed."""
     prefetch_ids: bool = True
-    """Exchange the ids of the next batch while this one computes (TorchRec's ``TrainPipelineSparseDist``); false: one
-    batch after another. The results have the same bits."""
+    """Exchange the ids of the next batch while this one computes (TorchRec's ``TrainPipelineSparseDist``), with the
+    same results."""
     micro_batches: int = Field(default=1, ge=1, le=1024)
-    """K, parts of a batch: while the dense part of the model computes one, the tower outputs or gradients of others are
-    in flight between hosts. Results differ by rounding only. Tower dataflow only."""
+    """K, parts of a batch: while the dense part computes one, the tower outputs or gradients of others are in flight
+    between hosts. Tower dataflow only."""
     dense_reduce: Literal["ring", "hierarchical", "hierarchical_bf16"] = "ring"
     """Averaging of the dense part's gradients over ranks: in DDP's one ``ring``, or ``hierarchical``: inside each host
-    first, then once between hosts, which sends less there (``hierarchical_bf16``: in that format, half as much); see
-    ``topology.ranks_per_host``."""
+    first, then once between hosts (``hierarchical_bf16``: in that format)."""
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Seed of the weights."""
     output_dir: str = "runs/latest"
     """Folder of the run's config, metrics and checkpoints."""
     save_every: int = Field(default=1000, ge=1)
-    """Number of steps from one checkpoint to the next (with replicas: rounded up to an averaging). The last one is
-    at the end."""
+    """Steps from one checkpoint to the next (with replicas: rounded up to an averaging). The last one is at the end."""
     keep_checkpoints: int = Field(default=3, ge=1)
     """Number of the latest checkpoints that are kept."""
     async_save: bool = False

@@ -69,9 +69,8 @@ class DataConfig(Section):
     """
 
     kind: Literal["synthetic", "criteo_tsv", "columns", "source", "prepared"] = "synthetic"
-    """``synthetic``: the built-in generator; ``criteo_tsv``: Criteo's click logs (label, I1-I13, C1-C26);
-    ``columns``: Parquet, CSV, TSV or JSON lines with named columns; text may be .gz. ``source`` and ``prepared`` set it
-    themselves."""
+    """``synthetic``: the built-in generator; ``criteo_tsv``: Criteo's click logs; ``columns``: Parquet, CSV, TSV or
+    JSON lines with named columns. ``source`` and ``prepared`` set it themselves."""
     source: str | None = None
     """``package.module:function`` that yields batches of named columns
     ([Rows of your own](data.md#rows-of-your-own)), instead of files."""
@@ -80,14 +79,14 @@ class DataConfig(Section):
     prepared: str | None = None
     """A folder that ``dmt prepare`` wrote ([Prepare](data.md#prepare)), which knows its columns and tables."""
     train_path: str | None = None
-    """A file, a directory (all its data files) or a glob, also as a URL that fsspec knows (``s3://clicks/day_*.parquet``);
-    several files are read in the order of their names."""
+    """A file, a directory or a glob, also as a URL that fsspec knows; several files are read in the order of their
+    names."""
     eval_path: str | None = None
     """Files for evaluation, like ``train_path``. Without it, rows of ``train_path`` are set apart by
     ``split_column`` or ``eval_fraction``."""
     eval_fraction: float = Field(default=0.1, gt=0.0, lt=1.0)
-    """Share of rows set apart for evaluation, evenly spread over the files (about every tenth row at 0.1); with
-    ``group_by``, about this share of the requests, whole. Not used with ``eval_path`` or ``split_column``."""
+    """Share of rows (with ``group_by``: of whole requests) set apart for evaluation, evenly spread over the files. Not
+    used with ``eval_path`` or ``split_column``."""
     split_column: str | None = None
     """Column that is ``train`` in training rows and ``test`` in evaluation rows; others are left out."""
     label: str | None = "label"
@@ -99,16 +98,15 @@ class DataConfig(Section):
     multi_hot: tuple[str, ...] = ()
     """Categorical columns whose text is a list of values, ``a|b|c``, by name or glob. Lists need no mention."""
     timestamps: tuple[str, ...] = ()
-    """Columns of dates or times, by name or glob: Parquet dates and timestamps, or ISO 8601 text. Each becomes the
-    features ``<column>_hour`` and ``<column>_weekday``. Times with a zone are turned into UTC."""
+    """Columns of dates or times, by name or glob. Each becomes the features ``<column>_hour`` and
+    ``<column>_weekday``."""
     csv_separator: str | None = Field(default=None, pattern=r"^[\x01-\x09\x0b\x0c\x0e-!#-\x7f]$")
     """Separates the columns of a text file; by default a comma, or a tab in .tsv files."""
     dense_transform: Literal["signed_log1p", "none"] = "signed_log1p"
     """``signed_log1p``: sign(x) * log(1 + abs(x)). A missing value becomes 0 afterwards."""
     id_mode: Literal["hash", "index", "frequency"] = "hash"
     """``hash``: any value is hashed into its table. ``index``: values are row numbers of the table, and checked.
-    ``frequency``: values are numbered by a first pass over the rows. A missing value is row 0 in all; an empty or
-    missing list is an empty bag."""
+    ``frequency``: values are numbered by a first pass over the rows."""
     vocabulary: str | None = None
     """A prepared folder whose ids by frequency are used; a checkpoint adds ``#`` and a checksum."""
     num_embeddings: int = Field(default=100_000, ge=1, le=_MOST_ROWS)
@@ -123,21 +121,18 @@ class DataConfig(Section):
     max_length: int | None = Field(default=None, ge=1, le=2**20)
     """Ids of a sequence at most: the last so many are kept. Left out, a row with more than 1,000 cannot be used."""
     shuffle_rows: int = Field(default=100_000, ge=0)
-    """Training rows are shuffled within consecutive windows of this many rows, differently in each epoch; 0 keeps
-    the order of the files. Synthetic rows are independent draws and are not shuffled."""
+    """Training rows are shuffled within consecutive windows of this many rows, differently in each epoch; 0 keeps the
+    order of the files."""
     shuffle_seed: int = Field(default=0, ge=0, lt=2**32)
     """Seed of the shuffling."""
     group_by: str | None = None
     """Column of the request, session or user that a row belongs to; it need not be a feature. Whole requests are
-    shuffled instead of rows: the rows of a window with one value follow one another, in their order in the files, and
-    come into one batch of one rank, but for a request that the end of a batch or window cuts. A row without a value is
-    a request of its own."""
+    shuffled instead of rows, and come into one batch of one rank unless the end of a batch or window cuts them."""
     shuffle_pieces: bool = False
-    """The row groups of the whole epoch come in another order in each epoch, instead of that of the files, before
-    rows are shuffled within windows."""
+    """The row groups of the whole epoch come in another order in each epoch, before rows are shuffled within
+    windows."""
     tables: str | None = None
-    """A JSON list of tables, or a ``towers.json`` that records its tables; ``dmt plan`` places them instead of those of
-    the data ([Sharding](sharding.md)). Training refuses it."""
+    """A file of tables for ``dmt plan`` and ``dmt what-if``, instead of data ([Sharding](sharding.md))."""
     synthetic: SyntheticConfig = SyntheticConfig()
     """Settings of ``kind="synthetic"``."""
 
