@@ -234,7 +234,6 @@ def _quality_sentences() -> Iterable[str]:
     gained, products = aucs["planted", "dcn", "interactions", 4], -aucs["planted", "dlrm-products", "interactions", 4]
     yield f"DCN gained {gained:.4f} at ratio 4 and products lost {products:.4f}"
 
-
     steps = {(row["data"], row["rows"], row["rates"]): row["ne"] for row in _record("batches")["medians"]}
     near = [abs(ne - steps[data, 512, 1.0]) for (data, rows, _), ne in steps.items() if rows == 2048]
     yield f"stayed within {max(near) + 0.0005:.3f} NE of 512"  # rounded up

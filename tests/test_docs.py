@@ -3,9 +3,9 @@
 Fenced blocks say what becomes of them: ``python run`` is executed (with ``>>>``: as a doctest, and the doctests of a
 page share their names), ``python ranks`` is executed on two gloo ranks, all blocks of a page as one program; ``toml``
 must load as a configuration, ``toml rules`` as partition rules; ``text sample=NAME`` is a data file that the ``toml``
-block naming it reads; ``text printed`` are lines that the ``bash`` block before it prints; ``bash`` lines must parse. Blocks
-marked ``tutorial`` are run one after another: ``toml tutorial=NAME`` becomes a file, ``python`` shares its names,
-``bash`` lines are run.
+block naming it reads; ``text printed`` are lines that the ``bash`` block before it prints; ``bash`` lines must parse.
+Blocks marked ``tutorial`` are run one after another: ``toml tutorial=NAME`` becomes a file, ``python`` shares its
+names, ``bash`` lines are run.
 """
 
 from __future__ import annotations

@@ -54,7 +54,7 @@ class Signals:
         """The number of the signal for which training stops; 0 until one has come to any rank."""
         self.stops = False
         """Whether training has stopped on all ranks because of a signal."""
-        self._came = 0.0
+        self._came: float | None = None  # when the first one came to this rank
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
@@ -72,8 +72,9 @@ class Signals:
             signal.raise_signal(self.signal)
 
     def _note(self, number: int, frame: object) -> None:
-        if not self.signal:
-            self.signal, self._came = number, time.monotonic()
+        if self._came is None:
+            # Another rank's signal may be known already: torchrun's agents send theirs at different times.
+            self.signal, self._came = self.signal or number, time.monotonic()
         elif not self.stops and time.monotonic() - self._came > _SECOND_SIGNAL_S:
             os._exit(128 + number)
 

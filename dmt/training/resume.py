@@ -31,6 +31,7 @@ from dmt.training.data.deal import rank_batch
 from dmt.training.data.own import SourceState
 from dmt.training.device import on_all_ranks
 from dmt.training.job import Job
+from dmt.training.trained import RAW_DATA, data_section
 
 __all__ = [
     "Position",
@@ -52,6 +53,13 @@ Files = list[tuple[str, int, int]]
 _SAME_MODEL = ("model.", "optimizer.sparse:", "optimizer.dense:")
 # Settings that change the training, but not the model or the rows: what has changed is printed.
 _TRAINING = ("optimizer.", "replicas.", "sharding.", "train.batch_size:")
+
+
+# How values become ids and numbers.
+_ENCODING = (
+    *("dense", "categorical", "multi_hot", "sequences", "timestamps", "shared_tables"),
+    *("id_mode", "dense_transform"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -99,7 +107,11 @@ def find_start(job: Job, mesh: TowerMesh) -> Start:
     # Rank 0 looks: another rank may not see the newest one yet.
     look = starting_point if mesh.rank == 0 else checkpoint_folder
     folder = newest(run_on_all_or_raise(lambda: look(job.config), mesh.global_group)[0], mesh)
-    return Start(files=files) if folder is None else start_with(folder, job.config, files, job.towers)
+    if folder is None:
+        return Start(files=files)
+    start = start_with(folder, job.config, files, job.towers)
+    check_encoding(folder, job)
+    return start
 
 
 def starting_point(config: TrainingConfig) -> Path:
@@ -162,6 +174,27 @@ def start_with(folder: Path, config: TrainingConfig, files: Files, plan: TowerPl
     at = saved.position
     line = f"goes on from {folder}: step {at.step}, epoch {at.epoch}, row {at.rows}"
     return replace(saved, folder=folder, lines=(line, *notes))
+
+
+def check_encoding(folder: Path, job: Job) -> None:
+    """Raises `InputError` where a checkpoint was trained on rows that became ids and numbers in another way.
+
+    The weights would load, and every row of a table would mean another value.
+    """
+    path, remedy = folder / RAW_DATA, "Use another checkpoint."
+    if not path.exists() or job.config.data.kind == "synthetic":
+        return
+    saved = data_section(read_file(path, "JSON", place=str(path), remedy=remedy), str(path), remedy)
+    before, after = saved.model_dump(mode="json"), job.data.raw.model_dump(mode="json")
+    wrong = [f"data.{key}: {before[key]} -> {after[key]}" for key in _ENCODING if before[key] != after[key]]
+    if _checksum_of(saved.vocabulary) != _checksum_of(job.data.raw.vocabulary):
+        wrong.append("the vocabulary; prepare the rows with data.vocabulary, the folder of that run")
+    if wrong:
+        raise InputError(f"{folder} was trained on rows of another encoding: {shorten(wrong)}. Undo that.")
+
+
+def _checksum_of(vocabulary: str | None) -> str:
+    return (vocabulary or "").partition("#")[2]
 
 
 def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:

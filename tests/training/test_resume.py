@@ -22,7 +22,7 @@ from dmt.training.checkpoints.store import checkpoints, read_manifest, write_man
 from dmt.training.config import TrainingConfig
 from dmt.training.job import open_data, open_job
 from dmt.training.records import RunRecord, read_curves
-from dmt.training.resume import Position, Start, checkpoint_folder, start_with, starting_point
+from dmt.training.resume import Position, Start, check_encoding, checkpoint_folder, start_with, starting_point
 from dmt.training.train import train_job
 from tests.ranks import run_ranks
 from tests.seeds import some_slow
@@ -336,3 +336,17 @@ def test_micro_batches_and_hierarchical_sums_have_the_losses_of_a_plain_run(tmp_
     assert curves["ahead"] != curves["plain"], "the options did nothing"
     # 4 ranks on 2 hosts: a ring sends 3 times the dense gradients between hosts, and host by host they are sent twice.
     assert dense["plain"] > dense["ahead"] == dense["many"]
+
+
+def test_another_encoding_of_the_rows_is_refused(tmp_path: Path) -> None:
+    """The weights would load, and each row of a table would mean another value."""
+    write_day(tmp_path, 1, 320)
+    columns = {"dense": ["d_1", "d_2", "d_3"], "categorical": ["c_1", "c_2"]}
+    data = {**FILES, "train_path": str(tmp_path / "day_*.csv"), **columns}
+    run = config(tmp_path / "run", arch="dlrm", data=data)
+    job = open_data(run)
+    (tmp_path / "raw_data.json").write_text(job.data.raw.model_dump_json())
+    check_encoding(tmp_path, job)
+    for change in ({"dense": ["d_3", "d_2", "d_1"]}, {"dense_transform": "none"}, {"id_mode": "frequency"}):
+        with pytest.raises(InputError, match=rf"rows of another encoding: data\.{next(iter(change))}: .* -> "):
+            check_encoding(tmp_path, open_data(changed(run, data=change)))

@@ -215,3 +215,17 @@ def test_the_last_step_is_saved_once(train: dict[str, Any], tmp_path: Path) -> N
     pair: dict[str, Any] = {"topology": {"num_towers": 1, "ranks_per_tower": 2}, "synthetic": few}
     assert attempt(saved_config(tmp_path, train={"save_every": 5, **train}, **pair)) is not None
     assert [path.name for path in checkpoints(tmp_path / "checkpoint")] == ["step-00000010", "step-00000005"]
+
+
+def test_the_first_signal_of_a_rank_that_knows_of_another_s_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hosts get SIGTERM a little apart: the first to come has been agreed on when the others' comes."""
+    codes: list[int] = []
+    monkeypatch.setattr("os._exit", codes.append)
+    signals = Signals()
+    with signals:
+        signals.signal = signal.SIGTERM  # as `Agreement.meet` has it from another rank
+        signal.raise_signal(signal.SIGTERM)
+        signals.stops = True
+    assert codes == []
+    for number in signals._before:
+        signal.signal(number, signals._before[number])
