@@ -168,7 +168,8 @@ def test_hosts_hold_whole_towers_or_equal_parts_of_one(
 def test_one_replica_is_planned_on_equal_parts_of_hosts() -> None:
     assert mesh(2, 2, 2).one_replica == mesh(1, 4, ranks_per_host=2)
     # Of two hosts of three ranks, one has two ranks of a replica and the other has one.
-    assert mesh(1, 3, 2, ranks_per_host=3).one_replica == mesh(1, 3, ranks_per_host=1)
+    uneven = mesh(1, 3, 2, ranks_per_host=3, replica_placement="intra_host")
+    assert uneven.one_replica == mesh(1, 3, ranks_per_host=1)
 
 
 def test_links_of_a_ring_are_counted_from_host_to_host() -> None:

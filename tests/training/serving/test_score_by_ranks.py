@@ -104,7 +104,7 @@ def test_ranks_predict_what_one_process_predicts(kind: str, tmp_path: Path, monk
                 assert table[name].equals(expected[name])
             for name in ("logit", "probability"):
                 assert table[name].to_pylist() == pytest.approx(expected[name].to_pylist(), abs=1e-5, rel=0)
-            assert np.ptp(expected["logit"].to_numpy()) > (0.05 if rows > 1 else -1), "tables matter"
+            assert np.ptp(expected["logit"].to_numpy()) > (0.02 if rows > 1 else -1), "tables matter"
             assert asdict(found.metrics) == pytest.approx(asdict(wanted.metrics), abs=1e-6, nan_ok=True)
             assert found.num_rows == rows
 
