@@ -211,7 +211,8 @@ class _Tower:
         share = min(all_fit, (room - memory) / (part + looked_up), 0.0) + 1
         most = min(int(batch * share), batch - 1)
         sizes = range(most, 0, -max(1, most // 100))
-        index = bisect_left(sizes, True, key=fits)
+        # The smallest first: often none fits, and each try plans all towers.
+        index = bisect_left(sizes, True, key=fits) if sizes and fits(sizes[-1]) else len(sizes)
         smaller = f"Lower batch_size to {sizes[index]} or less, l" if index < len(sizes) else "L"
         beside = f" beside {human_bytes(weights + looked_up)} each for tables outside towers" if weights else ""
         return InputError(
