@@ -89,6 +89,8 @@ def test_ranks_predict_what_one_process_predicts(kind: str, tmp_path: Path, monk
     monkeypatch.chdir(tmp_path)
     towers = [["C1[0:4]", "C2", "C3"], ["C4", "C1[4:8]", "C5", "C6"]]
     TowerPlan.from_lists(towers, column_splits={"C1": (4, 4)}).save("towers.json")
+    # Attention and sums of few items are more alike.
+    least = 0.02 if "sequences" in kind else 0.05
     for rows in (50, 1):
         sections = {"topology": TWO, "train": {"device": "cpu", "batch_size": BATCH}} | RUNS[kind]
         config = small(**sections, synthetic={"num_eval_rows": rows, "num_multi_hot": 2})
@@ -104,7 +106,7 @@ def test_ranks_predict_what_one_process_predicts(kind: str, tmp_path: Path, monk
                 assert table[name].equals(expected[name])
             for name in ("logit", "probability"):
                 assert table[name].to_pylist() == pytest.approx(expected[name].to_pylist(), abs=1e-5, rel=0)
-            assert np.ptp(expected["logit"].to_numpy()) > (0.02 if rows > 1 else -1), "tables matter"
+            assert np.ptp(expected["logit"].to_numpy()) > (least if rows > 1 else -1), "tables matter"
             assert asdict(found.metrics) == pytest.approx(asdict(wanted.metrics), abs=1e-6, nan_ok=True)
             assert found.num_rows == rows
 
