@@ -36,6 +36,7 @@ from dmt.training.trained import RAW_DATA, data_section
 __all__ = [
     "Position",
     "Start",
+    "check_encoding",
     "checkpoint_folder",
     "find_start",
     "folder_lock",
@@ -53,12 +54,10 @@ Files = list[tuple[str, int, int]]
 _SAME_MODEL = ("model.", "optimizer.sparse:", "optimizer.dense:")
 # Settings that change the training, but not the model or the rows: what has changed is printed.
 _TRAINING = ("optimizer.", "replicas.", "sharding.", "train.batch_size:")
-
-
-# How values become ids and numbers.
+# Settings by which values become ids and numbers.
 _ENCODING = (
-    *("dense", "categorical", "multi_hot", "sequences", "timestamps", "shared_tables"),
-    *("id_mode", "dense_transform"),
+    *("dense", "categorical", "multi_hot", "sequences", "timestamps", "shared_tables", "id_mode"),
+    "dense_transform",
 )
 
 
