@@ -31,11 +31,11 @@ class HistoryDLRM(nn.Module):
         super().__init__()
         user, sizes = ["user", "city"], {"num_embeddings": ROWS, "embedding_dim": DIM}
         bags = [EmbeddingBagConfig(name=f"t_{f}", feature_names=[f], **sizes) for f in user]
-        items = [EmbeddingConfig(name="t_item", feature_names=["item", "history"], **sizes)]
-        of_user = DLRMTowerModule(user, embedding_dim=DIM, tower_dim=D, c=0, p=2)
-        of_item = DINTowerModule("item", "history", embedding_dim=DIM, tower_dim=2 * D)
-        first = EmbeddingTower(EmbeddingBagCollection(tables=bags), of_user)
-        second = EmbeddingTower(EmbeddingCollection(tables=items), of_item)
+        items = EmbeddingConfig(name="t_item", feature_names=["item", "history"], **sizes)
+        user_module = DLRMTowerModule(user, embedding_dim=DIM, tower_dim=D, c=0, p=2)
+        item_module = DINTowerModule("item", "history", embedding_dim=DIM, tower_dim=2 * D)
+        first = EmbeddingTower(EmbeddingBagCollection(tables=bags), user_module)
+        second = EmbeddingTower(EmbeddingCollection(tables=[items]), item_module)
         self.towers = EmbeddingTowerCollection([first, second])
         self.bottom, self.interaction = mlp(4, (16, D)), DotInteraction(num_vectors=4, dim=D)
         self.over_arch = mlp(self.interaction.out_features, (32, 1), last_is_linear=True)
@@ -49,20 +49,20 @@ class HistoryDLRM(nn.Module):
 def draw(length: int, generator: torch.Generator) -> tuple[Tensor, KeyedJaggedTensor, Tensor]:
     """Clicks where the history is of the item's group; samples without history have none."""
     lengths = torch.randint(0, length + 1, (BATCH,), generator=generator)
-    item = torch.randint(0, ROWS, (BATCH,), generator=generator)
+    item, user, city = torch.randint(0, ROWS, (3, BATCH), generator=generator)
     liked = torch.randint(0, GROUPS, (BATCH,), generator=generator)  # the group of the whole history
     history = GROUPS * torch.randint(0, ROWS // GROUPS, (int(lengths.sum()),), generator=generator)
     history += liked.repeat_interleave(lengths)
-    other = torch.randint(0, ROWS, (2 * BATCH,), generator=generator)
     ones = torch.ones(3 * BATCH, dtype=torch.int64)
     keys = ["item", "user", "city", "history"]
-    ids = KeyedJaggedTensor(keys, torch.cat([item, other, history]), lengths=torch.cat([ones, lengths]))
+    ids = KeyedJaggedTensor(keys, torch.cat([item, user, city, history]), lengths=torch.cat([ones, lengths]))
     return torch.randn(BATCH, 4, generator=generator), ids, ((item % GROUPS == liked) & (lengths > 0)).float()
 
 
 dist.init_process_group("gloo")
+torch.manual_seed(0)
 mesh = TowerMesh(TowerTopology(num_towers=2, ranks_per_tower=2))
-fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.1}
+fused = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate": 0.3}
 sharders, workload = [TowerCollectionSharder(mesh, fused_params=fused)], StepWorkload(pooling_factors={"history": 10})
 model: nn.Module = HistoryDLRM()
 plan = TowerShardingPlanner(mesh.topology, workload=workload).plan(model, sharders)
