@@ -125,7 +125,7 @@ def about_job(command: str) -> dict[str, Any]:
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--hosts", type=click.IntRange(1), default=2, help="Emulated hosts.")
+@click.option("--hosts", type=click.IntRange(1), multiple=True, default=[2], help="Emulated hosts; a job for each.")
 @click.option("--ranks-per-host", type=click.IntRange(1), default=2, help="Ranks on each.")
 @click.option(
     "--mbit", type=click.FloatRange(0, min_open=True), help="Rate of each uplink, Mbit/s; left out: no limit."
@@ -142,19 +142,23 @@ def about_job(command: str) -> dict[str, Any]:
 @click.option("--emulated/--no-hosts", default=True, help="Whether on emulated hosts (needs root).")
 @click.option("--list", "only_list", is_flag=True, help="Print the names of contenders and stop.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), default=Path("runs/train_step.json"))
-def main(*, contenders: tuple[str, ...], emulated: bool, only_list: bool, out: Path, **sizes: Any) -> None:
+def main(
+    *, hosts: tuple[int, ...], contenders: tuple[str, ...], emulated: bool, only_list: bool, out: Path, **sizes: Any
+) -> None:
     """Measures training steps of contenders and writes JSON."""
     if only_list:
         click.echo("\n".join(CONTENDERS))
         return
     try:
-        setting = Setting(mbit_per_s=sizes.pop("mbit"), batch_size=sizes.pop("batch"), **sizes)
-        run = run_setting(setting, select(contenders), out, emulated=emulated)
+        common = {"mbit_per_s": sizes.pop("mbit"), "batch_size": sizes.pop("batch"), **sizes}
+        settings = [Setting(hosts=number, **common) for number in hosts]
+        runs = [run_setting(setting, select(contenders), out, emulated=emulated) for setting in settings]
     except InputError as error:
         raise click.UsageError(str(error)) from error
     made = about_job(f"python -m benchmarks.train_step {' '.join(sys.argv[1:])}")
-    write_json(out, {"about": made, "runs": [run]})
-    click.echo(times_table(measure_run(run, cores=made["cores"])))
+    write_json(out, {"about": made, "runs": runs})
+    for run in runs:
+        click.echo(times_table(measure_run(run, cores=made["cores"])))
     click.echo(out)
 
 
