@@ -110,15 +110,18 @@ def _same_model() -> Iterator[Contender]:
     yield Contender(name="sptt+hot", family="sptt", hot_rows=True)
     yield Contender(name="sptt+unique+hot", family="sptt", unique=True, hot_rows=True)
     yield Contender(name="sptt+hier+hot", family="sptt", dense_reduce="fp32", hot_rows=True)
-    best = {"prefetch": True, "micro_batches": 2, "unique": True}
-    for rank_towers, outside in ((False, False), (True, False), (False, True), (True, True)):
+    best = {"prefetch": True, "unique": True}
+    ways = [(2, False, False), (2, True, False), (2, False, True), (2, True, True), (4, True, False), (8, True, False)]
+    for micro_batches, rank_towers, outside in ways:
+        options = "+rank-towers" * rank_towers + "+outside" * outside
         yield Contender(
-            name=f"sptt+prefetch+hier+mb2+unique{'+rank-towers' * rank_towers}{'+outside' * outside}",
+            name=f"sptt+prefetch+hier+mb{micro_batches}+unique{options}",
             family="sptt",
             dense_reduce="fp32",
+            micro_batches=micro_batches,
             rank_towers=rank_towers,
             outside=outside,
-            **best,  # type: ignore[arg-type]
+            **best,
         )
     for rank_towers in (False, True):
         yield Contender(
@@ -126,8 +129,9 @@ def _same_model() -> Iterator[Contender]:
             family="sptt",
             precision="fp16",
             dense_reduce="bf16",
+            micro_batches=2,
             rank_towers=rank_towers,
-            **best,  # type: ignore[arg-type]
+            **best,
         )
 
 
