@@ -5,7 +5,7 @@
 Flat contenders come first, in a job of their own, in FP32 and FP16: table- and column-wise, small tables on every rank
 at two thresholds, TorchRec's planner, with and without prefetch. The two fastest of each precision then take turns with
 all others in the main job, and every ratio is over the fastest flat one there. Sweeps around it: rate of the links,
-number of hosts, ids drawn evenly. What is done is kept in ``--work`` round by round, and a stopped study goes on with
+ids drawn evenly. What is done is kept in ``--work`` round by round, and a stopped study goes on with
 the jobs that are not whole; ``--minutes`` ends it in time. ``--quick`` tries all of it on small batches and says
 nothing about speed.
 """
@@ -59,10 +59,6 @@ PARTS: dict[str, tuple[Setting, ...]] = {
     # Figure 1 after optimisation.
     "rate": tuple(replace(_MAIN, rounds=3, mbit_per_s=rate) for rate in (50.0, 500.0)),
     # All hosts share the cores: only slow links can still bind eight of them.
-    "hosts": (
-        *(replace(_MAIN, rounds=2, mbit_per_s=50.0, hosts=hosts, ranks_per_host=1) for hosts in (2, 4, 8)),
-        replace(_MAIN, rounds=2, mbit_per_s=50.0, hosts=4),
-    ),
     "ids": (replace(_MAIN, rounds=2, ids="uniform"),),
 }
 """Settings of the jobs of each part, those first that a study which is cut off must have."""

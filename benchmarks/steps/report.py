@@ -88,7 +88,7 @@ def setting_words(setting: Mapping[str, Any]) -> str:
 def goals_table(runs: Sequence[Run], *, cores: int) -> str:
     """Each goal with the fastest contender it is about, and the share of contenders near their own bound."""
     rows = []
-    main = [run for run in runs if run["part"] in ("main", "rate") and run["setting"]["hosts"] == 2]
+    main = [run for run in runs if run["part"] in ("main", "rate")]
     for text, rate, family, compression, target in GOALS:
         run = next((run for run in main if run["setting"]["mbit_per_s"] == rate), None)
         contenders = [] if run is None else measure_run(run, cores=cores)
@@ -151,9 +151,7 @@ def _sweeps(runs: Sequence[Run], cores: int) -> dict[str, dict[str, list[Measure
     """By part and value, the contenders that ran at every value; the main run is the first value of each."""
     sweeps: dict[str, dict[str, list[Measured]]] = {}
     for part in dict.fromkeys(run["part"] for run in runs if run["part"] not in ("flat", "main")):
-        # Hosts are compared at their own rate of links.
         chosen = [run for wanted in ("main", part) for run in runs if run["part"] == wanted]
-        chosen = [run for run in chosen if part != "hosts" or run["part"] == part]
         points = {_value(part, run["setting"]): measure_run(run, cores=cores) for run in chosen}
         shared = set.intersection(*({found.name for found in point} for point in points.values()))
         if shared:
@@ -162,9 +160,7 @@ def _sweeps(runs: Sequence[Run], cores: int) -> dict[str, dict[str, list[Measure
 
 
 def _value(part: str, setting: Mapping[str, Any]) -> str:
-    if part == "rate":
-        return f"{setting['mbit_per_s']:g} Mbit/s"
-    return f"{setting['hosts']} x {setting['ranks_per_host']}" if part == "hosts" else str(setting[part])
+    return f"{setting['mbit_per_s']:g} Mbit/s" if part == "rate" else str(setting[part])
 
 
 def predicted_rows(predicted: Sequence[Mapping[str, Any]]) -> list[list[str]]:
