@@ -13,6 +13,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+from benchmarks.report import ABSENT
 from benchmarks.steps.measured import Measured, best_flat, fastest, measure_run
 from benchmarks.steps.report import setting_words
 
@@ -75,12 +76,12 @@ def _is_flat(found: Measured) -> bool:
 def _sweeps() -> Rows:
     """Every setting of the study with FP32 contenders of all kinds: what the fastest of each kind gains and sends."""
     rows = []
-    for run in _record("steps")["runs"]:
+    for run in (run for record in ("steps", "hosts") for run in _record(record)["runs"]):
         contenders = {found.name: found for found in measure_run(run, cores=2) if found.precision == "fp32"}
         kinds = [("sptt", 1.0), *(("dmt", ratio) for ratio in (2.0, 4.0, 16.0))]
         ours = [fastest(contenders.values(), family, precision="fp32", compression=cr) for family, cr in kinds]
-        if all(ours) and (flat := best_flat(contenders.values(), "fp32")):
-            cells = [f"{flat.median / f.median:.2f} ({_megabytes(f)})" for f in ours if f]
+        if any(ours) and (flat := best_flat(contenders.values(), "fp32")):
+            cells = [f"{flat.median / f.median:.2f} ({_megabytes(f)})" if f else ABSENT for f in ours]
             words = setting_words(run["setting"]).replace(", local batch 4,096", "")
             rows.append([words, f"{flat.median:.2f} ({_megabytes(flat)})", *cells])
     return rows
@@ -189,6 +190,8 @@ def _performance_sentences() -> Iterable[str]:
     gloo = [wire["all_to_all_ratio"] for wire in wires]
     yield f"took {min(gloo):.2f} to {max(gloo):.2f} times bytes / rate"
     yield f"this library's exchange between hosts took at most {max(wire['ratio'] for wire in wires):.2f}"
+    ratios = [run["wire"]["all_to_all_ratio"] for run in _record("hosts")["runs"]]
+    yield "{:.2f}, {:.2f} and {:.2f} times bytes / rate".format(*ratios)
     fewer, all_inside = (outside[name] for name in ("dmt-cr2+outside", "dmt-cr2"))
     yield f"{_megabytes(fewer)} instead of {_megabytes(all_inside)} MB"
     yield f"{fewer.median:.2f} instead of {all_inside.median:.2f} seconds at ratio 2"

@@ -78,11 +78,10 @@ def setting_words(setting: Mapping[str, Any]) -> str:
         '1 host x 2 ranks, unlimited link, local batch 8, skewed ids'
     """
     rate = "unlimited link" if setting["mbit_per_s"] is None else f"{setting['mbit_per_s']:g} Mbit/s"
-    plural = "" if setting["hosts"] == 1 else "s"
+    hosts, ranks = (f"{setting[of]} {of[:4]}{'s' * (setting[of] > 1)}" for of in ("hosts", "ranks_per_host"))
     ids = f", {setting['ids']} ids" if "ids" in setting else ""
     requests = f", requests of {setting['group']}" if setting.get("group", 1) > 1 else ""
-    hosts = f"{setting['hosts']} host{plural} x {setting['ranks_per_host']} ranks"
-    return f"{hosts}, {rate}, local batch {setting['batch_size']:,}{ids}{requests}"
+    return f"{hosts} x {ranks}, {rate}, local batch {setting['batch_size']:,}{ids}{requests}"
 
 
 def goals_table(runs: Sequence[Run], *, cores: int) -> str:
