@@ -214,8 +214,9 @@ def make_tower_modules(
         module = make(tower.features, embedding_dim=common_embedding_dim(tower_tables, f"tower {tower.name!r}"))
         if module.out_features % tower_dim:
             raise InputError(
-                f"The tower module {type(module).__name__} of tower {tower.name!r} has out_features="
-                f"{module.out_features}, no multiple of tower_dim={tower_dim}: the model reads vectors of that size."
+                f"The tower module {type(module).__name__} of tower {tower.name!r} has "
+                f"out_features={module.out_features}, not a multiple of tower_dim={tower_dim}: the model reads vectors "
+                "of that size."
             )
         if any(map(is_sequence, tower_tables)):
             module = SequenceTowerModule(PooledBySequence(tower_tables, device=device), module)

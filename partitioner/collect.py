@@ -172,7 +172,7 @@ def _look_up(collections: Sequence[_Collection], ids: Any, number: int) -> dict[
     """The [B, N] embedding of each feature, in the order of the ids."""
     place = {name: i for i, name in enumerate(ids.keys())}
     if ids.variable_stride_per_key():
-        raise InputError(f"{_WHERE}: batch {number} has unlike numbers of samples by feature; give all the same.")
+        raise InputError(f"{_WHERE}: batch {number} has features with different numbers of samples. Give all the same.")
     vectors: dict[str, Tensor] = {}
     for collection in collections:
         missing = [name for name in collection.inputs if name not in place]
@@ -188,7 +188,7 @@ def _look_up(collections: Sequence[_Collection], ids: Any, number: int) -> dict[
         if twice:
             raise InputError(
                 f"{_WHERE}: feature {twice[0]!r} is looked up by two collections, the second at {collection.path!r}. "
-                "Give the part of the model that holds the wanted one."
+                "Give the part of the model that holds the one you want."
             )
         vectors |= found
     # A sharded collection has an order that depends on its plan.

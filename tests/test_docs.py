@@ -102,10 +102,17 @@ def test_the_site_has_every_page_and_documents_what_is_there(tmp_path: Path, mon
     site.main()
     named = set(re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text().partition("nav:")[2]))
     assert named == {page.name for page in tmp_path.glob("*.md")} >= {page.name for page in DOCS}
+    documented = []
     for name in re.findall(r"^::: (\S+)$", (tmp_path / "api.md").read_text(), re.M):
         module, _, member = name.rpartition(".")
-        found = getattr(importlib.import_module(module if module.startswith("dmt") else f"dmt.{module}"), member)
-        assert found.__doc__, f"{name} has no docstring"
+        documented.append(
+            getattr(importlib.import_module(module if module.startswith("dmt") else f"dmt.{module}"), member)
+        )
+        assert documented[-1].__doc__, f"{name} has no docstring"
+    for package in ("dmt", "dmt.models", "dmt.partitioner", "dmt.testing"):
+        module = importlib.import_module(package)
+        absent = [name for name in module.__all__ if getattr(module, name) not in documented]
+        assert not absent, f"docs/site/api.md lacks {absent} of {package}"
 
 
 def test_the_map_names_every_page() -> None:

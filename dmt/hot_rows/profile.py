@@ -83,7 +83,7 @@ class AccessProfile:
         """
         for feature, values in ids.items():
             if feature not in self._table_of:
-                raise InputError(f"AccessProfile: feature {feature!r} looks up in none of the tables.")
+                raise InputError(f"AccessProfile: no table has feature {feature!r}. Count features of the tables only.")
             self.put(self._table_of[feature].name, RowCounts.of(values))
         self.num_samples += num_samples
 

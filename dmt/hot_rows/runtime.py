@@ -107,23 +107,25 @@ class HotRows:
         arguments = {"extra_memory": extra_memory, "refresh_every": refresh_every, "profile": profile is not None}
         check_agreement("HotRows", arguments, mesh.global_group)
         if not 0 < extra_memory <= 1:
-            raise InputError(f"HotRows: extra_memory={extra_memory!r} must be a share above 0, at most 1.")
+            raise InputError(f"HotRows: extra_memory={extra_memory!r} must be a share above 0 and at most 1.")
         if refresh_every is not None and refresh_every < 1:
-            raise InputError(f"HotRows: refresh_every={refresh_every!r} must be a number of steps from 1 on, or None.")
+            raise InputError(
+                f"HotRows: refresh_every={refresh_every!r} must be a number of steps, at least 1, or None."
+            )
         self._module, self._mesh = _flat_collection(model, mesh), mesh
         homes = self._module.home_tables
         self.left_out: dict[str, str] = why_no_copies(homes)
         """Tables that have no copies, with the reason."""
         if len(self.left_out) == len(homes):
             name, reason = next(iter(self.left_out.items()))
-            raise InputError(f"HotRows: no table can have copies; of table {name!r}, {reason}.")
+            raise InputError(f"HotRows: no table can have copies; for table {name!r}: {reason}.")
         self._tables = table_specs([home.config for name, home in homes.items() if name not in self.left_out])
         sizes = (home.config.num_embeddings * home.config.embedding_dim * 4 for home in homes.values())
         self._budget = extra_memory * sum(sizes)
         if profile is not None and (missing := [table.name for table in self._tables if table not in profile.tables]):
             raise InputError(
-                f"HotRows: the profile does not have table {missing[0]!r} as the model does ({len(missing)} such "
-                "tables). Collect it from the same model and data."
+                f"HotRows: the profile and the model differ in table {missing[0]!r} ({len(missing)} such tables). "
+                "Collect it from the same model and data."
             )
         self._refresh_every, self._profile = refresh_every, profile
         # A profile chooses as soon as a batch was counted.
@@ -227,8 +229,8 @@ class HotRows:
             num_rows = homes[name].config.num_embeddings
             if numbers.dtype.kind not in "iu" or numbers[0] < 0 or numbers[-1] >= num_rows:
                 raise InputError(
-                    f"HotRows: table {name!r} has the rows 0..{num_rows - 1}, but those given are {numbers.dtype} from "
-                    f"{numbers[0]} to {numbers[-1]}. Of a mask give np.flatnonzero(mask)."
+                    f"HotRows: table {name!r} has rows 0..{num_rows - 1}, but the given numbers are {numbers.dtype} "
+                    f"from {numbers[0]} to {numbers[-1]}. For a mask, pass np.flatnonzero(mask)."
                 )
             row_numbers[name] = numbers.astype(np.int64)
         return row_numbers

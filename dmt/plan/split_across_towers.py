@@ -82,7 +82,9 @@ def split_ids(ids: KeyedJaggedTensor, splits: Splits) -> KeyedJaggedTensor:
 
     keys = ids.keys()
     if ids.variable_stride_per_key():
-        raise InputError("split_ids: the features differ in batch size (stride_per_key); ids must have one for all.")
+        raise InputError(
+            "split_ids: the features have different batch sizes (stride_per_key). Give all the same number of samples."
+        )
     order = [i for i, key in enumerate(keys) for _ in range(len(splits.get(key, (0,))))]
     names = [name for key in keys for name in (shard_names(key, splits[key]) if key in splits else [key])]
     repeated = ids.permute(order)

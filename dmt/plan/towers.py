@@ -90,8 +90,8 @@ class TowerPlan:
             absent = set(shard_names(feature, widths)) - set(self.features)
             if len(widths) < 2 or min(widths) < 1 or absent:
                 raise InputError(
-                    f"column_splits[{feature!r}]={list(widths)} in the tower plan must be the columns of two shards or "
-                    f"more, and every shard in a tower; in none: {sorted(absent)}."
+                    f"column_splits[{feature!r}]={list(widths)} in the tower plan must list the columns of at least "
+                    f"two shards, each in a tower; these are in no tower: {sorted(absent)}."
                 )
 
     @classmethod

@@ -42,7 +42,7 @@ def new_figure(path: str | os.PathLike[str], *, size: tuple[float, float], calle
     figure = Figure(figsize=size, layout="constrained", dpi=160)
     formats = figure.canvas.get_supported_filetypes()
     if Path(path).suffix.lstrip(".").lower() not in formats:
-        raise InputError(f"{caller}: path={str(path)!r} needs a suffix that is one of {', '.join(sorted(formats))}.")
+        raise InputError(f"{caller}: path={str(path)!r} must end in one of {', '.join(sorted(formats))}.")
     return figure
 
 

@@ -217,11 +217,11 @@ class _Tower:
         beside = f" beside {human_bytes(weights + looked_up)} each for tables outside towers" if weights else ""
         return InputError(
             f"No placement was found for the {counted(len(self.tables), 'table')} of tower {self.number}: they need at "
-            f"least {human_bytes(needed)} of the {human_bytes(num_ranks * room)} of device memory that "
-            f"{counted(num_ranks, 'rank')} of memory_per_rank={human_bytes(limit)} have{beside}, "
-            f"{human_bytes(activations)} of it for the embeddings looked up with batch_size={batch}; of table {name!r} "
-            f"a rank must hold {human_bytes(memory)} even {scheme}. {smaller}et large tables be row_wise, use more "
-            "ranks per tower, a smaller data type or optimizer state, or move tables to other towers."
+            f"least {human_bytes(needed)}, {human_bytes(activations)} of it for the embeddings looked up with "
+            f"batch_size={batch}, but {counted(num_ranks, 'rank')} of memory_per_rank={human_bytes(limit)} have "
+            f"{human_bytes(num_ranks * room)}{beside}. Of table {name!r} a rank must hold {human_bytes(memory)} even "
+            f"{scheme}. {smaller}et large tables be row_wise, use more ranks per tower, a smaller data type or "
+            "optimizer state, or move tables to other towers."
         )
 
     def _entry(self, table: Any, placement: TablePlacement, mean: float) -> TableSharding:

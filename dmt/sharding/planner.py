@@ -103,8 +103,8 @@ class TowerShardingPlanner:
                 plan[path][table.name] = parameter_sharding(table, placements[table.name], self.device_type)
         if others and self.topology.num_replicas > 1:
             raise InputError(
-                f"{next(iter(others))!r} is for a sharder of TorchRec's, which knows no replicas, but the topology has "
-                f"{self.topology.num_replicas}. Use one replica, or bags of ids in towers."
+                f"{next(iter(others))!r} is left to a sharder of TorchRec, which does not support replicas, but the "
+                f"topology has {self.topology.num_replicas}. Use one replica, or put bags of ids in towers."
             )
         if others:
             # Alone: of the whole model TorchRec would plan the tables inside our modules, too.
@@ -219,7 +219,7 @@ def _modules(model: nn.Module, sharders: Sequence[Any]) -> tuple[dict[str, list[
         if by_type.setdefault(sharder.module_type, sharder) is not sharder:
             raise InputError(
                 f"TowerShardingPlanner: two sharders are for {sharder.module_type.__name__}, and "
-                "DistributedModelParallel would use the last. Leave one of them out, here and there."
+                "DistributedModelParallel would use the last. Leave one of them out in both calls."
             )
     for path, module in model.named_modules():
         if any(outer == "" or path.startswith(f"{outer}.") for outer in (*towers, *others)):
@@ -230,8 +230,8 @@ def _modules(model: nn.Module, sharders: Sequence[Any]) -> tuple[dict[str, list[
             is_beside = type(module) is EmbeddingBagCollection and any(hasattr(s, "tables_by_tower") for s in sharders)
             add = "OutsideCollectionSharder(mesh)" if is_beside else f"TorchRec's {kind}Sharder()"
             raise InputError(
-                f"TowerShardingPlanner: no sharder is for {path!r} ({kind}), so every rank would hold and train all "
-                f"of its tables. Add {add} to the sharders, here and of DistributedModelParallel."
+                f"TowerShardingPlanner: no sharder handles {path!r} ({kind}), so every rank would hold and train all "
+                f"of its tables. Add {add} to the sharders, here and in DistributedModelParallel."
             )
         if sharder is not None and hasattr(sharder, "tables_by_tower"):
             towers[path] = [*map(list, sharder.tables_by_tower(module)), sharder.outside_tables(module)]
@@ -247,7 +247,9 @@ def _modules(model: nn.Module, sharders: Sequence[Any]) -> tuple[dict[str, list[
 def parameter_sharding(table: Any, placement: TablePlacement, device_type: str = "cpu") -> ParameterSharding:
     """Returns TorchRec's ``ParameterSharding`` of a placed table, ranks and placements local to the tower."""
     if placement.kernel == "key_value" and device_type == "cpu":
-        raise InputError(f"Table {table.name!r} has kernel='key_value', which FBGEMM has for GPUs only.")
+        raise InputError(
+            f"Table {table.name!r} has kernel='key_value', which FBGEMM supports on GPUs only. Use another kernel."
+        )
     is_dense, has_cache = placement.scheme == "data_parallel", placement.kernel in ("fused_uvm_caching", "key_value")
     shards = []
     for rank, *offsets, rows, columns in table_shards(table, placement):

@@ -133,7 +133,7 @@ def shards_in_tower(table: Any, placement: TablePlacement, *, num_ranks: int, to
     if not set(ranks) <= set(of_tower) or (placement.scheme in EVERYWHERE and ranks != of_tower):
         raise InputError(
             f"Table {table.name!r} in tower {tower} is {placement.scheme} on local ranks {list(ranks)}, but its tower "
-            f"has ranks 0..{num_ranks - 1}, and row_wise and data_parallel take every one. Give "
+            f"has ranks 0..{num_ranks - 1}, and row_wise and data_parallel use all of them. Give "
             "DistributedModelParallel the plan= of TowerShardingPlanner."
         )
     return table_shards(table, placement)
@@ -293,7 +293,7 @@ class ShardingRules:
         of_tables = [(key, rule, choices) for key, rule in self.tables.items() if not isinstance(rule, TablePlacement)]
         for what, value, known in [*(("schemes", scheme, SCHEMES) for scheme in self.schemes or ("",)), *of_tables]:
             if value not in known:
-                raise InputError(f"{what}: {value!r} is none of {list(known)}.{did_you_mean(value, known)}")
+                raise InputError(f"{what}: {value!r} is not one of {list(known)}.{did_you_mean(value, known)}")
 
     def names(self, table: str) -> bool:
         """Returns whether a table has a rule of its own."""
@@ -325,8 +325,8 @@ class ShardingRules:
         free = [] if "table_wise" in self.schemes else [n for n in names if _key_of(self.tables, n) is None]
         if free and not any(set(choice.schemes) & set(self.schemes) for choice in allowed.values()):
             raise InputError(
-                f"No table of the {len(names)} can have the scheme asked for; the first of them is table {free[0]!r}: "
-                f"{allowed[free[0]].why}. Use table_wise, or leave the schemes open."
+                f"None of the {len(names)} tables can have the requested scheme; for table {free[0]!r}: "
+                f"{allowed[free[0]].why}. Use table_wise, or leave the scheme open."
             )
         return allowed
 

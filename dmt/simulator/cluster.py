@@ -141,8 +141,9 @@ def load_cluster(path: str | Path) -> Cluster:
     file = _FOLDER / f"{path}.toml" if str(path) in known else Path(path)
     if not file.exists():
         raise InputError(
-            f"Cluster {path} is neither a file nor one that is shipped ({', '.join(known)})."
-            f"{did_you_mean(str(path), known)} `dmt bench-comms` under torchrun writes one of your machines."
+            f"Cluster {path} is neither a file nor a shipped cluster "
+            f"({', '.join(known)}).{did_you_mean(str(path), known)} `dmt bench-comms` under torchrun writes a file for "
+            "your machines."
         )
     place = f"Cluster {path}"
     record = read_file(file, "TOML", place=place, remedy=_REMEDY)

@@ -303,8 +303,8 @@ class _Counter(TorchDispatchMode):
 def _per_sample(few: _Counted, more: _Counted) -> tuple[Operator, ...]:
     if len(few) != len(more):
         raise InputError(
-            f"The model runs {len(few)} operators for {_SIZES[0]} samples and {len(more)} for {_SIZES[1]}, so that a "
-            "step cannot be counted. Write its forward (model.factory) without a loop over the samples."
+            f"The model runs {len(few)} operators for {_SIZES[0]} samples and {len(more)} for {_SIZES[1]}, so the cost "
+            "of a step cannot be counted. Write its forward (model.factory) without a loop over the samples."
         )
     small, large = _SIZES
     found = []

@@ -95,8 +95,8 @@ class MicroBatches:
         """
         if vars(self._module).get("forward") is not self:
             raise InputError(
-                f"The forward of this {type(self._module).__name__} is not that of these MicroBatches: they are "
-                "detached already, or another was put over them, which must be taken off first."
+                f"These MicroBatches no longer wrap the forward of this {type(self._module).__name__}: they are "
+                "already detached, or another wrapper was put over them. Remove that one first."
             )
         for restore in self._restore:
             restore()
@@ -117,9 +117,9 @@ class MicroBatches:
             return self._forward(*args, **kwargs)
         if len(batch_sizes) != 1:
             raise InputError(
-                f"Micro-batches need the batch size of the KeyedJaggedTensor that {type(self._module).__name__} is "
-                f"given; its arguments hold {len(batch_sizes)} different ones. Call run_in_micro_batches with the "
-                "module that is given the sparse features."
+                "Micro-batches need the batch size of the KeyedJaggedTensor among the arguments of "
+                f"{type(self._module).__name__}, which hold {len(batch_sizes)} different ones. Call "
+                "run_in_micro_batches with the module that receives the sparse features."
             )
         sizes = part_sizes(batch_sizes.pop(), self._num)
         owner = type(self._module).__name__
@@ -132,8 +132,8 @@ class MicroBatches:
                 outputs.append(self._forward(*part_args, **part_kwargs))
                 if any(len(results) != number for results in served):
                     raise InputError(
-                        f"{owner} has called the sharded modules inside {list(map(len, served))} times in {number} "
-                        "micro-batches; it must call each exactly once in each."
+                        f"{owner} called its sharded modules {list(map(len, served))} times in {number} micro-batches; "
+                        "it must call each exactly once per micro-batch."
                     )
         if len(set(sizes)) == 1 and not self._pairs_looked_for:
             self._look_for_pairs(outputs[0], [results[0].wait() for results in served], sizes[0])
@@ -161,8 +161,8 @@ class MicroBatches:
             if any(gradient is not None and gradient[1:].any() for gradient in gradients):
                 raise InputError(
                     f"{type(self._module).__name__} returned a tensor of {size} rows and columns for micro-batches of "
-                    f"{size} samples, in which a row depends on other samples. Call run_in_micro_batches with the "
-                    "model inside that compares no samples."
+                    f"{size} samples, in which rows depend on other samples. Call run_in_micro_batches with the inner "
+                    "model that compares no samples."
                 )
 
     def _check(self) -> None:
@@ -181,7 +181,7 @@ class MicroBatches:
         if self._num < 1:
             raise InputError(f"num_micro_batches={self._num} must be at least 1.")
         if runs_already:
-            raise InputError(f"This {owner} runs in micro-batches already; detach() the first ones.")
+            raise InputError(f"This {owner} already runs in micro-batches; call detach() on those first.")
 
 
 def _replace(module: nn.Module, name: str, method: Callable[..., Any]) -> Callable[[], None]:
@@ -278,8 +278,8 @@ def _split(value: Any, sizes: Sequence[int], owner: str) -> list[Any]:
     for leaf in leaves:
         if not isinstance(leaf, Tensor | _HANDED_ON_WHOLE):
             raise InputError(
-                f"{owner} is given a {type(leaf).__name__}, which might hold numbers of the samples of all "
-                "micro-batches. Give it tensors and a KeyedJaggedTensor, in lists, tuples or dicts."
+                f"{owner} is given a {type(leaf).__name__}, which may hold values of the samples of all micro-batches. "
+                "Pass tensors and a KeyedJaggedTensor, in lists, tuples or dicts."
             )
         if not isinstance(leaf, Tensor) or leaf.dim() == 0:
             columns.append([leaf] * len(sizes))
@@ -288,7 +288,8 @@ def _split(value: Any, sizes: Sequence[int], owner: str) -> list[Any]:
             # Handed on whole, it would be cut one day, in the batch that happens to have as many samples.
             raise InputError(
                 f"{owner} is given a tensor of shape {list(leaf.shape)} with a batch of {sum(sizes)} samples; in "
-                "micro-batches every tensor among its arguments must have one row for each. Keep others in the module."
+                "micro-batches every tensor among its arguments must have one row per sample. Keep other tensors in "
+                "the module."
             )
         columns.append(list(leaf.split(list(sizes))))
     return [tree_unflatten([column[i] for column in columns], structure) for i in range(len(sizes))]
@@ -300,8 +301,8 @@ def _join(outputs: Sequence[Any], sizes: Sequence[int], owner: str) -> Any:
     kinds = {tuple(map(type, of_output)) for of_output in leaves}
     if len(kinds) > 1 or any(structure != structures[0] for structure in structures):
         raise InputError(
-            f"{owner} returned something else for one micro-batch than for another ({outputs[0]!r:.60} for the first); "
-            "it must return the same structure for each."
+            f"{owner} returned different structures for different micro-batches ({outputs[0]!r:.60} for the first). "
+            "Return the same structure for each."
         )
     return tree_unflatten([_join_leaf(parts, sizes, owner) for parts in zip(*leaves, strict=True)], structures[0])
 
@@ -315,7 +316,7 @@ def _join_leaf(parts: Sequence[Any], sizes: Sequence[int], owner: str) -> Any:
     if any(shape != [size, *shapes[0][1:]] for shape, size in zip(shapes, sizes, strict=True)):
         raise InputError(
             f"{owner} returned {shapes} for micro-batches of {list(sizes)} samples; it must return tensors with one "
-            "row for each and other dimensions that stay, or lists, tuples or dicts of them. Call run_in_micro_batches "
-            "with the model inside that computes no loss and compares no samples."
+            "row per sample and the same other dimensions in each, or lists, tuples or dicts of them. Call "
+            "run_in_micro_batches with the inner model that computes no loss and compares no samples."
         )
     return torch.cat(list(parts))

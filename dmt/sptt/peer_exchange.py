@@ -252,8 +252,8 @@ class AgreedOutputs:
         if torch.promote_types(columns_PO.dtype, dtype) != dtype or pieces != self.pieces[tower]:
             raise InputError(
                 f"Tower {tower} returned columns {[width for _, width in pieces]} of {columns_PO.dtype}, but "
-                f"{self.widths[tower]} of {dtype} were agreed on with the other towers in the first batch; they must "
-                "stay."
+                f"{self.widths[tower]} of {dtype} were agreed on with the other towers in the first batch. Return the "
+                "same in every batch."
             )
         assert columns_PO.shape[0] == num_rows, f"tower {tower} computed {columns_PO.shape[0]} rows for {num_rows}"
         return columns_PO.to(dtype)

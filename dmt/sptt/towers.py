@@ -156,9 +156,8 @@ class TowerCollectionSharder(TowerSharder[EmbeddingTowerCollection]):
         if len(placement) != len(module.towers) or set(placement) != set(range(num_towers)):
             raise InputError(
                 f"The model has {len(module.towers)} towers but the topology num_towers={num_towers}, with "
-                f"placement={self.placement}. It must give each tower of the model a mesh tower of "
-                f"0..{num_towers - 1}, and each mesh tower one at least: its ranks would idle. Left out, the numbers "
-                "must be equal."
+                f"placement={self.placement}. A placement names a mesh tower of 0..{num_towers - 1} for each tower of "
+                "the model, and each mesh tower at least once; without one, the two numbers must be equal."
             )
         return placement
 
@@ -176,7 +175,7 @@ class TowerCollectionSharder(TowerSharder[EmbeddingTowerCollection]):
             ):
                 raise InputError(
                     f"Tower {i} holds a {type(collection).__name__}; a tower takes one EmbeddingBagCollection or one "
-                    "EmbeddingCollection. For bags beside sequences make two towers with one mesh tower in placement=, "
+                    "EmbeddingCollection. For bags beside sequences, place two towers on one mesh tower (placement=), "
                     "or look up everything in one EmbeddingCollection and sum in the tower module."
                 )
             refuse(sequences=isinstance(collection, EmbeddingCollection), id_route=self.id_route)

@@ -377,7 +377,7 @@ def _refusals(config: TrainingConfig) -> list[tuple[object, str]]:
         (
             replicas > 1 and train.eval_every and train.eval_every % sync_every,
             f"train.eval_every={train.eval_every} is not a multiple of replicas.sync_every={sync_every}: between "
-            "averagings each replica has tables of its own, and there is no one model to evaluate. Make it a multiple.",
+            "averagings the replicas' tables differ, so there is no single model to evaluate. Make it a multiple.",
         ),
         (
             hot.extra_memory == 0 and hot.refresh_every != HotRowsConfig().refresh_every,
@@ -391,8 +391,8 @@ def _refusals(config: TrainingConfig) -> list[tuple[object, str]]:
         ),
         (
             sharding.is_off_device and (replicas > 1 or hot.extra_memory > 0),
-            "sharding.tables puts tables in other memories than the device's, but this run has replicas or hot rows, "
-            "which read whole tables there. Leave out one of them.",
+            "sharding.tables puts tables outside the device's memory, but this run has replicas or hot rows, which "
+            "read whole tables there. Leave out one of them.",
         ),
     ]
 

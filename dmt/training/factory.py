@@ -57,8 +57,8 @@ def make_model(job: Job, device: str | None = None) -> nn.Module:
     sequences = [name for table in job.tables for name, _ in table.sequences]
     if sequences and towers is None:
         raise InputError(
-            f"{place} makes a flat model, but data.sequences has {sequences[0]!r}: models of one's own take "
-            "sequences in towers. Set model.in_towers, or leave data.sequences out."
+            f"{place} makes a flat model, but data.sequences has {sequences[0]!r}: models of your own may have "
+            "sequences in towers only. Set model.in_towers, or leave data.sequences out."
         )
     make = load_function("model.factory", config.factory)
     given = {
@@ -71,7 +71,7 @@ def make_model(job: Job, device: str | None = None) -> nn.Module:
     with torch.device(device or "cpu"), _errors_named(f"{place} raised"):
         model = call_named(place, make, given)
     if not isinstance(model, nn.Module):
-        raise InputError(f"{place} returned a {type(model).__name__}, no torch.nn.Module. Return the model.")
+        raise InputError(f"{place} returned a {type(model).__name__}, not a torch.nn.Module. Return the model.")
     _check_tables(place, model, job)
     if device == "meta":
         _check_layers(place, model, job.topology.world_size)
@@ -188,7 +188,7 @@ def _check_tables(place: str, model: nn.Module, job: Job) -> None:
         beside = f", one EmbeddingBagCollection of the features outside towers {list(outside)}" * (len(wanted) > 1)
         raise InputError(
             f"{place}: with model.in_towers={str(has_towers).lower()} the model needs one {wanted[0].__name__}{beside} "
-            f"and no other module with tables, but has {kinds}. Compose it so (docs/your_model.md), or change "
+            f"and no other module with tables, but has {kinds}. Compose it that way (docs/your_model.md), or change "
             "model.in_towers."
         )
     kinds = EmbeddingBagCollection | EmbeddingCollection
@@ -207,8 +207,8 @@ def _check_tables(place: str, model: nn.Module, job: Job) -> None:
                 ("has", "EmbeddingCollection") if is_sequence(given[name]) else ("has no", "EmbeddingBagCollection")
             )
             raise InputError(
-                f"{place}: table {name!r} is in a tower that {has} sequences by data.sequences, so that it needs an "
-                f"{kind}, and is given as its config. Use `tables` as they are, or change data.sequences."
+                f"{place}: table {name!r} is in a tower that {has} sequences (data.sequences), so it needs an {kind}, "
+                "whose config `tables` has. Use `tables` as they are, or change data.sequences."
             )
     if not has_towers:
         return
@@ -252,9 +252,9 @@ def _check_layers(place: str, model: nn.Module, world_size: int) -> None:
         is_started = parameters and callable(getattr(part, "reset_parameters", None))
         if values and part not in parts_of_tables and not is_started:
             raise InputError(
-                f"{kind} has {values[0]!r}, but a sharded model is made without numbers, and nothing gives it any: "
-                "write its start as a method reset_parameters() of the module that has the parameter (a buffer alone "
-                "must be a parameter, or made in forward)."
+                f"{kind} has {values[0]!r}, but a sharded model is built on the meta device, and nothing would "
+                "initialize it. Write reset_parameters() for the module that has the parameter; a module with buffers "
+                "alone needs a parameter, or makes them in forward."
             )
     modules = {id(module) for module in tower_modules(model)}
     paths = [path for path, part in model.named_modules() if id(part) in modules]
@@ -264,8 +264,8 @@ def _check_layers(place: str, model: nn.Module, world_size: int) -> None:
         first, first_owner = owners.setdefault(id(parameter), (name, owner))
         if first_owner != owner:
             raise InputError(
-                f"{place}: {first!r} and {name!r} are one parameter, but the ranks of a tower train its module apart "
-                "from other towers and from the dense part. Give each a parameter of its own."
+                f"{place}: {first!r} and {name!r} are one parameter, but the ranks of a tower train its module "
+                "separately from other towers and from the dense part. Give each a parameter of its own."
             )
 
 

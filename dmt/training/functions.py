@@ -57,7 +57,7 @@ def load_function(setting: str, name: str) -> Callable[..., Any]:
     except Exception as error:  # the user's program may do anything
         raise InputError(
             f"{place}: importing {module_name!r} raised {type(error).__name__}: {error}. Run from the folder that has "
-            "it, set PYTHONPATH, or mend or install what it imports."
+            "it, set PYTHONPATH, or repair or install what it imports."
         ) from error
     function: Callable[..., Any] = getattr(module, function_name, None)  # type: ignore[assignment]
     if not callable(function):

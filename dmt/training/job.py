@@ -224,11 +224,13 @@ def _with_sequences(
         if not config.model.has_towers:
             raise InputError(
                 f"{config.model.chosen} is flat, and {sequence!r} of data.sequences is looked up by TorchRec over all "
-                "ranks: the tower dataflow would compress nothing. Set sharding.dataflow='flat', or take a model in "
+                "ranks: the tower dataflow would compress nothing. Set sharding.dataflow='flat', or use a model in "
                 "towers."
             )
         if sequence in plan.outside:
-            raise InputError(f"{sequence!r} of data.sequences is outside towers, where all are bags. Put it into one.")
+            raise InputError(
+                f"{sequence!r} of data.sequences is outside towers, where all features are bags. Put it into a tower."
+            )
     marked = {table.name for of_tower in by_tower if any(t.sequences for t in of_tower) for table in of_tower}
     if cut := marked.difference(table.name for table in tables):
         raise InputError(

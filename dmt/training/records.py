@@ -145,7 +145,7 @@ def read_result(folder: Path) -> dict[str, Any]:
     place, remedy = str(folder / "result.json"), "Run the job again, which evaluates its last checkpoint."
     result = read_file(place, "JSON", place=place, remedy=remedy)
     if not isinstance(result, dict):
-        raise InputError(f"{place} is no result of a run. {remedy}")
+        raise InputError(f"{place} is not the result of a run. {remedy}")
     return {key: math.nan if value is None else value for key, value in result.items()}
 
 

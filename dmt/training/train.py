@@ -141,7 +141,7 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
         seconds = time.perf_counter() - began
         if at.step == 0:
             raise InputError(
-                f"No training step was possible: one takes {step_rows(job, at)} rows, and there are fewer."
+                f"No training step was possible: a step takes {step_rows(job, at)} rows, and there are fewer."
             )
         # Without a step, the run was finished before: its last checkpoint is there.
         is_saved = at.step == start.position.step or (save(run, at) and saver.wait())
@@ -158,7 +158,7 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
     if not is_saved:
         raise InputError(
             f"The model was trained, but its last checkpoint could not be saved to {folder} (see the warning above). "
-            "Make room and run again: it continues from the checkpoint before."
+            "Free some space and run again: the run resumes from the previous checkpoint."
         )
     return result
 

@@ -81,7 +81,7 @@ def test_ids_with_a_batch_size_for_each_feature_are_refused():
     ids = KeyedJaggedTensor(
         keys=["a", "b"], values=torch.arange(6), lengths=torch.tensor([1, 2, 3]), stride_per_key_per_rank=[[2], [1]]
     )
-    with pytest.raises(InputError, match="the features differ in batch size"):
+    with pytest.raises(InputError, match="the features have different batch sizes"):
         split_ids(ids, {"a": (4, 4)})
 
 

@@ -261,7 +261,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "forward format": (lambda: ExchangePrecision(forward="f16"), "forward='f16' is unknown; .* mean 'fp16'"),  # type: ignore[arg-type]
     "backward format": (lambda: ExchangePrecision(backward="float32"), "backward='float32' is unknown"),  # type: ignore[arg-type]
     "counts of no table": (lambda: AccessProfile([table("t", "f")]).add({"g": [1]}, num_samples=1),
-                           "feature 'g' looks up in none of the tables"),
+                           "no table has feature 'g'"),
 }  # fmt: skip
 
 

@@ -207,7 +207,7 @@ def test_rules_for_kernels() -> None:
     assert kernels(found) == {"t_a": "fused_uvm_caching", "t_b": "fused_uvm", "u": "fused"}
     rules = ShardingRules(schemes=("data_parallel",), tables={"u": "fused_uvm"})
     assert "kernel='fused_uvm' is for" in plan_tables([tables], one_tower(2), rules=rules).reasons["u"]
-    with pytest.raises(InputError, match=r"'uvm' is none of \['table_wise'.*'fused_uvm_caching'"):
+    with pytest.raises(InputError, match=r"'uvm' is not one of \['table_wise'.*'fused_uvm_caching'"):
         ShardingRules(tables={"u": "uvm"})  # type: ignore[dict-item]
 
 
@@ -218,7 +218,7 @@ def test_torchrec_is_given_kernel_and_cache() -> None:
     assert found.cache_params is not None
     assert found.cache_params.load_factor == 0.1
     on_ssd = TablePlacement(scheme="table_wise", ranks=(0,), kernel="key_value")
-    with pytest.raises(InputError, match="Table 't' has kernel='key_value', which FBGEMM has for GPUs only"):
+    with pytest.raises(InputError, match="Table 't' has kernel='key_value', which FBGEMM supports on GPUs only"):
         parameter_sharding(table("t", 10), on_ssd, device_type="cpu")
 
 

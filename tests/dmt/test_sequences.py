@@ -128,9 +128,9 @@ def test_tables_that_no_sharder_is_for_are_refused() -> None:
     for sharders, message in (
         (
             [sharder],
-            r"no sharder is for 'words' \(EmbeddingCollection\), so .* Add TorchRec's EmbeddingCollectionSharder",
+            r"no sharder handles 'words' \(EmbeddingCollection\), so .* Add TorchRec's EmbeddingCollectionSharder",
         ),
-        ([of_towers], r"no sharder is for 'bags' .* Add OutsideCollectionSharder\(mesh\) to the sharders"),
+        ([of_towers], r"no sharder handles 'bags' .* Add OutsideCollectionSharder\(mesh\) to the sharders"),
         ([sharder, Sharder()], "two sharders are for EmbeddingBagCollection, and .* would use the last"),
     ):
         with pytest.raises(InputError, match=message):
@@ -141,7 +141,7 @@ def test_sequences_with_replicas_are_refused() -> None:
     words = [EmbeddingConfig(name="t_w", num_embeddings=9, embedding_dim=8, feature_names=["w"])]
     model = nn.ModuleDict({"bags": collection("a", "b"), "words": EmbeddingCollection(tables=words, device="meta")})
     planner = TowerShardingPlanner(TowerTopology(num_replicas=2, num_towers=2, ranks_per_tower=1))
-    with pytest.raises(InputError, match=r"'words' is for a sharder of TorchRec's, which knows no replicas"):
+    with pytest.raises(InputError, match=r"'words' is left to a sharder of TorchRec, which does not support replicas"):
         planner.plan(model, [Sharder(), EmbeddingCollectionSharder()])
 
 

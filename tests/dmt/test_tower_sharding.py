@@ -279,16 +279,16 @@ def of_rule(name: str, rule: Any) -> ShardingRules:
 # towers, topology, further arguments, words of the message
 REFUSED: list[tuple[list[list[TableSpec]], TowerTopology, dict[str, Any], str]] = [
     ([FOUR], one_tower(2), {"hardware": Hardware(memory_per_rank=LEAST - 1), "rules": WHOLE},
-     r"No placement was found for the 4 tables of tower 0: they need at least 502 kB .*, 262 kB of it for the "
+     r"No placement was found for the 4 tables of tower 0: they need at least 502 kB, 262 kB of it for the "
      r"embeddings looked up with batch_size=1024; .*'t0' .* hold 146 kB even table_wise. Lower "
      r"batch_size to 1023 or less, let"),
     ([[table("a")], [table("big", 1_000_000, 64)]], TWO_TOWERS, {"hardware": Hardware(memory_per_rank=10_000_000)},
-     "tower 1.*memory_per_rank=10.0 MB have, .*; of table 'big' a rank must hold 69.0 MB even column_wise. Let"),
+     "tower 1.*memory_per_rank=10.0 MB have .* Of table 'big' a rank must hold 69.0 MB even column_wise. Let"),
     ([[table("a")]], one_tower(2),
      {"hardware": Hardware(memory_per_rank=1_000_000), "rules": of_rule("a", pinned("table_wise", 1))},
-     r"tower 0: they need at least 27.0 MB .* of table 'a' a rank must hold 27.0 MB even table_wise"),
+     r"tower 0: they need at least 27.0 MB.* Of table 'a' a rank must hold 27.0 MB even table_wise"),
     *(([AD_HOUR], ONE_RANK, {"rules": ShardingRules(schemes=(scheme,))},
-       f"No table of the 2 can have the scheme asked for; .* 't_ad': {scheme} asked for, but its tower has one rank")
+       f"None of the 2 tables can have the requested scheme; .* 't_ad': {scheme} asked for, but its tower has one rank")
       for scheme in ("row_wise", "column_wise", "data_parallel")),
     ([AD_HOUR], one_tower(4), {"rules": ShardingRules(schemes=("data_parallel",), id_route="global")},
      r"'t_ad': data_parallel asked for, but id_route='global'"),
@@ -321,7 +321,7 @@ def test_tables_outside_leave_less_room_and_the_batch_size_that_is_advised_fits(
         work, device = StepWorkload(batch_size=batch), Hardware(memory_per_rank=room)
         plan_tables(towers, TWO_BY_TWO, outside=[table("o")], workload=work, hardware=device)
 
-    with pytest.raises(InputError, match=r"156 MB of the 117 MB .* have beside 51.6 MB each for tables outside"):
+    with pytest.raises(InputError, match=r"at least 156 MB.* have 117 MB beside 51.6 MB each for tables outside"):
         plan(300_000, 110_000_000, 64)
     with pytest.raises(InputError, match="Lower batch_size to 20468 or less"):
         plan(100_000, 130_000_000, 80_000)
@@ -345,7 +345,7 @@ def test_the_batch_size_that_is_advised_fits_whole_tables_and_every_tower() -> N
 
 
 def test_a_scheme_is_refused_only_where_no_table_that_asks_for_it_can_have_it() -> None:
-    with pytest.raises(InputError, match=r"'row_wize' is none of .*Did you mean 'row_wise'"):
+    with pytest.raises(InputError, match=r"'row_wize' is not one of .*Did you mean 'row_wise'"):
         of_rule("t_ad", "row_wize")
     narrow, rules = [table("narrow", rows=3, columns=4)], ShardingRules(schemes=("row_wise",))
     found = plan_tables([narrow, [table("wide")]], TWO_TOWERS, rules=rules)

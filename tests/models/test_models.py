@@ -188,7 +188,7 @@ def towers_of(*modules):
         ),
         (
             lambda: OddModel(tables=MIXED[:1], tower_plan=TowerPlan.from_lists([["f0"]]), dense_in_features=13),
-            "OddTower of tower 'tower_0' has out_features=65, no multiple of tower_dim=64",
+            "OddTower of tower 'tower_0' has out_features=65, not a multiple of tower_dim=64",
         ),
         (
             lambda: BUILDERS["DMTDLRM"](make_tables(), OUTSIDE),

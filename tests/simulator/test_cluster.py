@@ -85,5 +85,5 @@ def test_a_missing_part_a_missing_file_and_a_typo_are_told(tmp_path: Path) -> No
         load_cluster(tmp_path / "c.toml")
     missing: list[Any] = ["a10", tmp_path / "none.toml"]
     for path in missing:
-        with pytest.raises(InputError, match=r"neither a file nor one that is shipped \(a100, h100, v100\)"):
+        with pytest.raises(InputError, match=r"neither a file nor a shipped cluster \(a100, h100, v100\)"):
             load_cluster(path)

@@ -71,7 +71,7 @@ def test_one_host_tells_nothing_of_groups_over_several(rank: int) -> None:
 
 @on_ranks(2)
 def test_times_that_tell_no_rate_are_refused(rank: int) -> None:
-    refused = pytest.raises(InputError, match=r"8 bytes 1\.000 ms, which tells no rate")
+    refused = pytest.raises(InputError, match=r"8 bytes 1\.000 ms, from which no rate follows")
     with patch.object(bench_comms, "_time", lambda *_: _Timing(1e-3, 0.0)), refused:
         measure_cluster("ranks", 2, torch.device("cpu"))
 

@@ -240,7 +240,7 @@ def job_of(factory: str, *, in_towers: bool = False, **more: Any) -> Job:
         ),
         ("mode", "has no function 'mode'.*did you mean 'made'"),
         ("not_callable", "has no function 'not_callable'"),
-        ("made:none", "returned a NoneType, no torch.nn.Module"),
+        ("made:none", "returned a NoneType, not a torch.nn.Module"),
         ("made:lacks one", "the model's table 't_ads' is absent, but it was given TableSpec"),
         ("made:narrower", r"the model's table .* is TableSpec.*embedding_dim=4.*given TableSpec.*columns from model"),
         ("made:with more", "the model's table 't_more' is TableSpec.* but it was given none of that name"),
@@ -251,8 +251,8 @@ def job_of(factory: str, *, in_towers: bool = False, **more: Any) -> Job:
         ("made:reads ids", r"the model fails on a batch \(only tables may read sparse_features\): AttributeError"),
         ("made:batch norm", r"BatchNorm1d 'part' normalizes over the samples.* Use torch.nn.LayerNorm"),
         # TorchRec would start them from whatever is in memory, and from zeros.
-        ("made:bias", r"Part 'part' has 'bias', but a sharded model is made without numbers.* reset_param"),
-        ("made:scale", r"Part 'part' has 'scale', but a sharded model is made without numbers.* reset_param"),
+        ("made:bias", r"Part 'part' has 'bias', but a sharded model is built on the meta.* reset_param"),
+        ("made:scale", r"Part 'part' has 'scale', but a sharded model is built on the meta.* reset_param"),
     ],
 )
 def test_a_model_that_does_not_fit_is_refused_before_training(factory: str, message: str) -> None:
@@ -282,7 +282,7 @@ def check_model(job: Job) -> None:
     [
         ("in_towers", {"said": 1}, r"tower module OwnTower says out_features=1, but returned a tensor \[\d+, 2\]"),
         ("in_towers", {"shared": True}, "'sparse.towers.0.*' and 'sparse.towers.1.*' are one parameter, but the ranks"),
-        ("in_towers", {"sequences": True}, "is in a tower that has no sequences by data.sequences"),
+        ("in_towers", {"sequences": True}, r"is in a tower that has no sequences \(data.sequences\)"),
         ("in_towers", {"sizes": False}, r"tower module Identity has in_features and out_features \[None"),
         ("made", {"kind": "flat"}, r"needs one EmbeddingTowerCollection and no other .*but has EmbeddingBag"),
     ],

@@ -57,7 +57,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-IS_READ, IS_OTHER = "is read by this command", "exists and is not a "
+IS_READ, IS_OTHER = "is an input of this command", "exists and is not a "
 IS_CHECKPOINT = "is in a checkpoint"
 OF_RUN = "partition --checkpoint run --towers 2 --strategy coherent"
 PARTITION = "partition --checkpoint run --tower-module dlrm --towers 2"

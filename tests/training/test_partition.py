@@ -166,7 +166,7 @@ INTERACTIONS = ("--strategy", "interactions", "--tower-module", "dcn")
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ([], "Give --checkpoint RUN_DIR, or rows alone, --data FILE with --tower-module"),
+        ([], "Give --checkpoint RUN_DIR; or, for towers .* without a model, --data FILE and --tower-module"),
         (["--data", "x"], "Give --checkpoint RUN_DIR, or"),
         (["--data", "x", "--tower-module", "dcn", "--strategy", "coherent"], "Give --checkpoint RUN_DIR, or"),
         (["--checkpoint", "/nowhere"], "error: /nowhere is not the output_dir of a"),

@@ -110,11 +110,14 @@ def test_runs_with_sequences_agree_with_the_plain_module(name: str) -> None:
     [
         (
             {"model": {**FACTORY, "options": {"bags": True}}},
-            "table 't_C1' is in a tower that has sequences by data.seq",
+            r"table 't_C1' is in a tower that has sequences \(data.seq",
         ),
         ({"model": {"factory": f"{__name__}:own"}}, "makes a flat model, but data.sequences has 'C.'"),
         ({"arch": "dlrm", "dataflow": "sptt"}, "is flat, and 'C.' of data.sequences is looked up by TorchRec over all"),
-        ({"towers": {"outside": ["C1", "C5", "C6"]}}, "'C.' of data.sequences is outside towers, where all are bags"),
+        (
+            {"towers": {"outside": ["C1", "C5", "C6"]}},
+            "'C.' of data.sequences is outside towers, where all features are bags",
+        ),
     ],
 )
 def test_what_carries_no_sequences_is_refused(sections: dict[str, Any], message: str) -> None:
@@ -135,7 +138,7 @@ def test_a_tower_without_sequences_looks_up_bags() -> None:
     check_outputs(job, build_model(job, device="meta"))
     without = open_job(small(synthetic=SYNTHETIC))
     assert [table.name for table in without.tables if table.is_sequence] == []
-    message = "is in a tower that has no sequences by data.sequences, so that it needs an EmbeddingBagCollection"
+    message = r"is in a tower that has no sequences \(data.sequences\), so it needs an EmbeddingBagCollection"
     config = small(synthetic=SYNTHETIC, model={"factory": f"{__name__}:sequences_of_all", "in_towers": True})
     with pytest.raises(InputError, match=message):
         build_model(open_job(config), device="meta")

@@ -116,9 +116,9 @@ REFUSED: list[tuple[dict[str, dict[str, Any]], str]] = [
     ({"sharding": {"scheme": "row_wise"}, "topology": ONE_RANK}, r"'t_C1': row_wise asked for, but its tower has one"),
     (
         {"sharding": {"scheme": "data_parallel", "table_precision": "fp16"}},
-        r"No table of the 6 can have .* 't_C1': data_parallel asked for, but its weights are FP16",
+        r"None of the 6 tables can have .* 't_C1': data_parallel asked for, but its weights are FP16",
     ),
-    ({"sharding": {"cluster": "a1000"}}, r"Cluster a1000 is neither a file nor one that is shipped"),
+    ({"sharding": {"cluster": "a1000"}}, r"Cluster a1000 is neither a file nor a shipped cluster"),
     (
         {"sharding": {"table_precision": "fp16", "tables": {"t_C2": "data_parallel"}}},
         r"Table 't_C2' in tower 1 cannot be data_parallel.*FP16",

@@ -275,13 +275,16 @@ def test_a_run_that_names_its_cluster_has_the_prediction_in_its_result(
     assert 0 < found["lookup_seconds"] < 4 * 512 / found["samples_per_second"]
     assert what_if.predicted_result(open_job(load_config("demo", []))) is None
     assert what_if.predicted_result(jobs[1]) is None
-    assert "no prediction beside it: Hosts of the run have 2 ranks, those of cluster 'a100' have 8" in caplog.text
+    assert (
+        "no prediction beside it: Hosts of the run have 2 ranks, but the rates of cluster 'a100' hold for hosts of 8"
+        in caplog.text
+    )
 
 
 def test_the_rate_of_the_uplink_may_be_given(tmp_path: Path) -> None:
     save_cluster(replace(A100, hosts=1, step_s=0.0), tmp_path / "one.toml")
     cluster = ["--cluster", str(tmp_path / "one.toml")]
-    assert "was measured on one host, which tells nothing of" in run("demo", *SHAPE, *cluster).stderr
+    assert "was measured on one host, which says nothing about" in run("demo", *SHAPE, *cluster).stderr
     values = ["train.batch_size=16384", *cluster, "--uplink-gbit-per-s"]
     fast, slow = (record_of("demo", *SHAPE, *values, rate)["own"] for rate in ("1600", "100"))
     assert fast["uplink_bytes"] == slow["uplink_bytes"]
@@ -291,7 +294,7 @@ def test_the_rate_of_the_uplink_may_be_given(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--cluster", "a100"], "Hosts of the run have 2 ranks, those of cluster 'a100' have 8"),
+        (["--cluster", "a100"], "Hosts of the run have 2 ranks, but the rates of cluster 'a100' hold for hosts of 8"),
         (["topology.num_towers=3", "--cluster", "a100"], "Set topology.ranks_per_tower=8."),
         (["topology.num_towers=8", "--cluster", "a100"], "Set topology.ranks_per_host=8."),
         (["--cluster", "none.toml"], "neither a file"),

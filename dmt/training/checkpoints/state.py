@@ -360,7 +360,7 @@ def _read_index(folder: Path) -> Metadata:
     except Exception as error:  # an unpickler raises whatever the bytes make it
         raise InputError(f"{folder}: {_INDEX} cannot be read ({error}). Use another checkpoint.") from error
     if not isinstance(metadata, Metadata):
-        raise InputError(f"{folder}: {_INDEX} is a {type(metadata).__name__}, no index. {_REMEDY}")
+        raise InputError(f"{folder}: {_INDEX} is a {type(metadata).__name__}, not an index. {_REMEDY}")
     return metadata
 
 
@@ -371,12 +371,12 @@ class _IndexUnpickler(pickle.Unpickler):
         if (module, name) == ("builtins", "getattr"):
             return _member
         if name not in _ALLOWED.get(module, ()):
-            raise InputError(f"it names {module}.{name}, which an index has no use for.")
+            raise InputError(f"it names {module}.{name}, which no index needs.")
         return getattr(importlib.import_module(module), name)
 
 
 def _member(owner: Any, name: str) -> Enum:
     """Takes the place of ``getattr``, as a call of which Python up to 3.11.2 pickles the member of an enum."""
     if not isinstance(owner, type) or not issubclass(owner, Enum):
-        raise InputError("it names builtins.getattr, which an index has no use for.")
+        raise InputError("it names builtins.getattr, which no index needs.")
     return owner[name]

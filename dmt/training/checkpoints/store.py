@@ -370,8 +370,7 @@ def _check_finite(step: int, model: nn.Module, state: State, rank: int) -> None:
     if wrong:
         raise InputError(
             f"Step {step} is not saved: {shorten(wrong, ', ')} of rank {rank} holds NaN or an infinite number. Earlier "
-            "checkpoints are as they were: go on from the last one, with smaller learning rates if training has "
-            "diverged."
+            "checkpoints are intact: resume from the last one, with smaller learning rates if training has diverged."
         )
 
 
@@ -461,8 +460,8 @@ def _check_names(
     everyone = [unknown] if mesh is None else gather_objects(unknown, mesh.global_group)
     if unknown := [name for name in unknown if all(name in names for names in everyone)]:
         raise InputError(
-            f"{folder} is a checkpoint of another model or optimizer: it has {shorten(unknown, ', ')} in addition. Use "
-            "the config of the run that wrote it."
+            f"{folder} is a checkpoint of another model or optimizer: it also has {shorten(unknown, ', ')}. Use the "
+            "config of the run that wrote it."
         )
 
 

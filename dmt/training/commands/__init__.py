@@ -87,7 +87,7 @@ def check_output_files(outputs: Mapping[str, tuple[Path, str]], inputs: Iterable
         if other != option:
             raise InputError(f"{other} and {option} are the same file, {str(path)!r}. Name another for one of them.")
         if path.exists() and any(path.samefile(given) for given in read):
-            raise InputError(f"{option} {str(path)!r} is read by this command. Name another file.")
+            raise InputError(f"{option} {str(path)!r} is an input of this command. Name another file.")
         if (path.parent / "checkpoint.json").exists():
             raise InputError(f"{option} {str(path)!r} is in a checkpoint, which it would damage. Name another folder.")
         check_output(option, path, is_folder=kind == "folder")

@@ -142,7 +142,7 @@ def _rates(
         if many.seconds <= few.seconds:
             raise InputError(
                 f"{kind}: {values[1].nbytes:,} bytes took {1e3 * many.seconds:.3f} ms, {values[0].nbytes:,} bytes "
-                f"{1e3 * few.seconds:.3f} ms, which tells no rate. Measure on machines that do nothing else."
+                f"{1e3 * few.seconds:.3f} ms, from which no rate follows. Measure on machines that do nothing else."
             )
         rates = across if uplink else within
         rates[group.size()] = (uplink or inside) / (many.seconds - few.seconds)
@@ -243,12 +243,14 @@ def run_bench_comms(out: Path) -> Shown | None:
     place = {key: os.environ.get(key, "") for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
     if not all(value.isdecimal() for value in place.values()):
         raise InputError(
-            "dmt bench-comms measures the job that it is part of, and RANK or WORLD_SIZE says of none. Start it on "
+            "dmt bench-comms measures the job that it is part of, but RANK or WORLD_SIZE is not set. Start it on "
             "every host: torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 --no-python dmt bench-comms"
         )
     rank, world, local, ranks_per_host = (int(value) for value in place.values())
     if world % ranks_per_host:
-        raise InputError(f"The job has {world} ranks, but {ranks_per_host} on this host: hosts must have equally many.")
+        raise InputError(
+            f"The job has {world} ranks, but {ranks_per_host} on this host: hosts must have equal numbers of ranks."
+        )
     kind = device_type("auto")
     device = take_device(kind, local)
     end_with(os.getppid())

@@ -46,7 +46,9 @@ def demo(data: str | None, out: Path, overrides: Sequence[str], *, command: str)
     console = Console(stderr=True, highlight=False)
     for key in ("towers.plan", "train.output_dir"):
         if any(override.partition("=")[0].strip() == key for override in overrides):
-            raise InputError(f"The demo sets {key} itself: it learns the towers, and --out says where all goes.")
+            raise InputError(
+                f"The demo sets {key} itself: it learns the towers, and writes everything to --out. Leave the key out."
+            )
     console.print("[bold]1/4[/] checking data and sizes")
     settings = [] if data is None else demo_settings(data)
     # The steps of a file follow from its rows, which are known once it is open.
@@ -55,8 +57,8 @@ def demo(data: str | None, out: Path, overrides: Sequence[str], *, command: str)
     arch, ranks = first.model.arch, first.topology.build().world_size
     if first.model.factory is not None or not arch.startswith("dmt-"):
         raise InputError(
-            f"{first.model.chosen}: the demo compares a multi-tower model of dmt's own with its flat form. Name "
-            "dmt-dlrm, dmt-dlrm-products or dmt-dcn as model.arch."
+            f"{first.model.chosen}: the demo compares a shipped multi-tower model with its flat form. Set model.arch "
+            "to dmt-dlrm, dmt-dlrm-products or dmt-dcn."
         )
     rows = resolve(first, ranks).data.num_rows("train") or 0
     shared = [*settings, *([] if data is None else step_settings(rows, ranks)), *overrides]

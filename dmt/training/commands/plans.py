@@ -41,8 +41,8 @@ def run_partition(options: Mapping[str, Any], command: str) -> Shown:
     run, data, module, strategy = (options[name] for name in ("checkpoint", "data", "tower_module", "strategy"))
     if run is None and (data is None or module is None or strategy not in ("auto", "interactions")):
         raise InputError(
-            "Give --checkpoint RUN_DIR, or rows alone, --data FILE with --tower-module "
-            f"{' or '.join(_TOWER_MODULES)}, for towers from interactions."
+            "Give --checkpoint RUN_DIR; or, for towers from interactions without a model, --data FILE and "
+            f"--tower-module {' or '.join(_TOWER_MODULES)}."
         )
     if run is not None and module is None:
         module = _module_of(run, options["function"])
@@ -54,8 +54,8 @@ def run_partition(options: Mapping[str, Any], command: str) -> Shown:
         _say(f"Strategy {strategy}; --strategy names another.")
     if strategy == "interactions" and module is None:
         raise InputError(
-            f"--strategy interactions needs --tower-module {' or '.join(_TOWER_MODULES)} here: for modules of your "
-            "own, name the one that is alike."
+            f"--strategy interactions needs --tower-module {' or '.join(_TOWER_MODULES)} here: for a module of your "
+            "own, name the one that is most like it."
         )
     rules = PartitionRules() if options["rules"] is None else PartitionRules.load(options["rules"])
     sense: Any = "together" if keeps_interactions else "apart"

@@ -287,12 +287,12 @@ def _check_hosts(run: TrainingConfig, cluster: Cluster, *, is_given: bool) -> No
     if topology.host_size != cluster.ranks_per_host:
         key = "ranks_per_tower" if topology.world_size % cluster.ranks_per_host else "ranks_per_host"
         raise InputError(
-            f"Hosts of the run have {topology.host_size} ranks, those of cluster {cluster.name!r} have "
-            f"{cluster.ranks_per_host}, for which its rates are. Set topology.{key}={cluster.ranks_per_host}."
+            f"Hosts of the run have {topology.host_size} ranks, but the rates of cluster {cluster.name!r} hold for "
+            f"hosts of {cluster.ranks_per_host}. Set topology.{key}={cluster.ranks_per_host}."
         )
     if cluster.hosts == 1 < topology.num_hosts and not is_given:
         raise InputError(
-            f"Cluster {cluster.name!r} was measured on one host, which tells nothing of the links between the "
+            f"Cluster {cluster.name!r} was measured on one host, which says nothing about the links between the "
             f"{topology.num_hosts} hosts of the run. Give their rate: --uplink-gbit-per-s."
         )
 

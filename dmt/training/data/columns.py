@@ -199,7 +199,7 @@ def _table_names(config: DataConfig, names: Iterable[str]) -> dict[str, str]:
     for table, members in config.shared_tables.items():
         _check_features(f"shared_tables.{table}", members, tables)
         if table in tables and table not in members:
-            raise InputError(f"shared_tables: {table!r} is the name of another feature. Name the table otherwise.")
+            raise InputError(f"shared_tables: {table!r} is the name of another feature. Give the table another name.")
         tables |= dict.fromkeys(members, table)
     shared = [name for members in config.shared_tables.values() for name in members]
     for name, target in config.sequences.items():
@@ -220,7 +220,7 @@ def _check_sequences(features: Sequence[Feature], place: str) -> None:
     for name, target in ((feature.name, feature.target) for feature in features if feature.target is not None):
         if not lists[name]:
             raise InputError(
-                f"{place}: data.sequences: column {name!r} is no list. Store lists, or text such as 'a|b|c' that "
+                f"{place}: data.sequences: column {name!r} is not a list. Store lists, or text such as 'a|b|c' that "
                 "data.multi_hot names."
             )
         if lists[target]:

@@ -161,7 +161,7 @@ class DataConfig(Section):
             "prepared": (*files, *tables, *columns, "source", "options"),
         }.get(self.kind, rest)
         if wrong := [name for name in given if name in meaningless]:
-            raise InputError(f"{wrong[0]} has no meaning for kind={self.kind!r}. Leave out one of them.")
+            raise InputError(f"{wrong[0]} does not apply to kind={self.kind!r}. Leave out one of them.")
         needed = {"criteo_tsv": ("train_path",), "columns": ("train_path", "categorical")}
         needed |= {"source": ("source", "categorical"), "prepared": ("prepared",)}
         if absent := [name for name in needed.get(self.kind, ()) if not getattr(self, name)]:

@@ -102,7 +102,7 @@ def matching_files(value: str) -> list[str]:
                     )
                 found += [each for each in inside if each.endswith(_PARQUET)]
         if broken := [name for name in found if not system.exists(name)]:
-            raise InputError(f"{broken[0]} (of {value!r}) is a link that leads nowhere. Mend or remove it.")
+            raise InputError(f"{broken[0]} (of {value!r}) is a broken link. Repair or remove it.")
     if is_remote(value):  # a single file keeps the name that the user gave it
         return [value] if found == [inner] else sorted(map(system.unstrip_protocol, found))
     return sorted(found)

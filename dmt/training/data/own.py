@@ -110,7 +110,9 @@ class OwnRows:
         text = self._state_of(source) if has_state else ""
         for place, table in self._tables_of(source):
             if find_columns(self._config, table.schema, place) != self.columns:
-                raise InputError(f"{place}: its columns are of other kinds than those of the first batch.")
+                raise InputError(
+                    f"{place}: its columns have other types than those of the first batch. Yield the same in each."
+                )
             if has_state:
                 # That before this batch; the source is after it now.
                 self._states.append((before, text))

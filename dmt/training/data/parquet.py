@@ -55,7 +55,7 @@ class ParquetRows:
         # Memory maps are slower here where they are read for the first time.
         with _reading(file), pq.ParquetFile(file, metadata=footer) as source:
             if _version(file) != self._versions[file]:
-                raise InputError(f"{file} has changed since it was opened. Give the old one back, or start anew.")
+                raise InputError(f"{file} has changed since it was opened. Restore it, or start a new run.")
             rows = source.read_row_group(group, columns=[*self._columns.schema.names, REQUEST], use_threads=False)
         for feature in self._columns.features:
             column = rows.column(feature.name)

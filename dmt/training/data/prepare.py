@@ -83,7 +83,7 @@ def prepare_once(config: DataConfig, cache: Path | None, *, eval_only: bool = Fa
     """
     files = [file for of_setting in _files(config).values() for file in of_setting]
     if cache is None:
-        raise InputError(f"{files[0]} has to be prepared. Run `dmt prepare`, and name its folder as data.prepared.")
+        raise InputError(f"{files[0]} must be prepared first. Run `dmt prepare`, and set data.prepared to its folder.")
     settings = config.model_dump(mode="json", exclude={*OF_READING, "synthetic"})
     told: list[Any] = [FORMAT, eval_only, settings, [(file, *file_version(file)) for file in files]]
     folder = cache / hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
@@ -177,7 +177,9 @@ def prepare(
 
 def _check(config: DataConfig, out: Path, *, eval_only: bool, min_count: int) -> None:
     if out.exists() or out.is_symlink():
-        raise InputError(f"--out {str(out)!r} exists, and nothing is overwritten. Name a new folder, or remove it.")
+        raise InputError(
+            f"--out {str(out)!r} exists, and this command overwrites nothing. Name a new folder, or remove it."
+        )
     if config.kind not in ("criteo_tsv", "columns"):
         raise InputError(f"data.kind={config.kind!r} has no raw files. Name some with data.train_path and data.kind.")
     if config.label is None and not eval_only:
@@ -185,7 +187,7 @@ def _check(config: DataConfig, out: Path, *, eval_only: bool, min_count: int) ->
     if config.id_mode != "frequency" and min_count > 1:
         raise InputError("--min-count needs ids by frequency. Give --ids frequency, or leave it out.")
     if config.id_mode == "frequency" and eval_only and not config.vocabulary:
-        raise InputError("Ids by frequency need the folder whose vocabulary is to be used. Name it: data.vocabulary.")
+        raise InputError("Ids by frequency need a vocabulary. Set data.vocabulary to the prepared folder that has it.")
 
 
 def _files(config: DataConfig) -> dict[str, list[str]]:
@@ -353,15 +355,17 @@ def _copy_vocabulary(config: DataConfig, columns: Columns, file: Path) -> None:
     remedy = "The model's ids are in this folder of `dmt prepare`. Put it back at this path." if checksum else None
     manifest = read_manifest(folder, place, remedy=remedy)
     if manifest.vocabulary not in manifest.files:
-        raise InputError(f"{place} was prepared without ids by frequency, and has no vocabulary. Prepare it with them.")
+        raise InputError(
+            f"{place} was prepared without ids by frequency, and has no vocabulary. Prepare it with --ids frequency."
+        )
     tables = {feature.name: feature.table for feature in columns.features}
     if {feature.name: feature.table for feature in manifest.features} != tables:
         raise InputError(f"{place} has other tables or features than these data. Give the same columns and tables.")
     shutil.copyfile(folder / manifest.vocabulary, file)
     if _checksum(file) != (int(checksum, 16) if checksum else manifest.files[manifest.vocabulary][1]):
-        raise InputError(f"{place} has another vocabulary than the model was trained with. Give that folder back.")
+        raise InputError(f"{place} has another vocabulary than the model was trained with. Restore that folder.")
     if pq.read_schema(file) != _WORDS:
-        raise InputError(f"{place}: {manifest.vocabulary} is no vocabulary. Give another folder.")
+        raise InputError(f"{place}: {manifest.vocabulary} is not a vocabulary. Give another folder.")
 
 
 def _read_vocabularies(file: Path, columns: Columns) -> dict[str, Vocabulary]:
@@ -471,7 +475,7 @@ def _work_folder(out: Path) -> Iterator[Path]:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise InputError(f"Another `dmt prepare` is writing {str(out)!r}. Wait for its end.") from None
+                raise InputError(f"Another `dmt prepare` is writing {str(out)!r}. Wait until it ends.") from None
             for left in (path for path in work.iterdir() if path.name != _LOCK):
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
             try:

@@ -87,9 +87,11 @@ class ServedTables(nn.Module):
         self._is_sequence = isinstance(tables, EmbeddingCollection)
         if isinstance(tables, EmbeddingCollection):
             if tables.need_indices():
-                raise InputError(f"Table {configs[0].name!r} returns its ids too, which no exported program does.")
+                raise InputError(
+                    f"Table {configs[0].name!r} returns its ids too, which exported programs do not support."
+                )
         elif tables.is_weighted():
-            raise InputError(f"Table {configs[0].name!r} has weighted bags, which no exported program takes.")
+            raise InputError(f"Table {configs[0].name!r} has weighted bags, which exported programs do not support.")
         self._bits = TABLE_BITS.get(stored)
         names = get_embedding_names_by_table(configs)
         self._outputs = [name for of_table in names for name in of_table]

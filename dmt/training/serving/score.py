@@ -152,7 +152,7 @@ def _rows_of(raw: DataConfig, data_path: str, out: Path) -> ClickData:
     config = config.model_copy(update=changes)
     data = ClickData(config, cache=_cache(out), eval_only=True)
     if data.num_rows("eval") == 0:
-        raise InputError(f"--data {data_path!r} has no row. Name other files.")
+        raise InputError(f"--data {data_path!r} has no rows. Name other files.")
     return data
 
 

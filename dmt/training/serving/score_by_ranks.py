@@ -76,7 +76,7 @@ def _placed(job: Job, world_size: int) -> Job:
     config, towers, placement = job.config, job.towers, None
     if job.data.own is not None:
         raise InputError(
-            f"data.source={config.data.source!r} deals rows to ranks by itself, so they have no numbers. Give files "
+            f"data.source={config.data.source!r} deals rows to ranks itself, so they have no row numbers. Give files "
             "(--data), or run dmt score without torchrun."
         )
     # Predictions are those of one process: what travels is not rounded.

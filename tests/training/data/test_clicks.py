@@ -188,7 +188,7 @@ RANK: dict[str, Any] = {"rank": 0, "world_size": 1, "batch_size": 4}
 def test_text_is_prepared_once_beside_the_output(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(tmp_path / "a.tsv", numbered_lines(50))
     config = DataConfig(kind="criteo_tsv", train_path=str(tmp_path / "a.tsv"), shuffle_rows=0)
-    with pytest.raises(InputError, match=r"a\.tsv has to be prepared"):
+    with pytest.raises(InputError, match=r"a\.tsv must be prepared first"):
         ClickData(config)
     data = opened(config)
     assert "Preparing" in caplog.text
@@ -226,7 +226,7 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"shared_tables": {"t": ("c", "x")}}, "'x' is not a categorical feature"),
     ({}, {"sequences": {"x": "c"}}, "sequences: 'x' is not a categorical feature"),
     ({}, {"sequences": {"c": "x"}}, "sequences: 'x' is not a categorical feature"),
-    ({"h": ["a", "b"]}, WITH_H, "sequences: column 'h' is no list"),
+    ({"h": ["a", "b"]}, WITH_H, "sequences: column 'h' is not a list"),
     ({"h": [["a"], []], "c": [["a"], ["b"]]}, WITH_H, "sequences: 'c', the target of 'h', is a list"),
     ({"h": [["a"], []]}, {**WITH_H, "shared_tables": {"t": ("h", "n")}, "categorical": ("c", "h", "n")}, "its target"),
     ({"h": [["a"], ["b"] * 1001]}, WITH_H, "line 2: column 'h': expected at most 1000 ids .*found 1001"),
@@ -381,5 +381,5 @@ def test_folders_that_spark_writes_are_read(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="hour=1 is a folder, whose rows would be left out"):
         matching_files(str(tmp_path))
     (tmp_path / "gone.parquet").symlink_to(tmp_path / "nothing")
-    with pytest.raises(InputError, match=r"gone.parquet .* is a link that leads nowhere"):
+    with pytest.raises(InputError, match=r"gone.parquet .* is a broken link"):
         matching_files(f"{tmp_path}/g*.parquet")

@@ -213,7 +213,7 @@ def test_columns_are_found_in_the_first_batch_with_rows() -> None:
         ("malformed", {"options": {"wrong": "no column"}}, "categorical 'c' matches no column"),
         ("malformed", {"options": {"wrong": "lengths"}}, "batch 2: dict cannot be read as a table"),
         ("malformed", {"options": {"wrong": "mixed"}}, "batch 2: dict cannot be read as a table"),
-        ("malformed", {"options": {"wrong": "a list now"}}, "of other kinds than those of the first"),
+        ("malformed", {"options": {"wrong": "a list now"}}, "other types than those of the first"),
         ("malformed", {"options": {"wrong": "doubled"}}, "column 'c' is named 2 times"),
     ],
     ids=str,
