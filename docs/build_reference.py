@@ -30,7 +30,7 @@ END = "<!-- end: written by docs/build_reference.py -->"
 
 _KINDS = {int: "integer", float: "number", bool: "boolean", str: "text"}
 _PLURALS = {int: "integers", str: "texts", float: "numbers", Any: "values"}
-_BOUNDS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
+_BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 
 def commands() -> str:
@@ -62,7 +62,7 @@ def keys() -> str:
     """The sections of `TrainingConfig` as Markdown: one table each, with every key, its default and its meaning.
 
     Example:
-        >>> "| `batch_size` | `1024` | integer, 1 to 16777216 | B, rows per rank" in keys()
+        >>> "| `batch_size` | `1024` | integer >= 1 | B, rows per rank" in keys()
         True
     """
     parts = []
@@ -113,9 +113,13 @@ def _row(key: str, field: FieldInfo) -> str:
 
 def _values(field: FieldInfo) -> str:
     limits = {name: getattr(rule, name) for rule in field.metadata for name in _BOUNDS if hasattr(rule, name)}
+    # Nobody reaches such an upper bound but by a typo.
+    limits = {name: value for name, value in limits.items() if name in ("ge", "gt") or value < 65_536}
     if limits.keys() == {"ge", "le"}:
         return f"{_kind(field.annotation)}, {limits['ge']} to {limits['le']}"
-    return ", ".join([_kind(field.annotation), *(f"{_BOUNDS[name]} {value}" for name, value in limits.items())])
+    return " ".join(
+        [_kind(field.annotation), ", ".join(f"{_BOUNDS[name]} {value}" for name, value in limits.items())]
+    ).strip()
 
 
 def _kind(annotation: Any) -> str:

@@ -45,27 +45,26 @@ class ModelConfig(Section):
     """The model and its sizes (DESIGN section 7; DMT paper section 4)."""
 
     arch: Literal["dlrm", "dcn", "dmt-dlrm", "dmt-dcn", "dmt-dlrm-products"] = "dmt-dlrm"
-    """Flat (``dlrm``, ``dcn``) or multi-tower (``dmt-dlrm``, ``dmt-dcn``; ``dmt-dlrm-products``, whose tower modules
-    pass on the inner products of their features too, and need p of at least 1)."""
+    """Flat (``dlrm``, ``dcn``) or multi-tower (``dmt-``); ``dmt-dlrm-products`` also sends inner products, and needs
+    ``p`` of at least 1."""
     factory: str | None = None
-    """``package.module:function`` that makes a model of your own instead
-    ([Your model](your_model.md#in-the-trainer)); only ``in_towers``, ``options``, ``embedding_dim`` and
-    ``embedding_dims`` of this section are then used."""
+    """``package.module:function`` that makes your own model ([Your model](your_model.md#in-the-trainer)); of this
+    section only ``in_towers``, ``options``, ``embedding_dim`` and ``embedding_dims`` are then used."""
     in_towers: bool = False
-    """The factory makes a model in towers (with an ``EmbeddingTowerCollection``), not a flat one."""
+    """The factory makes a model with an ``EmbeddingTowerCollection``, not a flat one."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Settings of the factory's own."""
+    """Settings that the factory reads."""
     embedding_dim: int = Field(default=128, ge=4, le=65_536, multiple_of=4)
-    """N, columns of every table; a multiple of 4 (FBGEMM's kernels)."""
+    """N, columns of every table; a multiple of 4."""
     embedding_dims: dict[str, Annotated[int, Field(ge=4, le=65_536, multiple_of=4)]] = Field(default_factory=dict)
-    """Columns of single tables, by feature, where they differ from ``embedding_dim``."""
+    """Columns of single tables, by feature."""
     dense_arch: tuple[Layer, ...] = (512, 256)
-    """Hidden layers of the bottom MLP; the last layer follows from N or tower_dim."""
+    """Hidden layers of the bottom MLP."""
     over_arch: tuple[Layer, ...] | None = None
-    """Layers of the over arch, ending in 1; by default the paper's for the arch."""
+    """Layers of the over arch, ending in 1; by default the paper's."""
     tower_dim: int | None = Field(default=None, ge=1, le=65_536)
-    """D, dimension of a tower's outputs (multi-tower models); by default half of ``embedding_dim``: a compression
-    ratio of 2 with DLRM's ``c = 1`` and ``p = 0``."""
+    """D, dimension of a tower's outputs; by default half of ``embedding_dim``: a compression ratio of 2 with DLRM's ``c
+    = 1`` and ``p = 0``."""
     c: int = Field(default=1, ge=0, le=65_536)
     """Outputs of dimension D per feature (DLRM in towers)."""
     p: int = Field(default=0, ge=0, le=65_536)
@@ -109,13 +108,13 @@ class TopologyConfig(Section):
     ranks_per_tower: int = Field(default=1, ge=1, le=8192)
     """L."""
     num_replicas: int = Field(default=1, ge=1, le=65_536)
-    """R, copies of all tables, each trained on its share of the samples and averaged; see ``[replicas]``."""
+    """R, copies of all tables, each trained on its share of the samples."""
     replica_placement: Literal["inter_host", "intra_host"] = "inter_host"
     """``inter_host``: a replica is a block of neighbouring ranks; ``intra_host``: the replicas of a shard are
-    neighbours, on one host if it has R x L ranks."""
+    neighbours."""
     ranks_per_host: int | None = Field(default=None, ge=1, le=8192)
-    """Ranks of one machine: those of several towers, or an equal part of one tower's. Left out, a tower is a host (its
-    replicas too, with ``intra_host``)."""
+    """Ranks of one machine: those of several towers, or an equal part of one tower. Without it a tower is a host (with
+    ``intra_host``, its replicas too)."""
 
     def build(self) -> TowerTopology:
         """The topology of these sizes."""
@@ -126,11 +125,11 @@ class TowersConfig(Section):
     """The tower plan: which features form which tower."""
 
     plan: str = "strided"
-    """Path of a ``towers.json`` that ``dmt partition`` wrote, or ``strided``: feature i in tower i mod T."""
+    """Path of a ``towers.json``, or ``strided``: feature i in tower i mod T."""
     outside: Literal["none", "auto"] | tuple[str, ...] = "none"
-    """Features whose tables every rank holds ([Towers](towers.md#tables-on-every-rank)), added to those of the plan: a
-    list, or ``auto``: if the plan has none, those that save bytes between hosts. In ``dmt-dlrm`` their tables have
-    ``tower_dim`` columns unless ``embedding_dims`` names them."""
+    """Features whose tables every rank holds ([Towers](towers.md#tables-on-every-rank)), added to those of the plan;
+    ``auto``: if the plan has none, those that save bytes between hosts. In ``dmt-dlrm`` their tables have ``tower_dim``
+    columns unless ``embedding_dims`` names them."""
 
     @field_validator("outside", mode="before")
     @classmethod
@@ -152,34 +151,32 @@ class ShardingConfig(Section):
     """
 
     dataflow: Literal["auto", "flat", "sptt"] = "auto"
-    """``flat``: TorchRec's global exchange; ``sptt``: the tower dataflow. A flat model can take either, a
-    multi-tower model is always ``sptt``; ``auto`` picks the model's own."""
+    """``flat``: TorchRec's global exchange; ``sptt``: over towers. Flat models can take either (``auto``: ``flat``),
+    multi-tower models only ``sptt``."""
     scheme: Literal["auto", "table_wise", "row_wise", "column_wise", "data_parallel", "planner"] = "auto"
-    """The scheme of every table that can have it, over the ranks of its tower; ``auto`` lets the planner choose for
-    each table (``dmt plan`` shows why). In flat runs TorchRec's planner shards over all ranks: ``auto`` lets it choose
-    ``table_wise`` or ``column_wise``, ``planner`` (flat runs only) any of the four."""
+    """The scheme of every table that can have it; ``auto``: the planner chooses for each table (``dmt plan`` shows
+    why). In flat runs TorchRec's planner chooses: with ``auto`` ``table_wise`` or ``column_wise``, with ``planner``
+    (flat runs only) any of the four."""
     tables: dict[str, Scheme | Kernel] = Field(default_factory=dict)
-    """The scheme of single tables, or the kernel that decides the memory of their weights
-    ([Sharding](sharding.md#tables-larger-than-the-devices)), by name or pattern: ``"t_ad*" = "row_wise"``; the first
-    pattern that matches holds."""
+    """The scheme of single tables, or the [kernel](sharding.md#tables-larger-than-the-devices), by name or pattern:
+    ``"t_ad*" = "row_wise"``; the first match holds."""
     memory_gib: float | None = Field(default=None, gt=0, le=1e6)
-    """Memory of a rank for tables, their optimizer state, and the embeddings that it looks up in a step with their
-    gradients, in GiB; a plan that needs more is refused."""
+    """GiB of a rank for tables, optimizer state, and the embeddings of a step with their gradients; a plan that needs
+    more is refused."""
     pooling_factors: dict[str, float] = Field(default_factory=dict)
-    """Mean number of ids per sample, by feature. Others have the mean that ``dmt prepare`` counted, or 1. Only the
-    planner and ``dmt what-if`` read it."""
+    """Mean number of ids per sample, by feature, for the planner and ``dmt what-if``; by default what ``dmt prepare``
+    counted, or 1."""
     cluster: str | None = None
-    """The rates by which the planner weighs lookups against sending inside a tower: a ``cluster.toml`` that ``dmt
-    bench-comms`` wrote, or ``v100``, ``a100`` or ``h100``."""
+    """The planner's rates of lookups and sending: a file of ``dmt bench-comms``, ``v100``, ``a100`` or ``h100``."""
     unique: bool = False
-    """Samples of a rank's batch with equal inputs share what crosses between towers. An input is that of one feature;
-    with tower modules, of a tower's features."""
+    """Send each distinct input of a rank's batch once: the input of a feature, or with tower modules of a whole
+    tower."""
     forward_precision: ExchangeFormat = "fp32"
-    """Number format of embeddings or tower outputs on their way between towers (flat: between all ranks)."""
+    """Number format of embeddings or tower outputs sent between towers (flat: between all ranks)."""
     backward_precision: ExchangeFormat = "fp32"
     """Number format of their gradients ([Precision](precision.md))."""
     table_precision: Literal["fp32", "fp16"] = "fp32"
-    """Number format of the table weights; optimizer state stays FP32. Data-parallel tables must be ``fp32``."""
+    """Number format of table weights; data-parallel tables must be ``fp32``."""
 
     @property
     def precision(self) -> ExchangePrecision:
@@ -201,9 +198,9 @@ class ReplicasConfig(Section):
     """Averaging of the replicas of the tables (2D sparse parallelism); unused with one replica."""
 
     sync_every: int = Field(default=1, ge=1)
-    """N, steps from one averaging of weights and optimizer states to the next."""
+    """N: average weights and optimizer states every N steps."""
     optimizer_state: Literal["now", "delayed"] = "now"
-    """``delayed``: states are averaged while the next N steps train, and taken over one averaging later."""
+    """``delayed``: states are averaged while the next N steps train, and adopted after them."""
     moment_scale: MomentScale = "num_replicas"
     """c: AdaGrad's moments are divided by it, in (0, R] ([Replicas](replicas.md#the-moment-scale))."""
 
@@ -212,25 +209,25 @@ class HotRowsConfig(Section):
     """Copies of the most read rows on every rank of a flat model in the tower dataflow (OPER)."""
 
     extra_memory: float = Field(default=0.0, ge=0, le=1)
-    """Bytes that the copies of a rank may have, as a share of the weights of all tables; 0: no copies. Only rows that
-    save bytes between hosts are copied."""
+    """Bytes of a rank's copies, at most, as a share of the weights of all tables; 0: no copies. Only rows that save
+    bytes between hosts are copied."""
     refresh_every: int = Field(default=1000, ge=1)
-    """Steps from one choice of rows to the next; the first comes after 100 at the latest."""
+    """Choose rows again every so many steps; first after 100 at the latest."""
 
 
 class OptimizerConfig(Section):
     """Optimizers of tables, tower modules and the dense parts."""
 
     sparse: Literal["rowwise_adagrad", "adagrad", "adam", "sgd"] = "rowwise_adagrad"
-    """Optimizer of the tables; FBGEMM fuses it into their backward pass."""
+    """Optimizer of the tables, fused into their backward pass."""
     sparse_lr: float = Field(default=0.05, gt=0)
     """Learning rate of the tables."""
     dense: Literal["adam", "adamw", "adagrad", "sgd"] = "adam"
-    """Optimizer of tower modules and all other dense parts."""
+    """Optimizer of tower modules and other dense parts."""
     dense_lr: float = Field(default=1e-3, gt=0)
-    """Learning rate of tower modules and all other dense parts."""
+    """Learning rate of tower modules and other dense parts."""
     warmup_steps: int = Field(default=100, ge=0)
-    """Steps over which both learning rates rise linearly to their value."""
+    """Steps over which both rates rise linearly."""
 
 
 class TrainConfig(Section):
@@ -243,34 +240,33 @@ class TrainConfig(Section):
     max_steps: int | None = Field(default=None, ge=1)
     """Stop after this many steps in all."""
     eval_every: int | None = Field(default=None, ge=1)
-    """Number of steps from one evaluation to the next; the last one is at the end."""
+    """Evaluate every so many steps, and at the end."""
     log_every: int = Field(default=50, ge=1)
-    """Number of steps from one record of the training loss to the next."""
+    """Record the training loss every so many steps."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """``cuda``: a GPU for each rank ([Status](status.md#gpus)); ``auto``: that, where torch sees one and FBGEMM's CUDA
+    """``cuda``: a GPU for each rank ([Status](status.md#gpus)); ``auto``: ``cuda`` if torch sees one and FBGEMM's CUDA
     build is installed."""
     prefetch_ids: bool = True
-    """Exchange the ids of the next batch while this one computes (TorchRec's ``TrainPipelineSparseDist``), with the
-    same results."""
+    """Exchange the ids of the next batch while this one computes, with the same results."""
     micro_batches: int = Field(default=1, ge=1, le=1024)
-    """K, parts of a batch: while the dense part computes one, the tower outputs or gradients of others are in flight
-    between hosts. Tower dataflow only."""
+    """K, parts of a batch: while the dense part computes one, tower outputs or gradients of others are in flight. Tower
+    dataflow only."""
     dense_reduce: Literal["ring", "hierarchical", "hierarchical_bf16"] = "ring"
-    """Averaging of the dense part's gradients over ranks: in DDP's one ``ring``, or ``hierarchical``: inside each host
-    first, then once between hosts (``hierarchical_bf16``: in that format)."""
+    """Averaging of dense gradients: in DDP's ``ring``, or ``hierarchical``: inside each host, then between hosts
+    (``hierarchical_bf16``: in BF16)."""
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Seed of the weights."""
     output_dir: str = "runs/latest"
-    """Folder of the run's config, metrics and checkpoints."""
+    """Folder of all output."""
     save_every: int = Field(default=1000, ge=1)
-    """Steps from one checkpoint to the next (with replicas: rounded up to an averaging). The last one is at the end."""
+    """Save every so many steps (with replicas: at the next averaging), and at the end."""
     keep_checkpoints: int = Field(default=3, ge=1)
-    """Number of the latest checkpoints that are kept."""
+    """Number of checkpoints to keep."""
     async_save: bool = False
-    """Write checkpoints in the background, from a copy in memory of this rank's tables."""
+    """Write checkpoints in the background, from a copy in memory."""
     resume: str = "auto"
-    """A run continues from the newest checkpoint in its ``output_dir``. Without one, ``auto`` starts from nothing; the
-    folder of another run's checkpoint gives weights and optimizer states to begin with."""
+    """Without a checkpoint in ``output_dir``: ``auto`` starts from scratch; another run's folder gives weights and
+    optimizer states."""
 
 
 class TrainingConfig(Section):

@@ -164,13 +164,15 @@ class _Commands(click.Group):
         except ModuleNotFoundError as error:
             if error.name is None or error.name.startswith("dmt"):
                 raise
-            click.echo(f"error: {error.name} is not installed. `dmt doctor` tells how to fix it.", err=True)
+            click.echo(f"error: {error.name} is not installed. `dmt doctor` says how to fix it.", err=True)
         finally:
             signal.signal(signal.SIGTERM, previous)
         return ctx.exit(2)
 
 
-_function = click.option("--function", multiple=True, metavar="NAME", help="A function of the checkpoint that may run.")
+_function = click.option(
+    "--function", multiple=True, metavar="NAME", help="A function that the checkpoint names and that may run."
+)
 _overrides = click.argument("overrides", nargs=-1)
 
 
@@ -191,13 +193,13 @@ def main() -> None:
 @main.command("demo", epilog="Example: dmt demo --data clicks.parquet train.max_steps=200")
 @click.option("--data", metavar="PATH", help="A Criteo TSV, or a Parquet or CSV file with label, c_* and d_* columns.")
 @click.option(
-    "--out", type=_Output("folder"), default="demo_output", help="Folder for towers.json, pictures, the report."
+    "--out", type=_Output("folder"), default="demo_output", help="Folder for towers.json, pictures and report."
 )
 @_overrides
 def _demo(overrides: tuple[str, ...], *, data: str | None, out: Path) -> Shown:
-    """Trains a flat model, then learned towers, and compares them.
+    """Trains a flat model, then one in learned towers, and compares them.
 
-    Takes a few minutes on two cores. Without --data it makes its own clicks. OVERRIDES are section.key=value.
+    Takes a few minutes on two cores. Without --data it generates clicks. OVERRIDES are section.key=value.
     """
     from dmt.training.commands.demo import demo
 
@@ -208,7 +210,7 @@ def _demo(overrides: tuple[str, ...], *, data: str | None, out: Path) -> Shown:
 
 @main.command("doctor", epilog="Example: dmt doctor")
 def _doctor() -> Shown:
-    """Says what is installed, what is missing, and what fixes it."""
+    """Reports what is installed, what is missing, and what fixes it."""
     from dmt.training.commands.doctor import diagnose, show_findings
 
     return show_findings(diagnose())
@@ -219,30 +221,28 @@ def _doctor() -> Shown:
     epilog="Example: dmt partition --checkpoint runs/flat --towers 8 --report report\n\n"
     "Without a model: dmt partition --data rows.parquet --tower-module dcn --towers 8",
 )
-@click.option("--checkpoint", type=_PATH, help="output_dir of a training run.")
-@click.option("--data", metavar="PATH", help="Rows to collect on, not the run's own.")
+@click.option("--checkpoint", type=_PATH, help="The output_dir of a run.")
+@click.option("--data", metavar="PATH", help="Rows to measure instead of the run's.")
 @click.option("--towers", type=int, required=True, help="Number of towers.")
 @click.option(
     "--strategy",
     type=click.Choice(["auto", "coherent", "diverse", "interactions"]),
     default="auto",
-    help="How features are put together.",
+    help="How features are grouped.",
 )
 @click.option(
     "--tower-module",
     type=click.Choice(["dcn", "dlrm", "dlrm-products"]),
-    help="Of the towers, for interactions; by default that of --checkpoint.",
+    help="The towers' module, for interactions; by default the run's.",
 )
-@click.option(
-    "--balance-ratio", cls=Advanced, default=1.0, help="Largest tower over smallest, at most; inf leaves it open."
-)
+@click.option("--balance-ratio", cls=Advanced, default=1.0, help="Largest tower over smallest, at most; inf: any.")
 @click.option("--rules", type=_PATH, help="TOML file: categories, together, apart, limits.")
 @click.option("--out", default="towers.json", type=_Output("tower plan"))
-@click.option("--report", type=_Output("folder"), help="Also write a page with pictures into this folder.")
-@click.option("--seed", cls=Advanced, default=0, help="Seed of the partitioner.")
+@click.option("--report", type=_Output("folder"), help="Also write a report into this folder.")
+@click.option("--seed", cls=Advanced, default=0, help="Seed.")
 @_function
 def _partition(**options: Any) -> Shown:
-    """Learns which features belong together, and writes towers."""
+    """Learns which features belong together, and writes a tower plan."""
     from dmt.training.commands.plans import run_partition
 
     return run_partition(options, _typed())
@@ -258,8 +258,8 @@ def _partition(**options: Any) -> Shown:
 def _plan(config: str, overrides: tuple[str, ...], *, out: Path | None) -> Shown:
     """Places the tables of each tower on its ranks, and says why.
 
-    CONFIG is a training config or the name of a shipped one, planned as the trainer will; with data.tables in it, the
-    tables of that file are planned. OVERRIDES are section.key=value.
+    CONFIG is a training config or the name of a shipped one; with data.tables, the tables of that file are planned.
+    OVERRIDES are section.key=value.
     """
     from dmt.training.commands.plans import run_plan
 
@@ -276,13 +276,12 @@ def _plan(config: str, overrides: tuple[str, ...], *, out: Path | None) -> Shown
     "uplink",
     cls=Advanced,
     type=float,
-    help="Rate of a host's link to others, all its ranks together.",
+    help="Rate of a host's link, all its ranks together.",
 )
 def _what_if(config: str, overrides: tuple[str, ...], **options: Any) -> Shown:
-    """Predicts training steps on a described cluster.
+    """Predicts the time of a training step on a described cluster.
 
-    Of the run as it is, flat, in towers and compressed. CONFIG names data, model, batch size and topology; nothing is
-    trained. OVERRIDES are section.key=value.
+    For the run of CONFIG as it is, flat, in towers and compressed; nothing is trained. OVERRIDES are section.key=value.
     """
     from dmt.training.commands.what_if import run_what_if
 
@@ -294,7 +293,7 @@ def _what_if(config: str, overrides: tuple[str, ...], **options: Any) -> Shown:
 def _bench_comms(out: Path) -> Shown | None:
     """Measures ranks and links of this job, for dmt what-if.
 
-    To be started by torchrun on every host.
+    Start it by torchrun on every host.
     """
     from dmt.training.commands.bench_comms import run_bench_comms
 
@@ -305,17 +304,20 @@ def _bench_comms(out: Path) -> Shown | None:
     "prepare", epilog="Example: dmt prepare demo data.kind=criteo_tsv data.train_path=day_0.tsv --out prepared"
 )
 @_config
-@click.option("--out", required=True, type=_PATH, help="The folder; it must not exist.")
+@click.option("--out", required=True, type=_PATH, help="A new folder.")
 @click.option(
     "--ids",
     default="config",
     type=click.Choice(["config", "frequency"]),
-    help="As training on the raw rows has them (hashed, or as they are), or by frequency.",
+    help="As the config says, or by frequency.",
 )
-@click.option("--min-count", type=click.IntRange(1), default=1, help="Rarer values share an id, by frequency.")
+@click.option("--min-count", type=click.IntRange(1), default=1, help="By frequency, rarer values share an id.")
 @click.option("--vocabulary", type=_PATH, help="Use the ids of this prepared folder.")
 @click.option(
-    "--max-rejects", type=click.IntRange(0), default=0, help="Rows that may be left out, listed in rejects.csv."
+    "--max-rejects",
+    type=click.IntRange(0),
+    default=0,
+    help="Invalid rows to leave out, at most, and list in rejects.csv.",
 )
 @click.option(
     "--row-group-rows", "group_rows", cls=Advanced, type=click.IntRange(1), default=32_768, help="Rows of a row group."
@@ -325,14 +327,13 @@ def _bench_comms(out: Path) -> Shown | None:
     cls=Advanced,
     type=click.FloatRange(0.25),
     default=2.0,
-    help="Memory of DuckDB; about a gibibyte comes on top.",
+    help="Memory of DuckDB; about 1 GiB comes on top.",
 )
 def _prepare(config: str, overrides: tuple[str, ...], **options: Any) -> Shown:
     """Writes raw rows as Parquet with ids, to train on.
 
-    Of CSV, TSV, JSON lines, Parquet or Criteo's files; with a manifest, access counts and a summary of the columns.
-    data.prepared names the folder. CONFIG's [data] names the rows, their columns and the most rows of a table.
-    OVERRIDES are section.key=value.
+    Reads the CSV, TSV, JSON lines, Parquet or Criteo files of CONFIG's [data], and summarizes their columns. Train with
+    data.prepared. OVERRIDES are section.key=value.
     """
     from dmt.training.commands.prepare import run_prepare
 
@@ -341,14 +342,16 @@ def _prepare(config: str, overrides: tuple[str, ...], **options: Any) -> Shown:
 
 @main.command("check", epilog="Example: dmt check demo sharding.unique=true --rows 500")
 @_config
-@click.option("--rows", "max_rows", cls=Advanced, type=click.IntRange(8), default=1000, help="Most per table.")
+@click.option(
+    "--rows", "max_rows", cls=Advanced, type=click.IntRange(8), default=1000, help="Rows of a table, at most."
+)
 @click.option("--max-ranks", cls=Advanced, type=click.IntRange(4, 64), default=8, help="Processes, at most.")
 def _check(config: str, overrides: tuple[str, ...], **limits: int) -> Shown:
-    """Checks a run on this machine before a cluster is spent on it.
+    """Checks a run on this machine before it takes a cluster.
 
-    CONFIG's model, towers, sharding plan, precision and options, made small, against the same model in one process:
-    forward pass, gradients, a few steps. Data files are opened for their columns, but no row of them is read.
-    OVERRIDES are section.key=value. Exit code 1: something does not agree.
+    Shrinks the run of CONFIG and compares its forward pass, gradients and a few steps with the same model in one
+    process. Data files are opened for their columns only. OVERRIDES are section.key=value. Exit code 1: something does
+    not agree.
     """
     # The ranks' packages take as long to load as this process's: both at once.
     from dmt.testing.ranks import RanksFailedError, prepare_ranks
@@ -391,13 +394,13 @@ def _show_check(report: Any) -> Shown:
 @main.command("export", epilog="Example: dmt export runs/towers -o model.pt2 --tables int8")
 @click.argument("checkpoint", type=_PATH)
 @click.option("-o", "--out", required=True, type=_Output("program"), help="The .pt2 file.")
-@click.option("--tables", default="fp32", type=click.Choice(["fp32", "int8", "int4"]), help="Their format.")
-@click.option("--data", metavar="PATH", help="A file with the run's columns, where its own data are gone.")
+@click.option("--tables", default="fp32", type=click.Choice(["fp32", "int8", "int4"]), help="Format of tables.")
+@click.option("--data", metavar="PATH", help="A file with the run's columns, if its own data are gone.")
 @_function
 def _export(checkpoint: Path, *, out: Path, tables: Any, data: str | None, function: tuple[str, ...]) -> Shown:
     """Writes a trained model as a program for plain PyTorch.
 
-    CHECKPOINT is the output_dir of a run, or a checkpoint, of any layout. The file holds a manifest, too.
+    CHECKPOINT is the output_dir of a run, or a checkpoint.
     """
     from dmt.training.serving.export import export_run
 
@@ -421,13 +424,13 @@ def _export(checkpoint: Path, *, out: Path, tables: Any, data: str | None, funct
 )
 @click.argument("model", type=_PATH)
 @click.option("--data", metavar="PATH", help="Rows to score; by default the run's evaluation rows.")
-@click.option("-o", "--out", required=True, type=_PATH, help="The Parquet file; by several ranks, a new folder.")
+@click.option("-o", "--out", required=True, type=_PATH, help="The Parquet file; for several ranks, a new folder.")
 @_function
 def _score(model: Path, *, data: str | None, out: Path, function: tuple[str, ...]) -> Shown | None:
     """Writes the predictions of a model for rows of files.
 
     MODEL is the output_dir of a run, a checkpoint, or a .pt2 file of dmt export. The label column may be absent. Under
-    torchrun the ranks share the tables of a run or checkpoint, and each writes a file of neighbouring rows.
+    torchrun each rank scores neighbouring rows and writes a file of them.
     """
     from dmt.training.records import quality_warnings
 
@@ -457,7 +460,7 @@ def _score(model: Path, *, data: str | None, out: Path, function: tuple[str, ...
 
 @main.command("complexity", epilog="Example: dmt complexity --arch dlrm --towers 8 --tower-dim 64")
 @click.option("--arch", required=True, help="dlrm or dcn.")
-@click.option("--towers", type=int, help="Number of towers; the flat model without it.")
+@click.option("--towers", type=int, help="Number of towers; without it, flat.")
 @click.option("--tower-dim", type=int, help="D; by default 64 for dlrm, 128 for dcn.")
 def _complexity(arch: str, *, towers: int | None, tower_dim: int | None) -> Shown:
     """Counts MFLOPs, parameters and ratio of a paper-sized model.

@@ -35,21 +35,21 @@ class SyntheticConfig(Section):
     """
 
     num_dense: int = Field(default=13, ge=0, le=10_000)
-    """Dense features, named I1, I2, ..."""
+    """Dense features I1, I2, ..."""
     num_features: int = Field(default=26, ge=1, le=10_000)
-    """Categorical features, named C1, C2, ...; the last ``num_multi_hot`` of them have bags of ids."""
+    """Categorical features C1, C2, ..."""
     num_rows: int = Field(default=1_000_000, ge=1, le=2**32)
     """Training rows of one epoch."""
     num_eval_rows: int = Field(default=65_536, ge=1, le=2**32)
-    """Evaluation rows; they are drawn apart from the training rows."""
+    """Evaluation rows."""
     rows_per_table: int = Field(default=1000, ge=2, le=2**24)
-    """Ids of every categorical feature, and rows of its table."""
+    """Ids of every feature, and rows of its table."""
     num_groups: int = Field(default=4, ge=1)
-    """Groups of features that share a hidden variable and interact in the label."""
+    """Groups of features that interact in the label."""
     num_multi_hot: int = Field(default=0, ge=0)
-    """Number of features that have bags of 0 to 3 ids instead of exactly one."""
+    """The last so many features have bags of 0 to 3 ids."""
     seed: int = Field(default=0, ge=0, lt=2**32)
-    """Seed of all that is drawn."""
+    """Seed of all data."""
 
     @model_validator(mode="after")
     def _check(self) -> SyntheticConfig:
@@ -69,70 +69,65 @@ class DataConfig(Section):
     """
 
     kind: Literal["synthetic", "criteo_tsv", "columns", "source", "prepared"] = "synthetic"
-    """``synthetic``: the built-in generator; ``criteo_tsv``: Criteo's click logs; ``columns``: Parquet, CSV, TSV or
-    JSON lines with named columns. ``source`` and ``prepared`` set it themselves."""
+    """``criteo_tsv``: Criteo's click logs; ``columns``: Parquet, CSV, TSV or JSON lines ([Data](data.md)). ``source``
+    and ``prepared`` set it themselves."""
     source: str | None = None
-    """``package.module:function`` that yields batches of named columns
-    ([Rows of your own](data.md#rows-of-your-own)), instead of files."""
+    """``package.module:function`` that yields batches, instead of files ([Rows of your
+    own](data.md#rows-of-your-own))."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Settings of the function's own."""
+    """Settings that the function reads."""
     prepared: str | None = None
-    """A folder that ``dmt prepare`` wrote ([Prepare](data.md#prepare)), which knows its columns and tables."""
+    """A folder of [dmt prepare](data.md#prepare), which knows its columns and tables."""
     train_path: str | None = None
-    """A file, a directory or a glob, also as a URL that fsspec knows; several files are read in the order of their
-    names."""
+    """A file, folder or glob, or such a URL for fsspec; files are read in the order of their names."""
     eval_path: str | None = None
-    """Files for evaluation, like ``train_path``. Without it, rows of ``train_path`` are set apart by
-    ``split_column`` or ``eval_fraction``."""
+    """Evaluation files; otherwise ``split_column`` or ``eval_fraction`` takes rows of ``train_path``."""
     eval_fraction: float = Field(default=0.1, gt=0.0, lt=1.0)
-    """Share of rows (with ``group_by``: of whole requests) set apart for evaluation, evenly spread over the files. Not
-    used with ``eval_path`` or ``split_column``."""
+    """Share of rows (with ``group_by``: of requests) for evaluation, evenly spread; unused with ``eval_path`` or
+    ``split_column``."""
     split_column: str | None = None
-    """Column that is ``train`` in training rows and ``test`` in evaluation rows; others are left out."""
+    """Column that is ``train`` or ``test`` (evaluation); other rows are left out."""
     label: str | None = "label"
-    """The column of 0/1 labels. Only ``dmt score`` has rows without one."""
+    """The column of 0/1 labels."""
     dense: tuple[str, ...] = ()
-    """Dense columns, by name or by glob such as ``"d_*"``, in this order. ``criteo_tsv``: empty is all 13."""
+    """Dense columns, by name or glob (``"d_*"``), in this order. ``criteo_tsv``: by default all 13."""
     categorical: tuple[str, ...] = ()
-    """Categorical columns, by name or glob, in this order. ``criteo_tsv``: empty is all 26."""
+    """Categorical columns, likewise. ``criteo_tsv``: by default all 26."""
     multi_hot: tuple[str, ...] = ()
-    """Categorical columns whose text is a list of values, ``a|b|c``, by name or glob. Lists need no mention."""
+    """Those whose text is a list of values, ``a|b|c``."""
     timestamps: tuple[str, ...] = ()
-    """Columns of dates or times, by name or glob. Each becomes the features ``<column>_hour`` and
-    ``<column>_weekday``."""
+    """Columns of times, by name or glob. Each becomes the features ``<column>_hour`` and ``<column>_weekday``."""
     csv_separator: str | None = Field(default=None, pattern=r"^[\x01-\x09\x0b\x0c\x0e-!#-\x7f]$")
-    """Separates the columns of a text file; by default a comma, or a tab in .tsv files."""
+    """Separator of columns; by default a comma, or a tab in .tsv files."""
     dense_transform: Literal["signed_log1p", "none"] = "signed_log1p"
-    """``signed_log1p``: sign(x) * log(1 + abs(x)). A missing value becomes 0 afterwards."""
+    """``signed_log1p``: sign(x) * log(1 + abs(x))."""
     id_mode: Literal["hash", "index", "frequency"] = "hash"
-    """``hash``: any value is hashed into its table. ``index``: values are row numbers of the table, and checked.
-    ``frequency``: values are numbered by a first pass over the rows."""
+    """How [values become ids](data.md#how-values-become-inputs); ``frequency`` takes a first pass over the rows."""
     vocabulary: str | None = None
-    """A prepared folder whose ids by frequency are used; a checkpoint adds ``#`` and a checksum."""
+    """A prepared folder whose ids by frequency are used."""
     num_embeddings: int = Field(default=100_000, ge=1, le=_MOST_ROWS)
-    """Rows of every table, at most so many by frequency (synthetic data: ``synthetic.rows_per_table`` instead)."""
+    """Rows of every table; by frequency at most. Not for synthetic data."""
     num_embeddings_per_feature: dict[str, Annotated[int, Field(ge=1, le=_MOST_ROWS)]] = Field(default_factory=dict)
-    """Rows of single tables, by feature, where they differ from ``num_embeddings``."""
+    """Rows of single tables, by feature."""
     shared_tables: dict[str, tuple[str, ...]] = Field(default_factory=dict)
-    """Features that share a table, by its name: ``{ads = ["ad", "last_ad"]}``. A value has one row for all of them."""
+    """Features that share a table, by its name: ``{ads = ["ad", "last_ad"]}``."""
     sequences: dict[str, str] = Field(default_factory=dict)
-    """Lists whose ids are looked up one by one, in their order, each with its target: the feature, with one id per row,
-    that attends to it ([Values](data.md#how-values-become-inputs)): ``{history = "item"}``. The two share a table."""
+    """Lists that a feature attends to, each with that feature: ``{history = "item"}``
+    ([Data](data.md#how-values-become-inputs))."""
     max_length: int | None = Field(default=None, ge=1, le=2**20)
-    """Ids of a sequence at most: the last so many are kept. Left out, a row with more than 1,000 cannot be used."""
+    """Keep at most so many last ids of a sequence; without it a row with more than 1,000 is invalid."""
     shuffle_rows: int = Field(default=100_000, ge=0)
-    """Training rows are shuffled within consecutive windows of this many rows, differently in each epoch; 0 keeps the
-    order of the files."""
+    """Training rows are shuffled within windows of so many rows, anew in each epoch; 0 keeps the order of the files."""
     shuffle_seed: int = Field(default=0, ge=0, lt=2**32)
     """Seed of the shuffling."""
     group_by: str | None = None
-    """Column of the request, session or user that a row belongs to; it need not be a feature. Whole requests are
-    shuffled instead of rows, and come into one batch of one rank unless the end of a batch or window cuts them."""
+    """Column of the request, session or user of a row, which need not be a feature: whole requests are shuffled
+    ([Data](data.md#which-rank-trains-on-which-row))."""
     shuffle_pieces: bool = False
-    """The row groups of the whole epoch come in another order in each epoch, before rows are shuffled within
-    windows."""
+    """Shuffle the row groups of an epoch too."""
     tables: str | None = None
-    """A file of tables for ``dmt plan`` and ``dmt what-if``, instead of data ([Sharding](sharding.md))."""
+    """A file of tables for ``dmt plan`` and ``dmt what-if``, instead of data
+    ([Sharding](sharding.md#from-the-command-line))."""
     synthetic: SyntheticConfig = SyntheticConfig()
     """Settings of ``kind="synthetic"``."""
 
