@@ -52,6 +52,11 @@ def test_a_flat_model_over_towers_is_bitwise_the_plain_one() -> None:
 
 
 @pytest.mark.ranks
+def test_a_loop_resumes_and_its_checkpoint_loads_in_one_process() -> None:
+    assert "began at steps [0, 2]; the plain model equals the sharded one on 2 of 2 ranks" in output_of("resume.py")
+
+
+@pytest.mark.ranks
 def test_an_own_tower_module_compresses_and_learns() -> None:
     out = output_of("own_tower_module.py")
     ratio, first, last = (float(x) for x in re.findall(r"(?:ratio|loss|10,) ([\d.]+)", out))
