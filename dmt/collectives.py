@@ -40,14 +40,14 @@ Value = TypeVar("Value")
 
 @contextmanager
 def profiler_range(step: str, *, backward: bool = False) -> Iterator[None]:
-    """Names a step in profiles, ``## dmt:<step> ##`` or ``## dmt:<step>:bwd ##``; a context manager and decorator."""
+    """Names a step in profiles: ``## dmt:<step> ##`` or ``## dmt:<step>:bwd ##``; a context manager and decorator."""
     # As a decorator, record_function itself would be one object for the calls of all threads.
     with torch.profiler.record_function(f"## dmt:{step}{':bwd' if backward else ''} ##"):
         yield
 
 
 def broadcast_tensor(tensor: Tensor, group: dist.ProcessGroup) -> None:
-    """Gives every rank of the group the first one's tensor, in place."""
+    """Copies the first rank's tensor to every rank of the group, in place."""
     dist.broadcast(tensor, group=group, group_src=0)
 
 
@@ -66,7 +66,7 @@ def gather_on_first(value: Any, group: dist.ProcessGroup) -> list[Any]:
 
 
 def check_agreement(caller: str, arguments: Mapping[str, Any], group: dist.ProcessGroup) -> None:
-    """Checks that all ranks of the group were given the same; collective.
+    """Checks that all ranks of the group have the same arguments; collective.
 
     Args:
         caller: who was given the arguments, for the message.
@@ -114,11 +114,11 @@ class PendingExchange:
 
     @property
     def is_done(self) -> bool:
-        """True once it has been waited for."""
+        """True once `wait` has returned."""
         return not self._tensors
 
     def wait(self) -> None:
-        """Returns when all has arrived and all is sent; on a GPU, its current stream waits instead."""
+        """Returns when everything has arrived and been sent; on a GPU the current stream waits instead."""
         for work in self._works:
             work.wait()
         for tensor in self._tensors:
@@ -182,7 +182,7 @@ def is_in_one(tensor: Tensor) -> bool:
 
 
 def gather_parts(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Returns the parts of all ranks one after the other: [n] -> [n * size], the same on every rank."""
+    """Concatenates the parts of all ranks: [n] -> [n * size], the same on every rank."""
     if group.size() == 1:
         return part
     whole = part.new_empty(part.numel() * group.size())

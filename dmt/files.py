@@ -58,7 +58,7 @@ def atomic_write(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def write_or_raise(path: str | os.PathLike[str], what: str) -> Iterator[Path]:
-    """Yields the scratch file of `atomic_write`; raises `InputError` where ``what``, a kind of file, is not written."""
+    """Yields the scratch file of `atomic_write`; raises `InputError` about ``what`` (a kind of file) if that fails."""
     try:
         with atomic_write(Path(path)) as scratch:
             yield scratch
@@ -115,7 +115,7 @@ def read_file(path: str | os.PathLike[str], kind: Literal["JSON", "TOML"], *, pl
 
 
 def parse(text: str, kind: Literal["JSON", "TOML"], *, place: str, remedy: str) -> Any:
-    """Reads text of a kind; ``place``, ``remedy`` and errors are those of `read_file`."""
+    """Parses text of a kind, such as JSON; ``place``, ``remedy`` and errors are those of `read_file`."""
     try:
         return json.loads(text) if kind == "JSON" else tomllib.loads(text)
     except (ValueError, RecursionError) as error:
@@ -136,7 +136,7 @@ def read_record(path: str | os.PathLike[str], *, what: str, version: int, remedy
 
 
 def read_model(path: str | os.PathLike[str], kind: type[T], *, what: str, version: int, remedy: str) -> T:
-    """Makes a dataclass of a JSON file; arguments and errors are those of `read_record` and `from_record`."""
+    """Reads a JSON file as a dataclass; arguments and errors are those of `read_record` and `from_record`."""
     record = read_record(path, what=what, version=version, remedy=remedy)
     return from_record(kind, record, place=f"{what} {path}", remedy=remedy)
 
@@ -160,7 +160,7 @@ def from_record(kind: type[T], record: Mapping[str, Any], *, place: str, remedy:
 
 
 def explain(error: ValidationError) -> str:
-    """Says in a sentence which field is the first that pydantic refuses, why, and what it has instead."""
+    """Returns a sentence with the first field that pydantic refuses, why, and the value."""
     first = error.errors()[0]
     key = "".join(f"{part}." for part in first["loc"]).rstrip(".")
     reason = first["msg"].removeprefix("Value error, ").rstrip(".")

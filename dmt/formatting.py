@@ -10,7 +10,7 @@ _UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
 
 
 def shorten(items: Sequence[str], separator: str = "; ", *, most: int = 3) -> str:
-    """The first ``most`` of many texts, and how many more there are.
+    """Joins the first ``most`` of many texts, and says how many more there are.
 
     Example:
         >>> shorten("abcde"), shorten("abc"), shorten("abcde", ", ", most=1)
@@ -20,7 +20,7 @@ def shorten(items: Sequence[str], separator: str = "; ", *, most: int = 3) -> st
 
 
 def human_bytes(num_bytes: float) -> str:
-    """Bytes in the largest decimal unit that they fill (1 GB = 10^9 bytes), with three figures.
+    """Formats bytes in the largest decimal unit that they fill (1 GB = 10^9 bytes), to three figures.
 
     Example:
         >>> human_bytes(12_440_000_000), human_bytes(17), human_bytes(999_700)

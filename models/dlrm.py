@@ -135,7 +135,7 @@ class DMTDLRM(nn.Module):
 
 
 class DMTDLRMProducts(DMTDLRM):
-    """Multi-tower DLRM whose tower modules pass on inner products too (`DLRMProductsTowerModule`); not in the paper.
+    """Multi-tower DLRM whose tower modules also send inner products (`DLRMProductsTowerModule`); not in the paper.
 
     Arguments are those of `DMTDLRM`; p must be at least 1.
     """

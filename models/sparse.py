@@ -91,9 +91,9 @@ def _collection(tables: Sequence[Any], device: Device) -> Any:
 
 
 class SequenceArch(nn.Module):
-    """A flat model's embeddings where features are sequences, which `PooledBySequence` pools; others are bags.
+    """Embeddings of a flat model with sequences, which `PooledBySequence` pools; other features are bags.
 
-    Nothing is computed before the model reads features, so that sharded modules' exchanges stay in flight until then.
+    Computes nothing until the model reads features, so that exchanges of sharded modules stay in flight.
     """
 
     def __init__(self, tables: Sequence[Any], device: Device = None) -> None:

@@ -173,7 +173,7 @@ class DCNTowerModule(nn.Module):
 
 
 class PassThroughTowerModule(nn.Module):
-    """Passes the embeddings on side by side, in the features' order: SPTT with nothing on top (DMT section 5.2.1).
+    """Concatenates the embeddings in the features' order: SPTT with nothing on top (DMT section 5.2.1).
 
     It has no parameters. ``embedding_dims`` are those of the features, in their order, and may differ.
     """

@@ -160,7 +160,7 @@ class AdditiveFit:
         return min(MOST_CELLS, 2 ** int(np.ceil(np.log2(max(4 * len(self.labels), 2**10)))))
 
     def first(self, num_rows: int) -> AdditiveFit:
-        """The first rows alone."""
+        """Only the first rows."""
         odds, held = [split[:num_rows] for split in self.odds], [split[:num_rows] for split in self.held]
         return replace(self, labels=self.labels[:num_rows], odds=odds, held=held)
 

@@ -94,7 +94,7 @@ class Partition:
 
 
 def tower_affinity(affinity: FeatureAffinity, plan: TowerPlan) -> tuple[float | None, float | None]:
-    """What is inside towers and what is not, as in `Comparison`: mean affinity, or share of all interaction.
+    """Returns what is inside towers and what is not, as in `Comparison`: mean affinity, or share of all interaction.
 
     Returns:
         (within, between); None where there is nothing to take a mean or a share of (towers of one feature; a single
@@ -247,7 +247,7 @@ def tower_loads(partition: Partition) -> dict[str, list[float]]:
 
 
 def judge_balance(partition: Partition) -> str:
-    """Says how even the towers are; the limits are held, or there were no towers."""
+    """Says how even the towers are; limits are met, or there would be no towers."""
     known = tower_loads(partition).items()
     ratios = {name: max(values) * len(values) / sum(values) for name, values in known if sum(values) > 0}
     said = ", ".join(f"{ratio:.2f} times in {name}" for name, ratio in ratios.items())

@@ -61,7 +61,7 @@ class Column:
         return np.bincount(self.rows, weights=weights, minlength=len(self.lengths)).astype(np.float64, copy=False)
 
     def first(self, num_rows: int) -> Column:
-        """The first rows alone."""
+        """Only the first rows."""
         if self.lengths is None:
             return Column(values=self.values[:num_rows], lengths=None, size=self.size)
         lengths = self.lengths[:num_rows]

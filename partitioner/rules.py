@@ -23,7 +23,7 @@ class PartitionRules(BaseModel):
 
     A feature may be named or matched by a pattern with ``*`` or ``?``. Work is the number of embedding elements that a
     sample reads: pooling factor times embedding dim, summed over a tower's features. Bytes are those of the tables'
-    weights at 32-bit floats; leave room for optimizer states and other things yourself.
+    weights as 32-bit floats, without optimizer states.
 
     Raises:
         InputError: a rule is of the wrong type or out of range.
@@ -101,8 +101,8 @@ class PartitionRules(BaseModel):
     def load(cls, path: str | os.PathLike[str]) -> PartitionRules:
         """Reads rules from a TOML file whose keys are the fields of this class.
 
-        Limits, ``together`` and ``apart`` are written above the first table (``[categories]`` and the like): TOML takes
-        what is below the head of a table as its contents.
+        Write limits, ``together`` and ``apart`` above the first table (such as ``[categories]``): in TOML, all lines
+        below the header of a table belong to it.
 
         Raises:
             InputError: the file cannot be read, is not TOML, or has a key that is no rule.

@@ -63,7 +63,7 @@ class Bounds:
         return np.maximum(self.loads.sum(axis=1), 1e-300)
 
     def tower_loads(self, labels: Labels, num_towers: int) -> Floats:
-        """[R, T] sums over the blocks of each tower."""
+        """Returns the sums over the blocks of each tower, [R, T]."""
         return np.stack([np.bincount(labels, weights=row, minlength=num_towers) for row in self.loads])
 
     def excess(self, tower_loads: Floats) -> Floats:
@@ -114,7 +114,7 @@ class Costs:
 def search_towers(
     costs: Costs, starts: Sequence[Labels], *, num_towers: int, bounds: Bounds, seed: int
 ) -> tuple[float, Labels]:
-    """Searches for the assignment that holds the limits with the least cost.
+    """Searches for the assignment of least cost within the limits.
 
     A `local_search` is made from each of ``starts`` ([P] labels), from random ones, and then from perturbations of the
     best answer, a part of which is dealt out anew. Larger problems get fewer.

@@ -159,7 +159,7 @@ class HotCopies:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Brings the tables of this rank up to date, for someone who is given their tensors."""
+        """Brings the tables of this rank up to date before their tensors are returned."""
         if not self._is_newer:
             return
         self._flush()

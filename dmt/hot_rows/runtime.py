@@ -153,7 +153,7 @@ class HotRows:
         return sum(4 * table.embedding_dim * len(rows.get(table.name, ())) for table in self._tables)
 
     def step(self) -> None:
-        """To be called after every training step: chooses rows when it is time. Collective over the job."""
+        """Call it after every training step; it chooses rows when due. Collective over the job."""
         self._steps += 1
         every = self._refresh_every
         is_due = self._steps == self._first or (every is not None and self._steps % every == 0)
@@ -161,7 +161,7 @@ class HotRows:
             self.refresh()
 
     def refresh(self) -> None:
-        """Chooses rows by what was counted, or by the profile if it was not used yet, and copies them. Collective.
+        """Chooses rows by the counts, or by the profile if it was not used yet, and copies them. Collective.
 
         Before the first training batch it does nothing: the choice depends on the size of a batch.
         """
@@ -236,9 +236,9 @@ class HotRows:
         return row_numbers
 
     def state(self) -> HotRowsState:
-        """Returns what a run needs to go on as if it had not been interrupted; collective.
+        """Returns what a run needs to resume as if uninterrupted; collective.
 
-        Take it where a checkpoint of the model is taken. The first rank is given the counts of all, others none.
+        Call it when you save the model. The first rank gets the counts of all, others none.
         """
         mine, summed = self._counter.profile(), AccessProfile(self._tables)
         for table in self._tables:  # one by one: those of all tables and ranks may be many
@@ -249,10 +249,10 @@ class HotRows:
         return HotRowsState(rows=self.rows, counts=summed, steps=self._steps, batch_size=max(sizes))
 
     def load_state(self, state: HotRowsState) -> None:
-        """Continues from a `state`, which may come from other ranks; tables that the model does not have are left out.
+        """Resumes from a `state`, which may come from other ranks; ignores tables that the model does not have.
 
-        Collective. Load the model's state before. A profile is not used after it, and ``extra_memory`` holds from the
-        next choice on. With as many ranks all that follows has the bits of an uninterrupted run.
+        Collective. Load the model's state first. A profile is not used afterwards, and ``extra_memory`` holds from the
+        next choice on. On as many ranks, what follows equals an uninterrupted run bit for bit.
         """
         names = {table.name for table in self._tables if table in state.counts.tables}
         self._steps, self._profile = state.steps, None

@@ -202,11 +202,11 @@ class ReplicaSync:
 
 
 class RunningMean:
-    """The mean of tensors over a group: `start` begins a round, `finish` adopts its result, at once or steps later.
+    """Averages tensors over a group: `start` begins a round, `finish` adopts its result, at once or steps later.
 
-    A *delayed* one keeps what a tensor x gained since its snapshot s: x becomes mean(s) + (x - s). All ranks have the
-    same mean(s), each its own x - s. Without a delay, FP32 tensors are averaged in place. Shapes are the same in the
-    same order on every rank of the group.
+    A *delayed* round keeps what a tensor x gained since its snapshot s: x becomes mean(s) + (x - s). All ranks have the
+    same mean(s), but each its own x - s. Without a delay, FP32 tensors are averaged in place. Shapes are the same in
+    the same order on every rank of the group.
     """
 
     def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup, *, delayed: bool) -> None:

@@ -26,7 +26,7 @@ INK, SOFT = "#222222", "#5B6473"
 
 
 def tower_badges(plan: TowerPlan) -> list[dict[str, Any]]:
-    """Name, features, colour, ink (the colour of letters on it) and marker of each tower; 64 towers look different."""
+    """Name, features, colour, ink (colour of text on it) and marker of each tower; up to 64 towers look different."""
     looks = cycle(product(_MARKERS, TOWER_COLORS))
     badges = []
     for tower, (marker, color) in zip(plan.towers, looks, strict=False):

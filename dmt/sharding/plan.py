@@ -63,7 +63,7 @@ class RankLoad:
 
     @classmethod
     def of_tower(cls, tower: int, loads: NDArray[np.float64]) -> list[RankLoad]:
-        """The ranks of a tower, by the sums of the first four fields of the `ShardLoad` of their shards, [4, L]."""
+        """Returns the ranks of a tower, from sums of the first four fields of `ShardLoad` over their shards, [4, L]."""
         return [
             cls(tower=tower, local=i, memory=int(memory), activations=int(size), averaged_bytes=sent, seconds=seconds)
             for i, (seconds, memory, size, sent) in enumerate(loads.T.tolist())

@@ -112,7 +112,7 @@ class ModelWork(NamedTuple):
 
     @property
     def dense_bytes(self) -> int:
-        """Bytes of all other weights but tables."""
+        """Bytes of all weights except tables."""
         return self.dense_arch.weight_bytes + self.rest.weight_bytes
 
 

@@ -84,7 +84,7 @@ class ShardedSPTTEmbeddingBagCollection(SPTTModule):
         return TowerOutput(embeddings_PN[0].values(), pieces, [self._groups[name] for name in names])
 
     def columns(self, ctx: SPTTContext, exchanges: Sequence[Awaitable[Any]]) -> Sequence[Awaitable[Tensor]]:
-        """Columns of each part of the batch, [B, S], and beside them those of tables outside towers."""
+        """Returns the columns of each part of the batch, [B, S], followed by those of tables outside towers."""
         arriving = super().columns(ctx, exchanges)
         if self._outside is None:
             return arriving

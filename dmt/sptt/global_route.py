@@ -38,7 +38,7 @@ class GlobalIdRoute(PeerIdRoute):
         """Features of each lookup of each collection."""
 
     def carry_on(self, started: Any, ctx: Any) -> Awaitable[Awaitable[KJTList]]:
-        """Takes the ids of a started exchange apart by lookup once they have arrived; they need no second hop."""
+        """Waits for the ids of a started exchange and splits them by lookup; they need no second hop."""
         sizes = KJTListSplitsAwaitable([started], ctx)
 
         def start() -> Awaitable[KeyedJaggedTensor]:

@@ -51,7 +51,7 @@ Piece = tuple[Any, int]
 
 
 class Pending(LazyGetItemMixin[Any, Any], LazyAwaitable[Any]):
-    """A result in flight: ``end(*arguments)`` waits for it and makes it, once, when it is first used."""
+    """A result in flight: its first use calls ``end(*arguments)``, which waits for it and makes it, once."""
 
     def __init__(self, end: Callable[..., Any], *arguments: Any) -> None:
         super().__init__()
@@ -119,7 +119,7 @@ class IdExchange(nn.Module):
         return ids.permute(self._order, self._order_tensor)
 
     def forward(self, ids: KeyedJaggedTensor) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
-        """Starts the exchange of ids as of `in_order`; the first ``wait`` has the sizes, the second the ids.
+        """Starts the exchange of ids, arranged as by `in_order`; the first ``wait`` has the sizes, the second the ids.
 
         With a `RowEncoder` a feature has one key for each part of the batch, and each key a batch size of its own.
         """

@@ -151,7 +151,7 @@ def open_data(config: TrainingConfig, data: ClickData | None = None) -> Job:
 
 
 def open_tables(config: TrainingConfig, data: ClickData | None = None) -> tuple[ClickData, list[TableSpec]]:
-    """Opens the data of a run, unless they are given, and makes the uncut tables of their columns.
+    """Opens the data of a run, unless given, and makes the tables of their columns, uncut.
 
     Raises:
         InputError: the data do not fit the config.

@@ -178,6 +178,6 @@ def step_settings(rows: int, ranks: int) -> list[str]:
 
 
 def flat_settings(settings: Sequence[str]) -> list[str]:
-    """The settings without those that the flat dataflow refuses, because they are about tables inside towers."""
+    """Returns the settings without those about tables inside towers, which the flat dataflow refuses."""
     prefixes = tuple(f"{name}." for name in KEYS_OF_TOWERS)
     return [text for text in settings if not f"{text.partition('=')[0].strip()}.".startswith(prefixes)]

@@ -110,7 +110,7 @@ def predict_step(job: Job, cluster: Cluster, name: str = "this config", override
 
 
 def predicted_result(job: Job) -> dict[str, Any] | None:
-    """Returns the prediction that stands in a run's result beside what was measured; None without sharding.cluster."""
+    """Returns the prediction for the result of a run, beside what was measured; None without sharding.cluster."""
     config = job.config
     if config.sharding.cluster is None:
         return None
@@ -131,11 +131,11 @@ def predicted_result(job: Job) -> dict[str, Any] | None:
 
 
 def alternatives(run: Job, cluster: Cluster) -> tuple[list[Prediction], list[str]]:
-    """Predicts a step flat, of the same model in towers, and of towers that compress, each with 1 and more replicas.
+    """Predicts a step of the flat model, of the same model in towers, and of towers that compress, by replicas.
 
     A tower is a host (several where there are more hosts than features), and features are dealt to towers in turn: how
-    they are grouped hardly changes what is sent. Everything else is as in the config, so like stands beside like. A
-    model of the user's own (``model.factory``) has no alternatives: overrides say what it is in towers and without.
+    they are grouped hardly changes what is sent. Everything else is as in the config. A model of the user's own
+    (``model.factory``) has no alternatives: overrides of the config compare it flat and in towers.
 
     Returns:
         The predictions, fastest first, and the names of those that do not fit ``sharding.memory_gib``.

@@ -113,7 +113,7 @@ class Vocabulary:
         return _FIRST + len(self.keys)
 
     def rows_of(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the row of each value by its hash, 0 of a missing one [m]."""
+        """Returns the row of each value by its hash, [m]; 0 for a missing value."""
         known_keys, known_rows = np.append(self.keys, -1), np.append(self.rows, _RARE)  # no key is below 0
         place = np.searchsorted(self.keys, keys)
         known = np.where(known_keys[place] == keys, known_rows[place], _RARE)

@@ -267,7 +267,7 @@ def _json_sql(schema: pa.Schema) -> dict[str, Any]:
 
 
 def connect(*, memory_gib: float = 1.0, threads: int = 1) -> duckdb.DuckDBPyConnection:
-    """Returns a DuckDB of its own, in memory, to which a time without a zone is one of UTC."""
+    """Returns a new DuckDB in memory that takes times without a zone as UTC."""
     connection = duckdb.connect(config={"threads": threads, "memory_limit": f"{memory_gib * 1024:.0f}MiB"})
     connection.sql("SET TimeZone = 'UTC'")
     return connection

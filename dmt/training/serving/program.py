@@ -193,7 +193,7 @@ class ServedModel(nn.Module):
             Logits, float32 [B].
 
         Raises:
-            InputError: the model returned something else than one logit for each sample.
+            InputError: the model returned anything but one logit for each sample.
         """
         found = _Ids()
         # All features at once: for a few samples, the number of operators is what takes the time.
