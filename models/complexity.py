@@ -108,10 +108,10 @@ def meta_batch(dense_in_features: int, num_samples: int = 2) -> tuple[Tensor, Te
 
 
 def compression_ratio(model: nn.Module) -> float:
-    """Numbers per sample that enter the tower modules over those that leave them; 1.0 for a model without towers.
+    """Returns the numbers per sample that enter the tower modules over those that leave them; 1.0 without towers.
 
-    It is that of ``in_features``: of a history one embedding, where `count_complexity` counts each item. Towers are
-    those of a TorchRec ``EmbeddingTowerCollection``, unsharded.
+    It follows from ``in_features``, where a history counts as one embedding; `count_complexity` counts each item.
+    Towers are those of a TorchRec ``EmbeddingTowerCollection``, unsharded.
     """
     modules = tower_modules(model)
     if not modules:

@@ -174,14 +174,14 @@ class FeatureAffinity:
     ) -> FeatureAffinity:
         """Measures which features interact, on training rows. No trained model and no TorchRec is needed.
 
-        An additive logistic model of all features is fitted, then for each pair (and triple) one step for each cell of
-        its values. The gain is by how much the steps lower the log loss of rows held out of both fits: the mean of
-        three splits, each with another tenth of the rows. Triples count beyond their pairs; they take about a minute,
-        on fewer rows where all would take more, and are left out where 20,000 rows would. A note says so.
+        Fits an additive logistic model of all features, then for each pair (and triple) one step for each cell of its
+        values. The gain is how much the steps lower the log loss of rows held out of both fits: the mean of three
+        splits, each with another tenth of the rows. Gains of triples are those beyond their pairs; triples take at most
+        about a minute, on fewer rows if necessary, and are left out, with a note, if 20,000 rows would take more.
 
-        Rows are kept in 8 bytes per id, 2 GiB at most. Values that one row has are taken together, bags count by their
-        first 5 ids in equal shares, dense columns take part in the additive model in 32 bins. Cells beyond 4 million
-        are hashed. On a terminal, a bar shows the progress.
+        Rows take 8 bytes per id, at most 2 GiB. Values that occur in one row only are merged, bags count by their first
+        5 ids in equal shares, and dense columns enter the additive model in 32 bins. Cells beyond 4 million are hashed.
+        On a terminal, a bar shows the progress.
 
         Args:
             batches: of training rows only, each with ``labels`` [B] of 0 and 1, ``sparse_features`` (a
@@ -211,7 +211,7 @@ class FeatureAffinity:
         return gains
 
     def strongest(self, count: int) -> list[Interaction]:
-        """The pairs and triples that interact most and beyond the error of measuring, largest gain first."""
+        """Returns the pairs and triples whose gain exceeds the error of measuring, largest first."""
         first, second = np.triu_indices(self.num_features, k=1)
         gains = self.significant()[first, second]
         order = [k for k in np.argsort(-gains, kind="stable")[:count].tolist() if gains[k] > 0]

@@ -64,10 +64,9 @@ class HotRows:
     Construct it after ``DistributedModelParallel``, and call `step` on every rank after every training step. Results do
     not change: the optimizer of its table updates each copy with the mean gradient of all ranks. The model's
     ``state_dict`` and parameters, and ``params`` and ``state`` of its ``fused_optimizer``, always hold the trained
-    rows. Tensors that were obtained before a training step may lack that step: ask again; so may those in
-    ``param_groups`` and in TorchRec's collection inside the sharded module. After loading through ``load_state_dict``
-    of the model or of its optimizer the copies are read again by themselves, after other changes in place by
-    ``hot.replicate(hot.rows)``.
+    rows. Tensors obtained before a training step may lack that step: get them again; so may those in ``param_groups``
+    and in TorchRec's collection inside the sharded module. ``load_state_dict`` of the model or its optimizer reads the
+    copies again; after other changes in place, call ``hot.replicate(hot.rows)``.
 
     Tables that cannot have copies are left out, see `left_out`. Bags of several ids gain nothing (`docs/hot_rows.md`),
     so `refresh` chooses no rows for them; `replicate` takes any rows.
@@ -78,7 +77,7 @@ class HotRows:
         extra_memory: bytes that the copies of a rank may have, as a share of the weights of all tables.
         refresh_every: training steps from one choice of rows to the next; the first choice comes after 100 steps at the
             latest. None: rows change only when you call `refresh` or `replicate`, but for the choice by ``profile``.
-        profile: accesses to make the first choice by, after the first step; given on all ranks.
+        profile: accesses for the first choice, after the first step; given on all ranks.
 
     Raises:
         InputError: an argument is out of range or not the same on all ranks; the model has no such collection, several,
@@ -187,7 +186,7 @@ class HotRows:
         """Copies exactly these rows to every rank, and returns others to their tables. Collective.
 
         Args:
-            rows: for each table the rows that shall have copies, whole numbers, the same on all ranks.
+            rows: for each table the rows to copy, whole numbers, the same on all ranks.
 
         Raises:
             InputError: a table is unknown or left out, a row is outside it or no whole number, or ranks were given

@@ -31,8 +31,8 @@ class RankCoordinates(NamedTuple):
 class TowerTopology:
     """The mesh of a job: R replicas x T towers x L ranks per tower.
 
-    Sizes are arguments: nothing is guessed from the environment, so two hosts can be played on one
-    machine, a tower may span several hosts, and several towers may share one.
+    Sizes are arguments; nothing is read from the environment. So one machine can simulate two hosts, a tower may span
+    several hosts, and several towers may share one.
 
     The group methods return lists of *global* ranks, ascending, in one order that is the same on every rank.
 
@@ -131,7 +131,7 @@ class TowerTopology:
 
     @property
     def outside_towers(self) -> TowerTopology:
-        """The same ranks as tables outside towers see them: each is a tower of its own, and a replica of all others."""
+        """The same ranks for tables outside towers: one tower of one rank, replicated on all ranks."""
         return TowerTopology(
             num_towers=1, ranks_per_tower=1, num_replicas=self.world_size, ranks_per_host=self.host_size
         )
@@ -181,7 +181,7 @@ class TowerTopology:
         return [list(ranks) for ranks in zip(*self.host_groups(), strict=True)]
 
     def share_across_hosts(self, groups: list[list[int]]) -> float:
-        """The share, of all pairs of two ranks of one group, that is on different hosts; 0 where there is no pair."""
+        """The share of pairs of ranks in one group that are on different hosts; 0 if there is no pair."""
         pairs = across = 0
         for group in groups:
             on_host = Counter(self.host(rank) for rank in group)
@@ -191,7 +191,7 @@ class TowerTopology:
         return across / pairs if pairs else 0.0
 
     def ring_share_across_hosts(self, groups: Sequence[Sequence[int]]) -> float:
-        """The share, of the links of a ring through each group in host order, that lead from one host to another.
+        """The share of links between hosts in rings through each group in host order.
 
         Example:
             >>> topology = TowerTopology(num_towers=1, ranks_per_tower=4, ranks_per_host=2)

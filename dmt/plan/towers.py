@@ -36,7 +36,7 @@ class TowerPlan:
     """A balanced assignment of features to towers (the result of DMT's Tower Partitioner, section 3.3).
 
     Every feature is in exactly one tower, or `outside` all. The order of towers and of features within them is the
-    order of the columns that a multi-tower model hands to its interaction, whatever ranks the towers are placed on.
+    order of the columns in a multi-tower model's interaction, whatever ranks the towers are on.
 
     Raises:
         InputError: no tower, an empty tower, two towers of one name, or a feature in two places.
@@ -99,7 +99,7 @@ class TowerPlan:
         """Makes a plan from a list of lists of feature names; ``metadata`` are further fields of the plan.
 
         Raises:
-            InputError: a list is a text, whose letters are no features; or the plan is wrong, see the class.
+            InputError: a text stands in place of a list, or the plan is wrong, see the class.
         """
         lists = {f"Tower {number}": features for number, features in enumerate(towers)}
         for place, features in {**lists, "outside": outside}.items():
@@ -134,7 +134,7 @@ class TowerPlan:
         return [list(tower.features) for tower in self.towers]
 
     def check_features(self, features: Iterable[str]) -> None:
-        """Raises `InputError` naming every feature that the plan misses or invents against the model's."""
+        """Raises `InputError` with the features of the model that the plan lacks, and those that only the plan has."""
         model_features = list(features)
         known, placed = set(model_features), {*self.features, *self.outside}
         # Before the others: every shard would be named as unknown, and the table's own feature as missing.
@@ -203,7 +203,7 @@ class TowerPlan:
         return [[table for _, table in sorted(tower, key=lambda entry: entry[0])] for tower in placed]
 
     def moved_outside(self, features: Iterable[str]) -> TowerPlan:
-        """Returns the plan with some features outside towers; `InputError` where a tower would be left without any."""
+        """Returns the plan with some features outside towers; `InputError` if that would empty a tower."""
         moved = [feature for feature in features if feature not in self.outside]
         towers = (replace(t, features=tuple(f for f in t.features if f not in moved)) for t in self.towers)
         tables = tuple(table for table in self.tables if set(moved).isdisjoint(table.feature_names))

@@ -132,7 +132,7 @@ class ReplicaSync:
         self._set_drifted(False)
 
     def step(self) -> None:
-        """To be called after every training step: syncs every ``interval`` of them. Collective over the replicas."""
+        """Call it after every training step: it syncs in every ``interval``-th. Collective over the replicas."""
         self._steps += 1
         self._passes = 0
         if self._steps % self.interval == 0:
@@ -141,7 +141,7 @@ class ReplicaSync:
             self._set_drifted(self.delays_states)
 
     def sync(self) -> None:
-        """Averages weights and states at once: all replicas are equal afterwards. Collective over the replicas.
+        """Averages weights and states now: all replicas are equal afterwards. Collective over the replicas.
 
         Call it before saving, or at the end of training; it does not count as a step.
         """

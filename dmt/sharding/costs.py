@@ -42,7 +42,7 @@ class StepWorkload:
     """Workload of the tables in one training step.
 
     Raises:
-        InputError: a batch below 1, a pooling factor that is not positive, or an unknown optimizer.
+        InputError: the batch size is below 1, a pooling factor is not positive, or the optimizer is unknown.
     """
 
     batch_size: int = 1024
@@ -61,12 +61,12 @@ class StepWorkload:
         _check_positive("StepWorkload", {"batch_size": self.batch_size, "sync_every": self.sync_every} | factors)
 
     def numbers(self, table: Any) -> float:
-        """Returns the numbers of a sample's embeddings of a table: N of each feature, of sequences of each item."""
+        """Returns how many numbers of a table a sample's embeddings have: N per feature, for sequences N per item."""
         factors = self.pooling_factors if is_sequence(table) else {}
         return float(sum(table.embedding_dim * factors.get(feature, 1.0) for feature in table.feature_names))
 
     def check_features(self, features: Collection[str]) -> None:
-        """Raises `InputError` if a pooling factor is of a feature that is none of these."""
+        """Raises `InputError` if a pooling factor names none of these features."""
         for feature in self.pooling_factors:
             if feature not in features:
                 raise InputError(

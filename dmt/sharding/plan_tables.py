@@ -37,8 +37,8 @@ def plan_tables(
 ) -> TowerShardingPlan:
     """Places every table inside its tower (Neo, sections 4 and 4.1).
 
-    Each tower is planned alone; what is made small is the cost of its busiest rank, with the memory of a rank as a hard
-    limit. The result depends neither on the order of tables nor on the process.
+    Plans each tower alone, for the least cost of its busiest rank, with a rank's memory as a hard limit. The result
+    depends neither on the order of tables nor on the process.
 
     Args:
         tables_by_tower: ``EmbeddingBagConfig`` or `TableSpec` of every tower of the mesh, as from

@@ -41,11 +41,11 @@ _HANDED_ON_WHOLE = KeyedJaggedTensor | bool | int | float | str | None
 def run_in_micro_batches(module: nn.Module, num_micro_batches: int = 4) -> MicroBatches:
     """Makes a sharded model run in micro-batches; training loop and pipelines stay as they are.
 
-    The module must map samples to samples, so it is the model without its loss: every tensor it is given or returns,
-    also inside lists, tuples and dicts, has one row for each sample, and nothing in a row depends on other samples (no
-    batch norm, no scores of pairs). The ``KeyedJaggedTensor``, numbers, strings and None are handed on whole; other
-    objects, such as a dataclass of tensors, are refused. Results are those without micro-batches but for rounding.
-    Collective: every rank calls it.
+    The module must map samples to samples, so it is the model without its loss: each tensor that it takes or returns,
+    also in lists, tuples and dicts, has one row per sample, and no row depends on other samples (no batch norm, no
+    scores of pairs). The ``KeyedJaggedTensor``, numbers, strings and None are passed unchanged; other objects, such as
+    a dataclass of tensors, are refused. Results equal those without micro-batches up to rounding. Collective: every
+    rank calls it.
 
     Args:
         module: the ``DistributedModelParallel`` of the model, or the module inside whose forward is to be run in

@@ -36,9 +36,9 @@ def _make(
 class OutsideCollectionSharder(TowerSharder[EmbeddingBagCollection]):
     """Keeps all tables of an ``EmbeddingBagCollection`` on every rank (Neo, section 4, "Data parallelism").
 
-    It is for features outside towers that a model looks up beside its ``EmbeddingTowerCollection``: ids and embeddings
-    stay on their rank, and the gradients of the tables are averaged over all ranks of the job. A flat model names such
-    features in the plan of its `SPTTEmbeddingBagCollectionSharder`.
+    Use it for features outside towers, beside an ``EmbeddingTowerCollection``: ids and embeddings stay on their rank,
+    and the gradients of the tables are averaged over all ranks of the job. For a flat model, the plan of
+    `SPTTEmbeddingBagCollectionSharder` names such features instead.
 
     Args:
         mesh: the groups of this job.

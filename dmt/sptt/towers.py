@@ -111,9 +111,9 @@ class TowerCollectionSharder(TowerSharder[EmbeddingTowerCollection]):
     Each tower's tables and tower module live on the ranks of one mesh tower; only the tower's output crosses
     between towers. The result has the columns of the unsharded module, in its order.
 
-    A tower looks up an ``EmbeddingBagCollection``, and its module is given a ``KeyedTensor`` [P, columns]; or an
-    ``EmbeddingCollection``, and its module is given a dict of ``JaggedTensor``, of each feature [P] lengths and
-    [sum of lengths, columns] values. Either returns [P, O], for P samples of all peers.
+    A tower looks up an ``EmbeddingBagCollection``, and its module takes a ``KeyedTensor`` [P, columns]; or an
+    ``EmbeddingCollection``, and its module takes a dict with the ``JaggedTensor`` of each feature, [P] lengths and [sum
+    of lengths, columns] values. The module returns [P, O], for P samples of all peers.
 
     Args:
         mesh: the groups of this job.
@@ -266,11 +266,11 @@ def _is_weighted(tower: EmbeddingTower) -> bool:
 
 
 def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
-    """Scales gradients so that their norm over the dense part and *all* towers is ``max_norm`` at most; collective.
+    """Scales gradients so that their norm over the dense part and *all* towers is at most ``max_norm``; collective.
 
-    ``torch.nn.utils.clip_grad_norm_`` would give every tower another norm, since a rank has its own tower's parameters
-    only, and copies of the dense part would drift apart. Call it on every rank between the backward pass and the
-    optimizer's step. Tables are not part of it: their fused optimizers have updated them in the backward pass.
+    ``torch.nn.utils.clip_grad_norm_`` computes a different norm on each tower, whose ranks have only their own tower's
+    parameters, so copies of the dense part would drift apart. Call this on every rank between the backward pass and the
+    optimizer's step. It excludes tables: their fused optimizers have updated them in the backward pass.
 
     Args:
         model: the sharded model; without towers, the norm is that of its dense part.

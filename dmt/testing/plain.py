@@ -35,10 +35,9 @@ def table_name(name: str) -> str:
 
 
 class PlainTraining:
-    """Trains the unsharded modules of all replicas as their sharded ranks must.
+    """Trains the unsharded modules of all replicas as sharded training must.
 
-    The caller leaves in each module the gradient of the mean over the replica's ranks of their local mean losses, then
-    calls `step`.
+    Compute in each module the gradient of the mean, over the replica's ranks, of their mean losses; then call `step`.
 
     Args:
         modules: the module of each replica (one without replicas), with equal weights; trained in place.

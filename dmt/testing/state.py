@@ -122,8 +122,8 @@ def join_parts(parts: Iterable[LocalPart]) -> dict[str, Tensor]:
 def table_layout(model: Any) -> dict[str, list[int]]:
     """Returns the part of a sharding plan that changes what tables learn, of all ranks' tables.
 
-    By table the widths of its column shards, from left to right: under row-wise AdaGrad each has a state of its own. A
-    data-parallel table has none: replicas average its gradients, not its weights.
+    It has, by table, the widths of its column shards from left to right: under row-wise AdaGrad each shard has its own
+    state. A data-parallel table has none: replicas average its gradients, not its weights.
 
     ``model`` is a ``DistributedModelParallel``.
     """

@@ -224,8 +224,8 @@ class Checkpointer:
     """Saves checkpoints into one folder that all ranks see; collective, also its constructor.
 
     The ranks of replica 0 write: each its shards and a part of what all hold. Rank 0 writes the manifest and renames
-    the folder. A save that fails on any rank, because a disk is full or a folder may not be written, fails on all: what
-    it wrote is deleted, earlier checkpoints stay, rank 0 logs the reason, and training can go on to the next save.
+    the folder. A save that fails on any rank, because a disk is full or a folder is not writable, fails on all: what it
+    wrote is deleted, earlier checkpoints stay, rank 0 logs the reason, and training can continue to the next save.
 
     Args:
         folder: where checkpoints are; leftovers of a killed save are removed.
