@@ -173,8 +173,8 @@ def _items(embeddings: Mapping[str, Any], name: str, owner: str) -> _Items:
     sequence = embeddings[name]
     if isinstance(sequence, Tensor):
         raise InputError(
-            f"{owner}: feature {name!r} comes as pooled embeddings {list(sequence.shape)}, but attention needs one for "
-            "each id. Make the tower's embedding module an EmbeddingCollection."
+            f"{owner}: feature {name!r} arrives as pooled embeddings {list(sequence.shape)}, but attention needs one "
+            "for each id. Make the tower's embedding module an EmbeddingCollection."
         )
     values, lengths = sequence.values(), sequence.lengths()
     # Sizes as exported programs know them, which len() would make constants.

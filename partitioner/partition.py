@@ -197,7 +197,7 @@ def judge_meaning(partition: Partition) -> str:
     if partition.affinity.is_interactions:
         return _judge_interactions(comparison, partition.plan.strategy)
     aim, sign = _AIMS[partition.plan.strategy]
-    opening = f"The towers put together {aim}. "
+    opening = f"The towers group {aim}. "
     within, mean, std = comparison.within, comparison.within_random, comparison.std_random
     if within is None or mean is None or not std:
         return (
@@ -213,8 +213,7 @@ def judge_meaning(partition: Partition) -> str:
     bound = luck_bound([load.num_blocks for load in loads], categories=[load.category for load in loads])
     says = (
         f"That is more than unrelated affinities would give (below {bound:.1f}): they have structure, as those of "
-        "untrained vectors may have too. Whether it is that of the data, only towers from another seed of training "
-        "tell."
+        "untrained vectors may have too. Towers from another training seed show whether it is that of the data."
         if deviations * sign > bound
         else "These towers are no better than random: the partitioner looks for the best assignment, and finds one up "
         f"to {bound:.1f} standard deviations away even if the affinities are unrelated."
@@ -232,7 +231,7 @@ def _judge_interactions(comparison: Comparison, strategy: str) -> str:
     return (
         f"The towers keep features {strategy} that predict the label together: {comparison.within:.0%} of all "
         f"interaction beyond the error of measuring is inside towers, {comparison.within_strided or 0.0:.0%} in "
-        f"strided ones{random}. Only training tells what that is worth; use several seeds."
+        f"strided ones{random}. Only training shows what that is worth; use several seeds."
     )
 
 

@@ -233,7 +233,7 @@ class _Answer:
             return []
         return [
             f"{self.part.where}Towers have {sizes.min()} to {sizes.max()} features instead of {self.part.asked[0]} to "
-            f"{self.part.asked[1]}, because features that share a table or must stay together are not parted."
+            f"{self.part.asked[1]}, because features that share a table or must stay together are not separated."
         ]
 
     def members(self, features: Sequence[str]) -> dict[int, list[str]]:

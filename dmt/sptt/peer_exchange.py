@@ -151,7 +151,7 @@ class AgreedIds:
             f"has ids of {values.dtype}; ids must be torch.int32 or torch.int64.": values.dtype
             not in (torch.int32, torch.int64),
             "has no weights, but the bags are weighted.": self._is_weighted and weights is None,
-            f"has features {keys}, but earlier ones had {self._keys}; keys and their order must stay.": self._keys
+            f"has features {keys}, but earlier ones had {self._keys}; keys and their order must not change.": self._keys
             not in ([], keys),
         }
         for message, is_refused in refusals.items():

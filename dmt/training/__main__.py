@@ -91,7 +91,7 @@ def _how_to_go_on(output_dir: Path, stopped_by: str) -> str:
 
     saved = checkpoints(output_dir / "checkpoint")
     what = f"the newest checkpoint is {saved[0]}" if saved else "nothing was saved yet"
-    return f"stopped by {stopped_by}: {what}. To go on, give the same command again."
+    return f"stopped by {stopped_by}: {what}. To resume, run the same command again."
 
 
 if __name__ == "__main__":

@@ -212,9 +212,9 @@ def _compare_copies(step: int, by_rank: Sequence[dict[str, int]]) -> None:
                 differences.append(f"{name} of rank {rank} differs from that of rank {holder}")
     if differences:
         raise ReplicaMismatchError(
-            f"Copies that must be equal are not, seen at step {step}: {shorten(differences)}. Nothing of this state is "
-            "saved. Look for a fault of the memory or the network of these ranks; run again, and training goes on "
-            "from the last checkpoint."
+            f"Copies that must be equal differ, as seen at step {step}: {shorten(differences)}. Nothing of this state "
+            "is saved. Check the memory and network of these ranks; run again, and training resumes from the last "
+            "checkpoint."
         )
 
 
@@ -228,6 +228,6 @@ def _check_finite(by_rank: Sequence[list[int]]) -> None:
             raise InputError(
                 f"Training has diverged: NaN or infinity at step {first} in {what} of rank {shorten(ranks, ', ')}. "
                 "Nothing of this state is saved. Lower optimizer.sparse_lr or optimizer.dense_lr, lengthen "
-                "optimizer.warmup_steps, or look for huge values in the dense columns; run again, and training goes on "
-                "from the last checkpoint."
+                "optimizer.warmup_steps, or look for huge values in the dense columns; run again, and training "
+                "resumes from the last checkpoint."
             )

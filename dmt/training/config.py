@@ -450,7 +450,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
     if not equals or not key.strip():
         raise InputError(f"{place} is not of the form section.key=value, e.g. train.batch_size=512.")
     try:
-        found = parse(f"value = {text}", "TOML", place=place, remedy="Text that is no TOML needs quotes.")
+        found = parse(f"value = {text}", "TOML", place=place, remedy="Text that is not TOML needs quotes.")
     except InputError:
         if text.lstrip().startswith(('"', "'", "[", "{")):
             raise

@@ -107,7 +107,7 @@ class RunRecord:
             with self._metrics.open("a") as stream:
                 stream.write(f"{line}\n")
         except OSError as error:
-            logger.warning(f"{self._metrics} cannot be written to ({error}). Training goes on. Left out: {line}")
+            logger.warning(f"{self._metrics} cannot be written to ({error}). Training continues. Left out: {line}")
 
     def close(self, result: dict[str, Any]) -> None:
         """Writes the result and the versions.

@@ -171,7 +171,7 @@ def start_with(folder: Path, config: TrainingConfig, files: Files, plan: TowerPl
     if not is_own:
         return Start(folder=folder, files=files, lines=(f"begins with the weights of {folder}", *notes))
     at = saved.position
-    line = f"goes on from {folder}: step {at.step}, epoch {at.epoch}, row {at.rows}"
+    line = f"resumes from {folder}: step {at.step}, epoch {at.epoch}, row {at.rows}"
     return replace(saved, folder=folder, lines=(line, *notes))
 
 

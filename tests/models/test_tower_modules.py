@@ -177,7 +177,7 @@ def test_din_adds_the_ids_of_a_target_and_makes_no_device_wait():
 
 def test_din_refuses_pooled_embeddings():
     tower = DINTowerModule("target", "history", embedding_dim=4, tower_dim=3)
-    with pytest.raises(InputError, match=r"'target' comes as pooled embeddings \[3, 4\].* an EmbeddingCollection"):
+    with pytest.raises(InputError, match=r"'target' arrives as pooled embeddings \[3, 4\].* an EmbeddingCollection"):
         tower({"target": torch.ones(3, 4), "history": torch.ones(3, 4)})
     with pytest.raises(InputError, match="hidden=0"):
         DINTowerModule("target", "history", embedding_dim=4, tower_dim=3, hidden=0)

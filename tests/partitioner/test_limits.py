@@ -188,7 +188,7 @@ def test_blocks_too_large_for_even_towers_are_noted():
     assert sorted(load.num_features for load in found.loads) == [2, 2, 2, 7]
     assert found.notes == (
         "Towers have 2 to 7 features instead of 3 to 4, because features that share a table or must stay together are "
-        "not parted.",
+        "not separated.",
     )
 
 

@@ -123,7 +123,7 @@ def test_a_wrong_override_is_told_where_and_why(override: str, message: str) -> 
         ("train.batch_size=1000000000", r"train\.batch_size: .*less than or equal to 16777216"),
         ("data.synthetic.rows_per_table=9223372036854775808", r"rows_per_table: .*less than or equal to 16777216"),
         ("data.num_embeddings=9223372036854775808", r"num_embeddings: .*less than or equal to 1099511627776"),
-        ('train.output_dir="x', r"Override .*: not TOML \(Unterminated.*Text that is no TOML needs quotes"),
+        ('train.output_dir="x', r"Override .*: not TOML \(Unterminated.*Text that is not TOML needs quotes"),
         ("data.train_path=[ab]*.csv", r"Override .*: not TOML"),
         ("model.c=" + "9" * 5000, r"model\.c: Unable to parse .*\(got '9{150,199}\)"),
     ],

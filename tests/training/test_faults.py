@@ -320,7 +320,7 @@ def test_torchrun_starts_a_killed_run_again(undisturbed_pair: Any, tmp_path: Pat
     printed = finished.stdout + finished.stderr
     assert finished.returncode == 0, printed
     assert [json.loads(line) for line in log.read_text().splitlines()] == kills, printed
-    assert re.findall(r"# goes on from .*/(step-\d+):", printed) == ["step-00000004"], printed
+    assert re.findall(r"# resumes from .*/(step-\d+):", printed) == ["step-00000004"], printed
     assert outcome(run) == undisturbed_pair
 
 

@@ -283,7 +283,7 @@ def _show(cluster: Cluster, out: Path) -> Shown:
         rows.append([kind, f"{1e3 * rates.latency_s:,.3f} ms", *speeds])
     lines = [f"A rank: {cluster.matmul_flops / 1e9:,.1f} GFLOP/s in matrix products, {out} has the rest."]
     if cluster.hosts == 1:
-        lines.append("One host tells nothing of the links to others: run it on two or more before dmt what-if.")
+        lines.append("One host says nothing about the links to others: run it on two or more before dmt what-if.")
     lines.append("In brackets: the share of the rate that groups of so many ranks reach.")
     headers = ["", "latency", "host to others", "rank inside its host"]
     title = f"{cluster.hosts} hosts x {cluster.ranks_per_host} ranks"

@@ -101,7 +101,7 @@ def compare_runs(runs: Mapping[str, Mapping[str, Any]]) -> RunComparison:
     else:
         text += (
             f": {'higher' if difference > 0 else 'lower'} by {abs(difference):.4f}, where one standard error of the "
-            f"evaluation is {noise:.4f}. Another seed of the training may move it, too."
+            f"evaluation is {noise:.4f}. Another training seed may move it too."
         )
     return comparison._replace(accuracy=text)
 
