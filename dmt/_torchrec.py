@@ -167,7 +167,7 @@ def place_globally(sharding: ParameterSharding, ranks: Sequence[int], devices: S
 
 
 def add_dense_hook(dmp: DistributedModelParallel, hook: Callable[[GradBucket], Any]) -> None:
-    """Gives a ``DistributedModelParallel`` whose dense part is wrapped a DDP communication hook, if it has one."""
+    """Adds a DDP communication hook to the dense part of a ``DistributedModelParallel``, if that is wrapped."""
     wrapped: Any = dmp._dmp_wrapped_module
     if isinstance(wrapped, DistributedDataParallel):
         # DDP reads annotations, which are strings here; a lambda has none.
@@ -175,7 +175,7 @@ def add_dense_hook(dmp: DistributedModelParallel, hook: Callable[[GradBucket], A
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Calls ``callback`` when the backward pass that is running has computed every gradient, before it returns."""
+    """Calls ``callback`` once the running backward pass has computed every gradient, before it returns."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(callback)
 
@@ -218,7 +218,7 @@ def fused_settings(parameter: Tensor, fused_params: Mapping[str, Any] | None) ->
 
 
 def scale_learning_rate(optimizer: Any, factor: float) -> None:
-    """Has a fused optimizer's kernel step by ``factor`` times the learning rate in ``param_groups``, and shows that."""
+    """Divides the rate in ``param_groups`` by ``factor``, and makes a fused kernel multiply it by ``factor`` again."""
     kernel = optimizer._emb_module
     for group in optimizer.param_groups:
         group["lr"] /= factor
@@ -228,7 +228,7 @@ def scale_learning_rate(optimizer: Any, factor: float) -> None:
 
 @contextmanager
 def settings_on_parameters(settings: Sequence[tuple[Tensor, Mapping[str, Any]]]) -> Iterator[None]:
-    """Leaves fused-optimizer settings on table parameters for a while, like ``apply_optimizer_in_backward`` would.
+    """Sets fused-optimizer settings on table parameters within its block, as ``apply_optimizer_in_backward`` would.
 
     TorchRec gives them precedence over the sharder's, so each table can have its own.
     """
@@ -247,5 +247,5 @@ def settings_on_parameters(settings: Sequence[tuple[Tensor, Mapping[str, Any]]])
 
 
 def assert_in_graph(condition: Tensor, message: str) -> None:
-    """Checks a boolean tensor of one number, also in a program that ``torch.export`` makes; `RuntimeError` if false."""
+    """Raises `RuntimeError` if a boolean tensor of one number is false, also in a program of ``torch.export``."""
     torch.ops.aten._assert_async.msg(condition, message)

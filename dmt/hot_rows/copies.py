@@ -52,7 +52,7 @@ class HotBags(NamedTuple):
         return self.copies.columns(self, pieces)
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keeps their memory until a stream has done its work."""
+        """Keeps the memory of the ids until a stream has finished."""
         for part in (self.ids, self.offsets, self.weights):
             if part is not None:
                 part.record_stream(stream)
@@ -104,7 +104,7 @@ class HotCopies:
         return {f"the hot rows of {table}.{part}": tensor for (table, part), tensor in self._tensors.items()}
 
     def split(self, ids: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, HotBags]:
-        """Takes the ids of hot rows out of a batch, features in the order in which they are sent; no gradient.
+        """Splits the ids of hot rows off a batch, features in the order in which they are sent; no gradient.
 
         Returns the cold ids, in as many bags, and the hot ones.
         """

@@ -40,7 +40,7 @@ class CrossingBytes(NamedTuple):
 
     @property
     def reason(self) -> str:
-        """Both in words."""
+        """Both numbers of bytes in words."""
         return (
             f"its gradient takes {human_bytes(self.outside)} between hosts in a step; in a tower, ids and outputs "
             f"would take {human_bytes(self.in_tower)}"

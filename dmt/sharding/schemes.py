@@ -266,7 +266,7 @@ class Allowed(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingRules:
-    """The user's decisions. Those about single tables go by name or pattern with ``*`` and ``?`` (``"t_ad*"``).
+    """The user's decisions; those about single tables by name or pattern with ``*`` and ``?`` (``"t_ad*"``).
 
     A table's own name comes before patterns, of which the first that matches holds. The rules of a table that the tower
     plan cuts hold for its column shards. Rules for tables are strict, ``schemes`` is not: a table that none of them can

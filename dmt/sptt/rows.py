@@ -88,7 +88,7 @@ class RowCode:
         return [Pending(_sum, part, block) for part, block in zip(columns, blocks, strict=True)]
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keeps the memory of the rows until a stream has done its work."""
+        """Keeps the memory of the rows until a stream has finished."""
         for part in (self.inverse, self.taken):
             if part is not None:
                 part.record_stream(stream)

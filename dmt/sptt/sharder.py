@@ -100,7 +100,7 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         self.unique = unique
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Called by TorchRec's planner, where ``DistributedModelParallel`` is given no plan; `shard` refuses its plan.
+        """Called by TorchRec's planner if ``DistributedModelParallel`` gets no plan; `shard` refuses its plan.
 
         It asks on rank 0 only, where an error would leave the others waiting.
         """

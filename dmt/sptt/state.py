@@ -108,12 +108,12 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
         return _TowerOptimizer([(n, part.fused_optimizer) for n, part in named if isinstance(part, GroupSharded)], self)
 
     def write_back(self) -> None:
-        """Brings the tables up to date with the copies of their hot rows, before anyone is given their tensors."""
+        """Brings the tables up to date with the copies of their hot rows, before their tensors are returned."""
         if self.hot is not None:
             self.hot.write_back()
 
     def read_again(self) -> None:
-        """Tells that tables were loaded: copies of their hot rows are read again before they are used next."""
+        """Marks copies of hot rows as outdated after tables were loaded: they are read again before their next use."""
         if self.hot is not None:
             self.hot.read_again()
 

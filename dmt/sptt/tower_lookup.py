@@ -315,7 +315,7 @@ class PeerIdRoute:
         return IdExchange(self._group, self._wanted, input_features, stagger=self.stagger, device=device)
 
     def carry_on(self, started: Any, ctx: Any) -> Awaitable[Awaitable[KJTList]]:
-        """Carries the ids of a started exchange on inside the tower (SPTT step a) once they have arrived.
+        """Sends the ids of a started exchange on inside the tower (SPTT step a) once they have arrived.
 
         A train pipeline waits twice, for sizes and then for ids, but there are two hops. Sizes of the first are waited
         for here; ids of the first and sizes of the second by the first wait; ids of the second by the second wait.

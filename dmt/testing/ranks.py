@@ -55,7 +55,7 @@ def prepare_ranks(modules: Sequence[str] = ()) -> None:
 def run_on_ranks(
     function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float, ranks: list[Rank] | None = None
 ) -> list[Any]:
-    """Calls ``function(rank, *args)`` on gloo ranks of this machine. However it ends, no process is left.
+    """Calls ``function(rank, *args)`` on gloo ranks of this machine. No process outlives the call.
 
     A call makes and destroys its own process group. It begins with the caller's working folder, the environment of the
     process that ranks are forked from, and the random number generators of a fresh process.

@@ -91,7 +91,7 @@ class ModelConfig(Section):
 
     @property
     def name(self) -> str:
-        """The arch, or the factory of a model of one's own."""
+        """The arch, or the factory of a user's model."""
         return self.factory or self.arch
 
     @property
@@ -190,7 +190,7 @@ class ShardingConfig(Section):
 
     @property
     def is_off_device(self) -> bool:
-        """Whether weights of tables are in other memories than the device's."""
+        """Whether weights of tables are outside the device's memory."""
         return not {"fused", *SCHEMES}.issuperset(self.tables.values())
 
 

@@ -71,7 +71,7 @@ class _Lines(io.TextIOBase):
 
 
 def progress_bar(*, initial: int, total: int | None, enabled: bool, desc: str = "train", unit: str = "step") -> Any:
-    """Returns the bar of a training run, tqdm's: with an estimate of the time left where the ``total`` is known.
+    """Returns a tqdm bar for a training run, with an estimate of the time left if the ``total`` is known.
 
     Without a terminal it is a line every 30 seconds.
     """

@@ -61,7 +61,7 @@ def device_type(wanted: Literal["auto", "cpu", "cuda"]) -> DeviceType:
 
 
 def take_device(kind: DeviceType, local_rank: int) -> torch.device:
-    """Makes this rank's GPU, that of its number on the host, the current one; call it before the process group is made.
+    """Makes the GPU of this rank's number on the host the current one; call it before the process group is created.
 
     Raises:
         InputError: the host has fewer GPUs than ranks.

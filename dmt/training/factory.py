@@ -79,7 +79,7 @@ def make_model(job: Job, device: str | None = None) -> nn.Module:
 
 
 def check_outputs(job: Job, model: nn.Module) -> None:
-    """Runs the model of a job's factory once without numbers, and checks what it and its tower modules return.
+    """Runs the model of a job's factory once on the meta device, and checks what it and its tower modules return.
 
     ``model`` is on the meta device, and stays as it is.
 
@@ -277,7 +277,7 @@ def _sparse_parts(model: nn.Module) -> list[nn.Module]:
 
 
 def without_tables(model: nn.Module, lengths: Mapping[str, float] | None = None) -> nn.Module:
-    """Puts the complexity counter's stand-ins in the place of a model's tables, in place; returns the model.
+    """Replaces a model's tables by the complexity counter's stand-ins, in place; returns the model.
 
     ``lengths`` are the mean lengths of sequences by feature, 1 for the others.
     """
@@ -291,7 +291,7 @@ def without_tables(model: nn.Module, lengths: Mapping[str, float] | None = None)
 
 
 class _MetaCollection(MetaTables):
-    """`MetaTables` whose result is a ``KeyedTensor``, as a model of one's own may need it."""
+    """`MetaTables` whose result is a ``KeyedTensor``, as a user's model may need it."""
 
     def forward(self, ids: Tensor) -> Any:
         """Ids [B], used for every feature -> ``KeyedTensor`` [B, sum of N]."""

@@ -15,7 +15,7 @@ __all__ = ["call_named", "check_allowed", "is_function_name", "load_function"]
 
 
 def is_function_name(text: str) -> bool:
-    """Tells whether a text has the form ``package.module:function`` and is no path of a file that exists.
+    """Returns whether a text has the form ``package.module:function`` and is not the path of an existing file.
 
     Example:
         >>> is_function_name("my_data:clicks"), is_function_name("clicks.parquet"), is_function_name("s3://clicks")

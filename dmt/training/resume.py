@@ -88,7 +88,7 @@ class Start:
     folder: Path | None = None
     """The checkpoint; None for a run without one, and in a checkpoint."""
     lines: tuple[str, ...] = ()
-    """What the user is told: the checkpoint, where it goes on, and the settings that have changed."""
+    """Lines for the user: the checkpoint, the position, and the settings that have changed."""
 
 
 def checkpoint_folder(config: TrainingConfig) -> Path:
@@ -176,7 +176,7 @@ def start_with(folder: Path, config: TrainingConfig, files: Files, plan: TowerPl
 
 
 def check_encoding(folder: Path, job: Job) -> None:
-    """Raises `InputError` where a checkpoint was trained on rows that became ids and numbers in another way.
+    """Raises `InputError` if a checkpoint was trained on rows that were encoded in another way.
 
     The weights would load, and every row of a table would mean another value.
     """
@@ -247,7 +247,7 @@ def restore_run(
 
 
 def restore_hot_rows(start: Start, hot: HotRows | None, mesh: TowerMesh) -> None:
-    """Gives hot rows the copies and counts of the checkpoint that a run goes on from, if it has some; collective."""
+    """Gives hot rows the copies and counts of the checkpoint that a run resumes from, if it has any; collective."""
     folder = start.folder
     if hot is not None and folder is not None and start.position.step:
         state = on_all_ranks(lambda: load_hot_rows(folder), mesh)

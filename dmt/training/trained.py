@@ -66,7 +66,7 @@ def checkpoint_of(
 
 
 def data_section(record: Any, place: str, remedy: str) -> DataConfig:
-    """Makes a section ``data`` of what a file holds; an `InputError` begins with ``place`` and ends with ``remedy``."""
+    """Makes a section ``data`` from a file; an `InputError` begins with ``place`` and ends with ``remedy``."""
     try:
         return DataConfig.model_validate(record)
     except ValidationError as error:

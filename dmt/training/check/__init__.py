@@ -68,11 +68,11 @@ class CheckReport:
 
     @property
     def agrees(self) -> bool:
-        """Is true if no row has failed."""
+        """True if no row failed."""
         return all(row.verdict != "FAILED" for row in self.rows)
 
     def to_record(self) -> dict[str, Any]:
-        """Returns the report as JSON has it."""
+        """Returns the report as a JSON object."""
         return {"agrees": self.agrees, **asdict(self)}
 
 

@@ -67,7 +67,7 @@ class CheckedRun:
 
 
 def shrink(job: Job, *, limits: CheckLimits, folder: Path) -> CheckedRun:
-    """Makes the run small and keeps what it is made of: every table its scheme, every tower its module.
+    """Shrinks a run: every table keeps its scheme, every tower its module.
 
     The sharding plan is made for the full size, under the config's memory limit, and its schemes are pinned; where
     towers keep their number of ranks, so are the ranks of every shard.

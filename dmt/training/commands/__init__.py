@@ -38,7 +38,7 @@ _PATH = click.Path(path_type=Path)
 
 
 class Shown(NamedTuple):
-    """What a command has found."""
+    """The result of a command, to be shown."""
 
     record: Any
     """What ``--json`` prints: plain data and dataclasses."""

@@ -226,7 +226,7 @@ def _replicas(topology: TowerTopology) -> list[tuple[int, str]]:
 
 
 def changed_config(config: TrainingConfig, settings: Mapping[str, Mapping[str, Any]]) -> TrainingConfig:
-    """The config with these settings by section, and without what is about its own towers and tables."""
+    """Returns the config with these settings by section, without those about its own towers and tables."""
     values = config.model_dump(mode="json", exclude_none=True, include=_KEPT)
     if settings["sharding"]["dataflow"] == "flat":
         del values["train"]["micro_batches"]

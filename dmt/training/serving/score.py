@@ -48,7 +48,7 @@ class Scored:
 def score(
     model: Path, out: Path, *, data_path: str | None = None, batch_size: int = 4096, functions: Collection[str] = ()
 ) -> Scored:
-    """Scores rows in the order of their files, and writes ``row``, ``logit``, ``probability`` and, if there, ``label``.
+    """Scores rows in the order of their files, and writes ``row``, ``logit``, ``probability`` and any ``label``.
 
     Args:
         model: the ``output_dir`` of a run, a checkpoint, or a file that ``dmt export`` wrote.
