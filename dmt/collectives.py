@@ -69,12 +69,12 @@ def check_agreement(caller: str, arguments: Mapping[str, Any], group: dist.Proce
     """Checks that all ranks of the group have the same arguments; collective.
 
     Args:
-        caller: who was given the arguments, for the message.
+        caller: the function or class that has the arguments, for the message.
         arguments: by name, small and picklable; a mapping of values is compared value by value.
         group: the ranks.
 
     Raises:
-        InputError: on every rank: an argument, the ranks that have another value than the first, and both values.
+        InputError: on every rank, with the argument, the ranks that differ from the first, and both values.
     """
     given = {"the call": caller} | _by_path(arguments)
     # Thousands of tables on hundreds of ranks are gathered only to say what differs.

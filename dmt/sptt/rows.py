@@ -120,10 +120,10 @@ def part_sizes(batch_size: int, num: int) -> list[int]:
 def rows_of_parts(
     code: RowCode, ids: KeyedJaggedTensor, groups: Sequence[Sequence[Any]], tower: int
 ) -> tuple[KeyedJaggedTensor, list[Rows]]:
-    """Reads the rows of each part off the ids that arrived from the peers, a key for each feature and part.
+    """Reads the rows of each part from the ids that arrived from the peers, with a key for each feature and part.
 
-    Returns the ids with one batch size for all features, [F, rows] bags, part by part, in each peer by peer: empty
-    bags, which never leave the tower, fill up groups that have fewer rows than another.
+    Returns the ids with one batch size for all features, [F, rows] bags, part by part, and in each part peer by peer.
+    Empty bags, which never leave the tower, fill up groups that have fewer rows than others.
     """
     num, sizes = len(code.parts), [len(group) for group in groups[tower]]
     strides, firsts = ids.stride_per_key_per_rank(), [0, *itertools.accumulate(sizes)][:-1]
