@@ -168,7 +168,7 @@ def test_the_light_half_works_without_torchrec_and_fbgemm() -> None:
     )
     assert result.returncode == 0, result.stderr
     counted, refused, no_demo = result.stdout.splitlines()
-    assert "is not installed. `dmt doctor` tells how to fix it." in no_demo
+    assert "is not installed. `dmt doctor` says how to fix it." in no_demo
     assert counted.split() == ["2", "8.95"]
     assert "torchrec" in refused, "the blocker does not block"
 

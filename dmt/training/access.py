@@ -90,9 +90,7 @@ def _load(path: Path, remedy: str) -> tuple[AccessProfile, dict[str, int]]:
         # Rows out of order would be looked up wrongly, and rows beyond the table copied.
         beyond = len(rows[part]) and not (rows[part][0] >= 0 and rows[part][-1] < spec.num_embeddings)
         if beyond or not ((number[part] == i).all() and (np.diff(rows[part]) > 0).all()):
-            raise InputError(
-                f"{place}: its row numbers of table {spec.name!r} are not sorted, or exceed the table. {remedy}"
-            )
+            raise InputError(f"{place}: its rows of table {spec.name!r} are unsorted or too large. {remedy}")
         profile.put(spec.name, RowCounts(rows[part], counts[part], header.totals[i]))
     return profile, header.numbers
 

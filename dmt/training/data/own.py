@@ -110,9 +110,7 @@ class OwnRows:
         text = self._state_of(source) if has_state else ""
         for place, table in self._tables_of(source):
             if find_columns(self._config, table.schema, place) != self.columns:
-                raise InputError(
-                    f"{place}: its columns have other types than those of the first batch. Yield the same in each."
-                )
+                raise InputError(f"{place}: its columns have other types than those of the first batch.")
             if has_state:
                 # That before this batch; the source is after it now.
                 self._states.append((before, text))

@@ -177,9 +177,7 @@ def prepare(
 
 def _check(config: DataConfig, out: Path, *, eval_only: bool, min_count: int) -> None:
     if out.exists() or out.is_symlink():
-        raise InputError(
-            f"--out {str(out)!r} exists, and this command overwrites nothing. Name a new folder, or remove it."
-        )
+        raise InputError(f"--out {str(out)!r} exists, and is never overwritten. Name a new folder, or remove it.")
     if config.kind not in ("criteo_tsv", "columns"):
         raise InputError(f"data.kind={config.kind!r} has no raw files. Name some with data.train_path and data.kind.")
     if config.label is None and not eval_only:
@@ -356,7 +354,7 @@ def _copy_vocabulary(config: DataConfig, columns: Columns, file: Path) -> None:
     manifest = read_manifest(folder, place, remedy=remedy)
     if manifest.vocabulary not in manifest.files:
         raise InputError(
-            f"{place} was prepared without ids by frequency, and has no vocabulary. Prepare it with --ids frequency."
+            f"{place} was prepared without ids by frequency, so it has no vocabulary. Use --ids frequency."
         )
     tables = {feature.name: feature.table for feature in columns.features}
     if {feature.name: feature.table for feature in manifest.features} != tables:

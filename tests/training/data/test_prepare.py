@@ -442,7 +442,7 @@ def test_a_folder_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Monk
     write(tmp_path / "a.tsv", numbered_lines(40))
     config, out = DataConfig(kind="criteo_tsv", train_path=str(tmp_path / "a.tsv")), tmp_path / "out"
     prepare(config, out, group_rows=8)
-    with pytest.raises(InputError, match="exists, and this command overwrites nothing"):
+    with pytest.raises(InputError, match="exists, and is never overwritten"):
         prepare(config, out)
 
     def full(rows: Any) -> None:
@@ -521,4 +521,4 @@ def test_the_command_prints_a_summary_and_the_trainer_takes_the_folder(tmp_path:
     ran = run(main, ["prepare", str(tmp_path / "run.toml"), "--out", str(tmp_path / "more")])
     assert "28 training rows (50.0% with label 1)" in ran.output
     ran = run(main, ["prepare", str(tmp_path / "run.toml"), "--out", str(out)])
-    assert (ran.exit_code, "this command overwrites nothing" in ran.output) == (2, True)
+    assert (ran.exit_code, "is never overwritten" in ran.output) == (2, True)
