@@ -18,8 +18,7 @@ from dmt.plan.towers import TowerPlan
 from dmt.sharding.plan_tables import plan_tables
 from dmt.sharding.schemes import ShardingRules
 from dmt.training.console import ROWS, cells, print_summary, progress_bar, rows_of
-from dmt.training.report import auc_standard_error, compare_runs, plot_curves, write_report
-from dmt.training.report.curves import RUN_COLORS
+from dmt.training.report.page import RUN_COLORS, auc_standard_error, compare_runs, plot_curves, write_report
 
 AFFINITY = {"within": 0.4567, "between": 0.3214, "within_strided": 0.3456}
 PNG = b"\x89PNG\r\n\x1a\n"

@@ -26,7 +26,7 @@ from dmt.training.data.raw import schema_of
 from dmt.training.partition import affinity_of_run
 from dmt.training.preflight import check_rows, resolve
 from dmt.training.records import quality_warnings, read_result
-from dmt.training.report import plot_curves, write_report
+from dmt.training.report.page import plot_curves, write_report
 
 __all__ = ["demo", "demo_settings", "flat_settings", "step_settings", "train_here"]
 
