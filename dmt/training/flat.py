@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
-from torchrec.distributed.embedding_types import EmbeddingComputeKernel
+from torchrec.distributed.embedding_types import BaseEmbeddingSharder, EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.types import CommOp, ParameterSharding, ShardingEnv, ShardingPlan, ShardingType
@@ -29,10 +29,8 @@ __all__ = ["FlatSequenceSharder", "FlatSharder", "plan_flat", "shard_flat"]
 _CHOICES = {"auto": ("table_wise", "column_wise"), "planner": SCHEMES}
 
 
-class FlatSharder(EmbeddingBagCollectionSharder):
-    """TorchRec's sharder of flat collections, whose modules have the fixes of `GroupShardedEBC`.
-
-    Data-parallel tables keep their fused optimizer, and mean pooling of row-wise tables is that of the plain module.
+class _OverAllRanks(BaseEmbeddingSharder[Any]):
+    """What the sharders of flat collections share.
 
     Args:
         mesh: the groups; None for planning.
@@ -43,14 +41,27 @@ class FlatSharder(EmbeddingBagCollectionSharder):
         super().__init__(**kwargs)
         self._mesh = mesh
 
-    def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Returns the schemes, also those that TorchRec offers on GPUs only."""
-        return list(SCHEMES)
-
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
         """Returns the one kernel: dense for data-parallel tables, fused for all others."""
         is_dense = sharding_type == ShardingType.DATA_PARALLEL.value
         return [(EmbeddingComputeKernel.DENSE if is_dense else EmbeddingComputeKernel.FUSED).value]
+
+    def _arguments(self, device: torch.device | None) -> dict[str, Any]:
+        """Returns the arguments that all sharded modules take."""
+        assert self._mesh is not None, "a sharder without a mesh is for planning"
+        options = {"fused_params": self.fused_params, "qcomm_codecs_registry": self.qcomm_codecs_registry}
+        return {"group": self._mesh.global_group, "moment_scales": {}, "options": options | {"device": device}}
+
+
+class FlatSharder(_OverAllRanks, EmbeddingBagCollectionSharder):
+    """TorchRec's sharder of flat collections, whose modules have the fixes of `GroupShardedEBC`.
+
+    Data-parallel tables keep their fused optimizer, and mean pooling of row-wise tables is that of the plain module.
+    """
+
+    def sharding_types(self, compute_device_type: str) -> list[str]:
+        """Returns the schemes, also those that TorchRec offers on GPUs only."""
+        return list(SCHEMES)
 
     def shard(
         self,
@@ -61,35 +72,16 @@ class FlatSharder(EmbeddingBagCollectionSharder):
         module_fqn: str | None = None,
     ) -> GroupShardedEBC:
         """Shards over all ranks; collective."""
-        assert self._mesh is not None, "a sharder without a mesh is for planning"
-        return GroupShardedEBC(
-            module,
-            params,
-            group=self._mesh.global_group,
-            data_parallel_group=self._mesh.global_group,
-            moment_scales={},
-            options={
-                "fused_params": self.fused_params,
-                "device": device,
-                "qcomm_codecs_registry": self.qcomm_codecs_registry,
-            },
-        )
+        arguments = self._arguments(device)
+        return GroupShardedEBC(module, params, data_parallel_group=arguments["group"], **arguments)
 
 
-class FlatSequenceSharder(EmbeddingCollectionSharder):
-    """TorchRec's sharder of flat sequences, table-wise and row-wise; arguments are those of `FlatSharder`."""
-
-    def __init__(self, mesh: TowerMesh | None, **kwargs: Any) -> None:
-        super().__init__(**kwargs)
-        self._mesh = mesh
+class FlatSequenceSharder(_OverAllRanks, EmbeddingCollectionSharder):
+    """TorchRec's sharder of flat sequences, table-wise and row-wise."""
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
         """Returns the schemes."""
         return [ShardingType.TABLE_WISE.value, ShardingType.ROW_WISE.value]
-
-    def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """Returns the one kernel."""
-        return [EmbeddingComputeKernel.FUSED.value]
 
     def shard(
         self,
@@ -100,10 +92,7 @@ class FlatSequenceSharder(EmbeddingCollectionSharder):
         module_fqn: str | None = None,
     ) -> GroupShardedEC:
         """Shards over all ranks; collective."""
-        assert self._mesh is not None, "a sharder without a mesh is for planning"
-        options = {"fused_params": self.fused_params, "device": device}
-        options["qcomm_codecs_registry"] = self.qcomm_codecs_registry
-        return GroupShardedEC(module, params, group=self._mesh.global_group, moment_scales={}, options=options)
+        return GroupShardedEC(module, params, **self._arguments(device))
 
 
 def shard_flat(

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from fbgemm_gpu.split_embedding_configs import SparseType
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
 from torchrec.distributed.types import ShardingPlan
+from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dmt.errors import InputError
@@ -150,6 +153,11 @@ def test_means_over_bags_of_unequal_batches_are_those_of_the_plain_module(rank: 
         if "embedding_bags" in name:  # the first step of row-wise AdaGrad
             step = weight.grad / (weight.grad.square().mean(dim=1, keepdim=True).sqrt() + FUSED["eps"])
             torch.testing.assert_close(after[name], weight - FUSED["learning_rate"] * step, rtol=0, atol=1e-5)
+    # In FP16 the means stay FP16, although lengths are divided by in FP32.
+    halves = EmbeddingBagCollection(tables=[replace(table, data_type=DataType.FP16) for table in tables])
+    sharder = FlatSharder(mesh, fused_params=FUSED | {"output_dtype": SparseType.FP16})
+    means = sharder.shard(halves, plan, None, torch.device("cpu"))(everyone[rank][0]).wait().values()
+    assert means.dtype == torch.float16
 
 
 def planned(config: TrainingConfig) -> ShardingPlan:
