@@ -25,9 +25,9 @@ from benchmarks.steps.inputs import benchmark_tables
 from benchmarks.steps.setting import Ids, Setting
 from dmt.models.complexity import CRITEO_DENSE_FEATURES
 from dmt.simulator.cluster import Cluster, load_cluster
-from dmt.training.commands.what_if import predict_step
 from dmt.training.config import TrainingConfig
 from dmt.training.job import Job, make_job
+from dmt.training.predict import predict_step
 
 __all__ = ["job_of", "main"]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
@@ -111,10 +112,13 @@ def build_model(job: Job, *, device: str | None = None) -> nn.Module:
     return towers(**shared, c=model.c, p=model.p)
 
 
-def count_model(job: Job) -> Complexity:
-    """Counts MFLOPs per sample, parameters and compression ratio of a job's model, on the meta device."""
-    model = without_tables(build_model(job, device="meta"), job.config.sharding.pooling_factors)
-    return count_on_meta(model, job.num_dense)
+def count_model(job: Job, model: nn.Module | None = None) -> Complexity:
+    """Counts MFLOPs per sample, parameters and compression ratio of a job's model, on the meta device.
+
+    ``model`` is the plain one on the meta device, which stays as it is; None: it is built.
+    """
+    model = build_model(job, device="meta") if model is None else copy.deepcopy(model)
+    return count_on_meta(without_tables(model, job.config.sharding.pooling_factors), job.num_dense)
 
 
 def build_optimizer(config: OptimizerConfig, model: DistributedModelParallel) -> ScheduledOptimizer:
@@ -248,8 +252,8 @@ def settle_gradient_buckets(job: Job, model: DistributedModelParallel, optimizer
     In the third forward pass it sends the layout to the other ranks, which `dmt.training.metrics.measure_traffic` would
     count where nothing is left to train.
     """
-    # One row for each micro-batch.
-    rows, names = job.config.train.micro_batches, list(job.data.columns.feature_names)
+    # Two rows for each micro-batch: batch normalization refuses to train on one.
+    rows, names = 2 * job.config.train.micro_batches, list(job.data.columns.feature_names)
     zeros = torch.zeros(rows * len(names), dtype=torch.int64)
     ids = KeyedJaggedTensor(names, zeros, lengths=torch.ones_like(zeros))
     batch = ClickBatch(torch.zeros(rows, job.num_dense), ids, torch.zeros(rows), torch.ones(rows))

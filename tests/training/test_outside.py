@@ -25,9 +25,10 @@ from dmt.training.build import build_model, count_model
 from dmt.training.check import check_run
 from dmt.training.check.shrink import CheckLimits
 from dmt.training.commands import main
-from dmt.training.commands.what_if import alternatives, predict_step, work_of
+from dmt.training.commands.what_if import alternatives
 from dmt.training.config import TrainingConfig, to_toml
 from dmt.training.job import Job, _crossing_costs, make_job, open_data
+from dmt.training.predict import predict_step, work_of
 from dmt.training.trained import trained_model
 from tests.ranks import run_ranks
 from tests.training.small import small

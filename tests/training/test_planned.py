@@ -13,11 +13,11 @@ from torchrec import KeyedJaggedTensor
 from dmt.plan.towers import TowerPlan
 from dmt.simulator.steps import Load
 from dmt.sptt.mesh import TowerMesh
-from dmt.training.commands.what_if import work_of
 from dmt.training.config import TrainingConfig
 from dmt.training.data.batch import ClickBatch
 from dmt.training.job import open_job
 from dmt.training.metrics import measure_traffic
+from dmt.training.predict import work_of
 from dmt.training.train import batches_of
 from tests.ranks import run_ranks
 from tests.seeds import collected

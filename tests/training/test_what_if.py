@@ -20,10 +20,11 @@ from dmt.simulator.cluster import load_cluster, save_cluster
 from dmt.simulator.work import count_operators
 from dmt.training.build import build_model
 from dmt.training.commands import main, what_if
-from dmt.training.commands.what_if import alternatives, changed_config, predict_step, work_of
+from dmt.training.commands.what_if import alternatives, changed_config
 from dmt.training.config import TrainingConfig, load_config, to_toml
 from dmt.training.factory import without_tables
 from dmt.training.job import Job, make_job, open_job
+from dmt.training.predict import predict_step, predicted_result, work_of
 from tests.training.small import small
 from tests.training.test_factory import deepfm, job_of
 
@@ -269,12 +270,12 @@ def test_a_run_that_names_its_cluster_has_the_prediction_in_its_result(
 ) -> None:
     save_cluster(replace(A100, ranks_per_host=2), tmp_path / "c.toml")
     jobs = [open_job(load_config("demo", [f"sharding.cluster={name}"])) for name in (tmp_path / "c.toml", "a100")]
-    found = what_if.predicted_result(jobs[0])
+    found = predicted_result(jobs[0])
     assert found is not None
-    assert found["samples_per_second"] == what_if.predict_step(jobs[0], load_cluster(tmp_path / "c.toml")).samples_per_s
+    assert found["samples_per_second"] == predict_step(jobs[0], load_cluster(tmp_path / "c.toml")).samples_per_s
     assert 0 < found["lookup_seconds"] < 4 * 512 / found["samples_per_second"]
-    assert what_if.predicted_result(open_job(load_config("demo", []))) is None
-    assert what_if.predicted_result(jobs[1]) is None
+    assert predicted_result(open_job(load_config("demo", []))) is None
+    assert predicted_result(jobs[1]) is None
     assert (
         "no prediction beside it: Hosts of the run have 2 ranks, but the rates of cluster 'a100' hold for hosts of 8"
         in caplog.text
