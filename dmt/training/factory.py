@@ -28,11 +28,13 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.modules.embedding_tower import EmbeddingTowerCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
+from dmt._torchrec import fused_settings
 from dmt.errors import InputError
 from dmt.models.complexity import MetaTables, meta_batch, tower_modules
 from dmt.models.sparse import embedding_bag_configs
 from dmt.plan.tables import is_sequence, table_specs
 from dmt.sptt.group_sharded import table_configs
+from dmt.testing.plain import is_table
 from dmt.training.data.batch import ClickBatch
 from dmt.training.functions import call_named, load_function
 from dmt.training.job import Job
@@ -234,9 +236,9 @@ def _check_tables(place: str, model: nn.Module, job: Job) -> None:
 def _check_layers(place: str, model: nn.Module, world_size: int) -> None:
     """Raises `InputError` for a model on the meta device whose sharded form would compute something else.
 
-    Batch normalization depends on which rank has which samples; a parameter of several towers would be trained apart;
-    and TorchRec gives parameters their first numbers by ``reset_parameters`` of their module, without which they start
-    from whatever is in memory, and buffers from zeros.
+    Batch normalization depends on which rank has which samples; a frozen table would be trained, and a parameter of
+    several towers apart; and TorchRec gives parameters their first numbers by ``reset_parameters`` of their module,
+    without which they start from whatever is in memory, and buffers from zeros.
     """
     collections = [p for p in model.modules() if isinstance(p, EmbeddingBagCollection | EmbeddingCollection)]
     parts_of_tables = {part for collection in collections for part in collection.modules()}
@@ -260,6 +262,12 @@ def _check_layers(place: str, model: nn.Module, world_size: int) -> None:
     paths = [path for path, part in model.named_modules() if id(part) in modules]
     owners: dict[int, tuple[str, str | None]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
+        # TorchRec's tables train nevertheless, and the schedule sets the rate of every optimizer of tables.
+        if is_table(name) and (not parameter.requires_grad or fused_settings(parameter, None)):
+            raise InputError(
+                f"{place}: {name!r} has requires_grad=False or an optimizer of its own, but the trainer trains every "
+                "table by [optimizer]. Leave that out, or use your own loop."
+            )
         owner = next((path for path in paths if name.startswith(f"{path}.")), None)
         first, first_owner = owners.setdefault(id(parameter), (name, owner))
         if first_owner != owner:

@@ -16,6 +16,7 @@ from click.testing import CliRunner
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, KeyedJaggedTensor
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from dmt.errors import InputError
 from dmt.models import flat_sparse_arch
@@ -152,6 +153,12 @@ def with_part(tables: Any, part: nn.Module) -> nn.Module:
     return model
 
 
+def with_table(tables: Any, change: Callable[[nn.Parameter], Any]) -> nn.Module:
+    model = Flat(tables)
+    change(next(parameter for name, parameter in model.named_parameters() if "embedding_bags" in name))
+    return model
+
+
 def narrowed(tables: Any) -> Any:
     for table in tables:
         table.embedding_dim = 4
@@ -171,6 +178,10 @@ KINDS: dict[str, Callable[[Any], Any]] = {
     "bias": lambda tables: with_part(tables, Part(is_buffer=False)),
     "scale": lambda tables: with_part(tables, Part(is_buffer=True)),
     "batch norm": lambda tables: with_part(tables, nn.BatchNorm1d(4)),
+    "frozen": lambda tables: with_table(tables, lambda weight: weight.requires_grad_(False)),
+    "own rate": lambda tables: with_table(
+        tables, lambda weight: apply_optimizer_in_backward(torch.optim.SGD, [weight], {"lr": 0.0})
+    ),
     "two columns": lambda tables: Flat(tables, lambda logits: torch.cat([logits, logits], 1)),
     "a tuple": lambda tables: Flat(tables, lambda logits: (logits, logits)),
     "probabilities": lambda tables: Flat(tables, torch.sigmoid),
@@ -250,6 +261,8 @@ def job_of(factory: str, *, in_towers: bool = False, **more: Any) -> Job:
         ("made:a tuple", r"returned a tuple for \d+ samples; it must return logits"),
         ("made:reads ids", r"the model fails on a batch \(only tables may read sparse_features\): AttributeError"),
         ("made:batch norm", r"BatchNorm1d 'part' normalizes over the samples.* Use torch.nn.LayerNorm"),
+        ("made:frozen", r"'.*embedding_bags.*' has requires_grad=False or an optimizer of its own, but the trainer"),
+        ("made:own rate", r"'.*embedding_bags.*' has requires_grad=False or an optimizer of its own, but the trainer"),
         # TorchRec would start them from whatever is in memory, and from zeros.
         ("made:bias", r"Part 'part' has 'bias', but a sharded model is built on the meta.* reset_param"),
         ("made:scale", r"Part 'part' has 'scale', but a sharded model is built on the meta.* reset_param"),
