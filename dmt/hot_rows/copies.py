@@ -95,7 +95,8 @@ class HotCopies:
         self._hot_features = torch.tensor(is_hot, device=self._device).nonzero().flatten()
         self._is_newer, self._must_read = False, True
         self._tensors: dict[tuple[str, str], Tensor] = {}
-        self._lookup = self._make_lookup([name for name in tables if name in rows])
+        self.lookup = self._make_lookup([name for name in tables if name in rows])
+        """The lookup of all copies."""
         self._parts = self._home_parts()
 
     @property
@@ -108,7 +109,7 @@ class HotCopies:
 
         Returns the cold ids, in as many bags, and the hot ones.
         """
-        self._lookup.settle()  # before anything is sent: other ranks may wait for it
+        self.lookup.settle()  # before anything is sent: other ranks may wait for it
         num_bags, num_samples = ids.lengths().numel(), ids.stride()
         lengths, values, weights = ids.lengths(), ids.values().long(), ids.weights_or_none()
         by_feature = zip(ids.keys(), values.split(ids.length_per_key()), strict=True)
@@ -149,7 +150,7 @@ class HotCopies:
         """
         if self._must_read:
             self.read()
-        found = self._lookup(bags.ids, bags.offsets, bags.weights)
+        found = self.lookup(bags.ids, bags.offsets, bags.weights)
         if found.requires_grad:
             # It also keeps these copies alive as long as something may go back to them.
             found.register_hook(self._check_in_use)
@@ -263,7 +264,7 @@ class HotCopies:
             settings = end_sum().view(-1, 2).tolist()
             gradient.div_(self._whole.size())
             pairs = zip(names, settings, strict=True)
-            self._lookup.optimizer.follow({name: UpdateSettings(rate, round(n)) for name, (rate, n) in pairs})
+            self.lookup.optimizer.follow({name: UpdateSettings(rate, round(n)) for name, (rate, n) in pairs})
             self._is_newer = True
 
         return end

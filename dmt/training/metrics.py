@@ -130,9 +130,9 @@ def measure_lookups(
 ) -> list[float]:
     """Runs a forward and backward pass of each batch, and returns the seconds that every rank looks up in one.
 
-    That is the time from the calls of TorchRec's lookups to their results, forward, without exchanges: the median over
-    the batches but the first. The tables update in their backward pass: call it when all is trained and saved.
-    Collective.
+    That is the time from the calls of TorchRec's lookups, and of those of hot rows, to their results, forward, without
+    exchanges: the median over the batches but the first. The tables update in their backward pass: call it when all is
+    trained and saved. Collective.
     """
     seconds: list[float] = []
 
@@ -149,8 +149,10 @@ def measure_lookups(
 
     with ExitStack() as hooks:
         for module in model.modules():
-            collections = module.collections if isinstance(module, TowerState) else [module]
-            for lookup in chain.from_iterable(map(lookups_of, collections)):
+            collections, copies = [module], list[nn.Module]()
+            if isinstance(module, TowerState):
+                collections, copies = module.collections, [] if module.hot is None else [module.hot.lookup]
+            for lookup in (*chain.from_iterable(map(lookups_of, collections)), *copies):
                 hooks.callback(lookup.register_forward_pre_hook(begin).remove)
                 hooks.callback(lookup.register_forward_hook(end).remove)
         for batch in batches:
