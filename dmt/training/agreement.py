@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
-from dmt.collectives import run_on_all_or_raise
+from dmt.collectives import gather_objects, run_on_all_or_raise
 from dmt.errors import InputError, ReplicaMismatchError
 from dmt.formatting import shorten
 from dmt.replicas.sync import ReplicaSync
@@ -155,7 +155,8 @@ class Agreement:
             InputError: training has diverged; the same on every rank.
             ReplicaMismatchError: copies of a parameter differ between ranks.
         """
-        everyone = run_on_all_or_raise(lambda: self._news(loss), self._mesh.global_group)
+        steps = int(_MEET_EVERY_S * self._timer.steps / self._timer.seconds) if self._timer.steps else 1
+        everyone = gather_objects((float(loss), self._signals.signal, max(1, steps)), self._mesh.global_group)
         losses, signals, steps_to_next = zip(*everyone, strict=True)
         self._next = step + steps_to_next[0]
         if any(signals) and self._stop_at < 0:
@@ -182,11 +183,6 @@ class Agreement:
             module.write_back()
             copies |= {} if module.hot is None else module.hot.tensors
         return self._since.tolist(), {name: checksum(copy) for name, copy in copies.items()}
-
-    def _news(self, loss: Tensor) -> tuple[float, int, int]:
-        """Returns the loss, the signal, and steps to the next meeting."""
-        steps = int(_MEET_EVERY_S * self._timer.steps / self._timer.seconds) if self._timer.steps else 1
-        return float(loss), self._signals.signal, max(1, steps)
 
     def _announce_stop(self, step: int) -> None:
         if self._stop_at > step and self._mesh.rank == 0:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import logging
 import os
 import socket
@@ -17,14 +16,14 @@ from torch import nn
 from dmt.collectives import check_agreement, gather_objects
 from dmt.errors import InputError
 from dmt.formatting import human_bytes, shorten
-from dmt.models.complexity import Complexity, count_on_meta, tower_modules
+from dmt.models.complexity import Complexity, tower_modules
 from dmt.plan.topology import TowerTopology
 from dmt.sptt.mesh import TowerMesh
 from dmt.testing.plain import is_table
-from dmt.training.build import build_model
+from dmt.training.build import build_model, count_model
 from dmt.training.config import TrainingConfig
 from dmt.training.device import current_device
-from dmt.training.factory import check_outputs, without_tables
+from dmt.training.factory import check_outputs
 from dmt.training.job import Job, check_kernels, check_table_optimizer, make_job, open_job
 
 __all__ = [
@@ -81,6 +80,8 @@ def checked_model(job: Job, world_size: int) -> nn.Module:
             "of your own (model.factory)."
         )
     check_rows(config, world_size, job.data.num_rows("train"))
+    if job.data.num_rows("eval") == 0:
+        raise InputError("There is no row to evaluate; check data.eval_path, split_column or eval_fraction.")
     model = build_model(job, device="meta")
     if config.model.factory is not None:
         check_outputs(job, model)
@@ -100,7 +101,7 @@ def preflight(job: Job, model: nn.Module, mesh: TowerMesh) -> Complexity:
     """
     check_same_input(job, model, mesh)
     check_memory(job, model, mesh)
-    counts = count_on_meta(without_tables(copy.deepcopy(model), job.config.sharding.pooling_factors), job.num_dense)
+    counts = count_model(job, model)
     if mesh.rank == 0:
         if job.data.notes:
             logger.warning(f"Mind the data: {job.data.notes}")
@@ -113,12 +114,12 @@ def preflight(job: Job, model: nn.Module, mesh: TowerMesh) -> Complexity:
     return counts
 
 
-def check_rows(config: TrainingConfig, world_size: int, rows: int | None) -> None:
-    """Raises `InputError` when there are fewer rows than one training step takes; None is an unknown number."""
-    needed = world_size * config.train.batch_size
+def check_rows(config: TrainingConfig, num_ranks: int, rows: int | None) -> None:
+    """Raises `InputError` when there are fewer rows than a training step of so many ranks takes; None is unknown."""
+    needed = num_ranks * config.train.batch_size
     if rows is not None and rows < needed:
         raise InputError(
-            f"There are {rows} training rows, fewer than one step takes: {world_size} ranks x train.batch_size="
+            f"There are {rows} training rows, fewer than one step takes: {num_ranks} ranks x train.batch_size="
             f"{config.train.batch_size} = {needed}. Lower train.batch_size, give more data, or "
             "correct data.split_column."
         )

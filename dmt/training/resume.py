@@ -49,7 +49,6 @@ __all__ = [
     "step_rows",
 ]
 
-Files = list[tuple[str, int, int]]
 # Settings that define the parameters; another value makes another model.
 _SAME_MODEL = ("model.", "optimizer.sparse:", "optimizer.dense:")
 # Settings that change the training, but not the model or the rows: what has changed is printed.
@@ -100,16 +99,16 @@ def find_start(job: Job, mesh: TowerMesh) -> Start:
     """Finds the newest whole checkpoint that a run starts from, the same for all ranks; collective.
 
     Raises:
-        InputError: no checkpoint there is whole, or `starting_point` or `start_with` raises it.
+        InputError: no checkpoint there is whole, or `starting_point` or `start_with` raises it; the same on every rank.
     """
-    files = job.data.files("train")
     # Rank 0 looks: another rank may not see the newest one yet.
     look = starting_point if mesh.rank == 0 else checkpoint_folder
     folder = newest(run_on_all_or_raise(lambda: look(job.config), mesh.global_group)[0], mesh)
     if folder is None:
-        return Start(files=files)
-    start = start_with(folder, job.config, files, job.towers)
-    check_encoding(folder, job)
+        return Start(files=job.data.files("train"))
+    # Rank 0 compares: the checkpoint has its paths of the data, and those of other hosts may differ.
+    start, *_ = run_on_all_or_raise(lambda: start_with(folder, job) if mesh.rank == 0 else None, mesh.global_group)
+    assert start is not None, "rank 0 has compared"
     return start
 
 
@@ -132,21 +131,20 @@ def starting_point(config: TrainingConfig) -> Path:
     )
 
 
-def start_with(folder: Path, config: TrainingConfig, files: Files, plan: TowerPlan | None) -> Start:
+def start_with(folder: Path, job: Job) -> Start:
     """Checks a checkpoint against a run, and finds the position to continue at.
 
     A run continues from its own checkpoint. That of another run gives it weights and optimizer states only.
 
     Args:
         folder: the checkpoint, verified, of `starting_point`.
-        config: the run.
-        files: `ClickData.files` of what it trains on.
-        plan: its tower plan; None with the flat dataflow.
+        job: the run.
 
     Raises:
-        InputError: the checkpoint cannot be read or is of a run with another model or other towers, or it is this run's
-            own and of other data.
+        InputError: the checkpoint cannot be read or is of a run with another model, other towers or another encoding
+            of its rows, or it is this run's own and of other data.
     """
+    config, files, plan = job.config, job.data.files("train"), job.towers
     is_own, remedy = folder.parent == checkpoint_folder(config), "Use another checkpoint."
     progress = read_manifest(folder).progress
     saved = from_record(Start, progress, place=f"{folder}: its progress", remedy=remedy)
@@ -166,6 +164,7 @@ def start_with(folder: Path, config: TrainingConfig, files: Files, plan: TowerPl
     if wrong:
         other = "another train.output_dir" if is_own else "train.resume a checkpoint of the same model"
         raise InputError(f"{folder} is of another run: {shorten(wrong)}. Undo that, or give {other}.")
+    check_encoding(folder, job)
     # Learning rates are among them: those of the config are used, not the saved ones.
     notes = [text for text in changes if text.startswith(_TRAINING)]
     if not is_own:

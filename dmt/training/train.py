@@ -34,7 +34,6 @@ from dmt.training.build import (
     sharding_result,
 )
 from dmt.training.checkpoints.store import Checkpointer
-from dmt.training.commands.what_if import predicted_result
 from dmt.training.config import TrainConfig, TrainingConfig
 from dmt.training.console import progress_bar
 from dmt.training.data.batch import ClickBatch
@@ -43,7 +42,8 @@ from dmt.training.device import current_device, on_all_ranks, peak_memory, proce
 from dmt.training.factory import probability_warning
 from dmt.training.job import Job, open_job
 from dmt.training.metrics import ClickMetrics, MetricValues, StepTimer, measure_lookups, measure_traffic
-from dmt.training.preflight import checked_model, preflight
+from dmt.training.predict import predicted_result
+from dmt.training.preflight import check_rows, checked_model, preflight
 from dmt.training.records import RunRecord, quality_warnings, settings_lines
 from dmt.training.resume import (
     Position,
@@ -106,13 +106,15 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
     plain = on_all_ranks(lambda: checked_model(job, mesh.topology.world_size), mesh)
     counts = preflight(job, plain, mesh)
     start = find_start(job, mesh)
-    record = RunRecord(config, enabled=mesh.rank == 0, resumed_step=start.position.step)
+    check_rows(config, step_rows(job, start.position) // config.train.batch_size, job.data.num_rows("train"))
+    is_first, resumed_step = mesh.rank == 0, start.position.step
+    record = on_all_ranks(lambda: RunRecord(config, enabled=is_first, resumed_step=resumed_step), mesh)
     record.say([*settings_lines(config), *start.lines])
+    on_all_ranks(lambda: record.sharding(job.sharding), mesh)
 
     # Build and restore the model, optimizer and replicas, then hot rows, which copy rows of the restored tables.
     model = shard_model(job, mesh, plain)
     placed = sharding_result(job, model.plan)
-    record.sharding(job.sharding)
     in_micro_batches(config.train, model)
     optimizer = build_optimizer(config.optimizer, model)
     replicas = replica_sync(config.replicas, model, mesh)
@@ -178,7 +180,7 @@ def train_steps(run: Run, at: Position, signals: Signals) -> tuple[Position, Ste
     config, mesh = run.job.config.train, run.mesh
     at = replace(at, lanes=at.lanes or mesh.topology.world_size)
     rows_per_step = step_rows(run.job, at)
-    last = _total_steps(run.job, rows_per_step)
+    last = _last_step(run.job, at, rows_per_step)
     timer = StepTimer()
     agreement = Agreement(config, run.model, mesh, timer=timer, replicas=run.replicas, signals=signals)
     # After each step: replicas are averaged and hot rows chosen again where that is due.
@@ -327,7 +329,7 @@ def result_of(run: Run, at: Position, metrics: MetricValues, timer: StepTimer) -
     options: dict[str, Any] = {}
     if replicas is not None:
         sizes = gather_objects(replicas.bytes_per_sync, mesh.global_group)
-        options["replicas"] = {"bytes_per_sample": sum(sizes) / (rows * replicas.interval)}
+        options["replicas"] = {"bytes_per_sample": sum(sizes) / (step_rows(job, at) * replicas.interval)}
     if hot is not None:
         number = sum(map(len, hot.rows.values()))
         options["hot_rows"] = {"rows": number, "bytes_per_rank": hot.num_bytes, "left_out": hot.left_out}
@@ -340,7 +342,8 @@ def result_of(run: Run, at: Position, metrics: MetricValues, timer: StepTimer) -
     slowest, mean = max(lookups), sum(lookups) / len(lookups)
     traffic = measure_traffic(run.model, run.optimizer, batches[0], mesh)
     speed = step_rows(job, at) * timer.steps / timer.seconds if timer.steps else math.nan
-    if (predicted := predicted_result(job)) is not None:
+    predicted = on_all_ranks(lambda: predicted_result(job) if mesh.rank == 0 else None, mesh)
+    if predicted is not None:
         options["predicted"] = predicted
     return {
         "arch": job.config.model.name,
@@ -358,10 +361,11 @@ def result_of(run: Run, at: Position, metrics: MetricValues, timer: StepTimer) -
     }
 
 
-def _total_steps(job: Job, rows_per_step: int) -> int | None:
-    """Returns the steps of the whole training if all have ``rows_per_step`` rows; None without any known limit."""
+def _last_step(job: Job, at: Position, rows_per_step: int) -> int | None:
+    """Returns the last step of training from a position on; None without any known limit."""
     config, rows = job.config.train, job.data.num_rows("train")
     limits = [] if config.max_steps is None else [config.max_steps]
     if rows is not None:
-        limits.append(config.epochs * (rows // rows_per_step))
+        later_epochs = config.epochs - at.epoch - 1
+        limits.append(at.step + (rows - at.rows) // rows_per_step + later_epochs * (rows // rows_per_step))
     return min(limits, default=None)

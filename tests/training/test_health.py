@@ -6,6 +6,7 @@ import math
 import random
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +20,14 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from dmt.errors import InputError, ReplicaMismatchError
 from dmt.sptt.mesh import TowerMesh
 from dmt.training import train as training
-from dmt.training.checkpoints.store import checkpoints
-from dmt.training.config import TrainingConfig
+from dmt.training.checkpoints.store import checkpoints, read_manifest, write_manifest
+from dmt.training.config import TrainingConfig, to_toml
 from dmt.training.job import open_job
-from dmt.training.preflight import check_same_input
-from dmt.training.resume import checkpoint_folder
-from dmt.training.train import Run
+from dmt.training.preflight import check_same_input, resolve
+from dmt.training.resume import checkpoint_folder, find_start
+from dmt.training.train import Run, train_job
 from tests.ranks import run_ranks
-from tests.training.small import new_run, small, train_loop
+from tests.training.small import make_checkpoint, new_run, small, train_loop
 from tests.training.test_resume import attempt, config, run_on_rank
 
 LOG_EVERY = 3
@@ -178,6 +179,35 @@ def on_files(path: Path, **sections: dict[str, Any]) -> TrainingConfig:
 def compare_on_rank(rank: int, configs: list[dict[str, Any]]) -> None:
     opened = open_job(TrainingConfig.model_validate(configs[rank]))
     check_same_input(opened, nn.Linear(1, 1), TowerMesh(opened.topology))
+
+
+def test_a_run_without_a_row_to_evaluate_is_refused_before_it_trains(tmp_path: Path) -> None:
+    run = on_files(rows(tmp_path / "a" / "day.parquet", [*range(40)]), data={"eval_path": None, "eval_fraction": 0.001})
+    with pytest.raises(InputError, match=r"There is no row to evaluate; check data\.eval_path"):
+        resolve(run, 2)
+
+
+def start_on_rank(rank: int, configs: list[dict[str, Any]]) -> tuple[str, ...] | str:
+    job = open_job(TrainingConfig.model_validate(configs[rank]))
+    try:
+        start = find_start(job, TowerMesh(job.topology))
+        train_job(job, TowerMesh(job.topology))
+    except InputError as error:
+        return start.lines[0], str(error)
+    raise AssertionError("config.toml is a folder")
+
+
+@pytest.mark.ranks
+def test_ranks_begin_together_with_other_paths_and_end_together_without_a_record(tmp_path: Path) -> None:
+    first, second = (on_files(rows(tmp_path / name / "day.parquet", [*range(40)])) for name in ("a", "b"))
+    job, folder = open_job(first), tmp_path / "run"
+    path = make_checkpoint(folder / "checkpoint", 8, {"config.toml": to_toml(job.config)})
+    write_manifest(path, replace(read_manifest(path), progress={"files": job.data.files("train")}))
+    (folder / "config.toml").mkdir()
+    found = run_ranks(start_on_rank, 2, [run.model_dump(mode="json") for run in (first, second)])
+    assert found[0] == found[1]
+    assert found[0][0].startswith("goes on from")
+    assert re.match(r"File .*config\.toml: cannot be written", found[0][1])
 
 
 @pytest.mark.ranks

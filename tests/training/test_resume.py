@@ -26,7 +26,7 @@ from dmt.training.resume import Position, Start, check_encoding, checkpoint_fold
 from dmt.training.train import train_job
 from tests.ranks import run_ranks
 from tests.seeds import some_slow
-from tests.training.small import small, source
+from tests.training.small import Dropped, small, source
 
 STEPS, SAVE_EVERY = 10, 4
 
@@ -122,26 +122,49 @@ def rows_seen_on_rank(rank: int, values: dict[str, Any], stop_at: int | None) ->
 
 @pytest.mark.ranks
 def test_a_run_goes_on_at_the_right_sample_on_other_ranks(tmp_path: Path) -> None:
-    """4 ranks x 16 rows for 4 steps, then 2 ranks x 2 x 24 rows, flat instead of towers: every row once, in order."""
+    """4 ranks x 16 rows for 4 steps, then 2 ranks x 2 x 20 rows, flat instead of towers: every row once, in order."""
     run = config(tmp_path, arch="dlrm", dataflow="sptt", train={"epochs": 1, "max_steps": None})
     before = run_ranks(rows_seen_on_rank, 4, run.model_dump(mode="json"), 5)
     values = run.model_dump(mode="json")
     values["topology"] = {"num_towers": 2, "ranks_per_tower": 1}
-    values["train"] |= {"batch_size": 24}
+    # As many steps as an epoch of these batches would have: the save of the fifth is due, and the sixth is the last.
+    values["train"] |= {"batch_size": 20, "save_every": 5}
     values["sharding"] = {"dataflow": "flat"}
     after = run_ranks(rows_seen_on_rank, 2, values, None)
+    assert steps_of(run) == [6, 5, 4]
     data, alone = source(run), {"rank": 0, "world_size": 1, "lanes": 4}
     steps = [
         *islice(data.batches("train", batch_size=64, **alone), 4),
-        *data.batches("train", batch_size=96, rows=256, **alone),
+        *data.batches("train", batch_size=80, rows=256, **alone),
     ]
     stream = [row for batch in steps for row in batch.dense_features[:, 0].tolist()]
-    assert len(stream) == 256 + 192
+    assert len(stream) == 256 + 160
     trained = [row for step in range(SAVE_EVERY) for rank in range(4) for row in before[rank][step]]
     assert trained == stream[:256]
-    assert len(after[0]) == (450 - 256) // 96
+    assert len(after[0]) == (450 - 256) // 80
+    # With batches of 120 rows for each lane, 2 ranks take 480 rows at a time, and 450 are not even a step.
+    values["train"] |= {"batch_size": 120}
+    with pytest.raises(InputError, match=r"450 training rows, fewer than one step takes: 4 ranks x .*=120 = 480\."):
+        run_ranks(rows_seen_on_rank, 2, values, None)
     trained += [row for step in range(len(after[0])) for rank in range(2) for row in after[rank][step]]
     assert trained == stream
+
+
+def normalized(tables: Any, num_dense: int, device: torch.device | None) -> torch.nn.Module:
+    model = Dropped(tables, num_dense, device)
+    model.dropout = torch.nn.BatchNorm1d(model.over.in_features)
+    return model
+
+
+@pytest.mark.ranks
+def test_a_run_of_one_rank_may_have_batch_normalization(tmp_path: Path) -> None:
+    """Two rows at least are needed wherever the model trains, also where a checkpoint is about to be loaded."""
+    one = {"num_towers": 1, "ranks_per_tower": 1}
+    model = {"factory": f"{__name__}:normalized", "in_towers": False}
+    whole, parts = (config(tmp_path / name, dataflow="sptt", model=model, topology=one) for name in ("a", "b"))
+    for run, stop_at in ((whole, None), (parts, 7), (parts, None)):
+        attempt(run, stop_at=stop_at)
+    assert losses(parts) == losses(whole)
 
 
 @pytest.fixture(scope="module")
@@ -160,8 +183,7 @@ def changed(run: TrainingConfig, **sections: dict[str, Any]) -> TrainingConfig:
 
 
 def start(run: TrainingConfig, folder: Path | None = None) -> Start:
-    job = open_data(run)
-    return start_with(checkpoints(folder or checkpoint_folder(run))[0], run, job.data.files("train"), job.towers)
+    return start_with(checkpoints(folder or checkpoint_folder(run))[0], open_data(run))
 
 
 @pytest.mark.ranks
@@ -304,7 +326,7 @@ def test_a_forged_position_is_refused(key: str, value: Any, finished: TrainingCo
     manifest = read_manifest(folder)
     write_manifest(folder, replace(manifest, progress={**manifest.progress, key: value}))
     with pytest.raises(InputError, match=f"step-00000008: its progress: {key}"):
-        start_with(folder, finished, [], None)
+        start_with(folder, open_data(finished))
 
 
 # Adam and AdaGrad divide by a gradient's size: they would hide a wrong divisor, and show rounding where terms cancel.

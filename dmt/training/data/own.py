@@ -103,7 +103,7 @@ class OwnRows:
         has_state = split == "train" and hasattr(source, "state_dict") and hasattr(source, "load_state_dict")
         if split == "train":
             self._epoch, self._states, self.start_state = epoch, deque(), None
-        if has_state and state is not None:
+        if has_state and state is not None and state[0] <= start:
             before = state[0]
             source.load_state_dict(torch.load(io.BytesIO(base64.b64decode(state[1])), weights_only=True))
         used = used_columns(self._config, self.columns)

@@ -191,6 +191,9 @@ def test_reading_goes_on_where_it_was(function: str) -> None:
         rest = list(again.batches("train", rows=8 * done, **options))
         assert len(rest) == len(whole) - done
         assert all(same(a, b) for a, b in zip(rest, whole[done:], strict=True))
+        # A run that was finished before measures from the first row on.
+        again.own.start_state = state
+        assert len(list(again.batches("train", **options))) == len(whole)
 
 
 def test_columns_are_found_in_the_first_batch_with_rows() -> None:
