@@ -183,7 +183,10 @@ def _look_up(collections: Sequence[_Collection], ids: Any, number: int) -> dict[
             )
         output = collection.module(ids)
         found = output.wait() if hasattr(type(output), "wait") else output
-        found = {k: _pooled(v) for k, v in found.items()} if isinstance(found, dict) else found.to_dict()
+        if isinstance(found, dict):  # sequences: of each sample the sum over its items
+            found = {key: torch.segment_reduce(v.values(), "sum", lengths=v.lengths()) for key, v in found.items()}
+        else:
+            found = found.to_dict()
         twice = [name for name in found if name in vectors]
         if twice:
             raise InputError(
@@ -193,13 +196,6 @@ def _look_up(collections: Sequence[_Collection], ids: Any, number: int) -> dict[
         vectors |= found
     # A sharded collection has an order that depends on its plan.
     return {name: vectors[name] for name in sorted(vectors, key=lambda name: (place.get(name, len(place)), name))}
-
-
-def _pooled(sequences: Any) -> Tensor:
-    """The sum of the embeddings of each sample's items: a ``JaggedTensor`` of B samples -> [B, N]."""
-    values, lengths = sequences.values(), sequences.lengths()
-    samples = torch.arange(len(lengths), device=lengths.device).repeat_interleave(lengths)
-    return values.new_zeros(len(lengths), values.shape[1]).index_add(0, samples, values)
 
 
 def _normalise(embeddings: Tensor) -> Tensor:
