@@ -104,7 +104,8 @@ def export_run(
 def _manifest(job: Job, checkpoint: Path, tables: StoredTables) -> dict[str, Any]:
     """Returns what a server needs to know, as JSON takes it."""
     config, data = job.config, job.data
-    is_hashed = data.raw.id_mode == "hash" and config.data.kind != "synthetic"
+    # Of rows that another program has prepared nobody knows how they got their ids.
+    is_hashed = data.raw.id_mode == "hash" and data.raw.kind not in ("synthetic", "prepared")
     texts, raw, features = pa.array(_HASHED_EXAMPLES), {feature.name: feature for feature in data.columns.features}, []
     for table in job.tables:
         for name in table.feature_names:

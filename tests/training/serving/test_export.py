@@ -8,6 +8,7 @@ import sys
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,9 @@ from dmt.errors import InputError
 from dmt.plan.towers import TowerPlan
 from dmt.training.commands import main
 from dmt.training.config import to_toml
+from dmt.training.data.config import DataConfig
+from dmt.training.data.prepare import prepare
+from dmt.training.job import open_data
 from dmt.training.serving import export
 from dmt.training.serving.export import Exported, export_run, load_program, read_manifest, tensors_of
 from dmt.training.serving.program import ServedModel, make_program, quantize_rows, restore_rows
@@ -129,6 +133,20 @@ def test_the_manifest_says_what_a_server_needs(exported: tuple[Path, Exported]) 
     assert [tuple(feature[key] for key in keys) for feature in manifest["features"]] == expected
     assert manifest["versions"]["torch"]
     assert found.difference == 0.0
+
+
+def test_ids_that_another_program_made_are_not_said_to_be_hashed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(export, "read_checkpoint", lambda _: SimpleNamespace(step=0))
+    (tmp_path / "a.csv").write_text("label,c,e\n0,x,x\n1,y,y\n")
+    prepare(DataConfig(kind="columns", train_path=str(tmp_path / "a.csv"), categorical=("c", "e")), tmp_path / "out")
+    config = small().model_copy(update={"data": DataConfig(kind="prepared", prepared=str(tmp_path / "out"))})
+    manifest = tmp_path / "out" / "manifest.json"
+    for written_by in ("dmt prepare", "another program"):
+        of_job = export._manifest(open_data(config), Path(), "fp32")
+        assert bool(of_job["hashing"]) is bool(of_job["features"][0]["examples"]) is (written_by == "dmt prepare")
+        manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"raw": None}))
 
 
 def test_a_damaged_or_other_file_is_refused(exported: tuple[Path, Exported], tmp_path: Path) -> None:
