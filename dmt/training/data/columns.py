@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -125,12 +126,13 @@ def find_columns(config: DataConfig, schema: pa.Schema, place: str) -> Columns:
                 f"{place}: {setting} column {taken[0]!r} is data.{use}, and cannot be an input. Leave it out."
             )
     chosen = {s: _select(s, patterns, inputs if s in _INPUTS else names, place) for s, patterns in wanted.items()}
+    types, numbers = dict(zip(schema.names, schema.types, strict=True)), Counter(schema.names)
     for setting, columns in chosen.items():
         for name in columns:
-            _check_use(setting, schema, name, place)
-    used = [name for setting in _INPUTS for name in chosen[setting]]
+            _check_use(setting, name, types[name], numbers[name], place)
+    used = Counter(name for setting in _INPUTS for name in chosen[setting])
     times = {f"{column}_{part}": (column, part) for column in chosen["timestamps"] for part in _PART_ROWS}
-    if doubled := [name for name in used if used.count(name) > 1] + [name for name in times if name in names]:
+    if doubled := [name for name in used if used[name] > 1] + [name for name in times if name in types]:
         raise InputError(f"{place}: column {doubled[0]!r} is used twice among {', '.join(_INPUTS)}. Use it once.")
     rows = dict.fromkeys(chosen["categorical"], config.num_embeddings)
     _check_features("num_embeddings_per_feature", config.num_embeddings_per_feature, rows)
@@ -146,7 +148,7 @@ def find_columns(config: DataConfig, schema: pa.Schema, place: str) -> Columns:
             name=name,
             rows=rows[name],
             table=tables[name],
-            is_bag=name in bags or (name not in times and kind_of(schema.field(name).type) == "list"),
+            is_bag=name in bags or (name not in times and kind_of(types[name]) == "list"),
             target=config.sequences.get(name),
             time=times.get(name),
         )
@@ -172,11 +174,10 @@ def _select(setting: str, patterns: Sequence[str], names: Sequence[str], place: 
     return tuple(chosen)
 
 
-def _check_use(setting: str, schema: pa.Schema, name: str, place: str) -> None:
+def _check_use(setting: str, name: str, type_: pa.DataType, number: int, place: str) -> None:
     """Raises `InputError` for a column whose name is not the only one or whose type does not fit its use."""
-    if (number := schema.names.count(name)) > 1:
+    if number > 1:
         raise InputError(f"{place}: column {name!r} is named {number} times. Rename one of them.")
-    type_ = schema.field(name).type
     if kind_of(type_) not in _KINDS[setting]:
         raise InputError(
             f"{place}: {setting} column {name!r} has type {type_}, expected {' or '.join(_KINDS[setting])}. Convert "

@@ -179,8 +179,8 @@ def with_files(config: DataConfig, path: str) -> DataConfig:
     if (Path(path) / "manifest.json").is_file():
         return DataConfig(prepared=path, shuffle_rows=config.shuffle_rows, shuffle_seed=config.shuffle_seed)
     kind = "criteo_tsv" if config.kind == "criteo_tsv" else "columns"
-    changes: dict[str, Any] = {"kind": kind, "train_path": path, "source": None, "options": {}, "prepared": None}
-    return config.model_copy(update=changes)
+    changes: dict[str, Any] = {"kind": kind, "train_path": path, "eval_path": None, "source": None, "prepared": None}
+    return config.model_copy(update={**changes, "options": {}})
 
 
 class _Table(Section):

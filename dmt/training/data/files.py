@@ -5,6 +5,7 @@ A prepared folder has Parquet files of ids in ``train`` and ``eval``, and a mani
 
 from __future__ import annotations
 
+import glob
 import io
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -89,12 +90,12 @@ def matching_files(value: str) -> list[str]:
         def visible(pattern: str) -> list[str]:
             return [name for name in system.glob(pattern) if name.rpartition("/")[2][0] not in "._"]
 
-        found = []
-        for name in [inner] if system.isfile(inner) else visible(f"{inner}/*" if system.isdir(inner) else inner):
+        found, pattern = [], f"{glob.escape(inner)}/*" if system.isdir(inner) else inner
+        for name in [inner] if system.isfile(inner) else visible(pattern):
             if not system.isdir(name):
                 found.append(name)
             elif name.endswith(".parquet"):
-                inside = visible(f"{name}/*")
+                inside = visible(f"{glob.escape(name)}/*")
                 if folders := [each for each in inside if system.isdir(each)]:
                     raise InputError(
                         f"{folders[0]} is a folder, whose rows would be left out. Write {name} without partitions, or "

@@ -108,9 +108,12 @@ class OwnRows:
             source.load_state_dict(torch.load(io.BytesIO(base64.b64decode(state[1])), weights_only=True))
         used = used_columns(self._config, self.columns)
         text = self._state_of(source) if has_state else ""
+        schema: pa.Schema | None = None
         for place, table in self._tables_of(source):
-            if find_columns(self._config, table.schema, place) != self.columns:
-                raise InputError(f"{place}: its columns have other types than those of the first batch.")
+            if table.schema != schema:  # a second for thousands of columns
+                if find_columns(self._config, table.schema, place) != self.columns:
+                    raise InputError(f"{place}: its columns have other types than those of the first batch.")
+                schema = table.schema
             if has_state:
                 # That before this batch; the source is after it now.
                 self._states.append((before, text))

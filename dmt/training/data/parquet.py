@@ -49,7 +49,8 @@ class ParquetRows:
         """Reads a row group.
 
         Raises:
-            InputError: it cannot be read, has changed since its footer was read, or has an id beyond its table.
+            InputError: it cannot be read, has changed since its footer was read, lacks a value, or has an id beyond its
+                table.
         """
         file, footer, group = self._groups[number]
         # Memory maps are slower here where they are read for the first time.
@@ -57,6 +58,9 @@ class ParquetRows:
             if _version(file) != self._versions[file]:
                 raise InputError(f"{file} has changed since it was opened. Restore it, or start a new run.")
             rows = source.read_row_group(group, columns=[*self._columns.schema.names, REQUEST], use_threads=False)
+        for name, column in zip(rows.column_names, rows.columns, strict=True):
+            if column.null_count or (pa.types.is_nested(column.type) and pc.list_flatten(column).null_count):
+                raise InputError(f"{file}: column {name!r} has missing values. Write 0 for them, or an empty list.")
         for feature in self._columns.features:
             column = rows.column(feature.name)
             span = pc.min_max(pc.list_flatten(column) if feature.is_bag else column)

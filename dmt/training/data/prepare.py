@@ -200,12 +200,19 @@ def _raw_rows(
     """Yields rows in the order of the files: their part, the rows, and the share of all that is read by then."""
     config, start = converter.config, 0
     used = used_columns(config, converter.columns)
+    bags = {feature.name: feature.is_bag for feature in converter.columns.features}
     in_order = [(setting, file) for setting, of_setting in files.items() for file in of_setting]
     for number, (setting, file) in enumerate(in_order):
         schema = schema_of(file, config)
-        if absent := [name for name in used if name not in schema.names]:
+        names = set(schema.names)  # made anew each time it is asked for: seconds for thousands of columns
+        if absent := [name for name in used if name not in names]:
             raise InputError(f"{file}: column {absent[0]!r} is missing; all files must have the columns of the first.")
-        find_columns(config, schema, file)  # refuses other types
+        lists = {feature.name: feature.is_bag for feature in find_columns(config, schema, file).features}
+        if unlike := [name for name, is_bag in bags.items() if is_bag != lists[name]]:
+            raise InputError(
+                f"{file}: column {unlike[0]!r} has lists, and in {in_order[0][1]} it has none, or the other way round. "
+                "Store it alike in all files."
+            )
         for block in raw_blocks(file, config, used):
             rows, wrong = converter.convert(block)
             rejects.add(wrong)

@@ -124,7 +124,8 @@ def schema_of(file: str, config: DataConfig) -> pa.Schema:
                 return schema
         except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
             raise InputError(f"{file}: cannot be read as Parquet ({error}).") from error
-    _, lines, _ = next(_lines(file, 1 << 16), (1, [], 0.0))
+    # The first line may be longer than the first block: thousands of names.
+    lines: list[bytes] = next((lines for _, lines, _ in _lines(file, 1 << 16) if lines), [])
     if kind == "json":
         return _json_schema(file, lines[:1000])
     try:
@@ -173,7 +174,7 @@ def raw_blocks(file: str, config: DataConfig, used: Sequence[str]) -> Iterator[B
         texts, cut = _texts(lines), separator
         if kind == "text" and not is_criteo and any(b'"' in line for line in lines):
             texts, cut = pa.array([_unquoted(text.as_py(), separator) for text in texts], pa.string()), _CUT
-        sql = _json_sql(schema) if kind == "json" else _text_sql(schema, cut)
+        sql = _json_sql(schema, used) if kind == "json" else _text_sql(schema, cut)
         rows = pa.table({"line": texts})
         yield Block(place=file, rows=rows, first=first, share=share, lines=lines, **sql)
 
@@ -212,7 +213,7 @@ def _lines(file: str, block_bytes: int) -> Iterator[tuple[int, list[bytes], floa
                 rest = lines.pop()
                 if len(rest) > _MOST_LINE_BYTES:
                     raise InputError(f"{file}, line {number + len(lines)}: longer than 16 MiB. Is this text?")
-                if b"\r" in chunk:
+                if b"\r" in chunk or chunk.startswith(b"\n"):  # or the end of a line is cut in two
                     lines = [line.removesuffix(b"\r") for line in lines]
                 yield number, lines, raw.tell() / size
                 number += len(lines)
@@ -256,13 +257,23 @@ def _text_sql(schema: pa.Schema, separator: str) -> dict[str, Any]:
     }
 
 
-def _json_sql(schema: pa.Schema) -> dict[str, Any]:
+def _json_sql(schema: pa.Schema, used: Sequence[str]) -> dict[str, Any]:
     kinds = json.dumps({field.name: ["VARCHAR"] if pa.types.is_list(field.type) else "VARCHAR" for field in schema})
     good = "CASE WHEN json_valid(line) THEN json_type(line) = 'OBJECT' ELSE false END"
+    faults = [f"WHEN j IS NULL THEN {literal(_CUT + 'expected a JSON object on one line, in UTF-8')}"]
+    for field in (schema.field(name) for name in used):
+        value = f"struct_extract(j, {literal(field.name)})"
+        found = f"json_type(line, {literal('/' + field.name.replace('~', '~0').replace('/', '~1'))})"
+        # DuckDB makes text of a list, and NULL of what should be one.
+        unlike = f"left({value}, 1) IN ('[', '{{') AND {found} IN ('ARRAY', 'OBJECT')"
+        if pa.types.is_list(field.type):
+            unlike = f"{value} IS NULL AND {found} <> 'NULL'"
+        told = literal(f"{field.name}{_CUT}expected a list in all rows or in none (an empty one is []), found ")
+        faults.append(f"WHEN {unlike} THEN {told} || {found}")
     return {
-        "relation": f"(SELECT CASE WHEN {good} THEN json_transform(line, {literal(kinds)}) END AS j FROM block)",
+        "relation": f"(SELECT line, CASE WHEN {good} THEN json_transform(line, {literal(kinds)}) END AS j FROM block)",
         "columns": {field.name: (f"struct_extract(j, {literal(field.name)})", field.type) for field in schema},
-        "fault": f"WHEN j IS NULL THEN {literal(_CUT + 'expected a JSON object on one line, in UTF-8')}",
+        "fault": " ".join(faults),
     }
 
 
@@ -366,9 +377,11 @@ class _Sql:
                 self._add_feature(feature)
             else:
                 self._add_part(*feature.time)
-        if config.group_by:  # a row without a value is a request by itself
+        if config.group_by:  # a row without a value, which pandas writes as NaN, is a request by itself
             alone = f"{literal(block.place)} || ' ' || ({block.first} + row_number() OVER ())"
-            self._values.append(f"coalesce(CAST({block.columns[config.group_by][0]} AS VARCHAR), {alone})")
+            sql, type_ = block.columns[config.group_by]
+            missing = "'nan'" if pa.types.is_floating(type_) else "NULL"
+            self._values.append(f"coalesce(nullif(CAST({sql} AS VARCHAR), {missing}), {alone})")
         if config.split_column:
             self._values.append(f"CAST({block.columns[config.split_column][0]} AS VARCHAR)")
         names = [f"v{i}" for i in range(len(self._values))]
@@ -383,7 +396,8 @@ class _Sql:
         self._values.append(value)
         told = f"coalesce(left(CAST({self._columns[column][0]} AS VARCHAR), 60), 'nothing')"
         reason = literal(f"{column}{_CUT}expected {expected}, found ")
-        self._faults.append(f"WHEN {is_bad.format(v=name)} THEN {reason} || {told}")
+        # Not by format(): names of columns may have braces.
+        self._faults.append(f"WHEN {is_bad.replace('{v}', name)} THEN {reason} || {told}")
 
     def _is_text(self, column: str) -> bool:
         return kind_of(self._columns[column][1]) == "text"

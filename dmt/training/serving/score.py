@@ -146,7 +146,7 @@ def _rows_of(raw: DataConfig, data_path: str, out: Path) -> ClickData:
     if config.kind == "prepared":
         raise InputError(f"--data {data_path!r} is a prepared folder, but raw rows are scored. Name those.")
     # Every row has a prediction, or the first that cannot be read is named.
-    changes: dict[str, Any] = {"eval_path": None, "split_column": None, "group_by": None}
+    changes: dict[str, Any] = {"split_column": None, "group_by": None}
     if config.kind == "columns" and config.label not in _columns_of(data_path, config):
         changes["label"] = None
     config = config.model_copy(update=changes)

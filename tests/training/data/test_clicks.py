@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gzip
+import json
+import math
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -22,7 +24,7 @@ from dmt.errors import InputError
 from dmt.training.commands.demo import demo_settings
 from dmt.training.data.batch import ClickBatch
 from dmt.training.data.clicks import ClickData, prefetched
-from dmt.training.data.config import DataConfig
+from dmt.training.data.config import DataConfig, with_files
 from dmt.training.data.deal import Deal, Span, rank_batch
 from dmt.training.data.files import matching_files
 from dmt.training.data.hash import hash_rows
@@ -151,6 +153,15 @@ def test_requests_meet_in_a_batch(tmp_path: Path) -> None:
     assert by_user == sorted(by_user), "in the order of the files"
 
 
+def test_each_row_without_a_request_is_one_by_itself(tmp_path: Path) -> None:
+    """pandas and Spark write NaN where a number is missing."""
+    users = pa.array([1.0, math.nan, math.nan, None, 1.0, 2.0])
+    pq.write_table(pa.table({"label": [0] * 6, "c": [0] * 6, "user": users}), tmp_path / "a.parquet")
+    config = config_of(str(tmp_path / "a.parquet"), dense=(), categorical=("c",), group_by="user")
+    prepare(config, tmp_path / "out")
+    assert len(set(pq.read_table(tmp_path / "out" / "train")["#request"].to_pylist())) == 5
+
+
 def test_prepared_rows_are_read_from_their_folder(tmp_path: Path) -> None:
     raw = config_of(parquet(tmp_path / "a.parquet", range(100)), eval_path=None, split_column="part", group_by="user")
     prepare(raw, tmp_path / "out", group_rows=16)
@@ -169,6 +180,20 @@ def test_an_id_without_a_row_is_noticed(tmp_path: Path) -> None:
     manifest.write_text(manifest.read_text().replace('"rows": 50', '"rows": 7'))
     with pytest.raises(InputError, match=r"part-00000\.parquet: column 'c' has ids .* beyond its table of 7 rows"):
         list(ClickData(DataConfig(prepared=str(tmp_path / "out"), kind="prepared")).batches("eval", **RANK))
+    # As another program may have written it.
+    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"files": {}}))
+    file = tmp_path / "out" / "eval" / "part-00000.parquet"
+    rows = pq.read_table(file).slice(0, 2)
+    bags = pa.array([[0], [None]], rows.schema.field("bag").type)
+    for name, column in (("d", pa.array([1.0, None], pa.float32())), ("bag", bags), ("label", pa.nulls(2, pa.int8()))):
+        pq.write_table(rows.set_column(rows.column_names.index(name), name, column), file)
+        with pytest.raises(InputError, match=rf"part-00000\.parquet: column '{name}' has missing values\. Write 0"):
+            list(ClickData(DataConfig(prepared=str(tmp_path / "out"), kind="prepared")).batches("eval", **RANK))
+
+
+def test_rows_of_other_files_are_read_without_those_of_the_run() -> None:
+    config = DataConfig(kind="columns", train_path="a.csv", eval_path="gone.csv", categorical=("c",))
+    assert with_files(config, "b.csv") == DataConfig(kind="columns", train_path="b.csv", categorical=("c",))
 
 
 def test_a_file_that_is_replaced_while_it_is_read_is_noticed(tmp_path: Path) -> None:
@@ -368,15 +393,16 @@ def test_faults_of_a_store_name_the_url(tmp_path: Path) -> None:
 
 
 def test_folders_that_spark_writes_are_read(tmp_path: Path) -> None:
-    for name in ("day.parquet/part-1.parquet", "day.parquet/_SUCCESS", "day.parquet/.part-1.crc", "a.parquet"):
+    files = ["a.parquet", "day.parquet/part-1.parquet", "day[1].parquet/part-0.parquet"]
+    for name in (*files, "day.parquet/_SUCCESS", "day.parquet/.part-1.crc"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    wanted = [str(tmp_path / name) for name in ("a.parquet", "day.parquet/part-1.parquet")]
+    wanted = [str(tmp_path / name) for name in files]
     assert matching_files(str(tmp_path)) == matching_files(f"{tmp_path}/*.parquet") == wanted
     with uploaded(tmp_path) as url:
         for place in (url, f"{url}/*.parquet"):
             names = [name.partition("/clicks")[2] for name in matching_files(place)]
-            assert names == ["/a.parquet", "/day.parquet/part-1.parquet"]
+            assert names == [f"/{name}" for name in files]
     (tmp_path / "day.parquet" / "hour=1").mkdir()
     with pytest.raises(InputError, match="hour=1 is a folder, whose rows would be left out"):
         matching_files(str(tmp_path))

@@ -25,6 +25,7 @@ from dmt.errors import InputError
 from dmt.training.access import load_profile
 from dmt.training.commands import main
 from dmt.training.data import prepare as module
+from dmt.training.data import raw as raw_module
 from dmt.training.data.clicks import ClickData
 from dmt.training.data.config import DataConfig
 from dmt.training.data.files import Manifest
@@ -251,6 +252,9 @@ def test_of_a_thousand_damaged_lines_each_is_right_or_listed(tmp_path: Path) -> 
         ("a.jsonl", "[1]\n", "is a JSON object"),
         ("a.jsonl", JSON + "\n[1]\n", "line 5: expected a JSON object"),
         ("a.jsonl", JSON + "\n{", "line 5: expected a JSON object"),
+        ("a.jsonl", JSON + '\n{"label": 1, "c": ["x"]}', "line 5: column 'c': expected a list in all rows .* ARRAY"),
+        ("a.jsonl", JSON + '\n{"label": 1, "c": {"x": 1}}', "line 5: column 'c': expected a list .* found OBJECT"),
+        ("a.jsonl", JSON + '\n{"label": 1, "tags": "x"}', "line 5: column 'tags': expected a list .* found VARCHAR"),
         ("a.parquet", "PAR1", "cannot be read as Parquet"),
         ("a.xls", "", "unknown ending"),
     ],
@@ -271,6 +275,28 @@ def test_files_with_columns_in_another_order_are_read_and_those_without_one_refu
     write(tmp_path / "b.csv", ["d,label", "2,0"])
     with pytest.raises(InputError, match=r"b\.csv: column 'c' is missing"):
         prepared(tmp_path, config_of(tmp_path / "?.csv", **settings))
+    write(tmp_path / "b.jsonl", [json.dumps({"d": 2, "label": 0, "c": ["a", "b"]})])
+    settings["eval_path"] = str(tmp_path / "b.jsonl")
+    with pytest.raises(InputError, match=r"b\.jsonl: column 'c' has lists, and in .*a\.csv it has none"):
+        prepared(tmp_path, config_of(tmp_path / "a.csv", **settings))
+
+
+def test_keys_of_json_may_hold_any_letters(tmp_path: Path) -> None:
+    keys: dict[str, Any] = {"categorical": ("c/~'\"",), "dense": ("d{x}",), "multi_hot": (), "timestamps": ("t{v}",)}
+    write(tmp_path / "a.jsonl", [json.dumps({"label": 1, "c/~'\"": "a", "d{x}": "0", "t{v}": "2026-11-22"})])
+    assert prepared(tmp_path, config_of(tmp_path / "a.jsonl", **keys))[0].num_rows == 1
+
+
+def test_lines_are_whole_wherever_a_block_ends(tmp_path: Path) -> None:
+    for text in (b"label,c\r\n1,ab\r\n", b"label,c\n1,ab"):
+        (tmp_path / "a.csv").write_bytes(text)
+        for size in range(1, 20):
+            blocks = [lines for _, lines, _ in raw_module._lines(str(tmp_path / "a.csv"), size)]
+            assert [line for lines in blocks for line in lines] == [b"label,c", b"1,ab"], size
+    names = [f"c_{'x' * 30}{number}" for number in range(4000)]
+    write(tmp_path / "wide.csv", [",".join(["label", *names]), ",".join(["1"] * 4001)])
+    wide: dict[str, Any] = {"categorical": ("c_*0",), "dense": (), "multi_hot": (), "timestamps": ()}
+    assert prepared(tmp_path, config_of(tmp_path / "wide.csv", **wide))[0].num_columns == 401
 
 
 def test_criteo_files_without_and_with_a_line_of_names(tmp_path: Path) -> None:
