@@ -41,6 +41,7 @@ _KINDS = {
     "group_by": ("text", "number", "time"),
     "dense": ("text", "number", "decimal"),
     "categorical": ("text", "number", "list"),
+    "multi_hot": ("text", "list"),
     "timestamps": ("text", "time"),  # a number could be seconds, milliseconds or 20261122
 }
 # What values of an Arrow type are; a column that is always missing is text, booleans are numbers.
@@ -143,6 +144,8 @@ def find_columns(config: DataConfig, schema: pa.Schema, place: str) -> Columns:
     rows |= config.num_embeddings_per_feature | {name: _PART_ROWS[part] for name, (_, part) in times.items()}
     tables = _table_names(config, rows)
     bags = _select("multi_hot", config.multi_hot, chosen["categorical"], place)
+    for name in bags:
+        _check_use("multi_hot", name, types[name], 1, place)
     features = tuple(
         Feature(
             name=name,

@@ -31,6 +31,7 @@ from dmt.training.data.hash import COUNTED, hash_rows
 __all__ = ["SPLIT", "Block", "Converter", "Reject", "connect", "literal", "raw_blocks", "schema_of", "used_columns"]
 
 _BLOCK_BYTES, _BLOCK_ROWS, _MOST_LINE_BYTES = 16 << 20, 1 << 16, 16 << 20
+_BLOCK_VALUES = 1 << 25  # each is a text before it is hashed: less than a GiB, also of thousands of columns
 _CRITEO = ("label", *CRITEO_DENSE, *CRITEO_CATEGORICAL)
 _CUT = "\x1f"
 """Separates the columns of lines that had quotes, and the column from the reason in what DuckDB says of a row."""
@@ -184,7 +185,8 @@ def _parquet_blocks(file: str, used: Sequence[str]) -> Iterator[Block]:
     try:
         with open_binary(file) as stream, pq.ParquetFile(stream) as source:
             total = max(source.metadata.num_rows, 1)
-            for batch in source.iter_batches(batch_size=_BLOCK_ROWS, columns=list(used), use_threads=False):
+            rows = max(min(_BLOCK_ROWS, _BLOCK_VALUES // len(used)), 1)
+            for batch in source.iter_batches(batch_size=rows, columns=list(used), use_threads=False):
                 batch.validate(full=True)  # Parquet's writers need not check that text is UTF-8
                 done = first - 1 + batch.num_rows
                 yield Block.of(file, pa.table(batch), first=first, share=done / total)

@@ -239,6 +239,7 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"d": [[1.0], [2.0]]}, {}, "dense column 'd' has type list"),
     ({"d": pa.array([0, 1], pa.timestamp("s"))}, {}, "dense column 'd' has type timestamp.*data.timestamps"),
     ({"c": pa.array([b"a", b"b"])}, {}, "categorical column 'c' has type binary"),
+    ({"c": [1, 2]}, {"multi_hot": ("c",)}, "multi_hot column 'c' has type int64, expected text or list"),
     ({"label": [[0], [1]]}, {}, "label column 'label' has type"),
     ({}, {"dense": ("e",)}, "dense 'e' matches no column"),
     ({}, {"categorical": ("c", "label")}, "categorical column 'label' is data.label, and cannot be an input"),

@@ -282,9 +282,19 @@ def test_files_with_columns_in_another_order_are_read_and_those_without_one_refu
 
 
 def test_keys_of_json_may_hold_any_letters(tmp_path: Path) -> None:
-    keys: dict[str, Any] = {"categorical": ("c/~'\"",), "dense": ("d{x}",), "multi_hot": (), "timestamps": ("t{v}",)}
-    write(tmp_path / "a.jsonl", [json.dumps({"label": 1, "c/~'\"": "a", "d{x}": "0", "t{v}": "2026-11-22"})])
+    keys: dict[str, Any] = {"categorical": ("c/~'\"",), "dense": ("d{x}",), "multi_hot": (), "timestamps": ("t{x}",)}
+    write(tmp_path / "a.jsonl", [json.dumps({"label": 1, "c/~'\"": "a", "d{x}": "0", "t{x}": "2026-11-22"})])
     assert prepared(tmp_path, config_of(tmp_path / "a.jsonl", **keys))[0].num_rows == 1
+
+
+def test_a_block_of_parquet_has_fewer_rows_of_more_columns(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pq.write_table(pa.table({name: range(5) for name in ("label", "a", "b", "c")}), tmp_path / "a.parquet")
+    monkeypatch.setattr(raw_module, "_BLOCK_VALUES", 6)
+    file = str(tmp_path / "a.parquet")
+    for used, rows in ((["label", "a"], [3, 2]), (["label", "a", "b"], [2, 2, 1])):
+        blocks = list(raw_module.raw_blocks(file, config_of(Path(file)), used))
+        assert [block.rows.num_rows for block in blocks] == rows
+        assert blocks[-1].first + blocks[-1].rows.num_rows == 6
 
 
 def test_lines_are_whole_wherever_a_block_ends(tmp_path: Path) -> None:
