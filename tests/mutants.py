@@ -192,13 +192,13 @@ def copy_of_the_tree(folder: Path) -> None:
 
 
 def outcome_of(test: str, folder: Path) -> str:
-    """Runs a test in the copy: ``"passed"``, ``"failed"``, or ``"no verdict"`` if pytest could not run it."""
+    """Runs a test in the copy: ``"passed"``, ``"failed"``, ``"timed out"``, or ``"no verdict"`` if pytest could not."""
     environment = os.environ | {"PYTHONPATH": str(folder), "PYTHONDONTWRITEBYTECODE": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *shlex.split(test)]
     try:
         done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300)
     except subprocess.TimeoutExpired:
-        return "failed"  # A dropped wait may leave ranks waiting for one another: that is noticed too.
+        return "timed out"  # A dropped wait may leave ranks waiting for one another; a busy machine looks the same.
     if done.returncode not in (0, 1):
         print(f"{test}: pytest ended with {done.returncode}\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
         return "no verdict"
@@ -213,7 +213,8 @@ def verdict(mutation: Mutation, folder: Path) -> str:
         return f"is there {text.count(mutation.old)} times"
     path.write_text(text.replace(mutation.old, mutation.new))
     try:
-        return {"passed": "missed", "failed": "caught"}.get(outcome_of(mutation.test, folder), "no verdict")
+        outcome = outcome_of(mutation.test, folder)
+        return {"passed": "missed", "failed": "caught"}.get(outcome, outcome)
     finally:
         path.write_text(text)
 

@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import subprocess
-import sys
-import textwrap
 
 import numpy as np
 import pytest
+from threadpoolctl import threadpool_limits
 
 import dmt.partitioner.partitioner
 from dmt.errors import InputError
@@ -241,22 +239,12 @@ def test_random_towers_obey_the_rules():
 
 
 def test_plans_do_not_depend_on_the_number_of_threads():
-    code = """
-        from threadpoolctl import threadpool_limits
-        from tests.partitioner.planted import planted_affinity
-        from dmt.partitioner import TowerPartitioner
-        import sys
-        affinity, _ = planted_affinity(150, 10, seed=3, within=0.3, between=0.3, noise=0.3)
-        threadpool_limits(int(sys.argv[1]))
-        print(TowerPartitioner(num_towers=10).fit(affinity).to_lists())
-    """
-    plans = {
-        subprocess.run(
-            [sys.executable, "-c", textwrap.dedent(code), n], capture_output=True, text=True, check=True
-        ).stdout
-        for n in ("1", "2")
-    }
-    assert len(plans) == 1
+    affinity, _ = planted_affinity(150, 10, seed=3, within=0.3, between=0.3, noise=0.3)
+    plans = []
+    for number in (1, 2):
+        with threadpool_limits(number):
+            plans.append(TowerPartitioner(num_towers=10).fit(affinity).to_lists())
+    assert plans[0] == plans[1]
 
 
 @pytest.mark.slow

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
 import signal
 from pathlib import Path
@@ -12,8 +11,10 @@ from typing import Any
 import pytest
 
 from dmt.errors import InputError
+from dmt.testing.ranks import RanksFailedError
 from dmt.training.config import TrainingConfig, load_config
 from dmt.training.records import RunRecord, read_curves, read_result, settings_lines
+from tests.ranks import run_ranks
 from tests.training.small import files_up_to, small
 
 
@@ -63,16 +64,15 @@ def test_settings_are_a_line_for_each_section_that_has_some() -> None:
     assert [line for line in lines if line.startswith("hot_rows")] == []
 
 
-def recording_until_killed(folder: Path) -> None:
+def recording_until_killed(rank: int, folder: Path) -> None:
     record_of(folder).scalars(1, {f"n{i:02}": float(i) for i in range(40)})
     os.kill(os.getpid(), signal.SIGKILL)
 
 
+@pytest.mark.ranks
 def test_a_kill_loses_nothing_that_was_recorded(tmp_path: Path) -> None:
-    process = multiprocessing.get_context("spawn").Process(target=recording_until_killed, args=(tmp_path,))
-    process.start()
-    process.join()
-    assert process.exitcode == -signal.SIGKILL
+    with pytest.raises(RanksFailedError, match="died with exit code -9"):
+        run_ranks(recording_until_killed, 1, tmp_path, fresh=True)
     assert read_curves(tmp_path) == {f"n{i:02}": [(1, float(i))] for i in range(40)}
 
 

@@ -186,7 +186,16 @@ def test_numbers_of_replicas_that_memory_has_no_room_for_are_left_out() -> None:
 
 # The command.
 
-SHAPE = ("topology.num_towers=2", "topology.ranks_per_tower=8")
+SHAPE = ("topology.num_towers=2", "topology.ranks_per_tower=8")  # on hosts of the clusters that the library brings
+PAIRS = ("topology.num_towers=2", "topology.ranks_per_tower=2")  # with half as many ways to have replicas
+
+
+@pytest.fixture
+def pairs(tmp_path: Path) -> str:
+    """A cluster with two ranks on a host, of which rings of two are measured."""
+    shares = replace(A100.all_reduce, uplink_by_ranks={2: 1.0})
+    save_cluster(replace(SMALL, all_reduce=shares, lookup_bytes_per_s=5e9), tmp_path / "pairs.toml")
+    return str(tmp_path / "pairs.toml")
 
 
 def run(*arguments: str) -> Result:
@@ -209,22 +218,18 @@ def test_the_command_predicts_the_config_and_its_alternatives() -> None:
     words = " ".join(run("demo", *SHAPE, "train.batch_size=16384", "--cluster", "v100").stdout.split())
     for name in ("this config", "flat (TorchRec)", "SPTT, same model", "towers, ratio 16", "The fastest: model.arch="):
         assert name in words
-    record = record_of("demo", *SHAPE, "--cluster", "h100")
-    assert record["own"]["seconds"] == pytest.approx(sum(record["own"]["exposed"].values()))
-    assert record["cluster"]["name"] == "h100"
-    assert len(record["alternatives"]) == 22
+    assert "the largest measured" not in words
 
 
-def test_a_cluster_of_gpus_is_asked_about_where_there_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    assert record_of("demo", *SHAPE, "train.device=cuda", "--cluster", "h100")["alternatives"]
-
-
-def test_tables_are_placed_by_the_rates_of_a_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    save_cluster(replace(A100, lookup_bytes_per_s=5e9), tmp_path / "slow.toml")
+def test_tables_are_placed_by_the_rates_of_a_cluster_of_gpus_where_there_are_none(
+    pairs: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen = []
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
     monkeypatch.setattr(what_if, "predict_step", lambda job, *more: seen.append(job) or predict_step(job, *more))
-    record_of("demo", *SHAPE, "sharding.cluster=h100", "--cluster", str(tmp_path / "slow.toml"))
+    result = run("demo", *PAIRS, "train.device=cuda", "sharding.cluster=h100", "--cluster", pairs)
+    told = "Groups of more than 2 ranks, the largest measured, are predicted at the rate of those."
+    assert told in result.output
     assert {job.sharding.hardware.memory_gb_per_s for job in seen if job.sharding is not None} == {5.0}
 
 
@@ -249,20 +254,14 @@ def test_a_model_of_ones_own_is_predicted_as_it_is(tmp_path: Path) -> None:
         (["model.arch=dlrm", "sharding.dataflow=flat", "sharding.scheme=row_wise"], 2, ["sharding.scheme='row_wise'"]),
     ],
 )
-def test_alternatives_to_any_config_are_found(overrides: list[str], hosts: int, left_out: list[str]) -> None:
-    record = record_of("demo", *SHAPE, "sharding.dataflow=sptt", *overrides, "--cluster", "a100")
+def test_alternatives_to_any_config_are_found(
+    overrides: list[str], hosts: int, left_out: list[str], pairs: str
+) -> None:
+    record = record_of("demo", *PAIRS, "sharding.dataflow=sptt", *overrides, "--cluster", pairs)
     assert record["not_counted"] == left_out
     assert len([way for way in record["alternatives"] if way["num_replicas"] == 1]) == (5 if hosts == 1 else 6)
     for way in record["alternatives"]:
-        assert load_config("demo", way["overrides"]).topology.build().world_size == 8 * hosts
-
-
-def test_groups_larger_than_the_measured_ones_are_told(tmp_path: Path) -> None:
-    shares = replace(A100.all_reduce, uplink_by_ranks={2: 1.0, 8: 0.8})
-    save_cluster(replace(A100, all_reduce=shares), tmp_path / "c.toml")
-    told = "Groups of more than 8 ranks, the largest measured, are predicted at the rate of those."
-    assert told in run("demo", *SHAPE, "--cluster", str(tmp_path / "c.toml")).output
-    assert "the largest measured" not in run("demo", *SHAPE, "--cluster", "a100").output
+        assert load_config("demo", way["overrides"]).topology.build().world_size == 2 * hosts
 
 
 def test_a_run_that_names_its_cluster_has_the_prediction_in_its_result(
@@ -283,11 +282,12 @@ def test_a_run_that_names_its_cluster_has_the_prediction_in_its_result(
 
 
 def test_the_rate_of_the_uplink_may_be_given(tmp_path: Path) -> None:
-    save_cluster(replace(A100, hosts=1, step_s=0.0), tmp_path / "one.toml")
+    save_cluster(replace(SMALL, hosts=1, step_s=0.0), tmp_path / "one.toml")
     cluster = ["--cluster", str(tmp_path / "one.toml")]
-    assert "was measured on one host, which says nothing about" in run("demo", *SHAPE, *cluster).stderr
+    assert "was measured on one host, which says nothing about" in run("demo", *PAIRS, *cluster).stderr
     values = ["train.batch_size=16384", *cluster, "--uplink-gbit-per-s"]
-    fast, slow = (record_of("demo", *SHAPE, *values, rate)["own"] for rate in ("1600", "100"))
+    fast, slow = (record_of("demo", *PAIRS, *values, rate)["own"] for rate in ("1600", "100"))
+    assert fast["seconds"] == pytest.approx(sum(fast["exposed"].values()))
     assert fast["uplink_bytes"] == slow["uplink_bytes"]
     assert fast["seconds"] < slow["seconds"]
 

@@ -6,7 +6,6 @@ import csv
 import errno
 import gzip
 import json
-import multiprocessing
 import os
 import random
 import signal
@@ -22,6 +21,7 @@ import pytest
 from click.testing import CliRunner
 
 from dmt.errors import InputError
+from dmt.testing.ranks import RanksFailedError
 from dmt.training.access import load_profile
 from dmt.training.commands import main
 from dmt.training.data import prepare as module
@@ -32,6 +32,7 @@ from dmt.training.data.files import Manifest
 from dmt.training.data.hash import deal_rows, hash_rows
 from dmt.training.data.prepare import prepare
 from dmt.training.job import open_data
+from tests.ranks import run_ranks
 from tests.training.small import small
 
 from .helpers import numbered_lines, write
@@ -490,31 +491,26 @@ def test_a_folder_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Monk
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.tsv", "out"]
 
 
-def prepare_until(number: signal.Signals, config: DataConfig, out: Path) -> None:
-    """Sends this process a signal when all but the manifest is written."""
+def prepare_until_killed(rank: int, config: DataConfig, out: Path) -> None:
+    """Kills this process when all but the manifest is written, and another one has been kept out."""
+
+    def end(*more: Any) -> None:
+        with pytest.raises(InputError, match="Another `dmt prepare` is writing"):
+            prepare(config, out)
+        os.kill(os.getpid(), signal.SIGKILL)
+
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "_seal", lambda *more: os.kill(os.getpid(), number))
+        patch.setattr(module, "_seal", end)
         prepare(config, out)
 
 
+@pytest.mark.ranks
 def test_a_killed_prepare_leaves_nothing_that_looks_finished_and_the_next_one_starts_anew(tmp_path: Path) -> None:
     write(tmp_path / "a.tsv", numbered_lines(40))
     config, out = DataConfig(kind="criteo_tsv", train_path=str(tmp_path / "a.tsv")), tmp_path / "out"
-    processes = multiprocessing.get_context("spawn")
-    killed = processes.Process(target=prepare_until, args=(signal.SIGKILL, config, out))
-    killed.start()
-    killed.join()
-    assert killed.exitcode == -signal.SIGKILL
+    with pytest.raises(RanksFailedError, match="died with exit code -9"):
+        run_ranks(prepare_until_killed, 1, config, out, fresh=True)
     assert sorted(path.name for path in tmp_path.iterdir()) == [".out.work", "a.tsv"]
-    held = processes.Process(target=prepare_until, args=(signal.SIGSTOP, config, out))
-    held.start()
-    os.waitpid(held.pid or 0, os.WUNTRACED)
-    try:
-        with pytest.raises(InputError, match="Another `dmt prepare` is writing"):
-            prepare(config, out)
-    finally:
-        held.kill()
-        held.join()
     assert prepare(config, out).rows == {"train": 36, "eval": 4}
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.tsv", "out"]
 
