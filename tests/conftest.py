@@ -26,6 +26,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     gc.enable()
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """A test and its fixtures draw what they would in a fresh process, whichever tests this one has run before."""
+    import random
+
+    import numpy as np
+    import torch
+
+    from dmt.testing.ranks import _INITIAL_SEED
+
+    torch.manual_seed(_INITIAL_SEED)
+    np.random.seed(0)
+    random.seed(0)
+
+
 @pytest.fixture(scope="session", autouse=True)
 def _prepared_ranks(request: pytest.FixtureRequest) -> None:
     """Ranks are forked from a process that loads the modules of all rank tests, beside the first tests."""

