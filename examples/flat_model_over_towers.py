@@ -1,6 +1,6 @@
 """A flat TorchRec model, unchanged, with the tower dataflow: the same numbers, another route for the embeddings.
 
-Four ranks play two hosts of two. Each host becomes one tower; the model's code does not know. Run it with
+Four ranks simulate two hosts of two. Each host becomes one tower; the model's code does not know. Run it with
 
     torchrun --standalone --nproc-per-node 4 examples/flat_model_over_towers.py
 

@@ -1,4 +1,4 @@
-"""A DLRM of two towers with a click history: the target item attends to it inside its tower. One's own loop.
+"""A DLRM of two towers with a click history: the target item attends to it inside its tower. In your own loop.
 
 Each tower sends 2 D numbers per sample, however long the history is. Rank 0 prints the loss of its batches, and the
 bytes of outputs that cross between two hosts of two ranks at lengths 10 and 50:

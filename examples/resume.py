@@ -1,6 +1,6 @@
 """A loop of your own that saves, is interrupted and resumes; then the checkpoint in one plain process.
 
-Two ranks play two hosts, with a tower each. Run it with
+Two ranks simulate two hosts, with a tower each. Run it with
 
     torchrun --standalone --nproc-per-node 2 examples/resume.py
 

@@ -248,7 +248,7 @@ def memory_limit(root: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def compare_hosts(topology: TowerTopology, ranks_per_machine: int) -> None:
-    """Warns if the hosts of a job on several machines are not these; a single machine may play several hosts."""
+    """Warns if the hosts of a job on several machines are not these; a single machine may simulate several hosts."""
     if 0 < ranks_per_machine < topology.world_size and ranks_per_machine != topology.host_size:
         logger.warning(
             f"The job runs {ranks_per_machine} ranks per machine, but the topology has hosts of {topology.host_size}, "
