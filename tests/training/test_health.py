@@ -206,7 +206,7 @@ def test_ranks_begin_together_with_other_paths_and_end_together_without_a_record
     (folder / "config.toml").mkdir()
     found = run_ranks(start_on_rank, 2, [run.model_dump(mode="json") for run in (first, second)])
     assert found[0] == found[1]
-    assert found[0][0].startswith("goes on from")
+    assert found[0][0].startswith("resumes from")
     assert re.match(r"File .*config\.toml: cannot be written", found[0][1])
 
 
