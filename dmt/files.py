@@ -165,5 +165,5 @@ def explain(error: ValidationError) -> str:
     key = "".join(f"{part}." for part in first["loc"]).rstrip(".")
     reason = first["msg"].removeprefix("Value error, ").rstrip(".")
     reason = reason.replace("valid tuple", "list, in brackets").replace("valid dictionary", "table, in braces")
-    got = "" if first["type"] == "value_error" else f" (got {first['input']!r:.200})"
+    got = "" if first["type"] in ("value_error", "missing") else f" (got {first['input']!r:.200})"
     return f"{key and f'{key}: '}{reason}{got}."
