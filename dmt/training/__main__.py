@@ -9,9 +9,7 @@ import os
 _PARENT = int(os.environ.get("DMT_LAUNCHER", os.getppid()))
 
 import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 
 import click
@@ -20,20 +18,10 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 from dmt.errors import InputError, ReplicaMismatchError
 from dmt.testing.ranks import end_with
 from dmt.training.config import load_config
-from dmt.training.console import LET_RANK_0_SPEAK_S, print_summary, quiet_libraries
-
-EXAMPLE = "torchrun --nproc-per-node 4 -m dmt.training demo train.max_steps=200 model.arch=dlrm"
-_WHEN_IT_HAS_ENDED = """
-import os, select, sys
-try:
-    select.select([os.pidfd_open(int(sys.argv[1]))], [], [])
-except OSError:  # it has ended, or the system has no such call
-    pass
-print(sys.argv[2], file=sys.stderr)
-"""
+from dmt.training.console import print_summary, quiet_libraries, say_last
 
 
-@click.command(epilog=f"Example: {EXAMPLE}")
+@click.command(epilog="Example: torchrun --nproc-per-node 4 -m dmt.training demo train.max_steps=200 model.arch=dlrm")
 @click.argument("config")
 @click.argument("overrides", nargs=-1)
 def main(config: str, overrides: tuple[str, ...]) -> None:
@@ -52,11 +40,9 @@ def main(config: str, overrides: tuple[str, ...]) -> None:
 
         result = train(settings)
     except (InputError, ReplicaMismatchError) as error:
-        if rank != 0:
-            time.sleep(LET_RANK_0_SPEAK_S)
         # In the exception itself, without a traceback: torchrun prints it too.
         error.__traceback__ = error.__cause__ = error.__context__ = None
-        _say_last(f"{'' if rank == 0 else f'[rank {rank}] '}error: {error}")
+        say_last(f"error: {error}", rank=rank, launcher=_PARENT)
         get_error_handler().record_exception(error)
         sys.exit(2)
     except KeyboardInterrupt:
@@ -67,22 +53,12 @@ def main(config: str, overrides: tuple[str, ...]) -> None:
         raise
     if "stopped_by" in result:
         if rank == 0:
-            _say_last(_how_to_go_on(Path(settings.train.output_dir), result["stopped_by"]))
+            say_last(_how_to_go_on(Path(settings.train.output_dir), result["stopped_by"]), rank=rank, launcher=_PARENT)
         sys.exit(128 + result["signal"])
     if rank == 0 and "DMT_LAUNCHER" not in os.environ:  # a demo shows its runs side by side
         print_summary({settings.model.name: result})
         folder = settings.train.output_dir
         print(f"Results: {folder}/result.json   curves: {folder}/metrics.jsonl")
-
-
-def _say_last(text: str) -> None:
-    """Prints a line, and prints it again when torchrun has ended, which adds dozens of lines of its own."""
-    print(text, file=sys.stderr, flush=True)
-    attempt, most = (os.environ.get(f"TORCHELASTIC_{name}") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
-    if attempt is not None and attempt == most and "DMT_LAUNCHER" not in os.environ:
-        # A process that torchrun does not know, and does not end.
-        command = [sys.executable, "-I", "-S", "-c", _WHEN_IT_HAS_ENDED, str(_PARENT), text]
-        subprocess.Popen(command, start_new_session=True)
 
 
 def _how_to_go_on(output_dir: Path, stopped_by: str) -> str:

@@ -6,7 +6,9 @@ import io
 import logging
 import math
 import os
+import subprocess
 import sys
+import time
 import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -15,7 +17,6 @@ from rich.console import Console
 from rich.table import Table
 
 __all__ = [
-    "LET_RANK_0_SPEAK_S",
     "ROWS",
     "cells",
     "lookup",
@@ -24,14 +25,23 @@ __all__ = [
     "progress_bar",
     "quiet_libraries",
     "rows_of",
+    "say_last",
     "summary",
     "table_console",
 ]
 
 # Columns: of a file, and those in which no number is cut.
 _PIPE_WIDTH, _LEAST_WIDTH = 140, 90
-LET_RANK_0_SPEAK_S = 10
-"""Ranks that find the same fault as rank 0 leave it this time to say so before torchrun stops everyone."""
+# Ranks that find the same fault as rank 0 leave it this time to say so before torchrun stops everyone.
+_LET_RANK_0_SPEAK_S = 10
+_WHEN_IT_HAS_ENDED = """
+import os, select, sys
+try:
+    select.select([os.pidfd_open(int(sys.argv[1]))], [], [])
+except OSError:  # it has ended, or the system has no such call
+    pass
+print(sys.argv[2], file=sys.stderr)
+"""
 # Between two lines of progress where no terminal shows a bar.
 _LINE_EVERY_S = 30.0
 # name, path in the result, format, which direction is better (for the reader)
@@ -126,6 +136,19 @@ def quiet_libraries(*, rank: int) -> None:
     logging.getLogger("torchrec").setLevel(logging.ERROR)
     # PyTorch sets its loggers' levels itself, but leaves those that have one.
     logging.getLogger("torch.fx._symbolic_trace").setLevel(logging.ERROR)
+
+
+def say_last(text: str, *, rank: int, launcher: int) -> None:
+    """Prints a line, and again when torchrun has ended, which adds dozens of its own; ``launcher`` is its process."""
+    if rank != 0:
+        time.sleep(_LET_RANK_0_SPEAK_S)
+        text = f"[rank {rank}] {text}"
+    print(text, file=sys.stderr, flush=True)
+    attempt, most = (os.environ.get(f"TORCHELASTIC_{name}") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
+    if attempt is not None and attempt == most and "DMT_LAUNCHER" not in os.environ:
+        # A process that torchrun does not know, and does not end.
+        command = [sys.executable, "-I", "-S", "-c", _WHEN_IT_HAS_ENDED, str(launcher), text]
+        subprocess.Popen(command, start_new_session=True)
 
 
 def rows_of(results: Iterable[Mapping[str, Any]]) -> list[tuple[str, str, str]]:

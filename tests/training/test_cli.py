@@ -25,6 +25,7 @@ from dmt.errors import InputError
 from dmt.training import __main__ as training
 from dmt.training.commands import demo, main
 from dmt.training.config import load_config
+from dmt.training.data.files import expand_path
 from tests.ranks import run_program, wait_until
 
 
@@ -97,6 +98,18 @@ def test_the_last_line_is_the_reason() -> None:
     assert [line.startswith("error: ") for line in lines].count(True) == 2
 
 
+def test_a_command_under_torchrun_gives_the_reason_last(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **_: started.append(command))
+    for name in ("RESTART_COUNT", "MAX_RESTARTS"):
+        monkeypatch.setenv(f"TORCHELASTIC_{name}", "0")
+    ran = dmt("score", "nothing", "-o", "a.parquet")
+    assert ran.exit_code == 2
+    [command] = started
+    assert command[-2:] == [str(os.getppid()), ran.stderr.strip()]
+    assert command[-1].startswith("error: nothing is not the output_dir of a training run")
+
+
 @pytest.mark.ranks
 def test_a_demo_on_a_handful_of_rows_with_odd_column_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def launch(config: Path, ranks: int) -> None:
@@ -127,6 +140,14 @@ def test_a_demo_on_a_handful_of_rows_with_odd_column_names(tmp_path: Path, monke
 def test_the_demo_tells_criteos_format_from_named_columns(tmp_path: Path, name: str, content: str, kind: str) -> None:
     (tmp_path / name).write_text(content)
     assert f'data.kind="{kind}"' in demo.demo_settings(str(tmp_path / name))
+
+
+def test_the_demo_takes_a_prepared_folder_which_is_no_folder_of_raw_files(tmp_path: Path) -> None:
+    (tmp_path / "manifest.json").touch()
+    (tmp_path / "access.parquet").touch()
+    assert demo.demo_settings(str(tmp_path)) == [f'data.prepared="{tmp_path}"']
+    with pytest.raises(InputError, match=r"^train_path='.*' is a folder of `dmt prepare`. Name it as data.prepared"):
+        expand_path("train_path", str(tmp_path), columns=True)
 
 
 @pytest.mark.parametrize("setting", ["sharding.tables.t_C1=row_wise", "sharding.unique=true", "towers.outside=auto"])

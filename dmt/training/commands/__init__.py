@@ -22,7 +22,7 @@ from dmt.errors import InputError
 from dmt.files import check_output
 from dmt.formatting import counted, human_bytes
 from dmt.testing.ranks import end_with
-from dmt.training.console import LET_RANK_0_SPEAK_S, make_table, quiet_libraries, summary, table_console
+from dmt.training.console import make_table, quiet_libraries, say_last, summary, table_console
 
 __all__ = ["Advanced", "Shown", "check_output_files", "emit", "main"]
 
@@ -151,16 +151,16 @@ class _Commands(click.Group):
     command_class = _Command
 
     def invoke(self, ctx: click.Context) -> Any:
-        rank = int(os.environ.get("RANK", "0"))
+        rank, launcher = int(os.environ.get("RANK", "0")), os.getppid()
         quiet_libraries(rank=rank)
+        if "TORCHELASTIC_RUN_ID" in os.environ:
+            end_with(launcher)
         # As Ctrl-C does, it ends what this process has started, and removes its temporary folders.
         previous = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         try:
             return super().invoke(ctx)
         except InputError as error:
-            if rank != 0:
-                time.sleep(LET_RANK_0_SPEAK_S)
-            click.echo(f"error: {error}", err=True)
+            say_last(f"error: {error}", rank=rank, launcher=launcher)
         except ModuleNotFoundError as error:
             if error.name is None or error.name.startswith("dmt"):
                 raise
@@ -191,7 +191,7 @@ def main() -> None:
 
 
 @main.command("demo", epilog="Example: dmt demo --data clicks.parquet train.max_steps=200")
-@click.option("--data", metavar="PATH", help="A Criteo TSV, or a Parquet or CSV file with label, c_* and d_* columns.")
+@click.option("--data", metavar="PATH", help="A Criteo TSV, a file with label, c_*, d_* columns, or a prepared folder.")
 @click.option(
     "--out", type=_Output("folder"), default="demo_output", help="Folder for towers.json, pictures and report."
 )
@@ -438,8 +438,6 @@ def _score(model: Path, *, data: str | None, out: Path, function: tuple[str, ...
     if world_size > 1:
         from dmt.training.serving.score_by_ranks import score_by_ranks
 
-        if "TORCHELASTIC_RUN_ID" in os.environ:
-            end_with(os.getppid())
         scored = score_by_ranks(model, out, world_size=world_size, data_path=data, functions=function)
         if os.environ.get("RANK", "0") != "0":
             return None

@@ -29,7 +29,6 @@ from dmt.plan.topology import TowerTopology
 from dmt.simulator.cluster import Cluster, CollectiveKind, CollectiveRates, save_cluster
 from dmt.simulator.work import operators_of
 from dmt.sptt.mesh import TowerMesh
-from dmt.testing.ranks import end_with
 from dmt.training.commands import Shown
 from dmt.training.device import backend, device_type, take_device
 
@@ -253,7 +252,6 @@ def run_bench_comms(out: Path) -> Shown | None:
         )
     kind = device_type("auto")
     device = take_device(kind, local)
-    end_with(os.getppid())
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     dist.init_process_group(backend(kind))
     try:

@@ -21,7 +21,7 @@ from dmt.sharding.plan import TowerShardingPlan
 from dmt.training.checkpoints.store import checkpoints
 from dmt.training.config import KEYS_OF_TOWERS, load_config, to_override, to_toml
 from dmt.training.data.config import DataConfig
-from dmt.training.data.files import expand_path, format_of, matching_files
+from dmt.training.data.files import MANIFEST, expand_path, format_of, matching_files
 from dmt.training.data.raw import schema_of
 from dmt.training.partition import affinity_of_run
 from dmt.training.preflight import check_rows, resolve
@@ -139,7 +139,7 @@ def _start_ranks(config: Path, ranks: int) -> None:
 
 
 def demo_settings(data: str) -> list[str]:
-    """The overrides that point the demo's config at a file of clicks.
+    """The overrides that point the demo's config at a file of clicks or a prepared folder.
 
     Criteo's is a text file that is no .csv and has no column ``label``; its evaluation rows come from the file whose
     name has "test" for "train", where there is one. Other files need the columns ``label``, ``c_*`` (categorical) and
@@ -148,6 +148,8 @@ def demo_settings(data: str) -> list[str]:
     Raises:
         InputError: the file does not exist or its kind is unknown.
     """
+    if (Path(data) / MANIFEST).is_file():
+        return [to_override("data.prepared", data)]
     file = expand_path("--data", data, columns=False)[0]
     settings = [to_override("data.train_path", data), f"data.num_embeddings={_TABLE_ROWS}"]
     names = schema_of(file, DataConfig(kind="columns", train_path=data, categorical=("c_*",))).names

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+
+import click
 
 from dmt.errors import InputError
 from dmt.formatting import human_bytes, shorten
@@ -51,7 +52,7 @@ def run_partition(options: Mapping[str, Any], command: str) -> Shown:
         # Interactions are measured where tower modules keep them and rows are there, by
         # benchmarks/results/interaction_towers.md; linear tower modules have no such evidence.
         strategy = "interactions" if run is None or (module is not None and keeps_interactions) else "coherent"
-        _say(f"Strategy {strategy}; --strategy names another.")
+        click.echo(f"Strategy {strategy}; --strategy names another.", err=True)
     if strategy == "interactions" and module is None:
         raise InputError(
             f"--strategy interactions needs --tower-module {' or '.join(_TOWER_MODULES)} here: for a module of your "
@@ -71,9 +72,9 @@ def run_partition(options: Mapping[str, Any], command: str) -> Shown:
     partition = partitioner.partition(_measure(options, rules, strategy))
     partition = replace(partition, plan=replace(partition.plan, command=command))
     partition.plan.save(options["out"])
-    _say(f"Written to {options['out']}.")
+    click.echo(f"Written to {options['out']}.", err=True)
     if options["report"]:
-        _say(f"Report: {write_partition_report(partition, options['report'])}")
+        click.echo(f"Report: {write_partition_report(partition, options['report'])}", err=True)
     headers, rows, lines = _table_of(partition)
     record = json.loads(options["out"].read_text())
     return Shown(record, headers, rows, right=range(1, len(headers) - 1), lines=lines)
@@ -102,8 +103,8 @@ def _measure(options: Mapping[str, Any], rules: PartitionRules, strategy: str) -
     from dmt.training.trained import checkpoint_of
 
     run, data, functions = options["checkpoint"], options["data"], options["function"]
-
-    _say(f"Measuring {'interactions' if strategy == 'interactions' else 'the affinity'} of {data or run}")
+    what = "interactions" if strategy == "interactions" else "the affinity"
+    click.echo(f"Measuring {what} of {data or run}", err=True)
     if strategy != "interactions":
         return affinity_of_run(run, data_path=data, rules=rules, functions=functions)
     config = load_config("demo", demo_settings(data)) if run is None else checkpoint_of(run, data, functions)[1]
@@ -126,10 +127,6 @@ def _table_of(partition: Partition) -> tuple[list[str], list[list[str]], list[st
         lines.append(f"{names}: known together they gain {gain} nats a row, {share} of the loss; {place}")
     lines.append(judge_balance(partition))
     return headers, rows, lines
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 def run_plan(config: str, overrides: Sequence[str] = (), *, out: Path | None = None) -> Shown:

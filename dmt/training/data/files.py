@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import glob
 import io
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -134,7 +135,7 @@ def expand_path(setting: str, value: str, *, columns: bool) -> list[str]:
     With ``columns``, files of a directory whose ending says no format with named columns are left out.
 
     Raises:
-        InputError: nothing matches, or a file has an unknown ending.
+        InputError: nothing matches, a file has an unknown ending, or it is a prepared folder.
 
     Example:
         >>> import tempfile
@@ -143,6 +144,8 @@ def expand_path(setting: str, value: str, *, columns: bool) -> list[str]:
         ...     [Path(file).name for file in expand_path("train_path", folder, columns=True)]
         ['day_0.tsv', 'day_1.tsv']
     """
+    if os.path.isfile(os.path.join(value, MANIFEST)):
+        raise InputError(f"{setting}={value!r} is a folder of `dmt prepare`. Name it as data.prepared.")
     try:
         files = matching_files(value)
         found = [file for file in files if file.endswith(_ENDINGS)] if columns else files
