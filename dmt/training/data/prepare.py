@@ -33,6 +33,7 @@ from numpy.typing import NDArray
 
 from dmt.errors import InputError
 from dmt.files import fsync_path
+from dmt.formatting import shorten
 from dmt.hot_rows.profile import AccessProfile, RowCounts
 from dmt.plan.tables import TableSpec
 from dmt.training.access import save_profile
@@ -154,6 +155,8 @@ def prepare(
         num_rows = _write(folder, converter.schema, group_rows, rows)
         columns = converter.columns
         profile, summary = _summary(_View(converter, folder / "train" / _FILE), tables_of(columns, **dims), counts)
+        if both := sorted(set(files["train_path"]).intersection(files.get("eval_path", ()))):
+            summary["notes"].insert(0, f"{shorten(both, ', ')}: in train_path and eval_path, so metrics are too good.")
         save_profile(profile, folder / _PROFILE)
         connection.close()
         shutil.rmtree(folder / _SCRATCH, ignore_errors=True)

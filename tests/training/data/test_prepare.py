@@ -465,6 +465,7 @@ def test_the_summary_says_what_to_look_at(tmp_path: Path) -> None:
     _, record = prepared(tmp_path, config_of(tmp_path / "a.csv", **sizes, **names))
     notes = " ".join(record.summary["notes"])
     for note in (
+        "a.csv: in train_path and eval_path, so metrics are too good.",
         "d: all 120 values are missing.",
         "none: all 60 values are missing.",
         "few, less: 4 of 100,000 rows are used. To save memory, prepare again with "
