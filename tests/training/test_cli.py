@@ -25,7 +25,6 @@ from dmt.errors import InputError
 from dmt.training import __main__ as training
 from dmt.training.commands import demo, main
 from dmt.training.config import load_config
-from dmt.training.data.files import expand_path
 from tests.ranks import run_program, wait_until
 
 
@@ -73,11 +72,17 @@ def test_complexity() -> None:
         (["what-if", "demo"], "Missing option '--cluster'"),
     ],
 )
-def test_bad_input_is_one_line_and_exit_code_2(arguments: list[str], reason: str) -> None:
+def test_bad_input_is_a_line_and_code_2(arguments: list[str], reason: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    commands: list[list[str]] = []
+    monkeypatch.setattr(subprocess, "Popen", lambda command, **_: commands.append(command))
+    for name in ("RESTART_COUNT", "MAX_RESTARTS"):
+        monkeypatch.setenv(f"TORCHELASTIC_{name}", "0")
     result = dmt(*arguments)
     assert result.exit_code == 2, result.output
     assert reason in " ".join(result.output.split())
     assert "Traceback" not in result.output
+    # Again when torchrun has ended.
+    assert [command[-1] in result.output for command in commands] == [True] * result.output.count("error: ")
 
 
 def test_torchrun_is_given_the_reason_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -96,18 +101,6 @@ def test_the_last_line_is_the_reason() -> None:
     lines = ran.stderr.splitlines()
     assert lines[-1].startswith("error: Config key 'a' is unknown")
     assert [line.startswith("error: ") for line in lines].count(True) == 2
-
-
-def test_a_command_under_torchrun_gives_the_reason_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[list[str]] = []
-    monkeypatch.setattr(subprocess, "Popen", lambda command, **_: started.append(command))
-    for name in ("RESTART_COUNT", "MAX_RESTARTS"):
-        monkeypatch.setenv(f"TORCHELASTIC_{name}", "0")
-    ran = dmt("score", "nothing", "-o", "a.parquet")
-    assert ran.exit_code == 2
-    [command] = started
-    assert command[-2:] == [str(os.getppid()), ran.stderr.strip()]
-    assert command[-1].startswith("error: nothing is not the output_dir of a training run")
 
 
 @pytest.mark.ranks
@@ -144,10 +137,9 @@ def test_the_demo_tells_criteos_format_from_named_columns(tmp_path: Path, name: 
 
 def test_the_demo_takes_a_prepared_folder_which_is_no_folder_of_raw_files(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").touch()
-    (tmp_path / "access.parquet").touch()
     assert demo.demo_settings(str(tmp_path)) == [f'data.prepared="{tmp_path}"']
-    with pytest.raises(InputError, match=r"^train_path='.*' is a folder of `dmt prepare`. Name it as data.prepared"):
-        expand_path("train_path", str(tmp_path), columns=True)
+    refused = dmt("demo", "data.kind=criteo_tsv", f"data.train_path={tmp_path}").output
+    assert "is a folder of `dmt prepare`. Name it as data.prepared." in refused
 
 
 @pytest.mark.parametrize("setting", ["sharding.tables.t_C1=row_wise", "sharding.unique=true", "towers.outside=auto"])
