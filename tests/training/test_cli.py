@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import threading
-import traceback
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -85,22 +84,13 @@ def test_bad_input_is_a_line_and_code_2(arguments: list[str], reason: str, monke
     assert [command[-1] in result.output for command in commands] == [True] * result.output.count("error: ")
 
 
-def test_torchrun_is_given_the_reason_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = []
-    handler = type("Handler", (), {"record_exception": lambda self, error: told.append(traceback.format_exc())})
-    monkeypatch.setattr(training, "get_error_handler", handler)
-    ran = CliRunner().invoke(training.main, ["demo", "data.lable=x"])
-    assert ran.exit_code == 2
-    assert told[0].startswith("dmt.errors.InputError: Config key 'data.lable' is unknown. Did you mean 'label'?")
-    assert "File" not in told[0]
-
-
 def test_the_last_line_is_the_reason() -> None:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "-m", "dmt.training", "demo", "a.b=c"]
     ran = subprocess.run(command, capture_output=True, text=True, check=False)
     lines = ran.stderr.splitlines()
     assert lines[-1].startswith("error: Config key 'a' is unknown")
     assert [line.startswith("error: ") for line in lines].count(True) == 2
+    assert ["InputError: Config key 'a'" in ran.stderr, training.__file__ in ran.stderr] == [True, False]
 
 
 @pytest.mark.ranks
