@@ -172,7 +172,9 @@ def _read(index: int, batch: Any, most_rows: int) -> _Part:
 
 
 def _array(tensor: Any) -> NDArray[Any]:
-    return tensor.detach().cpu().numpy() if hasattr(tensor, "detach") else np.asarray(tensor)
+    if hasattr(tensor, "detach"):  # of PyTorch; numpy knows no BF16
+        tensor = (tensor.double() if tensor.is_floating_point() else tensor).detach().cpu()
+    return np.asarray(tensor)
 
 
 def _bags(sparse: Any, num_rows: int) -> Mapping[str, tuple[NDArray[Any], NDArray[Any]]]:

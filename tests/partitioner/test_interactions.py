@@ -249,7 +249,7 @@ def test_long_bags_count_by_their_first_ids_and_empty_ones_by_a_value():
     sparse = KeyedJaggedTensor(
         keys=["a"], values=torch.tensor([*range(7), *range(7), 5]), lengths=torch.tensor([0, 7, 7, 1])
     )
-    weights = torch.tensor([1.0, 1.0, 1.0, 0.0])
+    weights = torch.tensor([1.0, 1.0, 1.0, 0.0], dtype=torch.bfloat16)
     batch = SimpleNamespace(sparse_features=sparse, labels=torch.tensor([0, 1, 0, 1]), weights=weights)
     rows = read_rows([batch], max_rows=100, seed=0)
     column = rows.columns[0]
