@@ -103,8 +103,7 @@ def _measure(options: Mapping[str, Any], rules: PartitionRules, strategy: str) -
     from dmt.training.trained import checkpoint_of
 
     run, data, functions = options["checkpoint"], options["data"], options["function"]
-    what = "interactions" if strategy == "interactions" else "the affinity"
-    click.echo(f"Measuring {what} of {data or run}", err=True)
+    click.echo(f"Measuring {'interactions' if strategy == 'interactions' else 'affinity'} of {data or run}", err=True)
     if strategy != "interactions":
         return affinity_of_run(run, data_path=data, rules=rules, functions=functions)
     config = load_config("demo", demo_settings(data)) if run is None else checkpoint_of(run, data, functions)[1]

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from dmt.collectives import run_on_all_or_raise
 from dmt.errors import InputError
-from dmt.files import fsync_path
+from dmt.files import check_output, fsync_path
 from dmt.plan.towers import TowerPlan
 from dmt.sharding.schemes import SCHEMES
 from dmt.sptt.mesh import TowerMesh
@@ -63,6 +63,7 @@ def score_by_ranks(
         )
     if out.exists() or out.is_symlink():
         raise InputError(f"--out {str(out)!r} exists, but several ranks write a new folder. Name another.")
+    check_output("--out", out)
     joined = TrainingConfig(topology=TopologyConfig(ranks_per_tower=world_size))
     with process_group(joined) as everyone:
         checkpoint, config = checkpoint_of(model, data_path, functions, everyone)
