@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from itertools import chain
 from typing import Any, NamedTuple
 
@@ -11,7 +10,7 @@ from dmt.errors import InputError
 from dmt.plan.tables import NUMBER_BYTES, feature_names
 from dmt.sharding.costs import StepWorkload
 from dmt.simulator.cluster import Cluster, load_cluster
-from dmt.simulator.steps import Kind, StepWork, simulate, step_operations
+from dmt.simulator.steps import Kind, ModelWork, StepWork, simulate, step_operations
 from dmt.simulator.work import Workload, count_operators, step_work
 from dmt.training.build import build_model
 from dmt.training.config import TrainingConfig
@@ -49,10 +48,16 @@ class Prediction(NamedTuple):
     """The same memory of the ranks of the fullest host."""
 
 
-def work_of(job: Job) -> StepWork:
-    """Builds a job's model on the meta device, counts it, and returns the work of a step."""
+def work_of(job: Job, counted: dict[str, ModelWork] | None = None) -> StepWork:
+    """Builds a job's model on the meta device, counts it, and returns the work of a step.
+
+    Jobs that differ in nothing but model, towers and topology may share ``counted``: equal models are counted once.
+    """
     sharding, train, is_flat = job.config.sharding, job.config.train, job.sharding is None
-    model = without_tables(build_model(job, device="meta"), sharding.pooling_factors)
+    counted, key = {} if counted is None else counted, f"{job.config.model!r} {job.towers and job.towers.to_lists()}"
+    if key not in counted:
+        model = without_tables(build_model(job, device="meta"), sharding.pooling_factors)
+        counted[key] = count_operators(model, job.num_dense)
     tables = job.tables if is_flat else job.split_tables
     workload = Workload(
         topology=job.topology,
@@ -64,23 +69,23 @@ def work_of(job: Job) -> StepWork:
         is_table_wise=sharding.scheme == "table_wise",
         is_hierarchical=train.dense_reduce != "ring",
     )
-    return step_work(workload, count_operators(model, job.num_dense))
+    return step_work(workload, counted[key])
 
 
 def _lookups(job: Job) -> StepWorkload:
     return job.sharding.workload if job.sharding else step_workload(job.config, job.config.sharding.pooling_factors)
 
 
-def predict_step(job: Job, cluster: Cluster, name: str = "this config", overrides: Sequence[str] = ()) -> Prediction:
-    """Predicts one training step of a job, whose topology may be of another size than the cluster."""
-    train, work = job.config.train, work_of(job)
+def predict_step(job: Job, cluster: Cluster, counted: dict[str, ModelWork] | None = None) -> Prediction:
+    """Predicts one training step of a job, whose topology may be of another size than the cluster; see `work_of`."""
+    train, work = job.config.train, work_of(job, counted)
     exposed = simulate(step_operations(work, cluster, micro_batches=train.micro_batches, prefetch=train.prefetch_ids))
     seconds, widths = sum(exposed.values()), work.model.widths
     in_towers = job.split_tables if job.towers is None else chain(*job.towers.tables_by_tower(job.split_tables))
     columns = sum(map(_lookups(job).numbers, in_towers))
     return Prediction(
-        name=name,
-        overrides=list(overrides),
+        name="this config",
+        overrides=[],
         compression_ratio=columns / sum(widths) if widths else 1.0,
         num_replicas=job.topology.num_replicas,
         seconds=seconds,

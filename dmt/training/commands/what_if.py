@@ -13,6 +13,7 @@ from dmt.formatting import human_bytes, shorten
 from dmt.plan.tables import TableSpec, feature_names
 from dmt.plan.topology import TowerTopology
 from dmt.simulator.cluster import Cluster, load_cluster
+from dmt.simulator.steps import ModelWork
 from dmt.training.commands import Shown
 from dmt.training.config import TrainingConfig, load_config, to_override
 from dmt.training.job import Job, make_job, open_job
@@ -45,6 +46,7 @@ def alternatives(run: Job, cluster: Cluster) -> tuple[list[Prediction], list[str
     """
     predictions: list[Prediction] = []
     left_out: list[str] = []
+    counted: dict[str, ModelWork] = {}
     reason, limit, tables = None, run.config.sharding.rank_memory, _plain_tables(run)
     for name, settings in _ways(run) if run.config.model.factory is None else ():
         keys = [(f"{section}.{key}", value) for section, own in settings.items() for key, value in own.items()]
@@ -57,7 +59,7 @@ def alternatives(run: Job, cluster: Cluster) -> tuple[list[Prediction], list[str
             left_out.append(name)
             reason = reason or error
             continue
-        prediction = predict_step(job, cluster, name, overrides)
+        prediction = predict_step(job, cluster, counted)._replace(name=name, overrides=overrides)
         if limit is not None and prediction.rank_bytes > limit:
             left_out.append(name)
         else:
