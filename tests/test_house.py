@@ -206,7 +206,7 @@ def test_file_sizes() -> None:
 
 # Lines and files of each part at most, and where they are to get. Raise a number only with the reason in the commit.
 CEILINGS = {
-    "the library": (25_215, 134),  # 20_500, 136
+    "the library": (25_217, 134),  # 20_500, 136
     "dmt/*.py": (995, 7),  # 800, 8
     "dmt/plan": (690, 5),  # 600, 5
     "dmt/sharding": (1_925, 10),  # 1_750, 10
