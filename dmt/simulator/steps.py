@@ -199,11 +199,11 @@ class _Program:
     def send(self, name: str, load: Load, kind: Kind, *, ranks: int, channel: str, at_once: bool = False) -> str:
         """Adds a collective over groups of ``ranks`` ranks; it begins once the program has come to it, or at once.
 
-        Returns the operation to wait for, an empty name where there is none.
+        Returns the operation to wait for, that before it where nothing is sent; an empty name where there is none.
         """
         before = self._last.get("core", "")
         if not any(load):
-            return before
+            return self._last.get(channel, before)
         collective: CollectiveKind = (
             "exchange" if channel == "peers" else "all_reduce" if kind in _REDUCED else "all_to_all"
         )
@@ -271,13 +271,11 @@ def step_operations(
         step.compute(f"over {k}, backward", over_back, moved=moved)
         returned[k] = exchanged("gradients", loads["peer_gradients"], k)
         step.compute(f"dense arch {k}, backward", early_back)
-    reduced = _reduction(step, work)
+    reduced = _reduction(step, work, "dense_weights", over_hosts=work.is_hierarchical)
     for k in reversed(parts):
         moved = _COPIES * work.embedding_bytes * share + back_again + sums[k] * tower.weight_bytes
         step.compute(f"towers {k}, backward", towers_back, moved=moved, after=[returned[k]])
-    outside = step.send(
-        "gradients outside towers", loads["outside_weights"], "dense", ranks=work.topology.world_size, channel="outside"
-    )
+    outside = _reduction(step, work, "outside_weights", over_hosts=not work.is_flat)
     weights = step.send(
         "tower gradients", loads["tower_weights"], "dense", ranks=inner * copies, channel="tower weights"
     )
@@ -288,15 +286,14 @@ def step_operations(
     return step.operations
 
 
-def _reduction(step: _Program, work: StepWork) -> str:
-    """Adds the reduction of dense gradients: a ring, or inside hosts, between them, and inside them again."""
-    topology, load = work.topology, work.loads["dense_weights"]
+def _reduction(step: _Program, work: StepWork, name: str, *, over_hosts: bool) -> str:
+    """Adds the reduction of gradients over all ranks: a ring, or inside hosts, between them, and inside them again."""
+    topology, load = work.topology, work.loads[name]
     half, across, size = Load(inside=load.inside / 2), Load(uplink=load.uplink), topology.host_size
-    ways = [("dense gradients", load, topology.world_size)]
-    if work.is_hierarchical:
-        ways = [("sum of a host", half, size), ("sum over hosts", across, topology.num_hosts)]
-        ways.append(("sum handed out", half, size))
-    return [step.send(name, part, "dense", ranks=ranks, channel="dense") for name, part, ranks in ways][-1]
+    parts = [("ring", load, topology.world_size)]
+    if over_hosts:
+        parts = [("in hosts", half, size), ("over hosts", across, topology.num_hosts), ("handed out", half, size)]
+    return [step.send(f"{name} {part}", sent, "dense", ranks=n, channel=name) for part, sent, n in parts][-1]
 
 
 def simulate(operations: Sequence[Operation]) -> dict[Kind, float]:

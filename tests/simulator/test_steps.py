@@ -115,11 +115,20 @@ def test_dense_gradients_in_a_ring_and_host_by_host() -> None:
     assert [dict(operation.seconds) for operation in ring if operation.kind == "dense"] == [
         {"uplink": 3.0, "host_link": 2.0, "core": 0.0}
     ]
-    work = replace(with_loads(dense_weights=Load(20.0, 200.0)), is_hierarchical=True)
-    inside, across, out = (operation for operation in step_operations(work, CLUSTER) if operation.kind == "dense")
-    assert (inside.seconds["host_link"], across.seconds["uplink"], out.seconds["host_link"]) == (1.0, 2.0, 1.0)
-    assert inside.name in across.after
-    assert across.name in out.after
+    # Gradients of tables outside towers always go host by host, but for TorchRec's flat dataflow.
+    for name, is_hierarchical in (("dense_weights", True), ("outside_weights", False)):
+        work = replace(with_loads(**{name: Load(20.0, 200.0)}), is_hierarchical=is_hierarchical)
+        inside, across, out = (operation for operation in step_operations(work, CLUSTER) if operation.kind == "dense")
+        assert (inside.seconds["host_link"], across.seconds["uplink"], out.seconds["host_link"]) == (1.0, 2.0, 1.0)
+        assert inside.name in across.after
+        assert across.name in out.after
+    flat = step_operations(replace(with_loads(outside_weights=Load(20.0, 200.0)), is_flat=True), CLUSTER)
+    assert [operation.seconds["host_link"] for operation in flat if operation.kind == "dense"] == [2.0]
+
+
+def test_the_update_waits_for_a_sum_over_hosts_of_one_rank() -> None:
+    alone = with_loads(dense_weights=Load(400.0, 0.0))
+    assert step_seconds(replace(alone, is_hierarchical=True), CLUSTER) == step_seconds(alone, CLUSTER)
 
 
 def test_tables_outside_towers_are_reduced_before_the_update() -> None:
