@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from bisect import bisect_left
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -111,6 +112,13 @@ def _on_every_rank(tables: Sequence[Any], model: CostModel) -> tuple[list[TableS
     ], held
 
 
+class _NoRoomError(InputError):
+    """Tables do not fit. What would is looked for when the message is read: that plans all towers several times."""
+
+    def __str__(self) -> str:
+        return str(self.args[0]())
+
+
 @dataclass(frozen=True, eq=False)
 class _Tower:
     """The tables of one tower, to be placed on its ranks."""
@@ -126,7 +134,7 @@ class _Tower:
         """Places the tables and reports the loads of the tower's ranks; ``fits`` tries a smaller batch size."""
         placements, problem, packing = self.packing()
         if packing is None:
-            raise self._no_room(problem, fits)
+            raise _NoRoomError(functools.cache(lambda: self._no_room(problem, fits)))
         free = [table for table in self._sorted if table.name not in placements]
         placements |= {table.name: self._placement(table, packing, item) for item, table in enumerate(free)}
         loads = self._loads(self._sorted, placements)
@@ -187,35 +195,28 @@ class _Tower:
         scheme, ranks = SCHEMES[packing.chosen[item].kind], packing.ranks[item].tolist()
         return self.allowed[table.name].place(scheme, sorted(ranks) if scheme in EVERYWHERE else ranks)
 
-    def _no_room(self, problem: Problem, fits: Callable[[int], bool]) -> InputError:
+    def _no_room(self, problem: Problem, fits: Callable[[int], bool]) -> str:
         """Names the table of which a rank must hold the most, what all tables need, and a batch size that fits."""
-        largest = 0, "", 0, ""
+        largest = 0, "", ""
         needed = activations = 0
         for table in self.tables:
             pinned = self.allowed[table.name].placement
             cuts = self._cuts(table) if pinned is None else [pinned]
             loads = [([load for _, load in self.model.shards(table, cut)], cut.scheme) for cut in cuts]
-            least = min(
-                (max(load.needed for load in shards), scheme, shards[0].activations) for shards, scheme in loads
-            )
-            largest = max(largest, (*least, table.name), key=lambda entry: entry[:3])
+            least = min((max(load.needed for load in shards), scheme) for shards, scheme in loads)
+            largest = max(largest, (*least, table.name), key=lambda entry: entry[:2])
             size, part = min((sum(s.needed for s in shards), sum(s.activations for s in shards)) for shards, _ in loads)
             needed, activations = needed + size, activations + part
-        memory, scheme, part, name = largest
+        memory, scheme, name = largest
         limit, num_ranks, batch = problem.capacity, len(problem.cost), self.model.workload.batch_size
         _, weights, looked_up, _ = self.held
         room = limit - weights - looked_up
-        # The share of the batch with which all tables would fit all ranks, and the largest one a rank: whole tables may
-        # need a smaller one, which is looked for in steps of 1 %.
-        all_fit = (num_ranks * room - needed) / (activations + num_ranks * looked_up)
-        share = min(all_fit, (room - memory) / (part + looked_up), 0.0) + 1
-        most = min(int(batch * share), batch - 1)
-        sizes = range(most, 0, -max(1, most // 100))
-        # The smallest first: often none fits, and each try plans all towers.
+        # In steps of 1 %, and the smallest first: often none fits, and each try plans all towers.
+        sizes = range(batch - 1, 0, -max(1, batch // 100))
         index = bisect_left(sizes, True, key=fits) if sizes and fits(sizes[-1]) else len(sizes)
         smaller = f"Lower batch_size to {sizes[index]} or less, l" if index < len(sizes) else "L"
         beside = f" beside {human_bytes(weights + looked_up)} each for tables outside towers" if weights else ""
-        return InputError(
+        return (
             f"No placement was found for the {counted(len(self.tables), 'table')} of tower {self.number}: they need at "
             f"least {human_bytes(needed)}, {human_bytes(activations)} of it for the embeddings looked up with "
             f"batch_size={batch}, but {counted(num_ranks, 'rank')} of memory_per_rank={human_bytes(limit)} have "

@@ -5,15 +5,18 @@ from __future__ import annotations
 import itertools
 import json
 import random
+import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
 
 from dmt import InputError, TableSpec, TowerTopology
 from dmt.sharding.costs import CostModel, Hardware, StepWorkload
+from dmt.sharding.packing import pack
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.sharding.plan_tables import plan_tables
 from dmt.sharding.schemes import EVERYWHERE, SCHEMES, ShardingRules, TablePlacement, why_not
@@ -323,9 +326,11 @@ def test_tables_outside_leave_less_room_and_the_batch_size_that_is_advised_fits(
 
     with pytest.raises(InputError, match=r"at least 156 MB.* have 117 MB beside 51.6 MB each for tables outside"):
         plan(300_000, 110_000_000, 64)
-    with pytest.raises(InputError, match="Lower batch_size to 20468 or less"):
+    with pytest.raises(InputError, match="Lower batch_size to 19999 or less"):
         plan(100_000, 130_000_000, 80_000)
-    plan(100_000, 130_000_000, 20_468)
+    plan(100_000, 130_000_000, 19_999)
+    with pytest.raises(InputError, match="Lower batch_size"):
+        plan(100_000, 130_000_000, 19_999 + 800)
 
 
 def test_the_batch_size_that_is_advised_fits_whole_tables_and_every_tower() -> None:
@@ -335,13 +340,17 @@ def test_the_batch_size_that_is_advised_fits_whole_tables_and_every_tower() -> N
         work, device = StepWorkload(batch_size=batch), Hardware(memory_per_rank=20_000_000)
         plan_tables(towers, TWO_TOWERS, workload=work, hardware=device, rules=WHOLE)
 
-    with pytest.raises(InputError, match=r"tower 0: .* Lower batch_size to \d+ or less") as refused:
-        plan(100_000)
+    with patch("dmt.sharding.plan_tables.pack", wraps=pack) as packed:
+        with pytest.raises(InputError) as refused:
+            plan(100_000)
+        assert packed.call_count == 1, "advice that nobody has read yet was looked for"
+        assert re.search(r"tower 0: .* Lower batch_size to \d+ or less", str(refused.value))
+        assert packed.call_count > 3
     advised = int(str(refused.value).partition("batch_size to ")[2].partition(" ")[0])
     assert advised < 0.6 * 100_000
     plan(advised)
     with pytest.raises(InputError, match="No placement was found for the 5 tables"):
-        plan(int(1.05 * advised))
+        plan(advised + 1000)
 
 
 def test_a_scheme_is_refused_only_where_no_table_that_asks_for_it_can_have_it() -> None:
