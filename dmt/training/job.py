@@ -29,7 +29,7 @@ from dmt.training.device import DeviceType, device_type
 __all__ = [
     "PREPARED",
     "Job",
-    "check_kernels",
+    "check_tables_on_ssd",
     "check_table_optimizer",
     "data_cache",
     "make_job",
@@ -319,7 +319,7 @@ def check_table_optimizer(config: OptimizerConfig, device: DeviceType = "cpu") -
         )
 
 
-def check_kernels(job: Job) -> None:
+def check_tables_on_ssd(job: Job) -> None:
     """Raises `InputError` if the plan has tables on SSDs that the job's optimizer or devices cannot use."""
     placed = () if job.sharding is None else job.sharding.tables
     on_ssd = [

@@ -24,7 +24,7 @@ from dmt.training.build import build_model, count_model
 from dmt.training.config import TrainingConfig
 from dmt.training.device import current_device
 from dmt.training.factory import check_outputs
-from dmt.training.job import Job, check_kernels, check_table_optimizer, make_job, open_job
+from dmt.training.job import Job, check_table_optimizer, check_tables_on_ssd, make_job, open_job
 
 __all__ = [
     "check_memory",
@@ -69,7 +69,7 @@ def checked_model(job: Job, world_size: int) -> nn.Module:
             "sharding.dataflow='flat'. Set it to 'sptt'; with topology.num_towers=1 a replica exchanges over all ranks."
         )
     check_table_optimizer(config.optimizer, job.device_type)
-    check_kernels(job)
+    check_tables_on_ssd(job)
     if job.source is None:
         raise InputError(
             f"data.tables={config.data.tables!r} lists tables without rows, for dmt plan. Leave it out to train."

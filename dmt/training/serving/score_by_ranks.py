@@ -25,7 +25,7 @@ from dmt.training.checkpoints.store import load
 from dmt.training.config import HotRowsConfig, OptimizerConfig, ReplicasConfig, TopologyConfig, TrainingConfig
 from dmt.training.data.batch import ClickBatch
 from dmt.training.device import current_device, on_all_ranks, process_group
-from dmt.training.job import Job, check_kernels, make_job
+from dmt.training.job import Job, check_tables_on_ssd, make_job
 from dmt.training.preflight import check_same_input
 from dmt.training.serving.export import writing
 from dmt.training.serving.score import Predictions, Scored, open_rows
@@ -103,7 +103,7 @@ def _placed(job: Job, world_size: int) -> Job:
     placed = make_job(config.model_copy(update=changes), job.tables, job.num_dense, towers=towers, source=job.data)
     if placement is not None and config.model.has_towers:
         placed = replace(placed, towers=job.towers, placement=placement)
-    check_kernels(placed)
+    check_tables_on_ssd(placed)
     return placed
 
 
