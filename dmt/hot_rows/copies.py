@@ -163,10 +163,10 @@ class HotCopies:
         """Brings the tables of this rank up to date before their tensors are returned."""
         if not self._is_newer:
             return
-        self._flush()
+        self._module.flush()
         for part in self._parts:
-            part.write()
-        self._flush()
+            part.home[part.rows] = part.copy[part.places]
+        self._module.flush()
         self._is_newer = False
 
     def read_again(self) -> None:
@@ -176,12 +176,12 @@ class HotCopies:
     @torch.no_grad()
     def read(self) -> None:
         """Copies weights and optimizer states of the hot rows from the tables; collective."""
-        self._flush()
+        self._module.flush()
         for tensor in self._tensors.values():
             tensor.zero_()
         for part in self._parts:
             if part.is_told:
-                part.read()
+                part.copy[part.places] = part.home[part.rows]
         # Each number has one rank that tells it; as whole numbers the sum with zeros keeps every bit of it.
         works = [start_sum(tensor.view(-1).view(torch.int32), self._whole) for tensor in (self._weights, *self._states)]
         for work in works:
@@ -276,10 +276,6 @@ class HotCopies:
                 "refresh() between the backward pass of one batch and the forward pass of the next."
             )
 
-    def _flush(self) -> None:
-        for collection in self._module.collections:
-            collection.flush()
-
 
 class _HomePart(NamedTuple):
     """Hot rows of one tensor of a table that this rank holds."""
@@ -289,9 +285,3 @@ class _HomePart(NamedTuple):
     rows: Tensor  # of ``home``
     places: Tensor  # their rows in ``copy``
     is_told: bool  # True if this rank tells the others
-
-    def read(self) -> None:
-        self.copy[self.places] = self.home[self.rows]
-
-    def write(self) -> None:
-        self.home[self.rows] = self.copy[self.places]

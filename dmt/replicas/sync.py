@@ -126,6 +126,8 @@ class ReplicaSync:
         at a multiple of the interval. Collective over the replicas.
         """
         self._states.forget()
+        for module in self._modules:
+            module.flush()
         for part in self._tensors:
             broadcast_tensor(part.tensor, self._mesh.replica_group)
         self._steps, self._passes = steps, 0
@@ -190,8 +192,7 @@ class ReplicaSync:
     def _average(self) -> None:
         """Averages weights and states; delayed states are those of the sync before."""
         for module in self._modules:
-            for collection in module.collections:
-                collection.flush()
+            module.flush()
         self._states.finish()
         # Both rounds are under way before the first is waited for: they share the links.
         self._weights.start()

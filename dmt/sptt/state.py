@@ -107,6 +107,11 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
         named = (pair for part in self.local_parts for pair in part.named_modules())
         return _TowerOptimizer([(n, part.fused_optimizer) for n, part in named if isinstance(part, GroupSharded)], self)
 
+    def flush(self) -> None:
+        """Brings weights up to date where rows are cached on an accelerator, and empties the cache."""
+        for collection in self.collections:
+            collection.flush()
+
     def write_back(self) -> None:
         """Brings the tables up to date with the copies of their hot rows, before their tensors are returned."""
         if self.hot is not None:
