@@ -47,10 +47,15 @@ class RowCounts:
 
     def merged(self, other: RowCounts) -> RowCounts:
         """Returns the accesses of both."""
-        rows, places = np.unique(np.concatenate([self.rows, other.rows]), return_inverse=True)
-        counts = np.zeros(len(rows), np.int64)
-        np.add.at(counts, places, np.concatenate([self.counts, other.counts]))
-        return RowCounts(rows, counts, self.total + other.total)
+        # A few are often added to many, which need not be sorted again.
+        places = np.searchsorted(self.rows, other.rows)
+        is_known = places < len(self.rows)
+        is_known[is_known] = self.rows[places[is_known]] == other.rows[is_known]
+        counts = self.counts.copy()
+        counts[places[is_known]] += other.counts[is_known]
+        new = places[~is_known]
+        rows = np.insert(self.rows, new, other.rows[~is_known])
+        return RowCounts(rows, np.insert(counts, new, other.counts[~is_known]), self.total + other.total)
 
 
 class AccessProfile:

@@ -1,7 +1,7 @@
 """`HotRows`: copies of the most read rows on all ranks of a flat model, chosen again as data changes (OPER, section 4).
 
 Each rank counts the ids of its batches. At a refresh the counts of all ranks are summed, the rows that save bytes
-between hosts are chosen (`dmt.hot_rows.costs`), and the copies of `dmt.hot_rows.copies` change to them: dropped rows
+between hosts are chosen (`dmt.hot_rows.choice`), and the copies of `dmt.hot_rows.copies` change to them: dropped rows
 return to their tables with their optimizer states, new ones are read from there.
 """
 
@@ -21,10 +21,10 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 from dmt.collectives import check_agreement, gather_objects, gather_on_first, run_on_all_or_raise
 from dmt.errors import InputError, check_instance, did_you_mean
 from dmt.formatting import shorten
+from dmt.hot_rows.choice import choose_rows
 from dmt.hot_rows.copies import HotCopies
-from dmt.hot_rows.costs import choose_rows
 from dmt.hot_rows.profile import AccessProfile, RowCounts
-from dmt.plan.tables import TableSpec, table_specs
+from dmt.plan.tables import ID_BYTES, TableSpec, table_specs
 from dmt.sharding.optimizers import data_parallel_obstacle, optimizer_name
 from dmt.sptt.dataflow import SPTTModule
 from dmt.sptt.flat import ShardedSPTTEmbeddingBagCollection
@@ -54,7 +54,7 @@ class HotRowsState:
 
 # Steps that are counted before rows are chosen for the first time.
 _FIRST_STEPS = 100
-# Ids that wait before they are counted: this many at least, 2 MB of int64.
+# Ids that wait before they are counted: this many, 2 MB of int64, or as many bytes as copies may have if that is more.
 _LEAST_COUNTED = 2**18
 
 
@@ -74,7 +74,7 @@ class HotRows:
     Args:
         model: holds one collection sharded by ``SPTTEmbeddingBagCollectionSharder``.
         mesh: the groups.
-        extra_memory: bytes that the copies of a rank may have, as a share of the weights of all tables.
+        extra_memory: share of the weights of all tables that a rank's copies, and ids that wait for a count, each take.
         refresh_every: training steps from one choice of rows to the next; the first choice comes after 100 steps at the
             latest. None: rows change only when you call `refresh` or `replicate`, but for the choice by ``profile``.
         profile: accesses for the first choice, after the first step; given on all ranks.
@@ -102,8 +102,9 @@ class HotRows:
         profile: AccessProfile | None = None,
     ) -> None:
         check_instance("mesh", mesh, TowerMesh)
-        # Only the first rank's profile is used: it chooses for all.
-        arguments = {"extra_memory": extra_memory, "refresh_every": refresh_every, "profile": profile is not None}
+        # Only the first rank's counts are used: it chooses for all.
+        counted = profile and {table.name: table for table in profile.tables}
+        arguments = {"extra_memory": extra_memory, "refresh_every": refresh_every, "profile": counted}
         check_agreement("HotRows", arguments, mesh.global_group)
         if not 0 < extra_memory <= 1:
             raise InputError(f"HotRows: extra_memory={extra_memory!r} must be a share above 0 and at most 1.")
@@ -130,7 +131,7 @@ class HotRows:
         # A profile chooses as soon as a batch was counted.
         self._first = None if profile is not None or refresh_every is None else min(_FIRST_STEPS, refresh_every)
         self._steps = self._batch_size = 0
-        self._counter = _Counter(self._tables)
+        self._counter = _Counter(self._tables, self._budget)
         # Groups of their own: on shared ones, ranks could start these collectives and others in different orders.
         topology = mesh.topology
         self._inside = mesh.new_group(topology.host_groups())
@@ -180,7 +181,7 @@ class HotRows:
         )
         self.replicate(chosen)
         # Start afresh: earlier counts would keep rows that nobody reads any more.
-        self._counter, self._batch_size = _Counter(self._tables), 0
+        self._counter, self._batch_size = _Counter(self._tables, self._budget), 0
 
     def replicate(self, rows: Mapping[str, Any]) -> None:
         """Copies exactly these rows to every rank, and returns others to their tables. Collective.
@@ -261,7 +262,7 @@ class HotRows:
             loaded.num_samples = state.counts.num_samples
             for name in names:
                 loaded.put(name, state.counts[name])
-        self._counter = _Counter(self._tables, loaded)
+        self._counter = _Counter(self._tables, self._budget, loaded)
         self.replicate({name: of_table for name, of_table in state.rows.items() if name in names})
 
     def _count(self, ids: KeyedJaggedTensor, _: bool) -> None:
@@ -282,14 +283,14 @@ class HotRows:
 class _Counter:
     """Counts the ids of batches exactly, where they are: on a GPU nothing is copied to the host, batch by batch."""
 
-    def __init__(self, tables: Sequence[TableSpec], before: AccessProfile | None = None) -> None:
+    def __init__(self, tables: Sequence[TableSpec], max_bytes: float, before: AccessProfile | None = None) -> None:
         self._total = before or AccessProfile(tables)
         self._waiting: list[dict[str, Tensor]] = []
         self._num_waiting = 0
-        self._enough = max(_LEAST_COUNTED, sum(table.num_embeddings for table in tables))
+        self._enough = max(_LEAST_COUNTED, max_bytes / ID_BYTES)
 
     def add(self, ids: KeyedJaggedTensor) -> None:
-        """Keeps the ids of a batch; all are counted once there are more of them than rows in the tables."""
+        """Keeps the ids of a batch; all are counted once they take up more than ``max_bytes`` on the device."""
         self._total.num_samples += ids.stride()
         self._waiting.append(dict(zip(ids.keys(), ids.values().split(ids.length_per_key()), strict=True)))
         self._num_waiting += ids.values().numel()

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dmt.hot_rows.costs import choose_rows
-from dmt.hot_rows.profile import AccessProfile
+from dmt.hot_rows.choice import choose_rows
+from dmt.hot_rows.profile import AccessProfile, RowCounts
 from dmt.plan.tables import TableSpec
 from dmt.plan.topology import TowerTopology
 
@@ -55,6 +55,15 @@ def sent_by_hand(ids: np.ndarray, hot: np.ndarray, *, towers: int, dim: int, uni
             total += len(np.unique(cold) if unique else cold) * (2 * 4 * dim + 8)
     away = (towers - 1) / towers  # ranks that are not in the table's own tower, whichever that is
     return (away * total + copied) / len(ids)
+
+
+def test_counts_that_are_added_are_those_of_all_ids() -> None:
+    draw, total, seen = np.random.default_rng(0), RowCounts.of([]), np.empty(0, np.int64)
+    for size in (0, 5, 1, 200, 3, 40):
+        ids = draw.integers(-2, 30 + size, size)
+        total, seen = total.merged(RowCounts.of(ids)), np.append(seen, ids)
+        rows, counts = np.unique(seen, return_counts=True)
+        assert (total.rows.tolist(), total.counts.tolist(), total.total) == (rows.tolist(), counts.tolist(), len(seen))
 
 
 @pytest.mark.parametrize("distinct", [False, True])

@@ -18,9 +18,10 @@ from torch.distributed._shard.sharded_tensor import ShardedTensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dmt import InputError, ReplicaSync, TowerMesh, TowerTopology, TrafficMeter
-from dmt.hot_rows.costs import choose_rows
+from dmt.hot_rows.choice import choose_rows
+from dmt.hot_rows.copies import HotCopies
 from dmt.hot_rows.profile import AccessProfile
-from dmt.hot_rows.runtime import HotRows, why_no_copies
+from dmt.hot_rows.runtime import HotRows, _Counter, why_no_copies
 from dmt.hot_rows.touched_sum import TouchedRowsSum
 from dmt.plan.tables import TableSpec, table_specs
 from dmt.sptt.sharder import HomeTable
@@ -129,7 +130,7 @@ def test_a_schedule_of_learning_rates_writes_no_hot_row_back(rank: int) -> None:
     hot = HotRows(training.model, mesh, refresh_every=None)
     hot.replicate(some_rows(hot, 2))
     fused = training.model.fused_optimizer
-    with patch("dmt.hot_rows.copies._HomePart.write") as write:
+    with patch.object(HotCopies, "write_back") as write:
         for step in range(3):
             for group in fused.param_groups:
                 group["lr"] = 0.1 / (1 + step)
@@ -254,6 +255,19 @@ def test_choice_takes_what_saves_most_for_its_size() -> None:
     assert {name: rows.tolist() for name, rows in one.items()} == {"narrow": [5], "wide": [5]}
     single = TowerTopology(num_towers=1, ranks_per_tower=4)
     assert choose_rows(profile, tables, single, batch_size=100, distinct=False, max_bytes=1e9) == {}
+
+
+@pytest.mark.parametrize(("max_bytes", "most"), [(0, 30), (8 * 100, 100)])
+def test_ids_that_wait_to_be_counted_take_no_more_than_copies_may(max_bytes: int, most: int) -> None:
+    tables = [TableSpec(name="t", num_embeddings=5000, embedding_dim=4, feature_names=("a", "b"))]
+    with patch("dmt.hot_rows.runtime._LEAST_COUNTED", 30):
+        counter, waiting = _Counter(tables, max_bytes), []
+    for step in range(40):
+        counter.add(KeyedJaggedTensor(["a", "b"], torch.arange(step, step + 8), lengths=torch.ones(8).int()))
+        waiting.append(counter._num_waiting)
+    assert most - 8 < max(waiting) <= most
+    counts = counter.profile()
+    assert (counts.num_samples, counts["t"].total, counts["t"].counts.max()) == (160, 320, 8)
 
 
 @on_ranks(4)

@@ -361,6 +361,8 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
     "refresh": (lambda job: hot(job, refresh_every=0), "refresh_every=0 must be a number of steps, at least 1"),
     "profile": (lambda job: hot(job, profile=AccessProfile(make_tables([8, 8]))),
                 r"the profile and the model differ in table 't2' \(2 such tables\)"),
+    "profile of a rank": (lambda job: hot(job, profile=AccessProfile(make_tables([8] * job.differs(4, 3)))),
+                          r"HotRows: profile\.t3 is TableSpec\(.* on rank 0, but absent on rank 1"),
     "hot table": (lambda job: hot(job).replicate({"t9": [1]}), "'t9' cannot have copies: the model has no such table"),
     "hot row": (lambda job: hot(job).replicate({"t1": [99]}), "'t1' .* int64 from 99 to 99"),
     "hot mask": (lambda job: hot(job).replicate({"t1": np.ones(4, dtype=bool)}),
