@@ -1,6 +1,6 @@
 """`GlobalIdRoute`: ids straight to the ranks that hold the tables, in one hop (SPTT steps a and c).
 
-DMT (arXiv 2403.00877) section 3.1.3. Where the peer route (`dmt.sptt.tower_lookup.PeerIdRoute`) crosses the slow links
+DMT (arXiv 2403.00877) section 3.1.3. Where the peer route (`dmt.sptt.peer_exchange.PeerIdRoute`) crosses the slow links
 once for each feature, this one crosses them once for each of its column shards. From the lookup (step b) on nothing
 differs, so both have the same bits.
 """
@@ -17,8 +17,8 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dmt.collectives import gather_objects
 from dmt.sptt.mesh import TowerMesh
-from dmt.sptt.peer_exchange import Pending
-from dmt.sptt.tower_lookup import GroupShardedEBC, PeerIdRoute
+from dmt.sptt.peer_exchange import PeerIdRoute, Pending
+from dmt.sptt.tower_lookup import GroupShardedEBC
 
 __all__ = ["GlobalIdRoute"]
 

@@ -1,4 +1,4 @@
-"""What crosses between towers: ids to the peers (`IdExchange`, SPTT steps a and c), rows back (`PeerExchange`, step f).
+"""What crosses between towers: ids to the peers (`PeerIdRoute`, SPTT steps a, c), rows back (`PeerExchange`, step f).
 
 Why step f is not TorchRec's pooled all-to-all: over NCCL both take as long, but over gloo ``all_to_all`` posts its
 receives only after its sends, so the two directions of a link take turns, and exchanges in flight together all end
@@ -20,6 +20,8 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torchrec.distributed.comm_ops import get_gradient_division
 from torchrec.distributed.dist_data import KJTAllToAll
+from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
+from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.types import (
     Awaitable,
     LazyAwaitable,
@@ -39,6 +41,7 @@ __all__ = [
     "AgreedOutputs",
     "IdExchange",
     "PeerExchange",
+    "PeerIdRoute",
     "Pending",
     "Piece",
     "Rows",
@@ -126,6 +129,67 @@ class IdExchange(nn.Module):
         num_keys = len(ids.keys()) // max(1, sum(self._sizes))  # of each feature
         # Not an attribute called _dist: under that name TorchRec's train pipeline would put off the exchange of sizes.
         return KJTAllToAll(self._group, [size * num_keys for size in self._sizes], stagger=self._stagger)(ids)
+
+
+class PeerIdRoute:
+    """The peer id route: `IdExchange` among peers, then TorchRec's own inside the tower.
+
+    ``collections`` are one for each logical tower; ``wanted`` has the features of each mesh tower, once; ``note_rows``
+    notes how many rows each peer has sent, and returns the ids with one batch size for all features.
+    """
+
+    stagger = 1
+    peers = slice(None)
+    """Positions of this rank's peers, in tower order, among the ranks that the ids cross."""
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup,
+        collections: Sequence[Any],
+        note_rows: Callable[[Any, KeyedJaggedTensor], KeyedJaggedTensor],
+        wanted: Sequence[Sequence[str]],
+    ) -> None:
+        self._group, self._collections, self._note_rows, self._wanted = group, collections, note_rows, wanted
+
+    def exchange(self, input_features: Sequence[str], device: torch.device | None = None) -> IdExchange:
+        """Makes the id exchange for batches with these keys."""
+        return IdExchange(self._group, self._wanted, input_features, stagger=self.stagger, device=device)
+
+    def carry_on(self, started: Any, ctx: Any) -> Awaitable[Awaitable[KJTList]]:
+        """Sends the ids of a started exchange on inside the tower (SPTT step a) once they have arrived.
+
+        A train pipeline waits twice, for sizes and then for ids, but there are two hops. Sizes of the first are waited
+        for here; ids of the first and sizes of the second by the first wait; ids of the second by the second wait.
+        """
+        first = KJTListSplitsAwaitable([started], ctx).wait()
+
+        @torch.no_grad()
+        def start() -> Awaitable[KeyedJaggedTensor]:
+            ids_P = first.wait()[0]
+            in_tower = self._note_rows(ctx, ids_P)
+            # Step a ends here: from the peer to the rank of the tower that the table's scheme names (Neo, section 4).
+            contexts = [collection.create_context() for collection in self._collections]
+            by_collection = list(zip(self._collections, contexts, strict=True))
+            # Sizes of all collections cross before any of them is waited for.
+            sizes = [collection.input_dist(context, in_tower) for collection, context in by_collection]
+            pending = [of_collection.wait() for of_collection in sizes]
+
+            def end() -> KeyedJaggedTensor:
+                ctx.in_tower = [(context, ids.wait()) for context, ids in zip(contexts, pending, strict=True)]
+                return ids_P
+
+            return Pending(end)
+
+        return KJTListSplitsAwaitable([Pending(start)], ctx)
+
+    def look_up(self, ctx: Any) -> list[Any]:
+        """Starts lookups and the exchange of partial embeddings inside the tower (SPTT steps b, d, e).
+
+        Returns for each collection a lazy ``KeyedTensor`` [sum of the peers' B, columns], or a dict of sequences for as
+        many samples, peers in tower order.
+        """
+        collections = zip(self._collections, ctx.in_tower, strict=True)
+        return [collection.compute_and_output_dist(*of_collection) for collection, of_collection in collections]
 
 
 class AgreedIds:

@@ -1,7 +1,7 @@
-"""What happens inside a tower: `PeerIdRoute` carries ids on to the lookup, `GroupShardedEBC` looks up.
+"""`GroupShardedEBC`: TorchRec's sharded collection over any group of ranks, all four schemes in one collection.
 
-`GroupShardedEBC` is TorchRec's sharded collection over any group of ranks, with all four schemes in one collection. It
-does SPTT's steps a (ids to the rank that holds the table), b (lookup) and d (partial embeddings to the tower's ranks).
+Inside a tower it does SPTT's steps a (ids to the rank that holds the table), b (lookup) and d (partial embeddings to
+the tower's ranks).
 Step e needs no code: embeddings arrive in its view, and are read by key.
 """
 
@@ -16,24 +16,21 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed._shard.sharded_tensor import ShardedTensor
-from torchrec.distributed.embedding_sharding import EmbeddingShardingContext, KJTListSplitsAwaitable
-from torchrec.distributed.embedding_types import KJTList
+from torchrec.distributed.embedding_sharding import EmbeddingShardingContext
 from torchrec.distributed.types import Awaitable, ParameterSharding
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, get_embedding_names_by_table
 from torchrec.optim.keyed import CombinedOptimizer
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
+from torchrec.sparse.jagged_tensor import KeyedTensor
 
 from dmt._torchrec import OpenShardedEBC, at_end_of_backward, group_env, mark_updated_in_backward
 from dmt.collectives import broadcast_tensor, start_sum, start_sum_over_hosts
 from dmt.sharding.data_parallel import DataParallelOptimizer
 from dmt.sptt.group_sharded import Embeddings, GroupSharded, table_configs, table_weights
-from dmt.sptt.peer_exchange import IdExchange, Pending
 
 __all__ = [
     "DataParallelTables",
     "GroupShardedEBC",
-    "PeerIdRoute",
     "RowWiseOutputs",
     "in_order",
     "output_keys",
@@ -288,67 +285,6 @@ class RowWiseOutputs(nn.Module):
         sums = self._exchange(torch.cat(padded), even)
         sums.callbacks.append(lambda rows: rows[: sizes[self._rank]])
         return sums
-
-
-class PeerIdRoute:
-    """The peer id route: `IdExchange` among peers (``peer_exchange.py``), then TorchRec's own inside the tower.
-
-    ``collections`` are one for each logical tower; ``wanted`` has the features of each mesh tower, once; ``note_rows``
-    notes how many rows each peer has sent, and returns the ids with one batch size for all features.
-    """
-
-    stagger = 1
-    peers = slice(None)
-    """Positions of this rank's peers, in tower order, among the ranks that the ids cross."""
-
-    def __init__(
-        self,
-        group: ProcessGroup,
-        collections: Sequence[Any],
-        note_rows: Callable[[Any, KeyedJaggedTensor], KeyedJaggedTensor],
-        wanted: Sequence[Sequence[str]],
-    ) -> None:
-        self._group, self._collections, self._note_rows, self._wanted = group, collections, note_rows, wanted
-
-    def exchange(self, input_features: Sequence[str], device: torch.device | None = None) -> IdExchange:
-        """Makes the id exchange for batches with these keys."""
-        return IdExchange(self._group, self._wanted, input_features, stagger=self.stagger, device=device)
-
-    def carry_on(self, started: Any, ctx: Any) -> Awaitable[Awaitable[KJTList]]:
-        """Sends the ids of a started exchange on inside the tower (SPTT step a) once they have arrived.
-
-        A train pipeline waits twice, for sizes and then for ids, but there are two hops. Sizes of the first are waited
-        for here; ids of the first and sizes of the second by the first wait; ids of the second by the second wait.
-        """
-        first = KJTListSplitsAwaitable([started], ctx).wait()
-
-        @torch.no_grad()
-        def start() -> Awaitable[KeyedJaggedTensor]:
-            ids_P = first.wait()[0]
-            in_tower = self._note_rows(ctx, ids_P)
-            # Step a ends here: from the peer to the rank of the tower that the table's scheme names (Neo, section 4).
-            contexts = [collection.create_context() for collection in self._collections]
-            by_collection = list(zip(self._collections, contexts, strict=True))
-            # Sizes of all collections cross before any of them is waited for.
-            sizes = [collection.input_dist(context, in_tower) for collection, context in by_collection]
-            pending = [of_collection.wait() for of_collection in sizes]
-
-            def end() -> KeyedJaggedTensor:
-                ctx.in_tower = [(context, ids.wait()) for context, ids in zip(contexts, pending, strict=True)]
-                return ids_P
-
-            return Pending(end)
-
-        return KJTListSplitsAwaitable([Pending(start)], ctx)
-
-    def look_up(self, ctx: Any) -> list[Any]:
-        """Starts lookups and the exchange of partial embeddings inside the tower (SPTT steps b, d, e).
-
-        Returns for each collection a lazy ``KeyedTensor`` [sum of the peers' B, columns], or a dict of sequences for as
-        many samples, peers in tower order.
-        """
-        collections = zip(self._collections, ctx.in_tower, strict=True)
-        return [collection.compute_and_output_dist(*of_collection) for collection, of_collection in collections]
 
 
 def in_order(arrived: Embeddings, keys: Sequence[str]) -> Embeddings:
