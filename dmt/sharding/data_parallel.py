@@ -42,8 +42,9 @@ class DataParallelOptimizer(FusedOptimizer):
     """FBGEMM's row-wise AdaGrad, AdaGrad, Adam and SGD for whole tables with dense gradients.
 
     State has FBGEMM's names, shapes and meaning: ``momentum1`` of row-wise AdaGrad is [rows], the sum over steps of
-    the *mean* over columns of the squared gradient. Rows whose gradient is zero stay as they are, also under Adam,
-    whose fused kernel too visits only the rows of the batch.
+    the *mean* over columns of the squared gradient. Rows whose gradient is zero stay as they are. FBGEMM's Adam
+    (GPUs only) visits all rows of the batch: one read with a gradient of exactly zero moves by its moments there, and
+    its count of steps includes evaluations.
 
     Args:
         weights: [rows, columns] of each table, by table name.
