@@ -216,10 +216,10 @@ def _check_tables(place: str, model: nn.Module, job: Job) -> None:
         return
     for module in tower_modules(model):
         sizes = [getattr(module, name, None) for name in ("in_features", "out_features")]
-        if not all(isinstance(size, int) for size in sizes):
+        if not all(isinstance(size, int) and size > 0 for size in sizes):
             raise InputError(
                 f"{place}: tower module {type(module).__name__} has in_features and out_features {sizes}. Give it "
-                "both, the numbers per sample that enter and leave it."
+                "both, the numbers per sample that enter and leave it, at least 1."
             )
     assert job.towers is not None, "a model in towers has the tower dataflow"
     lists = job.towers.tables_by_tower(job.split_tables)
