@@ -40,6 +40,7 @@ __all__ = [
     "mark_updated_in_backward",
     "place_globally",
     "scale_learning_rate",
+    "set_output_of_empty",
     "settings_on_parameters",
     "tree_flatten",
     "tree_unflatten",
@@ -195,6 +196,13 @@ def lookups_of(module: nn.Module) -> list[nn.Module]:
     is_sharded = isinstance(module, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection)
     lookups: Any = module._lookups if is_sharded else []
     return list(lookups)
+
+
+def set_output_of_empty(lookups: Sequence[Any], dtype: torch.dtype) -> None:
+    """Gives the empty output of lookups without tables the dtype of the others': ranks must send the same numbers."""
+    for lookup in lookups:
+        if hasattr(lookup, "_dummy_embs_tensor"):
+            lookup._dummy_embs_tensor = torch.empty_like(lookup._dummy_embs_tensor, dtype=dtype, requires_grad=True)
 
 
 def fused_kernels(lookup: Any) -> dict[str, Any]:

@@ -206,11 +206,11 @@ def test_file_sizes() -> None:
 
 # Lines and files of each part at most, and where they are to get. Raise a number only with the reason in the commit.
 CEILINGS = {
-    "the library": (25_217, 134),  # 20_500, 136
-    "dmt/*.py": (995, 7),  # 800, 8
+    "the library": (25_245, 134),  # 20_500, 136
+    "dmt/*.py": (1_005, 7),  # 800, 8
     "dmt/plan": (690, 5),  # 600, 5
     "dmt/sharding": (1_925, 10),  # 1_750, 10
-    "dmt/sptt": (3_410, 18),  # 2_900, 18
+    "dmt/sptt": (3_415, 18),  # 2_900, 18
     "dmt/replicas": (380, 3),  # 350, 3
     "dmt/hot_rows": (945, 6),  # 900, 6
     "dmt/simulator": (840, 4),  # 800, 5
