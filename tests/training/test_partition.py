@@ -166,9 +166,9 @@ INTERACTIONS = ("--strategy", "interactions", "--tower-module", "dcn")
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        ([], "Give --checkpoint RUN_DIR; or, for towers .* without a model, --data FILE and --tower-module"),
-        (["--data", "x"], "Give --checkpoint RUN_DIR, or"),
-        (["--data", "x", "--tower-module", "dcn", "--strategy", "coherent"], "Give --checkpoint RUN_DIR, or"),
+        ([], "RUN_DIR; or, for towers from interactions without a model, --data FILE and --tower-module"),
+        (["--data", "x"], "Give --checkpoint RUN_DIR; or"),
+        (["--data", "x", "--tower-module", "dcn", "--strategy", "coherent"], "Give --checkpoint RUN_DIR; or"),
         (["--checkpoint", "/nowhere"], "error: /nowhere is not the output_dir of a"),
         (["--data", "/no.csv", *INTERACTIONS], "'/no.csv' matches no file"),
         ([*RUN, "--rules", "/nowhere.toml"], "/nowhere.toml: cannot be"),
