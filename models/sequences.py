@@ -57,9 +57,14 @@ class TargetAttention(nn.Module):
     def forward(self, target_BN: Tensor, items: _Items) -> Tensor:
         """Target [B, N] and its history -> [B, N]."""
         items_JN, sample_J, num_samples = items
-        query_JN = target_BN.index_select(0, sample_J)
-        pairs = torch.cat([query_JN, items_JN, query_JN - items_JN, query_JN * items_JN], dim=1)
-        weights_J = _softmax_by_sample(self.score(pairs).squeeze(1), sample_J, num_samples)
+        first, activation, last = self.score
+        of_target, of_item, of_difference, of_product = first.weight.chunk(4, dim=1)
+        # The first layer is linear: its part of the targets is computed once for a sample, and no item has 4 N numbers.
+        hidden_BH = nn.functional.linear(target_BN, of_target + of_difference, first.bias)
+        products_JN = target_BN.index_select(0, sample_J) * items_JN
+        hidden_JH = nn.functional.linear(items_JN, of_item - of_difference)
+        hidden_JH = hidden_JH + nn.functional.linear(products_JN, of_product) + hidden_BH.index_select(0, sample_J)
+        weights_J = _softmax_by_sample(last(activation(hidden_JH)).squeeze(1), sample_J, num_samples)
         return torch.zeros_like(target_BN).index_add(0, sample_J, weights_J.unsqueeze(1) * items_JN)
 
 

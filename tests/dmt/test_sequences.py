@@ -326,10 +326,12 @@ def test_attention_is_counted_by_the_length_of_its_history() -> None:
         lengths=torch.cat([lengths[:8], lengths[:8], lengths[8:]]),
     )
     counted = count_complexity(History(), torch.zeros(8, 3), ids)
-    # 30 / 8 items of 4 * 8 numbers through 5 and 1; target and sum through 4; a bag of 8 through 4.
-    assert counted.mflops_per_sample == pytest.approx(6e-6 * (3.75 * (32 * 5 + 5) + 16 * 4 + 8 * 4))
+    # 30 / 8 items, and their products with the target, of 8 numbers through 5 and 1, and the target; target and sum
+    # through 4; a bag of 8 through 4.
+    attention = 3.75 * (16 * 5 + 5) + 8 * 5
+    assert counted.mflops_per_sample == pytest.approx(6e-6 * (attention + 16 * 4 + 8 * 4))
     assert counted.compression_ratio == (1 + 3.75 + 1) * 8 / (4 + 4)
     planned = without_tables(History(), {"history": 3.75})
     assert count_on_meta(planned.to("meta"), 3) == counted
     forward = [sum(one.flops for one in part.forward) for part in count_operators(planned, 3).towers]
-    assert forward == [2 * (3.75 * (32 * 5 + 5) + 16 * 4), 2 * 8 * 4]
+    assert forward == [2 * (attention + 16 * 4), 2 * 8 * 4]
