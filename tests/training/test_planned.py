@@ -61,6 +61,23 @@ CASES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
             "train": {"dense_reduce": "hierarchical"},
         },
     ),
+    "sequences": (
+        "dmt-dlrm",
+        {
+            "synthetic": {"num_multi_hot": 2},
+            "data": {"sequences": {"C6": "C1", "C5": "C1"}},
+            "sharding": {"scheme": "table_wise", "pooling_factors": {"C5": 10, "C6": 50}},
+        },
+    ),
+    "sequences, two towers on a host": (
+        "dmt-dcn",
+        {
+            "synthetic": {"num_multi_hot": 2},
+            "data": {"sequences": {"C5": "C1", "C6": "C2"}},
+            "sharding": {"scheme": "table_wise", "pooling_factors": {"C5": 200, "C6": 1}},
+            "topology": {"num_towers": 4, "ranks_per_tower": 1, "ranks_per_host": 2},
+        },
+    ),
     "a tower on two hosts": (
         "dmt-dcn",
         {
@@ -86,7 +103,7 @@ def config_of(name: str, folder: str) -> TrainingConfig:
     sections["sharding"] = {"dataflow": "sptt"} | sections.get("sharding", {})
     # Rows that the tower's ranks share evenly and one id a sample, as planned. In its third pass, DDP tells all ranks
     # once how it has laid out gradients; the fourth one is measured.
-    synthetic = {"rows_per_table": ROWS, "num_rows": 3072}
+    synthetic = {"rows_per_table": ROWS, "num_rows": 3072} | sections.pop("synthetic", {})
     train = {"batch_size": 128, "max_steps": 3} | sections.pop("train", {})
     return small(arch, synthetic=synthetic, train=train, **sections)
 
@@ -100,16 +117,18 @@ def measure_on_rank(rank: int, folder: str, names: list[str]) -> dict[str, dict[
         run = new_run(config, mesh)
         train_loop(run)
         run.pipeline.detach()
-        batch = evenly_drawn(next(batches_of(run.job, mesh, "train")), rank)
+        lengths = config.sharding.pooling_factors
+        batch = evenly_drawn(next(batches_of(run.job, mesh, "train")), lengths, rank)
         found[name] = asdict(measure_traffic(run.model, run.optimizer, batch, mesh))
     return found
 
 
-def evenly_drawn(batch: ClickBatch, seed: int) -> ClickBatch:
-    """The batch with ids that use all rows evenly, as planned."""
-    ids = batch.sparse_features
-    values = torch.randint_like(ids.values(), ROWS, generator=torch.Generator().manual_seed(seed))
-    return replace(batch, sparse_features=KeyedJaggedTensor(keys=ids.keys(), values=values, lengths=ids.lengths()))
+def evenly_drawn(batch: ClickBatch, of_feature: Mapping[str, float], seed: int) -> ClickBatch:
+    """The batch with as many ids as planned, which use all rows evenly."""
+    keys, size = batch.sparse_features.keys(), batch.sparse_features.stride()
+    lengths = torch.tensor([int(of_feature.get(key, 1)) for key in keys]).repeat_interleave(size)
+    values = torch.randint(ROWS, (int(lengths.sum()),), generator=torch.Generator().manual_seed(seed))
+    return replace(batch, sparse_features=KeyedJaggedTensor(keys=keys, values=values, lengths=lengths))
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ from dmt.plan.towers import TowerPlan
 from dmt.sptt.mesh import TowerMesh
 from dmt.training.build import build_model
 from dmt.training.check import CheckLimits, check_run
+from dmt.training.commands.what_if import work_of
 from dmt.training.config import TrainingConfig
 from dmt.training.data.config import DataConfig
 from dmt.training.data.prepare import prepare
@@ -118,10 +119,12 @@ def test_runs_with_sequences_agree_with_the_plain_module(name: str) -> None:
             {"towers": {"outside": ["C1", "C5", "C6"]}},
             "'C.' of data.sequences is outside towers, where all features are bags",
         ),
+        ({"hot_rows": {"extra_memory": 0.01}}, "hot rows need a flat model; towers send"),
+        ({"arch": "dlrm", "dataflow": "flat", "hot_rows": {"extra_memory": 0.01}}, "needs sharding.dataflow='sptt'"),
     ],
 )
 def test_what_carries_no_sequences_is_refused(sections: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
+    with pytest.raises(ValueError, match=message):
         build_model(open_job(with_sequences(**sections)), device="meta")
 
 
@@ -149,6 +152,21 @@ def sequences_of_all(tables: list[Any], towers: TowerPlan) -> torch.nn.Module:
     modules = [DINTowerModule(*tower.features[:2], embedding_dim=8, tower_dim=4) for tower in towers.towers]
     parts = [EmbeddingTower(EmbeddingCollection(tables=t), m) for t, m in zip(held, modules, strict=True)]
     return EmbeddingTowerCollection(parts)
+
+
+@pytest.mark.parametrize("arch", ["dlrm", "dmt-dlrm", "dmt-dcn"])
+def test_a_step_is_priced_by_the_length_of_its_sequences(arch: str) -> None:
+    sent = []
+    for length in (10, 50, 200):
+        job = open_job(with_sequences(arch, sharding={"pooling_factors": dict.fromkeys(SEQUENCES, length)}))
+        by_name = {name: load.uplink for name, load in work_of(job).sent.items()}
+        ids = by_name["peer_ids"] + by_name["tower_ids"]
+        sent.append((ids, sum(by_name.values()) - ids))
+    (short, outputs), (middle, at_50), (long, at_200) = sent
+    # An id more of 32 samples and two sequences is sent; in the flat model its embedding too, and its gradient.
+    assert (long - middle) / 150 == (middle - short) / 40 == 32 * 2 * 8
+    growth = (at_200 - at_50, at_50 - outputs)
+    assert growth == (0, 0) if arch != "dlrm" else growth[0] == 150 / 40 * growth[1] > 0
 
 
 def write_rows(folder: Path, rows: int = 300) -> dict[str, str]:

@@ -232,6 +232,7 @@ PAIRS = [
     ("flat, some outside", "flat, some outside"),
     ("sequences", "sequences, rows"),
     ("sequences, rows", "sequences, rows"),
+    ("sequences, rows", "sequences"),
     ("sequences, rows", "sequences, 1 rank"),
     ("sequences", "sequences, 2 replicas"),
 ]
