@@ -16,6 +16,7 @@ import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict
+from itertools import product
 from pathlib import Path
 from typing import Any, get_args
 
@@ -138,12 +139,20 @@ def about_job(command: str) -> dict[str, Any]:
 @click.option("--rows-cap", type=click.IntRange(1), default=40_000, help="Most rows of a table.")
 @click.option("--ids", type=click.Choice(get_args(Ids)), default="skewed", help="With Criteo's skew, or evenly.")
 @click.option("--group", type=click.IntRange(1), default=1, help="Samples of a request, which share the user's ids.")
+@click.option("--history", type=click.IntRange(0), multiple=True, default=[0], help="Ids of a history; a job for each.")
 @click.option("--contenders", multiple=True, default=["*"], help="Name or pattern; may be given several times.")
 @click.option("--emulated/--no-hosts", default=True, help="Whether on emulated hosts (needs root).")
 @click.option("--list", "only_list", is_flag=True, help="Print the names of contenders and stop.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), default=Path("runs/train_step.json"))
 def main(
-    *, hosts: tuple[int, ...], contenders: tuple[str, ...], emulated: bool, only_list: bool, out: Path, **sizes: Any
+    *,
+    hosts: tuple[int, ...],
+    history: tuple[int, ...],
+    contenders: tuple[str, ...],
+    emulated: bool,
+    only_list: bool,
+    out: Path,
+    **sizes: Any,
 ) -> None:
     """Measures training steps of contenders and writes JSON."""
     if only_list:
@@ -151,7 +160,7 @@ def main(
         return
     try:
         common = {"mbit_per_s": sizes.pop("mbit"), "batch_size": sizes.pop("batch"), **sizes}
-        settings = [Setting(hosts=number, **common) for number in hosts]
+        settings = [Setting(hosts=number, history=length, **common) for number, length in product(hosts, history)]
         runs = [run_setting(setting, select(contenders), out, emulated=emulated) for setting in settings]
     except InputError as error:
         raise click.UsageError(str(error)) from error

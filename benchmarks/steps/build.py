@@ -44,6 +44,7 @@ from dmt.errors import InputError
 from dmt.hot_rows.runtime import HotRows
 from dmt.models import DLRM, DMTDLRM, flat_sparse_arch, tower_sparse_arch
 from dmt.models.complexity import CRITEO_DENSE_FEATURES
+from dmt.models.dense import ModelOptions
 from dmt.plan.tables import TableSpec, feature_names
 from dmt.sharding.costs import StepWorkload
 from dmt.sharding.outside import CrossingCosts, choose_outside
@@ -121,11 +122,15 @@ def build_plain(contender: Contender, setting: Setting, *, tables_device: str | 
         tables_device: ``"meta"`` for tables that only the sharded ranks will hold. TorchRec's tower sharder wants
             dense parts with their weights.
     """
+    # With histories the over arch of DIN (arXiv 1706.06978, Figure 2).
+    sizes = {"dense_arch_layer_sizes": (64,), "over_arch_layer_sizes": (200, 80, 1)} if setting.history else {}
+    options = ModelOptions(**sizes)  # type: ignore[arg-type]
     if not contender.has_towers:
         return ClickTask(
             DLRM(
                 tables=benchmark_tables(setting),
                 dense_in_features=CRITEO_DENSE_FEATURES,
+                options=options,
                 make_sparse_arch=lambda tables, _: flat_sparse_arch(tables, tables_device),
             )
         )
@@ -137,6 +142,7 @@ def build_plain(contender: Contender, setting: Setting, *, tables_device: str | 
             tower_plan=towers,
             dense_in_features=CRITEO_DENSE_FEATURES,
             tower_dim=dim,
+            options=options,
             make_sparse_arch=lambda tables, plan, modules, _: tower_sparse_arch(tables, plan, modules, tables_device),
         )
     )
@@ -160,7 +166,7 @@ def build_contender(contender: Contender, setting: Setting, meshes: Meshes, batc
     topology = mesh = None
     if contender.family == "flat":
         sharders = flat_sharders(contender, fused)
-        plan = flat_plan(contender, setting, model, sharders[0])
+        plan = flat_plan(contender, setting, model, sharders)
     elif contender.family == "etc":
         sharders = tower_sharders(contender, fused)
         plan = tower_plan_by_hand(contender, setting, model, sharders[0])
@@ -168,7 +174,9 @@ def build_contender(contender: Contender, setting: Setting, meshes: Meshes, batc
         topology = own_topology(contender, setting)
         mesh = meshes.get(topology)
         sharders = own_sharders(contender, mesh, own_towers(contender, setting), fused)
-        workload = StepWorkload(batch_size=setting.batch_size)
+        pairs = [pair for table in benchmark_tables(setting) for pair in table.sequences]
+        lengths = {sequence: float(setting.history) for sequence, _ in pairs}
+        workload = StepWorkload(batch_size=setting.batch_size, pooling_factors=lengths)
         plan = TowerShardingPlanner(topology, workload=workload, hot_rows=contender.hot_rows).plan(model, sharders)
     cpu = torch.device("cpu")
     with startable_on_cpu() if contender.family == "etc" else nullcontext():
@@ -182,7 +190,7 @@ def build_contender(contender: Contender, setting: Setting, meshes: Meshes, batc
     if contender.micro_batches > 1:
         run_in_micro_batches(sharded.module.model, contender.micro_batches)
     is_flat = contender.family == "flat"
-    small_tables = SmallTables(sharded.module.model.sparse_arch, fused) if is_flat else None
+    small_tables = SmallTables(sharded.module.model.sparse_arch, fused) if is_flat and not setting.history else None
     optimizer = build_optimizer(OPTIMIZER, sharded)
     hot_rows = None
     if contender.hot_rows and mesh is not None:
@@ -243,10 +251,15 @@ def own_sharders(
 
 
 def own_tables(contender: Contender, setting: Setting) -> list[TableSpec]:
-    """The tables of a model; those outside towers are as wide as what towers return for a feature."""
+    """The tables of a model; those outside towers are as wide as what towers return for a feature.
+
+    All tables of a tower with histories are looked up id by id.
+    """
     tables, dim = benchmark_tables(setting), EMBEDDING_DIM // contender.compression
-    outside = own_towers(contender, setting).outside_tables(tables)
-    return [replace(table, embedding_dim=dim) if table in outside else table for table in tables]
+    towers = own_towers(contender, setting)
+    outside = towers.outside_tables(tables)
+    by_id = [t for held in towers.tables_by_tower(tables) if any(t.sequences for t in held) for t in held]
+    return [replace(t, embedding_dim=dim if t in outside else t.embedding_dim, is_sequence=t in by_id) for t in tables]
 
 
 def own_wrapper(contender: Contender, mesh: TowerMesh) -> DataParallelWrapper:
@@ -257,9 +270,10 @@ def own_wrapper(contender: Contender, mesh: TowerMesh) -> DataParallelWrapper:
 
 
 def own_towers(contender: Contender, setting: Setting) -> TowerPlan:
-    """Feature i in tower i mod T, as in the paper's tables, of those that are not outside."""
+    """Table i in tower i mod T, as in the paper's tables, of those that are not outside."""
     topology, tables = own_topology(contender, setting), benchmark_tables(setting)
-    plan = TowerPlan.strided(feature_names(tables), topology.num_towers)
+    number = topology.num_towers
+    plan = TowerPlan.from_lists([feature_names(tables[i::number]) for i in range(number)], strategy="strided")
     if not contender.outside:
         return plan
     dim = EMBEDDING_DIM // contender.compression

@@ -123,16 +123,14 @@ class PlainModel:
 
 def _joined(batches: Sequence[ClickBatch]) -> ClickBatch:
     """Batches one below the other."""
-    first = batches[0].sparse_features
-    ids = [batch.sparse_features.values().view(len(first.keys()), -1) for batch in batches]
-    values = torch.cat(ids, dim=1)
+    keys = batches[0].sparse_features.keys()
+    ids = [batch.sparse_features[key] for key in keys for batch in batches]
     return ClickBatch(
         dense_features=torch.cat([batch.dense_features for batch in batches]),
         sparse_features=KeyedJaggedTensor(
-            keys=first.keys(),
-            values=values.flatten(),
-            lengths=torch.ones(values.numel(), dtype=torch.int32),
-            stride=values.shape[1],
+            keys=keys,
+            values=torch.cat([of_key.values() for of_key in ids]),
+            lengths=torch.cat([of_key.lengths() for of_key in ids]),
         ),
         labels=torch.cat([batch.labels for batch in batches]),
         weights=torch.cat([batch.weights for batch in batches]),

@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed import embedding_tower_sharding
+from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_tower_sharding import EmbeddingTowerCollectionSharder
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -50,20 +51,36 @@ Generator = Callable[..., Any]
 
 
 def flat_sharders(contender: Contender, fused_params: dict[str, Any]) -> list[Any]:
-    """TorchRec's sharder of the flat collection."""
-    return [EmbeddingBagCollectionSharder(fused_params=fused_params, qcomm_codecs_registry=_codecs(contender))]
+    """TorchRec's sharders of flat collections: of bags, and of histories.
+
+    Its ``use_index_dedup``, which sends each distinct id of histories once, has no kernel on CPUs.
+    """
+    options: dict[str, Any] = {"fused_params": fused_params, "qcomm_codecs_registry": _codecs(contender)}
+    return [EmbeddingBagCollectionSharder(**options), EmbeddingCollectionSharder(**options)]
 
 
-def flat_plan(contender: Contender, setting: Setting, model: nn.Module, sharder: Any) -> ShardingPlan:
+def flat_plan(contender: Contender, setting: Setting, model: nn.Module, sharders: Sequence[Any]) -> ShardingPlan:
     """The plan of a flat contender.
 
     Args:
         contender: of the flat family.
         setting: sizes of the job.
         model: a `ClickTask` around DLRM.
-        sharder: of the collection.
+        sharders: `flat_sharders`.
     """
-    collection: Any = model.model.sparse_arch  # type: ignore[union-attr]
+    plans = {
+        name: _plan_by_hand(module, _flat_schemes(contender, setting, module, sharder), setting, sharder)
+        for name, module in model.named_modules()
+        for sharder in sharders
+        if type(module) is sharder.module_type
+    }
+    return ShardingPlan(plan=plans)
+
+
+def _flat_schemes(
+    contender: Contender, setting: Setting, collection: nn.Module, sharder: Any
+) -> Mapping[str, Generator]:
+    """Sharding of each table of a collection."""
     if contender.scheme == "planner":
         schemes = _as_torchrec_plans(collection, setting, sharder)
     else:
@@ -74,7 +91,7 @@ def flat_plan(contender: Contender, setting: Setting, model: nn.Module, sharder:
         small = {name: data_parallel() for name, weight in weights.items() if len(weight) <= most}
         large = [name for name in weights if name not in small]
         schemes = small | {name: _scheme(contender.scheme, i, setting) for i, name in enumerate(large)}
-    return ShardingPlan(plan={"model.sparse_arch": _plan_by_hand(collection, schemes, setting, sharder)})
+    return schemes
 
 
 def most_data_parallel_rows(setting: Setting, number_bytes: int = 4) -> int:
@@ -172,11 +189,13 @@ def _codecs(contender: Contender) -> dict[str, Any] | None:
 
 def _scheme(scheme: str, table: int, setting: Setting) -> Generator:
     """Generator of the sharding of the table with this number."""
+    if scheme == "row_wise":
+        return row_wise()
     first = table % setting.hosts * setting.ranks_per_host
     slot = table // setting.hosts
     if scheme == "table_wise":
         return table_wise(rank=first + slot % setting.ranks_per_host)
-    assert scheme == "column_wise", f"flat contenders are table- or column-wise, not {scheme}"
+    assert scheme == "column_wise", f"flat contenders are not {scheme}"
     return column_wise(ranks=_halves(table, setting))
 
 

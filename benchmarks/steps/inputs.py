@@ -8,6 +8,9 @@ ids             of a batch
 ``uniform``     drawn evenly
 ==============  ======================================================================================================
 
+With ``history`` = L there are the four features with most rows only, and two of them have a history: L ids of the same
+table, to which the id attends.
+
 With ``group`` = R samples come in runs of R, as one request's candidates do: the even features (C1, C3, ...) are the
 user's, equal in a run, the others the items'.
 """
@@ -41,9 +44,18 @@ _SPREAD = 2_654_435_761
 
 
 def benchmark_tables(setting: Setting) -> list[TableSpec]:
-    """Criteo's 26 tables with the rows of Criteo-Kaggle, each cut to ``rows_cap`` rows."""
-    rows = [min(n, setting.rows_cap) for n in CRITEO_KAGGLE_ROWS]
-    return [replace(t, num_embeddings=n) for t, n in zip(criteo_1tb_tables(EMBEDDING_DIM), rows, strict=True)]
+    """Criteo's 26 tables, or the four of a model with histories, with Criteo-Kaggle's rows, at most ``rows_cap``."""
+    tables = criteo_1tb_tables(EMBEDDING_DIM)
+    cut = [replace(tables[i], num_embeddings=min(CRITEO_KAGGLE_ROWS[i], setting.rows_cap)) for i in _places(setting)]
+    for i, table in enumerate(cut[:2] if setting.history else ()):
+        (target,) = table.feature_names
+        cut[i] = replace(table, feature_names=(target, f"{target}s"), sequences=((f"{target}s", target),))
+    return cut
+
+
+def _places(setting: Setting) -> Sequence[int]:
+    """Places of the tables among Criteo's, those with histories first."""
+    return (2, 11, 20, 15) if setting.history else range(len(CRITEO_KAGGLE_ROWS))
 
 
 def random_batch(setting: Setting, batch_size: int, step: int, rank: int) -> ClickBatch:
@@ -51,16 +63,16 @@ def random_batch(setting: Setting, batch_size: int, step: int, rank: int) -> Cli
     tables = benchmark_tables(setting)
     mixed = np.random.SeedSequence((setting.seed, step, rank)).generate_state(1)[0]
     generator = torch.Generator().manual_seed(int(mixed))
-    values = []
-    for i, table in enumerate(tables):
+    values, lengths = [], []
+    for i, table in zip(_places(setting), tables, strict=True):
         run = setting.group if i % 2 == 0 else 1
-        ids = _ids(setting, i, table.num_embeddings, -(-batch_size // run), generator)
-        values.append(ids.repeat_interleave(run)[:batch_size])
+        for feature in table.feature_names:
+            length = setting.history if feature in dict(table.sequences) else 1
+            ids = _ids(setting, i, table.num_embeddings, -(-batch_size // run) * length, generator)
+            values.append(ids.view(-1, length).repeat_interleave(run, dim=0)[:batch_size].flatten())
+            lengths.append(torch.full((batch_size,), length, dtype=torch.int32))
     ids = KeyedJaggedTensor(
-        keys=feature_names(tables),
-        values=torch.cat(values),
-        lengths=torch.ones(len(tables) * batch_size, dtype=torch.int32),
-        stride=batch_size,
+        keys=feature_names(tables), values=torch.cat(values), lengths=torch.cat(lengths), stride=batch_size
     )
     return ClickBatch(
         dense_features=torch.randn(batch_size, CRITEO_DENSE_FEATURES, generator=generator),
@@ -74,7 +86,7 @@ def access_profile(setting: Setting) -> AccessProfile:
     """Accesses of the whole job in 25 steps of other ids than those that are trained on, the same on all ranks."""
     tables, size = benchmark_tables(setting), 25 * setting.batch_size * setting.world_size
     profile, generator = AccessProfile(tables), torch.Generator().manual_seed(setting.seed + 1)
-    for i, table in enumerate(tables):
+    for i, table in zip(_places(setting), tables, strict=True):
         ids = _ids(setting, i, table.num_embeddings, size, generator)
         profile.add({feature: ids.numpy() for feature in table.feature_names}, num_samples=0)
     profile.num_samples = size

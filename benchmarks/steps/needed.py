@@ -131,11 +131,14 @@ def host_shares(plan: ShardingPlan, setting: Setting) -> list[HostShare]:
 def needed_by(built: Built, setting: Setting) -> dict[str, int] | None:
     """The bytes that a contender must send across hosts in one step, on the first batch of the pool.
 
-    None for replicas: the bytes of their average are not counted at the collectives either.
+    None for replicas: the bytes of their average are not counted at the collectives either. No number for histories:
+    `tests.dmt.test_sequences` has the arithmetic.
     """
     contender = built.contender
     if contender.num_replicas > 1:
         return None
+    if setting.history:
+        return dict.fromkeys(("ids", "forward", "backward", "dense"), 0)
     if contender.family in ("flat", "etc"):
         shares = host_shares(built.plan, setting)
     else:

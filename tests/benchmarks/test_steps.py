@@ -6,6 +6,7 @@ import json
 import os
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from pathlib import Path
 
@@ -39,8 +40,7 @@ def plan_of(name, setting):
     contender = named(name)
     model = build_plain(contender, setting, tables_device="meta")
     if contender.family == "flat":
-        (sharder,) = flat_sharders(contender, fused_params(OPTIMIZER))
-        return flat_plan(contender, setting, model, sharder)
+        return flat_plan(contender, setting, model, flat_sharders(contender, fused_params(OPTIMIZER)))
     (sharder,) = tower_sharders(contender, fused_params(OPTIMIZER))
     return tower_plan_by_hand(contender, setting, model, sharder)
 
@@ -64,6 +64,7 @@ def test_contenders_are_chosen_by_name_and_pattern() -> None:
         ({"ids": "zipf"}, r"ids='zipf' is not one of \['skewed', 'uniform'\]"),
         ({"group": 0}, r"group=0 must be at least 1"),
         ({"warm_up_rounds": -1}, r"warm_up_rounds=-1 must not be negative"),
+        ({"history": -1}, r"history=-1 must not be negative"),
         ({"mbit_per_s": 0}, r"mbit_per_s=0 must be positive"),
         ({"hosts": 1, "ranks_per_host": 1}, r"hosts=1, ranks_per_host=1 is one rank"),
     ],
@@ -247,11 +248,11 @@ def test_a_wrong_loss_is_reported_with_rank_and_step() -> None:
 # Jobs.
 
 
-def job(rank: int, names: list[str], out: str) -> None:
+def job(rank: int, names: list[str], out: str, **changes: int) -> None:
     from benchmarks.steps.rank import run_job
 
     os.environ["LOCAL_WORLD_SIZE"] = "2"
-    run_job(Setting(**SMALL), [named(name) for name in names], Path(out))
+    run_job(Setting(**SMALL | changes), [named(name) for name in names], Path(out))
 
 
 def spoilt_job(rank: int, out: str) -> None:
@@ -266,8 +267,8 @@ def spoilt_job(rank: int, out: str) -> None:
     job(rank, ["flat-tw", "sptt"], out)
 
 
-def run_of(names: list[str], folder: Path) -> dict[str, dict]:
-    run_ranks(job, 4, names, str(folder / "run.json"))
+def run_of(names: list[str], folder: Path, **changes: int) -> dict[str, dict]:
+    run_ranks(partial(job, **changes), 4, names, str(folder / "run.json"))
     run = json.loads((folder / "run.json").read_text())
     found = {contender["name"]: contender for contender in run["contenders"]}
     assert list(found) == names
@@ -309,6 +310,17 @@ def test_a_small_job_of_each_family(tmp_path: Path) -> None:
     same = found["sptt+prefetch+hier+mb2+unique+rank-towers+outside"]
     assert same["needed"]["dense"] > found["sptt"]["needed"]["dense"]
     assert sum(map(same["traffic"].get, KINDS)) == pytest.approx(sum(same["needed"].values()), rel=1e-2)
+
+
+@pytest.mark.ranks
+def test_only_ids_grow_with_histories_in_towers(tmp_path: Path) -> None:
+    names = ["flat-cw+prefetch", "flat-rw+prefetch", "dmt-cr2"]
+    for length in (3, 12):
+        found = run_of(names, tmp_path, history=length)
+        # Of 16 samples a rank, those of the other host's two tables: an item and its history, and a bag.
+        assert found["flat-cw+prefetch"]["traffic"]["forward"] == 4 * 16 * 128 * 4 * (1 + length + 1)
+        for kind in ("forward", "backward"):
+            assert found["dmt-cr2"]["traffic"][kind] == 4 * 16 * 64 * 4 * 3
 
 
 @pytest.mark.ranks
