@@ -196,6 +196,19 @@ CASES: dict[str, dict[str, Case]] = {
         "in parts": sequences(2, 2, micro_batches=3, sizes=(1, 2, 3, 7)),
         "unique in parts": sequences(2, 2, micro_batches=3, unique=True, max_bag=2, scheme="row_wise"),
         "gradients host by host": sequences(2, 2, dense=SMALL_BUCKETS),
+        **{
+            f"{SLOW}{scheme}, {optimizer}, {name}": sequences(
+                2, 2, scheme=scheme, optimizer=optimizer, max_bag=9, sizes=(5, 0, 8, 3), **more
+            )
+            for scheme, optimizer, (name, more) in product(
+                ("table_wise", "row_wise"),
+                ("rowwise_adagrad", "adagrad", "sgd"),
+                (
+                    *(("long", {}), ("in parts", {"micro_batches": 2})),
+                    *(("unique", {"unique": True}), ("all towers", {"sequences": (0, 1)})),
+                ),
+            )
+        },
     },
     "hot rows": {
         "uneven": hot(2, 2, sizes=UNEVEN[4]),
