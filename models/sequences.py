@@ -57,7 +57,8 @@ class TargetAttention(nn.Module):
     def forward(self, target_BN: Tensor, items: _Items) -> Tensor:
         """Target [B, N] and its history -> [B, N]."""
         items_JN, sample_J, num_samples = items
-        first, activation, last = self.score
+        score: Any = self.score
+        first, activation, last = score
         of_target, of_item, of_difference, of_product = first.weight.chunk(4, dim=1)
         # The first layer is linear: its part of the targets is computed once for a sample, and no item has 4 N numbers.
         hidden_BH = nn.functional.linear(target_BN, of_target + of_difference, first.bias)
@@ -83,8 +84,6 @@ class DINTowerModule(nn.Module):
         hidden: hidden width of the MLP.
         device: where the parameters are made.
     """
-
-    keeps_interactions = True
 
     def __init__(
         self,
@@ -160,8 +159,6 @@ class SequenceTowerModule(nn.Module):
         pooling: of the tower's tables.
         module: the tower module.
     """
-
-    keeps_interactions = True
 
     def __init__(self, pooling: PooledBySequence, module: Any) -> None:
         super().__init__()

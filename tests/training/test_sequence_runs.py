@@ -21,12 +21,12 @@ from dmt.plan.towers import TowerPlan
 from dmt.sptt.mesh import TowerMesh
 from dmt.training.build import build_model
 from dmt.training.check import CheckLimits, check_run
-from dmt.training.commands.what_if import work_of
 from dmt.training.config import TrainingConfig
 from dmt.training.data.config import DataConfig
 from dmt.training.data.prepare import prepare
 from dmt.training.factory import check_outputs
 from dmt.training.job import Job, open_job
+from dmt.training.predict import work_of
 from dmt.training.serving.export import export_run
 from dmt.training.serving.score import score
 from dmt.training.train import train_job
