@@ -57,8 +57,7 @@ def main(config: str, overrides: tuple[str, ...]) -> None:
         sys.exit(128 + result["signal"])
     if rank == 0 and "DMT_LAUNCHER" not in os.environ:  # a demo shows its runs side by side
         print_summary({settings.model.name: result})
-        folder = settings.train.output_dir
-        print(f"Results: {folder}/result.json   curves: {folder}/metrics.jsonl")
+        print(f"Results: {settings.train.output_dir}/result.json   curves: {settings.train.output_dir}/metrics.jsonl")
 
 
 def _how_to_go_on(output_dir: Path, stopped_by: str) -> str:

@@ -181,10 +181,11 @@ def _show(record: dict[str, Any], title: str, own: Prediction, ways: Sequence[Pr
     rows = []
     for way in [own, *([ways[0]._replace(name="every way to train")] if is_tie else best.values())]:
         exposed = f"{1 - (way.exposed['compute'] + way.exposed['program']) / way.seconds:.0%}"
-        numbers = f"{1e3 * way.seconds:,.1f} ms", f"{way.samples_per_s:,.0f}", f"{flat / way.seconds:.2f}"
+        step, faster = f"{1e3 * way.seconds:,.1f} ms", f"{flat / way.seconds:.2f}".replace("nan", "-")
+        numbers = step, f"{way.samples_per_s:,.0f}", faster
         rows.append((way.name, *numbers, human_bytes(way.uplink_bytes), exposed, human_bytes(way.rank_bytes)))
-    wrong = record["not_counted"]
-    lines = [f"This config is predicted as if it had not {', '.join(wrong)}."] if wrong else []
+    wrong = ", ".join(record["not_counted"])
+    lines = [f"This config is predicted as if it had not {wrong}."] if wrong else []
     lines.append("Busiest host: that of the towers with the most columns. Exposed: waiting for exchanges only.")
     if record["left_out"]:
         lines.append(f"Left out, for sharding.memory_gib: {shorten(record['left_out'], '; ')}.")
