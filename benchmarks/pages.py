@@ -154,6 +154,21 @@ def _hot_bytes() -> Rows:
     return rows
 
 
+def _histories() -> Rows:
+    """The fastest flat setup and the fastest in towers at each length, with the bytes of a sample across hosts."""
+    rows = []
+    for run in _record("history")["runs"]:
+        contenders, samples = measure_run(run, cores=2), run["setting"]["batch_size"] * run["setting"]["ranks_per_host"]
+        ours = fastest(contenders, "dmt", precision="fp32")
+        assert ours is not None, "the record has towers"
+        flat, cells = _best({found.name: found for found in contenders}, "fp32"), []
+        for found in (flat, ours):
+            ids, embeddings = found.across["ids"], found.across["forward"] + found.across["backward"]
+            cells += [f"{found.median:.2f}", f"{embeddings / samples:,.0f}", f"{ids / samples:,.0f}"]
+        rows.append([str(run["setting"]["history"]), *cells, f"{flat.median / ours.median:.1f}"])
+    return rows
+
+
 TABLES: Mapping[tuple[str, ...], Callable[[], Rows]] = {
     ("model", "setup", "seconds per step", "times best flat", "MB sent per host", "AUC, flights and hotel"): _readme,
     ("setting", "best flat: seconds (MB)", "unchanged: times (MB)", "CR 2", "CR 4", "CR 16"): _sweeps,
@@ -165,6 +180,7 @@ TABLES: Mapping[tuple[str, ...], Callable[[], Rows]] = {
     ),
     ("data", "tower module", "towers", "CR 2", "CR 4", "CR 8", "CR 16"): _quality,
     ("setup", "ms", "MB sent per host"): _hot_steps,
+    ("length", "flat: s", "embeddings", "ids", "towers: s", "embeddings", "ids", "times as fast"): _histories,
     ("hosts x ranks, samples per rank", "hot rows", "unique", "both"): _hot_bytes,
 }
 """By header: what makes the rows of a table."""
