@@ -169,6 +169,17 @@ def _histories() -> Rows:
     return rows
 
 
+def _replicas() -> Rows:
+    """Steps with one copy of the tables and with replicas, and the MB that a host sends in them."""
+    rows = []
+    for run in _record("replica_steps")["runs"]:
+        found = {one["name"]: one["steps"] for one in run["contenders"]}
+        ways = [found[f"sptt{way}"] for way in ("", "+r2-inter", "+r4-inter")]
+        cells = [f"{median(s['seconds'] for s in way):.1f} ({max(way[0]['uplink_bytes']) / 1e6:.0f})" for way in ways]
+        rows.append([f"{run['setting']['rows_cap']:,}", *cells])
+    return rows
+
+
 TABLES: Mapping[tuple[str, ...], Callable[[], Rows]] = {
     ("model", "setup", "seconds per step", "times best flat", "MB sent per host", "AUC, flights and hotel"): _readme,
     ("setting", "best flat: seconds (MB)", "unchanged: times (MB)", "CR 2", "CR 4", "CR 16"): _sweeps,
@@ -178,6 +189,7 @@ TABLES: Mapping[tuple[str, ...], Callable[[], Rows]] = {
     ("FP16 setup", "seconds per step", "times best flat", "MB sent per host", "step / own bound"): partial(
         _performance, "fp16"
     ),
+    ("rows of a table, at most", "one copy", "2 replicas", "4 replicas"): _replicas,
     ("data", "tower module", "towers", "CR 2", "CR 4", "CR 8", "CR 16"): _quality,
     ("setup", "ms", "MB sent per host"): _hot_steps,
     ("length", "flat: s", "embeddings", "ids", "towers: s", "embeddings", "ids", "times as fast"): _histories,

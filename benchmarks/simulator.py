@@ -12,7 +12,7 @@ import shutil
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, get_args
+from typing import Any, NamedTuple
 
 import click
 from scipy.stats import kendalltau
@@ -20,9 +20,9 @@ from scipy.stats import kendalltau
 from benchmarks.emulation.hosts import EmulatedHosts
 from benchmarks.report import commit, processor
 from benchmarks.steps.build import own_tables, own_topology, own_towers
-from benchmarks.steps.contenders import CONTENDERS, Contender
+from benchmarks.steps.contenders import Contender, named
 from benchmarks.steps.inputs import benchmark_tables
-from benchmarks.steps.setting import Ids, Setting
+from benchmarks.steps.setting import Setting
 from dmt.models.complexity import CRITEO_DENSE_FEATURES
 from dmt.simulator.cluster import Cluster, load_cluster
 from dmt.training.config import TrainingConfig
@@ -32,8 +32,8 @@ from dmt.training.predict import predict_step
 __all__ = ["job_of", "main"]
 
 _RESULTS = Path(__file__).parent / "results"
-_STEPS = tuple(_RESULTS / name for name in ("train_step.json", "unique_step.json", "hot_steps.json"))
-_OUT = _RESULTS / "simulator.md"
+_STEPS = _RESULTS / "replica_steps.json"
+_OUT = _RESULTS / "replica_steps.md"
 _FLAT = {"table_wise": "table_wise", "column_wise": "column_wise"}
 
 
@@ -86,29 +86,21 @@ def predictions(runs: Sequence[Mapping[str, Any]], clusters: Mapping[str, Cluste
     steps: dict[tuple[str, str], list[float]] = {}
     found: dict[tuple[str, str], float] = {}
     for run in runs:
-        setting = setting_of(run)
-        if setting is None or cluster_name(setting) not in clusters:
+        setting = Setting(**run["setting"])
+        if cluster_name(setting) not in clusters:
             continue
-        skew = f", {setting.ids} ids" if "ids" in run["setting"] else ""
         requests = f", requests of {setting.group}" if setting.group > 1 else ""
         rows = "" if setting.rows_cap == 40_000 else f", {setting.rows_cap:,} rows"
-        name = f"{cluster_name(setting)}, B={setting.batch_size}{rows}{skew}{requests}"
+        name = f"{cluster_name(setting)}, B={setting.batch_size}{rows}, {setting.ids} ids{requests}"
         for entry in run["contenders"]:
-            key, contender = (name, entry["name"]), CONTENDERS.get(entry["name"])
-            # Older records have contenders of options that were deleted.
-            job = None if contender is None else job_of(contender, setting)
+            key, contender = (name, entry["name"]), named(entry["name"])
+            job = job_of(contender, setting)
             # Equal inputs are not predicted.
-            if contender is None or job is None or contender.unique:
+            if job is None or contender.unique:
                 continue
             steps.setdefault(key, []).extend(step["seconds"] for step in entry["steps"])
             found[key] = predict_step(job, clusters[cluster_name(setting)]).seconds
     return [Row(*key, statistics.median(steps[key]), predicted) for key, predicted in found.items()]
-
-
-def setting_of(run: Mapping[str, Any]) -> Setting | None:
-    """The setting of a record's run; None for ids of a kind that was deleted."""
-    known = {name: value for name, value in run["setting"].items() if name in Setting.__annotations__}
-    return Setting(**known) if known.get("ids", "skewed") in get_args(Ids) else None
 
 
 def cluster_name(setting: Setting) -> str:
@@ -160,18 +152,14 @@ def _worst_pick(rows: Sequence[Row]) -> float:
 @click.command()
 @click.option("--clusters", type=click.Path(path_type=Path), required=True, help="Folder of cluster files.")
 @click.option("--measure", "is_measured", is_flag=True, help="First measure those that are absent, as root.")
-@click.option("--steps", multiple=True, type=click.Path(path_type=Path, exists=True), help="Records; default: all.")
+@click.option("--steps", multiple=True, type=click.Path(path_type=Path, exists=True), default=[_STEPS], help="Records.")
 @click.option("--out", type=click.Path(path_type=Path), default=_OUT, show_default=True)
 def main(*, clusters: Path, is_measured: bool, steps: Sequence[Path], out: Path) -> None:
     """Writes predicted beside measured steps, of all jobs whose hosts have a cluster file."""
-    records = steps or [path for path in _STEPS if path.exists()]
-    runs = [run for path in records for run in json.loads(path.read_text())["runs"]]
+    runs = [run for path in steps for run in json.loads(path.read_text())["runs"]]
     known = {}
     for run in runs:
-        setting = setting_of(run)
-        if setting is None:
-            continue
-        name = cluster_name(setting)
+        name = cluster_name(Setting(**run["setting"]))
         file = clusters / f"{name}.toml"
         if is_measured and not file.exists():
             measure(run["setting"], file)
