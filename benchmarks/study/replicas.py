@@ -25,7 +25,7 @@ from benchmarks.study.simulation import ReplicaTables
 from benchmarks.study.statistics import holm
 from benchmarks.study.train import SETTINGS, Arm, build_model_of_seed, job_of, row_order, score
 from dmt.report.style import dress_axes, new_figure, save_figure
-from dmt.training.build import rate_share
+from dmt.training.build import warmup_factor
 from dmt.training.config import OptimizerConfig
 
 __all__ = ["MOMENT_SCALES", "ReplicaRun", "gaps", "run", "summary_of_pairs", "tuned_rate"]
@@ -65,7 +65,7 @@ def simulate(run: ReplicaRun, clicks: Clicks) -> dict[str, Any]:
     dense = torch.optim.Adam(model.parameters(), lr=settings.dense_lr, fused=True)
     rates = OptimizerConfig(warmup_steps=settings.warmup_steps)
     for step, rows in enumerate(row_order(len(clicks.train[2]), settings, run.seed)):
-        share = rate_share(rates, step)
+        share = warmup_factor(rates, step)
         dense.param_groups[0]["lr"] = settings.dense_lr * share
         numbers, ids, labels = (column[rows] for column in clicks.train)
         loss = nn.functional.binary_cross_entropy_with_logits(model(numbers, ids).squeeze(-1), labels)

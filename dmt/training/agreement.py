@@ -1,4 +1,4 @@
-"""`Agreement`: the one exchange of the ranks in training, every few steps; `Signals`: SIGTERM and Ctrl-C."""
+"""`Agreement` of the ranks, every few steps: to save, to stop, that nothing is NaN; `Signals`: SIGTERM and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -45,8 +45,8 @@ _Report = tuple[list[int], dict[str, int]]
 class Signals:
     """Takes SIGTERM and Ctrl-C in its ``with`` block; a second one, two seconds later or more, ends the process.
 
-    Once ``stops`` is set, signals are ignored, also after the block: what is being saved shall be whole. A signal that
-    comes too late for a step has its usual effect when the block is left.
+    Once `Agreement.meet` has set ``stops``, signals are ignored, also after the block: what is being saved shall be
+    whole. A signal that comes too late for a step has its usual effect when the block is left.
     """
 
     def __init__(self) -> None:
@@ -88,7 +88,7 @@ class Agreed:
     saves: bool
     """Whether to save now; the state is then sound."""
     stops: bool
-    """Whether to save now, and stop."""
+    """Whether to stop; the caller then saves."""
 
 
 class Agreement:

@@ -1,4 +1,4 @@
-"""Models of a `Job`, plain and sharded, and their optimizers; the plan of the tables is made in `dmt.training.job`."""
+"""Models of a `Job`, plain and sharded, and their optimizers, with the warm-up of the learning rates."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ __all__ = [
     "in_micro_batches",
     "replica_sync",
     "shard_model",
-    "rate_share",
+    "warmup_factor",
     "settle_gradient_buckets",
     "sharding_result",
 ]
@@ -136,11 +136,11 @@ def build_optimizer(config: OptimizerConfig, model: DistributedModelParallel) ->
     return ScheduledOptimizer(parts, [config.sparse_lr, config.dense_lr], config)
 
 
-def rate_share(config: OptimizerConfig, step: int) -> float:
+def warmup_factor(config: OptimizerConfig, step: int) -> float:
     """Returns the factor of the learning rates in a step, counted from 0; it rises from 1 / ``warmup_steps`` to 1.
 
     Example:
-        >>> [rate_share(OptimizerConfig(warmup_steps=4), step) for step in (0, 1, 4, 9)]
+        >>> [warmup_factor(OptimizerConfig(warmup_steps=4), step) for step in (0, 1, 4, 9)]
         [0.25, 0.4375, 1.0, 1.0]
     """
     warmup = config.warmup_steps
@@ -148,7 +148,7 @@ def rate_share(config: OptimizerConfig, step: int) -> float:
 
 
 class ScheduledOptimizer(CombinedOptimizer):
-    """The optimizers of all parts, whose learning rates follow `rate_share` of the steps done.
+    """The optimizers of all parts, whose learning rates follow `warmup_factor` of the steps done.
 
     Args:
         parts: each with its name.
@@ -169,7 +169,7 @@ class ScheduledOptimizer(CombinedOptimizer):
         Fused optimizers take theirs over at the next `zero_grad`.
         """
         self.steps = step
-        share = rate_share(self._config, step)
+        share = warmup_factor(self._config, step)
         # Not strict: a rank without dense parameters has no optimizer for the second rate.
         for (_, part), rate in zip(self.optimizers, self._rates, strict=False):
             for group in part.param_groups:

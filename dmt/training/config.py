@@ -1,4 +1,4 @@
-"""`TrainingConfig`: all settings of a run, from a TOML file and ``key=value`` overrides, typed and checked."""
+"""`TrainingConfig`: all settings of a run, from TOML and ``key=value`` overrides, and the pairs that are refused."""
 
 from __future__ import annotations
 
@@ -307,13 +307,13 @@ class TrainingConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> TrainingConfig:
         check_moment_scale(self.replicas.moment_scale, self.topology.num_replicas)
-        for is_wrong, message in (*_refusals_of_sections(self), *_refusals(self)):
+        for is_wrong, message in (*_refusals_within_sections(self), *_refusals_across_sections(self)):
             if is_wrong:
                 raise InputError(message)
         return self
 
 
-def _refusals_of_sections(config: TrainingConfig) -> list[tuple[object, str]]:
+def _refusals_within_sections(config: TrainingConfig) -> list[tuple[object, str]]:
     """Conditions of settings in one section that a config must not meet, each with the message."""
     model = config.model
     ranks = config.topology.build().world_size
@@ -335,7 +335,7 @@ def _refusals_of_sections(config: TrainingConfig) -> list[tuple[object, str]]:
     ]
 
 
-def _refusals(config: TrainingConfig) -> list[tuple[object, str]]:
+def _refusals_across_sections(config: TrainingConfig) -> list[tuple[object, str]]:
     """Conditions of settings in different sections that a config must not meet, each with the message."""
     model, sharding, train, hot = config.model, config.sharding, config.train, config.hot_rows
     is_flat, replicas, places = config.dataflow == "flat", config.topology.num_replicas, config.topology.build()

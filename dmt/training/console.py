@@ -44,7 +44,7 @@ print(sys.argv[2], file=sys.stderr)
 """
 # Between two lines of progress where no terminal shows a bar.
 _LINE_EVERY_S = 30.0
-# name, path in the result, format, which direction is better (for the reader)
+# name, path in the result, format
 ROWS: tuple[tuple[str, str, str], ...] = (
     ("AUC", "eval_auc", "{:.4f}"),
     ("NE", "eval_ne", "{:.4f}"),

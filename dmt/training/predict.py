@@ -1,4 +1,4 @@
-"""Predicts one training step of a job on a described cluster, for ``dmt what-if`` and for the result of a run."""
+"""Predicts one step of a job on a described cluster; `commands.what_if` compares the alternatives to a job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every check of a run before its work starts: of the config with its data and model, of memory, of equal input."""
+"""Checks of a run that need its data, its model or several ranks; `config` refuses pairs of settings."""
 
 from __future__ import annotations
 

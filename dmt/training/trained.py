@@ -1,4 +1,4 @@
-"""The config, the job and the plain model of a run's newest whole checkpoint."""
+"""The config, the job and the plain model of a run's newest whole checkpoint; `describe_run` writes the first two."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``dmt check``: a run's model, towers, sharding plan, precision and id route against the plain module.
+"""``dmt check``: a run's model, towers, sharding plan, and precision against the plain module.
 
 `check_run` shrinks the run, starts `check_on_rank` on gloo ranks and makes of their findings the rows of a report.
 """

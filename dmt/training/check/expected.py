@@ -15,7 +15,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dmt.errors import InputError
 from dmt.testing.plain import PlainTraining, is_table
-from dmt.training.build import DENSE_OPTIMIZERS, ClickTask, build_model, fused_params, rate_share
+from dmt.training.build import DENSE_OPTIMIZERS, ClickTask, build_model, fused_params, warmup_factor
 from dmt.training.check.shrink import CheckedRun
 from dmt.training.config import OptimizerConfig
 from dmt.training.data.batch import ClickBatch
@@ -145,7 +145,7 @@ def _plain_training(run: CheckedRun, tasks: Sequence[ClickTask], layout: Mapping
 
 
 def _set_rates(training: PlainTraining, config: OptimizerConfig, step: int) -> None:
-    share = rate_share(config, step)
+    share = warmup_factor(config, step)
     training.learning_rate = config.sparse_lr * share
     for optimizer in training.dense_optimizers:
         for group in optimizer.param_groups:

@@ -1,4 +1,6 @@
-"""What a checkpoint holds of a model and its optimizer, and how ``torch.distributed.checkpoint`` (DCP) keeps it.
+"""What a checkpoint holds of a model and its optimizer, and how it is read safely, in any layout, from DCP's files.
+
+DCP is ``torch.distributed.checkpoint``.
 
 Tensors have names without ranks or layout: ``model.<parameter>`` and ``optimizer.<parameter>.<state>``, with parameters
 named as in the unsharded model: towers by their number in the model, tables by name. Counts are 0-d tensors.

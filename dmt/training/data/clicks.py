@@ -1,4 +1,4 @@
-"""`ClickData`: one interface to all data: prepared Parquet, synthetic clicks, rows of the user's own.
+"""`ClickData`: all data, prepared, synthetic or the user's own; its ``batches`` are those of a rank.
 
 Each rank finds its rows by arithmetic (`dmt.training.data.deal`) and reads them by itself, a thread ahead of training.
 Rows are tables of Arrow with the columns of a prepared folder until a batch is made.

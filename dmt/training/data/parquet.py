@@ -1,4 +1,4 @@
-"""`ParquetRows`: the rows of one part of a folder that ``dmt prepare`` wrote, row group by row group."""
+"""`ParquetRows`: reads single row groups of a folder that ``dmt prepare`` wrote; `clicks` makes batches of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Raw rows of files, block by block in bounded memory, and `Converter`, which makes ids and numbers of them.
+"""Raw rows of files, block by block in bounded memory, and `Converter`: ids and numbers of them by DuckDB's SQL.
 
 A line of text is a row: each is split by itself, so that an open quote cannot swallow the line after it.
 
