@@ -184,7 +184,7 @@ def _on_all(work: Callable[[], Value], mesh: TowerMesh | None) -> Value:
     return work() if mesh is None else on_all_ranks(work, mesh)
 
 
-def prepare(folder: Path) -> None:
+def prepare_folder(folder: Path) -> None:
     """Makes the folder of checkpoints and deletes unfinished work in it; `InputError` if it cannot be written."""
     check_output("Checkpoint folder", folder, is_folder=True)
     for path in folder.glob(".step-*.partial"):
@@ -245,7 +245,7 @@ class Checkpointer:
         self._writes, self._leads = mesh.rank in ranks, mesh.rank == ranks[0]
         self._thread, self._asynchronous = ThreadPoolExecutor(1, "checkpoint"), asynchronous
         self._pending: Future[str | None] | None = None
-        run_on_all_or_raise(partial(prepare, self._folder) if self._leads else lambda: None, mesh.global_group)
+        run_on_all_or_raise(partial(prepare_folder, self._folder) if self._leads else lambda: None, mesh.global_group)
 
     def save(
         self,

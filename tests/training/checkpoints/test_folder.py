@@ -12,7 +12,7 @@ import pytest
 
 from dmt.errors import InputError
 from dmt.training.checkpoints import store
-from dmt.training.checkpoints.store import MANIFEST_NAME, _digest, commit, load_plain, newest, prepare, prune, verify
+from dmt.training.checkpoints.store import MANIFEST_NAME, _digest, commit, load_plain, newest, prepare_folder, prune, verify
 from tests.training.small import fill_checkpoint, linear, make_checkpoint, plain, save_alone, small
 
 FILES = {"a.txt": "alpha", "b.txt": "beta"}
@@ -45,7 +45,7 @@ def test_the_last_ones_are_kept_and_other_things_left_alone(
 ) -> None:
     (tmp_path / "step-by-step.txt").touch()
     (tmp_path / ".step-notes").mkdir()
-    prepare(tmp_path)
+    prepare_folder(tmp_path)
     for step in steps:
         save(tmp_path, step, keep=keep)
     assert names(tmp_path) == [".step-notes", *left, "step-by-step.txt"]

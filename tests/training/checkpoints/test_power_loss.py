@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from dmt.training.checkpoints.store import Checkpointer, checkpoints, newest, prepare, read_manifest
+from dmt.training.checkpoints.store import Checkpointer, checkpoints, newest, prepare_folder, read_manifest
 from tests.training.small import alone, linear
 
 Tree = dict[str, Any]
@@ -105,6 +105,6 @@ def test_a_kill_or_a_loss_of_power_leaves_the_new_checkpoint_or_the_one_before(
             found = newest(folder)
             saved = 0 if found is None else read_manifest(found).progress["save"]
             assert promised <= saved <= promised + 1, operation
-            prepare(folder)
+            prepare_folder(folder)
         assert {*folder.iterdir()} == {*checkpoints(folder)}, operation
     assert not [text for text in caplog.messages if "passed over" in text], "nothing damaged may be in sight"
