@@ -5,7 +5,7 @@ Where a host holds several towers, or a tower several hosts (``ranks_per_host``)
 
 A rank of another tower is sent an output [N] of each of its bags and sends back its gradient; ids are 8 bytes each. A
 replicated row is sent to nobody; its gradient is summed inside each host and then between hosts, in a step in which any
-rank touched it (`dmt.hot_rows.touched_sum`): all hosts send 2 (T - 1) / T times that row. Hence, with p B uses by a
+rank touched it (`dmt.hot_rows.touched_sum`): each host sends 2 (T - 1) / T times that row. Hence, with p B uses by a
 rank, a copy saves in a step
 
 - where every use is sent       (T - 1) L p B (2 * 4 N + 8) - 2 (T - 1) 4 N t,

@@ -236,9 +236,9 @@ class HotRows:
         return row_numbers
 
     def state(self) -> HotRowsState:
-        """Returns what a run needs to resume as if uninterrupted; collective.
+        """Sums the counts of all ranks on the first, and returns what a run needs to resume as if uninterrupted.
 
-        Call it when you save the model. The first rank gets the counts of all, others none.
+        Collective; call it when you save the model. Other ranks get no counts.
         """
         mine, summed = self._counter.profile(), AccessProfile(self._tables)
         for table in self._tables:  # one by one: those of all tables and ranks may be many

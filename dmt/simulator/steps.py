@@ -170,7 +170,7 @@ class Operation:
     name: str
     kind: Kind
     seconds: Mapping[Resource, float]
-    """Seconds of each resource that it takes if it has it to itself; all of them at once."""
+    """Seconds of each resource that it takes if it has it to itself, all beginning at once."""
     after: Sequence[str] = ()
     """Names of the operations that must have ended before it begins; they come before it in the step."""
     latency: float = 0.0

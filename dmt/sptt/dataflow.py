@@ -12,6 +12,7 @@ b       lookup                                                       -      `loo
 d, e    partial embeddings to the tower's ranks: [P, N]              tower  `look_up`           ``tower_lookup.py``
 -       tower module: [P, N] -> [P, O]                               -      `run_towers`        ``towers.py``
 f       outputs to the peers: [P, O] -> [B, S]                       peer   `exchange_outputs`  ``peer_exchange.py``
+-       columns in the unsharded module's order                      -      `result`            ``flat``, ``towers``
 ======  ===========================================================  =====  ==================  =======================
 
 The peer group is the virtual process group of section 3.1.3: its ranks are in peer order, so step c needs no code here.

@@ -33,7 +33,7 @@ class TowerMesh:
         tower_module_group: R * L ranks that hold a copy of this tower's dense module.
         global_group: all ranks.
         over_hosts: ranks of this host, and those at the same place on all hosts: gradients of data-parallel tables are
-            summed over the first, then the second; None: over ``tower_module_group`` at once.
+            summed over the first, then the second. Of the mesh of `outside_towers` only; else None.
         tags: ``next(mesh.tags)`` tags one module's messages to its peers, so that those of several modules do not mix;
             the same on every rank if all make their modules in one order.
 

@@ -1,4 +1,4 @@
-"""What crosses between towers: ids to the peers (`PeerIdRoute`, SPTT steps a, c), rows back (`PeerExchange`, step f).
+"""What crosses between towers: ids to the peers (`IdExchange`, SPTT steps a, c), rows back (`PeerExchange`, step f).
 
 Why step f is not TorchRec's pooled all-to-all: over NCCL both take as long, but over gloo ``all_to_all`` posts its
 receives only after its sends, so the two directions of a link take turns, and exchanges in flight together all end
@@ -32,7 +32,14 @@ from torchrec.distributed.types import (
 )
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dmt.collectives import PendingExchange, check_agreement, gather_objects, profiler_range, start_exchange
+from dmt.collectives import (
+    PendingExchange,
+    check_agreement,
+    gather_objects,
+    profiler_range,
+    run_on_all_or_raise,
+    start_exchange,
+)
 from dmt.errors import InputError, did_you_mean
 from dmt.sptt.precision import ExchangePrecision
 
@@ -205,47 +212,53 @@ class AgreedIds:
 
         Raises:
             InputError: a feature is missing, weights are missing, ids are no int32 or int64, keys or dtypes differ
-                from those of the first batch, or the batch size varies by feature.
+                from those of the first batch, or the batch size varies by feature. For the first batch of any rank it
+                is raised on all; later, only on the rank whose batch it is.
         """
-        keys, values = ids.keys(), ids.values()
+        if self._keys:
+            self._check(ids)
+        else:
+            # The first batch decides, since a plan does not know the keys' order nor dtypes.
+            run_on_all_or_raise(lambda: self._check(ids), self._group)
+            dtypes = self._dtypes_of(ids)
+            # Bytes of another dtype would be read as other ids, or too few of them.
+            named = {f"dtype of {name}": dtype for name, dtype in dtypes.items()}
+            check_agreement("The first batch", named, self._group)
+            self._keys, self._dtypes = ids.keys(), dtypes
         # TorchRec's sharded lookups would apply weights where the unsharded module does not.
-        weights = ids.weights_or_none() if self._is_weighted else None
+        if self._is_weighted or ids.weights_or_none() is None:
+            return ids
+        return KeyedJaggedTensor(keys=ids.keys(), values=ids.values(), lengths=ids.lengths(), stride=ids.stride())
+
+    def _check(self, ids: KeyedJaggedTensor) -> None:
+        keys, dtype = ids.keys(), ids.values().dtype
+        missing = [] if self._keys else [feature for feature in self._features if feature not in set(keys)]
+        if missing:
+            raise InputError(
+                f"The batch lacks feature {missing[0]!r} ({len(missing)} missing, {len(keys)} present)."
+                f"{did_you_mean(missing[0], keys)}"
+            )
         refusals = {
             "has a batch size of its own for each feature; towers need one for all.": ids.variable_stride_per_key(),
-            f"has ids of {values.dtype}; ids must be torch.int32 or torch.int64.": values.dtype
-            not in (torch.int32, torch.int64),
-            "has no weights, but the bags are weighted.": self._is_weighted and weights is None,
+            f"has ids of {dtype}; ids must be torch.int32 or torch.int64.": dtype not in (torch.int32, torch.int64),
+            "has no weights, but the bags are weighted.": self._is_weighted and ids.weights_or_none() is None,
             f"has features {keys}, but earlier ones had {self._keys}; keys and their order must not change.": self._keys
             not in ([], keys),
         }
         for message, is_refused in refusals.items():
             if is_refused:
                 raise InputError(f"The batch {message}")
-        parts = {"ids": values, "lengths": ids.lengths(), "weights": weights}
-        dtypes = {name: None if part is None else part.dtype for name, part in parts.items()}
-        if not self._keys:
-            self._agree(keys, dtypes)
-        for name, dtype in dtypes.items():
-            if dtype != self._dtypes[name]:
+        for name, dtype in self._dtypes_of(ids).items():
+            if dtype != (first := self._dtypes.get(name, dtype)):
                 raise InputError(
-                    f"The batch has {name} of {dtype}, but the first batch had {self._dtypes[name]}. Give all batches "
-                    f"{name} of one dtype."
+                    f"The batch has {name} of {dtype}, but the first batch had {first}. Give all batches {name} of one "
+                    "dtype."
                 )
-        if weights is ids.weights_or_none():
-            return ids
-        return KeyedJaggedTensor(keys=keys, values=values, lengths=ids.lengths(), stride=ids.stride())
 
-    def _agree(self, keys: list[str], dtypes: dict[str, torch.dtype | None]) -> None:
-        # The first batch decides, since a plan does not know the keys' order nor dtypes.
-        missing = [feature for feature in self._features if feature not in set(keys)]
-        if missing:
-            raise InputError(
-                f"The batch lacks feature {missing[0]!r} ({len(missing)} missing, {len(keys)} present)."
-                f"{did_you_mean(missing[0], keys)}"
-            )
-        # Bytes of another dtype would be read as other ids, or too few of them.
-        check_agreement("The first batch", {f"dtype of {name}": dtype for name, dtype in dtypes.items()}, self._group)
-        self._keys, self._dtypes = keys, dtypes
+    def _dtypes_of(self, ids: KeyedJaggedTensor) -> dict[str, torch.dtype | None]:
+        weights = ids.weights_or_none() if self._is_weighted else None
+        parts = {"ids": ids.values(), "lengths": ids.lengths(), "weights": weights}
+        return {name: None if part is None else part.dtype for name, part in parts.items()}
 
 
 class TowerOutput(NamedTuple):

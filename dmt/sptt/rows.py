@@ -1,4 +1,4 @@
-"""Rows in the place of samples: how many each feature sends in each part of a batch, and how they come back.
+"""Rows (not of tables) in the place of samples: how many a feature sends in each part of a batch, and their way back.
 
 Without a `RowEncoder` every sample is a row of every feature. With one, samples may share a row (`dmt.sptt.unique`).
 Where a batch is cut into parts (`dmt.sptt.micro_batches`), a row crosses with the first part that needs it. The encoder

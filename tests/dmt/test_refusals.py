@@ -295,6 +295,10 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
     "local rank": (lambda job: changed(job.two, put(ranks=[5])), r"'t1' in tower 1 is .* local ranks \[5\], but"),
     "cover": (lambda job: changed(job.two, small_shard), r"'t1' in tower 1 is 43 x 8, but its shards .*43, 6\)\]"),
     "a batch without a feature": (lambda job: changed(job.two, None)(ids_of(torch.int64, "f0")), "lacks feature 'f1'"),
+    "a batch without a feature on one rank": (
+        lambda job: changed(job.two, None)(ids_of(torch.int64, "f0", *(["f1"] if job.two.rank else []))),
+        "lacks feature 'f1'",
+    ),
     "placement": (lambda job: towers(job, 2, placement=[0]), r"placement=\(0,\)\. A placement names"),
     "empty mesh tower": (lambda job: towers(job, 2, placement=[0, 0]), r"placement=\(0, 0\)\. A placement names"),
     "number of towers": (lambda job: towers(job, 1), "model has 1 towers but the topology num_towers=2"),
