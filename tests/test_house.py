@@ -206,7 +206,7 @@ def test_file_sizes() -> None:
 
 # Lines and files of each part at most, and where they are to get. Raise a number only with the reason in the commit.
 CEILINGS = {
-    "the library": (25_245, 134),  # 20_500, 136
+    "the library": (25_255, 134),  # 20_500, 136
     "dmt/*.py": (1_005, 7),  # 800, 8
     "dmt/plan": (690, 5),  # 600, 5
     "dmt/sharding": (1_925, 10),  # 1_750, 10
@@ -220,7 +220,7 @@ CEILINGS = {
     "partitioner": (2_860, 12),  # 2_800, 14
     "models": (1_340, 8),  # 1_000, 7
     "benchmarks": (6_060, 35),  # 5_600, 36
-    "tests": (22_531, 119),  # 20_000, 115
+    "tests": (22_550, 119),  # 20_000, 115
 }
 
 
