@@ -183,9 +183,7 @@ def _replicas() -> Rows:
 TABLES: Mapping[tuple[str, ...], Callable[[], Rows]] = {
     ("model", "setup", "seconds per step", "speedup", "MB sent per host", "AUC, flights and hotel"): _readme,
     ("setting", "best flat: seconds (MB)", "unchanged: times (MB)", "CR 2", "CR 4", "CR 16"): _sweeps,
-    ("setup", "seconds per step", "speedup", "MB sent per host", "step / own bound"): partial(
-        _performance, "fp32"
-    ),
+    ("setup", "seconds per step", "speedup", "MB sent per host", "step / own bound"): partial(_performance, "fp32"),
     ("FP16 setup", "seconds per step", "speedup", "MB sent per host", "step / own bound"): partial(
         _performance, "fp16"
     ),

@@ -12,7 +12,16 @@ import pytest
 
 from dmt.errors import InputError
 from dmt.training.checkpoints import store
-from dmt.training.checkpoints.store import MANIFEST_NAME, _digest, commit, load_plain, newest, prepare_folder, prune, verify
+from dmt.training.checkpoints.store import (
+    MANIFEST_NAME,
+    _digest,
+    commit,
+    load_plain,
+    newest,
+    prepare_folder,
+    prune,
+    verify,
+)
 from tests.training.small import fill_checkpoint, linear, make_checkpoint, plain, save_alone, small
 
 FILES = {"a.txt": "alpha", "b.txt": "beta"}
