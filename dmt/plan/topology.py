@@ -207,9 +207,7 @@ class TowerTopology:
         return groups
 
     def peer_order(self) -> list[int]:
-        """The ranks of replica 0 sorted by (local index, tower): DMT section 3.1.1, step c.
-
-        For checks: at run time the order of the ranks in a peer group does this.
+        """The ranks of replica 0 sorted by (local index, tower): DMT section 3.1.1, step c; for checks only.
 
         The paper prints ``g % T`` as the first key; its own definition of peers (``g_i % L == g_j % L``)
         and its example (0, 2, 1, 3) give ``g % L``.

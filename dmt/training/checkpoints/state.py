@@ -1,7 +1,5 @@
 """What a checkpoint holds of a model and its optimizer, and how it is read safely, in any layout, from DCP's files.
 
-DCP is ``torch.distributed.checkpoint``.
-
 Tensors have names without ranks or layout: ``model.<parameter>`` and ``optimizer.<parameter>.<state>``, with parameters
 named as in the unsharded model: towers by their number in the model, tables by name. Counts are 0-d tensors.
 
@@ -9,8 +7,8 @@ Row-wise AdaGrad keeps one number for each row of a table, but for a table cut c
 shard (the mean over *its* columns), which TorchRec concatenates. Here each column range has a name of its own,
 ``<state>.columns_0_64``, [rows], so that a table can be cut anew.
 
-DCP unpickles the index of a checkpoint and every object in it, so a file from elsewhere could run any program.
-`TensorReader` lets the index name the classes of an index only, and reads tensors by
+DCP, ``torch.distributed.checkpoint``, unpickles the index of a checkpoint and every object in it, so a file from
+elsewhere could run any program. `TensorReader` lets the index name the classes of an index only, and reads tensors by
 ``torch.load(weights_only=True)``.
 """
 
