@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import tomllib
 import unittest.mock
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -159,6 +160,12 @@ def with_table(tables: Any, change: Callable[[nn.Parameter], Any]) -> nn.Module:
     return model
 
 
+def set_rate(weight: nn.Parameter) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # torch warns of a module of its own
+        apply_optimizer_in_backward(torch.optim.SGD, [weight], {"lr": 0.0})
+
+
 def narrowed(tables: Any) -> Any:
     for table in tables:
         table.embedding_dim = 4
@@ -179,9 +186,7 @@ KINDS: dict[str, Callable[[Any], Any]] = {
     "scale": lambda tables: with_part(tables, Part(is_buffer=True)),
     "batch norm": lambda tables: with_part(tables, nn.BatchNorm1d(4)),
     "frozen": lambda tables: with_table(tables, lambda weight: weight.requires_grad_(False)),
-    "own rate": lambda tables: with_table(
-        tables, lambda weight: apply_optimizer_in_backward(torch.optim.SGD, [weight], {"lr": 0.0})
-    ),
+    "own rate": lambda tables: with_table(tables, set_rate),
     "two columns": lambda tables: Flat(tables, lambda logits: torch.cat([logits, logits], 1)),
     "a tuple": lambda tables: Flat(tables, lambda logits: (logits, logits)),
     "probabilities": lambda tables: Flat(tables, torch.sigmoid),
