@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
-import resource
 import time
 import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
+from pathlib import Path
 from typing import Literal, TypeVar
 
 import torch
@@ -92,7 +92,8 @@ def peak_memory(kind: DeviceType) -> int:
     """Returns the most bytes of memory that this process has held so far: tensors on its GPU, or everything in RAM."""
     if kind == "cuda":
         return torch.cuda.max_memory_allocated()
-    return 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # Linux counts kibibytes
+    # In KiB. Not ru_maxrss: that begins with the peak of the process that started this one.
+    return 1024 * int(Path("/proc/self/status").read_text().partition("VmHWM:")[2].split()[0])
 
 
 def random_state() -> Tensor:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.metadata
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -212,3 +214,10 @@ def test_a_folder_is_free_again_after_the_job(tmp_path: Path) -> None:
         pass
     with open_lock(tmp_path):
         pass
+
+
+def test_the_peak_memory_of_a_process_is_not_that_of_the_one_that_started_it() -> None:
+    held = b"x" * 2**29
+    code = "from dmt.training.device import peak_memory; print(peak_memory('cpu'))"
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert 2**25 < int(ran.stdout) < device.peak_memory("cpu") - len(held) // 2
