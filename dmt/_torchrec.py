@@ -106,7 +106,7 @@ class OpenShardedEBC(ShardedEmbeddingBagCollection):
         self._has_mean_pooling_callback = False
 
     def take_local_shards(self, state_dict: dict[str, Any], prefix: str) -> dict[str, Tensor]:
-        """Called before TorchRec reads a state dict; takes out what the module is to load as it is, by key."""
+        """Removes tensors that TorchRec's load hook must not see, and returns them by key to be put back; here none."""
         return {}
 
     @staticmethod
@@ -187,7 +187,7 @@ def in_backward_pass() -> bool:
 
 
 def mark_updated_in_backward(parameter: Tensor, optimizer: Any) -> None:
-    """Tells ``in_backward_optimizer_filter`` that no other optimizer must update this parameter."""
+    """Tells ``in_backward_optimizer_filter`` that no other optimizer may update this parameter."""
     parameter._in_backward_optimizers = [optimizer]  # type: ignore[attr-defined]
 
 

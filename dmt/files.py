@@ -96,13 +96,13 @@ def check_output(option: str, path: Path, *, is_folder: bool = False) -> None:
 
 
 def read_file(path: str | os.PathLike[str], kind: Literal["JSON", "TOML"], *, place: str, remedy: str) -> Any:
-    """Reads a file of a kind.
+    """Reads a JSON or TOML file and returns what it holds.
 
-    Error messages begin with ``place``, the file's kind and name, such as ``"Tower plan towers.json"``, and end with
-    ``remedy``, an advice.
+    Error messages begin with ``place``, what the file is and its name, such as ``"Tower plan towers.json"``, and end
+    with ``remedy``, a sentence that says what to do.
 
     Raises:
-        InputError: the file cannot be read, is a pipe, or is not of the kind.
+        InputError: the file cannot be read, is a pipe, or is not valid JSON or TOML.
     """
     try:
         if Path(path).is_fifo():

@@ -259,8 +259,8 @@ def _join_two(first: Column, second: Column, most: int) -> Column:
 def fit_additive(columns: Sequence[Column], labels: Floats, counts: NDArray[np.bool_]) -> Floats:
     """Fits log odds that are a sum of one weight per value, by Newton steps of one feature after another.
 
-    A sweep goes through all features, on g as it changes and h as it was; it is taken back by halves while it raises
-    the loss. It ends when a sweep gains next to nothing: what single features leave over would be found in pairs.
+    A sweep goes through all features and updates g after each, but not h; its steps are halved while they raise the
+    loss. The fit ends when a sweep gains next to nothing: gains left to single features would be counted for pairs.
 
     ``columns`` are those of all features, dense ones in bins; ``labels`` [R] are 0 or 1, ``counts`` [R] the rows to
     fit.

@@ -105,7 +105,7 @@ def prepare(
     is_limited = rules.max_work_ratio is not None or rules.max_tower_bytes is not None
     if not measure.tables and is_limited:
         raise InputError(
-            "TowerPartitioner: limits on work and bytes need the tables, but the affinity was saved without them. Give "
+            "TowerPartitioner: max_work_ratio and max_tower_bytes need the tables, but the affinity has none. Give "
             "tables=, or collect the affinity again."
         )
     named = rules.for_features(measure.features)
@@ -190,8 +190,8 @@ def _allot(parted: Mapping[str, Blocks], num_towers: int, given: Mapping[str, in
     if not sum(counts.values()) <= num_towers <= sum(most.values()):
         raise InputError(
             f"TowerPartitioner: num_towers={num_towers}, but the categories need at least {sum(counts.values())} "
-            f"({counts}) and can fill {sum(most.values())} with their features, shared tables or towers_per_category "
-            f"({most})."
+            f"({counts}) and can fill {sum(most.values())} ({most}; features of one table count once). Give a number "
+            "in that range, or change towers_per_category."
         )
     features = {name: float(blocks.loads[0].sum()) for name, blocks in parted.items()}
     for _ in range(num_towers - sum(counts.values())):

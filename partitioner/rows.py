@@ -183,8 +183,8 @@ def _bags(sparse: Any, num_rows: int) -> Mapping[str, tuple[NDArray[Any], NDArra
         return {name: (_array(bags.lengths()), _array(bags.values())) for name, bags in sparse.to_dict().items()}
     if not isinstance(sparse, Mapping) or not sparse:
         raise InputError(
-            f"{WHERE}: sparse_features is a {type(sparse).__name__}; give a KeyedJaggedTensor, or arrays of one id "
-            "for each row by the names of features."
+            f"{WHERE}: sparse_features is a {type(sparse).__name__}; give a KeyedJaggedTensor, or a dict, not "
+            "empty, from the name of each feature to an array of one id for each row."
         )
     ids = {name: _array(values) for name, values in sparse.items()}
     for name, values in ids.items():

@@ -118,7 +118,7 @@ class HotRows:
         """Tables that have no copies, with the reason."""
         if len(self.left_out) == len(homes):
             name, reason = next(iter(self.left_out.items()))
-            raise InputError(f"HotRows: no table can have copies; for table {name!r}: {reason}.")
+            raise InputError(f"HotRows: no table can have copies; for table {name!r}: {reason}. Leave HotRows out.")
         self._tables = table_specs([home.config for name, home in homes.items() if name not in self.left_out])
         sizes = (home.config.num_embeddings * home.config.embedding_dim * 4 for home in homes.values())
         self._budget = extra_memory * sum(sizes)

@@ -103,7 +103,8 @@ class Hardware:
 def _check_positive(owner: str, numbers: Mapping[str, float]) -> None:
     for name, number in numbers.items():
         if not 0 < number < math.inf and not (name == "collective_latency_us" and number == 0):
-            raise InputError(f"{owner}: {name}={number} must be a positive number.")
+            least = "of at least" if name == "collective_latency_us" else "above"
+            raise InputError(f"{owner}: {name}={number} must be a finite number {least} 0.")
 
 
 class ShardLoad(NamedTuple):

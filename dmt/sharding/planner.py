@@ -150,14 +150,14 @@ def plan_by_torchrec(
     batch_size: int | None = None,
     device_type: str = "cpu",
 ) -> ShardingPlan:
-    """Places the tables of TorchRec's sharders over all ranks, by TorchRec's ``EmbeddingShardingPlanner``.
+    """Places the tables that TorchRec's own sharders handle over all ranks, by its ``EmbeddingShardingPlanner``.
 
     Args:
         model: the unsharded model; all its modules that a sharder handles are planned.
-        sharders: TorchRec's.
-        topology: the mesh sizes; what TorchRec takes for a host are its hosts.
-        constraints: of single tables, by name; None: any scheme but data-parallel, in which TorchRec drops the fused
-            optimizer of a table without a word.
+        sharders: TorchRec's own.
+        topology: the mesh sizes; its hosts are those of TorchRec's planner.
+        constraints: of single tables, by name; None: any scheme but data-parallel, for which TorchRec silently drops
+            the fused optimizer of a table.
         memory_per_rank: bytes for tables and their optimizer state; None: no limit.
         batch_size: samples per rank; None: TorchRec's default.
         device_type: ``"cpu"`` or ``"cuda"``.

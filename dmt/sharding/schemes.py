@@ -290,7 +290,8 @@ class ShardingRules:
 
     def __post_init__(self) -> None:
         choices = (*SCHEMES, *KERNELS)
-        of_tables = [(key, rule, choices) for key, rule in self.tables.items() if not isinstance(rule, TablePlacement)]
+        rules = {f"rule for tables {key!r}": rule for key, rule in self.tables.items()}
+        of_tables = [(what, rule, choices) for what, rule in rules.items() if not isinstance(rule, TablePlacement)]
         for what, value, known in [*(("schemes", scheme, SCHEMES) for scheme in self.schemes or ("",)), *of_tables]:
             if value not in known:
                 raise InputError(f"{what}: {value!r} is not one of {list(known)}.{did_you_mean(value, known)}")
@@ -302,13 +303,13 @@ class ShardingRules:
     def resolve(
         self, tables_by_tower: Sequence[Sequence[Any]], num_ranks: int, outside: Sequence[Any] = ()
     ) -> dict[str, Allowed]:
-        """Returns the planner's choices for every table in towers of ``num_ranks`` ranks, by name.
+        """Returns by name what the planner may choose for every table in towers of ``num_ranks`` ranks.
 
-        For tables ``outside`` towers there is nothing to choose, and their rules are checked.
+        For tables ``outside`` towers there is nothing to choose: their rules are only checked.
 
         Raises:
-            InputError: a rule matches no table, a table or its tower cannot take what its rule asks for, or not one
-                table can have any of ``schemes``.
+            InputError: a rule matches no table, a table or its tower cannot take what its rule asks for, or no table
+                can have any of ``schemes``.
         """
         placed = [(table, tower) for tower, tables in enumerate(tables_by_tower) for table in tables]
         names = [table.name for table, _ in placed]

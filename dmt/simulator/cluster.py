@@ -110,10 +110,10 @@ class Cluster:
         """Returns the cluster with another rate at which a host sends to others, 10^9 bits per second.
 
         Raises:
-            InputError: it is not a positive number.
+            InputError: it is not a finite number above 0.
         """
         if not 0 < gbit_per_s < math.inf:
-            raise InputError(f"--uplink-gbit-per-s {gbit_per_s:g} must be a positive number.")
+            raise InputError(f"--uplink-gbit-per-s {gbit_per_s:g} must be a finite number above 0.")
         rates: dict[str, Any] = {
             kind: replace(self.rates(kind), uplink_bytes_per_s=gbit_per_s * 1e9 / 8)
             for kind in get_args(CollectiveKind)

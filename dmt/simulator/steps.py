@@ -159,7 +159,7 @@ class StepWork:
 
     @property
     def uplink_bytes(self) -> float:
-        """Bytes that the busiest host sends to others in a step; embeddings inside towers go there and back."""
+        """Bytes that the busiest host sends to others in a step; ``tower_outputs`` twice, as their gradients return."""
         return sum(load.uplink for load in (*self.loads.values(), self.loads["tower_outputs"]))
 
 

@@ -195,13 +195,13 @@ def _ring(topology: TowerTopology, size: int) -> tuple[float, float]:
 
 
 def count_operators(model: nn.Module, dense_in_features: int) -> ModelWork:
-    """Counts the parts of a model on the meta device whose tables are `MetaTables` or `MetaTowers`.
+    """Counts the operators of each part of a model on the meta device, whose tables are `MetaTables` or `MetaTowers`.
 
-    It runs forward and backward at two batch sizes: what grows with the batch belongs to samples, the rest, above all
-    weights and their gradients, to each pass.
+    It runs forward and backward at two batch sizes: what grows with the batch is counted for each sample, the rest,
+    above all weights and their gradients, for each pass.
 
     Raises:
-        InputError: the number of its operators depends on the samples.
+        InputError: the number of its operators depends on the number of samples.
 
     Example:
         >>> from dmt.models import DLRM, ModelOptions

@@ -296,7 +296,7 @@ class RowWiseOutputs(nn.Module):
 
 
 def in_order(arrived: Embeddings, keys: Sequence[str]) -> Embeddings:
-    """Brings embeddings into the order of these keys, the columns of bags [B, columns] too; others are left as is.
+    """Returns embeddings in the order of ``keys``, a ``KeyedTensor`` [B, columns] by column; unchanged for other keys.
 
     Example:
         >>> arrived = KeyedTensor(["b", "a"], [1, 2], torch.tensor([[3.0, 1.0, 2.0]]))

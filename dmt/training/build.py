@@ -164,10 +164,7 @@ class ScheduledOptimizer(CombinedOptimizer):
         self.set_step(0)
 
     def set_step(self, step: int) -> None:
-        """Sets the rates for the step after ``step`` steps, such as those of a checkpoint.
-
-        Fused optimizers take theirs over at the next `zero_grad`.
-        """
+        """Sets the learning rates once ``step`` steps are done; fused optimizers get theirs at the next `zero_grad`."""
         self.steps = step
         share = warmup_factor(self._config, step)
         # Not strict: a rank without dense parameters has no optimizer for the second rate.

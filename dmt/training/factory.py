@@ -19,6 +19,7 @@ import copy
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from itertools import zip_longest
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from dmt._torchrec import fused_settings
 from dmt.errors import InputError
+from dmt.formatting import shorten
 from dmt.models.complexity import MetaTables, meta_batch, tower_modules
 from dmt.models.sparse import embedding_bag_configs
 from dmt.plan.tables import is_sequence, table_specs
@@ -226,11 +228,13 @@ def _check_tables(place: str, model: nn.Module, job: Job) -> None:
     if outside:
         lists.append(job.towers.outside_tables(job.split_tables))
     planned = [{table.name for table in tables} for tables in lists]
-    if [{table.name for table in tables} for tables in by_tower] != planned:
-        raise InputError(
-            f"{place}: the towers of the model do not have the tables that the tower plan gives them. Build tower "
-            "i from the tables of towers.tables_by_tower(tables)[i]."
-        )
+    held = [{table.name for table in tables} for tables in by_tower]
+    for number, (own, gives) in enumerate(zip_longest(held, planned, fillvalue={"no table"})):
+        if own != gives:
+            raise InputError(
+                f"{place}: tower {number} of the model has {shorten(sorted(own), ', ')}, but the tower plan gives it "
+                f"{shorten(sorted(gives), ', ')}. Build tower i from the tables of towers.tables_by_tower(tables)[i]."
+            )
 
 
 def _check_layers(place: str, model: nn.Module, world_size: int) -> None:

@@ -163,13 +163,13 @@ def check_same_input(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
 def check_memory(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
     """Checks by a lower bound that each machine, or each GPU, has the memory that its ranks need; collective.
 
-    Counted are a rank's tables, the embeddings that it looks up in a step, also for others (their gradients may
+    The bound counts a rank's tables, the embeddings that it looks up in a step, also for others (their gradients may
     take the same place later), the copies of hot rows that it may have, the dense weights with their gradients, and its
-    batch with the embeddings of that.
+    batch with the batch's embeddings.
 
     Raises:
-        InputError: a machine, the container that this is, or a GPU has less; the same on every rank. The message has a
-            batch size or number of replicas that fits by the same bound, if there is one.
+        InputError: a machine, its container or a GPU has less memory; raised on every rank. The message names a batch
+            size or number of replicas that fits by the same bound, if there is one.
     """
     config, topology, place = job.config, job.topology, (f"host {socket.gethostname()}", memory_limit())
     if job.device_type == "cuda":
@@ -248,7 +248,7 @@ def memory_limit(root: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def compare_hosts(topology: TowerTopology, ranks_per_machine: int) -> None:
-    """Warns if the hosts of a job on several machines are not these; a single machine may simulate several hosts."""
+    """Warns if a job's machines are not the hosts of its topology; a single machine may simulate several hosts."""
     if 0 < ranks_per_machine < topology.world_size and ranks_per_machine != topology.host_size:
         logger.warning(
             f"The job runs {ranks_per_machine} ranks per machine, but the topology has hosts of {topology.host_size}, "

@@ -207,7 +207,7 @@ def test_rules_for_kernels() -> None:
     assert kernels(found) == {"t_a": "fused_uvm_caching", "t_b": "fused_uvm", "u": "fused"}
     rules = ShardingRules(schemes=("data_parallel",), tables={"u": "fused_uvm"})
     assert "kernel='fused_uvm' is for" in plan_tables([tables], one_tower(2), rules=rules).reasons["u"]
-    with pytest.raises(InputError, match=r"'uvm' is not one of \['table_wise'.*'fused_uvm_caching'"):
+    with pytest.raises(InputError, match=r"for tables 'u': 'uvm' is not one of \['table_wise'.*'fused_uvm_caching'"):
         ShardingRules(tables={"u": "uvm"})  # type: ignore[dict-item]
 
 

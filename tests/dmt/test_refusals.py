@@ -360,7 +360,7 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
     # Hot rows.
     "hot towers": (lambda job: HotRows(sharded(TWO, job.two), job.two), "hot rows need a flat model; towers send"),
     "hot, global": (lambda job: hot(job, replace(FLAT, id_route="global")), "hot rows need id_route='peer'"),
-    "hot means": (lambda job: hot(job, replace(FLAT, pooling="MEAN")), "no table can have copies; .* are averaged"),
+    "hot means": (lambda job: hot(job, replace(FLAT, pooling="MEAN")), "can have copies; .* are averaged.*Leave Hot"),
     "memory": (lambda job: hot(job, extra_memory=0), "extra_memory=0 must be a share above 0"),
     "refresh": (lambda job: hot(job, refresh_every=0), "refresh_every=0 must be a number of steps, at least 1"),
     "profile": (lambda job: hot(job, profile=AccessProfile(make_tables([8, 8]))),

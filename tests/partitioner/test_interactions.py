@@ -225,6 +225,7 @@ def bags_of_one(rows):
         (lambda b: setattr(b, "labels", b.labels[:, None]), "batch 0 has labels of shape [1000, 1], weights of"),
         (lambda b: setattr(b, "dense_features", b.labels[5:, None]), "dense features of [995, 1]; give one label"),
         (lambda b: setattr(b, "sparse_features", [1]), "sparse_features is a list; give a KeyedJaggedTensor"),
+        (lambda b: setattr(b, "sparse_features", {}), "a dict; give a KeyedJaggedTensor, or a dict, not empty"),
         (lambda b: b.sparse_features.update(f0=b.labels), "feature 'f0' is float32 of shape [1000]; it must be whole"),
         (
             lambda b: b.sparse_features.update({f"x{b.labels.sum()}": b.sparse_features["f0"]}),

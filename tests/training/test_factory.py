@@ -203,9 +203,7 @@ def takes_more(tables: Any, learning_rate: float) -> nn.Module:
     return Flat(tables)
 
 
-class OwnTower(nn.Module):
-    """A tower module that may say a wrong size."""
-
+class OwnTower(nn.Module):  # may say a wrong size
     def __init__(self, in_features: int, linear: nn.Linear, said: int) -> None:
         super().__init__()
         self.in_features, self.out_features, self.linear = in_features, said, linear
@@ -225,7 +223,7 @@ class InTowers(nn.Module):
 
 def in_towers(tables: Any, towers: TowerPlan, options: dict[str, Any]) -> nn.Module:
     shared, parts = nn.Linear(4, 2), []
-    for own in towers.tables_by_tower(tables):
+    for own in towers.tables_by_tower(tables)[:: options.get("order", 1)]:
         width = sum(table.embedding_dim * len(table.feature_names) for table in own)
         linear = shared if options.get("shared") else nn.Linear(4, 2)
         module = nn.Identity() if options.get("sizes") is False else OwnTower(width, linear, options.get("said", 2))
@@ -302,6 +300,7 @@ def check_model(job: Job) -> None:
         ("in_towers", {"shared": True}, "'sparse.towers.0.*' and 'sparse.towers.1.*' are one parameter, but the ranks"),
         ("in_towers", {"sequences": True}, r"is in a tower that has no sequences \(data.sequences\)"),
         ("in_towers", {"said": 0}, r"tower module OwnTower has in_features and out_features \[\d+, 0\]"),
+        ("in_towers", {"order": -1}, "tower 0 of the model has t_.*, but the tower plan gives it t_.* tower i"),
         ("in_towers", {"sizes": False}, r"tower module Identity has in_features and out_features \[None"),
         ("made", {"kind": "flat"}, r"needs one EmbeddingTowerCollection and no other .*but has EmbeddingBag"),
     ],

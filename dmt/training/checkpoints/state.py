@@ -122,7 +122,7 @@ def collect_state(model: Mapping[str, Any], optimizer: KeyedOptimizer | None) ->
 
 
 def split_name(name: str) -> tuple[str, int, int]:
-    """Splits the name of row-wise state into that of the uncut table's, first column and end; others: name, 0, 0.
+    """Returns (the uncut table's state name, first column, end) for that of a column shard; (name, 0, 0) for others.
 
     Example:
         >>> split_name("optimizer.t_a.weight.t_a.momentum1.columns_0_64")

@@ -209,8 +209,8 @@ def _table_names(config: DataConfig, names: Iterable[str]) -> dict[str, str]:
     for name, target in config.sequences.items():
         if name in shared and tables[name] != tables[target]:
             raise InputError(
-                f"shared_tables: sequence {name!r} is not in the table of its target {target!r} (data.sequences). Name "
-                "both there, or leave the sequence out."
+                f"shared_tables: sequence {name!r} is in table {tables[name]!r}, but its target {target!r} "
+                f"(data.sequences) in {tables[target]!r}. Name both in one table, or take the sequence out."
             )
         tables[name] = tables[target]
     if doubled := [name for name in shared if shared.count(name) > 1]:

@@ -34,10 +34,10 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Deal:
-    """The rows of an epoch in lanes.
+    """The rows of an epoch, dealt to V lanes.
 
-    Row groups come V of them at a time, about one for each lane: in the order of the files, so that all lanes are at
-    the same time of the log, or with a ``seed`` in a random order.
+    V row groups are dealt at a time, about one to each lane: in the order of the files, so that all lanes are at the
+    same time of the log, or with a ``seed`` in a random order.
 
     Example:
         >>> deal = Deal(np.array([4, 4, 3]), lanes=2)

@@ -212,9 +212,9 @@ def _raw_rows(
             raise InputError(f"{file}: column {absent[0]!r} is missing; all files must have the columns of the first.")
         lists = {feature.name: feature.is_bag for feature in find_columns(config, schema, file).features}
         if unlike := [name for name, is_bag in bags.items() if is_bag != lists[name]]:
+            has, had = (("single values", "lists")[is_bag[unlike[0]]] for is_bag in (lists, bags))
             raise InputError(
-                f"{file}: column {unlike[0]!r} has lists, and in {in_order[0][1]} it has none, or the other way round. "
-                "Store it alike in all files."
+                f"{file}: column {unlike[0]!r} has {has}, but {had} in {in_order[0][1]}. Store it alike in all files."
             )
         for block in raw_blocks(file, config, used):
             rows, wrong = converter.convert(block)
@@ -363,12 +363,10 @@ def _copy_vocabulary(config: DataConfig, columns: Columns, file: Path) -> None:
     remedy = "The model's ids are in this folder of `dmt prepare`. Put it back at this path." if checksum else None
     manifest = read_manifest(folder, place, remedy=remedy)
     if manifest.vocabulary not in manifest.files:
-        raise InputError(
-            f"{place} was prepared without ids by frequency, so it has no vocabulary. Use --ids frequency."
-        )
-    tables = {feature.name: feature.table for feature in columns.features}
-    if {feature.name: feature.table for feature in manifest.features} != tables:
-        raise InputError(f"{place} has other tables or features than these data. Give the same columns and tables.")
+        raise InputError(f"{place} has no vocabulary. Prepare that folder again with `dmt prepare --ids frequency`.")
+    theirs, own = ({(f.name, f.table) for f in features} for features in (manifest.features, columns.features))
+    if unlike := sorted(theirs ^ own):
+        raise InputError(f"{place} and these data differ in feature {unlike[0][0]!r} or its table. Give both the same.")
     shutil.copyfile(folder / manifest.vocabulary, file)
     if _checksum(file) != (int(checksum, 16) if checksum else manifest.files[manifest.vocabulary][1]):
         raise InputError(f"{place} has another vocabulary than the model was trained with. Restore that folder.")

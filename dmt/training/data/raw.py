@@ -287,7 +287,7 @@ def connect(*, memory_gib: float = 1.0, threads: int = 1) -> duckdb.DuckDBPyConn
 
 
 class Converter:
-    """Makes ids and numbers of blocks by SQL of DuckDB.
+    """Converts blocks of raw rows to ids and numbers, by SQL in DuckDB.
 
     Args:
         config: the data section of a run's configuration.
@@ -307,7 +307,7 @@ class Converter:
             self._features[REQUEST] = Feature(name=REQUEST, rows=COUNTED, table=config.group_by)
 
     def convert(self, block: Block) -> tuple[pa.Table, list[Reject]]:
-        """Returns a block as prepared rows (and with ``data.split_column`` as `SPLIT`), and those that cannot be used.
+        """Returns the prepared rows of a block (with ``data.split_column`` as their column `SPLIT`), and its bad rows.
 
         Raises:
             InputError: DuckDB cannot read a type, or needs more memory.

@@ -154,7 +154,7 @@ def writing(out: Path) -> Iterator[None]:
 
 
 def tensors_of(batch: ClickBatch) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:
-    """Returns the input of an exported program: dense features, and ids and lengths by feature."""
+    """Returns a program's input: dense features float32 [B, D]; by feature, ids int64 [n] and lengths int64 [B]."""
     bags = batch.sparse_features.to_dict()
     return (
         batch.dense_features,

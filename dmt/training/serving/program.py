@@ -214,7 +214,7 @@ def make_program(model: ServedModel, *, num_dense: int, features: Sequence[str])
 
     Args:
         model: on the CPU.
-        num_dense: D.
+        num_dense: D, the number of dense columns.
         features: names of the features.
 
     Raises:

@@ -254,7 +254,7 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"sequences": {"c": "x"}}, "sequences: 'x' is not a categorical feature"),
     ({"h": ["a", "b"]}, WITH_H, "sequences: column 'h' is not a list"),
     ({"h": [["a"], []], "c": [["a"], ["b"]]}, WITH_H, "sequences: 'c', the target of 'h', is a list"),
-    ({"h": [["a"], []]}, {**WITH_H, "shared_tables": {"t": ("h", "n")}, "categorical": ("c", "h", "n")}, "its target"),
+    ({"h": [["a"], []]}, {**WITH_H, "shared_tables": {"t": ("h", "n")}, "categorical": ("c", "h", "n")}, "table 't'"),
     ({"h": [["a"], ["b"] * 1001]}, WITH_H, "line 2: column 'h': expected at most 1000 ids .*found 1001"),
 ]
 
