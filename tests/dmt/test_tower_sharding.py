@@ -283,7 +283,7 @@ def of_rule(name: str, rule: Any) -> ShardingRules:
 REFUSED: list[tuple[list[list[TableSpec]], TowerTopology, dict[str, Any], str]] = [
     ([FOUR], one_tower(2), {"hardware": Hardware(memory_per_rank=LEAST - 1), "rules": WHOLE},
      r"No placement was found for the 4 tables of tower 0: they need at least 502 kB, 262 kB of it for the "
-     r"embeddings looked up with batch_size=1024; .*'t0' .* hold 146 kB even table_wise. Lower "
+     r"embeddings looked up with batch_size=1024, but .*'t0' .* hold 146 kB even table_wise. Lower "
      r"batch_size to 1023 or less, let"),
     ([[table("a")], [table("big", 1_000_000, 64)]], TWO_TOWERS, {"hardware": Hardware(memory_per_rank=10_000_000)},
      "tower 1.*memory_per_rank=10.0 MB have .* Of table 'big' a rank must hold 69.0 MB even column_wise. Let"),
