@@ -272,11 +272,12 @@ def events_on_rank(rank: int, arch: str) -> list[str]:
         return exchange(self, outputs, *args)
 
     def pending(wait: Any, *arguments: Any) -> Pending:
-        def end() -> torch.Tensor:
-            events.append("exchange waited for")
-            columns: torch.Tensor = wait(*arguments)
-            columns.register_hook(lambda _: events.append("gradients to be sent"))
-            return columns
+        def end() -> Any:
+            result = wait(*arguments)
+            if isinstance(result, torch.Tensor):  # columns, not ids
+                events.append("exchange waited for")
+                result.register_hook(lambda _: events.append("gradients to be sent"))
+            return result
 
         return Pending(end)
 

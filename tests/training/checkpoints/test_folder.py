@@ -136,9 +136,9 @@ def test_damage_is_named_and_leads_to_the_checkpoint_before(
 @pytest.mark.parametrize(
     ("saved", "into", "sections", "message"),
     [
-        ("dlrm", "dmt-dlrm", {}, r"another model .*it has model\.model\.\S*"),
+        ("dlrm", "dmt-dlrm", {}, r"another model .*it also has model\.model\.\S*"),
         ("dlrm", "dlrm", {"model": {"over_arch": [4, 4, 1]}}, r"model\.model\.over_arch"),
-        ("dlrm", "dlrm", {"model": {"over_arch": [1]}}, r"it has model\.model\.over_arch\S*.* in addition"),
+        ("dlrm", "dlrm", {"model": {"over_arch": [1]}}, r"it also has model\.model\.over_arch"),
         ("dlrm", "dlrm", {"synthetic": {"rows_per_table": 12}}, r"\[11, 8\].* current: \S*\[12, 8\].* \S*t_C1\.weight"),
     ],
 )

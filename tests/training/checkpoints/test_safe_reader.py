@@ -171,7 +171,7 @@ def test_an_index_that_reads_from_elsewhere_or_is_none_is_refused(folder: Path) 
         place.relative_path = "../../elsewhere"
     for content, message in (
         (index, "reads from a file that is not in the manifest"),
-        ({"a": 1}, "is a dict, no index"),
+        ({"a": 1}, "is a dict, not an index"),
         (b"", r"cannot be read \(Ran out of input\)"),
     ):
         rewrite(folder, content)
