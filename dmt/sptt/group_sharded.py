@@ -24,6 +24,7 @@ from dmt._torchrec import (
     fused_settings,
     group_env,
     scale_learning_rate,
+    set_output_of_empty,
     settings_on_parameters,
 )
 from dmt.sharding.data_parallel import DataParallelOptimizer, UpdateSettings
@@ -91,6 +92,11 @@ class GroupSharded:
             ]
         )
 
+    def share_output_dtype(self, fused_params: Mapping[str, Any] | None) -> None:
+        """Has lookups without tables return the dtype that the others are asked for: ranks exchange equal numbers."""
+        if output_dtype := (fused_params or {}).get("output_dtype"):
+            set_output_of_empty(self.lookups, output_dtype.as_dtype())
+
     def show_users_rate(self, optimizer: Any) -> None:
         """Has ``param_groups`` hold the user's learning rate, which schedules write there; the kernel scales it."""
         scales = {self.moment_scales.get(key.split(".")[-2], 1.0) for key in optimizer.params}
@@ -127,6 +133,7 @@ class GroupShardedEC(OpenShardedEC, GroupSharded):
     ) -> None:
         with self.scale_moments(table_weights(module), moment_scales, options["fused_params"]):
             super().__init__(module, sharding, group_env(group), **options)
+        self.share_output_dtype(options["fused_params"])
         for _, optimizer in self.fused_optimizer.optimizers:
             self.show_users_rate(optimizer)
 

@@ -23,13 +23,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, get_embed
 from torchrec.optim.keyed import CombinedOptimizer
 from torchrec.sparse.jagged_tensor import KeyedTensor
 
-from dmt._torchrec import (
-    OpenShardedEBC,
-    at_end_of_backward,
-    group_env,
-    mark_updated_in_backward,
-    set_output_of_empty,
-)
+from dmt._torchrec import OpenShardedEBC, at_end_of_backward, group_env, mark_updated_in_backward
 from dmt.collectives import broadcast_tensor, start_sum, start_sum_over_hosts
 from dmt.sharding.data_parallel import DataParallelOptimizer
 from dmt.sptt.group_sharded import Embeddings, GroupSharded, table_configs, table_weights
@@ -85,8 +79,7 @@ class GroupShardedEBC(OpenShardedEBC, GroupSharded):
         self._target_device: torch.device | None = options["device"]
         with self.scale_moments(table_weights(module), moment_scales, options["fused_params"]):
             super().__init__(module, sharding, group_env(group), **options)
-        if output_dtype := (options["fused_params"] or {}).get("output_dtype"):
-            set_output_of_empty(self.lookups, output_dtype.as_dtype())
+        self.share_output_dtype(options["fused_params"])
         # TorchRec's optimizer leaves out data-parallel tables, which it expects a dense optimizer to update.
         data_parallel = [lookup.optimizer for lookup in self.lookups if isinstance(lookup, DataParallelTables)]
         fused = [optimizer for _, optimizer in super().fused_optimizer.optimizers]

@@ -13,8 +13,9 @@ from fbgemm_gpu.split_embedding_configs import SparseType
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, row_wise, table_wise
 from torchrec.distributed.types import ShardingPlan
-from torchrec.modules.embedding_configs import DataType
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_configs import DataType, EmbeddingConfig
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dmt.errors import InputError
 from dmt.formatting import human_bytes
@@ -25,7 +26,7 @@ from dmt.training.build import ClickTask, build_model, build_optimizer, fused_pa
 from dmt.training.checkpoints.store import Checkpointer, restore
 from dmt.training.commands.plans import run_plan
 from dmt.training.config import TrainingConfig, load_config
-from dmt.training.flat import FlatSharder, plan_flat
+from dmt.training.flat import FlatSequenceSharder, FlatSharder, plan_flat
 from dmt.training.job import Job, open_job
 from dmt.training.preflight import checked_model
 from tests.parity import FUSED, FlatModel, draw_batch, make_tables
@@ -159,6 +160,15 @@ def test_means_over_bags_of_unequal_batches_are_those_of_the_plain_module(rank: 
     means = sharder.shard(halves, plan, None, torch.device("cpu"))(everyone[rank][0]).wait().values()
     # Weights are drawn below 1. Ranks without the table-wise table would take its FP16 for FP32.
     assert (means.dtype, bool((means.abs() <= 1).all())) == (torch.float16, True)
+    # So would they that of sequences.
+    item = EmbeddingConfig(name="t2", num_embeddings=9, embedding_dim=8, feature_names=["f2"], data_type=DataType.FP16)
+    items = EmbeddingCollection(tables=[item])
+    of_sequences = FlatSequenceSharder(mesh, fused_params=FUSED | {"output_dtype": SparseType.FP16})
+    one_rank = construct_module_sharding_plan(items, {"t2": table_wise(rank=2)}, of_sequences, 2, 4, device_type="cpu")
+    one_rank["t2"].compute_kernel = "fused"
+    ids = KeyedJaggedTensor(["f2"], torch.arange(rank, rank + 3), lengths=torch.tensor([1, 2]))
+    sequences = of_sequences.shard(items, one_rank, None, torch.device("cpu"))(ids).wait()["f2"].values()
+    assert (sequences.dtype, bool((sequences.abs() <= 1).all())) == (torch.float16, True)
 
 
 def planned(config: TrainingConfig) -> ShardingPlan:
