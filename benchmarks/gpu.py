@@ -38,7 +38,7 @@ from dmt.training.device import backend, current_device, device_type, take_devic
 from dmt.training.job import Job, open_job
 from dmt.training.records import to_json, versions
 
-__all__ = ["CONTENDERS", "FORMAT", "main", "measure"]
+__all__ = ["CONTENDERS", "FORMAT", "main", "measure", "profile_step"]
 
 FORMAT = 1
 """Version of the record's format."""
@@ -94,11 +94,11 @@ def measure(name: str, device: str, *, quick: bool) -> dict[str, Any]:
         "parity": parity,
         "step_seconds": {"median": statistics.median(timed), "least": timed[0], "most": timed[-1], "steps": steps},
         "peak_bytes": peak,
-        "profile": _profile(lambda: pipeline.progress(given), on_gpu=on_gpu),
+        "profile": profile_step(lambda: pipeline.progress(given), on_gpu=on_gpu),
     }
 
 
-def _profile(step: Callable[[], Any], *, on_gpu: bool) -> dict[str, Any]:
+def profile_step(step: Callable[[], Any], *, on_gpu: bool) -> dict[str, Any]:
     """Seconds of the operators of one step, on the GPU or else the CPU, those that take most first."""
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler:
         step()
