@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.report import markdown_table
-from benchmarks.study.runs import Run
+from benchmarks.study.runs import Run, outside_facts
 from benchmarks.study.statistics import compare_arms, holm
 from benchmarks.study.studies import Study, runs_of
 from benchmarks.study.train import FLAT, SETTINGS, Arm, bytes_across
@@ -25,7 +25,7 @@ LEAST_TESTED = 6
 Records = Mapping[Run, Mapping[str, Any]]
 Rows = list[dict[str, Any]]
 _COLORS = {"dlrm": "#D55E00", "dlrm-each": "#E69F00", "dlrm-products": "#0072B2", "dcn": "#009E73"}
-_STYLES = {"interactions": "-", "strided": "--", "coherent": ":", "random": "-."}
+_STYLES = {"interactions": "-", "strided": "--", "coherent": ":", "random": "-.", "outside": "-"}
 
 
 def comparisons(study: Study, data: str, records: Records, seeds: Sequence[int]) -> Rows:
@@ -75,8 +75,9 @@ def costs(study: Study, data: str, records: Records, seeds: Sequence[int], featu
         flat_bytes = bytes_across(arm.flat, features, None, arm.num_towers)
         row: dict[str, Any] = {"data": data, "dim": arm.dim, "num_towers": arm.num_towers, "model": arm.model}
         row |= {"towers": arm.towers, "ratio": arm.ratio, "num_seeds": len(pairs)}
-        row |= {"bytes": float(np.mean([ours["bytes"]["embeddings"] for ours, _ in pairs]))}
-        row |= {"flat_bytes": flat_bytes["embeddings"], "ids_bytes": flat_bytes["ids"]}
+        sent = [ours["bytes"] for ours, _ in pairs]
+        row["bytes"] = float(np.mean([each["embeddings"] + each.get("outside", 0.0) for each in sent]))
+        row |= {"flat_bytes": flat_bytes["embeddings"], "ids_bytes": sent[0]["ids"]}
         once = [ours["bytes"]["once"] for ours, _ in pairs] if arm.by_request else []
         row["bytes_once"] = float(np.mean(once)) if once else None
         row |= {"compression_ratio": pairs[0][0]["compression_ratio"], "mflops": pairs[0][0]["mflops_per_sample"]}
@@ -171,6 +172,8 @@ def write_study(
             for run in wanted
         ]
     about = {**about, **{data: asdict(SETTINGS[data]) for data in studies}}
+    if any(arm.towers == "outside" for arm in study.arms):
+        about |= {f"{data}, small tables": outside_facts(data, trials.clicks(data), study.arms) for data in studies}
     text = [
         f"Test {study.metric.upper()}, median over seeds (standard deviation); differences are medians over pairs of "
         "one seed. p-values are two-sided; in brackets after Holm's correction over the rows of the data set.",

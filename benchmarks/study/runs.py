@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -16,13 +16,22 @@ from tqdm import tqdm
 
 from benchmarks.study.data import DRAWN, Clicks, read_clicks, without_test_rows, write_drawn
 from benchmarks.study.entities import bytes_once, entity_plan, request_numbers
-from benchmarks.study.train import Arm, bytes_across, measure_affinity, train_and_test
+from benchmarks.study.train import SETTINGS, Arm, bytes_across, bytes_outside, measure_affinity, train_and_test
 from dmt.errors import InputError
 from dmt.partitioner import FeatureAffinity, TowerPartitioner
+from dmt.plan.tables import TableSpec, feature_names
+from dmt.plan.topology import TowerTopology
 from dmt.plan.towers import TowerPlan
+from dmt.sharding.costs import StepWorkload
+from dmt.sharding.outside import CrossingCosts, choose_outside
 
-__all__ = ["Progress", "Run", "Trials", "affinity_of_pairs", "random_plan"]
+__all__ = [
+    *("OUTSIDE_SHARE", "Progress", "Run", "Trials", "affinity_of_pairs", "outside_facts", "outside_plan"),
+    "random_plan",
+]
 
+OUTSIDE_SHARE = 16 / 26
+"""Share of the features that the step benchmark has outside towers (``dmt-cr4+all+outside``)."""
 _BATCH, _TUNING_PARTS = 8192, 10
 Record = dict[str, Any]
 Key = TypeVar("Key")
@@ -114,6 +123,8 @@ class Trials:
         cpu = {"cpu_seconds": round(time.process_time() - began, 2), "measuring_cpu_seconds": round(measuring, 2)}
         if plan is not None:
             across = bytes_across(run.arm, clicks, plan, run.arm.num_towers)
+            if plan.outside:
+                across["outside"] = bytes_outside(run.data, run.arm, clicks, plan)
             if requests is not None:
                 across["once"] = bytes_once(run.data, run.arm, clicks, plan, requests)
             return record | cpu | {"bytes": across, "towers": plan.to_lists()}
@@ -128,6 +139,8 @@ class Trials:
             return None, 0.0
         if towers == "strided":
             return TowerPlan.strided(clicks.features, arm.num_towers), 0.0
+        if towers == "outside":
+            return outside_plan(clicks.tables, arm.num_towers), 0.0
         if towers == "random":
             return random_plan(clicks.features, arm.num_towers, run.seed), 0.0
         if towers == "entities":
@@ -182,3 +195,29 @@ def random_plan(features: list[str], num_towers: int, seed: int) -> TowerPlan:
     """
     order = np.random.default_rng([seed, num_towers]).permutation(len(features))
     return TowerPlan.strided([features[i] for i in order], num_towers)
+
+
+def outside_plan(tables: Sequence[TableSpec], num_towers: int) -> TowerPlan:
+    """The smallest tables outside towers, `OUTSIDE_SHARE` of all, and the others in strided towers."""
+    by_size = sorted(tables, key=lambda table: table.num_embeddings)
+    small = feature_names(by_size[: round(OUTSIDE_SHARE * len(tables))])
+    inside, outside = ([f for f in feature_names(tables) if (f in small) == is_small] for is_small in (False, True))
+    return replace(TowerPlan.strided(inside, num_towers), outside=tuple(outside))
+
+
+def outside_facts(data: str, clicks: Clicks, arms: Iterable[Arm]) -> Record:
+    """Rows of the tables outside towers and inside, and which the library's rule keeps inside, by ratio.
+
+    The rule is that of ``towers.outside = "auto"`` for two hosts of two ranks, which share the batch of a step.
+    """
+    plan, rows = outside_plan(clicks.tables, 4), {t.feature_names[0]: t.num_embeddings for t in clicks.tables}
+    facts: Record = {"outside": {name: rows[name] for name in plan.outside}}
+    facts["towers"] = [{name: rows[name] for name in tower} for tower in plan.to_lists()]
+    topology = TowerTopology(num_towers=2, ranks_per_tower=2)
+    workload = StepWorkload(batch_size=SETTINGS[data].batch_size // topology.world_size)
+    for dim in sorted({arm.dim // arm.ratio for arm in arms if arm.towers == "outside"}, reverse=True):
+        tables = [replace(table, embedding_dim=dim) for table in clicks.tables]
+        costs = CrossingCosts(topology=topology, workload=workload, sent=dim)
+        chosen = choose_outside([tables[::2], tables[1::2]], costs)
+        facts[f"the rule keeps inside, D = {dim}"] = [t.feature_names[0] for t in tables if t.name not in chosen]
+    return facts

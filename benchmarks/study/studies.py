@@ -10,6 +10,7 @@ quality         what does compression cost, by ratio, tower module and towers?
 sizes           the same with two and eight towers, and with N = 32
 rates           the same at learning rates tuned for each model, ratio 4
 entities        do towers of entities send fewer bytes in batches of whole requests, and train as well?
+outside         what do small tables on every rank, outside towers, change at ratios 2, 4 and 16?
 batches         what do larger global batches cost, with rates as they are, scaled by the root, scaled in proportion?
 ==============  ======================================================================================================
 """
@@ -141,6 +142,14 @@ def _entities() -> Study:
     return Study(stem="entities", title=title, first_seed=0, arms=tuple(arms), comparisons=pairs)
 
 
+def _outside() -> Study:
+    kinds = [(towers, ratio) for ratio in (2, 4, 16) for towers in ("outside", "strided")]
+    arms = [Arm(model="dlrm-each", towers=towers, ratio=ratio) for towers, ratio in kinds]
+    pairs = tuple(_against(arms[::2], "strided", "flat"))
+    title = "What small tables on every rank change"
+    return Study(stem="outside_quality", title=title, first_seed=400, arms=tuple(arms), comparisons=pairs)
+
+
 def _batches() -> Study:
     arms = [
         Arm(model="dlrm", batch=batch, sparse=rate, dense=rate)
@@ -155,7 +164,7 @@ def _batches() -> Study:
 STUDIES: Mapping[str, Study] = {
     study.stem: study
     for study in (_towers(), _interactions(), _products(), _quality(), _sizes(), _rates(), _entities(), _batches())
-}
+} | {"outside": _outside()}
 """By name."""
 
 

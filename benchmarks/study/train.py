@@ -25,8 +25,8 @@ from dmt.training.config import TrainingConfig
 from dmt.training.job import Job, make_job
 
 __all__ = [
-    *("FLAT", "SETTINGS", "Arm", "Settings", "build_model_of_seed", "bytes_across", "job_of", "measure_affinity"),
-    *("row_order", "score", "tower_sizes", "train_and_test"),
+    *("FLAT", "SETTINGS", "Arm", "Settings", "build_model_of_seed", "bytes_across", "bytes_outside", "job_of"),
+    *("measure_affinity", "row_order", "score", "tower_sizes", "train_and_test"),
 ]
 
 FLAT = {"dlrm": "dlrm", "dlrm-each": "dlrm", "dlrm-products": "dlrm", "dcn": "dcn"}
@@ -128,13 +128,18 @@ def tower_sizes(arm: Arm, num_features: int) -> tuple[int, int, int]:
 
 def job_of(data: str, arm: Arm, clicks: Clicks, plan: TowerPlan | None) -> Job:
     """The arm as a run of the trainer, in the paper's proportions; ``plan`` is None for the flat model."""
-    tower_dim, c, p = tower_sizes(arm, len(clicks.features))
+    tower_dim, c, p = tower_sizes(arm, len(clicks.features if plan is None else plan.features))
     family = FLAT[arm.model] if plan is None or arm.model == "dlrm-each" else arm.model
     sizes = {"embedding_dim": arm.dim, "tower_dim": tower_dim, "c": c, "p": p, "cross_layers": 2, "cross_rank": 16}
     model = {"arch": family if plan is None else f"dmt-{family}", "dense_arch": (64,), "over_arch": (64, 32, 1)}
     topology = {"num_towers": 1 if plan is None else plan.num_towers}
     config = TrainingConfig.model_validate({"model": model | sizes, "topology": topology})
-    return make_job(config, clicks.tables, clicks.train[0].shape[1], towers=plan)
+    job = make_job(config, clicks.tables, clicks.train[0].shape[1], towers=plan)
+    outside = [] if plan is None else plan.outside_tables(clicks.tables)
+    # After `make_job`, which refuses what FBGEMM cannot read, such as one column; the plain model does without FBGEMM.
+    dim = config.model.outside_dim
+    tables = (replace(table, embedding_dim=dim) if table in outside and dim else table for table in job.tables)
+    return replace(job, tables=tuple(tables))
 
 
 def bytes_across(arm: Arm, clicks: Clicks, plan: TowerPlan | None, num_towers: int) -> dict[str, float]:
@@ -143,11 +148,18 @@ def bytes_across(arm: Arm, clicks: Clicks, plan: TowerPlan | None, num_towers: i
     ``ids`` are an id and a length of 8 bytes for each feature, ``embeddings`` the outputs and their gradients as 32-bit
     floats. Not the all-reduce of dense gradients, which is once per step and not per sample.
     """
-    features = len(clicks.features)
+    features = len(clicks.features if plan is None else plan.features)
     dim, c, p = tower_sizes(arm, features)
     outputs = features * arm.dim if plan is None else dim * (c * features + p * len(plan.to_lists()))
     share = (num_towers - 1) / num_towers
     return {"ids": 16 * features * share, "embeddings": 2 * 4 * outputs * share}
+
+
+def bytes_outside(data: str, arm: Arm, clicks: Clicks, plan: TowerPlan) -> float:
+    """Bytes per sample across hosts of gradients of tables outside towers: a ring of T hosts sums them in each step."""
+    rows = sum(table.num_embeddings for table in plan.outside_tables(clicks.tables))
+    numbers = rows * tower_sizes(arm, len(plan.features))[0]
+    return 2 * 4 * numbers * (arm.num_towers - 1) / (SETTINGS[data].batch_size * arm.batch)
 
 
 def build_model_of_seed(job: Job, seed: int) -> nn.Module:
@@ -172,40 +184,52 @@ def _seed_of(seed: int, name: str) -> int:
 
 
 class _OneTable(nn.Module):
-    """Takes the place of a model's ``sparse_arch``: all tables as one, so that one lookup serves all features.
+    """Takes the place of a model's collection of tables: all of them as one, so that one lookup serves their features.
 
     Every sample has one id for each feature. Weights, tower modules and updates are those of the tables it replaces;
-    its input is ids [B, F].
+    its input is ids [B, F], also of features that other tables look up.
     """
 
-    def __init__(self, model: Any, features: list[str]) -> None:
+    def __init__(self, collection: Any, features: list[str]) -> None:
         super().__init__()
-        self._before, self._features = [model.sparse_arch], features  # in a list: not a submodule
+        self._before = [collection]  # in a list: not a submodule
         weights = self._tables()
-        sizes = torch.tensor([len(weights[name]) for name in features])
+        self._features = [name for name in features if name in weights]
+        sizes = torch.tensor([len(weights[name]) for name in self._features])
         self.register_buffer("offsets", torch.cumsum(sizes, 0) - sizes, persistent=False)
-        self.embedding_bags = nn.Parameter(torch.cat([weights[name].detach() for name in features]))
-        self.towers = nn.ModuleList(tower.interaction for tower in getattr(model.sparse_arch, "towers", ()))
+        places = torch.tensor([features.index(name) for name in self._features])
+        self.register_buffer("places", places, persistent=False)
+        self.embedding_bags = nn.Parameter(torch.cat([weights[name].detach() for name in self._features]))
+        self.towers = nn.ModuleList(tower.interaction for tower in getattr(collection, "towers", ()))
 
     def forward(self, ids: Tensor) -> Any:
         """Ids [B, F] int64 -> [B, N] by feature, or [B, sum O_t] of the towers."""
-        vectors = nn.functional.embedding(ids + self.offsets, self.embedding_bags).unbind(1)
+        vectors = nn.functional.embedding(ids[:, self.places] + self.offsets, self.embedding_bags).unbind(1)
         by_name = dict(zip(self._features, vectors, strict=True))
         return torch.cat([tower(by_name) for tower in self.towers], dim=1) if len(self.towers) else by_name
 
-    def put_back(self, model: Any) -> None:
-        """Gives the model its own tables again, with the weights as they are now."""
+    def restored(self) -> Any:
+        """The collection that was replaced, with the weights as they are now."""
         weights = self._tables()
         parts = self.embedding_bags.detach().split([len(weights[name]) for name in self._features])
         with torch.no_grad():
             for name, part in zip(self._features, parts, strict=True):
                 weights[name].copy_(part)
-        model.sparse_arch = self._before[0]
+        return self._before[0]
 
     def _tables(self) -> dict[str, Tensor]:
         modules = self._before[0].named_modules()
         bags = ((name.rpartition(".")[2], module) for name, module in modules if isinstance(module, nn.EmbeddingBag))
         return {name.removeprefix("t_"): module.weight for name, module in bags}
+
+
+def _join_tables(model: Any, features: list[str]) -> dict[str, _OneTable]:
+    """Makes one table of those in towers, or of all of a flat model, and one of those outside; by attribute."""
+    collections = {name: getattr(model, name, None) for name in ("sparse_arch", "outside_arch")}
+    joined = {name: _OneTable(held, features) for name, held in collections.items() if held is not None}
+    for name, table in joined.items():
+        setattr(model, name, table)
+    return joined
 
 
 def train_and_test(
@@ -221,10 +245,11 @@ def train_and_test(
     warm_up = max(1, settings.warmup_steps // arm.batch)
     settings = replace(settings, batch_size=settings.batch_size * arm.batch)
     model: Any = build_model_of_seed(job, seed)
-    model.sparse_arch = table = _OneTable(model, clicks.features)
+    joined = _join_tables(model, clicks.features)
     dense = [parameter for name, parameter in model.named_parameters() if "embedding_bags" not in name]
+    weights = [table.embedding_bags for table in joined.values()]
     optimizers = [
-        torch.optim.Adagrad([table.embedding_bags], lr=settings.sparse_lr * arm.sparse, eps=1e-8, fused=True),
+        torch.optim.Adagrad(weights, lr=settings.sparse_lr * arm.sparse, eps=1e-8, fused=True),
         torch.optim.Adam(dense, lr=settings.dense_lr * arm.dense, fused=True),
     ]
     rates = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: min(1.0, (step + 1) / warm_up)) for o in optimizers]
@@ -237,7 +262,8 @@ def train_and_test(
             part.step()
     model.eval()
     metrics = score(lambda rows: model(clicks.test[0][rows], clicks.test[1][rows]), clicks)
-    table.put_back(model)
+    for name, table in joined.items():
+        setattr(model, name, table.restored())
     size = count_model(job)
     metrics["mflops_per_sample"] = round(size.mflops_per_sample, 6)
     return model, metrics | {"compression_ratio": round(size.compression_ratio, 4)}

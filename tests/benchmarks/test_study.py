@@ -13,21 +13,25 @@ import torch
 from click.testing import CliRunner
 from torch import Tensor, nn
 
+from benchmarks.steps.build import own_towers
+from benchmarks.steps.contenders import named
+from benchmarks.steps.setting import Setting
 from benchmarks.study.__main__ import main
 from benchmarks.study.data import DRAWN, Clicks, read_clicks, without_test_rows, write_drawn
 from benchmarks.study.entities import bytes_once
 from benchmarks.study.replicas import ReplicaRun, gaps, grid, summary_of_pairs, tuned_rate
 from benchmarks.study.report import comparisons, costs
-from benchmarks.study.runs import Progress, Run
+from benchmarks.study.runs import OUTSIDE_SHARE, Progress, Run, Trials, outside_facts
 from benchmarks.study.simulation import ReplicaTables
 from benchmarks.study.statistics import compare_arms, holm
 from benchmarks.study.studies import STUDIES, runs_of
 from benchmarks.study.train import (
     SETTINGS,
     Arm,
-    _OneTable,
+    _join_tables,
     build_model_of_seed,
     bytes_across,
+    bytes_outside,
     job_of,
     tower_sizes,
     train_and_test,
@@ -126,14 +130,41 @@ def test_sizes_give_the_ratio_and_the_bytes_that_go_with_it(model: str, num_towe
     assert tower_sizes(Arm(model="dlrm", towers="strided", ratio=2, dim=32), 17) == (32, 0, 2)
 
 
+def test_small_tables_are_outside_towers_at_their_width(tmp_path: Path) -> None:
+    assert len(own_towers(named("dmt-cr4+all+outside"), Setting()).outside) / 26 == OUTSIDE_SHARE
+    clicks, arm = clicks_of(), Arm(model="dlrm-each", towers="outside", ratio=16)
+    plan, _ = Trials(folder=tmp_path, work=tmp_path).plan_of(Run(data="hotel", seed=0, arm=arm), clicks)
+    assert plan is not None
+    assert plan.to_lists() == [["c_10", "c_14"], ["c_11", "c_15"], ["c_12"], ["c_13"]]
+    assert plan.outside == tuple(f"c_{i}" for i in range(10))
+    job = job_of("hotel", arm, clicks, plan)
+    assert [table.embedding_dim for table in job.tables] == [1] * 10 + [16] * 6
+    assert count_model(job).compression_ratio == 16
+    assert bytes_across(arm, clicks, plan, 4) == pytest.approx({"ids": 16 * 6 * 0.75, "embeddings": 8 * 6 * 0.75})
+    # Three quarters of the 135 numbers and their sum pass each of four links, in a step of 512 samples.
+    assert bytes_outside("hotel", arm, clicks, plan) == pytest.approx(4 * 2 * 0.75 * 135 * 4 / 512)
+    # By the rule a table saves at D = 8 up to 319 rows, at D = 1 up to 767; each of two towers keeps one.
+    rows = {"c_5": 767, "c_7": 320, "c_9": 319}
+    tables = (replace(t, num_embeddings=rows.get(t.feature_names[0], t.num_embeddings)) for t in clicks.tables)
+    facts = outside_facts("hotel", replace(clicks, tables=tuple(tables)), [replace(arm, ratio=2), arm])
+    assert facts["the rule keeps inside, D = 8"] == ["c_5", "c_7", "c_14"]
+    assert facts["the rule keeps inside, D = 1"] == ["c_5", "c_14"]
+    assert facts["towers"] == [{"c_5": 767, "c_14": 23}, {"c_7": 320, "c_15": 24}, {"c_9": 319}, {"c_13": 22}]
+
+
 @pytest.mark.parametrize("model", ["dlrm", "dcn"])
 def test_one_table_computes_what_many_do(model: str) -> None:
     clicks = clicks_of(num_features=5)
     plan = TowerPlan.strided(clicks.features, 2)
-    for arm, towers in ((Arm(model=model), None), (Arm(model=model, towers="strided", num_towers=2, ratio=2), plan)):
+    arms = [(Arm(model=model), None), (Arm(model=model, towers="strided", num_towers=2, ratio=2), plan)]
+    if model == "dlrm":
+        small_outside = Arm(model="dlrm-each", towers="outside", num_towers=2, ratio=4)
+        arms.append((small_outside, plan.moved_outside(["c_1", "c_2"])))
+    for arm, towers in arms:
         plain = build_model_of_seed(job_of("hotel", arm, clicks, towers), seed=3)
         joined = build_model_of_seed(job_of("hotel", arm, clicks, towers), seed=3)
-        joined.sparse_arch = table = _OneTable(joined, clicks.features)
+        tables = _join_tables(joined, clicks.features)
+        outside = () if towers is None else towers.outside
         dense, ids, labels = (column[:64] for column in clicks.train)
         batch = clicks.batch(clicks.train, torch.arange(64))
         outputs = [plain(batch.dense_features, batch.sparse_features), joined(dense, ids)]
@@ -141,11 +172,13 @@ def test_one_table_computes_what_many_do(model: str) -> None:
         for output in outputs:
             nn.functional.binary_cross_entropy_with_logits(output.squeeze(-1), labels).backward()
         bags = {n.rpartition(".")[2]: m for n, m in plain.named_modules() if isinstance(m, nn.EmbeddingBag)}
-        expected = torch.cat([bags[f"t_{name}"].weight.grad for name in clicks.features])
-        torch.testing.assert_close(table.embedding_bags.grad, expected, atol=1e-7, rtol=1e-5)
-        with torch.no_grad():
-            table.embedding_bags += 1
-        table.put_back(joined)
+        for attribute, table in tables.items():
+            held = [name for name in clicks.features if (name in outside) == (attribute == "outside_arch")]
+            expected = torch.cat([bags[f"t_{name}"].weight.grad for name in held])
+            torch.testing.assert_close(table.embedding_bags.grad, expected, atol=1e-7, rtol=1e-5)
+            with torch.no_grad():
+                table.embedding_bags += 1
+            setattr(joined, attribute, table.restored())
         moved = dict(joined.named_parameters())
         for name, weight in plain.named_parameters():
             torch.testing.assert_close(moved[name], weight + 1.0 * ("embedding_bags" in name))
