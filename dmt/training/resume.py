@@ -28,7 +28,7 @@ from dmt.training.build import ScheduledOptimizer, settle_gradient_buckets
 from dmt.training.checkpoints.store import checkpoints, load, newest, read_manifest
 from dmt.training.config import TrainingConfig
 from dmt.training.data.deal import rank_batch
-from dmt.training.data.own import SourceState
+from dmt.training.data.source import SourceState
 from dmt.training.device import on_all_ranks
 from dmt.training.job import Job
 from dmt.training.trained import RAW_DATA, data_section
@@ -236,8 +236,8 @@ def restore_run(
     """
     if start.folder is None:
         return
-    if job.data.own is not None and len(start.sources) == mesh.topology.world_size:
-        job.data.own.start_state = start.sources[mesh.rank]
+    if job.data.source is not None and len(start.sources) == mesh.topology.world_size:
+        job.data.source.start_state = start.sources[mesh.rank]
     settle_gradient_buckets(job, model, optimizer)
     load(start.folder, model, optimizer, mesh=mesh)
     optimizer.set_step(start.position.step)
@@ -257,8 +257,8 @@ def restore_hot_rows(start: Start, hot: HotRows | None, mesh: TowerMesh) -> None
 def progress_of(job: Job, at: Position, start: Start, mesh: TowerMesh) -> dict[str, Any]:
     """Returns what a checkpoint keeps of a position; collective with a user's source."""
     sources = []
-    if job.data.own is not None:
-        state = job.data.own.state(at.epoch, at.rows // mesh.topology.world_size)
+    if job.data.source is not None:
+        state = job.data.source.state(at.epoch, at.rows // mesh.topology.world_size)
         sources = gather_objects(state, mesh.global_group)
     return {"position": asdict(at), "files": start.files, "sources": sources}
 

@@ -215,7 +215,7 @@ def test_ranks_with_other_input_are_told_apart(tmp_path: Path) -> None:
     same = rows(tmp_path / "a" / "day.parquet", list(range(40)))
     elsewhere = rows(tmp_path / "b" / "day.parquet", list(range(40)))
     other_order = rows(tmp_path / "c" / "day.parquet", random.Random(0).sample(range(40), 40))
-    source = {"source": "tests.training.data.test_own:of_rank", "categorical": ["c_1"], "num_embeddings": 40}
+    source = {"source": "tests.training.data.test_source:of_rank", "categorical": ["c_1"], "num_embeddings": 40}
     dense, bags = (small("dcn", data=source | {"dense": names}, topology=PAIR) for names in (["d_*"], []))
     crc = r"train/part-00000\.parquet of [\d,]+ bytes \(CRC-32 \w{8}\)"
     run_ranks(compare_on_rank, 2, [config.model_dump(mode="json") for config in (on_files(same), on_files(elsewhere))])

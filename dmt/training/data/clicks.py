@@ -24,8 +24,8 @@ from dmt.training.data.columns import Columns, explicit_config, find_columns
 from dmt.training.data.config import DataConfig
 from dmt.training.data.deal import Deal, Span
 from dmt.training.data.files import MANIFEST, REQUEST, Manifest, read_manifest
-from dmt.training.data.own import OwnRows
 from dmt.training.data.parquet import ParquetRows
+from dmt.training.data.source import SourceRows
 from dmt.training.data.synthetic import SyntheticClicks, SyntheticRows
 
 if TYPE_CHECKING:
@@ -72,7 +72,7 @@ class ClickData:
         """Columns of the rows, in the order of a batch's."""
         self.raw: DataConfig = config
         """Settings by which raw rows become rows like these; they name every column, without globs."""
-        self.own: OwnRows | None = None
+        self.source: SourceRows | None = None
         """Rows of the user's own."""
         self.notes = ""
         """The first of what ``dmt prepare`` has noticed in the columns, and where to read the rest."""
@@ -81,8 +81,8 @@ class ClickData:
         if config.kind == "synthetic":
             self._open_synthetic()
         elif config.kind == "source":
-            self.own = OwnRows(config)
-            self.columns = self.own.columns
+            self.source = SourceRows(config)
+            self.columns = self.source.columns
             self.raw = explicit_config(config, self.columns)
         else:
             self._open_files(cache, eval_only=eval_only)
@@ -126,7 +126,7 @@ class ClickData:
 
     def num_rows(self, split: Split) -> int | None:
         """Returns the number of rows of a split; None for a user's source, whose rows nobody has counted."""
-        return None if self.own is not None else int(self._parts[split].sizes.sum())
+        return None if self.source is not None else int(self._parts[split].sizes.sum())
 
     def batches(
         self,
@@ -167,8 +167,8 @@ class ClickData:
         from dmt.training.data.batch import make_batch  # TorchRec takes seconds to import
 
         assert 0 <= rank < world_size, f"rank {rank} of {world_size}"
-        if self.own is not None:
-            tables = self.own.tables(
+        if self.source is not None:
+            tables = self.source.tables(
                 split, rank, world_size, batch_size=batch_size, epoch=epoch, start=rows // world_size, group=group
             )
             # Not by a thread: it would use the group while training does.
@@ -192,7 +192,7 @@ class ClickData:
         """
         from dmt.training.data.batch import make_batch  # TorchRec takes seconds to import
 
-        assert self.own is None, "rows of a source have no numbers"
+        assert self.source is None, "rows of a source have no numbers"
         deal = Deal(self._parts["eval"].sizes, 1)
         rows = -(-deal.num_rows // world_size)
         first, end = rank * rows, min((rank + 1) * rows, deal.num_rows)

@@ -75,7 +75,7 @@ def score_by_ranks(
 def _placed(job: Job, world_size: int) -> Job:
     """Places the tables of a job on ranks that only predict: in the towers of training, or all towers in one."""
     config, towers, placement = job.config, job.towers, None
-    if job.data.own is not None:
+    if job.data.source is not None:
         raise InputError(
             f"data.source={config.data.source!r} deals rows to ranks itself, so they have no row numbers. Give files "
             "(--data), or run dmt score without torchrun."

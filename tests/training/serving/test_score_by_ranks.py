@@ -176,7 +176,7 @@ def test_what_only_one_process_does_is_refused(run: Path, tmp_path: Path) -> Non
     ):
         with pytest.raises(InputError, match=words):
             score_by_ranks(model, out, world_size=2)
-    own = {"source": "tests.training.data.test_own:malformed", "categorical": ["c"], "dense": ["d"]}
+    own = {"source": "tests.training.data.test_source:malformed", "categorical": ["c"], "dense": ["d"]}
     with pytest.raises(InputError, match=r"data\.source='tests.*malformed' deals rows to ranks itself"):
         module._placed(open_data(small(data=own, synthetic={}, topology={"num_towers": 1})), 2)
 

@@ -141,7 +141,7 @@ def needs_more(split: str, path: str, **_: Any) -> None:
     raise NotImplementedError
 
 
-HERE = "tests.training.data.test_own"
+HERE = "tests.training.data.test_source"
 RESUMABLE = f"{HERE}:resumable"
 NAMES = {"dense": ("d",), "categorical": ("c", "n", "bag"), "num_embeddings": 30, "dense_transform": "none"}
 
@@ -184,15 +184,15 @@ def test_reading_goes_on_where_it_was(function: str) -> None:
     options: dict[str, Any] = {"rank": 1, "world_size": 2, "batch_size": 4, "epoch": 1}
     whole = list(data.batches("train", **options))
     for done in (0, 1, 4, len(whole)):
-        state = data.own.state(1, 4 * done)
+        state = data.source.state(1, 4 * done)
         assert (state is not None) == (function == "resumable")
         again = ClickData(data.config)
-        again.own.start_state = state
+        again.source.start_state = state
         rest = list(again.batches("train", rows=8 * done, **options))
         assert len(rest) == len(whole) - done
         assert all(same(a, b) for a, b in zip(rest, whole[done:], strict=True))
         # A run that was finished before measures from the first row on.
-        again.own.start_state = state
+        again.source.start_state = state
         assert len(list(again.batches("train", **options))) == len(whole)
 
 

@@ -23,14 +23,14 @@ from dmt.training.functions import call_named, load_function
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-__all__ = ["OwnRows", "SourceState"]
+__all__ = ["SourceRows", "SourceState"]
 
 _AGREED = 16  # batches between two agreements of the ranks
 SourceState = tuple[int, str]
 """Rows of this rank before a state of its source, and the state: what ``torch.save`` writes, in base64."""
 
 
-class OwnRows:
+class SourceRows:
     """The function of ``data.source``.
 
     Args:
