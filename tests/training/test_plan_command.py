@@ -108,7 +108,7 @@ def test_many_tables_are_summed_up(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["plan.toml", "data.tables=bare.json"], "data.tables='bare.json': holds no list of tables"),
+        (["plan.toml", "data.tables=bare.json"], "data.tables='bare.json' holds no list of tables"),
         (["plan.toml", "topology.num_towers=3"], "towers.json has 2 towers, but topology.num_towers=3"),
         (["plan.toml", "sharding.tables={t_9 = 'row_wise'}"], "rule for tables 't_9' matches none"),
         (["plan.toml", "sharding.pooling_factors={f0 = nan}"], "f0"),
@@ -116,7 +116,7 @@ def test_many_tables_are_summed_up(tmp_path: Path) -> None:
         (["plan.toml", "sharding.memory_gib=0.001"], "memory_per_rank=1.07 MB have"),
         (["plan.toml", "data.tables=absent.json"], "data.tables='absent.json': cannot be read"),
         (["plan.toml", "data.tables=broken.json"], "data.tables='broken.json': not JSON"),
-        (["plan.toml", "data.tables=empty.json"], "data.tables='empty.json': holds no list of tables"),
+        (["plan.toml", "data.tables=empty.json"], "data.tables='empty.json' holds no list of tables"),
         (["plan.toml", "data.tables=odd.json"], "data.tables='odd.json', entry 1: num_embeddings: Field required"),
     ],
 )

@@ -24,7 +24,7 @@ __all__ = ["ClickBatch", "make_batch"]
 
 @dataclass
 class ClickBatch(Pipelineable):
-    """A rank's batch, which TorchRec's train pipelines move between devices and streams.
+    """The batch of one rank. TorchRec's train pipelines move it between devices and streams.
 
     Example:
         >>> ids = KeyedJaggedTensor(keys=["C1"], values=torch.tensor([3, 4]), lengths=torch.tensor([1, 1]))
@@ -34,43 +34,44 @@ class ClickBatch(Pipelineable):
     """
 
     dense_features: Tensor
-    """float32 [B, D]."""
+    """Dense features, float32 [B, D]."""
     sparse_features: KeyedJaggedTensor
-    """F keys; ids int64, lengths int64."""
+    """Ids of the F categorical features (its keys) in B rows; values and lengths int64."""
     labels: Tensor
-    """0 or 1, float32 [B]."""
+    """Labels, 0 or 1, float32 [B]."""
     weights: Tensor
-    """1, or 0 for a row that only fills up the batch and must not count; float32 [B]."""
+    """1 for a row of the data, 0 for a padding row, which metrics ignore; float32 [B]."""
 
     def to(self, device: torch.device, non_blocking: bool = False) -> ClickBatch:
-        """Returns the batch on another device."""
+        """Returns the batch on ``device``; with ``non_blocking``, copies from page-locked memory are asynchronous."""
         return ClickBatch(*(part.to(device=device, non_blocking=non_blocking) for part in self._parts()))
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Tells the allocator that a stream uses the batch's memory."""
+        """Tells PyTorch's allocator that ``stream`` uses the batch, so that its memory is not reused too early."""
         for part in self._parts():
             part.record_stream(stream)
 
     def pin_memory(self) -> ClickBatch:
-        """Returns the batch in page-locked memory, from which copies to a GPU can be non-blocking."""
+        """Returns the batch in page-locked memory, from which copies to a GPU can be asynchronous."""
         return ClickBatch(*(part.pin_memory() for part in self._parts()))
 
     def _parts(self) -> tuple[Any, ...]:
         return self.dense_features, self.sparse_features, self.labels, self.weights
 
     def split_columns(self, splits: Mapping[str, Sequence[int]]) -> ClickBatch:
-        """Returns the batch for a model whose tables are cut: with the ids once for each column shard.
+        """Returns the batch for tables that are split by columns, with a feature's ids repeated for each column shard.
 
-        The batch is split, and not the model's input (`dmt.plan.split_across_towers.split_ids`): a train pipeline
-        starts the id exchange of the next batch early only if the model passes its ids on as they are.
+        ``splits`` has the widths of the column shards of each such feature. The repetition is done on the batch, not
+        in the model (`dmt.plan.split_across_towers.split_ids`): a train pipeline can start the id exchange of the next
+        batch early only if the model passes its ids on unchanged.
         """
         return replace(self, sparse_features=split_ids(self.sparse_features, splits)) if splits else self
 
 
 def make_batch(rows: pa.Table, columns: Columns, batch_size: int) -> ClickBatch:
-    """Makes a batch of prepared rows, filled up to ``batch_size`` with rows of weight 0.
+    """Returns a batch of ``batch_size`` rows: the prepared ``rows``, then padding rows of weight 0.
 
-    A filling row has label 0, dense features 0, id 0 in features with one id per row and an empty bag in the others.
+    A padding row has label 0, dense features 0, id 0 in features with one id per row, and an empty bag in the others.
 
     Example:
         >>> from dmt.training.data.columns import Feature

@@ -1,7 +1,7 @@
-"""`ClickData`: all data, prepared, synthetic or the user's own; its ``batches`` are those of a rank.
+"""`ClickData`: prepared files, synthetic clicks, or rows of a user's function, as batches of each rank.
 
-Each rank finds its rows by arithmetic (`dmt.training.data.deal`) and reads them by itself, a thread ahead of training.
-Rows are tables of Arrow with the columns of a prepared folder until a batch is made.
+Each rank computes which rows it reads (`dmt.training.data.deal`); a thread reads them ahead of training. Until they
+become a batch, rows are Arrow tables with the columns of a prepared folder.
 
 Legend: V lanes, W ranks, B rows of a rank's batch; a global batch has W * B rows.
 """
@@ -37,22 +37,23 @@ __all__ = ["ClickData", "Split", "prefetched"]
 
 Split = Literal["train", "eval"]
 _SPLITS: tuple[Split, ...] = ("train", "eval")
-_UNSHUFFLED = 1024  # rows of a lane that are read together where none are shuffled
-_AHEAD = 4  # batches
+_UNSHUFFLED = 1024  # rows of a lane that are read together when rows are not shuffled
+_AHEAD = 4  # batches that are read ahead
 _Item = TypeVar("_Item")
 
 
 class ClickData:
-    """Rows of clicks as batches for W ranks. Finds the files and the columns; reads no row yet.
+    """Rows of clicks as batches for W ranks. The constructor finds the columns, and prepares raw files if need be.
 
     Args:
-        config: the data section of the run's configuration.
-        cache: folder into which raw files are prepared once (`dmt.training.data.prepare.prepare_once`); None refuses
-            them.
-        eval_only: all rows of ``train_path`` are evaluation rows, in their order.
+        config: section ``data`` of the run's configuration.
+        cache: folder for the prepared copies of raw files (`dmt.training.data.prepare.prepare_once`); None refuses raw
+            files.
+        eval_only: use all rows of ``train_path`` for evaluation, in file order.
 
     Raises:
-        InputError: no file matches, a column is absent or unfit, a setting names no feature, or rows cannot be used.
+        InputError: no file matches, a column is missing or has an unsuitable type, a setting names an unknown feature,
+            or a row is invalid.
 
     Example:
         >>> from dmt.training.data.config import SyntheticConfig
@@ -69,13 +70,13 @@ class ClickData:
     def __init__(self, config: DataConfig, *, cache: Path | None = None, eval_only: bool = False) -> None:
         self.config = config
         self.columns: Columns
-        """Columns of the rows, in the order of a batch's."""
+        """Columns of the rows, in the order in which a batch has them."""
         self.raw: DataConfig = config
-        """Settings by which raw rows become rows like these; they name every column, without globs."""
+        """Settings that turn raw rows into rows like these; they name every column, without globs."""
         self.source: SourceRows | None = None
-        """Rows of the user's own."""
+        """Rows of the user's function, with ``data.source``; None for other kinds of data."""
         self.notes = ""
-        """The first of what ``dmt prepare`` has noticed in the columns, and where to read the rest."""
+        """The first notes of ``dmt prepare`` on the columns, and the file that has all of them; empty without notes."""
         self._parts: dict[Split, ParquetRows | SyntheticRows] = {}
         self._manifest: Manifest | None = None
         if config.kind == "synthetic":
@@ -95,7 +96,7 @@ class ClickData:
         self.columns = find_columns(config, clicks.draw("train", 0).schema, "The synthetic clicks")
 
     def _open_files(self, cache: Path | None, *, eval_only: bool) -> None:
-        """Opens a prepared folder, or prepares the files first."""
+        """Opens the prepared folder; prepares raw files first."""
         if self.config.prepared:
             folder, place = Path(self.config.prepared), f"data.prepared={self.config.prepared!r}"
         else:
@@ -112,20 +113,20 @@ class ClickData:
             self.raw = DataConfig.model_validate(manifest.raw)
 
     def files(self, split: Split) -> list[tuple[str, int, int]]:
-        """Returns name, bytes and CRC-32 of every file of a split, in order."""
+        """Returns (path in the folder, bytes, CRC-32) of every prepared file of a split, sorted; else an empty list."""
         files = {} if self._manifest is None else self._manifest.files
         return [(name, *version) for name, version in sorted(files.items()) if name.startswith(f"{split}/")]
 
     @property
     def ids_per_row(self) -> dict[str, float]:
-        """Mean number of ids in a training row, by list feature that has some, as ``dmt prepare`` counted them."""
+        """Mean number of ids per training row, by list feature, as ``dmt prepare`` counted them; zeros are left out."""
         counts = {} if self._manifest is None else self._manifest.summary.get("features", {})
         bags = [feature.name for feature in self.columns.features if feature.is_bag]
         means = {name: float(counts.get(name, {}).get("ids_per_row", 0)) for name in bags}
         return {name: mean for name, mean in means.items() if mean > 0}
 
     def num_rows(self, split: Split) -> int | None:
-        """Returns the number of rows of a split; None for a user's source, whose rows nobody has counted."""
+        """Returns the number of rows of a split; None for the rows of a user's function, which are not counted."""
         return None if self.source is not None else int(self._parts[split].sizes.sum())
 
     def batches(
@@ -140,29 +141,28 @@ class ClickData:
         lanes: int | None = None,
         group: dist.ProcessGroup | None = None,
     ) -> Iterator[ClickBatch]:
-        """Yields a rank's batches of one pass, or of the rest of one.
+        """Returns an iterator over one rank's batches of an epoch, or of the rest of an epoch.
 
-        Every rank gets the same number of batches of the same size. Training leaves out the last rows of an epoch that
-        do not fill a global batch: the last ones of every lane, which are others in each epoch with
-        ``data.shuffle_pieces``. Evaluation fills the last batches up with rows of weight 0, so that it sees each row
-        exactly once.
+        Every rank gets the same number of batches of B rows. Training drops the rows at the end of an epoch that do
+        not fill a global batch: the last rows of every lane, which differ between epochs with ``data.shuffle_pieces``.
+        Evaluation pads its last batches with rows of weight 0, so that it counts each row exactly once.
 
-        With the same V lanes and a fixed b, global batches are the same for every W that divides V, if B = V / W * b.
-        On any other number of ranks each remaining row of the epoch is used at most once.
+        With V lanes and B = V / W * b for a fixed b, global batches are the same for every W that divides V. On any
+        other number of ranks each remaining row of the epoch is used at most once.
 
         Args:
             split: the part of the data, ``"train"`` or ``"eval"``.
-            rank: 0 to W - 1.
+            rank: this rank, 0 to W - 1.
             world_size: W.
-            batch_size: B (`rank_batch` of `dmt.training.data.deal` tells it for a run that has begun on other ranks).
-            epoch: training rows come in another order in each epoch.
-            rows: training rows of this epoch that are used already. If less than a global batch is left there is no
-                batch: that epoch is over.
-            lanes: V, the ranks of the first run; None: W.
-            group: the W ranks, which agree on the end of a pass over the user's own rows; collective then.
+            batch_size: B. `dmt.training.data.deal.rank_batch` has it for a run that began on another number of ranks.
+            epoch: number of the epoch, from 0. Each epoch shuffles the training rows anew.
+            rows: training rows of this epoch that all ranks together have used. The iterator is empty if fewer rows
+                than a global batch are left.
+            lanes: V, the number of ranks on which the run began; None: W.
+            group: the W ranks. With a user's function, they agree on the last batch, so that iterating is collective.
 
         Raises:
-            InputError: a row does not fit.
+            InputError: a row is invalid; raised while iterating.
         """
         from dmt.training.data.batch import make_batch  # TorchRec takes seconds to import
 
@@ -171,7 +171,7 @@ class ClickData:
             tables = self.source.tables(
                 split, rank, world_size, batch_size=batch_size, epoch=epoch, start=rows // world_size, group=group
             )
-            # Not by a thread: it would use the group while training does.
+            # Without a thread, which would use the process group at the same time as training.
             return (make_batch(table, self.columns, batch_size) for table in tables)
         is_reordered = split == "train" and self.config.shuffle_pieces and self.config.kind != "synthetic"
         deal = Deal(
@@ -183,12 +183,12 @@ class ClickData:
         return prefetched(make_batch(table, self.columns, batch_size) for table in tables)
 
     def part(self, rank: int, world_size: int, batch_size: int) -> tuple[int, Iterator[ClickBatch]]:
-        """Cuts the evaluation rows into W parts, each of neighbouring rows, and returns a rank's.
+        """Splits the evaluation rows into W contiguous parts, and returns one rank's part.
 
-        Every rank gets the same number of batches, filled up with rows of weight 0: the last parts may be shorter.
+        The last parts may be shorter; padding rows of weight 0 give every rank the same number of batches.
 
         Returns:
-            The number of the part's first row in the order of the files, and its batches of B rows.
+            The index of the part's first row, in file order, and an iterator over the part's batches of B rows.
         """
         from dmt.training.data.batch import make_batch  # TorchRec takes seconds to import
 
@@ -204,11 +204,11 @@ class ClickData:
     def _dealt(
         self, split: Split, deal: Deal, epoch: int, start: int, *, rank: int, world_size: int, batch_size: int
     ) -> Iterator[pa.Table]:
-        """Yields the rows of a rank's batches, from row ``start`` of the epoch on."""
+        """Yields the rows of each of a rank's batches, from row ``start`` of the epoch on."""
         is_shuffled = split == "train" and self.config.shuffle_rows > 0 and self.config.kind != "synthetic"
         lanes = _Lanes(
             deal,
-            # Lanes that follow one another read the same row groups.
+            # Consecutive lanes read the same row groups.
             lru_cache(maxsize=-(-deal.lanes // world_size) + 2)(self._parts[split].read),
             window=max(self.config.shuffle_rows // deal.lanes, 1) if is_shuffled else _UNSHUFFLED,
             seed=(self.config.shuffle_seed, epoch) if is_shuffled else None,
@@ -223,7 +223,7 @@ class ClickData:
 
 
 class _Lanes:
-    """The rows of lanes, a window of each at a time, shuffled inside it where there is a ``seed``."""
+    """Reads lanes window by window, and shuffles the rows of each window if there is a ``seed``."""
 
     def __init__(
         self, deal: Deal, read: Callable[[int], pa.Table], *, window: int, seed: tuple[int, int] | None
@@ -232,7 +232,7 @@ class _Lanes:
         self._windows: dict[int, tuple[int, pa.Table]] = {}
 
     def rows(self, span: Span) -> Iterator[pa.Table]:
-        """Yields rows of a lane, in parts."""
+        """Yields the rows of a span of a lane, in one table per window."""
         lane, start, stop = span
         while start < stop:
             number, first = divmod(start, self._window)
@@ -244,7 +244,7 @@ class _Lanes:
             start += rows
 
     def _load(self, lane: int, start: int) -> pa.Table:
-        """Reads the window of a lane from row ``start`` on."""
+        """Reads the window of a lane that begins at row ``start``, shuffled if there is a seed."""
         stop = min(start + self._window, int(self._deal.in_lane(self._deal.num_rows, lane)))
         groups = self._deal.groups(Span(lane, start, stop))
         rows = pa.concat_tables([self._read(number).slice(first, end - first) for number, first, end in groups])
@@ -252,7 +252,7 @@ class _Lanes:
 
 
 def _shuffled_order(rows: pa.Table, seed: Sequence[int]) -> NDArray[np.int64]:
-    """Returns a random order of rows; those of a request stay together, in their order."""
+    """Returns a random permutation of n rows, int64 [n]; the rows of a request stay together and in order."""
     random = np.random.default_rng(list(seed))
     if REQUEST not in rows.column_names:
         return random.permutation(rows.num_rows)
@@ -261,7 +261,7 @@ def _shuffled_order(rows: pa.Table, seed: Sequence[int]) -> NDArray[np.int64]:
 
 
 def prefetched(items: Iterator[_Item], ahead: int = _AHEAD) -> Iterator[_Item]:
-    """Yields items that a thread makes ahead; what goes wrong with one is raised where it is asked for."""
+    """Yields items that a thread computes up to ``ahead`` in advance; an error is raised when its item is due."""
     pool, end = ThreadPoolExecutor(1, "batches"), object()
     try:
         waiting = deque(pool.submit(next, items, end) for _ in range(ahead))

@@ -1,4 +1,4 @@
-"""`find_columns`: the columns of a configuration in a schema, as dense columns, features and their tables."""
+"""`find_columns` matches a configuration with the columns of a file: dense columns, features, and their tables."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ __all__ = [
 
 Kind = Literal["text", "number", "decimal", "time", "list", "other"]
 CRITEO_DENSE = tuple(f"I{i}" for i in range(1, 14))
-"""Criteo's integer columns."""
+"""Names of Criteo's 13 integer columns, in file order."""
 CRITEO_CATEGORICAL = tuple(f"C{i}" for i in range(1, 27))
-"""Criteo's categorical columns."""
-# Rows of the table of each part of a time; row 0 is that of a missing time.
+"""Names of Criteo's 26 categorical columns, in file order."""
+# Number of table rows for each part of a time; row 0 stands for a missing time.
 _PART_ROWS = {"hour": 25, "weekday": 8}
 _INPUTS = ("dense", "categorical", "timestamps")
-# Kinds of columns that each setting can name.
+# Kinds of columns that each setting may name.
 _KINDS = {
     "label": ("text", "number"),
     "split_column": ("text", "number", "time"),
@@ -44,7 +44,7 @@ _KINDS = {
     "multi_hot": ("text", "list"),
     "timestamps": ("text", "time"),  # a number could be seconds, milliseconds or 20261122
 }
-# What values of an Arrow type are; a column that is always missing is text, booleans are numbers.
+# Kinds of the Arrow types: a column without any value is text, booleans are numbers.
 _TYPES: dict[Kind, tuple[Callable[[pa.DataType], bool], ...]] = {
     "text": (pa.types.is_string, pa.types.is_large_string, pa.types.is_string_view, pa.types.is_null),
     "number": (pa.types.is_integer, pa.types.is_floating, pa.types.is_boolean),
@@ -55,20 +55,21 @@ _TYPES: dict[Kind, tuple[Callable[[pa.DataType], bool], ...]] = {
 
 @dataclass(frozen=True, kw_only=True)
 class Feature:
-    """A categorical feature."""
+    """A categorical feature and the table of its embeddings."""
 
     name: str
-    """Key of its ids in a batch."""
+    """Name of the feature, and the key of its ids in a batch."""
     rows: int
-    """Rows of its table."""
+    """Number of rows of the table."""
     table: str
-    """Name of its table, without the ``t_``: its own, or that of ``data.shared_tables``. Salts the hash of values."""
+    """Name of the table without the prefix ``t_``: that of the feature, or a key of ``data.shared_tables``. Salts the
+    hash of values."""
     is_bag: bool = False
-    """True: a row has any number of ids; false: exactly one."""
+    """True if a row has any number of ids; False if exactly one."""
     target: str | None = None
-    """The feature that attends to it, of a sequence (``data.sequences``); None of others."""
+    """For a sequence (``data.sequences``), the feature that attends to it; None for other features."""
     time: tuple[str, str] | None = None
-    """Column and part of a time that it is; None of others."""
+    """For a part of a time, the column of times and the part, ``"hour"`` or ``"weekday"``; None for other features."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -76,20 +77,20 @@ class Columns:
     """The columns of a run, in the order of the model's inputs."""
 
     dense: tuple[str, ...]
-    """Dense columns."""
+    """Names of the dense columns."""
     features: tuple[Feature, ...]
-    """Categorical features, the parts of times last."""
+    """Categorical features, with the parts of times last."""
     label: str | None
-    """Column of 0/1 labels; None where rows have none."""
+    """Name of the column of 0/1 labels; None if rows have no labels."""
 
     @property
     def feature_names(self) -> tuple[str, ...]:
-        """Names of the features."""
+        """Names of the categorical features."""
         return tuple(feature.name for feature in self.features)
 
     @property
     def schema(self) -> pa.Schema:
-        """Names and types of the columns of prepared rows."""
+        """Schema of prepared rows: label int8, dense float32, ids int32 (int64 for more than 2^31 rows), or lists."""
         fields = [] if self.label is None else [pa.field(self.label, pa.int8())]
         fields += [pa.field(name, pa.float32()) for name in self.dense]
         for feature in self.features:
@@ -99,11 +100,11 @@ class Columns:
 
 
 def find_columns(config: DataConfig, schema: pa.Schema, place: str) -> Columns:
-    """Finds the columns of a configuration in the schema of a file or batch, which ``place`` names.
+    """Finds the columns of a configuration in the schema of a file or batch; messages begin with ``place``.
 
     Raises:
-        InputError: a name or glob matches no column, a column is used twice, its type does not fit its use, or
-            settings of tables name no feature or contradict each other.
+        InputError: a name or glob matches no column, a column is used twice or has an unsuitable type, or the settings
+            of tables name an unknown feature or contradict each other.
 
     Example:
         >>> config = DataConfig(kind="columns", train_path="a.csv", dense=("d",), categorical=("c_*",))
@@ -117,14 +118,15 @@ def find_columns(config: DataConfig, schema: pa.Schema, place: str) -> Columns:
     wanted["dense"] = config.dense or (CRITEO_DENSE if is_criteo else ())
     wanted["categorical"] = config.categorical or (CRITEO_CATEGORICAL if is_criteo else ())
     wanted["timestamps"] = config.timestamps
-    # The order in a source's first batch may be another one in every process.
+    # The order of columns in a source's first batch may differ between processes.
     names = sorted(schema.names) if config.kind == "source" else schema.names
     inputs = [name for name in names if name not in (config.label, config.split_column)]
     for setting in _INPUTS:
         if taken := [name for name in wanted[setting] if name in (config.label, config.split_column)]:
             use = "label" if taken[0] == config.label else "split_column"
             raise InputError(
-                f"{place}: {setting} column {taken[0]!r} is data.{use}, and cannot be an input. Leave it out."
+                f"{place}: {setting} column {taken[0]!r} is data.{use}, which cannot be an input. Take it out of "
+                f"data.{setting}."
             )
     chosen = {s: _select(s, patterns, inputs if s in _INPUTS else names, place) for s, patterns in wanted.items()}
     types, numbers = dict(zip(schema.names, schema.types, strict=True)), Counter(schema.names)
@@ -134,7 +136,7 @@ def find_columns(config: DataConfig, schema: pa.Schema, place: str) -> Columns:
     used = Counter(name for setting in _INPUTS for name in chosen[setting])
     times = {f"{column}_{part}": (column, part) for column in chosen["timestamps"] for part in _PART_ROWS}
     if doubled := [name for name in used if used[name] > 1] + [name for name in times if name in types]:
-        raise InputError(f"{place}: column {doubled[0]!r} is used twice among {', '.join(_INPUTS)}. Use it once.")
+        raise InputError(f"{place}: column {doubled[0]!r} is used twice in {', '.join(_INPUTS)}. Use it once.")
     rows = dict.fromkeys(chosen["categorical"], config.num_embeddings)
     _check_features("num_embeddings_per_feature", config.num_embeddings_per_feature, rows)
     _check_features("sequences", [*config.sequences, *config.sequences.values()], chosen["categorical"])
@@ -162,7 +164,7 @@ def find_columns(config: DataConfig, schema: pa.Schema, place: str) -> Columns:
 
 
 def _select(setting: str, patterns: Sequence[str], names: Sequence[str], place: str) -> tuple[str, ...]:
-    """Returns the columns that names and globs match, each once, in the order of the patterns, then of ``names``."""
+    """Returns the columns that names and globs match, each once, in the order of the patterns and then of ``names``."""
     chosen: dict[str, None] = {}
     for pattern in patterns:
         if patterns.count(pattern) > 1:
@@ -171,25 +173,25 @@ def _select(setting: str, patterns: Sequence[str], names: Sequence[str], place: 
         if not matches:
             raise InputError(
                 f"{place}: {setting} {pattern!r} matches no column.{did_you_mean(pattern, names)} "
-                f"Columns: {shorten(names, ', ', most=12)}. Name others with data.{setting}."
+                f"Columns: {shorten(names, ', ', most=12)}. Correct data.{setting}."
             )
         chosen.update(dict.fromkeys(matches))
     return tuple(chosen)
 
 
 def _check_use(setting: str, name: str, type_: pa.DataType, number: int, place: str) -> None:
-    """Raises `InputError` for a column whose name is not the only one or whose type does not fit its use."""
+    """Raises `InputError` for a column whose name occurs more than once or whose type does not suit the setting."""
     if number > 1:
-        raise InputError(f"{place}: column {name!r} is named {number} times. Rename one of them.")
+        raise InputError(f"{place}: {number} columns have the name {name!r}. Rename all but one.")
     if kind_of(type_) not in _KINDS[setting]:
         raise InputError(
             f"{place}: {setting} column {name!r} has type {type_}, expected {' or '.join(_KINDS[setting])}. Convert "
-            "it. Lists can only be categorical, dates and times are for data.timestamps."
+            "the column, or name lists in data.categorical, dates and times in data.timestamps."
         )
 
 
 def kind_of(type_: pa.DataType) -> Kind:
-    """Tells what values of an Arrow type are."""
+    """Returns what a column of an Arrow type holds; ``"list"`` for lists of text or numbers."""
     if pa.types.is_dictionary(type_):
         return kind_of(type_.value_type)
     if any(is_list(type_) for is_list in (pa.types.is_list, pa.types.is_large_list, pa.types.is_fixed_size_list)):
@@ -198,19 +200,19 @@ def kind_of(type_: pa.DataType) -> Kind:
 
 
 def _table_names(config: DataConfig, names: Iterable[str]) -> dict[str, str]:
-    """Returns the name of each feature's table, without the ``t_``: its own, or that in ``data.shared_tables``."""
+    """Returns the name of each feature's table, without the prefix ``t_``; see `Feature.table`."""
     tables = {name: name for name in names}
     for table, members in config.shared_tables.items():
         _check_features(f"shared_tables.{table}", members, tables)
         if table in tables and table not in members:
-            raise InputError(f"shared_tables: {table!r} is the name of another feature. Give the table another name.")
+            raise InputError(f"shared_tables: {table!r} is the name of a feature of another table. Rename the table.")
         tables |= dict.fromkeys(members, table)
     shared = [name for members in config.shared_tables.values() for name in members]
     for name, target in config.sequences.items():
         if name in shared and tables[name] != tables[target]:
             raise InputError(
                 f"shared_tables: sequence {name!r} is in table {tables[name]!r}, but its target {target!r} "
-                f"(data.sequences) in {tables[target]!r}. Name both in one table, or take the sequence out."
+                f"(data.sequences) is in {tables[target]!r}. Put both in one table or take the sequence out."
             )
         tables[name] = tables[target]
     if doubled := [name for name in shared if shared.count(name) > 1]:
@@ -219,41 +221,42 @@ def _table_names(config: DataConfig, names: Iterable[str]) -> dict[str, str]:
 
 
 def _check_sequences(features: Sequence[Feature], place: str) -> None:
-    """Raises `InputError` for a sequence that is no list, or whose target is one."""
+    """Raises `InputError` for a sequence that is not a list, or whose target is a list."""
     lists = {feature.name: feature.is_bag for feature in features}
     for name, target in ((feature.name, feature.target) for feature in features if feature.target is not None):
         if not lists[name]:
             raise InputError(
-                f"{place}: data.sequences: column {name!r} is not a list. Store lists, or text such as 'a|b|c' that "
-                "data.multi_hot names."
+                f"{place}: data.sequences: column {name!r} is not a list. Store lists, or text such as 'a|b|c' in a "
+                "column of data.multi_hot."
             )
         if lists[target]:
             raise InputError(
-                f"{place}: data.sequences: {target!r}, the target of {name!r}, is a list. Name a feature with one id "
+                f"{place}: data.sequences: {target!r}, the target of {name!r}, is a list. Choose a target with one id "
                 "per row."
             )
 
 
 def _check_features(setting: str, given: Iterable[str], names: Iterable[str]) -> None:
-    """Raises `InputError` for a name that is no categorical feature."""
+    """Raises `InputError` for a name in ``given`` that is not a categorical feature."""
     known = list(names)
     if unknown := [name for name in given if name not in known]:
         raise InputError(
             f"{setting}: {unknown[0]!r} is not a categorical feature.{did_you_mean(unknown[0], known)} "
-            f"Features: {shorten(known, ', ', most=12)}."
+            f"Use one of {shorten(known, ', ', most=12)}."
         )
 
 
 def tables_of(
     columns: Columns, *, embedding_dim: int, embedding_dims: Mapping[str, int], data_type: TableFormat = "FP32"
 ) -> list[TableSpec]:
-    """Returns one table ``t_<feature>`` for each feature, ``t_<name>`` for those of ``data.shared_tables``.
+    """Returns a table ``t_<feature>`` for each feature, and a table ``t_<name>`` for each of ``data.shared_tables``.
 
-    Dots, which PyTorch forbids in a module's name, are percent-encoded in the names.
+    ``embedding_dims`` overrides ``embedding_dim`` by feature. Dots in a name are percent-encoded: PyTorch forbids them
+    in the name of a module.
 
     Raises:
-        InputError: ``embedding_dims`` names no feature, or features that share a table have other numbers of rows or
-            of columns.
+        InputError: ``embedding_dims`` names an unknown feature, or features that share a table have different numbers
+            of rows or columns.
     """
     _check_features("model.embedding_dims", embedding_dims, columns.feature_names)
     members: dict[str, list[Feature]] = {}
@@ -265,8 +268,8 @@ def tables_of(
         sizes = {(feature.rows, embedding_dims.get(feature.name, embedding_dim)) for feature in features}
         if len(sizes) > 1:
             raise InputError(
-                f"data.shared_tables: {', '.join(names)} share a table, but have (rows, columns) {sorted(sizes)}. Give "
-                "all the same in data.num_embeddings_per_feature and model.embedding_dims."
+                f"data.shared_tables: {', '.join(names)} share a table, but have (rows, columns) {sorted(sizes)}. Make "
+                "them equal in data.num_embeddings_per_feature and model.embedding_dims."
             )
         rows, dim = sizes.pop()
         name = "t_" + table.replace("%", "%25").replace(".", "%2E")
@@ -284,7 +287,7 @@ def tables_of(
 
 
 def explicit_config(config: DataConfig, columns: Columns) -> DataConfig:
-    """Returns the settings with every column by name, which read other files of the same kind in the same way."""
+    """Returns the settings with every column named (no globs), to read other files of the same kind the same way."""
     plain = [feature for feature in columns.features if feature.time is None]
     times = [feature.time[0] for feature in columns.features if feature.time is not None]
     changes: dict[str, Any] = {

@@ -1,9 +1,9 @@
-"""`Deal`: which rows of an epoch each rank trains on, as arithmetic on the numbers of rows of row groups.
+"""`Deal`: which rows of an epoch each rank trains on, computed from the sizes of the row groups.
 
-The rows of an epoch are dealt to V lanes, V being the ranks of the first run. Row i of the epoch is row i // V of lane
-i % V; a global batch is the next G rows, lane after lane, cut into W equal parts, one for each rank. So the order
-depends on V and not on W: where W divides V, a rank has V / W whole lanes, and the global batches of G = V * b rows are
-the same for each such W. A position is the number of rows used.
+The rows of an epoch are dealt to V lanes, where V is the number of ranks of the first run. Row i of the epoch is row
+i // V of lane i % V. A global batch is the next G rows, lane after lane, cut into W equal parts, one for each rank. The
+order thus depends on V, not on W: if W divides V, each rank has V / W whole lanes, and the global batches of G = V * b
+rows are the same for each such W. A position in an epoch is the number of rows that all ranks have used.
 
 Legend: N rows of an epoch, V lanes, W ranks, G rows of a global batch.
 """
@@ -24,10 +24,10 @@ logger = logging.getLogger(__name__)
 
 
 class Span(NamedTuple):
-    """Rows ``start`` to ``stop`` of a lane or of a row group."""
+    """Rows ``start`` to ``stop`` (exclusive) of a lane or of a row group."""
 
     number: int
-    """The lane or row group."""
+    """Index of the lane or row group."""
     start: int
     stop: int
 
@@ -36,8 +36,8 @@ class Span(NamedTuple):
 class Deal:
     """The rows of an epoch, dealt to V lanes.
 
-    V row groups are dealt at a time, about one to each lane: in the order of the files, so that all lanes are at the
-    same time of the log, or with a ``seed`` in a random order.
+    Row groups are dealt V at a time, about one to each lane: in file order, so that all lanes read the same period of
+    the log, or in a random order if there is a ``seed``.
 
     Example:
         >>> deal = Deal(np.array([4, 4, 3]), lanes=2)
@@ -48,23 +48,26 @@ class Deal:
     """
 
     sizes: NDArray[np.int64]
-    """Rows of each group, in the order of the files."""
+    """Number of rows of each row group, in file order, int64 [number of row groups]."""
     lanes: int
-    """V."""
+    """Number of lanes, V."""
     seed: tuple[int, ...] | None = None
-    """Seed of the order of the row groups; None: that of the files."""
+    """Seed of a random order of the row groups; None: file order."""
 
     @property
     def num_rows(self) -> int:
-        """N."""
+        """Number of rows of the epoch, N."""
         return int(self.sizes.sum())
 
     def in_lane(self, rows: int | NDArray[np.int64], lane: int | NDArray[np.int64]) -> NDArray[np.int64]:
-        """Counts the rows of a lane among the first ``rows`` of the epoch."""
+        """Returns how many of the first ``rows`` rows of the epoch are in ``lane``, int64; arrays are broadcast."""
         return np.asarray((rows + self.lanes - 1 - lane) // self.lanes)
 
     def of_rank(self, start: int, stop: int, *, rank: int, world_size: int) -> list[Span]:
-        """Returns a rank's part of the rows ``start`` to ``stop`` of the epoch; the last ranks may have a row less."""
+        """Returns the spans of lanes that a rank reads of rows ``start`` to ``stop`` of the epoch.
+
+        The last ranks may have fewer rows than the others, or none.
+        """
         lanes = np.arange(self.lanes)
         first = self.in_lane(start, lanes)
         numbers = self.in_lane(stop, lanes) - first
@@ -75,7 +78,7 @@ class Deal:
         return [Span(int(lane), int(begins[lane]), int(ends[lane])) for lane in np.flatnonzero(begins < ends)]
 
     def groups(self, rows: Span) -> list[Span]:
-        """Returns where the rows of a lane (``rows``) are: spans of row groups, in the order of the lane."""
+        """Returns the spans of row groups that hold ``rows``, a span of a lane, in the order of the lane."""
         order, ends, bounds = self._order
         in_lane = self.in_lane(bounds, rows.number)
         # Within its block of groups, a lane has the rows after those of the lanes before it.
@@ -93,7 +96,7 @@ class Deal:
 
     @cached_property
     def _order(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """The groups in order, the row of the epoch at which each ends, and the rows at which blocks of them begin."""
+        """The row groups in order, the epoch row at which each ends, and those at which each block of V begins."""
         order = np.arange(len(self.sizes))
         if self.seed is not None:
             order = np.random.default_rng(self.seed).permutation(len(self.sizes))
@@ -103,9 +106,9 @@ class Deal:
 
 @cache  # to warn once
 def rank_batch(lanes: int, world_size: int, batch_size: int) -> int:
-    """Returns the rows of a rank's batch: ``batch_size`` of each of its lanes where the ranks divide the lanes.
+    """Returns the number of rows of a rank's batch: ``batch_size`` from each of its lanes, if W divides V.
 
-    Otherwise ``batch_size``, with a warning: the global batch differs from that of the run so far.
+    For another ``world_size`` W, returns ``batch_size`` and warns that the global batch has changed.
 
     Example:
         >>> rank_batch(8, 2, 512), rank_batch(4, 4, 512)
@@ -114,8 +117,8 @@ def rank_batch(lanes: int, world_size: int, batch_size: int) -> int:
     if lanes % world_size == 0:
         return lanes // world_size * batch_size
     logger.warning(
-        "The run began on %d ranks, which %d do not divide: the global batch is now %d rows instead of %d. The rows "
-        "that are left of this epoch are used once.",
+        "The run began on %d ranks and resumes on %d, not a divisor: the global batch is now %d rows instead of %d. "
+        "Each remaining row of this epoch is used at most once.",
         *(lanes, world_size, world_size * batch_size, lanes * batch_size),
     )
     return batch_size

@@ -1,6 +1,6 @@
-"""Files of data, here or behind a URL such as ``s3://bucket/day_0.parquet``, and folders that ``dmt prepare`` writes.
+"""Files of data, local or at a URL such as ``s3://bucket/day_0.parquet``, and folders that ``dmt prepare`` writes.
 
-A prepared folder has Parquet files of ids in ``train`` and ``eval``, and a manifest, written last, that describes them.
+A prepared folder has Parquet files of ids in ``train`` and ``eval``. Its manifest, written last, describes the files.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ __all__ = [
 
 MANIFEST, FORMAT = "manifest.json", 3
 REQUEST = "#request"
-"""Column of the key of each row's request, in folders whose rows have one (``data.group_by``)."""
+"""Column of the hash of each row's request, int64, in folders that were prepared with ``data.group_by``."""
 _PARQUET = (".parquet", ".pq")
 _JSON = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz")
 _ENDINGS = (*_PARQUET, ".csv", ".tsv", ".csv.gz", ".tsv.gz", *_JSON)
 
 
 def is_remote(path: str) -> bool:
-    """Tells a URL from a path of this machine.
+    """Returns whether a path is a URL, not a path on this machine.
 
     Example:
         >>> is_remote("s3://bucket/day_0.parquet"), is_remote("day_0.parquet")
@@ -56,11 +56,11 @@ def is_remote(path: str) -> bool:
 
 
 def open_binary(path: str) -> BinaryIO:
-    """Opens a file to read.
+    """Opens a file, local or at a URL, for reading.
 
     Raises:
-        OSError: it cannot be opened.
-        InputError: there is no package for such a URL.
+        OSError: the file cannot be opened.
+        InputError: no package for such a URL is installed.
     """
     if not is_remote(path):
         return open(path, "rb")
@@ -69,22 +69,22 @@ def open_binary(path: str) -> BinaryIO:
 
 
 def file_version(path: str) -> tuple[int, int]:
-    """Returns the bytes of a file, and a number that changes with it; errors are those of `open_binary`."""
+    """Returns the size of a file in bytes and a number that changes with the file; raises what `open_binary` raises."""
     with _file_system(path) as (system, inner):
-        # Not `ukey`, which some stores make of the name alone.
+        # Not `ukey`: some stores compute it from the name alone.
         return int(system.size(inner)), int(system.checksum(inner))
 
 
 def matching_files(value: str) -> list[str]:
     """Lists the files that a file name, folder or glob matches, in the order of their names.
 
-    Hidden files and those that begin with ``_`` are left out. A folder that is named ``*.parquet``, as Spark writes,
-    stands for its files.
+    Files whose names begin with ``.`` or ``_`` are left out. A folder named ``*.parquet``, as Spark writes it, is
+    replaced by its files.
 
     Raises:
-        OSError: the place cannot be read.
-        InputError: there is no package for such a URL; a link leads nowhere; or a folder named ``*.parquet`` holds
-            other folders, whose rows would be left out.
+        OSError: the file or folder cannot be read.
+        InputError: no package for such a URL is installed, a link is broken, or a folder named ``*.parquet`` has
+            subfolders, whose rows would be left out.
     """
     with _file_system(value) as (system, inner):
 
@@ -100,19 +100,19 @@ def matching_files(value: str) -> list[str]:
                 if folders := [each for each in inside if system.isdir(each)]:
                     raise InputError(
                         f"{folders[0]} is a folder, whose rows would be left out. Write {name} without partitions, or "
-                        "name its files by a glob."
+                        f"list the files of {value!r} by a glob."
                     )
                 found += [each for each in inside if each.endswith(_PARQUET)]
         if broken := [name for name in found if not system.exists(name)]:
-            raise InputError(f"{broken[0]} (of {value!r}) is a broken link. Repair or remove it.")
-    if is_remote(value):  # a single file keeps the name that the user gave it
+            raise InputError(f"{broken[0]} (of {value!r}) is a broken link. Repair or remove the link.")
+    if is_remote(value):  # a single file keeps the URL that the user gave
         return [value] if found == [inner] else sorted(map(system.unstrip_protocol, found))
     return sorted(found)
 
 
 @contextmanager
 def _file_system(path: str) -> Iterator[tuple[Any, str]]:
-    """Yields fsspec's view of a place; turns the errors of a store's own package into those of files."""
+    """Yields fsspec's file system of a path, and the path in it; turns errors of a store's package into `OSError`."""
     from fsspec.core import url_to_fs  # type: ignore[import-untyped]
 
     try:
@@ -130,12 +130,13 @@ def _file_system(path: str) -> Iterator[tuple[Any, str]]:
 
 
 def expand_path(setting: str, value: str, *, columns: bool) -> list[str]:
-    """Lists the files that a file name, directory or glob matches, or a URL of these, in the order of their names.
+    """Lists the files that ``value`` matches, a file name, folder or glob, in the order of their names.
 
-    With ``columns``, files of a directory whose ending says no format with named columns are left out.
+    With ``columns``, files whose ending is not that of a format with named columns are left out. Messages begin with
+    ``setting``, the key of the configuration.
 
     Raises:
-        InputError: nothing matches, a file has an unknown ending, or it is a prepared folder.
+        InputError: no file matches, no file has a known ending, or ``value`` is a prepared folder.
 
     Example:
         >>> import tempfile
@@ -145,67 +146,69 @@ def expand_path(setting: str, value: str, *, columns: bool) -> list[str]:
         ['day_0.tsv', 'day_1.tsv']
     """
     if os.path.isfile(os.path.join(value, MANIFEST)):
-        raise InputError(f"{setting}={value!r} is a folder of `dmt prepare`. Name it as data.prepared.")
+        raise InputError(f"{setting}={value!r} is a folder of `dmt prepare`. Set data.prepared to it instead.")
     try:
         files = matching_files(value)
         found = [file for file in files if file.endswith(_ENDINGS)] if columns else files
     except (OSError, ValueError) as error:  # such as a name that is too long
-        raise InputError(f"{setting}={value!r} cannot be read ({error}).") from error
+        raise InputError(f"{setting}={value!r} cannot be read ({error}). Give a file, folder or glob.") from error
     if not found and files:
-        raise InputError(f"{setting}: {files[0]} has an unknown ending; expected one of {', '.join(_ENDINGS)}.")
+        raise InputError(f"{setting}: {files[0]} has an unknown ending. Give files that end in {', '.join(_ENDINGS)}.")
     if not found:
         place = "" if is_remote(value) else f" (in {Path.cwd()})"
-        raise InputError(f"{setting}={value!r} matches no file{place}.")
+        raise InputError(f"{setting}={value!r} matches no file{place}. Correct the path.")
     return found
 
 
 def format_of(path: str) -> Literal["parquet", "json", "text"]:
-    """Tells the format of a file with named columns by its name."""
+    """Returns the format of a file with named columns, by the ending of its name."""
     return "parquet" if path.endswith(_PARQUET) else "json" if path.endswith(_JSON) else "text"
 
 
 @dataclass(frozen=True, kw_only=True)
 class Manifest:
-    """What a prepared folder says of itself; a program other than ``dmt prepare`` may leave out what has a default."""
+    """The ``manifest.json`` of a prepared folder. Other programs that write one may leave out fields with a default."""
 
     format: int
+    """Version of the format, `FORMAT`."""
     files: dict[str, tuple[int, int]]
-    """Bytes and CRC-32 of each file, by its path in the folder."""
+    """Size in bytes and CRC-32 of each file, by path in the folder."""
     dense: tuple[str, ...]
-    """Dense columns, float32."""
+    """Names of the dense columns, float32."""
     features: tuple[Feature, ...]
-    """Columns of ids."""
+    """Features, each with a column of ids."""
     label: str | None = None
-    """Column of labels, int8."""
+    """Name of the column of labels, int8; None if rows have no labels."""
     raw: dict[str, Any] | None = None
-    """Section ``[data]`` that turns raw rows into these ids, with every column by name."""
+    """Section ``[data]`` that turns raw rows into these ids; it names every column, without globs."""
     sources: tuple[tuple[str, int, int], ...] = ()
-    """Name, bytes and version of the files that were prepared."""
+    """Path, size in bytes and version (`file_version`) of each raw file."""
     access_counts: str | None = None
-    """Access counts of the training rows."""
+    """Name of the file with the access counts of the training rows."""
     vocabulary: str | None = None
-    """Values and their ids, by frequency."""
+    """Name of the file with the hashes of values and their ids; None unless ids are by frequency."""
     rows: dict[str, int] = field(default_factory=dict)
-    """Rows of each part."""
+    """Number of rows in ``"train"`` and ``"eval"``."""
     rejects: int = 0
-    """Rows that were left out."""
+    """Number of invalid rows that were left out."""
     summary: dict[str, Any] = field(default_factory=dict)
-    """What to know of each column."""
+    """Counts of each column, and notes for the user."""
     made_by: dict[str, str] = field(default_factory=dict)
-    """Versions of packages."""
+    """Versions of the packages that wrote the folder."""
 
     @property
     def columns(self) -> Columns:
-        """The columns of a run on these rows."""
+        """The columns of the prepared rows."""
         return Columns(dense=self.dense, features=self.features, label=self.label)
 
 
 def read_manifest(folder: Path, place: str, *, remedy: str | None = None) -> Manifest:
-    """Reads the manifest of a folder, and checks that its files are those that it was written for.
+    """Reads the manifest of a prepared folder, and checks that the files it lists exist with their sizes.
+
+    Messages begin with ``place``, which names the setting; ``remedy`` replaces the advice for an unreadable manifest.
 
     Raises:
-        InputError: ``dmt prepare`` has not written the folder, or a file has gone or has another size; ``place`` names
-            the setting. ``remedy`` says what to do about a manifest that cannot be read.
+        InputError: the folder has no valid manifest, or a file is missing or has another size.
     """
     remedy = remedy or "Name a folder that `dmt prepare` has written."
     manifest = read_model(folder / MANIFEST, Manifest, what=f"{place}: manifest", version=FORMAT, remedy=remedy)
@@ -214,11 +217,11 @@ def read_manifest(folder: Path, place: str, *, remedy: str | None = None) -> Man
         found = file.stat().st_size if file.is_file() else None
         if found != size:
             text = "is missing" if found is None else f"has {found} bytes, not {size}"
-            raise InputError(f"{place}: {file} {text}. Copy the folder whole, or prepare it again.")
+            raise InputError(f"{place}: {file} {text}. Copy the whole folder, or prepare the data again.")
     return manifest
 
 
 def starts_of(bags: pa.Array) -> NDArray[np.int64]:
-    """Returns where each of n lists begins among the values of all, and the end of the last, int64 [n + 1]."""
+    """Returns where each of n lists begins in their concatenated values, then the total length, int64 [n + 1]."""
     offsets = bags.offsets.to_numpy().astype(np.int64)
     return offsets - offsets[0]

@@ -1,7 +1,7 @@
-"""`hash_rows`, and `Vocabulary` of ids by frequency: category values to rows of a table. Needs no torch.
+"""From category values to rows of a table: `hash_rows`, and `Vocabulary` for ids by frequency. Needs no torch.
 
-A value's row depends on its text, the feature's name and the table's size; not on the platform, the process, the file
-format (the number 12 and the text "12" agree) or other values in the data.
+The row of a hashed value depends on its text, the table's name and the table's size; not on the platform, the process,
+the file format (the number 12 and the text "12" agree) or other values in the data.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from dmt.partitioner.rows import mix_bits
 __all__ = ["COUNTED", "HASH_KEY", "Vocabulary", "deal_rows", "hash_rows"]
 
 HASH_KEY = "dmt-category-v01"
-"""Key of the hash of categories; another one is another data set to a trained model. SipHash needs 16 bytes."""
+"""Key of the hash of categories, 16 bytes for SipHash. A trained model needs the key with which its ids were made."""
 COUNTED = 2**62
-"""Rows into which values are hashed to be counted: two values of a feature hardly ever hash alike."""
+"""Number of rows into which values are hashed for counting; large, so that two values hardly ever share a hash."""
 _RARE, _FIRST = 1, 2
 _STEP = np.uint64(0x9E3779B97F4A7C15)  # 2**64 over the golden ratio
 
@@ -30,11 +30,11 @@ def hash_rows(values: pa.Array, *, feature: str, num_embeddings: int) -> NDArray
 
     Args:
         values: text, whole numbers, booleans or whole-numbered floats (NaN is missing), [n]; may be dictionary-encoded.
-        feature: salts the hash, so that equal values of two features collide with different ones.
-        num_embeddings: rows of the feature's table; with one row everything is row 0.
+        feature: name that salts the hash, so that values collide with different ones in each feature.
+        num_embeddings: number of rows of the table; with one row, every value gets row 0.
 
     Returns:
-        int64 [n], each within 0..num_embeddings - 1.
+        The row of each value, int64 [n], from 0 to ``num_embeddings`` - 1.
 
     Raises:
         InputError: a floating-point value has a fraction.
@@ -45,7 +45,7 @@ def hash_rows(values: pa.Array, *, feature: str, num_embeddings: int) -> NDArray
     """
     if num_embeddings == 1 or len(values) == 0:
         return np.zeros(len(values), dtype=np.int64)
-    # Here, since most runs hash nothing and pandas takes long to load.
+    # Imported here: most runs hash nothing, and pandas takes long to load.
     from pandas.util import hash_array
 
     encoded = values if pa.types.is_dictionary(values.type) else values.dictionary_encode()
@@ -59,29 +59,29 @@ def hash_rows(values: pa.Array, *, feature: str, num_embeddings: int) -> NDArray
 
 
 def _text(values: pa.Array, feature: str) -> pa.Array:
-    """Returns one spelling per value, whatever the column's type."""
+    """Returns values as text [n], spelled the same for every type of column."""
     if pa.types.is_floating(values.type):
         numbers = values.to_numpy(zero_copy_only=False)
         whole = np.isnan(numbers) | (np.trunc(numbers) == numbers) & (np.abs(numbers) < 2.0**63)
         if not whole.all():
             value = float(numbers[~whole][0])
-            raise InputError(f"Feature {feature!r}: category {value} is not a whole number. Store categories as text.")
+            raise InputError(f"Feature {feature!r}: category {value} is not a whole number. Store fractions as text.")
         values = pa.array(np.nan_to_num(numbers).astype(np.int64), mask=np.isnan(numbers))
     return values.cast(pa.string())
 
 
 def deal_rows(number: int) -> NDArray[np.int64]:
-    """Returns a row for each value, the most frequent first, such that any contiguous part of the rows is read alike.
+    """Returns a row for each of a table's values, such that contiguous parts of the table are read equally often.
 
     Row-wise shards are contiguous, so ids in the order of frequency would put all hot rows on the first rank. The
     multiples of the golden ratio, modulo 1, fill [0, 1) evenly however many are taken (Kronecker sequence): a part is
-    read at most 1.1 times the mean, plus the share of the most frequent row, which cannot be cut.
+    read at most 1.1 times as often as the mean, plus the share of the most frequent row, which cannot be split.
 
     Args:
-        number: values.
+        number: number of values.
 
     Returns:
-        A permutation of 0 to ``number`` - 1, int64 [number].
+        The row of each value, the most frequent value first: a permutation of 0 to ``number`` - 1, int64 [number].
 
     Example:
         >>> deal_rows(6).tolist()
@@ -94,26 +94,26 @@ def deal_rows(number: int) -> NDArray[np.int64]:
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """The values of a table that have rows of their own: row 0 is a missing value, 1 any that is rare or unknown."""
+    """Rows of the frequent values of a table; missing values share row 0, rare and unknown values row 1."""
 
     keys: NDArray[np.int64]
-    """Hashes of the values, ascending [n]."""
+    """Hashes of the frequent values, ascending, int64 [n]."""
     rows: NDArray[np.int64]
-    """The row of each [n]."""
+    """The row of each hash, from 2 on, int64 [n]."""
 
     @staticmethod
     def of(keys: NDArray[np.int64]) -> Vocabulary:
-        """Gives rows to the hashes of values, the most frequent first [n]."""
+        """Assigns rows to the hashes of values, sorted by descending frequency, int64 [n]."""
         order = np.argsort(keys)
         return Vocabulary(keys[order], _FIRST + deal_rows(len(keys))[order])
 
     @property
     def num_rows(self) -> int:
-        """Rows of the table."""
+        """Number of rows of the table, n + 2."""
         return _FIRST + len(self.keys)
 
     def rows_of(self, keys: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Returns the row of each value by its hash, [m]; 0 for a missing value."""
+        """Returns the row of each value, int64 [m], by its hash, int64 [m]; the hash 0 stands for a missing value."""
         known_keys, known_rows = np.append(self.keys, -1), np.append(self.rows, _RARE)  # no key is below 0
         place = np.searchsorted(self.keys, keys)
         known = np.where(known_keys[place] == keys, known_rows[place], _RARE)

@@ -1,4 +1,4 @@
-"""`ParquetRows`: reads single row groups of a folder that ``dmt prepare`` wrote; `clicks` makes batches of them."""
+"""`ParquetRows` reads single row groups of a prepared folder, for `dmt.training.data.clicks`, which makes batches."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ __all__ = ["ParquetRows"]
 
 
 class ParquetRows:
-    """The rows of one part of a prepared folder.
+    """The rows of one part of a prepared folder, ``train`` or ``eval``. The constructor reads the footers.
 
     Args:
-        folder: the part.
-        columns: those of its manifest.
+        folder: folder of the part.
+        columns: columns of the manifest.
 
     Raises:
-        InputError: a file cannot be read, or lacks a column.
+        InputError: a file cannot be read or lacks a column.
     """
 
     def __init__(self, folder: Path, columns: Columns) -> None:
@@ -43,30 +43,30 @@ class ParquetRows:
             self._groups += [(file, footer, group) for group in range(footer.num_row_groups)]
         sizes = [footer.row_group(group).num_rows for _, footer, group in self._groups]
         self.sizes = np.array(sizes, dtype=np.int64)
-        """Rows of each row group, int64."""
+        """Number of rows of each row group, in file order, int64 [number of row groups]."""
 
     def read(self, number: int) -> pa.Table:
-        """Reads a row group.
+        """Reads row group ``number``: the columns of the manifest, and `REQUEST` if the folder has it.
 
         Raises:
-            InputError: it cannot be read, has changed since its footer was read, lacks a value, or has an id beyond its
-                table.
+            InputError: the row group cannot be read, its file has changed since the footer was read, a value is
+                missing, or an id is outside its table.
         """
         file, footer, group = self._groups[number]
-        # Memory maps are slower here where they are read for the first time.
+        # Memory maps are slower here when they are read for the first time.
         with _reading(file), pq.ParquetFile(file, metadata=footer) as source:
             if _version(file) != self._versions[file]:
-                raise InputError(f"{file} has changed since it was opened. Restore it, or start a new run.")
+                raise InputError(f"{file} has changed since it was opened. Restore the file, or start a new run.")
             rows = source.read_row_group(group, columns=[*self._columns.schema.names, REQUEST], use_threads=False)
         for name, column in zip(rows.column_names, rows.columns, strict=True):
             if column.null_count or (pa.types.is_nested(column.type) and pc.list_flatten(column).null_count):
-                raise InputError(f"{file}: column {name!r} has missing values. Write 0 for them, or an empty list.")
+                raise InputError(f"{file}: column {name!r} has missing values. Write 0 or an empty list instead.")
         for feature in self._columns.features:
             column = rows.column(feature.name)
             span = pc.min_max(pc.list_flatten(column) if feature.is_bag else column)
             if span["min"].is_valid and not 0 <= span["min"].as_py() <= span["max"].as_py() < feature.rows:
                 raise InputError(
-                    f"{file}: column {feature.name!r} has ids from {span['min']} to {span['max']}, some beyond its "
+                    f"{file}: column {feature.name!r} has ids from {span['min']} to {span['max']}, some outside its "
                     f"table of {feature.rows} rows. Prepare the data again."
                 )
         return rows
@@ -82,4 +82,4 @@ def _reading(file: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
-        raise InputError(f"{file}: cannot be read as Parquet ({error}).") from error
+        raise InputError(f"{file}: cannot be read as Parquet ({error}). Prepare the data again.") from error

@@ -1,7 +1,7 @@
-"""`prepare`: raw rows to a folder of Parquet with ids in the place of values; what ``dmt prepare`` does.
+"""`prepare` turns raw rows into a folder of Parquet files with ids in place of values, as ``dmt prepare`` does.
 
-With ``data.id_mode = "frequency"`` rows are first written with hashes of their values, which are counted; then with ids
-that follow their frequency: 0 is a value that is missing, 1 any that is rare or unknown
+With ``data.id_mode = "frequency"`` it first writes rows with hashes of their values and counts the hashes. Then it
+writes rows with ids: 0 for a missing value, 1 for a rare or unknown value, others by frequency
 (`dmt.training.data.hash.Vocabulary`).
 """
 
@@ -63,31 +63,31 @@ _FILE, _SCRATCH = "part-00000.parquet", "scratch"
 _PROFILE, _REJECTS, _VOCABULARY, _LOCK = "access.parquet", "rejects.csv", "vocabulary.parquet", ".lock"
 _WORDS = pa.schema([("table", pa.string()), ("value_hash", pa.int64()), ("row", pa.int64())])
 _MILLIONTHS = 1_000_000
-# What to do about a row that cannot be used. Other commands than `dmt prepare`, which prepare too, have no such option.
+# Advice on an invalid row. Other commands prepare rows, too, but only `dmt prepare` has the option.
 _SCORING = "Correct it: every row needs a prediction."
-_TRAINING = "Correct it, or leave out such rows by `dmt prepare --max-rejects N`, and name its folder as data.prepared."
-_FEW = 0.2  # a table this full or less has rows that nothing reads
+_TRAINING = "Correct it, or leave out such rows with `dmt prepare --max-rejects N` and set data.prepared to its --out."
+_FEW = 0.2  # share of used rows below which a note suggests a smaller table
 
 
 def prepare_once(config: DataConfig, cache: Path | None, *, eval_only: bool = False) -> Path:
-    """Returns the folder in ``cache`` that has the rows of a config's files, which is prepared if it is not there yet.
+    """Returns the prepared folder of a config's raw files in ``cache``; prepares it unless it exists.
 
-    Ranks of one host wait for one another.
+    The ranks of a host take turns, by a file lock: the first prepares the folder, the others find it.
 
     Args:
-        config: with files of raw rows.
-        cache: a folder beside the output of the command.
-        eval_only: all rows of ``train_path`` are to be evaluated, in their order, each of them.
+        config: section ``data`` of the run's configuration, with raw files.
+        cache: folder of prepared folders, named by a hash of settings and files; None raises an error.
+        eval_only: use all rows of ``train_path`` for evaluation, in file order, and reject none.
 
     Raises:
-        InputError: see `prepare`; or there is no ``cache``.
+        InputError: see `prepare`; or ``cache`` is None.
     """
     files = [file for of_setting in _files(config).values() for file in of_setting]
     if cache is None:
-        raise InputError(f"{files[0]} must be prepared first. Run `dmt prepare`, and set data.prepared to its folder.")
+        raise InputError(f"{files[0]} must be prepared first. Run `dmt prepare` and set data.prepared to its --out.")
     settings = config.model_dump(mode="json", exclude={*OF_READING, "synthetic"})
-    told: list[Any] = [FORMAT, eval_only, settings, [(file, *file_version(file)) for file in files]]
-    folder = cache / hashlib.sha256(json.dumps(told, sort_keys=True).encode()).hexdigest()[:12]
+    inputs: list[Any] = [FORMAT, eval_only, settings, [(file, *file_version(file)) for file in files]]
+    folder = cache / hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:12]
     cache.mkdir(parents=True, exist_ok=True)
     with (cache / _LOCK).open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
@@ -108,28 +108,28 @@ def prepare(
     eval_only: bool = False,
     dims: Mapping[str, Any] | None = None,
 ) -> Manifest:
-    """Writes the rows of a run's data, and returns the manifest.
+    """Prepares the raw rows of a run: writes the folder ``out``, and returns its manifest.
 
     Args:
-        config: the data section of the run's configuration.
-        out: the folder, which must not exist; it appears when all is written.
-        min_count: accesses in the training rows from which a value has an id of its own (by frequency).
-        group_rows: rows of a row group.
-        max_rejects: rows that may be left out because a value does not fit; one more ends the work with an error.
-        memory_gib: memory that DuckDB may use; a few blocks of rows come on top.
-        eval_only: all rows of ``train_path`` are evaluation rows, in their order.
-        dims: columns of the tables, as `tables_of` takes them, for the access counts; by default 4.
+        config: section ``data`` of the run's configuration.
+        out: folder to write, which must not exist; it appears when it is complete.
+        min_count: with ids by frequency, occurrences in the training rows that give a value its own id.
+        group_rows: number of rows in a row group.
+        max_rejects: number of invalid rows that may be left out; one more raises an error.
+        memory_gib: memory limit of DuckDB in GiB; a few blocks of rows need more on top.
+        eval_only: use all rows of ``train_path`` for evaluation, in file order.
+        dims: embedding dims for the access counts, as keyword arguments of `tables_of`; by default 4 for every table.
 
     Raises:
-        InputError: the folder exists or cannot be written, the data cannot be read, more rows than
-            ``max_rejects`` cannot be used, or options contradict each other.
+        InputError: the folder exists or cannot be written, the data cannot be read, more than ``max_rejects`` rows are
+            invalid, or options contradict each other.
     """
     _check(config, out, eval_only=eval_only, min_count=min_count)
     files = _files(config)
     first = files["train_path"][0]
     columns = find_columns(config, schema_of(first, config), first)
     raw, dims = explicit_config(config, columns), dims or {"embedding_dim": 4, "embedding_dims": {}}
-    tables_of(columns, **dims)  # refuses before the work
+    tables_of(columns, **dims)  # raises errors before the long work
     connection = connect(memory_gib=memory_gib, threads=os.cpu_count() or 1)
     with _work_folder(out) as folder, closing(connection):
         connection.sql(f"SET temp_directory = {literal(str(folder / _SCRATCH / 'spilled'))}")
@@ -156,7 +156,7 @@ def prepare(
         columns = converter.columns
         profile, summary = _summary(_View(converter, folder / "train" / _FILE), tables_of(columns, **dims), counts)
         if both := sorted(set(files["train_path"]).intersection(files.get("eval_path", ()))):
-            summary["notes"].insert(0, f"{shorten(both, ', ')}: in train_path and eval_path, so metrics are too good.")
+            summary["notes"].insert(0, f"{shorten(both, ', ')}: in train_path and eval_path, which inflates metrics.")
         save_profile(profile, folder / _PROFILE)
         connection.close()
         shutil.rmtree(folder / _SCRATCH, ignore_errors=True)
@@ -180,15 +180,15 @@ def prepare(
 
 def _check(config: DataConfig, out: Path, *, eval_only: bool, min_count: int) -> None:
     if out.exists() or out.is_symlink():
-        raise InputError(f"--out {str(out)!r} exists, and is never overwritten. Name a new folder, or remove it.")
+        raise InputError(f"--out {str(out)!r} exists and is never overwritten. Name a new folder or remove this one.")
     if config.kind not in ("criteo_tsv", "columns"):
-        raise InputError(f"data.kind={config.kind!r} has no raw files. Name some with data.train_path and data.kind.")
+        raise InputError(f"data.kind={config.kind!r} has no raw files. Set data.kind and data.train_path.")
     if config.label is None and not eval_only:
-        raise InputError("data.label is not set, and rows without labels cannot be prepared. Name their column.")
+        raise InputError("data.label is not set, but training rows need labels. Set it to the column of 0/1 labels.")
     if config.id_mode != "frequency" and min_count > 1:
-        raise InputError("--min-count needs ids by frequency. Give --ids frequency, or leave it out.")
+        raise InputError(f"--min-count {min_count} needs ids by frequency. Add --ids frequency, or drop --min-count.")
     if config.id_mode == "frequency" and eval_only and not config.vocabulary:
-        raise InputError("Ids by frequency need a vocabulary. Set data.vocabulary to the prepared folder that has it.")
+        raise InputError("data.id_mode='frequency' needs a vocabulary. Set data.vocabulary to the folder of training.")
 
 
 def _files(config: DataConfig) -> dict[str, list[str]]:
@@ -200,21 +200,21 @@ def _files(config: DataConfig) -> dict[str, list[str]]:
 def _raw_rows(
     converter: Converter, files: Mapping[str, Sequence[str]], rejects: _Rejects, *, eval_only: bool
 ) -> Iterator[tuple[str, pa.Table, float]]:
-    """Yields rows in the order of the files: their part, the rows, and the share of all that is read by then."""
+    """Yields (part, rows of the part, fraction of all files read so far) for each block, in the order of the files."""
     config, start = converter.config, 0
     used = used_columns(config, converter.columns)
     bags = {feature.name: feature.is_bag for feature in converter.columns.features}
     in_order = [(setting, file) for setting, of_setting in files.items() for file in of_setting]
     for number, (setting, file) in enumerate(in_order):
         schema = schema_of(file, config)
-        names = set(schema.names)  # made anew each time it is asked for: seconds for thousands of columns
+        names = set(schema.names)  # once: pyarrow rebuilds the names on each access, seconds for thousands of columns
         if absent := [name for name in used if name not in names]:
-            raise InputError(f"{file}: column {absent[0]!r} is missing; all files must have the columns of the first.")
+            raise InputError(f"{file}: column {absent[0]!r} is missing. Give all files the columns of the first.")
         lists = {feature.name: feature.is_bag for feature in find_columns(config, schema, file).features}
         if unlike := [name for name, is_bag in bags.items() if is_bag != lists[name]]:
             has, had = (("single values", "lists")[is_bag[unlike[0]]] for is_bag in (lists, bags))
             raise InputError(
-                f"{file}: column {unlike[0]!r} has {has}, but {had} in {in_order[0][1]}. Store it alike in all files."
+                f"{file}: column {unlike[0]!r} has {has}, but {had} in {in_order[0][1]}. Use one form in all files."
             )
         for block in raw_blocks(file, config, used):
             rows, wrong = converter.convert(block)
@@ -231,11 +231,11 @@ def _raw_rows(
 
 
 def _is_of(part: str, config: DataConfig, rows: pa.Table, start: int) -> NDArray[np.bool_]:
-    """Tells which rows, number ``start`` and on, are of a part [n]."""
+    """Returns which of n rows belong to a part, bool [n]; the first row has number ``start``."""
     if config.split_column:
         value = "test" if part == "eval" else "train"
         return np.asarray(pc.fill_null(pc.equal(rows.column(SPLIT), value), False))
-    share = round(config.eval_fraction * _MILLIONTHS)  # whole numbers: exact at any row number
+    share = round(config.eval_fraction * _MILLIONTHS)  # an integer, to be exact at any row number
     if config.group_by:
         apart = rows.column(REQUEST).to_numpy() % _MILLIONTHS < share
     else:
@@ -245,7 +245,7 @@ def _is_of(part: str, config: DataConfig, rows: pa.Table, start: int) -> NDArray
 
 
 class _Rejects:
-    """Rows that were left out, in a file. One row more than ``most`` raises an error that ends with ``remedy``."""
+    """Counts invalid rows and writes them to a file. More than ``most`` raise an error that ends with ``remedy``."""
 
     def __init__(self, path: Path, most: int, remedy: str) -> None:
         self._path, self._most, self._remedy, self.number = path, most, remedy, 0
@@ -256,8 +256,8 @@ class _Rejects:
             first = rejects[0]
             column = f"column {first.column!r}: " if first.column else ""
             raise InputError(
-                f"{first.source}, line {first.line}: {column}{first.reason}. The line: {first.text[:200]!r}. Rows like "
-                f"it up to here: {self.number:,}. {self._remedy}"
+                f"{first.source}, line {first.line}: {column}{first.reason}. The line: {first.text[:200]!r}. Invalid "
+                f"rows so far: {self.number:,}. {self._remedy}"
             )
         if rejects:
             is_new = not self._path.exists()
@@ -268,7 +268,7 @@ class _Rejects:
 def _write(
     folder: Path, schema: pa.Schema, group_rows: int, rows: Iterable[tuple[str, pa.Table, float]]
 ) -> dict[str, int]:
-    """Writes rows to the file of their part in row groups of one size, with a bar; returns the rows of each part."""
+    """Writes rows to the files of their parts, in row groups of equal size; returns the number of rows by part."""
     num_rows = dict.fromkeys(_PARTS, 0)
     waiting = dict.fromkeys(_PARTS, schema.empty_table())
     with ExitStack() as stack:
@@ -290,7 +290,7 @@ def _write(
 
 
 def _grouped(rows: pa.Table) -> pa.Table:
-    """Puts the rows of each request together, in the order of the requests' first rows."""
+    """Sorts rows so that those of a request are contiguous; requests keep the order of their first rows."""
     if REQUEST not in rows.schema.names:
         return rows
     _, first, number = np.unique(rows.column(REQUEST).to_numpy(), return_index=True, return_inverse=True)
@@ -300,7 +300,7 @@ def _grouped(rows: pa.Table) -> pa.Table:
 def _numbered_rows(
     folder: Path, columns: Columns, vocabularies: Mapping[str, Vocabulary]
 ) -> Iterator[tuple[str, pa.Table, float]]:
-    """Yields rows of hashes as rows of ids; see `_raw_rows`."""
+    """Replaces hashes in the rows of a folder by ids; yields what `_raw_rows` yields."""
     schema = columns.schema
     for part in _PARTS:
         with pq.ParquetFile(folder / part / _FILE) as source:
@@ -319,7 +319,7 @@ def _numbered_rows(
 
 
 class _View:
-    """SQL of a prepared file. Columns are named by their number: to DuckDB ``a`` and ``A`` are one name."""
+    """A prepared file in SQL. Columns have numbered names, since DuckDB takes ``a`` and ``A`` for the same name."""
 
     def __init__(self, converter: Converter, file: Path) -> None:
         self.converter = converter
@@ -327,22 +327,22 @@ class _View:
         self.rows = f"read_parquet({literal(glob.escape(str(file)))}) AS rows({', '.join(self.columns.values())})"
 
     def ids(self, feature: Feature) -> str:
-        """Returns the SQL of all ids that a feature has."""
+        """Returns SQL that selects all ids of a feature, in a column ``id``."""
         column = self.columns[feature.name]
         return f"SELECT {f'unnest({column})' if feature.is_bag else column} AS id FROM {self.rows}"
 
     def query(self, sql: str) -> pa.Table:
-        """Returns what SQL selects."""
+        """Returns the rows that ``sql`` selects."""
         return self.converter.connection.sql(sql).to_arrow_table()
 
 
 def _count(view: _View, columns: Columns, min_count: int, file: Path) -> None:
-    """Writes the vocabulary of each table: the most frequent hashes, as many as it has rows for."""
+    """Writes the vocabulary of each table: as many of the most frequent hashes as the table has rows for."""
     sizes = {feature.table: feature.rows for feature in columns.features if feature.time is None}
     with pq.ParquetWriter(file, _WORDS) as writer:
         for table, size in sizes.items():
             ids = " UNION ALL ".join(view.ids(feature) for feature in columns.features if feature.table == table)
-            # Equally frequent ones in the order of their hashes, which is the same everywhere.
+            # Ties are broken by the hash, which is the same on every platform.
             hashes = view.query(
                 f"SELECT id FROM ({ids}) WHERE id <> 0 GROUP BY id HAVING count(*) >= {min_count} "
                 f"ORDER BY count(*) DESC, id LIMIT {max(size - 2, 0)}"
@@ -353,25 +353,25 @@ def _count(view: _View, columns: Columns, min_count: int, file: Path) -> None:
 
 
 def _copy_vocabulary(config: DataConfig, columns: Columns, file: Path) -> None:
-    """Copies the vocabulary of the prepared folder that a config names, which must be of the same tables.
+    """Copies the vocabulary of the prepared folder ``data.vocabulary``, which must have the same features and tables.
 
     Raises:
-        InputError: the folder has no vocabulary or another one, or has other features.
+        InputError: the folder has no vocabulary, a different one than a trained model needs, or other features.
     """
     name, _, checksum = str(config.vocabulary).partition("#")
     place, folder = f"data.vocabulary={name!r}", Path(name)
-    remedy = "The model's ids are in this folder of `dmt prepare`. Put it back at this path." if checksum else None
+    remedy = "The model needs the vocabulary in this prepared folder. Restore the folder there." if checksum else None
     manifest = read_manifest(folder, place, remedy=remedy)
     if manifest.vocabulary not in manifest.files:
         raise InputError(f"{place} has no vocabulary. Prepare that folder again with `dmt prepare --ids frequency`.")
     theirs, own = ({(f.name, f.table) for f in features} for features in (manifest.features, columns.features))
     if unlike := sorted(theirs ^ own):
-        raise InputError(f"{place} and these data differ in feature {unlike[0][0]!r} or its table. Give both the same.")
+        raise InputError(f"{place} differs from these rows in feature {unlike[0][0]!r} or its table. Make them equal.")
     shutil.copyfile(folder / manifest.vocabulary, file)
     if _checksum(file) != (int(checksum, 16) if checksum else manifest.files[manifest.vocabulary][1]):
-        raise InputError(f"{place} has another vocabulary than the model was trained with. Restore that folder.")
+        raise InputError(f"{place} has another vocabulary than the model was trained with. Restore the old folder.")
     if pq.read_schema(file) != _WORDS:
-        raise InputError(f"{place}: {manifest.vocabulary} is not a vocabulary. Give another folder.")
+        raise InputError(f"{place}: {manifest.vocabulary} is not a vocabulary. Name another folder.")
 
 
 def _read_vocabularies(file: Path, columns: Columns) -> dict[str, Vocabulary]:
@@ -385,9 +385,9 @@ def _read_vocabularies(file: Path, columns: Columns) -> dict[str, Vocabulary]:
 def _summary(
     view: _View, tables: Sequence[TableSpec], counts: Counter[tuple[str, str]]
 ) -> tuple[AccessProfile, dict[str, Any]]:
-    """Returns the access counts of the training rows, and what to know of the columns, as plain data.
+    """Returns the access counts of the training rows, and counts and notes on the columns, as plain data.
 
-    ``counts`` are those of the `Converter` that has read the raw rows, of both parts.
+    ``counts`` come from the `Converter` that read the raw rows of both parts.
     """
     columns, id_mode = view.converter.columns, view.converter.config.id_mode
     by_name = {feature.name: feature for feature in columns.features}
@@ -406,7 +406,7 @@ def _summary(
             missing = int(uses[rows == 0].sum())
             if feature.is_bag:
                 missing = view.query(f"SELECT count(*) AS n FROM {view.rows} WHERE len({column}) = 0")["n"][0].as_py()
-            # Row 0 is of missing values, by frequency row 1 of rare ones.
+            # Row 0 is for missing values, row 1 by frequency for rare values.
             is_known = rows > (1 if id_mode == "frequency" and feature.time is None else 0)
             known[name] = rows[is_known]
             features[name] = summary = {
@@ -421,34 +421,34 @@ def _summary(
                 notes.append(f"{name}: all {num_rows:,} values are missing{' or 0' * (id_mode == 'index')}.")
             if summary["negative"]:
                 notes.append(
-                    f"{name}: {summary['negative']:,} values are negative. Leave out those that mean 'missing'."
+                    f"{name}: {summary['negative']:,} values are negative. If they mean 'missing', leave them empty."
                 )
         if by_name[table.feature_names[0]].time is None:
             notes += _table_notes(table.num_embeddings, known, is_hashed=id_mode == "hash")
     dense, total = {name: {"missing": counts[name, "missing"]} for name in columns.dense}, counts["", "rows"]
     notes += [f"{name}: all {total:,} values are missing." for name in dense if dense[name]["missing"] == total > 0]
     if positives in (0, num_rows):
-        same = f"All {num_rows:,} training rows have the label {int(positives > 0)}: a model needs both."
+        same = f"All {num_rows:,} training rows have the label {int(positives > 0)}; a model needs both."
         notes.append(same if num_rows else "There are no training rows.")
     return profile, {"rows": num_rows, "positives": positives, "dense": dense, "features": features, "notes": notes}
 
 
 def _table_notes(rows: int, known: Mapping[str, NDArray[np.int64]], *, is_hashed: bool) -> Iterator[str]:
-    """Says where a table has too few or too many rows, or features that share no value; ``known`` rows by feature."""
+    """Yields notes on a table that is too small or large, or whose features share no value; ``known`` has used rows."""
     names, used = ", ".join(known), len(np.unique(np.concatenate([*known.values()])))
     enough = max(2, 10 * used if is_hashed else used + 2)
     if is_hashed and used >= 0.99 * (rows - 1):
-        yield f"{names}: the table of {rows:,} rows is full. Give it more."
+        yield f"{names}: the table of {rows:,} rows is full. Raise data.num_embeddings."
     elif used and enough < _FEW * rows:
         settings = " ".join(f"data.num_embeddings_per_feature.{name}={enough}" for name in known)
         yield f"{names}: {used:,} of {rows:,} rows are used. To save memory, prepare again with `{settings}`."
     for name, of_feature in known.items():
         others = np.concatenate([[], *(theirs for other, theirs in known.items() if other != name)])
-        # Hashes of unlike values meet by chance.
+        # Different values share some hashes by chance.
         chance = len(of_feature) * len(np.unique(others)) / rows if is_hashed else 0.0
         most = chance + 3 * math.sqrt(chance)
         if len(np.intersect1d(of_feature, others)) <= most < min(len(of_feature), len(others)) / 2:
-            yield f"{name}: has no value in common with the other features of its table. Give it one of its own."
+            yield f"{name}: shares no value with the other features of its table. Give {name} a separate table."
 
 
 def _checksum(path: Path) -> int:
@@ -460,7 +460,7 @@ def _checksum(path: Path) -> int:
 
 
 def _seal(folder: Path, manifest: Manifest) -> Manifest:
-    """Writes the manifest, which makes the folder whole, when all else is on the disk."""
+    """Writes the manifest, which marks the folder as complete, after all other files are on the disk."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != _LOCK)
     for path in files:
         fsync_path(path)
@@ -473,7 +473,7 @@ def _seal(folder: Path, manifest: Manifest) -> Manifest:
 
 @contextmanager
 def _work_folder(out: Path) -> Iterator[Path]:
-    """Yields an empty folder beside ``out`` that becomes it at the end; an error, or the next start, removes it."""
+    """Yields an empty folder beside ``out``, renamed to ``out`` at the end; an error or the next start removes it."""
     work = out.with_name(f".{out.name}.work")
     try:
         work.mkdir(parents=True, exist_ok=True)
@@ -481,7 +481,7 @@ def _work_folder(out: Path) -> Iterator[Path]:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise InputError(f"Another `dmt prepare` is writing {str(out)!r}. Wait until it ends.") from None
+                raise InputError(f"Another `dmt prepare` is writing --out {str(out)!r}. Wait for its end.") from None
             for left in (path for path in work.iterdir() if path.name != _LOCK):
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
             try:
@@ -493,4 +493,4 @@ def _work_folder(out: Path) -> Iterator[Path]:
                 shutil.rmtree(work, ignore_errors=True)
     except (OSError, duckdb.Error) as error:
         reason = getattr(error, "strerror", None) or error
-        raise InputError(f"--out {str(out)!r} cannot be written: {reason}.") from error
+        raise InputError(f"--out {str(out)!r} cannot be written: {reason}. Name another folder.") from error

@@ -1,6 +1,6 @@
-"""Raw rows of files, block by block in bounded memory, and `Converter`: ids and numbers of them by DuckDB's SQL.
+"""Reads raw files in blocks of rows, in bounded memory; `Converter` turns a block into ids and numbers by DuckDB's SQL.
 
-A line of text is a row: each is split by itself, so that an open quote cannot swallow the line after it.
+A line of text is a row. Each line is split separately, so that an open quote cannot swallow the next line.
 
 Legend: n rows of a block.
 """
@@ -31,61 +31,63 @@ from dmt.training.data.hash import COUNTED, hash_rows
 __all__ = ["SPLIT", "Block", "Converter", "Reject", "connect", "literal", "raw_blocks", "schema_of", "used_columns"]
 
 _BLOCK_BYTES, _BLOCK_ROWS, _MOST_LINE_BYTES = 16 << 20, 1 << 16, 16 << 20
-_BLOCK_VALUES = 1 << 25  # each is a text before it is hashed: less than a GiB, also of thousands of columns
+_BLOCK_VALUES = 1 << 25  # values are text until they are hashed: less than a GiB, even with thousands of columns
 _CRITEO = ("label", *CRITEO_DENSE, *CRITEO_CATEGORICAL)
 _CUT = "\x1f"
-"""Separates the columns of lines that had quotes, and the column from the reason in what DuckDB says of a row."""
+"""Separates the columns of a line that had quotes, and the column from the reason in the fault of a row."""
 _MISSING = "('nan', 'na', 'n/a', 'null', 'none', 'nat', '')"
-"""Spellings of a missing number or time, in lower case; a missing category is the empty text ("NA" may be Namibia)."""
+"""Spellings of a missing number or time, in lower case. For categories only empty text is missing: "NA" is Namibia."""
 _PARTS = {"hour": "hour({0}) + 1", "weekday": "isodow({0})"}
 SPLIT = "#split"
-"""Text of the split column."""
+"""Name of the column that holds the text of ``data.split_column`` in converted rows."""
 
 
 class Reject(NamedTuple):
-    """A row that cannot be used; `dmt.training.data.prepare` writes it to ``rejects.csv``."""
+    """An invalid row; `dmt.training.data.prepare` writes it to ``rejects.csv``."""
 
     source: str
+    """Path of the file, or name of the batch of a user's function."""
     line: int
-    """Its line (Parquet: its row), counted from 1."""
+    """Number of the line (in Parquet and batches, of the row), from 1."""
     column: str
-    """The column at fault; empty where the row as a whole is."""
+    """Name of the invalid column; empty if the row as a whole is invalid."""
     reason: str
+    """What was expected and found."""
     text: str
-    """The row as it stands in the file, or its beginning."""
+    """The row as it stands in the file, at most 1,000 characters."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Block:
-    """Consecutive rows of a file or source."""
+    """Consecutive rows of a file or of a user's function."""
 
     place: str
-    """The file."""
+    """Path of the file, or name of the batch, for messages."""
     rows: pa.Table
-    """The n rows as they are read, ``block`` in SQL."""
+    """The n rows as read; SQL knows them as ``block``."""
     relation: str = "block"
-    """SQL of the rows with their columns."""
+    """SQL of the relation that has the columns."""
     columns: Mapping[str, tuple[str, pa.DataType]]
-    """SQL and type of each column; those of text files are text."""
+    """SQL and Arrow type of each column, by name; the columns of text files are text."""
     fault: str = ""
-    """SQL cases of what is wrong with a row as a whole."""
+    """SQL ``WHEN`` clauses for faults of a row as a whole."""
     first: int = 1
-    """Line of the first row (Parquet: its number), counted from 1."""
+    """Number of the first row's line (in Parquet, of the first row), from 1."""
     share: float = 1.0
-    """Part of the file that is read by now, 0 to 1."""
+    """Fraction of the file read so far, 0 to 1."""
     lines: Sequence[bytes] = ()
-    """The rows as they stand in a text file [n]."""
+    """The n rows as they stand in a text file; empty for other formats."""
 
     @staticmethod
     def of(place: str, table: pa.Table, *, first: int = 1, share: float = 1.0) -> Block:
-        """Returns the rows of a table of Arrow."""
-        names = [f"c{i}" for i in range(table.num_columns)]  # names may differ only in case, which SQL does not see
+        """Returns a block with the rows of an Arrow table."""
+        names = [f"c{i}" for i in range(table.num_columns)]  # column names may differ only in case, which SQL ignores
         rows = pa.table([_plain(column) for column in table.columns], names=names)
         columns = dict(zip(table.column_names, zip(names, table.schema.types, strict=True), strict=True))
         return Block(place=place, rows=rows, columns=columns, first=first, share=share)
 
     def reject(self, row: int, column: str, reason: str) -> Reject:
-        """Returns a row, by its number in the block, as one that cannot be used."""
+        """Returns the `Reject` for the row with index ``row`` in the block."""
         if self.lines:
             text = self.lines[row].decode(errors="replace")
         else:
@@ -95,24 +97,24 @@ class Block:
 
 
 def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Returns a column of a type that DuckDB knows; times as microseconds of UTC."""
+    """Returns a column in a type that DuckDB supports; times become microseconds, in UTC."""
     if pa.types.is_float16(column.type):
         return column.cast(pa.float32())
     return column.cast(pa.timestamp("us"), safe=False) if pa.types.is_timestamp(column.type) else column
 
 
 def used_columns(config: DataConfig, columns: Columns) -> list[str]:
-    """Returns the columns of the files that are read, each once."""
+    """Returns the names of the columns that are read from files, each once."""
     names = [config.label, config.split_column, config.group_by, *columns.dense]
     names += [feature.name if feature.time is None else feature.time[0] for feature in columns.features]
     return list(dict.fromkeys(name for name in names if name is not None))
 
 
 def schema_of(file: str, config: DataConfig) -> pa.Schema:
-    """Returns the columns of a file, those of text as text.
+    """Returns the schema of a raw file; the columns of text files are text.
 
     Raises:
-        InputError: the file cannot be read, or has no line of names or no object of JSON first.
+        InputError: the file cannot be read, or does not begin with a line of column names or JSON objects.
     """
     if config.kind == "criteo_tsv":
         return pa.schema([(name, pa.string()) for name in _CRITEO])
@@ -121,25 +123,25 @@ def schema_of(file: str, config: DataConfig) -> pa.Schema:
         try:
             with open_binary(file) as stream:
                 schema = pq.read_schema(stream)
-                _ = schema.names  # which pyarrow decodes here
+                _ = schema.names  # pyarrow decodes names here, and raises on invalid UTF-8
                 return schema
         except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
-            raise InputError(f"{file}: cannot be read as Parquet ({error}).") from error
-    # The first line may be longer than the first block: thousands of names.
+            raise InputError(f"{file}: cannot be read as Parquet ({error}). Repair or replace the file.") from error
+    # With thousands of names, the first line may be longer than the first block.
     lines: list[bytes] = next((lines for _, lines, _ in _lines(file, 1 << 16) if lines), [])
     if kind == "json":
         return _json_schema(file, lines[:1000])
     try:
         names = next(csv.reader([lines[0].decode()] if lines else [], delimiter=_separator(file, config)), [])
     except (UnicodeDecodeError, csv.Error) as error:
-        raise InputError(f"{file}, line 1: cannot be read as column names ({error}).") from error
+        raise InputError(f"{file}, line 1: cannot be read as column names ({error}). Correct the line.") from error
     if not names:
-        raise InputError(f"{file}: expected a line of column names first, found an empty line or nothing.")
+        raise InputError(f"{file}: found an empty line or nothing. Begin the file with a line of column names.")
     return pa.schema([(name, pa.string()) for name in names])
 
 
 def _json_schema(file: str, lines: Sequence[bytes]) -> pa.Schema:
-    """Finds the keys of the first objects; values that are lists make a column of lists."""
+    """Returns the keys of the given lines as columns of text, or of lists where a value is a list."""
     kinds: dict[str, pa.DataType] = {}
     for line in lines:
         try:
@@ -151,14 +153,14 @@ def _json_schema(file: str, lines: Sequence[bytes]) -> pa.Schema:
                 kinds[name] = pa.list_(pa.string())
             kinds.setdefault(name, pa.string())
     if not kinds:
-        raise InputError(f"{file}: none of its first {len(lines)} lines is a JSON object.")
+        raise InputError(f"{file}: none of the first {len(lines)} lines is a JSON object. Write one object per line.")
     if len({name.lower() for name in kinds}) < len(kinds):
-        raise InputError(f"{file}: two keys differ only in upper and lower case. Rename one of them.")
+        raise InputError(f"{file}: two keys differ only in upper and lower case. Rename one of the keys.")
     return pa.schema(list(kinds.items()))
 
 
 def raw_blocks(file: str, config: DataConfig, used: Sequence[str]) -> Iterator[Block]:
-    """Reads the columns of a file that are ``used`` as blocks of rows.
+    """Yields the ``used`` columns of a file in blocks of rows.
 
     Raises:
         InputError: the file cannot be read, is a damaged gzip or Parquet file, or has no columns.
@@ -187,12 +189,12 @@ def _parquet_blocks(file: str, used: Sequence[str]) -> Iterator[Block]:
             total = max(source.metadata.num_rows, 1)
             rows = max(min(_BLOCK_ROWS, _BLOCK_VALUES // len(used)), 1)
             for batch in source.iter_batches(batch_size=rows, columns=list(used), use_threads=False):
-                batch.validate(full=True)  # Parquet's writers need not check that text is UTF-8
+                batch.validate(full=True)  # writers of Parquet need not check that text is UTF-8
                 done = first - 1 + batch.num_rows
                 yield Block.of(file, pa.table(batch), first=first, share=done / total)
                 first += batch.num_rows
     except (OSError, pa.ArrowException) as error:
-        raise InputError(f"{file}, row {first} or soon after: cannot be read as Parquet ({error}).") from error
+        raise InputError(f"{file}, at or after row {first}: not valid Parquet ({error}). Fetch it again.") from error
 
 
 def _separator(file: str, config: DataConfig) -> str:
@@ -200,7 +202,7 @@ def _separator(file: str, config: DataConfig) -> str:
 
 
 def _lines(file: str, block_bytes: int) -> Iterator[tuple[int, list[bytes], float]]:
-    """Yields whole lines without their ends, with the number of the first and the share of the file read by then."""
+    """Yields (number of the first line, lines without line ends, fraction of the file read so far) for each block."""
     number, rest = 1, b""
     try:
         size = max(file_version(file)[0], 1)
@@ -214,8 +216,8 @@ def _lines(file: str, block_bytes: int) -> Iterator[tuple[int, list[bytes], floa
                 lines = (rest + chunk).split(b"\n")
                 rest = lines.pop()
                 if len(rest) > _MOST_LINE_BYTES:
-                    raise InputError(f"{file}, line {number + len(lines)}: longer than 16 MiB. Is this text?")
-                if b"\r" in chunk or chunk.startswith(b"\n"):  # or the end of a line is cut in two
+                    raise InputError(f"{file}, line {number + len(lines)}: over 16 MiB long. Give a file of text.")
+                if b"\r" in chunk or chunk.startswith(b"\n"):  # "\r\n" may be cut between two chunks
                     lines = [line.removesuffix(b"\r") for line in lines]
                 yield number, lines, raw.tell() / size
                 number += len(lines)
@@ -223,14 +225,14 @@ def _lines(file: str, block_bytes: int) -> Iterator[tuple[int, list[bytes], floa
                 yield number, [rest.removesuffix(b"\r")], 1.0
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise InputError(
-            f"{file}, line {number} or soon after: the gzip file is cut off or damaged ({error}). Fetch it again."
+            f"{file}, at or after line {number}: the gzip file is cut off or damaged ({error}). Fetch the file again."
         ) from error
     except OSError as error:
-        raise InputError(f"{file}: cannot be read ({error.strerror or error}).") from error
+        raise InputError(f"{file}: cannot be read ({error.strerror or error}). Check that it is readable.") from error
 
 
 def _texts(lines: Sequence[bytes]) -> pa.StringArray:
-    """Returns lines as text [n], missing where one is not UTF-8."""
+    """Returns n lines as text [n]; a line that is not UTF-8 becomes null."""
     try:
         return pa.array(lines, pa.binary()).cast(pa.string())
     except pa.ArrowInvalid:
@@ -240,7 +242,7 @@ def _texts(lines: Sequence[bytes]) -> pa.StringArray:
 
 
 def _unquoted(line: str | None, separator: str) -> str | None:
-    """Separates the columns of a line of CSV by `_CUT`; None where a quote is open."""
+    """Returns a line of CSV with its columns separated by `_CUT`, without quotes; None if quotes are unbalanced."""
     if line is None or '"' not in line:
         return line and line.replace(separator, _CUT)
     try:
@@ -266,7 +268,7 @@ def _json_sql(schema: pa.Schema, used: Sequence[str]) -> dict[str, Any]:
     for field in (schema.field(name) for name in used):
         value = f"struct_extract(j, {literal(field.name)})"
         found = f"json_type(line, {literal('/' + field.name.replace('~', '~0').replace('/', '~1'))})"
-        # DuckDB makes text of a list, and NULL of what should be one.
+        # DuckDB turns a list into text where text is expected, and other values into NULL where a list is expected.
         unlike = f"left({value}, 1) IN ('[', '{{') AND {found} IN ('ARRAY', 'OBJECT')"
         if pa.types.is_list(field.type):
             unlike = f"{value} IS NULL AND {found} <> 'NULL'"
@@ -280,45 +282,46 @@ def _json_sql(schema: pa.Schema, used: Sequence[str]) -> dict[str, Any]:
 
 
 def connect(*, memory_gib: float = 1.0, threads: int = 1) -> duckdb.DuckDBPyConnection:
-    """Returns a new DuckDB in memory that takes times without a zone as UTC."""
+    """Returns a new DuckDB connection, in memory, that takes times without a zone as UTC."""
     connection = duckdb.connect(config={"threads": threads, "memory_limit": f"{memory_gib * 1024:.0f}MiB"})
     connection.sql("SET TimeZone = 'UTC'")
     return connection
 
 
 class Converter:
-    """Converts blocks of raw rows to ids and numbers, by SQL in DuckDB.
+    """Converts blocks of raw rows to prepared rows, by SQL in DuckDB.
 
     Args:
-        config: the data section of a run's configuration.
-        columns: its columns.
-        connection: see `connect`.
+        config: section ``data`` of the run's configuration.
+        columns: the columns of the run.
+        connection: the DuckDB connection, see `connect`.
     """
 
     def __init__(self, config: DataConfig, columns: Columns, connection: duckdb.DuckDBPyConnection) -> None:
         self.config, self.columns, self.connection = config, columns, connection
         self.schema = columns.schema
-        """Columns of prepared rows."""
+        """Schema of prepared rows, with `REQUEST` if there is a ``data.group_by``."""
         self.counts = Counter[tuple[str, str]]()
-        """``"rows"`` so far, by column those that are ``"missing"`` (dense) or ``"negative"`` (hashed)."""
+        """By (column, kind), numbers of ``"missing"`` dense values and ``"negative"`` categories; ("", "rows"): rows."""
         self._features = {feature.name: feature for feature in columns.features}
         if config.group_by is not None:
             self.schema = self.schema.append(pa.field(REQUEST, pa.int64()))
             self._features[REQUEST] = Feature(name=REQUEST, rows=COUNTED, table=config.group_by)
 
     def convert(self, block: Block) -> tuple[pa.Table, list[Reject]]:
-        """Returns the prepared rows of a block (with ``data.split_column`` as their column `SPLIT`), and its bad rows.
+        """Returns the valid rows of a block as prepared rows (with `SPLIT` if there is one), and its invalid rows.
 
         Raises:
-            InputError: DuckDB cannot read a type, or needs more memory.
+            InputError: DuckDB does not support a type, or needs more memory.
         """
         sql = _Sql(self.config, self.columns, block)
         try:
             self.connection.register("block", block.rows)
             table = self.connection.sql(sql.query).to_arrow_table()
             self.connection.unregister("block")
-        except duckdb.Error as error:  # such as a type of Arrow that it does not know
-            raise InputError(f"{block.place}: DuckDB cannot read it ({error})".partition("\n")[0]) from error
+        except duckdb.Error as error:  # such as an Arrow type that DuckDB does not know
+            reason = str(error).partition("\n")[0]
+            raise InputError(f"{block.place}: DuckDB cannot read the rows ({reason}).") from error
         faults, rejects = table.column(table.num_columns - 1), []
         for row in np.flatnonzero(faults.is_valid().to_numpy()).tolist():
             rejects.append(block.reject(row, *faults[row].as_py().split(_CUT, 1)))
@@ -348,14 +351,14 @@ class Converter:
 
 
 def _num_negative(values: pa.Array) -> int:
-    """Returns how many texts are negative whole numbers; of lists and numbers 0."""
+    """Returns how many texts are negative whole numbers; 0 for lists and numbers."""
     if not pa.types.is_string(values.type) or not pc.any(pc.starts_with(values, "-")).as_py():
         return 0
     return int(pc.sum(pc.match_substring_regex(values, r"^-[0-9]+$")).as_py())
 
 
 def _ids(feature: Feature, column: pa.Array) -> pa.Array:
-    """Returns the ids of a feature's values, or lists of them."""
+    """Returns the ids of a feature's values, or lists of ids for a feature with bags."""
     values = column.flatten() if feature.is_bag else column
     if pa.types.is_integer(values.type):
         ids = values.fill_null(0).cast(pa.int64())
@@ -365,7 +368,7 @@ def _ids(feature: Feature, column: pa.Array) -> pa.Array:
 
 
 class _Sql:
-    """The SQL that makes prepared rows of a block: the ``query`` selects their columns, then what is wrong or NULL."""
+    """SQL that prepares the rows of a block: ``query`` selects their columns, and last the fault of a row or NULL."""
 
     def __init__(self, config: DataConfig, columns: Columns, block: Block) -> None:
         self._config, self._columns = config, block.columns
@@ -379,7 +382,7 @@ class _Sql:
                 self._add_feature(feature)
             else:
                 self._add_part(*feature.time)
-        if config.group_by:  # a row without a value, which pandas writes as NaN, is a request by itself
+        if config.group_by:  # a row without a value (NaN in pandas) is a request of its own
             alone = f"{literal(block.place)} || ' ' || ({block.first} + row_number() OVER ())"
             sql, type_ = block.columns[config.group_by]
             missing = "'nan'" if pa.types.is_floating(type_) else "NULL"
@@ -389,23 +392,23 @@ class _Sql:
         names = [f"v{i}" for i in range(len(self._values))]
         values = ", ".join(f"{value} AS {name}" for name, value in zip(names, self._values, strict=True))
         fault = f"CASE {' '.join(self._faults)} END" if self._faults else "CAST(NULL AS VARCHAR)"
-        # Values have names so that faults, which read them again, do not make them again.
+        # Values have names, so that the faults reuse them and do not compute them again.
         self.query = f"SELECT {', '.join(names)}, {fault} FROM (SELECT *, {values} FROM {block.relation})"
 
     def _add(self, column: str, value: str, expected: str, is_bad: str) -> None:
-        """Adds a value; it is at fault where ``is_bad``, a condition on the value ``v``."""
+        """Adds a value to the query, and a fault for rows where ``is_bad``, a condition on the value ``{v}``, holds."""
         name = f"v{len(self._values)}"
         self._values.append(value)
         told = f"coalesce(left(CAST({self._columns[column][0]} AS VARCHAR), 60), 'nothing')"
         reason = literal(f"{column}{_CUT}expected {expected}, found ")
-        # Not by format(): names of columns may have braces.
+        # Without format(): column names may have braces.
         self._faults.append(f"WHEN {is_bad.replace('{v}', name)} THEN {reason} || {told}")
 
     def _is_text(self, column: str) -> bool:
         return kind_of(self._columns[column][1]) == "text"
 
     def _is_unread(self, column: str) -> str:
-        """Returns a condition: a value could not be read from text that is not spelled as missing."""
+        """Returns the condition that text could not be converted although it is not a spelling of "missing"."""
         sql = self._columns[column][0]
         return f"{{v}} IS NULL AND lower(trim({sql})) NOT IN {_MISSING}"
 
@@ -417,7 +420,7 @@ class _Sql:
 
     def _add_dense(self, column: str) -> None:
         value, is_bad = f"CAST({self._columns[column][0]} AS DOUBLE)", "false"
-        if self._is_text(column):  # DuckDB takes an underscore between digits
+        if self._is_text(column):  # DuckDB would accept an underscore between digits
             value = "CASE WHEN NOT contains({0}, '_') THEN TRY_CAST({0} AS DOUBLE) END".format(self._columns[column][0])
             is_bad = self._is_unread(column)
         most = "'infinity'::DOUBLE" if self._config.dense_transform == "signed_log1p" else "3.4028235e38"
@@ -425,7 +428,7 @@ class _Sql:
         self._add(column, value, "a finite 32-bit number", is_bad)
 
     def _add_part(self, column: str, part: str) -> None:
-        """Adds a part of a time."""
+        """Adds a part of a time, such as its hour."""
         time, is_bad = f"CAST({self._columns[column][0]} AS TIMESTAMP)", "false"
         if self._is_text(column):
             time = f"CAST(TRY_CAST({self._columns[column][0]} AS TIMESTAMPTZ) AS TIMESTAMP)"
@@ -434,7 +437,7 @@ class _Sql:
         self._add(column, value, "a date or time such as 2026-11-22 or 2026-11-22T20:15:00", is_bad)
 
     def _add_feature(self, feature: Feature) -> None:
-        """Adds a feature's values: text to be hashed, or row numbers."""
+        """Adds a feature's values: text for hashing, or row numbers."""
         sql, type_ = self._columns[feature.name]
         if kind_of(type_) == "list":
             type_ = type_.value_type
@@ -476,5 +479,5 @@ class _Sql:
 
 
 def literal(text: str) -> str:
-    """Returns a text as a literal of SQL."""
+    """Returns text as a literal of SQL."""
     return "'" + text.replace("'", "''") + "'"

@@ -1,6 +1,6 @@
-"""Rows of the user's own: ``data.source = "package.module:function"``, an iterable of batches for each rank.
+"""`SourceRows`: rows from a user's function, ``data.source = "package.module:function"``, called on each rank.
 
-docs/data.md says what the function is called with, and what a batch is.
+docs/data.md ("Rows of your own") describes the arguments of the function and the batches that it yields.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ if TYPE_CHECKING:
 
 __all__ = ["SourceRows", "SourceState"]
 
-_AGREED = 16  # batches between two agreements of the ranks
+_AGREED = 16  # batches that each rank reads between two agreements of the ranks
 SourceState = tuple[int, str]
-"""Rows of this rank before a state of its source, and the state: what ``torch.save`` writes, in base64."""
+"""A state of a rank's source: number of rows read before it, and ``state_dict()`` by ``torch.save``, in base64."""
 
 
 class SourceRows:
-    """The function of ``data.source``.
+    """Rows that the function ``data.source`` yields, as prepared rows. The constructor reads the first batch.
 
     Args:
-        config: the data section of the run's configuration, with a ``source``.
+        config: section ``data`` of the run's configuration, with a ``source``.
 
     Raises:
-        InputError: there is no such function, it takes other arguments, or it has no training row.
+        InputError: the function does not exist, takes other arguments, or yields no training row; or the columns of its
+            first batch do not fit the settings.
     """
 
     def __init__(self, config: DataConfig) -> None:
@@ -47,18 +48,18 @@ class SourceRows:
         self._name, self._config = f"data.source={config.source!r}", config
         self._function = load_function("data.source", config.source)
         self.start_state: SourceState | None = None
-        """State from which the next pass over training rows starts, on the same rank of as many."""
+        """State from which the next pass over training rows starts; saved by the same rank of as many ranks."""
         self._epoch, self._states = 0, deque[SourceState]()
         first = next((table for _, table in self._tables_of(self._call("train", 0, 1, 0)) if table.num_rows), None)
         if first is None:
-            raise InputError(f"{self._name} has no batch with rows. Yield at least one.")
+            raise InputError(f"{self._name} has no batch with rows. Yield at least one row of split 'train'.")
         self.columns = find_columns(config, first.schema, self._name)
         self._converter = Converter(config, self.columns, connect())
 
     def state(self, epoch: int, rows: int) -> SourceState | None:
-        """Returns the last state from which this rank's rows from ``rows`` on can be read, and forgets earlier ones.
+        """Returns the last state from which this rank can read its rows from ``rows`` on, and drops earlier states.
 
-        None without one: the source has none, or the epoch has not begun.
+        Returns None if the source has no ``state_dict()`` or the epoch has not begun.
         """
         while len(self._states) > 1 and self._states[1][0] <= rows:
             self._states.popleft()
@@ -75,13 +76,14 @@ class SourceRows:
         start: int,
         group: dist.ProcessGroup | None,
     ) -> Iterator[pa.Table]:
-        """Yields the rows of a rank's batches from its row ``start`` on, equally many on all ranks of a group.
+        """Yields the rows of each of a rank's batches, from its row ``start`` on; collective with a ``group``.
 
-        Of training rows as many as the rank with the fewest full batches has, of evaluation rows as many as the rank
-        with the most, where others have tables with fewer rows or none. Collective with a group.
+        All ranks of the group yield equally many tables: in training as many as the rank with the fewest full batches
+        has, in evaluation as many as the rank with the most batches; other ranks then yield tables with fewer rows or
+        none.
 
         Raises:
-            InputError: a batch of the source is no table or has a value that does not fit.
+            InputError: a batch of the source is not a table, or has an invalid value.
         """
         from dmt.collectives import gather_objects
 
@@ -96,7 +98,7 @@ class SourceRows:
                 return
 
     def _rows(self, split: str, rank: int, world_size: int, epoch: int, start: int) -> Iterator[pa.Table]:
-        """Yields the rows of a rank from row ``start`` on, batch by batch, as prepared rows; keeps a state of each."""
+        """Yields a rank's prepared rows from row ``start`` on, a table per batch of the source; records its states."""
         from dmt.training.data.raw import Block, used_columns
 
         source, before, state = self._call(split, rank, world_size, epoch), 0, self.start_state
@@ -110,19 +112,19 @@ class SourceRows:
         text = self._state_of(source) if has_state else ""
         schema: pa.Schema | None = None
         for place, table in self._tables_of(source):
-            if table.schema != schema:  # a second for thousands of columns
+            if table.schema != schema:  # finding columns takes a second for thousands of them
                 if find_columns(self._config, table.schema, place) != self.columns:
-                    raise InputError(f"{place}: its columns have other types than those of the first batch.")
+                    raise InputError(f"{place}: columns differ from the first batch. Yield the same names and types.")
                 schema = table.schema
             if has_state:
-                # That before this batch; the source is after it now.
+                # The state from before this batch: the source has moved on.
                 self._states.append((before, text))
                 text = self._state_of(source)
             if before + table.num_rows > start:
                 rows, rejects = self._converter.convert(Block.of(place, table.select(used)))
                 if rejects:
                     wrong = rejects[0]
-                    raise InputError(f"{place}, row {wrong.line}: column {wrong.column!r}: {wrong.reason}.")
+                    raise InputError(f"{place}, row {wrong.line}: column {wrong.column!r}: {wrong.reason}. Correct it.")
                 yield rows.slice(max(start - before, 0))
             before += table.num_rows
 
@@ -132,7 +134,7 @@ class SourceRows:
         return call_named(self._name, self._function, given, takes_all=True)
 
     def _tables_of(self, source: Any) -> Iterator[tuple[str, pa.Table]]:
-        """Yields each batch of the source as a table, with its place for messages."""
+        """Yields each batch of the source: its name for messages, and the batch as a table."""
         for number, batch in enumerate(source, start=1):
             place = f"{self._name}, batch {number}"
             try:
@@ -147,17 +149,17 @@ class SourceRows:
         stream = io.BytesIO()
         try:
             torch.save(source.state_dict(), stream)
-            torch.load(io.BytesIO(stream.getvalue()), weights_only=True)  # reading it must run no code
-        except Exception as error:  # pickle's are many, and so are the user's
+            torch.load(io.BytesIO(stream.getvalue()), weights_only=True)  # loading a checkpoint must not run code
+        except Exception as error:  # pickle and the user's method may raise anything
             raise InputError(
-                f"{self._name}: its state_dict() cannot be saved ({str(error).partition('.')[0]}). Give numbers, "
-                "texts, lists, dicts and tensors."
+                f"{self._name}: its state_dict() cannot be saved ({str(error).partition('.')[0]}). Return only "
+                "numbers, texts, lists, dicts and tensors."
             ) from error
         return base64.b64encode(stream.getvalue()).decode()
 
 
 def _cut(tables: Iterator[pa.Table], rows: int, *, keep_rest: bool) -> Iterator[pa.Table]:
-    """Yields tables of ``rows`` rows each, and with ``keep_rest`` the rows that are left at the end."""
+    """Joins tables and yields them in pieces of ``rows`` rows; ``keep_rest`` yields the shorter rest, too."""
     waiting: list[pa.Table] = []
     for table in tables:
         waiting.append(table)

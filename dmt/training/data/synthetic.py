@@ -1,12 +1,13 @@
-"""`SyntheticClicks`: a click log drawn while it is read, with Criteo's shape, Zipf ids and planted feature groups.
+"""`SyntheticClicks`: a click log, drawn as it is read, with columns like Criteo's, Zipf ids and planted feature groups.
 
 A row is drawn in three steps (n rows, F categorical features in G groups, D dense features):
 
-1. Every group g has a hidden variable z_g ~ N(0, 1); feature j in it has t_j = sqrt(rho) z_g + sqrt(1 - rho) e_j with
-   e_j ~ N(0, 1) of its own, so t_j ~ N(0, 1) and two features of one group have correlation rho.
-2. The line of t is cut into as many pieces as the feature has ids, in an order drawn once, each as probable as its
-   Zipf share: the piece that t_j falls in is the id. Ids are thus exactly Zipf-distributed, yet neighbours on the line
-   occur in the same rows. The id's score u_j is the mean of t over its piece, which is all that an id tells about t.
+1. Every group g has a hidden variable z_g ~ N(0, 1). Feature j of the group has t_j = sqrt(rho) z_g + sqrt(1 - rho) e_j
+   with independent e_j ~ N(0, 1), so t_j ~ N(0, 1) and two features of one group have correlation rho.
+2. The real line is cut into as many intervals as the feature has ids, in an order drawn once; the probability of each
+   interval under N(0, 1) is the Zipf share of its id. The id is the interval that t_j falls in. Ids are thus exactly
+   Zipf-distributed, yet the ids of a group's features are correlated. The score u_j of an id is the mean of t over its
+   interval, which is all that the id reveals about t.
 3. logit = intercept + signal * (standardised sum of: a main effect and the pairwise products of the u_j within each
    group, and effects of a few dense features) + noise. Features of different groups never interact.
 
@@ -32,22 +33,22 @@ __all__ = ["BLOCK_ROWS", "SyntheticClicks", "SyntheticRows"]
 BLOCK_ROWS = 1024
 """Number of rows drawn together; small, so that a rank draws little more than its own rows."""
 
-_SETUP, _TRAIN, _EVAL, _PROBE = range(4)  # independent streams of random numbers of one seed
+_SETUP, _TRAIN, _EVAL, _PROBE = range(4)  # independent random streams of one seed
 _PROBE_ROWS = 32_768
 _MAIN_WEIGHT = 0.5  # of a group's main effect, against 1 for its products
 _ZIPF = 1.05  # exponent
 _NOISE = 0.3  # standard deviation of the logit's unpredictable part
 _BASE_RATE = 0.25  # share of clicks
-_MOST_IDS = 3  # of a bag
+_MOST_IDS = 3  # in a bag
 
 
 class SyntheticClicks:
-    """Draws blocks of rows, each a function of (seed, split, block index); what all share is drawn once, here.
+    """Draws blocks of rows, each a function of (seed, split, block index); the constructor draws what blocks share.
 
     Args:
         config: sizes and seed.
-        correlation: share of a feature's variance that comes from its group's hidden variable (rho).
-        signal: standard deviation of the logit's predictable part; larger is easier.
+        correlation: rho, the share of a feature's variance that comes from its group's hidden variable.
+        signal: standard deviation of the predictable part of the logit; a larger one makes labels easier to predict.
 
     Example:
         >>> clicks = SyntheticClicks(SyntheticConfig(num_features=6, num_groups=2, rows_per_table=50))
@@ -63,31 +64,31 @@ class SyntheticClicks:
         self.feature_names = tuple(f"C{i + 1}" for i in range(config.num_features))
         self.multi_hot = frozenset(self.feature_names[config.num_features - config.num_multi_hot :])
         rng = np.random.default_rng([config.seed, _SETUP])
-        # Neither runs nor strides of the feature order make good towers by accident.
+        # A random assignment: contiguous or strided features must not make good towers by accident.
         self._group = rng.permutation(np.arange(config.num_features) % config.num_groups)
         self._cuts, self._scores = zip(*(self._pieces(rng) for _ in self.feature_names), strict=True)
         self._main = rng.choice([-1.0, 1.0], size=config.num_groups)
         effects = rng.normal(size=config.num_dense)
-        effects[4:] = 0.0  # a few dense features matter, a model must learn to ignore the others
+        effects[4:] = 0.0  # few dense features matter; a model must learn to ignore the others
         self._dense_effects = 0.6 * effects / max(float(np.linalg.norm(effects)), 1e-9)
         self._scale, self._intercept = 1.0, 0.0
         self._scale, self._intercept = self._calibration()
 
     @property
     def planted_groups(self) -> list[list[str]]:
-        """Features of each group."""
+        """Names of the features in each group."""
         return [
             [name for name, of in zip(self.feature_names, self._group, strict=True) if of == group]
             for group in range(self.config.num_groups)
         ]
 
     def draw(self, split: Literal["train", "eval"], block: int) -> pa.Table:
-        """Draws a block of `BLOCK_ROWS` rows with a label; dense features are log(1 + count)."""
+        """Draws block ``block``, `BLOCK_ROWS` rows: label int8, dense features log(1 + count) float32, ids int64."""
         rng = np.random.default_rng([self.config.seed, _TRAIN if split == "train" else _EVAL, block])
         return self._draw(rng, BLOCK_ROWS)[0]
 
     def _pieces(self, rng: np.random.Generator) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Draws the cuts of the line of t, and the mean of t in each piece: [rows - 1], [rows]."""
+        """Draws the cuts of the real line, and the mean of t in each interval: [rows - 1], [rows]."""
         share = np.arange(1, self.config.rows_per_table + 1) ** -_ZIPF
         share = rng.permutation(share / share.sum())
         cuts = torch.special.ndtri(torch.from_numpy(np.cumsum(share)[:-1])).numpy()
@@ -95,7 +96,7 @@ class SyntheticClicks:
         return cuts, (density[:-1] - density[1:]) / share
 
     def _calibration(self) -> tuple[float, float]:
-        """Finds the scale and intercept of the logit from a probe of rows."""
+        """Fits the scale and intercept of the logit on a sample of rows."""
         rng = np.random.default_rng([self.config.seed, _PROBE, 0])
         _, logits = self._draw(rng, _PROBE_ROWS)
         spread = float(logits.std())
@@ -144,14 +145,14 @@ class SyntheticClicks:
 
 
 class SyntheticRows:
-    """The rows of a part as blocks, which are drawn when they are read; the last block is longer than the part."""
+    """The rows of a split, in blocks that are drawn when read. The last block read may extend past the split's end."""
 
     def __init__(self, clicks: SyntheticClicks, split: Literal["train", "eval"]) -> None:
         rows = clicks.config.num_rows if split == "train" else clicks.config.num_eval_rows
         self.sizes = np.minimum(rows - np.arange(0, rows, BLOCK_ROWS), BLOCK_ROWS)
-        """Rows of each block, int64."""
+        """Number of the split's rows in each block, int64 [number of blocks]."""
         self.read = partial(clicks.draw, split)
-        """Draws a block by its number."""
+        """Draws a block by its index."""
 
 
 def _sigmoid(x: NDArray[np.float64]) -> NDArray[np.float64]:

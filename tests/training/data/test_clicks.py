@@ -178,7 +178,7 @@ def test_an_id_without_a_row_is_noticed(tmp_path: Path) -> None:
     prepare(config_of(parquet(tmp_path / "a.parquet", range(100))), tmp_path / "out")
     manifest = tmp_path / "out" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"rows": 50', '"rows": 7'))
-    with pytest.raises(InputError, match=r"part-00000\.parquet: column 'c' has ids .* beyond its table of 7 rows"):
+    with pytest.raises(InputError, match=r"part-00000\.parquet: column 'c' has ids .* outside its table of 7 rows"):
         list(ClickData(DataConfig(prepared=str(tmp_path / "out"), kind="prepared")).batches("eval", **RANK))
     # As another program may have written it.
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"files": {}}))
@@ -242,7 +242,7 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"c": [1, 2]}, {"multi_hot": ("c",)}, "multi_hot column 'c' has type int64, expected text or list"),
     ({"label": [[0], [1]]}, {}, "label column 'label' has type"),
     ({}, {"dense": ("e",)}, "dense 'e' matches no column"),
-    ({}, {"categorical": ("c", "label")}, "categorical column 'label' is data.label, and cannot be an input"),
+    ({}, {"categorical": ("c", "label")}, "categorical column 'label' is data.label, which cannot be an input"),
     ({}, {"eval_path": None, "split_column": "d", "dense": ("d",)}, "dense column 'd' is data.split_column"),
     ({}, {"label": "lable"}, "Did you mean 'label'"),
     ({}, {"categorical": ("c", "d")}, "'d' is used twice"),
@@ -384,7 +384,7 @@ def test_faults_of_a_store_name_the_url(tmp_path: Path) -> None:
     with uploaded(tmp_path) as url:
         for name, settings, message in (
             ("a.tsv", {}, f"^{url}/a.tsv, line 31: column 'label': .*found 7"),
-            ("z.tsv", {}, f"^train_path='{url}/z.tsv' matches no file.$"),
+            ("z.tsv", {}, f"^train_path='{url}/z.tsv' matches no file. Correct the path.$"),
             ("c.parquet", {"kind": "columns", **NAMES}, f"^{url}/c.parquet: cannot be read as Parquet"),
         ):
             config = DataConfig(**{"kind": "criteo_tsv", "train_path": f"{url}/{name}", **settings})

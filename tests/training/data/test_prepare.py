@@ -210,10 +210,10 @@ def with_line(folder: Path, line: str) -> Path:
 
 def test_the_error_of_a_row_says_how_to_go_on_without_it(tmp_path: Path) -> None:
     path = with_line(tmp_path, REJECTED[0][0])
-    for remedy in (r"by `dmt prepare --max-rejects N`, and name its folder", r"it: every row needs a prediction\.$"):
+    for remedy in (r"with `dmt prepare --max-rejects N` and set data.prepared", r"it: every row needs a prediction\.$"):
         with pytest.raises(InputError, match=remedy):
             ClickData(config_of(path), cache=tmp_path / "cache", eval_only=remedy.endswith("$"))
-    with pytest.raises(InputError, match=r"to here: 2\. Correct it, or .* --max-rejects N"):  # of both parts together
+    with pytest.raises(InputError, match=r"so far: 2\. Correct it, or .* --max-rejects N"):  # of both parts together
         prepared(tmp_path, config_of(path), max_rejects=1)
 
 
@@ -252,13 +252,13 @@ def test_of_a_thousand_damaged_lines_each_is_right_or_listed(tmp_path: Path) -> 
 @pytest.mark.parametrize(
     ("name", "text", "message"),
     [
-        ("a.csv", "", "expected a line of column names first"),
+        ("a.csv", "", "Begin the file with a line of column names"),
         ("a.csv", "0,a,1,x,2026-11-22\n0,b,1,x,2026-11-22\n", "label 'label' matches no column"),
-        ("a.csv", "label,c,d,tags,t,c\n", "column 'c' is named 2 times"),
+        ("a.csv", "label,c,d,tags,t,c\n", "2 columns have the name 'c'"),
         ("a.csv", "label;c;d;tags;t\n", "label 'label' matches no column"),
         ("a.csv", CSV.encode("utf-16"), "cannot be read as column names"),
         ("a.csv.gz", gzip.compress(CSV.encode(), mtime=0)[:-9], "gzip file is cut off or damaged"),
-        ("a.jsonl", "", "none of its first 0 lines is a JSON object"),
+        ("a.jsonl", "", "none of the first 0 lines is a JSON object"),
         ("a.jsonl", "[1]\n", "is a JSON object"),
         ("a.jsonl", JSON + "\n[1]\n", "line 5: expected a JSON object"),
         ("a.jsonl", JSON + "\n{", "line 5: expected a JSON object"),
@@ -431,7 +431,7 @@ def test_raw_rows_get_the_ids_of_their_vocabulary_or_none(tmp_path: Path) -> Non
     both = [*pq.read_table(tmp_path / "out" / "train")["user"].to_pylist()]
     assert table["user"].to_pylist()[: len(both)] == both
     (tmp_path / "out").rename(tmp_path / "away")
-    with pytest.raises(InputError, match=r"data.vocabulary=.*cannot be read .*Put it back at this path"):
+    with pytest.raises(InputError, match=r"data.vocabulary=.*cannot be read .*Restore the folder there"):
         prepared(tmp_path, raw)
     prepare(by_frequency(clicks(tmp_path / "clicks.parquet", ["z", "b"])), tmp_path / "out")
     with pytest.raises(InputError, match="has another vocabulary than the model was trained with"):
@@ -465,13 +465,13 @@ def test_the_summary_says_what_to_look_at(tmp_path: Path) -> None:
     _, record = prepared(tmp_path, config_of(tmp_path / "a.csv", **sizes, **names))
     notes = " ".join(record.summary["notes"])
     for note in (
-        "a.csv: in train_path and eval_path, so metrics are too good.",
+        "a.csv: in train_path and eval_path, which inflates metrics.",
         "d: all 120 values are missing.",
         "none: all 60 values are missing.",
         "few, less: 4 of 100,000 rows are used. To save memory, prepare again with "
         "`data.num_embeddings_per_feature.few=40 data.num_embeddings_per_feature.less=40`.",
-        "All 60 training rows have the label 0: a model needs both.",
-        "less: has no value in common with the other features of its table",
+        "All 60 training rows have the label 0; a model needs both.",
+        "less: shares no value with the other features of its table",
         "less: 60 values are negative",
         "many: the table of 9 rows is full",
     ):
@@ -489,7 +489,7 @@ def test_a_folder_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Monk
     write(tmp_path / "a.tsv", numbered_lines(40))
     config, out = DataConfig(kind="criteo_tsv", train_path=str(tmp_path / "a.tsv")), tmp_path / "out"
     prepare(config, out, group_rows=8)
-    with pytest.raises(InputError, match="exists, and is never overwritten"):
+    with pytest.raises(InputError, match="exists and is never overwritten"):
         prepare(config, out)
 
     def full(rows: Any) -> None:
@@ -528,10 +528,10 @@ def test_a_killed_prepare_leaves_nothing_that_looks_finished_and_the_next_one_st
 @pytest.mark.parametrize(
     ("settings", "options", "message"),
     [
-        ({}, {"min_count": 2}, "--min-count needs ids by frequency"),
+        ({}, {"min_count": 2}, "--min-count 2 needs ids by frequency"),
         ({"id_mode": "frequency", "vocabulary": "hashed"}, {}, "has no vocabulary. Prepare that fol"),
         ({"categorical": ("user",), "id_mode": "frequency", "vocabulary": "counted"}, {}, "in feature 'friend' or"),
-        ({"id_mode": "frequency"}, {"eval_only": True}, "Ids by frequency need a vocabulary"),
+        ({"id_mode": "frequency"}, {"eval_only": True}, "id_mode=.frequency. needs a vocabulary"),
         ({"label": None}, {}, "data.label is not set"),
         ({"kind": "synthetic"}, {}, "has no raw files"),
     ],
