@@ -1,6 +1,6 @@
-"""``dmt check``: a run's model, towers, sharding plan, and precision against the plain module.
+"""``dmt check`` compares a run's model, towers, sharding plan, and precision with the plain module.
 
-`check_run` shrinks the run, starts `check_on_rank` on gloo ranks and makes of their findings the rows of a report.
+`check_run` shrinks the run, starts `check_on_rank` on gloo ranks, and turns their findings into the rows of a report.
 """
 
 from __future__ import annotations
@@ -25,29 +25,31 @@ __all__ = ["CheckReport", "CheckRow", "Finding", "Verdict", "check_run", "compar
 Verdict = Literal["ok", "FAILED"]
 
 _TITLES = {
-    "logits": "one batch, unequal on the ranks",
-    "dense gradients": "means over ranks, also of tower modules",
+    "logits": "one batch, of unequal sizes on the ranks",
+    "dense gradients": "means over ranks, with tower modules",
     "table gradients": "means over the ranks of a replica",
-    "training": "losses of every step, weights after them",
-    "replicas": "what several ranks hold is equal",
+    "training": "losses of all steps, then the weights",
+    "replicas": "copies on several ranks are equal",
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckRow:
-    """One row of the report."""
+    """One row of the report: one check, over all ranks."""
 
     check: str
+    """Name of the check, such as ``"logits"``."""
     what: str
-    """The two things compared; with the plain module, unless it names another."""
+    """What was compared, by default with the plain module."""
     verdict: Verdict
     difference: float | None = None
-    """The worst one, by its share of what is allowed; None where nothing was compared."""
+    """Difference of the worst comparison, by its share of the allowed difference; None if nothing was compared."""
     allowed: float | None = None
+    """Difference that was allowed in this comparison."""
     count: int = 0
-    """Comparisons."""
+    """Number of comparisons."""
     where: str = ""
-    """Items and place that do not agree."""
+    """Tables and parameters that differ, and the first place; empty if all agree."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -55,33 +57,34 @@ class CheckReport:
     """Result of ``dmt check``."""
 
     rows: tuple[CheckRow, ...]
+    """One row for each check."""
     reduced: tuple[str, ...]
-    """Differences to the config that make the run smaller."""
+    """Settings that were made smaller than in the config, one sentence each."""
     notes: tuple[str, ...]
-    """Remarks for the reader."""
+    """Warnings for the user."""
     ranks: int
-    """On which it was checked."""
+    """Number of ranks that ran the check."""
     schemes: Mapping[str, int]
-    """Number of tables in each sharding scheme; empty where TorchRec's planner chooses."""
+    """Number of tables by sharding scheme; empty if TorchRec's planner chooses."""
     seconds: float = 0.0
-    """Duration of the command, with the loading of packages."""
+    """Duration of the command in seconds, including imports."""
 
     @property
     def agrees(self) -> bool:
-        """True if no row failed."""
+        """Whether no check failed."""
         return all(row.verdict != "FAILED" for row in self.rows)
 
     def to_record(self) -> dict[str, Any]:
-        """Returns the report as a JSON object."""
+        """Returns the report as a dict for JSON, with ``agrees``."""
         return {"agrees": self.agrees, **asdict(self)}
 
 
 def check_run(config: TrainingConfig, limits: CheckLimits) -> CheckReport:
-    """Checks a run, as it is made for the cluster, on gloo ranks of this machine against the plain module.
+    """Compares a run that is configured for a cluster with the plain module, shrunk, on gloo ranks of this machine.
 
     Raises:
-        InputError: the run cannot be built as its config says.
-        RanksFailedError: a rank failed, died or hangs.
+        InputError: the run cannot be built from its config.
+        RanksFailedError: a rank failed, died, or did not end in time.
     """
     job = resolve(config, config.topology.build().world_size)
     with TemporaryDirectory(prefix="dmt-check-") as folder:
@@ -96,7 +99,7 @@ def _quietly(rank: int, run: CheckedRun) -> RankReport:
 
 
 def compare_ranks(run: CheckedRun, reports: Sequence[RankReport]) -> CheckReport:
-    """Returns the report of all ranks' findings, and of the faults that only show when ranks are compared."""
+    """Returns the report of all ranks' findings, and of copies that differ between ranks."""
     findings = [finding for report in reports for finding in report.findings]
     findings += _replicas(reports)
     lows, highs = zip(*(report.outputs for report in reports), strict=True)
@@ -112,7 +115,7 @@ def compare_ranks(run: CheckedRun, reports: Sequence[RankReport]) -> CheckReport
 
 
 def _replicas(reports: Sequence[RankReport]) -> Iterator[Finding]:
-    """Compares the bits of everything that several ranks hold: whole tensors, and the shards of several replicas."""
+    """Compares checksums of what several ranks hold: tensors that are not sharded, and the same shards of replicas."""
     holders: dict[tuple[str, object], dict[int, int]] = {}
     for rank, report in enumerate(reports):
         for (name, offsets, sizes), value in report.checksums.items():
@@ -125,9 +128,9 @@ def _replicas(reports: Sequence[RankReport]) -> Iterator[Finding]:
 
 
 def make_rows(findings: Sequence[Finding], titles: Mapping[str, str]) -> tuple[CheckRow, ...]:
-    """Returns the findings of all ranks as a row for each check, by the titles' order.
+    """Returns a row for each check in ``titles``, in their order, from the findings of all ranks.
 
-    A check that found nothing to compare has failed.
+    A check without findings has failed.
     """
     return tuple(_row(name, what, [f for f in findings if f.check == name]) for name, what in titles.items())
 

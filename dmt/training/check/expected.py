@@ -1,6 +1,6 @@
-"""The plain single-process module on the union of the ranks' batches: everything that the ranks must come to.
+"""The expected results of all ranks, from the plain single-process module on the union of the ranks' batches.
 
-With replicas there is one plain module for each, on the batches of its ranks (`dmt.testing.PlainTraining`).
+Each replica has a plain module, which trains on the batches of the replica's ranks (`dmt.testing.PlainTraining`).
 """
 
 from __future__ import annotations
@@ -27,22 +27,22 @@ __all__ = ["UNEVEN", "Expected", "compute_expected", "draw_batch", "draw_samples
 State = dict[str, Tensor]
 
 UNEVEN = 1
-"""The batch in which ranks have unequal numbers of samples."""
+"""Index of the batch in which ranks have unequal numbers of samples."""
 
 _MAX_BAG = 3
-# Half of all ids are among the first rows: ranks and samples share them, as they share the frequent ids of real data.
+# Half of all ids are among the first rows, so that ranks and samples share ids, like the frequent ids of real data.
 _FREQUENT_ROWS = 8
 
 
 def draw_batch(run: CheckedRun, rank: int, step: int) -> ClickBatch:
-    """Returns the batch of a global rank in a step, its tables cut as the run's; equal in every process."""
+    """Returns the batch of a global rank in a step, split for the run's column shards; the same in any process."""
     size = run.limits.batch_size if step != UNEVEN else max(1, run.limits.batch_size - rank % 3)
     batch = draw_samples(run.job, size, seed=1_000_003 * step + rank)
     return batch.split_columns({} if run.job.towers is None else run.job.towers.column_splits)
 
 
 def draw_samples(job: Job, size: int, *, seed: int) -> ClickBatch:
-    """Returns random samples with bags of 0 to 3 ids."""
+    """Returns ``size`` random samples for the tables of a job, with bags of 0 to 3 ids."""
     generator = torch.Generator().manual_seed(seed)
     lengths, values = [], []
     for table in job.tables:
@@ -69,35 +69,35 @@ def draw_samples(job: Job, size: int, *, seed: int) -> ClickBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """Everything that the ranks compare with."""
+    """Everything that the ranks compare with; float32 tensors."""
 
     start: State
-    """The first weights, that every model starts from."""
+    """Initial weights of every model, by name."""
     logits: list[Tensor]
-    """Logits of the batch `UNEVEN` by rank, before training, [B] each."""
+    """Logits of the batch `UNEVEN` before training, by rank, [B] each."""
     gradients: list[State]
-    """By replica, for `UNEVEN`: means over ranks of the gradients of their mean losses. The ranks are those of the
-    replica for tables that it trains by itself, and all for the rest."""
+    """Gradients of the batch `UNEVEN`, by replica and name: means over ranks of the gradients of each rank's mean loss.
+    For tables that a replica trains separately, over the replica's ranks; for other parameters, over all ranks."""
     losses: list[list[float]]
-    """By step and rank; one step more than is trained."""
+    """Mean losses by step and rank; the last step follows the end of training."""
     weights: State
-    """After training, and the averaging of replicas at its end."""
+    """Weights after training and a final averaging of replicas, by name."""
 
 
 def compute_expected(run: CheckedRun, layout: Mapping[str, Sequence[int]]) -> Expected:
-    """Runs the plain module, whose table optimizers follow the layout of the sharded tables.
+    """Trains the plain module, with optimizers for the column shards of ``layout``; returns what ranks must reproduce.
 
     Raises:
-        InputError: a loss is not finite, or a sample's logit depends on the others of its batch.
+        InputError: a loss is not finite, or a sample's logit depends on other samples of its batch.
     """
     torch.manual_seed(run.config.train.seed)
-    # Unsharded, with FP32 tables.
+    # The plain module has FP32 tables.
     plain = replace(run.job, tables=tuple(replace(table, data_type="FP32") for table in run.job.tables))
     tasks = [ClickTask(build_model(plain)) for _ in range(run.topology.num_replicas)]
     with torch.no_grad():
         for name, weight in tasks[0].named_parameters():
             if run.config.sharding.table_precision == "fp16" and is_table(name):
-                weight.copy_(weight.half())  # a start that FP16 tables can hold
+                weight.copy_(weight.half())  # values that FP16 tables can represent
     start = _copy_of(tasks[0])
     for task in tasks[1:]:
         task.load_state_dict(start)
@@ -119,8 +119,8 @@ def compute_expected(run: CheckedRun, layout: Mapping[str, Sequence[int]]) -> Ex
         if not all(map(math.isfinite, by_rank)):
             raise InputError(
                 f"[optimizer] dense_lr={run.config.optimizer.dense_lr}, sparse_lr={run.config.optimizer.sparse_lr}: "
-                f"the plain module diverges (a loss at step {step} is not finite), so there is nothing to compare "
-                "with. Lower the rates."
+                f"the plain module diverges (a loss at step {step} is not finite), so ranks have nothing to compare "
+                "with. Lower the learning rates."
             )
     check_samples(run.job, tasks[0].model.eval(), draw_batch(run, rank=0, step=0))
     return Expected(start=start, logits=logits, gradients=gradients, losses=losses, weights=_copy_of(tasks[0]))
@@ -157,7 +157,7 @@ def _batches(run: CheckedRun, step: int) -> list[ClickBatch]:
 
 
 def _backward(run: CheckedRun, tasks: Sequence[ClickTask], step: int) -> list[float]:
-    """Leaves in every replica the gradients of its ranks' mean loss; returns the losses by rank."""
+    """Computes gradients of the mean of the ranks' losses in each replica; returns the losses by rank."""
     batches, losses = _batches(run, step), [0.0] * run.topology.world_size
     for task, ranks in zip(tasks, run.topology.sharding_groups(), strict=True):
         task.zero_grad()

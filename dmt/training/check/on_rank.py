@@ -1,4 +1,4 @@
-"""`check_on_rank`: the comparisons of one rank. Models are made one after the other, each from the same start."""
+"""`check_on_rank` makes the comparisons of one rank. It builds one model after the other, from the same weights."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from dmt.training.config import TrainingConfig
 
 __all__ = ["Finding", "RankReport", "check_on_rank", "name_in_report"]
 
-# Tables are updated in the backward pass: their gradient is read off one step of SGD. At this rate the step is as large
-# as the weights or larger, so that its rounding tells nothing else.
+# Tables are updated in the backward pass, so their gradients are computed from one step of SGD. At this rate the step
+# is at least about as large as the weights, so that the rounding of the new weights hardly affects the result.
 _PROBE_RATE = 2.0**10
-# Relative error of a sum of products: two ways to sum K of them differ by at most K units in the last place of the sum
-# of their magnitudes, and typically by its square root; K is a few thousand in the widest layers here. A fault (a wrong
-# row, a wrong divisor, a gradient twice) shows in the first or second digit.
+# Relative error of a sum of products: two ways to sum K products differ by at most K units in the last place of the sum
+# of their magnitudes, and typically by sqrt(K) units; K is a few thousand in the widest layers here. A fault (a wrong
+# row, a wrong divisor, a gradient counted twice) shows in the first or second digit.
 _FP32_SUM = 64 * 2.0**-24
-# Allowed share of logits and gradients with other formats than FP32, where only a fault of scale shows: a ReLU that
-# rounding switches moves a gradient far.
+# Allowed share of logits and gradients if the formats are not FP32. Only a fault of scale shows then: a ReLU that
+# rounding switches changes a gradient a lot.
 _WIDE = 0.25
-# Gradients pass through as many layers twice.
+# Number of layers that gradients pass through, forward and backward.
 _LAYERS = 8
 # A gradient smaller than this share of the largest of its kind is a sum of terms that cancel.
 _CANCELS = 1 / 16
-# Error of a step, as a share of its length. Adam and AdaGrad divide by the gradient's own size, so an element whose
-# terms cancel to a share s of themselves errs by _FP32_SUM / s; with s spread evenly, the root mean square is about
-# sqrt(_FP32_SUM) = 2e-3. SGD amplifies nothing; row-wise AdaGrad divides a row by its norm.
+# Error of a step, as a share of its length. Adam and AdaGrad divide a gradient by its magnitude, so if the terms of an
+# element cancel to a share s, its error is _FP32_SUM / s; with s uniform, the root mean square is about
+# sqrt(_FP32_SUM) = 2e-3. SGD amplifies no error; row-wise AdaGrad divides a row by its norm.
 _STEP = {"sgd": 1e-4, "rowwise_adagrad": 1e-3, "adagrad": 1e-2, "adam": 1e-2, "adamw": 1e-2}
 
 
@@ -51,24 +51,24 @@ class Finding:
     """One comparison on one rank."""
 
     check: str
-    """Name of the row it belongs to."""
+    """Name of the check, the row of the report."""
     item: str
-    """Table or parameter."""
+    """Name of the table or parameter that was compared."""
     difference: float
-    """Largest found."""
+    """Largest absolute difference, or a norm; NaN if shapes differ."""
     allowed: float
-    """Largest that rounding explains; 0: bitwise."""
+    """Largest difference that rounding explains; 0 demands equal bits."""
     place: str = ""
-    """Rank and step."""
+    """Rank and step of the comparison."""
 
     @property
     def agrees(self) -> bool:
-        """Whether the difference is within the tolerance; NaN never is."""
+        """Whether the difference is at most the allowed one; False for NaN."""
         return self.difference <= self.allowed
 
     @property
     def share(self) -> float:
-        """Difference over the allowed difference, to find the worst."""
+        """Difference over the allowed difference, to find the worst comparison; infinity if nothing is allowed."""
         if self.agrees and self.difference == 0:
             return 0.0
         return self.difference / self.allowed if self.allowed and not math.isnan(self.difference) else math.inf
@@ -76,25 +76,26 @@ class Finding:
 
 @dataclass(frozen=True, kw_only=True)
 class RankReport:
-    """Findings and checksums that a rank sends back."""
+    """Results that a rank returns to the process that started it."""
 
     findings: tuple[Finding, ...]
+    """All comparisons of the rank."""
     checksums: Mapping[tuple[str, tuple[int, ...], tuple[int, ...]], int]
-    """By (name, offsets, sizes): checksum of every tensor, or shard of one, that the rank holds after training."""
+    """Checksum of each tensor or shard that the rank holds after training, by (name, offsets, sizes)."""
     outputs: tuple[float, float]
-    """Least and greatest output of the plain model on this rank's samples, before training."""
+    """Smallest and largest output of the plain model on this rank's samples, before training."""
 
 
 def name_in_report(name: str) -> str:
-    """Returns the name of a parameter in the report: a table's own name, others in full."""
+    """Returns the name of a parameter in the report: ``table <name>`` for tables, else the parameter's full name."""
     return f"table {table_name(name)}" if is_table(name) else name.removeprefix("model.")
 
 
 def check_on_rank(rank: int, run: CheckedRun) -> RankReport:
-    """Runs every check on this rank; collective.
+    """Runs all checks of a shrunk run on this rank; collective.
 
     Raises:
-        InputError: the run cannot be built as its config says.
+        InputError: the run cannot be built from its config.
     """
     checks = _Checks(rank, run, TowerMesh(run.topology))
     checks.logits_and_gradients(checks.exact)
@@ -120,17 +121,17 @@ class _Checks:
         self.expected = self._meet_expected()
 
     def _meet_expected(self) -> Expected:
-        """Runs the plain module on rank 0; the others read its results."""
+        """Runs the plain module on rank 0; the other ranks read its results from a file."""
         path, layout = Path(self.run.folder) / "expected.pt", table_layout(shard_model(self.run.job, self.mesh))
         if self.rank == 0:
             torch.save(compute_expected(self.run, layout), path)
         dist.barrier()
-        # Written a moment ago by this program.
+        # Safe to unpickle: rank 0 has just written it.
         expected: Expected = torch.load(path, weights_only=False, mmap=True)
         return expected
 
     def logits_and_gradients(self, config: TrainingConfig) -> None:
-        """Compares logits and gradients of one batch; no weight changes before they are taken."""
+        """Compares logits and gradients of one batch, computed with the initial weights."""
         # SGD has no moments to scale.
         probe = with_values(config, "replicas", moment_scale="num_replicas")
         probe = with_values(probe, "optimizer", sparse="sgd", sparse_lr=_PROBE_RATE, warmup_steps=0)
@@ -143,18 +144,18 @@ class _Checks:
         self._compare_gradients(model, _LAYERS * _FP32_SUM + wide)
 
     def training(self) -> list[LocalPart]:
-        """Compares a few steps, with FP32 between towers; returns the weights of the run in its own formats."""
+        """Compares a few steps with FP32 between towers; returns the weights after training in the config's formats."""
         expected = self.expected
         parts, losses, replicas = self._train(self.exact)
         for step, loss in enumerate(losses):
             mean = expected.losses[step][self.rank]
-            # A step of Adam may differ in single weights, see `_STEP`; a mean loss feels little of that.
+            # A step of Adam may differ in single weights, see `_STEP`; that hardly changes a mean loss.
             self._found("training", "the loss", abs(loss - mean), 1e-5 * max(1.0, abs(mean)), f"step {step}")
         self._compare_weights(parts)
         if self.exact != self.run.config:
             parts, _, replicas = self._train(self.run.config)
         try:
-            # With optimizer states, which no other check sees at the end of training.
+            # Includes optimizer states, which no other check compares after training.
             if replicas is not None:
                 replicas.check()
         except ReplicaMismatchError as error:
@@ -162,33 +163,33 @@ class _Checks:
         return parts
 
     def _compare_weights(self, parts: list[LocalPart]) -> None:
-        """Compares the weights after training."""
+        """Compares the weights after training with those of the plain module."""
         optimizer, steps = self.run.config.optimizer, self.run.limits.steps
         dense_error = _STEP[optimizer.dense]
-        # Errors of the other weights reach tables in the next gradient.
+        # Errors of dense weights reach the tables by the next gradient.
         table_error = max(_STEP[optimizer.sparse], 0.1 * dense_error)
         for part in parts:
             start, wanted = part.of(self.expected.start), part.of(self.expected.weights)
             moved, distance = (float((wanted - other).norm()) for other in (start, part.tensor.float()))
             error = table_error if is_table(part.name) else dense_error
-            # In FP16 a sum near the middle between two numbers may be rounded to either of them, in any step.
+            # In FP16, a sum close to halfway between two numbers may be rounded to either, in any step.
             units = (2 if part.tensor.dtype == torch.float16 else 1) * math.sqrt(steps)
             allowed = error * moved + units * _unit_of(part.tensor) * float(wanted.norm())
             self._found("training", name_in_report(part.name), distance, allowed, f"after {steps} steps")
 
     def _start(self, config: TrainingConfig) -> tuple[DistributedModelParallel, ReplicaSync | None]:
-        """Returns the sharded model of a config with the first weights, and its `ReplicaSync` if it has replicas."""
+        """Returns the sharded model of a config with the initial weights, and its `ReplicaSync` if it has replicas."""
         model = shard_model(replace(self.run.job, config=config), self.mesh)
         load_plain_state(model, self.expected.start)
         if config.hot_rows.extra_memory:
-            # Each second row of every table: counts would choose none in a few steps.
+            # Every second row of each table: access counts would choose no row in so few steps.
             hot = HotRows(model, self.mesh, refresh_every=None)
             tables = [table for table in self.run.job.split_tables if table.name not in hot.left_out]
             hot.replicate({table.name: range(0, table.num_embeddings, 2) for table in tables})
         return model, replica_sync(config.replicas, model, self.mesh)
 
     def _train(self, config: TrainingConfig) -> tuple[list[LocalPart], list[float], ReplicaSync | None]:
-        """Returns this rank's weights after training, copied, and the losses of all steps and one more."""
+        """Returns copies of this rank's weights after training, the losses of all steps and one more, and the sync."""
         model, replicas = self._start(config)
         in_micro_batches(config.train, model)
         optimizer = build_optimizer(config.optimizer, model)
@@ -209,7 +210,7 @@ class _Checks:
         return parts, losses, replicas
 
     def _compare_gradients(self, model: DistributedModelParallel, share: float) -> None:
-        """Compares gradients; ``share`` of a parameter's largest element is allowed."""
+        """Compares gradients; the allowed difference is ``share`` times a parameter's largest gradient."""
         expected = self.expected.gradients[self.mesh.replica]
         largest = {"dense gradients": 0.0, "table gradients": 0.0}
         for name, gradient in expected.items():
@@ -218,7 +219,7 @@ class _Checks:
         for part in local_parts(model):
             if is_table(part.name):
                 after = part.tensor.float()
-                # The step was rounded with the weights that it led to.
+                # The step was rounded when it was added to the weights.
                 rounding = 2 * _unit_of(part.tensor) * float(after.abs().max()) / _PROBE_RATE
                 gradient = (part.of(self.expected.start) - after) / _PROBE_RATE
                 found.append((part.name, gradient, part.of(expected), rounding))
@@ -239,12 +240,12 @@ def _kind(name: str) -> str:
 
 
 def _unit_of(weights: Tensor) -> float:
-    """Returns the largest relative rounding error of a weight, FP16 or FP32."""
+    """Returns the largest relative rounding error of the format of weights, FP16 or FP32."""
     return 2.0**-11 if weights.dtype == torch.float16 else 2.0**-24
 
 
 def _distance(ours: Tensor, wanted: Tensor) -> float:
-    """Returns the largest difference; NaN where the shapes differ."""
+    """Returns the largest absolute difference of two tensors; NaN if their shapes differ."""
     if ours.shape != wanted.shape:
         return float("nan")
     if ours.numel() == 0:

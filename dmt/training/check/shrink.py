@@ -1,4 +1,4 @@
-"""From a config made for a cluster to one that a few processes of this machine can run: `shrink`."""
+"""`shrink` turns a run that is configured for a cluster into one that a few processes of this machine can run."""
 
 from __future__ import annotations
 
@@ -18,66 +18,66 @@ from dmt.training.job import Job
 
 __all__ = ["CheckLimits", "CheckedRun", "fewer_ranks", "shrink", "with_values"]
 
-# Most steps of warm-up: the few steps that are run then have rising rates and full ones.
+# Maximum of warm-up steps, so that the few steps of a check have rising and full learning rates.
 _WARMUP_STEPS = 2
-# Two show what replicas do, with batches of their own.
+# Maximum of replicas; two suffice to show that replicas train on different batches and are averaged.
 _REPLICAS = 2
-# Longest interval between averaging replicas: the few steps then see averaged weights and states.
+# Longest interval between averaging replicas, so that averages happen within the few steps.
 _SYNC_EVERY = {"now": 2, "delayed": 1}
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckLimits:
-    """Limits on the size of a check; ``dmt check`` has an option for most."""
+    """Limits on the size of a check; most are options of ``dmt check``."""
 
     max_rows: int = 1000
-    """Most rows of a table, at least 8: fewer would leave row-wise shards of most ranks nothing but frequent ids."""
+    """Maximum number of rows of a table, at least 8, so that every row-wise shard has ids that are looked up."""
     max_ranks: int = 8
-    """Most ranks, 4 to 64: two towers of two show both exchanges; more processes outgrow one machine."""
+    """Maximum number of ranks, 4 to 64: two towers of two ranks run both exchanges; more ranks outgrow one machine."""
     batch_size: int = 16
     """B, rows per rank and step."""
     steps: int = 4
-    """Training steps, at least 2: the second is the first whose weights were trained."""
+    """Number of training steps, at least 2: the second step is the first that uses trained weights."""
     timeout_s: float = 600.0
-    """Longest time that the ranks may take."""
+    """Maximum duration of the ranks, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class CheckedRun:
-    """The run of every rank; plain data."""
+    """A shrunk run, the same for every rank; plain data."""
 
     job: Job
-    """The run, shrunk; the order of its tables is that of the features."""
+    """The shrunk job; its tables are in the order of their features in a batch."""
     limits: CheckLimits
     """Limits of the check."""
     folder: str
-    """Folder of expected values; all ranks see it."""
+    """Folder for the expected results, which all ranks can read."""
     reduced: tuple[str, ...]
-    """Differences to the config that make the run smaller, a line each."""
+    """Settings that were made smaller than in the config, one sentence each."""
 
     @property
     def config(self) -> TrainingConfig:
-        """The config of the run, shrunk."""
+        """Config of the shrunk run."""
         return self.job.config
 
     @property
     def topology(self) -> TowerTopology:
-        """The mesh that is run."""
+        """Topology of the shrunk run."""
         return self.config.topology.build()
 
 
 def shrink(job: Job, *, limits: CheckLimits, folder: Path) -> CheckedRun:
-    """Shrinks a run: every table keeps its scheme, every tower its module.
+    """Shrinks a run to the limits. Every table keeps its sharding scheme, and every tower its module.
 
-    The sharding plan is made for the full size, under the config's memory limit, and its schemes are pinned; where
-    towers keep their number of ranks, so are the ranks of every shard.
+    The shrunk run pins the schemes of ``job``'s sharding plan, which was made for the full size and the config's memory
+    limit. If towers keep their number of ranks, the ranks of every shard are pinned, too. ``folder`` is for results.
 
     Raises:
         InputError: the shrunk tables cannot be placed.
     """
     topology = fewer_ranks(job.topology, limits.max_ranks)
     keeps_ranks = job.topology.ranks_per_tower == topology.ranks_per_tower
-    # Multiples, so that a row-wise table can be cut for fewer ranks, too.
+    # Row counts are multiples, so that row-wise tables can be split over fewer ranks, too.
     ranks = topology.ranks_per_tower
     most, unit = max(limits.max_rows - limits.max_rows % ranks, ranks), 1 if keeps_ranks else ranks
     rows = [min(table.num_embeddings, most) for table in job.tables]
@@ -101,7 +101,7 @@ def shrink(job: Job, *, limits: CheckLimits, folder: Path) -> CheckedRun:
 
 
 def _smaller(config: TrainingConfig, topology: TowerTopology) -> tuple[TrainingConfig, list[str]]:
-    """Returns the config of a shorter run on fewer ranks, and a line for everything that is smaller than asked for."""
+    """Returns the config of a shorter run on fewer ranks, and a sentence for each setting that was made smaller."""
     replicas = config.replicas
     config = with_values(config, "train", device="cpu")
     config = with_values(config, "topology", ranks_per_host=topology.ranks_per_host)
@@ -117,7 +117,7 @@ def _smaller(config: TrainingConfig, topology: TowerTopology) -> tuple[TrainingC
             most["replicas.moment_scale"] = float(topology.num_replicas)
     lines = []
     if config.train.dense_reduce == "hierarchical_bf16":
-        # Adam makes whole steps of what rounding leaves of gradients that cancel: nothing could be told from weights.
+        # Adam turns the rounding errors of gradients that cancel into full steps, so weights would differ in any case.
         config = with_values(config, "train", dense_reduce="hierarchical")
         lines.append("train.dense_reduce is hierarchical instead of hierarchical_bf16")
     for name, limit in most.items():
@@ -131,10 +131,10 @@ def _smaller(config: TrainingConfig, topology: TowerTopology) -> tuple[TrainingC
 
 
 def fewer_ranks(topology: TowerTopology, max_ranks: int) -> TowerTopology:
-    """Returns the topology with at most ``max_ranks``: two replicas, fewer ranks per tower, fewer towers on the mesh.
+    """Returns the topology with at most ``max_ranks``: at most two replicas, fewer ranks per tower, and fewer towers.
 
-    Towers keep two ranks where they had two or more, so that exchanges inside a tower are run; with ``max_ranks`` of at
-    least 4 (8 with replicas) there are two towers where there were two or more. Each tower is a host.
+    A tower of two or more ranks keeps at least two, so that exchanges inside a tower are run. With ``max_ranks`` of at
+    least 4 (8 with replicas), at least two of several towers remain. In a smaller topology each tower is a host.
     """
     towers, ranks, replicas = topology.num_towers, topology.ranks_per_tower, min(topology.num_replicas, _REPLICAS)
     max_ranks //= replicas
@@ -146,17 +146,17 @@ def fewer_ranks(topology: TowerTopology, max_ranks: int) -> TowerTopology:
 
 
 def with_values(config: TrainingConfig, section: str, **values: Any) -> TrainingConfig:
-    """Returns the config with other values in one section, unchecked."""
+    """Returns the config with other values in one section; values are not validated."""
     return config.model_copy(update={section: getattr(config, section).model_copy(update=values)})
 
 
 def _placed(job: Job, limits: CheckLimits, rules: Mapping[str, Rule]) -> Job:
-    """Returns the job with its towers spread evenly over those of its mesh, and its tables placed by these rules.
+    """Returns the job with its towers spread evenly over the towers of its mesh, and its tables placed by ``rules``.
 
-    The modules of towers stay, several on one mesh tower; the towers of a flat model are joined.
+    Towers with modules stay separate, several on one mesh tower; towers without modules are joined.
     """
     assert job.towers is not None, "resolved with the config"
-    # Without the tables it was made for, which were larger.
+    # Without the plan's tables, which are those of full size.
     plan, num_mesh = replace(job.towers, tables=()), job.topology.num_towers
     mesh = [number * num_mesh // plan.num_towers for number in range(plan.num_towers)]
     by_tower: list[list[TableSpec]] = [[] for _ in range(num_mesh)]

@@ -1,14 +1,14 @@
-"""What a checkpoint holds of a model and its optimizer, and how it is read safely, in any layout, from DCP's files.
+"""The tensors in a checkpoint of a model and its optimizer: how they are named, written, and read in any layout.
 
-Tensors have names without ranks or layout: ``model.<parameter>`` and ``optimizer.<parameter>.<state>``, with parameters
+Names are independent of ranks and layout: ``model.<parameter>`` and ``optimizer.<parameter>.<state>``, with parameters
 named as in the unsharded model: towers by their number in the model, tables by name. Counts are 0-d tensors.
 
-Row-wise AdaGrad keeps one number for each row of a table, but for a table cut column-wise one for each row of each
-shard (the mean over *its* columns), which TorchRec concatenates. Here each column range has a name of its own,
-``<state>.columns_0_64``, [rows], so that a table can be cut anew.
+Row-wise AdaGrad keeps one number for each row of a table. If the table is split by columns, it keeps one for each row
+of each shard (the mean over the shard's columns), and TorchRec concatenates the shards' numbers. Here each column range
+has a separate tensor, ``<state>.columns_0_64`` [rows], so that a table can be split differently when it is loaded.
 
-DCP, ``torch.distributed.checkpoint``, unpickles the index of a checkpoint and every object in it, so a file from
-elsewhere could run any program. `TensorReader` lets the index name the classes of an index only, and reads tensors by
+DCP (``torch.distributed.checkpoint``) unpickles the index of a checkpoint and every object in it, so an untrusted file
+could run any code. `TensorReader` allows only the classes that an index needs, and reads tensors by
 ``torch.load(weights_only=True)``.
 """
 
@@ -54,8 +54,8 @@ __all__ = ["RecordedFile", "Shards", "State", "TensorReader", "collect_state", "
 _COLUMNS = re.compile(r"(optimizer\..+)\.columns_(\d+)_(\d+)")
 _TABLE_STATE = re.compile(r"\.(?:embedding_bags|embeddings)\.([^.]+)\.weight\.\1\.")
 _INDEX = ".metadata"
-_OTHER = "Use the config of the run that wrote it, or another checkpoint."
-_REMEDY = "Do not use it, unless you know better where it comes from."
+_OTHER = "Use the config of the run that wrote the checkpoint, or another checkpoint."
+_REMEDY = "Do not use this checkpoint unless you trust its source."
 _ALLOWED = {
     "torch": ("Size",),
     "torch.serialization": ("_get_layout",),
@@ -65,29 +65,29 @@ _ALLOWED = {
         *("TensorProperties", "TensorStorageMetadata", "_MEM_FORMAT_ENCODING"),
     ),
 }
-"""What an index may name, by module."""
+"""Names that an index may import, by module."""
 
 
 @dataclass(kw_only=True)
 class Shards:
-    """This rank's shards of a tensor, as an entry of a state dict of DCP.
+    """This rank's shards of a tensor, as an entry of a DCP state dict.
 
-    DCP asks for ``size`` and the methods with underscores, its protocol ``_Checkpointable``.
+    DCP calls ``size`` and the methods with underscores, its protocol ``_Checkpointable``.
     """
 
     whole: tuple[int, ...]
     """Size of the whole tensor."""
     table: str = ""
-    """The table whose optimizer state this is."""
+    """Name of the table, if this is the optimizer state of a table."""
     tensors: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
-    """The live tensors by their offsets in the whole one; none where only other ranks hold shards."""
+    """The shards, not copied, by their offsets in the whole tensor; empty if only other ranks hold shards."""
 
     def size(self) -> torch.Size:
         """Returns the size of the whole tensor."""
         return torch.Size(self.whole)
 
     def copied(self) -> Shards:
-        """Returns the shards with a copy of their numbers in the CPU's memory."""
+        """Returns the shards with copies of the tensors in CPU memory."""
         copies = {offsets: tensor.to("cpu", copy=True) for offsets, tensor in self.tensors.items()}
         return Shards(whole=self.whole, table=self.table, tensors=copies)
 
@@ -106,23 +106,23 @@ State = dict[str, Shards]
 
 
 def collect_state(model: Mapping[str, Any], optimizer: KeyedOptimizer | None) -> State:
-    """Names what this rank holds of a model's ``state_dict()`` and its optimizer; nothing is copied.
+    """Returns this rank's shards of a model's ``state_dict()`` and of its optimizer, by name; tensors are not copied.
 
     Raises:
-        InputError: something is no tensor.
+        InputError: a value is not a tensor.
     """
     state = {f"model.{name}": _shards_of(f"model.{name}", value) for name, value in model.items()}
     if optimizer is not None:
         states = optimizer.state
         for key, weight in optimizer.params.items():
-            # Not by get(): a defaultdict would make a state for every parameter.
+            # Looked up only if present: a defaultdict would create a state for every parameter.
             for name, value in states[weight].items() if weight in states else ():
                 state |= _optimizer_state(f"optimizer.{key}.{name}", value, weight)
     return state
 
 
 def split_name(name: str) -> tuple[str, int, int]:
-    """Returns (the uncut table's state name, first column, end) for that of a column shard; (name, 0, 0) for others.
+    """Splits the name of a column range's state into (name without range, first column, end); else (name, 0, 0).
 
     Example:
         >>> split_name("optimizer.t_a.weight.t_a.momentum1.columns_0_64")
@@ -135,20 +135,20 @@ def split_name(name: str) -> tuple[str, int, int]:
 def _shards_of(name: str, value: Any, table: str = "") -> Shards:
     if not isinstance(value, Tensor):
         raise InputError(
-            f"{name} is a {type(value).__name__}; checkpoints hold tensors only. Register it as a tensor, or leave it "
-            "out of the state dict."
+            f"{name} is a {type(value).__name__}; checkpoints hold tensors only. Register {name} as a tensor, or leave "
+            "it out of the state dict."
         )
     whole = _size(value)
-    # Without the empty shards that a rank can have of a table; a tensor may be empty as a whole.
+    # A rank may hold empty shards of a table, which are left out; a tensor that is empty as a whole is kept.
     tensors = {offsets: tensor for offsets, tensor in _parts(value) if tensor.numel() or 0 in whole}
     return Shards(whole=whole, table=table, tensors=tensors)
 
 
 def _optimizer_state(name: str, value: Any, weight: Tensor) -> State:
-    # FBGEMM's and our own states are named after the table, those of PyTorch's optimizers are not.
+    # State names of FBGEMM and of this library contain the table's name, those of PyTorch's optimizers do not.
     match = _TABLE_STATE.search(name)
     table = "" if match is None else match[1]
-    is_count = isinstance(value, ShardedTensor) and name.endswith(".iter")  # FBGEMM's Adam: one for each shard
+    is_count = isinstance(value, ShardedTensor) and name.endswith(".iter")  # FBGEMM's Adam has a count per shard
     if not table or not isinstance(value, Tensor) or not (is_count or len(_size(value)) == 1):
         return {name: _shards_of(name, value, table)}
     rows, columns = _size(weight)
@@ -168,7 +168,7 @@ def _optimizer_state(name: str, value: Any, weight: Tensor) -> State:
 
 
 def _parts(value: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
-    """Yields offsets and tensor of each part that this rank holds."""
+    """Yields (offsets, tensor) for each part of a tensor that this rank holds."""
     if isinstance(value, ShardedTensor):
         for shard in value.local_shards():
             yield tuple(shard.metadata.shard_offsets), shard.tensor.detach()
@@ -177,12 +177,12 @@ def _parts(value: Tensor) -> Iterator[tuple[tuple[int, ...], Tensor]]:
 
 
 def _size(value: Tensor) -> tuple[int, ...]:
-    # A sharded tensor warns when asked for its size itself.
+    # ShardedTensor.size() would warn.
     return tuple(value.metadata().size if isinstance(value, ShardedTensor) else value.size())
 
 
 class RecordedFile(io.FileIO):
-    """A new file that hashes what is written and keeps faults for `digest`: PyTorch's zip writer would abort."""
+    """A new file that hashes what is written. `digest` raises write errors: they would abort PyTorch's zip writer."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path, "wb")
@@ -190,7 +190,7 @@ class RecordedFile(io.FileIO):
         self._fault: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Writes all of the data, or nothing more after a fault; returns the number of bytes."""
+        """Writes all of the data, unless an earlier write failed; returns the number of bytes in either case."""
         view = memoryview(data).cast("B")
         size = len(view)
         self._length += size
@@ -203,11 +203,11 @@ class RecordedFile(io.FileIO):
         return size
 
     def tell(self) -> int:
-        """Returns the number of bytes so far."""
+        """Returns the number of bytes that were passed to `write`."""
         return self._length
 
     def close(self) -> None:
-        """Writes the file through to the disk."""
+        """Syncs the file to the disk and closes it."""
         try:
             if not self.closed:
                 os.fsync(self.fileno())
@@ -216,14 +216,14 @@ class RecordedFile(io.FileIO):
         super().close()
 
     def digest(self) -> str:
-        """Returns the SHA-256 of the closed file, or raises the first fault since it was opened."""
+        """Returns the SHA-256 of the closed file as hexadecimal text, or raises its first `OSError`."""
         if self._fault is not None:
             raise self._fault
         return self._sha256.hexdigest()
 
 
 class _Files(FileSystem):
-    """DCP's file system, with the SHA-256 of every file that is written."""
+    """DCP's file system; records the SHA-256 of every file it writes."""
 
     def __init__(self) -> None:
         self.digests: dict[str, str] = {}
@@ -233,7 +233,7 @@ class _Files(FileSystem):
         assert mode == "wb", "a writer reads nothing"
         with RecordedFile(path) as stream:
             yield stream
-        # The index is renamed.
+        # DCP renames the index after writing it.
         self.digests[Path(path).name.removesuffix(".tmp")] = stream.digest()
 
 
@@ -246,60 +246,61 @@ class _SavePlanner(dcp.DefaultSavePlanner):
 
 
 def write_tensors(state: State, folder: Path, group: dist.ProcessGroup) -> Mapping[str, str]:
-    """Writes the shards of all ranks of a group, one file for each rank; collective. Returns SHA-256 by file.
+    """Writes the shards of all ranks of a group into a folder, one file per rank; collective.
 
-    A shard that several ranks hold is written by one of them. `RankError` on every rank if one could not write.
+    One rank writes a shard that several ranks hold. Returns the SHA-256 of the files that this rank wrote, by name.
+    Raises `RankError` on every rank if a rank could not write.
     """
-    # DCP would sync the whole machine for streams that are not its own; `RecordedFile` syncs itself.
+    # For streams that DCP did not open, it would sync the whole machine; `RecordedFile` syncs each file.
     writer = dcp.FileSystemWriter(folder, sync_files=False)
     writer.fs = files = _Files()
-    # A path would be pickled as an object.
+    # DCP would pickle a Path as an object.
     writer.path = str(folder)
     planner = _SavePlanner(flatten_state_dict=False, flatten_sharded_tensors=False)
     try:
         dcp.save(state, storage_writer=writer, planner=planner, process_group=group)
-    except dcp.CheckpointException as error:  # no Exception but a BaseException, with one failure for each rank
+    except dcp.CheckpointException as error:  # a BaseException, with a failure for each rank
         rank, (cause, _) = next(iter(error.failures.items()))
         raise RankError(f"rank {rank}: {reason_of(cause)}") from error
     return files.digests
 
 
 class TensorReader(dcp.FileSystemReader):
-    """Reads a checkpoint of tensors, and nothing but tensors.
+    """Reads the tensors of a checkpoint, and refuses anything else.
 
     Args:
         folder: the checkpoint.
-        files: names of its files; no other is read.
+        files: names of the files that may be read.
 
     Raises:
-        InputError: the index is absent or damaged, holds code, or names another file or an entry that is no tensor.
+        InputError: the index is missing or damaged, or refers to code, to another file, or to an object.
     """
 
     def __init__(self, folder: Path, files: Collection[str]) -> None:
         super().__init__(folder)
         self._metadata = _read_index(folder)
         self.tensors: Mapping[str, Any] = self._metadata.state_dict_metadata
-        """Size, dtype and chunks of every tensor (``TensorStorageMetadata``), by name."""
+        """Size, dtype and chunks of each tensor (``TensorStorageMetadata``), by name."""
         for name, entry in self.tensors.items():
             if not isinstance(entry, TensorStorageMetadata):
                 raise InputError(f"{folder} holds a pickled object, {name!r}, which could run code. {_REMEDY}")
         for index, place in self._metadata.storage_data.items():
             if not isinstance(index, MetadataIndex) or place.relative_path not in files:
-                raise InputError(f"{folder}: {_INDEX} reads from a file that is not in the manifest. {_REMEDY}")
+                raise InputError(f"{folder}: {_INDEX} refers to a file that is not in the manifest. {_REMEDY}")
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
         """Returns the index that the constructor read."""
         return self._metadata
 
     def fill(self, state: State) -> None:
-        """Fills live tensors with a checkpoint's values in their places; not collective.
+        """Loads values of the checkpoint into the tensors of ``state``, in place; not collective.
 
-        Row-wise state has one number for all columns of a shard, so a column range that was not saved as such
-        takes the mean over its own columns. That is exact where the cuts are the same; a whole table gets what an
-        optimizer of the whole table would have summed; each shard of a table that was whole gets the row's number.
+        Row-wise state has one number per row for all columns of a shard. A column range that was not saved as such gets
+        the mean of the saved numbers, weighted by the columns that overlap it. For a table that is now whole, the mean
+        is what an optimizer of the whole table would have summed; a shard of a table that was whole gets its numbers.
 
         Raises:
-            InputError: it lacks a tensor or has it in another size, or a file cannot be read after all.
+            InputError: the checkpoint lacks a tensor or has it in another size, or a file cannot be read.
         """
         ranges: dict[str, list[tuple[str, int, int]]] = {}
         for saved in self.tensors:
@@ -312,7 +313,7 @@ class TensorReader(dcp.FileSystemReader):
             overlaps[name] = {saved: number for saved, number in columns.items() if number > 0}
             if not overlaps[name]:
                 raise InputError(
-                    f"{self.path} is a checkpoint of another model or optimizer: it lacks {name}. {_OTHER}"
+                    f"{self.path} is a checkpoint of another model or optimizer: {name} is missing. {_OTHER}"
                 )
         self._load({name: shards for name, shards in state.items() if name not in overlaps})
         for name, columns in overlaps.items():
@@ -326,7 +327,7 @@ class TensorReader(dcp.FileSystemReader):
 
     def _load(self, state: State) -> None:
         with warnings.catch_warnings():
-            # Each rank is meant to read for itself.
+            # Each rank reads independently, on purpose.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             try:
                 dcp.load(state, storage_reader=self, planner=_TensorPlanner(flatten_state_dict=False), no_dist=True)
@@ -336,10 +337,10 @@ class TensorReader(dcp.FileSystemReader):
 
 
 class _TensorPlanner(dcp.DefaultLoadPlanner):
-    """Reads tensors into `Shards`, and nothing else."""
+    """Reads tensors into `Shards`, and refuses other objects."""
 
     def set_up_planner(self, state_dict: State, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
-        # PyTorch's looks for meta tensors in it, and takes out what it does not know.
+        # PyTorch's version looks for meta tensors in the state dict, and removes entries it does not know.
         self.state_dict, self.metadata, self.is_coordinator = state_dict, metadata, is_coordinator
 
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
@@ -347,7 +348,7 @@ class _TensorPlanner(dcp.DefaultLoadPlanner):
         return shards.tensors[tuple(index.offset or ())]
 
     def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        # PyTorch's would unpickle them.
+        # PyTorch's version would unpickle the bytes.
         raise AssertionError("entries are tensors")
 
 
@@ -357,7 +358,7 @@ def _read_index(folder: Path) -> Metadata:
             metadata = _IndexUnpickler(stream).load()
     except InputError as error:
         raise InputError(f"{folder}: {_INDEX} holds code: {error} {_REMEDY}") from error
-    except Exception as error:  # an unpickler raises whatever the bytes make it
+    except Exception as error:  # on damaged bytes, an unpickler may raise anything
         raise InputError(f"{folder}: {_INDEX} cannot be read ({error}). Use another checkpoint.") from error
     if not isinstance(metadata, Metadata):
         raise InputError(f"{folder}: {_INDEX} is a {type(metadata).__name__}, not an index. {_REMEDY}")
@@ -371,12 +372,12 @@ class _IndexUnpickler(pickle.Unpickler):
         if (module, name) == ("builtins", "getattr"):
             return _member
         if name not in _ALLOWED.get(module, ()):
-            raise InputError(f"it names {module}.{name}, which no index needs.")
+            raise InputError(f"it imports {module}.{name}, which no index needs.")
         return getattr(importlib.import_module(module), name)
 
 
 def _member(owner: Any, name: str) -> Enum:
-    """Takes the place of ``getattr``, as a call of which Python up to 3.11.2 pickles the member of an enum."""
+    """Replaces ``getattr``: Python up to 3.11.2 pickles the member of an enum as a call of ``getattr``."""
     if not isinstance(owner, type) or not issubclass(owner, Enum):
-        raise InputError("it names builtins.getattr, which no index needs.")
+        raise InputError("it calls builtins.getattr, which no index needs.")
     return owner[name]

@@ -1,12 +1,12 @@
-"""Saves a model in training so that neither a kill nor a full disk loses a checkpoint, and loads it into any layout.
+"""Saves a model during training, so that no kill and no full disk loses a checkpoint, and loads it into any layout.
 
 ============================  ======================================================================================
-``step-00001234``             a whole checkpoint; ``.1`` is appended where the step is saved again
-``.step-00001234.partial``    being written or deleted, or left by a process that was killed while it did
+``step-00001234``             a whole checkpoint; if the step is saved again, ``.1`` is appended
+``.step-00001234.partial``    is being written or deleted, or was left by a process that was killed meanwhile
 ============================  ======================================================================================
 
-The manifest, ``checkpoint.json``, has the SHA-256 of every file and a digest of itself. It is written last; then the
-folder is renamed, so that a kill or a loss of power at any moment leaves each checkpoint whole or out of sight.
+The manifest, ``checkpoint.json``, has the SHA-256 of every other file and a digest of itself. It is written last; then
+the folder is renamed. A kill or a loss of power at any moment thus leaves no partial checkpoint with a final name.
 """
 
 from __future__ import annotations
@@ -74,17 +74,17 @@ class Manifest:
     step: Annotated[int, Field(ge=0)]
     """Number of training steps before the checkpoint."""
     progress: dict[str, Any]
-    """Position of the caller's training: epoch, rows; anything JSON takes."""
+    """What the caller needs to resume, such as epoch and rows; JSON values."""
     versions: dict[str, str]
     """Versions of the packages that wrote the checkpoint."""
     files: dict[Annotated[str, Field(pattern=r"^[^/\x00]+$")], str]
-    """SHA-256 of every file beside the manifest, by name."""
+    """SHA-256 of every other file of the checkpoint, as hexadecimal text, by name."""
     moment_scales: dict[str, float] = field(default_factory=dict)
-    """Factor c of AdaGrad's moments where it was not 1, by table (2D sparse parallelism, Algorithm 1, line 6)."""
+    """Factor c of AdaGrad's moments, by table, where c is not 1 (2D sparse parallelism, Algorithm 1, line 6)."""
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> None:
-    """Writes the manifest through to the disk, with a digest of itself; `OSError` if it cannot be written."""
+    """Writes the manifest with a digest of itself, and syncs it to the disk; `OSError` if it cannot be written."""
     record = {"format": _FORMAT, **asdict(manifest)}
     path = folder / MANIFEST_NAME
     path.write_text(json.dumps({**record, "digest": _digest(record)}, indent=1))
@@ -92,7 +92,7 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Reads a checkpoint's manifest; `InputError` if it is absent, cut off, altered, or of another format."""
+    """Reads a checkpoint's manifest; `InputError` if it is missing, cut off, altered, or of another format."""
     path = folder / MANIFEST_NAME
     record = read_record(path, what="Checkpoint", version=_FORMAT, remedy=_REMEDY)
     if record.pop("digest", None) != _digest(record):
@@ -105,16 +105,16 @@ def _digest(record: dict[str, Any]) -> str:
 
 
 def sha256_of(path: Path) -> str:
-    """Returns the SHA-256 of a file; `OSError` if it cannot be read."""
+    """Returns the SHA-256 of a file as hexadecimal text; `OSError` if it cannot be read."""
     with open(path, "rb") as stream:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
 def verify(folder: Path, share: slice = slice(None)) -> Manifest:
-    """Reads every file of a checkpoint, or a share of them, and compares it with the manifest.
+    """Compares the SHA-256 of every file of a checkpoint, or of a slice of the sorted files, with the manifest.
 
     Raises:
-        InputError: the manifest or a file is absent, cut off or altered; the message names it.
+        InputError: the manifest or a file is missing, cut off or altered; the message names the file.
     """
     manifest = read_manifest(folder)
     for name in sorted(manifest.files)[share]:
@@ -128,33 +128,30 @@ def verify(folder: Path, share: slice = slice(None)) -> Manifest:
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """Lists the checkpoints in a folder, newest first; a folder that is a checkpoint itself is the only one.
-
-    No file is read: checkpoints may be damaged.
-    """
+    """Lists the checkpoints in a folder, newest first and unverified, or the folder itself if it is a checkpoint."""
     if _NAME.fullmatch(folder.name) or (folder / MANIFEST_NAME).exists():
         return [folder] if folder.is_dir() else []
     return sorted((path for path in folder.glob("step-*") if _NAME.fullmatch(path.name)), key=_order, reverse=True)
 
 
 def _order(path: Path) -> tuple[int, int]:
-    """Returns the step of a checkpoint, and the number of its save: 0, 1, ... for one step."""
+    """Returns the step of a checkpoint and the number of its save, which counts the saves of one step from 0."""
     match = _NAME.fullmatch(path.name)
     assert match is not None, f"{path} is listed by its name"
     return int(match[1]), int(match[2] or 0)
 
 
 def newest(folder: Path, mesh: TowerMesh | None = None) -> Path | None:
-    """Finds the newest whole checkpoint in a folder, or the folder itself if it is one; reads every file of it.
+    """Returns the newest whole checkpoint in a folder, or the folder itself if it is a whole checkpoint.
 
-    Skips damaged ones with a warning that says what is wrong with them. Collective over the job of a mesh: rank 0 lists
-    the folder, and each rank reads some of the files.
+    Verifies every file, and skips damaged checkpoints with a warning that gives the reason. Collective if there is a
+    mesh: rank 0 lists the folder, and each rank verifies some of the files.
 
     Returns:
-        None where there is no checkpoint at all.
+        The folder of the checkpoint; None if there is no checkpoint at all.
 
     Raises:
-        InputError: there are some, but none is whole; the same on every rank.
+        InputError: there are checkpoints, but all are damaged; the same on every rank.
     """
     share = slice(None) if mesh is None else slice(mesh.rank, None, mesh.topology.world_size)
     paths, damages = _listed(folder, mesh), list[str]()
@@ -164,13 +161,13 @@ def newest(folder: Path, mesh: TowerMesh | None = None) -> Path | None:
         except InputError as error:
             damages.append(str(error))
             if (mesh is None or mesh.rank == 0) and len(paths) > 1 and path.exists():
-                logger.warning("A checkpoint is passed over: %s", error)
+                logger.warning("Skipping a damaged checkpoint: %s", error)
         else:
             return path
     if not damages:
         return None
     if _listed(folder, mesh) != paths:
-        # A run that goes on has saved another one meanwhile, and deleted the oldest.
+        # A running job has saved another checkpoint meanwhile, and deleted the oldest.
         return newest(folder, mesh)
     raise InputError(damages[0] if paths == [folder] else f"{folder} holds no whole checkpoint: {damages[0]}")
 
@@ -185,18 +182,18 @@ def _on_all(work: Callable[[], Value], mesh: TowerMesh | None) -> Value:
 
 
 def prepare_folder(folder: Path) -> None:
-    """Makes the folder of checkpoints and deletes unfinished work in it; `InputError` if it cannot be written."""
+    """Creates the folder of checkpoints, deletes partial ones in it; `InputError` if the folder cannot be written."""
     check_output("Checkpoint folder", folder, is_folder=True)
     for path in folder.glob(".step-*.partial"):
         shutil.rmtree(path)
-    # Write the entries of new folders to the disk; this run has not made a folder that it may not open.
+    # Sync the entries of new folders to the disk. A folder that this process may not open is not new.
     for path in [folder, *folder.absolute().parents[:2]]:
         with suppress(PermissionError):
             fsync_path(path)
 
 
 def commit(scratch: Path, step: int) -> Path:
-    """Renames a written checkpoint to a name that is free, later than all of its step."""
+    """Renames a written checkpoint to its final name, with a number after those of earlier saves of the step."""
     fsync_path(scratch)
     number = max((_order(path)[1] + 1 for path in checkpoints(scratch.parent) if _order(path)[0] == step), default=0)
     target = scratch.with_name(f"step-{step:08d}{f'.{number}' if number else ''}")
@@ -206,41 +203,41 @@ def commit(scratch: Path, step: int) -> Path:
 
 
 def prune(committed: Path, keep: int) -> None:
-    """Deletes all checkpoints but one that was just committed and the last ``keep`` - 1 of earlier steps.
+    """Deletes all checkpoints except the one just committed and the last ``keep`` - 1 of earlier steps.
 
-    Those of later steps go too: training was resumed before them, so they are of a course that was given up.
+    Checkpoints of later steps are deleted, too: training was resumed before them, which abandoned them.
     """
     paths = checkpoints(committed.parent)
     earlier = [path for path in paths if _order(path)[0] < _order(committed)[0]]
     for path in paths:
         if path not in [committed, *earlier[: keep - 1]]:
-            # Renamed first: a kill in between leaves nothing that looks like a checkpoint.
+            # Rename it first, so that a kill during deletion leaves nothing that looks like a checkpoint.
             doomed = path.with_name(f".{path.name}.partial")
             os.rename(path, doomed)
             shutil.rmtree(doomed)
 
 
 class Checkpointer:
-    """Saves checkpoints into one folder that all ranks see; collective, also its constructor.
+    """Saves checkpoints into one folder that all ranks see. Methods and constructor are collective, except `close`.
 
-    The ranks of replica 0 write: each its shards and a part of what all hold. Rank 0 writes the manifest and renames
-    the folder. A save that fails on any rank, because a disk is full or a folder is not writable, fails on all: what it
-    wrote is deleted, earlier checkpoints stay, rank 0 logs the reason, and training can continue to the next save.
+    Each rank of replica 0 writes its shards and a part of the tensors that all ranks hold. Rank 0 writes the manifest
+    and renames the folder. If a rank fails, because a disk is full or a folder is not writable, the save fails on all
+    ranks: its files are deleted, earlier checkpoints stay, rank 0 logs the reason, and training can continue.
 
     Args:
-        folder: where checkpoints are; leftovers of a killed save are removed.
-        mesh: the groups.
-        keep: how many checkpoints to keep, at least 1.
-        asynchronous: `save` returns once the state is copied to the CPU's memory; a thread writes it.
+        folder: folder of the checkpoints; partial checkpoints of a killed process are deleted.
+        mesh: the process groups of the job.
+        keep: number of checkpoints to keep; less than 1 counts as 1.
+        asynchronous: let `save` return once the state is copied to CPU memory; a thread then writes the copy.
 
     Raises:
-        InputError: rank 0 cannot write the folder; on every rank.
+        InputError: rank 0 cannot write the folder; raised on every rank.
     """
 
     def __init__(self, folder: str | Path, mesh: TowerMesh, *, keep: int = 3, asynchronous: bool = False) -> None:
         self._folder, self._mesh, self._keep = Path(folder), mesh, max(1, keep)
         ranks = mesh.topology.sharding_groups()[0]
-        # A group of its own: a thread may not use those that training uses at the same time.
+        # A separate group: the thread may not use a group that training uses at the same time.
         self._writers = dist.new_group(ranks, backend="gloo", timeout=group_timeout(mesh.global_group))
         self._writes, self._leads = mesh.rank in ranks, mesh.rank == ranks[0]
         self._thread, self._asynchronous = ThreadPoolExecutor(1, "checkpoint"), asynchronous
@@ -259,20 +256,20 @@ class Checkpointer:
         """Saves the current state, between two training steps; collective over the job.
 
         Args:
-            model: the sharded model, or one that every rank holds whole.
+            model: the sharded model, or a model that every rank holds whole.
             optimizer: of all parameters, see `dmt.training.build.build_optimizer`; None saves weights only.
-            step: training steps so far; an older checkpoint of the same step is replaced.
-            progress: what the caller needs to resume, as JSON takes it. Rank 0's is saved.
-            describe: called on rank 0 with the folder being written, to add files beside the tensors; from the writing
-                thread if saving is asynchronous.
+            step: number of training steps so far; an older checkpoint of the same step is replaced.
+            progress: what the caller needs to resume, as JSON values; that of rank 0 is saved.
+            describe: adds files to the checkpoint. Called on rank 0 with the folder being written, in the writing
+                thread, before the manifest is written.
 
         Returns:
-            True if the checkpoint is whole and in place, the same on every rank; always True if saving is asynchronous
-            (`wait` has the outcome).
+            True if the checkpoint was saved, the same on every rank. If saving is asynchronous always True; `wait`
+            returns the outcome.
 
         Raises:
-            InputError: replicas were not averaged, a number is NaN or infinite (nothing is saved and no checkpoint
-                deleted), or something in the model is no tensor; on every rank.
+            InputError: replicas were not averaged, a value is NaN or infinite, or a value in the state dict is not a
+                tensor. Nothing is saved and no checkpoint deleted; raised on every rank.
         """
         self.wait()
         state: State = {}
@@ -281,9 +278,9 @@ class Checkpointer:
             if drifted(model):
                 raise InputError(
                     f"Step {step} is not saved: the replicas have trained since they were last averaged, and a "
-                    "checkpoint holds the tables of replica 0 only. Call ReplicaSync.sync() before you save."
+                    "checkpoint holds the tables of replica 0 only. Call ReplicaSync.sync() before save()."
                 )
-            # On every rank, also where nothing is written: asking for tensors brings tables up to date.
+            # Also on ranks that write nothing: state_dict() brings tables up to date.
             live = collect_state(model.state_dict(), optimizer)
             _check_finite(step, model, live, self._mesh.rank)
             if self._writes:
@@ -315,14 +312,14 @@ class Checkpointer:
     def close(self) -> None:
         """Finishes this rank's part of the pending save, also after an error in training; not collective.
 
-        The save becomes whole if all ranks that write call this before the process group is destroyed. A failure is
-        logged, nothing is raised. Nothing can be saved afterwards.
+        The save succeeds if all ranks that write call `close` before the process group is destroyed. A failure is
+        logged, not raised. Afterwards nothing can be saved.
         """
         self._thread.shutdown()
         self._pending = None
 
     def _write(self, state: State, manifest: Manifest, describe: Callable[[Path], None]) -> str | None:
-        """Writes on the ranks of replica 0 what each has; returns why it failed."""
+        """Writes this rank's part of a checkpoint, on the ranks of replica 0; returns the reason if it failed."""
         scratch = self._folder / f".step-{manifest.step:08d}.partial"
         try:
             self._on_lead(partial(scratch.mkdir, parents=True))
@@ -334,7 +331,7 @@ class Checkpointer:
             if self._leads:
                 logger.warning(
                     f"The checkpoint of step {manifest.step} was not saved to {self._folder} ({reason_of(error)}). "
-                    "Earlier ones are as they were."
+                    "Earlier checkpoints are unchanged."
                 )
                 shutil.rmtree(scratch, ignore_errors=True)
             return reason_of(error)
@@ -360,7 +357,7 @@ class Checkpointer:
 
 
 def _check_finite(step: int, model: nn.Module, state: State, rank: int) -> None:
-    # A buffer may be infinite: a mask, a running minimum.
+    # Buffers are exempt: a mask or a running minimum may be infinite.
     buffers = {f"model.{name}" for name, value in model.named_buffers() if type(value) is Tensor}
     wrong = [
         name
@@ -375,34 +372,34 @@ def _check_finite(step: int, model: nn.Module, state: State, rank: int) -> None:
 
 
 def _is_finite(tensor: Tensor) -> bool:
-    # isfinite() of the whole would need a mask as large as a table; a NaN anywhere is both edges.
+    # isfinite() of the whole tensor would need a mask as large as a table. A NaN makes both extremes NaN.
     return not tensor.numel() or all(bool(edge.isfinite()) for edge in tensor.aminmax())
 
 
 def load_plain(model: nn.Module, folder: str | Path) -> None:
     """Loads the weights of a checkpoint of any layout into the unsharded model; needs no process group.
 
-    ``folder`` is a checkpoint, or a folder of them, of which the newest whole one is taken.
+    ``folder`` is a checkpoint, or a folder of checkpoints, of which the newest whole one is loaded.
 
     Raises:
         InputError: there is no checkpoint, or it is damaged, holds anything but tensors, or is of another model.
     """
     if restore(folder, model, None) is None:
-        raise InputError(f"{folder} holds no checkpoint. Give the output_dir of a training run that has saved one.")
+        raise InputError(f"{folder} holds no checkpoint. Give the output_dir of a run that has saved a checkpoint.")
 
 
 def restore(
     source: str | Path, model: nn.Module, optimizer: KeyedOptimizer | None, *, mesh: TowerMesh | None = None
 ) -> Manifest | None:
-    """Loads the newest whole checkpoint of a folder, or the folder itself if it is one; see `newest` and `load`.
+    """Loads the newest whole checkpoint in a folder, or the folder itself if it is one; see `newest` and `load`.
 
-    Learning rates are not saved: those of the optimizer stay.
+    Checkpoints hold no learning rates: the optimizer keeps its current rates.
 
     Returns:
-        The manifest, with ``step`` and ``progress``; None where there is no checkpoint: training begins.
+        The manifest, with ``step`` and ``progress``; None if there is no checkpoint.
 
     Raises:
-        InputError: as `newest` and `load`.
+        InputError: see `newest` and `load`.
     """
     folder = newest(Path(source), mesh)
     return None if folder is None else load(folder, model, optimizer, mesh=mesh)
@@ -411,20 +408,21 @@ def restore(
 def load(
     folder: Path, model: nn.Module, optimizer: KeyedOptimizer | None, *, mesh: TowerMesh | None = None
 ) -> Manifest:
-    """Loads a checkpoint of any layout into a sharded model and its optimizer; collective over the mesh, if given.
+    """Loads a checkpoint of any layout into a model and its optimizer; collective over the mesh, if there is one.
 
-    Where a table is cut anew, a shard's row-wise state is the mean over its columns. Where the factor c of a table's
-    moments changed, the moment v is multiplied by c / c_saved, which keeps the size of a step (2D sparse parallelism,
-    Algorithm 1, line 6). Random number generators are set if the number of ranks is what it was.
+    If a table is split differently than in the checkpoint, a shard's row-wise state becomes the mean over its columns.
+    If the factor c of a table's moments has changed, the moment v is multiplied by c / c_saved, which keeps the size of
+    a step (2D sparse parallelism, Algorithm 1, line 6). Random number generators are restored if the number of ranks is
+    unchanged. After an error, create model and optimizer anew: they may be partly loaded.
 
     Args:
-        folder: the checkpoint, verified, of `newest`.
-        model: the sharded model, or one that every rank holds whole.
-        optimizer: of all parameters; None loads weights only. After an error, make model and optimizer anew.
-        mesh: the groups; None for an unsharded model in one process.
+        folder: a checkpoint that `newest` or `verify` has verified.
+        model: the sharded model, or a model that every rank holds whole.
+        optimizer: of all parameters; None loads weights only.
+        mesh: the process groups of the job; None for an unsharded model in one process.
 
     Raises:
-        InputError: it holds anything but tensors, or belongs to another model or optimizer; the same on every rank.
+        InputError: the checkpoint holds anything but tensors, or is of another model; raised on every rank.
     """
     manifest = _on_all(lambda: read_manifest(folder), mesh)
     reader = _on_all(lambda: TensorReader(folder, manifest.files), mesh)
@@ -440,10 +438,10 @@ def load(
         state[_RNG] = Shards(whole=whole, tensors={(mesh.rank, 0): generators})
     _on_all(lambda: reader.fill(state), mesh)
     _scale_moments(state, moment_scales(model), manifest.moment_scales)
-    # The tensors are filled already; this is for what modules keep beside them.
+    # The tensors are filled already; this updates what modules derive from them.
     model.load_state_dict(weights)
     if optimizer is not None:
-        # Fused optimizers take over the learning rates.
+        # Passes the learning rates to fused optimizers.
         optimizer.post_load_state_dict()
         optimizer.zero_grad(set_to_none=True)
     if len(generators):
@@ -454,19 +452,19 @@ def load(
 def _check_names(
     folder: Path, reader: TensorReader, state: State, prefixes: tuple[str, ...], mesh: TowerMesh | None
 ) -> None:
-    """Raises `InputError` on every rank if the checkpoint has tensors that no rank knows."""
+    """Raises `InputError` on every rank if the checkpoint has tensors that are in no rank's state."""
     known = {split_name(name)[0] for name in state}
     unknown = [name for name in reader.tensors if name.startswith(prefixes) and split_name(name)[0] not in known]
     everyone = [unknown] if mesh is None else gather_objects(unknown, mesh.global_group)
     if unknown := [name for name in unknown if all(name in names for names in everyone)]:
         raise InputError(
             f"{folder} is a checkpoint of another model or optimizer: it also has {shorten(unknown, ', ')}. Use the "
-            "config of the run that wrote it."
+            "config of the run that wrote the checkpoint."
         )
 
 
 def _scale_moments(state: State, now: Mapping[str, float], saved: Mapping[str, float]) -> None:
-    """Multiplies the moments of each table by c / c_saved, see `load`."""
+    """Multiplies the moments of each table by c / c_saved; see `load`."""
     for name, shards in state.items():
         factor = now.get(shards.table, 1.0) / saved.get(shards.table, 1.0)
         if factor != 1.0 and split_name(name)[0].endswith(f".{shards.table}.momentum1"):
@@ -475,15 +473,15 @@ def _scale_moments(state: State, now: Mapping[str, float], saved: Mapping[str, f
 
 
 def _make_state(optimizer: KeyedOptimizer, saved: Iterable[str]) -> None:
-    """Makes the state that PyTorch's optimizers only have after a step, if the checkpoint has some of it.
+    """Creates the state that PyTorch's optimizers lack before their first step, if the checkpoint has such state.
 
-    It takes a step with gradients of zero, in which weight decay moves weights: load those afterwards.
+    This takes a step with zero gradients, in which weight decay changes weights: load weights afterwards.
     """
     made = optimizer.state
     absent = tuple(f"optimizer.{key}." for key, parameter in optimizer.params.items() if parameter not in made)
     if not any(name.startswith(absent) for name in saved):
         return
     for part in [part for _, part in optimizer.optimizers] if isinstance(optimizer, CombinedOptimizer) else [optimizer]:
-        # The state of fused optimizers exists from the beginning.
+        # Fused optimizers have their state from the beginning.
         if len(list(in_backward_optimizer_filter(part.params.items()))) == len(part.params):
             part.init_state()

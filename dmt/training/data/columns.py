@@ -62,8 +62,7 @@ class Feature:
     rows: int
     """Number of rows of the table."""
     table: str
-    """Name of the table without the prefix ``t_``: that of the feature, or a key of ``data.shared_tables``. Salts the
-    hash of values."""
+    """Name of the table without ``t_``: the feature's, or a key of ``data.shared_tables``. Salts the hash of values."""
     is_bag: bool = False
     """True if a row has any number of ids; False if exactly one."""
     target: str | None = None

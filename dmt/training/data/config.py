@@ -27,12 +27,7 @@ class Section(BaseModel):
 
 
 class SyntheticConfig(Section):
-    """The synthetic click log: columns like Criteo's, Zipf-distributed ids, planted groups of features.
-
-    Example:
-        >>> SyntheticConfig(num_features=8, num_groups=2).num_rows
-        1000000
-    """
+    """The synthetic click log: columns like Criteo's, Zipf-distributed ids, planted groups of features."""
 
     num_dense: int = Field(default=13, ge=0, le=10_000)
     """Number of dense features, I1, I2, ..."""

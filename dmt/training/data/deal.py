@@ -64,10 +64,7 @@ class Deal:
         return np.asarray((rows + self.lanes - 1 - lane) // self.lanes)
 
     def of_rank(self, start: int, stop: int, *, rank: int, world_size: int) -> list[Span]:
-        """Returns the spans of lanes that a rank reads of rows ``start`` to ``stop`` of the epoch.
-
-        The last ranks may have fewer rows than the others, or none.
-        """
+        """Returns a rank's part of rows ``start`` to ``stop`` of the epoch; the last ranks may get fewer or no rows."""
         lanes = np.arange(self.lanes)
         first = self.in_lane(start, lanes)
         numbers = self.in_lane(stop, lanes) - first

@@ -46,12 +46,7 @@ _ENDINGS = (*_PARQUET, ".csv", ".tsv", ".csv.gz", ".tsv.gz", *_JSON)
 
 
 def is_remote(path: str) -> bool:
-    """Returns whether a path is a URL, not a path on this machine.
-
-    Example:
-        >>> is_remote("s3://bucket/day_0.parquet"), is_remote("day_0.parquet")
-        (True, False)
-    """
+    """Returns whether a path is a URL, such as ``s3://bucket/day_0.parquet``, not a path on this machine."""
     return "://" in path
 
 

@@ -50,24 +50,30 @@ class ParquetRows:
 
         Raises:
             InputError: the row group cannot be read, its file has changed since the footer was read, a value is
-                missing, or an id is outside its table.
+                missing or of another type, a label is not 0 or 1, or an id is outside its table.
         """
         file, footer, group = self._groups[number]
         # Memory maps are slower here when they are read for the first time.
         with _reading(file), pq.ParquetFile(file, metadata=footer) as source:
             if _version(file) != self._versions[file]:
                 raise InputError(f"{file} has changed since it was opened. Restore the file, or start a new run.")
-            rows = source.read_row_group(group, columns=[*self._columns.schema.names, REQUEST], use_threads=False)
+            schema = self._columns.schema
+            rows = source.read_row_group(group, columns=[*schema.names, REQUEST], use_threads=False)
+            if REQUEST in rows.column_names:
+                schema = schema.append(pa.field(REQUEST, pa.int64()))
+            rows = rows.select(schema.names).cast(schema)  # other programs may write other types
         for name, column in zip(rows.column_names, rows.columns, strict=True):
             if column.null_count or (pa.types.is_nested(column.type) and pc.list_flatten(column).null_count):
                 raise InputError(f"{file}: column {name!r} has missing values. Write 0 or an empty list instead.")
-        for feature in self._columns.features:
-            column = rows.column(feature.name)
-            span = pc.min_max(pc.list_flatten(column) if feature.is_bag else column)
-            if span["min"].is_valid and not 0 <= span["min"].as_py() <= span["max"].as_py() < feature.rows:
+        limits = {feature.name: feature.rows for feature in self._columns.features}
+        limits |= {} if self._columns.label is None else {self._columns.label: 2}
+        for name, limit in limits.items():
+            column = rows.column(name)
+            span = pc.min_max(pc.list_flatten(column) if pa.types.is_nested(column.type) else column)
+            if span["min"].is_valid and not 0 <= span["min"].as_py() <= span["max"].as_py() < limit:
                 raise InputError(
-                    f"{file}: column {feature.name!r} has ids from {span['min']} to {span['max']}, some outside its "
-                    f"table of {feature.rows} rows. Prepare the data again."
+                    f"{file}: column {name!r} has values from {span['min']} to {span['max']}, expected 0 to "
+                    f"{limit - 1} (labels, or rows of its table). Prepare the data again."
                 )
         return rows
 
@@ -82,4 +88,4 @@ def _reading(file: Path) -> Iterator[None]:
     try:
         yield
     except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
-        raise InputError(f"{file}: cannot be read as Parquet ({error}). Prepare the data again.") from error
+        raise InputError(f"{file}: cannot be read as prepared rows ({error}). Prepare the data again.") from error

@@ -353,11 +353,7 @@ def _count(view: _View, columns: Columns, min_count: int, file: Path) -> None:
 
 
 def _copy_vocabulary(config: DataConfig, columns: Columns, file: Path) -> None:
-    """Copies the vocabulary of the prepared folder ``data.vocabulary``, which must have the same features and tables.
-
-    Raises:
-        InputError: the folder has no vocabulary, a different one than a trained model needs, or other features.
-    """
+    """Copies the vocabulary of ``data.vocabulary``; `InputError` unless it is the right one, for these features."""
     name, _, checksum = str(config.vocabulary).partition("#")
     place, folder = f"data.vocabulary={name!r}", Path(name)
     remedy = "The model needs the vocabulary in this prepared folder. Restore the folder there." if checksum else None
@@ -385,10 +381,7 @@ def _read_vocabularies(file: Path, columns: Columns) -> dict[str, Vocabulary]:
 def _summary(
     view: _View, tables: Sequence[TableSpec], counts: Counter[tuple[str, str]]
 ) -> tuple[AccessProfile, dict[str, Any]]:
-    """Returns the access counts of the training rows, and counts and notes on the columns, as plain data.
-
-    ``counts`` come from the `Converter` that read the raw rows of both parts.
-    """
+    """Returns access counts of the training rows, and a summary; ``counts`` are of the raw rows, by the `Converter`."""
     columns, id_mode = view.converter.columns, view.converter.config.id_mode
     by_name = {feature.name: feature for feature in columns.features}
     profile, features, notes = AccessProfile(tables), dict[str, Any](), []

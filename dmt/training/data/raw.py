@@ -302,7 +302,7 @@ class Converter:
         self.schema = columns.schema
         """Schema of prepared rows, with `REQUEST` if there is a ``data.group_by``."""
         self.counts = Counter[tuple[str, str]]()
-        """By (column, kind), numbers of ``"missing"`` dense values and ``"negative"`` categories; ("", "rows"): rows."""
+        """By (column, kind): numbers of ``"missing"`` dense values, ``"negative"`` categories, and ("", ``"rows"``)."""
         self._features = {feature.name: feature for feature in columns.features}
         if config.group_by is not None:
             self.schema = self.schema.append(pa.field(REQUEST, pa.int64()))
@@ -320,8 +320,7 @@ class Converter:
             table = self.connection.sql(sql.query).to_arrow_table()
             self.connection.unregister("block")
         except duckdb.Error as error:  # such as an Arrow type that DuckDB does not know
-            reason = str(error).partition("\n")[0]
-            raise InputError(f"{block.place}: DuckDB cannot read the rows ({reason}).") from error
+            raise InputError(f"{block.place}: DuckDB cannot read the rows: {error}".partition("\n")[0]) from error
         faults, rejects = table.column(table.num_columns - 1), []
         for row in np.flatnonzero(faults.is_valid().to_numpy()).tolist():
             rejects.append(block.reject(row, *faults[row].as_py().split(_CUT, 1)))

@@ -57,10 +57,7 @@ class SourceRows:
         self._converter = Converter(config, self.columns, connect())
 
     def state(self, epoch: int, rows: int) -> SourceState | None:
-        """Returns the last state from which this rank can read its rows from ``rows`` on, and drops earlier states.
-
-        Returns None if the source has no ``state_dict()`` or the epoch has not begun.
-        """
+        """Returns the last state before row ``rows`` of this rank, or None if there is none; drops earlier states."""
         while len(self._states) > 1 and self._states[1][0] <= rows:
             self._states.popleft()
         return self._states[0] if self._states and epoch == self._epoch else None
@@ -78,9 +75,8 @@ class SourceRows:
     ) -> Iterator[pa.Table]:
         """Yields the rows of each of a rank's batches, from its row ``start`` on; collective with a ``group``.
 
-        All ranks of the group yield equally many tables: in training as many as the rank with the fewest full batches
-        has, in evaluation as many as the rank with the most batches; other ranks then yield tables with fewer rows or
-        none.
+        All ranks of a group yield equally many tables: in training, as many as the rank with the fewest full batches;
+        in evaluation, as many as the rank with the most batches, where other ranks yield smaller or empty tables.
 
         Raises:
             InputError: a batch of the source is not a table, or has an invalid value.

@@ -69,7 +69,7 @@ def test_damaged_ones_are_passed_over_aloud(tmp_path: Path, caplog: pytest.LogCa
     (tmp_path / "step-00000002" / MANIFEST_NAME).unlink()
     assert newest(tmp_path) == tmp_path / "step-00000001"
     assert len(caplog.messages) == 2
-    assert "passed over: " in caplog.messages[0]
+    assert "Skipping a damaged checkpoint: " in caplog.messages[0]
     assert "step-00000003 is damaged: b.txt was altered or cut off" in caplog.messages[0]
     assert f"step-00000002/{MANIFEST_NAME}: cannot be read (No such file" in caplog.messages[1]
     (tmp_path / "step-00000001" / "a.txt").unlink()

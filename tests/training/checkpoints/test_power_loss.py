@@ -107,4 +107,4 @@ def test_a_kill_or_a_loss_of_power_leaves_the_new_checkpoint_or_the_one_before(
             assert promised <= saved <= promised + 1, operation
             prepare_folder(folder)
         assert {*folder.iterdir()} == {*checkpoints(folder)}, operation
-    assert not [text for text in caplog.messages if "passed over" in text], "nothing damaged may be in sight"
+    assert not [text for text in caplog.messages if "Skipping a damaged" in text], "nothing damaged may be in sight"

@@ -178,16 +178,20 @@ def test_an_id_without_a_row_is_noticed(tmp_path: Path) -> None:
     prepare(config_of(parquet(tmp_path / "a.parquet", range(100))), tmp_path / "out")
     manifest = tmp_path / "out" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"rows": 50', '"rows": 7'))
-    with pytest.raises(InputError, match=r"part-00000\.parquet: column 'c' has ids .* outside its table of 7 rows"):
+    with pytest.raises(InputError, match=r"part-00000\.parquet: column 'c' has values from .*, expected 0 to 6 "):
         list(ClickData(DataConfig(prepared=str(tmp_path / "out"), kind="prepared")).batches("eval", **RANK))
     # As another program may have written it.
     manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"files": {}}))
     file = tmp_path / "out" / "eval" / "part-00000.parquet"
     rows = pq.read_table(file).slice(0, 2)
     bags = pa.array([[0], [None]], rows.schema.field("bag").type)
-    for name, column in (("d", pa.array([1.0, None], pa.float32())), ("bag", bags), ("label", pa.nulls(2, pa.int8()))):
+    missing = {"d": pa.array([1.0, None], pa.float32()), "bag": bags, "label": pa.nulls(2, pa.int8())}
+    cases = [(name, column, rf"column '{name}' has missing values\. Write 0") for name, column in missing.items()]
+    cases.append(("label", pa.array([1, 2]), "column 'label' has values from 1 to 2, expected 0 to 1"))
+    cases.append(("c", pa.array(["a", "b"]), "cannot be read as prepared rows"))
+    for name, column, reason in cases:
         pq.write_table(rows.set_column(rows.column_names.index(name), name, column), file)
-        with pytest.raises(InputError, match=rf"part-00000\.parquet: column '{name}' has missing values\. Write 0"):
+        with pytest.raises(InputError, match=rf"part-00000\.parquet: {reason}"):
             list(ClickData(DataConfig(prepared=str(tmp_path / "out"), kind="prepared")).batches("eval", **RANK))
 
 
