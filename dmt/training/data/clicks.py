@@ -113,7 +113,7 @@ class ClickData:
             self.raw = DataConfig.model_validate(manifest.raw)
 
     def files(self, split: Split) -> list[tuple[str, int, int]]:
-        """Returns (path in the folder, bytes, CRC-32) of every prepared file of a split, sorted; else an empty list."""
+        """Returns (path in the folder, bytes, CRC-32) of each prepared file of a split, sorted; [] for other data."""
         files = {} if self._manifest is None else self._manifest.files
         return [(name, *version) for name, version in sorted(files.items()) if name.startswith(f"{split}/")]
 

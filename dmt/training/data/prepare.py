@@ -76,8 +76,8 @@ def prepare_once(config: DataConfig, cache: Path | None, *, eval_only: bool = Fa
 
     Args:
         config: section ``data`` of the run's configuration, with raw files.
-        cache: folder of prepared folders, named by a hash of settings and files; None raises an error.
-        eval_only: use all rows of ``train_path`` for evaluation, in file order, and reject none.
+        cache: folder of prepared folders, which are named by a hash of settings and files; None raises an error.
+        eval_only: use all rows of ``train_path`` for evaluation, in file order.
 
     Raises:
         InputError: see `prepare`; or ``cache`` is None.
@@ -113,7 +113,7 @@ def prepare(
     Args:
         config: section ``data`` of the run's configuration.
         out: folder to write, which must not exist; it appears when it is complete.
-        min_count: with ids by frequency, occurrences in the training rows that give a value its own id.
+        min_count: with ids by frequency, minimum number of occurrences in the training rows of a value with its own id.
         group_rows: number of rows in a row group.
         max_rejects: number of invalid rows that may be left out; one more raises an error.
         memory_gib: memory limit of DuckDB in GiB; a few blocks of rows need more on top.
