@@ -135,18 +135,18 @@ def make_rows(findings: Sequence[Finding], titles: Mapping[str, str]) -> tuple[C
     return tuple(_row(name, what, [f for f in findings if f.check == name]) for name, what in titles.items())
 
 
-def _row(name: str, what: str, found: Sequence[Finding]) -> CheckRow:
-    if not found:
+def _row(name: str, what: str, findings: Sequence[Finding]) -> CheckRow:
+    if not findings:
         return CheckRow(check=name, what=what, verdict="FAILED", where="nothing was compared")
-    found = sorted(found, key=lambda finding: -finding.share)
-    wrong = [finding for finding in found if not finding.agrees]
+    findings = sorted(findings, key=lambda finding: -finding.share)
+    wrong = [finding for finding in findings if not finding.agrees]
     where = shorten(list(dict.fromkeys(finding.item for finding in wrong)), ", ")
     return CheckRow(
         check=name,
         what=what,
         verdict="FAILED" if wrong else "ok",
-        difference=found[0].difference,
-        allowed=found[0].allowed,
-        count=len(found),
+        difference=findings[0].difference,
+        allowed=findings[0].allowed,
+        count=len(findings),
         where=where + (f" ({wrong[0].place})" if wrong and wrong[0].place else ""),
     )

@@ -69,7 +69,7 @@ def draw_samples(job: Job, size: int, *, seed: int) -> ClickBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class Expected:
-    """Everything that the ranks compare with; float32 tensors."""
+    """Everything that the ranks compare with; weights, gradients and logits are float32."""
 
     start: State
     """Initial weights of every model, by name."""

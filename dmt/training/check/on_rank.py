@@ -215,18 +215,18 @@ class _Checks:
         largest = {"dense gradients": 0.0, "table gradients": 0.0}
         for name, gradient in expected.items():
             largest[_kind(name)] = max(largest[_kind(name)], float(gradient.abs().max()))
-        found: list[tuple[str, Tensor, Tensor, float]] = []
+        compared: list[tuple[str, Tensor, Tensor, float]] = []
         for part in local_parts(model):
             if is_table(part.name):
                 after = part.tensor.float()
                 # The step was rounded when it was added to the weights.
                 rounding = 2 * _unit_of(part.tensor) * float(after.abs().max()) / _PROBE_RATE
                 gradient = (part.of(self.expected.start) - after) / _PROBE_RATE
-                found.append((part.name, gradient, part.of(expected), rounding))
+                compared.append((part.name, gradient, part.of(expected), rounding))
         for name, parameter in model.named_parameters():
             if not is_table(name) and parameter.grad is not None:
-                found.append((name, parameter.grad, expected[name], 0.0))
-        for name, ours, wanted, rounding in found:
+                compared.append((name, parameter.grad, expected[name], 0.0))
+        for name, ours, wanted, rounding in compared:
             size = max(float(wanted.abs().max()), _CANCELS * largest[_kind(name)])
             self._found(_kind(name), name_in_report(name), _distance(ours, wanted), rounding + share * size)
 

@@ -86,10 +86,10 @@ def matching_files(value: str) -> list[str]:
         def visible(pattern: str) -> list[str]:
             return [name for name in system.glob(pattern) if name.rpartition("/")[2][0] not in "._"]
 
-        found, pattern = [], f"{glob.escape(inner)}/*" if system.isdir(inner) else inner
+        matches, pattern = [], f"{glob.escape(inner)}/*" if system.isdir(inner) else inner
         for name in [inner] if system.isfile(inner) else visible(pattern):
             if not system.isdir(name):
-                found.append(name)
+                matches.append(name)
             elif name.endswith(".parquet"):
                 inside = visible(f"{glob.escape(name)}/*")
                 if folders := [each for each in inside if system.isdir(each)]:
@@ -97,12 +97,12 @@ def matching_files(value: str) -> list[str]:
                         f"{folders[0]} is a folder, whose rows would be left out. Write {name} without partitions, or "
                         f"list the files of {value!r} by a glob."
                     )
-                found += [each for each in inside if each.endswith(_PARQUET)]
-        if broken := [name for name in found if not system.exists(name)]:
+                matches += [each for each in inside if each.endswith(_PARQUET)]
+        if broken := [name for name in matches if not system.exists(name)]:
             raise InputError(f"{broken[0]} (of {value!r}) is a broken link. Repair or remove the link.")
     if is_remote(value):  # a single file keeps the URL that the user gave
-        return [value] if found == [inner] else sorted(map(system.unstrip_protocol, found))
-    return sorted(found)
+        return [value] if matches == [inner] else sorted(map(system.unstrip_protocol, matches))
+    return sorted(matches)
 
 
 @contextmanager
@@ -144,15 +144,15 @@ def expand_path(setting: str, value: str, *, columns: bool) -> list[str]:
         raise InputError(f"{setting}={value!r} is a folder of `dmt prepare`. Set data.prepared to it instead.")
     try:
         files = matching_files(value)
-        found = [file for file in files if file.endswith(_ENDINGS)] if columns else files
+        known = [file for file in files if file.endswith(_ENDINGS)] if columns else files
     except (OSError, ValueError) as error:  # such as a name that is too long
         raise InputError(f"{setting}={value!r} cannot be read ({error}). Give a file, folder or glob.") from error
-    if not found and files:
+    if not known and files:
         raise InputError(f"{setting}: {files[0]} has an unknown ending. Give files that end in {', '.join(_ENDINGS)}.")
-    if not found:
+    if not known:
         place = "" if is_remote(value) else f" (in {Path.cwd()})"
         raise InputError(f"{setting}={value!r} matches no file{place}. Correct the path.")
-    return found
+    return known
 
 
 def format_of(path: str) -> Literal["parquet", "json", "text"]:
@@ -209,9 +209,9 @@ def read_manifest(folder: Path, place: str, *, remedy: str | None = None) -> Man
     manifest = read_model(folder / MANIFEST, Manifest, what=f"{place}: manifest", version=FORMAT, remedy=remedy)
     for name, (size, _) in manifest.files.items():
         file = folder / name
-        found = file.stat().st_size if file.is_file() else None
-        if found != size:
-            text = "is missing" if found is None else f"has {found} bytes, not {size}"
+        actual_size = file.stat().st_size if file.is_file() else None
+        if actual_size != size:
+            text = "is missing" if actual_size is None else f"has {actual_size} bytes, not {size}"
             raise InputError(f"{place}: {file} {text}. Copy the whole folder, or prepare the data again.")
     return manifest
 

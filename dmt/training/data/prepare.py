@@ -82,7 +82,7 @@ def prepare_once(config: DataConfig, cache: Path | None, *, eval_only: bool = Fa
     Raises:
         InputError: see `prepare`; or ``cache`` is None.
     """
-    files = [file for of_setting in _files(config).values() for file in of_setting]
+    files = [file for paths in _files(config).values() for file in paths]
     if cache is None:
         raise InputError(f"{files[0]} must be prepared first. Run `dmt prepare` and set data.prepared to its --out.")
     settings = config.model_dump(mode="json", exclude={*OF_READING, "synthetic"})
@@ -204,7 +204,7 @@ def _raw_rows(
     config, start = converter.config, 0
     used = used_columns(config, converter.columns)
     bags = {feature.name: feature.is_bag for feature in converter.columns.features}
-    in_order = [(setting, file) for setting, of_setting in files.items() for file in of_setting]
+    in_order = [(setting, file) for setting, paths in files.items() for file in paths]
     for number, (setting, file) in enumerate(in_order):
         schema = schema_of(file, config)
         names = set(schema.names)  # once: pyarrow rebuilds the names on each access, seconds for thousands of columns
@@ -360,8 +360,8 @@ def _copy_vocabulary(config: DataConfig, columns: Columns, file: Path) -> None:
     manifest = read_manifest(folder, place, remedy=remedy)
     if manifest.vocabulary not in manifest.files:
         raise InputError(f"{place} has no vocabulary. Prepare that folder again with `dmt prepare --ids frequency`.")
-    theirs, own = ({(f.name, f.table) for f in features} for features in (manifest.features, columns.features))
-    if unlike := sorted(theirs ^ own):
+    known, given = ({(f.name, f.table) for f in features} for features in (manifest.features, columns.features))
+    if unlike := sorted(known ^ given):
         raise InputError(f"{place} differs from these rows in feature {unlike[0][0]!r} or its table. Make them equal.")
     shutil.copyfile(folder / manifest.vocabulary, file)
     if _checksum(file) != (int(checksum, 16) if checksum else manifest.files[manifest.vocabulary][1]):
@@ -373,8 +373,8 @@ def _copy_vocabulary(config: DataConfig, columns: Columns, file: Path) -> None:
 def _read_vocabularies(file: Path, columns: Columns) -> dict[str, Vocabulary]:
     words, vocabularies = pq.read_table(file, schema=_WORDS), {}
     for name in {feature.table for feature in columns.features if feature.time is None}:
-        of_table = words.filter(pc.equal(words["table"], name))
-        vocabularies[name] = Vocabulary(of_table["value_hash"].to_numpy(), of_table["row"].to_numpy())
+        table_words = words.filter(pc.equal(words["table"], name))
+        vocabularies[name] = Vocabulary(table_words["value_hash"].to_numpy(), table_words["row"].to_numpy())
     return vocabularies
 
 
@@ -393,8 +393,8 @@ def _summary(
         known: dict[str, NDArray[np.int64]] = {}
         for name in table.feature_names:
             feature, column = by_name[name], view.columns[name]
-            found = view.query(f"SELECT id, count(*) AS n FROM ({view.ids(feature)}) GROUP BY id ORDER BY id")
-            rows, uses = found["id"].to_numpy().astype(np.int64), found["n"].to_numpy()
+            id_counts = view.query(f"SELECT id, count(*) AS n FROM ({view.ids(feature)}) GROUP BY id ORDER BY id")
+            rows, uses = id_counts["id"].to_numpy().astype(np.int64), id_counts["n"].to_numpy()
             profile.put(table.name, RowCounts(rows, uses, int(uses.sum())))
             missing = int(uses[rows == 0].sum())
             if feature.is_bag:
@@ -435,12 +435,12 @@ def _table_notes(rows: int, known: Mapping[str, NDArray[np.int64]], *, is_hashed
     elif used and enough < _FEW * rows:
         settings = " ".join(f"data.num_embeddings_per_feature.{name}={enough}" for name in known)
         yield f"{names}: {used:,} of {rows:,} rows are used. To save memory, prepare again with `{settings}`."
-    for name, of_feature in known.items():
+    for name, used_rows in known.items():
         others = np.concatenate([[], *(theirs for other, theirs in known.items() if other != name)])
         # Different values share some hashes by chance.
-        chance = len(of_feature) * len(np.unique(others)) / rows if is_hashed else 0.0
+        chance = len(used_rows) * len(np.unique(others)) / rows if is_hashed else 0.0
         most = chance + 3 * math.sqrt(chance)
-        if len(np.intersect1d(of_feature, others)) <= most < min(len(of_feature), len(others)) / 2:
+        if len(np.intersect1d(used_rows, others)) <= most < min(len(used_rows), len(others)) / 2:
             yield f"{name}: shares no value with the other features of its table. Give {name} a separate table."
 
 
@@ -457,8 +457,8 @@ def _seal(folder: Path, manifest: Manifest) -> Manifest:
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != _LOCK)
     for path in files:
         fsync_path(path)
-    found = {str(path.relative_to(folder)): (path.stat().st_size, _checksum(path)) for path in files}
-    manifest = replace(manifest, files=found)
+    versions_by_name = {str(path.relative_to(folder)): (path.stat().st_size, _checksum(path)) for path in files}
+    manifest = replace(manifest, files=versions_by_name)
     (folder / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1) + "\n", encoding="utf-8")
     fsync_path(folder / MANIFEST)
     return manifest

@@ -252,12 +252,12 @@ def _unquoted(line: str | None, separator: str) -> str | None:
 
 
 def _text_sql(schema: pa.Schema, separator: str) -> dict[str, Any]:
-    number, found = len(schema), literal(_CUT + f"expected {len(schema)} columns, found ")
+    number, wrong_number = len(schema), literal(_CUT + f"expected {len(schema)} columns, found ")
     unread = literal(_CUT + "expected text in UTF-8, and quotes that end before the line or the next column does")
     return {
         "relation": f"(SELECT line, string_split(line, {literal(separator)}) AS f FROM block)",
         "columns": {name: (f"nullif(f[{i}], '')", pa.string()) for i, name in enumerate(schema.names, start=1)},
-        "fault": f"WHEN line IS NULL THEN {unread} WHEN len(f) <> {number} THEN {found} || len(f)",
+        "fault": f"WHEN line IS NULL THEN {unread} WHEN len(f) <> {number} THEN {wrong_number} || len(f)",
     }
 
 
@@ -267,13 +267,13 @@ def _json_sql(schema: pa.Schema, used: Sequence[str]) -> dict[str, Any]:
     faults = [f"WHEN j IS NULL THEN {literal(_CUT + 'expected a JSON object on one line, in UTF-8')}"]
     for field in (schema.field(name) for name in used):
         value = f"struct_extract(j, {literal(field.name)})"
-        found = f"json_type(line, {literal('/' + field.name.replace('~', '~0').replace('/', '~1'))})"
+        json_kind = f"json_type(line, {literal('/' + field.name.replace('~', '~0').replace('/', '~1'))})"
         # DuckDB turns a list into text where text is expected, and other values into NULL where a list is expected.
-        unlike = f"left({value}, 1) IN ('[', '{{') AND {found} IN ('ARRAY', 'OBJECT')"
+        unlike = f"left({value}, 1) IN ('[', '{{') AND {json_kind} IN ('ARRAY', 'OBJECT')"
         if pa.types.is_list(field.type):
-            unlike = f"{value} IS NULL AND {found} <> 'NULL'"
-        told = literal(f"{field.name}{_CUT}expected a list in all rows or in none (an empty one is []), found ")
-        faults.append(f"WHEN {unlike} THEN {told} || {found}")
+            unlike = f"{value} IS NULL AND {json_kind} <> 'NULL'"
+        reason = literal(f"{field.name}{_CUT}expected a list in all rows or in none (an empty one is []), found ")
+        faults.append(f"WHEN {unlike} THEN {reason} || {json_kind}")
     return {
         "relation": f"(SELECT line, CASE WHEN {good} THEN json_transform(line, {literal(kinds)}) END AS j FROM block)",
         "columns": {field.name: (f"struct_extract(j, {literal(field.name)})", field.type) for field in schema},
@@ -398,10 +398,10 @@ class _Sql:
         """Adds a value to the query, and a fault for rows where ``is_bad``, a condition on the value ``{v}``, holds."""
         name = f"v{len(self._values)}"
         self._values.append(value)
-        told = f"coalesce(left(CAST({self._columns[column][0]} AS VARCHAR), 60), 'nothing')"
+        value_text = f"coalesce(left(CAST({self._columns[column][0]} AS VARCHAR), 60), 'nothing')"
         reason = literal(f"{column}{_CUT}expected {expected}, found ")
         # Without format(): column names may have braces.
-        self._faults.append(f"WHEN {is_bad.replace('{v}', name)} THEN {reason} || {told}")
+        self._faults.append(f"WHEN {is_bad.replace('{v}', name)} THEN {reason} || {value_text}")
 
     def _is_text(self, column: str) -> bool:
         return kind_of(self._columns[column][1]) == "text"

@@ -112,17 +112,17 @@ class SyntheticClicks:
         """Draws rows and their noise-free logits [n]."""
         config = self.config
         hidden = rng.normal(size=(config.num_groups, n))
-        shared, own = np.sqrt(self._correlation), np.sqrt(1 - self._correlation)
+        shared, private = np.sqrt(self._correlation), np.sqrt(1 - self._correlation)
         columns = dict[str, Any]()
         scores = np.empty((config.num_features, n))
         for j, (name, group) in enumerate(zip(self.feature_names, self._group, strict=True)):
             if name not in self.multi_hot:
-                columns[name] = ids = self._cuts[j].searchsorted(shared * hidden[group] + own * rng.normal(size=n))
+                columns[name] = ids = self._cuts[j].searchsorted(shared * hidden[group] + private * rng.normal(size=n))
                 scores[j] = self._scores[j][ids]
             else:
                 lengths = rng.integers(0, _MOST_IDS + 1, size=n)
                 row = np.repeat(np.arange(n), lengths)
-                ids = self._cuts[j].searchsorted(shared * hidden[group][row] + own * rng.normal(size=len(row)))
+                ids = self._cuts[j].searchsorted(shared * hidden[group][row] + private * rng.normal(size=len(row)))
                 columns[name] = pa.LargeListArray.from_arrays(np.concatenate([[0], np.cumsum(lengths)]), ids)
                 scores[j] = np.bincount(row, self._scores[j][ids], minlength=n) / np.maximum(lengths, 1)
         # Counts like Criteo's: whole numbers with a long tail, near normal after log(1 + x).
