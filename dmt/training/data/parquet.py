@@ -65,8 +65,8 @@ class ParquetRows:
         for name, column in zip(rows.column_names, rows.columns, strict=True):
             if column.null_count or (pa.types.is_nested(column.type) and pc.list_flatten(column).null_count):
                 raise InputError(f"{file}: column {name!r} has missing values. Write 0 or an empty list instead.")
-        limits = {feature.name: feature.rows for feature in self._columns.features}
-        limits |= {} if self._columns.label is None else {self._columns.label: 2}
+        limits = {} if self._columns.label is None else {self._columns.label: 2}
+        limits |= {feature.name: feature.rows for feature in self._columns.features}
         for name, limit in limits.items():
             column = rows.column(name)
             span = pc.min_max(pc.list_flatten(column) if pa.types.is_nested(column.type) else column)
