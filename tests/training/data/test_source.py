@@ -24,8 +24,6 @@ from tests.training.data.helpers import real_rows, same
 from tests.training.small import small
 from tests.training.test_resume import attempt, losses
 
-# Functions that a config can name as ``data.source``: well-behaved ones and others.
-
 
 def columns(numbers: range) -> dict[str, list[Any]]:
     """Rows that can be told apart by ``d``."""
