@@ -1,6 +1,6 @@
-"""Private names of TorchRec (1.8, 1.9), FBGEMM and torch under public ones; no other file touches them.
+"""Public wrappers around private names of TorchRec (1.8, 1.9), FBGEMM and torch; no other file uses those names.
 
-``tests/dmt/test_torchrec_seam.py`` lists them, and fails with a clear message when one moves.
+``tests/dmt/test_torchrec_seam.py`` lists the private names and fails with a clear message when a release moves one.
 """
 
 from __future__ import annotations
@@ -77,23 +77,23 @@ class PipelinedModule(ShardedEmbeddingModule[Any, Any, Any, Any]):
 
 
 class OpenShardedEBC(ShardedEmbeddingBagCollection):
-    """TorchRec's sharded collection with those private parts under public names that a subclass reads or adjusts."""
+    """TorchRec's ``ShardedEmbeddingBagCollection`` with public names for the parts that a subclass reads or changes."""
 
     @property
     def tables_by_lookup(self) -> list[tuple[str, list[Any]]]:
-        """Scheme of each lookup, and the sharded tables that it reads on this rank, in its order."""
+        """The sharding scheme of each lookup, and the tables that the lookup reads on this rank, in its order."""
         groups = [sharding._grouped_embedding_configs for sharding in self._embedding_shardings]
         tables = [[table for group in of_lookup for table in group.embedding_tables] for of_lookup in groups]
         return list(zip(self._sharding_types, tables, strict=True))
 
     @property
     def lookups(self) -> list[Any]:
-        """The lookups; entries may be replaced."""
+        """TorchRec's lookup modules; a subclass may replace entries."""
         return self._lookups
 
     @property
     def output_dists(self) -> list[nn.Module]:
-        """Output exchange of each lookup; entries may be replaced."""
+        """TorchRec's output exchange of each lookup; a subclass may replace entries."""
         return self._output_dists
 
     @property
@@ -102,11 +102,11 @@ class OpenShardedEBC(ShardedEmbeddingBagCollection):
         return list(zip(self._embedding_names, self._embedding_dims, strict=True))
 
     def leave_out_mean_pooling(self) -> None:
-        """Makes TorchRec compute and apply no divisor of its own for mean pooling."""
+        """Stops TorchRec from dividing embeddings for mean pooling."""
         self._has_mean_pooling_callback = False
 
     def take_local_shards(self, state_dict: dict[str, Any], prefix: str) -> dict[str, Tensor]:
-        """Removes tensors that TorchRec's load hook must not see, and returns them by key to be put back; here none."""
+        """Removes entries of ``state_dict`` that TorchRec's load hook must not see; returns those to put back after."""
         return {}
 
     @staticmethod
@@ -118,17 +118,17 @@ class OpenShardedEBC(ShardedEmbeddingBagCollection):
 
 
 class OpenShardedEC(ShardedEmbeddingCollection):
-    """TorchRec's sharded collection of sequences with public names, which loads state dicts that leave tables out."""
+    """TorchRec's ``ShardedEmbeddingCollection`` with public names; it can load a state dict that lacks tables."""
 
     @property
     def lookups(self) -> list[Any]:
-        """The lookups."""
+        """TorchRec's lookup modules."""
         return self._lookups
 
     @staticmethod
     def _pre_load_state_dict_hook(self: OpenShardedEC, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         keys = {f"{prefix}embeddings.{name}.weight": name for name in self._model_parallel_name_to_sharded_tensor}
-        # TorchRec's hook of bags skips missing keys, that of sequences fails.
+        # TorchRec's hook for bags skips missing keys; its hook for sequences fails.
         missing = {key: name for key, name in keys.items() if key not in state_dict}
         state_dict.update({key: self._model_parallel_name_to_sharded_tensor[name] for key, name in missing.items()})
         ShardedEmbeddingCollection._pre_load_state_dict_hook(self, state_dict, prefix, *rest)
@@ -147,17 +147,17 @@ def group_env(group: ProcessGroup) -> ShardingEnv:
 
 
 def group_timeout(group: ProcessGroup) -> timedelta:
-    """Returns how long a collective of a group waits for the other ranks."""
+    """Returns how long a collective of ``group`` waits for the other ranks before it fails."""
     devices: Any = group._device_types
     options = [group._get_backend(device).options for device in devices]
-    # A backend that carries nothing has none.
+    # A backend that carries nothing has no options.
     return next((of_backend._timeout for of_backend in options if of_backend is not None), default_pg_timeout)
 
 
 def place_globally(sharding: ParameterSharding, ranks: Sequence[int], devices: Sequence[str]) -> ParameterSharding:
-    """Rewrites shard placements from ranks of a group to global ranks; ``sharding.ranks`` stay group-local.
+    """Returns a copy of ``sharding`` whose shard placements name global ranks; ``sharding.ranks`` stay group-local.
 
-    ``ranks`` and ``devices``, such as ``"cpu"`` or ``"cuda:1"``, are those of every group rank.
+    ``ranks`` and ``devices`` are the global rank and the device, such as ``"cpu"`` or ``"cuda:1"``, of each group rank.
     """
     placed = copy.deepcopy(sharding)
     spec: Any = placed.sharding_spec
@@ -168,7 +168,7 @@ def place_globally(sharding: ParameterSharding, ranks: Sequence[int], devices: S
 
 
 def add_dense_hook(dmp: DistributedModelParallel, hook: Callable[[GradBucket], Any]) -> None:
-    """Adds a DDP communication hook to the dense part of a ``DistributedModelParallel``, if that is wrapped."""
+    """Adds a DDP communication hook to the dense part of ``dmp``; does nothing if that part is not wrapped in DDP."""
     wrapped: Any = dmp._dmp_wrapped_module
     if isinstance(wrapped, DistributedDataParallel):
         # DDP reads annotations, which are strings here; a lambda has none.
@@ -182,7 +182,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 def in_backward_pass() -> bool:
-    """Returns whether autograd is running a backward pass on this thread, whoever has called it."""
+    """Returns whether autograd is running a backward pass on this thread, no matter what code started it."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -192,28 +192,28 @@ def mark_updated_in_backward(parameter: Tensor, optimizer: Any) -> None:
 
 
 def lookups_of(module: nn.Module) -> list[nn.Module]:
-    """Returns the lookups of one of TorchRec's sharded collections on this rank; none of another module."""
+    """Returns this rank's lookups if ``module`` is one of TorchRec's sharded collections, else an empty list."""
     is_sharded = isinstance(module, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection)
     lookups: Any = module._lookups if is_sharded else []
     return list(lookups)
 
 
 def set_output_of_empty(lookups: Sequence[Any], dtype: torch.dtype) -> None:
-    """Gives the empty output of lookups without tables the dtype of the others': ranks must send the same numbers."""
+    """Sets the dtype of the empty output of lookups without tables, since all ranks must send numbers of one dtype."""
     for lookup in lookups:
         if hasattr(lookup, "_dummy_embs_tensor"):
             lookup._dummy_embs_tensor = torch.empty_like(lookup._dummy_embs_tensor, dtype=dtype, requires_grad=True)
 
 
 def fused_kernels(lookup: Any) -> dict[str, Any]:
-    """Returns FBGEMM's kernel of each table of a lookup of fused tables; a kernel may have several tables."""
+    """Returns FBGEMM's kernel for each table of a fused lookup, by table name; tables may share a kernel."""
     return {table.name: kernel.emb_module for kernel in lookup._emb_modules for table in kernel.config.embedding_tables}
 
 
 def fused_settings(parameter: Tensor, fused_params: Mapping[str, Any] | None) -> dict[str, Any]:
     """Returns the fused-optimizer settings of a table; settings on the parameter override the sharder's.
 
-    ``apply_optimizer_in_backward`` leaves class and arguments on the parameter of the unsharded module.
+    ``apply_optimizer_in_backward`` stores the optimizer's class and arguments on the unsharded module's parameter.
     """
     classes, arguments = (getattr(parameter, f"_optimizer_{part}", []) for part in ("classes", "kwargs"))
     settings = dict(fused_params or {})
@@ -226,19 +226,19 @@ def fused_settings(parameter: Tensor, fused_params: Mapping[str, Any] | None) ->
 
 
 def scale_learning_rate(optimizer: Any, factor: float) -> None:
-    """Divides the rate in ``param_groups`` by ``factor``, and makes a fused kernel multiply it by ``factor`` again."""
+    """Divides the rate in ``param_groups`` by ``factor``; the fused kernel multiplies it by ``factor`` again."""
     kernel = optimizer._emb_module
     for group in optimizer.param_groups:
         group["lr"] /= factor
-    # On this one kernel: TorchRec's optimizer hands the rate on before every update.
+    # Replaced on this kernel only: TorchRec's optimizer passes the rate to its kernel before every update.
     kernel.set_learning_rate = lambda rate: type(kernel).set_learning_rate(kernel, rate * factor)
 
 
 @contextmanager
 def settings_on_parameters(settings: Sequence[tuple[Tensor, Mapping[str, Any]]]) -> Iterator[None]:
-    """Sets fused-optimizer settings on table parameters within its block, as ``apply_optimizer_in_backward`` would.
+    """Context manager that sets fused-optimizer settings on table weights, as ``apply_optimizer_in_backward`` does.
 
-    TorchRec gives them precedence over the sharder's, so each table can have its own.
+    TorchRec prefers a weight's settings to the sharder's, so tables can differ. Restores earlier settings at the end.
     """
     names = ("_optimizer_classes", "_optimizer_kwargs")
     before = [{name: vars(weight)[name] for name in names if name in vars(weight)} for weight, _ in settings]
@@ -247,7 +247,7 @@ def settings_on_parameters(settings: Sequence[tuple[Tensor, Mapping[str, Any]]])
     try:
         yield
     finally:
-        # These alone: TorchRec leaves other attributes meanwhile.
+        # Only these two: TorchRec sets further attributes in the block, which must stay.
         for (weight, _), attributes in zip(settings, before, strict=True):
             for name in names:
                 delattr(weight, name)
@@ -255,5 +255,5 @@ def settings_on_parameters(settings: Sequence[tuple[Tensor, Mapping[str, Any]]])
 
 
 def assert_in_graph(condition: Tensor, message: str) -> None:
-    """Raises `RuntimeError` if a boolean tensor of one number is false, also in a program of ``torch.export``."""
+    """Raises `RuntimeError` if ``condition``, a boolean scalar tensor, is false; ``torch.export`` keeps the check."""
     torch.ops.aten._assert_async.msg(condition, message)

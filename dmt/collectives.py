@@ -1,4 +1,4 @@
-"""Collectives of the library: small functions over PyTorch's, with the group as an explicit argument."""
+"""Small wrappers around PyTorch's collectives that take the process group as an explicit argument."""
 
 from __future__ import annotations
 
@@ -40,8 +40,8 @@ Value = TypeVar("Value")
 
 @contextmanager
 def profiler_range(step: str, *, backward: bool = False) -> Iterator[None]:
-    """Names a step in profiles: ``## dmt:<step> ##`` or ``## dmt:<step>:bwd ##``; a context manager and decorator."""
-    # As a decorator, record_function itself would be one object for the calls of all threads.
+    """Context manager or decorator that labels a step in profiles: ``## dmt:<step> ##`` or ``## dmt:<step>:bwd ##``."""
+    # If record_function were the decorator, all threads would share one object.
     with torch.profiler.record_function(f"## dmt:{step}{':bwd' if backward else ''} ##"):
         yield
 
@@ -59,7 +59,7 @@ def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
 
 
 def gather_on_first(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Collects one picklable object from every rank on the group's first, by group rank; others get an empty list."""
+    """Collects one picklable object per rank on the group's first rank, by group rank; others get an empty list."""
     values: list[Any] = [None] * group.size() if group.rank() == 0 else []
     dist.gather_object(value, values or None, group=group, group_dst=0)
     return values
@@ -70,14 +70,14 @@ def check_agreement(caller: str, arguments: Mapping[str, Any], group: dist.Proce
 
     Args:
         caller: the function or class that has the arguments, for the message.
-        arguments: by name, small and picklable; a mapping of values is compared value by value.
+        arguments: values by argument name, small and picklable; a mapping is compared entry by entry.
         group: the ranks.
 
     Raises:
         InputError: on every rank, with the argument, the ranks that differ from the first, and both values.
     """
     given = {"the call": caller} | _by_path(arguments)
-    # Thousands of tables on hundreds of ranks are gathered only to say what differs.
+    # Digests first: the arguments of thousands of tables are gathered only to say what differs.
     if len(set(gather_objects(hashlib.sha256(repr(given).encode()).digest(), group))) == 1:
         return
     everyone = gather_objects(given, group)
@@ -88,7 +88,7 @@ def check_agreement(caller: str, arguments: Mapping[str, Any], group: dist.Proce
         if others:
             raise InputError(
                 f"{caller}: {name} is {values[0]} on rank {ranks[0]}, but {values[others[0]]} on rank "
-                f"{shorten([str(ranks[i]) for i in others], ', ')}. Give every rank the same."
+                f"{shorten([str(ranks[i]) for i in others], ', ')}. Give every rank the same value."
             )
 
 
@@ -101,7 +101,7 @@ def _by_path(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def start_sum(value: Tensor, group: dist.ProcessGroup) -> Any:
-    """Starts the sum of a tensor over the group, in place; ``wait()`` on the result ends it."""
+    """Starts the in-place sum of ``value`` over the group; ``value`` holds the sum after ``wait()`` on the result."""
     return dist.all_reduce(value, group=group, async_op=True)
 
 
@@ -118,12 +118,12 @@ class PendingExchange:
         return not self._tensors
 
     def wait(self) -> None:
-        """Returns when everything has arrived and been sent; on a GPU the current stream waits instead."""
+        """Waits until every tensor has been sent and received; on a GPU only the current stream waits."""
         for work in self._works:
             work.wait()
         for tensor in self._tensors:
             if tensor.is_cuda:
-                # It may be waited for on another stream than it was begun on, where its memory would be free again.
+                # The exchange may have started on another stream, which could reuse the memory too early.
                 tensor.record_stream(torch.cuda.current_stream(tensor.device))
         self._works, self._tensors = (), ()
 
@@ -131,22 +131,22 @@ class PendingExchange:
 def start_exchange(
     sent: Sequence[Tensor], sizes: Sequence[int], group: dist.ProcessGroup, *, tag: int = 0
 ) -> tuple[PendingExchange, list[Tensor]]:
-    """Starts to send a tensor to each rank of the group and to receive one from each.
+    """Starts to send one tensor to each rank of the group and to receive one from each.
 
-    On the CPU each tensor is a message: gloo's all-to-all sends in turns. On GPUs it is one all-to-all, in which a rank
-    that has nothing to send takes part too, as NCCL wants of the first exchange of a group.
+    On the CPU each tensor is one message, because gloo's all-to-all sends and receives in turns. On a GPU the exchange
+    is one all-to-all, which a rank with nothing to send joins too: NCCL needs all ranks in a group's first exchange.
 
-    All ranks of the group must start their exchanges of one tag in one order, and keep the handle until they have
-    waited for it.
+    All ranks must start the exchanges of a tag in the same order, and keep each handle until they have waited on it.
 
     Args:
-        sent: [n] tensors by group rank; contiguous, unchanged until the end.
-        sizes: numbers that arrive from each rank, in the dtype that is sent.
+        sent: a contiguous 1-D tensor for each group rank, all of one dtype; must not change until the exchange ends.
+        sizes: number of elements that arrive from each group rank.
         group: the ranks.
-        tag: tag of the messages; an all-to-all has none.
+        tag: tag of the messages; unused on a GPU.
 
     Returns:
-        The handle, and what arrives by group rank, once it has been waited for; this rank's own is the tensor it sent.
+        The handle, and one tensor [size] from each group rank, filled once the handle has been waited on; the tensor
+        from this rank is the one it sent.
     """
     rank = group.rank()
     if is_in_one(sent[rank]):
@@ -170,19 +170,19 @@ def start_exchange(
 
 
 def all_to_all_evenly(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Returns what the ranks of the group sent to this one: [n] -> [n], of which each rank has an equal part."""
+    """Sends part i of ``value`` [n], cut evenly, to group rank i; returns the parts for this rank, by rank: [n]."""
     received = torch.empty_like(value)
     dist.all_to_all_single(received, value, group=group)
     return received
 
 
 def is_in_one(tensor: Tensor) -> bool:
-    """Returns whether exchanges of such tensors are one all-to-all instead of a message to each rank."""
+    """Returns whether `start_exchange` sends such tensors by one all-to-all instead of one message per rank."""
     return tensor.device.type != "cpu"
 
 
 def gather_parts(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Concatenates the parts of all ranks: [n] -> [n * size], the same on every rank."""
+    """Concatenates the equally long parts of all ranks: [n] -> [n * group size], the same on every rank."""
     if group.size() == 1:
         return part
     whole = part.new_empty(part.numel() * group.size())
@@ -191,7 +191,7 @@ def gather_parts(part: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def max_over_ranks(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Returns the largest of each number over the group, on every rank, in place."""
+    """Replaces each element of ``value`` by its maximum over the group, in place, and returns ``value``."""
     if group.size() > 1:
         dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
     return value
@@ -200,17 +200,17 @@ def max_over_ranks(value: Tensor, group: dist.ProcessGroup) -> Tensor:
 def start_sum_over_hosts(
     value: Tensor, inside: dist.ProcessGroup, across: dist.ProcessGroup, *, dtype: torch.dtype | None = None
 ) -> Callable[[], Tensor]:
-    """Starts the sum of a tensor [n] over all ranks of all hosts, which crosses between hosts once.
+    """Starts the sum of ``value`` [n] over all ranks of all hosts: inside each host first, then once between hosts.
 
-    ``inside`` are the ranks of this host, ``across`` one rank of each host. The sum of a host travels to the others in
-    ``dtype``, by default that of the value. What is returned waits, and returns the sum in the dtype of the value.
+    ``inside`` has the ranks of this host, ``across`` one rank of each host. Sums cross between hosts in ``dtype``, by
+    default that of ``value``. Returns a function that waits and returns the sum [n] in the dtype of ``value``.
     """
     part = nn.functional.pad(value, (0, -value.numel() % inside.size()))
     if inside.size() > 1:
         sums = part.new_empty(part.numel() // inside.size())
         dist.reduce_scatter_tensor(sums, part, group=inside)
         part = sums
-    # Alone on its host, a rank would sum into the caller's tensor.
+    # A rank alone on its host would otherwise sum into the caller's tensor.
     part = part.to(dtype or value.dtype, copy=inside.size() == 1)
     work = start_sum(part, across)
 
@@ -222,35 +222,35 @@ def start_sum_over_hosts(
 
 
 def start_mean(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Any:
-    """Starts the mean of tensors of one dtype over the group, in place, in one collective; ``wait()`` ends it."""
+    """Starts the in-place mean of tensors of one dtype over the group, in one collective; ``wait()`` ends it."""
     options = dist.AllreduceCoalescedOptions()
     options.reduceOp = dist.ReduceOp(dist.ReduceOp.AVG)
     return group.allreduce_coalesced(list(tensors), options)
 
 
 def sum_over_ranks(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Returns the sum of a tensor over the group, on every rank; the argument is left alone."""
+    """Returns the sum of ``value`` over the group, on every rank; ``value`` itself does not change."""
     total = value.detach().clone().contiguous()
     dist.all_reduce(total, group=group)
     return total
 
 
 class RankError(RuntimeError):
-    """Something failed on a rank, maybe another one; says which and why."""
+    """Work failed on a rank, maybe not this one; the message names the rank and the reason."""
 
 
 def run_on_all_or_raise(work: Callable[[], Value], group: dist.ProcessGroup) -> list[Value]:
-    """Calls ``work`` on every rank of a group, so that either all get all results, or all raise; collective.
+    """Calls ``work`` on every rank of a group; either all ranks return all results, or all raise. Collective.
 
-    Returns the results by group rank, which are pickled and sent to all, and so must be small.
+    Returns the results by group rank. They are pickled and sent to every rank, and should be small.
 
     Raises:
-        InputError: the first rank that failed raised one; the same everywhere.
-        RankError: it raised something else, or its result does not pickle.
+        InputError: the first rank that failed raised an `InputError`; all ranks raise it with that rank's message.
+        RankError: the first rank that failed raised another exception, or its result cannot be pickled.
     """
     result, failed, is_input = b"", None, False
     try:
-        # Here: a result that does not pickle would leave the others waiting for it.
+        # Pickled in the `try`: the other ranks would wait for a rank whose result cannot be pickled.
         result = pickle.dumps(work())
     except Exception as error:
         failed, is_input = error, isinstance(error, InputError)
@@ -262,5 +262,5 @@ def run_on_all_or_raise(work: Callable[[], Value], group: dist.ProcessGroup) -> 
 
 
 def reason_of(error: BaseException) -> str:
-    """Returns the reason of an error in one line."""
+    """Returns the message of an error, after the name of its type unless it is an `InputError` or `RankError`."""
     return str(error) if isinstance(error, InputError | RankError) else f"{type(error).__name__}: {error}"

@@ -1,4 +1,4 @@
-"""Exceptions: `InputError` (a user error; the command line prints it and exits with 2) and `ReplicaMismatchError`."""
+"""Exceptions: `InputError` (a user error, which the command line prints before it exits with 2) and others."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ __all__ = ["InputError", "ReplicaMismatchError", "check_instance", "did_you_mean
 
 
 class InputError(ValueError):
-    """Something the user gave (argument, file, configuration, data) breaks a rule.
+    """The user's input (an argument, file, configuration or data) breaks a rule.
 
     The message names the argument, its value, the rule, the place and what to do. Faults that only
     this library can cause are ``assert`` statements with a message instead.
@@ -21,7 +21,7 @@ class ReplicaMismatchError(RuntimeError):
 
 
 def check_instance(name: str, value: object, kind: type) -> None:
-    """Raises `InputError` for an argument of another type, such as a class where its instance is meant.
+    """Raises `InputError` if ``value`` is not an instance of ``kind``, for example if it is the class itself.
 
     Example:
         >>> check_instance("seed", int, int)
@@ -30,7 +30,7 @@ def check_instance(name: str, value: object, kind: type) -> None:
         dmt.errors.InputError: seed is <class 'int'>, but must be an instance of int. Call the class: int(...).
     """
     if not isinstance(value, kind):
-        advice = "Give one."
+        advice = "Give an instance."
         if isinstance(value, type) and issubclass(value, kind):
             advice = f"Call the class: {value.__name__}(...)."
         raise InputError(f"{name} is {value!r:.200}, but must be an instance of {kind.__name__}. {advice}")

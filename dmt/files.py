@@ -1,4 +1,4 @@
-"""Files written atomically or through to the disk; JSON and TOML read and checked."""
+"""Writes files atomically and flushes them to disk; reads and checks JSON and TOML."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ T = TypeVar("T")
 
 @contextmanager
 def atomic_write(target: Path) -> Iterator[Path]:
-    """Yields a scratch file beside ``target`` that replaces it atomically at the end; missing folders are made.
+    """Yields the path of a scratch file that atomically replaces ``target`` at the end; makes missing folders.
 
-    After an error the scratch file is removed, and an existing target is unchanged. Processes of several hosts may
-    write to one folder that they share.
+    After an error the scratch file is removed, and an existing target is unchanged. Processes on several hosts may
+    write to a shared folder.
 
     Raises:
         OSError: the file cannot be written.
-        ValueError: the path is no file name, such as ``"."``.
+        ValueError: the path has no file name, for example ``"."``.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     scratch = target.with_name(f".{target.name}.{secrets.token_hex(8)}")
@@ -58,7 +58,7 @@ def atomic_write(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def write_or_raise(path: str | os.PathLike[str], what: str) -> Iterator[Path]:
-    """Yields the scratch file of `atomic_write`; raises `InputError` about ``what`` (a kind of file) if that fails."""
+    """Does what `atomic_write` does, but raises `InputError` if writing fails; ``what`` is the kind of file."""
     try:
         with atomic_write(Path(path)) as scratch:
             yield scratch
@@ -80,9 +80,9 @@ def fsync_path(path: Path) -> None:
 
 
 def check_output(option: str, path: Path, *, is_folder: bool = False) -> None:
-    """Raises `InputError` for an output of a command that cannot be written, before the work that leads to it.
+    """Raises `InputError` if a command will not be able to write its output; call it before the work starts.
 
-    Missing folders are made; ``option`` names the output.
+    Makes missing folders; ``option`` names the output in the message.
     """
     folder = path if is_folder else path.parent
     try:
@@ -90,15 +90,15 @@ def check_output(option: str, path: Path, *, is_folder: bool = False) -> None:
         with tempfile.TemporaryFile(dir=folder):
             pass
     except OSError as error:
-        raise InputError(f"{option} {str(path)!r} cannot be written: {error.strerror}.") from error
+        raise InputError(f"{option} {str(path)!r} cannot be written: {error.strerror}. Give another path.") from error
     if not is_folder and path.is_dir():
         raise InputError(f"{option} {str(path)!r} cannot be written: it is a folder. Name a file in it.")
 
 
 def read_file(path: str | os.PathLike[str], kind: Literal["JSON", "TOML"], *, place: str, remedy: str) -> Any:
-    """Reads a JSON or TOML file and returns what it holds.
+    """Reads a JSON or TOML file and returns its parsed content.
 
-    Error messages begin with ``place``, what the file is and its name, such as ``"Tower plan towers.json"``, and end
+    Error messages begin with ``place``, the kind and name of the file, such as ``"Tower plan towers.json"``, and end
     with ``remedy``, a sentence that says what to do.
 
     Raises:
@@ -115,7 +115,7 @@ def read_file(path: str | os.PathLike[str], kind: Literal["JSON", "TOML"], *, pl
 
 
 def parse(text: str, kind: Literal["JSON", "TOML"], *, place: str, remedy: str) -> Any:
-    """Parses text of a kind, such as JSON; ``place``, ``remedy`` and errors are those of `read_file`."""
+    """Parses JSON or TOML text; ``place``, ``remedy`` and the errors raised are those of `read_file`."""
     try:
         return json.loads(text) if kind == "JSON" else tomllib.loads(text)
     except (ValueError, RecursionError) as error:
@@ -123,10 +123,10 @@ def parse(text: str, kind: Literal["JSON", "TOML"], *, place: str, remedy: str) 
 
 
 def read_record(path: str | os.PathLike[str], *, what: str, version: int, remedy: str) -> dict[str, Any]:
-    """Reads a JSON object whose key ``format`` is ``version``; ``what`` is a kind of file, such as ``"Tower plan"``.
+    """Reads a JSON object whose key ``format`` is ``version``; ``what`` is the kind of file, such as ``"Tower plan"``.
 
     Raises:
-        InputError: the file cannot be read, is not a JSON object, or of another format version.
+        InputError: the file cannot be read, is not a JSON object, or has another format version.
     """
     record = read_file(path, "JSON", place=f"{what} {path}", remedy=remedy)
     form = record.get("format") if isinstance(record, dict) else None
@@ -142,13 +142,13 @@ def read_model(path: str | os.PathLike[str], kind: type[T], *, what: str, versio
 
 
 def from_record(kind: type[T], record: Mapping[str, Any], *, place: str, remedy: str) -> T:
-    """Makes a dataclass of a JSON object whose values, also nested ones, have exactly the types of its fields.
+    """Converts a JSON object to the dataclass ``kind``; all values, nested ones too, must have the fields' types.
 
     Raises:
         InputError: a field is absent, has another type or breaks a rule; the message begins with ``place`` and ends
             with ``remedy``.
     """
-    # Here, since it takes a tenth of a second to load, and most that imports this module reads no plan.
+    # Imported here: it takes a tenth of a second to load, and most users of this module read no plan.
     from pydantic import TypeAdapter, ValidationError
 
     try:
@@ -160,7 +160,7 @@ def from_record(kind: type[T], record: Mapping[str, Any], *, place: str, remedy:
 
 
 def explain(error: ValidationError) -> str:
-    """Returns a sentence with the first field that pydantic refuses, why, and the value."""
+    """Returns a sentence that names the first field that pydantic rejects, the reason and the value."""
     first = error.errors()[0]
     key = "".join(f"{part}." for part in first["loc"]).rstrip(".")
     reason = first["msg"].removeprefix("Value error, ").rstrip(".")

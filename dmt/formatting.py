@@ -1,4 +1,4 @@
-"""Formatting of numbers and lists for people: bytes with their unit, the first few of many items."""
+"""Formats numbers and lists for people: bytes with a unit, the first few of many items."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _UNITS = ("bytes", "kB", "MB", "GB", "TB", "PB")
 
 
 def shorten(items: Sequence[str], separator: str = "; ", *, most: int = 3) -> str:
-    """Joins the first ``most`` of many texts, and says how many more there are.
+    """Joins the first ``most`` items, and says how many more there are.
 
     Example:
         >>> shorten("abcde"), shorten("abc"), shorten("abcde", ", ", most=1)
@@ -36,7 +36,7 @@ def human_bytes(num_bytes: float) -> str:
 
 
 def counted(number: int, word: str) -> str:
-    """Returns the number with its noun.
+    """Returns the number with its noun, in the plural unless the number is 1.
 
     Example:
         >>> counted(1, "tower"), counted(4000, "feature")

@@ -46,19 +46,19 @@ class Traffic:
         return self.ids + self.forward + self.backward + self.dense
 
     def per_sample(self, rows: int) -> dict[str, float]:
-        """Returns the bytes by name, those of ``across`` first, divided by the rows of the step."""
+        """Returns the bytes per sample by name, ``across`` first; ``rows`` is the number of samples of the step."""
         return {name: number / rows for name, number in {"across": self.across, **asdict(self)}.items()}
 
 
 class TrafficMeter(TorchDispatchMode):
-    """Counts bytes sent by this rank while it is active.
+    """Context manager that counts the bytes that this rank sends in its block.
 
-    What autograd's backward passes send counts as backward, wherever they run.
+    Floating-point tensors sent during a backward pass of autograd count as ``backward``.
 
-    An all-to-all counts exactly what is addressed to each rank. An all-reduce of S bytes over n ranks on h hosts
-    counts what a ring in host order sends: 2 S (n - 1) / n per rank, of which h of the n ring links cross hosts;
-    broadcasts and all-gathers count S to every other rank, as an algorithm without relays would send, and a
-    reduce-scatter S / n. Any other collective is not counted, and logged once as a warning.
+    An all-to-all counts the bytes addressed to each rank. An all-reduce of S bytes over n ranks on h hosts counts
+    what a ring in host order sends: 2 S (n - 1) / n per rank, where h of the n ring links cross hosts. A broadcast or
+    all-gather counts S to every other rank, as if no rank relayed, and a reduce-scatter S / n. Any other collective is
+    not counted; the meter logs a warning the first time.
 
     Args:
         host_of: maps a global rank to its host; several hosts can be simulated on one machine.

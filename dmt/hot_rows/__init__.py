@@ -1,1 +1,1 @@
-"""Access profiles, placement of rows by access, and hot rows (OPER). Only `runtime` needs torch and TorchRec."""
+"""Hot rows (OPER): access profiles, the choice of rows, their copies. `profile` and `choice` need no torch."""

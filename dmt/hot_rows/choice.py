@@ -1,20 +1,20 @@
-"""Bytes between hosts of a flat model by how its tables are served, and the rows whose copies save some of them.
+"""`choose_rows`: the rows of a flat model whose copies save bytes between hosts, and how many (`saved_bytes`).
 
-Legend: T towers (hosts) of L ranks, W = T * L, B samples of a rank, N columns, p share of accesses that a row has.
+Legend: T towers (hosts) of L ranks, W = T * L, B samples of a rank, N columns, p a row's share of its table's accesses.
 Where a host holds several towers, or a tower several hosts (``ranks_per_host``), only what leaves a host is counted.
 
-A rank of another tower is sent an output [N] of each of its bags and sends back its gradient; ids are 8 bytes each. A
-replicated row is sent to nobody; its gradient is summed inside each host and then between hosts, in a step in which any
-rank touched it (`dmt.hot_rows.touched_sum`): each host sends 2 (T - 1) / T times that row. Hence, with p B uses by a
-rank, a copy saves in a step
+A use of a row by a rank of another tower sends an id of 8 bytes there, an output [N] back, and the output's gradient
+there again. A copied row sends none of these; in a step in which any rank touched it, its gradient is summed inside
+each host and then between hosts (`dmt.hot_rows.touched_sum`), for which each host sends 2 (T - 1) / T times the row.
+Hence, with p B uses by a rank, a copy saves in a step
 
-- where every use is sent       (T - 1) L p B (2 * 4 N + 8) - 2 (T - 1) 4 N t,
-- where each rank sends its distinct ids, the same with 1 - (1 - p)^B for p B,
+- if every use is sent: (T - 1) L p B (2 * 4 N + 8) - 2 (T - 1) 4 N t,
+- if each rank sends distinct ids only: the same with 1 - (1 - p)^B for p B,
 
-where the chance t that the row is touched is 1 - (1 - p)^(B W).
-Between many hosts that is the rule p B L > 1: more than one of the row's uses would leave a host. OPER's own rule,
-f * B > 1 for a batch on each rank (section 4.3, equations 4 and 5), counts ranks where this counts hosts, and takes a
-row to be touched in every step.
+where the probability t that the row is touched is 1 - (1 - p)^(B W).
+Between many hosts that is the rule p B L > 1: more than one of the row's uses would leave a host. The rule of OPER,
+f * B > 1 for a batch on each rank (section 4.3, equations 4 and 5), counts ranks where this counts hosts, and assumes
+that a row is touched in every step.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from dmt.plan.topology import TowerTopology
 
 __all__ = ["choose_rows", "saved_bytes"]
 
-# Between two hosts nearly every row saves a little, but its copy's gradient is set to zero, looked through and added to
-# the weights in every step. Memory is taken to be 300 times as fast as the link between hosts.
+# Between two hosts nearly every row saves a little, but its copy's gradient is cleared, searched and added to the
+# weights in every step. Memory is assumed to be 300 times as fast as the link between hosts.
 _HELD = 1 / 300
 
 
@@ -40,7 +40,7 @@ def saved_bytes(
 ) -> NDArray[np.float64]:
     """Returns the bytes between hosts that a copy of each counted row on every rank saves in a step, float64 [n].
 
-    A row pays if they are above zero. The work of holding a copy counts as a 300th of the bytes of its gradient.
+    A copy is worthwhile if its value is above zero. The work of holding a copy counts as 1/300 of its gradient's bytes.
 
     Args:
         counts: accesses of the table's rows.
@@ -79,11 +79,11 @@ def choose_rows(
     distinct: bool,
     max_bytes: float,
 ) -> dict[str, NDArray[np.int64]]:
-    """Chooses the rows whose copies save bytes between hosts, those that save most for their size first.
+    """Chooses the rows whose copies save bytes between hosts, largest saving per byte held first.
 
-    Of the tables, which may have copies, those with such rows are returned with their numbers, int64, ascending. Bags
-    must have at most one id on average: of several the sum over the cold rows is as long as the whole. The weights of a
-    rank's copies take ``max_bytes`` at most; other arguments are those of `saved_bytes`.
+    Returns the rows of each table that has some, int64 [n], ascending. Skips tables with more than one id per bag on
+    average, since the sum over a bag's cold rows has as many bytes as the whole bag. ``tables`` are those that may have
+    copies. The weights of a rank's copies take at most ``max_bytes``; other arguments are those of `saved_bytes`.
 
     Example:
         >>> table = TableSpec(name="t", num_embeddings=10, embedding_dim=8, feature_names=("f",))
@@ -108,7 +108,7 @@ def choose_rows(
     if not found:
         return {}
     gains, numbers, rows, sizes = (np.concatenate(parts) for parts in zip(*found, strict=True))
-    # By bytes saved for each byte held; among equals by table and row, so that the choice does not depend on order.
+    # By bytes saved per byte held; ties by table and row, so that the choice does not depend on the order of counts.
     order = np.lexsort((rows, numbers, -gains))
     kept = order[np.cumsum(sizes[order]) <= max_bytes]
     by_table = {table.name: np.sort(rows[kept][numbers[kept] == number]) for number, table in enumerate(tables)}

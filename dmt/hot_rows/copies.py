@@ -1,13 +1,13 @@
-"""`HotCopies`: copies of hot rows on every rank, which look up, train and return to their tables (OPER, section 4.3).
+"""`HotCopies`: copies of hot rows on every rank, their lookup, training and write-back to tables (OPER, section 4.3).
 
-The ids of a batch are split before they are sent (`HotCopies.split`): those of hot rows are looked up in this rank's
-copies, the others go the usual way, and the result is the sum of both. A bag whose ids are all hot is sent as an empty
-one, and all empty bags of a feature share a row (`dmt.sptt.rows`), so that hot rows cost next to nothing between hosts.
-What remains is the gradient of the copies, summed inside each host first and then once between hosts.
+The ids of a batch are split before they are sent (`HotCopies.split`): ids of hot rows are looked up in this rank's
+copies, the others go the usual way, and the result is the sum of both. A bag whose ids are all hot is sent empty, and
+all empty bags of a feature share a row (`dmt.sptt.rows`), so that hot rows cost next to nothing between hosts. Only the
+gradient of the copies is left to send: it is summed inside each host first and then once between hosts.
 
-The tables remain authoritative. `HotCopies.write_back` brings weights and optimizer states of the hot rows there before
-anyone is given the tensors of a table; no rank needs another for it, because each has all copies. `HotCopies.read`
-copies them from the tables, bit by bit. In between the tables' own rows rest: their ids do not come.
+The tables remain authoritative. `HotCopies.write_back` writes weights and optimizer states of the hot rows to them
+before the tensors of a table are handed out; it needs no communication, because every rank has all copies.
+`HotCopies.read` copies the hot rows from the tables, bit for bit. In between, the tables' hot rows are not used.
 
 Legend: F features, B samples of this rank, n hot rows of a table, N its columns, W ranks.
 """
@@ -38,36 +38,37 @@ __all__ = ["HotBags", "HotCopies"]
 
 
 class HotBags(NamedTuple):
-    """Hot ids of one batch, split off by one set of copies."""
+    """The hot ids of a batch, which `HotCopies.split` took out of it."""
 
     copies: HotCopies
     ids: Tensor
-    """Positions of the rows among the copies of their table, int64, feature by feature."""
+    """Positions of the rows among the copies of their table, int64 [ids], feature by feature."""
     offsets: Tensor
-    """First id of each bag, then the number of ids, int64 [F * B + 1], of the features that have hot rows."""
+    """Index of each bag's first id, then the number of ids: int64 [F * B + 1], for the F features with hot rows."""
     weights: Tensor | None
+    """Weight of each id, [ids]; None if bags are not weighted."""
 
     def columns(self, pieces: Sequence[Piece]) -> Tensor:
-        """Looks the ids up, see `HotCopies.columns`."""
+        """Looks up the ids; see `HotCopies.columns`."""
         return self.copies.columns(self, pieces)
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keeps the memory of the ids until a stream has finished."""
+        """Keeps the memory of the ids until the work queued on ``stream`` is done."""
         for part in (self.ids, self.offsets, self.weights):
             if part is not None:
                 part.record_stream(stream)
 
 
 class HotCopies:
-    """Copies of some rows of each table on this rank, the same on all ranks.
+    """This rank's copies of hot rows; all ranks hold the same copies.
 
     Args:
         module: the sharded collection.
-        rows: for each table with hot rows, one at least, their numbers, int64 [n], ascending, not empty.
+        rows: the hot rows by table, int64 [n], ascending and not empty; at least one table.
         inside: ranks of this host.
         across: one rank of each host.
         whole: all ranks.
-        owned: tables whose learning rate this rank tells the others; each is owned by one rank.
+        owned: tables whose learning rate this rank sends to the others; exactly one rank owns each table.
     """
 
     def __init__(
@@ -90,7 +91,7 @@ class HotCopies:
         """Features with hot rows, in the order in which ids are sent."""
         self._widths = [table_of[feature].embedding_dim for feature in self._features]
         self._rows_of = {name: rows[table_of[name].name].to(self._device) for name in self._features}
-        """Hot rows by feature, for those that have some."""
+        """Hot rows by feature, for the features that have some."""
         is_hot = [name in self._rows_of for name in module.features]
         self._hot_features = torch.tensor(is_hot, device=self._device).nonzero().flatten()
         self._is_newer, self._must_read = False, True
@@ -101,13 +102,13 @@ class HotCopies:
 
     @property
     def tensors(self) -> dict[str, Tensor]:
-        """Live weights [n, N] and optimizer states of all copies, by name; the same bits on every rank."""
+        """Live weights [n, N] and optimizer states of all copies, by name, FP32; the same bits on every rank."""
         return {f"the hot rows of {table}.{part}": tensor for (table, part), tensor in self._tensors.items()}
 
     def split(self, ids: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, HotBags]:
-        """Splits the ids of hot rows off a batch, features in the order in which they are sent; no gradient.
+        """Splits a batch, whose features are in the order in which they are sent, into cold and hot ids; no gradient.
 
-        Returns the cold ids, in as many bags, and the hot ones.
+        The cold ids have as many bags as the batch.
         """
         self.lookup.settle()  # before anything is sent: other ranks may wait for it
         num_bags, num_samples = ids.lengths().numel(), ids.stride()
@@ -135,7 +136,7 @@ class HotCopies:
         return cold, bags
 
     def _find(self, feature: str, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns which ids of a feature are hot, bool [n], and the places of their rows among the table's copies."""
+        """Returns which ids of a feature are hot, bool [n], and the positions of hot rows among the table's copies."""
         rows = self._rows_of.get(feature)
         if rows is None:
             return torch.zeros_like(values, dtype=torch.bool), values[:0]
@@ -152,7 +153,7 @@ class HotCopies:
             self.read()
         found = self.lookup(bags.ids, bags.offsets, bags.weights)
         if found.requires_grad:
-            # It also keeps these copies alive as long as something may go back to them.
+            # The hook also keeps these copies alive while a backward pass may still reach them.
             found.register_hook(self._check_in_use)
         by_feature = dict(zip(self._features, found.split(self._widths, dim=1), strict=True))
         parts = [by_feature.get(name, found.new_zeros(1).expand(len(found), width)) for name, width in pieces]
@@ -160,7 +161,7 @@ class HotCopies:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Brings the tables of this rank up to date before their tensors are returned."""
+        """Writes trained copies to this rank's tables; called before the tensors of a table are handed out."""
         if not self._is_newer:
             return
         self._module.flush()
@@ -170,7 +171,7 @@ class HotCopies:
         self._is_newer = False
 
     def read_again(self) -> None:
-        """Marks the copies as outdated: tables were loaded, so they are read again before use. Every rank calls it."""
+        """Marks the copies as outdated after tables were loaded: the next use reads them again. Every rank calls it."""
         self._must_read, self._is_newer = True, False
 
     @torch.no_grad()
@@ -182,7 +183,7 @@ class HotCopies:
         for part in self._parts:
             if part.is_told:
                 part.copy[part.places] = part.home[part.rows]
-        # Each number has one rank that tells it; as whole numbers the sum with zeros keeps every bit of it.
+        # One rank has each number, the others zeros; summed as integers, every bit is kept.
         works = [start_sum(tensor.view(-1).view(torch.int32), self._whole) for tensor in (self._weights, *self._states)]
         for work in works:
             work.wait()
@@ -192,7 +193,7 @@ class HotCopies:
         tables = self._module.home_tables
         specs = [(len(self.rows[name]), tables[name].config.embedding_dim) for name in names]
         number = {feature: i for i, name in enumerate(names) for feature in tables[name].config.feature_names}
-        # The kernel draws its first weights, which `read` replaces: the run's own draws must stay what they are.
+        # The kernel draws first weights, which `read` replaces: this must not change the random numbers of the run.
         with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
             kernel = DenseTableBatchedEmbeddingBagsCodegen(
                 specs,
@@ -204,9 +205,9 @@ class HotCopies:
             name: TableBatchedEmbeddingSlice(kernel.weights, ends[i], ends[i + 1], *specs[i])
             for i, name in enumerate(names)
         }
-        # The settings of the table's own optimizer, so that a copy trains as its row would (OPER, section 4.3).
+        # The settings of the table's optimizer, so that a copy trains as its row would (OPER, section 4.3).
         settings = {name: tables[name].settings for name in names}
-        # Weakly: copies that went out of use are freed at once, and not when the garbage collector runs.
+        # Weakly: copies no longer in use are freed at once, not when the garbage collector runs.
         living = weakref.WeakMethod(self._start_mean)
 
         def start_mean(gradient: Tensor) -> Callable[[], None]:
@@ -240,7 +241,7 @@ class HotCopies:
                 copy = copy.narrow(1, home.offsets[1], home.tensor.shape[1])
             rows, first = self.rows[home.table], home.offsets[0]
             places = ((rows >= first) & (rows < first + len(home.tensor))).nonzero().flatten()
-            # Of a data-parallel table every rank of the tower has all rows.
+            # Every rank of the tower has all rows of a data-parallel table: only the first one sends them.
             is_told = home.is_replicated or self._module.mesh.local == 0
             where = (rows[places] - first).to(self._device)
             if len(places):
@@ -248,17 +249,17 @@ class HotCopies:
         return parts
 
     def _start_mean(self, gradient: Tensor) -> Callable[[], None]:
-        """Starts the mean of the copies' gradient over all ranks; with it go the settings of the tables' next update.
+        """Starts the mean of the copies' gradient over all ranks; sends the settings of the tables' next update along.
 
         A rank that holds no part of a table does not know its learning rate, which a schedule may change at any time.
         """
-        now = {name: value for own in self._module.collections for name, value in own.settings_now().items()}
-        # Zeros from all ranks but one: the sum is what that one says.
-        names, told = list(self.rows), torch.zeros(len(self.rows), 2)
+        now = {name: value for part in self._module.collections for name, value in part.settings_now().items()}
+        # All ranks but the owner send zeros: the sum is the owner's value.
+        names, sent = list(self.rows), torch.zeros(len(self.rows), 2)
         for name in self._owned:
-            told[names.index(name)] = torch.tensor(now[name])
+            sent[names.index(name)] = torch.tensor(now[name])
         # In flight while the rest of the backward pass runs.
-        end_sum = self._sum.start(gradient.view(-1), told.flatten().to(gradient))
+        end_sum = self._sum.start(gradient.view(-1), sent.flatten().to(gradient))
 
         def end() -> None:
             settings = end_sum().view(-1, 2).tolist()
@@ -278,10 +279,10 @@ class HotCopies:
 
 
 class _HomePart(NamedTuple):
-    """Hot rows of one tensor of a table that this rank holds."""
+    """Where the hot rows of one tensor of a table on this rank have their copies."""
 
-    home: Tensor
-    copy: Tensor  # the columns that ``home`` has
-    rows: Tensor  # of ``home``
-    places: Tensor  # their rows in ``copy``
-    is_told: bool  # True if this rank tells the others
+    home: Tensor  # the table's weights or an optimizer state, or this rank's shard of it
+    copy: Tensor  # the columns of the copies that ``home`` has
+    rows: Tensor  # indices of the hot rows in ``home``
+    places: Tensor  # indices of these rows in ``copy``
+    is_told: bool  # True if this rank sends the rows to the others

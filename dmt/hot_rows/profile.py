@@ -19,7 +19,7 @@ Numbers = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class RowCounts:
-    """Accesses of the rows of one table.
+    """Number of accesses of the rows of one table.
 
     Example:
         >>> RowCounts.of([2, 7, 7, 7]).merged(RowCounts.of([7, 9]))
@@ -27,27 +27,27 @@ class RowCounts:
     """
 
     rows: Numbers
-    """Rows that are counted, int64 [n], ascending."""
+    """The counted rows, int64 [n], ascending."""
     counts: Numbers
-    """Accesses of each of them, int64 [n]."""
+    """Accesses of each counted row, int64 [n]."""
     total: int
-    """Accesses of all rows, also of those that are not counted."""
+    """Accesses of all rows of the table, counted or not."""
 
     @staticmethod
     def of(ids: Any) -> RowCounts:
-        """Counts the rows in an array of ids."""
+        """Counts the rows in an array of ids, of any shape and integer dtype."""
         rows, counts = np.unique(np.asarray(ids, dtype=np.int64), return_counts=True)
         return RowCounts(rows, counts, int(counts.sum()))
 
     def chances(self, batch_size: float) -> NDArray[np.float64]:
-        """Returns the chance of each counted row to be read by ``batch_size`` independent accesses, float64 [n]."""
-        # Below one: the logarithm of zero is infinite.
+        """Returns the probability that ``batch_size`` independent accesses read each counted row, float64 [n]."""
+        # Kept below one, since the logarithm of zero is infinite.
         shares = np.minimum(self.counts / max(self.total, 1), 1 - 1e-12)
         return np.asarray(-np.expm1(batch_size * np.log1p(-shares)))
 
     def merged(self, other: RowCounts) -> RowCounts:
-        """Returns the accesses of both."""
-        # A few are often added to many, which need not be sorted again.
+        """Returns the sum of both counts."""
+        # Often a few rows are added to many; the many are not sorted again.
         places = np.searchsorted(self.rows, other.rows)
         is_known = places < len(self.rows)
         is_known[is_known] = self.rows[places[is_known]] == other.rows[is_known]
@@ -59,13 +59,13 @@ class RowCounts:
 
 
 class AccessProfile:
-    """Accesses of the rows of all tables, counted batch by batch.
+    """Counts the accesses of the rows of all tables, batch by batch.
 
     Args:
         tables: TorchRec ``EmbeddingBagConfig`` or `TableSpec`.
 
     Raises:
-        InputError: the tables are refused by `table_specs`.
+        InputError: `table_specs` refuses the tables.
 
     Example:
         >>> table = TableSpec(name="t", num_embeddings=10, embedding_dim=8, feature_names=("f",))
@@ -82,9 +82,10 @@ class AccessProfile:
         self._table_of = {feature: table for table in self.tables for feature in table.feature_names}
 
     def add(self, ids: Mapping[str, Any], *, num_samples: int) -> None:
-        """Counts the ids of a batch of ``num_samples``: rows read by each feature, whole numbers, any shape.
+        """Counts the rows that features read in a batch of ``num_samples``: integer arrays of any shape, by feature.
 
-        A feature that is left out read none. `dmt.HotRows` refuses rows that a table does not have.
+        A feature that is left out reads no rows; one that no table has raises `InputError`. `dmt.HotRows` refuses rows
+        that a table does not have.
         """
         for feature, values in ids.items():
             if feature not in self._table_of:
@@ -97,9 +98,9 @@ class AccessProfile:
         return self._counts[table]
 
     def ids_per_sample(self, table: TableSpec) -> float:
-        """Returns the mean number of ids that a feature of the table has in a sample."""
+        """Returns the mean number of ids per sample of a feature of the table."""
         return self[table.name].total / max(self.num_samples * len(table.feature_names), 1)
 
     def put(self, table: str, counts: RowCounts) -> None:
-        """Adds accesses that were counted elsewhere, by another rank or an earlier run; add to `num_samples` too."""
+        """Adds accesses that another rank or an earlier run has counted; add their samples to ``num_samples`` too."""
         self._counts[table] = self[table].merged(counts)

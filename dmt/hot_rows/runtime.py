@@ -1,8 +1,8 @@
 """`HotRows`: copies of the most read rows on all ranks of a flat model, chosen again as data changes (OPER, section 4).
 
 Each rank counts the ids of its batches. At a refresh the counts of all ranks are summed, the rows that save bytes
-between hosts are chosen (`dmt.hot_rows.choice`), and the copies of `dmt.hot_rows.copies` change to them: dropped rows
-return to their tables with their optimizer states, new ones are read from there.
+between hosts are chosen (`dmt.hot_rows.choice`), and the copies (`dmt.hot_rows.copies`) are replaced: dropped rows are
+written back to their tables with their optimizer states, new rows are read from the tables.
 """
 
 from __future__ import annotations
@@ -40,21 +40,21 @@ RowsByTable = dict[str, NDArray[np.int64]]
 
 @dataclass(frozen=True, kw_only=True)
 class HotRowsState:
-    """State of `HotRows` between two steps, besides the tables."""
+    """State of `HotRows` between two steps, apart from the tables."""
 
     rows: RowsByTable
-    """Rows of each table that have copies."""
+    """Rows of each table that have copies, int64 [n], ascending."""
     counts: AccessProfile
-    """Accesses since the last choice, of all ranks together."""
+    """Accesses by all ranks since the last choice of rows; empty on all ranks but the first."""
     steps: int
     """Training steps so far."""
     batch_size: int
-    """Samples of the largest batch of one rank since then."""
+    """Samples of the largest batch of any rank since the last choice of rows."""
 
 
 # Steps that are counted before rows are chosen for the first time.
 _FIRST_STEPS = 100
-# Ids that wait before they are counted: this many, 2 MB of int64, or as many bytes as copies may have if that is more.
+# Ids are counted once this many wait (2 MB of int64), or as many bytes as copies may have if that is more.
 _LEAST_COUNTED = 2**18
 
 
@@ -64,9 +64,9 @@ class HotRows:
     Construct it after ``DistributedModelParallel``, and call `step` on every rank after every training step. Results do
     not change: the optimizer of its table updates each copy with the mean gradient of all ranks. The model's
     ``state_dict`` and parameters, and ``params`` and ``state`` of its ``fused_optimizer``, always hold the trained
-    rows. Tensors obtained before a training step may lack that step: get them again; so may those in ``param_groups``
-    and in TorchRec's collection inside the sharded module. ``load_state_dict`` of the model or its optimizer reads the
-    copies again; after other changes in place, call ``hot.replicate(hot.rows)``.
+    rows. Tensors fetched before a training step may lack that step, so fetch them again; tensors in ``param_groups``
+    and in TorchRec's collection inside the sharded module may lag, too. ``load_state_dict`` of the model or its
+    optimizer refreshes the copies; after any other in-place change of a table, call ``hot.replicate(hot.rows)``.
 
     Tables that cannot have copies are left out, see `left_out`. Bags of several ids gain nothing (`docs/hot_rows.md`),
     so `refresh` chooses no rows for them; `replicate` takes any rows.
@@ -74,14 +74,14 @@ class HotRows:
     Args:
         model: holds one collection sharded by ``SPTTEmbeddingBagCollectionSharder``.
         mesh: the groups.
-        extra_memory: share of the weights of all tables that a rank's copies, and ids that wait for a count, each take.
-        refresh_every: training steps from one choice of rows to the next; the first choice comes after 100 steps at the
-            latest. None: rows change only when you call `refresh` or `replicate`, but for the choice by ``profile``.
-        profile: accesses for the first choice, after the first step; given on all ranks.
+        extra_memory: share of the bytes of all tables that a rank's copies may take, and as much for uncounted ids.
+        refresh_every: training steps between two choices of rows; the first choice comes after at most 100 steps. None:
+            rows change only when you call `refresh` or `replicate`, except for the first choice by ``profile``.
+        profile: accesses for the first choice of rows, which then follows the first step; pass it on all ranks.
 
     Raises:
-        InputError: an argument is out of range or not the same on all ranks; the model has no such collection, several,
-            or towers; it has the global id route; no table can have copies.
+        InputError: an argument is out of range or not the same on all ranks; the model does not have exactly one such
+            collection, or has tower modules, replicas or the global id route; or no table can have copies.
 
     Example::
 
@@ -108,9 +108,9 @@ class HotRows:
         check_agreement("HotRows", arguments, mesh.global_group)
         if not 0 < extra_memory <= 1:
             raise InputError(f"HotRows: extra_memory={extra_memory!r} must be a share above 0 and at most 1.")
-        if refresh_every is not None and refresh_every < 1:
+        if refresh_every is not None and (not isinstance(refresh_every, int) or refresh_every < 1):
             raise InputError(
-                f"HotRows: refresh_every={refresh_every!r} must be a number of steps, at least 1, or None."
+                f"HotRows: refresh_every={refresh_every!r} must be a whole number of steps, at least 1, or None."
             )
         self._module, self._mesh = _flat_collection(model, mesh), mesh
         homes = self._module.home_tables
@@ -125,14 +125,14 @@ class HotRows:
         if profile is not None and (missing := [table.name for table in self._tables if table not in profile.tables]):
             raise InputError(
                 f"HotRows: the profile and the model differ in table {missing[0]!r} ({len(missing)} such tables). "
-                "Collect it from the same model and data."
+                "Collect the profile with this model's tables."
             )
         self._refresh_every, self._profile = refresh_every, profile
-        # A profile chooses as soon as a batch was counted.
+        # With a profile, rows are chosen as soon as a batch was counted.
         self._first = None if profile is not None or refresh_every is None else min(_FIRST_STEPS, refresh_every)
         self._steps = self._batch_size = 0
         self._counter = _Counter(self._tables, self._budget)
-        # Groups of their own: on shared ones, ranks could start these collectives and others in different orders.
+        # New groups: on shared groups, ranks could start these collectives and others in different orders.
         topology = mesh.topology
         self._inside = mesh.new_group(topology.host_groups())
         self._across = mesh.new_group(topology.across_host_groups())
@@ -148,12 +148,12 @@ class HotRows:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the weights of this rank's copies; optimizer states come on top."""
+        """Bytes of the weights of this rank's copies, without their optimizer states."""
         rows = self.rows
         return sum(4 * table.embedding_dim * len(rows.get(table.name, ())) for table in self._tables)
 
     def step(self) -> None:
-        """Call it after every training step; it chooses rows when due. Collective over the job."""
+        """Counts a training step, and chooses rows when due; call it after every step. Collective over the job."""
         self._steps += 1
         every = self._refresh_every
         is_due = self._steps == self._first or (every is not None and self._steps % every == 0)
@@ -161,15 +161,15 @@ class HotRows:
             self.refresh()
 
     def refresh(self) -> None:
-        """Chooses rows by the counts, or by the profile if it was not used yet, and copies them. Collective.
+        """Chooses rows by the counts, or by ``profile`` if it has not been used yet, and copies them. Collective.
 
-        Before the first training batch it does nothing: the choice depends on the size of a batch.
+        Does nothing before the first training batch, because the choice depends on the batch size.
         """
         now = self.state()
         if not now.batch_size:
             return
         profile, self._profile = self._profile or now.counts, None
-        # One rank chooses for all: processors of another kind may round a row's gain differently.
+        # One rank chooses for all: processors of different kinds may round a row's gain differently.
         tables = self._tables if self._everyone.rank() == 0 else []
         topology, encoder = self._mesh.topology, self._module.encoder
         distinct = encoder is not None and encoder.shares_equal
@@ -180,26 +180,26 @@ class HotRows:
             self._everyone,
         )
         self.replicate(chosen)
-        # Start afresh: earlier counts would keep rows that nobody reads any more.
+        # Counting starts afresh: earlier counts would keep rows that are no longer read.
         self._counter, self._batch_size = _Counter(self._tables, self._budget), 0
 
     def replicate(self, rows: Mapping[str, Any]) -> None:
-        """Copies exactly these rows to every rank, and returns others to their tables. Collective.
+        """Copies exactly ``rows`` to every rank, and writes all other copies back to their tables. Collective.
 
         Args:
-            rows: for each table the rows to copy, whole numbers, the same on all ranks.
+            rows: the rows to copy, integers by table; the same on all ranks.
 
         Raises:
-            InputError: a table is unknown or left out, a row is outside it or no whole number, or ranks were given
+            InputError: a table is unknown or left out, a row is not an integer or not in its table, or ranks pass
                 different rows.
         """
         wanted: RowsByTable = {}
-        # A rank that is given other rows must not leave the others waiting.
+        # A rank with wrong rows must not leave the others waiting.
         run_on_all_or_raise(lambda: wanted.update(self._checked(rows)), self._everyone)
         digest = hashlib.sha256(b"".join(name.encode() + of_table.tobytes() for name, of_table in wanted.items()))
         check_agreement("HotRows.replicate", {"rows": digest.hexdigest()}, self._everyone)
         self._module.write_back()
-        # Rows that leave have gone back to their tables; those that stay are read again from there, bit by bit.
+        # Dropped rows are back in their tables; rows that stay are read from the tables again, bit for bit.
         self._copies = None
         if wanted:
             rows = {name: torch.from_numpy(of_table) for name, of_table in wanted.items()}
@@ -211,13 +211,13 @@ class HotRows:
                 whole=self._everyone,
                 owned=self._owned,
             )
-            # At once: a check of the run may compare copies before any batch reads them.
+            # Read at once: a check of the run may compare copies before any batch reads them.
             self._copies.read()
         self._module.hot = self._copies
         wrap(self._module, take_out=None if self._copies is None else self._copies.split)
 
     def _checked(self, rows: Mapping[str, Any]) -> RowsByTable:
-        """Returns the rows of each table that has some, int64 [n], ascending; `InputError` for others."""
+        """Returns the rows of each table that has some, int64 [n], ascending; raises `InputError` for wrong rows."""
         homes, row_numbers = self._module.home_tables, {}
         for name, of_table in sorted(rows.items()):
             numbers = np.unique(np.asarray(of_table))
@@ -236,12 +236,12 @@ class HotRows:
         return row_numbers
 
     def state(self) -> HotRowsState:
-        """Sums the counts of all ranks on the first, and returns what a run needs to resume as if uninterrupted.
+        """Returns what a run needs to resume as if uninterrupted; the first rank gets the counts of all ranks.
 
-        Collective; call it when you save the model. Other ranks get no counts.
+        Collective; call it when you save the model. The counts on other ranks are empty.
         """
         mine, summed = self._counter.profile(), AccessProfile(self._tables)
-        for table in self._tables:  # one by one: those of all tables and ranks may be many
+        for table in self._tables:  # one by one, since the counts of all tables and ranks may be large
             for counts in gather_on_first(mine[table.name], self._everyone):
                 summed.put(table.name, counts)
         sizes, numbers = zip(*gather_objects((self._batch_size, mine.num_samples), self._everyone), strict=True)
@@ -249,14 +249,14 @@ class HotRows:
         return HotRowsState(rows=self.rows, counts=summed, steps=self._steps, batch_size=max(sizes))
 
     def load_state(self, state: HotRowsState) -> None:
-        """Resumes from a `state`, which may come from other ranks; ignores tables that the model does not have.
+        """Resumes from a `state`, maybe of another number of ranks; ignores tables that the model does not have.
 
-        Collective. Load the model's state first. A profile is not used afterwards, and ``extra_memory`` holds from the
-        next choice on. On as many ranks, what follows equals an uninterrupted run bit for bit.
+        Collective. Load the model's state first. Drops ``profile`` if it has not been used; ``extra_memory`` applies
+        from the next choice of rows. On the same number of ranks, training continues bit for bit as if uninterrupted.
         """
         names = {table.name for table in self._tables if table in state.counts.tables}
         self._steps, self._profile = state.steps, None
-        # All on one rank: a choice sums over ranks.
+        # On the first rank only, since a choice sums the counts over ranks.
         self._batch_size, loaded = state.batch_size, AccessProfile(self._tables)
         if self._everyone.rank() == 0:
             loaded.num_samples = state.counts.num_samples
@@ -269,11 +269,11 @@ class HotRows:
         if not self._module.training:
             return
         self._batch_size = max(self._batch_size, ids.stride())
-        if ids.stride():  # TorchRec does not take an empty batch apart
+        if ids.stride():  # TorchRec cannot split an empty batch by feature
             self._counter.add(ids)
 
     def _owned_tables(self) -> list[str]:
-        """Tables whose learning rate this rank tells the others: of the ranks that update a table, the first does."""
+        """Tables whose learning rate this rank sends to the others: those that no lower rank updates."""
         mine = [name for collection in self._module.collections for name in collection.settings_now()]
         of_ranks, rank = gather_objects(mine, self._everyone), self._everyone.rank()
         before = {name for of_rank in of_ranks[:rank] for name in of_rank}
@@ -281,7 +281,7 @@ class HotRows:
 
 
 class _Counter:
-    """Counts the ids of batches exactly, where they are: on a GPU nothing is copied to the host, batch by batch."""
+    """Counts the ids of batches exactly, on their device, so that a GPU copies nothing to the host in each batch."""
 
     def __init__(self, tables: Sequence[TableSpec], max_bytes: float, before: AccessProfile | None = None) -> None:
         self._total = before or AccessProfile(tables)
@@ -290,7 +290,7 @@ class _Counter:
         self._enough = max(_LEAST_COUNTED, max_bytes / ID_BYTES)
 
     def add(self, ids: KeyedJaggedTensor) -> None:
-        """Keeps the ids of a batch; all are counted once they take up more than ``max_bytes`` on the device."""
+        """Keeps the ids of a batch; counts all kept ids once they take more than ``max_bytes`` on the device."""
         self._total.num_samples += ids.stride()
         self._waiting.append(dict(zip(ids.keys(), ids.values().split(ids.length_per_key()), strict=True)))
         self._num_waiting += ids.values().numel()
@@ -310,7 +310,7 @@ class _Counter:
 
 
 def why_no_copies(tables: Mapping[str, HomeTable]) -> dict[str, str]:
-    """Returns those of all tables of a collection whose rows cannot have copies that train alike, with the reason."""
+    """Returns, by table name, why a table's rows cannot have copies that train alike; other tables are left out."""
     users: dict[str, list[str]] = {}
     for name, table in tables.items():
         for feature in table.config.feature_names:
@@ -326,9 +326,9 @@ def _why_no_copies(table: HomeTable, users: Mapping[str, Sequence[str]]) -> str:
     if "MEAN" in str(config.pooling):
         return "its bags are averaged, and the rank that sums the cold ids of a bag does not know how many are hot"
     if "FP32" not in str(config.data_type) or "FP32" not in output.upper():
-        return f"its weights are {config.data_type} and its lookup makes {output}, and copies are FP32"
+        return f"its weights are {config.data_type} and its lookups return {output}, but copies are FP32"
     if table.scheme == "column_wise" and optimizer_name(table.settings) == "rowwise_adagrad":
-        return "it is cut by columns, and row-wise AdaGrad has a state of its own for each part of a row"
+        return "it is cut by columns, and row-wise AdaGrad has a separate state for each part of a row"
     for feature in config.feature_names:
         if len(users[feature]) > 1:
             return f"its feature {feature!r} is also looked up in {shorten(users[feature], ', ')}"
@@ -342,7 +342,7 @@ def _flat_collection(model: nn.Module, mesh: TowerMesh) -> ShardedSPTTEmbeddingB
     refuse(hot_rows=True, has_towers=has_towers, id_route=routes.pop(), num_replicas=mesh.topology.num_replicas)
     if len(modules) != 1:
         raise InputError(
-            "HotRows needs a model with one collection that SPTTEmbeddingBagCollectionSharder has sharded; this one "
-            f"has {len(modules)}. Give it the DistributedModelParallel."
+            "HotRows needs a model with exactly one collection sharded by SPTTEmbeddingBagCollectionSharder; this one "
+            f"has {len(modules)}. Pass the DistributedModelParallel of such a model."
         )
     return modules[0]

@@ -1,8 +1,8 @@
-"""`TouchedRowsSum`: sums over hosts the gradients of those copied rows that a step touched (OPER, section 5.3).
+"""`TouchedRowsSum`: sums the gradients of the copied rows that a step touched over all hosts (OPER, section 5.3).
 
-Ranks tell each other which rows they touched, one bit for each. The rows that some rank touched are then summed by one
-all-reduce, first inside each host and once between hosts; where nearly all were touched, all rows are. Both give the
-same sums up to the order of additions.
+Ranks exchange which rows they touched, one bit per row. One all-reduce, first inside each host and then once between
+hosts, sums the rows that any rank touched; if nearly all rows were touched, it sums all rows. Both give the same sums
+up to the order of additions.
 
 Legend: n rows of all tables, H hosts of L ranks.
 """
@@ -20,36 +20,36 @@ from dmt.collectives import gather_parts, max_over_ranks, start_sum_over_hosts
 
 __all__ = ["TouchedRowsSum"]
 
-# Rows are picked out and put back only where it saves this share of what is sent.
+# Rows are picked out and put back only if that saves this share of what is sent.
 _WORTH = 0.05
 _BITS = 8
 
 
 class TouchedRowsSum:
-    """Sums gradients of tables of these shapes, [rows, columns], over the ranks of all hosts.
+    """Sums the gradients of tables with ``shapes`` [rows, columns] over the ranks of all hosts.
 
-    ``inside`` are the ranks of this host, ``across`` one rank of each.
+    ``inside`` has the ranks of this host, ``across`` one rank of each host.
     """
 
     def __init__(self, shapes: Sequence[tuple[int, int]], inside: ProcessGroup, across: ProcessGroup) -> None:
         self._shapes, self._inside, self._across = list(shapes), inside, across
 
-    def start(self, gradient: Tensor, told: Tensor) -> Callable[[], Tensor]:
-        """Starts a sum of the gradient in place; collective.
+    def start(self, gradient: Tensor, extra: Tensor) -> Callable[[], Tensor]:
+        """Starts the in-place sum of ``gradient``; collective.
 
-        It blocks until ranks have told each other what they touched and a host has summed its own ranks' gradients;
-        what travels between hosts after that is in flight when it returns.
+        Blocks until ranks have exchanged which rows they touched and each host has summed its ranks' gradients; the
+        exchange between hosts is in flight when it returns.
 
         Args:
-            gradient: of all rows on this rank, [numbers], zeros where it touched none.
-            told: more numbers to sum, [k], which always travel.
+            gradient: this rank's gradient of all rows, [sum of rows * columns], zero for rows that it did not touch.
+            extra: further numbers to sum, [k], in the dtype of ``gradient``; they are always sent.
 
         Returns:
-            Waits, leaves the sum in ``gradient``, and returns that of ``told``, [k]; the same bits on all ranks.
+            Function that waits, leaves the sum in ``gradient`` and returns that of ``extra``; all ranks agree bitwise.
         """
         numbers = gradient.split([rows * columns for rows, columns in self._shapes])
         tables = [part.view(shape) for part, shape in zip(numbers, self._shapes, strict=True)]
-        # On one host nothing would be saved: gradients are summed inside it anyway.
+        # On one host picking rows saves nothing: its ranks sum their gradients anyway.
         picked: list[Tensor | slice] = [slice(None)] * len(tables)
         if self._across.size() > 1:
             touched = self._touched(tables).split([len(table) for table in tables])
@@ -59,20 +59,20 @@ class TouchedRowsSum:
             if size <= (1 - _WORTH) * len(gradient):
                 picked = [*rows]
         sent = [table[of_table].flatten() for table, of_table in zip(tables, picked, strict=True)]
-        end_sum = start_sum_over_hosts(torch.cat([*sent, told]), self._inside, self._across)
+        end_sum = start_sum_over_hosts(torch.cat([*sent, extra]), self._inside, self._across)
 
         def end() -> Tensor:
-            *sums, told_sum = end_sum().split([*map(len, sent), len(told)])
-            # Rows that are not picked were touched by nobody: they are zeros on every rank already.
+            *sums, extra_sum = end_sum().split([*map(len, sent), len(extra)])
+            # No rank touched the rows that are not picked: they are zero on every rank already.
             for table, of_table, summed in zip(tables, picked, sums, strict=True):
                 table[of_table] = summed.view(-1, table.shape[1])
-            return told_sum
+            return extra_sum
 
         return end
 
     def _touched(self, tables: Sequence[Tensor]) -> Tensor:
-        """Rows that some rank touched, bool [n]."""
-        # NaN is not equal to zero either: it must not get lost.
+        """Returns which rows any rank touched, bool [n]; collective."""
+        # NaN differs from zero, too, so it is not lost.
         touched = torch.cat([table.ne(0).any(1) for table in tables])
         touched = max_over_ranks(touched.to(torch.uint8), self._inside)
         hosts, ranks = self._across.size(), self._inside.size()

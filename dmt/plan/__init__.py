@@ -1,4 +1,4 @@
-"""Plans of what goes where, as pure data: topology, tables, towers of features, column shards. No TorchRec."""
+"""Plans as pure data, without TorchRec: topology, tables, towers of features, column shards."""
 
 from dmt.plan.tables import TableSpec
 from dmt.plan.topology import TowerTopology

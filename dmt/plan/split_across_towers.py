@@ -1,8 +1,8 @@
-"""Column shards of a table as members of different towers: which tables are cut, and the tables and ids that result.
+"""Cuts tables into column shards that different towers can hold: names, tables and ids of the shards.
 
-When there are more towers than features, a table is cut into shards of some of its columns, and each shard is an
-ordinary table with a feature of its own, ``ad[0:64]``, that is looked up with the same ids. (Inside a tower, tables are
-cut column-wise too, DMT paper, section 4; here the shards are in several.)
+When there are more towers than features, a table is cut into shards of some of its columns. Each shard is an ordinary
+table with a new feature, ``ad[0:64]``, which is looked up with the same ids. (The column-wise sharding inside a tower,
+DMT paper, section 4, is separate: all its shards stay in one tower.)
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Splits = Mapping[str, Sequence[int]]
 
 
 def shard_names(name: str, widths: Sequence[int]) -> list[str]:
-    """Names of the column shards of a feature or table.
+    """Returns the names of the column shards of a feature or table, ``widths`` columns each.
 
     Example:
         >>> shard_names("ad", [64, 32])
@@ -34,18 +34,18 @@ def shard_names(name: str, widths: Sequence[int]) -> list[str]:
 
 
 def uncut_name(name: str) -> str:
-    """Name of the feature or table that a column shard is of; the name itself if it is no shard's."""
+    """Returns the name of the feature or table that a column shard was cut from; other names are returned unchanged."""
     return re.sub(r"\[\d+:\d+\]$", "", name)
 
 
 def split_tables(tables: Sequence[Any], splits: Splits) -> list[Any]:
-    """The tables with those that are cut replaced by their shards.
+    """Returns the tables in their order, with each table to cut replaced by its shards.
 
-    Tables keep their order; a shard has the rows of its table and some of its columns. ``splits`` are the columns of
-    each shard, by the name of the feature (`TowerPlan.column_splits`).
+    A shard has all rows and some columns of its table. ``splits`` maps a feature to the number of columns of each shard
+    (`TowerPlan.column_splits`).
 
     Raises:
-        InputError: a feature to cut shares its table, or the shards do not add up to the table.
+        InputError: a feature to cut shares its table, or the shards' columns do not add up to the table's.
     """
     split: list[Any] = []
     for table in tables:
@@ -55,13 +55,14 @@ def split_tables(tables: Sequence[Any], splits: Splits) -> list[Any]:
             continue
         if len(table.feature_names) > 1:
             raise InputError(
-                f"Table {table.name!r} is shared by {list(table.feature_names)} and cannot be cut into column shards."
+                f"Table {table.name!r} is shared by {list(table.feature_names)} and cannot be cut into column shards. "
+                f"Remove {cut[0]!r} from column_splits, or give it a table of its own."
             )
         widths = splits[cut[0]]
         if sum(widths) != table.embedding_dim or min(widths) < 1:
             raise InputError(
                 f"Table {table.name!r} has embedding_dim={table.embedding_dim}, but its column shards are "
-                f"{list(widths)}; they must add up to it."
+                f"{list(widths)}; these must be positive and add up to embedding_dim."
             )
         split += [
             replace(table, name=name, embedding_dim=width, feature_names=type(table.feature_names)([feature]))
@@ -73,10 +74,10 @@ def split_tables(tables: Sequence[Any], splits: Splits) -> list[Any]:
 
 
 def split_ids(ids: KeyedJaggedTensor, splits: Splits) -> KeyedJaggedTensor:
-    """The ids with each feature that is cut repeated once for each of its shards, under the shards' names.
+    """Returns the ids with every feature in ``splits`` repeated for each of its shards, under the shards' names.
 
     Raises:
-        InputError: each feature has a batch size of its own.
+        InputError: the batch size varies by feature.
     """
     from torchrec import KeyedJaggedTensor
 

@@ -47,11 +47,11 @@ class TableSpec:
     feature_names: tuple[str, ...]
     """The features that look up in this table; usually one, more when a table is shared."""
     data_type: TableFormat = field(default="FP32", compare=False)
-    """Number format of the weights; no part of what a table is, a plan holds for either."""
+    """Number format of the weights. Comparisons of tables ignore it: a plan is valid for both formats."""
     sequences: tuple[tuple[str, str], ...] = field(default=(), compare=False)
-    """Features that are sequences, each with its target: the feature of this table that attends to it."""
+    """Pairs of a sequence feature and its target, the feature of this table that attends to the sequence."""
     is_sequence: bool = field(default=False, compare=False)
-    """Whether each id has an embedding of its own: so in a tower with sequences, also where this table has none."""
+    """True if a lookup returns an embedding per id, not pooled bags; so for all tables of a tower with sequences."""
 
     def __post_init__(self) -> None:
         for size in ("num_embeddings", "embedding_dim"):
@@ -70,26 +70,26 @@ class TableSpec:
 
 
 def number_bytes(table: Any) -> int:
-    """Bytes per weight of a table: of its ``data_type``, 4 where it has none.
+    """Returns the bytes per weight of a table, by its ``data_type``; 4 if it has none.
 
     Raises:
-        InputError: a format other than FP32 and FP16, in which tables are not trained.
+        InputError: the format is not FP32 or FP16, the two in which tables train.
     """
     kind = table_format(table)
     if kind not in TABLE_FORMATS:
         raise InputError(
-            f"Table {table.name!r} has data_type={kind!r}; tables train in {' or '.join(TABLE_FORMATS)}. Use one of "
-            "them."
+            f"Table {table.name!r} has data_type={kind!r}, but tables train in {' or '.join(TABLE_FORMATS)} only. "
+            "Change data_type."
         )
     return NUMBER_BYTES[kind.lower()]
 
 
 def table_specs(tables: Iterable[Any], *, one_table_per_feature: bool = True) -> tuple[TableSpec, ...]:
-    """Converts TorchRec ``EmbeddingBagConfig`` (or anything with the same fields) to `TableSpec`.
+    """Converts TorchRec's ``EmbeddingBagConfig`` (or any objects with the same fields) to `TableSpec`.
 
     Raises:
-        InputError: two tables have one name, a feature looks up in two tables though ``one_table_per_feature``, or a
-            table is of a number format that does not train.
+        InputError: two tables have the same name, a feature looks up in two tables although ``one_table_per_feature``,
+            or tables do not train in the ``data_type`` of a table.
     """
     specs = tuple(
         TableSpec(
@@ -112,18 +112,18 @@ def table_specs(tables: Iterable[Any], *, one_table_per_feature: bool = True) ->
 
 
 def feature_names(tables: Sequence[Any]) -> list[str]:
-    """The features of all tables, in the order of the tables."""
+    """Returns the features of all tables, table by table."""
     return [feature for table in tables for feature in table.feature_names]
 
 
 def is_sequence(table: Any) -> bool:
-    """Returns whether each id of a table has an embedding of its own: TorchRec's ``EmbeddingConfig`` has no pooling."""
+    """Returns whether a lookup in the table yields an embedding per id, unpooled (TorchRec's ``EmbeddingConfig``)."""
     if hasattr(table, "is_sequence"):  # a `TableSpec`, or a record of one
         return bool(table.is_sequence)
     return hasattr(table, "init_fn") and not hasattr(table, "pooling")
 
 
 def table_format(table: Any) -> str:
-    """Returns the name of a table's weight format, of its ``data_type``; FP32 where it has none."""
+    """Returns the name of a table's ``data_type``, the number format of its weights; ``"FP32"`` if it has none."""
     kind = getattr(table, "data_type", "FP32")
     return str(getattr(kind, "value", kind))

@@ -32,12 +32,12 @@ class TowerTopology:
     """The mesh of a job: R replicas x T towers x L ranks per tower.
 
     Sizes are arguments; nothing is read from the environment. So one machine can simulate two hosts, a tower may span
-    several hosts, and several towers may share one.
+    several hosts, and several towers may share a host.
 
-    The group methods return lists of *global* ranks, ascending, in one order that is the same on every rank.
+    The group methods return lists of *global* ranks, ascending, in an order that is the same on every rank.
 
     Raises:
-        InputError: a size is not positive, ``replica_placement`` is unknown, or hosts cut towers unevenly.
+        InputError: a size is not positive, ``replica_placement`` is unknown, or hosts hold unequal parts of towers.
 
     Example:
         The walk-through of the DMT paper (arXiv 2403.00877, section 3.1.1): 4 ranks on 2 hosts.
@@ -59,8 +59,8 @@ class TowerTopology:
     """``"inter_host"``: a replica is a contiguous block of ranks. ``"intra_host"``: the replicas of one
     shard are neighbouring ranks."""
     ranks_per_host: int | None = None
-    """Neighbouring ranks that share a host: those of several whole towers, or an equal part of one tower's. None: those
-    of one tower, with ``"intra_host"`` replicas of all its replicas."""
+    """Number of neighbouring ranks on a host, which hold whole towers or an equal part of one tower. None: as many as
+    hold one tower, which includes all its replicas if ``replica_placement`` is ``"intra_host"``."""
 
     def __post_init__(self) -> None:
         for field in ("num_towers", "ranks_per_tower", "num_replicas", "ranks_per_host"):
@@ -84,17 +84,17 @@ class TowerTopology:
 
     @property
     def host_size(self) -> int:
-        """Ranks that share a host: ``ranks_per_host``, or its default."""
+        """Number of ranks on a host: ``ranks_per_host``, or its default."""
         return self._ranks_of_tower if self.ranks_per_host is None else self.ranks_per_host
 
     @property
     def _ranks_of_tower(self) -> int:
-        """Neighbouring ranks that hold one tower: its L, with ``"intra_host"`` replicas R * L."""
+        """Number of neighbouring ranks that hold one tower: L, or R * L with ``"intra_host"`` replicas."""
         return self.ranks_per_tower * (self.num_replicas if self.replica_placement == "intra_host" else 1)
 
     @property
     def num_hosts(self) -> int:
-        """H, hosts of the job."""
+        """H, the number of hosts in the job."""
         return self.world_size // self.host_size
 
     @property
@@ -104,7 +104,7 @@ class TowerTopology:
 
     @property
     def _ranks(self) -> NDArray[np.int64]:
-        """Global ranks by replica, tower and local index, [R, T, L]."""
+        """Global ranks by replica, tower and local index: [R, T, L], int64."""
         sizes = self.num_towers, self.ranks_per_tower
         ranks = np.arange(self.world_size)
         if self.replica_placement == "inter_host":
@@ -118,34 +118,34 @@ class TowerTopology:
             raise InputError(
                 f"The topology has num_replicas * num_towers * ranks_per_tower = {self.num_replicas} * "
                 f"{self.num_towers} * {self.ranks_per_tower} = {self.world_size} ranks, but the job was "
-                f"started with WORLD_SIZE={world_size}. Change one of them."
+                f"started with WORLD_SIZE={world_size}. Change the topology or the number of ranks."
             )
 
     def coordinates(self, rank: int) -> RankCoordinates:
-        """The coordinates of a global rank."""
+        """Returns the mesh coordinates of a global rank."""
         return RankCoordinates(*(int(where[0]) for where in (self._ranks == rank).nonzero()))
 
     def host(self, rank: int) -> int:
-        """Host index of a global rank; hosts are blocks of `host_size` neighbouring ranks."""
+        """Returns the host index of a global rank; hosts are blocks of `host_size` neighbouring ranks."""
         return rank // self.host_size
 
     @property
     def outside_towers(self) -> TowerTopology:
-        """The same ranks for tables outside towers: one tower of one rank, replicated on all ranks."""
+        """The topology of tables outside towers: one tower of one rank, with a replica on every rank of the job."""
         return TowerTopology(
             num_towers=1, ranks_per_tower=1, num_replicas=self.world_size, ranks_per_host=self.host_size
         )
 
     @property
     def one_replica(self) -> TowerTopology:
-        """The ranks of one replica as one tower, on the hosts that they are on."""
+        """The topology of one replica's ranks as a single tower, on the same hosts."""
         ranks = self.sharding_groups()[0]
-        # Hosts may hold unequal parts of it, where neighbours are replicas of one shard.
+        # With "intra_host" placement hosts may hold unequal parts of a replica.
         on_host = math.gcd(*Counter(map(self.host, ranks)).values())
         return TowerTopology(num_towers=1, ranks_per_tower=len(ranks), ranks_per_host=on_host)
 
     def on_all_replicas(self, values: ArrayLike) -> NDArray[np.float64]:
-        """Returns numbers of one replica's ranks, [T L, ...] tower by tower, for all ranks of the job, [W, ...]."""
+        """Gives all ranks of the job the values of one replica's ranks: [T * L, ...] tower by tower -> [world, ...]."""
         of_replica = np.asarray(values, dtype=np.float64)
         of_job = np.empty((self.world_size, *of_replica.shape[1:]))
         for ranks in self.sharding_groups():
@@ -157,7 +157,7 @@ class TowerTopology:
         return self._groups(0, 1, 2, size=self.ranks_per_tower)
 
     def peer_groups(self) -> list[list[int]]:
-        """Ranks with one local index, one per tower of a replica (slow links): R * L groups of T."""
+        """Ranks with the same local index, one per tower of a replica (slow links): R * L groups of T."""
         return self._groups(0, 2, 1, size=self.num_towers)
 
     def sharding_groups(self) -> list[list[int]]:
@@ -165,23 +165,23 @@ class TowerTopology:
         return self._groups(0, 1, 2, size=self.num_towers * self.ranks_per_tower)
 
     def replica_groups(self) -> list[list[int]]:
-        """Ranks that hold one shard in the different replicas: T * L groups of R."""
+        """Ranks that hold the same shard, one per replica: T * L groups of R."""
         return self._groups(1, 2, 0, size=self.num_replicas)
 
     def tower_module_groups(self) -> list[list[int]]:
-        """Ranks that hold a copy of one tower's dense module (all replicas): T groups of R * L."""
+        """Ranks that hold a copy of one tower's dense module, in all replicas: T groups of R * L."""
         return self._groups(1, 0, 2, size=self.num_replicas * self.ranks_per_tower)
 
     def host_groups(self) -> list[list[int]]:
-        """Ranks of one `host` each."""
+        """Ranks of one host: H groups of `host_size`."""
         return [list(range(first, first + self.host_size)) for first in range(0, self.world_size, self.host_size)]
 
     def across_host_groups(self) -> list[list[int]]:
-        """Ranks at the same place on all hosts."""
+        """Ranks at the same position on their hosts, one per host: `host_size` groups of H."""
         return [list(ranks) for ranks in zip(*self.host_groups(), strict=True)]
 
     def share_across_hosts(self, groups: list[list[int]]) -> float:
-        """The share of pairs of ranks in one group that are on different hosts; 0 if there is no pair."""
+        """Returns the fraction of rank pairs within the groups that are on different hosts; 0 if there are no pairs."""
         pairs = across = 0
         for group in groups:
             on_host = Counter(self.host(rank) for rank in group)
@@ -191,7 +191,7 @@ class TowerTopology:
         return across / pairs if pairs else 0.0
 
     def ring_share_across_hosts(self, groups: Sequence[Sequence[int]]) -> float:
-        """The share of links between hosts in rings through each group in host order.
+        """Returns the fraction of links between hosts in rings through the ranks of each group, in host order.
 
         Example:
             >>> topology = TowerTopology(num_towers=1, ranks_per_tower=4, ranks_per_host=2)
@@ -202,12 +202,12 @@ class TowerTopology:
         return sum(number for number in hosts if number > 1) / max(sum(map(len, groups)), 1)
 
     def _groups(self, *axes: int, size: int) -> list[list[int]]:
-        """Ranks in the order of these axes of the mesh, cut into groups of this size."""
+        """Returns the ranks in the order of these axes of the mesh, cut into groups of ``size``."""
         groups: list[list[int]] = np.sort(self._ranks.transpose(axes).reshape(-1, size)).tolist()
         return groups
 
     def peer_order(self) -> list[int]:
-        """The ranks of replica 0 sorted by (local index, tower): DMT section 3.1.1, step c; for checks only.
+        """Returns the ranks of replica 0 sorted by (local index, tower): DMT section 3.1.1, step c; for checks only.
 
         The paper prints ``g % T`` as the first key; its own definition of peers (``g_i % L == g_j % L``)
         and its example (0, 2, 1, 3) give ``g % L``.

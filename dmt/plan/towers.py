@@ -35,11 +35,11 @@ class TowerFeatures:
 class TowerPlan:
     """A balanced assignment of features to towers (the result of DMT's Tower Partitioner, section 3.3).
 
-    Every feature is in exactly one tower, or `outside` all. The order of towers and of features within them is the
-    order of the columns in a multi-tower model's interaction, whatever ranks the towers are on.
+    Every feature is in exactly one tower, or `outside` all towers. The order of towers and of features within them is
+    the order of the columns in a multi-tower model's interaction, no matter which ranks hold the towers.
 
     Raises:
-        InputError: no tower, an empty tower, two towers of one name, or a feature in two places.
+        InputError: there is no tower, a tower is empty, a name or a feature occurs twice, or a shard is in no tower.
 
     Example:
         >>> plan = TowerPlan.from_lists([["f0", "f2"], ["f1", "f3"]])
@@ -52,25 +52,25 @@ class TowerPlan:
     towers: tuple[TowerFeatures, ...]
     """The towers, in output order."""
     outside: tuple[str, ...] = ()
-    """Features of no tower: every rank holds their tables, and looks up the ids of its own samples (Neo, section 4)."""
+    """Features outside all towers: every rank holds their tables and looks up its own samples (Neo, section 4)."""
     strategy: str = "manual"
-    """Origin of the assignment: ``manual``, ``strided``, ``coherent``, ``diverse``."""
+    """How the features were assigned: ``manual``, ``strided``, ``coherent`` or ``diverse``."""
     seed: int | None = None
     """The seed of a learned assignment."""
     affinity: Mapping[str, Any] = field(default_factory=dict)
     """Summary numbers of the feature affinity that a learned assignment was made from."""
     tables: tuple[TableSpec, ...] = ()
-    """The tables the plan was made for, column shards one by one; checked against the model's when given."""
+    """The tables the plan was made for, each column shard as a table. If given, the model's tables must match them."""
     column_splits: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """Columns of each shard, by feature, where tables are cut so that their shards can be in different towers. The
-    towers then list the shards, as ``ad[0:64]``; `split_tables` cuts the tables, and
-    `dmt.plan.split_across_towers.split_ids` the ids."""
+    """For each feature whose table is cut across towers, the number of columns of each shard. The towers then list the
+    shards, as ``ad[0:64]``; `split_tables` cuts the tables, and `dmt.plan.split_across_towers.split_ids` repeats the
+    ids."""
     command: str = ""
     """The command that made the plan."""
 
     def __post_init__(self) -> None:
         if not self.towers:
-            raise InputError("A TowerPlan needs at least one tower.")
+            raise InputError("TowerPlan: towers is empty; give at least one tower.")
         for tower in self.towers:
             if not tower.features:
                 raise InputError(f"Tower {tower.name!r} has no feature; drop the tower or move a feature into it.")
@@ -96,21 +96,21 @@ class TowerPlan:
 
     @classmethod
     def from_lists(cls, towers: Iterable[Iterable[str]], *, outside: Iterable[str] = (), **metadata: Any) -> TowerPlan:
-        """Makes a plan from a list of lists of feature names; ``metadata`` are further fields of the plan.
+        """Makes a plan from a list of feature names for each tower; ``metadata`` are further fields of the plan.
 
         Raises:
-            InputError: a text stands in place of a list, or the plan is wrong, see the class.
+            InputError: a string was given instead of a list of names, or the plan breaks a rule of `TowerPlan`.
         """
         lists = {f"Tower {number}": features for number, features in enumerate(towers)}
         for place, features in {**lists, "outside": outside}.items():
             if isinstance(features, str):
-                raise InputError(f"{place} is the text {features!r}. Give a list of features: [{features!r}].")
+                raise InputError(f"{place} is the string {features!r}. Give a list of features: [{features!r}].")
         named = (TowerFeatures(f"tower_{number}", tuple(features)) for number, features in enumerate(lists.values()))
         return cls(towers=tuple(named), outside=tuple(outside), **metadata)
 
     @classmethod
     def strided(cls, features: Sequence[str], num_towers: int) -> TowerPlan:
-        """The naive balanced assignment of DMT section 5.2.3: feature i goes to tower i mod T.
+        """Makes the naive balanced assignment of DMT section 5.2.3: feature i goes to tower i mod T.
 
         Raises:
             InputError: ``num_towers`` is not between 1 and the number of features.
@@ -130,11 +130,11 @@ class TowerPlan:
         return [feature for tower in self.towers for feature in tower.features]
 
     def to_lists(self) -> list[list[str]]:
-        """The features as a list of lists, the inverse of `from_lists`."""
+        """Returns the features of each tower as lists, the inverse of `from_lists`."""
         return [list(tower.features) for tower in self.towers]
 
     def check_features(self, features: Iterable[str]) -> None:
-        """Raises `InputError` with the features of the model that the plan lacks, and those that only the plan has."""
+        """Raises `InputError` if the plan lacks features of the model, or the model lacks features of the plan."""
         model_features = list(features)
         known, placed = set(model_features), {*self.features, *self.outside}
         # Before the others: every shard would be named as unknown, and the table's own feature as missing.
@@ -149,12 +149,12 @@ class TowerPlan:
         missing = [f for f in model_features if f not in placed]
         unknown = [f for f in (*self.features, *self.outside) if f not in known]
         for names, others, fault in (
-            (missing, unknown, "in no tower. Add to the tower plan or drop from the model."),
+            (missing, unknown, "in no tower. Add what the tower plan lacks, or drop it from the model."),
             (
                 unknown,
                 known,
-                "in the tower plan but not in the model. Remove from the plan or add to the model; of several "
-                "EmbeddingBagCollections, which one plan cannot divide, make one with all tables.",
+                "in the tower plan but not in the model. Remove from the plan what the model lacks, or add it to the "
+                "model. A plan covers one EmbeddingBagCollection: if the model has several, merge them.",
             ),
         ):
             if names:
@@ -163,13 +163,13 @@ class TowerPlan:
                 raise InputError(f"{subject} {fault}{did_you_mean(names[0], others)}")
 
     def tables_by_tower(self, tables: Sequence[Any]) -> list[list[Any]]:
-        """Returns for each tower its tables, ordered by their first feature in the plan, which is checked against them.
+        """Returns the tables of each tower, ordered by their first feature in the plan; checks that they fit the plan.
 
-        Tables of features outside towers are in none of the lists, see `outside_tables`.
+        Tables of features outside towers are in none of the lists; see `outside_tables`.
 
         Raises:
-            InputError: a feature is missing or unknown, a shared table's features lie in two towers or only some of
-                them outside, or a table differs from the one the plan was made for.
+            InputError: a feature is missing or unknown, the features of a shared table are in different towers or only
+                partly outside, or a table differs from the one the plan was made for.
         """
         specs = table_specs(tables, one_table_per_feature=False)
         self.check_features(dict.fromkeys(feature_names(specs)))
@@ -177,7 +177,7 @@ class TowerPlan:
         for spec in specs:
             made_for = recorded.get(spec.name, spec)
             if not set(self.outside).isdisjoint(spec.feature_names):
-                # There a model may want other columns.
+                # Outside towers a model may use another embedding_dim.
                 made_for = replace(made_for, embedding_dim=spec.embedding_dim)
             if made_for != spec:
                 raise InputError(
@@ -195,7 +195,7 @@ class TowerPlan:
                 split = ", ".join(f"{f!r} {names.get(f, 'outside')}" for f in table.feature_names)
                 raise InputError(
                     f"Table {table.name!r} is shared by features of different towers ({split}). A table lives in "
-                    "one tower, or outside all: put its features together."
+                    "one tower or outside all towers: keep its features together."
                 )
             if places:
                 # By the first feature: the order of a tower's features is that of its module's inputs.
@@ -203,18 +203,18 @@ class TowerPlan:
         return [[table for _, table in sorted(tower, key=lambda entry: entry[0])] for tower in placed]
 
     def moved_outside(self, features: Iterable[str]) -> TowerPlan:
-        """Returns the plan with some features outside towers; `InputError` if that would empty a tower."""
+        """Returns the plan with ``features`` moved outside the towers; raises `InputError` if that empties a tower."""
         moved = [feature for feature in features if feature not in self.outside]
         towers = (replace(t, features=tuple(f for f in t.features if f not in moved)) for t in self.towers)
         tables = tuple(table for table in self.tables if set(moved).isdisjoint(table.feature_names))
         return replace(self, towers=tuple(towers), outside=(*self.outside, *moved), tables=tables)
 
     def outside_tables(self, tables: Sequence[Any]) -> list[Any]:
-        """Returns those of the tables that features outside towers look up, in the order given."""
+        """Returns the tables of features outside towers, in the order given."""
         return [table for table in tables if not set(self.outside).isdisjoint(table.feature_names)]
 
     def split_tables(self, tables: Sequence[Any]) -> list[Any]:
-        """The uncut model's tables, those in ``column_splits`` cut by `dmt.plan.split_across_towers.split_tables`."""
+        """Returns the tables of the uncut model with those of ``column_splits`` cut into their shards."""
         return split_tables(tables, self.column_splits)
 
     def save(self, path: str | os.PathLike[str]) -> None:
@@ -235,7 +235,7 @@ class TowerPlan:
         """Reads a plan that `save` wrote.
 
         Raises:
-            InputError: the file cannot be read, is not JSON or of another format version, or an entry is absent, of
+            InputError: the file cannot be read, is not JSON or has another format version, or an entry is absent, has
                 another type or breaks a rule of the plan.
         """
         return read_model(path, cls, what="Tower plan", version=FORMAT_VERSION, remedy=_REMEDY)

@@ -1,1 +1,1 @@
-"""Between copies: replicas of the tables (2D sparse parallelism) and the gradients of the dense part."""
+"""Keeps copies equal: replicas of the tables (2D sparse parallelism), and gradients of the dense part."""

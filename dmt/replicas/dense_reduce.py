@@ -1,7 +1,7 @@
-"""`HierarchicalDataParallel`: gradients of the dense part reduced inside each host first, then once between hosts.
+"""`HierarchicalDataParallel`: reduces gradients of the dense part inside each host first, then once between hosts.
 
-DDP's one ring over all W ranks sends 2 (W-1)/W of the dense gradients out of every host; reduced inside the H hosts
-first, 2 (H-1)/H suffice. Only that hop may also travel in BF16. n are the numbers of a DDP bucket.
+DDP's single ring over all W ranks sends 2 (W-1)/W of the dense gradients out of every host; with a reduction inside the
+H hosts first, 2 (H-1)/H suffice. Only that hop may be in BF16. n is the number of gradients in a DDP bucket.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ class HierarchicalDataParallel(DefaultDataParallelWrapper):
 
     Args:
         mesh: groups of the job.
-        precision: number format of step 2; ``"fp32"`` sends gradients as they are, ``"bf16"`` rounds them to 8 bits.
-        bucket_cap_mb: MB reduced at once; smaller than DDP's 25, so that the first bucket is sent early.
+        precision: number format of step 2; ``"fp32"`` sends gradients as they are, ``"bf16"`` keeps 8 significant bits.
+        bucket_cap_mb: size of a bucket in MB; smaller than DDP's 25, so that the first bucket is sent early.
         options: further arguments of TorchRec's ``DefaultDataParallelWrapper``, such as ``static_graph``.
 
     Raises:
-        InputError: an unknown precision, or ranks with other arguments.
+        InputError: ``precision`` is unknown, or arguments are not the same on all ranks.
 
     Example::
 
@@ -61,8 +61,8 @@ class HierarchicalDataParallel(DefaultDataParallelWrapper):
         super().__init__(bucket_cap_mb=bucket_cap_mb, **options)
         across = mesh.topology.across_host_groups()
         self._inside = mesh.new_group(mesh.topology.host_groups())
-        # On the peers' own connections, if they are the same ranks, gradients of tower outputs come first, which more
-        # depends on. Not with NCCL: all ranks must start what one of its groups carries in one order.
+        # If the ranks are the peers, use the peers' connections: gradients of tower outputs, on which more depends,
+        # come first there. Not with NCCL, where all ranks must start the collectives of a group in the same order.
         are_peers = sorted(across) == sorted(map(sorted, mesh.topology.peer_groups()))
         has_nccl = "nccl" in dist.get_backend_config(mesh.peer_group)
         self._across = mesh.peer_group if are_peers and not has_nccl else mesh.new_group(across)
@@ -71,14 +71,14 @@ class HierarchicalDataParallel(DefaultDataParallelWrapper):
         """The gradients of a bucket, and what waits for their mean."""
 
     def wrap(self, dmp: Any, env: Any, device: torch.device) -> None:
-        """Called by DMP."""
+        """Wraps the dense part in DDP with this reduction; ``DistributedModelParallel`` calls it."""
         super().wrap(dmp, env, device)
         add_dense_hook(dmp, self._reduce)
 
     def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         gradients = bucket.buffer()
         with torch.profiler.record_function("## dmt:dense_reduce ##"):
-            # Divided first, as DDP does: a sum of FP16 gradients may be beyond what FP16 holds.
+            # Divided first, as DDP does: a sum of FP16 gradients may exceed the range of FP16.
             share = gradients / (self._inside.size() * self._across.size())
             end = start_sum_over_hosts(share, self._inside, self._across, dtype=self._dtype)
         self._pending.append((gradients, end))

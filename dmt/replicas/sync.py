@@ -36,7 +36,7 @@ from dmt.sptt.state import checksum, table_tensors
 
 __all__ = ["ReplicaSync", "RunningMean", "drifted", "moment_scales"]
 
-# Training passes per step: nobody accumulates gradients over as many, so beyond it step() was forgotten.
+# Training passes per step: nobody accumulates gradients over more, so beyond this number step() was forgotten.
 _MOST_PASSES_PER_STEP = 256
 # Tensors share a collective until they have this size: gloo copies its input into one buffer.
 _BUCKET_BYTES = 64 * 2**20
@@ -45,20 +45,20 @@ _BUCKET_BYTES = 64 * 2**20
 class ReplicaSync:
     """Averages tables and their optimizer states over the replicas of a `TowerMesh`.
 
-    Make it after loading weights (or call `restart` then): it gives every replica the weights and states of replica 0.
-    Call `step` after every training step of every rank. Unless M is a power of two, the mean of equal values may differ
-    from them by one unit in the last place; the replicas stay equal. FP16 tables are sent and averaged as 32-bit
-    numbers, and the mean is rounded to FP16.
+    Construct it after loading weights (or call `restart` after that): it copies the weights and states of replica 0 to
+    every replica. Call `step` on every rank after every training step. Unless M is a power of two, the mean of equal
+    values may differ from them by one unit in the last place; the replicas stay equal. FP16 tables are sent and
+    averaged in FP32, and the mean is rounded to FP16.
 
     Args:
         model: holds modules made by the tower sharders, anywhere in it; usually a ``DistributedModelParallel``.
         mesh: the groups.
-        interval: N, training steps from one sync to the next; above 1 it is a local SGD (section 5).
-        optimizer_state: ``"now"``, or ``"delayed"`` by one sync, see the module.
+        interval: N, training steps between two syncs; above 1 this is local SGD (section 5).
+        optimizer_state: ``"now"``, or ``"delayed"`` by one sync; see the docstring of this file.
 
     Raises:
-        InputError: an argument is out of range or not the same on all ranks, no module of the model was made by the
-            tower sharders, or replicas hold other shards.
+        InputError: an argument is out of range or not the same on all ranks, the tower sharders made no module of the
+            model, or the shards of the replicas have different shapes.
 
     Example::
 
@@ -82,8 +82,8 @@ class ReplicaSync:
         check_agreement("ReplicaSync", arguments, mesh.global_group)
         if not isinstance(interval, int) or interval < 1 or optimizer_state not in ("now", "delayed"):
             raise InputError(
-                f"ReplicaSync: interval={interval!r} must be a whole number of steps, at least 1, and "
-                f"optimizer_state={optimizer_state!r} 'now' or 'delayed'."
+                f"ReplicaSync: interval={interval!r}, optimizer_state={optimizer_state!r}: interval must be a whole "
+                "number of steps, at least 1, and optimizer_state 'now' or 'delayed'."
             )
         self._mesh = mesh
         self.interval = interval
@@ -92,7 +92,7 @@ class ReplicaSync:
         modules = {path: module for path, module in model.named_modules() if isinstance(module, SPTTModule)}
         if not modules:
             raise InputError(
-                "ReplicaSync found no tables in the model that a tower sharder of dmt has sharded. Give it the "
+                "ReplicaSync found no tables in the model that a tower sharder of dmt has sharded. Pass the "
                 "DistributedModelParallel made with TowerCollectionSharder or SPTTEmbeddingBagCollectionSharder."
             )
         self._modules = list(modules.values())
@@ -100,7 +100,7 @@ class ReplicaSync:
         self._tensors = [part for prefix, module in prefixed.items() for part in table_tensors(module, prefix)]
         shapes = {part.name: tuple(part.tensor.shape) for part in self._tensors}
         check_agreement("ReplicaSync", {"shape": shapes}, mesh.replica_group)
-        # Algorithm 1, lines 9 and 10. Data-parallel tables have had the mean gradient in every step.
+        # Algorithm 1, lines 9 and 10. Data-parallel tables already get the mean gradient in every step.
         replicated = [part for part in self._tensors if part.is_replicated and mesh.topology.num_replicas > 1]
         weights = [part.tensor for part in replicated if part.is_weight]
         states = [part.tensor for part in replicated if not part.is_weight]
@@ -115,15 +115,15 @@ class ReplicaSync:
 
     @property
     def bytes_per_sync(self) -> float:
-        """Bytes this rank sends in one sync, by a ring: 2 (M - 1) / M times weights and states (section 5)."""
+        """Bytes that this rank sends in one sync, as a ring: 2 (M - 1) / M times weights and states (section 5)."""
         replicas = self._mesh.topology.num_replicas
         return 2 * (replicas - 1) / replicas * (self._weights.bytes_sent + self._states.bytes_sent)
 
     def restart(self, *, steps: int = 0) -> None:
-        """Gives every replica the weights and states of replica 0, and drops collectives in flight.
+        """Copies the weights and states of replica 0 to every replica, and drops collectives in flight.
 
-        Call it after loading weights or states into the model, with the training steps behind them; the next sync comes
-        at a multiple of the interval. Collective over the replicas.
+        Call it after loading weights or states into the model; ``steps`` are the training steps that they have behind
+        them. The next sync is at a multiple of the interval. Collective over the replicas.
         """
         self._states.forget()
         for module in self._modules:
@@ -134,12 +134,12 @@ class ReplicaSync:
         self._set_drifted(False)
 
     def step(self) -> None:
-        """Call it after every training step: it syncs in every ``interval``-th. Collective over the replicas."""
+        """Counts a step and syncs in every ``interval``-th; call it after every step. Collective over the replicas."""
         self._steps += 1
         self._passes = 0
         if self._steps % self.interval == 0:
             self._average()
-            # Delayed states of this sync are averaged, but not adopted before the next one.
+            # The mean of delayed states is adopted at the next sync only.
             self._set_drifted(self.delays_states)
 
     def sync(self) -> None:
@@ -152,13 +152,13 @@ class ReplicaSync:
         self._set_drifted(False)
 
     def check(self) -> None:
-        """Checks what must hold after `sync`: replicas have the same bits.
+        """Checks that all replicas have the same bits, as they must after `sync`.
 
         Compares a checksum of each shard and of its states; data-parallel tables are checked too. Collective over the
         job; reads every table once.
 
         Raises:
-            ReplicaMismatchError: on every rank, naming tensors and ranks.
+            ReplicaMismatchError: a tensor differs between replicas; raised on every rank, naming tensors and ranks.
         """
         mine = {part.name: checksum(part.tensor) for part in self._tensors}
         everyone = gather_objects(mine, self._mesh.replica_group)
@@ -169,12 +169,12 @@ class ReplicaSync:
             for name, value in theirs.items()
             if value != everyone[0][name]
         ]
-        # Everyone raises, or those that found nothing would wait for the others.
+        # All ranks raise, else ranks without a mismatch would wait for the others.
         problems = sorted({text for texts in gather_objects(own_problems, self._mesh.global_group) for text in texts})
         if problems:
             raise ReplicaMismatchError(
-                f"Replicas are not what they must be: {shorten(problems)}. Do not save this state, but go back to the "
-                "last checkpoint."
+                f"Replicas differ, but must be equal: {shorten(problems)}. Do not save this state; go back to the last "
+                "checkpoint."
             )
 
     def _note_pass(self, _: Any, is_training_pass: bool) -> None:
@@ -190,7 +190,7 @@ class ReplicaSync:
             module.replicas_drifted = has_drifted
 
     def _average(self) -> None:
-        """Averages weights and states; delayed states are those of the sync before."""
+        """Averages weights and states; the delayed mean that is adopted was started at the sync before."""
         for module in self._modules:
             module.flush()
         self._states.finish()
@@ -205,9 +205,9 @@ class ReplicaSync:
 class RunningMean:
     """Averages tensors over a group: `start` begins a round, `finish` adopts its result, at once or steps later.
 
-    A *delayed* round keeps what a tensor x gained since its snapshot s: x becomes mean(s) + (x - s). All ranks have the
-    same mean(s), but each its own x - s. Without a delay, FP32 tensors are averaged in place. Shapes are the same in
-    the same order on every rank of the group.
+    A *delayed* round keeps what a tensor x gained since its snapshot s: x becomes mean(s) + (x - s). mean(s) is the
+    same on all ranks, x - s is not. Without a delay, FP32 tensors are averaged in place. Every rank of the group passes
+    tensors of the same shapes in the same order.
     """
 
     def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup, *, delayed: bool) -> None:
@@ -229,7 +229,7 @@ class RunningMean:
 
     @torch.no_grad()
     def start(self) -> None:
-        """Begins a round with the tensors as they are now; every rank of the group calls it."""
+        """Starts a round with the current values of the tensors; every rank of the group calls it."""
         assert not self._works, "the last round was not finished"
         self._snapshots = [tensor.clone() if self._delayed else tensor for tensor in self._live]
         self._means = [tensor.to(torch.float32, copy=self._delayed) for tensor in self._live]
@@ -242,7 +242,7 @@ class RunningMean:
             work.wait()
         for live, snapshot, mean in zip(self._live, self._snapshots, self._means, strict=False):
             if self._delayed:
-                # What this replica added while the mean was on its way stays its own until the next round.
+                # What this replica has added since the snapshot is averaged in the next round only.
                 live.copy_(mean + (live - snapshot))
             elif mean is not live:
                 live.copy_(mean)
@@ -261,7 +261,7 @@ def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
 
 
 def moment_scales(model: nn.Module) -> dict[str, float]:
-    """The factor c of this rank's tables whose moments are scaled, by table."""
+    """Returns the factor c of each table on this rank whose moments are scaled, by table name."""
     modules = [module for module in model.modules() if isinstance(module, SPTTModule)]
     return {t: scale for module in modules for part in module.collections for t, scale in part.moment_scales.items()}
 
@@ -277,5 +277,5 @@ def _note_updates(module: SPTTModule, embeddings: Sequence[Embeddings]) -> None:
 
     for values in (values for of_collection in embeddings for values in embedding_values(of_collection)):
         if values.requires_grad:
-            # Tables are updated in the backward pass, of whatever mode.
+            # Backward passes update tables in training and in evaluation mode.
             values.register_hook(note)

@@ -1,4 +1,4 @@
-"""The frame that both HTML reports share: templates that extend ``base.html``. Pages hold their pictures."""
+"""Renders the HTML reports, whose templates extend ``base.html``; a page embeds its pictures."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ __all__ = ["data_uri", "render_page"]
 
 
 def render_page(template: Path, path: str | os.PathLike[str], context: Mapping[str, Any]) -> Path:
-    """Fills in a Jinja2 template and writes the page (UTF-8); an existing file is replaced, missing folders are made.
+    """Renders a Jinja2 template to an HTML page in UTF-8; replaces an existing file and makes missing folders.
 
     All values are escaped, and a name that is absent from the context is an error. A template may extend ``base.html``
     of this folder, which needs ``notes`` and ``cards``. Raises `InputError` if the file cannot be written.
@@ -31,5 +31,5 @@ def render_page(template: Path, path: str | os.PathLike[str], context: Mapping[s
 
 
 def data_uri(picture: str | os.PathLike[str]) -> str:
-    """The content of a PNG picture as an address, for ``<img src=...>``."""
+    """Returns a PNG file as a ``data:`` URI for ``<img src=...>``."""
     return f"data:image/png;base64,{base64.b64encode(Path(picture).read_bytes()).decode('ascii')}"

@@ -1,4 +1,4 @@
-"""Colours, figures and files that all pictures share, drawn without ``pyplot`` and its global state."""
+"""Colours and figure helpers for all pictures, which are drawn without ``pyplot`` and its global state."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ INK, SOFT = "#222222", "#5B6473"
 
 
 def tower_badges(plan: TowerPlan) -> list[dict[str, Any]]:
-    """Name, features, colour, ink (colour of text on it) and marker of each tower; up to 64 towers look different."""
+    """Returns name, features, colour, ink (text colour) and marker of each tower; 64 towers can be told apart."""
     looks = cycle(product(_MARKERS, TOWER_COLORS))
     badges = []
     for tower, (marker, color) in zip(plan.towers, looks, strict=False):
@@ -47,7 +47,7 @@ def new_figure(path: str | os.PathLike[str], *, size: tuple[float, float], calle
 
 
 def save_figure(figure: Figure, path: str | os.PathLike[str], *, caller: str) -> Path:
-    """Writes the figure; missing folders are made. Raises `InputError` if the file cannot be written."""
+    """Writes the figure and makes missing folders. Raises `InputError` if the file cannot be written."""
     from matplotlib.text import Text
 
     for text in figure.findobj(Text):  # a dollar sign in a feature's name does not start a formula
@@ -64,7 +64,7 @@ def save_figure(figure: Figure, path: str | os.PathLike[str], *, caller: str) ->
 
 
 def add_title(axes: Axes, lines: Sequence[str], *, pad: float = 10.0) -> None:
-    """Writes a heading and smaller lines under it, flush left above the axes; ``pad`` is in points."""
+    """Writes a heading and smaller lines below it, left-aligned above the axes; ``pad`` is in points."""
     for number, line in enumerate(reversed(lines)):
         style: Any = {"color": INK, "fontsize": 11.5} if number == len(lines) - 1 else {"color": SOFT, "fontsize": 9}
         place: Any = {"xycoords": "axes fraction", "textcoords": "offset points", "ha": "left", "va": "bottom"}
@@ -72,7 +72,7 @@ def add_title(axes: Axes, lines: Sequence[str], *, pad: float = 10.0) -> None:
 
 
 def dress_axes(axes: Axes, *, grid: Literal["x", "y", "both"]) -> None:
-    """Gives axes a pale grid, no ticks, and at most the one spine that bars or lines start from."""
+    """Gives axes a pale grid and no ticks, and hides all spines but the one that bars or lines start from."""
     axes.grid(axis=grid, color="#E4E4E4", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(labelsize=9, length=0, labelcolor="#444444")

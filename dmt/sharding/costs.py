@@ -33,7 +33,7 @@ _NUMBER_BYTES = 4  # of an embedding or a gradient, on the link and in memory
 _LOOKUP_PASSES = 3
 # The dense optimizer reads and writes every weight, reads its gradient, and the next step clears it.
 _DENSE_PASSES = 4
-# Ids, outputs and gradients; a data-parallel table only has its all-reduce.
+# Exchanges in a step: ids, outputs and gradients; a data-parallel table only has its all-reduce.
 _EXCHANGES: dict[Scheme, int] = {"table_wise": 3, "column_wise": 3, "row_wise": 3, "data_parallel": 1}
 
 
@@ -42,17 +42,17 @@ class StepWorkload:
     """Workload of the tables in one training step.
 
     Raises:
-        InputError: the batch size is below 1, a pooling factor is not positive, or the optimizer is unknown.
+        InputError: a number is not positive and finite, or the optimizer is unknown.
     """
 
     batch_size: int = 1024
     """B, samples per rank and step."""
     pooling_factors: Mapping[str, float] = field(default_factory=dict)
-    """Mean number of ids per sample, by feature, which is the mean length of sequences; 1.0 for the others."""
+    """Mean number of ids per sample (for sequences, their mean length), by feature; 1.0 for features not listed."""
     optimizer: SparseOptimizer = "rowwise_adagrad"
     """Optimizer of the tables; determines the size of the optimizer state."""
     sync_every: int = 1
-    """Steps from one average of replicas to the next."""
+    """Training steps between two averages of the replicas."""
 
     def __post_init__(self) -> None:
         if self.optimizer not in OPTIMIZERS:
@@ -61,12 +61,12 @@ class StepWorkload:
         _check_positive("StepWorkload", {"batch_size": self.batch_size, "sync_every": self.sync_every} | factors)
 
     def numbers(self, table: Any) -> float:
-        """Returns how many numbers of a table a sample's embeddings have: N per feature, for sequences N per item."""
+        """Returns how many numbers a table adds to the embeddings of a sample: N per feature, or per sequence item."""
         factors = self.pooling_factors if is_sequence(table) else {}
         return float(sum(table.embedding_dim * factors.get(feature, 1.0) for feature in table.feature_names))
 
     def check_features(self, features: Collection[str]) -> None:
-        """Raises `InputError` if a pooling factor names none of these features."""
+        """Raises `InputError` if ``pooling_factors`` names a feature that is not one of ``features``."""
         for feature in self.pooling_factors:
             if feature not in features:
                 raise InputError(
@@ -77,24 +77,24 @@ class StepWorkload:
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """Memory and speed of a rank: Neo's scalar weights, as rates, so that costs are seconds.
+    """Memory and speed of a rank. Neo's scalar weights are rates here, so that costs are in seconds.
 
-    The default rates are half of the data sheet's peak of an 80 GB A100 (memory; NVLink in one direction). Only their
-    ratios decide the plan. Measure your own.
+    The default rates are half of the data-sheet peak of an 80 GB A100 (memory, and NVLink in one direction). Only the
+    ratios of rates decide the plan; measure those of your machines.
 
     Raises:
-        InputError: a number that is not positive (``collective_latency_us`` may be 0).
+        InputError: a number is not positive and finite (``collective_latency_us`` may be 0).
     """
 
     memory_per_rank: int | None = None
-    """Bytes for tables, optimizer state, the gradients of data-parallel tables, and what lookups return
+    """Bytes for tables, optimizer state, the gradients of data-parallel tables, and looked-up embeddings
     (`ShardLoad.activations`); None: no limit."""
     memory_gb_per_s: float = 1000.0
     """Rate at which a rank reads and writes rows, in 10^9 bytes per second."""
     intra_tower_gb_per_s: float = 150.0
     """Rate at which a rank sends (and at the same time receives) inside its tower, in 10^9 bytes per second."""
     collective_latency_us: float = 20.0
-    """Fixed microseconds of one collective, whatever it carries."""
+    """Fixed cost of one collective in microseconds, whatever its size."""
 
     def __post_init__(self) -> None:
         _check_positive("Hardware", {name: value for name, value in vars(self).items() if value is not None})
@@ -113,28 +113,28 @@ class ShardLoad(NamedTuple):
     seconds: float
     """Seconds of one step: lookup work and message volume, each over its rate."""
     memory: int
-    """Bytes on the device: weights, optimizer state, and the dense gradient of a data-parallel table; of weights
-    elsewhere, their cache."""
+    """Bytes on the device: weights, optimizer state, and the dense gradient of a data-parallel table. Of a table whose
+    kernel keeps weights elsewhere: the cache, and row-wise AdaGrad's state."""
     activations: int
-    """Bytes on the device of the embeddings that a step looks up in it, and of their gradients, FP32 (2D sparse
-    parallelism, section 2.2): of all G samples, also from a part of the rows; of sequences of all ids."""
+    """Bytes on the device of the embeddings that a step looks up in the shard, and of their gradients, FP32 (2D sparse
+    parallelism, section 2.2): one per feature and sample, also from a row shard; of sequences one per id."""
     averaged_bytes: float
-    """Sent for a step's share of the average of weights and optimizer state over the replicas (2D sparse parallelism,
-    section 5), 4 bytes a number, also of FP16 tables. Data-parallel tables are reduced in every step instead."""
+    """Bytes sent to average weights and optimizer state over the replicas (2D sparse parallelism, section 5), divided
+    by the steps between two averages; 4 bytes per number, also for FP16 tables. 0 for data-parallel tables."""
     row_bytes: float
     """Bytes of the rows read per step."""
     id_bytes: float
-    """Ids and lengths that reach the rank, per step."""
+    """Bytes of ids and lengths that the rank receives per step."""
     output_bytes: float
-    """Embeddings that leave it in the forward pass; as many bytes of gradients come back."""
+    """Bytes of embeddings that the rank sends in the forward pass; as many bytes of gradients come back."""
     reduced_bytes: float
-    """Sent for the all-reduce of a data-parallel table's gradient."""
+    """Bytes sent per step for the all-reduce of a data-parallel table's gradient."""
     elsewhere: int = 0
-    """Bytes of weights and optimizer state in host memory or on the SSD, of a table with such a kernel."""
+    """Bytes of weights and optimizer state in host memory or on an SSD, for a table whose kernel keeps them there."""
 
     @property
     def needed(self) -> int:
-        """Bytes on the device in all."""
+        """All bytes on the device: ``memory`` and ``activations``."""
         return self.memory + self.activations
 
 
@@ -143,9 +143,9 @@ class CostModel:
     """Seconds and bytes of shards on one mesh (Neo, section 4.1).
 
     Message volume is charged to the rank at the busy end of an exchange: the owner of a whole table or of a column
-    shard sends (L-1)/L G F N numbers and gets as many gradients, every rank of a row-wise table does. A table of
-    sequences sends a row for each id, (L-1)/L G P N numbers in all, of which row-wise each rank has a share. The
-    average of replicas is counted at the rate of the tower's links, a step's share of it in each step. Duplicate ids,
+    shard sends (L-1)/L G F N numbers and receives as many gradients, and so does every rank of a row-wise table. A
+    table of sequences sends a row for each id, (L-1)/L G P N numbers in all, which the ranks of a row-wise table share.
+    The average of replicas is charged at the rate of the tower's links, spread evenly over the steps. Duplicate ids,
     uneven use of rows, and the slower lookups of tables that are not on the device are left out.
     """
 
@@ -158,7 +158,7 @@ class CostModel:
     ) -> ShardLoad:
         """Returns the load of a shard of ``rows`` x ``columns`` on its rank, for one step.
 
-        ``cache`` is the ``cache_load_factor`` of kernels with one.
+        ``cache`` is the ``cache_load_factor`` of a kernel with a cache.
         """
         ranks = self.topology.ranks_per_tower
         # Peers send the ids of their samples to the tower, so a tower looks up those of all T L ranks (DMT, section
@@ -167,9 +167,9 @@ class CostModel:
         features, number = len(table.feature_names), number_bytes(table)
         pooling = sum(float(self.workload.pooling_factors.get(feature, 1.0)) for feature in table.feature_names)
         remote = (ranks - 1) / ranks
-        # Row-wise a rank looks up the ids of its rows, data-parallel those of its peers' samples.
+        # Row-wise, a rank looks up the ids of its rows; data-parallel, the ids of its peers' samples.
         lookups = samples * pooling / (1 if scheme in ("table_wise", "column_wise") else ranks)
-        # Rows that are returned: a sum for each sample, also from a part of the rows; of a sequence every row read.
+        # Rows returned: a sum for each sample and feature, partial in a row shard; for sequences every row read.
         returned = lookups if is_sequence(table) else samples * features
         row_bytes = lookups * columns * number
         touched = _LOOKUP_PASSES * row_bytes
@@ -179,7 +179,7 @@ class CostModel:
         ids = outputs = reduced = averaged = 0.0
         if scheme == "data_parallel":
             copies = ranks * self.topology.num_replicas
-            # A ring all-reduce sends every number twice, but for each rank's own part.
+            # A ring all-reduce sends every number twice, except each rank's part.
             reduced = 2 * (copies - 1) / copies * rows * columns * number
             touched += _DENSE_PASSES * rows * columns * number + 2 * state
             # The gradient is as large as the table, however few rows a batch reads.
@@ -188,23 +188,23 @@ class CostModel:
         else:
             copies = self.topology.num_replicas
             averaged = 2 * (copies - 1) / copies * (4 * rows * columns + state) / self.workload.sync_every
-            # Lengths go to every row shard, ids to that of their row.
+            # Lengths go to every row shard, an id only to the shard that has its row.
             ids = remote * ID_BYTES * (lookups + samples * features)
             outputs = remote * returned * columns * _NUMBER_BYTES
         seconds = touched / (1e9 * self.hardware.memory_gb_per_s)
         seconds += (ids + 2 * outputs + reduced + averaged) / (1e9 * self.hardware.intra_tower_gb_per_s)
         elsewhere = 0
         if kernel != "fused":
-            # FBGEMM keeps a state with one number for each row on the device.
+            # FBGEMM keeps a state with one number per row on the device.
             on_device = state if self.workload.optimizer == "rowwise_adagrad" else 0
             elsewhere, memory = memory - on_device, on_device
         if kernel in ("fused_uvm_caching", "key_value"):
-            # A map of all rows, of 4 bytes each; and of each cached one its number and its last use, 8 bytes each.
+            # A map of all rows, 4 bytes each; for each cached row its number and its last use, 8 bytes each.
             memory += math.ceil(cache * rows * columns * number) + 4 * rows + 16 * math.ceil(cache * rows)
         return ShardLoad(seconds, memory, activations, averaged, row_bytes, ids, outputs, reduced, elsewhere)
 
     def shards(self, table: Any, placement: TablePlacement) -> list[tuple[int, ShardLoad]]:
-        """(local rank, load) of every shard of a placed table."""
+        """Returns (local rank, load) for every shard of a placed table."""
         shards = table_shards(table, placement)
         sizes = {shard[3:] for shard in shards}
         tier: dict[str, Any] = {"kernel": placement.kernel, "cache": placement.cache_load_factor}
@@ -212,7 +212,7 @@ class CostModel:
         return [(shard.rank, loads[shard[3:]]) for shard in shards]
 
     def fixed_seconds(self, scheme: Scheme) -> float:
-        """The fixed cost of a scheme's collectives, once for all tables of a tower that use it."""
+        """Returns the fixed seconds of a scheme's collectives, which all tables of a tower with the scheme share."""
         if self.topology.ranks_per_tower == 1:
             return 0.0
         return 1e-6 * self.hardware.collective_latency_us * _EXCHANGES[scheme]

@@ -1,10 +1,10 @@
-"""`DataParallelOptimizer`: the optimizer of rows that several ranks hold, such as tables whole on each rank of a tower.
+"""`DataParallelOptimizer`: updates rows that several ranks hold, such as tables that are whole on each rank of a tower.
 
-Neo (arXiv 2104.05158, section 4, "Data parallelism"): no exchange of ids or embeddings, an all-reduce of the table's
-gradient instead. TorchRec leaves such tables to the dense optimizer and drops the fused one they were given; here they
-are updated as FBGEMM's fused kernels would, with the same settings, state and learning-rate schedule, so a table trains
-alike under any scheme. One difference: FBGEMM updates once for each forward pass, a data-parallel table once for each
-backward pass, even if that goes through several forward passes.
+Data parallelism (Neo, arXiv 2104.05158, section 4) all-reduces a table's gradient instead of exchanging ids and
+embeddings. TorchRec leaves such tables to the dense optimizer and drops their fused optimizer; here they are updated as
+FBGEMM's fused kernels would, with the same settings, state and learning-rate schedule, so a table trains alike under
+any scheme. One difference: FBGEMM updates once for each forward pass, a data-parallel table once for each backward
+pass, even if that goes through several forward passes.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ __all__ = ["DataParallelOptimizer", "UpdateSettings"]
 
 
 class UpdateSettings(NamedTuple):
-    """Settings of one update of a table that change while it trains."""
+    """Settings of a table's update that change during training."""
 
     learning_rate: float
     number: int
-    """Number of the update, from 1 on, for Adam's correction of its bias."""
+    """Number of the update, starting at 1, for Adam's bias correction."""
 
 
 _STATES = {
@@ -42,17 +42,17 @@ class DataParallelOptimizer(FusedOptimizer):
     """FBGEMM's row-wise AdaGrad, AdaGrad, Adam and SGD for whole tables with dense gradients.
 
     State has FBGEMM's names, shapes and meaning: ``momentum1`` of row-wise AdaGrad is [rows], the sum over steps of
-    the *mean* over columns of the squared gradient. Rows whose gradient is zero stay as they are. FBGEMM's Adam
-    (GPUs only) visits all rows of the batch: one read with a gradient of exactly zero moves by its moments there, and
-    its count of steps includes evaluations.
+    the *mean* over columns of the squared gradient. Rows whose gradient is zero do not change. FBGEMM's Adam (GPUs
+    only) differs: it moves a row that was read with a gradient of exactly zero by its moments, and counts evaluations
+    as steps.
 
     Args:
         weights: [rows, columns] of each table, by table name.
-        settings: of the fused optimizer of each table, by table name: ``optimizer``, ``learning_rate``, ``eps``,
+        settings: fused-optimizer settings of each table, by table name: ``optimizer``, ``learning_rate``, ``eps``,
             ``beta1``, ``beta2``.
 
     Raises:
-        InputError: an optimizer or setting that has no counterpart here.
+        InputError: a table has an optimizer or a setting that is not implemented here.
     """
 
     def __init__(self, weights: Mapping[str, Tensor], settings: Mapping[str, Mapping[str, Any]]) -> None:
@@ -81,30 +81,30 @@ class DataParallelOptimizer(FusedOptimizer):
         """Updates every table that has a gradient."""
         for name, weight in self._weights.items():
             if weight.grad is not None:
-                # Of the data, which autograd does not watch: FBGEMM's updates do not invalidate a graph either.
+                # Through `.data`, unseen by autograd: FBGEMM's updates do not invalidate a graph either.
                 weight.data.sub_(self._rates[name] * self._direction(name, weight, weight.grad.float()))
 
     def settings_now(self) -> dict[str, UpdateSettings]:
-        """Returns the settings of the next update of each table."""
+        """Returns the settings of each table's next update, by table name."""
         return {
             name: UpdateSettings(self._rates[name], 1 + int(self.state[weight].get(f"{name}.iter", 0)))
             for name, weight in self._weights.items()
         }
 
     def follow(self, settings: Mapping[str, UpdateSettings]) -> None:
-        """Takes the settings of the next update of each table from another optimizer."""
+        """Adopts another optimizer's settings for the next update of each table."""
         for name, (rate, number) in settings.items():
             self._rates[name] = rate
             if (count := self.state[self._weights[name]].get(f"{name}.iter")) is not None:
                 count.fill_(number - 1)
 
     def step(self, closure: Any = None) -> None:
-        """Takes over the learning rates of ``param_groups``; the update itself happened in the backward pass."""
+        """Adopts the learning rates of ``param_groups``; the update itself happened in the backward pass."""
         for name, group in zip(self._weights, self.param_groups, strict=True):
             self._rates[name] = group["lr"]
 
     def zero_grad(self, set_to_none: bool = False) -> None:
-        """Same as `step`; like FBGEMM's fused optimizers, there are no gradients to clear."""
+        """Does the same as `step`, like FBGEMM's fused optimizers: there are no gradients to clear."""
         self.step()
 
     def _direction(self, name: str, weight: Tensor, grad: Tensor) -> Tensor:
@@ -125,7 +125,7 @@ class DataParallelOptimizer(FusedOptimizer):
         # A row that no rank's batch has read keeps weights and moments, as in FBGEMM's kernel.
         rows = grad.ne(0).any(dim=1, keepdim=True)
         beta1, beta2 = setting["beta1"], setting["beta2"]
-        # No index of the rows: a GPU would be waited for.
+        # No indexing by rows: it would make the host wait for the GPU.
         first.copy_(torch.where(rows, beta1 * first + (1 - beta1) * grad, first))
         second.copy_(torch.where(rows, beta2 * second + (1 - beta2) * grad.square(), second))
         mean = first / (1 - beta1 ** int(steps))

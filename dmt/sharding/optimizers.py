@@ -1,6 +1,6 @@
-"""Settings of the tables' fused optimizers: short names, what data-parallel tables lack, moment scale c of replicas.
+"""Settings of the tables' fused optimizers: names, what data-parallel tables do not support, the moment scale c.
 
-Pure: FBGEMM's ``EmbOptimType`` is known by its text, so planning needs no FBGEMM.
+Identifies FBGEMM's ``EmbOptimType`` by its text, so that planning does not need FBGEMM.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 FUSED_DEFAULTS = {"learning_rate": 0.01, "eps": 1e-8, "beta1": 0.9, "beta2": 0.999}
-"""FBGEMM's values of settings that are left out."""
+"""FBGEMM's defaults of settings that are not given."""
 
 FBGEMM_NAMES = {
     "rowwise_adagrad": "exact_row_wise_adagrad",
@@ -32,23 +32,22 @@ FBGEMM_NAMES = {
     "adam": "adam",
     "sgd": "exact_sgd",
 }
-"""FBGEMM's text of each optimizer that data-parallel tables can have, by our name."""
+"""FBGEMM's name of each optimizer that data-parallel tables support, by dmt's name."""
 
 _NAMES = {theirs: ours for ours, theirs in FBGEMM_NAMES.items()}
 _FBGEMM_DEFAULT = "exact_sgd"
-# Settings that `dmt.sharding.data_parallel` applies, and settings without effect on the update; in FBGEMM's and
-# PyTorch's spelling.
-_CARRIED_OUT = {"optimizer", "learning_rate", "eps", "beta1", "beta2", "betas"}
+# Settings that `dmt.sharding.data_parallel` applies, and settings without effect on the update.
+_CARRIED_OUT = {"optimizer", "learning_rate", "eps", "beta1", "beta2"}
 _NOT_THE_UPDATE = ("output_dtype", "cache_", "bounds_check", "enforce_hbm", "prefetch_", "stochastic_rounding", "uvm_")
 
 
 def optimizer_name(settings: Mapping[str, Any]) -> str | None:
-    """Our name of the optimizer in ``fused_params``; None for another one."""
+    """Returns dmt's name of the optimizer in ``fused_params``; None if dmt has no name for it."""
     return _NAMES.get(str(settings.get("optimizer", _FBGEMM_DEFAULT)))
 
 
 def check_fused_params(settings: Mapping[str, Any]) -> None:
-    """Raises `InputError` for PyTorch's name of the learning rate, which FBGEMM would refuse or ignore."""
+    """Raises `InputError` if ``settings`` has ``lr``, PyTorch's learning rate, which FBGEMM would refuse or ignore."""
     if "lr" in settings:
         raise InputError(
             f"fused_params has lr={settings['lr']!r}, which is PyTorch's name; FBGEMM's is learning_rate. Rename it."
@@ -62,17 +61,17 @@ def data_parallel_obstacle(settings: Mapping[str, Any]) -> str:
         >>> data_parallel_obstacle({"optimizer": "adam", "beta1": 0.9})
         ''
         >>> data_parallel_obstacle({"optimizer": "lamb"})
-        "its optimizer is lamb, and data-parallel tables have one of ['rowwise_adagrad', 'adagrad', 'adam', 'sgd']"
+        "its optimizer is lamb, and data-parallel tables support ['rowwise_adagrad', 'adagrad', 'adam', 'sgd']"
         >>> data_parallel_obstacle({"weight_decay": 0.1})
-        'its fused optimizer sets weight_decay=0.1, which data-parallel tables do not have'
-        >>> data_parallel_obstacle({"lr": 0.5})  # FBGEMM's name is learning_rate
-        'its fused optimizer sets lr=0.5, which data-parallel tables do not have'
+        'its fused optimizer sets weight_decay=0.1, which data-parallel tables do not support'
+        >>> data_parallel_obstacle({"betas": (0.8, 0.99)})  # FBGEMM's names are beta1 and beta2
+        'its fused optimizer sets betas=(0.8, 0.99), which data-parallel tables do not support'
     """
     if optimizer_name(settings) is None:
-        return f"its optimizer is {settings['optimizer']}, and data-parallel tables have one of {list(_NAMES.values())}"
+        return f"its optimizer is {settings['optimizer']}, and data-parallel tables support {list(_NAMES.values())}"
     for key, value in settings.items():
         if value and key not in _CARRIED_OUT and not key.startswith(_NOT_THE_UPDATE):
-            return f"its fused optimizer sets {key}={value!r}, which data-parallel tables do not have"
+            return f"its fused optimizer sets {key}={value!r}, which data-parallel tables do not support"
     return ""
 
 
@@ -94,13 +93,13 @@ def check_moment_scale(moment_scale: MomentScale, num_replicas: int) -> None:
 
 
 def moment_scale_of(moment_scale: MomentScale, settings: Mapping[str, Any], num_replicas: int) -> float:
-    """The factor c of a model-parallel table with these ``fused_params`` and M replicas.
+    """Returns the factor c of a model-parallel table with fused optimizer ``settings`` and M replicas.
 
-    It is 1.0 for an optimizer without such a moment, unless one was asked for.
+    With ``"num_replicas"``, c is 1.0 for an optimizer without a sum of squared gradients.
 
     Raises:
-        InputError: a number other than 1 was asked for, and the optimizer has no such moment, or decouples its weight
-            decay, which the scaled learning rate would change.
+        InputError: ``moment_scale`` is a number other than 1 and the optimizer has no such sum; or c is not 1 and the
+            optimizer decouples its weight decay, which the scaled learning rate would change.
 
     Example:
         >>> moment_scale_of("num_replicas", {"optimizer": "exact_row_wise_adagrad"}, 4)
@@ -115,7 +114,7 @@ def moment_scale_of(moment_scale: MomentScale, settings: Mapping[str, Any], num_
     if optimizer_name(settings) not in _WITH_MOMENTS:
         obstacle = f"the optimizer is {optimizer_name(settings) or settings['optimizer']}"
     elif settings.get("weight_decay") and "decouple" in str(settings.get("weight_decay_mode", "")).lower():
-        # It shrinks weights by learning rate x decay, so sqrt(c) would come into it.
+        # Decoupled decay shrinks weights by learning rate x decay, which sqrt(c) would change.
         obstacle, asked = "weight_decay_mode is decoupled", True
     if obstacle and asked and scale != 1.0:
         raise InputError(
@@ -126,7 +125,7 @@ def moment_scale_of(moment_scale: MomentScale, settings: Mapping[str, Any], num_
 
 
 def moment_scaled(settings: Mapping[str, Any], scale: float) -> dict[str, Any]:
-    """The settings with learning rate and epsilon times sqrt(c); other settings stay.
+    """Returns the settings with learning rate and epsilon times the root of ``scale``; other settings do not change.
 
     Example:
         >>> moment_scaled({"learning_rate": 0.5, "eps": 1e-4, "weight_decay": 0.1}, 4.0)

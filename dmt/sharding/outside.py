@@ -1,7 +1,7 @@
-"""`choose_outside`: the tables that make hosts send fewer bytes outside towers than in one. Pure arithmetic.
+"""`choose_outside`: picks the tables for which hosts send fewer bytes outside towers than in one. Pure arithmetic.
 
-Neo (arXiv 2104.05158, section 4.1) keeps small tables on every rank: ids and embeddings stay there, and the gradient of
-the whole table is reduced. Between hosts that pays where a table has fewer numbers than its samples' outputs.
+Neo (arXiv 2104.05158, section 4.1) keeps small tables on every rank: ids and embeddings stay on the rank, and the
+gradient of the whole table is reduced. That saves bytes between hosts if the table is smaller than its outputs.
 
 Legend: B samples per rank, T towers, W ranks of the job.
 """
@@ -21,26 +21,26 @@ from dmt.sharding.costs import CostModel, Hardware, StepWorkload
 
 __all__ = ["CrossingBytes", "CrossingCosts", "choose_outside"]
 
-# Share of a rank's memory that is given to tables outside towers: it has to hold those of its tower, too.
+# Share of a rank's memory that tables outside towers may take: the rank must also hold tables of its tower.
 _MEMORY_SHARE = 0.1
 
 
 class CrossingBytes(NamedTuple):
-    """Bytes that all hosts together send to others in a step because of one table."""
+    """Bytes that all hosts together send to other hosts in a step because of one table."""
 
     outside: float
-    """Of the all-reduce of its gradient over all ranks."""
+    """Bytes of the all-reduce of the table's gradient over all ranks, if it is outside towers."""
     in_tower: float
-    """Of the ids, outputs and their gradients of samples from other hosts."""
+    """Bytes of ids, outputs and gradients of samples from other hosts, if it is in a tower."""
 
     @property
     def saved(self) -> float:
-        """Bytes that the table saves outside."""
+        """Bytes that the table saves outside towers."""
         return self.in_tower - self.outside
 
     @property
     def reason(self) -> str:
-        """Both numbers of bytes in words."""
+        """A clause that compares the two numbers of bytes."""
         return (
             f"its gradient takes {human_bytes(self.outside)} between hosts in a step; in a tower, ids and outputs "
             f"would take {human_bytes(self.in_tower)}"
@@ -49,9 +49,9 @@ class CrossingBytes(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class CrossingCosts:
-    """`CrossingBytes` of tables in one job.
+    """Computes the `CrossingBytes` of the tables of a job.
 
-    Not counted: that ids repeat, the averaging of replicas, and what crosses inside a tower of several hosts.
+    Leaves out repeated ids, the averaging of replicas, and traffic between the hosts of one tower.
     """
 
     topology: TowerTopology
@@ -59,15 +59,15 @@ class CrossingCosts:
     workload: StepWorkload
     """Batch size and ids per sample."""
     sent: float | None = None
-    """Numbers that a tower sends less for a sample without one of its features; None: the feature's embedding."""
+    """How many fewer numbers a tower sends per sample if a feature leaves the tower; None: its ``embedding_dim``."""
     number_bytes: tuple[float, float] = (4.0, 4.0)
-    """Bytes of a number between towers, forward and backward."""
+    """Bytes per number sent between towers, forward and backward."""
     is_unique: bool = False
-    """True where equal inputs of a feature are sent once: of one id per sample at most one for each row."""
+    """True if equal inputs of a feature are sent once: with one id per sample, at most one per row of the table."""
 
     @functools.cached_property
     def _senders(self) -> float:
-        """Ranks whose ids of a feature go to a tower on another host."""
+        """Number of ranks whose ids of a feature go to a tower on another host."""
         away = self.topology.world_size * (1 - 1 / self.topology.num_towers)
         return away * self.topology.share_across_hosts(self.topology.peer_groups())
 
@@ -93,18 +93,18 @@ def choose_outside(
     hardware: Hardware | None = None,
     candidates: Collection[str] | None = None,
 ) -> list[str]:
-    """Chooses the tables that pay outside towers, those that save most first.
+    """Chooses the tables that save bytes outside towers, largest saving first.
 
     Tables outside towers together take at most a tenth of a rank's memory, and every tower keeps a table.
 
     Args:
-        tables_by_tower: of each tower the tables, with the columns that they would have outside.
-        costs: of the job.
+        tables_by_tower: tables of each tower, with the columns that they would have outside.
+        costs: costs of the job's tables.
         hardware: memory of a rank.
         candidates: names of tables that may be outside; None: all.
 
     Returns:
-        Their names.
+        The names of the chosen tables.
 
     Example:
         >>> from dmt.plan.tables import TableSpec

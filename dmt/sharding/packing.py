@@ -1,4 +1,4 @@
-"""Packing of items on ranks under a memory limit: the heuristics of Neo (section 4.1), greedy and largest differencing.
+"""Packs items onto ranks under a memory limit by Neo's heuristics (section 4.1), greedy and largest differencing.
 
 Knows nothing of tables: an item has options, and an option has parts for different ranks. The objective is the cost of
 the busiest rank.
@@ -21,8 +21,8 @@ __all__ = ["Option", "Packing", "Problem", "differencing", "greedy", "pack"]
 Vector = NDArray[np.float64]
 Ranks = NDArray[np.int64]
 
-# The largest load of a rank, and the largest part of an item, up to which `greedy` takes the cheapest option; in mean
-# loads that are possible at best.
+# Limits up to which `greedy` takes the cheapest option, on the load of a rank and on the largest part of an item; both
+# in units of the lowest possible mean load.
 _TARGETS = (
     *((np.inf, 1.0), (np.inf, 0.5), (np.inf, 0.25)),
     *((1.5, 1.5), (1.1, 1.1), (1.05, 0.8), (1.0, 1.0), (0.5, 0.5)),
@@ -37,36 +37,36 @@ class Option(NamedTuple):
     """One way to cut an item into parts, which go to different ranks."""
 
     costs: Vector
-    """Seconds of each part, largest first."""
+    """Seconds of each part, float64 [parts], largest first."""
     memory: Vector
-    """Bytes of each part."""
+    """Bytes of each part, float64 [parts]."""
     kind: int
     """Index of its fixed cost in `Problem.fixed`."""
 
 
 @dataclass(frozen=True, eq=False)
 class Problem:
-    """Items with their options, and the load that ranks have already."""
+    """Items with their options, and the load that the L ranks already have."""
 
     options: Sequence[Sequence[Option]]
     """Options of each item; at least one."""
     cost: Vector
-    """[L] seconds of the load that ranks have already."""
+    """Seconds that each rank already has, float64 [L]."""
     memory: Vector
-    """[L] bytes of the load that ranks have already."""
+    """Bytes that each rank already holds, float64 [L]."""
     capacity: float
-    """Bytes of a rank."""
+    """Memory limit of a rank in bytes."""
     fixed: tuple[float, ...]
-    """Seconds that each kind costs every rank, once, if any item uses it."""
+    """Seconds that each kind costs every rank, once, if any item uses the kind."""
     used: frozenset[int] = frozenset()
     """Kinds in use already."""
     avoided: int | None = None
-    """Kind of which as few items are wanted as a cost above the cheapest by the share ``tolerance`` allows."""
+    """Kind to give to as few items as possible, at a cost of at most 1 + ``tolerance`` times the cheapest packing."""
     tolerance: float = 0.0
 
     @cached_property
     def cheapest_first(self) -> list[list[Option]]:
-        """Options of each item by their cost summed over ranks."""
+        """Options of each item, sorted by their cost summed over ranks."""
         return [sorted(options, key=lambda option: float(option.costs.sum())) for options in self.options]
 
     @property
@@ -75,12 +75,12 @@ class Problem:
         return {option.kind for options in self.options for option in options}
 
     def fixed_cost(self, kinds: Iterable[int]) -> float:
-        """The fixed costs of some kinds and of those in use already."""
+        """Returns the fixed seconds of ``kinds`` and of the kinds in use already."""
         return sum(self.fixed[kind] for kind in self.used.union(kinds))
 
 
 class Packing:
-    """An option and ranks for every item, with the sums they make."""
+    """An option and ranks for every item, with the resulting cost and memory of each rank."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -92,19 +92,19 @@ class Packing:
         """Rank of each part of each item that is placed."""
 
     def put(self, item: int, option: Option, ranks: Ranks) -> None:
-        """Places an item."""
+        """Places the parts of an item on ``ranks``."""
         self.chosen[item], self.ranks[item] = option, ranks
         self.cost[ranks] += option.costs
         self.memory[ranks] += option.memory
 
     @property
     def num_avoided(self) -> int:
-        """Items of the kind that is avoided."""
+        """Number of items of the kind `Problem.avoided`."""
         return sum(option.kind == self.problem.avoided for option in self.chosen.values())
 
     @cached_property
     def objective(self) -> float:
-        """Cost of the busiest rank."""
+        """Seconds of the busiest rank, with the fixed costs."""
         return float(self.cost.max()) + self.problem.fixed_cost({option.kind for option in self.chosen.values()})
 
 
@@ -112,11 +112,11 @@ def pack(problem: Problem) -> Packing | None:
     """Places all items by greedy and by largest differencing, and keeps the better packing (Neo, section 4.1).
 
     This is repeated with ever finer cuts (`greedy` chooses the options for both), and without some of the kinds,
-    because each kind in use has a fixed cost. Of the packings that cost at most `Problem.tolerance` more than the
-    cheapest, the one with the fewest items of the kind that is avoided is kept.
+    because each kind in use has a fixed cost. Among the packings that cost at most the share `Problem.tolerance` more
+    than the cheapest, the one with the fewest items of the kind `Problem.avoided` is kept.
 
     Returns:
-        None if no packing within the memory limit was found.
+        The packing; None if none within the memory limit was found.
     """
     packings: list[Packing] = []
     most_fixed = problem.fixed_cost(problem.kinds)
@@ -131,7 +131,7 @@ def pack(problem: Problem) -> Packing | None:
 
 
 def _by_kinds(problem: Problem) -> Iterator[Problem]:
-    """The problem with each set of kinds that leaves every item an option; first with all of them."""
+    """Yields the problem for each set of kinds that leaves every item an option; all kinds come first."""
     kinds = sorted(problem.kinds)
     for size in range(len(kinds), -1, -1):
         for kept in combinations(kinds, size):
@@ -141,7 +141,7 @@ def _by_kinds(problem: Problem) -> Iterator[Problem]:
 
 
 def _with_finer_cuts(problem: Problem) -> Iterator[Packing]:
-    """The better of the two heuristics for each target that has a packing."""
+    """Yields the better packing of the two heuristics for each target that has one."""
     least = sum(float(options[0].costs.sum()) for options in problem.cheapest_first)
     mean = (float(problem.cost.sum()) + least) / len(problem.cost)
     # No packing costs less.
@@ -162,9 +162,9 @@ def _with_finer_cuts(problem: Problem) -> Iterator[Packing]:
 def greedy(problem: Problem, target: float, part: float = np.inf, *, by_memory: bool = False) -> Packing | None:
     """Places items largest first, each part on the cheapest rank with room (Neo, section 4.1).
 
-    An item takes its cheapest option whose parts cost at most ``part`` seconds and leave their ranks at ``target`` or
-    below; where there is none, the option that leaves them cheapest. ``by_memory`` places the largest memory first, for
-    tight limits. None: an item finds no room.
+    An item takes the cheapest option whose parts cost at most ``part`` seconds and load their ranks up to ``target``
+    seconds at most; if there is none, the option with the lowest resulting load. ``by_memory`` places items with the
+    largest memory first, for tight limits. Returns None if an item does not fit.
     """
     packing, cheapest_first = Packing(problem), problem.cheapest_first
 
@@ -194,10 +194,10 @@ def greedy(problem: Problem, target: float, part: float = np.inf, *, by_memory: 
 
 
 def differencing(problem: Problem, preferred: Sequence[Option]) -> Packing:
-    """Largest differencing (Karmarkar-Karp): joins the two most uneven partial packings until one is left.
+    """Packs by largest differencing (Karmarkar-Karp): joins the two most uneven partial packings until one is left.
 
-    Ignores memory. The load that ranks have already takes part as one partial packing.
-    ``preferred`` is the option of each item.
+    Ignores memory. The load that ranks already have is one of the partial packings. ``preferred`` has the option to use
+    for each item.
     """
     num_ranks = len(problem.cost)
     # A partial packing: costs of its slots, largest first, and their nodes in the tree of joined slots. The leaves of

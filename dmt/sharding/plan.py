@@ -1,4 +1,4 @@
-"""`TowerShardingPlan`: place of every table, with its reason and the load of every rank; saved as ``sharding.json``."""
+"""`TowerShardingPlan`: placement of every table with its reason, and load of every rank; saved as ``sharding.json``."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ class TableSharding:
 
     name: str
     tower: int | None
-    """Mesh tower that holds it; None: outside towers, on every rank."""
+    """Mesh tower that holds the table; None: outside towers, on every rank."""
     placement: TablePlacement
     reason: str
     """Reason for the placement, in one line."""
     seconds: float
-    """Cost of a step in seconds, summed over the ranks of the tower; outside towers that of one rank."""
+    """Seconds per step, summed over the ranks of the tower; for a table outside towers, of one rank."""
     memory: int
-    """Bytes, summed over the ranks of the tower (outside towers of one rank): weights, optimizer state, dense gradient,
-    caches; in all memories."""
+    """Bytes of weights, optimizer state, dense gradient and caches, on the device or elsewhere, summed over the ranks
+    of the tower; for a table outside towers, of one rank."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -48,22 +48,22 @@ class RankLoad:
     local: int
     """Local rank, 0..L-1."""
     memory: int
-    """Bytes of weights, optimizer state, dense gradients and caches on its device."""
+    """Bytes of weights, optimizer state, dense gradients and caches on the rank's device."""
     activations: int
-    """Bytes of the embeddings that a step looks up there, and of their gradients."""
+    """Bytes of the embeddings that a step looks up on the rank, and of their gradients."""
     averaged_bytes: float
-    """Bytes that it sends for a step's share of the average of the replicas."""
+    """Bytes that the rank sends to average the replicas, divided by the steps between two averages."""
     seconds: float
-    """Cost of a step in seconds."""
+    """Seconds per step."""
 
     @property
     def needed(self) -> int:
-        """Bytes on its device in all."""
+        """All bytes on the rank's device: ``memory`` and ``activations``."""
         return self.memory + self.activations
 
     @classmethod
     def of_tower(cls, tower: int, loads: NDArray[np.float64]) -> list[RankLoad]:
-        """Returns the ranks of a tower, from sums of the first four fields of `ShardLoad` over their shards, [4, L]."""
+        """Makes the loads of a tower's ranks from ``loads`` [4, L]: the first four fields of `ShardLoad`, summed."""
         return [
             cls(tower=tower, local=i, memory=int(memory), activations=int(size), averaged_bytes=sent, seconds=seconds)
             for i, (seconds, memory, size, sent) in enumerate(loads.T.tolist())
@@ -72,15 +72,15 @@ class RankLoad:
 
 @dataclass(frozen=True, kw_only=True)
 class TowerShardingPlan:
-    """A sharding plan that explains itself; made by `dmt.sharding.plan_tables.plan_tables`."""
+    """A sharding plan with its costs and reasons, made by `dmt.sharding.plan_tables.plan_tables`."""
 
     topology: TowerTopology
     workload: StepWorkload
     hardware: Hardware
     tables: tuple[TableSharding, ...]
-    """Tower by tower, in the order they were given in; then those outside towers."""
+    """The tables tower by tower, in the order given; then the tables outside towers."""
     ranks: tuple[RankLoad, ...]
-    """Tower by tower, local rank by local rank."""
+    """The ranks of one replica, tower by tower and in order of their local rank."""
 
     @property
     def placements(self) -> dict[str, TablePlacement]:
@@ -89,12 +89,12 @@ class TowerShardingPlan:
 
     @property
     def reasons(self) -> dict[str, str]:
-        """Reasons by table name."""
+        """The reason for the placement of every table, by name."""
         return {table.name: table.reason for table in self.tables}
 
     @property
     def imbalance(self) -> float:
-        """Cost of the busiest rank over the mean of all ranks; 1 is even."""
+        """Seconds of the busiest rank divided by the mean over all ranks; 1 is perfectly even."""
         seconds = [rank.seconds for rank in self.ranks]
         return max(seconds) * len(seconds) / sum(seconds) if sum(seconds) else 1.0
 
@@ -106,7 +106,7 @@ class TowerShardingPlan:
 
     @property
     def summary(self) -> str:
-        """Tables, schemes, the fullest rank and the imbalance in three sentences."""
+        """Three sentences: the tables and schemes, the fullest rank, the imbalance."""
         topology, fullest = self.topology, max(self.ranks, key=lambda rank: rank.needed)
         schemes = ", ".join(f"{count:,} {scheme}" for scheme, count in self.tables_by_scheme.items())
         if outside := sum(table.tower is None for table in self.tables):
@@ -136,7 +136,7 @@ class TowerShardingPlan:
         """Reads a plan that `save` wrote.
 
         Raises:
-            InputError: the file cannot be read, is not JSON or of another format version, or an entry is absent, of
+            InputError: the file cannot be read, is not JSON or has another format version, or an entry is absent, has
                 another type or breaks a rule of the plan.
         """
         return read_model(path, cls, what="Sharding plan", version=SHARDING_FORMAT, remedy=_REMEDY)

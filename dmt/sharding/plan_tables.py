@@ -38,8 +38,8 @@ def plan_tables(
 ) -> TowerShardingPlan:
     """Places every table inside its tower (Neo, sections 4 and 4.1).
 
-    Plans each tower alone, for the least cost of its busiest rank, with a rank's memory as a hard limit. The result
-    depends neither on the order of tables nor on the process.
+    Plans each tower separately and minimizes the cost of its busiest rank, with a rank's memory as a hard limit. The
+    result does not depend on the order of tables or on the process.
 
     Args:
         tables_by_tower: ``EmbeddingBagConfig`` or `TableSpec` of every tower of the mesh, as from
@@ -48,10 +48,10 @@ def plan_tables(
         outside: tables that every rank holds, as from `TowerPlan.outside_tables`.
         workload: batch size, ids per sample and optimizer.
         hardware: memory and rates of a rank.
-        rules: what the user decided. With a placement for every table, this only computes the report.
+        rules: the user's decisions. If they place every table, this function only computes costs and reasons.
 
     Raises:
-        InputError: names or numbers are wrong, rules contradict each other or cannot be met, or tables do not fit.
+        InputError: a name or a number is wrong, a rule cannot be met, or the tables do not fit into memory.
     """
     model = CostModel(topology=topology, workload=workload or StepWorkload(), hardware=hardware or Hardware())
     if len(tables_by_tower) != topology.num_towers:
@@ -85,7 +85,7 @@ def plan_tables(
 
 
 def _on_every_rank(tables: Sequence[Any], model: CostModel) -> tuple[list[TableSharding], Vector]:
-    """Returns the tables outside towers, and the load of a rank by them, [4]."""
+    """Returns the plan of the tables outside towers, and the load that they put on a rank, [4]."""
     room, alone = model.hardware.memory_per_rank, replace(model, topology=model.topology.outside_towers)
     placement = TablePlacement(scheme="data_parallel", ranks=tuple(range(model.topology.ranks_per_tower)))
     loads = [alone.shard(table, "data_parallel", table.num_embeddings, table.embedding_dim) for table in tables]
@@ -113,7 +113,7 @@ def _on_every_rank(tables: Sequence[Any], model: CostModel) -> tuple[list[TableS
 
 
 class _NoRoomError(InputError):
-    """Tables do not fit. What would is looked for when the message is read: that plans all towers several times."""
+    """Tables do not fit. Only reading the message searches a batch size that fits, since a search plans many times."""
 
     def __str__(self) -> str:
         return str(self.args[0]())
@@ -128,7 +128,7 @@ class _Tower:
     allowed: Mapping[str, Allowed]
     model: CostModel
     held: Vector
-    """Load of a rank by tables outside towers, [4]."""
+    """Load that tables outside towers put on a rank, [4]."""
 
     def plan(self, fits: Callable[[int], bool]) -> tuple[list[TableSharding], list[RankLoad]]:
         """Places the tables and reports the loads of the tower's ranks; ``fits`` tries a smaller batch size."""
@@ -144,11 +144,11 @@ class _Tower:
 
     @property
     def _sorted(self) -> list[Any]:
-        """The tables by name: the order in which they come must not matter."""
+        """The tables sorted by name, so that the order in which they were given does not matter."""
         return sorted(self.tables, key=lambda table: table.name)
 
     def packing(self) -> tuple[dict[str, TablePlacement], Problem, Packing | None]:
-        """Returns the placements of pinned tables, and the problem of the others with its solution; None: no room."""
+        """Returns the placements of pinned tables, the problem of the others, and its packing; None if none fits."""
         tables = self._sorted
         placements = {t.name: p for t in tables if (p := self.allowed[t.name].placement) is not None}
         seconds, memory, activations, _ = self._loads([t for t in tables if t.name in placements], placements)
@@ -166,7 +166,7 @@ class _Tower:
         return placements, problem, pack(problem) if problem.memory.max() <= problem.capacity else None
 
     def _loads(self, tables: Sequence[Any], placements: Mapping[str, TablePlacement]) -> Vector:
-        """Loads of every rank for `RankLoad.of_tower`, [4, L], without fixed costs: some tables and those outside."""
+        """Returns the loads of every rank by ``tables`` and the tables outside towers, [4, L], without fixed costs."""
         loads = np.tile(self.held[:, None], self.model.topology.ranks_per_tower)
         for table in tables:
             for rank, load in self.model.shards(table, placements[table.name]):
@@ -174,7 +174,7 @@ class _Tower:
         return loads
 
     def _cuts(self, table: Any) -> Iterator[TablePlacement]:
-        """The ways to cut a table, fewest parts first, on the first ranks."""
+        """Yields the ways to cut a table, fewest parts first, on the first ranks."""
         num_ranks, allowed = self.model.topology.ranks_per_tower, self.allowed[table.name]
         for scheme in allowed.schemes:
             counts = [num_ranks] if scheme in EVERYWHERE else [1]
@@ -219,10 +219,10 @@ class _Tower:
         return (
             f"No placement was found for the {counted(len(self.tables), 'table')} of tower {self.number}: they need at "
             f"least {human_bytes(needed)}, {human_bytes(activations)} of it for the embeddings looked up with "
-            f"batch_size={batch}, but {counted(num_ranks, 'rank')} of memory_per_rank={human_bytes(limit)} have "
-            f"{human_bytes(num_ranks * room)}{beside}. Of table {name!r} a rank must hold {human_bytes(memory)} even "
-            f"{scheme}. {smaller}et large tables be row_wise, use more ranks per tower, a smaller data type or "
-            "optimizer state, or move tables to other towers."
+            f"batch_size={batch}, but {counted(num_ranks, 'rank')} with memory_per_rank={human_bytes(limit)} have "
+            f"{human_bytes(num_ranks * room)}{beside}. A rank must hold {human_bytes(memory)} of table {name!r}, even "
+            f"if it is {scheme}. {smaller}et large tables be row_wise, use more ranks per tower, a smaller data type "
+            "or optimizer state, or move tables to other towers."
         )
 
     def _entry(self, table: Any, placement: TablePlacement, mean: float) -> TableSharding:
@@ -255,7 +255,7 @@ class _Tower:
 
 
 def _shard_counts(columns: int, num_ranks: int) -> list[int]:
-    """Numbers of column shards worth trying: all up to 8, then doubling, and the most there can be."""
+    """Returns the numbers of column shards to try: all up to 8, then powers of two, and the largest possible."""
     most = min(num_ranks, columns // 4)
     doubled = [2**power for power in range(4, 16) if 2**power < most]
     return sorted({*range(2, min(most, 8) + 1), *doubled, most} - {0, 1})

@@ -1,4 +1,4 @@
-"""`TowerShardingPlanner`: from a model and its sharders to the ``ShardingPlan`` that DistributedModelParallel takes."""
+"""`TowerShardingPlanner`: makes the ``ShardingPlan`` for DistributedModelParallel from a model and its sharders."""
 
 from __future__ import annotations
 
@@ -40,17 +40,17 @@ _NO_LIMIT = 2**50  # bytes
 class TowerShardingPlanner:
     """Plans where each table lives inside its tower (Neo, section 4.1; see `dmt.sharding.plan_tables.plan_tables`).
 
-    Needs no process group: every rank computes the same plan. Ranks in it are local to the tower (0..L-1), so one plan
-    serves every tower and replica; the sharders turn them into global ranks. How ids travel is taken from the sharders.
+    Needs no process group: every rank computes the same plan. Ranks in the plan are local to the tower (0..L-1), so one
+    plan serves every tower and replica; the sharders convert them to global ranks. The sharders set the id route.
 
     Args:
         topology: the mesh sizes.
-        scheme: one of `SCHEMES` for every table that can have it, several of them, or ``"auto"``. A table that can have
-            none of them stays whole.
-        pinned: what is decided for single tables, by name or pattern: a scheme, a kernel of TorchRec's
+        scheme: a scheme of `SCHEMES`, or several to choose from, for every table that supports one; ``"auto"``: all.
+            A table that supports none of them is table_wise.
+        pinned: decisions for single tables, by name or pattern: a scheme, a kernel of TorchRec
             (`dmt.sharding.schemes.Kernel`), or a `TablePlacement`, which has both.
-        hot_rows: whether the model will have `dmt.HotRows`: no table is cut into columns then unless it is pinned so.
-        workload: batch size and ids per sample; the optimizer of the tables is that of the sharders' ``fused_params``.
+        hot_rows: True if the model will have `dmt.HotRows`: then only tables pinned to column_wise are cut by columns.
+        workload: batch size, ids per sample, and the tables' optimizer unless the sharders' ``fused_params`` name it.
         hardware: memory and rates of a rank.
         device_type: ``"cpu"`` or ``"cuda"``.
 
@@ -80,8 +80,8 @@ class TowerShardingPlanner:
     def plan(self, model: nn.Module, sharders: Sequence[Any]) -> ShardingPlan:
         """Plans every module of ``model`` that one of the sharders handles.
 
-        Modules of TorchRec's own sharders, such as ``EmbeddingCollectionSharder`` for sequences of ids, are planned
-        over all ranks by TorchRec's ``EmbeddingShardingPlanner``; rules, workload and rates are not for them.
+        TorchRec's ``EmbeddingShardingPlanner`` plans the modules of TorchRec's sharders, such as
+        ``EmbeddingCollectionSharder`` for sequences of ids, over all ranks; rules, workload and rates do not apply.
 
         Args:
             model: the unsharded model.
@@ -92,8 +92,8 @@ class TowerShardingPlanner:
             to the towers.
 
         Raises:
-            InputError: no module fits a tower sharder, a collection of tables fits none, a rule names no table, tables
-                do not fit (see `plan_tables`), or TorchRec cannot place its own.
+            InputError: a tower sharder has no module, a collection has no sharder or two, tables or rules do not fit
+                (see `plan_tables`), or TorchRec cannot place the tables left to it, as always with replicas.
         """
         modules, others = _modules(model, sharders)
         placements = self._explain(modules, sharders).placements
@@ -104,10 +104,10 @@ class TowerShardingPlanner:
         if others and self.topology.num_replicas > 1:
             raise InputError(
                 f"{next(iter(others))!r} is left to a sharder of TorchRec, which does not support replicas, but the "
-                f"topology has {self.topology.num_replicas}. Use one replica, or put bags of ids in towers."
+                f"topology has num_replicas={self.topology.num_replicas}. Use one replica, or put its tables in towers."
             )
         if others:
-            # Alone: of the whole model TorchRec would plan the tables inside our modules, too.
+            # Only these modules: in the whole model, TorchRec would also plan the tables of the tower sharders.
             alone = nn.ModuleDict({str(number): module for number, module in enumerate(others.values())})
             theirs = [sharder for sharder in sharders if not hasattr(sharder, "tables_by_tower")]
             room, device_type = self.hardware.memory_per_rank, self.device_type
@@ -116,7 +116,7 @@ class TowerShardingPlanner:
         return ShardingPlan(plan=plan)
 
     def explain(self, model: nn.Module, sharders: Sequence[Any]) -> TowerShardingPlan:
-        """The plan behind `plan`, with costs, loads and reasons."""
+        """Returns the tower plan behind `plan`, with costs, loads and reasons; arguments and errors are the same."""
         return self._explain(_modules(model, sharders)[0], sharders)
 
     def _explain(self, modules: Mapping[str, Sequence[Sequence[Any]]], sharders: Sequence[Any]) -> TowerShardingPlan:
@@ -150,13 +150,13 @@ def plan_by_torchrec(
     batch_size: int | None = None,
     device_type: str = "cpu",
 ) -> ShardingPlan:
-    """Places the tables that TorchRec's own sharders handle over all ranks, by its ``EmbeddingShardingPlanner``.
+    """Places the tables of TorchRec's sharders over all ranks, by TorchRec's ``EmbeddingShardingPlanner``.
 
     Args:
         model: the unsharded model; all its modules that a sharder handles are planned.
-        sharders: TorchRec's own.
-        topology: the mesh sizes; its hosts are those of TorchRec's planner.
-        constraints: of single tables, by name; None: any scheme but data-parallel, for which TorchRec silently drops
+        sharders: TorchRec's sharders.
+        topology: the mesh sizes and hosts.
+        constraints: constraints by table name; None: any scheme but data-parallel, for which TorchRec silently drops
             the fused optimizer of a table.
         memory_per_rank: bytes for tables and their optimizer state; None: no limit.
         batch_size: samples per rank; None: TorchRec's default.
@@ -168,7 +168,7 @@ def plan_by_torchrec(
     if constraints is None:
         tables = {name.split(".")[-2] for name, _ in model.named_parameters() if name.endswith(".weight")}
         constraints = {name: ParameterConstraints(sharding_types=_OTHER_SCHEMES) for name in tables}
-    room = _NO_LIMIT if memory_per_rank is None else memory_per_rank  # else TorchRec has a limit of its own
+    room = _NO_LIMIT if memory_per_rank is None else memory_per_rank  # without a number TorchRec sets a limit
     planner = EmbeddingShardingPlanner(
         topology=Topology(
             world_size=topology.world_size,
@@ -200,14 +200,15 @@ def plan_by_torchrec(
 
 
 def _modules(model: nn.Module, sharders: Sequence[Any]) -> tuple[dict[str, list[list[Any]]], dict[str, nn.Module]]:
-    """The modules that the sharders handle, by path, the outermost ones.
+    """Finds the outermost modules that the sharders handle.
 
     Returns:
-        The tables of the tower sharders' modules, those of each mesh tower and then those outside, by path; and the
-        modules of TorchRec's.
+        By path, the tables of each module of a tower sharder: those of each mesh tower, then those outside towers. By
+        path, the modules of TorchRec's sharders.
 
     Raises:
-        InputError: a collection of tables is for no sharder, no module for a tower sharder, or one type for two.
+        InputError: no sharder handles a collection of tables, a tower sharder has no module, or two sharders handle the
+            same type.
     """
     towers: dict[str, list[list[Any]]] = {}
     others: dict[str, nn.Module] = {}
@@ -218,8 +219,8 @@ def _modules(model: nn.Module, sharders: Sequence[Any]) -> tuple[dict[str, list[
             check_instance("sharder", sharder, ModuleSharder)
         if by_type.setdefault(sharder.module_type, sharder) is not sharder:
             raise InputError(
-                f"TowerShardingPlanner: two sharders are for {sharder.module_type.__name__}, and "
-                "DistributedModelParallel would use the last. Leave one of them out in both calls."
+                f"TowerShardingPlanner: two sharders handle {sharder.module_type.__name__}, and "
+                "DistributedModelParallel would use the last. Remove one of them from both calls."
             )
     for path, module in model.named_modules():
         if any(outer == "" or path.startswith(f"{outer}.") for outer in (*towers, *others)):
@@ -245,7 +246,7 @@ def _modules(model: nn.Module, sharders: Sequence[Any]) -> tuple[dict[str, list[
 
 
 def parameter_sharding(table: Any, placement: TablePlacement, device_type: str = "cpu") -> ParameterSharding:
-    """Returns TorchRec's ``ParameterSharding`` of a placed table, ranks and placements local to the tower."""
+    """Returns TorchRec's ``ParameterSharding`` with tower-local ranks; raises `InputError` for key_value on a CPU."""
     if placement.kernel == "key_value" and device_type == "cpu":
         raise InputError(
             f"Table {table.name!r} has kernel='key_value', which FBGEMM supports on GPUs only. Use another kernel."

@@ -1,4 +1,4 @@
-"""Sharding schemes: `TablePlacement` of a table in its tower, `table_shards`, `why_not`, and the user's rules. Pure."""
+"""Sharding schemes: placements of tables in their tower, the shards that result, and the user's `ShardingRules`."""
 
 from __future__ import annotations
 
@@ -38,14 +38,14 @@ __all__ = [
 Scheme = Literal["table_wise", "row_wise", "column_wise", "data_parallel"]
 SCHEMES: tuple[Scheme, ...] = get_args(Scheme)
 IdRoute = Literal["peer", "global"]
-"""Route of the ids to a table's tower: through the rank's peer there, or straight to the ranks that hold the table."""
+"""Route of the ids to a table's tower: through the sending rank's peer there, or straight to the table's ranks."""
 ID_ROUTES: tuple[IdRoute, ...] = get_args(IdRoute)
 Kernel = Literal["fused", "fused_uvm", "fused_uvm_caching", "key_value"]
-"""TorchRec's kernel of a table, which decides the memory that holds its weights (Neo, section 5.2): the device's, the
-host's, the host's behind a cache on the device, or an SSD behind such a cache."""
+"""TorchRec's kernel of a table, which decides where its weights are (Neo, section 5.2): in device memory, in host
+memory, in host memory with a cache on the device, or on an SSD with such a cache."""
 KERNELS: tuple[Kernel, ...] = get_args(Kernel)
 EVERYWHERE = ("row_wise", "data_parallel")
-"""Schemes whose tables are on every rank of their tower."""
+"""Schemes that use every rank of the tower."""
 # FBGEMM's kernels read columns four at a time.
 _COLUMN_QUANTUM = 4
 
@@ -67,17 +67,18 @@ class TablePlacement:
     ranks: tuple[int, ...]
     """Local ranks 0..L-1 of the tower, one for each shard, in the order of the rows or columns."""
     kernel: Kernel = "fused"
-    """Kernel, and so the memory of its weights. On a CPU all but ``key_value`` are ``fused``."""
+    """Kernel of the table. On a CPU all kernels but ``key_value`` mean ``fused``."""
     cache_load_factor: float = 0.2
-    """Share of the weights that a cache on the device holds; for ``fused_uvm_caching`` and ``key_value``."""
+    """Share of the rows that the cache on the device holds; for ``fused_uvm_caching`` and ``key_value``."""
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "ranks", tuple(self.ranks))
         if self.scheme not in SCHEMES:
             raise InputError(f"Sharding scheme {self.scheme!r} is unknown; use one of {list(SCHEMES)}.")
         if self.kernel not in KERNELS or (self.kernel != "fused" and self.scheme == "data_parallel"):
             raise InputError(
-                f"kernel={self.kernel!r} of a {self.scheme} table: use one of {list(KERNELS)}; data_parallel tables "
-                "are in the memory of every device, as 'fused'."
+                f"A {self.scheme} table cannot have kernel={self.kernel!r}; use one of {list(KERNELS)}, and for "
+                "data_parallel tables, which every device holds, 'fused'."
             )
         if not 0 < self.cache_load_factor <= 1:
             raise InputError(f"cache_load_factor={self.cache_load_factor} must be a share of the rows in (0, 1].")
@@ -102,10 +103,10 @@ class TableShard(NamedTuple):
 
 
 def table_shards(table: Any, placement: TablePlacement) -> list[TableShard]:
-    """The shards of a placed table, one for each entry of ``placement.ranks``.
+    """Returns the shards of a placed table, one for each entry of ``placement.ranks``.
 
     Raises:
-        InputError: the table cannot be cut so; names it.
+        InputError: the table cannot be cut into so many shards; the message names the table.
     """
     rows, columns, num = table.num_embeddings, table.embedding_dim, len(placement.ranks)
     heights, widths = [rows] * num, [columns] * num
@@ -140,16 +141,16 @@ def shards_in_tower(table: Any, placement: TablePlacement, *, num_ranks: int, to
 
 
 def check_columns(table: Any) -> None:
-    """Raises `InputError` for a table whose rows FBGEMM's kernels cannot read."""
-    if table.embedding_dim % _COLUMN_QUANTUM:
+    """Raises `InputError` if the columns of a table are not a multiple of four, as FBGEMM's kernels need."""
+    if extra := table.embedding_dim % _COLUMN_QUANTUM:
         raise InputError(
             f"Table {table.name!r} has embedding_dim={table.embedding_dim}; FBGEMM's kernels take multiples of "
-            f"{_COLUMN_QUANTUM}. Use the next one."
+            f"{_COLUMN_QUANTUM}. Use {table.embedding_dim - extra + _COLUMN_QUANTUM}."
         )
 
 
 def row_shards(num_embeddings: int, num_shards: int) -> list[int]:
-    """Rows of the row shards of a table: equal blocks, the last one shorter, as TorchRec's bucketizer takes them.
+    """Returns the rows of each row shard of a table: equal blocks and a shorter last one, as in TorchRec's bucketizer.
 
     Raises:
         InputError: a shard would be empty.
@@ -170,10 +171,10 @@ def row_shards(num_embeddings: int, num_shards: int) -> list[int]:
 
 
 def column_shards(embedding_dim: int, num_shards: int) -> list[int]:
-    """Widths of the column shards of a table: multiples of four, as even as that allows.
+    """Returns the columns of each column shard of a table: multiples of four, as even as possible.
 
     Raises:
-        InputError: the columns are no multiple of four, or too few.
+        InputError: ``embedding_dim`` is not a multiple of four, or too small for ``num_shards``.
 
     Example:
         >>> column_shards(24, 4)
@@ -208,7 +209,7 @@ def why_not(
     Args:
         table: ``EmbeddingBagConfig`` or `dmt.plan.tables.TableSpec`; without ``pooling`` its bags are summed.
         scheme: one of `SCHEMES`.
-        num_ranks: L, ranks of the tower, to check that there is something to cut; None if the table is cut already.
+        num_ranks: L, ranks of the tower, to check that the table can be cut; None if it is cut already.
         id_route: route of the ids.
         fused_params: settings of the table's optimizer; None if they are not known yet.
 
@@ -224,7 +225,7 @@ def why_not(
     if scheme == "table_wise":
         return ""
     if is_sequence(table) and scheme != "row_wise":
-        return "its ids are looked up one by one, as a sequence: such a table is table_wise or row_wise"
+        return "its ids are looked up one by one, as sequences: such a table must be table_wise or row_wise"
     try:
         if num_ranks == 1:
             return "its tower has one rank"
@@ -238,26 +239,26 @@ def why_not(
         return "id_route='global' sends every rank's ids to each holder of a table, here to every rank of the tower"
     if scheme == "data_parallel":
         if kind == "FP16":  # a gradient of 1e-7 would err by a sixth, and one of 1e-8 be lost
-            return "its weights are FP16, and gradients of data-parallel tables would be too"
+            return "its weights are FP16, and the gradients of a data-parallel table would be FP16 too"
         if fused_params is not None and (reason := data_parallel_obstacle(fused_params)):
             return reason
     return ""
 
 
 Rule = Scheme | Kernel | TablePlacement
-"""What is decided for a table: its scheme, its kernel, or its whole placement; the planner chooses the rest."""
+"""The user's decision for a table: its scheme, its kernel, or its whole placement; the planner chooses the rest."""
 
 
 class Allowed(NamedTuple):
     """Choices that the planner has for one table."""
 
     schemes: tuple[Scheme, ...]
-    """At least one."""
+    """Schemes to choose from, at least one."""
     kernel: Kernel
     placement: TablePlacement | None
-    """Placement that the user gave; None if there is none."""
+    """The placement that the user gave, or None."""
     why: str
-    """Part of the reason of the choice; empty if the user asked for nothing."""
+    """Why the choice is limited, for the reason in the plan; empty if the user asked for nothing."""
 
     def place(self, scheme: Scheme, ranks: Sequence[int]) -> TablePlacement:
         """Returns a placement with the table's kernel."""
@@ -266,27 +267,27 @@ class Allowed(NamedTuple):
 
 @dataclass(frozen=True, kw_only=True)
 class ShardingRules:
-    """The user's decisions; those about single tables by name or pattern with ``*`` and ``?`` (``"t_ad*"``).
+    """The user's decisions for all tables, and for single tables by name or pattern with ``*``, ``?`` (``"t_ad*"``).
 
-    A table's own name comes before patterns, of which the first that matches holds. The rules of a table that the tower
-    plan cuts hold for its column shards. Rules for tables are strict, ``schemes`` is not: a table that none of them can
-    hold stays whole.
+    A rule with the exact name of a table comes before patterns; among patterns the first match applies. A rule for a
+    table that the tower plan cuts applies to its column shards. Rules for single tables are strict, ``schemes`` is not:
+    a table that supports none of them is table_wise.
 
     Raises:
-        InputError: an unknown scheme or kernel, or no scheme.
+        InputError: a scheme or kernel is unknown, or there is no scheme.
     """
 
     schemes: Sequence[Scheme] = SCHEMES
-    """Schemes for tables without a rule of their own."""
+    """Schemes to choose from for tables that no rule names."""
     tables: Mapping[str, Rule] = field(default_factory=dict)
-    """The rules of single tables; other tables, and those with a scheme only, have the kernel ``fused``."""
+    """Rules by table name or pattern; without a rule, or with only a scheme, a table has the kernel ``fused``."""
     id_route: IdRoute = "peer"
-    """Route of the ids; the global route does not carry every scheme (`why_not`)."""
+    """Route of the ids; the global route does not support every scheme (`why_not`)."""
     fused_params: Mapping[str, Any] | None = None
-    """Optimizer settings of the tables: some cannot be data-parallel; None if they are not known."""
+    """Optimizer settings of the tables, some of which rule out data_parallel; None if they are not known."""
     hot_rows: bool = False
-    """Whether rows will have copies: no table is cut into columns then unless a rule of its own asks for it, because
-    row-wise AdaGrad has a state for each part of a row, and `dmt.HotRows` leaves such tables out."""
+    """True if rows will have copies. Then only a rule for a table cuts it into columns: with row-wise AdaGrad, which
+    has a state for each part of a row, `dmt.HotRows` leaves such tables out."""
 
     def __post_init__(self) -> None:
         choices = (*SCHEMES, *KERNELS)
@@ -297,15 +298,15 @@ class ShardingRules:
                 raise InputError(f"{what}: {value!r} is not one of {list(known)}.{did_you_mean(value, known)}")
 
     def names(self, table: str) -> bool:
-        """Returns whether a table has a rule of its own."""
+        """Returns whether a rule names the table, exactly or by pattern."""
         return _key_of(self.tables, table) is not None
 
     def resolve(
         self, tables_by_tower: Sequence[Sequence[Any]], num_ranks: int, outside: Sequence[Any] = ()
     ) -> dict[str, Allowed]:
-        """Returns by name what the planner may choose for every table in towers of ``num_ranks`` ranks.
+        """Returns what the planner may choose for every table, by name, in towers of ``num_ranks`` ranks.
 
-        For tables ``outside`` towers there is nothing to choose: their rules are only checked.
+        Tables ``outside`` towers leave no choice: their rules are only checked.
 
         Raises:
             InputError: a rule matches no table, a table or its tower cannot take what its rule asks for, or no table
@@ -340,8 +341,8 @@ class ShardingRules:
             obstacle = f"its rule {key!r} asks for {scheme}"
         if obstacle:
             raise InputError(
-                f"Table {table.name!r} outside towers is data_parallel, on every rank, but {obstacle}. Change that, or "
-                "put its features into a tower."
+                f"Table {table.name!r} outside towers is data_parallel, on every rank, but {obstacle}. Change this, or "
+                "put the table's features into a tower."
             )
 
     def _resolve(self, table: Any, num_ranks: int, tower: int) -> Allowed:

@@ -92,7 +92,7 @@ def test_sixteen_bit_tables_take_half() -> None:
     for kind in (DataType.BF16, DataType.INT8):
         table.data_type = kind
         for use in (lambda: MODEL.shard(table, "table_wise", 1000, 8), lambda: table_specs([table])):
-            with pytest.raises(InputError, match=f"Table 't' has data_type='{kind.value}'; tables train in FP32 or"):
+            with pytest.raises(InputError, match=f"Table 't' has data_type='{kind.value}', but tables train in FP32"):
                 use()
 
 

@@ -298,15 +298,15 @@ def test_tables_that_cannot_have_copies_are_left_out() -> None:
     configs = make_tables([8, 8, 8, 8, 8])
     configs[4].feature_names = ["f3"]
     assert (
-        "its lookup makes fp16, and copies are FP32"
+        "its lookups return fp16, but copies are FP32"
         in why_no_copies({"t0": home(0, output_dtype=SparseType.FP16)})["t0"]
     )
     assert why_no_copies({"t0": home(0, output_dtype=SparseType.FP32)}) == {}
     tables = {"t0": home(0, "column_wise"), "t1": home(1, weight_decay=0.1), "t2": home(2, "row_wise")}
     found = why_no_copies({**tables, "t3": home(3), "t4": home(4)})
     assert set(found) == {"t0", "t1", "t3", "t4"}
-    assert "row-wise AdaGrad has a state of its own for each part of a row" in found["t0"]
-    assert found["t1"] == "its fused optimizer sets weight_decay=0.1, which copies do not have"
+    assert "row-wise AdaGrad has a separate state for each part of a row" in found["t0"]
+    assert found["t1"] == "its fused optimizer sets weight_decay=0.1, which copies do not support"
     assert "'f3' is also looked up in t3" in found["t4"]
     assert why_no_copies({"t0": home(0, "column_wise", optimizer="exact_adagrad")}) == {}
     assert table_specs(configs[:1])[0].name == "t0"

@@ -198,7 +198,7 @@ def plan(*towers: list[str], **options: Any) -> TowerPlan:
     return TowerPlan.from_lists(towers, **options)
 
 
-def shards(scheme: Any, ranks: tuple[int, ...], rows: int = 10) -> list[TableShard]:
+def shards(scheme: Any, ranks: Any, rows: int = 10) -> list[TableShard]:
     return table_shards(table("t", rows=rows), TablePlacement(scheme=scheme, ranks=ranks))
 
 
@@ -213,8 +213,8 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "feature in two towers": (lambda: plan(["a", "b"], ["a"]), "Feature 'a' occurs more than once.*tower_0, tower_1"),
     "empty tower": (lambda: plan(["a"], []), "Tower 'tower_1' has no feature"),
     "no tower": (plan, "at least one tower"),
-    "text for a tower": (lambda: TowerPlan.from_lists(["user"]), r"Tower 0 is the text 'user'\. Give .*: \['user'\]"),
-    "text outside": (lambda: TowerPlan.from_lists([["ad"]], outside="hour"), r"^outside is the text 'hour'\. Give .*"),
+    "text for a tower": (lambda: TowerPlan.from_lists(["user"]), r"Tower 0 is the string 'user'\. Give .*: \['user'\]"),
+    "text outside": (lambda: TowerPlan.from_lists([["ad"]], outside="hour"), r"^outside is the string 'hour'\. Give "),
     "features in no tower": (lambda: plan(["a"]).check_features(["a", "b", "c"]), "Features 'b', 'c' are in no tower"),
     "feature in no tower": (lambda: plan(["usr_id"]).check_features(["user_id"]), "'user_id' .* mean 'usr_id'"),
     "feature in no model": (lambda: plan(["a", "bs"]).check_features(["bs"]), "'a' is in the tower plan but not in"),
@@ -252,7 +252,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "columns twice": (lambda: shards("column_wise", (1, 1)), r"column_wise table cannot live on ranks \[1, 1\]"),
     "few columns": (lambda: shards("column_wise", (0, 1, 2)), "'t': embedding_dim=8 cannot be cut into 3 column sh"),
     # Of four rows, blocks of two would leave the last rank none.
-    **{f"{rows} rows": (lambda rows=rows: shards("row_wise", (0, 1, 2), rows),
+    **{f"{rows} rows": (lambda rows=rows: shards("row_wise", [0, 1, 2], rows),  # a list counts as a tuple
                         f"'t': num_embeddings={rows} cannot be cut into 3 row shards") for rows in (2, 4)},
     "sum of shards": (lambda: cut("ad", 8, 4), r"'t_ad' has embedding_dim=16, but its column shards are \[8, 4\];"),
     "empty shard": (lambda: cut("ad", 16, 0), r"column shards are \[16, 0\]"),

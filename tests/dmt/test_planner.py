@@ -192,7 +192,7 @@ def test_a_pinned_kernel_leaves_room_on_the_device() -> None:
     """Model F of Neo: two tables of 10 billion rows x 256 in FP16, 10.2 TB on 128 ranks of 40 GB, which have 5.1 TB."""
     tables = [table(name, 10**10, 256, "FP16") for name in ("a", "b")]
     hardware = Hardware(memory_per_rank=40 * 10**9)
-    with pytest.raises(InputError, match=r"Of table 'a' a rank must hold 40\.\d GB even row_wise"):
+    with pytest.raises(InputError, match=r"A rank must hold 40\.\d GB of table 'a', even if it is row_wise"):
         plan_tables([tables], one_tower(128), hardware=hardware)
     rules = ShardingRules(tables={"*": "fused_uvm_caching"})
     found = plan_tables([tables], one_tower(128), hardware=hardware, rules=rules)

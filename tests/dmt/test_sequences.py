@@ -131,7 +131,7 @@ def test_tables_that_no_sharder_is_for_are_refused() -> None:
             r"no sharder handles 'words' \(EmbeddingCollection\), so .* Add TorchRec's EmbeddingCollectionSharder",
         ),
         ([of_towers], r"no sharder handles 'bags' .* Add OutsideCollectionSharder\(mesh\) to the sharders"),
-        ([sharder, Sharder()], "two sharders are for EmbeddingBagCollection, and .* would use the last"),
+        ([sharder, Sharder()], "two sharders handle EmbeddingBagCollection, and .* would use the last"),
     ):
         with pytest.raises(InputError, match=message):
             TowerShardingPlanner(TOPOLOGY).plan(model, sharders)

@@ -283,13 +283,13 @@ def of_rule(name: str, rule: Any) -> ShardingRules:
 REFUSED: list[tuple[list[list[TableSpec]], TowerTopology, dict[str, Any], str]] = [
     ([FOUR], one_tower(2), {"hardware": Hardware(memory_per_rank=LEAST - 1), "rules": WHOLE},
      r"No placement was found for the 4 tables of tower 0: they need at least 502 kB, 262 kB of it for the "
-     r"embeddings looked up with batch_size=1024, but .*'t0' .* hold 146 kB even table_wise. Lower "
+     r"embeddings looked up with batch_size=1024, but .* hold 146 kB of table 't0', even if it is table_wise. Lower "
      r"batch_size to 1023 or less, let"),
     ([[table("a")], [table("big", 1_000_000, 64)]], TWO_TOWERS, {"hardware": Hardware(memory_per_rank=10_000_000)},
-     "tower 1.*memory_per_rank=10.0 MB have .* Of table 'big' a rank must hold 69.0 MB even column_wise. Let"),
+     "tower 1.*memory_per_rank=10.0 MB have .* must hold 69.0 MB of table 'big', even if it is column_wise. Let"),
     ([[table("a")]], one_tower(2),
      {"hardware": Hardware(memory_per_rank=1_000_000), "rules": of_rule("a", pinned("table_wise", 1))},
-     r"tower 0: they need at least 27.0 MB.* Of table 'a' a rank must hold 27.0 MB even table_wise"),
+     r"tower 0: they need at least 27.0 MB.* A rank must hold 27.0 MB of table 'a', even if it is table_wise"),
     *(([AD_HOUR], ONE_RANK, {"rules": ShardingRules(schemes=(scheme,))},
        f"None of the 2 tables can have the requested scheme; .* 't_ad': {scheme} asked for, but its tower has one rank")
       for scheme in ("row_wise", "column_wise", "data_parallel")),
