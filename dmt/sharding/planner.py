@@ -93,7 +93,7 @@ class TowerShardingPlanner:
 
         Raises:
             InputError: a tower sharder has no module, a collection has no sharder or two, tables or rules do not fit
-                (see `plan_tables`), or TorchRec cannot place the tables left to it, as always with replicas.
+                (see `plan_tables`), or TorchRec cannot place the tables left to it or would have to replicate them.
         """
         modules, others = _modules(model, sharders)
         placements = self._explain(modules, sharders).placements
