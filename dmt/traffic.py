@@ -51,7 +51,7 @@ class Traffic:
 
 
 class TrafficMeter(TorchDispatchMode):
-    """Context manager that counts the bytes that this rank sends in its block.
+    """Context manager that counts the bytes that this rank sends inside the block.
 
     Floating-point tensors sent during a backward pass of autograd count as ``backward``.
 

@@ -224,8 +224,9 @@ class HotRows:
             if not numbers.size:
                 continue
             if name not in homes or name in self.left_out:
-                why = self.left_out.get(name, f"the model has no such table{did_you_mean(name, homes)}")
-                raise InputError(f"HotRows: table {name!r} cannot have copies: {why}.")
+                why = self.left_out.get(name, "the model has no such table")
+                hint = "" if name in homes else did_you_mean(name, homes)
+                raise InputError(f"HotRows: table {name!r} cannot have copies: {why}.{hint} Leave it out.")
             num_rows = homes[name].config.num_embeddings
             if numbers.dtype.kind not in "iu" or numbers[0] < 0 or numbers[-1] >= num_rows:
                 raise InputError(

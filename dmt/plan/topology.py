@@ -191,7 +191,7 @@ class TowerTopology:
         return across / pairs if pairs else 0.0
 
     def ring_share_across_hosts(self, groups: Sequence[Sequence[int]]) -> float:
-        """Returns the fraction of links between hosts in rings through the ranks of each group, in host order.
+        """Returns the fraction of links between hosts, in rings that go through each group's ranks in host order.
 
         Example:
             >>> topology = TowerTopology(num_towers=1, ranks_per_tower=4, ranks_per_host=2)

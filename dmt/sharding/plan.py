@@ -63,7 +63,7 @@ class RankLoad:
 
     @classmethod
     def of_tower(cls, tower: int, loads: NDArray[np.float64]) -> list[RankLoad]:
-        """Makes the loads of a tower's ranks from ``loads`` [4, L]: the first four fields of `ShardLoad`, summed."""
+        """Makes a tower's rank loads from ``loads`` [4, L], sums of the first four fields of `ShardLoad` by rank."""
         return [
             cls(tower=tower, local=i, memory=int(memory), activations=int(size), averaged_bytes=sent, seconds=seconds)
             for i, (seconds, memory, size, sent) in enumerate(loads.T.tolist())

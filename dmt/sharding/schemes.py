@@ -134,8 +134,8 @@ def shards_in_tower(table: Any, placement: TablePlacement, *, num_ranks: int, to
     if not set(ranks) <= set(of_tower) or (placement.scheme in EVERYWHERE and ranks != of_tower):
         raise InputError(
             f"Table {table.name!r} in tower {tower} is {placement.scheme} on local ranks {list(ranks)}, but its tower "
-            f"has ranks 0..{num_ranks - 1}, and row_wise and data_parallel use all of them. Give "
-            "DistributedModelParallel the plan= of TowerShardingPlanner."
+            f"has ranks 0..{num_ranks - 1}, and row_wise and data_parallel use all of them. Pass the plan of "
+            "TowerShardingPlanner to DistributedModelParallel (plan=)."
         )
     return table_shards(table, placement)
 
