@@ -145,8 +145,7 @@ def start_exchange(
         tag: tag of the messages; unused on a GPU.
 
     Returns:
-        The handle, and one tensor [size] from each group rank, filled once the handle has been waited on; the tensor
-        from this rank is the one it sent.
+        The handle, and a tensor [size] from each group rank, filled after ``wait()``; this rank's is what it sent.
     """
     rank = group.rank()
     if is_in_one(sent[rank]):

@@ -84,8 +84,7 @@ class AccessProfile:
     def add(self, ids: Mapping[str, Any], *, num_samples: int) -> None:
         """Counts the rows that features read in a batch of ``num_samples``: integer arrays of any shape, by feature.
 
-        A feature that is left out reads no rows; one that no table has raises `InputError`. `dmt.HotRows` refuses rows
-        that a table does not have.
+        Features left out read no rows; one of no table raises `InputError`. `dmt.HotRows` refuses rows beyond a table.
         """
         for feature, values in ids.items():
             if feature not in self._table_of:

@@ -62,9 +62,8 @@ class TowerPlan:
     tables: tuple[TableSpec, ...] = ()
     """The tables the plan was made for, each column shard as a table. If given, the model's tables must match them."""
     column_splits: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """For each feature whose table is cut across towers, the number of columns of each shard. The towers then list the
-    shards, as ``ad[0:64]``; `split_tables` cuts the tables, and `dmt.plan.split_across_towers.split_ids` repeats the
-    ids."""
+    """By feature, the columns of each shard of a table cut across towers. The towers then list the shards, as
+    ``ad[0:64]``; `split_tables` cuts the tables, and `dmt.plan.split_across_towers.split_ids` repeats the ids."""
     command: str = ""
     """The command that made the plan."""
 

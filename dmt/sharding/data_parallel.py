@@ -43,8 +43,7 @@ class DataParallelOptimizer(FusedOptimizer):
 
     State has FBGEMM's names, shapes and meaning: ``momentum1`` of row-wise AdaGrad is [rows], the sum over steps of
     the *mean* over columns of the squared gradient. Rows whose gradient is zero do not change. FBGEMM's Adam (GPUs
-    only) differs: it moves a row that was read with a gradient of exactly zero by its moments, and counts evaluations
-    as steps.
+    only) moves a row that was read with a gradient of exactly zero by its moments, and counts evaluations as steps.
 
     Args:
         weights: [rows, columns] of each table, by table name.

@@ -196,8 +196,7 @@ def greedy(problem: Problem, target: float, part: float = np.inf, *, by_memory: 
 def differencing(problem: Problem, preferred: Sequence[Option]) -> Packing:
     """Packs by largest differencing (Karmarkar-Karp): joins the two most uneven partial packings until one is left.
 
-    Ignores memory. The load that ranks already have is one of the partial packings. ``preferred`` has the option to use
-    for each item.
+    Ignores memory. The load that ranks already have is a partial packing, too. ``preferred`` has each item's option.
     """
     num_ranks = len(problem.cost)
     # A partial packing: costs of its slots, largest first, and their nodes in the tree of joined slots. The leaves of

@@ -207,8 +207,7 @@ def _modules(model: nn.Module, sharders: Sequence[Any]) -> tuple[dict[str, list[
         path, the modules of TorchRec's sharders.
 
     Raises:
-        InputError: no sharder handles a collection of tables, a tower sharder has no module, or two sharders handle the
-            same type.
+        InputError: a collection has no sharder, a tower sharder has no module, or two sharders handle the same type.
     """
     towers: dict[str, list[list[Any]]] = {}
     others: dict[str, nn.Module] = {}

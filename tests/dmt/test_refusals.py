@@ -317,7 +317,7 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
     "sequences beside weighted bags": (
         lambda job: sequences(job, is_weighted=True), r"Tower 1 and tower 0 differ in is_weighted; .* no weights"
     ),
-    "two collections": (two_collections, "; of several EmbeddingBagCollections, which .* make one with"),
+    "two collections": (two_collections, "A plan covers one EmbeddingBagCollection: .* several, merge"),
     **{f"{name} is {value}": (attempt, rf"^{name} is .*{value}.*, but must be an instance of {kind}\. [CG]")
        for name, value, kind, attempt in (
         ("mesh", "TowerMesh", "TowerMesh", lambda job: TowerCollectionSharder(TowerMesh)),  # type: ignore[arg-type]
