@@ -223,7 +223,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "outside and inside": (lambda: plan(["a"], ["b"], outside=("b",)), r"'b' occurs .* \(in tower_1, outside\)"),
     "twice outside": (lambda: plan(["a"], outside=("c", "c")), "Feature 'c' occurs more than once .*outside"),
     "shared outside": (lambda: OUTSIDE.tables_by_tower([table("ta", "a"), table("tbc", "c", "b"), table("td", "d")]),
-                       r"'tbc' is shared .*\('c' outside, 'b' in tower_1\)\. A table lives in one tower, or"),
+                       r"'tbc' is shared .*\('c' outside, 'b' in tower_1\)\. A table lives in one tower or"),
     "absent outside": (lambda: OUTSIDE.tables_by_tower([table("ta", "a"), table("tb", "b"), table("tc", "c")]),
                        "Feature 'd' is in the tower plan but not in the model"),
     "other table": (lambda: plan(["a"], tables=(table("ta", "a", rows=100),)).tables_by_tower([table("ta", "a")]),
