@@ -361,9 +361,8 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
     "hot towers": (lambda job: HotRows(sharded(TWO, job.two), job.two), "hot rows need a flat model; towers send"),
     "hot, global": (lambda job: hot(job, replace(FLAT, id_route="global")), "hot rows need id_route='peer'"),
     "hot means": (lambda job: hot(job, replace(FLAT, pooling="MEAN")), "can have copies; .* are averaged.*Leave Hot"),
-    "memory": (lambda job: hot(job, extra_memory=0), "extra_memory=0 must be a share above 0"),
-    **{f"refresh {steps}": (lambda job, steps=steps: hot(job, refresh_every=steps),
-                            f"refresh_every={steps} must be a whole number of steps") for steps in (0, 2.5)},
+    **{f"hot {name}={value}": (lambda job, name=name, value=value: hot(job, **{name: value}), f"{name}={value} must be")
+       for name, value in (("extra_memory", 0), ("refresh_every", 0), ("refresh_every", 2.5))},
     "profile": (lambda job: hot(job, profile=AccessProfile(make_tables([8, 8]))),
                 r"the profile and the model differ in table 't2' \(2 such tables\)"),
     "profile of a rank": (lambda job: hot(job, profile=AccessProfile(make_tables([8] * job.differs(4, 3)))),
