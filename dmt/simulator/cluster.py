@@ -1,4 +1,4 @@
-"""`Cluster`: how fast ranks compute and how fast their links are, measured or from a data sheet; ``cluster.toml``."""
+"""`Cluster`: the speed of a cluster's ranks and links, measured or from data sheets; saved as ``cluster.toml``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dmt.files import atomic_write, from_record, read_file
 __all__ = ["Cluster", "CollectiveKind", "CollectiveRates", "load_cluster", "save_cluster", "shipped_clusters"]
 
 CollectiveKind = Literal["all_to_all", "exchange", "all_reduce"]
-"""The kinds: TorchRec's all-to-all, `dmt.collectives.start_exchange` between towers, and an all-reduce."""
+"""TorchRec's all-to-all, the exchange between towers (`dmt.collectives.start_exchange`), and the all-reduce."""
 
 Rate = Annotated[float, Gt(0)]
 Seconds = Annotated[float, Ge(0)]
@@ -28,7 +28,7 @@ Shares = Mapping[Count, Annotated[float, Gt(0), Le(1)]]
 
 _FOLDER = Path(__file__).parent / "clusters"
 _REMEDY = "Correct it, or write a new one with `dmt bench-comms`."
-# How `load_cluster` checks a file.
+# Pydantic refuses files with unknown keys and numbers that are not finite.
 _CHECKS = {"extra": "forbid", "allow_inf_nan": False}
 
 
@@ -39,26 +39,26 @@ class CollectiveRates:
     __pydantic_config__ = _CHECKS
 
     latency_s: Seconds
-    """Seconds of one that carries next to nothing."""
+    """Seconds that a collective takes however few bytes it carries."""
     uplink_bytes_per_s: Rate
-    """Rate at which a host sends to others, all its ranks together, while it receives at the same rate; in groups of
+    """Bytes per second that the ranks of a host together send to other hosts while they receive as many; in groups of
     the best size."""
     host_bytes_per_s: Rate
-    """Rate at which a rank sends to the others of its host; in groups of the best size."""
+    """Bytes per second that a rank sends to the other ranks of its host; in groups of the best size."""
     core_s_per_byte: Seconds = 0.0
-    """Seconds that all cores of a rank work for each byte it sends, while all ranks work; 0 where a device does it."""
+    """Seconds for which all cores of a rank are busy for each byte that it sends; 0 where a device does this work."""
     uplink_by_ranks: Shares = field(default_factory=dict)
-    """Share of the uplink's rate that groups of a number of ranks reach (DMT, section 2.3.1); between two numbers on a
-    line over their logarithm, beyond them that of the nearest; 1 where none is given."""
+    """Share of `uplink_bytes_per_s` that groups reach, by their number of ranks (DMT, section 2.3.1). Between two
+    numbers the share is interpolated over their logarithm, beyond them it is the nearest share; by default it is 1."""
     host_by_ranks: Shares = field(default_factory=dict)
-    """The same for the rate inside a host."""
+    """The same for `host_bytes_per_s`."""
 
     def uplink_rate(self, ranks: int) -> float:
-        """Bytes per second that a host sends to others while all groups of this number of ranks work."""
+        """Returns the bytes per second that a host sends to other hosts while all groups of ``ranks`` ranks send."""
         return self.uplink_bytes_per_s * _share(self.uplink_by_ranks, ranks)
 
     def host_rate(self, ranks: int) -> float:
-        """Bytes per second that a rank sends inside its host while all groups of this number of ranks work.
+        """Returns the bytes per second that a rank sends inside its host while all groups of ``ranks`` ranks send.
 
         Example:
             >>> rates = CollectiveRates(
@@ -77,13 +77,13 @@ def _share(shares: Mapping[int, float], ranks: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Speed of the ranks and links of a cluster whose hosts are alike; rates are per rank while all ranks work."""
+    """Speed of the ranks and links of a cluster of equal hosts; rates are those of one rank while all ranks work."""
 
     __pydantic_config__ = _CHECKS
 
     name: str
     hosts: Count
-    """Hosts of the cluster that was measured; a prediction may be for another number."""
+    """Hosts that were measured; a prediction may be for another number of hosts."""
     ranks_per_host: Count
     matmul_flops: Rate
     """Floating-point operations per second in matrix products."""
@@ -97,20 +97,20 @@ class Cluster:
     operator_s: Seconds = 0.0
     """Seconds that a rank takes to start one operator, however little it computes."""
     step_s: Seconds = 0.0
-    """Seconds that the program takes to start the work of a step on a device; no step is shorter."""
+    """Seconds that the program takes to launch the work of a step on a device; no step is shorter."""
     source: str = ""
-    """The origin of the numbers."""
+    """The origin of the numbers, as text."""
 
     def rates(self, kind: CollectiveKind) -> CollectiveRates:
-        """The rates of a kind of collective."""
+        """Returns the rates of a kind of collective."""
         rates: CollectiveRates = getattr(self, kind)
         return rates
 
     def with_uplink(self, gbit_per_s: float) -> Cluster:
-        """Returns the cluster with another rate at which a host sends to others, 10^9 bits per second.
+        """Returns a copy of the cluster whose hosts send to others at ``gbit_per_s`` * 10^9 bits per second.
 
         Raises:
-            InputError: it is not a finite number above 0.
+            InputError: ``gbit_per_s`` is not a finite number above 0.
         """
         if not 0 < gbit_per_s < math.inf:
             raise InputError(f"--uplink-gbit-per-s {gbit_per_s:g} must be a finite number above 0.")
@@ -122,16 +122,16 @@ class Cluster:
 
 
 def shipped_clusters() -> list[str]:
-    """Names of the clusters that come with the library."""
+    """Returns the names of the clusters that come with the library."""
     return sorted(path.stem for path in _FOLDER.glob("*.toml"))
 
 
 def load_cluster(path: str | Path) -> Cluster:
-    """Reads a ``cluster.toml``, or a shipped one by its name.
+    """Reads a ``cluster.toml``, or by its name a cluster that comes with the library.
 
     Raises:
-        InputError: there is no such file or name, or it is not a description of a cluster (a key is absent or unknown,
-            a rate is not positive, a share is above 1); the message has the key.
+        InputError: no file or shipped cluster has this name, or the file does not describe a cluster (a key is missing
+            or unknown, a rate is not positive, a share is above 1); the message names the key.
 
     Example:
         >>> load_cluster("a100").ranks_per_host
@@ -142,8 +142,8 @@ def load_cluster(path: str | Path) -> Cluster:
     if not file.exists():
         raise InputError(
             f"Cluster {path} is neither a file nor a shipped cluster "
-            f"({', '.join(known)}).{did_you_mean(str(path), known)} `dmt bench-comms` under torchrun writes a file for "
-            "your machines."
+            f"({', '.join(known)}).{did_you_mean(str(path), known)} To measure your machines and write such a file, "
+            "start `dmt bench-comms` with torchrun."
         )
     place = f"Cluster {path}"
     record = read_file(file, "TOML", place=place, remedy=_REMEDY)
@@ -151,7 +151,7 @@ def load_cluster(path: str | Path) -> Cluster:
 
 
 def save_cluster(cluster: Cluster, path: Path) -> None:
-    """Writes a ``cluster.toml``."""
-    record = json.loads(json.dumps(asdict(cluster)))  # with numbers of ranks as text, as keys are in TOML
+    """Writes a ``cluster.toml`` that `load_cluster` reads."""
+    record = json.loads(json.dumps(asdict(cluster)))  # turns numbers of ranks into text, which keys of TOML are
     with atomic_write(path) as part:
         part.write_text(tomli_w.dumps(record), encoding="utf-8")

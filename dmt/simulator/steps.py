@@ -1,9 +1,9 @@
 """The operations of a training step in the order of the runtime (`step_operations`), and their times (`simulate`).
 
-Neo's Equation 1 (appendix B) takes the maximum of what overlaps and the sum of what does not; it is the special case in
-which nothing is shared. Here an operation may need several resources at once, as gloo's collectives need a core and
-the uplink, and operations that need one resource at the same time have equal shares of it. Left out: that rows are not
-read equally often, that ranks start a step at different times, and caches.
+Neo's Equation 1 (appendix B) adds the times of operations that follow one another, and takes the maximum of those that
+overlap. Here an operation may need several resources at once (a gloo collective needs a core and the uplink), and
+operations that need a resource at the same time share it equally; without sharing, this is Equation 1. Not modelled:
+rows that are read more often than others, ranks that start a step late, and caches.
 
 Legend: B samples per rank, T towers, K micro-batches, N columns of an embedding; P = T * B samples of all peers.
 """
@@ -32,35 +32,35 @@ __all__ = [
 ]
 
 Resource = Literal["core", "uplink", "host_link"]
-"""The cores of a rank, the link of its host to others, and its link to ranks of its host."""
+"""What an operation occupies: a rank's cores, its host's link to other hosts, or its link to ranks of its host."""
 Kind = Literal["compute", "ids", "embeddings", "dense", "replicas", "program"]
-"""Kinds that operations are booked under: computing; the collectives of ids, of embeddings and their gradients, of
-dense gradients, of replicas; the program that starts all that."""
+"""What the time of an operation counts as: computing; a collective of ids, of embeddings and their gradients, of dense
+gradients, or of replicas; or the program that launches the operations."""
 
 _REDUCED = ("dense", "replicas")
-_DONE = 1e-12  # seconds; less is rounding
-# Times that embeddings or outputs are read and written between one collective and the next: packed, unpacked. What
-# the model does with them is counted on the model.
+_DONE = 1e-12  # seconds; less than this is left only by rounding
+# How often embeddings or outputs are copied between two collectives: unpacked, then packed. What the model reads and
+# writes is counted on the model.
 _COPIES = 2
-# The optimizer of the dense parts reads weight and gradient and writes the weight; a moment is read and written too.
+# The dense optimizer reads weight, gradient and moment, and writes weight and moment.
 _UPDATE_PASSES = 5
 # A sum reads two tensors and writes one.
 _SUM_PASSES = 3
 
 
 class Operator(NamedTuple):
-    """One operator of a model; it takes as long as its FLOPs or as the bytes it moves, whichever is longer."""
+    """One operator of a model; it takes as long as its FLOPs or as the bytes that it moves, whichever is longer."""
 
     flops: float
     """FLOPs for one sample."""
     sample_bytes: float
     """Bytes that it reads and writes for one sample."""
     pass_bytes: float
-    """Bytes that it reads and writes whatever the batch: weights, or their gradients."""
+    """Bytes that it reads and writes once per pass, whatever the batch size: weights, or their gradients."""
 
 
 class PartWork(NamedTuple):
-    """Operators of a part of a model."""
+    """Operators and weights of one part of a model, such as a tower module."""
 
     forward: tuple[Operator, ...] = ()
     backward: tuple[Operator, ...] = ()
@@ -69,11 +69,11 @@ class PartWork(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """FLOPs of a training step for one sample."""
+        """FLOPs of one sample, forward and backward."""
         return sum(operator.flops for operator in (*self.forward, *self.backward))
 
     def seconds(self, samples: float, cluster: Cluster) -> tuple[float, float]:
-        """Returns the seconds forward and backward for some samples in one pass.
+        """Returns the seconds of the forward and of the backward pass of ``samples`` samples on a rank of ``cluster``.
 
         Example:
             >>> from dataclasses import replace
@@ -95,92 +95,88 @@ class PartWork(NamedTuple):
 
 
 class ModelWork(NamedTuple):
-    """Operators of a training step by part of the model, and its sizes; tables count nothing."""
+    """The parts of a model with their operators in a training step; tables are not counted."""
 
     towers: tuple[PartWork, ...]
-    """Operators of each tower module; none in a flat model."""
+    """The tower modules, tower by tower; empty for a flat model."""
     dense_arch: PartWork
-    """Operators of the bottom MLP, which needs no embeddings; nothing in a model that names no part so."""
+    """The bottom MLP, which needs no embeddings: the module that the model calls ``dense_arch``; empty without one."""
     rest: PartWork
+    """All other modules, such as the interaction and the over arch."""
     widths: tuple[int, ...] = ()
-    """Outputs of each tower module."""
-
-    @property
-    def tower_bytes(self) -> int:
-        """Bytes of the weights of all tower modules."""
-        return sum(part.weight_bytes for part in self.towers)
+    """Columns that each tower module returns, O_t; empty for a flat model."""
 
     @property
     def dense_bytes(self) -> int:
-        """Bytes of all weights except tables."""
+        """Bytes of the weights that every rank holds: all but tables and tower modules."""
         return self.dense_arch.weight_bytes + self.rest.weight_bytes
 
 
 class Load(NamedTuple):
-    """Bytes of one collective."""
+    """Bytes of one collective: of the busiest host and rank, or of all (`StepWork.sent`)."""
 
     uplink: float = 0.0
-    """Bytes that the busiest host sends to others."""
+    """Bytes that the host sends to other hosts, or receives from them where that is more."""
     inside: float = 0.0
-    """Bytes that the busiest rank sends to others of its host."""
+    """Bytes that the rank sends to other ranks of its host, or receives from them where that is more."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepWork:
-    """Work of a rank in one step, the busiest one's where they differ."""
+    """The work of one training step; where ranks differ, that of the busiest rank."""
 
     model: ModelWork
     """Operators of the model."""
     topology: TowerTopology
     loads: Mapping[str, Load]
-    """Bytes of each exchange, of the busiest host and rank."""
+    """Bytes of each exchange, by its name: of the busiest host and the busiest rank."""
     sent: Mapping[str, Load] = field(default_factory=dict)
-    """Bytes of each exchange, of all hosts and ranks together."""
+    """Bytes of each exchange, by its name: of all hosts and all ranks together."""
     is_flat: bool = False
-    """True for TorchRec's flat dataflow, in which all ranks of a replica exchange with all."""
+    """True for TorchRec's flat dataflow, in which every rank of a replica exchanges with every other."""
     is_hierarchical: bool = False
-    """True if dense gradients are summed inside hosts before they cross, and handed out again after."""
+    """True if dense gradients are summed inside each host, then between hosts, and the sum is sent inside each host."""
     lookup_bytes: float
-    """Bytes of rows that are read, and read and written again by their update."""
+    """Bytes of table rows that a rank reads in the lookup, and reads and writes in the update."""
     embedding_bytes: float
-    """Bytes of the looked-up embeddings of a rank, FP32: [P, F_t N] in a tower, [B, F N] in a flat model."""
+    """Bytes of a rank's looked-up embeddings, FP32: [P, F_t N] in a tower, [B, F N] in a flat model."""
     output_bytes: float
-    """Bytes of what a rank's samples get from the tables or towers, FP32: [B, sum of O_t]."""
+    """Bytes that a rank's over arch reads, FP32: [B, sum of O_t] (flat: [B, F N]), and embeddings outside towers."""
     samples: float
-    """B."""
+    """B, samples of a rank."""
     peer_samples: float
-    """P, that a rank's tower computes."""
+    """P, samples for which a rank computes its tower module."""
     converted_bytes: tuple[float, float] = (0.0, 0.0)
-    """Bytes that a rank reads and writes forward and backward because of number formats."""
+    """Bytes that a rank reads and writes to convert numbers to 16 bits and back: forward, and backward."""
     rank_bytes: tuple[float, float] = (0.0, 0.0)
-    """Memory of the fullest rank for tables, optimizer state and what lookups return, and the last alone."""
+    """Bytes on the fullest rank: tables, their state, embeddings and gradients; and embeddings and gradients alone."""
     host_bytes: float = 0.0
-    """The same memory of all ranks of the fullest host."""
+    """Bytes of tables, their state, embeddings and gradients on all ranks of the fullest host."""
 
     @property
     def uplink_bytes(self) -> float:
-        """Bytes that the busiest host sends to others in a step; ``tower_outputs`` twice, as their gradients return."""
+        """Bytes of a step on the busiest host's uplink; ``tower_outputs`` count twice, as their gradients return."""
         return sum(load.uplink for load in (*self.loads.values(), self.loads["tower_outputs"]))
 
 
 @dataclass(frozen=True, kw_only=True)
 class Operation:
-    """One thing that a rank does in a step."""
+    """One operation of a rank in a step: a computation or a collective."""
 
     name: str
     kind: Kind
     seconds: Mapping[Resource, float]
-    """Seconds of each resource that it takes if it has it to itself, all beginning at once."""
+    """Seconds for which it occupies each resource if no other operation shares it; all resources begin together."""
     after: Sequence[str] = ()
     """Names of the operations that must have ended before it begins; they come before it in the step."""
     latency: float = 0.0
-    """Seconds that it takes before, in which it needs no resource."""
+    """Seconds that pass before it occupies a resource."""
 
 
 class _Program:
-    """Operations in the order in which the rank's program starts them.
+    """The operations of a step in the order in which the program of a rank launches them.
 
-    Computing comes one after the other; so do the collectives of one channel, each once the program has come to it.
+    Computations follow one another. So do the collectives of a channel; each begins once the program has launched it.
     """
 
     def __init__(self, cluster: Cluster) -> None:
@@ -191,15 +187,16 @@ class _Program:
     def compute(
         self, name: str, seconds: float = 0.0, *, moved: float = 0.0, looked_up: float = 0.0, after: Sequence[str] = ()
     ) -> None:
-        """Adds computing, after the computing before it; ``moved`` bytes are read, and written."""
+        """Adds a computation after the previous one; it reads ``moved`` bytes, and writes as many."""
         cluster = self.cluster
         seconds += 2 * moved / cluster.memory_bytes_per_s + looked_up / cluster.lookup_bytes_per_s
         self._add("core", after, Operation(name=name, kind="compute", seconds={"core": seconds}))
 
     def send(self, name: str, load: Load, kind: Kind, *, ranks: int, channel: str, at_once: bool = False) -> str:
-        """Adds a collective over groups of ``ranks`` ranks; it begins once the program has come to it, or at once.
+        """Adds a collective over groups of ``ranks`` ranks, after the previous computation unless ``at_once``.
 
-        Returns the operation to wait for, that before it where nothing is sent; an empty name where there is none.
+        Returns the name of the operation to wait for: where nothing is sent, the previous one of the channel or else
+        the previous computation; an empty string if there is neither.
         """
         before = self._last.get("core", "")
         if not any(load):
@@ -226,12 +223,12 @@ class _Program:
 def step_operations(
     work: StepWork, cluster: Cluster, *, micro_batches: int = 1, prefetch: bool = False
 ) -> list[Operation]:
-    """Returns the operations of a step (DMT, section 3.1, `docs/towers.md`; flat: Neo, figure 18).
+    """Returns the operations of a step in launch order (DMT, section 3.1, `docs/towers.md`; flat: Neo, figure 18).
 
     Args:
-        work: of the busiest rank.
+        work: work of the busiest rank.
         cluster: speed of its ranks and links.
-        micro_batches: K.
+        micro_batches: K, micro-batches of a batch.
         prefetch: True if the ids of the next batch travel during the step.
     """
     step, model, loads, parts = _Program(cluster), work.model, work.loads, range(micro_batches)
@@ -250,7 +247,7 @@ def step_operations(
     over, over_back = model.rest.seconds(work.samples / micro_batches, cluster)
     early, early_back = model.dense_arch.seconds(work.samples / micro_batches, cluster)
     there, back_again = (size / 2 * share for size in work.converted_bytes)
-    # Of each micro-batch but the first the gradients of weights are added to those that there are.
+    # Every micro-batch but the first adds its gradients of weights to those before it.
     sums = [0.0 if k == 0 else _SUM_PASSES / 2 for k in parts]
 
     def exchanged(name: str, load: Load, k: int) -> str:
@@ -281,13 +278,14 @@ def step_operations(
     )
     back = step.send("gradients of embeddings", loads["tower_outputs"], "embeddings", ranks=inner, channel="tower")
     step.compute("update of tables", looked_up=work.lookup_bytes * 2 / 3, after=[back])
-    step.compute("update", moved=_UPDATE_PASSES / 2 * model.dense_bytes, after=[reduced, weights, outside])
+    updated = model.dense_bytes + tower.weight_bytes
+    step.compute("update", moved=_UPDATE_PASSES / 2 * updated, after=[reduced, weights, outside])
     step.send("average of replicas", loads["replicas"], "replicas", ranks=copies, channel="replicas")
     return step.operations
 
 
 def _reduction(step: _Program, work: StepWork, name: str, *, over_hosts: bool) -> str:
-    """Adds the reduction of gradients over all ranks: a ring, or inside hosts, between them, and inside them again."""
+    """Adds the all-reduce of gradients over all ranks: a ring, or inside hosts, between them, and inside them again."""
     topology, load = work.topology, work.loads[name]
     half, across, size = Load(inside=load.inside / 2), Load(uplink=load.uplink), topology.host_size
     parts = [("ring", load, topology.world_size)]
@@ -297,14 +295,14 @@ def _reduction(step: _Program, work: StepWork, name: str, *, over_hosts: bool) -
 
 
 def simulate(operations: Sequence[Operation]) -> dict[Kind, float]:
-    """Runs operations, each as soon as those before it have ended; resources are shared equally.
+    """Runs operations, each as soon as those that it waits for have ended; operations share a resource equally.
 
     Args:
-        operations: in an order in which each is after those that it waits for.
+        operations: the operations, each after those that it waits for.
 
     Returns:
-        Seconds by kind, which add up to those of the step: computing whenever something computes, otherwise the
-        collectives that run, in equal parts, and the program where nothing else does.
+        Seconds by kind; their sum is the duration of the step. Time counts as computing while anything computes,
+        otherwise in equal parts as the collectives that run, and as the program while nothing else runs.
 
     Example:
         Two exchanges share the uplink while the rank computes.
@@ -315,7 +313,7 @@ def simulate(operations: Sequence[Operation]) -> dict[Kind, float]:
         >>> seconds["compute"], seconds["embeddings"]
         (2.0, 1.0)
     """
-    # Latency comes before the rest; an operation that has it uses nothing else.
+    # An operation begins with its latency, in which it occupies no resource.
     stages: dict[str, list[dict[str, float]]] = {
         operation.name: [{"latency": operation.latency}, dict(operation.seconds.items())] for operation in operations
     }
@@ -326,7 +324,7 @@ def simulate(operations: Sequence[Operation]) -> dict[Kind, float]:
     while waiting or begun:
         begun += [name for name, others in waiting.items() if not others]
         waiting = {name: others for name, others in waiting.items() if others}
-        assert begun, "an operation waits for one that is not there"
+        assert begun, "an operation waits for another that is not in the list"
         left = {name: _left(stages[name]) for name in begun}
         ended = [name for name, seconds in left.items() if not seconds]
         for name in ended:
@@ -336,7 +334,7 @@ def simulate(operations: Sequence[Operation]) -> dict[Kind, float]:
         if ended:
             continue
         users = Counter(resource for seconds in left.values() for resource in seconds if resource != "latency")
-        # Until the next resource is free of an operation.
+        # Up to the moment at which an operation is done with a resource.
         step = min(s * users.get(resource, 1) for seconds in left.values() for resource, s in seconds.items())
         for seconds in left.values():
             for resource in seconds:
@@ -349,7 +347,7 @@ def simulate(operations: Sequence[Operation]) -> dict[Kind, float]:
 
 
 def _left(stages: list[dict[str, float]]) -> dict[str, float]:
-    """The stage that an operation is in, without what it has had of it; empty when it has ended."""
+    """Returns the seconds that are left of an operation's present stage, by resource; empty when it has ended."""
     while stages:
         for resource in [resource for resource, seconds in stages[0].items() if seconds <= _DONE]:
             del stages[0][resource]

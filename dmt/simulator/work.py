@@ -34,28 +34,28 @@ __all__ = [
     "step_work",
 ]
 
-_SIZES = (128, 256)  # samples, of which operators are counted: enough for sequences of a mean length
+_SIZES = (128, 256)  # batch sizes at which operators are counted, large enough for sequences of their mean length
 
 
 @dataclass(frozen=True, kw_only=True)
 class Workload:
-    """A step, as far as its bytes depend on it."""
+    """Everything about a training step that its bytes depend on."""
 
     topology: TowerTopology
     tables: Sequence[TableSpec]
-    """Every table; of tables in several towers, the cut ones."""
+    """All tables; for one that the tower plan cuts, its column shards."""
     towers: Sequence[Sequence[str]]
-    """Features of each tower; one list of all for the flat dataflow. Every rank holds the tables of all others."""
+    """Features of each tower; for the flat dataflow, one list. Every rank holds the tables of features in no list."""
     sharding: TowerShardingPlan | None
-    """Place of the tables; None for TorchRec's flat dataflow."""
+    """Placement of the tables; None for TorchRec's flat dataflow."""
     lookups: StepWorkload
-    """Samples of a rank, their ids, and the optimizer of the tables."""
+    """Batch size, ids per sample, and optimizer of the tables."""
     number_bytes: tuple[float, float] = (4.0, 4.0)
-    """Bytes of a number between towers, forward and backward."""
+    """Bytes of a number that crosses between towers: forward, and backward."""
     is_table_wise: bool = False
-    """True for a flat dataflow of whole tables; else columns are even on all ranks."""
+    """True if the flat dataflow keeps tables whole; False if every rank has an equal share of the columns of each."""
     is_hierarchical: bool = False
-    """True if dense gradients are summed inside hosts before they cross."""
+    """True if dense gradients are summed inside each host before they cross."""
 
     @property
     def outside(self) -> list[TableSpec]:
@@ -64,17 +64,17 @@ class Workload:
         return [table for table in self.tables if inside.isdisjoint(table.feature_names)]
 
     def columns(self, features: Sequence[str]) -> float:
-        """Numbers of a sample's embeddings of some features, of sequences of every item."""
+        """Returns how many numbers the embeddings of these features have per sample; sequences count every item."""
         names = set(features)
         return sum(self.lookups.numbers(table) for table in self.tables if not names.isdisjoint(table.feature_names))
 
 
 def step_work(step: Workload, model: ModelWork) -> StepWork:
-    """Returns the work of one step: what all ranks send together, and what the busiest rank or host does.
+    """Returns the work of one step: the bytes that all ranks send together, and the load of the busiest rank and host.
 
-    Not counted: the sizes that ranks tell each other before an exchange, and that the rows of a row-wise table are not
-    read equally often. Data-parallel tables, tower modules, dense parts and replicas are reduced in rings, tables
-    outside towers inside hosts first; TorchRec's on every rank in a ring.
+    Data-parallel tables, tower modules, dense parts and replicas are reduced in rings; tables outside towers inside
+    hosts first, but in TorchRec's flat dataflow in a ring. Not counted: the sizes that ranks exchange before the data,
+    and that some rows of a row-wise table are read more often than others.
     """
     topology, batch, held = step.topology, step.lookups.batch_size, _rank_loads(step)
     hosts = topology.num_hosts
@@ -87,7 +87,7 @@ def step_work(step: Workload, model: ModelWork) -> StepWork:
     outputs, peers = batch * sum(_widths(step, model)), topology.num_towers if step.sharding else 1
     beside = batch * sum(table.embedding_dim * len(table.feature_names) for table in step.outside)
     memory = held["memory"] + held["activations"]
-    # Numbers in another format are made from FP32 and made FP32 again.
+    # Numbers are converted from FP32 to their format, and back after the exchange.
     forward, backward = (outputs * (0.0 if size == 4 else 2 * (4 + size)) for size in step.number_bytes)
     return StepWork(
         model=model,
@@ -108,12 +108,12 @@ def step_work(step: Workload, model: ModelWork) -> StepWork:
 
 
 def _widths(step: Workload, model: ModelWork) -> list[float]:
-    """Columns that each tower returns for a sample."""
+    """Returns the number of columns that each tower returns for a sample."""
     return list(model.widths) or [step.columns(names) for names in step.towers]
 
 
 def _rank_loads(step: Workload) -> dict[str, NDArray[np.float64]]:
-    """The loads of the shards of every rank, [W] for each field of `ShardLoad`."""
+    """Returns the load of the shards on every rank, [W] for each field of `ShardLoad`."""
     topology, sharding = step.topology, step.sharding
     ranks = topology.num_towers * topology.ranks_per_tower
     loads = np.zeros((ranks, len(ShardLoad._fields)))
@@ -125,7 +125,7 @@ def _rank_loads(step: Workload) -> dict[str, NDArray[np.float64]]:
                 for local, load in costs.shards(tables[entry.name], entry.placement):
                     loads[entry.tower * topology.ranks_per_tower + local] += load
     else:
-        # A flat dataflow is that of one tower which has all ranks of a replica.
+        # The flat dataflow is one tower of all ranks of a replica.
         whole = TowerTopology(num_towers=1, ranks_per_tower=ranks, num_replicas=topology.num_replicas)
         costs = CostModel(topology=whole, workload=step.lookups)
         outside = {table.name for table in step.outside}
@@ -138,7 +138,7 @@ def _rank_loads(step: Workload) -> dict[str, NDArray[np.float64]]:
                 loads += np.array(load) / ranks
     alone = replace(costs, topology=topology.outside_towers)
     for t in step.outside:
-        # Their reduction, over all ranks, is no part of that in towers.
+        # Their gradients are reduced over all ranks (`outside_weights`), not over those of a tower.
         load = alone.shard(t, "data_parallel", t.num_embeddings, t.embedding_dim)
         loads += np.array(load._replace(reduced_bytes=0.0))
     return dict(zip(ShardLoad._fields, topology.on_all_replicas(loads).T, strict=True))
@@ -147,31 +147,38 @@ def _rank_loads(step: Workload) -> dict[str, NDArray[np.float64]]:
 def _exchanges(
     step: Workload, model: ModelWork, held: Mapping[str, NDArray[np.float64]]
 ) -> dict[str, tuple[float | NDArray[np.float64], float]]:
-    """What each rank sends in each exchange, one number where all are alike, and the share that goes to other hosts."""
-    topology, world, replicas = step.topology, step.topology.world_size, step.topology.num_replicas
-    batch, is_flat, zero = step.lookups.batch_size, step.sharding is None, np.zeros(world)
-    # The peers of a flat dataflow are all ranks of a replica.
+    """Returns the bytes of each rank in each exchange, [W] or one number for all, and the share that crosses hosts.
+
+    Ids, outputs and their gradients are charged to the ranks that hold the tables, which are the busy end: the largest
+    tower receives more ids and gradients, and sends more outputs, than any other rank sends or receives.
+    """
+    topology, is_flat, towers = step.topology, step.sharding is None, step.topology.num_towers
+
+    def by_rank(of_towers: Sequence[float]) -> NDArray[np.float64]:
+        return topology.on_all_replicas(np.repeat(of_towers, topology.ranks_per_tower))
+
+    # The peers of a flat dataflow are all ranks of a replica, and nothing is left to exchange inside a tower.
     groups = topology.sharding_groups() if is_flat else topology.peer_groups()
-    others = len(groups[0]) - 1
-    lookups = sum(step.lookups.pooling_factors.get(name, 1.0) + 1 for names in step.towers for name in names)
-    ids, outputs = (zero, zero) if is_flat else (held["id_bytes"], held["output_bytes"])
-    numbers = held["output_bytes"] / 4
+    ids, outputs = held["id_bytes"] * (not is_flat), held["output_bytes"] * (not is_flat)
+    peer_ids, numbers = held["id_bytes"], held["output_bytes"] / 4
     if not is_flat:
-        widths = np.repeat(_widths(step, model), topology.ranks_per_tower)
-        numbers = batch * others * topology.on_all_replicas(widths)
+        # A rank serves the batches of its peers, one in each other tower.
+        served, lookups = step.lookups.batch_size * (towers - 1), step.lookups.pooling_factors
+        peer_ids = ID_BYTES * served * by_rank([sum(lookups.get(f, 1.0) + 1 for f in names) for names in step.towers])
+        numbers = served * by_rank(_widths(step, model))
     outside = sum(4 * table.num_embeddings * table.embedding_dim for table in step.outside)
-    of_towers = 2 * (replicas * topology.ranks_per_tower - 1) * model.tower_bytes / world
+    copies = topology.num_replicas * topology.ranks_per_tower
+    modules = by_rank([part.weight_bytes for part in model.towers] or [0.0] * towers)
     peer, inner = topology.share_across_hosts(groups), topology.share_across_hosts(topology.tower_groups())
     return {
-        "peer_ids": (others / (others + 1) * batch * ID_BYTES * lookups, peer),
+        "peer_ids": (peer_ids, peer),
         "tower_ids": (ids, inner),
         "tower_outputs": (outputs, inner),
-        # Of the busy end: a rank gets as many gradients as it sends outputs.
         "peer_outputs": (numbers * step.number_bytes[0], peer),
         "peer_gradients": (numbers * step.number_bytes[1], peer),
         "tower_weights": (
-            of_towers + held["reduced_bytes"].mean(),
-            topology.ring_share_across_hosts(topology.tower_module_groups()[:1]),
+            2 * (copies - 1) / copies * modules + held["reduced_bytes"],
+            topology.ring_share_across_hosts(topology.tower_module_groups()),
         ),
         "outside_weights": (_ring if is_flat else _sum_over_hosts)(topology, outside),
         "dense_weights": (_sum_over_hosts if step.is_hierarchical else _ring)(topology, model.dense_bytes),
@@ -180,8 +187,8 @@ def _exchanges(
 
 
 def _sum_over_hosts(topology: TowerTopology, size: int) -> tuple[float, float]:
-    """What each rank sends to sum ``size`` bytes inside hosts, then between them, and the share between hosts."""
-    # Every rank of a host has an equal part; all gradients are taken as one bucket.
+    """Returns the bytes that a rank sends to sum ``size`` bytes inside hosts, then between, and the share between."""
+    # Every rank of a host sums an equal part, as if all gradients were one bucket.
     world, hosts, ranks = topology.world_size, topology.num_hosts, topology.host_size
     padded = 4 * math.ceil(size / 4 / ranks) * ranks
     across, inside = 2 * (hosts - 1) * padded, 2 * (ranks - 1) * hosts * padded
@@ -189,19 +196,19 @@ def _sum_over_hosts(topology: TowerTopology, size: int) -> tuple[float, float]:
 
 
 def _ring(topology: TowerTopology, size: int) -> tuple[float, float]:
-    """What each rank sends in a ring all-reduce of ``size`` bytes over all ranks, and the share between hosts."""
+    """Returns the bytes that each rank sends in a ring all-reduce of ``size`` bytes, and the share between hosts."""
     world = topology.world_size
     return 2 * (world - 1) * size / world, topology.ring_share_across_hosts([range(world)])
 
 
 def count_operators(model: nn.Module, dense_in_features: int) -> ModelWork:
-    """Counts the operators of each part of a model on the meta device, whose tables are `MetaTables` or `MetaTowers`.
+    """Counts the operators of each part of a model on the meta device whose tables are `MetaTables` or `MetaTowers`.
 
-    It runs forward and backward at two batch sizes: what grows with the batch is counted for each sample, the rest,
-    above all weights and their gradients, for each pass.
+    The model, with ``dense_in_features`` dense features, runs forward and backward at two batch sizes. Bytes that grow
+    with the batch count for each sample, all others (of weights and their gradients) for each pass.
 
     Raises:
-        InputError: the number of its operators depends on the number of samples.
+        InputError: the number of operators depends on the number of samples.
 
     Example:
         >>> from dmt.models import DLRM, ModelOptions
@@ -209,7 +216,7 @@ def count_operators(model: nn.Module, dense_in_features: int) -> ModelWork:
         >>> model = DLRM(tables=criteo_1tb_tables(8), dense_in_features=3, make_sparse_arch=MetaTables,
         ...     options=ModelOptions(dense_arch_layer_sizes=(6,), over_arch_layer_sizes=(4, 1), device="meta"))
         >>> work = count_operators(model, 3)
-        >>> sum(one.flops for one in work.dense_arch.forward)  # 3 x 6 and 6 x 8 multiply-accumulates
+        >>> sum(operator.flops for operator in work.dense_arch.forward)  # 3 x 6 and 6 x 8 multiply-accumulates
         132.0
     """
     modules = tower_modules(model)
@@ -219,17 +226,17 @@ def count_operators(model: nn.Module, dense_in_features: int) -> ModelWork:
     weights = [[*part.parameters()] for part in parts] + [[p for p in model.parameters() if id(p) not in others]]
     few, more = (_count(model, parts, tables, meta_batch(dense_in_features, size)) for size in _SIZES)
     *towers, dense_arch, rest = (
-        PartWork(_per_sample(small[0], large[0]), _per_sample(small[1], large[1]), sum(p.nbytes for p in own))
-        for small, large, own in zip(few, more, weights, strict=True)
+        PartWork(_per_sample(small[0], large[0]), _per_sample(small[1], large[1]), sum(p.nbytes for p in parameters))
+        for small, large, parameters in zip(few, more, weights, strict=True)
     )
     return ModelWork(tuple(towers), dense_arch, rest, tuple(module.out_features for module in modules))
 
 
 def operators_of(run: Callable[[], Any]) -> int:
-    """The number of operators that compute or copy something in a call."""
+    """Calls ``run`` and returns how many operators computed or copied something."""
     with _Counter() as counter:
         run()
-    return len(counter.found)
+    return len(counter.operators)
 
 
 _Counted = list[tuple[float, float]]  # FLOPs and bytes of each operator
@@ -238,26 +245,26 @@ _Counted = list[tuple[float, float]]  # FLOPs and bytes of each operator
 def _count(
     model: nn.Module, parts: Sequence[nn.Module], tables: Sequence[nn.Module], batch: tuple[Tensor, Tensor]
 ) -> list[tuple[_Counted, _Counted]]:
-    """Operators forward and backward of each part, and of the rest, whose gradients end where another part begins."""
+    """Returns the operators of each part, forward and backward, then of the rest; gradients stop at other parts."""
     leaves: list[Tensor] = list(model.parameters())
     forward: dict[nn.Module, _Counted] = {module: [] for module in (*parts, *tables)}
     outputs: dict[nn.Module, list[Any]] = {module: [] for module in forward}
     around: list[_Counted] = []
 
     def cut(value: Any) -> Any:
-        """The same values, from which gradients go no further back."""
+        """Returns the same values as leaves, where gradients stop."""
         value = tree_map_only(Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), value)
         leaves.extend(tensor for tensor in tree_leaves(value) if isinstance(tensor, Tensor) and tensor.requires_grad)
         return value
 
     def before(module: nn.Module, args: Any) -> Any:
-        around.append(counter.found)
-        counter.found = forward[module]
+        around.append(counter.operators)
+        counter.operators = forward[module]
         return cut(args)
 
     def after(module: nn.Module, _: Any, output: Any) -> Any:
         outputs[module].append(output)
-        counter.found = around.pop()
+        counter.operators = around.pop()
         return cut(output)
 
     handles = [module.register_forward_pre_hook(before) for module in forward]
@@ -267,36 +274,36 @@ def _count(
     for handle in handles:
         handle.remove()
     counted = [(forward[part], _backward(outputs[part], leaves)) for part in parts]
-    return [*counted, (counter.found, _backward([result], leaves))]
+    return [*counted, (counter.operators, _backward([result], leaves))]
 
 
 def _backward(outputs: list[Any], leaves: list[Tensor]) -> _Counted:
-    """The operators that compute the gradients of all that outputs were made of."""
+    """Returns the operators that compute the gradients of the leaves from those of the outputs."""
     ends = [tensor for tensor in tree_leaves(outputs) if isinstance(tensor, Tensor) and tensor.grad_fn is not None]
     wanted = [leaf for leaf in leaves if leaf.requires_grad]
     with _Counter() as counter:
         if ends and wanted:
             # Not backward(): it would add to .grad and set off optimizers that are fused into the backward pass.
             torch.autograd.grad(ends, wanted, [torch.empty_like(tensor) for tensor in ends], allow_unused=True)
-    return counter.found
+    return counter.operators
 
 
 class _Counter(TorchDispatchMode):
-    """Takes down every operator that computes or copies something."""
+    """Records FLOPs and bytes of every operator that computes or copies something."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.found: _Counted = []
+        self.operators: _Counted = []
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Runs an operator and takes it down."""
+        """Runs an operator and records it."""
         kwargs = kwargs or {}
         result = func(*args, **kwargs)
         packet = func.overloadpacket
         if not func.is_view and "empty" not in packet.__name__:
             tensors = [value for value in tree_leaves((args, kwargs, result)) if isinstance(value, Tensor)]
             flops = flop_registry[packet](*args, **kwargs, out_val=result) if packet in flop_registry else 0
-            self.found.append((float(flops), float(sum(tensor.nbytes for tensor in tensors))))
+            self.operators.append((float(flops), float(sum(tensor.nbytes for tensor in tensors))))
         return result
 
 
@@ -307,8 +314,8 @@ def _per_sample(few: _Counted, more: _Counted) -> tuple[Operator, ...]:
             "of a step cannot be counted. Write its forward (model.factory) without a loop over the samples."
         )
     small, large = _SIZES
-    found = []
+    operators = []
     for (flops, size), (_, larger) in zip(few, more, strict=True):
         slope = (larger - size) / (large - small)
-        found.append(Operator(flops / small, slope, max(size - small * slope, 0.0)))
-    return tuple(found)
+        operators.append(Operator(flops / small, slope, max(size - small * slope, 0.0)))
+    return tuple(operators)

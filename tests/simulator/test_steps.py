@@ -158,6 +158,17 @@ def test_every_micro_batch_starts_all_operators_and_adds_its_gradients() -> None
     assert four - one == pytest.approx(3 * 6 * 0.5 + 3 * 3 * 4)
 
 
+def test_the_update_includes_the_tower_module() -> None:
+    slow = replace(CLUSTER, memory_bytes_per_s=1.0)
+    model = MODEL._replace(towers=(part(3.0)._replace(weight_bytes=4),))
+    before, after = (
+        next(o.seconds["core"] for o in step_operations(replace(WORK, model=m), slow) if o.name == "update")
+        for m in (MODEL, model)
+    )
+    # Weight, gradient and moment are read, weight and moment written.
+    assert after - before == pytest.approx(5 * 4)
+
+
 def test_number_formats_cost_their_conversion() -> None:
     slow = replace(CLUSTER, memory_bytes_per_s=1.0)
     before, after, flat_before, flat_after = (

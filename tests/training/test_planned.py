@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,8 +26,13 @@ from tests.seeds import collected
 from tests.training.small import new_run, small, train_loop
 
 ROWS = 12
-# C1 whole, C6 in both towers.
-CUT = TowerPlan.from_lists([["C1", "C2", "C6[0:4]"], ["C3", "C4", "C5", "C6[4:8]"]], column_splits={"C6": (4, 4)})
+Measured = tuple[str, list[dict[str, list[dict[str, int]]]]]
+"""Folder of the tower plans, and what `measure_on_rank` returns on every rank."""
+PLANS = {
+    # C1 whole, C6 in both towers.
+    "cut": TowerPlan.from_lists([["C1", "C2", "C6[0:4]"], ["C3", "C4", "C5", "C6[4:8]"]], column_splits={"C6": (4, 4)}),
+    "unequal": TowerPlan.from_lists([["C1"], ["C2", "C3", "C4", "C5", "C6"]]),
+}
 
 
 def placed(*schemes: str) -> dict[str, str]:
@@ -42,6 +49,16 @@ CASES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
         {
             "sharding": {"scheme": "table_wise", "forward_precision": "fp16", "backward_precision": "bf16"},
             "towers": {"plan": "cut"},
+        },
+    ),
+    # All but the gradients of the dense part weighs on the second tower.
+    "unequal towers": (
+        "dmt-dlrm",
+        {
+            "model": {"p": 1},
+            "towers": {"plan": "unequal"},
+            "sharding": {"scheme": "table_wise", "tables": {"t_C2": "data_parallel"}},
+            "train": {"dense_reduce": "hierarchical"},
         },
     ),
     "outside towers": ("dmt-dlrm", {"towers": {"outside": ["C2", "C6"]}, "sharding": {"scheme": "table_wise"}}),
@@ -99,7 +116,7 @@ def config_of(name: str, folder: str) -> TrainingConfig:
     arch, sections = CASES[name]
     sections = {key: dict(section) for key, section in sections.items()}
     if "plan" in sections.get("towers", {}):
-        sections["towers"] = {"plan": f"{folder}/towers.json"}
+        sections["towers"] = {"plan": f"{folder}/{sections['towers']['plan']}.json"}
     sections["sharding"] = {"dataflow": "sptt"} | sections.get("sharding", {})
     # Rows that the tower's ranks share evenly and one id a sample, as planned. In its third pass, DDP tells all ranks
     # once how it has laid out gradients; the fourth one is measured.
@@ -108,8 +125,8 @@ def config_of(name: str, folder: str) -> TrainingConfig:
     return small(arch, synthetic=synthetic, train=train, **sections)
 
 
-def measure_on_rank(rank: int, folder: str, names: list[str]) -> dict[str, dict[str, int]]:
-    """The bytes of one step of every case, on all ranks."""
+def measure_on_rank(rank: int, folder: str, names: list[str]) -> dict[str, list[dict[str, int]]]:
+    """The bytes of one step of every case: of all ranks, and of the replica group, without replicas this rank."""
     found = {}
     for name in names:
         config = config_of(name, folder)
@@ -119,7 +136,8 @@ def measure_on_rank(rank: int, folder: str, names: list[str]) -> dict[str, dict[
         run.pipeline.detach()
         lengths = config.sharding.pooling_factors
         batch = evenly_drawn(next(batches_of(run.job, mesh, "train")), lengths, rank)
-        found[name] = asdict(measure_traffic(run.model, run.optimizer, batch, mesh))
+        alone: Any = SimpleNamespace(topology=mesh.topology, global_group=mesh.replica_group)
+        found[name] = [asdict(measure_traffic(run.model, run.optimizer, batch, group)) for group in (mesh, alone)]
     return found
 
 
@@ -132,14 +150,12 @@ def evenly_drawn(batch: ClickBatch, of_feature: Mapping[str, float], seed: int) 
 
 
 @pytest.fixture(scope="module")
-def measured(
-    tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest
-) -> tuple[str, dict[str, dict[str, int]]]:
+def measured(tmp_path_factory: pytest.TempPathFactory, request: pytest.FixtureRequest) -> Measured:
     cases = [name for name in CASES if name in collected(request, "name")]
     folder = tmp_path_factory.mktemp("planned")
-    CUT.save(folder / "towers.json")
-    found = run_ranks(measure_on_rank, 4, str(folder), cases)[0]
-    return str(folder), found
+    for name, plan in PLANS.items():
+        plan.save(folder / f"{name}.json")
+    return str(folder), run_ranks(measure_on_rank, 4, str(folder), cases)
 
 
 def by_kind(found: Mapping[str, Load]) -> dict[str, int]:
@@ -158,13 +174,13 @@ def by_kind(found: Mapping[str, Load]) -> dict[str, int]:
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", CASES)
-def test_a_step_sends_what_was_planned(name: str, measured: tuple[str, dict[str, dict[str, int]]]) -> None:
-    folder, traffic = measured
+def test_a_step_sends_what_was_planned(name: str, measured: Measured) -> None:
+    folder, by_rank = measured
     config = config_of(name, folder)
     topology = config.topology.build()
     job = open_job(config)
     planned = by_kind(work_of(job).sent)
-    found = traffic[name]
+    found = by_rank[0][name][0]
     assert any(found.values())
     for kind in ("forward", "backward", "dense"):
         assert found[kind] == planned[kind], kind
@@ -177,3 +193,18 @@ def test_a_step_sends_what_was_planned(name: str, measured: tuple[str, dict[str,
     chance = 1110 if "row_wise" in str(CASES[name]) else 0
     assert 0 <= found["ids"] - planned["ids"] <= sizes
     assert -chance <= found["inside"] - planned["inside"] <= sizes + chance
+
+
+@pytest.mark.ranks
+@pytest.mark.parametrize("name", ["unequal towers"])
+def test_the_busiest_host_and_rank_send_what_was_planned(name: str, measured: Measured) -> None:
+    folder, by_rank = measured
+    planned = by_kind(work_of(open_job(config_of(name, folder))).loads)
+    ranks = [rank[name][1] for rank in by_rank]
+    hosts = [Counter(ranks[first]) + Counter(ranks[first + 1]) for first in (0, 2)]
+    # Of two hosts one sends what the other receives, so the busier end of an exchange is the one that sends more.
+    for kind in ("forward", "backward", "dense"):
+        assert max(host[kind] for host in hosts) == planned[kind], kind
+    assert hosts[0]["ids"] != hosts[1]["ids"]
+    assert 0 <= max(host["ids"] for host in hosts) - planned["ids"] <= 2 * 8 * 8
+    assert 0 <= max(rank["inside"] for rank in ranks) - planned["inside"] <= 8 * 8 * 3

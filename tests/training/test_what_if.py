@@ -88,6 +88,8 @@ def test_the_busiest_ranks_and_hosts_are_those_that_hold_most() -> None:
     work = work_of(job)
     assert work.sent["peer_outputs"].uplink == pytest.approx(sent)
     assert work.loads["peer_outputs"].uplink == pytest.approx(sent / 2 * 4 / 3)
+    # The ids and lengths of their 4 features, 8 bytes each, from 3 other ranks each.
+    assert work.loads["peer_ids"].uplink == pytest.approx(16 * 3 * 4 * 2 * 8 * 2 / 3)
     # Rank 0: weights, and embeddings with their gradients of 64 samples.
     assert work.rank_bytes == (9 * (8 + 1) * 4 + 64 * 24 * 4 * 2, 64 * 24 * 4 * 2)
     assert work.host_bytes == 2 * 9 * (8 + 1) * 4 + 64 * 32 * 4 * 2
