@@ -95,7 +95,7 @@ def choose_outside(
 ) -> list[str]:
     """Chooses the tables that save bytes outside towers, largest saving first.
 
-    Tables outside towers together take at most a tenth of a rank's memory, and every tower keeps a table.
+    Such tables and their looked-up embeddings take at most a tenth of a rank's memory; every tower keeps a table.
 
     Args:
         tables_by_tower: tables of each tower, with the columns that they would have outside.
@@ -123,12 +123,12 @@ def choose_outside(
     left = Counter(tower_of.values())
     free = [t for tables in tables_by_tower for t in tables if candidates is None or t.name in candidates]
     chosen: list[str] = []
-    memory = 0
+    total = 0
     for table in sorted(free, key=lambda table: (-costs.of(table).saved, table.name)):
-        needed = alone.shard(table, "data_parallel", table.num_embeddings, table.embedding_dim).memory
-        fits = room is None or memory + needed <= _MEMORY_SHARE * room
+        needed = alone.shard(table, "data_parallel", table.num_embeddings, table.embedding_dim).needed
+        fits = room is None or total + needed <= _MEMORY_SHARE * room
         if fits and left[tower_of[table.name]] > 1 and costs.of(table).saved > 0:
-            memory += needed
+            total += needed
             left[tower_of[table.name]] -= 1
             chosen.append(table.name)
     return chosen

@@ -63,9 +63,11 @@ def test_tables_that_save_most_go_first_and_every_tower_keeps_one() -> None:
     by_tower = [[table("a", 5), table("b", 50), table("c", 10**6)], [table("d", 6), table("e", 7)]]
     assert choose_outside(by_tower, costs) == ["a", "d", "b"]
     assert choose_outside(by_tower, costs, candidates=["b", "c"]) == ["b"]
-    # Weights and gradients of 8 numbers a row and a state: 340 bytes for a, 408 for d; of a tenth of the memory.
-    assert choose_outside(by_tower, costs, hardware=Hardware(memory_per_rank=7480)) == ["a", "d"]
-    assert choose_outside(by_tower, costs, hardware=Hardware(memory_per_rank=7479)) == ["a"]
+    # Weights and gradients of 8 numbers a row and a state: 340 bytes for a, 408 for d; and for each 512 embeddings with
+    # their gradients. Together a tenth of the memory.
+    room = 10 * (340 + 408 + 2 * 512 * 8 * 4 * 2)
+    assert choose_outside(by_tower, costs, hardware=Hardware(memory_per_rank=room)) == ["a", "d"]
+    assert choose_outside(by_tower, costs, hardware=Hardware(memory_per_rank=room - 1)) == ["a"]
 
 
 # Without data: 6 tables, of which C1, C2 and C5 pay.
