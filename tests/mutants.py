@@ -72,12 +72,12 @@ moment_scaled(fused_settings(weights[name], fused_params), scale) => fused_setti
 ## dmt/sptt/dataflow.py :: tests/dmt/test_parity.py -m "not slow" -k "towers-4"
 [of_peer[0] for of_peer in rows.arrived] => [of_peer[0] for of_peer in rows.arrived[::-1]]
 ## dmt/sptt/flat.py :: tests/dmt/test_parity.py -m "not slow" -k "outside and 4"
-part_sizes(len(found), len(arriving)) => part_sizes(len(found), len(arriving))[::-1]
+part_sizes(len(outside_B), len(arriving)) => part_sizes(len(outside_B), len(arriving))[::-1]
 part, sharding, device, mesh=alone) => part, sharding, device, mesh=self.mesh)
 ## dmt/sharding/outside.py :: tests/training/test_outside.py -k "hand or most"
 if fits and left[tower_of[table.name]] > 1 and => if fits and
 rows = min(rows, table.num_embeddings) => rows = table.num_embeddings
-memory + needed <= _MEMORY_SHARE => needed <= _MEMORY_SHARE
+total + needed <= _MEMORY_SHARE => needed <= _MEMORY_SHARE
 ## dmt/sptt/outside.py :: tests/dmt/test_parity.py -m "not slow" -k "outside and 2"
 made.before_lookup = None => pass
 ## dmt/sptt/flat.py :: tests/dmt/test_refusals.py -k "feature and outside"

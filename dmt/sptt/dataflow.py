@@ -1,7 +1,7 @@
 """Semantic-preserving tower transform (SPTT), step by step: the dataflow that every tower sharder's module shares.
 
-DMT (arXiv 2403.00877) section 3.1, Figure 7. With the peer route, the default, the paper's steps are these; see
-`dmt.sptt.global_route` for the other route and docs/towers.md for a worked example.
+DMT (arXiv 2403.00877) section 3.1, Figure 7. These are the paper's steps with the peer route, the default;
+`dmt.sptt.global_route` is the other route, and docs/towers.md has a worked example.
 
 ======  ===========================================================  =====  ==================  =======================
 step    what                                                         group  method              file
@@ -20,14 +20,14 @@ Embeddings arrive in the layout of step e's view, [peers, features], and are rea
 
 Shape suffixes: B samples of this rank; P rows of all T peers, in tower order (the sum of their B where every sample is
 a row); N columns of the embeddings of this tower's features side by side; O columns of this tower's output; S sum of O
-over the towers. Ids have bags where others have columns: ``ids_B``, ``ids_P``.
+over the towers. Ids have bags where other tensors have columns: ``ids_B``, ``ids_P``.
 
-A `RowEncoder` wraps the dataflow (``rows.py``): it sends rows in the place of samples, each feature its own number, in
-one part or several, and turns the rows that come back into columns of samples. Without one every sample is a row.
+A `RowEncoder` (``rows.py``) wraps the dataflow: it sends rows instead of samples, as many as each feature needs, in one
+part or several, and turns the rows that come back into columns of samples. Without an encoder every sample is a row.
 
-Only bytes move: the result is the unsharded module's, in its column order, on any placement. Gradients divide by T
-crossing the peers and by L crossing the tower, so tables, tower modules and dense parts all see the mean over ranks of
-their local losses' gradients: the mean over the job's samples when local batches are equal.
+Only bytes move, but row-wise tables sum a bag rank by rank: the result is the unsharded module's, in its column order.
+Gradients are divided by T across the peers and by L across the tower, so tables, tower modules and dense parts all get
+the mean over ranks of the gradients of local losses: with equal local batches, the mean over the job's samples.
 """
 
 from __future__ import annotations
@@ -62,22 +62,22 @@ class SPTTContext(Multistreamable):
     """State of one batch from the id exchange to the output exchange."""
 
     sharding_contexts: list[EmbeddingShardingContext] = field(default_factory=lambda: [EmbeddingShardingContext()])
-    """TorchRec's own; the id exchange writes the batch sizes of the ranks it crosses into it."""
+    """TorchRec's context, into which the id exchange writes the batch size of every rank that it connects."""
     request: Awaitable[Awaitable[KJTList]] | None = None
-    """The id exchange."""
+    """The id exchange in flight; None before it starts and after the lookup."""
     ids_B: KeyedJaggedTensor | None = None
-    """Ids of the batch, as they were given."""
+    """Ids of the batch before any encoding, so that they can be sent again."""
     encoder: RowEncoder | None = None
-    """The encoder that was set when they were sent."""
+    """The module's encoder at the time when the ids were sent."""
     code: RowCode | None = None
-    """The rows that were sent in the place of samples; None where every sample is a row."""
+    """The rows that were sent instead of samples; None where every sample is a row."""
     parts: list[Rows] = field(default_factory=list)
-    """Rows of each part of the batch, once the ids have arrived."""
+    """Numbers of rows in each part of the batch; empty until the ids have arrived."""
     in_tower: list[tuple[Any, Any]] = field(default_factory=list)
     """TorchRec context and ids of each sharded collection of the tower; empty until the ids have arrived."""
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keeps memory that a train pipeline took on another stream until this stream has used it."""
+        """Keeps memory that a train pipeline allocated on another stream until ``stream`` has used it."""
         in_tower = [part for pair in self.in_tower for part in pair]
         for part in (*in_tower, self.ids_B, self.code):
             if part is not None:
@@ -87,11 +87,12 @@ class SPTTContext(Multistreamable):
 class SPTTModule(TowerState):
     """TorchRec's ``ShardedModule`` protocol over a `TowerMesh`; subclasses define what a tower computes.
 
-    TorchRec calls `input_dist`, maybe one batch ahead (train pipelines), then `compute` and `output_dist`. A tower's
-    output consists of pieces side by side (the outputs of its logical towers, or the embeddings of its features);
-    subclasses put them in order by their names, wherever they were computed.
+    TorchRec calls `input_dist` (a train pipeline calls it one batch ahead), then `compute` and `output_dist`. A tower's
+    output consists of named pieces side by side: the outputs of its logical towers, or the embeddings of its features.
+    Subclasses put the pieces of all towers in order by name.
 
-    ``input_groups`` has for each mesh tower groups of its features; an encoder gives a group one number of rows.
+    ``input_groups`` lists for each mesh tower groups of its features, which have equally many rows; ``outside`` names
+    the features of tables outside towers.
     """
 
     def __init__(
@@ -118,7 +119,7 @@ class SPTTModule(TowerState):
         expected, group = [*self.features, *outside], self.mesh.sharding_group
         self._agreed_ids = AgreedIds(expected, is_weighted=is_weighted, group=group)
         self._outputs: AgreedOutputs | None = None
-        # Two peers may send the gradients of two modules in different orders: the tag tells them apart.
+        # On the CPU the tag tells messages of two modules apart; all-to-alls on GPUs need one order on all ranks.
         self._tag = next(self.mesh.tags)
 
     @property
@@ -127,7 +128,7 @@ class SPTTModule(TowerState):
         return [feature for features in self._features_by_tower for feature in features]
 
     def build_route(self) -> None:
-        """Makes the id route into the sharded collections of this rank's tower; subclasses call it once they exist."""
+        """Makes the id route to the sharded collections of this rank's tower, once a subclass has them. Collective."""
         if self.id_route == "global":
             self._route = GlobalIdRoute(self.mesh, self.collections, self._note_rows)
         else:
@@ -135,11 +136,11 @@ class SPTTModule(TowerState):
 
     @abc.abstractmethod
     def tower_output(self, embeddings_PN: Sequence[Embeddings], rows: Rows) -> TowerOutput:
-        """Computes this tower's output from the embeddings of each sharded collection, [P, its columns]."""
+        """Computes this tower's output [P, O] from the embeddings of each sharded collection, [P, its columns]."""
 
     @abc.abstractmethod
     def result(self, columns_BS: Tensor, pieces: Sequence[Piece]) -> Any:
-        """Turns the columns of all towers, whose pieces come in tower order, into the unsharded module's result."""
+        """Turns the columns of all towers, with their pieces in tower order, into the unsharded module's result."""
 
     def create_context(self) -> SPTTContext:
         """Makes a context for one batch."""
@@ -151,29 +152,29 @@ class SPTTModule(TowerState):
         features: KeyedJaggedTensor | None = None,
         weighted_features: KeyedJaggedTensor | None = None,
     ) -> Awaitable[Awaitable[KJTList]]:
-        """Starts the id exchange of one batch (steps a, c).
+        """Starts the id exchange of one batch (steps a, c). Collective.
 
-        Keys may come in any order, further keys are ignored, and weights unless the bags are weighted. The ids of
-        weighted bags may be the second argument, in the way of ``EmbeddingTowerCollection``.
+        Keys may be in any order. Extra keys are ignored, and so are weights unless the bags are weighted. The ids of
+        weighted bags may be either argument: an ``EmbeddingTowerCollection`` takes them as the second.
 
         Raises:
-            InputError: a feature is missing, weights are missing, ids are no int32 or int64, keys or dtypes differ
-                from those of the first batch, or the batch size varies by feature.
+            InputError: no ids are given, a feature is missing, weights are missing, ids are neither int32 nor int64,
+                keys or dtypes differ from those of the first batch, or the batch size varies by feature.
         """
-        # A caller of an EmbeddingBagCollection has one argument for both kinds of bags, so either is taken.
+        # An EmbeddingBagCollection has one argument for both kinds of bags, so this takes either argument.
         wanted, other = (weighted_features, features) if self._is_weighted else (features, weighted_features)
         ids_B = other if wanted is None else wanted
         if ids_B is None:
-            raise InputError("No sparse features were given; pass a KeyedJaggedTensor.")
+            raise InputError("The sharded module was called without sparse features; pass a KeyedJaggedTensor.")
         return self.exchange_ids(ctx, self._agreed_ids.checked(ids_B))
 
     def compute(self, ctx: SPTTContext, dist_input: KJTList) -> TowerOutput:
         """Computes this tower's output for the samples of all peers (steps b, d, e and the tower module)."""
-        # Without a wrapper around it the batch has one part.
+        # Only micro-batches cut a batch into parts, and they do not call this method.
         return self.run_towers(self.look_up(ctx), ctx.parts[0])
 
     def output_dist(self, ctx: SPTTContext, output: TowerOutput) -> LazyAwaitable[Any]:
-        """Starts the return of the outputs to the peers whose samples they belong to (step f).
+        """Starts to return the outputs to the peers whose samples they belong to (step f). Collective.
 
         Raises:
             InputError: a tower's output has another width or a wider dtype than in the first batch.
@@ -185,9 +186,9 @@ class SPTTModule(TowerState):
     @profiler_range("exchange_ids")
     @torch.no_grad()
     def exchange_ids(self, ctx: SPTTContext, ids_B: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
-        """Steps a and c: ids of each feature to the peer (or the rank) that looks it up, in peer order."""
+        """Steps a and c: starts to send the ids of each feature to the peers (or ranks) that look it up."""
         if not self.id_exchanges:
-            # Made here: only a batch shows the order of its keys and, to a module built on meta, the device.
+            # Made here: only a batch shows the order of its keys and, for a module built on meta, the device.
             device = ids_B.device() if self.device.type == "meta" else self.device
             self.set_id_exchange(self._route.exchange(ids_B.keys(), device))
         exchange = self.id_exchanges[0]
@@ -196,7 +197,7 @@ class SPTTModule(TowerState):
         sent_B = exchange.in_order(ids_B)
         ctx.code = None if self.encoder is None else self.encoder.encode(sent_B)
         started = exchange(sent_B if ctx.code is None else ctx.code.ids)
-        # A pipeline waits for the sizes and for the ids of this batch while the one before computes.
+        # A train pipeline waits for the sizes and for the ids of this batch while the previous batch computes.
         ctx.request = self._route.carry_on(started, ctx)
         return ctx.request
 
@@ -206,8 +207,8 @@ class SPTTModule(TowerState):
         if ctx.code is not None:
             ids_P, ctx.parts = rows_of_parts(ctx.code, ids_P, self.groups, self.mesh.tower)
         else:
-            # One group: all features of a tower have the same number of rows.
-            # Step f returns to this rank as many rows of every tower as it has samples.
+            # Every sample is a row, so the features of a tower are one group, and step f returns to this rank as many
+            # rows from every tower as it has samples.
             own_batch_size = batch_sizes[self.mesh.tower]
             ctx.parts = [Rows([[size] for size in batch_sizes], [[own_batch_size]] * len(batch_sizes))]
         return ids_P
@@ -216,8 +217,8 @@ class SPTTModule(TowerState):
     def look_up(self, ctx: SPTTContext) -> list[Embeddings]:
         """Steps b, d and e: looks up the ids that have arrived, and brings embeddings to the tower's ranks: [P, N]."""
         if not ctx.in_tower and ctx.request is not None:
-            # A train pipeline that was detached and attached again exchanges its next batch a second time, in this
-            # context, but uses the ids of the first exchange: nobody has waited for the second.
+            # A train pipeline that is detached and attached again exchanges the ids of its next batch twice in this
+            # context, but waits only for the first exchange.
             ctx.request.wait().wait()
         if ctx.encoder is not self.encoder:
             # The encoder was changed after the ids were sent: send them again, and forget the first exchange.
@@ -240,7 +241,7 @@ class SPTTModule(TowerState):
         return self.tower_output(embeddings_PN, rows)
 
     def exchange_outputs(self, ctx: SPTTContext, output: TowerOutput, part: int = 0) -> Awaitable[Any]:
-        """Step f: starts to send each peer its rows of the output [P, O]; `columns` makes [B, S] of what arrives."""
+        """Step f: starts to send each peer its rows of the output [P, O]; `columns` turns what arrives into [B, S]."""
         rows = ctx.parts[part]
         if self._outputs is None:
             # Peers cannot know how wide a tower module's output is before it has run.
@@ -255,13 +256,13 @@ class SPTTModule(TowerState):
         return exchange_rows(outputs_PO, rows, agreed)
 
     def columns(self, ctx: SPTTContext, exchanges: Sequence[Awaitable[Any]]) -> Sequence[Awaitable[Tensor]]:
-        """Columns of each part of the batch, [B, S], from what its exchange and those before it bring."""
+        """Returns the columns [B, S] of each part of the batch, in flight; ``exchanges`` has step f of each part."""
         if ctx.code is None:
             return exchanges
-        assert self._outputs is not None, "something was exchanged"
+        assert self._outputs is not None, "columns come after an exchange"
         return ctx.code.decode(exchanges, self._outputs, [len(of_tower) for of_tower in self.groups])
 
     def finish(self, columns_BS: Tensor) -> Any:
-        """Turns the columns that step f delivered into the unsharded module's result."""
-        assert self._outputs is not None, "something was exchanged"
+        """Turns the columns [B, S] that step f delivered into the unsharded module's result."""
+        assert self._outputs is not None, "columns come after an exchange"
         return self.result(columns_BS, [piece for pieces in self._outputs.pieces for piece in pieces])

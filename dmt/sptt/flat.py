@@ -26,7 +26,7 @@ __all__ = ["SPTTEmbeddingBagCollectionSharder", "ShardedSPTTEmbeddingBagCollecti
 
 
 class ShardedSPTTEmbeddingBagCollection(SPTTModule):
-    """The tables of one mesh tower on one of its ranks; made by `SPTTEmbeddingBagCollectionSharder`.
+    """A rank's share of the tables of its mesh tower; made by `SPTTEmbeddingBagCollectionSharder`.
 
     State is keyed as in the unsharded collection, ``embedding_bags.<table>.weight``.
     """
@@ -65,14 +65,14 @@ class ShardedSPTTEmbeddingBagCollection(SPTTModule):
             for of_tower in (*tables, outside)
             for table in of_tower
         }
-        """Tables of all towers, and those outside."""
+        """Every table of the model by name: those of all towers, and those outside."""
         self._keys = output_keys(table_configs(module))
         in_tower = _sub_collection(module, tables[self.mesh.tower])
         self.local_parts.append(sharder.shard_in_tower(in_tower, sharding, device))
         self.build_route()
         self._outside: GroupShardedEBC | None = None
         if outside:
-            # After the route, which is for tables of towers only.
+            # After the route, which serves tables of towers only.
             part, alone = _sub_collection(module, outside), self.mesh.outside_towers()
             self._outside = sharder.shard_in_tower(part, sharding, device, mesh=alone)
             self.local_parts.append(self._outside)
@@ -91,26 +91,26 @@ class ShardedSPTTEmbeddingBagCollection(SPTTModule):
         # Looked up here, while the others are on their way.
         context = self._outside.create_context()
         ids = self._outside.input_dist(context, ctx.ids_B).wait().wait()
-        found: Tensor = self._outside.compute_and_output_dist(context, ids).values()
-        blocks = found.split(part_sizes(len(found), len(arriving)))
+        outside_B: Tensor = self._outside.compute_and_output_dist(context, ids).values()
+        blocks = outside_B.split(part_sizes(len(outside_B), len(arriving)))
         return [Pending(_beside, part, block) for part, block in zip(arriving, blocks, strict=True)]
 
     def result(self, columns_BS: Tensor, pieces: Sequence[Piece]) -> KeyedTensor:
-        """Makes the ``KeyedTensor`` of the unsharded collection."""
+        """Returns the ``KeyedTensor`` of the unsharded collection, with its keys in its order."""
         if self._outside is not None:
             pieces = [*pieces, *self._outside.output_columns]
         return in_order(KeyedTensor([key for key, _ in pieces], [n for _, n in pieces], columns_BS), self._keys)
 
 
 class SPTTEmbeddingBagCollectionSharder(TowerSharder[EmbeddingBagCollection]):
-    """Gives any ``EmbeddingBagCollection`` the SPTT dataflow (DMT section 3.1); pass-through towers.
+    """Shards any ``EmbeddingBagCollection`` over towers by the SPTT dataflow (DMT section 3.1), without tower modules.
 
-    The result is bitwise the unsharded module's ``KeyedTensor``: same keys, same order, same values.
+    The result is the unsharded ``KeyedTensor``, keys in its order; averaged and row-wise bags may differ by rounding.
 
     Args:
-        mesh: the groups of this job.
-        plan: which features go to which tower; as many towers as the mesh has. Every rank holds the tables of features
-            outside towers, whose gradients are averaged over all ranks.
+        mesh: the process groups of this job.
+        plan: the features of each tower of the mesh. Every rank holds the tables of features outside towers, and their
+            gradients are averaged over all ranks.
         settings: ``fused_params``, ``id_route``, ``peer_precision``, ``moment_scale`` and ``unique``, see
             `dmt.sptt.sharder.TowerSharder`.
 
@@ -133,17 +133,17 @@ class SPTTEmbeddingBagCollectionSharder(TowerSharder[EmbeddingBagCollection]):
         check_instance("plan", plan, TowerPlan)
         if plan.num_towers != mesh.topology.num_towers:
             raise InputError(
-                f"The tower plan has {plan.num_towers} towers but the topology num_towers={mesh.topology.num_towers}. "
-                "Make them equal."
+                f"The tower plan has {plan.num_towers} towers, but the topology has "
+                f"num_towers={mesh.topology.num_towers}. Make them equal."
             )
         self.plan = plan
 
     def tables_by_tower(self, module: EmbeddingBagCollection) -> list[list[Any]]:
-        """Checks the plan against the table configs, and returns those that each mesh tower holds."""
+        """Returns the table configs of each mesh tower; `InputError` if the tower plan does not fit the module."""
         return self.plan.tables_by_tower(table_configs(module))
 
     def outside_tables(self, module: EmbeddingBagCollection) -> list[Any]:
-        """Returns the table configs of the plan's features outside towers."""
+        """Returns the table configs of features that the plan puts outside towers."""
         return self.plan.outside_tables(table_configs(module))
 
 
@@ -155,7 +155,7 @@ def _sub_collection(module: EmbeddingBagCollection, tables: list[Any]) -> Embedd
     """Restricts the collection to some tables, sharing their parameters.
 
     The parameters must be the same objects: ``apply_optimizer_in_backward`` leaves each table's optimizer as an
-    attribute on them, and new ones would train with the default optimizer without a word.
+    attribute on them, and new parameters would silently train with the default optimizer.
     """
     part = EmbeddingBagCollection(tables=tables, device=torch.device("meta"), is_weighted=module.is_weighted())
     for table in tables:

@@ -1,8 +1,8 @@
 """`GlobalIdRoute`: ids straight to the ranks that hold the tables, in one hop (SPTT steps a and c).
 
-DMT (arXiv 2403.00877) section 3.1.3. Where the peer route (`dmt.sptt.peer_exchange.PeerIdRoute`) crosses the slow links
-once for each feature, this one crosses them once for each of its column shards. From the lookup (step b) on nothing
-differs, so both have the same bits.
+DMT (arXiv 2403.00877) section 3.1.3. The peer route (`dmt.sptt.peer_exchange.PeerIdRoute`) sends the ids of a feature
+across the slow links once, this route once for each column shard of its table. From the lookup (step b) on the routes
+do not differ, so their results are bitwise equal.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ __all__ = ["GlobalIdRoute"]
 
 
 class GlobalIdRoute(PeerIdRoute):
-    """The global id route: every rank of the sharding group says, once, what its lookups read. Collective."""
+    """The global id route. Collective: every rank of the sharding group announces which features its lookups read."""
 
     def __init__(self, mesh: TowerMesh, collections: Sequence[GroupShardedEBC], note_rows: Any) -> None:
         lookups = [[tables for _, tables in collection.tables_by_lookup] for collection in collections]
         features = [[[f for table in tables for f in table.feature_names] for tables in own] for own in lookups]
-        # Column shards make a rank want a feature more than once: the copies that this route pays with.
+        # A rank wants a feature once for each column shard that it holds: the copies that make this route dearer.
         wanted = [name for of_collection in features for of_lookup in of_collection for name in of_lookup]
         super().__init__(mesh.sharding_group, collections, note_rows, gather_objects(wanted, mesh.sharding_group))
         self.stagger, self._num_ranks = mesh.topology.num_towers, mesh.topology.ranks_per_tower
@@ -38,7 +38,7 @@ class GlobalIdRoute(PeerIdRoute):
         """Features of each lookup of each collection."""
 
     def carry_on(self, started: Any, ctx: Any) -> Awaitable[Awaitable[KJTList]]:
-        """Waits for the ids of a started exchange and splits them by lookup; they need no second hop."""
+        """Waits for the ids of a started exchange, and splits them by lookup: they need no second hop."""
         sizes = KJTListSplitsAwaitable([started], ctx)
 
         def start() -> Awaitable[KeyedJaggedTensor]:
@@ -56,7 +56,7 @@ class GlobalIdRoute(PeerIdRoute):
     def _by_collection(self, ids: KeyedJaggedTensor, ctx: Any) -> list[tuple[Any, KJTList]]:
         batch_sizes, num_ranks = ctx.sharding_contexts[0].batch_size_per_rank, self._num_ranks
         assert ids.stride() == sum(batch_sizes), f"{ids.stride()} samples arrived from batches of {batch_sizes}"
-        # Peer order: every rank of the tower serves one block, the samples of all its peers.
+        # In peer order, the samples of all peers of a rank of the tower are one block.
         served = [sum(batch_sizes[local::num_ranks]) for local in range(num_ranks)]
         # Each lookup reads its own features; in the peer route TorchRec splits them inside the tower.
         parts = iter(ids.split([count for of_collection in self._counts for count in of_collection]))

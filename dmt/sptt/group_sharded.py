@@ -1,7 +1,7 @@
 """TorchRec's sharded collections over the ranks of a tower: what bags and sequences share, and `GroupShardedEC`.
 
-`GroupShardedEC` looks sequences up: one embedding for each id, where bags have one for each sample. Its bags are
-`dmt.sptt.tower_lookup.GroupShardedEBC`.
+`GroupShardedEC` looks up sequences, which have an embedding for each id; `dmt.sptt.tower_lookup.GroupShardedEBC` looks
+up bags, which have one for each sample.
 """
 
 from __future__ import annotations
@@ -42,18 +42,18 @@ __all__ = [
 ]
 
 Embeddings: TypeAlias = KeyedTensor | dict[str, JaggedTensor]
-"""What a collection returns for P samples: bags [P, columns], or by feature a sequence of embeddings per sample."""
+"""What a collection returns for P samples: bags [P, columns], or by feature sequences [sum of lengths, columns]."""
 
 
 class GroupSharded:
-    """A sharded collection over any group of ranks."""
+    """What TorchRec's sharded collections of bags and of sequences share, over any group of ranks."""
 
     moment_scales: dict[str, float]
-    """Factor c of AdaGrad's moments (`dmt.sharding.optimizers`) by table; 1 for those left out."""
+    """Factor c of AdaGrad's moments (`dmt.sharding.optimizers`) by table; tables that are not listed have 1."""
 
     @property
     def lookups(self) -> list[Any]:
-        """TorchRec's lookups of this rank."""
+        """TorchRec's lookups on this rank."""
         raise NotImplementedError
 
     @property
@@ -62,7 +62,7 @@ class GroupSharded:
         raise NotImplementedError
 
     def settings_now(self) -> dict[str, UpdateSettings]:
-        """Returns the settings of the next update of each table that this rank updates."""
+        """Returns the settings of the next update by table, for the tables that this rank updates."""
         settings: dict[str, UpdateSettings] = {}
         for lookup in self.lookups:
             optimizer = getattr(lookup, "optimizer", None)
@@ -74,7 +74,7 @@ class GroupSharded:
         return settings
 
     def flush(self) -> None:
-        """Brings weights up to date where rows are cached on an accelerator, and empties the cache."""
+        """Writes rows that are cached on an accelerator back to their tables, and empties the cache."""
         for lookup in self.lookups:
             lookup.flush()
             lookup.purge()
@@ -82,9 +82,9 @@ class GroupSharded:
     def scale_moments(
         self, weights: Mapping[str, Tensor], scales: Mapping[str, float], fused_params: Mapping[str, Any] | None
     ) -> AbstractContextManager[None]:
-        """Notes the scales of tables; while it lasts, TorchRec's constructor finds the settings that they need."""
+        """Stores the scales; in the context that it returns, TorchRec's constructor finds scaled optimizer settings."""
         self.moment_scales = {name: scale for name, scale in scales.items() if scale != 1.0}
-        # TorchRec's constructor takes fused_params for all tables, but reads each parameter's own first.
+        # TorchRec's constructor takes fused_params for all tables, but prefers the settings on a table's parameter.
         return settings_on_parameters(
             [
                 (weights[name], moment_scaled(fused_settings(weights[name], fused_params), scale))
@@ -93,12 +93,12 @@ class GroupSharded:
         )
 
     def share_output_dtype(self, fused_params: Mapping[str, Any] | None) -> None:
-        """Has lookups without tables return the dtype that the others are asked for: ranks exchange equal numbers."""
+        """Makes lookups without tables return the ``output_dtype`` of all others: ranks must exchange one dtype."""
         if output_dtype := (fused_params or {}).get("output_dtype"):
             set_output_of_empty(self.lookups, output_dtype.as_dtype())
 
     def show_users_rate(self, optimizer: Any) -> None:
-        """Has ``param_groups`` hold the user's learning rate, which schedules write there; the kernel scales it."""
+        """Keeps the user's learning rate in ``param_groups``, where schedules write it; the kernel scales it."""
         scales = {self.moment_scales.get(key.split(".")[-2], 1.0) for key in optimizer.params}
         assert len(scales) <= 1, f"a kernel has tables of moment scales {scales}"
         # Algorithm 1 divides the moment by c below the root: a step of sqrt(c) times the rate, see `moment_scaled`.
@@ -109,17 +109,17 @@ class GroupSharded:
 
 
 class GroupShardedEC(OpenShardedEC, GroupSharded):
-    """TorchRec's sharded collection of sequences over any group of ranks, table-wise and row-wise.
+    """TorchRec's sharded collection of sequences over any group of ranks; tables are table-wise or row-wise.
 
-    Embeddings return to the rank that asked, inside the tower: [sum of the lengths of its P samples, columns]. TorchRec
-    fails on a rank without samples (P = 0), so such a rank sends one sample without ids.
+    Embeddings return to the rank that sent the ids, inside the tower: [sum of the lengths of its P samples, columns].
+    TorchRec fails on a rank without samples (P = 0), so such a rank sends one sample without ids.
 
     Args:
-        module: the collection.
-        sharding: of each table; ``ranks`` in the group, placements global.
+        module: the unsharded collection.
+        sharding: sharding by table; its ``ranks`` are ranks of the group, the placements of its shards global ranks.
         group: the ranks over which tables are sharded.
-        moment_scales: factor c of AdaGrad's moments by table; 1 for those left out.
-        options: ``fused_params`` and ``device`` of TorchRec's class.
+        moment_scales: factor c of AdaGrad's moments by table; tables that are not listed have 1.
+        options: ``fused_params`` and ``device``, arguments of TorchRec's class.
     """
 
     def __init__(
@@ -141,14 +141,14 @@ class GroupShardedEC(OpenShardedEC, GroupSharded):
         """Starts the id exchange inside the group."""
         ctx.is_filled_up = features.stride() == 0
         if ctx.is_filled_up:
-            # The other ranks wait for this one in each exchange, so it cannot leave them out.
+            # The other ranks wait for this rank in every exchange, so it must take part.
             keys, weights = features.keys(), features.weights_or_none()
             lengths = features.lengths().new_zeros(len(keys))
             features = KeyedJaggedTensor(keys, features.values(), weights, lengths)
         return super().input_dist(ctx, features)
 
     def compute_and_output_dist(self, ctx: Any, input: Any) -> Any:
-        """Looks up and brings embeddings to the ranks of their samples."""
+        """Looks up the ids, and starts to send the embeddings to the ranks of their samples."""
         awaitable = super().compute_and_output_dist(ctx, input)
         if ctx.is_filled_up:
             awaitable.callbacks.append(lambda sequences: split_rows(sequences, [0, 1])[0])
@@ -175,7 +175,7 @@ def embedding_values(embeddings: Embeddings) -> list[Tensor]:
 
 
 def split_rows(embeddings: Embeddings, rows: Sequence[int]) -> list[Embeddings]:
-    """Splits the embeddings of sum(rows) samples into blocks of these numbers of samples."""
+    """Splits the embeddings of sum(rows) samples into blocks; block i has those of ``rows[i]`` samples."""
     if isinstance(embeddings, KeyedTensor):
         keys, widths = embeddings.keys(), embeddings.length_per_key()
         return [KeyedTensor(keys, widths, block) for block in embeddings.values().split(list(rows))]
@@ -184,7 +184,7 @@ def split_rows(embeddings: Embeddings, rows: Sequence[int]) -> list[Embeddings]:
 
 
 def join_rows(blocks: Sequence[Any]) -> Embeddings:
-    """Joins what `split_rows` splits."""
+    """Joins the blocks of samples that `split_rows` returns."""
     first = blocks[0]
     if isinstance(first, KeyedTensor):
         return KeyedTensor(first.keys(), first.length_per_key(), torch.cat([block.values() for block in blocks]))
@@ -193,7 +193,7 @@ def join_rows(blocks: Sequence[Any]) -> Embeddings:
 
 def _split_sequences(sequences: JaggedTensor, rows: list[int]) -> list[JaggedTensor]:
     lengths = sequences.lengths().split(rows)
-    # One wait for all blocks.
+    # On a GPU, one sync for all blocks.
     numbers = torch.stack([of_block.sum() for of_block in lengths]).tolist()
     values = sequences.values().split(numbers)
     weights = sequences.weights_or_none()

@@ -1,4 +1,4 @@
-"""`TowerMesh`: the process groups of a `TowerTopology`, made once by every rank in one order."""
+"""`TowerMesh`: the process groups of a `TowerTopology`, made once, by every rank in the same order."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["TowerMesh"]
 
 
 class TowerMesh:
-    """Process groups of this rank, as explicit objects that everything else takes as arguments.
+    """The process groups of this rank, which everything else takes as an argument.
 
     Creating groups is collective: every rank of the job must construct the same mesh at the same point, after
     ``torch.distributed.init_process_group`` and, with NCCL, ``torch.cuda.set_device``.
@@ -24,7 +24,7 @@ class TowerMesh:
         topology: sizes and placement; R * T * L must equal the world size.
 
     Attributes:
-        topology: the topology given.
+        topology: the topology, as it was passed.
         replica, tower, local: this rank's coordinates.
         tower_group: L ranks of this tower in this replica (fast links).
         peer_group: T ranks with this local index in this replica (slow links).
@@ -32,13 +32,13 @@ class TowerMesh:
         replica_group: R ranks that hold this rank's shard.
         tower_module_group: R * L ranks that hold a copy of this tower's dense module.
         global_group: all ranks.
-        over_hosts: ranks of this host, and those at the same place on all hosts: gradients of data-parallel tables are
-            summed over the first, then the second. Of the mesh of `outside_towers` only; else None.
-        tags: ``next(mesh.tags)`` tags one module's messages to its peers, so that those of several modules do not mix;
-            the same on every rank if all make their modules in one order.
+        over_hosts: the ranks of this host, and the ranks at this rank's place on all hosts: gradients of tables outside
+            towers are summed over the first group, then over the second. None except on the mesh `outside_towers()`.
+        tags: ``next(mesh.tags)`` is a tag for the messages of one module to its peers on the CPU, so that those of
+            several modules do not mix; equal on ranks that make their modules in the same order.
 
     Raises:
-        InputError: no default process group, another world size than R * T * L, or ranks with other topologies.
+        InputError: there is no default process group, its size is not R * T * L, or topologies differ between ranks.
     """
 
     def __init__(self, topology: TowerTopology) -> None:
@@ -50,7 +50,7 @@ class TowerMesh:
         check_instance("topology", topology, TowerTopology)
         world = dist.group.WORLD
         assert world is not None, "the default group exists once torch.distributed is initialized"
-        # Before any group is made: ranks that make other groups wait for each other without a word.
+        # Before any group is made: ranks that make different groups would wait for each other silently.
         check_agreement("TowerMesh", {"topology": topology}, world)
         topology.check_world_size(dist.get_world_size())
         self.topology = topology
@@ -67,9 +67,9 @@ class TowerMesh:
         self._outside: TowerMesh | None = None
 
     def outside_towers(self) -> TowerMesh:
-        """Returns the mesh of tables that every rank holds (`TowerTopology.outside_towers`); collective the first time.
+        """Returns the mesh of tables outside towers (`TowerTopology.outside_towers`); collective the first time.
 
-        Its groups are its own: on those of this mesh, their all-reduces could come between others in another order.
+        It has its own groups: on those of this mesh, ranks could start its all-reduces and others in different orders.
         """
         if self._outside is None:
             self._outside = TowerMesh(self.topology.outside_towers)
@@ -78,15 +78,15 @@ class TowerMesh:
         return self._outside
 
     def new_group(self, groups: list[list[int]]) -> dist.ProcessGroup:
-        """Creates groups that cover all ranks, with the timeout of the job's, and returns this rank's; collective."""
-        # Here, since planning on a laptop imports this file without TorchRec.
+        """Creates a group for each list of global ranks, with the job's timeout; returns this rank's. Collective."""
+        # Imported here: planning on a laptop imports this file without TorchRec.
         from dmt._torchrec import group_timeout
 
         timeout = group_timeout(self.global_group)
         mine = next((ranks for ranks in groups if self.rank in ranks), None)
         assert mine is not None, f"rank {self.rank} is in none of the groups {groups}"
-        # A group of one rank needs nobody else: 128 towers of 8 ranks have 1,024 of those. Others are created by all,
-        # for PyTorch names a group that only its members create by the number of groups that a process has.
+        # A rank creates a group of itself alone: 128 towers of 8 ranks have 1,024 such groups. All ranks create the
+        # others: PyTorch names a group that only its members create by the number of groups that a process has.
         if all(len(ranks) == 1 for ranks in groups):
             alone: dist.ProcessGroup = dist.new_group(mine, timeout=timeout, use_local_synchronization=True)
             return alone

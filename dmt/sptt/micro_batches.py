@@ -1,12 +1,12 @@
 """`run_in_micro_batches`: the exchange of one micro-batch runs while the dense part of the model computes another.
 
-The dense part computes between the two times that a batch crosses the slow links, as tower outputs and as gradients:
-links and processors wait for each other. Of a batch cut into micro-batches (GPipe, arXiv 1811.06965), the outputs of
+A batch crosses the slow links twice, as tower outputs and as gradients, and the dense part computes in between: links
+and processors wait for each other. So the batch is cut into micro-batches (GPipe, arXiv 1811.06965). The outputs of
 each are sent once its towers have computed them, and the dense part computes each once it has arrived; in the backward
-pass the gradients of one are in flight while those of the next are computed. Unlike gradient accumulation nothing
-changes in what is computed: one id exchange, lookup, loss, backward pass and update for the batch.
+pass the gradients of one are in flight while those of the next are computed. Unlike gradient accumulation, this leaves
+one id exchange, lookup, loss, backward pass and update for the whole batch.
 
-This wraps the dataflow (`dmt.sptt.dataflow`): between the lookup and the result its steps `run_towers` and
+It wraps the dataflow (`dmt.sptt.dataflow`): between the lookup and the result, the steps `run_towers` and
 `exchange_outputs` are called once for each of K micro-batches.
 """
 
@@ -34,31 +34,31 @@ from dmt.sptt.rows import part_sizes, wrap
 
 __all__ = ["MicroBatches", "ResultInParts", "run_in_micro_batches"]
 
-# The sharded module itself cuts what it looks up of the ids; the others are the same for every sample.
-_HANDED_ON_WHOLE = KeyedJaggedTensor | bool | int | float | str | None
+# Arguments that are not cut: the sharded module cuts the embeddings of the ids, and the others hold for all samples.
+_PASSED_WHOLE = KeyedJaggedTensor | bool | int | float | str | None
 
 
 def run_in_micro_batches(module: nn.Module, num_micro_batches: int = 4) -> MicroBatches:
     """Makes a sharded model run in micro-batches; training loop and pipelines stay as they are.
 
     The module must map samples to samples, so it is the model without its loss: each tensor that it takes or returns,
-    also in lists, tuples and dicts, has one row per sample, and no row depends on other samples (no batch norm, no
+    also inside lists, tuples and dicts, has one row per sample, and no row depends on other samples (no batch norm, no
     scores of pairs). The ``KeyedJaggedTensor``, numbers, strings and None are passed unchanged; other objects, such as
     a dataclass of tensors, are refused. Results equal those without micro-batches up to rounding. Collective: every
     rank calls it.
 
     Args:
-        module: the ``DistributedModelParallel`` of the model, or the module inside whose forward is to be run in
+        module: the ``DistributedModelParallel`` of the model, or the module inside it whose forward is to run in
             micro-batches, such as ``model.module.model`` of a task that adds the loss.
-        num_micro_batches: K; the same on every rank. Any batch size works, including one smaller than K: the module is
-            then also called with no samples.
+        num_micro_batches: K, the same on every rank. Any batch size works; if it is smaller than K, some calls of the
+            module get no samples.
 
     Returns:
         A handle; its ``detach()`` makes the module run on whole batches again.
 
     Raises:
-        InputError: K is not positive, or not the same on all ranks; the module has no tower sharder's module inside, or
-            one of TorchRec's that would run K times; it runs in micro-batches already.
+        InputError: K is below 1 or differs between ranks; the module contains no module of a tower sharder, or a
+            sharded module of TorchRec, which would run K times; or it already runs in micro-batches.
 
     Example::
 
@@ -77,7 +77,7 @@ class MicroBatches:
             module = module.module
         self._module = module
         self._num = num_micro_batches
-        self._pairs_looked_for = False
+        self._has_checked_pairs = False
         self._sparse = [part for part in module.modules() if isinstance(part, SPTTModule)]
         self._check()
         self._forward: Callable[..., Any] = module.forward
@@ -88,15 +88,15 @@ class MicroBatches:
             wrap(part, num_parts=num_micro_batches)
 
     def detach(self) -> None:
-        """Makes the module run on whole batches again, with the forward that it had.
+        """Makes the module run on whole batches again, with the forward that it had before.
 
         Raises:
-            InputError: somebody has replaced the module's forward since.
+            InputError: it is detached already, or the module's forward was replaced since.
         """
         if vars(self._module).get("forward") is not self:
             raise InputError(
                 f"These MicroBatches no longer wrap the forward of this {type(self._module).__name__}: they are "
-                "already detached, or another wrapper was put over them. Remove that one first."
+                "already detached, or another wrapper was put over them. Remove that wrapper first."
             )
         for restore in self._restore:
             restore()
@@ -107,8 +107,8 @@ class MicroBatches:
         """Runs the module's forward micro-batch by micro-batch.
 
         Raises:
-            InputError: no ``KeyedJaggedTensor`` among the arguments, an argument or output that has not one row for
-                each sample, or a sharded module that is not called once.
+            InputError: the arguments hold no ``KeyedJaggedTensor``, or several batch sizes; an argument or output does
+                not have one row per sample; or the forward does not call each sharded module once per micro-batch.
         """
         leaves, _ = _leaves((args, kwargs))
         batch_sizes = {leaf.stride() for leaf in leaves if isinstance(leaf, KeyedJaggedTensor)}
@@ -117,14 +117,14 @@ class MicroBatches:
             return self._forward(*args, **kwargs)
         if len(batch_sizes) != 1:
             raise InputError(
-                "Micro-batches need the batch size of the KeyedJaggedTensor among the arguments of "
-                f"{type(self._module).__name__}, which hold {len(batch_sizes)} different ones. Call "
+                "Micro-batches need one batch size, that of the KeyedJaggedTensor among the arguments of "
+                f"{type(self._module).__name__}, but its arguments have {len(batch_sizes)} batch sizes. Call "
                 "run_in_micro_batches with the module that receives the sparse features."
             )
         sizes = part_sizes(batch_sizes.pop(), self._num)
         owner = type(self._module).__name__
         parts = _split((args, kwargs), sizes, owner)
-        # One forward pass over all parts and one backward pass: nothing is accumulated, and every update happens once.
+        # One backward pass covers the forward passes of all parts, so every update happens once.
         outputs = []
         with ExitStack() as stack:
             served = [stack.enter_context(_served_in_parts(part)) for part in self._sparse]
@@ -135,15 +135,15 @@ class MicroBatches:
                         f"{owner} called its sharded modules {list(map(len, served))} times in {number} micro-batches; "
                         "it must call each exactly once per micro-batch."
                     )
-        if len(set(sizes)) == 1 and not self._pairs_looked_for:
+        if len(set(sizes)) == 1 and not self._has_checked_pairs:
             self._look_for_pairs(outputs[0], [results[0].wait() for results in served], sizes[0])
         return _join(outputs, sizes, owner)
 
     def _look_for_pairs(self, output: Any, results: Sequence[Any], size: int) -> None:
-        """Refuses scores of pairs, [size, size]: among equal micro-batches their shape does not tell.
+        """Refuses scores of pairs of samples, [size, size], whose shape is right if all micro-batches have that size.
 
-        Such a row has gradients by what the tables returned for other samples. They are looked at once, and only of
-        outputs of such a shape.
+        A row of such scores has gradients with respect to the embeddings of other samples. They are computed once, and
+        only for outputs of this shape.
         """
         leaves = [leaf.wait() if isinstance(leaf, Awaitable) else leaf for leaf in tree_flatten(output)[0]]
         rows = [leaf[0].flatten() for leaf in leaves if isinstance(leaf, Tensor) and [*leaf.shape[:2]] == [size, size]]
@@ -152,8 +152,8 @@ class MicroBatches:
         for row in rows if columns and size > 1 else ():
             if not row.requires_grad:
                 continue
-            self._pairs_looked_for = True
-            # Weighted: the numbers of a softmax have a sum without gradients.
+            self._has_checked_pairs = True
+            # Weighted, because the plain sum of a softmax has no gradient.
             weights = torch.arange(1.0, size + 1, device=row.device, dtype=row.dtype).reshape(
                 -1, *[1] * (row.dim() - 1)
             )
@@ -169,19 +169,19 @@ class MicroBatches:
         owner, modules = type(self._module).__name__, self._module.modules()
         others = [type(m).__name__ for m in modules if isinstance(m, ShardedModule) and m not in self._sparse]
         if others or not self._sparse:
-            found = f"holds a {others[0]}, which would look up and send K times" if others else "has none inside"
+            fault = f"holds a {others[0]}, which would look up and send K times" if others else "has none inside"
             raise InputError(
                 f"run_in_micro_batches needs a model whose sharded modules are all from dmt's sharders, after "
-                f"DistributedModelParallel; this {owner} {found}."
+                f"DistributedModelParallel; this {owner} {fault}."
             )
         runs_already = isinstance(vars(self._module).get("forward"), MicroBatches)
         # First: a rank that is refused alone would leave the others waiting.
-        arguments = {"num_micro_batches": self._num, "a module that runs in micro-batches already": runs_already}
+        arguments = {"num_micro_batches": self._num, "already running in micro-batches": runs_already}
         check_agreement("run_in_micro_batches", arguments, self._sparse[0].mesh.global_group)
         if self._num < 1:
-            raise InputError(f"num_micro_batches={self._num} must be at least 1.")
+            raise InputError(f"run_in_micro_batches: num_micro_batches={self._num} must be at least 1.")
         if runs_already:
-            raise InputError(f"This {owner} already runs in micro-batches; call detach() on those first.")
+            raise InputError(f"This {owner} already runs in micro-batches; call detach() on its handle first.")
 
 
 def _replace(module: nn.Module, name: str, method: Callable[..., Any]) -> Callable[[], None]:
@@ -198,14 +198,14 @@ def _replace(module: nn.Module, name: str, method: Callable[..., Any]) -> Callab
 
 
 def _run_in_parts(module: SPTTModule, num: int, ctx: SPTTContext, dist_input: KJTList) -> ResultInParts:
-    """Stands in for ``compute_and_output_dist``: one lookup, then tower and exchange of each of K micro-batches."""
+    """Replaces ``compute_and_output_dist``: one lookup, then tower and exchange of each of K micro-batches."""
     embeddings_PN = module.look_up(ctx)
     if ctx.code is None:
-        # Every sample is a row, and rows arrive peer by peer.
-        # Every rank cuts its own samples so; the peers cut the rows of each rank alike, and need not be told.
+        # Every sample is a row, and rows arrive peer by peer. Each rank cuts its own samples into the same sizes into
+        # which its peers cut the rows that it sent, so no sizes are exchanged.
         by_peer = [part_sizes(of_peer[0], num) for of_peer in ctx.parts[0].arrived]
-        own = by_peer[module.mesh.tower]
-        ctx.parts = [Rows([[sizes[k]] for sizes in by_peer], [[own[k]]] * len(by_peer)) for k in range(num)]
+        own_sizes = by_peer[module.mesh.tower]
+        ctx.parts = [Rows([[sizes[k]] for sizes in by_peer], [[own_sizes[k]]] * len(by_peer)) for k in range(num)]
         parts = [_part_by_part(of_collection, by_peer) for of_collection in embeddings_PN]
     else:
         sizes = [part.num_rows for part in ctx.parts]
@@ -218,7 +218,7 @@ def _run_in_parts(module: SPTTModule, num: int, ctx: SPTTContext, dist_input: KJ
 
 
 def _part_by_part(embeddings_PN: Embeddings, by_peer: Sequence[Sequence[int]]) -> list[Embeddings]:
-    """Puts each part's rows of all peers side by side; ``by_peer`` has the rows of each part of every peer.
+    """Puts the rows of each part together, peer by peer; ``by_peer`` has for each peer the rows of each part.
 
     Example:
         >>> from torchrec import KeyedTensor
@@ -233,7 +233,7 @@ def _part_by_part(embeddings_PN: Embeddings, by_peer: Sequence[Sequence[int]]) -
 
 @contextmanager
 def _served_in_parts(module: SPTTModule) -> Iterator[list[Any]]:
-    """Has a sharded module exchange at its first call, and return part after part; yields what it has returned."""
+    """Makes a sharded module exchange at its first call, and return part after part; yields the returned parts."""
     forward = module.forward  # maybe that of a train pipeline
     parts: list[Any] = []
     served: list[Any] = []
@@ -242,7 +242,7 @@ def _served_in_parts(module: SPTTModule) -> Iterator[list[Any]]:
         # The ids are those of the whole batch in every call.
         if not parts:
             parts.extend(forward(*args, **kwargs).parts)
-        # A call too many is told of once the forward has returned, with all numbers of calls.
+        # The caller counts the calls once the forward has returned, and reports one too many.
         served.append(parts[min(len(served), len(parts) - 1)])
         return served[-1]
 
@@ -254,7 +254,7 @@ def _served_in_parts(module: SPTTModule) -> Iterator[list[Any]]:
 
 
 class ResultInParts(Pending):
-    """Result of several exchanges of [B of the micro-batch, columns] in flight, used as a whole or part by part."""
+    """The result of a batch in flight, used as a whole or part by part: [B of the micro-batch, columns] of each."""
 
     def __init__(self, exchanges: Sequence[Any], finish: Callable[[Tensor], Any]) -> None:
         def end(*started: Any) -> Any:
@@ -267,27 +267,27 @@ class ResultInParts(Pending):
 
 
 def _leaves(value: Any) -> tuple[list[Any], Any]:
-    """Returns what lists, tuples and dicts hold, and their structure."""
+    """Returns the values inside nested lists, tuples and dicts, and their structure."""
     return tree_flatten(value, is_leaf=lambda part: not isinstance(part, list | tuple | dict))
 
 
 def _split(value: Any, sizes: Sequence[int], owner: str) -> list[Any]:
-    """Makes the same structure for each micro-batch, with tensors cut."""
+    """Returns the same structure for each micro-batch, with its rows of every tensor."""
     leaves, structure = _leaves(value)
     columns: list[list[Any]] = []
     for leaf in leaves:
-        if not isinstance(leaf, Tensor | _HANDED_ON_WHOLE):
+        if not isinstance(leaf, Tensor | _PASSED_WHOLE):
             raise InputError(
-                f"{owner} is given a {type(leaf).__name__}, which may hold values of the samples of all micro-batches. "
-                "Pass tensors and a KeyedJaggedTensor, in lists, tuples or dicts."
+                f"{owner} was called with a {type(leaf).__name__}, which cannot be cut into micro-batches. "
+                "Pass tensors and a KeyedJaggedTensor, or lists, tuples or dicts of them."
             )
         if not isinstance(leaf, Tensor) or leaf.dim() == 0:
             columns.append([leaf] * len(sizes))
             continue
         if leaf.shape[0] != sum(sizes):
-            # Handed on whole, it would be cut one day, in the batch that happens to have as many samples.
+            # Were it passed whole, it would still be cut in a batch with as many samples as it has rows.
             raise InputError(
-                f"{owner} is given a tensor of shape {list(leaf.shape)} with a batch of {sum(sizes)} samples; in "
+                f"{owner} was called with a tensor of shape {list(leaf.shape)} for a batch of {sum(sizes)} samples; in "
                 "micro-batches every tensor among its arguments must have one row per sample. Keep other tensors in "
                 "the module."
             )
@@ -296,7 +296,7 @@ def _split(value: Any, sizes: Sequence[int], owner: str) -> list[Any]:
 
 
 def _join(outputs: Sequence[Any], sizes: Sequence[int], owner: str) -> Any:
-    """Makes the structure of one micro-batch's output of the samples of all."""
+    """Joins the outputs of all micro-batches into one output of the same structure."""
     leaves, structures = zip(*(tree_flatten(output) for output in outputs), strict=True)
     kinds = {tuple(map(type, of_output)) for of_output in leaves}
     if len(kinds) > 1 or any(structure != structures[0] for structure in structures):

@@ -1,4 +1,4 @@
-"""`refuse`: the one table of options that cannot wrap the tower dataflow together, for sharders, handles and configs.
+"""`refuse`: the table of options that cannot be combined, which sharders, handles and configs share.
 
 Pure: it imports neither torch nor TorchRec.
 """
@@ -14,15 +14,15 @@ __all__ = ["REFUSALS", "refusals", "refuse"]
 REFUSALS: dict[tuple[str, str], str] = {
     ("unique", "id_route"): "unique=True needs id_route='peer'; the global route sends the ids of every sample",
     ("sequences", "id_route"): (
-        "sequences in towers need id_route='peer'; the global route leaves no rank the lengths of its samples"
+        "sequences in towers need id_route='peer'; the global route does not tell a rank how long its sequences are"
     ),
     ("hot_rows", "id_route"): (
         "hot rows need id_route='peer'; the global route sends the ids and outputs of every sample"
     ),
-    ("hot_rows", "has_towers"): "hot rows need a flat model; towers send their modules' outputs",
+    ("hot_rows", "has_towers"): "hot rows need a flat model; towers send outputs of tower modules, not embeddings",
     ("hot_rows", "num_replicas"): "hot rows need num_replicas=1; copies would have to be averaged over all replicas",
 }
-"""Two arguments of `refuse`, and what it says where both are not at their defaults."""
+"""Message for each pair of arguments of `refuse` that cannot both differ from their defaults."""
 
 
 def refusals(
@@ -34,10 +34,10 @@ def refusals(
     has_towers: bool = False,
     sequences: bool = False,
 ) -> list[tuple[bool, str]]:
-    """Returns for each line of `REFUSALS` whether it holds, and its message.
+    """Returns for each pair of `REFUSALS` whether these options are refused, and the message.
 
     ``has_towers`` says whether the model has tower modules, ``sequences`` whether a tower looks up an
-    ``EmbeddingCollection``; leave out what is not known.
+    ``EmbeddingCollection``. Leave out options that are not known.
     """
     is_set = {
         "id_route": id_route != "peer",
@@ -51,7 +51,7 @@ def refusals(
 
 
 def refuse(**options: Any) -> None:
-    """Raises `InputError` with the first message of `refusals` that holds for these arguments of it.
+    """Raises `InputError` with the first message of `refusals` that applies to these options, if any does.
 
     Example:
         >>> refuse(unique=True, id_route="global")

@@ -25,11 +25,11 @@ def _make(
     sharding: Mapping[str, ParameterSharding],
     device: torch.device | None,
 ) -> ShardedSPTTEmbeddingBagCollection:
-    """Makes a module of one tower of one rank, which exchanges nothing; the job's ranks are its replicas."""
+    """Makes the sharded module: one tower of one rank, which exchanges nothing, with a replica on every rank."""
     plan = TowerPlan.from_lists([dict.fromkeys(feature_names(table_configs(module)))])
     alone = SPTTEmbeddingBagCollectionSharder(sharder.mesh.outside_towers(), plan, fused_params=sharder.fused_params)
     made = ShardedSPTTEmbeddingBagCollection(alone, module, sharding, device)
-    made.before_lookup = None  # gradients are averaged in each step: these replicas need no sync
+    made.before_lookup = None  # every step averages the gradients, so these replicas need no `ReplicaSync`
     return made
 
 
@@ -41,7 +41,7 @@ class OutsideCollectionSharder(TowerSharder[EmbeddingBagCollection]):
     `SPTTEmbeddingBagCollectionSharder` names such features instead.
 
     Args:
-        mesh: the groups of this job.
+        mesh: the process groups of this job.
         fused_params: settings of FBGEMM's fused optimizer, see `dmt.sptt.sharder.TowerSharder`.
 
     Example::
@@ -59,9 +59,9 @@ class OutsideCollectionSharder(TowerSharder[EmbeddingBagCollection]):
         super().__init__(mesh, fused_params=fused_params)
 
     def tables_by_tower(self, module: EmbeddingBagCollection) -> list[list[Any]]:
-        """Returns no table for any mesh tower."""
+        """Returns an empty list for each mesh tower."""
         return [[] for _ in range(self.mesh.topology.num_towers)]
 
     def outside_tables(self, module: EmbeddingBagCollection) -> list[Any]:
-        """Returns all table configs."""
+        """Returns the table configs of the whole collection."""
         return table_configs(module)

@@ -1,8 +1,8 @@
 """What crosses between towers: ids to the peers (`IdExchange`, SPTT steps a, c), rows back (`PeerExchange`, step f).
 
-Why step f is not TorchRec's pooled all-to-all: over NCCL both take as long, but over gloo ``all_to_all`` posts its
-receives only after its sends, so the two directions of a link take turns, and exchanges in flight together all end
-together. Here every rank posts its receives first, and the exchange that began first ends first.
+Step f is not TorchRec's pooled all-to-all: over NCCL that takes as long, but over gloo ``all_to_all`` posts its
+receives only after its sends, so the two directions of a link take turns, and all exchanges in flight end together.
+Here every rank posts its receives first, and the exchange that began first ends first.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ Piece = tuple[Any, int]
 
 
 class Pending(LazyGetItemMixin[Any, Any], LazyAwaitable[Any]):
-    """A result in flight: its first use calls ``end(*arguments)``, which waits for it and makes it, once."""
+    """A result in flight: its first use calls ``end(*arguments)``, which waits and returns the result, only once."""
 
     def __init__(self, end: Callable[..., Any], *arguments: Any) -> None:
         super().__init__()
@@ -70,14 +70,14 @@ class Pending(LazyGetItemMixin[Any, Any], LazyAwaitable[Any]):
         self._has_gradients = torch.is_grad_enabled()
 
     def __getitem__(self, key: Any) -> Any:
-        # By key, as in TorchRec, embeddings stay in flight. Any other index waits: what is lazy has no len().
+        # As in TorchRec, embeddings of a key stay in flight. Any other index waits: a lazy result has no len().
         return super().__getitem__(key) if isinstance(key, str) else self.wait()[key]
 
     def _wait_impl(self) -> Any:
         # TorchRec's exchange can be waited for only once, but a user may call wait() and use the result as well.
         if self._end is not None:
             end, arguments = self._end
-            # As in the forward pass: the first use may be a log under `no_grad`, before the loss.
+            # The grad mode of the forward pass: the first use may be a log under `no_grad`, before the loss.
             with torch.set_grad_enabled(self._has_gradients):
                 self._value, self._end = end(*arguments), None
         return self._value
@@ -89,9 +89,9 @@ class IdExchange(nn.Module):
     ========= ==========================================================================================
     before    every rank: ids of all features for its own B samples
     after     every rank: the ids of the features that it wants, in the order in which it wants them, for
-              the samples of all ranks of the group, in peer order. From the peer group they arrive so
-              (DMT section 3.1.3, "virtual process group"); from the sharding group ``stagger`` sorts
-              them by (local index, tower): the peer permute of step c, on ids, before the lookup
+              the samples of all ranks of the group, in peer order. Ids from the peer group arrive in this
+              order (DMT section 3.1.3, "virtual process group"); those from the sharding group are
+              sorted by (local index, tower): the peer permute of step c, on ids, before the lookup
     ========= ==========================================================================================
 
     Ids cross in the dtype of the batch: int32 halves them. Lengths always cross: TorchRec rebuilds the ids from them
@@ -99,10 +99,10 @@ class IdExchange(nn.Module):
 
     Args:
         group: the ranks.
-        wanted: features that every rank of the group wants; one may be wanted more than once (column shards).
+        wanted: features that each rank of the group wants; a feature may be listed several times (column shards).
         input_features: keys of the batch, in the order of its ids; may hold more features than are used.
         stagger: T for the sharding group, whose rank (tower, local) is tower * ranks_per_tower + local; else 1.
-        device: of the permutation.
+        device: device of the ids.
     """
 
     def __init__(
@@ -129,25 +129,25 @@ class IdExchange(nn.Module):
         return ids.permute(self._order, self._order_tensor)
 
     def forward(self, ids: KeyedJaggedTensor) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
-        """Starts the exchange of ids, arranged as by `in_order`; the first ``wait`` has the sizes, the second the ids.
+        """Starts the exchange of ids from `in_order`; its first ``wait()`` is for the sizes, the second for the ids.
 
-        With a `RowEncoder` a feature has one key for each part of the batch, and each key a batch size of its own.
+        With a `RowEncoder` a feature has a key for each part of the batch, and batch sizes differ between keys.
         """
-        num_keys = len(ids.keys()) // max(1, sum(self._sizes))  # of each feature
-        # Not an attribute called _dist: under that name TorchRec's train pipeline would put off the exchange of sizes.
+        num_keys = len(ids.keys()) // max(1, sum(self._sizes))  # keys of each feature, one for each part
+        # Not an attribute called _dist: TorchRec's train pipeline would delay the exchange of sizes by that name.
         return KJTAllToAll(self._group, [size * num_keys for size in self._sizes], stagger=self._stagger)(ids)
 
 
 class PeerIdRoute:
-    """The peer id route: `IdExchange` among peers, then TorchRec's own inside the tower.
+    """The peer id route: `IdExchange` among peers, then TorchRec's id exchange inside the tower.
 
-    ``collections`` are one for each logical tower; ``wanted`` has the features of each mesh tower, once; ``note_rows``
-    notes how many rows each peer has sent, and returns the ids with one batch size for all features.
+    ``collections`` are those of this rank, one per logical tower; ``wanted`` are the features of each mesh tower, once.
+    ``note_rows`` records how many rows each peer has sent, and returns the ids with one batch size for all features.
     """
 
     stagger = 1
     peers = slice(None)
-    """Positions of this rank's peers, in tower order, among the ranks that the ids cross."""
+    """Positions of this rank's peers, in tower order, in the group of the id exchange."""
 
     def __init__(
         self,
@@ -159,14 +159,14 @@ class PeerIdRoute:
         self._group, self._collections, self._note_rows, self._wanted = group, collections, note_rows, wanted
 
     def exchange(self, input_features: Sequence[str], device: torch.device | None = None) -> IdExchange:
-        """Makes the id exchange for batches with these keys."""
+        """Makes the id exchange for batches with the keys ``input_features``."""
         return IdExchange(self._group, self._wanted, input_features, stagger=self.stagger, device=device)
 
     def carry_on(self, started: Any, ctx: Any) -> Awaitable[Awaitable[KJTList]]:
-        """Sends the ids of a started exchange on inside the tower (SPTT step a) once they have arrived.
+        """Forwards the ids of a started exchange inside the tower (SPTT step a) once they have arrived.
 
-        A train pipeline waits twice, for sizes and then for ids, but there are two hops. Sizes of the first are waited
-        for here; ids of the first and sizes of the second by the first wait; ids of the second by the second wait.
+        A train pipeline waits twice, for sizes and then for ids, but there are two hops. This method waits for the
+        sizes of hop 1, the first wait for the ids of hop 1 and the sizes of hop 2, the second for the ids of hop 2.
         """
         first = KJTListSplitsAwaitable([started], ctx).wait()
 
@@ -200,7 +200,7 @@ class PeerIdRoute:
 
 
 class AgreedIds:
-    """Keys and dtypes of a batch's ids, which ranks agree on in the first batch and later batches must have."""
+    """Keys and dtypes of a batch's ids: ranks agree on them in the first batch, and later batches must have them."""
 
     def __init__(self, features: Sequence[str], *, is_weighted: bool, group: dist.ProcessGroup) -> None:
         self._features, self._is_weighted, self._group = list(features), is_weighted, group
@@ -211,17 +211,17 @@ class AgreedIds:
         """Returns the ids, without weights unless the bags are weighted; collective for the first batch.
 
         Raises:
-            InputError: a feature is missing, weights are missing, ids are no int32 or int64, keys or dtypes differ
-                from those of the first batch, or the batch size varies by feature. For the first batch of any rank it
-                is raised on all; later, only on the rank whose batch it is.
+            InputError: a feature is missing, weights are missing, ids are neither int32 nor int64, keys or dtypes
+                differ from those of the first batch, or the batch size varies by feature. If the first batch of one
+                rank is refused, all ranks raise; later, only the rank with the refused batch does.
         """
         if self._keys:
             self._check(ids)
         else:
-            # The first batch decides, since a plan does not know the keys' order nor dtypes.
+            # The first batch decides, since a plan knows neither the order of the keys nor the dtypes.
             run_on_all_or_raise(lambda: self._check(ids), self._group)
             dtypes = self._dtypes_of(ids)
-            # Bytes of another dtype would be read as other ids, or too few of them.
+            # A rank would read bytes of another dtype as other ids, or as too few.
             named = {f"dtype of {name}": dtype for name, dtype in dtypes.items()}
             check_agreement("The first batch", named, self._group)
             self._keys, self._dtypes = ids.keys(), dtypes
@@ -236,13 +236,13 @@ class AgreedIds:
         if missing:
             raise InputError(
                 f"The batch lacks feature {missing[0]!r} ({len(missing)} missing, {len(keys)} present)."
-                f"{did_you_mean(missing[0], keys)}"
+                f"{did_you_mean(missing[0], keys)} Pass ids of all features of the model."
             )
         refusals = {
-            "has a batch size of its own for each feature; towers need one for all.": ids.variable_stride_per_key(),
+            "has a different batch size for each feature; towers need one for all.": ids.variable_stride_per_key(),
             f"has ids of {dtype}; ids must be torch.int32 or torch.int64.": dtype not in (torch.int32, torch.int64),
             "has no weights, but the bags are weighted.": self._is_weighted and ids.weights_or_none() is None,
-            f"has features {keys}, but earlier ones had {self._keys}; keys and their order must not change.": self._keys
+            f"has features {keys}, but the first had {self._keys}; keys and their order must not change.": self._keys
             not in ([], keys),
         }
         for message, is_refused in refusals.items():
@@ -262,14 +262,14 @@ class AgreedIds:
 
 
 class TowerOutput(NamedTuple):
-    """Output of this rank's tower for some rows of its peers."""
+    """Output of this rank's tower for rows of all its peers."""
 
     columns_PO: Tensor
-    """[P, O]."""
+    """[P, O] floating-point numbers."""
     pieces: list[Piece]
-    """Parts of its columns, from left to right."""
+    """Name and width of each piece of the columns, from left to right."""
     groups: list[int]
-    """For each piece the number of the group of features whose rows it has."""
+    """For each piece the index of its group of features in this tower; the piece has the rows of that group."""
 
 
 @dataclass(frozen=True)
@@ -288,36 +288,36 @@ class Rows:
 
     @functools.cached_property
     def num_rows(self) -> int:
-        """Rows of the embeddings of this rank's tower: those of the largest group; others are filled up to it."""
+        """P, rows of the embeddings of this rank's tower: those of the largest group, to which others are padded."""
         return max(self.by_group)
 
 
 @dataclass(frozen=True)
 class AgreedOutputs:
-    """What the peers told each other about their outputs in the first batch; later batches must match."""
+    """The layout of all towers' outputs, which peers agree on in the first batch, and later batches must have."""
 
     pieces: list[list[Piece]]
     """Pieces of each tower's output."""
     groups: list[list[int]]
-    """For each tower the group of features whose rows each piece has."""
+    """For each piece of each tower the index of its group of features in that tower."""
     exchange: PeerExchange
-    """Made for them (step f); its dtype is the widest of all towers' outputs."""
+    """The exchange of these outputs (step f); its dtype is the widest of all towers'."""
 
     @functools.cached_property
     def widths(self) -> list[list[int]]:
-        """For each tower the columns of each piece."""
+        """Columns of each piece of each tower."""
         return [[width for _, width in pieces] for pieces in self.pieces]
 
     @staticmethod
     def gather(
         output: TowerOutput, peers: dist.ProcessGroup, *, precision: ExchangePrecision | None, tag: int
     ) -> AgreedOutputs:
-        """Gathers pieces, their groups and dtypes of all peers: only running a tower shows its output. Collective."""
+        """Gathers pieces, groups and dtypes of all peers; a rank knows its own once its tower has run. Collective."""
         everyone = gather_objects((output.pieces, output.groups, output.columns_PO.dtype), peers)
         all_pieces, all_groups, dtypes = (list(of_peers) for of_peers in zip(*everyone, strict=True))
-        # Under autocast a tower with a matrix product has another output dtype than one that passes through.
+        # Under autocast a tower with a matrix product has another output dtype than a pass-through tower.
         dtype = functools.reduce(torch.promote_types, dtypes)
-        # O of each tower: towers may compress their features by unlike factors (section 3.2).
+        # O of each tower: towers may compress their features by different factors (section 3.2).
         sizes = [sum(width for _, width in pieces) for pieces in all_pieces]
         exchange = PeerExchange(peers, sizes, dtype=dtype, precision=precision, tag=tag)
         return AgreedOutputs(all_pieces, all_groups, exchange)
@@ -325,19 +325,20 @@ class AgreedOutputs:
     def checked(self, output: TowerOutput, num_rows: int) -> Tensor:
         """Returns an output's columns in the agreed dtype; `InputError` for other pieces, or a wider dtype."""
         columns_PO, pieces, _ = output
-        tower, dtype = self.exchange.group.rank(), self.exchange.dtype
+        tower, num_towers = self.exchange.group.rank(), self.exchange.group.size()
+        dtype = self.exchange.dtype if num_towers > 1 else columns_PO.dtype  # one tower sends nothing
         if torch.promote_types(columns_PO.dtype, dtype) != dtype or pieces != self.pieces[tower]:
             raise InputError(
-                f"Tower {tower} returned columns {[width for _, width in pieces]} of {columns_PO.dtype}, but "
-                f"{self.widths[tower]} of {dtype} were agreed on with the other towers in the first batch. Return the "
-                "same in every batch."
+                f"Tower {tower} returned columns {[width for _, width in pieces]} of {columns_PO.dtype}, but towers "
+                f"agreed on {self.widths[tower]} of {dtype} in the first batch. Return the same in every batch, all of "
+                "them under the same autocast."
             )
         assert columns_PO.shape[0] == num_rows, f"tower {tower} computed {columns_PO.shape[0]} rows for {num_rows}"
         return columns_PO.to(dtype)
 
 
 class PeerExchange:
-    """Exchanges rows of outputs for columns of all towers; differentiable.
+    """Exchanges rows of one tower's outputs for columns of all towers; differentiable.
 
     ========= ==================================================================================================
     before    every peer: [sum over peers of B, O_t], its tower's columns for the samples of all peers
@@ -350,9 +351,10 @@ class PeerExchange:
     Args:
         group: the peer group.
         output_sizes: O_t for each tower (rank of the group).
-        dtype: of every tower's outputs.
-        precision: number formats; None sends as is.
-        tag: tag of the messages, the same on all ranks; tells exchanges over one group apart.
+        dtype: dtype of every tower's outputs.
+        precision: number formats on the way; None sends numbers unchanged.
+        tag: tag of the messages on the CPU, the same on all ranks; tells exchanges over one group apart. On GPUs an
+            exchange is an all-to-all without a tag: all ranks must start the exchanges of a group in the same order.
     """
 
     def __init__(
@@ -370,13 +372,13 @@ class PeerExchange:
         self.forward_codec = None if codecs is None else codecs.forward
         self.backward_codec = None if codecs is None else codecs.backward
         self.begun: list[tuple[weakref.ref[_Transfer], PendingExchange]] = []
-        """Exchanges in flight, each with the transfer that waits for it. If its result is dropped, `exchange` waits:
-        messages that nobody holds would be lost on their way, and the next exchanges with them."""
+        """Exchanges in flight, each with the transfer that waits for it. If a result is dropped, `exchange` waits for
+        it; else its messages would be lost, and messages of the next exchanges would arrive in their place."""
 
     def __call__(self, outputs: Tensor, batch_sizes: Sequence[int]) -> Awaitable[Tensor]:
         """Starts the exchange of outputs [sum(batch_sizes), O_t], which must not change until it has ended.
 
-        Batch sizes are B of every peer, in group order; they may differ.
+        ``batch_sizes`` has B of every peer, in group order; they may differ. The result is [B, sum of O_t].
         """
         # A block is the rows of one peer and the columns of one tower: rows of all peers leave, columns of all towers
         # arrive.
@@ -387,20 +389,20 @@ class PeerExchange:
         """Starts the exchange of any blocks of numbers.
 
         Args:
-            numbers: of any shape, in the dtype agreed on, the blocks one after the other; must not change until the
+            numbers: blocks for all peers one after another, in any shape and in `dtype`; must not change until the
                 exchange has ended.
-            sizes: numbers in the block for each peer, in group order.
-            arriving: shape of the block that each peer sends; the result has them side by side in the last dimension.
+            sizes: number of elements of the block for each peer, in group order.
+            arriving: shape of the block from each peer; the result has the blocks side by side in the last dimension.
         """
-        assert numbers.dtype == self.dtype, f"the exchange was made for {self.dtype}, not {numbers.dtype}"
         # One tower has no peers, and its rows are in the order of its own samples.
         if self.group.size() == 1:
             return NoWait(numbers.reshape(arriving[0]))
+        assert numbers.dtype == self.dtype, f"the exchange was made for {self.dtype}, not {numbers.dtype}"
         for owner, begun in self.begun:
             if owner() is None:  # a result was dropped, or something raised before its use
                 begun.wait()
         transfer = _Transfer(self, list(sizes), list(arriving))
-        # Wants a gradient even if a frozen tower does not, for its peers wait for this rank in the backward pass.
+        # It requires a gradient even if a frozen tower does not: its peers wait for this rank in the backward pass.
         anchor = torch.empty(0, device=numbers.device, requires_grad=torch.is_grad_enabled())
         with profiler_range("exchange_outputs"):
             started = _Start.apply(numbers, anchor, transfer)
@@ -422,25 +424,25 @@ class _Transfer:
         self._start(blocks, [math.prod(shape) for shape in self._shapes], self.exchange.forward_codec)
 
     def end_forward(self) -> Tensor:
-        """The blocks of all peers side by side."""
+        """Waits, and returns the blocks of all peers side by side."""
         blocks = self._end(self.exchange.forward_codec)
         return torch.cat([block.view(shape) for block, shape in zip(blocks, self._shapes, strict=True)], dim=-1)
 
     def start_backward(self, gradients: Tensor) -> None:
         """Sends each peer the gradients of its block."""
-        # Transposed: what arrived side by side goes back below each other.
+        # Transposed: blocks that arrived side by side go back one below another.
         blocks = gradients.split([shape[-1] for shape in self._shapes], dim=-1)
         self._start([block.contiguous().view(-1) for block in blocks], self._sizes, self.exchange.backward_codec)
 
     def end_backward(self) -> Tensor:
-        """The gradients of all numbers sent, one after the other."""
+        """Waits, and returns the gradients of all numbers sent, flat, peer by peer."""
         gradients = torch.cat(self._end(self.exchange.backward_codec))
-        # In place: nobody else holds what `cat` made.
-        # Each of the T peers sent the gradient of its own mean loss; tables see the mean over all ranks.
+        # Each of the T peers sent the gradient of its own mean loss; tables get the mean over all ranks. In place,
+        # since `cat` made a new tensor.
         return gradients.div_(len(self._sizes)) if get_gradient_division() else gradients
 
     def _start(self, blocks: Sequence[Tensor], sizes: Sequence[int], codec: Any) -> None:
-        """Sends a block to each peer; blocks of these sizes will arrive."""
+        """Starts to send a block to each peer, and to receive blocks of these sizes."""
         sent = list(blocks) if codec is None else [codec.encode(block) for block in blocks]
         exchange = self.exchange
         self._pending, self._arriving = start_exchange(sent, sizes, exchange.group, tag=exchange.tag)
@@ -448,7 +450,7 @@ class _Transfer:
         exchange.begun.append((weakref.ref(self), self._pending))
 
     def _end(self, codec: Any) -> list[Tensor]:
-        assert self._pending is not None, "an exchange is waited for once"
+        assert self._pending is not None, "an exchange ends only once"
         self._pending.wait()
         arrived, self._pending, self._arriving = self._arriving, None, []
         return arrived if codec is None else [codec.decode(block) for block in arrived]
@@ -477,14 +479,14 @@ class _Wait(Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         with profiler_range("exchange_outputs", backward=True):
             ctx.transfer.start_backward(gradients[0])
-        # No gradient goes this way: it makes autograd call `_Start` later, and do other work until then.
+        # This gradient carries nothing: it makes autograd call `_Start.backward` later, and do other work until then.
         return gradients[0].new_empty(0), None
 
 
 def codecs_of(precision: ExchangePrecision, dtype: torch.dtype = torch.float32) -> QuantizedCommCodecs | None:
-    """Returns TorchRec's pair of codecs for an exchange, or None when both directions send numbers as they are.
+    """Returns TorchRec's pair of codecs for an exchange, or None if both directions send numbers unchanged.
 
-    ``dtype`` is that of the outputs, and so of the result and the gradients.
+    ``dtype`` is the dtype of the outputs, and so of the result and the gradients.
     """
     as_is: Any = NoOpQuantizedCommCodec()
     as_is.quantized_dtype = dtype  # a method in TorchRec, where its planner reads a property
@@ -497,7 +499,7 @@ def codecs_of(precision: ExchangePrecision, dtype: torch.dtype = torch.float32) 
 
 
 class _Cast(NoOpQuantizedCommCodec[None]):
-    """Sends numbers, times ``scale``, a power of two, in a dtype of 16 bits.
+    """Sends numbers times ``scale``, a power of two, in a dtype of 16 bits.
 
     TorchRec's own FP16 codec turns infinity into 65504, and divides by its scale while still in FP16.
     """
@@ -507,12 +509,12 @@ class _Cast(NoOpQuantizedCommCodec[None]):
         self._wire, self._scale, self._dtype = wire, scale, dtype
 
     def encode(self, input_tensor: Tensor, ctx: Any = None) -> Tensor:
-        """Returns `input_tensor` times the scale, computed in FP32, in the dtype of the wire."""
+        """Returns ``input_tensor`` times the scale, computed in FP32, in the dtype that is sent."""
         largest = torch.finfo(self._wire).max
         numbers = input_tensor.float() * self._scale
-        # Infinity becomes NaN before it would be clamped; no look at values, so a GPU does not wait.
+        # Turns infinity into NaN, which `clamp` keeps, without a look at the values that would make a GPU wait.
         return (numbers + numbers * 0).clamp(-largest, largest).to(self._wire)
 
     def decode(self, input_grad: Tensor, ctx: Any = None) -> Tensor:
-        """Returns what arrived divided by the scale, computed in FP32, in the dtype of the outputs."""
+        """Returns ``input_grad`` divided by the scale, computed in FP32, in the dtype of the outputs."""
         return (input_grad.float() / self._scale).to(self._dtype)

@@ -1,7 +1,7 @@
 """`ExchangePrecision`: the number format in which tower outputs and their gradients cross between towers.
 
-Only the peer all-to-all (slow links) is meant; exchanges inside a tower send numbers as they are. `codecs_of` in
-``peer_exchange.py`` makes what encodes and decodes. This file imports neither torch nor TorchRec: configs read it.
+It applies to the exchange between peers (slow links) only; exchanges inside a tower send numbers unchanged. `codecs_of`
+in ``peer_exchange.py`` makes the codecs. This file imports neither torch nor TorchRec, so that configs can import it.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ _FP16_SCALE = 4096.0
 class ExchangePrecision:
     """Number formats in which tower outputs (forward) and their gradients (backward) are sent between towers.
 
-    ``fp32`` sends numbers in the dtype of the towers' outputs, which the result has whatever the format; ``fp16``
-    rounds by 2^-11 of a number, and magnitudes above 65504 arrive as 65504; ``bf16`` rounds by 2^-8. A number that is
-    not finite and has to be converted arrives as NaN.
+    ``fp32`` sends numbers unchanged, in the dtype of the towers' outputs; ``fp16`` rounds by at most 2^-11 of a number,
+    and clamps magnitudes to 65504; ``bf16`` rounds by at most 2^-8. Conversion turns infinities into NaN. In every
+    format the result has the dtype of the towers' outputs.
 
     Raises:
         InputError: an unknown format.
@@ -48,9 +48,9 @@ you mean 'fp16'?
     forward: ExchangeFormat = "fp32"
     """Number format of the tower outputs."""
     backward: ExchangeFormat = "fp32"
-    """Number format of their gradients. ``"bf16"`` is the safe choice: it needs no scale. For FP16 they are multiplied
-    by 4096 before they are encoded and divided by it, in FP32, after: FP16 then keeps all its digits from 1.5e-8 to 16,
-    and larger gradients arrive as 16."""
+    """Number format of the gradients of the tower outputs. ``"bf16"`` is the safe choice: it needs no scale. ``"fp16"``
+    multiplies them by 4096 before it rounds, and divides by 4096 on arrival, in FP32: gradients from 1.5e-8 to 16 then
+    have the full precision of FP16, and larger ones arrive as 16."""
 
     def __post_init__(self) -> None:
         for direction in ("forward", "backward"):
@@ -63,5 +63,5 @@ you mean 'fp16'?
 
     @property
     def backward_scale(self) -> float:
-        """Factor on gradients while they are sent."""
+        """Factor by which gradients are multiplied while they are sent: 4096 for FP16, else 1."""
         return _FP16_SCALE if self.backward == "fp16" else 1.0

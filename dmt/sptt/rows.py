@@ -1,11 +1,11 @@
-"""Rows (not of tables) in the place of samples: how many a feature sends in each part of a batch, and their way back.
+"""Rows (not of tables) instead of samples: how many a feature sends in each part of a batch, and their way back.
 
 Without a `RowEncoder` every sample is a row of every feature. With one, samples may share a row (`dmt.sptt.unique`).
 Where a batch is cut into parts (`dmt.sptt.micro_batches`), a row crosses with the first part that needs it. The encoder
-makes rows of the samples before they are sent; the `RowCode` that it returns makes columns of samples of the rows that
-come back. TorchRec's KJT all-to-all carries the numbers of rows, so both ends know all sizes from then on.
+turns samples into rows before they are sent; the `RowCode` that it returns turns the rows that come back into columns
+of samples. TorchRec's KJT all-to-all carries the numbers of rows, so both ends know all sizes from then on.
 
-Legend of `dmt.sptt.dataflow`; also F features, G groups of one tower, whose features have as many rows, K parts.
+Legend of `dmt.sptt.dataflow`; also F features, K parts, G groups of features of one tower that have equally many rows.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ __all__ = ["RowCode", "RowEncoder", "exchange_rows", "part_sizes", "rows_of_part
 
 @dataclass(frozen=True, eq=False)
 class RowEncoder:
-    """Makes rows of the samples of a batch; options wrap the exchange by changing one field each, see `wrap`."""
+    """Turns the samples of a batch into rows; each option that wraps the exchange sets a field by `wrap`."""
 
     groups: Sequence[Sequence[str]]
     """Groups of the features of all towers, in the order in which their ids are sent."""
     num_parts: int = 1
     """K, parts in which a batch crosses."""
     shares_equal: bool = False
-    """True: samples with equal inputs of a group share a row there."""
+    """True: samples with equal inputs in a group of features share a row of that group."""
     take_out: Callable[[KeyedJaggedTensor], tuple[KeyedJaggedTensor, Any]] | None = None
-    """Takes ids out of a batch before it is sent; samples that have none left in a group share a row there. What it
-    returns besides has ``columns(pieces)``, [B, S], to add to what comes back, and ``record_stream``."""
+    """Takes ids out of a batch before it is sent; samples without ids left in a group share a row of it. Returns the
+    other ids, and an object with ``columns(pieces)``, [B, S], to add to what comes back, and ``record_stream``."""
 
     def encode(self, ids: KeyedJaggedTensor) -> RowCode | None:
-        """Makes the rows of a batch, its features in the order in which they are sent; no gradient.
+        """Returns the rows of a batch whose features are in the order in which they are sent; without gradients.
 
-        Returns None where every sample is a row: the peers know the sizes of all parts without being told.
+        Returns None where every sample is a row: then the peers derive the sizes of all parts from the batch size.
         """
         taken = None
         if self.take_out is not None:
@@ -61,23 +61,23 @@ class RowCode:
     """The rows of one batch of this rank."""
 
     ids: KeyedJaggedTensor
-    """Ids of the rows. A feature has a key for each part, one after the other, with its rows as batch size."""
+    """Ids of the rows. A feature has a key for each part, part after part; its batch size is the number of rows."""
     parts: list[list[int]]
-    """[K][groups], rows that no earlier part has."""
+    """[K][groups], number of rows that no earlier part has."""
     inverse: Tensor
     """Row of each sample, [groups, B] int64."""
     cuts: list[int]
-    """Samples of each part."""
+    """[K], samples of each part."""
     taken: Any
-    """What was taken out of the batch."""
+    """The object that `RowEncoder.take_out` returned; None without it."""
 
     def decode(
         self, exchanges: Sequence[Awaitable[Any]], agreed: AgreedOutputs, num_groups: Sequence[int]
     ) -> list[Awaitable[Tensor]]:
-        """Makes columns [B, S] of each part from what the exchanges bring; ``num_groups`` has G of each tower."""
+        """Returns the columns [B, S] of each part in flight; ``exchanges`` bring its rows, ``num_groups`` are all G."""
         # Pieces come tower by tower; a tower numbers its groups from 0.
         starts = [0, *itertools.accumulate(num_groups)]
-        groups = [start + group for start, own in zip(starts, agreed.groups, strict=False) for group in own]
+        groups = [start + group for start, tower in zip(starts, agreed.groups, strict=False) for group in tower]
         rows = [[part[group] for group in groups] for part in self.parts]
         columns = samples_of_rows(exchanges, rows, self.inverse[groups].split(self.cuts, dim=1))
         if self.taken is None:
@@ -88,7 +88,7 @@ class RowCode:
         return [Pending(_sum, part, block) for part, block in zip(columns, blocks, strict=True)]
 
     def record_stream(self, stream: torch.Stream) -> None:
-        """Keeps the memory of the rows until a stream has finished."""
+        """Keeps the memory of the rows until ``stream`` has used it."""
         for part in (self.inverse, self.taken):
             if part is not None:
                 part.record_stream(stream)
@@ -99,7 +99,7 @@ def _sum(columns: Awaitable[Tensor], added: Tensor) -> Tensor:
 
 
 def wrap(module: Any, **changes: Any) -> None:
-    """Changes fields of a sharded module's encoder, from its next batch on; every rank calls it between two batches."""
+    """Sets fields of a sharded module's encoder, from its next batch on; every rank calls it between two batches."""
     groups = [group for of_tower in module.groups for group in of_tower]
     encoder = replace(module.encoder or RowEncoder(groups), **changes)
     is_plain = encoder.num_parts == 1 and not encoder.shares_equal and encoder.take_out is None
@@ -107,7 +107,7 @@ def wrap(module: Any, **changes: Any) -> None:
 
 
 def part_sizes(batch_size: int, num: int) -> list[int]:
-    """Returns the samples of each part of a batch, the first ones one larger where it does not divide; any may be 0.
+    """Returns the number of samples of each of ``num`` parts: as equal as possible, larger ones first; some may be 0.
 
     Example:
         >>> part_sizes(10, 4), part_sizes(1, 2)
@@ -120,16 +120,16 @@ def part_sizes(batch_size: int, num: int) -> list[int]:
 def rows_of_parts(
     code: RowCode, ids: KeyedJaggedTensor, groups: Sequence[Sequence[Any]], tower: int
 ) -> tuple[KeyedJaggedTensor, list[Rows]]:
-    """Reads the rows of each part from the ids that arrived from the peers, with a key for each feature and part.
+    """Reads the rows of each part from the ids that arrived from the peers, which have a key for each feature and part.
 
-    Returns the ids with one batch size for all features, [F, rows] bags, part by part, and in each part peer by peer.
-    Empty bags, which never leave the tower, fill up groups that have fewer rows than others.
+    Returns the ids with one batch size for all features, [F, rows] bags, part by part, and in each part peer by peer;
+    and the numbers of rows. Groups with fewer rows are padded with empty bags, which never leave the tower.
     """
     num, sizes = len(code.parts), [len(group) for group in groups[tower]]
     strides, firsts = ids.stride_per_key_per_rank(), [0, *itertools.accumulate(sizes)][:-1]
     parts = []
     for k, of_part in enumerate(code.parts):
-        # Features of a group have as many rows, so its first one tells them.
+        # The features of a group have equally many rows, so its first feature has the number.
         arrived = zip(*(strides[first * num + k] for first in firsts), strict=True)
         asked = iter(of_part)
         sent = [[next(asked) for _ in of_tower] for of_tower in groups]
@@ -146,7 +146,7 @@ def rows_of_parts(
         weights=ids.weights_or_none(),
         lengths=lengths,
         stride=sum(part.num_rows for part in parts),
-        # Counted again, a GPU would be waited for.
+        # Given, because TorchRec would wait for the GPU to count it.
         length_per_key=None if per_key is None else [sum(per_key[i : i + num]) for i in range(0, len(per_key), num)],
     )
     return filled, parts
@@ -155,7 +155,7 @@ def rows_of_parts(
 def exchange_rows(outputs_PO: Tensor, rows: Rows, agreed: AgreedOutputs) -> Awaitable[list[Tensor]]:
     """Starts step f where groups differ in their rows; the result has the rows of each piece, [rows, width].
 
-    Only real rows are sent, peer by peer, piece by piece.
+    Rows are sent peer by peer, piece by piece, without padding.
     """
     tower = agreed.exchange.group.rank()
     # Both ends count the same numbers: rows crossed with the ids, widths in the first batch.
@@ -173,13 +173,13 @@ def exchange_rows(outputs_PO: Tensor, rows: Rows, agreed: AgreedOutputs) -> Awai
 
 
 def _counts(rows: Sequence[int], agreed: AgreedOutputs, tower: int) -> list[int]:
-    """Returns how many numbers each piece of a tower's output has for some rows of each group."""
+    """Returns how many numbers each piece of a tower's output has; ``rows`` has the rows of each group."""
     return [rows[group] * width for group, width in zip(agreed.groups[tower], agreed.widths[tower], strict=True)]
 
 
 def _sent_numbers(columns_PO: Tensor, rows: Rows, groups: Sequence[int], widths: Sequence[int]) -> Tensor:
-    """Returns the numbers that each peer is sent from a tower's columns, whose pieces have groups; differentiable."""
-    if len(widths) == 1:  # its rows are there peer by peer
+    """Returns the numbers to send from a tower's columns, peer by peer, piece by piece; differentiable."""
+    if len(widths) == 1:  # the rows of the only piece are in this order
         return columns_PO
     by_group = [list(of_group) for of_group in zip(*rows.arrived, strict=True)]
     # One split of all columns, then one of all rows: their gradients are one copy each.

@@ -33,7 +33,7 @@ __all__ = ["HomeTable", "SharderSettings", "TowerSharder"]
 
 Module = TypeVar("Module", bound=nn.Module)
 
-# The scheme that `sharding_types` offers TorchRec's planner: only its plans have it, so that `shard` can refuse them.
+# `sharding_types` offers TorchRec's planner this scheme, which no other plan has, so that `shard` can refuse its plans.
 _WITHOUT_PLAN = "table_row_wise"
 
 
@@ -48,28 +48,28 @@ class SharderSettings(TypedDict, total=False):
 
 
 class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
-    """Shards one kind of module over the towers of a mesh; sharders of towers and of flat models take these arguments.
+    """Shards one type of module over the towers of a mesh: base class and arguments of the tower sharders.
 
-    The sharder carries the mesh; leave DMP's ``env`` alone, it is for the dense parts. Tables get fresh weights from
-    their ``init_fn``: load weights after constructing DMP.
+    The sharder has the mesh; leave the ``env`` of ``DistributedModelParallel`` (DMP) alone, it is for the dense parts.
+    Sharding draws the tables anew by their ``init_fn``: load weights after constructing DMP.
 
     Args:
-        mesh: the groups of this job.
+        mesh: the process groups of this job.
         fused_params: settings of FBGEMM's fused optimizer, e.g. ``{"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD}``.
         id_route: how ids travel: ``"peer"`` or ``"global"`` (`dmt.sptt.global_route`); the result is the same.
-        peer_precision: number formats of the exchange of outputs between towers; None sends as is.
-        moment_scale: factor c of AdaGrad's moments with replicas, in (0, R] (`dmt.sharding.optimizers`); by default
-            their number. Learning rate and epsilon in ``fused_params`` stay the user's; the kernel gets scaled ones.
+        peer_precision: number formats of the exchange of outputs between towers; None sends numbers unchanged.
+        moment_scale: factor c of AdaGrad's moments with replicas, in (0, R] (`dmt.sharding.optimizers`); by default R.
+            Leave learning rate and epsilon in ``fused_params`` unscaled: the sharder scales those of the kernels.
         unique: True: samples of a batch with equal inputs share what is sent, looked up and returned
             (`dmt.sptt.unique`).
 
     Raises:
-        InputError: ``id_route`` is unknown, ``unique`` is no bool, they do not go together, or ``moment_scale`` is out
-            of range.
+        InputError: ``fused_params`` has ``lr`` for ``learning_rate``, ``id_route`` is unknown, ``unique`` is no bool or
+            is set with the global route, or ``moment_scale`` is out of range.
     """
 
     sharded_type: Callable[[TowerSharder[Any], Any, Mapping[str, ParameterSharding], torch.device | None], TowerState]
-    """The sharded module."""
+    """Makes the sharded module from the sharder, the module, the sharding by table, and the device."""
 
     def __init__(
         self,
@@ -100,9 +100,9 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         self.unique = unique
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Called by TorchRec's planner if ``DistributedModelParallel`` gets no plan; `shard` refuses its plan.
+        """Called by TorchRec's planner, which DMP runs if it gets no plan; `shard` refuses that plan.
 
-        It asks on rank 0 only, where an error would leave the others waiting.
+        The planner runs on rank 0 only: an error here would leave the other ranks waiting.
         """
         return [_WITHOUT_PLAN]
 
@@ -129,17 +129,16 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         """Checks that ranks agree, and shards the module; called by DMP, whose ``env`` is ignored. Collective.
 
         ``params`` is the sharding of each table, with ranks and placements local to its tower (0..L-1). Every rank
-        looks at the tables of all towers, so that a fault in one raises everywhere and no rank is left waiting.
+        checks the tables of all towers, so that a fault in one raises everywhere and no rank is left waiting.
 
         Raises:
             InputError: TorchRec's planner made the plan; ranks differ in towers, tables, plan, exchange or moment
-                scale; a table has no sharding, an unsupported scheme, a rank outside the tower, shards that do not
-                cover it, or a number format, optimizer or id route that its scheme does not have; its optimizer has no
-                moment to scale.
+                scale; a table has no sharding, an unsupported scheme, a rank outside the tower, or shards that do not
+                cover it; its scheme refuses its dtype, its optimizer or the id route; its optimizer has no moments.
         """
         if any(sharding.sharding_type == _WITHOUT_PLAN for sharding in params.values()):
             raise InputError(
-                f"{type(self).__name__} needs a plan of TowerShardingPlanner; TorchRec's planner knows no towers: "
+                f"{type(self).__name__} needs a plan of TowerShardingPlanner; TorchRec's planner knows no towers. Call "
                 "DistributedModelParallel(model, plan=TowerShardingPlanner(mesh.topology).plan(model, sharders), "
                 "sharders=sharders)."
             )
@@ -154,7 +153,7 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
                 self._check_table(
                     table, weights[table.name], params.get(table.name), tower=tower, is_weighted=is_weighted
                 )
-        # From here on only this rank's tower is looked at.
+        # From here on each rank handles its own tower only.
         sharded = self.sharded_type(self, module, params, device)
         if self.unique:
             wrap(sharded, shares_equal=True)
@@ -193,7 +192,7 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         tower: int | None,
         is_weighted: bool,
     ) -> None:
-        """Raises `InputError` unless a table can be sharded so; every rank looks at all tables."""
+        """Raises `InputError` unless the table can have this sharding; every rank checks all tables."""
         where, topology = f"Table {table.name!r} {'in ' * (tower is not None)}{_place(tower)}", self.mesh.topology
         check_columns(table)
         if sharding is None:
@@ -206,14 +205,14 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
             f"is sharded {scheme!r}; inside a tower use one of {list(SCHEMES)}. Make the plan with "
             "TowerShardingPlanner(mesh.topology).plan(model, sharders).": scheme not in SCHEMES,
             # Nothing would update a dense table that is not data-parallel, and no ReplicaSync would average it.
-            f"is {scheme} with compute_kernel={kernel!r}; data_parallel tables have 'dense', others 'fused'. Make the "
-            "plan with TowerShardingPlanner.": (kernel == "dense") != (scheme == "data_parallel"),
+            f"is {scheme} with compute_kernel={kernel!r}; data_parallel tables need 'dense', others a fused kernel. "
+            "Make the plan with TowerShardingPlanner.": (kernel == "dense") != (scheme == "data_parallel"),
             "has mean pooling of weighted bags, which the unsharded module refuses too. Use PoolingType.SUM, and "
             "divide the weights.": is_weighted and getattr(table, "pooling", None) is PoolingType.MEAN,
-            # TorchRec's sharded tables train nevertheless.
-            "has requires_grad=False, but the optimizer of a sharded table updates it in every backward pass. Leave "
-            "requires_grad alone and call apply_optimizer_in_backward(torch.optim.SGD, [weight], {'lr': 0.0}) before "
-            "sharding; no schedule may set another rate.": not parameter.requires_grad,
+            # TorchRec would train it nevertheless.
+            "has requires_grad=False, but the optimizer of a sharded table updates it in every backward pass. To "
+            "freeze it, leave requires_grad=True, call apply_optimizer_in_backward(torch.optim.SGD, [weight], "
+            "{'lr': 0.0}) before sharding, and let no schedule set another rate.": not parameter.requires_grad,
             f"is {scheme}, but {reason}. Change the table, its optimizer or its scheme.": bool(reason),
             f"is {scheme}, but every rank holds a table outside towers: such tables are data_parallel. Make the plan "
             "with TowerShardingPlanner.": tower is None and scheme != "data_parallel",
@@ -231,11 +230,12 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         if scheme != "data_parallel" and shards != expected:
             raise InputError(
                 f"{where} is {table.num_embeddings} x {table.embedding_dim}, but its shards {shards} (rank, first row, "
-                f"first column, rows, columns) do not cover it as {[shard[:] for shard in expected]} do."
+                f"first column, rows, columns) do not cover it as {[shard[:] for shard in expected]} do. Make the plan "
+                "with TowerShardingPlanner."
             )
 
     def kernel_settings(self, weight: Tensor, scheme: str) -> dict[str, Any]:
-        """Returns the fused-optimizer settings of a table as the rank that updates it has them."""
+        """Returns the fused-optimizer settings that the kernel of a table gets, with the moment scale in them."""
         settings, scale = fused_settings(weight, self.fused_params), self._scale(weight, scheme)
         return settings if scale == 1.0 else moment_scaled(settings, scale)
 
@@ -254,9 +254,9 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         device: torch.device | None,
         mesh: TowerMesh | None = None,
     ) -> GroupShardedEBC | GroupShardedEC:
-        """Shards a collection of tables over the ranks of this rank's tower (SPTT steps a, b, d); collective."""
+        """Shards a collection over the ranks of this rank's tower in a mesh, by default the job's; collective."""
         mesh, weights = mesh or self.mesh, table_weights(collection)
-        # Placements name the device of their rank, which is not the same on all.
+        # Placements name the device of each rank, and ranks may have different devices.
         devices = gather_objects(str(device or "cpu"), mesh.tower_group)
         ranks = get_process_group_ranks(mesh.tower_group)
         # Plans are local to a tower, so that one plan serves any mesh with towers of this size.
@@ -269,7 +269,7 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         }
         if isinstance(collection, EmbeddingCollection):
             return GroupShardedEC(collection, placed, **arguments)
-        # Data-parallel tables of all replicas must stay equal, like the tower's dense module.
+        # Data-parallel tables must stay equal in all replicas, like the tower's dense module.
         return GroupShardedEBC(
             collection,
             placed,
@@ -281,15 +281,15 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class HomeTable:
-    """A table as the ranks of all towers know it: the home of rows that `dmt.HotRows` copies."""
+    """What every rank knows about a table whose rows `dmt.HotRows` may copy."""
 
     config: Any
     """TorchRec's ``EmbeddingBagConfig``."""
     scheme: str
     settings: Mapping[str, Any]
-    """Settings of its fused optimizer, as its kernel has them."""
+    """Settings of its fused optimizer, as its kernel gets them."""
     is_outside: bool = False
-    """Whether every rank holds it."""
+    """Whether it is outside towers, so that every rank holds it."""
 
 
 def _place(tower: int | None) -> str:
@@ -305,5 +305,5 @@ def _shards(sharding: ParameterSharding) -> list[Any]:
 
 
 def _text(value: Any) -> str:
-    """Returns settings as text, without addresses; what they may be is TorchRec's affair: they need not compare."""
+    """Returns a setting as text without memory addresses: TorchRec allows settings that cannot be compared."""
     return re.sub(" at 0x[0-9a-f]+", "", repr(value))

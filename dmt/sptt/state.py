@@ -31,20 +31,19 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
         super().__init__()
         self._unsharded_module_type, self.mesh = unsharded_type, mesh
         self.local_parts = nn.ModuleList()
-        """This rank's tables and tower modules, each below the names that they have in the unsharded module."""
+        """This rank's tables and tower modules, each under the names that they have in the unsharded module."""
         self.before_lookup: Callable[[Any, bool], None] | None = None
-        """Called before each lookup with the ids of the batch, and True by a training pass. Who watches a training sets
-        it: `dmt.ReplicaSync` or `dmt.HotRows`."""
+        """Called before each lookup with the ids of the batch and whether it is in a training pass. `dmt.ReplicaSync`
+        and `dmt.HotRows` set it."""
         self.after_lookup: Callable[[list[Any]], None] | None = None
         """Called with the embeddings of each lookup. `dmt.ReplicaSync` sets it."""
-        # Until somebody who averages them takes its place: replicas drift apart without an error.
+        # Until `dmt.ReplicaSync` replaces it, since replicas that nothing averages drift apart without an error.
         if self.mesh.topology.num_replicas > 1:
             self.before_lookup = self._refuse_lookup
         self.hot: Any = None
-        """Copies of rows, `dmt.hot_rows.copies.HotCopies`, which train in the place of their tables' own."""
+        """Copies of hot rows, `dmt.hot_rows.copies.HotCopies`, which train instead of the rows of their tables."""
         self.encoder: RowEncoder | None = None
-        """Sends rows in the place of samples. Another one holds from the next batch on; those on their way are sent
-        again."""
+        """Sends rows instead of samples; when it changes, batches in flight are sent again."""
         self.replicas_drifted = False
         """True once replicas have trained since they were last averaged. `dmt.ReplicaSync` sets it."""
 
@@ -54,7 +53,7 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
         return [part for part in self.local_parts.modules() if isinstance(part, GroupSharded)]
 
     def state_dict(self, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
-        """Returns tables as sharded tensors, and tower modules, of this rank's towers."""
+        """Returns this rank's tables, as sharded tensors, and tower modules, by the unsharded module's names."""
         self.write_back()
         for part in self.local_parts:
             destination = part.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
@@ -64,12 +63,12 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
         """Loads this rank's towers from a state dict with the keys of `state_dict`.
 
         Raises:
-            RuntimeError: keys are missing or unknown.
-            InputError: ``assign=True``: kernels hold the tables' own memory.
+            RuntimeError: ``strict`` and keys are missing or unknown.
+            InputError: ``assign=True``, but the kernels of sharded tables keep their memory.
         """
         if assign:
-            raise InputError("load_state_dict(assign=True) cannot replace the memory of sharded tables; leave it out.")
-        # Rows that the state dict leaves out keep what training has made of them.
+            raise InputError("load_state_dict(assign=True) cannot replace the memory of sharded tables; drop assign.")
+        # First, so that rows which the state dict leaves out keep what training has made of them.
         self.write_back()
         loaded = [part.load_state_dict(state_dict, strict=False) for part in self.local_parts]
         keys = loaded[0]._replace(missing_keys=[key for of_part in loaded for key in of_part.missing_keys])
@@ -108,17 +107,17 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
         return _TowerOptimizer([(n, part.fused_optimizer) for n, part in named if isinstance(part, GroupSharded)], self)
 
     def flush(self) -> None:
-        """Brings weights up to date where rows are cached on an accelerator, and empties the cache."""
+        """Writes rows that are cached on an accelerator back to their tables, and empties the cache."""
         for collection in self.collections:
             collection.flush()
 
     def write_back(self) -> None:
-        """Brings the tables up to date with the copies of their hot rows, before their tensors are returned."""
+        """Writes the copies of hot rows back to their tables, before the tables' tensors are returned."""
         if self.hot is not None:
             self.hot.write_back()
 
     def read_again(self) -> None:
-        """Marks copies of hot rows as outdated after tables were loaded: they are read again before their next use."""
+        """Marks the copies of hot rows as outdated after tables were loaded: their next use reads the tables again."""
         if self.hot is not None:
             self.hot.read_again()
 
@@ -131,9 +130,9 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
 
 
 class _TowerOptimizer(CombinedOptimizer):
-    """Optimizers of a tower's tables; ``params`` and ``state`` are brought up to date before anyone is given them.
+    """Optimizers of a tower's tables; hot rows are written back before ``params`` and ``state`` are returned.
 
-    ``param_groups`` are not: schedules read them in every step, and all hot rows would be written back each time.
+    Not before ``param_groups``: schedules read them in every step.
     """
 
     def __init__(self, optimizers: list[Any], owner: TowerState) -> None:
@@ -153,7 +152,7 @@ class _TowerOptimizer(CombinedOptimizer):
         return super().state
 
     def post_load_state_dict(self) -> None:
-        """Called by TorchRec once states were loaded."""
+        """Called by TorchRec once it has loaded states."""
         super().post_load_state_dict()
         self._owner.read_again()
 
@@ -175,11 +174,11 @@ class TableTensor:
     is_replicated: bool
     """True if each replica trains its own copy; False for data-parallel tables, whose gradients are averaged."""
     offsets: tuple[int, ...]
-    """First row, and first column unless it has one number for each row, of this part of the table."""
+    """Place of this shard in the table: first row and first column, or first row if a row has one number."""
 
 
 def table_tensors(module: TowerState, prefix: str = "") -> list[TableTensor]:
-    """Floating-point weights and states of this rank's tables, by collection; names begin with ``prefix``."""
+    """Returns the floating-point weights and states of this rank's tables; their names begin with ``prefix``."""
     return [tensor for collection in module.collections for tensor in _collection_tensors(collection, prefix)]
 
 
@@ -195,7 +194,7 @@ def _collection_tensors(collection: Any, prefix: str) -> Iterator[TableTensor]:
                 if is_sharded
                 else [(value, (0,) * value.dim())]
             )
-            # Several column shards of a table may be on one rank; counts of updates are no numbers to compare.
+            # Several column shards of a table may be on one rank. Counts of updates, integers, are left out.
             for number, (tensor, offsets) in enumerate(shards):
                 if tensor.is_floating_point():
                     yield TableTensor(
@@ -210,7 +209,7 @@ def _collection_tensors(collection: Any, prefix: str) -> Iterator[TableTensor]:
 
 
 def checksum(tensor: Tensor) -> int:
-    """Position-dependent checksum of a floating-point tensor's bits, modulo 2**64; equal for equal tensors.
+    """Returns a checksum of the bits of a floating-point tensor and their positions, modulo 2**64.
 
     Example:
         >>> a = torch.tensor([1.0, 2.0])
@@ -219,7 +218,7 @@ def checksum(tensor: Tensor) -> int:
     """
     bits = tensor.detach().contiguous().view(-1).view(_BITS[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    # Each place has an odd weight of its own: no change of a single number is lost modulo a power of two.
+    # Each place has a different odd weight: no change of a single number is lost modulo a power of two.
     weights = 2 * torch.arange(min(_CHUNK, bits.numel()), dtype=torch.int64, device=tensor.device) + 1
     for number, chunk in enumerate(bits.split(_CHUNK)):
         total = total + (chunk.to(torch.int64) * (weights[: chunk.numel()] + 2 * _CHUNK * number)).sum()

@@ -1,8 +1,7 @@
 """`GroupShardedEBC`: TorchRec's sharded collection over any group of ranks, all four schemes in one collection.
 
 Inside a tower it does SPTT's steps a (ids to the rank that holds the table), b (lookup) and d (partial embeddings to
-the tower's ranks).
-Step e needs no code: embeddings arrive in its view, and are read by key.
+the tower's ranks). Step e needs no code: embeddings arrive in the layout of its view, and are read by key.
 """
 
 from __future__ import annotations
@@ -37,29 +36,29 @@ __all__ = [
 ]
 
 StartMean = Callable[[Tensor], Callable[[], None]]
-"""Starts the mean of a gradient over ranks, in place, and returns what ends it."""
+"""Starts to average a gradient over ranks in place, and returns a function that waits for the end."""
 
 
 class GroupShardedEBC(OpenShardedEBC, GroupSharded):
     """TorchRec's sharded collection over any group of ranks, all four schemes in one collection, with these fixes.
 
-    - `DataParallelTables` instead of DDP for data-parallel tables, and their first weights come from the group's first
-      rank (TorchRec broadcasts from global rank 0, which may not be in the group).
-    - Mean pooling of row-wise tables divides those tables only; TorchRec divides every table of the collection by
-      its bags' lengths (plus 1e-6), those with other schemes a second time, and fails on a rank without samples.
+    - `DataParallelTables` replaces DDP for data-parallel tables, whose first weights come from the group's first rank
+      (TorchRec broadcasts from global rank 0, which may not be in the group).
+    - Mean pooling of row-wise tables divides those tables only. TorchRec divides every table of the collection by the
+      lengths of its bags (plus 1e-6), tables of other schemes a second time, and fails on a rank without samples.
     - Column shards of unequal widths can be loaded: TorchRec views each with the width of the first.
-    - Row-wise tables with batches of unequal size, by `RowWiseOutputs`: gloo cannot gather unequal gradients.
+    - Row-wise tables take batches of unequal sizes, by `RowWiseOutputs`: gloo cannot gather unequal gradients.
 
     Args:
-        module: the collection.
-        sharding: of each table; ``ranks`` in the group, placements global.
+        module: the unsharded collection.
+        sharding: sharding by table; its ``ranks`` are ranks of the group, the placements of its shards global ranks.
         group: the ranks over which tables are sharded.
         data_parallel_group: the ranks that hold a copy of the data-parallel tables.
-        over_hosts: of these ranks those on this host, and those at its place on all hosts; their gradients are summed
-            inside hosts first. None: by one all-reduce.
-        moment_scales: factor c of AdaGrad's moments (`dmt.sharding.optimizers`) by table; 1 for those left out.
-            Data-parallel tables have none: their gradients are averaged over all replicas.
-        options: ``fused_params``, ``device`` and maybe ``qcomm_codecs_registry`` of TorchRec's class.
+        over_hosts: the data-parallel ranks of this host, and those at this rank's place on all hosts: gradients are
+            summed over the first group, then over the second. None: one all-reduce over ``data_parallel_group``.
+        moment_scales: factor c of AdaGrad's moments (`dmt.sharding.optimizers`) by table; tables that are not listed
+            have 1. Data-parallel tables must have 1: their gradients are averaged over all replicas.
+        options: ``fused_params``, ``device`` and perhaps ``qcomm_codecs_registry``, arguments of TorchRec's class.
     """
 
     def __init__(
@@ -90,7 +89,7 @@ class GroupShardedEBC(OpenShardedEBC, GroupSharded):
             if scheme == "row_wise":
                 self.output_dists[i] = RowWiseOutputs(self.output_dists[i], group.rank())
         names, self._widths = zip(*self.output_columns, strict=True)
-        # No rank of a row-wise table has a whole bag, so its mean is a sum, divided where all of it has arrived.
+        # No rank of a row-wise table has a whole bag, so ranks sum, and the sum is divided once all of it has arrived.
         feature_by_name = {
             feature if feature in names else f"{feature}@{table.name}": feature
             for table in self._configs
@@ -106,7 +105,7 @@ class GroupShardedEBC(OpenShardedEBC, GroupSharded):
         return self._optimizer
 
     def init_data_parallel(self) -> None:
-        """Called by TorchRec's constructor where it would wrap data-parallel lookups in DDP."""
+        """Wraps data-parallel lookups; called by TorchRec's constructor, which would wrap them in DDP."""
         for i, (scheme, tables) in enumerate(self.tables_by_lookup):
             if scheme == "data_parallel":
                 weights: dict[str, Tensor] = dict(self.lookups[i].named_parameters_by_table())
@@ -123,7 +122,7 @@ class GroupShardedEBC(OpenShardedEBC, GroupSharded):
         for table in self._configs:
             weight = self.embedding_bags[table.name].weight
             table.init_fn(weight)
-            # Each rank has drawn its own values: right for shards, but copies must be equal.
+            # Each rank has drawn other values: right for shards, but copies must be equal.
             if self._schemes[table.name] == "data_parallel":
                 broadcast_tensor(weight.data, self._data_parallel_group)
 
@@ -135,7 +134,7 @@ class GroupShardedEBC(OpenShardedEBC, GroupSharded):
         return awaitable
 
     def compute_and_output_dist(self, ctx: Any, input: Any) -> Any:
-        """Looks up and brings embeddings to the ranks of their samples."""
+        """Looks up the ids, and starts to send the embeddings to the ranks of their samples."""
         awaitable = super().compute_and_output_dist(ctx, input)
         if any(self._divided_by):
             awaitable.callbacks.append(
@@ -153,15 +152,15 @@ class GroupShardedEBC(OpenShardedEBC, GroupSharded):
             key = f"{prefix}embedding_bags.{table.name}.weight"
             if isinstance(state_dict.get(key), ShardedTensor):
                 shards = [shard.tensor for shard in state_dict.pop(key).local_shards()]
-                # Shards of one table on one rank are one parameter, below each other; they are equally wide.
+                # A rank's shards of a table are one parameter, one below another; they are equally wide.
                 taken[key] = torch.cat(shards) if len(shards) > 1 else shards[0] if shards else torch.empty(0)
         return taken
 
     def _divisor(self, features: Any) -> Tensor:
-        """[B, columns]: lengths of the bags for row-wise mean-pooled tables (1 for empty bags), 1 for all others."""
+        """Returns [B, columns] FP32: in columns of row-wise mean-pooled tables the lengths of the bags, else 1."""
         lengths = features.lengths().view(len(features.keys()), -1)
         position = {key: i for i, key in enumerate(features.keys())}
-        # Columns of other tables are whole means already, or sums: they are divided by one.
+        # Columns of other tables are means already, or sums: they are divided by 1.
         ones = torch.ones_like(lengths[0])
         # An empty bag is zero as a mean too, not 0 / 0.
         columns = [ones if key is None else lengths[position[key]].clamp(min=1) for key in self._divided_by]
@@ -170,18 +169,17 @@ class GroupShardedEBC(OpenShardedEBC, GroupSharded):
 
 
 class DataParallelTables(nn.Module):
-    """A lookup of rows that several ranks hold, with their gradients averaged; takes the place of TorchRec's DDP.
+    """A lookup of rows that several ranks hold, which averages their gradients; replaces DDP around TorchRec's lookup.
 
-    Nothing is sent forward. In the backward pass every rank's gradient of its own samples becomes the mean over the
-    ranks, maybe while the rest of the pass runs; the update is at its end.
+    The forward pass sends nothing. In the backward pass the gradient of each rank's samples becomes the mean over the
+    ranks, perhaps while the rest of the pass runs; the update comes at the end of the pass.
 
     Args:
-        lookup: TorchRec's or FBGEMM's, with dense gradients; named ``module`` for TorchRec 1.8, which unwraps whatever
-            it finds here.
-        weights: [rows, columns] of each table, views of the lookup's own parameters.
-        settings: of the fused optimizer of each table.
-        start_mean: starts the mean of a parameter's gradient over the ranks that hold the rows, in place, and returns
-            what ends it.
+        lookup: the lookup of TorchRec or FBGEMM, with dense gradients; kept as ``module``, which TorchRec 1.8 unwraps.
+        weights: weights [rows, columns] by table, views of the parameters of the lookup.
+        settings: settings of the fused optimizer by table.
+        start_mean: starts to average a parameter's gradient in place over the ranks that hold the rows, and returns a
+            function that waits for the end.
     """
 
     def __init__(
@@ -204,13 +202,13 @@ class DataParallelTables(nn.Module):
             parameter.register_post_accumulate_grad_hook(lambda parameter: (living := reduce()) and living(parameter))
 
     def forward(self, *features: Any) -> Tensor:
-        """Looks up; nothing is sent."""
+        """Looks up the ids; sends nothing."""
         self.settle()
         return self.module(*features)
 
     def settle(self, *, update: bool = False) -> None:
-        """Waits for the means that a backward pass has started; without ``update``, that pass raised an error."""
-        # Taken away first: what an exception leaves behind would be ended twice.
+        """Waits for the averages of a backward pass; ``update`` is False if the pass raised an error."""
+        # Cleared first: after an exception the same averages would be waited for twice.
         pending, self._pending = self._pending, []
         try:
             for _, end in pending:
@@ -232,7 +230,7 @@ class DataParallelTables(nn.Module):
         """Called by TorchRec before it loads weights; nothing is cached."""
 
     def _reduce(self, parameter: Tensor) -> None:
-        # For each parameter: the first callback settles all, but those of a backward pass that raised are lost.
+        # One callback for each parameter, of which the first settles all: a pass that raised has lost its callbacks.
         at_end_of_backward(self._finish)
         assert parameter.grad is not None, "called once the gradient is there"
         self._pending.append((parameter, self._start_mean(parameter.grad)))
@@ -244,15 +242,14 @@ class DataParallelTables(nn.Module):
 def _start_group_mean(
     gradient: Tensor, group: ProcessGroup, over_hosts: tuple[ProcessGroup, ProcessGroup] | None
 ) -> Callable[[], None]:
-    """Starts the mean of a gradient over a group, in place; the part between hosts overlaps with the backward pass."""
+    """Starts to average a gradient over a group, in place; what crosses hosts overlaps with the backward pass."""
     if over_hosts is None:
         work = start_sum(gradient, group)
     else:
         end_sum = start_sum_over_hosts(gradient.flatten(), *over_hosts)
 
     def end() -> None:
-        # Each rank has the gradient of its own mean loss; all must take the same step, that of the mean (Neo, section
-        # 4).
+        # Each rank has the gradient of its own mean loss; all must take the same step, with the mean (Neo, section 4).
         if over_hosts is None:
             work.wait()
             gradient.div_(group.size())
@@ -265,9 +262,9 @@ def _start_group_mean(
 class RowWiseOutputs(nn.Module):
     """Reduce-scatter of partial sums inside a tower (SPTT step d of row-wise tables) for batches of any sizes.
 
-    Every rank gives [sum over ranks of B, columns], partial sums of the rows it holds for the samples of all, and gets
-    [B, columns], whole sums for its own; gradients are gathered. Blocks of unequal size are padded with zeros to the
-    largest and cut again: gloo's all-gather takes equal parts only.
+    Every rank passes [sum over ranks of B, columns], partial sums over the rows that it holds for the samples of all
+    ranks, and gets [B, columns], whole sums for its samples; gradients are gathered. Blocks of unequal size are padded
+    with zeros to the largest and cut again: gloo's all-gather takes equal parts only.
     """
 
     def __init__(self, exchange: nn.Module, rank: int) -> None:
@@ -289,15 +286,16 @@ class RowWiseOutputs(nn.Module):
 
 
 def in_order(arrived: Embeddings, keys: Sequence[str]) -> Embeddings:
-    """Returns embeddings in the order of ``keys``, a ``KeyedTensor`` [B, columns] by column; unchanged for other keys.
+    """Returns embeddings (a ``KeyedTensor`` [B, columns], or sequences) with their keys in the order of ``keys``.
 
     Example:
         >>> arrived = KeyedTensor(["b", "a"], [1, 2], torch.tensor([[3.0, 1.0, 2.0]]))
         >>> in_order(arrived, ["a", "b"]).values().tolist()
         [[1.0, 2.0, 3.0]]
     """
-    if list(arrived.keys()) == list(keys) or sorted(arrived.keys()) != sorted(keys):
+    if list(arrived.keys()) == list(keys):
         return arrived
+    assert sorted(arrived.keys()) == sorted(keys), f"embeddings of {list(arrived.keys())} arrived for keys {list(keys)}"
     if not isinstance(arrived, KeyedTensor):
         return {key: arrived[key] for key in keys}
     by_key = arrived.to_dict()
@@ -305,5 +303,5 @@ def in_order(arrived: Embeddings, keys: Sequence[str]) -> Embeddings:
 
 
 def output_keys(tables: Sequence[Any]) -> list[str]:
-    """Keys of the result of an unsharded collection: features, as ``feature@table`` where two tables look one up."""
+    """Returns the keys of an unsharded collection's result: features, or ``feature@table`` if two tables look it up."""
     return [key for of_table in get_embedding_names_by_table(list(tables)) for key in of_table]

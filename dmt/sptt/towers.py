@@ -33,7 +33,7 @@ __all__ = ["ShardedTowerCollection", "TowerCollectionSharder", "clip_grad_norm"]
 
 
 class ShardedTowerCollection(SPTTModule):
-    """The towers of one mesh tower on one of its ranks; made by `TowerCollectionSharder`.
+    """A rank's share of the logical towers of its mesh tower; made by `TowerCollectionSharder`.
 
     State is keyed ``towers.<logical index>.embedding.*`` and ``towers.<logical index>.interaction.*`` as in the
     unsharded module, wherever the towers are placed. Tower modules are synchronised inside their tower only.
@@ -61,7 +61,7 @@ class ShardedTowerCollection(SPTTModule):
         self._keys = {str(i): output_keys(table_configs(module.towers[i].embedding)) for i in mine}
         self.embeddings = {str(i): sharder.shard_in_tower(module.towers[i].embedding, sharding, device) for i in mine}
         self.interactions = _TowerModules({i: module.towers[i].interaction for i in mine}, self.device)
-        # The tree has the names of the unsharded module; its parts are called elsewhere.
+        # This tree only gives the parts the names of the unsharded module.
         towers = {
             i: nn.ModuleDict({"embedding": embedding, "interaction": self.interactions.by_tower[i]})
             for i, embedding in self.embeddings.items()
@@ -73,8 +73,8 @@ class ShardedTowerCollection(SPTTModule):
     def tower_output(self, embeddings_PN: Sequence[Embeddings], rows: Rows) -> TowerOutput:
         """Computes the outputs of this rank's towers side by side, in logical order: [P, O]."""
         num_samples = rows.by_group if len(rows.by_group) > 1 else rows.by_group * len(self.embeddings)
-        # Bags that only fill up reach no module: a batch norm would count them, and a norm of 0 has no gradient. In the
-        # order of the tables, so that a tower module may also read embeddings by position.
+        # Padding reaches no tower module: a batch norm would count it, and the norm of zeros has no gradient. Keys are
+        # in the order of the tables, so that a tower module may also read embeddings by position.
         given = []
         for i, of_tower, number in zip(self.embeddings, embeddings_PN, num_samples, strict=True):
             is_full = number == rows.num_rows
@@ -86,9 +86,9 @@ class ShardedTowerCollection(SPTTModule):
             if len(shape) != 2 or shape[0] != number:
                 raise InputError(
                     f"The tower module of tower {name} returned {shape} for {number} samples; it must return a tensor "
-                    "[samples, output dim]."
+                    "[samples, output columns]."
                 )
-        # Rows that fill up come last in each piece, and are cut off again before anything is sent.
+        # Padding comes last in each piece, and is cut off again before anything is sent.
         filled = [F.pad(o, (0, 0, 0, rows.num_rows - len(o))) if len(o) < rows.num_rows else o for o in outputs]
         columns_PO = torch.cat(filled, dim=1) if len(outputs) > 1 else outputs[0]
         pieces = [(int(name), output.shape[1]) for name, output in zip(self.embeddings, outputs, strict=True)]
@@ -96,9 +96,9 @@ class ShardedTowerCollection(SPTTModule):
         return TowerOutput(columns_PO, pieces, [i if len(rows.by_group) > 1 else 0 for i in range(len(pieces))])
 
     def result(self, columns_BS: Tensor, pieces: Sequence[Piece]) -> Tensor:
-        """Brings the towers' columns into logical order: [B, S]."""
+        """Returns the columns in the order of the logical towers: [B, S]."""
         arrived = [number for number, _ in pieces]
-        # Peers come in the order of mesh towers, the over arch reads that of the model's own.
+        # They arrive in the order of mesh towers, and the over arch reads them in that of the model's towers.
         if arrived == sorted(arrived):
             return columns_BS
         outputs = dict(zip(arrived, columns_BS.split([width for _, width in pieces], dim=1), strict=True))
@@ -108,17 +108,17 @@ class ShardedTowerCollection(SPTTModule):
 class TowerCollectionSharder(TowerSharder[EmbeddingTowerCollection]):
     """Shards ``EmbeddingTowerCollection`` for ``DistributedModelParallel`` (DMT sections 3.1 and 3.2).
 
-    Each tower's tables and tower module live on the ranks of one mesh tower; only the tower's output crosses
-    between towers. The result has the columns of the unsharded module, in its order.
+    The tables and the tower module of a tower live on the ranks of one mesh tower; besides ids, only the tower's output
+    crosses between towers. The result has the columns of the unsharded module, in its order.
 
     A tower looks up an ``EmbeddingBagCollection``, and its module takes a ``KeyedTensor`` [P, columns]; or an
     ``EmbeddingCollection``, and its module takes a dict with the ``JaggedTensor`` of each feature, [P] lengths and [sum
     of lengths, columns] values. The module returns [P, O], for P samples of all peers.
 
     Args:
-        mesh: the groups of this job.
-        placement: for each logical tower of the collection its mesh tower; by default tower i on mesh tower i. Several
-            logical towers may share one mesh tower, none may stay empty.
+        mesh: the process groups of this job.
+        placement: mesh tower of each logical tower of the collection; by default tower i on mesh tower i. Several
+            logical towers may share a mesh tower; no mesh tower may be empty.
         settings: ``fused_params``, ``id_route``, ``peer_precision``, ``moment_scale`` and ``unique``, see
             `dmt.sptt.sharder.TowerSharder`.
 
@@ -155,9 +155,9 @@ class TowerCollectionSharder(TowerSharder[EmbeddingTowerCollection]):
         placement = tuple(range(num_towers)) if self.placement is None else self.placement
         if len(placement) != len(module.towers) or set(placement) != set(range(num_towers)):
             raise InputError(
-                f"The model has {len(module.towers)} towers but the topology num_towers={num_towers}, with "
+                f"The model has {len(module.towers)} towers, but the topology has num_towers={num_towers}, and "
                 f"placement={self.placement}. A placement names a mesh tower of 0..{num_towers - 1} for each tower of "
-                "the model, and each mesh tower at least once; without one, the two numbers must be equal."
+                "the model, and each mesh tower at least once; with placement=None the two numbers must be equal."
             )
         return placement
 
@@ -165,7 +165,7 @@ class TowerCollectionSharder(TowerSharder[EmbeddingTowerCollection]):
         """Returns the table configs of each mesh tower.
 
         Raises:
-            InputError: a tower holds neither bags nor sequences, or sequences that an option does not carry.
+            InputError: a tower holds neither bags nor sequences, or sequences with an option that refuses them.
         """
         tables: list[list[Any]] = [[] for _ in range(self.mesh.topology.num_towers)]
         for i, (tower, mesh_tower) in enumerate(zip(module.towers, self.mesh_towers(module), strict=True)):
@@ -217,7 +217,7 @@ def _check_towers(module: EmbeddingTowerCollection, placement: Sequence[int], *,
             if placement[other] != placement[i]:
                 raise InputError(
                     f"Towers {other} and {i} share the parameter {name!r}, but live on different mesh towers, where "
-                    "their copies would drift apart. Give each its own, or place both on one mesh tower."
+                    "their copies would drift apart. Give each tower its own, or place both on one mesh tower."
                 )
     names = Counter(table.name for tower in module.towers for table in table_configs(tower.embedding))
     doubled = [name for name, count in names.items() if count > 1]
@@ -226,7 +226,7 @@ def _check_towers(module: EmbeddingTowerCollection, placement: Sequence[int], *,
 
 
 def _materialize(module: nn.Module, device: torch.device) -> nn.Module:
-    """Moves a tower module to the device; parts built on meta get memory and their own initial values."""
+    """Moves a tower module to the device; parts built on meta get memory and initial values."""
     if device.type == "meta":
         return module
     for part in module.modules():
@@ -235,9 +235,9 @@ def _materialize(module: nn.Module, device: torch.device) -> nn.Module:
             if not hasattr(part, "reset_parameters"):
                 raise InputError(
                     f"A tower module holds a {type(part).__name__} built on the meta device without "
-                    "reset_parameters(); build the tower modules on a real device or give it that method."
+                    "reset_parameters(); build the tower modules on a real device, or give that class the method."
                 )
-            # Alone: other parts, maybe inside this one, keep what they were given.
+            # Not recursively: other parts, perhaps inside this one, keep their values.
             part.to_empty(device=device, recurse=False)
             part.reset_parameters()  # type: ignore[operator]
     return module.to(device)
@@ -246,7 +246,7 @@ def _materialize(module: nn.Module, device: torch.device) -> nn.Module:
 def _data_parallel(modules: _TowerModules, mesh: TowerMesh) -> nn.Module:
     """Averages tower-module gradients inside the tower (DMT section 3.2, "System Perspective")."""
     if any(p.requires_grad for p in modules.parameters()):
-        # Buffers stay each rank's own, as those of TorchRec's dense part do.
+        # Each rank keeps its own buffers, as in the dense part under TorchRec.
         # Over the ranks of the tower only: no gradient of a tower module crosses between towers (section 3.2).
         return DistributedDataParallel(
             modules, process_group=mesh.tower_module_group, forward_sync_buffers=False, gradient_as_bucket_view=True
@@ -274,10 +274,10 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
 
     Args:
         model: the sharded model; without towers, the norm is that of its dense part.
-        max_norm: largest norm that gradients keep, above 0.
+        max_norm: largest norm of the gradients after clipping, above 0.
 
     Returns:
-        The norm before clipping, a scalar, the same on every rank.
+        The norm before clipping, a float64 scalar, the same on every rank.
 
     Raises:
         InputError: ``max_norm`` is not above 0.
@@ -306,14 +306,14 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
 
 
 def _square(parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:
-    """Returns the square of the norm of gradients, float64, so that what ranks add up hardly rounds."""
+    """Returns the square of the norm of gradients, in float64 so that the sum over ranks hardly rounds."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = get_total_norm(gradients) if gradients else torch.zeros(())
     return norm.to(device, torch.float64).square()
 
 
 def _dense_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yields what PyTorch's optimizers train, and does not ask for tables, which would have to be up to date."""
+    """Yields the parameters that PyTorch's optimizers train, without asking for tables: that writes hot rows back."""
     seen: set[int] = set()
     for part in model.modules():
         owner: nn.Module = part.interactions if isinstance(part, ShardedTowerCollection) else part

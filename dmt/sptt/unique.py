@@ -5,15 +5,15 @@ flat model in the SPTT dataflow, and all features of a tower for a model of towe
 share a row, and the exchange between hosts carries rows instead of samples:
 
 ====== ==========================================================================================================
-ids    of each group the distinct inputs only (`distinct_inputs`); TorchRec's KJT all-to-all carries the
-       number of rows of every feature along, so both ends know all sizes from then on
-a to d rows of all peers side by side; groups with fewer rows get empty bags at the end (`dmt.sptt.rows`),
+ids    only the distinct inputs of each group (`distinct_inputs`); TorchRec's KJT all-to-all also sends the
+       number of rows of every feature, so both ends know all sizes from then on
+a to d rows of all peers side by side; groups with fewer rows are padded with empty bags (`dmt.sptt.rows`),
        which never leave the tower
-f      only real rows are sent; the receiver copies each to its samples
+f      rows without padding; the receiver copies each row to its samples
 ====== ==========================================================================================================
 
-The backward pass sums the gradients of the samples that share a row before it sends them. The forward pass is the
-unsharded module's to the bit, its gradients but for the order of that sum.
+The backward pass sums the gradients of the samples that share a row before it sends them. The forward pass equals the
+unsharded module's bit for bit; gradients differ from the unsharded module's only by the order of that sum.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dmt.sptt.peer_exchange import Pending
 __all__ = ["add_rows", "distinct_inputs", "samples_of_rows"]
 
 _MIX = (-7046029254386353131, -4658895280553007687)
-"""Odd multipliers of a 64-bit hash. Inputs of equal hashes are compared: a poor hash costs bytes, not results."""
+"""Odd multipliers of a 64-bit hash. Inputs of equal hashes are compared: collisions cost bytes, not results."""
 
 
 def distinct_inputs(
@@ -45,12 +45,12 @@ def distinct_inputs(
         ids: ids of all features, those of a group one after the other.
         sizes: number of features of each group.
         share: True: samples with equal inputs share a row; False: only those without any id do.
-        cuts: number of samples of each part of the batch; None: it is whole.
+        cuts: number of samples of each part of the batch; None: one part.
 
     Returns:
-        The ids of the first sample of each row: a feature has a key for each part, one after the other, with the rows
-        first seen in it as its batch size. Then these numbers of rows, [K][groups], and the row of each sample,
-        [groups, B] int64; rows are numbered by the first sample that has them.
+        The ids of the first sample of each row: a feature has a key for each part, one after the other, whose batch
+        size is the number of rows that no earlier part has. Then these numbers of rows, [K][groups], and the row of
+        each sample, [groups, B] int64; rows are numbered in the order of their first samples.
 
     Example:
         >>> ids = KeyedJaggedTensor(["f"], torch.tensor([7, 8, 9, 7, 8]), lengths=torch.tensor([2, 1, 2]))
@@ -59,14 +59,14 @@ def distinct_inputs(
         ([7, 8, 9], [[2]], [[0, 1, 0]])
     """
     device, num_samples = ids.device(), ids.stride()
-    # With output_size, a GPU does not wait for the sum of the sizes.
+    # With output_size, the host does not wait for a GPU to sum the sizes.
     group_of = torch.arange(len(sizes), device=device).repeat_interleave(
         torch.tensor(sizes, device=device), output_size=sum(sizes)
     )
     samples = torch.arange(num_samples, device=device)
     first = samples.expand(len(sizes), -1)
     if num_samples and share:
-        # Unequal inputs of equal hashes are so rare that then nothing is shared.
+        # Unequal inputs with equal hashes are so rare that a batch that has some shares nothing.
         equal = _first_equal(_hashes(ids, group_of, len(sizes)))
         first = equal if _have_equal_inputs(ids, equal[group_of]) else first
     elif num_samples:
@@ -95,7 +95,7 @@ def distinct_inputs(
 
 
 def _hashes(ids: KeyedJaggedTensor, group_of: Tensor, num_groups: int) -> Tensor:
-    """Returns a hash of each input, the same for equal ones, int64 [groups, B]."""
+    """Returns a hash of each input, int64 [groups, B]; equal inputs have equal hashes."""
     lengths, numbers, weights = ids.lengths().long(), ids.values().long(), ids.weights_or_none()
     bags = torch.arange(len(lengths), device=lengths.device)
     bag_of = bags.repeat_interleave(lengths, output_size=numbers.numel())
@@ -116,7 +116,7 @@ def _mix(numbers: Tensor) -> Tensor:
 
 def _first_equal(hashes: Tensor) -> Tensor:
     """Returns for each sample the first one with the same hash, [groups, B]."""
-    # Stable: of equal hashes the first sample comes first.
+    # Stable: the first sample with a hash stays first.
     hashes, order = hashes.sort(dim=1, stable=True)
     places = torch.arange(hashes.shape[1], device=hashes.device).expand_as(hashes)
     begins = torch.ones_like(hashes, dtype=torch.bool)
@@ -126,7 +126,7 @@ def _first_equal(hashes: Tensor) -> Tensor:
 
 
 def _have_equal_inputs(ids: KeyedJaggedTensor, others: Tensor) -> bool:
-    """Returns whether each bag has the bits of that of another sample, [features, B]."""
+    """Returns whether each bag equals, bit by bit, that of the sample in ``others`` [features, B]."""
     starts = torch.arange(len(others), device=others.device).unsqueeze(1) * ids.stride()
     ours, theirs = (ids.lengths(), ids.values(), ids.weights_or_none()), _bags(ids, (others + starts).flatten())
     pairs = [(a, b) for a, b in zip(ours, theirs, strict=True) if a is not None and b is not None]
@@ -147,12 +147,12 @@ def samples_of_rows(
     """Copies the rows that several exchanges bring to the samples that share them; differentiable.
 
     Args:
-        exchanges: bring for each part of the batch the rows [rows, width] of each piece that no earlier part has.
-        rows: their numbers, [K][pieces].
+        exchanges: one for each part of the batch, of the rows [rows, width] of each piece that no earlier part has.
+        rows: number of these rows, [K][pieces].
         inverses: for each part the row of each of its samples among those of all parts, [pieces, samples] int64.
 
     Returns:
-        Columns of the samples of each part, [samples, S]. One waits for its own exchange and those before it.
+        Columns of each part, [samples, S], in flight; a part waits for its own exchange and those before it.
     """
     held = _HeldRows(exchanges, rows)
     return [Pending(held.samples, k, inverse) for k, inverse in enumerate(inverses)]
@@ -167,7 +167,7 @@ class _HeldRows:
         """For each piece the first row of each part, then the number of rows."""
         self.rows: list[Tensor] = []
         self.gradients: list[Tensor] = []
-        self._arrived: list[Tensor] = []  # what autograd orders the parts by: a part's rows come before their copies
+        self._arrived: list[Tensor] = []  # empty tensors by which autograd orders the rows of a part before its copies
 
     def samples(self, part: int, inverse: Tensor) -> Tensor:
         """Waits for the rows of a part and all before it, and copies them to its samples."""
@@ -198,7 +198,7 @@ class _Arrive(Function):
         # Complete: the copies of this part and of all after it have gone back.
         gradients = ctx.held.part_of(ctx.held.gradients, ctx.part)
         if not ctx.part:
-            # Autograd comes to the first part last. Another pass through a retained graph starts from zero.
+            # Autograd reaches the first part last. Another pass through a retained graph starts from zero.
             ctx.held.gradients = []
         return None, None, *(gradient.to(ctx.dtype) for gradient in gradients)
 
@@ -213,7 +213,7 @@ class _Copy(Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         held = ctx.held
         if not held.gradients:
-            # In BF16 a sum of many would stop growing.
+            # A sum of many numbers in BF16 would stop growing.
             dtype = torch.promote_types(held.rows[0].dtype, torch.float32)
             held.gradients = [torch.zeros_like(rows, dtype=dtype) for rows in held.rows]
         # A row was looked up once for all its samples, so its gradient is the sum of theirs.
@@ -224,7 +224,7 @@ class _Copy(Function):
 
 
 def add_rows(total: Tensor, rows: Tensor, added: Tensor) -> None:
-    """Adds gradients [samples, width] to those of their rows, in place and in a fixed order, on a GPU too."""
+    """Adds ``added`` [samples, width] to ``total[rows]`` in place and in a fixed order, on a GPU too."""
     if total.is_cuda:
         total.index_put_((rows,), added.to(total.dtype), accumulate=True)
     else:

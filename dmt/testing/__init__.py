@@ -1,4 +1,4 @@
-"""Proofs that a distributed model is the unsharded one: gloo ranks, plain training, weights moved across.
+"""Tools to test a distributed model against the unsharded one: gloo ranks, plain training, moving weights.
 
 >>> from dmt.testing import PlainTraining, gather_plain_state, load_plain_state, run_on_ranks, table_layout
 """

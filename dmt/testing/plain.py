@@ -1,9 +1,9 @@
 """`PlainTraining`: the training that a sharded job must equal, in one process, on unsharded modules.
 
-Tables take FBGEMM's fused optimizers, written out. With M replicas (2D sparse parallelism, Zhang et al. 2025, section
-3.2, Algorithm 1) there are M modules, each with the gradients of its replica's batches: dense parts and data-parallel
-tables take the mean gradient; the other tables train alone with moments divided by c (line 6), and every N steps their
-weights and states are averaged (lines 9 and 10).
+FBGEMM's fused optimizers of the tables are written out here. With M replicas (2D sparse parallelism, Zhang et al. 2025,
+section 3.2, Algorithm 1) there are M modules, each with the gradients of its replica's batches: dense parts and
+data-parallel tables take the mean gradient; the other tables train alone with moments divided by c (line 6), and every
+N steps their weights and states are averaged (lines 9 and 10).
 """
 
 from __future__ import annotations
@@ -30,29 +30,29 @@ def is_table(name: str) -> bool:
 
 
 def table_name(name: str) -> str:
-    """Returns ``t_ad`` for ``model.embedding_bags.t_ad.weight``: the table's own name from its parameter's."""
+    """Returns the name of a table from that of its parameter: ``t_ad`` for ``model.embedding_bags.t_ad.weight``."""
     return name.split(".")[-2]
 
 
 class PlainTraining:
-    """Trains the unsharded modules of all replicas as sharded training must.
+    """Trains the unsharded modules of all replicas as sharded training must train them.
 
-    Compute in each module the gradient of the mean, over the replica's ranks, of their mean losses; then call `step`.
+    Before each `step`, compute in each module the gradients of the mean, over its replica's ranks, of mean losses.
 
     Args:
-        modules: the module of each replica (one without replicas), with equal weights; trained in place.
+        modules: the module of each replica (one module without replicas), with equal weights; trained in place.
         fused_params: FBGEMM's settings of the tables' optimizer, as the sharder has them: row-wise AdaGrad (state: the
             sum over steps of the mean over a shard's columns of g^2), AdaGrad, Adam or SGD.
-        make_optimizer: makes the optimizer of a module's trainable dense parameters, by name; None leaves them alone.
-        layout: `dmt.testing.state.table_layout` of the sharded model.
+        make_optimizer: makes an optimizer from a module's trainable dense parameters by name; None: they do not train.
+        layout: `dmt.testing.state.table_layout` of the sharded model; None: tables are not cut into columns.
         moment_scale: c, as the sharder has it.
-        interval: N, steps between averaging.
-        optimizer_state: ``"delayed"`` averages states as they were one averaging ago and keeps what each replica added
-            since, as `dmt.ReplicaSync` does.
+        interval: N, steps from one average of the replicas to the next.
+        optimizer_state: ``"now"`` averages the present states; ``"delayed"`` averages those of the previous average and
+            keeps what each replica has added since, as `dmt.ReplicaSync` does.
         has_half_tables: whether weights of tables are rounded to FP16 after each update.
 
     Raises:
-        InputError: ``moment_scale`` breaks Scaling Rule 1, or the optimizer is unknown or has no moments.
+        InputError: ``moment_scale`` breaks Scaling Rule 1, or the optimizer is unknown or has no moments to scale.
     """
 
     def __init__(
@@ -73,7 +73,7 @@ class PlainTraining:
         self.learning_rate: float = settings["learning_rate"]
         """Learning rate of the tables; may change between steps."""
         self.dense_optimizers: list[torch.optim.Optimizer] = []
-        """Optimizer of each replica's dense parts."""
+        """Optimizer of each replica's dense parts; empty without ``make_optimizer``."""
         self.tables: list[dict[str, PlainTable]] = []
         """Tables of each replica, by parameter name."""
         self._interval, self._is_delayed, self._steps = interval, optimizer_state == "delayed", 0
@@ -100,7 +100,7 @@ class PlainTraining:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Takes a training step with the modules' gradients; averages replicas in every N-th."""
+        """Takes a training step with the modules' gradients; averages the replicas in every N-th step."""
         self.average_gradients()
         for optimizer in self.dense_optimizers:
             optimizer.step()
@@ -113,7 +113,7 @@ class PlainTraining:
 
     @torch.no_grad()
     def sync(self, *, is_delayed: bool = False) -> None:
-        """Averages weights and states now, as ``ReplicaSync.sync()`` does at the end of training."""
+        """Averages weights and states as ``ReplicaSync.sync()`` does at the end of training."""
         for name in self._averaged:
             tables = [tables[name] for tables in self.tables]
             _set_to_mean([table.weight for table in tables])  # line 9
@@ -136,9 +136,9 @@ class PlainTraining:
 
 
 class PlainTable:
-    """A table of one replica, [rows, columns], with FBGEMM's optimizer; c its scale.
+    """A table of one replica, [rows, columns] FP32, with FBGEMM's optimizer; ``moment_scale`` is c.
 
-    ``widths`` are those of its column shards, from left to right; none for a data-parallel table.
+    ``widths`` are the columns of its shards from left to right; empty for a data-parallel table.
     """
 
     def __init__(
@@ -146,12 +146,12 @@ class PlainTable:
     ) -> None:
         self.weight = weight
         self.is_averaged = len(widths) > 0
-        """Whether replicas average its weights; else its gradients."""
+        """True if replicas average its weights, False if they average its gradients."""
         self.widths = list(widths) or [weight.shape[1]]
         self._settings, self._scale, self._steps = settings, moment_scale if widths else 1.0, 0
         self._optimizer = optimizer_name(settings)
         if self._optimizer is None:
-            raise InputError(f"fused_params: optimizer={settings['optimizer']} is not one of {list(_NUM_STATES)}.")
+            raise InputError(f"fused_params: unknown optimizer={settings['optimizer']}; use one of {[*_NUM_STATES]}.")
         columns = len(self.widths) if self._optimizer == "rowwise_adagrad" else weight.shape[1]
         self.states = [torch.zeros(len(weight), columns) for _ in range(_NUM_STATES[self._optimizer])]
         """FBGEMM's ``momentum1``, [rows, column shards] (row-wise AdaGrad) or [rows, columns], and ``momentum2``
@@ -159,7 +159,7 @@ class PlainTable:
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:
-        """Updates the weights from their gradient."""
+        """Updates the weights with their gradient."""
         assert self.weight.grad is not None, "step comes after a backward pass"
         self._steps += 1
         self.weight.sub_(learning_rate * self._direction(self.weight.grad))

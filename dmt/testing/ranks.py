@@ -24,28 +24,28 @@ from dmt.errors import InputError
 __all__ = ["Rank", "RanksFailedError", "end_ranks", "end_with", "prepare_ranks", "run_on_ranks"]
 
 _PRELOAD = ("torch", "torch.fx.experimental.symbolic_shapes", "torchrec.distributed.model_parallel")
-# A failing rank makes others fail; the parent waits this long for the one that began it.
+# A failing rank makes others fail; the parent waits this long for the rank that failed first.
 _SETTLE_S = 1.0
 # PyTorch's own initial seed: each call begins like a fresh process.
 _INITIAL_SEED = 67280421310721
 
 
 class RanksFailedError(Exception):
-    """A rank raised, died or does not answer; the text names the rank and the reason."""
+    """A rank raised an error, died or was not done in time; the message names the rank and the reason."""
 
 
 class Rank(NamedTuple):
-    """A process as its parent sees it."""
+    """A process of `run_on_ranks`, and the parent's end of the pipe to it."""
 
     process: Any
     pipe: Connection
 
 
 def prepare_ranks(modules: Sequence[str] = ()) -> None:
-    """Starts a process from which all ranks are forked and which imports their modules, while this process goes on.
+    """Starts the process from which all ranks are forked; it imports ``modules`` while this process goes on.
 
-    Optional: `run_on_ranks` calls it too. Only the first call in a process has an effect. ``modules`` are those that
-    the functions of the ranks need; one that cannot be imported is left to the rank that needs it.
+    Optional: `run_on_ranks` calls it too. Only the first call in a process has an effect. ``modules`` are modules that
+    the functions of the ranks need; if the import of a module fails, only a rank that needs it fails.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     mp.get_context("forkserver").set_forkserver_preload([*modules, *_PRELOAD])
@@ -57,23 +57,23 @@ def run_on_ranks(
 ) -> list[Any]:
     """Calls ``function(rank, *args)`` on gloo ranks of this machine. No process outlives the call.
 
-    A call makes and destroys its own process group. It begins with the caller's working folder, the environment of the
-    process that ranks are forked from, and the random number generators of a fresh process.
+    Each call makes and destroys a process group. Ranks begin with the caller's working folder, the environment of the
+    process that they are forked from, and the random number generators of a fresh process.
 
     Args:
-        function: importable; inside it, the default process group is that of the ranks.
+        function: an importable function; inside it, the default process group is that of the ranks.
         world_size: number of ranks.
-        args: picklable.
+        args: picklable arguments.
         timeout_s: longest time that the call may take, in seconds.
-        ranks: processes of earlier calls, which serve this one too, and those of this call afterwards: then they are
-            left until a call fails, or until `end_ranks`. What a call changes in them, such as a patched class, stays.
+        ranks: list of processes to reuse, to which the call adds those that it starts. They live until a call fails or
+            until `end_ranks`, and keep what a call changes in them, such as a patched class. None: new processes.
 
     Returns:
-        What each rank returned, by rank. It must be picklable.
+        The picklable result of each rank, by rank.
 
     Raises:
-        InputError: a rank raised it.
-        RanksFailedError: a rank raised something else, died or is not done in time.
+        InputError: a rank raised an `InputError`.
+        RanksFailedError: a rank raised another error, died or was not done in time.
 
     Example::
 
@@ -112,7 +112,7 @@ def run_on_ranks(
 
 
 def end_ranks(ranks: list[Rank]) -> None:
-    """Ends processes of `run_on_ranks`, which have nothing to lose between calls."""
+    """Kills the processes of `run_on_ranks`, which have nothing to lose between calls, and empties the list."""
     for rank in ranks:
         rank.process.kill()
     for rank in ranks:
@@ -122,10 +122,10 @@ def end_ranks(ranks: list[Rank]) -> None:
 
 
 def end_with(process: int) -> None:
-    """Kills this process as soon as another one ends, for whatever reason; returns at once.
+    """Makes this process exit as soon as the process with this number ends, for whatever reason; returns at once.
 
-    A thread waits for it. Linux's parent-death signal would not do: it comes when the *thread* ends that forked this
-    process, and the parent of a rank is the process that `prepare_ranks` starts, not the one that waits for its result.
+    A thread waits for that. Linux's parent-death signal would not do: it comes when the *thread* ends that forked this
+    process, and a rank is forked by the process that `prepare_ranks` starts, not by the one that waits for its result.
     """
 
     def follow() -> None:
@@ -159,7 +159,7 @@ def _listen(ranks: Sequence[Rank], timeout_s: float) -> list[Any]:
                 results[number] = None
                 fault = RanksFailedError(f"Rank {number} died with exit code {process.exitcode}.")
             faults += [] if fault is None else [fault]
-    # What the user can fix first; then a death, since it is what breaks the others' connections; then what came first.
+    # First what the user can fix; then a death, which breaks the connections of other ranks; then the earliest fault.
     faults.sort(key=lambda fault: (not isinstance(fault, InputError), "died with exit code" not in str(fault)))
     if faults:
         raise faults[0]
@@ -169,18 +169,18 @@ def _listen(ranks: Sequence[Rank], timeout_s: float) -> list[Any]:
 def _serve(pipe: Connection, parent: int) -> None:
     # Ctrl-C reaches every process of the terminal; the parent stops this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    # A fork server that somebody else started may block it.
+    # A fork server that another library started may block SIGTERM.
     signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM})
     end_with(parent)
     import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
-    # What the fork brought along is never garbage; looking through it after every call would take longer than many do.
+    # Objects from before the fork are never garbage; looking through them after every call would be slow.
     gc.freeze()
     gc.enable()
 
-    # The one collective step of a process's first model: ranks that have had one would not wait for new ones.
+    # TorchRec's first model in a process runs this collective: reused ranks would not join that of new ranks.
     with contextlib.suppress(ImportError):  # the light half of the library
         from torchrec.distributed.collective_utils import init_collective_validation
 

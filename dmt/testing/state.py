@@ -1,4 +1,4 @@
-"""The weights of a sharded model as one unsharded state dict, both ways: `load_plain_state`, `gather_plain_state`."""
+"""Weights of a sharded model from and to an unsharded state dict: `load_plain_state`, `gather_plain_state`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ __all__ = ["copy_parts", "gather_plain_state", "join_parts", "load_plain_state",
 
 
 class LocalPart(NamedTuple):
-    """A shard of a tensor, or a whole tensor, that this rank holds."""
+    """A shard of a tensor, or a whole tensor, on this rank."""
 
     name: str
     tensor: Tensor
@@ -34,7 +34,7 @@ class LocalPart(NamedTuple):
 
 
 def local_parts(model: nn.Module) -> list[LocalPart]:
-    """Lists everything that this rank holds of a model's state dict, detached but not copied."""
+    """Returns this rank's parts of all tensors in a model's state dict, detached but not copied."""
     parts = []
     for name, value in model.state_dict().items():
         if not isinstance(value, ShardedTensor):
@@ -49,7 +49,7 @@ def local_parts(model: nn.Module) -> list[LocalPart]:
 
 
 def copy_parts(model: nn.Module) -> list[LocalPart]:
-    """Lists the same as `local_parts`, copied."""
+    """Returns copies of `local_parts`."""
     return [part._replace(tensor=part.tensor.clone()) for part in local_parts(model)]
 
 
@@ -62,11 +62,10 @@ def load_plain_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
     Args:
         model: the sharded model.
-        state: whole tensors by the names of the unsharded module. Numbers are converted to the model's dtypes.
+        state: whole tensors by the names of the unsharded module; they are converted to the dtypes of the model.
 
     Raises:
-        InputError: a name of the model is missing, or has a tensor of another shape.
-
+        InputError: a name of the model is missing in ``state``, or its tensor has another shape.
     """
     parts = local_parts(model)
     for part in parts:
@@ -74,7 +73,7 @@ def load_plain_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         if shape != part.size:
             raise InputError(
                 f"load_plain_state: {part.name!r} is {part.size} in the sharded model, but {shape} in the state, whose "
-                f"names are {shorten(sorted(state), ', ')}. Give the state dict of the same module, unsharded."
+                f"names are {shorten(sorted(state), ', ')}. Pass the state dict of the same module, unsharded."
             )
     for part in parts:
         part.tensor.copy_(part.of(state))
@@ -87,7 +86,7 @@ def gather_plain_state(model: nn.Module) -> dict[str, Tensor]:
     `dmt.training.checkpoints`.
 
     Raises:
-        ReplicaMismatchError: see `join_parts`.
+        ReplicaMismatchError: ranks hold different values of the same numbers, or do not hold all equally often.
     """
     assert dist.group.WORLD is not None, "torch.distributed is not initialized"
     mine = [part._replace(tensor=part.tensor.cpu()) for part in local_parts(model)]
@@ -95,7 +94,7 @@ def gather_plain_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def join_parts(parts: Iterable[LocalPart]) -> dict[str, Tensor]:
-    """Joins the parts that all ranks hold to whole tensors.
+    """Joins the parts of all ranks into whole tensors.
 
     Raises:
         ReplicaMismatchError: parts differ where they overlap, or do not hold every number of a tensor equally often.
@@ -109,7 +108,9 @@ def join_parts(parts: Iterable[LocalPart]) -> dict[str, Tensor]:
         target, count = whole[part.name][part.where], times[part.name][part.where]
         held = count > 0
         if not torch.allclose(target[held], part.tensor[held], rtol=0, atol=0, equal_nan=True):
-            raise ReplicaMismatchError(f"{part.name}: ranks hold different values of the same numbers.")
+            raise ReplicaMismatchError(
+                f"{part.name}: ranks hold different values of the same numbers. Average replicas by ReplicaSync.sync()."
+            )
         target.copy_(part.tensor)
         count += 1
     for name, count in times.items():
@@ -120,12 +121,10 @@ def join_parts(parts: Iterable[LocalPart]) -> dict[str, Tensor]:
 
 
 def table_layout(model: Any) -> dict[str, list[int]]:
-    """Returns the part of a sharding plan that changes what tables learn, of all ranks' tables.
+    """Returns the widths of the column shards of every table of a ``DistributedModelParallel``, from left to right.
 
-    It has, by table, the widths of its column shards from left to right: under row-wise AdaGrad each shard has its own
-    state. A data-parallel table has none: replicas average its gradients, not its weights.
-
-    ``model`` is a ``DistributedModelParallel``.
+    This part of a sharding plan changes what tables learn: under row-wise AdaGrad each shard has its own state. A
+    data-parallel table has an empty list: replicas average its gradients, not its weights.
     """
     return {
         table: [] if sharding.sharding_type == "data_parallel" else column_widths(sharding.sharding_spec.shards)

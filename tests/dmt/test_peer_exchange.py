@@ -18,7 +18,7 @@ from torchrec.distributed.types import LazyAwaitable, NoWait
 import dmt.collectives
 import dmt.sptt.peer_exchange
 from dmt.collectives import PendingExchange
-from dmt.sptt.peer_exchange import PeerExchange, Pending
+from dmt.sptt.peer_exchange import AgreedOutputs, PeerExchange, Pending, TowerOutput
 from tests.ranks import on_ranks
 
 T = 3
@@ -97,6 +97,16 @@ def test_nothing_is_sent_where_there_is_one_tower(rank: int) -> None:
     result = PeerExchange(dist.group.WORLD, [2])(outputs, [4])
     assert isinstance(result, NoWait)
     assert result.wait().data_ptr() == outputs.data_ptr()
+
+
+@on_ranks(1)
+def test_one_tower_may_change_its_dtype(rank: int) -> None:
+    """Such as after training under autocast; several towers must agree on what they send."""
+    first, then = (TowerOutput(torch.ones(4, 2, dtype=d), [("f", 2)], [0]) for d in (torch.bfloat16, torch.float32))
+    agreed = AgreedOutputs.gather(first, dist.group.WORLD, precision=None, tag=1)
+    for output in (first, then):
+        columns = agreed.exchange(agreed.checked(output, 4), [4]).wait()
+        assert columns.dtype == output.columns_PO.dtype
 
 
 class Watched:

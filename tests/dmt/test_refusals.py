@@ -263,7 +263,7 @@ GLOBAL = "Table 't1' in tower 0 cannot be row_wise, .*: id_route='global'"
 CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
     "world size": (lambda job: TowerMesh(TowerTopology(num_towers=3, ranks_per_tower=2)), r"6 ranks, .*WORLD_SIZE=2"),
     "towers of the plan": (lambda job: SPTTEmbeddingBagCollectionSharder(
-        job.two, TowerPlan.from_lists([["f0", "f1"]])), "plan has 1 towers but the topology num_towers=2"),
+        job.two, TowerPlan.from_lists([["f0", "f1"]])), "plan has 1 towers, but the topology has num_towers=2"),
     "no plan": (lambda job: SPTTEmbeddingBagCollectionSharder(job.two, [["f0"]]), r"plan is \[\['f0'\]\], but"),  # type: ignore[arg-type]
     "precision": (lambda job: flat_sharder(job.two, peer_precision="fp16"), "precision is 'fp16', but"),
     "unique": (lambda job: flat_sharder(job.two, unique="ranks"), "unique='ranks' must be True or False"),
@@ -301,10 +301,10 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
     ),
     "placement": (lambda job: towers(job, 2, placement=[0]), r"placement=\(0,\)\. A placement names"),
     "empty mesh tower": (lambda job: towers(job, 2, placement=[0, 0]), r"placement=\(0, 0\)\. A placement names"),
-    "number of towers": (lambda job: towers(job, 1), "model has 1 towers but the topology num_towers=2"),
+    "number of towers": (lambda job: towers(job, 1), "model has 1 towers, but the topology has num_towers=2"),
     "shared parameter": (lambda job: distribute(towers_of([Shared(["f0"]), Shared(["f1"])]), TowerCollectionSharder(
         job.two)), r"Towers 0 and 1 share the parameter 'interaction\.own\.weight'"),
-    "other width": (widened, r"returned columns \[6\] of torch.float32, but \[4\]"),
+    "other width": (widened, r"returned columns \[6\] of torch.float32, but towers agreed on \[4\]"),
     "a list": (listed, r"tower . returned list for 4 samples; it must return a tensor"),
     "no collection of tables": (no_collection, r"Tower 0 holds a Embedding; a tower takes one .* place two towers"),
     "sequences, global ids": (

@@ -206,7 +206,7 @@ TOGETHER: list[tuple[str, dict[str, Any], str]] = [
     ("dlrm flat", {"sharding": {"dataflow": "auto", "tables": {"t_C1": "table_wise"}}}, r"sharding\.tables=.* needs"),
     ("dcn flat", {"train": {"micro_batches": 2}}, r"micro_batches=2 needs the tower dataflow, but .*'flat'"),
     ("dlrm sptt", {"sharding": {"dataflow": "sptt", "scheme": "planner"}}, "is TorchRec's planner.* has the tower"),
-    ("dmt-dlrm sptt", {"hot_rows": HOT}, "hot rows need a flat model; towers send their modules' outputs"),
+    ("dmt-dlrm sptt", {"hot_rows": HOT}, "hot rows need a flat model; towers send outputs of tower modules"),
     ("dlrm flat", {"hot_rows": HOT}, "needs sharding.dataflow='sptt' and .* but this run has 'flat'"),
     ("dlrm sptt", {"hot_rows": HOT, "sharding": {"dataflow": "sptt", "table_precision": "fp16"}}, "'sptt' and 'fp16'"),
     ("dlrm sptt", {"hot_rows": HOT, "topology": {"num_replicas": 2}}, "hot rows need num_replicas=1"),
