@@ -1,4 +1,4 @@
-"""Measuring how alike embeddings are, `FeatureAffinity.collect`: one streaming sum over the outputs of collections.
+"""`FeatureAffinity.collect`: how similar embeddings are, by one streaming sum over the outputs of collections.
 
 Legend: F features, N embedding dim, B samples of a batch.
 
@@ -9,8 +9,8 @@ and I(i, i) is the share of samples in which feature i is present.
 
 **Sequences** are pooled: the vector of a history is the sum of the embeddings of its items.
 
-**On several ranks** each sums over its own samples, and the sums are added at the end. The lookup of a sharded model is
-a collective, so the ranks compare what they are about to look up before the first one.
+**On several ranks** each rank sums over its samples, and the sums are added at the end. A lookup in a sharded model is
+a collective, so before the first lookup the ranks check that they agree on collections and batches.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["collect_affinity"]
 
 _WHERE = "FeatureAffinity.collect"
-# Float64 elements of normalised embeddings in a block of samples (64 MiB): a batch is worked through in blocks.
+# Float64 elements of normalised embeddings per block of samples (64 MiB): large batches are processed in blocks.
 BLOCK_ELEMENTS = 2**23
 
 
@@ -51,23 +51,27 @@ def collect_affinity(
     prepared: list[Any] = []
 
     def prepare() -> Any:
-        """Only what the ranks must have in common is exchanged."""
+        """Reads all batches; returns what must be equal on all ranks."""
         keyed = [features for features in map(ids, batches) if features.stride() > 0]
         prepared.extend((_find_collections(model, in_group=True), keyed))
-        forms = {(tuple(features.keys()), features.weights_or_none() is not None) for features in keyed}
-        return [collection.path for collection in prepared[0]], len(keyed), sorted(forms)
+        forms = dict.fromkeys((tuple(features.keys()), features.weights_or_none() is not None) for features in keyed)
+        return [collection.path for collection in prepared[0]], len(keyed), list(forms)
 
     forms = run_on_all_or_raise(prepare, process_group)
     if other := next((rank for rank, form in enumerate(forms) if form != forms[0]), 0):
         unlike = next((a, b) for a, b in zip(forms[0], forms[other], strict=True) if a != b)
         raise InputError(
-            f"{_WHERE}: ranks 0 and {other} of the group differ in their collections, their number of batches with "
-            f"samples, or the keys and weights of those: {' against '.join(str(part)[:200] for part in unlike)}. Give "
-            "every rank the same model and equally many batches of one form."
+            f"{_WHERE}: ranks 0 and {other} of the group differ in their collections, in their number of batches with "
+            f"samples, or in the keys and weights of batches: {' against '.join(str(part)[:200] for part in unlike)}. "
+            "Give every rank the same model and equally many batches of one form."
         )
-    collections, keyed = prepared
-    measured = _sum(collections, keyed)
-    # Where there is no batch at all, no rank knows the features.
+    if len(forms[0][2]) > 1:  # TorchRec's sharded collections assume the keys of the first batch, in its order
+        two = " and ".join(str(form)[:200] for form in forms[0][2][:2])
+        raise InputError(f"{_WHERE}: batches of a group differ: {two}. Give all the same keys, order and weights.")
+    # On all or none: if a bad id made one rank raise, the others would wait for its sums.
+    run_on_all_or_raise(lambda: prepared.append(_sum(*prepared)), process_group)
+    collections, _, measured = prepared
+    # Without any batch, the sums have size 0 on every rank.
     measured.sum_FF, measured.counts = (
         sum_over_ranks(part, process_group) for part in (measured.sum_FF, measured.counts)
     )
@@ -82,31 +86,31 @@ class _Collection:
     """Dotted path in the model."""
     module: nn.Module
     tables: tuple[TableSpec, ...] = ()
-    """Its tables, with the names of the embeddings as features; none if sharded."""
+    """Its tables, whose features have the names of the embeddings; empty if sharded."""
     inputs: tuple[str, ...] = ()
-    """Features that it looks up; none if sharded."""
+    """Names of the features that it looks up; empty if sharded."""
 
 
 class _Sum:
-    """Running sum over the samples of this rank of R R^T, in float64, with numbers of samples and ids."""
+    """Running float64 sums over the samples of this rank: R R^T, the number of samples, and the ids of each feature."""
 
     def __init__(self) -> None:
         self.features: tuple[str, ...] = ()
         self.sum_FF = torch.zeros(0, 0, dtype=torch.float64)
         self.counts = torch.zeros(1, dtype=torch.float64)
-        """Samples, then ids of each feature; NaN where an embedding has not the name of a feature."""
+        """[1 + F] samples, then ids of each feature; NaN for an embedding without a feature of the same name."""
 
     def add(self, vectors: dict[str, Tensor], ids: Any) -> None:
-        """Adds a batch: the [B, N] embeddings by name, and the ids that they were looked up with."""
+        """Adds a batch: its [B, N] embeddings by name, and the ``KeyedJaggedTensor`` of their ids."""
         if not self.features:
             self.features = tuple(vectors)
             widths = sorted({vector.shape[1] for vector in vectors.values()})
             if len(widths) > 1:
                 raise InputError(
-                    f"{_WHERE}: the tables have embedding dims {widths}, and vectors of different widths have no "
-                    "cosines. Use FeatureAffinity.collect_interactions."
+                    f"{_WHERE}: the tables have embedding dims {widths}, but cosines need equal dims. Use "
+                    "FeatureAffinity.collect_interactions."
                 )
-            # The sums live where the embeddings do: a group of GPUs adds up what is on GPUs only.
+            # The sums are on the device of the embeddings: a process group of GPUs can only reduce GPU tensors.
             self.sum_FF = next(iter(vectors.values())).new_zeros(len(vectors), len(vectors), dtype=torch.float64)
             self.counts = self.sum_FF.new_zeros(1 + len(vectors))
         stacked_BFN = torch.stack([vectors[name] for name in self.features], dim=1)
@@ -118,10 +122,10 @@ class _Sum:
         self.counts += self.counts.new_tensor([len(stacked_BFN), *num_ids])
 
     def result(self, tables: tuple[TableSpec, ...]) -> FeatureAffinity:
-        """The affinity of the samples; an embedding that is not finite shows in the sum, and so on every rank."""
+        """Returns the affinity; an embedding that is not finite spoils the sum over ranks, so every rank raises."""
         num_samples, *num_ids = self.counts.tolist()
         if not num_samples:
-            raise InputError(f"{_WHERE}: batches gave no sample. Give larger or more batches.")
+            raise InputError(f"{_WHERE}: batches have no samples. Give at least one batch with samples.")
         for name, is_finite in zip(self.features, self.sum_FF.diagonal().isfinite().tolist(), strict=True):
             if not is_finite:
                 raise InputError(
@@ -150,9 +154,9 @@ def _sum(collections: Sequence[_Collection], batches: Iterable[Any]) -> _Sum:
 
 @contextmanager
 def _evaluating(collections: Sequence[_Collection]) -> Iterator[None]:
-    """Puts the collections in eval mode, and every part of them back into its own mode afterwards."""
+    """Puts the collections in eval mode, and afterwards restores the mode of every submodule."""
 
-    # By children, because sharded modules hide their parts from modules().
+    # children(), because sharded modules hide their submodules from modules().
     def parts(part: nn.Module) -> Iterator[nn.Module]:
         yield part
         for child in part.children():
@@ -169,10 +173,10 @@ def _evaluating(collections: Sequence[_Collection]) -> Iterator[None]:
 
 
 def _look_up(collections: Sequence[_Collection], ids: Any, number: int) -> dict[str, Tensor]:
-    """The [B, N] embedding of each feature, in the order of the ids."""
+    """Returns the [B, N] embedding of each feature, in the order of the keys of ``ids``."""
     place = {name: i for i, name in enumerate(ids.keys())}
     if ids.variable_stride_per_key():
-        raise InputError(f"{_WHERE}: batch {number} has features with different numbers of samples. Give all the same.")
+        raise InputError(f"{_WHERE}: batch {number} has a variable stride. Give all features equally many samples.")
     vectors: dict[str, Tensor] = {}
     for collection in collections:
         missing = [name for name in collection.inputs if name not in place]
@@ -182,31 +186,31 @@ def _look_up(collections: Sequence[_Collection], ids: Any, number: int) -> dict[
                 f"({len(missing)} missing, {len(place)} present).{did_you_mean(missing[0], place)}"
             )
         output = collection.module(ids)
-        found = output.wait() if hasattr(type(output), "wait") else output
-        if isinstance(found, dict):  # sequences: of each sample the sum over its items
-            found = {key: torch.segment_reduce(v.values(), "sum", lengths=v.lengths()) for key, v in found.items()}
+        looked_up = output.wait() if hasattr(type(output), "wait") else output
+        if isinstance(looked_up, dict):  # sequences: sum the items of each sample
+            pooled = {key: torch.segment_reduce(v.values(), "sum", lengths=v.lengths()) for key, v in looked_up.items()}
         else:
-            found = found.to_dict()
-        twice = [name for name in found if name in vectors]
+            pooled = looked_up.to_dict()
+        twice = [name for name in pooled if name in vectors]
         if twice:
             raise InputError(
-                f"{_WHERE}: feature {twice[0]!r} is looked up by two collections, the second at {collection.path!r}. "
-                "Give the part of the model that holds the one you want."
+                f"{_WHERE}: two collections look up feature {twice[0]!r}, the second at {collection.path!r}. Give the "
+                "submodule with the collection to measure."
             )
-        vectors |= found
-    # A sharded collection has an order that depends on its plan.
+        vectors |= pooled
+    # The order of a sharded collection's output depends on its plan.
     return {name: vectors[name] for name in sorted(vectors, key=lambda name: (place.get(name, len(place)), name))}
 
 
 def _normalise(embeddings: Tensor) -> Tensor:
-    # Dividing by the largest element first keeps the norms of tiny and huge vectors from under- or overflowing.
+    # Divided by the largest element first, so that norms of tiny and huge vectors do not under- or overflow.
     largest = embeddings.abs().amax(dim=-1, keepdim=True)
     scaled = embeddings / torch.where(largest > 0, largest, 1.0)
     return nn.functional.normalize(scaled, dim=-1)
 
 
 def _tables_of(collections: Sequence[_Collection]) -> tuple[TableSpec, ...]:
-    """The tables; none where two collections have tables of one name, which no plan could tell apart."""
+    """Returns the tables; none if two collections have a table of the same name, which a plan cannot tell apart."""
     tables = tuple(table for collection in collections for table in collection.tables)
     return tables if len({table.name for table in tables}) == len(tables) else ()
 
@@ -222,10 +226,10 @@ def _find_collections(model: nn.Module, *, in_group: bool) -> list[_Collection]:
         from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
     except ImportError as error:
         raise InputError(
-            f"{_WHERE} needs TorchRec, which cannot be imported here ({error}). Collect where it is installed, and "
-            "save the affinity."
+            f"{_WHERE} needs TorchRec, which cannot be imported here ({error}). Collect the affinity where TorchRec is "
+            "installed, and save it to a file."
         ) from error
-    found = []
+    found, remedy = [], "Load the checkpoint into the plain model and measure that."
     for path, part in model.named_modules():
         where = f"{_WHERE}: {path!r} is a {type(part).__name__}"
         if isinstance(part, EmbeddingBagCollectionInterface | EmbeddingCollectionInterface):
@@ -245,21 +249,19 @@ def _find_collections(model: nn.Module, *, in_group: bool) -> list[_Collection]:
             found.append(_Collection(path=path, module=part, tables=tables, inputs=inputs))
         elif isinstance(part, ShardedModule):
             if issubclass(part.unsharded_module_type, (EmbeddingTower, EmbeddingTowerCollection)):
-                raise InputError(
-                    f"{where}, whose embeddings never leave their towers. Load the checkpoint into the plain model."
-                )
+                raise InputError(f"{where}, whose embeddings never leave their towers. {remedy}")
             if issubclass(part.unsharded_module_type, EmbeddingCollectionInterface):
-                raise InputError(f"{where}, sequences over ranks. Load the checkpoint into the plain model.")
+                raise InputError(f"{where}; sequences of a sharded model cannot be measured. {remedy}")
             if issubclass(part.unsharded_module_type, EmbeddingBagCollectionInterface):
                 if not in_group:
                     raise InputError(
                         f"{where}, whose tables are spread over ranks. Call collect on every rank and give "
                         "process_group=, the group of these ranks."
                     )
-                # A train pipeline puts an object of its own in the place of the method.
+                # A train pipeline replaces forward by an object that is no method.
                 if not inspect.ismethod(part.forward):
                     raise InputError(f"{where} attached to a train pipeline. Call the pipeline's detach() first.")
                 found.append(_Collection(path=path, module=part))
     if not found:
-        raise InputError(f"{_WHERE}: {type(model).__name__} holds no collection of embeddings. Give a model that does.")
+        raise InputError(f"{_WHERE}: {type(model).__name__} has no embedding collection. Give a model with embeddings.")
     return found

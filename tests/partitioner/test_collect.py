@@ -115,20 +115,12 @@ def infinite():
 @pytest.mark.parametrize(
     ("make", "batches", "message"),
     [
-        (lambda: nn.Linear(1, 1), [None], "Linear holds no collection of embeddings"),
-        (
-            lambda: FlatModel(collection(["a"]), collection(["a"])),
-            [["a"]],
-            "feature 'a' is looked up by two collections",
-        ),
-        (lambda: FlatModel(collection(["a"])), [], "batches gave no sample"),
+        (lambda: nn.Linear(1, 1), [None], "Linear has no embedding collection"),
+        (lambda: FlatModel(collection(["a"]), collection(["a"])), [["a"]], "two collections look up feature 'a'"),
+        (lambda: FlatModel(collection(["a"])), [], "batches have no samples"),
         (infinite, [NAMES, NAMES], "the embedding of feature 'd' is not finite"),
         (lambda: FlatModel(collection(["a", "b"])), [["a", "b"], ["a"]], "batch 1 lacks feature 'b' of .*ebc_0"),
-        (
-            lambda: FlatModel(collection(["a"]), collection(["b"], dim=4)),
-            [["a", "b"]],
-            r"embedding dims \[4, 8\], and vectors of different widths have no cosines",
-        ),
+        (lambda: FlatModel(collection(["a"]), collection(["b"], dim=4)), [["a", "b"]], r"embedding dims \[4, 8\], but"),
     ],
 )
 def test_what_cannot_be_measured_is_refused(generator, make, batches, message):
@@ -214,5 +206,5 @@ def test_a_batch_without_rows_adds_nothing(generator):
     affinity = FeatureAffinity.collect(model, [empty, full, empty])
     assert affinity.num_samples == 4
     np.testing.assert_array_equal(affinity.matrix, FeatureAffinity.collect(model, [full]).matrix)
-    with pytest.raises(InputError, match="batches gave no sample"):
+    with pytest.raises(InputError, match="batches have no samples"):
         FeatureAffinity.collect(model, [empty])

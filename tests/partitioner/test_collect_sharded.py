@@ -170,6 +170,11 @@ def others_on_rank(rank: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(1)
     other = batch(NAMES[:3] if rank == 1 else NAMES[::-1], 4, generator=generator)
     found["keys"] = message_of(lambda: collect([mine[0], other]))
+    orders = [batch(names, 4, generator=generator) for names in (NAMES[::-1], NAMES)]
+    found["order"] = message_of(lambda: collect(orders[:: -1 if rank else 1], plain()))
+    found["two orders"] = message_of(lambda: collect(orders))
+    too_high = batch(NAMES, 4, generator=generator, rows=20 + 980 * rank)
+    found["bad id"] = message_of(lambda: collect([too_high], plain()))
     found["weights"] = message_of(lambda: collect(batches_of(rank, weighted=rank == 1)))
     found["iterator"] = message_of(lambda: collect(one if rank != 1 or i < 1 else 1 / 0 for i, one in enumerate(mine)))
     found["ids"] = message_of(lambda: collect(["x" if rank == 0 else mine[0]]))
@@ -209,11 +214,14 @@ def of_others() -> list[dict[str, Any]]:
 
 REFUSED = {
     "count": r"ranks 0 and 1 of the group differ in .*: 1 against 2\. Give every rank",
-    "keys": "differ in .* keys and weights of those: .*'e', 'd', 'c', 'b', 'a'.* against ",
-    "weights": r"differ in .* keys and weights of those: .*False.* against .*True",
+    "keys": "differ in .* keys and weights of batches: .*'e', 'd', 'c', 'b', 'a'.* against ",
+    "order": "differ in .* keys and weights of batches: .*'e', .*'a', .* against .*'a', .*'e', ",
+    "two orders": "batches of a group differ: .*'e', 'd', .* and .*'a', 'b', .* Give all the same keys, order",
+    "weights": r"differ in .* keys and weights of batches: .*False.* against .*True",
+    "bad id": "rank 1: ",
     "iterator": "ZeroDivisionError",
     "ids": "has no attribute 'sparse_features'",
-    "nobody": "batches gave no sample",
+    "nobody": "batches have no samples",
     "no group": r"is a Sharded.*, whose tables are spread over ranks\. Call collect on every rank",
     "unlike": "differ in their collections",
     "pipeline": r"^InputError: .*attached to a train pipeline.* Call the pipeline's detach\(\)",
