@@ -1,7 +1,7 @@
-"""The Tower Partitioner: from how features relate to a balanced `TowerPlan` (DMT paper, section 3.3).
+"""The Tower Partitioner: makes a balanced `TowerPlan` from a `FeatureAffinity` (DMT paper, section 3.3).
 
-Runs offline and on a laptop: neither TorchRec nor FBGEMM is needed to partition a saved affinity, and importing this
-package loads numpy only (torch, matplotlib, scikit-learn and the K-means solver when they are first used).
+It runs offline on a laptop: partitioning a saved affinity needs neither TorchRec nor FBGEMM. Importing this package
+loads only numpy; torch, matplotlib, scikit-learn and the K-means solver load when they are first used.
 
 Example:
     >>> affinity = FeatureAffinity(matrix=[[1, 0.9, 0], [0.9, 1, 0], [0, 0, 1]], features=["a", "b", "c"])

@@ -1,4 +1,4 @@
-"""`FeatureAffinity`: how features relate, as alike embeddings or as interactions; the one measure of the partitioner.
+"""`FeatureAffinity`: what the partitioner takes; how similar the embeddings of features are, or how much they interact.
 
 Legend: F features.
 """
@@ -30,7 +30,7 @@ __all__ = ["FeatureAffinity", "Interaction", "Measure", "check_tables", "noise_b
 
 Measure = Literal["cosine", "interactions"]
 
-# A matrix that went through 32-bit floats or a text file is still accepted; a wrong one is off by far more.
+# Tolerance for a matrix that was saved as 32-bit floats or as text; a wrong matrix is off by far more.
 ROUNDING = 1e-5
 
 
@@ -40,30 +40,30 @@ class Interaction:
 
     features: tuple[str, ...]
     gain: float
-    """Nats of held-out log loss of a row; of a triple, beyond what its pairs gain."""
+    """Decrease of the mean held-out log loss, in nats per row; for a triple, beyond the gains of its pairs."""
     error: float = 0.0
-    """Standard error of the gain, where known."""
+    """Standard error of the gain in nats per row, 0 if unknown."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class FeatureAffinity:
-    """A number for every pair of features: how alike their embeddings are, or how much they interact.
+    """A number for every pair of features: how similar their embeddings are, or how much they interact.
 
     **Resemblance** (``measure="cosine"``) is the interaction matrix I of the DMT paper (arXiv 2403.00877, section 3.3):
-    I(i, j) = abs(mean over samples of F_i . F_j) for embeddings F of length 1, 0 where two features have nothing in
-    common and 1 where they always point the same (or always the opposite) way. `collect` measures it on a model.
+    I(i, j) = abs(mean over samples of F_i . F_j) for embeddings F of length 1. It is 1 if the embeddings of two
+    features are always parallel, or always opposite, and 0 if they are unrelated. `collect` measures it on a model.
 
-    **Interactions** (``"interactions"``, not in the paper) are gains in nats per row: what two features, known
-    together, tell about the label beyond the sum of what all features tell alone; of ``triples``, beyond their pairs.
+    **Interactions** (``"interactions"``, not in the paper) are gains in nats per row: how much better two features
+    together predict the label than an additive model of all features, and ``triples`` better than their pairs.
     `collect_interactions` measures them on training rows without a model.
 
-    A matrix from elsewhere is checked, made exactly symmetric, and kept read-only as float64. The diagonal is never
-    used. With ``tables`` and ``pooling_factors``, towers can be balanced by memory and lookup work too.
+    The constructor checks the matrix, makes it exactly symmetric, and keeps it read-only as float64. The diagonal is
+    never used. With ``tables`` and ``pooling_factors``, towers can be balanced by memory and lookup work too.
 
     Raises:
-        InputError: the matrix is not [F, F], finite, symmetric and in range (each up to rounding), or the names are
-            empty or repeated; the pair of features at fault is named. Or the tables are not those of the features, or a
-            pooling factor is negative or not finite.
+        InputError: the matrix is not [F, F], finite, symmetric and in range (each up to rounding); the message names
+            the worst pair of features. Or names are empty or repeated, the tables and the matrix have different
+            features, or a pooling factor is negative or not finite.
 
     Example:
         >>> matrix = [[1.0, 0.8, 0.1], [0.8, 1.0, 0.2], [0.1, 0.2, 1.0]]
@@ -75,24 +75,24 @@ class FeatureAffinity:
     """
 
     matrix: NDArray[np.float64]
-    """[F, F] float64; anything that `numpy.asarray` takes may be given."""
+    """[F, F] float64, from 0 to 1 for cosines and from 0 for interactions; accepts what `numpy.asarray` does."""
     features: tuple[str, ...]
     """The F names, in the order of rows and columns."""
     measure: Measure = "cosine"
     errors: NDArray[np.float64] | None = None
-    """[F, F] standard errors of interactions, where known."""
+    """[F, F] float64 standard errors of interactions in nats per row; None if unknown."""
     triples: tuple[Interaction, ...] = ()
     """Triples that interact beyond their pairs."""
     num_samples: int | None = None
-    """Number of samples or rows that were measured, where known."""
+    """Number of measured samples or rows; None if unknown."""
     loss: float | None = None
-    """Log loss of a row under the additive model of `collect_interactions`, in nats: what a gain is a share of."""
+    """Held-out log loss of the additive model of `collect_interactions`, in nats per row; None if unknown."""
     tables: tuple[TableSpec, ...] = ()
-    """The tables that the features look up, where known; TorchRec ``EmbeddingBagConfig`` may be given."""
+    """Tables of the features, as `TableSpec` or TorchRec ``EmbeddingBagConfig``; empty if unknown."""
     pooling_factors: tuple[float, ...] | None = None
-    """Mean number of ids per sample of each feature, in the order of ``features``, where known."""
+    """Mean number of ids per sample of each feature, in the order of ``features``; None if unknown."""
     notes: tuple[str, ...] = ()
-    """Warnings about the data in whole sentences, such as that a feature is constant."""
+    """Warnings about the data in whole sentences, for instance that a feature is constant."""
 
     def __post_init__(self) -> None:
         if isinstance(self.features, str):
@@ -100,11 +100,11 @@ class FeatureAffinity:
         features = tuple(str(name) if isinstance(name, str) else name for name in self.features)
         _check_features(features)
         if self.measure not in get_args(Measure):
-            raise InputError(f"FeatureAffinity: measure={self.measure!r} must be 'cosine' or 'interactions'.")
+            raise InputError(f"FeatureAffinity: measure={self.measure!r} is unknown; use 'cosine' or 'interactions'.")
         most = math.inf if self.measure == "interactions" else 1.0
         strange = [name for triple in self.triples for name in triple.features if name not in features]
         if strange:
-            raise InputError(f"FeatureAffinity: feature {strange[0]!r} of a triple is not among the features.")
+            raise InputError(f"FeatureAffinity: triples name {strange[0]!r}, which is not in features. Add or drop it.")
         cleaned: dict[str, Any] = {
             "features": features,
             "matrix": _clean_matrix("matrix", self.matrix, features, most=most),
@@ -113,7 +113,7 @@ class FeatureAffinity:
         }
         if self.errors is not None:
             cleaned["errors"] = _clean_matrix("errors", self.errors, features, most=math.inf)
-        for name, value in cleaned.items():  # a frozen dataclass sets its cleaned fields this way
+        for name, value in cleaned.items():  # plain assignment fails in a frozen dataclass
             object.__setattr__(self, name, value)
 
     @property
@@ -123,12 +123,12 @@ class FeatureAffinity:
 
     @property
     def is_interactions(self) -> bool:
-        """True for interactions, False for resemblance."""
+        """Whether the numbers are interactions; False for cosines."""
         return self.measure == "interactions"
 
     @property
     def digest(self) -> str:
-        """16 hexadecimal digits of the names and the matrix, which identify the measure that a plan was made from."""
+        """16 hexadecimal digits of a hash of names and matrix; a plan records them to identify its affinity."""
         contents = hashlib.sha256("\0".join(self.features).encode())
         contents.update(np.ascontiguousarray(self.matrix).data)
         return contents.hexdigest()[:16]
@@ -142,22 +142,22 @@ class FeatureAffinity:
         ids: Callable[[Any], Any] = lambda batch: batch.sparse_features,
         process_group: ProcessGroup | None = None,
     ) -> FeatureAffinity:
-        """Measures how alike the embeddings of a trained model are, plain or sharded.
+        """Measures how similar the embeddings of a trained model are; the model may be sharded.
 
-        Only the embedding collections run, each on ``ids(batch)``, in eval mode and without gradients.
+        Runs only the embedding collections, each on ``ids(batch)``, in eval mode and without gradients.
 
         Args:
-            model: a model with one or more TorchRec ``EmbeddingBagCollection`` anywhere inside, also sharded and
-                wrapped in ``DistributedModelParallel``; a train pipeline is detached from it before.
-            batches: some thousands of samples, as batches.
-            ids: the ``KeyedJaggedTensor`` of a batch, on the model's device.
-            process_group: the ranks that call this together, each with equally many batches of its own; all get the
-                affinity of all samples. Required for a sharded model, whose ranks must all be in it.
+            model: contains at least one TorchRec ``EmbeddingBagCollection``, plain or sharded by
+                ``DistributedModelParallel``, or a plain ``EmbeddingCollection``. Detach a train pipeline first.
+            batches: a few thousand samples, in batches of any size.
+            ids: returns the ``KeyedJaggedTensor`` of a batch, on the model's device.
+            process_group: ranks that make this call together, each with its own batches, equally many on every rank;
+                every rank gets the affinity of all samples. Required for a sharded model: all of its ranks.
 
         Raises:
-            InputError: TorchRec is absent, no collection or sample is found, the embeddings are not finite or of
-                different widths, the model is sharded and there is no group, or its embeddings never leave their
-                towers. With a group, on every rank.
+            InputError: TorchRec is absent; the model has no embedding collection, or is sharded without a group or with
+                tower modules; there are no samples; embeddings are not finite or differ in width; or a group's batches
+                differ in form. In a group, every rank raises.
         """
         from dmt.partitioner.collect import collect_affinity  # loads torch
 
@@ -172,37 +172,35 @@ class FeatureAffinity:
         seed: int = 0,
         max_rows: int = 2**20,
     ) -> FeatureAffinity:
-        """Measures which features interact, on training rows. No trained model and no TorchRec is needed.
+        """Measures which features interact, on training rows; needs neither a trained model nor TorchRec.
 
-        Fits an additive logistic model of all features, then for each pair (and triple) one step for each cell of its
-        values. The gain is how much the steps lower the log loss of rows held out of both fits: the mean of three
-        splits, each with another tenth of the rows. Gains of triples are those beyond their pairs; triples take at most
-        about a minute, on fewer rows if necessary, and are left out, with a note, if 20,000 rows would take more.
+        Fits an additive logistic model of all features. For each pair (and triple), it then makes one Newton step for
+        each cell, a combination of the pair's values. The gain is how much these steps lower the log loss of rows held
+        out of both fits, averaged over three splits that each hold out another tenth of the rows. The gain of a triple
+        excludes that of its pairs. Triples take about a minute at most, if necessary on fewer rows; a note says if they
+        were left out because even 20,000 rows would take longer.
 
-        Rows take 8 bytes per id, at most 2 GiB. Values that occur in one row only are merged, bags count by their first
-        5 ids in equal shares, and dense columns enter the additive model in 32 bins. Cells beyond 4 million are hashed.
-        On a terminal, a bar shows the progress.
+        A value that occurs only once is merged with all others that do. Bags count by their first 5 ids, in equal
+        shares; dense columns enter the additive model in 32 bins; more than 4 million cells are hashed. Rows take about
+        8 bytes per id. On a terminal, a bar shows the progress.
 
         Args:
-            batches: of training rows only, each with ``labels`` [B] of 0 and 1, ``sparse_features`` (a
-                ``KeyedJaggedTensor``, or whole numbers [B] by feature), and optionally ``dense_features`` [B, D] and
-                ``weights`` [B], 0 for rows to leave out. Consumed one at a time.
-            tables: those of the features, to be kept for the partitioner's limits.
-            seed: of the splits.
-            max_rows: rows to read at most. Hundreds of features are measured on fewer: pairs in about 20 minutes.
+            batches: training rows only. Each batch has ``labels`` [B] of 0 and 1, ``sparse_features`` (a
+                ``KeyedJaggedTensor``, or a dict of integer arrays [B] by feature) and optionally ``dense_features``
+                [B, D] and ``weights`` [B], where a weight of 0 leaves out a row. Consumed one at a time.
+            tables: tables of the features, needed for the partitioner's limits.
+            seed: seed of the splits.
+            max_rows: most rows to read. With hundreds of features pairs use fewer rows, so that they take 20 minutes.
 
         Raises:
-            InputError: a batch is not of this form, there are too few rows, or all have one label.
+            InputError: a batch does not have this form, there are fewer than 1,000 rows, or fewer than 20 of a label.
         """
         from dmt.partitioner.gains import measure_interactions
 
         return measure_interactions(batches, tables=tables, seed=seed, max_rows=max_rows)
 
     def significant(self) -> NDArray[np.float64]:
-        """[F, F] the matrix, with interactions that may be errors of measuring as 0 (`noise_bound`), like the diagonal.
-
-        Resemblance is returned as it is.
-        """
+        """Returns the [F, F] float64 matrix; for interactions, the diagonal and gains that may be noise are 0."""
         if not self.is_interactions:
             return self.matrix
         gains = self.matrix * (1.0 - np.eye(self.num_features))
@@ -211,7 +209,7 @@ class FeatureAffinity:
         return gains
 
     def strongest(self, count: int) -> list[Interaction]:
-        """Returns the pairs and triples whose gain exceeds the error of measuring, largest first."""
+        """Returns the ``count`` pairs and triples of the largest gains beyond the measuring error, largest first."""
         first, second = np.triu_indices(self.num_features, k=1)
         gains = self.significant()[first, second]
         order = [k for k in np.argsort(-gains, kind="stable")[:count].tolist() if gains[k] > 0]
@@ -235,16 +233,16 @@ class FeatureAffinity:
         if sorted(order) != sorted(self.features):
             missing, unknown = sorted(set(position) - set(order)), sorted(set(order) - set(position))
             raise InputError(
-                f"FeatureAffinity: an order of {len(order)} features for {self.num_features}: missing {missing[:5]}, "
-                f"unknown {unknown[:5]}. Name each once."
+                f"FeatureAffinity: the order has {len(order)} names for {self.num_features} features: missing "
+                f"{missing[:5]}, unknown {unknown[:5]}. Name each feature once."
             )
         return self._taken([position[name] for name in order])
 
     def without(self, names: Collection[str]) -> FeatureAffinity:
-        """Returns this affinity without some features, their tables and triples.
+        """Returns this affinity without the features in ``names``, their tables and triples.
 
         Raises:
-            InputError: one shares a table with a feature that stays.
+            InputError: a feature in ``names`` shares a table with a feature that stays.
         """
         for table in self.tables:
             if len({feature in names for feature in table.feature_names}) > 1:
@@ -258,7 +256,7 @@ class FeatureAffinity:
         return self._taken(left, tables=tables, triples=triples)
 
     def _taken(self, index: Sequence[int], **changes: Any) -> FeatureAffinity:
-        """This affinity of some features, by their numbers, in this order, with other fields changed."""
+        """Returns this affinity of the features at positions ``index``, in that order, with other fields changed."""
         return replace(
             self,
             matrix=self.matrix[np.ix_(index, index)],
@@ -269,7 +267,7 @@ class FeatureAffinity:
         )
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Writes a numpy ``.npz`` file of the matrix, the errors and a JSON header; an existing file is replaced.
+        """Writes matrix, errors and a JSON header to a numpy ``.npz`` file; replaces an existing file.
 
         Raises:
             InputError: the file cannot be written.
@@ -280,30 +278,30 @@ class FeatureAffinity:
         arrays = {"header": np.array(TypeAdapter(_Header).dump_json(header).decode()), "matrix": self.matrix}
         if self.errors is not None:
             arrays["errors"] = self.errors
-        # Through a file object: given a name, numpy would append ".npz" to it. Uncompressed: the last digits of a mean
-        # are noise, and packing 128 MB of them takes seconds and saves next to nothing.
+        # A file object, because numpy appends ".npz" to a path. Uncompressed, because the last digits of a mean are
+        # noise: compressing 128 MB of them takes seconds and saves next to nothing.
         with write_or_raise(path, "Affinity file") as scratch, scratch.open("wb") as file:
             np.savez(file, **arrays)  # type: ignore[arg-type]
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> FeatureAffinity:
-        """Reads what `save` wrote. Nothing is unpickled, so a file from elsewhere cannot run code.
+        """Reads a file of `save`. It never unpickles, so a file from a stranger cannot run code.
 
         Raises:
-            InputError: the file is absent, damaged, not such a file, of another format version, or its contents are
-                refused.
+            InputError: the file is absent, damaged, of another kind or format version, or its contents break a rule of
+                this class.
         """
         where = f"Affinity file {path}"
         try:
-            # Opened here, because numpy leaves a broken archive open.
+            # Opened here, because numpy does not close a broken archive.
             with open(path, "rb") as file:
                 archive = np.load(file, allow_pickle=False)
                 arrays = {name: archive[name] for name in archive.files}
             record, matrix = json.loads(str(arrays["header"])), arrays["matrix"]
-        except Exception as error:  # What a damaged archive makes numpy, zipfile and zlib raise has no common class.
-            # Numpy's advice on what is no archive at all is to allow pickles: untrue and unsafe here.
+        except Exception as error:  # numpy, zipfile and zlib raise unrelated classes for a damaged archive
+            # For a file that is no archive, numpy advises to allow pickles, which is wrong and unsafe here.
             reason = "it holds no plain arrays" if "pickle" in str(error) else error
-            raise InputError(f"{where}: cannot be read ({reason}). Give what FeatureAffinity.save wrote.") from error
+            raise InputError(f"{where}: cannot be read ({reason}). Give a file of FeatureAffinity.save.") from error
         header = from_record(_Header, record, place=where, remedy="Collect the affinity again.")
         fields = {name: getattr(header, name) for name in _Header.__dataclass_fields__ if name != "format"}
         try:
@@ -314,10 +312,10 @@ class FeatureAffinity:
 
 @dataclass(frozen=True, kw_only=True)
 class _Header:
-    """What a file holds besides its arrays; the fields of `FeatureAffinity`."""
+    """JSON header of a file: fields of `FeatureAffinity` other than arrays."""
 
     format: Literal[2] = 2
-    """Version of the file."""
+    """Version of the file format."""
     features: tuple[str, ...]
     measure: Measure
     triples: tuple[Interaction, ...] = field(default=())
@@ -329,9 +327,9 @@ class _Header:
 
 
 def noise_bound(count: int) -> float:
-    """Standard errors that the largest of so many gains of nothing stays below, but for 1 of 100 measurements.
+    """Returns how many standard errors a gain must exceed to be more than noise, if ``count`` gains are measured.
 
-    Bonferroni's bound on normal errors.
+    If all gains are noise with normal errors, the largest exceeds it in at most 1 of 100 measurements (Bonferroni).
 
     Example:
         >>> round(noise_bound(325), 2)
@@ -343,42 +341,42 @@ def noise_bound(count: int) -> float:
 def _check_features(features: Sequence[str]) -> None:
     nameless = [name for name in features if not isinstance(name, str) or not name]
     if nameless or not features:
-        raise InputError(f"FeatureAffinity: features={list(features)[:5]} must be names; give texts, none empty.")
+        raise InputError(f"FeatureAffinity: features={list(features)[:5]} must be names; give strings, none empty.")
     name, count = Counter(features).most_common(1)[0]
     if count > 1:
-        raise InputError(f"FeatureAffinity: feature {name!r} is given {count} times; names must be unique.")
+        raise InputError(f"FeatureAffinity: features has {name!r} {count} times. Name each feature once.")
 
 
 def _clean_matrix(name: str, matrix: ArrayLike, features: Sequence[str], *, most: float) -> NDArray[np.float64]:
-    """Checks a matrix [F, F] of 0 to ``most``; returns a read-only float64 copy, exactly symmetric.
+    """Checks a matrix [F, F] with values from 0 to ``most``; returns a read-only float64 copy, exactly symmetric.
 
-    The pair of features that breaks a rule most is named in the `InputError`.
+    The `InputError` names the pair of features that breaks a rule most.
     """
     size = len(features)
     try:
         given = np.asarray(matrix)
-        fits = given.dtype.kind in "fiub" and given.shape == (size, size)  # complex numbers would lose a part
-    except ValueError as error:  # rows of unlike lengths
-        raise InputError(f"FeatureAffinity: {name} is not an array of numbers ({error}).") from error
+        fits = given.dtype.kind in "fiub" and given.shape == (size, size)
+    except ValueError as error:  # rows of different lengths
+        raise InputError(f"FeatureAffinity: {name} must be numbers of shape [{size}, {size}]: {error}.") from error
     if not fits:
         raise InputError(
             f"FeatureAffinity: {name} is {given.dtype} of shape {list(given.shape)}; it must be real numbers of shape "
-            f"[{size}, {size}], a row and a column for each feature."
+            f"[{size}, {size}], one row and one column for each feature."
         )
     given = given.astype(np.float64)
     known = np.nan_to_num(given, posinf=0.0, neginf=0.0)
     scale = 1.0 if math.isfinite(most) else max(float(known.max()), 1e-300)
-    range_of = "must be 0 to 1" if math.isfinite(most) else "must not be negative"
-    for fault, broken in (
+    in_range = "must be from 0 to 1" if math.isfinite(most) else "must not be negative"
+    for fault, rule in (
         (np.where(np.isfinite(given), 0.0, np.inf), "must be finite"),
-        (np.maximum(-known, known - most) / scale, range_of),
+        (np.maximum(-known, known - most) / scale, in_range),
         (np.abs(known - known.T) / scale, "must equal its mirror image"),
     ):
         row, column = divmod(int(np.argmax(fault)), size)
         if fault[row, column] > ROUNDING:
             raise InputError(
                 f"FeatureAffinity: {name} of {features[row]!r} with {features[column]!r} is {given[row, column]:g} "
-                f"(mirrored: {given[column, row]:g}); it {broken}. Check what it was computed from."
+                f"(mirrored: {given[column, row]:g}); it {rule}. Check how it was computed."
             )
     cleaned = np.clip((given + given.T) / 2, 0.0, most)
     cleaned.flags.writeable = False
@@ -386,7 +384,7 @@ def _clean_matrix(name: str, matrix: ArrayLike, features: Sequence[str], *, most
 
 
 def check_tables(tables: Sequence[Any], features: Sequence[str]) -> tuple[TableSpec, ...]:
-    """The tables (TorchRec ``EmbeddingBagConfig`` or `TableSpec`) as `TableSpec`; empty if there are none.
+    """Returns the tables (TorchRec ``EmbeddingBagConfig`` or `TableSpec`) as `TableSpec`; empty if there are none.
 
     Raises:
         InputError: a feature of the tables is not among ``features``, or the other way round.
@@ -398,7 +396,7 @@ def check_tables(tables: Sequence[Any], features: Sequence[str]) -> tuple[TableS
             if name not in places[there]:
                 raise InputError(
                     f"FeatureAffinity: feature {name!r} is in the {here} but not in the {there} of "
-                    f"{len(places[there])} features.{did_you_mean(name, places[there])} Both must be of one model."
+                    f"{len(places[there])} features.{did_you_mean(name, places[there])} Give both for the same model."
                 )
     return specs
 

@@ -1,6 +1,7 @@
-"""Measuring interactions, `FeatureAffinity.collect_interactions`: an additive model, then one step for each cell.
+"""`FeatureAffinity.collect_interactions`: fits an additive model, then makes one Newton step for each cell.
 
-Everything is a sum over rows of g = y - p and h = p (1 - p), for the values of a feature or the cells of several.
+A cell is a combination of values, one of each feature of a pair or triple. All quantities come from sums of g = y - p
+and h = p (1 - p) over rows, for each value of a feature or each cell; y is the label, p its predicted probability.
 
 Legend: R rows, F features, S splits, V values of a feature, P pairs or triples.
 """
@@ -29,21 +30,21 @@ logger = logging.getLogger(__name__)
 
 Floats = NDArray[np.float64]
 
-# Fewer rows hold out too few.
+# With fewer rows, too few would be held out.
 _LEAST_ROWS = 1000
-# Weights of the additive model are drawn to 0 as if each value had been seen with this much more h, steps of cells too.
+# Added to the sum of h of each value (additive model) and of each cell: shrinks weights and steps towards 0.
 VALUE_PRIOR, CELL_PRIOR = 10.0, 30.0
-# Times that a tenth of the rows is held out.
+# Number of splits; each holds out another tenth of the rows.
 SPLITS = 3
-# The additive model is done when a sweep lowers the loss of a row by less than this; nats.
+# The fit of the additive model ends when a sweep lowers the mean loss by less than this, in nats per row.
 DONE = 1e-5
 MAX_SWEEPS = 60
 MOST_CELLS = 2**22
-# Rows times pairs, and rows times triples: about 20 minutes and a minute of one core. Fewer rows are
-# used beyond, and for triples none below the least.
+# Most rows times pairs (about 20 minutes of one core) and rows times triples (about a minute). More features use fewer
+# rows; triples are left out if they would use fewer than the least.
 PAIR_WORK, TRIPLE_WORK, LEAST_TRIPLE_ROWS = 2e10, 8e8, 20_000
-# Times that the steps of all pairs are made before triples are measured: what one step leaves of a strong pair would be
-# found in every triple that has it.
+# How often the steps of all pairs are made before triples are measured: what a single step leaves of a strong pair
+# would show in every triple that contains the pair.
 _PAIR_ROUNDS = 3
 
 
@@ -63,7 +64,7 @@ def measure_interactions(batches: Iterable[Any], *, tables: Sequence[Any], seed:
         notes.append(f"The {len(pairs):,} pairs were measured on {num_rows:,} of {len(rows.labels):,} rows.")
         fit, columns = fit.first(num_rows), [column.first(num_rows) for column in columns]
     measured_gains, error = gains_of(columns, pairs, fit, title="Measuring pairs")
-    # What the additive model, drawn to 0, leaves over of single features is no interaction.
+    # The shrunk additive model leaves a rest of each single feature's effect, which is no interaction.
     alone = np.maximum(gains_of(columns, np.arange(len(features))[:, None], fit)[0], 0.0)
     gains, errors = np.zeros((2, len(features), len(features)))
     for matrix, values in ((gains, measured_gains - alone[pairs].sum(axis=1)), (errors, error)):
@@ -86,9 +87,9 @@ def _check_rows(rows: ReadRows) -> None:
     num_rows, clicks = len(rows.labels), float(rows.labels.sum())
     if num_rows < _LEAST_ROWS or min(clicks, num_rows - clicks) < _LEAST_ROWS // 50:
         raise InputError(
-            f"{WHERE}: batches gave {num_rows:,} rows with a weight, {clicks:,.0f} of them with the label 1; at least "
-            f"{_LEAST_ROWS:,} rows with {_LEAST_ROWS // 50} of either label are needed, and tens of thousands to tell "
-            "weak interactions from noise."
+            f"{WHERE}: batches have {num_rows:,} rows with a weight above 0, {clicks:,.0f} of them with the label 1; "
+            f"at least {_LEAST_ROWS:,} rows with {_LEAST_ROWS // 50} of each label are needed. Give more, if possible "
+            "tens of thousands, which tell weak interactions from noise."
         )
 
 
@@ -99,13 +100,13 @@ def _constant_notes(rows: ReadRows) -> list[str]:
         return []
     shown = ", ".join(map(repr, silent[:5])) + (" ..." if len(silent) > 5 else "")
     return [
-        f"{len(silent)} of {len(rows.features)} features are constant, or have values each seen once ({shown}): "
-        "they interact with none and are placed where there is room."
+        f"{len(silent)} of {len(rows.features)} features are constant, or each of their values occurs once ({shown}): "
+        "no interaction can be measured, so they are placed where there is room."
     ]
 
 
 def _fit(rows: ReadRows) -> AdditiveFit:
-    """Fits the additive model without each of the held-out parts."""
+    """Fits the additive model once per split, on the rows that the split does not hold out."""
     held = [rows.parts == split for split in range(SPLITS)]
     odds = [fit_additive(rows.columns, rows.labels, ~part) for part in held]
     losses = [log_losses(fitted[part], rows.labels[part]) for fitted, part in zip(odds, held, strict=True)]
@@ -115,13 +116,13 @@ def _fit(rows: ReadRows) -> AdditiveFit:
 def _measure_triples(
     measured: FeatureAffinity, columns: Sequence[Column], fit: AdditiveFit
 ) -> tuple[tuple[Interaction, ...], list[str]]:
-    """Measures what triples tell beyond all pairs; returns those beyond the error of measuring, and notes."""
+    """Measures the gains of triples beyond all pairs; returns those that exceed the measuring error, and notes."""
     features, count = measured.features, math.comb(len(columns), 3)
-    # A row with three bags has the product of their lengths in cells.
+    # A row with three bags has as many cells as the product of their lengths.
     per_row = max((len(column.values) / len(fit.labels) for column in columns), default=1.0) ** 3
     num_rows = min(len(fit.labels), int(TRIPLE_WORK / max(count, 1) / per_row))
     if not count or num_rows < min(LEAST_TRIPLE_ROWS, len(fit.labels)):
-        note = f"The {count:,} triples of features were not measured, which would take more than a minute."
+        note = f"The {count:,} triples of features were not measured, because that would take more than a minute."
         return (), [note] if count else []
     columns, fit = [column.first(num_rows) for column in columns], fit.first(num_rows)
     gains = measured.significant()
@@ -138,48 +139,48 @@ def _measure_triples(
     )
     if num_rows == measured.num_samples:
         return interacting, []
-    return interacting, [f"The {count:,} triples were measured on {num_rows:,} rows, so that they take about a minute."]
+    return interacting, [f"The {count:,} triples were measured on {num_rows:,} rows only, to take about a minute."]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class AdditiveFit:
-    """The additive model's answers, from which steps of cells are made, for each of S splits."""
+    """Predictions of the additive model in each of S splits; the steps of cells start from them."""
 
     labels: Floats
-    """[R]"""
+    """[R] 0 or 1."""
     odds: list[Floats]
-    """S times [R] log odds."""
+    """S arrays [R] of log odds."""
     held: list[NDArray[np.bool_]]
-    """S times [R] rows that are held out."""
+    """S arrays [R], True for rows that the split holds out."""
     loss: float
-    """Mean log loss of a held-out row, in nats."""
+    """Mean log loss of held-out rows, in nats per row."""
 
     @property
     def most_cells(self) -> int:
-        """Cells beyond which they are hashed: four for each row, and `MOST_CELLS`."""
+        """Number of cells above which cells are hashed: about four per row, `MOST_CELLS` at most; a power of two."""
         return min(MOST_CELLS, 2 ** int(np.ceil(np.log2(max(4 * len(self.labels), 2**10)))))
 
     def first(self, num_rows: int) -> AdditiveFit:
-        """Only the first rows."""
+        """Returns the predictions of the first ``num_rows`` rows."""
         odds, held = [split[:num_rows] for split in self.odds], [split[:num_rows] for split in self.held]
         return replace(self, labels=self.labels[:num_rows], odds=odds, held=held)
 
     @cached_property
     def gradients(self) -> list[tuple[Floats, Floats]]:
-        """S times g and h of the rows, [R]; 0 for those that are held out."""
-        found = []
+        """S pairs of g and h, each [R]; 0 for rows that are held out."""
+        by_split = []
         for odds, held in zip(self.odds, self.held, strict=True):
             p = _probability(odds)
-            found.append((np.where(held, 0.0, self.labels - p), np.where(held, 0.0, p * (1.0 - p))))
-        return found
+            by_split.append((np.where(held, 0.0, self.labels - p), np.where(held, 0.0, p * (1.0 - p))))
+        return by_split
 
     def steps(self, cells: Column, *, split: int) -> Floats:
-        """[V] one step for each cell, made on the rows that are not held out: sum of g over sum of h + 30."""
+        """Returns the step of each cell, [V], from the rows not held out: sum of g / (sum of h + `CELL_PRIOR`)."""
         g, h = self.gradients[split]
         return cells.sums(g) / (cells.sums(h) + CELL_PRIOR)
 
     def stepped(self, cells: Column) -> AdditiveFit:
-        """The log odds after one step for each cell."""
+        """Returns the predictions after one step for each cell."""
         odds = [now + cells.means(self.steps(cells, split=split)) for split, now in enumerate(self.odds)]
         return replace(self, odds=odds)
 
@@ -187,13 +188,13 @@ class AdditiveFit:
 def gains_of(
     columns: Sequence[Column], groups: NDArray[np.int64], fit: AdditiveFit, *, title: str = ""
 ) -> tuple[Floats, Floats]:
-    """Gains of groups of features: by how much one step for each cell of their values lowers the held-out log loss.
+    """Measures gains of groups of features: how much one step for each cell lowers the held-out log loss.
 
-    ``groups`` are [P, 1 to 3] columns. A row with bags has all combinations of their values, in equal shares. With a
-    ``title``, a terminal shows a bar.
+    ``groups`` [P, 1 to 3] are indices into ``columns``. A row with bags has all combinations of their values, in equal
+    shares. With a ``title``, a terminal shows a progress bar.
 
     Returns:
-        [P] mean gains of a held-out row in nats, and their standard errors. Not clipped: below 0 where steps are noise.
+        [P] gains in nats per held-out row, and their standard errors. Gains are not clipped: noise may be negative.
     """
     tested = [(np.flatnonzero(held), odds[held]) for odds, held in zip(fit.odds, fit.held, strict=True)]
     before = [log_losses(odds, fit.labels[rows]) for rows, odds in tested]
@@ -202,7 +203,7 @@ def gains_of(
         cells = join([columns[i] for i in group], fit.most_cells)
         for split, ((rows, odds), losses) in enumerate(zip(tested, before, strict=True)):
             steps = fit.steps(cells, split=split)
-            # Without bags, only the rows that are held out are looked at.
+            # Without bags, it is enough to look at the held-out rows.
             change = steps[cells.values[rows]] if cells.rows is None else cells.means(steps)[rows]
             gain = losses - log_losses(odds + change, fit.labels[rows])
             sums[number] += len(gain), gain.sum(), np.square(gain).sum()
@@ -220,9 +221,9 @@ def _with_bar(items: list[list[int]], title: str) -> Iterable[list[int]]:
 
 
 def join(columns: Sequence[Column], most: int) -> Column:
-    """The cells of some features as the values of one: in a row with bags, each combination of their values.
+    """Returns the cells of some features as one column; a row with bags has each combination of their values.
 
-    ``most``, a power of two, is the number of cells beyond which they are hashed.
+    More cells than ``most``, a power of two, are hashed to ``most``.
 
     Example:
         >>> one = Column(values=np.array([1, 0]), lengths=None, size=2)
@@ -249,7 +250,7 @@ def _join_two(first: Column, second: Column, most: int) -> Column:
         place = np.arange(len(rows)) - np.repeat(np.cumsum(lengths) - lengths, lengths)
         start_a, start_b = (np.cumsum(counts) - counts for counts in (of_a, of_b))
         a, b = a[start_a[rows] + place // of_b[rows]], b[start_b[rows] + place % of_b[rows]]
-    # The wrap-around of a product that is too large does no harm: it is hashed.
+    # A product may wrap around, which does no harm: it is hashed anyway.
     cells, size = a * np.int64(second.size) + b, first.size * second.size
     if size > most:
         cells, size = (mix_bits(cells.view(np.uint64)) & np.uint64(most - 1)).view(np.int64), most
@@ -257,19 +258,19 @@ def _join_two(first: Column, second: Column, most: int) -> Column:
 
 
 def fit_additive(columns: Sequence[Column], labels: Floats, counts: NDArray[np.bool_]) -> Floats:
-    """Fits log odds that are a sum of one weight per value, by Newton steps of one feature after another.
+    """Fits an additive logistic model, with one weight per value of each column, by Newton steps column after column.
 
-    A sweep goes through all features and updates g after each, but not h; its steps are halved while they raise the
-    loss. The fit ends when a sweep gains next to nothing: gains left to single features would be counted for pairs.
+    A sweep goes through all columns and updates g after each, but not h; its steps are halved while they raise the
+    loss. Sweeps continue until one gains next to nothing, because pairs would be credited with what is left over.
 
-    ``columns`` are those of all features, dense ones in bins; ``labels`` [R] are 0 or 1, ``counts`` [R] the rows to
-    fit.
+    ``columns`` are those of all features, dense ones in bins; ``labels`` [R] are 0 or 1; ``counts`` [R] is True for
+    rows to fit.
 
     Returns:
-        [R] log odds.
+        [R] log odds of all rows.
     """
     num_rows, clicks = float(counts.sum()), float(labels[counts].sum())
-    # Converted once, not in every sweep.
+    # int64 once, instead of in every sweep.
     columns = [replace(column, values=column.values.astype(np.int64)) for column in columns]
     weights = [np.zeros(column.size) for column in columns]
     odds = np.full(len(labels), np.log(clicks / (num_rows - clicks)))
@@ -283,7 +284,7 @@ def fit_additive(columns: Sequence[Column], labels: Floats, counts: NDArray[np.b
             change = column.means(steps[-1])
             moved += change
             g -= h * change
-        moved += g.sum() / max(h.sum(), 1e-12)  # the constant, which nothing draws to 0
+        moved += g.sum() / max(h.sum(), 1e-12)  # the constant, which is not shrunk
         scale, before = 1.0, loss
         for _ in range(10):
             tried = [values + scale * step for values, step in zip(weights, steps, strict=True)]
@@ -294,12 +295,12 @@ def fit_additive(columns: Sequence[Column], labels: Floats, counts: NDArray[np.b
             scale /= 2
         if before - loss < DONE:
             return odds
-    logger.warning("The additive model was not done after %d sweeps; single effects may show in pairs.", MAX_SWEEPS)
+    logger.warning("The additive model did not converge in %d sweeps; pairs may contain single effects.", MAX_SWEEPS)
     return odds
 
 
 def _loss(odds: Floats, labels: Floats, counts: NDArray[np.bool_], weights: Sequence[Floats]) -> float:
-    """Mean log loss of the rows that count, with the penalty on the weights."""
+    """Returns the mean log loss of the rows where ``counts`` is True, plus the penalty on the weights."""
     penalty = VALUE_PRIOR / 2 * sum(float(values @ values) for values in weights)
     return float(np.where(counts, log_losses(odds, labels), 0.0).sum() + penalty) / float(counts.sum())
 
@@ -309,7 +310,7 @@ def _probability(odds: Floats) -> Floats:
 
 
 def log_losses(odds: Floats, labels: Floats) -> Floats:
-    """Log losses of rows in nats, [R]."""
+    """Returns the log losses [R] of rows in nats, from log odds [R] and labels [R] of 0 and 1."""
     signed = np.where(labels > 0, -odds, odds)
     # log(1 + e^x) without overflow, several times faster than logaddexp.
     return np.maximum(signed, 0.0) + np.log1p(np.exp(-np.abs(signed)))

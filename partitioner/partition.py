@@ -1,4 +1,4 @@
-"""`Partition`: result of `TowerPartitioner.partition`, its comparison with other towers, and what can be said of it.
+"""`Partition`, the result of `TowerPartitioner.partition`: its comparison with other towers, and verdicts in words.
 
 Legend: F features, T towers.
 """
@@ -31,77 +31,77 @@ __all__ = [
 Labels = NDArray[np.int64]
 
 _AIMS = {
-    "coherent": ("features that resemble each other", 1.0),
-    "diverse": ("features that do not resemble each other", -1.0),
+    "coherent": ("features with similar embeddings", 1.0),
+    "diverse": ("features with dissimilar embeddings", -1.0),
 }
 
 
 @dataclass(frozen=True, kw_only=True)
 class TowerContents:
-    """Load of one tower."""
+    """Load of a tower."""
 
     num_features: int
-    """F_t."""
+    """F_t, the number of its features."""
     num_blocks: int
-    """Groups of features that stay together, such as those of one table."""
+    """Number of its groups of features that must stay together, such as those of a shared table."""
     category: str = ""
-    """Category of its features; empty if there are none."""
+    """Category of its features; empty without categories."""
     work: float | None = None
-    """Elements read per sample: the sum over features of pooling factor times embedding dim; None without tables."""
+    """Embedding elements read per sample: sum of pooling factor times embedding dim; None without tables."""
     num_bytes: int | None = None
-    """Bytes of the tower's tables at 32-bit floats; None without tables."""
+    """Bytes of its tables' weights as 32-bit floats; None without tables."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """What is inside towers, beside what other assignments reach.
+    """The affinity or interaction inside towers of a plan, compared with strided and random towers.
 
-    Of resemblance: the mean affinity of the pairs of features that share a tower. Of interactions: the share of all
-    gains, beyond the error of measuring, that is inside towers, of triples where all three are together. None where
-    there is nothing to take a mean or a share of.
+    For cosines, ``within`` is the mean affinity of pairs of features that share a tower. For interactions it is the
+    share of all gains beyond the measuring error that lies inside towers; a triple counts if one tower has all three
+    features. A number is None if there is no such pair or gain.
     """
 
     within: float | None
-    """Of this plan."""
+    """Inside towers of this plan."""
     between: float | None
-    """Mean of the pairs in different towers of this plan, or the share that is not inside towers."""
+    """Mean affinity of pairs in different towers of this plan, or the share of gains that is not inside towers."""
     within_strided: float | None
-    """Of the naive strided assignment to as many towers (paper, section 5.2.3), which obeys no rule."""
+    """Inside as many strided towers (paper, section 5.2.3), which follow no rules."""
     within_random: float | None
-    """Mean over random assignments of the same blocks under the same rules and limits."""
+    """Mean inside random towers of the same blocks under the same rules and limits."""
     std_random: float | None
-    """Standard deviation over the random assignments."""
+    """Standard deviation over the random towers."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Partition:
-    """Towers, with the points, loads and comparisons behind them."""
+    """A tower plan, with the points, loads and comparisons behind it."""
 
     plan: TowerPlan
     """The towers."""
     affinity: FeatureAffinity
-    """The measure that the towers were made from, with its tables where they are known."""
+    """The affinity that the towers were made from, without features outside towers."""
     points: NDArray[np.float64]
-    """[F, 2] coordinates, in the order of ``affinity.features``; zeros for interactions, which have none."""
+    """[F, 2] float64 coordinates in the order of ``affinity.features``; zeros for interactions, which have none."""
     normalized_stress: float
     """``sqrt(stress / sum of squared wanted distances)`` of the points: 0 is perfect, above 0.2 is poor."""
     loads: tuple[TowerContents, ...]
-    """Tower by tower, in the plan's order."""
+    """The load of each tower, in the plan's order."""
     comparison: Comparison
-    """Against naive and random towers."""
+    """Comparison with strided and random towers."""
     notes: tuple[str, ...] = ()
-    """Warnings for the user in whole sentences, such as about an affinity that is equal for all pairs."""
+    """Warnings for the user in whole sentences, for instance that all pairs have the same affinity."""
 
 
 def tower_affinity(affinity: FeatureAffinity, plan: TowerPlan) -> tuple[float | None, float | None]:
-    """Returns what is inside towers and what is not, as in `Comparison`: mean affinity, or share of all interaction.
+    """Returns the mean affinity, or the share of all interaction, inside towers and between towers.
 
     Returns:
-        (within, between); None where there is nothing to take a mean or a share of (towers of one feature; a single
-        tower; no interaction beyond the error of measuring).
+        ``within`` and ``between`` as in `Comparison`. ``within`` is None if every tower has one feature, ``between`` if
+        there is a single tower, both if no interaction exceeds the measuring error.
 
     Raises:
-        InputError: plan and affinity are not about the same features.
+        InputError: plan and affinity have different features.
 
     Example:
         >>> affinity = FeatureAffinity(matrix=[[1, 0.5, 0], [0.5, 1, 0.25], [0, 0.25, 1]], features=["a", "b", "c"])
@@ -113,14 +113,12 @@ def tower_affinity(affinity: FeatureAffinity, plan: TowerPlan) -> tuple[float | 
 
 
 def compare_towers(affinity: FeatureAffinity, plan: TowerPlan, random: Sequence[Mapping[str, int]]) -> Comparison:
-    """Compares a plan with the strided assignment (DMT paper, section 5.2.3) and with random ones.
-
-    ``random`` are towers by feature.
+    """Compares a plan with strided towers (DMT paper, section 5.2.3) and with ``random`` ones, given by feature.
 
     Raises:
-        InputError: plan and affinity are not about the same features.
+        InputError: plan and affinity have different features.
     """
-    # By name, so that sums do not depend on the order of the features.
+    # Sorted by name, so that sums do not depend on the order of the features.
     ordered = affinity.permuted(sorted(plan.features))
     names = ordered.features
     within, between = _inside(ordered, _labels(plan, names))
@@ -131,14 +129,14 @@ def compare_towers(affinity: FeatureAffinity, plan: TowerPlan, random: Sequence[
         within=within,
         between=between,
         within_strided=strided,
-        # Rounded like the means: where all assignments are alike, the deviation is 0 and not rounding.
+        # Rounded like the means: if all assignments are equal, the deviation is exactly 0.
         within_random=round(float(np.mean(known)), 12) if known else None,
         std_random=round(float(np.std(known)), 12) if known else None,
     )
 
 
 def _inside(affinity: FeatureAffinity, labels: Labels) -> tuple[float | None, float | None]:
-    """Of towers, [F] labels: mean affinity of the pairs in one tower and of the others, or the shares of all gains."""
+    """Returns the mean affinity of pairs inside and between towers, or the shares of all gains, for [F] labels."""
     same_tower = np.triu(labels[:, None] == labels, k=1)
     above = np.triu(affinity.significant(), k=1)
     within, total = float(above[same_tower].sum()), float(above.sum())
@@ -151,7 +149,7 @@ def _inside(affinity: FeatureAffinity, labels: Labels) -> tuple[float | None, fl
     else:
         num_within = int(same_tower.sum())
         num_between = math.comb(len(labels), 2) - num_within
-    # What a difference of sums leaves beyond 12 decimals is rounding, and differs with the order of the features.
+    # Beyond 12 decimals, differences of sums are rounding errors that depend on the order of the features.
     return (
         round(within / num_within, 12) if num_within else None,
         round(max(0.0, total - within) / num_between, 12) if num_between else None,
@@ -164,15 +162,15 @@ def _labels(plan: TowerPlan, names: Sequence[str]) -> Labels:
 
 
 def luck_bound(sizes: Sequence[int], *, categories: Sequence[str] = ()) -> float:
-    """Bounds the deviation of the best of all assignments if the affinities are unrelated, in standard deviations.
+    """Returns how many standard deviations the best assignment differs from random ones if affinities are noise.
 
-    A partitioner looks for an assignment that differs from random ones, and finds one in noise too. Were the mean
-    affinities of the N possible assignments normally distributed, the largest would exceed sqrt(2 ln(100 N)) for fewer
-    than 1 of 100 matrices of independent numbers, whatever their dependence (P(z > t) < exp(-t^2 / 2)). N counts the
-    ways to deal the blocks into towers of these sizes, category by category.
+    A partitioner looks for an assignment that differs from random ones, and finds one in noise too. There are N ways to
+    deal the blocks into towers of these sizes, category by category. If the mean affinities of these assignments are
+    normally distributed, the largest exceeds sqrt(2 ln(100 N)) standard deviations for fewer than 1 of 100 matrices of
+    independent numbers, however the assignments depend on each other (P(z > t) < exp(-t^2 / 2)).
 
-    ``sizes`` are the blocks of each tower, ``categories`` that of each tower, one for all where none are given. Returns
-    sqrt(2 ln(100 N)), at least 3.03.
+    ``sizes`` are the numbers of blocks of each tower; ``categories`` has the category of each tower, or is empty.
+    Returns sqrt(2 ln(100 N)), at least 3.03.
 
     Example:
         >>> round(luck_bound([2, 2]), 2), round(luck_bound([4, 4, 3, 3, 3, 3, 3, 3]), 1)
@@ -186,13 +184,13 @@ def luck_bound(sizes: Sequence[int], *, categories: Sequence[str] = ()) -> float
 
 def _log_ways(sizes: Sequence[int]) -> float:
     ways = math.lgamma(sum(sizes) + 1) - sum(math.lgamma(size + 1) for size in sizes)
-    # Towers of one size may change places without another assignment.
+    # Exchanging towers of equal size gives the same assignment.
     ways -= sum(math.lgamma(number + 1) for number in Counter(sizes).values())
     return max(0.0, ways)
 
 
 def judge_meaning(partition: Partition) -> str:
-    """Judges the towers against random towers of the same blocks and, by resemblance, against the best of many."""
+    """Returns a verdict in sentences: are the towers better than random towers of the same blocks?"""
     comparison, loads = partition.comparison, partition.loads
     if partition.affinity.is_interactions:
         return _judge_interactions(comparison, partition.plan.strategy)
@@ -201,22 +199,22 @@ def judge_meaning(partition: Partition) -> str:
     within, mean, std = comparison.within, comparison.within_random, comparison.std_random
     if within is None or mean is None or not std:
         return (
-            f"{opening}Random towers of the same blocks all have the same affinity inside: these towers are no better "
+            f"{opening}All random towers of the same blocks have the same mean affinity, so these towers are no better "
             "than random."
         )
     deviations = (within - mean) / std
     numbers = (
-        f"Two features of one tower have a mean affinity of {within:.4f}, {abs(deviations):.1f} standard deviations "
-        f"{'above' if deviations >= 0 else 'below'} that of random towers under the same rules ({mean:.4f} \u00b1 "
-        f"{std:.4f}). "
+        f"Two features of the same tower have a mean affinity of {within:.4f}, which is {abs(deviations):.1f} standard "
+        f"deviations {'above' if deviations >= 0 else 'below'} the mean in random towers under the same rules "
+        f"({mean:.4f} \u00b1 {std:.4f}). "
     )
     bound = luck_bound([load.num_blocks for load in loads], categories=[load.category for load in loads])
     says = (
-        f"That is more than unrelated affinities would give (below {bound:.1f}): they have structure, as those of "
-        "untrained vectors may have too. Towers from another training seed show whether it is that of the data."
+        f"Noise would give less than {bound:.1f}, so the affinities have structure; those of untrained embeddings may "
+        "have structure too. To see whether it comes from the data, compare with towers from another training seed."
         if deviations * sign > bound
-        else "These towers are no better than random: the partitioner looks for the best assignment, and finds one up "
-        f"to {bound:.1f} standard deviations away even if the affinities are unrelated."
+        else "These towers are no better than random: the partitioner searches for the best assignment, which is up to "
+        f"{bound:.1f} standard deviations away even if affinities are noise."
     )
     return opening + numbers + says
 
@@ -224,19 +222,19 @@ def judge_meaning(partition: Partition) -> str:
 def _judge_interactions(comparison: Comparison, strategy: str) -> str:
     if comparison.within is None:
         return (
-            "No pair or triple of features was found to interact beyond the error of measuring: the towers are "
-            "arbitrary. More rows may show weak interactions."
+            "No pair or triple of features interacts beyond the measuring error, so the towers are arbitrary. Weak "
+            "interactions may show with more rows."
         )
-    random = "" if comparison.within_random is None else f" and {comparison.within_random:.0%} in random ones"
+    random = "" if comparison.within_random is None else f", {comparison.within_random:.0%} inside random towers"
     return (
-        f"The towers keep features {strategy} that predict the label together: {comparison.within:.0%} of all "
-        f"interaction beyond the error of measuring is inside towers, {comparison.within_strided or 0.0:.0%} in "
-        f"strided ones{random}. Only training shows what that is worth; use several seeds."
+        f"The towers keep interacting features {strategy}: {comparison.within:.0%} of all interaction beyond the "
+        f"measuring error is inside towers, {comparison.within_strided or 0.0:.0%} inside strided towers{random}. Only "
+        "training shows whether this improves quality; use several seeds."
     )
 
 
 def tower_loads(partition: Partition) -> dict[str, list[float]]:
-    """Features, work and bytes of each tower, as far as they are known."""
+    """Returns the features, and with tables the work and bytes, of each tower, in the plan's order."""
     loads = partition.loads
     known = {"features": [float(load.num_features) for load in loads]}
     if loads[0].work is not None:
@@ -246,8 +244,8 @@ def tower_loads(partition: Partition) -> dict[str, list[float]]:
 
 
 def judge_balance(partition: Partition) -> str:
-    """Says how even the towers are; limits are met, or there would be no towers."""
+    """Returns a sentence on how even the towers are."""
     known = tower_loads(partition).items()
     ratios = {name: max(values) * len(values) / sum(values) for name, values in known if sum(values) > 0}
-    said = ", ".join(f"{ratio:.2f} times in {name}" for name, ratio in ratios.items())
-    return f"Of the mean, the largest tower carries {said}."
+    parts = ", ".join(f"{ratio:.2f} times the mean {name}" for name, ratio in ratios.items())
+    return f"The largest tower has {parts}."

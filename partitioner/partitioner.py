@@ -1,4 +1,4 @@
-"""`TowerPartitioner`: how features relate in, balanced towers out (DMT paper, section 3.3).
+"""`TowerPartitioner`: balanced towers from a `FeatureAffinity` (DMT paper, section 3.3).
 
 Legend: F features, P blocks (features that stay together), T towers.
 """
@@ -41,20 +41,20 @@ logger = logging.getLogger(__name__)
 
 Strategy = Literal["auto", "coherent", "diverse", "together", "apart"]
 _OF_INTERACTIONS = ("together", "apart")
-# Random assignments to compare with.
+# Number of random assignments that a partition is compared with.
 RANDOM_ASSIGNMENTS = 100
 
 
 @dataclass(kw_only=True)
 class TowerPartitioner:
-    """Assigns features to balanced towers by how they relate (arXiv 2403.00877, section 3.3).
+    """Assigns features to balanced towers by a `FeatureAffinity` (arXiv 2403.00877, section 3.3).
 
-    By resemblance, the paper's way: the affinity becomes distances (`distances`), the distances become points in a
-    plane (`embed_distances`), and the points are grouped by constrained K-means (`group_points`). A local search on the
-    wanted distances themselves then improves the towers and holds every limit. By interactions, the same search is made
-    on the gains. The answer does not depend on the order in which features are listed.
+    With cosines, as in the paper, the affinities become distances (`distances`), then points in a plane
+    (`embed_distances`), and constrained K-means groups the points (`group_points`). A local search on the distances
+    then improves the towers, within all limits. With interactions, the same search runs on the gains. The answer does
+    not depend on the order of the features.
 
-    Parameters are kept as given and checked by `fit` and `partition`.
+    `fit`, `partition` and `check` check the parameters; the constructor does not.
 
     Example:
         >>> close, far = 0.9, 0.1
@@ -65,49 +65,48 @@ class TowerPartitioner:
     """
 
     num_towers: Annotated[int, Field(strict=True, ge=1)]
-    """T."""
+    """T, the number of towers."""
     strategy: Strategy = "auto"
-    """Of resemblance, ``"coherent"`` puts features together that are alike, ``"diverse"`` those that are not; the paper
-    finds that either may train better. Of interactions, ``"together"`` keeps most inside towers, for tower modules that
-    keep them (cross layers), ``"apart"`` least, for linear ones. ``"auto"`` is coherent, or together, or apart where
-    ``keeps_interactions`` is False."""
+    """For cosines, ``"coherent"`` groups similar features and ``"diverse"`` dissimilar ones; in the paper, either may
+    train better. For interactions, ``"together"`` keeps as much as possible inside towers, for tower modules that keep
+    interactions (cross layers), and ``"apart"`` as little, for linear tower modules. ``"auto"`` is coherent for
+    cosines; for interactions it is together, or apart if ``keeps_interactions`` is False."""
     keeps_interactions: bool = True
-    """Whether products of its own features reach the output of a tower module: the attribute of that name of its
-    class."""
+    """Whether products of features reach a tower module's output; its class has an attribute of this name."""
     balance_ratio: Annotated[float, Field(ge=1)] = 1.0
-    """K of the paper: the largest tower may have this many times the features of the smallest (rounded down), but
-    always ceil(F / T). Sizes are n to K n, with n such that the middle is nearest F / T. Infinite: towers may have any
-    number of features, for instance to balance their work instead."""
+    """K of the paper: the largest tower has at most K times the features of the smallest, rounded down; ceil(F / T)
+    features are always allowed. Sizes are n to K n, for the n that brings their middle nearest F / T. If infinite,
+    towers may have any number of features, for instance to balance their work instead."""
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**32)] = 0
-    """Seed of every random choice."""
+    """Seed of all random choices."""
     rules: InstanceOf[PartitionRules] = field(default_factory=PartitionRules)
-    """Categories, features that must or must not share a tower, limits on work and memory."""
+    """Categories, features that must or must not share a tower, and limits on work and memory."""
     refine: bool = True
-    """Search on the wanted distances after the points have been grouped; the paper does not."""
+    """Whether to search on the distances after the points are grouped; the paper does not."""
 
     def fit(self, measure: FeatureAffinity, *, tables: Sequence[Any] = ()) -> TowerPlan:
-        """Computes the towers: ``partition(...).plan``, whose notes are logged as warnings."""
+        """Returns the plan of `partition`, whose arguments and errors it shares; logs the notes as warnings."""
         partition = self.partition(measure, tables=tables)
         for note in partition.notes:
             logger.warning(note)
         return partition.plan
 
     def partition(self, measure: FeatureAffinity, *, tables: Sequence[Any] = ()) -> Partition:
-        """Computes the towers, and the numbers to judge them by.
+        """Computes the towers, and numbers to judge them by.
 
         Args:
-            measure: of the F features to place.
-            tables: TorchRec ``EmbeddingBagConfig`` or `TableSpec` of the model, by default those of the measure;
-                recorded in the plan. Limits on work and memory need them. The features of a shared table are kept
-                together: they are one block, placed by their mean affinities.
+            measure: the affinity of the F features to place.
+            tables: TorchRec ``EmbeddingBagConfig`` or `TableSpec` of the model, by default ``measure.tables``; the plan
+                records them. Limits on work and memory need tables. Features that share a table stay together: they
+                form a block, placed by their mean affinities.
 
         Returns:
-            The partition. Its plan's towers are in the order of their first feature in ``measure`` (category by
-            category, where there are any), features inside a tower likewise. ``plan.affinity`` holds the numbers.
+            The partition. Towers are in the order of their first feature in ``measure`` (category by category, if there
+            are categories), and so are the features inside a tower. ``plan.affinity`` records settings and comparison.
 
         Raises:
-            InputError: a parameter is out of range, there are more towers than features (or tables), the tables are not
-                those of the features, or no assignment that holds all rules and limits was found.
+            InputError: a parameter is out of range, there are more towers than features (or tables), tables and
+                ``measure`` have different features, or no assignment within all rules and limits was found.
         """
         from threadpoolctl import threadpool_limits
 
@@ -121,21 +120,21 @@ class TowerPartitioner:
         parts, notes = prepare(measure, num_towers=self.num_towers, balance_ratio=self.balance_ratio, rules=rules)
         if outside:
             notes = [*notes, f"Outside towers, with their tables on every rank: {shorten(outside, ', ')}."]
-        # With more threads sums may have another order, and a tie fall the other way.
+        # More threads may sum in another order, and so break a tie differently.
         with threadpool_limits(1):
             answers = [self._solve(part, measure, strategy) for part in parts]
-            found = self._assembled(measure, answers, strategy, notes)
-        return replace(found, plan=replace(found.plan, outside=outside, tables=recorded))
+            partition = self._assembled(measure, answers, strategy, notes)
+        return replace(partition, plan=replace(partition.plan, outside=outside, tables=recorded))
 
     def check(self) -> None:
-        """Raises `InputError` for a parameter that is out of range, as `fit` does; for callers that measure first."""
+        """Raises `InputError` for a parameter of the wrong type or out of range; call it before a long measurement."""
         try:
             TypeAdapter(TowerPartitioner).validate_python(vars(self))
         except ValidationError as error:
             raise InputError(f"TowerPartitioner: {explain(error)}") from error
 
     def _resolved(self, measure: FeatureAffinity) -> str:
-        """The strategy, or what ``"auto"`` means for the measure; `InputError` where they do not fit."""
+        """Returns the strategy, resolving ``"auto"``; raises `InputError` if it does not fit the measure."""
         fitting = _OF_INTERACTIONS if measure.is_interactions else ("coherent", "diverse")
         if self.strategy == "auto":
             return fitting[measure.is_interactions and not self.keeps_interactions]
@@ -162,7 +161,7 @@ class TowerPartitioner:
         starts = [_grouped(points, num_towers, bounds, seed)] if costs.per_feature else []
         if is_paper and not bounds.violation(starts[0], num_towers):
             return _Answer(part, *embedded, labels=starts[0])
-        # Also for the paper's answer where it breaks limits that K-means does not know.
+        # Also without refine, if the points' groups break limits that K-means does not know.
         starts.append(_neighbours(costs.pairs, num_towers))
         violation, labels = search_towers(costs, starts, num_towers=num_towers, bounds=bounds, seed=seed)
         if violation:
@@ -172,7 +171,7 @@ class TowerPartitioner:
     def _assembled(
         self, measure: FeatureAffinity, answers: Sequence[_Answer], strategy: str, more_notes: Sequence[str]
     ) -> Partition:
-        """Puts the answers of all parts together."""
+        """Returns the partition made of the answers of all parts."""
         towers: list[TowerFeatures] = []
         loads: list[TowerContents] = []
         for answer in answers:
@@ -219,7 +218,7 @@ class _Answer:
 
     part: Part
     points: Floats
-    """[P, 2], with the stress and the squared distances of `embed_distances`; zeros for interactions."""
+    """[P, 2] points, then the stress and the sum of squared distances of `embed_distances`; 0 for interactions."""
     stress: float
     wanted: float
     labels: Labels
@@ -227,7 +226,7 @@ class _Answer:
 
     @property
     def notes(self) -> list[str]:
-        """A note if the sizes could not be as even as requested."""
+        """A note if the sizes are not as even as requested; else empty."""
         sizes = np.bincount(self.labels, weights=self.part.blocks.loads[0]).astype(int)
         if self.part.asked[0] <= sizes.min() and sizes.max() <= self.part.asked[1]:
             return []
@@ -237,7 +236,7 @@ class _Answer:
         ]
 
     def members(self, features: Sequence[str]) -> dict[int, list[str]]:
-        """The features of each tower by its label, towers and features in the order of ``features``."""
+        """Returns the features of each tower by its label, towers and features in the order of ``features``."""
         tower_of = self.by_feature(self.labels)
         members: dict[int, list[str]] = {}
         for name in features:
@@ -246,13 +245,13 @@ class _Answer:
         return members
 
     def by_feature(self, labels: Labels) -> dict[str, int]:
-        """The tower of each feature, from the [P] labels of blocks."""
+        """Returns the tower of each feature, from the [P] labels of blocks."""
         pairs = zip(self.part.blocks.names, labels.tolist(), strict=True)
         return {name: tower for names, tower in pairs for name in names}
 
 
 def _grouped(points: Floats, num_towers: int, bounds: Bounds, seed: int) -> Labels:
-    """The paper's answer; it counts points, so if blocks have several features it is only a start."""
+    """Returns the paper's answer, [P]. It counts points, not features, so with larger blocks it is only a start."""
     sizes = len(points) // num_towers, -(-len(points) // num_towers)
     if (bounds.weights == 1).all():
         sizes = int(bounds.lower[0]), int(min(bounds.upper[0], len(points)))
@@ -260,7 +259,7 @@ def _grouped(points: Floats, num_towers: int, bounds: Bounds, seed: int) -> Labe
 
 
 def _neighbours(costs: Floats, num_towers: int) -> Labels:
-    """[P] towers along an order of the blocks in which those of low cost are near each other."""
+    """Orders blocks so that those with low costs are neighbours, and cuts the order into towers: [P] labels."""
     from scipy.cluster.hierarchy import leaves_list, linkage
     from scipy.spatial.distance import squareform
 
@@ -273,9 +272,9 @@ def _neighbours(costs: Floats, num_towers: int) -> Labels:
 
 
 def _random_towers(answers: Sequence[_Answer], seed: int) -> Iterator[Mapping[str, int]]:
-    """Random assignments of the same blocks under the same rules: blocks of one size change places, then limits hold.
+    """Yields random assignments of the same blocks: shuffles blocks of equal size, then repairs broken limits.
 
-    One whose limits do not hold again is left out.
+    Leaves out an assignment that cannot be repaired.
     """
     rng = np.random.default_rng(seed)
     for _ in range(RANDOM_ASSIGNMENTS):
@@ -298,25 +297,25 @@ def _random_towers(answers: Sequence[_Answer], seed: int) -> Iterator[Mapping[st
 
 
 def _broken_limits(labels: Labels, num_towers: int, bounds: Bounds) -> str:
-    """Names the limits that the closest towers break, and what to do."""
+    """Returns the end of a message: which limits the closest assignment breaks, and what to do."""
     loads = bounds.tower_loads(labels, num_towers)
     broken = []
     for name, row, lower, upper in zip(RESOURCES, loads, bounds.lower, bounds.upper, strict=True):
         if row.max() > upper:
-            broken.append(f"a tower with {amount(row.max())} {name} where the limit is {amount(upper)}")
+            broken.append(f"a tower with {amount(row.max())} {name} (limit {amount(upper)})")
         if row.min() < lower:
-            broken.append(f"a tower with {amount(row.min())} {name} where at least {amount(lower)} are due")
+            broken.append(f"a tower with {amount(row.min())} {name} (at least {amount(lower)} are required)")
     if bounds.apart is not None and (bounds.apart & (labels[:, None] == labels[None, :])).any():
-        broken.append("a tower with features that are to be apart")
+        broken.append("a tower with features that must be apart")
     return (
-        f"no assignment of the features to {num_towers} towers within all limits was found. The closest has "
+        f"found no assignment of the features to {num_towers} towers within all limits. The closest has "
         f"{' and '.join(broken)}. Raise balance_ratio or the limits (max_work_ratio, max_tower_bytes), drop a "
         "rule, or change the number of towers."
     )
 
 
 def _points(answers: Sequence[_Answer], affinity: FeatureAffinity) -> NDArray[np.float64]:
-    """[F, 2] points; the parts were embedded separately and are laid side by side along the first axis."""
+    """Returns the [F, 2] points; parts, which were embedded separately, lie side by side along the first axis."""
     position = {name: i for i, name in enumerate(affinity.features)}
     points = np.zeros((affinity.num_features, 2))
     edge = 0.0
@@ -331,12 +330,12 @@ def _points(answers: Sequence[_Answer], affinity: FeatureAffinity) -> NDArray[np
 
 
 def _notes(affinity: FeatureAffinity) -> list[str]:
-    """A note on a measure that does not say which features belong together."""
+    """Returns a note if all pairs of features are equal; else nothing."""
     pairs = affinity.significant()[np.triu_indices(affinity.num_features, k=1)]
     if len(pairs) < 3 or np.ptp(pairs) >= 1e-6 or affinity.triples:
         return []
-    what = "interaction beyond the error of measuring" if affinity.is_interactions else "affinity"
+    what = "interaction beyond the measuring error" if affinity.is_interactions else "affinity"
     return [
-        f"All pairs of features have the same {what}, {pairs[0]:.3g}, so it does not say which belong together: the "
-        "towers are balanced and otherwise arbitrary."
+        f"All pairs of features have the same {what}, {pairs[0]:.3g}, so the towers are balanced but otherwise "
+        "arbitrary."
     ]

@@ -1,6 +1,6 @@
-"""Features as points in a plane whose distances follow their affinities, and the groups of points (DMT, section 3.3).
+"""Places features as points in a plane by their affinities, and groups the points (DMT paper, section 3.3).
 
-Legend: F points, T groups. The paper's n, the dimensions of the points, is 2, as in the paper.
+Legend: F points, T groups. As in the paper, the points have n = 2 dimensions.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from dmt.partitioner.search import Floats, Labels
 
 __all__ = ["distances", "embed_distances", "group_points"]
 
-# SMACOF iterations. More lower the stress by well under 1 %, and the search on the distances corrects the points.
+# Most SMACOF iterations. More would lower the stress by less than 1 %, and the local search corrects the towers anyway.
 MAX_ITERATIONS = 50
-# k-means-constrained rounds distances to 1/1000 before it solves the assignment: points are scaled to this extent.
+# Points are scaled to this extent, because k-means-constrained rounds distances to 1/1000 before it assigns points.
 EXTENT = 1000.0
 
 
 def distances(matrix: Floats, strategy: str) -> Floats:
-    """D = f(I) of the DMT paper (section 3.3): 1 - I for ``"coherent"``, I for ``"diverse"``; the diagonal is zero."""
+    """Returns distances D = f(I) [F, F] (DMT, section 3.3): 1 - I if coherent, I if diverse, 0 on the diagonal."""
     assert strategy in ("coherent", "diverse"), f"TowerPartitioner checks the strategy, got {strategy!r}"
     distance = 1.0 - matrix if strategy == "coherent" else matrix.copy()
     np.fill_diagonal(distance, 0.0)
@@ -26,13 +26,13 @@ def distances(matrix: Floats, strategy: str) -> Floats:
 
 
 def embed_distances(distance: Floats, *, seed: int) -> tuple[Floats, float, float]:
-    """Finds points whose pairwise Euclidean distances come as close as they can to given ones.
+    """Finds points in the plane whose Euclidean distances approximate the wanted ones, D.
 
-    Minimises ``sum_{j<i} (||X_i - X_j|| - D_ij)^2``, the unnumbered objective of the DMT paper's section 3.3, with
-    scikit-learn's SMACOF from the classical scaling. ``distance`` is [F, F], symmetric with a zero diagonal.
+    Minimises the stress ``sum_{j<i} (||X_i - X_j|| - D_ij)^2``, the objective in the DMT paper's section 3.3, by
+    scikit-learn's SMACOF, started from classical scaling. ``distance`` is D: [F, F], symmetric, 0 on the diagonal.
 
     Returns:
-        [F, 2] points with their mean at the origin, that sum (the stress), and the sum over pairs of D_ij^2.
+        [F, 2] float64 points with their mean at the origin, the stress, and the sum over pairs of D_ij^2.
 
     Example:
         >>> triangle = np.array([[0.0, 3.0, 5.0], [3.0, 0.0, 4.0], [5.0, 4.0, 0.0]])
@@ -45,7 +45,7 @@ def embed_distances(distance: Floats, *, seed: int) -> tuple[Floats, float, floa
     wanted = squareform(distance, checks=False)
     if not wanted.any():  # one point, or all in one place
         return np.zeros((len(distance), 2)), 0.0, 0.0
-    # Imported here, as scikit-learn takes half a second to load.
+    # Imported here, because scikit-learn takes half a second to load.
     from sklearn.manifold import MDS
 
     scale = float(wanted.max())
@@ -56,9 +56,9 @@ def embed_distances(distance: Floats, *, seed: int) -> tuple[Floats, float, floa
 
 
 def _classical_scaling(distance: Floats, seed: int) -> Floats:
-    """Torgerson's scaling, [F, 2]: exact if D is Euclidean; axes that are not real are 0.
+    """Returns Torgerson's classical scaling of D, [F, 2], plus noise; an axis with a negative eigenvalue is 0.
 
-    A little noise is added: points that coincide, or an axis of zeros, could never part.
+    Without noise, SMACOF could not separate points that coincide.
     """
     from scipy.linalg import eigh
 
@@ -66,20 +66,20 @@ def _classical_scaling(distance: Floats, seed: int) -> Floats:
     centred = np.square(distance) * -0.5
     centred -= centred.mean(axis=0)
     centred -= centred.mean(axis=1, keepdims=True)
-    # The default driver returns no eigenvalue at all for some matrices.
+    # For some matrices the default driver returns no eigenvalues.
     values, vectors = eigh(centred, subset_by_index=[size - 2, size - 1], driver="evx")
     points = (vectors * np.sqrt(np.maximum(values, 0.0)))[:, ::-1]
     return points + 0.01 * np.random.default_rng(seed).standard_normal((size, 2))
 
 
 def group_points(points: Floats, num_groups: int, *, sizes: tuple[int, int], seed: int) -> Labels:
-    """Groups points by constrained K-means (Bradley, Bennett and Demiriz, 2000): the paper's method.
+    """Groups points [F, n] by constrained K-means (Bradley, Bennett and Demiriz, 2000), as in the paper.
 
-    ``points`` are [F, n], ``sizes`` the least and the most points of a group. Returns the [F] groups.
+    ``sizes`` are the least and the most points of a group. Returns the group of each point, [F] int64 from 0.
     """
     if num_groups in (1, len(points)):
         return np.arange(len(points), dtype=np.int64) % num_groups
-    # Imported here: OR-tools, which solves the flow, takes longer to load than all the rest of this package.
+    # Imported here, because it loads OR-tools, which takes longer than the rest of this package.
     from k_means_constrained import KMeansConstrained
 
     extent = float(np.ptp(points, axis=0).max())

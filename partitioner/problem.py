@@ -1,4 +1,4 @@
-"""From an affinity, tables and rules to what the search solves: blocks with loads, limits, and towers per category.
+"""Turns an affinity, tables and rules into the search problem: blocks with loads, limits, and towers per category.
 
 Legend: F features, P blocks (features that stay together), T towers.
 """
@@ -31,10 +31,10 @@ class Blocks:
     loads: NDArray[np.float64]
     """[3, P] features, work (elements read per sample) and bytes of each block; without tables the last two are 0."""
     apart: NDArray[np.bool_] | None
-    """[P, P] which blocks must not share a tower; None if there are none."""
+    """[P, P] True for blocks that must not share a tower; None without such a rule."""
 
     def within(self, features: Collection[str]) -> Blocks:
-        """The blocks of these features, whose blocks have no others."""
+        """Returns the blocks of ``features``, which contains either all features of a block or none."""
         index = [i for i, names in enumerate(self.names) if names[0] in features]
         return Blocks(
             names=tuple(self.names[i] for i in index),
@@ -43,7 +43,7 @@ class Blocks:
         )
 
     def matrix(self, matrix: Floats, features: Sequence[str]) -> Floats:
-        """[P, P] means of [F, F] numbers over the features of two blocks; of blocks of one feature just the numbers."""
+        """Returns the [P, P] means of ``matrix`` [F, F] over the features of each pair of blocks."""
         position = {name: i for i, name in enumerate(features)}
         order = [position[name] for names in self.names for name in names]
         ordered = matrix[np.ix_(order, order)]
@@ -53,7 +53,7 @@ class Blocks:
         return total / np.outer(sizes, sizes)
 
     def costs(self, affinity: FeatureAffinity, sign: float) -> Costs:
-        """The gains of interactions, times ``sign``, of pairs and triples of blocks."""
+        """Returns the gains of pairs and triples of blocks, times ``sign``, as costs."""
         pairs = sign * self.matrix(affinity.significant(), affinity.features)
         np.fill_diagonal(pairs, 0.0)
         block_of = {name: i for i, names in enumerate(self.names) for name in names}
@@ -65,7 +65,7 @@ class Blocks:
             if len(blocks) == 3:
                 triples[blocks] = triples.get(blocks, 0.0) + sign * triple.gain
             elif len(blocks) == 2:
-                # Two of the three are one block: together where the two blocks are.
+                # Two of its features are in one block, so its three features are together if the two blocks are.
                 gain = sign * triple.gain / (self.loads[0, blocks[0]] * self.loads[0, blocks[1]])
                 pairs[blocks] += gain
                 pairs[blocks[::-1]] += gain
@@ -75,19 +75,19 @@ class Blocks:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Part:
-    """The features of one category, or all if there are none, and the towers they go to."""
+    """The features of a category, or all features without categories, and the number of their towers."""
 
     category: str
     blocks: Blocks
     num_towers: int
     bounds: Bounds
-    """The limits to hold; the sizes among them are looser than asked where blocks of several features need it."""
+    """Limits to hold. Limits on features per tower are looser than ``asked`` if blocks of several features need it."""
     asked: tuple[int, int]
-    """The least and the most features of a tower that the balance ratio asks for."""
+    """The least and the most features of a tower by the balance ratio."""
 
     @property
     def where(self) -> str:
-        """The beginning of a message about this part; empty if there are no categories."""
+        """Start of a message about this part; empty without categories."""
         return f"category {self.category!r}: " if self.category else ""
 
 
@@ -97,10 +97,10 @@ def prepare(
     """Applies rules and limits to the features; `TowerPartitioner` describes the arguments.
 
     Returns:
-        The parts to solve, and warnings for the user.
+        The parts to solve, one per category, and warnings for the user.
 
     Raises:
-        InputError: tables, rules and measure do not fit together, or there are more towers than blocks.
+        InputError: a limit needs tables, rules contradict the features or each other, or towers outnumber blocks.
     """
     is_limited = rules.max_work_ratio is not None or rules.max_tower_bytes is not None
     if not measure.tables and is_limited:
@@ -119,17 +119,17 @@ def prepare(
     notes = []
     if rules.max_work_ratio is not None and measure.pooling_factors is None:
         notes.append(
-            "Work is that of one id per sample and feature: the affinity was collected without counting ids. Give it "
-            "pooling_factors where there are more."
+            "Work assumes one id per sample and feature, because the affinity has no pooling_factors. Set them if "
+            "features have more ids."
         )
     return [_part(name, inside, counts[name], balance_ratio, upper) for name, inside in parted.items()], notes
 
 
 def make_blocks(measure: FeatureAffinity, rules: PartitionRules) -> Blocks:
-    """Joins features that must share a tower and adds up their loads; ``rules`` name features one by one.
+    """Joins features that must share a tower into blocks, and adds up their loads; ``rules`` contain no patterns.
 
     Raises:
-        InputError: features that must share a tower must also part, or are of different categories.
+        InputError: features must be both together and apart, or together but are in different categories.
     """
     names = _joined(measure.features, [*rules.together, *(spec.feature_names for spec in measure.tables)])
     home = {feature: category for category, inside in rules.categories.items() for feature in inside}
@@ -137,8 +137,8 @@ def make_blocks(measure: FeatureAffinity, rules: PartitionRules) -> Blocks:
         other = next((name for name in block if home.get(name) != home.get(block[0])), None)
         if other is not None:
             raise InputError(
-                f"Partition rules: {block[0]!r} is of category {home[block[0]]!r} and {other!r} of {home[other]!r}, "
-                "but they must share a tower (by a shared table or a rule of together). Put them into one category."
+                f"Partition rules: {block[0]!r} is in category {home[block[0]]!r} and {other!r} in {home[other]!r}, "
+                "but they must share a tower (shared table or rule together). Put them into the same category."
             )
     factors = dict(zip(measure.features, measure.pooling_factors or (1.0,) * measure.num_features, strict=True))
     table_of = {feature: spec for spec in measure.tables for feature in spec.feature_names}
@@ -146,13 +146,13 @@ def make_blocks(measure: FeatureAffinity, rules: PartitionRules) -> Blocks:
     loads[0] = list(map(len, names))
     for i, block in enumerate(names if table_of else ()):
         loads[1, i] = sum(factors[name] * table_of[name].embedding_dim for name in block)
-        # A shared table is there once.
+        # A shared table counts once.
         loads[2, i] = sum({table_of[name].name: table_of[name].num_bytes for name in block}.values())
     return Blocks(names=names, loads=loads, apart=_apart(rules.apart, names))
 
 
 def _joined(features: Sequence[str], groups: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
-    """Returns the connected components of features that share a group, each sorted, all sorted."""
+    """Returns the connected components of features that share a group, sorted, each as sorted features."""
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
 
@@ -176,22 +176,22 @@ def _apart(groups: Sequence[Sequence[str]], names: Sequence[Sequence[str]]) -> N
         for a, b in combinations(group, 2):
             if block_of[a] == block_of[b]:
                 raise InputError(
-                    f"Partition rules: {a!r} and {b!r} must not share a tower (apart), but a shared table or a rule of "
-                    f"together keeps {', '.join(map(repr, names[block_of[a]][:5]))} in one. Drop one of the rules."
+                    f"Partition rules: {a!r} and {b!r} must not share a tower (rule apart), but a shared table or the "
+                    f"rule together joins {', '.join(map(repr, names[block_of[a]][:5]))}. Drop one of the rules."
                 )
             apart[block_of[a], block_of[b]] = apart[block_of[b], block_of[a]] = True
     return apart
 
 
 def _allot(parted: Mapping[str, Blocks], num_towers: int, given: Mapping[str, int]) -> dict[str, int]:
-    """Towers for each category: as ``given``, and the rest of them in proportion to the features of the others."""
+    """Returns the number of towers of each category: as ``given``, else in proportion to its features."""
     most = {name: given.get(name, len(blocks.names)) for name, blocks in parted.items()}
     counts = {name: given.get(name, 1) for name in parted}
     if not sum(counts.values()) <= num_towers <= sum(most.values()):
         raise InputError(
             f"TowerPartitioner: num_towers={num_towers}, but the categories need at least {sum(counts.values())} "
-            f"({counts}) and can fill {sum(most.values())} ({most}; features of one table count once). Give a number "
-            "in that range, or change towers_per_category."
+            f"({counts}) and can fill at most {sum(most.values())} ({most}; features that stay together count once). "
+            "Give a number in that range, or change towers_per_category."
         )
     features = {name: float(blocks.loads[0].sum()) for name, blocks in parted.items()}
     for _ in range(num_towers - sum(counts.values())):
@@ -203,11 +203,11 @@ def _allot(parted: Mapping[str, Blocks], num_towers: int, given: Mapping[str, in
 def _part(category: str, blocks: Blocks, num_towers: int, balance_ratio: float, upper: tuple[float, float]) -> Part:
     num_features, num_blocks = int(blocks.loads[0].sum()), len(blocks.names)
     if num_towers > num_blocks:
-        what = "features" if num_features == num_blocks else "tables (shared tables are not split)"
+        what = "features" if num_features == num_blocks else "groups of features (of a shared table or rule together)"
         where = f"category {category!r}: " if category else ""
         raise InputError(
-            f"TowerPartitioner: {where}num_towers={num_towers} exceeds the {num_blocks} {what} to place, and no tower "
-            "may be empty. Use fewer towers, or write a plan that cuts tables (TowerPlan.column_splits)."
+            f"TowerPartitioner: {where}num_towers={num_towers} exceeds the {num_blocks} {what} to place, but every "
+            "tower needs one. Use fewer towers, or write a plan that cuts tables (TowerPlan.column_splits)."
         )
     asked = size_bounds(num_features, num_towers, balance_ratio)
     least, most = _fitting_sizes(blocks.loads[0], num_towers, asked)
@@ -221,10 +221,10 @@ def _part(category: str, blocks: Blocks, num_towers: int, balance_ratio: float, 
 
 
 def size_bounds(num_features: int, num_towers: int, balance_ratio: float) -> tuple[int, int]:
-    """The least and the most features of a tower such that none has more than ``balance_ratio`` times another's.
+    """Returns the least and the most features of a tower, such that most / least is at most ``balance_ratio``.
 
-    Of all such pairs it is the one whose middle is nearest the mean size. Where sizes cannot be even, the most is
-    ceil(F / T) all the same. An infinite ratio leaves all sizes open.
+    Of all such pairs, returns the one whose middle is nearest the mean size, F / T; if there is none, floor(F / T) and
+    ceil(F / T). An infinite ratio allows any size.
 
     Example:
         >>> size_bounds(26, 8, 1.0), size_bounds(24, 8, 1.0), size_bounds(26, 8, 2.0), size_bounds(26, 8, 4.0)
@@ -233,17 +233,17 @@ def size_bounds(num_features: int, num_towers: int, balance_ratio: float) -> tup
     if math.isinf(balance_ratio):
         return 1, num_features
     mean = num_features / num_towers
-    # The addend keeps 1.15 * 100 from falling to 114.
+    # 1e-9, because 1.15 * 100 is slightly less than 115 in floating point.
     pairs = [(least, int(balance_ratio * least + 1e-9)) for least in range(int(mean), 0, -1)]
     allowed = [(least, min(num_features, most)) for least, most in pairs if most >= mean]
     return min(allowed, key=lambda pair: abs(sum(pair) - 2 * mean), default=(int(mean), math.ceil(mean)))
 
 
 def _fitting_sizes(weights: Floats, num_towers: int, asked: tuple[int, int]) -> tuple[int, int]:
-    """Loosens the sizes just so far that blocks, of [P] ``weights`` features, can be dealt out within them.
+    """Loosens the ``asked`` sizes until blocks of [P] ``weights`` features fit; returns least and most features.
 
-    First the largest group is allowed more, then the smallest is kept as large as possible. A local search decides if
-    blocks fit, so the sizes may be looser than a perfect packing needs.
+    Raises the most first, as little as possible, and then lowers the least. A local search decides whether blocks fit,
+    so the sizes may be looser than a perfect packing needs.
     """
     nothing = Costs(pairs=np.zeros((len(weights), len(weights))), per_feature=False)
 
@@ -256,7 +256,7 @@ def _fitting_sizes(weights: Floats, num_towers: int, asked: tuple[int, int]) -> 
         labels = local_search(nothing, even_start(bounds, num_towers), num_towers=num_towers, bounds=bounds)
         return not bounds.violation(labels, num_towers)
 
-    most = int(weights.max()) - 1  # enough for dealing out the largest first
-    # More room never hurts, so halving finds the least that is enough.
+    most = int(weights.max()) - 1  # always enough, if the largest block is dealt first
+    # More room never hurts, so bisection finds the least that is enough.
     more = bisect_left(range(most), True, key=lambda more: fits(more, most))
     return loosened(more, bisect_left(range(most), True, key=lambda less: fits(more, less)))

@@ -1,4 +1,4 @@
-"""The partition report: two pictures of a `Partition` and one HTML page that says what they show."""
+"""The partition report: two pictures of a `Partition`, and an HTML page that explains them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from dmt import __version__
+from dmt.errors import InputError
 from dmt.formatting import counted, human_bytes
 from dmt.partitioner.affinity import FeatureAffinity
 from dmt.partitioner.partition import Partition, judge_balance, judge_meaning, tower_loads
@@ -19,10 +20,10 @@ from dmt.report.style import INK, add_title, dress_axes, new_figure, save_figure
 
 __all__ = ["plot_affinity", "plot_coordinates", "strongest_rows", "write_partition_report"]
 
-# One hue that none of the tower colours has, light to dark, so that it survives a grey printer.
+# Light to dark in a hue of no tower, so that the picture also reads when printed in grey.
 _HEAT_COLORS = ("#FFFFFF", "#E6E8EE", "#B9BFCE", "#848DA6", "#4F5A78", "#1E2746")
 _DIAGONAL_COLOR = "#F1EFE8"
-# Above this number of features, pictures do not name them and the page's lists start closed.
+# With more features, pictures do not name them, and the lists of the page start closed.
 MOST_NAMED = 64
 _SHOWN_INTERACTIONS = 5
 _MEASURES = {
@@ -32,15 +33,15 @@ _MEASURES = {
 
 
 def plot_affinity(affinity: FeatureAffinity, plan: TowerPlan, path: str | os.PathLike[str]) -> Path:
-    """Draws the matrix in the order of the plan, with the towers boxed and colour-coded (paper's Figure 9).
+    """Draws the affinity matrix in the order of the plan, with a coloured box for each tower (paper's Figure 9).
 
-    Up to 64 features are named on the axes. The colour scale ends at the largest value of two different features; the
-    diagonal is left blank, because it would dominate the scale. ``affinity`` has the plan's features, in any order;
-    the suffix of ``path`` chooses the format (``.png``, ``.svg``, ``.pdf``). Returns the path written.
+    The axes name features, if there are at most 64. The colour scale ends at the largest value of two different
+    features; the diagonal, which would dominate it, is blank. ``affinity`` has exactly the features in the plan's
+    towers, in any order (`FeatureAffinity.without` removes others). The suffix of ``path`` sets the format: ``.png``,
+    ``.svg`` or ``.pdf``. Returns the path.
 
     Raises:
-        InputError: plan and affinity are not about the same features, the suffix is not a picture format, or the file
-            cannot be written.
+        InputError: plan and affinity have different features, the suffix is no picture format, or writing fails.
     """
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.patches import Rectangle
@@ -49,12 +50,12 @@ def plot_affinity(affinity: FeatureAffinity, plan: TowerPlan, path: str | os.Pat
     size = len(matrix)
     np.fill_diagonal(matrix, np.nan)
     top = float(np.nanmax(matrix)) if size > 1 else 0.0
-    # Rows need their height only where they are named.
+    # Only labelled rows need a minimum height.
     side = min(14.0, max(6.0, 2.6 + 0.21 * size)) if size <= MOST_NAMED else 9.0
     figure = new_figure(path, size=(side + 1.0, side), caller="plot_affinity")
     axes = figure.add_subplot()
     heat = LinearSegmentedColormap.from_list("affinity", _HEAT_COLORS).with_extremes(bad=_DIAGONAL_COLOR)
-    # Where there are more cells than pixels, a pixel is a mean of cells, not one picked from them.
+    # With more cells than pixels, a pixel shows the mean of its cells, not one of them.
     image = axes.imshow(matrix, cmap=heat, vmin=0.0, vmax=top or 1.0, interpolation="antialiased")
     bar = figure.colorbar(image, ax=axes, fraction=0.035, pad=0.02, aspect=32)
     bar.set_label(_MEASURES[affinity.measure], fontsize=9)
@@ -79,17 +80,19 @@ def _title(plan: TowerPlan) -> str:
 
 
 def plot_coordinates(partition: Partition, path: str | os.PathLike[str]) -> Path:
-    """Draws the features where the embedding of their distances put them (DMT paper, section 3.3), tower by tower.
+    """Draws the features as points in the plane (DMT paper, section 3.3): close where the strategy wants them together.
 
-    A line ties every point to the centre of its tower, so that membership does not depend on colours alone; up to 64
-    towers differ in colour or marker. Up to 64 features are named. Both axes have one scale, as only distances mean
-    something. Returns the path written; its suffix chooses the format.
+    A line joins every point to the centre of its tower, so that towers can be told apart without colours; up to 64
+    towers differ in colour or marker. At most 64 features are named. Both axes have the same scale, because only
+    distances have a meaning. The suffix of ``path`` sets the format, as in `plot_affinity`. Returns the path.
 
     Raises:
-        InputError: the suffix is not a picture format, or the file cannot be written.
+        InputError: the partition is of interactions, the suffix is no picture format, or writing fails.
     """
     from matplotlib.collections import LineCollection
 
+    if partition.affinity.is_interactions:
+        raise InputError("plot_coordinates: a partition of interactions has no points. Use plot_affinity.")
     figure = new_figure(path, size=(9.0, 9.0), caller="plot_coordinates")
     axes: Any = figure.add_subplot()
     points = partition.points
@@ -106,14 +109,14 @@ def plot_coordinates(partition: Partition, path: str | os.PathLike[str]) -> Path
         axes.annotate(_shown(name), place, xytext=(5, 3), textcoords="offset points", fontsize=7.5, color=INK)
     dress_axes(axes, grid="both")
     axes.set_aspect("equal", adjustable="datalim")
-    meaning = "alike" if partition.plan.strategy == "coherent" else "unlike"
+    meaning = "similar" if partition.plan.strategy == "coherent" else "dissimilar"
     stress = f"normalized stress {partition.normalized_stress:.3f} (0 is perfect, above 0.2 is poor)"
-    add_title(axes, [_title(partition.plan), f"near = {meaning}; {stress}"])
+    add_title(axes, [_title(partition.plan), f"close = {meaning}; {stress}"])
     return save_figure(figure, path, caller="plot_coordinates")
 
 
 def _write_badge(axes: Any, badge: dict[str, Any], place: tuple[float, float], *, offset: float) -> None:
-    """Writes the name of a tower (of one such as ``tower_12`` the number), so many points above a place."""
+    """Writes a tower's name, without the prefix ``tower_``, ``offset`` points above ``place``."""
     box = {"boxstyle": "round,pad=0.25", "facecolor": badge["color"], "edgecolor": "white", "linewidth": 0.6}
     style = {"color": badge["ink"], "fontsize": 8, "fontweight": "bold", "ha": "center", "va": "center", "bbox": box}
     text = _shown(badge["name"].removeprefix("tower_"))
@@ -122,7 +125,7 @@ def _write_badge(axes: Any, badge: dict[str, Any], place: tuple[float, float], *
 
 
 def _shown(name: str, most: int = 28) -> str:
-    """A name as it is drawn, in one line; of long names the middle is left out, as names tend to differ at the ends.
+    """Returns a name as it is drawn: in one line, without the middle of a long name, because names differ at the ends.
 
     Example:
         >>> _shown("user_id", 11), _shown("user_history_of_clicks", 11)
@@ -135,11 +138,11 @@ def _shown(name: str, most: int = 28) -> str:
 def write_partition_report(
     partition: Partition, folder: str | os.PathLike[str], *, links: Sequence[tuple[str, str]] = ()
 ) -> Path:
-    """Writes ``report.html`` and its pictures into a folder, made if missing; returns the path of the page.
+    """Writes ``report.html`` and its pictures into ``folder``, which is made if missing; returns the path of the page.
 
-    The page holds its pictures and loads nothing, so it can be sent on alone. Beside it lie ``affinity.png`` and, where
-    there are points, ``coordinates.png``. Files of the same names are replaced. ``links`` are addresses, relative to
-    the folder, and texts of other pages.
+    The page embeds its pictures and loads nothing, so it can be sent alone. ``affinity.png`` and, except for
+    interactions, ``coordinates.png`` are written beside it. Existing files are replaced. ``links`` to other pages are
+    pairs of an address, relative to the folder, and a text.
 
     Raises:
         InputError: a file cannot be written.
@@ -170,15 +173,15 @@ def write_partition_report(
 
 
 def strongest_rows(partition: Partition, count: int) -> list[tuple[str, str, str, str]]:
-    """For each of the strongest interactions its features, gain with error, share of the loss, and where they are."""
+    """Returns the ``count`` strongest interactions as texts: features, gain with error, share of the loss, tower."""
     loss = partition.affinity.loss
     tower_of = {name: tower.name for tower in partition.plan.towers for name in tower.features}
     rows = []
-    for found in partition.affinity.strongest(count) if partition.affinity.is_interactions else []:
-        towers = {tower_of[name] for name in found.features}
+    for strong in partition.affinity.strongest(count) if partition.affinity.is_interactions else []:
+        towers = {tower_of[name] for name in strong.features}
         place = towers.pop() if len(towers) == 1 else "in different towers"
-        gain = f"{found.gain:.5f} \u00b1 {found.error:.5f}"
-        rows.append((", ".join(found.features), gain, f"{found.gain / loss:.1%}" if loss else "-", place))
+        gain = f"{strong.gain:.5f} \u00b1 {strong.error:.5f}"
+        rows.append((", ".join(strong.features), gain, f"{strong.gain / loss:.1%}" if loss else "-", place))
     return rows
 
 

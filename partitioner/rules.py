@@ -1,4 +1,4 @@
-"""`PartitionRules`: constraints on a partition besides the number of features per tower, from code or TOML."""
+"""`PartitionRules`: constraints on a partition other than the number of features per tower, from Python or TOML."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ from dmt.files import explain, read_file
 __all__ = ["REST", "PartitionRules"]
 
 REST = "rest"
-"""The category of features that are named in none."""
+"""Category of the features that no category names."""
 
 
 class PartitionRules(BaseModel):
     """Categories, features that must or must not share a tower, and limits on the work and memory of a tower.
 
-    A feature may be named or matched by a pattern with ``*`` or ``?``. Work is the number of embedding elements that a
-    sample reads: pooling factor times embedding dim, summed over a tower's features. Bytes are those of the tables'
-    weights as 32-bit floats, without optimizer states.
+    Rules name features, or match them by patterns with ``*`` or ``?``. The work of a tower is the number of embedding
+    elements that a sample reads: pooling factor times embedding dim, summed over the tower's features. Its bytes are
+    those of its tables' weights as 32-bit floats, without optimizer state.
 
     Raises:
-        InputError: a rule is of the wrong type or out of range.
+        InputError: a rule is unknown, has the wrong type or is out of range.
 
     Example:
         >>> categories = {"user": ["user_*", "age"], "item": ["item_*"]}
@@ -42,21 +42,21 @@ class PartitionRules(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
 
     categories: Mapping[str, Annotated[Sequence[str], Field(min_length=1)]] = Field(default_factory=dict)
-    """Features by category: no tower mixes two. The paper's XLRM (section 5.2.3) has item, user and item-user features.
-    Features that no category names are one more, ``rest``."""
+    """Features by category; no tower mixes categories, such as the item, user and item-user features of the paper's
+    XLRM (section 5.2.3). Features that no category names form the category ``rest``."""
     towers_per_category: Mapping[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
-    """Towers of a category; the categories that are not named get the others in proportion to their features. One tower
-    for an entity, such as the user that several samples of a batch belong to: its input repeats and is sent once."""
+    """Number of towers by category; categories without a number share the other towers in proportion to their features.
+    Give an entity such as the user one tower: samples of one user then have equal inputs, which are sent once."""
     together: Sequence[Sequence[str]] = ()
-    """Groups of features that must share a tower. The features of a shared table do so without being named."""
+    """Groups of features that must share a tower. Features that share a table always do."""
     apart: Sequence[Sequence[str]] = ()
-    """Groups of features of which no two may share a tower."""
+    """Groups of features; no two features of a group may share a tower."""
     outside: Sequence[str] = ()
-    """Features that the partitioner leaves out: the plan has them outside towers, their tables on every rank."""
+    """Features in no tower: the plan lists them as outside, and every rank holds their tables."""
     max_work_ratio: float | None = Field(default=None, ge=1)
-    """Most work of a tower, over the mean of the towers."""
+    """Limit on the work of a tower, as a multiple of the mean over towers; None for no limit."""
     max_tower_bytes: float | None = Field(default=None, gt=0)
-    """Most bytes of a tower."""
+    """Limit on the bytes of a tower; None for no limit."""
 
     def __init__(self, /, **rules: Any) -> None:
         try:
@@ -66,22 +66,22 @@ class PartitionRules(BaseModel):
             raise InputError(f"Partition rules: {explain(error)} The rules are {names}.") from error
 
     def for_features(self, features: Sequence[str]) -> PartitionRules:
-        """Replaces every pattern by the features it matches, in the order of ``features``; those ``outside`` by none.
+        """Returns the rules with patterns replaced by the ``features`` they match; other rules skip those outside.
 
         Raises:
-            InputError: a name or pattern matches no feature, all features are outside, one is in two categories, or a
-                number of towers is given for no category.
+            InputError: a name or pattern matches no feature, all features are outside, a feature is in two categories,
+                or ``towers_per_category`` names an unknown category.
         """
         outside = _matched(self.outside, features, "outside")
         features = [name for name in features if name not in outside]
         if outside and not features:
-            raise InputError("Partition rules: outside leaves no feature to place. Name fewer.")
+            raise InputError(f"Partition rules: outside names all {len(outside)} features. Leave some for the towers.")
         categories = {name: _matched(some, features, f"category {name!r}") for name, some in self.categories.items()}
         named = [feature for inside in categories.values() for feature in inside]
         if len(set(named)) < len(named):
             twice = next(feature for feature in named if named.count(feature) > 1)
             homes = [category for category, inside in categories.items() if twice in inside]
-            raise InputError(f"Partition rules: feature {twice!r} is in categories {homes}; give it one.")
+            raise InputError(f"Partition rules: feature {twice!r} is in categories {homes}. Name it in one of them.")
         others = set(features) - set(named)
         if categories and others:
             rest = others | set(categories.get(REST, ()))
@@ -101,21 +101,21 @@ class PartitionRules(BaseModel):
     def load(cls, path: str | os.PathLike[str]) -> PartitionRules:
         """Reads rules from a TOML file whose keys are the fields of this class.
 
-        Write limits, ``together`` and ``apart`` above the first table (such as ``[categories]``): in TOML, all lines
-        below the header of a table belong to it.
+        Write limits, ``together``, ``apart`` and ``outside`` above the first table header, such as ``[categories]``: in
+        TOML, all lines below a header belong to its table.
 
         Raises:
-            InputError: the file cannot be read, is not TOML, or has a key that is no rule.
+            InputError: the file cannot be read or is not TOML, or a rule is unknown, of a wrong type or out of range.
         """
         return cls(**read_file(path, "TOML", place=f"Partition rules {path}", remedy="Give a TOML file of rules."))
 
 
 def _matched(patterns: Sequence[str], features: Sequence[str], where: str) -> tuple[str, ...]:
-    """The features that one of the patterns names or matches, in their own order."""
+    """Returns the features that any of the patterns names or matches, in the order of ``features``."""
     known = set(features)
     matched: set[str] = set()
     for pattern in patterns:
-        # A name may hold the characters of a pattern; it is taken as a name first. Brackets are never a pattern.
+        # A feature of exactly this name goes before a pattern: names may contain * or ?. Brackets are never patterns.
         glob = pattern.replace("[", "[[]")
         names = {pattern} if pattern in known else {name for name in features if fnmatchcase(name, glob)}
         if not names:

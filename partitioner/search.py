@@ -1,4 +1,4 @@
-"""Blocks into towers within limits: one local search, for distances and for interactions.
+"""Assigns blocks to towers within limits, by one local search for distances and for interactions.
 
 Legend: P blocks (features that stay together), T towers, R resources (features, work, bytes), Q triples.
 """
@@ -28,46 +28,46 @@ Floats = NDArray[np.float64]
 Labels = NDArray[np.int64]
 
 RESOURCES = ("features", "work", "bytes")
-# In shares of a resource's total. Loads are sums of floats: a limit is exceeded only by more than rounding.
+# As a share of a resource's total. Loads are sums of floats; a smaller excess over a limit is a rounding error.
 TOLERANCE = 1e-12
 MAX_SWEEPS = 50
-# Prices found in one pass at most: passes over small arrays cost little more than over one.
+# Most prices computed in one pass: a pass over a small array takes little longer than over a single price.
 PRICED_TOGETHER = 4096
-# Squared blocks searched in all starts, and in all perturbations, together. A perturbation deals out a tenth anew: on
-# noise, that ends 5 % lower than dealing out three tenths.
+# Budgets of all random starts and of all perturbations, in P (P + T) each. A perturbation redistributes a tenth of the
+# blocks: on noise, costs end 5 % lower than with three tenths.
 START_BUDGET, MOST_STARTS = 1_000_000, 8
 PERTURBATION_BUDGET, MOST_PERTURBATIONS, PERTURBED_SHARE = 2_000_000, 120, 0.1
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Bounds:
-    """Limits on every tower."""
+    """Limits that hold for every tower, and the loads of the blocks."""
 
     loads: Floats
-    """[R, P] load of each block on each resource; row 0 is its number of features."""
+    """[R, P] each block's load on each resource; row 0 is its number of features."""
     lower: Floats
-    """[R] the least a tower must have."""
+    """[R] least load of a tower."""
     upper: Floats
-    """[R] the most a tower may have; infinite where there is no limit."""
+    """[R] most load of a tower; infinite without a limit."""
     apart: NDArray[np.bool_] | None = None
-    """[P, P] symmetric, True for blocks that must not share a tower; None if there are none."""
+    """[P, P] symmetric, True for blocks that must not share a tower; None without such blocks."""
 
     @property
     def weights(self) -> Floats:
-        """[P] features of each block, its weight in the objective."""
+        """[P] number of features of each block, its weight in the objective."""
         return self.loads[0]
 
     @cached_property
     def totals(self) -> Floats:
-        """[R] sums over all blocks, above 0."""
+        """[R] loads of all blocks together, above 0 to divide by."""
         return np.maximum(self.loads.sum(axis=1), 1e-300)
 
     def tower_loads(self, labels: Labels, num_towers: int) -> Floats:
-        """Returns the sums over the blocks of each tower, [R, T]."""
+        """Returns the load of each tower on each resource, [R, T]."""
         return np.stack([np.bincount(labels, weights=row, minlength=num_towers) for row in self.loads])
 
     def excess(self, tower_loads: Floats) -> Floats:
-        """Excess over the limits, [...] for loads [R, ...], in shares of each resource's total."""
+        """Returns how far loads [R, ...] are outside the limits, summed over resources as shares of totals: [...]."""
         shape = (-1,) + (1,) * (tower_loads.ndim - 1)
         scale = self.totals.reshape(shape)
         over = (tower_loads - self.upper.reshape(shape)) / scale
@@ -76,7 +76,7 @@ class Bounds:
         return np.where(outside > TOLERANCE, outside, 0.0).sum(axis=0)
 
     def violation(self, labels: Labels, num_towers: int) -> float:
-        """0.0 if every limit is held; else the excess of all towers plus 1 for each pair that must be apart."""
+        """Returns 0.0 if every limit holds, else the excess of all towers plus 1 per pair that should be apart."""
         total = float(self.excess(self.tower_loads(labels, num_towers)).sum())
         if self.apart is not None:
             total += float(np.count_nonzero(self.apart & (labels[:, None] == labels[None, :])) // 2)
@@ -85,23 +85,23 @@ class Bounds:
 
 @dataclass(frozen=True, kw_only=True, eq=False)
 class Costs:
-    """What the search makes small.
+    """The objective that the search minimises; w_i is the number of features of block i.
 
-    Per feature it is the K-means objective from distances alone: the sum over towers of (sum over pairs of w_i w_j
-    d_ij^2) / (sum of w); for points it equals the sum of squared distances of all features to their tower's centre.
-    Otherwise it is the sum inside towers of w_i w_j c_ij, and of the costs of the triples that are together.
+    With ``per_feature``, the K-means objective computed from distances: the sum over towers of (sum over pairs of w_i
+    w_j d_ij^2) / (sum of w). For points, it equals the sum of squared distances of features to their tower's centre.
+    Otherwise, the sum of w_i w_j c_ij over pairs in the same tower, plus the costs of triples in the same tower.
     """
 
     pairs: Floats
-    """[P, P] d_ij^2, or c_ij of any sign with a diagonal of 0; w are the features of each block."""
+    """[P, P] d_ij^2, or c_ij of any sign with a diagonal of 0."""
     per_feature: bool
     triples: Labels = field(default_factory=lambda: np.zeros((0, 3), np.int64))
-    """[Q, 3] three different blocks each; none per feature."""
+    """[Q, 3] three different blocks each; empty with ``per_feature``."""
     triple_costs: Floats = field(default_factory=lambda: np.zeros(0))
     """[Q]"""
 
     def of(self, labels: Labels, weights: Floats) -> float:
-        """The objective of an assignment, [P] labels; ``weights`` are the features of each block."""
+        """Returns the objective of an assignment, labels [P] and weights [P]."""
         total = 0.0
         for tower in np.unique(labels):
             rows = np.flatnonzero(labels == tower)
@@ -116,11 +116,11 @@ def search_towers(
 ) -> tuple[float, Labels]:
     """Searches for the assignment of least cost within the limits.
 
-    A `local_search` is made from each of ``starts`` ([P] labels), from random ones, and then from perturbations of the
-    best answer, a part of which is dealt out anew. Larger problems get fewer.
+    Runs a `local_search` from each of ``starts`` ([P] labels each), from random starts, and then from perturbations of
+    the best answer. Larger problems get fewer random starts and perturbations.
 
     Returns:
-        The violation, 0 where all limits are held, and the [P] labels.
+        The violation, 0 if all limits hold, and the [P] labels.
     """
     rng = np.random.default_rng(seed)
     size = len(costs.pairs) * (len(costs.pairs) + num_towers)
@@ -142,16 +142,16 @@ def search_towers(
     for start in tried():
         labels = local_search(costs, start, num_towers=num_towers, bounds=bounds)
         violation, cost = bounds.violation(labels, num_towers), costs.of(labels, bounds.weights)
-        # Better by more than rounding, so that ties fall the same way everywhere.
+        # Better by more than rounding, so that ties are broken the same way on every machine.
         if violation < least[0] or (violation == least[0] and cost < least[1] - 1e-9 * abs(least[1])):
             least, best = (violation, cost), labels
     return least[0], best
 
 
 def even_start(bounds: Bounds, num_towers: int) -> Labels:
-    """Deals out blocks by load alone, largest first, to the tower with the most remaining capacity.
+    """Assigns blocks by load alone, the largest first, each to the tower with the most remaining capacity: [P] labels.
 
-    No tower stays empty if there are as many blocks as towers.
+    No tower stays empty if there are at least as many blocks as towers.
     """
     share = bounds.loads / bounds.totals[:, None]
     limited = np.isfinite(bounds.upper)
@@ -162,10 +162,10 @@ def even_start(bounds: Bounds, num_towers: int) -> Labels:
     for number, block in enumerate(np.argsort(-weight, kind="stable")):
         after = (filled + share[:, block : block + 1]).max(axis=0)
         if bounds.apart is not None:
-            # A tower with a block that this one must be apart from comes last.
+            # A tower with a block that must be apart from this block comes last.
             after[np.unique(labels[bounds.apart[block] & (labels >= 0)])] += 1e6
         if num_empty == len(labels) - number:
-            # Every remaining block is needed for an empty tower.
+            # Every remaining block has to fill an empty tower.
             after[filled[0] > 0] = np.inf
         labels[block] = tower = int(np.argmin(after))
         num_empty -= int(filled[0, tower] == 0)
@@ -174,11 +174,11 @@ def even_start(bounds: Bounds, num_towers: int) -> Labels:
 
 
 def local_search(costs: Costs, labels: Labels, *, num_towers: int, bounds: Bounds) -> Labels:
-    """Moves and swaps blocks while limits or the cost improve; no tower is emptied.
+    """Moves and swaps blocks while that lowers the violation or the cost; never empties a tower.
 
-    Each block in turn makes its best move or swap: first for the limits (a limit that holds is never broken again),
-    then for the cost. Ends when a whole sweep, O(P (P + T)), changes nothing. ``labels`` are the [P] towers to
-    start from; `Bounds.violation` of the labels returned says whether all limits are held.
+    Each block in turn makes its best move or swap: the one that lowers the violation most and, among equals, the cost.
+    Ends when a whole sweep, O(P (P + T)), changes nothing. ``labels`` [P] are the start. Returns new labels [P];
+    `Bounds.violation` tells whether they hold all limits.
     """
     search = _MoveSearch(costs, labels, num_towers, bounds)
     for _ in range(MAX_SWEEPS):
@@ -188,17 +188,17 @@ def local_search(costs: Costs, labels: Labels, *, num_towers: int, bounds: Bound
 
 
 class _MoveSearch:
-    """Running sums that price any move or swap in O(1).
+    """Running sums that give the price of any move or swap, its change of violation and cost, in O(1).
 
-    A move is a swap with nothing: each tower has one more block, without load or cost, that never leaves it. These T
-    blocks come after the P others.
+    A move is a swap with a dummy: each tower has a block without load or cost that never leaves it. These T dummies
+    come after the P blocks.
     """
 
     def __init__(self, costs: Costs, labels: Labels, num_towers: int, bounds: Bounds) -> None:
         self.num_blocks = len(labels)  # P
-        # What has no limit is never exceeded, and needs no price.
+        # Resources without a limit need no price.
         limited = np.isfinite(bounds.upper) | (bounds.lower > 0)
-        limited[0] = True  # holds the weights
+        limited[0] = True  # row 0 has the weights
         added = (0, num_towers)
         self.bounds = Bounds(
             loads=np.pad(bounds.loads[limited], ((0, 0), added)),
@@ -220,16 +220,16 @@ class _MoveSearch:
         if self.bounds.apart is not None:
             self.conflicts = (member > 0).astype(np.float64) @ self.bounds.apart  # [T, P + T]
         self._price_triples()
-        # A gain below rounding is none; without this the search could cycle.
+        # Smaller gains are rounding errors, with which the search could cycle.
         inside = float(np.abs(self._mean(self.pairs, self.mass)).sum())
         self.threshold = 1e-10 * max(inside, float(np.abs(costs.pairs).max()), 1e-300)
 
     def _mean(self, pairs: Floats, mass: Floats) -> Floats:
-        """Sums inside towers over the features of each (0 for an empty tower), or as they are."""
+        """Returns ``pairs`` divided by the features of each tower with ``per_feature``, else unchanged."""
         return pairs / np.maximum(mass, 1.0) if self.costs.per_feature else pairs
 
     def _price_triples(self) -> None:
-        """Prices joining the other two blocks of each triple, and what a swap of two blocks of one has twice."""
+        """Sums costs of triples: of joining the other two blocks, and those that a swap of two blocks counts twice."""
         if not len(self.costs.triples):
             return
         self.joining = np.zeros(self.to_tower.shape)
@@ -244,20 +244,20 @@ class _MoveSearch:
                 np.add.at(self.counted_twice, (one[together], other[together]), cost[together])
 
     def sweep(self) -> bool:
-        """Makes the best move or swap of each block in turn; False if none gains."""
+        """Makes the best move or swap of each block in turn; returns False if nothing changed."""
         first, count, changed, most = 0, 1, False, max(1, PRICED_TOGETHER // self.num_blocks)
         while first < self.num_blocks:
             blocks = np.arange(first, min(first + count, self.num_blocks))
             done = self._first_change(blocks)
             changed |= done is not None
-            # Prices hold until something changes: the more blocks have kept their towers, the more are priced together.
+            # Prices hold until something changes: after blocks that stayed, more blocks are priced together.
             first, count = (blocks[-1] + 1, min(2 * count, most)) if done is None else (done + 1, 1)
         return changed
 
     def _first_change(self, blocks: Labels) -> int | None:
-        """Makes the best move or swap of the first of these [B] blocks that gains by any; None if none does."""
+        """Makes the best move or swap of the first of [B] ``blocks`` that improves; returns that block, or None."""
         limits, gain = self.prices(blocks)
-        # Lexicographic: limits first, the cost among equals.
+        # Lexicographic: the violation first, the cost among equals.
         least = limits.min(axis=1, keepdims=True)
         choices = np.where(limits <= least + TOLERANCE, gain, np.inf).argmin(axis=1)
         limit, gained = (prices[np.arange(len(blocks)), choices] for prices in (limits, gain))
@@ -270,9 +270,9 @@ class _MoveSearch:
         return block
 
     def prices(self, blocks: Labels) -> tuple[Floats, Floats]:
-        """[B, P + T] change of the violation and of the cost when each of [B] blocks changes places with each other.
+        """Returns the changes of violation and cost, [B, P + T], if each of [B] blocks swaps with each block or dummy.
 
-        Infinite for two blocks of one tower, and for a move that would empty one.
+        Infinite for two blocks of the same tower, and for a move that would empty a tower.
         """
         labels, weights, towers, weight = self.labels, self.weights, self.labels[blocks], self.weights[blocks, None]
         every = np.arange(len(labels))
@@ -299,7 +299,7 @@ class _MoveSearch:
         return limits, gain
 
     def relabel(self, changes: list[tuple[int, int, int]]) -> None:
-        """Moves blocks, each given with its old and its new tower."""
+        """Moves blocks; each change is a block, its old tower and its new tower."""
         for block, old, new in changes:
             weight, row = self.weights[block], self.costs.pairs[block]
             self.pairs[old] -= weight * self.to_tower[old, block]
@@ -315,12 +315,12 @@ class _MoveSearch:
             self.labels[block] = new
         towers = sorted({tower for _, old, new in changes for tower in (old, new)})
         for tower in towers:
-            # Summed from scratch: loads are compared with limits, and rounding must not pile up.
+            # Summed from scratch, because rounding errors must not accumulate in what is compared with limits.
             self.loads[:, tower] = self.bounds.loads[:, self.labels == tower].sum(axis=1)
         self.excess[towers] = self.bounds.excess(self.loads[:, towers])
         self._price_triples()
 
 
 def amount(value: float) -> str:
-    """A load as text: whole from 1,000 on, else four digits, so that a load and its limit do not look the same."""
+    """Formats a load: as an integer from 1,000 on, else with four digits, so that it differs from its limit."""
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"

@@ -70,10 +70,10 @@ def test_what_is_apart_is_so_for_whole_blocks():
 @pytest.mark.parametrize(
     ("rules", "message"),
     [
-        ({"together": [["a", "b"], ["b", "c"]], "apart": [["a", "c"]]}, r"'a' and 'c' must not .* keeps 'a', 'b', 'c'"),
-        ({"apart": [["d", "e"]]}, "'d' and 'e' must not share .* keeps 'd', 'e' in one"),
-        ({"categories": {"x": ["a", "b", "c", "d"], "y": ["e"]}}, "'d' is of category 'x' and 'e' of 'y', but they"),
-        ({"categories": {"x": ["a"], "y": ["b", "c", "d", "e"]}, "together": [["a", "b"]]}, "'a' is of category 'x'"),
+        ({"together": [["a", "b"], ["b", "c"]], "apart": [["a", "c"]]}, r"'a' and 'c' must not .* joins 'a', 'b', 'c'"),
+        ({"apart": [["d", "e"]]}, "'d' and 'e' must not share .* joins 'd', 'e'"),
+        ({"categories": {"x": ["a", "b", "c", "d"], "y": ["e"]}}, "'d' is in category 'x' and 'e' in 'y', but they"),
+        ({"categories": {"x": ["a"], "y": ["b", "c", "d", "e"]}, "together": [["a", "b"]]}, "'a' is in category 'x'"),
     ],
 )
 def test_rules_that_contradict_each_other_are_refused(rules, message):

@@ -60,7 +60,7 @@ def test_where_triples_take_more_than_a_minute_fewer_rows_are_used_or_none(monke
     monkeypatch.setattr(gains, "TRIPLE_WORK", 56 * 4000)
     found = FeatureAffinity.collect_interactions(batches_of(ids, labels))
     assert named_triples(found) == {(1, 4, 6)}
-    assert "The 56 triples were measured on 4,000 rows, so that they take about a minute." in found.notes
+    assert "The 56 triples were measured on 4,000 rows only, to take about a minute." in found.notes
     monkeypatch.setattr(gains, "TRIPLE_WORK", 56 * 1999)
     found = FeatureAffinity.collect_interactions(batches_of(ids, labels))
     assert (found.triples, len(found.notes)) == ((), 1)
@@ -203,7 +203,7 @@ def test_features_that_cannot_interact_are_named():
     ids[:, 2], ids[:, 3] = 7, np.arange(2000)
     found = FeatureAffinity.collect_interactions(batches_of(ids, labels))
     assert not found.matrix[2:].any()
-    assert "2 of 4 features are constant, or have values each seen once ('f2', 'f3')" in found.notes[0]
+    assert "2 of 4 features are constant, or each of their values occurs once ('f2', 'f3')" in found.notes[0]
 
 
 def bags_of_one(rows):
@@ -216,24 +216,24 @@ def bags_of_one(rows):
     [
         (
             lambda b: setattr(b, "labels", b.labels * 0),
-            "3,000 rows with a weight, 0 of them with the label 1; at least 1,000 rows with 20",
+            "3,000 rows with a weight above 0, 0 of them with the label 1; at least 1,000 rows with 20",
         ),
-        (lambda b: setattr(b, "labels", b.labels * 0 + 1), "3,000 rows with a weight, 3,000 of them with the label 1"),
+        (lambda b: setattr(b, "labels", b.labels * 0 + 1), "a weight above 0, 3,000 of them with the label 1"),
         (lambda b: setattr(b, "labels", b.labels * np.nan), "batch 0 has the label nan; labels must be 0 or 1"),
-        (lambda b: setattr(b, "weights", b.labels * 0), "batches gave 0 rows with a weight"),
+        (lambda b: setattr(b, "weights", b.labels * 0), "batches have 0 rows with a weight above 0"),
         (lambda b: delattr(b, "labels"), "batch 0 is a SimpleNamespace without labels"),
         (lambda b: setattr(b, "labels", b.labels[:, None]), "batch 0 has labels of shape [1000, 1], weights of"),
-        (lambda b: setattr(b, "dense_features", b.labels[5:, None]), "dense features of [995, 1]; give one label"),
-        (lambda b: setattr(b, "sparse_features", [1]), "sparse_features is a list; give a KeyedJaggedTensor"),
-        (lambda b: setattr(b, "sparse_features", {}), "a dict; give a KeyedJaggedTensor, or a dict, not empty"),
-        (lambda b: b.sparse_features.update(f0=b.labels), "feature 'f0' is float32 of shape [1000]; it must be whole"),
+        (lambda b: setattr(b, "dense_features", b.labels[5:, None]), "dense features of [995, 1]. Give labels [B]"),
+        (lambda b: setattr(b, "sparse_features", [1]), "sparse_features is [1]; give a KeyedJaggedTensor"),
+        (lambda b: setattr(b, "sparse_features", {}), "is {}; give a KeyedJaggedTensor, or a non-empty dict"),
+        (lambda b: b.sparse_features.update(f0=b.labels), "feature 'f0' is float32 of shape [1000]; it must be int"),
         (
             lambda b: b.sparse_features.update({f"x{b.labels.sum()}": b.sparse_features["f0"]}),
-            "batch 1 has other columns",
+            "batch 1 and the first batch differ in their columns (x",
         ),
         (
             lambda b: setattr(b, "sparse_features", bags_of_one(rows=3)),
-            "batch 0 has 1000 labels, but feature 'a' 3 bags",
+            "batch 0 has 1000 labels, but feature 'a' has 3 bags",
         ),
     ],
 )

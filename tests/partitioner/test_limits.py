@@ -15,7 +15,7 @@ from dmt.plan.tables import TableSpec
 from tests.partitioner.instances import affinity_of, sets, tables_of
 from tests.seeds import seeds
 
-REFUSAL = r"TowerPartitioner: no assignment of the features to \d towers within all limits was found\. The closest has "
+REFUSAL = r"TowerPartitioner: found no assignment of the features to \d towers within all limits\. The closest has "
 
 
 def random_model(seed, num_features=18):
@@ -56,7 +56,7 @@ def test_limits_are_held_or_refused_with_the_reason(seed):
     except InputError as error:
         refusal = str(error)
     if found is None:
-        assert re.match(REFUSAL + ".*a tower with .* where .*Raise balance_ratio or the limits", refusal)
+        assert re.match(REFUSAL + ".*a tower with .*[(].*Raise balance_ratio or the limits", refusal)
         return
     loads = [loads_of(names, tables, factors) for names in found.plan.to_lists()]
     assert [load.num_bytes for load in found.loads] == [num_bytes for _, num_bytes in loads]
@@ -93,18 +93,18 @@ def test_measured_pooling_factors_count():
     assert [load.work for load in found.loads] == [40, 8, 12]
     unmeasured = dataclasses.replace(affinity, pooling_factors=None)
     (note,) = TowerPartitioner(num_towers=3, rules=PartitionRules(max_work_ratio=2.5)).partition(unmeasured).notes
-    assert note.startswith("Work is that of one id per sample and feature")
+    assert note.startswith("Work assumes one id per sample and feature")
 
 
 @pytest.mark.parametrize(
     ("num_towers", "rules", "message"),
     [
-        (2, {"max_work_ratio": 1.2}, r"a tower with 4\d\d\.?\d* work where the limit is 261\.6"),
-        (2, {"max_tower_bytes": 24_840}, "a tower with 32,.* bytes where the limit is 24,840"),
-        (2, {"max_tower_bytes": 9_000}, "bytes where the limit is 9,000"),
-        (2, {"apart": [["f0", "f1", "f2"]]}, "a tower with features that are to be apart"),
-        (2, {"apart": [["f0", "f1"], ["f1", "f2"], ["f2", "f0"]]}, "a tower with features that are to be apart"),
-        (1, {"apart": [["f0", "f1"]]}, "a tower with features that are to be apart"),
+        (2, {"max_work_ratio": 1.2}, r"a tower with 4\d\d\.?\d* work \(limit 261\.6\)"),
+        (2, {"max_tower_bytes": 24_840}, r"a tower with 32,.* bytes \(limit 24,840\)"),
+        (2, {"max_tower_bytes": 9_000}, r"bytes \(limit 9,000\)"),
+        (2, {"apart": [["f0", "f1", "f2"]]}, "a tower with features that must be apart"),
+        (2, {"apart": [["f0", "f1"], ["f1", "f2"], ["f2", "f0"]]}, "a tower with features that must be apart"),
+        (1, {"apart": [["f0", "f1"]]}, "a tower with features that must be apart"),
     ],
 )
 def test_limits_that_cannot_be_held_are_refused(num_towers, rules, message):
@@ -126,7 +126,7 @@ def test_all_features_in_one_table_fit_one_tower():
     rules = PartitionRules(max_work_ratio=1.0, max_tower_bytes=9 * 4 * 4, together=[["*"]])
     found = TowerPartitioner(num_towers=1, rules=rules).partition(affinity, tables=shared)
     assert found.loads[0].num_bytes == 9 * 4 * 4
-    with pytest.raises(InputError, match=r"num_towers=2 exceeds the 1 tables \(shared tables are not split\)"):
+    with pytest.raises(InputError, match=r"num_towers=2 exceeds the 1 groups of features \(of a shared table"):
         TowerPartitioner(num_towers=2).fit(affinity, tables=shared)
 
 
@@ -152,11 +152,11 @@ def test_categories_get_towers_in_proportion_to_their_features():
     ("num_towers", "rules", "message"),
     [
         (2, {}, r"num_towers=2, but the categories need at least 3 .*'u': 4, 'i': 3, 'x': 1"),
-        (9, {}, "num_towers=9, but the categories .* can fill 8 .*Give a number in that range"),
+        (9, {}, "num_towers=9, but the categories .* can fill at most 8 .*Give a number in that range"),
         (6, {"towers_per_category": {"u": 1, "i": 4}}, "category 'i': num_towers=4 exceeds the 3 features"),
-        (6, {"towers_per_category": {"u": 1, "i": 2, "x": 1}}, "num_towers=6, but the categories .* can fill 4"),
-        (3, {"apart": [["i0", "i1"]]}, "category 'i': no assignment .* to 1 towers .* to be apart"),
-        (3, {"max_tower_bytes": 300}, "category 'u': no assignment .* bytes where the limit is 300"),
+        (6, {"towers_per_category": {"u": 1, "i": 2, "x": 1}}, "num_towers=6, but .* can fill at most 4"),
+        (3, {"apart": [["i0", "i1"]]}, "category 'i': found no assignment .* to 1 towers .* must be apart"),
+        (3, {"max_tower_bytes": 300}, r"category 'u': found no assignment .* bytes \(limit 300\)"),
     ],
 )
 def test_categories_that_do_not_fit_are_refused(num_towers, rules, message):

@@ -122,7 +122,7 @@ def test_features_of_a_shared_table_stay_together():
     plan = TowerPartitioner(num_towers=3).fit(affinity, tables=tables)
     assert sum(set(pair) <= set(tower) for tower in plan.to_lists()) == 1
     assert [len(t) for t in plan.tables_by_tower(tables)] in ([4, 4, 3], [4, 3, 4], [3, 4, 4])
-    for known, what in ((tables, r"11 tables \(shared tables are not split\)"), ([], "12 features to place")):
+    for known, what in ((tables, r"11 groups of features \(of a shared table"), ([], "12 features to place")):
         with pytest.raises(InputError, match=rf"num_towers=13 exceeds the {what}"):
             TowerPartitioner(num_towers=13).fit(affinity, tables=known)
 
@@ -186,9 +186,9 @@ def test_a_triple_counts_where_all_three_are_together():
 def test_gains_within_their_error_are_no_interaction():
     found = TowerPartitioner(num_towers=2).partition(interactions_of({"af": 0.0033, "bg": 0.0030}))
     assert found.comparison.within is None
-    assert "the towers are balanced and otherwise arbitrary" in found.notes[0]
+    assert "the towers are balanced but otherwise arbitrary" in found.notes[0]
     sentence = judge_meaning(found)
-    assert "beyond the error of measuring: the towers are arbitrary" in sentence
+    assert "beyond the measuring error, so the towers are arbitrary" in sentence
     assert TowerPartitioner(num_towers=2).partition(interactions_of({"af": 0.0035})).comparison.within == 1.0
 
 
@@ -210,7 +210,7 @@ def test_features_of_a_table_that_resemble_each_other_lift_nothing(strategy):
     assert "These towers are no better than random" in judge_meaning(found)
     # Without the tables, the same affinities have structure.
     alone = TowerPartitioner(num_towers=6).partition(dataclasses.replace(measured, tables=()))
-    assert "they have structure" in judge_meaning(alone)
+    assert "the affinities have structure" in judge_meaning(alone)
 
 
 def test_random_towers_obey_the_rules():

@@ -78,7 +78,7 @@ def test_the_best_towers_of_noise_are_no_better_than_random(seed):
 
 
 def test_planted_towers_have_structure_and_equal_affinities_do_not():
-    assert "they have structure" in judge_meaning(made())
+    assert "the affinities have structure" in judge_meaning(made())
     same = TowerPartitioner(num_towers=2).partition(FeatureAffinity(matrix=np.ones((6, 6)), features=list("abcdef")))
     assert "these towers are no better than random" in judge_meaning(same)
     assert "All pairs of features have the same affinity" in same.notes[0]
@@ -88,13 +88,13 @@ def test_shares_are_of_what_is_beyond_the_error():
     found = interactions()
     assert found.comparison.within == pytest.approx(0.03 / 0.035)
     assert found.comparison.between == pytest.approx(0.005 / 0.035)
-    assert "86% of all interaction beyond the error of measuring is inside towers" in judge_meaning(found)
+    assert "86% of all interaction beyond the measuring error is inside towers" in judge_meaning(found)
 
 
 def test_balance_is_the_largest_over_the_mean():
     loads = [(4, 100.0, 10), (4, 300.0, 10)]
     contents = tuple(TowerContents(num_features=n, num_blocks=n, work=work, num_bytes=size) for n, work, size in loads)
-    said = "Of the mean, the largest tower carries 1.00 times in features, 1.50 times in work, 1.00 times in bytes."
+    said = "The largest tower has 1.00 times the mean features, 1.50 times the mean work, 1.00 times the mean bytes."
     assert judge_balance(dataclasses.replace(made(8, 2), loads=contents)) == said
 
 
@@ -127,7 +127,7 @@ def test_the_page_of_resemblance_is_whole_and_loads_nothing(tmp_path):
     within, between = partition.comparison.within, partition.comparison.between
     assert f"within these towers {within:.4f} , between them {between:.4f} ;" in page.text
     for words in (
-        "the largest tower carries 1.00 times in features, 1.00 times in work",
+        "The largest tower has 1.00 times the mean features, 1.00 times the mean work",
         "Affinity digest",
         "interaction",
     ):
@@ -165,3 +165,5 @@ def test_pictures_that_cannot_be_written_are_refused(draw, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="cannot be written"):
         draw(made(), tmp_path / "file" / "x.png")
+    with pytest.raises(InputError, match=r"plot_coordinates: a partition of interactions has no points\. Use plot_aff"):
+        plot_coordinates(interactions(), tmp_path / "x.png")

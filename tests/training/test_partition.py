@@ -123,7 +123,7 @@ def test_a_file_of_rows_is_all_it_takes(rows: Path, tmp_path: Path) -> None:
     assert {frozenset(tower) for tower in plan.to_lists()} == pairs
     assert (plan.strategy, plan.tables) == ("together", ())
     printed = " ".join(result.output.split())
-    assert re.search("(9[0-9]|100)% of all interaction beyond the error of measuring is inside", printed)
+    assert re.search("(9[0-9]|100)% of all interaction beyond the measuring error is inside", printed)
     assert re.search("c_0, c_2: known together they gain [0-9.]+ . [0-9.]+ nats a row", printed)
     assert (tmp_path / "report.html").read_text().count("<td>tower_") == 3
     # A linear tower module parts what the other kept together.
