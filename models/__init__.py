@@ -1,7 +1,7 @@
-"""DLRM and DCN, flat and multi-tower, as plain single-process PyTorch, and what they cost.
+"""DLRM and DCN, flat and multi-tower, as plain single-process PyTorch, and their complexity.
 
-Importing this package and counting complexity need PyTorch only; TorchRec is loaded when a model is built.
-Distribution is applied from outside, by TorchRec's ``DistributedModelParallel`` with the sharders of `dmt`.
+Importing this package and counting complexity need PyTorch only; building a model loads TorchRec. To distribute a
+model, pass it to TorchRec's ``DistributedModelParallel`` with the sharders of `dmt`.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""MFLOPs per sample, parameters and compression ratio of a model, counted on the built model; needs no TorchRec.
+"""Counts MFLOPs per sample, parameters and compression ratio of a built model; needs no TorchRec.
 
-A model is built on PyTorch's meta device (sizes without memory, so Criteo-1TB's 22.78 G parameters cost nothing), run
-forward and backward once, and the operators that really ran are counted by ``torch.utils.flop_counter``: matrix
-products, at two FLOPs per multiply-accumulate; additions and activations count nothing, as in the paper. A training
-step therefore takes six FLOPs per multiply-accumulate, less the input gradient of the first layer, which is not needed.
-These are the numbers of Tables 3 to 5 of the DMT paper (arXiv 2403.00877).
+A model is built on PyTorch's meta device (sizes without memory, so Criteo-1TB's 22.78 G parameters cost nothing) and
+runs forward and backward once. As in the paper, only matrix products count, at two FLOPs per multiply-accumulate. A
+training step therefore takes six FLOPs per multiply-accumulate, except that the first layer needs no gradient of its
+input. These are the numbers of Tables 3 to 5 of the DMT paper (arXiv 2403.00877).
 """
 
 from __future__ import annotations
@@ -42,7 +41,7 @@ __all__ = [
 ]
 
 _PAPER_MODELS: dict[str, tuple[Any, Any]] = {"dlrm": (DLRM, DMTDLRM), "dcn": (DCN, DMTDCN)}
-"""Flat and with towers, by architecture."""
+"""The flat model and the model with towers, by architecture."""
 CRITEO_DENSE_FEATURES = 13
 """Integer columns of a Criteo sample."""
 _CRITEO_1TB_ROWS = (
@@ -56,36 +55,36 @@ class Complexity:
     """Cost of a model."""
 
     mflops_per_sample: float
-    """Millions of FLOPs of one training step (forward and backward), for one sample."""
+    """Millions of FLOPs per sample of a training step (forward and backward)."""
     parameters: int
-    """All parameters, tables included."""
+    """Number of parameters, including those of tables."""
     compression_ratio: float
-    """Embedding numbers per sample over the numbers that the towers send on: |F| N / sum O_t, 1 for a flat model. Of a
-    sequence every item counts.
+    """Numbers per sample that enter the tower modules over those that leave them: |F| N / sum O_t; 1 for a flat model.
+    Each item of a sequence counts.
 
     Section 4 of the paper prints the inverse; its Table 5 calls D=64 of N=128 a ratio of 2, as here."""
 
 
 def count_complexity(model: nn.Module, dense_features: Tensor, sparse_features: Any) -> Complexity:
-    """Counts a built, unsharded model by running it forward and backward once on a batch.
+    """Counts the complexity of a built, unsharded model by running it forward and backward once on a batch.
 
-    Weights, gradients and optimizer hooks stay untouched.
+    Leaves weights and ``.grad`` unchanged, and runs no optimizer.
 
     Args:
-        model: any model called as ``model(dense_features, sparse_features)`` that returns a tensor; on any device.
-        dense_features: [B, dense_in_features] float32. Nothing is counted for its gradient unless it requires one.
-        sparse_features: sparse input of the model, for B samples; attention is counted for its sequences' lengths.
+        model: any model on any device that returns a tensor from ``model(dense_features, sparse_features)``.
+        dense_features: [B, dense_in_features] float32. Its gradient is counted only if it requires one.
+        sparse_features: sparse input of the model, for B samples; attention is counted at its sequences' lengths.
     """
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     modules, entered = tower_modules(model), [0]
     with torch.enable_grad(), FlopCounterMode(display=False) as counter:
         with ExitStack() as hooks:
-            for module in dict.fromkeys(modules):  # towers may share one
+            for module in dict.fromkeys(modules):  # towers may share a module
                 hook = module.register_forward_pre_hook(lambda _, args: entered.append(_numbers(*args)))
                 hooks.callback(hook.remove)
             output = model(dense_features, sparse_features)
         if trained:
-            # Not backward(): it would add to .grad and set off optimizers that are fused into the backward pass.
+            # Not backward(): it would add to .grad and run optimizers that are fused into the backward pass.
             torch.autograd.grad(output.sum(), trained, allow_unused=True)
     return Complexity(
         mflops_per_sample=counter.get_total_flops() / len(dense_features) / 1e6,
@@ -95,14 +94,14 @@ def count_complexity(model: nn.Module, dense_features: Tensor, sparse_features: 
 
 
 def _numbers(embeddings: Any) -> int:
-    """Numbers of what a tower module reads: a ``KeyedTensor``, or a dict of tensors or ``JaggedTensor``."""
+    """Returns how many numbers a tower module reads: a ``KeyedTensor``, or a dict of tensors or ``JaggedTensor``."""
     values = embeddings.values()
     parts = [values] if isinstance(values, Tensor) else values
     return sum((part if isinstance(part, Tensor) else part.values()).numel() for part in parts)
 
 
 def meta_batch(dense_in_features: int, num_samples: int = 2) -> tuple[Tensor, Tensor]:
-    """Returns dense features [num_samples, dense_in_features] and ids [num_samples] for a model on the meta device."""
+    """Returns float32 [num_samples, dense_in_features] and int64 ids [num_samples] for `MetaTables`, without data."""
     dense_features = torch.empty(num_samples, dense_in_features, device="meta")
     return dense_features, torch.empty(num_samples, dtype=torch.long, device="meta")
 
@@ -110,8 +109,8 @@ def meta_batch(dense_in_features: int, num_samples: int = 2) -> tuple[Tensor, Te
 def compression_ratio(model: nn.Module) -> float:
     """Returns the numbers per sample that enter the tower modules over those that leave them; 1.0 without towers.
 
-    It follows from ``in_features``, where a history counts as one embedding; `count_complexity` counts each item.
-    Towers are those of a TorchRec ``EmbeddingTowerCollection``, unsharded.
+    ``model`` is unsharded, with its towers in a TorchRec ``EmbeddingTowerCollection``. Their ``in_features`` count a
+    history as one embedding; `count_complexity` counts each of its items.
     """
     modules = tower_modules(model)
     if not modules:
@@ -120,7 +119,7 @@ def compression_ratio(model: nn.Module) -> float:
 
 
 def tower_modules(model: nn.Module) -> list[Any]:
-    """Returns the tower modules of an unsharded model, which have ``in_features`` and ``out_features``."""
+    """Returns the tower modules of all ``EmbeddingTowerCollection`` or `MetaTowers` in an unsharded model."""
     return [
         tower.interaction
         for collection in model.modules()
@@ -132,14 +131,14 @@ def tower_modules(model: nn.Module) -> list[Any]:
 
 def count_on_meta(model: nn.Module, dense_in_features: int) -> Complexity:
     """Counts a model on the meta device whose tables are `MetaTables` or `MetaTowers`."""
-    # So many samples that the items of their sequences, a whole number, are their mean length.
+    # 128 samples, so that mean sequence lengths are hardly rounded: a batch has a whole number of items.
     return count_complexity(model, *meta_batch(dense_in_features, 128))
 
 
 def criteo_1tb_tables(embedding_dim: int = 128) -> tuple[TableSpec, ...]:
-    """The 26 tables of Criteo-1TB, with their numbers of rows: feature ``C1`` in table ``t_C1`` and so on.
+    """Returns the 26 tables of Criteo-1TB with their numbers of rows: table ``t_C1`` of feature ``C1`` and so on.
 
-    N, the columns of every table, is 128 in the paper (22.78 G parameters); `InputError` if it is not positive.
+    All have ``embedding_dim`` columns, in the paper 128 (22.78 G parameters); raises `InputError` if not positive.
     """
     return tuple(
         TableSpec(name=f"t_C{i}", num_embeddings=rows, embedding_dim=embedding_dim, feature_names=(f"C{i}",))
@@ -150,17 +149,17 @@ def criteo_1tb_tables(embedding_dim: int = 128) -> tuple[TableSpec, ...]:
 def paper_complexity(
     arch: str, num_towers: int | None = None, *, tower_dim: int | None = None, c: int = 1, p: int = 0
 ) -> Complexity:
-    """Counts a model of the paper's size on Criteo-1TB, a cell of its Tables 3, 4 and 5.
+    """Counts a model of the paper's size on Criteo-1TB: a cell of its Tables 3, 4 and 5.
 
     Args:
         arch: ``"dlrm"`` or ``"dcn"``.
-        num_towers: T of 1 to 26, with the naive strided assignment of features; None for the flat model.
-        tower_dim: D; by default the paper's, 64 for DLRM and 128 for DCN.
-        c: projections of each feature (DLRM).
-        p: linear combinations of a tower's features (DLRM). The paper's 16-tower DLRM has D=128, c=0, p=1.
+        num_towers: T from 1 to 26, with strided features; None for the flat model.
+        tower_dim: D; by default that of the paper, 64 for DLRM and 128 for DCN.
+        c: number of projections of each feature (DLRM).
+        p: number of linear combinations of a tower's features (DLRM). The paper's 16-tower DLRM has D=128, c=0, p=1.
 
     Raises:
-        InputError: an unknown architecture, settings that it does not have, or a size that the model refuses.
+        InputError: the architecture is unknown or lacks a given setting, or the model refuses a size.
 
     Example:
         >>> round(paper_complexity("dlrm").mflops_per_sample, 2)
@@ -173,8 +172,8 @@ def paper_complexity(
         raise InputError(f"arch={arch!r} is unknown; use {known}.{did_you_mean(arch, _PAPER_MODELS)}")
     if (num_towers is None and tower_dim is not None) or ((c, p) != (1, 0) and (num_towers is None or arch == "dcn")):
         raise InputError(
-            f"arch={arch!r}, num_towers={num_towers}, tower_dim={tower_dim}, c={c}, p={p}: a flat model has no tower "
-            "modules, and c and p are settings of DLRM's. Give the number of towers too, or leave them out."
+            f"arch={arch!r}, num_towers={num_towers}, tower_dim={tower_dim}, c={c}, p={p}: only models with towers "
+            "have tower_dim, and only DLRM with towers has c and p. Give num_towers, or leave these settings out."
         )
     flat, with_towers = _PAPER_MODELS[arch]
     tables = criteo_1tb_tables()
@@ -182,7 +181,7 @@ def paper_complexity(
     if num_towers is None:
         model = flat(tables=tables, make_sparse_arch=MetaTables, **settings)
     else:
-        settings |= {} if tower_dim is None else {"tower_dim": tower_dim}  # the paper's D is the models' default
+        settings |= {} if tower_dim is None else {"tower_dim": tower_dim}  # the models default to the paper's D
         settings |= {} if arch == "dcn" else {"c": c, "p": p}
         plan = TowerPlan.strided(feature_names(tables), num_towers)
         model = with_towers(tables=tables, tower_plan=plan, make_sparse_arch=MetaTowers, **settings)
@@ -190,18 +189,18 @@ def paper_complexity(
 
 
 class MetaTables(nn.Module):
-    """Replaces TorchRec's tables: weights of the true sizes on the meta device, one id per feature and sample."""
+    """Stands in for TorchRec's tables: weights of their sizes on the meta device, one id per feature and sample."""
 
     def __init__(self, tables: Sequence[Any], device: Device) -> None:
         super().__init__()
-        # Thousands of tables: parameters without a module each.
+        # A parameter per table, not a module: there may be thousands.
         self._tables = nn.ParameterList(
             torch.empty(table.num_embeddings, table.embedding_dim, device=device) for table in tables
         )
         self._features = [tuple(table.feature_names) for table in tables]
 
     def forward(self, ids: Tensor) -> dict[str, Tensor]:
-        """Ids [B], used for every feature -> [B, N] by feature name: sizes and gradients, not the tables' numbers."""
+        """Ids [B] of every feature -> [B, N] float32 by feature name, with gradients but without a lookup."""
         widths = [table.shape[1] for table in self._tables]
         number = self._tables[0][:1, :1]
         pairs = zip(number.expand(len(ids), sum(widths)).split(widths, dim=1), self._features, strict=True)
@@ -209,7 +208,7 @@ class MetaTables(nn.Module):
 
 
 class MetaTowers(nn.Module):
-    """Stands in for TorchRec's ``EmbeddingTowerCollection``: true tower modules over `MetaTables`."""
+    """Stands in for TorchRec's ``EmbeddingTowerCollection``: real tower modules over `MetaTables`."""
 
     def __init__(
         self, tables: Sequence[Any], plan: TowerPlan, tower_modules: Sequence[nn.Module], device: Device

@@ -1,6 +1,6 @@
-"""DCN v2 (arXiv 2008.13535, as in TorchRec's reference) beside DMT-DCN (arXiv 2403.00877, sections 3.2, 4, Listing 2).
+"""DCN v2 (arXiv 2008.13535, as in TorchRec's reference) and DMT-DCN (arXiv 2403.00877, sections 3.2, 4, Listing 2).
 
-They differ from DLRM and DMT-DLRM in what interacts how: cross layers take the place of dot products.
+They differ from DLRM and DMT-DLRM in the interaction: cross layers instead of dot products.
 
 Legend: B samples, F features, T towers, O_t outputs of tower t, N embedding dim, D tower dim.
 """
@@ -39,13 +39,13 @@ _OVER_ARCH_LAYER_SIZES = (1024, 1024, 512, 256, 1)
 
 
 class DCN(nn.Module):
-    """Bottom MLP, embeddings, low-rank cross layers, top MLP; with the paper's sizes 96.22 MFLOPs per sample.
+    """DCN v2: bottom MLP, embeddings, low-rank cross layers, top MLP; 96.22 MFLOPs per sample at the paper's sizes.
 
-    The MLPs are 13-512-256-N and 1024-1024-512-256-1. Arguments and errors are those of `DLRM`, and:
+    The MLPs default to 13-512-256-N and 1024-1024-512-256-1. Arguments and errors are those of `DLRM`, and:
 
     Args:
-        num_cross_layers: cross layers over the (F + 1) N numbers of a sample.
-        cross_rank: rank of each.
+        num_cross_layers: number of cross layers over the (F + 1) N numbers of a sample.
+        cross_rank: rank of each cross layer.
     """
 
     def __init__(
@@ -78,14 +78,14 @@ class DCN(nn.Module):
 
 
 class DMTDCN(nn.Module):
-    """DCN over towers: a cross layer in each tower, then the cross layers over the tower outputs and the dense vector.
+    """Multi-tower DCN: a cross layer in each tower, then cross layers over the tower outputs and the dense vector.
 
-    With the paper's sizes and D=128 it takes 43.71 to 87.19 MFLOPs per sample for 2 to 16 towers. The MLPs are
-    13-512-256-D and 1024-1024-512-256-1. A tower sends one vector; a subclass whose ``tower_module`` is
-    ``partial(DCNTowerModule, per_feature=True)`` sends one per feature, as Listing 2 prints it.
+    At the paper's sizes and D=128 it takes 43.71 to 87.19 MFLOPs per sample for 2 to 16 towers. By default the MLPs are
+    13-512-256-D and 1024-1024-512-256-1. A tower sends one vector; in a subclass whose ``tower_module`` is
+    ``partial(DCNTowerModule, per_feature=True)`` it sends one vector per feature, as in Listing 2.
 
-    Arguments and errors are those of `DMTDLRM` (but for c and p) and `DCN`; a tower has one cross layer of rank
-    ``cross_rank``. Tables of features outside towers may have any number of columns.
+    Takes the arguments and raises the errors of `DMTDLRM`, except for c and p, and of `DCN`. The cross layer of a tower
+    has rank ``cross_rank``. Tables of features outside towers may have any number of columns.
     """
 
     tower_module: ClassVar[Callable[..., Any]] = DCNTowerModule

@@ -1,7 +1,7 @@
-"""The dense parts of DLRM and DCN in plain PyTorch: no TorchRec, so they can be counted anywhere.
+"""The dense parts of DLRM and DCN in plain PyTorch, without TorchRec.
 
-The arithmetic is that of ``torchrec.models.dlrm``. Every part may be built on the meta device, unlike TorchRec's:
-``DistributedModelParallel`` then calls ``reset_parameters`` and fills buffers with zeros, of which there are none.
+They compute what ``torchrec.models.dlrm`` computes. Unlike TorchRec's, they may be built on the meta device:
+``DistributedModelParallel`` then calls ``reset_parameters``. It also zeroes buffers, so these parts have none.
 
 Legend: B samples, F vectors (features, or the outputs of towers), D their dimension, I inputs, O outputs.
 """
@@ -30,31 +30,31 @@ __all__ = [
 ]
 
 Device = torch.device | str | None
-"""Where parameters are made; None follows PyTorch's own ``with torch.device(...)``."""
+"""Device of new parameters; None means PyTorch's default device, as set by ``with torch.device(...)``."""
 
 CROSS_RANK = 512
-"""Rank of every cross layer of DCN and DMT-DCN in the DMT paper, in the towers too."""
+"""Rank of every cross layer of DCN and DMT-DCN in the DMT paper, including those in towers."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class ModelOptions:
-    """Sizes of a model's two MLPs, and where the model is built."""
+    """Sizes of a model's two MLPs, and the model's device."""
 
     dense_arch_layer_sizes: tuple[int, ...] = (512, 256)
-    """Hidden sizes of the bottom MLP. The model appends the last size itself: N, or D with towers."""
+    """Hidden sizes of the bottom MLP. The model appends the last size: N, or D with towers."""
     over_arch_layer_sizes: tuple[int, ...] | None = None
-    """Sizes of the top MLP with its output, 1 for one logit. ``None`` or none at all: the paper's."""
+    """Sizes of the top MLP including its output, 1 for one logit. ``None`` or empty for the paper's sizes."""
     device: Device = None
-    """Device of the parameters. ``None`` follows PyTorch's own ``with torch.device(...)``."""
+    """Device of the parameters. ``None`` means PyTorch's default device, as set by ``with torch.device(...)``."""
 
 
 def mlp(
     in_features: int, layer_sizes: Sequence[int], *, last_is_linear: bool = False, device: Device = None
 ) -> nn.Sequential:
-    """Makes linear layers, each followed by a ReLU: [B, I] -> [B, O], float32.
+    """Makes linear layers, each followed by a ReLU: [B, I] float32 -> [B, O] float32.
 
-    ``layer_sizes`` are the outputs of each layer, O the last. With ``last_is_linear``, as for logits, no ReLU follows
-    the last layer.
+    ``layer_sizes`` are the numbers of outputs of the layers; the last is O. With ``last_is_linear``, as for logits, no
+    ReLU follows the last layer. Raises `InputError` for a size below 1.
     """
     check_sizes("mlp", in_features=in_features, layer_sizes=layer_sizes)
     layers: list[nn.Module] = []
@@ -64,10 +64,10 @@ def mlp(
 
 
 class DotInteraction(nn.Module):
-    """DLRM's interaction: the dense vector and the dot products of all pairs of the F + 1 vectors.
+    """DLRM's interaction: the dense vector, then the dot products of all pairs of the F + 1 vectors.
 
-    All (F + 1)^2 products are computed by one batched matrix product, then the strict upper triangle is taken; the
-    paper's MFLOPs (Table 3) count the full product. ``num_vectors`` is F without the dense vector, ``dim`` D.
+    One batched matrix product computes all (F + 1)^2 products, of which the strict upper triangle is kept; the paper's
+    MFLOPs (Table 3) count the full product. ``num_vectors`` is F, without the dense vector; ``dim`` is D.
     """
 
     def __init__(self, *, num_vectors: int, dim: int) -> None:
@@ -75,35 +75,35 @@ class DotInteraction(nn.Module):
         self.out_features = dim + num_vectors * (num_vectors + 1) // 2
 
     def forward(self, dense: Tensor, sparse: Tensor) -> Tensor:
-        """Dense [B, D] and sparse [B, F, D] -> [B, D + F (F + 1) / 2]; pairs in row-major order, dense vector first."""
+        """Dense [B, D] and sparse [B, F, D] -> [B, D + F (F + 1) / 2]: dense vector, then pairs in row-major order."""
         vectors = torch.cat((dense.unsqueeze(1), sparse), dim=1)
         products = torch.bmm(vectors, vectors.transpose(1, 2))
         return torch.cat((dense, strict_upper(products)), dim=1)
 
 
 def strict_upper(products: Tensor) -> Tensor:
-    """Takes the entries above the diagonal, row by row: [B, M, M] -> [B, M (M - 1) / 2]."""
-    # The indices are made here and not kept in a buffer: DistributedModelParallel overwrites buffers of a model built
-    # on the meta device with zeros, and nothing would fail.
+    """Returns the entries above the diagonal, row by row: [B, M, M] -> [B, M (M - 1) / 2]."""
+    # Indices are computed here, not kept in a buffer: DistributedModelParallel silently overwrites buffers of a model
+    # built on the meta device with zeros.
     size = products.shape[1]
     rows, columns = torch.triu_indices(size, size, offset=1, device=products.device)
-    # Not products[:, rows, columns], which PyTorch computes entry by entry: nine times as long on a CPU.
+    # Not products[:, rows, columns], which PyTorch computes entry by entry: it takes nine times as long on a CPU.
     return products.flatten(1).index_select(1, rows * size + columns)
 
 
-# The train pipeline traces the model with torch.fx, which cannot trace triu_indices: it needs real sizes.
+# The train pipeline traces the model with torch.fx, which cannot trace triu_indices, because that needs real sizes.
 torch.fx.wrap("strict_upper")
 
 
 class _Kernels(nn.ParameterList):
-    """Xavier-normal matrices or zero biases that, unlike a plain ``ParameterList``, can be drawn again in place."""
+    """Xavier-normal matrices or zero biases that, unlike a ``ParameterList``'s, can be initialised again in place."""
 
     def __init__(self, count: int, shape: tuple[int, ...], *, device: Device) -> None:
         super().__init__([nn.Parameter(torch.empty(shape, device=device)) for _ in range(count)])
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draws all values again; `DistributedModelParallel` calls this after building on the meta device."""
+        """Initialises all values again; ``DistributedModelParallel`` calls this on a model built on the meta device."""
         for kernel in self:
             if kernel.dim() == 2:
                 nn.init.xavier_normal_(kernel)
@@ -114,7 +114,7 @@ class _Kernels(nn.ParameterList):
 class LowRankCrossNet(nn.Module):
     """Low-rank cross layers of DCN v2 (arXiv 2008.13535, section 3): x' = x0 * (W V x + b) + x.
 
-    V is [rank, I] and W [I, rank]; TorchRec calls the rank ``low_rank``.
+    V is [rank, I], W [I, rank] and b [I]. ``rank`` is TorchRec's ``low_rank``. Raises `InputError` for a size below 1.
     """
 
     def __init__(self, in_features: int, *, num_layers: int, rank: int, device: Device = None) -> None:
@@ -125,7 +125,7 @@ class LowRankCrossNet(nn.Module):
         self.bias = _Kernels(num_layers, (in_features,), device=device)
 
     def forward(self, features: Tensor) -> Tensor:
-        """[B, I] -> [B, I]."""
+        """[B, I] float32 -> [B, I] float32."""
         crossed = features
         for w, v, bias in zip(self.W_kernels, self.V_kernels, self.bias, strict=True):
             projected = functional.linear(crossed, v)
@@ -134,8 +134,8 @@ class LowRankCrossNet(nn.Module):
 
 
 def check_sizes(owner: str, *, minimum: int = 1, **sizes: int | Sequence[int]) -> None:
-    """Raises `InputError` unless all sizes of a module of class ``owner`` are whole numbers of at least ``minimum``."""
+    """Raises `InputError` unless all sizes, arguments of ``owner``, are integers of at least ``minimum``."""
     for name, given in sizes.items():
         for size in given if isinstance(given, Sequence) else [given]:
             if not isinstance(size, int) or isinstance(size, bool) or size < minimum:
-                raise InputError(f"{owner}: {name}={given!r} must be whole numbers of at least {minimum}.")
+                raise InputError(f"{owner}: {name}={given!r} is invalid; use integers of at least {minimum}.")

@@ -1,4 +1,4 @@
-"""DLRM (arXiv 1906.00091) beside its multi-tower form DMT-DLRM (arXiv 2403.00877, sections 3.2 and 4, Listing 1).
+"""DLRM (arXiv 1906.00091) and its multi-tower form DMT-DLRM (arXiv 2403.00877, sections 3.2 and 4, Listing 1).
 
 Legend: B samples, F features, T towers, F_t features of tower t, O_t its outputs, N embedding dim, D tower dim.
 """
@@ -34,18 +34,18 @@ __all__ = ["DLRM", "DMTDLRM", "DMTDLRMProducts"]
 
 
 class DLRM(nn.Module):
-    """Bottom MLP, embeddings, pairwise dot products, top MLP; with the paper's sizes 14.74 MFLOPs per sample.
+    """DLRM: bottom MLP, embeddings, pairwise dot products, top MLP; 14.74 MFLOPs per sample at the paper's sizes.
 
-    The MLPs are 13-512-256-N and 1024-1024-512-256-1.
+    By default the MLPs are 13-512-256-N and 1024-1024-512-256-1.
 
     Args:
         tables: TorchRec ``EmbeddingBagConfig`` or `dmt.plan.tables.TableSpec`, all of one dimension N.
-        dense_in_features: columns of the dense input.
+        dense_in_features: number of columns of the dense input.
         options: sizes of the MLPs and the device; by default the sizes of the DMT paper.
-        make_sparse_arch: builds the embeddings; see `dmt.models.sparse`.
+        make_sparse_arch: function that builds the embeddings; see `dmt.models.sparse`.
 
     Raises:
-        InputError: the tables differ in dimension, share a name or a feature, or a size is not positive.
+        InputError: there are no tables, they differ in dimension or share a name or feature, or a size is below 1.
     """
 
     def __init__(
@@ -69,31 +69,31 @@ class DLRM(nn.Module):
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
         """Dense [B, dense_in_features] float32 and sparse ids of B samples, features in any order -> logits [B, 1]."""
         embeddings = self.sparse_arch(sparse_features)
-        # Between the two: a sharded sparse arch exchanges its result meanwhile, in the backward pass too.
+        # Runs here, while a sharded sparse arch exchanges its result, in the backward pass too.
         dense = self.dense_arch(dense_features)
-        # By name: once sharded, the order of the columns depends on the sharding plan.
+        # Read by name: once sharded, the order of the columns depends on the sharding plan.
         vectors_BFN = torch.stack(feature_vectors(embeddings, self.feature_names), dim=1)
         return self.over_arch(self.inter_arch(dense, vectors_BFN))
 
 
 class DMTDLRM(nn.Module):
-    """DLRM over towers: each compresses its features to p + c F_t vectors of dimension D before they leave the host.
+    """Multi-tower DLRM: each tower compresses its features to p + c F_t vectors of dimension D, which leave the host.
 
-    With the paper's sizes and D=64, c=1, p=0 it takes 8.95 MFLOPs per sample, and the towers send half the bytes. The
-    MLPs are 13-512-256-D and 1024-512-256-1, one layer less than DLRM's: so the MFLOPs of the paper's Tables 4 and 5.
+    At the paper's sizes and D=64, c=1, p=0 it takes 8.95 MFLOPs per sample, and towers send half the bytes. The MLPs
+    default to 13-512-256-D and 1024-512-256-1, one layer less than DLRM's: Tables 4 and 5 fit no other sizes.
 
-    Arguments are those of `DLRM`, whose tables may come in any order and need one dimension N per tower, and:
+    Takes the arguments of `DLRM`, where tables need the same dimension N only within a tower, and:
 
     Args:
-        tower_plan: which features form which tower. The vectors of features outside towers interact as they are; their
+        tower_plan: which features form which tower. The vectors of features outside towers interact uncompressed; their
             tables need D columns.
         tower_dim: D, the dimension of the vectors that interact.
-        c: projections of each feature.
-        p: linear combinations of all features of a tower.
+        c: number of projections of each feature.
+        p: number of linear combinations of all features of a tower.
 
     Raises:
-        InputError: the plan does not fit the tables, the tables of a tower differ in dimension, one outside towers has
-            not D columns, c and p are both 0, or a size is not positive.
+        InputError: the plan does not fit the tables, the tables of a tower differ in dimension, a table outside towers
+            does not have D columns, c and p are both 0, or a size is not positive.
     """
 
     tower_module: ClassVar[type[DLRMTowerModule]] = DLRMTowerModule
@@ -135,9 +135,9 @@ class DMTDLRM(nn.Module):
 
 
 class DMTDLRMProducts(DMTDLRM):
-    """Multi-tower DLRM whose tower modules also send inner products (`DLRMProductsTowerModule`); not in the paper.
+    """Multi-tower DLRM whose tower modules add inner products to their outputs (`DLRMProductsTowerModule`).
 
-    Arguments are those of `DMTDLRM`; p must be at least 1.
+    It is not in the paper. Takes the arguments of `DMTDLRM`; p must be at least 1.
     """
 
     tower_module = DLRMProductsTowerModule

@@ -1,8 +1,8 @@
 """Attention over sequences of embeddings: a target attends to its history (DIN, arXiv 1706.06978, section 4.3).
 
-The embeddings are those of an ``EmbeddingCollection``: of each feature a TorchRec ``JaggedTensor`` of [B] lengths and
-[sum of lengths, N] values. `DINTowerModule` is a tower of one target and one history. `PooledBySequence` turns any
-features into vectors [B, N], with which DLRM and DCN, flat and in towers, take sequences (``data.sequences``).
+An ``EmbeddingCollection`` returns a TorchRec ``JaggedTensor`` of each feature: [B] lengths and [sum of lengths, N]
+values. `DINTowerModule` is the tower module of one target and one history. `PooledBySequence` pools sequences to
+vectors [B, N], so that DLRM and DCN, flat and in towers, can take sequences (``data.sequences``).
 
 Legend: B samples, J items of all histories, N embedding dimension, D the tower dimension.
 """
@@ -27,7 +27,7 @@ class _Items(NamedTuple):
 
     values_JN: Tensor
     sample_J: Tensor
-    """The sample of each."""
+    """The sample of each item, int64."""
     num_samples: int
 
     def sum(self) -> Tensor:
@@ -39,14 +39,14 @@ class _Items(NamedTuple):
 class TargetAttention(nn.Module):
     """Pools the items of a history with weights that depend on the target.
 
-    Of target t and item h an MLP of [t, h, t - h, t * h], each N wide, makes a score, without a last bias, which would
-    change no weight: the weights of the items are the softmax of the scores over the history. A sample without history
-    gets zeros. DIN leaves out the softmax, so that long histories weigh more; here it is taken.
+    An MLP scores each target t and item h from [t, h, t - h, t * h], each N wide. The weights of the items are the
+    softmax of the scores over the history, which a last bias would not change, so there is none. A sample without a
+    history gets zeros. DIN has no softmax, so that long histories weigh more.
 
     Args:
         embedding_dim: N.
         hidden: hidden width of the MLP.
-        device: where the parameters are made.
+        device: device of the parameters.
     """
 
     def __init__(self, embedding_dim: int, *, hidden: int = 36, device: Device = None) -> None:
@@ -55,12 +55,12 @@ class TargetAttention(nn.Module):
         self.score = nn.Sequential(*hidden_layers, nn.Linear(hidden, 1, bias=False, device=device))
 
     def forward(self, target_BN: Tensor, items: _Items) -> Tensor:
-        """Target [B, N] and its history -> [B, N]."""
+        """Target [B, N] and the items of its history -> [B, N], float32."""
         items_JN, sample_J, num_samples = items
         score: Any = self.score
         first, activation, last = score
         of_target, of_item, of_difference, of_product = first.weight.chunk(4, dim=1)
-        # The first layer is linear: its part of the targets is computed once for a sample, and no item has 4 N numbers.
+        # The first layer is linear, so the target's part is computed once per sample, without 4 N numbers per item.
         hidden_BH = nn.functional.linear(target_BN, of_target + of_difference, first.bias)
         products_JN = target_BN.index_select(0, sample_J) * items_JN
         hidden_JH = nn.functional.linear(items_JN, of_item - of_difference)
@@ -70,19 +70,18 @@ class TargetAttention(nn.Module):
 
 
 class DINTowerModule(nn.Module):
-    """Attention of a target item to a sample's history: `TargetAttention`, projected with the target, [t, v] -> D.
+    """Tower module in which a target attends to a sample's history: projects target and `TargetAttention` to D numbers.
 
-    It reads sequences: the tower's embedding module is an ``EmbeddingCollection``, whose target and history share a
-    table.
+    The tower's embedding module is an ``EmbeddingCollection`` in which target and history share a table.
 
     Args:
-        target: feature with one id for each sample. Other numbers are no error, as in a bag: none is a target of zeros,
-            several are the sum of their embeddings.
-        history: feature with any number of ids, also none.
+        target: feature with one id per sample. As in a bag, a sample without an id has a target of zeros, and several
+            ids are summed.
+        history: feature with any number of ids per sample, or none.
         embedding_dim: N.
-        tower_dim: D, numbers that cross hosts, whatever the length of the history.
+        tower_dim: D, the numbers per sample that cross hosts, however long the history is.
         hidden: hidden width of the MLP.
-        device: where the parameters are made.
+        device: device of the parameters.
     """
 
     def __init__(
@@ -104,23 +103,23 @@ class DINTowerModule(nn.Module):
         self.project = nn.Linear(2 * embedding_dim, tower_dim, device=device)
 
     def forward(self, embeddings: Mapping[str, Any]) -> Tensor:
-        """Sequences of [B] lengths and [sum of lengths, N] values -> [B, D].
+        """``JaggedTensor`` by feature, [B] lengths and [sum of lengths, N] float32 values -> [B, D] float32.
 
         Raises:
-            InputError: a feature comes as pooled embeddings.
+            InputError: a feature arrives as pooled embeddings.
         """
         target, history = (_items(embeddings, name, "DINTowerModule") for name in self.features)
-        # Lengths are not checked here: only the ranks of this tower would raise, and all others wait for them.
+        # Does not check lengths: only the ranks of this tower would raise, and all others would wait for them.
         target_BN = target.sum()
         return self.project(torch.cat([target_BN, self.attention(target_BN, history)], dim=1))
 
 
 class PooledBySequence(nn.Module):
-    """Pools every feature of some tables to [B, N]: sequences by the attention of their targets, the others by a sum.
+    """Pools every feature of ``tables`` to [B, N]: sequences by their target's attention, other features by a sum.
 
     Args:
-        tables: `dmt.plan.tables.TableSpec` of each, with its ``sequences``.
-        device: where the parameters are made.
+        tables: `dmt.plan.tables.TableSpec`; ``sequences`` pairs each sequence with its target.
+        device: device of the parameters.
 
     Example:
         >>> from torchrec.sparse.jagged_tensor import JaggedTensor
@@ -144,7 +143,7 @@ class PooledBySequence(nn.Module):
         self.attentions = nn.ModuleList(TargetAttention(dims[name], device=device) for name in self._targets)
 
     def forward(self, embeddings: Mapping[str, Any]) -> dict[str, Tensor]:
-        """Sequences of [B] lengths and [sum of lengths, N] values -> [B, N] of each feature."""
+        """``JaggedTensor`` by feature, [B] lengths and [sum of lengths, N] values -> [B, N] of each feature."""
         items = {name: _items(embeddings, name, "data.sequences") for name in self.features}
         pooled = {name: of_feature.sum() for name, of_feature in items.items() if name not in self._targets}
         for attention, (name, target) in zip(self.attentions, self._targets.items(), strict=True):
@@ -153,11 +152,11 @@ class PooledBySequence(nn.Module):
 
 
 class SequenceTowerModule(nn.Module):
-    """A tower module over an ``EmbeddingCollection``: `PooledBySequence`, then a tower module of pooled embeddings.
+    """Tower module over an ``EmbeddingCollection``: pools, then runs a tower module of pooled embeddings.
 
     Args:
-        pooling: of the tower's tables.
-        module: the tower module.
+        pooling: `PooledBySequence` of the tower's tables.
+        module: tower module that reads pooled embeddings [B, N] by feature.
     """
 
     def __init__(self, pooling: PooledBySequence, module: Any) -> None:
@@ -166,29 +165,29 @@ class SequenceTowerModule(nn.Module):
         self.pooling, self.module = pooling, module
 
     def forward(self, embeddings: Mapping[str, Any]) -> Tensor:
-        """Sequences of [B] lengths and [sum of lengths, N] values -> [B, O_t]."""
+        """``JaggedTensor`` by feature, [B] lengths and [sum of lengths, N] values -> [B, O_t]."""
         return self.module(self.pooling(embeddings))
 
 
 def _items(embeddings: Mapping[str, Any], name: str, owner: str) -> _Items:
-    """Returns the embeddings of a feature's ids."""
+    """Returns the items of feature ``name``; raises `InputError` if they arrive pooled."""
     sequence = embeddings[name]
     if isinstance(sequence, Tensor):
         raise InputError(
-            f"{owner}: feature {name!r} arrives as pooled embeddings {list(sequence.shape)}, but attention needs one "
-            "for each id. Make the tower's embedding module an EmbeddingCollection."
+            f"{owner}: feature {name!r} arrives as pooled embeddings {list(sequence.shape)}, but attention needs the "
+            "embedding of each id. Make the tower's embedding module an EmbeddingCollection."
         )
     values, lengths = sequence.values(), sequence.lengths()
-    # Sizes as exported programs know them, which len() would make constants.
+    # Not len(), which export would turn into a constant.
     num_samples, num_items = lengths.shape[0], values.shape[0]
     samples = torch.arange(num_samples, device=lengths.device)
-    # Without output_size a GPU would be waited for.
+    # Without output_size, the CPU would have to wait for a GPU.
     return _Items(values, samples.repeat_interleave(lengths, output_size=num_items), num_samples)
 
 
 def _softmax_by_sample(scores_J: Tensor, sample_J: Tensor, num_samples: int) -> Tensor:
-    """Softmax of the scores of each sample's items; ``sample_J`` has the sample of each."""
-    # Any number taken from all scores of a sample leaves the softmax as it is, and has no gradient.
+    """Returns the softmax over the items of each sample, [J]; ``sample_J`` is the sample of each item."""
+    # Subtracting a constant from all scores of a sample changes neither the softmax nor its gradient.
     largest_B = scores_J.detach().new_full((num_samples,), -torch.inf)
     largest_B = largest_B.scatter_reduce(0, sample_J, scores_J.detach(), "amax")
     powers_J = (scores_J - largest_B.index_select(0, sample_J)).exp()

@@ -1,7 +1,6 @@
-"""The sparse parts of the models, TorchRec's own: flat (`EmbeddingBagCollection`) or in towers, unsharded.
+"""Builds the sparse parts of the models from TorchRec's modules, unsharded: flat or in towers.
 
-TorchRec and FBGEMM are imported when a sparse part is built, so the dense parts and the complexity accounting work
-without them. docs/your_model.md composes a model of its own from them.
+TorchRec and FBGEMM are imported when a sparse part is built, so that dense parts and complexity work without them.
 """
 
 from __future__ import annotations
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from dmt.errors import InputError
+from dmt.formatting import shorten
 from dmt.models.dense import Device
 from dmt.models.sequences import PooledBySequence, SequenceTowerModule
 from dmt.models.tower_modules import by_feature, feature_vectors
@@ -40,20 +40,20 @@ __all__ = [
 ]
 
 MakeFlatSparseArch = Callable[[Sequence[Any], Device], nn.Module]
-"""``(tables, device)`` -> module whose output is indexed by feature name, each [B, N]."""
+"""Function of ``(tables, device)`` that returns a module: ids of B samples -> [B, N] by feature name."""
 MakeTowerSparseArch = Callable[[Sequence[Any], TowerPlan, Sequence[nn.Module], Device], nn.Module]
-"""``(tables, plan, tower_modules, device)`` -> module whose output is [B, sum O_t], towers in the plan's order."""
+"""Function of ``(tables, plan, tower_modules, device)`` that returns a module: ids of B samples -> [B, sum O_t]."""
 Splits = Mapping[str, Sequence[int]]
-"""Columns of each shard, by feature (`dmt.plan.TowerPlan.column_splits`)."""
+"""Numbers of columns of each column shard, by feature (`dmt.plan.TowerPlan.column_splits`)."""
 
 
 def embedding_bag_configs(tables: Sequence[Any]) -> list[Any]:
-    """TorchRec's configurations of the tables: its own stay as they are, a `TableSpec` becomes one with sum pooling.
+    """Returns TorchRec's configuration of each table; leaves those that are TorchRec's unchanged.
 
-    One of sequences becomes an ``EmbeddingConfig``, which has no pooling.
+    A `TableSpec` becomes an ``EmbeddingBagConfig`` with sum pooling, or an ``EmbeddingConfig`` if it has sequences.
 
     Raises:
-        InputError: two tables have one name, or a feature looks up in two tables.
+        InputError: two tables have the same name, or two tables have the same feature.
     """
     from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig
 
@@ -73,16 +73,16 @@ def embedding_bag_configs(tables: Sequence[Any]) -> list[Any]:
 
 
 def flat_sparse_arch(tables: Sequence[Any], device: Device = None) -> Any:
-    """Builds one TorchRec ``EmbeddingBagCollection`` of all tables, on ``device``; with sequences a `SequenceArch`.
+    """Builds a TorchRec ``EmbeddingBagCollection`` on ``device``, or a `SequenceArch` if any table has sequences.
 
-    Its result is a ``KeyedTensor``; read it by name, since the order of its keys changes with the sharding. Errors are
-    those of `embedding_bag_configs`.
+    Either returns [B, N] by feature, the collection as a ``KeyedTensor``; read it by name, because the order of its
+    keys changes with the sharding. Raises the errors of `embedding_bag_configs`.
     """
     return SequenceArch(tables, device) if any(map(is_sequence, tables)) else _collection(tables, device)
 
 
 def _collection(tables: Sequence[Any], device: Device) -> Any:
-    """Builds the ``EmbeddingCollection`` of tables of sequences, the ``EmbeddingBagCollection`` of others."""
+    """Builds an ``EmbeddingCollection`` if any of the tables has sequences, else an ``EmbeddingBagCollection``."""
     from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
     torch_device = torch.device(device) if isinstance(device, str) else device
@@ -91,9 +91,9 @@ def _collection(tables: Sequence[Any], device: Device) -> Any:
 
 
 class SequenceArch(nn.Module):
-    """Embeddings of a flat model with sequences, which `PooledBySequence` pools; other features are bags.
+    """Embeddings of a flat model with sequences: `PooledBySequence` pools tables with sequences, others are bags.
 
-    Computes nothing until the model reads features, so that exchanges of sharded modules stay in flight.
+    Pools when the model first reads features, so that the exchanges of sharded collections stay in flight until then.
     """
 
     def __init__(self, tables: Sequence[Any], device: Device = None) -> None:
@@ -105,12 +105,12 @@ class SequenceArch(nn.Module):
         self._bag_names = feature_names(bags)
 
     def forward(self, ids: Any) -> _WithSequences:
-        """Ids of B samples -> [B, N] by feature name."""
+        """``KeyedJaggedTensor`` of B samples -> [B, N] float32 by feature name."""
         return _WithSequences(self, None if self.bags is None else self.bags(ids), self.embedding(ids))
 
     def vectors(self, bags: Any, sequences: Any) -> dict[str, Tensor]:
-        """What the collections returned -> [B, N] by feature name."""
-        # Feature by feature: a train pipeline traces this, and a traced dict has no length.
+        """Outputs of the two collections -> [B, N] by feature name."""
+        # Feature by feature, because a train pipeline traces this, and a traced dict has no length.
         pooled, of_bags = self.pooling(sequences), None if bags is None else by_feature(bags)
         vectors = {name: pooled[name] for name in self.pooling.features}
         return vectors if of_bags is None else vectors | {name: of_bags[name] for name in self._bag_names}
@@ -129,13 +129,13 @@ def tower_sparse_arch(
 ) -> EmbeddingTowerCollection:
     """Builds TorchRec's ``EmbeddingTowerCollection``: the tables in towers, each with its tower module.
 
-    Its result is [B, sum O_t], the towers side by side in the plan's order.
+    It returns [B, sum O_t]: the outputs of the towers side by side, in the plan's order.
 
     Args:
         tables: TorchRec ``EmbeddingBagConfig`` or `TableSpec`, in any order.
         plan: which features form which tower.
-        tower_modules: one module for each tower of the plan (`dmt.models.tower_modules`).
-        device: of the tables; ``"meta"`` for tables that only the sharded ranks will hold.
+        tower_modules: one module for each tower of the plan, in its order (`dmt.models.tower_modules`).
+        device: device of the tables; ``"meta"`` if ``DistributedModelParallel`` will allocate their shards.
 
     Raises:
         InputError: the plan does not fit the tables, or the tower modules do not fit the plan.
@@ -150,31 +150,31 @@ def tower_sparse_arch(
 def outside_sparse_arch(
     tables: Sequence[Any], plan: TowerPlan, device: Device = None, *, dim: int | None = None
 ) -> EmbeddingBagCollection | None:
-    """Builds the collection of the plan's features outside towers, beside `tower_sparse_arch`; None without any.
+    """Builds the ``EmbeddingBagCollection`` of the plan's features outside towers; None if there are none.
 
     Raises:
-        InputError: a table has not ``dim`` columns, the dimension of what it interacts with; None takes any.
+        InputError: a table does not have ``dim`` columns, the dimension of the towers' vectors; None allows any.
     """
     held = plan.outside_tables(tables)
     for table in held:
         if dim not in (None, table.embedding_dim):
             raise InputError(
-                f"Table {table.name!r} outside towers has embedding_dim={table.embedding_dim}, but its vectors "
-                f"interact with those of towers, tower_dim={dim}. Make them equal, or put its features into a tower."
+                f"Table {table.name!r} outside towers has embedding_dim={table.embedding_dim}, but it interacts with "
+                f"towers' vectors of tower_dim={dim}. Make the two equal, or put the table's features into a tower."
             )
     return flat_sparse_arch(held, device) if held else None
 
 
 def with_outside(outputs: Tensor, outside: Any, features: Sequence[str]) -> Tensor:
-    """Puts the embeddings of features outside towers beside the towers' outputs: [B, sum O_t] -> [B, more columns]."""
+    """Appends the embeddings [B, N_i] of ``features``, outside towers, to the towers' ``outputs`` [B, sum O_t]."""
     return torch.cat([outputs, *feature_vectors(outside, features)], dim=1)
 
 
 def check_tower_modules(plan: TowerPlan, tower_modules: Sequence[nn.Module]) -> None:
-    """Raises `InputError` unless there is one tower module for each tower, which reads that tower's features."""
+    """Raises `InputError` unless each tower has one tower module, whose ``features`` are those of the tower."""
     if len(tower_modules) != plan.num_towers:
         raise InputError(
-            f"{len(tower_modules)} tower modules for {plan.num_towers} towers; give one for each, in order."
+            f"There are {len(tower_modules)} tower modules for {plan.num_towers} towers. Give one per tower, in order."
         )
     for tower, module in zip(plan.towers, tower_modules, strict=True):
         features = tuple(getattr(module, "features", ()))
@@ -186,28 +186,28 @@ def check_tower_modules(plan: TowerPlan, tower_modules: Sequence[nn.Module]) -> 
 
 
 def common_embedding_dim(tables: Sequence[Any], owner: str) -> int:
-    """The one embedding dimension of the tables, which ``owner`` needs; `InputError` if two differ."""
-    for table in tables:
-        if table.embedding_dim != tables[0].embedding_dim:
-            raise InputError(
-                f"Table {table.name!r} has embedding_dim={table.embedding_dim}, but {owner} needs the same for all its "
-                f"tables and table {tables[0].name!r} has {tables[0].embedding_dim}. Make them equal, or compose a "
-                "model of your own (docs/your_model.md)."
-            )
-    return tables[0].embedding_dim
+    """Returns the embedding dimension that all tables of ``owner`` have; raises `InputError` if two differ."""
+    names = {table.embedding_dim: table.name for table in tables}
+    if len(names) != 1:
+        given = [f"embedding_dim={dim} of table {name!r}" for dim, name in names.items()]
+        raise InputError(
+            f"{owner} needs tables with equal embedding_dim, but got {shorten(given, ' and ') or 'no table'}. Change "
+            "the tables, or write a custom model (docs/your_model.md)."
+        )
+    return next(iter(names))
 
 
 def make_tower_modules(
     tables: Sequence[Any], plan: TowerPlan, make: Callable[..., Any], *, tower_dim: int, device: Device = None
 ) -> tuple[list[Any], int]:
-    """Makes the tower module of each tower, ``make(features, embedding_dim=N)``; with sequences over their pooling.
+    """Makes each tower's module by ``make(features, embedding_dim=N)``; wraps it if the tower has sequences.
 
     Returns:
-        The modules, and how many vectors of ``tower_dim`` they send together: sum O_t / D.
+        The modules, and how many vectors of ``tower_dim`` numbers they send together: sum O_t / D.
 
     Raises:
         InputError: the plan does not fit the tables, the tables of a tower differ in dimension, or the outputs of a
-            tower are no multiple of ``tower_dim``.
+            tower are not a multiple of ``tower_dim``.
     """
     modules = []
     for tower, tower_tables in zip(plan.towers, plan.tables_by_tower(tables), strict=True):
@@ -215,8 +215,8 @@ def make_tower_modules(
         if module.out_features % tower_dim:
             raise InputError(
                 f"The tower module {type(module).__name__} of tower {tower.name!r} has "
-                f"out_features={module.out_features}, not a multiple of tower_dim={tower_dim}: the model reads vectors "
-                "of that size."
+                f"out_features={module.out_features}, but the model reads vectors of tower_dim={tower_dim}. Make "
+                "out_features a multiple of tower_dim."
             )
         if any(map(is_sequence, tower_tables)):
             module = SequenceTowerModule(PooledBySequence(tower_tables, device=device), module)
@@ -225,9 +225,9 @@ def make_tower_modules(
 
 
 class JoinedShards(nn.Module):
-    """A flat model's embeddings of whole features, from the column shards of those that are cut by ``splits``.
+    """Embeddings of a flat model whose tables are cut into column shards by ``splits``: joins shards to whole features.
 
-    Nothing is computed before the model reads features, so a sharded module's exchange stays in flight until then.
+    Joins when the model first reads features, so that the exchange of a sharded collection stays in flight until then.
     """
 
     def __init__(self, tables: Sequence[Any], device: Device = None, *, splits: Splits) -> None:
@@ -237,7 +237,7 @@ class JoinedShards(nn.Module):
         self._names = {name: shard_names(name, splits[name]) if name in splits else [name] for name in features}
 
     def forward(self, ids: Any) -> _Joined:
-        """Ids with the keys that `dmt.plan.split_across_towers.split_ids` makes -> [B, N] by feature name."""
+        """Output of `dmt.plan.split_across_towers.split_ids` -> [B, N] float32 by feature name."""
         return _Joined(self.shards(ids), self._names)
 
 

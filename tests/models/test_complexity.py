@@ -119,11 +119,11 @@ def test_towers_of_different_embedding_dims():
     ("arguments", "message"),
     [
         ({"arch": "dlmr"}, "arch='dlmr' is unknown; use 'dlrm' or 'dcn'. Did you mean 'dlrm'"),
-        ({"arch": "dlrm", "tower_dim": 64}, "tower_dim=64, c=1, p=0: a flat model has no tower modules"),
-        ({"arch": "dlrm", "p": 1}, "p=1: a flat model"),
-        ({"arch": "dcn", "num_towers": 4, "p": 1}, "c=1, p=1: .* settings of DLRM's"),
+        ({"arch": "dlrm", "tower_dim": 64}, "tower_dim=64, c=1, p=0: only models with towers have"),
+        ({"arch": "dlrm", "p": 1}, "p=1: only models with towers"),
+        ({"arch": "dcn", "num_towers": 4, "p": 1}, "c=1, p=1: .* only DLRM with towers has c and p"),
         ({"arch": "dlrm", "num_towers": 27}, "num_towers=27 must lie between 1 and the number of features, 26"),
-        ({"arch": "dlrm", "num_towers": 2, "tower_dim": 0}, "tower_dim=0 must be whole numbers of at least 1"),
+        ({"arch": "dlrm", "num_towers": 2, "tower_dim": 0}, "tower_dim=0 is invalid; use integers of at least 1"),
     ],
 )
 def test_bad_settings(arguments, message):

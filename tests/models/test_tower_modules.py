@@ -120,12 +120,12 @@ def test_a_tower_of_one_feature_has_no_product(embeddings):
 @pytest.mark.parametrize(
     ("build", "message"),
     [
-        (lambda: DLRMTowerModule(["a"], embedding_dim=8, tower_dim=4, c=0), "DLRMTowerModule: c_plus_p=0 must be"),
-        (lambda: DLRMTowerModule(["a"], embedding_dim=8, tower_dim=4, p=-1), "p=-1 must be whole numbers"),
-        (lambda: DLRMProductsTowerModule(["a"], embedding_dim=8, tower_dim=4, c=1, p=0), "Products.*: p=0 must be"),
-        (lambda: DCNTowerModule(["a"], embedding_dim=8, tower_dim=4, rank=0), "rank=0 must be"),
-        (lambda: DCNTowerModule(["a"], embedding_dim=8, tower_dim=0), "tower_dim=0 must be"),
-        (lambda: mlp(4, [8, 2.5]), r"layer_sizes=\[8, 2.5\] must be whole numbers of at least 1"),
+        (lambda: DLRMTowerModule(["a"], embedding_dim=8, tower_dim=4, c=0), r"DLRMTowerModule: c \+ p=0 is invalid"),
+        (lambda: DLRMTowerModule(["a"], embedding_dim=8, tower_dim=4, p=-1), "p=-1 is invalid; use integers"),
+        (lambda: DLRMProductsTowerModule(["a"], embedding_dim=8, tower_dim=4, c=1, p=0), "Products.*: p=0 is invalid"),
+        (lambda: DCNTowerModule(["a"], embedding_dim=8, tower_dim=4, rank=0), "rank=0 is invalid"),
+        (lambda: DCNTowerModule(["a"], embedding_dim=8, tower_dim=0), "tower_dim=0 is invalid"),
+        (lambda: mlp(4, [8, 2.5]), r"layer_sizes=\[8, 2.5\] is invalid; use integers of at least 1"),
     ],
 )
 def test_bad_sizes(build, message):

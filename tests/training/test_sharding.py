@@ -84,7 +84,7 @@ def test_a_plan_of_other_tables_or_widths_is_refused(tmp_path: Path) -> None:
         resolve(small(towers=save_plan(tmp_path, other)), 4)
     # Shards of two widths in a tower, which models with tower modules do not take.
     sections = {"model": {"embedding_dim": 16}, "towers": save_plan(tmp_path, SOME_CUT)}
-    with pytest.raises(InputError, match=r"Table 't_C1\[12:16\]' has embedding_dim=4, but tower 'tower_0'"):
+    with pytest.raises(InputError, match=r"'tower_0' needs .* equal .*=\d of table 't_C1\["):
         resolve(small("dmt-dlrm", "sptt", **sections), 4)
     job = resolve(small("dlrm", "sptt", synthetic={"num_multi_hot": 2}, **sections), 4)
     assert [table.embedding_dim for table in job.tables] == [16] * 6
@@ -100,7 +100,7 @@ REFUSED: list[tuple[dict[str, dict[str, Any]], str]] = [
     ({"topology": {"num_replicas": 2}}, r"2 \* 2 \* 2 = 8 ranks, but the job was started with WORLD_SIZE=4"),
     ({"topology": {"num_towers": 8}}, r"num_towers=8 must lie between 1 and the number of features, 6"),
     ({"optimizer": {"sparse": "adam"}}, r"optimizer\.sparse='adam': FBGEMM has no CPU kernel"),
-    ({"model": {"c": 0, "p": 0}}, r"c_plus_p=0 must be"),
+    ({"model": {"c": 0, "p": 0}}, r"c \+ p=0 is invalid"),
     ({"sharding": {"tables": {"t_C9": "row_wise"}}}, r"'t_C9' matches none of the 6 tables of.*Did you mean 't_C"),
     (
         {"sharding": {"tables": {"t_C1": "row_wise"}}, "topology": ONE_RANK},
