@@ -83,8 +83,7 @@ class DotInteraction(nn.Module):
 
 def strict_upper(products: Tensor) -> Tensor:
     """Returns the entries above the diagonal, row by row: [B, M, M] -> [B, M (M - 1) / 2]."""
-    # Indices are computed here, not kept in a buffer: DistributedModelParallel silently overwrites buffers of a model
-    # built on the meta device with zeros.
+    # Not kept in a buffer: DistributedModelParallel silently zeroes the buffers of a model built on the meta device.
     size = products.shape[1]
     rows, columns = torch.triu_indices(size, size, offset=1, device=products.device)
     # Not products[:, rows, columns], which PyTorch computes entry by entry: it takes nine times as long on a CPU.

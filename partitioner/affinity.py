@@ -288,8 +288,7 @@ class FeatureAffinity:
         """Reads a file of `save`. It never unpickles, so a file from a stranger cannot run code.
 
         Raises:
-            InputError: the file is absent, damaged, of another kind or format version, or its contents break a rule of
-                this class.
+            InputError: the file is absent, damaged, of another kind or format version, or breaks a rule of this class.
         """
         where = f"Affinity file {path}"
         try:

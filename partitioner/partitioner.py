@@ -272,10 +272,7 @@ def _neighbours(costs: Floats, num_towers: int) -> Labels:
 
 
 def _random_towers(answers: Sequence[_Answer], seed: int) -> Iterator[Mapping[str, int]]:
-    """Yields random assignments of the same blocks: shuffles blocks of equal size, then repairs broken limits.
-
-    Leaves out an assignment that cannot be repaired.
-    """
+    """Yields random assignments of the same blocks: shuffles those of equal size, then repairs limits or skips."""
     rng = np.random.default_rng(seed)
     for _ in range(RANDOM_ASSIGNMENTS):
         towers: dict[str, int] = {}

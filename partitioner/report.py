@@ -35,10 +35,9 @@ _MEASURES = {
 def plot_affinity(affinity: FeatureAffinity, plan: TowerPlan, path: str | os.PathLike[str]) -> Path:
     """Draws the affinity matrix in the order of the plan, with a coloured box for each tower (paper's Figure 9).
 
-    The axes name features, if there are at most 64. The colour scale ends at the largest value of two different
-    features; the diagonal, which would dominate it, is blank. ``affinity`` has exactly the features in the plan's
-    towers, in any order (`FeatureAffinity.without` removes others). The suffix of ``path`` sets the format: ``.png``,
-    ``.svg`` or ``.pdf``. Returns the path.
+    At most 64 features are named. The diagonal is blank, because it would dominate the colour scale. ``affinity`` has
+    exactly the features in the plan's towers, in any order (`FeatureAffinity.without` removes others). The suffix of
+    ``path`` sets the format: ``.png``, ``.svg`` or ``.pdf``. Returns the path.
 
     Raises:
         InputError: plan and affinity have different features, the suffix is no picture format, or writing fails.

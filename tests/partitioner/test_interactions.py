@@ -214,10 +214,7 @@ def bags_of_one(rows):
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (
-            lambda b: setattr(b, "labels", b.labels * 0),
-            "3,000 rows with a weight above 0, 0 of them with the label 1; at least 1,000 rows with 20",
-        ),
+        (lambda b: setattr(b, "labels", b.labels * 0), "0 of them with the label 1; at least 1,000 rows with 20"),
         (lambda b: setattr(b, "labels", b.labels * 0 + 1), "a weight above 0, 3,000 of them with the label 1"),
         (lambda b: setattr(b, "labels", b.labels * np.nan), "batch 0 has the label nan; labels must be 0 or 1"),
         (lambda b: setattr(b, "weights", b.labels * 0), "batches have 0 rows with a weight above 0"),
@@ -231,10 +228,7 @@ def bags_of_one(rows):
             lambda b: b.sparse_features.update({f"x{b.labels.sum()}": b.sparse_features["f0"]}),
             "batch 1 and the first batch differ in their columns (x",
         ),
-        (
-            lambda b: setattr(b, "sparse_features", bags_of_one(rows=3)),
-            "batch 0 has 1000 labels, but feature 'a' has 3 bags",
-        ),
+        (lambda b: setattr(b, "sparse_features", bags_of_one(rows=3)), "1000 labels, but feature 'a' has 3 bags"),
     ],
 )
 def test_input_that_says_nothing_is_refused(change, message):
