@@ -32,7 +32,7 @@ import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
 from dmt.errors import InputError
-from dmt.files import fsync_path
+from dmt.files import check_output, fsync_path
 from dmt.formatting import shorten
 from dmt.hot_rows.profile import AccessProfile, RowCounts
 from dmt.plan.tables import TableSpec
@@ -80,7 +80,7 @@ def prepare_once(config: DataConfig, cache: Path | None, *, eval_only: bool = Fa
         eval_only: use all rows of ``train_path`` for evaluation, in file order.
 
     Raises:
-        InputError: see `prepare`; or ``cache`` is None.
+        InputError: see `prepare`; or ``cache`` is None or cannot be written.
     """
     files = [file for paths in _files(config).values() for file in paths]
     if cache is None:
@@ -88,7 +88,7 @@ def prepare_once(config: DataConfig, cache: Path | None, *, eval_only: bool = Fa
     settings = config.model_dump(mode="json", exclude={*OF_READING, "synthetic"})
     inputs: list[Any] = [FORMAT, eval_only, settings, [(file, *file_version(file)) for file in files]]
     folder = cache / hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:12]
-    cache.mkdir(parents=True, exist_ok=True)
+    check_output("Folder for prepared rows", cache, is_folder=True)
     with (cache / _LOCK).open("wb") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not (folder / MANIFEST).exists():

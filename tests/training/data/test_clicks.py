@@ -215,8 +215,9 @@ RANK: dict[str, Any] = {"rank": 0, "world_size": 1, "batch_size": 4}
 def test_text_is_prepared_once_beside_the_output(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     write(tmp_path / "a.tsv", numbered_lines(50))
     config = DataConfig(kind="criteo_tsv", train_path=str(tmp_path / "a.tsv"), shuffle_rows=0)
-    with pytest.raises(InputError, match=r"a\.tsv must be prepared first"):
-        ClickData(config)
+    for cache, message in ((None, "must be prepared first"), (tmp_path / "a.tsv" / "b", "rows '.*b' cannot be writ")):
+        with pytest.raises(InputError, match=message):
+            ClickData(config, cache=cache)
     data = opened(config)
     assert "Preparing" in caplog.text
     caplog.clear()
