@@ -44,9 +44,10 @@ test: install
 test-all: install
 	$(BIN)/python -m pytest $(WORKERS)
 
-# Every scheme, pooling, topology, id route and precision against the plain module: 3,808 cases, some 20 minutes.
+# Every scheme, pooling, topology, id route and precision against the plain module, 3,808 cases, and 200 random mixtures
+# of options; some 25 minutes.
 parity: install
-	$(BIN)/python -m pytest tests/dmt/test_parity.py --durations=0
+	MIXTURES_SEED=$(SEED) $(BIN)/python -m pytest tests/dmt/test_parity.py tests/dmt/test_mixtures.py --durations=0
 
 # Ranks of runs in five layouts killed 100 times, by SIGKILL and SIGTERM and after SIGSTOP; 2,000 files and settings that
 # nobody meant; some twenty minutes.

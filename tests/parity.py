@@ -15,7 +15,7 @@ from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.modules.embedding_configs import EmbeddingBagConfig, EmbeddingConfig, PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
-from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 from torchrec.streamable import Pipelineable
 
 from dmt.testing import PlainTraining, gather_plain_state, load_plain_state
@@ -192,12 +192,12 @@ def load_ramps(model: DistributedModelParallel) -> dict[str, Tensor]:
 
 
 def plain_training(
-    model: nn.Module, *, replicas: int = 1, optimizer: str = "rowwise_adagrad", **options: Any
+    model: nn.Module, *, replicas: int = 1, optimizer: str = "rowwise_adagrad", eps: float = EPS, **options: Any
 ) -> PlainTraining:
     """Plain training of copies of a model: dense parts take SGD where tables do, otherwise Adam."""
     make = partial(DENSE[optimizer == "sgd"], lr=LR)
     options.setdefault("make_optimizer", lambda named: make(list(named.values())))
-    fused = {"optimizer": OPTIMIZERS[optimizer], "learning_rate": LR, "eps": EPS}
+    fused = {"optimizer": OPTIMIZERS[optimizer], "learning_rate": LR, "eps": eps}
     return PlainTraining([copy.deepcopy(model) for _ in range(replicas)], fused_params=fused, **options)
 
 
@@ -220,12 +220,16 @@ def train_plainly(training: PlainTraining, *batches: list[PipelinedBatch], clip:
 
 
 def plain_outputs(model: Any, ids: KeyedJaggedTensor) -> tuple[Any, Tensor]:
-    """What a plain model returns; its collections of sequences fail without samples, so they get one, without ids."""
+    """What a plain model returns; its collections fail without samples, so they get one, without ids."""
     size, keys = ids.stride(), ids.keys()
     if not size:
         ids = KeyedJaggedTensor(keys, ids.values(), ids.weights_or_none(), ids.lengths().new_zeros(len(keys)))
     columns, logits = model(ids)
-    return (columns, logits) if size else (columns[:0], logits[:0])
+    if size:
+        return columns, logits
+    if isinstance(columns, KeyedTensor):
+        return KeyedTensor(columns.keys(), columns.length_per_key(), columns.values()[:0]), logits[:0]
+    return columns[:0], logits[:0]
 
 
 def share(oracle: PlainTraining) -> None:

@@ -19,8 +19,10 @@ from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.embedding_tower import EmbeddingTower
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.optim.keyed import KeyedOptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor, KeyedTensor
 
@@ -37,15 +39,17 @@ from dmt import (
     TowerTopology,
     run_in_micro_batches,
 )
+from dmt.sharding.optimizers import moment_scale_of
 from dmt.sharding.schemes import TablePlacement
 from dmt.sptt.dataflow import SPTTModule
 from dmt.sptt.precision import ExchangePrecision
 from dmt.sptt.state import TableTensor, table_tensors
 from dmt.sptt.towers import clip_grad_norm
 from dmt.testing import gather_plain_state, load_plain_state, table_layout
-from dmt.testing.plain import is_table, table_name
+from dmt.testing.plain import PlainTable, is_table, table_name
 from tests.parity import (
     DENSE,
+    EPS,
     FUSED,
     LR,
     OPTIMIZERS,
@@ -66,6 +70,8 @@ from tests.parity import (
 )
 
 CPU = torch.device("cpu")
+# Classes that give a table an optimizer of its own.
+OWN = {"rowwise_adagrad": RowWiseAdagrad, "adagrad": torch.optim.Adagrad, "sgd": torch.optim.SGD}
 PRECISIONS = {
     "fp32": ExchangePrecision(),
     "fp16": ExchangePrecision(forward="fp16", backward="fp16"),
@@ -102,6 +108,8 @@ class Case:
     fp16: tuple[int, ...] = ()  # tables
     kernel: Any = "fused"  # of all tables that are not data-parallel
     optimizer: str = "rowwise_adagrad"
+    eps: float = EPS
+    own: tuple[tuple[int, str, float], ...] = ()  # tables with an optimizer, a key of OWN, and a rate of their own
     warmup: bool = False  # the rates of tables rise in the first steps
     clip: float | None = None
     id_route: Any = "peer"
@@ -212,11 +220,14 @@ def build(case: Case) -> nn.Module:
 def shard(case: Case, model: nn.Module, mesh: TowerMesh) -> DistributedModelParallel:
     options: dict[str, Any] = {
         "moment_scale": case.moment_scale,
-        "fused_params": {**FUSED, "optimizer": OPTIMIZERS[case.optimizer]},
+        "fused_params": {**FUSED, "optimizer": OPTIMIZERS[case.optimizer], "eps": case.eps},
         "id_route": case.id_route,
         "peer_precision": PRECISIONS[case.precision],
         "unique": case.unique,
     }
+    weights = {table_name(name): weight for name, weight in model.named_parameters() if is_table(name)}
+    for i, name, rate in case.own:
+        apply_optimizer_in_backward(OWN[name], [weights[f"t{i}"]], {"lr": rate})
     if case.kind == "flat":
         tables = case.tables()
         plan = [[f for i in members for f in tables[i].feature_names] for members in case.plan]
@@ -271,9 +282,10 @@ class Optimizers:
         assert not any(map(is_table, self.parameters)), "a table would be updated twice"
         make = DENSE[case.optimizer == "sgd"]
         stages = [WarmupStage(policy=WarmupPolicy.LINEAR, max_iters=4, value=0.25)] if case.warmup else []
+        rates = model.fused_optimizer if case.own else WarmupOptimizer(model.fused_optimizer, stages, lr=LR)
         self.parts = [
             KeyedOptimizerWrapper(self.parameters, lambda params: make(params, lr=LR)),
-            WarmupOptimizer(model.fused_optimizer, stages, lr=LR),
+            rates,  # the schedule gives all tables one rate
         ]
         self._model, self._clip = model, case.clip
         self.norm = 0.0
@@ -442,10 +454,21 @@ class Oracle:
             ours.plain,
             replicas=self._case.replicas,
             optimizer=self._case.optimizer,
+            eps=self._case.eps,
             layout=table_layout(ours.model),
             moment_scale=self._case.moment_scale,
             **self._case.schedule,
         )
+        for number, name, rate in self._case.own:
+            self._give_own(f"t{number}", name, rate)
+
+    def _give_own(self, name: str, optimizer: str, rate: float) -> None:
+        """Gives a table of all replicas an optimizer and a rate of its own."""
+        settings = {"optimizer": OPTIMIZERS[optimizer], "eps": self._case.eps}
+        scale = moment_scale_of(self._case.moment_scale, settings, self._case.replicas)
+        for table in (tables[key] for tables in self.training.tables for key in tables if table_name(key) == name):
+            PlainTable.__init__(table, table.weight, table.widths if table.is_averaged else [], settings, scale)
+            table.step = lambda _, table=table: PlainTable.step(table, rate)
 
     @torch.no_grad()
     def forward(self, number: int) -> tuple[Any, Tensor]:
@@ -522,7 +545,12 @@ def train(rank: int, case: Case, mesh: TowerMesh | None = None) -> tuple[Worst, 
     """
     ours = Training(rank, case, mesh or TowerMesh(case.topology))
     oracle = Oracle(ours)
-    for number in range(case.num_steps):
+    return oracle.worst, train_beside(ours, oracle)
+
+
+def train_beside(ours: Training, oracle: Oracle) -> dict[str, Tensor]:
+    """Takes all steps of a case on ranks and in one process, and compares; returns the weights on ranks at the end."""
+    for number in range(ours.case.num_steps):
         expected = oracle.forward(number)
         result = ours.step(number)
         if ours.pipeline is None:
@@ -541,7 +569,7 @@ def train(rank: int, case: Case, mesh: TowerMesh | None = None) -> tuple[Worst, 
     after = gather_plain_state(ours.model)
     oracle.compare_whole(after)
     oracle.worst["moved"] = oracle.moved
-    return oracle.worst, after
+    return after
 
 
 def check(case: Case, worst: Worst) -> None:
