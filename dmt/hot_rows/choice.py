@@ -1,4 +1,4 @@
-"""`choose_rows`: the rows of a flat model whose copies save bytes between hosts, and how many (`saved_bytes`).
+"""`choose_rows`: picks the rows of a flat model whose copies save bytes between hosts, by `saved_bytes`.
 
 Legend: T towers (hosts) of L ranks, W = T * L, B samples of a rank, N columns, p a row's share of its table's accesses.
 Where a host holds several towers, or a tower several hosts (``ranks_per_host``), only what leaves a host is counted.

@@ -250,7 +250,7 @@ class HotRows:
         return HotRowsState(rows=self.rows, counts=summed, steps=self._steps, batch_size=max(sizes))
 
     def load_state(self, state: HotRowsState) -> None:
-        """Resumes from a `state`, maybe of another number of ranks; ignores tables that the model does not have.
+        """Resumes from a `state`, possibly of a job with more or fewer ranks; ignores tables that the model lacks.
 
         Collective. Load the model's state first. Drops ``profile`` if it has not been used; ``extra_memory`` applies
         from the next choice of rows. On the same number of ranks, training continues bit for bit as if uninterrupted.
