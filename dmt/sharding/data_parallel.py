@@ -3,8 +3,7 @@
 Data parallelism (Neo, arXiv 2104.05158, section 4) all-reduces a table's gradient instead of exchanging ids and
 embeddings. TorchRec leaves such tables to the dense optimizer and drops their fused optimizer; here they are updated as
 FBGEMM's fused kernels would, with the same settings, state and learning-rate schedule, so a table trains alike under
-any scheme. One difference: FBGEMM updates once for each forward pass, a data-parallel table once for each backward
-pass, even if that goes through several forward passes.
+any scheme. One difference: FBGEMM updates once per forward pass, a data-parallel table once per backward pass.
 """
 
 from __future__ import annotations
