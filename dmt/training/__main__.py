@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import os
 
-# Before what takes seconds to load: whoever asks after its parent has died is told of the one that adopts orphans.
+# Read before the slow imports: after the launcher has died, getppid() names the process that adopts orphans.
 _PARENT = int(os.environ.get("DMT_LAUNCHER", os.getppid()))
 
 import signal
@@ -31,7 +31,7 @@ def main(config: str, overrides: tuple[str, ...]) -> None:
     """
     rank = int(os.environ.get("RANK", "0"))
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        # A torchrun that is killed would leave its ranks training.
+        # Else ranks would go on training after their torchrun was killed.
         end_with(_PARENT)
     quiet_libraries(rank=rank)
     try:
@@ -40,13 +40,13 @@ def main(config: str, overrides: tuple[str, ...]) -> None:
 
         result = train(settings)
     except (InputError, ReplicaMismatchError) as error:
-        # In the exception itself, without a traceback: torchrun prints it too.
+        # Drop the traceback: torchrun also prints the exception that is recorded here.
         error.__traceback__ = error.__cause__ = error.__context__ = None
         say_last(f"error: {error}", rank=rank, launcher=_PARENT)
         get_error_handler().record_exception(error)
         sys.exit(2)
     except KeyboardInterrupt:
-        # Before the first step, or after the last one, which is saved.
+        # Ctrl-C came before the first step, or after the last one, which is saved.
         sys.exit(128 + signal.SIGINT)
     except Exception as error:
         get_error_handler().record_exception(error)
@@ -61,7 +61,7 @@ def main(config: str, overrides: tuple[str, ...]) -> None:
 
 
 def _how_to_go_on(output_dir: Path, stopped_by: str) -> str:
-    """Returns the last line of a run that a signal ended."""
+    """Returns the last line that a run prints when a signal has stopped it."""
     from dmt.training.checkpoints.store import checkpoints
 
     saved = checkpoints(output_dir / "checkpoint")

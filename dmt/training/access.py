@@ -1,4 +1,4 @@
-"""Access profiles of a run's data, and the state of its hot rows, kept as Parquet files."""
+"""Saves and loads access profiles (counts by table row) and the state of a run's hot rows, as Parquet files."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SCHEMA = pa.schema([("table", pa.int32()), ("row", pa.int64()), ("accesses", pa
 
 @dataclass(frozen=True, kw_only=True)
 class _Header:
-    """What a file holds besides the counts."""
+    """Metadata of a file, kept as JSON in its Parquet schema."""
 
     format: int
     num_samples: int
@@ -39,7 +39,7 @@ class _Header:
 
 
 def save_profile(profile: AccessProfile, path: Path, **numbers: int) -> None:
-    """Writes a profile as Parquet: a row for each counted row of a table, and the ``numbers``.
+    """Writes a profile as Parquet: columns table, row and accesses, a line per counted row; ``numbers`` as metadata.
 
     Raises:
         InputError: the file cannot be written.
@@ -63,10 +63,10 @@ def save_profile(profile: AccessProfile, path: Path, **numbers: int) -> None:
 
 
 def load_profile(path: Path) -> AccessProfile:
-    """Reads what `save_profile` wrote.
+    """Reads a profile that `save_profile` wrote.
 
     Raises:
-        InputError: the file is absent, damaged, or no access profile.
+        InputError: the file is absent, damaged, or not an access profile.
     """
     return _load(path, "Count the rows again with `dmt prepare`.")[0]
 
@@ -87,26 +87,26 @@ def _load(path: Path, remedy: str) -> tuple[AccessProfile, dict[str, int]]:
     ends = np.searchsorted(number, np.arange(len(header.tables) + 1))
     for i, spec in enumerate(profile.tables):
         part = slice(ends[i], ends[i + 1])
-        # Rows out of order would be looked up wrongly, and rows beyond the table copied.
+        # Unsorted rows would be looked up wrongly, and rows beyond the table would be copied.
         beyond = len(rows[part]) and not (rows[part][0] >= 0 and rows[part][-1] < spec.num_embeddings)
         if beyond or not ((number[part] == i).all() and (np.diff(rows[part]) > 0).all()):
-            raise InputError(f"{place}: its rows of table {spec.name!r} are unsorted or too large. {remedy}")
+            rule = f"must be sorted and at most {spec.num_embeddings - 1}, but are not"
+            raise InputError(f"{place}: rows of table {spec.name!r} {rule}. {remedy}")
         profile.put(spec.name, RowCounts(rows[part], counts[part], header.totals[i]))
     return profile, header.numbers
 
 
 def save_hot_rows(state: HotRowsState, folder: Path) -> None:
-    """Writes what `HotRows` knows into the folder of a checkpoint."""
-    tables = state.counts.tables
-    rows = AccessProfile(tables)
-    for name, of_table in state.rows.items():
-        rows.put(name, RowCounts(of_table, np.ones_like(of_table), len(of_table)))
+    """Writes the state of `HotRows` (its rows and counts) into the folder of a checkpoint."""
+    rows = AccessProfile(state.counts.tables)
+    for name, table_rows in state.rows.items():
+        rows.put(name, RowCounts(table_rows, np.ones_like(table_rows), len(table_rows)))
     save_profile(state.counts, folder / _COUNTS)
     save_profile(rows, folder / _ROWS, steps=state.steps, batch_size=state.batch_size)
 
 
 def load_hot_rows(folder: Path) -> HotRowsState | None:
-    """Reads what `save_hot_rows` wrote; None from a checkpoint of a run without hot rows.
+    """Reads the state that `save_hot_rows` wrote; None if the checkpoint's run had no hot rows.
 
     Raises:
         InputError: a file is damaged.
@@ -119,7 +119,7 @@ def load_hot_rows(folder: Path) -> HotRowsState | None:
     rows, numbers = _load(folder / _ROWS, remedy)
     chosen = {table.name: rows[table.name].rows for table in rows.tables}
     return HotRowsState(
-        rows={name: of_table for name, of_table in chosen.items() if len(of_table)},
+        rows={name: table_rows for name, table_rows in chosen.items() if len(table_rows)},
         counts=_load(folder / _COUNTS, remedy)[0],
         **numbers,
     )

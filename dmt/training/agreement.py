@@ -1,4 +1,4 @@
-"""`Agreement` of the ranks, every few steps: to save, to stop, that nothing is NaN; `Signals`: SIGTERM and Ctrl-C."""
+"""`Agreement`: every few steps the ranks agree to save or stop, and check for NaN; `Signals`: SIGTERM and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ __all__ = ["SIGNALS", "Agreed", "Agreement", "Signals"]
 logger = logging.getLogger(__name__)
 
 SIGNALS: Mapping[int, str] = {signal.SIGTERM: "SIGTERM", signal.SIGINT: "Ctrl-C"}
-"""The signals that end a run, and what a reader calls them."""
+"""The signals that stop a run, and their names in messages."""
 
-# A signal is known to all ranks after this long, or after a step: torchrun kills ranks 30 s after it sends one.
+# Ranks meet this often, so that all soon know of a signal: torchrun kills ranks 30 s after it sends one.
 _MEET_EVERY_S = 2.0
-# Schedulers send one signal to torchrun and to its ranks, which then get it twice at once.
+# Schedulers signal both torchrun and its ranks, so the same signal may reach a rank twice within moments.
 _SECOND_SIGNAL_S = 2.0
 _NEVER = 2**52  # a step that no run reaches
 # The first steps at which a rank's loss and its gradients were not finite; and the checksums of its copies, by name.
@@ -43,22 +43,22 @@ _Report = tuple[list[int], dict[str, int]]
 
 
 class Signals:
-    """Takes SIGTERM and Ctrl-C in its ``with`` block; a second one, two seconds later or more, ends the process.
+    """Notes SIGTERM and Ctrl-C in its ``with`` block; a second signal at least two seconds later ends the process.
 
-    Once `Agreement.meet` has set ``stops``, signals are ignored, also after the block: what is being saved shall be
-    whole. A signal that comes too late for a step has its usual effect when the block is left.
+    Once `Agreement.meet` has set ``stops``, signals are ignored, even after the block, so that the last save completes.
+    A signal that comes after the last meeting is raised again, with its usual effect, when the block ends.
     """
 
     def __init__(self) -> None:
         self.signal = 0
-        """The number of the signal for which training stops; 0 until one has come to any rank."""
+        """Number of the signal that stops training; 0 until this rank gets one, or hears of one in a meeting."""
         self.stops = False
         """Whether training has stopped on all ranks because of a signal."""
-        self._came: float | None = None  # when the first one came to this rank
+        self._came: float | None = None  # when the first signal reached this rank
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
-        # Python lets no other thread set handlers.
+        # Python lets only the main thread set signal handlers.
         if threading.current_thread() is threading.main_thread():
             self._before = {number: signal.signal(number, self._note) for number in SIGNALS}
         return self
@@ -84,19 +84,19 @@ class Agreed:
     """The outcome of a meeting, the same on all ranks."""
 
     loss: float
-    """Mean over the ranks."""
+    """Mean of the ranks' losses."""
     saves: bool
-    """Whether to save now; the state is then sound."""
+    """Whether to save now; the state has then been checked."""
     stops: bool
     """Whether to stop; the caller then saves."""
 
 
 class Agreement:
-    """Says after which steps the ranks meet, and what they agree on: to save, to stop, and that the state is sound.
+    """Decides after which steps the ranks meet, and in a meeting whether to save, to stop, and if the state is sound.
 
-    They meet every ``log_every`` steps, where a save is due, and about every two seconds. Clocks differ: that of rank 0
-    decides. With replicas, saves and stops are at the steps after which replicas are averaged anyway: they then
-    change no weight.
+    The ranks meet every ``log_every`` steps, where a save is due, and about every two seconds by the clock of rank 0.
+    With replicas, saves and stops wait for a step after which replicas are averaged anyway, so that neither changes a
+    weight.
 
     Sound means: the logits and gradients of all steps were finite, and copies of one parameter (dense layers, tower
     modules, data-parallel tables, hot rows) have the same bits on all ranks. This is checked where the loss is recorded
@@ -106,10 +106,10 @@ class Agreement:
     Args:
         config: the section ``train``.
         model: the sharded model.
-        mesh: the groups.
-        timer: of the steps.
-        replicas: None for a single one.
-        signals: those of this rank.
+        mesh: the mesh of the run.
+        timer: times the steps; its mean step sets the next meeting.
+        replicas: the sync of the replicas; None without replicas.
+        signals: the signals of this rank.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class Agreement:
         self._config, self._mesh, self._timer, self._signals = config, mesh, timer, signals
         self._interval = 1 if replicas is None else replicas.interval
         self._save_every = self._rounded(config.save_every)
-        # Steps: the next meeting at the latest, the agreed stop and the last check, -1 without one.
+        # Steps of the next meeting at the latest, of the agreed stop and of the last check; -1 where there is none.
         self._next, self._stop_at, self._checked = 1, -1, -1
         self._trained = [parameter for _, parameter in in_backward_optimizer_filter(model.named_parameters())]
         self._copies = {
@@ -137,7 +137,7 @@ class Agreement:
 
     @torch.no_grad()
     def note(self, step: int, logits: Tensor) -> None:
-        """Notes after every step whether the logits [B] and the gradients are finite, on the device without a wait."""
+        """Notes after a step if the logits [B] and the dense gradients are finite, on the device without a sync."""
         gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
         norm = torch.stack([gradient.norm() for gradient in gradients]).sum() if gradients else logits.new_zeros(())
         finite = torch.stack([logits.sum(), norm]).isfinite()
@@ -149,7 +149,7 @@ class Agreement:
         return is_regular or step >= self._next or step == self._stop_at
 
     def meet(self, step: int, loss: Tensor) -> Agreed:
-        """Exchanges what this rank knows after a step, and returns what all agree on; collective.
+        """Meets the other ranks after a step, with this rank's scalar ``loss``; returns what all agree on. Collective.
 
         Raises:
             InputError: training has diverged; the same on every rank.
@@ -169,7 +169,7 @@ class Agreement:
         return Agreed(sum(losses) / len(losses), saves and not stops, stops)
 
     def check(self, step: int) -> None:
-        """Checks that the state after a step is sound, unless that is known; collective, errors as of `meet`."""
+        """Checks that the state after a step is sound, unless that was checked; collective. Raises as `meet` does."""
         if self._checked == step:
             return
         reports = run_on_all_or_raise(self._report, self._mesh.global_group)
@@ -188,17 +188,17 @@ class Agreement:
         if self._stop_at > step and self._mesh.rank == 0:
             logger.warning(
                 f"{SIGNALS[self._signals.signal]}: training stops after step {self._stop_at}, where replicas are "
-                f"averaged (replicas.sync_every), in {self._stop_at - step} steps. A second signal ends it at once; "
-                "the last checkpoint stays."
+                f"averaged (replicas.sync_every), in {self._stop_at - step} steps. A second signal ends training at "
+                "once; the last checkpoint remains."
             )
 
     def _rounded(self, step: int) -> int:
-        """Returns the first step from this one on after which replicas are averaged."""
+        """Returns ``step``, or the first step after it, after which replicas are averaged."""
         return -(-step // self._interval) * self._interval
 
 
 def _compare_copies(step: int, by_rank: Sequence[dict[str, int]]) -> None:
-    """Raises `ReplicaMismatchError` where copies differ; a rank need not have all of them."""
+    """Raises `ReplicaMismatchError` if copies of one name differ; a rank need not have every name."""
     first: dict[str, tuple[int, int]] = {}
     differences = []
     for rank, checksums in enumerate(by_rank):
@@ -208,8 +208,8 @@ def _compare_copies(step: int, by_rank: Sequence[dict[str, int]]) -> None:
                 differences.append(f"{name} of rank {rank} differs from that of rank {holder}")
     if differences:
         raise ReplicaMismatchError(
-            f"Copies that must be equal differ, as seen at step {step}: {shorten(differences)}. Nothing of this state "
-            "is saved. Check the memory and network of these ranks; run again, and training resumes from the last "
+            f"Copies that must be equal differ, as seen at step {step}: {shorten(differences)}. This state is not "
+            "saved. Check the memory and network of these ranks; run again, and training resumes from the last "
             "checkpoint."
         )
 
@@ -223,7 +223,7 @@ def _check_finite(by_rank: Sequence[list[int]]) -> None:
         if ranks and first != _NEVER:
             raise InputError(
                 f"Training has diverged: NaN or infinity at step {first} in {what} of rank {shorten(ranks, ', ')}. "
-                "Nothing of this state is saved. Lower optimizer.sparse_lr or optimizer.dense_lr, lengthen "
+                "This state is not saved. Lower optimizer.sparse_lr or optimizer.dense_lr, lengthen "
                 "optimizer.warmup_steps, or look for huge values in the dense columns; run again, and training "
                 "resumes from the last checkpoint."
             )

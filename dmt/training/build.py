@@ -1,4 +1,4 @@
-"""Models of a `Job`, plain and sharded, and their optimizers, with the warm-up of the learning rates."""
+"""Builds the plain and the sharded model of a `Job`, its optimizers with warm-up, its replicas and its hot rows."""
 
 from __future__ import annotations
 
@@ -61,19 +61,19 @@ DENSE_OPTIMIZERS = {
     "adagrad": torch.optim.Adagrad,
     "sgd": torch.optim.SGD,
 }
-# FBGEMM's default, which `dmt check` computes with, too.
+# FBGEMM's default; the plain model of `dmt check` uses it too.
 _SPARSE_EPS = 1e-8
 
 
 class ClickTask(nn.Module):
-    """A click model ``model(dense_features, sparse_features) -> logits [B, 1]`` with its loss, for train pipelines."""
+    """A click model with its loss; ``model(dense_features, sparse_features)`` returns logits [B, 1] or [B]."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, batch: ClickBatch) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-        """The mean binary cross entropy of the batch, and (logits, labels, weights) of [B] each."""
+        """Returns the mean binary cross entropy of the batch, and (logits, labels, weights), float32 [B] each."""
         logits = self.model(batch.dense_features, batch.sparse_features).squeeze(-1)
         loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
         return loss, (logits.detach(), batch.labels, batch.weights)
@@ -82,15 +82,15 @@ class ClickTask(nn.Module):
 def build_model(job: Job, *, device: str | None = None) -> nn.Module:
     """Builds the plain single-process model of a job.
 
-    Tables that the tower plan cuts are column shards in it; a flat model concatenates their outputs again
-    (`dmt.models.sparse`).
+    A table that the tower plan cuts is replaced by its column shards; a flat model concatenates the outputs of the
+    shards (`dmt.models.sparse`).
 
     Args:
         job: the run.
-        device: where parameters are made; ``"meta"`` makes none.
+        device: device of the parameters; ``"meta"`` allocates none.
 
     Raises:
-        InputError: sizes or the tower plan do not fit.
+        InputError: the config's sizes do not fit the tables or the tower plan, or the model's factory fails.
     """
     model, plan = job.config.model, job.towers
     if model.factory is not None:
@@ -115,21 +115,21 @@ def build_model(job: Job, *, device: str | None = None) -> nn.Module:
 def count_model(job: Job, model: nn.Module | None = None) -> Complexity:
     """Counts MFLOPs per sample, parameters and compression ratio of a job's model, on the meta device.
 
-    ``model`` is the plain one on the meta device, which stays as it is; None: it is built.
+    ``model`` is the job's plain model on the meta device and is not changed; None: it is built here.
     """
     model = build_model(job, device="meta") if model is None else copy.deepcopy(model)
     return count_on_meta(without_tables(model, job.config.sharding.pooling_factors), job.num_dense)
 
 
 def build_optimizer(config: OptimizerConfig, model: DistributedModelParallel) -> ScheduledOptimizer:
-    """Returns the optimizer of all parameters: the tables' fused one, and one for tower modules and other dense parts.
+    """Returns the optimizer of all parameters: the fused one of the tables, and one for tower modules and dense parts.
 
     Both learning rates rise linearly over ``warmup_steps``.
     """
     trainable = ((name, p) for name, p in model.named_parameters() if p.requires_grad)
     parameters = dict(in_backward_optimizer_filter(trainable))
     parts: list[tuple[str, KeyedOptimizer]] = [("tables", model.fused_optimizer)]
-    # A rank may have nothing to train but tables, and PyTorch's optimizers refuse to have no parameter.
+    # A rank may train tables only, and PyTorch's optimizers refuse an empty list of parameters.
     if parameters:
         make = partial(DENSE_OPTIMIZERS[config.dense], lr=config.dense_lr)
         parts.append(("dense", KeyedOptimizerWrapper(parameters, make)))
@@ -137,7 +137,7 @@ def build_optimizer(config: OptimizerConfig, model: DistributedModelParallel) ->
 
 
 def warmup_factor(config: OptimizerConfig, step: int) -> float:
-    """Returns the factor of the learning rates in a step, counted from 0; it rises from 1 / ``warmup_steps`` to 1.
+    """Returns the factor of both learning rates at a step, from 0 on; it rises linearly from 1 / ``warmup_steps`` to 1.
 
     Example:
         >>> [warmup_factor(OptimizerConfig(warmup_steps=4), step) for step in (0, 1, 4, 9)]
@@ -148,12 +148,12 @@ def warmup_factor(config: OptimizerConfig, step: int) -> float:
 
 
 class ScheduledOptimizer(CombinedOptimizer):
-    """The optimizers of all parts, whose learning rates follow `warmup_factor` of the steps done.
+    """Combines the optimizers of all parts of a model; their learning rates follow `warmup_factor`.
 
     Args:
-        parts: each with its name.
-        rates: the full learning rate of each.
-        config: its warm-up.
+        parts: name and optimizer of each part, the tables first.
+        rates: the full learning rate of each part.
+        config: the section ``optimizer``, for ``warmup_steps``.
     """
 
     def __init__(
@@ -164,7 +164,7 @@ class ScheduledOptimizer(CombinedOptimizer):
         self.set_step(0)
 
     def set_step(self, step: int) -> None:
-        """Sets the learning rates once ``step`` steps are done; fused optimizers get theirs at the next `zero_grad`."""
+        """Sets the learning rates for when ``step`` steps are done; fused optimizers adopt theirs at `zero_grad`."""
         self.steps = step
         share = warmup_factor(self._config, step)
         # Not strict: a rank without dense parameters has no optimizer for the second rate.
@@ -173,18 +173,18 @@ class ScheduledOptimizer(CombinedOptimizer):
                 group["lr"] = rate * share
 
     def step(self, closure: Any = None) -> None:
-        """Updates dense parts; tables have been updated in the backward pass."""
+        """Updates the dense parts and sets the next learning rates; the backward pass has updated the tables."""
         super().step(closure)
         self.set_step(self.steps + 1)
 
 
 def fused_params(config: OptimizerConfig, device: DeviceType = "cpu") -> dict[str, Any]:
-    """Returns FBGEMM's settings of the tables' fused optimizer.
+    """Returns FBGEMM's settings for the fused optimizer of the tables.
 
     Data-parallel tables take the same settings (`dmt.sharding.data_parallel`).
 
     Raises:
-        InputError: FBGEMM has no kernel of this optimizer for the device where the tables live.
+        InputError: FBGEMM has no kernel for this optimizer on ``device``, where the tables live.
     """
     check_table_optimizer(config, device)
     optimizer = EmbOptimType(FBGEMM_NAMES[config.sparse])
@@ -192,13 +192,13 @@ def fused_params(config: OptimizerConfig, device: DeviceType = "cpu") -> dict[st
 
 
 def shard_model(job: Job, mesh: TowerMesh, model: nn.Module | None = None) -> DistributedModelParallel:
-    """Distributes the model of a job over the mesh, ready to train.
+    """Shards the model of a job over the mesh, ready to train; collective.
 
-    ``model`` is the plain one on the meta device, which is changed; None: it is built. So a rank never holds tables
-    that are not its own. Dense parts start equal on all ranks (data parallel broadcasts them). Tables are drawn by the
-    rank that holds them, each rank from a seed of its own: with a shared one, tables of equal size would start equal,
-    and unlike features would look alike.
-    A job for GPUs is built on the rank's current one (`dmt.training.device.take_device`).
+    ``model`` is the job's plain model on the meta device and is changed in place; None: it is built here. A rank thus
+    allocates its own shards only. Dense parts start equal on all ranks (data parallel broadcasts them). Each rank
+    initializes its shards from a different seed: with the same seed, tables of equal size would start equal, and
+    unrelated features would look alike.
+    A job for GPUs is built on the rank's current GPU (`dmt.training.device.take_device`).
     """
     config = job.config
     task = ClickTask(build_model(job, device="meta") if model is None else model)
@@ -222,7 +222,7 @@ def shard_model(job: Job, mesh: TowerMesh, model: nn.Module | None = None) -> Di
             ]
         else:
             sharders = [SPTTEmbeddingBagCollectionSharder(mesh, job.towers, **options)]
-        # Every placement is pinned: the planner only hands them on to TorchRec.
+        # Every placement is pinned: this planner only translates the job's plan for TorchRec.
         planner = TowerShardingPlanner(
             job.sharding.topology,
             pinned=job.sharding.placements,
@@ -231,7 +231,7 @@ def shard_model(job: Job, mesh: TowerMesh, model: nn.Module | None = None) -> Di
             device_type=job.device_type,
         )
         plan = planner.plan(task, sharders)
-    # None is the wrapper of TorchRec, DDP, whose all-reduce is a ring.
+    # None selects TorchRec's own wrapper, DDP, whose all-reduce is a ring.
     reduce = None
     if config.train.dense_reduce != "ring":
         is_half = config.train.dense_reduce == "hierarchical_bf16"
@@ -242,12 +242,12 @@ def shard_model(job: Job, mesh: TowerMesh, model: nn.Module | None = None) -> Di
 
 
 def settle_gradient_buckets(job: Job, model: DistributedModelParallel, optimizer: CombinedOptimizer) -> None:
-    """Runs three passes over rows of zeros on a model that is about to be restored; reads no data.
+    """Makes DDP settle its gradient buckets before a model is restored, by three passes over rows of zeros.
 
-    After its second backward pass, DDP arranges gradients in its buckets in the order in which they arrived. With three
-    ranks or more, another arrangement adds numbers in another order, so a resumed run needs the one before it.
-    In the third forward pass it sends the layout to the other ranks, which `dmt.training.metrics.measure_traffic` would
-    count where nothing is left to train.
+    After its second backward pass, DDP rearranges its buckets by the order in which gradients arrived. With three ranks
+    or more, another arrangement sums in another order, so a resumed run must start with the settled one. In the third
+    forward pass DDP broadcasts the new layout; `dmt.training.metrics.measure_traffic` would count that broadcast in a
+    resumed run with no step left to train.
     """
     # Two rows for each micro-batch: batch normalization refuses to train on one.
     rows, names = 2 * job.config.train.micro_batches, list(job.data.columns.feature_names)
@@ -263,7 +263,7 @@ def settle_gradient_buckets(job: Job, model: DistributedModelParallel, optimizer
 
 
 def in_micro_batches(config: TrainConfig, model: DistributedModelParallel) -> MicroBatches | None:
-    """Makes the model of a sharded `ClickTask` run in the config's micro-batches; None where that is the whole batch.
+    """Makes a sharded `ClickTask` run in ``train.micro_batches``; returns the handle, None for a single micro-batch.
 
     Raises:
         InputError: the model was sharded with the flat dataflow.
@@ -275,14 +275,14 @@ def in_micro_batches(config: TrainConfig, model: DistributedModelParallel) -> Mi
 
 
 def replica_sync(config: ReplicasConfig, model: nn.Module, mesh: TowerMesh) -> ReplicaSync | None:
-    """Returns the sync of a sharded model's replicas, None for a single one; after loading weights `restart` it."""
+    """Returns the sync of a sharded model's replicas, None without replicas; call `restart` after loading weights."""
     if mesh.topology.num_replicas == 1:
         return None
     return ReplicaSync(model, mesh, interval=config.sync_every, optimizer_state=config.optimizer_state)
 
 
 def hot_rows(job: Job, model: nn.Module, mesh: TowerMesh) -> HotRows | None:
-    """Returns the hot rows of a sharded model, None where the config has none; `HotRows.step` chooses them."""
+    """Returns the `HotRows` of a sharded model, None if the config has none; `HotRows.step` chooses the rows."""
     settings = job.config.hot_rows
     if settings.extra_memory == 0:
         return None
@@ -290,7 +290,7 @@ def hot_rows(job: Job, model: nn.Module, mesh: TowerMesh) -> HotRows | None:
 
 
 def sharding_result(job: Job, plan: ShardingPlan) -> dict[str, Any]:
-    """Returns the section of a run's result on the plan of its tables; ``plan`` is that of the sharded model."""
+    """Returns the section ``sharding`` of a run's result; ``plan`` is the plan of the sharded model."""
     if job.sharding is None:
         modules: list[Any] = list(plan.plan.values())
         schemes = Counter(placed.sharding_type for module in modules for placed in module.values())

@@ -1,4 +1,4 @@
-"""`TrainingConfig`: all settings of a run, from TOML and ``key=value`` overrides, and the pairs that are refused."""
+"""`TrainingConfig`: all settings of a run, from TOML and ``key=value`` overrides; refuses settings that conflict."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 KEYS_OF_TOWERS = ("sharding.tables", "sharding.unique", "towers.outside", "train.micro_batches")
-"""Keys that only the tower dataflow has."""
+"""Keys that only the tower dataflow supports."""
 
 Layer = Annotated[int, Field(ge=1, le=2**20)]
 
@@ -48,16 +48,16 @@ class ModelConfig(Section):
     """Flat (``dlrm``, ``dcn``) or multi-tower (``dmt-``); ``dmt-dlrm-products`` also sends inner products, and needs
     ``p`` of at least 1."""
     factory: str | None = None
-    """``package.module:function`` that makes your own model ([Your model](your_model.md#in-the-trainer)); of this
+    """``package.module:function`` that builds your own model ([Your model](your_model.md#in-the-trainer)); of this
     section only ``in_towers``, ``options``, ``embedding_dim`` and ``embedding_dims`` are then used."""
     in_towers: bool = False
-    """The factory makes a model with an ``EmbeddingTowerCollection``, not a flat one."""
+    """The factory's model has an ``EmbeddingTowerCollection``; false: the model is flat."""
     options: dict[str, Any] = Field(default_factory=dict)
-    """Settings that the factory reads."""
+    """Settings passed to the factory."""
     embedding_dim: int = Field(default=128, ge=4, le=65_536, multiple_of=4)
     """N, columns of every table; a multiple of 4."""
     embedding_dims: dict[str, Annotated[int, Field(ge=4, le=65_536, multiple_of=4)]] = Field(default_factory=dict)
-    """Columns of single tables, by feature."""
+    """Columns of individual tables, by feature."""
     dense_arch: tuple[Layer, ...] = (512, 256)
     """Hidden layers of the bottom MLP."""
     over_arch: tuple[Layer, ...] | None = None
@@ -86,7 +86,7 @@ class ModelConfig(Section):
 
     @property
     def outside_dim(self) -> int | None:
-        """Columns of tables outside towers: D where they interact as vectors; None where any number will do."""
+        """Columns of tables outside towers: D if they interact as vectors, None if any number will do."""
         return self.output_dim if self.factory is None and self.arch.startswith("dmt-dlrm") else None
 
     @property
@@ -106,18 +106,18 @@ class TopologyConfig(Section):
     num_towers: int = Field(default=1, ge=1, le=65_536)
     """T; a tower is usually one host."""
     ranks_per_tower: int = Field(default=1, ge=1, le=8192)
-    """L."""
+    """L, ranks of a tower in one replica."""
     num_replicas: int = Field(default=1, ge=1, le=65_536)
     """R, copies of all tables, each trained on its share of the samples."""
     replica_placement: Literal["inter_host", "intra_host"] = "inter_host"
     """``inter_host``: a replica is a block of neighbouring ranks; ``intra_host``: the replicas of a shard are
     neighbours."""
     ranks_per_host: int | None = Field(default=None, ge=1, le=8192)
-    """Ranks of one machine: those of several towers, or an equal part of one tower. Without it a tower is a host (with
-    ``intra_host``, its replicas too)."""
+    """Ranks on one machine: all of one or several towers, or an equal part of one tower. If not set, each tower is a
+    host (with ``intra_host``, together with its replicas)."""
 
     def build(self) -> TowerTopology:
-        """The topology of these sizes."""
+        """Returns the topology of these sizes."""
         return TowerTopology(**self.model_dump())
 
 
@@ -128,8 +128,8 @@ class TowersConfig(Section):
     """Path of a ``towers.json``, or ``strided``: feature i in tower i mod T."""
     outside: Literal["none", "auto"] | tuple[str, ...] = "none"
     """Features whose tables every rank holds ([Towers](towers.md#tables-on-every-rank)), added to those of the plan;
-    ``auto``: if the plan has none, those that save bytes between hosts. In ``dmt-dlrm`` their tables have ``tower_dim``
-    columns unless ``embedding_dims`` names them."""
+    ``auto``: if the plan has none, the features for which this saves bytes between hosts. In ``dmt-dlrm`` their tables
+    have ``tower_dim`` columns unless ``embedding_dims`` names them."""
 
     @field_validator("outside", mode="before")
     @classmethod
@@ -146,8 +146,8 @@ class TowersConfig(Section):
 class ShardingConfig(Section):
     """Sharding of the embedding tables, and their exchange.
 
-    Everything after ``scheme`` is for the tower dataflow (``sptt``), but for ``memory_gib``, ``pooling_factors``,
-    ``forward_precision``, ``backward_precision`` and ``table_precision``, which the flat one has too.
+    ``tables`` and ``unique`` are for the tower dataflow (``sptt``) only. In a flat run ``cluster`` only adds a
+    prediction to ``result.json``.
     """
 
     dataflow: Literal["auto", "flat", "sptt"] = "auto"
@@ -158,19 +158,19 @@ class ShardingConfig(Section):
     why). In flat runs TorchRec's planner chooses: with ``auto`` ``table_wise`` or ``column_wise``, with ``planner``
     (flat runs only) any of the four."""
     tables: dict[str, Scheme | Kernel] = Field(default_factory=dict)
-    """The scheme of single tables, or the [kernel](sharding.md#tables-larger-than-the-devices), by name or pattern:
-    ``"t_ad*" = "row_wise"``; the first match holds."""
+    """The scheme of individual tables, or the [kernel](sharding.md#tables-larger-than-the-devices), by name or pattern:
+    ``"t_ad*" = "row_wise"``; the first match wins."""
     memory_gib: float | None = Field(default=None, gt=0, le=1e6)
-    """GiB of a rank for tables, optimizer state, and the embeddings of a step with their gradients; a plan that needs
+    """GiB per rank for tables, optimizer state, and the embeddings of a step with their gradients; a plan that needs
     more is refused."""
     pooling_factors: dict[str, float] = Field(default_factory=dict)
     """Mean number of ids per sample, by feature, for the planner and ``dmt what-if``; by default what ``dmt prepare``
     counted, or 1."""
     cluster: str | None = None
-    """The planner's rates of lookups and sending: a file of ``dmt bench-comms``, ``v100``, ``a100`` or ``h100``."""
+    """Rates of lookups and links, for the planner and for the prediction in ``result.json``: a file that ``dmt
+    bench-comms`` wrote, ``v100``, ``a100`` or ``h100``."""
     unique: bool = False
-    """Send each distinct input of a rank's batch once: the input of a feature, or with tower modules of a whole
-    tower."""
+    """Send each distinct input in a rank's batch once: of a feature, or with tower modules of a whole tower."""
     forward_precision: ExchangeFormat = "fp32"
     """Number format of embeddings or tower outputs sent between towers (flat: between all ranks)."""
     backward_precision: ExchangeFormat = "fp32"
@@ -185,12 +185,12 @@ class ShardingConfig(Section):
 
     @property
     def rank_memory(self) -> int | None:
-        """Bytes of a rank for tables and their optimizer state; None: no limit."""
+        """``memory_gib`` in bytes; None: no limit."""
         return None if self.memory_gib is None else int(self.memory_gib * 2**30)
 
     @property
     def is_off_device(self) -> bool:
-        """Whether weights of tables are outside the device's memory."""
+        """Whether ``tables`` puts weights outside the device's memory."""
         return not {"fused", *SCHEMES}.issuperset(self.tables.values())
 
 
@@ -209,10 +209,10 @@ class HotRowsConfig(Section):
     """Copies of the most read rows on every rank of a flat model in the tower dataflow (OPER)."""
 
     extra_memory: float = Field(default=0.0, ge=0, le=1)
-    """Bytes of a rank's copies, at most, as a share of the weights of all tables; 0: no copies. Only rows that save
+    """Limit on the bytes of a rank's copies, as a share of the weights of all tables; 0: no copies. Only rows that save
     bytes between hosts are copied."""
     refresh_every: int = Field(default=1000, ge=1)
-    """Choose rows again every so many steps; first after 100 at the latest."""
+    """Choose the rows again every N steps; the first choice is after 100 steps at the latest."""
 
 
 class OptimizerConfig(Section):
@@ -227,50 +227,50 @@ class OptimizerConfig(Section):
     dense_lr: float = Field(default=1e-3, gt=0)
     """Learning rate of tower modules and other dense parts."""
     warmup_steps: int = Field(default=100, ge=0)
-    """Steps over which both rates rise linearly."""
+    """Steps over which both rates rise linearly to their full value."""
 
 
 class TrainConfig(Section):
-    """The loop."""
+    """The training loop."""
 
     batch_size: int = Field(default=1024, ge=1, le=2**24)
     """B, rows per rank and step, also in evaluation."""
     epochs: int = Field(default=1, ge=1)
     """Passes over the training rows."""
     max_steps: int | None = Field(default=None, ge=1)
-    """Stop after this many steps in all."""
+    """Stop after this many steps in total."""
     eval_every: int | None = Field(default=None, ge=1)
-    """Evaluate every so many steps, and at the end."""
+    """Evaluate every N steps, and at the end."""
     log_every: int = Field(default=50, ge=1)
-    """Record the training loss every so many steps."""
+    """Record the training loss every N steps."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """``cuda``: a GPU for each rank ([Status](status.md#gpus)); ``auto``: ``cuda`` if torch sees one and FBGEMM's CUDA
     build is installed."""
     prefetch_ids: bool = True
     """Exchange the ids of the next batch while this one computes, with the same results."""
     micro_batches: int = Field(default=1, ge=1, le=1024)
-    """K, parts of a batch: while the dense part computes one, tower outputs or gradients of others are in flight. Tower
-    dataflow only."""
+    """K, parts of a batch: while the dense part computes one of them, tower outputs or gradients of the others are in
+    flight. Tower dataflow only."""
     dense_reduce: Literal["ring", "hierarchical", "hierarchical_bf16"] = "ring"
-    """Averaging of dense gradients: in DDP's ``ring``, or ``hierarchical``: inside each host, then between hosts
-    (``hierarchical_bf16``: in BF16)."""
+    """How dense gradients are averaged: ``ring``: DDP's all-reduce; ``hierarchical``: inside each host, then between
+    hosts (``hierarchical_bf16``: in BF16 between hosts)."""
     seed: int = Field(default=0, ge=0, lt=2**32)
     """Seed of the weights."""
     output_dir: str = "runs/latest"
     """Folder of all output."""
     save_every: int = Field(default=1000, ge=1)
-    """Save every so many steps (with replicas: at the next averaging), and at the end."""
+    """Save every N steps (with replicas: at the next averaging), and at the end."""
     keep_checkpoints: int = Field(default=3, ge=1)
     """Number of checkpoints to keep."""
     async_save: bool = False
     """Write checkpoints in the background, from a copy in memory."""
     resume: str = "auto"
-    """Without a checkpoint in ``output_dir``: ``auto`` starts from scratch; another run's folder gives weights and
-    optimizer states."""
+    """Where to start if ``output_dir`` has no checkpoint: ``auto``: from scratch; another run's folder: from its
+    weights and optimizer states."""
 
 
 class TrainingConfig(Section):
-    """A whole run.
+    """All settings of a run, by section.
 
     Example:
         >>> config = TrainingConfig(topology={"num_towers": 2, "ranks_per_tower": 2})
@@ -299,7 +299,7 @@ class TrainingConfig(Section):
 
     @property
     def dataflow(self) -> Literal["flat", "sptt"]:
-        """The embedding exchange that is used, ``auto`` resolved."""
+        """The embedding exchange of the run: ``sharding.dataflow``, with ``auto`` resolved."""
         if self.sharding.dataflow == "auto":
             return "sptt" if self.model.has_towers else "flat"
         return self.sharding.dataflow
@@ -314,14 +314,14 @@ class TrainingConfig(Section):
 
 
 def _refusals_within_sections(config: TrainingConfig) -> list[tuple[object, str]]:
-    """Conditions of settings in one section that a config must not meet, each with the message."""
+    """Returns pairs of (condition, message) for settings of one section; a condition that holds refuses the config."""
     model = config.model
     ranks = config.topology.build().world_size
     return [
         (
             model.factory is None and model.arch == "dmt-dlrm-products" and model.p == 0,
-            "model.arch='dmt-dlrm-products' needs p of at least 1: the outputs that carry the inner products. Set p=1, "
-            "and c=0 for the highest compression.",
+            "model.p=0, but model.arch='dmt-dlrm-products' needs at least 1: those outputs carry the inner products. "
+            "Set model.p=1, and model.c=0 for the highest compression.",
         ),
         (
             model.over_arch is not None and model.over_arch[-1:] != (1,),
@@ -329,14 +329,14 @@ def _refusals_within_sections(config: TrainingConfig) -> list[tuple[object, str]
         ),
         (
             model.factory is None and (model.in_towers or model.options),
-            "model.in_towers and options are for a model of your own. Set factory, or leave them out.",
+            "model.in_towers and model.options are for your own model. Set model.factory, or leave them out.",
         ),
-        (ranks > 65_536, f"num_towers * ranks_per_tower * num_replicas = {ranks} exceeds 65536."),
+        (ranks > 65_536, f"num_towers * ranks_per_tower * num_replicas = {ranks} exceeds 65536. Lower one of them."),
     ]
 
 
 def _refusals_across_sections(config: TrainingConfig) -> list[tuple[object, str]]:
-    """Conditions of settings in different sections that a config must not meet, each with the message."""
+    """Returns pairs of (condition, message) as `_refusals_within_sections`, for settings of different sections."""
     model, sharding, train, hot = config.model, config.sharding, config.train, config.hot_rows
     is_flat, replicas, places = config.dataflow == "flat", config.topology.num_replicas, config.topology.build()
     sync_every = config.replicas.sync_every
@@ -346,7 +346,8 @@ def _refusals_across_sections(config: TrainingConfig) -> list[tuple[object, str]
     return [
         (
             model.has_towers and is_flat,
-            f"sharding.dataflow='flat' cannot carry towers, but {model.chosen}. Use 'sptt' or 'auto', or a flat arch.",
+            f"sharding.dataflow='flat' cannot train a model in towers, but {model.chosen} is one. Use 'sptt' or "
+            "'auto', or a flat model.",
         ),
         # TorchRec would ignore them without a warning.
         *(
@@ -377,24 +378,25 @@ def _refusals_across_sections(config: TrainingConfig) -> list[tuple[object, str]
         ),
         (
             hot.extra_memory == 0 and hot.refresh_every != HotRowsConfig().refresh_every,
-            f"hot_rows.refresh_every={hot.refresh_every} needs hot_rows.extra_memory. Set it to 0.01, or leave it out.",
+            f"hot_rows.refresh_every={hot.refresh_every} has no effect with hot_rows.extra_memory=0. Set extra_memory, "
+            "for example to 0.01, or leave refresh_every out.",
         ),
         (
             hot.extra_memory > 0 and (is_flat or sharding.table_precision != "fp32"),
             f"hot_rows.extra_memory={hot.extra_memory} needs sharding.dataflow='sptt' and "
             f"sharding.table_precision='fp32', but this run has {config.dataflow!r} and {sharding.table_precision!r}. "
-            "Change that, or leave hot_rows out.",
+            "Set both, or leave hot_rows out.",
         ),
         (
             sharding.is_off_device and (replicas > 1 or hot.extra_memory > 0),
             "sharding.tables puts tables outside the device's memory, but this run has replicas or hot rows, which "
-            "read whole tables there. Leave out one of them.",
+            "read whole tables there. Leave the kernels out of sharding.tables, or replicas and hot rows.",
         ),
     ]
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainingConfig:
-    """Reads a TOML file, applies ``section.key=value`` overrides, and checks everything.
+    """Reads a TOML file, applies ``section.key=value`` overrides, and validates the result.
 
     Args:
         path: the file, or the bare name of a shipped config such as ``"demo"``.
@@ -428,12 +430,12 @@ def to_override(key: str, text: object) -> str:
 
 
 def to_toml(config: BaseModel) -> str:
-    """The resolved config as TOML that `load_config` reads again; unset optional values are left out."""
+    """Returns a config as TOML that `load_config` reads again; unset optional values are left out."""
     return tomli_w.dumps(config.model_dump(mode="json", exclude_none=True))
 
 
 def shipped_configs() -> list[str]:
-    """Names of the configs that come with the package."""
+    """Returns the names of the configs that come with the package."""
     return sorted(path.stem for path in (Path(__file__).parent / "configs").glob("*.toml"))
 
 
@@ -450,22 +452,22 @@ def _apply(values: dict[str, Any], override: str) -> None:
     if not equals or not key.strip():
         raise InputError(f"{place} is not of the form section.key=value, e.g. train.batch_size=512.")
     try:
-        found = parse(f"value = {text}", "TOML", place=place, remedy="Text that is not TOML needs quotes.")
+        parsed = parse(f"value = {text}", "TOML", place=place, remedy="Correct the TOML value, or put text in quotes.")
     except InputError:
         if text.lstrip().startswith(('"', "'", "[", "{")):
             raise
         # A bare word: model.arch=dlrm
-        found = parse(to_override("value", text), "TOML", place=place, remedy="Give text in UTF-8.")
+        parsed = parse(to_override("value", text), "TOML", place=place, remedy="Give text in UTF-8.")
     *sections, last = key.strip().split(".")
     for section in sections:
         values = values.setdefault(section, {})
         if not isinstance(values, dict):
             raise InputError(f"{place}: {section!r} is a value, not a section.")
-    values[last] = found["value"]
+    values[last] = parsed["value"]
 
 
 def _replace_by_prepared(values: dict[str, Any], overrides: Sequence[str]) -> None:
-    """Leaves out what the file says of the raw data where an override names the folder that was prepared from them."""
+    """Drops the file's settings of the raw data if an override names the folder that was prepared from them."""
     keys = [override.partition("=")[0].strip() for override in overrides]
     section = values.get("data")
     if "data.prepared" not in keys or not isinstance(section, dict) or not isinstance(section["prepared"], str):
@@ -475,17 +477,17 @@ def _replace_by_prepared(values: dict[str, Any], overrides: Sequence[str]) -> No
 
 
 def _unknown_key(place: Sequence[int | str]) -> InputError:
-    """The error for a key that its section does not have."""
+    """Returns the error for a key that its section does not have."""
     *path, key = map(str, place)
     keys = list(_keys(TrainingConfig))
-    known = list(dict.fromkeys(own[len(path)] for own in keys if own[: len(path)] == tuple(path)))
-    elsewhere = [".".join(own) for own in keys if own[-1] == key]
+    known = list(dict.fromkeys(valid[len(path)] for valid in keys if valid[: len(path)] == tuple(path)))
+    elsewhere = [".".join(valid) for valid in keys if valid[-1] == key]
     hint = f" Did you mean {elsewhere[0]!r}?" if elsewhere else did_you_mean(key, known)
     return InputError(f"Config key {'.'.join((*path, key))!r} is unknown.{hint} Valid here: {', '.join(known)}.")
 
 
 def _keys(section: type[BaseModel], path: tuple[str, ...] = ()) -> Iterator[tuple[str, ...]]:
-    """All keys of a section, each with those of the sections that it is in."""
+    """Yields every key of a section as its path from the top of the config."""
     for key, field in section.model_fields.items():
         kind = field.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):

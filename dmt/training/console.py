@@ -1,4 +1,4 @@
-"""The terminal: log messages of rank 0, and the table of a run's numbers."""
+"""What the terminal shows: the log messages of rank 0, a progress bar, and tables of a run's numbers."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ __all__ = [
     "table_console",
 ]
 
-# Columns: of a file, and those in which no number is cut.
+# Characters of a line: in a pipe or file, and at least, so that no number is cut.
 _PIPE_WIDTH, _LEAST_WIDTH = 140, 90
-# Ranks that find the same fault as rank 0 leave it this time to say so before torchrun stops everyone.
+# Ranks with an error wait this long, so that rank 0 can report the same error before torchrun stops all ranks.
 _LET_RANK_0_SPEAK_S = 10
 _WHEN_IT_HAS_ENDED = """
 import os, select, sys
@@ -42,7 +42,7 @@ except OSError:  # it has ended, or the system has no such call
     pass
 print(sys.argv[2], file=sys.stderr)
 """
-# Between two lines of progress where no terminal shows a bar.
+# Between two lines of progress, where there is no terminal for a bar.
 _LINE_EVERY_S = 30.0
 # name, path in the result, format
 ROWS: tuple[tuple[str, str, str], ...] = (
@@ -83,7 +83,7 @@ class _Lines(io.TextIOBase):
 def progress_bar(*, initial: int, total: int | None, enabled: bool, desc: str = "train", unit: str = "step") -> Any:
     """Returns a tqdm bar for a training run, with an estimate of the time left if the ``total`` is known.
 
-    Without a terminal it is a line every 30 seconds.
+    Without a terminal, it prints a line every 30 seconds instead.
     """
     from tqdm import tqdm
 
@@ -91,17 +91,17 @@ def progress_bar(*, initial: int, total: int | None, enabled: bool, desc: str = 
     if sys.stderr.isatty():
         options |= {"mininterval": 1.0}
     else:
-        # A pipe has no width, and its log no use for the picture of a bar.
+        # A pipe has no width, and a log needs no picture of a bar.
         form = "{desc}: {n_fmt}/{total_fmt} [{elapsed}<{remaining}, {rate_fmt}{postfix}]"
         options |= {"mininterval": _LINE_EVERY_S, "maxinterval": _LINE_EVERY_S, "file": _Lines(), "bar_format": form}
     return tqdm(**options, disable=not enabled)
 
 
 def table_console() -> Console:
-    """A console for tables of names and numbers, as wide as the terminal or ``COLUMNS``; no number is cut."""
+    """Returns a console for tables, as wide as the terminal or ``COLUMNS`` but wide enough that no number is cut."""
     console = Console(highlight=False, markup=False, emoji=False)
     if not console.is_terminal and not os.environ.get("COLUMNS", "").isdigit():
-        # A pipe has no width; 80 columns would break what a file has room for.
+        # A pipe has no width; rich's 80 columns would fold lines that a file has room for.
         console.width = _PIPE_WIDTH
     console.width = max(console.width, _LEAST_WIDTH)
     return console
@@ -110,7 +110,7 @@ def table_console() -> Console:
 def make_table(
     headers: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None, right: Sequence[int] = ()
 ) -> Table:
-    """A table whose columns of these numbers (``right``) hold numbers, which are never cut; long names are folded."""
+    """Returns a table; the columns at indices ``right`` hold numbers, which are never cut; long names are folded."""
     table = Table(title=title)
     for place, header in enumerate(headers):
         is_number = place in right
@@ -121,10 +121,9 @@ def make_table(
 
 
 def quiet_libraries(*, rank: int) -> None:
-    """Sends this package's log to the terminal and silences what others say on every rank at INFO or by warning.
+    """Sends this package's log to stderr, and silences Python warnings and TorchRec's messages below ERROR.
 
-    For programs only: a library that changes logging when it is imported takes the choice from its user. Ranks other
-    than 0 report errors only.
+    For programs only: a library leaves logging to its user. Ranks other than 0 log errors only.
     """
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(message)s"))
@@ -139,26 +138,26 @@ def quiet_libraries(*, rank: int) -> None:
 
 
 def say_last(text: str, *, rank: int, launcher: int) -> None:
-    """Prints a line, and again when torchrun has ended, which adds dozens of its own; ``launcher`` is its process."""
+    """Prints a line to stderr, and again once torchrun (process id ``launcher``) has ended, below its own output."""
     if rank != 0:
         time.sleep(_LET_RANK_0_SPEAK_S)
         text = f"[rank {rank}] {text}"
     print(text, file=sys.stderr, flush=True)
     attempt, most = (os.environ.get(f"TORCHELASTIC_{name}") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     if attempt is not None and attempt == most and "DMT_LAUNCHER" not in os.environ:
-        # A process that torchrun does not know, and does not end.
+        # A process that torchrun does not know of, and so does not end.
         command = [sys.executable, "-I", "-S", "-c", _WHEN_IT_HAS_ENDED, str(launcher), text]
         subprocess.Popen(command, start_new_session=True)
 
 
 def rows_of(results: Iterable[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
-    """Those of `ROWS` that one of the runs has a value for."""
+    """Returns the entries of `ROWS` for which at least one of the runs has a value."""
     runs = list(results)
     return [row for row in ROWS if any(lookup(run, row[1]) is not None for run in runs)]
 
 
 def lookup(result: Mapping[str, Any], path: str) -> Any:
-    """The value at a dotted path such as ``"bytes_per_sample.forward"``; None if it is absent."""
+    """Returns the value at a dotted path such as ``"bytes_per_sample.forward"``; None if it is absent."""
     value: Any = result
     for key in path.split("."):
         value = value.get(key) if isinstance(value, Mapping) else None
@@ -166,20 +165,20 @@ def lookup(result: Mapping[str, Any], path: str) -> Any:
 
 
 def cells(result: Mapping[str, Any], rows: Sequence[tuple[str, str, str]] = ROWS) -> list[str]:
-    """The values of one run, formatted, in the order of the rows; "-" for what is absent or undefined."""
+    """Returns the formatted values of one run, in the order of ``rows``; "-" for a value that is absent or NaN."""
     values = [(lookup(result, path), form) for _, path, form in rows]
     return ["-" if value is None or math.isnan(value) else form.format(value) for value, form in values]
 
 
 def summary(results: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """The headers and rows of a table of runs side by side, one column each."""
+    """Returns the headers and rows of a table of runs side by side, one column per run."""
     shown = rows_of(results.values())
     columns = [[label for label, _, _ in shown], *(cells(result, shown) for result in results.values())]
     return ["", *results], [list(row) for row in zip(*columns, strict=True)]
 
 
 def print_summary(results: Mapping[str, Mapping[str, Any]]) -> None:
-    """Prints runs side by side."""
+    """Prints the numbers of runs (``result.json`` by name) side by side."""
     headers, rows = summary(results)
     table = make_table(headers, rows, title="evaluation and cost", right=range(1, len(headers)))
     Console(width=110).print(table)

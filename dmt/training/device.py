@@ -1,4 +1,4 @@
-"""The device of a rank: CPU or GPU, obstacles to a GPU, the process group and its backends, random states.
+"""The device of a rank (CPU or GPU), its process group and backends, and the state of its random generators.
 
 On GPUs the groups have two backends: NCCL carries tensors of the GPU, gloo those of the CPU and with them all objects.
 docs/status.md says what has been run on which device.
@@ -41,12 +41,12 @@ __all__ = [
 
 DeviceType = Literal["cpu", "cuda"]
 Value = TypeVar("Value")
-# Time that a rank waits for the others: one of them may prepare data.
+# How long a rank waits for the others: one of them may be preparing data.
 _TIMEOUT = timedelta(minutes=30)
 
 
 def device_type(wanted: Literal["auto", "cpu", "cuda"]) -> DeviceType:
-    """Returns the kind of device that ``train.device`` means on this host; ``auto`` is a GPU wherever one can be used.
+    """Returns the kind of device that ``train.device`` means on this host; ``auto`` is a GPU if GPUs can be used.
 
     Raises:
         InputError: GPUs are wanted and cannot be used.
@@ -61,7 +61,7 @@ def device_type(wanted: Literal["auto", "cpu", "cuda"]) -> DeviceType:
 
 
 def take_device(kind: DeviceType, local_rank: int) -> torch.device:
-    """Makes the GPU of this rank's number on the host the current one; call it before the process group is created.
+    """Makes GPU ``local_rank`` of this host the current device and returns it; call it before creating process groups.
 
     Raises:
         InputError: the host has fewer GPUs than ranks.
@@ -71,8 +71,8 @@ def take_device(kind: DeviceType, local_rank: int) -> torch.device:
     count = torch.cuda.device_count()
     if local_rank >= count:
         raise InputError(
-            f"LOCAL_RANK={local_rank}, but torch sees {count} GPUs on this host, and each rank needs one of its own "
-            f"(NCCL). Start at most {count} ranks per host (torchrun --nproc-per-node), or set train.device='cpu'."
+            f"LOCAL_RANK={local_rank}, but torch sees {count} GPUs on this host, and each rank needs its own (NCCL). "
+            f"Start at most {count} ranks per host (torchrun --nproc-per-node), or set train.device='cpu'."
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)
@@ -89,7 +89,7 @@ def backend(kind: DeviceType) -> str:
 
 
 def peak_memory(kind: DeviceType) -> int:
-    """Returns the most bytes of memory that this process has held so far: tensors on its GPU, or everything in RAM."""
+    """Returns the peak memory of this process so far in bytes: of tensors on its GPU, or of everything in RAM."""
     if kind == "cuda":
         return torch.cuda.max_memory_allocated()
     # In KiB. Not ru_maxrss: that begins with the peak of the process that started this one.
@@ -97,25 +97,26 @@ def peak_memory(kind: DeviceType) -> int:
 
 
 def random_state() -> Tensor:
-    """Returns the state of this rank's generators: bytes of the CPU's, then of its GPU's where that is used."""
+    """Returns the states of this rank's random generators, uint8 [n]: the CPU's, then the GPU's if CUDA is in use."""
     gpu = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
     return torch.cat([torch.get_rng_state(), *gpu])
 
 
 def set_random_state(state: Tensor) -> None:
-    """Sets what `random_state` returned; the GPU's part is left out where no GPU is used, and may be absent."""
-    of_cpu, of_gpu = state.tensor_split([len(torch.get_rng_state())])
-    torch.set_rng_state(of_cpu)
-    if len(of_gpu) and torch.cuda.is_initialized():
-        torch.cuda.set_rng_state(of_gpu)
+    """Restores a state of `random_state`; its GPU part may be absent, and is ignored where CUDA is not in use."""
+    cpu_state, gpu_state = state.tensor_split([len(torch.get_rng_state())])
+    torch.set_rng_state(cpu_state)
+    if len(gpu_state) and torch.cuda.is_initialized():
+        torch.cuda.set_rng_state(gpu_state)
 
 
 @contextmanager
 def process_group(config: TrainingConfig) -> Iterator[TowerMesh]:
-    """Joins the ranks that torchrun started, yields the mesh of a run, and leaves when all are done.
+    """Joins the ranks that torchrun started, yields the mesh of a run, and leaves when all ranks are done.
 
     Raises:
-        InputError: torchrun did not start this, there are other ranks than the topology has, or no device for each.
+        InputError: torchrun did not start this process, the job has another number of ranks than the topology, or there
+            is no device for this rank.
     """
     if absent := [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
         raise InputError(
@@ -138,14 +139,14 @@ def process_group(config: TrainingConfig) -> Iterator[TowerMesh]:
 
 
 def restart_safe_store(store: dist.Store, rank: int, world_size: int, *, timeout: timedelta) -> dist.Store:
-    """Returns a part of a store that only the ranks of this attempt know; every rank of the attempt calls it.
+    """Returns ``store`` under a prefix that only the ranks of this attempt know; collective.
 
-    torchrun starts ranks again on the store that has the addresses of ranks that died, and its restart count is not the
-    same on all hosts. So rank 0 names the part, and answers each greeting that it meets, also one that an earlier
-    attempt has left, until all ranks have thanked it. Others wait for it as long as the store does.
+    torchrun restarts ranks on the same store, which still has the addresses of dead ranks, and its restart count may
+    differ between hosts. So rank 0 chooses the prefix, and answers every greeting in the store, even those that earlier
+    attempts left, until all ranks have thanked it. Other ranks wait for the answer until the store's own timeout.
 
     Raises:
-        TimeoutError: on rank 0, some rank has not come.
+        TimeoutError: on rank 0, if a rank has not thanked it within ``timeout``.
     """
     name = uuid.uuid4().hex
     if rank != 0:
@@ -165,11 +166,11 @@ def restart_safe_store(store: dist.Store, rank: int, world_size: int, *, timeout
 
 
 def on_all_ranks(work: Callable[[], Value], mesh: TowerMesh) -> Value:
-    """Returns what ``work`` returns on this rank, or raises on every rank where one fails; collective.
+    """Calls ``work`` and returns its value on this rank; if it fails on any rank, raises on all ranks. Collective.
 
     Raises:
-        InputError: the first rank that failed raised one; the same everywhere.
-        RankError: it raised something else.
+        InputError: the first rank that failed raised it; the same on every rank.
+        RankError: the first rank that failed raised another exception.
     """
     values: list[Value] = []
     run_on_all_or_raise(lambda: values.append(work()), mesh.global_group)

@@ -1,16 +1,16 @@
-"""Models of one's own in the trainer: ``model.factory = "package.module:function"``.
+"""The user's own model in the trainer: ``model.factory = "package.module:function"``.
 
-The function is called with those of these arguments that it names, and returns the unsharded model, called as
-``model(dense_features, sparse_features) -> logits [B, 1]``:
+The function gets those of these keyword arguments that it has parameters for, and returns the unsharded model, which is
+called as ``model(dense_features, sparse_features) -> logits [B, 1]``:
 
-- ``tables``: TorchRec's ``EmbeddingBagConfig`` of every table, whose ``pooling`` it may change; ``EmbeddingConfig`` of
-  those in towers with sequences (``data.sequences``), which look up one ``EmbeddingCollection``;
+- ``tables``: TorchRec's ``EmbeddingBagConfig`` of every table, whose ``pooling`` the function may change; for tables in
+  towers with sequences (``data.sequences``) ``EmbeddingConfig``, as such a tower has one ``EmbeddingCollection``;
 - ``num_dense``: number of dense columns;
 - ``options``: the section ``[model.options]`` of the config, as a dict;
-- ``towers``: the `TowerPlan`, for a model in towers; None for a flat one;
-- ``device``: where parameters are made, such as the meta device; to be passed on to TorchRec's collections.
+- ``towers``: the `TowerPlan`, for a model in towers; None for a flat model;
+- ``device``: device of the parameters, such as the meta device; pass it to TorchRec's collections.
 
-The model is built many times, in every process: the function must make the same one each time.
+Every process calls the function several times: it must return the same model each time.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ def make_model(job: Job, device: str | None = None) -> nn.Module:
     sequences = [name for table in job.tables for name, _ in table.sequences]
     if sequences and towers is None:
         raise InputError(
-            f"{place} makes a flat model, but data.sequences has {sequences[0]!r}: models of your own may have "
-            "sequences in towers only. Set model.in_towers, or leave data.sequences out."
+            f"{place} makes a flat model, but data.sequences has {sequences[0]!r}: your own model can have sequences "
+            "in towers only. Set model.in_towers=true, or leave data.sequences out."
         )
     make = load_function("model.factory", config.factory)
     given = {
@@ -83,13 +83,13 @@ def make_model(job: Job, device: str | None = None) -> nn.Module:
 
 
 def check_outputs(job: Job, model: nn.Module) -> None:
-    """Runs the model of a job's factory once on the meta device, and checks what it and its tower modules return.
+    """Runs the model of a job's factory once on the meta device, and checks the outputs of it and its tower modules.
 
-    ``model`` is on the meta device, and stays as it is.
+    ``model`` is on the meta device and is not changed.
 
     Raises:
-        InputError: it cannot be run, it does not return a tensor of logits [B, 1] or [B], or a tower module
-            returns something else than [B, ``out_features``].
+        InputError: the model fails, it does not return logits [B, 1] or [B], or a tower module does not return
+            [B, ``out_features``].
     """
     place = f"model.factory={job.config.model.factory!r}"
     model = without_tables(copy.deepcopy(model))
@@ -104,17 +104,17 @@ def check_outputs(job: Job, model: nn.Module) -> None:
     for module in tower_modules(model):
         module.register_forward_hook(check_tower)
     dense_features, ids = meta_batch(job.num_dense)
-    # The ids stand for a KeyedJaggedTensor, which nothing but the stand-ins of the tables can read.
+    # A plain tensor of ids takes the place of the KeyedJaggedTensor; only the stand-ins of the tables can read it.
     with torch.no_grad(), _errors_named(f"{place}: the model fails on a batch (only tables may read sparse_features):"):
         output = model(dense_features, ids)
     checked_logits(place, output, len(ids))
 
 
 def checked_logits(place: str, output: Any, num_samples: int) -> Tensor:
-    """Returns what a model returned, if it has one logit for each sample: a tensor [B, 1] or [B].
+    """Returns a model's output if it is one logit per sample: a tensor [B, 1] or [B], with B ``num_samples``.
 
     Raises:
-        InputError: it has another shape, or is no tensor.
+        InputError: the output has another shape, or is not a tensor.
     """
     if isinstance(output, Tensor) and list(output.shape) in ([num_samples, 1], [num_samples]):
         return output
@@ -124,7 +124,7 @@ def checked_logits(place: str, output: Any, num_samples: int) -> Tensor:
 
 
 def check_samples(job: Job, model: nn.Module, batch: ClickBatch) -> Tensor:
-    """Returns the logits [B] of a batch, and compares them with those of its halves; ``model`` evaluates.
+    """Returns the logits [B] of a batch, and compares them with those of its two halves; ``model`` is in eval mode.
 
     Raises:
         InputError: a sample's logit depends on the other samples of its batch.
@@ -139,11 +139,11 @@ def check_samples(job: Job, model: nn.Module, batch: ClickBatch) -> Tensor:
         with torch.no_grad():
             outputs.append(model(dense[part], given).reshape(-1))
     difference = float((torch.cat(outputs[1:]) - outputs[0]).abs().max())
-    # Kernels of another batch size add numbers in another order.
+    # For another batch size, kernels may sum in another order.
     if difference > 1e-4 * max(1.0, float(outputs[0].abs().max())):
         raise InputError(
             f"model.factory={job.config.model.factory!r}: a sample's logit depends on the other samples of its batch: "
-            f"with half of them it differs by {difference:.1e}. Compute it from the sample alone, or use your own loop."
+            f"in half the batch it differs by {difference:.1e}. Compute it from the sample alone, or use your own loop."
         )
     return outputs[0]
 
@@ -169,7 +169,7 @@ def _described(output: Any) -> str:
 
 @contextmanager
 def _errors_named(what: str) -> Iterator[None]:
-    """Turns an error of the user's own program into an `InputError` that says where it was raised."""
+    """Turns an exception of the user's code into an `InputError` that says where it was raised."""
     try:
         yield
     except InputError:
@@ -192,7 +192,7 @@ def _check_tables(place: str, model: nn.Module, job: Job) -> None:
         beside = f", one EmbeddingBagCollection of the features outside towers {list(outside)}" * (len(wanted) > 1)
         raise InputError(
             f"{place}: with model.in_towers={str(has_towers).lower()} the model needs one {wanted[0].__name__}{beside} "
-            f"and no other module with tables, but has {kinds}. Compose it that way (docs/your_model.md), or change "
+            f"and no other module with tables, but has {kinds}. Build it that way (docs/your_model.md), or change "
             "model.in_towers."
         )
     kinds = EmbeddingBagCollection | EmbeddingCollection
@@ -202,17 +202,17 @@ def _check_tables(place: str, model: nn.Module, job: Job) -> None:
     for name in {**given, **tables}:
         if given.get(name) != tables.get(name):
             raise InputError(
-                f"{place}: the model's table {name!r} is {tables.get(name, 'absent')}, but it was given "
-                f"{given.get(name, 'none of that name')}. Use every table of `tables` as it is: rows and features come "
-                "from [data], columns from model.embedding_dim and model.embedding_dims."
+                f"{place}: the model's table {name!r} is {tables.get(name, 'absent')}, but the argument `tables` has "
+                f"{given.get(name, 'no such table')}. Use each table of `tables` as it is: rows and features come from "
+                "[data], columns from model.embedding_dim and model.embedding_dims."
             )
         if is_sequence(given[name]) != is_sequence(tables[name]):
             has, kind = (
                 ("has", "EmbeddingCollection") if is_sequence(given[name]) else ("has no", "EmbeddingBagCollection")
             )
             raise InputError(
-                f"{place}: table {name!r} is in a tower that {has} sequences (data.sequences), so it needs an {kind}, "
-                "whose config `tables` has. Use `tables` as they are, or change data.sequences."
+                f"{place}: table {name!r} is in a tower that {has} sequences (data.sequences), so it must be in an "
+                f"{kind}, as its config in `tables` says. Use `tables` as they are, or change data.sequences."
             )
     if not has_towers:
         return
@@ -220,8 +220,8 @@ def _check_tables(place: str, model: nn.Module, job: Job) -> None:
         sizes = [getattr(module, name, None) for name in ("in_features", "out_features")]
         if not all(isinstance(size, int) and size > 0 for size in sizes):
             raise InputError(
-                f"{place}: tower module {type(module).__name__} has in_features and out_features {sizes}. Give it "
-                "both, the numbers per sample that enter and leave it, at least 1."
+                f"{place}: tower module {type(module).__name__} has in_features and out_features {sizes}. Set both, to "
+                "the numbers per sample that enter and leave the module, at least 1."
             )
     assert job.towers is not None, "a model in towers has the tower dataflow"
     lists = job.towers.tables_by_tower(job.split_tables)
@@ -229,20 +229,20 @@ def _check_tables(place: str, model: nn.Module, job: Job) -> None:
         lists.append(job.towers.outside_tables(job.split_tables))
     planned = [{table.name for table in tables} for tables in lists]
     held = [{table.name for table in tables} for tables in by_tower]
-    for number, (own, gives) in enumerate(zip_longest(held, planned, fillvalue={"no table"})):
-        if own != gives:
+    for number, (actual, expected) in enumerate(zip_longest(held, planned, fillvalue={"no table"})):
+        if actual != expected:
             raise InputError(
-                f"{place}: tower {number} of the model has {shorten(sorted(own), ', ')}, but the tower plan gives it "
-                f"{shorten(sorted(gives), ', ')}. Build tower i from the tables of towers.tables_by_tower(tables)[i]."
+                f"{place}: tower {number} of the model has {shorten(sorted(actual), ', ')}, but the tower plan gives "
+                f"it {shorten(sorted(expected), ', ')}. Build tower i from towers.tables_by_tower(tables)[i]."
             )
 
 
 def _check_layers(place: str, model: nn.Module, world_size: int) -> None:
-    """Raises `InputError` for a model on the meta device whose sharded form would compute something else.
+    """Raises `InputError` for a model on the meta device that would compute something else once it is sharded.
 
-    Batch normalization depends on which rank has which samples; a frozen table would be trained, and a parameter of
-    several towers apart; and TorchRec gives parameters their first numbers by ``reset_parameters`` of their module,
-    without which they start from whatever is in memory, and buffers from zeros.
+    Batch normalization depends on which rank has which samples; a frozen table would be trained; each tower would train
+    a shared parameter separately; and TorchRec initializes parameters by ``reset_parameters`` of their module, without
+    which they start from whatever is in memory, and buffers from zeros.
     """
     collections = [p for p in model.modules() if isinstance(p, EmbeddingBagCollection | EmbeddingCollection)]
     parts_of_tables = {part for collection in collections for part in collection.modules()}
@@ -250,8 +250,8 @@ def _check_layers(place: str, model: nn.Module, world_size: int) -> None:
         kind = f"{place}: {type(part).__name__} {path or 'of the model'!r}"
         if isinstance(part, _BatchNorm) and world_size > 1:
             raise InputError(
-                f"{kind} normalizes over the samples that one rank happens to have, and its running statistics differ "
-                "from rank to rank. Use torch.nn.LayerNorm."
+                f"{kind} normalizes over the samples of one rank only, and its running statistics differ from rank to "
+                "rank. Use torch.nn.LayerNorm."
             )
         parameters = [name for name, _ in part.named_parameters(recurse=False)]
         values = [*parameters, *(name for name, _ in part.named_buffers(recurse=False))]
@@ -259,30 +259,30 @@ def _check_layers(place: str, model: nn.Module, world_size: int) -> None:
         if values and part not in parts_of_tables and not is_started:
             raise InputError(
                 f"{kind} has {values[0]!r}, but a sharded model is built on the meta device, and nothing would "
-                "initialize it. Write reset_parameters() for the module that has the parameter; a module with buffers "
-                "alone needs a parameter, or makes them in forward."
+                "initialize it. Give the module that owns it a method reset_parameters(); a module with buffers but no "
+                "parameter must make its buffers in forward instead."
             )
     modules = {id(module) for module in tower_modules(model)}
     paths = [path for path, part in model.named_modules() if id(part) in modules]
     owners: dict[int, tuple[str, str | None]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        # TorchRec's tables train nevertheless, and the schedule sets the rate of every optimizer of tables.
+        # TorchRec would train a frozen table anyway, and warm-up sets the rate of every table's optimizer.
         if is_table(name) and (not parameter.requires_grad or fused_settings(parameter, None)):
             raise InputError(
-                f"{place}: {name!r} has requires_grad=False or an optimizer of its own, but the trainer trains every "
-                "table by [optimizer]. Leave that out, or use your own loop."
+                f"{place}: {name!r} has requires_grad=False or its own optimizer, but the trainer trains every table "
+                "as [optimizer] says. Leave that out, or use your own loop."
             )
         owner = next((path for path in paths if name.startswith(f"{path}.")), None)
         first, first_owner = owners.setdefault(id(parameter), (name, owner))
         if first_owner != owner:
             raise InputError(
                 f"{place}: {first!r} and {name!r} are one parameter, but the ranks of a tower train its module "
-                "separately from other towers and from the dense part. Give each a parameter of its own."
+                "separately from other towers and from the dense part. Give each module its own parameter."
             )
 
 
 def _sparse_parts(model: nn.Module) -> list[nn.Module]:
-    """The outermost modules of TorchRec's with tables, in the order of the model."""
+    """Returns the outermost TorchRec modules with tables, in the order of the model."""
     if isinstance(model, EmbeddingBagCollection | EmbeddingCollection | EmbeddingTowerCollection):
         return [model]
     return [part for child in model.children() for part in _sparse_parts(child)]
@@ -291,7 +291,7 @@ def _sparse_parts(model: nn.Module) -> list[nn.Module]:
 def without_tables(model: nn.Module, lengths: Mapping[str, float] | None = None) -> nn.Module:
     """Replaces a model's tables by the complexity counter's stand-ins, in place; returns the model.
 
-    ``lengths`` are the mean lengths of sequences by feature, 1 for the others.
+    ``lengths``: mean length of a sequence by feature, 1 for a feature without an entry.
     """
     for parent in list(model.modules()):
         for name, child in list(parent.named_children()):
@@ -312,14 +312,14 @@ class _MetaCollection(MetaTables):
 
 
 class _MetaSequences(MetaTables):
-    """Stands in for an ``EmbeddingCollection``: sequences of the mean lengths of their features, 1 where not given."""
+    """Stands in for an ``EmbeddingCollection``: its sequences have the mean lengths of their features, 1 by default."""
 
     def __init__(self, tables: Sequence[Any], lengths: Mapping[str, float]) -> None:
         super().__init__(tables, "meta")
         self._lengths = lengths
 
     def forward(self, ids: Tensor) -> Any:
-        """Ids [B], of which only the number counts -> by feature a ``JaggedTensor`` of B samples."""
+        """Ids [B], of which only the number B counts -> a ``JaggedTensor`` of B samples by feature."""
         return {
             feature: JaggedTensor(
                 table[:1, :1].expand(round(len(ids) * self._lengths.get(feature, 1.0)), table.shape[1]), lengths=ids

@@ -1,4 +1,4 @@
-"""The flat dataflow: TorchRec's exchange over all ranks, in the scheme asked for or as TorchRec's planner chooses."""
+"""The flat dataflow: TorchRec's exchange over all ranks, by the scheme of the config or of TorchRec's planner."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ _CHOICES = {"auto": ("table_wise", "column_wise"), "planner": SCHEMES}
 
 
 class _OverAllRanks(BaseEmbeddingSharder[Any]):
-    """What the sharders of flat collections share.
+    """Base class of the sharders of flat collections.
 
     Args:
-        mesh: the groups; None for planning.
+        mesh: the mesh of the run; None for planning only.
         kwargs: ``fused_params`` and ``qcomm_codecs_registry`` of TorchRec's class.
     """
 
@@ -42,7 +42,7 @@ class _OverAllRanks(BaseEmbeddingSharder[Any]):
         self._mesh = mesh
 
     def compute_kernels(self, sharding_type: str, compute_device_type: str) -> list[str]:
-        """Returns the one kernel: dense for data-parallel tables, fused for all others."""
+        """Returns the only kernel of a scheme: dense for data-parallel tables, fused for all others."""
         is_dense = sharding_type == ShardingType.DATA_PARALLEL.value
         return [(EmbeddingComputeKernel.DENSE if is_dense else EmbeddingComputeKernel.FUSED).value]
 
@@ -54,13 +54,13 @@ class _OverAllRanks(BaseEmbeddingSharder[Any]):
 
 
 class FlatSharder(_OverAllRanks, EmbeddingBagCollectionSharder):
-    """TorchRec's sharder of flat collections, whose modules have the fixes of `GroupShardedEBC`.
+    """TorchRec's sharder of ``EmbeddingBagCollection`` over all ranks, with the fixes of `GroupShardedEBC`.
 
-    Data-parallel tables keep their fused optimizer, and mean pooling of row-wise tables is that of the plain module.
+    Data-parallel tables keep their fused optimizer, and mean pooling of row-wise tables equals the plain module's.
     """
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Returns the schemes, also those that TorchRec offers on GPUs only."""
+        """Returns all schemes, even those that TorchRec offers on GPUs only."""
         return list(SCHEMES)
 
     def shard(
@@ -77,10 +77,10 @@ class FlatSharder(_OverAllRanks, EmbeddingBagCollectionSharder):
 
 
 class FlatSequenceSharder(_OverAllRanks, EmbeddingCollectionSharder):
-    """TorchRec's sharder of flat sequences, table-wise and row-wise."""
+    """TorchRec's sharder of ``EmbeddingCollection`` (sequences) over all ranks, table-wise and row-wise."""
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Returns the schemes."""
+        """Returns ``table_wise`` and ``row_wise``."""
         return [ShardingType.TABLE_WISE.value, ShardingType.ROW_WISE.value]
 
     def shard(
@@ -115,20 +115,20 @@ def shard_flat(
 
 
 def plan_flat(job: Job, model: nn.Module, fused_params: dict[str, Any]) -> ShardingPlan:
-    """Places the tables of a flat job, whose model is on the meta device, on a replica's ranks, by TorchRec's planner.
+    """Places the tables of a flat job on a replica's ranks, by TorchRec's planner; ``model`` is on the meta device.
 
-    A table that can have none of the schemes asked for stays whole.
+    A table that supports none of the schemes of the config stays whole (``table_wise``).
 
     Raises:
-        InputError: the planner cannot place the tables, or a pooling factor is of no feature.
+        InputError: the planner cannot place the tables, or a pooling factor names an unknown feature.
     """
     settings, topology = job.config.sharding, job.topology.one_replica
     ranks = topology.world_size
     StepWorkload(pooling_factors=settings.pooling_factors).check_features(set(feature_names(job.tables)))
     constraints = {}
     for table in job.tables:
-        asked = _CHOICES.get(settings.scheme, (settings.scheme,))
-        possible = [name for name in asked if not why_not(table, name, num_ranks=ranks, fused_params=fused_params)]
+        wanted = _CHOICES.get(settings.scheme, (settings.scheme,))
+        possible = [name for name in wanted if not why_not(table, name, num_ranks=ranks, fused_params=fused_params)]
         constraints[table.name] = ParameterConstraints(
             sharding_types=possible or ["table_wise"],
             pooling_factors=[settings.pooling_factors.get(name, 1.0) for name in table.feature_names],

@@ -1,4 +1,4 @@
-"""Functions of the user's own that a config names as ``package.module:function``."""
+"""Loads and calls the user's functions, which a config names as ``package.module:function``."""
 
 from __future__ import annotations
 
@@ -26,10 +26,15 @@ def is_function_name(text: str) -> bool:
 
 
 def check_allowed(place: str, names: Mapping[str, str | None], allowed: Collection[str]) -> None:
-    """Checks functions that a file from elsewhere names, by setting, before any of them is imported.
+    """Checks that the user allows the functions that a file names, before any of them is imported.
+
+    Args:
+        place: the file, for the message.
+        names: setting -> function; None: the setting names no function.
+        allowed: the functions that the user allows (``--function``).
 
     Raises:
-        InputError: a function is not among those that the user has named.
+        InputError: a function is not allowed.
     """
     for setting, name in names.items():
         if name is not None and name not in allowed:
@@ -39,18 +44,18 @@ def check_allowed(place: str, names: Mapping[str, str | None], allowed: Collecti
 
 
 def load_function(setting: str, name: str) -> Callable[..., Any]:
-    """Imports the function of ``package.module:function``; modules in the current folder are found, too.
+    """Imports the function ``package.module:function``; the module may be in the current folder.
 
     Raises:
-        InputError: the name, which is the value of ``setting``, has another form, there is no such module or function,
-            or the module cannot be imported.
+        InputError: ``name``, the value of ``setting``, has another form, there is no such module or function, or
+            importing the module fails.
     """
     place = f"{setting}={name!r}"
     if not is_function_name(name):
         raise InputError(f"{place} is not of the form package.module:function, such as my_models:deepfm.")
     module_name, _, function_name = name.partition(":")
     if (here := str(Path.cwd())) not in sys.path:
-        # An installed program, such as dmt, does not look there by itself.
+        # An installed program such as dmt does not search the current folder by itself.
         sys.path.append(here)
     try:
         module = importlib.import_module(module_name)
@@ -69,16 +74,16 @@ def load_function(setting: str, name: str) -> Callable[..., Any]:
 
 
 def call_named(place: str, function: Callable[..., Any], given: Mapping[str, Any], *, takes_all: bool = False) -> Any:
-    """Calls a function with those of the given arguments that it names.
+    """Calls a function with those of the given keyword arguments that it has parameters for.
 
     Args:
         place: the function, for messages.
-        function: it may take any keyword.
-        given: the arguments.
-        takes_all: it must take all of them.
+        function: the function; with ``**kwargs`` it gets all arguments.
+        given: the arguments by name.
+        takes_all: whether the function must accept all of them.
 
     Raises:
-        InputError: it does not take one that it must, or needs another one.
+        InputError: the function does not accept an argument that it must, or requires one that is not given.
     """
     signature = inspect.signature(function)
     takes_all |= any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())
@@ -87,6 +92,7 @@ def call_named(place: str, function: Callable[..., Any], given: Mapping[str, Any
         signature.bind(**arguments)
     except TypeError as error:
         raise InputError(
-            f"{place} is called with the keywords {', '.join(given)}: {error}. Put settings into options."
+            f"{place} is called with the keywords {', '.join(given)}: {error}. Correct its parameters; put settings "
+            "into options."
         ) from error
     return function(**arguments)

@@ -1,4 +1,4 @@
-"""`Job`: a run with its tables and plans, resolved once and passed on. Needs no TorchRec."""
+"""`Job`: the config of a run with its opened data, tables and plans, resolved once. Needs no TorchRec."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ __all__ = [
     "check_table_optimizer",
     "data_cache",
     "make_job",
-    "open_data",
     "open_job",
     "open_tables",
+    "open_unsharded",
     "step_workload",
 ]
 
 PREPARED = "prepared"
-"""Folder of an output for rows that had to be prepared."""
+"""Name of the folder in a run's output for rows that had to be prepared first."""
 Splits = Mapping[str, tuple[int, ...]]
 _CPU_OPTIMIZERS = ("rowwise_adagrad", "adagrad", "sgd")  # those with a CPU kernel in FBGEMM
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A run, resolved: its config and everything that follows from it, each file of a plan read once.
+    """A resolved run: its config and everything that follows from it; each plan file is read once.
 
-    Made by `open_job`, or by `make_job` for tables without data. `dmt.training.build` makes the models of a job.
+    `open_job` makes a job, or `make_job` for tables without data. `dmt.training.build` builds the models of a job.
     """
 
     config: TrainingConfig
     """Settings of the run."""
     tables: tuple[TableSpec, ...]
-    """Tables of the data, uncut."""
+    """Tables of the data, before the tower plan cuts any of them."""
     num_dense: int
     """Number of dense columns of the data."""
     towers: TowerPlan | None = None
@@ -63,15 +63,15 @@ class Job:
     sharding: TowerShardingPlan | None = None
     """The plan of tables inside their towers; None with the flat dataflow, and for a job that is not sharded."""
     placement: tuple[int, ...] | None = None
-    """Mesh tower of each tower of a multi-tower model; None: one each, in order."""
-    source: ClickData | None = field(default=None, repr=False, compare=False)
-    """The opened data; None for a job about tables only."""
+    """For each tower of a multi-tower model, the tower of the mesh that holds it; None: tower i is on tower i."""
+    opened_data: ClickData | None = field(default=None, repr=False, compare=False)
+    """The opened data; None for a job of tables without data."""
 
     @property
     def data(self) -> ClickData:
-        """The opened data of a job that has some."""
-        assert self.source is not None, "made by open_job from a config with data"
-        return self.source
+        """The opened data, of a job that has data."""
+        assert self.opened_data is not None, "made by open_job from a config with data"
+        return self.opened_data
 
     @property
     def device_type(self) -> DeviceType:
@@ -84,12 +84,12 @@ class Job:
 
     @property
     def topology(self) -> TowerTopology:
-        """The mesh sizes."""
+        """Sizes of the mesh."""
         return self.config.topology.build()
 
     @property
     def split_tables(self) -> tuple[TableSpec, ...]:
-        """Tables with those that the tower plan cuts replaced by their column shards."""
+        """The tables, with each table that the tower plan cuts replaced by its column shards."""
         return self.tables if self.towers is None else tuple(split_tables(self.tables, _cuts(self.towers, self.tables)))
 
 
@@ -100,10 +100,10 @@ def open_job(config: TrainingConfig) -> Job:
         InputError: the data do not fit the config, or a plan or a rule does not fit the tables or the memory.
     """
     if config.data.tables is not None:
-        # A list of tables has no dense columns, but models read some.
+        # A list of tables names no dense columns, but models read some: take the number of the synthetic data.
         return make_job(config, read_tables(Path(config.data.tables)), config.data.synthetic.num_dense)
-    job = open_data(config)
-    return make_job(job.config, job.tables, job.num_dense, towers=job.towers, source=job.source)
+    job = open_unsharded(config)
+    return make_job(job.config, job.tables, job.num_dense, towers=job.towers, data=job.data)
 
 
 def make_job(
@@ -112,7 +112,7 @@ def make_job(
     num_dense: int,
     *,
     towers: TowerPlan | None = None,
-    source: ClickData | None = None,
+    data: ClickData | None = None,
 ) -> Job:
     """Resolves the plans of a run for given uncut tables; ``towers`` is by default the plan that the config names.
 
@@ -130,14 +130,15 @@ def make_job(
     moment_scale_of(config.replicas.moment_scale, fused, config.topology.num_replicas)
     sharding = None if towers is None else _plan_sharding(config, tables, towers)
     return Job(
-        config=config, tables=tuple(tables), num_dense=num_dense, towers=towers, sharding=sharding, source=source
+        config=config, tables=tuple(tables), num_dense=num_dense, towers=towers, sharding=sharding, opened_data=data
     )
 
 
-def open_data(config: TrainingConfig, data: ClickData | None = None) -> Job:
-    """Opens the data of a run, unless ``data`` are given, and its tower plan: a job that is not sharded.
+def open_unsharded(config: TrainingConfig, data: ClickData | None = None) -> Job:
+    """Opens the data of a run, unless ``data`` is given, and its tower plan; the job has no sharding plan.
 
-    Its config has the mean ids of lists that ``dmt prepare`` has counted, unless ``sharding.pooling_factors`` has them.
+    The job's config gets the mean ids per sample that ``dmt prepare`` counted as ``sharding.pooling_factors``, for
+    features that have none there.
 
     Raises:
         InputError: the data do not fit the config, or the tower plan does not fit the data.
@@ -147,11 +148,11 @@ def open_data(config: TrainingConfig, data: ClickData | None = None) -> Job:
         factors = {"pooling_factors": counted | config.sharding.pooling_factors}
         config = config.model_copy(update={"sharding": config.sharding.model_copy(update=factors)})
     towers, placed = _in_towers(config, tables)
-    return Job(config=config, tables=tuple(placed), num_dense=len(data.columns.dense), towers=towers, source=data)
+    return Job(config=config, tables=tuple(placed), num_dense=len(data.columns.dense), towers=towers, opened_data=data)
 
 
 def open_tables(config: TrainingConfig, data: ClickData | None = None) -> tuple[ClickData, list[TableSpec]]:
-    """Opens the data of a run, unless given, and makes the tables of their columns, uncut.
+    """Opens the data of a run, unless ``data`` is given, and returns it with the uncut tables of its columns.
 
     Raises:
         InputError: the data do not fit the config.
@@ -167,20 +168,20 @@ def open_tables(config: TrainingConfig, data: ClickData | None = None) -> tuple[
 
 
 def data_cache(output_dir: str) -> Path:
-    """Returns the folder for rows that have to be prepared: in a run's output, or what a demo has for its runs."""
+    """Returns the folder for rows that must be prepared: in a run's output, or beside it where a demo shares it."""
     in_output, shared = Path(output_dir) / PREPARED, Path(output_dir).parent / PREPARED
-    # The one in the output wins: `dmt score` may have made the shared one later.
+    # The folder in the output wins: `dmt score` may have made the shared one later.
     return shared if shared.is_dir() and not in_output.is_dir() else in_output
 
 
 def _in_towers(config: TrainingConfig, tables: Sequence[TableSpec]) -> tuple[TowerPlan | None, Sequence[TableSpec]]:
     """Returns the tower plan that the config names (flat dataflow: None), checked against the uncut tables, and these.
 
-    Tables outside towers come back with as many columns as the model wants of them.
+    Tables outside towers are returned with as many columns as the model wants of them.
 
     Raises:
-        InputError: the file is bad, does not fit the tables or cuts one into shards that FBGEMM cannot take, more
-            towers are asked for than there are features, or a feature outside towers is unknown.
+        InputError: the plan file cannot be read, does not fit the tables or cuts a table into shards that FBGEMM cannot
+            take, there are more towers than features, or a feature outside towers is unknown.
     """
     if config.dataflow == "flat":
         return None, tables
@@ -203,7 +204,7 @@ def _in_towers(config: TrainingConfig, tables: Sequence[TableSpec]) -> tuple[Tow
         if dim is not None and dim % 4 and any(table.embedding_dim == dim for table in plan.outside_tables(tables)):
             raise InputError(
                 f"tables outside towers would have model.tower_dim={dim} columns, but FBGEMM's kernels take multiples "
-                "of 4. Set model.tower_dim to one."
+                "of 4. Set model.tower_dim to a multiple of 4."
             )
         by_tower = plan.tables_by_tower(split_tables(tables, _cuts(plan, tables)))
         tables = _with_sequences(config, plan, tables, by_tower)
@@ -223,13 +224,12 @@ def _with_sequences(
     for sequence, _ in (pair for table in tables for pair in table.sequences):
         if not config.model.has_towers:
             raise InputError(
-                f"{config.model.chosen} is flat, and {sequence!r} of data.sequences is looked up by TorchRec over all "
-                "ranks: the tower dataflow would compress nothing. Set sharding.dataflow='flat', or use a model in "
-                "towers."
+                f"{config.model.chosen} is flat, so the tower dataflow would not compress {sequence!r} of "
+                "data.sequences. Set sharding.dataflow='flat', or use a model in towers."
             )
         if sequence in plan.outside:
             raise InputError(
-                f"{sequence!r} of data.sequences is outside towers, where all features are bags. Put it into a tower."
+                f"{sequence!r} of data.sequences is outside towers, where every feature is a bag. Put it into a tower."
             )
     marked = {table.name for of_tower in by_tower if any(t.sequences for t in of_tower) for table in of_tower}
     if cut := marked.difference(table.name for table in tables):
@@ -241,17 +241,18 @@ def _with_sequences(
 
 
 def _outside(config: TrainingConfig, plan: TowerPlan, tables: Sequence[TableSpec]) -> list[str]:
-    """Returns the features that are to be outside towers besides those of the plan.
+    """Returns the features that ``towers.outside`` puts outside towers, besides those of the plan.
 
     Raises:
-        InputError: one is unknown, or of a table that the plan cuts.
+        InputError: a feature is unknown, or the plan cuts its table.
     """
     wanted, features, cut = config.towers.outside, feature_names(tables), _cuts(plan, tables)
     if not isinstance(wanted, str):
         for feature in wanted:
             if feature not in features or feature in cut:
-                fault = "its table is cut by the plan." if feature in cut else "no table has it."
-                raise InputError(f"feature {feature!r}: {fault}{did_you_mean(feature, features)}")
+                unknown = f"no table has it.{did_you_mean(feature, features)}"
+                fault = "the plan cuts its table. Leave it out." if feature in cut else unknown
+                raise InputError(f"feature {feature!r}: {fault}")
         return list(wanted)
     if plan.outside:
         return []
@@ -271,7 +272,7 @@ def _outside(config: TrainingConfig, plan: TowerPlan, tables: Sequence[TableSpec
 
 
 def _as_vectors(config: TrainingConfig, tables: Sequence[TableSpec], outside: Collection[str]) -> list[TableSpec]:
-    """Returns the tables, those of features outside towers as wide as the vectors that they interact with."""
+    """Returns the tables; those outside towers get as many columns as the vectors that they interact with."""
     dim, named = config.model.outside_dim, config.model.embedding_dims
     return [
         replace(table, embedding_dim=dim)
@@ -285,7 +286,7 @@ def _as_vectors(config: TrainingConfig, tables: Sequence[TableSpec], outside: Co
 
 def _crossing_costs(config: TrainingConfig) -> CrossingCosts:
     model, sharding = config.model, config.sharding
-    # A tower of DMT-DCN sends as much with a feature as without; of towers of the user's own nothing is known.
+    # A tower of DMT-DCN sends as much with a feature as without it; a user's own towers are unknown.
     sent_for_feature = model.c * model.output_dim if model.factory is None and "dlrm" in model.arch else 0
     return CrossingCosts(
         topology=config.topology.build(),
@@ -305,7 +306,7 @@ def _strided(tables: Sequence[TableSpec], num_towers: int) -> TowerPlan:
 
 
 def _cuts(plan: TowerPlan, tables: Sequence[TableSpec]) -> Splits:
-    """Returns the plan's column splits; none if the tables are cut already, as a ``towers.json`` records them."""
+    """Returns the plan's column splits; none if the tables are already cut, as in a ``towers.json``."""
     features = set(feature_names(tables))
     return plan.column_splits if any(feature in features for feature in plan.column_splits) else {}
 
@@ -336,15 +337,15 @@ def check_tables_on_ssd(job: Job) -> None:
         if on_ssd and is_wrong:
             raise InputError(
                 f"The plan has table {on_ssd[0]} on an SSD (key_value), where {needed}, but this run has {actual}. "
-                "Change sharding.tables, or use one of those."
+                "Change sharding.tables, or change the run to match."
             )
 
 
 def _plan_sharding(config: TrainingConfig, tables: Sequence[TableSpec], towers: TowerPlan) -> TowerShardingPlan:
     """Plans the tables inside their towers by the rules of the config.
 
-    Where the tower plan cuts a table into column shards, a pooling factor of its feature holds for each shard that has
-    none of its own.
+    If the tower plan cuts a table into column shards, the pooling factor of its feature applies to every shard without
+    a pooling factor.
     """
     sharding, topology = config.sharding, config.topology.build()
     splits, tables = towers.column_splits, split_tables(tables, _cuts(towers, tables))
@@ -377,7 +378,7 @@ def _plan_sharding(config: TrainingConfig, tables: Sequence[TableSpec], towers: 
 
 
 def step_workload(config: TrainingConfig, pooling_factors: Mapping[str, float]) -> StepWorkload:
-    """Returns the work of the tables in a step of a run, whose features have these numbers of ids per sample."""
+    """Returns the work of a run's tables in a step; ``pooling_factors``: mean ids per sample, by feature."""
     return StepWorkload(
         batch_size=config.train.batch_size,
         pooling_factors=pooling_factors,

@@ -1,4 +1,4 @@
-"""What a run measures: AUC, normalized entropy and loss over all ranks, the time of steps, the bytes of a step."""
+"""Measures a run: AUC, normalized entropy and loss over all ranks, the time of steps and lookups, bytes of a step."""
 
 from __future__ import annotations
 
@@ -52,8 +52,8 @@ class MetricValues:
 class ClickMetrics:
     """Accumulates one evaluation on a rank; `compute` joins the ranks by one sum of 16 MB.
 
-    AUC counts labels in 2^20 bins of the logits, in which rows are taken for equal: within 1e-6 of the exact area on a
-    million rows. The bins are narrowest at logit 0 (2e-6) and cover all numbers: bin x / (1 + |x|).
+    AUC is computed from counts of labels in 2^20 bins of the logits; rows of one bin count as ties. It is within 1e-6
+    of the exact area on a million rows. Equal bins of x / (1 + |x|) cover all logits x; they are narrowest at 0 (2e-6).
 
     Args:
         group: the ranks that evaluate together; None: this rank alone.
@@ -65,7 +65,7 @@ class ClickMetrics:
         self._sums = torch.zeros(2 * _BINS + 4, dtype=torch.float64)
 
     def update(self, logits: Tensor, labels: Tensor, weights: Tensor) -> None:
-        """Adds a batch: logits, labels and weights of [B]; rows of weight 0 are padding and are left out."""
+        """Adds a batch: logits, labels and weights, float [B] each; rows of weight 0 are padding and do not count."""
         logits, labels, weights = logits.double(), labels.double(), weights.double()
         self._sums = self._sums.to(logits.device)
         finite = logits.isfinite()
@@ -78,10 +78,10 @@ class ClickMetrics:
         self._sums[2 * _BINS :] += totals
 
     def compute(self) -> MetricValues:
-        """Joins all ranks of the group; collective, and right for ranks that saw no row.
+        """Returns the metrics over the rows of all ranks of the group; a rank may have seen no row. Collective.
 
         Raises:
-            InputError: there is no row, or a logit is not finite.
+            InputError: no rank has a row, or a logit is not finite.
         """
         sums = self._sums.cpu()
         if self._group is not None:
@@ -92,8 +92,8 @@ class ClickMetrics:
             raise InputError("There is no row to evaluate; check data.eval_path, split_column or eval_fraction.")
         if not_finite:
             raise InputError(
-                "The model predicts NaN: training has diverged. Lower optimizer.sparse_lr or optimizer.dense_lr, "
-                "lengthen optimizer.warmup_steps, or look for huge values in the dense columns."
+                "The model predicts NaN or infinity: training has diverged. Lower optimizer.sparse_lr or "
+                "optimizer.dense_lr, lengthen optimizer.warmup_steps, or look for huge values in the dense columns."
             )
         rate, auc, ne = positive / rows, math.nan, math.nan
         if 0 < positive < rows:
@@ -104,15 +104,15 @@ class ClickMetrics:
 
 
 class StepTimer:
-    """Measures steps alone: without the first ones, and without what comes between two of them."""
+    """Measures the time of training steps, without the first five and without what happens between steps."""
 
     def __init__(self) -> None:
         self.steps, self.seconds = 0, 0.0
-        """Steps measured, and the seconds that they took."""
+        """Number of steps measured, and the seconds that they took together."""
         self._left_out, self._since = _WARM_UP_STEPS, 0.0
 
     def restart(self) -> None:
-        """Leaves out the time up to now: of an evaluation, a checkpoint or a record."""
+        """Leaves out the time since the last step, which an evaluation, a checkpoint or a record took."""
         self._since = time.perf_counter()
 
     def step(self) -> None:
@@ -128,11 +128,11 @@ class StepTimer:
 def measure_lookups(
     model: nn.Module, optimizer: KeyedOptimizer, batches: Iterable[ClickBatch], mesh: TowerMesh
 ) -> list[float]:
-    """Runs a forward and backward pass of each batch, and returns the seconds that every rank looks up in one.
+    """Runs a forward and backward pass of each batch, and returns the seconds that each rank spends in lookups, [W].
 
-    That is the time from the calls of TorchRec's lookups, and of those of hot rows, to their results, forward, without
-    exchanges: the median over the batches but the first. The tables update in their backward pass: call it when all is
-    trained and saved. Collective.
+    It times the forward calls of TorchRec's lookups and of those of hot rows, without exchanges; the seconds of a rank
+    are the median over all batches but the first. The backward passes update the tables: call it after the last save.
+    Collective.
     """
     seconds: list[float] = []
 
@@ -165,7 +165,7 @@ def measure_lookups(
 def measure_traffic(model: nn.Module, optimizer: KeyedOptimizer, batch: ClickBatch, mesh: TowerMesh) -> Traffic:
     """Runs one more forward and backward pass and counts its bytes between hosts and inside them. Collective.
 
-    The tables update in their backward pass: call it when all is trained and saved.
+    The backward pass updates the tables: call it after the last save.
     """
     meter = TrafficMeter(host_of=mesh.topology.host)
     optimizer.zero_grad()

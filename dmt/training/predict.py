@@ -1,13 +1,17 @@
-"""Predicts one step of a job on a described cluster; `commands.what_if` compares the alternatives to a job."""
+"""Predicts one training step of a job, and of the alternatives to it, on a described cluster (`dmt.simulator`)."""
 
 from __future__ import annotations
 
+import json
 import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import chain
 from typing import Any, NamedTuple
 
 from dmt.errors import InputError
-from dmt.plan.tables import NUMBER_BYTES, feature_names
+from dmt.plan.tables import NUMBER_BYTES, TableSpec, feature_names
+from dmt.plan.topology import TowerTopology
 from dmt.sharding.costs import StepWorkload
 from dmt.simulator.cluster import Cluster, load_cluster
 from dmt.simulator.steps import Kind, ModelWork, StepWork, simulate, step_operations
@@ -15,43 +19,63 @@ from dmt.simulator.work import Workload, count_operators, step_work
 from dmt.training.build import build_model
 from dmt.training.config import TrainingConfig
 from dmt.training.factory import without_tables
-from dmt.training.job import Job, step_workload
+from dmt.training.job import Job, make_job, step_workload
 
-__all__ = ["Prediction", "check_hosts", "not_counted", "predict_step", "predicted_result", "work_of"]
+__all__ = [
+    "FLAT",
+    "Prediction",
+    "alternatives",
+    "changed_config",
+    "check_hosts",
+    "not_counted",
+    "predict_step",
+    "predicted_result",
+    "work_of",
+]
 
 logger = logging.getLogger(__name__)
 
+FLAT = "flat (TorchRec)"
+"""Name of the alternative to which the others are compared."""
+_RATIOS = (2, 4, 16)
+# What alternatives take over from a config, whole sections or keys of them; the rest is about the run's towers.
+_SHARDING = "memory_gib cluster pooling_factors forward_precision backward_precision table_precision"
+_KEPT: dict[str, Any] = {
+    **{"data": True, "model": True, "optimizer": True, "sharding": set(_SHARDING.split()), "replicas": {"sync_every"}},
+    "train": {"batch_size", "prefetch_ids", "micro_batches", "device"},
+}
+
 
 class Prediction(NamedTuple):
-    """The predicted step of a run, or of another way to train its tables."""
+    """The predicted step of a run, or of an alternative way to train its tables."""
 
     name: str
     overrides: list[str]
-    """Settings that make it of the run's config."""
+    """Overrides of the run's config that give this alternative."""
     compression_ratio: float
-    """1.0 where the model computes what the flat one does."""
+    """Numbers of a sample's embeddings over the numbers that its towers send; 1.0 for a flat model."""
     num_replicas: int
     seconds: float
     exposed: dict[Kind, float]
-    """Seconds by kind of operation."""
+    """Seconds of the step by the kind of operation that it spends them on."""
     samples_per_s: float
-    """Of the whole job."""
+    """Samples per second of the whole job."""
     lookup_seconds: float
-    """Of these, the busiest rank's lookups, forward."""
+    """Seconds of the busiest rank's lookups, forward."""
     uplink_bytes: float
-    """Bytes that the busiest host sends to others."""
+    """Bytes that the busiest host sends to other hosts."""
     rank_bytes: float
-    """Memory of the fullest rank for tables, their optimizer states, and what lookups return with its gradients."""
+    """Memory of the fullest rank for tables, their optimizer states, and looked-up embeddings with their gradients."""
     activation_bytes: float
-    """The last of these alone."""
+    """The part of ``rank_bytes`` for looked-up embeddings and their gradients."""
     host_bytes: float
-    """The same memory of the ranks of the fullest host."""
+    """The same memory as ``rank_bytes``, summed over the ranks of the fullest host."""
 
 
 def work_of(job: Job, counted: dict[str, ModelWork] | None = None) -> StepWork:
     """Builds a job's model on the meta device, counts it, and returns the work of a step.
 
-    Jobs that differ in nothing but model, towers and topology may share ``counted``: equal models are counted once.
+    Jobs that differ only in model, towers and topology may share ``counted``, so that equal models are counted once.
     """
     sharding, train, is_flat = job.config.sharding, job.config.train, job.sharding is None
     counted, key = {} if counted is None else counted, f"{job.config.model!r} {job.towers and job.towers.to_lists()}"
@@ -77,7 +101,7 @@ def _lookups(job: Job) -> StepWorkload:
 
 
 def predict_step(job: Job, cluster: Cluster, counted: dict[str, ModelWork] | None = None) -> Prediction:
-    """Predicts one training step of a job, whose topology may be of another size than the cluster; see `work_of`."""
+    """Predicts one training step of a job, whose topology may have another size than the cluster. See `work_of`."""
     train, work = job.config.train, work_of(job, counted)
     exposed = simulate(step_operations(work, cluster, micro_batches=train.micro_batches, prefetch=train.prefetch_ids))
     seconds, widths = sum(exposed.values()), work.model.widths
@@ -100,30 +124,30 @@ def predict_step(job: Job, cluster: Cluster, counted: dict[str, ModelWork] | Non
 
 
 def predicted_result(job: Job) -> dict[str, Any] | None:
-    """Returns the prediction for the result of a run, beside what was measured; None without sharding.cluster."""
+    """Returns predictions to put beside the measured numbers in a run's result; None without ``sharding.cluster``."""
     config = job.config
     if config.sharding.cluster is None:
         return None
     try:
         cluster = load_cluster(config.sharding.cluster)
         check_hosts(config, cluster, is_given=False)
-        own = predict_step(job, cluster)
+        prediction = predict_step(job, cluster)
     except InputError as error:
-        # The run is done: this cannot fail it.
-        logger.warning(f"The result has no prediction beside it: {error}")
+        # Training is done: a failed prediction must not fail the run.
+        logger.warning(f"The result has no predicted numbers: {error}")
         return None
     return {
-        "samples_per_second": own.samples_per_s,
-        "lookup_seconds": own.lookup_seconds,
-        "rank_bytes": own.rank_bytes,
+        "samples_per_second": prediction.samples_per_s,
+        "lookup_seconds": prediction.lookup_seconds,
+        "rank_bytes": prediction.rank_bytes,
         "not_counted": not_counted(config),
     }
 
 
 def not_counted(config: TrainingConfig) -> list[str]:
-    """The settings of a run that `predict_step` does not know, and predicts as if they were not there."""
+    """Returns the settings of a run that `predict_step` ignores, as texts for the user."""
     sharding, train, is_flat = config.sharding, config.train, config.dataflow == "flat"
-    wrong = {
+    ignored = {
         f"sharding.scheme={sharding.scheme!r}": is_flat
         and sharding.scheme not in ("auto", "table_wise", "column_wise"),
         f"train.dense_reduce={train.dense_reduce!r}": is_flat and train.dense_reduce != "ring",
@@ -133,16 +157,16 @@ def not_counted(config: TrainingConfig) -> list[str]:
         "tables in host memory or on SSDs": sharding.is_off_device,
         f"the state of optimizer.sparse={config.optimizer.sparse!r}": config.optimizer.sparse in ("adagrad", "adam"),
     }
-    return [what for what, is_wrong in wrong.items() if is_wrong]
+    return [what for what, is_set in ignored.items() if is_set]
 
 
 def check_hosts(run: TrainingConfig, cluster: Cluster, *, is_given: bool) -> None:
-    """Raises `InputError` where a cluster lacks rates for the hosts of a run; ``is_given``: the uplink's is given."""
+    """Raises `InputError` if a cluster lacks rates for the hosts of a run; ``is_given``: the user gave the uplink's."""
     topology = run.topology.build()
     if topology.host_size != cluster.ranks_per_host:
         key = "ranks_per_tower" if topology.world_size % cluster.ranks_per_host else "ranks_per_host"
         raise InputError(
-            f"Hosts of the run have {topology.host_size} ranks, but the rates of cluster {cluster.name!r} hold for "
+            f"Hosts of the run have {topology.host_size} ranks, but the rates of cluster {cluster.name!r} are for "
             f"hosts of {cluster.ranks_per_host}. Set topology.{key}={cluster.ranks_per_host}."
         )
     if cluster.hosts == 1 < topology.num_hosts and not is_given:
@@ -150,3 +174,109 @@ def check_hosts(run: TrainingConfig, cluster: Cluster, *, is_given: bool) -> Non
             f"Cluster {cluster.name!r} was measured on one host, which says nothing about the links between the "
             f"{topology.num_hosts} hosts of the run. Give their rate: --uplink-gbit-per-s."
         )
+
+
+def alternatives(run: Job, cluster: Cluster) -> tuple[list[Prediction], list[str]]:
+    """Predicts a step of the flat model, of the same model over towers, and of towers that compress, by replicas.
+
+    A tower is a host (several where there are more hosts than features), and features are dealt to towers in turn: how
+    they are grouped hardly changes what is sent. Everything else is as in the config. A user's own model
+    (``model.factory``) has no alternatives: predict it flat and in towers by overrides of its config.
+
+    Returns:
+        The predictions, fastest first, and the names of the alternatives that do not fit ``sharding.memory_gib``.
+
+    Raises:
+        InputError: no alternative has room for the tables.
+    """
+    predictions: list[Prediction] = []
+    left_out: list[str] = []
+    counted: dict[str, ModelWork] = {}
+    reason, limit, tables = None, run.config.sharding.rank_memory, _plain_tables(run)
+    for name, settings in _ways(run) if run.config.model.factory is None else ():
+        keys = [(f"{section}.{key}", value) for section, values in settings.items() for key, value in values.items()]
+        overrides = [f"{key}={json.dumps(value).strip(chr(34))}" for key, value in keys]
+        try:
+            job = make_job(changed_config(run.config, settings), tables, run.num_dense)
+        except InputError as error:
+            if limit is None:
+                raise
+            left_out.append(name)
+            reason = reason or error
+            continue
+        prediction = predict_step(job, cluster, counted)._replace(name=name, overrides=overrides)
+        if limit is not None and prediction.rank_bytes > limit:
+            left_out.append(name)
+        else:
+            predictions.append(prediction)
+    if reason is not None and not predictions:
+        raise reason
+    # Among equally fast ones (up to rounding), first what changes the model least, then what needs least memory.
+    predictions.sort(key=lambda way: (round(way.seconds, 7), way.compression_ratio, way.num_replicas))
+    return predictions, left_out
+
+
+def _plain_tables(run: Job) -> list[TableSpec]:
+    """Returns the tables of a model without features outside towers: with all columns, and bags not as sequences."""
+    model, outside = run.config.model, () if run.towers is None else run.towers.outside_tables(run.tables)
+    return [
+        replace(
+            table,
+            embedding_dim=model.embedding_dim
+            if table in outside and table.embedding_dim == model.outside_dim
+            else table.embedding_dim,
+            is_sequence=bool(table.sequences),
+        )
+        for table in run.tables
+    ]
+
+
+def _ways(run: Job) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
+    """Yields the name of each alternative, and its settings as section -> key -> value."""
+    family, num_hosts = "dcn" if "dcn" in run.config.model.arch else "dlrm", run.topology.num_hosts
+    columns, num_features = max(table.embedding_dim for table in _plain_tables(run)), len(feature_names(run.tables))
+    # A flat model with sequences is refused over towers, as it would compress nothing.
+    has_sequences = any(table.sequences for table in run.tables)
+    models: dict[str, dict[str, Any]] = {} if has_sequences else {"SPTT, same model": {"arch": family}}
+    for ratio in _RATIOS:
+        if columns % ratio == 0:
+            models[f"towers, ratio {ratio}"] = {"arch": f"dmt-{family}", "tower_dim": columns // ratio}
+    reduced = {"train": {"dense_reduce": "hierarchical"}} if num_hosts > 1 else {}
+    for replicas, placement in _replicas(run.topology):
+        hosts, size = num_hosts, run.topology.host_size
+        mesh = {"num_replicas": replicas, "replica_placement": placement, "ranks_per_host": size}
+        hosts, size = (hosts // replicas, size) if placement == "inter_host" else (hosts, size // replicas)
+        suffix = f", {replicas} replicas ({placement})" if replicas > 1 else ""
+        number = max(number for number in range(1, hosts + 1) if hosts % number == 0 and number <= num_features)
+        shapes = {
+            towers: {"num_towers": towers, "ranks_per_tower": hosts * size // towers, **mesh}
+            for towers in (hosts, 1, number)
+        }
+        flat = {"model": {"arch": family}}
+        if replicas == 1:
+            yield FLAT, {**flat, "sharding": {"dataflow": "flat"}, "topology": shapes[hosts]}
+        if (number > 1 or replicas > 1) and not has_sequences:
+            # So the trainer replicates a flat model: all ranks of a replica are one tower.
+            yield f"flat (one tower){suffix}", {**flat, "sharding": {"dataflow": "sptt"}, "topology": shapes[1]}
+        for name, model in models.items() if number > 1 or replicas == 1 else ():
+            yield (
+                name + suffix,
+                {"model": model, "sharding": {"dataflow": "sptt"}, "topology": shapes[number], **reduced},
+            )
+
+
+def _replicas(topology: TowerTopology) -> list[tuple[int, str]]:
+    """Returns numbers and placements of replicas: each replica on whole hosts, or all replicas on each host."""
+    between = [number for number in range(1, topology.num_hosts + 1) if topology.num_hosts % number == 0]
+    inside = [number for number in range(2, topology.host_size + 1) if topology.host_size % number == 0]
+    return [*((number, "inter_host") for number in between), *((number, "intra_host") for number in inside)]
+
+
+def changed_config(config: TrainingConfig, settings: Mapping[str, Mapping[str, Any]]) -> TrainingConfig:
+    """Returns a config with ``settings`` (section -> key -> value), without the run's settings of towers and tables."""
+    values = config.model_dump(mode="json", exclude_none=True, include=_KEPT)
+    if settings["sharding"]["dataflow"] == "flat":
+        del values["train"]["micro_batches"]
+    for section, changed in settings.items():
+        values[section] = {**values.get(section, {}), **changed}
+    return TrainingConfig.model_validate(values)

@@ -1,4 +1,4 @@
-"""Checks of a run that need its data, its model or several ranks; `config` refuses pairs of settings."""
+"""Checks a run before it trains, with its data, model and ranks; `config` refuses settings that conflict."""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ _PATHS = (
 
 
 def resolve(config: TrainingConfig, world_size: int) -> Job:
-    """Opens a run and checks, in one process, what can be checked before ``world_size`` ranks train it."""
+    """Opens a run and checks it in one process, as far as possible before ``world_size`` ranks train it."""
     job = open_job(config)
     checked_model(job, world_size)
     return job
 
 
 def checked_model(job: Job, world_size: int) -> nn.Module:
-    """Checks a run, as far as one process can, and builds its plain model on the meta device.
+    """Checks a run, as far as one process can, and returns its plain model on the meta device.
 
     Raises:
         InputError: settings, data, optimizer and devices do not fit each other or ``world_size``, or a factory's model
@@ -66,18 +66,19 @@ def checked_model(job: Job, world_size: int) -> nn.Module:
     if job.sharding is None and job.topology.num_replicas > 1:
         raise InputError(
             f"topology.num_replicas={job.topology.num_replicas} needs the tower dataflow, but this run has "
-            "sharding.dataflow='flat'. Set it to 'sptt'; with topology.num_towers=1 a replica exchanges over all ranks."
+            "sharding.dataflow='flat'. Set it to 'sptt'; with topology.num_towers=1, the exchange is over all ranks of "
+            "a replica."
         )
     check_table_optimizer(config.optimizer, job.device_type)
     check_tables_on_ssd(job)
-    if job.source is None:
+    if job.opened_data is None:
         raise InputError(
             f"data.tables={config.data.tables!r} lists tables without rows, for dmt plan. Leave it out to train."
         )
     if not job.num_dense and config.model.factory is None:
         raise InputError(
-            "The data has no dense column, but the models need at least one. Name some in data.dense, or give a model "
-            "of your own (model.factory)."
+            "The data has no dense column, but the shipped models need at least one. Name some in data.dense, or use "
+            "your own model (model.factory)."
         )
     check_rows(config, world_size, job.data.num_rows("train"))
     if job.data.num_rows("eval") == 0:
@@ -89,12 +90,12 @@ def checked_model(job: Job, world_size: int) -> nn.Module:
 
 
 def preflight(job: Job, model: nn.Module, mesh: TowerMesh) -> Complexity:
-    """Makes the checks that several ranks need, before a run starts on a mesh, and counts its model; collective.
+    """Makes the checks of a run that need all its ranks, and returns the complexity of its model; collective.
 
     Args:
         job: the run.
-        model: `checked_model`, on the meta device; it stays as it is.
-        mesh: the groups.
+        model: the model that `checked_model` returned, on the meta device; it is not changed.
+        mesh: the mesh of the run.
 
     Raises:
         InputError: anything the user can fix; the same on every rank.
@@ -104,18 +105,18 @@ def preflight(job: Job, model: nn.Module, mesh: TowerMesh) -> Complexity:
     counts = count_model(job, model)
     if mesh.rank == 0:
         if job.data.notes:
-            logger.warning(f"Mind the data: {job.data.notes}")
+            logger.warning(f"Check the data: {job.data.notes}")
         compare_hosts(job.topology, int(os.environ.get("LOCAL_WORLD_SIZE", "0")))
         if (ratio := counts.compression_ratio) < 1:
             logger.warning(
-                f"The towers send {1 / ratio:.2f} times the numbers of their embeddings (compression ratio "
-                f"{ratio:.2f}). Lower model.tower_dim (or c, p), or leave it out: half of embedding_dim, a ratio of 2."
+                f"The towers send {1 / ratio:.2f} times as many numbers as their embeddings have (compression ratio "
+                f"{ratio:.2f}). Lower model.tower_dim, model.c or model.p, or leave tower_dim out for a ratio of 2."
             )
     return counts
 
 
 def check_rows(config: TrainingConfig, num_ranks: int, rows: int | None) -> None:
-    """Raises `InputError` when there are fewer rows than a training step of so many ranks takes; None is unknown."""
+    """Raises `InputError` if there are fewer training rows than one step of ``num_ranks`` takes; None: unknown."""
     needed = num_ranks * config.train.batch_size
     if rows is not None and rows < needed:
         raise InputError(
@@ -126,12 +127,13 @@ def check_rows(config: TrainingConfig, num_ranks: int, rows: int | None) -> None
 
 
 def check_same_input(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
-    """Compares settings, tables, plans and files of data over the ranks; collective, before they depend on each other.
+    """Checks that all ranks have the same settings, tables, plans and data files; collective.
 
     Files are compared by name, bytes and CRC-32, see `ClickData.files`.
 
     Raises:
-        InputError: a rank differs from the first; names setting or file, ranks and hosts; the same on every rank.
+        InputError: a rank differs from the first; the message names the setting or file, the ranks and the hosts, and
+            is the same on every rank.
     """
     given: dict[str, Any] = job.config.model_dump(mode="json")
     for section, key in _PATHS:
@@ -140,7 +142,7 @@ def check_same_input(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
     given |= {
         "device": job.device_type,
         "rows and columns": {table.name: (table.num_embeddings, table.embedding_dim) for table in job.split_tables},
-        # A source has them from the first batch that this rank was given.
+        # With a user's source, the columns come from the first batch that this rank was given.
         "dense columns": data.columns.dense,
         "features": data.columns.feature_names,
         "features with bags": {feature.name: feature.is_bag for feature in data.columns.features},
@@ -163,12 +165,12 @@ def check_same_input(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
 def check_memory(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
     """Checks by a lower bound that each machine, or each GPU, has the memory that its ranks need; collective.
 
-    The bound counts a rank's tables, the embeddings that it looks up in a step, also for others (their gradients may
-    take the same place later), the copies of hot rows that it may have, the dense weights with their gradients, and its
-    batch with the batch's embeddings.
+    The bound counts a rank's tables, the embeddings that it looks up in a step for all ranks (their gradients may reuse
+    that memory), its copies of hot rows, the dense weights with their gradients, and its batch with the batch's
+    embeddings.
 
     Raises:
-        InputError: a machine, its container or a GPU has less memory; raised on every rank. The message names a batch
+        InputError: a machine, its container or a GPU has less memory; the same on every rank. The message names a batch
             size or number of replicas that fits by the same bound, if there is one.
     """
     config, topology, place = job.config, job.topology, (f"host {socket.gethostname()}", memory_limit())
@@ -179,13 +181,13 @@ def check_memory(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
     towers = sum(weight.nbytes for module in tower_modules(model) for weight in module.parameters())
     weights = (weight for name, weight in model.named_parameters() if not is_table(name))
     dense = sum(weight.nbytes for weight in weights) - towers
-    # Of each copy the weight and its gradient. On one host no row is ever chosen.
+    # Each copy has a weight and a gradient. On one host, no row is ever copied.
     is_across = topology.share_across_hosts(topology.sharding_groups()) > 0
     copies = 2 * config.hot_rows.extra_memory * sum(table.num_bytes for table in job.tables) * is_across
     others = copies + 2 * (dense + towers / topology.num_towers)
 
     def fullest(other: Job) -> tuple[float, list[int]]:
-        """The largest share of batches that a machine or GPU cannot hold, at most 0 if all fit, and its ranks."""
+        """Returns the largest share of its batches that a machine or GPU cannot hold (<= 0: all fit), and its ranks."""
         held, shares = _lookup_bytes(other), []
         for machine in dict.fromkeys(places):
             group = [rank for rank, machine_of_rank in enumerate(places) if machine_of_rank == machine]
@@ -207,12 +209,12 @@ def check_memory(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
         f"batch and the embeddings of a step (train.batch_size={size}), {human_bytes(copies)} for copies of hot rows "
         "(hot_rows.extra_memory), and dense layers (model: dense_arch, over_arch, tower_dim, c, p, cross_rank). "
         f"{'' if not fits else 'It has enough for ' + ' or '.join(fits) + '. '}"
-        "Lower the settings, or use more hosts."
+        "Lower one of these settings, or use more hosts."
     )
 
 
 def _lookup_bytes(job: Job) -> NDArray[Any]:
-    """Bytes of tables, and of a batch with the embeddings looked up for it, on each rank, [W, 2], at least."""
+    """Returns lower bounds [W, 2] of each rank's bytes: of tables, and of a batch with the embeddings of a step."""
     samples, ranks = job.config.train.batch_size, job.topology.one_replica.world_size
     columns = sum(table.embedding_dim * len(table.feature_names) for table in job.tables)
     batch, tables = 4 * samples * (job.num_dense + columns), sum(table.num_bytes for table in job.tables)
@@ -225,7 +227,7 @@ def _lookup_bytes(job: Job) -> NDArray[Any]:
 
 
 def _with_other_replicas(job: Job) -> Iterator[Job]:
-    """Yields the run on the same ranks and towers with each other number of replicas that can hold its tables."""
+    """Yields the run, on the same ranks and towers, with every other number of replicas that can hold its tables."""
     topology, values = job.topology, job.config.model_dump(mode="json", exclude_none=True)
     number = topology.num_replicas * topology.ranks_per_tower
     for replicas in range(1, number + 1) if job.towers is not None else ():
@@ -239,7 +241,7 @@ def _with_other_replicas(job: Job) -> Iterator[Job]:
 
 
 def memory_limit(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Returns the bytes of memory that this machine has, or fewer that its container may use (cgroup, v2 or v1)."""
+    """Returns the bytes of memory of this machine, or of its container's lower limit (cgroup v2 or v1)."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
         text = (root / name).read_text().strip() if (root / name).exists() else "max"
@@ -248,9 +250,9 @@ def memory_limit(root: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def compare_hosts(topology: TowerTopology, ranks_per_machine: int) -> None:
-    """Warns if a job's machines are not the hosts of its topology; a single machine may simulate several hosts."""
+    """Warns if a job's machines differ from the hosts of its topology; a single machine may emulate several hosts."""
     if 0 < ranks_per_machine < topology.world_size and ranks_per_machine != topology.host_size:
         logger.warning(
             f"The job runs {ranks_per_machine} ranks per machine, but the topology has hosts of {topology.host_size}, "
-            f"so bytes are counted for other links. Set topology.ranks_per_host={ranks_per_machine}."
+            f"so bytes are counted on the wrong links. Set topology.ranks_per_host={ranks_per_machine}."
         )

@@ -1,4 +1,4 @@
-"""Files of a run, written by rank 0: resolved config, curves, the result."""
+"""Writes the files of a run on rank 0 (resolved config, curves, result), and reads the curves and the result."""
 
 from __future__ import annotations
 
@@ -30,37 +30,38 @@ logger = logging.getLogger(__name__)
 
 @cache
 def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that decide a run's numbers; "absent" where one is missing."""
-    found = {"python": platform.python_version()}
+    """Returns the versions of Python and of the packages that a run's numbers depend on; "absent": not installed."""
+    by_package = {"python": platform.python_version()}
     for name in ("dmt-recsys", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu"):
         try:
-            found[name] = importlib.metadata.version(name)
+            by_package[name] = importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
-            found[name] = "absent"
-    return found
+            by_package[name] = "absent"
+    return by_package
 
 
 def settings_lines(config: TrainingConfig) -> list[str]:
-    """Returns a line for each section with settings that are not at their defaults, and one with the versions."""
+    """Returns a line for each section with settings that differ from their defaults, and a line of versions."""
     sections = config.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
     lines = [
         f"{name}: {', '.join(f'{key} = {json.dumps(value)}' for key, value in values.items())}"
         for name, values in sections.items()
     ]
-    return [*lines, f"all else by default, in full in {config.train.output_dir}/config.toml", f"versions: {versions()}"]
+    return [*lines, f"all settings: {config.train.output_dir}/config.toml", f"versions: {versions()}"]
 
 
 class RunRecord:
-    """Files of one run in its output directory; does nothing on ranks other than 0.
+    """Writes the files of a run into its output folder; does nothing on ranks other than 0.
 
-    ``config.toml`` (resolved, reads again), ``metrics.jsonl`` (one JSON object a line) and ``result.json``. Those of an
-    earlier run are replaced. A full disk stops no training: numbers that find no room in ``metrics.jsonl`` are logged.
+    The files are ``config.toml`` (resolved; `load_config` reads it), ``metrics.jsonl`` (one JSON object per line) and
+    ``result.json``; they replace those of an earlier run. A full disk does not stop training: numbers that cannot be
+    written to ``metrics.jsonl`` are logged as a warning.
 
     Args:
         config: the run.
         enabled: true on rank 0.
-        resumed_step: steps of the checkpoint that training goes on from: curves stay up to that step, and what came
-            later, which will be recorded again, is dropped.
+        resumed_step: the step that training resumes from; lines of ``metrics.jsonl`` after it are dropped, as training
+            records them again.
 
     Raises:
         InputError: the folder cannot be written to.
@@ -79,12 +80,12 @@ class RunRecord:
         _write(self._metrics, "".join(f"{json.dumps(values)}\n" for values in kept))
 
     def say(self, lines: Iterable[str]) -> None:
-        """Prints lines, marked as comments."""
+        """Prints lines to stdout, each after ``# ``."""
         if self.enabled:
             print("".join(f"# {line}\n" for line in lines), end="", flush=True)
 
     def sharding(self, plan: TowerShardingPlan | None) -> None:
-        """Writes the plan of tables inside their towers as ``sharding.json`` and says its summary."""
+        """Writes a plan as ``sharding.json`` and prints its summary; None removes the file of an earlier run."""
         if not self.enabled:
             return
         if plan is None:
@@ -94,12 +95,12 @@ class RunRecord:
             self.say([f"sharding: {plan.summary}"])
 
     def evaluation(self, step: int, values: MetricValues) -> None:
-        """Adds the metrics of an evaluation, and says them."""
+        """Records the metrics of an evaluation after ``step``, and prints them."""
         self.scalars(step, {f"eval/{name}": float(value) for name, value in asdict(values).items()})
         self.say([f"step {step:,}: AUC {values.auc:.4f}, NE {values.ne:.4f}, loss {values.loss:.4f}"])
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Adds numbers at a training step; names such as ``"train/loss"``."""
+        """Records numbers after a training step, by names such as ``"train/loss"``."""
         if not self.enabled:
             return
         line = json.dumps({"step": step, **values})
@@ -113,35 +114,36 @@ class RunRecord:
         """Writes the result and the versions.
 
         Raises:
-            InputError: the result cannot be written. Run again, the job evaluates its last checkpoint.
+            InputError: the result cannot be written; the same job, started again, evaluates its last checkpoint.
         """
         if self.enabled:
             _write(self.folder / "result.json", to_json({**result, "versions": versions()}) + "\n")
 
 
 def quality_warnings(auc: float, ne: float) -> list[str]:
-    """Returns warnings with likely causes for predictions that are no better than chance, or than always the mean."""
+    """Returns warnings, with likely causes, if AUC is no better than chance or NE is worse than predicting the mean."""
     texts = []
     if not auc > 0.52:
         texts.append(
-            f"AUC {auc:.4f} is no better than chance (0.5). Check data.label (NaN: it has one value only), steps and "
-            "learning rates (train.max_steps, optimizer.*_lr), and whether categorical values repeat."
+            f"AUC {auc:.4f} is no better than chance (0.5). Check data.label (AUC is NaN if all labels are equal), the "
+            "steps and learning rates (train.max_steps, optimizer.*_lr), and whether categorical values repeat."
         )
     if ne > 1.05:
         texts.append(
-            f"NE {ne:.4f} is above 1: the predictions are worse than always predicting the mean click rate. Check that "
-            "a model of your own returns logits, without a sigmoid; the learning rates; the time of evaluation rows."
+            f"NE {ne:.4f} is above 1: the predictions are worse than always predicting the mean click rate. Check the "
+            "learning rates, whether your own model returns logits (no sigmoid), and whether the evaluation rows are "
+            "from another time."
         )
     return texts
 
 
 def to_json(result: Any) -> str:
-    """Writes JSON that every parser reads: a number that is undefined (NaN) becomes null."""
+    """Returns JSON that every parser reads: NaN and infinity become null."""
     return pydantic_core.to_json(result, indent=1, inf_nan_mode="null").decode()
 
 
 def read_result(folder: Path) -> dict[str, Any]:
-    """Reads the result of a finished run; null becomes NaN again. `InputError` if it cannot be read."""
+    """Reads the ``result.json`` of a finished run; a null entry becomes NaN. `InputError` if it cannot be read."""
     place, remedy = str(folder / "result.json"), "Run the job again, which evaluates its last checkpoint."
     result = read_file(place, "JSON", place=place, remedy=remedy)
     if not isinstance(result, dict):
@@ -150,7 +152,7 @@ def read_result(folder: Path) -> dict[str, Any]:
 
 
 def read_curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Reads the curves of a run, finished or not: for each name its (step, value) pairs, the last of each step."""
+    """Reads the curves of a run, finished or not: by name, (step, value) pairs, with the last value of each step."""
     curves: dict[str, dict[int, float]] = {}
     for values in _read_metrics(folder / "metrics.jsonl"):
         step = values.pop("step")
@@ -160,7 +162,7 @@ def read_curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def _read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Reads the whole records of ``metrics.jsonl``; a kill or a full disk can leave other lines."""
+    """Reads the whole records of ``metrics.jsonl``; a kill or a full disk can leave broken lines."""
     records = []
     for line in path.read_text(errors="replace").splitlines():
         try:

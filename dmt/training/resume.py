@@ -1,6 +1,6 @@
-"""The start of a run, from nothing or from the newest checkpoint that verifies, and the lock on its folder.
+"""Starts a run from scratch or from its newest whole checkpoint, and locks its output folder.
 
-Files are verified by `dmt.training.checkpoints.store.newest`; here a checkpoint is compared with the run.
+`dmt.training.checkpoints.store.newest` verifies the files of a checkpoint; this module compares it with the run.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ __all__ = [
     "progress_of",
     "restore_hot_rows",
     "restore_run",
-    "start_with",
-    "starting_point",
+    "start_from",
+    "starting_folder",
     "step_rows",
 ]
 
@@ -53,7 +53,7 @@ __all__ = [
 _SAME_MODEL = ("model.", "optimizer.sparse:", "optimizer.dense:")
 # Settings that change the training, but not the model or the rows: what has changed is printed.
 _TRAINING = ("optimizer.", "replicas.", "sharding.", "train.batch_size:")
-# Settings by which values become ids and numbers.
+# Settings that determine how raw values become ids and numbers.
 _ENCODING = (
     *("dense", "categorical", "multi_hot", "sequences", "timestamps", "shared_tables", "id_mode"),
     "dense_transform",
@@ -71,21 +71,21 @@ class Position:
     rows: Annotated[int, Field(ge=0)] = 0
     """Rows of the current pass that all ranks together have trained on."""
     lanes: Annotated[int, Field(ge=1)] | None = None
-    """Ranks of the first run, by which rows are dealt; None for a run that begins."""
+    """Number of ranks of the first run, by which rows are dealt; None at the beginning of a run."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """Where a run starts; position, files and sources are also the ``progress`` that a checkpoint keeps."""
+    """Where a run starts; a checkpoint keeps ``position``, ``files`` and ``sources`` as its ``progress``."""
 
     position: Position = field(default_factory=Position)
-    """Where to continue; the beginning if the checkpoint is of another run."""
+    """Where to continue; the beginning if the checkpoint is another run's."""
     files: list[tuple[str, int, int]]
-    """`ClickData.files` of what the run trains on, as it starts: they may grow while it reads them."""
+    """`ClickData.files` of the training rows when the run started: they may grow while it reads them."""
     sources: list[SourceState | None] = field(default_factory=list)
     """State of the user's source on each rank."""
     folder: Path | None = None
-    """The checkpoint; None for a run without one, and in a checkpoint."""
+    """Folder of the checkpoint; None if there is none. A checkpoint does not keep it."""
     lines: tuple[str, ...] = ()
     """Lines for the user: the checkpoint, the position, and the settings that have changed."""
 
@@ -96,26 +96,26 @@ def checkpoint_folder(config: TrainingConfig) -> Path:
 
 
 def find_start(job: Job, mesh: TowerMesh) -> Start:
-    """Finds the newest whole checkpoint that a run starts from, the same for all ranks; collective.
+    """Returns where a run starts: from its newest whole checkpoint, or from scratch; the same on all ranks. Collective.
 
     Raises:
-        InputError: no checkpoint there is whole, or `starting_point` or `start_with` raises it; the same on every rank.
+        InputError: no checkpoint is whole, or `starting_folder` or `start_from` raises it; the same on every rank.
     """
-    # Rank 0 looks: another rank may not see the newest one yet.
-    look = starting_point if mesh.rank == 0 else checkpoint_folder
+    # Rank 0 looks: another rank may not see the newest checkpoint yet.
+    look = starting_folder if mesh.rank == 0 else checkpoint_folder
     folder = newest(run_on_all_or_raise(lambda: look(job.config), mesh.global_group)[0], mesh)
     if folder is None:
         return Start(files=job.data.files("train"))
-    # Rank 0 compares: the checkpoint has its paths of the data, and those of other hosts may differ.
-    start, *_ = run_on_all_or_raise(lambda: start_with(folder, job) if mesh.rank == 0 else None, mesh.global_group)
+    # Rank 0 compares: the checkpoint has the data paths of rank 0's host; other hosts may have other paths.
+    start, *_ = run_on_all_or_raise(lambda: start_from(folder, job) if mesh.rank == 0 else None, mesh.global_group)
     assert start is not None, "rank 0 has compared"
     return start
 
 
-def starting_point(config: TrainingConfig) -> Path:
-    """Returns a checkpoint, or a folder for them, to start from.
+def starting_folder(config: TrainingConfig) -> Path:
+    """Returns the folder to start from: of a run's checkpoints, or of a single checkpoint.
 
-    Those of the run itself come before what ``train.resume`` names: a run that began there and was killed continues.
+    The run's own checkpoints come before ``train.resume``: a run that began from there and was killed continues.
 
     Raises:
         InputError: ``train.resume`` names a folder without a checkpoint.
@@ -131,18 +131,18 @@ def starting_point(config: TrainingConfig) -> Path:
     )
 
 
-def start_with(folder: Path, job: Job) -> Start:
-    """Checks a checkpoint against a run, and finds the position to continue at.
+def start_from(folder: Path, job: Job) -> Start:
+    """Checks a checkpoint against a run, and returns where the run starts.
 
-    A run continues from its own checkpoint. That of another run gives it weights and optimizer states only.
+    A run continues from its own checkpoint. Another run's checkpoint only gives it weights and optimizer states.
 
     Args:
-        folder: the checkpoint, verified, of `starting_point`.
+        folder: the checkpoint, already verified, in `starting_folder`.
         job: the run.
 
     Raises:
-        InputError: the checkpoint cannot be read or is of a run with another model, other towers or another encoding
-            of its rows, or it is this run's own and of other data.
+        InputError: the checkpoint cannot be read; its run had another model, other towers or another encoding of rows;
+            or it is this run's own, and the data have changed.
     """
     config, files, plan = job.config, job.data.files("train"), job.towers
     is_own, remedy = folder.parent == checkpoint_folder(config), "Use another checkpoint."
@@ -160,24 +160,24 @@ def start_with(folder: Path, job: Job) -> Start:
         towers = folder / "towers.json"
         saved_plan = TowerPlan.load(towers)
         if (saved_plan.to_lists(), saved_plan.outside) != (plan.to_lists(), plan.outside):
-            wrong.append(f"the towers; it has those of towers.plan={str(towers)!r} with towers.outside='none'")
+            wrong.append(f"the towers; the checkpoint's are towers.plan={str(towers)!r} with towers.outside='none'")
     if wrong:
         other = "another train.output_dir" if is_own else "train.resume a checkpoint of the same model"
-        raise InputError(f"{folder} is of another run: {shorten(wrong)}. Undo that, or give {other}.")
+        raise InputError(f"{folder} is of another run: {shorten(wrong)}. Undo these changes, or give {other}.")
     check_encoding(folder, job)
-    # Learning rates are among them: those of the config are used, not the saved ones.
+    # Also learning rates: the config's rates are used, not the saved ones.
     notes = [text for text in changes if text.startswith(_TRAINING)]
     if not is_own:
-        return Start(folder=folder, files=files, lines=(f"begins with the weights of {folder}", *notes))
+        return Start(folder=folder, files=files, lines=(f"starts with the weights of {folder}", *notes))
     at = saved.position
     line = f"resumes from {folder}: step {at.step}, epoch {at.epoch}, row {at.rows}"
     return replace(saved, folder=folder, lines=(line, *notes))
 
 
 def check_encoding(folder: Path, job: Job) -> None:
-    """Raises `InputError` if a checkpoint was trained on rows that were encoded in another way.
+    """Raises `InputError` if a checkpoint was trained on rows with another encoding.
 
-    The weights would load, and every row of a table would mean another value.
+    Otherwise its weights would load, but each row of a table would stand for another value.
     """
     path, remedy = folder / RAW_DATA, "Use another checkpoint."
     if not path.exists() or job.config.data.kind == "synthetic":
@@ -188,7 +188,7 @@ def check_encoding(folder: Path, job: Job) -> None:
     if _checksum_of(saved.vocabulary) != _checksum_of(job.data.raw.vocabulary):
         wrong.append("the vocabulary; prepare the rows with data.vocabulary, the folder of that run")
     if wrong:
-        raise InputError(f"{folder} was trained on rows of another encoding: {shorten(wrong)}. Undo that.")
+        raise InputError(f"{folder} was trained on rows of another encoding: {shorten(wrong)}. Undo these changes.")
 
 
 def _checksum_of(vocabulary: str | None) -> str:
@@ -196,9 +196,9 @@ def _checksum_of(vocabulary: str | None) -> str:
 
 
 def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Returns what has changed as ``section.key: saved -> now``.
+    """Returns the changed settings as ``section.key: saved -> now``.
 
-    Another ``data.eval_path`` is left out: it leaves the training rows as they are.
+    A change from one ``data.eval_path`` to another is left out: it does not change the training rows.
     """
     before, after = _by_key(saved), _by_key(now)
     changed = {key for key in {**before, **after} if before.get(key) != after.get(key)}
@@ -208,7 +208,7 @@ def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def _by_key(values: Mapping[str, Any], section: str = "") -> dict[str, Any]:
-    """Returns values by dotted key; None is left out, as it is where settings are saved."""
+    """Returns values by dotted key, without None, which saved settings leave out, too."""
     by_key: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
@@ -229,10 +229,10 @@ def restore_run(
 ) -> None:
     """Loads the checkpoint that a run starts from, if there is one, into model, optimizer and replicas; collective.
 
-    Learning rates are those of the config at that step, also where the checkpoint's run had others.
+    Learning rates are those of the config at that step, even if the checkpoint's run had others.
 
     Raises:
-        InputError: it does not fit the model, or is damaged; the same on every rank.
+        InputError: the checkpoint does not fit the model, or is damaged; the same on every rank.
     """
     if start.folder is None:
         return
@@ -246,7 +246,7 @@ def restore_run(
 
 
 def restore_hot_rows(start: Start, hot: HotRows | None, mesh: TowerMesh) -> None:
-    """Gives hot rows the copies and counts of the checkpoint that a run resumes from, if it has any; collective."""
+    """Restores the copies and counts of hot rows from the checkpoint that a run resumes from, if any; collective."""
     folder = start.folder
     if hot is not None and folder is not None and start.position.step:
         state = on_all_ranks(lambda: load_hot_rows(folder), mesh)
@@ -255,7 +255,7 @@ def restore_hot_rows(start: Start, hot: HotRows | None, mesh: TowerMesh) -> None
 
 
 def progress_of(job: Job, at: Position, start: Start, mesh: TowerMesh) -> dict[str, Any]:
-    """Returns what a checkpoint keeps of a position; collective with a user's source."""
+    """Returns the ``progress`` that a checkpoint keeps, see `Start`; collective with a user's source."""
     sources = []
     if job.data.source is not None:
         state = job.data.source.state(at.epoch, at.rows // mesh.topology.world_size)
@@ -264,14 +264,14 @@ def progress_of(job: Job, at: Position, start: Start, mesh: TowerMesh) -> dict[s
 
 
 def step_rows(job: Job, at: Position) -> int:
-    """Returns the rows that all ranks together use in a step from a position on."""
+    """Returns the number of rows that all ranks together use in a step after a position."""
     world_size = job.topology.world_size
     return rank_batch(at.lanes or world_size, world_size, job.config.train.batch_size) * world_size
 
 
 @contextmanager
 def folder_lock(config: TrainingConfig, mesh: TowerMesh) -> Iterator[None]:
-    """Holds the output folder of a run on rank 0; collective, and raises on every rank. See `open_lock`."""
+    """Locks the output folder of a run on rank 0 for a ``with`` block; collective. `open_lock` raises on every rank."""
     with ExitStack() as stack:
         folder = Path(config.train.output_dir)
         on_all_ranks(lambda: stack.enter_context(open_lock(folder)) if mesh.rank == 0 else None, mesh)
@@ -279,12 +279,12 @@ def folder_lock(config: TrainingConfig, mesh: TowerMesh) -> Iterator[None]:
 
 
 def open_lock(folder: Path) -> IO[bytes]:
-    """Locks a folder, and makes it if need be, until the returned file is closed or the process ends, also by a kill.
+    """Makes a folder if needed, and locks it until the returned file is closed or the process ends, even by a kill.
 
-    A second job would delete what the first is writing. On a file system without locks (`OSError`) nothing is checked.
+    Without the lock, a second job would delete what the first is writing. File systems without locks are not checked.
 
     Raises:
-        InputError: it cannot be written to, or another job holds it.
+        InputError: the folder cannot be written to, or another job has locked it.
     """
     check_output("train.output_dir", folder, is_folder=True)
     file = (folder / ".lock").open("ab")
@@ -293,6 +293,6 @@ def open_lock(folder: Path) -> IO[bytes]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             file.close()
-            remedy = "Wait for its end, or give another train.output_dir."
+            remedy = "Wait until it ends, or give another train.output_dir."
             raise InputError(f"Another job is running in {folder}. {remedy}") from None
     return file

@@ -74,7 +74,7 @@ class Run:
     model: DistributedModelParallel
     """The sharded `ClickTask`."""
     optimizer: ScheduledOptimizer
-    """Of all parameters: tables, tower modules and the other dense parts."""
+    """Optimizer of all parameters: tables, tower modules and the other dense parts."""
     replicas: ReplicaSync | None
     hot_rows: HotRows | None
     record: RunRecord
@@ -88,9 +88,9 @@ def train(config: TrainingConfig) -> dict[str, Any]:
     """Trains, evaluates, saves and measures; to be called on every rank that torchrun started.
 
     Returns:
-        The result, also written to ``result.json``: metrics, complexity, speed and bytes per sample. Of a run that
-        SIGTERM or Ctrl-C stopped: ``stopped_at``, its last step, which is saved unless a warning says why not, and
-        the signal's name and number, ``stopped_by`` and ``signal``.
+        The result, also written to ``result.json``: metrics, complexity, speed and bytes per sample. If SIGTERM or
+        Ctrl-C stopped the run: its last step ``stopped_at``, which is saved unless a warning says why not, and the
+        name and number of the signal, ``stopped_by`` and ``signal``.
 
     Raises:
         InputError: anything the user can fix; raised before training wherever it can be known by then.
@@ -143,9 +143,10 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
         seconds = time.perf_counter() - began
         if at.step == 0:
             raise InputError(
-                f"No training step was possible: a step takes {step_rows(job, at)} rows, and there are fewer."
+                f"No training step was possible: a step takes {step_rows(job, at)} rows (train.batch_size), and there "
+                "are fewer. Lower train.batch_size, or give more data."
             )
-        # Without a step, the run was finished before: its last checkpoint is there.
+        # Without a new step, the run was finished before, and its last checkpoint is there.
         is_saved = at.step == start.position.step or (save(run, at) and saver.wait())
     if signals.stops:
         return {"stopped_at": at.step, "stopped_by": SIGNALS[signals.signal], "signal": signals.signal}
@@ -166,9 +167,9 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
 
 
 def train_steps(run: Run, at: Position, signals: Signals) -> tuple[Position, StepTimer]:
-    """Trains from a position to the end of training, or to the step that the ranks agree on when a signal has come.
+    """Trains from a position to the end, or to the step at which the ranks agree to stop for a signal; collective.
 
-    Evaluates and saves on the way; the caller does so at the end.
+    Evaluates and saves on the way; at the end the caller does.
 
     Returns:
         The position reached, with the replicas averaged, and the time of the steps.
@@ -192,7 +193,7 @@ def train_steps(run: Run, at: Position, signals: Signals) -> tuple[Position, Ste
             # The pipeline works on batches ahead: it gets those up to the next evaluation only, to be empty by then.
             while batches := up_to(_steps_until(config, at.step), epoch_batches):
                 if at.step and config.eval_every and at.step % config.eval_every == 0:
-                    # A resumed run that was killed before this evaluation makes it here, too.
+                    # Also for a resumed run that was killed before this evaluation.
                     bar.clear()
                     run.record.evaluation(at.step, evaluate(run))
                 timer.restart()
@@ -226,7 +227,7 @@ def train_steps(run: Run, at: Position, signals: Signals) -> tuple[Position, Ste
 
 
 def batches_of(job: Job, mesh: TowerMesh, split: Split, at: Position | None = None) -> Iterator[ClickBatch]:
-    """Yields this rank's batches of a part of a job's data, from a position in the training rows on; collective."""
+    """Yields this rank's batches of a split of a job's data, from a position in it on; collective."""
     at = at or Position()
     batches = job.data.batches(
         split,
@@ -240,7 +241,7 @@ def batches_of(job: Job, mesh: TowerMesh, split: Split, at: Position | None = No
     )
     cuts = {} if job.towers is None else job.towers.column_splits
     batches = (batch.split_columns(cuts) for batch in batches)
-    # From page-locked memory, the pipelines' copies to a GPU run beside the step before.
+    # From page-locked memory, the pipeline can copy a batch to the GPU during the step before.
     return (batch.pin_memory() for batch in batches) if job.device_type == "cuda" else batches
 
 
@@ -254,7 +255,7 @@ def _warn_of_probabilities(run: Run, logits: Tensor, *, is_due: bool) -> None:
 
 
 def up_to(number: int, batches: Iterator[ClickBatch]) -> Iterator[ClickBatch] | None:
-    """Draws the first of the next ``number`` batches, and returns an iterator over them; None if there is none."""
+    """Reads the first of the next ``number`` batches, and returns an iterator over them; None if there is no batch."""
     first = next(batches, None) if number > 0 else None
     return None if first is None else chain([first], islice(batches, number - 1))
 
@@ -272,7 +273,7 @@ def _steps_until(config: TrainConfig, step: int) -> int:
 def run_pipeline(pipeline: Any, batches: Iterator[ClickBatch]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
     """Yields (logits, labels, weights), [B] each, of every batch, after its step."""
     if not isinstance(pipeline, TrainPipelineSparseDist):
-        # `TrainPipelineBase` remembers that the iterator before has ended.
+        # Else `TrainPipelineBase` remembers that the previous iterator has ended.
         pipeline.reset()
     while True:
         try:
@@ -282,7 +283,7 @@ def run_pipeline(pipeline: Any, batches: Iterator[ClickBatch]) -> Iterator[tuple
 
 
 def evaluate(run: Run) -> MetricValues:
-    """Evaluates on the evaluation rows of all ranks; collective."""
+    """Returns the model's metrics on the evaluation rows of all ranks; collective."""
     metrics = ClickMetrics(run.mesh.global_group)
     run.model.eval()
     with torch.no_grad():
@@ -312,7 +313,7 @@ def _settle_replicas(run: Run, step: int) -> None:
 
 
 def make_pipeline(job: Job, model: DistributedModelParallel, optimizer: Any) -> Any:
-    """Returns TorchRec's pipeline of a model, which sends the next batch's ids early as ``train.prefetch_ids`` says."""
+    """Returns TorchRec's pipeline of a model; with ``train.prefetch_ids``, it exchanges the next batch's ids early."""
     device = current_device(job.device_type)
     if job.config.train.prefetch_ids:
         return TrainPipelineSparseDist(model, optimizer, device, execute_all_batches=True)

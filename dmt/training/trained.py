@@ -1,4 +1,4 @@
-"""The config, the job and the plain model of a run's newest whole checkpoint; `describe_run` writes the first two."""
+"""Loads the config, job and plain model of a run's newest whole checkpoint; `describe_run` saves config and plans."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from dmt.training.checkpoints.store import load, newest
 from dmt.training.config import TrainingConfig, load_config, to_override, to_toml
 from dmt.training.data.config import DataConfig, with_files
 from dmt.training.functions import check_allowed
-from dmt.training.job import Job, open_data
+from dmt.training.job import Job, open_unsharded
 
 __all__ = ["RAW_DATA", "checkpoint_of", "data_section", "describe_run", "trained_model"]
 
 RAW_DATA = "raw_data.json"
-"""File of a checkpoint with the settings of ``[data]`` that turn raw rows into its ids, every column by name."""
+"""File of a checkpoint with the ``[data]`` settings that turn raw rows into ids, with every column by name."""
 
 
 def checkpoint_of(
@@ -38,20 +38,20 @@ def checkpoint_of(
 
     Args:
         run: the ``output_dir`` of a run, a checkpoint or a folder of them.
-        data_path: rows from here instead of the run's own ``data.train_path``.
+        data_path: rows to read instead of the run's ``data.train_path``.
         functions: factories and sources of the config that may run, as ``package.module:function``.
-        mesh: ranks that look for the checkpoint together; each reads some of its files. Collective then.
+        mesh: ranks that find the checkpoint together, each reading some of its files; collective if it is given.
 
     Raises:
-        InputError: there is no checkpoint, its config cannot be read, the data are not the run's, or the config names
-            a function that is not allowed.
+        InputError: there is no checkpoint, its config cannot be read, the run has no rows to replace by ``data_path``,
+            or the config names a function that is not allowed.
     """
     checkpoint = newest(run / "checkpoint", mesh) or newest(run, mesh)
     if checkpoint is None:
         raise InputError(f"{run} is not the output_dir of a training run: there is no checkpoint in {run}/checkpoint.")
     overrides, file = [], checkpoint / "config.toml"
     if (checkpoint / "towers.json").exists():
-        # Which features are outside towers is part of it.
+        # The plan file also says which features are outside towers.
         overrides += [to_override("towers.plan", checkpoint / "towers.json"), "towers.outside=none"]
     config = load_config(file, overrides)
     if data_path is not None:
@@ -66,7 +66,7 @@ def checkpoint_of(
 
 
 def data_section(record: Any, place: str, remedy: str) -> DataConfig:
-    """Makes a section ``data`` from a file; an `InputError` begins with ``place`` and ends with ``remedy``."""
+    """Validates a section ``data`` read from a file; an `InputError` begins with ``place`` and ends with ``remedy``."""
     try:
         return DataConfig.model_validate(record)
     except ValidationError as error:
@@ -77,14 +77,14 @@ def trained_model(
     run: Path,
     data_path: str | None = None,
     functions: Collection[str] = (),
-    open_rows: Callable[[TrainingConfig], Job] = open_data,
+    open_rows: Callable[[TrainingConfig], Job] = open_unsharded,
 ) -> tuple[Path, Job, nn.Module]:
-    """Loads the plain model of a run's newest whole checkpoint, of any layout; arguments and errors as `checkpoint_of`.
+    """Loads the plain model of a run's newest whole checkpoint, of any layout; arguments and errors: `checkpoint_of`.
 
-    ``open_rows`` opens the data for their columns; no row is read.
+    ``open_rows`` opens the data, of which only the columns are needed; no row is read.
 
     Returns:
-        The checkpoint, the job, which has no sharding plan, and the model in evaluation mode.
+        The folder of the checkpoint, the job (without a sharding plan), and the model in evaluation mode.
     """
     checkpoint, config = checkpoint_of(run, data_path, functions)
     job = open_rows(config)
@@ -94,13 +94,13 @@ def trained_model(
     except InputError:
         if checkpoint.exists():
             raise
-        # The run goes on: it has saved a newer one, and deleted this.
+        # The run is still training: it has saved a newer checkpoint and deleted this one.
         return trained_model(run, data_path, functions, open_rows)
     return checkpoint, job, task.model.eval()
 
 
 def describe_run(job: Job, hot_rows: HotRowsState | None, folder: Path) -> None:
-    """Writes a run's own config, plans and hot rows into a checkpoint: its files elsewhere may change or move."""
+    """Writes a run's config, plans and hot rows into a checkpoint, as their files elsewhere may change or move."""
     if hot_rows is not None:
         save_hot_rows(hot_rows, folder)
     if job.towers is not None:

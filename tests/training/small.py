@@ -24,7 +24,7 @@ from dmt.training.build import ClickTask, build_model, build_optimizer, fused_pa
 from dmt.training.checkpoints.store import Checkpointer, Manifest, sha256_of, write_manifest
 from dmt.training.config import TrainingConfig
 from dmt.training.data.clicks import ClickData
-from dmt.training.job import open_data, open_job
+from dmt.training.job import open_job, open_unsharded
 from dmt.training.records import RunRecord
 from dmt.training.resume import Position, Start
 from dmt.training.train import Run, make_pipeline, train_steps
@@ -63,12 +63,12 @@ def small(arch: str = "dmt-dlrm", dataflow: str = "auto", **sections: dict[str, 
 
 def source(config: TrainingConfig) -> ClickData:
     """The data of a run."""
-    return open_data(config).data
+    return open_unsharded(config).data
 
 
 def plain(config: TrainingConfig) -> ClickTask:
     """The model of a run in one process, unsharded."""
-    return ClickTask(build_model(open_data(config)))
+    return ClickTask(build_model(open_unsharded(config)))
 
 
 def train_on_union(config: TrainingConfig, model: ClickTask, steps: int, layout: Any) -> dict[str, Tensor]:
@@ -77,7 +77,7 @@ def train_on_union(config: TrainingConfig, model: ClickTask, steps: int, layout:
     ``layout``: column shards of tables, as `table_layout` has them. Returns the weights. Learning rates warm up from
     1 / n to 1 in n equal steps.
     """
-    job, optimizer, ranks = open_data(config), config.optimizer, config.topology.build().world_size
+    job, optimizer, ranks = open_unsharded(config), config.optimizer, config.topology.build().world_size
     training = PlainTraining(
         [model],
         fused_params=fused_params(optimizer),

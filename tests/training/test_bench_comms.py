@@ -102,7 +102,7 @@ def test_the_bytes_of_collectives_inside_hosts_stay_there() -> None:
 @pytest.mark.parametrize(
     ("environment", "words"),
     [
-        ({}, "measures the job that it is part of.*torchrun --nnodes 2"),
+        ({}, "measures its own torchrun job.*torchrun --nnodes 2"),
         ({"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "has 3 ranks, but 2 on this"),
     ],
 )

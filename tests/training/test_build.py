@@ -25,7 +25,7 @@ from dmt.training import preflight
 from dmt.training.build import build_model, build_optimizer, count_model, fused_params, shard_model
 from dmt.training.config import OptimizerConfig, TrainingConfig
 from dmt.training.data.batch import ClickBatch
-from dmt.training.job import Job, open_data, open_job
+from dmt.training.job import Job, open_job, open_unsharded
 from tests.ranks import run_ranks
 from tests.training.small import ARCHS, new_run, plain, small, source, train_loop, train_on_union
 
@@ -108,7 +108,7 @@ def test_the_memory_of_a_gpu_is_that_of_its_rank(monkeypatch: pytest.MonkeyPatch
 
 @pytest.mark.parametrize("arch", ["dlrm", "dcn", "dmt-dlrm", "dmt-dcn", "dmt-dlrm-products"])
 def test_parameters_are_counted_as_they_are_built(arch: str) -> None:
-    job = open_data(small(arch, model={"p": 1}))
+    job = open_unsharded(small(arch, model={"p": 1}))
     built = build_model(job, device="meta")
     assert count_model(job).parameters == sum(p.numel() for p in built.parameters())
     assert all(p.is_meta for p in built.parameters())

@@ -93,7 +93,7 @@ def test_overrides(override: str, read: Any, value: Any) -> None:
         ("towers.outside=[3]", r"towers\.outside: \[3\] is neither 'none' nor 'auto'\. Give .* such as \[\"hour\"\]"),
         ("model.embedding_dim=6", r"model\.embedding_dim: Input should be a multiple of 4 \(got 6\)"),
         ("model.over_arch=[8, 4]", r"model\.over_arch=\[8, 4\] must end in 1"),
-        ("sharding.dataflow=flat", r"sharding\.dataflow='flat' cannot carry towers, but model\.arch='dmt-dlrm'"),
+        ("sharding.dataflow=flat", r"='flat' cannot train a model in towers, but model\.arch='dmt-dlrm' is one"),
         # what the data's own config says comes through
         ("data.kind=criteo_tsv", r"data: kind='criteo_tsv' needs train_path"),
         ("data.synthetic.num_groups=99", r"data\.synthetic: num_groups=99 exceeds num_features=26"),
@@ -123,7 +123,7 @@ def test_a_wrong_override_is_told_where_and_why(override: str, message: str) -> 
         ("train.batch_size=1000000000", r"train\.batch_size: .*less than or equal to 16777216"),
         ("data.synthetic.rows_per_table=9223372036854775808", r"rows_per_table: .*less than or equal to 16777216"),
         ("data.num_embeddings=9223372036854775808", r"num_embeddings: .*less than or equal to 1099511627776"),
-        ('train.output_dir="x', r"Override .*: not TOML \(Unterminated.*Text that is not TOML needs quotes"),
+        ('train.output_dir="x', r"Override .*: not TOML \(Unterminated.*Correct the TOML value, or put text in quotes"),
         ("data.train_path=[ab]*.csv", r"Override .*: not TOML"),
         ("model.c=" + "9" * 5000, r"model\.c: Unable to parse .*\(got '9{150,199}\)"),
     ],
@@ -211,7 +211,7 @@ TOGETHER: list[tuple[str, dict[str, Any], str]] = [
     ("dlrm sptt", {"hot_rows": HOT, "sharding": {"dataflow": "sptt", "table_precision": "fp16"}}, "'sptt' and 'fp16'"),
     ("dlrm sptt", {"hot_rows": HOT, "topology": {"num_replicas": 2}}, "hot rows need num_replicas=1"),
     ("dmt-dlrm sptt", {"sharding": {"tables": {"*": "fused_uvm"}}, "topology": {"num_replicas": 2}}, "read whole"),
-    ("dlrm sptt", {"hot_rows": {"refresh_every": 5}}, "hot_rows.refresh_every=5 needs hot_rows.extra_memory"),
+    ("dlrm sptt", {"hot_rows": {"refresh_every": 5}}, "hot_rows.refresh_every=5 has no effect with hot_rows.extra"),
     (
         "dmt-dlrm sptt",
         {"topology": {"num_towers": 1}, "train": {"dense_reduce": "hierarchical"}},

@@ -31,7 +31,7 @@ from dmt.training.commands import main
 from dmt.training.config import TrainingConfig, to_toml
 from dmt.training.factory import check_outputs
 from dmt.training.functions import load_function
-from dmt.training.job import Job, open_data
+from dmt.training.job import Job, open_unsharded
 from dmt.training.metrics import ClickMetrics
 from dmt.training.serving.export import export_run, read_manifest
 from tests.parity import sequence_config
@@ -242,7 +242,7 @@ def job_of(factory: str, *, in_towers: bool = False, **more: Any) -> Job:
     name, _, kind = factory.partition(":")
     options = {"kind": kind} if kind else more.pop("options", {})
     model = {"factory": f"{__name__}:{name}", "in_towers": in_towers, "options": options}
-    return open_data(deepfm(model=model, **more))
+    return open_unsharded(deepfm(model=model, **more))
 
 
 @pytest.mark.parametrize(
@@ -255,17 +255,17 @@ def job_of(factory: str, *, in_towers: bool = False, **more: Any) -> Job:
         ("mode", "has no function 'mode'.*did you mean 'made'"),
         ("not_callable", "has no function 'not_callable'"),
         ("made:none", "returned a NoneType, not a torch.nn.Module"),
-        ("made:lacks one", "the model's table 't_ads' is absent, but it was given TableSpec"),
-        ("made:narrower", r"the model's table .* is TableSpec.*embedding_dim=4.*given TableSpec.*columns from model"),
-        ("made:with more", "the model's table 't_more' is TableSpec.* but it was given none of that name"),
+        ("made:lacks one", "the model's table 't_ads' is absent, but the argument `tables` has TableSpec"),
+        ("made:narrower", r"the model's table .* is TableSpec.*embedding_dim=4.*has TableSpec.*columns from model"),
+        ("made:with more", "the model's table 't_more' is TableSpec.* but the argument `tables` has no such table"),
         ("made:without tables", "needs one EmbeddingBagCollection and no other module with tables, but has none"),
         ("made:raises", r"raised KeyError: 'towers' \(.*test_factory.py, line \d+\)"),
         ("made:two columns", r"returned a tensor \[(\d+), 2\] for \1 samples; it must return logits \[sam"),
         ("made:a tuple", r"returned a tuple for \d+ samples; it must return logits"),
         ("made:reads ids", r"the model fails on a batch \(only tables may read sparse_features\): AttributeError"),
         ("made:batch norm", r"BatchNorm1d 'part' normalizes over the samples.* Use torch.nn.LayerNorm"),
-        ("made:frozen", r"'.*embedding_bags.*' has requires_grad=False or an optimizer of its own, but the trainer"),
-        ("made:own rate", r"'.*embedding_bags.*' has requires_grad=False or an optimizer of its own, but the trainer"),
+        ("made:frozen", r"'.*embedding_bags.*' has requires_grad=False or its own optimizer, but the trainer"),
+        ("made:own rate", r"'.*embedding_bags.*' has requires_grad=False or its own optimizer, but the trainer"),
         # TorchRec would start them from whatever is in memory, and from zeros.
         ("made:bias", r"Part 'part' has 'bias', but a sharded model is built on the meta.* reset_param"),
         ("made:scale", r"Part 'part' has 'scale', but a sharded model is built on the meta.* reset_param"),
@@ -286,7 +286,7 @@ def test_a_model_that_does_not_fit_is_refused_before_training(factory: str, mess
 )
 def test_a_name_that_leads_to_no_function_is_refused(factory: str, message: str) -> None:
     with pytest.raises(InputError, match=f"model.factory='{factory}'.*{message}"):
-        build_model(open_data(deepfm(model={"factory": factory, "in_towers": False})))
+        build_model(open_unsharded(deepfm(model={"factory": factory, "in_towers": False})))
 
 
 def check_model(job: Job) -> None:
@@ -328,7 +328,7 @@ def test_what_is_fine_is_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.ranks
 def test_a_model_that_mixes_samples_is_refused_by_check_and_export(tmp_path: Path) -> None:
-    message = r"made': a sample's logit depends on the other samples of its batch: with half of them it differs by \d"
+    message = r"made': a sample's logit depends on the other samples of its batch: in half the batch it differs by \d"
     config = job_of("made:mixes", topology={"num_towers": 1, "ranks_per_tower": 1}).config
     with pytest.raises(InputError, match=message):
         check_run(config, CheckLimits(max_rows=20, batch_size=4, steps=2))

@@ -131,7 +131,7 @@ def test_a_fault_in_numbers_stops_the_run_at_the_next_look_and_is_located() -> N
             # A row of a table is noticed when a sample reads it.
             assert int(noted[1]) == step if "embedding" not in place else step <= int(noted[1]) <= stopped
             assert "Lower optimizer.sparse_lr" in message
-    assert "at step 1 in a gradient of rank 1. Nothing" in first[0][2]
+    assert "at step 1 in a gradient of rank 1. This state is not" in first[0][2]
 
 
 def diverges_on_rank(rank: int, values: dict[str, Any], step: int) -> None:
@@ -151,7 +151,7 @@ def diverges_on_rank(rank: int, values: dict[str, Any], step: int) -> None:
 def test_the_checkpoint_before_a_divergence_stays_and_resumes(asynchronous: bool, tmp_path: Path) -> None:
     train = {"async_save": asynchronous, "keep_checkpoints": 1, "log_every": 50}
     run: TrainingConfig = config(tmp_path, topology=PAIR, train=train)
-    with pytest.raises(InputError, match=r"at step 7 in the loss of rank 1.*Nothing of this state is saved\. Low"):
+    with pytest.raises(InputError, match=r"at step 7 in the loss of rank 1.*This state is not saved\. Low"):
         run_ranks(diverges_on_rank, 2, run.model_dump(mode="json"), 7, fresh=True)
     folder = checkpoint_folder(run)
     assert [path.name for path in checkpoints(folder)] == ["step-00000004"]

@@ -25,7 +25,7 @@ from dmt.training.agreement import Agreement, Signals
 from dmt.training.check.shrink import with_values
 from dmt.training.checkpoints.store import load_plain
 from dmt.training.config import TrainingConfig
-from dmt.training.job import open_data, open_job
+from dmt.training.job import open_job, open_unsharded
 from dmt.training.metrics import StepTimer
 from dmt.training.preflight import resolve
 from dmt.training.resume import checkpoint_folder
@@ -106,7 +106,7 @@ def test_copies_count_in_the_memory_that_a_rank_needs(tmp_path: Path, monkeypatc
 
 
 def test_a_damaged_file_of_a_checkpoint_says_what_to_do(tmp_path: Path) -> None:
-    profile = AccessProfile(open_data(config_of(tmp_path, "damaged")).tables)
+    profile = AccessProfile(open_unsharded(config_of(tmp_path, "damaged")).tables)
     name = profile.tables[0].name
     profile.put(name, RowCounts.of([3, 3]))
     state = HotRowsState(rows={name: np.array([3])}, counts=profile, steps=7, batch_size=9)
@@ -159,7 +159,7 @@ def test_a_run_with_hot_rows_cuts_no_table_into_columns(tmp_path: Path) -> None:
 
 def profile_of() -> AccessProfile:
     """The accesses of 100 rows of a small run."""
-    profile = AccessProfile(open_data(small()).tables)
+    profile = AccessProfile(open_unsharded(small()).tables)
     draw = np.random.default_rng(0)
     profile.add({f: draw.integers(0, 11, 100) for t in profile.tables for f in t.feature_names}, num_samples=100)
     return profile
@@ -183,9 +183,9 @@ def test_a_profile_is_kept_and_damaged_files_are_refused(tmp_path: Path) -> None
     refused({"format": 3}, "has format 3; this version reads format 2")
     refused({"num_samples": "many"}, "num_samples: ")
     swapped = table.slice(1).take([1, 0, *range(2, len(table) - 1)])
-    refused({}, "its rows of table 't_C1' are unsorted or too large", swapped)
+    refused({}, "rows of table 't_C1' must be sorted", swapped)
     beyond = [header["tables"][0] | {"num_embeddings": 3}, *header["tables"][1:]]
-    refused({"tables": beyond}, "its rows of table 't_C1' are unsorted or too large")
+    refused({"tables": beyond}, "rows of table 't_C1' must be sorted and at most ")
     path.write_bytes(b"PAR1 no")
     with pytest.raises(InputError, match=r"Access profile .*: cannot be read .* `dmt prepare`"):
         load_profile(path)

@@ -25,10 +25,9 @@ from dmt.training.build import build_model, count_model
 from dmt.training.check import check_run
 from dmt.training.check.shrink import CheckLimits
 from dmt.training.commands import main
-from dmt.training.commands.what_if import alternatives
 from dmt.training.config import TrainingConfig, to_toml
-from dmt.training.job import Job, _crossing_costs, make_job, open_data
-from dmt.training.predict import predict_step, work_of
+from dmt.training.job import Job, _crossing_costs, make_job, open_unsharded
+from dmt.training.predict import alternatives, predict_step, work_of
 from dmt.training.trained import trained_model
 from tests.ranks import run_ranks
 from tests.training.small import small
@@ -151,7 +150,7 @@ def test_a_plan_that_cuts_the_table_is_named(tmp_path: Path) -> None:
     cut = TowerPlan.from_lists([["C1[0:4]", "C2"], ["C1[4:8]", "C3"]], column_splits={"C1": (4, 4)})
     cut.save(tmp_path / "towers.json")
     towers = {"plan": str(tmp_path / "towers.json")}
-    with pytest.raises(InputError, match="feature 'C1': its table is cut by the plan"):
+    with pytest.raises(InputError, match=r"feature 'C1': the plan cuts its table\. Leave it out\.$"):
         job_of("dlrm", outside=["C1"], tables=TABLES[:3], towers=towers)
     assert plan_of(job_of("dlrm", tables=TABLES[:3], towers=towers)).outside == ("C2",)
 
@@ -192,7 +191,7 @@ def test_a_run_with_features_outside_is_resumed_checked_scored_and_exported(arch
     if arch == "dlrm":
         assert trained(8)["steps"] == 8
         return
-    with pytest.raises(InputError, match=r"the towers; it has those of towers\.plan"):
+    with pytest.raises(InputError, match=r"the towers; the checkpoint's are towers\.plan"):
         trained(8)
 
 
@@ -255,7 +254,7 @@ def test_a_model_of_ones_own_has_a_collection_beside_its_towers(monkeypatch: pyt
     report = check_run(of_factory(forgets=False), CheckLimits(max_rows=20, max_ranks=4, batch_size=4, steps=2))
     assert report.agrees, report.rows
     with pytest.raises(InputError, match=r"EmbeddingBagCollection of the features outside towers \['C2', 'C6'\] and"):
-        build_model(open_data(of_factory(forgets=True)), device="meta")
+        build_model(open_unsharded(of_factory(forgets=True)), device="meta")
 
 
 def test_plan_shows_them(tmp_path: Path) -> None:

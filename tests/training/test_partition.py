@@ -19,12 +19,12 @@ from click.testing import CliRunner, Result
 from dmt import TowerPlan
 from dmt.partitioner import FeatureAffinity, TowerPartitioner
 from dmt.plan.tables import TableSpec
-from dmt.training import partition as module
+from dmt.training import affinity as module
+from dmt.training.affinity import affinity_of_run, interactions_of, spread_batches
 from dmt.training.commands import main
 from dmt.training.config import to_toml
 from dmt.training.data.clicks import ClickData
 from dmt.training.data.config import DataConfig
-from dmt.training.partition import affinity_of_run, interactions_of, spread_batches
 from tests.partitioner.clicks import parity_clicks, planted_clicks
 from tests.training.small import make_checkpoint, plain, save_alone, small
 
@@ -124,7 +124,7 @@ def test_a_file_of_rows_is_all_it_takes(rows: Path, tmp_path: Path) -> None:
     assert (plan.strategy, plan.tables) == ("together", ())
     printed = " ".join(result.output.split())
     assert re.search("(9[0-9]|100)% of all interaction beyond the measuring error is inside", printed)
-    assert re.search("c_0, c_2: known together they gain [0-9.]+ . [0-9.]+ nats a row", printed)
+    assert re.search("c_0, c_2: known together they gain [0-9.]+ . [0-9.]+ nats per row", printed)
     assert (tmp_path / "report.html").read_text().count("<td>tower_") == 3
     # A linear tower module parts what the other kept together.
     plan, _ = partitioned(tmp_path / "towers.json", *asked, "--tower-module", "dlrm")
@@ -145,9 +145,9 @@ def test_a_run_says_which_tower_module_and_which_tables(arch: str, strategy: str
     make_checkpoint(tmp_path / "run" / "checkpoint", 7, {"config.toml": to_toml(run)})
     asked = ["--checkpoint", tmp_path / "run", "--towers", 3, "--out", tmp_path / "towers.json"]
     # By default towers go by interactions where their modules keep them, and say so.
-    assert ("Strategy interactions;" in partition(*asked).stderr) == (arch == "dcn")
+    assert ("Strategy: interactions." in partition(*asked).stderr) == (arch == "dcn")
     # A module that keeps no interactions is none to choose them for, named or not.
-    assert "Strategy interactions" not in partition(*asked, "--tower-module", "dlrm").stderr
+    assert "Strategy: interactions" not in partition(*asked, "--tower-module", "dlrm").stderr
     (tmp_path / "rules.toml").write_text('max_work_ratio = 1.1\napart = [["c_1", "c_5"]]\n')
     rules = ["--strategy", "interactions", "--rules", tmp_path / "rules.toml"]
     plan, _ = partitioned(tmp_path / "towers.json", *asked, *rules)

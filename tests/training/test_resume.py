@@ -20,9 +20,9 @@ from dmt.sptt.mesh import TowerMesh
 from dmt.training import train as training
 from dmt.training.checkpoints.store import checkpoints, read_manifest, write_manifest
 from dmt.training.config import TrainingConfig
-from dmt.training.job import open_data, open_job
+from dmt.training.job import open_job, open_unsharded
 from dmt.training.records import RunRecord, read_curves
-from dmt.training.resume import Position, Start, check_encoding, checkpoint_folder, start_with, starting_point
+from dmt.training.resume import Position, Start, check_encoding, checkpoint_folder, start_from, starting_folder
 from dmt.training.train import train_job
 from tests.ranks import run_ranks
 from tests.seeds import some_slow
@@ -183,32 +183,32 @@ def changed(run: TrainingConfig, **sections: dict[str, Any]) -> TrainingConfig:
 
 
 def start(run: TrainingConfig, folder: Path | None = None) -> Start:
-    return start_with(checkpoints(folder or checkpoint_folder(run))[0], open_data(run))
+    return start_from(checkpoints(folder or checkpoint_folder(run))[0], open_unsharded(run))
 
 
 @pytest.mark.ranks
 def test_where_a_run_begins(finished: TrainingConfig, tmp_path: Path) -> None:
     own = checkpoint_folder(finished)
-    assert starting_point(finished) == own
-    assert starting_point(changed(finished, train={"output_dir": str(tmp_path)})) == tmp_path / "checkpoint"
+    assert starting_folder(finished) == own
+    assert starting_folder(changed(finished, train={"output_dir": str(tmp_path)})) == tmp_path / "checkpoint"
     other = {"output_dir": str(tmp_path), "resume": finished.train.output_dir}
-    assert starting_point(changed(finished, train=other)) == own
+    assert starting_folder(changed(finished, train=other)) == own
     whole = checkpoints(own)[0]
-    assert starting_point(changed(finished, train={**other, "resume": str(whole)})) == whole
+    assert starting_folder(changed(finished, train={**other, "resume": str(whole)})) == whole
     with pytest.raises(InputError, match=r"train\.resume='nowhere' holds no checkpoint"):
-        starting_point(changed(finished, train={**other, "resume": "nowhere"}))
+        starting_folder(changed(finished, train={**other, "resume": "nowhere"}))
     # Its own checkpoints go before the one it began with.
-    assert starting_point(changed(finished, train={"resume": "nowhere"})) == own
+    assert starting_folder(changed(finished, train={"resume": "nowhere"})) == own
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"model": {"tower_dim": 8}}, r"is of another run: model\.tower_dim: 4 -> 8\. Undo that, or give another"),
+        ({"model": {"tower_dim": 8}}, r"is of another run: model\.tower_dim: 4 -> 8\. Undo these changes, or give an"),
         ({"optimizer": {"sparse": "sgd"}}, r"optimizer\.sparse: 'rowwise_adagrad' -> 'sgd'"),
         ({"data": {"shuffle_rows": 100}}, r"data\.shuffle_rows: \d+ -> 100"),
-        ({"towers": {"outside": "auto"}}, r"towers\.plan='.*towers\.json' with towers\.outside='none'\. Undo that"),
+        ({"towers": {"outside": "auto"}}, r"towers\.plan='.*towers\.json' with towers\.outside='none'\. Undo th"),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused(finished: TrainingConfig, sections: Any, message: str) -> None:
@@ -326,7 +326,7 @@ def test_a_forged_position_is_refused(key: str, value: Any, finished: TrainingCo
     manifest = read_manifest(folder)
     write_manifest(folder, replace(manifest, progress={**manifest.progress, key: value}))
     with pytest.raises(InputError, match=f"step-00000008: its progress: {key}"):
-        start_with(folder, open_data(finished))
+        start_from(folder, open_unsharded(finished))
 
 
 # Adam and AdaGrad divide by a gradient's size: they would hide a wrong divisor, and show rounding where terms cancel.
@@ -366,9 +366,9 @@ def test_another_encoding_of_the_rows_is_refused(tmp_path: Path) -> None:
     columns = {"dense": ["d_1", "d_2", "d_3"], "categorical": ["c_1", "c_2"]}
     data = {**FILES, "train_path": str(tmp_path / "day_*.csv"), **columns}
     run = config(tmp_path / "run", arch="dlrm", data=data)
-    job = open_data(run)
+    job = open_unsharded(run)
     (tmp_path / "raw_data.json").write_text(job.data.raw.model_dump_json())
     check_encoding(tmp_path, job)
     for change in ({"dense": ["d_3", "d_2", "d_1"]}, {"dense_transform": "none"}, {"id_mode": "frequency"}):
         with pytest.raises(InputError, match=rf"rows of another encoding: data\.{next(iter(change))}: .* -> "):
-            check_encoding(tmp_path, open_data(changed(run, data=change)))
+            check_encoding(tmp_path, open_unsharded(changed(run, data=change)))

@@ -114,10 +114,10 @@ def test_runs_with_sequences_agree_with_the_plain_module(name: str) -> None:
             r"table 't_C1' is in a tower that has sequences \(data.seq",
         ),
         ({"model": {"factory": f"{__name__}:own"}}, "makes a flat model, but data.sequences has 'C.'"),
-        ({"arch": "dlrm", "dataflow": "sptt"}, "is flat, and 'C.' of data.sequences is looked up by TorchRec over all"),
+        ({"arch": "dlrm", "dataflow": "sptt"}, "is flat, so the tower dataflow would not compress 'C.' of data.seq"),
         (
             {"towers": {"outside": ["C1", "C5", "C6"]}},
-            "'C.' of data.sequences is outside towers, where all features are bags",
+            "'C.' of data.sequences is outside towers, where every feature is a bag",
         ),
         ({"hot_rows": {"extra_memory": 0.01}}, "hot rows need a flat model; towers send"),
         ({"arch": "dlrm", "dataflow": "flat", "hot_rows": {"extra_memory": 0.01}}, "needs sharding.dataflow='sptt'"),
@@ -141,7 +141,7 @@ def test_a_tower_without_sequences_looks_up_bags() -> None:
     check_outputs(job, build_model(job, device="meta"))
     without = open_job(small(synthetic=SYNTHETIC))
     assert [table.name for table in without.tables if table.is_sequence] == []
-    message = r"is in a tower that has no sequences \(data.sequences\), so it needs an EmbeddingBagCollection"
+    message = r"is in a tower that has no sequences \(data.sequences\), so it must be in an EmbeddingBag"
     config = small(synthetic=SYNTHETIC, model={"factory": f"{__name__}:sequences_of_all", "in_towers": True})
     with pytest.raises(InputError, match=message):
         build_model(open_job(config), device="meta")

@@ -19,11 +19,11 @@ from dmt.sharding.costs import Hardware
 from dmt.sptt.mesh import TowerMesh
 from dmt.testing import gather_plain_state, load_plain_state
 from dmt.training import train as run
+from dmt.training.affinity import affinity_of_run
 from dmt.training.build import shard_model
 from dmt.training.checkpoints.store import load_plain, newest
 from dmt.training.config import TrainingConfig, load_config
-from dmt.training.job import open_data, open_job
-from dmt.training.partition import affinity_of_run
+from dmt.training.job import open_job, open_unsharded
 from dmt.training.preflight import resolve
 from tests.ranks import run_ranks
 from tests.training.small import plain, small, source
@@ -78,7 +78,7 @@ def test_a_bad_plan_is_refused(plan: TowerPlan | list[list[str]], message: str, 
 
 
 def test_a_plan_of_other_tables_or_widths_is_refused(tmp_path: Path) -> None:
-    tables = open_data(small(synthetic={"rows_per_table": 12})).tables
+    tables = open_unsharded(small(synthetic={"rows_per_table": 12})).tables
     other = TowerPlan.from_lists([FEATURES[:3], FEATURES[3:]], tables=tuple(tables))
     with pytest.raises(InputError, match=r"Table 't_C1' is 11 x 8 .* was made for 12 x 8"):
         resolve(small(towers=save_plan(tmp_path, other)), 4)
@@ -269,7 +269,7 @@ def test_a_whole_run_with_cut_tables(tmp_path: Path) -> None:
         model = plain(config)
         load_plain(model, checkpoint)
         # The evaluation of the run is that of its checkpoint in one process.
-        batch = next(open_data(config).data.batches("eval", rank=0, world_size=1, batch_size=150))
+        batch = next(open_unsharded(config).data.batches("eval", rank=0, world_size=1, batch_size=150))
         assert model(batch.split_columns(saved.column_splits))[0].item() == pytest.approx(result["eval_loss"], rel=1e-5)
         assert result["parameters"] == sum(p.numel() for p in model.parameters())
         assert math.isfinite(result["eval_auc"])

@@ -18,13 +18,13 @@ from dmt.models.complexity import MetaTables, count_on_meta, criteo_1tb_tables
 from dmt.plan.tables import TableSpec
 from dmt.simulator.cluster import load_cluster, save_cluster
 from dmt.simulator.work import count_operators
+from dmt.training import predict
 from dmt.training.build import build_model
 from dmt.training.commands import main, what_if
-from dmt.training.commands.what_if import alternatives, changed_config
 from dmt.training.config import TrainingConfig, load_config, to_toml
 from dmt.training.factory import without_tables
 from dmt.training.job import Job, make_job, open_job
-from dmt.training.predict import predict_step, predicted_result, work_of
+from dmt.training.predict import alternatives, changed_config, predict_step, predicted_result, work_of
 from tests.training.small import small
 from tests.training.test_factory import deepfm, job_of
 
@@ -214,7 +214,7 @@ def test_the_command_predicts_the_config_and_its_alternatives() -> None:
     words = " ".join(run("demo", *SHAPE, "train.batch_size=16384", "--cluster", "v100").stdout.split())
     for name in ("this config", "flat (TorchRec)", "SPTT, same model", "towers, ratio 16", "The fastest: model.arch="):
         assert name in words
-    assert "the largest measured" not in words
+    assert "were not measured" not in words
 
 
 def test_tables_are_placed_by_the_rates_of_a_cluster_of_gpus_where_there_are_none(
@@ -222,10 +222,10 @@ def test_tables_are_placed_by_the_rates_of_a_cluster_of_gpus_where_there_are_non
 ) -> None:
     seen = []
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    monkeypatch.setattr(what_if, "predict_step", lambda job, *more: seen.append(job) or predict_step(job, *more))
+    for module in (predict, what_if):
+        monkeypatch.setattr(module, "predict_step", lambda job, *more: seen.append(job) or predict_step(job, *more))
     result = run("demo", *PAIRS, "train.device=cuda", "sharding.cluster=h100", "--cluster", pairs)
-    told = "Groups of more than 2 ranks, the largest measured, are predicted at the rate of those."
-    assert told in result.output
+    assert "Groups of more than 2 ranks were not measured; they get the rate of 2 ranks." in result.output
     assert {job.sharding.hardware.memory_gb_per_s for job in seen if job.sharding is not None} == {5.0}
 
 
@@ -272,7 +272,7 @@ def test_a_run_that_names_its_cluster_has_the_prediction_in_its_result(
     assert predicted_result(open_job(load_config("demo", []))) is None
     assert predicted_result(jobs[1]) is None
     assert (
-        "no prediction beside it: Hosts of the run have 2 ranks, but the rates of cluster 'a100' hold for hosts of 8"
+        "no predicted numbers: Hosts of the run have 2 ranks, but the rates of cluster 'a100' are for hosts of 8"
         in caplog.text
     )
 
@@ -291,7 +291,7 @@ def test_the_rate_of_the_uplink_may_be_given(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "reason"),
     [
-        (["--cluster", "a100"], "Hosts of the run have 2 ranks, but the rates of cluster 'a100' hold for hosts of 8"),
+        (["--cluster", "a100"], "Hosts of the run have 2 ranks, but the rates of cluster 'a100' are for hosts of 8"),
         (["topology.num_towers=3", "--cluster", "a100"], "Set topology.ranks_per_tower=8."),
         (["topology.num_towers=8", "--cluster", "a100"], "Set topology.ranks_per_host=8."),
         (["--cluster", "none.toml"], "neither a file"),

@@ -1,4 +1,4 @@
-"""The ``dmt`` command: options, what they compute, and how it is shown. Each imports what it needs when it runs."""
+"""The ``dmt`` command: its subcommands with their options and output. Each imports what it needs when it runs."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dmt.training.console import make_table, quiet_libraries, say_last, summary,
 
 __all__ = ["Advanced", "Shown", "check_output_files", "emit", "main"]
 
-# Reads each kind of file that a command writes.
+# The function that reads each kind of file that commands write.
 _READERS = {
     "tower plan": "dmt.plan.towers:TowerPlan.load",
     "sharding plan": "dmt.sharding.plan:TowerShardingPlan.load",
@@ -38,7 +38,7 @@ _PATH = click.Path(path_type=Path)
 
 
 class Shown(NamedTuple):
-    """The result of a command, to be shown."""
+    """What a command prints."""
 
     record: Any
     """What ``--json`` prints: plain data and dataclasses."""
@@ -47,14 +47,14 @@ class Shown(NamedTuple):
     rows: Sequence[Sequence[str]] = ()
     title: str | None = None
     right: Sequence[int] = ()
-    """Columns of numbers, which are never cut."""
+    """Indices of columns of numbers, which are never cut."""
     lines: Sequence[str] = ()
     """Lines below the table."""
     exit_code: int = 0
 
 
 def emit(shown: Shown, as_json: bool) -> None:
-    """Prints what a command has found: as JSON, in which undefined numbers are null, or as a table and lines."""
+    """Prints a command's result: as JSON, with null for NaN and infinity, or as a table and lines."""
     if as_json:
         from pydantic_core import to_json
 
@@ -68,13 +68,13 @@ def emit(shown: Shown, as_json: bool) -> None:
 
 
 def check_output_files(outputs: Mapping[str, tuple[Path, str]], inputs: Iterable[object]) -> None:
-    """Refuses outputs before the work that leads to them; missing folders of outputs are made.
+    """Checks a command's outputs before it starts its work, and makes their missing folders.
 
-    Data are never replaced, whatever names them: of files that exist, only those of the kind that the command writes.
+    An existing file is only replaced if it is of the kind that the command writes, so that no data are overwritten.
 
     Args:
         outputs: the path and the kind (a key of `_READERS`, or "folder") of each output, by the option that names it.
-        inputs: what the command was given; texts and paths of files count as read.
+        inputs: arguments of the command; texts and paths that name a file count as files that it reads.
 
     Raises:
         InputError: an output is an input, also by a link, or part of a checkpoint; two outputs are one file; an output
@@ -146,7 +146,7 @@ class _Command(click.Command):
 
 
 class _Commands(click.Group):
-    """Turns what the user can fix into one line and exit code 2."""
+    """Turns errors that the user can fix into one line and exit code 2."""
 
     command_class = _Command
 
@@ -155,7 +155,7 @@ class _Commands(click.Group):
         quiet_libraries(rank=rank)
         if "TORCHELASTIC_RUN_ID" in os.environ:
             end_with(launcher)
-        # As Ctrl-C does, it ends what this process has started, and removes its temporary folders.
+        # SIGTERM then, like Ctrl-C, ends child processes and removes temporary folders.
         previous = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         try:
             return super().invoke(ctx)
@@ -171,7 +171,7 @@ class _Commands(click.Group):
 
 
 _function = click.option(
-    "--function", multiple=True, metavar="NAME", help="A function that the checkpoint names and that may run."
+    "--function", multiple=True, metavar="NAME", help="Allow this function, which the checkpoint names, to run."
 )
 _overrides = click.argument("overrides", nargs=-1)
 
@@ -191,9 +191,9 @@ def main() -> None:
 
 
 @main.command("demo", epilog="Example: dmt demo --data clicks.parquet train.max_steps=200")
-@click.option("--data", metavar="PATH", help="A Criteo TSV, a file with label, c_*, d_* columns, or a prepared folder.")
+@click.option("--data", metavar="PATH", help="Criteo TSV, file with columns label, c_* and d_*, or prepared folder.")
 @click.option(
-    "--out", type=_Output("folder"), default="demo_output", help="Folder for towers.json, pictures and report."
+    "--out", type=_Output("folder"), default="demo_output", help="Folder for towers.json, pictures and the report."
 )
 @_overrides
 def _demo(overrides: tuple[str, ...], *, data: str | None, out: Path) -> Shown:
@@ -203,14 +203,14 @@ def _demo(overrides: tuple[str, ...], *, data: str | None, out: Path) -> Shown:
     """
     from dmt.training.commands.demo import demo
 
-    results = demo(data, out, overrides, command=_typed())
+    results = demo(data, out, overrides, command=_command_line())
     headers, rows = summary(results)
     return Shown(results, headers, rows, "evaluation and cost", range(1, len(headers)))
 
 
 @main.command("doctor", epilog="Example: dmt doctor")
 def _doctor() -> Shown:
-    """Reports what is installed, what is missing, and what fixes it."""
+    """Reports what is installed, what is missing, and how to fix it."""
     from dmt.training.commands.doctor import diagnose, show_findings
 
     return show_findings(diagnose())
@@ -222,30 +222,30 @@ def _doctor() -> Shown:
     "Without a model: dmt partition --data rows.parquet --tower-module dcn --towers 8",
 )
 @click.option("--checkpoint", type=_PATH, help="The output_dir of a run.")
-@click.option("--data", metavar="PATH", help="Rows to measure instead of the run's.")
+@click.option("--data", metavar="PATH", help="Rows to measure instead of the run's own.")
 @click.option("--towers", type=int, required=True, help="Number of towers.")
 @click.option(
     "--strategy",
     type=click.Choice(["auto", "coherent", "diverse", "interactions"]),
     default="auto",
-    help="How features are grouped.",
+    help="How to group features.",
 )
 @click.option(
     "--tower-module",
     type=click.Choice(["dcn", "dlrm", "dlrm-products"]),
-    help="The towers' module, for interactions; by default the run's.",
+    help="Kind of tower module, for interactions; by default the run's.",
 )
-@click.option("--balance-ratio", cls=Advanced, default=1.0, help="Largest tower over smallest, at most; inf: any.")
-@click.option("--rules", type=_PATH, help="TOML file: categories, together, apart, limits.")
-@click.option("--out", default="towers.json", type=_Output("tower plan"))
+@click.option("--balance-ratio", cls=Advanced, default=1.0, help="Limit: largest tower over smallest; inf: no limit.")
+@click.option("--rules", type=_PATH, help="TOML file with categories, together, apart and limits.")
+@click.option("--out", default="towers.json", type=_Output("tower plan"), help="File of the tower plan.")
 @click.option("--report", type=_Output("folder"), help="Also write a report into this folder.")
-@click.option("--seed", cls=Advanced, default=0, help="Seed.")
+@click.option("--seed", cls=Advanced, default=0, help="Random seed.")
 @_function
 def _partition(**options: Any) -> Shown:
     """Learns which features belong together, and writes a tower plan."""
     from dmt.training.commands.plans import run_partition
 
-    return run_partition(options, _typed())
+    return run_partition(options, _command_line())
 
 
 @main.command(
@@ -276,12 +276,12 @@ def _plan(config: str, overrides: tuple[str, ...], *, out: Path | None) -> Shown
     "uplink",
     cls=Advanced,
     type=float,
-    help="Rate of a host's link, all its ranks together.",
+    help="Rate of a host's link to others, shared by its ranks.",
 )
 def _what_if(config: str, overrides: tuple[str, ...], **options: Any) -> Shown:
     """Predicts the time of a training step on a described cluster.
 
-    For the run of CONFIG as it is, flat, in towers and compressed; nothing is trained. OVERRIDES are section.key=value.
+    Takes the run of CONFIG as it is, flat, in towers and compressed; trains nothing. OVERRIDES are section.key=value.
     """
     from dmt.training.commands.what_if import run_what_if
 
@@ -291,9 +291,9 @@ def _what_if(config: str, overrides: tuple[str, ...], **options: Any) -> Shown:
 @main.command("bench-comms", epilog="Example: torchrun --nproc-per-node 2 --no-python dmt bench-comms --out my.toml")
 @click.option("--out", type=_Output("cluster"), default="cluster.toml", help="The cluster file.")
 def _bench_comms(out: Path) -> Shown | None:
-    """Measures ranks and links of this job, for dmt what-if.
+    """Measures the ranks and links of this job, for dmt what-if.
 
-    Start it by torchrun on every host.
+    Start it with torchrun on every host.
     """
     from dmt.training.commands.bench_comms import run_bench_comms
 
@@ -304,30 +304,30 @@ def _bench_comms(out: Path) -> Shown | None:
     "prepare", epilog="Example: dmt prepare demo data.kind=criteo_tsv data.train_path=day_0.tsv --out prepared"
 )
 @_config
-@click.option("--out", required=True, type=_PATH, help="A new folder.")
+@click.option("--out", required=True, type=_PATH, help="The new folder to write.")
 @click.option(
     "--ids",
     default="config",
     type=click.Choice(["config", "frequency"]),
-    help="As the config says, or by frequency.",
+    help="How values become ids: as the config says, or by frequency.",
 )
-@click.option("--min-count", type=click.IntRange(1), default=1, help="By frequency, rarer values share an id.")
+@click.option("--min-count", type=click.IntRange(1), default=1, help="With ids by frequency, rarer values share an id.")
 @click.option("--vocabulary", type=_PATH, help="Use the ids of this prepared folder.")
 @click.option(
     "--max-rejects",
     type=click.IntRange(0),
     default=0,
-    help="Invalid rows to leave out, at most, and list in rejects.csv.",
+    help="Leave out at most this many invalid rows, and list them in rejects.csv.",
 )
 @click.option(
-    "--row-group-rows", "group_rows", cls=Advanced, type=click.IntRange(1), default=32_768, help="Rows of a row group."
+    "--row-group-rows", "group_rows", cls=Advanced, type=click.IntRange(1), default=32_768, help="Rows per row group."
 )
 @click.option(
     "--memory-gib",
     cls=Advanced,
     type=click.FloatRange(0.25),
     default=2.0,
-    help="Memory of DuckDB; about 1 GiB comes on top.",
+    help="Memory limit of DuckDB; the process needs about 1 GiB more.",
 )
 def _prepare(config: str, overrides: tuple[str, ...], **options: Any) -> Shown:
     """Writes raw rows as Parquet with ids, to train on.
@@ -343,17 +343,17 @@ def _prepare(config: str, overrides: tuple[str, ...], **options: Any) -> Shown:
 @main.command("check", epilog="Example: dmt check demo sharding.unique=true --rows 500")
 @_config
 @click.option(
-    "--rows", "max_rows", cls=Advanced, type=click.IntRange(8), default=1000, help="Rows of a table, at most."
+    "--rows", "max_rows", cls=Advanced, type=click.IntRange(8), default=1000, help="Limit on the rows of a table."
 )
-@click.option("--max-ranks", cls=Advanced, type=click.IntRange(4, 64), default=8, help="Processes, at most.")
+@click.option("--max-ranks", cls=Advanced, type=click.IntRange(4, 64), default=8, help="Limit on the processes.")
 def _check(config: str, overrides: tuple[str, ...], **limits: int) -> Shown:
     """Checks a run on this machine before it takes a cluster.
 
     Shrinks the run of CONFIG and compares its forward pass, gradients and a few steps with the same model in one
-    process. Data files are opened for their columns only. OVERRIDES are section.key=value. Exit code 1: something does
-    not agree.
+    process. Data files are opened for their columns only. OVERRIDES are section.key=value. Exits with 1 if a comparison
+    fails.
     """
-    # The ranks' packages take as long to load as this process's: both at once.
+    # The ranks' packages take as long to load as this process's: load both at once.
     from dmt.testing.ranks import RanksFailedError, prepare_ranks
     from dmt.training.config import load_config
 
@@ -362,7 +362,7 @@ def _check(config: str, overrides: tuple[str, ...], **limits: int) -> Shown:
     from dmt.training.check import check_run
     from dmt.training.check.shrink import CheckLimits
 
-    # What one process says of the whole run, such as a far too large batch, is no news here.
+    # Hide INFO messages of the whole run, such as that its batch is far too large for one process.
     logging.getLogger("dmt").setLevel(logging.WARNING)
     try:
         report = check_run(settings, CheckLimits(**limits))
@@ -387,15 +387,15 @@ def _show_check(report: Any) -> Shown:
     lines += [f"Note: {note}" for note in report.notes]
     verdict = f"Does not agree: {', '.join(failed)}." if failed else "Everything agrees."
     lines.append(f"{verdict} {report.ranks} ranks, {report.seconds:.0f} s.")
-    headers = ("", "against the plain module, or as said", "difference", "allowed", "")
+    headers = ("", "comparison (with the plain module)", "difference", "allowed", "")
     return Shown(report.to_record(), headers, rows, right=(2, 3), lines=lines, exit_code=1 if failed else 0)
 
 
 @main.command("export", epilog="Example: dmt export runs/towers -o model.pt2 --tables int8")
 @click.argument("checkpoint", type=_PATH)
 @click.option("-o", "--out", required=True, type=_Output("program"), help="The .pt2 file.")
-@click.option("--tables", default="fp32", type=click.Choice(["fp32", "int8", "int4"]), help="Format of tables.")
-@click.option("--data", metavar="PATH", help="A file with the run's columns, if its own data are gone.")
+@click.option("--tables", default="fp32", type=click.Choice(["fp32", "int8", "int4"]), help="Number format of tables.")
+@click.option("--data", metavar="PATH", help="A file with the run's columns, if the run's data are gone.")
 @_function
 def _export(checkpoint: Path, *, out: Path, tables: Any, data: str | None, function: tuple[str, ...]) -> Shown:
     """Writes a trained model as a program for plain PyTorch.
@@ -411,7 +411,7 @@ def _export(checkpoint: Path, *, out: Path, tables: Any, data: str | None, funct
         f"{exported.checkpoint}, step {manifest['step']}: {manifest['model']}, {towers}, tables in "
         f"{manifest['tables']}. Logits of random samples: within {difference:.1e} of the model's.",
         f"Written to {out}: {human_bytes(exported.file_bytes)}.",
-        f"Plain PyTorch loads it: torch.export.load({str(out)!r}).module(). `dmt score` takes it, too.",
+        f"Plain PyTorch loads it: torch.export.load({str(out)!r}).module(). `dmt score` reads it, too.",
     ]
     return Shown(exported, lines=lines)
 
@@ -424,13 +424,13 @@ def _export(checkpoint: Path, *, out: Path, tables: Any, data: str | None, funct
 )
 @click.argument("model", type=_PATH)
 @click.option("--data", metavar="PATH", help="Rows to score; by default the run's evaluation rows.")
-@click.option("-o", "--out", required=True, type=_PATH, help="The Parquet file; for several ranks, a new folder.")
+@click.option("-o", "--out", required=True, type=_PATH, help="The Parquet file; under torchrun, a new folder.")
 @_function
 def _score(model: Path, *, data: str | None, out: Path, function: tuple[str, ...]) -> Shown | None:
-    """Writes the predictions of a model for rows of files.
+    """Writes a model's predictions for the rows of files.
 
     MODEL is the output_dir of a run, a checkpoint, or a .pt2 file of dmt export. The label column may be absent. Under
-    torchrun each rank scores neighbouring rows and writes a file of them.
+    torchrun, each rank scores a contiguous part of the rows and writes its own file.
     """
     from dmt.training.records import quality_warnings
 
@@ -448,7 +448,7 @@ def _score(model: Path, *, data: str | None, out: Path, function: tuple[str, ...
         scored = score(model, out, data_path=data, functions=function)
     lines, metrics = [f"{scored.num_rows:,} rows. Written to {out}."], scored.metrics
     if metrics is None:
-        lines.append("The rows have no label: there are no metrics.")
+        lines.append("The rows have no label, so there are no metrics.")
     else:
         lines.append(f"AUC {metrics.auc:.4f}, NE {metrics.ne:.4f}, loss {metrics.loss:.4f}.")
         lines += quality_warnings(metrics.auc, metrics.ne)
@@ -458,12 +458,12 @@ def _score(model: Path, *, data: str | None, out: Path, function: tuple[str, ...
 
 @main.command("complexity", epilog="Example: dmt complexity --arch dlrm --towers 8 --tower-dim 64")
 @click.option("--arch", required=True, help="dlrm or dcn.")
-@click.option("--towers", type=int, help="Number of towers; without it, flat.")
+@click.option("--towers", type=int, help="Number of towers; by default the model is flat.")
 @click.option("--tower-dim", type=int, help="D; by default 64 for dlrm, 128 for dcn.")
 def _complexity(arch: str, *, towers: int | None, tower_dim: int | None) -> Shown:
     """Counts MFLOPs, parameters and ratio of a paper-sized model.
 
-    MFLOPs are per sample; the sizes are those for Criteo-1TB.
+    MFLOPs are per sample, the ratio is the compression ratio; sizes are the paper's for Criteo-1TB.
     """
     from dmt.models.complexity import paper_complexity
 
@@ -476,6 +476,5 @@ def _complexity(arch: str, *, towers: int | None, tower_dim: int | None) -> Show
     return Shown(counts, ["", f"{arch}, {towers} towers" if towers else arch], rows, right=[1])
 
 
-def _typed() -> str:
-    # As text that a plan can hold: an argument is any bytes.
+def _command_line() -> str:
     return shlex.join(["dmt", *sys.argv[1:]])

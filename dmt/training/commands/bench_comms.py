@@ -1,7 +1,7 @@
-"""``dmt bench-comms``: measures the ranks and links of the job that torchrun started it in, for ``cluster.toml``.
+"""``dmt bench-comms``: measures the ranks and links of its torchrun job, and writes them as ``cluster.toml``.
 
-It is PARAM's idea (Neo, appendix A): the collectives of a training step, over groups of 2 and more ranks (DMT, section
-2.3.1), with next to nothing and with many bytes: the time of the first is the latency, the difference tells the rate.
+Like PARAM (Neo, appendix A), it times the collectives of a training step over groups of 2 and more ranks (DMT, section
+2.3.1), with few bytes and with many: the time with few is the latency, and the difference gives the rate.
 """
 
 from __future__ import annotations
@@ -37,27 +37,27 @@ __all__ = ["bytes_sent", "cut", "measure_cluster", "run_bench_comms", "shapes_of
 _REPEATS = 7
 _BYTES = 16_000_000  # that a rank sends in one collective
 _WIDTH, _SAMPLES = 1024, 2048  # of the layers that are timed
-_LAYERS = 32  # that do next to nothing
+_LAYERS = 32  # tiny layers, whose time is that of starting their operators
 _ROWS, _COLUMNS, _LOOKUPS = 200_000, 128, 65_536
 _MOVED = 64_000_000  # bytes, more than caches hold
 _UNUSED = 1e12  # rate of links that one rank alone never uses
 
 
 Shape = tuple[int, int]
-"""Hosts of a group, and its ranks on each."""
+"""Number of hosts of a group, and of its ranks on each host."""
 
 
 class _Timing(NamedTuple):
-    """Work of all ranks at once."""
+    """The time of work that all ranks do at once."""
 
     seconds: float
-    """Median over repetitions, of the slowest rank each."""
+    """Seconds of the slowest rank; median over repetitions."""
     core_s: float
-    """Seconds that the cores of a rank worked; mean over ranks."""
+    """Seconds that the cores of a rank worked; mean over ranks and repetitions."""
 
 
 def measure_cluster(name: str, ranks_per_host: int, device: torch.device) -> Cluster:
-    """Measures the job that this rank is part of; collective, every rank gets the same result.
+    """Measures the job of this rank, whose device is ``device``; collective, and every rank gets the same result.
 
     Raises:
         InputError: ``ranks_per_host`` does not divide the ranks of the job, or many bytes took no longer than few.
@@ -69,8 +69,8 @@ def measure_cluster(name: str, ranks_per_host: int, device: torch.device) -> Clu
     layers = _layers(device, 2, _WIDTH, _SAMPLES)
     small_layers, operators = _layers(device, _LAYERS, 8, 8), operators_of(_layers(torch.device("cpu"), _LAYERS, 8, 8))
     computing = _time(layers, mesh, device)
-    # Cores that a rank has while all work: fewer than one where ranks share them. On a GPU a core only waits, in a loop
-    # that would count as work.
+    # Cores per rank while all ranks work: below 1 if ranks share cores. On a GPU, a core only waits, in a loop that
+    # would count as work.
     cores = 0.0 if device.type == "cuda" else computing.core_s / computing.seconds
     source = torch.zeros(_MOVED // 4, device=device)
     target = torch.empty_like(source)
@@ -91,7 +91,7 @@ def measure_cluster(name: str, ranks_per_host: int, device: torch.device) -> Clu
 
 
 def _layers(device: torch.device, number: int, width: int, samples: int) -> Callable[[], Any]:
-    """A forward and backward pass of some layers."""
+    """Returns a function that runs a forward and backward pass of ``number`` layers."""
     pairs = [(nn.Linear(width, width), nn.ReLU()) for _ in range(number)]
     layers = nn.Sequential(*[module for pair in pairs for module in pair]).to(device)
     batch = torch.randn(samples, width, device=device, requires_grad=True)
@@ -99,7 +99,7 @@ def _layers(device: torch.device, number: int, width: int, samples: int) -> Call
 
 
 def _lookups(device: torch.device) -> Callable[[], Any]:
-    """A lookup with the update of its rows by row-wise AdaGrad, which reads them twice and writes them."""
+    """Returns a function that looks up rows and updates them by row-wise AdaGrad: reads them twice, writes once."""
     on_gpu = device.type == "cuda"
     place = (EmbeddingLocation.DEVICE, ComputeDevice.CUDA) if on_gpu else (EmbeddingLocation.HOST, ComputeDevice.CPU)
     tables = SplitTableBatchedEmbeddingBagsCodegen(
@@ -124,9 +124,9 @@ def _collective(kind: CollectiveKind, group: dist.ProcessGroup, value: Tensor) -
 def _rates(
     kind: CollectiveKind, groups: Mapping[Shape, dist.ProcessGroup], mesh: TowerMesh, device: torch.device, cores: float
 ) -> CollectiveRates:
-    """Rates between hosts and inside them; where there are no links of a kind, those of the other kind are taken.
+    """Measures rates between hosts and inside them; if a job has no links of one kind, it takes the other kind's rate.
 
-    Latency and work of the cores are those of the widest group of the kind: of peers for an exchange, else all ranks.
+    Latency and work of the cores are measured on the widest group: of peers for an exchange, else of all ranks.
     """
     topology = mesh.topology
     widest = (topology.num_hosts, 1 if kind == "exchange" and topology.num_hosts > 1 else topology.host_size)
@@ -141,7 +141,7 @@ def _rates(
         if many.seconds <= few.seconds:
             raise InputError(
                 f"{kind}: {values[1].nbytes:,} bytes took {1e3 * many.seconds:.3f} ms, {values[0].nbytes:,} bytes "
-                f"{1e3 * few.seconds:.3f} ms, from which no rate follows. Measure on machines that do nothing else."
+                f"{1e3 * few.seconds:.3f} ms, from which no rate follows. Measure on otherwise idle machines."
             )
         rates = across if uplink else within
         rates[group.size()] = (uplink or inside) / (many.seconds - few.seconds)
@@ -161,12 +161,12 @@ def _rates(
 
 
 def _shares(rates: Mapping[int, float]) -> dict[int, float]:
-    """The rates by number of ranks, as shares of the highest; none of links that were not measured."""
+    """Returns rates by number of ranks as shares of the highest rate; empty if no link was measured."""
     return {ranks: rate / max(rates.values()) for ranks, rate in rates.items()}
 
 
 def shapes_of(topology: TowerTopology) -> list[Shape]:
-    """Returns the groups to measure: one rank of several hosts, several ranks of all hosts, and several of one host.
+    """Returns shapes of the groups to measure: one rank of several hosts, several of all hosts, several of one host.
 
     Example:
         >>> shapes_of(TowerTopology(num_towers=4, ranks_per_tower=2))
@@ -181,7 +181,7 @@ def shapes_of(topology: TowerTopology) -> list[Shape]:
 
 
 def cut(topology: TowerTopology, hosts: int, ranks: int) -> list[list[int]]:
-    """Returns the ranks of a job in groups of ``ranks`` neighbouring ranks each of ``hosts`` neighbouring hosts.
+    """Divides the ranks of a job into groups: ``ranks`` neighbouring ranks on each of ``hosts`` neighbouring hosts.
 
     Example:
         >>> cut(TowerTopology(num_towers=2, ranks_per_tower=4), hosts=2, ranks=2)
@@ -195,9 +195,9 @@ def cut(topology: TowerTopology, hosts: int, ranks: int) -> list[list[int]]:
 def bytes_sent(
     kind: CollectiveKind, size: int, topology: TowerTopology, groups: list[list[int]]
 ) -> tuple[float, float]:
-    """Returns the bytes that a host sends to others, and a rank inside its host, where each rank has ``size`` bytes.
+    """Returns the bytes that a host sends to others, and a rank inside its host, if each rank has ``size`` bytes.
 
-    All ``groups`` run the collective at once; a reduction is a ring.
+    All ``groups`` run the collective at once; an all-reduce is a ring.
 
     Example:
         >>> topology = TowerTopology(num_towers=2, ranks_per_tower=2)
@@ -212,13 +212,13 @@ def bytes_sent(
 
 
 def _time(work: Callable[[], Any], mesh: TowerMesh, device: torch.device) -> _Timing:
-    """Times work that all ranks do at once, each time after a barrier."""
+    """Times work that all ranks do at once, each repetition after a barrier; collective."""
 
     def settle() -> None:
         if device.type == "cuda":
             torch.cuda.synchronize(device)
 
-    work()  # the first one opens connections and touches memory
+    work()  # the first call opens connections and touches memory
     spans, core = [], 0.0
     for _ in range(_REPEATS):
         settle()
@@ -234,21 +234,21 @@ def _time(work: Callable[[], Any], mesh: TowerMesh, device: torch.device) -> _Ti
 
 
 def run_bench_comms(out: Path) -> Shown | None:
-    """Measures the job and writes ``out``; returns the result on its first rank, None on the others.
+    """Measures this job and writes the cluster file ``out``; returns what to print on rank 0, None on other ranks.
 
     Raises:
-        InputError: it was not started by torchrun, hosts have unequal numbers of ranks, or ``out`` cannot be written.
+        InputError: torchrun did not start the job, hosts have unequal numbers of ranks, or ``out`` cannot be written.
     """
     place = {key: os.environ.get(key, "") for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
     if not all(value.isdecimal() for value in place.values()):
         raise InputError(
-            "dmt bench-comms measures the job that it is part of, but RANK or WORLD_SIZE is not set. Start it on "
+            "dmt bench-comms measures its own torchrun job, but RANK or WORLD_SIZE is not set. Start it on "
             "every host: torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 --no-python dmt bench-comms"
         )
     rank, world, local, ranks_per_host = (int(value) for value in place.values())
     if world % ranks_per_host:
         raise InputError(
-            f"The job has {world} ranks, but {ranks_per_host} on this host: hosts must have equal numbers of ranks."
+            f"The job has {world} ranks, but {ranks_per_host} on this host: start equal numbers of ranks on all hosts."
         )
     kind = device_type("auto")
     device = take_device(kind, local)
@@ -279,10 +279,10 @@ def _show(cluster: Cluster, out: Path) -> Shown:
             words = ", ".join(f"{ranks}: {share:.0%}" for ranks, share in shares.items())
             speeds.append(f"{human_bytes(speed)}/s" + f" ({words})" * bool(shares))
         rows.append([kind, f"{1e3 * rates.latency_s:,.3f} ms", *speeds])
-    lines = [f"A rank: {cluster.matmul_flops / 1e9:,.1f} GFLOP/s in matrix products, {out} has the rest."]
+    lines = [f"A rank computes {cluster.matmul_flops / 1e9:,.1f} GFLOP/s in matrix products; {out} has all rates."]
     if cluster.hosts == 1:
         lines.append("One host says nothing about the links to others: run it on two or more before dmt what-if.")
-    lines.append("In brackets: the share of the rate that groups of so many ranks reach.")
+    lines.append("In brackets: by the number of ranks in a group, the share of the rate that it reaches.")
     headers = ["", "latency", "host to others", "rank inside its host"]
     title = f"{cluster.hosts} hosts x {cluster.ranks_per_host} ranks"
     return Shown(cluster, headers, rows, title, range(1, 4), lines)

@@ -18,27 +18,27 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 from dmt.errors import InputError
 from dmt.partitioner import TowerPartitioner, write_partition_report
 from dmt.sharding.plan import TowerShardingPlan
+from dmt.training.affinity import affinity_of_run
 from dmt.training.checkpoints.store import checkpoints
 from dmt.training.config import KEYS_OF_TOWERS, load_config, to_override, to_toml
 from dmt.training.data.config import DataConfig
 from dmt.training.data.files import MANIFEST, expand_path, format_of, matching_files
 from dmt.training.data.raw import schema_of
-from dmt.training.partition import affinity_of_run
 from dmt.training.preflight import check_rows, resolve
 from dmt.training.records import quality_warnings, read_result
 from dmt.training.report.page import plot_curves, write_report
 
 __all__ = ["demo", "demo_settings", "flat_settings", "step_settings", "train_here"]
 
-_STEPS = 1000  # about the number that tells the models apart and ends within minutes
+_STEPS = 1000  # enough to tell the models apart, and done within minutes
 _TABLE_ROWS = 20_000
 
 
 def demo(data: str | None, out: Path, overrides: Sequence[str], *, command: str) -> dict[str, dict[str, Any]]:
     """Trains the flat model, partitions its features, trains the multi-tower model, and returns both results by arch.
 
-    ``data`` is a file of clicks (see `demo_settings`), None for the built-in generator; ``overrides`` are for both
-    runs, those that only the tower dataflow has for the second one; ``command`` is named in the report.
+    ``data`` is a file of clicks (see `demo_settings`), None for the built-in generator; ``overrides`` apply to both
+    runs, but overrides of keys that only the tower dataflow has only to the second; ``command`` is for the report.
 
     Raises:
         InputError: anything the user can fix; raised before training wherever it can be known by then.
@@ -47,7 +47,7 @@ def demo(data: str | None, out: Path, overrides: Sequence[str], *, command: str)
     for key in ("towers.plan", "train.output_dir"):
         if any(override.partition("=")[0].strip() == key for override in overrides):
             raise InputError(
-                f"The demo sets {key} itself: it learns the towers, and writes everything to --out. Leave the key out."
+                f"The demo sets {key} itself: it learns the towers, and writes all output to --out. Leave the key out."
             )
     console.print("[bold]1/4[/] checking data and sizes")
     settings = [] if data is None else demo_settings(data)
@@ -99,7 +99,7 @@ def demo(data: str | None, out: Path, overrides: Sequence[str], *, command: str)
 
 
 def train_here(folder: Path, settings: Sequence[str]) -> dict[str, Any]:
-    """Trains the demo's config on ranks of this machine, afresh, and returns its result."""
+    """Trains the demo's config with ``settings``, from scratch, on ranks of this machine, and returns its result."""
     config = load_config("demo", [*settings, to_override("train.output_dir", folder)])
     for path in checkpoints(folder / "checkpoint"):
         shutil.rmtree(path)
@@ -116,9 +116,9 @@ def train_here(folder: Path, settings: Sequence[str]) -> dict[str, Any]:
 
 
 def _start_ranks(config: Path, ranks: int) -> None:
-    """Trains a config as torchrun would; its ranks are this process's children, and end with it.
+    """Trains a config as torchrun would, on ranks that are children of this process and end with it.
 
-    Whatever ends the wait, such as Ctrl-C, tells them to stop and lets them save what they have trained.
+    If the wait for the ranks is interrupted, as by Ctrl-C, they are told to stop and may save what they have trained.
     """
     launch = LaunchConfig(
         min_nodes=1,
@@ -133,17 +133,17 @@ def _start_ranks(config: Path, ranks: int) -> None:
         signals_to_handle="SIGHUP",
     )
     threads = os.environ.get("OMP_NUM_THREADS", "1")
-    # Asked for its parent, a rank that still starts when this process ends would name the one that adopts orphans.
+    # The ranks get this process's id: if it ends while a rank starts, getppid() would name whoever adopts orphans.
     settings = [f"DMT_LAUNCHER={os.getpid()}", f"OMP_NUM_THREADS={threads}"]
     elastic_launch(launch, "env")(*settings, sys.executable, "-m", "dmt.training", str(config))
 
 
 def demo_settings(data: str) -> list[str]:
-    """The overrides that point the demo's config at a file of clicks or a prepared folder.
+    """Returns the overrides that make the demo's config read a file of clicks or a prepared folder.
 
-    Criteo's is a text file that is no .csv and has no column ``label``; its evaluation rows come from the file whose
-    name has "test" for "train", where there is one. Other files need the columns ``label``, ``c_*`` (categorical) and
-    ``d_*`` (dense); a column ``split`` says which rows evaluate.
+    A text file that is not .csv and has no column ``label`` is taken for Criteo's; its evaluation rows come from the
+    file with "test" for "train" in its name, if there is one. Other files need the columns ``label``, ``c_*``
+    (categorical) and ``d_*`` (dense); a column ``split`` says which rows are for evaluation.
 
     Raises:
         InputError: the file does not exist or its kind is unknown.
@@ -164,9 +164,9 @@ def demo_settings(data: str) -> list[str]:
 
 
 def step_settings(rows: int, ranks: int) -> list[str]:
-    """Batch size and epochs that make about a thousand steps of this many rows.
+    """Returns overrides of batch size and epochs that make about a thousand steps from ``rows`` training rows.
 
-    Small sets get one pass: a click model knows their rows by heart in the second.
+    Small data sets get one epoch: in a second one, a click model would overfit.
 
     Example:
         >>> step_settings(rows=262_144, ranks=4)
@@ -180,6 +180,6 @@ def step_settings(rows: int, ranks: int) -> list[str]:
 
 
 def flat_settings(settings: Sequence[str]) -> list[str]:
-    """Returns the settings without those about tables inside towers, which the flat dataflow refuses."""
+    """Returns the settings without those that only the tower dataflow has, which a flat run refuses."""
     prefixes = tuple(f"{name}." for name in KEYS_OF_TOWERS)
     return [text for text in settings if not f"{text.partition('=')[0].strip()}.".startswith(prefixes)]

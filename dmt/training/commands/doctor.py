@@ -1,4 +1,4 @@
-"""``dmt doctor``: what is installed, what is missing or does not fit, and the command that fixes it.
+"""``dmt doctor``: checks what is installed, what is missing or does not fit, and names the command that fixes it.
 
 The versions of torch, torchrec and fbgemm move together (fbgemm 1.X is built for torch 2.(X+5)), and torchrec requires
 the CUDA build of fbgemm under another package name than the CPU build; no resolver sees that. This module needs none of
@@ -46,7 +46,7 @@ class Finding(NamedTuple):
 
 
 def _installed_version(package: str) -> str | None:
-    """Version of an installed package without its local part (``+cpu``), or None."""
+    """Returns the version of an installed package without its local part (``+cpu``), or None."""
     try:
         return importlib.metadata.version(package).partition("+")[0]
     except importlib.metadata.PackageNotFoundError:
@@ -54,7 +54,7 @@ def _installed_version(package: str) -> str | None:
 
 
 def _load_all() -> tuple[str, str]:
-    """The last line of the error of importing TorchRec in a fresh process, and the GPUs that torch sees."""
+    """Imports TorchRec in a fresh process; returns the last line of the error, and the GPUs that torch sees."""
     program = "import torch, torchrec; print(torch.cuda.device_count(), 'GPUs')"
     probe = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=False)
     error = (probe.stderr.strip().splitlines() or ["no message"])[-1] if probe.returncode else ""
@@ -67,16 +67,16 @@ def diagnose(
     *,
     has_gpu: bool | None = None,
 ) -> list[Finding]:
-    """Diagnoses the installation.
+    """Returns findings on the installed packages and, if they fit, on whether TorchRec loads.
 
     Args:
-        version: version of a package, None when absent.
-        load_all: the error of importing TorchRec, empty when it loads, and the GPUs that torch sees.
-        has_gpu: true with an NVIDIA driver; by default looked up.
+        version: returns the version of a package, None if it is absent.
+        load_all: returns the error of importing TorchRec, empty if it loads, and the GPUs that torch sees.
+        has_gpu: whether there is an NVIDIA driver; by default looked up.
     """
     gpu = shutil.which("nvidia-smi") is not None if has_gpu is None else has_gpu
     build, other = _FBGEMM[::-1] if gpu else _FBGEMM
-    # The versions that belong to the torch that is there.
+    # The versions that fit the installed torch.
     tested = TESTED.get(".".join((version("torch") or "").split(".")[:2]), next(iter(TESTED.values())))
     # Both builds unpack into the same folder; whichever came last has overwritten half of the other.
     without_other = f"pip uninstall -y {other} {build} && " if version(other) is not None else ""
@@ -98,14 +98,14 @@ def diagnose(
         return findings
     error, gpus = load_all()
     again = f"pip install --force-reinstall torch=={tested['torch']} && pip install --force-reinstall --no-deps "
-    # A torch that sees no GPU beside a driver is the CPU build.
+    # If there is a driver but torch sees no GPU, it is the CPU build.
     problem = error or ("CPU: torch sees no GPU" if gpu and gpus.startswith("0") else "")
     fix = f"{again}{build}=={tested['fbgemm']}" if problem else ""
     return [*findings, Finding("import", problem or f"loads, {gpus}", "loads", fix)]
 
 
 def show_findings(findings: Sequence[Finding]) -> Shown:
-    """Shows the diagnosis, and each command on a line that can be pasted."""
+    """Shows findings as a table, with each command on its own line for pasting."""
     rows = [(*finding[:3], "FIX" if finding.fix else "ok") for finding in findings]
     lines = [f"To fix {finding.what}:\n  {finding.fix}" for finding in findings if finding.fix]
     record = [{**finding._asdict(), "ok": not finding.fix} for finding in findings]

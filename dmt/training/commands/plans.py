@@ -1,4 +1,4 @@
-"""``dmt partition`` and ``dmt plan``: what goes where. Saved affinities and most configs need no TorchRec."""
+"""``dmt partition`` (features to towers) and ``dmt plan`` (tables to ranks; most configs need no TorchRec for it)."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def run_partition(options: Mapping[str, Any], command: str) -> Shown:
 
     Args:
         options: the command's options by name, with ``-`` as ``_``.
-        command: command line that is recorded in the plan.
+        command: the command line, to be recorded in the plan.
 
     Raises:
-        InputError: options contradict each other, a file cannot be read, or no towers can be made as asked.
+        InputError: options contradict each other, a file cannot be read, or the towers cannot be made as asked.
     """
     run, data, module, strategy = (options[name] for name in ("checkpoint", "data", "tower_module", "strategy"))
     if run is None and (data is None or module is None or strategy not in ("auto", "interactions")):
@@ -52,11 +52,11 @@ def run_partition(options: Mapping[str, Any], command: str) -> Shown:
         # Interactions are measured where tower modules keep them and rows are there, by
         # benchmarks/results/interaction_towers.md; linear tower modules have no such evidence.
         strategy = "interactions" if run is None or (module is not None and keeps_interactions) else "coherent"
-        click.echo(f"Strategy {strategy}; --strategy names another.", err=True)
+        click.echo(f"Strategy: {strategy}. Choose another by --strategy.", err=True)
     if strategy == "interactions" and module is None:
         raise InputError(
-            f"--strategy interactions needs --tower-module {' or '.join(_TOWER_MODULES)} here: for a module of your "
-            "own, name the one that is most like it."
+            f"--strategy interactions needs --tower-module {' or '.join(_TOWER_MODULES)} here: this run has its own "
+            "model, so name the module that is most like its tower modules."
         )
     rules = PartitionRules() if options["rules"] is None else PartitionRules.load(options["rules"])
     sense: Any = "together" if keeps_interactions else "apart"
@@ -81,7 +81,7 @@ def run_partition(options: Mapping[str, Any], command: str) -> Shown:
 
 
 def _module_of(run: Path, functions: Sequence[str]) -> str | None:
-    """The tower module of a run's model; None for a model of the user's own."""
+    """Returns the tower module of a run's model; None for a user's own model."""
     from dmt.training.trained import checkpoint_of
 
     model = checkpoint_of(run, functions=functions)[1].model
@@ -97,9 +97,9 @@ def _keeps_interactions(module: str | None) -> bool:
 
 
 def _measure(options: Mapping[str, Any], rules: PartitionRules, strategy: str) -> FeatureAffinity:
-    """Measures what the strategy needs; rules are checked against the features before that takes long."""
+    """Measures what the strategy needs, after checking the rules against the features."""
+    from dmt.training.affinity import affinity_of_run, interactions_of
     from dmt.training.commands.demo import demo_settings
-    from dmt.training.partition import affinity_of_run, interactions_of
     from dmt.training.trained import checkpoint_of
 
     run, data, functions = options["checkpoint"], options["data"], options["function"]
@@ -107,12 +107,12 @@ def _measure(options: Mapping[str, Any], rules: PartitionRules, strategy: str) -
     if strategy != "interactions":
         return affinity_of_run(run, data_path=data, rules=rules, functions=functions)
     config = load_config("demo", demo_settings(data)) if run is None else checkpoint_of(run, data, functions)[1]
-    # The tables of a file alone are not known: how many columns they will have is up to the model.
+    # A file alone does not tell the tables: how many columns they will have is up to the model.
     return interactions_of(config, with_tables=run is not None, seed=options["seed"], rules=rules)
 
 
 def _table_of(partition: Partition) -> tuple[list[str], list[list[str]], list[str]]:
-    """Headers, a row for each tower, and lines on what they are worth."""
+    """Returns headers, a row for each tower, and lines that judge the towers."""
     has_work = partition.loads[0].work is not None
     rows = []
     for tower, load in zip(partition.plan.towers, partition.loads, strict=True):
@@ -123,7 +123,7 @@ def _table_of(partition: Partition) -> tuple[list[str], list[list[str]], list[st
     lines = [f"Note: {note}" for note in partition.notes]
     lines.append(judge_meaning(partition))
     for names, gain, share, place in strongest_rows(partition, _SHOWN_INTERACTIONS):
-        lines.append(f"{names}: known together they gain {gain} nats a row, {share} of the loss; {place}")
+        lines.append(f"{names}: known together they gain {gain} nats per row, {share} of the loss; {place}")
     lines.append(judge_balance(partition))
     return headers, rows, lines
 
@@ -151,7 +151,7 @@ def run_plan(config: str, overrides: Sequence[str] = (), *, out: Path | None = N
 
 
 def _plan_flat(job: Job) -> TowerShardingPlan:
-    """Plans a flat run by TorchRec's planner, as one tower that has all ranks of a replica."""
+    """Plans a flat run by TorchRec's planner, and returns it as one tower on all ranks of a replica."""
     from dmt.training.build import build_model, fused_params
     from dmt.training.flat import plan_flat
 
@@ -180,12 +180,12 @@ def _show_sharding(job: Job, sharding: TowerShardingPlan, out: Path | None) -> S
     lines = [sharding.summary, f"The fullest host needs {human_bytes(hosts.sum(axis=1).max())}."]
     if topology.num_replicas > 1:
         lines.append(
-            f"To average {topology.num_replicas} replicas a rank sends up to "
-            f"{human_bytes(max(rank.averaged_bytes for rank in sharding.ranks))} a step; compare by dmt what-if."
+            f"To average {topology.num_replicas} replicas, a rank sends up to "
+            f"{human_bytes(max(rank.averaged_bytes for rank in sharding.ranks))} a step; compare with dmt what-if."
         )
     if topology.num_replicas > 1 and job.sharding is None:
         lines.append(
-            "Training has replicas of a flat model in the tower dataflow, by its planner: sharding.dataflow=sptt "
+            "Replicas of a flat model train in the tower dataflow only: set sharding.dataflow=sptt "
             f"topology.num_towers=1 topology.ranks_per_tower={sharding.topology.ranks_per_tower}."
         )
     lines += [] if out is None else [f"Written to {out}."]

@@ -1,4 +1,4 @@
-"""``dmt prepare``: the rows of a config's data as Parquet with ids, with a bar and a summary."""
+"""``dmt prepare``: writes the rows of a config's data as Parquet with ids, and shows a summary of them."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ def run_prepare(
     vocabulary: Path | None = None,
     **options: Any,
 ) -> Shown:
-    """Prepares the data of a config, and shows the manifest.
+    """Prepares the data of a config into the folder ``out``, and shows the manifest.
 
     Raises:
-        InputError: see `prepare`.
+        InputError: ``vocabulary`` without ids by frequency, or an error of `prepare`.
     """
     run = load_config(config, [*overrides, *(["data.id_mode=frequency"] if ids == "frequency" else [])])
     data = run.data if vocabulary is None else run.data.model_copy(update={"vocabulary": str(vocabulary)})
     if vocabulary is not None and data.id_mode != "frequency":
-        raise InputError("--vocabulary needs ids by frequency. Give --ids frequency, or leave it out.")
+        raise InputError("--vocabulary needs ids by frequency. Add --ids frequency, or leave --vocabulary out.")
     check_output("--out", out.absolute().parent, is_folder=True)
     dims: dict[str, Any] = {"embedding_dim": run.model.embedding_dim, "embedding_dims": run.model.embedding_dims}
     return _show(asdict(prepare(data, out, dims=dims, **options)), out)
 
 
 def _show(record: dict[str, Any], out: Path) -> Shown:
-    """Shows the columns of the rows, what to look at, and how to train on them."""
+    """Shows the columns of the prepared rows, notes on them, and how to train on them."""
     rows = []
     for name, feature in record["summary"]["features"].items():
         numbers = [f"{feature[key]:,}" for key in ("rows_in_use", "missing", "rows")]

@@ -51,7 +51,7 @@ NOT_KNOWN = "a model has diverged, or the evaluation rows have one label only"
 
 
 class RunComparison(NamedTuple):
-    """Difference of AUC of a second run and a first one, against its noise; NaN where an AUC is not known."""
+    """Compares the AUC of a second run with a first run's, against the noise; numbers are NaN if an AUC is unknown."""
 
     auc_difference: float
     """AUC of the second run minus that of the first."""
@@ -71,7 +71,7 @@ def auc_standard_error(auc: float, *, num_rows: int, label_rate: float) -> float
 
     Hanley and McNeil, Radiology 143 (1982), equation (1): with A the AUC, n1 positive and n0 negative rows,
     SE^2 = (A (1 - A) + (n1 - 1) (Q1 - A^2) + (n0 - 1) (Q2 - A^2)) / (n1 n0), Q1 = A / (2 - A), Q2 = 2 A^2 / (1 + A).
-    It does not know how much another training seed would move A. NaN where A is NaN or one of the classes has no row.
+    It does not cover how much another training seed would move A. NaN if A is NaN or one of the classes has no row.
 
     Example:
         >>> round(auc_standard_error(0.8, num_rows=200, label_rate=0.5), 4)
@@ -97,9 +97,9 @@ def _ratio(first: Any, second: Any) -> float | None:
 
 
 def compare_runs(runs: Mapping[str, Mapping[str, Any]]) -> RunComparison:
-    """Compares the second of two runs with the first, evaluated on the same rows: their ``result.json`` by name.
+    """Compares the second of two runs (``result.json`` by name) with the first, evaluated on the same rows.
 
-    An AUC is called higher or lower only where the difference is at least one standard error of the AUC.
+    Calls an AUC higher or lower only if the difference is at least one standard error of the AUC.
     """
     names, (first, second) = list(runs), runs.values()
     errors = [
@@ -135,11 +135,19 @@ def write_report(
     data_description: str,
     notes: Sequence[str] = (),
 ) -> Path:
-    """Writes the page that compares two runs; it links to the partitioner's report beside the first picture.
+    """Writes the page that compares two runs, and returns its path; it links to the report beside the first picture.
 
-    ``runs`` are the ``result.json`` of two runs by the name to show, the baseline first; ``plan`` and ``sharding``
-    those of the second. ``pictures`` are what `plot_affinity` drew of ``plan``, and `plot_curves` of ``runs``. Raises
-    `InputError` if the page cannot be written.
+    Args:
+        path: the HTML file.
+        runs: ``result.json`` of two runs by the name to show, the baseline first.
+        plan: the tower plan of the second run.
+        sharding: the sharding plan of the second run.
+        pictures: files that `plot_affinity` drew of ``plan``, and `plot_curves` of ``runs``.
+        data_description: what the runs were trained on, for the reader.
+        notes: lines to show below the headline.
+
+    Raises:
+        InputError: the page cannot be written.
     """
     comparison, towers = compare_runs(runs), list(runs.values())[1]
     affinity_picture, curves_picture = pictures
@@ -167,7 +175,7 @@ def write_report(
 
 
 def _cards(comparison: RunComparison, runs: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
-    """The three figures under the headline: big text, what it is, and the numbers behind it."""
+    """Returns the three figures under the headline: big text, what it is, and the numbers behind it."""
     (first_name, first), (name, second) = runs.items()
     auc, behind = "not known", NOT_KNOWN
     if not math.isnan(comparison.auc_noise):
@@ -197,7 +205,7 @@ def _percent(first: float, second: float) -> str:
 
 
 def _rows(runs: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
-    """Label and cells of each row of the table; the last cell is second / first."""
+    """Returns the label and cells of each row of the table; the last cell is second / first."""
     first, second = runs.values()
     rows = rows_of(runs.values())
     shown = []
@@ -208,7 +216,7 @@ def _rows(runs: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
 
 
 def _affinities(plan: TowerPlan) -> list[tuple[str, str]]:
-    """Each mean affinity, or share of interaction, by its pairs; a tower of one feature has no pair."""
+    """Returns each mean affinity, or share of interaction, with its pairs; a tower of one feature has no pair."""
     pairs = _PAIRS[:2] if plan.affinity.get("measure") == "interactions" else _PAIRS
     means = [(what, plan.affinity.get(key)) for key, what in pairs]
     return [(what, "-" if mean is None else f"{mean:.3f}") for what, mean in means]
@@ -217,11 +225,11 @@ def _affinities(plan: TowerPlan) -> list[tuple[str, str]]:
 def plot_curves(runs: Mapping[str, Path], path: Path) -> Path:
     """Draws training loss, evaluation AUC and normalized entropy over training steps, one colour per run.
 
-    The loss is shown as recorded (faint) and smoothed; evaluations are marked one by one, so that a run with a single
-    evaluation shows too. ``runs`` are output folders by the name to show; the suffix of ``path`` chooses the format.
+    The loss is shown as recorded (faint) and smoothed; each evaluation has a mark, so that a single evaluation shows,
+    too. ``runs`` are output folders by the name to show; the suffix of ``path`` chooses the format. Returns ``path``.
 
     Raises:
-        InputError: a folder without readable curves, an unknown picture format, or a path that is not writable.
+        InputError: a folder has no readable curves, the picture format is unknown, or ``path`` cannot be written.
     """
     curves = {name: _read_curves(folder) for name, folder in runs.items()}
     figure = new_figure(path, size=(8.4, 6.2), caller="plot_curves")
@@ -245,9 +253,9 @@ def plot_curves(runs: Mapping[str, Path], path: Path) -> Path:
 
 
 def smooth(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Takes a centred mean over about a tenth of the values [n], which does not lag behind as an exponential one does.
+    """Returns a centred moving mean of values, float64 [n], over about a tenth of them, which does not lag behind.
 
-    Towards the ends the window shrinks on both sides, so a steep beginning is not flattened.
+    Towards the ends the window shrinks on both sides, so that a steep beginning is not flattened.
     """
     size = len(values)
     sums = np.concatenate([[0.0], np.cumsum(values)])

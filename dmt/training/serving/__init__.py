@@ -1,1 +1,1 @@
-"""From a trained model to a server: `export_run`, `score`, `ServedModel` and `make_program` for one's own."""
+"""From a trained model to a server: `export_run`, `score`, and `ServedModel` with `make_program` for other models."""

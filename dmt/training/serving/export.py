@@ -1,4 +1,4 @@
-"""``dmt export``: from a checkpoint of any layout to one file with the program and a manifest."""
+"""``dmt export``: writes a checkpoint of any layout as one file with a PyTorch program and a manifest."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ class Exported:
     """Result of ``dmt export``."""
 
     checkpoint: Path
-    """The checkpoint."""
+    """Folder of the checkpoint."""
     manifest: dict[str, Any]
     """The manifest inside the file."""
     file_bytes: int
-    """Size of the file."""
+    """Size of the file in bytes."""
     difference: float
     """Largest difference between a logit of the program and of the trained model, on random samples."""
 
@@ -61,13 +61,13 @@ def export_run(
     data_path: str | None = None,
     functions: Collection[str] = (),
 ) -> Exported:
-    """Writes the model of a run's newest whole checkpoint as a program for servers, and compares the two.
+    """Writes the model of a run's newest whole checkpoint as a program for servers, and compares their logits.
 
     Args:
         run: the ``output_dir`` of a run, or a checkpoint.
         out: the ``.pt2`` file.
-        tables: format of the tables in it.
-        data_path: a file with the columns of the run's data, where those are gone.
+        tables: number format of the tables in the program.
+        data_path: a file with the columns of the run's data, if the run's data are gone.
         functions: see `dmt.training.trained.checkpoint_of`.
 
     Raises:
@@ -86,14 +86,14 @@ def export_run(
     manifest = _manifest(job, checkpoint, tables)
     with torch.no_grad():
         difference = float((program.module()(*tensors_of(batch)) - expected).abs().max())
-    # The same operators in the same order, but a CPU's kernels may round by where a tensor lies in memory.
+    # Both run the same operators in the same order, but a CPU's kernels may round by where a tensor lies in memory.
     rounding = 1e-5 * max(1.0, float(expected.abs().max()))
     if not difference <= (rounding if tables == "fp32" else torch.inf):
         raise InputError(
-            f"The exported program of {checkpoint} gives other logits than the model (by {difference:.1e}). Its "
-            "forward must not depend on anything but its input and its weights."
+            f"The exported program of {checkpoint} gives other logits than the model (by {difference:.1e}). Make the "
+            "model's forward depend on its input and weights only."
         )
-    # In memory first: PyTorch's zip writer aborts the process where a file raises, such as on a full disk.
+    # Write to memory first: PyTorch's zip writer aborts the process if the file raises, such as on a full disk.
     archive = io.BytesIO()
     torch.export.save(program, archive, extra_files={_MANIFEST: json.dumps(manifest, indent=1)})
     with writing(out), atomic_write(out) as scratch:
@@ -102,9 +102,9 @@ def export_run(
 
 
 def _manifest(job: Job, checkpoint: Path, tables: StoredTables) -> dict[str, Any]:
-    """Returns what a server needs to know, as JSON takes it."""
+    """Returns what a server needs to know, as plain data for JSON."""
     config, data = job.config, job.data
-    # Of rows that another program has prepared nobody knows how they got their ids.
+    # How another program made the ids of rows that it prepared is not known.
     is_hashed = data.raw.id_mode == "hash" and data.raw.kind not in ("synthetic", "prepared")
     texts, raw, features = pa.array(_HASHED_EXAMPLES), {feature.name: feature for feature in data.columns.features}, []
     for table in job.tables:
@@ -146,7 +146,7 @@ def _manifest(job: Job, checkpoint: Path, tables: StoredTables) -> dict[str, Any
 
 @contextmanager
 def writing(out: Path) -> Iterator[None]:
-    """Raises `InputError` where ``out`` cannot be written."""
+    """Turns an `OSError` of its block into an `InputError` that says that ``out`` cannot be written."""
     try:
         yield
     except OSError as error:
@@ -158,8 +158,8 @@ def tensors_of(batch: ClickBatch) -> tuple[Tensor, dict[str, Tensor], dict[str, 
     bags = batch.sparse_features.to_dict()
     return (
         batch.dense_features,
-        {name: own.values() for name, own in bags.items()},
-        {name: own.lengths() for name, own in bags.items()},
+        {name: bag.values() for name, bag in bags.items()},
+        {name: bag.lengths() for name, bag in bags.items()},
     )
 
 
@@ -172,8 +172,8 @@ def read_manifest(path: Path) -> dict[str, Any]:
     place = f"Exported model {path}"
     try:
         with zipfile.ZipFile(path) as archive:
-            found = [name for name in archive.namelist() if name.endswith(f"extra/{_MANIFEST}")]
-            text = archive.read(found[0]).decode() if found else None
+            names = [name for name in archive.namelist() if name.endswith(f"extra/{_MANIFEST}")]
+            text = archive.read(names[0]).decode() if names else None
     except (OSError, ValueError, RuntimeError, zipfile.BadZipFile) as error:  # RuntimeError: it is encrypted
         raise InputError(f"{place}: cannot be read ({error}). {_REMEDY}") from error
     if text is None:
@@ -185,13 +185,13 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def load_program(path: Path) -> torch.nn.Module:
-    """Loads an exported program to be called as `ServedModel.forward` says.
+    """Loads an exported program, which is called like `ServedModel.forward`.
 
     Raises:
         InputError: the file cannot be read.
     """
     try:
         return torch.export.load(path).module()
-    except Exception as error:  # a reader raises whatever the bytes make it
+    except Exception as error:  # damaged bytes can make the reader raise anything
         reason = str(error).partition("\n")[0]
         raise InputError(f"Exported model {path}: cannot be read ({reason}). {_REMEDY}") from error

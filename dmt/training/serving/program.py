@@ -1,6 +1,6 @@
-"""A trained model as a plain PyTorch program: `make_program` by ``torch.export``, with `ServedTables` for its tables.
+"""Turns a trained model into a plain PyTorch program: `make_program` by ``torch.export``, tables as `ServedTables`.
 
-The program takes tensors, and its operators are PyTorch's own: it loads and runs without TorchRec, FBGEMM and this
+The program takes tensors and uses only PyTorch's operators: it loads and runs without TorchRec, FBGEMM and this
 library. Dense parts and tower modules are traced as they are; only TorchRec's collections of tables are replaced.
 
 Legend: B samples, D dense columns, n ids of a feature in all samples, R rows and N columns of a table.
@@ -30,20 +30,20 @@ __all__ = ["TABLE_BITS", "ServedModel", "ServedTables", "StoredTables", "make_pr
 
 StoredTables = Literal["fp32", "int8", "int4"]
 TABLE_BITS: Mapping[str, int] = {"int8": 8, "int4": 4}
-"""Bits of a number of a quantised table."""
-_ROWS = 2**16  # quantised in one go: tables are too large for a copy in FP32
+"""Bits per number of a quantised table, by format."""
+_ROWS = 2**16  # rows quantised at a time: tables are too large for a copy in FP32
 
 
 def quantize_rows(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Rounds each row of a table to whole numbers of few bits, between the least and the greatest number of the row.
+    """Quantises each row of a table linearly, between the smallest and the largest number of the row.
 
     Args:
         weight: [R, N], any float.
-        bits: 8, or 4, which packs two numbers into a byte: N is even then.
+        bits: 8, or 4, which packs two numbers into a byte and needs an even N.
 
     Returns:
-        The numbers, uint8 [R, N * bits / 8]; and the size of a step and the least number of each row, float32 [R, 2].
-        Of a row, half a step is the greatest error.
+        The codes, uint8 [R, N * bits / 8]; and the step and smallest number of each row, float32 [R, 2]. No number is
+        off by more than half a step of its row.
 
     Example:
         >>> codes, scales = quantize_rows(torch.tensor([[0.0, 0.5, 1.0, 3.0]]), bits=4)
@@ -62,7 +62,7 @@ def quantize_rows(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def restore_rows(codes: Tensor, scales: Tensor, *, bits: int = 4) -> Tensor:
-    """Returns the rows, float32 [n, N], of numbers and scales that `quantize_rows` made, [n, ...] each."""
+    """Returns the rows, float32 [n, N], of codes, uint8 [n, N * bits / 8], and scales [n, 2] of `quantize_rows`."""
     if bits == 4:
         codes = torch.stack([codes & 15, codes >> 4], dim=2).flatten(1)
     return codes.float() * scales[:, :1] + scales[:, 1:]
@@ -75,7 +75,7 @@ class ServedTables(nn.Module):
 
     Args:
         tables: the collection.
-        stored: ``"int8"`` or ``"int4"`` quantises each row; sums are of FP32 numbers.
+        stored: ``"int8"`` or ``"int4"`` quantises each row; bags are summed in FP32.
 
     Raises:
         InputError: bags are weighted, sequences return their ids, or a table has an odd number of columns for INT4.
@@ -87,7 +87,7 @@ class ServedTables(nn.Module):
         self._is_sequence = isinstance(tables, EmbeddingCollection)
         if isinstance(tables, EmbeddingCollection):
             if tables.need_indices():
-                raise InputError(f"Table {configs[0].name!r} returns its ids too, which exported programs cannot.")
+                raise InputError(f"Table {configs[0].name!r} has need_indices=True, which programs do not support.")
         elif tables.is_weighted():
             raise InputError(f"Table {configs[0].name!r} has weighted bags, which exported programs do not support.")
         self._bits = TABLE_BITS.get(stored)
@@ -102,21 +102,22 @@ class ServedTables(nn.Module):
                 self.register_buffer(f"weight_{number}", weight)
                 continue
             if weight.shape[1] % 2:
-                raise InputError(f"Table {config.name!r} has {weight.shape[1]} columns, an odd number. Use int8.")
+                rule = "but int4 packs two numbers into a byte. Use int8, or an even number of columns."
+                raise InputError(f"Table {config.name!r} has {weight.shape[1]} columns, {rule}")
             codes, scales = quantize_rows(weight, self._bits)
             self.register_buffer(f"weight_{number}", codes)
             self.register_buffer(f"scales_{number}", scales)
 
     def forward(self, features: Mapping[str, JaggedTensor]) -> Any:
-        """Ids by feature -> embeddings as the collection gives them: float32 [B, sum N], or sequences by feature."""
+        """Ids by feature -> what the collection returns: a ``KeyedTensor`` [B, sum N], or sequences by feature."""
         lookups = [
             (number, features[name], mode) for number, (names, mode) in enumerate(self._lookups) for name in names
         ]
         if self._is_sequence:
-            found = [
+            sequences = [
                 JaggedTensor(self._rows(number, ids.values()), lengths=ids.lengths()) for number, ids, _ in lookups
             ]
-            return dict(zip(self._outputs, found, strict=True))
+            return dict(zip(self._outputs, sequences, strict=True))
         pooled = [self._look_up(number, ids.values(), ids.offsets(), mode) for number, ids, mode in lookups]
         return KeyedTensor(keys=self._outputs, length_per_key=self._widths, values=torch.cat(pooled, dim=1))
 
@@ -146,9 +147,9 @@ class ServedModel(nn.Module):
     """A click model ``model(dense_features, sparse_features) -> [B, 1]`` that takes plain tensors.
 
     Args:
-        model: the unsharded model with its weights; it is copied, but for what is not replaced of the tables.
+        model: the unsharded model with its weights; it is copied, except for tables that are not quantised.
         features: names of the features that the program takes.
-        stored: format of the tables.
+        stored: number format of the tables.
         splits: columns of each shard, by feature (`dmt.plan.towers.TowerPlan.column_splits`).
 
     Raises:
@@ -166,15 +167,15 @@ class ServedModel(nn.Module):
         super().__init__()
         self._features = tuple(features)
         self._shards = {name: shard_names(name, widths) for name, widths in (splits or {}).items()}
-        # What the memo has is put in the copy's place, and tables are never copied.
+        # deepcopy takes the memo's entries in place of copies, so tables are never copied.
         memo: dict[int, Any] = {}
         for name, part in model.named_modules():
             if not isinstance(part, EmbeddingBagCollection | EmbeddingCollection):
                 continue
             if type(part) not in (EmbeddingBagCollection, EmbeddingCollection):
                 raise InputError(
-                    f"The module {name!r} has tables that cannot be exported: only EmbeddingBagCollection and "
-                    "EmbeddingCollection can, and no subclass of them."
+                    f"The module {name!r} is a {type(part).__name__}, whose tables cannot be exported. Use "
+                    "EmbeddingBagCollection or EmbeddingCollection itself, not a subclass."
                 )
             memo[id(part)] = ServedTables(part, stored=stored)
         self.model = copy.deepcopy(model, memo).eval()
@@ -193,27 +194,27 @@ class ServedModel(nn.Module):
         Raises:
             InputError: the model returned anything but one logit for each sample.
         """
-        found = _Ids()
-        # All features at once: for a few samples, the number of operators is what takes the time.
+        bags = _Ids()
+        # All features at once: for a few samples, time depends on the number of operators.
         stacked = torch.stack([lengths[name] for name in self._features])
         all_offsets = functional.pad(stacked.cumsum(1), (1, 0))
-        # With other offsets embedding_bag would read memory that is not the batch's.
+        # With wrong offsets, embedding_bag would read memory outside the batch.
         assert_in_graph((stacked >= 0).all(), "lengths: a number of ids is negative")
         for name, length, offsets in zip(self._features, stacked.unbind(), all_offsets.unbind(), strict=True):
             assert_in_graph(offsets[-1] == ids[name].shape[0], f"lengths[{name!r}] do not add up to the ids[{name!r}]")
             for key in self._shards.get(name, [name]):
-                found[key] = JaggedTensor(values=ids[name], lengths=length, offsets=offsets)
-        # Two columns would become one vector, in which the numbers of a sample stand side by side.
-        return checked_logits(type(self.model).__name__, self.model(dense, found), dense.shape[0]).reshape(-1)
+                bags[key] = JaggedTensor(values=ids[name], lengths=length, offsets=offsets)
+        # Without the check, an output [B, 2] would be flattened to 2 B logits.
+        return checked_logits(type(self.model).__name__, self.model(dense, bags), dense.shape[0]).reshape(-1)
 
 
 def make_program(model: ServedModel, *, num_dense: int, features: Sequence[str]) -> torch.export.ExportedProgram:
-    """Traces a model for any number of samples from 1 on, and any number of ids of each feature from 0 on.
+    """Exports a model for any number of samples, at least 1, and any number of ids per feature, also 0.
 
-    The program checks its input: names, shapes, that lengths add up, that ids have rows.
+    The program checks its input: names, shapes, that lengths add up, that ids are rows of their tables.
 
     Args:
-        model: on the CPU.
+        model: the model, on the CPU.
         num_dense: D, the number of dense columns.
         features: names of the features.
 
@@ -221,7 +222,7 @@ def make_program(model: ServedModel, *, num_dense: int, features: Sequence[str])
         InputError: the model returns no tensor [B, 1] or [B], or PyTorch cannot export it, for the reason given.
     """
     samples = 3
-    # Another number of ids for each feature, so that nothing is taken for equal.
+    # Another number of ids for each feature, so that the tracer takes no two for equal.
     counts = {name: samples + 2 + number for number, name in enumerate(features)}
     ids = {name: torch.zeros(count, dtype=torch.int64) for name, count in counts.items()}
     lengths = {name: torch.tensor([1, 1, count - 2]) for name, count in counts.items()}
@@ -234,7 +235,7 @@ def make_program(model: ServedModel, *, num_dense: int, features: Sequence[str])
     inputs = (torch.zeros(samples, num_dense), ids, lengths)
     try:
         with torch.no_grad():
-            model(*inputs)  # a refusal then names numbers, not symbols
+            model(*inputs)  # an error then shows numbers, not the tracer's symbols
             return torch.export.export(model, inputs, dynamic_shapes=dims, strict=False)
     except InputError:
         raise

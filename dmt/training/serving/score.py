@@ -1,4 +1,4 @@
-"""``dmt score``: the predictions of a trained or exported model for the rows of files, by the trainer's own reader."""
+"""``dmt score``: writes a trained or exported model's predictions for rows of files, read as the trainer reads them."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from dmt.training.data.clicks import ClickData
 from dmt.training.data.config import DataConfig, with_files
 from dmt.training.data.files import expand_path
 from dmt.training.functions import check_allowed
-from dmt.training.job import PREPARED, Job, open_data
+from dmt.training.job import PREPARED, Job, open_unsharded
 from dmt.training.metrics import ClickMetrics, MetricValues
 from dmt.training.serving.export import load_program, read_manifest, tensors_of, writing
 from dmt.training.trained import data_section, trained_model
@@ -52,10 +52,10 @@ def score(
 
     Args:
         model: the ``output_dir`` of a run, a checkpoint, or a file that ``dmt export`` wrote.
-        out: the Parquet file.
+        out: the Parquet file: ``row`` int64, the other columns float32.
         data_path: a file, a directory or a glob with the columns of the run, of which the label may be absent. Without
             it, the run's own evaluation rows are scored.
-        batch_size: rows in one go.
+        batch_size: rows per batch.
         functions: see `dmt.training.trained.checkpoint_of`.
 
     Raises:
@@ -71,13 +71,13 @@ def score(
 
 
 class Predictions:
-    """A Parquet file of predictions, and their metrics.
+    """Writes predictions to a Parquet file, and accumulates their metrics.
 
     Args:
         path: the file.
-        data: the rows, which may have labels.
+        data: the rows; without labels, the file has no column ``label``.
         first_row: number of the first row.
-        group: the ranks whose metrics are joined; None: this one alone.
+        group: the ranks whose metrics are joined; None: this rank alone.
     """
 
     def __init__(
@@ -86,13 +86,13 @@ class Predictions:
         has_labels = data.columns.label is not None
         self._schema = _SCHEMA if has_labels else _SCHEMA.remove(_SCHEMA.get_field_index("label"))
         self.writer = pq.ParquetWriter(path, self._schema)
-        """The file, to be closed at the end."""
+        """Writer of the file; the caller closes it at the end."""
         self.metrics = ClickMetrics(group)
         self.row = first_row
         """Number of the next row."""
 
     def write(self, logits: Tensor, labels: Tensor, weights: Tensor) -> None:
-        """Writes a batch: logits, labels and weights of [B]; rows of weight 0 are padding and are left out."""
+        """Writes a batch: logits, labels and weights, float32 [B] each; rows of weight 0 are padding and left out."""
         self.metrics.update(logits, labels, weights)
         logits, labels = (values[weights > 0].cpu() for values in (logits, labels))
         columns = {
@@ -107,7 +107,7 @@ class Predictions:
 
 
 def check_predictions(path: Path) -> None:
-    """Raises `InputError` for a file that `score` has not written."""
+    """Raises `InputError` for a Parquet file that `score` has not written."""
     if pq.read_schema(path).names[:3] != _SCHEMA.names[:3]:
         raise InputError(f"{path} is not a file of predictions.")
 
@@ -125,8 +125,8 @@ def _open(model: Path, data_path: str | None, functions: Collection[str], out: P
 
 
 def open_rows(config: TrainingConfig, data_path: str | None, out: Path) -> Job:
-    """Opens the job of a checkpoint's config, not sharded, with the rows to score; see `score`."""
-    return open_data(config, None if data_path is None else _rows_of(config.data, data_path, out))
+    """Opens the job of a checkpoint's config, without a sharding plan, with the rows to score; see `score`."""
+    return open_unsharded(config, None if data_path is None else _rows_of(config.data, data_path, out))
 
 
 def _run(model: Path, program: nn.Module, batch: ClickBatch) -> Tensor:
@@ -144,8 +144,8 @@ def _rows_of(raw: DataConfig, data_path: str, out: Path) -> ClickData:
         raise InputError("The model was trained on synthetic clicks; rows of a file do not fit it. Leave out --data.")
     config = with_files(raw, data_path)
     if config.kind == "prepared":
-        raise InputError(f"--data {data_path!r} is a prepared folder, but raw rows are scored. Name those.")
-    # Every row has a prediction, or the first that cannot be read is named.
+        raise InputError(f"--data {data_path!r} is a prepared folder, but scoring takes raw rows. Name the raw files.")
+    # Every row is scored, none is dealt to training.
     changes: dict[str, Any] = {"split_column": None, "group_by": None}
     if config.kind == "columns" and config.label not in _columns_of(data_path, config):
         changes["label"] = None

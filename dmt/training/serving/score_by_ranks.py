@@ -40,8 +40,8 @@ def score_by_ranks(
     """Scores rows with the sharded model of a checkpoint; to be called on every rank that torchrun started.
 
     The rows are cut into a part for each rank, in the order of their files; rank r writes ``part-<r>.parquet``. As many
-    ranks as trained the model have its towers. Any other number holds all its towers together; a model trained with the
-    flat dataflow stays flat. A rank's batches have the run's ``train.batch_size`` rows.
+    ranks as in training place the towers as in training; any other number of ranks holds all towers together. A model
+    trained with the flat dataflow stays flat. A rank's batches have the run's ``train.batch_size`` rows.
 
     Args:
         model: the ``output_dir`` of a run, or a checkpoint.
@@ -80,7 +80,7 @@ def _placed(job: Job, world_size: int) -> Job:
             f"data.source={config.data.source!r} deals rows to ranks itself, so they have no row numbers. Give files "
             "(--data), or run dmt score without torchrun."
         )
-    # Predictions are those of one process: what travels is not rounded.
+    # Nothing is rounded on its way, so that predictions equal those of one process.
     sharding: dict[str, Any] = {"forward_precision": "fp32", "backward_precision": "fp32", "cluster": None}
     changes: dict[str, Any] = {
         "train": config.train.model_copy(update={"device": "auto", "dense_reduce": "ring"}),
@@ -88,11 +88,11 @@ def _placed(job: Job, world_size: int) -> Job:
         "hot_rows": HotRowsConfig(),
     }
     if not config.sharding.is_off_device:
-        # It has no state. Tables on SSDs need the run's.
+        # SGD has no state. Tables on SSDs need the run's own optimizer.
         changes["optimizer"] = OptimizerConfig(sparse="sgd")
     if config.topology.build().world_size != world_size:
         changes["topology"] = TopologyConfig(ranks_per_tower=world_size)
-        # Schemes and the limit are of the run's ranks.
+        # Schemes and the memory limit were made for the ranks of training.
         kernels = {name: rule for name, rule in config.sharding.tables.items() if rule not in SCHEMES}
         sharding |= {"scheme": "auto", "tables": kernels, "memory_gib": None}
         if towers is not None:
@@ -100,7 +100,7 @@ def _placed(job: Job, world_size: int) -> Job:
             cuts = towers.column_splits
             towers = TowerPlan.from_lists([towers.features], outside=towers.outside, column_splits=cuts)
     changes["sharding"] = config.sharding.model_copy(update=sharding)
-    placed = make_job(config.model_copy(update=changes), job.tables, job.num_dense, towers=towers, source=job.data)
+    placed = make_job(config.model_copy(update=changes), job.tables, job.num_dense, towers=towers, data=job.data)
     if placement is not None and config.model.has_towers:
         placed = replace(placed, towers=job.towers, placement=placement)
     check_tables_on_ssd(placed)
@@ -113,13 +113,13 @@ def _load(checkpoint: Path, job: Job, mesh: TowerMesh) -> nn.Module:
     check_same_input(job, plain, mesh)
     model = shard_model(job, mesh, plain)
     load(checkpoint, model, None, mesh=mesh)
-    # Without it, a model with replicas refuses a batch.
+    # Without the sync, a model with replicas refuses a batch.
     replica_sync(job.config.replicas, model, mesh)
     return model.eval()
 
 
 def _score(job: Job, model: nn.Module, mesh: TowerMesh, out: Path) -> Scored:
-    """Writes the predictions of all ranks; collective, and raises on all ranks what goes wrong on one."""
+    """Writes the predictions of all ranks; collective, and an error on one rank is raised on all."""
     device, cuts = current_device(job.device_type), {} if job.towers is None else job.towers.column_splits
     with ExitStack() as stack, torch.no_grad():
         make_folder = partial(stack.enter_context, _new_folder(out)) if mesh.rank == 0 else partial(Path, out)
@@ -150,7 +150,7 @@ def _score(job: Job, model: nn.Module, mesh: TowerMesh, out: Path) -> Scored:
 
 @contextmanager
 def _new_folder(out: Path) -> Iterator[Path]:
-    """Yields a folder beside ``out`` that becomes it at the end; an error removes it."""
+    """Yields a new folder beside ``out`` that is renamed to ``out`` at the end; an error removes it."""
     scratch = out.with_name(f".{out.name}.{secrets.token_hex(8)}")
     try:
         scratch.mkdir(parents=True)

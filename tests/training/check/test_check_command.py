@@ -21,7 +21,7 @@ from dmt.training.check.expected import UNEVEN, draw_batch
 from dmt.training.check.shrink import CheckedRun, CheckLimits, fewer_ranks, shrink
 from dmt.training.commands import main
 from dmt.training.config import TrainingConfig, to_toml
-from dmt.training.job import Job, open_data, open_job
+from dmt.training.job import Job, open_job, open_unsharded
 from tests.ranks import run_ranks
 from tests.training.small import small
 
@@ -218,7 +218,7 @@ def test_the_towers_of_a_flat_model_are_joined(tmp_path: Path) -> None:
 
 def test_a_plan_made_for_larger_tables_still_builds(tmp_path: Path) -> None:
     config = small("dmt-dlrm", synthetic={"rows_per_table": 3000})
-    tables = open_data(config).tables
+    tables = open_unsharded(config).tables
     TowerPlan.from_lists([["C1", "C2"], ["C3", "C4", "C5", "C6"]], tables=tuple(tables)).save(tmp_path / "t.json")
     config = small("dmt-dlrm", synthetic={"rows_per_table": 3000}, towers={"plan": str(tmp_path / "t.json")})
     run = shrunk(config, tmp_path, max_rows=20)

@@ -31,7 +31,7 @@ from dmt.training.data.config import DataConfig
 from dmt.training.data.files import Manifest
 from dmt.training.data.hash import deal_rows, hash_rows
 from dmt.training.data.prepare import prepare
-from dmt.training.job import open_data
+from dmt.training.job import open_unsharded
 from tests.ranks import run_ranks
 from tests.training.small import small
 
@@ -142,7 +142,7 @@ def test_the_planner_knows_the_mean_length_of_lists(tmp_path: Path) -> None:
     for given, found in (({}, {"tags": 0.75}), ({"tags": 3.0, "c": 2.0}, {"tags": 3.0, "c": 2.0})):
         config = small(sharding={"pooling_factors": given})
         data = DataConfig(kind="prepared", prepared=str(folder))
-        assert open_data(config.model_copy(update={"data": data})).config.sharding.pooling_factors == found
+        assert open_unsharded(config.model_copy(update={"data": data})).config.sharding.pooling_factors == found
 
 
 def test_times_of_every_spelling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

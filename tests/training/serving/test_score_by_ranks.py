@@ -21,7 +21,7 @@ from dmt.plan.towers import TowerPlan
 from dmt.sptt.mesh import TowerMesh
 from dmt.training.commands import main
 from dmt.training.config import TrainingConfig
-from dmt.training.job import open_data
+from dmt.training.job import open_unsharded
 from dmt.training.serving import score_by_ranks as module
 from dmt.training.serving.score import Predictions, Scored, score
 from dmt.training.serving.score_by_ranks import score_by_ranks
@@ -178,7 +178,7 @@ def test_what_only_one_process_does_is_refused(run: Path, tmp_path: Path) -> Non
             score_by_ranks(model, out, world_size=2)
     own = {"source": "tests.training.data.test_source:malformed", "categorical": ["c"], "dense": ["d"]}
     with pytest.raises(InputError, match=r"data\.source='tests.*malformed' deals rows to ranks itself"):
-        module._placed(open_data(small(data=own, synthetic={}, topology={"num_towers": 1})), 2)
+        module._placed(open_unsharded(small(data=own, synthetic={}, topology={"num_towers": 1})), 2)
 
 
 @pytest.mark.ranks
