@@ -74,7 +74,8 @@ class ClickTask(nn.Module):
 
     def forward(self, batch: ClickBatch) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """Returns the mean binary cross entropy of the batch, and (logits, labels, weights), float32 [B] each."""
-        logits = self.model(batch.dense_features, batch.sparse_features).squeeze(-1)
+        # Not squeeze: of a batch of one sample, it would make a scalar of [B].
+        logits = self.model(batch.dense_features, batch.sparse_features).reshape(-1)
         loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
         return loss, (logits.detach(), batch.labels, batch.weights)
 

@@ -13,6 +13,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
+from torch import nn
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from dmt.errors import InputError
@@ -22,7 +23,7 @@ from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.peer_exchange import PeerExchange, Pending
 from dmt.testing import gather_plain_state, load_plain_state, table_layout
 from dmt.training import preflight
-from dmt.training.build import build_model, build_optimizer, count_model, fused_params, shard_model
+from dmt.training.build import ClickTask, build_model, build_optimizer, count_model, fused_params, shard_model
 from dmt.training.config import OptimizerConfig, TrainingConfig
 from dmt.training.data.batch import ClickBatch
 from dmt.training.job import Job, open_job, open_unsharded
@@ -41,6 +42,15 @@ def batches(config: TrainingConfig, rank: int, world_size: int) -> Iterator[Clic
 
 
 # Pure arithmetic first.
+
+
+@pytest.mark.parametrize("shape", [(1,), (1, 1)])
+def test_a_batch_of_one_sample_has_one_logit(shape: tuple[int, ...]) -> None:
+    one = torch.ones(1)
+    batch = SimpleNamespace(dense_features=one, sparse_features=None, labels=one, weights=one)
+    with patch.object(nn.Identity, "forward", lambda self, dense, ids: dense.reshape(shape)):
+        loss, (logits, *_) = ClickTask(nn.Identity())(batch)
+    assert (loss.shape, logits.shape) == ((), (1,))
 
 
 def on_one_host(job: Job, monkeypatch: pytest.MonkeyPatch, pages: int, *more: tuple[str, int]) -> None:
