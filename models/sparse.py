@@ -104,11 +104,12 @@ class SequenceArch(nn.Module):
         self.pooling = PooledBySequence(sequences, device=device)
         self._bag_names = feature_names(bags)
 
-    def forward(self, ids: Any) -> _WithSequences:
+    def forward(self, ids: Any) -> _WhenRead:
         """``KeyedJaggedTensor`` of B samples -> [B, N] float32 by feature name."""
-        return _WithSequences(self, None if self.bags is None else self.bags(ids), self.embedding(ids))
+        bags, sequences = None if self.bags is None else self.bags(ids), self.embedding(ids)
+        return _WhenRead(lambda: self._vectors(bags, sequences))
 
-    def vectors(self, bags: Any, sequences: Any) -> dict[str, Tensor]:
+    def _vectors(self, bags: Any, sequences: Any) -> dict[str, Tensor]:
         """Outputs of the two collections -> [B, N] by feature name."""
         # Feature by feature, because a train pipeline traces this, and a traced dict has no length.
         pooled, of_bags = self.pooling(sequences), None if bags is None else by_feature(bags)
@@ -116,12 +117,11 @@ class SequenceArch(nn.Module):
         return vectors if of_bags is None else vectors | {name: of_bags[name] for name in self._bag_names}
 
 
-class _WithSequences:
-    def __init__(self, arch: SequenceArch, bags: Any, sequences: Any) -> None:
-        self._arch, self._bags, self._sequences = arch, bags, sequences
+class _WhenRead:
+    """Embeddings by feature that are computed when the model reads them."""
 
-    def to_dict(self) -> dict[str, Tensor]:
-        return self._arch.vectors(self._bags, self._sequences)
+    def __init__(self, to_dict: Callable[[], dict[str, Tensor]]) -> None:
+        self.to_dict = to_dict
 
 
 def tower_sparse_arch(
@@ -236,16 +236,12 @@ class JoinedShards(nn.Module):
         features = [feature for table in tables for feature in table.feature_names]
         self._names = {name: shard_names(name, splits[name]) if name in splits else [name] for name in features}
 
-    def forward(self, ids: Any) -> _Joined:
+    def forward(self, ids: Any) -> _WhenRead:
         """Output of `dmt.plan.split_across_towers.split_ids` -> [B, N] float32 by feature name."""
-        return _Joined(self.shards(ids), self._names)
+        embeddings = self.shards(ids)
+        return _WhenRead(lambda: self._joined(embeddings))
 
-
-class _Joined:
-    def __init__(self, embeddings: Any, shards: Mapping[str, list[str]]) -> None:
-        self._embeddings, self._shards = embeddings, shards
-
-    def to_dict(self) -> dict[str, Tensor]:
-        vectors = by_feature(self._embeddings)
-        parts = {feature: [vectors[name] for name in names] for feature, names in self._shards.items()}
+    def _joined(self, embeddings: Any) -> dict[str, Tensor]:
+        vectors = by_feature(embeddings)
+        parts = {feature: [vectors[name] for name in names] for feature, names in self._names.items()}
         return {feature: torch.cat(some, dim=1) if len(some) > 1 else some[0] for feature, some in parts.items()}

@@ -79,10 +79,6 @@ class FlatSharder(_OverAllRanks, EmbeddingBagCollectionSharder):
 class FlatSequenceSharder(_OverAllRanks, EmbeddingCollectionSharder):
     """TorchRec's sharder of ``EmbeddingCollection`` (sequences) over all ranks, table-wise and row-wise."""
 
-    def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Returns ``table_wise`` and ``row_wise``."""
-        return [ShardingType.TABLE_WISE.value, ShardingType.ROW_WISE.value]
-
     def shard(
         self,
         module: EmbeddingCollection,
