@@ -133,6 +133,15 @@ def _quality() -> Rows:
     ]
 
 
+def _history_quality() -> Rows:
+    """AUC of the flat model with attention, and what others differ from it by."""
+    rows: dict[tuple[str, str], list[str]] = {}
+    for row in _record("histories")["comparisons"]:
+        cells = rows.setdefault((row["data"], row["baseline"].rpartition(" ")[2]), [f"{row['baseline_median']:.4f}"])
+        cells.append(f"{row['median_difference']:+.4f}")
+    return [[*place, *cells] for place, cells in rows.items()]
+
+
 def _hot_steps() -> Rows:
     labels = {"SPTT": "sptt", "SPTT with hot rows": "sptt+hot", "SPTT with both": "sptt+unique+hot"}
     labels |= {"SPTT with hot rows, dense gradients host by host": "sptt+hier+hot"}
@@ -205,6 +214,7 @@ TABLES: Mapping[tuple[str, ...], Callable[[], Rows]] = {
     ("rows of a table, at most", "one copy", "2 replicas", "4 replicas"): _replicas,
     ("hosts x ranks", "rows of a table, at most", "model", "one copy", "`intra_host`", "`inter_host`"): _placements,
     ("data", "tower module", "towers", "CR 2", "CR 4", "CR 8", "CR 16"): _quality,
+    ("data", "length", "flat: AUC", *("CR 1", "CR 2", "CR 4") * 2, "mean", "no history"): _history_quality,
     ("setup", "ms", "MB sent per host"): _hot_steps,
     ("length", "flat: s", "embeddings", "ids", "towers: s", "embeddings", "ids", "times as fast"): _histories,
     ("hosts x ranks, samples per rank", "hot rows", "unique", "both"): _hot_bytes,

@@ -2,9 +2,10 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.study interactions --data DIR --set flights --set hotel
 
-DIR has ``flights.parquet``, ``hotel.parquet`` or ``census.parquet``; ``planted`` and ``madelon`` are drawn. All models
-of one seed start from the same weights where they have the same parts, and see the same rows in the same order; no arm
-has seen a test row. A rerun continues where the last one stopped. ``--quick`` is a smoke test that says nothing.
+DIR has ``flights.parquet``, ``hotel.parquet`` or ``census.parquet``; ``planted``, ``madelon`` and ``ordered`` are
+drawn. All models of one seed start from the same weights where they have the same parts, and see the same rows in the
+same order; no arm has seen a test row. A rerun continues where the last one stopped. ``--quick`` is a smoke test that
+says nothing.
 """
 
 from __future__ import annotations

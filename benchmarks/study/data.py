@@ -23,11 +23,11 @@ from dmt.training.data.batch import ClickBatch
 from dmt.training.data.config import SyntheticConfig
 from dmt.training.data.synthetic import BLOCK_ROWS, SyntheticClicks
 
-__all__ = ["DRAWN", "Clicks", "Part", "read_clicks", "without_test_rows", "write_drawn"]
+__all__ = ["DRAWN", "Clicks", "Part", "clicks_of_table", "read_clicks", "without_test_rows", "write_drawn"]
 
 Part = tuple[Tensor, Tensor, Tensor]
 """Dense [R, D] float32, ids [R, F] int64, labels [R] float32."""
-DRAWN = ("planted", "madelon")
+DRAWN = ("planted", "madelon", "ordered")
 _BLOCKS, _TEST_SHARE, _FEATURES, _PIECES = 80, 0.2, 16, 32
 
 
@@ -70,7 +70,11 @@ def read_clicks(file: Path, *, dim: int = 16, max_rows: int | None = None) -> Cl
     """
     if not file.exists():
         raise InputError(f"{file} does not exist. --data names the folder of <data set>.parquet.")
-    table = pq.read_table(file)
+    return clicks_of_table(pq.read_table(file), dim=dim, max_rows=max_rows)
+
+
+def clicks_of_table(table: pa.Table, *, dim: int, max_rows: int | None = None) -> Clicks:
+    """The rows of a table as `read_clicks` reads them; its arguments are those of `read_clicks`."""
     is_test = np.asarray(table["split"].to_pylist()) == "test"
     kept = np.flatnonzero(~is_test)
     if max_rows is not None:
@@ -116,8 +120,11 @@ def write_drawn(name: str, path: Path) -> None:
     ``planted``: the trainer's generator with independent features, 16 of 50 ids in four groups whose features interact
     in pairs. ``madelon``: scikit-learn's `make_classification` (Guyon 2003), clusters on the corners of a cube, so that
     its 5 informative columns interact, and 11 columns of noise; each column is cut into 32 equally full pieces.
+    ``ordered``: rows in time order of 400 users (``c_1``), each of whom likes 8 of 128 groups of two items (``c_2``);
+    half of the items are of a liked group. Of liked items 85 % are clicked, of others 15 %, so that only the user's
+    earlier clicks tell, and attention finds the few of the item's group among them. The other columns are noise.
     """
-    ids, dense, labels = _planted() if name == "planted" else _madelon()
+    ids, dense, labels = {"planted": _planted, "madelon": _madelon, "ordered": _ordered}[name]()
     test = np.random.default_rng(1).random(len(labels)) < _TEST_SHARE
     columns = {f"c_{i + 1}": [str(value) for value in column] for i, column in enumerate(ids.T)}
     columns |= {f"d_{i + 1}": column.tolist() for i, column in enumerate(dense.T)}
@@ -152,3 +159,17 @@ def _madelon() -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float
     order = values.argsort(axis=0).argsort(axis=0)
     dense = np.random.default_rng(0).normal(size=(len(labels), 1)).astype(np.float32)
     return order * _PIECES // len(labels), dense, labels.astype(np.float32)
+
+
+def _ordered() -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]:
+    users, groups, liked_groups, rows, draw = 400, 128, 8, _BLOCKS * BLOCK_ROWS, np.random.default_rng(0)
+    user, is_meant = draw.integers(users, size=rows), draw.random(rows) < 0.5
+    liked = draw.random((users, groups)).argsort(axis=1)[:, :liked_groups][user]
+    group = np.where(
+        is_meant, liked[np.arange(rows), draw.integers(liked_groups, size=rows)], draw.integers(groups, size=rows)
+    )
+    is_liked = (liked == group[:, None]).any(axis=1)
+    labels = draw.random(rows) < np.where(is_liked, 0.85, 0.15)
+    noise = draw.integers(50, size=(rows, 2))
+    ids = np.column_stack([user, 2 * group + draw.integers(2, size=rows), noise])
+    return ids, draw.normal(size=(rows, 1)).astype(np.float32), labels.astype(np.float32)

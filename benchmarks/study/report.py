@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.report import markdown_table
+from benchmarks.study.histories import HISTORIES
 from benchmarks.study.runs import Run, outside_facts
 from benchmarks.study.statistics import compare_arms, holm
 from benchmarks.study.studies import Study, runs_of
@@ -66,7 +67,7 @@ def costs(study: Study, data: str, records: Records, seeds: Sequence[int], featu
     """
     rows: Rows = []
     for arm in study.on(data).arms:
-        if arm.towers == "flat":
+        if arm.towers in ("flat", "history"):
             continue
         runs = [Run(data=data, seed=seed, arm=arm) for seed in seeds]
         pairs = [(records[run], records[flat]) for run in runs if run in records and (flat := _flat(run)) in records]
@@ -174,6 +175,8 @@ def write_study(
     about = {**about, **{data: asdict(SETTINGS[data]) for data in studies}}
     if any(arm.towers == "outside" for arm in study.arms):
         about |= {f"{data}, small tables": outside_facts(data, trials.clicks(data), study.arms) for data in studies}
+    if study.stem == "histories":
+        about |= {data: about[data] | asdict(HISTORIES[data]) for data in studies}
     text = [
         f"Test {study.metric.upper()}, median over seeds (standard deviation); differences are medians over pairs of "
         "one seed. p-values are two-sided; in brackets after Holm's correction over the rows of the data set.",

@@ -16,6 +16,7 @@ from tqdm import tqdm
 
 from benchmarks.study.data import DRAWN, Clicks, read_clicks, without_test_rows, write_drawn
 from benchmarks.study.entities import bytes_once, entity_plan, request_numbers
+from benchmarks.study.histories import HISTORY_MODELS, train_and_test_histories
 from benchmarks.study.train import SETTINGS, Arm, bytes_across, bytes_outside, measure_affinity, train_and_test
 from dmt.errors import InputError
 from dmt.partitioner import FeatureAffinity, TowerPartitioner
@@ -104,15 +105,20 @@ class Trials:
 
     def clicks(self, data: str, dim: int = 16) -> Clicks:
         """The rows of a data set, kept in memory."""
+        return read_clicks(self._file(data), dim=dim, max_rows=self.max_rows)
+
+    def _file(self, data: str) -> Path:
         file = self.folder / f"{data}.parquet"
         if data in DRAWN:
             self.work.mkdir(parents=True, exist_ok=True)
             file = self.work / file.name
             if not file.exists():
                 write_drawn(data, file)
-        return read_clicks(file, dim=dim, max_rows=self.max_rows)
+        return file
 
     def _train_one(self, run: Run) -> Record:
+        if run.arm.model in HISTORY_MODELS:
+            return train_and_test_histories(self._file(run.data), run.data, run.arm, run.seed, max_rows=self.max_rows)
         clicks = self.clicks(run.data, run.arm.dim)
         if run.arm.tuning:
             clicks = without_test_rows(clicks, parts=_TUNING_PARTS)

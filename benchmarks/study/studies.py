@@ -12,6 +12,7 @@ rates           the same at learning rates tuned for each model, ratio 4
 entities        do towers of entities send fewer bytes in batches of whole requests, and train as well?
 outside         what do small tables on every rank, outside towers, change at ratios 2, 4 and 16?
 batches         what do larger global batches cost, with rates as they are, scaled by the root, scaled in proportion?
+histories       what does attention to a history cost in a tower, and what is it worth?
 ==============  ======================================================================================================
 """
 
@@ -161,10 +162,25 @@ def _batches() -> Study:
     return Study(stem="batches", title=title, first_seed=500, arms=tuple(arms), comparisons=pairs, metric="ne")
 
 
+def _histories() -> Study:
+    arms, pairs = [Arm(model="no-history")], []
+    for length in (10, 50):
+        flat, mean = (Arm(model=model, length=length) for model in ("din", "mean-history"))
+        in_tower = [
+            Arm(model=model, length=length, towers="history", num_towers=2, ratio=ratio)
+            for model in ("din", "din-products")
+            for ratio in (1, 2, 4)
+        ]
+        arms += [flat, *in_tower, mean]
+        pairs += [(arm, flat) for arm in (*in_tower, mean, arms[0])]
+    title = "What attention to a history costs in a tower, and what it is worth"
+    return Study(stem="histories", title=title, first_seed=600, arms=tuple(arms), comparisons=tuple(pairs))
+
+
 STUDIES: Mapping[str, Study] = {
     study.stem: study
     for study in (_towers(), _interactions(), _products(), _quality(), _sizes(), _rates(), _entities(), _batches())
-} | {"outside": _outside()}
+} | {"outside": _outside(), "histories": _histories()}
 """By name."""
 
 

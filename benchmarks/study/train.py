@@ -25,14 +25,15 @@ from dmt.training.config import TrainingConfig
 from dmt.training.job import Job, make_job
 
 __all__ = [
-    *("FLAT", "SETTINGS", "Arm", "Settings", "build_model_of_seed", "bytes_across", "bytes_outside", "job_of"),
-    *("measure_affinity", "row_order", "score", "tower_sizes", "train_and_test"),
+    *("FLAT", "SETTINGS", "Arm", "Settings", "build_model_of_seed", "bytes_across", "bytes_outside", "draw_weights"),
+    *("fit", "job_of", "measure_affinity", "row_order", "score", "tower_sizes", "train_and_test"),
 ]
 
 FLAT = {"dlrm": "dlrm", "dlrm-each": "dlrm", "dlrm-products": "dlrm", "dcn": "dcn"}
+FLAT |= {"din": "din", "din-products": "din", "mean-history": "din", "no-history": "no-history"}
 """The flat model that each model in towers is compared with. ``dlrm``: the paper's linear combinations of a tower's
 features (c = 0); ``dlrm-each``: its projection of each feature (c = 1, p = 0); ``dlrm-products``: modules that keep
-inner products."""
+inner products. The last four: `benchmarks.study.histories`."""
 # TorchRec draws a table of n rows from +-1/sqrt(n). Tables here have few rows, and so large a random start would hide
 # what is learned: they start as tables of 20,000 rows do.
 _TABLE_START = 1 / math.sqrt(20_000)
@@ -63,7 +64,8 @@ SETTINGS = {
     "census": Settings(num_towers=8, epochs=1, sparse_lr=0.05, dense_lr=3e-3, batch_size=1024),
     # Drawn data at hotel's settings, which were not tuned for them.
     **dict.fromkeys(
-        ("planted", "madelon"), Settings(num_towers=4, epochs=3, sparse_lr=0.05, dense_lr=3e-3, batch_size=512)
+        ("planted", "madelon", "ordered"),
+        Settings(num_towers=4, epochs=3, sparse_lr=0.05, dense_lr=3e-3, batch_size=512),
     ),
 }
 
@@ -92,17 +94,21 @@ class Arm:
     """True if batches hold whole requests."""
     batch: int = 1
     """Rows of a step over those of the data set's settings."""
+    length: int = 0
+    """Items of a history at most, for models with one."""
 
     @property
     def flat(self) -> Arm:
         """The flat model that it is compared with."""
         same = {"dim": self.dim, "sparse": self.sparse, "dense": self.dense, "tuning": self.tuning, "batch": self.batch}
+        same["length"] = self.length
         return Arm(model=FLAT[self.model], by_request=self.by_request, **same)  # type: ignore[arg-type]
 
     @property
     def name(self) -> str:
-        """Model and towers; batch and rates where they are varied."""
+        """Model and towers; length of a history; batch and rates where they are varied."""
         varied = f", batch x {self.batch}, rates x {self.sparse:g}" if self.batch > 1 else ""
+        varied += f", length {self.length}" if self.length else ""
         return f"{self.model}, {self.towers}{varied}"
 
 
@@ -169,14 +175,19 @@ def build_model_of_seed(job: Job, seed: int) -> nn.Module:
     of the arms, whatever their towers are.
     """
     model = build_model(job)
+    draw_weights(model, seed)
+    return model
+
+
+def draw_weights(model: nn.Module, seed: int) -> None:
+    """Draws all weights as `build_model_of_seed` does."""
     for name, module in model.named_modules():
-        if isinstance(module, nn.EmbeddingBag):
+        if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             torch.manual_seed(_seed_of(seed, name.rpartition(".")[2]))
             nn.init.uniform_(module.weight, -_TABLE_START, _TABLE_START)
         elif hasattr(module, "reset_parameters"):
             torch.manual_seed(_seed_of(seed, name))
             module.reset_parameters()
-    return model
 
 
 def _seed_of(seed: int, name: str) -> int:
@@ -240,16 +251,30 @@ def train_and_test(
     Returns:
         The trained model, and a record: AUC, normalised entropy, MFLOPs per sample, true compression ratio.
     """
-    settings, job = SETTINGS[data], job_of(data, arm, clicks, plan)
+    job = job_of(data, arm, clicks, plan)
+    model: Any = build_model_of_seed(job, seed)
+    joined = _join_tables(model, clicks.features)
+    metrics = fit(model, SETTINGS[data], arm, clicks, seed, requests=requests)
+    for name, table in joined.items():
+        setattr(model, name, table.restored())
+    size = count_model(job)
+    metrics["mflops_per_sample"] = round(size.mflops_per_sample, 6)
+    return model, metrics | {"compression_ratio": round(size.compression_ratio, 4)}
+
+
+def fit(
+    model: nn.Module, settings: Settings, arm: Arm, clicks: Clicks, seed: int, *, requests: Tensor | None = None
+) -> dict[str, float]:
+    """Trains a model of dense columns and ids, with AdaGrad what has "embedding" in its name; tests it (`score`)."""
     # The same rows of warm-up at every batch size.
     warm_up = max(1, settings.warmup_steps // arm.batch)
     settings = replace(settings, batch_size=settings.batch_size * arm.batch)
-    model: Any = build_model_of_seed(job, seed)
-    joined = _join_tables(model, clicks.features)
-    dense = [parameter for name, parameter in model.named_parameters() if "embedding_bags" not in name]
-    weights = [table.embedding_bags for table in joined.values()]
+    tables, dense = (
+        [parameter for name, parameter in model.named_parameters() if ("embedding" in name) is is_table]
+        for is_table in (True, False)
+    )
     optimizers = [
-        torch.optim.Adagrad(weights, lr=settings.sparse_lr * arm.sparse, eps=1e-8, fused=True),
+        torch.optim.Adagrad(tables, lr=settings.sparse_lr * arm.sparse, eps=1e-8, fused=True),
         torch.optim.Adam(dense, lr=settings.dense_lr * arm.dense, fused=True),
     ]
     rates = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: min(1.0, (step + 1) / warm_up)) for o in optimizers]
@@ -261,12 +286,7 @@ def train_and_test(
         for part in (*optimizers, *rates):
             part.step()
     model.eval()
-    metrics = score(lambda rows: model(clicks.test[0][rows], clicks.test[1][rows]), clicks)
-    for name, table in joined.items():
-        setattr(model, name, table.restored())
-    size = count_model(job)
-    metrics["mflops_per_sample"] = round(size.mflops_per_sample, 6)
-    return model, metrics | {"compression_ratio": round(size.compression_ratio, 4)}
+    return score(lambda rows: model(clicks.test[0][rows], clicks.test[1][rows]), clicks)
 
 
 @torch.no_grad()
