@@ -62,7 +62,7 @@ class GroupSharded:
         raise NotImplementedError
 
     def settings_now(self) -> dict[str, UpdateSettings]:
-        """Returns the settings of the next update by table, for the tables that this rank updates."""
+        """Returns by table the settings of the next update, for the tables that this rank updates."""
         settings: dict[str, UpdateSettings] = {}
         for lookup in self.lookups:
             optimizer = getattr(lookup, "optimizer", None)
@@ -184,7 +184,7 @@ def split_rows(embeddings: Embeddings, rows: Sequence[int]) -> list[Embeddings]:
 
 
 def join_rows(blocks: Sequence[Any]) -> Embeddings:
-    """Joins the blocks of samples that `split_rows` returns."""
+    """Joins blocks of samples one after another; the inverse of `split_rows`."""
     first = blocks[0]
     if isinstance(first, KeyedTensor):
         return KeyedTensor(first.keys(), first.length_per_key(), torch.cat([block.values() for block in blocks]))

@@ -54,7 +54,7 @@ class RowEncoder:
     groups: Sequence[Sequence[str]]
     """Groups of the features of all towers, in the order in which their ids are sent."""
     num_parts: int = 1
-    """K, parts in which a batch crosses."""
+    """K, the number of parts in which a batch crosses between towers."""
     shares_equal: bool = False
     """True: samples with equal inputs in a group of features share a row of that group."""
     take_out: Callable[[KeyedJaggedTensor], tuple[KeyedJaggedTensor, Any]] | None = None

@@ -152,7 +152,7 @@ class _TowerOptimizer(CombinedOptimizer):
         return super().state
 
     def post_load_state_dict(self) -> None:
-        """Called by TorchRec once it has loaded states."""
+        """Marks the copies of hot rows as outdated; TorchRec calls it once it has loaded states."""
         super().post_load_state_dict()
         self._owner.read_again()
 

@@ -220,7 +220,7 @@ class DataParallelTables(nn.Module):
                 parameter.grad = None
 
     def named_parameters_by_table(self) -> Iterator[tuple[str, Any]]:
-        """Yields the lookup's tables: TorchRec 1.9 unwraps only DDP itself, and asks this module."""
+        """Yields name and weights of the lookup's tables; TorchRec 1.9 asks this module, as it unwraps only DDP."""
         yield from self.module.named_parameters_by_table()  # type: ignore[operator]
 
     def flush(self) -> None:
