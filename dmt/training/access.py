@@ -39,7 +39,7 @@ class _Header:
 
 
 def save_profile(profile: AccessProfile, path: Path, **numbers: int) -> None:
-    """Writes a profile as Parquet: columns table, row and accesses, a line per counted row; ``numbers`` as metadata.
+    """Writes a profile as Parquet, with columns table, row and accesses; ``numbers`` become metadata of the file.
 
     Raises:
         InputError: the file cannot be written.

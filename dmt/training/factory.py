@@ -124,7 +124,7 @@ def checked_logits(place: str, output: Any, num_samples: int) -> Tensor:
 
 
 def check_samples(job: Job, model: nn.Module, batch: ClickBatch) -> Tensor:
-    """Returns the logits [B] of a batch, and compares them with those of its two halves; ``model`` is in eval mode.
+    """Returns the logits [B] of a batch, after checking that its halves give the same; ``model`` is in eval mode.
 
     Raises:
         InputError: a sample's logit depends on the other samples of its batch.

@@ -69,7 +69,7 @@ class Job:
 
     @property
     def data(self) -> ClickData:
-        """The opened data, of a job that has data."""
+        """The opened data; for jobs with data only."""
         assert self.opened_data is not None, "made by open_job from a config with data"
         return self.opened_data
 

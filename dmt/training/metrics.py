@@ -112,7 +112,7 @@ class StepTimer:
         self._left_out, self._since = _WARM_UP_STEPS, 0.0
 
     def restart(self) -> None:
-        """Leaves out the time since the last step, which an evaluation, a checkpoint or a record took."""
+        """Leaves out the time since the last step, such as that of an evaluation, a checkpoint or a record."""
         self._since = time.perf_counter()
 
     def step(self) -> None:

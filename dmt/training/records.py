@@ -143,7 +143,7 @@ def to_json(result: Any) -> str:
 
 
 def read_result(folder: Path) -> dict[str, Any]:
-    """Reads the ``result.json`` of a finished run; a null entry becomes NaN. `InputError` if it cannot be read."""
+    """Reads ``result.json`` of a finished run, a null at its top level as NaN; `InputError` if it cannot be read."""
     place, remedy = str(folder / "result.json"), "Run the job again, which evaluates its last checkpoint."
     result = read_file(place, "JSON", place=place, remedy=remedy)
     if not isinstance(result, dict):

@@ -169,7 +169,7 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
 def train_steps(run: Run, at: Position, signals: Signals) -> tuple[Position, StepTimer]:
     """Trains from a position to the end, or to the step at which the ranks agree to stop for a signal; collective.
 
-    Evaluates and saves on the way; at the end the caller does.
+    Evaluates and saves on the way; the caller makes the last evaluation and the last save.
 
     Returns:
         The position reached, with the replicas averaged, and the time of the steps.

@@ -146,7 +146,7 @@ def _manifest(job: Job, checkpoint: Path, tables: StoredTables) -> dict[str, Any
 
 @contextmanager
 def writing(out: Path) -> Iterator[None]:
-    """Turns an `OSError` of its block into an `InputError` that says that ``out`` cannot be written."""
+    """Turns an `OSError` in its ``with`` block into an `InputError`: ``out`` cannot be written."""
     try:
         yield
     except OSError as error:

@@ -62,7 +62,7 @@ def quantize_rows(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 
 def restore_rows(codes: Tensor, scales: Tensor, *, bits: int = 4) -> Tensor:
-    """Returns the rows, float32 [n, N], of codes, uint8 [n, N * bits / 8], and scales [n, 2] of `quantize_rows`."""
+    """Restores rows, float32 [n, N], from codes, uint8 [n, N * bits / 8], and scales, float32 [n, 2]."""
     if bits == 4:
         codes = torch.stack([codes & 15, codes >> 4], dim=2).flatten(1)
     return codes.float() * scales[:, :1] + scales[:, 1:]
