@@ -142,14 +142,6 @@ def _history_quality() -> Rows:
     return [[*place, *cells] for place, cells in rows.items()]
 
 
-def _hot_steps() -> Rows:
-    labels = {"SPTT": "sptt", "SPTT with hot rows": "sptt+hot", "SPTT with both": "sptt+unique+hot"}
-    labels |= {"SPTT with hot rows, dense gradients host by host": "sptt+hier+hot"}
-    labels |= {"flat TorchRec, small tables data-parallel": "flat-tw-dp"}
-    found = _contenders("hot_steps", "hot")
-    return [[label, f"{1000 * found[name].median:,.0f}", _megabytes(found[name])] for label, name in labels.items()]
-
-
 def _hot_bytes() -> Rows:
     """Two hosts measured, more of them predicted."""
     measured = _record("hot_rows")
@@ -179,17 +171,13 @@ def _histories() -> Rows:
 
 
 def _placements() -> Rows:
-    """Steps of both models with one copy of the tables, and with two in both placements; the MB that a host sends."""
+    """Steps of the unchanged model with one copy of the tables, and with two in both placements."""
     rows = []
     for run in _record("replica_placement")["runs"]:
         found, setting = {one["name"]: one["steps"] for one in run["contenders"]}, run["setting"]
-        for model, words in (("sptt", "unchanged"), ("dmt-cr2", "ratio 2")):
-            steps = [found[f"{model}{way}"] for way in ("", "+r2-intra", "+r2-inter")]
-            cells = [
-                f"{median(s['seconds'] for s in way):.1f} ({max(way[0]['uplink_bytes']) / 1e6:.0f})" for way in steps
-            ]
-            hosts = f"{setting['hosts']} x {setting['ranks_per_host']}"
-            rows.append([hosts, f"{setting['rows_cap']:,}", words, *cells])
+        steps = [found[f"sptt{way}"] for way in ("", "+r2-intra", "+r2-inter")]
+        cells = [f"{median(s['seconds'] for s in way):.1f} ({max(way[0]['uplink_bytes']) / 1e6:.0f})" for way in steps]
+        rows.append([f"{setting['hosts']} x {setting['ranks_per_host']}", f"{setting['rows_cap']:,}", *cells])
     return rows
 
 
@@ -212,10 +200,9 @@ TABLES: Mapping[tuple[str, ...], Callable[[], Rows]] = {
         _performance, "fp16"
     ),
     ("rows of a table, at most", "one copy", "2 replicas", "4 replicas"): _replicas,
-    ("hosts x ranks", "rows of a table, at most", "model", "one copy", "`intra_host`", "`inter_host`"): _placements,
+    ("hosts x ranks", "rows of a table, at most", "one copy", "`intra_host`", "`inter_host`"): _placements,
     ("data", "tower module", "towers", "CR 2", "CR 4", "CR 8", "CR 16"): _quality,
     ("data", "length", "flat: AUC", *("CR 1", "CR 2", "CR 4") * 2, "mean", "no history"): _history_quality,
-    ("setup", "ms", "MB sent per host"): _hot_steps,
     ("length", "flat: s", "embeddings", "ids", "towers: s", "embeddings", "ids", "times as fast"): _histories,
     ("hosts x ranks, samples per rank", "hot rows", "unique", "both"): _hot_bytes,
 }
@@ -258,12 +245,12 @@ def _performance_sentences() -> Iterable[str]:
 
 
 def _hot_sentences() -> Iterable[str]:
-    steps = _contenders("hot_steps", "hot")
-    plain, hot, hier, flat = (steps[name] for name in ("sptt", "sptt+hot", "sptt+hier+hot", "flat-tw-dp"))
-    yield f"fall {sum(plain.across.values()) / sum(hot.across.values()):.1f} times on two hosts of two ranks"
-    yield f"Hot rows make SPTT {plain.median / hot.median:.1f} times as fast"
-    yield f'"hierarchical"` {plain.median / hier.median:.1f} times'
-    yield f"{flat.median / hier.median:.1f} times as fast as this flat model"
+    contenders = _contenders("steps", "main")
+    plain, hot = contenders["sptt"], contenders["sptt+hier+hot"]
+    yield f"of the unchanged model from {plain.median:.2f} to {hot.median:.2f} seconds"
+    yield f"its bytes from {_megabytes(plain)} to {_megabytes(hot)} MB per host"
+    unique = [found for found in contenders.values() if found.family == "sptt" and "unique" in found.name]
+    yield f"options took {min(f.median for f in unique if f.precision == 'fp32'):.2f} seconds"
 
 
 def _quality_sentences() -> Iterable[str]:
