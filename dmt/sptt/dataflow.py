@@ -49,8 +49,8 @@ from dmt.collectives import profiler_range
 from dmt.errors import InputError
 from dmt.sptt.global_route import GlobalIdRoute
 from dmt.sptt.group_sharded import Embeddings
-from dmt.sptt.peer_exchange import AgreedIds, AgreedOutputs, PeerIdRoute, Pending, Piece, TowerOutput
-from dmt.sptt.rows import RowCode, RowEncoder, Rows, exchange_rows, rows_of_parts
+from dmt.sptt.peer_exchange import AgreedIds, AgreedOutputs, PeerIdRoute, Pending, Piece, Rows, TowerOutput
+from dmt.sptt.rows import RowCode, RowEncoder, exchange_rows, rows_of_parts
 from dmt.sptt.sharder import TowerSharder
 from dmt.sptt.state import TowerState
 

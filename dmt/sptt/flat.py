@@ -17,8 +17,8 @@ from dmt.plan.towers import TowerPlan
 from dmt.sptt.dataflow import SPTTContext, SPTTModule
 from dmt.sptt.group_sharded import table_configs
 from dmt.sptt.mesh import TowerMesh
-from dmt.sptt.peer_exchange import Pending, Piece, TowerOutput
-from dmt.sptt.rows import Rows, part_sizes
+from dmt.sptt.peer_exchange import Pending, Piece, Rows, TowerOutput
+from dmt.sptt.rows import part_sizes
 from dmt.sptt.sharder import HomeTable, SharderSettings, TowerSharder
 from dmt.sptt.tower_lookup import GroupShardedEBC, in_order, output_keys
 

@@ -29,8 +29,8 @@ from dmt.collectives import check_agreement
 from dmt.errors import InputError
 from dmt.sptt.dataflow import SPTTContext, SPTTModule
 from dmt.sptt.group_sharded import Embeddings, join_rows, split_rows
-from dmt.sptt.peer_exchange import Pending
-from dmt.sptt.rows import Rows, part_sizes, wrap
+from dmt.sptt.peer_exchange import Pending, Rows
+from dmt.sptt.rows import part_sizes, wrap
 
 __all__ = ["MicroBatches", "ResultInParts", "run_in_micro_batches"]
 

@@ -51,6 +51,7 @@ __all__ = [
     "PeerIdRoute",
     "Pending",
     "Piece",
+    "Rows",
     "TowerOutput",
     "codecs_of",
 ]
@@ -269,6 +270,27 @@ class TowerOutput(NamedTuple):
     """Name and width of each piece of the columns, from left to right."""
     groups: list[int]
     """For each piece the index of its group of features in this tower; the piece has the rows of that group."""
+
+
+# Here, not in rows.py, which a plain batch does not enter.
+@dataclass(frozen=True)
+class Rows:
+    """Numbers of rows in one part of a batch: T peers, G groups; features of a group have the same number of rows."""
+
+    arrived: list[list[int]]
+    """[T][G], rows of each group of this rank's tower from each peer."""
+    sent: list[list[int]]
+    """[T][G], rows of each group of each tower from this rank."""
+
+    @functools.cached_property
+    def by_group(self) -> list[int]:
+        """[G], rows of each group of this rank's tower from all peers."""
+        return [sum(of_group) for of_group in zip(*self.arrived, strict=True)]
+
+    @functools.cached_property
+    def num_rows(self) -> int:
+        """P, rows of the embeddings of this rank's tower: those of the largest group, to which others are padded."""
+        return max(self.by_group)
 
 
 @dataclass(frozen=True)

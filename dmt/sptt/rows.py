@@ -10,7 +10,6 @@ Legend of `dmt.sptt.dataflow`; also F features, K parts, G groups of features of
 
 from __future__ import annotations
 
-import functools
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -21,30 +20,10 @@ from torch import Tensor
 from torchrec.distributed.types import Awaitable
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dmt.sptt.peer_exchange import AgreedOutputs, Pending
+from dmt.sptt.peer_exchange import AgreedOutputs, Pending, Rows
 from dmt.sptt.unique import distinct_inputs, samples_of_rows
 
-__all__ = ["RowCode", "RowEncoder", "Rows", "exchange_rows", "part_sizes", "rows_of_parts", "wrap"]
-
-
-@dataclass(frozen=True)
-class Rows:
-    """Numbers of rows in one part of a batch: T peers, G groups; features of a group have the same number of rows."""
-
-    arrived: list[list[int]]
-    """[T][G], rows of each group of this rank's tower from each peer."""
-    sent: list[list[int]]
-    """[T][G], rows of each group of each tower from this rank."""
-
-    @functools.cached_property
-    def by_group(self) -> list[int]:
-        """[G], rows of each group of this rank's tower from all peers."""
-        return [sum(of_group) for of_group in zip(*self.arrived, strict=True)]
-
-    @functools.cached_property
-    def num_rows(self) -> int:
-        """P, rows of the embeddings of this rank's tower: those of the largest group, to which others are padded."""
-        return max(self.by_group)
+__all__ = ["RowCode", "RowEncoder", "exchange_rows", "part_sizes", "rows_of_parts", "wrap"]
 
 
 @dataclass(frozen=True, eq=False)

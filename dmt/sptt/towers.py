@@ -25,8 +25,7 @@ from dmt.sptt.dataflow import SPTTModule
 from dmt.sptt.group_sharded import Embeddings, split_rows, table_configs, table_weights
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.options import refuse
-from dmt.sptt.peer_exchange import Piece, TowerOutput
-from dmt.sptt.rows import Rows
+from dmt.sptt.peer_exchange import Piece, Rows, TowerOutput
 from dmt.sptt.sharder import SharderSettings, TowerSharder
 from dmt.sptt.tower_lookup import in_order, output_keys
 
