@@ -164,8 +164,8 @@ class GroupShardedEBC(OpenShardedEBC, GroupSharded):
         ones = torch.ones_like(lengths[0])
         # An empty bag is zero as a mean too, not 0 / 0.
         columns = [ones if key is None else lengths[position[key]].clamp(min=1) for key in self._divided_by]
-        widths = torch.tensor(self._widths, device=lengths.device)
-        return torch.stack(columns, dim=1).repeat_interleave(widths, dim=1).to(torch.float32)
+        # By views: widths as a tensor would be copied to a GPU in every batch, and `repeat_interleave` wait for it.
+        return torch.cat([c[:, None].expand(-1, n) for c, n in zip(columns, self._widths, strict=True)], dim=1).float()
 
 
 class DataParallelTables(nn.Module):
