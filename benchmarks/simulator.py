@@ -27,7 +27,7 @@ from dmt.models.complexity import CRITEO_DENSE_FEATURES
 from dmt.simulator.cluster import Cluster, load_cluster
 from dmt.training.config import TrainingConfig
 from dmt.training.job import Job, make_job
-from dmt.training.predict import predict_step
+from dmt.training.step_prediction import predict_step
 
 __all__ = ["job_of", "main"]
 

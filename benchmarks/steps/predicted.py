@@ -14,7 +14,7 @@ from dmt.simulator.cluster import load_cluster
 from dmt.simulator.steps import StepWork, simulate, step_operations
 from dmt.simulator.work import Workload, step_work
 from dmt.training.job import step_workload
-from dmt.training.predict import work_of
+from dmt.training.step_prediction import work_of
 
 __all__ = ["CLUSTER", "HOSTS", "Predicted", "predictions"]
 

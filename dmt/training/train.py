@@ -42,7 +42,6 @@ from dmt.training.device import current_device, on_all_ranks, peak_memory, proce
 from dmt.training.factory import probability_warning
 from dmt.training.job import Job, open_job
 from dmt.training.metrics import ClickMetrics, MetricValues, StepTimer, measure_lookups, measure_traffic
-from dmt.training.predict import predicted_result
 from dmt.training.preflight import check_rows, checked_model, preflight
 from dmt.training.records import RunRecord, quality_warnings, settings_lines
 from dmt.training.resume import (
@@ -56,6 +55,7 @@ from dmt.training.resume import (
     restore_run,
     step_rows,
 )
+from dmt.training.step_prediction import predicted_result
 from dmt.training.trained import describe_run
 
 __all__ = ["Run", "batches_of", "evaluate", "make_pipeline", "save", "train", "train_job", "train_steps"]

@@ -27,7 +27,7 @@ from dmt.training.check.shrink import CheckLimits
 from dmt.training.commands import main
 from dmt.training.config import TrainingConfig, to_toml
 from dmt.training.job import Job, _crossing_costs, make_job, open_unsharded
-from dmt.training.predict import alternatives, predict_step, work_of
+from dmt.training.step_prediction import alternatives, predict_step, work_of
 from dmt.training.trained import trained_model
 from tests.ranks import run_ranks
 from tests.training.small import small

@@ -19,7 +19,7 @@ from dmt.training.config import TrainingConfig
 from dmt.training.data.batch import ClickBatch
 from dmt.training.job import open_job
 from dmt.training.metrics import measure_traffic
-from dmt.training.predict import work_of
+from dmt.training.step_prediction import work_of
 from dmt.training.train import batches_of
 from tests.ranks import run_ranks
 from tests.seeds import collected

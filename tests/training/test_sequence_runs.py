@@ -26,9 +26,9 @@ from dmt.training.data.config import DataConfig
 from dmt.training.data.prepare import prepare
 from dmt.training.factory import check_outputs
 from dmt.training.job import Job, open_job
-from dmt.training.predict import work_of
 from dmt.training.serving.export import export_run
 from dmt.training.serving.score import score
+from dmt.training.step_prediction import work_of
 from dmt.training.train import train_job
 from tests.ranks import run_ranks
 from tests.seeds import some_slow

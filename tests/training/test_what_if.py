@@ -18,13 +18,13 @@ from dmt.models.complexity import MetaTables, count_on_meta, criteo_1tb_tables
 from dmt.plan.tables import TableSpec
 from dmt.simulator.cluster import load_cluster, save_cluster
 from dmt.simulator.work import count_operators
-from dmt.training import predict
+from dmt.training import step_prediction
 from dmt.training.build import build_model
 from dmt.training.commands import main, what_if
 from dmt.training.config import TrainingConfig, load_config, to_toml
 from dmt.training.factory import without_tables
 from dmt.training.job import Job, make_job, open_job
-from dmt.training.predict import alternatives, changed_config, predict_step, predicted_result, work_of
+from dmt.training.step_prediction import alternatives, changed_config, predict_step, predicted_result, work_of
 from tests.training.small import small
 from tests.training.test_factory import deepfm, job_of
 
@@ -222,7 +222,7 @@ def test_tables_are_placed_by_the_rates_of_a_cluster_of_gpus_where_there_are_non
 ) -> None:
     seen = []
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
-    for module in (predict, what_if):
+    for module in (step_prediction, what_if):
         monkeypatch.setattr(module, "predict_step", lambda job, *more: seen.append(job) or predict_step(job, *more))
     result = run("demo", *PAIRS, "train.device=cuda", "sharding.cluster=h100", "--cluster", pairs)
     assert "Groups of more than 2 ranks were not measured; they get the rate of 2 ranks." in result.output

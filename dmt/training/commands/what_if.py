@@ -12,7 +12,7 @@ from dmt.simulator.cluster import load_cluster
 from dmt.training.commands import Shown
 from dmt.training.config import load_config, to_override
 from dmt.training.job import open_job
-from dmt.training.predict import FLAT, Prediction, alternatives, check_hosts, not_counted, predict_step
+from dmt.training.step_prediction import FLAT, Prediction, alternatives, check_hosts, not_counted, predict_step
 
 __all__ = ["run_what_if"]
 
