@@ -21,7 +21,7 @@ from dmt.sptt.mesh import TowerMesh
 from dmt.testing import PlainTraining
 from dmt.training.agreement import Signals
 from dmt.training.build import ClickTask, build_model, build_optimizer, fused_params, replica_sync, shard_model
-from dmt.training.checkpoints.store import Checkpointer, Manifest, sha256_of, write_manifest
+from dmt.training.checkpoints.store import Checkpointer, CheckpointManifest, sha256_of, write_manifest
 from dmt.training.config import TrainingConfig
 from dmt.training.data.clicks import ClickData
 from dmt.training.job import open_job, open_unsharded
@@ -194,7 +194,7 @@ def fill_checkpoint(path: Path, step: int, files: Mapping[str, str], **progress:
     for file, text in files.items():
         (path / file).write_text(text)
     records = {file: sha256_of(path / file) for file in files}
-    write_manifest(path, Manifest(step=step, progress=progress, versions={}, files=records))
+    write_manifest(path, CheckpointManifest(step=step, progress=progress, versions={}, files=records))
 
 
 def linear(value: float) -> nn.Linear:

@@ -46,7 +46,7 @@ from dmt.training.records import versions
 __all__ = [
     "MANIFEST_NAME",
     "Checkpointer",
-    "Manifest",
+    "CheckpointManifest",
     "checkpoints",
     "load",
     "load_plain",
@@ -68,7 +68,7 @@ _RNG = "rng"  # `random_state` of every rank, uint8 [W, bytes]
 
 
 @dataclass(frozen=True, kw_only=True)
-class Manifest:
+class CheckpointManifest:
     """The ``checkpoint.json`` of a checkpoint; plain data."""
 
     step: Annotated[int, Field(ge=0)]
@@ -83,7 +83,7 @@ class Manifest:
     """Factor c of AdaGrad's moments, by table, where c is not 1 (2D sparse parallelism, Algorithm 1, line 6)."""
 
 
-def write_manifest(folder: Path, manifest: Manifest) -> None:
+def write_manifest(folder: Path, manifest: CheckpointManifest) -> None:
     """Writes the manifest with a digest of itself, and syncs it to the disk; `OSError` if it cannot be written."""
     record = {"format": _FORMAT, **asdict(manifest)}
     path = folder / MANIFEST_NAME
@@ -91,13 +91,13 @@ def write_manifest(folder: Path, manifest: Manifest) -> None:
     fsync_path(path)
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> CheckpointManifest:
     """Reads a checkpoint's manifest; `InputError` if it is missing, cut off, altered, or of another format."""
     path = folder / MANIFEST_NAME
     record = read_record(path, what="Checkpoint", version=_FORMAT, remedy=_REMEDY)
     if record.pop("digest", None) != _digest(record):
         raise InputError(f"{folder} is damaged: {MANIFEST_NAME} was altered. {_REMEDY}")
-    return from_record(Manifest, record, place=f"{folder} is damaged: {MANIFEST_NAME}", remedy=_REMEDY)
+    return from_record(CheckpointManifest, record, place=f"{folder} is damaged: {MANIFEST_NAME}", remedy=_REMEDY)
 
 
 def _digest(record: dict[str, Any]) -> str:
@@ -110,7 +110,7 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(stream, "sha256").hexdigest()
 
 
-def verify(folder: Path, share: slice = slice(None)) -> Manifest:
+def verify(folder: Path, share: slice = slice(None)) -> CheckpointManifest:
     """Compares the SHA-256 of every file of a checkpoint, or of a slice of the sorted files, with the manifest.
 
     Raises:
@@ -173,8 +173,9 @@ def newest(folder: Path, mesh: TowerMesh | None = None) -> Path | None:
 
 
 def _listed(folder: Path, mesh: TowerMesh | None) -> list[Path]:
-    paths = checkpoints(folder)
-    return paths if mesh is None else gather_objects(paths, mesh.global_group)[0]
+    if mesh is None:
+        return checkpoints(folder)
+    return run_on_all_or_raise(lambda: checkpoints(folder) if mesh.rank == 0 else [], mesh.global_group)[0]
 
 
 def _on_all(work: Callable[[], Value], mesh: TowerMesh | None) -> Value:
@@ -292,7 +293,9 @@ class Checkpointer:
         if self._leads:
             state[_RNG] = Shards(whole=tuple(generators.shape), tensors={(0, 0): generators})
         scales = moment_scales(model)
-        manifest = Manifest(step=step, progress=dict(progress), versions=versions(), files={}, moment_scales=scales)
+        manifest = CheckpointManifest(
+            step=step, progress=dict(progress), versions=versions(), files={}, moment_scales=scales
+        )
         write = partial(self._write, state, manifest, describe) if self._writes else lambda: None
         self._pending = self._thread.submit(write)
         return True if self._asynchronous else self.wait()
@@ -318,7 +321,7 @@ class Checkpointer:
         self._thread.shutdown()
         self._pending = None
 
-    def _write(self, state: State, manifest: Manifest, describe: Callable[[Path], None]) -> str | None:
+    def _write(self, state: State, manifest: CheckpointManifest, describe: Callable[[Path], None]) -> str | None:
         """Writes this rank's part of a checkpoint, on the ranks of replica 0; returns the reason if it failed."""
         scratch = self._folder / f".step-{manifest.step:08d}.partial"
         try:
@@ -340,7 +343,7 @@ class Checkpointer:
     def _on_lead(self, work: Callable[[], None]) -> None:
         run_on_all_or_raise(work if self._leads else lambda: None, self._writers)
 
-    def _finish(self, scratch: Path, manifest: Manifest, describe: Callable[[Path], None]) -> None:
+    def _finish(self, scratch: Path, manifest: CheckpointManifest, describe: Callable[[Path], None]) -> None:
         describe(scratch)
         files, present = dict(manifest.files), {path.name for path in scratch.iterdir()}
         if unseen := sorted(files.keys() - present):
@@ -390,7 +393,7 @@ def load_plain(model: nn.Module, folder: str | Path) -> None:
 
 def restore(
     source: str | Path, model: nn.Module, optimizer: KeyedOptimizer | None, *, mesh: TowerMesh | None = None
-) -> Manifest | None:
+) -> CheckpointManifest | None:
     """Loads the newest whole checkpoint in a folder, or the folder itself if it is one; see `newest` and `load`.
 
     Checkpoints hold no learning rates: the optimizer keeps its current rates.
@@ -407,7 +410,7 @@ def restore(
 
 def load(
     folder: Path, model: nn.Module, optimizer: KeyedOptimizer | None, *, mesh: TowerMesh | None = None
-) -> Manifest:
+) -> CheckpointManifest:
     """Loads a checkpoint of any layout into a model and its optimizer; collective over the mesh, if there is one.
 
     If a table is split differently than in the checkpoint, a shard's row-wise state becomes the mean over its columns.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,6 +15,7 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, TensorProperties
 from torchrec.optim.keyed import KeyedOptimizer
 
+from dmt.collectives import RankError
 from dmt.errors import InputError
 from dmt.training.checkpoints import store
 from dmt.training.checkpoints.state import Shards, TensorReader, collect_state, write_tensors
@@ -110,6 +112,16 @@ def test_a_damaged_checkpoint_is_refused_on_every_rank(rank: int, tmp_path: Path
     with pytest.raises(InputError, match=r"holds no whole checkpoint: .*step-00000003 is damaged"):
         restore(tmp_path, run.model, run.optimizer, mesh=run.mesh)
     assert restore(tmp_path / "nowhere", run.model, run.optimizer, mesh=run.mesh) is None
+
+
+@on_ranks(2)
+def test_a_folder_that_rank_0_cannot_list_ends_every_rank(rank: int, tmp_path: Path) -> None:
+    mesh = job().mesh
+    fails = patch.object(store, "checkpoints", side_effect=PermissionError("not allowed"))
+    with fails if rank == 1 else nullcontext():  # rank 1 does not list it
+        assert newest(tmp_path, mesh) is None
+    with fails if rank == 0 else nullcontext(), pytest.raises(RankError, match="rank 0: PermissionError: not allowed"):
+        newest(tmp_path, mesh)
 
 
 @on_ranks(2)
