@@ -79,14 +79,19 @@ class SourceRows:
         in evaluation, as many as the rank with the most batches, where other ranks yield smaller or empty tables.
 
         Raises:
-            InputError: a batch of the source is not a table, or has an invalid value.
+            InputError: a batch of the source is not a table, or has an invalid value; raised on every rank.
         """
-        from dmt.collectives import gather_objects
+        from dmt.collectives import run_on_all_or_raise
 
         tables = _cut(self._rows(split, rank, world_size, epoch, start), batch_size, keep_rest=split == "eval")
+        waiting: list[pa.Table] = []
+
+        def read() -> int:
+            waiting[:] = islice(tables, _AGREED)
+            return len(waiting)
+
         while True:
-            waiting = list(islice(tables, _AGREED))
-            numbers = [len(waiting)] if group is None else gather_objects(len(waiting), group)
+            numbers = [read()] if group is None else run_on_all_or_raise(read, group)
             number = min(numbers) if split == "train" else max(numbers)
             yield from waiting[:number]
             yield from [self.columns.schema.empty_table()] * (number - len(waiting))

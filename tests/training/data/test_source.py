@@ -68,7 +68,7 @@ def rows(split: str, shard: int, num_shards: int, options: dict[str, Any], **_: 
     first = 0 if split == "train" else 200
     for number, numbers in enumerate(cuts(shard, num_shards, first, uneven="uneven" in options)):
         batch = columns(numbers)
-        if number == options.get("bad"):
+        if number == options.get("bad") and shard == options.get("bad_shard", shard):
             batch["label"][1] = 7
         if number == options.get("wide"):
             batch["n"][0] = options["id"]
@@ -174,6 +174,20 @@ def test_ranks_with_shards_of_unlike_sizes_end_an_epoch_together() -> None:
     ranks = run_ranks(shards_on_rank, 2, 2)
     assert [len(train) for train, _ in ranks] == [44, 44]
     assert len({row for train, _ in ranks for row in train}) == 88
+
+
+def refusal_on_rank(rank: int, size: int) -> str:
+    data = ClickData(config_of("rows", options={"bad": 2, "bad_shard": 1}))
+    with pytest.raises(InputError) as caught:
+        list(data.batches("train", rank=rank, world_size=size, batch_size=4, group=dist.group.WORLD))
+    return str(caught.value)
+
+
+@pytest.mark.ranks
+def test_an_invalid_row_of_one_rank_is_an_error_on_every_rank() -> None:
+    first, second = run_ranks(refusal_on_rank, 2, 2)
+    assert first == second
+    assert "batch 3, row 2: column 'label': expected 0 or 1, found 7" in first
 
 
 @pytest.mark.parametrize("function", ["rows", "resumable"])
