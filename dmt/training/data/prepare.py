@@ -47,6 +47,7 @@ from dmt.training.data.files import (
     Manifest,
     expand_path,
     file_version,
+    format_of,
     read_manifest,
     starts_of,
 )
@@ -80,7 +81,7 @@ def prepare_once(config: DataConfig, cache: Path | None, *, eval_only: bool = Fa
         eval_only: use all rows of ``train_path`` for evaluation, in file order.
 
     Raises:
-        InputError: see `prepare`; or ``cache`` is None or cannot be written.
+        InputError: see `prepare`; or ``cache`` is None or cannot be written or locked.
     """
     files = [file for paths in _files(config).values() for file in paths]
     if cache is None:
@@ -90,7 +91,11 @@ def prepare_once(config: DataConfig, cache: Path | None, *, eval_only: bool = Fa
     folder = cache / hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:12]
     check_output("Folder for prepared rows", cache, is_folder=True)
     with (cache / _LOCK).open("wb") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+        except OSError as error:
+            reason = f"cannot be locked ({error.strerror})"
+            raise InputError(f"Folder for prepared rows {str(cache)!r} {reason}. Use another file system.") from error
         if not (folder / MANIFEST).exists():
             logger.warning("Preparing %s into %s; later runs on the same data reuse it.", files[0], folder)
             prepare(config, folder, eval_only=eval_only)
@@ -255,9 +260,10 @@ class _Rejects:
         if self.number > self._most:
             first = rejects[0]
             column = f"column {first.column!r}: " if first.column else ""
+            unit = "row" if format_of(first.source) == "parquet" else "line"
             raise InputError(
-                f"{first.source}, line {first.line}: {column}{first.reason}. The line: {first.text[:200]!r}. Invalid "
-                f"rows so far: {self.number:,}. {self._remedy}"
+                f"{first.source}, {unit} {first.line}: {column}{first.reason}. The {unit}: {first.text[:200]!r}. "
+                f"Invalid rows so far: {self.number:,}. {self._remedy}"
             )
         if rejects:
             is_new = not self._path.exists()

@@ -236,9 +236,9 @@ def test_text_is_prepared_once_beside_the_output(tmp_path: Path, caplog: pytest.
 
 WITH_H = {"categorical": ("c", "h"), "sequences": {"h": "c"}}
 BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
-    ({"label": [0, 2]}, {}, r"line 2: column 'label': .*found 2"),
-    ({"d": [1.0, 1e300]}, {}, r"line 2: column 'd': .*found 1e"),
-    ({"c": [1.0, 1.5]}, {}, r"line 2: column 'c': .*found 1\.5"),
+    ({"label": [0, 2]}, {}, r"row 2: column 'label': .*found 2"),
+    ({"d": [1.0, 1e300]}, {}, r"row 2: column 'd': .*found 1e"),
+    ({"c": [1.0, 1.5]}, {}, r"row 2: column 'c': .*found 1\.5"),
     ({"d": [[1.0], [2.0]]}, {}, "dense column 'd' has type list"),
     ({"d": pa.array([0, 1], pa.timestamp("s"))}, {}, "dense column 'd' has type timestamp.*data.timestamps"),
     ({"c": pa.array([b"a", b"b"])}, {}, "categorical column 'c' has type binary"),
@@ -258,7 +258,7 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"h": ["a", "b"]}, WITH_H, "sequences: column 'h' is not a list"),
     ({"h": [["a"], []], "c": [["a"], ["b"]]}, WITH_H, "sequences: 'c', the target of 'h', is a list"),
     ({"h": [["a"], []]}, {**WITH_H, "shared_tables": {"t": ("h", "n")}, "categorical": ("c", "h", "n")}, "table 't'"),
-    ({"h": [["a"], ["b"] * 1001]}, WITH_H, "line 2: column 'h': expected at most 1000 ids .*found 1001"),
+    ({"h": [["a"], ["b"] * 1001]}, WITH_H, "row 2: column 'h': expected at most 1000 ids .*found 1001"),
 ]
 
 

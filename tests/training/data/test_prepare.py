@@ -30,7 +30,7 @@ from dmt.training.data.clicks import ClickData
 from dmt.training.data.config import DataConfig
 from dmt.training.data.files import Manifest
 from dmt.training.data.hash import deal_rows, hash_rows
-from dmt.training.data.prepare import prepare
+from dmt.training.data.prepare import prepare, prepare_once
 from dmt.training.job import open_unsharded
 from tests.ranks import run_ranks
 from tests.training.small import small
@@ -499,6 +499,13 @@ def test_a_folder_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.Monk
     with pytest.raises(InputError, match="cannot be written: No space left on device"):
         prepare(config, tmp_path / "other")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a.tsv", "out"]
+
+    def unlocked(*_: Any) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr("fcntl.flock", unlocked)
+    with pytest.raises(InputError, match=r"'.*cache' cannot be locked \(No locks available\)"):
+        prepare_once(config, tmp_path / "cache")
 
 
 def prepare_until_killed(rank: int, config: DataConfig, out: Path) -> None:
