@@ -51,7 +51,7 @@ class TableSpec:
     sequences: tuple[tuple[str, str], ...] = field(default=(), compare=False)
     """Pairs of a sequence feature and its target, the feature of this table that attends to the sequence."""
     is_sequence: bool = field(default=False, compare=False)
-    """True if a lookup returns an embedding per id, not pooled bags; so for all tables of a tower with sequences."""
+    """True if lookups return an embedding per id, not pooled bags, as for every table of a tower with sequences."""
 
     def __post_init__(self) -> None:
         for size in ("num_embeddings", "embedding_dim"):

@@ -122,8 +122,8 @@ class ReplicaSync:
     def restart(self, *, steps: int = 0) -> None:
         """Copies the weights and states of replica 0 to every replica, and drops collectives in flight.
 
-        Call it after loading weights or states into the model; ``steps`` are the training steps that they have behind
-        them. The next sync is at a multiple of the interval. Collective over the replicas.
+        Call it after loading weights or states into the model, with ``steps``, the number of training steps before
+        they were saved: syncs stay at multiples of the interval. Collective over the replicas.
         """
         self._states.forget()
         for module in self._modules:

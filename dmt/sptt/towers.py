@@ -148,8 +148,8 @@ class TowerCollectionSharder(TowerSharder[EmbeddingTowerCollection]):
         """Returns the mesh tower of each logical tower.
 
         Raises:
-            InputError: the placement has another length than the collection, names an unknown mesh tower, or leaves a
-                mesh tower empty.
+            InputError: the placement and the collection differ in length, or the placement names an unknown mesh tower
+                or leaves a mesh tower empty.
         """
         num_towers = self.mesh.topology.num_towers
         placement = tuple(range(num_towers)) if self.placement is None else self.placement

@@ -306,7 +306,7 @@ class _MetaCollection(MetaTables):
     """`MetaTables` whose result is a ``KeyedTensor``, as a user's model may need it."""
 
     def forward(self, ids: Tensor) -> Any:
-        """Ids [B], used for every feature -> ``KeyedTensor`` [B, sum of N]."""
+        """Looks up ids [B] in every table; returns a ``KeyedTensor`` [B, sum of N]."""
         embeddings = super().forward(ids)
         return KeyedTensor.from_tensor_list(list(embeddings), list(embeddings.values()))
 
@@ -319,7 +319,7 @@ class _MetaSequences(MetaTables):
         self._lengths = lengths
 
     def forward(self, ids: Tensor) -> Any:
-        """Ids [B], of which only the number B counts -> a ``JaggedTensor`` of B samples by feature."""
+        """Returns a ``JaggedTensor`` of B samples by feature; of ``ids`` [B], only the size matters."""
         return {
             feature: JaggedTensor(
                 table[:1, :1].expand(round(len(ids) * self._lengths.get(feature, 1.0)), table.shape[1]), lengths=ids

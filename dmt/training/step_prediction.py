@@ -101,7 +101,7 @@ def _lookups(job: Job) -> StepWorkload:
 
 
 def predict_step(job: Job, cluster: Cluster, counted: dict[str, ModelWork] | None = None) -> Prediction:
-    """Predicts one training step of a job, whose topology may have another size than the cluster. See `work_of`."""
+    """Predicts a step of a job; its topology and the cluster may differ in size. `work_of` describes ``counted``."""
     train, work = job.config.train, work_of(job, counted)
     exposed = simulate(step_operations(work, cluster, micro_batches=train.micro_batches, prefetch=train.prefetch_ids))
     seconds, widths = sum(exposed.values()), work.model.widths

@@ -300,7 +300,7 @@ class TensorReader(dcp.FileSystemReader):
         is what an optimizer of the whole table would have summed; a shard of a table that was whole gets its numbers.
 
         Raises:
-            InputError: the checkpoint lacks a tensor or has it in another size, or a file cannot be read.
+            InputError: the checkpoint lacks a tensor or holds it with a different size, or a file cannot be read.
         """
         ranges: dict[str, list[tuple[str, int, int]]] = {}
         for saved in self.tensors:

@@ -459,7 +459,7 @@ def _score(model: Path, *, data: str | None, out: Path, function: tuple[str, ...
 @main.command("complexity", epilog="Example: dmt complexity --arch dlrm --towers 8 --tower-dim 64")
 @click.option("--arch", required=True, help="dlrm or dcn.")
 @click.option("--towers", type=int, help="Number of towers; by default the model is flat.")
-@click.option("--tower-dim", type=int, help="D; by default 64 for dlrm, 128 for dcn.")
+@click.option("--tower-dim", type=int, help="Dimension of tower outputs; by default 64 for dlrm, 128 for dcn.")
 def _complexity(arch: str, *, towers: int | None, tower_dim: int | None) -> Shown:
     """Counts MFLOPs, parameters and ratio of a paper-sized model.
 

@@ -71,7 +71,7 @@ def file_version(path: str) -> tuple[int, int]:
 
 
 def matching_files(value: str) -> list[str]:
-    """Lists the files that a file name, folder or glob matches, in the order of their names.
+    """Lists the files that a file name, folder or glob matches, sorted by name.
 
     Files whose names begin with ``.`` or ``_`` are left out. A folder named ``*.parquet``, as Spark writes it, is
     replaced by its files.
@@ -125,7 +125,7 @@ def _file_system(path: str) -> Iterator[tuple[Any, str]]:
 
 
 def expand_path(setting: str, value: str, *, columns: bool) -> list[str]:
-    """Lists the files that ``value`` matches, a file name, folder or glob, in the order of their names.
+    """Lists the files that ``value`` (a file name, folder or glob) matches, sorted by name.
 
     With ``columns``, files whose ending is not that of a format with named columns are left out. Messages begin with
     ``setting``, the key of the configuration.

@@ -371,7 +371,7 @@ def _copy_vocabulary(config: DataConfig, columns: Columns, file: Path) -> None:
         raise InputError(f"{place} differs from these rows in feature {unlike[0][0]!r} or its table. Make them equal.")
     shutil.copyfile(folder / manifest.vocabulary, file)
     if _checksum(file) != (int(checksum, 16) if checksum else manifest.files[manifest.vocabulary][1]):
-        raise InputError(f"{place} has another vocabulary than the model was trained with. Restore the old folder.")
+        raise InputError(f"{place} is not the vocabulary that the model was trained with. Restore the old folder.")
     if pq.read_schema(file) != _WORDS:
         raise InputError(f"{place}: {manifest.vocabulary} is not a vocabulary. Name another folder.")
 

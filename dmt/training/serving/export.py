@@ -90,8 +90,8 @@ def export_run(
     rounding = 1e-5 * max(1.0, float(expected.abs().max()))
     if not difference <= (rounding if tables == "fp32" else torch.inf):
         raise InputError(
-            f"The exported program of {checkpoint} gives other logits than the model (by {difference:.1e}). Make the "
-            "model's forward depend on its input and weights only."
+            f"The exported program of {checkpoint} differs from the model in its logits (by {difference:.1e}). Make "
+            "the model's forward depend on its input and weights only."
         )
     # Write to memory first: PyTorch's zip writer aborts the process if the file raises, such as on a full disk.
     archive = io.BytesIO()

@@ -109,7 +109,7 @@ class ServedTables(nn.Module):
             self.register_buffer(f"scales_{number}", scales)
 
     def forward(self, features: Mapping[str, JaggedTensor]) -> Any:
-        """Ids by feature -> what the collection returns: a ``KeyedTensor`` [B, sum N], or sequences by feature."""
+        """Looks up ids by feature; returns a ``KeyedTensor``, float [B, sum of N], or the sequences by feature."""
         lookups = [
             (number, features[name], mode) for number, (names, mode) in enumerate(self._lookups) for name in names
         ]

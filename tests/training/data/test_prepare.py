@@ -434,7 +434,7 @@ def test_raw_rows_get_the_ids_of_their_vocabulary_or_none(tmp_path: Path) -> Non
     with pytest.raises(InputError, match=r"data.vocabulary=.*cannot be read .*Restore the folder there"):
         prepared(tmp_path, raw)
     prepare(by_frequency(clicks(tmp_path / "clicks.parquet", ["z", "b"])), tmp_path / "out")
-    with pytest.raises(InputError, match="has another vocabulary than the model was trained with"):
+    with pytest.raises(InputError, match="is not the vocabulary that the model was trained with"):
         prepared(tmp_path, raw)
     # Other files in its place, which a manifest names.
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
