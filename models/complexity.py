@@ -109,24 +109,25 @@ def meta_batch(dense_in_features: int, num_samples: int = 2) -> tuple[Tensor, Te
 def compression_ratio(model: nn.Module) -> float:
     """Returns the numbers per sample that enter the tower modules over those that leave them; 1.0 without towers.
 
-    ``model`` is unsharded, with its towers in a TorchRec ``EmbeddingTowerCollection``. Their ``in_features`` count a
-    history as one embedding; `count_complexity` counts each of its items.
+    ``model`` is unsharded. Its tower modules' ``in_features`` count a history as one embedding; `count_complexity`
+    counts each of its items.
+
+    Raises:
+        InputError: a tower module has no ``in_features`` or no ``out_features``.
     """
     modules = tower_modules(model)
-    if not modules:
-        return 1.0
-    return sum(module.in_features for module in modules) / sum(module.out_features for module in modules)
+    for module in modules:
+        if not (hasattr(module, "in_features") and hasattr(module, "out_features")):
+            name = type(module).__name__
+            raise InputError(f"Tower module {name} has no in_features or out_features. Set both: numbers per sample.")
+    return sum(m.in_features for m in modules) / sum(m.out_features for m in modules) if modules else 1.0
 
 
 def tower_modules(model: nn.Module) -> list[Any]:
-    """Returns the tower modules of all ``EmbeddingTowerCollection`` or `MetaTowers` in an unsharded model."""
-    return [
-        tower.interaction
-        for collection in model.modules()
-        if isinstance(towers := getattr(collection, "towers", None), nn.ModuleList)
-        and all(hasattr(tower, "interaction") for tower in towers)
-        for tower in towers
-    ]
+    """Returns the tower modules of all TorchRec ``EmbeddingTower`` and `MetaTowers` in an unsharded model."""
+    # By the name of the class, since this module needs no TorchRec.
+    kinds = ("EmbeddingTower", "_MetaTower")
+    return [part.interaction for part in model.modules() if any(k.__name__ in kinds for k in type(part).__mro__)]
 
 
 def count_on_meta(model: nn.Module, dense_in_features: int) -> Complexity:
@@ -207,6 +208,10 @@ class MetaTables(nn.Module):
         return {feature: embedding for embedding, features in pairs for feature in features}
 
 
+class _MetaTower(nn.Sequential):
+    """A tower of `MetaTowers`."""
+
+
 class MetaTowers(nn.Module):
     """Stands in for TorchRec's ``EmbeddingTowerCollection``: real tower modules over `MetaTables`."""
 
@@ -217,7 +222,7 @@ class MetaTowers(nn.Module):
         check_tower_modules(plan, tower_modules)
         pairs = zip(plan.tables_by_tower(tables), tower_modules, strict=True)
         self.towers = nn.ModuleList(
-            nn.Sequential(OrderedDict(embedding=MetaTables(held, device), interaction=module)) for held, module in pairs
+            _MetaTower(OrderedDict(embedding=MetaTables(held, device), interaction=module)) for held, module in pairs
         )
 
     def forward(self, ids: Tensor) -> Tensor:

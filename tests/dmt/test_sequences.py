@@ -29,7 +29,7 @@ from dmt import (
     TowerTopology,
 )
 from dmt.models import DINTowerModule, DLRMTowerModule
-from dmt.models.complexity import count_complexity, count_on_meta
+from dmt.models.complexity import compression_ratio, count_complexity, count_on_meta
 from dmt.sharding.costs import StepWorkload
 from dmt.sharding.planner import plan_by_torchrec
 from dmt.simulator.steps import ModelWork, PartWork, StepWork
@@ -335,3 +335,10 @@ def test_attention_is_counted_by_the_length_of_its_history() -> None:
     assert count_on_meta(planned.to("meta"), 3) == counted
     forward = [sum(one.flops for one in part.forward) for part in count_operators(planned, 3).towers]
     assert forward == [2 * (attention + 16 * 4), 2 * 8 * 4]
+
+
+def test_the_ratio_of_a_lone_tower_and_of_a_module_without_sizes() -> None:
+    tower: Any = History().towers.towers[1]
+    assert compression_ratio(nn.Sequential(tower)) == 8 / 4
+    with pytest.raises(InputError, match=r"Tower module Identity has no in_features or out_features\. Set both"):
+        compression_ratio(EmbeddingTower(tower.embedding, nn.Identity()))
