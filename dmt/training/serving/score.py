@@ -59,8 +59,11 @@ def score(
         functions: see `dmt.training.trained.checkpoint_of`.
 
     Raises:
-        InputError: the model or the data cannot be read or do not fit each other, or the file cannot be written.
+        InputError: the model or the data cannot be read or do not fit each other, or the file cannot be written or
+            its name has the ending of another format.
     """
+    if out.suffix in (".csv", ".tsv", ".json", ".jsonl", ".gz"):
+        raise InputError(f"--out {str(out)!r} is written as Parquet. Name a file that ends in .parquet.")
     scorer, data = _open(model, data_path, functions, out)
     with writing(out), atomic_write(out) as scratch, torch.inference_mode():
         predictions = Predictions(scratch, data)

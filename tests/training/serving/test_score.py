@@ -156,6 +156,11 @@ def test_other_columns_are_refused(run: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "p.parquet").exists()
 
 
+def test_another_ending_than_that_of_parquet_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"p\.csv' is written as Parquet. Name a file that ends in \.parquet\."):
+        score(tmp_path, tmp_path / "p.csv")
+
+
 def test_the_manifest_has_examples_of_the_hash(run: Path) -> None:
     manifest = read_manifest(run / "model.pt2")
     ad, words, hour, _ = manifest["features"]
