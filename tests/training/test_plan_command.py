@@ -202,3 +202,10 @@ def test_narrow_output_cuts_no_number(width: int, tmp_path: Path, monkeypatch: p
     for table in tables:
         assert f" {table['name']} " in words
         assert f" {1e3 * table['seconds']:,.3f} ms " in words
+
+
+def test_data_without_rows_are_reported(tmp_path: Path) -> None:
+    (tmp_path / "a.csv").write_text("label,a,b\n")
+    data = {"kind": "columns", "train_path": str(tmp_path / "a.csv"), "categorical": ["a", "b"]}
+    shown = plan(config_file(tmp_path, data=data, train={"output_dir": str(tmp_path / "out")}))
+    assert "Check the data: There are no training rows." in shown.output, shown.output

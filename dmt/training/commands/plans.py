@@ -188,6 +188,8 @@ def _show_sharding(job: Job, sharding: TowerShardingPlan, out: Path | None) -> S
             "Replicas of a flat model train in the tower dataflow only: set sharding.dataflow=sptt "
             f"topology.num_towers=1 topology.ranks_per_tower={sharding.topology.ranks_per_tower}."
         )
+    if job.opened_data is not None and job.opened_data.notes:
+        lines.append(f"Check the data: {job.opened_data.notes}")
     lines += [] if out is None else [f"Written to {out}."]
     title = "Tables, costliest first" + ("; --json has all" if len(ranked) > _SHOWN_TABLES else "")
     headers = ("table", "tower", "memory", "cost", "why, by ranks of the tower")
