@@ -206,7 +206,7 @@ def test_file_sizes() -> None:
 
 # Lines and files of each part at most, and where they are to get. Raise a number only with the reason in the commit.
 CEILINGS = {
-    "the library": (25_289, 134),  # 20_500, 136
+    "the library": (25_299, 134),  # 20_500, 136
     "dmt/*.py": (1_005, 7),  # 800, 8
     "dmt/plan": (690, 5),  # 600, 5
     "dmt/sharding": (1_925, 10),  # 1_750, 10
@@ -216,11 +216,11 @@ CEILINGS = {
     "dmt/simulator": (840, 4),  # 800, 5
     "dmt/report": (150, 2),  # 110, 2
     "dmt/testing": (590, 4),  # 600, 4
-    "dmt/training": (11_215, 54),  # 7_800, 50
+    "dmt/training": (11_220, 54),  # 7_800, 50
     "partitioner": (2_860, 12),  # 2_800, 14
     "models": (1_340, 8),  # 1_000, 7
     "benchmarks": (6_475, 36),  # 5_600, 36
-    "tests": (23_224, 119),  # 20_000, 115
+    "tests": (23_241, 119),  # 20_000, 115
 }
 
 
