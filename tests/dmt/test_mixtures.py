@@ -37,7 +37,7 @@ from tests.ranks import run_ranks
 from tests.sptt_case import OWN, Bounds, Case, Oracle, Training, Worst, check, train_beside
 
 FIRST = int(os.environ.get("MIXTURES_SEED", "0"))
-NUMBER = 200
+NUMBER, FAST = 200, 24
 # More than rounding: no optimizer makes a large step of a gradient that cancels, so weights need no wider bound.
 EPS = 1e-3
 DENSE = (partial(torch.optim.Adam, eps=EPS), torch.optim.SGD)
@@ -322,7 +322,9 @@ def compare(mixture: Mixture, folder: Path, fault: str = "") -> None:
                 check(case, worst)
 
 
-@pytest.mark.parametrize("seed", range(FIRST, FIRST + NUMBER))
+@pytest.mark.parametrize(
+    "seed", [pytest.param(FIRST + i, marks=[pytest.mark.slow] * (i >= FAST)) for i in range(NUMBER)]
+)
 def test_a_mixture_trains_as_the_plain_module_or_is_refused(seed: int, tmp_path: Path) -> None:
     compare(drawn(seed), tmp_path)
 
