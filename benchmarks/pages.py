@@ -179,26 +179,26 @@ def _histories() -> Rows:
     return rows
 
 
+def _step_cells(run: Mapping[str, Any], ways: Iterable[str]) -> list[str]:
+    """Median seconds of a step of the unchanged model in each way, with the MB that a host sends in it."""
+    found = {one["name"]: one["steps"] for one in run["contenders"]}
+    steps = [found[f"sptt{way}"] for way in ways]
+    return [f"{median(s['seconds'] for s in way):.1f} ({max(way[0]['uplink_bytes']) / 1e6:.0f})" for way in steps]
+
+
 def _placements() -> Rows:
     """Steps of the unchanged model with one copy of the tables, and with two in both placements."""
     rows = []
     for run in _record("replica_placement")["runs"]:
-        found, setting = {one["name"]: one["steps"] for one in run["contenders"]}, run["setting"]
-        steps = [found[f"sptt{way}"] for way in ("", "+r2-intra", "+r2-inter")]
-        cells = [f"{median(s['seconds'] for s in way):.1f} ({max(way[0]['uplink_bytes']) / 1e6:.0f})" for way in steps]
+        setting, cells = run["setting"], _step_cells(run, ("", "+r2-intra", "+r2-inter"))
         rows.append([f"{setting['hosts']} x {setting['ranks_per_host']}", f"{setting['rows_cap']:,}", *cells])
     return rows
 
 
 def _replicas() -> Rows:
     """Steps with one copy of the tables and with replicas, and the MB that a host sends in them."""
-    rows = []
-    for run in _record("replica_steps")["runs"]:
-        found = {one["name"]: one["steps"] for one in run["contenders"]}
-        ways = [found[f"sptt{way}"] for way in ("", "+r2-inter", "+r4-inter")]
-        cells = [f"{median(s['seconds'] for s in way):.1f} ({max(way[0]['uplink_bytes']) / 1e6:.0f})" for way in ways]
-        rows.append([f"{run['setting']['rows_cap']:,}", *cells])
-    return rows
+    ways = ("", "+r2-inter", "+r4-inter")
+    return [[f"{run['setting']['rows_cap']:,}", *_step_cells(run, ways)] for run in _record("replica_steps")["runs"]]
 
 
 TABLES: Mapping[tuple[str, ...], Callable[[], Rows]] = {
@@ -259,8 +259,9 @@ def _hot_sentences() -> Iterable[str]:
     plain, hot = contenders["sptt"], contenders["sptt+hier+hot"]
     yield f"of the unchanged model from {plain.median:.2f} to {hot.median:.2f} seconds"
     yield f"its bytes from {_megabytes(plain)} to {_megabytes(hot)} MB per host"
-    unique = [found for found in contenders.values() if found.family == "sptt" and "unique" in found.name]
-    yield f"options took {min(f.median for f in unique if f.precision == 'fp32'):.2f} seconds"
+    unique = fastest([f for f in contenders.values() if "unique" in f.name], "sptt", precision="fp32")
+    assert unique is not None, "the record has unique inputs"
+    yield f"options took {unique.median:.2f} seconds"
 
 
 def _quality_sentences() -> Iterable[str]:
