@@ -34,24 +34,27 @@ _BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 
 def commands() -> str:
-    """Every command as Markdown: its purpose, its options, examples.
+    """Every command as Markdown: its arguments, its purpose, its options, examples.
 
     Example:
-        >>> "## `dmt score`" in commands()
+        >>> "## `dmt score MODEL`" in commands()
         True
     """
     parts = []
     for name, command in sorted(main.commands.items()):
         context = click.Context(command, info_name=f"dmt {name}", show_default=True)
-        parts.append(f"## `dmt {name}`\n\n{_paragraphs(command.help or '')}\n")
-        parts.append("| argument or option | meaning |\n| --- | --- |")
-        for parameter in command.get_params(context):
-            if isinstance(parameter, click.Argument):
-                parts.append(f"| `{parameter.make_metavar(context)}` | |")
-            elif (record := parameter.get_help_record(context)) is not None and record[0] not in ("--help", "--json"):
-                kind = "Advanced: " if isinstance(parameter, Advanced) else ""
-                parts.append(f"| `{_cell(record[0])}` | {kind}{_cell(_one_line(record[1]))} |")
-        parts.append("")
+        parameters = command.get_params(context)
+        arguments = [part.make_metavar(context) for part in parameters if isinstance(part, click.Argument)]
+        parts.append(f"## `{' '.join(['dmt', name, *arguments])}`\n\n{_paragraphs(command.help or '')}\n")
+        options = [part for part in parameters if isinstance(part, click.Option)]
+        records = [(option, option.get_help_record(context)) for option in options]
+        shown = [(option, record) for option, record in records if record and record[0] not in ("--help", "--json")]
+        rows = [
+            f"| `{_cell(record[0])}` | {'Advanced: ' * isinstance(option, Advanced)}{_cell(_one_line(record[1]))} |"
+            for option, record in shown
+        ]
+        if rows:
+            parts += ["| option | meaning |\n| --- | --- |", *rows, ""]
         for example in (command.epilog or "").split("\n\n"):
             if example:
                 parts.append(f"{example.partition(': ')[0]}: `{example.partition(': ')[2]}`\n")
