@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import doctest
 import importlib.util
+import math
 import os
 import re
 import shlex
@@ -267,8 +268,10 @@ def check_torchrun(arguments: list[str]) -> None:
         module, *rest = arguments[arguments.index("-m") + 1 :]
         assert module == "dmt.training", module
         params = train.make_context(module, rest).params
-        config = params["config"]  # a file is one that the page has the reader write
-        load_config("demo" if config.endswith(".toml") else config, params["overrides"])
+        is_file = params["config"].endswith(".toml")  # one that the page has the reader write
+        config = load_config("demo" if is_file else params["config"], params["overrides"])
+        sizes = [int(arguments[arguments.index(f) + 1]) for f in ("--nnodes", "--nproc-per-node") if f in arguments]
+        assert is_file or config.topology.build().world_size == math.prod(sizes), "the config has other ranks"
 
 
 def check_make(arguments: list[str]) -> None:
@@ -343,7 +346,7 @@ def test_a_changed_cell_is_noticed(header: tuple[str, ...]) -> None:
     """So is a table that is on no page: it is taken out of benchmarks/pages.py."""
     lines, first = next(
         (text, number + 2)
-        for text in map(lines_of, pages())
+        for text in (page.read_text().splitlines() for page in pages())
         for number, line in enumerate(text)
         if cells(line) == header
     )
@@ -363,10 +366,6 @@ def test_a_changed_number_of_a_sentence_is_noticed(name: str) -> None:
         for group in range(1, pattern(sentence).groups + 1):
             changed = f"{text[: found.start(group)]}7{found[group]}{text[found.end(group) :]}"
             assert with_current_numbers(name, changed) == text
-
-
-def lines_of(page: Path) -> list[str]:
-    return page.read_text().splitlines()
 
 
 README = (ROOT / "README.md").read_text()
