@@ -50,10 +50,10 @@ tree_flatten, tree_unflatten = _pytree.tree_flatten, _pytree.tree_unflatten
 
 
 class PipelinedModule(ShardedEmbeddingModule[Any, Any, Any, Any]):
-    """A sharded module whose id exchange TorchRec's train pipelines can start one batch ahead.
+    """A sharded module; TorchRec's train pipelines can start its id exchange one batch ahead.
 
-    The pipelines ask for ``_has_uninitialized_input_dist`` and walk ``_input_dists``; DMP's ``load_state_dict`` walks
-    children by name unless ``_FORCE_STATE_DICT_LOAD`` says that the module loads itself.
+    The pipelines read ``_has_uninitialized_input_dist`` and iterate over ``_input_dists``; DMP's ``load_state_dict``
+    loads children by name unless ``_FORCE_STATE_DICT_LOAD`` says that the module loads itself.
     """
 
     _FORCE_STATE_DICT_LOAD = True
@@ -62,7 +62,7 @@ class PipelinedModule(ShardedEmbeddingModule[Any, Any, Any, Any]):
         super().__init__()
         self._has_uninitialized_input_dist = True
         self.id_exchanges: list[Any] = self._input_dists
-        """The module that sends ids; empty before the first batch."""
+        """Holds the module that sends ids; empty before the first batch."""
 
     def set_id_exchange(self, exchange: nn.Module) -> None:
         """Installs the id exchange once the batch's features are known."""
@@ -72,7 +72,7 @@ class PipelinedModule(ShardedEmbeddingModule[Any, Any, Any, Any]):
     def named_modules(
         self, memo: set[nn.Module] | None = None, prefix: str = "", remove_duplicate: bool = True
     ) -> Iterator[tuple[str, nn.Module]]:
-        """Yields this module only: DMP's data parallel must not see the one inside."""
+        """Yields this module only: DMP's data parallelism must not find the data-parallel modules inside."""
         yield prefix, self
 
 
@@ -81,7 +81,7 @@ class OpenShardedEBC(ShardedEmbeddingBagCollection):
 
     @property
     def tables_by_lookup(self) -> list[tuple[str, list[Any]]]:
-        """The sharding scheme of each lookup, and the tables that the lookup reads on this rank, in its order."""
+        """The sharding scheme of each lookup, and the tables that it reads on this rank, in the lookup's order."""
         groups = [sharding._grouped_embedding_configs for sharding in self._embedding_shardings]
         tables = [[table for group in of_lookup for table in group.embedding_tables] for of_lookup in groups]
         return list(zip(self._sharding_types, tables, strict=True))
@@ -106,12 +106,12 @@ class OpenShardedEBC(ShardedEmbeddingBagCollection):
         self._has_mean_pooling_callback = False
 
     def take_local_shards(self, state_dict: dict[str, Any], prefix: str) -> dict[str, Tensor]:
-        """Removes entries of ``state_dict`` that TorchRec's load hook must not see; returns those to put back after."""
+        """Removes entries of ``state_dict`` that TorchRec's load hook must not see; returns entries to add after it."""
         return {}
 
     @staticmethod
     def _pre_load_state_dict_hook(self: OpenShardedEBC, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        # TorchRec registers it as a function of the module.
+        # Static, because TorchRec registers it as a function that takes the module.
         taken = self.take_local_shards(state_dict, prefix)
         ShardedEmbeddingBagCollection._pre_load_state_dict_hook(self, state_dict, prefix, *rest)
         state_dict.update(taken)
@@ -139,7 +139,7 @@ class OpenShardedEC(ShardedEmbeddingCollection):
 def group_env(group: ProcessGroup) -> ShardingEnv:
     """Returns a TorchRec environment that shards over ``group``.
 
-    ``ShardingEnv(...)`` itself would build a device mesh of the ranks 0..size-1, whatever ranks the group has.
+    ``ShardingEnv(...)`` itself would build a device mesh of ranks 0..size-1, even if the group has other ranks.
     """
     env = ShardingEnv.from_local(group.size(), group.rank())
     env.process_group = group
@@ -171,7 +171,7 @@ def add_dense_hook(dmp: DistributedModelParallel, hook: Callable[[GradBucket], A
     """Adds a DDP communication hook to the dense part of ``dmp``; does nothing if that part is not wrapped in DDP."""
     wrapped: Any = dmp._dmp_wrapped_module
     if isinstance(wrapped, DistributedDataParallel):
-        # DDP reads annotations, which are strings here; a lambda has none.
+        # DDP checks annotations, which are strings in this file; a lambda has none.
         wrapped.register_comm_hook(hook, lambda state, bucket: state(bucket))
 
 
@@ -182,7 +182,7 @@ def at_end_of_backward(callback: Callable[[], None]) -> None:
 
 
 def in_backward_pass() -> bool:
-    """Returns whether autograd is running a backward pass on this thread, no matter what code started it."""
+    """Returns whether autograd is running a backward pass on this thread, whichever code started it."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -192,7 +192,7 @@ def mark_updated_in_backward(parameter: Tensor, optimizer: Any) -> None:
 
 
 def lookups_of(module: nn.Module) -> list[nn.Module]:
-    """Returns this rank's lookups if ``module`` is one of TorchRec's sharded collections, else an empty list."""
+    """Returns this rank's lookups if ``module`` is a sharded collection of TorchRec, else an empty list."""
     is_sharded = isinstance(module, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection)
     lookups: Any = module._lookups if is_sharded else []
     return list(lookups)

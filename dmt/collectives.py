@@ -41,13 +41,13 @@ Value = TypeVar("Value")
 @contextmanager
 def profiler_range(step: str, *, backward: bool = False) -> Iterator[None]:
     """Context manager or decorator that labels a step in profiles: ``## dmt:<step> ##`` or ``## dmt:<step>:bwd ##``."""
-    # If record_function were the decorator, all threads would share one object.
+    # With record_function itself as the decorator, all threads would share one object.
     with torch.profiler.record_function(f"## dmt:{step}{':bwd' if backward else ''} ##"):
         yield
 
 
 def broadcast_tensor(tensor: Tensor, group: dist.ProcessGroup) -> None:
-    """Copies the first rank's tensor to every rank of the group, in place."""
+    """Copies the tensor of the group's first rank, of any shape and dtype, to its other ranks, in place."""
     dist.broadcast(tensor, group=group, group_src=0)
 
 
@@ -59,7 +59,7 @@ def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
 
 
 def gather_on_first(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Collects one picklable object per rank on the group's first rank, by group rank; others get an empty list."""
+    """Collects one picklable object of each rank on the group's first rank, by group rank; others get an empty list."""
     values: list[Any] = [None] * group.size() if group.rank() == 0 else []
     dist.gather_object(value, values or None, group=group, group_dst=0)
     return values
@@ -69,7 +69,7 @@ def check_agreement(caller: str, arguments: Mapping[str, Any], group: dist.Proce
     """Checks that all ranks of the group have the same arguments; collective.
 
     Args:
-        caller: the function or class that has the arguments, for the message.
+        caller: name of the function or class that takes the arguments, for the message.
         arguments: values by argument name, small and picklable; a mapping is compared entry by entry.
         group: the ranks.
 
@@ -77,7 +77,7 @@ def check_agreement(caller: str, arguments: Mapping[str, Any], group: dist.Proce
         InputError: on every rank, with the argument, the ranks that differ from the first, and both values.
     """
     given = {"the call": caller} | _by_path(arguments)
-    # Digests first: the arguments of thousands of tables are gathered only to say what differs.
+    # Digests first: the arguments themselves, of thousands of tables, are gathered only if they differ.
     if len(set(gather_objects(hashlib.sha256(repr(given).encode()).digest(), group))) == 1:
         return
     everyone = gather_objects(given, group)
@@ -101,12 +101,12 @@ def _by_path(arguments: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def start_sum(value: Tensor, group: dist.ProcessGroup) -> Any:
-    """Starts the in-place sum of ``value`` over the group; ``value`` holds the sum after ``wait()`` on the result."""
+    """Starts the in-place sum of ``value``, of any shape, over the group; ``wait()`` on the result ends it."""
     return dist.all_reduce(value, group=group, async_op=True)
 
 
 class PendingExchange:
-    """Handle of an exchange that `start_exchange` began; keeps the tensors alive."""
+    """Handle of an exchange that `start_exchange` began; keeps its tensors alive until it has ended."""
 
     def __init__(self, works: Sequence[Any], tensors: Sequence[Tensor]) -> None:
         self._works = works
@@ -118,7 +118,7 @@ class PendingExchange:
         return not self._tensors
 
     def wait(self) -> None:
-        """Waits until every tensor has been sent and received; on a GPU only the current stream waits."""
+        """Waits until all tensors have been sent and received; on a GPU, only the current stream waits."""
         for work in self._works:
             work.wait()
         for tensor in self._tensors:
@@ -134,9 +134,9 @@ def start_exchange(
     """Starts to send one tensor to each rank of the group and to receive one from each.
 
     On the CPU each tensor is one message, because gloo's all-to-all sends and receives in turns. On a GPU the exchange
-    is one all-to-all, which a rank with nothing to send joins too: NCCL needs all ranks in a group's first exchange.
+    is one all-to-all, even on a rank with nothing to send: NCCL needs all ranks in a group's first exchange.
 
-    All ranks must start the exchanges of a tag in the same order, and keep each handle until they have waited on it.
+    All ranks must start the exchanges of one tag in the same order, and keep each handle until they have waited on it.
 
     Args:
         sent: a contiguous 1-D tensor for each group rank, all of one dtype; must not change until the exchange ends.
@@ -145,7 +145,7 @@ def start_exchange(
         tag: tag of the messages; unused on a GPU.
 
     Returns:
-        The handle, and a tensor [size] from each group rank, filled after ``wait()``; this rank's is what it sent.
+        The handle, and a tensor [size] from each group rank, filled after ``wait()``; this rank's is what it passed.
     """
     rank = group.rank()
     if is_in_one(sent[rank]):
@@ -158,7 +158,7 @@ def start_exchange(
         arriving[rank] = sent[rank]
         return PendingExchange([work], [inputs, outputs]), arriving
     arriving = [sent[rank] if other == rank else sent[rank].new_empty(size) for other, size in enumerate(sizes)]
-    # Receives first: a gloo rank that is asked late sends late.
+    # Receives first: gloo sends only once the receiver has asked.
     calls = [
         dist.P2POp(call, part, group=group, group_peer=other, tag=tag)
         for call, parts in ((dist.irecv, arriving), (dist.isend, sent))
@@ -169,19 +169,19 @@ def start_exchange(
 
 
 def all_to_all_evenly(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sends part i of ``value`` [n], cut evenly, to group rank i; returns the parts for this rank, by rank: [n]."""
+    """Cuts ``value`` [n] into equal parts, sends part i to group rank i; returns the received parts [n], by sender."""
     received = torch.empty_like(value)
     dist.all_to_all_single(received, value, group=group)
     return received
 
 
 def is_in_one(tensor: Tensor) -> bool:
-    """Returns whether `start_exchange` sends such tensors by one all-to-all instead of one message per rank."""
+    """Returns whether `start_exchange` sends this tensor by an all-to-all, not by one message per rank."""
     return tensor.device.type != "cpu"
 
 
 def gather_parts(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Concatenates the equally long parts of all ranks: [n] -> [n * group size], the same on every rank."""
+    """Concatenates the equally long parts of all ranks: [n] -> [n * group size], equal on every rank."""
     if group.size() == 1:
         return part
     whole = part.new_empty(part.numel() * group.size())
@@ -190,7 +190,7 @@ def gather_parts(part: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def max_over_ranks(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Replaces each element of ``value`` by its maximum over the group, in place, and returns ``value``."""
+    """Replaces each element of ``value``, of any shape, by its maximum over the group, in place; returns ``value``."""
     if group.size() > 1:
         dist.all_reduce(value, op=dist.ReduceOp.MAX, group=group)
     return value
@@ -199,7 +199,7 @@ def max_over_ranks(value: Tensor, group: dist.ProcessGroup) -> Tensor:
 def start_sum_over_hosts(
     value: Tensor, inside: dist.ProcessGroup, across: dist.ProcessGroup, *, dtype: torch.dtype | None = None
 ) -> Callable[[], Tensor]:
-    """Starts the sum of ``value`` [n] over all ranks of all hosts: inside each host first, then once between hosts.
+    """Starts the sum of ``value`` [n] over all ranks of all hosts: first inside each host, then between hosts.
 
     ``inside`` has the ranks of this host, ``across`` one rank of each host. Sums cross between hosts in ``dtype``, by
     default that of ``value``. Returns a function that waits and returns the sum [n] in the dtype of ``value``.
@@ -209,7 +209,7 @@ def start_sum_over_hosts(
         sums = part.new_empty(part.numel() // inside.size())
         dist.reduce_scatter_tensor(sums, part, group=inside)
         part = sums
-    # A rank alone on its host would otherwise sum into the caller's tensor.
+    # Copied for a rank alone on its host, which would otherwise sum into the caller's tensor.
     part = part.to(dtype or value.dtype, copy=inside.size() == 1)
     work = start_sum(part, across)
 
@@ -228,20 +228,20 @@ def start_mean(tensors: Sequence[Tensor], group: dist.ProcessGroup) -> Any:
 
 
 def sum_over_ranks(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Returns the sum of ``value`` over the group, on every rank; ``value`` itself does not change."""
+    """Returns the sum of ``value``, of any shape, over the group, on every rank; does not change ``value``."""
     total = value.detach().clone().contiguous()
     dist.all_reduce(total, group=group)
     return total
 
 
 class RankError(RuntimeError):
-    """Work failed on a rank, maybe not this one; the message names the rank and the reason."""
+    """Work failed on some rank, maybe not this one; the message names the rank and the reason."""
 
 
 def run_on_all_or_raise(work: Callable[[], Value], group: dist.ProcessGroup) -> list[Value]:
     """Calls ``work`` on every rank of a group; either all ranks return all results, or all raise. Collective.
 
-    Returns the results by group rank. They are pickled and sent to every rank, and should be small.
+    Returns the results by group rank. Results are pickled and sent to every rank, so they should be small.
 
     Raises:
         InputError: the first rank that failed raised an `InputError`; all ranks raise it with that rank's message.

@@ -1,7 +1,7 @@
 """`TrafficMeter`: counts the bytes that every collective of a step sends, and how many of them leave the host.
 
-It counts where PyTorch hands a collective to the backend, and so sees TorchRec's exchanges, DDP's gradient reduction
-and this library's own collectives alike, flat or with towers.
+It counts where PyTorch passes a collective to the backend, so it sees the exchanges of TorchRec, the gradient reduction
+of DDP and the collectives of this library alike, flat or with towers.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True, kw_only=True)
 class Traffic:
-    """Bytes sent by all ranks of the job while the meter was active, usually for one step."""
+    """Bytes that all ranks of a group sent while the meter was active, usually for one step."""
 
     ids: int = 0
     """Bytes across hosts of integer tensors wider than a byte: sparse ids, lengths and sizes."""
@@ -36,7 +36,7 @@ class Traffic:
     backward: int = 0
     """Bytes across hosts of floating-point tensors in backward passes: gradients on the way back."""
     dense: int = 0
-    """Bytes across hosts of the gradients of replicated parameters (all-reduce)."""
+    """Bytes across hosts of floating-point all-reduces, such as those of gradients of replicated parameters."""
     inside: int = 0
     """All bytes inside hosts."""
 
@@ -57,8 +57,8 @@ class TrafficMeter(TorchDispatchMode):
 
     An all-to-all counts the bytes addressed to each rank. An all-reduce of S bytes over n ranks on h hosts counts
     what a ring in host order sends: 2 S (n - 1) / n per rank, where h of the n ring links cross hosts. A broadcast or
-    all-gather counts S to every other rank, as if no rank relayed, and a reduce-scatter S / n. Any other collective is
-    not counted; the meter logs a warning the first time.
+    all-gather of S bytes counts S to every other rank, as if no rank relayed, and a reduce-scatter S / n. Any other
+    collective is not counted; the meter logs a warning the first time.
 
     Args:
         host_of: maps a global rank to its host; several hosts can be simulated on one machine.
@@ -79,7 +79,7 @@ class TrafficMeter(TorchDispatchMode):
         self._unknown: set[str] = set()
 
     def total(self, group: dist.ProcessGroup) -> Traffic:
-        """Sums the bytes of all ranks of the group; collective."""
+        """Returns the sum of the bytes over all ranks of the group; collective."""
         booked: Counter[str] = Counter()
         for part in gather_objects(dict(self._bytes), group):
             booked.update(part)
@@ -127,11 +127,11 @@ class TrafficMeter(TorchDispatchMode):
     def _warn(self, name: str) -> None:
         if name not in self._unknown:
             self._unknown.add(name)
-            logger.warning("TrafficMeter does not know the collective %s: its bytes are not counted.", name)
+            logger.warning("TrafficMeter does not count the bytes of the collective %s, which it does not know.", name)
 
     def _send(self, tensors: Any, to: dict[int, float], kind: str = "") -> None:
         dtype = _dtype(tensors)
-        # Quantised numbers travel as bytes; ids and lengths are wider.
+        # Quantised numbers are sent as bytes; ids and lengths are wider.
         is_numbers = dtype.is_floating_point or dtype == torch.uint8
         kind = kind or ("ids" if not is_numbers else "backward" if in_backward_pass() else "forward")
         for rank, size in to.items():

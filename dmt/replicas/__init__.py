@@ -1,1 +1,1 @@
-"""Keeps copies equal: replicas of the tables (2D sparse parallelism), and gradients of the dense part."""
+"""Averages replicas of the tables (2D sparse parallelism, Algorithm 1) and gradients of the dense part."""

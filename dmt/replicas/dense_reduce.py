@@ -1,7 +1,7 @@
 """`HierarchicalDataParallel`: reduces gradients of the dense part inside each host first, then once between hosts.
 
-DDP's single ring over all W ranks sends 2 (W-1)/W of the dense gradients out of every host; with a reduction inside the
-H hosts first, 2 (H-1)/H suffice. Only that hop may be in BF16. n is the number of gradients in a DDP bucket.
+DDP's single ring over all W ranks sends 2 (W-1)/W of the dense gradients' bytes out of every host; if each of H hosts
+reduces first, it sends 2 (H-1)/H of them, optionally in BF16. n is the number of gradients in a DDP bucket.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ class HierarchicalDataParallel(DefaultDataParallelWrapper):
     The result is the mean over all W ranks, bitwise equal on each. Collective: it makes process groups.
 
     Args:
-        mesh: groups of the job.
-        precision: number format of step 2; ``"fp32"`` sends gradients as they are, ``"bf16"`` keeps 8 significant bits.
+        mesh: the process groups of this job.
+        precision: number format of step 2: ``"fp32"`` sends gradients unchanged, ``"bf16"`` keeps 8 significant bits.
         bucket_cap_mb: size of a bucket in MB; smaller than DDP's 25, so that the first bucket is sent early.
         options: further arguments of TorchRec's ``DefaultDataParallelWrapper``, such as ``static_graph``.
 
@@ -61,14 +61,14 @@ class HierarchicalDataParallel(DefaultDataParallelWrapper):
         super().__init__(bucket_cap_mb=bucket_cap_mb, **options)
         across = mesh.topology.across_host_groups()
         self._inside = mesh.new_group(mesh.topology.host_groups())
-        # If the ranks are the peers, use the peers' connections: gradients of tower outputs, on which more depends,
-        # come first there. Not with NCCL, where all ranks must start the collectives of a group in the same order.
+        # If the ranks are the peers, use the peers' connections, where gradients of tower outputs go first: more work
+        # waits for those. Not with NCCL, where all ranks must start the collectives of a group in the same order.
         are_peers = sorted(across) == sorted(map(sorted, mesh.topology.peer_groups()))
         has_nccl = "nccl" in dist.get_backend_config(mesh.peer_group)
         self._across = mesh.peer_group if are_peers and not has_nccl else mesh.new_group(across)
         self._dtype = torch.bfloat16 if precision == "bf16" else None
         self._pending: list[tuple[Tensor, Callable[[], Tensor]]] = []
-        """The gradients of a bucket, and what waits for their mean."""
+        """Gradients [n] of each bucket in flight, and the function that waits for their mean."""
 
     def wrap(self, dmp: Any, env: Any, device: torch.device) -> None:
         """Wraps the dense part in DDP with this reduction; ``DistributedModelParallel`` calls it."""
@@ -83,7 +83,7 @@ class HierarchicalDataParallel(DefaultDataParallelWrapper):
             end = start_sum_over_hosts(share, self._inside, self._across, dtype=self._dtype)
         self._pending.append((gradients, end))
         at_end_of_backward(self._finish)
-        # DDP is told that all is done: gradients are views of the bucket, and `_finish` writes there.
+        # DDP may regard the bucket as done: gradients are views of it, and `_finish` writes the means there.
         devices: list[Any] = [gradients.device] if gradients.is_cuda else []
         done: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
         done.set_result(gradients)

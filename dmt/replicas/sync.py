@@ -2,17 +2,17 @@
 
 Each replica trains its tables on its own samples with FBGEMM's fused optimizer, so there are no gradients to average;
 weights and optimizer states are averaged over the replica group instead (section 3, Algorithm 1, lines 9 and 10).
-Data parallelism averages the gradients of dense parts, tower modules and data-parallel tables over all replicas: they
-are equal at every step and are not touched here.
+Data parallelism averages the gradients of dense parts, tower modules and data-parallel tables over all replicas, so
+these parts are equal after every step and are not averaged here.
 
 Legend: M replicas (R elsewhere); w, v weights and optimizer states of this rank's shards; s a snapshot of v.
 
 ==================  ========================================  =====================================================
-at every sync       ``optimizer_state="now"``                 ``optimizer_state="delayed"`` (the blog's)
+at every sync       ``optimizer_state="now"``                 ``optimizer_state="delayed"`` (PyTorch's blog)
 ==================  ========================================  =====================================================
 weights             w = mean(w)                               w = mean(w)
 states              v = mean(v)                               v = mean(s) + (v - s), s of the sync before; s = v
-collectives         all done when it ends                     mean(s) is computed while the next interval trains
+collectives         complete within the sync                  mean(s) is computed while the next interval trains
 ==================  ========================================  =====================================================
 """
 
@@ -36,25 +36,25 @@ from dmt.sptt.state import checksum, table_tensors
 
 __all__ = ["ReplicaSync", "RunningMean", "drifted", "moment_scales"]
 
-# Training passes per step: nobody accumulates gradients over more, so beyond this number step() was forgotten.
+# Training passes per step. Nobody accumulates gradients over more: after that many, a call of step() is missing.
 _MOST_PASSES_PER_STEP = 256
-# Tensors share a collective until they have this size: gloo copies its input into one buffer.
+# Tensors are averaged in collectives of at least this size; gloo copies the input of each into one buffer.
 _BUCKET_BYTES = 64 * 2**20
 
 
 class ReplicaSync:
     """Averages tables and their optimizer states over the replicas of a `TowerMesh`.
 
-    Construct it after loading weights (or call `restart` after that): it copies the weights and states of replica 0 to
-    every replica. Call `step` on every rank after every training step. Unless M is a power of two, the mean of equal
+    Construct it after loading weights, or call `restart` after loading: both copy the weights and states of replica 0
+    to every replica. Call `step` on every rank after every training step. Unless M is a power of two, the mean of equal
     values may differ from them by one unit in the last place; the replicas stay equal. FP16 tables are sent and
     averaged in FP32, and the mean is rounded to FP16.
 
     Args:
-        model: holds modules made by the tower sharders, anywhere in it; usually a ``DistributedModelParallel``.
-        mesh: the groups.
-        interval: N, training steps between two syncs; above 1 this is local SGD (section 5).
-        optimizer_state: ``"now"``, or ``"delayed"`` by one sync; see the docstring of this file.
+        model: contains modules made by the tower sharders, at any depth; usually a ``DistributedModelParallel``.
+        mesh: the process groups of this job.
+        interval: N, training steps from one sync to the next; above 1 this is local SGD (section 5).
+        optimizer_state: ``"now"``, or ``"delayed"`` by one sync; see the table in `dmt.replicas.sync`.
 
     Raises:
         InputError: an argument is out of range or not the same on all ranks, the tower sharders made no module of the
@@ -107,7 +107,7 @@ class ReplicaSync:
         self._weights = RunningMean(weights, mesh.replica_group, delayed=False)
         self._states = RunningMean(states, mesh.replica_group, delayed=self.delays_states)
         self._steps = self._passes = 0
-        # A single replica cannot drift, and may have `HotRows`, which watch the lookups themselves.
+        # A single replica cannot drift; there `HotRows` may use the same hook.
         for module in self._modules if mesh.topology.num_replicas > 1 else ():
             module.before_lookup = self._note_pass
             module.after_lookup = functools.partial(_note_updates, module)
@@ -115,15 +115,15 @@ class ReplicaSync:
 
     @property
     def bytes_per_sync(self) -> float:
-        """Bytes that this rank sends in one sync, as a ring: 2 (M - 1) / M times weights and states (section 5)."""
+        """Bytes that this rank sends in one sync by a ring: 2 (M - 1) / M times weights and states (section 5)."""
         replicas = self._mesh.topology.num_replicas
         return 2 * (replicas - 1) / replicas * (self._weights.bytes_sent + self._states.bytes_sent)
 
     def restart(self, *, steps: int = 0) -> None:
         """Copies the weights and states of replica 0 to every replica, and drops collectives in flight.
 
-        Call it after loading weights or states into the model, with ``steps``, the number of training steps before
-        they were saved: syncs stay at multiples of the interval. Collective over the replicas.
+        Call it after loading weights or states into the model. ``steps`` is the number of training steps before they
+        were saved, so that syncs stay at multiples of the interval. Collective over the replicas.
         """
         self._states.forget()
         for module in self._modules:
@@ -134,12 +134,12 @@ class ReplicaSync:
         self._set_drifted(False)
 
     def step(self) -> None:
-        """Counts a step and syncs in every ``interval``-th; call it after every step. Collective over the replicas."""
+        """Counts a step, and syncs every ``interval`` steps; call it after every step. Collective over the replicas."""
         self._steps += 1
         self._passes = 0
         if self._steps % self.interval == 0:
             self._average()
-            # The mean of delayed states is adopted at the next sync only.
+            # The mean of delayed states is adopted only at the next sync.
             self._set_drifted(self.delays_states)
 
     def sync(self) -> None:
@@ -190,11 +190,11 @@ class ReplicaSync:
             module.replicas_drifted = has_drifted
 
     def _average(self) -> None:
-        """Averages weights and states; the delayed mean that is adopted was started at the sync before."""
+        """Averages weights and states; with a delay, adopts the mean of the states that the last sync started."""
         for module in self._modules:
             module.flush()
         self._states.finish()
-        # Both rounds are under way before the first is waited for: they share the links.
+        # Both rounds start before the first wait: they share the links.
         self._weights.start()
         self._states.start()
         self._weights.finish()
@@ -205,9 +205,9 @@ class ReplicaSync:
 class RunningMean:
     """Averages tensors over a group: `start` begins a round, `finish` adopts its result, at once or steps later.
 
-    A *delayed* round keeps what a tensor x gained since its snapshot s: x becomes mean(s) + (x - s). mean(s) is the
-    same on all ranks, x - s is not. Without a delay, FP32 tensors are averaged in place. Every rank of the group passes
-    tensors of the same shapes in the same order.
+    A *delayed* round keeps what a tensor x has gained since its snapshot s: x becomes mean(s) + (x - s), where mean(s)
+    is the same on all ranks, but x - s is not. Without a delay, FP32 tensors are averaged in place. Every rank of the
+    group passes tensors of the same shapes in the same order.
     """
 
     def __init__(self, tensors: Sequence[Tensor], group: dist.ProcessGroup, *, delayed: bool) -> None:
@@ -219,7 +219,7 @@ class RunningMean:
 
     @property
     def bytes_sent(self) -> int:
-        """Bytes of one round that this rank hands to the collective, before the factor 2 (M - 1) / M of a ring."""
+        """Bytes that this rank passes to the collective in a round, before the factor 2 (M - 1) / M of a ring."""
         return sum(4 * tensor.numel() for tensor in self._live)
 
     def forget(self) -> None:
@@ -237,12 +237,12 @@ class RunningMean:
 
     @torch.no_grad()
     def finish(self) -> None:
-        """Waits for the round in flight and adopts its mean; does nothing without one."""
+        """Waits for the round in flight and adopts its mean; does nothing if no round is in flight."""
         for work in self._works:
             work.wait()
         for live, snapshot, mean in zip(self._live, self._snapshots, self._means, strict=False):
             if self._delayed:
-                # What this replica has added since the snapshot is averaged in the next round only.
+                # What this replica has added since the snapshot is averaged only in the next round.
                 live.copy_(mean + (live - snapshot))
             elif mean is not live:
                 live.copy_(mean)

@@ -1,1 +1,1 @@
-"""Across towers: the semantic-preserving tower transform (DMT, arXiv 2403.00877, section 3.1) as TorchRec modules."""
+"""The semantic-preserving tower transform (SPTT; DMT, arXiv 2403.00877, section 3.1) as TorchRec modules."""

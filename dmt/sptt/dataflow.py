@@ -7,7 +7,7 @@ DMT (arXiv 2403.00877) section 3.1, Figure 7. These are the paper's steps with t
 step    what                                                         group  method              file
 ======  ===========================================================  =====  ==================  =======================
 a, c    ids to the peer whose tower owns the feature, in peer order  peer   `exchange_ids`      ``peer_exchange.py``
-a       from there to the rank that holds the table or shard         tower  `exchange_ids`      ``tower_lookup.py``
+a       on to the rank of the tower that holds the table or shard    tower  `exchange_ids`      ``tower_lookup.py``
 b       lookup                                                       -      `look_up`           FBGEMM's kernels
 d, e    partial embeddings to the tower's ranks: [P, N]              tower  `look_up`           ``tower_lookup.py``
 -       tower module: [P, N] -> [P, O]                               -      `run_towers`        ``towers.py``
@@ -20,12 +20,12 @@ Embeddings arrive in the layout of step e's view, [peers, features], and are rea
 
 Shape suffixes: B samples of this rank; P rows of all T peers, in tower order (the sum of their B where every sample is
 a row); N columns of the embeddings of this tower's features side by side; O columns of this tower's output; S sum of O
-over the towers. Ids have bags where other tensors have columns: ``ids_B``, ``ids_P``.
+over the towers. Ids come in a ``KeyedJaggedTensor`` with a batch size of B or P: ``ids_B``, ``ids_P``.
 
 A `RowEncoder` (``rows.py``) wraps the dataflow: it sends rows instead of samples, as many as each feature needs, in one
 part or several, and turns the rows that come back into columns of samples. Without an encoder every sample is a row.
 
-Only bytes move, but row-wise tables sum a bag rank by rank: the result is the unsharded module's, in its column order.
+The result equals the unsharded module's, in its column order; only averaged bags and row-wise tables round differently.
 Gradients are divided by T across the peers and by L across the tower, so tables, tower modules and dense parts all get
 the mean over ranks of the gradients of local losses: with equal local batches, the mean over the job's samples.
 """
@@ -62,7 +62,7 @@ class SPTTContext(Multistreamable):
     """State of one batch from the id exchange to the output exchange."""
 
     sharding_contexts: list[EmbeddingShardingContext] = field(default_factory=lambda: [EmbeddingShardingContext()])
-    """TorchRec's context, into which the id exchange writes the batch size of every rank that it connects."""
+    """TorchRec's context; the id exchange writes into it the batch size of each rank of its group."""
     request: Awaitable[Awaitable[KJTList]] | None = None
     """The id exchange in flight; None before it starts and after the lookup."""
     ids_B: KeyedJaggedTensor | None = None
@@ -72,7 +72,7 @@ class SPTTContext(Multistreamable):
     code: RowCode | None = None
     """The rows that were sent instead of samples; None where every sample is a row."""
     parts: list[Rows] = field(default_factory=list)
-    """Numbers of rows in each part of the batch; empty until the ids have arrived."""
+    """Numbers of rows of each part of the batch; empty until the ids have arrived."""
     in_tower: list[tuple[Any, Any]] = field(default_factory=list)
     """TorchRec context and ids of each sharded collection of the tower; empty until the ids have arrived."""
 
@@ -85,14 +85,14 @@ class SPTTContext(Multistreamable):
 
 
 class SPTTModule(TowerState):
-    """TorchRec's ``ShardedModule`` protocol over a `TowerMesh`; subclasses define what a tower computes.
+    """Implements TorchRec's ``ShardedModule`` protocol over a `TowerMesh`; subclasses define what a tower computes.
 
     TorchRec calls `input_dist` (a train pipeline calls it one batch ahead), then `compute` and `output_dist`. A tower's
     output consists of named pieces side by side: the outputs of its logical towers, or the embeddings of its features.
     Subclasses put the pieces of all towers in order by name.
 
-    ``input_groups`` lists for each mesh tower groups of its features, which have equally many rows; ``outside`` names
-    the features of tables outside towers.
+    ``input_groups`` lists the groups of features of each mesh tower; features of a group have equally many rows.
+    ``outside`` names the features of tables outside towers.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class SPTTModule(TowerState):
         return [feature for features in self._features_by_tower for feature in features]
 
     def build_route(self) -> None:
-        """Makes the id route to the sharded collections of this rank's tower, once a subclass has them. Collective."""
+        """Makes the id route to this rank's sharded collections; a subclass calls it once it has them. Collective."""
         if self.id_route == "global":
             self._route = GlobalIdRoute(self.mesh, self.collections, self._note_rows)
         else:
@@ -136,11 +136,11 @@ class SPTTModule(TowerState):
 
     @abc.abstractmethod
     def tower_output(self, embeddings_PN: Sequence[Embeddings], rows: Rows) -> TowerOutput:
-        """Computes this tower's output [P, O] from the embeddings of each sharded collection, [P, its columns]."""
+        """Computes this tower's output [P, O] from the embeddings [P, columns] of each sharded collection."""
 
     @abc.abstractmethod
     def result(self, columns_BS: Tensor, pieces: Sequence[Piece]) -> Any:
-        """Turns the columns of all towers, with their pieces in tower order, into the unsharded module's result."""
+        """Turns the columns [B, S] of all towers, with pieces in tower order, into the unsharded module's result."""
 
     def create_context(self) -> SPTTContext:
         """Makes a context for one batch."""
@@ -174,12 +174,12 @@ class SPTTModule(TowerState):
         return self.run_towers(self.look_up(ctx), ctx.parts[0])
 
     def output_dist(self, ctx: SPTTContext, output: TowerOutput) -> LazyAwaitable[Any]:
-        """Starts to return the outputs to the peers whose samples they belong to (step f). Collective.
+        """Starts to send each row of the output to the peer that has its samples (step f). Collective.
 
         Raises:
             InputError: a tower's output has another width or a wider dtype than in the first batch.
         """
-        # Not waited for here: the dense part of the model computes meanwhile.
+        # Do not wait here: the dense part of the model computes meanwhile.
         (columns_BS,) = self.columns(ctx, [self.exchange_outputs(ctx, output)])
         return Pending(lambda: self.finish(columns_BS.wait()))
 
@@ -202,23 +202,23 @@ class SPTTModule(TowerState):
         return ctx.request
 
     def _note_rows(self, ctx: SPTTContext, ids_P: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Notes how many rows each peer has sent; returns the ids with one batch size for all features."""
+        """Records how many rows each peer has sent; returns the ids with one batch size for all features."""
         batch_sizes = ctx.sharding_contexts[0].batch_size_per_rank[self._route.peers]
         if ctx.code is not None:
             ids_P, ctx.parts = rows_of_parts(ctx.code, ids_P, self.groups, self.mesh.tower)
         else:
-            # Every sample is a row, so the features of a tower are one group, and step f returns to this rank as many
-            # rows from every tower as it has samples.
+            # Every sample is a row, so the features of a tower are one group, and in step f every tower returns one row
+            # for each sample of this rank.
             own_batch_size = batch_sizes[self.mesh.tower]
             ctx.parts = [Rows([[size] for size in batch_sizes], [[own_batch_size]] * len(batch_sizes))]
         return ids_P
 
     @profiler_range("look_up")
     def look_up(self, ctx: SPTTContext) -> list[Embeddings]:
-        """Steps b, d and e: looks up the ids that have arrived, and brings embeddings to the tower's ranks: [P, N]."""
+        """Steps b, d and e: looks up the ids that have arrived, and sends embeddings to the tower's ranks: [P, N]."""
         if not ctx.in_tower and ctx.request is not None:
-            # A train pipeline that is detached and attached again exchanges the ids of its next batch twice in this
-            # context, but waits only for the first exchange.
+            # A train pipeline that is detached and attached again exchanges the ids of its next batch twice with this
+            # context, but waits for the first exchange only.
             ctx.request.wait().wait()
         if ctx.encoder is not self.encoder:
             # The encoder was changed after the ids were sent: send them again, and forget the first exchange.
@@ -226,10 +226,10 @@ class SPTTModule(TowerState):
             fresh = self.create_context()
             self.exchange_ids(fresh, ctx.ids_B).wait().wait()
             ctx.__dict__.update(fresh.__dict__)
-        ctx.request = None  # else the ids of a batch would live as long as its result
+        ctx.request = None  # else the result of a batch would keep its ids in memory
         if self.before_lookup is not None:
             self.before_lookup(ctx.ids_B, self.training and torch.is_grad_enabled())
-        # All are started before the first is waited for: their exchanges share the links inside the tower.
+        # All start before the first wait: their exchanges share the links inside the tower.
         embeddings_PN = [lazy.wait() for lazy in self._route.look_up(ctx)]
         if self.after_lookup is not None:
             self.after_lookup(embeddings_PN)
@@ -256,7 +256,7 @@ class SPTTModule(TowerState):
         return exchange_rows(outputs_PO, rows, agreed)
 
     def columns(self, ctx: SPTTContext, exchanges: Sequence[Awaitable[Any]]) -> Sequence[Awaitable[Tensor]]:
-        """Returns the columns [B, S] of each part of the batch, in flight; ``exchanges`` has step f of each part."""
+        """Returns the columns [B, S] of each part of the batch in flight, given the exchange of each part (step f)."""
         if ctx.code is None:
             return exchanges
         assert self._outputs is not None, "columns come after an exchange"

@@ -65,7 +65,7 @@ class ShardedSPTTEmbeddingBagCollection(SPTTModule):
             for of_tower in (*tables, outside)
             for table in of_tower
         }
-        """Every table of the model by name: those of all towers, and those outside."""
+        """All tables of the collection by name, in towers and outside."""
         self._keys = output_keys(table_configs(module))
         in_tower = _sub_collection(module, tables[self.mesh.tower])
         self.local_parts.append(sharder.shard_in_tower(in_tower, sharding, device))
@@ -78,17 +78,17 @@ class ShardedSPTTEmbeddingBagCollection(SPTTModule):
             self.local_parts.append(self._outside)
 
     def tower_output(self, embeddings_PN: Sequence[KeyedTensor], rows: Rows) -> TowerOutput:
-        """Passes this tower's embeddings through, side by side as its ranks hold them: [P, O = N]."""
+        """Returns this tower's embeddings unchanged, in the column order of the sharded collection: [P, N], O = N."""
         names, widths = embeddings_PN[0].keys(), embeddings_PN[0].length_per_key()
         pieces = list(zip(names, widths, strict=True))
         return TowerOutput(embeddings_PN[0].values(), pieces, [self._groups[name] for name in names])
 
     def columns(self, ctx: SPTTContext, exchanges: Sequence[Awaitable[Any]]) -> Sequence[Awaitable[Tensor]]:
-        """Returns the columns of each part of the batch, [B, S], followed by those of tables outside towers."""
+        """Returns for each part of the batch the columns of all towers [B, S], then those of tables outside towers."""
         arriving = super().columns(ctx, exchanges)
         if self._outside is None:
             return arriving
-        # Looked up here, while the others are on their way.
+        # The towers' columns are in flight meanwhile.
         context = self._outside.create_context()
         ids = self._outside.input_dist(context, ctx.ids_B).wait().wait()
         outside_B: Tensor = self._outside.compute_and_output_dist(context, ids).values()
@@ -96,7 +96,7 @@ class ShardedSPTTEmbeddingBagCollection(SPTTModule):
         return [Pending(_beside, part, block) for part, block in zip(arriving, blocks, strict=True)]
 
     def result(self, columns_BS: Tensor, pieces: Sequence[Piece]) -> KeyedTensor:
-        """Returns the ``KeyedTensor`` of the unsharded collection, with its keys in its order."""
+        """Returns a ``KeyedTensor`` [B, columns] with the keys of the unsharded collection, in the same order."""
         if self._outside is not None:
             pieces = [*pieces, *self._outside.output_columns]
         return in_order(KeyedTensor([key for key, _ in pieces], [n for _, n in pieces], columns_BS), self._keys)
@@ -105,12 +105,13 @@ class ShardedSPTTEmbeddingBagCollection(SPTTModule):
 class SPTTEmbeddingBagCollectionSharder(TowerSharder[EmbeddingBagCollection]):
     """Shards any ``EmbeddingBagCollection`` over towers by the SPTT dataflow (DMT section 3.1), without tower modules.
 
-    The result is the unsharded ``KeyedTensor``, keys in its order; averaged and row-wise bags may differ by rounding.
+    The result is a ``KeyedTensor`` [B, columns] with the unsharded collection's keys, in the same order; bags that are
+    averaged or in row-wise tables may differ by rounding.
 
     Args:
         mesh: the process groups of this job.
-        plan: the features of each tower of the mesh. Every rank holds the tables of features outside towers, and their
-            gradients are averaged over all ranks.
+        plan: the features of each mesh tower. Every rank holds the tables of features outside towers, whose gradients
+            are averaged over all ranks.
         settings: ``fused_params``, ``id_route``, ``peer_precision``, ``moment_scale`` and ``unique``, see
             `dmt.sptt.sharder.TowerSharder`.
 
@@ -152,9 +153,9 @@ def _beside(columns: Awaitable[Tensor], others: Tensor) -> Tensor:
 
 
 def _sub_collection(module: EmbeddingBagCollection, tables: list[Any]) -> EmbeddingBagCollection:
-    """Restricts the collection to some tables, sharing their parameters.
+    """Returns a collection of some tables of ``module``, which shares their parameters.
 
-    The parameters must be the same objects: ``apply_optimizer_in_backward`` leaves each table's optimizer as an
+    The parameters must be the same objects: ``apply_optimizer_in_backward`` stores each table's optimizer as an
     attribute on them, and new parameters would silently train with the default optimizer.
     """
     part = EmbeddingBagCollection(tables=tables, device=torch.device("meta"), is_weighted=module.is_weighted())

@@ -1,8 +1,8 @@
-"""`GlobalIdRoute`: ids straight to the ranks that hold the tables, in one hop (SPTT steps a and c).
+"""`GlobalIdRoute`: sends ids straight to the ranks that hold the tables, in one hop (SPTT steps a and c).
 
 DMT (arXiv 2403.00877) section 3.1.3. The peer route (`dmt.sptt.peer_exchange.PeerIdRoute`) sends the ids of a feature
-across the slow links once, this route once for each column shard of its table. From the lookup (step b) on the routes
-do not differ, so their results are bitwise equal.
+across the slow links once, this route once for each column shard of its table. From the lookup (step b) on, both routes
+are the same, so their results are bitwise equal.
 """
 
 from __future__ import annotations
@@ -29,16 +29,16 @@ class GlobalIdRoute(PeerIdRoute):
     def __init__(self, mesh: TowerMesh, collections: Sequence[GroupShardedEBC], note_rows: Any) -> None:
         lookups = [[tables for _, tables in collection.tables_by_lookup] for collection in collections]
         features = [[[f for table in tables for f in table.feature_names] for tables in own] for own in lookups]
-        # A rank wants a feature once for each column shard that it holds: the copies that make this route dearer.
+        # A rank wants a feature once for each column shard that it holds; these copies make this route more expensive.
         wanted = [name for of_collection in features for of_lookup in of_collection for name in of_lookup]
         super().__init__(mesh.sharding_group, collections, note_rows, gather_objects(wanted, mesh.sharding_group))
         self.stagger, self._num_ranks = mesh.topology.num_towers, mesh.topology.ranks_per_tower
         self.peers = slice(mesh.local, None, self._num_ranks)
         self._counts = [[len(of_lookup) for of_lookup in of_collection] for of_collection in features]
-        """Features of each lookup of each collection."""
+        """Number of features of each lookup of each collection."""
 
     def carry_on(self, started: Any, ctx: Any) -> Awaitable[Awaitable[KJTList]]:
-        """Waits for the ids of a started exchange, and splits them by lookup: they need no second hop."""
+        """Splits the ids of a started exchange by lookup once they have arrived; they need no second hop."""
         sizes = KJTListSplitsAwaitable([started], ctx)
 
         def start() -> Awaitable[KeyedJaggedTensor]:
@@ -58,7 +58,7 @@ class GlobalIdRoute(PeerIdRoute):
         assert ids.stride() == sum(batch_sizes), f"{ids.stride()} samples arrived from batches of {batch_sizes}"
         # In peer order, the samples of all peers of a rank of the tower are one block.
         served = [sum(batch_sizes[local::num_ranks]) for local in range(num_ranks)]
-        # Each lookup reads its own features; in the peer route TorchRec splits them inside the tower.
+        # Each lookup reads its own features; on the peer route, TorchRec makes this split inside the tower.
         parts = iter(ids.split([count for of_collection in self._counts for count in of_collection]))
         in_tower = []
         for collection, of_collection in zip(self._collections, self._counts, strict=True):

@@ -42,7 +42,7 @@ __all__ = [
 ]
 
 Embeddings: TypeAlias = KeyedTensor | dict[str, JaggedTensor]
-"""What a collection returns for P samples: bags [P, columns], or by feature sequences [sum of lengths, columns]."""
+"""What a collection returns for P samples: bags [P, columns], or sequences [sum of lengths, columns] by feature."""
 
 
 class GroupSharded:
@@ -62,7 +62,7 @@ class GroupSharded:
         raise NotImplementedError
 
     def settings_now(self) -> dict[str, UpdateSettings]:
-        """Returns by table the settings of the next update, for the tables that this rank updates."""
+        """Returns the settings of the next update of each table that this rank updates, by table name."""
         settings: dict[str, UpdateSettings] = {}
         for lookup in self.lookups:
             optimizer = getattr(lookup, "optimizer", None)
@@ -82,7 +82,7 @@ class GroupSharded:
     def scale_moments(
         self, weights: Mapping[str, Tensor], scales: Mapping[str, float], fused_params: Mapping[str, Any] | None
     ) -> AbstractContextManager[None]:
-        """Stores the scales; in the context that it returns, TorchRec's constructor finds scaled optimizer settings."""
+        """Stores the scales; returns a context in which TorchRec's constructor finds the scaled optimizer settings."""
         self.moment_scales = {name: scale for name, scale in scales.items() if scale != 1.0}
         # TorchRec's constructor takes fused_params for all tables, but prefers the settings on a table's parameter.
         return settings_on_parameters(
@@ -93,7 +93,7 @@ class GroupSharded:
         )
 
     def share_output_dtype(self, fused_params: Mapping[str, Any] | None) -> None:
-        """Makes lookups without tables return the ``output_dtype`` of all others: ranks must exchange one dtype."""
+        """Makes lookups without tables return ``output_dtype`` too, since all ranks must exchange one dtype."""
         if output_dtype := (fused_params or {}).get("output_dtype"):
             set_output_of_empty(self.lookups, output_dtype.as_dtype())
 
@@ -101,7 +101,7 @@ class GroupSharded:
         """Keeps the user's learning rate in ``param_groups``, where schedules write it; the kernel scales it."""
         scales = {self.moment_scales.get(key.split(".")[-2], 1.0) for key in optimizer.params}
         assert len(scales) <= 1, f"a kernel has tables of moment scales {scales}"
-        # Algorithm 1 divides the moment by c below the root: a step of sqrt(c) times the rate, see `moment_scaled`.
+        # Algorithm 1 divides the moment by c under the root: steps grow by a factor of sqrt(c), see `moment_scaled`.
         factor = math.sqrt(scales.pop()) if scales else 1.0
         # FBGEMM groups tables by their settings, so all tables of a kernel have one scale.
         if factor != 1.0:
@@ -116,10 +116,10 @@ class GroupShardedEC(OpenShardedEC, GroupSharded):
 
     Args:
         module: the unsharded collection.
-        sharding: sharding by table; its ``ranks`` are ranks of the group, the placements of its shards global ranks.
+        sharding: sharding of each table by name; ``ranks`` are group ranks, shard placements name global ranks.
         group: the ranks over which tables are sharded.
         moment_scales: factor c of AdaGrad's moments by table; tables that are not listed have 1.
-        options: ``fused_params`` and ``device``, arguments of TorchRec's class.
+        options: the arguments ``fused_params`` and ``device`` of TorchRec's class.
     """
 
     def __init__(
@@ -168,7 +168,7 @@ def table_weights(collection: EmbeddingBagCollection | EmbeddingCollection) -> d
 
 
 def embedding_values(embeddings: Embeddings) -> list[Tensor]:
-    """Returns the tensors that hold the embeddings."""
+    """Returns the tensors that hold the embeddings: [samples, columns] of bags, or [ids, columns] of each sequence."""
     if isinstance(embeddings, KeyedTensor):
         return [embeddings.values()]
     return [sequences.values() for sequences in embeddings.values()]
@@ -184,7 +184,7 @@ def split_rows(embeddings: Embeddings, rows: Sequence[int]) -> list[Embeddings]:
 
 
 def join_rows(blocks: Sequence[Any]) -> Embeddings:
-    """Joins blocks of samples one after another; the inverse of `split_rows`."""
+    """Concatenates the embeddings of blocks of samples; the inverse of `split_rows`."""
     first = blocks[0]
     if isinstance(first, KeyedTensor):
         return KeyedTensor(first.keys(), first.length_per_key(), torch.cat([block.values() for block in blocks]))

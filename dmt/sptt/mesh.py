@@ -15,7 +15,7 @@ __all__ = ["TowerMesh"]
 
 
 class TowerMesh:
-    """The process groups of this rank, which everything else takes as an argument.
+    """This rank's process groups; all code that communicates takes them as arguments.
 
     Creating groups is collective: every rank of the job must construct the same mesh at the same point, after
     ``torch.distributed.init_process_group`` and, with NCCL, ``torch.cuda.set_device``.
@@ -25,17 +25,17 @@ class TowerMesh:
 
     Attributes:
         topology: the topology, as it was passed.
-        replica, tower, local: this rank's coordinates.
+        rank, replica, tower, local: the global rank of this process, and its coordinates.
         tower_group: L ranks of this tower in this replica (fast links).
         peer_group: T ranks with this local index in this replica (slow links).
         sharding_group: T * L ranks over which one copy of the tables is split.
         replica_group: R ranks that hold this rank's shard.
         tower_module_group: R * L ranks that hold a copy of this tower's dense module.
         global_group: all ranks.
-        over_hosts: the ranks of this host, and the ranks at this rank's place on all hosts: gradients of tables outside
-            towers are summed over the first group, then over the second. None except on the mesh `outside_towers()`.
-        tags: ``next(mesh.tags)`` is a tag for the messages of one module to its peers on the CPU, so that those of
-            several modules do not mix; equal on ranks that make their modules in the same order.
+        over_hosts: two groups, the ranks of this host and the ranks in this rank's position on every host. Gradients of
+            tables outside towers are summed over the first, then over the second. None except on `outside_towers()`.
+        tags: ``next(mesh.tags)`` is the tag of a module's messages to its peers on the CPU, so that messages of
+            different modules do not mix. Ranks that make their modules in the same order get equal tags.
 
     Raises:
         InputError: there is no default process group, its size is not R * T * L, or topologies differ between ranks.
@@ -69,7 +69,7 @@ class TowerMesh:
     def outside_towers(self) -> TowerMesh:
         """Returns the mesh of tables outside towers (`TowerTopology.outside_towers`); collective the first time.
 
-        It has its own groups: on those of this mesh, ranks could start its all-reduces and others in different orders.
+        That mesh has separate groups: on shared ones, ranks could start its all-reduces and others in different orders.
         """
         if self._outside is None:
             self._outside = TowerMesh(self.topology.outside_towers)
@@ -85,8 +85,8 @@ class TowerMesh:
         timeout = group_timeout(self.global_group)
         mine = next((ranks for ranks in groups if self.rank in ranks), None)
         assert mine is not None, f"rank {self.rank} is in none of the groups {groups}"
-        # A rank creates a group of itself alone: 128 towers of 8 ranks have 1,024 such groups. All ranks create the
-        # others: PyTorch names a group that only its members create by the number of groups that a process has.
+        # A group of one rank is created by that rank only: 128 towers of 8 ranks have 1,024 of them. Others are created
+        # by all ranks: PyTorch names a group that only its members create by the number of groups of the process.
         if all(len(ranks) == 1 for ranks in groups):
             alone: dist.ProcessGroup = dist.new_group(mine, timeout=timeout, use_local_synchronization=True)
             return alone

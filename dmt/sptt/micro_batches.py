@@ -1,10 +1,10 @@
 """`run_in_micro_batches`: the exchange of one micro-batch runs while the dense part of the model computes another.
 
 A batch crosses the slow links twice, as tower outputs and as gradients, and the dense part computes in between: links
-and processors wait for each other. So the batch is cut into micro-batches (GPipe, arXiv 1811.06965). The outputs of
-each are sent once its towers have computed them, and the dense part computes each once it has arrived; in the backward
-pass the gradients of one are in flight while those of the next are computed. Unlike gradient accumulation, this leaves
-one id exchange, lookup, loss, backward pass and update for the whole batch.
+and processors wait for each other. So the batch is cut into micro-batches (GPipe, arXiv 1811.06965). While the outputs
+of one micro-batch are in flight, the dense part computes another; in the backward pass the gradients of one are in
+flight while those of the next are computed. Unlike gradient accumulation, the whole batch still has one id exchange,
+lookup, loss, backward pass and update.
 
 It wraps the dataflow (`dmt.sptt.dataflow`): between the lookup and the result, the steps `run_towers` and
 `exchange_outputs` are called once for each of K micro-batches.
@@ -34,12 +34,12 @@ from dmt.sptt.rows import part_sizes, wrap
 
 __all__ = ["MicroBatches", "ResultInParts", "run_in_micro_batches"]
 
-# Arguments that are not cut: the sharded module cuts the embeddings of the ids, and the others hold for all samples.
+# Arguments that are not cut: the sharded module itself cuts the embeddings of the ids; the others apply to all samples.
 _PASSED_WHOLE = KeyedJaggedTensor | bool | int | float | str | None
 
 
 def run_in_micro_batches(module: nn.Module, num_micro_batches: int = 4) -> MicroBatches:
-    """Makes a sharded model run in micro-batches; training loop and pipelines stay as they are.
+    """Makes a sharded model run in micro-batches; the training loop and train pipelines need no change.
 
     The module must map samples to samples, so it is the model without its loss: each tensor that it takes or returns,
     also inside lists, tuples and dicts, has one row per sample, and no row depends on other samples (no batch norm, no
@@ -50,15 +50,15 @@ def run_in_micro_batches(module: nn.Module, num_micro_batches: int = 4) -> Micro
     Args:
         module: the ``DistributedModelParallel`` of the model, or the module inside it whose forward is to run in
             micro-batches, such as ``model.module.model`` of a task that adds the loss.
-        num_micro_batches: K, the same on every rank. Any batch size works; if it is smaller than K, some calls of the
-            module get no samples.
+        num_micro_batches: K, the same on every rank. Any batch size works; if the batch has fewer than K samples, some
+            calls of the module get none.
 
     Returns:
         A handle; its ``detach()`` makes the module run on whole batches again.
 
     Raises:
-        InputError: K is below 1 or differs between ranks; the module contains no module of a tower sharder, or a
-            sharded module of TorchRec, which would run K times; or it already runs in micro-batches.
+        InputError: K is below 1 or differs between ranks; the module contains no module that a tower sharder has made,
+            or one that TorchRec has sharded, which would run K times; or it already runs in micro-batches.
 
     Example::
 
@@ -70,7 +70,7 @@ def run_in_micro_batches(module: nn.Module, num_micro_batches: int = 4) -> Micro
 
 
 class MicroBatches:
-    """Handle of a module that runs in micro-batches; made by `run_in_micro_batches`, which has the same arguments."""
+    """Handle of a module that runs in micro-batches; made by `run_in_micro_batches`, which explains the arguments."""
 
     def __init__(self, module: nn.Module, *, num_micro_batches: int) -> None:
         if isinstance(module, DistributedModelParallel):
@@ -88,15 +88,15 @@ class MicroBatches:
             wrap(part, num_parts=num_micro_batches)
 
     def detach(self) -> None:
-        """Makes the module run on whole batches again, with the forward that it had before.
+        """Makes the module run on whole batches again, with its former forward method.
 
         Raises:
-            InputError: it is detached already, or the module's forward was replaced since.
+            InputError: the handle is already detached, or the module's forward was replaced since.
         """
         if vars(self._module).get("forward") is not self:
             raise InputError(
-                f"These MicroBatches no longer wrap the forward of this {type(self._module).__name__}: they are "
-                "already detached, or another wrapper was put over them. Remove that wrapper first."
+                f"MicroBatches.detach: this handle no longer wraps the forward of its {type(self._module).__name__}: "
+                "it is already detached, or another wrapper was put over it. Remove that wrapper first."
             )
         for restore in self._restore:
             restore()
@@ -107,8 +107,8 @@ class MicroBatches:
         """Runs the module's forward micro-batch by micro-batch.
 
         Raises:
-            InputError: the arguments hold no ``KeyedJaggedTensor``, or several batch sizes; an argument or output does
-                not have one row per sample; or the forward does not call each sharded module once per micro-batch.
+            InputError: the arguments contain no ``KeyedJaggedTensor``, or some of different batch sizes; an argument or
+                output lacks one row per sample; or the forward does not call each sharded module once per micro-batch.
         """
         leaves, _ = _leaves((args, kwargs))
         batch_sizes = {leaf.stride() for leaf in leaves if isinstance(leaf, KeyedJaggedTensor)}
@@ -117,9 +117,9 @@ class MicroBatches:
             return self._forward(*args, **kwargs)
         if len(batch_sizes) != 1:
             raise InputError(
-                "Micro-batches need one batch size, that of the KeyedJaggedTensor among the arguments of "
-                f"{type(self._module).__name__}, but its arguments have {len(batch_sizes)} batch sizes. Call "
-                "run_in_micro_batches with the module that receives the sparse features."
+                f"In micro-batches, the arguments of {type(self._module).__name__} must contain KeyedJaggedTensors of "
+                f"one batch size, but they have {len(batch_sizes)} batch sizes. Call run_in_micro_batches with the "
+                "module that receives the sparse features."
             )
         sizes = part_sizes(batch_sizes.pop(), self._num)
         owner = type(self._module).__name__
@@ -140,10 +140,10 @@ class MicroBatches:
         return _join(outputs, sizes, owner)
 
     def _look_for_pairs(self, output: Any, results: Sequence[Any], size: int) -> None:
-        """Refuses scores of pairs of samples, [size, size], whose shape is right if all micro-batches have that size.
+        """Refuses scores of pairs of samples: if all micro-batches have ``size`` samples, [size, size] looks valid.
 
-        A row of such scores has gradients with respect to the embeddings of other samples. They are computed once, and
-        only for outputs of this shape.
+        A row of such scores has gradients with respect to the embeddings of other samples. These are computed once,
+        and only for outputs of this shape.
         """
         leaves = [leaf.wait() if isinstance(leaf, Awaitable) else leaf for leaf in tree_flatten(output)[0]]
         rows = [leaf[0].flatten() for leaf in leaves if isinstance(leaf, Tensor) and [*leaf.shape[:2]] == [size, size]]
@@ -160,22 +160,22 @@ class MicroBatches:
             gradients = torch.autograd.grad((row * weights).sum(), columns, retain_graph=True, allow_unused=True)
             if any(gradient is not None and gradient[1:].any() for gradient in gradients):
                 raise InputError(
-                    f"{type(self._module).__name__} returned a tensor of {size} rows and columns for micro-batches of "
-                    f"{size} samples, in which rows depend on other samples. Call run_in_micro_batches with the inner "
-                    "model that compares no samples."
+                    f"{type(self._module).__name__} returned a tensor [{size}, {size}] for a micro-batch of {size} "
+                    "samples, and its rows depend on other samples. Call run_in_micro_batches with the inner model "
+                    "that compares no samples."
                 )
 
     def _check(self) -> None:
         owner, modules = type(self._module).__name__, self._module.modules()
         others = [type(m).__name__ for m in modules if isinstance(m, ShardedModule) and m not in self._sparse]
         if others or not self._sparse:
-            fault = f"holds a {others[0]}, which would look up and send K times" if others else "has none inside"
+            fault = f"contains a {others[0]}, which would look up and send K times" if others else "contains none"
             raise InputError(
-                f"run_in_micro_batches needs a model whose sharded modules are all from dmt's sharders, after "
-                f"DistributedModelParallel; this {owner} {fault}."
+                "run_in_micro_batches needs a model in which dmt's sharders have made every sharded module; this "
+                f"{owner} {fault}. Call it after DistributedModelParallel."
             )
         runs_already = isinstance(vars(self._module).get("forward"), MicroBatches)
-        # First: a rank that is refused alone would leave the others waiting.
+        # Checked first: if only one rank raised below, the others would wait for it.
         arguments = {"num_micro_batches": self._num, "already running in micro-batches": runs_already}
         check_agreement("run_in_micro_batches", arguments, self._sparse[0].mesh.global_group)
         if self._num < 1:
@@ -185,7 +185,7 @@ class MicroBatches:
 
 
 def _replace(module: nn.Module, name: str, method: Callable[..., Any]) -> Callable[[], None]:
-    """Replaces a method of one module, and returns what restores it."""
+    """Replaces a method of one module; returns a function that restores the former one."""
     before = vars(module).get(name)
     setattr(module, name, method)
 
@@ -198,11 +198,11 @@ def _replace(module: nn.Module, name: str, method: Callable[..., Any]) -> Callab
 
 
 def _run_in_parts(module: SPTTModule, num: int, ctx: SPTTContext, dist_input: KJTList) -> ResultInParts:
-    """Replaces ``compute_and_output_dist``: one lookup, then tower and exchange of each of K micro-batches."""
+    """Replaces ``compute_and_output_dist``: one lookup, then the tower and step f of each of ``num`` micro-batches."""
     embeddings_PN = module.look_up(ctx)
     if ctx.code is None:
-        # Every sample is a row, and rows arrive peer by peer. Each rank cuts its own samples into the same sizes into
-        # which its peers cut the rows that it sent, so no sizes are exchanged.
+        # Every sample is a row, and rows arrive peer by peer. Peers cut the rows that a rank sent as the rank cuts its
+        # samples, so no sizes are exchanged.
         by_peer = [part_sizes(of_peer[0], num) for of_peer in ctx.parts[0].arrived]
         own_sizes = by_peer[module.mesh.tower]
         ctx.parts = [Rows([[sizes[k]] for sizes in by_peer], [[own_sizes[k]]] * len(by_peer)) for k in range(num)]
@@ -212,13 +212,13 @@ def _run_in_parts(module: SPTTModule, num: int, ctx: SPTTContext, dist_input: KJ
         parts = [split_rows(of_collection, sizes) for of_collection in embeddings_PN]
     started = []
     for number, (part_PN, rows) in enumerate(zip(zip(*parts, strict=True), ctx.parts, strict=True)):
-        # In flight while the tower computes the next.
+        # In flight while the tower computes the next micro-batch.
         started.append(module.exchange_outputs(ctx, module.run_towers(part_PN, rows), number))
     return ResultInParts(module.columns(ctx, started), module.finish)
 
 
 def _part_by_part(embeddings_PN: Embeddings, by_peer: Sequence[Sequence[int]]) -> list[Embeddings]:
-    """Puts the rows of each part together, peer by peer; ``by_peer`` has for each peer the rows of each part.
+    """Groups rows by part, within a part peer by peer; ``by_peer[i][k]`` is the number of rows of peer i in part k.
 
     Example:
         >>> from torchrec import KeyedTensor
@@ -233,16 +233,16 @@ def _part_by_part(embeddings_PN: Embeddings, by_peer: Sequence[Sequence[int]]) -
 
 @contextmanager
 def _served_in_parts(module: SPTTModule) -> Iterator[list[Any]]:
-    """Makes a sharded module exchange at its first call, and return part after part; yields the returned parts."""
+    """Makes a sharded module exchange at its first call only, and return one part per call; yields the parts so far."""
     forward = module.forward  # maybe that of a train pipeline
     parts: list[Any] = []
     served: list[Any] = []
 
     def serve(*args: Any, **kwargs: Any) -> Any:
-        # The ids are those of the whole batch in every call.
+        # Every call gets the ids of the whole batch.
         if not parts:
             parts.extend(forward(*args, **kwargs).parts)
-        # The caller counts the calls once the forward has returned, and reports one too many.
+        # The caller counts the calls after each forward, and reports a call too many.
         served.append(parts[min(len(served), len(parts) - 1)])
         return served[-1]
 
@@ -254,7 +254,7 @@ def _served_in_parts(module: SPTTModule) -> Iterator[list[Any]]:
 
 
 class ResultInParts(Pending):
-    """The result of a batch in flight, used as a whole or part by part: [B of the micro-batch, columns] of each."""
+    """The result of a batch in flight: as a whole [B, columns], or in `parts` [B of the micro-batch, columns]."""
 
     def __init__(self, exchanges: Sequence[Any], finish: Callable[[Tensor], Any]) -> None:
         def end(*started: Any) -> Any:
@@ -272,7 +272,7 @@ def _leaves(value: Any) -> tuple[list[Any], Any]:
 
 
 def _split(value: Any, sizes: Sequence[int], owner: str) -> list[Any]:
-    """Returns the same structure for each micro-batch, with its rows of every tensor."""
+    """Returns for each micro-batch the same structure, in which tensors have only the rows of that micro-batch."""
     leaves, structure = _leaves(value)
     columns: list[list[Any]] = []
     for leaf in leaves:
@@ -285,7 +285,7 @@ def _split(value: Any, sizes: Sequence[int], owner: str) -> list[Any]:
             columns.append([leaf] * len(sizes))
             continue
         if leaf.shape[0] != sum(sizes):
-            # Were it passed whole, it would still be cut in a batch with as many samples as it has rows.
+            # Never passed whole: a batch with as many samples as the tensor has rows would still cut it.
             raise InputError(
                 f"{owner} was called with a tensor of shape {list(leaf.shape)} for a batch of {sum(sizes)} samples; in "
                 "micro-batches every tensor among its arguments must have one row per sample. Keep other tensors in "

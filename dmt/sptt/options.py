@@ -37,7 +37,7 @@ def refusals(
     """Returns for each pair of `REFUSALS` whether these options are refused, and the message.
 
     ``has_towers`` says whether the model has tower modules, ``sequences`` whether a tower looks up an
-    ``EmbeddingCollection``. Leave out options that are not known.
+    ``EmbeddingCollection``. Leave out options whose values are not known yet.
     """
     is_set = {
         "id_route": id_route != "peer",

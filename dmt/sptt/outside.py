@@ -1,4 +1,4 @@
-"""`OutsideCollectionSharder`: the tables of features outside towers in a model of towers, whole on every rank."""
+"""`OutsideCollectionSharder`: keeps the tables of features outside towers on every rank, in a model of towers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def _make(
     sharding: Mapping[str, ParameterSharding],
     device: torch.device | None,
 ) -> ShardedSPTTEmbeddingBagCollection:
-    """Makes the sharded module: one tower of one rank, which exchanges nothing, with a replica on every rank."""
+    """Makes the sharded module: one tower of one rank, replicated on every rank, so that it sends no ids or outputs."""
     plan = TowerPlan.from_lists([dict.fromkeys(feature_names(table_configs(module)))])
     alone = SPTTEmbeddingBagCollectionSharder(sharder.mesh.outside_towers(), plan, fused_params=sharder.fused_params)
     made = ShardedSPTTEmbeddingBagCollection(alone, module, sharding, device)

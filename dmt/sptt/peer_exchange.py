@@ -1,8 +1,8 @@
-"""What crosses between towers: ids to the peers (`IdExchange`, SPTT steps a, c), rows back (`PeerExchange`, step f).
+"""Exchanges between towers: ids to the peers (`IdExchange`, SPTT steps a, c), outputs back (`PeerExchange`, step f).
 
-Step f is not TorchRec's pooled all-to-all: over NCCL that takes as long, but over gloo ``all_to_all`` posts its
-receives only after its sends, so the two directions of a link take turns, and all exchanges in flight end together.
-Here every rank posts its receives first, and the exchange that began first ends first.
+Step f does not use TorchRec's pooled all-to-all. That is as fast over NCCL, but gloo's ``all_to_all`` posts receives
+only after sends, so the two directions of a link take turns, and all exchanges in flight end together. Here every rank
+posts its receives first, and exchanges end in the order in which they began.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ Piece = tuple[Any, int]
 
 
 class Pending(LazyGetItemMixin[Any, Any], LazyAwaitable[Any]):
-    """A result in flight: its first use calls ``end(*arguments)``, which waits and returns the result, only once."""
+    """A result in flight: its first use calls ``end(*arguments)``, which waits; later uses return the same result."""
 
     def __init__(self, end: Callable[..., Any], *arguments: Any) -> None:
         super().__init__()
@@ -70,14 +70,14 @@ class Pending(LazyGetItemMixin[Any, Any], LazyAwaitable[Any]):
         self._has_gradients = torch.is_grad_enabled()
 
     def __getitem__(self, key: Any) -> Any:
-        # As in TorchRec, embeddings of a key stay in flight. Any other index waits: a lazy result has no len().
+        # As in TorchRec, the embeddings of a key stay in flight. Other indices wait: a lazy result has no len().
         return super().__getitem__(key) if isinstance(key, str) else self.wait()[key]
 
     def _wait_impl(self) -> Any:
         # TorchRec's exchange can be waited for only once, but a user may call wait() and use the result as well.
         if self._end is not None:
             end, arguments = self._end
-            # The grad mode of the forward pass: the first use may be a log under `no_grad`, before the loss.
+            # With the grad mode of the forward pass: the first use may be logging under `no_grad`, before the loss.
             with torch.set_grad_enabled(self._has_gradients):
                 self._value, self._end = end(*arguments), None
         return self._value
@@ -94,8 +94,8 @@ class IdExchange(nn.Module):
               sorted by (local index, tower): the peer permute of step c, on ids, before the lookup
     ========= ==========================================================================================
 
-    Ids cross in the dtype of the batch: int32 halves them. Lengths always cross: TorchRec rebuilds the ids from them
-    (``KeyedJaggedTensor.dist_init``), also where every bag has one id.
+    Ids cross in the dtype of the batch: int32 takes half the bytes of int64. Lengths always cross, even where every bag
+    has one id: TorchRec rebuilds the ids from them (``KeyedJaggedTensor.dist_init``).
 
     Args:
         group: the ranks.
@@ -120,34 +120,34 @@ class IdExchange(nn.Module):
         position = {feature: i for i, feature in enumerate(input_features)}
         # A feature with column shards on several ranks goes to each of them (section 3.1.3).
         self._order = [position[feature] for of_rank in wanted for feature in of_rank]
-        # Kept on the device: copied there in each batch, it would make the host wait for the GPU.
+        # Kept on the device: a copy in each batch would make the host wait for the GPU.
         order = torch.tensor(self._order, dtype=torch.int32, device=device)
         self.register_buffer("_order_tensor", order, persistent=False)
 
     def in_order(self, ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Returns the ids of the features that each rank wants, one after the other."""
+        """Returns the ids of the features that each rank wants, rank after rank."""
         return ids.permute(self._order, self._order_tensor)
 
     def forward(self, ids: KeyedJaggedTensor) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
-        """Starts the exchange of ids from `in_order`; its first ``wait()`` is for the sizes, the second for the ids.
+        """Starts the exchange of ids from `in_order`; the first ``wait()`` waits for sizes, the second for the ids.
 
         With a `RowEncoder` a feature has a key for each part of the batch, and batch sizes differ between keys.
         """
         num_keys = len(ids.keys()) // max(1, sum(self._sizes))  # keys of each feature, one for each part
-        # Not an attribute called _dist: TorchRec's train pipeline would delay the exchange of sizes by that name.
+        # Not kept as self._dist: TorchRec's train pipeline looks for that name and would delay the exchange of sizes.
         return KJTAllToAll(self._group, [size * num_keys for size in self._sizes], stagger=self._stagger)(ids)
 
 
 class PeerIdRoute:
     """The peer id route: `IdExchange` among peers, then TorchRec's id exchange inside the tower.
 
-    ``collections`` are those of this rank, one per logical tower; ``wanted`` are the features of each mesh tower, once.
+    ``collections`` are this rank's, one per logical tower; ``wanted`` lists the features of each mesh tower, each once.
     ``note_rows`` records how many rows each peer has sent, and returns the ids with one batch size for all features.
     """
 
     stagger = 1
     peers = slice(None)
-    """Positions of this rank's peers, in tower order, in the group of the id exchange."""
+    """This rank's peers, in tower order, as a slice of the ranks of the id exchange's group."""
 
     def __init__(
         self,
@@ -165,8 +165,8 @@ class PeerIdRoute:
     def carry_on(self, started: Any, ctx: Any) -> Awaitable[Awaitable[KJTList]]:
         """Forwards the ids of a started exchange inside the tower (SPTT step a) once they have arrived.
 
-        A train pipeline waits twice, for sizes and then for ids, but there are two hops. This method waits for the
-        sizes of hop 1, the first wait for the ids of hop 1 and the sizes of hop 2, the second for the ids of hop 2.
+        A train pipeline waits twice, for sizes and then for ids, but two hops need four waits: this method waits for
+        the sizes of hop 1, the first wait for the ids of hop 1 and the sizes of hop 2, the second for the ids of hop 2.
         """
         first = KJTListSplitsAwaitable([started], ctx).wait()
 
@@ -174,10 +174,10 @@ class PeerIdRoute:
         def start() -> Awaitable[KeyedJaggedTensor]:
             ids_P = first.wait()[0]
             in_tower = self._note_rows(ctx, ids_P)
-            # Step a ends here: from the peer to the rank of the tower that the table's scheme names (Neo, section 4).
+            # The end of step a: the table's scheme says which ranks of the tower need the ids (Neo, section 4).
             contexts = [collection.create_context() for collection in self._collections]
             by_collection = list(zip(self._collections, contexts, strict=True))
-            # Sizes of all collections cross before any of them is waited for.
+            # The sizes of all collections are sent before the first wait.
             sizes = [collection.input_dist(context, in_tower) for collection, context in by_collection]
             pending = [of_collection.wait() for of_collection in sizes]
 
@@ -192,15 +192,15 @@ class PeerIdRoute:
     def look_up(self, ctx: Any) -> list[Any]:
         """Starts lookups and the exchange of partial embeddings inside the tower (SPTT steps b, d, e).
 
-        Returns for each collection a lazy ``KeyedTensor`` [sum of the peers' B, columns], or a dict of sequences for as
-        many samples, peers in tower order.
+        Returns for each collection a lazy ``KeyedTensor`` [P, columns], or a lazy dict of the sequences of P rows,
+        peers in tower order.
         """
         collections = zip(self._collections, ctx.in_tower, strict=True)
         return [collection.compute_and_output_dist(*of_collection) for collection, of_collection in collections]
 
 
 class AgreedIds:
-    """Keys and dtypes of a batch's ids: ranks agree on them in the first batch, and later batches must have them."""
+    """Keys and dtypes of ids: ranks agree on dtypes in the first batch; later batches must have its keys and dtypes."""
 
     def __init__(self, features: Sequence[str], *, is_weighted: bool, group: dist.ProcessGroup) -> None:
         self._features, self._is_weighted, self._group = list(features), is_weighted, group
@@ -221,7 +221,7 @@ class AgreedIds:
             # The first batch decides, since a plan knows neither the order of the keys nor the dtypes.
             run_on_all_or_raise(lambda: self._check(ids), self._group)
             dtypes = self._dtypes_of(ids)
-            # A rank would read bytes of another dtype as other ids, or as too few.
+            # A rank would misread the bytes of another dtype as other ids.
             named = {f"dtype of {name}": dtype for name, dtype in dtypes.items()}
             check_agreement("The first batch", named, self._group)
             self._keys, self._dtypes = ids.keys(), dtypes
@@ -239,9 +239,9 @@ class AgreedIds:
                 f"{did_you_mean(missing[0], keys)} Pass ids of all features of the model."
             )
         refusals = {
-            "has a different batch size for each feature; towers need one for all.": ids.variable_stride_per_key(),
+            "has a batch size per feature; pass ids with one batch size for all.": ids.variable_stride_per_key(),
             f"has ids of {dtype}; ids must be torch.int32 or torch.int64.": dtype not in (torch.int32, torch.int64),
-            "has no weights, but the bags are weighted.": self._is_weighted and ids.weights_or_none() is None,
+            "lacks weights, but bags are weighted; pass them.": self._is_weighted and ids.weights_or_none() is None,
             f"has features {keys}, but the first had {self._keys}; keys and their order must not change.": self._keys
             not in ([], keys),
         }
@@ -269,40 +269,40 @@ class TowerOutput(NamedTuple):
     pieces: list[Piece]
     """Name and width of each piece of the columns, from left to right."""
     groups: list[int]
-    """For each piece the index of its group of features in this tower; the piece has the rows of that group."""
+    """For each piece the index of its group of features in this tower; the piece has as many rows as that group."""
 
 
-# Here, not in rows.py, which a plain batch does not enter.
+# Not in rows.py, which imports this file.
 @dataclass(frozen=True)
 class Rows:
-    """Numbers of rows in one part of a batch: T peers, G groups; features of a group have the same number of rows."""
+    """Numbers of rows of one part of a batch: T peers, G groups; features of a group have the same number of rows."""
 
     arrived: list[list[int]]
-    """[T][G], rows of each group of this rank's tower from each peer."""
+    """[T][G], number of rows from each peer for each group of this rank's tower."""
     sent: list[list[int]]
-    """[T][G], rows of each group of each tower from this rank."""
+    """[T][G], number of rows that this rank has sent to each tower for each of its groups."""
 
     @functools.cached_property
     def by_group(self) -> list[int]:
-        """[G], rows of each group of this rank's tower from all peers."""
+        """[G], number of rows from all peers for each group of this rank's tower."""
         return [sum(of_group) for of_group in zip(*self.arrived, strict=True)]
 
     @functools.cached_property
     def num_rows(self) -> int:
-        """P, rows of the embeddings of this rank's tower: those of the largest group, to which others are padded."""
+        """P, number of rows of this tower's embeddings: that of the largest group, to which the others are padded."""
         return max(self.by_group)
 
 
 @dataclass(frozen=True)
 class AgreedOutputs:
-    """The layout of all towers' outputs, which peers agree on in the first batch, and later batches must have."""
+    """The layout of all towers' outputs: peers agree on it in the first batch, and later batches must have the same."""
 
     pieces: list[list[Piece]]
     """Pieces of each tower's output."""
     groups: list[list[int]]
     """For each piece of each tower the index of its group of features in that tower."""
     exchange: PeerExchange
-    """The exchange of these outputs (step f); its dtype is the widest of all towers'."""
+    """The exchange of these outputs (step f); its dtype is the widest of all outputs' dtypes."""
 
     @functools.cached_property
     def widths(self) -> list[list[int]]:
@@ -313,7 +313,7 @@ class AgreedOutputs:
     def gather(
         output: TowerOutput, peers: dist.ProcessGroup, *, precision: ExchangePrecision | None, tag: int
     ) -> AgreedOutputs:
-        """Gathers pieces, groups and dtypes of all peers; a rank knows its own once its tower has run. Collective."""
+        """Gathers pieces, groups and dtypes of all peers, once the tower of each has run. Collective."""
         everyone = gather_objects((output.pieces, output.groups, output.columns_PO.dtype), peers)
         all_pieces, all_groups, dtypes = (list(of_peers) for of_peers in zip(*everyone, strict=True))
         # Under autocast a tower with a matrix product has another output dtype than a pass-through tower.
@@ -324,15 +324,15 @@ class AgreedOutputs:
         return AgreedOutputs(all_pieces, all_groups, exchange)
 
     def checked(self, output: TowerOutput, num_rows: int) -> Tensor:
-        """Returns an output's columns in the agreed dtype; `InputError` for other pieces, or a wider dtype."""
+        """Returns the columns [P, O] in the agreed dtype; raises `InputError` for other pieces or a wider dtype."""
         columns_PO, pieces, _ = output
         tower, num_towers = self.exchange.group.rank(), self.exchange.group.size()
         dtype = self.exchange.dtype if num_towers > 1 else columns_PO.dtype  # one tower sends nothing
         if torch.promote_types(columns_PO.dtype, dtype) != dtype or pieces != self.pieces[tower]:
             raise InputError(
                 f"Tower {tower} returned columns {[width for _, width in pieces]} of {columns_PO.dtype}, but towers "
-                f"agreed on {self.widths[tower]} of {dtype} in the first batch. Return the same in every batch, all of "
-                "them under the same autocast."
+                f"agreed on {self.widths[tower]} of {dtype} in the first batch. Return the same columns and dtype in "
+                "every batch, and run every batch under the same autocast."
             )
         assert columns_PO.shape[0] == num_rows, f"tower {tower} computed {columns_PO.shape[0]} rows for {num_rows}"
         return columns_PO.to(dtype)
@@ -342,7 +342,7 @@ class PeerExchange:
     """Exchanges rows of one tower's outputs for columns of all towers; differentiable.
 
     ========= ==================================================================================================
-    before    every peer: [sum over peers of B, O_t], its tower's columns for the samples of all peers
+    before    every peer: [sum over peers of B, O_t], the columns of its tower t for the samples of all peers
     after     every peer: [B, sum over towers of O_t], all columns for its own samples,
               towers in peer order
     backward  the transposed exchange, divided by the group size T (TorchRec's gradient division): with the
@@ -352,8 +352,8 @@ class PeerExchange:
     Args:
         group: the peer group.
         output_sizes: O_t for each tower (rank of the group).
-        dtype: dtype of every tower's outputs.
-        precision: number formats on the way; None sends numbers unchanged.
+        dtype: dtype of every tower's outputs, and so of the result and of gradients.
+        precision: number formats in which outputs and gradients are sent; None sends numbers unchanged.
         tag: tag of the messages on the CPU, the same on all ranks; tells exchanges over one group apart. On GPUs an
             exchange is an all-to-all without a tag: all ranks must start the exchanges of a group in the same order.
     """
@@ -381,8 +381,8 @@ class PeerExchange:
 
         ``batch_sizes`` has B of every peer, in group order; they may differ. The result is [B, sum of O_t].
         """
-        # A block is the rows of one peer and the columns of one tower: rows of all peers leave, columns of all towers
-        # arrive.
+        # A block has the rows of one peer and the columns of one tower. Blocks of all peers leave, and blocks of all
+        # towers arrive.
         rows, columns = batch_sizes[self.group.rank()], self.output_sizes[self.group.rank()]
         return self.exchange(outputs, [size * columns for size in batch_sizes], [(rows, o) for o in self.output_sizes])
 
@@ -390,8 +390,8 @@ class PeerExchange:
         """Starts the exchange of any blocks of numbers.
 
         Args:
-            numbers: blocks for all peers one after another, in any shape and in `dtype`; must not change until the
-                exchange has ended.
+            numbers: blocks for all peers one after another, of any shape, in the exchange's dtype; must not change
+                until the exchange has ended.
             sizes: number of elements of the block for each peer, in group order.
             arriving: shape of the block from each peer; the result has the blocks side by side in the last dimension.
         """
@@ -403,7 +403,7 @@ class PeerExchange:
             if owner() is None:  # a result was dropped, or something raised before its use
                 begun.wait()
         transfer = _Transfer(self, list(sizes), list(arriving))
-        # It requires a gradient even if a frozen tower does not: its peers wait for this rank in the backward pass.
+        # Requires a gradient even if a frozen tower does not: peers wait for this rank in the backward pass.
         anchor = torch.empty(0, device=numbers.device, requires_grad=torch.is_grad_enabled())
         with profiler_range("exchange_outputs"):
             started = _Start.apply(numbers, anchor, transfer)
@@ -411,7 +411,7 @@ class PeerExchange:
 
 
 class _Transfer:
-    """One exchange in flight, forward and then backward, and the buffers where it arrives."""
+    """One exchange in flight, first forward, then backward, and the buffers that receive it."""
 
     def __init__(self, exchange: PeerExchange, sizes: list[int], shapes: list[tuple[int, ...]]) -> None:
         self.exchange = exchange
@@ -425,18 +425,18 @@ class _Transfer:
         self._start(blocks, [math.prod(shape) for shape in self._shapes], self.exchange.forward_codec)
 
     def end_forward(self) -> Tensor:
-        """Waits, and returns the blocks of all peers side by side."""
+        """Waits; returns the blocks of all peers side by side."""
         blocks = self._end(self.exchange.forward_codec)
         return torch.cat([block.view(shape) for block, shape in zip(blocks, self._shapes, strict=True)], dim=-1)
 
     def start_backward(self, gradients: Tensor) -> None:
         """Sends each peer the gradients of its block."""
-        # Transposed: blocks that arrived side by side go back one below another.
+        # The transposed exchange: blocks that arrived side by side go back one after another.
         blocks = gradients.split([shape[-1] for shape in self._shapes], dim=-1)
         self._start([block.contiguous().view(-1) for block in blocks], self._sizes, self.exchange.backward_codec)
 
     def end_backward(self) -> Tensor:
-        """Waits, and returns the gradients of all numbers sent, flat, peer by peer."""
+        """Waits; returns the gradients of all numbers that this rank sent, 1-D, peer by peer."""
         gradients = torch.cat(self._end(self.exchange.backward_codec))
         # Each of the T peers sent the gradient of its own mean loss; tables get the mean over all ranks. In place,
         # since `cat` made a new tensor.
@@ -480,17 +480,17 @@ class _Wait(Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         with profiler_range("exchange_outputs", backward=True):
             ctx.transfer.start_backward(gradients[0])
-        # This gradient carries nothing: it makes autograd call `_Start.backward` later, and do other work until then.
+        # An empty gradient only makes autograd call `_Start.backward` later, and do other work until then.
         return gradients[0].new_empty(0), None
 
 
 def codecs_of(precision: ExchangePrecision, dtype: torch.dtype = torch.float32) -> QuantizedCommCodecs | None:
     """Returns TorchRec's pair of codecs for an exchange, or None if both directions send numbers unchanged.
 
-    ``dtype`` is the dtype of the outputs, and so of the result and the gradients.
+    ``dtype`` is the dtype of the outputs that the codecs encode and of what they decode.
     """
     as_is: Any = NoOpQuantizedCommCodec()
-    as_is.quantized_dtype = dtype  # a method in TorchRec, where its planner reads a property
+    as_is.quantized_dtype = dtype  # TorchRec's class has a method here, but its planner reads an attribute
     dtypes = {"fp32": dtype, "fp16": torch.float16, "bf16": torch.bfloat16}
     forward, backward = (
         as_is if dtypes[name] == dtype else _Cast(dtypes[name], scale, dtype)
@@ -513,7 +513,7 @@ class _Cast(NoOpQuantizedCommCodec[None]):
         """Returns ``input_tensor`` times the scale, computed in FP32, in the dtype that is sent."""
         largest = torch.finfo(self._wire).max
         numbers = input_tensor.float() * self._scale
-        # Turns infinity into NaN, which `clamp` keeps, without a look at the values that would make a GPU wait.
+        # Turns infinity into NaN, which `clamp` keeps; a branch on the values would make the host wait for a GPU.
         return (numbers + numbers * 0).clamp(-largest, largest).to(self._wire)
 
     def decode(self, input_grad: Tensor, ctx: Any = None) -> Tensor:

@@ -19,7 +19,7 @@ EXCHANGE_FORMATS: tuple[ExchangeFormat, ...] = get_args(ExchangeFormat)
 SyncPrecision = Literal["fp32", "bf16"]
 """Formats in which hosts send the gradients that they average (`dmt.replicas.dense_reduce`)."""
 
-# A mean loss has gradients of 1e-6 and less, and FP16 loses digits below 6e-5. A power of two is undone exactly.
+# A mean loss has gradients of 1e-6 and less, and FP16 loses digits below 6e-5. Division undoes a power of two exactly.
 _FP16_SCALE = 4096.0
 
 
@@ -27,12 +27,12 @@ _FP16_SCALE = 4096.0
 class ExchangePrecision:
     """Number formats in which tower outputs (forward) and their gradients (backward) are sent between towers.
 
-    ``fp32`` sends numbers unchanged, in the dtype of the towers' outputs; ``fp16`` rounds by at most 2^-11 of a number,
-    and clamps magnitudes to 65504; ``bf16`` rounds by at most 2^-8. Conversion turns infinities into NaN. In every
-    format the result has the dtype of the towers' outputs.
+    ``fp32`` sends numbers unchanged, in the dtype of the towers' outputs. ``fp16`` has a relative error of up to 2^-11
+    (more below 6.1e-5) and clamps magnitudes to 65504; ``bf16`` has one of up to 2^-8. Both turn infinities into NaN.
+    In every format the result has the dtype of the towers' outputs.
 
     Raises:
-        InputError: an unknown format.
+        InputError: a format is unknown.
 
     Example:
         >>> precision = ExchangePrecision(forward="fp16", backward="bf16")
@@ -49,7 +49,7 @@ you mean 'fp16'?
     """Number format of the tower outputs."""
     backward: ExchangeFormat = "fp32"
     """Number format of the gradients of the tower outputs. ``"bf16"`` is the safe choice: it needs no scale. ``"fp16"``
-    multiplies them by 4096 before it rounds, and divides by 4096 on arrival, in FP32: gradients from 1.5e-8 to 16 then
+    multiplies gradients by 4096 before rounding and divides them by 4096 on arrival, in FP32: those from 1.5e-8 to 16
     have the full precision of FP16, and larger ones arrive as 16."""
 
     def __post_init__(self) -> None:

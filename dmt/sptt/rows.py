@@ -1,9 +1,9 @@
-"""Rows (not of tables) instead of samples: how many a feature sends in each part of a batch, and their way back.
+"""Rows (not of tables) that are sent instead of samples: how many of each feature in each part, and their way back.
 
 Without a `RowEncoder` every sample is a row of every feature. With one, samples may share a row (`dmt.sptt.unique`).
 Where a batch is cut into parts (`dmt.sptt.micro_batches`), a row crosses with the first part that needs it. The encoder
 turns samples into rows before they are sent; the `RowCode` that it returns turns the rows that come back into columns
-of samples. TorchRec's KJT all-to-all carries the numbers of rows, so both ends know all sizes from then on.
+of samples. TorchRec's KJT all-to-all sends the numbers of rows too, so both ends know all sizes from then on.
 
 Legend of `dmt.sptt.dataflow`; also F features, K parts, G groups of features of one tower that have equally many rows.
 """
@@ -28,7 +28,7 @@ __all__ = ["RowCode", "RowEncoder", "exchange_rows", "part_sizes", "rows_of_part
 
 @dataclass(frozen=True, eq=False)
 class RowEncoder:
-    """Turns the samples of a batch into rows; each option that wraps the exchange sets a field by `wrap`."""
+    """Turns the samples of a batch into rows; each option that wraps the exchange sets a field with `wrap`."""
 
     groups: Sequence[Sequence[str]]
     """Groups of the features of all towers, in the order in which their ids are sent."""
@@ -37,11 +37,11 @@ class RowEncoder:
     shares_equal: bool = False
     """True: samples with equal inputs in a group of features share a row of that group."""
     take_out: Callable[[KeyedJaggedTensor], tuple[KeyedJaggedTensor, Any]] | None = None
-    """Takes ids out of a batch before it is sent; samples without ids left in a group share a row of it. Returns the
-    other ids, and an object with ``columns(pieces)``, [B, S], to add to what comes back, and ``record_stream``."""
+    """Takes ids out of a batch before it is sent; samples with no ids left in a group share a row of that group.
+    Returns the other ids, and an object with ``record_stream`` and ``columns(pieces)``, [B, S] to add to the result."""
 
     def encode(self, ids: KeyedJaggedTensor) -> RowCode | None:
-        """Returns the rows of a batch whose features are in the order in which they are sent; without gradients.
+        """Returns the rows of a batch; ``ids`` has the features in the order in which they are sent.
 
         Returns None where every sample is a row: then the peers derive the sizes of all parts from the batch size.
         """
@@ -50,7 +50,7 @@ class RowEncoder:
             ids, taken = self.take_out(ids)
         elif not self.shares_equal:
             return None
-        # Rows are found over the whole batch: a part asks only for rows that no earlier part has asked for.
+        # Rows are found over the whole batch: a part sends only rows that no earlier part has sent.
         sizes, cuts = [len(group) for group in self.groups], part_sizes(ids.stride(), self.num_parts)
         sent, parts, inverse = distinct_inputs(ids, sizes, share=self.shares_equal, cuts=cuts)
         return RowCode(sent, parts, inverse, cuts, taken)
@@ -61,28 +61,28 @@ class RowCode:
     """The rows of one batch of this rank."""
 
     ids: KeyedJaggedTensor
-    """Ids of the rows. A feature has a key for each part, part after part; its batch size is the number of rows."""
+    """Ids of the rows. A feature has one key per part, in order; the batch size of a key is its number of rows."""
     parts: list[list[int]]
-    """[K][groups], number of rows that no earlier part has."""
+    """[K][groups], number of rows of each part that no earlier part has."""
     inverse: Tensor
     """Row of each sample, [groups, B] int64."""
     cuts: list[int]
-    """[K], samples of each part."""
+    """[K], number of samples of each part."""
     taken: Any
     """The object that `RowEncoder.take_out` returned; None without it."""
 
     def decode(
         self, exchanges: Sequence[Awaitable[Any]], agreed: AgreedOutputs, num_groups: Sequence[int]
     ) -> list[Awaitable[Tensor]]:
-        """Returns the columns [B, S] of each part in flight; ``exchanges`` bring its rows, ``num_groups`` are all G."""
-        # Pieces come tower by tower; a tower numbers its groups from 0.
+        """Returns the columns [B, S] of each part in flight; ``exchanges`` bring its rows, ``num_groups`` has all G."""
+        # Pieces come tower by tower; each tower numbers its groups from 0.
         starts = [0, *itertools.accumulate(num_groups)]
         groups = [start + group for start, tower in zip(starts, agreed.groups, strict=False) for group in tower]
         rows = [[part[group] for group in groups] for part in self.parts]
         columns = samples_of_rows(exchanges, rows, self.inverse[groups].split(self.cuts, dim=1))
         if self.taken is None:
             return columns
-        # Looked up here, while the others are on their way.
+        # Looked up while the other columns are in flight.
         added_BS = self.taken.columns([piece for pieces in agreed.pieces for piece in pieces])
         blocks = added_BS.split(self.cuts)
         return [Pending(_sum, part, block) for part, block in zip(columns, blocks, strict=True)]
@@ -99,7 +99,7 @@ def _sum(columns: Awaitable[Tensor], added: Tensor) -> Tensor:
 
 
 def wrap(module: Any, **changes: Any) -> None:
-    """Sets fields of a sharded module's encoder, from its next batch on; every rank calls it between two batches."""
+    """Changes fields of a module's encoder from its next batch on; every rank calls it between two batches."""
     groups = [group for of_tower in module.groups for group in of_tower]
     encoder = replace(module.encoder or RowEncoder(groups), **changes)
     is_plain = encoder.num_parts == 1 and not encoder.shares_equal and encoder.take_out is None
@@ -120,10 +120,10 @@ def part_sizes(batch_size: int, num: int) -> list[int]:
 def rows_of_parts(
     code: RowCode, ids: KeyedJaggedTensor, groups: Sequence[Sequence[Any]], tower: int
 ) -> tuple[KeyedJaggedTensor, list[Rows]]:
-    """Reads the rows of each part from the ids that arrived from the peers, which have a key for each feature and part.
+    """Reads the numbers of rows of each part from ids that arrived from the peers, with a key per feature and part.
 
-    Returns the ids with one batch size for all features, [F, rows] bags, part by part, and in each part peer by peer;
-    and the numbers of rows. Groups with fewer rows are padded with empty bags, which never leave the tower.
+    Returns the ids with one batch size for all features, [F, rows] bags, part by part and in each part peer by peer;
+    then the numbers of rows. Groups with fewer rows are padded with empty bags, which never leave the tower.
     """
     num, sizes = len(code.parts), [len(group) for group in groups[tower]]
     strides, firsts = ids.stride_per_key_per_rank(), [0, *itertools.accumulate(sizes)][:-1]
@@ -146,14 +146,14 @@ def rows_of_parts(
         weights=ids.weights_or_none(),
         lengths=lengths,
         stride=sum(part.num_rows for part in parts),
-        # Given, because TorchRec would wait for the GPU to count it.
+        # Passed because TorchRec would wait for the GPU to count the ids.
         length_per_key=None if per_key is None else [sum(per_key[i : i + num]) for i in range(0, len(per_key), num)],
     )
     return filled, parts
 
 
 def exchange_rows(outputs_PO: Tensor, rows: Rows, agreed: AgreedOutputs) -> Awaitable[list[Tensor]]:
-    """Starts step f where groups differ in their rows; the result has the rows of each piece, [rows, width].
+    """Starts step f where groups have unequally many rows; the result has the rows of each piece, [rows, width].
 
     Rows are sent peer by peer, piece by piece, without padding.
     """
@@ -173,16 +173,16 @@ def exchange_rows(outputs_PO: Tensor, rows: Rows, agreed: AgreedOutputs) -> Awai
 
 
 def _counts(rows: Sequence[int], agreed: AgreedOutputs, tower: int) -> list[int]:
-    """Returns how many numbers each piece of a tower's output has; ``rows`` has the rows of each group."""
+    """Returns how many numbers each piece of a tower's output has; ``rows`` has the number of rows of each group."""
     return [rows[group] * width for group, width in zip(agreed.groups[tower], agreed.widths[tower], strict=True)]
 
 
 def _sent_numbers(columns_PO: Tensor, rows: Rows, groups: Sequence[int], widths: Sequence[int]) -> Tensor:
-    """Returns the numbers to send from a tower's columns, peer by peer, piece by piece; differentiable."""
-    if len(widths) == 1:  # the rows of the only piece are in this order
+    """Returns the numbers of a tower's columns in sending order, peer by peer, piece by piece; differentiable."""
+    if len(widths) == 1:  # already in this order
         return columns_PO
     by_group = [list(of_group) for of_group in zip(*rows.arrived, strict=True)]
-    # One split of all columns, then one of all rows: their gradients are one copy each.
+    # One split of all columns, then one of all rows: the gradient of each split is one copy.
     by_piece = [
         piece.split([*by_group[group], rows.num_rows - rows.by_group[group]])[:-1]
         for group, piece in zip(groups, columns_PO.split(list(widths), dim=1), strict=True)

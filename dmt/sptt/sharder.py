@@ -33,7 +33,7 @@ __all__ = ["HomeTable", "SharderSettings", "TowerSharder"]
 
 Module = TypeVar("Module", bound=nn.Module)
 
-# `sharding_types` offers TorchRec's planner this scheme, which no other plan has, so that `shard` can refuse its plans.
+# `sharding_types` offers this scheme to TorchRec's planner only, so that `shard` can recognize and refuse its plans.
 _WITHOUT_PLAN = "table_row_wise"
 
 
@@ -50,26 +50,26 @@ class SharderSettings(TypedDict, total=False):
 class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
     """Shards one type of module over the towers of a mesh: base class and arguments of the tower sharders.
 
-    The sharder has the mesh; leave the ``env`` of ``DistributedModelParallel`` (DMP) alone, it is for the dense parts.
-    Sharding draws the tables anew by their ``init_fn``: load weights after constructing DMP.
+    The sharder carries the mesh; do not set ``env`` of ``DistributedModelParallel`` (DMP), which is for dense parts.
+    Sharding initializes the tables again with their ``init_fn``: load weights after constructing DMP.
 
     Args:
         mesh: the process groups of this job.
         fused_params: settings of FBGEMM's fused optimizer, e.g. ``{"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD}``.
-        id_route: how ids travel: ``"peer"`` or ``"global"`` (`dmt.sptt.global_route`); the result is the same.
+        id_route: route of the ids, ``"peer"`` or ``"global"`` (`dmt.sptt.global_route`); results are the same.
         peer_precision: number formats of the exchange of outputs between towers; None sends numbers unchanged.
         moment_scale: factor c of AdaGrad's moments with replicas, in (0, R] (`dmt.sharding.optimizers`); by default R.
-            Leave learning rate and epsilon in ``fused_params`` unscaled: the sharder scales those of the kernels.
+            Pass learning rate and epsilon unscaled in ``fused_params``: the sharder scales those of the kernels.
         unique: True: samples of a batch with equal inputs share what is sent, looked up and returned
             (`dmt.sptt.unique`).
 
     Raises:
-        InputError: ``fused_params`` has ``lr`` for ``learning_rate``, ``id_route`` is unknown, ``unique`` is no bool or
-            is set with the global route, or ``moment_scale`` is out of range.
+        InputError: ``fused_params`` has ``lr`` for ``learning_rate``, ``id_route`` is unknown, ``unique`` is not a bool
+            or is set with the global route, or ``moment_scale`` is out of range.
     """
 
     sharded_type: Callable[[TowerSharder[Any], Any, Mapping[str, ParameterSharding], torch.device | None], TowerState]
-    """Makes the sharded module from the sharder, the module, the sharding by table, and the device."""
+    """Makes the sharded module from the sharder, the module, the sharding of each table, and the device."""
 
     def __init__(
         self,
@@ -115,7 +115,7 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         return table_weights(module)
 
     def outside_tables(self, module: Module) -> list[Any]:
-        """Returns the table configs that every rank holds whole, whatever its tower."""
+        """Returns the configs of the tables outside towers, which every rank holds whole."""
         return []
 
     def shard(
@@ -134,16 +134,16 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         Raises:
             InputError: TorchRec's planner made the plan; ranks differ in towers, tables, plan, exchange or moment
                 scale; a table has no sharding, an unsupported scheme, a rank outside the tower, or shards that do not
-                cover it; its scheme refuses its dtype, its optimizer or the id route; its optimizer has no moments.
+                cover it; its scheme excludes its dtype, optimizer or id route; or its optimizer has no moments.
         """
         if any(sharding.sharding_type == _WITHOUT_PLAN for sharding in params.values()):
             raise InputError(
-                f"{type(self).__name__} needs a plan of TowerShardingPlanner; TorchRec's planner knows no towers. Call "
-                "DistributedModelParallel(model, plan=TowerShardingPlanner(mesh.topology).plan(model, sharders), "
+                f"{type(self).__name__} needs a plan of TowerShardingPlanner; TorchRec's cannot plan towers. "
+                "Call DistributedModelParallel(model, plan=TowerShardingPlanner(mesh.topology).plan(model, sharders), "
                 "sharders=sharders)."
             )
         by_tower: dict[int | None, list[Any]] = {}  # None: tables outside towers
-        # A rank whose own tower plan is wrong must not leave the others waiting.
+        # A rank with a wrong tower plan must not leave the others waiting.
         run_on_all_or_raise(lambda: by_tower.update(enumerate(self.tables_by_tower(module))), self.mesh.global_group)
         by_tower[None] = self.outside_tables(module)
         self._check_agreement(module, by_tower, params)
@@ -212,7 +212,7 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
             # TorchRec would train it nevertheless.
             "has requires_grad=False, but the optimizer of a sharded table updates it in every backward pass. To "
             "freeze it, leave requires_grad=True, call apply_optimizer_in_backward(torch.optim.SGD, [weight], "
-            "{'lr': 0.0}) before sharding, and let no schedule set another rate.": not parameter.requires_grad,
+            "{'lr': 0.0}) before sharding, and let no schedule change its rate.": not parameter.requires_grad,
             f"is {scheme}, but {reason}. Change the table, its optimizer or its scheme.": bool(reason),
             f"is {scheme}, but every rank holds a table outside towers: such tables are data_parallel. Make the plan "
             "with TowerShardingPlanner.": tower is None and scheme != "data_parallel",
@@ -235,13 +235,13 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
             )
 
     def kernel_settings(self, weight: Tensor, scheme: str) -> dict[str, Any]:
-        """Returns the fused-optimizer settings that the kernel of a table gets, with the moment scale in them."""
+        """Returns the fused-optimizer settings of a table's kernel, with the moment scale applied."""
         settings, scale = fused_settings(weight, self.fused_params), self._scale(weight, scheme)
         return settings if scale == 1.0 else moment_scaled(settings, scale)
 
     def _scale(self, weight: Tensor, scheme: str) -> float:
         """Returns factor c of a table's moments; 1 for data-parallel tables."""
-        # Algorithm 1 compensates for gradients of a replica's own batch; these are means over all replicas' batches.
+        # Algorithm 1 corrects for gradients of one replica's batch; here they are means over all replicas' batches.
         if scheme == "data_parallel":
             return 1.0
         settings = fused_settings(weight, self.fused_params)
@@ -281,15 +281,15 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class HomeTable:
-    """What every rank knows about a table whose rows `dmt.HotRows` may copy."""
+    """What every rank knows about a table, so that `dmt.HotRows` may copy its rows."""
 
     config: Any
     """TorchRec's ``EmbeddingBagConfig``."""
     scheme: str
     settings: Mapping[str, Any]
-    """Settings of its fused optimizer, as its kernel gets them."""
+    """Settings of the table's fused optimizer, as `TowerSharder.kernel_settings` returns them."""
     is_outside: bool = False
-    """Whether it is outside towers, so that every rank holds it."""
+    """Whether the table is outside towers, so that every rank holds it."""
 
 
 def _place(tower: int | None) -> str:

@@ -1,4 +1,4 @@
-"""`TowerState`: names, state and optimizers of a rank's tables and tower modules, and the live tensors of tables."""
+"""`TowerState`: names, state and optimizers of a rank's tables and tower modules; and the live tensors of tables."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class TowerState(PipelinedModule, FusedOptimizerModule):
-    """Parameters, state and optimizers of one mesh tower's part of a module, under the unsharded module's names."""
+    """Parameters, state and optimizers of a rank's part of a sharded module, under the unsharded module's names."""
 
     def __init__(self, unsharded_type: type[nn.Module], mesh: TowerMesh) -> None:
         super().__init__()
@@ -33,11 +33,11 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
         self.local_parts = nn.ModuleList()
         """This rank's tables and tower modules, each under the names that they have in the unsharded module."""
         self.before_lookup: Callable[[Any, bool], None] | None = None
-        """Called before each lookup with the ids of the batch and whether it is in a training pass. `dmt.ReplicaSync`
+        """Called before each lookup with the ids of the batch and whether this is a training pass. `dmt.ReplicaSync`
         and `dmt.HotRows` set it."""
         self.after_lookup: Callable[[list[Any]], None] | None = None
         """Called with the embeddings of each lookup. `dmt.ReplicaSync` sets it."""
-        # Until `dmt.ReplicaSync` replaces it, since replicas that nothing averages drift apart without an error.
+        # Replicas that nothing averages would drift apart without an error, so only `dmt.ReplicaSync` allows lookups.
         if self.mesh.topology.num_replicas > 1:
             self.before_lookup = self._refuse_lookup
         self.hot: Any = None
@@ -64,18 +64,18 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
 
         Raises:
             RuntimeError: ``strict`` and keys are missing or unknown.
-            InputError: ``assign=True``, but the kernels of sharded tables keep their memory.
+            InputError: ``assign`` is True; the kernels of sharded tables keep their memory.
         """
         if assign:
             raise InputError("load_state_dict(assign=True) cannot replace the memory of sharded tables; drop assign.")
-        # First, so that rows which the state dict leaves out keep what training has made of them.
+        # First, so that tables that the state dict leaves out keep what hot rows have learned.
         self.write_back()
         loaded = [part.load_state_dict(state_dict, strict=False) for part in self.local_parts]
         keys = loaded[0]._replace(missing_keys=[key for of_part in loaded for key in of_part.missing_keys])
         for of_part in loaded[1:]:
             keys.unexpected_keys[:] = [key for key in keys.unexpected_keys if key in of_part.unexpected_keys]
         if strict and any(keys):
-            raise RuntimeError(f"The state dict lacks {keys.missing_keys}, and has unknown {keys.unexpected_keys}.")
+            raise RuntimeError(f"The state dict lacks {keys.missing_keys} and has unknown keys {keys.unexpected_keys}.")
         self.read_again()
         return keys
 
@@ -91,7 +91,7 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
             yield from part.named_buffers(*args, **kwargs)
 
     def sharded_parameter_names(self, prefix: str = "") -> Iterator[str]:
-        """Yields everything that DMP's data parallel must leave alone: tables and tower modules."""
+        """Yields the names of parameters that DMP's data parallelism must ignore: those of tables and tower modules."""
         yield from (name for part in self.local_parts for name, _ in part.named_parameters(prefix))
 
     @property
@@ -117,22 +117,22 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
             self.hot.write_back()
 
     def read_again(self) -> None:
-        """Marks the copies of hot rows as outdated after tables were loaded: their next use reads the tables again."""
+        """Marks the copies of hot rows as outdated after tables were loaded; their next use reads the tables again."""
         if self.hot is not None:
             self.hot.read_again()
 
     def _refuse_lookup(self, ids: Any, is_training_pass: bool) -> None:
         raise InputError(
             f"num_replicas={self.mesh.topology.num_replicas}, but nothing keeps the replicas equal: they would drift "
-            "apart. Make dmt.ReplicaSync(model, mesh) after loading weights, and call its step() after every training "
-            "step."
+            "apart. Make a dmt.ReplicaSync(model, mesh) after loading weights, and call its step() after every "
+            "training step."
         )
 
 
 class _TowerOptimizer(CombinedOptimizer):
     """Optimizers of a tower's tables; hot rows are written back before ``params`` and ``state`` are returned.
 
-    Not before ``param_groups``: schedules read them in every step.
+    They are not written back before ``param_groups``, which schedules read in every step.
     """
 
     def __init__(self, optimizers: list[Any], owner: TowerState) -> None:
@@ -164,17 +164,17 @@ class TableTensor:
     name: str
     """``t_ad.weight``, ``t_ad.momentum1``; the n-th further shard on this rank gets the suffix ``#n``."""
     table: str
-    """Table, with the prefix of its module."""
+    """Name of the table, with the prefix of its module."""
     part: str
-    """``weight``, or the state's own name, such as ``momentum1``."""
+    """``weight``, or the name of the optimizer state, such as ``momentum1``."""
     tensor: Tensor
-    """Live tensor that the kernels read and write, not a copy."""
+    """Live tensor that the kernels read and write, not a copy: [rows, columns], or [rows] of row-wise state."""
     is_weight: bool
     """True for the table's weights, False for optimizer state."""
     is_replicated: bool
     """True if each replica trains its own copy; False for data-parallel tables, whose gradients are averaged."""
     offsets: tuple[int, ...]
-    """Place of this shard in the table: first row and first column, or first row if a row has one number."""
+    """Position of this shard in the table: first row and first column, or only the first row of a 1-D tensor."""
 
 
 def table_tensors(module: TowerState, prefix: str = "") -> list[TableTensor]:
@@ -218,7 +218,7 @@ def checksum(tensor: Tensor) -> int:
     """
     bits = tensor.detach().contiguous().view(-1).view(_BITS[tensor.element_size()])
     total = torch.zeros((), dtype=torch.int64, device=tensor.device)
-    # Each place has a different odd weight: no change of a single number is lost modulo a power of two.
+    # Each position has a different odd weight: a change of a single number is never lost modulo a power of two.
     weights = 2 * torch.arange(min(_CHUNK, bits.numel()), dtype=torch.int64, device=tensor.device) + 1
     for number, chunk in enumerate(bits.split(_CHUNK)):
         total = total + (chunk.to(torch.int64) * (weights[: chunk.numel()] + 2 * _CHUNK * number)).sum()

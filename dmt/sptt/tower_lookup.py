@@ -51,14 +51,14 @@ class GroupShardedEBC(OpenShardedEBC, GroupSharded):
 
     Args:
         module: the unsharded collection.
-        sharding: sharding by table; its ``ranks`` are ranks of the group, the placements of its shards global ranks.
+        sharding: sharding of each table by name; ``ranks`` are group ranks, shard placements name global ranks.
         group: the ranks over which tables are sharded.
         data_parallel_group: the ranks that hold a copy of the data-parallel tables.
-        over_hosts: the data-parallel ranks of this host, and those at this rank's place on all hosts: gradients are
-            summed over the first group, then over the second. None: one all-reduce over ``data_parallel_group``.
+        over_hosts: two groups, the data-parallel ranks of this host and those in this rank's position on every host.
+            Gradients are summed over the first, then over the second. None: one sum over ``data_parallel_group``.
         moment_scales: factor c of AdaGrad's moments (`dmt.sharding.optimizers`) by table; tables that are not listed
             have 1. Data-parallel tables must have 1: their gradients are averaged over all replicas.
-        options: ``fused_params``, ``device`` and perhaps ``qcomm_codecs_registry``, arguments of TorchRec's class.
+        options: the arguments ``fused_params``, ``device`` and perhaps ``qcomm_codecs_registry`` of TorchRec's class.
     """
 
     def __init__(
@@ -89,7 +89,7 @@ class GroupShardedEBC(OpenShardedEBC, GroupSharded):
             if scheme == "row_wise":
                 self.output_dists[i] = RowWiseOutputs(self.output_dists[i], group.rank())
         names, self._widths = zip(*self.output_columns, strict=True)
-        # No rank of a row-wise table has a whole bag, so ranks sum, and the sum is divided once all of it has arrived.
+        # No rank of a row-wise table has a whole bag: ranks add partial sums, and the total is divided on arrival.
         feature_by_name = {
             feature if feature in names else f"{feature}@{table.name}": feature
             for table in self._configs
@@ -116,13 +116,13 @@ class GroupShardedEBC(OpenShardedEBC, GroupSharded):
                 self.lookups[i] = DataParallelTables(self.lookups[i], weights, settings, start_mean)
 
     def reset_parameters(self) -> None:
-        """Draws the weights of this rank's shards from each table's ``init_fn``."""
+        """Initializes the weights of this rank's shards with each table's ``init_fn``."""
         if self._target_device is not None and self._target_device.type == "meta":
             return
         for table in self._configs:
             weight = self.embedding_bags[table.name].weight
             table.init_fn(weight)
-            # Each rank has drawn other values: right for shards, but copies must be equal.
+            # Every rank has drawn different values, which is right for shards; but copies must be equal.
             if self._schemes[table.name] == "data_parallel":
                 broadcast_tensor(weight.data, self._data_parallel_group)
 
@@ -146,36 +146,36 @@ class GroupShardedEBC(OpenShardedEBC, GroupSharded):
         return awaitable
 
     def take_local_shards(self, state_dict: dict[str, Any], prefix: str) -> dict[str, Tensor]:
-        """Takes sharded tensors out of a state dict; returns this rank's shards with their own widths."""
+        """Takes sharded tensors out of a state dict; returns this rank's shards [rows, columns of the shard] by key."""
         taken = {}
         for table in self._configs:
             key = f"{prefix}embedding_bags.{table.name}.weight"
             if isinstance(state_dict.get(key), ShardedTensor):
                 shards = [shard.tensor for shard in state_dict.pop(key).local_shards()]
-                # A rank's shards of a table are one parameter, one below another; they are equally wide.
+                # A rank's shards of a table are equally wide, and stacked in one parameter.
                 taken[key] = torch.cat(shards) if len(shards) > 1 else shards[0] if shards else torch.empty(0)
         return taken
 
     def _divisor(self, features: Any) -> Tensor:
-        """Returns [B, columns] FP32: in columns of row-wise mean-pooled tables the lengths of the bags, else 1."""
+        """Returns divisors [B, columns], FP32: bag lengths in the columns of mean-pooled row-wise tables, else 1."""
         lengths = features.lengths().view(len(features.keys()), -1)
         position = {key: i for i, key in enumerate(features.keys())}
-        # Columns of other tables are means already, or sums: they are divided by 1.
+        # Columns of other tables are means already, or sums; they are divided by 1.
         ones = torch.ones_like(lengths[0])
-        # An empty bag is zero as a mean too, not 0 / 0.
+        # The mean of an empty bag is zero, not 0 / 0.
         columns = [ones if key is None else lengths[position[key]].clamp(min=1) for key in self._divided_by]
-        # By views: widths as a tensor would be copied to a GPU in every batch, and `repeat_interleave` wait for it.
+        # Views, since `repeat_interleave` would copy the widths to a GPU in every batch, and wait for it.
         return torch.cat([c[:, None].expand(-1, n) for c, n in zip(columns, self._widths, strict=True)], dim=1).float()
 
 
 class DataParallelTables(nn.Module):
-    """A lookup of rows that several ranks hold, which averages their gradients; replaces DDP around TorchRec's lookup.
+    """A lookup of rows that several ranks hold; averages their gradients, and replaces DDP around TorchRec's lookup.
 
-    The forward pass sends nothing. In the backward pass the gradient of each rank's samples becomes the mean over the
-    ranks, perhaps while the rest of the pass runs; the update comes at the end of the pass.
+    The forward pass sends nothing. The backward pass averages each gradient over the ranks, perhaps while the rest of
+    the pass runs; it ends with the update.
 
     Args:
-        lookup: the lookup of TorchRec or FBGEMM, with dense gradients; kept as ``module``, which TorchRec 1.8 unwraps.
+        lookup: TorchRec's or FBGEMM's lookup, with dense gradients; stored as ``module``, which TorchRec 1.8 unwraps.
         weights: weights [rows, columns] by table, views of the parameters of the lookup.
         settings: settings of the fused optimizer by table.
         start_mean: starts to average a parameter's gradient in place over the ranks that hold the rows, and returns a
@@ -196,7 +196,7 @@ class DataParallelTables(nn.Module):
         self._pending: list[tuple[Tensor, Callable[[], None]]] = []
         for weight in weights.values():
             mark_updated_in_backward(weight, self.optimizer)
-        # Weakly: a cycle through autograd is hidden from the garbage collector, and the tables would never be freed.
+        # A weak reference: the garbage collector cannot see a cycle through autograd, and would never free the tables.
         reduce = weakref.WeakMethod(self._reduce)
         for _, parameter in lookup.named_parameters():
             parameter.register_post_accumulate_grad_hook(lambda parameter: (living := reduce()) and living(parameter))
@@ -208,7 +208,7 @@ class DataParallelTables(nn.Module):
 
     def settle(self, *, update: bool = False) -> None:
         """Waits for the averages of a backward pass; ``update`` is False if the pass raised an error."""
-        # Cleared first: after an exception the same averages would be waited for twice.
+        # Cleared first: else a second call would wait for the same averages again after an exception.
         pending, self._pending = self._pending, []
         try:
             for _, end in pending:
@@ -220,7 +220,7 @@ class DataParallelTables(nn.Module):
                 parameter.grad = None
 
     def named_parameters_by_table(self) -> Iterator[tuple[str, Any]]:
-        """Yields name and weights of the lookup's tables; TorchRec 1.9 asks this module, as it unwraps only DDP."""
+        """Yields name and weights of each table; TorchRec 1.9 calls it on this module, because it unwraps only DDP."""
         yield from self.module.named_parameters_by_table()  # type: ignore[operator]
 
     def flush(self) -> None:
@@ -230,7 +230,7 @@ class DataParallelTables(nn.Module):
         """Called by TorchRec before it loads weights; nothing is cached."""
 
     def _reduce(self, parameter: Tensor) -> None:
-        # One callback for each parameter, of which the first settles all: a pass that raised has lost its callbacks.
+        # Queued for each parameter, though the first call settles all: an error in a pass drops its callbacks.
         at_end_of_backward(self._finish)
         assert parameter.grad is not None, "called once the gradient is there"
         self._pending.append((parameter, self._start_mean(parameter.grad)))
@@ -242,14 +242,14 @@ class DataParallelTables(nn.Module):
 def _start_group_mean(
     gradient: Tensor, group: ProcessGroup, over_hosts: tuple[ProcessGroup, ProcessGroup] | None
 ) -> Callable[[], None]:
-    """Starts to average a gradient over a group, in place; what crosses hosts overlaps with the backward pass."""
+    """Starts to average a gradient over a group, in place; the sum over hosts overlaps with the backward pass."""
     if over_hosts is None:
         work = start_sum(gradient, group)
     else:
         end_sum = start_sum_over_hosts(gradient.flatten(), *over_hosts)
 
     def end() -> None:
-        # Each rank has the gradient of its own mean loss; all must take the same step, with the mean (Neo, section 4).
+        # Each rank has the gradient of its own mean loss; all take the same step, by the mean (Neo, section 4).
         if over_hosts is None:
             work.wait()
             gradient.div_(group.size())
@@ -262,9 +262,9 @@ def _start_group_mean(
 class RowWiseOutputs(nn.Module):
     """Reduce-scatter of partial sums inside a tower (SPTT step d of row-wise tables) for batches of any sizes.
 
-    Every rank passes [sum over ranks of B, columns], partial sums over the rows that it holds for the samples of all
-    ranks, and gets [B, columns], whole sums for its samples; gradients are gathered. Blocks of unequal size are padded
-    with zeros to the largest and cut again: gloo's all-gather takes equal parts only.
+    Every rank passes partial sums [sum over ranks of B, columns] over the rows that it holds, for the samples of all
+    ranks, and gets whole sums [B, columns] for its samples; gradients are gathered. Blocks of unequal size are padded
+    with zeros to the largest and cut again, because gloo's all-gather takes equal parts only.
     """
 
     def __init__(self, exchange: nn.Module, rank: int) -> None:
@@ -272,7 +272,7 @@ class RowWiseOutputs(nn.Module):
         self._exchange, self._rank = exchange, rank
 
     def forward(self, partial_sums: Tensor, sharding_ctx: EmbeddingShardingContext) -> Awaitable[Tensor]:
-        """Starts the exchange; the context has the batch size of every rank."""
+        """Starts the exchange; ``sharding_ctx`` has the batch size of every rank."""
         sizes = sharding_ctx.batch_size_per_rank
         # Equal batches, the usual case, need no copy.
         if len(set(sizes)) <= 1:

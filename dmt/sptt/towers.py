@@ -36,7 +36,7 @@ class ShardedTowerCollection(SPTTModule):
     """A rank's share of the logical towers of its mesh tower; made by `TowerCollectionSharder`.
 
     State is keyed ``towers.<logical index>.embedding.*`` and ``towers.<logical index>.interaction.*`` as in the
-    unsharded module, wherever the towers are placed. Tower modules are synchronised inside their tower only.
+    unsharded module, for any placement of the towers. Tower modules are synchronised inside their tower only.
     """
 
     def __init__(
@@ -61,7 +61,7 @@ class ShardedTowerCollection(SPTTModule):
         self._keys = {str(i): output_keys(table_configs(module.towers[i].embedding)) for i in mine}
         self.embeddings = {str(i): sharder.shard_in_tower(module.towers[i].embedding, sharding, device) for i in mine}
         self.interactions = _TowerModules({i: module.towers[i].interaction for i in mine}, self.device)
-        # This tree only gives the parts the names of the unsharded module.
+        # This tree only gives the parts their names in the unsharded module.
         towers = {
             i: nn.ModuleDict({"embedding": embedding, "interaction": self.interactions.by_tower[i]})
             for i, embedding in self.embeddings.items()
@@ -88,7 +88,7 @@ class ShardedTowerCollection(SPTTModule):
                     f"The tower module of tower {name} returned {shape} for {number} samples; it must return a tensor "
                     "[samples, output columns]."
                 )
-        # Padding comes last in each piece, and is cut off again before anything is sent.
+        # Padding comes last in each piece, and is cut off before outputs are sent.
         filled = [F.pad(o, (0, 0, 0, rows.num_rows - len(o))) if len(o) < rows.num_rows else o for o in outputs]
         columns_PO = torch.cat(filled, dim=1) if len(outputs) > 1 else outputs[0]
         pieces = [(int(name), output.shape[1]) for name, output in zip(self.embeddings, outputs, strict=True)]
@@ -98,7 +98,7 @@ class ShardedTowerCollection(SPTTModule):
     def result(self, columns_BS: Tensor, pieces: Sequence[Piece]) -> Tensor:
         """Returns the columns in the order of the logical towers: [B, S]."""
         arrived = [number for number, _ in pieces]
-        # They arrive in the order of mesh towers, and the over arch reads them in that of the model's towers.
+        # They arrive in the order of mesh towers, but the over arch reads them in the order of the model's towers.
         if arrived == sorted(arrived):
             return columns_BS
         outputs = dict(zip(arrived, columns_BS.split([width for _, width in pieces], dim=1), strict=True))
@@ -109,11 +109,11 @@ class TowerCollectionSharder(TowerSharder[EmbeddingTowerCollection]):
     """Shards ``EmbeddingTowerCollection`` for ``DistributedModelParallel`` (DMT sections 3.1 and 3.2).
 
     The tables and the tower module of a tower live on the ranks of one mesh tower; besides ids, only the tower's output
-    crosses between towers. The result has the columns of the unsharded module, in its order.
+    crosses between towers. The result [B, S] has the columns of the unsharded module, in the same order.
 
-    A tower looks up an ``EmbeddingBagCollection``, and its module takes a ``KeyedTensor`` [P, columns]; or an
-    ``EmbeddingCollection``, and its module takes a dict with the ``JaggedTensor`` of each feature, [P] lengths and [sum
-    of lengths, columns] values. The module returns [P, O], for P samples of all peers.
+    If a tower looks up an ``EmbeddingBagCollection``, its module takes a ``KeyedTensor`` [P, columns]; if it looks up
+    an ``EmbeddingCollection``, its module takes a dict with the ``JaggedTensor`` of each feature, [P] lengths and [sum
+    of lengths, columns] values. The module returns [P, O] for P samples of all peers.
 
     Args:
         mesh: the process groups of this job.
@@ -165,7 +165,7 @@ class TowerCollectionSharder(TowerSharder[EmbeddingTowerCollection]):
         """Returns the table configs of each mesh tower.
 
         Raises:
-            InputError: a tower holds neither bags nor sequences, or sequences with an option that refuses them.
+            InputError: a tower holds neither bags nor sequences, or holds sequences with ``id_route="global"``.
         """
         tables: list[list[Any]] = [[] for _ in range(self.mesh.topology.num_towers)]
         for i, (tower, mesh_tower) in enumerate(zip(module.towers, self.mesh_towers(module), strict=True)):
@@ -203,7 +203,7 @@ def _check_towers(module: EmbeddingTowerCollection, placement: Sequence[int], *,
     for i, tower in enumerate(module.towers):
         if _is_weighted(tower) != _is_weighted(module.towers[0]):
             raise InputError(
-                f"Tower {i} and tower 0 differ in is_weighted; make all towers of a collection weighted or none; "
+                f"Tower {i} and tower 0 differ in is_weighted. Make all towers of a collection weighted, or none; "
                 "an EmbeddingCollection has no weights."
             )
         for part in tower.interaction.modules() if is_unique else ():
@@ -246,12 +246,12 @@ def _materialize(module: nn.Module, device: torch.device) -> nn.Module:
 def _data_parallel(modules: _TowerModules, mesh: TowerMesh) -> nn.Module:
     """Averages tower-module gradients inside the tower (DMT section 3.2, "System Perspective")."""
     if any(p.requires_grad for p in modules.parameters()):
-        # Each rank keeps its own buffers, as in the dense part under TorchRec.
-        # Over the ranks of the tower only: no gradient of a tower module crosses between towers (section 3.2).
+        # Each rank keeps its own buffers, as in the dense part under TorchRec. The group has the ranks of the tower
+        # only: no gradient of a tower module crosses between towers (section 3.2).
         return DistributedDataParallel(
             modules, process_group=mesh.tower_module_group, forward_sync_buffers=False, gradient_as_bucket_view=True
         )
-    # DDP refuses a module without trainable parameters, but its ranks must start equal all the same.
+    # DDP refuses a module without trainable parameters, but its copies must be equal nevertheless.
     for tensor in (*modules.parameters(), *modules.buffers()):
         broadcast_tensor(tensor.detach(), mesh.tower_module_group)
     return modules
@@ -306,14 +306,14 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
 
 
 def _square(parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:
-    """Returns the square of the norm of gradients, in float64 so that the sum over ranks hardly rounds."""
+    """Returns the squared norm of the gradients, a float64 scalar, so that the sum over ranks hardly rounds."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = get_total_norm(gradients) if gradients else torch.zeros(())
     return norm.to(device, torch.float64).square()
 
 
 def _dense_parameters(model: nn.Module) -> Iterator[nn.Parameter]:
-    """Yields the parameters that PyTorch's optimizers train, without asking for tables: that writes hot rows back."""
+    """Yields the parameters that PyTorch's optimizers train; reads no tables, because that writes hot rows back."""
     seen: set[int] = set()
     for part in model.modules():
         owner: nn.Module = part.interactions if isinstance(part, ShardedTowerCollection) else part

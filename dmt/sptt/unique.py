@@ -12,8 +12,8 @@ a to d rows of all peers side by side; groups with fewer rows are padded with em
 f      rows without padding; the receiver copies each row to its samples
 ====== ==========================================================================================================
 
-The backward pass sums the gradients of the samples that share a row before it sends them. The forward pass equals the
-unsharded module's bit for bit; gradients differ from the unsharded module's only by the order of that sum.
+The backward pass sums the gradients of the samples that share a row before it sends them. So sharing rows changes
+gradients only by the order of that sum, and the outputs of a flat model not at all.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from dmt.sptt.peer_exchange import Pending
 __all__ = ["add_rows", "distinct_inputs", "samples_of_rows"]
 
 _MIX = (-7046029254386353131, -4658895280553007687)
-"""Odd multipliers of a 64-bit hash. Inputs of equal hashes are compared: collisions cost bytes, not results."""
+"""Odd multipliers of a 64-bit hash. Inputs with equal hashes are compared: a collision costs bytes, not results."""
 
 
 def distinct_inputs(
@@ -48,9 +48,9 @@ def distinct_inputs(
         cuts: number of samples of each part of the batch; None: one part.
 
     Returns:
-        The ids of the first sample of each row: a feature has a key for each part, one after the other, whose batch
-        size is the number of rows that no earlier part has. Then these numbers of rows, [K][groups], and the row of
-        each sample, [groups, B] int64; rows are numbered in the order of their first samples.
+        The ids of the first sample of each row: a feature has one key per part, in order; the batch size of a key is
+        the number of rows that no earlier part has. Then these numbers of rows, [K][groups], and the row of each
+        sample, [groups, B] int64; rows are numbered in the order of their first samples.
 
     Example:
         >>> ids = KeyedJaggedTensor(["f"], torch.tensor([7, 8, 9, 7, 8]), lengths=torch.tensor([2, 1, 2]))
@@ -59,14 +59,14 @@ def distinct_inputs(
         ([7, 8, 9], [[2]], [[0, 1, 0]])
     """
     device, num_samples = ids.device(), ids.stride()
-    # With output_size, the host does not wait for a GPU to sum the sizes.
+    # output_size spares the host a wait for a GPU to sum the sizes.
     group_of = torch.arange(len(sizes), device=device).repeat_interleave(
         torch.tensor(sizes, device=device), output_size=sum(sizes)
     )
     samples = torch.arange(num_samples, device=device)
     first = samples.expand(len(sizes), -1)
     if num_samples and share:
-        # Unequal inputs with equal hashes are so rare that a batch that has some shares nothing.
+        # Unequal inputs with equal hashes are so rare that a batch that contains some shares no rows.
         equal = _first_equal(_hashes(ids, group_of, len(sizes)))
         first = equal if _have_equal_inputs(ids, equal[group_of]) else first
     elif num_samples:
@@ -102,7 +102,7 @@ def _hashes(ids: KeyedJaggedTensor, group_of: Tensor, num_groups: int) -> Tensor
     place = torch.arange(numbers.numel(), device=lengths.device) - (lengths.cumsum(0) - lengths)[bag_of]
     if weights is not None:
         numbers = _mix(numbers) + weights.float().view(torch.int32)
-    # Lengths tell bags of zeros apart, places the order of ids, features the bags of a group; mix(0) is 0, so from 1.
+    # Lengths distinguish bags of zeros, places the order of ids, features the bags of a group; from 1, as mix(0) is 0.
     of_bags = lengths.index_add(0, bag_of, _mix(numbers + _mix(place + 1))).view(len(group_of), -1)
     features = torch.arange(len(group_of), device=lengths.device).unsqueeze(1)
     of_bags = _mix(of_bags + _mix(features + 1))
@@ -126,7 +126,7 @@ def _first_equal(hashes: Tensor) -> Tensor:
 
 
 def _have_equal_inputs(ids: KeyedJaggedTensor, others: Tensor) -> bool:
-    """Returns whether each bag equals, bit by bit, that of the sample in ``others`` [features, B]."""
+    """Returns whether each bag equals, bit for bit, that of the sample whose number is in ``others`` [features, B]."""
     starts = torch.arange(len(others), device=others.device).unsqueeze(1) * ids.stride()
     ours, theirs = (ids.lengths(), ids.values(), ids.weights_or_none()), _bags(ids, (others + starts).flatten())
     pairs = [(a, b) for a, b in zip(ours, theirs, strict=True) if a is not None and b is not None]
@@ -134,7 +134,7 @@ def _have_equal_inputs(ids: KeyedJaggedTensor, others: Tensor) -> bool:
 
 
 def _bags(ids: KeyedJaggedTensor, bags: Tensor) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Returns lengths, ids and weights of some bags, by their numbers."""
+    """Returns the lengths, ids and weights of the bags whose numbers are in ``bags`` [n]."""
     parts: tuple[Tensor, Tensor, Tensor | None] = torch.ops.fbgemm.permute_1D_sparse_data(
         bags.int(), ids.lengths(), ids.values(), ids.weights_or_none(), None
     )
@@ -144,12 +144,12 @@ def _bags(ids: KeyedJaggedTensor, bags: Tensor) -> tuple[Tensor, Tensor, Tensor 
 def samples_of_rows(
     exchanges: Sequence[Awaitable[list[Tensor]]], rows: Sequence[Sequence[int]], inverses: Sequence[Tensor]
 ) -> list[Awaitable[Tensor]]:
-    """Copies the rows that several exchanges bring to the samples that share them; differentiable.
+    """Copies arriving rows to the samples that share them; differentiable.
 
     Args:
-        exchanges: one for each part of the batch, of the rows [rows, width] of each piece that no earlier part has.
+        exchanges: for each part, the exchange of the rows [rows, width] of each piece that no earlier part has.
         rows: number of these rows, [K][pieces].
-        inverses: for each part the row of each of its samples among those of all parts, [pieces, samples] int64.
+        inverses: for each part, the row of each of its samples, [pieces, samples] int64; rows count over all parts.
 
     Returns:
         Columns of each part, [samples, S], in flight; a part waits for its own exchange and those before it.
@@ -159,18 +159,18 @@ def samples_of_rows(
 
 
 class _HeldRows:
-    """Rows that arrive part by part in one buffer for each piece, so that no part copies those before it again."""
+    """Rows that arrive part by part in one buffer per piece, so that no part copies the rows of earlier parts again."""
 
     def __init__(self, exchanges: Sequence[Awaitable[list[Tensor]]], rows: Sequence[Sequence[int]]) -> None:
         self._exchanges = list(exchanges)
         self.ends = [[0, *itertools.accumulate(of_piece)] for of_piece in zip(*rows, strict=True)]
-        """For each piece the first row of each part, then the number of rows."""
+        """For each piece the first row of each part, then the total number of rows."""
         self.rows: list[Tensor] = []
         self.gradients: list[Tensor] = []
-        self._arrived: list[Tensor] = []  # empty tensors by which autograd orders the rows of a part before its copies
+        self._arrived: list[Tensor] = []  # empty tensors; they tell autograd that copies depend on the rows of a part
 
     def samples(self, part: int, inverse: Tensor) -> Tensor:
-        """Waits for the rows of a part and all before it, and copies them to its samples."""
+        """Waits for the rows of a part and of all earlier ones; returns their copies for its samples [samples, S]."""
         while len(self._arrived) <= part:
             k = len(self._arrived)
             self._arrived.append(_Arrive.apply(self, k, *self._exchanges[k].wait()))
@@ -178,7 +178,7 @@ class _HeldRows:
         return copied
 
     def part_of(self, tensors: Sequence[Tensor], part: int) -> list[Tensor]:
-        """Returns the rows of a part of each piece."""
+        """Returns the rows of one part of each piece."""
         return [tensor[ends[part] : ends[part + 1]] for tensor, ends in zip(tensors, self.ends, strict=True)]
 
 
@@ -195,7 +195,7 @@ class _Arrive(Function):
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor) -> Any:
-        # Complete: the copies of this part and of all after it have gone back.
+        # These sums are complete: the copies of this part and of all later ones have gone back.
         gradients = ctx.held.part_of(ctx.held.gradients, ctx.part)
         if not ctx.part:
             # Autograd reaches the first part last. Another pass through a retained graph starts from zero.
@@ -213,7 +213,7 @@ class _Copy(Function):
     def backward(ctx: Any, *gradients: Tensor) -> Any:
         held = ctx.held
         if not held.gradients:
-            # A sum of many numbers in BF16 would stop growing.
+            # In BF16, a sum of many numbers would stop growing.
             dtype = torch.promote_types(held.rows[0].dtype, torch.float32)
             held.gradients = [torch.zeros_like(rows, dtype=dtype) for rows in held.rows]
         # A row was looked up once for all its samples, so its gradient is the sum of theirs.
