@@ -52,11 +52,8 @@ tree_flatten, tree_unflatten = _pytree.tree_flatten, _pytree.tree_unflatten
 class PipelinedModule(ShardedEmbeddingModule[Any, Any, Any, Any]):
     """A sharded module; TorchRec's train pipelines can start its id exchange one batch ahead.
 
-    The pipelines read ``_has_uninitialized_input_dist`` and iterate over ``_input_dists``; DMP's ``load_state_dict``
-    loads children by name unless ``_FORCE_STATE_DICT_LOAD`` says that the module loads itself.
+    The pipelines read ``_has_uninitialized_input_dist`` and iterate over ``_input_dists``.
     """
-
-    _FORCE_STATE_DICT_LOAD = True
 
     def __init__(self) -> None:
         super().__init__()
@@ -87,11 +84,6 @@ class OpenShardedEBC(ShardedEmbeddingBagCollection):
         return list(zip(self._sharding_types, tables, strict=True))
 
     @property
-    def lookups(self) -> list[Any]:
-        """TorchRec's lookup modules; a subclass may replace entries."""
-        return self._lookups
-
-    @property
     def output_dists(self) -> list[nn.Module]:
         """TorchRec's output exchange of each lookup; a subclass may replace entries."""
         return self._output_dists
@@ -118,12 +110,7 @@ class OpenShardedEBC(ShardedEmbeddingBagCollection):
 
 
 class OpenShardedEC(ShardedEmbeddingCollection):
-    """TorchRec's ``ShardedEmbeddingCollection`` with public names; it can load a state dict that lacks tables."""
-
-    @property
-    def lookups(self) -> list[Any]:
-        """TorchRec's lookup modules."""
-        return self._lookups
+    """TorchRec's ``ShardedEmbeddingCollection``; it can load a state dict that lacks tables."""
 
     @staticmethod
     def _pre_load_state_dict_hook(self: OpenShardedEC, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
@@ -191,11 +178,10 @@ def mark_updated_in_backward(parameter: Tensor, optimizer: Any) -> None:
     parameter._in_backward_optimizers = [optimizer]  # type: ignore[attr-defined]
 
 
-def lookups_of(module: nn.Module) -> list[nn.Module]:
-    """Returns this rank's lookups if ``module`` is a sharded collection of TorchRec, else an empty list."""
+def lookups_of(module: Any) -> list[Any]:
+    """Returns the list of this rank's lookups if ``module`` is a sharded collection of TorchRec, else an empty list."""
     is_sharded = isinstance(module, ShardedEmbeddingBagCollection | ShardedEmbeddingCollection)
-    lookups: Any = module._lookups if is_sharded else []
-    return list(lookups)
+    return module._lookups if is_sharded else []
 
 
 def set_output_of_empty(lookups: Sequence[Any], dtype: torch.dtype) -> None:

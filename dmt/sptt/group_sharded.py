@@ -23,6 +23,7 @@ from dmt._torchrec import (
     fused_kernels,
     fused_settings,
     group_env,
+    lookups_of,
     scale_learning_rate,
     set_output_of_empty,
     settings_on_parameters,
@@ -53,8 +54,8 @@ class GroupSharded:
 
     @property
     def lookups(self) -> list[Any]:
-        """TorchRec's lookups on this rank."""
-        raise NotImplementedError
+        """TorchRec's lookups on this rank; a subclass may replace entries."""
+        return lookups_of(self)
 
     @property
     def fused_optimizer(self) -> Any:
