@@ -226,7 +226,8 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         # Parts of a table that no shard covers would keep their first values without an error.
         placement = TablePlacement(scheme=scheme, ranks=tuple(sharding.ranks or ()))
         expected = shards_in_tower(table, placement, num_ranks=topology.ranks_per_tower, tower=tower)
-        shards = [(s.placement.rank(), *s.shard_offsets, *s.shard_sizes) for s in _shards(sharding)]
+        planned = getattr(sharding.sharding_spec, "shards", None) or ()
+        shards = [(s.placement.rank(), *s.shard_offsets, *s.shard_sizes) for s in planned]
         if scheme != "data_parallel" and shards != expected:
             raise InputError(
                 f"{where} is {table.num_embeddings} x {table.embedding_dim}, but its shards {shards} (rank, first row, "
@@ -298,10 +299,6 @@ def _place(tower: int | None) -> str:
 
 def _weighted(module: nn.Module) -> list[bool]:
     return [part.is_weighted() for part in module.modules() if isinstance(part, EmbeddingBagCollection)]
-
-
-def _shards(sharding: ParameterSharding) -> list[Any]:
-    return list(getattr(sharding.sharding_spec, "shards", None) or [])
 
 
 def _text(value: Any) -> str:
