@@ -57,7 +57,7 @@ PARTS: dict[str, tuple[Setting, ...]] = {
     "flat": (replace(_MAIN, rounds=2),),
     "main": (_MAIN,),
     # Bound by the wire; and so fast a link that the flat model waits for it a third of its time, as in the DMT paper's
-    # Figure 1 after optimisation.
+    # Figure 1 after optimization.
     "rate": tuple(replace(_MAIN, rounds=3, mbit_per_s=rate) for rate in (50.0, 500.0)),
     # All hosts share the cores: only slow links can still bind eight of them.
     "ids": (replace(_MAIN, rounds=2, ids="uniform"),),

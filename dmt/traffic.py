@@ -131,7 +131,7 @@ class TrafficMeter(TorchDispatchMode):
 
     def _send(self, tensors: Any, to: dict[int, float], kind: str = "") -> None:
         dtype = _dtype(tensors)
-        # Quantised numbers are sent as bytes; ids and lengths are wider.
+        # Quantized numbers are sent as bytes; ids and lengths are wider.
         is_numbers = dtype.is_floating_point or dtype == torch.uint8
         kind = kind or ("ids" if not is_numbers else "backward" if in_backward_pass() else "forward")
         for rank, size in to.items():

@@ -95,14 +95,14 @@ torch.fx.wrap("strict_upper")
 
 
 class _Kernels(nn.ParameterList):
-    """Xavier-normal matrices or zero biases that, unlike a ``ParameterList``'s, can be initialised again in place."""
+    """Xavier-normal matrices or zero biases that, unlike a ``ParameterList``'s, can be initialized again in place."""
 
     def __init__(self, count: int, shape: tuple[int, ...], *, device: Device) -> None:
         super().__init__([nn.Parameter(torch.empty(shape, device=device)) for _ in range(count)])
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialises all values again; ``DistributedModelParallel`` calls this on a model built on the meta device."""
+        """Initializes all values again; ``DistributedModelParallel`` calls this on a model built on the meta device."""
         for kernel in self:
             if kernel.dim() == 2:
                 nn.init.xavier_normal_(kernel)

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 __all__ = ["collect_affinity"]
 
 _WHERE = "FeatureAffinity.collect"
-# Float64 elements of normalised embeddings per block of samples (64 MiB): large batches are processed in blocks.
+# Float64 elements of normalized embeddings per block of samples (64 MiB): large batches are processed in blocks.
 BLOCK_ELEMENTS = 2**23
 
 
@@ -115,7 +115,7 @@ class _Sum:
             self.counts = self.sum_FF.new_zeros(1 + len(vectors))
         stacked_BFN = torch.stack([vectors[name] for name in self.features], dim=1)
         for block_BFN in stacked_BFN.split(max(1, BLOCK_ELEMENTS // max(1, stacked_BFN[0].numel()))):
-            unit_FX = _normalise(block_BFN.double()).transpose(0, 1).reshape(len(self.features), -1)
+            unit_FX = _normalize(block_BFN.double()).transpose(0, 1).reshape(len(self.features), -1)
             self.sum_FF.addmm_(unit_FX, unit_FX.T)
         lengths = dict(zip(ids.keys(), ids.length_per_key(), strict=True))
         num_ids = [lengths.get(name, float("nan")) for name in self.features]
@@ -202,7 +202,7 @@ def _look_up(collections: Sequence[_Collection], ids: Any, number: int) -> dict[
     return {name: vectors[name] for name in sorted(vectors, key=lambda name: (place.get(name, len(place)), name))}
 
 
-def _normalise(embeddings: Tensor) -> Tensor:
+def _normalize(embeddings: Tensor) -> Tensor:
     # Divided by the largest element first, so that norms of tiny and huge vectors do not under- or overflow.
     largest = embeddings.abs().amax(dim=-1, keepdim=True)
     scaled = embeddings / torch.where(largest > 0, largest, 1.0)

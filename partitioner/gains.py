@@ -32,7 +32,7 @@ Floats = NDArray[np.float64]
 
 # With fewer rows, too few would be held out.
 _LEAST_ROWS = 1000
-# Added to the sum of h of each value (additive model) and of each cell: shrinks weights and steps towards 0.
+# Added to the sum of h of each value (additive model) and of each cell: shrinks weights and steps toward 0.
 VALUE_PRIOR, CELL_PRIOR = 10.0, 30.0
 # Number of splits; each holds out another tenth of the rows.
 SPLITS = 3

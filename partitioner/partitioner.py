@@ -162,7 +162,7 @@ class TowerPartitioner:
         if is_paper and not bounds.violation(starts[0], num_towers):
             return _Answer(part, *embedded, labels=starts[0])
         # Also without refine, if the points' groups break limits that K-means does not know.
-        starts.append(_neighbours(costs.pairs, num_towers))
+        starts.append(_neighbors(costs.pairs, num_towers))
         violation, labels = search_towers(costs, starts, num_towers=num_towers, bounds=bounds, seed=seed)
         if violation:
             raise InputError(f"TowerPartitioner: {part.where}{_broken_limits(labels, num_towers, bounds)}")
@@ -258,8 +258,8 @@ def _grouped(points: Floats, num_towers: int, bounds: Bounds, seed: int) -> Labe
     return group_points(points, num_towers, sizes=sizes, seed=seed)
 
 
-def _neighbours(costs: Floats, num_towers: int) -> Labels:
-    """Orders blocks so that those with low costs are neighbours, and cuts the order into towers: [P] labels."""
+def _neighbors(costs: Floats, num_towers: int) -> Labels:
+    """Orders blocks so that those with low costs are neighbors, and cuts the order into towers: [P] labels."""
     from scipy.cluster.hierarchy import leaves_list, linkage
     from scipy.spatial.distance import squareform
 

@@ -28,7 +28,7 @@ def distances(matrix: Floats, strategy: str) -> Floats:
 def embed_distances(distance: Floats, *, seed: int) -> tuple[Floats, float, float]:
     """Finds points in the plane whose Euclidean distances approximate the wanted ones, D.
 
-    Minimises the stress ``sum_{j<i} (||X_i - X_j|| - D_ij)^2``, the objective in the DMT paper's section 3.3, by
+    Minimizes the stress ``sum_{j<i} (||X_i - X_j|| - D_ij)^2``, the objective in the DMT paper's section 3.3, by
     scikit-learn's SMACOF, started from classical scaling. ``distance`` is D: [F, F], symmetric, 0 on the diagonal.
 
     Returns:
@@ -63,11 +63,11 @@ def _classical_scaling(distance: Floats, seed: int) -> Floats:
     from scipy.linalg import eigh
 
     size = len(distance)
-    centred = np.square(distance) * -0.5
-    centred -= centred.mean(axis=0)
-    centred -= centred.mean(axis=1, keepdims=True)
+    centered = np.square(distance) * -0.5
+    centered -= centered.mean(axis=0)
+    centered -= centered.mean(axis=1, keepdims=True)
     # For some matrices the default driver returns no eigenvalues.
-    values, vectors = eigh(centred, subset_by_index=[size - 2, size - 1], driver="evx")
+    values, vectors = eigh(centered, subset_by_index=[size - 2, size - 1], driver="evx")
     points = (vectors * np.sqrt(np.maximum(values, 0.0)))[:, ::-1]
     return points + 0.01 * np.random.default_rng(seed).standard_normal((size, 2))
 

@@ -20,7 +20,7 @@ from dmt.report.style import INK, add_title, dress_axes, new_figure, save_figure
 
 __all__ = ["plot_affinity", "plot_coordinates", "strongest_rows", "write_partition_report"]
 
-# Light to dark in a hue of no tower, so that the picture also reads when printed in grey.
+# Light to dark in a hue of no tower, so that the picture also reads when printed in gray.
 _HEAT_COLORS = ("#FFFFFF", "#E6E8EE", "#B9BFCE", "#848DA6", "#4F5A78", "#1E2746")
 _DIAGONAL_COLOR = "#F1EFE8"
 # With more features, pictures do not name them, and the lists of the page start closed.
@@ -33,9 +33,9 @@ _MEASURES = {
 
 
 def plot_affinity(affinity: FeatureAffinity, plan: TowerPlan, path: str | os.PathLike[str]) -> Path:
-    """Draws the affinity matrix in the order of the plan, with a coloured box for each tower (paper's Figure 9).
+    """Draws the affinity matrix in the order of the plan, with a colored box for each tower (paper's Figure 9).
 
-    At most 64 features are named. The diagonal is blank, because it would dominate the colour scale. ``affinity`` has
+    At most 64 features are named. The diagonal is blank, because it would dominate the color scale. ``affinity`` has
     exactly the features in the plan's towers, in any order (`FeatureAffinity.without` removes others). The suffix of
     ``path`` sets the format: ``.png``, ``.svg`` or ``.pdf``. Returns the path.
 
@@ -49,7 +49,7 @@ def plot_affinity(affinity: FeatureAffinity, plan: TowerPlan, path: str | os.Pat
     size = len(matrix)
     np.fill_diagonal(matrix, np.nan)
     top = float(np.nanmax(matrix)) if size > 1 else 0.0
-    # Only labelled rows need a minimum height.
+    # Only labeled rows need a minimum height.
     side = min(14.0, max(6.0, 2.6 + 0.21 * size)) if size <= MOST_NAMED else 9.0
     figure = new_figure(path, size=(side + 1.0, side), caller="plot_affinity")
     axes = figure.add_subplot()
@@ -81,8 +81,8 @@ def _title(plan: TowerPlan) -> str:
 def plot_coordinates(partition: Partition, path: str | os.PathLike[str]) -> Path:
     """Draws the features as points in the plane (DMT paper, section 3.3): close where the strategy wants them together.
 
-    A line joins every point to the centre of its tower, so that towers can be told apart without colours; up to 64
-    towers differ in colour or marker. At most 64 features are named. Both axes have the same scale, because only
+    A line joins every point to the center of its tower, so that towers can be told apart without colors; up to 64
+    towers differ in color or marker. At most 64 features are named. Both axes have the same scale, because only
     distances have a meaning. The suffix of ``path`` sets the format, as in `plot_affinity`. Returns the path.
 
     Raises:

@@ -228,7 +228,7 @@ def _dense_column(values: NDArray[np.float32]) -> Column:
 
 
 def mix_bits(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Applies SplitMix64's finaliser to each number: every output bit depends on every input bit."""
+    """Applies SplitMix64's finalizer to each number: every output bit depends on every input bit."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))

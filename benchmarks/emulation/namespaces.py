@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 MTU = 9000
-"""Largest packet in bytes, as in data centres: headers are 0.7 % of it, and 4.6 % of 1,500 bytes."""
+"""Largest packet in bytes, as in data centers: headers are 0.7 % of it, and 4.6 % of 1,500 bytes."""
 
 _NAMES = Path("/run/netns")
 _OURS = re.compile(r"dmt-(\d+)-(?:switch|h\d+)")

@@ -135,7 +135,7 @@ def _rank_main(folder: Path) -> None:
         for way, run in ways.items():
             dist.barrier()
             before = sent_bytes(uplink)
-            # No neighbour sends before every rank has read its counter.
+            # No neighbor sends before every rank has read its counter.
             dist.barrier()
             start = time.perf_counter()
             run(target, source)

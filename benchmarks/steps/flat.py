@@ -180,7 +180,7 @@ def _plan_by_hand(
 
 
 def _codecs(contender: Contender) -> dict[str, Any] | None:
-    """TorchRec's quantised communication in both directions, None for FP32."""
+    """TorchRec's quantized communication in both directions, None for FP32."""
     if contender.precision == "fp32":
         return None
     config = QCommsConfig(forward_precision=CommType.FP16, backward_precision=CommType.FP16)

@@ -192,7 +192,7 @@ def _page(
         parts += [
             "## Prediction for GPUs, not measured",
             "By the simulator of `dmt what-if` (`benchmarks/steps/predicted.py`): hosts of eight GPUs (`a100`), 16,384 "
-            "samples a rank. Equal inputs that are sent once are not modelled.",
+            "samples a rank. Equal inputs that are sent once are not modeled.",
             markdown_table(_PREDICTED_HEADER, predicted_rows(predicted)),
         ]
     for run in runs:

@@ -1,7 +1,7 @@
 """Models with a history on data in time order: attention in a tower, in a flat model, and what it is compared with.
 
 A history has the targets of the last L rows with label 1 of the same group whose label was known: the destinations of
-an airport's last late flights, the countries of an agent's last cancelled bookings, the items that a user clicked last.
+an airport's last late flights, the countries of an agent's last canceled bookings, the items that a user clicked last.
 The last fifth of the rows in time are for the test.
 
 Legend: B samples, F features, L items of a history at most, N embedding dim, D tower dim, R rows, CR compression ratio.

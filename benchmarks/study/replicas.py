@@ -1,7 +1,7 @@
 """What do replicas cost in quality, and which moment scale c closes the gap? Figure 4 of the 2D paper on public data.
 
 Flat DLRM, dense parts with Adam, tables with row-wise AdaGrad. The baseline is M = 1. All runs of a data set see the
-same global batches; replica m is given the m-th of M equal parts, and replicas are synchronised after every step, which
+same global batches; replica m is given the m-th of M equal parts, and replicas are synchronized after every step, which
 `ReplicaTables` does with one copy of the tables (tests compare it with M copies written out).
 """
 
@@ -155,7 +155,7 @@ def run(trials: Trials, names: Sequence[str], seeds: range, out: Path, about: Ma
     found = gaps(runs, progress.records)
     about = {**about, "seeds": f"{seeds[0]} to {seeds[-1]}", **{data: asdict(SETTINGS[data]) for data in names}}
     text = [
-        "NE gap: normalised entropy over that of M = 1 with the same seed and rate, less 1, in percent; above 0 is "
+        "NE gap: normalized entropy over that of M = 1 with the same seed and rate, less 1, in percent; above 0 is "
         "worse than M = 1. The paper calls 0.02 % significant.",
         _table(found),
     ]

@@ -19,7 +19,7 @@ __all__ = ["ReplicaTables"]
 
 
 class ReplicaTables(nn.Module):
-    """The tables of M replicas, synchronised after every step, under moment-scaled row-wise AdaGrad.
+    """The tables of M replicas, synchronized after every step, under moment-scaled row-wise AdaGrad.
 
     Takes the place of a flat model's ``sparse_arch``; every feature has one id a sample. Replica m is given the m-th
     of M equal parts of the batch. Its gradient g_m is of the mean loss over that part, and in each row that it touches

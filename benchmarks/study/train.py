@@ -249,7 +249,7 @@ def train_and_test(
     """Trains one model from the seed's weights, on rows in the seed's order (see `row_order`), and tests it.
 
     Returns:
-        The trained model, and a record: AUC, normalised entropy, MFLOPs per sample, true compression ratio.
+        The trained model, and a record: AUC, normalized entropy, MFLOPs per sample, true compression ratio.
     """
     job = job_of(data, arm, clicks, plan)
     model: Any = build_model_of_seed(job, seed)
@@ -291,7 +291,7 @@ def fit(
 
 @torch.no_grad()
 def score(predict: Any, clicks: Clicks) -> dict[str, float]:
-    """AUC and normalised entropy (log loss over that of the mean label) of ``predict(rows)``, logits of test rows."""
+    """AUC and normalized entropy (log loss over that of the mean label) of ``predict(rows)``, logits of test rows."""
     labels = clicks.test[2]
     logits = torch.cat([predict(rows).flatten() for rows in torch.arange(len(labels)).split(_TEST_BATCH)]).double()
     mean = labels.double().mean()

@@ -57,9 +57,9 @@ class TowerTopology:
     """R: copies of the whole model-parallel part (2D sparse parallelism)."""
     replica_placement: Literal["inter_host", "intra_host"] = "inter_host"
     """``"inter_host"``: a replica is a contiguous block of ranks. ``"intra_host"``: the replicas of one
-    shard are neighbouring ranks."""
+    shard are neighboring ranks."""
     ranks_per_host: int | None = None
-    """Number of neighbouring ranks on a host, which hold whole towers or an equal part of one tower. None: as many as
+    """Number of neighboring ranks on a host, which hold whole towers or an equal part of one tower. None: as many as
     hold one tower, which includes all its replicas if ``replica_placement`` is ``"intra_host"``."""
 
     def __post_init__(self) -> None:
@@ -89,7 +89,7 @@ class TowerTopology:
 
     @property
     def _ranks_of_tower(self) -> int:
-        """Number of neighbouring ranks that hold one tower: L, or R * L with ``"intra_host"`` replicas."""
+        """Number of neighboring ranks that hold one tower: L, or R * L with ``"intra_host"`` replicas."""
         return self.ranks_per_tower * (self.num_replicas if self.replica_placement == "intra_host" else 1)
 
     @property
@@ -109,7 +109,7 @@ class TowerTopology:
         ranks = np.arange(self.world_size)
         if self.replica_placement == "inter_host":
             return ranks.reshape(self.num_replicas, *sizes)
-        # Neighbouring ranks share a host: the replicas of a shard are side by side, and average over fast links.
+        # Neighboring ranks share a host: the replicas of a shard are side by side, and average over fast links.
         return ranks.reshape(*sizes, self.num_replicas).transpose(2, 0, 1)
 
     def check_world_size(self, world_size: int) -> None:
@@ -126,7 +126,7 @@ class TowerTopology:
         return RankCoordinates(*(int(where[0]) for where in (self._ranks == rank).nonzero()))
 
     def host(self, rank: int) -> int:
-        """Returns the host index of a global rank; hosts are blocks of `host_size` neighbouring ranks."""
+        """Returns the host index of a global rank; hosts are blocks of `host_size` neighboring ranks."""
         return rank // self.host_size
 
     @property

@@ -1,4 +1,4 @@
-"""Colours and figure helpers for all pictures, which are drawn without ``pyplot`` and its global state."""
+"""Colors and figure helpers for all pictures, which are drawn without ``pyplot`` and its global state."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 
 __all__ = ["INK", "SOFT", "TOWER_COLORS", "add_title", "dress_axes", "new_figure", "save_figure", "tower_badges"]
 
-# Okabe and Ito's palette, which colour-blind readers can tell apart, reordered so that neighbours differ most.
+# Okabe and Ito's palette, which color-blind readers can tell apart, reordered so that neighbors differ most.
 TOWER_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#B8A90A", "#555555")
 _DARK, _MARKERS = ("#0072B2", "#555555"), "os^DvPX*"
 INK, SOFT = "#222222", "#5B6473"
 
 
 def tower_badges(plan: TowerPlan) -> list[dict[str, Any]]:
-    """Returns name, features, colour, ink (text colour) and marker of each tower; 64 towers can be told apart."""
+    """Returns name, features, color, ink (text color) and marker of each tower; 64 towers can be told apart."""
     looks = cycle(product(_MARKERS, TOWER_COLORS))
     badges = []
     for tower, (marker, color) in zip(plan.towers, looks, strict=False):

@@ -2,7 +2,7 @@
 
 Neo's Equation 1 (appendix B) adds the times of operations that follow one another, and takes the maximum of those that
 overlap. Here an operation may need several resources at once (a gloo collective needs a core and the uplink), and
-operations that need a resource at the same time share it equally; without sharing, this is Equation 1. Not modelled:
+operations that need a resource at the same time share it equally; without sharing, this is Equation 1. Not modeled:
 rows that are read more often than others, ranks that start a step late, and caches.
 
 Legend: B samples per rank, T towers, K micro-batches, N columns of an embedding; P = T * B samples of all peers.

@@ -110,8 +110,8 @@ class TopologyConfig(Section):
     num_replicas: int = Field(default=1, ge=1, le=65_536)
     """R, copies of all tables, each trained on its share of the samples."""
     replica_placement: Literal["inter_host", "intra_host"] = "inter_host"
-    """``inter_host``: a replica is a block of neighbouring ranks; ``intra_host``: the replicas of a shard are
-    neighbours."""
+    """``inter_host``: a replica is a block of neighboring ranks; ``intra_host``: the replicas of a shard are
+    neighbors."""
     ranks_per_host: int | None = Field(default=None, ge=1, le=8192)
     """Ranks on one machine: all of one or several towers, or an equal part of one tower. If not set, each tower is a
     host (with ``intra_host``, together with its replicas)."""

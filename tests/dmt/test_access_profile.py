@@ -18,7 +18,7 @@ def table(name: str, rows: int, *features: str, dim: int = 8) -> TableSpec:
 def zipf_ids(rows: int, size: int, seed: int, exponent: float = 1.2) -> np.ndarray:
     shares = np.arange(1, rows + 1) ** -exponent
     places = np.random.default_rng(seed).choice(rows, size, p=shares / shares.sum())
-    return places * 7919 % rows  # the frequent ones are not neighbours
+    return places * 7919 % rows  # the frequent ones are not neighbors
 
 
 def profile_of(ids: np.ndarray, rows: int) -> AccessProfile:

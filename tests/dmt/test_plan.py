@@ -133,7 +133,7 @@ def test_groups_partition_the_job(placement: str) -> None:
         assert all(group == sorted(group) for group in groups)
 
 
-def test_replicas_are_blocks_or_neighbours() -> None:
+def test_replicas_are_blocks_or_neighbors() -> None:
     assert mesh(2, 2, 2).sharding_groups() == [[0, 1, 2, 3], [4, 5, 6, 7]]
     topology = mesh(2, 2, 2, replica_placement="intra_host")
     assert topology.replica_groups() == [[0, 1], [2, 3], [4, 5], [6, 7]]

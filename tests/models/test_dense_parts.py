@@ -57,10 +57,10 @@ def test_models_equal_torchrecs(tables, dense_features, sparse_features):
             torch.testing.assert_close(weight.grad, weights[name].grad, rtol=0, atol=0, msg=name)
 
 
-def test_a_part_built_on_meta_initialises_like_one_built_on_the_cpu():
+def test_a_part_built_on_meta_initializes_like_one_built_on_the_cpu():
     """What DistributedModelParallel does to a model on the meta device: allocate, then reset_parameters()."""
 
-    def materialise(module):
+    def materialize(module):
         own = [name for name, parameter in module.named_parameters(recurse=False) if parameter.is_meta]
         assert not list(module.buffers(recurse=False)), "a buffer would be overwritten with zeros"
         for name in own:
@@ -78,7 +78,7 @@ def test_a_part_built_on_meta_initialises_like_one_built_on_the_cpu():
         )
 
     torch.manual_seed(0)
-    meta = build("meta").apply(materialise)
+    meta = build("meta").apply(materialize)
     real = build("cpu")
     for (name, drawn), (_, expected) in zip(meta.named_parameters(), real.named_parameters(), strict=True):
         assert drawn.isfinite().all(), name

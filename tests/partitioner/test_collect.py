@@ -67,7 +67,7 @@ def test_blocks_of_samples_add_up(generator, monkeypatch):
     np.testing.assert_allclose(FeatureAffinity.collect(model, batches).matrix, whole.matrix, rtol=0, atol=1e-15)
 
 
-def test_tiny_and_huge_embeddings_are_normalised(generator):
+def test_tiny_and_huge_embeddings_are_normalized(generator):
     model = FlatModel(collection(["a", "b"]))
     with torch.no_grad():
         model.sparse_arch["ebc_0"].embedding_bags["t_a"].weight.fill_(1e-30)

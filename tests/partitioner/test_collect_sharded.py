@@ -126,7 +126,7 @@ def test_sharded_equals_one_process_on_all_the_data(is_sptt: bool) -> None:
     model = plain()
     with torch.no_grad():
         for weight in model.parameters():
-            weight.add_(0.1)  # not what any initialisation gives
+            weight.add_(0.1)  # not what any initialization gives
     wanted = FeatureAffinity.collect(model, [one for rank in range(4) for one in batches_of(rank)])
     results = run_ranks(case_on_rank, 4, is_sptt, model.state_dict())
     for found, untouched in results:

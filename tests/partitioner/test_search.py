@@ -113,13 +113,13 @@ def test_held_limits_are_never_given_up():
         assert costs.of(improved, bounds.weights) <= costs.of(start, bounds.weights)
 
 
-def test_the_cost_is_the_sum_of_squared_distances_to_the_centres():
+def test_the_cost_is_the_sum_of_squared_distances_to_the_centers():
     rng = np.random.default_rng(0)
     points, weights, labels = rng.normal(size=(12, 3)), rng.integers(1, 4, 12), random_labels(rng, 12, 4)
     repeated, towers = np.repeat(points, weights, axis=0), np.repeat(labels, weights)
-    centred = [repeated[towers == t] - repeated[towers == t].mean(axis=0) for t in range(4)]
+    centered = [repeated[towers == t] - repeated[towers == t].mean(axis=0) for t in range(4)]
     squared = np.square(points[:, None] - points).sum(axis=2)
-    wanted = sum(float(np.square(rows).sum()) for rows in centred)
+    wanted = sum(float(np.square(rows).sum()) for rows in centered)
     assert Costs(pairs=squared, per_feature=True).of(labels, weights.astype(float)) == pytest.approx(wanted, rel=1e-12)
 
 
@@ -185,8 +185,8 @@ def test_degenerate_distances():
 @pytest.mark.parametrize("scale", [1e-6, 1.0, 1e9])
 def test_clear_groups_of_points_are_found_whatever_their_scale(scale):
     rng = np.random.default_rng(0)
-    centres = rng.normal(size=(4, 2)) * 10
+    centers = rng.normal(size=(4, 2)) * 10
     group = np.arange(20) % 4
-    labels = group_points((centres[group] + rng.normal(size=(20, 2)) * 0.1) * scale, 4, sizes=(5, 5), seed=0)
+    labels = group_points((centers[group] + rng.normal(size=(20, 2)) * 0.1) * scale, 4, sizes=(5, 5), seed=0)
     assert all(len(set(labels[group == g].tolist())) == 1 for g in range(4))
     assert np.bincount(labels).tolist() == [5, 5, 5, 5]

@@ -105,7 +105,7 @@ def evaluation(step, auc, ne=0.9):
     return {"step": step, "eval/auc": auc, "eval/ne": ne, "eval/num_rows": 2000.0, "eval/label_rate": 0.25}
 
 
-def test_curves_are_drawn_in_the_colours_of_their_runs(tmp_path):
+def test_curves_are_drawn_in_the_colors_of_their_runs(tmp_path):
     losses = [{"step": step, "train/loss": 0.7 - step / 1000} for step in range(20, 200, 20)]
     flat = record(tmp_path / "flat", *losses, evaluation(100, 0.7), evaluation(200, 0.75))
     # A single evaluation, no loss, and a label that matplotlib hides unless told otherwise.

@@ -181,7 +181,7 @@ def shapes_of(topology: TowerTopology) -> list[Shape]:
 
 
 def cut(topology: TowerTopology, hosts: int, ranks: int) -> list[list[int]]:
-    """Divides the ranks of a job into groups: ``ranks`` neighbouring ranks on each of ``hosts`` neighbouring hosts.
+    """Divides the ranks of a job into groups: ``ranks`` neighboring ranks on each of ``hosts`` neighboring hosts.
 
     Example:
         >>> cut(TowerTopology(num_towers=2, ranks_per_tower=4), hosts=2, ranks=2)

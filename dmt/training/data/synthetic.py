@@ -8,7 +8,7 @@ A row is drawn in three steps (n rows, F categorical features in G groups, D den
    interval under N(0, 1) is the Zipf share of its id. The id is the interval that t_j falls in. Ids are thus exactly
    Zipf-distributed, yet the ids of a group's features are correlated. The score u_j of an id is the mean of t over its
    interval, which is all that the id reveals about t.
-3. logit = intercept + signal * (standardised sum of: a main effect and the pairwise products of the u_j within each
+3. logit = intercept + signal * (standardized sum of: a main effect and the pairwise products of the u_j within each
    group, and effects of a few dense features) + noise. Features of different groups never interact.
 
 A model can learn every u_j from the label alone, and embeddings of one group then vary together over the rows: the
@@ -101,11 +101,11 @@ class SyntheticClicks:
         _, logits = self._draw(rng, _PROBE_ROWS)
         spread = float(logits.std())
         scale = self._signal / spread if spread else 0.0
-        centred = logits * scale + _NOISE * rng.normal(size=_PROBE_ROWS)
+        centered = logits * scale + _NOISE * rng.normal(size=_PROBE_ROWS)
         low, high = -50.0, 50.0
         for _ in range(50):  # bisection: the share of clicks grows with the intercept
             middle = (low + high) / 2
-            low, high = (middle, high) if _sigmoid(centred + middle).mean() < _BASE_RATE else (low, middle)
+            low, high = (middle, high) if _sigmoid(centered + middle).mean() < _BASE_RATE else (low, middle)
         return scale, low
 
     def _draw(self, rng: np.random.Generator, n: int) -> tuple[pa.Table, NDArray[np.float64]]:
@@ -138,7 +138,7 @@ class SyntheticClicks:
         for group in range(self.config.num_groups):
             members = scores[self._group == group]
             sums, squares, count = members.sum(axis=0), (members**2).sum(axis=0), len(members)
-            # Mean of u_i u_j over the pairs i < j of the group, by the identity of factorisation machines.
+            # Mean of u_i u_j over the pairs i < j of the group, by the identity of factorization machines.
             pairs = (sums**2 - squares) / max(count * (count - 1), 1)
             total += _MAIN_WEIGHT * self._main[group] * (sums / count) + pairs
         return self._intercept + self._scale * total

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RUN_COLORS", "RunComparison", "auc_standard_error", "compare_runs", "plot_curves", "smooth", "write_report"]
 
-# Told apart by colour-blind readers; none is one of the first tower colours, which the same page shows.
+# Told apart by color-blind readers; none is one of the first tower colors, which the same page shows.
 RUN_COLORS = ("#46506B", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#8C7A00")
 _MARKERS = ("o", "s", "^", "D", "v", "P")
 _PANELS = (
@@ -223,7 +223,7 @@ def _affinities(plan: TowerPlan) -> list[tuple[str, str]]:
 
 
 def plot_curves(runs: Mapping[str, Path], path: Path) -> Path:
-    """Draws training loss, evaluation AUC and normalized entropy over training steps, one colour per run.
+    """Draws training loss, evaluation AUC and normalized entropy over training steps, one color per run.
 
     The loss is shown as recorded (faint) and smoothed; each evaluation has a mark, so that a single evaluation shows,
     too. ``runs`` are output folders by the name to show; the suffix of ``path`` chooses the format. Returns ``path``.
@@ -243,7 +243,7 @@ def plot_curves(runs: Mapping[str, Path], path: Path) -> Path:
         axes.set_xlim(0.0, last * 1.01)
         axes.set_xlabel("training step", fontsize=9.5, color="#444444")
         dress_axes(axes, grid="y")
-        # Without this, a narrow range is labelled with differences from an offset.
+        # Without this, a narrow range is labeled with differences from an offset.
         axes.ticklabel_format(axis="both", useOffset=False)
     handles = [figure.axes[1].plot([], [], linewidth=2.0, **_style_of(i))[0] for i in range(len(curves))]
     # "_x" is how matplotlib hides a label; names come from outside.
@@ -253,9 +253,9 @@ def plot_curves(runs: Mapping[str, Path], path: Path) -> Path:
 
 
 def smooth(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns a centred moving mean of values, float64 [n], over about a tenth of them, which does not lag behind.
+    """Returns a centered moving mean of values, float64 [n], over about a tenth of them, which does not lag behind.
 
-    Towards the ends the window shrinks on both sides, so that a steep beginning is not flattened.
+    Toward the ends the window shrinks on both sides, so that a steep beginning is not flattened.
     """
     size = len(values)
     sums = np.concatenate([[0.0], np.cumsum(values)])

@@ -34,7 +34,7 @@ _MANIFEST = "manifest.json"
 _REMEDY = "Export the checkpoint again."
 _HASH = (
     "a missing value is row 0, any other is 1 + mix(text ^ salt) mod (rows - 1), with text and salt the "
-    "pandas.util.hash_array of the two texts under this key, and mix the finaliser of SplitMix64"
+    "pandas.util.hash_array of the two texts under this key, and mix the finalizer of SplitMix64"
 )
 _HASHED_EXAMPLES = ("1", "abc")
 

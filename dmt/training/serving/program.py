@@ -30,12 +30,12 @@ __all__ = ["TABLE_BITS", "ServedModel", "ServedTables", "StoredTables", "make_pr
 
 StoredTables = Literal["fp32", "int8", "int4"]
 TABLE_BITS: Mapping[str, int] = {"int8": 8, "int4": 4}
-"""Bits per number of a quantised table, by format."""
-_ROWS = 2**16  # rows quantised at a time: tables are too large for a copy in FP32
+"""Bits per number of a quantized table, by format."""
+_ROWS = 2**16  # rows quantized at a time: tables are too large for a copy in FP32
 
 
 def quantize_rows(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Quantises each row of a table linearly, between the smallest and the largest number of the row.
+    """Quantizes each row of a table linearly, between the smallest and the largest number of the row.
 
     Args:
         weight: [R, N], any float.
@@ -75,7 +75,7 @@ class ServedTables(nn.Module):
 
     Args:
         tables: the collection.
-        stored: ``"int8"`` or ``"int4"`` quantises each row; bags are summed in FP32.
+        stored: ``"int8"`` or ``"int4"`` quantizes each row; bags are summed in FP32.
 
     Raises:
         InputError: bags are weighted, sequences return their ids, or a table has an odd number of columns for INT4.
@@ -147,7 +147,7 @@ class ServedModel(nn.Module):
     """A click model ``model(dense_features, sparse_features) -> [B, 1]`` that takes plain tensors.
 
     Args:
-        model: the unsharded model with its weights; it is copied, except for tables that are not quantised.
+        model: the unsharded model with its weights; it is copied, except for tables that are not quantized.
         features: names of the features that the program takes.
         stored: number format of the tables.
         splits: columns of each shard, by feature (`dmt.plan.towers.TowerPlan.column_splits`).

@@ -141,11 +141,11 @@ def test_rows_need_no_label(model: str, run: Path, tmp_path: Path) -> None:
     # Other columns that the training's globs would match, and no split.
     pq.write_table(rows(label=None, split=None, c_more=["x"] * ROWS), tmp_path / "new.parquet")
     found = score(run / model, tmp_path / "p.parquet", data_path=str(tmp_path / "new.parquet"))
-    score(run / model, tmp_path / "labelled.parquet", data_path=str(run / "clicks.parquet"))
+    score(run / model, tmp_path / "labeled.parquet", data_path=str(run / "clicks.parquet"))
     assert found.metrics is None
     table = read(tmp_path / "p.parquet")
     assert list(table) == ["row", "logit", "probability"]
-    assert table["logit"] == read(tmp_path / "labelled.parquet")["logit"]
+    assert table["logit"] == read(tmp_path / "labeled.parquet")["logit"]
 
 
 def test_other_columns_are_refused(run: Path, tmp_path: Path) -> None:
