@@ -1,10 +1,11 @@
 """Settings of the tables' fused optimizers: names, what data-parallel tables do not support, the moment scale c.
 
-Identifies FBGEMM's ``EmbOptimType`` by its text, so that planning does not need FBGEMM.
+Identifies FBGEMM's ``EmbOptimType`` by its text, so that planning does not need FBGEMM; only `kernel_obstacle` does.
 """
 
 from __future__ import annotations
 
+import inspect
 import math
 from collections.abc import Mapping
 from typing import Any, Literal
@@ -15,9 +16,9 @@ __all__ = [
     "FBGEMM_NAMES",
     "FUSED_DEFAULTS",
     "MomentScale",
-    "check_fused_params",
     "check_moment_scale",
     "data_parallel_obstacle",
+    "kernel_obstacle",
     "moment_scale_of",
     "moment_scaled",
     "optimizer_name",
@@ -39,6 +40,9 @@ _FBGEMM_DEFAULT = "exact_sgd"
 # Settings that `dmt.sharding.data_parallel` applies, and settings without effect on the update.
 _CARRIED_OUT = {"optimizer", "learning_rate", "eps", "beta1", "beta2"}
 _NOT_THE_UPDATE = ("output_dtype", "cache_", "bounds_check", "enforce_hbm", "prefetch_", "stochastic_rounding", "uvm_")
+# Settings that TorchRec reads and does not pass on, by prefix.
+_TORCHRECS = ("__register_", "embedding_cache_", "kvzch_", "max_l1_cache_size", "res_")
+_NAME_HINTS = {"lr": "; its name is learning_rate", "betas": "; its names are beta1 and beta2"}
 
 
 def optimizer_name(settings: Mapping[str, Any]) -> str | None:
@@ -46,12 +50,25 @@ def optimizer_name(settings: Mapping[str, Any]) -> str | None:
     return _NAMES.get(str(settings.get("optimizer", _FBGEMM_DEFAULT)))
 
 
-def check_fused_params(settings: Mapping[str, Any]) -> None:
-    """Raises `InputError` if ``settings`` has ``lr``, PyTorch's learning rate, which FBGEMM would refuse or ignore."""
-    if "lr" in settings:
-        raise InputError(
-            f"fused_params has lr={settings['lr']!r}, which is PyTorch's name; FBGEMM's is learning_rate. Rename it."
-        )
+def kernel_obstacle(settings: Mapping[str, Any]) -> str:
+    """Returns the reason why FBGEMM's fused kernels cannot apply these ``fused_params``; empty if they can.
+
+    Example:
+        >>> kernel_obstacle({"betas": (0.8, 0.99)})
+        'FBGEMM has no setting betas=(0.8, 0.99); its names are beta1 and beta2'
+    """
+    from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
+    from fbgemm_gpu.tbe.ssd import SSDTableBatchedEmbeddingBags
+
+    kernels = SplitTableBatchedEmbeddingBagsCodegen, SSDTableBatchedEmbeddingBags
+    known = {name for kernel in kernels for name in inspect.signature(kernel).parameters}
+    optimizer = str(settings.get("optimizer", _FBGEMM_DEFAULT))
+    for key, value in settings.items():
+        if key not in known and not key.startswith(_TORCHRECS):
+            return f"FBGEMM has no setting {key}={value!r}{_NAME_HINTS.get(key, '')}"
+        if value and key in ("momentum", "weight_decay") and optimizer in ("exact_sgd", "exact_adagrad"):
+            return f"FBGEMM's {optimizer} ignores {key}={value!r}"
+    return ""
 
 
 def data_parallel_obstacle(settings: Mapping[str, Any]) -> str:
@@ -64,8 +81,6 @@ def data_parallel_obstacle(settings: Mapping[str, Any]) -> str:
         "its optimizer is lamb, and data-parallel tables support ['rowwise_adagrad', 'adagrad', 'adam', 'sgd']"
         >>> data_parallel_obstacle({"weight_decay": 0.1})
         'its fused optimizer sets weight_decay=0.1, which data-parallel tables do not support'
-        >>> data_parallel_obstacle({"betas": (0.8, 0.99)})  # FBGEMM's names are beta1 and beta2
-        'its fused optimizer sets betas=(0.8, 0.99), which data-parallel tables do not support'
     """
     if optimizer_name(settings) is None:
         return f"its optimizer is {settings['optimizer']}, and data-parallel tables support {list(_NAMES.values())}"

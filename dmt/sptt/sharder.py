@@ -19,7 +19,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from dmt._torchrec import fused_settings, place_globally
 from dmt.collectives import check_agreement, gather_objects, run_on_all_or_raise
 from dmt.errors import InputError, check_instance, did_you_mean
-from dmt.sharding.optimizers import MomentScale, check_fused_params, check_moment_scale, moment_scale_of, moment_scaled
+from dmt.sharding.optimizers import MomentScale, check_moment_scale, kernel_obstacle, moment_scale_of, moment_scaled
 from dmt.sharding.schemes import ID_ROUTES, SCHEMES, IdRoute, TablePlacement, check_columns, shards_in_tower, why_not
 from dmt.sptt.group_sharded import GroupShardedEC, table_configs, table_weights
 from dmt.sptt.mesh import TowerMesh
@@ -64,8 +64,8 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
             (`dmt.sptt.unique`).
 
     Raises:
-        InputError: ``fused_params`` has ``lr`` for ``learning_rate``, ``id_route`` is unknown, ``unique`` is not a bool
-            or is set with the global route, or ``moment_scale`` is out of range.
+        InputError: FBGEMM refuses or ignores a setting in ``fused_params``, ``id_route`` is unknown, ``unique`` is not
+            a bool or is set with the global route, or ``moment_scale`` is out of range.
     """
 
     sharded_type: Callable[[TowerSharder[Any], Any, Mapping[str, ParameterSharding], torch.device | None], TowerState]
@@ -83,7 +83,8 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
     ) -> None:
         super().__init__(fused_params=fused_params)
         check_instance("mesh", mesh, TowerMesh)
-        check_fused_params(fused_params or {})
+        if obstacle := kernel_obstacle(fused_params or {}):
+            raise InputError(f"fused_params: {obstacle}. Rename or drop it.")
         check_moment_scale(moment_scale, mesh.topology.num_replicas)
         if id_route not in ID_ROUTES:
             known = f"use one of {list(ID_ROUTES)}.{did_you_mean(str(id_route), ID_ROUTES)}"
@@ -198,15 +199,15 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         if sharding is None:
             raise InputError(f"{where} is not in the sharding plan. Make the plan with TowerShardingPlanner.")
         scheme, kernel = sharding.sharding_type, sharding.compute_kernel
-        settings = fused_settings(parameter, self.fused_params)
+        settings, is_fused = fused_settings(parameter, self.fused_params), scheme != "data_parallel"
         route = "peer" if tower is None else self.id_route
-        reason = why_not(table, scheme, id_route=route, fused_params=settings)
+        reason = why_not(table, scheme, id_route=route, fused_params=settings) or is_fused * kernel_obstacle(settings)
         refusals = {
             f"is sharded {scheme!r}; inside a tower use one of {list(SCHEMES)}. Make the plan with "
             "TowerShardingPlanner(mesh.topology).plan(model, sharders).": scheme not in SCHEMES,
             # Nothing would update a dense table that is not data-parallel, and no ReplicaSync would average it.
             f"is {scheme} with compute_kernel={kernel!r}; data_parallel tables need 'dense', others a fused kernel. "
-            "Make the plan with TowerShardingPlanner.": (kernel == "dense") != (scheme == "data_parallel"),
+            "Make the plan with TowerShardingPlanner.": (kernel == "dense") == is_fused,
             "has mean pooling of weighted bags, which the unsharded module refuses too. Use PoolingType.SUM, and "
             "divide the weights.": is_weighted and getattr(table, "pooling", None) is PoolingType.MEAN,
             # TorchRec would train it nevertheless.
@@ -215,7 +216,7 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
             "{'lr': 0.0}) before sharding, and let no schedule change its rate.": not parameter.requires_grad,
             f"is {scheme}, but {reason}. Change the table, its optimizer or its scheme.": bool(reason),
             f"is {scheme}, but every rank holds a table outside towers: such tables are data_parallel. Make the plan "
-            "with TowerShardingPlanner.": tower is None and scheme != "data_parallel",
+            "with TowerShardingPlanner.": tower is None and is_fused,
         }
         for message, is_refused in refusals.items():
             if is_refused:
@@ -228,7 +229,7 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         expected = shards_in_tower(table, placement, num_ranks=topology.ranks_per_tower, tower=tower)
         planned = getattr(sharding.sharding_spec, "shards", None) or ()
         shards = [(s.placement.rank(), *s.shard_offsets, *s.shard_sizes) for s in planned]
-        if scheme != "data_parallel" and shards != expected:
+        if is_fused and shards != expected:
             raise InputError(
                 f"{where} is {table.num_embeddings} x {table.embedding_dim}, but its shards {shards} (rank, first row, "
                 f"first column, rows, columns) do not cover it as {[shard[:] for shard in expected]} do. Make the plan "

@@ -98,10 +98,6 @@ def after_int32(job: Job, *, first: torch.dtype = torch.int32, then: torch.dtype
     return model(ids_of(then))
 
 
-def before_int32(job: Job) -> Any:
-    return after_int32(job, first=torch.int64, then=torch.int32)
-
-
 class Shared(PassThrough):
     linear = nn.Linear(8, 3)
 
@@ -165,10 +161,6 @@ def cut_outside(job: Job) -> Any:
     return distribute(model, sharder, lambda plan: plan.__setitem__("t1", cut))
 
 
-def without_outside(job: Job) -> Any:
-    return sharded(OUTSIDE, job.two)(ids_of(torch.int64, "f0", "f2", "f3"))
-
-
 def state_of_outside(job: Job) -> tuple[Any, dict[str, Any]]:
     sparse: Any = sharded(OUTSIDE, job.two).module.sparse_arch
     return sparse, sparse.state_dict()
@@ -202,10 +194,10 @@ def frozen_table(job: Job) -> Any:
     return distribute(model, flat_sharder(job.two))
 
 
-def other_rate_on_parameter(job: Job) -> Any:
+def on_parameter(job: Job, kind: Any, scheme: str, settings: dict[str, Any]) -> Any:
     model = FlatModel(make_tables([8, 8]))
-    apply_optimizer_in_backward(torch.optim.SGD, [model.sparse_arch.embedding_bags["t1"].weight], {"weight_decay": 0.1})
-    return distribute(model, flat_sharder(job.one, fused_params=FUSED), scheme="data_parallel")
+    apply_optimizer_in_backward(kind, [model.sparse_arch.embedding_bags["t1"].weight], settings)
+    return distribute(model, flat_sharder(job.one, fused_params=FUSED), scheme=scheme)
 
 
 def fp16_data_parallel(job: Job) -> Any:
@@ -272,7 +264,8 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
     "unique, global": (lambda job: flat_sharder(job.two, unique=True, id_route="global"), "unique=True needs id_"),
     "route": (lambda job: flat_sharder(job.two, id_route="globl"), "'globl' is unknown.* mean 'global'"),
     "route of towers": (lambda job: TowerCollectionSharder(job.two, id_route="tower"), "route='tower' is unk"),  # type: ignore[arg-type]
-    "lr": (lambda job: flat_sharder(job.two, fused_params={"lr": 0.1}), r"fused_params has lr=0\.1, .* learning_rate"),
+    "lr": (lambda job: flat_sharder(job.two, fused_params={"lr": 0.1}), r"no setting lr=0\.1; its name is learning_ra"),
+    "betas": (lambda job: flat_sharder(job.two, fused_params={"betas": (0.8, 0.9)}), "its names are beta1 and beta2"),
     "feature of the plan": (lambda job: distribute(FlatModel(make_tables([8])), flat_sharder(job.two)),
                             "Feature 'f1' is in the tower plan but not in the model"),
     "feature of the model": (lambda job: distribute(FlatModel(make_tables([8] * 3)), flat_sharder(job.two)),
@@ -297,8 +290,7 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
     "a batch without a feature": (lambda job: changed(job.two, None)(ids_of(torch.int64, "f0")), "lacks feature 'f1'"),
     "a batch without a feature on one rank": (
         lambda job: changed(job.two, None)(ids_of(torch.int64, "f0", *(["f1"] if job.two.rank else []))),
-        "lacks feature 'f1'",
-    ),
+        "lacks feature 'f1'"),
     "placement": (lambda job: towers(job, 2, placement=[0]), r"placement=\(0,\)\. A placement names"),
     "empty mesh tower": (lambda job: towers(job, 2, placement=[0, 0]), r"placement=\(0, 0\)\. A placement names"),
     "number of towers": (lambda job: towers(job, 1), "model has 1 towers, but the topology has num_towers=2"),
@@ -331,15 +323,23 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
     )},
     "means of weighted bags": (weighted_means, r"'t0' in tower 0 has mean pooling of weighted bags"),
     "frozen table": (frozen_table, "Table 't1' in tower 1 has requires_grad=False, but the optimizer"),
-    "weight decay": (other_rate_on_parameter, "'t1' in tower 0 is data_parallel, but .* sets weight_dec"),
+    **{f"{name} of a {scheme} table": (lambda job, args=(kind, scheme, {name: value}): on_parameter(job, *args),
+                                       f"'t1' in tower 0 is {scheme}, but .*{verb} {name}=")
+       for kind, scheme, name, value, verb in (
+        (torch.optim.SGD, "data_parallel", "weight_decay", 0.1, "sets"),
+        (torch.optim.SGD, "row_wise", "momentum", 0.9, "FBGEMM's exact_sgd ignores"),
+        (torch.optim.Adam, "table_wise", "betas", (0.8, 0.9), "FBGEMM has no setting"),
+    )},
     "FP16 data-parallel": (fp16_data_parallel, "Table 't0' in tower 0 is data_parallel, but its weights are FP16"),
     "a table outside towers in one": (cut_outside, "'t1' outside towers is table_wise, but every rank holds a table"),
-    "a batch without a feature outside": (without_outside, "The batch lacks feature 'f1'"),
+    "a batch without a feature outside": (
+        lambda job: sharded(OUTSIDE, job.two)(ids_of(torch.int64, "f0", "f2", "f3")), "The batch lacks feature 'f1'"),
     "state without a table": (without_table, r"RuntimeError.*lacks \['embedding_bags.t1.weight'\]"),
     "state with another table": (with_other, r"RuntimeError.*unknown keys \['embedding_bags.t9.weight'\]"),
     "hot table outside": (lambda job: hot(job, OUTSIDE).replicate({"t1": [1]}), "'t1' cannot have copies: it is out"),
     "assign=True": (assigned, r"load_state_dict\(assign=True\) cannot replace"),
-    "later int32 ids": (before_int32, r"The batch has ids of torch\.int32, but the first batch had torch\.int64"),
+    "later int32 ids": (lambda job: after_int32(job, first=torch.int64, then=torch.int32),
+                        r"The batch has ids of torch\.int32, but the first batch had torch\.int64"),
     "floats as ids": (lambda job: sharded(FLAT, job.two)(ids_of(torch.float32)), "ids of torch.float32; ids must be"),
     "int64 after int32": (after_int32, "ids of torch.int64, but the first batch had torch.int32"),
     **{f"global route, {kind}": (lambda job, kind=kind: sharded(replace(
