@@ -1,4 +1,4 @@
-"""`FeatureAffinity`: what the partitioner takes; how similar the embeddings of features are, or how much they interact.
+"""`FeatureAffinity`, the input of the partitioner: how similar features' embeddings are, or how much features interact.
 
 Legend: F features.
 """
@@ -36,7 +36,7 @@ ROUNDING = 1e-5
 
 @dataclass(frozen=True, kw_only=True)
 class Interaction:
-    """A pair or triple of features that predicts the label together better than its parts."""
+    """A pair or triple of features that predicts the label better than its parts do."""
 
     features: tuple[str, ...]
     gain: float
@@ -152,7 +152,7 @@ class FeatureAffinity:
             batches: a few thousand samples, in batches of any size.
             ids: returns the ``KeyedJaggedTensor`` of a batch, on the model's device.
             process_group: ranks that make this call together, each with its own batches, equally many on every rank;
-                every rank gets the affinity of all samples. Required for a sharded model: all of its ranks.
+                every rank gets the affinity of all samples. Required for a sharded model, with all of its ranks.
 
         Raises:
             InputError: TorchRec is absent; the model has no embedding collection, or is sharded without a group or with
@@ -176,11 +176,11 @@ class FeatureAffinity:
 
         Fits an additive logistic model of all features. For each pair (and triple), it then makes one Newton step for
         each cell, a combination of the pair's values. The gain is how much these steps lower the log loss of rows held
-        out of both fits, averaged over three splits that each hold out another tenth of the rows. The gain of a triple
-        excludes that of its pairs. Triples take about a minute at most, if necessary on fewer rows; a note says if they
-        were left out because even 20,000 rows would take longer.
+        out of both fits, averaged over three splits that each hold out a different tenth. The gain of a triple excludes
+        that of its pairs. Measuring triples takes about a minute at most, if necessary on fewer rows; a note says if
+        they were left out because even 20,000 rows would take longer.
 
-        A value that occurs only once is merged with all others that do. Bags count by their first 5 ids, in equal
+        A value that occurs only once is merged with all others that do. Of a bag, the first 5 ids count, in equal
         shares; dense columns enter the additive model in 32 bins; more than 4 million cells are hashed. Rows take about
         8 bytes per id. On a terminal, a bar shows the progress.
 
@@ -209,7 +209,7 @@ class FeatureAffinity:
         return gains
 
     def strongest(self, count: int) -> list[Interaction]:
-        """Returns the ``count`` pairs and triples of the largest gains beyond the measuring error, largest first."""
+        """Returns the ``count`` pairs and triples with the largest gains beyond the measuring error, largest first."""
         first, second = np.triu_indices(self.num_features, k=1)
         gains = self.significant()[first, second]
         order = [k for k in np.argsort(-gains, kind="stable")[:count].tolist() if gains[k] > 0]
@@ -256,7 +256,7 @@ class FeatureAffinity:
         return self._taken(left, tables=tables, triples=triples)
 
     def _taken(self, index: Sequence[int], **changes: Any) -> FeatureAffinity:
-        """Returns this affinity of the features at positions ``index``, in that order, with other fields changed."""
+        """Returns the affinity of the features at positions ``index``, in that order, with other fields changed."""
         return replace(
             self,
             matrix=self.matrix[np.ix_(index, index)],
@@ -298,9 +298,9 @@ class FeatureAffinity:
                 arrays = {name: archive[name] for name in archive.files}
             record, matrix = json.loads(str(arrays["header"])), arrays["matrix"]
         except Exception as error:  # numpy, zipfile and zlib raise unrelated classes for a damaged archive
-            # For a file that is no archive, numpy advises to allow pickles, which is wrong and unsafe here.
+            # For a file that is not an archive, numpy advises allowing pickles, which is wrong and unsafe here.
             reason = "it holds no plain arrays" if "pickle" in str(error) else error
-            raise InputError(f"{where}: cannot be read ({reason}). Give a file of FeatureAffinity.save.") from error
+            raise InputError(f"{where}: cannot be read ({reason}). Give one made by FeatureAffinity.save.") from error
         header = from_record(_Header, record, place=where, remedy="Collect the affinity again.")
         fields = {name: getattr(header, name) for name in _Header.__dataclass_fields__ if name != "format"}
         try:
@@ -328,7 +328,7 @@ class _Header:
 def noise_bound(count: int) -> float:
     """Returns how many standard errors a gain must exceed to be more than noise, if ``count`` gains are measured.
 
-    If all gains are noise with normal errors, the largest exceeds it in at most 1 of 100 measurements (Bonferroni).
+    If all gains are normal noise, the largest exceeds this bound in at most 1 of 100 measurements (Bonferroni).
 
     Example:
         >>> round(noise_bound(325), 2)

@@ -1,4 +1,4 @@
-"""`FeatureAffinity.collect`: how similar embeddings are, by one streaming sum over the outputs of collections.
+"""`FeatureAffinity.collect`: measures how similar embeddings are, by one running sum over the outputs of collections.
 
 Legend: F features, N embedding dim, B samples of a batch.
 
@@ -68,7 +68,7 @@ def collect_affinity(
     if len(forms[0][2]) > 1:  # TorchRec's sharded collections assume the keys of the first batch, in its order
         two = " and ".join(str(form)[:200] for form in forms[0][2][:2])
         raise InputError(f"{_WHERE}: batches of a group differ: {two}. Give all the same keys, order and weights.")
-    # On all or none: if a bad id made one rank raise, the others would wait for its sums.
+    # If a bad id makes one rank raise, all must raise: the others would wait for its sums.
     run_on_all_or_raise(lambda: prepared.append(_sum(*prepared)), process_group)
     collections, _, measured = prepared
     # Without any batch, the sums have size 0 on every rank.

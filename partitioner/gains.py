@@ -43,8 +43,8 @@ MOST_CELLS = 2**22
 # Most rows times pairs (about 20 minutes of one core) and rows times triples (about a minute). More features use fewer
 # rows; triples are left out if they would use fewer than the least.
 PAIR_WORK, TRIPLE_WORK, LEAST_TRIPLE_ROWS = 2e10, 8e8, 20_000
-# How often the steps of all pairs are made before triples are measured: what a single step leaves of a strong pair
-# would show in every triple that contains the pair.
+# Rounds of steps for all pairs before triples are measured: what a single round leaves of a strong pair would show in
+# every triple that contains the pair.
 _PAIR_ROUNDS = 3
 
 
@@ -64,7 +64,7 @@ def measure_interactions(batches: Iterable[Any], *, tables: Sequence[Any], seed:
         notes.append(f"The {len(pairs):,} pairs were measured on {num_rows:,} of {len(rows.labels):,} rows.")
         fit, columns = fit.first(num_rows), [column.first(num_rows) for column in columns]
     measured_gains, error = gains_of(columns, pairs, fit, title="Measuring pairs")
-    # The shrunk additive model leaves a rest of each single feature's effect, which is no interaction.
+    # The shrunk additive model leaves a residue of each single feature's effect, which is no interaction.
     alone = np.maximum(gains_of(columns, np.arange(len(features))[:, None], fit)[0], 0.0)
     gains, errors = np.zeros((2, len(features), len(features)))
     for matrix, values in ((gains, measured_gains - alone[pairs].sum(axis=1)), (errors, error)):
@@ -295,7 +295,7 @@ def fit_additive(columns: Sequence[Column], labels: Floats, counts: NDArray[np.b
             scale /= 2
         if before - loss < DONE:
             return odds
-    logger.warning("The additive model did not converge in %d sweeps; pairs may contain single effects.", MAX_SWEEPS)
+    logger.warning("The additive model did not converge in %d sweeps; gains of pairs may be too high.", MAX_SWEEPS)
     return odds
 
 

@@ -62,15 +62,15 @@ class Comparison:
     """
 
     within: float | None
-    """Inside towers of this plan."""
+    """Inside the towers of this plan."""
     between: float | None
     """Mean affinity of pairs in different towers of this plan, or the share of gains that is not inside towers."""
     within_strided: float | None
-    """Inside as many strided towers (paper, section 5.2.3), which follow no rules."""
+    """Inside as many strided towers (paper, section 5.2.3), which ignore all rules."""
     within_random: float | None
-    """Mean inside random towers of the same blocks under the same rules and limits."""
+    """Mean of ``within`` over random assignments of the same blocks under the same rules and limits."""
     std_random: float | None
-    """Standard deviation over the random towers."""
+    """Standard deviation over these assignments."""
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -162,7 +162,7 @@ def _labels(plan: TowerPlan, names: Sequence[str]) -> Labels:
 
 
 def luck_bound(sizes: Sequence[int], *, categories: Sequence[str] = ()) -> float:
-    """Returns how many standard deviations the best assignment differs from random ones if affinities are noise.
+    """Returns by how many standard deviations the best assignment differs from random ones if affinities are noise.
 
     A partitioner looks for an assignment that differs from random ones, and finds one in noise too. There are N ways to
     deal the blocks into towers of these sizes, category by category. If the mean affinities of these assignments are

@@ -161,7 +161,7 @@ class TowerPartitioner:
         starts = [_grouped(points, num_towers, bounds, seed)] if costs.per_feature else []
         if is_paper and not bounds.violation(starts[0], num_towers):
             return _Answer(part, *embedded, labels=starts[0])
-        # Also without refine, if the points' groups break limits that K-means does not know.
+        # Also without refine, if the groups of points break limits that K-means does not know.
         starts.append(_neighbors(costs.pairs, num_towers))
         violation, labels = search_towers(costs, starts, num_towers=num_towers, bounds=bounds, seed=seed)
         if violation:
@@ -251,7 +251,7 @@ class _Answer:
 
 
 def _grouped(points: Floats, num_towers: int, bounds: Bounds, seed: int) -> Labels:
-    """Returns the paper's answer, [P]. It counts points, not features, so with larger blocks it is only a start."""
+    """Returns the towers by the paper's K-means, [P]; it counts points, so with larger blocks it is only a start."""
     sizes = len(points) // num_towers, -(-len(points) // num_towers)
     if (bounds.weights == 1).all():
         sizes = int(bounds.lower[0]), int(min(bounds.upper[0], len(points)))
@@ -327,7 +327,7 @@ def _points(answers: Sequence[_Answer], affinity: FeatureAffinity) -> NDArray[np
 
 
 def _notes(affinity: FeatureAffinity) -> list[str]:
-    """Returns a note if all pairs of features are equal; else nothing."""
+    """Returns a note if all pairs of features have the same value; else nothing."""
     pairs = affinity.significant()[np.triu_indices(affinity.num_features, k=1)]
     if len(pairs) < 3 or np.ptp(pairs) >= 1e-6 or affinity.triples:
         return []

@@ -20,7 +20,7 @@ from dmt.report.style import INK, add_title, dress_axes, new_figure, save_figure
 
 __all__ = ["plot_affinity", "plot_coordinates", "strongest_rows", "write_partition_report"]
 
-# Light to dark in a hue of no tower, so that the picture also reads when printed in gray.
+# Light to dark in a hue that no tower has, so that the picture also reads when printed in gray.
 _HEAT_COLORS = ("#FFFFFF", "#E6E8EE", "#B9BFCE", "#848DA6", "#4F5A78", "#1E2746")
 _DIAGONAL_COLOR = "#F1EFE8"
 # With more features, pictures do not name them, and the lists of the page start closed.

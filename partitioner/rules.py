@@ -46,7 +46,7 @@ class PartitionRules(BaseModel):
     XLRM (section 5.2.3). Features that no category names form the category ``rest``."""
     towers_per_category: Mapping[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
     """Number of towers by category; categories without a number share the other towers in proportion to their features.
-    Give an entity such as the user one tower: samples of one user then have equal inputs, which are sent once."""
+    Give an entity such as the user one tower: samples of one user then have equal inputs, which are sent only once."""
     together: Sequence[Sequence[str]] = ()
     """Groups of features that must share a tower. Features that share a table always do."""
     apart: Sequence[Sequence[str]] = ()

@@ -128,7 +128,7 @@ return [tensor[ends[part] : ends[part + 1]] for => return [tensor[ends[0] : ends
 ## dmt/hot_rows/copies.py :: tests/dmt/test_parity.py -m "not slow" -k "rows-4"
 gradient.div_(self._whole.size()) => pass
 part.home[part.rows] = part.copy[part.places] => part.home[part.rows] = part.copy[part.rows]
-is_told = home.is_replicated or self._module.mesh.local == 0 => is_told = True
+is_sender = home.is_replicated or self._module.mesh.local == 0 => is_sender = True
 for tensor in (self._weights, *self._states) => for tensor in (self._weights,)
 ## dmt/hot_rows/touched_sum.py :: tests/dmt/test_hot_rows.py -x -k touched_rows_are
 touched = max_over_ranks(touched.to(torch.uint8), self._inside) => touched = touched.to(torch.uint8)

@@ -1,20 +1,20 @@
 """`choose_rows`: picks the rows of a flat model whose copies save bytes between hosts, by `saved_bytes`.
 
 Legend: T towers (hosts) of L ranks, W = T * L, B samples of a rank, N columns, p a row's share of its table's accesses.
-Where a host holds several towers, or a tower several hosts (``ranks_per_host``), only what leaves a host is counted.
+Where a host has several towers, or a tower spans several hosts (``ranks_per_host``), only what leaves a host counts.
 
 A use of a row by a rank of another tower sends an id of 8 bytes there, an output [N] back, and the output's gradient
-there again. A copied row sends none of these; in a step in which any rank touched it, its gradient is summed inside
-each host and then between hosts (`dmt.hot_rows.touched_sum`), for which each host sends 2 (T - 1) / T times the row.
+there again. A copied row sends none of these. In a step in which any rank touches it, its gradient is summed
+inside each host and then between hosts (`dmt.hot_rows.touched_sum`); each host sends 2 (T - 1) / T times the row.
 Hence, with p B uses by a rank, a copy saves in a step
 
 - if every use is sent: (T - 1) L p B (2 * 4 N + 8) - 2 (T - 1) 4 N t,
 - if each rank sends distinct ids only: the same with 1 - (1 - p)^B for p B,
 
 where the probability t that the row is touched is 1 - (1 - p)^(B W).
-Between many hosts that is the rule p B L > 1: more than one of the row's uses would leave a host. The rule of OPER,
-f * B > 1 for a batch on each rank (section 4.3, equations 4 and 5), counts ranks where this counts hosts, and assumes
-that a row is touched in every step.
+With many hosts this becomes the rule p B L > 1: the ranks of a host use the row more than once per step. The rule of
+OPER, f * B > 1 for a batch on each rank (section 4.3, equations 4 and 5), counts ranks where this counts hosts, and
+assumes that a row is touched in every step.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ _HELD = 1 / 300
 def saved_bytes(
     counts: RowCounts, table: TableSpec, topology: TowerTopology, *, num_ids: float, distinct: bool
 ) -> NDArray[np.float64]:
-    """Returns the bytes between hosts that a copy of each counted row on every rank saves in a step, float64 [n].
+    """Returns, for each counted row, the bytes between hosts that a copy on every rank saves in a step: float64 [n].
 
     A copy is worthwhile if its value is above zero. The work of holding a copy counts as 1/300 of its gradient's bytes.
 
     Args:
         counts: accesses of the table's rows.
         table: the table, whose bags have at most one id.
-        topology: towers and ranks of a replica.
-        num_ids: ids of a feature in a rank's batch: B, if no bag is empty.
+        topology: the mesh sizes.
+        num_ids: mean number of ids of a feature in a rank's batch; B if no bag is empty.
         distinct: True if each rank sends its distinct ids only (``sharding.unique``).
 
     Example:
@@ -61,7 +61,7 @@ def saved_bytes(
     # To the peer in the table's tower, and there to the rank that has the row, which may be on another host.
     away = (towers - 1) * ranks * topology.share_across_hosts(topology.peer_groups())
     away += towers * (ranks - 1) * topology.share_across_hosts(topology.tower_groups())
-    row = 4 * table.embedding_dim  # outputs and gradients are FP32, whatever the table is kept in
+    row = 4 * table.embedding_dim  # outputs and gradients are FP32, even of FP16 tables
     # Each of H hosts sends 2 (H - 1) / H of the row, as in a ring (OPER, section 4.3).
     summed = 2 * (hosts - 1) * row
     # f B of OPER's equation 4; of distinct ids a rank sends a row once, if it reads it at all.

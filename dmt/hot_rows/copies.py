@@ -6,7 +6,7 @@ all empty bags of a feature share a row (`dmt.sptt.rows`), so that hot rows cost
 gradient of the copies is left to send: it is summed inside each host first and then once between hosts.
 
 The tables remain authoritative. `HotCopies.write_back` writes weights and optimizer states of the hot rows to them
-before the tensors of a table are handed out; it needs no communication, because every rank has all copies.
+before anyone gets the tensors of a table; it needs no communication, because every rank has all copies.
 `HotCopies.read` copies the hot rows from the tables, bit for bit. In between, the tables' hot rows are not used.
 
 Legend: F features, B samples of this rank, n hot rows of a table, N its columns, W ranks.
@@ -106,9 +106,9 @@ class HotCopies:
         return {f"the hot rows of {table}.{part}": tensor for (table, part), tensor in self._tensors.items()}
 
     def split(self, ids: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, HotBags]:
-        """Splits a batch, whose features are in the order in which they are sent, into cold and hot ids; no gradient.
+        """Splits a batch into cold and hot ids; the cold ids have as many bags as the batch.
 
-        The cold ids have as many bags as the batch.
+        The features of ``ids`` are in the order in which they are sent.
         """
         self.lookup.settle()  # before anything is sent: other ranks may wait for it
         num_bags, num_samples = ids.lengths().numel(), ids.stride()
@@ -129,14 +129,14 @@ class HotCopies:
             keys=ids.keys(),
             values=ids.values()[~is_hot],
             weights=None if weights is None else weights[~is_hot],
-            # Bags keep their places: one whose ids are all hot is sent empty, and adds zero to what the copies give.
+            # Bags keep their places: one whose ids are all hot is sent empty, and adds zero to the copies' result.
             lengths=lengths - hot_lengths.to(lengths.dtype),
             stride=num_samples,
         )
         return cold, bags
 
     def _find(self, feature: str, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Returns which ids of a feature are hot, bool [n], and the positions of hot rows among the table's copies."""
+        """Returns which ids of a feature are hot, bool [ids], and where each hot id is among the copies, int64."""
         rows = self._rows_of.get(feature)
         if rows is None:
             return torch.zeros_like(values, dtype=torch.bool), values[:0]
@@ -147,7 +147,7 @@ class HotCopies:
     def columns(self, bags: HotBags, pieces: Sequence[Piece]) -> Tensor:
         """Looks up hot ids: [B, columns of the pieces], zeros where a feature has no hot rows; differentiable.
 
-        Collective the first time, and the first time after `read_again`.
+        The first call is collective, and so is the first call after `read_again`.
         """
         if self._must_read:
             self.read()
@@ -161,7 +161,7 @@ class HotCopies:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Writes trained copies to this rank's tables; called before the tensors of a table are handed out."""
+        """Writes trained copies to this rank's tables; called before anyone gets the tensors of a table."""
         if not self._is_newer:
             return
         self._module.flush()
@@ -171,7 +171,7 @@ class HotCopies:
         self._is_newer = False
 
     def read_again(self) -> None:
-        """Marks the copies as outdated after tables were loaded: the next use reads them again. Every rank calls it."""
+        """Marks the copies as outdated after tables were loaded: the next use reads them again. Call on all ranks."""
         self._must_read, self._is_newer = True, False
 
     @torch.no_grad()
@@ -181,9 +181,9 @@ class HotCopies:
         for tensor in self._tensors.values():
             tensor.zero_()
         for part in self._parts:
-            if part.is_told:
+            if part.is_sender:
                 part.copy[part.places] = part.home[part.rows]
-        # One rank has each number, the others zeros; summed as integers, every bit is kept.
+        # One rank has the value, the others zeros; a sum of integers keeps every bit.
         works = [start_sum(tensor.view(-1).view(torch.int32), self._whole) for tensor in (self._weights, *self._states)]
         for work in works:
             work.wait()
@@ -193,7 +193,7 @@ class HotCopies:
         tables = self._module.home_tables
         specs = [(len(self.rows[name]), tables[name].config.embedding_dim) for name in names]
         number = {feature: i for i, name in enumerate(names) for feature in tables[name].config.feature_names}
-        # The kernel draws first weights, which `read` replaces: this must not change the random numbers of the run.
+        # The kernel draws initial weights, which `read` replaces: this must not change the random numbers of the run.
         with torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
             kernel = DenseTableBatchedEmbeddingBagsCodegen(
                 specs,
@@ -212,7 +212,7 @@ class HotCopies:
 
         def start_mean(gradient: Tensor) -> Callable[[], None]:
             method = living()
-            assert method is not None, "a graph keeps the copies that it goes back to"
+            assert method is not None, "the graph that calls this keeps its copies alive"
             return method(gradient)
 
         lookup = DataParallelTables(kernel, weights, settings, start_mean)
@@ -242,14 +242,14 @@ class HotCopies:
             rows, first = self.rows[home.table], home.offsets[0]
             places = ((rows >= first) & (rows < first + len(home.tensor))).nonzero().flatten()
             # Every rank of the tower has all rows of a data-parallel table: only the first one sends them.
-            is_told = home.is_replicated or self._module.mesh.local == 0
+            is_sender = home.is_replicated or self._module.mesh.local == 0
             where = (rows[places] - first).to(self._device)
             if len(places):
-                parts.append(_HomePart(home.tensor, copy, where, places.to(self._device), is_told))
+                parts.append(_HomePart(home.tensor, copy, where, places.to(self._device), is_sender))
         return parts
 
     def _start_mean(self, gradient: Tensor) -> Callable[[], None]:
-        """Starts the mean of the copies' gradient over all ranks; sends the settings of the tables' next update along.
+        """Starts the mean of the copies' gradient over all ranks; also sends the settings of the tables' next update.
 
         A rank that holds no part of a table does not know its learning rate, which a schedule may change at any time.
         """
@@ -279,10 +279,10 @@ class HotCopies:
 
 
 class _HomePart(NamedTuple):
-    """Where the hot rows of one tensor of a table on this rank have their copies."""
+    """The hot rows in one tensor of a table on this rank, and the places of their copies."""
 
     home: Tensor  # the table's weights or an optimizer state, or this rank's shard of it
     copy: Tensor  # the columns of the copies that ``home`` has
     rows: Tensor  # indices of the hot rows in ``home``
     places: Tensor  # indices of these rows in ``copy``
-    is_told: bool  # True if this rank sends the rows to the others
+    is_sender: bool  # True if this rank sends the rows to the others

@@ -65,7 +65,7 @@ class AccessProfile:
         tables: TorchRec ``EmbeddingBagConfig`` or `TableSpec`.
 
     Raises:
-        InputError: `table_specs` refuses the tables.
+        InputError: two tables share a name or a feature, or a ``data_type`` is not supported.
 
     Example:
         >>> table = TableSpec(name="t", num_embeddings=10, embedding_dim=8, feature_names=("f",))
@@ -82,9 +82,10 @@ class AccessProfile:
         self._table_of = {feature: table for table in self.tables for feature in table.feature_names}
 
     def add(self, ids: Mapping[str, Any], *, num_samples: int) -> None:
-        """Counts the rows that features read in a batch of ``num_samples``: integer arrays of any shape, by feature.
+        """Counts the rows that a batch of ``num_samples`` reads; ``ids`` has an integer array of any shape per feature.
 
-        Features left out read no rows; one of no table raises `InputError`. `dmt.HotRows` refuses rows beyond a table.
+        Features left out read no rows; a feature of no table raises `InputError`. Ids are not compared with the number
+        of rows; `dmt.HotRows` does that.
         """
         for feature, values in ids.items():
             if feature not in self._table_of:

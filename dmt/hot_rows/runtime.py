@@ -54,7 +54,7 @@ class HotRowsState:
 
 # Steps that are counted before rows are chosen for the first time.
 _FIRST_STEPS = 100
-# Ids are counted once this many wait (2 MB of int64), or as many bytes as copies may have if that is more.
+# Ids are counted once this many wait (2 MB of int64), or once they take as many bytes as copies may, if that is more.
 _LEAST_COUNTED = 2**18
 
 
@@ -74,7 +74,7 @@ class HotRows:
     Args:
         model: holds one collection sharded by ``SPTTEmbeddingBagCollectionSharder``.
         mesh: the groups.
-        extra_memory: share of the bytes of all tables that a rank's copies may take, and as much for uncounted ids.
+        extra_memory: share of the bytes of all tables that a rank's copies may take; uncounted ids may take as much.
         refresh_every: training steps between two choices of rows; the first choice comes after at most 100 steps. None:
             rows change only when you call `refresh` or `replicate`, except for the first choice by ``profile``.
         profile: accesses for the first choice of rows, which then follows the first step; pass it on all ranks.
@@ -143,7 +143,7 @@ class HotRows:
 
     @property
     def rows(self) -> RowsByTable:
-        """Rows of each table that have copies, int64 [n], ascending; tables without are left out."""
+        """Rows of each table that have copies, int64 [n], ascending; only tables that have copies."""
         return {} if self._copies is None else {name: rows.numpy().copy() for name, rows in self._copies.rows.items()}
 
     @property
@@ -311,7 +311,7 @@ class _Counter:
 
 
 def why_no_copies(tables: Mapping[str, HomeTable]) -> dict[str, str]:
-    """Returns, by table name, why a table's rows cannot have copies that train alike; other tables are left out."""
+    """Returns the tables whose rows cannot have copies that train like them, with the reason, by table name."""
     users: dict[str, list[str]] = {}
     for name, table in tables.items():
         for feature in table.config.feature_names:

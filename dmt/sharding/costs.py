@@ -80,7 +80,7 @@ class Hardware:
     """Memory and speed of a rank. Neo's scalar weights are rates here, so that costs are in seconds.
 
     The default rates are half of the data-sheet peak of an 80 GB A100 (memory, and NVLink in one direction). Only the
-    ratios of rates decide the plan; measure those of your machines.
+    ratios of rates decide the plan; measure them on your machines.
 
     Raises:
         InputError: a number is not positive and finite (``collective_latency_us`` may be 0).
@@ -113,14 +113,14 @@ class ShardLoad(NamedTuple):
     seconds: float
     """Seconds of one step: lookup work and message volume, each over its rate."""
     memory: int
-    """Bytes on the device: weights, optimizer state, and the dense gradient of a data-parallel table. Of a table whose
-    kernel keeps weights elsewhere: the cache, and row-wise AdaGrad's state."""
+    """Bytes on the device: weights, optimizer state, and the dense gradient of a data-parallel table. For a table whose
+    kernel keeps weights elsewhere, only the cache and row-wise AdaGrad's state."""
     activations: int
     """Bytes on the device of the embeddings that a step looks up in the shard, and of their gradients, FP32 (2D sparse
-    parallelism, section 2.2): one per feature and sample, also from a row shard; of sequences one per id."""
+    parallelism, section 2.2): one embedding per feature and sample, even of a row shard; for sequences, one per id."""
     averaged_bytes: float
     """Bytes sent to average weights and optimizer state over the replicas (2D sparse parallelism, section 5), divided
-    by the steps between two averages; 4 bytes per number, also for FP16 tables. 0 for data-parallel tables."""
+    by the steps between two averages: 4 bytes per number, even for FP16 tables; 0 for data-parallel tables."""
     row_bytes: float
     """Bytes of the rows read per step."""
     id_bytes: float
@@ -145,8 +145,8 @@ class CostModel:
     Message volume is charged to the rank at the busy end of an exchange: the owner of a whole table or of a column
     shard sends (L-1)/L G F N numbers and receives as many gradients, and so does every rank of a row-wise table. A
     table of sequences sends a row for each id, (L-1)/L G P N numbers in all, which the ranks of a row-wise table share.
-    The average of replicas is charged at the rate of the tower's links, spread evenly over the steps. Duplicate ids,
-    uneven use of rows, and the slower lookups of tables that are not on the device are left out.
+    The average of replicas is charged at the rate of the tower's links, spread evenly over the steps. The model
+    ignores duplicate ids, uneven use of rows, and the slower lookups of tables that are not on the device.
     """
 
     topology: TowerTopology
@@ -212,7 +212,7 @@ class CostModel:
         return [(shard.rank, loads[shard[3:]]) for shard in shards]
 
     def fixed_seconds(self, scheme: Scheme) -> float:
-        """Returns the fixed seconds of a scheme's collectives, which all tables of a tower with the scheme share."""
+        """Returns the fixed seconds of a scheme's collectives, shared by all tables of a tower that use the scheme."""
         if self.topology.ranks_per_tower == 1:
             return 0.0
         return 1e-6 * self.hardware.collective_latency_us * _EXCHANGES[scheme]

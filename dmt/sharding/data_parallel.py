@@ -1,9 +1,9 @@
-"""`DataParallelOptimizer`: updates rows that several ranks hold, such as tables that are whole on each rank of a tower.
+"""`DataParallelOptimizer`: updates rows that several ranks hold, such as those of data-parallel tables.
 
 Data parallelism (Neo, arXiv 2104.05158, section 4) all-reduces a table's gradient instead of exchanging ids and
 embeddings. TorchRec leaves such tables to the dense optimizer and drops their fused optimizer; here they are updated as
-FBGEMM's fused kernels would, with the same settings, state and learning-rate schedule, so a table trains alike under
-any scheme. One difference: FBGEMM updates once per forward pass, a data-parallel table once per backward pass.
+FBGEMM's fused kernels would, with the same settings, state and learning-rate schedule, so a table trains the same
+under any scheme. One difference: FBGEMM updates a table once per forward pass, this class once per backward pass.
 """
 
 from __future__ import annotations
@@ -29,20 +29,15 @@ class UpdateSettings(NamedTuple):
     """Number of the update, starting at 1, for Adam's bias correction."""
 
 
-_STATES = {
-    "rowwise_adagrad": ("momentum1",),
-    "adagrad": ("momentum1",),
-    "adam": ("momentum1", "momentum2"),
-    "sgd": (),
-}
+_STATES = {"rowwise_adagrad": ("momentum1",), "adagrad": ("momentum1",), "adam": ("momentum1", "momentum2"), "sgd": ()}
 
 
 class DataParallelOptimizer(FusedOptimizer):
     """FBGEMM's row-wise AdaGrad, AdaGrad, Adam and SGD for whole tables with dense gradients.
 
     State has FBGEMM's names, shapes and meaning: ``momentum1`` of row-wise AdaGrad is [rows], the sum over steps of
-    the *mean* over columns of the squared gradient. Rows whose gradient is zero do not change. FBGEMM's Adam (GPUs
-    only) moves a row that was read with a gradient of exactly zero by its moments, and counts evaluations as steps.
+    the *mean* over columns of the squared gradient. Rows whose gradient is zero do not change. FBGEMM's Adam, which
+    needs a GPU, differs: it also moves a row that was read but has a zero gradient, and counts evaluations as steps.
 
     Args:
         weights: [rows, columns] of each table, by table name.
@@ -112,7 +107,7 @@ class DataParallelOptimizer(FusedOptimizer):
             return grad
         first = self.state[weight][f"{name}.momentum1"]
         if kind == "rowwise_adagrad":
-            # One number for a row, the mean over its columns: FBGEMM's row-wise AdaGrad.
+            # FBGEMM's row-wise AdaGrad has one number per row, the mean over its columns.
             first.add_(grad.square().mean(dim=1))
             return _quotient(grad, (first.sqrt() + eps).unsqueeze(1), eps)
         if kind == "adagrad":

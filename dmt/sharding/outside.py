@@ -1,7 +1,7 @@
-"""`choose_outside`: picks the tables for which hosts send fewer bytes outside towers than in one. Pure arithmetic.
+"""`choose_outside`: picks the tables that cost fewer bytes between hosts outside towers than in one. Pure arithmetic.
 
 Neo (arXiv 2104.05158, section 4.1) keeps small tables on every rank: ids and embeddings stay on the rank, and the
-gradient of the whole table is reduced. That saves bytes between hosts if the table is smaller than its outputs.
+gradient of the whole table is all-reduced. That saves bytes between hosts if the table is smaller than its outputs.
 
 Legend: B samples per rank, T towers, W ranks of the job.
 """
@@ -63,11 +63,11 @@ class CrossingCosts:
     number_bytes: tuple[float, float] = (4.0, 4.0)
     """Bytes per number sent between towers, forward and backward."""
     is_unique: bool = False
-    """True if equal inputs of a feature are sent once: with one id per sample, at most one per row of the table."""
+    """True if a rank sends equal inputs of a feature once: with one id per sample, at most one per row of the table."""
 
     @functools.cached_property
     def _senders(self) -> float:
-        """Number of ranks whose ids of a feature go to a tower on another host."""
+        """Number of ranks that send their ids of a feature to a tower on another host."""
         away = self.topology.world_size * (1 - 1 / self.topology.num_towers)
         return away * self.topology.share_across_hosts(self.topology.peer_groups())
 
@@ -95,7 +95,7 @@ def choose_outside(
 ) -> list[str]:
     """Chooses the tables that save bytes outside towers, largest saving first.
 
-    Such tables and their looked-up embeddings take at most a tenth of a rank's memory; every tower keeps a table.
+    They and their looked-up embeddings take at most a tenth of a rank's memory; every tower keeps at least one table.
 
     Args:
         tables_by_tower: tables of each tower, with the columns that they would have outside.

@@ -21,15 +21,15 @@ __all__ = ["Option", "Packing", "Problem", "differencing", "greedy", "pack"]
 Vector = NDArray[np.float64]
 Ranks = NDArray[np.int64]
 
-# Limits up to which `greedy` takes the cheapest option, on the load of a rank and on the largest part of an item; both
-# in units of the lowest possible mean load.
+# Pairs of limits within which `greedy` takes an item's cheapest option: on the load of a rank and on the item's largest
+# part, in units of the lowest possible mean load.
 _TARGETS = (
     *((np.inf, 1.0), (np.inf, 0.5), (np.inf, 0.25)),
     *((1.5, 1.5), (1.1, 1.1), (1.05, 0.8), (1.0, 1.0), (0.5, 0.5)),
 )
 # Smaller sets of kinds that can save less than this share are not tried.
 _KINDS_GAIN = 0.005
-# Share above the lower bound at which no finer cuts are tried.
+# No finer cuts are tried once a packing costs at most this share more than the lower bound.
 _ENOUGH = 0.015
 
 
@@ -111,18 +111,18 @@ class Packing:
 def pack(problem: Problem) -> Packing | None:
     """Places all items by greedy and by largest differencing, and keeps the better packing (Neo, section 4.1).
 
-    This is repeated with ever finer cuts (`greedy` chooses the options for both), and without some of the kinds,
-    because each kind in use has a fixed cost. Among the packings that cost at most the share `Problem.tolerance` more
-    than the cheapest, the one with the fewest items of the kind `Problem.avoided` is kept.
+    Repeats this with ever finer cuts (`greedy` chooses the options for both heuristics), and without some of the kinds,
+    because each kind in use has a fixed cost. Of the packings that cost at most 1 + `Problem.tolerance` times the
+    cheapest, keeps the one with the fewest items of the kind `Problem.avoided`.
 
     Returns:
-        The packing; None if none within the memory limit was found.
+        The packing; None if it finds none within the memory limit.
     """
     packings: list[Packing] = []
     most_fixed = problem.fixed_cost(problem.kinds)
     for part in _by_kinds(problem):
         least = min((packing.objective for packing in packings), default=0.0)
-        # No more than the fixed costs of the other kinds can be saved.
+        # Leaving out kinds saves at most their fixed costs.
         if not packings or most_fixed - problem.fixed_cost(part.kinds) >= least * _KINDS_GAIN:
             packings += _with_finer_cuts(part)
     most = min((packing.objective for packing in packings), default=0.0) * (1 + problem.tolerance)
@@ -131,7 +131,7 @@ def pack(problem: Problem) -> Packing | None:
 
 
 def _by_kinds(problem: Problem) -> Iterator[Problem]:
-    """Yields the problem for each set of kinds that leaves every item an option; all kinds come first."""
+    """Yields the problem with each set of kinds that leaves every item an option, starting with all kinds."""
     kinds = sorted(problem.kinds)
     for size in range(len(kinds), -1, -1):
         for kept in combinations(kinds, size):
@@ -141,7 +141,7 @@ def _by_kinds(problem: Problem) -> Iterator[Problem]:
 
 
 def _with_finer_cuts(problem: Problem) -> Iterator[Packing]:
-    """Yields the better packing of the two heuristics for each target that has one."""
+    """Yields the better packing of the two heuristics for each pair of limits under which `greedy` finds one."""
     least = sum(float(options[0].costs.sum()) for options in problem.cheapest_first)
     mean = (float(problem.cost.sum()) + least) / len(problem.cost)
     # No packing costs less.
@@ -162,8 +162,8 @@ def _with_finer_cuts(problem: Problem) -> Iterator[Packing]:
 def greedy(problem: Problem, target: float, part: float = np.inf, *, by_memory: bool = False) -> Packing | None:
     """Places items largest first, each part on the cheapest rank with room (Neo, section 4.1).
 
-    An item takes the cheapest option whose parts cost at most ``part`` seconds and load their ranks up to ``target``
-    seconds at most; if there is none, the option with the lowest resulting load. ``by_memory`` places items with the
+    An item takes the cheapest option whose parts cost at most ``part`` seconds and load their ranks to at most
+    ``target`` seconds; if there is none, the option with the lowest resulting load. ``by_memory`` places items with the
     largest memory first, for tight limits. Returns None if an item does not fit.
     """
     packing, cheapest_first = Packing(problem), problem.cheapest_first
@@ -184,7 +184,7 @@ def greedy(problem: Problem, target: float, part: float = np.inf, *, by_memory: 
             cost = float((packing.cost[ranks] + option.costs).max())
             if best is None or cost < best[0]:
                 best = cost, option, ranks
-            # Options come cheapest first, so the first one that is even enough is taken; finer cuts cost more in all.
+            # Options come cheapest first, so the first one that is even enough is taken; finer cuts cost more in total.
             if cost <= target and option.costs[0] <= part:
                 break
         if best is None:

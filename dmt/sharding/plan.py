@@ -20,7 +20,6 @@ from dmt.sharding.schemes import SCHEMES, TablePlacement
 __all__ = ["SHARDING_FORMAT", "RankLoad", "TableSharding", "TowerShardingPlan"]
 
 SHARDING_FORMAT = 1
-_REMEDY = "Re-run `dmt plan`."
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +33,10 @@ class TableSharding:
     reason: str
     """Reason for the placement, in one line."""
     seconds: float
-    """Seconds per step, summed over the ranks of the tower; for a table outside towers, of one rank."""
+    """Seconds per step, summed over the ranks of the tower; on one rank for a table outside towers."""
     memory: int
     """Bytes of weights, optimizer state, dense gradient and caches, on the device or elsewhere, summed over the ranks
-    of the tower; for a table outside towers, of one rank."""
+    of the tower; on one rank for a table outside towers."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,4 +138,4 @@ class TowerShardingPlan:
             InputError: the file cannot be read, is not JSON or has another format version, or an entry is absent, has
                 another type or breaks a rule of the plan.
         """
-        return read_model(path, cls, what="Sharding plan", version=SHARDING_FORMAT, remedy=_REMEDY)
+        return read_model(path, cls, what="Sharding plan", version=SHARDING_FORMAT, remedy="Re-run `dmt plan`.")

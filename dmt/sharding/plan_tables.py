@@ -21,9 +21,8 @@ from dmt.sharding.schemes import EVERYWHERE, SCHEMES, Allowed, ShardingRules, Ta
 
 __all__ = ["plan_tables"]
 
-# A tower cuts tables into columns only where its busiest rank would otherwise cost more by more than this share, or
-# nothing else fits the memory: ids are sent once per shard, and under row-wise AdaGrad the table trains a little
-# differently.
+# A tower cuts tables into columns only if its busiest rank would otherwise cost over this share more, or if nothing
+# else fits into memory: ids are sent once per shard, and under row-wise AdaGrad the table trains a little differently.
 _COLUMN_GAIN = 0.05
 
 
@@ -113,7 +112,7 @@ def _on_every_rank(tables: Sequence[Any], model: CostModel) -> tuple[list[TableS
 
 
 class _NoRoomError(InputError):
-    """Tables do not fit. Only reading the message searches a batch size that fits, since a search plans many times."""
+    """Tables do not fit. The message searches for a batch size that fits only when it is read, as that plans often."""
 
     def __str__(self) -> str:
         return str(self.args[0]())
@@ -186,7 +185,7 @@ class _Tower:
     def _option(self, table: Any, placement: TablePlacement) -> Option:
         loads = [load for _, load in self.model.shards(table, placement)]
         if placement.scheme in EVERYWHERE:
-            # The last block of rows is shorter; it is counted as one of the others.
+            # The last block of rows may be shorter, but counts like the others.
             loads = loads[:1] * len(loads)
         seconds, memory = [load.seconds for load in loads], [float(load.needed) for load in loads]
         return Option(np.array(seconds), np.array(memory), SCHEMES.index(placement.scheme))
@@ -215,7 +214,7 @@ class _Tower:
         sizes = range(batch - 1, 0, -max(1, batch // 100))
         index = bisect_left(sizes, True, key=fits) if sizes and fits(sizes[-1]) else len(sizes)
         smaller = f"Lower batch_size to {sizes[index]} or less, l" if index < len(sizes) else "L"
-        beside = f" beside {human_bytes(weights + looked_up)} each for tables outside towers" if weights else ""
+        beside = f" besides {human_bytes(weights + looked_up)} each for tables outside towers" if weights else ""
         return (
             f"No placement was found for the {counted(len(self.tables), 'table')} of tower {self.number}: they need at "
             f"least {human_bytes(needed)}, {human_bytes(activations)} of it for the embeddings looked up with "
@@ -226,7 +225,7 @@ class _Tower:
         )
 
     def _entry(self, table: Any, placement: TablePlacement, mean: float) -> TableSharding:
-        """Reports a table; ``mean``: cost of a rank in seconds."""
+        """Reports a table; ``mean`` is the mean cost of the tower's ranks in seconds."""
         loads: list[ShardLoad] = [load for _, load in self.model.shards(table, placement)]
         return TableSharding(
             name=table.name,

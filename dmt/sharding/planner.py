@@ -34,7 +34,6 @@ from dmt.sharding.schemes import SCHEMES, Rule, Scheme, ShardingRules, TablePlac
 __all__ = ["TowerShardingPlanner", "parameter_sharding", "plan_by_torchrec"]
 
 _OTHER_SCHEMES = [scheme for scheme in SCHEMES if scheme != "data_parallel"]
-_NO_LIMIT = 2**50  # bytes
 
 
 class TowerShardingPlanner:
@@ -55,7 +54,7 @@ class TowerShardingPlanner:
         device_type: ``"cpu"`` or ``"cuda"``.
 
     Raises:
-        InputError: an unknown scheme or kernel.
+        InputError: a scheme or kernel is unknown.
     """
 
     def __init__(
@@ -120,7 +119,7 @@ class TowerShardingPlanner:
         return self._explain(_modules(model, sharders)[0], sharders)
 
     def _explain(self, modules: Mapping[str, Sequence[Sequence[Any]]], sharders: Sequence[Any]) -> TowerShardingPlan:
-        # Together: the modules of a model share the ranks.
+        # Planned together, because the modules of a model share the ranks.
         *towers, outside = [
             [table for tables in of_tower for table in tables] for of_tower in zip(*modules.values(), strict=True)
         ]
@@ -129,7 +128,7 @@ class TowerShardingPlanner:
             settings = getattr(sharder, "fused_params", None) or {}
             if getattr(sharder, "id_route", "peer") == "global":
                 rules = replace(rules, id_route="global")
-            if data_parallel_obstacle(settings):  # of one sharder is enough: rules hold for the tables of all
+            if data_parallel_obstacle(settings):  # one sharder's is enough: rules hold for all tables
                 rules = replace(rules, fused_params=settings)
             if "optimizer" in settings:
                 # An optimizer that the cost model does not know is counted as the one with the most state.
@@ -168,7 +167,7 @@ def plan_by_torchrec(
     if constraints is None:
         tables = {name.split(".")[-2] for name, _ in model.named_parameters() if name.endswith(".weight")}
         constraints = {name: ParameterConstraints(sharding_types=_OTHER_SCHEMES) for name in tables}
-    room = _NO_LIMIT if memory_per_rank is None else memory_per_rank  # without a number TorchRec sets a limit
+    room = 2**50 if memory_per_rank is None else memory_per_rank  # in bytes; for None, TorchRec would set a limit
     planner = EmbeddingShardingPlanner(
         topology=Topology(
             world_size=topology.world_size,
@@ -182,7 +181,7 @@ def plan_by_torchrec(
         # The limit is for tables.
         storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
     )
-    # TorchRec warns of how its planner is called, and of every data-parallel table.
+    # TorchRec warns about how its planner is called, and about every data-parallel table.
     before = logging.root.manager.disable
     logging.disable(max(before, logging.WARNING))
     try:
@@ -203,8 +202,8 @@ def _modules(model: nn.Module, sharders: Sequence[Any]) -> tuple[dict[str, list[
     """Finds the outermost modules that the sharders handle.
 
     Returns:
-        By path, the tables of each module of a tower sharder: those of each mesh tower, then those outside towers. By
-        path, the modules of TorchRec's sharders.
+        Two dicts by path: for each module of a tower sharder, the tables of each mesh tower and then those outside
+        towers; and the modules of TorchRec's sharders.
 
     Raises:
         InputError: a collection has no sharder, a tower sharder has no module, or two sharders handle the same type.

@@ -54,12 +54,12 @@ _COLUMN_QUANTUM = 4
 class TablePlacement:
     """Placement of one table inside its tower (Neo, section 4; DMT, section 3.1.3).
 
-    ================  ==========================================================================================
-    ``table_wise``    whole on one rank; exchange: all-to-all of pooled embeddings
-    ``column_wise``   some columns on each of ``ranks``; ids go to all of them; all-to-all of pooled embeddings
-    ``row_wise``      some rows on every rank of the tower; ids go to the row's rank; reduce-scatter of partial sums
-    ``data_parallel``     whole on every rank of the tower; no exchange of ids and embeddings, all-reduce of gradients
-    ================  ==========================================================================================
+    =================  =========================================================================================
+    ``table_wise``     whole on one rank; all-to-all of pooled embeddings
+    ``column_wise``    some columns on each of ``ranks``; ids go to all of them; all-to-all of pooled embeddings
+    ``row_wise``       some rows on every rank of the tower; ids go to the row's rank; reduce-scatter of partial sums
+    ``data_parallel``  whole on every rank of the tower; no exchange of ids and embeddings, all-reduce of gradients
+    =================  =========================================================================================
     """
 
     scheme: Scheme
@@ -150,7 +150,7 @@ def check_columns(table: Any) -> None:
 
 
 def row_shards(num_embeddings: int, num_shards: int) -> list[int]:
-    """Returns the rows of each row shard of a table: equal blocks and a shorter last one, as in TorchRec's bucketizer.
+    """Returns how many rows each row shard of a table has: equal blocks, perhaps a shorter last one, as in TorchRec.
 
     Raises:
         InputError: a shard would be empty.
@@ -171,7 +171,7 @@ def row_shards(num_embeddings: int, num_shards: int) -> list[int]:
 
 
 def column_shards(embedding_dim: int, num_shards: int) -> list[int]:
-    """Returns the columns of each column shard of a table: multiples of four, as even as possible.
+    """Returns how many columns each column shard of a table has: multiples of four, as even as possible.
 
     Raises:
         InputError: ``embedding_dim`` is not a multiple of four, or too small for ``num_shards``.
@@ -258,7 +258,7 @@ class Allowed(NamedTuple):
     placement: TablePlacement | None
     """The placement that the user gave, or None."""
     why: str
-    """Why the choice is limited, for the reason in the plan; empty if the user asked for nothing."""
+    """Why the choice is limited, as the plan's reason says it; empty if it is not limited."""
 
     def place(self, scheme: Scheme, ranks: Sequence[int]) -> TablePlacement:
         """Returns a placement with the table's kernel."""
@@ -269,7 +269,7 @@ class Allowed(NamedTuple):
 class ShardingRules:
     """The user's decisions for all tables, and for single tables by name or pattern with ``*``, ``?`` (``"t_ad*"``).
 
-    A rule with the exact name of a table comes before patterns; among patterns the first match applies. A rule for a
+    A rule with the exact name of a table overrides patterns; among patterns the first match applies. A rule for a
     table that the tower plan cuts applies to its column shards. Rules for single tables are strict, ``schemes`` is not:
     a table that supports none of them is table_wise.
 
@@ -286,8 +286,8 @@ class ShardingRules:
     fused_params: Mapping[str, Any] | None = None
     """Optimizer settings of the tables, some of which rule out data_parallel; None if they are not known."""
     hot_rows: bool = False
-    """True if rows will have copies. Then only a rule for a table cuts it into columns: with row-wise AdaGrad, which
-    has a state for each part of a row, `dmt.HotRows` leaves such tables out."""
+    """True if rows will have copies. Then a table is cut into columns only if a rule asks for it: `dmt.HotRows` leaves
+    out such tables under row-wise AdaGrad, which keeps a separate state for each part of a row."""
 
     def __post_init__(self) -> None:
         choices = (*SCHEMES, *KERNELS)
@@ -306,7 +306,7 @@ class ShardingRules:
     ) -> dict[str, Allowed]:
         """Returns what the planner may choose for every table, by name, in towers of ``num_ranks`` ranks.
 
-        Tables ``outside`` towers leave no choice: their rules are only checked.
+        For tables ``outside`` towers there is no choice: their rules are only checked.
 
         Raises:
             InputError: a rule matches no table, a table or its tower cannot take what its rule asks for, or no table

@@ -1,4 +1,4 @@
-"""`PlainTraining`: the training that a sharded job must equal, in one process, on unsharded modules.
+"""`PlainTraining`: trains unsharded modules in one process, as a sharded job must train them.
 
 FBGEMM's fused optimizers of the tables are written out here. With M replicas (2D sparse parallelism, Zhang et al. 2025,
 section 3.2, Algorithm 1) there are M modules, each with the gradients of its replica's batches: dense parts and
@@ -25,7 +25,7 @@ _NUM_STATES = {"rowwise_adagrad": 1, "adagrad": 1, "adam": 2, "sgd": 0}
 
 def is_table(name: str) -> bool:
     """Returns whether a parameter of this name is an embedding table."""
-    # Sequences only in a tower: outside it a dense module may be called so.
+    # Tables of sequences only in towers: elsewhere a dense module may have such a name.
     return re.search(r"(^|\.)embedding_bags\.|\.embedding\.embeddings\.", name) is not None
 
 
@@ -37,7 +37,7 @@ def table_name(name: str) -> str:
 class PlainTraining:
     """Trains the unsharded modules of all replicas as sharded training must train them.
 
-    Before each `step`, compute in each module the gradients of the mean, over its replica's ranks, of mean losses.
+    Before each `step`, run a backward pass of each module, on the mean of the losses of its replica's ranks.
 
     Args:
         modules: the module of each replica (one module without replicas), with equal weights; trained in place.
@@ -47,7 +47,7 @@ class PlainTraining:
         layout: `dmt.testing.state.table_layout` of the sharded model; None: tables are not cut into columns.
         moment_scale: c, as the sharder has it.
         interval: N, steps from one average of the replicas to the next.
-        optimizer_state: ``"now"`` averages the present states; ``"delayed"`` averages those of the previous average and
+        optimizer_state: ``"now"`` averages the current states; ``"delayed"`` averages those of the previous average and
             keeps what each replica has added since, as `dmt.ReplicaSync` does.
         has_half_tables: whether weights of tables are rounded to FP16 after each update.
 

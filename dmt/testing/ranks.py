@@ -42,7 +42,7 @@ class Rank(NamedTuple):
 
 
 def prepare_ranks(modules: Sequence[str] = ()) -> None:
-    """Starts the process from which all ranks are forked; it imports ``modules`` while this process goes on.
+    """Starts the process from which all ranks are forked; it imports ``modules`` while this process continues.
 
     Optional: `run_on_ranks` calls it too. Only the first call in a process has an effect. ``modules`` are modules that
     the functions of the ranks need; if the import of a module fails, only a rank that needs it fails.
@@ -61,7 +61,7 @@ def run_on_ranks(
     process that they are forked from, and the random number generators of a fresh process.
 
     Args:
-        function: an importable function; inside it, the default process group is that of the ranks.
+        function: an importable function; inside it, the default process group contains the ranks.
         world_size: number of ranks.
         args: picklable arguments.
         timeout_s: longest time that the call may take, in seconds.
@@ -124,8 +124,8 @@ def end_ranks(ranks: list[Rank]) -> None:
 def end_with(process: int) -> None:
     """Makes this process exit as soon as the process with this number ends, for whatever reason; returns at once.
 
-    A thread waits for that. Linux's parent-death signal would not do: it comes when the *thread* ends that forked this
-    process, and a rank is forked by the process that `prepare_ranks` starts, not by the one that waits for its result.
+    A thread waits for that. Linux's parent-death signal would not do: it comes when the *thread* that forked this
+    process ends, and ranks are forked by the process that `prepare_ranks` starts, not by the one that waits for them.
     """
 
     def follow() -> None:
@@ -147,7 +147,7 @@ def _listen(ranks: Sequence[Rank], timeout_s: float) -> list[Any]:
         ready = wait(waiting, timeout=_SETTLE_S if faults else max(0.0, deadline - time.monotonic()))
         if not ready and not faults:
             numbers = ", ".join(map(str, waiting.values()))
-            faults.append(RanksFailedError(f"Rank {numbers} was not done after {timeout_s:g} s; raise timeout_s."))
+            faults.append(RanksFailedError(f"After {timeout_s:g} s, rank {numbers} still ran; raise timeout_s."))
         if not ready:
             break
         for number in (waiting[pipe] for pipe in ready if isinstance(pipe, Connection)):
@@ -212,16 +212,16 @@ def _answer(task: bytes, rank: int, world_size: int, store: str, timeout_s: floa
             init_method=f"file://{store}",
             rank=rank,
             world_size=world_size,
-            # Longer than the parent waits: it says which rank hangs, gloo only that one does.
+            # Longer than the parent waits, because the parent names the rank that hangs, and gloo does not.
             timeout=timedelta(seconds=2 * timeout_s),
         )
         value = function(rank, *args)
         if dist.is_initialized():
-            # Leaving while a peer still talks aborts it now and then.
+            # Leaving while a peer still communicates sometimes aborts the peer.
             dist.barrier()
-            # Models in reference cycles end here, not in the next call, and while PyTorch still holds the groups. A
-            # group whose last owner is a model's reducer is destroyed under Python's lock; its worker thread may wait
-            # for that lock with the barrier in hand, and both for ever.
+            # Frees models in reference cycles now, not in the next call, while PyTorch still holds the groups. A group
+            # whose last owner is a model's reducer is destroyed under Python's lock, and waits for its worker thread,
+            # which may be waiting for that lock: a deadlock.
             gc.collect()
             dist.destroy_process_group()
         return pickle.dumps((value, None))

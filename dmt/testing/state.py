@@ -1,4 +1,4 @@
-"""Weights of a sharded model from and to an unsharded state dict: `load_plain_state`, `gather_plain_state`."""
+"""Moves weights between a sharded model and an unsharded state dict: `load_plain_state`, `gather_plain_state`."""
 
 from __future__ import annotations
 
@@ -57,8 +57,8 @@ def load_plain_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Copies the state dict of the unsharded module into a sharded model.
 
     Every rank copies its own parts, so nothing is sent. Any layout works: tower or flat dataflow, any sharding scheme,
-    replicas, and TorchRec's own sharders. Call it after ``DistributedModelParallel`` is constructed, which draws the
-    tables again, and before `dmt.ReplicaSync` (or call its ``restart()`` afterwards) and `dmt.HotRows`.
+    replicas, and TorchRec's own sharders. Call it after ``DistributedModelParallel`` is constructed, which
+    initializes the tables again, and before `dmt.ReplicaSync` (or call its ``restart()`` afterwards) and `dmt.HotRows`.
 
     Args:
         model: the sharded model.
@@ -86,7 +86,7 @@ def gather_plain_state(model: nn.Module) -> dict[str, Tensor]:
     `dmt.training.checkpoints`.
 
     Raises:
-        ReplicaMismatchError: ranks hold different values of the same numbers, or do not hold all equally often.
+        ReplicaMismatchError: ranks hold different values of an element, or hold some elements more often than others.
     """
     assert dist.group.WORLD is not None, "torch.distributed is not initialized"
     mine = [part._replace(tensor=part.tensor.cpu()) for part in local_parts(model)]
@@ -97,7 +97,7 @@ def join_parts(parts: Iterable[LocalPart]) -> dict[str, Tensor]:
     """Joins the parts of all ranks into whole tensors.
 
     Raises:
-        ReplicaMismatchError: parts differ where they overlap, or do not hold every number of a tensor equally often.
+        ReplicaMismatchError: parts differ where they overlap, or hold some elements of a tensor more often than others.
     """
     whole: dict[str, Tensor] = {}
     times: dict[str, Tensor] = {}
@@ -109,21 +109,21 @@ def join_parts(parts: Iterable[LocalPart]) -> dict[str, Tensor]:
         held = count > 0
         if not torch.allclose(target[held], part.tensor[held], rtol=0, atol=0, equal_nan=True):
             raise ReplicaMismatchError(
-                f"{part.name}: ranks hold different values of the same numbers. Average replicas by ReplicaSync.sync()."
+                f"{part.name}: ranks hold different values of one element. Average the replicas by ReplicaSync.sync()."
             )
         target.copy_(part.tensor)
         count += 1
     for name, count in times.items():
         held_by = count.unique().tolist()
         if len(held_by) > 1 or 0 in held_by:
-            raise ReplicaMismatchError(f"{name}: some of its numbers are held by {held_by[0]} ranks, others by more.")
+            raise ReplicaMismatchError(f"{name}: some of its elements are on {held_by[0]} ranks, others on more.")
     return whole
 
 
 def table_layout(model: Any) -> dict[str, list[int]]:
     """Returns the widths of the column shards of every table of a ``DistributedModelParallel``, from left to right.
 
-    This part of a sharding plan changes what tables learn: under row-wise AdaGrad each shard has its own state. A
+    This part of a sharding plan changes what tables learn: under row-wise AdaGrad each shard has a state of its rows. A
     data-parallel table has an empty list: replicas average its gradients, not its weights.
     """
     return {

@@ -324,7 +324,7 @@ def test_tables_outside_leave_less_room_and_the_batch_size_that_is_advised_fits(
         work, device = StepWorkload(batch_size=batch), Hardware(memory_per_rank=room)
         plan_tables(towers, TWO_BY_TWO, outside=[table("o")], workload=work, hardware=device)
 
-    with pytest.raises(InputError, match=r"at least 156 MB.* have 117 MB beside 51.6 MB each for tables outside"):
+    with pytest.raises(InputError, match=r"at least 156 MB.* have 117 MB besides 51.6 MB each for tables outside"):
         plan(300_000, 110_000_000, 64)
     with pytest.raises(InputError, match="Lower batch_size to 19999 or less"):
         plan(100_000, 130_000_000, 80_000)
