@@ -21,7 +21,6 @@ from dmt.models.sparse import (
     make_tower_modules,
     outside_sparse_arch,
     tower_sparse_arch,
-    with_outside,
 )
 from dmt.models.tower_modules import DLRMProductsTowerModule, DLRMTowerModule, feature_vectors
 from dmt.plan.tables import feature_names
@@ -130,7 +129,7 @@ class DMTDLRM(nn.Module):
         outside = None if self.outside_arch is None else self.outside_arch(sparse_features)
         dense = self.dense_arch(dense_features)
         if outside is not None:
-            outputs = with_outside(outputs, outside, self.outside_features)
+            outputs = torch.cat([outputs, *feature_vectors(outside, self.outside_features)], dim=1)
         return self.over_arch(self.inter_arch(dense, outputs.reshape(-1, self.num_vectors, self.tower_dim)))
 
 

@@ -15,7 +15,7 @@ from dmt.errors import InputError
 from dmt.formatting import shorten
 from dmt.models.dense import Device
 from dmt.models.sequences import PooledBySequence, SequenceTowerModule
-from dmt.models.tower_modules import by_feature, feature_vectors
+from dmt.models.tower_modules import by_feature
 from dmt.plan.split_across_towers import shard_names, split_tables
 from dmt.plan.tables import TableSpec, feature_names, is_sequence, table_specs
 from dmt.plan.towers import TowerPlan
@@ -36,7 +36,6 @@ __all__ = [
     "make_tower_modules",
     "outside_sparse_arch",
     "tower_sparse_arch",
-    "with_outside",
 ]
 
 MakeFlatSparseArch = Callable[[Sequence[Any], Device], nn.Module]
@@ -163,11 +162,6 @@ def outside_sparse_arch(
                 f"towers' vectors of tower_dim={dim}. Make the two equal, or put the table's features into a tower."
             )
     return flat_sparse_arch(held, device) if held else None
-
-
-def with_outside(outputs: Tensor, outside: Any, features: Sequence[str]) -> Tensor:
-    """Appends the embeddings [B, N_i] of ``features``, outside towers, to the towers' ``outputs`` [B, sum O_t]."""
-    return torch.cat([outputs, *feature_vectors(outside, features)], dim=1)
 
 
 def check_tower_modules(plan: TowerPlan, tower_modules: Sequence[nn.Module]) -> None:
