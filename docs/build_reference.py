@@ -8,7 +8,6 @@ Everything between the two marker lines is replaced; a test fails when a page is
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import NoneType, UnionType
@@ -70,8 +69,7 @@ def keys() -> str:
     """
     parts = []
     for path, section in _sections(TrainingConfig, ()):
-        # The class docstrings point developers to the design record, which is not among the user's pages.
-        heading = re.sub(r" \(DESIGN[^)]*\)", "", _one_line((section.__doc__ or "").split("\n\n")[0]))
+        heading = _one_line((section.__doc__ or "").split("\n\n")[0])
         parts.append(f"## `[{path}]`\n\n{heading}\n")
         parts.append("| key | default | values | meaning |\n| --- | --- | --- | --- |")
         parts += [_row(key, field) for key, field in section.model_fields.items() if _model_of(field) is None]

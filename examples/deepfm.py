@@ -1,7 +1,7 @@
 """DeepFM (arXiv 1703.04247) as a factory for the trainer: flat, or in towers.
 
-Its factorization machine needs two sums over the features' vectors v, of v and of v squared. Each tower sends its two
-sums, and some numbers more for the deep part. Run in the folder of this file, examples/deepfm.py:
+Its factorization machine needs two sums over the features' vectors v: of v and of v squared. Each tower sends its two
+sums, and a few more numbers for the deep part. Run in the folder of this file:
 
     dmt check deepfm.toml
 """
@@ -21,14 +21,14 @@ from dmt.models import flat_sparse_arch, tower_sparse_arch
 
 
 class FMTower(nn.Module):
-    """Reads embeddings of any width; sends sum v, sum v^2 and ``deep`` numbers more."""
+    """Reads embeddings of any width; sends sum v, sum v^2 and ``deep`` more numbers."""
 
     def __init__(self, widths: dict[str, int], k: int, deep: int, device: torch.device | None) -> None:
         super().__init__()
         self.features = tuple(widths)
         self.in_features = sum(widths.values())
         self.out_features = 2 * k + deep
-        # One projection for each feature: their widths differ, and the vectors of the machine must not.
+        # One projection for each feature: embeddings may differ in width, but the machine's vectors must not.
         self.project = nn.ModuleList(nn.Linear(width, k, bias=False, device=device) for width in widths.values())
         self.deep = nn.Linear(self.in_features, deep, device=device)
 
@@ -40,7 +40,7 @@ class FMTower(nn.Module):
 
 
 class DeepFM(nn.Module):
-    """DeepFM over what its sparse part sends, [B, T (2 k + deep)]."""
+    """DeepFM over the outputs of its sparse part, [B, T (2 k + deep)]."""
 
     def __init__(self, sparse: nn.Module, num_towers: int, num_dense: int, sizes: tuple[int, int, int]) -> None:
         super().__init__()
@@ -52,7 +52,7 @@ class DeepFM(nn.Module):
         self.bias = nn.Parameter(torch.zeros(1))
 
     def reset_parameters(self) -> None:
-        """Called after the model was built without memory; its layers have their own."""
+        """Initializes the bias after a build on the meta device; the layers initialize themselves."""
         nn.init.zeros_(self.bias)
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
@@ -71,7 +71,7 @@ def deepfm(
     towers: TowerPlan | None,
     device: torch.device | None,
 ) -> nn.Module:
-    """The factory; features in the option ``mean`` have their bags averaged."""
+    """The factory; bags of the features in the option ``mean`` are averaged."""
     averaged = set(options.get("mean", []))
     tables = [replace(t, pooling=PoolingType.MEAN) if averaged & set(t.feature_names) else t for t in tables]
     widths = {name: table.embedding_dim for table in tables for name in table.feature_names}

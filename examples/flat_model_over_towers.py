@@ -1,6 +1,6 @@
-"""A flat TorchRec model, unchanged, with the tower dataflow: the same numbers, another route for the embeddings.
+"""A flat TorchRec model, unchanged, in the tower dataflow: the same numbers, another route for the embeddings.
 
-Four ranks simulate two hosts of two. Each host becomes one tower; the model's code does not know. Run it with
+Four ranks simulate two hosts of two. Each host becomes one tower; the model's code does not change. Run it with
 
     torchrun --standalone --nproc-per-node 4 examples/flat_model_over_towers.py
 
@@ -24,7 +24,7 @@ FEATURES, ROWS, DIM, BATCH = ["ad", "user", "shop", "city"], 100, 16, 8
 
 
 class ClickModel(nn.Module):
-    """The user's own model: any module with an ``EmbeddingBagCollection`` inside."""
+    """Your own model: any module with an ``EmbeddingBagCollection`` inside."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +41,7 @@ class ClickModel(nn.Module):
         return self.over_arch(torch.cat([embeddings[f] for f in FEATURES], dim=1))
 
 
-gpus = torch.cuda.device_count() >= 4  # one for each rank
+gpus = torch.cuda.device_count() >= 4  # one per rank
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpus else torch.device("cpu")
 if gpus:
     torch.cuda.set_device(device)
@@ -54,7 +54,7 @@ sharders = [SPTTEmbeddingBagCollectionSharder(mesh, TowerPlan.from_lists([["ad",
 plan = TowerShardingPlanner(topology, device_type=device.type).plan(plain, sharders)
 model = DistributedModelParallel(ClickModel(), device=device, plan=plan, sharders=sharders)
 
-# After DistributedModelParallel is built: building it draws the tables again.
+# Load weights only now: building DistributedModelParallel initializes the tables again.
 load_plain_state(model, plain.state_dict())
 
 draw = torch.Generator().manual_seed(mesh.rank)

@@ -25,7 +25,7 @@ ROWS, DIM, D, BATCH, STEPS, GROUPS = 200, 16, 8, 128, 60, 2
 
 
 class HistoryDLRM(nn.Module):
-    """Bags of the user in one tower, the item and the history, which share a table, in the other."""
+    """The user's bags in one tower; the item and the history, which share a table, in the other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,13 +41,13 @@ class HistoryDLRM(nn.Module):
         self.over_arch = mlp(self.interaction.out_features, (32, 1), last_is_linear=True)
 
     def forward(self, dense: Tensor, ids: KeyedJaggedTensor) -> Tensor:
-        """[B, 4] and ids of B samples -> logits [B]."""
+        """Dense features [B, 4] and ids of B samples -> logits [B]."""
         vectors = self.towers(ids).view(-1, 4, D)
         return self.over_arch(self.interaction(self.bottom(dense), vectors)).squeeze(1)
 
 
 def draw(length: int, generator: torch.Generator) -> tuple[Tensor, KeyedJaggedTensor, Tensor]:
-    """Clicks where the history is of the item's group; samples without history have none."""
+    """Dense features, ids and clicks: a sample is clicked if it has a history, and that is of the item's group."""
     lengths = torch.randint(0, length + 1, (BATCH,), generator=generator)
     item, user, city = torch.randint(0, ROWS, (3, BATCH), generator=generator)
     liked = torch.randint(0, GROUPS, (BATCH,), generator=generator)  # the group of the whole history

@@ -1,11 +1,11 @@
 """From a matrix of feature affinities to towers: partition, look at the picture, save, compare with the naive towers.
 
 One process, and no TorchRec: this half of the library runs on a laptop. Three groups of four features are planted,
-dealt out so that neither runs nor strides of the feature order find them. Run it with
+shuffled so that neither runs nor strides of the feature order match them. Run it with
 
     python examples/learn_towers.py [FOLDER]
 
-It writes towers.json and affinity.png to FOLDER (default runs/learn_towers) and prints what was found.
+It writes towers.json and affinity.png to FOLDER (default runs/learn_towers) and prints the towers found.
 """
 
 import sys

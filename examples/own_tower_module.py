@@ -1,4 +1,4 @@
-"""Your own tower module and over arch, trained over two towers of two ranks with TorchRec's own train pipeline.
+"""Your own tower module and over arch, trained in two towers of two ranks with TorchRec's train pipeline.
 
 Each tower outputs 8 numbers per sample instead of 48. Rank 0 prints that ratio and the falling loss of its batches:
 
@@ -37,13 +37,13 @@ class GatedTower(nn.Module):
         self.project = nn.Linear(self.in_features, TOWER_DIM)
 
     def forward(self, embeddings: dict[str, Tensor]) -> Tensor:
-        """A ``KeyedTensor``, read by name: its order depends on how the tables are sharded."""
+        """Reads a ``KeyedTensor`` by name: its order depends on how the tables are sharded."""
         x = torch.cat([embeddings[name] for name in self.features], dim=1)
         return self.project(x * torch.sigmoid(self.gate(x)))
 
 
 class Model(nn.Module):
-    """Towers, beside the dense features, under an over arch; returns the loss, as train pipelines want it."""
+    """An over arch on the outputs of towers and the dense features; returns the loss, as train pipelines expect."""
 
     def __init__(self, plan: TowerPlan) -> None:
         super().__init__()
@@ -55,13 +55,13 @@ class Model(nn.Module):
         self.over_arch = nn.Sequential(nn.Linear(13 + plan.num_towers * TOWER_DIM, 32), nn.ReLU(), nn.Linear(32, 1))
 
     def forward(self, batch: ClickBatch) -> tuple[Tensor, Tensor]:
-        """The mean loss of the batch, with its graph and without."""
+        """Returns the mean loss of the batch twice: with its graph, and detached."""
         columns = torch.cat([batch.dense_features, self.towers(batch.sparse_features)], dim=1)
         loss = nn.functional.binary_cross_entropy_with_logits(self.over_arch(columns).squeeze(1), batch.labels)
         return loss, loss.detach()
 
 
-gpus = torch.cuda.device_count() >= 4  # one for each rank
+gpus = torch.cuda.device_count() >= 4  # one per rank
 device = torch.device("cuda", int(os.environ["LOCAL_RANK"])) if gpus else torch.device("cpu")
 if gpus:
     torch.cuda.set_device(device)
@@ -78,7 +78,7 @@ sharded = DistributedModelParallel(model, device=device, plan=plan, sharders=sha
 dense = dict(in_backward_optimizer_filter(sharded.named_parameters()))
 adam = KeyedOptimizerWrapper(dense, lambda parameters: torch.optim.Adam(parameters, lr=2e-3))
 pipeline = TrainPipelineSparseDist(sharded, CombinedOptimizer([sharded.fused_optimizer, adam]), device)
-batches = islice(data.batches("train", rank=mesh.rank, world_size=4, batch_size=BATCH), STEPS)  # none left in flight
+batches = islice(data.batches("train", rank=mesh.rank, world_size=4, batch_size=BATCH), STEPS)  # none stays in flight
 losses = [float(pipeline.progress(batches)) for _ in range(STEPS)]
 if mesh.rank == 0:
     first, last = sum(losses[:10]) / 10, sum(losses[-10:]) / 10

@@ -1,6 +1,6 @@
-"""A loop of your own that saves, is interrupted and resumes; then the checkpoint in one plain process.
+"""Your own training loop saves, is interrupted and resumes; then one plain process loads the checkpoint.
 
-Two ranks simulate two hosts, with a tower each. Run it with
+Two ranks simulate two hosts with one tower each. Run it with
 
     torchrun --standalone --nproc-per-node 2 examples/resume.py
 
@@ -26,7 +26,7 @@ FEATURES = ["ad", "user"]
 
 
 class ClickModel(nn.Module):
-    """The user's own model."""
+    """Your own model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class ClickModel(nn.Module):
 
 
 def batch_of(step: int) -> KeyedJaggedTensor:
-    """Eight samples, the same for the same step."""
+    """Ids of eight samples, the same in every call for a step."""
     ids = torch.randint(0, 100, (2 * 8,), generator=torch.Generator().manual_seed(step))
     return KeyedJaggedTensor(keys=FEATURES, values=ids, lengths=torch.ones_like(ids))
 
@@ -59,7 +59,7 @@ optimizer = CombinedOptimizer(
     [("tables", model.fused_optimizer), ("dense", KeyedOptimizerWrapper(dense, lambda p: torch.optim.Adam(p, lr=1e-3)))]
 )
 
-# All ranks need the same folder, which hosts share.
+# All ranks need the same folder, on a file system that all hosts share.
 folder = Path(gather_objects(tempfile.mkdtemp(), mesh.global_group)[0], "checkpoint")
 checkpointer = Checkpointer(folder, mesh)
 
@@ -76,7 +76,7 @@ def train(steps: int) -> int:
     return done
 
 
-begun = [train(steps=2), train(steps=3)]  # the second such as after a crash
+begun = [train(steps=2), train(steps=3)]  # the second call resumes, as after a crash
 plain = ClickModel()  # one process, no sharding
 load_plain(plain, folder)
 equal = gather_objects(torch.equal(model(batch_of(9)), plain(batch_of(9))), mesh.global_group)

@@ -31,7 +31,7 @@ def main(config: str, overrides: tuple[str, ...]) -> None:
     """
     rank = int(os.environ.get("RANK", "0"))
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        # Else ranks would go on training after their torchrun was killed.
+        # Without this, ranks would keep training after their torchrun is killed.
         end_with(_PARENT)
     quiet_libraries(rank=rank)
     try:
@@ -46,22 +46,22 @@ def main(config: str, overrides: tuple[str, ...]) -> None:
         get_error_handler().record_exception(error)
         sys.exit(2)
     except KeyboardInterrupt:
-        # Ctrl-C came before the first step, or after the last one, which is saved.
+        # Ctrl-C came before the first step, or after the last one, which has been saved.
         sys.exit(128 + signal.SIGINT)
     except Exception as error:
         get_error_handler().record_exception(error)
         raise
     if "stopped_by" in result:
         if rank == 0:
-            say_last(_how_to_go_on(Path(settings.train.output_dir), result["stopped_by"]), rank=rank, launcher=_PARENT)
+            say_last(_how_to_resume(Path(settings.train.output_dir), result["stopped_by"]), rank=rank, launcher=_PARENT)
         sys.exit(128 + result["signal"])
     if rank == 0 and "DMT_LAUNCHER" not in os.environ:  # a demo shows its runs side by side
         print_summary({settings.model.name: result})
         print(f"Results: {settings.train.output_dir}/result.json   curves: {settings.train.output_dir}/metrics.jsonl")
 
 
-def _how_to_go_on(output_dir: Path, stopped_by: str) -> str:
-    """Returns the last line that a run prints when a signal has stopped it."""
+def _how_to_resume(output_dir: Path, stopped_by: str) -> str:
+    """Returns the last line that a run prints after a signal has stopped it."""
     from dmt.training.checkpoints.store import checkpoints
 
     saved = checkpoints(output_dir / "checkpoint")

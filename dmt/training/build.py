@@ -1,4 +1,4 @@
-"""Builds the plain and the sharded model of a `Job`, its optimizers with warm-up, its replicas and its hot rows."""
+"""Builds the plain and the sharded model of a `Job`, with its optimizers, replica averaging and hot rows."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class ClickTask(nn.Module):
 
     def forward(self, batch: ClickBatch) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
         """Returns the mean binary cross entropy of the batch, and (logits, labels, weights), float32 [B] each."""
-        # Not squeeze: of a batch of one sample, it would make a scalar of [B].
+        # squeeze would turn the logit of a single sample into a scalar.
         logits = self.model(batch.dense_features, batch.sparse_features).reshape(-1)
         loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
         return loss, (logits.detach(), batch.labels, batch.weights)
@@ -88,7 +88,7 @@ def build_model(job: Job, *, device: str | None = None) -> nn.Module:
 
     Args:
         job: the run.
-        device: device of the parameters; ``"meta"`` allocates none.
+        device: device of the parameters; ``"meta"`` allocates no memory.
 
     Raises:
         InputError: the config's sizes do not fit the tables or the tower plan, or the model's factory fails.
@@ -138,7 +138,7 @@ def build_optimizer(config: OptimizerConfig, model: DistributedModelParallel) ->
 
 
 def warmup_factor(config: OptimizerConfig, step: int) -> float:
-    """Returns the factor of both learning rates at a step, from 0 on; it rises linearly from 1 / ``warmup_steps`` to 1.
+    """Returns the factor of both learning rates at a 0-based step: it rises linearly from 1 / ``warmup_steps`` to 1.
 
     Example:
         >>> [warmup_factor(OptimizerConfig(warmup_steps=4), step) for step in (0, 1, 4, 9)]
@@ -165,7 +165,7 @@ class ScheduledOptimizer(CombinedOptimizer):
         self.set_step(0)
 
     def set_step(self, step: int) -> None:
-        """Sets the learning rates for when ``step`` steps are done; fused optimizers adopt theirs at `zero_grad`."""
+        """Sets the learning rates of the step after ``step`` steps; fused optimizers adopt theirs at `zero_grad`."""
         self.steps = step
         share = warmup_factor(self._config, step)
         # Not strict: a rank without dense parameters has no optimizer for the second rate.
@@ -195,11 +195,10 @@ def fused_params(config: OptimizerConfig, device: DeviceType = "cpu") -> dict[st
 def shard_model(job: Job, mesh: TowerMesh, model: nn.Module | None = None) -> DistributedModelParallel:
     """Shards the model of a job over the mesh, ready to train; collective.
 
-    ``model`` is the job's plain model on the meta device and is changed in place; None: it is built here. A rank thus
-    allocates its own shards only. Dense parts start equal on all ranks (data parallel broadcasts them). Each rank
-    initializes its shards from a different seed: with the same seed, tables of equal size would start equal, and
-    unrelated features would look alike.
-    A job for GPUs is built on the rank's current GPU (`dmt.training.device.take_device`).
+    ``model`` is the job's plain model on the meta device and is changed in place; None: it is built here. Each rank
+    allocates only its shards, on its current GPU in a job for GPUs (`dmt.training.device.take_device`). Dense parts
+    start equal on all ranks (data parallelism broadcasts them). Each rank initializes its shards from a different seed:
+    with one seed, tables of equal size would start equal, and unrelated features would look alike.
     """
     config = job.config
     task = ClickTask(build_model(job, device="meta") if model is None else model)
@@ -246,11 +245,11 @@ def settle_gradient_buckets(job: Job, model: DistributedModelParallel, optimizer
     """Makes DDP settle its gradient buckets before a model is restored, by three passes over rows of zeros.
 
     After its second backward pass, DDP rearranges its buckets by the order in which gradients arrived. With three ranks
-    or more, another arrangement sums in another order, so a resumed run must start with the settled one. In the third
+    or more, this changes the order of summation, so a resumed run must start with the settled buckets. In the third
     forward pass DDP broadcasts the new layout; `dmt.training.metrics.measure_traffic` would count that broadcast in a
     resumed run with no step left to train.
     """
-    # Two rows for each micro-batch: batch normalization refuses to train on one.
+    # Two rows for each micro-batch: batch normalization cannot train on one.
     rows, names = 2 * job.config.train.micro_batches, list(job.data.columns.feature_names)
     zeros = torch.zeros(rows * len(names), dtype=torch.int64)
     ids = KeyedJaggedTensor(names, zeros, lengths=torch.ones_like(zeros))
@@ -264,7 +263,7 @@ def settle_gradient_buckets(job: Job, model: DistributedModelParallel, optimizer
 
 
 def in_micro_batches(config: TrainConfig, model: DistributedModelParallel) -> MicroBatches | None:
-    """Makes a sharded `ClickTask` run in ``train.micro_batches``; returns the handle, None for a single micro-batch.
+    """Makes a sharded `ClickTask` run in ``train.micro_batches``; returns the handle, or None if there is only one.
 
     Raises:
         InputError: the model was sharded with the flat dataflow.
@@ -276,7 +275,7 @@ def in_micro_batches(config: TrainConfig, model: DistributedModelParallel) -> Mi
 
 
 def replica_sync(config: ReplicasConfig, model: nn.Module, mesh: TowerMesh) -> ReplicaSync | None:
-    """Returns the sync of a sharded model's replicas, None without replicas; call `restart` after loading weights."""
+    """Returns the averaging of a sharded model's replicas, None for one; call `restart` on it after loading weights."""
     if mesh.topology.num_replicas == 1:
         return None
     return ReplicaSync(model, mesh, interval=config.sync_every, optimizer_state=config.optimizer_state)
@@ -291,7 +290,7 @@ def hot_rows(job: Job, model: nn.Module, mesh: TowerMesh) -> HotRows | None:
 
 
 def sharding_result(job: Job, plan: ShardingPlan) -> dict[str, Any]:
-    """Returns the section ``sharding`` of a run's result; ``plan`` is the plan of the sharded model."""
+    """Returns the section ``sharding`` of a run's result; ``plan`` is TorchRec's plan of the sharded model."""
     if job.sharding is None:
         modules: list[Any] = list(plan.plan.values())
         schemes = Counter(placed.sharding_type for module in modules for placed in module.values())

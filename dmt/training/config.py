@@ -42,14 +42,14 @@ Layer = Annotated[int, Field(ge=1, le=2**20)]
 
 
 class ModelConfig(Section):
-    """The model and its sizes (DESIGN section 7; DMT paper section 4)."""
+    """The model and its sizes."""
 
     arch: Literal["dlrm", "dcn", "dmt-dlrm", "dmt-dcn", "dmt-dlrm-products"] = "dmt-dlrm"
     """Flat (``dlrm``, ``dcn``) or multi-tower (``dmt-``); ``dmt-dlrm-products`` also sends inner products, and needs
     ``p`` of at least 1."""
     factory: str | None = None
-    """``package.module:function`` that builds your own model ([Your model](your_model.md#in-the-trainer)); of this
-    section only ``in_towers``, ``options``, ``embedding_dim`` and ``embedding_dims`` are then used."""
+    """``package.module:function`` that builds your own model ([Your model](your_model.md#in-the-trainer)). Of this
+    section it uses only ``in_towers``, ``options``, ``embedding_dim`` and ``embedding_dims``."""
     in_towers: bool = False
     """The factory's model has an ``EmbeddingTowerCollection``; false: the model is flat."""
     options: dict[str, Any] = Field(default_factory=dict)
@@ -113,7 +113,7 @@ class TopologyConfig(Section):
     """``inter_host``: a replica is a block of neighboring ranks; ``intra_host``: the replicas of a shard are
     neighbors."""
     ranks_per_host: int | None = Field(default=None, ge=1, le=8192)
-    """Ranks on one machine: all of one or several towers, or an equal part of one tower. If not set, each tower is a
+    """Ranks on one machine: those of one or more towers, or an equal part of one tower. If not set, each tower is a
     host (with ``intra_host``, together with its replicas)."""
 
     def build(self) -> TowerTopology:
@@ -154,9 +154,9 @@ class ShardingConfig(Section):
     """``flat``: TorchRec's global exchange; ``sptt``: over towers. Flat models can take either (``auto``: ``flat``),
     multi-tower models only ``sptt``."""
     scheme: Literal["auto", "table_wise", "row_wise", "column_wise", "data_parallel", "planner"] = "auto"
-    """The scheme of every table that can have it; ``auto``: the planner chooses for each table (``dmt plan`` shows
-    why). In flat runs TorchRec's planner chooses: with ``auto`` ``table_wise`` or ``column_wise``, with ``planner``
-    (flat runs only) any of the four."""
+    """The scheme of every table that supports it; ``auto``: the planner chooses for each table (``dmt plan`` shows
+    why). In flat runs TorchRec's planner chooses: ``auto`` allows it ``table_wise`` and ``column_wise``, ``planner``
+    (flat runs only) all four."""
     tables: dict[str, Scheme | Kernel] = Field(default_factory=dict)
     """The scheme of individual tables, or the [kernel](sharding.md#tables-larger-than-the-devices), by name or pattern:
     ``"t_ad*" = "row_wise"``; the first match wins."""
@@ -164,13 +164,13 @@ class ShardingConfig(Section):
     """GiB per rank for tables, optimizer state, and the embeddings of a step with their gradients; a plan that needs
     more is refused."""
     pooling_factors: dict[str, float] = Field(default_factory=dict)
-    """Mean number of ids per sample, by feature, for the planner and ``dmt what-if``; by default what ``dmt prepare``
-    counted, or 1."""
+    """Mean number of ids per sample, by feature, for the planner and ``dmt what-if``; by default the counts of
+    ``dmt prepare``, else 1."""
     cluster: str | None = None
     """Rates of lookups and links, for the planner and for the prediction in ``result.json``: a file that ``dmt
     bench-comms`` wrote, ``v100``, ``a100`` or ``h100``."""
     unique: bool = False
-    """Send each distinct input in a rank's batch once: of a feature, or with tower modules of a whole tower."""
+    """Send each distinct input in a rank's batch only once: per feature, or with tower modules per tower."""
     forward_precision: ExchangeFormat = "fp32"
     """Number format of embeddings or tower outputs sent between towers (flat: between all ranks)."""
     backward_precision: ExchangeFormat = "fp32"
@@ -202,7 +202,7 @@ class ReplicasConfig(Section):
     optimizer_state: Literal["now", "delayed"] = "now"
     """``delayed``: states are averaged while the next N steps train, and adopted after them."""
     moment_scale: MomentScale = "num_replicas"
-    """c: AdaGrad's moments are divided by it, in (0, R] ([Replicas](replicas.md#the-moment-scale))."""
+    """c, in (0, R]: the divisor of AdaGrad's moments ([Replicas](replicas.md#the-moment-scale))."""
 
 
 class HotRowsConfig(Section):
@@ -249,8 +249,8 @@ class TrainConfig(Section):
     prefetch_ids: bool = True
     """Exchange the ids of the next batch while this one computes, with the same results."""
     micro_batches: int = Field(default=1, ge=1, le=1024)
-    """K, parts of a batch: while the dense part computes one of them, tower outputs or gradients of the others are in
-    flight. Tower dataflow only."""
+    """K, the parts into which a batch is split: while the dense part computes one, tower outputs or gradients of the
+    others are in flight. Tower dataflow only."""
     dense_reduce: Literal["ring", "hierarchical", "hierarchical_bf16"] = "ring"
     """How dense gradients are averaged: ``ring``: DDP's all-reduce; ``hierarchical``: inside each host, then between
     hosts (``hierarchical_bf16``: in BF16 between hosts)."""
@@ -336,7 +336,7 @@ def _refusals_within_sections(config: TrainingConfig) -> list[tuple[object, str]
 
 
 def _refusals_across_sections(config: TrainingConfig) -> list[tuple[object, str]]:
-    """Returns pairs of (condition, message) as `_refusals_within_sections`, for settings of different sections."""
+    """Returns pairs like those of `_refusals_within_sections`, for settings of different sections."""
     model, sharding, train, hot = config.model, config.sharding, config.train, config.hot_rows
     is_flat, replicas, places = config.dataflow == "flat", config.topology.num_replicas, config.topology.build()
     sync_every = config.replicas.sync_every
@@ -354,7 +354,7 @@ def _refusals_across_sections(config: TrainingConfig) -> list[tuple[object, str]
             (
                 is_flat and value != getattr(type(getattr(config, section))(), key),
                 f"{section}.{key}={value!r} needs the tower dataflow, but this run has sharding.dataflow='flat'. Set "
-                "it to 'sptt', or leave the key out.",
+                f"sharding.dataflow='sptt', or leave {section}.{key} out.",
             )
             for section, key in (name.split(".") for name in KEYS_OF_TOWERS)
             for value in (getattr(getattr(config, section), key),)
@@ -390,7 +390,7 @@ def _refusals_across_sections(config: TrainingConfig) -> list[tuple[object, str]
         (
             sharding.is_off_device and (replicas > 1 or hot.extra_memory > 0),
             "sharding.tables puts tables outside the device's memory, but this run has replicas or hot rows, which "
-            "read whole tables there. Leave the kernels out of sharding.tables, or replicas and hot rows.",
+            "need whole tables in it. Leave the kernels out of sharding.tables, or leave out replicas and hot rows.",
         ),
     ]
 

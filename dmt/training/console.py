@@ -30,7 +30,7 @@ __all__ = [
     "table_console",
 ]
 
-# Characters of a line: in a pipe or file, and at least, so that no number is cut.
+# Width of a line in characters: in a pipe or file, and the minimum, which cuts no number.
 _PIPE_WIDTH, _LEAST_WIDTH = 140, 90
 # Ranks with an error wait this long, so that rank 0 can report the same error before torchrun stops all ranks.
 _LET_RANK_0_SPEAK_S = 10
@@ -42,9 +42,9 @@ except OSError:  # it has ended, or the system has no such call
     pass
 print(sys.argv[2], file=sys.stderr)
 """
-# Between two lines of progress, where there is no terminal for a bar.
+# Seconds between two lines of progress if there is no terminal for a bar.
 _LINE_EVERY_S = 30.0
-# name, path in the result, format
+# Label, path in the result, format of the value.
 ROWS: tuple[tuple[str, str, str], ...] = (
     ("AUC", "eval_auc", "{:.4f}"),
     ("NE", "eval_ne", "{:.4f}"),
@@ -65,14 +65,14 @@ ROWS: tuple[tuple[str, str, str], ...] = (
     ("bytes/sample across hosts: backward", "bytes_per_sample.backward", "{:,.0f}"),
     ("bytes/sample across hosts: dense all-reduce", "bytes_per_sample.dense", "{:,.0f}"),
     ("bytes/sample inside hosts", "bytes_per_sample.inside", "{:,.0f}"),
-    # Of runs that have them. The sync crosses hosts where the replicas are on different ones, else it stays inside.
+    # Only for runs that have these. Averaging crosses hosts unless the replicas share them.
     ("hot rows on every rank", "hot_rows.rows", "{:,.0f}"),
     ("bytes/sample replicas' sync", "replicas.bytes_per_sample", "{:,.0f}"),
 )
 
 
 class _Lines(io.TextIOBase):
-    """Turns what a bar draws over itself into lines, for files and pipes."""
+    """Prints each redraw of a progress bar as a new line, for files and pipes."""
 
     def write(self, text: str) -> int:
         if line := text.strip():
@@ -81,7 +81,7 @@ class _Lines(io.TextIOBase):
 
 
 def progress_bar(*, initial: int, total: int | None, enabled: bool, desc: str = "train", unit: str = "step") -> Any:
-    """Returns a tqdm bar for a training run, with an estimate of the time left if the ``total`` is known.
+    """Returns a tqdm bar for a training run, with an estimate of the time left if ``total`` is known.
 
     Without a terminal, it prints a line every 30 seconds instead.
     """
@@ -110,7 +110,7 @@ def table_console() -> Console:
 def make_table(
     headers: Sequence[str], rows: Iterable[Sequence[str]], *, title: str | None = None, right: Sequence[int] = ()
 ) -> Table:
-    """Returns a table; the columns at indices ``right`` hold numbers, which are never cut; long names are folded."""
+    """Returns a table; columns at the indices ``right`` hold numbers, which are never cut; long texts are folded."""
     table = Table(title=title)
     for place, header in enumerate(headers):
         is_number = place in right
@@ -138,14 +138,14 @@ def quiet_libraries(*, rank: int) -> None:
 
 
 def say_last(text: str, *, rank: int, launcher: int) -> None:
-    """Prints a line to stderr, and again once torchrun (process id ``launcher``) has ended, below its own output."""
+    """Prints a line to stderr, and again below torchrun's output once torchrun (process id ``launcher``) has ended."""
     if rank != 0:
         time.sleep(_LET_RANK_0_SPEAK_S)
         text = f"[rank {rank}] {text}"
     print(text, file=sys.stderr, flush=True)
     attempt, most = (os.environ.get(f"TORCHELASTIC_{name}") for name in ("RESTART_COUNT", "MAX_RESTARTS"))
     if attempt is not None and attempt == most and "DMT_LAUNCHER" not in os.environ:
-        # A process that torchrun does not know of, and so does not end.
+        # torchrun does not know this process, so it does not end it.
         command = [sys.executable, "-I", "-S", "-c", _WHEN_IT_HAS_ENDED, str(launcher), text]
         subprocess.Popen(command, start_new_session=True)
 

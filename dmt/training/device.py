@@ -1,6 +1,6 @@
 """The device of a rank (CPU or GPU), its process group and backends, and the state of its random generators.
 
-On GPUs the groups have two backends: NCCL carries tensors of the GPU, gloo those of the CPU and with them all objects.
+On GPUs the groups have two backends: NCCL carries GPU tensors, gloo CPU tensors and all Python objects.
 docs/status.md says what has been run on which device.
 """
 
@@ -41,12 +41,12 @@ __all__ = [
 
 DeviceType = Literal["cpu", "cuda"]
 Value = TypeVar("Value")
-# How long a rank waits for the others: one of them may be preparing data.
+# How long a rank waits for the others; one of them may be preparing data.
 _TIMEOUT = timedelta(minutes=30)
 
 
 def device_type(wanted: Literal["auto", "cpu", "cuda"]) -> DeviceType:
-    """Returns the kind of device that ``train.device`` means on this host; ``auto`` is a GPU if GPUs can be used.
+    """Returns the kind of device that ``train.device`` selects on this host; ``auto`` selects GPUs if they can be used.
 
     Raises:
         InputError: GPUs are wanted and cannot be used.
@@ -89,7 +89,7 @@ def backend(kind: DeviceType) -> str:
 
 
 def peak_memory(kind: DeviceType) -> int:
-    """Returns the peak memory of this process so far in bytes: of tensors on its GPU, or of everything in RAM."""
+    """Returns the peak memory of this process so far, in bytes: of its GPU tensors, or on CPUs of all it has in RAM."""
     if kind == "cuda":
         return torch.cuda.max_memory_allocated()
     # In KiB. Not ru_maxrss: that begins with the peak of the process that started this one.
@@ -97,13 +97,13 @@ def peak_memory(kind: DeviceType) -> int:
 
 
 def random_state() -> Tensor:
-    """Returns the states of this rank's random generators, uint8 [n]: the CPU's, then the GPU's if CUDA is in use."""
+    """Returns the state of this rank's random generators, uint8 [n]: the CPU's, then the GPU's if CUDA is in use."""
     gpu = [torch.cuda.get_rng_state()] if torch.cuda.is_initialized() else []
     return torch.cat([torch.get_rng_state(), *gpu])
 
 
 def set_random_state(state: Tensor) -> None:
-    """Restores a state of `random_state`; its GPU part may be absent, and is ignored where CUDA is not in use."""
+    """Restores a state of `random_state`; the GPU part may be absent, and is ignored if CUDA is not in use."""
     cpu_state, gpu_state = state.tensor_split([len(torch.get_rng_state())])
     torch.set_rng_state(cpu_state)
     if len(gpu_state) and torch.cuda.is_initialized():
@@ -115,7 +115,7 @@ def process_group(config: TrainingConfig) -> Iterator[TowerMesh]:
     """Joins the ranks that torchrun started, yields the mesh of a run, and leaves when all ranks are done.
 
     Raises:
-        InputError: torchrun did not start this process, the job has another number of ranks than the topology, or there
+        InputError: torchrun did not start this process, the topology has another number of ranks than the job, or there
             is no device for this rank.
     """
     if absent := [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
@@ -139,11 +139,11 @@ def process_group(config: TrainingConfig) -> Iterator[TowerMesh]:
 
 
 def restart_safe_store(store: dist.Store, rank: int, world_size: int, *, timeout: timedelta) -> dist.Store:
-    """Returns ``store`` under a prefix that only the ranks of this attempt know; collective.
+    """Returns ``store`` under a prefix that only the ranks of this attempt know. Collective.
 
     torchrun restarts ranks on the same store, which still has the addresses of dead ranks, and its restart count may
-    differ between hosts. So rank 0 chooses the prefix, and answers every greeting in the store, even those that earlier
-    attempts left, until all ranks have thanked it. Other ranks wait for the answer until the store's own timeout.
+    differ between hosts. So rank 0 chooses the prefix, and answers every greeting in the store, even those left by
+    earlier attempts, until all ranks have thanked it. The other ranks wait for the answer up to the store's timeout.
 
     Raises:
         TimeoutError: on rank 0, if a rank has not thanked it within ``timeout``.
@@ -157,7 +157,7 @@ def restart_safe_store(store: dist.Store, rank: int, world_size: int, *, timeout
     waiting, deadline = set(range(1, world_size)), time.monotonic() + timeout.total_seconds()
     while waiting := {other for other in waiting if not store.check([f"dmt/thanks/{name}/{other}"])}:
         if time.monotonic() > deadline:
-            raise TimeoutError(f"Ranks {sorted(waiting)[:8]} of {world_size} have not come within {timeout}.")
+            raise TimeoutError(f"Ranks {sorted(waiting)[:8]} of {world_size} have not joined within {timeout}.")
         for other in waiting:
             if store.check([f"dmt/greeting/{other}"]):
                 store.set(f"dmt/answer/{store.get(f'dmt/greeting/{other}').decode()}", name)

@@ -1,14 +1,14 @@
 """The user's own model in the trainer: ``model.factory = "package.module:function"``.
 
-The function gets those of these keyword arguments that it has parameters for, and returns the unsharded model, which is
-called as ``model(dense_features, sparse_features) -> logits [B, 1]``:
+The function takes any of these keyword arguments and returns the unsharded model, which is called as
+``model(dense_features, sparse_features) -> logits [B, 1]``:
 
-- ``tables``: TorchRec's ``EmbeddingBagConfig`` of every table, whose ``pooling`` the function may change; for tables in
-  towers with sequences (``data.sequences``) ``EmbeddingConfig``, as such a tower has one ``EmbeddingCollection``;
+- ``tables``: a list with TorchRec's ``EmbeddingBagConfig`` of each table, whose ``pooling`` the function may change. A
+  tower with sequences (``data.sequences``) has one ``EmbeddingCollection``, so its tables are ``EmbeddingConfig``;
 - ``num_dense``: number of dense columns;
 - ``options``: the section ``[model.options]`` of the config, as a dict;
-- ``towers``: the `TowerPlan`, for a model in towers; None for a flat model;
-- ``device``: device of the parameters, such as the meta device; pass it to TorchRec's collections.
+- ``towers``: the `TowerPlan` of a model in towers; None for a flat model;
+- ``device``: device of the parameters, for example the meta device; pass it to TorchRec's collections.
 
 Every process calls the function several times: it must return the same model each time.
 """
@@ -62,7 +62,7 @@ def make_model(job: Job, device: str | None = None) -> nn.Module:
     if sequences and towers is None:
         raise InputError(
             f"{place} makes a flat model, but data.sequences has {sequences[0]!r}: your own model can have sequences "
-            "in towers only. Set model.in_towers=true, or leave data.sequences out."
+            "only in towers. Set model.in_towers=true, or leave data.sequences out."
         )
     make = load_function("model.factory", config.factory)
     given = {
@@ -83,7 +83,7 @@ def make_model(job: Job, device: str | None = None) -> nn.Module:
 
 
 def check_outputs(job: Job, model: nn.Module) -> None:
-    """Runs the model of a job's factory once on the meta device, and checks the outputs of it and its tower modules.
+    """Runs a factory's model once on the meta device, and checks its output and the outputs of its tower modules.
 
     ``model`` is on the meta device and is not changed.
 
@@ -104,14 +104,14 @@ def check_outputs(job: Job, model: nn.Module) -> None:
     for module in tower_modules(model):
         module.register_forward_hook(check_tower)
     dense_features, ids = meta_batch(job.num_dense)
-    # A plain tensor of ids takes the place of the KeyedJaggedTensor; only the stand-ins of the tables can read it.
+    # A plain tensor of ids replaces the KeyedJaggedTensor; only the stand-ins of the tables can read it.
     with torch.no_grad(), _errors_named(f"{place}: the model fails on a batch (only tables may read sparse_features):"):
         output = model(dense_features, ids)
     checked_logits(place, output, len(ids))
 
 
 def checked_logits(place: str, output: Any, num_samples: int) -> Tensor:
-    """Returns a model's output if it is one logit per sample: a tensor [B, 1] or [B], with B ``num_samples``.
+    """Returns a model's output if it has one logit per sample: a tensor [B, 1] or [B], where B is ``num_samples``.
 
     Raises:
         InputError: the output has another shape, or is not a tensor.
@@ -124,7 +124,7 @@ def checked_logits(place: str, output: Any, num_samples: int) -> Tensor:
 
 
 def check_samples(job: Job, model: nn.Module, batch: ClickBatch) -> Tensor:
-    """Returns the logits [B] of a batch, after checking that its halves give the same; ``model`` is in eval mode.
+    """Returns the logits [B] of a batch if its two halves give the same logits; ``model`` is in evaluation mode.
 
     Raises:
         InputError: a sample's logit depends on the other samples of its batch.
@@ -139,7 +139,7 @@ def check_samples(job: Job, model: nn.Module, batch: ClickBatch) -> Tensor:
         with torch.no_grad():
             outputs.append(model(dense[part], given).reshape(-1))
     difference = float((torch.cat(outputs[1:]) - outputs[0]).abs().max())
-    # For another batch size, kernels may sum in another order.
+    # Kernels may sum in another order if the batch size differs.
     if difference > 1e-4 * max(1.0, float(outputs[0].abs().max())):
         raise InputError(
             f"model.factory={job.config.model.factory!r}: a sample's logit depends on the other samples of its batch: "
@@ -159,7 +159,7 @@ def probability_warning(factory: str, low: float, high: float) -> str:
         return ""
     return (
         f"model.factory={factory!r}: all outputs of a batch lie between {low:.3f} and {high:.3f}, as "
-        "probabilities do. The model must return logits: take the sigmoid out of it, or it learns far worse."
+        "probabilities do. The model must return logits: remove its sigmoid, or it learns far worse."
     )
 
 
@@ -169,7 +169,7 @@ def _described(output: Any) -> str:
 
 @contextmanager
 def _errors_named(what: str) -> Iterator[None]:
-    """Turns an exception of the user's code into an `InputError` that says where it was raised."""
+    """Turns an exception in the user's code into an `InputError` that says where it was raised."""
     try:
         yield
     except InputError:
@@ -181,7 +181,7 @@ def _errors_named(what: str) -> Iterator[None]:
 
 
 def _check_tables(place: str, model: nn.Module, job: Job) -> None:
-    """Raises `InputError` unless the model has the sparse parts of the job's kind, with the job's tables and towers."""
+    """Raises `InputError` unless the model has the kind of sparse modules, the tables and the towers of the job."""
     has_towers, outside = job.config.model.has_towers, () if job.towers is None else job.towers.outside
     wanted: list[type] = [EmbeddingTowerCollection if has_towers else EmbeddingBagCollection]
     if has_towers and outside:
@@ -203,8 +203,8 @@ def _check_tables(place: str, model: nn.Module, job: Job) -> None:
         if given.get(name) != tables.get(name):
             raise InputError(
                 f"{place}: the model's table {name!r} is {tables.get(name, 'absent')}, but the argument `tables` has "
-                f"{given.get(name, 'no such table')}. Use each table of `tables` as it is: rows and features come from "
-                "[data], columns from model.embedding_dim and model.embedding_dims."
+                f"{given.get(name, 'no such table')}. Use the entries of `tables` unchanged: rows and features come "
+                "from [data], columns from model.embedding_dim and model.embedding_dims."
             )
         if is_sequence(given[name]) != is_sequence(tables[name]):
             has, kind = (
@@ -212,7 +212,7 @@ def _check_tables(place: str, model: nn.Module, job: Job) -> None:
             )
             raise InputError(
                 f"{place}: table {name!r} is in a tower that {has} sequences (data.sequences), so it must be in an "
-                f"{kind}, as its config in `tables` says. Use `tables` as they are, or change data.sequences."
+                f"{kind}, as its config in `tables` says. Use `tables` unchanged, or change data.sequences."
             )
     if not has_towers:
         return
@@ -238,11 +238,11 @@ def _check_tables(place: str, model: nn.Module, job: Job) -> None:
 
 
 def _check_layers(place: str, model: nn.Module, world_size: int) -> None:
-    """Raises `InputError` for a model on the meta device that would compute something else once it is sharded.
+    """Raises `InputError` for a model on the meta device that would compute something different once sharded.
 
-    Batch normalization depends on which rank has which samples; a frozen table would be trained; each tower would train
-    a shared parameter separately; and TorchRec initializes parameters by ``reset_parameters`` of their module, without
-    which they start from whatever is in memory, and buffers from zeros.
+    Batch normalization would depend on which rank has which samples; a frozen table would be trained; each tower would
+    train a shared parameter separately; and without a method ``reset_parameters``, by which TorchRec initializes a
+    module, its parameters would start from whatever is in memory and its buffers from zeros.
     """
     collections = [p for p in model.modules() if isinstance(p, EmbeddingBagCollection | EmbeddingCollection)]
     parts_of_tables = {part for collection in collections for part in collection.modules()}
@@ -289,7 +289,7 @@ def _sparse_parts(model: nn.Module) -> list[nn.Module]:
 
 
 def without_tables(model: nn.Module, lengths: Mapping[str, float] | None = None) -> nn.Module:
-    """Replaces a model's tables by the complexity counter's stand-ins, in place; returns the model.
+    """Replaces a model's tables, in place, with the complexity counter's stand-ins, and returns the model.
 
     ``lengths``: mean length of a sequence by feature, 1 for a feature without an entry.
     """
@@ -303,7 +303,7 @@ def without_tables(model: nn.Module, lengths: Mapping[str, float] | None = None)
 
 
 class _MetaCollection(MetaTables):
-    """`MetaTables` whose result is a ``KeyedTensor``, as a user's model may need it."""
+    """`MetaTables` that return a ``KeyedTensor``, which a user's model may need."""
 
     def forward(self, ids: Tensor) -> Any:
         """Looks up ids [B] in every table; returns a ``KeyedTensor`` [B, sum of N]."""
@@ -312,14 +312,14 @@ class _MetaCollection(MetaTables):
 
 
 class _MetaSequences(MetaTables):
-    """Stands in for an ``EmbeddingCollection``: its sequences have the mean lengths of their features, 1 by default."""
+    """Stands in for an ``EmbeddingCollection``; sequences have the mean length of their feature, 1 by default."""
 
     def __init__(self, tables: Sequence[Any], lengths: Mapping[str, float]) -> None:
         super().__init__(tables, "meta")
         self._lengths = lengths
 
     def forward(self, ids: Tensor) -> Any:
-        """Returns a ``JaggedTensor`` of B samples by feature; of ``ids`` [B], only the size matters."""
+        """Returns a ``JaggedTensor`` of B samples for each feature; of ``ids`` [B], only the size matters."""
         return {
             feature: JaggedTensor(
                 table[:1, :1].expand(round(len(ids) * self._lengths.get(feature, 1.0)), table.shape[1]), lengths=ids

@@ -111,9 +111,9 @@ def shard_flat(
 
 
 def plan_flat(job: Job, model: nn.Module, fused_params: dict[str, Any]) -> ShardingPlan:
-    """Places the tables of a flat job on a replica's ranks, by TorchRec's planner; ``model`` is on the meta device.
+    """Places a flat job's tables on the ranks of a replica by TorchRec's planner; ``model`` is on the meta device.
 
-    A table that supports none of the schemes of the config stays whole (``table_wise``).
+    A table that supports none of the config's schemes stays whole (``table_wise``).
 
     Raises:
         InputError: the planner cannot place the tables, or a pooling factor names an unknown feature.

@@ -55,7 +55,7 @@ def load_function(setting: str, name: str) -> Callable[..., Any]:
         raise InputError(f"{place} is not of the form package.module:function, such as my_models:deepfm.")
     module_name, _, function_name = name.partition(":")
     if (here := str(Path.cwd())) not in sys.path:
-        # An installed program such as dmt does not search the current folder by itself.
+        # Python does not search the current folder for an installed program such as dmt.
         sys.path.append(here)
     try:
         module = importlib.import_module(module_name)
@@ -74,16 +74,16 @@ def load_function(setting: str, name: str) -> Callable[..., Any]:
 
 
 def call_named(place: str, function: Callable[..., Any], given: Mapping[str, Any], *, takes_all: bool = False) -> Any:
-    """Calls a function with those of the given keyword arguments that it has parameters for.
+    """Calls a function with those given keyword arguments that it accepts.
 
     Args:
         place: the function, for messages.
-        function: the function; with ``**kwargs`` it gets all arguments.
+        function: the function; if it has ``**kwargs``, it gets all arguments.
         given: the arguments by name.
         takes_all: whether the function must accept all of them.
 
     Raises:
-        InputError: the function does not accept an argument that it must, or requires one that is not given.
+        InputError: the function does not accept an argument that it must accept, or requires one that is not given.
     """
     signature = inspect.signature(function)
     takes_all |= any(parameter.kind is parameter.VAR_KEYWORD for parameter in signature.parameters.values())

@@ -1,4 +1,4 @@
-"""`Job`: the config of a run with its opened data, tables and plans, resolved once. Needs no TorchRec."""
+"""`Job`: the config of a run with its data, tables and plans, opened and resolved once. Needs no TorchRec."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ __all__ = [
 ]
 
 PREPARED = "prepared"
-"""Name of the folder in a run's output for rows that had to be prepared first."""
+"""Name of the folder in a run's output for rows that must be prepared."""
 Splits = Mapping[str, tuple[int, ...]]
 _CPU_OPTIMIZERS = ("rowwise_adagrad", "adagrad", "sgd")  # those with a CPU kernel in FBGEMM
 
 
 @dataclass(frozen=True, kw_only=True)
 class Job:
-    """A resolved run: its config and everything that follows from it; each plan file is read once.
+    """A resolved run: its config and all that follows from it; each plan file is read once.
 
     `open_job` makes a job, or `make_job` for tables without data. `dmt.training.build` builds the models of a job.
     """
@@ -75,7 +75,7 @@ class Job:
 
     @property
     def device_type(self) -> DeviceType:
-        """Kind of the ranks' devices, ``train.device`` resolved on this host.
+        """Kind of the ranks' devices: ``train.device``, resolved on this host.
 
         Raises:
             InputError: GPUs are wanted and cannot be used.
@@ -100,7 +100,7 @@ def open_job(config: TrainingConfig) -> Job:
         InputError: the data do not fit the config, or a plan or a rule does not fit the tables or the memory.
     """
     if config.data.tables is not None:
-        # A list of tables names no dense columns, but models read some: take the number of the synthetic data.
+        # A list of tables has no dense columns, but models need some: assume as many as in the synthetic data.
         return make_job(config, read_tables(Path(config.data.tables)), config.data.synthetic.num_dense)
     job = open_unsharded(config)
     return make_job(job.config, job.tables, job.num_dense, towers=job.towers, data=job.data)
@@ -114,7 +114,7 @@ def make_job(
     towers: TowerPlan | None = None,
     data: ClickData | None = None,
 ) -> Job:
-    """Resolves the plans of a run for given uncut tables; ``towers`` is by default the plan that the config names.
+    """Resolves the plans of a run for given uncut tables; ``towers`` defaults to the plan that the config names.
 
     Raises:
         InputError: a plan or a rule does not fit the tables or the memory, or the optimizer has no moments to scale.
@@ -137,8 +137,8 @@ def make_job(
 def open_unsharded(config: TrainingConfig, data: ClickData | None = None) -> Job:
     """Opens the data of a run, unless ``data`` is given, and its tower plan; the job has no sharding plan.
 
-    The job's config gets the mean ids per sample that ``dmt prepare`` counted as ``sharding.pooling_factors``, for
-    features that have none there.
+    The mean numbers of ids per sample that ``dmt prepare`` counted become the job's ``sharding.pooling_factors``,
+    except for features that the config lists there.
 
     Raises:
         InputError: the data do not fit the config, or the tower plan does not fit the data.
@@ -152,7 +152,7 @@ def open_unsharded(config: TrainingConfig, data: ClickData | None = None) -> Job
 
 
 def open_tables(config: TrainingConfig, data: ClickData | None = None) -> tuple[ClickData, list[TableSpec]]:
-    """Opens the data of a run, unless ``data`` is given, and returns it with the uncut tables of its columns.
+    """Returns the data of a run, opened unless ``data`` is given, and the uncut tables of its columns.
 
     Raises:
         InputError: the data do not fit the config.
@@ -168,20 +168,20 @@ def open_tables(config: TrainingConfig, data: ClickData | None = None) -> tuple[
 
 
 def data_cache(output_dir: str) -> Path:
-    """Returns the folder for rows that must be prepared: in a run's output, or beside it where a demo shares it."""
+    """Returns the folder for rows that must be prepared: in a run's output, or beside it if a demo's runs share it."""
     in_output, shared = Path(output_dir) / PREPARED, Path(output_dir).parent / PREPARED
-    # The folder in the output wins: `dmt score` may have made the shared one later.
+    # The folder in the output comes first: `dmt score` may have made the shared one later.
     return shared if shared.is_dir() and not in_output.is_dir() else in_output
 
 
 def _in_towers(config: TrainingConfig, tables: Sequence[TableSpec]) -> tuple[TowerPlan | None, Sequence[TableSpec]]:
-    """Returns the tower plan that the config names (flat dataflow: None), checked against the uncut tables, and these.
+    """Checks the config's tower plan against the uncut tables; returns the plan (flat dataflow: None) and the tables.
 
-    Tables outside towers are returned with as many columns as the model wants of them.
+    The returned tables outside towers have as many columns as the model needs.
 
     Raises:
-        InputError: the plan file cannot be read, does not fit the tables or cuts a table into shards that FBGEMM cannot
-            take, there are more towers than features, or a feature outside towers is unknown.
+        InputError: the plan file cannot be read, does not fit the tables, or cuts a table into shards that FBGEMM does
+            not support; there are more towers than features; or a feature outside towers is unknown.
     """
     if config.dataflow == "flat":
         return None, tables
@@ -190,7 +190,7 @@ def _in_towers(config: TrainingConfig, tables: Sequence[TableSpec]) -> tuple[Tow
     for feature, widths in plan.column_splits.items():
         if any(width % 4 for width in widths):
             raise InputError(
-                f"{place} cuts the table of feature {feature!r} into column shards of {list(widths)} columns; each "
+                f"{place} cuts the table of feature {feature!r} into shards of {list(widths)} columns; each width "
                 "must be a multiple of 4 (FBGEMM's kernels). Make a plan with other shards."
             )
     try:
@@ -203,7 +203,7 @@ def _in_towers(config: TrainingConfig, tables: Sequence[TableSpec]) -> tuple[Tow
         tables, dim = _as_vectors(config, tables, plan.outside), config.model.outside_dim
         if dim is not None and dim % 4 and any(table.embedding_dim == dim for table in plan.outside_tables(tables)):
             raise InputError(
-                f"tables outside towers would have model.tower_dim={dim} columns, but FBGEMM's kernels take multiples "
+                f"tables outside towers would have model.tower_dim={dim} columns, but FBGEMM's kernels need a multiple "
                 "of 4. Set model.tower_dim to a multiple of 4."
             )
         by_tower = plan.tables_by_tower(split_tables(tables, _cuts(plan, tables)))
@@ -241,7 +241,7 @@ def _with_sequences(
 
 
 def _outside(config: TrainingConfig, plan: TowerPlan, tables: Sequence[TableSpec]) -> list[str]:
-    """Returns the features that ``towers.outside`` puts outside towers, besides those of the plan.
+    """Returns the features that ``towers.outside`` puts outside towers, in addition to those of the plan.
 
     Raises:
         InputError: a feature is unknown, or the plan cuts its table.
@@ -261,7 +261,7 @@ def _outside(config: TrainingConfig, plan: TowerPlan, tables: Sequence[TableSpec
     free = [
         table.name
         for table in vectors
-        if set(table.feature_names) <= set(features)  # shards are in none
+        if set(table.feature_names) <= set(features)  # false for shards
         and dim in (None, table.embedding_dim)
         and table.embedding_dim % 4 == 0  # FBGEMM's kernels
         and not (rules.names(table.name) or why_not(table, "data_parallel"))
@@ -272,7 +272,7 @@ def _outside(config: TrainingConfig, plan: TowerPlan, tables: Sequence[TableSpec
 
 
 def _as_vectors(config: TrainingConfig, tables: Sequence[TableSpec], outside: Collection[str]) -> list[TableSpec]:
-    """Returns the tables; those outside towers get as many columns as the vectors that they interact with."""
+    """Returns the tables; those outside towers have as many columns as the vectors that they interact with."""
     dim, named = config.model.outside_dim, config.model.embedding_dims
     return [
         replace(table, embedding_dim=dim)
@@ -286,7 +286,7 @@ def _as_vectors(config: TrainingConfig, tables: Sequence[TableSpec], outside: Co
 
 def _crossing_costs(config: TrainingConfig) -> CrossingCosts:
     model, sharding = config.model, config.sharding
-    # A tower of DMT-DCN sends as much with a feature as without it; a user's own towers are unknown.
+    # A tower of DMT-DCN sends equally much with or without a feature; what a user's own towers send is unknown.
     sent_for_feature = model.c * model.output_dim if model.factory is None and "dlrm" in model.arch else 0
     return CrossingCosts(
         topology=config.topology.build(),
@@ -298,7 +298,7 @@ def _crossing_costs(config: TrainingConfig) -> CrossingCosts:
 
 
 def _strided(tables: Sequence[TableSpec], num_towers: int) -> TowerPlan:
-    """Puts table i into tower i mod T; by features instead, a shared table could fall to two towers."""
+    """Puts table i into tower i mod T; dealing features instead could split a shared table between two towers."""
     features = {table.name: table.feature_names for table in tables}
     towers = TowerPlan.strided([table.name for table in tables], num_towers).to_lists()
     groups = [[feature for name in names for feature in features[name]] for names in towers]
@@ -312,7 +312,7 @@ def _cuts(plan: TowerPlan, tables: Sequence[TableSpec]) -> Splits:
 
 
 def check_table_optimizer(config: OptimizerConfig, device: DeviceType = "cpu") -> None:
-    """Raises `InputError` if FBGEMM has no kernel of the tables' optimizer for the device where the tables live."""
+    """Raises `InputError` if FBGEMM has no kernel for the tables' optimizer on the device where the tables live."""
     if device == "cpu" and config.sparse not in _CPU_OPTIMIZERS:
         raise InputError(
             f"optimizer.sparse={config.sparse!r}: FBGEMM has no CPU kernel for it, and tables live on the CPU here. "
@@ -321,7 +321,7 @@ def check_table_optimizer(config: OptimizerConfig, device: DeviceType = "cpu") -
 
 
 def check_tables_on_ssd(job: Job) -> None:
-    """Raises `InputError` if the plan has tables on SSDs that the job's optimizer or devices cannot use."""
+    """Raises `InputError` if the plan puts tables on SSDs but the job's optimizer or devices do not support that."""
     placed = () if job.sharding is None else job.sharding.tables
     on_ssd = [
         f"{t.name!r} ({human_bytes(t.memory)} with its cache)" for t in placed if t.placement.kernel == "key_value"
@@ -332,17 +332,17 @@ def check_tables_on_ssd(job: Job) -> None:
             "FBGEMM has only row-wise AdaGrad and Adam",
             f"optimizer.sparse={job.config.optimizer.sparse!r}",
         ),
-        (job.device_type == "cpu", "FBGEMM keeps tables behind caches of GPUs (train.device='cuda')", "CPUs"),
+        (job.device_type == "cpu", "FBGEMM needs a cache on a GPU (train.device='cuda')", "CPUs"),
     ):
         if on_ssd and is_wrong:
             raise InputError(
-                f"The plan has table {on_ssd[0]} on an SSD (key_value), where {needed}, but this run has {actual}. "
+                f"The plan puts table {on_ssd[0]} on an SSD (key_value), where {needed}, but this run has {actual}. "
                 "Change sharding.tables, or change the run to match."
             )
 
 
 def _plan_sharding(config: TrainingConfig, tables: Sequence[TableSpec], towers: TowerPlan) -> TowerShardingPlan:
-    """Plans the tables inside their towers by the rules of the config.
+    """Plans the tables inside their towers by the config's rules.
 
     If the tower plan cuts a table into column shards, the pooling factor of its feature applies to every shard without
     a pooling factor.

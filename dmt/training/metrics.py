@@ -1,4 +1,4 @@
-"""Measures a run: AUC, normalized entropy and loss over all ranks, the time of steps and lookups, bytes of a step."""
+"""Measures a run: AUC, normalized entropy and loss over all ranks, time of steps and lookups, bytes of a step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from dmt.training.data.batch import ClickBatch
 __all__ = ["ClickMetrics", "MetricValues", "StepTimer", "measure_lookups", "measure_traffic"]
 
 _BINS = 2**20
-# Steps left out of the speed: the first ones allocate, compile and exchange sizes that never change again.
+# Steps left out of the speed: the first ones allocate, compile, and exchange sizes that then stay the same.
 _WARM_UP_STEPS = 5
 
 
@@ -39,8 +39,8 @@ class MetricValues:
     auc: float
     """Area under the ROC curve; 0.5 is chance. NaN when the labels are all equal."""
     ne: float
-    """Normalized entropy (He et al., 2014): cross entropy over that of always predicting the mean; below 1 is better
-    than the mean. NaN when the labels are all equal."""
+    """Normalized entropy (He et al., 2014): cross entropy divided by that of always predicting the mean label; below 1
+    is better than the mean. NaN when the labels are all equal."""
     loss: float
     """Mean binary cross entropy in nats."""
     num_rows: int
@@ -50,10 +50,10 @@ class MetricValues:
 
 
 class ClickMetrics:
-    """Accumulates one evaluation on a rank; `compute` joins the ranks by one sum of 16 MB.
+    """Accumulates one evaluation on a rank; `compute` combines the ranks with one all-reduce of 16 MB.
 
-    AUC is computed from counts of labels in 2^20 bins of the logits; rows of one bin count as ties. It is within 1e-6
-    of the exact area on a million rows. Equal bins of x / (1 + |x|) cover all logits x; they are narrowest at 0 (2e-6).
+    AUC is computed from counts of labels in 2^20 bins of the logits x, of equal width in x / (1 + |x|) and narrowest at
+    x = 0 (2e-6); rows of one bin count as ties. On a million rows it is within 1e-6 of the exact area.
 
     Args:
         group: the ranks that evaluate together; None: this rank alone.
@@ -61,7 +61,7 @@ class ClickMetrics:
 
     def __init__(self, group: dist.ProcessGroup | None = None) -> None:
         self._group = group
-        # Counts by label and bin; then the sums of losses, of labels, of rows, and of rows whose logit is not finite.
+        # Counts by label and bin; then the sums of losses, labels, rows, and rows whose logit is not finite.
         self._sums = torch.zeros(2 * _BINS + 4, dtype=torch.float64)
 
     def update(self, logits: Tensor, labels: Tensor, weights: Tensor) -> None:
@@ -72,7 +72,7 @@ class ClickMetrics:
         logits = logits.where(finite, 0.0)
         bins = ((logits / (1 + logits.abs()) + 1) * (_BINS / 2)).long().clamp(max=_BINS - 1)
         losses = binary_cross_entropy_with_logits(logits, labels, weight=weights, reduction="sum")
-        # Masks and counts stay on the device: reading one here would wait for it in every batch.
+        # Masks and counts stay on the device: reading one here would force a sync in every batch.
         self._sums.index_add_(0, bins + _BINS * labels.long(), weights)
         totals = torch.stack([losses, (labels * weights).sum(), weights.sum(), (weights * ~finite).sum()])
         self._sums[2 * _BINS :] += totals
@@ -104,7 +104,7 @@ class ClickMetrics:
 
 
 class StepTimer:
-    """Measures the time of training steps, without the first five and without what happens between steps."""
+    """Measures the time of training steps, without the first five steps and without the work between steps."""
 
     def __init__(self) -> None:
         self.steps, self.seconds = 0, 0.0
@@ -112,7 +112,7 @@ class StepTimer:
         self._left_out, self._since = _WARM_UP_STEPS, 0.0
 
     def restart(self) -> None:
-        """Leaves out the time since the last step, such as that of an evaluation, a checkpoint or a record."""
+        """Leaves out the time since the last step, such as the time of an evaluation, a checkpoint or a record."""
         self._since = time.perf_counter()
 
     def step(self) -> None:
@@ -130,7 +130,7 @@ def measure_lookups(
 ) -> list[float]:
     """Runs a forward and backward pass of each batch, and returns the seconds that each rank spends in lookups, [W].
 
-    It times the forward calls of TorchRec's lookups and of those of hot rows, without exchanges; the seconds of a rank
+    It times the forward calls of TorchRec's lookups and of hot rows' lookups, without exchanges; the seconds of a rank
     are the median over all batches but the first. The backward passes update the tables: call it after the last save.
     Collective.
     """

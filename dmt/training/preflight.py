@@ -1,4 +1,4 @@
-"""Checks a run before it trains, with its data, model and ranks; `config` refuses settings that conflict."""
+"""Checks a run's data, model and ranks before it trains; `dmt.training.config` refuses settings that conflict."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-# Paths may differ between hosts; the files behind them may not.
+# Paths may differ between hosts; the files that they name may not.
 _PATHS = (
     *(("data", key) for key in ("prepared", "train_path", "eval_path")),
     ("towers", "plan"),
@@ -59,15 +59,14 @@ def checked_model(job: Job, world_size: int) -> nn.Module:
 
     Raises:
         InputError: settings, data, optimizer and devices do not fit each other or ``world_size``, or a factory's model
-            returns something else than logits.
+            returns something other than logits.
     """
     config = job.config
     config.topology.build().check_world_size(world_size)
     if job.sharding is None and job.topology.num_replicas > 1:
         raise InputError(
             f"topology.num_replicas={job.topology.num_replicas} needs the tower dataflow, but this run has "
-            "sharding.dataflow='flat'. Set it to 'sptt'; with topology.num_towers=1, the exchange is over all ranks of "
-            "a replica."
+            "sharding.dataflow='flat'. Set it to 'sptt'; topology.num_towers=1 makes all ranks of a replica one tower."
         )
     check_table_optimizer(config.optimizer, job.device_type)
     check_tables_on_ssd(job)
@@ -90,7 +89,7 @@ def checked_model(job: Job, world_size: int) -> nn.Module:
 
 
 def preflight(job: Job, model: nn.Module, mesh: TowerMesh) -> Complexity:
-    """Makes the checks of a run that need all its ranks, and returns the complexity of its model; collective.
+    """Runs the checks that need all ranks of a run, and returns the complexity of its model; collective.
 
     Args:
         job: the run.
@@ -116,7 +115,7 @@ def preflight(job: Job, model: nn.Module, mesh: TowerMesh) -> Complexity:
 
 
 def check_rows(config: TrainingConfig, num_ranks: int, rows: int | None) -> None:
-    """Raises `InputError` if there are fewer training rows than one step of ``num_ranks`` takes; None: unknown."""
+    """Raises `InputError` if one step of ``num_ranks`` needs more than the training ``rows``; None: not known."""
     needed = num_ranks * config.train.batch_size
     if rows is not None and rows < needed:
         raise InputError(
@@ -129,7 +128,7 @@ def check_rows(config: TrainingConfig, num_ranks: int, rows: int | None) -> None
 def check_same_input(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
     """Checks that all ranks have the same settings, tables, plans and data files; collective.
 
-    Files are compared by name, bytes and CRC-32, see `ClickData.files`.
+    Files are compared by name, size and CRC-32, see `ClickData.files`.
 
     Raises:
         InputError: a rank differs from the first; the message names the setting or file, the ranks and the hosts, and
@@ -142,7 +141,7 @@ def check_same_input(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
     given |= {
         "device": job.device_type,
         "rows and columns": {table.name: (table.num_embeddings, table.embedding_dim) for table in job.split_tables},
-        # With a user's source, the columns come from the first batch that this rank was given.
+        # With a user's source, the columns come from this rank's first batch.
         "dense columns": data.columns.dense,
         "features": data.columns.feature_names,
         "features with bags": {feature.name: feature.is_bag for feature in data.columns.features},
@@ -166,8 +165,8 @@ def check_memory(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
     """Checks by a lower bound that each machine, or each GPU, has the memory that its ranks need; collective.
 
     The bound counts a rank's tables, the embeddings that it looks up in a step for all ranks (their gradients may reuse
-    that memory), its copies of hot rows, the dense weights with their gradients, and its batch with the batch's
-    embeddings.
+    that memory), its copies of hot rows, the dense weights and their gradients, and its batch and the embeddings of
+    that batch.
 
     Raises:
         InputError: a machine, its container or a GPU has less memory; the same on every rank. The message names a batch
@@ -187,7 +186,7 @@ def check_memory(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
     others = copies + 2 * (dense + towers / topology.num_towers)
 
     def fullest(other: Job) -> tuple[float, list[int]]:
-        """Returns the largest share of its batches that a machine or GPU cannot hold (<= 0: all fit), and its ranks."""
+        """Returns the largest share of batches that a machine or GPU cannot hold (<= 0: all fit), and its ranks."""
         held, shares = _lookup_bytes(other), []
         for machine in dict.fromkeys(places):
             group = [rank for rank, machine_of_rank in enumerate(places) if machine_of_rank == machine]
@@ -227,7 +226,7 @@ def _lookup_bytes(job: Job) -> NDArray[Any]:
 
 
 def _with_other_replicas(job: Job) -> Iterator[Job]:
-    """Yields the run, on the same ranks and towers, with every other number of replicas that can hold its tables."""
+    """Yields the job, on the same ranks and towers, with every other number of replicas that can hold its tables."""
     topology, values = job.topology, job.config.model_dump(mode="json", exclude_none=True)
     number = topology.num_replicas * topology.ranks_per_tower
     for replicas in range(1, number + 1) if job.towers is not None else ():
@@ -241,7 +240,7 @@ def _with_other_replicas(job: Job) -> Iterator[Job]:
 
 
 def memory_limit(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Returns the bytes of memory of this machine, or of its container's lower limit (cgroup v2 or v1)."""
+    """Returns this machine's memory in bytes, or the limit of its container (cgroup v2 or v1) if that is lower."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
         text = (root / name).read_text().strip() if (root / name).exists() else "max"
@@ -250,9 +249,9 @@ def memory_limit(root: Path = Path("/sys/fs/cgroup")) -> int:
 
 
 def compare_hosts(topology: TowerTopology, ranks_per_machine: int) -> None:
-    """Warns if a job's machines differ from the hosts of its topology; a single machine may emulate several hosts."""
+    """Warns if the machines of a job do not match the hosts of its topology; one machine may emulate several hosts."""
     if 0 < ranks_per_machine < topology.world_size and ranks_per_machine != topology.host_size:
         logger.warning(
-            f"The job runs {ranks_per_machine} ranks per machine, but the topology has hosts of {topology.host_size}, "
-            f"so bytes are counted on the wrong links. Set topology.ranks_per_host={ranks_per_machine}."
+            f"The job runs {ranks_per_machine} ranks per machine, but the topology has {topology.host_size} ranks per "
+            f"host, so bytes are counted on the wrong links. Set topology.ranks_per_host={ranks_per_machine}."
         )

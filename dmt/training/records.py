@@ -55,12 +55,12 @@ class RunRecord:
 
     The files are ``config.toml`` (resolved; `load_config` reads it), ``metrics.jsonl`` (one JSON object per line) and
     ``result.json``; they replace those of an earlier run. A full disk does not stop training: numbers that cannot be
-    written to ``metrics.jsonl`` are logged as a warning.
+    written to ``metrics.jsonl`` are logged in a warning.
 
     Args:
         config: the run.
         enabled: true on rank 0.
-        resumed_step: the step that training resumes from; lines of ``metrics.jsonl`` after it are dropped, as training
+        resumed_step: the step from which training resumes; later lines of ``metrics.jsonl`` are dropped, as training
             records them again.
 
     Raises:
@@ -80,12 +80,12 @@ class RunRecord:
         _write(self._metrics, "".join(f"{json.dumps(values)}\n" for values in kept))
 
     def say(self, lines: Iterable[str]) -> None:
-        """Prints lines to stdout, each after ``# ``."""
+        """Prints lines to stdout, each prefixed with ``# ``."""
         if self.enabled:
             print("".join(f"# {line}\n" for line in lines), end="", flush=True)
 
     def sharding(self, plan: TowerShardingPlan | None) -> None:
-        """Writes a plan as ``sharding.json`` and prints its summary; None removes the file of an earlier run."""
+        """Writes a plan as ``sharding.json`` and prints its summary; None removes an earlier run's file."""
         if not self.enabled:
             return
         if plan is None:
@@ -100,7 +100,7 @@ class RunRecord:
         self.say([f"step {step:,}: AUC {values.auc:.4f}, NE {values.ne:.4f}, loss {values.loss:.4f}"])
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Records numbers after a training step, by names such as ``"train/loss"``."""
+        """Records numbers after a training step, under names such as ``"train/loss"``."""
         if not self.enabled:
             return
         line = json.dumps({"step": step, **values})
@@ -121,29 +121,29 @@ class RunRecord:
 
 
 def quality_warnings(auc: float, ne: float) -> list[str]:
-    """Returns warnings, with likely causes, if AUC is no better than chance or NE is worse than predicting the mean."""
+    """Returns warnings, with likely causes, if AUC is NaN or at most 0.52 (chance: 0.5), or NE is above 1.05."""
     texts = []
     if not auc > 0.52:
         texts.append(
-            f"AUC {auc:.4f} is no better than chance (0.5). Check data.label (AUC is NaN if all labels are equal), the "
-            "steps and learning rates (train.max_steps, optimizer.*_lr), and whether categorical values repeat."
+            f"AUC {auc:.4f} is not clearly above chance (0.5). Check data.label (AUC is NaN if all labels are equal), "
+            "the steps and learning rates (train.max_steps, optimizer.*_lr), and whether categorical values repeat."
         )
     if ne > 1.05:
         texts.append(
             f"NE {ne:.4f} is above 1: the predictions are worse than always predicting the mean click rate. Check the "
             "learning rates, whether your own model returns logits (no sigmoid), and whether the evaluation rows are "
-            "from another time."
+            "from another period."
         )
     return texts
 
 
 def to_json(result: Any) -> str:
-    """Returns JSON that every parser reads: NaN and infinity become null."""
+    """Returns strict JSON: NaN and infinity become null."""
     return pydantic_core.to_json(result, indent=1, inf_nan_mode="null").decode()
 
 
 def read_result(folder: Path) -> dict[str, Any]:
-    """Reads ``result.json`` of a finished run, a null at its top level as NaN; `InputError` if it cannot be read."""
+    """Reads ``result.json`` of a finished run, with NaN for top-level null; `InputError` if it cannot be read."""
     place, remedy = str(folder / "result.json"), "Run the job again, which evaluates its last checkpoint."
     result = read_file(place, "JSON", place=place, remedy=remedy)
     if not isinstance(result, dict):
@@ -152,7 +152,7 @@ def read_result(folder: Path) -> dict[str, Any]:
 
 
 def read_curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
-    """Reads the curves of a run, finished or not: by name, (step, value) pairs, with the last value of each step."""
+    """Reads the curves of a run, finished or not: (step, value) pairs by name, with the last value of each step."""
     curves: dict[str, dict[int, float]] = {}
     for values in _read_metrics(folder / "metrics.jsonl"):
         step = values.pop("step")
@@ -162,7 +162,7 @@ def read_curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def _read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Reads the whole records of ``metrics.jsonl``; a kill or a full disk can leave broken lines."""
+    """Reads the records of ``metrics.jsonl``, without broken lines, which a kill or a full disk can leave."""
     records = []
     for line in path.read_text(errors="replace").splitlines():
         try:

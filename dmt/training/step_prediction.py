@@ -1,4 +1,4 @@
-"""Predicts one training step of a job, and of the alternatives to it, on a described cluster (`dmt.simulator`)."""
+"""Predicts a training step of a job, and of alternatives to it, on a described cluster (`dmt.simulator`)."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ logger = logging.getLogger(__name__)
 FLAT = "flat (TorchRec)"
 """Name of the alternative to which the others are compared."""
 _RATIOS = (2, 4, 16)
-# What alternatives take over from a config, whole sections or keys of them; the rest is about the run's towers.
+# Sections of a config, or keys of sections, that its alternatives keep; the rest describes the run's towers.
 _SHARDING = "memory_gib cluster pooling_factors forward_precision backward_precision table_precision"
 _KEPT: dict[str, Any] = {
     **{"data": True, "model": True, "optimizer": True, "sharding": set(_SHARDING.split()), "replicas": {"sync_every"}},
@@ -53,11 +53,11 @@ class Prediction(NamedTuple):
     overrides: list[str]
     """Overrides of the run's config that give this alternative."""
     compression_ratio: float
-    """Numbers of a sample's embeddings over the numbers that its towers send; 1.0 for a flat model."""
+    """Numbers in a sample's embeddings over the numbers that the towers send for it; 1.0 for a flat model."""
     num_replicas: int
     seconds: float
     exposed: dict[Kind, float]
-    """Seconds of the step by the kind of operation that it spends them on."""
+    """Seconds of the step by kind of operation."""
     samples_per_s: float
     """Samples per second of the whole job."""
     lookup_seconds: float
@@ -101,7 +101,7 @@ def _lookups(job: Job) -> StepWorkload:
 
 
 def predict_step(job: Job, cluster: Cluster, counted: dict[str, ModelWork] | None = None) -> Prediction:
-    """Predicts a step of a job; its topology and the cluster may differ in size. `work_of` describes ``counted``."""
+    """Predicts a step of a job; the job may have more or fewer hosts than the cluster. ``counted``: see `work_of`."""
     train, work = job.config.train, work_of(job, counted)
     exposed = simulate(step_operations(work, cluster, micro_batches=train.micro_batches, prefetch=train.prefetch_ids))
     seconds, widths = sum(exposed.values()), work.model.widths
@@ -124,7 +124,7 @@ def predict_step(job: Job, cluster: Cluster, counted: dict[str, ModelWork] | Non
 
 
 def predicted_result(job: Job) -> dict[str, Any] | None:
-    """Returns predictions to put beside the measured numbers in a run's result; None without ``sharding.cluster``."""
+    """Returns the predictions that a run's result shows beside its measurements; None without ``sharding.cluster``."""
     config = job.config
     if config.sharding.cluster is None:
         return None
@@ -161,7 +161,7 @@ def not_counted(config: TrainingConfig) -> list[str]:
 
 
 def check_hosts(run: TrainingConfig, cluster: Cluster, *, is_given: bool) -> None:
-    """Raises `InputError` if a cluster lacks rates for the hosts of a run; ``is_given``: the user gave the uplink's."""
+    """Raises `InputError` if a cluster lacks rates for a run's hosts; ``is_given``: the user gave the uplink's rate."""
     topology = run.topology.build()
     if topology.host_size != cluster.ranks_per_host:
         key = "ranks_per_tower" if topology.world_size % cluster.ranks_per_host else "ranks_per_host"
@@ -177,10 +177,10 @@ def check_hosts(run: TrainingConfig, cluster: Cluster, *, is_given: bool) -> Non
 
 
 def alternatives(run: Job, cluster: Cluster) -> tuple[list[Prediction], list[str]]:
-    """Predicts a step of the flat model, of the same model over towers, and of towers that compress, by replicas.
+    """Predicts a step of the flat model, of that model over towers, and of towers that compress, each with replicas.
 
-    A tower is a host (several where there are more hosts than features), and features are dealt to towers in turn: how
-    they are grouped hardly changes what is sent. Everything else is as in the config. A user's own model
+    A tower is a host (several hosts if there are more hosts than features), and features are dealt to towers in turn:
+    their grouping hardly changes what is sent. Everything else is as in the config. A user's own model
     (``model.factory``) has no alternatives: predict it flat and in towers by overrides of its config.
 
     Returns:
@@ -211,13 +211,13 @@ def alternatives(run: Job, cluster: Cluster) -> tuple[list[Prediction], list[str
             predictions.append(prediction)
     if reason is not None and not predictions:
         raise reason
-    # Among equally fast ones (up to rounding), first what changes the model least, then what needs least memory.
+    # Among equally fast ones (up to rounding), first those that change the model least, then with fewest replicas.
     predictions.sort(key=lambda way: (round(way.seconds, 7), way.compression_ratio, way.num_replicas))
     return predictions, left_out
 
 
 def _plain_tables(run: Job) -> list[TableSpec]:
-    """Returns the tables of a model without features outside towers: with all columns, and bags not as sequences."""
+    """Returns the tables as the config gives them: at full width outside towers too, and bags not as sequences."""
     model, outside = run.config.model, () if run.towers is None else run.towers.outside_tables(run.tables)
     return [
         replace(
@@ -235,7 +235,7 @@ def _ways(run: Job) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
     """Yields the name of each alternative, and its settings as section -> key -> value."""
     family, num_hosts = "dcn" if "dcn" in run.config.model.arch else "dlrm", run.topology.num_hosts
     columns, num_features = max(table.embedding_dim for table in _plain_tables(run)), len(feature_names(run.tables))
-    # A flat model with sequences is refused over towers, as it would compress nothing.
+    # A flat model with sequences cannot train over towers.
     has_sequences = any(table.sequences for table in run.tables)
     models: dict[str, dict[str, Any]] = {} if has_sequences else {"SPTT, same model": {"arch": family}}
     for ratio in _RATIOS:
@@ -256,7 +256,7 @@ def _ways(run: Job) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
         if replicas == 1:
             yield FLAT, {**flat, "sharding": {"dataflow": "flat"}, "topology": shapes[hosts]}
         if (number > 1 or replicas > 1) and not has_sequences:
-            # So the trainer replicates a flat model: all ranks of a replica are one tower.
+            # The trainer replicates a flat model only in this way: all ranks of a replica are one tower.
             yield f"flat (one tower){suffix}", {**flat, "sharding": {"dataflow": "sptt"}, "topology": shapes[1]}
         for name, model in models.items() if number > 1 or replicas == 1 else ():
             yield (
@@ -266,14 +266,14 @@ def _ways(run: Job) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
 
 
 def _replicas(topology: TowerTopology) -> list[tuple[int, str]]:
-    """Returns numbers and placements of replicas: each replica on whole hosts, or all replicas on each host."""
+    """Returns (number, placement) of replicas: each replica on whole hosts, or all replicas on each host."""
     between = [number for number in range(1, topology.num_hosts + 1) if topology.num_hosts % number == 0]
     inside = [number for number in range(2, topology.host_size + 1) if topology.host_size % number == 0]
     return [*((number, "inter_host") for number in between), *((number, "intra_host") for number in inside)]
 
 
 def changed_config(config: TrainingConfig, settings: Mapping[str, Mapping[str, Any]]) -> TrainingConfig:
-    """Returns a config with ``settings`` (section -> key -> value), without the run's settings of towers and tables."""
+    """Returns a config with ``settings`` (section -> key -> value) but without its settings of towers and tables."""
     values = config.model_dump(mode="json", exclude_none=True, include=_KEPT)
     if settings["sharding"]["dataflow"] == "flat":
         del values["train"]["micro_batches"]

@@ -67,7 +67,7 @@ _TIMED_STEPS = 4  # steps after training whose lookups are timed; the first one 
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """What one rank holds of a run."""
+    """The state of a run on one rank."""
 
     job: Job
     mesh: TowerMesh
@@ -85,7 +85,7 @@ class Run:
 
 
 def train(config: TrainingConfig) -> dict[str, Any]:
-    """Trains, evaluates, saves and measures; to be called on every rank that torchrun started.
+    """Trains, evaluates, saves and measures; call it on every rank that torchrun started.
 
     Returns:
         The result, also written to ``result.json``: metrics, complexity, speed and bytes per sample. If SIGTERM or
@@ -146,12 +146,12 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
                 f"No training step was possible: a step takes {step_rows(job, at)} rows (train.batch_size), and there "
                 "are fewer. Lower train.batch_size, or give more data."
             )
-        # Without a new step, the run was finished before, and its last checkpoint is there.
+        # Without a new step, an earlier attempt finished the run and saved its last checkpoint.
         is_saved = at.step == start.position.step or (save(run, at) and saver.wait())
     if signals.stops:
         return {"stopped_at": at.step, "stopped_by": SIGNALS[signals.signal], "signal": signals.signal}
 
-    # Evaluate and measure. The measured pass updates the tables: it comes last.
+    # Evaluate, then measure: the measured passes update the tables.
     metrics = evaluate(run)
     record.evaluation(at.step, metrics)
     result = {"sharding": placed, **asdict(counts), **result_of(run, at, metrics, timer), "seconds": seconds}
@@ -161,7 +161,7 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
     if not is_saved:
         raise InputError(
             f"The model was trained, but its last checkpoint could not be saved to {folder} (see the warning above). "
-            "Free some space and run again: the run resumes from the previous checkpoint."
+            "Free some space and run the same command again: it resumes from the previous checkpoint."
         )
     return result
 
@@ -169,7 +169,7 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
 def train_steps(run: Run, at: Position, signals: Signals) -> tuple[Position, StepTimer]:
     """Trains from a position to the end, or to the step at which the ranks agree to stop for a signal; collective.
 
-    Evaluates and saves on the way; the caller makes the last evaluation and the last save.
+    Evaluates and saves on the way, but leaves the last evaluation and the last save to the caller.
 
     Returns:
         The position reached, with the replicas averaged, and the time of the steps.
@@ -184,13 +184,13 @@ def train_steps(run: Run, at: Position, signals: Signals) -> tuple[Position, Ste
     last = _last_step(run.job, at, rows_per_step)
     timer = StepTimer()
     agreement = Agreement(config, run.model, mesh, timer=timer, replicas=run.replicas, signals=signals)
-    # After each step: replicas are averaged and hot rows chosen again where that is due.
+    # After each step: they average replicas and choose hot rows again if that is due.
     followers = [part for part in (run.replicas, run.hot_rows) if part is not None]
     warn_step = min(at.step + config.log_every, math.inf if last is None else last)
     with progress_bar(initial=at.step, total=last, enabled=mesh.rank == 0) as bar:
         while at.epoch < config.epochs:
             epoch_batches = batches_of(run.job, mesh, "train", at)
-            # The pipeline works on batches ahead: it gets those up to the next evaluation only, to be empty by then.
+            # The pipeline reads ahead, so it gets only the batches before the next evaluation and is empty by then.
             while batches := up_to(_steps_until(config, at.step), epoch_batches):
                 if at.step and config.eval_every and at.step % config.eval_every == 0:
                     # Also for a resumed run that was killed before this evaluation.
@@ -227,7 +227,7 @@ def train_steps(run: Run, at: Position, signals: Signals) -> tuple[Position, Ste
 
 
 def batches_of(job: Job, mesh: TowerMesh, split: Split, at: Position | None = None) -> Iterator[ClickBatch]:
-    """Yields this rank's batches of a split of a job's data, from a position in it on; collective."""
+    """Yields this rank's batches of a split of a job's data, starting at a position; collective."""
     at = at or Position()
     batches = job.data.batches(
         split,
@@ -241,12 +241,12 @@ def batches_of(job: Job, mesh: TowerMesh, split: Split, at: Position | None = No
     )
     cuts = {} if job.towers is None else job.towers.column_splits
     batches = (batch.split_columns(cuts) for batch in batches)
-    # From page-locked memory, the pipeline can copy a batch to the GPU during the step before.
+    # From page-locked memory, the pipeline can copy a batch to the GPU during the previous step.
     return (batch.pin_memory() for batch in batches) if job.device_type == "cuda" else batches
 
 
 def _warn_of_probabilities(run: Run, logits: Tensor, *, is_due: bool) -> None:
-    """Warns, in one step, of a factory whose model seems to return probabilities instead of logits."""
+    """Warns, if it is due, that a factory's model seems to return probabilities instead of logits."""
     factory = run.job.config.model.factory
     if not is_due or factory is None or run.mesh.rank != 0:
         return
@@ -255,13 +255,13 @@ def _warn_of_probabilities(run: Run, logits: Tensor, *, is_due: bool) -> None:
 
 
 def up_to(number: int, batches: Iterator[ClickBatch]) -> Iterator[ClickBatch] | None:
-    """Reads the first of the next ``number`` batches, and returns an iterator over them; None if there is no batch."""
+    """Returns an iterator over the next ``number`` batches, of which it reads the first; None if there is no batch."""
     first = next(batches, None) if number > 0 else None
     return None if first is None else chain([first], islice(batches, number - 1))
 
 
 def _steps_until(config: TrainConfig, step: int) -> int:
-    """Returns the steps left after ``step`` until an evaluation or ``max_steps``; 0 or less at the end."""
+    """Returns the number of steps from ``step`` to the next evaluation or ``max_steps``; 0 or less at the end."""
     limits = [2**62]
     if config.max_steps is not None:
         limits.append(config.max_steps - step)
@@ -271,9 +271,9 @@ def _steps_until(config: TrainConfig, step: int) -> int:
 
 
 def run_pipeline(pipeline: Any, batches: Iterator[ClickBatch]) -> Iterator[tuple[Tensor, Tensor, Tensor]]:
-    """Yields (logits, labels, weights), [B] each, of every batch, after its step."""
+    """Yields (logits, labels, weights), float32 [B] each, of every batch, after its step."""
     if not isinstance(pipeline, TrainPipelineSparseDist):
-        # Else `TrainPipelineBase` remembers that the previous iterator has ended.
+        # Without this, `TrainPipelineBase` remembers that the previous iterator has ended.
         pipeline.reset()
     while True:
         try:
@@ -294,7 +294,7 @@ def evaluate(run: Run) -> MetricValues:
 
 
 def save(run: Run, at: Position) -> bool:
-    """Saves the state at a position, and returns whether that worked; collective."""
+    """Saves the state at a position, and returns whether it succeeded; collective."""
     _settle_replicas(run, at.step)
     if run.replicas is not None:
         run.replicas.check()
@@ -304,9 +304,9 @@ def save(run: Run, at: Position) -> bool:
 
 
 def _settle_replicas(run: Run, step: int) -> None:
-    """Averages the replicas, if there are any and the step has not left them equal; collective.
+    """Averages the replicas, if there are any and they are not equal after ``step``; collective.
 
-    Averaging equal values again can round them, so that a save would change the training after it.
+    Averaging equal values again can round them, so a save would change the training after it.
     """
     if run.replicas is not None and (run.replicas.delays_states or step % run.replicas.interval):
         run.replicas.sync()
@@ -321,9 +321,9 @@ def make_pipeline(job: Job, model: DistributedModelParallel, optimizer: Any) -> 
 
 
 def result_of(run: Run, at: Position, metrics: MetricValues, timer: StepTimer) -> dict[str, Any]:
-    """Returns the entries of a run's result on training, evaluation and options; collective.
+    """Returns the entries of a run's result about training, evaluation and options; collective.
 
-    Measures lookups and the bytes of a step, which updates the tables.
+    Measuring lookups and the bytes of a step updates the tables.
     """
     job, mesh, replicas, hot = run.job, run.mesh, run.replicas, run.hot_rows
     rows = job.config.train.batch_size * mesh.topology.world_size
@@ -363,7 +363,7 @@ def result_of(run: Run, at: Position, metrics: MetricValues, timer: StepTimer) -
 
 
 def _last_step(job: Job, at: Position, rows_per_step: int) -> int | None:
-    """Returns the last step of training from a position on; None without any known limit."""
+    """Returns the last step of training from a position on; None if no limit is known."""
     config, rows = job.config.train, job.data.num_rows("train")
     limits = [] if config.max_steps is None else [config.max_steps]
     if rows is not None:

@@ -1,4 +1,4 @@
-"""Loads the config, job and plain model of a run's newest whole checkpoint; `describe_run` saves config and plans."""
+"""Loads config, job and plain model of a run's newest whole checkpoint; `describe_run` saves its config and plans."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from dmt.training.job import Job, open_unsharded
 __all__ = ["RAW_DATA", "checkpoint_of", "data_section", "describe_run", "trained_model"]
 
 RAW_DATA = "raw_data.json"
-"""File of a checkpoint with the ``[data]`` settings that turn raw rows into ids, with every column by name."""
+"""File of a checkpoint with the ``[data]`` settings that turn raw rows into ids; it names every column."""
 
 
 def checkpoint_of(
@@ -43,7 +43,7 @@ def checkpoint_of(
         mesh: ranks that find the checkpoint together, each reading some of its files; collective if it is given.
 
     Raises:
-        InputError: there is no checkpoint, its config cannot be read, the run has no rows to replace by ``data_path``,
+        InputError: there is no checkpoint, its config cannot be read, ``data_path`` cannot replace synthetic rows,
             or the config names a function that is not allowed.
     """
     checkpoint = newest(run / "checkpoint", mesh) or newest(run, mesh)
@@ -81,7 +81,7 @@ def trained_model(
 ) -> tuple[Path, Job, nn.Module]:
     """Loads the plain model of a run's newest whole checkpoint, of any layout; arguments and errors: `checkpoint_of`.
 
-    ``open_rows`` opens the data, of which only the columns are needed; no row is read.
+    ``open_rows`` opens the data for its columns; no row is read.
 
     Returns:
         The folder of the checkpoint, the job (without a sharding plan), and the model in evaluation mode.
@@ -94,13 +94,13 @@ def trained_model(
     except InputError:
         if checkpoint.exists():
             raise
-        # The run is still training: it has saved a newer checkpoint and deleted this one.
+        # The run is still training: it has saved newer checkpoints and deleted this one.
         return trained_model(run, data_path, functions, open_rows)
     return checkpoint, job, task.model.eval()
 
 
 def describe_run(job: Job, hot_rows: HotRowsState | None, folder: Path) -> None:
-    """Writes a run's config, plans and hot rows into a checkpoint, as their files elsewhere may change or move."""
+    """Writes a run's config, plans and hot rows into a checkpoint, as the user's files may change or move."""
     if hot_rows is not None:
         save_hot_rows(hot_rows, folder)
     if job.towers is not None:

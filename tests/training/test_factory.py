@@ -352,5 +352,5 @@ def warnings_on_rank(rank: int) -> list[str]:
 @pytest.mark.ranks
 def test_a_model_that_returns_probabilities_is_noticed_once() -> None:
     [[noticed, nothing]] = run_ranks(warnings_on_rank, 1, fresh=True)
-    assert noticed.count("The model must return logits: take the sigmoid out of it") == 1
+    assert noticed.count("The model must return logits: remove its sigmoid") == 1
     assert nothing == ""

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from dmt.replicas.sync import ReplicaSync
 from dmt.sptt.mesh import TowerMesh
-from dmt.training.__main__ import _how_to_go_on
+from dmt.training.__main__ import _how_to_resume
 from dmt.training.agreement import SIGNALS, Agreement, Signals
 from dmt.training.checkpoints.store import checkpoints, newest, read_manifest
 from dmt.training.config import TrainConfig
@@ -130,9 +130,9 @@ def test_a_second_signal_ends_the_process_unless_it_saves(
 
 
 def test_the_last_line_names_the_checkpoint(tmp_path: Path) -> None:
-    assert "stopped by Ctrl-C: nothing was saved yet." in _how_to_go_on(tmp_path, "Ctrl-C")
+    assert "stopped by Ctrl-C: nothing was saved yet." in _how_to_resume(tmp_path, "Ctrl-C")
     (tmp_path / "checkpoint" / "step-00000007").mkdir(parents=True)
-    assert f"newest checkpoint is {tmp_path}/checkpoint/step-00000007." in _how_to_go_on(tmp_path, "SIGTERM")
+    assert f"newest checkpoint is {tmp_path}/checkpoint/step-00000007." in _how_to_resume(tmp_path, "SIGTERM")
 
 
 def start(folder: Path, *overrides: str) -> subprocess.Popen[bytes]:
