@@ -238,9 +238,11 @@ def _ways(run: Job) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
     # A flat model with sequences cannot train over towers.
     has_sequences = any(table.sequences for table in run.tables)
     models: dict[str, dict[str, Any]] = {} if has_sequences else {"SPTT, same model": {"arch": family}}
+    # One output per feature, so that tower_dim alone sets the ratio.
+    outputs = {} if (run.config.model.c, run.config.model.p) == (1, 0) else {"c": 1, "p": 0}
     for ratio in _RATIOS:
         if columns % ratio == 0:
-            models[f"towers, ratio {ratio}"] = {"arch": f"dmt-{family}", "tower_dim": columns // ratio}
+            models[f"towers, ratio {ratio}"] = {"arch": f"dmt-{family}", "tower_dim": columns // ratio, **outputs}
     reduced = {"train": {"dense_reduce": "hierarchical"}} if num_hosts > 1 else {}
     for replicas, placement in _replicas(run.topology):
         hosts, size = num_hosts, run.topology.host_size
