@@ -17,8 +17,9 @@ from torch.distributed.elastic.multiprocessing.errors import get_error_handler
 
 from dmt.errors import InputError, ReplicaMismatchError
 from dmt.testing.ranks import end_with
+from dmt.training.commands import emit, show_results
 from dmt.training.config import load_config
-from dmt.training.console import print_summary, quiet_libraries, say_last
+from dmt.training.console import quiet_libraries, say_last
 
 
 @click.command(epilog="Example: torchrun --nproc-per-node 4 -m dmt.training demo train.max_steps=200 model.arch=dlrm")
@@ -56,7 +57,7 @@ def main(config: str, overrides: tuple[str, ...]) -> None:
             say_last(_how_to_resume(Path(settings.train.output_dir), result["stopped_by"]), rank=rank, launcher=_PARENT)
         sys.exit(128 + result["signal"])
     if rank == 0 and "DMT_LAUNCHER" not in os.environ:  # a demo shows its runs side by side
-        print_summary({settings.model.name: result})
+        emit(show_results({settings.model.name: result}), as_json=False)
         print(f"Results: {settings.train.output_dir}/result.json   curves: {settings.train.output_dir}/metrics.jsonl")
 
 

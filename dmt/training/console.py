@@ -21,12 +21,10 @@ __all__ = [
     "cells",
     "lookup",
     "make_table",
-    "print_summary",
     "progress_bar",
     "quiet_libraries",
     "rows_of",
     "say_last",
-    "summary",
     "table_console",
 ]
 
@@ -168,17 +166,3 @@ def cells(result: Mapping[str, Any], rows: Sequence[tuple[str, str, str]] = ROWS
     """Returns the formatted values of one run, in the order of ``rows``; "-" for a value that is absent or NaN."""
     values = [(lookup(result, path), form) for _, path, form in rows]
     return ["-" if value is None or math.isnan(value) else form.format(value) for value, form in values]
-
-
-def summary(results: Mapping[str, Mapping[str, Any]]) -> tuple[list[str], list[list[str]]]:
-    """Returns the headers and rows of a table of runs side by side, one column per run."""
-    shown = rows_of(results.values())
-    columns = [[label for label, _, _ in shown], *(cells(result, shown) for result in results.values())]
-    return ["", *results], [list(row) for row in zip(*columns, strict=True)]
-
-
-def print_summary(results: Mapping[str, Mapping[str, Any]]) -> None:
-    """Prints the numbers of runs (``result.json`` by name) side by side."""
-    headers, rows = summary(results)
-    table = make_table(headers, rows, title="evaluation and cost", right=range(1, len(headers)))
-    Console(width=110).print(table)

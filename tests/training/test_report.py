@@ -17,7 +17,8 @@ from dmt.plan.topology import TowerTopology
 from dmt.plan.towers import TowerPlan
 from dmt.sharding.plan_tables import plan_tables
 from dmt.sharding.schemes import ShardingRules
-from dmt.training.console import ROWS, cells, print_summary, progress_bar, rows_of
+from dmt.training.commands import emit, show_results
+from dmt.training.console import ROWS, cells, progress_bar, rows_of
 from dmt.training.report.page import RUN_COLORS, auc_standard_error, compare_runs, plot_curves, write_report
 
 AFFINITY = {"within": 0.4567, "between": 0.3214, "within_strided": 0.3456}
@@ -222,9 +223,9 @@ def test_what_is_not_known_is_a_dash_and_makes_no_claim(tmp_path, arguments):
 def test_the_sync_of_replicas_has_a_row_only_where_there_are_some(capsys: pytest.CaptureFixture[str]) -> None:
     plain: dict[str, Any] = {"eval_auc": 0.75}
     replicated: dict[str, Any] = {"eval_auc": 0.74, "replicas": {"num_replicas": 2, "bytes_per_sample": 4321.4}}
-    print_summary({"plain": plain})
+    emit(show_results({"plain": plain}), as_json=False)
     assert "sync" not in capsys.readouterr().out
-    print_summary({"plain": plain, "replicated": replicated})
+    emit(show_results({"plain": plain, "replicated": replicated}), as_json=False)
     row = next(line for line in capsys.readouterr().out.splitlines() if "replicas' sync" in line)
     assert row.replace("│", " ").split()[-2:] == ["-", "4,321"]
     assert [path for _, path, _ in rows_of([plain, replicated])] == ["eval_auc", "replicas.bytes_per_sample"]

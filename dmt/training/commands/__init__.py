@@ -22,9 +22,9 @@ from dmt.errors import InputError
 from dmt.files import check_output
 from dmt.formatting import counted, human_bytes
 from dmt.testing.ranks import end_with
-from dmt.training.console import make_table, quiet_libraries, say_last, summary, table_console
+from dmt.training.console import cells, make_table, quiet_libraries, rows_of, say_last, table_console
 
-__all__ = ["Advanced", "Shown", "check_output_files", "emit", "main"]
+__all__ = ["Advanced", "Shown", "check_output_files", "emit", "main", "show_results"]
 
 # The function that reads each kind of file that commands write.
 _READERS = {
@@ -65,6 +65,14 @@ def emit(shown: Shown, as_json: bool) -> None:
         console.print(make_table(shown.headers, shown.rows, title=shown.title, right=shown.right))
     for line in shown.lines:
         console.print(line, soft_wrap=True)
+
+
+def show_results(results: Mapping[str, Mapping[str, Any]]) -> Shown:
+    """Shows the numbers of runs (``result.json`` by name) side by side, one column per run."""
+    rows = rows_of(results.values())
+    columns = [[label for label, _, _ in rows], *(cells(result, rows) for result in results.values())]
+    headers = ["", *results]
+    return Shown(results, headers, list(zip(*columns, strict=True)), "evaluation and cost", range(1, len(headers)))
 
 
 def check_output_files(outputs: Mapping[str, tuple[Path, str]], inputs: Iterable[object]) -> None:
@@ -203,9 +211,7 @@ def _demo(overrides: tuple[str, ...], *, data: str | None, out: Path) -> Shown:
     """
     from dmt.training.commands.demo import demo
 
-    results = demo(data, out, overrides, command=_command_line())
-    headers, rows = summary(results)
-    return Shown(results, headers, rows, "evaluation and cost", range(1, len(headers)))
+    return show_results(demo(data, out, overrides, command=_command_line()))
 
 
 @main.command("doctor", epilog="Example: dmt doctor")
