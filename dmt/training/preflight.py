@@ -109,7 +109,7 @@ def preflight(job: Job, model: nn.Module, mesh: TowerMesh) -> Complexity:
         if (ratio := counts.compression_ratio) < 1:
             logger.warning(
                 f"The towers send {1 / ratio:.2f} times as many numbers as their embeddings have (compression ratio "
-                f"{ratio:.2f}). Lower model.tower_dim, model.c or model.p, or leave tower_dim out for a ratio of 2."
+                f"{ratio:.2f}). Lower model.tower_dim, model.c or model.p."
             )
     return counts
 

@@ -231,18 +231,30 @@ def _plain_tables(run: Job) -> list[TableSpec]:
     ]
 
 
+def _models(run: Job, num_towers: int) -> dict[str, dict[str, Any]]:
+    """Returns settings of ``[model]`` for the alternatives in ``num_towers`` towers, by name."""
+    model, tables, outputs = run.config.model, _plain_tables(run), {}
+    if "dcn" in model.arch:
+        # A tower of DMT-DCN sends tower_dim numbers for all its features.
+        family, columns = "dcn", sum(table.embedding_dim * len(table.feature_names) for table in tables) // num_towers
+    else:
+        # With c = 1 and p = 0, a tower of DMT-DLRM sends tower_dim numbers for each of its features.
+        family, columns = "dlrm", max(table.embedding_dim for table in tables)
+        outputs = {} if (model.c, model.p) == (1, 0) else {"c": 1, "p": 0}
+    # A flat model with sequences cannot train over towers.
+    has_sequences = any(table.sequences for table in tables)
+    models: dict[str, dict[str, Any]] = {} if has_sequences else {"SPTT, same model": {"arch": family}}
+    for ratio in _RATIOS:
+        # Within the limits of model.tower_dim.
+        if 1 <= columns // ratio <= 65_536 and (columns % ratio == 0 or family == "dcn"):
+            models[f"towers, ratio {ratio}"] = {"arch": f"dmt-{family}", "tower_dim": columns // ratio, **outputs}
+    return models
+
+
 def _ways(run: Job) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
     """Yields the name of each alternative, and its settings as section -> key -> value."""
-    family, num_hosts = "dcn" if "dcn" in run.config.model.arch else "dlrm", run.topology.num_hosts
-    columns, num_features = max(table.embedding_dim for table in _plain_tables(run)), len(feature_names(run.tables))
-    # A flat model with sequences cannot train over towers.
-    has_sequences = any(table.sequences for table in run.tables)
-    models: dict[str, dict[str, Any]] = {} if has_sequences else {"SPTT, same model": {"arch": family}}
-    # One output per feature, so that tower_dim alone sets the ratio.
-    outputs = {} if (run.config.model.c, run.config.model.p) == (1, 0) else {"c": 1, "p": 0}
-    for ratio in _RATIOS:
-        if columns % ratio == 0:
-            models[f"towers, ratio {ratio}"] = {"arch": f"dmt-{family}", "tower_dim": columns // ratio, **outputs}
+    flat = {"model": {"arch": "dcn" if "dcn" in run.config.model.arch else "dlrm"}}
+    num_hosts, num_features = run.topology.num_hosts, len(feature_names(run.tables))
     reduced = {"train": {"dense_reduce": "hierarchical"}} if num_hosts > 1 else {}
     for replicas, placement in _replicas(run.topology):
         hosts, size = num_hosts, run.topology.host_size
@@ -254,10 +266,10 @@ def _ways(run: Job) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
             towers: {"num_towers": towers, "ranks_per_tower": hosts * size // towers, **mesh}
             for towers in (hosts, 1, number)
         }
-        flat = {"model": {"arch": family}}
+        models = _models(run, number)
         if replicas == 1:
             yield FLAT, {**flat, "sharding": {"dataflow": "flat"}, "topology": shapes[hosts]}
-        if (number > 1 or replicas > 1) and not has_sequences:
+        if (number > 1 or replicas > 1) and "SPTT, same model" in models:
             # The trainer replicates a flat model only in this way: all ranks of a replica are one tower.
             yield f"flat (one tower){suffix}", {**flat, "sharding": {"dataflow": "sptt"}, "topology": shapes[1]}
         for name, model in models.items() if number > 1 or replicas == 1 else ():

@@ -111,8 +111,9 @@ def test_operators_that_depend_on_the_samples_are_refused() -> None:
 # The alternatives.
 
 
-def test_alternatives_are_sorted_and_their_overrides_make_them() -> None:
-    values = ["topology.num_towers=4", "topology.ranks_per_tower=2", "train.batch_size=4096", "model.c=0", "model.p=1"]
+@pytest.mark.parametrize("model", [["model.c=0", "model.p=1"], ["model.arch=dmt-dcn"]], ids=["dlrm", "dcn"])
+def test_alternatives_are_sorted_and_their_overrides_make_them(model: list[str]) -> None:
+    values = ["topology.num_towers=4", "topology.ranks_per_tower=2", "train.batch_size=4096", *model]
     tables = criteo_1tb_tables(64)
     ways, left_out = alternatives(job_for(load_config("demo", values), tables), SMALL)
     seconds = [round(way.seconds, 7) for way in ways]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
@@ -57,7 +58,7 @@ def _show(record: dict[str, Any], title: str, current: Prediction, ways: Sequenc
     is_tie = bool(ways) and ways[-1].seconds - ways[0].seconds < 1e-7
     best: dict[tuple[str, bool], Prediction] = {}
     for way in ways:
-        best.setdefault((way.name.partition(",")[0] + str(way.compression_ratio), way.num_replicas > 1), way)
+        best.setdefault((re.sub(", [0-9]+ replicas.*", "", way.name), way.num_replicas > 1), way)
     rows = []
     for way in [current, *([ways[0]._replace(name="every way to train")] if is_tie else best.values())]:
         exposed = f"{1 - (way.exposed['compute'] + way.exposed['program']) / way.seconds:.0%}"
