@@ -390,7 +390,7 @@ def _refusals_across_sections(config: TrainingConfig) -> list[tuple[object, str]
         (
             sharding.is_off_device and (replicas > 1 or hot.extra_memory > 0),
             "sharding.tables puts tables outside the device's memory, but this run has replicas or hot rows, which "
-            "read whole tables on the device. Leave the kernels out of sharding.tables, or leave out replicas and hot rows.",
+            "read whole tables on it. Leave the kernels out of sharding.tables, or leave out replicas and hot rows.",
         ),
     ]
 

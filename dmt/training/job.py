@@ -190,7 +190,7 @@ def _in_towers(config: TrainingConfig, tables: Sequence[TableSpec]) -> tuple[Tow
     for feature, widths in plan.column_splits.items():
         if any(width % 4 for width in widths):
             raise InputError(
-                f"{place} cuts the table of feature {feature!r} into shards of {list(widths)} columns; each width "
+                f"{place} cuts the table of feature {feature!r} into column shards of {list(widths)} columns; each "
                 "must be a multiple of 4 (FBGEMM's kernels). Make a plan with other shards."
             )
     try:
