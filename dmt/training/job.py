@@ -41,7 +41,6 @@ __all__ = [
 
 PREPARED = "prepared"
 """Name of the folder in a run's output for rows that must be prepared."""
-Splits = Mapping[str, tuple[int, ...]]
 _CPU_OPTIMIZERS = ("rowwise_adagrad", "adagrad", "sgd")  # those with a CPU kernel in FBGEMM
 
 
@@ -305,7 +304,7 @@ def _strided(tables: Sequence[TableSpec], num_towers: int) -> TowerPlan:
     return TowerPlan.from_lists(groups, strategy="strided")
 
 
-def _cuts(plan: TowerPlan, tables: Sequence[TableSpec]) -> Splits:
+def _cuts(plan: TowerPlan, tables: Sequence[TableSpec]) -> Mapping[str, tuple[int, ...]]:
     """Returns the plan's column splits; none if the tables are already cut, as in a ``towers.json``."""
     features = set(feature_names(tables))
     return plan.column_splits if any(feature in features for feature in plan.column_splits) else {}

@@ -66,8 +66,6 @@ class Prediction(NamedTuple):
     """Bytes that the busiest host sends to other hosts."""
     rank_bytes: float
     """Memory of the fullest rank for tables, their optimizer states, and looked-up embeddings with their gradients."""
-    activation_bytes: float
-    """The part of ``rank_bytes`` for looked-up embeddings and their gradients."""
     host_bytes: float
     """The same memory as ``rank_bytes``, summed over the ranks of the fullest host."""
 
@@ -118,7 +116,6 @@ def predict_step(job: Job, cluster: Cluster, counted: dict[str, ModelWork] | Non
         lookup_seconds=work.lookup_bytes / 3 / cluster.lookup_bytes_per_s,
         uplink_bytes=work.uplink_bytes,
         rank_bytes=work.rank_bytes[0],
-        activation_bytes=work.rank_bytes[1],
         host_bytes=work.host_bytes,
     )
 
@@ -245,7 +242,6 @@ def _models(run: Job, num_towers: int) -> dict[str, dict[str, Any]]:
     has_sequences = any(table.sequences for table in tables)
     models: dict[str, dict[str, Any]] = {} if has_sequences else {"SPTT, same model": {"arch": family}}
     for ratio in _RATIOS:
-        # Within the limits of model.tower_dim.
         if 1 <= columns // ratio <= 65_536 and (columns % ratio == 0 or family == "dcn"):
             models[f"towers, ratio {ratio}"] = {"arch": f"dmt-{family}", "tower_dim": columns // ratio, **outputs}
     return models
