@@ -117,8 +117,7 @@ def test_alternatives_are_sorted_and_their_overrides_make_them(model: list[str])
     tables = criteo_1tb_tables(64)
     ways, left_out = alternatives(job_for(load_config("demo", values), tables), SMALL)
     seconds = [round(way.seconds, 7) for way in ways]
-    assert seconds == sorted(seconds)
-    assert left_out == []
+    assert (seconds, left_out) == (sorted(seconds), [])
     # R of 1, of 2 on two hosts each, and of 2 on every host; of 4 on one host each, where towers would send nothing.
     ratios = {
         copies: sorted(round(w.compression_ratio) for w in ways if w.num_replicas == copies) for copies in (1, 2, 4)
