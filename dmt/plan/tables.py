@@ -89,7 +89,7 @@ def table_specs(tables: Iterable[Any], *, one_table_per_feature: bool = True) ->
 
     Raises:
         InputError: two tables have the same name, a feature looks up in two tables although ``one_table_per_feature``,
-            or tables do not train in the ``data_type`` of a table.
+            or a table has a ``data_type`` other than FP32 and FP16.
     """
     specs = tuple(
         TableSpec(

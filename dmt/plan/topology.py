@@ -59,8 +59,8 @@ class TowerTopology:
     """``"inter_host"``: a replica is a contiguous block of ranks. ``"intra_host"``: the replicas of one
     shard are neighboring ranks."""
     ranks_per_host: int | None = None
-    """Number of neighboring ranks on a host, which hold whole towers or an equal part of one tower. None: as many as
-    hold one tower, which includes all its replicas if ``replica_placement`` is ``"intra_host"``."""
+    """Number of ranks on a host. They are neighbors, and hold whole towers or an equal part of one tower. None: a host
+    holds one tower, with all its replicas if ``replica_placement`` is ``"intra_host"``."""
 
     def __post_init__(self) -> None:
         for field in ("num_towers", "ranks_per_tower", "num_replicas", "ranks_per_host"):
@@ -145,7 +145,7 @@ class TowerTopology:
         return TowerTopology(num_towers=1, ranks_per_tower=len(ranks), ranks_per_host=on_host)
 
     def on_all_replicas(self, values: ArrayLike) -> NDArray[np.float64]:
-        """Gives all ranks of the job the values of one replica's ranks: [T * L, ...] tower by tower -> [world, ...]."""
+        """Repeats values of a replica's ranks, [T * L, ...] tower by tower, for all ranks: float64 [R * T * L, ...]."""
         of_replica = np.asarray(values, dtype=np.float64)
         of_job = np.empty((self.world_size, *of_replica.shape[1:]))
         for ranks in self.sharding_groups():
@@ -181,17 +181,17 @@ class TowerTopology:
         return [list(ranks) for ranks in zip(*self.host_groups(), strict=True)]
 
     def share_across_hosts(self, groups: list[list[int]]) -> float:
-        """Returns the fraction of rank pairs within the groups that are on different hosts; 0 if there are no pairs."""
+        """Returns the fraction of rank pairs within the groups that span two hosts; 0 if there are no pairs."""
         pairs = across = 0
         for group in groups:
             on_host = Counter(self.host(rank) for rank in group)
             pairs += len(group) * (len(group) - 1)
-            # Pairs on one host, each rank with itself included, are not across.
+            # Pairs on one host do not cross, nor does a rank paired with itself.
             across += len(group) ** 2 - sum(number**2 for number in on_host.values())
         return across / pairs if pairs else 0.0
 
     def ring_share_across_hosts(self, groups: Sequence[Sequence[int]]) -> float:
-        """Returns the fraction of links between hosts, in rings that go through each group's ranks in host order.
+        """Returns the fraction of ring links that cross hosts; a ring goes through each group's ranks in host order.
 
         Example:
             >>> topology = TowerTopology(num_towers=1, ranks_per_tower=4, ranks_per_host=2)
@@ -202,7 +202,7 @@ class TowerTopology:
         return sum(number for number in hosts if number > 1) / max(sum(map(len, groups)), 1)
 
     def _groups(self, *axes: int, size: int) -> list[list[int]]:
-        """Returns the ranks in the order of these axes of the mesh, cut into groups of ``size``."""
+        """Returns the ranks, in the order of these mesh axes, cut into groups of ``size``; each group is sorted."""
         groups: list[list[int]] = np.sort(self._ranks.transpose(axes).reshape(-1, size)).tolist()
         return groups
 

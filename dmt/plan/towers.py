@@ -33,7 +33,7 @@ class TowerFeatures:
 
 @dataclass(frozen=True, kw_only=True)
 class TowerPlan:
-    """A balanced assignment of features to towers (the result of DMT's Tower Partitioner, section 3.3).
+    """An assignment of features to towers, such as the Tower Partitioner makes (DMT, section 3.3).
 
     Every feature is in exactly one tower, or `outside` all towers. The order of towers and of features within them is
     the order of the columns in a multi-tower model's interaction, no matter which ranks hold the towers.
@@ -54,9 +54,9 @@ class TowerPlan:
     outside: tuple[str, ...] = ()
     """Features outside all towers: every rank holds their tables and looks up its own samples (Neo, section 4)."""
     strategy: str = "manual"
-    """How the features were assigned: ``manual``, ``strided``, ``coherent`` or ``diverse``."""
+    """How the features were assigned: ``manual``, ``strided``, ``coherent``, ``diverse``, ``together`` or ``apart``."""
     seed: int | None = None
-    """The seed of a learned assignment."""
+    """The random seed of a learned assignment."""
     affinity: Mapping[str, Any] = field(default_factory=dict)
     """Summary numbers of the feature affinity that a learned assignment was made from."""
     tables: tuple[TableSpec, ...] = ()
@@ -98,7 +98,7 @@ class TowerPlan:
         """Makes a plan from a list of feature names for each tower; ``metadata`` are further fields of the plan.
 
         Raises:
-            InputError: a string was given instead of a list of names, or the plan breaks a rule of `TowerPlan`.
+            InputError: a tower is a string instead of a list of names, or the plan breaks a rule of `TowerPlan`.
         """
         lists = {f"Tower {number}": features for number, features in enumerate(towers)}
         for place, features in {**lists, "outside": outside}.items():
@@ -162,7 +162,7 @@ class TowerPlan:
                 raise InputError(f"{subject} {fault}{did_you_mean(names[0], others)}")
 
     def tables_by_tower(self, tables: Sequence[Any]) -> list[list[Any]]:
-        """Returns the tables of each tower, ordered by their first feature in the plan; checks that they fit the plan.
+        """Checks that tables fit the plan, and returns those of each tower, ordered by their first feature in the plan.
 
         Tables of features outside towers are in none of the lists; see `outside_tables`.
 
@@ -225,7 +225,7 @@ class TowerPlan:
         plain = replace(self, affinity=dict(self.affinity), column_splits=dict(self.column_splits))
         record = {"format": FORMAT_VERSION, **asdict(plain)}
         for table in record["tables"]:
-            del table["data_type"]  # a plan holds for either
+            del table["data_type"]  # a plan is valid for both formats
         with write_or_raise(path, "Tower plan") as scratch:
             scratch.write_text(json.dumps(record, indent=1, ensure_ascii=False) + "\n", encoding="utf-8")
 

@@ -14,7 +14,7 @@ __all__ = ["data_uri", "render_page"]
 
 
 def render_page(template: Path, path: str | os.PathLike[str], context: Mapping[str, Any]) -> Path:
-    """Renders a Jinja2 template to an HTML page in UTF-8; replaces an existing file and makes missing folders.
+    """Renders a Jinja2 template to an HTML page in UTF-8, makes missing folders, and returns ``path``.
 
     All values are escaped, and a name that is absent from the context is an error. A template may extend ``base.html``
     of this folder, which needs ``notes`` and ``cards``. Raises `InputError` if the file cannot be written.

@@ -39,7 +39,7 @@ class CollectiveRates:
     __pydantic_config__ = _CHECKS
 
     latency_s: Seconds
-    """Seconds that a collective takes however few bytes it carries."""
+    """Seconds that a collective takes before it sends any byte."""
     uplink_bytes_per_s: Rate
     """Bytes per second that the ranks of a host together send to other hosts while they receive as many; in groups of
     the best size."""
@@ -77,7 +77,7 @@ def _share(shares: Mapping[int, float], ranks: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Speed of the ranks and links of a cluster of equal hosts; rates are those of one rank while all ranks work."""
+    """Speed of the ranks and links of a cluster of equal hosts; rates hold for one rank while all ranks work."""
 
     __pydantic_config__ = _CHECKS
 
@@ -127,7 +127,7 @@ def shipped_clusters() -> list[str]:
 
 
 def load_cluster(path: str | Path) -> Cluster:
-    """Reads a ``cluster.toml``, or by its name a cluster that comes with the library.
+    """Reads a ``cluster.toml`` file, or a cluster that comes with the library, given by name.
 
     Raises:
         InputError: no file or shipped cluster has this name, or the file does not describe a cluster (a key is missing
@@ -152,6 +152,6 @@ def load_cluster(path: str | Path) -> Cluster:
 
 def save_cluster(cluster: Cluster, path: Path) -> None:
     """Writes a ``cluster.toml`` that `load_cluster` reads."""
-    record = json.loads(json.dumps(asdict(cluster)))  # turns numbers of ranks into text, which keys of TOML are
+    record = json.loads(json.dumps(asdict(cluster)))  # JSON makes ranks strings, as TOML keys must be
     with atomic_write(path) as part:
         part.write_text(tomli_w.dumps(record), encoding="utf-8")

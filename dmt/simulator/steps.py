@@ -38,7 +38,7 @@ Kind = Literal["compute", "ids", "embeddings", "dense", "replicas", "program"]
 gradients, or of replicas; or the program that launches the operations."""
 
 _REDUCED = ("dense", "replicas")
-_DONE = 1e-12  # seconds; less than this is left only by rounding
+_DONE = 1e-12  # seconds; any smaller remainder is a rounding error
 # How often embeddings or outputs are copied between two collectives: unpacked, then packed. What the model reads and
 # writes is counted on the model.
 _COPIES = 2
@@ -229,7 +229,7 @@ def step_operations(
         work: work of the busiest rank.
         cluster: speed of its ranks and links.
         micro_batches: K, micro-batches of a batch.
-        prefetch: True if the ids of the next batch travel during the step.
+        prefetch: True if the ids of the next batch are exchanged during the step.
     """
     step, model, loads, parts = _Program(cluster), work.model, work.loads, range(micro_batches)
     inner, copies, peers = work.topology.ranks_per_tower, work.topology.num_replicas, work.topology.num_towers
@@ -285,7 +285,7 @@ def step_operations(
 
 
 def _reduction(step: _Program, work: StepWork, name: str, *, over_hosts: bool) -> str:
-    """Adds the all-reduce of gradients over all ranks: a ring, or inside hosts, between them, and inside them again."""
+    """Adds the all-reduce of gradients over all ranks: as a ring, or inside hosts, between hosts, and inside again."""
     topology, load = work.topology, work.loads[name]
     half, across, size = Load(inside=load.inside / 2), Load(uplink=load.uplink), topology.host_size
     parts = [("ring", load, topology.world_size)]
@@ -295,14 +295,14 @@ def _reduction(step: _Program, work: StepWork, name: str, *, over_hosts: bool) -
 
 
 def simulate(operations: Sequence[Operation]) -> dict[Kind, float]:
-    """Runs operations, each as soon as those that it waits for have ended; operations share a resource equally.
+    """Simulates operations: each begins when those that it waits for have ended; they share resources equally.
 
     Args:
         operations: the operations, each after those that it waits for.
 
     Returns:
-        Seconds by kind; their sum is the duration of the step. Time counts as computing while anything computes,
-        otherwise in equal parts as the collectives that run, and as the program while nothing else runs.
+        Seconds by kind; their sum is the duration of the step. Time counts as ``"compute"`` while anything computes,
+        else in equal parts as the collectives that run, else as ``"program"``.
 
     Example:
         Two exchanges share the uplink while the rank computes.
@@ -334,7 +334,7 @@ def simulate(operations: Sequence[Operation]) -> dict[Kind, float]:
         if ended:
             continue
         users = Counter(resource for seconds in left.values() for resource in seconds if resource != "latency")
-        # Up to the moment at which an operation is done with a resource.
+        # Advance to the moment at which an operation is done with a resource.
         step = min(s * users.get(resource, 1) for seconds in left.values() for resource, s in seconds.items())
         for seconds in left.values():
             for resource in seconds:
@@ -347,7 +347,7 @@ def simulate(operations: Sequence[Operation]) -> dict[Kind, float]:
 
 
 def _left(stages: list[dict[str, float]]) -> dict[str, float]:
-    """Returns the seconds that are left of an operation's present stage, by resource; empty when it has ended."""
+    """Returns the remaining seconds of an operation's current stage, by resource; empty after its last stage."""
     while stages:
         for resource in [resource for resource, seconds in stages[0].items() if seconds <= _DONE]:
             del stages[0][resource]

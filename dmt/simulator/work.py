@@ -1,6 +1,6 @@
 """What a step sends and computes: bytes and memory (`step_work`), operators of a model (`count_operators`).
 
-Legend: B samples per rank, T towers, L ranks per tower, R replicas, W = R T L ranks, G = T L B.
+Legend: B samples per rank, T towers, L ranks per tower, R replicas, W = R T L ranks.
 """
 
 from __future__ import annotations
@@ -27,12 +27,7 @@ from dmt.sharding.costs import CostModel, ShardLoad, StepWorkload
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.simulator.steps import Load, ModelWork, Operator, PartWork, StepWork
 
-__all__ = [
-    "Workload",
-    "count_operators",
-    "operators_of",
-    "step_work",
-]
+__all__ = ["Workload", "count_operators", "operators_of", "step_work"]
 
 _SIZES = (128, 256)  # batch sizes at which operators are counted, large enough for sequences of their mean length
 
@@ -43,7 +38,7 @@ class Workload:
 
     topology: TowerTopology
     tables: Sequence[TableSpec]
-    """All tables; for one that the tower plan cuts, its column shards."""
+    """All tables; of a table that the tower plan cuts, its column shards instead."""
     towers: Sequence[Sequence[str]]
     """Features of each tower; for the flat dataflow, one list. Every rank holds the tables of features in no list."""
     sharding: TowerShardingPlan | None
@@ -64,7 +59,7 @@ class Workload:
         return [table for table in self.tables if inside.isdisjoint(table.feature_names)]
 
     def columns(self, features: Sequence[str]) -> float:
-        """Returns how many numbers the embeddings of these features have per sample; sequences count every item."""
+        """Returns the numbers per sample in the embeddings of these features; sequences count every item."""
         names = set(features)
         return sum(self.lookups.numbers(table) for table in self.tables if not names.isdisjoint(table.feature_names))
 
@@ -72,9 +67,9 @@ class Workload:
 def step_work(step: Workload, model: ModelWork) -> StepWork:
     """Returns the work of one step: the bytes that all ranks send together, and the load of the busiest rank and host.
 
-    Data-parallel tables, tower modules, dense parts and replicas are reduced in rings; tables outside towers inside
-    hosts first, but in TorchRec's flat dataflow in a ring. Not counted: the sizes that ranks exchange before the data,
-    and that some rows of a row-wise table are read more often than others.
+    Data-parallel tables, tower modules and replicas are reduced in rings; so are dense parts unless
+    ``step.is_hierarchical``, and tables outside towers in the flat dataflow. Not counted: the sizes that ranks exchange
+    before the data, and that some rows of a row-wise table are read more often than others.
     """
     topology, batch, held = step.topology, step.lookups.batch_size, _rank_loads(step)
     hosts = topology.num_hosts
@@ -113,7 +108,7 @@ def _widths(step: Workload, model: ModelWork) -> list[float]:
 
 
 def _rank_loads(step: Workload) -> dict[str, NDArray[np.float64]]:
-    """Returns the load of the shards on every rank, [W] for each field of `ShardLoad`."""
+    """Returns the loads of all ranks, float64 [W], by field of `ShardLoad`."""
     topology, sharding = step.topology, step.sharding
     ranks = topology.num_towers * topology.ranks_per_tower
     loads = np.zeros((ranks, len(ShardLoad._fields)))
@@ -187,7 +182,7 @@ def _exchanges(
 
 
 def _sum_over_hosts(topology: TowerTopology, size: int) -> tuple[float, float]:
-    """Returns the bytes that a rank sends to sum ``size`` bytes inside hosts, then between, and the share between."""
+    """Returns the bytes a rank sends to sum ``size`` bytes inside hosts, then between them, and the share between."""
     # Every rank of a host sums an equal part, as if all gradients were one bucket.
     world, hosts, ranks = topology.world_size, topology.num_hosts, topology.host_size
     padded = 4 * math.ceil(size / 4 / ranks) * ranks
@@ -202,10 +197,10 @@ def _ring(topology: TowerTopology, size: int) -> tuple[float, float]:
 
 
 def count_operators(model: nn.Module, dense_in_features: int) -> ModelWork:
-    """Counts the operators of each part of a model on the meta device whose tables are `MetaTables` or `MetaTowers`.
+    """Counts the operators of each part of a model on the meta device.
 
-    The model, with ``dense_in_features`` dense features, runs forward and backward at two batch sizes. Bytes that grow
-    with the batch count for each sample, all others (of weights and their gradients) for each pass.
+    The model has `MetaTables` or `MetaTowers` as tables and takes ``dense_in_features`` dense features. It runs forward
+    and backward at two batch sizes: bytes that grow with the batch count for each sample, others for each pass.
 
     Raises:
         InputError: the number of operators depends on the number of samples.
@@ -252,7 +247,7 @@ def _count(
     around: list[_Counted] = []
 
     def cut(value: Any) -> Any:
-        """Returns the same values as leaves, where gradients stop."""
+        """Returns the same values with new leaf tensors, at which gradients stop."""
         value = tree_map_only(Tensor, lambda tensor: tensor.detach().requires_grad_(tensor.requires_grad), value)
         leaves.extend(tensor for tensor in tree_leaves(value) if isinstance(tensor, Tensor) and tensor.requires_grad)
         return value

@@ -124,7 +124,7 @@ def test_a_file_of_rows_is_all_it_takes(rows: Path, tmp_path: Path) -> None:
     assert (plan.strategy, plan.tables) == ("together", ())
     printed = " ".join(result.output.split())
     assert re.search("(9[0-9]|100)% of all interaction beyond the measuring error is inside", printed)
-    assert re.search("c_0, c_2: known together they gain [0-9.]+ . [0-9.]+ nats per row", printed)
+    assert re.search("c_0, c_2: their interaction lowers the loss by [0-9.]+ . [0-9.]+ nats per row", printed)
     assert (tmp_path / "report.html").read_text().count("<td>tower_") == 3
     # A linear tower module parts what the other kept together.
     plan, _ = partitioned(tmp_path / "towers.json", *asked, "--tower-module", "dlrm")
@@ -135,7 +135,7 @@ def test_a_parity_of_three_is_found_without_an_option(tmp_path: Path) -> None:
     rows = write_rows(tmp_path / "rows.csv", *parity_clicks(5, [(0, 2, 4)], rows=6000, strength=1.0))
     plan, result = partitioned(tmp_path / "towers.json", "--data", rows, "--tower-module", "dcn", "--towers", 2)
     assert {"c_0", "c_2", "c_4"} in [set(tower) for tower in plan.to_lists()]
-    assert "c_0, c_2, c_4: known together they gain 0." in " ".join(result.output.split())
+    assert "c_0, c_2, c_4: their interaction lowers the loss by 0." in " ".join(result.output.split())
 
 
 @pytest.mark.parametrize(("arch", "strategy"), [("dcn", "together"), ("dmt-dlrm", "apart")])

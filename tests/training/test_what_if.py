@@ -210,9 +210,9 @@ def test_the_command_predicts_the_config_and_its_alternatives() -> None:
     assert "2 hosts x 8 ranks, 512 samples a rank, on h100: 2,688 Gbit/s from a host to others (336 a rank)" in words
     # All are bound by the program: one row for all, and of equally fast ones the model that is unchanged comes first.
     assert [name in words for name in ("this config", "every way to train", "flat (TorchRec)")] == [True, True, False]
-    assert "The fastest: model.arch=dlrm sharding.dataflow=flat" in words
+    assert "Fastest: model.arch=dlrm sharding.dataflow=flat" in words
     words = " ".join(run("demo", *SHAPE, "train.batch_size=16384", "--cluster", "v100").stdout.split())
-    for name in ("this config", "flat (TorchRec)", "SPTT, same model", "towers, ratio 16", "The fastest: model.arch="):
+    for name in ("this config", "flat (TorchRec)", "SPTT, same model", "towers, ratio 16", "Fastest: model.arch="):
         assert name in words
     assert "were not measured" not in words
 

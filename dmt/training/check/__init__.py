@@ -26,7 +26,7 @@ Verdict = Literal["ok", "FAILED"]
 
 _TITLES = {
     "logits": "one batch, of unequal sizes on the ranks",
-    "dense gradients": "means over ranks, with tower modules",
+    "dense gradients": "means over ranks, also of tower modules",
     "table gradients": "means over the ranks of a replica",
     "training": "losses of all steps, then the weights",
     "replicas": "copies on several ranks are equal",
@@ -43,13 +43,13 @@ class CheckRow:
     """What was compared, by default with the plain module."""
     verdict: Verdict
     difference: float | None = None
-    """Difference of the worst comparison, by its share of the allowed difference; None if nothing was compared."""
+    """Difference in the worst comparison, the largest relative to what is allowed; None if nothing was compared."""
     allowed: float | None = None
-    """Difference that was allowed in this comparison."""
+    """Allowed difference in that comparison."""
     count: int = 0
     """Number of comparisons."""
     where: str = ""
-    """Tables and parameters that differ, and the first place; empty if all agree."""
+    """Tables and parameters that differ, with rank and step of the worst; empty if all agree."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,7 +80,7 @@ class CheckReport:
 
 
 def check_run(config: TrainingConfig, limits: CheckLimits) -> CheckReport:
-    """Compares a run that is configured for a cluster with the plain module, shrunk, on gloo ranks of this machine.
+    """Shrinks a run that is configured for a cluster, and compares it with the plain module on local gloo ranks.
 
     Raises:
         InputError: the run cannot be built from its config.
@@ -99,7 +99,7 @@ def _quietly(rank: int, run: CheckedRun) -> RankReport:
 
 
 def compare_ranks(run: CheckedRun, reports: Sequence[RankReport]) -> CheckReport:
-    """Returns the report of all ranks' findings, and of copies that differ between ranks."""
+    """Returns the report of all ranks: their findings, and a comparison of the copies that several ranks hold."""
     findings = [finding for report in reports for finding in report.findings]
     findings += _replicas(reports)
     lows, highs = zip(*(report.outputs for report in reports), strict=True)

@@ -1,4 +1,4 @@
-"""The expected results of all ranks, from the plain single-process module on the union of the ranks' batches.
+"""The expected results of all ranks, computed by the plain single-process module on the batches of all ranks.
 
 Each replica has a plain module, which trains on the batches of the replica's ranks (`dmt.testing.PlainTraining`).
 """
@@ -76,16 +76,16 @@ class Expected:
     logits: list[Tensor]
     """Logits of the batch `UNEVEN` before training, by rank, [B] each."""
     gradients: list[State]
-    """Gradients of the batch `UNEVEN`, by replica and name: means over ranks of the gradients of each rank's mean loss.
-    For tables that a replica trains separately, over the replica's ranks; for other parameters, over all ranks."""
+    """Gradients of the batch `UNEVEN`, by replica and name: means over ranks of the gradients of each rank's mean loss,
+    over the replica's ranks for tables, and over all ranks for other parameters."""
     losses: list[list[float]]
-    """Mean losses by step and rank; the last step follows the end of training."""
+    """Mean losses by step and rank, [steps + 1][W]; the last are computed with the weights after training."""
     weights: State
     """Weights after training and a final averaging of replicas, by name."""
 
 
 def compute_expected(run: CheckedRun, layout: Mapping[str, Sequence[int]]) -> Expected:
-    """Trains the plain module, with optimizers for the column shards of ``layout``; returns what ranks must reproduce.
+    """Trains the plain module, with optimizers for the column shards of ``layout``; returns the expected results.
 
     Raises:
         InputError: a loss is not finite, or a sample's logit depends on other samples of its batch.

@@ -1,4 +1,4 @@
-"""`check_on_rank` makes the comparisons of one rank. It builds one model after the other, from the same weights."""
+"""`check_on_rank` makes the comparisons of one rank, with one model after another from the same weights."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ _PROBE_RATE = 2.0**10
 # of their magnitudes, and typically by sqrt(K) units; K is a few thousand in the widest layers here. A fault (a wrong
 # row, a wrong divisor, a gradient counted twice) shows in the first or second digit.
 _FP32_SUM = 64 * 2.0**-24
-# Allowed share of logits and gradients if the formats are not FP32. Only a fault of scale shows then: a ReLU that
-# rounding switches changes a gradient a lot.
+# Allowed relative error of logits and gradients if the formats are not FP32. It exposes only faults of scale: where
+# rounding switches a ReLU, a gradient changes a lot.
 _WIDE = 0.25
 # Number of layers that gradients pass through, forward and backward.
 _LAYERS = 8
@@ -57,7 +57,7 @@ class Finding:
     difference: float
     """Largest absolute difference, or a norm; NaN if shapes differ."""
     allowed: float
-    """Largest difference that rounding explains; 0 demands equal bits."""
+    """Largest difference that rounding explains; 0 requires equal bits."""
     place: str = ""
     """Rank and step of the comparison."""
 
@@ -68,7 +68,7 @@ class Finding:
 
     @property
     def share(self) -> float:
-        """Difference over the allowed difference, to find the worst comparison; infinity if nothing is allowed."""
+        """Difference over allowed difference, to find the worst comparison; infinity for NaN or if allowed is 0."""
         if self.agrees and self.difference == 0:
             return 0.0
         return self.difference / self.allowed if self.allowed and not math.isnan(self.difference) else math.inf
@@ -144,7 +144,7 @@ class _Checks:
         self._compare_gradients(model, _LAYERS * _FP32_SUM + wide)
 
     def training(self) -> list[LocalPart]:
-        """Compares a few steps with FP32 between towers; returns the weights after training in the config's formats."""
+        """Compares training with FP32 exchanges; returns this rank's weights after training in the config's formats."""
         expected = self.expected
         parts, losses, replicas = self._train(self.exact)
         for step, loss in enumerate(losses):
@@ -189,7 +189,7 @@ class _Checks:
         return model, replica_sync(config.replicas, model, self.mesh)
 
     def _train(self, config: TrainingConfig) -> tuple[list[LocalPart], list[float], ReplicaSync | None]:
-        """Returns copies of this rank's weights after training, the losses of all steps and one more, and the sync."""
+        """Trains; returns copies of this rank's weights, a loss per step and one after training, and the sync."""
         model, replicas = self._start(config)
         in_micro_batches(config.train, model)
         optimizer = build_optimizer(config.optimizer, model)

@@ -18,9 +18,9 @@ from dmt.training.job import Job
 
 __all__ = ["CheckLimits", "CheckedRun", "fewer_ranks", "shrink", "with_values"]
 
-# Maximum of warm-up steps, so that the few steps of a check have rising and full learning rates.
+# Maximum number of warm-up steps, so that the few steps of a check have rising and full learning rates.
 _WARMUP_STEPS = 2
-# Maximum of replicas; two suffice to show that replicas train on different batches and are averaged.
+# Maximum number of replicas; two suffice to show that replicas train on different batches and are averaged.
 _REPLICAS = 2
 # Longest interval between averaging replicas, so that averages happen within the few steps.
 _SYNC_EVERY = {"now": 2, "delayed": 1}
@@ -35,7 +35,7 @@ class CheckLimits:
     max_ranks: int = 8
     """Maximum number of ranks, 4 to 64: two towers of two ranks run both exchanges; more ranks outgrow one machine."""
     batch_size: int = 16
-    """B, rows per rank and step."""
+    """B, samples of a rank in each step."""
     steps: int = 4
     """Number of training steps, at least 2: the second step is the first that uses trained weights."""
     timeout_s: float = 600.0
@@ -70,14 +70,14 @@ def shrink(job: Job, *, limits: CheckLimits, folder: Path) -> CheckedRun:
     """Shrinks a run to the limits. Every table keeps its sharding scheme, and every tower its module.
 
     The shrunk run pins the schemes of ``job``'s sharding plan, which was made for the full size and the config's memory
-    limit. If towers keep their number of ranks, the ranks of every shard are pinned, too. ``folder`` is for results.
+    limit. If towers keep their number of ranks, the ranks of every shard are pinned, too. Results go to ``folder``.
 
     Raises:
         InputError: the shrunk tables cannot be placed.
     """
     topology = fewer_ranks(job.topology, limits.max_ranks)
     keeps_ranks = job.topology.ranks_per_tower == topology.ranks_per_tower
-    # Row counts are multiples, so that row-wise tables can be split over fewer ranks, too.
+    # Row counts are multiples of the ranks, so that row-wise tables can be split over fewer ranks, too.
     ranks = topology.ranks_per_tower
     most, unit = max(limits.max_rows - limits.max_rows % ranks, ranks), 1 if keeps_ranks else ranks
     rows = [min(table.num_embeddings, most) for table in job.tables]
@@ -101,7 +101,7 @@ def shrink(job: Job, *, limits: CheckLimits, folder: Path) -> CheckedRun:
 
 
 def _smaller(config: TrainingConfig, topology: TowerTopology) -> tuple[TrainingConfig, list[str]]:
-    """Returns the config of a shorter run on fewer ranks, and a sentence for each setting that was made smaller."""
+    """Returns the config for fewer ranks and steps, and a sentence for each setting that was made smaller."""
     replicas = config.replicas
     config = with_values(config, "train", device="cpu")
     config = with_values(config, "topology", ranks_per_host=topology.ranks_per_host)
@@ -133,8 +133,8 @@ def _smaller(config: TrainingConfig, topology: TowerTopology) -> tuple[TrainingC
 def fewer_ranks(topology: TowerTopology, max_ranks: int) -> TowerTopology:
     """Returns the topology with at most ``max_ranks``: at most two replicas, fewer ranks per tower, and fewer towers.
 
-    A tower of two or more ranks keeps at least two, so that exchanges inside a tower are run. With ``max_ranks`` of at
-    least 4 (8 with replicas), at least two of several towers remain. In a smaller topology each tower is a host.
+    A tower of two or more ranks keeps at least two, so that exchanges inside towers run. Of several towers, at least
+    two remain if ``max_ranks`` is at least 4 (8 with replicas). In a smaller topology, each tower is a host.
     """
     towers, ranks, replicas = topology.num_towers, topology.ranks_per_tower, min(topology.num_replicas, _REPLICAS)
     max_ranks //= replicas

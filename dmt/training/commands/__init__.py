@@ -47,7 +47,7 @@ class Shown(NamedTuple):
     rows: Sequence[Sequence[str]] = ()
     title: str | None = None
     right: Sequence[int] = ()
-    """Indices of columns of numbers, which are never cut."""
+    """Indices of the columns of numbers, which are aligned right and never cut."""
     lines: Sequence[str] = ()
     """Lines below the table."""
     exit_code: int = 0
@@ -78,22 +78,22 @@ def show_results(results: Mapping[str, Mapping[str, Any]]) -> Shown:
 def check_output_files(outputs: Mapping[str, tuple[Path, str]], inputs: Iterable[object]) -> None:
     """Checks a command's outputs before it starts its work, and makes their missing folders.
 
-    An existing file is only replaced if it is of the kind that the command writes, so that no data are overwritten.
+    An existing file is replaced only if it is of the kind that the command writes, so that no data are overwritten.
 
     Args:
         outputs: the path and the kind (a key of `_READERS`, or "folder") of each output, by the option that names it.
-        inputs: arguments of the command; texts and paths that name a file count as files that it reads.
+        inputs: arguments of the command; a string or path that names an existing file counts as an input file.
 
     Raises:
-        InputError: an output is an input, also by a link, or part of a checkpoint; two outputs are one file; an output
-            exists and is a file of another kind; or it cannot be written.
+        InputError: an output is an input, even through a link, or in a checkpoint; two outputs are the same file; an
+            output is an existing file of another kind; or an output cannot be written.
     """
     taken: dict[Path, str] = {}
     read = [given for given in inputs if isinstance(given, str | Path) and os.path.exists(given)]
     for option, (path, kind) in outputs.items():
         other = taken.setdefault(path.resolve(), option)
         if other != option:
-            raise InputError(f"{other} and {option} are the same file, {str(path)!r}. Name another for one of them.")
+            raise InputError(f"{other} and {option} are the same file, {str(path)!r}. Give one of them another name.")
         if path.exists() and any(path.samefile(given) for given in read):
             raise InputError(f"{option} {str(path)!r} is an input of this command. Name another file.")
         if (path.parent / "checkpoint.json").exists():
@@ -113,7 +113,7 @@ def _is_kind(path: Path, kind: str) -> bool:
 
 
 class _Output(click.Path):
-    """A file that a command writes."""
+    """Type of an option that names an output of the command: a file or a folder."""
 
     def __init__(self, kind: str) -> None:
         super().__init__(path_type=Path)
@@ -121,11 +121,11 @@ class _Output(click.Path):
 
 
 class Advanced(click.Option):
-    """An option that few runs need; help lists it apart."""
+    """An option that few runs need; the help lists it under "Advanced"."""
 
 
 class _Command(click.Command):
-    """Checks outputs before it runs, and prints the `Shown` that it returns, with ``--json`` as JSON."""
+    """Checks its outputs, runs, and prints the `Shown` that its function returns; with ``--json``, as JSON."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -163,7 +163,7 @@ class _Commands(click.Group):
         quiet_libraries(rank=rank)
         if "TORCHELASTIC_RUN_ID" in os.environ:
             end_with(launcher)
-        # SIGTERM then, like Ctrl-C, ends child processes and removes temporary folders.
+        # Like Ctrl-C, SIGTERM must end child processes and remove temporary folders.
         previous = signal.signal(signal.SIGTERM, lambda number, frame: sys.exit(128 + number))
         try:
             return super().invoke(ctx)
@@ -179,7 +179,7 @@ class _Commands(click.Group):
 
 
 _function = click.option(
-    "--function", multiple=True, metavar="NAME", help="Allow this function, which the checkpoint names, to run."
+    "--function", multiple=True, metavar="NAME", help="Allow the checkpoint's config to call this function."
 )
 _overrides = click.argument("overrides", nargs=-1)
 
@@ -191,7 +191,7 @@ def _config(command: Callable[..., Any]) -> Callable[..., Any]:
 @click.group(
     cls=_Commands,
     context_settings={"show_default": True},
-    epilog="Begin with: dmt demo. Train with: torchrun --nproc-per-node 4 -m dmt.training CONFIG",
+    epilog="Start with: dmt demo. Train with: torchrun --nproc-per-node 4 -m dmt.training CONFIG",
 )
 @click.version_option(__version__, prog_name="dmt")
 def main() -> None:
@@ -205,9 +205,10 @@ def main() -> None:
 )
 @_overrides
 def _demo(overrides: tuple[str, ...], *, data: str | None, out: Path) -> Shown:
-    """Trains a flat model, then one in learned towers, and compares them.
+    """Trains a flat and a multi-tower model, and compares them.
 
-    Takes a few minutes on two cores. Without --data it generates clicks. OVERRIDES are section.key=value.
+    Learns the towers from the flat model. Takes a few minutes on two cores. Without --data, it generates clicks.
+    OVERRIDES set config keys, as section.key=value.
     """
     from dmt.training.commands.demo import demo
 
@@ -216,7 +217,7 @@ def _demo(overrides: tuple[str, ...], *, data: str | None, out: Path) -> Shown:
 
 @main.command("doctor", epilog="Example: dmt doctor")
 def _doctor() -> Shown:
-    """Reports what is installed, what is missing, and how to fix it."""
+    """Reports missing or unsuitable packages, and how to fix them."""
     from dmt.training.commands.doctor import diagnose, show_findings
 
     return show_findings(diagnose())
@@ -227,28 +228,28 @@ def _doctor() -> Shown:
     epilog="Example: dmt partition --checkpoint runs/flat --towers 8 --report report\n\n"
     "Without a model: dmt partition --data rows.parquet --tower-module dcn --towers 8",
 )
-@click.option("--checkpoint", type=_PATH, help="The output_dir of a run.")
+@click.option("--checkpoint", type=_PATH, help="The output_dir of a trained run.")
 @click.option("--data", metavar="PATH", help="Rows to measure instead of the run's own.")
 @click.option("--towers", type=int, required=True, help="Number of towers.")
 @click.option(
     "--strategy",
     type=click.Choice(["auto", "coherent", "diverse", "interactions"]),
     default="auto",
-    help="How to group features.",
+    help="Group similar features (coherent), dissimilar ones (diverse), or by interactions; auto: by tower module.",
 )
 @click.option(
     "--tower-module",
     type=click.Choice(["dcn", "dlrm", "dlrm-products"]),
-    help="Kind of tower module, for interactions; by default the run's.",
+    help="Tower module that interactions are grouped for; by default the run's.",
 )
-@click.option("--balance-ratio", cls=Advanced, default=1.0, help="Limit: largest tower over smallest; inf: no limit.")
+@click.option("--balance-ratio", cls=Advanced, default=1.0, help="Maximum ratio of tower sizes; inf: no limit.")
 @click.option("--rules", type=_PATH, help="TOML file with categories, together, apart and limits.")
-@click.option("--out", default="towers.json", type=_Output("tower plan"), help="File of the tower plan.")
+@click.option("--out", default="towers.json", type=_Output("tower plan"), help="Tower plan to write.")
 @click.option("--report", type=_Output("folder"), help="Also write a report into this folder.")
 @click.option("--seed", cls=Advanced, default=0, help="Random seed.")
 @_function
 def _partition(**options: Any) -> Shown:
-    """Learns which features belong together, and writes a tower plan."""
+    """Groups features into towers, and writes a tower plan."""
     from dmt.training.commands.plans import run_partition
 
     return run_partition(options, _command_line())
@@ -260,12 +261,12 @@ def _partition(**options: Any) -> Shown:
     "For tables without data: dmt plan CONFIG.toml data.tables=tables.json topology.num_towers=4 --out plan.json",
 )
 @_config
-@click.option("--out", type=_Output("sharding plan"), help="Also write the plan as JSON.")
+@click.option("--out", type=_Output("sharding plan"), help="Also write the plan to this JSON file.")
 def _plan(config: str, overrides: tuple[str, ...], *, out: Path | None) -> Shown:
     """Places the tables of each tower on its ranks, and says why.
 
-    CONFIG is a training config or the name of a shipped one; with data.tables, the tables of that file are planned.
-    OVERRIDES are section.key=value.
+    CONFIG is a training config or the name of a shipped one; if it sets data.tables, the tables of that file are
+    planned. OVERRIDES set keys of CONFIG, as section.key=value.
     """
     from dmt.training.commands.plans import run_plan
 
@@ -276,18 +277,19 @@ def _plan(config: str, overrides: tuple[str, ...], *, out: Path | None) -> Shown
     "what-if", epilog="Example: dmt what-if demo topology.num_towers=16 topology.ranks_per_tower=8 --cluster a100"
 )
 @_config
-@click.option("--cluster", required=True, metavar="FILE", help="File of `dmt bench-comms`, or v100, a100, h100.")
+@click.option("--cluster", required=True, metavar="FILE", help="File of `dmt bench-comms`, or v100, a100 or h100.")
 @click.option(
     "--uplink-gbit-per-s",
     "uplink",
     cls=Advanced,
     type=float,
-    help="Rate of a host's link to others, shared by its ranks.",
+    help="Rate of the link from a host to other hosts, shared by its ranks; by default the cluster's.",
 )
 def _what_if(config: str, overrides: tuple[str, ...], **options: Any) -> Shown:
     """Predicts the time of a training step on a described cluster.
 
-    Takes the run of CONFIG as it is, flat, in towers and compressed; trains nothing. OVERRIDES are section.key=value.
+    Compares the run of CONFIG with flat models, towers, and towers that compress, without training. OVERRIDES set keys
+    of CONFIG, as section.key=value.
     """
     from dmt.training.commands.what_if import run_what_if
 
@@ -295,9 +297,9 @@ def _what_if(config: str, overrides: tuple[str, ...], **options: Any) -> Shown:
 
 
 @main.command("bench-comms", epilog="Example: torchrun --nproc-per-node 2 --no-python dmt bench-comms --out my.toml")
-@click.option("--out", type=_Output("cluster"), default="cluster.toml", help="The cluster file.")
+@click.option("--out", type=_Output("cluster"), default="cluster.toml", help="Cluster file to write.")
 def _bench_comms(out: Path) -> Shown | None:
-    """Measures the ranks and links of this job, for dmt what-if.
+    """Measures the speed of ranks and links, for dmt what-if.
 
     Start it with torchrun on every host.
     """
@@ -310,15 +312,15 @@ def _bench_comms(out: Path) -> Shown | None:
     "prepare", epilog="Example: dmt prepare demo data.kind=criteo_tsv data.train_path=day_0.tsv --out prepared"
 )
 @_config
-@click.option("--out", required=True, type=_PATH, help="The new folder to write.")
+@click.option("--out", required=True, type=_PATH, help="New folder to write.")
 @click.option(
     "--ids",
     default="config",
     type=click.Choice(["config", "frequency"]),
-    help="How values become ids: as the config says, or by frequency.",
+    help="How to turn values into ids: as the config says, or by frequency.",
 )
 @click.option("--min-count", type=click.IntRange(1), default=1, help="With ids by frequency, rarer values share an id.")
-@click.option("--vocabulary", type=_PATH, help="Use the ids of this prepared folder.")
+@click.option("--vocabulary", type=_PATH, help="With ids by frequency, use those of this prepared folder.")
 @click.option(
     "--max-rejects",
     type=click.IntRange(0),
@@ -336,10 +338,10 @@ def _bench_comms(out: Path) -> Shown | None:
     help="Memory limit of DuckDB; the process needs about 1 GiB more.",
 )
 def _prepare(config: str, overrides: tuple[str, ...], **options: Any) -> Shown:
-    """Writes raw rows as Parquet with ids, to train on.
+    """Converts raw rows to Parquet with ids, for training.
 
-    Reads the CSV, TSV, JSON lines, Parquet or Criteo files of CONFIG's [data], and summarizes their columns. Train with
-    data.prepared. OVERRIDES are section.key=value.
+    Reads the CSV, TSV, JSON lines, Parquet or Criteo files of CONFIG's [data], and summarizes their columns. To train
+    on the folder, set data.prepared=FOLDER. OVERRIDES set keys of CONFIG, as section.key=value.
     """
     from dmt.training.commands.prepare import run_prepare
 
@@ -348,16 +350,13 @@ def _prepare(config: str, overrides: tuple[str, ...], **options: Any) -> Shown:
 
 @main.command("check", epilog="Example: dmt check demo sharding.unique=true --rows 500")
 @_config
-@click.option(
-    "--rows", "max_rows", cls=Advanced, type=click.IntRange(8), default=1000, help="Limit on the rows of a table."
-)
-@click.option("--max-ranks", cls=Advanced, type=click.IntRange(4, 64), default=8, help="Limit on the processes.")
+@click.option("--rows", "max_rows", cls=Advanced, type=click.IntRange(8), default=1000, help="Maximum rows of a table.")
+@click.option("--max-ranks", cls=Advanced, type=click.IntRange(4, 64), default=8, help="Maximum number of ranks.")
 def _check(config: str, overrides: tuple[str, ...], **limits: int) -> Shown:
-    """Checks a run on this machine before it takes a cluster.
+    """Checks a run on this machine before it runs on a cluster.
 
-    Shrinks the run of CONFIG and compares its forward pass, gradients and a few steps with the same model in one
-    process. Data files are opened for their columns only. OVERRIDES are section.key=value. Exits with 1 if a comparison
-    fails.
+    Shrinks the run of CONFIG, and compares its forward pass, gradients and a few training steps with the same model in
+    one process, on random ids. Exits with 1 if a comparison fails. OVERRIDES set keys of CONFIG, as section.key=value.
     """
     # The ranks' packages take as long to load as this process's: load both at once.
     from dmt.testing.ranks import RanksFailedError, prepare_ranks
@@ -368,7 +367,7 @@ def _check(config: str, overrides: tuple[str, ...], **limits: int) -> Shown:
     from dmt.training.check import check_run
     from dmt.training.check.shrink import CheckLimits
 
-    # Hide INFO messages of the whole run, such as that its batch is far too large for one process.
+    # Hide INFO messages about the full-size run, such as that its batch is far too large for one process.
     logging.getLogger("dmt").setLevel(logging.WARNING)
     try:
         report = check_run(settings, CheckLimits(**limits))
@@ -399,12 +398,12 @@ def _show_check(report: Any) -> Shown:
 
 @main.command("export", epilog="Example: dmt export runs/towers -o model.pt2 --tables int8")
 @click.argument("checkpoint", type=_PATH)
-@click.option("-o", "--out", required=True, type=_Output("program"), help="The .pt2 file.")
+@click.option("-o", "--out", required=True, type=_Output("program"), help="The .pt2 file to write.")
 @click.option("--tables", default="fp32", type=click.Choice(["fp32", "int8", "int4"]), help="Number format of tables.")
 @click.option("--data", metavar="PATH", help="A file with the run's columns, if the run's data are gone.")
 @_function
 def _export(checkpoint: Path, *, out: Path, tables: Any, data: str | None, function: tuple[str, ...]) -> Shown:
-    """Writes a trained model as a program for plain PyTorch.
+    """Exports a trained model as a program for plain PyTorch.
 
     CHECKPOINT is the output_dir of a run, or a checkpoint.
     """
@@ -425,18 +424,18 @@ def _export(checkpoint: Path, *, out: Path, tables: Any, data: str | None, funct
 @main.command(
     "score",
     epilog="Example: dmt score runs/towers --data tomorrow.parquet -o predictions.parquet\n\n"
-    "By four ranks: torchrun --nproc-per-node 4 --no-python dmt score runs/towers --data tomorrow.parquet "
+    "On four ranks: torchrun --nproc-per-node 4 --no-python dmt score runs/towers --data tomorrow.parquet "
     "-o predictions",
 )
 @click.argument("model", type=_PATH)
 @click.option("--data", metavar="PATH", help="Rows to score; by default the run's evaluation rows.")
-@click.option("-o", "--out", required=True, type=_PATH, help="The Parquet file; under torchrun, a new folder.")
+@click.option("-o", "--out", required=True, type=_PATH, help="Parquet file to write; under torchrun, a new folder.")
 @_function
 def _score(model: Path, *, data: str | None, out: Path, function: tuple[str, ...]) -> Shown | None:
-    """Writes a model's predictions for the rows of files.
+    """Writes a model's predictions for rows of data files.
 
     MODEL is the output_dir of a run, a checkpoint, or a .pt2 file of dmt export. The label column may be absent. Under
-    torchrun, each rank scores a contiguous part of the rows and writes its own file.
+    torchrun, each rank scores a contiguous part of the rows and writes one file.
     """
     from dmt.training.records import quality_warnings
 
@@ -467,9 +466,9 @@ def _score(model: Path, *, data: str | None, out: Path, function: tuple[str, ...
 @click.option("--towers", type=int, help="Number of towers; by default the model is flat.")
 @click.option("--tower-dim", type=int, help="Dimension of tower outputs; by default 64 for dlrm, 128 for dcn.")
 def _complexity(arch: str, *, towers: int | None, tower_dim: int | None) -> Shown:
-    """Counts MFLOPs, parameters and ratio of a paper-sized model.
+    """Counts the MFLOPs and parameters of a paper-sized model.
 
-    MFLOPs are per sample, the ratio is the compression ratio; sizes are the paper's for Criteo-1TB.
+    Counts MFLOPs per sample, and also prints the compression ratio. Sizes are the paper's for Criteo-1TB.
     """
     from dmt.models.complexity import paper_complexity
 

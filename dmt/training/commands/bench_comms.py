@@ -35,16 +35,16 @@ from dmt.training.device import backend, device_type, take_device
 __all__ = ["bytes_sent", "cut", "measure_cluster", "run_bench_comms", "shapes_of"]
 
 _REPEATS = 7
-_BYTES = 16_000_000  # that a rank sends in one collective
+_BYTES = 16_000_000  # of a rank, in the larger of the two collectives that are timed
 _WIDTH, _SAMPLES = 1024, 2048  # of the layers that are timed
 _LAYERS = 32  # tiny layers, whose time is that of starting their operators
 _ROWS, _COLUMNS, _LOOKUPS = 200_000, 128, 65_536
 _MOVED = 64_000_000  # bytes, more than caches hold
-_UNUSED = 1e12  # rate of links that one rank alone never uses
+_UNUSED = 1e12  # bytes per second, for links that a job of one rank never uses
 
 
 Shape = tuple[int, int]
-"""Number of hosts of a group, and of its ranks on each host."""
+"""Number of hosts in a group, and number of its ranks on each host."""
 
 
 class _Timing(NamedTuple):
@@ -53,14 +53,14 @@ class _Timing(NamedTuple):
     seconds: float
     """Seconds of the slowest rank; median over repetitions."""
     core_s: float
-    """Seconds that the cores of a rank worked; mean over ranks and repetitions."""
+    """CPU seconds that a rank used on all cores; mean over ranks and repetitions."""
 
 
 def measure_cluster(name: str, ranks_per_host: int, device: torch.device) -> Cluster:
-    """Measures the job of this rank, whose device is ``device``; collective, and every rank gets the same result.
+    """Measures the ranks and links of the running job; collective: every rank returns the same `Cluster`.
 
     Raises:
-        InputError: ``ranks_per_host`` does not divide the ranks of the job, or many bytes took no longer than few.
+        InputError: ``ranks_per_host`` does not divide the number of ranks, or many bytes took no longer than few.
     """
     hosts = max(1, dist.get_world_size() // ranks_per_host)
     # A tower is a host here, so peers are one rank of each host.
@@ -124,7 +124,7 @@ def _collective(kind: CollectiveKind, group: dist.ProcessGroup, value: Tensor) -
 def _rates(
     kind: CollectiveKind, groups: Mapping[Shape, dist.ProcessGroup], mesh: TowerMesh, device: torch.device, cores: float
 ) -> CollectiveRates:
-    """Measures rates between hosts and inside them; if a job has no links of one kind, it takes the other kind's rate.
+    """Measures rates between hosts and inside them; a job without links of one kind gets the rate of the other kind.
 
     Latency and work of the cores are measured on the widest group: of peers for an exchange, else of all ranks.
     """
@@ -141,7 +141,7 @@ def _rates(
         if many.seconds <= few.seconds:
             raise InputError(
                 f"{kind}: {values[1].nbytes:,} bytes took {1e3 * many.seconds:.3f} ms, {values[0].nbytes:,} bytes "
-                f"{1e3 * few.seconds:.3f} ms, from which no rate follows. Measure on otherwise idle machines."
+                f"{1e3 * few.seconds:.3f} ms, so no rate can be computed. Measure on otherwise idle machines."
             )
         rates = across if uplink else within
         rates[group.size()] = (uplink or inside) / (many.seconds - few.seconds)
@@ -161,12 +161,12 @@ def _rates(
 
 
 def _shares(rates: Mapping[int, float]) -> dict[int, float]:
-    """Returns rates by number of ranks as shares of the highest rate; empty if no link was measured."""
+    """Returns rates, by number of ranks, as shares of the highest rate; empty if no link was measured."""
     return {ranks: rate / max(rates.values()) for ranks, rate in rates.items()}
 
 
 def shapes_of(topology: TowerTopology) -> list[Shape]:
-    """Returns shapes of the groups to measure: one rank of several hosts, several of all hosts, several of one host.
+    """Returns the shapes of groups to measure: one rank on several hosts, several ranks on all hosts or on one.
 
     Example:
         >>> shapes_of(TowerTopology(num_towers=4, ranks_per_tower=2))
@@ -195,9 +195,9 @@ def cut(topology: TowerTopology, hosts: int, ranks: int) -> list[list[int]]:
 def bytes_sent(
     kind: CollectiveKind, size: int, topology: TowerTopology, groups: list[list[int]]
 ) -> tuple[float, float]:
-    """Returns the bytes that a host sends to others, and a rank inside its host, if each rank has ``size`` bytes.
+    """Returns the bytes that a host sends to other hosts, and those that a rank sends inside its host.
 
-    All ``groups`` run the collective at once; an all-reduce is a ring.
+    All ``groups`` run the collective at once, with ``size`` bytes on each rank; an all-reduce is a ring.
 
     Example:
         >>> topology = TowerTopology(num_towers=2, ranks_per_tower=2)
@@ -248,7 +248,7 @@ def run_bench_comms(out: Path) -> Shown | None:
     rank, world, local, ranks_per_host = (int(value) for value in place.values())
     if world % ranks_per_host:
         raise InputError(
-            f"The job has {world} ranks, but {ranks_per_host} on this host: start equal numbers of ranks on all hosts."
+            f"The job has {world} ranks, {ranks_per_host} of them on this host. Start equally many ranks on every host."
         )
     kind = device_type("auto")
     device = take_device(kind, local)
@@ -256,7 +256,7 @@ def run_bench_comms(out: Path) -> Shown | None:
     dist.init_process_group(backend(kind))
     try:
         cluster = measure_cluster(out.stem, ranks_per_host, device)
-        # A rank that leaves while a peer still sends can abort it.
+        # A rank that exits early can abort a peer that is still sending.
         dist.barrier()
     finally:
         dist.destroy_process_group()
@@ -281,8 +281,8 @@ def _show(cluster: Cluster, out: Path) -> Shown:
         rows.append([kind, f"{1e3 * rates.latency_s:,.3f} ms", *speeds])
     lines = [f"A rank computes {cluster.matmul_flops / 1e9:,.1f} GFLOP/s in matrix products; {out} has all rates."]
     if cluster.hosts == 1:
-        lines.append("One host says nothing about the links to others: run it on two or more before dmt what-if.")
-    lines.append("In brackets: by the number of ranks in a group, the share of the rate that it reaches.")
+        lines.append("No link between hosts was measured: run it on two or more hosts before dmt what-if.")
+    lines.append("In brackets: number of ranks in a group, and the share of the rate that such groups reach.")
     headers = ["", "latency", "host to others", "rank inside its host"]
     title = f"{cluster.hosts} hosts x {cluster.ranks_per_host} ranks"
     return Shown(cluster, headers, rows, title, range(1, 4), lines)

@@ -37,11 +37,11 @@ _TABLE_ROWS = 20_000
 def demo(data: str | None, out: Path, overrides: Sequence[str], *, command: str) -> dict[str, dict[str, Any]]:
     """Trains the flat model, partitions its features, trains the multi-tower model, and returns both results by arch.
 
-    ``data`` is a file of clicks (see `demo_settings`), None for the built-in generator; ``overrides`` apply to both
-    runs, but overrides of keys that only the tower dataflow has only to the second; ``command`` is for the report.
+    ``data`` is a file of clicks (see `demo_settings`), or None for the built-in generator. ``overrides`` apply to both
+    runs, except that keys of the tower dataflow apply to the second only. The reports show ``command``.
 
     Raises:
-        InputError: anything the user can fix; raised before training wherever it can be known by then.
+        InputError: anything the user can fix; raised before training where possible.
     """
     console = Console(stderr=True, highlight=False)
     for key in ("towers.plan", "train.output_dir"):
@@ -51,7 +51,7 @@ def demo(data: str | None, out: Path, overrides: Sequence[str], *, command: str)
             )
     console.print("[bold]1/4[/] checking data and sizes")
     settings = [] if data is None else demo_settings(data)
-    # The steps of a file follow from its rows, which are known once it is open.
+    # Batch size and epochs follow from the number of rows, which is known once the file is open.
     smallest = [] if data is None else ["train.batch_size=16"]
     first = load_config("demo", [*settings, *smallest, *overrides, to_override("train.output_dir", out)])
     arch, ranks = first.model.arch, first.topology.build().world_size
@@ -118,7 +118,7 @@ def train_here(folder: Path, settings: Sequence[str]) -> dict[str, Any]:
 def _start_ranks(config: Path, ranks: int) -> None:
     """Trains a config as torchrun would, on ranks that are children of this process and end with it.
 
-    If the wait for the ranks is interrupted, as by Ctrl-C, they are told to stop and may save what they have trained.
+    An interrupt, such as Ctrl-C, makes the ranks stop; they may save a checkpoint first.
     """
     launch = LaunchConfig(
         min_nodes=1,
@@ -133,7 +133,7 @@ def _start_ranks(config: Path, ranks: int) -> None:
         signals_to_handle="SIGHUP",
     )
     threads = os.environ.get("OMP_NUM_THREADS", "1")
-    # The ranks get this process's id: if it ends while a rank starts, getppid() would name whoever adopts orphans.
+    # Pass this process's id: if it ended while a rank starts, getppid() would return the process that adopts orphans.
     settings = [f"DMT_LAUNCHER={os.getpid()}", f"OMP_NUM_THREADS={threads}"]
     elastic_launch(launch, "env")(*settings, sys.executable, "-m", "dmt.training", str(config))
 
@@ -141,8 +141,8 @@ def _start_ranks(config: Path, ranks: int) -> None:
 def demo_settings(data: str) -> list[str]:
     """Returns the overrides that make the demo's config read a file of clicks or a prepared folder.
 
-    A text file that is not .csv and has no column ``label`` is taken for Criteo's; its evaluation rows come from the
-    file with "test" for "train" in its name, if there is one. Other files need the columns ``label``, ``c_*``
+    A text file that is not .csv and has no column ``label`` is read in Criteo's format; if a file exists whose name has
+    "test" in place of "train", it gives the evaluation rows. Other files need the columns ``label``, ``c_*``
     (categorical) and ``d_*`` (dense); a column ``split`` says which rows are for evaluation.
 
     Raises:
@@ -164,7 +164,7 @@ def demo_settings(data: str) -> list[str]:
 
 
 def step_settings(rows: int, ranks: int) -> list[str]:
-    """Returns overrides of batch size and epochs that make about a thousand steps from ``rows`` training rows.
+    """Returns overrides for a run of about a thousand steps on ``rows`` training rows.
 
     Small data sets get one epoch: in a second one, a click model would overfit.
 
@@ -180,6 +180,6 @@ def step_settings(rows: int, ranks: int) -> list[str]:
 
 
 def flat_settings(settings: Sequence[str]) -> list[str]:
-    """Returns the settings without those that only the tower dataflow has, which a flat run refuses."""
+    """Returns the settings without those of the tower dataflow, which a flat run refuses."""
     prefixes = tuple(f"{name}." for name in KEYS_OF_TOWERS)
     return [text for text in settings if not f"{text.partition('=')[0].strip()}.".startswith(prefixes)]

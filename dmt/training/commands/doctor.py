@@ -1,8 +1,8 @@
-"""``dmt doctor``: checks what is installed, what is missing or does not fit, and names the command that fixes it.
+"""``dmt doctor``: finds packages that are missing or do not fit each other, and names the commands that fix them.
 
 The versions of torch, torchrec and fbgemm move together (fbgemm 1.X is built for torch 2.(X+5)), and torchrec requires
-the CUDA build of fbgemm under another package name than the CPU build; no resolver sees that. This module needs none of
-them to run.
+the CUDA build of fbgemm under another package name than the CPU build; no resolver sees that. This module runs
+without them.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ TESTED: Mapping[str, Mapping[str, str]] = {
     "2.13": {"torch": "2.13.0", "torchrec": "1.8.0", "fbgemm": "1.8.0"},
     "2.14": {"torch": "2.14.1", "torchrec": "1.9.2", "fbgemm": "1.9.0"},
 }
-"""The versions this release was tested with, by the minor version of torch; the first are those of the pinned lock."""
+"""The versions this release was tested with, by the minor version of torch; the first are the default."""
 
 _FBGEMM = ("fbgemm-gpu-cpu", "fbgemm-gpu")
 # What TorchRec, which is installed without its dependencies, and the trainer need.
@@ -54,7 +54,7 @@ def _installed_version(package: str) -> str | None:
 
 
 def _load_all() -> tuple[str, str]:
-    """Imports TorchRec in a fresh process; returns the last line of the error, and the GPUs that torch sees."""
+    """Imports TorchRec in a new process; returns the last line of any error, and the number of GPUs as text."""
     program = "import torch, torchrec; print(torch.cuda.device_count(), 'GPUs')"
     probe = subprocess.run([sys.executable, "-W", "ignore", "-c", program], capture_output=True, text=True, check=False)
     error = (probe.stderr.strip().splitlines() or ["no message"])[-1] if probe.returncode else ""
@@ -72,7 +72,7 @@ def diagnose(
     Args:
         version: returns the version of a package, None if it is absent.
         load_all: returns the error of importing TorchRec, empty if it loads, and the GPUs that torch sees.
-        has_gpu: whether there is an NVIDIA driver; by default looked up.
+        has_gpu: whether there is an NVIDIA driver; None: look for ``nvidia-smi``.
     """
     gpu = shutil.which("nvidia-smi") is not None if has_gpu is None else has_gpu
     build, other = _FBGEMM[::-1] if gpu else _FBGEMM
@@ -98,7 +98,7 @@ def diagnose(
         return findings
     error, gpus = load_all()
     again = f"pip install --force-reinstall torch=={tested['torch']} && pip install --force-reinstall --no-deps "
-    # If there is a driver but torch sees no GPU, it is the CPU build.
+    # With a driver, a torch that sees no GPU is the CPU build.
     problem = error or ("CPU: torch sees no GPU" if gpu and gpus.startswith("0") else "")
     fix = f"{again}{build}=={tested['fbgemm']}" if problem else ""
     return [*findings, Finding("import", problem or f"loads, {gpus}", "loads", fix)]

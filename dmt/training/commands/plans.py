@@ -1,4 +1,4 @@
-"""``dmt partition`` (features to towers) and ``dmt plan`` (tables to ranks; most configs need no TorchRec for it)."""
+"""``dmt partition`` (features to towers) and ``dmt plan`` (tables to ranks), which rarely needs TorchRec."""
 
 from __future__ import annotations
 
@@ -49,13 +49,13 @@ def run_partition(options: Mapping[str, Any], command: str) -> Shown:
         module = _module_of(run, options["function"])
     keeps_interactions = _keeps_interactions(module)
     if strategy == "auto":
-        # Interactions are measured where tower modules keep them and rows are there, by
-        # benchmarks/results/interaction_towers.md; linear tower modules have no such evidence.
+        # Interactions gave better towers for modules that keep them (benchmarks/results/interaction_towers.md); there
+        # is no such evidence for linear tower modules.
         strategy = "interactions" if run is None or (module is not None and keeps_interactions) else "coherent"
-        click.echo(f"Strategy: {strategy}. Choose another by --strategy.", err=True)
+        click.echo(f"Strategy: {strategy}. Choose another with --strategy.", err=True)
     if strategy == "interactions" and module is None:
         raise InputError(
-            f"--strategy interactions needs --tower-module {' or '.join(_TOWER_MODULES)} here: this run has its own "
+            f"--strategy interactions needs --tower-module {' or '.join(_TOWER_MODULES)} here: this run has a custom "
             "model, so name the module that is most like its tower modules."
         )
     rules = PartitionRules() if options["rules"] is None else PartitionRules.load(options["rules"])
@@ -107,7 +107,7 @@ def _measure(options: Mapping[str, Any], rules: PartitionRules, strategy: str) -
     if strategy != "interactions":
         return affinity_of_run(run, data_path=data, rules=rules, functions=functions)
     config = load_config("demo", demo_settings(data)) if run is None else checkpoint_of(run, data, functions)[1]
-    # A file alone does not tell the tables: how many columns they will have is up to the model.
+    # A file alone does not determine the tables: the model chooses their number of columns.
     return interactions_of(config, with_tables=run is not None, seed=options["seed"], rules=rules)
 
 
@@ -123,13 +123,13 @@ def _table_of(partition: Partition) -> tuple[list[str], list[list[str]], list[st
     lines = [f"Note: {note}" for note in partition.notes]
     lines.append(judge_meaning(partition))
     for names, gain, share, place in strongest_rows(partition, _SHOWN_INTERACTIONS):
-        lines.append(f"{names}: known together they gain {gain} nats per row, {share} of the loss; {place}")
+        lines.append(f"{names}: their interaction lowers the loss by {gain} nats per row ({share}); {place}")
     lines.append(judge_balance(partition))
     return headers, rows, lines
 
 
 def run_plan(config: str, overrides: Sequence[str] = (), *, out: Path | None = None) -> Shown:
-    """Plans a run as the trainer will, or the tables of its ``data.tables``, and writes the plan to ``out``.
+    """Plans a run as the trainer will, or only the tables in ``data.tables``, and writes the plan to ``out``.
 
     Raises:
         InputError: the config or a file cannot be read, or the tables cannot be placed as asked.
@@ -139,7 +139,7 @@ def run_plan(config: str, overrides: Sequence[str] = (), *, out: Path | None = N
         check_table_optimizer(run.optimizer, "cuda" if run.train.device == "cuda" else device_type(run.train.device))
     job = open_job(run)
     if run.model.factory is not None:
-        # The plans of other models need no TorchRec.
+        # Imported here because plans of shipped models need no TorchRec.
         from dmt.training.build import build_model
         from dmt.training.factory import check_outputs
 
@@ -192,7 +192,7 @@ def _show_sharding(job: Job, sharding: TowerShardingPlan, out: Path | None) -> S
         lines.append(f"Check the data: {job.opened_data.notes}")
     lines += [] if out is None else [f"Written to {out}."]
     title = "Tables, costliest first" + ("; --json has all" if len(ranked) > _SHOWN_TABLES else "")
-    headers = ("table", "tower", "memory", "cost", "why, by ranks of the tower")
+    headers = ("table", "tower", "memory", "cost", "reason (ranks are those of the tower)")
     return Shown(sharding.to_record(), headers, rows, title, (1, 2, 3), lines)
 
 

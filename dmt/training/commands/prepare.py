@@ -1,4 +1,4 @@
-"""``dmt prepare``: writes the rows of a config's data as Parquet with ids, and shows a summary of them."""
+"""``dmt prepare``: writes the rows of a config's data as Parquet with ids, and prints a summary."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def run_prepare(
     vocabulary: Path | None = None,
     **options: Any,
 ) -> Shown:
-    """Prepares the data of a config into the folder ``out``, and shows the manifest.
+    """Prepares the data of a config in the folder ``out``, and returns a summary to print.
 
     Raises:
-        InputError: ``vocabulary`` without ids by frequency, or an error of `prepare`.
+        InputError: ``vocabulary`` is given without ids by frequency, or `prepare` raises it.
     """
     run = load_config(config, [*overrides, *(["data.id_mode=frequency"] if ids == "frequency" else [])])
     data = run.data if vocabulary is None else run.data.model_copy(update={"vocabulary": str(vocabulary)})

@@ -1,4 +1,4 @@
-"""``dmt what-if``: shows the predicted step of a run, and of the alternatives to it, on a described cluster."""
+"""``dmt what-if``: shows the predicted step of a run, and of alternatives to it, on a described cluster."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def run_what_if(config: str, overrides: Sequence[str], *, cluster: str, uplink: 
         uplink: rate of a host's link to others in 10^9 bits per second, in place of the cluster's rate.
 
     Raises:
-        InputError: the config, its data or the cluster cannot be read; hosts have another number of ranks than the
-            cluster's; or the tables cannot be placed.
+        InputError: the config, its data or the cluster cannot be read; the hosts of run and cluster have different
+            numbers of ranks; or the tables cannot be placed.
     """
     described = load_cluster(cluster)
     described = described if uplink is None else described.with_uplink(uplink)
@@ -50,9 +50,9 @@ def run_what_if(config: str, overrides: Sequence[str], *, cluster: str, uplink: 
 
 
 def _show(record: dict[str, Any], title: str, current: Prediction, ways: Sequence[Prediction], num_ranks: int) -> Shown:
-    """Shows the step of the run and of each alternative, without replicas and with the fastest number of replicas.
+    """Shows the run's step and those of each alternative without replicas and with the fastest number of them.
 
-    If all alternatives are equally fast, one row stands for all.
+    If all alternatives are equally fast, they share one row.
     """
     flat = next((way.seconds for way in ways if way.name == FLAT), math.nan)
     is_tie = bool(ways) and ways[-1].seconds - ways[0].seconds < 1e-7
@@ -67,12 +67,12 @@ def _show(record: dict[str, Any], title: str, current: Prediction, ways: Sequenc
         rows.append((way.name, *numbers, human_bytes(way.uplink_bytes), exposed, human_bytes(way.rank_bytes)))
     ignored = ", ".join(record["not_counted"])
     lines = [f"The prediction of this config ignores {ignored}."] if ignored else []
-    lines.append("Busiest host: of the towers with most columns. Exposed: share of the step that waits for exchanges.")
+    lines.append("Busiest host: with the widest towers. Exposed: share of the step that a rank waits for exchanges.")
     if record["left_out"]:
         lines.append(f"Left out, as they exceed sharding.memory_gib: {shorten(record['left_out'], '; ')}.")
     if (measured := record["measured_ranks"]) is not None and measured < num_ranks:
         lines.append(f"Groups of more than {measured} ranks were not measured; they get the rate of {measured} ranks.")
-    lines += [f"The fastest: {' '.join(ways[0].overrides)}"] if ways else []
-    lines += ["All take the least time of a step (step_s); a larger batch would tell them apart."] if is_tie else []
+    lines += [f"Fastest: {' '.join(ways[0].overrides)}"] if ways else []
+    lines += ["All take the minimum time of a step (step_s); a larger batch would tell them apart."] if is_tie else []
     headers = ["", "step", "samples/s", "x flat", "busiest host sends", "exposed", "fullest rank"]
     return Shown(record, headers, rows, title, range(1, len(headers)), lines)

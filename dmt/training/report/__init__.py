@@ -1,1 +1,1 @@
-"""The page that ``dmt demo`` leaves behind: two runs side by side, their towers, and what the numbers mean."""
+"""The page that ``dmt demo`` writes: two runs side by side, their towers, and what the numbers mean."""

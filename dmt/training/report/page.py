@@ -1,7 +1,7 @@
 """The report page, and its picture of the training curves: one HTML file that opens anywhere and loads nothing else.
 
 Numbers come from `compare_runs` and the rows of `dmt.training.console`; the words around them are in ``page.html``,
-within the frame that both reports share (`dmt.report`).
+in the frame that both reports share (`dmt.report`).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ NOT_KNOWN = "a model has diverged, or the evaluation rows have one label only"
 
 
 class RunComparison(NamedTuple):
-    """Compares the AUC of a second run with a first run's, against the noise; numbers are NaN if an AUC is unknown."""
+    """The difference in AUC between two runs, judged against its noise; numbers are NaN if an AUC is unknown."""
 
     auc_difference: float
     """AUC of the second run minus that of the first."""
@@ -62,7 +62,7 @@ class RunComparison(NamedTuple):
 
     @property
     def within_noise(self) -> bool:
-        """True if the AUCs differ by less than one standard error, or cannot be compared at all."""
+        """True if the AUCs differ by less than one standard error, or cannot be compared."""
         return not (self.auc_difference != 0 and abs(self.auc_difference) >= self.auc_noise)
 
 
@@ -79,17 +79,17 @@ def auc_standard_error(auc: float, *, num_rows: int, label_rate: float) -> float
     """
     positive = label_rate * num_rows
     negative = num_rows - positive
-    # Less than half a row is the rounding of a rate that means none.
+    # A count below half a row is the rounding error of zero.
     if math.isnan(auc) or min(positive, negative) < 0.5:
         return math.nan
     q1, q2 = auc / (2 - auc), 2 * auc**2 / (1 + auc)
     spread = auc * (1 - auc) + (positive - 1) * (q1 - auc**2) + (negative - 1) * (q2 - auc**2)
-    # A perfect AUC has no spread at all; rounding must not make it negative.
+    # The spread of a perfect AUC is 0; rounding must not make it negative.
     return math.sqrt(max(0.0, spread) / (positive * negative))
 
 
 def _ratio(first: Any, second: Any) -> float | None:
-    """``second / first``; None if a value is absent or not finite, or the first one is 0."""
+    """Returns ``second / first``; None if a value is absent or not finite, or ``first`` is 0."""
     values = (first, second)
     if not all(isinstance(value, int | float) and math.isfinite(value) for value in values) or not first:
         return None
@@ -135,7 +135,7 @@ def write_report(
     data_description: str,
     notes: Sequence[str] = (),
 ) -> Path:
-    """Writes the page that compares two runs, and returns its path; it links to the report beside the first picture.
+    """Writes the page that compares two runs, with a link to the report beside the first picture; returns its path.
 
     Args:
         path: the HTML file.
@@ -175,7 +175,7 @@ def write_report(
 
 
 def _cards(comparison: RunComparison, runs: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Returns the three figures under the headline: big text, what it is, and the numbers behind it."""
+    """Returns the three cards under the headline: a figure, its meaning, and the numbers behind it."""
     (first_name, first), (name, second) = runs.items()
     auc, behind = "not known", NOT_KNOWN
     if not math.isnan(comparison.auc_noise):
@@ -216,7 +216,7 @@ def _rows(runs: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
 
 
 def _affinities(plan: TowerPlan) -> list[tuple[str, str]]:
-    """Returns each mean affinity, or share of interaction, with its pairs; a tower of one feature has no pair."""
+    """Returns each kind of pair with its mean affinity or share of interaction; "-" if there are no such pairs."""
     pairs = _PAIRS[:2] if plan.affinity.get("measure") == "interactions" else _PAIRS
     means = [(what, plan.affinity.get(key)) for key, what in pairs]
     return [(what, "-" if mean is None else f"{mean:.3f}") for what, mean in means]
@@ -243,10 +243,10 @@ def plot_curves(runs: Mapping[str, Path], path: Path) -> Path:
         axes.set_xlim(0.0, last * 1.01)
         axes.set_xlabel("training step", fontsize=9.5, color="#444444")
         dress_axes(axes, grid="y")
-        # Without this, a narrow range is labeled with differences from an offset.
+        # Without this, matplotlib labels a narrow range with differences from an offset.
         axes.ticklabel_format(axis="both", useOffset=False)
     handles = [figure.axes[1].plot([], [], linewidth=2.0, **_style_of(i))[0] for i in range(len(curves))]
-    # "_x" is how matplotlib hides a label; names come from outside.
+    # matplotlib hides labels that start with "_"; names are the caller's.
     labels = [f" {name}" if name.startswith("_") else name for name in curves]
     figure.legend(handles, labels, loc="outside upper left", ncols=min(3, len(labels)), frameon=False, fontsize=11)
     return save_figure(figure, path, caller="plot_curves")

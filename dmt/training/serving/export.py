@@ -61,7 +61,7 @@ def export_run(
     data_path: str | None = None,
     functions: Collection[str] = (),
 ) -> Exported:
-    """Writes the model of a run's newest whole checkpoint as a program for servers, and compares their logits.
+    """Exports a run's newest whole checkpoint as a program for servers, and compares its logits with the model's.
 
     Args:
         run: the ``output_dir`` of a run, or a checkpoint.
@@ -75,7 +75,7 @@ def export_run(
             depends on other samples, the program gives other logits, or the file cannot be written.
     """
     if out.suffix != ".pt2":
-        raise InputError(f"--out {str(out)!r} must end in .pt2, by which PyTorch knows exported programs.")
+        raise InputError(f"--out {str(out)!r} must end in .pt2, the ending of exported PyTorch programs.")
     checkpoint, job, model = trained_model(run, data_path, functions)
     splits = {} if job.towers is None else job.towers.column_splits
     features = job.data.columns.feature_names
@@ -86,7 +86,7 @@ def export_run(
     manifest = _manifest(job, checkpoint, tables)
     with torch.no_grad():
         difference = float((program.module()(*tensors_of(batch)) - expected).abs().max())
-    # Both run the same operators in the same order, but a CPU's kernels may round by where a tensor lies in memory.
+    # Both run the same operators in the same order, but CPU kernels may round differently by a tensor's alignment.
     rounding = 1e-5 * max(1.0, float(expected.abs().max()))
     if not difference <= (rounding if tables == "fp32" else torch.inf):
         raise InputError(
@@ -102,9 +102,9 @@ def export_run(
 
 
 def _manifest(job: Job, checkpoint: Path, tables: StoredTables) -> dict[str, Any]:
-    """Returns what a server needs to know, as plain data for JSON."""
+    """Returns the manifest, which tells a server how to make the program's input, as plain data for JSON."""
     config, data = job.config, job.data
-    # How another program made the ids of rows that it prepared is not known.
+    # Prepared rows may come from another program, so how their ids were made is unknown.
     is_hashed = data.raw.id_mode == "hash" and data.raw.kind not in ("synthetic", "prepared")
     texts, raw, features = pa.array(_HASHED_EXAMPLES), {feature.name: feature for feature in data.columns.features}, []
     for table in job.tables:
@@ -118,13 +118,13 @@ def _manifest(job: Job, checkpoint: Path, tables: StoredTables) -> dict[str, Any
                     "table": table.name,
                     "rows": table.num_embeddings,  # ids lie in 0 to rows - 1
                     "columns": table.embedding_dim,
-                    "multi_hot": raw[name].is_bag,  # true where a sample has any number of ids, else one
-                    "target": raw[name].target,  # the feature that attends to it, of a sequence
-                    "salt": salt,  # of its hash
-                    # The column of times that it is a part of, and the part: hour or weekday; empty for others.
+                    "multi_hot": raw[name].is_bag,  # true where a sample has any number of ids; else it has one
+                    "target": raw[name].target,  # of a sequence: the feature that attends to it
+                    "salt": salt,  # of the hash of its values
+                    # For a part of a time: the column of times, and the part (hour or weekday); else empty.
                     "time_column": "" if time is None else time[0],
                     "time_part": "" if time is None else time[1],
-                    # Rows of some texts, by which a server checks its own hashing; none where ids are row numbers.
+                    # Rows of some texts, for servers to check their hashing; empty where ids are not hashed.
                     "examples": examples,
                 }
             )
@@ -164,10 +164,10 @@ def tensors_of(batch: ClickBatch) -> tuple[Tensor, dict[str, Tensor], dict[str, 
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """Reads the manifest of an exported program; no tensor is read.
+    """Reads the manifest of an exported program, without its tensors.
 
     Raises:
-        InputError: the file cannot be read, or ``dmt export`` has not written it.
+        InputError: the file cannot be read, or ``dmt export`` did not write it.
     """
     place = f"Exported model {path}"
     try:
@@ -185,7 +185,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
 
 
 def load_program(path: Path) -> torch.nn.Module:
-    """Loads an exported program, which is called like `ServedModel.forward`.
+    """Loads an exported program; call it like `ServedModel`.
 
     Raises:
         InputError: the file cannot be read.

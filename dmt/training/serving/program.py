@@ -71,14 +71,14 @@ def restore_rows(codes: Tensor, scales: Tensor, *, bits: int = 4) -> Tensor:
 class ServedTables(nn.Module):
     """The tables of a TorchRec ``EmbeddingBagCollection`` or ``EmbeddingCollection``, by PyTorch's own operators.
 
-    With ``stored="fp32"`` they stay as they are (FP16 tables in FP16), and results have the bits of the collection.
+    With ``stored="fp32"``, weights are unchanged (FP16 tables stay FP16), and results equal the collection's bitwise.
 
     Args:
         tables: the collection.
         stored: ``"int8"`` or ``"int4"`` quantizes each row; bags are summed in FP32.
 
     Raises:
-        InputError: bags are weighted, sequences return their ids, or a table has an odd number of columns for INT4.
+        InputError: bags are weighted, lookups also return ids (``need_indices``), or INT4 rows have an odd width.
     """
 
     def __init__(self, tables: EmbeddingBagCollection | EmbeddingCollection, *, stored: StoredTables = "fp32") -> None:
@@ -87,7 +87,7 @@ class ServedTables(nn.Module):
         self._is_sequence = isinstance(tables, EmbeddingCollection)
         if isinstance(tables, EmbeddingCollection):
             if tables.need_indices():
-                raise InputError(f"Table {configs[0].name!r} has need_indices=True, which programs do not support.")
+                raise InputError(f"Table {configs[0].name!r} has need_indices=True, and cannot be exported. Unset it.")
         elif tables.is_weighted():
             raise InputError(f"Table {configs[0].name!r} has weighted bags, which exported programs do not support.")
         self._bits = TABLE_BITS.get(stored)
@@ -109,7 +109,7 @@ class ServedTables(nn.Module):
             self.register_buffer(f"scales_{number}", scales)
 
     def forward(self, features: Mapping[str, JaggedTensor]) -> Any:
-        """Looks up ids by feature; returns a ``KeyedTensor``, float [B, sum of N], or the sequences by feature."""
+        """Looks up ids by feature; returns a ``KeyedTensor``, float32 [B, sum of N], or the sequences by feature."""
         lookups = [
             (number, features[name], mode) for number, (names, mode) in enumerate(self._lookups) for name in names
         ]
@@ -137,7 +137,7 @@ class ServedTables(nn.Module):
 
 
 class _Ids(dict[str, JaggedTensor]):
-    """Ids by feature, in the place of a ``KeyedJaggedTensor``."""
+    """Ids by feature; stands in for a ``KeyedJaggedTensor`` in the traced model."""
 
     def to_dict(self) -> dict[str, JaggedTensor]:
         return dict(self)
@@ -199,9 +199,9 @@ class ServedModel(nn.Module):
         stacked = torch.stack([lengths[name] for name in self._features])
         all_offsets = functional.pad(stacked.cumsum(1), (1, 0))
         # With wrong offsets, embedding_bag would read memory outside the batch.
-        assert_in_graph((stacked >= 0).all(), "lengths: a number of ids is negative")
+        assert_in_graph((stacked >= 0).all(), "lengths: a length is negative")
         for name, length, offsets in zip(self._features, stacked.unbind(), all_offsets.unbind(), strict=True):
-            assert_in_graph(offsets[-1] == ids[name].shape[0], f"lengths[{name!r}] do not add up to the ids[{name!r}]")
+            assert_in_graph(offsets[-1] == ids[name].shape[0], f"lengths[{name!r}] do not add up to len(ids[{name!r}])")
             for key in self._shards.get(name, [name]):
                 bags[key] = JaggedTensor(values=ids[name], lengths=length, offsets=offsets)
         # Without the check, an output [B, 2] would be flattened to 2 B logits.
@@ -209,7 +209,7 @@ class ServedModel(nn.Module):
 
 
 def make_program(model: ServedModel, *, num_dense: int, features: Sequence[str]) -> torch.export.ExportedProgram:
-    """Exports a model for any number of samples, at least 1, and any number of ids per feature, also 0.
+    """Exports a model for any number of samples, at least 1, and any number of ids per feature, 0 included.
 
     The program checks its input: names, shapes, that lengths add up, that ids are rows of their tables.
 
@@ -222,7 +222,7 @@ def make_program(model: ServedModel, *, num_dense: int, features: Sequence[str])
         InputError: the model returns no tensor [B, 1] or [B], or PyTorch cannot export it, for the reason given.
     """
     samples = 3
-    # Another number of ids for each feature, so that the tracer takes no two for equal.
+    # A different number of ids for each feature, so that the tracer assumes no two to be equal.
     counts = {name: samples + 2 + number for number, name in enumerate(features)}
     ids = {name: torch.zeros(count, dtype=torch.int64) for name, count in counts.items()}
     lengths = {name: torch.tensor([1, 1, count - 2]) for name, count in counts.items()}
@@ -239,7 +239,7 @@ def make_program(model: ServedModel, *, num_dense: int, features: Sequence[str])
             return torch.export.export(model, inputs, dynamic_shapes=dims, strict=False)
     except InputError:
         raise
-    except Exception as error:  # whatever the user's own module makes the tracer raise
+    except Exception as error:  # the user's module can make the tracer raise anything
         reason = shorten([line.strip() for line in str(error).splitlines() if line.strip()][:3], " ")
         raise InputError(
             f"PyTorch cannot export {type(model.model).__name__} ({type(error).__name__}: {reason}). Write its forward "

@@ -53,14 +53,14 @@ def score(
     Args:
         model: the ``output_dir`` of a run, a checkpoint, or a file that ``dmt export`` wrote.
         out: the Parquet file: ``row`` int64, the other columns float32.
-        data_path: a file, a directory or a glob with the columns of the run, of which the label may be absent. Without
-            it, the run's own evaluation rows are scored.
+        data_path: a file, a directory or a glob with the columns of the run; the label may be absent. None: the run's
+            own evaluation rows.
         batch_size: rows per batch.
         functions: see `dmt.training.trained.checkpoint_of`.
 
     Raises:
-        InputError: the model or the data cannot be read or do not fit each other, or the file cannot be written or
-            its name has the ending of another format.
+        InputError: the model or the data cannot be read or do not fit each other, the file cannot be written, or
+            its name ends like that of another format.
     """
     if out.suffix in (".csv", ".tsv", ".json", ".jsonl", ".gz"):
         raise InputError(f"--out {str(out)!r} is written as Parquet. Name a file that ends in .parquet.")
@@ -128,7 +128,7 @@ def _open(model: Path, data_path: str | None, functions: Collection[str], out: P
 
 
 def open_rows(config: TrainingConfig, data_path: str | None, out: Path) -> Job:
-    """Opens the job of a checkpoint's config, without a sharding plan, with the rows to score; see `score`."""
+    """Opens the job of a checkpoint's config with the rows to score (see `score`), without a sharding plan."""
     return open_unsharded(config, None if data_path is None else _rows_of(config.data, data_path, out))
 
 
@@ -144,11 +144,11 @@ def _run(model: Path, program: nn.Module, batch: ClickBatch) -> Tensor:
 def _rows_of(raw: DataConfig, data_path: str, out: Path) -> ClickData:
     """Opens all rows of the files, in their order."""
     if raw.kind == "synthetic":
-        raise InputError("The model was trained on synthetic clicks; rows of a file do not fit it. Leave out --data.")
+        raise InputError("The model was trained on synthetic clicks, so it cannot score files. Leave out --data.")
     config = with_files(raw, data_path)
     if config.kind == "prepared":
         raise InputError(f"--data {data_path!r} is a prepared folder, but scoring takes raw rows. Name the raw files.")
-    # Every row is scored, none is dealt to training.
+    # Score every row: none is for training.
     changes: dict[str, Any] = {"split_column": None, "group_by": None}
     if config.kind == "columns" and config.label not in _columns_of(data_path, config):
         changes["label"] = None

@@ -37,15 +37,15 @@ __all__ = ["score_by_ranks"]
 def score_by_ranks(
     model: Path, out: Path, *, world_size: int, data_path: str | None = None, functions: Collection[str] = ()
 ) -> Scored:
-    """Scores rows with the sharded model of a checkpoint; to be called on every rank that torchrun started.
+    """Scores rows with the sharded model of a checkpoint; collective, for every rank that torchrun started.
 
-    The rows are cut into a part for each rank, in the order of their files; rank r writes ``part-<r>.parquet``. As many
-    ranks as in training place the towers as in training; any other number of ranks holds all towers together. A model
-    trained with the flat dataflow stays flat. A rank's batches have the run's ``train.batch_size`` rows.
+    The rows are cut into a part for each rank, in the order of their files; rank r writes ``part-<r>.parquet``. With as
+    many ranks as in training, towers are placed as in training; otherwise all ranks form one tower that holds them all.
+    A model trained with the flat dataflow stays flat. A rank's batches have the run's ``train.batch_size`` rows.
 
     Args:
         model: the ``output_dir`` of a run, or a checkpoint.
-        out: the folder, on a file system of all hosts; it must not exist, and appears when all is written.
+        out: the folder, on a file system of all hosts; it must not exist, and appears when all ranks are done.
         world_size: the ranks of the job.
         data_path: see `dmt.training.serving.score.score`.
         functions: see `dmt.training.trained.checkpoint_of`.
@@ -73,14 +73,14 @@ def score_by_ranks(
 
 
 def _placed(job: Job, world_size: int) -> Job:
-    """Places the tables of a job on ranks that only predict: in the towers of training, or all towers in one."""
+    """Places the tables of a job on ranks that only predict, in the towers of training or in one tower."""
     config, towers, placement = job.config, job.towers, None
     if job.data.source is not None:
         raise InputError(
             f"data.source={config.data.source!r} deals rows to ranks itself, so they have no row numbers. Give files "
             "(--data), or run dmt score without torchrun."
         )
-    # Nothing is rounded on its way, so that predictions equal those of one process.
+    # Exchanges in FP32 round nothing, so predictions agree with those of one process.
     sharding: dict[str, Any] = {"forward_precision": "fp32", "backward_precision": "fp32", "cluster": None}
     changes: dict[str, Any] = {
         "train": config.train.model_copy(update={"device": "auto", "dense_reduce": "ring"}),
@@ -92,7 +92,7 @@ def _placed(job: Job, world_size: int) -> Job:
         changes["optimizer"] = OptimizerConfig(sparse="sgd")
     if config.topology.build().world_size != world_size:
         changes["topology"] = TopologyConfig(ranks_per_tower=world_size)
-        # Schemes and the memory limit were made for the ranks of training.
+        # Schemes and the memory limit apply to the ranks of training only.
         kernels = {name: rule for name, rule in config.sharding.tables.items() if rule not in SCHEMES}
         sharding |= {"scheme": "auto", "tables": kernels, "memory_gib": None}
         if towers is not None:
