@@ -144,8 +144,6 @@ class StepWork:
     """Bytes that a rank's over arch reads, FP32: [B, sum of O_t] (flat: [B, F N]), and embeddings outside towers."""
     samples: float
     """B, samples of a rank."""
-    peer_samples: float
-    """P, samples for which a rank computes its tower module."""
     converted_bytes: tuple[float, float] = (0.0, 0.0)
     """Bytes that a rank reads and writes to convert numbers to 16 bits and back: forward, and backward."""
     rank_bytes: tuple[float, float] = (0.0, 0.0)
@@ -243,7 +241,7 @@ def step_operations(
     ]
     step.compute("lookup", looked_up=work.lookup_bytes / 3, after=[] if prefetch else ids)
     arrived = step.send("embeddings", loads["tower_outputs"], "embeddings", ranks=inner, channel="tower")
-    towers, towers_back = tower.seconds(work.peer_samples * share, cluster)
+    towers, towers_back = tower.seconds(work.samples * work.topology.num_towers * share, cluster)
     over, over_back = model.rest.seconds(work.samples / micro_batches, cluster)
     early, early_back = model.dense_arch.seconds(work.samples / micro_batches, cluster)
     there, back_again = (size / 2 * share for size in work.converted_bytes)

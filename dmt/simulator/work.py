@@ -95,7 +95,6 @@ def step_work(step: Workload, model: ModelWork) -> StepWork:
         embedding_bytes=4 * batch * peers * max(map(step.columns, step.towers)),
         output_bytes=4 * (outputs + beside),
         samples=batch,
-        peer_samples=batch * topology.num_towers,
         converted_bytes=(forward, backward),
         rank_bytes=(float(memory.max()), float(held["activations"][memory.argmax()])),
         host_bytes=float(memory.reshape(hosts, -1).sum(axis=1).max()),

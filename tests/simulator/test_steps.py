@@ -51,7 +51,6 @@ WORK = StepWork(
     embedding_bytes=0.0,
     output_bytes=0.0,
     samples=1.0,
-    peer_samples=2.0,
 )
 
 
