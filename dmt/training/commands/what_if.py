@@ -55,7 +55,7 @@ def _show(record: dict[str, Any], title: str, current: Prediction, ways: Sequenc
     If all alternatives are equally fast, they share one row.
     """
     flat = next((way.seconds for way in ways if way.name == FLAT), math.nan)
-    is_tie = bool(ways) and ways[-1].seconds - ways[0].seconds < 1e-7
+    is_tie = len(ways) > 1 and ways[-1].seconds - ways[0].seconds < 1e-7
     best: dict[tuple[str, bool], Prediction] = {}
     for way in ways:
         best.setdefault((re.sub(", [0-9]+ replicas.*", "", way.name), way.num_replicas > 1), way)

@@ -101,7 +101,7 @@ class ServedTables(nn.Module):
             if self._bits is None:
                 self.register_buffer(f"weight_{number}", weight)
                 continue
-            if weight.shape[1] % 2:
+            if self._bits == 4 and weight.shape[1] % 2:
                 rule = "but int4 packs two numbers into a byte. Use int8, or an even number of columns."
                 raise InputError(f"Table {config.name!r} has {weight.shape[1]} columns, {rule}")
             codes, scales = quantize_rows(weight, self._bits)

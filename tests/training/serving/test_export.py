@@ -278,15 +278,11 @@ class Clicks(nn.Module):
         tables = [
             EmbeddingBagConfig(name="t_ad", num_embeddings=2000, embedding_dim=128, feature_names=["ad", "last ad"]),
             EmbeddingBagConfig(
-                name="t_user",
-                num_embeddings=20,
-                embedding_dim=8,
-                feature_names=["user.country"],
-                pooling=PoolingType.MEAN,
+                name="t_u", num_embeddings=20, embedding_dim=7, feature_names=["user.country"], pooling=PoolingType.MEAN
             ),
         ]
         self.tables = EmbeddingBagCollection(tables=tables, **bags)
-        self.over = nn.Linear(2 * 128 + 8 + 2, 1)
+        self.over = nn.Linear(2 * 128 + 7 + 2, 1)
 
     def forward(self, dense: Tensor, ids: KeyedJaggedTensor) -> Any:
         found = self.tables(ids)
@@ -349,5 +345,7 @@ def test_what_cannot_be_exported_is_refused() -> None:
         make_program(ServedModel(Clicks(lambda x: x if bool(x.sum() > 0) else -x), NAMES), num_dense=2, features=NAMES)
     with pytest.raises(InputError, match="module 'words' is a Words, whose tables cannot"):
         ServedModel(Sequences(), NAMES)
+    with pytest.raises(InputError, match="'t_u' has 7 columns, but int4 packs two numbers into a byte"):
+        ServedModel(Clicks(), NAMES, stored="int4")
     with pytest.raises(InputError, match="'t_ad' has weighted bags"):
         ServedModel(Clicks(is_weighted=True), NAMES)
