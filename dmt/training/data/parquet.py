@@ -49,8 +49,8 @@ class ParquetRows:
         """Reads row group ``number``: the columns of the manifest, and `REQUEST` if the folder has it.
 
         Raises:
-            InputError: the row group cannot be read, its file has changed since the footer was read, a value is
-                missing or of another type, a label is not 0 or 1, or an id is outside its table.
+            InputError: the row group cannot be read, its file has changed since the footer was read, a value is missing
+                or of another type, a dense value is not finite, a label is not 0 or 1, or an id is outside its table.
         """
         file, footer, group = self._groups[number]
         # Memory maps are slower here when they are read for the first time.
@@ -65,6 +65,12 @@ class ParquetRows:
         for name, column in zip(rows.column_names, rows.columns, strict=True):
             if column.null_count or (pa.types.is_nested(column.type) and pc.list_flatten(column).null_count):
                 raise InputError(f"{file}: column {name!r} has missing values. Write 0 or an empty list instead.")
+        for name in self._columns.dense:
+            values = rows.column(name).to_numpy()
+            if not (is_finite := np.isfinite(values)).all():
+                at = int(is_finite.argmin())
+                row = sum(footer.row_group(earlier).num_rows for earlier in range(group)) + at + 1
+                raise InputError(f"{file}, row {row}: column {name!r} is {values[at]}. Write 0 for a missing number.")
         limits = {} if self._columns.label is None else {self._columns.label: 2}
         limits |= {feature.name: feature.rows for feature in self._columns.features}
         for name, limit in limits.items():

@@ -69,7 +69,6 @@ def test_values_become_inputs(tmp_path: Path) -> None:
     flat = pa.array([word for bag in bags for word in bag])
     assert ids["bag"].values().tolist() == hash_rows(flat, feature="bag", num_embeddings=50).tolist()
     assert [(feature.table, feature.rows) for feature in data.columns.features] == [("c", 50), ("n", 50), ("bag", 50)]
-    assert data.num_rows("train") == data.num_rows("eval") == 20
 
 
 @pytest.mark.parametrize("settings", [{}, {"shuffle_pieces": True}, {"group_by": "user"}, {"shuffle_rows": 0}], ids=str)
@@ -105,7 +104,6 @@ def test_a_run_goes_on_at_any_step_and_on_other_ranks(settings: dict[str, Any], 
     # 4, 2 and then 3 ranks: every row of the epoch once, but for less than a global batch.
     used = [row for step in on_ranks(data, 4, 4, 3)[:11] for row in real_rows(step)]
     used += [row for step in on_ranks(data, 2, 4, 3, rows=len(used))[:9] for row in real_rows(step)]
-    assert len(used) == 240
     used += [row for step in on_ranks(data, 3, 4, 3, rows=len(used)) for row in real_rows(step)]
     assert (len(used), set(Counter(used).values())) == (240 + 260 // 9 * 9, {1})
     assert on_ranks(data, 2, 4, 3, rows=495) == []
@@ -181,15 +179,16 @@ def test_an_id_without_a_row_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"part-00000\.parquet: column 'c' has values from .*, expected 0 to 6 "):
         list(ClickData(DataConfig(prepared=str(tmp_path / "out"), kind="prepared")).batches("eval", **RANK))
     # As another program may have written it.
-    manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"files": {}}))
+    manifest.write_text(json.dumps(json.loads(manifest.read_text().replace('"rows": 7', '"rows": 50')) | {"files": {}}))
     file = tmp_path / "out" / "eval" / "part-00000.parquet"
     rows = pq.read_table(file).slice(0, 2)
     bags = pa.array([[0], [None]], rows.schema.field("bag").type)
-    wrong = {"d": pa.array([1.0, None], pa.float32()), "bag": bags, "c": pa.array(["a", "b"])}
-    for name, column in [*wrong.items(), ("label", pa.nulls(2, pa.int8())), ("label", pa.array([1, 2]))]:
-        pq.write_table(rows.set_column(rows.column_names.index(name), name, column), file)
-        reason = rf"column '{name}' has (missing values\. Write 0|values from 1 to 2, expected 0 to 1)"
-        with pytest.raises(InputError, match=rf"part-00000\.parquet: ({reason}|cannot be read as prepared rows)"):
+    wrong = [("d", pa.array([0.0, number])) for number in (None, math.nan, 1e300)]  # 1e300 is infinite in 32 bits
+    wrong += [("bag", bags), ("c", pa.array(["a", "b"])), *(("label", pa.array([one, 2])) for one in (None, 1))]
+    for name, column in wrong:
+        pq.write_table(rows.set_column(rows.column_names.index(name), name, column), file, row_group_size=1)
+        reason = rf"column '{name}' (has missing values|has values from 2 to 2, expected 0 to 1|is (nan|inf)\. Write)"
+        with pytest.raises(InputError, match=rf"part-00000\.parquet(, row 2)?: ({reason}|cannot be read as prepared)"):
             list(ClickData(DataConfig(prepared=str(tmp_path / "out"), kind="prepared")).batches("eval", **RANK))
 
 
