@@ -82,15 +82,17 @@ class AccessProfile:
         self._table_of = {feature: table for table in self.tables for feature in table.feature_names}
 
     def add(self, ids: Mapping[str, Any], *, num_samples: int) -> None:
-        """Counts the rows that a batch of ``num_samples`` reads; ``ids`` has an integer array of any shape per feature.
+        """Counts a batch of ``num_samples`` samples: integer ids of any shape, by feature; features may be left out.
 
-        Features left out read no rows; a feature of no table raises `InputError`. Ids are not compared with the number
-        of rows; `dmt.HotRows` does that.
+        Raises `InputError` for a feature of no table and for ids that are not integers; `dmt.HotRows` checks ranges.
         """
         for feature, values in ids.items():
             if feature not in self._table_of:
                 raise InputError(f"AccessProfile: no table has feature {feature!r}. Count features of the tables only.")
-            self.put(self._table_of[feature].name, RowCounts.of(values))
+            array = np.asarray(values)
+            if array.size and array.dtype.kind not in "iu":
+                raise InputError(f"AccessProfile: ids of {feature!r} are {array.dtype}. Give row numbers as integers.")
+            self.put(self._table_of[feature].name, RowCounts.of(array))
         self.num_samples += num_samples
 
     def __getitem__(self, table: str) -> RowCounts:

@@ -262,6 +262,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "backward format": (lambda: ExchangePrecision(backward="float32"), "backward='float32' is unknown"),  # type: ignore[arg-type]
     "counts of no table": (lambda: AccessProfile([table("t", "f")]).add({"g": [1]}, num_samples=1),
                            "no table has feature 'g'"),
+    "float ids": (lambda: AccessProfile([table("t", "f")]).add({"f": [2.5]}, num_samples=1), "ids of 'f' are float64"),
 }  # fmt: skip
 
 
