@@ -134,7 +134,7 @@ def find_columns(config: DataConfig, schema: pa.Schema, place: str) -> Columns:
             _check_use(setting, name, types[name], numbers[name], place)
     used = Counter(name for setting in _INPUTS for name in chosen[setting])
     times = {f"{column}_{part}": (column, part) for column in chosen["timestamps"] for part in _PART_ROWS}
-    if doubled := [name for name in used if used[name] > 1] + [name for name in times if name in types]:
+    if doubled := [name for name in used if used[name] > 1] + [name for name in times if name in (*used, config.label)]:
         raise InputError(f"{place}: column {doubled[0]!r} is used twice in {', '.join(_INPUTS)}. Use it once.")
     rows = dict.fromkeys(chosen["categorical"], config.num_embeddings)
     _check_features("num_embeddings_per_feature", config.num_embeddings_per_feature, rows)

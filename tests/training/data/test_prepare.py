@@ -148,7 +148,7 @@ def test_the_planner_knows_the_mean_length_of_lists(tmp_path: Path) -> None:
 def test_times_of_every_spelling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     values = ["2024-01-01T23:59:59.5", "2024-01-01 23:59:59.500", "2024-01-01T23:59:59.500000000Z"]
     values += [" 2024-01-02T05:29:59.5+05:30", "NaT"]
-    write(tmp_path / "a.csv", ["label,c,time", *(f"0,x,{value}" for value in values)])
+    write(tmp_path / "a.csv", ["label,c,time,time_hour", *(f"0,x,{value},unused" for value in values)])
     settings = {"timestamps": ("time",), "categorical": ("c",), "dense": (), "multi_hot": ()}
     # A time without a zone is taken as it is, whatever the zone of this machine.
     monkeypatch.setenv("TZ", "America/New_York")
