@@ -14,8 +14,6 @@ from dmt.plan.tables import TableSpec, table_specs
 
 __all__ = ["AccessProfile", "RowCounts"]
 
-Numbers = NDArray[np.int64]
-
 
 @dataclass(frozen=True)
 class RowCounts:
@@ -26,9 +24,9 @@ class RowCounts:
         RowCounts(rows=array([2, 7, 9]), counts=array([1, 4, 1]), total=6)
     """
 
-    rows: Numbers
+    rows: NDArray[np.int64]
     """The counted rows, int64 [n], ascending."""
-    counts: Numbers
+    counts: NDArray[np.int64]
     """Accesses of each counted row, int64 [n]."""
     total: int
     """Accesses of all rows of the table, counted or not."""

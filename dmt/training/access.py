@@ -117,9 +117,8 @@ def load_hot_rows(folder: Path) -> HotRowsState | None:
         return None
     remedy = "Start from another checkpoint."
     rows, numbers = _load(folder / _ROWS, remedy)
-    chosen = {table.name: rows[table.name].rows for table in rows.tables}
     return HotRowsState(
-        rows={name: table_rows for name, table_rows in chosen.items() if len(table_rows)},
+        rows={table.name: rows[table.name].rows for table in rows.tables if len(rows[table.name].rows)},
         counts=_load(folder / _COUNTS, remedy)[0],
         **numbers,
     )

@@ -38,8 +38,6 @@ _MEET_EVERY_S = 2.0
 # Schedulers signal both torchrun and its ranks, so the same signal may reach a rank twice within moments.
 _SECOND_SIGNAL_S = 2.0
 _NEVER = 2**52  # a step that no run reaches
-# The first steps at which a rank's loss and its gradients were not finite; and the checksums of its copies, by name.
-_Report = tuple[list[int], dict[str, int]]
 
 
 class Signals:
@@ -177,7 +175,8 @@ class Agreement:
         _compare_copies(step, [checksums for _, checksums in reports])
         self._checked = step
 
-    def _report(self) -> _Report:
+    def _report(self) -> tuple[list[int], dict[str, int]]:
+        """Returns the first steps at which the loss and a gradient were not finite, and checksums of copies by name."""
         copies = dict(self._copies)
         for module in self._towers:
             module.write_back()

@@ -334,7 +334,9 @@ class Converter:
             if pa.types.is_floating(kind.type):
                 numbers = values.to_numpy(zero_copy_only=False)
                 self.counts[kind.name, "missing"] += int(np.isnan(numbers).sum())
-                values = self._dense(numbers)
+                if self.config.dense_transform == "signed_log1p":
+                    numbers = np.sign(numbers) * np.log1p(np.abs(numbers))
+                values = pa.array(np.nan_to_num(numbers, nan=0.0).astype(np.float32))
             elif kind.name in self._features:
                 self.counts[kind.name, "negative"] += _num_negative(values)
                 values = _ids(self._features[kind.name], values)
@@ -342,11 +344,6 @@ class Converter:
         if self.config.split_column:
             columns[SPLIT] = table.column(len(self.schema))
         return pa.table(columns)
-
-    def _dense(self, values: np.ndarray) -> pa.Array:
-        if self.config.dense_transform == "signed_log1p":
-            values = np.sign(values) * np.log1p(np.abs(values))
-        return pa.array(np.nan_to_num(values, nan=0.0).astype(np.float32))
 
 
 def _num_negative(values: pa.Array) -> int:

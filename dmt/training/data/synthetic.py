@@ -105,7 +105,8 @@ class SyntheticClicks:
         low, high = -50.0, 50.0
         for _ in range(50):  # bisection: the share of clicks grows with the intercept
             middle = (low + high) / 2
-            low, high = (middle, high) if _sigmoid(centered + middle).mean() < _BASE_RATE else (low, middle)
+            clicks = torch.from_numpy(centered + middle).sigmoid().numpy().mean()
+            low, high = (middle, high) if clicks < _BASE_RATE else (low, middle)
         return scale, low
 
     def _draw(self, rng: np.random.Generator, n: int) -> tuple[pa.Table, NDArray[np.float64]]:
@@ -129,7 +130,7 @@ class SyntheticClicks:
         dense = np.log1p(np.floor(np.exp(1.5 + rng.normal(size=(n, config.num_dense)))).astype(np.float32))
         columns |= zip(self.dense_names, np.ascontiguousarray(dense.T), strict=True)
         logits = self._logits(scores, dense)
-        chance = _sigmoid(logits + _NOISE * rng.normal(size=n))
+        chance = torch.from_numpy(logits + _NOISE * rng.normal(size=n)).sigmoid().numpy()
         columns["label"] = (rng.random(size=n) < chance).astype(np.int8)
         return pa.table(columns), logits
 
@@ -153,7 +154,3 @@ class SyntheticRows:
         """Number of the split's rows in each block, int64 [number of blocks]."""
         self.read = partial(clicks.draw, split)
         """Draws a block by its index."""
-
-
-def _sigmoid(x: NDArray[np.float64]) -> NDArray[np.float64]:
-    return 0.5 * (1 + np.tanh(0.5 * x))
