@@ -1,4 +1,4 @@
-"""Exceptions: `InputError` (a user error, which the command line prints before it exits with 2) and others."""
+"""`InputError`, a user error, which commands print before they exit with status 2; `ReplicaMismatchError`; helpers."""
 
 from __future__ import annotations
 

@@ -90,8 +90,7 @@ def _load(path: Path, remedy: str) -> tuple[AccessProfile, dict[str, int]]:
         # Unsorted rows would be looked up wrongly, and rows beyond the table would be copied.
         beyond = len(rows[part]) and not (rows[part][0] >= 0 and rows[part][-1] < spec.num_embeddings)
         if beyond or not ((number[part] == i).all() and (np.diff(rows[part]) > 0).all()):
-            rule = f"must be sorted and at most {spec.num_embeddings - 1}, but are not"
-            raise InputError(f"{place}: rows of table {spec.name!r} {rule}. {remedy}")
+            raise InputError(f"{place}: table {spec.name!r} needs sorted rows below {spec.num_embeddings}. {remedy}")
         profile.put(spec.name, RowCounts(rows[part], counts[part], header.totals[i]))
     return profile, header.numbers
 

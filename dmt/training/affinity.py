@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dmt.errors import InputError
+from dmt.formatting import shorten
 from dmt.partitioner import FeatureAffinity, PartitionRules
 from dmt.training.build import ClickTask, build_model
 from dmt.training.checkpoints.store import load_plain
@@ -32,20 +33,20 @@ def affinity_of_run(
     rules: PartitionRules | None = None,
     functions: Collection[str] = (),
 ) -> FeatureAffinity:
-    """Collects the feature affinity of a run's newest whole checkpoint.
+    """Collects the feature affinity of a run's newest intact checkpoint.
 
     Batches come from all over the training rows (`spread_batches`), as a file may be sorted by time or by user.
 
     Args:
         run: the ``output_dir`` of a run.
         data_path: rows to read instead of the run's ``data.train_path``.
-        max_rows: limit on the rows to average over; the mean settles quickly.
+        max_rows: largest number of rows to average over; the mean settles quickly.
         rules: rules to check against the features before the model is loaded.
         functions: see `dmt.training.trained.checkpoint_of`.
 
     Raises:
-        InputError: the folder has no run or no whole checkpoint, the run's tables are cut, or the data or the rules do
-            not fit the run.
+        InputError: the folder has no run or no intact checkpoint, the run's tables are split by columns, or the data or
+            the rules do not fit the run.
     """
     checkpoint, config = checkpoint_of(run, data_path, functions)
     job = open_unsharded(config)
@@ -53,8 +54,8 @@ def affinity_of_run(
         rules.for_features(job.data.columns.feature_names)
     if job.towers is not None and (cuts := job.towers.column_splits):
         raise InputError(
-            f"{run}: this run's tables are cut into column shards ({', '.join([*cuts][:5])}), which hold only parts "
-            "of embeddings. Give a run with whole tables, or use --strategy interactions."
+            f"{run}: this run's tables are cut into column shards ({shorten([*cuts], ', ')}), which hold only "
+            "parts of embeddings. Give a run with whole tables, or use --strategy interactions."
         )
     task = ClickTask(build_model(job))
     load_plain(task, checkpoint)
@@ -103,7 +104,7 @@ def spread_batches(data: ClickData, *, max_rows: int, batch_size: int) -> Iterat
         return
     there = max(1, rows // batch_size)
     count = min(there, count)
-    # Each place costs reading all rows that are shuffled together there.
+    # At each place, all rows that are shuffled together are read.
     places = min(_PLACES, count)
     for place in range(places):
         number = count * (place + 1) // places - count * place // places

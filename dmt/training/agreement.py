@@ -49,7 +49,7 @@ class Signals:
 
     def __init__(self) -> None:
         self.signal = 0
-        """Number of the signal that stops training; 0 until this rank gets one, or hears of one in a meeting."""
+        """Number of the signal that stops training; 0 until this rank gets one or learns of one in a meeting."""
         self.stops = False
         """Whether training has stopped on all ranks because of a signal."""
         self._came: float | None = None  # when the first signal reached this rank
@@ -90,22 +90,22 @@ class Agreed:
 
 
 class Agreement:
-    """Decides after which steps the ranks meet, and in a meeting whether to save, to stop, and if the state is sound.
+    """Decides after which steps the ranks meet; a meeting decides whether to save or stop, and checks the state.
 
     The ranks meet every ``log_every`` steps, where a save is due, and about every two seconds by the clock of rank 0.
     With replicas, saves and stops wait for a step after which replicas are averaged anyway, so that neither changes a
     weight.
 
-    Sound means: the logits and gradients of all steps were finite, and copies of one parameter (dense layers, tower
-    modules, data-parallel tables, hot rows) have the same bits on all ranks. This is checked where the loss is recorded
-    and before each save. NaN in a table that only one rank holds is noticed when a sample reads it, and at the
-    latest when it is saved (`dmt.training.checkpoints.Checkpointer`).
+    A state is sound if the logits and gradients of all steps were finite and copies of one parameter (dense layers,
+    tower modules, data-parallel tables, hot rows) have the same bits on all ranks. This is checked where the loss is
+    recorded and before each save. NaN in a table that only one rank holds is noticed when a sample reads the row, and
+    at the latest when the table is saved (`dmt.training.checkpoints.Checkpointer`).
 
     Args:
         config: the section ``train``.
         model: the sharded model.
         mesh: the mesh of the run.
-        timer: times the steps; its mean step sets the next meeting.
+        timer: times the steps; the mean time of a step determines the next meeting.
         replicas: the sync of the replicas; None without replicas.
         signals: the signals of this rank.
     """
@@ -135,7 +135,7 @@ class Agreement:
 
     @torch.no_grad()
     def note(self, step: int, logits: Tensor) -> None:
-        """Notes after a step if the logits [B] and the dense gradients are finite, on the device without a sync."""
+        """Records whether a step's logits [B] and dense gradients are finite; on the device, without a sync."""
         gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
         norm = torch.stack([gradient.norm() for gradient in gradients]).sum() if gradients else logits.new_zeros(())
         finite = torch.stack([logits.sum(), norm]).isfinite()
@@ -167,7 +167,7 @@ class Agreement:
         return Agreed(sum(losses) / len(losses), saves and not stops, stops)
 
     def check(self, step: int) -> None:
-        """Checks that the state after a step is sound, unless that was checked; collective. Raises as `meet` does."""
+        """Checks that the state after a step is sound, unless already checked; collective. Raises as `meet` does."""
         if self._checked == step:
             return
         reports = run_on_all_or_raise(self._report, self._mesh.global_group)

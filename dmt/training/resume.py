@@ -1,4 +1,4 @@
-"""Starts a run from scratch or from its newest whole checkpoint, and locks its output folder.
+"""Starts a run from scratch or from its newest intact checkpoint, and locks its output folder.
 
 `dmt.training.checkpoints.store.newest` verifies the files of a checkpoint; this module compares it with the run.
 """
@@ -51,7 +51,7 @@ __all__ = [
 
 # Settings that define the parameters; another value makes another model.
 _SAME_MODEL = ("model.", "optimizer.sparse:", "optimizer.dense:")
-# Settings that change the training, but not the model or the rows: what has changed is printed.
+# Settings that change the training, but not the model or the rows: changes are printed.
 _TRAINING = ("optimizer.", "replicas.", "sharding.", "train.batch_size:")
 # Settings that determine how raw values become ids and numbers.
 _ENCODING = (
@@ -81,7 +81,7 @@ class Start:
     position: Position = field(default_factory=Position)
     """Where to continue; the beginning if the checkpoint is another run's."""
     files: list[tuple[str, int, int]]
-    """`ClickData.files` of the training rows when the run started: they may grow while it reads them."""
+    """`ClickData.files` of the training rows when the run started; files may grow during a run."""
     sources: list[SourceState | None] = field(default_factory=list)
     """State of the user's source on each rank."""
     folder: Path | None = None
@@ -96,10 +96,10 @@ def checkpoint_folder(config: TrainingConfig) -> Path:
 
 
 def find_start(job: Job, mesh: TowerMesh) -> Start:
-    """Returns where a run starts: from its newest whole checkpoint, or from scratch; the same on all ranks. Collective.
+    """Returns where a run starts: at its newest intact checkpoint, or from scratch; the same on all ranks. Collective.
 
     Raises:
-        InputError: no checkpoint is whole, or `starting_folder` or `start_from` raises it; the same on every rank.
+        InputError: see `newest`, `starting_folder` and `start_from`; the same on every rank.
     """
     # Rank 0 looks: another rank may not see the newest checkpoint yet.
     look = starting_folder if mesh.rank == 0 else checkpoint_folder
@@ -115,7 +115,7 @@ def find_start(job: Job, mesh: TowerMesh) -> Start:
 def starting_folder(config: TrainingConfig) -> Path:
     """Returns the folder to start from: of a run's checkpoints, or of a single checkpoint.
 
-    The run's own checkpoints come before ``train.resume``: a run that began from there and was killed continues.
+    The run's checkpoints take precedence over ``train.resume``, so that a killed run continues from its last one.
 
     Raises:
         InputError: ``train.resume`` names a folder without a checkpoint.
@@ -134,7 +134,7 @@ def starting_folder(config: TrainingConfig) -> Path:
 def start_from(folder: Path, job: Job) -> Start:
     """Checks a checkpoint against a run, and returns where the run starts.
 
-    A run continues from its own checkpoint. Another run's checkpoint only gives it weights and optimizer states.
+    A run continues from its own checkpoint. From another run's it takes only weights and optimizer states.
 
     Args:
         folder: the checkpoint, already verified, in `starting_folder`.
@@ -142,7 +142,7 @@ def start_from(folder: Path, job: Job) -> Start:
 
     Raises:
         InputError: the checkpoint cannot be read; its run had another model, other towers or another encoding of rows;
-            or it is this run's own, and the data have changed.
+            or the checkpoint is this run's own, and the data have changed.
     """
     config, files, plan = job.config, job.data.files("train"), job.towers
     is_own, remedy = folder.parent == checkpoint_folder(config), "Use another checkpoint."
@@ -160,10 +160,10 @@ def start_from(folder: Path, job: Job) -> Start:
         towers = folder / "towers.json"
         saved_plan = TowerPlan.load(towers)
         if (saved_plan.to_lists(), saved_plan.outside) != (plan.to_lists(), plan.outside):
-            wrong.append(f"the towers; the checkpoint's are towers.plan={str(towers)!r} with towers.outside='none'")
+            wrong.append(f"the towers (the checkpoint has towers.plan={str(towers)!r}, towers.outside='none')")
     if wrong:
         other = "another train.output_dir" if is_own else "train.resume a checkpoint of the same model"
-        raise InputError(f"{folder} is of another run: {shorten(wrong)}. Undo these changes, or give {other}.")
+        raise InputError(f"{folder} does not fit this run: {shorten(wrong)}. Undo these changes, or give {other}.")
     check_encoding(folder, job)
     # Also learning rates: the config's rates are used, not the saved ones.
     notes = [text for text in changes if text.startswith(_TRAINING)]
@@ -186,7 +186,7 @@ def check_encoding(folder: Path, job: Job) -> None:
     before, after = saved.model_dump(mode="json"), job.data.raw.model_dump(mode="json")
     wrong = [f"data.{key}: {before[key]} -> {after[key]}" for key in _ENCODING if before[key] != after[key]]
     if _checksum_of(saved.vocabulary) != _checksum_of(job.data.raw.vocabulary):
-        wrong.append("the vocabulary; prepare the rows with data.vocabulary, the folder of that run")
+        wrong.append("the vocabulary (prepare the rows with data.vocabulary set to the folder of that run)")
     if wrong:
         raise InputError(f"{folder} was trained on rows of another encoding: {shorten(wrong)}. Undo these changes.")
 
@@ -281,7 +281,7 @@ def folder_lock(config: TrainingConfig, mesh: TowerMesh) -> Iterator[None]:
 def open_lock(folder: Path) -> IO[bytes]:
     """Makes a folder if needed, and locks it until the returned file is closed or the process ends, even by a kill.
 
-    Without the lock, a second job would delete what the first is writing. File systems without locks are not checked.
+    Without the lock, a second job would delete what the first is writing. A file system without locks is not locked.
 
     Raises:
         InputError: the folder cannot be written to, or another job has locked it.

@@ -183,9 +183,9 @@ def test_a_profile_is_kept_and_damaged_files_are_refused(tmp_path: Path) -> None
     refused({"format": 3}, "has format 3; this version reads format 2")
     refused({"num_samples": "many"}, "num_samples: ")
     swapped = table.slice(1).take([1, 0, *range(2, len(table) - 1)])
-    refused({}, "rows of table 't_C1' must be sorted", swapped)
+    refused({}, "table 't_C1' needs sorted rows", swapped)
     beyond = [header["tables"][0] | {"num_embeddings": 3}, *header["tables"][1:]]
-    refused({"tables": beyond}, "rows of table 't_C1' must be sorted and at most ")
+    refused({"tables": beyond}, "table 't_C1' needs sorted rows below 3")
     path.write_bytes(b"PAR1 no")
     with pytest.raises(InputError, match=r"Access profile .*: cannot be read .* `dmt prepare`"):
         load_profile(path)

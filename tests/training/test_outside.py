@@ -191,7 +191,7 @@ def test_a_run_with_features_outside_is_resumed_checked_scored_and_exported(arch
     if arch == "dlrm":
         assert trained(8)["steps"] == 8
         return
-    with pytest.raises(InputError, match=r"the towers; the checkpoint's are towers\.plan"):
+    with pytest.raises(InputError, match=r"the towers \(the checkpoint has towers\.plan"):
         trained(8)
 
 

@@ -205,10 +205,10 @@ def test_where_a_run_begins(finished: TrainingConfig, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("sections", "message"),
     [
-        ({"model": {"tower_dim": 8}}, r"is of another run: model\.tower_dim: 4 -> 8\. Undo these changes, or give an"),
+        ({"model": {"tower_dim": 8}}, r"does not fit this run: model\.tower_dim: 4 -> 8\. Undo these changes, or give"),
         ({"optimizer": {"sparse": "sgd"}}, r"optimizer\.sparse: 'rowwise_adagrad' -> 'sgd'"),
         ({"data": {"shuffle_rows": 100}}, r"data\.shuffle_rows: \d+ -> 100"),
-        ({"towers": {"outside": "auto"}}, r"towers\.plan='.*towers\.json' with towers\.outside='none'\. Undo th"),
+        ({"towers": {"outside": "auto"}}, r"towers\.plan='.*towers\.json', towers\.outside='none'\)\. Undo th"),
     ],
 )
 def test_a_checkpoint_of_another_run_is_refused(finished: TrainingConfig, sections: Any, message: str) -> None:

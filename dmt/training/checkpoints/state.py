@@ -55,7 +55,7 @@ _COLUMNS = re.compile(r"(optimizer\..+)\.columns_(\d+)_(\d+)")
 _TABLE_STATE = re.compile(r"\.(?:embedding_bags|embeddings)\.([^.]+)\.weight\.\1\.")
 _INDEX = ".metadata"
 _OTHER = "Use the config of the run that wrote the checkpoint, or another checkpoint."
-_REMEDY = "Do not use this checkpoint unless you trust its source."
+_REMEDY = "Use a checkpoint from a source that you trust."
 _ALLOWED = {
     "torch": ("Size",),
     "torch.serialization": ("_get_layout",),
@@ -72,7 +72,7 @@ _ALLOWED = {
 class Shards:
     """This rank's shards of a tensor, as an entry of a DCP state dict.
 
-    DCP calls ``size`` and the methods with underscores, its protocol ``_Checkpointable``.
+    DCP calls ``size`` and the methods with underscores (its protocol ``_Checkpointable``).
     """
 
     whole: tuple[int, ...]
@@ -122,7 +122,7 @@ def collect_state(model: Mapping[str, Any], optimizer: KeyedOptimizer | None) ->
 
 
 def split_name(name: str) -> tuple[str, int, int]:
-    """Splits the name of a column range's state into (name without range, first column, end); else (name, 0, 0).
+    """Splits the name of a column range's state into (name without range, first column, end); others: (name, 0, 0).
 
     Example:
         >>> split_name("optimizer.t_a.weight.t_a.momentum1.columns_0_64")
@@ -182,7 +182,7 @@ def _size(value: Tensor) -> tuple[int, ...]:
 
 
 class RecordedFile(io.FileIO):
-    """A new file that hashes what is written. `digest` raises write errors: they would abort PyTorch's zip writer."""
+    """A new file that hashes what is written. `digest` raises write errors: PyTorch's zip writer aborts on them."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path, "wb")
@@ -248,10 +248,10 @@ class _SavePlanner(dcp.DefaultSavePlanner):
 def write_tensors(state: State, folder: Path, group: dist.ProcessGroup) -> Mapping[str, str]:
     """Writes the shards of all ranks of a group into a folder, one file per rank; collective.
 
-    One rank writes a shard that several ranks hold. Returns the SHA-256 of the files that this rank wrote, by name.
-    Raises `RankError` on every rank if a rank could not write.
+    If several ranks hold a shard, one of them writes it. Returns the SHA-256 of the files that this rank wrote, by
+    name. Raises `RankError` on every rank if a rank could not write.
     """
-    # For streams that DCP did not open, it would sync the whole machine; `RecordedFile` syncs each file.
+    # DCP would sync the whole machine for streams that it did not open; `RecordedFile` syncs each file.
     writer = dcp.FileSystemWriter(folder, sync_files=False)
     writer.fs = files = _Files()
     # DCP would pickle a Path as an object.
@@ -296,8 +296,8 @@ class TensorReader(dcp.FileSystemReader):
         """Loads values of the checkpoint into the tensors of ``state``, in place; not collective.
 
         Row-wise state has one number per row for all columns of a shard. A column range that was not saved as such gets
-        the mean of the saved numbers, weighted by the columns that overlap it. For a table that is now whole, the mean
-        is what an optimizer of the whole table would have summed; a shard of a table that was whole gets its numbers.
+        the mean of the saved numbers, weighted by the columns that overlap it. For a table that is no longer split, the
+        mean is what its optimizer would have accumulated; a shard of a table that was whole gets the table's numbers.
 
         Raises:
             InputError: the checkpoint lacks a tensor or holds it with a different size, or a file cannot be read.
@@ -313,7 +313,7 @@ class TensorReader(dcp.FileSystemReader):
             overlaps[name] = {saved: number for saved, number in columns.items() if number > 0}
             if not overlaps[name]:
                 raise InputError(
-                    f"{self.path} is a checkpoint of another model or optimizer: {name} is missing. {_OTHER}"
+                    f"{self.path} is a checkpoint of another model or optimizer: it lacks {name}. {_OTHER}"
                 )
         self._load({name: shards for name, shards in state.items() if name not in overlaps})
         for name, columns in overlaps.items():
@@ -327,7 +327,7 @@ class TensorReader(dcp.FileSystemReader):
 
     def _load(self, state: State) -> None:
         with warnings.catch_warnings():
-            # Each rank reads independently, on purpose.
+            # Intended: each rank reads independently.
             warnings.filterwarnings("ignore", message="torch.distributed is disabled")
             try:
                 dcp.load(state, storage_reader=self, planner=_TensorPlanner(flatten_state_dict=False), no_dist=True)

@@ -1,8 +1,8 @@
 """Saves a model during training, so that no kill and no full disk loses a checkpoint, and loads it into any layout.
 
 ============================  ======================================================================================
-``step-00001234``             a whole checkpoint; if the step is saved again, ``.1`` is appended
-``.step-00001234.partial``    is being written or deleted, or was left by a process that was killed meanwhile
+``step-00001234``             a complete checkpoint; if the step is saved again, ``.1`` is appended
+``.step-00001234.partial``    is being written or deleted, or was left by a killed process
 ============================  ======================================================================================
 
 The manifest, ``checkpoint.json``, has the SHA-256 of every other file and a digest of itself. It is written last; then
@@ -142,7 +142,7 @@ def _order(path: Path) -> tuple[int, int]:
 
 
 def newest(folder: Path, mesh: TowerMesh | None = None) -> Path | None:
-    """Returns the newest whole checkpoint in a folder, or the folder itself if it is a whole checkpoint.
+    """Returns the newest intact checkpoint in a folder, or the folder itself if it is an intact checkpoint.
 
     Verifies every file, and skips damaged checkpoints with a warning that gives the reason. Collective if there is a
     mesh: rank 0 lists the folder, and each rank verifies some of the files.
@@ -167,9 +167,9 @@ def newest(folder: Path, mesh: TowerMesh | None = None) -> Path | None:
     if not damages:
         return None
     if _listed(folder, mesh) != paths:
-        # A running job has saved another checkpoint meanwhile, and deleted the oldest.
+        # A running job has saved another checkpoint meanwhile and deleted the oldest.
         return newest(folder, mesh)
-    raise InputError(damages[0] if paths == [folder] else f"{folder} holds no whole checkpoint: {damages[0]}")
+    raise InputError(damages[0] if paths == [folder] else f"{folder} holds no intact checkpoint: {damages[0]}")
 
 
 def _listed(folder: Path, mesh: TowerMesh | None) -> list[Path]:
@@ -183,7 +183,7 @@ def _on_all(work: Callable[[], Value], mesh: TowerMesh | None) -> Value:
 
 
 def prepare_folder(folder: Path) -> None:
-    """Creates the folder of checkpoints, deletes partial ones in it; `InputError` if the folder cannot be written."""
+    """Creates the folder of checkpoints and deletes partial ones in it; `InputError` if it cannot be written."""
     check_output("Checkpoint folder", folder, is_folder=True)
     for path in folder.glob(".step-*.partial"):
         shutil.rmtree(path)
@@ -194,7 +194,7 @@ def prepare_folder(folder: Path) -> None:
 
 
 def commit(scratch: Path, step: int) -> Path:
-    """Renames a written checkpoint to its final name, with a number after those of earlier saves of the step."""
+    """Renames a written checkpoint to its final name, which ends with a number if the step was saved before."""
     fsync_path(scratch)
     number = max((_order(path)[1] + 1 for path in checkpoints(scratch.parent) if _order(path)[0] == step), default=0)
     target = scratch.with_name(f"step-{step:08d}{f'.{number}' if number else ''}")
@@ -206,7 +206,7 @@ def commit(scratch: Path, step: int) -> Path:
 def prune(committed: Path, keep: int) -> None:
     """Deletes all checkpoints except the one just committed and the last ``keep`` - 1 of earlier steps.
 
-    Checkpoints of later steps are deleted, too: training was resumed before them, which abandoned them.
+    Checkpoints of later steps are deleted, too: training resumed before them and abandoned them.
     """
     paths = checkpoints(committed.parent)
     earlier = [path for path in paths if _order(path)[0] < _order(committed)[0]]
@@ -258,14 +258,14 @@ class Checkpointer:
 
         Args:
             model: the sharded model, or a model that every rank holds whole.
-            optimizer: of all parameters, see `dmt.training.build.build_optimizer`; None saves weights only.
+            optimizer: the optimizer of all parameters (`dmt.training.build.build_optimizer`); None saves weights only.
             step: number of training steps so far; an older checkpoint of the same step is replaced.
             progress: what the caller needs to resume, as JSON values; that of rank 0 is saved.
             describe: adds files to the checkpoint. Called on rank 0 with the folder being written, in the writing
                 thread, before the manifest is written.
 
         Returns:
-            True if the checkpoint was saved, the same on every rank. If saving is asynchronous always True; `wait`
+            True if the checkpoint was saved, the same on every rank. Asynchronous saving always returns True; `wait`
             returns the outcome.
 
         Raises:
@@ -369,8 +369,8 @@ def _check_finite(step: int, model: nn.Module, state: State, rank: int) -> None:
     ]
     if wrong:
         raise InputError(
-            f"Step {step} is not saved: {shorten(wrong, ', ')} of rank {rank} holds NaN or an infinite number. Earlier "
-            "checkpoints are intact: resume from the last one, with smaller learning rates if training has diverged."
+            f"Step {step} is not saved: rank {rank} has NaN or infinity in {shorten(wrong, ', ')}. Earlier checkpoints "
+            "are intact: resume from the last one, with smaller learning rates if training has diverged."
         )
 
 
@@ -394,7 +394,7 @@ def load_plain(model: nn.Module, folder: str | Path) -> None:
 def restore(
     source: str | Path, model: nn.Module, optimizer: KeyedOptimizer | None, *, mesh: TowerMesh | None = None
 ) -> CheckpointManifest | None:
-    """Loads the newest whole checkpoint in a folder, or the folder itself if it is one; see `newest` and `load`.
+    """Loads the newest intact checkpoint in a folder, or the folder itself if it is one; see `newest` and `load`.
 
     Checkpoints hold no learning rates: the optimizer keeps its current rates.
 
@@ -421,7 +421,7 @@ def load(
     Args:
         folder: a checkpoint that `newest` or `verify` has verified.
         model: the sharded model, or a model that every rank holds whole.
-        optimizer: of all parameters; None loads weights only.
+        optimizer: the optimizer of all parameters; None loads weights only.
         mesh: the process groups of the job; None for an unsharded model in one process.
 
     Raises:
@@ -461,7 +461,7 @@ def _check_names(
     everyone = [unknown] if mesh is None else gather_objects(unknown, mesh.global_group)
     if unknown := [name for name in unknown if all(name in names for names in everyone)]:
         raise InputError(
-            f"{folder} is a checkpoint of another model or optimizer: it also has {shorten(unknown, ', ')}. Use the "
+            f"{folder} is a checkpoint of another model or optimizer: yours lacks {shorten(unknown, ', ')}. Use the "
             "config of the run that wrote the checkpoint."
         )
 

@@ -1,4 +1,4 @@
-"""Click data, from files to batches: ``dmt prepare``, the reader, a synthetic generator, and one interface to all.
+"""Click data, from files to batches: ``dmt prepare``, a reader, and a synthetic generator.
 
 `clicks.ClickData` opens the data that a `config.DataConfig` describes; its ``batches(...)`` train and evaluate a model.
 Each rank computes which rows it reads from the row counts in the footers of Parquet files. TorchRec is imported only to

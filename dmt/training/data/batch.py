@@ -61,9 +61,9 @@ class ClickBatch(Pipelineable):
     def split_columns(self, splits: Mapping[str, Sequence[int]]) -> ClickBatch:
         """Returns the batch for tables that are split by columns, with a feature's ids repeated for each column shard.
 
-        ``splits`` has the widths of the column shards of each such feature. The repetition is done on the batch, not
-        in the model (`dmt.plan.split_across_towers.split_ids`): a train pipeline can start the id exchange of the next
-        batch early only if the model passes its ids on unchanged.
+        ``splits`` maps each such feature to the widths of its column shards. The ids are repeated in the batch, not in
+        the model (`dmt.plan.split_across_towers.split_ids`): a train pipeline can start the id exchange of the next
+        batch early only if the model uses the ids unchanged.
         """
         return replace(self, sparse_features=split_ids(self.sparse_features, splits)) if splits else self
 

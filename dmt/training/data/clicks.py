@@ -1,7 +1,7 @@
-"""`ClickData`: prepared files, synthetic clicks, or rows of a user's function, as batches of each rank.
+"""`ClickData` turns prepared files, synthetic clicks, or rows of a user's function into batches for each rank.
 
-Each rank computes which rows it reads (`dmt.training.data.deal`); a thread reads them ahead of training. Until they
-become a batch, rows are Arrow tables with the columns of a prepared folder.
+Each rank computes which rows it reads (`dmt.training.data.deal`); a thread reads them ahead of training. Rows are Arrow
+tables with the columns of a prepared folder until they become a batch.
 
 Legend: V lanes, W ranks, B rows of a rank's batch; a global batch has W * B rows.
 """
@@ -43,7 +43,7 @@ _Item = TypeVar("_Item")
 
 
 class ClickData:
-    """Rows of clicks as batches for W ranks. The constructor finds the columns, and prepares raw files if need be.
+    """Rows of clicks as batches for W ranks. The constructor finds the columns, and prepares raw files if needed.
 
     Args:
         config: section ``data`` of the run's configuration.
@@ -113,7 +113,7 @@ class ClickData:
             self.raw = DataConfig.model_validate(manifest.raw)
 
     def files(self, split: Split) -> list[tuple[str, int, int]]:
-        """Returns (path in the folder, bytes, CRC-32) of each prepared file of a split, sorted; [] for other data."""
+        """Returns (path in the folder, bytes, CRC-32) of each prepared file of a split, sorted; [] without files."""
         files = {} if self._manifest is None else self._manifest.files
         return [(name, *version) for name, version in sorted(files.items()) if name.startswith(f"{split}/")]
 
@@ -154,12 +154,12 @@ class ClickData:
             split: the part of the data, ``"train"`` or ``"eval"``.
             rank: this rank, 0 to W - 1.
             world_size: W.
-            batch_size: B. `dmt.training.data.deal.rank_batch` has it for a run that began on another number of ranks.
+            batch_size: B; for a run that began on another number of ranks, see `dmt.training.data.deal.rank_batch`.
             epoch: number of the epoch, from 0. Each epoch shuffles the training rows anew.
             rows: training rows of this epoch that all ranks together have used. The iterator is empty if fewer rows
                 than a global batch are left.
             lanes: V, the number of ranks on which the run began; None: W.
-            group: the W ranks. With a user's function, they agree on the last batch, so that iterating is collective.
+            group: the W ranks. With a user's function they agree on the last batch, so iterating is collective.
 
         Raises:
             InputError: a row is invalid; raised while iterating.
@@ -171,7 +171,7 @@ class ClickData:
             tables = self.source.tables(
                 split, rank, world_size, batch_size=batch_size, epoch=epoch, start=rows // world_size, group=group
             )
-            # Without a thread, which would use the process group at the same time as training.
+            # Not in a thread, which would use the process group at the same time as training.
             return (make_batch(table, self.columns, batch_size) for table in tables)
         is_reordered = split == "train" and self.config.shuffle_pieces and self.config.kind != "synthetic"
         deal = Deal(
@@ -192,7 +192,7 @@ class ClickData:
         """
         from dmt.training.data.batch import make_batch  # TorchRec takes seconds to import
 
-        assert self.source is None, "rows of a source have no numbers"
+        assert self.source is None, "the rows of a source are not numbered"
         deal = Deal(self._parts["eval"].sizes, 1)
         rows = -(-deal.num_rows // world_size)
         first, end = rank * rows, min((rank + 1) * rows, deal.num_rows)

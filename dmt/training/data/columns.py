@@ -62,7 +62,7 @@ class Feature:
     rows: int
     """Number of rows of the table."""
     table: str
-    """Name of the table without ``t_``: the feature's, or a key of ``data.shared_tables``. Salts the hash of values."""
+    """Name of the table without ``t_``: the name of a feature or a key of ``data.shared_tables``; salts the hash."""
     is_bag: bool = False
     """True if a row has any number of ids; False if exactly one."""
     target: str | None = None
@@ -204,7 +204,7 @@ def _table_names(config: DataConfig, names: Iterable[str]) -> dict[str, str]:
     for table, members in config.shared_tables.items():
         _check_features(f"shared_tables.{table}", members, tables)
         if table in tables and table not in members:
-            raise InputError(f"shared_tables: {table!r} is the name of a feature of another table. Rename the table.")
+            raise InputError(f"shared_tables: table {table!r} has the name of a feature outside it. Rename the table.")
         tables |= dict.fromkeys(members, table)
     shared = [name for members in config.shared_tables.values() for name in members]
     for name, target in config.sequences.items():
@@ -248,10 +248,10 @@ def _check_features(setting: str, given: Iterable[str], names: Iterable[str]) ->
 def tables_of(
     columns: Columns, *, embedding_dim: int, embedding_dims: Mapping[str, int], data_type: TableFormat = "FP32"
 ) -> list[TableSpec]:
-    """Returns a table ``t_<feature>`` for each feature, and a table ``t_<name>`` for each of ``data.shared_tables``.
+    """Returns a table ``t_<name>`` for each of ``data.shared_tables``, and ``t_<feature>`` for each other feature.
 
-    ``embedding_dims`` overrides ``embedding_dim`` by feature. Dots in a name are percent-encoded: PyTorch forbids them
-    in the name of a module.
+    ``embedding_dims`` overrides ``embedding_dim`` by feature. Dots in a name are percent-encoded, since PyTorch forbids
+    them in the name of a module.
 
     Raises:
         InputError: ``embedding_dims`` names an unknown feature, or features that share a table have different numbers
@@ -286,7 +286,7 @@ def tables_of(
 
 
 def explicit_config(config: DataConfig, columns: Columns) -> DataConfig:
-    """Returns the settings with every column named (no globs), to read other files of the same kind the same way."""
+    """Returns the settings with every column named instead of globs, to read other files in the same way."""
     plain = [feature for feature in columns.features if feature.time is None]
     times = [feature.time[0] for feature in columns.features if feature.time is not None]
     changes: dict[str, Any] = {

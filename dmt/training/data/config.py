@@ -103,14 +103,14 @@ class DataConfig(Section):
     num_embeddings: int = Field(default=100_000, ge=1, le=_MOST_ROWS)
     """Rows of each table; with ``id_mode = "frequency"`` the maximum. Synthetic data has ``rows_per_table`` instead."""
     num_embeddings_per_feature: dict[str, Annotated[int, Field(ge=1, le=_MOST_ROWS)]] = Field(default_factory=dict)
-    """Rows of the tables of single features, by feature."""
+    """Rows of the table, by feature; overrides ``num_embeddings``."""
     shared_tables: dict[str, tuple[str, ...]] = Field(default_factory=dict)
     """Features that share a table, by table name: ``{ads = ["ad", "last_ad"]}``."""
     sequences: dict[str, str] = Field(default_factory=dict)
     """List features, each with its target, the feature that attends to it: ``{history = "item"}``
     ([Data](data.md#how-values-become-inputs))."""
     max_length: int | None = Field(default=None, ge=1, le=2**20)
-    """Number of last ids that are kept of each sequence; without it a row with more than 1,000 is invalid."""
+    """Number of ids that are kept of each sequence, the last ones; by default a row with more than 1,000 is invalid."""
     shuffle_rows: int = Field(default=100_000, ge=0)
     """Number of training rows in a window. Each epoch shuffles the rows within windows anew; 0 keeps the file order."""
     shuffle_seed: int = Field(default=0, ge=0, lt=2**32)
@@ -159,7 +159,7 @@ class DataConfig(Section):
         mode = f"id_mode={self.id_mode!r}"
         refusals = (
             (self.kind == "criteo_tsv" and self.id_mode == "index", f"{mode} does not fit Criteo's hexadecimal ids"),
-            (self.kind == "source" and self.id_mode == "frequency", f"{mode} counts files, but kind='source' has none"),
+            (self.kind == "source" and self.id_mode == "frequency", f"{mode} needs files, but kind='source' has none"),
             (self.eval_path and self.split_column, "eval_path and split_column both select the evaluation rows"),
             (self.max_length and not self.sequences, "max_length limits sequences, but data.sequences is empty"),
             (self.vocabulary and self.id_mode != "frequency", f"vocabulary needs id_mode='frequency', but {mode}"),
@@ -184,7 +184,7 @@ class _Table(Section):
 
     name: str = Field(min_length=1)
     num_embeddings: int = Field(ge=1)
-    embedding_dim: int = Field(ge=1, multiple_of=4)  # FBGEMM's kernels
+    embedding_dim: int = Field(ge=1, multiple_of=4)  # as FBGEMM's kernels require
     feature_names: tuple[str, ...] = Field(min_length=1)
     data_type: Literal["FP32", "FP16"] = "FP32"
     sequences: tuple[tuple[str, str], ...] = ()
@@ -194,7 +194,7 @@ class _Table(Section):
 def read_tables(path: Path) -> tuple[TableSpec, ...]:
     """Reads tables from JSON: a list of {name, num_embeddings, embedding_dim, feature_names}, or a ``towers.json``.
 
-    An entry may have a ``data_type``, ``"FP32"`` (the default) or ``"FP16"``, and ``sequences``, each with its target.
+    An entry may have a ``data_type``, ``"FP32"`` (default) or ``"FP16"``, and ``sequences``: [sequence, target] pairs.
 
     Raises:
         InputError: the file is missing or not JSON, or an entry is malformed; the message counts entries from 1.

@@ -46,7 +46,7 @@ _ENDINGS = (*_PARQUET, ".csv", ".tsv", ".csv.gz", ".tsv.gz", *_JSON)
 
 
 def is_remote(path: str) -> bool:
-    """Returns whether a path is a URL, such as ``s3://bucket/day_0.parquet``, not a path on this machine."""
+    """Returns whether a path is a URL, such as ``s3://bucket/day_0.parquet``, rather than a local path."""
     return "://" in path
 
 
@@ -127,7 +127,7 @@ def _file_system(path: str) -> Iterator[tuple[Any, str]]:
 def expand_path(setting: str, value: str, *, columns: bool) -> list[str]:
     """Lists the files that ``value`` (a file name, folder or glob) matches, sorted by name.
 
-    With ``columns``, files whose ending is not that of a format with named columns are left out. Messages begin with
+    With ``columns``, only files of formats with named columns are listed, by their endings. Messages begin with
     ``setting``, the key of the configuration.
 
     Raises:
@@ -141,7 +141,7 @@ def expand_path(setting: str, value: str, *, columns: bool) -> list[str]:
         ['day_0.tsv', 'day_1.tsv']
     """
     if os.path.isfile(os.path.join(value, MANIFEST)):
-        raise InputError(f"{setting}={value!r} is a folder of `dmt prepare`. Set data.prepared to it instead.")
+        raise InputError(f"{setting}={value!r} is a folder that `dmt prepare` wrote. Set data.prepared to it instead.")
     try:
         files = matching_files(value)
         known = [file for file in files if file.endswith(_ENDINGS)] if columns else files

@@ -1,4 +1,4 @@
-"""From category values to rows of a table: `hash_rows`, and `Vocabulary` for ids by frequency. Needs no torch.
+"""Maps category values to rows of a table: `hash_rows`, and `Vocabulary` for ids by frequency. Needs no torch.
 
 The row of a hashed value depends on its text, the table's name and the table's size; not on the platform, the process,
 the file format (the number 12 and the text "12" agree) or other values in the data.
@@ -30,7 +30,7 @@ def hash_rows(values: pa.Array, *, feature: str, num_embeddings: int) -> NDArray
 
     Args:
         values: text, whole numbers, booleans or whole-numbered floats (NaN is missing), [n]; may be dictionary-encoded.
-        feature: name that salts the hash, so that values collide with different ones in each feature.
+        feature: name that salts the hash, so that different values collide in each feature.
         num_embeddings: number of rows of the table; with one row, every value gets row 0.
 
     Returns:

@@ -53,7 +53,7 @@ class ParquetRows:
                 or of another type, a dense value is not finite, a label is not 0 or 1, or an id is outside its table.
         """
         file, footer, group = self._groups[number]
-        # Memory maps are slower here when they are read for the first time.
+        # A memory map would be slower here when it is read for the first time.
         with _reading(file), pq.ParquetFile(file, metadata=footer) as source:
             if _version(file) != self._versions[file]:
                 raise InputError(f"{file} has changed since it was opened. Restore the file, or start a new run.")

@@ -64,7 +64,7 @@ _FILE, _SCRATCH = "part-00000.parquet", "scratch"
 _PROFILE, _REJECTS, _VOCABULARY, _LOCK = "access.parquet", "rejects.csv", "vocabulary.parquet", ".lock"
 _WORDS = pa.schema([("table", pa.string()), ("value_hash", pa.int64()), ("row", pa.int64())])
 _MILLIONTHS = 1_000_000
-# Advice on an invalid row. Other commands prepare rows, too, but only `dmt prepare` has the option.
+# Advice on an invalid row. Other commands prepare rows, too, but only `dmt prepare` has --max-rejects.
 _SCORING = "Correct it: every row needs a prediction."
 _TRAINING = "Correct it, or leave out such rows with `dmt prepare --max-rejects N` and set data.prepared to its --out."
 _FEW = 0.2  # share of used rows below which a note suggests a smaller table
@@ -118,10 +118,10 @@ def prepare(
     Args:
         config: section ``data`` of the run's configuration.
         out: folder to write, which must not exist; it appears when it is complete.
-        min_count: with ids by frequency, minimum number of occurrences in the training rows of a value with its own id.
-        group_rows: number of rows in a row group.
+        min_count: with ids by frequency, values with fewer occurrences in the training rows share row 1.
+        group_rows: number of rows in each row group of the Parquet files.
         max_rejects: number of invalid rows that may be left out; one more raises an error.
-        memory_gib: memory limit of DuckDB in GiB; a few blocks of rows need more on top.
+        memory_gib: memory limit of DuckDB in GiB; a few blocks of rows come on top.
         eval_only: use all rows of ``train_path`` for evaluation, in file order.
         dims: embedding dims for the access counts, as keyword arguments of `tables_of`; by default 4 for every table.
 
@@ -193,7 +193,7 @@ def _check(config: DataConfig, out: Path, *, eval_only: bool, min_count: int) ->
     if config.id_mode != "frequency" and min_count > 1:
         raise InputError(f"--min-count {min_count} needs ids by frequency. Add --ids frequency, or drop --min-count.")
     if config.id_mode == "frequency" and eval_only and not config.vocabulary:
-        raise InputError("data.id_mode='frequency' needs a vocabulary. Set data.vocabulary to the folder of training.")
+        raise InputError("data.id_mode='frequency' needs data.vocabulary. Set it to the prepared folder of training.")
 
 
 def _files(config: DataConfig) -> dict[str, list[str]]:
@@ -325,7 +325,7 @@ def _numbered_rows(
 
 
 class _View:
-    """A prepared file in SQL. Columns have numbered names, since DuckDB takes ``a`` and ``A`` for the same name."""
+    """A prepared file in SQL. Its columns get numbered names: DuckDB would take ``a`` and ``A`` for the same name."""
 
     def __init__(self, converter: Converter, file: Path) -> None:
         self.converter = converter
@@ -359,19 +359,19 @@ def _count(view: _View, columns: Columns, min_count: int, file: Path) -> None:
 
 
 def _copy_vocabulary(config: DataConfig, columns: Columns, file: Path) -> None:
-    """Copies the vocabulary of ``data.vocabulary``; `InputError` unless it is the right one, for these features."""
+    """Copies the vocabulary of ``data.vocabulary``; `InputError` if it is of other features or has been changed."""
     name, _, checksum = str(config.vocabulary).partition("#")
     place, folder = f"data.vocabulary={name!r}", Path(name)
-    remedy = "The model needs the vocabulary in this prepared folder. Restore the folder there." if checksum else None
+    remedy = "The model needs the vocabulary in this prepared folder. Restore it to this path." if checksum else None
     manifest = read_manifest(folder, place, remedy=remedy)
     if manifest.vocabulary not in manifest.files:
         raise InputError(f"{place} has no vocabulary. Prepare that folder again with `dmt prepare --ids frequency`.")
     known, given = ({(f.name, f.table) for f in features} for features in (manifest.features, columns.features))
     if unlike := sorted(known ^ given):
-        raise InputError(f"{place} differs from these rows in feature {unlike[0][0]!r} or its table. Make them equal.")
+        raise InputError(f"{place} has other features or tables: {unlike[0][0]!r} differs. Use those of that folder.")
     shutil.copyfile(folder / manifest.vocabulary, file)
     if _checksum(file) != (int(checksum, 16) if checksum else manifest.files[manifest.vocabulary][1]):
-        raise InputError(f"{place} is not the vocabulary that the model was trained with. Restore the old folder.")
+        raise InputError(f"{place} differs from the vocabulary used in training. Restore that prepared folder.")
     if pq.read_schema(file) != _WORDS:
         raise InputError(f"{place}: {manifest.vocabulary} is not a vocabulary. Name another folder.")
 
@@ -387,7 +387,7 @@ def _read_vocabularies(file: Path, columns: Columns) -> dict[str, Vocabulary]:
 def _summary(
     view: _View, tables: Sequence[TableSpec], counts: Counter[tuple[str, str]]
 ) -> tuple[AccessProfile, dict[str, Any]]:
-    """Returns access counts of the training rows, and a summary; ``counts`` are of the raw rows, by the `Converter`."""
+    """Returns access counts of the training rows, and a summary; ``counts`` are the `Converter`'s, of all raw rows."""
     columns, id_mode = view.converter.columns, view.converter.config.id_mode
     by_name = {feature.name: feature for feature in columns.features}
     profile, features, notes = AccessProfile(tables), dict[str, Any](), []
@@ -433,7 +433,7 @@ def _summary(
 
 
 def _table_notes(rows: int, known: Mapping[str, NDArray[np.int64]], *, is_hashed: bool) -> Iterator[str]:
-    """Yields notes on a table that is too small or large, or whose features share no value; ``known`` has used rows."""
+    """Yields notes on a table that is too small or large or whose features share no value, from the ``known`` rows."""
     names, used = ", ".join(known), len(np.unique(np.concatenate([*known.values()])))
     enough = max(2, 10 * used if is_hashed else used + 2)
     if is_hashed and used >= 0.99 * (rows - 1):
@@ -480,7 +480,7 @@ def _work_folder(out: Path) -> Iterator[Path]:
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
-                raise InputError(f"Another `dmt prepare` is writing --out {str(out)!r}. Wait for its end.") from None
+                raise InputError(f"Another `dmt prepare` is writing --out {str(out)!r}. Wait until it ends.") from None
             for left in (path for path in work.iterdir() if path.name != _LOCK):
                 shutil.rmtree(left) if left.is_dir() else left.unlink()
             try:
@@ -491,5 +491,6 @@ def _work_folder(out: Path) -> Iterator[Path]:
             finally:
                 shutil.rmtree(work, ignore_errors=True)
     except (OSError, duckdb.Error) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(f"--out {str(out)!r} cannot be written: {reason}. Name another folder.") from error
+        reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
+        remedy = "Free space there or name another folder; if DuckDB lacks memory, raise --memory-gib."
+        raise InputError(f"--out {str(out)!r} cannot be written: {reason}. {remedy}") from error

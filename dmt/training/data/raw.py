@@ -34,7 +34,7 @@ _BLOCK_BYTES, _BLOCK_ROWS, _MOST_LINE_BYTES = 16 << 20, 1 << 16, 16 << 20
 _BLOCK_VALUES = 1 << 25  # values are text until they are hashed: less than a GiB, even with thousands of columns
 _CRITEO = ("label", *CRITEO_DENSE, *CRITEO_CATEGORICAL)
 _CUT = "\x1f"
-"""Separates the columns of a line that had quotes, and the column from the reason in the fault of a row."""
+"""Separates the columns of a line that had quotes; in the fault of a row, the column from the reason."""
 _MISSING = "('nan', 'na', 'n/a', 'null', 'none', 'nat', '')"
 """Spellings of a missing number or time, in lower case. For categories only empty text is missing: "NA" is Namibia."""
 _PARTS = {"hour": "hour({0}) + 1", "weekday": "isodow({0})"}
@@ -216,7 +216,7 @@ def _lines(file: str, block_bytes: int) -> Iterator[tuple[int, list[bytes], floa
                 lines = (rest + chunk).split(b"\n")
                 rest = lines.pop()
                 if len(rest) > _MOST_LINE_BYTES:
-                    raise InputError(f"{file}, line {number + len(lines)}: over 16 MiB long. Give a file of text.")
+                    raise InputError(f"{file}, line {number + len(lines)}: over 16 MiB long. Give text with line ends.")
                 if b"\r" in chunk or chunk.startswith(b"\n"):  # "\r\n" may be cut between two chunks
                     lines = [line.removesuffix(b"\r") for line in lines]
                 yield number, lines, raw.tell() / size
@@ -253,7 +253,7 @@ def _unquoted(line: str | None, separator: str) -> str | None:
 
 def _text_sql(schema: pa.Schema, separator: str) -> dict[str, Any]:
     number, wrong_number = len(schema), literal(_CUT + f"expected {len(schema)} columns, found ")
-    unread = literal(_CUT + "expected text in UTF-8, and quotes that end before the line or the next column does")
+    unread = literal(_CUT + "expected UTF-8 text, and a closing quote at the end of each quoted column")
     return {
         "relation": f"(SELECT line, string_split(line, {literal(separator)}) AS f FROM block)",
         "columns": {name: (f"nullif(f[{i}], '')", pa.string()) for i, name in enumerate(schema.names, start=1)},
@@ -282,7 +282,7 @@ def _json_sql(schema: pa.Schema, used: Sequence[str]) -> dict[str, Any]:
 
 
 def connect(*, memory_gib: float = 1.0, threads: int = 1) -> duckdb.DuckDBPyConnection:
-    """Returns a new DuckDB connection, in memory, that takes times without a zone as UTC."""
+    """Returns a new DuckDB connection, in memory, that reads times without a zone as UTC."""
     connection = duckdb.connect(config={"threads": threads, "memory_limit": f"{memory_gib * 1024:.0f}MiB"})
     connection.sql("SET TimeZone = 'UTC'")
     return connection
@@ -302,7 +302,7 @@ class Converter:
         self.schema = columns.schema
         """Schema of prepared rows, with `REQUEST` if there is a ``data.group_by``."""
         self.counts = Counter[tuple[str, str]]()
-        """By (column, kind): numbers of ``"missing"`` dense values, ``"negative"`` categories, and ("", ``"rows"``)."""
+        """Counts: ``("", "rows")``; ``(name, "missing")``, dense; ``(name, "negative")``, categories."""
         self._features = {feature.name: feature for feature in columns.features}
         if config.group_by is not None:
             self.schema = self.schema.append(pa.field(REQUEST, pa.int64()))
@@ -364,7 +364,7 @@ def _ids(feature: Feature, column: pa.Array) -> pa.Array:
 
 
 class _Sql:
-    """SQL that prepares the rows of a block: ``query`` selects their columns, and last the fault of a row or NULL."""
+    """SQL that prepares a block: ``query`` selects the columns of prepared rows, then the fault of each row or NULL."""
 
     def __init__(self, config: DataConfig, columns: Columns, block: Block) -> None:
         self._config, self._columns = config, block.columns
@@ -378,7 +378,7 @@ class _Sql:
                 self._add_feature(feature)
             else:
                 self._add_part(*feature.time)
-        if config.group_by:  # a row without a value (NaN in pandas) is a request of its own
+        if config.group_by:  # a row without a value (NaN in pandas) is a separate request
             alone = f"{literal(block.place)} || ' ' || ({block.first} + row_number() OVER ())"
             sql, type_ = block.columns[config.group_by]
             missing = "'nan'" if pa.types.is_floating(type_) else "NULL"
@@ -419,9 +419,9 @@ class _Sql:
         if self._is_text(column):  # DuckDB would accept an underscore between digits
             value = "CASE WHEN NOT contains({0}, '_') THEN TRY_CAST({0} AS DOUBLE) END".format(self._columns[column][0])
             is_bad = self._is_unread(column)
-        most = "'infinity'::DOUBLE" if self._config.dense_transform == "signed_log1p" else "3.4028235e38"
-        is_bad = f"{is_bad} OR (abs({{v}}) >= {most} AND NOT isnan({{v}}))"
-        self._add(column, value, "a finite 32-bit number", is_bad)
+        is_log = self._config.dense_transform == "signed_log1p"
+        most, kind = ("'infinity'::DOUBLE", "finite") if is_log else ("3.4028235e38", "finite 32-bit")
+        self._add(column, value, f"a {kind} number", f"{is_bad} OR (abs({{v}}) >= {most} AND NOT isnan({{v}}))")
 
     def _add_part(self, column: str, part: str) -> None:
         """Adds a part of a time, such as its hour."""
@@ -452,8 +452,8 @@ class _Sql:
             value = f"CASE WHEN {is_digits} THEN TRY_CAST({value} AS BIGINT) END"
             is_bad = f"coalesce({{v}} NOT BETWEEN 0 AND {feature.rows - 1}, true)"
             expected = (
-                f"the number of a row of the table t_{feature.table} of {feature.rows} rows "
-                "(id_mode='index'; set num_embeddings_per_feature for more of them, id_mode='hash' for other values)"
+                f"a row number of table t_{feature.table}, 0 to {feature.rows - 1} (id_mode='index'; for larger ones "
+                "raise num_embeddings_per_feature, for other values set id_mode='hash')"
             )
         is_known = (
             "{0} IS NOT NULL" + " AND NOT isnan({0})" * is_float + " AND {0} <> ''" * (is_text and feature.is_bag)

@@ -44,15 +44,15 @@ class SourceRows:
     def __init__(self, config: DataConfig) -> None:
         from dmt.training.data.raw import Converter, connect  # which loads DuckDB
 
-        assert config.source is not None, "of kind 'source'"
+        assert config.source is not None, "the config has kind 'source'"
         self._name, self._config = f"data.source={config.source!r}", config
         self._function = load_function("data.source", config.source)
         self.start_state: SourceState | None = None
-        """State from which the next pass over training rows starts; saved by the same rank of as many ranks."""
+        """State from which the next pass over training rows starts; saved by this rank in a run on as many ranks."""
         self._epoch, self._states = 0, deque[SourceState]()
         first = next((table for _, table in self._tables_of(self._call("train", 0, 1, 0)) if table.num_rows), None)
         if first is None:
-            raise InputError(f"{self._name} has no batch with rows. Yield at least one row of split 'train'.")
+            raise InputError(f"{self._name} has no batch with rows. Yield at least one row for split='train'.")
         self.columns = find_columns(config, first.schema, self._name)
         self._converter = Converter(config, self.columns, connect())
 
@@ -118,7 +118,7 @@ class SourceRows:
                     raise InputError(f"{place}: columns differ from the first batch. Yield the same names and types.")
                 schema = table.schema
             if has_state:
-                # The state from before this batch: the source has moved on.
+                # The state before this batch: the source has moved on.
                 self._states.append((before, text))
                 text = self._state_of(source)
             if before + table.num_rows > start:
@@ -154,7 +154,7 @@ class SourceRows:
         except Exception as error:  # pickle and the user's method may raise anything
             raise InputError(
                 f"{self._name}: its state_dict() cannot be saved ({str(error).partition('.')[0]}). Return only "
-                "numbers, texts, lists, dicts and tensors."
+                "numbers, strings, lists, dicts and tensors."
             ) from error
         return base64.b64encode(stream.getvalue()).decode()
 

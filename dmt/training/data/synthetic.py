@@ -35,11 +35,11 @@ BLOCK_ROWS = 1024
 
 _SETUP, _TRAIN, _EVAL, _PROBE = range(4)  # independent random streams of one seed
 _PROBE_ROWS = 32_768
-_MAIN_WEIGHT = 0.5  # of a group's main effect, against 1 for its products
+_MAIN_WEIGHT = 0.5  # weight of a group's main effect; its products have weight 1
 _ZIPF = 1.05  # exponent
 _NOISE = 0.3  # standard deviation of the logit's unpredictable part
 _BASE_RATE = 0.25  # share of clicks
-_MOST_IDS = 3  # in a bag
+_MOST_IDS = 3  # of a bag
 
 
 class SyntheticClicks:

@@ -73,7 +73,7 @@ def test_damaged_ones_are_passed_over_aloud(tmp_path: Path, caplog: pytest.LogCa
     assert "step-00000003 is damaged: b.txt was altered or cut off" in caplog.messages[0]
     assert f"step-00000002/{MANIFEST_NAME}: cannot be read (No such file" in caplog.messages[1]
     (tmp_path / "step-00000001" / "a.txt").unlink()
-    with pytest.raises(InputError, match=r"holds no whole checkpoint: .*step-00000003 is damaged"):
+    with pytest.raises(InputError, match=r"holds no intact checkpoint: .*step-00000003 is damaged"):
         newest(tmp_path)
 
 
@@ -136,9 +136,9 @@ def test_damage_is_named_and_leads_to_the_checkpoint_before(
 @pytest.mark.parametrize(
     ("saved", "into", "sections", "message"),
     [
-        ("dlrm", "dmt-dlrm", {}, r"another model .*it also has model\.model\.\S*"),
+        ("dlrm", "dmt-dlrm", {}, r"another model .*yours lacks model\.model\.\S*"),
         ("dlrm", "dlrm", {"model": {"over_arch": [4, 4, 1]}}, r"model\.model\.over_arch"),
-        ("dlrm", "dlrm", {"model": {"over_arch": [1]}}, r"it also has model\.model\.over_arch"),
+        ("dlrm", "dlrm", {"model": {"over_arch": [1]}}, r"yours lacks model\.model\.over_arch"),
         ("dlrm", "dlrm", {"synthetic": {"rows_per_table": 12}}, r"\[11, 8\].* current: \S*\[12, 8\].* \S*t_C1\.weight"),
     ],
 )

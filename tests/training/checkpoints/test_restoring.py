@@ -76,9 +76,9 @@ def test_another_model_or_optimizer_is_refused(rank: int, tmp_path: Path) -> Non
     run.train(range(2))
     save(run, tmp_path, 2)
     for options, message in (
-        ({"dense": "sgd"}, r"optimizer: it also has optimizer\.dense\.over_arch"),
-        ({"sparse": "sgd"}, r"it also has optimizer\.tables\.\S*t0\.momentum1\S*, \S*t1\.momentum1\S*"),
-        ({"sparse": "adagrad"}, r"optimizer\.\S*t\d\.momentum1\S* is missing"),
+        ({"dense": "sgd"}, r"optimizer: yours lacks optimizer\.dense\.over_arch"),
+        ({"sparse": "sgd"}, r"yours lacks optimizer\.tables\.\S*t0\.momentum1\S*, \S*t1\.momentum1\S*"),
+        ({"sparse": "adagrad"}, r"it lacks optimizer\.\S*t\d\.momentum1"),
     ):
         other = job(**options)
         with pytest.raises(InputError, match=message):
@@ -109,7 +109,7 @@ def test_a_damaged_checkpoint_is_refused_on_every_rank(rank: int, tmp_path: Path
     if rank == 0:
         (found / MANIFEST_NAME).unlink()
     torch.distributed.barrier()
-    with pytest.raises(InputError, match=r"holds no whole checkpoint: .*step-00000003 is damaged"):
+    with pytest.raises(InputError, match=r"holds no intact checkpoint: .*step-00000003 is damaged"):
         restore(tmp_path, run.model, run.optimizer, mesh=run.mesh)
     assert restore(tmp_path / "nowhere", run.model, run.optimizer, mesh=run.mesh) is None
 

@@ -165,19 +165,19 @@ GOOD = "0,good,1,x,2026-11-22"
 REJECTED = [
     ("2,a,1,x,", "label", "expected 0 or 1, found 2"),
     (",a,1,x,", "label", "expected 0 or 1, found nothing"),
-    ("0,a,12x,x,", "d", "expected a finite 32-bit number, found 12x"),
-    ("0,a,1_0,x,", "d", "expected a finite 32-bit number, found 1_0"),
-    ("0,a,inf,x,", "d", "expected a finite 32-bit number, found inf"),
+    ("0,a,12x,x,", "d", "expected a finite number, found 12x"),
+    ("0,a,1_0,x,", "d", "expected a finite number, found 1_0"),
+    ("0,a,inf,x,", "d", "expected a finite number, found inf"),
     ("0,a,1,x,22.11.2026", "t", "expected a date or time"),
     ("0,a,1,x,2026-11-22T25:00", "t", "expected a date or time"),
     ("0,a,1,x,1700000000", "t", "expected a date or time"),
     ("0,a,1", "", "expected 5 columns, found 3"),
     ("0,a,1,x,,", "", "expected 5 columns, found 6"),
     ("", "", "expected 5 columns, found 1"),
-    ('0,"open,1,x,', "", "quotes that end before the line"),
-    ('0,"open"",1,x,', "", "quotes that end before the line"),
-    ('0,"open,1"x,x,', "", "quotes that end before the line or the next column"),
-    ("0,a\udcffb,1,x,", "", "expected text in UTF-8"),
+    ('0,"open,1,x,', "", "a closing quote at the end of"),
+    ('0,"open"",1,x,', "", "a closing quote at the end of"),
+    ('0,"open,1"x,x,', "", "a closing quote at the end of each quoted column"),
+    ("0,a\udcffb,1,x,", "", "expected UTF-8 text"),
 ]
 
 
@@ -339,7 +339,7 @@ def test_row_numbers_are_checked(values: list[Any], wrong: Any, tmp_path: Path) 
     settings: dict[str, Any] = {"categorical": ("n",), "multi_hot": (), "timestamps": (), "dense": ()}
     config = config_of(tmp_path / "a.parquet", id_mode="index", num_embeddings=7, **settings)
     pq.write_table(pa.table({"label": [0] * len(values), "n": values}), tmp_path / "a.parquet")
-    with pytest.raises(InputError, match=rf"row {values.index(wrong) + 1}: column 'n'.*t_n of 7 rows.*found {wrong}"):
+    with pytest.raises(InputError, match=rf"row {values.index(wrong) + 1}: column 'n'.*t_n, 0 to 6 .*found {wrong}"):
         prepared(tmp_path, config)
     table, _ = prepared(tmp_path, config, max_rejects=2)
     assert table["n"].to_pylist() == [int(float(value)) for value in values if value != wrong]
@@ -431,10 +431,10 @@ def test_raw_rows_get_the_ids_of_their_vocabulary_or_none(tmp_path: Path) -> Non
     both = [*pq.read_table(tmp_path / "out" / "train")["user"].to_pylist()]
     assert table["user"].to_pylist()[: len(both)] == both
     (tmp_path / "out").rename(tmp_path / "away")
-    with pytest.raises(InputError, match=r"data.vocabulary=.*cannot be read .*Restore the folder there"):
+    with pytest.raises(InputError, match=r"data.vocabulary=.*cannot be read .*Restore it to this path"):
         prepared(tmp_path, raw)
     prepare(by_frequency(clicks(tmp_path / "clicks.parquet", ["z", "b"])), tmp_path / "out")
-    with pytest.raises(InputError, match="is not the vocabulary that the model was trained with"):
+    with pytest.raises(InputError, match="differs from the vocabulary used in training"):
         prepared(tmp_path, raw)
     # Other files in its place, which a manifest names.
     manifest = json.loads((tmp_path / "out" / "manifest.json").read_text())
@@ -537,8 +537,8 @@ def test_a_killed_prepare_leaves_nothing_that_looks_finished_and_the_next_one_st
     [
         ({}, {"min_count": 2}, "--min-count 2 needs ids by frequency"),
         ({"id_mode": "frequency", "vocabulary": "hashed"}, {}, "has no vocabulary. Prepare that fol"),
-        ({"categorical": ("user",), "id_mode": "frequency", "vocabulary": "counted"}, {}, "in feature 'friend' or"),
-        ({"id_mode": "frequency"}, {"eval_only": True}, "id_mode=.frequency. needs a vocabulary"),
+        ({"categorical": ("user",), "id_mode": "frequency", "vocabulary": "counted"}, {}, "tables: 'friend' differs"),
+        ({"id_mode": "frequency"}, {"eval_only": True}, "id_mode=.frequency. needs data.vocabulary"),
         ({"label": None}, {}, "data.label is not set"),
         ({"kind": "synthetic"}, {}, "has no raw files"),
     ],
