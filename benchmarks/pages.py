@@ -48,7 +48,7 @@ def _megabytes(found: Measured) -> str:
 
 def _readme() -> Rows:
     """The fastest setup of each kind; DMT-DLRM also with small tables outside towers, where that is faster."""
-    contenders, aucs = _contenders("steps", "main"), _auc_less_flat("outside_quality")
+    contenders, aucs = _contenders("steps", "main"), _auc_less_flat("outside")
     flat = _best(contenders, "fp32")
     ways = {name.removesuffix("+prefetch") for name, found in _contenders("steps", "flat").items() if _is_flat(found)}
     rows = [(f"flat TorchRec, the fastest of {len(ways)} ways", flat, "")]
@@ -124,7 +124,7 @@ def _auc_less_flat(record: str = "quality_study") -> dict[tuple[str, str, str, i
 
 def _outside_change() -> float:
     """The largest change of AUC by small tables outside towers, against the same model with all features inside."""
-    rows = [row for row in _record("outside_quality")["comparisons"] if row["baseline"].endswith("strided")]
+    rows = [row for row in _record("outside")["comparisons"] if row["baseline"].endswith("strided")]
     return max(abs(row["median_difference"]) for row in rows)
 
 
@@ -294,7 +294,7 @@ def _quality_sentences() -> Iterable[str]:
         yield f"{lost[model, 'coherent']:.4f} with {name} (random: {lost[model, 'random']:.4f})"
     gained, products = aucs["planted", "dcn", "interactions", 4], -aucs["planted", "dlrm-products", "interactions", 4]
     yield f"DCN gained {gained:.4f} at ratio 4 and products lost {products:.4f}"
-    outside = _auc_less_flat("outside_quality")
+    outside = _auc_less_flat("outside")
     for data in ("flights", "hotel"):
         aucs_of_set = (f"{outside[data, 'dlrm-each', 'outside', ratio]:+.4f}" for ratio in (2, 4, 16))
         yield "by {}, {} and {} on ".format(*aucs_of_set) + data

@@ -11,8 +11,7 @@ from typing import Any
 import numpy as np
 
 from benchmarks.report import markdown_table
-from benchmarks.study.histories import HISTORIES
-from benchmarks.study.runs import Run, outside_facts
+from benchmarks.study.runs import Run
 from benchmarks.study.statistics import compare_arms, holm
 from benchmarks.study.studies import Study, runs_of
 from benchmarks.study.train import FLAT, SETTINGS, Arm, bytes_across
@@ -152,7 +151,7 @@ def write_study(
     """Writes the record of a study, of what is done of it.
 
     Args:
-        study: for its title.
+        study: for its title and its facts.
         trials: `Trials`, with the records.
         studies: by data set, with the rates that were chosen for it.
         seeds: of the study.
@@ -172,11 +171,8 @@ def write_study(
             | {key: value for key, value in records[run].items() if key not in left_out}
             for run in wanted
         ]
-    about = {**about, **{data: asdict(SETTINGS[data]) for data in studies}}
-    if any(arm.towers == "outside" for arm in study.arms):
-        about |= {f"{data}, small tables": outside_facts(data, trials.clicks(data), study.arms) for data in studies}
-    if study.stem == "histories":
-        about |= {data: about[data] | asdict(HISTORIES[data]) for data in studies}
+    facts = {data: {**asdict(SETTINGS[data]), **study.facts(data, trials.clicks(data))} for data in studies}
+    about = {**about, **facts}
     text = [
         f"Test {study.metric.upper()}, median over seeds (standard deviation); differences are medians over pairs of "
         "one seed. p-values are two-sided; in brackets after Holm's correction over the rows of the data set.",

@@ -19,13 +19,16 @@ histories       what does attention to a history cost in a tower, and what is it
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any, Literal
 
 import numpy as np
 
-from benchmarks.study.runs import Run, Trials
+from benchmarks.study.data import Clicks
+from benchmarks.study.histories import HISTORIES
+from benchmarks.study.runs import Run, Trials, outside_facts
 from benchmarks.study.train import FLAT, SETTINGS, Arm
 
 __all__ = ["STUDIES", "Study", "runs_of", "with_tuned_rates"]
@@ -56,6 +59,8 @@ class Study:
     """True for the rates that were best for each model."""
     metric: Literal["auc", "ne"] = "auc"
     """What is compared."""
+    facts: Callable[[str, Clicks], Mapping[str, Any]] = lambda data, clicks: {}
+    """What the record says of a data set, by its name and its rows, besides its settings."""
 
     def on(self, data: str) -> Study:
         """The study as it is on a data set."""
@@ -147,8 +152,8 @@ def _outside() -> Study:
     kinds = [(towers, ratio) for ratio in (2, 4, 16) for towers in ("outside", "strided")]
     arms = [Arm(model="dlrm-each", towers=towers, ratio=ratio) for towers, ratio in kinds]
     pairs = tuple(_against(arms[::2], "strided", "flat"))
-    title = "What small tables on every rank change"
-    return Study(stem="outside_quality", title=title, first_seed=400, arms=tuple(arms), comparisons=pairs)
+    title, facts = "What small tables on every rank change", partial(outside_facts, arms=arms)
+    return Study(stem="outside", title=title, first_seed=400, arms=tuple(arms), comparisons=pairs, facts=facts)
 
 
 def _batches() -> Study:
@@ -173,14 +178,23 @@ def _histories() -> Study:
         ]
         arms += [flat, *in_tower, mean]
         pairs += [(arm, flat) for arm in (*in_tower, mean, arms[0])]
-    title = "What attention to a history costs in a tower, and what it is worth"
-    return Study(stem="histories", title=title, first_seed=600, arms=tuple(arms), comparisons=tuple(pairs))
+    return Study(
+        stem="histories",
+        title="What attention to a history costs in a tower, and what it is worth",
+        first_seed=600,
+        arms=tuple(arms),
+        comparisons=tuple(pairs),
+        facts=lambda data, clicks: asdict(HISTORIES[data]),
+    )
 
 
 STUDIES: Mapping[str, Study] = {
     study.stem: study
-    for study in (_towers(), _interactions(), _products(), _quality(), _sizes(), _rates(), _entities(), _batches())
-} | {"outside": _outside(), "histories": _histories()}
+    for study in (
+        *(_towers(), _interactions(), _products(), _quality(), _sizes(), _rates(), _entities(), _outside()),
+        *(_batches(), _histories()),
+    )
+}
 """By name."""
 
 
