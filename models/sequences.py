@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from dmt.errors import InputError
 from dmt.models.dense import Device, check_sizes, mlp
+from dmt.models.tower_modules import projection
 from dmt.plan.tables import feature_names
 
 __all__ = ["DINTowerModule", "PooledBySequence", "SequenceTowerModule", "TargetAttention"]
@@ -72,7 +73,8 @@ class TargetAttention(nn.Module):
 class DINTowerModule(nn.Module):
     """Tower module in which a target attends to a sample's history: projects target and `TargetAttention` to D numbers.
 
-    The tower's embedding module is an ``EmbeddingCollection`` in which target and history share a table.
+    Their inner product, times D weights, is added: a projection alone loses how near a target is to its history. One to
+    2 N numbers is left out. The tower's embedding module is an ``EmbeddingCollection``; both features share a table.
 
     Args:
         target: feature with one id per sample. As in a bag, a sample without an id has a target of zeros, and several
@@ -96,11 +98,10 @@ class DINTowerModule(nn.Module):
     ) -> None:
         super().__init__()
         check_sizes("DINTowerModule", embedding_dim=embedding_dim, tower_dim=tower_dim, hidden=hidden)
-        self.features = (target, history)
-        self.in_features = 2 * embedding_dim
-        self.out_features = tower_dim
+        self.features, self.in_features, self.out_features = (target, history), 2 * embedding_dim, tower_dim
         self.attention = TargetAttention(embedding_dim, hidden=hidden, device=device)
-        self.project = nn.Linear(2 * embedding_dim, tower_dim, device=device)
+        self.project = projection(2 * embedding_dim, tower_dim, device=device)
+        self.product = nn.Linear(1, tower_dim, bias=False, device=device)
 
     def forward(self, embeddings: Mapping[str, Any]) -> Tensor:
         """``JaggedTensor`` by feature, [B] lengths and [sum of lengths, N] float32 values -> [B, D] float32.
@@ -111,7 +112,10 @@ class DINTowerModule(nn.Module):
         target, history = (_items(embeddings, name, "DINTowerModule") for name in self.features)
         # Does not check lengths: only the ranks of this tower would raise, and all others would wait for them.
         target_BN = target.sum()
-        return self.project(torch.cat([target_BN, self.attention(target_BN, history)], dim=1))
+        history_BN = self.attention(target_BN, history)
+        # Embeddings start small and their product smaller: with a factor of 1, narrow towers often did not learn it.
+        product_B1 = 16 * torch.bmm(target_BN.unsqueeze(1), history_BN.unsqueeze(2)).squeeze(2)
+        return self.project(torch.cat([target_BN, history_BN], dim=1)) + self.product(product_B1)
 
 
 class PooledBySequence(nn.Module):

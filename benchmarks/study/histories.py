@@ -27,21 +27,16 @@ from torchrec import EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from benchmarks.study.data import Clicks, clicks_of_table
 from benchmarks.study.train import SETTINGS, Arm, draw_weights, fit
 from dmt.errors import InputError
-from dmt.models import DINTowerModule, DLRMProductsTowerModule
+from dmt.models import DINTowerModule
 from dmt.models.dense import DotInteraction, mlp
 
 __all__ = [
-    "HISTORIES",
-    "HISTORY_MODELS",
-    "Histories",
-    "HistoryDLRM",
-    "last_items",
-    "read_histories",
+    *("HISTORIES", "HISTORY_MODELS", "Histories", "HistoryDLRM", "last_items", "read_histories"),
     "train_and_test_histories",
 ]
 
-HISTORY_MODELS = ("din", "din-products", "mean-history", "no-history")
-"""Attention; attention in a tower that sends products too, as ``dmt-dlrm-products`` does; the mean of a history; none,
+HISTORY_MODELS = ("din", "din-linear", "mean-history", "no-history")
+"""Attention; attention in a tower that sends no inner product, as ``dmt-dlrm`` sends none; the mean of a history; none,
 so that the target is alone."""
 
 
@@ -170,25 +165,19 @@ class _Mean(nn.Module):
         return items.sum() / counts_B.unsqueeze(1)
 
 
-class _Products(nn.Module):
-    """Takes the place of the projection: combinations of target and pooled history with their inner product."""
+class _NoProduct(nn.Module):
+    """Takes the place of the weights of the inner product; zeros."""
 
-    def __init__(self, dim: int, width: int) -> None:
-        super().__init__()
-        sizes = {"embedding_dim": dim, "tower_dim": min(dim, width), "p": -(-width // dim)}
-        self.module = DLRMProductsTowerModule(["target", "history"], **sizes)
-
-    def forward(self, both: Tensor) -> Tensor:
-        target_BN, pooled_BN = both.chunk(2, dim=1)
-        return self.module({"target": target_BN, "history": pooled_BN})
+    def forward(self, product_B1: Tensor) -> Tensor:
+        return torch.zeros_like(product_B1)
 
 
 class HistoryDLRM(nn.Module):
     """DLRM whose target attends to a history, as one plain module.
 
     In a tower of these two (``towers="history"``) `DINTowerModule` sends 2 N / CR numbers, filled up with zeros to
-    vectors of N; all other features are outside towers, and nothing of them is lost. The flat model has no projection:
-    the target and the pooled history are vectors of N.
+    vectors of N; all other features are outside towers, and nothing of them is lost. In the flat model target and
+    pooled history are vectors of N as they are.
 
     Args:
         arm: its model is one of `HISTORY_MODELS`.
@@ -211,10 +200,8 @@ class HistoryDLRM(nn.Module):
         self.other_embedding = nn.Embedding(int(sizes.sum()), dim)
         width = 2 * dim // (1 if is_flat else arm.ratio)
         self.tower: Any = DINTowerModule(*names, embedding_dim=dim, tower_dim=width)
-        if is_flat:
-            self.tower.project = nn.Identity()
-        elif arm.model == "din-products":
-            self.tower.project = _Products(dim, width)
+        if is_flat or arm.model == "din-linear":
+            self.tower.product = _NoProduct()
         if not arm.model.startswith("din"):
             self.tower.attention = _Mean()
         num_vectors = len(self._others) + -(-self.tower.out_features // dim)

@@ -30,7 +30,7 @@ __all__ = [
 ]
 
 FLAT = {"dlrm": "dlrm", "dlrm-each": "dlrm", "dlrm-products": "dlrm", "dcn": "dcn"}
-FLAT |= {"din": "din", "din-products": "din", "mean-history": "din", "no-history": "no-history"}
+FLAT |= {"din": "din", "din-linear": "din", "mean-history": "din", "no-history": "no-history"}
 """The flat model that each model in towers is compared with. ``dlrm``: the paper's linear combinations of a tower's
 features (c = 0); ``dlrm-each``: its projection of each feature (c = 1, p = 0); ``dlrm-products``: modules that keep
 inner products. The last four: `benchmarks.study.histories`."""

@@ -52,16 +52,10 @@ class Clicks(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.bags = EmbeddingBagCollection(
-            tables=[
-                EmbeddingBagConfig(name=f"t_{f}", num_embeddings=ROWS, embedding_dim=8, feature_names=[f]) for f in BAGS
-            ]
-        )
-        self.words = EmbeddingCollection(
-            tables=[
-                EmbeddingConfig(name=f"t_{f}", num_embeddings=ROWS, embedding_dim=8, feature_names=[f]) for f in WORDS
-            ]
-        )
+        sizes: dict[str, Any] = {"num_embeddings": ROWS, "embedding_dim": 8}
+        bags = [EmbeddingBagConfig(name=f"t_{f}", feature_names=[f], **sizes) for f in BAGS]
+        words = [EmbeddingConfig(name=f"t_{f}", feature_names=[f], **sizes) for f in WORDS]
+        self.bags, self.words = EmbeddingBagCollection(tables=bags), EmbeddingCollection(tables=words)
         self.over = nn.Linear(8 * (len(BAGS) + len(WORDS)), 1)
 
     def forward(self, ids: KeyedJaggedTensor) -> Tensor:
@@ -327,14 +321,14 @@ def test_attention_is_counted_by_the_length_of_its_history() -> None:
     )
     counted = count_complexity(History(), torch.zeros(8, 3), ids)
     # 30 / 8 items, and their products with the target, of 8 numbers through 5 and 1, and the target; target and sum
-    # through 4; a bag of 8 through 4.
-    attention = 3.75 * (16 * 5 + 5) + 8 * 5
-    assert counted.mflops_per_sample == pytest.approx(6e-6 * (attention + 16 * 4 + 8 * 4))
+    # through 4, and their product of 8 numbers too; a bag of 8 through 4.
+    attention, compress = 3.75 * (16 * 5 + 5) + 8 * 5, 16 * 4 + 8 + 4
+    assert counted.mflops_per_sample == pytest.approx(6e-6 * (attention + compress + 8 * 4))
     assert counted.compression_ratio == (1 + 3.75 + 1) * 8 / (4 + 4)
     planned = without_tables(History(), {"history": 3.75})
     assert count_on_meta(planned.to("meta"), 3) == counted
     forward = [sum(one.flops for one in part.forward) for part in count_operators(planned, 3).towers]
-    assert forward == [2 * (attention + 16 * 4), 2 * 8 * 4]
+    assert forward == [2 * (attention + compress), 2 * 8 * 4]
 
 
 def test_the_ratio_of_a_lone_tower_and_of_a_module_without_sizes() -> None:

@@ -7,7 +7,7 @@ import copy
 import pytest
 import torch
 from torch.nn import functional
-from torchrec.sparse.jagged_tensor import JaggedTensor
+from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedTensor
 
 from dmt.errors import InputError
 from dmt.models import DCNTowerModule, DINTowerModule, DLRMProductsTowerModule, DLRMTowerModule, PassThroughTowerModule
@@ -84,8 +84,6 @@ def test_pass_through_tower_takes_mixed_dims():
     ids=lambda tower: type(tower).__name__,
 )
 def test_towers_read_keyed_tensors_by_name(tower, embeddings):
-    from torchrec.sparse.jagged_tensor import KeyedTensor
-
     in_order = KeyedTensor.from_tensor_list(FEATURES, [embeddings[name] for name in FEATURES])
     shuffled = KeyedTensor.from_tensor_list(["f2", "f0", "f1"], [embeddings[name] for name in ("f2", "f0", "f1")])
     assert torch.equal(tower(in_order), tower(shuffled))
@@ -141,27 +139,48 @@ def sequences(targets: list[int], histories: list[list[int]], table: torch.Tenso
 
 
 @pytest.mark.parametrize("histories", [[[1, 2, 2], [], [4]], [[], [], []], [[0, 1, 2, 3, 4] * 10, [3], [1, 0]]])
-def test_din_attends_to_each_samples_own_history(histories):
-    tower = DINTowerModule("target", "history", embedding_dim=4, tower_dim=3, hidden=5)
-    plain = copy.deepcopy(tower)
-    # Scores far apart, whose powers alone would overflow.
-    table, again = (torch.linspace(-30, 30, 20).view(5, 4).requires_grad_() for _ in range(2))
+@pytest.mark.parametrize(("tower_dim", "largest"), [(3, 300), (8, 1)])
+def test_din_attends_to_each_samples_own_history(histories, tower_dim, largest):
+    tower = DINTowerModule("target", "history", embedding_dim=4, tower_dim=tower_dim, hidden=5).double()
+    plain, numbers = copy.deepcopy(tower), torch.linspace(-largest, largest, 20, dtype=torch.float64)
+    # Scores near each other, and so far apart that powers alone would overflow.
+    table, again = (numbers.clone().view(5, 4).requires_grad_() for _ in range(2))
     targets, rows = [3, 0, 1], []
     for target, history in zip(targets, histories, strict=True):
-        t, pooled = again[target], torch.zeros(4)
+        t, pooled = again[target], numbers.new_zeros(4)
         scores = [plain.attention.score(torch.cat([t, again[h], t - again[h], t * again[h]])) for h in history]
         for h, weight in zip(history, torch.cat(scores).softmax(0) if scores else (), strict=True):
             pooled = pooled + weight * again[h]
-        rows.append(plain.project(torch.cat([t, pooled])))
+        rows.append(plain.project(torch.cat([t, pooled])) + plain.product.weight[:, 0] * 16 * (t @ pooled))
     output = tower(sequences(targets, histories, table))
-    assert output.shape == (3, tower.out_features)
+    assert output.shape == (3, tower.out_features) == (3, tower_dim)
     torch.testing.assert_close(output, torch.stack(rows))
-    output.square().sum().backward()
-    torch.stack(rows).square().sum().backward()
-    torch.testing.assert_close(table.grad, again.grad, rtol=1e-4, atol=1e-4)
+    output.sum().backward()
+    torch.stack(rows).sum().backward()
+    torch.testing.assert_close(table.grad, again.grad)
     for ours, theirs in zip(tower.parameters(), plain.parameters(), strict=True):
         expected = torch.zeros_like(ours) if theirs.grad is None else theirs.grad
-        torch.testing.assert_close(ours.grad, expected, rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(ours.grad, expected, rtol=1e-7, atol=1e-5)
+
+
+def test_din_sends_the_inner_product_of_target_and_history_by_hand():
+    tower = DINTowerModule("target", "history", embedding_dim=3, tower_dim=2)
+    weights = {"project.weight": torch.zeros(2, 6), "project.bias": torch.zeros(2)}
+    tower.load_state_dict(weights | {"product.weight": torch.tensor([[1 / 16], [-2 / 16]])}, strict=False)
+    table = torch.tensor([[1.0, 2, 3], [4, -5, 6], [0, 7, 0]], requires_grad=True)
+    # Items that are alike weigh the same whatever their scores are; a sample without history has no product.
+    output = tower(sequences([0, 2, 1, 2], [[1], [], [1, 1], [0, 0, 0]], table))
+    torch.testing.assert_close(output, torch.tensor([[12.0], [0], [77], [14]]) * torch.tensor([1.0, -2]))
+    output[:, 0].sum().backward()
+    # Each row gets what it is multiplied with: 0 gets 1 and 2, 1 gets 0 and itself twice, 2 gets 0.
+    torch.testing.assert_close(table.grad, torch.tensor([[4.0, 2, 6], [9, -8, 15], [1, 2, 3]]))
+
+
+def test_gradients_of_din_are_its_differences():
+    torch.manual_seed(0)
+    tower = DINTowerModule("target", "history", embedding_dim=3, tower_dim=5, hidden=4).double()
+    table = torch.randn(4, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda rows: tower(sequences([0, 1, 2], [[1, 2, 2], [], [3, 0]], rows)), table)
 
 
 def test_din_adds_the_ids_of_a_target_and_makes_no_device_wait():
