@@ -1,4 +1,4 @@
-"""Loads config, job and plain model of a run's newest whole checkpoint; `describe_run` saves its config and plans."""
+"""Loads config, job and plain model of a run's newest intact checkpoint; `describe_run` saves its config and plans."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ RAW_DATA = "raw_data.json"
 def checkpoint_of(
     run: Path, data_path: str | None = None, functions: Collection[str] = (), mesh: TowerMesh | None = None
 ) -> tuple[Path, TrainingConfig]:
-    """Finds the newest whole checkpoint of a run and its config, which names the tower plan inside the checkpoint.
+    """Finds the newest intact checkpoint of a run and its config, which names the tower plan inside the checkpoint.
 
     A checkpoint may come from elsewhere, so a factory or source that its config names is refused unless allowed.
 
@@ -79,7 +79,7 @@ def trained_model(
     functions: Collection[str] = (),
     open_rows: Callable[[TrainingConfig], Job] = open_unsharded,
 ) -> tuple[Path, Job, nn.Module]:
-    """Loads the plain model of a run's newest whole checkpoint, of any layout; arguments and errors: `checkpoint_of`.
+    """Loads the plain model of a run's newest intact checkpoint, of any layout; arguments and errors: `checkpoint_of`.
 
     ``open_rows`` opens the data for its columns; no row is read.
 

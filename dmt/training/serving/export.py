@@ -61,7 +61,7 @@ def export_run(
     data_path: str | None = None,
     functions: Collection[str] = (),
 ) -> Exported:
-    """Exports a run's newest whole checkpoint as a program for servers, and compares its logits with the model's.
+    """Exports a run's newest intact checkpoint as a program for servers, and compares its logits with the model's.
 
     Args:
         run: the ``output_dir`` of a run, or a checkpoint.
@@ -71,7 +71,7 @@ def export_run(
         functions: see `dmt.training.trained.checkpoint_of`.
 
     Raises:
-        InputError: there is no whole checkpoint, the data do not fit it, PyTorch cannot export the model, a logit
+        InputError: there is no intact checkpoint, the data do not fit it, PyTorch cannot export the model, a logit
             depends on other samples, the program gives other logits, or the file cannot be written.
     """
     if out.suffix != ".pt2":
