@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -269,19 +270,23 @@ def own_wrapper(contender: Contender, mesh: TowerMesh) -> DataParallelWrapper:
     return HierarchicalDataParallel(mesh, precision=contender.dense_reduce)
 
 
+@cache
 def own_towers(contender: Contender, setting: Setting) -> TowerPlan:
-    """Table i in tower i mod T, as in the paper's tables, of those that are not outside."""
+    """Towers that send about equally much, with the small tables outside if the contender has them there.
+
+    Where all inputs of a tower are sent, or none twice, tables are dealt out in turn, as in the paper's tables.
+    """
     topology, tables = own_topology(contender, setting), benchmark_tables(setting)
-    number = topology.num_towers
-    plan = TowerPlan.from_lists([feature_names(tables[i::number]) for i in range(number)], strategy="strided")
+    is_unique = contender.unique and not contender.has_towers  # of single features
+    rows = access_profile(setting).distinct_rows(setting.batch_size) if is_unique else None
+    plan = TowerPlan.balanced(tables, topology, rows=rows)
     if not contender.outside:
         return plan
     dim = EMBEDDING_DIM // contender.compression
     workload = StepWorkload(batch_size=setting.batch_size)
     vectors = [[replace(table, embedding_dim=dim) for table in own] for own in plan.tables_by_tower(tables)]
-    is_unique = contender.unique and not contender.has_towers  # of single features
     costs = CrossingCosts(topology=topology, workload=workload, sent=dim, is_unique=is_unique)
     chosen = choose_outside(vectors, costs)
     outside = feature_names([table for table in tables if table.name in chosen])
-    inside = [feature for feature in feature_names(tables) if feature not in outside]
-    return replace(TowerPlan.strided(inside, topology.num_towers), outside=tuple(outside))
+    inside = [table for table in tables if table.name not in chosen]
+    return replace(TowerPlan.balanced(inside, topology, rows=rows), outside=tuple(outside))

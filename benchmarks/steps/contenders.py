@@ -112,7 +112,7 @@ def _same_model() -> Iterator[Contender]:
     yield Contender(name="sptt+unique+hot", family="sptt", unique=True, hot_rows=True)
     yield Contender(name="sptt+hier+hot", family="sptt", dense_reduce="fp32", hot_rows=True)
     best = {"prefetch": True, "unique": True}
-    ways = [(2, False, False), (2, True, False), (2, True, True), (8, True, False)]
+    ways = [(4, False, False), (4, True, False), (4, True, True), (16, True, False)]
     for micro_batches, rank_towers, outside in ways:
         options = "+rank-towers" * rank_towers + "+outside" * outside
         yield Contender(
@@ -124,7 +124,7 @@ def _same_model() -> Iterator[Contender]:
             outside=outside,
             **best,
         )
-    for micro_batches, rank_towers in ((2, False), (8, True)):
+    for micro_batches, rank_towers in ((4, False), (8, True)):
         yield Contender(
             name=f"sptt+fp16+prefetch+bf16-dense+mb{micro_batches}+unique{'+rank-towers' * rank_towers}",
             family="sptt",
@@ -154,8 +154,8 @@ def _tower_models() -> Iterator[Contender]:
                     compression=ratio,
                     precision="fp16" if half else "fp32",
                     prefetch=True,
-                    # Micro-batches cost a little: fewer where there is less to hide.
-                    micro_batches=8 if ratio <= 4 else 4,
+                    # Micro-batches cost a little: none where there is little to hide.
+                    micro_batches=8 if ratio <= 4 else 1,
                     dense_reduce="fp32",
                     rank_towers=rank_towers,
                     outside=outside,

@@ -101,6 +101,13 @@ class AccessProfile:
         """Returns the mean number of ids per sample of a feature of the table."""
         return self[table.name].total / max(self.num_samples * len(table.feature_names), 1)
 
+    def distinct_rows(self, batch_size: int) -> dict[str, float]:
+        """Returns by table the mean number of distinct rows that a batch of ``batch_size`` samples reads."""
+        sizes = {
+            table.name: batch_size * self.ids_per_sample(table) * len(table.feature_names) for table in self.tables
+        }
+        return {name: float(self[name].chances(size).sum()) for name, size in sizes.items()}
+
     def put(self, table: str, counts: RowCounts) -> None:
         """Adds accesses that another rank or an earlier run has counted; add their samples to ``num_samples`` too."""
         self._counts[table] = self[table].merged(counts)

@@ -14,6 +14,7 @@ from dmt.files import read_model, write_or_raise
 from dmt.formatting import shorten
 from dmt.plan.split_across_towers import shard_names, split_tables
 from dmt.plan.tables import TableSpec, feature_names, table_specs
+from dmt.plan.topology import TowerTopology
 
 __all__ = ["FORMAT_VERSION", "TowerFeatures", "TowerPlan"]
 
@@ -54,7 +55,8 @@ class TowerPlan:
     outside: tuple[str, ...] = ()
     """Features outside all towers: every rank holds their tables and looks up its own samples (Neo, section 4)."""
     strategy: str = "manual"
-    """How the features were assigned: ``manual``, ``strided``, ``coherent``, ``diverse``, ``together`` or ``apart``."""
+    """How the features were assigned: ``manual``, ``strided``, ``balanced``, ``coherent``, ``diverse``, ``together`` or
+    ``apart``."""
     seed: int | None = None
     """The random seed of a learned assignment."""
     affinity: Mapping[str, Any] = field(default_factory=dict)
@@ -117,6 +119,50 @@ class TowerPlan:
         if not 1 <= num_towers <= len(features):
             raise InputError(f"num_towers={num_towers} must lie between 1 and the number of features, {len(features)}.")
         return cls.from_lists([features[i::num_towers] for i in range(num_towers)], strategy="strided")
+
+    @classmethod
+    def balanced(
+        cls, tables: Sequence[Any], topology: TowerTopology, *, rows: Mapping[str, float] | None = None
+    ) -> TowerPlan:
+        """Makes a plan whose towers, and the hosts that hold several of them, send about equally many numbers.
+
+        For flat models over towers, which compute the same with every plan. Greedy: the table that sends most comes
+        first, and each goes to the tower that sends least so far.
+
+        Args:
+            tables: tables of the model, ``EmbeddingBagConfig`` or `TableSpec`.
+            topology: the number of towers, and their hosts.
+            rows: by table name, the rows of embeddings that a tower sends a rank in a step. With ``unique`` these are
+                the distinct inputs (`AccessProfile.distinct_rows`); by default each feature sends as many.
+
+        Raises:
+            InputError: there are fewer tables than towers, or `rows` lacks a table.
+
+        Example:
+            >>> rows = {"ad": 900, "user": 1000, "hour": 24, "site": 150}
+            >>> tables = [TableSpec(name=t, num_embeddings=9, embedding_dim=8, feature_names=(t,)) for t in rows]
+            >>> two = TowerTopology(num_towers=2, ranks_per_tower=2)
+            >>> TowerPlan.balanced(tables, two, rows=rows).to_lists()
+            [['user', 'hour'], ['ad', 'site']]
+        """
+        num = topology.num_towers
+        if len(tables) < num:
+            raise InputError(f"num_towers={num} must be at most the number of tables, {len(tables)}.")
+        if absent := [table.name for table in tables if rows is not None and table.name not in rows]:
+            raise InputError(f"TowerPlan.balanced: rows lacks table {absent[0]!r}. Give the rows of every table.")
+        loads = {t.name: (rows[t.name] if rows else len(t.feature_names)) * t.embedding_dim for t in tables}
+        towers: list[list[str]] = [[] for _ in range(num)]
+        sums = [0.0] * num
+        for table in sorted(tables, key=lambda table: -loads[table.name]):
+            least = min(range(num), key=lambda tower: (sums[tower], len(towers[tower])))
+            towers[least] += table.feature_names
+            sums[least] += loads[table.name]
+        hosts = [topology.host(ranks[0]) for ranks in topology.tower_groups()[:num]]
+        held: dict[int, list[int]] = {host: [] for host in hosts}
+        for tower in sorted(range(num), key=lambda tower: -sums[tower]):
+            free = [host for host in held if len(held[host]) < hosts.count(host)]
+            held[min(free, key=lambda host: sum(sums[other] for other in held[host]))].append(tower)
+        return cls.from_lists([towers[tower] for host in held for tower in held[host]], strategy="balanced")
 
     @property
     def num_towers(self) -> int:

@@ -71,16 +71,20 @@ class CrossingCosts:
         away = self.topology.world_size * (1 - 1 / self.topology.num_towers)
         return away * self.topology.share_across_hosts(self.topology.peer_groups())
 
+    def rows(self, feature: str, table: Any) -> int:
+        """Returns the embeddings of a feature that its tower sends a rank in a step, at most."""
+        size = self.workload.batch_size
+        # Of bags with several ids hardly any two are equal.
+        is_joined = self.is_unique and self.workload.pooling_factors.get(feature, 1.0) <= 1
+        return min(size, table.num_embeddings) if is_joined else size
+
     def of(self, table: Any) -> CrossingBytes:
         """Returns the bytes of a table, an ``EmbeddingBagConfig`` or `dmt.plan.tables.TableSpec`."""
         in_tower = 0.0
         for feature in table.feature_names:
             pooling = self.workload.pooling_factors.get(feature, 1.0)
-            rows = self.workload.batch_size
-            if self.is_unique and pooling <= 1:
-                rows = min(rows, table.num_embeddings)
             numbers = sum(self.number_bytes) * (table.embedding_dim if self.sent is None else self.sent)
-            in_tower += self._senders * rows * (ID_BYTES * (pooling + 1) + numbers)
+            in_tower += self._senders * self.rows(feature, table) * (ID_BYTES * (pooling + 1) + numbers)
         # Gradients are summed inside each host first.
         crossing = 2 * (self.topology.num_hosts - 1)
         return CrossingBytes(crossing * 4 * table.num_embeddings * table.embedding_dim, in_tower)

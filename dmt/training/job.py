@@ -184,8 +184,8 @@ def _in_towers(config: TrainingConfig, tables: Sequence[TableSpec]) -> tuple[Tow
     """
     if config.dataflow == "flat":
         return None, tables
-    place, is_strided = f"towers.plan={config.towers.plan!r}", config.towers.plan == "strided"
-    plan = _strided(tables, config.topology.num_towers) if is_strided else TowerPlan.load(config.towers.plan)
+    place = f"towers.plan={config.towers.plan!r}"
+    plan = _dealt(config, tables) or TowerPlan.load(config.towers.plan)
     for feature, widths in plan.column_splits.items():
         if any(width % 4 for width in widths):
             raise InputError(
@@ -197,7 +197,7 @@ def _in_towers(config: TrainingConfig, tables: Sequence[TableSpec]) -> tuple[Tow
             place += f", towers.outside={config.towers.outside!r}"
             outside = _outside(config, plan, tables)
             inside = [table for table in tables if not set(outside).issuperset(table.feature_names)]
-            plan = _strided(inside, config.topology.num_towers) if is_strided else plan
+            plan = _dealt(config, inside) or plan
             plan = plan.moved_outside(outside)
         tables, dim = _as_vectors(config, tables, plan.outside), config.model.outside_dim
         if dim is not None and dim % 4 and any(table.embedding_dim == dim for table in plan.outside_tables(tables)):
@@ -296,10 +296,17 @@ def _crossing_costs(config: TrainingConfig) -> CrossingCosts:
     )
 
 
-def _strided(tables: Sequence[TableSpec], num_towers: int) -> TowerPlan:
-    """Puts table i into tower i mod T; dealing features instead could split a shared table between two towers."""
+def _dealt(config: TrainingConfig, tables: Sequence[TableSpec]) -> TowerPlan | None:
+    """Returns the strided or balanced plan of the tables, or None if the config names a file."""
+    if config.towers.plan == "balanced":
+        costs = _crossing_costs(config)
+        rows = {table.name: float(sum(costs.rows(name, table) for name in table.feature_names)) for table in tables}
+        return TowerPlan.balanced(tables, costs.topology, rows=rows)
+    if config.towers.plan != "strided":
+        return None
+    # Table i is in tower i mod T; dealing features instead could split a shared table between two towers.
     features = {table.name: table.feature_names for table in tables}
-    towers = TowerPlan.strided([table.name for table in tables], num_towers).to_lists()
+    towers = TowerPlan.strided([table.name for table in tables], config.topology.num_towers).to_lists()
     groups = [[feature for name in names for feature in features[name]] for names in towers]
     return TowerPlan.from_lists(groups, strategy="strided")
 

@@ -281,8 +281,8 @@ def run_of(names: list[str], folder: Path, **changes: int) -> dict[str, dict]:
 
 @pytest.mark.ranks
 def test_a_small_job_of_each_family(tmp_path: Path) -> None:
-    half = "sptt+fp16+prefetch+bf16-dense+mb2+unique"
-    names = ["flat-cw-dp+prefetch", "flat-cw", "sptt", "sptt+prefetch+hier+mb2+unique+rank-towers+outside", half]
+    half = "sptt+fp16+prefetch+bf16-dense+mb4+unique"
+    names = ["flat-cw-dp+prefetch", "flat-cw", "sptt", "sptt+prefetch+hier+mb4+unique+rank-towers+outside", half]
     found = run_of([*names, "dmt-cr2+fp16", "dmt-cr2+outside"], tmp_path)
     for name, contender in found.items():
         # The outputs are all that must cross, and nothing crosses twice.
@@ -307,7 +307,7 @@ def test_a_small_job_of_each_family(tmp_path: Path) -> None:
     assert found[half]["needed"]["dense"] == found["sptt"]["needed"]["dense"] // 2
     assert found[half]["needed"]["forward"] < found["sptt"]["needed"]["forward"] / 2
     # Needed are the gradients of a flat model's tables outside towers, too.
-    same = found["sptt+prefetch+hier+mb2+unique+rank-towers+outside"]
+    same = found["sptt+prefetch+hier+mb4+unique+rank-towers+outside"]
     assert same["needed"]["dense"] > found["sptt"]["needed"]["dense"]
     assert sum(map(same["traffic"].get, KINDS)) == pytest.approx(sum(same["needed"].values()), rel=1e-2)
 

@@ -45,6 +45,12 @@ def test_tables_with_several_features_count_all_of_them() -> None:
     assert profile.ids_per_sample(spec) == 1.5
 
 
+def test_distinct_rows_are_those_of_drawn_batches() -> None:
+    ids = zipf_ids(500, 400_000, seed=1)
+    drawn = np.mean([len(np.unique(batch)) for batch in np.random.default_rng(2).permutation(ids).reshape(-1, 200)])
+    assert profile_of(ids, 500).distinct_rows(200)["t"] == pytest.approx(drawn, rel=0.01)
+
+
 def sent_by_hand(ids: np.ndarray, hot: np.ndarray, *, towers: int, dim: int, unique: bool) -> float:
     """Bytes of steps in which every rank has one row of ``ids``, [steps, ranks of the job, samples], in the mean."""
     total = copied = 0

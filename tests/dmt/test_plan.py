@@ -36,6 +36,29 @@ def test_strided_is_the_papers_naive_assignment() -> None:
     ]
 
 
+def test_balanced_towers_and_hosts_send_about_equally_much() -> None:
+    rows = {"a": 90, "b": 10, "c": 60, "d": 50, "e": 40, "f": 30, "g": 20}
+    tables = [table(name, name, f"{name}2") if name == "c" else table(name) for name in rows]
+    two_a_host = TowerTopology(num_towers=4, ranks_per_tower=1, ranks_per_host=2)
+    plan = TowerPlan.balanced(tables, two_a_host, rows=rows)
+    # Largest first: 90 | 60 + 10 | 50 + 20 | 40 + 30. Towers of 90 and 70 share a host, as do two of 70.
+    assert plan.to_lists() == [["a"], ["e", "f"], ["c", "c2", "b"], ["d", "g"]]
+    # Without rows, features of equal width are dealt out in turn, but hosts that hold several towers get equally many.
+    features = [str(i) for i in range(26)]
+    dealt = TowerPlan.balanced([table(name) for name in features], two_a_host).to_lists()
+    assert sorted(dealt) == sorted(TowerPlan.strided(features, 4).to_lists())
+    assert [len(tower) for tower in dealt] == [7, 6, 7, 6]
+    # A wide table counts as much as several narrow ones; tables that send nothing still fill every tower.
+    wide = [table("w", dim=24), *map(table, "xyz")]
+    two = TowerTopology(num_towers=2, ranks_per_tower=1)
+    assert TowerPlan.balanced(wide, two).to_lists() == [["w"], ["x", "y", "z"]]
+    assert all(TowerPlan.balanced(wide, two_a_host, rows=dict.fromkeys("wxyz", 0.0)).to_lists())
+    with pytest.raises(InputError, match="num_towers=4 must be at most the number of tables, 3"):
+        TowerPlan.balanced(wide[1:], two_a_host)
+    with pytest.raises(InputError, match="rows lacks table 'z'"):
+        TowerPlan.balanced(wide, two, rows=dict.fromkeys("wxy", 1.0))
+
+
 def test_round_trip(tmp_path: Path) -> None:
     plan = TowerPlan.from_lists(
         [["b", "a"], ["c"]],

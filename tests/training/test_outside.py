@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -67,6 +68,16 @@ def test_tables_that_save_most_go_first_and_every_tower_keeps_one() -> None:
     room = 10 * (340 + 408 + 2 * 512 * 8 * 4 * 2)
     assert choose_outside(by_tower, costs, hardware=Hardware(memory_per_rank=room)) == ["a", "d"]
     assert choose_outside(by_tower, costs, hardware=Hardware(memory_per_rank=room - 1)) == ["a"]
+
+
+def test_balanced_towers_count_distinct_inputs_only_where_those_are_sent() -> None:
+    balanced: dict[str, Any] = {"towers": {"plan": "balanced"}, "train": {"batch_size": 64}}
+    unique = job_of("dlrm", "none", sharding={"unique": True}, **copy.deepcopy(balanced))
+    # Of C3, C4 and C6 64 rows, of the others 20, 6 and 4.
+    assert plan_of(unique).to_lists() == [["C3", "C6"], ["C4", "C2", "C5", "C1"]]
+    for arch, sharding in (("dlrm", {}), ("dmt-dlrm", {"unique": True})):
+        even = job_of(arch, "none", sharding=sharding, **copy.deepcopy(balanced))
+        assert plan_of(even).to_lists() == [["C1", "C3", "C5"], ["C2", "C4", "C6"]]
 
 
 # Without data: 6 tables, of which C1, C2 and C5 pay.
