@@ -119,12 +119,13 @@ def pack(problem: Problem) -> Packing | None:
         The packing; None if it finds none within the memory limit.
     """
     packings: list[Packing] = []
+    differenced: dict[tuple[int, ...], Packing] = {}
     most_fixed = problem.fixed_cost(problem.kinds)
     for part in _by_kinds(problem):
         least = min((packing.objective for packing in packings), default=0.0)
         # Leaving out kinds saves at most their fixed costs.
         if not packings or most_fixed - problem.fixed_cost(part.kinds) >= least * _KINDS_GAIN:
-            packings += _with_finer_cuts(part)
+            packings += _with_finer_cuts(part, differenced)
     most = min((packing.objective for packing in packings), default=0.0) * (1 + problem.tolerance)
     good = [packing for packing in packings if packing.objective <= most]
     return min(good, key=lambda packing: (packing.num_avoided, packing.objective), default=None)
@@ -135,13 +136,16 @@ def _by_kinds(problem: Problem) -> Iterator[Problem]:
     kinds = sorted(problem.kinds)
     for size in range(len(kinds), -1, -1):
         for kept in combinations(kinds, size):
-            options = [[option for option in options if option.kind in kept] for options in problem.options]
+            options = [[option for option in options if option.kind in kept] for options in problem.cheapest_first]
             if all(options):
                 yield replace(problem, options=options)
 
 
-def _with_finer_cuts(problem: Problem) -> Iterator[Packing]:
-    """Yields the better packing of the two heuristics for each pair of limits under which `greedy` finds one."""
+def _with_finer_cuts(problem: Problem, differenced: dict[tuple[int, ...], Packing]) -> Iterator[Packing]:
+    """Yields the better packing of the two heuristics for each pair of limits under which `greedy` finds one.
+
+    Most limits lead to the same options; ``differenced`` keeps the packings of those seen before.
+    """
     least = sum(float(options[0].costs.sum()) for options in problem.cheapest_first)
     mean = (float(problem.cost.sum()) + least) / len(problem.cost)
     # No packing costs less.
@@ -151,7 +155,9 @@ def _with_finer_cuts(problem: Problem) -> Iterator[Packing]:
         better = greedy(problem, *limits) or greedy(problem, *limits, by_memory=True)
         if better is None:
             continue
-        second = differencing(problem, [better.chosen[item] for item in range(len(problem.options))])
+        preferred = [better.chosen[item] for item in range(len(problem.options))]
+        key = tuple(map(id, preferred))
+        second = differenced[key] = differenced.get(key) or differencing(problem, preferred)
         if (second.memory <= problem.capacity).all() and second.objective < better.objective:
             better = second
         yield better
@@ -168,16 +174,16 @@ def greedy(problem: Problem, target: float, part: float = np.inf, *, by_memory: 
     """
     packing, cheapest_first = Packing(problem), problem.cheapest_first
 
-    def size(item: int) -> float:
-        options = cheapest_first[item]
+    def size(options: Sequence[Option]) -> float:
         return float(min(option.memory.max() for option in options) if by_memory else options[0].costs.sum())
 
-    for item in sorted(range(len(cheapest_first)), key=lambda item: (-size(item), item)):
+    for item in np.argsort([-size(options) for options in cheapest_first], kind="stable").tolist():
         best: tuple[float, Option, Ranks] | None = None
         # Cheapest rank first; among equals the one with most room.
         order = np.lexsort((packing.memory, packing.cost))
+        held = packing.memory[order]
         for option in cheapest_first[item]:
-            free = order[packing.memory[order] + option.memory.max() <= problem.capacity]
+            free = order[held + option.memory.max() <= problem.capacity]
             if len(free) < len(option.costs):
                 continue
             ranks = free[: len(option.costs)]
@@ -208,12 +214,15 @@ def differencing(problem: Problem, preferred: Sequence[Option]) -> Packing:
     def push(costs: Vector, number: int) -> Ranks:
         nodes = every_slot + (number + 1) * num_ranks
         order = np.argsort(-costs, kind="stable")
-        heapq.heappush(heap, (float(costs.min() - costs.max()), number, costs[order], nodes[order]))
+        ordered = costs[order]
+        heapq.heappush(heap, (float(ordered[-1] - ordered[0]), number, ordered, nodes[order]))
         return nodes
 
     push(problem.cost - problem.cost.min(), -1)
     for item, option in enumerate(preferred):
-        push(np.pad(option.costs, (0, num_ranks - len(option.costs))), item)
+        costs = np.zeros(num_ranks)
+        costs[: len(option.costs)] = option.costs
+        push(costs, item)
     number = len(preferred)
     while len(heap) > 1:
         *_, first, left = heapq.heappop(heap)
