@@ -74,9 +74,13 @@ moment_scaled(fused_settings(weights[name], fused_params), scale) => fused_setti
 ## dmt/sptt/flat.py :: tests/dmt/test_parity.py -m "not slow" -k "outside and 4"
 part_sizes(len(outside_B), len(arriving)) => part_sizes(len(outside_B), len(arriving))[::-1]
 part, sharding, device, mesh=alone) => part, sharding, device, mesh=self.mesh)
+## dmt/plan/towers.py :: tests/dmt/test_plan.py -k balanced
+key=lambda tower: (sums[tower], len(towers[tower])) => key=lambda tower: len(towers[tower])
+hosts.count(host)] => hosts.count(host) or True]
+* t.embedding_dim for => for
 ## dmt/sharding/outside.py :: tests/training/test_outside.py -k "hand or most"
 if fits and left[tower_of[table.name]] > 1 and => if fits and
-rows = min(rows, table.num_embeddings) => rows = table.num_embeddings
+min(size, table.num_embeddings) if is_joined else size => table.num_embeddings if is_joined else size
 total + needed <= _MEMORY_SHARE => needed <= _MEMORY_SHARE
 ## dmt/sptt/outside.py :: tests/dmt/test_parity.py -m "not slow" -k "outside and 2"
 made.before_lookup = None => pass
