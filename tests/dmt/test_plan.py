@@ -43,6 +43,14 @@ def test_balanced_towers_and_hosts_send_about_equally_much() -> None:
     plan = TowerPlan.balanced(tables, two_a_host, rows=rows)
     # Largest first: 90 | 60 + 10 | 50 + 20 | 40 + 30. Towers of 90 and 70 share a host, as do two of 70.
     assert plan.to_lists() == [["a"], ["e", "f"], ["c", "c2", "b"], ["d", "g"]]
+    # A host takes no more towers than it has ranks for.
+    heavy = {"a": 100, "b": 12, "c": 11, "d": 10}
+    assert TowerPlan.balanced(list(map(table, heavy)), two_a_host, rows=heavy).to_lists() == [
+        ["a"],
+        ["d"],
+        ["b"],
+        ["c"],
+    ]
     # Without rows, features of equal width are dealt out in turn, but hosts that hold several towers get equally many.
     features = [str(i) for i in range(26)]
     dealt = TowerPlan.balanced([table(name) for name in features], two_a_host).to_lists()
