@@ -143,7 +143,7 @@ class TowerPlan:
             >>> tables = [TableSpec(name=t, num_embeddings=9, embedding_dim=8, feature_names=(t,)) for t in rows]
             >>> two = TowerTopology(num_towers=2, ranks_per_tower=2)
             >>> TowerPlan.balanced(tables, two, rows=rows).to_lists()
-            [['user', 'hour'], ['ad', 'site']]
+            [['ad', 'site'], ['user', 'hour']]
         """
         num = topology.num_towers
         if len(tables) < num:
