@@ -144,7 +144,7 @@ def test_the_page_of_interactions_shows_five_and_no_affinity(tmp_path):
     assert "f2, f5" not in page.text, "a gain within its error"
     assert "Interactions digest" in page.text
     assert "ffinity" not in page.text
-    assert "Mind: A note." in page.text
+    assert "Note: A note." in page.text
     assert not (tmp_path / "coordinates.png").exists()
     noise = Page(write_partition_report(interactions(matrix=np.zeros((6, 6)), triples=()), tmp_path)).text
     assert "the towers are arbitrary" in noise

@@ -198,14 +198,14 @@ def test_the_page_shows_the_numbers(tmp_path, arguments):
         "Versions torch 2.13.0+cpu Method",
     ):
         assert words in text, words
-    assert "Mind:" not in text
+    assert "Note:" not in text
 
 
 def test_names_from_outside_are_shown_as_written(tmp_path, arguments):
     runs = arguments["runs"]
     arguments |= {"runs": {"<i>flat": runs["dlrm"], "a & b": runs["dmt-dlrm"]}, "notes": ["AUC < 0.5 <script>x()"]}
     page = Page(write_report(tmp_path / "report.html", **arguments))
-    for words in ("<b>bold</b>", "C&3", "clicks of <Tuesday>", "<i>flat", "a & b", "Mind: AUC < 0.5 <script>x()"):
+    for words in ("<b>bold</b>", "C&3", "clicks of <Tuesday>", "<i>flat", "a & b", "Note: AUC < 0.5 <script>x()"):
         assert words in page.text, words
     assert not {"script", "tuesday"} & page.tags
 
