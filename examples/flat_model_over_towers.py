@@ -20,7 +20,7 @@ from dmt.collectives import gather_objects
 from dmt.testing import load_plain_state
 from dmt.traffic import TrafficMeter
 
-FEATURES, ROWS, DIM, BATCH = ["ad", "user", "shop", "city"], 100, 16, 8
+FEATURES, ROWS, DIM, BATCH = ["ad", "user", "shop", "city"], 100, 16, 64
 
 
 class ClickModel(nn.Module):
@@ -50,7 +50,8 @@ topology = TowerTopology(num_towers=2, ranks_per_tower=2)
 mesh = TowerMesh(topology)
 torch.manual_seed(0)
 plain = ClickModel().to(device)
-sharders = [SPTTEmbeddingBagCollectionSharder(mesh, TowerPlan.from_lists([["ad", "shop"], ["user", "city"]]))]
+towers = TowerPlan.from_lists([["ad", "shop"], ["user", "city"]])
+sharders = [SPTTEmbeddingBagCollectionSharder(mesh, towers, unique=True)]  # sends each distinct id once
 plan = TowerShardingPlanner(topology, device_type=device.type).plan(plain, sharders)
 model = DistributedModelParallel(ClickModel(), device=device, plan=plan, sharders=sharders)
 
@@ -65,11 +66,11 @@ with TrafficMeter(host_of=lambda rank: rank // 2) as meter:
     loss = model(batch).mean()
     loss.backward()
 traffic = meter.total(mesh.global_group)
+other = towers.towers[1 - mesh.tower].features  # their tables are on the other host
+distinct = sum(gather_objects(sum(len(batch[f].values().unique()) for f in other), mesh.global_group))
 if mesh.rank == 0:
     print(f"output equal to the plain model's, bit for bit, on {sum(equal)} of {len(equal)} ranks")
     print(f"bytes across hosts in a step: {traffic}")
-    print(
-        f"forward by hand: 4 ranks x {BATCH} samples x 2 features x {DIM} columns x 4 bytes = {4 * BATCH * 2 * DIM * 4}"
-    )
+    print(f"forward by hand: {distinct} distinct ids x {DIM} columns x 4 bytes = {distinct * DIM * 4}")
 dist.barrier()
 dist.destroy_process_group()
