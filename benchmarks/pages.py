@@ -227,7 +227,9 @@ def _readme_sentences() -> Iterable[str]:
     ways = ("sptt", "sptt+unique", "dmt-cr2", "dmt-cr2+outside", "dmt-cr2+all+rank-towers+outside")
     gains = [_best(contenders, "fp32").median / contenders[way].median for way in ways]
     yield "send as many bytes as before: {:.2f}. Sending each distinct id once raises that to {:.2f}".format(*gains)
-    yield "towers alone reach {:.2f}, with small tables on every rank {:.2f}, and with overlap {:.2f}".format(*gains[2:])
+    yield "towers alone reach {:.2f}, with small tables on every rank {:.2f}, and with overlap {:.2f}".format(
+        *gains[2:]
+    )
     same, four = fastest(contenders.values(), "sptt", precision="fp32"), contenders["dmt-cr4+all+rank-towers"]
     assert same is not None, "the record has the unchanged model"
     yield f"a step computes for {same.compute:.2f} seconds with the same model, {four.compute:.2f} with DMT-DLRM"
