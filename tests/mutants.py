@@ -77,7 +77,7 @@ part, sharding, device, mesh=alone) => part, sharding, device, mesh=self.mesh)
 ## dmt/plan/towers.py :: tests/dmt/test_plan.py -k balanced
 key=lambda tower: (sums[tower], len(towers[tower])) => key=lambda tower: len(towers[tower])
 hosts.count(host)] => hosts.count(host) or True]
-* t.embedding_dim for => for
+counts[table.name] * table.embedding_dim => counts[table.name]
 ## dmt/sharding/outside.py :: tests/training/test_outside.py -k "hand or most"
 if fits and left[tower_of[table.name]] > 1 and => if fits and
 min(size, table.num_embeddings) if is_joined else size => table.num_embeddings if is_joined else size

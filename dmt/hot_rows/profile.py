@@ -102,11 +102,12 @@ class AccessProfile:
         return self[table.name].total / max(self.num_samples * len(table.feature_names), 1)
 
     def distinct_rows(self, batch_size: int) -> dict[str, float]:
-        """Returns by table the mean number of distinct rows that a batch of ``batch_size`` samples reads."""
-        sizes = {
-            table.name: batch_size * self.ids_per_sample(table) * len(table.feature_names) for table in self.tables
-        }
-        return {name: float(self[name].chances(size).sum()) for name, size in sizes.items()}
+        """Returns by table the mean number of distinct rows that each of its features reads in a batch, added up.
+
+        For features with at most one id per sample, and accesses that are independent of one another.
+        """
+        sizes = {table: batch_size * self.ids_per_sample(table) for table in self.tables}
+        return {t.name: len(t.feature_names) * float(self[t.name].chances(size).sum()) for t, size in sizes.items()}
 
     def put(self, table: str, counts: RowCounts) -> None:
         """Adds accesses that another rank or an earlier run has counted; add their samples to ``num_samples`` too."""

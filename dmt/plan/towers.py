@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
@@ -132,11 +133,12 @@ class TowerPlan:
         Args:
             tables: tables of the model, ``EmbeddingBagConfig`` or `TableSpec`.
             topology: the number of towers, and their hosts.
-            rows: by table name, the rows of embeddings that a tower sends a rank in a step. With ``unique`` these are
-                the distinct inputs (`AccessProfile.distinct_rows`); by default each feature sends as many.
+            rows: by table name, the rows of embeddings that a tower sends a rank in a step for all features of the
+                table. With ``unique`` these are the distinct inputs (`AccessProfile.distinct_rows`); by default each
+                feature sends as many.
 
         Raises:
-            InputError: there are fewer tables than towers, or `rows` lacks a table.
+            InputError: there are fewer tables than towers, or `rows` lacks a table or has a negative number or NaN.
 
         Example:
             >>> rows = {"ad": 900, "user": 1000, "hour": 24, "site": 150}
@@ -147,10 +149,15 @@ class TowerPlan:
         """
         num = topology.num_towers
         if len(tables) < num:
-            raise InputError(f"num_towers={num} must be at most the number of tables, {len(tables)}.")
-        if absent := [table.name for table in tables if rows is not None and table.name not in rows]:
-            raise InputError(f"TowerPlan.balanced: rows lacks table {absent[0]!r}. Give the rows of every table.")
-        loads = {t.name: (rows[t.name] if rows else len(t.feature_names)) * t.embedding_dim for t in tables}
+            raise InputError(f"num_towers={num} must be at most the number of tables, {len(tables)}. Use fewer towers.")
+        counts = {table.name: len(table.feature_names) for table in tables} if rows is None else rows
+        for table in tables:
+            if not counts.get(table.name, math.nan) >= 0:
+                raise InputError(
+                    f"TowerPlan.balanced: rows[{table.name!r}] is {counts.get(table.name, 'missing')}. Give a number "
+                    "of at least 0 for every table."
+                )
+        loads = {table.name: counts[table.name] * table.embedding_dim for table in tables}
         towers: list[list[str]] = [[] for _ in range(num)]
         sums = [0.0] * num
         for table in sorted(tables, key=lambda table: -loads[table.name]):

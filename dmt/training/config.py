@@ -126,7 +126,7 @@ class TowersConfig(Section):
 
     plan: str = "strided"
     """Path of a ``towers.json``, ``strided``: feature i in tower i mod T, or ``balanced``: towers and hosts send about
-    equally many bytes, for models without towers of their own, which compute the same with every plan."""
+    equally many bytes, for flat models, which compute the same with every plan."""
     outside: Literal["none", "auto"] | tuple[str, ...] = "none"
     """Features whose tables every rank holds ([Towers](towers.md#tables-on-every-rank)), added to those of the plan;
     ``auto``: if the plan has none, the features for which this saves bytes between hosts. In ``dmt-dlrm`` their tables

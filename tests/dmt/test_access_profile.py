@@ -49,6 +49,10 @@ def test_distinct_rows_are_those_of_drawn_batches() -> None:
     ids = zipf_ids(500, 400_000, seed=1)
     drawn = np.mean([len(np.unique(batch)) for batch in np.random.default_rng(2).permutation(ids).reshape(-1, 200)])
     assert profile_of(ids, 500).distinct_rows(200)["t"] == pytest.approx(drawn, rel=0.01)
+    shared = AccessProfile([table("t", 500, "x", "y")])
+    for feature in ("x", "y"):
+        shared.add({feature: ids}, num_samples=len(ids) // 2)
+    assert shared.distinct_rows(200)["t"] == pytest.approx(2 * drawn, rel=0.01)
 
 
 def sent_by_hand(ids: np.ndarray, hot: np.ndarray, *, towers: int, dim: int, unique: bool) -> float:

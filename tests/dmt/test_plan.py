@@ -63,8 +63,9 @@ def test_balanced_towers_and_hosts_send_about_equally_much() -> None:
     assert all(TowerPlan.balanced(wide, two_a_host, rows=dict.fromkeys("wxyz", 0.0)).to_lists())
     with pytest.raises(InputError, match="num_towers=4 must be at most the number of tables, 3"):
         TowerPlan.balanced(wide[1:], two_a_host)
-    with pytest.raises(InputError, match="rows lacks table 'z'"):
-        TowerPlan.balanced(wide, two, rows=dict.fromkeys("wxy", 1.0))
+    for rows_of_z, shown in (({}, "missing"), ({"z": math.nan}, "nan"), ({"z": -1.0}, "-1.0")):
+        with pytest.raises(InputError, match=rf"rows\['z'\] is {shown}"):
+            TowerPlan.balanced(wide, two, rows=dict.fromkeys("wxy", 1.0) | rows_of_z)
 
 
 def test_round_trip(tmp_path: Path) -> None:

@@ -180,7 +180,8 @@ def test_they_are_counted_as_they_are_built(arch: str) -> None:
 def test_a_run_with_features_outside_is_resumed_checked_scored_and_exported(arch: str, tmp_path: Path) -> None:
     synthetic = {"num_rows": 700, "num_eval_rows": 64, "num_multi_hot": 2}
     train = {"output_dir": str(tmp_path / "run"), "save_every": 2, "log_every": 1}
-    config = small(arch, "sptt", synthetic=synthetic, train=train, towers={"outside": ["C6", "C2"]})
+    plan = "balanced" if arch == "dlrm" else "strided"
+    config = small(arch, "sptt", synthetic=synthetic, train=train, towers={"outside": ["C6", "C2"], "plan": plan})
 
     def trained(steps: int) -> dict[str, Any]:
         result = attempt(config.model_copy(update={"train": config.train.model_copy(update={"max_steps": steps})}))
