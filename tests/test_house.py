@@ -206,9 +206,9 @@ def test_file_sizes() -> None:
 
 # Lines and files of each part at most, and where they are to get. Raise a number only with the reason in the commit.
 CEILINGS = {
-    "the library": (25_390, 134),  # 20_500, 136
+    "the library": (25_400, 134),  # 20_500, 136
     "dmt/*.py": (1_005, 7),  # 800, 8
-    "dmt/plan": (740, 5),  # 600, 5
+    "dmt/plan": (745, 5),  # 600, 5
     "dmt/sharding": (1_940, 10),  # 1_750, 10
     "dmt/sptt": (3_430, 18),  # 2_900, 18
     "dmt/replicas": (380, 3),  # 350, 3
@@ -220,7 +220,7 @@ CEILINGS = {
     "partitioner": (2_860, 12),  # 2_800, 14
     "models": (1_340, 8),  # 1_000, 7
     "benchmarks": (6_480, 36),  # 5_600, 36
-    "tests": (23_295, 119),  # 20_000, 115
+    "tests": (23_310, 119),  # 20_000, 115
 }
 
 
