@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,8 +22,9 @@ from torchrec.streamable import Pipelineable
 from dmt.testing import PlainTraining, gather_plain_state, load_plain_state
 from dmt.testing.plain import is_table
 
-LR, EPS = 0.05, 1e-6
-DENSE = (torch.optim.Adam, torch.optim.SGD)
+LR = 0.05
+# More than rounding: no optimizer makes a large step of a gradient that cancels.
+EPS = 1e-3
 OPTIMIZERS = {
     "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
     "adagrad": EmbOptimType.EXACT_ADAGRAD,
@@ -191,11 +193,16 @@ def load_ramps(model: DistributedModelParallel) -> dict[str, Tensor]:
     return state
 
 
+def dense_optimizer(optimizer: str, eps: float) -> Callable[[Any], torch.optim.Optimizer]:
+    """Makes the optimizer of a dense part's parameters: SGD where tables take it, otherwise Adam."""
+    return partial(torch.optim.SGD, lr=LR) if optimizer == "sgd" else partial(torch.optim.Adam, lr=LR, eps=eps)
+
+
 def plain_training(
     model: nn.Module, *, replicas: int = 1, optimizer: str = "rowwise_adagrad", eps: float = EPS, **options: Any
 ) -> PlainTraining:
-    """Plain training of copies of a model: dense parts take SGD where tables do, otherwise Adam."""
-    make = partial(DENSE[optimizer == "sgd"], lr=LR)
+    """Plain training of copies of a model, whose dense parts take `dense_optimizer`."""
+    make = dense_optimizer(optimizer, eps)
     options.setdefault("make_optimizer", lambda named: make(list(named.values())))
     fused = {"optimizer": OPTIMIZERS[optimizer], "learning_rate": LR, "eps": eps}
     return PlainTraining([copy.deepcopy(model) for _ in range(replicas)], fused_params=fused, **options)

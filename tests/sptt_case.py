@@ -48,7 +48,6 @@ from dmt.sptt.towers import clip_grad_norm
 from dmt.testing import gather_plain_state, load_plain_state, table_layout
 from dmt.testing.plain import PlainTable, is_table, table_name
 from tests.parity import (
-    DENSE,
     EPS,
     FUSED,
     LR,
@@ -60,6 +59,7 @@ from tests.parity import (
     SumTowerModule,
     TowerModel,
     Trained,
+    dense_optimizer,
     draw_batch,
     make_tables,
     plain_outputs,
@@ -108,7 +108,7 @@ class Case:
     fp16: tuple[int, ...] = ()  # tables
     kernel: Any = "fused"  # of all tables that are not data-parallel
     optimizer: str = "rowwise_adagrad"
-    eps: float = EPS
+    eps: float = EPS  # of the optimizers of tables and of the dense part
     own: tuple[tuple[int, str, float], ...] = ()  # tables with an optimizer, a key of OWN, and a rate of their own
     warmup: bool = False  # the rates of tables rise in the first steps
     clip: float | None = None
@@ -280,11 +280,10 @@ class Optimizers:
         named = in_backward_optimizer_filter((n, p) for n, p in model.named_parameters() if p.requires_grad)
         self.parameters = dict(named)
         assert not any(map(is_table, self.parameters)), "a table would be updated twice"
-        make = DENSE[case.optimizer == "sgd"]
         stages = [WarmupStage(policy=WarmupPolicy.LINEAR, max_iters=4, value=0.25)] if case.warmup else []
         rates = model.fused_optimizer if case.own else WarmupOptimizer(model.fused_optimizer, stages, lr=LR)
         self.parts = [
-            KeyedOptimizerWrapper(self.parameters, lambda params: make(params, lr=LR)),
+            KeyedOptimizerWrapper(self.parameters, dense_optimizer(case.optimizer, case.eps)),
             rates,  # the schedule gives all tables one rate
         ]
         self._model, self._clip = model, case.clip
@@ -318,8 +317,8 @@ class Worst(dict[str, float]):
 
 
 _SENT = {"fp32": 0.0, "fp16": 1.01 * 2**-11, "bf16": 1.01 * 2**-8}  # half a unit in the last place
-_TABLES = {"sgd": 1e-6, "rowwise_adagrad": 3e-5, "adagrad": 5e-5, "adam": 5e-5}
 _HALF = 2**-12
+_WEIGHTS = 2e-6
 
 
 class Bounds:
@@ -328,19 +327,15 @@ class Bounds:
     Forward with equal weights: bitwise where only bytes move; else half a unit in the last place of the format sent,
     relative to the largest number, with room for FP32.
 
-    Training: gradients of a table row are summed over ranks in another order than in one process, each step adds at
-    most a few units in the last place of numbers near 1, and AdaGrad's first steps divide small gradients by their own
-    size. Of the matrix's 3,808 cases 7 have a row whose gradients cancel to 6e-7, a ten-thousandth of the largest: it
-    differs by 1.1e-5, and by 3e-6 if the plain module only adds its samples in another order. In one more they cancel
-    to 1.2e-7, and it differs by 2.02e-5. All other rows stay below 5e-6, so 3e-5 has room. SGD amplifies no rounding.
-    Element-wise AdaGrad's and Adam's first step is LR g / (|g| + EPS): where a gradient of EPS or less is what is left
-    of numbers that cancel, rounding of 1e-9 moves it by LR 1e-9 / 4 EPS. Gradients and states, much smaller than 1,
-    have bounds relative to the largest of their kind.
+    Training: gradients of a table row are summed over ranks in another order than in one process, and each step adds a
+    few units in the last place of numbers near 1. Of a gradient that cancels AdaGrad and Adam make no large step: they
+    divide it by more than EPS, so rounding of 1e-9 moves a weight by LR 1e-9 / EPS. Later outputs are sums over such
+    weights. Gradients and states, much smaller than 1, have bounds relative to the largest of their kind.
 
     In 16 bits rounding moves a gradient by the error of the format and, through the logits, by as much again, in each
-    of at most four steps. AdaGrad and Adam divide by the gradient's own size, so a gradient that cancels takes its
-    direction from rounding: such cases train with SGD, and weights have a share of the largest way a weight went as
-    their bound.
+    of at most four steps. That is not small beside EPS, so AdaGrad and Adam would make steps of it where a gradient
+    cancels: such cases train with SGD. The bound of weights is a share of the largest way that one went: for tables one
+    of a table, since a bias goes further.
 
     FP16 tables: FBGEMM rounds new weights to nearest, half the spacing of FP16 in each step (2^-12 of a weight below
     1), and half as much again for what a changed weight does to later gradients and to AdaGrad's quotient.
@@ -354,31 +349,33 @@ class Bounds:
         rounds = case.max_bag > 1 and ("MEAN" in case.pooling or cut)
         self.only_bytes_move = case.kind in ("pass", "flat") and not rounds and case.precision == "fp32"
         self.forward = 1e-6 if case.precision == "fp32" else _SENT[case.precision]
-        self.is_exact = case.precision == "fp32" and not case.fp16
-        """No number is rounded to 16 bits."""
         share = max([2**-11] * (case.precision == "fp16") + [2**-8] * (case.precision == "bf16"), default=0.0)
         # Gradients of two hosts may nearly cancel, and are rounded before.
         halves = dict(case.dense or ()).get("precision") == "bf16"
         self._share = 8 * max(share, 2**-7 if halves else 0.0)
+        self.is_exact = not (self._share or case.fp16)
+        """No number is rounded to 16 bits."""
+        self.moved = self.moved_tables = 0.0
+        """The largest way that any weight went so far, and any weight of a table."""
         self.relative = max(2e-5, self._share, 8 * _HALF if case.fp16 else 0.0)
 
     def columns(self, step: int, expected: Tensor) -> float:
         largest = max(1.0, float(expected.abs().max()) if len(expected) else 0.0)
         if step == 0:
             return 0.0 if self.only_bytes_move else 2 * self.forward * largest
-        return 4 * largest * self.table("", 0.0)
+        return 5 * _WEIGHTS * largest
 
     def logits(self, step: int, expected: Tensor) -> float:
         # The largest sum of the over arch's weights is the square root of their number, here less than 8.
-        return 8 * max(self.columns(step, expected), 1e-6)
+        return self.columns(step, expected) if step else 8 * max(self.columns(step, expected), 1e-6)
 
-    def table(self, name: str, moved: float) -> float:
+    def table(self, name: str) -> float:
         if self._case.fp16:
-            return 1.5 * self._case.steps * _HALF if int(name[1:] or 0) in self._case.fp16 else _HALF
-        return self._share * moved or _TABLES[self._case.optimizer]
+            return 1.5 * self._case.steps * _HALF if int(name[1:]) in self._case.fp16 else _HALF
+        return self._share * self.moved_tables or _WEIGHTS
 
-    def dense(self, moved: float) -> float:
-        return _HALF if self._case.fp16 else self._share * moved or 5e-6
+    def dense(self) -> float:
+        return _HALF if self._case.fp16 else self._share * self.moved or _WEIGHTS
 
 
 def own_tables(model: nn.Module) -> list[TableTensor]:
@@ -450,7 +447,7 @@ class Oracle:
 
     def __init__(self, ours: Training) -> None:
         self._ours, self._case, self._replica = ours, ours.case, ours.mesh.replica
-        self.worst, self.bounds, self.moved = Worst(), Bounds(ours.case), 0.0
+        self.worst, self.bounds = Worst(), Bounds(ours.case)
         self.training = plain_training(
             ours.plain,
             replicas=self._case.replicas,
@@ -499,12 +496,14 @@ class Oracle:
     def compare_dense(self) -> None:
         now, ours = dict(self.training.modules[self._replica].named_parameters()), self._ours
         for name, value in now.items():
-            self.moved = max(self.moved, float((value - ours.start[name]).detach().abs().max()))
+            way = float((value - ours.start[name]).detach().abs().max())
+            self.bounds.moved = max(self.bounds.moved, way)
+            self.bounds.moved_tables = max(self.bounds.moved_tables, way * is_table(name))
         parameters, grads = ours.optimizers.parameters, {name: value.grad for name, value in now.items()}
         largest = max(float(grads[name].abs().max()) for name in parameters)
         for name, parameter in parameters.items():
             self.worst.note("gradients", parameter.grad, grads[name], self.bounds.relative * largest)
-            self.worst.note("dense", parameter, now[name], self.bounds.dense(self.moved))
+            self.worst.note("dense", parameter, now[name], self.bounds.dense())
 
     def compare_tables(self) -> None:
         """Compares this rank's shards of tables and of their states with those of its replica."""
@@ -524,7 +523,7 @@ class Oracle:
             for one, whole in zip(own, expected, strict=True):
                 bound = self.bounds.relative * float(whole.abs().max())
                 if one.is_weight:
-                    bound = self.bounds.table(one.table, self.moved)
+                    bound = self.bounds.table(one.table)
                 kind = "tables" if one.is_weight else "states"
                 is_half = one.is_weight and int(one.table[1:]) in self._case.fp16
                 assert one.tensor.dtype == (torch.float16 if is_half else torch.float32), one.name
@@ -535,7 +534,7 @@ class Oracle:
         theirs = self.training.modules[self._replica].state_dict()
         assert set(ours) == set(theirs), "the sharded state has other names than the unsharded one"
         for name, value in theirs.items():
-            bound = self.bounds.table(table_name(name), self.moved) if is_table(name) else self.bounds.dense(self.moved)
+            bound = self.bounds.table(table_name(name)) if is_table(name) else self.bounds.dense()
             self.worst.note("gathered", ours[name], value, bound)
 
 
@@ -569,7 +568,7 @@ def train_beside(ours: Training, oracle: Oracle) -> dict[str, Tensor]:
         oracle.compare_tables()
     after = gather_plain_state(ours.model)
     oracle.compare_whole(after)
-    oracle.worst["moved"] = oracle.moved
+    oracle.worst["moved"] = oracle.bounds.moved
     return after
 
 

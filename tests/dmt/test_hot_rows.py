@@ -114,7 +114,7 @@ def test_changes_in_place_are_read_after_a_restart(rank: int) -> None:
     hot.replicate(hot.rows)  # the step is not lost, though `held` is from before it
     found, expected = gather_plain_state(training.model), gather_plain_state(plain.model)
     # Both were trained: twice the bound of `tests.sptt_case`.
-    assert all((found[name] - value).abs().max() < 1e-5 for name, value in expected.items())
+    assert all((found[name] - value).abs().max() < 4e-6 for name, value in expected.items())
     weights = [part for name, part in held.items() if "embedding_bags" in name]
     training.step(7)
     before = [part.clone() for part in local_parts(dict(enumerate(weights)))]

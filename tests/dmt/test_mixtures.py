@@ -13,7 +13,6 @@ import random
 from collections.abc import Callable
 from contextlib import closing, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from itertools import combinations, count
 from pathlib import Path
 from typing import Any
@@ -29,18 +28,14 @@ from dmt import InputError, TowerMesh
 from dmt.sharding.schemes import SCHEMES, TablePlacement, why_not
 from dmt.sptt.options import refusals
 from dmt.testing import PlainTraining, gather_plain_state
-from dmt.testing.plain import is_table
 from dmt.training.checkpoints import store
 from tests.dmt.test_parity import FAULTS, SMALL_BUCKETS
 from tests.parity import sequence_config, share
 from tests.ranks import run_ranks
-from tests.sptt_case import OWN, Bounds, Case, Oracle, Training, Worst, check, train_beside
+from tests.sptt_case import OWN, Case, Oracle, Training, Worst, check, train_beside
 
 FIRST = int(os.environ.get("MIXTURES_SEED", "0"))
 NUMBER, FAST = 200, 24
-# More than rounding: no optimizer makes a large step of a gradient that cancels, so weights need no wider bound.
-EPS = 1e-3
-DENSE = (partial(torch.optim.Adam, eps=EPS), torch.optim.SGD)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -144,7 +139,6 @@ def drawn_model(draw: random.Random, world: int) -> tuple[dict[str, Any], Tied]:
         "sizes": tuple(sizes) if draw.random() < 0.7 else (),
         "id_dtype": draw.choice((torch.int64, torch.int64, torch.int32)),
         "optimizer": optimizer,
-        "eps": EPS,
         "own": tuple(own),
         "precision": precision,
     }, tied
@@ -218,43 +212,6 @@ def drawn(seed: int) -> Mixture:
             return mixture
 
 
-class MixtureBounds(Bounds):
-    """1e-5, of numbers above 1 relative; for 16 bits, gradients, states and the first outputs those of `Bounds`.
-
-    But 16 bits of a table's gradients have a share of the largest way a table went, which is shorter than a bias's.
-    """
-
-    def __init__(self, case: Case) -> None:
-        super().__init__(case)
-        self.is_exact, self.moved_tables = not self._share, 0.0
-
-    def columns(self, step: int, expected: Tensor) -> float:
-        largest = max(1.0, float(expected.abs().max()) if expected.numel() else 0.0)
-        return 1e-5 * largest if step else super().columns(step, expected)
-
-    def logits(self, step: int, expected: Tensor) -> float:
-        return self.columns(step, expected) if step else super().logits(step, expected)
-
-    def table(self, name: str, moved: float) -> float:
-        return self._share * self.moved_tables or 1e-5
-
-    def dense(self, moved: float) -> float:
-        return self._share * moved or 1e-5
-
-
-class MixtureOracle(Oracle):
-    def __init__(self, ours: Training) -> None:
-        super().__init__(ours)
-        self.bounds: MixtureBounds = MixtureBounds(ours.case)
-
-    def compare_tables(self) -> None:
-        for name, value in self.training.modules[self._replica].named_parameters():
-            if is_table(name):
-                way = float((value - self._ours.start[name]).detach().abs().max())
-                self.bounds.moved_tables = max(self.bounds.moved_tables, way)
-        super().compare_tables()
-
-
 def optimizer_of(ours: Training) -> CombinedOptimizer:
     return CombinedOptimizer([("dense", ours.optimizers.parts[0]), ("tables", ours.model.fused_optimizer)])
 
@@ -277,8 +234,7 @@ def take_over(ours: PlainTraining, theirs: PlainTraining, weights: dict[str, Ten
 
 def train_on_rank(rank: int, mixture: Mixture, folder: Path, fault: str) -> list[Worst] | str:
     """Returns the worst differences in each layout, or the words of a refusal, or of whatever noticed a fault."""
-    faulty = CONTROLS[fault][0]() if fault else nullcontext()
-    with faulty, patch("tests.parity.DENSE", DENSE), patch("tests.sptt_case.DENSE", DENSE):
+    with CONTROLS[fault][0]() if fault else nullcontext():
         try:
             ours = Training(rank, mixture, TowerMesh(mixture.topology))
         except InputError as error:
@@ -292,7 +248,7 @@ def train_on_rank(rank: int, mixture: Mixture, folder: Path, fault: str) -> list
 
 
 def train_from(ours: Training, then: Mixture | None, folder: Path) -> list[Worst]:
-    oracle = MixtureOracle(ours)
+    oracle = Oracle(ours)
     saved = train_beside(ours, oracle)
     if then is None:
         return [oracle.worst]
@@ -304,7 +260,7 @@ def train_from(ours: Training, then: Mixture | None, folder: Path) -> list[Worst
         loaded.sync.restart()
     found = gather_plain_state(loaded.model)
     assert all(torch.equal(value, found[name]) for name, value in saved.items()), "loading changes weights"
-    after = MixtureOracle(loaded)
+    after = Oracle(loaded)
     take_over(after.training, oracle.training, saved)
     share(after.training)
     after.compare_tables()

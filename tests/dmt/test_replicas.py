@@ -123,7 +123,7 @@ def test_what_is_loaded_is_not_mixed_with_what_was_under_way(rank: int) -> None:
 @on_ranks(4)
 def test_a_table_s_own_learning_rate_is_scaled_too(rank: int) -> None:
     """A learning rate on a table's parameter goes before the sharder's, also when it is scaled."""
-    case = replace(TWO, kind="flat")
+    case = replace(TWO, kind="flat", eps=1e-12)
     mesh = TowerMesh(case.topology)
     moved = {}
     for c in (1, 2):
