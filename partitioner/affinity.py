@@ -190,7 +190,7 @@ class FeatureAffinity:
                 [B, D] and ``weights`` [B], where a weight of 0 leaves out a row. Consumed one at a time.
             tables: tables of the features, needed for the partitioner's limits.
             seed: seed of the splits.
-            max_rows: most rows to read. With hundreds of features pairs use fewer rows, so that they take 20 minutes.
+            max_rows: most rows to read. With hundreds of features, pairs use fewer rows, to take at most 15 minutes.
 
         Raises:
             InputError: a batch does not have this form, there are fewer than 1,000 rows, or fewer than 20 of a label.

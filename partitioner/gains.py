@@ -40,7 +40,7 @@ SPLITS = 3
 DONE = 1e-5
 MAX_SWEEPS = 60
 MOST_CELLS = 2**22
-# Most rows times pairs (about 20 minutes of one core) and rows times triples (about a minute). More features use fewer
+# Most rows times pairs (10 to 15 minutes of one core) and rows times triples (about a minute). More features use fewer
 # rows; triples are left out if they would use fewer than the least.
 PAIR_WORK, TRIPLE_WORK, LEAST_TRIPLE_ROWS = 2e10, 8e8, 20_000
 # Rounds of steps for all pairs before triples are measured: what a single round leaves of a strong pair would show in
@@ -174,10 +174,11 @@ class AdditiveFit:
             by_split.append((np.where(held, 0.0, self.labels - p), np.where(held, 0.0, p * (1.0 - p))))
         return by_split
 
-    def steps(self, cells: Column, *, split: int) -> Floats:
-        """Returns the step of each cell, [V], from the rows not held out: sum of g / (sum of h + `CELL_PRIOR`)."""
+    def steps(self, cells: Column, *, split: int, some: Any = ...) -> Floats:
+        """Returns the steps of ``some`` cells, or all: sum of g / (sum of h + `CELL_PRIOR`) over rows not held out."""
         g, h = self.gradients[split]
-        return cells.sums(g) / (cells.sums(h) + CELL_PRIOR)
+        # Picked before the division: there may be far more cells than rows.
+        return cells.sums(g)[some] / (cells.sums(h)[some] + CELL_PRIOR)
 
     def stepped(self, cells: Column) -> AdditiveFit:
         """Returns the predictions after one step for each cell."""
@@ -202,9 +203,10 @@ def gains_of(
     for number, group in enumerate(_with_bar(groups.tolist(), title)):
         cells = join([columns[i] for i in group], fit.most_cells)
         for split, ((rows, odds), losses) in enumerate(zip(tested, before, strict=True)):
-            steps = fit.steps(cells, split=split)
-            # Without bags, it is enough to look at the held-out rows.
-            change = steps[cells.values[rows]] if cells.rows is None else cells.means(steps)[rows]
+            if cells.rows is None:  # without bags, it is enough to look at the held-out rows
+                change = fit.steps(cells, split=split, some=cells.values[rows])
+            else:
+                change = cells.means(fit.steps(cells, split=split))[rows]
             gain = losses - log_losses(odds + change, fit.labels[rows])
             sums[number] += len(gain), gain.sum(), np.square(gain).sum()
     num, gains, squares = sums.T
