@@ -68,7 +68,7 @@ class DLRM(nn.Module):
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
         """Dense [B, dense_in_features] float32 and sparse ids of B samples, features in any order -> logits [B, 1]."""
         embeddings = self.sparse_arch(sparse_features)
-        # Runs here, while a sharded sparse arch exchanges its result, in the backward pass too.
+        # Runs here to overlap the exchange of a sharded sparse arch's result, in the backward pass too.
         dense = self.dense_arch(dense_features)
         # Read by name: once sharded, the order of the columns depends on the sharding plan.
         vectors_BFN = torch.stack(feature_vectors(embeddings, self.feature_names), dim=1)

@@ -19,7 +19,7 @@ __all__ = ["WHERE", "Column", "ReadRows", "mix_bits", "read_rows"]
 
 # Most ids used per bag (the first), and most rows times columns: 2 GiB, if each row has one id of 8 bytes per column.
 MOST_PER_BAG, MOST_KEPT = 5, 2**28
-# Stands for an empty bag among the ids.
+# The id that stands for an empty bag.
 _EMPTY = np.iinfo(np.int64).min
 PARTS = 10
 """Parts that rows are assigned to at random; split s holds out part s."""

@@ -239,7 +239,7 @@ def _modules(model: nn.Module, sharders: Sequence[Any]) -> tuple[dict[str, list[
     if not towers:
         kinds = sorted({s.module_type.__name__ for s in sharders if hasattr(s, "tables_by_tower")})
         missing = f"{type(model).__name__} has no module of type {kinds}" if kinds else "none of the sharders is dmt's"
-        raise InputError(f"TowerShardingPlanner: {missing}, so there is nothing to plan.")
+        raise InputError(f"TowerShardingPlanner: {missing}. Pass dmt's sharders of the model's collections.")
     return towers, others
 
 

@@ -1,4 +1,4 @@
-"""Gloo ranks as processes of this machine, started, watched and stopped: `run_on_ranks`."""
+"""`run_on_ranks`: starts, watches and stops gloo ranks as processes of this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Moves weights between a sharded model and an unsharded state dict: `load_plain_state`, `gather_plain_state`."""
+"""`load_plain_state`, `gather_plain_state`: move weights between a sharded model and an unsharded state dict."""
 
 from __future__ import annotations
 
