@@ -72,9 +72,9 @@ class CrossingCosts:
         return away * self.topology.share_across_hosts(self.topology.peer_groups())
 
     def rows(self, feature: str, table: Any) -> int:
-        """Returns the embeddings of a feature that its tower sends a rank in a step, at most."""
+        """Returns how many embeddings of a feature its tower sends to a rank in a step, at most."""
         size = self.workload.batch_size
-        # Of bags with several ids hardly any two are equal.
+        # Bags of several ids are hardly ever equal.
         is_joined = self.is_unique and self.workload.pooling_factors.get(feature, 1.0) <= 1
         return min(size, table.num_embeddings) if is_joined else size
 
