@@ -183,7 +183,7 @@ def save_run(folder: Path, config: TrainingConfig) -> Path:
 
 
 def make_checkpoint(folder: Path, step: int, files: Mapping[str, str], name: str = "") -> Path:
-    """A intact checkpoint of text files without a tensor."""
+    """An intact checkpoint of text files without a tensor."""
     path = folder / (name or f"step-{step:08d}")
     path.mkdir(parents=True)
     fill_checkpoint(path, step, files)

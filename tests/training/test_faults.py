@@ -1,4 +1,4 @@
-"""Ranks killed or stopped wherever they are: the run goes on from a intact checkpoint and ends with the same bits."""
+"""Ranks killed or stopped wherever they are: the run goes on from an intact checkpoint and ends with the same bits."""
 
 from __future__ import annotations
 
