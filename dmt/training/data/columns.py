@@ -134,7 +134,9 @@ def find_columns(config: DataConfig, schema: pa.Schema, place: str) -> Columns:
             _check_use(setting, name, types[name], numbers[name], place)
     used = Counter(name for setting in _INPUTS for name in chosen[setting])
     times = {f"{column}_{part}": (column, part) for column in chosen["timestamps"] for part in _PART_ROWS}
-    if doubled := [name for name in used if used[name] > 1] + [name for name in times if name in (*used, config.label)]:
+    if taken := [name for name in times if name in (*used, config.label)]:
+        raise InputError(f"{place}: column {taken[0]!r} has the name of a part of a time (data.timestamps). Rename it.")
+    if doubled := [name for name in used if used[name] > 1]:
         raise InputError(f"{place}: column {doubled[0]!r} is used twice in {', '.join(_INPUTS)}. Use it once.")
     rows = dict.fromkeys(chosen["categorical"], config.num_embeddings)
     _check_features("num_embeddings_per_feature", config.num_embeddings_per_feature, rows)

@@ -70,7 +70,7 @@ class ParquetRows:
             if not (is_finite := np.isfinite(values)).all():
                 at = int(is_finite.argmin())
                 row = sum(footer.row_group(earlier).num_rows for earlier in range(group)) + at + 1
-                raise InputError(f"{file}, row {row}: column {name!r} is {values[at]}. Write 0 for a missing number.")
+                raise InputError(f"{file}, row {row}: column {name!r} is {values[at]}. Write a finite float32, or 0.")
         limits = {} if self._columns.label is None else {self._columns.label: 2}
         limits |= {feature.name: feature.rows for feature in self._columns.features}
         for name, limit in limits.items():

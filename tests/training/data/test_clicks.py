@@ -69,6 +69,7 @@ def test_values_become_inputs(tmp_path: Path) -> None:
     flat = pa.array([word for bag in bags for word in bag])
     assert ids["bag"].values().tolist() == hash_rows(flat, feature="bag", num_embeddings=50).tolist()
     assert [(feature.table, feature.rows) for feature in data.columns.features] == [("c", 50), ("n", 50), ("bag", 50)]
+    assert data.num_rows("train") == data.num_rows("eval") == 20
 
 
 @pytest.mark.parametrize("settings", [{}, {"shuffle_pieces": True}, {"group_by": "user"}, {"shuffle_rows": 0}], ids=str)
@@ -187,7 +188,7 @@ def test_an_id_without_a_row_is_noticed(tmp_path: Path) -> None:
     wrong += [("bag", bags), ("c", pa.array(["a", "b"])), *(("label", pa.array([one, 2])) for one in (None, 1))]
     for name, column in wrong:
         pq.write_table(rows.set_column(rows.column_names.index(name), name, column), file, row_group_size=1)
-        reason = rf"column '{name}' (has missing values|has values from 2 to 2, expected 0 to 1|is (nan|inf)\. Write)"
+        reason = rf"column '{name}' (has missing values|has values from 2 to 2, expected 0 to 1|is (nan|inf)\. Write a)"
         with pytest.raises(InputError, match=rf"part-00000\.parquet(, row 2)?: ({reason}|cannot be read as prepared)"):
             list(ClickData(DataConfig(prepared=str(tmp_path / "out"), kind="prepared")).batches("eval", **RANK))
 
@@ -249,6 +250,7 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"label": "lable"}, "Did you mean 'label'"),
     ({}, {"categorical": ("c", "d")}, "'d' is used twice"),
     ({}, {"timestamps": ("c",)}, "'c' is used twice"),
+    ({"c_hour": [0, 1]}, {"timestamps": ("c",), "categorical": ("n",), "label": "c_hour"}, "'c_hour' has the name of"),
     ({}, {"categorical": ("c", "c")}, "categorical names 'c' 2 times. Name it once"),
     ({}, {"num_embeddings_per_feature": {"x": 3}}, "num_embeddings_per_feature: 'x' is not a categorical feature"),
     ({}, {"shared_tables": {"t": ("c", "x")}}, "'x' is not a categorical feature"),
