@@ -169,10 +169,9 @@ class MicroBatches:
         owner, modules = type(self._module).__name__, self._module.modules()
         others = [type(m).__name__ for m in modules if isinstance(m, ShardedModule) and m not in self._sparse]
         if others or not self._sparse:
-            fault = f"contains a {others[0]}, which would look up and send K times" if others else "contains none"
+            fault = f"has a {others[0]}, which would look up and send K times" if others else "has no sharded module"
             raise InputError(
-                "run_in_micro_batches needs a model in which dmt's sharders have made every sharded module; this "
-                f"{owner} {fault}. Call it after DistributedModelParallel."
+                f"run_in_micro_batches: this {owner} {fault}. Shard all its tables with dmt's sharders before."
             )
         runs_already = isinstance(vars(self._module).get("forward"), MicroBatches)
         # Checked first: if only one rank raised below, the others would wait for it.

@@ -222,10 +222,6 @@ def micro_batches_twice(job: Job) -> Any:
     return run_in_micro_batches(model.module)
 
 
-def sharded_by_torchrec(job: Job) -> DistributedModelParallel:
-    return flat_torchrec(make_tables([8, 8]), FlatModel(make_tables([8, 8])).state_dict())
-
-
 def of_optimizer(**settings: Any) -> Any:
     return DataParallelOptimizer({"t_ad": torch.zeros(2, 4)}, {"t_ad": {**FUSED, **settings}})
 
@@ -351,12 +347,13 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
     "norm": (lambda job: clip_grad_norm(nn.Linear(1, 1), 0.0), r"max_norm=0\.0 must be above 0"),
     # Micro-batches.
     "no micro-batch": (lambda job: run_in_micro_batches(sharded(TWO, job.two), 0), "num_micro_batches=0 must be at"),
-    "micro-batches of a plain module": (lambda job: run_in_micro_batches(nn.Linear(2, 2)), "this Linear contains none"),
+    "micro-batches of a plain module": (lambda job: run_in_micro_batches(nn.Linear(2, 2)), "this Linear has no shard"),
     "micro-batches of ranks": (lambda job: run_in_micro_batches(sharded(TWO, job.two), 2 * (1 - job.rank)),
                                "num_micro_batches is 2 on rank 0, but 0 on rank 1"),
     "micro-batches twice": (micro_batches_twice, "This TowerModel already runs in micro-batches; call detach"),
-    "micro-batches of TorchRec's module": (lambda job: run_in_micro_batches(sharded_by_torchrec(job)),
-                                           "a ShardedEmbeddingBagCollection, which would look up and send K"),
+    "micro-batches of TorchRec's module": (lambda job: run_in_micro_batches(flat_torchrec(
+        make_tables([8, 8]), FlatModel(make_tables([8, 8])).state_dict())),
+        r"FlatModel has a ShardedEmbeddingBagCollection, .* K times\. Shard all its tables with dmt's sharders before"),
     # Hot rows.
     "hot towers": (lambda job: HotRows(sharded(TWO, job.two), job.two), "hot rows need a flat model; towers send"),
     "hot, global": (lambda job: hot(job, replace(FLAT, id_route="global")), "hot rows need id_route='peer'"),
