@@ -8,6 +8,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Mapping
+from functools import cache
 from typing import Any, Literal
 
 from dmt.errors import InputError
@@ -43,6 +44,7 @@ _NOT_THE_UPDATE = ("output_dtype", "cache_", "bounds_check", "enforce_hbm", "pre
 # Settings that TorchRec reads and does not pass on, by prefix.
 _TORCHRECS = ("__register_", "embedding_cache_", "kvzch_", "max_l1_cache_size", "res_")
 _NAME_HINTS = {"lr": "; its name is learning_rate", "betas": "; its names are beta1 and beta2"}
+_signature = cache(inspect.signature)  # slow, and asked for every table
 
 
 def optimizer_name(settings: Mapping[str, Any]) -> str | None:
@@ -50,8 +52,10 @@ def optimizer_name(settings: Mapping[str, Any]) -> str | None:
     return _NAMES.get(str(settings.get("optimizer", _FBGEMM_DEFAULT)))
 
 
-def kernel_obstacle(settings: Mapping[str, Any]) -> str:
+def kernel_obstacle(settings: Mapping[str, Any], *, names_only: bool = False) -> str:
     """Returns the reason why FBGEMM's fused kernels cannot apply these ``fused_params``; empty if they can.
+
+    With ``names_only``, settings that the optimizer ignores are no reason: a table may have another optimizer.
 
     Example:
         >>> kernel_obstacle({"betas": (0.8, 0.99)})
@@ -61,13 +65,20 @@ def kernel_obstacle(settings: Mapping[str, Any]) -> str:
     from fbgemm_gpu.tbe.ssd import SSDTableBatchedEmbeddingBags
 
     kernels = SplitTableBatchedEmbeddingBagsCodegen, SSDTableBatchedEmbeddingBags
-    known = {name for kernel in kernels for name in inspect.signature(kernel).parameters}
+    known = {name for kernel in kernels for name in _signature(kernel).parameters}
     optimizer = str(settings.get("optimizer", _FBGEMM_DEFAULT))
+    # What FBGEMM passes to the kernel of each optimizer. The mode of row-wise AdaGrad's decay is NONE by default.
+    is_row_wise = optimizer.endswith("row_wise_adagrad")
+    by_counts = settings.get("counter_based_regularization") or settings.get("cowclip_regularization")
+    mode = getattr(by_counts, "counter_weight_decay_mode", settings.get("weight_decay_mode"))
+    decays = bool(mode) if is_row_wise else optimizer not in ("exact_sgd", "exact_adagrad", "none")
+    reads = {"momentum": optimizer == "lars_sgd", "max_norm": is_row_wise, "weight_decay": decays}
     for key, value in settings.items():
         if key not in known and not key.startswith(_TORCHRECS):
             return f"FBGEMM has no setting {key}={value!r}{_NAME_HINTS.get(key, '')}"
-        if value and key in ("momentum", "weight_decay") and optimizer in ("exact_sgd", "exact_adagrad"):
-            return f"FBGEMM's {optimizer} ignores {key}={value!r}"
+        if value and not names_only and not reads.get(key, True):
+            hint = " without weight_decay_mode L2 or DECOUPLE" if is_row_wise and key == "weight_decay" else ""
+            return f"FBGEMM's {optimizer} ignores {key}={value!r}{hint}"
     return ""
 
 
@@ -128,8 +139,7 @@ def moment_scale_of(moment_scale: MomentScale, settings: Mapping[str, Any], num_
     obstacle = ""
     if optimizer_name(settings) not in _WITH_MOMENTS:
         obstacle = f"the optimizer is {optimizer_name(settings) or settings['optimizer']}"
-    elif settings.get("weight_decay") and "decouple" in str(settings.get("weight_decay_mode", "")).lower():
-        # Decoupled decay shrinks weights by learning rate x decay, which sqrt(c) would change.
+    elif settings.get("weight_decay") and "DECOUPLE" in getattr(settings.get("weight_decay_mode"), "name", ""):
         obstacle, asked = "weight_decay_mode is decoupled", True
     if obstacle and asked and scale != 1.0:
         raise InputError(

@@ -64,8 +64,8 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
             (`dmt.sptt.unique`).
 
     Raises:
-        InputError: FBGEMM refuses or ignores a setting in ``fused_params``, ``id_route`` is unknown, ``unique`` is not
-            a bool or is set with the global route, or ``moment_scale`` is out of range.
+        InputError: FBGEMM has no setting of a name in ``fused_params``, ``id_route`` is unknown, ``unique`` is not a
+            bool or is set with the global route, or ``moment_scale`` is out of range.
     """
 
     sharded_type: Callable[[TowerSharder[Any], Any, Mapping[str, ParameterSharding], torch.device | None], TowerState]
@@ -83,7 +83,7 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
     ) -> None:
         super().__init__(fused_params=fused_params)
         check_instance("mesh", mesh, TowerMesh)
-        if obstacle := kernel_obstacle(fused_params or {}):
+        if obstacle := kernel_obstacle(fused_params or {}, names_only=True):
             raise InputError(f"fused_params: {obstacle}. Rename or drop it.")
         check_moment_scale(moment_scale, mesh.topology.num_replicas)
         if id_route not in ID_ROUTES:
@@ -135,7 +135,7 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         Raises:
             InputError: TorchRec's planner made the plan; ranks differ in towers, tables, plan, exchange or moment
                 scale; a table has no sharding, an unsupported scheme, a rank outside the tower, or shards that do not
-                cover it; its scheme excludes its dtype, optimizer or id route; or its optimizer has no moments.
+                cover it; its scheme or kernel excludes its dtype, settings or id route; or it has no moments.
         """
         if any(sharding.sharding_type == _WITHOUT_PLAN for sharding in params.values()):
             raise InputError(
@@ -201,7 +201,8 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         scheme, kernel = sharding.sharding_type, sharding.compute_kernel
         settings, is_fused = fused_settings(parameter, self.fused_params), scheme != "data_parallel"
         route = "peer" if tower is None else self.id_route
-        reason = why_not(table, scheme, id_route=route, fused_params=settings) or is_fused * kernel_obstacle(settings)
+        reason = why_not(table, scheme, id_route=route, fused_params=settings)
+        reason = reason or (kernel_obstacle(settings) if is_fused else "")
         refusals = {
             f"is sharded {scheme!r}; inside a tower use one of {list(SCHEMES)}. Make the plan with "
             "TowerShardingPlanner(mesh.topology).plan(model, sharders).": scheme not in SCHEMES,

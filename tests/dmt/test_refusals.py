@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 from torch import Tensor, nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
@@ -23,6 +24,7 @@ from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.embedding_tower import EmbeddingTower
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
+from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dmt import (
@@ -161,20 +163,11 @@ def cut_outside(job: Job) -> Any:
     return distribute(model, sharder, lambda plan: plan.__setitem__("t1", cut))
 
 
-def state_of_outside(job: Job) -> tuple[Any, dict[str, Any]]:
+def loaded_outside(job: Job, change: Callable[[dict[str, Any]], Any]) -> Any:
     sparse: Any = sharded(OUTSIDE, job.two).module.sparse_arch
-    return sparse, sparse.state_dict()
-
-
-def without_table(job: Job) -> Any:
-    sparse, state = state_of_outside(job)
-    del state["embedding_bags.t1.weight"]
+    state = sparse.state_dict()
+    change(state)
     return sparse.load_state_dict(state)
-
-
-def with_other(job: Job) -> Any:
-    sparse, state = state_of_outside(job)
-    return sparse.load_state_dict(state | {"embedding_bags.t9.weight": torch.zeros(1)})
 
 
 def two_collections(job: Job) -> Any:
@@ -183,21 +176,16 @@ def two_collections(job: Job) -> Any:
     return distribute(model, flat_sharder(job.two, [["f0", "f2"], ["f1", "f3"]]))
 
 
-def weighted_means(job: Job) -> Any:
-    model = nn.Sequential(EmbeddingBagCollection(make_tables([8, 8], pooling="MEAN"), is_weighted=True))
-    return distribute(model, flat_sharder(job.two))
-
-
 def frozen_table(job: Job) -> Any:
     model = FlatModel(make_tables([8, 8]))
     model.sparse_arch.embedding_bags["t1"].weight.requires_grad_(False)
     return distribute(model, flat_sharder(job.two))
 
 
-def on_parameter(job: Job, kind: Any, scheme: str, settings: dict[str, Any]) -> Any:
+def on_parameters(job: Job, kind: Any, scheme: str, settings: dict[str, Any], fused: Any = FUSED) -> Any:
     model = FlatModel(make_tables([8, 8]))
-    apply_optimizer_in_backward(kind, [model.sparse_arch.embedding_bags["t1"].weight], settings)
-    return distribute(model, flat_sharder(job.one, fused_params=FUSED), scheme=scheme)
+    apply_optimizer_in_backward(kind, model.sparse_arch.parameters(), settings)
+    return distribute(model, flat_sharder(job.one, fused_params=fused), scheme=scheme)
 
 
 def fp16_data_parallel(job: Job) -> Any:
@@ -245,7 +233,7 @@ def put(**values: Any) -> Callable[[Any], None]:
     return lambda plan: [setattr(plan["t1"], name, value) for name, value in values.items()] and None
 
 
-ON_COPIES = {"t1": TablePlacement(scheme="table_wise", ranks=(0,))}
+DECAY = {**FUSED, "weight_decay": 0.1}
 GLOBAL = "Table 't1' in tower 0 cannot be row_wise, .*: id_route='global'"
 # name -> attempt, words of the message
 CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
@@ -261,7 +249,6 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
     "route": (lambda job: flat_sharder(job.two, id_route="globl"), "'globl' is unknown.* mean 'global'"),
     "route of towers": (lambda job: TowerCollectionSharder(job.two, id_route="tower"), "route='tower' is unk"),  # type: ignore[arg-type]
     "lr": (lambda job: flat_sharder(job.two, fused_params={"lr": 0.1}), r"no setting lr=0\.1; its name is learning_ra"),
-    "betas": (lambda job: flat_sharder(job.two, fused_params={"betas": (0.8, 0.9)}), "its names are beta1 and beta2"),
     "feature of the plan": (lambda job: distribute(FlatModel(make_tables([8])), flat_sharder(job.two)),
                             "Feature 'f1' is in the tower plan but not in the model"),
     "feature of the model": (lambda job: distribute(FlatModel(make_tables([8] * 3)), flat_sharder(job.two)),
@@ -295,16 +282,14 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
     "other width": (widened, r"returned columns \[6\] of torch.float32, but towers agreed on \[4\]"),
     "a list": (listed, r"tower . returned list for 4 samples; it must return a tensor"),
     "no collection of tables": (no_collection, r"Tower 0 holds a Embedding; a tower takes one .* place two towers"),
-    "sequences, global ids": (
-        lambda job: sequences(job, id_route="global"), "sequences in towers need id_route='peer'; the global"
-    ),
+    "sequences, global ids": (lambda job: sequences(job, id_route="global"),
+                              "sequences in towers need id_route='peer'; the global"),
     **{f"sequences, {scheme}": (
            lambda job, s=scheme: sequences(job, pinned={"t0": s}),
            f"Table 't0' in tower 0 cannot be {scheme}, as its rule asks: its ids are looked up one by one",
        ) for scheme in ("column_wise", "data_parallel")},
-    "sequences beside weighted bags": (
-        lambda job: sequences(job, is_weighted=True), r"Tower 1 and tower 0 differ in is_weighted.* no weights"
-    ),
+    "sequences beside weighted bags": (lambda job: sequences(job, is_weighted=True),
+                                       r"Tower 1 and tower 0 differ in is_weighted.* no weights"),
     "two collections": (two_collections, "A plan covers one EmbeddingBagCollection: .* several, merge"),
     **{f"{name} is {value}": (attempt, rf"^{name} is .*{value}.*, but must be an instance of {kind}\. [CG]")
        for name, value, kind, attempt in (
@@ -317,21 +302,36 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
         ("sharder", "Sharder", "ModuleSharder", lambda job: TowerShardingPlanner(
             job.two.topology).plan(build(FLAT), [TowerCollectionSharder])),  # type: ignore[arg-type]
     )},
-    "means of weighted bags": (weighted_means, r"'t0' in tower 0 has mean pooling of weighted bags"),
+    "means of weighted bags": (lambda job: distribute(nn.Sequential(EmbeddingBagCollection(make_tables(
+        [8, 8], pooling="MEAN"), is_weighted=True)), flat_sharder(job.two)), "'t0' in tower 0 has mean pooling of wei"),
     "frozen table": (frozen_table, "Table 't1' in tower 1 has requires_grad=False, but the optimizer"),
-    **{f"{name} of a {scheme} table": (lambda job, args=(kind, scheme, {name: value}): on_parameter(job, *args),
-                                       f"'t1' in tower 0 is {scheme}, but .*{verb} {name}=")
+    **{f"{name} of a {scheme} table": (lambda job, args=(kind, scheme, {name: value}): on_parameters(job, *args),
+                                       f"'t0' in tower 0 is {scheme}, but .*{verb} {name}=")
        for kind, scheme, name, value, verb in (
         (torch.optim.SGD, "data_parallel", "weight_decay", 0.1, "sets"),
         (torch.optim.SGD, "row_wise", "momentum", 0.9, "FBGEMM's exact_sgd ignores"),
         (torch.optim.Adam, "table_wise", "betas", (0.8, 0.9), "FBGEMM has no setting"),
+        (RowWiseAdagrad, "row_wise", "weight_decay", 0.1, "FBGEMM's exact_row_wise_adagrad ignores"),
     )},
+    **{f"fused {settings}": (lambda job, settings=settings: distribute(FlatModel(make_tables([8, 8])), flat_sharder(
+        job.two, fused_params=settings)), f"'t0' in tower 0 is table_wise, but FBGEMM's {words}")
+       for settings, words in (
+        ({"weight_decay": 1e-5}, "exact_sgd ignores weight_decay=1e-05. Change"),
+        (DECAY, "exact_row_wise_adagrad ignores weight_decay=0.1 without weight_decay_mode L2 or DECOUPLE"),
+        ({**FUSED, "momentum": 0.9}, "exact_row_wise_adagrad ignores momentum=0.9"),
+        ({"optimizer": "lamb", "max_norm": 1.0, "weight_decay": 0.1}, "lamb ignores max_norm=1.0"),
+    )},
+    "decay of tables with an optimizer": (lambda job: on_parameters(job, RowWiseAdagrad, "row_wise", {
+        "weight_decay_mode": WeightDecayMode.L2}, fused={"weight_decay": 1e-5}), "^nothing$"),
     "FP16 data-parallel": (fp16_data_parallel, "Table 't0' in tower 0 is data_parallel, but its weights are FP16"),
     "a table outside towers in one": (cut_outside, "'t1' outside towers is table_wise, but every rank holds a table"),
     "a batch without a feature outside": (
         lambda job: sharded(OUTSIDE, job.two)(ids_of(torch.int64, "f0", "f2", "f3")), "The batch lacks feature 'f1'"),
-    "state without a table": (without_table, r"RuntimeError.*lacks \['embedding_bags.t1.weight'\]"),
-    "state with another table": (with_other, r"RuntimeError.*unknown keys \['embedding_bags.t9.weight'\]"),
+    "state without a table": (lambda job: loaded_outside(job, lambda state: state.pop("embedding_bags.t1.weight")),
+                              r"RuntimeError.*lacks \['embedding_bags.t1.weight'\]"),
+    "state with another table": (
+        lambda job: loaded_outside(job, lambda state: state.update({"embedding_bags.t9.weight": torch.zeros(1)})),
+        r"RuntimeError.*unknown keys \['embedding_bags.t9.weight'\]"),
     "hot table outside": (lambda job: hot(job, OUTSIDE).replicate({"t1": [1]}), "'t1' cannot have copies: it is out"),
     "assign=True": (assigned, r"load_state_dict\(assign=True\) cannot replace"),
     "later int32 ids": (lambda job: after_int32(job, first=torch.int64, then=torch.int32),
@@ -377,6 +377,8 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
        for c in (0, -1, 3, float("nan"), True, "replicas")},
     "c of SGD": (lambda job: sharded(replace(COPIES, optimizer="sgd", moment_scale=2), job.copies),
                  "moment_scale=2 scales the moments of rowwise_adagrad and adagrad, but"),
+    "c of decoupled decay": (lambda job: distribute(FlatModel(make_tables([8, 8])), flat_sharder(
+        job.copies, fused_params={**DECAY, "weight_decay_mode": WeightDecayMode.DECOUPLE})), "decay_mode is decoupled"),
     "no sync": (lambda job: sharded(COPIES, job.copies)(COPIES.draw(job.rank, 0)[0]),
                 r"num_replicas=2, but nothing keeps the replicas equal.*ReplicaSync\(model"),
     **{f"{name} = {value}": (
