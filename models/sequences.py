@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from dmt.errors import InputError
 from dmt.models.dense import Device, check_sizes, mlp
-from dmt.models.tower_modules import projection
 from dmt.plan.tables import feature_names
 
 __all__ = ["DINTowerModule", "PooledBySequence", "SequenceTowerModule", "TargetAttention"]
@@ -73,8 +72,9 @@ class TargetAttention(nn.Module):
 class DINTowerModule(nn.Module):
     """Tower module in which a target attends to a sample's history: projects target and `TargetAttention` to D numbers.
 
-    Their inner product, times D weights, is added: a projection alone loses how near a target is to its history. One to
-    2 N numbers is left out. The tower's embedding module is an ``EmbeddingCollection``; both features share a table.
+    A projection of both loses how near the target is to its history, so it takes their elementwise product too, and D
+    weights times their inner product are added. If D = 2 N both are sent as they are, with the weighted inner product.
+    The tower's embedding module is an ``EmbeddingCollection`` in which target and history share a table.
 
     Args:
         target: feature with one id per sample. As in a bag, a sample without an id has a target of zeros, and several
@@ -100,7 +100,8 @@ class DINTowerModule(nn.Module):
         check_sizes("DINTowerModule", embedding_dim=embedding_dim, tower_dim=tower_dim, hidden=hidden)
         self.features, self.in_features, self.out_features = (target, history), 2 * embedding_dim, tower_dim
         self.attention = TargetAttention(embedding_dim, hidden=hidden, device=device)
-        self.project = projection(2 * embedding_dim, tower_dim, device=device)
+        is_whole = tower_dim == 2 * embedding_dim
+        self.project = None if is_whole else nn.Linear(3 * embedding_dim, tower_dim, device=device)
         self.product = nn.Linear(1, tower_dim, bias=False, device=device)
 
     def forward(self, embeddings: Mapping[str, Any]) -> Tensor:
@@ -113,9 +114,11 @@ class DINTowerModule(nn.Module):
         # Does not check lengths: only the ranks of this tower would raise, and all others would wait for them.
         target_BN = target.sum()
         history_BN = self.attention(target_BN, history)
-        # Embeddings start small and their product smaller: with a factor of 1, narrow towers often did not learn it.
-        product_B1 = 16 * torch.bmm(target_BN.unsqueeze(1), history_BN.unsqueeze(2)).squeeze(2)
-        return self.project(torch.cat([target_BN, history_BN], dim=1)) + self.product(product_B1)
+        products_BN = target_BN * history_BN
+        product_BD = self.product(products_BN.sum(dim=1, keepdim=True))
+        if self.project is None:
+            return torch.cat([target_BN, history_BN], dim=1) + product_BD
+        return self.project(torch.cat([target_BN, history_BN, products_BN], dim=1)) + product_BD
 
 
 class PooledBySequence(nn.Module):

@@ -33,7 +33,7 @@ from dmt.models.dense import CROSS_RANK, Device, LowRankCrossNet, check_sizes, s
 
 __all__ = [
     *("DCNTowerModule", "DLRMProductsTowerModule", "DLRMTowerModule", "EmbeddingsByName", "PassThroughTowerModule"),
-    *("by_feature", "feature_vectors", "projection"),
+    *("by_feature", "feature_vectors"),
 ]
 
 
@@ -84,8 +84,8 @@ class DLRMTowerModule(nn.Module):
         self.in_features = len(self.features) * embedding_dim
         self.num_vectors = p + c * len(self.features)
         self.out_features = self.num_vectors * tower_dim
-        self.combine = projection(self.in_features, p * tower_dim, device=device) if p else None
-        self.project = projection(embedding_dim, c * tower_dim, device=device) if c else None
+        self.combine = _projection(self.in_features, p * tower_dim, device=device) if p else None
+        self.project = _projection(embedding_dim, c * tower_dim, device=device) if c else None
 
     def forward(self, embeddings: EmbeddingsByName) -> Tensor:
         """Embeddings [B, N] of each feature -> [B, (p + c F_t) D], float32."""
@@ -163,7 +163,7 @@ class DCNTowerModule(nn.Module):
         self.in_features = len(self.features) * embedding_dim
         self.out_features = tower_dim * (len(self.features) if per_feature else 1)
         self.crossnet = LowRankCrossNet(self.in_features, num_layers=1, rank=rank, device=device)
-        self.project = projection(self.in_features, self.out_features, device=device)
+        self.project = _projection(self.in_features, self.out_features, device=device)
 
     def forward(self, embeddings: EmbeddingsByName) -> Tensor:
         """Embeddings [B, N] of each feature -> [B, D], or [B, F_t D] with ``per_feature``, float32."""
@@ -187,7 +187,7 @@ class PassThroughTowerModule(nn.Module):
         return torch.cat(feature_vectors(embeddings, self.features), dim=1)
 
 
-def projection(in_features: int, out_features: int, *, device: Device) -> nn.Module:
+def _projection(in_features: int, out_features: int, *, device: Device) -> nn.Module:
     """Returns a linear layer, or the identity if there are as many outputs as inputs."""
     return nn.Identity() if in_features == out_features else nn.Linear(in_features, out_features, device=device)
 

@@ -165,11 +165,11 @@ class _Mean(nn.Module):
         return items.sum() / counts_B.unsqueeze(1)
 
 
-class _NoProduct(nn.Module):
-    """Takes the place of the weights of the inner product; zeros."""
+class _Projection(nn.Linear):
+    """Takes the place of the projection; leaves out what follows target and pooled history."""
 
-    def forward(self, product_B1: Tensor) -> Tensor:
-        return torch.zeros_like(product_B1)
+    def forward(self, vectors: Tensor) -> Tensor:
+        return super().forward(vectors[:, : self.in_features])
 
 
 class HistoryDLRM(nn.Module):
@@ -201,7 +201,8 @@ class HistoryDLRM(nn.Module):
         width = 2 * dim // (1 if is_flat else arm.ratio)
         self.tower: Any = DINTowerModule(*names, embedding_dim=dim, tower_dim=width)
         if is_flat or arm.model == "din-linear":
-            self.tower.product = _NoProduct()
+            self.tower.product = nn.Threshold(float("inf"), 0.0)  # zeros
+            self.tower.project = None if is_flat else _Projection(2 * dim, width)
         if not arm.model.startswith("din"):
             self.tower.attention = _Mean()
         num_vectors = len(self._others) + -(-self.tower.out_features // dim)

@@ -173,7 +173,6 @@ def _histories() -> Study:
         flat, mean = (Arm(model=model, length=length) for model in ("din", "mean-history"))
         in_tower = [
             Arm(model=model, length=length, towers="history", num_towers=2, ratio=ratio)
-            # At ratio 1 the linear module is the flat model.
             for model, ratio in [("din", 1), ("din", 2), ("din", 4), ("din-linear", 2), ("din-linear", 4)]
         ]
         arms += [flat, *in_tower, mean]

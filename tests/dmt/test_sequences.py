@@ -320,9 +320,9 @@ def test_attention_is_counted_by_the_length_of_its_history() -> None:
         lengths=torch.cat([lengths[:8], lengths[:8], lengths[8:]]),
     )
     counted = count_complexity(History(), torch.zeros(8, 3), ids)
-    # 30 / 8 items, and their products with the target, of 8 numbers through 5 and 1, and the target; target and sum
-    # through 4, and their product of 8 numbers too; a bag of 8 through 4.
-    attention, compress = 3.75 * (16 * 5 + 5) + 8 * 5, 16 * 4 + 8 + 4
+    # 30 / 8 items, and their products with the target, of 8 numbers through 5 and 1, and the target; target, sum
+    # and their products, and the sum of these, through 4; a bag of 8 through 4.
+    attention, compress = 3.75 * (16 * 5 + 5) + 8 * 5, 24 * 4 + 4
     assert counted.mflops_per_sample == pytest.approx(6e-6 * (attention + compress + 8 * 4))
     assert counted.compression_ratio == (1 + 3.75 + 1) * 8 / (4 + 4)
     planned = without_tables(History(), {"history": 3.75})

@@ -151,7 +151,8 @@ def test_din_attends_to_each_samples_own_history(histories, tower_dim, largest):
         scores = [plain.attention.score(torch.cat([t, again[h], t - again[h], t * again[h]])) for h in history]
         for h, weight in zip(history, torch.cat(scores).softmax(0) if scores else (), strict=True):
             pooled = pooled + weight * again[h]
-        rows.append(plain.project(torch.cat([t, pooled])) + plain.product.weight[:, 0] * 16 * (t @ pooled))
+        sent = torch.cat([t, pooled]) if tower_dim == 8 else plain.project(torch.cat([t, pooled, t * pooled]))
+        rows.append(sent + plain.product.weight[:, 0] * (t @ pooled))
     output = tower(sequences(targets, histories, table))
     assert output.shape == (3, tower.out_features) == (3, tower_dim)
     torch.testing.assert_close(output, torch.stack(rows))
@@ -165,8 +166,8 @@ def test_din_attends_to_each_samples_own_history(histories, tower_dim, largest):
 
 def test_din_sends_the_inner_product_of_target_and_history_by_hand():
     tower = DINTowerModule("target", "history", embedding_dim=3, tower_dim=2)
-    weights = {"project.weight": torch.zeros(2, 6), "project.bias": torch.zeros(2)}
-    tower.load_state_dict(weights | {"product.weight": torch.tensor([[1 / 16], [-2 / 16]])}, strict=False)
+    weights = {"project.weight": torch.zeros(2, 9), "project.bias": torch.zeros(2)}
+    tower.load_state_dict(weights | {"product.weight": torch.tensor([[1.0], [-2.0]])}, strict=False)
     table = torch.tensor([[1.0, 2, 3], [4, -5, 6], [0, 7, 0]], requires_grad=True)
     # Items that are alike weigh the same whatever their scores are; a sample without history has no product.
     output = tower(sequences([0, 2, 1, 2], [[1], [], [1, 1], [0, 0, 0]], table))
