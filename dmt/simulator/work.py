@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from typing import Any
 
@@ -51,6 +51,8 @@ class Workload:
     """True if the flat dataflow keeps tables whole; False if every rank has an equal share of the columns of each."""
     is_hierarchical: bool = False
     """True if dense gradients are summed inside each host before they cross."""
+    rows: Mapping[str, float] = field(default_factory=dict)
+    """Distinct inputs of features in a rank's batch, if a flat model sends its towers only those (``unique``)."""
 
     @property
     def outside(self) -> list[TableSpec]:
@@ -62,6 +64,14 @@ class Workload:
         """Returns the numbers per sample in the embeddings of these features; sequences count every item."""
         names = set(features)
         return sum(self.lookups.numbers(table) for table in self.tables if not names.isdisjoint(table.feature_names))
+
+    def rows_of(self, feature: str) -> float:
+        """Returns the rows of a feature that a rank sends."""
+        return self.rows.get(feature, self.lookups.batch_size)
+
+    def padded_rows(self, features: Sequence[str]) -> float:
+        """Returns the rows of each feature inside a tower, for one rank: empty bags fill up those with fewer rows."""
+        return max(map(self.rows_of, features), default=0)
 
 
 def step_work(step: Workload, model: ModelWork) -> StepWork:
@@ -79,11 +89,12 @@ def step_work(step: Workload, model: ModelWork) -> StepWork:
         total, host = by_rank.sum(), by_rank.reshape(hosts, -1).sum(axis=1).max()
         sent[name] = Load(across * float(total), (1 - across) * float(total))
         loads[name] = Load(across * float(host), (1 - across) * float(by_rank.max()))
-    outputs, peers = batch * sum(_widths(step, model)), topology.num_towers if step.sharding else 1
+    outputs = batch * sum(model.widths or map(step.columns, step.towers))
+    crossing, peers = sum(_numbers(step, model)), topology.num_towers if step.sharding else 1
     beside = batch * sum(table.embedding_dim * len(table.feature_names) for table in step.outside)
     memory = held["memory"] + held["activations"]
     # Numbers are converted from FP32 to their format, and back after the exchange.
-    forward, backward = (outputs * (0.0 if size == 4 else 2 * (4 + size)) for size in step.number_bytes)
+    forward, backward = (crossing * (0.0 if size == 4 else 2 * (4 + size)) for size in step.number_bytes)
     return StepWork(
         model=model,
         topology=topology,
@@ -92,7 +103,7 @@ def step_work(step: Workload, model: ModelWork) -> StepWork:
         sent=sent,
         loads=loads,
         lookup_bytes=3 * float(held["row_bytes"].max()),
-        embedding_bytes=4 * batch * peers * max(map(step.columns, step.towers)),
+        embedding_bytes=4 * peers * max(step.padded_rows(names) * step.columns(names) for names in step.towers),
         output_bytes=4 * (outputs + beside),
         samples=batch,
         converted_bytes=(forward, backward),
@@ -101,9 +112,12 @@ def step_work(step: Workload, model: ModelWork) -> StepWork:
     )
 
 
-def _widths(step: Workload, model: ModelWork) -> list[float]:
-    """Returns the number of columns that each tower returns for a sample."""
-    return list(model.widths) or [step.columns(names) for names in step.towers]
+def _numbers(step: Workload, model: ModelWork) -> list[float]:
+    """Returns how many numbers each tower returns for the batch of a rank."""
+    if model.widths:
+        return [step.lookups.batch_size * width for width in model.widths]
+    of_row = {name: step.lookups.numbers(t) / len(t.feature_names) for t in step.tables for name in t.feature_names}
+    return [sum(step.rows_of(name) * of_row[name] for name in names) for names in step.towers]
 
 
 def _rank_loads(step: Workload) -> dict[str, NDArray[np.float64]]:
@@ -116,7 +130,9 @@ def _rank_loads(step: Workload) -> dict[str, NDArray[np.float64]]:
         tables = {table.name: table for table in step.tables}
         for entry in sharding.tables:
             if entry.tower is not None:
-                for local, load in costs.shards(tables[entry.name], entry.placement):
+                rows = math.ceil(step.padded_rows(step.towers[entry.tower]))
+                own = replace(costs, workload=replace(sharding.workload, batch_size=rows))
+                for local, load in own.shards(tables[entry.name], entry.placement):
                     loads[entry.tower * topology.ranks_per_tower + local] += load
     else:
         # The flat dataflow is one tower of all ranks of a replica.
@@ -157,9 +173,10 @@ def _exchanges(
     peer_ids, numbers = held["id_bytes"], held["output_bytes"] / 4
     if not is_flat:
         # A rank serves the batches of its peers, one in each other tower.
-        served, lookups = step.lookups.batch_size * (towers - 1), step.lookups.pooling_factors
-        peer_ids = ID_BYTES * served * by_rank([sum(lookups.get(f, 1.0) + 1 for f in names) for names in step.towers])
-        numbers = served * by_rank(_widths(step, model))
+        lookups, rows = step.lookups.pooling_factors, step.rows_of
+        ids_of = [sum(rows(name) * (lookups.get(name, 1.0) + 1) for name in names) for names in step.towers]
+        peer_ids = ID_BYTES * (towers - 1) * by_rank(ids_of)
+        numbers = (towers - 1) * by_rank(_numbers(step, model))
     outside = sum(4 * table.num_embeddings * table.embedding_dim for table in step.outside)
     copies = topology.num_replicas * topology.ranks_per_tower
     modules = by_rank([part.weight_bytes for part in model.towers] or [0.0] * towers)

@@ -10,9 +10,11 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from dmt.errors import InputError
+from dmt.plan.split_across_towers import uncut_name
 from dmt.plan.tables import NUMBER_BYTES, TableSpec, feature_names
 from dmt.plan.topology import TowerTopology
 from dmt.sharding.costs import StepWorkload
+from dmt.sharding.outside import CrossingCosts
 from dmt.simulator.cluster import Cluster, load_cluster
 from dmt.simulator.steps import Kind, ModelWork, StepWork, simulate, step_operations
 from dmt.simulator.work import Workload, count_operators, step_work
@@ -37,7 +39,7 @@ logger = logging.getLogger(__name__)
 
 FLAT = "flat (TorchRec)"
 """Name of the alternative to which the others are compared."""
-_RATIOS = (2, 4, 16)
+_SAME, _RATIOS = "SPTT, same model", (2, 4, 16)
 # Sections of a config, or keys of sections, that its alternatives keep; the rest describes the run's towers.
 _SHARDING = "memory_gib cluster pooling_factors forward_precision backward_precision table_precision"
 _KEPT: dict[str, Any] = {
@@ -68,6 +70,8 @@ class Prediction(NamedTuple):
     """Memory of the fullest rank for tables, their optimizer states, and looked-up embeddings with their gradients."""
     host_bytes: float
     """The same memory as ``rank_bytes``, summed over the ranks of the fullest host."""
+    unique_rows: str | None
+    """How the distinct inputs of ``sharding.unique`` are known; None where they are not counted."""
 
 
 def work_of(job: Job, counted: dict[str, ModelWork] | None = None) -> StepWork:
@@ -90,12 +94,33 @@ def work_of(job: Job, counted: dict[str, ModelWork] | None = None) -> StepWork:
         number_bytes=(NUMBER_BYTES[sharding.forward_precision], NUMBER_BYTES[sharding.backward_precision]),
         is_table_wise=sharding.scheme == "table_wise",
         is_hierarchical=train.dense_reduce != "ring",
+        rows=_distinct_rows(job) if _unique_rows(job) else {},
     )
     return step_work(workload, counted[key])
 
 
+def _distinct_rows(job: Job) -> dict[str, float]:
+    """Returns by feature the distinct inputs of a rank's batch: their mean by the access counts, else at most."""
+    work, profile = _lookups(job), None if job.opened_data is None else job.opened_data.access_counts
+    costs, rows = CrossingCosts(topology=job.topology, workload=work, is_unique=True), dict[str, float]()
+    for table in job.split_tables:
+        for feature in table.feature_names:
+            pooling, rows[feature] = work.pooling_factors.get(feature, 1.0), costs.rows(feature, table)
+            if profile is not None and pooling <= 1:  # of bags with several ids hardly any two are equal
+                read = profile[uncut_name(table.name)].chances(work.batch_size * pooling)
+                rows[feature] = min(max(float(read.sum()), 1.0), rows[feature])
+    return rows
+
+
 def _lookups(job: Job) -> StepWorkload:
     return job.sharding.workload if job.sharding else step_workload(job.config, job.config.sharding.pooling_factors)
+
+
+def _unique_rows(job: Job) -> str | None:
+    if not job.config.sharding.unique or job.config.model.has_towers:
+        return None
+    has_counts = job.opened_data is not None and job.opened_data.access_counts is not None
+    return "counted by dmt prepare" if has_counts else "at most as many as the rows of a table"
 
 
 def predict_step(job: Job, cluster: Cluster, counted: dict[str, ModelWork] | None = None) -> Prediction:
@@ -117,6 +142,7 @@ def predict_step(job: Job, cluster: Cluster, counted: dict[str, ModelWork] | Non
         uplink_bytes=work.uplink_bytes,
         rank_bytes=work.rank_bytes[0],
         host_bytes=work.host_bytes,
+        unique_rows=_unique_rows(job),
     )
 
 
@@ -149,7 +175,7 @@ def not_counted(config: TrainingConfig) -> list[str]:
         and sharding.scheme not in ("auto", "table_wise", "column_wise"),
         f"train.dense_reduce={train.dense_reduce!r}": is_flat and train.dense_reduce != "ring",
         "BF16 in train.dense_reduce": not is_flat and train.dense_reduce == "hierarchical_bf16",
-        "sharding.unique=true": sharding.unique,
+        "sharding.unique=true": sharding.unique and config.model.has_towers,
         f"hot_rows.extra_memory={config.hot_rows.extra_memory}": config.hot_rows.extra_memory > 0,
         "tables in host memory or on SSDs": sharding.is_off_device,
         f"the state of optimizer.sparse={config.optimizer.sparse!r}": config.optimizer.sparse in ("adagrad", "adam"),
@@ -176,9 +202,9 @@ def check_hosts(run: TrainingConfig, cluster: Cluster, *, is_given: bool) -> Non
 def alternatives(run: Job, cluster: Cluster) -> tuple[list[Prediction], list[str]]:
     """Predicts a step of the flat model, of that model over towers, and of towers that compress, each with replicas.
 
-    A tower is a host (several hosts if there are more hosts than features), and features are dealt to towers in turn:
-    their grouping hardly changes what is sent. Everything else is as in the config. A user's own model
-    (``model.factory``) has no alternatives: predict it flat and in towers by overrides of its config.
+    A tower is a host (several hosts if there are more hosts than features). Features are dealt to towers in turn, as
+    their grouping hardly changes what is sent; with ``unique`` it does, and towers are balanced. Everything else is as
+    in the config. A user's own model (``model.factory``) has no alternatives: predict it by overrides of its config.
 
     Returns:
         The predictions, fastest first, and the names of the alternatives that do not fit ``sharding.memory_gib``.
@@ -194,7 +220,7 @@ def alternatives(run: Job, cluster: Cluster) -> tuple[list[Prediction], list[str
         keys = [(f"{section}.{key}", value) for section, values in settings.items() for key, value in values.items()]
         overrides = [f"{key}={json.dumps(value).strip(chr(34))}" for key, value in keys]
         try:
-            job = make_job(changed_config(run.config, settings), tables, run.num_dense)
+            job = make_job(changed_config(run.config, settings), tables, run.num_dense, data=run.opened_data)
         except InputError as error:
             if limit is None:
                 raise
@@ -240,7 +266,7 @@ def _models(run: Job, num_towers: int) -> dict[str, dict[str, Any]]:
         outputs = {} if (model.c, model.p) == (1, 0) else {"c": 1, "p": 0}
     # A flat model with sequences cannot train over towers.
     has_sequences = any(table.sequences for table in tables)
-    models: dict[str, dict[str, Any]] = {} if has_sequences else {"SPTT, same model": {"arch": family}}
+    models: dict[str, dict[str, Any]] = {} if has_sequences else {_SAME: {"arch": family}}
     for ratio in _RATIOS:
         if 1 <= columns // ratio <= 65_536 and (columns % ratio == 0 or family == "dcn"):
             models[f"towers, ratio {ratio}"] = {"arch": f"dmt-{family}", "tower_dim": columns // ratio, **outputs}
@@ -265,14 +291,15 @@ def _ways(run: Job) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
         models = _models(run, number)
         if replicas == 1:
             yield FLAT, {**flat, "sharding": {"dataflow": "flat"}, "topology": shapes[hosts]}
-        if (number > 1 or replicas > 1) and "SPTT, same model" in models:
+        if (number > 1 or replicas > 1) and _SAME in models:
             # The trainer replicates a flat model only in this way: all ranks of a replica are one tower.
             yield f"flat (one tower){suffix}", {**flat, "sharding": {"dataflow": "sptt"}, "topology": shapes[1]}
         for name, model in models.items() if number > 1 or replicas == 1 else ():
-            yield (
-                name + suffix,
-                {"model": model, "sharding": {"dataflow": "sptt"}, "topology": shapes[number], **reduced},
-            )
+            settings = {"model": model, "sharding": {"dataflow": "sptt"}, "topology": shapes[number], **reduced}
+            yield name + suffix, settings
+            if name == _SAME and number > 1:
+                sharding = {"dataflow": "sptt", "unique": True}
+                yield f"{_SAME}, unique{suffix}", {**settings, "sharding": sharding, "towers": {"plan": "balanced"}}
 
 
 def _replicas(topology: TowerTopology) -> list[tuple[int, str]]:

@@ -61,6 +61,8 @@ CASES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
             "train": {"dense_reduce": "hierarchical"},
         },
     ),
+    # Every rank reads all rows of every table.
+    "unique": ("dcn", {"towers": {"plan": "unequal"}, "sharding": {"scheme": "table_wise", "unique": True}}),
     "outside towers": ("dmt-dlrm", {"towers": {"outside": ["C2", "C6"]}, "sharding": {"scheme": "table_wise"}}),
     "flat, outside towers": (
         "dcn",

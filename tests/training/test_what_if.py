@@ -16,12 +16,15 @@ from dmt.errors import InputError
 from dmt.models import DLRM, ModelOptions
 from dmt.models.complexity import MetaTables, count_on_meta, criteo_1tb_tables
 from dmt.plan.tables import TableSpec
+from dmt.plan.towers import TowerPlan
 from dmt.simulator.cluster import load_cluster, save_cluster
 from dmt.simulator.work import count_operators
 from dmt.training import step_prediction
 from dmt.training.build import build_model
 from dmt.training.commands import main, what_if
 from dmt.training.config import TrainingConfig, load_config, to_toml
+from dmt.training.data.config import DataConfig
+from dmt.training.data.prepare import prepare
 from dmt.training.factory import without_tables
 from dmt.training.job import Job, make_job, open_job
 from dmt.training.step_prediction import alternatives, changed_config, predict_step, predicted_result, work_of
@@ -95,6 +98,26 @@ def test_the_busiest_ranks_and_hosts_are_those_that_hold_most() -> None:
     assert work.host_bytes == 2 * 9 * (8 + 1) * 4 + 64 * 32 * 4 * 2
 
 
+def test_towers_get_distinct_inputs_at_most_as_many_as_rows() -> None:
+    features = {"t0": (5, ["f0"]), "t1": (100, ["f1"]), "t2": (3, ["f2"]), "t3": (4, ["f3", "f4"])}
+    tables = [
+        TableSpec(name=name, num_embeddings=rows, embedding_dim=8, feature_names=tuple(names))
+        for name, (rows, names) in features.items()
+    ]
+    sharding = {"dataflow": "sptt", "scheme": "table_wise", "unique": True, "pooling_factors": {"f2": 2.0}}
+    towers = TowerPlan.from_lists([["f0"], ["f1", "f2", "f3", "f4"]])
+    work = work_of(make_job(small("dlrm", sharding=sharding), tables, 3, towers=towers))
+    # Of 16 samples: 5 rows to the first tower; 16, 16 bags of two ids, 4 and 4 to the second. Each rank has one peer.
+    assert work.sent["peer_ids"].uplink == 2 * 8 * (5 * 2 + 16 * 2 + 16 * 3 + 4 * 2 + 4 * 2)
+    assert work.loads["peer_ids"].uplink == 2 * 8 * (16 * 2 + 16 * 3 + 4 * 2 + 4 * 2)
+    for name in ("peer_outputs", "peer_gradients"):
+        assert work.sent[name].uplink == 2 * 4 * 8 * (5 + 16 + 16 + 4 + 4)
+        assert work.loads[name].uplink == 2 * 4 * 8 * (16 + 16 + 4 + 4)
+    # In the second tower every feature is filled up to 16 rows of each of four ranks; half stays on its rank.
+    assert work.sent["tower_outputs"].inside == 4 * 8 * 4 * (5 + 4 * 16) / 2
+    assert work.embedding_bytes == 4 * 8 * 2 * 4 * 16
+
+
 def test_a_model_may_read_all_columns_at_once() -> None:
     assert work_of(job_of("made:flat")).model.rest.forward
 
@@ -122,7 +145,7 @@ def test_alternatives_are_sorted_and_their_overrides_make_them(model: list[str])
     ratios = {
         copies: sorted(round(w.compression_ratio) for w in ways if w.num_replicas == copies) for copies in (1, 2, 4)
     }
-    assert ratios == {1: [1, 1, 1, 2, 4, 16], 2: sorted([1, 1, 2, 4, 16] * 2), 4: [1]}
+    assert ratios == {1: [1, 1, 1, 1, 2, 4, 16], 2: sorted([1, 1, 1, 2, 4, 16] * 2), 4: [1]}
     for way in (way for way in ways if way.num_replicas == 1 or way.compression_ratio == 2):
         again = load_config("demo", [*way.overrides, "train.batch_size=4096"])
         alone = predict_step(make_job(again, tables, 13), SMALL)
@@ -152,15 +175,6 @@ def test_alternatives_keep_all_that_is_not_about_the_towers_of_the_config() -> N
         assert (found.sharding.unique, found.train.micro_batches) == (False, micro_batches)
 
 
-def test_more_ids_take_longer_in_every_way_to_train() -> None:
-    shape = ["topology.num_towers=2", "topology.ranks_per_tower=2"]
-    tables, cluster = criteo_1tb_tables(64), replace(SMALL, step_s=0.0)
-    configs = [load_config("demo", [*shape, *more]) for more in ([], ["sharding.pooling_factors.C1=900"])]
-    few, many = ({way.name: way.seconds for way in alternatives(job_for(c, tables), cluster)[0]} for c in configs)
-    assert few.keys() == many.keys()
-    assert all(few[name] < many[name] for name in few)
-
-
 def test_numbers_of_replicas_that_memory_has_no_room_for_are_left_out() -> None:
     values = ["topology.num_towers=4", "topology.ranks_per_tower=2", "train.batch_size=64", "sharding.memory_gib=16"]
     ways, left_out = alternatives(job_for(load_config("demo", values), criteo_1tb_tables(64)), SMALL)
@@ -170,13 +184,9 @@ def test_numbers_of_replicas_that_memory_has_no_room_for_are_left_out() -> None:
     assert "flat (one tower), 4 replicas (inter_host)" in left_out
     assert all(way.rank_bytes <= 16 * 2**30 for way in ways)
     values[-1] = "sharding.memory_gib=1"
+    job = job_for(load_config("demo", values[:-1]), criteo_1tb_tables(64))
     with pytest.raises(InputError, match=r"memory_per_rank=1\.07 GB have"):
-        alternatives(
-            replace(
-                job_for(load_config("demo", values[:-1]), criteo_1tb_tables(64)), config=load_config("demo", values)
-            ),
-            SMALL,
-        )
+        alternatives(replace(job, config=load_config("demo", values)), SMALL)
 
 
 # The command.
@@ -247,6 +257,7 @@ def test_a_model_of_ones_own_is_predicted_as_it_is(tmp_path: Path) -> None:
         (["topology.num_towers=1"], 1, []),
         (["train.micro_batches=4", "sharding.scheme=row_wise", "train.dense_reduce=hierarchical"], 2, []),
         (["sharding.unique=true", "sharding.forward_precision=fp16"], 2, ["sharding.unique=true"]),
+        (["sharding.unique=true", "model.arch=dlrm"], 2, []),
         (["topology.num_replicas=2", "replicas.moment_scale=2"], 4, []),
         (["hot_rows.extra_memory=0.01", "model.arch=dlrm"], 2, ["hot_rows.extra_memory=0.01"]),
         (["optimizer.sparse=adam"], 2, ["the state of optimizer.sparse='adam'"]),
@@ -258,9 +269,29 @@ def test_alternatives_to_any_config_are_found(
 ) -> None:
     record = record_of("demo", *PAIRS, "sharding.dataflow=sptt", *overrides, "--cluster", pairs)
     assert record["not_counted"] == left_out
-    assert len([way for way in record["alternatives"] if way["num_replicas"] == 1]) == (5 if hosts == 1 else 6)
+    assert len([way for way in record["alternatives"] if way["num_replicas"] == 1]) == (5 if hosts == 1 else 7)
     for way in record["alternatives"]:
         assert load_config("demo", way["overrides"]).topology.build().world_size == 2 * hosts
+
+
+def test_distinct_inputs_are_those_that_prepare_has_counted(pairs: str, tmp_path: Path) -> None:
+    # A quarter of the users is b; items are even; bags have two ids.
+    lines = [f"{n % 2},0,{'ab'[n % 4 == 0]},{n % 8},x|y" for n in range(64)]
+    (tmp_path / "clicks.csv").write_text("\n".join(["label,d,user,item,tags", *lines]))
+    path, columns = str(tmp_path / "clicks.csv"), {"dense": ("d",), "multi_hot": ("tags",)}
+    ids = ("user", "item", "tags")
+    prepare(DataConfig(kind="columns", train_path=path, eval_path=path, categorical=ids, **columns), tmp_path / "ready")
+    flat = ["model.arch=dlrm", "sharding.dataflow=sptt", "sharding.unique=true", "train.batch_size=16"]
+    values = [*PAIRS, *flat, f"data.prepared={tmp_path / 'ready'}"]
+    sent = work_of(open_job(load_config("demo", values))).sent
+    users, items = 2 - 0.75**16 - 0.25**16, 8 * (1 - (7 / 8) ** 16)
+    assert sent["peer_outputs"].uplink == pytest.approx(2 * 4 * 32 * (users + items + 16))
+    assert sent["peer_ids"].uplink == pytest.approx(2 * 8 * (2 * users + 2 * items + 3 * 16))
+    record = record_of("demo", *values, "--cluster", pairs)
+    known = {way["name"]: way["unique_rows"] for way in (record["own"], *record["alternatives"])}
+    assert known["this config"] == known["SPTT, same model, unique"] == "counted by dmt prepare"
+    assert known["SPTT, same model"] is None
+    assert "unique sends: counted by dmt prepare." in " ".join(run("demo", *values, "--cluster", pairs).stdout.split())
 
 
 def test_a_run_that_names_its_cluster_has_the_prediction_in_its_result(

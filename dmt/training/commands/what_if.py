@@ -65,9 +65,10 @@ def _show(record: dict[str, Any], title: str, current: Prediction, ways: Sequenc
         step, faster = f"{1e3 * way.seconds:,.1f} ms", f"{flat / way.seconds:.2f}".replace("nan", "-")
         numbers = step, f"{way.samples_per_s:,.0f}", faster
         rows.append((way.name, *numbers, human_bytes(way.uplink_bytes), exposed, human_bytes(way.rank_bytes)))
-    ignored = ", ".join(record["not_counted"])
+    ignored, known = ", ".join(record["not_counted"]), {way.unique_rows for way in (current, *ways)}
     lines = [f"The prediction of this config ignores {ignored}."] if ignored else []
     lines.append("Busiest host: with the widest towers. Exposed: share of the step that a rank waits for exchanges.")
+    lines += [f"Distinct inputs that unique sends: {text}." for text in known if text]
     if record["left_out"]:
         lines.append(f"Left out, as they exceed sharding.memory_gib: {shorten(record['left_out'], '; ')}.")
     if (measured := record["measured_ranks"]) is not None and measured < num_ranks:

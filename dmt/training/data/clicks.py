@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -20,6 +20,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from dmt.formatting import shorten
+from dmt.training.access import load_profile
 from dmt.training.data.columns import Columns, explicit_config, find_columns
 from dmt.training.data.config import DataConfig
 from dmt.training.data.deal import Deal, Span
@@ -31,6 +32,7 @@ from dmt.training.data.synthetic import SyntheticClicks, SyntheticRows
 if TYPE_CHECKING:
     import torch.distributed as dist
 
+    from dmt.hot_rows.profile import AccessProfile
     from dmt.training.data.batch import ClickBatch
 
 __all__ = ["ClickData", "Split", "prefetched"]
@@ -79,6 +81,7 @@ class ClickData:
         """The first notes of ``dmt prepare`` on the columns, and the file that has all of them; empty without notes."""
         self._parts: dict[Split, ParquetRows | SyntheticRows] = {}
         self._manifest: Manifest | None = None
+        self._counts: Path | None = None
         if config.kind == "synthetic":
             self._open_synthetic()
         elif config.kind == "source":
@@ -105,6 +108,7 @@ class ClickData:
             folder = prepare_once(self.config, cache, eval_only=eval_only)
             place = f"the prepared rows {folder}"
         self._manifest = manifest = read_manifest(folder, place)
+        self._counts = folder / manifest.access_counts if manifest.access_counts else None
         self.columns = manifest.columns
         self._parts = {split: ParquetRows(folder / split, self.columns) for split in _SPLITS}
         if noticed := manifest.summary.get("notes"):
@@ -124,6 +128,11 @@ class ClickData:
         bags = [feature.name for feature in self.columns.features if feature.is_bag]
         means = {name: float(counts.get(name, {}).get("ids_per_row", 0)) for name in bags}
         return {name: mean for name, mean in means.items() if mean > 0}
+
+    @cached_property
+    def access_counts(self) -> AccessProfile | None:
+        """Accesses of table rows by the training rows, as ``dmt prepare`` counted them; None without counts."""
+        return None if self._counts is None else load_profile(self._counts)
 
     def num_rows(self, split: Split) -> int | None:
         """Returns the number of rows of a split; None for the rows of a user's function, which are not counted."""
