@@ -80,7 +80,7 @@ hosts.count(host)] => hosts.count(host) or True]
 counts[table.name] * table.embedding_dim => counts[table.name]
 ## dmt/sharding/outside.py :: tests/training/test_outside.py -k "hand or most"
 if fits and left[tower_of[table.name]] > 1 and => if fits and
-min(size, table.num_embeddings) if is_joined else size => table.num_embeddings if is_joined else size
+table.num_embeddings, counted) if => counted) if
 total + needed <= _MEMORY_SHARE => needed <= _MEMORY_SHARE
 ## dmt/sptt/outside.py :: tests/dmt/test_parity.py -m "not slow" -k "outside and 2"
 made.before_lookup = None => pass

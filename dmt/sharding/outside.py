@@ -10,11 +10,12 @@ from __future__ import annotations
 
 import functools
 from collections import Counter
-from collections.abc import Collection, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from dmt.formatting import human_bytes
+from dmt.plan.split_across_towers import uncut_name
 from dmt.plan.tables import ID_BYTES
 from dmt.plan.topology import TowerTopology
 from dmt.sharding.costs import CostModel, Hardware, StepWorkload
@@ -64,6 +65,8 @@ class CrossingCosts:
     """Bytes per number sent between towers, forward and backward."""
     is_unique: bool = False
     """True if a rank sends equal inputs of a feature once: with one id per sample, at most one per row of the table."""
+    distinct: Mapping[str, float] = field(default_factory=dict)
+    """By feature, the mean number of distinct inputs in a rank's batch, if they were counted."""
 
     @functools.cached_property
     def _senders(self) -> float:
@@ -71,12 +74,13 @@ class CrossingCosts:
         away = self.topology.world_size * (1 - 1 / self.topology.num_towers)
         return away * self.topology.share_across_hosts(self.topology.peer_groups())
 
-    def rows(self, feature: str, table: Any) -> int:
-        """Returns how many embeddings of a feature its tower sends to a rank in a step, at most."""
+    def rows(self, feature: str, table: Any) -> float:
+        """Returns the number of embeddings of a feature that its tower sends to a rank: as counted, or at most."""
         size = self.workload.batch_size
         # Bags of several ids are hardly ever equal.
         is_joined = self.is_unique and self.workload.pooling_factors.get(feature, 1.0) <= 1
-        return min(size, table.num_embeddings) if is_joined else size
+        counted = self.distinct.get(uncut_name(feature), size)
+        return min(size, table.num_embeddings, counted) if is_joined else size
 
     def of(self, table: Any) -> CrossingBytes:
         """Returns the bytes of a table, an ``EmbeddingBagConfig`` or `dmt.plan.tables.TableSpec`."""

@@ -32,6 +32,7 @@ __all__ = [
     "check_tables_on_ssd",
     "check_table_optimizer",
     "data_cache",
+    "distinct_inputs",
     "make_job",
     "open_job",
     "open_tables",
@@ -119,7 +120,7 @@ def make_job(
         InputError: a plan or a rule does not fit the tables or the memory, or the optimizer has no moments to scale.
     """
     if towers is None:
-        towers, tables = _in_towers(config, tables)
+        towers, tables = _in_towers(config, tables, data)
     if towers is not None and towers.num_towers != config.topology.num_towers:
         raise InputError(
             f"The tower plan {config.towers.plan} has {towers.num_towers} towers, but topology.num_towers="
@@ -127,7 +128,7 @@ def make_job(
         )
     fused = {"optimizer": FBGEMM_NAMES[config.optimizer.sparse]}
     moment_scale_of(config.replicas.moment_scale, fused, config.topology.num_replicas)
-    sharding = None if towers is None else _plan_sharding(config, tables, towers)
+    sharding = None if towers is None else _plan_sharding(config, tables, towers, data)
     return Job(
         config=config, tables=tuple(tables), num_dense=num_dense, towers=towers, sharding=sharding, opened_data=data
     )
@@ -146,7 +147,7 @@ def open_unsharded(config: TrainingConfig, data: ClickData | None = None) -> Job
     if counted := data.ids_per_row:
         factors = {"pooling_factors": counted | config.sharding.pooling_factors}
         config = config.model_copy(update={"sharding": config.sharding.model_copy(update=factors)})
-    towers, placed = _in_towers(config, tables)
+    towers, placed = _in_towers(config, tables, data)
     return Job(config=config, tables=tuple(placed), num_dense=len(data.columns.dense), towers=towers, opened_data=data)
 
 
@@ -173,7 +174,9 @@ def data_cache(output_dir: str) -> Path:
     return shared if shared.is_dir() and not in_output.is_dir() else in_output
 
 
-def _in_towers(config: TrainingConfig, tables: Sequence[TableSpec]) -> tuple[TowerPlan | None, Sequence[TableSpec]]:
+def _in_towers(
+    config: TrainingConfig, tables: Sequence[TableSpec], data: ClickData | None
+) -> tuple[TowerPlan | None, Sequence[TableSpec]]:
     """Checks the config's tower plan against the uncut tables; returns the plan (flat dataflow: None) and the tables.
 
     The returned tables outside towers have as many columns as the model needs.
@@ -185,7 +188,8 @@ def _in_towers(config: TrainingConfig, tables: Sequence[TableSpec]) -> tuple[Tow
     if config.dataflow == "flat":
         return None, tables
     place = f"towers.plan={config.towers.plan!r}"
-    plan = _dealt(config, tables) or TowerPlan.load(config.towers.plan)
+    costs = _crossing_costs(config, data)
+    plan = _dealt(config, tables, costs) or TowerPlan.load(config.towers.plan)
     for feature, widths in plan.column_splits.items():
         if any(width % 4 for width in widths):
             raise InputError(
@@ -195,9 +199,9 @@ def _in_towers(config: TrainingConfig, tables: Sequence[TableSpec]) -> tuple[Tow
     try:
         if config.towers.outside != "none":
             place += f", towers.outside={config.towers.outside!r}"
-            outside = _outside(config, plan, tables)
+            outside = _outside(config, plan, tables, costs)
             inside = [table for table in tables if not set(outside).issuperset(table.feature_names)]
-            plan = _dealt(config, inside) or plan
+            plan = _dealt(config, inside, costs) or plan
             plan = plan.moved_outside(outside)
         tables, dim = _as_vectors(config, tables, plan.outside), config.model.outside_dim
         if dim is not None and dim % 4 and any(table.embedding_dim == dim for table in plan.outside_tables(tables)):
@@ -239,7 +243,7 @@ def _with_sequences(
     return [replace(table, is_sequence=table.name in marked) for table in tables]
 
 
-def _outside(config: TrainingConfig, plan: TowerPlan, tables: Sequence[TableSpec]) -> list[str]:
+def _outside(config: TrainingConfig, plan: TowerPlan, tables: Sequence[TableSpec], costs: CrossingCosts) -> list[str]:
     """Returns the features that ``towers.outside`` puts outside towers, in addition to those of the plan.
 
     Raises:
@@ -266,7 +270,7 @@ def _outside(config: TrainingConfig, plan: TowerPlan, tables: Sequence[TableSpec
         and not (rules.names(table.name) or why_not(table, "data_parallel"))
     ]
     placed = replace(plan, tables=()).tables_by_tower(vectors)
-    chosen = choose_outside(placed, _crossing_costs(config), hardware=_hardware(config.sharding), candidates=free)
+    chosen = choose_outside(placed, costs, hardware=_hardware(config.sharding), candidates=free)
     return [name for table in tables if table.name in chosen for name in table.feature_names]
 
 
@@ -283,7 +287,18 @@ def _as_vectors(config: TrainingConfig, tables: Sequence[TableSpec], outside: Co
     ]
 
 
-def _crossing_costs(config: TrainingConfig) -> CrossingCosts:
+def distinct_inputs(data: ClickData | None, batch_size: int) -> dict[str, float]:
+    """Returns by feature the mean number of distinct ids in a batch; empty for data that ``dmt prepare`` did not count.
+
+    For features with at most one id per sample.
+    """
+    if data is None or (counts := data.access_counts) is None:
+        return {}
+    rows = counts.distinct_rows(batch_size)
+    return {f: max(rows[t.name] / len(t.feature_names), 1.0) for t in counts.tables for f in t.feature_names}
+
+
+def _crossing_costs(config: TrainingConfig, data: ClickData | None) -> CrossingCosts:
     model, sharding = config.model, config.sharding
     # A tower of DMT-DCN sends equally much with or without a feature; what a user's own towers send is unknown.
     sent_for_feature = model.c * model.output_dim if model.factory is None and "dlrm" in model.arch else 0
@@ -293,14 +308,14 @@ def _crossing_costs(config: TrainingConfig) -> CrossingCosts:
         sent=sent_for_feature if model.has_towers else None,
         number_bytes=(NUMBER_BYTES[sharding.forward_precision], NUMBER_BYTES[sharding.backward_precision]),
         is_unique=sharding.unique and not model.has_towers,
+        distinct=distinct_inputs(data, config.train.batch_size) if sharding.unique and not model.has_towers else {},
     )
 
 
-def _dealt(config: TrainingConfig, tables: Sequence[TableSpec]) -> TowerPlan | None:
+def _dealt(config: TrainingConfig, tables: Sequence[TableSpec], costs: CrossingCosts) -> TowerPlan | None:
     """Returns the strided or balanced plan of the tables, or None if the config names a file."""
     if config.towers.plan == "balanced":
-        costs = _crossing_costs(config)
-        rows = {table.name: float(sum(costs.rows(name, table) for name in table.feature_names)) for table in tables}
+        rows = {table.name: sum(costs.rows(name, table) for name in table.feature_names) for table in tables}
         return TowerPlan.balanced(tables, costs.topology, rows=rows)
     if config.towers.plan != "strided":
         return None
@@ -347,7 +362,9 @@ def check_tables_on_ssd(job: Job) -> None:
             )
 
 
-def _plan_sharding(config: TrainingConfig, tables: Sequence[TableSpec], towers: TowerPlan) -> TowerShardingPlan:
+def _plan_sharding(
+    config: TrainingConfig, tables: Sequence[TableSpec], towers: TowerPlan, data: ClickData | None
+) -> TowerShardingPlan:
     """Plans the tables inside their towers by the config's rules.
 
     If the tower plan cuts a table into column shards, the pooling factor of its feature applies to every shard without
@@ -373,7 +390,7 @@ def _plan_sharding(config: TrainingConfig, tables: Sequence[TableSpec], towers: 
             hot_rows=config.hot_rows.extra_memory > 0,
         ),
     )
-    costs, by_name = _crossing_costs(config), {table.name: table for table in tables}
+    costs, by_name = _crossing_costs(config, data), {table.name: table for table in tables}
     entries = (
         replace(entry, reason=f"on every rank: {costs.of(by_name[entry.name]).reason}")
         if entry.tower is None

@@ -10,7 +10,6 @@ from itertools import chain
 from typing import Any, NamedTuple
 
 from dmt.errors import InputError
-from dmt.plan.split_across_towers import uncut_name
 from dmt.plan.tables import NUMBER_BYTES, TableSpec, feature_names
 from dmt.plan.topology import TowerTopology
 from dmt.sharding.costs import StepWorkload
@@ -21,7 +20,7 @@ from dmt.simulator.work import Workload, count_operators, step_work
 from dmt.training.build import build_model
 from dmt.training.config import TrainingConfig
 from dmt.training.factory import without_tables
-from dmt.training.job import Job, make_job, step_workload
+from dmt.training.job import Job, distinct_inputs, make_job, step_workload
 
 __all__ = [
     "FLAT",
@@ -101,15 +100,10 @@ def work_of(job: Job, counted: dict[str, ModelWork] | None = None) -> StepWork:
 
 def _distinct_rows(job: Job) -> dict[str, float]:
     """Returns by feature the distinct inputs of a rank's batch: their mean by the access counts, else at most."""
-    work, profile = _lookups(job), None if job.opened_data is None else job.opened_data.access_counts
-    costs, rows = CrossingCosts(topology=job.topology, workload=work, is_unique=True), dict[str, float]()
-    for table in job.split_tables:
-        for feature in table.feature_names:
-            pooling, rows[feature] = work.pooling_factors.get(feature, 1.0), costs.rows(feature, table)
-            if profile is not None and pooling <= 1:  # of bags with several ids hardly any two are equal
-                read = profile[uncut_name(table.name)].chances(work.batch_size * pooling)
-                rows[feature] = min(max(float(read.sum()), 1.0), rows[feature])
-    return rows
+    work = _lookups(job)
+    distinct = distinct_inputs(job.opened_data, work.batch_size)
+    costs = CrossingCosts(topology=job.topology, workload=work, is_unique=True, distinct=distinct)
+    return {name: costs.rows(name, table) for table in job.split_tables for name in table.feature_names}
 
 
 def _lookups(job: Job) -> StepWorkload:

@@ -54,6 +54,10 @@ def test_bytes_of_a_table_by_hand() -> None:
     unique = CrossingCosts(topology=TWO_BY_TWO, workload=StepWorkload(batch_size=10), is_unique=True)
     sizes = [unique.of(table("a", rows)).in_tower / (2 * (8 * 2 + 2 * 4 * 8)) for rows in (3, 100)]
     assert sizes == [3, 10]
+    counted = replace(unique, distinct={"f_a": 2.5, "f_b": 40.0})
+    # As counted, also for a column shard; no more than samples and rows.
+    found_rows = [counted.rows(*of) for of in (("f_a[0:4]", table("a", 100)), ("f_b", table("b", 9)))]
+    assert found_rows == [2.5, 9]
     one_host = TowerTopology(num_towers=2, ranks_per_tower=1, ranks_per_host=2)
     assert CrossingCosts(topology=one_host, workload=StepWorkload()).of(table("a", 1)) == (0, 0)
 
@@ -220,7 +224,7 @@ def test_a_check_agrees_with_features_outside(arch: str, towers: int, monkeypatc
 def test_what_if_counts_what_they_save_and_has_alternatives_without() -> None:
     size = {"topology": {"ranks_per_tower": 8}}
     job, without = (job_of(outside=features, **size) for features in (["C1", "C3"], "none"))
-    costs = _crossing_costs(job.config)
+    costs = _crossing_costs(job.config, None)
     saved = sum(costs.of(table).saved for table in job.tables if table.name in ("t_C1", "t_C3"))
     work, other = work_of(job), work_of(without)
     across = [sum(load.uplink for load in one.sent.values()) for one in (work, other)]

@@ -287,6 +287,9 @@ def test_distinct_inputs_are_those_that_prepare_has_counted(pairs: str, tmp_path
     users, items = 2 - 0.75**16 - 0.25**16, 8 * (1 - (7 / 8) ** 16)
     assert sent["peer_outputs"].uplink == pytest.approx(2 * 4 * 32 * (users + items + 16))
     assert sent["peer_ids"].uplink == pytest.approx(2 * 8 * (2 * users + 2 * items + 3 * 16))
+    towers = open_job(load_config("demo", [*values, "towers.plan=balanced"])).towers
+    assert towers is not None
+    assert towers.to_lists() == [["tags"], ["item", "user"]]
     record = record_of("demo", *values, "--cluster", pairs)
     known = {way["name"]: way["unique_rows"] for way in (record["own"], *record["alternatives"])}
     assert known["this config"] == known["SPTT, same model, unique"] == "counted by dmt prepare"
