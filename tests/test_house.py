@@ -206,17 +206,17 @@ def test_file_sizes() -> None:
 
 # Lines and files of each part at most, and where they are to get. Raise a number only with the reason in the commit.
 CEILINGS = {
-    "the library": (25_430, 134),  # 20_500, 136
+    "the library": (25_445, 134),  # 20_500, 136
     "dmt/*.py": (1_005, 7),  # 800, 8
     "dmt/plan": (745, 5),  # 600, 5
-    "dmt/sharding": (1_948, 10),  # 1_750, 10
+    "dmt/sharding": (1_955, 10),  # 1_750, 10
     "dmt/sptt": (3_430, 18),  # 2_900, 18
     "dmt/replicas": (380, 3),  # 350, 3
     "dmt/hot_rows": (955, 6),  # 900, 6
     "dmt/simulator": (850, 4),  # 800, 5
     "dmt/report": (150, 2),  # 110, 2
     "dmt/testing": (590, 4),  # 600, 4
-    "dmt/training": (11_265, 54),  # 7_800, 50
+    "dmt/training": (11_275, 54),  # 7_800, 50
     "partitioner": (2_860, 12),  # 2_800, 14
     "models": (1_340, 8),  # 1_000, 7
     "benchmarks": (6_480, 36),  # 5_600, 36
