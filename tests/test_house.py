@@ -206,11 +206,11 @@ def test_file_sizes() -> None:
 
 # Lines and files of each part at most, and where they are to get. Raise a number only with the reason in the commit.
 CEILINGS = {
-    "the library": (25_445, 134),  # 20_500, 136
+    "the library": (25_452, 134),  # 20_500, 136
     "dmt/*.py": (1_005, 7),  # 800, 8
     "dmt/plan": (745, 5),  # 600, 5
     "dmt/sharding": (1_955, 10),  # 1_750, 10
-    "dmt/sptt": (3_430, 18),  # 2_900, 18
+    "dmt/sptt": (3_437, 18),  # 2_900, 18
     "dmt/replicas": (380, 3),  # 350, 3
     "dmt/hot_rows": (955, 6),  # 900, 6
     "dmt/simulator": (850, 4),  # 800, 5

@@ -44,6 +44,7 @@ from dmt._torchrec import group_timeout
 from dmt.collectives import RankError, check_agreement, gather_objects, run_on_all_or_raise
 from dmt.hot_rows.profile import AccessProfile
 from dmt.sharding.data_parallel import DataParallelOptimizer
+from dmt.sharding.optimizers import moment_scale_of
 from dmt.sharding.planner import parameter_sharding
 from dmt.sharding.schemes import TablePlacement
 from dmt.sptt.options import REFUSALS, refuse
@@ -182,8 +183,11 @@ def frozen_table(job: Job) -> Any:
     return distribute(model, flat_sharder(job.two))
 
 
-def on_parameters(job: Job, kind: Any, scheme: str, settings: dict[str, Any], fused: Any = FUSED) -> Any:
-    model = FlatModel(make_tables([8, 8]))
+def on_parameters(job: Job, kind: Any, scheme: str, settings: Any, fused: Any = FUSED, dtype: Any = "FP32") -> Any:
+    tables = make_tables([8, 8])
+    for table in tables:
+        table.data_type = DataType[dtype]
+    model = FlatModel(tables)
     apply_optimizer_in_backward(kind, model.sparse_arch.parameters(), settings)
     return distribute(model, flat_sharder(job.one, fused_params=fused), scheme=scheme)
 
@@ -321,8 +325,9 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
         ({**FUSED, "momentum": 0.9}, "exact_row_wise_adagrad ignores momentum=0.9"),
         ({"optimizer": "lamb", "max_norm": 1.0, "weight_decay": 0.1}, "lamb ignores max_norm=1.0"),
     )},
-    "decay of tables with an optimizer": (lambda job: on_parameters(job, RowWiseAdagrad, "row_wise", {
-        "weight_decay_mode": WeightDecayMode.L2}, fused={"weight_decay": 1e-5}), "^nothing$"),
+    **{f"decay of {dtype} tables with an optimizer": (lambda job, dtype=dtype: on_parameters(
+        job, RowWiseAdagrad, "row_wise", {"weight_decay_mode": WeightDecayMode.L2}, {"weight_decay": 1}, dtype), words)
+       for dtype, words in (("FP16", "^nothing$"), ("FP32", r"has weight_decay=1, which FBGEMM ignores on a CPU"))},
     "FP16 data-parallel": (fp16_data_parallel, "Table 't0' in tower 0 is data_parallel, but its weights are FP16"),
     "a table outside towers in one": (cut_outside, "'t1' outside towers is table_wise, but every rank holds a table"),
     "a batch without a feature outside": (
@@ -377,8 +382,8 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
        for c in (0, -1, 3, float("nan"), True, "replicas")},
     "c of SGD": (lambda job: sharded(replace(COPIES, optimizer="sgd", moment_scale=2), job.copies),
                  "moment_scale=2 scales the moments of rowwise_adagrad and adagrad, but"),
-    "c of decoupled decay": (lambda job: distribute(FlatModel(make_tables([8, 8])), flat_sharder(
-        job.copies, fused_params={**DECAY, "weight_decay_mode": WeightDecayMode.DECOUPLE})), "decay_mode is decoupled"),
+    "c of decoupled decay": (lambda job: moment_scale_of("num_replicas", {
+        **DECAY, "weight_decay_mode": WeightDecayMode.DECOUPLE}, 2), "but weight_decay_mode is decoupled"),
     "no sync": (lambda job: sharded(COPIES, job.copies)(COPIES.draw(job.rank, 0)[0]),
                 r"num_replicas=2, but nothing keeps the replicas equal.*ReplicaSync\(model"),
     **{f"{name} = {value}": (
