@@ -59,7 +59,7 @@ class Complexity:
     parameters: int
     """Number of parameters, including those of tables."""
     compression_ratio: float
-    """Numbers per sample that enter the tower modules over those that leave them: |F| N / sum O_t; 1 for a flat model.
+    """Numbers per sample that enter the tower modules, divided by those that leave them: |F| N / sum O_t; 1 if flat.
     Each item of a sequence counts.
 
     Section 4 of the paper prints the inverse; its Table 5 calls D=64 of N=128 a ratio of 2, as here."""
@@ -107,10 +107,9 @@ def meta_batch(dense_in_features: int, num_samples: int = 2) -> tuple[Tensor, Te
 
 
 def compression_ratio(model: nn.Module) -> float:
-    """Returns the numbers per sample that enter the tower modules over those that leave them; 1.0 without towers.
+    """Returns how many numbers per sample enter the tower modules, divided by how many leave them; 1.0 without towers.
 
-    ``model`` is unsharded. Its tower modules' ``in_features`` count a history as one embedding; `count_complexity`
-    counts each of its items.
+    ``model`` must be unsharded. ``in_features`` counts a sequence as one embedding, `count_complexity` all its items.
 
     Raises:
         InputError: a tower module has no ``in_features`` or no ``out_features``.

@@ -104,7 +104,7 @@ class FeatureAffinity:
         most = math.inf if self.measure == "interactions" else 1.0
         strange = [name for triple in self.triples for name in triple.features if name not in features]
         if strange:
-            raise InputError(f"FeatureAffinity: triples name {strange[0]!r}, which is not in features. Add or drop it.")
+            raise InputError(f"FeatureAffinity: triples name {strange[0]!r}, which is not in features. Add it there.")
         cleaned: dict[str, Any] = {
             "features": features,
             "matrix": _clean_matrix("matrix", self.matrix, features, most=most),
@@ -369,13 +369,14 @@ def _clean_matrix(name: str, matrix: ArrayLike, features: Sequence[str], *, most
     for fault, rule in (
         (np.where(np.isfinite(given), 0.0, np.inf), "must be finite"),
         (np.maximum(-known, known - most) / scale, in_range),
-        (np.abs(known - known.T) / scale, "must equal its mirror image"),
+        (np.abs(known - known.T) / scale, "must be symmetric"),
     ):
         row, column = divmod(int(np.argmax(fault)), size)
         if fault[row, column] > ROUNDING:
+            a, b, there, back = features[row], features[column], given[row, column], given[column, row]
             raise InputError(
-                f"FeatureAffinity: {name} of {features[row]!r} with {features[column]!r} is {given[row, column]:g} "
-                f"(mirrored: {given[column, row]:g}); it {rule}. Check how it was computed."
+                f"FeatureAffinity: {name}[{a!r}, {b!r}] is {there:g} and {name}[{b!r}, {a!r}] is {back:g}; entries "
+                f"{rule}. Check how {name} was computed."
             )
     cleaned = np.clip((given + given.T) / 2, 0.0, most)
     cleaned.flags.writeable = False

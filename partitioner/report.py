@@ -91,7 +91,7 @@ def plot_coordinates(partition: Partition, path: str | os.PathLike[str]) -> Path
     from matplotlib.collections import LineCollection
 
     if partition.affinity.is_interactions:
-        raise InputError("plot_coordinates: a partition of interactions has no points. Use plot_affinity.")
+        raise InputError("plot_coordinates: a partition made from interactions has no points. Use plot_affinity.")
     figure = new_figure(path, size=(9.0, 9.0), caller="plot_coordinates")
     axes: Any = figure.add_subplot()
     points = partition.points

@@ -74,7 +74,7 @@ class HotRows:
     Args:
         model: holds one collection sharded by ``SPTTEmbeddingBagCollectionSharder``.
         mesh: the groups.
-        extra_memory: share of the bytes of all tables that a rank's copies may take; uncounted ids may take as much.
+        extra_memory: share of all tables' bytes that a rank's copies may take; uncounted ids may take as much, or 2 MB.
         refresh_every: training steps between two choices of rows; the first choice comes after at most 100 steps. None:
             rows change only when you call `refresh` or `replicate`, except for the first choice by ``profile``.
         profile: accesses for the first choice of rows, which then follows the first step; pass it on all ranks.
@@ -115,7 +115,7 @@ class HotRows:
         self._module, self._mesh = _flat_collection(model, mesh), mesh
         homes = self._module.home_tables
         self.left_out: dict[str, str] = why_no_copies(homes)
-        """Tables that have no copies, with the reason."""
+        """Tables that cannot have copies, with the reason."""
         if len(self.left_out) == len(homes):
             name, reason = next(iter(self.left_out.items()))
             raise InputError(f"HotRows: no table can have copies; for table {name!r}: {reason}. Leave HotRows out.")
@@ -225,8 +225,8 @@ class HotRows:
                 continue
             if name not in homes or name in self.left_out:
                 why = self.left_out.get(name, "the model has no such table")
-                hint = "" if name in homes else did_you_mean(name, homes)
-                raise InputError(f"HotRows: table {name!r} cannot have copies: {why}.{hint} Leave it out.")
+                hint = " Remove" if name in homes else f"{did_you_mean(name, homes)} Correct the name, or remove"
+                raise InputError(f"HotRows: table {name!r} cannot have copies: {why}.{hint} {name!r} from rows.")
             num_rows = homes[name].config.num_embeddings
             if numbers.dtype.kind not in "iu" or numbers[0] < 0 or numbers[-1] >= num_rows:
                 raise InputError(
@@ -291,7 +291,7 @@ class _Counter:
         self._enough = max(_LEAST_COUNTED, max_bytes / ID_BYTES)
 
     def add(self, ids: KeyedJaggedTensor) -> None:
-        """Keeps the ids of a batch; counts all kept ids once they take more than ``max_bytes`` on the device."""
+        """Keeps the ids of a batch; counts all kept ids once they take over ``max_bytes`` and 2 MB on the device."""
         self._total.num_samples += ids.stride()
         self._waiting.append(dict(zip(ids.keys(), ids.values().split(ids.length_per_key()), strict=True)))
         self._num_waiting += ids.values().numel()

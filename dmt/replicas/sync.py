@@ -267,7 +267,7 @@ def moment_scales(model: nn.Module) -> dict[str, float]:
 
 
 def drifted(model: nn.Module) -> bool:
-    """Returns whether the replicas of the model's tables have trained since they were last averaged."""
+    """Returns whether replicas may differ: their tables have trained since the last average, or states are delayed."""
     return any(module.replicas_drifted for module in model.modules() if isinstance(module, SPTTModule))
 
 

@@ -71,7 +71,7 @@ class StepWorkload:
             if feature not in features:
                 raise InputError(
                     f"pooling_factors names the feature {feature!r}, which no table has ({len(features)} features)."
-                    f"{did_you_mean(feature, features)} Drop it or fix the name."
+                    f"{did_you_mean(feature, features)} Remove the entry, or correct the name."
                 )
 
 

@@ -115,7 +115,7 @@ class TowerShardingPlanner:
         return ShardingPlan(plan=plan)
 
     def explain(self, model: nn.Module, sharders: Sequence[Any]) -> TowerShardingPlan:
-        """Returns the tower plan behind `plan`, with costs, loads and reasons; arguments and errors are the same."""
+        """Returns the `TowerShardingPlan` behind `plan`, with reasons; modules of TorchRec's sharders are left out."""
         return self._explain(_modules(model, sharders)[0], sharders)
 
     def _explain(self, modules: Mapping[str, Sequence[Sequence[Any]]], sharders: Sequence[Any]) -> TowerShardingPlan:
@@ -218,7 +218,7 @@ def _modules(model: nn.Module, sharders: Sequence[Any]) -> tuple[dict[str, list[
         if by_type.setdefault(sharder.module_type, sharder) is not sharder:
             raise InputError(
                 f"TowerShardingPlanner: two sharders handle {sharder.module_type.__name__}, and "
-                "DistributedModelParallel would use the last. Remove one of them from both calls."
+                "DistributedModelParallel would use the last. Pass only one of the two, here and there."
             )
     for path, module in model.named_modules():
         if any(outer == "" or path.startswith(f"{outer}.") for outer in (*towers, *others)):

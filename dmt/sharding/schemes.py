@@ -278,7 +278,7 @@ class ShardingRules:
     """
 
     schemes: Sequence[Scheme] = SCHEMES
-    """Schemes to choose from for tables that no rule names."""
+    """Schemes to choose from for tables without a rule, or whose rule is only a kernel."""
     tables: Mapping[str, Rule] = field(default_factory=dict)
     """Rules by table name or pattern; without a rule, or with only a scheme, a table has the kernel ``fused``."""
     id_route: IdRoute = "peer"
@@ -341,8 +341,8 @@ class ShardingRules:
             obstacle = f"its rule {key!r} asks for {scheme}"
         if obstacle:
             raise InputError(
-                f"Table {table.name!r} outside towers is data_parallel, on every rank, but {obstacle}. Change this, or "
-                "put the table's features into a tower."
+                f"Table {table.name!r} outside towers is data_parallel, on every rank, but {obstacle}. Change this "
+                "setting, or put the table's features into a tower."
             )
 
     def _resolve(self, table: Any, num_ranks: int, tower: int) -> Allowed:

@@ -27,7 +27,7 @@ Count = Annotated[int, Gt(0)]
 Shares = Mapping[Count, Annotated[float, Gt(0), Le(1)]]
 
 _FOLDER = Path(__file__).parent / "clusters"
-_REMEDY = "Correct it, or write a new one with `dmt bench-comms`."
+_REMEDY = "Correct the file, or write a new one with `dmt bench-comms`."
 # Pydantic refuses files with unknown keys and numbers that are not finite.
 _CHECKS = {"extra": "forbid", "allow_inf_nan": False}
 

@@ -38,7 +38,7 @@ class Workload:
 
     topology: TowerTopology
     tables: Sequence[TableSpec]
-    """All tables; of a table that the tower plan cuts, its column shards instead."""
+    """All tables; a table that the tower plan cuts is replaced by its column shards."""
     towers: Sequence[Sequence[str]]
     """Features of each tower; for the flat dataflow, one list. Every rank holds the tables of features in no list."""
     sharding: TowerShardingPlan | None

@@ -256,7 +256,7 @@ class SPTTModule(TowerState):
         return exchange_rows(outputs_PO, rows, agreed)
 
     def columns(self, ctx: SPTTContext, exchanges: Sequence[Awaitable[Any]]) -> Sequence[Awaitable[Tensor]]:
-        """Returns the columns [B, S] of each part of the batch in flight, given the exchange of each part (step f)."""
+        """Returns for each part of the batch an awaitable of its columns [samples, S], given its exchange (step f)."""
         if ctx.code is None:
             return exchanges
         assert self._outputs is not None, "columns come after an exchange"

@@ -135,7 +135,7 @@ class SPTTEmbeddingBagCollectionSharder(TowerSharder[EmbeddingBagCollection]):
         if plan.num_towers != mesh.topology.num_towers:
             raise InputError(
                 f"The tower plan has {plan.num_towers} towers, but the topology has "
-                f"num_towers={mesh.topology.num_towers}. Make them equal."
+                f"num_towers={mesh.topology.num_towers}. Change the plan or the topology."
             )
         self.plan = plan
 

@@ -47,7 +47,7 @@ def refusals(
         "has_towers": has_towers,
         "sequences": sequences,
     }
-    return [(is_set[a] and is_set[b], f"{message}. Leave out one of them.") for (a, b), message in REFUSALS.items()]
+    return [(is_set[a] and is_set[b], f"{message}. Leave out one of the two.") for (a, b), message in REFUSALS.items()]
 
 
 def refuse(**options: Any) -> None:
@@ -58,7 +58,7 @@ def refuse(**options: Any) -> None:
         Traceback (most recent call last):
         ...
         dmt.errors.InputError: unique=True needs id_route='peer'; the global route sends the ids of every sample. \
-Leave out one of them.
+Leave out one of the two.
     """
     for is_refused, message in refusals(**options):
         if is_refused:

@@ -241,7 +241,7 @@ class AgreedIds:
         refusals = {
             "has a batch size per feature; pass ids with one batch size for all.": ids.variable_stride_per_key(),
             f"has ids of {dtype}; ids must be torch.int32 or torch.int64.": dtype not in (torch.int32, torch.int64),
-            "lacks weights, but bags are weighted; pass them.": self._is_weighted and ids.weights_or_none() is None,
+            "lacks weights, but bags are weighted; pass weights.": self._is_weighted and ids.weights_or_none() is None,
             f"has features {keys}, but the first had {self._keys}; keys and their order must not change.": self._keys
             not in ([], keys),
         }

@@ -86,7 +86,7 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         super().__init__(fused_params=fused_params)
         check_instance("mesh", mesh, TowerMesh)
         if obstacle := kernel_obstacle(fused_params or {}, names_only=True):
-            raise InputError(f"fused_params: {obstacle}. Rename or drop it.")
+            raise InputError(f"fused_params: {obstacle}. Remove or correct this setting.")
         check_moment_scale(moment_scale, mesh.topology.num_replicas)
         if id_route not in ID_ROUTES:
             known = f"use one of {list(ID_ROUTES)}.{did_you_mean(str(id_route), ID_ROUTES)}"
@@ -118,7 +118,7 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         return table_weights(module)
 
     def outside_tables(self, module: Module) -> list[Any]:
-        """Returns the configs of the tables outside towers, which every rank holds whole."""
+        """Returns the configs of the tables outside towers, which every rank holds whole; here none."""
         return []
 
     def shard(

@@ -45,7 +45,7 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
         self.encoder: RowEncoder | None = None
         """Sends rows instead of samples; when it changes, batches in flight are sent again."""
         self.replicas_drifted = False
-        """True once replicas have trained since they were last averaged. `dmt.ReplicaSync` sets it."""
+        """True while replicas may differ (`dmt.replicas.sync.drifted`). `dmt.ReplicaSync` sets it."""
 
     @property
     def collections(self) -> list[Any]:

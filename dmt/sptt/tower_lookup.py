@@ -207,7 +207,7 @@ class DataParallelTables(nn.Module):
         return self.module(*features)
 
     def settle(self, *, update: bool = False) -> None:
-        """Waits for the averages of a backward pass; ``update`` is False if the pass raised an error."""
+        """Waits for averages in flight, updates the tables by them only if ``update``, and clears these gradients."""
         # Cleared first: else a second call would wait for the same averages again after an exception.
         pending, self._pending = self._pending, []
         try:

@@ -217,7 +217,7 @@ def _check_towers(module: EmbeddingTowerCollection, placement: Sequence[int], *,
             if placement[other] != placement[i]:
                 raise InputError(
                     f"Towers {other} and {i} share the parameter {name!r}, but live on different mesh towers, where "
-                    "their copies would drift apart. Give each tower its own, or place both on one mesh tower."
+                    "their copies would drift apart. Do not share it, or place both towers on one mesh tower."
                 )
     names = Counter(table.name for tower in module.towers for table in table_configs(tower.embedding))
     doubled = [name for name, count in names.items() if count > 1]

@@ -70,7 +70,7 @@ def interactions_of(
 ) -> FeatureAffinity:
     """Measures which features interact, on training rows of a config's data; needs no model.
 
-    At most 2**20 rows are read, in batches that are spread evenly over all rows.
+    At most 2**20 rows are read, in batches spread evenly over all rows; from a user's source, the first batches.
 
     Args:
         config: the config; only its data and embedding dimensions are used.

@@ -1,4 +1,4 @@
-"""`Agreement`: every few steps the ranks agree to save or stop, and check for NaN; `Signals`: SIGTERM and Ctrl-C."""
+"""`Agreement`: in meetings, ranks decide whether to save or stop, and check for NaN; `Signals`: SIGTERM and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ class Agreement:
             name: value.detach() for name, value in model.state_dict().items() if not isinstance(value, ShardedTensor)
         }
         self._towers = [part for part in model.modules() if isinstance(part, SPTTModule)]
-        # The first steps at which the loss, and a gradient of the dense part, were not finite.
+        # The first steps at which logits, and a gradient of the dense part, were not finite.
         self._since = torch.full((2,), _NEVER)
 
     @torch.no_grad()
@@ -176,7 +176,7 @@ class Agreement:
         self._checked = step
 
     def _report(self) -> tuple[list[int], dict[str, int]]:
-        """Returns the first steps at which the loss and a gradient were not finite, and checksums of copies by name."""
+        """Returns the first steps at which logits and a gradient were not finite, and checksums of copies by name."""
         copies = dict(self._copies)
         for module in self._towers:
             module.write_back()

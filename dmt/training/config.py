@@ -160,7 +160,7 @@ class ShardingConfig(Section):
     (flat runs only) all four."""
     tables: dict[str, Scheme | Kernel] = Field(default_factory=dict)
     """The scheme of individual tables, or the [kernel](sharding.md#tables-larger-than-the-devices), by name or pattern:
-    ``"t_ad*" = "row_wise"``; the first match wins."""
+    ``"t_ad*" = "row_wise"``; an exact name wins, then the first pattern that matches."""
     memory_gib: float | None = Field(default=None, gt=0, le=1e6)
     """GiB per rank for tables, optimizer state, and the embeddings of a step with their gradients; a plan that needs
     more is refused."""
@@ -175,7 +175,7 @@ class ShardingConfig(Section):
     forward_precision: ExchangeFormat = "fp32"
     """Number format of embeddings or tower outputs sent between towers (flat: between all ranks)."""
     backward_precision: ExchangeFormat = "fp32"
-    """Number format of their gradients ([Precision](precision.md))."""
+    """Number format of the gradients that are sent back ([Precision](precision.md))."""
     table_precision: Literal["fp32", "fp16"] = "fp32"
     """Number format of table weights; data-parallel tables must be ``fp32``."""
 
@@ -241,7 +241,7 @@ class TrainConfig(Section):
     max_steps: int | None = Field(default=None, ge=1)
     """Stop after this many steps in total."""
     eval_every: int | None = Field(default=None, ge=1)
-    """Evaluate every N steps, and at the end."""
+    """Evaluate every N steps, and at the end; by default only at the end."""
     log_every: int = Field(default=50, ge=1)
     """Record the training loss every N steps."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -260,7 +260,7 @@ class TrainConfig(Section):
     output_dir: str = "runs/latest"
     """Folder of all output."""
     save_every: int = Field(default=1000, ge=1)
-    """Save every N steps (with replicas: at the next averaging), and at the end."""
+    """Save every N steps, and at the end; with replicas, N is rounded up to a multiple of ``replicas.sync_every``."""
     keep_checkpoints: int = Field(default=3, ge=1)
     """Number of checkpoints to keep."""
     async_save: bool = False
@@ -330,9 +330,9 @@ def _refusals_within_sections(config: TrainingConfig) -> list[tuple[object, str]
         ),
         (
             model.factory is None and (model.in_towers or model.options),
-            "model.in_towers and model.options are for your own model. Set model.factory, or leave them out.",
+            "model.in_towers and model.options are for your own model. Set model.factory, or leave out both.",
         ),
-        (ranks > 65_536, f"num_towers * ranks_per_tower * num_replicas = {ranks} exceeds 65536. Lower one of them."),
+        (ranks > 65_536, f"num_towers * ranks_per_tower * num_replicas = {ranks} exceeds 65536. Lower a factor."),
     ]
 
 
@@ -375,7 +375,7 @@ def _refusals_across_sections(config: TrainingConfig) -> list[tuple[object, str]
         (
             replicas > 1 and train.eval_every and train.eval_every % sync_every,
             f"train.eval_every={train.eval_every} is not a multiple of replicas.sync_every={sync_every}: between "
-            "averagings the replicas' tables differ, so there is no single model to evaluate. Make it a multiple.",
+            "averagings the replicas' tables differ, so there is no single model to evaluate. Change eval_every.",
         ),
         (
             hot.extra_memory == 0 and hot.refresh_every != HotRowsConfig().refresh_every,

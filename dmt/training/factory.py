@@ -270,7 +270,7 @@ def _check_layers(place: str, model: nn.Module, world_size: int) -> None:
         if is_table(name) and (not parameter.requires_grad or fused_settings(parameter, None)):
             raise InputError(
                 f"{place}: {name!r} has requires_grad=False or its own optimizer, but the trainer trains every table "
-                "as [optimizer] says. Leave that out, or use your own loop."
+                "as [optimizer] says. Set neither, or use your own loop."
             )
         owner = next((path for path in paths if name.startswith(f"{path}.")), None)
         first, first_owner = owners.setdefault(id(parameter), (name, owner))

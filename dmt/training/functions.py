@@ -62,7 +62,7 @@ def load_function(setting: str, name: str) -> Callable[..., Any]:
     except Exception as error:  # the user's program may do anything
         raise InputError(
             f"{place}: importing {module_name!r} raised {type(error).__name__}: {error}. Run from the folder that has "
-            "it, set PYTHONPATH, or repair or install what it imports."
+            "the module, set PYTHONPATH, or repair or install what the module imports."
         ) from error
     function: Callable[..., Any] = getattr(module, function_name, None)  # type: ignore[assignment]
     if not callable(function):
@@ -92,7 +92,7 @@ def call_named(place: str, function: Callable[..., Any], given: Mapping[str, Any
         signature.bind(**arguments)
     except TypeError as error:
         raise InputError(
-            f"{place} is called with the keywords {', '.join(given)}: {error}. Correct its parameters; put settings "
-            "into options."
+            f"{place} is called with the keywords {', '.join(given)}: {error}. Correct the function's parameters; put "
+            "settings into options."
         ) from error
     return function(**arguments)

@@ -63,7 +63,7 @@ class Job:
     sharding: TowerShardingPlan | None = None
     """The plan of tables inside their towers; None with the flat dataflow, and for a job that is not sharded."""
     placement: tuple[int, ...] | None = None
-    """For each tower of a multi-tower model, the tower of the mesh that holds it; None: tower i is on tower i."""
+    """For each tower of a multi-tower model, the tower of the mesh that holds it; None: tower i is on mesh tower i."""
     opened_data: ClickData | None = field(default=None, repr=False, compare=False)
     """The opened data; None for a job of tables without data."""
 
@@ -124,7 +124,7 @@ def make_job(
     if towers is not None and towers.num_towers != config.topology.num_towers:
         raise InputError(
             f"The tower plan {config.towers.plan} has {towers.num_towers} towers, but topology.num_towers="
-            f"{config.topology.num_towers}. Make them equal."
+            f"{config.topology.num_towers}. Change the plan or num_towers."
         )
     fused = {"optimizer": FBGEMM_NAMES[config.optimizer.sparse]}
     moment_scale_of(config.replicas.moment_scale, fused, config.topology.num_replicas)
@@ -254,7 +254,7 @@ def _outside(config: TrainingConfig, plan: TowerPlan, tables: Sequence[TableSpec
         for feature in wanted:
             if feature not in features or feature in cut:
                 unknown = f"no table has it.{did_you_mean(feature, features)}"
-                fault = "the plan cuts its table. Leave it out." if feature in cut else unknown
+                fault = "the plan cuts its table. Remove the feature from the list." if feature in cut else unknown
                 raise InputError(f"feature {feature!r}: {fault}")
         return list(wanted)
     if plan.outside:

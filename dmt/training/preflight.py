@@ -66,13 +66,13 @@ def checked_model(job: Job, world_size: int) -> nn.Module:
     if job.sharding is None and job.topology.num_replicas > 1:
         raise InputError(
             f"topology.num_replicas={job.topology.num_replicas} needs the tower dataflow, but this run has "
-            "sharding.dataflow='flat'. Set it to 'sptt'; topology.num_towers=1 makes all ranks of a replica one tower."
+            "sharding.dataflow='flat'. Use 'sptt'; topology.num_towers=1 makes all ranks of a replica one tower."
         )
     check_table_optimizer(config.optimizer, job.device_type)
     check_tables_on_ssd(job)
     if job.opened_data is None:
         raise InputError(
-            f"data.tables={config.data.tables!r} lists tables without rows, for dmt plan. Leave it out to train."
+            f"data.tables={config.data.tables!r} only describes tables. Remove data.tables, and name data to train on."
         )
     if not job.num_dense and config.model.factory is None:
         raise InputError(
@@ -186,7 +186,7 @@ def check_memory(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
     others = copies + 2 * (dense + towers / topology.num_towers)
 
     def fullest(other: Job) -> tuple[float, list[int]]:
-        """Returns the largest share of batches that a machine or GPU cannot hold (<= 0: all fit), and its ranks."""
+        """Returns the largest memory excess as a share of a machine's or GPU's batches (<= 0: fits), and its ranks."""
         held, shares = _lookup_bytes(other), []
         for machine in dict.fromkeys(places):
             group = [rank for rank, machine_of_rank in enumerate(places) if machine_of_rank == machine]

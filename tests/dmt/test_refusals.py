@@ -510,7 +510,7 @@ def test_pairs_of_options_are_refused_and_each_alone_goes() -> None:
     for pair in itertools.combinations(on, 2):
         given = {name: on[name] for name in pair}
         if pair in REFUSALS or pair[::-1] in REFUSALS:
-            with pytest.raises(InputError, match="Leave out one of them"):
+            with pytest.raises(InputError, match="Leave out one of the two"):
                 refuse(**given)
         else:
             refuse(**given)

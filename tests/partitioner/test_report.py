@@ -165,5 +165,5 @@ def test_pictures_that_cannot_be_written_are_refused(draw, tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(InputError, match="cannot be written"):
         draw(made(), tmp_path / "file" / "x.png")
-    with pytest.raises(InputError, match=r"plot_coordinates: a partition of interactions has no points\. Use plot_aff"):
+    with pytest.raises(InputError, match=r"plot_coordinates: a partition made from interactions has no points\. Use"):
         plot_coordinates(interactions(), tmp_path / "x.png")

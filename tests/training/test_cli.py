@@ -128,7 +128,7 @@ def test_the_demo_tells_criteos_format_from_named_columns(tmp_path: Path, name: 
 def test_the_demo_takes_a_prepared_folder_which_is_no_folder_of_raw_files(tmp_path: Path) -> None:
     (tmp_path / "manifest.json").touch()
     assert demo.demo_settings(str(tmp_path)) == [f'data.prepared="{tmp_path}"']
-    assert "Set data.prepared to it" in dmt("demo", "data.kind=criteo_tsv", f"data.train_path={tmp_path}").output
+    assert "Set data.prepared to this" in dmt("demo", "data.kind=criteo_tsv", f"data.train_path={tmp_path}").output
 
 
 @pytest.mark.parametrize("setting", ["sharding.tables.t_C1=row_wise", "sharding.unique=true", "towers.outside=auto"])

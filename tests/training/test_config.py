@@ -176,7 +176,7 @@ def test_the_dataflow_follows_the_arch(arch: str, dataflow: str, resolved: str) 
         ({"train_path": "a"}, "train_path does not apply to kind='synthetic'"),
         ({"num_embeddings": 5}, "num_embeddings does not apply to kind='synthetic'"),
         ({"kind": "criteo_tsv"}, "kind='criteo_tsv' needs train_path"),
-        ({"kind": "criteo_tsv", "train_path": "a", "id_mode": "index"}, "does not fit Criteo's hexadecimal ids"),
+        ({"kind": "criteo_tsv", "train_path": "a", "id_mode": "index"}, "does not fit kind='criteo_tsv' .hex ids"),
         ({"kind": "criteo_tsv", "train_path": "a", "split_column": "s"}, "split_column does not apply to kind='cri"),
         ({"kind": "columns", "train_path": "a"}, "kind='columns' needs categorical"),
         ({**COLUMNS, "eval_path": "b", "split_column": "s"}, "both select the evaluation rows"),

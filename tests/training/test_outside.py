@@ -165,7 +165,7 @@ def test_a_plan_that_cuts_the_table_is_named(tmp_path: Path) -> None:
     cut = TowerPlan.from_lists([["C1[0:4]", "C2"], ["C1[4:8]", "C3"]], column_splits={"C1": (4, 4)})
     cut.save(tmp_path / "towers.json")
     towers = {"plan": str(tmp_path / "towers.json")}
-    with pytest.raises(InputError, match=r"feature 'C1': the plan cuts its table\. Leave it out\.$"):
+    with pytest.raises(InputError, match=r"'C1': the plan cuts its table\. Remove the feature from the list\.$"):
         job_of("dlrm", outside=["C1"], tables=TABLES[:3], towers=towers)
     assert plan_of(job_of("dlrm", tables=TABLES[:3], towers=towers)).outside == ("C2",)
 

@@ -76,8 +76,8 @@ class Expected:
     logits: list[Tensor]
     """Logits of the batch `UNEVEN` before training, by rank, [B] each."""
     gradients: list[State]
-    """Gradients of the batch `UNEVEN`, by replica and name: means over ranks of the gradients of each rank's mean loss,
-    over the replica's ranks for tables, and over all ranks for other parameters."""
+    """Gradients of the batch `UNEVEN`, by replica and name. Each is the mean over ranks of the gradient of a rank's
+    mean loss: over the replica's ranks for tables, over all ranks for data-parallel tables and all other parameters."""
     losses: list[list[float]]
     """Mean losses by step and rank, [steps + 1][W]; the last are computed with the weights after training."""
     weights: State

@@ -68,7 +68,7 @@ class Finding:
 
     @property
     def share(self) -> float:
-        """Difference over allowed difference, to find the worst comparison; infinity for NaN or if allowed is 0."""
+        """Difference divided by the allowed one, to find the worst; 0 if equal, infinity for NaN or if 0 is allowed."""
         if self.agrees and self.difference == 0:
             return 0.0
         return self.difference / self.allowed if self.allowed and not math.isnan(self.difference) else math.inf

@@ -93,14 +93,14 @@ def check_output_files(outputs: Mapping[str, tuple[Path, str]], inputs: Iterable
     for option, (path, kind) in outputs.items():
         other = taken.setdefault(path.resolve(), option)
         if other != option:
-            raise InputError(f"{other} and {option} are the same file, {str(path)!r}. Give one of them another name.")
+            raise InputError(f"{other} and {option} are the same file, {str(path)!r}. Name two files.")
         if path.exists() and any(path.samefile(given) for given in read):
             raise InputError(f"{option} {str(path)!r} is an input of this command. Name another file.")
         if (path.parent / "checkpoint.json").exists():
             raise InputError(f"{option} {str(path)!r} is in a checkpoint, which it would damage. Name another folder.")
         check_output(option, path, is_folder=kind == "folder")
         if path.is_file() and path.stat().st_size and not _is_kind(path, kind):
-            raise InputError(f"{option} {str(path)!r} exists and is not a {kind}. Name another file, or remove it.")
+            raise InputError(f"{option} {str(path)!r} exists and is not a {kind}. Name another, or remove this file.")
 
 
 def _is_kind(path: Path, kind: str) -> bool:

@@ -47,7 +47,7 @@ def demo(data: str | None, out: Path, overrides: Sequence[str], *, command: str)
     for key in ("towers.plan", "train.output_dir"):
         if any(override.partition("=")[0].strip() == key for override in overrides):
             raise InputError(
-                f"The demo sets {key} itself: it learns the towers, and writes all output to --out. Leave the key out."
+                f"The demo sets {key} itself: it learns the towers, and writes all output to --out. Leave out {key}."
             )
     console.print("[bold]1/4[/] checking data and sizes")
     settings = [] if data is None else demo_settings(data)

@@ -40,7 +40,7 @@ class Finding(NamedTuple):
     installed: str
     """Version, "absent", or what went wrong."""
     tested: str
-    """Version this release was tested with."""
+    """Version this release was tested with; "any", or for the import "loads"."""
     fix: str = ""
     """The command that fixes it, to be pasted into a shell; empty when there is nothing to fix."""
 

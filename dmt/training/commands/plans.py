@@ -129,7 +129,7 @@ def _table_of(partition: Partition) -> tuple[list[str], list[list[str]], list[st
 
 
 def run_plan(config: str, overrides: Sequence[str] = (), *, out: Path | None = None) -> Shown:
-    """Plans a run as the trainer will, or only the tables in ``data.tables``, and writes the plan to ``out``.
+    """Plans a run as the trainer will, or only the tables in ``data.tables``; writes the plan to ``out``, if given.
 
     Raises:
         InputError: the config or a file cannot be read, or the tables cannot be placed as asked.

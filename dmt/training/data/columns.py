@@ -217,7 +217,7 @@ def _table_names(config: DataConfig, names: Iterable[str]) -> dict[str, str]:
             )
         tables[name] = tables[target]
     if doubled := [name for name in shared if shared.count(name) > 1]:
-        raise InputError(f"shared_tables: feature {doubled[0]!r} is in more than one table. Name it once.")
+        raise InputError(f"shared_tables: feature {doubled[0]!r} is named more than once. Name it in one table.")
     return tables
 
 

@@ -78,8 +78,8 @@ class DataConfig(Section):
     eval_path: str | None = None
     """Evaluation files; without it, ``split_column`` or ``eval_fraction`` selects rows of ``train_path``."""
     eval_fraction: float = Field(default=0.1, gt=0.0, lt=1.0)
-    """Fraction of the rows (with ``group_by``: of the requests) for evaluation, evenly spread; ignored with
-    ``eval_path`` or ``split_column``."""
+    """Fraction of the rows for evaluation, evenly spread (with ``group_by``: of the requests, by their hash); ignored
+    with ``eval_path`` or ``split_column``."""
     split_column: str | None = None
     """Column with the values ``train`` and ``test`` (evaluation); rows with other values are left out."""
     label: str | None = "label"
@@ -155,10 +155,10 @@ class DataConfig(Section):
         needed = {"criteo_tsv": ("train_path",), "columns": ("train_path", "categorical")}
         needed |= {"source": ("source", "categorical"), "prepared": ("prepared",)}
         if absent := [name for name in needed.get(self.kind, ()) if not getattr(self, name)]:
-            raise InputError(f"kind={self.kind!r} needs {absent[0]}. Set it.")
+            raise InputError(f"kind={self.kind!r} needs {absent[0]}. Set {absent[0]}.")
         mode = f"id_mode={self.id_mode!r}"
         refusals = (
-            (self.kind == "criteo_tsv" and self.id_mode == "index", f"{mode} does not fit Criteo's hexadecimal ids"),
+            (self.kind == "criteo_tsv" and self.id_mode == "index", f"{mode} does not fit kind='criteo_tsv' (hex ids)"),
             (self.kind == "source" and self.id_mode == "frequency", f"{mode} needs files, but kind='source' has none"),
             (self.eval_path and self.split_column, "eval_path and split_column both select the evaluation rows"),
             (self.max_length and not self.sequences, "max_length limits sequences, but data.sequences is empty"),
@@ -166,7 +166,7 @@ class DataConfig(Section):
         )
         for is_wrong, message in refusals:
             if is_wrong:
-                raise InputError(f"{message}. Change one of them.")
+                raise InputError(f"{message}. Change one of the two settings.")
         return self
 
 
@@ -203,7 +203,7 @@ def read_tables(path: Path) -> tuple[TableSpec, ...]:
     record = read_file(path, "JSON", place=place, remedy="Name a JSON file with a list of tables.")
     entries = record.get("tables") if isinstance(record, dict) else record
     if not isinstance(entries, list) or not entries:
-        raise InputError(f"{place} holds no list of tables. Name a list, or a towers.json that `dmt partition` wrote.")
+        raise InputError(f"{place} holds no list of tables. Name a JSON file with one, or a plan of `dmt partition`.")
     tables = [
         from_record(_Table, entry, place=f"{place}, entry {number}", remedy="Correct the entry.")
         for number, entry in enumerate(entries, start=1)

@@ -141,7 +141,7 @@ def expand_path(setting: str, value: str, *, columns: bool) -> list[str]:
         ['day_0.tsv', 'day_1.tsv']
     """
     if os.path.isfile(os.path.join(value, MANIFEST)):
-        raise InputError(f"{setting}={value!r} is a folder that `dmt prepare` wrote. Set data.prepared to it instead.")
+        raise InputError(f"{setting}={value!r} is a folder that `dmt prepare` wrote. Set data.prepared to this folder.")
     try:
         files = matching_files(value)
         known = [file for file in files if file.endswith(_ENDINGS)] if columns else files

@@ -153,7 +153,7 @@ def _json_schema(file: str, lines: Sequence[bytes]) -> pa.Schema:
                 kinds[name] = pa.list_(pa.string())
             kinds.setdefault(name, pa.string())
     if not kinds:
-        raise InputError(f"{file}: none of the first {len(lines)} lines is a JSON object. Write one object per line.")
+        raise InputError(f"{file}: no JSON object in the first lines ({len(lines)} read). Write one object per line.")
     if len({name.lower() for name in kinds}) < len(kinds):
         raise InputError(f"{file}: two keys differ only in upper and lower case. Rename one of the keys.")
     return pa.schema(list(kinds.items()))
@@ -194,7 +194,7 @@ def _parquet_blocks(file: str, used: Sequence[str]) -> Iterator[Block]:
                 yield Block.of(file, pa.table(batch), first=first, share=done / total)
                 first += batch.num_rows
     except (OSError, pa.ArrowException) as error:
-        raise InputError(f"{file}, at or after row {first}: not valid Parquet ({error}). Fetch it again.") from error
+        raise InputError(f"{file}, at or after row {first}: not valid Parquet ({error}). Replace the file.") from error
 
 
 def _separator(file: str, config: DataConfig) -> str:

@@ -87,7 +87,7 @@ class ServedTables(nn.Module):
         self._is_sequence = isinstance(tables, EmbeddingCollection)
         if isinstance(tables, EmbeddingCollection):
             if tables.need_indices():
-                raise InputError(f"Table {configs[0].name!r} has need_indices=True, and cannot be exported. Unset it.")
+                raise InputError(f"Table {configs[0].name!r} has need_indices=True, and cannot be exported. Use False.")
         elif tables.is_weighted():
             raise InputError(f"Table {configs[0].name!r} has weighted bags, which exported programs do not support.")
         self._bits = TABLE_BITS.get(stored)

@@ -137,7 +137,7 @@ def _run(model: Path, program: nn.Module, batch: ClickBatch) -> Tensor:
         logits: Tensor = program(*tensors_of(batch))
     except (RuntimeError, IndexError, AssertionError, ValueError) as error:
         reason = str(error).partition("\n")[0]
-        raise InputError(f"Exported model {model} does not fit its manifest ({reason}). Export it again.") from error
+        raise InputError(f"Exported model {model} does not fit its manifest ({reason}). Re-export the run.") from error
     return logits
 
 

@@ -62,7 +62,7 @@ def score_by_ranks(
             "dmt score without torchrun, or name the run that was exported."
         )
     if out.exists() or out.is_symlink():
-        raise InputError(f"--out {str(out)!r} exists, but several ranks write a new folder. Name another.")
+        raise InputError(f"--out {str(out)!r} exists, but several ranks write a new folder. Name another folder.")
     check_output("--out", out)
     joined = TrainingConfig(topology=TopologyConfig(ranks_per_tower=world_size))
     with process_group(joined) as everyone:

@@ -213,7 +213,7 @@ def test_the_error_of_a_row_says_how_to_go_on_without_it(tmp_path: Path) -> None
     for remedy in (r"with `dmt prepare --max-rejects N` and set data.prepared", r"it: every row needs a prediction\.$"):
         with pytest.raises(InputError, match=remedy):
             ClickData(config_of(path), cache=tmp_path / "cache", eval_only=remedy.endswith("$"))
-    with pytest.raises(InputError, match=r"so far: 2\. Correct it, or .* --max-rejects N"):  # of both parts together
+    with pytest.raises(InputError, match=r"so far: 2\. Correct the row, .* --max-rejects N"):  # of both parts together
         prepared(tmp_path, config_of(path), max_rejects=1)
 
 
@@ -258,8 +258,8 @@ def test_of_a_thousand_damaged_lines_each_is_right_or_listed(tmp_path: Path) -> 
         ("a.csv", "label;c;d;tags;t\n", "label 'label' matches no column"),
         ("a.csv", CSV.encode("utf-16"), "cannot be read as column names"),
         ("a.csv.gz", gzip.compress(CSV.encode(), mtime=0)[:-9], "gzip file is cut off or damaged"),
-        ("a.jsonl", "", "none of the first 0 lines is a JSON object"),
-        ("a.jsonl", "[1]\n", "is a JSON object"),
+        ("a.jsonl", "", r"no JSON object in the first lines \(0 read\)"),
+        ("a.jsonl", "[1]\n", "no JSON object"),
         ("a.jsonl", JSON + "\n[1]\n", "line 5: expected a JSON object"),
         ("a.jsonl", JSON + "\n{", "line 5: expected a JSON object"),
         ("a.jsonl", JSON + '\n{"label": 1, "c": ["x"]}', "line 5: column 'c': expected a list in all rows .* ARRAY"),
