@@ -49,7 +49,7 @@ class TowerContents:
     work: float | None = None
     """Embedding elements read per sample: sum of pooling factor times embedding dim; None without tables."""
     num_bytes: int | None = None
-    """Bytes of its tables' weights as 32-bit floats; None without tables."""
+    """Bytes of its tables' weights; None without tables."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -177,7 +177,7 @@ def _apart(groups: Sequence[Sequence[str]], names: Sequence[Sequence[str]]) -> N
             if block_of[a] == block_of[b]:
                 raise InputError(
                     f"Partition rules: {a!r} and {b!r} must not share a tower (rule apart), but a shared table or the "
-                    f"rule together joins {', '.join(map(repr, names[block_of[a]][:5]))}. Drop one of the rules."
+                    f"rule together joins {', '.join(map(repr, names[block_of[a]][:5]))}. Change the rules."
                 )
             apart[block_of[a], block_of[b]] = apart[block_of[b], block_of[a]] = True
     return apart

@@ -23,7 +23,7 @@ class PartitionRules(BaseModel):
 
     Rules name features, or match them by patterns with ``*`` or ``?``. The work of a tower is the number of embedding
     elements that a sample reads: pooling factor times embedding dim, summed over the tower's features. Its bytes are
-    those of its tables' weights as 32-bit floats, without optimizer state.
+    those of its tables' weights, without optimizer state.
 
     Raises:
         InputError: a rule is unknown, has the wrong type or is out of range.
@@ -81,7 +81,7 @@ class PartitionRules(BaseModel):
         if len(set(named)) < len(named):
             twice = next(feature for feature in named if named.count(feature) > 1)
             homes = [category for category, inside in categories.items() if twice in inside]
-            raise InputError(f"Partition rules: feature {twice!r} is in categories {homes}. Name it in one of them.")
+            raise InputError(f"Partition rules: feature {twice!r} is in categories {homes}. Name it in one category.")
         others = set(features) - set(named)
         if categories and others:
             rest = others | set(categories.get(REST, ()))

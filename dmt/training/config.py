@@ -125,7 +125,7 @@ class TowersConfig(Section):
     """The tower plan: which features form which tower."""
 
     plan: str = "strided"
-    """Path of a ``towers.json``, ``strided``: feature i in tower i mod T, or ``balanced``: towers and hosts send about
+    """Path of a ``towers.json``, ``strided``: table i in tower i mod T, or ``balanced``: towers and hosts send about
     equally many bytes, for flat models, which compute the same with every plan."""
     outside: Literal["none", "auto"] | tuple[str, ...] = "none"
     """Features whose tables every rank holds ([Towers](towers.md#tables-on-every-rank)), added to those of the plan;
