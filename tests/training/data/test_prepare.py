@@ -210,7 +210,7 @@ def with_line(folder: Path, line: str) -> Path:
 
 def test_the_error_of_a_row_says_how_to_go_on_without_it(tmp_path: Path) -> None:
     path = with_line(tmp_path, REJECTED[0][0])
-    for remedy in (r"with `dmt prepare --max-rejects N` and set data.prepared", r"it: every row needs a prediction\.$"):
+    for remedy in (r"with `dmt prepare --max-rejects N` and set data.prepared", r"every row needs a prediction\.$"):
         with pytest.raises(InputError, match=remedy):
             ClickData(config_of(path), cache=tmp_path / "cache", eval_only=remedy.endswith("$"))
     with pytest.raises(InputError, match=r"so far: 2\. Correct the row, .* --max-rejects N"):  # of both parts together
