@@ -212,7 +212,7 @@ TABLES: Mapping[tuple[str, ...], Callable[[], Rows]] = {
     ("rows of a table, at most", "one copy", "2 replicas", "4 replicas"): _replicas,
     ("hosts x ranks", "rows of a table, at most", "one copy", "`intra_host`", "`inter_host`"): _placements,
     ("data", "tower module", "towers", "CR 2", "CR 4", "CR 8", "CR 16"): _quality,
-    ("data", "length", "flat: AUC", *("CR 1", "CR 2", "CR 4") * 2, "mean", "no history"): _history_quality,
+    ("data", "length", "flat: AUC", "CR 1", *("CR 2", "CR 4") * 2, "mean", "no history"): _history_quality,
     ("length", "flat: s", "embeddings", "ids", "towers: s", "embeddings", "ids", "times as fast"): _histories,
     ("hosts x ranks, samples per rank", "hot rows", "unique", "both"): _hot_bytes,
 }
