@@ -127,12 +127,12 @@ def _rank_loads(step: Workload) -> dict[str, NDArray[np.float64]]:
     loads = np.zeros((ranks, len(ShardLoad._fields)))
     if sharding is not None:
         costs = CostModel(topology=topology, workload=sharding.workload, hardware=sharding.hardware)
+        rows = [math.ceil(step.padded_rows(names)) for names in step.towers]
+        by_tower = [replace(costs, workload=replace(sharding.workload, batch_size=number)) for number in rows]
         tables = {table.name: table for table in step.tables}
         for entry in sharding.tables:
             if entry.tower is not None:
-                rows = math.ceil(step.padded_rows(step.towers[entry.tower]))
-                own = replace(costs, workload=replace(sharding.workload, batch_size=rows))
-                for local, load in own.shards(tables[entry.name], entry.placement):
+                for local, load in by_tower[entry.tower].shards(tables[entry.name], entry.placement):
                     loads[entry.tower * topology.ranks_per_tower + local] += load
     else:
         # The flat dataflow is one tower of all ranks of a replica.

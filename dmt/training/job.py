@@ -31,8 +31,8 @@ __all__ = [
     "Job",
     "check_tables_on_ssd",
     "check_table_optimizer",
+    "crossing_costs",
     "data_cache",
-    "distinct_inputs",
     "make_job",
     "open_job",
     "open_tables",
@@ -188,8 +188,7 @@ def _in_towers(
     if config.dataflow == "flat":
         return None, tables
     place = f"towers.plan={config.towers.plan!r}"
-    costs = _crossing_costs(config, data)
-    plan = _dealt(config, tables, costs) or TowerPlan.load(config.towers.plan)
+    plan = _dealt(config, tables, data) or TowerPlan.load(config.towers.plan)
     for feature, widths in plan.column_splits.items():
         if any(width % 4 for width in widths):
             raise InputError(
@@ -199,9 +198,9 @@ def _in_towers(
     try:
         if config.towers.outside != "none":
             place += f", towers.outside={config.towers.outside!r}"
-            outside = _outside(config, plan, tables, costs)
+            outside = _outside(config, plan, tables, data)
             inside = [table for table in tables if not set(outside).issuperset(table.feature_names)]
-            plan = _dealt(config, inside, costs) or plan
+            plan = _dealt(config, inside, data) or plan
             plan = plan.moved_outside(outside)
         tables, dim = _as_vectors(config, tables, plan.outside), config.model.outside_dim
         if dim is not None and dim % 4 and any(table.embedding_dim == dim for table in plan.outside_tables(tables)):
@@ -243,7 +242,7 @@ def _with_sequences(
     return [replace(table, is_sequence=table.name in marked) for table in tables]
 
 
-def _outside(config: TrainingConfig, plan: TowerPlan, tables: Sequence[TableSpec], costs: CrossingCosts) -> list[str]:
+def _outside(config: TrainingConfig, plan: TowerPlan, tables: Sequence[TableSpec], data: ClickData | None) -> list[str]:
     """Returns the features that ``towers.outside`` puts outside towers, in addition to those of the plan.
 
     Raises:
@@ -270,6 +269,7 @@ def _outside(config: TrainingConfig, plan: TowerPlan, tables: Sequence[TableSpec
         and not (rules.names(table.name) or why_not(table, "data_parallel"))
     ]
     placed = replace(plan, tables=()).tables_by_tower(vectors)
+    costs = crossing_costs(config, data)
     chosen = choose_outside(placed, costs, hardware=_hardware(config.sharding), candidates=free)
     return [name for table in tables if table.name in chosen for name in table.feature_names]
 
@@ -287,19 +287,10 @@ def _as_vectors(config: TrainingConfig, tables: Sequence[TableSpec], outside: Co
     ]
 
 
-def distinct_inputs(data: ClickData | None, batch_size: int) -> dict[str, float]:
-    """Returns by feature the mean number of distinct ids in a batch; empty for data that ``dmt prepare`` did not count.
-
-    For features with at most one id per sample.
-    """
-    if data is None or (counts := data.access_counts) is None:
-        return {}
-    rows = counts.distinct_rows(batch_size)
-    return {f: max(rows[t.name] / len(t.feature_names), 1.0) for t in counts.tables for f in t.feature_names}
-
-
-def _crossing_costs(config: TrainingConfig, data: ClickData | None) -> CrossingCosts:
+def crossing_costs(config: TrainingConfig, data: ClickData | None) -> CrossingCosts:
+    """Returns what the tables of a run cost between hosts; with ``unique``, by the distinct inputs in ``data``."""
     model, sharding = config.model, config.sharding
+    is_unique = sharding.unique and not model.has_towers
     # A tower of DMT-DCN sends equally much with or without a feature; what a user's own towers send is unknown.
     sent_for_feature = model.c * model.output_dim if model.factory is None and "dlrm" in model.arch else 0
     return CrossingCosts(
@@ -307,14 +298,15 @@ def _crossing_costs(config: TrainingConfig, data: ClickData | None) -> CrossingC
         workload=step_workload(config, sharding.pooling_factors),
         sent=sent_for_feature if model.has_towers else None,
         number_bytes=(NUMBER_BYTES[sharding.forward_precision], NUMBER_BYTES[sharding.backward_precision]),
-        is_unique=sharding.unique and not model.has_towers,
-        distinct=distinct_inputs(data, config.train.batch_size) if sharding.unique and not model.has_towers else {},
+        is_unique=is_unique,
+        distinct=data.distinct_inputs(config.train.batch_size) if is_unique and data is not None else {},
     )
 
 
-def _dealt(config: TrainingConfig, tables: Sequence[TableSpec], costs: CrossingCosts) -> TowerPlan | None:
+def _dealt(config: TrainingConfig, tables: Sequence[TableSpec], data: ClickData | None) -> TowerPlan | None:
     """Returns the strided or balanced plan of the tables, or None if the config names a file."""
     if config.towers.plan == "balanced":
+        costs = crossing_costs(config, data)
         rows = {table.name: sum(costs.rows(name, table) for name in table.feature_names) for table in tables}
         return TowerPlan.balanced(tables, costs.topology, rows=rows)
     if config.towers.plan != "strided":
@@ -390,7 +382,9 @@ def _plan_sharding(
             hot_rows=config.hot_rows.extra_memory > 0,
         ),
     )
-    costs, by_name = _crossing_costs(config, data), {table.name: table for table in tables}
+    if all(entry.tower is not None for entry in planned.tables):
+        return planned
+    costs, by_name = crossing_costs(config, data), {table.name: table for table in tables}
     entries = (
         replace(entry, reason=f"on every rank: {costs.of(by_name[entry.name]).reason}")
         if entry.tower is None

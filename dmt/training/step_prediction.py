@@ -20,7 +20,7 @@ from dmt.simulator.work import Workload, count_operators, step_work
 from dmt.training.build import build_model
 from dmt.training.config import TrainingConfig
 from dmt.training.factory import without_tables
-from dmt.training.job import Job, distinct_inputs, make_job, step_workload
+from dmt.training.job import Job, crossing_costs, make_job, step_workload
 
 __all__ = [
     "FLAT",
@@ -83,38 +83,30 @@ def work_of(job: Job, counted: dict[str, ModelWork] | None = None) -> StepWork:
     if key not in counted:
         model = without_tables(build_model(job, device="meta"), sharding.pooling_factors)
         counted[key] = count_operators(model, job.num_dense)
-    tables = job.tables if is_flat else job.split_tables
+    tables, lookups = job.tables if is_flat else job.split_tables, _lookups(job)
+    costs = replace(crossing_costs(job.config, job.opened_data), workload=lookups)
     workload = Workload(
         topology=job.topology,
         tables=tables,
         towers=[feature_names(tables)] if job.towers is None or is_flat else job.towers.to_lists(),
         sharding=job.sharding,
-        lookups=_lookups(job),
+        lookups=lookups,
         number_bytes=(NUMBER_BYTES[sharding.forward_precision], NUMBER_BYTES[sharding.backward_precision]),
         is_table_wise=sharding.scheme == "table_wise",
         is_hierarchical=train.dense_reduce != "ring",
-        rows=_distinct_rows(job) if _unique_rows(job) else {},
+        rows={name: costs.rows(name, t) for t in tables for name in t.feature_names} if costs.is_unique else {},
     )
     return step_work(workload, counted[key])
-
-
-def _distinct_rows(job: Job) -> dict[str, float]:
-    """Returns by feature the distinct inputs of a rank's batch: their mean by the access counts, else at most."""
-    work = _lookups(job)
-    distinct = distinct_inputs(job.opened_data, work.batch_size)
-    costs = CrossingCosts(topology=job.topology, workload=work, is_unique=True, distinct=distinct)
-    return {name: costs.rows(name, table) for table in job.split_tables for name in table.feature_names}
 
 
 def _lookups(job: Job) -> StepWorkload:
     return job.sharding.workload if job.sharding else step_workload(job.config, job.config.sharding.pooling_factors)
 
 
-def _unique_rows(job: Job) -> str | None:
-    if not job.config.sharding.unique or job.config.model.has_towers:
+def _unique_rows(costs: CrossingCosts) -> str | None:
+    if not costs.is_unique:
         return None
-    has_counts = job.opened_data is not None and job.opened_data.access_counts is not None
-    return "counted by dmt prepare" if has_counts else "at most as many as the rows of a table"
+    return "counted by dmt prepare" if costs.distinct else "at most as many as the rows of a table"
 
 
 def predict_step(job: Job, cluster: Cluster, counted: dict[str, ModelWork] | None = None) -> Prediction:
@@ -136,7 +128,7 @@ def predict_step(job: Job, cluster: Cluster, counted: dict[str, ModelWork] | Non
         uplink_bytes=work.uplink_bytes,
         rank_bytes=work.rank_bytes[0],
         host_bytes=work.host_bytes,
-        unique_rows=_unique_rows(job),
+        unique_rows=_unique_rows(crossing_costs(job.config, job.opened_data)),
     )
 
 

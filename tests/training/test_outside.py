@@ -27,7 +27,7 @@ from dmt.training.check import check_run
 from dmt.training.check.shrink import CheckLimits
 from dmt.training.commands import main
 from dmt.training.config import TrainingConfig, to_toml
-from dmt.training.job import Job, _crossing_costs, make_job, open_unsharded
+from dmt.training.job import Job, crossing_costs, make_job, open_unsharded
 from dmt.training.step_prediction import alternatives, predict_step, work_of
 from dmt.training.trained import trained_model
 from tests.ranks import run_ranks
@@ -224,7 +224,7 @@ def test_a_check_agrees_with_features_outside(arch: str, towers: int, monkeypatc
 def test_what_if_counts_what_they_save_and_has_alternatives_without() -> None:
     size = {"topology": {"ranks_per_tower": 8}}
     job, without = (job_of(outside=features, **size) for features in (["C1", "C3"], "none"))
-    costs = _crossing_costs(job.config, None)
+    costs = crossing_costs(job.config, None)
     saved = sum(costs.of(table).saved for table in job.tables if table.name in ("t_C1", "t_C3"))
     work, other = work_of(job), work_of(without)
     across = [sum(load.uplink for load in one.sent.values()) for one in (work, other)]

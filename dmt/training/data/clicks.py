@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from functools import cached_property, lru_cache
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
 
@@ -32,7 +32,6 @@ from dmt.training.data.synthetic import SyntheticClicks, SyntheticRows
 if TYPE_CHECKING:
     import torch.distributed as dist
 
-    from dmt.hot_rows.profile import AccessProfile
     from dmt.training.data.batch import ClickBatch
 
 __all__ = ["ClickData", "Split", "prefetched"]
@@ -82,6 +81,7 @@ class ClickData:
         self._parts: dict[Split, ParquetRows | SyntheticRows] = {}
         self._manifest: Manifest | None = None
         self._counts: Path | None = None
+        self._distinct: dict[int, dict[str, float]] = {}
         if config.kind == "synthetic":
             self._open_synthetic()
         elif config.kind == "source":
@@ -129,10 +129,20 @@ class ClickData:
         means = {name: float(counts.get(name, {}).get("ids_per_row", 0)) for name in bags}
         return {name: mean for name, mean in means.items() if mean > 0}
 
-    @cached_property
-    def access_counts(self) -> AccessProfile | None:
-        """Accesses of table rows by the training rows, as ``dmt prepare`` counted them; None without counts."""
-        return None if self._counts is None else load_profile(self._counts)
+    def distinct_inputs(self, batch_size: int) -> dict[str, float]:
+        """Returns by feature the mean number of distinct ids in a batch, if ``dmt prepare`` has counted ids.
+
+        For features with at most one id per sample. Counts of large tables are large, so they are read when needed.
+        """
+        if self._counts is not None and batch_size not in self._distinct:
+            counts = load_profile(self._counts)
+            rows = counts.distinct_rows(batch_size)
+            self._distinct[batch_size] = {
+                name: max(rows[table.name] / len(table.feature_names), 1.0)
+                for table in counts.tables
+                for name in table.feature_names
+            }
+        return self._distinct.get(batch_size, {})
 
     def num_rows(self, split: Split) -> int | None:
         """Returns the number of rows of a split; None for the rows of a user's function, which are not counted."""
