@@ -32,8 +32,13 @@ from torch.nn import functional
 from dmt.models.dense import CROSS_RANK, Device, LowRankCrossNet, check_sizes, strict_upper
 
 __all__ = [
-    *("DCNTowerModule", "DLRMProductsTowerModule", "DLRMTowerModule", "EmbeddingsByName", "PassThroughTowerModule"),
-    *("by_feature", "feature_vectors"),
+    "DCNTowerModule",
+    "DLRMProductsTowerModule",
+    "DLRMTowerModule",
+    "EmbeddingsByName",
+    "PassThroughTowerModule",
+    "by_feature",
+    "feature_vectors",
 ]
 
 

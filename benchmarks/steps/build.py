@@ -272,10 +272,7 @@ def own_wrapper(contender: Contender, mesh: TowerMesh) -> DataParallelWrapper:
 
 @cache
 def own_towers(contender: Contender, setting: Setting) -> TowerPlan:
-    """Towers that send about equally much, with the small tables outside if the contender has them there.
-
-    Where all inputs of a tower are sent, or none twice, tables are dealt out in turn, as in the paper's tables.
-    """
+    """Towers that send about equally much; the small tables are outside if the contender has them there."""
     topology, tables = own_topology(contender, setting), benchmark_tables(setting)
     is_unique = contender.unique and not contender.has_towers  # of single features
     rows = access_profile(setting).distinct_rows(setting.batch_size) if is_unique else None

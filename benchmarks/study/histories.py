@@ -31,7 +31,12 @@ from dmt.models import DINTowerModule
 from dmt.models.dense import DotInteraction, mlp
 
 __all__ = [
-    *("HISTORIES", "HISTORY_MODELS", "Histories", "HistoryDLRM", "last_items", "read_histories"),
+    "HISTORIES",
+    "HISTORY_MODELS",
+    "Histories",
+    "HistoryDLRM",
+    "last_items",
+    "read_histories",
     "train_and_test_histories",
 ]
 

@@ -190,8 +190,16 @@ def _histories() -> Study:
 STUDIES: Mapping[str, Study] = {
     study.stem: study
     for study in (
-        *(_towers(), _interactions(), _products(), _quality(), _sizes(), _rates(), _entities(), _outside()),
-        *(_batches(), _histories()),
+        _towers(),
+        _interactions(),
+        _products(),
+        _quality(),
+        _sizes(),
+        _rates(),
+        _entities(),
+        _outside(),
+        _batches(),
+        _histories(),
     )
 }
 """By name."""
