@@ -24,16 +24,7 @@ def table(name: str, *features: str, rows: int = 10, dim: int = 8) -> TableSpec:
 
 def test_strided_is_the_papers_naive_assignment() -> None:
     plan = TowerPlan.strided([str(i) for i in range(26)], 8)
-    assert [[int(f) for f in tower] for tower in plan.to_lists()] == [
-        [0, 8, 16, 24],
-        [1, 9, 17, 25],
-        [2, 10, 18],
-        [3, 11, 19],
-        [4, 12, 20],
-        [5, 13, 21],
-        [6, 14, 22],
-        [7, 15, 23],
-    ]
+    assert [[int(f) for f in tower] for tower in plan.to_lists()] == [[*range(i, 26, 8)] for i in range(8)]
 
 
 def test_balanced_towers_and_hosts_send_about_equally_much() -> None:
@@ -45,12 +36,7 @@ def test_balanced_towers_and_hosts_send_about_equally_much() -> None:
     assert plan.to_lists() == [["a"], ["e", "f"], ["c", "c2", "b"], ["d", "g"]]
     # A host takes no more towers than it has ranks for.
     heavy = {"a": 100, "b": 12, "c": 11, "d": 10}
-    assert TowerPlan.balanced(list(map(table, heavy)), two_a_host, rows=heavy).to_lists() == [
-        ["a"],
-        ["d"],
-        ["b"],
-        ["c"],
-    ]
+    assert TowerPlan.balanced(list(map(table, heavy)), two_a_host, rows=heavy).features == [*"adbc"]
     # Without rows, features of equal width are dealt out in turn, but hosts that hold several towers get equally many.
     features = [str(i) for i in range(26)]
     dealt = TowerPlan.balanced([table(name) for name in features], two_a_host).to_lists()
