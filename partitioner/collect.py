@@ -19,7 +19,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -27,7 +27,7 @@ from torch import Tensor, nn
 
 from dmt.errors import InputError, did_you_mean
 from dmt.partitioner.affinity import FeatureAffinity
-from dmt.plan.tables import TableSpec, feature_names
+from dmt.plan.tables import TableSpec, feature_names, table_specs
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -235,16 +235,9 @@ def _find_collections(model: nn.Module, *, in_group: bool) -> list[_Collection]:
         if isinstance(part, EmbeddingBagCollectionInterface | EmbeddingCollectionInterface):
             is_sequence = isinstance(part, EmbeddingCollectionInterface)
             configs: Any = part.embedding_configs() if is_sequence else part.embedding_bag_configs()
-            tables = tuple(
-                TableSpec(
-                    name=config.name,
-                    num_embeddings=config.num_embeddings,
-                    embedding_dim=config.embedding_dim,
-                    feature_names=tuple(names),
-                    is_sequence=is_sequence,
-                )
-                for config, names in zip(configs, get_embedding_names_by_table(configs), strict=True)
-            )
+            # A feature of two tables has two embeddings, with names of their own.
+            specs, names = table_specs(configs, one_table_per_feature=False), get_embedding_names_by_table(configs)
+            tables = tuple(replace(spec, feature_names=tuple(own)) for spec, own in zip(specs, names, strict=True))
             inputs = tuple(dict.fromkeys(feature_names(configs)))
             found.append(_Collection(path=path, module=part, tables=tables, inputs=inputs))
         elif isinstance(part, ShardedModule):

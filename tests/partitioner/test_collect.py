@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
+from torchrec.modules.embedding_configs import DataType
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 
 from dmt.errors import InputError
@@ -143,7 +144,9 @@ def test_the_model_is_left_as_it_was(generator):
 def test_tables_and_pooling_factors_are_measured(generator):
     tables = [
         EmbeddingBagConfig(name="t_1", num_embeddings=20, embedding_dim=8, feature_names=["c", "a"]),
-        EmbeddingBagConfig(name="t_2", num_embeddings=30, embedding_dim=8, feature_names=["b"]),
+        EmbeddingBagConfig(
+            name="t_2", num_embeddings=30, embedding_dim=8, feature_names=["b"], data_type=DataType.FP16
+        ),
     ]
     model = FlatModel(EmbeddingBagCollection(tables=tables), collection(["d"]))
     batches = [batch(NAMES, n, generator=generator, least=0, most=4) for n in (7, 9)]
@@ -154,6 +157,7 @@ def test_tables_and_pooling_factors_are_measured(generator):
         TableSpec(name="t_2", num_embeddings=30, embedding_dim=8, feature_names=("b",)),
         TableSpec(name="t_d", num_embeddings=20, embedding_dim=8, feature_names=("d",)),
     )
+    assert [table.num_bytes for table in affinity.tables] == [4 * 160, 2 * 240, 4 * 160]
     ids = [sum(int(one.sparse_features[name].lengths().sum()) for one in batches) for name in affinity.features]
     assert affinity.pooling_factors == tuple(number / 16 for number in ids)
 
