@@ -76,7 +76,8 @@ part_sizes(len(outside_B), len(arriving)) => part_sizes(len(outside_B), len(arri
 part, sharding, device, mesh=alone) => part, sharding, device, mesh=self.mesh)
 ## dmt/plan/towers.py :: tests/dmt/test_plan.py -k balanced
 key=lambda tower: (sums[tower], len(towers[tower])) => key=lambda tower: len(towers[tower])
-hosts.count(host)] => hosts.count(host) or True]
+hosts.count(place)] => hosts.count(place) or True]
+tuple(on_host[tower::num]) => tuple(on_host[tower:num:num])
 counts[table.name] * table.embedding_dim => counts[table.name]
 ## dmt/sharding/outside.py :: tests/training/test_outside.py -k "hand or most"
 if fits and left[tower_of[table.name]] > 1 and => if fits and

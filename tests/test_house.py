@@ -206,9 +206,9 @@ def test_file_sizes() -> None:
 
 # Lines and files of each part at most, and where they are to get. Raise a number only with the reason in the commit.
 CEILINGS = {
-    "the library": (25_452, 134),  # 20_500, 136
+    "the library": (25_451, 134),  # 20_500, 136
     "dmt/*.py": (1_005, 7),  # 800, 8
-    "dmt/plan": (745, 5),  # 600, 5
+    "dmt/plan": (748, 5),  # 600, 5
     "dmt/sharding": (1_955, 10),  # 1_750, 10
     "dmt/sptt": (3_437, 18),  # 2_900, 18
     "dmt/replicas": (380, 3),  # 350, 3
@@ -217,7 +217,7 @@ CEILINGS = {
     "dmt/report": (150, 2),  # 110, 2
     "dmt/testing": (590, 4),  # 600, 4
     "dmt/training": (11_275, 54),  # 7_800, 50
-    "partitioner": (2_860, 12),  # 2_800, 14
+    "partitioner": (2_855, 12),  # 2_800, 14
     "models": (1_340, 8),  # 1_000, 7
     "benchmarks": (6_490, 36),  # 5_600, 36
     "tests": (23_310, 119),  # 20_000, 115

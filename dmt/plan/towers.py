@@ -164,12 +164,18 @@ class TowerPlan:
             least = min(range(num), key=lambda tower: (sums[tower], len(towers[tower])))
             towers[least] += table.feature_names
             sums[least] += loads[table.name]
-        hosts = [topology.host(ranks[0]) for ranks in topology.tower_groups()[:num]]
-        held: dict[int, list[int]] = {host: [] for host in hosts}
+        # Where a tower is in each replica: hosts that share replicas unevenly hold other towers than in replica 0.
+        on_host = [topology.host(ranks[0]) for ranks in topology.tower_groups()]
+        hosts = [tuple(on_host[tower::num]) for tower in range(num)]
+        held: dict[tuple[int, ...], list[int]] = {place: [] for place in hosts}
+        sent = [0.0] * topology.num_hosts
         for tower in sorted(range(num), key=lambda tower: -sums[tower]):
-            free = [host for host in held if len(held[host]) < hosts.count(host)]
-            held[min(free, key=lambda host: sum(sums[other] for other in held[host]))].append(tower)
-        return cls.from_lists([towers[tower] for host in held for tower in held[host]], strategy="balanced")
+            free = [place for place in held if len(held[place]) < hosts.count(place)]
+            least_sent = min(free, key=lambda place: sorted((sent[host] for host in place), reverse=True))
+            held[least_sent].append(tower)
+            for host in least_sent:
+                sent[host] += sums[tower]
+        return cls.from_lists([towers[tower] for place in held for tower in held[place]], strategy="balanced")
 
     @property
     def num_towers(self) -> int:

@@ -37,6 +37,11 @@ def test_balanced_towers_and_hosts_send_about_equally_much() -> None:
     # A host takes no more towers than it has ranks for.
     heavy = {"a": 100, "b": 12, "c": 11, "d": 10}
     assert TowerPlan.balanced(list(map(table, heavy)), two_a_host, rows=heavy).features == [*"adbc"]
+    # The middle one of three hosts has two towers of each replica: each host has two of three pairs that send 7.
+    uneven = TowerTopology(num_towers=6, ranks_per_tower=1, num_replicas=2, ranks_per_host=4)
+    six = {name: float(rank) for rank, name in enumerate("abcdef", start=1)}
+    pairs = TowerPlan.balanced([table(name) for name in six], uneven, rows=six).features
+    assert [six[first] + six[second] for first, second in zip(pairs[::2], pairs[1::2], strict=True)] == [7, 7, 7]
     # Without rows, features of equal width are dealt out in turn, but hosts that hold several towers get equally many.
     features = [str(i) for i in range(26)]
     dealt = TowerPlan.balanced([table(name) for name in features], two_a_host).to_lists()
