@@ -27,7 +27,7 @@ Verdict = Literal["ok", "FAILED"]
 _TITLES = {
     "logits": "one batch, of unequal sizes on the ranks",
     "dense gradients": "means over ranks, also of tower modules",
-    "table gradients": "means over the ranks of a replica",
+    "table gradients": "means over a replica's ranks; data-parallel: over all",
     "training": "losses of all steps, then the weights",
     "replicas": "copies on several ranks are equal",
 }
