@@ -1,8 +1,8 @@
 """A checkpoint of any layout loads into any other: weights, moments, dense state, schedules, and the next step.
 
 Weights, moments of tables that are not cut anew, and dense state must be there bit by bit; logits too where there are
-as many towers. The next step is bitwise in the same layout; elsewhere gradients of a row are
-summed in another order, which AdaGrad's small first moments make a little larger: 1e-5 for weights of about 0.3.
+as many towers. The next step is bitwise in the same layout; elsewhere gradients of a row are summed in another order.
+At most, that moved a weight to a neighboring number, 3e-8 away for weights of 0.3, in five seeds.
 """
 
 from __future__ import annotations
@@ -187,7 +187,7 @@ def largest_difference(ours: dict[str, Tensor], wanted: dict[str, Tensor]) -> fl
     return max((ours[name].double() - wanted[name].double()).abs().max().item() for name in wanted)
 
 
-STEP_ELSEWHERE = 1e-5
+STEP_ELSEWHERE = 1e-7
 
 SEQUENCES: dict[str, Any] = {"sequences": (0,), "max_bag": 4}
 LAYOUTS = {
@@ -323,7 +323,7 @@ def test_the_next_step_is_that_of_an_undisturbed_run(
         return
     worst = largest_difference(after["next"]["weights"], before["next"]["weights"])
     assert worst <= (0 if source == name else STEP_ELSEWHERE)
-    assert largest_difference(after["next"]["moments"], before["next"]["moments"]) <= (0 if source == name else 1e-9)
+    assert largest_difference(after["next"]["moments"], before["next"]["moments"]) <= (0 if source == name else 1e-11)
 
 
 ONE = layout("table_wise", 2, 1, (0, 0, 1, 1))
