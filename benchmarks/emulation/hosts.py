@@ -154,12 +154,7 @@ class EmulatedHosts:
         return [_sent_bytes(table, UPLINK) for table in tables]
 
     def torchrun(
-        self,
-        arguments: Sequence[str],
-        *,
-        ranks_per_host: int,
-        timeout: float,
-        env: Mapping[str, str] | None = None,
+        self, arguments: Sequence[str], *, ranks_per_host: int, timeout: float, env: Mapping[str, str] | None = None
     ) -> None:
         """Runs a job with one agent of ``torchrun`` per host, ranks in host order, from the repository's root.
 

@@ -56,12 +56,7 @@ class HostShare:
 
 
 def needed_bytes(
-    setting: Setting,
-    shares: Sequence[HostShare],
-    *,
-    dense_bytes: int,
-    number_bytes: int,
-    compression: int = 1,
+    setting: Setting, shares: Sequence[HostShare], *, dense_bytes: int, number_bytes: int, compression: int = 1
 ) -> dict[str, int]:
     """Bytes that all hosts together must send to others in one step.
 
@@ -84,12 +79,7 @@ def needed_bytes(
     ids = sum(n * (LENGTH_BYTES + ID_BYTES * share.rows) for n, share in zip(inputs, shares, strict=True))
     columns = sum(n * (share.columns // compression) for n, share in zip(inputs, shares, strict=True))
     outputs = columns * number_bytes
-    return {
-        "ids": round(ids),
-        "forward": outputs,
-        "backward": outputs,
-        "dense": 2 * (setting.hosts - 1) * dense_bytes,
-    }
+    return {"ids": round(ids), "forward": outputs, "backward": outputs, "dense": 2 * (setting.hosts - 1) * dense_bytes}
 
 
 def table_parameters(plan: ShardingPlan) -> dict[str, Any]:

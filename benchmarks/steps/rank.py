@@ -26,14 +26,7 @@ import torch
 import torch.distributed as dist
 
 from benchmarks.steps.build import Built, Meshes, build_contender
-from benchmarks.steps.check import (
-    PlainModel,
-    check_batches,
-    check_losses,
-    load_weights,
-    losses_of,
-    plain_weights,
-)
+from benchmarks.steps.check import PlainModel, check_batches, check_losses, load_weights, losses_of, plain_weights
 from benchmarks.steps.contenders import Contender, named
 from benchmarks.steps.inputs import Batches, random_batch
 from benchmarks.steps.measure import Turn, run_turn

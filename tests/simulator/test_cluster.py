@@ -49,14 +49,8 @@ def test_larger_groups_reach_less_of_the_uplink() -> None:
         ("matmul_flop = 1.0", r"matmul_flop: Unexpected keyword argument"),
         ("[exchange]\nlatency_s = -1e-6", r"exchange\.latency_s: Input should be greater than or equal to 0"),
         ("[all_reduce]\nhost_bytes_per_s = 0.0", r"all_reduce\.host_bytes_per_s: Input should be greater than 0"),
-        (
-            "[exchange.uplink_by_ranks]\nmany = 0.5",
-            r"exchange\.uplink_by_ranks\.many.*: Input should be a valid int",
-        ),
-        (
-            "[exchange.uplink_by_ranks]\n8 = 1.5",
-            r"exchange\.uplink_by_ranks\.8: Input should be less than or equal",
-        ),
+        ("[exchange.uplink_by_ranks]\nmany = 0.5", r"exchange\.uplink_by_ranks\.many.*: Input should be a valid int"),
+        ("[exchange.uplink_by_ranks]\n8 = 1.5", r"exchange\.uplink_by_ranks\.8: Input should be less than or equal"),
     ],
 )
 def test_nonsense_is_named(line: str, words: str, tmp_path: Path) -> None:

@@ -44,13 +44,7 @@ LOADS = {
 }
 MODEL = ModelWork(towers=(part(3.0),), dense_arch=part(3.0), rest=part(12.0))
 WORK = StepWork(
-    model=MODEL,
-    topology=TOPOLOGY,
-    loads=LOADS,
-    lookup_bytes=3.0,
-    embedding_bytes=0.0,
-    output_bytes=0.0,
-    samples=1.0,
+    model=MODEL, topology=TOPOLOGY, loads=LOADS, lookup_bytes=3.0, embedding_bytes=0.0, output_bytes=0.0, samples=1.0
 )
 
 

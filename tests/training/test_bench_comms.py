@@ -15,14 +15,7 @@ from dmt.errors import InputError
 from dmt.plan.topology import TowerTopology
 from dmt.simulator.cluster import Cluster, load_cluster, save_cluster
 from dmt.training.commands import bench_comms
-from dmt.training.commands.bench_comms import (
-    _Timing,
-    bytes_sent,
-    cut,
-    measure_cluster,
-    run_bench_comms,
-    shapes_of,
-)
+from dmt.training.commands.bench_comms import _Timing, bytes_sent, cut, measure_cluster, run_bench_comms, shapes_of
 from tests.ranks import on_ranks, run_ranks
 
 
