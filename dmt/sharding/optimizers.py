@@ -12,6 +12,7 @@ from functools import cache
 from typing import Any, Literal
 
 from dmt.errors import InputError
+from dmt.plan.tables import is_sequence, table_format
 
 __all__ = [
     "FBGEMM_NAMES",
@@ -52,10 +53,11 @@ def optimizer_name(settings: Mapping[str, Any]) -> str | None:
     return _NAMES.get(str(settings.get("optimizer", _FBGEMM_DEFAULT)))
 
 
-def kernel_obstacle(settings: Mapping[str, Any], *, names_only: bool = False) -> str:
+def kernel_obstacle(settings: Mapping[str, Any], *, names_only: bool = False, cpu_table: Any = None) -> str:
     """Returns the reason why FBGEMM's fused kernels cannot apply these ``fused_params``; empty if they can.
 
     With ``names_only``, settings that the optimizer ignores are no reason: a table may have another optimizer.
+    ``cpu_table`` is the table, if it is on a CPU, whose kernels ignore more.
 
     Example:
         >>> kernel_obstacle({"betas": (0.8, 0.99)})
@@ -69,16 +71,22 @@ def kernel_obstacle(settings: Mapping[str, Any], *, names_only: bool = False) ->
     optimizer = str(settings.get("optimizer", _FBGEMM_DEFAULT))
     # What FBGEMM passes to the kernel of each optimizer. The mode of row-wise AdaGrad's decay is NONE by default.
     is_row_wise = optimizer.endswith("row_wise_adagrad")
-    by_counts = settings.get("counter_based_regularization") or settings.get("cowclip_regularization")
-    mode = getattr(by_counts, "counter_weight_decay_mode", settings.get("weight_decay_mode"))
-    decays = bool(mode) if is_row_wise else optimizer not in ("exact_sgd", "exact_adagrad", "none")
-    reads = {"momentum": optimizer == "lars_sgd", "max_norm": is_row_wise, "weight_decay": decays}
+    counts, clips = settings.get("counter_based_regularization"), settings.get("cowclip_regularization")
+    mode: Any = getattr(counts or clips, "counter_weight_decay_mode", settings.get("weight_decay_mode"))
+    has_mode = bool(mode) and not (clips and mode.name == "ADAGRADW")
+    decays = has_mode if is_row_wise else optimizer not in ("exact_sgd", "exact_adagrad", "none")
+    # Measured on a CPU, FBGEMM 1.8: no table has max_norm, and FP32 bags of one feature decay only if rows are counted.
+    is_bag = cpu_table is not None and not is_sequence(cpu_table) and len(cpu_table.feature_names) == 1
+    is_plain = is_bag and table_format(cpu_table) == "FP32" and not (counts or clips)
+    has_norm = is_row_wise and cpu_table is None and not (counts or clips)
+    reads = {"momentum": optimizer == "lars_sgd", "max_norm": has_norm, "weight_decay": decays and not is_plain}
     for key, value in settings.items():
         if key not in known and not key.startswith(_TORCHRECS):
             return f"FBGEMM has no setting {key}={value!r}{_NAME_HINTS.get(key, '')}"
         if value and not names_only and not reads.get(key, True):
-            hint = " without weight_decay_mode L2 or DECOUPLE" if is_row_wise and key == "weight_decay" else ""
-            return f"FBGEMM's {optimizer} ignores {key}={value!r}{hint}"
+            decay = " on a CPU in FP32 bags of one feature" if decays else " without weight_decay_mode L2 or DECOUPLE"
+            hints = {"weight_decay": decay, "max_norm": " on a CPU, and where it counts rows"} if is_row_wise else {}
+            return f"FBGEMM's {optimizer} ignores {key}={value!r}{hints.get(key, '')}"
     return ""
 
 
@@ -125,7 +133,7 @@ def moment_scale_of(moment_scale: MomentScale, settings: Mapping[str, Any], num_
 
     Raises:
         InputError: ``moment_scale`` is a number other than 1 and the optimizer has no such sum; or c is not 1 and the
-            optimizer decouples its weight decay, which the scaled learning rate would change.
+            optimizer decouples its weight decay or counts rows, which the scaled learning rate would change.
 
     Example:
         >>> moment_scale_of("num_replicas", {"optimizer": "exact_row_wise_adagrad"}, 4)
@@ -136,11 +144,11 @@ def moment_scale_of(moment_scale: MomentScale, settings: Mapping[str, Any], num_
     check_moment_scale(moment_scale, num_replicas)
     asked = moment_scale != "num_replicas"
     scale = float(num_replicas if moment_scale == "num_replicas" else moment_scale)
-    obstacle = ""
+    obstacle, mode = "", getattr(settings.get("weight_decay_mode"), "name", "")
     if optimizer_name(settings) not in _WITH_MOMENTS:
         obstacle = f"the optimizer is {optimizer_name(settings) or settings['optimizer']}"
-    elif settings.get("weight_decay") and "DECOUPLE" in getattr(settings.get("weight_decay_mode"), "name", ""):
-        obstacle, asked = "weight_decay_mode is decoupled", True
+    elif mode in ("COUNTER", "COWCLIP") or ("DECOUPLE" in mode and settings.get("weight_decay")):
+        obstacle, asked = f"weight_decay_mode is {mode}", True
     if obstacle and asked and scale != 1.0:
         raise InputError(
             f"moment_scale={moment_scale!r} scales the moments of {' and '.join(_WITH_MOMENTS)}, but {obstacle}. Use "

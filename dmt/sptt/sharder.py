@@ -20,7 +20,6 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from dmt._torchrec import fused_settings, place_globally
 from dmt.collectives import check_agreement, gather_objects, run_on_all_or_raise
 from dmt.errors import InputError, check_instance, did_you_mean
-from dmt.plan.tables import is_sequence, table_format
 from dmt.sharding.optimizers import MomentScale, check_moment_scale, kernel_obstacle, moment_scale_of, moment_scaled
 from dmt.sharding.schemes import ID_ROUTES, SCHEMES, IdRoute, TablePlacement, check_columns, shards_in_tower, why_not
 from dmt.sptt.group_sharded import GroupShardedEC, table_configs, table_weights
@@ -204,10 +203,8 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         settings, is_fused = fused_settings(parameter, self.fused_params), scheme != "data_parallel"
         route = "peer" if tower is None else self.id_route
         reason = why_not(table, scheme, id_route=route, fused_params=settings)
-        reason = reason or (kernel_obstacle(settings) if is_fused else "")
-        # FBGEMM 1.8 updates such tables by a kernel without decay; it decays FP16, sequence and shared tables.
-        is_plain = table_format(table) == "FP32" and not is_sequence(table) and len(table.feature_names) == 1
-        decay = settings.get("weight_decay", 0.0) if on_cpu and is_fused and is_plain else 0.0
+        if is_fused:
+            reason = reason or kernel_obstacle(settings, cpu_table=table if on_cpu else None)
         refusals = {
             f"is sharded {scheme!r}; inside a tower use one of {list(SCHEMES)}. Make the plan with "
             "TowerShardingPlanner(mesh.topology).plan(model, sharders).": scheme not in SCHEMES,
@@ -221,8 +218,6 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
             "freeze it, leave requires_grad=True, call apply_optimizer_in_backward(torch.optim.SGD, [weight], "
             "{'lr': 0.0}) before sharding, and let no schedule change its rate.": not parameter.requires_grad,
             f"is {scheme}, but {reason}. Change the table, its optimizer or its scheme.": bool(reason),
-            f"has weight_decay={decay!r}, which FBGEMM ignores on a CPU for FP32 bags of one feature. Drop it, or use "
-            "FP16 tables or GPUs.": bool(decay),
             f"is {scheme}, but every rank holds a table outside towers: such tables are data_parallel. Make the plan "
             "with TowerShardingPlanner.": tower is None and is_fused,
         }

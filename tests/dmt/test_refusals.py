@@ -327,7 +327,7 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
     )},
     **{f"decay of {dtype} tables with an optimizer": (lambda job, dtype=dtype: on_parameters(
         job, RowWiseAdagrad, "row_wise", {"weight_decay_mode": WeightDecayMode.L2}, {"weight_decay": 1}, dtype), words)
-       for dtype, words in (("FP16", "^nothing$"), ("FP32", r"has weight_decay=1, which FBGEMM ignores on a CPU"))},
+       for dtype, words in (("FP16", "^nothing$"), ("FP32", "ignores weight_decay=1 on a CPU in FP32 bags"))},
     "FP16 data-parallel": (fp16_data_parallel, "Table 't0' in tower 0 is data_parallel, but its weights are FP16"),
     "a table outside towers in one": (cut_outside, "'t1' outside towers is table_wise, but every rank holds a table"),
     "a batch without a feature outside": (
@@ -382,8 +382,9 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
        for c in (0, -1, 3, float("nan"), True, "replicas")},
     "c of SGD": (lambda job: sharded(replace(COPIES, optimizer="sgd", moment_scale=2), job.copies),
                  "moment_scale=2 scales the moments of rowwise_adagrad and adagrad, but"),
-    "c of decoupled decay": (lambda job: moment_scale_of("num_replicas", {
-        **DECAY, "weight_decay_mode": WeightDecayMode.DECOUPLE}, 2), "but weight_decay_mode is decoupled"),
+    **{f"c of decay {mode}": (lambda job, mode=mode: moment_scale_of("num_replicas", {
+        **DECAY, "weight_decay_mode": WeightDecayMode[mode]}, 2), f"but weight_decay_mode is {mode}")
+       for mode in ("DECOUPLE", "COUNTER")},
     "no sync": (lambda job: sharded(COPIES, job.copies)(COPIES.draw(job.rank, 0)[0]),
                 r"num_replicas=2, but nothing keeps the replicas equal.*ReplicaSync\(model"),
     **{f"{name} = {value}": (

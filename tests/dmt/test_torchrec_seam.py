@@ -7,11 +7,16 @@ import importlib
 import importlib.metadata
 import inspect
 import textwrap
+from itertools import product
+from typing import Any
 
 import pytest
 import torch
+from fbgemm_gpu import split_table_batched_embeddings_ops_training as fbgemm
 
 from dmt._torchrec import settings_on_parameters
+from dmt.plan.tables import TableSpec
+from dmt.sharding.optimizers import kernel_obstacle
 
 PRIVATE_NAMES = {
     "torchrec.distributed.embedding_types.ShardedEmbeddingModule": "_input_dists _lookups _output_dists",
@@ -88,3 +93,33 @@ def test_settings_leave_other_attributes_of_a_parameter_alone() -> None:
         parameters[0].placed = "by TorchRec, meanwhile"
     assert vars(parameters[0]) == {"_optimizer_kwargs": [{"lr": 1.0}], "placed": "by TorchRec, meanwhile"}
     assert vars(parameters[1]) == {}
+
+
+MODES, COUNTED = fbgemm.WeightDecayMode, fbgemm.CounterWeightDecayMode
+COUNTS = fbgemm.CounterBasedRegularizationDefinition(counter_weight_decay_mode=COUNTED.L2)
+CLIPS = fbgemm.CowClipDefinition(counter_weight_decay_mode=COUNTED.ADAGRADW, lower_bound=1.0)
+DECAYS: list[dict[str, Any]] = [
+    *({"weight_decay_mode": mode} for mode in (MODES.NONE, MODES.L2, MODES.DECOUPLE)),
+    {"weight_decay_mode": MODES.COUNTER, "counter_based_regularization": COUNTS},
+    {"weight_decay_mode": MODES.COWCLIP, "cowclip_regularization": CLIPS},
+]
+
+
+@pytest.mark.parametrize(("features", "number"), [*product(("a", "ab"), ("FP32", "FP16"))])
+def test_what_is_refused_on_a_cpu_is_what_fbgemm_ignores_there(features: str, number: Any) -> None:
+    adagrad = {"optimizer": fbgemm.OptimType.EXACT_ROWWISE_ADAGRAD}
+    table = TableSpec(name="t", num_embeddings=2, embedding_dim=4, feature_names=tuple(features), data_type=number)
+
+    def trained(**settings: Any) -> torch.Tensor:
+        place = [(2, 4, fbgemm.EmbeddingLocation.HOST, fbgemm.ComputeDevice.CPU)]
+        settings |= {"weights_precision": fbgemm.SparseType[number], "feature_table_map": [0] * len(features)}
+        kernel = fbgemm.SplitTableBatchedEmbeddingBagsCodegen(place, device=torch.device("cpu"), **adagrad, **settings)
+        (weights,) = kernel.split_embedding_weights()
+        weights.copy_(torch.arange(8).view(2, 4))
+        for _ in range(2):
+            kernel(torch.tensor([1] * len(features)), torch.arange(len(features) + 1)).sum().backward()
+        return weights
+
+    for way, asked in product(DECAYS, ({"weight_decay": 0.5}, {"max_norm": 0.1})):
+        is_ignored = torch.equal(trained(**way), trained(**way, **asked))
+        assert is_ignored == bool(kernel_obstacle({**adagrad, **way, **asked}, cpu_table=table)), (way, asked)
