@@ -13,7 +13,6 @@ from dmt.errors import InputError
 from dmt.plan.tables import NUMBER_BYTES, TableSpec, feature_names
 from dmt.plan.topology import TowerTopology
 from dmt.sharding.costs import StepWorkload
-from dmt.sharding.outside import CrossingCosts
 from dmt.simulator.cluster import Cluster, load_cluster
 from dmt.simulator.steps import Kind, ModelWork, StepWork, simulate, step_operations
 from dmt.simulator.work import Workload, count_operators, step_work
@@ -103,10 +102,11 @@ def _lookups(job: Job) -> StepWorkload:
     return job.sharding.workload if job.sharding else step_workload(job.config, job.config.sharding.pooling_factors)
 
 
-def _unique_rows(costs: CrossingCosts) -> str | None:
-    if not costs.is_unique:
-        return None
-    return "counted by dmt prepare" if costs.distinct else "at most as many as the rows of a table"
+def _unique_rows(job: Job) -> str | None:
+    costs = crossing_costs(job.config, job.opened_data)
+    fewer = "; whole requests (data.group_by) have fewer" if costs.distinct and job.data.raw.group_by else ""
+    known = f"counted by dmt prepare{fewer}" if costs.distinct else "at most as many as the rows of a table"
+    return known if costs.is_unique else None
 
 
 def predict_step(job: Job, cluster: Cluster, counted: dict[str, ModelWork] | None = None) -> Prediction:
@@ -128,7 +128,7 @@ def predict_step(job: Job, cluster: Cluster, counted: dict[str, ModelWork] | Non
         uplink_bytes=work.uplink_bytes,
         rank_bytes=work.rank_bytes[0],
         host_bytes=work.host_bytes,
-        unique_rows=_unique_rows(crossing_costs(job.config, job.opened_data)),
+        unique_rows=_unique_rows(job),
     )
 
 

@@ -274,12 +274,13 @@ def test_alternatives_to_any_config_are_found(
         assert load_config("demo", way["overrides"]).topology.build().world_size == 2 * hosts
 
 
-def test_distinct_inputs_are_those_that_prepare_has_counted(pairs: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("group", "fewer"), [(None, ""), ("item", "; whole requests (data.group_by) have fewer")])
+def test_distinct_inputs_are_those_that_prepare_has_counted(group: Any, fewer: str, pairs: str, tmp_path: Path) -> None:
     # A quarter of the users is b; items are even; bags have two ids.
     lines = [f"{n % 2},0,{'ab'[n % 4 == 0]},{n % 8},x|y" for n in range(64)]
     (tmp_path / "clicks.csv").write_text("\n".join(["label,d,user,item,tags", *lines]))
-    path, columns = str(tmp_path / "clicks.csv"), {"dense": ("d",), "multi_hot": ("tags",)}
-    ids = ("user", "item", "tags")
+    path, ids = str(tmp_path / "clicks.csv"), ("user", "item", "tags")
+    columns: dict[str, Any] = {"dense": ("d",), "multi_hot": ("tags",), "group_by": group}
     prepare(DataConfig(kind="columns", train_path=path, eval_path=path, categorical=ids, **columns), tmp_path / "ready")
     flat = ["model.arch=dlrm", "sharding.dataflow=sptt", "sharding.unique=true", "train.batch_size=16"]
     values = [*PAIRS, *flat, f"data.prepared={tmp_path / 'ready'}"]
@@ -292,9 +293,10 @@ def test_distinct_inputs_are_those_that_prepare_has_counted(pairs: str, tmp_path
     assert towers.to_lists() == [["tags"], ["item", "user"]]
     record = record_of("demo", *values, "--cluster", pairs)
     known = {way["name"]: way["unique_rows"] for way in (record["own"], *record["alternatives"])}
-    assert known["this config"] == known["SPTT, same model, unique"] == "counted by dmt prepare"
+    assert known["this config"] == known["SPTT, same model, unique"] == f"counted by dmt prepare{fewer}"
     assert known["SPTT, same model"] is None
-    assert "unique sends: counted by dmt prepare." in " ".join(run("demo", *values, "--cluster", pairs).stdout.split())
+    printed = " ".join(run("demo", *values, "--cluster", pairs).stdout.split())
+    assert f"unique sends: counted by dmt prepare{fewer}." in printed
 
 
 def test_a_run_that_names_its_cluster_has_the_prediction_in_its_result(

@@ -132,7 +132,7 @@ class ClickData:
     def distinct_inputs(self, batch_size: int) -> dict[str, float]:
         """Returns by feature the mean number of distinct ids in a batch, if ``dmt prepare`` has counted ids.
 
-        For features with at most one id per sample. Counts of large tables are large, so they are read when needed.
+        For features with at most one id per sample, in ungrouped rows. Counts can be large, so are read when needed.
         """
         if self._counts is not None and batch_size not in self._distinct:
             counts = load_profile(self._counts)
