@@ -11,7 +11,9 @@ import json
 import shutil
 import statistics
 from collections.abc import Mapping, Sequence
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import click
@@ -21,11 +23,12 @@ from benchmarks.emulation.hosts import EmulatedHosts
 from benchmarks.report import commit, processor
 from benchmarks.steps.build import own_tables, own_topology, own_towers
 from benchmarks.steps.contenders import Contender, named
-from benchmarks.steps.inputs import benchmark_tables
+from benchmarks.steps.inputs import access_profile, benchmark_tables
 from benchmarks.steps.setting import Setting
 from dmt.models.complexity import CRITEO_DENSE_FEATURES
 from dmt.simulator.cluster import Cluster, load_cluster
 from dmt.training.config import TrainingConfig
+from dmt.training.data.config import DataConfig
 from dmt.training.job import Job, make_job
 from dmt.training.step_prediction import predict_step
 
@@ -41,11 +44,12 @@ def job_of(contender: Contender, setting: Setting) -> Job | None:
     """The contender as a run of the trainer; None where the simulator has no such step."""
     is_flat = contender.family == "flat"
     has_other_plan = is_flat and (contender.scheme not in _FLAT or contender.data_parallel_rows != 0)
-    if contender.family == "etc" or contender.hot_rows or has_other_plan:
+    is_unique_by_tower = contender.unique and contender.has_towers
+    if contender.family == "etc" or contender.hot_rows or has_other_plan or is_unique_by_tower:
         return None
     values: dict[str, Any] = {
         "model": {"arch": "dlrm", "embedding_dim": 128},
-        "sharding": {"dataflow": "flat" if is_flat else "sptt"},
+        "sharding": {"dataflow": "flat" if is_flat else "sptt", "unique": contender.unique},
         "train": {
             "batch_size": setting.batch_size,
             "prefetch_ids": contender.prefetch,
@@ -69,7 +73,17 @@ def job_of(contender: Contender, setting: Setting) -> Job | None:
     }
     config = TrainingConfig.model_validate(values)
     tables = own_tables(contender, setting)
-    return make_job(config, tables, CRITEO_DENSE_FEATURES, towers=own_towers(contender, setting))
+    data = _counted(setting) if contender.unique else None
+    return make_job(config, tables, CRITEO_DENSE_FEATURES, towers=own_towers(contender, setting), data=data)
+
+
+@cache
+def _counted(setting: Setting) -> Any:
+    """What a job reads of data whose ids `dmt prepare` has counted."""
+    profile = access_profile(setting)
+    rows = profile.distinct_rows(setting.batch_size)
+    by_feature = {name: rows[table.name] for table in profile.tables for name in table.feature_names}
+    return SimpleNamespace(raw=DataConfig(), distinct_inputs=lambda batch_size: by_feature)
 
 
 class Row(NamedTuple):
@@ -93,10 +107,8 @@ def predictions(runs: Sequence[Mapping[str, Any]], clusters: Mapping[str, Cluste
         rows = "" if setting.rows_cap == 40_000 else f", {setting.rows_cap:,} rows"
         name = f"{cluster_name(setting)}, B={setting.batch_size}{rows}, {setting.ids} ids{requests}"
         for entry in run["contenders"]:
-            key, contender = (name, entry["name"]), named(entry["name"])
-            job = job_of(contender, setting)
-            # Equal inputs are not predicted.
-            if job is None or contender.unique:
+            key, job = (name, entry["name"]), job_of(named(entry["name"]), setting)
+            if job is None:
                 continue
             steps.setdefault(key, []).extend(step["seconds"] for step in entry["steps"])
             found[key] = predict_step(job, clusters[cluster_name(setting)]).seconds

@@ -15,6 +15,7 @@ import pytest
 import torch
 from click.testing import CliRunner
 
+from benchmarks.simulator import _RESULTS, job_of
 from benchmarks.steps.build import OPTIMIZER, build_plain, own_topology
 from benchmarks.steps.check import check_losses
 from benchmarks.steps.contenders import CONTENDERS, named, select
@@ -30,6 +31,7 @@ from benchmarks.train_step import main
 from dmt.errors import InputError
 from dmt.testing.ranks import RanksFailedError
 from dmt.training.build import fused_params
+from dmt.training.step_prediction import work_of
 from tests.ranks import run_ranks
 
 SMALL = {"hosts": 2, "ranks_per_host": 2, "mbit_per_s": None, "batch_size": 16, "rounds": 1, "rows_cap": 50}
@@ -224,6 +226,14 @@ def test_distinct_inputs_by_hand() -> None:
 def turn(*seconds: float, uplink: int | None = None, peak: int | None = None) -> Turn:
     steps = [Clocks(seconds=s, cpu=s / 2, main_cpu=s / 4, no_core=s / 8) for s in seconds]
     return Turn(steps=steps, uplink_bytes=uplink, peak_bytes=peak)
+
+
+def test_what_unique_sends_is_predicted_as_it_was_measured() -> None:
+    run = next(run for run in json.loads((_RESULTS / "steps.json").read_text())["runs"] if run["part"] == "main")
+    sent, setting = {e["name"]: e["traffic"]["forward"] for e in run["contenders"]}, Setting(**run["setting"])
+    for name in ("sptt", "sptt+unique", "sptt+prefetch+hier+mb4+unique+rank-towers+outside"):
+        assert work_of(job_of(named(name), setting)).sent["peer_outputs"].uplink == pytest.approx(sent[name], rel=0.01)
+    assert job_of(named("dmt-cr2+unique"), setting) is None, "not counted by tower"
 
 
 def test_a_step_is_as_long_as_its_slowest_rank() -> None:
