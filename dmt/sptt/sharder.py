@@ -218,6 +218,9 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
             "freeze it, leave requires_grad=True, call apply_optimizer_in_backward(torch.optim.SGD, [weight], "
             "{'lr': 0.0}) before sharding, and let no schedule change its rate.": not parameter.requires_grad,
             f"is {scheme}, but {reason}. Change the table, its optimizer or its scheme.": bool(reason),
+            # All tables travel in one exchange.
+            f"has output_dtype={sharding.output_dtype} in the plan, but all tables need the same: set it in the "
+            "sharder's fused_params.": sharding.output_dtype is not None,
             f"is {scheme}, but every rank holds a table outside towers: such tables are data_parallel. Make the plan "
             "with TowerShardingPlanner.": tower is None and is_fused,
         }

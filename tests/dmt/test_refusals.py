@@ -272,6 +272,7 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
     "dense kernel": (lambda job: changed(job.one, put(compute_kernel="dense"), scheme="table_wise"),
                      "'t1' in tower 0 is table_wise with compute_kernel='dense'"),
     "dense kernel of replicas": (lambda job: changed(job.copies, put(compute_kernel="dense")), "kernel='dense'"),
+    "output dtype": (lambda job: changed(job.two, put(output_dtype=DataType.FP16)), "'t1' in tower 1 has output_dtype"),
     "local rank": (lambda job: changed(job.two, put(ranks=[5])), r"'t1' in tower 1 is .* local ranks \[5\], but"),
     "cover": (lambda job: changed(job.two, small_shard), r"'t1' in tower 1 is 43 x 8, but its shards .*43, 6\)\]"),
     "a batch without a feature": (lambda job: changed(job.two, None)(ids_of(torch.int64, "f0")), "lacks feature 'f1'"),
