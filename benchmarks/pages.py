@@ -242,8 +242,6 @@ def _readme_sentences() -> Iterable[str]:
 
 def _performance_sentences() -> Iterable[str]:
     contenders = _contenders("steps", "main")
-    less, more = (_megabytes(contenders[name]) for name in ("sptt+unique", "sptt"))
-    yield f"they cut the bytes of `sptt` from {more} to {less} MB"
     compute = [found.compute for found in contenders.values() if found.family in ("sptt", "dmt")]
     yield f"computes for {min(compute):.1f} to {max(compute):.1f} seconds"
     wires = [run["wire"] for run in _record("steps")["runs"] if run.get("wire")]
@@ -252,19 +250,6 @@ def _performance_sentences() -> Iterable[str]:
     yield f"this library's exchange between hosts took at most {max(wire['ratio'] for wire in wires):.2f}"
     ratios = [run["wire"]["all_to_all_ratio"] for run in _record("hosts")["runs"]]
     yield "{:.2f}, {:.2f} and {:.2f} times bytes / rate".format(*ratios)
-    fewer, all_inside = (contenders[name] for name in ("dmt-cr2+outside", "dmt-cr2"))
-    yield f"{_megabytes(fewer)} instead of {_megabytes(all_inside)} MB"
-    yield f"{fewer.median:.2f} instead of {all_inside.median:.2f} seconds at ratio 2"
-
-
-def _hot_sentences() -> Iterable[str]:
-    contenders = _contenders("steps", "main")
-    plain, hot = contenders["sptt"], contenders["sptt+hier+hot"]
-    yield f"of the unchanged model from {plain.median:.2f} to {hot.median:.2f} seconds"
-    yield f"its bytes from {_megabytes(plain)} to {_megabytes(hot)} MB per host"
-    unique = fastest([f for f in contenders.values() if "unique" in f.name], "sptt", precision="fp32")
-    assert unique is not None, "the record has unique inputs"
-    yield f"options took {unique.median:.2f} seconds"
 
 
 def _quality_sentences() -> Iterable[str]:
@@ -297,10 +282,6 @@ def _quality_sentences() -> Iterable[str]:
         yield f"{lost[model, 'coherent']:.4f} with {name} (random: {lost[model, 'random']:.4f})"
     gained, products = aucs["planted", "dcn", "interactions", 4], -aucs["planted", "dlrm-products", "interactions", 4]
     yield f"DCN gained {gained:.4f} at ratio 4 and products lost {products:.4f}"
-    outside = _auc_less_flat("outside")
-    for data in ("flights", "hotel"):
-        aucs_of_set = (f"{outside[data, 'dlrm-each', 'outside', ratio]:+.4f}" for ratio in (2, 4, 16))
-        yield "by {}, {} and {} on ".format(*aucs_of_set) + data
     yield f"by at most {_outside_change():.4f} from that of"
 
     steps = {(row["data"], row["rows"], row["rates"]): row["ne"] for row in _record("batches")["medians"]}
@@ -312,18 +293,6 @@ def _quality_sentences() -> Iterable[str]:
 
 
 def _partitioner_sentences() -> Iterable[str]:
-    def difference(record: str, **keys: str) -> float:
-        (row,) = [row for row in _record(record)["comparisons"] if keys.items() <= row.items()]
-        return float(row["median_difference"])
-
-    strided, coherent, flat = (
-        difference("interaction_towers", data="flights", arm="interactions", baseline=baseline)
-        for baseline in ("strided", "coherent", "flat")
-    )
-    yield f"is {strided:.4f} above that of strided towers and {coherent:.4f} above that of coherent ones"
-    yield f"but {-flat:.4f} below the flat model"
-    products = difference("product_towers", data="flights", arm="products, together", baseline="flat")
-    yield f"differ from the flat model by {products:+.4f}"
     named = [row for row in _record("entity_towers")["comparisons"] if row["arm"] == "named"]
     shares = [100 * row["bytes"]["once"] / row["strided_bytes"]["once"] for row in named]
     yield f"a rank then sends {min(shares):.0f} to {max(shares):.0f} % of the bytes"
@@ -356,7 +325,6 @@ def _what_if_sentences() -> Iterable[str]:
 SENTENCES: Mapping[str, Callable[[], Iterable[str]]] = {
     "README.md": _readme_sentences,
     "performance.md": _performance_sentences,
-    "hot_rows.md": _hot_sentences,
     "quality.md": _quality_sentences,
     "partitioner.md": _partitioner_sentences,
     "serving.md": _serving_sentences,

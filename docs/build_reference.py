@@ -148,7 +148,9 @@ def _one_line(text: str) -> str:
 
 
 def _paragraphs(text: str) -> str:
-    return "\n\n".join(_one_line(paragraph) for paragraph in text.replace(chr(8), "").split("\n\n"))
+    paragraphs = (_one_line(paragraph) for paragraph in text.replace(chr(8), "").split("\n\n"))
+    # The page says once what OVERRIDES are.
+    return "\n\n".join(paragraph.partition(" OVERRIDES set")[0] for paragraph in paragraphs)
 
 
 PAGES = {Path(__file__).parent / "keys.md": keys, Path(__file__).parent / "commands.md": commands}

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import re
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -44,11 +46,21 @@ def test_learn_towers_finds_the_planted_groups(tmp_path: Path) -> None:
 
 
 @pytest.mark.ranks
-def test_a_flat_model_over_towers_is_bitwise_the_plain_one() -> None:
-    out = output_of("flat_model_over_towers.py")
-    assert "bit for bit, on 4 of 4 ranks" in out
-    booked = {name: int(value) for name, value in re.findall(r"(\w+)=(\d+)", out)}
-    assert booked["forward"] == booked["backward"] == int(out.rstrip().rpartition("= ")[2])
+def test_a_torchrec_script_sends_less_with_each_step_of_the_tutorial() -> None:
+    """The script itself compares the outputs of the same model bit for bit."""
+    out = output_of("from_torchrec.py")
+    assert f"```text\n{out}```" in (ROOT / "docs" / "tutorial.md").read_text()
+    flat, over_towers, unique, compressed = (int(number) for number in re.findall(r": (\d+)", out))
+    assert flat == over_towers > unique > compressed
+
+
+@pytest.mark.ranks
+def test_training_over_towers_is_the_same() -> None:
+    command = [sys.executable, "examples/same_training.py"]  # not in a rank, as it starts ranks
+    out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    found = re.findall(r"(\S+): moved (\S+), differs by (\S+)", out)
+    assert len(found) == 6, out
+    assert all(float(differs) < 1e-5 * float(moved) for _, moved, differs in found), out
 
 
 @pytest.mark.ranks
