@@ -76,7 +76,7 @@ def kernel_obstacle(settings: Mapping[str, Any], *, names_only: bool = False, cp
     has_mode = bool(mode) and not (clips and mode.name == "ADAGRADW")
     decays = has_mode if is_row_wise else optimizer not in ("exact_sgd", "exact_adagrad", "none")
     # Measured on a CPU, FBGEMM 1.8: no table has max_norm, and FP32 bags of one feature decay only if rows are counted.
-    is_bag = cpu_table is not None and not is_sequence(cpu_table) and len(cpu_table.feature_names) == 1
+    is_bag = is_row_wise and cpu_table is not None and not is_sequence(cpu_table) and len(cpu_table.feature_names) == 1
     is_plain = is_bag and table_format(cpu_table) == "FP32" and not (counts or clips)
     has_norm = is_row_wise and cpu_table is None and not (counts or clips)
     reads = {"momentum": optimizer == "lars_sgd", "max_norm": has_norm, "weight_decay": decays and not is_plain}
