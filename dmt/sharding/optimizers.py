@@ -75,7 +75,7 @@ def kernel_obstacle(settings: Mapping[str, Any], *, names_only: bool = False, cp
     mode: Any = getattr(counts or clips, "counter_weight_decay_mode", settings.get("weight_decay_mode"))
     has_mode = bool(mode) and not (clips and mode.name == "ADAGRADW")
     decays = has_mode if is_row_wise else optimizer not in ("exact_sgd", "exact_adagrad", "none")
-    # Measured on a CPU, FBGEMM 1.8: no table has max_norm, and FP32 bags of one feature decay only if rows are counted.
+    # FBGEMM 1.8 and 1.9 on a CPU: no table has max_norm, and FP32 bags of one feature decay only if rows are counted.
     is_bag = is_row_wise and cpu_table is not None and not is_sequence(cpu_table) and len(cpu_table.feature_names) == 1
     is_plain = is_bag and table_format(cpu_table) == "FP32" and not (counts or clips)
     has_norm = is_row_wise and cpu_table is None and not (counts or clips)
