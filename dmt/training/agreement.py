@@ -139,7 +139,8 @@ class Agreement:
         gradients = [parameter.grad for parameter in self._trained if parameter.grad is not None]
         norm = torch.stack([gradient.norm() for gradient in gradients]).sum() if gradients else logits.new_zeros(())
         finite = torch.stack([logits.sum(), norm]).isfinite()
-        self._since = self._since.to(finite.device).where(finite, self._since.clamp(max=step))
+        since = self._since.to(finite.device)
+        self._since = since.where(finite, since.clamp(max=step))
 
     def is_due(self, step: int) -> bool:
         """Returns whether the ranks meet after a step."""
