@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -22,6 +23,8 @@ from torchrec.streamable import Pipelineable
 from dmt.testing import PlainTraining, gather_plain_state, load_plain_state
 from dmt.testing.plain import is_table
 
+DEVICE = torch.device(os.environ.get("DMT_TEST_DEVICE", "cpu"))
+"""Of the ranks; the oracle is trained on the CPU."""
 LR = 0.05
 # More than rounding: no optimizer makes a large step of a gradient that cancels.
 EPS = 1e-3
@@ -109,15 +112,17 @@ class AttentionTowerModule(nn.Module):
         starts = first.lengths().cumsum(0) - first.lengths()
         last = (starts + first.lengths() - 1).clamp(min=0)
         has_item = (first.lengths() > 0).unsqueeze(1)
+        device = starts.device
         values = torch.cat([first.values(), first.values().new_zeros(1, first.values().shape[1])])
         query = self.query(torch.where(has_item, values[last], 0.0))
         pooled = []
         for feature in self.features:
             sequence, number = embeddings[feature], len(query)
-            sample = torch.arange(number).repeat_interleave(sequence.lengths())
-            place = torch.arange(len(sample)) - (sequence.lengths().cumsum(0) - sequence.lengths())[sample]
+            sample = torch.arange(number, device=device).repeat_interleave(sequence.lengths())
+            starts = sequence.lengths().cumsum(0) - sequence.lengths()
+            place = torch.arange(len(sample), device=device) - starts[sample]
             score = ((query[sample] * sequence.values()).sum(dim=1) - 0.1 * place).exp()
-            total = torch.zeros(number).index_add(0, sample, score)
+            total = torch.zeros(number, device=device).index_add(0, sample, score)
             weighted = (score / total[sample]).unsqueeze(1) * sequence.values()
             pooled.append(torch.zeros_like(query).index_add(0, sample, weighted))
         return self.linear(torch.cat(pooled, dim=1))

@@ -24,6 +24,7 @@ import pytest
 import torch.distributed as dist
 
 from dmt.testing.ranks import Rank, RanksFailedError, run_on_ranks
+from dmt.training.device import backend
 
 _SHARED: list[Rank] = []
 
@@ -36,7 +37,10 @@ def run_ranks(
     ``fresh``: in processes of its own, for a function that leaves its process changed or killed.
     """
     ranks = None if fresh else _SHARED
-    return run_on_ranks(in_absurd_environment, world_size, function, args, timeout_s=timeout_s, ranks=ranks)
+    kind = "cuda" if os.environ.get("DMT_TEST_DEVICE", "cpu").startswith("cuda") else "cpu"
+    return run_on_ranks(
+        in_absurd_environment, world_size, function, args, timeout_s=timeout_s, ranks=ranks, backend=backend(kind)
+    )
 
 
 def on_ranks(world_size: int, *, fresh: bool = False) -> Callable[[Callable[..., Any]], Callable[..., None]]:
@@ -62,6 +66,8 @@ def _test_on_rank(rank: int, module: str, name: str, arguments: dict[str, Any]) 
 def in_absurd_environment(rank: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
     """Nothing may guess the topology from the environment."""
     os.environ["LOCAL_WORLD_SIZE"] = "7"
+    # NCCL refuses two ranks of one host on one GPU. Apart, they talk by sockets, as hosts do.
+    os.environ |= {"NCCL_HOSTID": f"host-{rank}", "NCCL_SOCKET_IFNAME": "lo"}
     return function(rank, *args)
 
 

@@ -48,6 +48,7 @@ from dmt.sptt.towers import clip_grad_norm
 from dmt.testing import gather_plain_state, load_plain_state, table_layout
 from dmt.testing.plain import PlainTable, is_table, table_name
 from tests.parity import (
+    DEVICE,
     EPS,
     FUSED,
     LR,
@@ -218,9 +219,10 @@ def build(case: Case) -> nn.Module:
 
 
 def shard(case: Case, model: nn.Module, mesh: TowerMesh) -> DistributedModelParallel:
+    fused = {**FUSED, "optimizer": OPTIMIZERS[case.optimizer], "eps": case.eps}
     options: dict[str, Any] = {
         "moment_scale": case.moment_scale,
-        "fused_params": {**FUSED, "optimizer": OPTIMIZERS[case.optimizer], "eps": case.eps},
+        "fused_params": {**fused, "stochastic_rounding": False},  # of FP16 tables on GPUs
         "id_route": case.id_route,
         "peer_precision": PRECISIONS[case.precision],
         "unique": case.unique,
@@ -246,11 +248,11 @@ def shard(case: Case, model: nn.Module, mesh: TowerMesh) -> DistributedModelPara
             name: placement if placement.scheme == "data_parallel" else replace(placement, kernel=case.kernel)
             for name, placement in pins.items()
         }
-    planner = TowerShardingPlanner(mesh.topology, **own)
+    planner = TowerShardingPlanner(mesh.topology, device_type=DEVICE.type, **own)
     wrapper = None if case.dense is None else HierarchicalDataParallel(mesh, **dict(case.dense))
     return DistributedModelParallel(
         model,
-        device=CPU,
+        device=DEVICE,
         plan=planner.plan(model, sharders),
         sharders=sharders,
         **({} if wrapper is None else {"data_parallel_wrapper": wrapper}),
@@ -259,10 +261,10 @@ def shard(case: Case, model: nn.Module, mesh: TowerMesh) -> DistributedModelPara
 
 def distribute(model: nn.Module, sharder: Any, change: Any = None, **planner: Any) -> DistributedModelParallel:
     """Shards a model by the planner's plan, which ``change`` may change."""
-    plan = TowerShardingPlanner(sharder.mesh.topology, **planner).plan(model, [sharder])
+    plan = TowerShardingPlanner(sharder.mesh.topology, device_type=DEVICE.type, **planner).plan(model, [sharder])
     if change is not None:
         change(next(iter(plan.plan.values())))
-    return DistributedModelParallel(model, device=CPU, plan=plan, sharders=[sharder])
+    return DistributedModelParallel(model, device=DEVICE, plan=plan, sharders=[sharder])
 
 
 def towers_of(modules: list[nn.Module], tables: list[Any] | None = None) -> TowerModel:
@@ -310,7 +312,7 @@ class Worst(dict[str, float]):
 
     def note(self, kind: str, ours: Tensor, theirs: Tensor, bound: float) -> None:
         assert ours.shape == theirs.shape, f"{kind}: {ours.shape} instead of {theirs.shape}"
-        error = float((ours.detach().float() - theirs.detach()).abs().max()) if ours.numel() else 0.0
+        error = float((ours.detach().cpu().float() - theirs.detach()).abs().max()) if ours.numel() else 0.0
         # NaN is larger than any bound.
         quotient = 0.0 if error == 0 else error / bound if bound and error < torch.inf else torch.inf
         self[kind] = max(self.get(kind, 0.0), quotient)
@@ -405,8 +407,11 @@ class Training:
             run_in_micro_batches(self.model.module.model, case.micro_batches)
         self.optimizers = Optimizers(case, self.model)
         optimizers: Any = self.optimizers
-        self.pipeline = TrainPipelineSparseDist(self.model, optimizers, CPU) if case.pipeline else None
-        self._batches = iter([PipelinedBatch(*case.draw(rank, step)) for step in range(case.num_steps)])
+        self.pipeline = TrainPipelineSparseDist(self.model, optimizers, DEVICE) if case.pipeline else None
+        self._batches = iter([self._draw(step) for step in range(case.num_steps)])
+
+    def _draw(self, step: int) -> PipelinedBatch:
+        return PipelinedBatch(*self.case.draw(self.rank, step)).to(DEVICE)
 
     def step(self, number: int) -> tuple[Any, Tensor]:
         """Takes a step; returns what the model returns."""
@@ -417,7 +422,7 @@ class Training:
             self.hot.replicate({table.name: range(0, table.num_embeddings, every) for table in tables})
         if self.pipeline is None:
             self.optimizers.zero_grad()
-            loss, result = self.model(PipelinedBatch(*self.case.draw(self.rank, number)))
+            loss, result = self.model(self._draw(number))
             loss.backward()
             self.optimizers.step()
         else:
@@ -432,7 +437,7 @@ class Training:
     def evaluate(self, model: nn.Module) -> None:
         """Nothing of it trains, whatever counts passes."""
         with torch.no_grad():
-            model(PipelinedBatch(*self.case.draw(self.rank, 77)))
+            model(self._draw(77))
 
     def bring_up_to_date(self, number: int) -> bool:
         """Whether the tables of this rank are up to date after a step, without another one's doing."""

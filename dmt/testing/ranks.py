@@ -1,4 +1,4 @@
-"""`run_on_ranks`: starts, watches and stops gloo ranks as processes of this machine."""
+"""`run_on_ranks`: starts, watches and stops ranks as processes of this machine."""
 
 from __future__ import annotations
 
@@ -53,9 +53,14 @@ def prepare_ranks(modules: Sequence[str] = ()) -> None:
 
 
 def run_on_ranks(
-    function: Callable[..., Any], world_size: int, *args: Any, timeout_s: float, ranks: list[Rank] | None = None
+    function: Callable[..., Any],
+    world_size: int,
+    *args: Any,
+    timeout_s: float,
+    ranks: list[Rank] | None = None,
+    backend: str = "gloo",
 ) -> list[Any]:
-    """Calls ``function(rank, *args)`` on gloo ranks of this machine. No process outlives the call.
+    """Calls ``function(rank, *args)`` on ranks of this machine. No process outlives the call.
 
     Each call makes and destroys a process group. Ranks begin with the caller's working folder, the environment of the
     process that they are forked from, and the random number generators of a fresh process.
@@ -67,6 +72,7 @@ def run_on_ranks(
         timeout_s: longest time that the call may take, in seconds.
         ranks: list of processes to reuse, to which the call adds those that it starts. They live until a call fails or
             until `end_ranks`, and keep what a call changes in them, such as a patched class. None: new processes.
+        backend: of the process group, as in ``torch.distributed.init_process_group``.
 
     Returns:
         The picklable result of each rank, by rank.
@@ -98,7 +104,7 @@ def run_on_ranks(
                 theirs.close()
                 started.append(Rank(process, ours))
             for number, rank in enumerate(started[:world_size]):
-                call = task, number, world_size, f"{folder}/store", timeout_s, os.getcwd()
+                call = task, number, world_size, backend, f"{folder}/store", timeout_s, os.getcwd()
                 # If the process has died meanwhile, `_listen` says so.
                 with contextlib.suppress(OSError):
                     rank.pipe.send_bytes(pickle.dumps(call))
@@ -194,7 +200,7 @@ def _serve(pipe: Connection, parent: int) -> None:
         pipe.send_bytes(_answer(*pickle.loads(pipe.recv_bytes())))
 
 
-def _answer(task: bytes, rank: int, world_size: int, store: str, timeout_s: float, folder: str) -> bytes:
+def _answer(task: bytes, rank: int, world_size: int, backend: str, store: str, timeout_s: float, folder: str) -> bytes:
     import numpy as np
     import torch
     import torch.distributed as dist
@@ -208,7 +214,7 @@ def _answer(task: bytes, rank: int, world_size: int, store: str, timeout_s: floa
         os.chdir(folder)
         function, args = pickle.loads(task)
         dist.init_process_group(
-            "gloo",
+            backend,
             init_method=f"file://{store}",
             rank=rank,
             world_size=world_size,
