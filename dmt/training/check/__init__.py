@@ -27,7 +27,7 @@ Verdict = Literal["ok", "FAILED"]
 _TITLES = {
     "logits": "one batch, of unequal sizes on the ranks",
     "dense gradients": "means over ranks, also of tower modules",
-    "table gradients": "means over a replica's ranks; data-parallel: over all",
+    "table gradients": "means over a replica's ranks (data-parallel: all ranks)",
     "training": "losses of all steps, then the weights",
     "replicas": "copies on several ranks are equal",
 }
@@ -43,7 +43,7 @@ class CheckRow:
     """What was compared, by default with the plain module."""
     verdict: Verdict
     difference: float | None = None
-    """Difference in the worst comparison, the largest relative to what is allowed; None if nothing was compared."""
+    """Difference in the worst comparison, the one with the largest `Finding.share`; None if nothing was compared."""
     allowed: float | None = None
     """Allowed difference in that comparison."""
     count: int = 0
@@ -128,10 +128,7 @@ def _replicas(reports: Sequence[RankReport]) -> Iterator[Finding]:
 
 
 def make_rows(findings: Sequence[Finding], titles: Mapping[str, str]) -> tuple[CheckRow, ...]:
-    """Returns a row for each check in ``titles``, in their order, from the findings of all ranks.
-
-    A check without findings has failed.
-    """
+    """Returns a row for each check in ``titles``, from the findings of all ranks; one without findings has failed."""
     return tuple(_row(name, what, [f for f in findings if f.check == name]) for name, what in titles.items())
 
 

@@ -1,4 +1,4 @@
-"""`check_on_rank` makes the comparisons of one rank, with one model after another from the same weights."""
+"""`check_on_rank` makes all comparisons of one rank; each model it trains starts from the same weights."""
 
 from __future__ import annotations
 
@@ -51,11 +51,11 @@ class Finding:
     """One comparison on one rank."""
 
     check: str
-    """Name of the check, the row of the report."""
+    """Name of the check, which is a row of the report."""
     item: str
     """Name of the table or parameter that was compared."""
     difference: float
-    """Largest absolute difference, or a norm; NaN if shapes differ."""
+    """Largest absolute difference, norm of the difference, or number of ranks that differ; NaN if shapes differ."""
     allowed: float
     """Largest difference that rounding explains; 0 requires equal bits."""
     place: str = ""
@@ -189,7 +189,7 @@ class _Checks:
         return model, replica_sync(config.replicas, model, self.mesh)
 
     def _train(self, config: TrainingConfig) -> tuple[list[LocalPart], list[float], ReplicaSync | None]:
-        """Trains; returns copies of this rank's weights, a loss per step and one after training, and the sync."""
+        """Trains; returns copies of this rank's weights, losses by step and after training, and the `ReplicaSync`."""
         model, replicas = self._start(config)
         in_micro_batches(config.train, model)
         optimizer = build_optimizer(config.optimizer, model)

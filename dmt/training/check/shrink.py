@@ -31,15 +31,15 @@ class CheckLimits:
     """Limits on the size of a check; most are options of ``dmt check``."""
 
     max_rows: int = 1000
-    """Maximum number of rows of a table, at least 8, so that every row-wise shard has ids that are looked up."""
+    """Maximum number of rows of a table, at least 8, so that ids of every row-wise shard are looked up."""
     max_ranks: int = 8
-    """Maximum number of ranks, 4 to 64: two towers of two ranks run both exchanges; more ranks outgrow one machine."""
+    """Maximum number of ranks, 4 to 64: both exchanges need two towers of two ranks; one machine runs at most 64."""
     batch_size: int = 16
     """B, samples of a rank in each step."""
     steps: int = 4
     """Number of training steps, at least 2: the second step is the first that uses trained weights."""
     timeout_s: float = 600.0
-    """Maximum duration of the ranks, in seconds."""
+    """Maximum time that the ranks may take, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)

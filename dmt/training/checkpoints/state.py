@@ -122,7 +122,7 @@ def collect_state(model: Mapping[str, Any], optimizer: KeyedOptimizer | None) ->
 
 
 def split_name(name: str) -> tuple[str, int, int]:
-    """Splits the name of a column range's state into (name without range, first column, end); others: (name, 0, 0).
+    """Splits the name of a state into (name without a column range, first column, end); (name, 0, 0) without a range.
 
     Example:
         >>> split_name("optimizer.t_a.weight.t_a.momentum1.columns_0_64")
@@ -182,7 +182,7 @@ def _size(value: Tensor) -> tuple[int, ...]:
 
 
 class RecordedFile(io.FileIO):
-    """A new file that hashes what is written. `digest` raises write errors: PyTorch's zip writer aborts on them."""
+    """A new file that hashes what is written; `digest` raises write errors, as PyTorch's zip writer aborts on them."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path, "wb")
@@ -190,7 +190,7 @@ class RecordedFile(io.FileIO):
         self._fault: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Writes all of the data, unless an earlier write failed; returns the number of bytes in either case."""
+        """Writes all of the data, unless this or an earlier write fails; returns the size of the data in any case."""
         view = memoryview(data).cast("B")
         size = len(view)
         self._length += size
@@ -273,7 +273,7 @@ class TensorReader(dcp.FileSystemReader):
         files: names of the files that may be read.
 
     Raises:
-        InputError: the index is missing or damaged, or refers to code, to another file, or to an object.
+        InputError: the index is missing or damaged, or refers to code, to a file not in ``files``, or to an object.
     """
 
     def __init__(self, folder: Path, files: Collection[str]) -> None:
@@ -295,9 +295,9 @@ class TensorReader(dcp.FileSystemReader):
     def fill(self, state: State) -> None:
         """Loads values of the checkpoint into the tensors of ``state``, in place; not collective.
 
-        Row-wise state has one number per row for all columns of a shard. A column range that was not saved as such gets
-        the mean of the saved numbers, weighted by the columns that overlap it. For a table that is no longer split, the
-        mean is what its optimizer would have accumulated; a shard of a table that was whole gets the table's numbers.
+        Row-wise state has one number per row for all columns of a shard. A column range that no saved range equals gets
+        the mean of the saved numbers, weighted by the number of common columns. For a table that is no longer split,
+        this is what its optimizer would have accumulated; a shard of a table that was whole gets the table's numbers.
 
         Raises:
             InputError: the checkpoint lacks a tensor or holds it with a different size, or a file cannot be read.
@@ -377,7 +377,7 @@ class _IndexUnpickler(pickle.Unpickler):
 
 
 def _member(owner: Any, name: str) -> Enum:
-    """Replaces ``getattr``: Python up to 3.11.2 pickles the member of an enum as a call of ``getattr``."""
+    """Returns a member of an enum, in place of ``getattr``, by which Python up to 3.11.2 pickles such members."""
     if not isinstance(owner, type) or not issubclass(owner, Enum):
         raise InputError("it calls builtins.getattr, which no index needs.")
     return owner[name]

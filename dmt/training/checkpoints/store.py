@@ -2,11 +2,11 @@
 
 ============================  ======================================================================================
 ``step-00001234``             a complete checkpoint; if the step is saved again, ``.1`` is appended
-``.step-00001234.partial``    is being written or deleted, or was left by a killed process
+``.step-00001234.partial``    an incomplete one, being written or deleted, or left by a killed process
 ============================  ======================================================================================
 
 The manifest, ``checkpoint.json``, has the SHA-256 of every other file and a digest of itself. It is written last; then
-the folder is renamed. A kill or a loss of power at any moment thus leaves no partial checkpoint with a final name.
+the folder is renamed. A kill or a loss of power at any moment thus leaves no partial checkpoint under a final name.
 """
 
 from __future__ import annotations
@@ -135,7 +135,7 @@ def checkpoints(folder: Path) -> list[Path]:
 
 
 def _order(path: Path) -> tuple[int, int]:
-    """Returns the step of a checkpoint and the number of its save, which counts the saves of one step from 0."""
+    """Returns the step of a checkpoint, and its number among the checkpoints of this step, from 0."""
     match = _NAME.fullmatch(path.name)
     assert match is not None, f"{path} is listed by its name"
     return int(match[1]), int(match[2] or 0)
@@ -161,7 +161,7 @@ def newest(folder: Path, mesh: TowerMesh | None = None) -> Path | None:
         except InputError as error:
             damages.append(str(error))
             if (mesh is None or mesh.rank == 0) and len(paths) > 1 and path.exists():
-                logger.warning("Skipping a damaged checkpoint: %s", error)
+                logger.warning("Skipping a damaged checkpoint: %s", str(error).removesuffix(f" {_REMEDY}"))
         else:
             return path
     if not damages:
@@ -356,7 +356,7 @@ class Checkpointer:
         try:
             prune(committed, self._keep)
         except OSError as error:
-            logger.warning(f"Old checkpoints in {self._folder} cannot be deleted: {error}")
+            logger.warning(f"Old checkpoints in {self._folder} cannot be deleted ({error}). Delete them by hand.")
 
 
 def _check_finite(step: int, model: nn.Module, state: State, rank: int) -> None:
@@ -478,7 +478,7 @@ def _scale_moments(state: State, now: Mapping[str, float], saved: Mapping[str, f
 def _make_state(optimizer: KeyedOptimizer, saved: Iterable[str]) -> None:
     """Creates the state that PyTorch's optimizers lack before their first step, if the checkpoint has such state.
 
-    This takes a step with zero gradients, in which weight decay changes weights: load weights afterwards.
+    This takes a step with zero gradients; weight decay then changes weights, so load them afterwards.
     """
     made = optimizer.state
     absent = tuple(f"optimizer.{key}." for key, parameter in optimizer.params.items() if parameter not in made)

@@ -62,7 +62,7 @@ class Feature:
     rows: int
     """Number of rows of the table."""
     table: str
-    """Name of the table without ``t_``: the name of a feature or a key of ``data.shared_tables``; salts the hash."""
+    """Name of the table without ``t_``: a feature or a key of ``data.shared_tables``. It salts the hash of values."""
     is_bag: bool = False
     """True if a row has any number of ids; False if exactly one."""
     target: str | None = None
@@ -89,7 +89,7 @@ class Columns:
 
     @property
     def schema(self) -> pa.Schema:
-        """Schema of prepared rows: label int8, dense float32, ids int32 (int64 for more than 2^31 rows), or lists."""
+        """Schema of prepared rows: label int8, dense float32, ids int32 (int64 for over 2^31 rows) or lists of ids."""
         fields = [] if self.label is None else [pa.field(self.label, pa.int8())]
         fields += [pa.field(name, pa.float32()) for name in self.dense]
         for feature in self.features:
@@ -135,9 +135,9 @@ def find_columns(config: DataConfig, schema: pa.Schema, place: str) -> Columns:
     used = Counter(name for setting in _INPUTS for name in chosen[setting])
     times = {f"{column}_{part}": (column, part) for column in chosen["timestamps"] for part in _PART_ROWS}
     if taken := [name for name in times if name in (*used, config.label)]:
-        raise InputError(f"{place}: column {taken[0]!r} has the name of a part of a time (data.timestamps). Rename it.")
+        raise InputError(f"{place}: column {taken[0]!r} has the name of a feature of data.timestamps. Rename it.")
     if doubled := [name for name in used if used[name] > 1]:
-        raise InputError(f"{place}: column {doubled[0]!r} is used twice in {', '.join(_INPUTS)}. Use it once.")
+        raise InputError(f"{place}: column {doubled[0]!r} is used twice in {', '.join(_INPUTS)}. Name it in one.")
     rows = dict.fromkeys(chosen["categorical"], config.num_embeddings)
     _check_features("num_embeddings_per_feature", config.num_embeddings_per_feature, rows)
     _check_features("sequences", [*config.sequences, *config.sequences.values()], chosen["categorical"])
@@ -165,7 +165,7 @@ def find_columns(config: DataConfig, schema: pa.Schema, place: str) -> Columns:
 
 
 def _select(setting: str, patterns: Sequence[str], names: Sequence[str], place: str) -> tuple[str, ...]:
-    """Returns the columns that names and globs match, each once, in the order of the patterns and then of ``names``."""
+    """Returns the columns that names and globs match, each once, ordered by pattern and then as in ``names``."""
     chosen: dict[str, None] = {}
     for pattern in patterns:
         if patterns.count(pattern) > 1:
@@ -206,7 +206,7 @@ def _table_names(config: DataConfig, names: Iterable[str]) -> dict[str, str]:
     for table, members in config.shared_tables.items():
         _check_features(f"shared_tables.{table}", members, tables)
         if table in tables and table not in members:
-            raise InputError(f"shared_tables: table {table!r} has the name of a feature outside it. Rename the table.")
+            raise InputError(f"shared_tables: {table!r} has the name of a feature it does not hold. Rename the table.")
         tables |= dict.fromkeys(members, table)
     shared = [name for members in config.shared_tables.values() for name in members]
     for name, target in config.sequences.items():
@@ -252,8 +252,8 @@ def tables_of(
 ) -> list[TableSpec]:
     """Returns a table ``t_<name>`` for each of ``data.shared_tables``, and ``t_<feature>`` for each other feature.
 
-    ``embedding_dims`` overrides ``embedding_dim`` by feature. Dots in a name are percent-encoded, since PyTorch forbids
-    them in the name of a module.
+    A sequence is in the table of its target. ``embedding_dims`` overrides ``embedding_dim`` by feature. Dots in a name
+    are percent-encoded, since PyTorch forbids them in the name of a module.
 
     Raises:
         InputError: ``embedding_dims`` names an unknown feature, or features that share a table have different numbers
@@ -269,8 +269,8 @@ def tables_of(
         sizes = {(feature.rows, embedding_dims.get(feature.name, embedding_dim)) for feature in features}
         if len(sizes) > 1:
             raise InputError(
-                f"data.shared_tables: {', '.join(names)} share a table, but have (rows, columns) {sorted(sizes)}. Make "
-                "them equal in data.num_embeddings_per_feature and model.embedding_dims."
+                f"data.shared_tables or data.sequences: {', '.join(names)} share a table, but have (rows, columns) "
+                f"{sorted(sizes)}. Make them equal in data.num_embeddings_per_feature and model.embedding_dims."
             )
         rows, dim = sizes.pop()
         name = "t_" + table.replace("%", "%25").replace(".", "%2E")
@@ -288,7 +288,7 @@ def tables_of(
 
 
 def explicit_config(config: DataConfig, columns: Columns) -> DataConfig:
-    """Returns the settings with every column named instead of globs, to read other files in the same way."""
+    """Returns the settings with column names in place of globs, to read other files in the same way."""
     plain = [feature for feature in columns.features if feature.time is None]
     times = [feature.time[0] for feature in columns.features if feature.time is not None]
     changes: dict[str, Any] = {

@@ -1,4 +1,4 @@
-"""`DataConfig`, the data section of a run's configuration; `SyntheticConfig`; `read_tables` for ``data.tables``."""
+"""`DataConfig` is section ``data`` of a run's configuration; `read_tables` reads the file ``data.tables``."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ _MOST_ROWS = 2**40
 MOST_IDS = 1000
 """Largest number of ids in a sequence when ``data.max_length`` is not set."""
 OF_READING = ("prepared", "shuffle_rows", "shuffle_seed", "shuffle_pieces")
-"""Keys that control how prepared rows are read; the others determine their content."""
+"""Keys that control how prepared rows are read; all other keys determine what the rows contain."""
 
 
 class Section(BaseModel):
-    """Base of the sections of a configuration: frozen, without unknown keys, NaN or infinity."""
+    """Base class of the sections of a configuration: frozen; refuses unknown keys, NaN and infinity."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False)
 
@@ -42,9 +42,9 @@ class SyntheticConfig(Section):
     num_groups: int = Field(default=4, ge=1)
     """Number of feature groups; only features of the same group interact in the label."""
     num_multi_hot: int = Field(default=0, ge=0)
-    """Number of features with bags of 0 to 3 ids instead of one id; the last features have them."""
+    """Number of features with bags of 0 to 3 ids instead of one id: the last ones."""
     seed: int = Field(default=0, ge=0, lt=2**32)
-    """Seed of all rows."""
+    """Seed of the random rows."""
 
     @model_validator(mode="after")
     def _check(self) -> SyntheticConfig:
@@ -78,8 +78,8 @@ class DataConfig(Section):
     eval_path: str | None = None
     """Evaluation files; without it, ``split_column`` or ``eval_fraction`` selects rows of ``train_path``."""
     eval_fraction: float = Field(default=0.1, gt=0.0, lt=1.0)
-    """Fraction of the rows for evaluation, evenly spread (with ``group_by``: of the requests, by their hash); ignored
-    with ``eval_path`` or ``split_column``."""
+    """Fraction of the rows for evaluation, at even intervals; with ``group_by``, of the requests, by their hash.
+    Ignored with ``eval_path`` or ``split_column``."""
     split_column: str | None = None
     """Column with the values ``train`` and ``test`` (evaluation); rows with other values are left out."""
     label: str | None = "label"
@@ -110,7 +110,7 @@ class DataConfig(Section):
     """List features, each with its target, the feature that attends to it: ``{history = "item"}``
     ([Data](data.md#how-values-become-inputs))."""
     max_length: int | None = Field(default=None, ge=1, le=2**20)
-    """Number of ids that are kept of each sequence, the last ones; by default a row with more than 1,000 is invalid."""
+    """Maximum length of a sequence, whose last ids are kept; by default a row with more than 1,000 ids is invalid."""
     shuffle_rows: int = Field(default=100_000, ge=0)
     """Number of training rows in a window. Each epoch shuffles the rows within windows anew; 0 keeps the file order."""
     shuffle_seed: int = Field(default=0, ge=0, lt=2**32)
@@ -129,7 +129,7 @@ class DataConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _choose_kind(cls, values: Any) -> Any:
-        """Selects ``source`` or ``prepared`` if that key is set and the kind is not."""
+        """Sets the kind to ``source`` or ``prepared`` if the key of that name is set and the kind is not."""
         if not isinstance(values, dict) or values.get("kind", "synthetic") != "synthetic":
             return values
         kind = next((kind for kind in ("source", "prepared") if values.get(kind)), "synthetic")
@@ -166,12 +166,12 @@ class DataConfig(Section):
         )
         for is_wrong, message in refusals:
             if is_wrong:
-                raise InputError(f"{message}. Change one of the two settings.")
+                raise InputError(f"{message}. Change or remove one of the two settings.")
         return self
 
 
 def with_files(config: DataConfig, path: str) -> DataConfig:
-    """Returns settings that read ``path``, a prepared folder or raw files with the same columns; not validated."""
+    """Returns settings to read ``path``, a prepared folder or raw files with ``config``'s columns; not validated."""
     if (Path(path) / "manifest.json").is_file():
         return DataConfig(prepared=path, shuffle_rows=config.shuffle_rows, shuffle_seed=config.shuffle_seed)
     kind = "criteo_tsv" if config.kind == "criteo_tsv" else "columns"

@@ -39,7 +39,7 @@ __all__ = [
 
 MANIFEST, FORMAT = "manifest.json", 3
 REQUEST = "#request"
-"""Column of the hash of each row's request, int64, in folders that were prepared with ``data.group_by``."""
+"""Name of the column that holds the hash of a row's request, int64, if ``data.group_by`` was set."""
 _PARQUET = (".parquet", ".pq")
 _JSON = (".jsonl", ".ndjson", ".json", ".jsonl.gz", ".ndjson.gz", ".json.gz")
 _ENDINGS = (*_PARQUET, ".csv", ".tsv", ".csv.gz", ".tsv.gz", *_JSON)
@@ -55,7 +55,7 @@ def open_binary(path: str) -> BinaryIO:
 
     Raises:
         OSError: the file cannot be opened.
-        InputError: no package for such a URL is installed.
+        InputError: fsspec's package for such URLs is not installed.
     """
     if not is_remote(path):
         return open(path, "rb")
@@ -78,8 +78,8 @@ def matching_files(value: str) -> list[str]:
 
     Raises:
         OSError: the file or folder cannot be read.
-        InputError: no package for such a URL is installed, a link is broken, or a folder named ``*.parquet`` has
-            subfolders, whose rows would be left out.
+        InputError: fsspec's package for such URLs is not installed, a link is broken, or a folder named ``*.parquet``
+            has subfolders, whose rows would be left out.
     """
     with _file_system(value) as (system, inner):
 
@@ -127,7 +127,7 @@ def _file_system(path: str) -> Iterator[tuple[Any, str]]:
 def expand_path(setting: str, value: str, *, columns: bool) -> list[str]:
     """Lists the files that ``value`` (a file name, folder or glob) matches, sorted by name.
 
-    With ``columns``, only files of formats with named columns are listed, by their endings. Messages begin with
+    With ``columns``, lists only files whose ending is that of a format with named columns. Messages begin with
     ``setting``, the key of the configuration.
 
     Raises:
@@ -217,6 +217,6 @@ def read_manifest(folder: Path, place: str, *, remedy: str | None = None) -> Man
 
 
 def starts_of(bags: pa.Array) -> NDArray[np.int64]:
-    """Returns where each of n lists begins in their concatenated values, then the total length, int64 [n + 1]."""
+    """Returns the index of each of n lists in their concatenated values, then the number of values, int64 [n + 1]."""
     offsets = bags.offsets.to_numpy().astype(np.int64)
     return offsets - offsets[0]

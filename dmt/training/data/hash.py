@@ -30,7 +30,7 @@ def hash_rows(values: pa.Array, *, feature: str, num_embeddings: int) -> NDArray
 
     Args:
         values: text, whole numbers, booleans or whole-numbered floats (NaN is missing), [n]; may be dictionary-encoded.
-        feature: name that salts the hash, so that different values collide in each feature.
+        feature: name that salts the hash (`Feature.table`), so that different values collide for each name.
         num_embeddings: number of rows of the table; with one row, every value gets row 0.
 
     Returns:
@@ -103,7 +103,7 @@ class Vocabulary:
 
     @staticmethod
     def of(keys: NDArray[np.int64]) -> Vocabulary:
-        """Assigns rows to the hashes of values, sorted by descending frequency, int64 [n]."""
+        """Assigns rows to ``keys``, the hashes of values in descending order of frequency, int64 [n]."""
         order = np.argsort(keys)
         return Vocabulary(keys[order], _FIRST + deal_rows(len(keys))[order])
 

@@ -34,7 +34,7 @@ _BLOCK_BYTES, _BLOCK_ROWS, _MOST_LINE_BYTES = 16 << 20, 1 << 16, 16 << 20
 _BLOCK_VALUES = 1 << 25  # values are text until they are hashed: less than a GiB, even with thousands of columns
 _CRITEO = ("label", *CRITEO_DENSE, *CRITEO_CATEGORICAL)
 _CUT = "\x1f"
-"""Separates the columns of a line that had quotes; in the fault of a row, the column from the reason."""
+"""Separator of the columns of a line that had quotes, and of column and reason in the fault of a row."""
 _MISSING = "('nan', 'na', 'n/a', 'null', 'none', 'nat', '')"
 """Spellings of a missing number or time, in lower case. For categories only empty text is missing: "NA" is Namibia."""
 _PARTS = {"hour": "hour({0}) + 1", "weekday": "isodow({0})"}
@@ -52,7 +52,7 @@ class Reject(NamedTuple):
     column: str
     """Name of the invalid column; empty if the row as a whole is invalid."""
     reason: str
-    """What was expected and found."""
+    """What was expected and what was found."""
     text: str
     """The row as it stands in the file, at most 1,000 characters."""
 
@@ -66,7 +66,7 @@ class Block:
     rows: pa.Table
     """The n rows as read; SQL knows them as ``block``."""
     relation: str = "block"
-    """SQL of the relation that has the columns."""
+    """SQL for ``FROM``: the relation that has the ``columns``."""
     columns: Mapping[str, tuple[str, pa.DataType]]
     """SQL and Arrow type of each column, by name; the columns of text files are text."""
     fault: str = ""
@@ -136,7 +136,7 @@ def schema_of(file: str, config: DataConfig) -> pa.Schema:
     except (UnicodeDecodeError, csv.Error) as error:
         raise InputError(f"{file}, line 1: cannot be read as column names ({error}). Correct the line.") from error
     if not names:
-        raise InputError(f"{file}: found an empty line or nothing. Begin the file with a line of column names.")
+        raise InputError(f"{file}: the first line is missing or empty. Begin the file with a line of column names.")
     return pa.schema([(name, pa.string()) for name in names])
 
 
@@ -154,8 +154,9 @@ def _json_schema(file: str, lines: Sequence[bytes]) -> pa.Schema:
             kinds.setdefault(name, pa.string())
     if not kinds:
         raise InputError(f"{file}: no JSON object in the first lines ({len(lines)} read). Write one object per line.")
-    if len({name.lower() for name in kinds}) < len(kinds):
-        raise InputError(f"{file}: two keys differ only in upper and lower case. Rename one of the keys.")
+    if len(first := {name.lower(): name for name in reversed(kinds)}) < len(kinds):
+        names = next((first[name.lower()], name) for name in kinds if first[name.lower()] != name)
+        raise InputError(f"{file}: keys {names[0]!r} and {names[1]!r} differ only in case. Rename one of them.")
     return pa.schema(list(kinds.items()))
 
 
@@ -216,7 +217,7 @@ def _lines(file: str, block_bytes: int) -> Iterator[tuple[int, list[bytes], floa
                 lines = (rest + chunk).split(b"\n")
                 rest = lines.pop()
                 if len(rest) > _MOST_LINE_BYTES:
-                    raise InputError(f"{file}, line {number + len(lines)}: over 16 MiB long. Give text with line ends.")
+                    raise InputError(f"{file}, line {number + len(lines)}: is over 16 MiB. Give text with line ends.")
                 if b"\r" in chunk or chunk.startswith(b"\n"):  # "\r\n" may be cut between two chunks
                     lines = [line.removesuffix(b"\r") for line in lines]
                 yield number, lines, raw.tell() / size
@@ -302,14 +303,14 @@ class Converter:
         self.schema = columns.schema
         """Schema of prepared rows, with `REQUEST` if there is a ``data.group_by``."""
         self.counts = Counter[tuple[str, str]]()
-        """Counts: ``("", "rows")``; ``(name, "missing")``, dense; ``(name, "negative")``, categories."""
+        """Counts: ``("", "rows")``; of values, ``(dense column, "missing")`` and ``(feature, "negative")``."""
         self._features = {feature.name: feature for feature in columns.features}
         if config.group_by is not None:
             self.schema = self.schema.append(pa.field(REQUEST, pa.int64()))
             self._features[REQUEST] = Feature(name=REQUEST, rows=COUNTED, table=config.group_by)
 
     def convert(self, block: Block) -> tuple[pa.Table, list[Reject]]:
-        """Returns the valid rows of a block as prepared rows (with `SPLIT` if there is one), and its invalid rows.
+        """Returns a block's valid rows as prepared rows (with `SPLIT` for ``data.split_column``), and its rejects.
 
         Raises:
             InputError: DuckDB does not support a type, or needs more memory.
@@ -320,7 +321,8 @@ class Converter:
             table = self.connection.sql(sql.query).to_arrow_table()
             self.connection.unregister("block")
         except duckdb.Error as error:  # such as an Arrow type that DuckDB does not know
-            raise InputError(f"{block.place}: DuckDB cannot read the rows: {error}".partition("\n")[0]) from error
+            reason = str(error).partition("\n")[0] + "). Convert the column, or give `dmt prepare` more --memory-gib."
+            raise InputError(f"{block.place}: DuckDB cannot read the rows ({reason}") from error
         faults, rejects = table.column(table.num_columns - 1), []
         for row in np.flatnonzero(faults.is_valid().to_numpy()).tolist():
             rejects.append(block.reject(row, *faults[row].as_py().split(_CUT, 1)))
@@ -392,7 +394,7 @@ class _Sql:
         self.query = f"SELECT {', '.join(names)}, {fault} FROM (SELECT *, {values} FROM {block.relation})"
 
     def _add(self, column: str, value: str, expected: str, is_bad: str) -> None:
-        """Adds a value to the query, and a fault for rows where ``is_bad``, a condition on the value ``{v}``, holds."""
+        """Adds a value to the query, and a fault for rows that meet the condition ``is_bad`` on the value ``{v}``."""
         name = f"v{len(self._values)}"
         self._values.append(value)
         value_text = f"coalesce(left(CAST({self._columns[column][0]} AS VARCHAR), 60), 'nothing')"
@@ -404,7 +406,7 @@ class _Sql:
         return kind_of(self._columns[column][1]) == "text"
 
     def _is_unread(self, column: str) -> str:
-        """Returns the condition that text could not be converted although it is not a spelling of "missing"."""
+        """Returns SQL that is true for text that was not converted and is no spelling of a missing value."""
         sql = self._columns[column][0]
         return f"{{v}} IS NULL AND lower(trim({sql})) NOT IN {_MISSING}"
 
@@ -452,7 +454,7 @@ class _Sql:
             value = f"CASE WHEN {is_digits} THEN TRY_CAST({value} AS BIGINT) END"
             is_bad = f"coalesce({{v}} NOT BETWEEN 0 AND {feature.rows - 1}, true)"
             expected = (
-                f"a row number of table t_{feature.table}, 0 to {feature.rows - 1} (id_mode='index'; for larger ones "
+                f"a row of table t_{feature.table}, 0 to {feature.rows - 1}, as id_mode='index' (for larger numbers "
                 "raise num_embeddings_per_feature, for other values set id_mode='hash')"
             )
         is_known = (
@@ -475,5 +477,5 @@ class _Sql:
 
 
 def literal(text: str) -> str:
-    """Returns text as a literal of SQL."""
+    """Returns text as an SQL string literal, quoted and escaped."""
     return "'" + text.replace("'", "''") + "'"

@@ -43,7 +43,7 @@ _MOST_IDS = 3  # of a bag
 
 
 class SyntheticClicks:
-    """Draws blocks of rows, each a function of (seed, split, block index); the constructor draws what blocks share.
+    """Draws blocks of rows, each a function of (seed, split, block index); the constructor draws what all share.
 
     Args:
         config: sizes and seed.
@@ -83,12 +83,12 @@ class SyntheticClicks:
         ]
 
     def draw(self, split: Literal["train", "eval"], block: int) -> pa.Table:
-        """Draws block ``block``, `BLOCK_ROWS` rows: label int8, dense features log(1 + count) float32, ids int64."""
+        """Draws the block with index ``block``, `BLOCK_ROWS` rows: label int8, dense features float32, ids int64."""
         rng = np.random.default_rng([self.config.seed, _TRAIN if split == "train" else _EVAL, block])
         return self._draw(rng, BLOCK_ROWS)[0]
 
     def _pieces(self, rng: np.random.Generator) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
-        """Draws the cuts of the real line, and the mean of t in each interval: [rows - 1], [rows]."""
+        """Draws the cuts of the real line, [rows - 1], and computes the mean of t in each interval, [rows]."""
         share = np.arange(1, self.config.rows_per_table + 1) ** -_ZIPF
         share = rng.permutation(share / share.sum())
         cuts = torch.special.ndtri(torch.from_numpy(np.cumsum(share)[:-1])).numpy()

@@ -46,7 +46,7 @@ _PAIRS = (
     ("within_strided", "the same, had the towers been dealt out in turn (strided)"),
     ("between", "two features of different towers"),
 )
-NOT_KNOWN = "a model has diverged, or the evaluation rows have one label only"
+NOT_KNOWN = "a model has diverged, or all evaluation rows have the same label"
 """The reason why an AUC may be NaN."""
 
 
@@ -135,14 +135,14 @@ def write_report(
     data_description: str,
     notes: Sequence[str] = (),
 ) -> Path:
-    """Writes the page that compares two runs, with a link to the report beside the first picture; returns its path.
+    """Writes the page that compares two runs, with a link to the partitioner's ``report.html``; returns its path.
 
     Args:
         path: the HTML file.
         runs: ``result.json`` of two runs by the name to show, the baseline first.
         plan: the tower plan of the second run.
         sharding: the sharding plan of the second run.
-        pictures: files that `plot_affinity` drew of ``plan``, and `plot_curves` of ``runs``.
+        pictures: the files of `plot_affinity` (of ``plan``, beside ``report.html``) and `plot_curves` (of ``runs``).
         data_description: what the runs were trained on, for the reader.
         notes: lines to show below the headline.
 
@@ -253,9 +253,9 @@ def plot_curves(runs: Mapping[str, Path], path: Path) -> Path:
 
 
 def smooth(values: NDArray[np.float64]) -> NDArray[np.float64]:
-    """Returns a centered moving mean of values, float64 [n], over about a tenth of them, which does not lag behind.
+    """Returns the moving mean of values, float64 [n], over centered windows of about a tenth of them.
 
-    Toward the ends the window shrinks on both sides, so that a steep beginning is not flattened.
+    Toward the ends, windows shrink on both sides, so that a steep beginning is not flattened.
     """
     size = len(values)
     sums = np.concatenate([[0.0], np.cumsum(values)])

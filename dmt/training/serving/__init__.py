@@ -1,1 +1,1 @@
-"""From a trained model to a server: `export_run`, `score`, and `ServedModel` with `make_program` for other models."""
+"""Predicts with trained models: `export_run` and `score` for runs, `ServedModel` and `make_program` for any model."""

@@ -33,8 +33,8 @@ _FORMAT = 1
 _MANIFEST = "manifest.json"
 _REMEDY = "Export the checkpoint again."
 _HASH = (
-    "a missing value is row 0, any other is 1 + mix(text ^ salt) mod (rows - 1), with text and salt the "
-    "pandas.util.hash_array of the two texts under this key, and mix the finalizer of SplitMix64"
+    "row 0 for a missing value, else 1 + mix(hash(value) xor hash(salt)) mod (rows - 1), where hash is the "
+    "pandas.util.hash_array of a text with hash_key, and mix is the finalizer of SplitMix64"
 )
 _HASHED_EXAMPLES = ("1", "abc")
 
@@ -67,12 +67,12 @@ def export_run(
         run: the ``output_dir`` of a run, or a checkpoint.
         out: the ``.pt2`` file.
         tables: number format of the tables in the program.
-        data_path: a file with the columns of the run's data, if the run's data are gone.
+        data_path: files to find the run's columns in, if its own data are gone.
         functions: see `dmt.training.trained.checkpoint_of`.
 
     Raises:
         InputError: there is no intact checkpoint, the data do not fit it, PyTorch cannot export the model, a logit
-            depends on other samples, the program gives other logits, or the file cannot be written.
+            depends on other samples, the program's logits differ, or the file cannot be written.
     """
     if out.suffix != ".pt2":
         raise InputError(f"--out {str(out)!r} must end in .pt2, the ending of exported PyTorch programs.")
@@ -150,7 +150,7 @@ def writing(out: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        raise InputError(f"--out {str(out)!r} cannot be written: {error.strerror}.") from error
+        raise InputError(f"--out {str(out)!r} cannot be written: {error.strerror}. Give another path.") from error
 
 
 def tensors_of(batch: ClickBatch) -> tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]:

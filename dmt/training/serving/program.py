@@ -1,4 +1,4 @@
-"""Turns a trained model into a plain PyTorch program: `make_program` by ``torch.export``, tables as `ServedTables`.
+"""Turns a model into a plain PyTorch program: `ServedModel` replaces its tables, `make_program` exports it.
 
 The program takes tensors and uses only PyTorch's operators: it loads and runs without TorchRec, FBGEMM and this
 library. Dense parts and tower modules are traced as they are; only TorchRec's collections of tables are replaced.
@@ -69,7 +69,7 @@ def restore_rows(codes: Tensor, scales: Tensor, *, bits: int = 4) -> Tensor:
 
 
 class ServedTables(nn.Module):
-    """The tables of a TorchRec ``EmbeddingBagCollection`` or ``EmbeddingCollection``, by PyTorch's own operators.
+    """The tables of a TorchRec ``EmbeddingBagCollection`` or ``EmbeddingCollection``, read by PyTorch's operators.
 
     With ``stored="fp32"``, weights are unchanged (FP16 tables stay FP16), and results equal the collection's bitwise.
 
@@ -87,9 +87,9 @@ class ServedTables(nn.Module):
         self._is_sequence = isinstance(tables, EmbeddingCollection)
         if isinstance(tables, EmbeddingCollection):
             if tables.need_indices():
-                raise InputError(f"Table {configs[0].name!r} has need_indices=True, and cannot be exported. Use False.")
+                raise InputError(f"Table {configs[0].name!r} has need_indices=True. Exports need need_indices=False.")
         elif tables.is_weighted():
-            raise InputError(f"Table {configs[0].name!r} has weighted bags, which exported programs do not support.")
+            raise InputError(f"Table {configs[0].name!r} has weighted bags. Exports need is_weighted=False.")
         self._bits = TABLE_BITS.get(stored)
         names = get_embedding_names_by_table(configs)
         self._outputs = [name for of_table in names for name in of_table]
@@ -109,7 +109,7 @@ class ServedTables(nn.Module):
             self.register_buffer(f"scales_{number}", scales)
 
     def forward(self, features: Mapping[str, JaggedTensor]) -> Any:
-        """Looks up ids by feature; returns a ``KeyedTensor``, float32 [B, sum of N], or the sequences by feature."""
+        """Looks up ids by feature; returns a ``KeyedTensor``, float32 [B, sum of N], or a dict of ``JaggedTensor``."""
         lookups = [
             (number, features[name], mode) for number, (names, mode) in enumerate(self._lookups) for name in names
         ]
@@ -144,7 +144,7 @@ class _Ids(dict[str, JaggedTensor]):
 
 
 class ServedModel(nn.Module):
-    """A click model ``model(dense_features, sparse_features) -> [B, 1]`` that takes plain tensors.
+    """A click model, ``model(dense_features, sparse_features) -> [B, 1]``, wrapped to take plain tensors.
 
     Args:
         model: the unsharded model with its weights; it is copied, except for tables that are not quantized.

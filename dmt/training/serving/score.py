@@ -112,7 +112,7 @@ class Predictions:
 def check_predictions(path: Path) -> None:
     """Raises `InputError` for a Parquet file that `score` has not written."""
     if pq.read_schema(path).names[:3] != _SCHEMA.names[:3]:
-        raise InputError(f"{path} is not a file of predictions.")
+        raise InputError(f"{path} is not a file of predictions. Name a file that `dmt score` wrote.")
 
 
 def _open(model: Path, data_path: str | None, functions: Collection[str], out: Path) -> tuple[Scorer, ClickData]:
@@ -137,7 +137,7 @@ def _run(model: Path, program: nn.Module, batch: ClickBatch) -> Tensor:
         logits: Tensor = program(*tensors_of(batch))
     except (RuntimeError, IndexError, AssertionError, ValueError) as error:
         reason = str(error).partition("\n")[0]
-        raise InputError(f"Exported model {model} does not fit its manifest ({reason}). Re-export the run.") from error
+        raise InputError(f"Exported model {model} does not fit its manifest ({reason}). Export it again.") from error
     return logits
 
 

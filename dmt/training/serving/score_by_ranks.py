@@ -40,13 +40,13 @@ def score_by_ranks(
     """Scores rows with the sharded model of a checkpoint; collective, for every rank that torchrun started.
 
     The rows are cut into a part for each rank, in the order of their files; rank r writes ``part-<r>.parquet``. With as
-    many ranks as in training, towers are placed as in training; otherwise all ranks form one tower that holds them all.
+    many ranks as in training, towers are placed as in training; otherwise each tower is placed on all ranks.
     A model trained with the flat dataflow stays flat. A rank's batches have the run's ``train.batch_size`` rows.
 
     Args:
         model: the ``output_dir`` of a run, or a checkpoint.
-        out: the folder, on a file system of all hosts; it must not exist, and appears when all ranks are done.
-        world_size: the ranks of the job.
+        out: the folder, which all hosts must share; it must not exist, and appears when all ranks are done.
+        world_size: number of ranks of the job.
         data_path: see `dmt.training.serving.score.score`.
         functions: see `dmt.training.trained.checkpoint_of`.
 
@@ -54,7 +54,7 @@ def score_by_ranks(
         Rows and metrics of all ranks, on every rank.
 
     Raises:
-        InputError: anything the user can fix.
+        InputError: the model or the data cannot be read or do not fit each other, or ``out`` cannot be written.
     """
     if model.suffix == ".pt2" or model.is_file():
         raise InputError(

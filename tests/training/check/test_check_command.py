@@ -54,7 +54,7 @@ def test_towers_in_small_formats_on_fewer_ranks(tmp_path: Path) -> None:
     report = json.loads(run.stdout)
     assert (report["agrees"], report["ranks"], report["schemes"]) == (True, 4, {"row_wise": 6})
     assert len(report["rows"]) == 5
-    assert report["rows"][2]["what"] == "means over a replica's ranks; data-parallel: over all"
+    assert report["rows"][2]["what"] == "means over a replica's ranks (data-parallel: all ranks)"
     assert {row["verdict"] for row in report["rows"]} == {"ok"}, report["rows"]
     reduced = ["topology.ranks_per_tower", "topology.num_towers", "optimizer.warmup_steps", "6"]
     assert [line.split()[0] for line in report["reduced"]] == reduced
