@@ -1,4 +1,4 @@
-"""``dmt check`` compares a run's model, towers, sharding plan, and precision with the plain module.
+"""``dmt check`` compares a run's model, towers, sharding plan and precision with the plain, unsharded module.
 
 `check_run` shrinks the run, starts `check_on_rank` on gloo ranks, and turns their findings into the rows of a report.
 """

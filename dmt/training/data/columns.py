@@ -89,7 +89,7 @@ class Columns:
 
     @property
     def schema(self) -> pa.Schema:
-        """Schema of prepared rows: label int8, dense float32, ids int32 (int64 for over 2^31 rows) or lists of ids."""
+        """Schema of prepared rows: label int8, dense float32, ids int32 (int64 for more than 2^31 rows), or lists."""
         fields = [] if self.label is None else [pa.field(self.label, pa.int8())]
         fields += [pa.field(name, pa.float32()) for name in self.dense]
         for feature in self.features:

@@ -85,9 +85,9 @@ class DataConfig(Section):
     label: str | None = "label"
     """Column of 0/1 labels."""
     dense: tuple[str, ...] = ()
-    """Dense columns, by name or glob (``"d_*"``), in this order. ``criteo_tsv``: by default all 13."""
+    """Dense columns, by name or glob (``"d_*"``), in this order; with ``criteo_tsv``, all 13 by default."""
     categorical: tuple[str, ...] = ()
-    """Categorical columns, by name or glob, in this order. ``criteo_tsv``: by default all 26."""
+    """Categorical columns, by name or glob, in this order; with ``criteo_tsv``, all 26 by default."""
     multi_hot: tuple[str, ...] = ()
     """Categorical columns whose text is a list of values, ``a|b|c``."""
     timestamps: tuple[str, ...] = ()
