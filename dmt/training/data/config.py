@@ -44,7 +44,7 @@ class SyntheticConfig(Section):
     num_multi_hot: int = Field(default=0, ge=0)
     """Number of features with bags of 0 to 3 ids instead of one id: the last ones."""
     seed: int = Field(default=0, ge=0, lt=2**32)
-    """Seed of the random rows."""
+    """Seed of the rows."""
 
     @model_validator(mode="after")
     def _check(self) -> SyntheticConfig:
@@ -110,7 +110,7 @@ class DataConfig(Section):
     """List features, each with its target, the feature that attends to it: ``{history = "item"}``
     ([Data](data.md#how-values-become-inputs))."""
     max_length: int | None = Field(default=None, ge=1, le=2**20)
-    """Maximum length of a sequence, whose last ids are kept; by default a row with more than 1,000 ids is invalid."""
+    """Maximum length of a sequence; the last ids are kept. By default a row with more than 1,000 ids is invalid."""
     shuffle_rows: int = Field(default=100_000, ge=0)
     """Number of training rows in a window. Each epoch shuffles the rows within windows anew; 0 keeps the file order."""
     shuffle_seed: int = Field(default=0, ge=0, lt=2**32)
