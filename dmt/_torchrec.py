@@ -50,7 +50,7 @@ tree_flatten, tree_unflatten = _pytree.tree_flatten, _pytree.tree_unflatten
 
 
 class PipelinedModule(ShardedEmbeddingModule[Any, Any, Any, Any]):
-    """A sharded module; TorchRec's train pipelines can start its id exchange one batch ahead.
+    """A sharded module whose id exchange TorchRec's train pipelines can start one batch ahead.
 
     The pipelines read ``_has_uninitialized_input_dist`` and iterate over ``_input_dists``.
     """
@@ -98,7 +98,7 @@ class OpenShardedEBC(ShardedEmbeddingBagCollection):
         self._has_mean_pooling_callback = False
 
     def take_local_shards(self, state_dict: dict[str, Any], prefix: str) -> dict[str, Tensor]:
-        """Removes entries of ``state_dict`` that TorchRec's load hook must not see; returns entries to add after it."""
+        """Removes entries of ``state_dict`` that TorchRec's load hook must not see; returns those to add afterwards."""
         return {}
 
     @staticmethod
@@ -163,7 +163,7 @@ def add_dense_hook(dmp: DistributedModelParallel, hook: Callable[[GradBucket], A
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:
-    """Calls ``callback`` once the running backward pass has computed every gradient, before it returns."""
+    """Calls ``callback`` at the end of the running backward pass, once every gradient is computed."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(callback)
 
@@ -174,7 +174,7 @@ def in_backward_pass() -> bool:
 
 
 def mark_updated_in_backward(parameter: Tensor, optimizer: Any) -> None:
-    """Tells ``in_backward_optimizer_filter`` that no other optimizer may update this parameter."""
+    """Marks a parameter that the backward pass updates, so that ``in_backward_optimizer_filter`` leaves it out."""
     parameter._in_backward_optimizers = [optimizer]  # type: ignore[attr-defined]
 
 
@@ -212,7 +212,7 @@ def fused_settings(parameter: Tensor, fused_params: Mapping[str, Any] | None) ->
 
 
 def scale_learning_rate(optimizer: Any, factor: float) -> None:
-    """Divides the rate in ``param_groups`` by ``factor``; the fused kernel multiplies it by ``factor`` again."""
+    """Divides the rate in ``param_groups`` by ``factor``, and makes the fused kernel use that rate times ``factor``."""
     kernel = optimizer._emb_module
     for group in optimizer.param_groups:
         group["lr"] /= factor

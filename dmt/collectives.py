@@ -106,7 +106,7 @@ def start_sum(value: Tensor, group: dist.ProcessGroup) -> Any:
 
 
 class PendingExchange:
-    """Handle of an exchange that `start_exchange` began; keeps its tensors alive until it has ended."""
+    """Handle of an exchange begun by `start_exchange`; keeps the exchanged tensors alive until `wait` returns."""
 
     def __init__(self, works: Sequence[Any], tensors: Sequence[Tensor]) -> None:
         self._works = works
@@ -131,7 +131,7 @@ class PendingExchange:
 def start_exchange(
     sent: Sequence[Tensor], sizes: Sequence[int], group: dist.ProcessGroup, *, tag: int = 0
 ) -> tuple[PendingExchange, list[Tensor]]:
-    """Starts to send one tensor to each rank of the group and to receive one from each.
+    """Starts sending one tensor to each rank of the group, and receiving one from each.
 
     On the CPU each tensor is one message, because gloo's all-to-all sends and receives in turns. On a GPU the exchange
     is one all-to-all, even on a rank with nothing to send: NCCL needs all ranks in a group's first exchange.
@@ -145,7 +145,7 @@ def start_exchange(
         tag: tag of the messages; unused on a GPU.
 
     Returns:
-        The handle, and a tensor [size] from each group rank, filled after ``wait()``; this rank's is what it passed.
+        The handle, and a tensor [size] from each group rank, filled after ``wait()``; its own is the one it sent.
     """
     rank = group.rank()
     if is_in_one(sent[rank]):
@@ -176,7 +176,7 @@ def all_to_all_evenly(value: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def is_in_one(tensor: Tensor) -> bool:
-    """Returns whether `start_exchange` sends this tensor by an all-to-all, not by one message per rank."""
+    """Returns whether `start_exchange` sends such a tensor by one all-to-all instead of one message per rank."""
     return tensor.device.type != "cpu"
 
 
@@ -201,8 +201,8 @@ def start_sum_over_hosts(
 ) -> Callable[[], Tensor]:
     """Starts the sum of ``value`` [n] over all ranks of all hosts: first inside each host, then between hosts.
 
-    ``inside`` has the ranks of this host, ``across`` one rank of each host. Sums cross between hosts in ``dtype``, by
-    default that of ``value``. Returns a function that waits and returns the sum [n] in the dtype of ``value``.
+    ``inside`` has the ranks of this host, ``across`` one rank of each host. Sums are sent between hosts in ``dtype``,
+    by default that of ``value``. Returns a function that waits and returns the sum [n] in the dtype of ``value``.
     """
     part = nn.functional.pad(value, (0, -value.numel() % inside.size()))
     if inside.size() > 1:
@@ -235,7 +235,7 @@ def sum_over_ranks(value: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 class RankError(RuntimeError):
-    """Work failed on some rank, maybe not this one; the message names the rank and the reason."""
+    """Work failed on a rank of the group, perhaps not this one; the message names the rank and the reason."""
 
 
 def run_on_all_or_raise(work: Callable[[], Value], group: dist.ProcessGroup) -> list[Value]:

@@ -1,4 +1,4 @@
-"""`InputError`, a user error, which commands print before they exit with status 2; `ReplicaMismatchError`; helpers."""
+"""`InputError` (bad user input; commands print it and exit with status 2), `ReplicaMismatchError`, and helpers."""
 
 from __future__ import annotations
 

@@ -29,20 +29,20 @@ class Traffic:
     """Bytes that all ranks of a group sent while the meter was active, usually for one step."""
 
     ids: int = 0
-    """Bytes across hosts of integer tensors wider than a byte: sparse ids, lengths and sizes."""
+    """Bytes sent across hosts in integer tensors other than ``uint8``: sparse ids, lengths and sizes."""
     forward: int = 0
-    """Bytes across hosts of floating-point tensors outside backward passes: embeddings or tower outputs on their way to
-    the samples, and the weights of weighted bags."""
+    """Bytes sent across hosts in floating-point and ``uint8`` tensors outside backward passes: embeddings, tower
+    outputs, and the weights of weighted bags."""
     backward: int = 0
-    """Bytes across hosts of floating-point tensors in backward passes: gradients on the way back."""
+    """Bytes sent across hosts in floating-point and ``uint8`` tensors in backward passes: gradients."""
     dense: int = 0
-    """Bytes across hosts of floating-point all-reduces, such as those of gradients of replicated parameters."""
+    """Bytes sent across hosts in floating-point all-reduces, such as those of gradients of replicated parameters."""
     inside: int = 0
-    """All bytes inside hosts."""
+    """All bytes sent between ranks of the same host."""
 
     @property
     def across(self) -> int:
-        """All bytes across hosts."""
+        """All bytes sent across hosts."""
         return self.ids + self.forward + self.backward + self.dense
 
     def per_sample(self, rows: int) -> dict[str, float]:
@@ -127,7 +127,7 @@ class TrafficMeter(TorchDispatchMode):
     def _warn(self, name: str) -> None:
         if name not in self._unknown:
             self._unknown.add(name)
-            logger.warning("TrafficMeter does not count the bytes of the collective %s, which it does not know.", name)
+            logger.warning("TrafficMeter has no rule for the collective %s, so its totals leave out the bytes.", name)
 
     def _send(self, tensors: Any, to: dict[int, float], kind: str = "") -> None:
         dtype = _dtype(tensors)

@@ -1,12 +1,12 @@
 """`HotCopies`: copies of hot rows on every rank, their lookup, training and write-back to tables (OPER, section 4.3).
 
 The ids of a batch are split before they are sent (`HotCopies.split`): ids of hot rows are looked up in this rank's
-copies, the others go the usual way, and the result is the sum of both. A bag whose ids are all hot is sent empty, and
+copies, the others are sent as usual, and the two results are added. A bag whose ids are all hot is sent empty, and
 all empty bags of a feature share a row (`dmt.sptt.rows`), so that hot rows cost next to nothing between hosts. Only the
 gradient of the copies is left to send: it is summed inside each host first and then once between hosts.
 
 The tables remain authoritative. `HotCopies.write_back` writes weights and optimizer states of the hot rows to them
-before anyone gets the tensors of a table; it needs no communication, because every rank has all copies.
+before the tensors of a table are returned; it needs no communication, because every rank has all copies.
 `HotCopies.read` copies the hot rows from the tables, bit for bit. In between, the tables' hot rows are not used.
 
 Legend: F features, B samples of this rank, n hot rows of a table, N its columns, W ranks.
@@ -161,7 +161,7 @@ class HotCopies:
 
     @torch.no_grad()
     def write_back(self) -> None:
-        """Writes trained copies to this rank's tables; called before anyone gets the tensors of a table."""
+        """Writes trained copies to this rank's tables; called before the tensors of a table are returned."""
         if not self._is_newer:
             return
         self._module.flush()

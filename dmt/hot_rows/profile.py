@@ -102,9 +102,9 @@ class AccessProfile:
         return self[table.name].total / max(self.num_samples * len(table.feature_names), 1)
 
     def distinct_rows(self, batch_size: int) -> dict[str, float]:
-        """Returns by table the mean number of distinct rows that each of its features reads in a batch, added up.
+        """Returns by table the expected number of distinct rows that a batch reads, summed over the table's features.
 
-        For features with at most one id per sample, and accesses that are independent of one another.
+        Assumes that features have at most one id per sample, and that accesses are independent of one another.
         """
         sizes = {table: batch_size * self.ids_per_sample(table) for table in self.tables}
         return {t.name: len(t.feature_names) * float(self[t.name].chances(size).sum()) for t, size in sizes.items()}

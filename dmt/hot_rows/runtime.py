@@ -62,7 +62,7 @@ class HotRows:
     """Keeps copies of the most read rows on every rank, where that saves bytes between hosts.
 
     Construct it after ``DistributedModelParallel``, and call `step` on every rank after every training step. Results do
-    not change: the optimizer of its table updates each copy with the mean gradient of all ranks. The model's
+    not change: each copy is updated by its table's optimizer, with the mean gradient of all ranks. The model's
     ``state_dict`` and parameters, and ``params`` and ``state`` of its ``fused_optimizer``, always hold the trained
     rows. Tensors fetched before a training step may lack that step, so fetch them again; tensors in ``param_groups``
     and in TorchRec's collection inside the sharded module may lag, too. ``load_state_dict`` of the model or its
@@ -73,11 +73,11 @@ class HotRows:
 
     Args:
         model: holds one collection sharded by ``SPTTEmbeddingBagCollectionSharder``.
-        mesh: the groups.
-        extra_memory: share of all tables' bytes that a rank's copies may take; uncounted ids may take as much, or 2 MB.
+        mesh: the process groups of this job.
+        extra_memory: share of all tables' bytes that a rank's copies may take; uncounted ids may take as much or 2 MB.
         refresh_every: training steps between two choices of rows; the first choice comes after at most 100 steps. None:
             rows change only when you call `refresh` or `replicate`, except for the first choice by ``profile``.
-        profile: accesses for the first choice of rows, which then follows the first step; pass it on all ranks.
+        profile: accesses for the first choice of rows, which then happens at the first `step`; pass it on all ranks.
 
     Raises:
         InputError: an argument is out of range or not the same on all ranks; the model does not have exactly one such
@@ -274,7 +274,7 @@ class HotRows:
             self._counter.add(ids)
 
     def _owned_tables(self) -> list[str]:
-        """Tables whose learning rate this rank sends to the others: those that no lower rank updates."""
+        """Returns the tables whose learning rate this rank sends to the others: those that no lower rank updates."""
         mine = [name for collection in self._module.collections for name in collection.settings_now()]
         of_ranks, rank = gather_objects(mine, self._everyone), self._everyone.rank()
         before = {name for of_rank in of_ranks[:rank] for name in of_rank}
@@ -291,7 +291,7 @@ class _Counter:
         self._enough = max(_LEAST_COUNTED, max_bytes / ID_BYTES)
 
     def add(self, ids: KeyedJaggedTensor) -> None:
-        """Keeps the ids of a batch; counts all kept ids once they take over ``max_bytes`` and 2 MB on the device."""
+        """Keeps the ids of a batch; counts all kept ids once they take more than both ``max_bytes`` and 2 MB."""
         self._total.num_samples += ids.stride()
         self._waiting.append(dict(zip(ids.keys(), ids.values().split(ids.length_per_key()), strict=True)))
         self._num_waiting += ids.values().numel()
@@ -299,7 +299,7 @@ class _Counter:
             self.profile()
 
     def profile(self) -> AccessProfile:
-        """Returns the accesses of all ids so far."""
+        """Counts the ids kept by `add`, and returns the accesses of all ids so far."""
         for table in self._total.tables if self._waiting else ():
             ids = torch.cat([batch[feature] for batch in self._waiting for feature in table.feature_names])
             rows, counts = ids.unique(return_counts=True)

@@ -39,7 +39,7 @@ def uncut_name(name: str) -> str:
 
 
 def split_tables(tables: Sequence[Any], splits: Splits) -> list[Any]:
-    """Returns the tables in their order, with each table to cut replaced by its shards.
+    """Returns the tables in the given order; the shards of a table to cut take its place.
 
     A shard has all rows and some columns of its table. ``splits`` maps a feature to the number of columns of each shard
     (`TowerPlan.column_splits`).

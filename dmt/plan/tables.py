@@ -29,7 +29,7 @@ TABLE_FORMATS: tuple[TableFormat, ...] = get_args(TableFormat)
 NUMBER_BYTES = MappingProxyType({"fp32": 4, "fp16": 2, "bf16": 2})
 """Bytes of a number, by the lower-case name of its format."""
 ID_BYTES = 8
-"""Bytes of an id, and of a length: int64 both in a KeyedJaggedTensor."""
+"""Bytes of an id and of a length; both are int64 in a KeyedJaggedTensor."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,7 +51,7 @@ class TableSpec:
     sequences: tuple[tuple[str, str], ...] = field(default=(), compare=False)
     """Pairs of a sequence feature and its target, the feature of this table that attends to the sequence."""
     is_sequence: bool = field(default=False, compare=False)
-    """True if lookups return an embedding per id, not pooled bags, as for every table of a tower with sequences."""
+    """True if lookups return an embedding per id instead of pooled bags; so do all tables of a tower with sequences."""
 
     def __post_init__(self) -> None:
         for size in ("num_embeddings", "embedding_dim"):

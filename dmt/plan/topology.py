@@ -37,7 +37,7 @@ class TowerTopology:
     The group methods return lists of *global* ranks, ascending, in an order that is the same on every rank.
 
     Raises:
-        InputError: a size is not positive, ``replica_placement`` is unknown, or hosts hold unequal parts of towers.
+        InputError: a size is not a positive integer, ``replica_placement`` is unknown, or hosts do not fit the towers.
 
     Example:
         The walk-through of the DMT paper (arXiv 2403.00877, section 3.1.1): 4 ranks on 2 hosts.
@@ -79,7 +79,7 @@ class TowerTopology:
             raise InputError(
                 f"TowerTopology: ranks_per_host={size} must divide the {self.world_size} ranks of the job, and be a "
                 f"multiple or a divisor of the {tower} ranks that hold a tower: a host holds whole towers, or a tower "
-                "whole hosts. Give the ranks that one machine runs, or change the towers."
+                "spans whole hosts. Give the number of ranks per machine, or change the size of the towers."
             )
 
     @property
@@ -145,7 +145,7 @@ class TowerTopology:
         return TowerTopology(num_towers=1, ranks_per_tower=len(ranks), ranks_per_host=on_host)
 
     def on_all_replicas(self, values: ArrayLike) -> NDArray[np.float64]:
-        """Repeats values of a replica's ranks, [T * L, ...] tower by tower, for all ranks: float64 [R * T * L, ...]."""
+        """Copies a replica's values, [T * L, ...] by tower and rank, to all replicas: float64 [R * T * L, ...]."""
         of_replica = np.asarray(values, dtype=np.float64)
         of_job = np.empty((self.world_size, *of_replica.shape[1:]))
         for ranks in self.sharding_groups():

@@ -65,7 +65,7 @@ class TowerPlan:
     tables: tuple[TableSpec, ...] = ()
     """The tables the plan was made for, each column shard as a table. If given, the model's tables must match them."""
     column_splits: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
-    """By feature, the columns of each shard of a table cut across towers. The towers then list the shards, as
+    """Number of columns of each shard, by feature, for tables cut across towers. The towers then list the shards, as
     ``ad[0:64]``; `split_tables` cuts the tables, and `dmt.plan.split_across_towers.split_ids` repeats the ids."""
     command: str = ""
     """The command that made the plan."""
@@ -92,8 +92,8 @@ class TowerPlan:
             absent = set(shard_names(feature, widths)) - set(self.features)
             if len(widths) < 2 or min(widths) < 1 or absent:
                 raise InputError(
-                    f"column_splits[{feature!r}]={list(widths)} in the tower plan must list the columns of at least "
-                    f"two shards, each in a tower; these are in no tower: {sorted(absent)}."
+                    f"column_splits[{feature!r}]={list(widths)} in the tower plan must list at least two positive "
+                    f"numbers of columns, and each shard must be in a tower. In no tower: {sorted(absent) or 'none'}."
                 )
 
     @classmethod
@@ -125,7 +125,7 @@ class TowerPlan:
     def balanced(
         cls, tables: Sequence[Any], topology: TowerTopology, *, rows: Mapping[str, float] | None = None
     ) -> TowerPlan:
-        """Makes a plan whose towers, and the hosts that hold several of them, send about equally many numbers.
+        """Makes a plan in which towers, and hosts that hold several of them, send about equally many embedding values.
 
         For flat models over towers, which compute the same with every plan. Greedy: the table that sends most comes
         first, and each goes to the tower that sends least so far.
@@ -133,9 +133,9 @@ class TowerPlan:
         Args:
             tables: tables of the model, ``EmbeddingBagConfig`` or `TableSpec`.
             topology: the number of towers, and their hosts.
-            rows: by table name, the rows of embeddings that a tower sends a rank in a step for all features of the
-                table. With ``unique`` these are the distinct inputs (`AccessProfile.distinct_rows`); by default each
-                feature sends as many.
+            rows: by table name, the number of embeddings that a tower sends to a rank in a step for all features of the
+                table. With ``unique`` these are the distinct inputs (`AccessProfile.distinct_rows`). By default all
+                features send equally many.
 
         Raises:
             InputError: there are fewer tables than towers, or `rows` lacks a table or has a negative number or NaN.
@@ -207,11 +207,11 @@ class TowerPlan:
         missing = [f for f in model_features if f not in placed]
         unknown = [f for f in (*self.features, *self.outside) if f not in known]
         for names, others, fault in (
-            (missing, unknown, "in no tower. Add what the tower plan lacks, or drop it from the model."),
+            (missing, unknown, "in no tower. Complete the tower plan, or reduce the model to its features."),
             (
                 unknown,
                 known,
-                "in the tower plan but not in the model. Remove from the plan what the model lacks, or add it to the "
+                "in the tower plan but not in the model. Reduce the plan to the model's features, or extend the "
                 "model. A plan covers one EmbeddingBagCollection: if the model has several, merge them.",
             ),
         ):

@@ -59,7 +59,8 @@ def save_figure(figure: Figure, path: str | os.PathLike[str], *, caller: str) ->
             warnings.filterwarnings("ignore", message="Glyph .* missing")  # drawn as an empty box
             figure.savefig(target, dpi="figure", bbox_inches="tight", pad_inches=0.12)
     except OSError as error:
-        raise InputError(f"{caller}: path={str(path)!r} cannot be written ({error.strerror}).") from error
+        reason = f"cannot be written ({error.strerror}). Give another path."
+        raise InputError(f"{caller}: path={str(path)!r} {reason}") from error
     return target
 
 
@@ -72,7 +73,7 @@ def add_title(axes: Axes, lines: Sequence[str], *, pad: float = 10.0) -> None:
 
 
 def dress_axes(axes: Axes, *, grid: Literal["x", "y", "both"]) -> None:
-    """Gives axes a pale grid, no ticks, and no spines but the one that bars or lines start from (``"both"``: none)."""
+    """Gives axes a pale grid, no tick marks, and only the spine that bars or lines start from (``"both"``: none)."""
     axes.grid(axis=grid, color="#E4E4E4", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(labelsize=9, length=0, labelcolor="#444444")

@@ -77,7 +77,7 @@ class StepWorkload:
 
 @dataclass(frozen=True, kw_only=True)
 class Hardware:
-    """Memory and speed of a rank. Neo's scalar weights are rates here, so that costs are in seconds.
+    """Memory and speed of a rank. Rates take the place of Neo's scalar weights, so that costs are in seconds.
 
     The default rates are half of the data-sheet peak of an 80 GB A100 (memory, and NVLink in one direction). Only the
     ratios of rates decide the plan; measure them on your machines.
@@ -117,7 +117,7 @@ class ShardLoad(NamedTuple):
     kernel keeps weights elsewhere, only the cache and row-wise AdaGrad's state."""
     activations: int
     """Bytes on the device of the embeddings that a step looks up in the shard, and of their gradients, FP32 (2D sparse
-    parallelism, section 2.2): one embedding per feature and sample, even of a row shard; for sequences, one per id."""
+    parallelism, section 2.2): one embedding per feature and sample, even in a row shard; for sequences, one per id."""
     averaged_bytes: float
     """Bytes sent to average weights and optimizer state over the replicas (2D sparse parallelism, section 5), divided
     by the steps between two averages: 4 bytes per number, even for FP16 tables; 0 for data-parallel tables."""

@@ -56,8 +56,8 @@ def optimizer_name(settings: Mapping[str, Any]) -> str | None:
 def kernel_obstacle(settings: Mapping[str, Any], *, names_only: bool = False, cpu_table: Any = None) -> str:
     """Returns the reason why FBGEMM's fused kernels cannot apply these ``fused_params``; empty if they can.
 
-    With ``names_only``, settings that the optimizer ignores are no reason: a table may have another optimizer.
-    ``cpu_table`` is the table, if it is on a CPU, whose kernels ignore more.
+    ``names_only`` checks only the names of settings, since a table may have an optimizer that uses them. ``cpu_table``
+    is the table if it is on a CPU; there the kernels ignore more settings.
 
     Example:
         >>> kernel_obstacle({"betas": (0.8, 0.99)})
@@ -85,7 +85,7 @@ def kernel_obstacle(settings: Mapping[str, Any], *, names_only: bool = False, cp
             return f"FBGEMM has no setting {key}={value!r}{_NAME_HINTS.get(key, '')}"
         if value and not names_only and not reads.get(key, True):
             decay = " on a CPU in FP32 bags of one feature" if decays else " without weight_decay_mode L2 or DECOUPLE"
-            hints = {"weight_decay": decay, "max_norm": " on a CPU, and where it counts rows"} if is_row_wise else {}
+            hints = {"weight_decay": decay, "max_norm": " on a CPU or with row counters"} if is_row_wise else {}
             return f"FBGEMM's {optimizer} ignores {key}={value!r}{hints.get(key, '')}"
     return ""
 
@@ -127,13 +127,13 @@ def check_moment_scale(moment_scale: MomentScale, num_replicas: int) -> None:
 
 
 def moment_scale_of(moment_scale: MomentScale, settings: Mapping[str, Any], num_replicas: int) -> float:
-    """Returns the factor c of a model-parallel table with fused optimizer ``settings`` and M replicas.
+    """Returns the factor c for the moments of a model-parallel table whose fused optimizer has these ``settings``.
 
     With ``"num_replicas"``, c is 1.0 for an optimizer without a sum of squared gradients.
 
     Raises:
         InputError: ``moment_scale`` is a number other than 1 and the optimizer has no such sum; or c is not 1 and the
-            optimizer decouples its weight decay or counts rows, which the scaled learning rate would change.
+            optimizer has decoupled weight decay or row counters, whose effect the scaled learning rate would change.
 
     Example:
         >>> moment_scale_of("num_replicas", {"optimizer": "exact_row_wise_adagrad"}, 4)
@@ -158,7 +158,7 @@ def moment_scale_of(moment_scale: MomentScale, settings: Mapping[str, Any], num_
 
 
 def moment_scaled(settings: Mapping[str, Any], scale: float) -> dict[str, Any]:
-    """Returns the settings with learning rate and epsilon times the root of ``scale``; other settings do not change.
+    """Returns the settings with learning rate and epsilon multiplied by the square root of ``scale``.
 
     Example:
         >>> moment_scaled({"learning_rate": 0.5, "eps": 1e-4, "weight_decay": 0.1}, 4.0)

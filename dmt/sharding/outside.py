@@ -1,4 +1,4 @@
-"""`choose_outside`: picks the tables that cost fewer bytes between hosts outside towers than in one. Pure arithmetic.
+"""`choose_outside`: picks the tables that save bytes between hosts if every rank holds them. Pure arithmetic.
 
 Neo (arXiv 2104.05158, section 4.1) keeps small tables on every rank: ids and embeddings stay on the rank, and the
 gradient of the whole table is all-reduced. That saves bytes between hosts if the table is smaller than its outputs.
@@ -36,15 +36,15 @@ class CrossingBytes(NamedTuple):
 
     @property
     def saved(self) -> float:
-        """Bytes that the table saves outside towers."""
+        """Bytes saved by keeping the table outside towers."""
         return self.in_tower - self.outside
 
     @property
     def reason(self) -> str:
         """A clause that compares the two numbers of bytes."""
         return (
-            f"its gradient takes {human_bytes(self.outside)} between hosts in a step; in a tower, ids and outputs "
-            f"would take {human_bytes(self.in_tower)}"
+            f"its gradient takes {human_bytes(self.outside)} between hosts in a step; in a tower, ids, outputs and "
+            f"their gradients would take {human_bytes(self.in_tower)}"
         )
 
 
@@ -52,7 +52,7 @@ class CrossingBytes(NamedTuple):
 class CrossingCosts:
     """Computes the `CrossingBytes` of the tables of a job.
 
-    Leaves out repeated ids, the averaging of replicas, and traffic between the hosts of one tower.
+    Ignores the averaging of replicas and the traffic between the hosts of one tower.
     """
 
     topology: TowerTopology
@@ -64,7 +64,7 @@ class CrossingCosts:
     number_bytes: tuple[float, float] = (4.0, 4.0)
     """Bytes per number sent between towers, forward and backward."""
     is_unique: bool = False
-    """True if a rank sends equal inputs of a feature once: with one id per sample, at most one per row of the table."""
+    """True if a rank sends equal inputs of a feature only once: at most one per table row if samples have one id."""
     distinct: Mapping[str, float] = field(default_factory=dict)
     """By feature, the mean number of distinct inputs in a rank's batch, if they were counted."""
 
@@ -75,7 +75,7 @@ class CrossingCosts:
         return away * self.topology.share_across_hosts(self.topology.peer_groups())
 
     def rows(self, feature: str, table: Any) -> float:
-        """Returns the number of embeddings of a feature that its tower sends to a rank: as counted, or at most."""
+        """Returns how many embeddings of a feature its tower sends to a rank per step: as counted, or at most."""
         size = self.workload.batch_size
         # Bags of several ids are hardly ever equal.
         is_joined = self.is_unique and self.workload.pooling_factors.get(feature, 1.0) <= 1
@@ -101,7 +101,7 @@ def choose_outside(
     hardware: Hardware | None = None,
     candidates: Collection[str] | None = None,
 ) -> list[str]:
-    """Chooses the tables that save bytes outside towers, largest saving first.
+    """Chooses the tables that save bytes between hosts if they are outside towers, largest saving first.
 
     They and their looked-up embeddings take at most a tenth of a rank's memory; every tower keeps at least one table.
 

@@ -144,7 +144,7 @@ def _by_kinds(problem: Problem) -> Iterator[Problem]:
 def _with_finer_cuts(problem: Problem, differenced: dict[tuple[int, ...], Packing]) -> Iterator[Packing]:
     """Yields the better packing of the two heuristics for each pair of limits under which `greedy` finds one.
 
-    Most limits lead to the same options; ``differenced`` keeps the packings of those seen before.
+    Most limits lead to the same options, so ``differenced`` stores the packing of each list of options.
     """
     least = sum(float(options[0].costs.sum()) for options in problem.cheapest_first)
     mean = (float(problem.cost.sum()) + least) / len(problem.cost)

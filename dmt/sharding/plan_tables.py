@@ -112,7 +112,7 @@ def _on_every_rank(tables: Sequence[Any], model: CostModel) -> tuple[list[TableS
 
 
 class _NoRoomError(InputError):
-    """Tables do not fit. The message searches for a batch size that fits only when it is read, as that plans often."""
+    """Tables do not fit into memory. The message is made when it is read: its search for a batch size is slow."""
 
     def __str__(self) -> str:
         return str(self.args[0]())
@@ -130,7 +130,7 @@ class _Tower:
     """Load that tables outside towers put on a rank, [4]."""
 
     def plan(self, fits: Callable[[int], bool]) -> tuple[list[TableSharding], list[RankLoad]]:
-        """Places the tables and reports the loads of the tower's ranks; ``fits`` tries a smaller batch size."""
+        """Places the tables and reports the loads of the tower's ranks; ``fits`` tells whether a batch size fits."""
         placements, problem, packing = self.packing()
         if packing is None:
             raise _NoRoomError(functools.cache(lambda: self._no_room(problem, fits)))
@@ -147,7 +147,7 @@ class _Tower:
         return sorted(self.tables, key=lambda table: table.name)
 
     def packing(self) -> tuple[dict[str, TablePlacement], Problem, Packing | None]:
-        """Returns the placements of pinned tables, the problem of the others, and its packing; None if none fits."""
+        """Returns the placements of pinned tables, the packing problem of the others, and its solution or None."""
         tables = self._sorted
         placements = {t.name: p for t in tables if (p := self.allowed[t.name].placement) is not None}
         seconds, memory, activations, _ = self._loads([t for t in tables if t.name in placements], placements)
@@ -165,7 +165,7 @@ class _Tower:
         return placements, problem, pack(problem) if problem.memory.max() <= problem.capacity else None
 
     def _loads(self, tables: Sequence[Any], placements: Mapping[str, TablePlacement]) -> Vector:
-        """Returns the loads of every rank by ``tables`` and the tables outside towers, [4, L], without fixed costs."""
+        """Returns the loads of ``tables`` and the tables outside towers on every rank, [4, L], without fixed costs."""
         loads = np.tile(self.held[:, None], self.model.topology.ranks_per_tower)
         for table in tables:
             for rank, load in self.model.shards(table, placements[table.name]):
@@ -173,7 +173,7 @@ class _Tower:
         return loads
 
     def _cuts(self, table: Any) -> Iterator[TablePlacement]:
-        """Yields the ways to cut a table, fewest parts first, on the first ranks."""
+        """Yields the possible placements of a table on the tower's first ranks, by scheme, fewest parts first."""
         num_ranks, allowed = self.model.topology.ranks_per_tower, self.allowed[table.name]
         for scheme in allowed.schemes:
             counts = [num_ranks] if scheme in EVERYWHERE else [1]
@@ -195,7 +195,7 @@ class _Tower:
         return self.allowed[table.name].place(scheme, sorted(ranks) if scheme in EVERYWHERE else ranks)
 
     def _no_room(self, problem: Problem, fits: Callable[[int], bool]) -> str:
-        """Names the table of which a rank must hold the most, what all tables need, and a batch size that fits."""
+        """Returns a message: what all tables need, which table needs most on one rank, and a batch size that fits."""
         largest = 0, "", ""
         needed = activations = 0
         for table in self.tables:
@@ -225,7 +225,7 @@ class _Tower:
         )
 
     def _entry(self, table: Any, placement: TablePlacement, mean: float) -> TableSharding:
-        """Reports a table; ``mean`` is the mean cost of the tower's ranks in seconds."""
+        """Returns the plan's entry of a table; ``mean`` is the mean cost of the tower's ranks in seconds."""
         loads: list[ShardLoad] = [load for _, load in self.model.shards(table, placement)]
         return TableSharding(
             name=table.name,

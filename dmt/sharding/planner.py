@@ -80,7 +80,7 @@ class TowerShardingPlanner:
         """Plans every module of ``model`` that one of the sharders handles.
 
         TorchRec's ``EmbeddingShardingPlanner`` plans the modules of TorchRec's sharders, such as
-        ``EmbeddingCollectionSharder`` for sequences of ids, over all ranks; rules, workload and rates do not apply.
+        ``EmbeddingCollectionSharder`` for sequences of ids, over all ranks, without this planner's rules and rates.
 
         Args:
             model: the unsharded model.
@@ -102,7 +102,7 @@ class TowerShardingPlanner:
                 plan[path][table.name] = parameter_sharding(table, placements[table.name], self.device_type)
         if others and self.topology.num_replicas > 1:
             raise InputError(
-                f"{next(iter(others))!r} is left to a sharder of TorchRec, which does not support replicas, but the "
+                f"Module {next(iter(others))!r} has a sharder of TorchRec, which does not support replicas, but the "
                 f"topology has num_replicas={self.topology.num_replicas}. Use one replica, or put its tables in towers."
             )
         if others:
@@ -218,7 +218,7 @@ def _modules(model: nn.Module, sharders: Sequence[Any]) -> tuple[dict[str, list[
         if by_type.setdefault(sharder.module_type, sharder) is not sharder:
             raise InputError(
                 f"TowerShardingPlanner: two sharders handle {sharder.module_type.__name__}, and "
-                "DistributedModelParallel would use the last. Pass only one of the two, here and there."
+                "DistributedModelParallel would use the last. Give both only one of them."
             )
     for path, module in model.named_modules():
         if any(outer == "" or path.startswith(f"{outer}.") for outer in (*towers, *others)):
@@ -239,7 +239,7 @@ def _modules(model: nn.Module, sharders: Sequence[Any]) -> tuple[dict[str, list[
     if not towers:
         kinds = sorted({s.module_type.__name__ for s in sharders if hasattr(s, "tables_by_tower")})
         missing = f"{type(model).__name__} has no module of type {kinds}" if kinds else "none of the sharders is dmt's"
-        raise InputError(f"TowerShardingPlanner: {missing}. Pass dmt's sharders of the model's collections.")
+        raise InputError(f"TowerShardingPlanner: {missing}. Pass a dmt sharder for the model's collections.")
     return towers, others
 
 

@@ -236,7 +236,7 @@ def why_not(
     except InputError as error:
         return str(error)
     if scheme in EVERYWHERE and id_route == "global":
-        return "id_route='global' sends every rank's ids to each holder of a table, here to every rank of the tower"
+        return "id_route='global' would send all ids to every rank of the tower, since each holds rows of the table"
     if scheme == "data_parallel":
         if kind == "FP16":  # a gradient of 1e-7 would err by a sixth, and one of 1e-8 be lost
             return "its weights are FP16, and the gradients of a data-parallel table would be FP16 too"
@@ -258,7 +258,7 @@ class Allowed(NamedTuple):
     placement: TablePlacement | None
     """The placement that the user gave, or None."""
     why: str
-    """Why the choice is limited, as the plan's reason says it; empty if it is not limited."""
+    """Why the choice is limited, as the plan's reason quotes it; empty if it is not limited."""
 
     def place(self, scheme: Scheme, ranks: Sequence[int]) -> TablePlacement:
         """Returns a placement with the table's kernel."""
@@ -384,5 +384,5 @@ def _matches(key: str, name: str) -> bool:
 
 
 def _key_of(rules: Mapping[str, Any], name: str) -> str | None:
-    """Returns the key of the rule that holds for a table; None if there is none."""
+    """Returns the key of the rule that applies to a table; None if there is none."""
     return name if name in rules else next((key for key in rules if _matches(key, name)), None)

@@ -5,7 +5,8 @@ overlap. Here an operation may need several resources at once (a gloo collective
 operations that need a resource at the same time share it equally; without sharing, this is Equation 1. Not modeled:
 rows that are read more often than others, ranks that start a step late, and caches.
 
-Legend: B samples per rank, T towers, K micro-batches, N columns of an embedding; P = T * B samples of all peers.
+Legend: B samples per rank, T towers, K micro-batches, N columns of an embedding; P = T * B samples of all peers; F
+features, F_t of them in tower t; O_t columns of its output.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ _SUM_PASSES = 3
 
 
 class Operator(NamedTuple):
-    """One operator of a model; it takes as long as its FLOPs or as the bytes that it moves, whichever is longer."""
+    """One operator of a model; its time is that of its FLOPs or that of moving its bytes, whichever is longer."""
 
     flops: float
     """FLOPs for one sample."""
@@ -185,7 +186,7 @@ class _Program:
     def compute(
         self, name: str, seconds: float = 0.0, *, moved: float = 0.0, looked_up: float = 0.0, after: Sequence[str] = ()
     ) -> None:
-        """Adds a computation after the previous one; it reads ``moved`` bytes, and writes as many."""
+        """Adds a computation after the previous one: it copies ``moved`` bytes, and moves ``looked_up`` of rows."""
         cluster = self.cluster
         seconds += 2 * moved / cluster.memory_bytes_per_s + looked_up / cluster.lookup_bytes_per_s
         self._add("core", after, Operation(name=name, kind="compute", seconds={"core": seconds}))

@@ -66,11 +66,11 @@ class Workload:
         return sum(self.lookups.numbers(table) for table in self.tables if not names.isdisjoint(table.feature_names))
 
     def rows_of(self, feature: str) -> float:
-        """Returns the rows of a feature that a rank sends."""
+        """Returns how many rows of a feature a rank sends: its distinct inputs if ``rows`` has them, else B."""
         return self.rows.get(feature, self.lookups.batch_size)
 
     def padded_rows(self, features: Sequence[str]) -> float:
-        """Returns the rows of each feature inside a tower, for one rank: empty bags fill up those with fewer rows."""
+        """Returns the rows of each feature inside a tower, for one rank: empty bags fill up to the most of any."""
         return max(map(self.rows_of, features), default=0)
 
 
@@ -159,8 +159,8 @@ def _exchanges(
 ) -> dict[str, tuple[float | NDArray[np.float64], float]]:
     """Returns the bytes of each rank in each exchange, [W] or one number for all, and the share that crosses hosts.
 
-    Ids, outputs and their gradients are charged to the ranks that hold the tables, which are the busy end: the largest
-    tower receives more ids and gradients, and sends more outputs, than any other rank sends or receives.
+    Ids, outputs and their gradients are charged to the ranks that hold the tables, which are the busy end: ranks of
+    the largest tower receive more ids and gradients, and send more outputs, than other ranks send or receive.
     """
     topology, is_flat, towers = step.topology, step.sharding is None, step.topology.num_towers
 
@@ -198,7 +198,7 @@ def _exchanges(
 
 
 def _sum_over_hosts(topology: TowerTopology, size: int) -> tuple[float, float]:
-    """Returns the bytes a rank sends to sum ``size`` bytes inside hosts, then between them, and the share between."""
+    """Returns the bytes that a rank sends to sum ``size`` bytes inside, then between hosts, and the share between."""
     # Every rank of a host sums an equal part, as if all gradients were one bucket.
     world, hosts, ranks = topology.world_size, topology.num_hosts, topology.host_size
     padded = 4 * math.ceil(size / 4 / ranks) * ranks

@@ -186,7 +186,7 @@ class SPTTModule(TowerState):
     @profiler_range("exchange_ids")
     @torch.no_grad()
     def exchange_ids(self, ctx: SPTTContext, ids_B: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
-        """Steps a and c: starts to send the ids of each feature to the peers (or ranks) that look it up."""
+        """Steps a and c: starts sending the ids of each feature to the peers (global route: ranks) that look it up."""
         if not self.id_exchanges:
             # Made here: only a batch shows the order of its keys and, for a module built on meta, the device.
             device = ids_B.device() if self.device.type == "meta" else self.device

@@ -140,7 +140,7 @@ class SPTTEmbeddingBagCollectionSharder(TowerSharder[EmbeddingBagCollection]):
         self.plan = plan
 
     def tables_by_tower(self, module: EmbeddingBagCollection) -> list[list[Any]]:
-        """Returns the table configs of each mesh tower; `InputError` if the tower plan does not fit the module."""
+        """Returns the table configs of each mesh tower; raises `InputError` if the plan does not fit the module."""
         return self.plan.tables_by_tower(table_configs(module))
 
     def outside_tables(self, module: EmbeddingBagCollection) -> list[Any]:

@@ -69,7 +69,7 @@ class TowerMesh:
     def outside_towers(self) -> TowerMesh:
         """Returns the mesh of tables outside towers (`TowerTopology.outside_towers`); collective the first time.
 
-        That mesh has separate groups: on shared ones, ranks could start its all-reduces and others in different orders.
+        It has separate groups: on shared groups, ranks could start collectives of both meshes in different orders.
         """
         if self._outside is None:
             self._outside = TowerMesh(self.topology.outside_towers)
@@ -78,7 +78,7 @@ class TowerMesh:
         return self._outside
 
     def new_group(self, groups: list[list[int]]) -> dist.ProcessGroup:
-        """Creates a group for each list of global ranks, with the job's timeout; returns this rank's. Collective."""
+        """Creates a group per list of global ranks, with the job's timeout; returns this rank's group. Collective."""
         # Imported here: planning on a laptop imports this file without TorchRec.
         from dmt._torchrec import group_timeout
 

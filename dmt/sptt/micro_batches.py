@@ -118,7 +118,7 @@ class MicroBatches:
         if len(batch_sizes) != 1:
             raise InputError(
                 f"In micro-batches, the arguments of {type(self._module).__name__} must contain KeyedJaggedTensors of "
-                f"one batch size, but they have {len(batch_sizes)} batch sizes. Call run_in_micro_batches with the "
+                f"one batch size, found: {sorted(batch_sizes) or 'none'}. Call run_in_micro_batches with the "
                 "module that receives the sparse features."
             )
         sizes = part_sizes(batch_sizes.pop(), self._num)
@@ -142,8 +142,8 @@ class MicroBatches:
     def _look_for_pairs(self, output: Any, results: Sequence[Any], size: int) -> None:
         """Refuses scores of pairs of samples: if all micro-batches have ``size`` samples, [size, size] looks valid.
 
-        A row of such scores has gradients with respect to the embeddings of other samples. These are computed once,
-        and only for outputs of this shape.
+        A row of such scores has gradients with respect to the embeddings of other samples. These gradients are computed
+        once, and only for outputs of this shape.
         """
         leaves = [leaf.wait() if isinstance(leaf, Awaitable) else leaf for leaf in tree_flatten(output)[0]]
         rows = [leaf[0].flatten() for leaf in leaves if isinstance(leaf, Tensor) and [*leaf.shape[:2]] == [size, size]]
@@ -171,7 +171,7 @@ class MicroBatches:
         if others or not self._sparse:
             fault = f"has a {others[0]}, which would look up and send K times" if others else "has no sharded module"
             raise InputError(
-                f"run_in_micro_batches: this {owner} {fault}. Shard all its tables with dmt's sharders before."
+                f"run_in_micro_batches: this {owner} {fault}. Shard all its tables with dmt's sharders first."
             )
         runs_already = isinstance(vars(self._module).get("forward"), MicroBatches)
         # Checked first: if only one rank raised below, the others would wait for it.
@@ -232,7 +232,7 @@ def _part_by_part(embeddings_PN: Embeddings, by_peer: Sequence[Sequence[int]]) -
 
 @contextmanager
 def _served_in_parts(module: SPTTModule) -> Iterator[list[Any]]:
-    """Makes a sharded module exchange at its first call only, and return one part per call; yields the parts so far."""
+    """Makes a sharded module exchange at its first call only, and return a part per call; yields the returned parts."""
     forward = module.forward  # maybe that of a train pipeline
     parts: list[Any] = []
     served: list[Any] = []

@@ -59,7 +59,7 @@ class OutsideCollectionSharder(TowerSharder[EmbeddingBagCollection]):
         super().__init__(mesh, fused_params=fused_params)
 
     def tables_by_tower(self, module: EmbeddingBagCollection) -> list[list[Any]]:
-        """Returns an empty list for each mesh tower."""
+        """Returns an empty list for each mesh tower: no tower holds a table of the collection."""
         return [[] for _ in range(self.mesh.topology.num_towers)]
 
     def outside_tables(self, module: EmbeddingBagCollection) -> list[Any]:

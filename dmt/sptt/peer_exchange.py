@@ -147,7 +147,7 @@ class PeerIdRoute:
 
     stagger = 1
     peers = slice(None)
-    """This rank's peers, in tower order, as a slice of the ranks of the id exchange's group."""
+    """Selects this rank's peers, in tower order, from the ranks of the id exchange's group."""
 
     def __init__(
         self,
@@ -373,8 +373,8 @@ class PeerExchange:
         self.forward_codec = None if codecs is None else codecs.forward
         self.backward_codec = None if codecs is None else codecs.backward
         self.begun: list[tuple[weakref.ref[_Transfer], PendingExchange]] = []
-        """Exchanges in flight, each with the transfer that waits for it. If a result is dropped, `exchange` waits for
-        it; else its messages would be lost, and messages of the next exchanges would arrive in their place."""
+        """Exchanges in flight, each with the transfer that waits for it. If a result is dropped, the next call of
+        `exchange` waits for its messages; else those of later exchanges would be received in their place."""
 
     def __call__(self, outputs: Tensor, batch_sizes: Sequence[int]) -> Awaitable[Tensor]:
         """Starts the exchange of outputs [sum(batch_sizes), O_t], which must not change until it has ended.
@@ -387,7 +387,7 @@ class PeerExchange:
         return self.exchange(outputs, [size * columns for size in batch_sizes], [(rows, o) for o in self.output_sizes])
 
     def exchange(self, numbers: Tensor, sizes: Sequence[int], arriving: Sequence[tuple[int, ...]]) -> Awaitable[Tensor]:
-        """Starts the exchange of any blocks of numbers.
+        """Starts the exchange of blocks of any shapes.
 
         Args:
             numbers: blocks for all peers one after another, of any shape, in the exchange's dtype; must not change
@@ -411,7 +411,7 @@ class PeerExchange:
 
 
 class _Transfer:
-    """One exchange in flight, first forward, then backward, and the buffers that receive it."""
+    """One exchange and its receive buffers, in the forward and then in the backward pass."""
 
     def __init__(self, exchange: PeerExchange, sizes: list[int], shapes: list[tuple[int, ...]]) -> None:
         self.exchange = exchange
@@ -487,7 +487,7 @@ class _Wait(Function):
 def codecs_of(precision: ExchangePrecision, dtype: torch.dtype = torch.float32) -> QuantizedCommCodecs | None:
     """Returns TorchRec's pair of codecs for an exchange, or None if both directions send numbers unchanged.
 
-    ``dtype`` is the dtype of the outputs that the codecs encode and of what they decode.
+    ``dtype`` is the dtype that the codecs encode from, and decode to.
     """
     as_is: Any = NoOpQuantizedCommCodec()
     as_is.quantized_dtype = dtype  # TorchRec's class has a method here, but its planner reads an attribute
@@ -500,7 +500,7 @@ def codecs_of(precision: ExchangePrecision, dtype: torch.dtype = torch.float32) 
 
 
 class _Cast(NoOpQuantizedCommCodec[None]):
-    """Sends numbers times ``scale``, a power of two, in a dtype of 16 bits.
+    """Codec that sends numbers multiplied by ``scale``, a power of two, in a 16-bit dtype.
 
     TorchRec's own FP16 codec turns infinity into 65504, and divides by its scale while still in FP16.
     """

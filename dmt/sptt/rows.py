@@ -1,11 +1,11 @@
-"""Rows (not of tables) that are sent instead of samples: how many of each feature in each part, and their way back.
+"""Rows (not of tables) that are sent instead of samples: their numbers by feature and part, and decoding to samples.
 
 Without a `RowEncoder` every sample is a row of every feature. With one, samples may share a row (`dmt.sptt.unique`).
 Where a batch is cut into parts (`dmt.sptt.micro_batches`), a row crosses with the first part that needs it. The encoder
 turns samples into rows before they are sent; the `RowCode` that it returns turns the rows that come back into columns
 of samples. TorchRec's KJT all-to-all sends the numbers of rows too, so both ends know all sizes from then on.
 
-Legend of `dmt.sptt.dataflow`; also F features, K parts, G groups of features of one tower that have equally many rows.
+Legend as in `dmt.sptt.dataflow`; also F features, K parts, G groups of one tower (features with equally many rows).
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class RowEncoder:
     """True: samples with equal inputs in a group of features share a row of that group."""
     take_out: Callable[[KeyedJaggedTensor], tuple[KeyedJaggedTensor, Any]] | None = None
     """Takes ids out of a batch before it is sent; samples with no ids left in a group share a row of that group.
-    Returns the other ids, and an object with ``record_stream`` and ``columns(pieces)``, [B, S] to add to the result."""
+    Returns the other ids, and an object with ``record_stream`` and ``columns(pieces)``, which gives [B, S] to add."""
 
     def encode(self, ids: KeyedJaggedTensor) -> RowCode | None:
         """Returns the rows of a batch; ``ids`` has the features in the order in which they are sent.
@@ -74,7 +74,7 @@ class RowCode:
     def decode(
         self, exchanges: Sequence[Awaitable[Any]], agreed: AgreedOutputs, num_groups: Sequence[int]
     ) -> list[Awaitable[Tensor]]:
-        """Returns the columns [B, S] of each part in flight; ``exchanges`` bring its rows, ``num_groups`` has all G."""
+        """Returns each part's columns [B, S], in flight; ``exchanges`` deliver its rows; ``num_groups``: G by tower."""
         # Pieces come tower by tower; each tower numbers its groups from 0.
         starts = [0, *itertools.accumulate(num_groups)]
         groups = [start + group for start, tower in zip(starts, agreed.groups, strict=False) for group in tower]
@@ -153,7 +153,7 @@ def rows_of_parts(
 
 
 def exchange_rows(outputs_PO: Tensor, rows: Rows, agreed: AgreedOutputs) -> Awaitable[list[Tensor]]:
-    """Starts step f where groups have unequally many rows; the result has the rows of each piece, [rows, width].
+    """Starts step f where groups have different numbers of rows; the result has the rows of each piece, [rows, width].
 
     Rows are sent peer by peer, piece by piece, without padding.
     """

@@ -136,7 +136,7 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         Raises:
             InputError: TorchRec's planner made the plan; ranks differ in towers, tables, plan, exchange or moment
                 scale; a table has no sharding, an unsupported scheme, a rank outside the tower, or shards that do not
-                cover it; its scheme or kernel excludes its dtype, settings or id route; or it has no moments.
+                cover it; its scheme or kernel excludes its dtype, settings or id route; or it has no moments to scale.
         """
         if any(sharding.sharding_type == _WITHOUT_PLAN for sharding in params.values()):
             raise InputError(
@@ -221,7 +221,7 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
             # All tables travel in one exchange.
             f"has output_dtype={sharding.output_dtype} in the plan, but all tables need the same: set it in the "
             "sharder's fused_params.": sharding.output_dtype is not None,
-            f"is {scheme}, but every rank holds a table outside towers: such tables are data_parallel. Make the plan "
+            f"is {scheme}, but tables outside towers must be data_parallel, as every rank holds them. Make the plan "
             "with TowerShardingPlanner.": tower is None and is_fused,
         }
         for message, is_refused in refusals.items():
@@ -289,7 +289,7 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class HomeTable:
-    """What every rank knows about a table, so that `dmt.HotRows` may copy its rows."""
+    """Description of a table that every rank has, so that `dmt.HotRows` can copy its rows."""
 
     config: Any
     """TorchRec's ``EmbeddingBagConfig``."""

@@ -63,7 +63,7 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
         """Loads this rank's towers from a state dict with the keys of `state_dict`.
 
         Raises:
-            RuntimeError: ``strict`` and keys are missing or unknown.
+            RuntimeError: ``strict`` is True, and keys are missing or unknown.
             InputError: ``assign`` is True; the kernels of sharded tables keep their memory.
         """
         if assign:
@@ -162,7 +162,7 @@ class TableTensor:
     """A tensor that the fused optimizer of a table updates."""
 
     name: str
-    """``t_ad.weight``, ``t_ad.momentum1``; the n-th further shard on this rank gets the suffix ``#n``."""
+    """Such as ``t_ad.weight`` or ``t_ad.momentum1``; the n-th further shard on this rank has the suffix ``#n``."""
     table: str
     """Name of the table, with the prefix of its module."""
     part: str

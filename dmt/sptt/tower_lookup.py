@@ -207,7 +207,7 @@ class DataParallelTables(nn.Module):
         return self.module(*features)
 
     def settle(self, *, update: bool = False) -> None:
-        """Waits for averages in flight, updates the tables by them only if ``update``, and clears these gradients."""
+        """Waits for averages in flight; if ``update``, updates the tables with them; clears these gradients."""
         # Cleared first: else a second call would wait for the same averages again after an exception.
         pending, self._pending = self._pending, []
         try:
@@ -242,7 +242,7 @@ class DataParallelTables(nn.Module):
 def _start_group_mean(
     gradient: Tensor, group: ProcessGroup, over_hosts: tuple[ProcessGroup, ProcessGroup] | None
 ) -> Callable[[], None]:
-    """Starts to average a gradient over a group, in place; the sum over hosts overlaps with the backward pass."""
+    """Starts to average a gradient over a group, in place; returns a function that waits for the end."""
     if over_hosts is None:
         work = start_sum(gradient, group)
     else:

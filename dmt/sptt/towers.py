@@ -244,7 +244,7 @@ def _materialize(module: nn.Module, device: torch.device) -> nn.Module:
 
 
 def _data_parallel(modules: _TowerModules, mesh: TowerMesh) -> nn.Module:
-    """Averages tower-module gradients inside the tower (DMT section 3.2, "System Perspective")."""
+    """Wraps tower modules in DDP over their tower, which averages gradients (DMT section 3.2, "System Perspective")."""
     if any(p.requires_grad for p in modules.parameters()):
         # Each rank keeps its own buffers, as in the dense part under TorchRec. The group has the ranks of the tower
         # only: no gradient of a tower module crosses between towers (section 3.2).

@@ -2,8 +2,8 @@
 
 FBGEMM's fused optimizers of the tables are written out here. With M replicas (2D sparse parallelism, Zhang et al. 2025,
 section 3.2, Algorithm 1) there are M modules, each with the gradients of its replica's batches: dense parts and
-data-parallel tables take the mean gradient; the other tables train alone with moments divided by c (line 6), and every
-N steps their weights and states are averaged (lines 9 and 10).
+data-parallel tables take the mean gradient; the other tables train separately with moments divided by c (line 6), and
+every N steps their weights and states are averaged (lines 9 and 10).
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ class PlainTraining:
 
     @torch.no_grad()
     def sync(self, *, is_delayed: bool = False) -> None:
-        """Averages weights and states as ``ReplicaSync.sync()`` does at the end of training."""
+        """Averages weights and states as ``ReplicaSync.sync()`` does; ``is_delayed`` delays the mean of the states."""
         for name in self._averaged:
             tables = [tables[name] for tables in self.tables]
             _set_to_mean([table.weight for table in tables])  # line 9

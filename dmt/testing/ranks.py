@@ -31,7 +31,7 @@ _INITIAL_SEED = 67280421310721
 
 
 class RanksFailedError(Exception):
-    """A rank raised an error, died or was not done in time; the message names the rank and the reason."""
+    """A rank raised an error, died or did not finish in time; the message names the rank and the reason."""
 
 
 class Rank(NamedTuple):
@@ -79,7 +79,7 @@ def run_on_ranks(
 
     Raises:
         InputError: a rank raised an `InputError`.
-        RanksFailedError: a rank raised another error, died or was not done in time.
+        RanksFailedError: a rank raised another error, died or did not finish in time.
 
     Example::
 
@@ -153,7 +153,7 @@ def _listen(ranks: Sequence[Rank], timeout_s: float) -> list[Any]:
         ready = wait(waiting, timeout=_SETTLE_S if faults else max(0.0, deadline - time.monotonic()))
         if not ready and not faults:
             numbers = ", ".join(map(str, waiting.values()))
-            faults.append(RanksFailedError(f"After {timeout_s:g} s, rank {numbers} still ran; raise timeout_s."))
+            faults.append(RanksFailedError(f"After {timeout_s:g} s, still running: rank {numbers}. Raise timeout_s."))
         if not ready:
             break
         for number in (waiting[pipe] for pipe in ready if isinstance(pipe, Connection)):

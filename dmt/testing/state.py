@@ -82,11 +82,11 @@ def load_plain_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 def gather_plain_state(model: nn.Module) -> dict[str, Tensor]:
     """Returns the state dict of the unsharded module, on the CPU, on every rank; collective.
 
-    It sends every shard to every rank: for tests and for models that fit in one process. To save large models use
-    `dmt.training.checkpoints`.
+    It sends every shard to every rank, so use it in tests and for models that fit in one process. To save large models
+    use `dmt.training.checkpoints`.
 
     Raises:
-        ReplicaMismatchError: ranks hold different values of an element, or hold some elements more often than others.
+        ReplicaMismatchError: ranks hold different values of an element, or some elements are on more ranks than others.
     """
     assert dist.group.WORLD is not None, "torch.distributed is not initialized"
     mine = [part._replace(tensor=part.tensor.cpu()) for part in local_parts(model)]
@@ -97,7 +97,7 @@ def join_parts(parts: Iterable[LocalPart]) -> dict[str, Tensor]:
     """Joins the parts of all ranks into whole tensors.
 
     Raises:
-        ReplicaMismatchError: parts differ where they overlap, or hold some elements of a tensor more often than others.
+        ReplicaMismatchError: parts differ where they overlap, or some elements are in more parts than others.
     """
     whole: dict[str, Tensor] = {}
     times: dict[str, Tensor] = {}
@@ -109,7 +109,7 @@ def join_parts(parts: Iterable[LocalPart]) -> dict[str, Tensor]:
         held = count > 0
         if not torch.allclose(target[held], part.tensor[held], rtol=0, atol=0, equal_nan=True):
             raise ReplicaMismatchError(
-                f"{part.name}: ranks hold different values of one element. Average the replicas by ReplicaSync.sync()."
+                f"{part.name}: ranks hold different values of one element. Call ReplicaSync.sync() first."
             )
         target.copy_(part.tensor)
         count += 1

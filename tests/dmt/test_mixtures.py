@@ -85,7 +85,7 @@ class Mixture(Case):
         words = [message for is_refused, message in refusals(**options, **more) if is_refused]
         words += ["mean pooling of weighted bags"] * (self.weighted and "MEAN" in self.pooling)
         is_everywhere = self.id_route == "global" and bool(self.schemes & {"row_wise", "data_parallel"})
-        return words + ["id_route='global' sends every rank's ids to each holder of a table"] * is_everywhere
+        return words + ["id_route='global' would send all ids to every rank of the tower"] * is_everywhere
 
 
 Tied = tuple[int, int]  # two tables that look up a feature in common; (-1, -1) without

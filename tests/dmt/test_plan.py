@@ -254,7 +254,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "table twice": (lambda: plan(["a"]).tables_by_tower([table("ta", "a")] * 2), "Table 'ta' is given 2 times"),
     "no file": (lambda: TowerPlan.load("/nowhere.json"), r"plan /nowhere\.json: cannot be read .*`dmt partition`"),
     **{f"hosts {sizes}": (lambda sizes=sizes: on_host(*sizes),
-                          f"ranks_per_host={sizes[-1]} must divide .* holds whole towers, or a tower whole hosts")
+                          f"ranks_per_host={sizes[-1]} must divide .* holds whole towers, or a tower spans whole")
        for sizes in ((2, 2, 1, 3), (2, 2, 1, 8), (2, 6, 1, 4), (4, 3, 1, 2), (2, 2, 3, 4))},
     **{f"ranks_per_host={value}": (lambda value=value: mesh(ranks_per_host=value),
                                    f"ranks_per_host={value} must be a whole number of at least 1")

@@ -330,7 +330,7 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
         job, RowWiseAdagrad, "row_wise", {"weight_decay_mode": WeightDecayMode.L2}, {"weight_decay": 1}, dtype), words)
        for dtype, words in (("FP16", "^nothing$"), ("FP32", "ignores weight_decay=1 on a CPU in FP32 bags"))},
     "FP16 data-parallel": (fp16_data_parallel, "Table 't0' in tower 0 is data_parallel, but its weights are FP16"),
-    "a table outside towers in one": (cut_outside, "'t1' outside towers is table_wise, but every rank holds a table"),
+    "a table outside towers in one": (cut_outside, "'t1' outside towers is table_wise, but tables outside towers must"),
     "a batch without a feature outside": (
         lambda job: sharded(OUTSIDE, job.two)(ids_of(torch.int64, "f0", "f2", "f3")), "The batch lacks feature 'f1'"),
     "state without a table": (lambda job: loaded_outside(job, lambda state: state.pop("embedding_bags.t1.weight")),
@@ -359,7 +359,7 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
     "micro-batches twice": (micro_batches_twice, "This TowerModel already runs in micro-batches; call detach"),
     "micro-batches of TorchRec's module": (lambda job: run_in_micro_batches(flat_torchrec(
         make_tables([8, 8]), FlatModel(make_tables([8, 8])).state_dict())),
-        r"FlatModel has a ShardedEmbeddingBagCollection, .* K times\. Shard all its tables with dmt's sharders before"),
+        r"FlatModel has a ShardedEmbeddingBagCollection, .* K times\. Shard all its tables with dmt's sharders first"),
     # Hot rows.
     "hot towers": (lambda job: HotRows(sharded(TWO, job.two), job.two), "hot rows need a flat model; towers send"),
     "hot, global": (lambda job: hot(job, replace(FLAT, id_route="global")), "hot rows need id_route='peer'"),

@@ -135,7 +135,7 @@ def test_sequences_with_replicas_are_refused() -> None:
     words = [EmbeddingConfig(name="t_w", num_embeddings=9, embedding_dim=8, feature_names=["w"])]
     model = nn.ModuleDict({"bags": collection("a", "b"), "words": EmbeddingCollection(tables=words, device="meta")})
     planner = TowerShardingPlanner(TowerTopology(num_replicas=2, num_towers=2, ranks_per_tower=1))
-    with pytest.raises(InputError, match=r"'words' is left to a sharder of TorchRec, which does not support replicas"):
+    with pytest.raises(InputError, match=r"'words' has a sharder of TorchRec, which does not support replicas"):
         planner.plan(model, [Sharder(), EmbeddingCollectionSharder()])
 
 

@@ -111,8 +111,8 @@ def test_the_planner_moves_what_saves_bytes_and_says_how_many() -> None:
     }
     assert job.sharding is not None
     assert job.sharding.reasons["t_C2"] == (
-        "on every rank: its gradient takes 640 bytes between hosts in a step; in a tower, ids and outputs would take "
-        "1.54 kB"
+        "on every rank: its gradient takes 640 bytes between hosts in a step; in a tower, ids, outputs and their "
+        "gradients would take 1.54 kB"
     )
     flat = job_of("dlrm")
     assert plan_of(flat).outside == ("C1", "C2", "C5")
