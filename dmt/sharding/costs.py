@@ -161,8 +161,7 @@ class CostModel:
         ``cache`` is the ``cache_load_factor`` of a kernel with a cache.
         """
         ranks = self.topology.ranks_per_tower
-        # Peers send the ids of their samples to the tower, so a tower looks up those of all T L ranks (DMT, section
-        # 3.1).
+        # Peers send the ids of their samples to the tower, so it looks up those of all T L ranks (DMT, section 3.1).
         samples = self.topology.num_towers * ranks * self.workload.batch_size  # G
         features, number = len(table.feature_names), number_bytes(table)
         pooling = sum(float(self.workload.pooling_factors.get(feature, 1.0)) for feature in table.feature_names)

@@ -5,8 +5,7 @@ overlap. Here an operation may need several resources at once (a gloo collective
 operations that need a resource at the same time share it equally; without sharing, this is Equation 1. Not modeled:
 rows that are read more often than others, ranks that start a step late, and caches.
 
-Legend: B samples per rank, T towers, K micro-batches, N columns of an embedding; P = T * B samples of all peers; F
-features, F_t of them in tower t; O_t columns of its output.
+Legend: B samples per rank, T towers, K micro-batches, N columns of an embedding; P = T * B samples of all peers.
 """
 
 from __future__ import annotations
@@ -140,7 +139,7 @@ class StepWork:
     lookup_bytes: float
     """Bytes of table rows that a rank reads in the lookup, and reads and writes in the update."""
     embedding_bytes: float
-    """Bytes of a rank's looked-up embeddings, FP32: [P, F_t N] in a tower, [B, F N] in a flat model."""
+    """Bytes of a rank's looked-up embeddings, FP32: [P, F_t N] in a tower of F_t features, [B, F N] in a flat model."""
     output_bytes: float
     """Bytes that a rank's over arch reads, FP32: [B, sum of O_t] (flat: [B, F N]), and embeddings outside towers."""
     samples: float
