@@ -144,7 +144,7 @@ class _Checks:
         self._compare_gradients(model, _LAYERS * _FP32_SUM + wide)
 
     def training(self) -> list[LocalPart]:
-        """Compares training with FP32 exchanges; returns this rank's weights after training in the config's formats."""
+        """Trains with FP32 exchanges and compares, then trains in the config's formats; returns this rank's weights."""
         expected = self.expected
         parts, losses, replicas = self._train(self.exact)
         for step, loss in enumerate(losses):

@@ -130,9 +130,9 @@ class ClickData:
         return {name: mean for name, mean in means.items() if mean > 0}
 
     def distinct_inputs(self, batch_size: int) -> dict[str, float]:
-        """Returns by feature the mean number of distinct ids in a batch, if ``dmt prepare`` has counted ids.
+        """Returns the mean number of distinct ids in a batch, by feature; empty if ``dmt prepare`` has not counted ids.
 
-        For features with at most one id per sample, in ungrouped rows. Counts can be large, so are read when needed.
+        Correct for features with at most one id per row, in rows without requests. Counts are read when first needed.
         """
         if self._counts is not None and batch_size not in self._distinct:
             counts = load_profile(self._counts)

@@ -38,7 +38,7 @@ class SyntheticConfig(Section):
     num_eval_rows: int = Field(default=65_536, ge=1, le=2**32)
     """Number of evaluation rows."""
     rows_per_table: int = Field(default=1000, ge=2, le=2**24)
-    """Number of distinct ids of each feature, and of rows of its table."""
+    """Number of rows of each table, and of ids of its feature."""
     num_groups: int = Field(default=4, ge=1)
     """Number of feature groups; only features of the same group interact in the label."""
     num_multi_hot: int = Field(default=0, ge=0)

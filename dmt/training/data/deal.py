@@ -103,9 +103,9 @@ class Deal:
 
 @cache  # to warn once
 def rank_batch(lanes: int, world_size: int, batch_size: int) -> int:
-    """Returns the number of rows of a rank's batch: ``batch_size`` from each of its lanes, if W divides V.
+    """Returns the number of rows of a rank's batch: ``batch_size`` from each of its V / W lanes, if W divides V.
 
-    For another ``world_size`` W, returns ``batch_size`` and warns that the global batch has changed.
+    Otherwise returns ``batch_size``, and warns that the global batch has changed.
 
     Example:
         >>> rank_batch(8, 2, 512), rank_batch(4, 4, 512)
@@ -114,8 +114,8 @@ def rank_batch(lanes: int, world_size: int, batch_size: int) -> int:
     if lanes % world_size == 0:
         return lanes // world_size * batch_size
     logger.warning(
-        "The run began on %d ranks and resumes on %d, not a divisor: the global batch is now %d rows instead of %d. "
+        "The run began on %d ranks and resumes on %d, which does not divide %d: the global batch has %d rows, not %d. "
         "Each remaining row of this epoch is used at most once.",
-        *(lanes, world_size, world_size * batch_size, lanes * batch_size),
+        *(lanes, world_size, lanes, world_size * batch_size, lanes * batch_size),
     )
     return batch_size

@@ -18,7 +18,7 @@ from dmt.partitioner.rows import mix_bits
 __all__ = ["COUNTED", "HASH_KEY", "Vocabulary", "deal_rows", "hash_rows"]
 
 HASH_KEY = "dmt-category-v01"
-"""Key of the hash of categories, 16 bytes for SipHash. A trained model needs the key with which its ids were made."""
+"""Key of the hash of categories, 16 bytes for SipHash. A trained model needs the key that made its ids."""
 COUNTED = 2**62
 """Number of rows into which values are hashed for counting; large, so that two values hardly ever share a hash."""
 _RARE, _FIRST = 1, 2

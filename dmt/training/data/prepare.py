@@ -71,7 +71,7 @@ _FEW = 0.2  # share of used rows below which a note suggests a smaller table
 
 
 def prepare_once(config: DataConfig, cache: Path | None, *, eval_only: bool = False) -> Path:
-    """Returns the prepared folder of a config's raw files in ``cache``; prepares it unless it exists.
+    """Returns the prepared folder of a config's raw files in ``cache``, and prepares it first if it does not exist.
 
     The ranks of a host take turns, by a file lock: the first prepares the folder, the others find it.
 
@@ -325,7 +325,7 @@ def _numbered_rows(
 
 
 class _View:
-    """A prepared file in SQL. Its columns get numbered names: DuckDB would take ``a`` and ``A`` for the same name."""
+    """A prepared file as an SQL relation. Columns have numbered names, since DuckDB does not tell ``a`` from ``A``."""
 
     def __init__(self, converter: Converter, file: Path) -> None:
         self.converter = converter
@@ -387,7 +387,7 @@ def _read_vocabularies(file: Path, columns: Columns) -> dict[str, Vocabulary]:
 def _summary(
     view: _View, tables: Sequence[TableSpec], counts: Counter[tuple[str, str]]
 ) -> tuple[AccessProfile, dict[str, Any]]:
-    """Returns access counts of the training rows, and a summary; ``counts`` are the `Converter`'s, of all raw rows."""
+    """Returns access counts of the training rows, and a summary; ``counts`` is `Converter.counts` of all raw rows."""
     columns, id_mode = view.converter.columns, view.converter.config.id_mode
     by_name = {feature.name: feature for feature in columns.features}
     profile, features, notes = AccessProfile(tables), dict[str, Any](), []
@@ -433,7 +433,7 @@ def _summary(
 
 
 def _table_notes(rows: int, known: Mapping[str, NDArray[np.int64]], *, is_hashed: bool) -> Iterator[str]:
-    """Yields notes on a table that is too small or large or whose features share no value, from the ``known`` rows."""
+    """Yields notes on a table: full, too large, or shared without common values; ``known`` has each feature's rows."""
     names, used = ", ".join(known), len(np.unique(np.concatenate([*known.values()])))
     enough = max(2, 10 * used if is_hashed else used + 2)
     if is_hashed and used >= 0.99 * (rows - 1):

@@ -34,7 +34,7 @@ _BLOCK_BYTES, _BLOCK_ROWS, _MOST_LINE_BYTES = 16 << 20, 1 << 16, 16 << 20
 _BLOCK_VALUES = 1 << 25  # values are text until they are hashed: less than a GiB, even with thousands of columns
 _CRITEO = ("label", *CRITEO_DENSE, *CRITEO_CATEGORICAL)
 _CUT = "\x1f"
-"""Separator of the columns of a line that had quotes, and of column and reason in the fault of a row."""
+"""Separates the columns of a line whose quotes were removed; in the fault of a row, the column from the reason."""
 _MISSING = "('nan', 'na', 'n/a', 'null', 'none', 'nat', '')"
 """Spellings of a missing number or time, in lower case. For categories only empty text is missing: "NA" is Namibia."""
 _PARTS = {"hour": "hour({0}) + 1", "weekday": "isodow({0})"}
@@ -70,7 +70,7 @@ class Block:
     columns: Mapping[str, tuple[str, pa.DataType]]
     """SQL and Arrow type of each column, by name; the columns of text files are text."""
     fault: str = ""
-    """SQL ``WHEN`` clauses for faults of a row as a whole."""
+    """SQL ``WHEN`` clauses that find rows which are invalid as a whole."""
     first: int = 1
     """Number of the first row's line (in Parquet, of the first row), from 1."""
     share: float = 1.0
@@ -229,7 +229,7 @@ def _lines(file: str, block_bytes: int) -> Iterator[tuple[int, list[bytes], floa
             f"{file}, at or after line {number}: the gzip file is cut off or damaged ({error}). Fetch the file again."
         ) from error
     except OSError as error:
-        raise InputError(f"{file}: cannot be read ({error.strerror or error}). Check that it is readable.") from error
+        raise InputError(f"{file}: cannot be read ({error.strerror or error}). Check the permissions.") from error
 
 
 def _texts(lines: Sequence[bytes]) -> pa.StringArray:
@@ -303,7 +303,7 @@ class Converter:
         self.schema = columns.schema
         """Schema of prepared rows, with `REQUEST` if there is a ``data.group_by``."""
         self.counts = Counter[tuple[str, str]]()
-        """Counts: ``("", "rows")``; of values, ``(dense column, "missing")`` and ``(feature, "negative")``."""
+        """Counts of rows, ``("", "rows")``, and of values, ``(dense, "missing")`` and ``(feature, "negative")``."""
         self._features = {feature.name: feature for feature in columns.features}
         if config.group_by is not None:
             self.schema = self.schema.append(pa.field(REQUEST, pa.int64()))

@@ -48,7 +48,7 @@ class SourceRows:
         self._name, self._config = f"data.source={config.source!r}", config
         self._function = load_function("data.source", config.source)
         self.start_state: SourceState | None = None
-        """State from which the next pass over training rows starts; saved by this rank in a run on as many ranks."""
+        """State from which the next pass over training rows starts, saved on as many ranks; None: the first row."""
         self._epoch, self._states = 0, deque[SourceState]()
         first = next((table for _, table in self._tables_of(self._call("train", 0, 1, 0)) if table.num_rows), None)
         if first is None:
@@ -57,7 +57,7 @@ class SourceRows:
         self._converter = Converter(config, self.columns, connect())
 
     def state(self, epoch: int, rows: int) -> SourceState | None:
-        """Returns the last state before row ``rows`` of this rank, or None if there is none; drops earlier states."""
+        """Returns the last state at or before this rank's row ``rows`` of an epoch, or None; drops earlier states."""
         while len(self._states) > 1 and self._states[1][0] <= rows:
             self._states.popleft()
         return self._states[0] if self._states and epoch == self._epoch else None
@@ -79,7 +79,7 @@ class SourceRows:
         in evaluation, as many as the rank with the most batches, where other ranks yield smaller or empty tables.
 
         Raises:
-            InputError: a batch of the source is not a table, or has an invalid value; raised on every rank.
+            InputError: a batch of the source is not a table, or has other columns or an invalid value; on every rank.
         """
         from dmt.collectives import run_on_all_or_raise
 

@@ -146,7 +146,7 @@ class SyntheticClicks:
 
 
 class SyntheticRows:
-    """The rows of a split, in blocks that are drawn when read. The last block read may extend past the split's end."""
+    """The rows of a split, in blocks that are drawn when read; the last one may have rows past the split's end."""
 
     def __init__(self, clicks: SyntheticClicks, split: Literal["train", "eval"]) -> None:
         rows = clicks.config.num_rows if split == "train" else clicks.config.num_eval_rows

@@ -40,7 +40,7 @@ class Scored:
     """Result of ``dmt score``."""
 
     num_rows: int
-    """Rows scored."""
+    """Number of rows scored."""
     metrics: MetricValues | None
     """Metrics of the predictions; None where the rows have no label."""
 

@@ -54,7 +54,7 @@ def score_by_ranks(
         Rows and metrics of all ranks, on every rank.
 
     Raises:
-        InputError: the model or the data cannot be read or do not fit each other, or ``out`` cannot be written.
+        InputError: the model or the data cannot be read or do not fit each other, or ``out`` exists or is not writable.
     """
     if model.suffix == ".pt2" or model.is_file():
         raise InputError(
