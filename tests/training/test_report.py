@@ -92,7 +92,7 @@ def test_aucs_that_cannot_be_compared_are_not():
         finding = compare_runs({"flat": flat, "towers": towers})
         assert finding.within_noise
         assert math.isnan(finding.auc_difference)
-        assert "cannot be compared: a model has diverged, or the evaluation rows have one" in finding.accuracy
+        assert "cannot be compared: a model has diverged, or all evaluation rows have" in finding.accuracy
 
 
 def record(folder, *lines):
@@ -217,7 +217,7 @@ def test_what_is_not_known_is_a_dash_and_makes_no_claim(tmp_path, arguments):
     text = Page(write_report(tmp_path / "report.html", **arguments)).text
     assert "two features of one tower - the same" in text
     assert "AUC - - -" in text
-    assert "not known difference of AUC, dmt-dlrm minus dlrm a model has diverged, or the evaluation" in text
+    assert "not known difference of AUC, dmt-dlrm minus dlrm a model has diverged, or all evaluation" in text
 
 
 def test_the_sync_of_replicas_has_a_row_only_where_there_are_some(capsys: pytest.CaptureFixture[str]) -> None:

@@ -347,7 +347,7 @@ def test_another_number_of_ranks_is_said_to_change_the_batch(caplog: pytest.LogC
     assert [rank_batch(8, ranks, 16) for ranks in (8, 4, 1)] == [16, 32, 128]
     assert not caplog.records
     assert rank_batch(4, 3, 16) == 16
-    assert "the global batch is now 48 rows instead of 64" in caplog.text
+    assert "the global batch has 48 rows, not 64" in caplog.text
 
 
 # Data behind a URL: read as files of this machine are, or refused.
