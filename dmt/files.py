@@ -58,7 +58,7 @@ def atomic_write(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def write_or_raise(path: str | os.PathLike[str], what: str) -> Iterator[Path]:
-    """Does what `atomic_write` does, but raises `InputError` if writing fails; ``what`` is the kind of file."""
+    """Does what `atomic_write` does, but raises `InputError` if writing fails; ``what`` names the kind of file."""
     try:
         with atomic_write(Path(path)) as scratch:
             yield scratch

@@ -3,8 +3,8 @@
 Legend: T towers (hosts) of L ranks, W = T * L, B samples of a rank, N columns, p a row's share of its table's accesses.
 Where a host has several towers, or a tower spans several hosts (``ranks_per_host``), only what leaves a host counts.
 
-A use of a row by a rank of another tower sends an id of 8 bytes there, an output [N] back, and the output's gradient
-there again. A copied row sends none of these. In a step in which any rank touches it, its gradient is summed
+A rank that uses a row of another tower sends an id of 8 bytes there, gets an output [N] back, and returns the output's
+gradient. A copied row sends none of these. In a step in which any rank touches it, its gradient is summed
 inside each host and then between hosts (`dmt.hot_rows.touched_sum`); each host sends 2 (T - 1) / T times the row.
 Hence, with p B uses by a rank, a copy saves in a step
 

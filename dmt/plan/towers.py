@@ -61,7 +61,7 @@ class TowerPlan:
     seed: int | None = None
     """The random seed of a learned assignment."""
     affinity: Mapping[str, Any] = field(default_factory=dict)
-    """Summary numbers of the feature affinity that a learned assignment was made from."""
+    """Summary numbers of the feature affinity that a learned assignment is based on."""
     tables: tuple[TableSpec, ...] = ()
     """The tables the plan was made for, each column shard as a table. If given, the model's tables must match them."""
     column_splits: Mapping[str, tuple[int, ...]] = field(default_factory=dict)

@@ -1,7 +1,7 @@
 """`HierarchicalDataParallel`: reduces gradients of the dense part inside each host first, then once between hosts.
 
-DDP's single ring over all W ranks sends 2 (W-1)/W of the dense gradients' bytes out of every host; if each of H hosts
-reduces first, it sends 2 (H-1)/H of them, optionally in BF16. n is the number of gradients in a DDP bucket.
+DDP's single ring over all W ranks sends 2 (W-1)/W times the dense gradients' bytes out of every host; if each of H
+hosts reduces first, only 2 (H-1)/H times as many, optionally in BF16. n is the number of gradients in a DDP bucket.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ __all__ = [
 Resource = Literal["core", "uplink", "host_link"]
 """What an operation occupies: a rank's cores, its host's link to other hosts, or its link to ranks of its host."""
 Kind = Literal["compute", "ids", "embeddings", "dense", "replicas", "program"]
-"""What the time of an operation counts as: computing; a collective of ids, of embeddings and their gradients, of dense
+"""Category of an operation's time: computation; a collective of ids, of embeddings and their gradients, of dense
 gradients, or of replicas; or the program that launches the operations."""
 
 _REDUCED = ("dense", "replicas")
@@ -193,8 +193,8 @@ class _Program:
     def send(self, name: str, load: Load, kind: Kind, *, ranks: int, channel: str, at_once: bool = False) -> str:
         """Adds a collective over groups of ``ranks`` ranks, after the previous computation unless ``at_once``.
 
-        Returns the name of the operation to wait for: where nothing is sent, the previous one of the channel or else
-        the previous computation; an empty string if there is neither.
+        Returns the name of the operation to wait for: this one, or if it sends nothing, the previous one of the channel
+        or else the previous computation; an empty string if there is neither.
         """
         before = self._last.get("core", "")
         if not any(load):

@@ -52,7 +52,7 @@ class Workload:
     is_hierarchical: bool = False
     """True if dense gradients are summed inside each host before they cross."""
     rows: Mapping[str, float] = field(default_factory=dict)
-    """Distinct inputs of features in a rank's batch, if a flat model sends its towers only those (``unique``)."""
+    """Number of distinct inputs in a rank's batch, by feature, if a flat model sends only those (``unique``)."""
 
     @property
     def outside(self) -> list[TableSpec]:

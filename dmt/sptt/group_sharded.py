@@ -1,4 +1,4 @@
-"""TorchRec's sharded collections over the ranks of a tower: what bags and sequences share, and `GroupShardedEC`.
+"""TorchRec's sharded collections over the ranks of a tower: code common to bags and sequences, and `GroupShardedEC`.
 
 `GroupShardedEC` looks up sequences, which have an embedding for each id; `dmt.sptt.tower_lookup.GroupShardedEBC` looks
 up bags, which have one for each sample.
@@ -43,11 +43,11 @@ __all__ = [
 ]
 
 Embeddings: TypeAlias = KeyedTensor | dict[str, JaggedTensor]
-"""What a collection returns for P samples: bags [P, columns], or sequences [sum of lengths, columns] by feature."""
+"""Embeddings of P samples from a collection: bags [P, columns], or sequences [sum of lengths, columns] by feature."""
 
 
 class GroupSharded:
-    """What TorchRec's sharded collections of bags and of sequences share, over any group of ranks."""
+    """Methods common to TorchRec's sharded collections of bags and of sequences, over any group of ranks."""
 
     moment_scales: dict[str, float]
     """Factor c of AdaGrad's moments (`dmt.sharding.optimizers`) by table; tables that are not listed have 1."""

@@ -44,8 +44,8 @@ class TowerMesh:
     def __init__(self, topology: TowerTopology) -> None:
         if not dist.is_initialized():
             raise InputError(
-                "TowerMesh needs torch.distributed; call torch.distributed.init_process_group(...) first, "
-                "or start the script with torchrun."
+                "TowerMesh needs a default process group. Call torch.distributed.init_process_group(...) first, in a "
+                "script that torchrun starts."
             )
         check_instance("topology", topology, TowerTopology)
         world = dist.group.WORLD

@@ -200,7 +200,7 @@ class PeerIdRoute:
 
 
 class AgreedIds:
-    """Keys and dtypes of ids: ranks agree on dtypes in the first batch; later batches must have its keys and dtypes."""
+    """Checks batches of ids: in the first, ranks agree on dtypes; later ones must have its keys and dtypes."""
 
     def __init__(self, features: Sequence[str], *, is_weighted: bool, group: dist.ProcessGroup) -> None:
         self._features, self._is_weighted, self._group = list(features), is_weighted, group

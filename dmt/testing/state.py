@@ -24,7 +24,7 @@ class LocalPart(NamedTuple):
     name: str
     tensor: Tensor
     where: tuple[slice, ...]
-    """Its place in the whole tensor."""
+    """Place of the part in the whole tensor, one slice per dimension."""
     size: tuple[int, ...]
     """Shape of the whole tensor."""
 
@@ -114,16 +114,16 @@ def join_parts(parts: Iterable[LocalPart]) -> dict[str, Tensor]:
         target.copy_(part.tensor)
         count += 1
     for name, count in times.items():
-        held_by = count.unique().tolist()
-        if len(held_by) > 1 or 0 in held_by:
-            raise ReplicaMismatchError(f"{name}: some of its elements are on {held_by[0]} ranks, others on more.")
+        ranks = count.unique().tolist()
+        if len(ranks) > 1 or 0 in ranks:
+            raise ReplicaMismatchError(f"{name}: some elements are on {ranks[0]}, others on {ranks[-1]} ranks. Check the plan.")
     return whole
 
 
 def table_layout(model: Any) -> dict[str, list[int]]:
     """Returns the widths of the column shards of every table of a ``DistributedModelParallel``, from left to right.
 
-    This part of a sharding plan changes what tables learn: under row-wise AdaGrad each shard has a state of its rows. A
+    This part of a sharding plan changes what tables learn: under row-wise AdaGrad each shard has one state per row. A
     data-parallel table has an empty list: replicas average its gradients, not its weights.
     """
     return {
