@@ -82,8 +82,7 @@ def load_plain_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 def gather_plain_state(model: nn.Module) -> dict[str, Tensor]:
     """Returns the state dict of the unsharded module, on the CPU, on every rank; collective.
 
-    It sends every shard to every rank, so use it in tests and for models that fit in one process. To save large models
-    use `dmt.training.checkpoints`.
+    It sends every shard to every rank, so use it for small models only; `dmt.training.checkpoints` saves large ones.
 
     Raises:
         ReplicaMismatchError: ranks hold different values of an element, or some elements are on more ranks than others.
@@ -114,9 +113,10 @@ def join_parts(parts: Iterable[LocalPart]) -> dict[str, Tensor]:
         target.copy_(part.tensor)
         count += 1
     for name, count in times.items():
-        ranks = count.unique().tolist()
-        if len(ranks) > 1 or 0 in ranks:
-            raise ReplicaMismatchError(f"{name}: some elements are on {ranks[0]}, others on {ranks[-1]} ranks. Check the plan.")
+        if len(ranks := count.unique().tolist()) > 1 or 0 in ranks:
+            raise ReplicaMismatchError(
+                f"{name}: some elements are on {ranks[0]}, others on {ranks[-1]} ranks. Check the plan."
+            )
     return whole
 
 
