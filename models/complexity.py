@@ -94,7 +94,7 @@ def count_complexity(model: nn.Module, dense_features: Tensor, sparse_features: 
 
 
 def _numbers(embeddings: Any) -> int:
-    """Returns how many numbers a tower module reads: a ``KeyedTensor``, or a dict of tensors or ``JaggedTensor``."""
+    """Returns how many numbers ``embeddings`` has: a ``KeyedTensor``, or a dict of tensors or ``JaggedTensor``."""
     values = embeddings.values()
     parts = [values] if isinstance(values, Tensor) else values
     return sum((part if isinstance(part, Tensor) else part.values()).numel() for part in parts)
@@ -118,7 +118,7 @@ def compression_ratio(model: nn.Module) -> float:
     for module in modules:
         if not (hasattr(module, "in_features") and hasattr(module, "out_features")):
             name = type(module).__name__
-            raise InputError(f"Tower module {name} has no in_features or out_features. Set both: numbers per sample.")
+            raise InputError(f"Tower module {name} lacks in_features or out_features (numbers per sample). Set both.")
     return sum(m.in_features for m in modules) / sum(m.out_features for m in modules) if modules else 1.0
 
 

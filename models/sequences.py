@@ -70,10 +70,10 @@ class TargetAttention(nn.Module):
 
 
 class DINTowerModule(nn.Module):
-    """Tower module in which a target attends to a sample's history: projects target and `TargetAttention` to D numbers.
+    """Tower module in which a target attends to its history: projects the target and the pooled history to D numbers.
 
-    A projection of both loses how near the target is to its history, so it takes their elementwise product too, and D
-    weights times their inner product are added. If D = 2 N both are sent as they are, with the weighted inner product.
+    A projection of both alone would lose how near the target is to its history. So their elementwise product is
+    projected too, and D weights times their inner product are added. If D = 2 N, the two replace the projection.
     The tower's embedding module is an ``EmbeddingCollection`` in which target and history share a table.
 
     Args:

@@ -107,7 +107,7 @@ class DLRMProductsTowerModule(DLRMTowerModule):
 
     The paper's module is linear, so interactions of its features are lost: DLRM multiplies compressed vectors only.
     This module maps the F_t (F_t - 1) / 2 inner products of the embeddings, which flat DLRM computes too, linearly to
-    p D numbers and adds them to the p combinations, so that as many bytes cross hosts. Features that interact should
+    p D numbers and adds them to the p combinations, so that no more bytes cross hosts. Features that interact should
     then share a tower (``benchmarks/results/product_towers.md``).
 
     Takes the arguments and raises the errors of `DLRMTowerModule`; p must be at least 1.
@@ -143,8 +143,8 @@ class DLRMProductsTowerModule(DLRMTowerModule):
 class DCNTowerModule(nn.Module):
     """DCN's tower module: one cross layer over the tower's embeddings, then a projection (DMT section 4, Listing 2).
 
-    The projection has D outputs per tower, the only reading that fits the MFLOPs of Table 4 (with D=128=N). The listing
-    has F_t D outputs: set ``per_feature``. A projection with as many outputs as inputs is skipped.
+    The projection has D outputs per tower, the only reading that fits the MFLOPs of Table 4 (with D=128=N). With
+    ``per_feature`` it has F_t D, as in the listing. A projection with as many outputs as inputs is skipped.
 
     Takes ``rank``, the rank of the cross layer, and ``per_feature`` instead of c and p of `DLRMTowerModule`. Raises
     `InputError` for a size that is not positive.

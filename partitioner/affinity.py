@@ -54,7 +54,7 @@ class FeatureAffinity:
     features are always parallel, or always opposite, and 0 if they are unrelated. `collect` measures it on a model.
 
     **Interactions** (``"interactions"``, not in the paper) are gains in nats per row: how much better two features
-    together predict the label than an additive model of all features, and ``triples`` better than their pairs.
+    together predict the label than an additive model of all features; for ``triples``, than their pairs do.
     `collect_interactions` measures them on training rows without a model.
 
     The constructor checks the matrix, makes it exactly symmetric, and keeps it read-only as float64. The diagonal is
@@ -118,7 +118,7 @@ class FeatureAffinity:
 
     @property
     def num_features(self) -> int:
-        """F."""
+        """F, the number of features."""
         return len(self.features)
 
     @property
@@ -285,7 +285,7 @@ class FeatureAffinity:
 
     @classmethod
     def load(cls, path: str | os.PathLike[str]) -> FeatureAffinity:
-        """Reads a file of `save`. It never unpickles, so a file from a stranger cannot run code.
+        """Reads a file that `save` wrote. It never unpickles, so an untrusted file cannot run code.
 
         Raises:
             InputError: the file is absent, damaged, of another kind or format version, or breaks a rule of this class.
@@ -340,7 +340,7 @@ def noise_bound(count: int) -> float:
 def _check_features(features: Sequence[str]) -> None:
     nameless = [name for name in features if not isinstance(name, str) or not name]
     if nameless or not features:
-        raise InputError(f"FeatureAffinity: features={list(features)[:5]} must be names; give strings, none empty.")
+        raise InputError(f"FeatureAffinity: features={list(features)[:5]} must be names; give non-empty strings.")
     name, count = Counter(features).most_common(1)[0]
     if count > 1:
         raise InputError(f"FeatureAffinity: features has {name!r} {count} times. Name each feature once.")

@@ -218,7 +218,7 @@ class _Answer:
 
     part: Part
     points: Floats
-    """[P, 2] points, then the stress and the sum of squared distances of `embed_distances`; 0 for interactions."""
+    """[P, 2]; with ``stress`` and ``wanted``, the result of `embed_distances`; 0 for interactions."""
     stress: float
     wanted: float
     labels: Labels
@@ -272,7 +272,7 @@ def _neighbors(costs: Floats, num_towers: int) -> Labels:
 
 
 def _random_towers(answers: Sequence[_Answer], seed: int) -> Iterator[Mapping[str, int]]:
-    """Yields random assignments of the same blocks: shuffles those of equal size, then repairs limits or skips."""
+    """Yields random assignments: shuffles blocks of equal size, then repairs broken limits or skips the assignment."""
     rng = np.random.default_rng(seed)
     for _ in range(RANDOM_ASSIGNMENTS):
         towers: dict[str, int] = {}

@@ -152,7 +152,7 @@ def make_blocks(measure: FeatureAffinity, rules: PartitionRules) -> Blocks:
 
 
 def _joined(features: Sequence[str], groups: Sequence[Sequence[str]]) -> tuple[tuple[str, ...], ...]:
-    """Returns the connected components of features that share a group, sorted, each as sorted features."""
+    """Returns the blocks: sets of features that groups link, directly or through others; all sorted."""
     from scipy.sparse import coo_array
     from scipy.sparse.csgraph import connected_components
 
@@ -242,8 +242,8 @@ def size_bounds(num_features: int, num_towers: int, balance_ratio: float) -> tup
 def _fitting_sizes(weights: Floats, num_towers: int, asked: tuple[int, int]) -> tuple[int, int]:
     """Loosens the ``asked`` sizes until blocks of [P] ``weights`` features fit; returns least and most features.
 
-    Raises the most first, as little as possible, and then lowers the least. A local search decides whether blocks fit,
-    so the sizes may be looser than a perfect packing needs.
+    First raises the maximum, by as little as possible, then lowers the minimum. A local search decides whether blocks
+    fit, so the sizes may be looser than a perfect packing needs.
     """
     nothing = Costs(pairs=np.zeros((len(weights), len(weights))), per_feature=False)
 

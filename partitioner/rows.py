@@ -36,7 +36,7 @@ class Column:
     lengths: NDArray[np.integer] | None
     """[R] number of values in each bag, at least one; None if every row has one value."""
     size: int
-    """V."""
+    """V, the number of distinct values or cells."""
 
     @cached_property
     def rows(self) -> NDArray[np.int64] | None:
@@ -88,9 +88,9 @@ class _Part:
     """The K kept rows of a batch."""
 
     labels: NDArray[np.float64]
-    """[K]"""
+    """[K] 0 or 1."""
     dense: NDArray[np.float32]
-    """[K, D]"""
+    """[K, D] values of the dense columns."""
     bags: Mapping[str, tuple[NDArray[np.int32], NDArray[np.int64]]]
     """[K] lengths, at least 1, and [sum of lengths] ids of each feature."""
     num_ids: Mapping[str, int]

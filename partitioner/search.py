@@ -59,7 +59,7 @@ class Bounds:
 
     @cached_property
     def totals(self) -> Floats:
-        """[R] loads of all blocks together, above 0 to divide by."""
+        """[R] total load of all blocks, at least 1e-300, because excesses are divided by it."""
         return np.maximum(self.loads.sum(axis=1), 1e-300)
 
     def tower_loads(self, labels: Labels, num_towers: int) -> Floats:
@@ -76,7 +76,7 @@ class Bounds:
         return np.where(outside > TOLERANCE, outside, 0.0).sum(axis=0)
 
     def violation(self, labels: Labels, num_towers: int) -> float:
-        """Returns 0.0 if every limit holds, else the excess of all towers plus 1 per pair that should be apart."""
+        """Returns 0.0 if every limit holds, else the excess of all towers plus 1 per pair wrongly together."""
         total = float(self.excess(self.tower_loads(labels, num_towers)).sum())
         if self.apart is not None:
             total += float(np.count_nonzero(self.apart & (labels[:, None] == labels[None, :])) // 2)
@@ -98,7 +98,7 @@ class Costs:
     triples: Labels = field(default_factory=lambda: np.zeros((0, 3), np.int64))
     """[Q, 3] three different blocks each; empty with ``per_feature``."""
     triple_costs: Floats = field(default_factory=lambda: np.zeros(0))
-    """[Q]"""
+    """[Q] cost of each triple, of any sign."""
 
     def of(self, labels: Labels, weights: Floats) -> float:
         """Returns the objective of an assignment, labels [P] and weights [P]."""
@@ -177,8 +177,8 @@ def local_search(costs: Costs, labels: Labels, *, num_towers: int, bounds: Bound
     """Moves and swaps blocks while that lowers the violation or the cost; never empties a tower.
 
     Each block in turn makes its best move or swap: the one that lowers the violation most and, among equals, the cost.
-    Ends when a whole sweep, O(P (P + T)), changes nothing. ``labels`` [P] are the start. Returns new labels [P];
-    `Bounds.violation` tells whether they hold all limits.
+    Ends when a sweep over all blocks, O(P (P + T)), changes nothing, or after 50 sweeps. ``labels`` [P] are the start.
+    Returns new labels [P]; `Bounds.violation` tells whether they hold all limits.
     """
     search = _MoveSearch(costs, labels, num_towers, bounds)
     for _ in range(MAX_SWEEPS):
@@ -229,7 +229,7 @@ class _MoveSearch:
         return pairs / np.maximum(mass, 1.0) if self.costs.per_feature else pairs
 
     def _price_triples(self) -> None:
-        """Sums costs of triples: of joining the other two blocks, and those that a swap of two blocks counts twice."""
+        """Sums costs of triples: those that a block completes in a tower, and those that a swap counts twice."""
         if not len(self.costs.triples):
             return
         self.joining = np.zeros(self.to_tower.shape)
@@ -255,7 +255,7 @@ class _MoveSearch:
         return changed
 
     def _first_change(self, blocks: Labels) -> int | None:
-        """Makes the best move or swap of the first of [B] ``blocks`` that improves; returns that block, or None."""
+        """Makes the best move or swap of the first of [B] ``blocks`` that gains by it; returns that block, or None."""
         limits, gain = self.prices(blocks)
         # Lexicographic: the violation first, the cost among equals.
         least = limits.min(axis=1, keepdims=True)

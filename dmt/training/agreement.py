@@ -1,4 +1,4 @@
-"""`Agreement`: in meetings, ranks decide whether to save or stop, and check for NaN; `Signals`: SIGTERM and Ctrl-C."""
+"""`Agreement`: ranks meet to decide whether to save or stop, and check for NaN; `Signals`: SIGTERM and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ _NEVER = 2**52  # a step that no run reaches
 
 
 class Signals:
-    """Notes SIGTERM and Ctrl-C in its ``with`` block; a second signal at least two seconds later ends the process.
+    """Records SIGTERM and Ctrl-C during its ``with`` block; a second signal over two seconds later ends the process.
 
     Once `Agreement.meet` has set ``stops``, signals are ignored, even after the block, so that the last save completes.
     A signal that comes after the last meeting is raised again, with its usual effect, when the block ends.
@@ -92,7 +92,7 @@ class Agreed:
 class Agreement:
     """Decides after which steps the ranks meet; a meeting decides whether to save or stop, and checks the state.
 
-    The ranks meet every ``log_every`` steps, where a save is due, and about every two seconds by the clock of rank 0.
+    The ranks meet every ``log_every`` steps, when a save is due, and about every two seconds by the clock of rank 0.
     With replicas, saves and stops wait for a step after which replicas are averaged anyway, so that neither changes a
     weight.
 
@@ -187,7 +187,7 @@ class Agreement:
     def _announce_stop(self, step: int) -> None:
         if self._stop_at > step and self._mesh.rank == 0:
             logger.warning(
-                f"{SIGNALS[self._signals.signal]}: training stops after step {self._stop_at}, where replicas are "
+                f"{SIGNALS[self._signals.signal]}: training stops after step {self._stop_at}, when replicas are next "
                 f"averaged (replicas.sync_every), in {self._stop_at - step} steps. A second signal ends training at "
                 "once; the last checkpoint remains."
             )

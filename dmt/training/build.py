@@ -165,7 +165,7 @@ class ScheduledOptimizer(CombinedOptimizer):
         self.set_step(0)
 
     def set_step(self, step: int) -> None:
-        """Sets the learning rates of the step after ``step`` steps; fused optimizers adopt theirs at `zero_grad`."""
+        """Sets the learning rates of the 0-based step ``step``; fused optimizers adopt them at `zero_grad`."""
         self.steps = step
         share = warmup_factor(self._config, step)
         # Not strict: a rank without dense parameters has no optimizer for the second rate.
@@ -263,7 +263,7 @@ def settle_gradient_buckets(job: Job, model: DistributedModelParallel, optimizer
 
 
 def in_micro_batches(config: TrainConfig, model: DistributedModelParallel) -> MicroBatches | None:
-    """Makes a sharded `ClickTask` run in ``train.micro_batches``; returns the handle, or None if there is only one.
+    """Makes a sharded `ClickTask` run in ``train.micro_batches``; returns the handle, None for one micro-batch.
 
     Raises:
         InputError: the model was sharded with the flat dataflow.
@@ -275,7 +275,7 @@ def in_micro_batches(config: TrainConfig, model: DistributedModelParallel) -> Mi
 
 
 def replica_sync(config: ReplicasConfig, model: nn.Module, mesh: TowerMesh) -> ReplicaSync | None:
-    """Returns the averaging of a sharded model's replicas, None for one; call `restart` on it after loading weights."""
+    """Returns the `ReplicaSync` of a sharded model, None for one replica; call its `restart` after loading weights."""
     if mesh.topology.num_replicas == 1:
         return None
     return ReplicaSync(model, mesh, interval=config.sync_every, optimizer_state=config.optimizer_state)

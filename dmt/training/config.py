@@ -125,8 +125,8 @@ class TowersConfig(Section):
     """The tower plan: which features form which tower."""
 
     plan: str = "strided"
-    """Path of a ``towers.json``, ``strided``: table i in tower i mod T, or ``balanced``: towers and hosts send about
-    equally many bytes, for flat models, which compute the same with every plan."""
+    """Path of a ``towers.json``; ``strided``: table i in tower i mod T; or ``balanced``: towers and hosts send about
+    equally many bytes (meant for flat models, whose results no plan changes)."""
     outside: Literal["none", "auto"] | tuple[str, ...] = "none"
     """Features whose tables every rank holds ([Towers](towers.md#tables-on-every-rank)), added to those of the plan;
     ``auto``: if the plan has none, the features for which this saves bytes between hosts. In ``dmt-dlrm`` their tables
@@ -196,7 +196,7 @@ class ShardingConfig(Section):
 
 
 class ReplicasConfig(Section):
-    """Averaging of the replicas of the tables (2D sparse parallelism); unused with one replica."""
+    """Averaging of the tables' replicas (2D sparse parallelism); no effect with one replica."""
 
     sync_every: int = Field(default=1, ge=1)
     """N: average weights and optimizer states every N steps."""
@@ -207,7 +207,7 @@ class ReplicasConfig(Section):
 
 
 class HotRowsConfig(Section):
-    """Copies of the most read rows on every rank of a flat model in the tower dataflow (OPER)."""
+    """Copies of the most frequently read rows on every rank of a flat model in the tower dataflow (OPER)."""
 
     extra_memory: float = Field(default=0.0, ge=0, le=1)
     """Limit on the bytes of a rank's copies, as a share of the weights of all tables; 0: no copies. Only rows that save
@@ -330,9 +330,9 @@ def _refusals_within_sections(config: TrainingConfig) -> list[tuple[object, str]
         ),
         (
             model.factory is None and (model.in_towers or model.options),
-            "model.in_towers and model.options are for your own model. Set model.factory, or leave out both.",
+            f"model.in_towers={model.in_towers} and model.options={model.options} need model.factory. Set it as well.",
         ),
-        (ranks > 65_536, f"num_towers * ranks_per_tower * num_replicas = {ranks} exceeds 65536. Lower a factor."),
+        (ranks > 65_536, f"num_towers * ranks_per_tower * num_replicas = {ranks} exceeds 65536. Lower one of them."),
     ]
 
 
@@ -347,7 +347,7 @@ def _refusals_across_sections(config: TrainingConfig) -> list[tuple[object, str]
     return [
         (
             model.has_towers and is_flat,
-            f"sharding.dataflow='flat' cannot train a model in towers, but {model.chosen} is one. Use 'sptt' or "
+            f"sharding.dataflow='flat' cannot train a multi-tower model, but {model.chosen} is one. Use 'sptt' or "
             "'auto', or a flat model.",
         ),
         # TorchRec would ignore them without a warning.
@@ -375,7 +375,7 @@ def _refusals_across_sections(config: TrainingConfig) -> list[tuple[object, str]
         (
             replicas > 1 and train.eval_every and train.eval_every % sync_every,
             f"train.eval_every={train.eval_every} is not a multiple of replicas.sync_every={sync_every}: between "
-            "averagings the replicas' tables differ, so there is no single model to evaluate. Change eval_every.",
+            "averagings the replicas' tables differ, so there is no single model to evaluate. Set a multiple of it.",
         ),
         (
             hot.extra_memory == 0 and hot.refresh_every != HotRowsConfig().refresh_every,
@@ -463,7 +463,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
     for section in sections:
         values = values.setdefault(section, {})
         if not isinstance(values, dict):
-            raise InputError(f"{place}: {section!r} is a value, not a section.")
+            raise InputError(f"{place}: {section!r} is a value, not a section. Leave out the part of the key after it.")
     values[last] = parsed["value"]
 
 

@@ -55,13 +55,13 @@ def device_type(wanted: Literal["auto", "cpu", "cuda"]) -> DeviceType:
     if wanted == "cuda" and not can_use_gpus:
         raise InputError(
             "train.device='cuda', but torch sees no GPU on this host, or FBGEMM's CUDA build, the package fbgemm-gpu, "
-            "is not installed; see `dmt doctor`. Or set train.device='cpu'."
+            "is not installed. Run `dmt doctor`, or set train.device='cpu'."
         )
     return "cuda" if can_use_gpus and wanted != "cpu" else "cpu"
 
 
 def take_device(kind: DeviceType, local_rank: int) -> torch.device:
-    """Makes GPU ``local_rank`` of this host the current device and returns it; call it before creating process groups.
+    """Returns this rank's device; on GPUs, makes GPU ``local_rank`` current. Call it before creating process groups.
 
     Raises:
         InputError: the host has fewer GPUs than ranks.
@@ -89,7 +89,7 @@ def backend(kind: DeviceType) -> str:
 
 
 def peak_memory(kind: DeviceType) -> int:
-    """Returns the peak memory of this process so far, in bytes: of its GPU tensors, or on CPUs of all it has in RAM."""
+    """Returns the peak bytes of this process so far: of its GPU tensors, or, on CPUs, of all its resident memory."""
     if kind == "cuda":
         return torch.cuda.max_memory_allocated()
     # In KiB. Not ru_maxrss: that begins with the peak of the process that started this one.
@@ -142,11 +142,11 @@ def restart_safe_store(store: dist.Store, rank: int, world_size: int, *, timeout
     """Returns ``store`` under a prefix that only the ranks of this attempt know. Collective.
 
     torchrun restarts ranks on the same store, which still has the addresses of dead ranks, and its restart count may
-    differ between hosts. So rank 0 chooses the prefix, and answers every greeting in the store, even those left by
-    earlier attempts, until all ranks have thanked it. The other ranks wait for the answer up to the store's timeout.
+    differ between hosts. So rank 0 chooses the prefix. It answers every request (greeting) in the store, even those of
+    earlier attempts, until all ranks have confirmed (thanks). The others wait up to the store's timeout for an answer.
 
     Raises:
-        TimeoutError: on rank 0, if a rank has not thanked it within ``timeout``.
+        TimeoutError: on rank 0, if a rank has not confirmed within ``timeout``.
     """
     name = uuid.uuid4().hex
     if rank != 0:

@@ -289,7 +289,7 @@ def _sparse_parts(model: nn.Module) -> list[nn.Module]:
 
 
 def without_tables(model: nn.Module, lengths: Mapping[str, float] | None = None) -> nn.Module:
-    """Replaces a model's tables, in place, with the complexity counter's stand-ins, and returns the model.
+    """Replaces a model's tables in place by stand-ins without data, for counting its cost, and returns the model.
 
     ``lengths``: mean length of a sequence by feature, 1 for a feature without an entry.
     """

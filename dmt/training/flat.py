@@ -1,4 +1,4 @@
-"""The flat dataflow: TorchRec's exchange over all ranks, by the scheme of the config or of TorchRec's planner."""
+"""The flat dataflow: TorchRec's exchange over all ranks; the config or TorchRec's planner chooses the schemes."""
 
 from __future__ import annotations
 

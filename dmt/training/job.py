@@ -236,8 +236,8 @@ def _with_sequences(
     marked = {table.name for of_tower in by_tower if any(t.sequences for t in of_tower) for table in of_tower}
     if cut := marked.difference(table.name for table in tables):
         raise InputError(
-            f"the shard {min(cut)!r} of a cut table is in a tower with sequences (data.sequences), whose tables stay "
-            "whole. Make a plan without shards there."
+            f"the shard {min(cut)!r} of a cut table is in a tower with sequences (data.sequences), whose tables "
+            "must be whole. Make a plan that cuts no table there."
         )
     return [replace(table, is_sequence=table.name in marked) for table in tables]
 

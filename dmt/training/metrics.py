@@ -89,7 +89,7 @@ class ClickMetrics:
         negatives, positives = sums[:_BINS], sums[_BINS : 2 * _BINS]
         loss, positive, rows, not_finite = sums[2 * _BINS :].tolist()
         if not rows:
-            raise InputError("There is no row to evaluate; check data.eval_path, split_column or eval_fraction.")
+            raise InputError("There is no row to evaluate. Check data.eval_path, split_column and eval_fraction.")
         if not_finite:
             raise InputError(
                 "The model predicts NaN or infinity: training has diverged. Lower optimizer.sparse_lr or "

@@ -81,7 +81,7 @@ def checked_model(job: Job, world_size: int) -> nn.Module:
         )
     check_rows(config, world_size, job.data.num_rows("train"))
     if job.data.num_rows("eval") == 0:
-        raise InputError("There is no row to evaluate; check data.eval_path, split_column or eval_fraction.")
+        raise InputError("There is no row to evaluate. Check data.eval_path, split_column and eval_fraction.")
     model = build_model(job, device="meta")
     if config.model.factory is not None:
         check_outputs(job, model)
@@ -186,7 +186,7 @@ def check_memory(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
     others = copies + 2 * (dense + towers / topology.num_towers)
 
     def fullest(other: Job) -> tuple[float, list[int]]:
-        """Returns the largest memory excess as a share of a machine's or GPU's batches (<= 0: fits), and its ranks."""
+        """Returns what the fullest machine (GPU) lacks, as a share of its batch bytes (<= 0: fits), and its ranks."""
         held, shares = _lookup_bytes(other), []
         for machine in dict.fromkeys(places):
             group = [rank for rank, machine_of_rank in enumerate(places) if machine_of_rank == machine]

@@ -143,7 +143,7 @@ def to_json(result: Any) -> str:
 
 
 def read_result(folder: Path) -> dict[str, Any]:
-    """Reads ``result.json`` of a finished run, with NaN for top-level null; `InputError` if it cannot be read."""
+    """Reads ``result.json`` of a finished run; top-level nulls become NaN. Raises `InputError` if it is unreadable."""
     place, remedy = str(folder / "result.json"), "Run the job again, which evaluates its last checkpoint."
     result = read_file(place, "JSON", place=place, remedy=remedy)
     if not isinstance(result, dict):

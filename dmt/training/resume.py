@@ -71,7 +71,7 @@ class Position:
     rows: Annotated[int, Field(ge=0)] = 0
     """Rows of the current pass that all ranks together have trained on."""
     lanes: Annotated[int, Field(ge=1)] | None = None
-    """Number of ranks of the first run, by which rows are dealt; None at the beginning of a run."""
+    """Number of ranks at the run's start: rows are dealt to as many lanes (`Deal`); None before the first step."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -113,7 +113,7 @@ def find_start(job: Job, mesh: TowerMesh) -> Start:
 
 
 def starting_folder(config: TrainingConfig) -> Path:
-    """Returns the folder to start from: of a run's checkpoints, or of a single checkpoint.
+    """Returns the folder to start from: one that holds a run's checkpoints, or a checkpoint itself.
 
     The run's checkpoints take precedence over ``train.resume``, so that a killed run continues from its last one.
 
@@ -134,7 +134,7 @@ def starting_folder(config: TrainingConfig) -> Path:
 def start_from(folder: Path, job: Job) -> Start:
     """Checks a checkpoint against a run, and returns where the run starts.
 
-    A run continues from its own checkpoint. From another run's it takes only weights and optimizer states.
+    A run continues from its own checkpoint. From one of another run, it takes only weights and optimizer states.
 
     Args:
         folder: the checkpoint, already verified, in `starting_folder`.
@@ -168,7 +168,7 @@ def start_from(folder: Path, job: Job) -> Start:
     # Also learning rates: the config's rates are used, not the saved ones.
     notes = [text for text in changes if text.startswith(_TRAINING)]
     if not is_own:
-        return Start(folder=folder, files=files, lines=(f"starts with the weights of {folder}", *notes))
+        return Start(folder=folder, files=files, lines=(f"weights and optimizer states from {folder}", *notes))
     at = saved.position
     line = f"resumes from {folder}: step {at.step}, epoch {at.epoch}, row {at.rows}"
     return replace(saved, folder=folder, lines=(line, *notes))
@@ -208,7 +208,7 @@ def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
 
 def _by_key(values: Mapping[str, Any], section: str = "") -> dict[str, Any]:
-    """Returns values by dotted key, without None, which saved settings leave out, too."""
+    """Returns values by dotted key; leaves out None, as saved settings do."""
     by_key: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, Mapping):
@@ -281,7 +281,7 @@ def folder_lock(config: TrainingConfig, mesh: TowerMesh) -> Iterator[None]:
 def open_lock(folder: Path) -> IO[bytes]:
     """Makes a folder if needed, and locks it until the returned file is closed or the process ends, even by a kill.
 
-    Without the lock, a second job would delete what the first is writing. A file system without locks is not locked.
+    Without the lock, a second job would delete what the first writes. On a file system without locks, none is taken.
 
     Raises:
         InputError: the folder cannot be written to, or another job has locked it.

@@ -57,11 +57,11 @@ class Prediction(NamedTuple):
     num_replicas: int
     seconds: float
     exposed: dict[Kind, float]
-    """Seconds of the step by kind of operation."""
+    """Seconds by kind of operation that no other operation hides; they add up to ``seconds``."""
     samples_per_s: float
     """Samples per second of the whole job."""
     lookup_seconds: float
-    """Seconds of the busiest rank's lookups, forward."""
+    """Seconds that the lookups of the busiest rank take in the forward pass."""
     uplink_bytes: float
     """Bytes that the busiest host sends to other hosts."""
     rank_bytes: float
@@ -69,7 +69,7 @@ class Prediction(NamedTuple):
     host_bytes: float
     """The same memory as ``rank_bytes``, summed over the ranks of the fullest host."""
     unique_rows: str | None
-    """How the distinct inputs of ``sharding.unique`` are known; None where they are not counted."""
+    """How the number of distinct inputs that ``sharding.unique`` sends is known; None where it is not counted."""
 
 
 def work_of(job: Job, counted: dict[str, ModelWork] | None = None) -> StepWork:
@@ -181,16 +181,16 @@ def check_hosts(run: TrainingConfig, cluster: Cluster, *, is_given: bool) -> Non
     if cluster.hosts == 1 < topology.num_hosts and not is_given:
         raise InputError(
             f"Cluster {cluster.name!r} was measured on one host, which says nothing about the links between the "
-            f"{topology.num_hosts} hosts of the run. Give their rate: --uplink-gbit-per-s."
+            f"{topology.num_hosts} hosts of the run. Measure on two, or give a rate: dmt what-if --uplink-gbit-per-s."
         )
 
 
 def alternatives(run: Job, cluster: Cluster) -> tuple[list[Prediction], list[str]]:
-    """Predicts a step of the flat model, of that model over towers, and of towers that compress, each with replicas.
+    """Predicts a step of the flat model, of that model over towers, and of compressing towers, by number of replicas.
 
-    A tower is a host (several hosts if there are more hosts than features). Features are dealt to towers in turn, as
-    their grouping hardly changes what is sent; with ``unique`` it does, and towers are balanced. Everything else is as
-    in the config. A user's own model (``model.factory``) has no alternatives: predict it by overrides of its config.
+    A tower is a host (several hosts if there are more hosts than features). Features are dealt to towers in turn,
+    because their grouping hardly changes what is sent. With ``unique`` it does, so the towers are balanced. All else is
+    as in the config. A user's own model (``model.factory``) has no alternatives: predict it by overrides of its config.
 
     Returns:
         The predictions, fastest first, and the names of the alternatives that do not fit ``sharding.memory_gib``.
@@ -226,7 +226,7 @@ def alternatives(run: Job, cluster: Cluster) -> tuple[list[Prediction], list[str
 
 
 def _plain_tables(run: Job) -> list[TableSpec]:
-    """Returns the tables as the config gives them: at full width outside towers too, and bags not as sequences."""
+    """Undoes what towers changed in the tables: the widths of those outside, and bags marked as sequences."""
     model, outside = run.config.model, () if run.towers is None else run.towers.outside_tables(run.tables)
     return [
         replace(
@@ -296,7 +296,7 @@ def _replicas(topology: TowerTopology) -> list[tuple[int, str]]:
 
 
 def changed_config(config: TrainingConfig, settings: Mapping[str, Mapping[str, Any]]) -> TrainingConfig:
-    """Returns a config with ``settings`` (section -> key -> value) but without its settings of towers and tables."""
+    """Returns defaults, changed by keys of ``config`` in `_KEPT`, then by ``settings`` (section -> key -> value)."""
     values = config.model_dump(mode="json", exclude_none=True, include=_KEPT)
     if settings["sharding"]["dataflow"] == "flat":
         del values["train"]["micro_batches"]

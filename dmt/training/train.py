@@ -255,7 +255,7 @@ def _warn_of_probabilities(run: Run, logits: Tensor, *, is_due: bool) -> None:
 
 
 def up_to(number: int, batches: Iterator[ClickBatch]) -> Iterator[ClickBatch] | None:
-    """Returns an iterator over the next ``number`` batches, of which it reads the first; None if there is no batch."""
+    """Reads a batch, and returns an iterator over it and the next ``number`` - 1 batches; None if there is none."""
     first = next(batches, None) if number > 0 else None
     return None if first is None else chain([first], islice(batches, number - 1))
 

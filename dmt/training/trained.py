@@ -48,7 +48,7 @@ def checkpoint_of(
     """
     checkpoint = newest(run / "checkpoint", mesh) or newest(run, mesh)
     if checkpoint is None:
-        raise InputError(f"{run} is not the output_dir of a training run: there is no checkpoint in {run}/checkpoint.")
+        raise InputError(f"{run} is not the output_dir of a training run, nor a checkpoint. Give one of the two.")
     overrides, file = [], checkpoint / "config.toml"
     if (checkpoint / "towers.json").exists():
         # The plan file also says which features are outside towers.
@@ -79,7 +79,7 @@ def trained_model(
     functions: Collection[str] = (),
     open_rows: Callable[[TrainingConfig], Job] = open_unsharded,
 ) -> tuple[Path, Job, nn.Module]:
-    """Loads the plain model of a run's newest intact checkpoint, of any layout; arguments and errors: `checkpoint_of`.
+    """Loads a run's newest intact checkpoint, of any layout, into a plain model; arguments and errors: `checkpoint_of`.
 
     ``open_rows`` opens the data for its columns; no row is read.
 

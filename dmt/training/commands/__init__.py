@@ -47,7 +47,7 @@ class Shown(NamedTuple):
     rows: Sequence[Sequence[str]] = ()
     title: str | None = None
     right: Sequence[int] = ()
-    """Indices of the columns of numbers, which are aligned right and never cut."""
+    """Indices of the number columns, which are right-aligned and never truncated."""
     lines: Sequence[str] = ()
     """Lines below the table."""
     exit_code: int = 0
@@ -68,7 +68,7 @@ def emit(shown: Shown, as_json: bool) -> None:
 
 
 def show_results(results: Mapping[str, Mapping[str, Any]]) -> Shown:
-    """Shows the numbers of runs (``result.json`` by name) side by side, one column per run."""
+    """Returns a table of runs, one column each; ``results``: the content of each run's ``result.json``, by name."""
     rows = rows_of(results.values())
     columns = [[label for label, _, _ in rows], *(cells(result, rows) for result in results.values())]
     headers = ["", *results]
@@ -78,15 +78,15 @@ def show_results(results: Mapping[str, Mapping[str, Any]]) -> Shown:
 def check_output_files(outputs: Mapping[str, tuple[Path, str]], inputs: Iterable[object]) -> None:
     """Checks a command's outputs before it starts its work, and makes their missing folders.
 
-    An existing file is replaced only if it is of the kind that the command writes, so that no data are overwritten.
+    An existing file may be replaced only if it is of the kind that the command writes; other files are never lost.
 
     Args:
-        outputs: the path and the kind (a key of `_READERS`, or "folder") of each output, by the option that names it.
+        outputs: path and kind of each output, by its option. The kind is a key of `_READERS`, or "folder".
         inputs: arguments of the command; a string or path that names an existing file counts as an input file.
 
     Raises:
-        InputError: an output is an input, even through a link, or in a checkpoint; two outputs are the same file; an
-            output is an existing file of another kind; or an output cannot be written.
+        InputError: an output is also an input (even through a link), lies in a checkpoint, exists and is of another
+            kind, or cannot be written; or two outputs are the same file.
     """
     taken: dict[Path, str] = {}
     read = [given for given in inputs if isinstance(given, str | Path) and os.path.exists(given)]
@@ -125,7 +125,7 @@ class Advanced(click.Option):
 
 
 class _Command(click.Command):
-    """Checks its outputs, runs, and prints the `Shown` that its function returns; with ``--json``, as JSON."""
+    """A command that checks its outputs, runs, and prints its function's `Shown`, with ``--json`` as JSON."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -154,7 +154,7 @@ class _Command(click.Command):
 
 
 class _Commands(click.Group):
-    """Turns errors that the user can fix into one line and exit code 2."""
+    """The group of all commands; turns errors that the user can fix into one line and exit code 2."""
 
     command_class = _Command
 
@@ -179,7 +179,7 @@ class _Commands(click.Group):
 
 
 _function = click.option(
-    "--function", multiple=True, metavar="NAME", help="Allow the checkpoint's config to call this function."
+    "--function", multiple=True, metavar="MODULE:FUNCTION", help="Allow the checkpoint's config to call this function."
 )
 _overrides = click.argument("overrides", nargs=-1)
 
@@ -235,15 +235,15 @@ def _doctor() -> Shown:
     "--strategy",
     type=click.Choice(["auto", "coherent", "diverse", "interactions"]),
     default="auto",
-    help="Group similar features (coherent), dissimilar ones (diverse), or by interactions; auto: by tower module.",
+    help="Group features by similarity (coherent), dissimilarity (diverse) or interactions; auto: by tower module.",
 )
 @click.option(
     "--tower-module",
     type=click.Choice(["dcn", "dlrm", "dlrm-products"]),
-    help="Tower module that interactions are grouped for; by default the run's.",
+    help="Tower module that the towers will have; by default the run's.",
 )
-@click.option("--balance-ratio", cls=Advanced, default=1.0, help="Maximum ratio of tower sizes; inf: no limit.")
-@click.option("--rules", type=_PATH, help="TOML file with categories, together, apart and limits.")
+@click.option("--balance-ratio", cls=Advanced, default=1.0, help="Maximum size ratio of towers; inf: no limit.")
+@click.option("--rules", type=_PATH, help="TOML file of rules, such as categories and limits.")
 @click.option("--out", default="towers.json", type=_Output("tower plan"), help="Tower plan to write.")
 @click.option("--report", type=_Output("folder"), help="Also write a report into this folder.")
 @click.option("--seed", cls=Advanced, default=0, help="Random seed.")
@@ -320,7 +320,7 @@ def _bench_comms(out: Path) -> Shown | None:
     help="How to turn values into ids: as the config says, or by frequency.",
 )
 @click.option("--min-count", type=click.IntRange(1), default=1, help="With ids by frequency, rarer values share an id.")
-@click.option("--vocabulary", type=_PATH, help="With ids by frequency, use those of this prepared folder.")
+@click.option("--vocabulary", type=_PATH, help="With ids by frequency, reuse the ids of this prepared folder.")
 @click.option(
     "--max-rejects",
     type=click.IntRange(0),
@@ -390,7 +390,7 @@ def _show_check(report: Any) -> Shown:
     lines = [f"Made smaller: {line}" for line in report.reduced]
     lines += [f"Schemes: {', '.join(schemes)}"] if schemes else []
     lines += [f"Note: {note}" for note in report.notes]
-    verdict = f"Does not agree: {', '.join(failed)}." if failed else "Everything agrees."
+    verdict = f"These differ too much: {', '.join(failed)}." if failed else "Everything agrees."
     lines.append(f"{verdict} {report.ranks} ranks, {report.seconds:.0f} s.")
     headers = ("", "comparison (with the plain module)", "difference", "allowed", "")
     return Shown(report.to_record(), headers, rows, right=(2, 3), lines=lines, exit_code=1 if failed else 0)

@@ -99,7 +99,7 @@ def _layers(device: torch.device, number: int, width: int, samples: int) -> Call
 
 
 def _lookups(device: torch.device) -> Callable[[], Any]:
-    """Returns a function that looks up rows and updates them by row-wise AdaGrad: reads them twice, writes once."""
+    """Returns a function that looks up rows and updates them (row-wise AdaGrad): two reads and one write of each."""
     on_gpu = device.type == "cuda"
     place = (EmbeddingLocation.DEVICE, ComputeDevice.CUDA) if on_gpu else (EmbeddingLocation.HOST, ComputeDevice.CPU)
     tables = SplitTableBatchedEmbeddingBagsCodegen(
@@ -240,9 +240,9 @@ def run_bench_comms(out: Path) -> Shown | None:
         InputError: torchrun did not start the job, hosts have unequal numbers of ranks, or ``out`` cannot be written.
     """
     place = {key: os.environ.get(key, "") for key in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
-    if not all(value.isdecimal() for value in place.values()):
+    if unset := [key for key, value in place.items() if not value.isdecimal()]:
         raise InputError(
-            "dmt bench-comms measures its own torchrun job, but RANK or WORLD_SIZE is not set. Start it on "
+            f"dmt bench-comms measures its own torchrun job, but {unset[0]} is not set to a number. Start it on "
             "every host: torchrun --nnodes 2 --nproc-per-node 8 --rdzv-endpoint HOST:29500 --no-python dmt bench-comms"
         )
     rank, world, local, ranks_per_host = (int(value) for value in place.values())

@@ -1,8 +1,8 @@
 """``dmt doctor``: finds packages that are missing or do not fit each other, and names the commands that fix them.
 
-The versions of torch, torchrec and fbgemm move together (fbgemm 1.X is built for torch 2.(X+5)), and torchrec requires
-the CUDA build of fbgemm under another package name than the CPU build; no resolver sees that. This module runs
-without them.
+The versions of torch, torchrec and fbgemm move together (fbgemm 1.X is built for torch 2.(X+5)). The CPU and the CUDA
+build of fbgemm have different package names, and torchrec requires the CUDA build. pip cannot resolve either, so this
+module checks both. It runs without these packages.
 """
 
 from __future__ import annotations

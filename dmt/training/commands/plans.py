@@ -1,4 +1,4 @@
-"""``dmt partition`` (features to towers) and ``dmt plan`` (tables to ranks), which rarely needs TorchRec."""
+"""``dmt partition`` (features to towers) and ``dmt plan`` (tables to ranks)."""
 
 from __future__ import annotations
 
@@ -181,7 +181,7 @@ def _show_sharding(job: Job, sharding: TowerShardingPlan, out: Path | None) -> S
     if topology.num_replicas > 1:
         lines.append(
             f"To average {topology.num_replicas} replicas, a rank sends up to "
-            f"{human_bytes(max(rank.averaged_bytes for rank in sharding.ranks))} a step; compare with dmt what-if."
+            f"{human_bytes(max(rank.averaged_bytes for rank in sharding.ranks))} per step; compare with dmt what-if."
         )
     if topology.num_replicas > 1 and job.sharding is None:
         lines.append(
@@ -192,7 +192,7 @@ def _show_sharding(job: Job, sharding: TowerShardingPlan, out: Path | None) -> S
         lines.append(f"Check the data: {job.opened_data.notes}")
     lines += [] if out is None else [f"Written to {out}."]
     title = "Tables, costliest first" + ("; --json has all" if len(ranked) > _SHOWN_TABLES else "")
-    headers = ("table", "tower", "memory", "cost", "reason (ranks are those of the tower)")
+    headers = ("table", "tower", "memory", "cost", "reason (ranks are counted inside the tower)")
     return Shown(sharding.to_record(), headers, rows, title, (1, 2, 3), lines)
 
 

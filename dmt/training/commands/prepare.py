@@ -27,7 +27,7 @@ def run_prepare(
     vocabulary: Path | None = None,
     **options: Any,
 ) -> Shown:
-    """Prepares the data of a config in the folder ``out``, and returns a summary to print.
+    """Writes the prepared data of a config into the new folder ``out``, and returns a summary to print.
 
     Raises:
         InputError: ``vocabulary`` is given without ids by frequency, or `prepare` raises it.

@@ -22,7 +22,7 @@ def run_what_if(config: str, overrides: Sequence[str], *, cluster: str, uplink: 
     """Predicts a step of a run, and of its alternatives, on a cluster file or a shipped cluster.
 
     Args:
-        config: the config of the run; its tables in towers are placed by the cluster's rates.
+        config: the config of the run; the rates of the cluster decide how its tables are placed inside towers.
         overrides: ``section.key=value`` settings.
         cluster: file or name of the cluster.
         uplink: rate of a host's link to others in 10^9 bits per second, in place of the cluster's rate.
@@ -50,7 +50,7 @@ def run_what_if(config: str, overrides: Sequence[str], *, cluster: str, uplink: 
 
 
 def _show(record: dict[str, Any], title: str, current: Prediction, ways: Sequence[Prediction], num_ranks: int) -> Shown:
-    """Shows the run's step and those of each alternative without replicas and with the fastest number of them.
+    """Returns a table: a row for the run, and two for each alternative, without replicas and with their best number.
 
     If all alternatives are equally fast, they share one row.
     """
@@ -60,14 +60,14 @@ def _show(record: dict[str, Any], title: str, current: Prediction, ways: Sequenc
     for way in ways:
         best.setdefault((re.sub(", [0-9]+ replicas.*", "", way.name), way.num_replicas > 1), way)
     rows = []
-    for way in [current, *([ways[0]._replace(name="every way to train")] if is_tie else best.values())]:
+    for way in [current, *([ways[0]._replace(name="all alternatives")] if is_tie else best.values())]:
         exposed = f"{1 - (way.exposed['compute'] + way.exposed['program']) / way.seconds:.0%}"
         step, faster = f"{1e3 * way.seconds:,.1f} ms", f"{flat / way.seconds:.2f}".replace("nan", "-")
         numbers = step, f"{way.samples_per_s:,.0f}", faster
         rows.append((way.name, *numbers, human_bytes(way.uplink_bytes), exposed, human_bytes(way.rank_bytes)))
     ignored, known = ", ".join(record["not_counted"]), {way.unique_rows for way in (current, *ways)}
     lines = [f"The prediction of this config ignores {ignored}."] if ignored else []
-    lines.append("Busiest host: with the widest towers. Exposed: share of the step that a rank waits for exchanges.")
+    lines.append("Busiest host: the one with the widest towers. Exposed: share of the step that waits for exchanges.")
     lines += [f"Distinct inputs that unique sends: {text}." for text in known if text]
     if record["left_out"]:
         lines.append(f"Left out, as they exceed sharding.memory_gib: {shorten(record['left_out'], '; ')}.")

@@ -129,7 +129,7 @@ def test_what_does_not_agree_is_told_and_ends_with_1(difference: float, monkeypa
     run = CliRunner().invoke(main, ["check", "demo"], env={"COLUMNS": ""})
     assert run.exit_code == 1
     assert "[tower] 3 (rank 2, step 1)" in " ".join(run.stdout.replace("│", " ").split())
-    assert "Does not agree: logits." in run.stdout
+    assert "These differ too much: logits." in run.stdout
     as_json = CliRunner().invoke(main, ["check", "demo", "--json"])
     assert as_json.exit_code == 1
     assert json.loads(as_json.stdout)["rows"][0]["difference"] == (difference if difference < 1 else None)
