@@ -334,5 +334,5 @@ def test_attention_is_counted_by_the_length_of_its_history() -> None:
 def test_the_ratio_of_a_lone_tower_and_of_a_module_without_sizes() -> None:
     tower: Any = History().towers.towers[1]
     assert compression_ratio(nn.Sequential(tower)) == 8 / 4
-    with pytest.raises(InputError, match=r"Tower module Identity has no in_features or out_features\. Set both"):
+    with pytest.raises(InputError, match=r"Tower module Identity lacks in_features or out_features \(.*\). Set both"):
         compression_ratio(EmbeddingTower(tower.embedding, nn.Identity()))

@@ -93,7 +93,7 @@ def test_overrides(override: str, read: Any, value: Any) -> None:
         ("towers.outside=[3]", r"towers\.outside: \[3\] is neither 'none' nor 'auto'\. Give .* such as \[\"hour\"\]"),
         ("model.embedding_dim=6", r"model\.embedding_dim: Input should be a multiple of 4 \(got 6\)"),
         ("model.over_arch=[8, 4]", r"model\.over_arch=\[8, 4\] must end in 1"),
-        ("sharding.dataflow=flat", r"='flat' cannot train a model in towers, but model\.arch='dmt-dlrm' is one"),
+        ("sharding.dataflow=flat", r"='flat' cannot train a multi-tower model, but model\.arch='dmt-dlrm' is one"),
         # what the data's own config says comes through
         ("data.kind=criteo_tsv", r"data: kind='criteo_tsv' needs train_path"),
         ("data.synthetic.num_groups=99", r"data\.synthetic: num_groups=99 exceeds num_features=26"),

@@ -52,7 +52,7 @@ def installed(monkeypatch: pytest.MonkeyPatch, package: str) -> None:
 def test_without_a_gpu_auto_is_the_cpu_and_cuda_is_refused() -> None:
     assert [device_type("auto"), device_type("cpu")] == ["cpu", "cpu"]
     assert (take_device("cpu", 7), backend("cpu")) == (torch.device("cpu"), "gloo")
-    with pytest.raises(InputError, match=r"train\.device='cuda', but torch sees no GPU on this host, .*Or set"):
+    with pytest.raises(InputError, match=r"train\.device='cuda', but torch sees no GPU on this host, .*or set"):
         device_type("cuda")
 
 
