@@ -1,4 +1,4 @@
-"""`HotRows`: copies of the most read rows on all ranks of a flat model, chosen again as data changes (OPER, section 4).
+"""`HotRows`: copies of the most-read rows on all ranks of a flat model, chosen again as data changes (OPER, section 4).
 
 Each rank counts the ids of its batches. At a refresh the counts of all ranks are summed, the rows that save bytes
 between hosts are chosen (`dmt.hot_rows.choice`), and the copies (`dmt.hot_rows.copies`) are replaced: dropped rows are
@@ -59,7 +59,7 @@ _LEAST_COUNTED = 2**18
 
 
 class HotRows:
-    """Keeps copies of the most read rows on every rank, where that saves bytes between hosts.
+    """Keeps copies of the most-read rows on every rank, where that saves bytes between hosts.
 
     Construct it after ``DistributedModelParallel``, and call `step` on every rank after every training step. Results do
     not change: each copy is updated by its table's optimizer, with the mean gradient of all ranks. The model's
@@ -74,7 +74,8 @@ class HotRows:
     Args:
         model: holds one collection sharded by ``SPTTEmbeddingBagCollectionSharder``.
         mesh: the process groups of this job.
-        extra_memory: share of all tables' bytes that a rank's copies may take; uncounted ids may take as much or 2 MB.
+        extra_memory: share of all tables' bytes that a rank's copies may take; ids that wait to be counted may take as
+            much again, or 2 MB if that is more.
         refresh_every: training steps between two choices of rows; the first choice comes after at most 100 steps. None:
             rows change only when you call `refresh` or `replicate`, except for the first choice by ``profile``.
         profile: accesses for the first choice of rows, which then happens at the first `step`; pass it on all ranks.

@@ -75,7 +75,7 @@ class CrossingCosts:
         return away * self.topology.share_across_hosts(self.topology.peer_groups())
 
     def rows(self, feature: str, table: Any) -> float:
-        """Returns how many embeddings of a feature its tower sends to a rank per step: as counted, or at most."""
+        """Returns how many embeddings of a feature its tower sends to a rank; an upper bound if not counted."""
         size = self.workload.batch_size
         # Bags of several ids are hardly ever equal.
         is_joined = self.is_unique and self.workload.pooling_factors.get(feature, 1.0) <= 1

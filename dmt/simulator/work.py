@@ -61,7 +61,7 @@ class Workload:
         return [table for table in self.tables if inside.isdisjoint(table.feature_names)]
 
     def columns(self, features: Sequence[str]) -> float:
-        """Returns the numbers per sample in the embeddings of these features; sequences count every item."""
+        """Returns how many numbers the embeddings of these features have per sample; sequences count every item."""
         names = set(features)
         return sum(self.lookups.numbers(table) for table in self.tables if not names.isdisjoint(table.feature_names))
 
@@ -70,7 +70,7 @@ class Workload:
         return self.rows.get(feature, self.lookups.batch_size)
 
     def padded_rows(self, features: Sequence[str]) -> float:
-        """Returns the rows of each feature inside a tower, for one rank: empty bags fill up to the most of any."""
+        """Returns the rows that each feature of a tower has for one rank, padded to the feature with the most rows."""
         return max(map(self.rows_of, features), default=0)
 
 
@@ -198,7 +198,7 @@ def _exchanges(
 
 
 def _sum_over_hosts(topology: TowerTopology, size: int) -> tuple[float, float]:
-    """Returns the bytes that a rank sends to sum ``size`` bytes inside, then between hosts, and the share between."""
+    """Returns the bytes that a rank sends to sum ``size`` bytes inside hosts, then across, and the share across."""
     # Every rank of a host sums an equal part, as if all gradients were one bucket.
     world, hosts, ranks = topology.world_size, topology.num_hosts, topology.host_size
     padded = 4 * math.ceil(size / 4 / ranks) * ranks
@@ -207,7 +207,7 @@ def _sum_over_hosts(topology: TowerTopology, size: int) -> tuple[float, float]:
 
 
 def _ring(topology: TowerTopology, size: int) -> tuple[float, float]:
-    """Returns the bytes that each rank sends in a ring all-reduce of ``size`` bytes, and the share between hosts."""
+    """Returns the bytes that each rank sends in a ring all-reduce of ``size`` bytes, and the share across hosts."""
     world = topology.world_size
     return 2 * (world - 1) * size / world, topology.ring_share_across_hosts([range(world)])
 

@@ -1,7 +1,4 @@
-"""`refuse`: the table of options that cannot be combined, which sharders, handles and configs share.
-
-Pure: it imports neither torch nor TorchRec.
-"""
+"""`refuse`: the table of options that cannot be combined, shared by sharders, handles and configs, without torch."""
 
 from __future__ import annotations
 

@@ -74,7 +74,7 @@ class RowCode:
     def decode(
         self, exchanges: Sequence[Awaitable[Any]], agreed: AgreedOutputs, num_groups: Sequence[int]
     ) -> list[Awaitable[Tensor]]:
-        """Returns each part's columns [B, S], in flight; ``exchanges`` deliver its rows; ``num_groups``: G by tower."""
+        """Returns each part's columns [B, S] in flight; ``exchanges`` deliver rows, ``num_groups`` is G per tower."""
         # Pieces come tower by tower; each tower numbers its groups from 0.
         starts = [0, *itertools.accumulate(num_groups)]
         groups = [start + group for start, tower in zip(starts, agreed.groups, strict=False) for group in tower]
