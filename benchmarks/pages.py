@@ -226,13 +226,13 @@ def _readme_sentences() -> Iterable[str]:
     contenders = _contenders("steps", "main")
     ways = ("sptt", "sptt+unique", "dmt-cr2", "dmt-cr2+outside", "dmt-cr2+all+rank-towers+outside")
     gains = [_best(contenders, "fp32").median / contenders[way].median for way in ways]
-    yield "send as many bytes as before: {:.2f}. Sending each distinct id once raises that to {:.2f}".format(*gains)
-    yield "towers alone reach {:.2f}, with small tables on every rank {:.2f}, and with overlap {:.2f}".format(
+    yield "without replicated tables: {:.2f}. `unique` raises that to {:.2f}".format(*gains)
+    yield "towers alone reach {:.2f}, adding small tables on every rank {:.2f}, adding overlap to both {:.2f}".format(
         *gains[2:]
     )
     same, four = fastest(contenders.values(), "sptt", precision="fp32"), contenders["dmt-cr4+all+rank-towers"]
     assert same is not None, "the record has the unchanged model"
-    yield f"a step computes for {same.compute:.2f} seconds with the same model, {four.compute:.2f} with DMT-DLRM"
+    yield f"a step computes for {same.compute:.2f} seconds, with DMT-DLRM for {four.compute:.2f}"
     pairs = [(data, model) for data in ("flights", "hotel") for model in ("dlrm-products", "dcn")]
     learned, strided = (-min(aucs[*pair, towers, 4] for pair in pairs) for towers in ("interactions", "strided"))
     yield f"At a ratio of 4 these lost at most {learned:.4f} of AUC"
