@@ -339,7 +339,7 @@ def test_row_numbers_are_checked(values: list[Any], wrong: Any, tmp_path: Path) 
     settings: dict[str, Any] = {"categorical": ("n",), "multi_hot": (), "timestamps": (), "dense": ()}
     config = config_of(tmp_path / "a.parquet", id_mode="index", num_embeddings=7, **settings)
     pq.write_table(pa.table({"label": [0] * len(values), "n": values}), tmp_path / "a.parquet")
-    with pytest.raises(InputError, match=rf"row {values.index(wrong) + 1}: column 'n'.*t_n, 0 to 6 .*found {wrong}"):
+    with pytest.raises(InputError, match=rf"row {values.index(wrong) + 1}: column 'n'.*t_n, 0 to 6, .*found {wrong}"):
         prepared(tmp_path, config)
     table, _ = prepared(tmp_path, config, max_rejects=2)
     assert table["n"].to_pylist() == [int(float(value)) for value in values if value != wrong]
