@@ -119,7 +119,7 @@ def parse(text: str, kind: Literal["JSON", "TOML"], *, place: str, remedy: str) 
     try:
         return json.loads(text) if kind == "JSON" else tomllib.loads(text)
     except (ValueError, RecursionError) as error:
-        raise InputError(f"{place}: not {kind} ({error}). {remedy}") from error
+        raise InputError(f"{place} is not {kind} ({error}). {remedy}") from error
 
 
 def read_record(path: str | os.PathLike[str], *, what: str, version: int, remedy: str) -> dict[str, Any]:

@@ -92,7 +92,7 @@ class ReplicaSync:
         modules = {path: module for path, module in model.named_modules() if isinstance(module, SPTTModule)}
         if not modules:
             raise InputError(
-                "ReplicaSync found no tables in the model that a tower sharder of dmt has sharded. Pass the "
+                "ReplicaSync: the model has no tables that a tower sharder of dmt has sharded. Pass the "
                 "DistributedModelParallel made with TowerCollectionSharder or SPTTEmbeddingBagCollectionSharder."
             )
         self._modules = list(modules.values())

@@ -218,7 +218,7 @@ def _modules(model: nn.Module, sharders: Sequence[Any]) -> tuple[dict[str, list[
         if by_type.setdefault(sharder.module_type, sharder) is not sharder:
             raise InputError(
                 f"TowerShardingPlanner: two sharders handle {sharder.module_type.__name__}, and "
-                "DistributedModelParallel would use the last. Give both only one of them."
+                "DistributedModelParallel would use the last. Pass only one of them, to the planner and to it."
             )
     for path, module in model.named_modules():
         if any(outer == "" or path.startswith(f"{outer}.") for outer in (*towers, *others)):

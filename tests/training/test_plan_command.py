@@ -115,7 +115,7 @@ def test_many_tables_are_summed_up(tmp_path: Path) -> None:
         (["plan.toml", "sharding.memory_gib=nan"], "sharding.memory_gib: "),
         (["plan.toml", "sharding.memory_gib=0.001"], "memory_per_rank=1.07 MB have"),
         (["plan.toml", "data.tables=absent.json"], "data.tables='absent.json': cannot be read"),
-        (["plan.toml", "data.tables=broken.json"], "data.tables='broken.json': not JSON"),
+        (["plan.toml", "data.tables=broken.json"], "data.tables='broken.json' is not JSON"),
         (["plan.toml", "data.tables=empty.json"], "data.tables='empty.json' holds no list of tables"),
         (["plan.toml", "data.tables=odd.json"], "data.tables='odd.json', entry 1: num_embeddings: Field required"),
     ],
