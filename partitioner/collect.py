@@ -183,7 +183,7 @@ def _look_up(collections: Sequence[_Collection], ids: Any, number: int) -> dict[
         if missing:
             raise InputError(
                 f"{_WHERE}: batch {number} lacks feature {missing[0]!r} of collection {collection.path!r} "
-                f"({len(missing)} missing, {len(place)} present).{did_you_mean(missing[0], place)} Give all."
+                f"({len(missing)} missing, {len(place)} present).{did_you_mean(missing[0], place)} Add it to all."
             )
         output = collection.module(ids)
         looked_up = output.wait() if hasattr(type(output), "wait") else output
