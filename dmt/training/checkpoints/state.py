@@ -251,8 +251,9 @@ def write_tensors(state: State, folder: Path, group: dist.ProcessGroup) -> Mappi
     If several ranks hold a shard, one of them writes it. Returns the SHA-256 of the files that this rank wrote, by
     name. Raises `RankError` on every rank if a rank could not write.
     """
-    # DCP would sync the whole machine for streams that it did not open; `RecordedFile` syncs each file.
-    writer = dcp.FileSystemWriter(folder, sync_files=False)
+    # DCP would sync the whole machine for streams that it did not open; `RecordedFile` syncs each file. To copy ahead,
+    # it would wait for GPU 0, the current one of a new thread, and write what other GPUs have not copied yet.
+    writer = dcp.FileSystemWriter(folder, sync_files=False, per_thread_copy_ahead=0)
     writer.fs = files = _Files()
     # DCP would pickle a Path as an object.
     writer.path = str(folder)
