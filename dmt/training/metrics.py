@@ -115,14 +115,20 @@ class StepTimer:
         """Leaves out the time since the last step, such as the time of an evaluation, a checkpoint or a record."""
         self._since = time.perf_counter()
 
-    def step(self) -> None:
-        """Counts a step that has just ended."""
-        now = time.perf_counter()
+    def step(self, *, awaits_gpu: bool = False) -> None:
+        """Counts a step that has just ended; ``awaits_gpu``: first waits for the work that a GPU has still to do."""
+        now = _settled_time() if awaits_gpu else time.perf_counter()
         if self._left_out:
             self._left_out -= 1
         else:
             self.steps, self.seconds = self.steps + 1, self.seconds + now - self._since
         self._since = now
+
+
+def _settled_time() -> float:
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()
+    return time.perf_counter()
 
 
 def measure_lookups(
@@ -136,16 +142,11 @@ def measure_lookups(
     """
     seconds: list[float] = []
 
-    def now() -> float:
-        if torch.cuda.is_initialized():
-            torch.cuda.synchronize()
-        return time.perf_counter()
-
     def begin(*_: Any) -> None:
-        seconds[-1] -= now()
+        seconds[-1] -= _settled_time()
 
     def end(*_: Any) -> None:
-        seconds[-1] += now()
+        seconds[-1] += _settled_time()
 
     with ExitStack() as hooks:
         for module in model.modules():

@@ -202,7 +202,8 @@ def train_steps(run: Run, at: Position, signals: Signals) -> tuple[Position, Ste
                         part.step()
                     at = replace(at, step=at.step + 1, rows=at.rows + rows_per_step)
                     bar.update(1)
-                    timer.step()
+                    # A meeting waits for the GPU, which may be some steps behind: their time, not the meeting's.
+                    timer.step(awaits_gpu=agreement.is_due(at.step))
                     agreement.note(at.step, logits)
                     _warn_of_probabilities(run, logits, is_due=at.step == warn_step)
                     if not agreement.is_due(at.step):
