@@ -293,7 +293,8 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
     collections = [part for part in model.modules() if isinstance(part, ShardedTowerCollection)]
     of_towers = {id(parameter) for part in collections for parameter in part.interactions.parameters()}
     trained = [parameter for parameter in _dense_parameters(model) if parameter.grad is not None]
-    device = next((p.device for p in trained), torch.device("cpu"))
+    # The same kind on all peers, also where a tower has no gradient: they would sum over other links.
+    device = ([part.device for part in collections] or [p.device for p in trained] or [torch.device("cpu")])[0]
     # The dense part is the same on every rank, so it counts once.
     total = _square((p for p in trained if id(p) not in of_towers), device)
     if collections:
