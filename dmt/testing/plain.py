@@ -153,7 +153,7 @@ class PlainTable:
         if self._optimizer is None:
             raise InputError(f"fused_params: unknown optimizer={settings['optimizer']}; use one of {[*_NUM_STATES]}.")
         columns = len(self.widths) if self._optimizer == "rowwise_adagrad" else weight.shape[1]
-        self.states = [torch.zeros(len(weight), columns) for _ in range(_NUM_STATES[self._optimizer])]
+        self.states = [weight.new_zeros(len(weight), columns) for _ in range(_NUM_STATES[self._optimizer])]
         """FBGEMM's ``momentum1``, [rows, column shards] (row-wise AdaGrad) or [rows, columns], and ``momentum2``
         (Adam)."""
 
@@ -176,7 +176,7 @@ class PlainTable:
         moment += square  # line 5
         root = (moment / self._scale).sqrt() + self._settings["eps"]
         if self._optimizer == "rowwise_adagrad":
-            root = root.repeat_interleave(torch.tensor(self.widths), dim=1)
+            root = torch.cat([root[:, i : i + 1].expand(-1, n) for i, n in enumerate(self.widths)], dim=1)
         return gradient / root  # line 6
 
     def _adam(self, gradient: Tensor, first: Tensor, second: Tensor) -> Tensor:
