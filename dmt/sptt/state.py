@@ -21,7 +21,7 @@ from dmt.sptt.rows import RowEncoder
 __all__ = ["TableTensor", "TowerState", "checksum", "table_tensors"]
 
 _CHUNK = 2**16
-_BITS = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class TowerState(PipelinedModule, FusedOptimizerModule):
@@ -209,7 +209,7 @@ def _collection_tensors(collection: Any, prefix: str) -> Iterator[TableTensor]:
 
 
 def checksum(tensor: Tensor) -> int:
-    """Returns a checksum of the bits of a floating-point tensor and their positions, modulo 2**64.
+    """Returns a checksum of the bits of a tensor and their positions, modulo 2**64.
 
     Example:
         >>> a = torch.tensor([1.0, 2.0])

@@ -90,6 +90,7 @@ def test_a_checksum_sees_every_bit_and_place() -> None:
     other = torch.zeros(2**21)
     other[1], other[2**20] = 2.0, 1.0
     assert checksum(long) != checksum(other)
+    assert checksum(long > 1) != checksum(other > 1), "masks are buffers, too"
 
 
 @on_ranks(4)
