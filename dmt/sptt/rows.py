@@ -79,7 +79,9 @@ class RowCode:
         starts = [0, *itertools.accumulate(num_groups)]
         groups = [start + group for start, tower in zip(starts, agreed.groups, strict=False) for group in tower]
         rows = [[part[group] for group in groups] for part in self.parts]
-        columns = samples_of_rows(exchanges, rows, self.inverse[groups].split(self.cuts, dim=1))
+        # Not self.inverse[groups], which would copy the list to a GPU and wait for it.
+        inverses = [[part[group] for group in groups] for part in self.inverse.split(self.cuts, dim=1)]
+        columns = samples_of_rows(exchanges, rows, inverses)
         if self.taken is None:
             return columns
         # Looked up while the other columns are in flight.
@@ -137,8 +139,9 @@ def rows_of_parts(
     # TorchRec's sharded collections take one batch size for all features of a tower.
     lengths, per_key = ids.lengths(), ids.length_per_key_or_none()
     if any(number < part.num_rows for part in parts for number in part.by_group):
-        blocks = [torch.arange(part.num_rows) < torch.tensor(part.by_group).unsqueeze(1) for part in parts]
-        is_row = torch.cat(blocks, dim=1).repeat_interleave(torch.tensor(sizes), dim=0).to(ids.device())
+        numbers = torch.tensor([part.by_group for part in parts]).repeat_interleave(torch.tensor(sizes), dim=1)
+        pairs = zip(parts, numbers.to(ids.device()).unsqueeze(2), strict=True)
+        is_row = torch.cat([torch.arange(p.num_rows, device=ids.device()) < of_part for p, of_part in pairs], dim=1)
         lengths = lengths.new_zeros(is_row.shape).masked_scatter_(is_row, lengths).flatten()
     filled = KeyedJaggedTensor(
         keys=ids.keys()[::num],

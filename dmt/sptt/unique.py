@@ -142,14 +142,14 @@ def _bags(ids: KeyedJaggedTensor, bags: Tensor) -> tuple[Tensor, Tensor, Tensor 
 
 
 def samples_of_rows(
-    exchanges: Sequence[Awaitable[list[Tensor]]], rows: Sequence[Sequence[int]], inverses: Sequence[Tensor]
+    exchanges: Sequence[Awaitable[list[Tensor]]], rows: Sequence[Sequence[int]], inverses: Sequence[Sequence[Tensor]]
 ) -> list[Awaitable[Tensor]]:
     """Copies arriving rows to the samples that share them; differentiable.
 
     Args:
         exchanges: for each part, the exchange of the rows [rows, width] of each piece that no earlier part has.
         rows: number of these rows, [K][pieces].
-        inverses: for each part, the row of each of its samples, [pieces, samples] int64; rows count over all parts.
+        inverses: for each part, by piece the row of each of its samples, int64 [samples]; rows count over all parts.
 
     Returns:
         Columns of each part, [samples, S], in flight; a part waits for its own exchange and those before it.
@@ -169,7 +169,7 @@ class _HeldRows:
         self.gradients: list[Tensor] = []
         self._arrived: list[Tensor] = []  # empty tensors; they tell autograd that copies depend on the rows of a part
 
-    def samples(self, part: int, inverse: Tensor) -> Tensor:
+    def samples(self, part: int, inverse: Sequence[Tensor]) -> Tensor:
         """Waits for the rows of a part and of all earlier ones; returns their copies for its samples [samples, S]."""
         while len(self._arrived) <= part:
             k = len(self._arrived)
@@ -205,7 +205,7 @@ class _Arrive(Function):
 
 class _Copy(Function):
     @staticmethod
-    def forward(ctx: Any, held: _HeldRows, inverse: Tensor, *_: Tensor) -> Tensor:
+    def forward(ctx: Any, held: _HeldRows, inverse: Sequence[Tensor], *_: Tensor) -> Tensor:
         ctx.held, ctx.inverse, ctx.num_parts = held, inverse, len(_)
         return torch.cat([rows[samples] for rows, samples in zip(held.rows, inverse, strict=True)], dim=1)
 

@@ -360,9 +360,11 @@ def test_twins_end_with_the_same_bits(name: str) -> None:
 
 def rolled_inverse() -> AbstractContextManager[Any]:
     copied = rows.samples_of_rows
-    return patch.object(
-        rows, "samples_of_rows", lambda found, sent, inverse: copied(found, sent, [own.roll(1, 1) for own in inverse])
-    )
+
+    def rolled(found: Any, sent: Any, inverses: Any) -> Any:
+        return copied(found, sent, [[samples.roll(1) for samples in part] for part in inverses])
+
+    return patch.object(rows, "samples_of_rows", rolled)
 
 
 def rolled_items(arrived: Any, keys: Any) -> Any:
