@@ -75,12 +75,9 @@ class Job:
 
     @property
     def device_type(self) -> DeviceType:
-        """Kind of the ranks' devices: ``train.device``, resolved on this host.
-
-        Raises:
-            InputError: GPUs are wanted and cannot be used.
-        """
-        return device_type(self.config.train.device)
+        """Kind of the ranks' devices: ``train.device``; only ``auto`` depends on this host, which need not train."""
+        wanted = self.config.train.device
+        return device_type(wanted) if wanted == "auto" else wanted
 
     @property
     def topology(self) -> TowerTopology:

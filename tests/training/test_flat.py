@@ -206,7 +206,7 @@ def test_what_torchrec_cannot_place_is_told_before_training(device: str, monkeyp
 def test_dmt_plan_shows_a_flat_model_on_the_ranks_of_a_replica(tmp_path: Path) -> None:
     shape = ["topology.num_towers=2", "topology.ranks_per_tower=4", "topology.num_replicas=2"]
     overrides = ["model.arch=dlrm", "sharding.scheme=table_wise", *shape, "train.batch_size=100"]
-    found = run_plan("demo", [*overrides, "replicas.sync_every=5"])
+    found = run_plan("demo", [*overrides, "replicas.sync_every=5", "train.device=cuda"])
     placed = [table["placement"] for table in found.record["tables"]]
     assert {(placement["scheme"], len(placement["ranks"])) for placement in placed} == {("table_wise", 1)}
     counts = [sum(placement["ranks"] == (rank,) for placement in placed) for rank in range(8)]
