@@ -31,6 +31,7 @@ __all__ = [
     "add_dense_hook",
     "assert_in_graph",
     "at_end_of_backward",
+    "complete_adam",
     "fused_kernels",
     "fused_settings",
     "group_env",
@@ -209,6 +210,18 @@ def fused_settings(parameter: Tensor, fused_params: Mapping[str, Any] | None) ->
         others = {key: value for key, value in kwargs.items() if key != "lr"}
         settings |= {"optimizer": optimizer_type_to_emb_opt_type(kind), **others, **rate}
     return settings
+
+
+def complete_adam(optimizer: Any) -> None:
+    """Names the states of FBGEMM's Adam as data-parallel tables do, and adds its count, which TorchRec leaves out."""
+    for states in optimizer.state.values():
+        for key in list(states):
+            table, _, state = key.rpartition(".")
+            if state == "exp_avg_sq":
+                states[f"{table}.momentum2"] = states.pop(key)
+            if state in ("exp_avg_sq", "iter"):
+                # The tensor that the kernel counts in; it reads its buffer ``iter`` only while this is 0.
+                states[f"{table}.iter"] = optimizer._emb_module.iter_cpu.view(())
 
 
 def scale_learning_rate(optimizer: Any, factor: float) -> None:

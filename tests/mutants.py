@@ -63,7 +63,7 @@ sums.values() / ctx.divisor => sums.values() * ctx.divisor
 .clamp(min=1) for key in => .clamp(min=2) for key in
 lambda rows: rows[: sizes[self._rank]] => lambda rows: rows[: sizes[0]]
 ## dmt/sptt/group_sharded.py :: tests/dmt/test_parity.py -m "not slow" -k "sequences-4"
-self.show_users_rate(optimizer)\n\n    def input => pass\n\n    def input
+self.adapt(optimizer)\n\n    def input => pass\n\n    def input
 ctx.is_filled_up = features.stride() == 0 => ctx.is_filled_up = False
 lambda sequences: split_rows(sequences, [0, 1])[0] => lambda sequences: sequences
 {key: of_key[i] for key, of_key in blocks.items()} => {key: of_key[0] for key, of_key in blocks.items()}

@@ -20,6 +20,7 @@ from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, Keyed
 
 from dmt._torchrec import (
     OpenShardedEC,
+    complete_adam,
     fused_kernels,
     fused_settings,
     group_env,
@@ -98,8 +99,9 @@ class GroupSharded:
         if output_dtype := (fused_params or {}).get("output_dtype"):
             set_output_of_empty(self.lookups, output_dtype.as_dtype())
 
-    def show_users_rate(self, optimizer: Any) -> None:
-        """Keeps the user's learning rate in ``param_groups``, where schedules write it; the kernel scales it."""
+    def adapt(self, optimizer: Any) -> None:
+        """Completes Adam's states; keeps the user's learning rate, which kernels scale, where schedules write it."""
+        complete_adam(optimizer)
         scales = {self.moment_scales.get(key.split(".")[-2], 1.0) for key in optimizer.params}
         assert len(scales) <= 1, f"a kernel has tables of moment scales {scales}"
         # Algorithm 1 divides the moment by c under the root: steps grow by a factor of sqrt(c), see `moment_scaled`.
@@ -136,7 +138,7 @@ class GroupShardedEC(OpenShardedEC, GroupSharded):
             super().__init__(module, sharding, group_env(group), **options)
         self.share_output_dtype(options["fused_params"])
         for _, optimizer in self.fused_optimizer.optimizers:
-            self.show_users_rate(optimizer)
+            self.adapt(optimizer)
 
     def input_dist(self, ctx: Any, features: KeyedJaggedTensor) -> Any:
         """Starts the id exchange inside the group."""

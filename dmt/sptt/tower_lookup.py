@@ -83,7 +83,7 @@ class GroupShardedEBC(OpenShardedEBC, GroupSharded):
         data_parallel = [lookup.optimizer for lookup in self.lookups if isinstance(lookup, DataParallelTables)]
         fused = [optimizer for _, optimizer in super().fused_optimizer.optimizers]
         for optimizer in fused:
-            self.show_users_rate(optimizer)
+            self.adapt(optimizer)
         self._optimizer = CombinedOptimizer([("", optimizer) for optimizer in (*fused, *data_parallel)])
         for i, (scheme, _) in enumerate(self.tables_by_lookup):
             if scheme == "row_wise":

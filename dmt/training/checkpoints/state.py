@@ -148,21 +148,16 @@ def _optimizer_state(name: str, value: Any, weight: Tensor) -> State:
     # State names of FBGEMM and of this library contain the table's name, those of PyTorch's optimizers do not.
     match = _TABLE_STATE.search(name)
     table = "" if match is None else match[1]
-    is_count = isinstance(value, ShardedTensor) and name.endswith(".iter")  # FBGEMM's Adam has a count per shard
-    if not table or not isinstance(value, Tensor) or not (is_count or len(_size(value)) == 1):
+    if not table or not isinstance(value, Tensor) or len(_size(value)) != 1:
         return {name: _shards_of(name, value, table)}
     rows, columns = _size(weight)
     widths = column_widths(weight.metadata().shards_metadata) if isinstance(weight, ShardedTensor) else [columns]
     ends = [0, *accumulate(widths)]
-    ranges = [Shards(whole=() if is_count else (rows,), table=table) for _ in widths]
-    if is_count:
-        for (place, _), (_, count) in zip(_parts(weight), _parts(value), strict=True):
-            ranges[ends.index(place[1])].tensors[()] = count.reshape(())
-    else:
-        for (offset,), tensor in _parts(value):
-            if tensor.numel():
-                number, row = divmod(offset, rows)
-                ranges[number].tensors[(row,)] = tensor
+    ranges = [Shards(whole=(rows,), table=table) for _ in widths]
+    for (offset,), tensor in _parts(value):
+        if tensor.numel():
+            number, row = divmod(offset, rows)
+            ranges[number].tensors[(row,)] = tensor
     names = [f"{name}.columns_{first}_{end}" for first, end in pairwise(ends)]
     return dict(zip(names, ranges, strict=True))
 

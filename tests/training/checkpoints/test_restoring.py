@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -11,14 +10,11 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
-from torch.distributed._shard.metadata import ShardMetadata
-from torch.distributed._shard.sharded_tensor import Shard, ShardedTensor, ShardedTensorMetadata, TensorProperties
-from torchrec.optim.keyed import KeyedOptimizer
 
 from dmt.collectives import RankError
 from dmt.errors import InputError
 from dmt.training.checkpoints import store
-from dmt.training.checkpoints.state import Shards, TensorReader, collect_state, write_tensors
+from dmt.training.checkpoints.state import Shards, TensorReader, write_tensors
 from dmt.training.checkpoints.store import MANIFEST_NAME, Checkpointer, load, newest, read_manifest, restore
 from dmt.training.config import OptimizerConfig
 from tests.ranks import on_ranks
@@ -179,43 +175,6 @@ def test_what_is_loaded_under_another_scheme_and_back_is_as_it_was(
         each.train(range(2, 3))
     if loaded == saved:
         assert_same(local(back), local(run))
-
-
-def test_a_count_kept_by_every_shard_is_saved_once() -> None:
-    """FBGEMM's Adam, which the CPU does not have, counts its steps in each shard of a table."""
-
-    def sharded(tensor: Tensor, *sizes: list[int]) -> ShardedTensor:
-        starts = [0, sizes[0][-1]]
-        shards = [
-            ShardMetadata(shard_offsets=[*[0] * (len(size) - 1), start], shard_sizes=size, placement="rank:0/cpu")
-            for start, size in zip(starts, sizes, strict=True)
-        ]
-        parts = tensor.split([size[-1] for size in sizes], dim=tensor.dim() - 1)
-        whole = ShardedTensorMetadata(shards, tensor.size(), TensorProperties(dtype=tensor.dtype))
-        return ShardedTensor._init_from_local_shards_and_global_metadata(
-            [Shard(part.contiguous(), one) for part, one in zip(parts, shards, strict=True)], whole
-        )
-
-    with alone(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        weight = sharded(torch.zeros(30, 8), [30, 4], [30, 4])
-        states = {"t_a.momentum1": sharded(torch.arange(30 * 2.0), [30], [30])}
-        states["t_a.iter"] = sharded(torch.tensor([7, 7]), [1], [1])
-        optimizer = KeyedOptimizer({"x.embedding_bags.t_a.weight": weight}, {weight: states}, [])
-        state = collect_state({}, optimizer)
-    name = "optimizer.x.embedding_bags.t_a.weight.t_a."
-    found = {
-        one.removeprefix(name): (shards.whole, [(at, part.sum().item()) for at, part in shards.tensors.items()])
-        for one, shards in state.items()
-    }
-    assert found == {
-        "momentum1.columns_0_4": ((30,), [((0,), 435.0)]),
-        "momentum1.columns_4_8": ((30,), [((0,), 1335.0)]),
-        "iter.columns_0_4": ((), [((), 7)]),
-        "iter.columns_4_8": ((), [((), 7)]),
-    }
-    state[f"{name}iter.columns_4_8"].tensors[()].fill_(9)
-    assert [part.tensor.item() for part in states["t_a.iter"].local_shards()] == [7, 9], "it is not the live tensor"
 
 
 def test_row_wise_state_is_cut_anew(tmp_path: Path) -> None:
