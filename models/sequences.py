@@ -87,14 +87,7 @@ class DINTowerModule(nn.Module):
     """
 
     def __init__(
-        self,
-        target: str,
-        history: str,
-        *,
-        embedding_dim: int,
-        tower_dim: int,
-        hidden: int = 36,
-        device: Device = None,
+        self, target: str, history: str, *, embedding_dim: int, tower_dim: int, hidden: int = 36, device: Device = None
     ) -> None:
         super().__init__()
         check_sizes("DINTowerModule", embedding_dim=embedding_dim, tower_dim=tower_dim, hidden=hidden)

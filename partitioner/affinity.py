@@ -165,12 +165,7 @@ class FeatureAffinity:
 
     @classmethod
     def collect_interactions(
-        cls,
-        batches: Iterable[Any],
-        *,
-        tables: Sequence[Any] = (),
-        seed: int = 0,
-        max_rows: int = 2**20,
+        cls, batches: Iterable[Any], *, tables: Sequence[Any] = (), seed: int = 0, max_rows: int = 2**20
     ) -> FeatureAffinity:
         """Measures which features interact, on training rows; needs neither a trained model nor TorchRec.
 

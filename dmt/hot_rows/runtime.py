@@ -205,12 +205,7 @@ class HotRows:
         if wanted:
             rows = {name: torch.from_numpy(of_table) for name, of_table in wanted.items()}
             self._copies = HotCopies(
-                self._module,
-                rows,
-                inside=self._inside,
-                across=self._across,
-                whole=self._everyone,
-                owned=self._owned,
+                self._module, rows, inside=self._inside, across=self._across, whole=self._everyone, owned=self._owned
             )
             # Read at once: a check of the run may compare copies before any batch reads them.
             self._copies.read()

@@ -279,11 +279,7 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
             return GroupShardedEC(collection, placed, **arguments)
         # Data-parallel tables must stay equal in all replicas, like the tower's dense module.
         return GroupShardedEBC(
-            collection,
-            placed,
-            data_parallel_group=mesh.tower_module_group,
-            over_hosts=mesh.over_hosts,
-            **arguments,
+            collection, placed, data_parallel_group=mesh.tower_module_group, over_hosts=mesh.over_hosts, **arguments
         )
 
 

@@ -135,11 +135,7 @@ class TowerCollectionSharder(TowerSharder[EmbeddingTowerCollection]):
     sharded_type = ShardedTowerCollection
 
     def __init__(
-        self,
-        mesh: TowerMesh,
-        *,
-        placement: Sequence[int] | None = None,
-        **settings: Unpack[SharderSettings],
+        self, mesh: TowerMesh, *, placement: Sequence[int] | None = None, **settings: Unpack[SharderSettings]
     ) -> None:
         super().__init__(mesh, **settings)
         self.placement = None if placement is None else tuple(placement)
