@@ -8,29 +8,46 @@ import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
+from fbgemm_gpu.split_table_batched_embeddings_ops_common import EmbeddingLocation
+from fbgemm_gpu.split_table_batched_embeddings_ops_training import ComputeDevice, SplitTableBatchedEmbeddingBagsCodegen
+from torch import Tensor, nn
+from torch.distributed.checkpoint import filesystem
 from torch.testing._internal.distributed import fake_pg  # noqa: F401 - registers the backend "fake"
+from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dmt import TowerMesh
+from dmt._torchrec import complete_adam
 from dmt.collectives import check_agreement, gather_objects, run_on_all_or_raise
 from dmt.errors import InputError
+from dmt.sharding.data_parallel import DataParallelOptimizer
+from dmt.sharding.optimizers import FBGEMM_NAMES, FUSED_DEFAULTS
+from dmt.sptt import group_sharded, towers
+from dmt.sptt.rows import RowCode, rows_of_parts
+from dmt.testing.plain import PlainTable
 from dmt.training import build, device
 from dmt.training import train as run
+from dmt.training.agreement import Agreement, Signals
 from dmt.training.build import build_optimizer, shard_model
 from dmt.training.check.shrink import CheckLimits, shrink
 from dmt.training.checkpoints.store import Checkpointer, restore
+from dmt.training.config import TrainConfig
 from dmt.training.data.batch import ClickBatch
 from dmt.training.device import backend, device_type, random_state, restart_safe_store, set_random_state, take_device
 from dmt.training.job import open_job
+from dmt.training.metrics import ClickMetrics, StepTimer
+from dmt.training.preflight import resolve
 from dmt.training.resume import open_lock
 from tests.ranks import on_ranks, run_ranks
-from tests.training.small import small
+from tests.training.small import new_run, save_alone, small, train_loop
 
 
 @pytest.fixture
@@ -96,7 +113,7 @@ def test_the_state_of_a_gpus_generator_is_saved_with_the_cpus(monkeypatch: pytes
 
 
 def test_a_config_for_gpus_is_checked_on_the_cpu(tmp_path: Path) -> None:
-    job = open_job(small(train={"device": "cuda"}))
+    job = resolve(small(train={"device": "cuda"}), 4)
     assert shrink(job, limits=CheckLimits(), folder=tmp_path).job.device_type == "cpu"
 
 
@@ -106,8 +123,6 @@ def test_a_job_for_gpus_is_built_and_placed_on_them(rank: int) -> None:
     with (
         patch.object(build, "DistributedModelParallel") as dmp,
         patch.object(build, "current_device", lambda kind: torch.device(kind, 3)),
-        patch.object(torch.cuda, "is_available", lambda: True),
-        patch.object(importlib.metadata, "distributions", lambda name: [name]),
     ):
         shard_model(open_job(config), TowerMesh(config.topology.build()))
     given = dmp.call_args.kwargs
@@ -221,3 +236,105 @@ def test_the_peak_memory_of_a_process_is_not_that_of_the_one_that_started_it() -
     code = "from dmt.training.device import peak_memory; print(peak_memory('cpu'))"
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert 2**25 < int(ran.stdout) < device.peak_memory("cpu") - len(held) // 2
+
+
+# On the meta device an operation that mixes devices fails, as on a GPU.
+META = torch.device("meta")
+
+
+def note_gradients() -> Tensor:
+    layer = nn.Linear(2, 1, device=META)
+    layer.weight.grad = torch.zeros_like(layer.weight)
+    agreement = Agreement(TrainConfig(), layer, Mock(), timer=StepTimer(), replicas=None, signals=Signals())
+    agreement.note(1, torch.zeros(3, device=META))
+    return agreement._since
+
+
+def evaluate() -> Tensor:
+    metrics = ClickMetrics()
+    metrics.update(*torch.zeros(3, 4, device=META))
+    return metrics._sums
+
+
+def clip_without_gradients() -> Tensor:
+    """By the norm on a rank whose tower does not train."""
+    tower = towers.ShardedTowerCollection.__new__(towers.ShardedTowerCollection)
+    nn.Module.__init__(tower)
+    tower.device, tower.interactions, tower.mesh = META, nn.Module(), Mock()
+    with patch.object(towers, "sum_over_ranks", lambda value, group: value):
+        return towers.clip_grad_norm(tower, 1.0)
+
+
+def fill_up() -> Tensor:
+    values = torch.zeros(3, dtype=torch.int64, device=META)
+    ids = KeyedJaggedTensor(["a", "b"], values, lengths=values, stride_per_key_per_rank=[[1], [2]])
+    return rows_of_parts(RowCode(ids, [[1, 2]], values, [2], None), ids, [[["a"], ["b"]]], 0)[0].lengths()
+
+
+def update_copies(optimizer: str) -> Tensor:
+    weight = nn.Parameter(torch.zeros(3, 4, device=META))
+    weight.grad = torch.zeros_like(weight)
+    copies = DataParallelOptimizer({"t": weight}, {"t": {"optimizer": optimizer}})
+    copies.update()
+    return torch.stack([weight.grad.sum(), *(state.sum() for state in copies.state[weight].values() if state.dim())])
+
+
+def train_plainly() -> Tensor:
+    weight = nn.Parameter(torch.zeros(3, 4, device=META))
+    weight.grad = torch.zeros_like(weight)
+    table = PlainTable(weight, [2, 2], {**FUSED_DEFAULTS, "optimizer": "exact_row_wise_adagrad"}, 1.0)
+    table.step(0.1)
+    return table.states[0]
+
+
+COMPUTED: list[Callable[[], Tensor]] = [
+    *(note_gradients, evaluate, clip_without_gradients, fill_up, train_plainly),
+    *(partial(update_copies, optimizer) for optimizer in FBGEMM_NAMES.values()),
+]
+
+
+@pytest.mark.parametrize("compute", COMPUTED)
+def test_a_step_stays_on_the_device_of_its_tensors(compute: Callable[[], Tensor]) -> None:
+    assert compute().device == META
+
+
+def test_a_checkpoint_is_not_copied_ahead(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """PyTorch would wait for GPU 0 then, whose tensors these need not be."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.delattr(filesystem, "_OverlappingCpuLoader")
+    save_alone(nn.Linear(3, 2), tmp_path)
+
+
+@on_ranks(1)
+def test_a_meeting_comes_after_the_time_of_the_steps_before_it(rank: int) -> None:
+    came: list[str] = []
+    meet = Agreement.meet
+    config = small("dlrm", "flat", topology={"num_towers": 1, "ranks_per_tower": 1}, train={"max_steps": 3})
+    with (
+        patch.object(torch.cuda, "is_initialized", lambda: True),
+        patch.object(torch.cuda, "synchronize", lambda: came.append("wait")),
+        patch.object(Agreement, "meet", lambda *given: came.append("meet") or meet(*given)),
+    ):
+        train_loop(new_run(config, TowerMesh(config.topology.build())))
+    assert came == ["wait", "meet"] * 3
+
+
+def test_adam_on_a_gpu_has_the_states_of_data_parallel_tables_and_the_count_that_its_kernel_reads() -> None:
+    place = (EmbeddingLocation.DEVICE, ComputeDevice.CUDA)
+    kernel = SplitTableBatchedEmbeddingBagsCodegen([(3, 4, *place)], optimizer=EmbOptimType.ADAM, device=META)
+    (first, *others) = kernel.get_optimizer_state()[0].items()
+    # TorchRec calls the first state momentum1.
+    states = {"t.momentum1": first[1], **{f"t.{name}": state for name, state in others}}
+    complete_adam(Mock(_emb_module=kernel, state={"weight": states}))
+    (expected,) = DataParallelOptimizer({"t": torch.zeros(3, 4)}, {"t": {"optimizer": "adam"}}).state.values()
+    assert {name: state.shape for name, state in states.items()} == {name: s.shape for name, s in expected.items()}
+    states["t.iter"].fill_(7)  # as a checkpoint does
+    assert int(kernel.iter_cpu) == 7
+
+
+@on_ranks(1)
+def test_the_states_of_all_fused_optimizers_are_completed(rank: int) -> None:
+    config = small("dmt-dlrm", topology={"num_towers": 1, "ranks_per_tower": 1}, sharding={"scheme": "table_wise"})
+    with patch.object(group_sharded, "complete_adam") as completed:
+        shard_model(open_job(config), TowerMesh(config.topology.build()))
+    assert completed.called
