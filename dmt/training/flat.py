@@ -13,7 +13,8 @@ from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.types import CommOp, ParameterSharding, ShardingEnv, ShardingPlan, ShardingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from dmt.collectives import run_on_all_or_raise
+from dmt._torchrec import place_globally
+from dmt.collectives import gather_objects, run_on_all_or_raise
 from dmt.plan.tables import feature_names
 from dmt.sharding.costs import StepWorkload
 from dmt.sharding.planner import plan_by_torchrec
@@ -46,11 +47,15 @@ class _OverAllRanks(BaseEmbeddingSharder[Any]):
         is_dense = sharding_type == ShardingType.DATA_PARALLEL.value
         return [(EmbeddingComputeKernel.DENSE if is_dense else EmbeddingComputeKernel.FUSED).value]
 
-    def _arguments(self, device: torch.device | None) -> dict[str, Any]:
-        """Returns the arguments that all sharded modules take."""
+    def _arguments(self, params: dict[str, ParameterSharding], device: torch.device | None) -> dict[str, Any]:
+        """Returns the arguments that all sharded modules take; collective."""
         assert self._mesh is not None, "a sharder without a mesh is for planning"
-        options = {"fused_params": self.fused_params, "qcomm_codecs_registry": self.qcomm_codecs_registry}
-        return {"group": self._mesh.global_group, "moment_scales": {}, "options": options | {"device": device}}
+        group, options = self._mesh.global_group, {"fused_params": self.fused_params, "device": device}
+        # TorchRec's planner numbers the GPUs of the topology's hosts, but a machine may hold several of those.
+        devices = gather_objects(str(device or "cpu"), group)
+        placed = {name: place_globally(sharding, range(group.size()), devices) for name, sharding in params.items()}
+        options["qcomm_codecs_registry"] = self.qcomm_codecs_registry
+        return {"sharding": placed, "group": group, "moment_scales": {}, "options": options}
 
 
 class FlatSharder(_OverAllRanks, EmbeddingBagCollectionSharder):
@@ -72,8 +77,8 @@ class FlatSharder(_OverAllRanks, EmbeddingBagCollectionSharder):
         module_fqn: str | None = None,
     ) -> GroupShardedEBC:
         """Shards over all ranks; collective."""
-        arguments = self._arguments(device)
-        return GroupShardedEBC(module, params, data_parallel_group=arguments["group"], **arguments)
+        arguments = self._arguments(params, device)
+        return GroupShardedEBC(module, data_parallel_group=arguments["group"], **arguments)
 
 
 class FlatSequenceSharder(_OverAllRanks, EmbeddingCollectionSharder):
@@ -88,7 +93,7 @@ class FlatSequenceSharder(_OverAllRanks, EmbeddingCollectionSharder):
         module_fqn: str | None = None,
     ) -> GroupShardedEC:
         """Shards over all ranks; collective."""
-        return GroupShardedEC(module, params, **self._arguments(device))
+        return GroupShardedEC(module, **self._arguments(params, device))
 
 
 def shard_flat(
