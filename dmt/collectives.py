@@ -84,11 +84,12 @@ def check_agreement(caller: str, arguments: Mapping[str, Any], group: dist.Proce
     ranks = dist.get_process_group_ranks(group)
     for name in dict.fromkeys(name for theirs in everyone for name in theirs):
         values = [theirs.get(name, "absent") for theirs in everyone]
-        others = [i for i, value in enumerate(values) if value != values[0]]
-        if others:
+        other = next((value for value in values if value != values[0]), values[0])
+        if other != values[0]:
+            theirs = shorten([str(rank) for rank, value in zip(ranks, values, strict=True) if value == other], ", ")
             raise InputError(
-                f"{caller}: {name} is {values[0]} on rank {ranks[0]}, but {values[others[0]]} on rank "
-                f"{shorten([str(ranks[i]) for i in others], ', ')}. Give every rank the same value."
+                f"{caller}: {name} is {values[0]} on rank {ranks[0]}, but {other} on rank {theirs}. Give every rank "
+                "the same value."
             )
 
 

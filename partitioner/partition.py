@@ -162,7 +162,7 @@ def _labels(plan: TowerPlan, names: Sequence[str]) -> Labels:
 
 
 def luck_bound(sizes: Sequence[int], *, categories: Sequence[str] = ()) -> float:
-    """Returns by how many standard deviations the best assignment differs from random ones if affinities are noise.
+    """Returns how many standard deviations from the mean of random assignments the best one may be by luck alone.
 
     A partitioner looks for an assignment that differs from random ones, and finds one in noise too. There are N ways to
     deal the blocks into towers of these sizes, category by category. If the mean affinities of these assignments are

@@ -174,7 +174,8 @@ class Operation:
 class _Program:
     """The operations of a step in the order in which the program of a rank launches them.
 
-    Computations follow one another. So do the collectives of a channel; each begins once the program has launched it.
+    Each computation begins when the previous one has ended. A collective waits for the same, unless it is launched
+    ``at_once``, and for the previous collective of its channel.
     """
 
     def __init__(self, cluster: Cluster) -> None:

@@ -89,7 +89,7 @@ class SPTTModule(TowerState):
 
     TorchRec calls `input_dist` (a train pipeline calls it one batch ahead), then `compute` and `output_dist`. A tower's
     output consists of named pieces side by side: the outputs of its logical towers, or the embeddings of its features.
-    Subclasses put the pieces of all towers in order by name.
+    Subclasses use the names to bring the pieces of all towers into the unsharded module's order.
 
     ``input_groups`` lists the groups of features of each mesh tower; features of a group have equally many rows.
     ``outside`` names the features of tables outside towers.

@@ -207,7 +207,7 @@ class DataParallelTables(nn.Module):
         return self.module(*features)
 
     def settle(self, *, update: bool = False) -> None:
-        """Waits for averages in flight; if ``update``, updates the tables with them; clears these gradients."""
+        """Waits for averages of gradients in flight, updates the tables with them if ``update``, and clears them."""
         # Cleared first: else a second call would wait for the same averages again after an exception.
         pending, self._pending = self._pending, []
         try:

@@ -48,7 +48,7 @@ def checkpoint_of(
     """
     checkpoint = newest(run / "checkpoint", mesh) or newest(run, mesh)
     if checkpoint is None:
-        raise InputError(f"{run} is not the output_dir of a training run, nor a checkpoint. Give one of the two.")
+        raise InputError(f"{run} holds no checkpoint. Give one, or the output_dir of a run that has saved one.")
     overrides, file = [], checkpoint / "config.toml"
     if (checkpoint / "towers.json").exists():
         # The plan file also says which features are outside towers.

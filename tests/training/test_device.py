@@ -119,6 +119,12 @@ def test_a_config_for_gpus_is_checked_on_the_cpu(tmp_path: Path) -> None:
 
 
 @on_ranks(4)
+def test_only_ranks_with_one_other_value_are_named(rank: int) -> None:
+    with pytest.raises(InputError, match=r"a is 0 on rank 0, but 1 on rank 1, 3\. Give"):
+        check_agreement("Here", {"a": (0, 1, 2, 1)[rank]}, dist.group.WORLD)
+
+
+@on_ranks(4)
 def test_a_job_for_gpus_is_built_and_placed_on_them(rank: int) -> None:
     config = small(sharding={"scheme": "table_wise"}, train={"device": "cuda"}, optimizer={"sparse": "adam"})
     with (

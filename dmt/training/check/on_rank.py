@@ -210,7 +210,10 @@ class _Checks:
         return parts, losses, replicas
 
     def _compare_gradients(self, model: DistributedModelParallel, share: float) -> None:
-        """Compares gradients; the allowed difference is ``share`` times a parameter's largest gradient."""
+        """Compares gradients, whose allowed difference is ``share`` times the parameter's largest gradient.
+
+        If `_CANCELS` of the largest gradient of its kind is more, that counts; tables also have the step's rounding.
+        """
         expected = self.expected.gradients[self.mesh.replica]
         largest = {"dense gradients": 0.0, "table gradients": 0.0}
         for name, gradient in expected.items():

@@ -388,7 +388,7 @@ def load_plain(model: nn.Module, folder: str | Path) -> None:
         InputError: there is no checkpoint, or it is damaged, holds anything but tensors, or is of another model.
     """
     if restore(folder, model, None) is None:
-        raise InputError(f"{folder} holds no checkpoint. Give the output_dir of a run that has saved a checkpoint.")
+        raise InputError(f"{folder} holds no checkpoint. Give one, or the folder `checkpoint` of a run's output_dir.")
 
 
 def restore(

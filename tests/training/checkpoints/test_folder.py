@@ -152,7 +152,7 @@ def test_another_model_is_refused_with_names(
 
 def test_an_absent_checkpoint_is_told(tmp_path: Path) -> None:
     for folder in (tmp_path / "nowhere", tmp_path):
-        with pytest.raises(InputError, match=r"holds no checkpoint\. Give the output_dir"):
+        with pytest.raises(InputError, match=r"holds no checkpoint\. Give one"):
             load_plain(linear(0.0), folder)
 
 
