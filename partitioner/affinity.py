@@ -335,7 +335,7 @@ def noise_bound(count: int) -> float:
 def _check_features(features: Sequence[str]) -> None:
     nameless = [name for name in features if not isinstance(name, str) or not name]
     if nameless or not features:
-        raise InputError(f"FeatureAffinity: features={list(features)[:5]} must be names; give non-empty strings.")
+        raise InputError(f"FeatureAffinity: features holds {nameless[:3] or 'nothing'}; give non-empty strings.")
     name, count = Counter(features).most_common(1)[0]
     if count > 1:
         raise InputError(f"FeatureAffinity: features has {name!r} {count} times. Name each feature once.")

@@ -168,7 +168,7 @@ class MicroBatches:
         owner, modules = type(self._module).__name__, self._module.modules()
         others = [type(m).__name__ for m in modules if isinstance(m, ShardedModule) and m not in self._sparse]
         if others or not self._sparse:
-            fault = f"has a {others[0]}, which would look up and send K times" if others else "has no sharded module"
+            fault = f"has a {others[0]}, which would send once per micro-batch" if others else "has no sharded module"
             raise InputError(
                 f"run_in_micro_batches: this {owner} {fault}. Shard all its tables with dmt's sharders first."
             )

@@ -87,7 +87,7 @@ class RankReport:
 
 
 def name_in_report(name: str) -> str:
-    """Returns the name of a parameter in the report: ``table <name>`` for tables, else the parameter's full name."""
+    """Returns the name of a parameter in the report: ``table <name>`` for tables, else its name without ``model.``."""
     return f"table {table_name(name)}" if is_table(name) else name.removeprefix("model.")
 
 
@@ -212,7 +212,7 @@ class _Checks:
     def _compare_gradients(self, model: DistributedModelParallel, share: float) -> None:
         """Compares gradients, whose allowed difference is ``share`` times the parameter's largest gradient.
 
-        If `_CANCELS` of the largest gradient of its kind is more, that counts; tables also have the step's rounding.
+        That gradient counts as at least `_CANCELS` times the largest of its kind. Tables add the step's rounding.
         """
         expected = self.expected.gradients[self.mesh.replica]
         largest = {"dense gradients": 0.0, "table gradients": 0.0}

@@ -166,7 +166,7 @@ def _shares(rates: Mapping[int, float]) -> dict[int, float]:
 
 
 def shapes_of(topology: TowerTopology) -> list[Shape]:
-    """Returns the shapes of groups to measure: one rank on several hosts, several ranks on all hosts or on one.
+    """Returns the shapes of groups to measure: one rank each on several hosts, several each on all hosts or on one.
 
     Example:
         >>> shapes_of(TowerTopology(num_towers=4, ranks_per_tower=2))

@@ -111,10 +111,10 @@ def used_columns(config: DataConfig, columns: Columns) -> list[str]:
 
 
 def schema_of(file: str, config: DataConfig) -> pa.Schema:
-    """Returns the schema of a raw file; the columns of text files are text.
+    """Returns the schema of a raw file; columns of text files are text, JSON lists are lists of text.
 
     Raises:
-        InputError: the file cannot be read, or does not begin with a line of column names or JSON objects.
+        InputError: the file cannot be read, lacks a line of column names or JSON objects, or keys differ only in case.
     """
     if config.kind == "criteo_tsv":
         return pa.schema([(name, pa.string()) for name in _CRITEO])
