@@ -13,7 +13,7 @@ import torch
 from numpy.typing import NDArray
 from torch import nn
 
-from dmt.collectives import check_agreement, gather_objects
+from dmt.collectives import check_agreement, gather_objects, run_on_all_or_raise
 from dmt.errors import InputError
 from dmt.formatting import human_bytes, shorten
 from dmt.models.complexity import Complexity, tower_modules
@@ -101,7 +101,9 @@ def preflight(job: Job, model: nn.Module, mesh: TowerMesh) -> Complexity:
     """
     check_same_input(job, model, mesh)
     check_memory(job, model, mesh)
-    counts = count_model(job, model)
+    # Once, for all ranks.
+    counts = run_on_all_or_raise(lambda: count_model(job, model) if mesh.rank == 0 else None, mesh.global_group)[0]
+    assert counts is not None, "rank 0 counts"
     if mesh.rank == 0:
         if job.data.notes:
             logger.warning(f"Check the data: {job.data.notes}")
