@@ -22,11 +22,26 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from torch import Tensor, nn
 
 from dmt.testing.ranks import Rank, RanksFailedError, run_on_ranks
+from dmt.training import metrics
 from dmt.training.device import backend
 
 _SHARED: list[Rank] = []
+
+ALL_BINS = metrics._BINS
+# An evaluation adds up the bins of all ranks, which took a tenth of the time of a small run.
+metrics._BINS = 2**14
+
+
+def _but_on_meta(init: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda tensor, *args, **more: tensor if tensor.is_meta else init(tensor, *args, **more)
+
+
+# PyTorch draws numbers for the meta device, which keeps none, step by step in Python.
+for _name in ("normal_", "uniform_", "kaiming_uniform_", "xavier_normal_"):
+    setattr(nn.init, _name, _but_on_meta(getattr(nn.init, _name)))
 
 
 def run_ranks(
