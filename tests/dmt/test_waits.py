@@ -118,8 +118,6 @@ COPIES = {"num_towers": 2, "ranks_per_tower": 1, "num_replicas": 2}
 RUNS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "flat": ("dlrm", "flat", {}),
     "sptt": ("dlrm", "sptt", {}),
-    "sptt overlapped": ("dlrm", "sptt", {"train": OVERLAPPED}),
-    "sptt replicas": ("dlrm", "sptt", {"topology": COPIES}),
     "dmt": ("dmt-dlrm", "sptt", {}),
     "dmt overlapped": ("dmt-dlrm", "sptt", {"train": OVERLAPPED}),
     "dmt replicas": ("dmt-dlrm", "sptt", {"topology": COPIES}),
