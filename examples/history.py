@@ -21,7 +21,7 @@ from dmt.models.dense import DotInteraction, mlp
 from dmt.sharding.costs import StepWorkload
 from dmt.traffic import TrafficMeter
 
-ROWS, DIM, D, BATCH, STEPS, GROUPS = 200, 16, 8, 128, 60, 2
+ROWS, DIM, D, BATCH, STEPS, GROUPS = 200, 16, 8, 128, 25, 2
 
 
 class HistoryDLRM(nn.Module):

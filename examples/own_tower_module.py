@@ -24,7 +24,7 @@ from dmt.training.data.batch import ClickBatch
 from dmt.training.data.clicks import ClickData
 from dmt.training.data.config import DataConfig, SyntheticConfig
 
-ROWS, DIM, TOWER_DIM, BATCH, STEPS = 100, 16, 8, 128, 100
+ROWS, DIM, TOWER_DIM, BATCH, STEPS = 100, 16, 8, 128, 40
 
 
 class GatedTower(nn.Module):
@@ -82,6 +82,6 @@ batches = islice(data.batches("train", rank=mesh.rank, world_size=4, batch_size=
 losses = [float(pipeline.progress(batches)) for _ in range(STEPS)]
 if mesh.rank == 0:
     first, last = sum(losses[:10]) / 10, sum(losses[-10:]) / 10
-    print(f"compression ratio {compression:.1f}; loss {first:.4f} in steps 1-10, {last:.4f} in steps 91-100")
+    print(f"compression ratio {compression:.1f}; loss {first:.4f} in steps 1-10, {last:.4f} in the last 10")
 dist.barrier()
 dist.destroy_process_group()

@@ -134,11 +134,10 @@ def test_an_optimizer_without_a_cpu_kernel_is_refused() -> None:
 
 
 def every_optimizer_on_rank(rank: int) -> list[str]:
-    """Parameters that three steps leave as they were, or break, over all models, dataflows and optimizers."""
+    """Parameters that three steps leave as they were, or break, of every model, dataflow and optimizer."""
     mesh = TowerMesh(small(topology={"ranks_per_tower": 1}).topology.build())
     still = []
-    # Every dense optimizer meets every sparse one, and so does every dataflow; every model has two of the pairs.
-    for (sparse, dense), (arch, dataflow) in zip(itertools.product(SPARSE, DENSE), 2 * ARCHS, strict=True):
+    for (arch, dataflow), sparse, dense in zip(ARCHS, 2 * SPARSE, DENSE + DENSE[:2], strict=True):
         chosen = {"sparse": sparse, "dense": dense, "warmup_steps": 2}
         config = small(arch, dataflow, topology={"ranks_per_tower": 1}, optimizer=chosen)
         model = shard_model(open_job(config), mesh)
@@ -172,17 +171,17 @@ SOME_CUT = TowerPlan.from_lists(
     [["C6[4:12]", "C1[12:16]", "C3", "C2"], ["C6[0:4]", "C4", "C1[0:12]", "C6[12:16]", "C5"]],
     column_splits={"C1": (12, 4), "C6": (4, 8, 4)},
 )
-# Model, dataflow, optimizer of the tables with its learning rate, and cuts. Both rates warm up.
 OUTSIDE = TowerPlan.from_lists([["C1", "C5"], ["C4", "C3"]], outside=("C6", "C2"))
+# Model, dataflow, optimizer of the tables with its learning rate, and plan. Both rates warm up.
 TRAINED: list[tuple[str, str, str, float, TowerPlan | None]] = [
-    *((arch, dataflow, "sgd", 2.0, None) for arch, dataflow in ARCHS),
+    ("dlrm", "flat", "sgd", 2.0, None),
+    ("dcn", "sptt", "sgd", 2.0, None),
     ("dmt-dlrm", "sptt", "sgd", 2.0, ALL_CUT),
-    ("dmt-dcn", "sptt", "rowwise_adagrad", 0.1, ALL_CUT),
+    ("dmt-dcn", "sptt", "rowwise_adagrad", 0.1, None),
     ("dlrm", "sptt", "adagrad", 0.1, SOME_CUT),
-    ("dcn", "sptt", "sgd", 2.0, SOME_CUT),
-    *((arch, "sptt", "adagrad", 0.1, OUTSIDE) for arch in ("dmt-dlrm", "dmt-dcn", "dcn")),
+    ("dmt-dlrm", "sptt", "adagrad", 0.1, OUTSIDE),
 ]
-STEPS = 5
+STEPS = 4
 
 
 def parity_on_rank(rank: int, folder: str) -> list[tuple[bool, State, State]]:

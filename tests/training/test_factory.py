@@ -111,13 +111,6 @@ def model_of_page() -> dict[str, Any]:
     return {name: getattr(model, name) for name in ("factory", "options", "embedding_dim", "embedding_dims")}
 
 
-@pytest.mark.ranks
-def test_the_deepfm_of_the_page_agrees_with_the_plain_module(tmp_path: Path) -> None:
-    limits = CheckLimits(max_rows=20, max_ranks=4, batch_size=4, steps=2)
-    report = check_run(deepfm(topology={"num_towers": 2, "ranks_per_tower": 2}), limits)
-    assert report.agrees, report.rows
-
-
 class Flat(nn.Module):
     """A model that a factory makes; ``change`` is applied to its logits."""
 

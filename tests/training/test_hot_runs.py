@@ -48,32 +48,24 @@ PROFILED = {"sharding": {"unique": True}, "optimizer": {"sparse": "adagrad"}}
 
 
 def runs_on_rank(rank: int, folder: str, sections: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any], float]:
-    """The results of a run with hot rows, interrupted half way, and of one without, and how far their weights are."""
-    path, weights, results = Path(folder), [], []
-    # Half way one of the three steps between two choices was counted, and batches of later ones are on their way.
-    hot = {"extra_memory": 0.25, "refresh_every": 3}
-    for name, settings in (
-        ("plain", {}),
-        ("whole", {"hot_rows": hot}),
-        ("hot", {"hot_rows": hot, "train": {"max_steps": 4}}),
-        ("hot", {"hot_rows": hot}),
-    ):
-        config = config_of(path, name, **sections, **settings)
-        job = resolve(config, 4)
+    """The results of a run with hot rows and of one without, and how far their weights are."""
+    weights, results = [], []
+    for name, settings in (("plain", {}), ("hot", {"hot_rows": {"extra_memory": 0.25, "refresh_every": 3}})):
+        config = config_of(Path(folder), name, topology={"ranks_per_tower": 1}, **sections, **settings)
+        job = resolve(config, 2)
         results.append(train_job(job, TowerMesh(job.topology)))
         # The saved weights are read in one process, by the names of the plain model.
         task = plain(config)
         load_plain(task, checkpoint_folder(config))
         weights.append({key: value.clone() for key, value in task.state_dict().items()})
-    unlike, whole, _, ours = weights
-    assert all(torch.equal(ours[key], whole[key]) for key in ours), "an interrupted run has other bits"
-    return results[-1], results[0], max(float((ours[key] - unlike[key]).abs().max()) for key in unlike)
+    unlike, ours = weights
+    return results[1], results[0], max(float((ours[key] - unlike[key]).abs().max()) for key in unlike)
 
 
 @pytest.mark.ranks
-@pytest.mark.parametrize("sections", [{}, pytest.param(PROFILED, marks=pytest.mark.slow)], ids=["2x2", "unique"])
+@pytest.mark.parametrize("sections", [{}, pytest.param(PROFILED, marks=pytest.mark.slow)], ids=["plain", "unique"])
 def test_a_run_with_hot_rows_learns_the_same_and_sends_less(tmp_path: Path, sections: dict[str, Any]) -> None:
-    hot, unlike, apart = run_ranks(runs_on_rank, 4, str(tmp_path), sections)[0]
+    hot, unlike, apart = run_ranks(runs_on_rank, 2, str(tmp_path), sections)[0]
     # Gradients are added up in another order; Adam's first steps divide small ones by their own size.
     assert 0 < apart < 1e-4
     assert hot["eval_loss"] == pytest.approx(unlike["eval_loss"], abs=1e-4)

@@ -179,36 +179,39 @@ def test_they_are_counted_as_they_are_built(arch: str) -> None:
     assert counted.compression_ratio == (2.0 if arch == "dmt-dlrm" else 4.0)
 
 
-@pytest.mark.ranks
-@pytest.mark.parametrize("arch", ["dmt-dlrm", "dlrm"])
-def test_a_run_with_features_outside_is_resumed_checked_scored_and_exported(arch: str, tmp_path: Path) -> None:
+def config_of(folder: Path, arch: str, *outside: str, **towers: Any) -> TrainingConfig:
     synthetic = {"num_rows": 700, "num_eval_rows": 64, "num_multi_hot": 2}
-    train = {"output_dir": str(tmp_path / "run"), "save_every": 2, "log_every": 1}
-    plan = "balanced" if arch == "dlrm" else "strided"
-    config = small(arch, "sptt", synthetic=synthetic, train=train, towers={"outside": ["C6", "C2"], "plan": plan})
+    train = {"output_dir": str(folder), "save_every": 2, "log_every": 1}
+    return small(arch, "sptt", synthetic=synthetic, train=train, towers={"outside": outside, **towers})
 
-    def trained(steps: int) -> dict[str, Any]:
-        result = attempt(config.model_copy(update={"train": config.train.model_copy(update={"max_steps": steps})}))
-        assert result is not None
-        return result
 
-    assert trained(3)["steps"] == 3
-    result = trained(6)
-    assert result["steps"] == 6
-    _, job, _ = trained_model(tmp_path / "run")
+def trained(config: TrainingConfig, steps: int) -> dict[str, Any]:
+    result = attempt(config.model_copy(update={"train": config.train.model_copy(update={"max_steps": steps})}))
+    assert result is not None
+    assert result["steps"] == steps
+    return result
+
+
+@pytest.mark.ranks
+def test_a_run_with_features_outside_is_resumed_scored_and_exported(tmp_path: Path) -> None:
+    run, out = tmp_path / "run", tmp_path / "model.pt2"
+    config = config_of(run, "dmt-dlrm", "C6", "C2")
+    trained(config, 3)
+    result = trained(config, 6)
+    _, job, _ = trained_model(run)
     assert (plan_of(job).outside, job.config.towers.outside) == (("C6", "C2"), "none")
-    out = tmp_path / "model.pt2"
-    ran = CliRunner().invoke(main, ["export", str(tmp_path / "run"), "-o", str(out)])
+    ran = CliRunner().invoke(main, ["export", str(run), "-o", str(out)])
     assert ran.exit_code == 0, ran.output
     assert_served_alike(out, result, tmp_path)
-    assert_served_alike(tmp_path / "run", result, tmp_path)
-    # A flat model is the same with other tables outside, a model of towers is not.
-    config = config.model_copy(update={"towers": config.towers.model_copy(update={"outside": ("C4",)})})
-    if arch == "dlrm":
-        assert trained(8)["steps"] == 8
-        return
+    assert_served_alike(run, result, tmp_path)
     with pytest.raises(InputError, match=r"the towers \(the checkpoint has towers\.plan"):
-        trained(8)
+        trained(config_of(run, "dmt-dlrm", "C4"), 8)
+
+
+@pytest.mark.ranks
+def test_a_flat_model_is_the_same_with_other_tables_outside(tmp_path: Path) -> None:
+    trained(config_of(tmp_path, "dlrm", "C6", "C2", plan="balanced"), 3)
+    trained(config_of(tmp_path, "dlrm", "C4", plan="balanced"), 5)
 
 
 @pytest.mark.ranks

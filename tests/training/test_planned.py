@@ -47,7 +47,7 @@ CASES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "cut table, 16 bits": (
         "dcn",
         {
-            "sharding": {"scheme": "table_wise", "forward_precision": "fp16", "backward_precision": "bf16"},
+            "sharding": {"scheme": "table_wise", "forward_precision": "fp16"},
             "towers": {"plan": "cut"},
         },
     ),
@@ -63,7 +63,10 @@ CASES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     ),
     # Every rank reads all rows of every table.
     "unique": ("dcn", {"towers": {"plan": "unequal"}, "sharding": {"scheme": "table_wise", "unique": True}}),
-    "outside towers": ("dmt-dlrm", {"towers": {"outside": ["C2", "C6"]}, "sharding": {"scheme": "table_wise"}}),
+    "outside towers, 16 bits": (
+        "dmt-dlrm",
+        {"towers": {"outside": ["C2", "C6"]}, "sharding": {"scheme": "table_wise", "backward_precision": "bf16"}},
+    ),
     "flat, outside towers": (
         "dcn",
         {

@@ -50,8 +50,10 @@ def test_curves_stay_up_to_the_step_that_a_run_goes_on_from(killed: Path) -> Non
 @pytest.mark.parametrize("resumed_step", [0, 20])
 def test_an_earlier_result_goes_and_a_new_one_is_written(tmp_path: Path, resumed_step: int) -> None:
     record_of(tmp_path).close({"steps": 10})
+    (tmp_path / "sharding.json").touch()
     record = record_of(tmp_path, resumed_step=resumed_step)
     assert not (tmp_path / "result.json").exists()
+    record.sharding(None)
     record.close({"steps": 20})
     assert read_result(tmp_path)["steps"] == 20
     assert {path.name for path in tmp_path.iterdir()} == {"config.toml", "metrics.jsonl", "result.json"}

@@ -64,12 +64,11 @@ COPIES = {"topology": {"num_towers": 1, "ranks_per_tower": 1, "num_replicas": 2}
 @pytest.mark.parametrize(
     ("settings", "signals", "stops_after"),
     [
-        # Both ranks at unlike steps, or one alone. Replicas are saved where they are averaged anyway.
+        # Both ranks at unlike steps. Replicas are saved where they are averaged anyway.
         (PAIR, {0: (3, signal.SIGTERM), 1: (2, signal.SIGINT)}, {2, 3}),
-        (PAIR, {1: (5, signal.SIGTERM)}, {5}),
         pytest.param(COPIES, {0: (5, signal.SIGTERM)}, {8}, marks=pytest.mark.slow),
     ],
-    ids=["towers", "one rank", "replicas"],
+    ids=["towers", "replicas"],
 )
 def test_a_run_that_was_told_to_stop_goes_on_bit_for_bit(
     settings: dict[str, Any], signals: dict[int, tuple[int, int]], stops_after: set[int], tmp_path: Path

@@ -214,6 +214,10 @@ SLOW = [
     ("table-wise", "row-wise"),
     ("4 columns", "1 rank"),
     ("4 columns", "table-wise"),
+    ("table-wise", "table-wise"),
+    ("row-wise", "4 towers"),
+    ("flat, some outside", "flat"),
+    ("sequences, rows", "sequences"),
 ]
 PAIRS = [
     ("table-wise", "table-wise"),

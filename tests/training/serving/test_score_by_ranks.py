@@ -85,13 +85,13 @@ RUNS: dict[str, dict[str, Any]] = {
 @pytest.mark.ranks
 @pytest.mark.parametrize("kind", RUNS)
 def test_ranks_predict_what_one_process_predicts(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The run's own layout on two ranks, one tower or a flat layout on three; rows that no number divides."""
+    """The run's own layout on two ranks, one tower or a flat layout on three; rows that no number divides, or one."""
     monkeypatch.chdir(tmp_path)
     towers = [["C1[0:4]", "C2", "C3"], ["C4", "C1[4:8]", "C5", "C6"]]
     TowerPlan.from_lists(towers, column_splits={"C1": (4, 4)}).save("towers.json")
     # Attention and sums of few items are more alike.
     least = 0.02 if "sequences" in kind else 0.05
-    for rows, world_sizes in ((50, (2, 3)), (1, (3,))):
+    for rows, world_sizes in ((50, (2, 3)), *([(1, (3,))] if kind == "towers" else [])):
         sections = {"topology": TWO, "train": {"device": "cpu", "batch_size": BATCH}} | RUNS[kind]
         config = small(**sections, synthetic={"num_eval_rows": rows, "num_multi_hot": 2})
         run = save_run(tmp_path / str(rows), config)
