@@ -292,14 +292,18 @@ def run_of(names: list[str], folder: Path, **changes: int) -> dict[str, dict]:
 @pytest.mark.ranks
 def test_a_small_job_of_each_family(tmp_path: Path) -> None:
     half = "sptt+fp16+prefetch+bf16-dense+mb4+unique"
-    names = ["flat-cw-dp+prefetch", "flat-cw", "sptt", "sptt+prefetch+hier+mb4+unique+rank-towers+outside", half]
-    found = run_of([*names, "dmt-cr2+fp16", "dmt-cr2+outside"], tmp_path)
+    names = ["flat-cw-dp+prefetch", "sptt", "sptt+prefetch+hier+mb4+unique+rank-towers+outside", half]
+    replicas = ["sptt+r2-inter", "dmt-cr2+r2-intra"]
+    found = run_of([*names, "dmt-cr2+fp16", "dmt-cr2+outside", *replicas], tmp_path, warm_up_rounds=0)
+    with_replicas = [found.pop(name)["traffic"]["forward"] for name in replicas]
+    # A replica is a host; or of each of 4 ranks, the columns that the rank on the other host looks up for it.
+    assert with_replicas == [0, 26 * 64 / 2 * 16 * 4 * 4]
     for name, contender in found.items():
         # The outputs are all that must cross, and nothing crosses twice.
         for kind in ("forward", "backward"):
             assert contender["traffic"][kind] == contender["needed"][kind], (name, kind)
-    assert found["flat-cw"]["needed"]["forward"] == 26 * 128 * 16 * 2 * 4
-    small, cut = found["flat-cw-dp+prefetch"], found["flat-cw"]
+    assert found["sptt"]["needed"]["forward"] == 26 * 128 * 16 * 2 * 4
+    small, cut = found["flat-cw-dp+prefetch"], found["sptt"]
     assert small["needed"]["forward"] == 21 * 128 * 16 * 2 * 4, "5 tables have at most 21 rows"
     assert small["needed"]["dense"] - cut["needed"]["dense"] == 2 * (3 + 4 + 10 + 15 + 18) * 128 * 4
     # DDP's ring goes through all four ranks.
@@ -324,22 +328,15 @@ def test_a_small_job_of_each_family(tmp_path: Path) -> None:
 
 @pytest.mark.ranks
 def test_only_ids_grow_with_histories_in_towers(tmp_path: Path) -> None:
-    names = ["flat-cw+prefetch", "flat-rw+prefetch", "dmt-cr2"]
-    for length in (3, 12):
-        found = run_of(names, tmp_path, history=length)
-        # Of 16 samples a rank, those of the other host's two tables: an item and its history, and a bag.
-        assert found["flat-cw+prefetch"]["traffic"]["forward"] == 4 * 16 * 128 * 4 * (1 + length + 1)
-        for kind in ("forward", "backward"):
-            assert found["dmt-cr2"]["traffic"][kind] == 4 * 16 * 64 * 4 * 3
+    length = 7
+    found = run_of(["flat-cw+prefetch", "flat-rw+prefetch", "dmt-cr2"], tmp_path, history=length)
+    # Of 16 samples a rank, those of the other host's two tables: an item and its history, and a bag.
+    assert found["flat-cw+prefetch"]["traffic"]["forward"] == 4 * 16 * 128 * 4 * (1 + length + 1)
+    for kind in ("forward", "backward"):
+        assert found["dmt-cr2"]["traffic"][kind] == 4 * 16 * 64 * 4 * 3
 
 
-@pytest.mark.ranks
-def test_replicas_of_a_small_job(tmp_path: Path) -> None:
-    names = ["sptt+r2-inter", "sptt+r2-intra", "dmt-cr2+r2-intra"]
-    forward = {name: contender["traffic"]["forward"] for name, contender in run_of(names, tmp_path).items()}
-    assert forward["sptt+r2-inter"] == 0, "a replica is a host"
-    # Of each of 4 ranks, the columns that the rank on the other host looks up for it.
-    assert forward["dmt-cr2+r2-intra"] == forward["sptt+r2-intra"] / 2 == 26 * 64 / 2 * 16 * 4 * 4
+def test_replicas_divide_the_ranks_of_a_host() -> None:
     with pytest.raises(InputError, match=r"'dmt-cr2\+r4-intra' has 4 replicas, which do not divide ranks_per_host=2"):
         own_topology(named("dmt-cr2+r4-intra"), Setting())
 

@@ -173,6 +173,7 @@ def test_the_study_compares_with_the_flat_contenders_that_won(tmp_path: Path, ru
 
 def test_a_stopped_study_goes_on(tmp_path: Path, runner: Runner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench, "write_results", lambda *runs, **facts: [])
+    monkeypatch.setattr(bench, "predictions", lambda: [])
     runner.failing = {50.0}
     code, output = invoke(tmp_path, "--part", "main", "--part", "rate")
     assert code == 1

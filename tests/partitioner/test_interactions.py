@@ -30,7 +30,7 @@ def found_pairs(found):
     }
 
 
-@pytest.mark.parametrize("seed", seeds(5, 30))
+@pytest.mark.parametrize("seed", seeds(2, 30))
 def test_planted_pairs_and_no_others_are_found(seed):
     pairs = drawn_pairs(26, 5, seed=seed)
     # At 0.5, about 3 of 60 pairs are missed, and none is made up.

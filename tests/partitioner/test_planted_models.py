@@ -55,8 +55,8 @@ def sixteen_groups(seed):
 @pytest.mark.parametrize(
     ("sizes_of", "balance_ratio", "seed"),
     [
-        *((eight_groups, 1.0, seed) for seed in range(2)),
-        *(pytest.param(eight_groups, 1.0, seed, marks=pytest.mark.slow) for seed in range(2, 10)),
+        (eight_groups, 1.0, 0),
+        *(pytest.param(eight_groups, 1.0, seed, marks=pytest.mark.slow) for seed in range(1, 10)),
         *(pytest.param(sixteen_groups, 4.0, seed, marks=pytest.mark.slow) for seed in range(10, 20)),
     ],
 )
