@@ -101,9 +101,8 @@ def preflight(job: Job, model: nn.Module, mesh: TowerMesh) -> Complexity:
     """
     check_same_input(job, model, mesh)
     check_memory(job, model, mesh)
-    # Once, for all ranks.
     counts = run_on_all_or_raise(lambda: count_model(job, model) if mesh.rank == 0 else None, mesh.global_group)[0]
-    assert counts is not None, "rank 0 counts"
+    assert counts is not None, "rank 0 counts, once for all ranks"
     if mesh.rank == 0:
         if job.data.notes:
             logger.warning(f"Check the data: {job.data.notes}")
