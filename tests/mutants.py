@@ -117,7 +117,7 @@ np.minimum(rows.number, bounds % self.lanes) => np.minimum(rows.number + 1, boun
 self.set_step(self.steps + 1) => self.set_step(self.steps)
 ## dmt/training/data/hash.py :: tests/test_house.py -k "docstring and hash"
 rows = 1 + (mix_bits(hashed ^ salt) => rows = 1 + (mix_bits(hashed)
-np.append(rows, 0)[codes] => np.append(rows, 1)[codes]
+fill_null(0)) => fill_null(1))
 ## dmt/training/data/hash.py :: tests/training/data/test_prepare.py -k "frequen or vocabular or deal"
 known = np.where(known_keys[place] == keys, known_rows[place], _RARE) => known = known_rows[place]
 return _FIRST + len(self.keys) => return len(self.keys)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import pyarrow as pa
@@ -95,7 +95,7 @@ class Columns:
         for feature in self.features:
             type_ = pa.int64() if feature.rows > 2**31 else pa.int32()
             fields.append(pa.field(feature.name, pa.large_list(type_) if feature.is_bag else type_))
-        return pa.schema(fields)
+        return pa.schema([field.with_nullable(False) for field in fields])  # nulls would take a third longer to read
 
 
 def find_columns(config: DataConfig, schema: pa.Schema, place: str) -> Columns:
@@ -141,10 +141,9 @@ def find_columns(config: DataConfig, schema: pa.Schema, place: str) -> Columns:
     rows = dict.fromkeys(chosen["categorical"], config.num_embeddings)
     _check_features("num_embeddings_per_feature", config.num_embeddings_per_feature, rows)
     _check_features("sequences", [*config.sequences, *config.sequences.values()], chosen["categorical"])
-    rows |= {
-        name: config.num_embeddings_per_feature.get(target, rows[target]) for name, target in config.sequences.items()
-    }
-    rows |= config.num_embeddings_per_feature | {name: _PART_ROWS[part] for name, (_, part) in times.items()}
+    sizes = config.num_embeddings_per_feature
+    rows |= {name: sizes.get(target, rows[target]) for name, target in config.sequences.items()}
+    rows |= sizes | {name: _PART_ROWS[part] for name, (_, part) in times.items()}
     tables = _table_names(config, rows)
     bags = _select("multi_hot", config.multi_hot, chosen["categorical"], place)
     for name in bags:
@@ -274,16 +273,9 @@ def tables_of(
             )
         rows, dim = sizes.pop()
         name = "t_" + table.replace("%", "%25").replace(".", "%2E")
-        tables.append(
-            TableSpec(
-                name=name,
-                num_embeddings=rows,
-                embedding_dim=dim,
-                feature_names=names,
-                data_type=data_type,
-                sequences=tuple((feature.name, feature.target) for feature in features if feature.target is not None),
-            )
-        )
+        spec = TableSpec(name=name, num_embeddings=rows, embedding_dim=dim, feature_names=names, data_type=data_type)
+        targets = tuple((feature.name, feature.target) for feature in features if feature.target is not None)
+        tables.append(replace(spec, sequences=targets))
     return tables
 
 

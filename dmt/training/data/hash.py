@@ -54,8 +54,7 @@ def hash_rows(values: pa.Array, *, feature: str, num_embeddings: int) -> NDArray
     salt = hash_array(np.array([feature], dtype=object), hash_key=HASH_KEY, categorize=False)[0]
     rows = 1 + (mix_bits(hashed ^ salt) % np.uint64(num_embeddings - 1)).astype(np.int64)
     rows[text.is_null().to_numpy(zero_copy_only=False)] = 0
-    codes = encoded.indices.cast(pa.int64()).fill_null(len(rows)).to_numpy()
-    return np.append(rows, 0)[codes]
+    return np.asarray(pa.array(rows).take(encoded.indices).fill_null(0))
 
 
 def _text(values: pa.Array, feature: str) -> pa.Array:

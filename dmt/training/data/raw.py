@@ -35,8 +35,8 @@ _BLOCK_VALUES = 1 << 25  # values are text until they are hashed: less than a Gi
 _CRITEO = ("label", *CRITEO_DENSE, *CRITEO_CATEGORICAL)
 _CUT = "\x1f"
 """Separates the columns of a line whose quotes were removed; in the fault of a row, the column from the reason."""
-_MISSING = "('nan', 'na', 'n/a', 'null', 'none', 'nat', '')"
-"""Spellings of a missing number or time, in lower case. For categories only empty text is missing: "NA" is Namibia."""
+_MISSING = r"'\p{Zs}*(nan|na|n/a|null|none|nat|)\p{Zs}*'"
+"""Spellings of a missing number or time, in any case. For categories only empty text is missing: "NA" is Namibia."""
 _PARTS = {"hour": "hour({0}) + 1", "weekday": "isodow({0})"}
 SPLIT = "#split"
 """Name of the column that holds the text of ``data.split_column`` in converted rows."""
@@ -178,7 +178,7 @@ def raw_blocks(file: str, config: DataConfig, used: Sequence[str]) -> Iterator[B
         texts, cut = _texts(lines), separator
         if kind == "text" and not is_criteo and any(b'"' in line for line in lines):
             texts, cut = pa.array([_unquoted(text.as_py(), separator) for text in texts], pa.string()), _CUT
-        sql = _json_sql(schema, used) if kind == "json" else _text_sql(schema, cut)
+        sql = _json_sql(schema, used) if kind == "json" else _text_sql(schema, used, cut)
         rows = pa.table({"line": texts})
         yield Block(place=file, rows=rows, first=first, share=share, lines=lines, **sql)
 
@@ -252,12 +252,15 @@ def _unquoted(line: str | None, separator: str) -> str | None:
         return None
 
 
-def _text_sql(schema: pa.Schema, separator: str) -> dict[str, Any]:
+def _text_sql(schema: pa.Schema, used: Sequence[str], separator: str) -> dict[str, Any]:
     number, wrong_number = len(schema), literal(_CUT + f"expected {len(schema)} columns, found ")
     unread = literal(_CUT + "expected UTF-8 text, and a closing quote at the end of each quoted column")
+    places = {name: i for i, name in enumerate(schema.names, start=1)}
+    values = ", ".join(f"nullif(f[{places[name]}], '') AS t{places[name]}" for name in used)
+    cut = f"SELECT line, string_split(line, {literal(separator)}) AS f FROM block"
     return {
-        "relation": f"(SELECT line, string_split(line, {literal(separator)}) AS f FROM block)",
-        "columns": {name: (f"nullif(f[{i}], '')", pa.string()) for i, name in enumerate(schema.names, start=1)},
+        "relation": f"(SELECT line, f, {values} FROM ({cut}))",
+        "columns": {name: (f"t{places[name]}", pa.string()) for name in used},
         "fault": f"WHEN line IS NULL THEN {unread} WHEN len(f) <> {number} THEN {wrong_number} || len(f)",
     }
 
@@ -306,7 +309,7 @@ class Converter:
         """Counts of rows, ``("", "rows")``, and of values, ``(dense, "missing")`` and ``(feature, "negative")``."""
         self._features = {feature.name: feature for feature in columns.features}
         if config.group_by is not None:
-            self.schema = self.schema.append(pa.field(REQUEST, pa.int64()))
+            self.schema = self.schema.append(pa.field(REQUEST, pa.int64(), nullable=False))
             self._features[REQUEST] = Feature(name=REQUEST, rows=COUNTED, table=config.group_by)
 
     def convert(self, block: Block) -> tuple[pa.Table, list[Reject]]:
@@ -343,9 +346,8 @@ class Converter:
                 self.counts[kind.name, "negative"] += _num_negative(values)
                 values = _ids(self._features[kind.name], values)
             columns[kind.name] = values.cast(kind.type)
-        if self.config.split_column:
-            columns[SPLIT] = table.column(len(self.schema))
-        return pa.table(columns)
+        rows = pa.table(columns, schema=self.schema)
+        return rows.append_column(SPLIT, table.column(len(self.schema))) if self.config.split_column else rows
 
 
 def _num_negative(values: pa.Array) -> int:
@@ -408,7 +410,8 @@ class _Sql:
     def _is_unread(self, column: str) -> str:
         """Returns SQL that is true for text that was not converted and is no spelling of a missing value."""
         sql = self._columns[column][0]
-        return f"{{v}} IS NULL AND lower(trim({sql})) NOT IN {_MISSING}"
+        # DuckDB would compare all rows with a list of texts, by a join, but matches only those that need it.
+        return f"{{v}} IS NULL AND NOT regexp_full_match({sql}, {_MISSING}, 'i')"
 
     def _add_label(self, column: str) -> None:
         sql = self._columns[column][0]
@@ -445,10 +448,8 @@ class _Sql:
         value, is_bad = "CAST({0} AS VARCHAR)", "false"
         expected = "text or a whole number (store fractions as text)"
         if is_float:
-            value, is_bad = (
-                "CASE WHEN {0} = trunc({0}) THEN CAST(TRY_CAST({0} AS BIGINT) AS VARCHAR) END",
-                "{v} IS NULL",
-            )
+            value = "CASE WHEN {0} = trunc({0}) THEN CAST(TRY_CAST({0} AS BIGINT) AS VARCHAR) END"
+            is_bad = "{v} IS NULL"
         if self._config.id_mode == "index":
             is_digits = f"regexp_full_match({value}, ' *[+-]?[0-9]+ *')"
             value = f"CASE WHEN {is_digits} THEN TRY_CAST({value} AS BIGINT) END"
@@ -457,9 +458,8 @@ class _Sql:
                 f"a row of table t_{feature.table}, 0 to {feature.rows - 1}, as id_mode='index' (for larger numbers "
                 "raise num_embeddings_per_feature, for other values set id_mode='hash')"
             )
-        is_known = (
-            "{0} IS NOT NULL" + " AND NOT isnan({0})" * is_float + " AND {0} <> ''" * (is_text and feature.is_bag)
-        )
+        is_known = "{0} IS NOT NULL" + " AND NOT isnan({0})" * is_float
+        is_known += " AND {0} <> ''" * (is_text and feature.is_bag)
         if feature.is_bag:
             kept = f"list_filter({sql}, lambda v: {is_known.format('v')})"
             if feature.target is not None and self._config.max_length is not None:
