@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -18,8 +19,11 @@ from torchrec.streamable import Pipelineable
 
 from dmt.plan.split_across_towers import split_ids
 from dmt.training.data.columns import Columns
+from dmt.training.data.parquet import Rows, pack_rows
 
 __all__ = ["ClickBatch", "make_batch"]
+
+_ones = lru_cache(maxsize=4)(partial(np.ones, dtype=np.int64))  # lengths, which are only read
 
 
 @dataclass
@@ -36,7 +40,7 @@ class ClickBatch(Pipelineable):
     dense_features: Tensor
     """Dense features, float32 [B, D]."""
     sparse_features: KeyedJaggedTensor
-    """Ids of the F categorical features (its keys) in B rows; values and lengths int64."""
+    """Ids of the F categorical features (its keys) in B rows; values and lengths int64. Batches may share lengths."""
     labels: Tensor
     """Labels, 0 or 1, float32 [B]."""
     weights: Tensor
@@ -68,46 +72,44 @@ class ClickBatch(Pipelineable):
         return replace(self, sparse_features=split_ids(self.sparse_features, splits)) if splits else self
 
 
-def make_batch(rows: pa.Table, columns: Columns, batch_size: int) -> ClickBatch:
-    """Returns a batch of ``batch_size`` rows: the prepared ``rows``, then padding rows of weight 0.
+def make_batch(parts: Sequence[Rows], columns: Columns, batch_size: int) -> ClickBatch:
+    """Returns a batch of ``batch_size`` rows: the prepared rows of all ``parts``, then padding rows of weight 0.
 
     A padding row has label 0, dense features 0, id 0 in features with one id per row, and an empty bag in the others.
 
     Example:
         >>> from dmt.training.data.columns import Feature
         >>> columns = Columns(dense=(), features=(Feature(name="C1", rows=10, table="C1"),), label=None)
-        >>> batch = make_batch(pa.table({"C1": [7]}), columns, batch_size=2)
+        >>> batch = make_batch([pack_rows(pa.table({"C1": [7]}), columns)], columns, batch_size=2)
         >>> batch.weights.tolist(), batch.sparse_features.values().tolist()
         ([1.0, 0.0], [7, 0])
     """
-    num_rows, fill = rows.num_rows, batch_size - rows.num_rows
-    assert fill >= 0, f"{num_rows} rows in a batch of {batch_size}"
+    parts = parts or [pack_rows(columns.schema.empty_table(), columns)]
+    first, at = int(columns.label is not None), 0
+    last = first + len(columns.dense)
     weights, labels = np.zeros((2, batch_size), np.float32)
-    weights[:num_rows] = 1
-    if columns.label is not None:
-        labels[:num_rows] = rows.column(columns.label)
     dense = np.zeros((batch_size, len(columns.dense)), np.float32)
-    for i, name in enumerate(columns.dense):
-        dense[:num_rows, i] = rows.column(name)
-    values, lengths, ones = [], [], np.ones(batch_size, np.int64)
+    ids = np.empty((len(parts[0][0]) - last, batch_size), np.int64)
+    for words, _ in parts:
+        rows = slice(at, at := at + words.shape[1])
+        weights[rows], labels[rows], ids[:, rows] = 1, words[0] if first else 0, words[last:]
+        dense[rows] = words[first:last].astype(np.int32, copy=False).view(np.float32).T
+    ids[:, at:] = 0
+    bags = pa.concat_tables([bags for _, bags in parts])
+    values, lengths, rest = list[Any](), list[Any](), iter(ids)
     for feature in columns.features:
-        column = rows.column(feature.name)
         if feature.is_bag:
-            bags = column.combine_chunks()
-            values.append(bags.flatten().to_numpy())
-            lengths.append(np.pad(np.diff(bags.offsets), (0, fill)))
+            lists = bags.column(feature.name).combine_chunks()
+            values.append(lists.flatten().to_numpy())
+            lengths.append(np.pad(np.diff(lists.offsets), (0, batch_size - at)))
         else:
-            ids = column.to_numpy()
-            values.append(np.pad(ids, (0, fill)) if fill else ids)
-            lengths.append(ones)
-    return ClickBatch(
-        dense_features=torch.from_numpy(dense),
-        sparse_features=KeyedJaggedTensor(
-            keys=list(columns.feature_names),
-            values=torch.from_numpy(np.concatenate(values, dtype=np.int64)),
-            lengths=torch.from_numpy(np.concatenate(lengths, dtype=np.int64)),
-            stride=batch_size,
-        ),
-        labels=torch.from_numpy(labels),
-        weights=torch.from_numpy(weights),
+            values.append(next(rest))
+            lengths.append(_ones(batch_size))
+    has_bags = bags.num_columns > 0  # without any, `ids` has all values in order
+    sparse_features = KeyedJaggedTensor(
+        keys=list(columns.feature_names),
+        values=torch.from_numpy(np.concatenate(values, dtype=np.int64) if has_bags else ids.reshape(-1)),
+        lengths=torch.from_numpy(np.concatenate(lengths, dtype=np.int64) if has_bags else _ones(ids.size)),
+        stride=batch_size,
     )
+    return ClickBatch(torch.from_numpy(dense), sparse_features, torch.from_numpy(labels), torch.from_numpy(weights))

@@ -1,7 +1,7 @@
 """`ClickData` turns prepared files, synthetic clicks, or rows of a user's function into batches for each rank.
 
 Each rank computes which rows it reads (`dmt.training.data.deal`); a thread reads them ahead of training. Rows are Arrow
-tables with the columns of a prepared folder until they become a batch.
+tables with the columns of a prepared folder until they are shuffled.
 
 Legend: V lanes, W ranks, B rows of a rank's batch; a global batch has W * B rows.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal, TypeVar
@@ -25,7 +26,7 @@ from dmt.training.data.columns import Columns, explicit_config, find_columns
 from dmt.training.data.config import DataConfig
 from dmt.training.data.deal import Deal, Span
 from dmt.training.data.files import MANIFEST, REQUEST, Manifest, read_manifest
-from dmt.training.data.parquet import ParquetRows
+from dmt.training.data.parquet import ParquetRows, Rows, pack_rows
 from dmt.training.data.source import SourceRows
 from dmt.training.data.synthetic import SyntheticClicks, SyntheticRows
 
@@ -38,7 +39,7 @@ __all__ = ["ClickData", "Split", "prefetched"]
 
 Split = Literal["train", "eval"]
 _SPLITS: tuple[Split, ...] = ("train", "eval")
-_UNSHUFFLED = 1024  # rows of a lane that are read together when rows are not shuffled
+_UNSHUFFLED = 8192  # rows of a lane that are read together when rows are not shuffled
 _AHEAD = 4  # batches that are read ahead
 _Item = TypeVar("_Item")
 
@@ -191,15 +192,19 @@ class ClickData:
                 split, rank, world_size, batch_size=batch_size, epoch=epoch, start=rows // world_size, group=group
             )
             # Not in a thread, which would use the process group at the same time as training.
-            return (make_batch(table, self.columns, batch_size) for table in tables)
-        is_reordered = split == "train" and self.config.shuffle_pieces and self.config.kind != "synthetic"
-        deal = Deal(
-            self._parts[split].sizes,
-            lanes if lanes is not None and split == "train" else world_size,
-            (self.config.shuffle_seed, epoch) if is_reordered else None,
-        )
-        tables = self._dealt(split, deal, epoch, rows, rank=rank, world_size=world_size, batch_size=batch_size)
-        return prefetched(make_batch(table, self.columns, batch_size) for table in tables)
+            return (make_batch([pack_rows(table, self.columns)], self.columns, batch_size) for table in tables)
+        is_train = split == "train"
+        seed = (self.config.shuffle_seed, epoch) if is_train and self.config.kind != "synthetic" else None
+        lanes = lanes if lanes is not None and is_train else world_size
+        deal = Deal(self._parts[split].sizes, lanes, seed if self.config.shuffle_pieces else None)
+        step, end = world_size * batch_size, deal.num_rows
+        starts = range(rows, end - step + 1 if is_train else end, step)
+        spans = (deal.of_rank(at, min(at + step, end), rank=rank, world_size=world_size) for at in starts)
+        # Consecutive lanes read the same row groups.
+        read = lru_cache(maxsize=-(-lanes // world_size) + 2)(self._parts[split].read)
+        seed = seed if self.config.shuffle_rows else None
+        window = max(self.config.shuffle_rows // lanes, 1) if seed else _UNSHUFFLED
+        return _Lanes(deal, read, self.columns, window, seed).batches(spans, batch_size)
 
     def part(self, rank: int, world_size: int, batch_size: int) -> tuple[int, Iterator[ClickBatch]]:
         """Splits the evaluation rows into W contiguous parts, and returns one rank's part.
@@ -209,65 +214,53 @@ class ClickData:
         Returns:
             The index of the part's first row, in file order, and an iterator over the part's batches of B rows.
         """
-        from dmt.training.data.batch import make_batch  # TorchRec takes seconds to import
-
         assert self.source is None, "the rows of a source are not numbered"
         deal = Deal(self._parts["eval"].sizes, 1)
         rows = -(-deal.num_rows // world_size)
         first, end = rank * rows, min((rank + 1) * rows, deal.num_rows)
-        lanes = _Lanes(deal, lru_cache(maxsize=2)(self._parts["eval"].read), window=_UNSHUFFLED, seed=None)
-        parts = ([*lanes.rows(Span(0, at, min(at + batch_size, end)))] for at in range(first, first + rows, batch_size))
-        tables = (pa.concat_tables(part) if part else self.columns.schema.empty_table() for part in parts)
-        return first, prefetched(make_batch(table, self.columns, batch_size) for table in tables)
-
-    def _dealt(
-        self, split: Split, deal: Deal, epoch: int, start: int, *, rank: int, world_size: int, batch_size: int
-    ) -> Iterator[pa.Table]:
-        """Yields the rows of each of a rank's batches, from row ``start`` of the epoch on."""
-        is_shuffled = split == "train" and self.config.shuffle_rows > 0 and self.config.kind != "synthetic"
-        lanes = _Lanes(
-            deal,
-            # Consecutive lanes read the same row groups.
-            lru_cache(maxsize=-(-deal.lanes // world_size) + 2)(self._parts[split].read),
-            window=max(self.config.shuffle_rows // deal.lanes, 1) if is_shuffled else _UNSHUFFLED,
-            seed=(self.config.shuffle_seed, epoch) if is_shuffled else None,
-        )
-        global_batch = world_size * batch_size
-        while start + (global_batch if split == "train" else 1) <= deal.num_rows:
-            stop = min(start + global_batch, deal.num_rows)
-            spans = deal.of_rank(start, stop, rank=rank, world_size=world_size)
-            parts = [part for span in spans for part in lanes.rows(span)]
-            yield pa.concat_tables(parts) if parts else self.columns.schema.empty_table()
-            start = stop
+        spans = ([Span(0, at, min(at + batch_size, end))] for at in range(first, first + rows, batch_size))
+        read = lru_cache(maxsize=2)(self._parts["eval"].read)
+        return first, _Lanes(deal, read, self.columns).batches(spans, batch_size)
 
 
+@dataclass
 class _Lanes:
     """Reads lanes window by window, and shuffles the rows of each window if there is a ``seed``."""
 
-    def __init__(
-        self, deal: Deal, read: Callable[[int], pa.Table], *, window: int, seed: tuple[int, int] | None
-    ) -> None:
-        self._deal, self._read, self._window, self._seed = deal, read, window, seed
-        self._windows: dict[int, tuple[int, pa.Table]] = {}
+    deal: Deal
+    read: Callable[[int], pa.Table]
+    columns: Columns
+    window: int = _UNSHUFFLED
+    seed: tuple[int, int] | None = None
+    loaded: dict[int, tuple[int, Rows]] = field(default_factory=dict)  # number and rows of each lane's last window
 
-    def rows(self, span: Span) -> Iterator[pa.Table]:
-        """Yields the rows of a span of a lane, in one table per window."""
+    def batches(self, spans: Iterator[list[Span]], batch_size: int) -> Iterator[ClickBatch]:
+        """Returns an iterator over batches, each with the rows of a list of spans."""
+        from dmt.training.data.batch import make_batch  # TorchRec takes seconds to import
+
+        parts = ([part for span in of_batch for part in self.rows(span)] for of_batch in spans)
+        return prefetched(make_batch(rows, self.columns, batch_size) for rows in parts)
+
+    def rows(self, span: Span) -> Iterator[Rows]:
+        """Yields the rows of a span of a lane, by window."""
         lane, start, stop = span
         while start < stop:
-            number, first = divmod(start, self._window)
-            if lane not in self._windows or self._windows[lane][0] != number:
-                self._windows.pop(lane, None)  # the old window makes room first
-                self._windows[lane] = number, self._load(lane, number * self._window)
-            rows = min(stop - start, self._window - first)
-            yield self._windows[lane][1].slice(first, rows)
+            number, first = divmod(start, self.window)
+            if lane not in self.loaded or self.loaded[lane][0] != number:
+                self.loaded.pop(lane, None)  # the old window makes room first
+                self.loaded[lane] = number, self._load(lane, number * self.window)
+            rows = min(stop - start, self.window - first)
+            words, bags = self.loaded[lane][1]
+            yield words[:, first : first + rows], bags.slice(first, rows)
             start += rows
 
-    def _load(self, lane: int, start: int) -> pa.Table:
+    def _load(self, lane: int, start: int) -> Rows:
         """Reads the window of a lane that begins at row ``start``, shuffled if there is a seed."""
-        stop = min(start + self._window, int(self._deal.in_lane(self._deal.num_rows, lane)))
-        groups = self._deal.groups(Span(lane, start, stop))
-        rows = pa.concat_tables([self._read(number).slice(first, end - first) for number, first, end in groups])
-        return rows if self._seed is None else rows.take(_shuffled_order(rows, (*self._seed, lane, start)))
+        stop = min(start + self.window, int(self.deal.in_lane(self.deal.num_rows, lane)))
+        groups = self.deal.groups(Span(lane, start, stop))
+        rows = pa.concat_tables([self.read(number).slice(first, end - first) for number, first, end in groups])
+        order = None if self.seed is None else _shuffled_order(rows, (*self.seed, lane, start))
+        return pack_rows(rows, self.columns, order)
 
 
 def _shuffled_order(rows: pa.Table, seed: Sequence[int]) -> NDArray[np.int64]:

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
+from numpy.typing import NDArray
 
 from dmt.errors import InputError
 from dmt.training.data.columns import Columns
 from dmt.training.data.files import REQUEST
 
-__all__ = ["ParquetRows"]
+__all__ = ["ParquetRows", "Rows", "pack_rows"]
+
+Rows = tuple[NDArray[np.signedinteger], pa.Table]
+"""n prepared rows, see `pack_rows`: the columns with one value per row, int32 or int64 [columns, n], and the bags."""
+_version = attrgetter("st_size", "st_mtime_ns")
 
 
 class ParquetRows:
@@ -31,17 +37,15 @@ class ParquetRows:
 
     def __init__(self, folder: Path, columns: Columns) -> None:
         self._columns = columns
-        self._groups: list[tuple[Path, pq.FileMetaData, int]] = []
-        self._versions = dict[Path, tuple[int, int]]()
+        self._groups: list[tuple[Path, tuple[int, int], pq.FileMetaData, int]] = []
         for file in sorted(folder.glob("*.parquet")):
             with _reading(file):
-                self._versions[file] = _version(file)
-                footer = pq.read_metadata(file)
+                version, footer = _version(file.stat()), pq.read_metadata(file)
                 names = footer.schema.to_arrow_schema().names
             if absent := [name for name in columns.schema.names if name not in names]:
                 raise InputError(f"{file}: column {absent[0]!r} is missing. Prepare the data again.")
-            self._groups += [(file, footer, group) for group in range(footer.num_row_groups)]
-        sizes = [footer.row_group(group).num_rows for _, footer, group in self._groups]
+            self._groups += [(file, version, footer, group) for group in range(footer.num_row_groups)]
+        sizes = [footer.row_group(group).num_rows for _, _, footer, group in self._groups]
         self.sizes = np.array(sizes, dtype=np.int64)
         """Number of rows of each row group, in file order, int64 [number of row groups]."""
 
@@ -52,19 +56,20 @@ class ParquetRows:
             InputError: the row group cannot be read, its file has changed since the footer was read, a value is missing
                 or of another type, a dense value is not finite, a label is not 0 or 1, or an id is outside its table.
         """
-        file, footer, group = self._groups[number]
+        file, version, footer, group = self._groups[number]
         # A memory map would be slower here when it is read for the first time.
         with _reading(file), pq.ParquetFile(file, metadata=footer) as source:
-            if _version(file) != self._versions[file]:
+            if _version(file.stat()) != version:
                 raise InputError(f"{file} has changed since it was opened. Restore the file, or start a new run.")
             schema = self._columns.schema
             rows = source.read_row_group(group, columns=[*schema.names, REQUEST], use_threads=False)
+            for name, column in zip(rows.column_names, rows.columns, strict=True):
+                if column.null_count or (pa.types.is_nested(column.type) and pc.list_flatten(column).null_count):
+                    raise InputError(f"{file}: column {name!r} has missing values. Write 0 or an empty list instead.")
             if REQUEST in rows.column_names:
-                schema = schema.append(pa.field(REQUEST, pa.int64()))
-            rows = rows.select(schema.names).cast(schema)  # other programs may write other types
-        for name, column in zip(rows.column_names, rows.columns, strict=True):
-            if column.null_count or (pa.types.is_nested(column.type) and pc.list_flatten(column).null_count):
-                raise InputError(f"{file}: column {name!r} has missing values. Write 0 or an empty list instead.")
+                schema = schema.append(pa.field(REQUEST, pa.int64(), nullable=False))
+            if not rows.schema.equals(schema):  # other programs may write other types
+                rows = rows.select(schema.names).cast(schema)
         for name in self._columns.dense:
             values = rows.column(name).to_numpy()
             if not (is_finite := np.isfinite(values)).all():
@@ -75,18 +80,29 @@ class ParquetRows:
         limits |= {feature.name: feature.rows for feature in self._columns.features}
         for name, limit in limits.items():
             column = rows.column(name)
-            span = pc.min_max(pc.list_flatten(column) if pa.types.is_nested(column.type) else column)
-            if span["min"].is_valid and not 0 <= span["min"].as_py() <= span["max"].as_py() < limit:
+            ids = (pc.list_flatten(column) if pa.types.is_nested(column.type) else column).to_numpy()
+            if len(ids) and ids.view(f"u{ids.itemsize}").max() >= limit:  # without a sign, -1 is large
                 raise InputError(
-                    f"{file}: column {name!r} has values from {span['min']} to {span['max']}, expected 0 to "
+                    f"{file}: column {name!r} has values from {ids.min()} to {ids.max()}, expected 0 to "
                     f"{limit - 1} (labels, or rows of its table). Prepare the data again."
                 )
         return rows
 
 
-def _version(file: Path) -> tuple[int, int]:
-    entry = file.stat()
-    return entry.st_size, entry.st_mtime_ns
+def pack_rows(table: pa.Table, columns: Columns, order: NDArray[np.int64] | None = None) -> Rows:
+    """Returns prepared rows in an ``order``, int64 [n], or as they are, in arrays that are cut and converted fast.
+
+    The first array has the label, the bits of the dense columns, and the ids of features with one id per row.
+    """
+    single = {field.name: field.type for field in columns.schema if not pa.types.is_nested(field.type)}
+    words = np.empty((len(single), table.num_rows), np.int64 if pa.int64() in single.values() else np.int32)
+    for word, name in zip(words, single, strict=True):
+        values = table.column(name).to_numpy()
+        values = (values.view(np.int32) if values.dtype == np.float32 else values).astype(words.dtype, copy=False)
+        # By default, np.take would fill a copy of ``out``.
+        word[:] = values if order is None else np.take(values, order, out=word, mode="wrap")
+    bags = table.select([feature.name for feature in columns.features if feature.is_bag])
+    return words, bags if order is None else bags.take(order)
 
 
 @contextmanager
