@@ -186,15 +186,12 @@ def _cards(comparison: RunComparison, runs: Mapping[str, Mapping[str, Any]]) -> 
     every = [sum(run["bytes_per_sample"][kind] for kind in kinds) for run in (first, second)]
     embeddings = [sum(run["bytes_per_sample"][kind] for kind in kinds[1:3]) for run in (first, second)]
     mflops = [run["mflops_per_sample"] for run in (first, second)]
+    mflops_behind = f"{mflops[1]:.3f} instead of {mflops[0]:.3f} per sample"
     bytes_behind = f"{every[1]:,.0f} instead of {every[0]:,.0f} per sample; embeddings alone, forward and backward: "
     cards = (
         (auc, f"difference of AUC, {name} minus {first_name}", behind),
         (_percent(*every), "of the bytes across hosts", bytes_behind + _percent(*embeddings)),
-        (
-            _percent(*mflops),
-            "of the MFLOPs of a training step",
-            f"{mflops[1]:.3f} instead of {mflops[0]:.3f} per sample",
-        ),
+        (_percent(*mflops), "of the MFLOPs of a training step", mflops_behind),
     )
     return [{"big": big, "what": what, "small": small} for big, what, small in cards]
 
