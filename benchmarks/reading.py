@@ -2,9 +2,9 @@
 
     python -m benchmarks.reading [--rows 1000000] [--memory-gib 0.5] [--out reading.json]
 
-Both are measured in one run: 26 ids, 13 dense columns, batches of 4,096 shuffled rows. "two ranks" are two processes
-that read at the same time; "waited" is the share of the time that training with steps of 50 ms waits for batches.
-Memory of `dmt prepare` is the peak of the process beyond what it had before.
+All are measured in turns in one run: 26 ids, 13 dense columns, batches of 4,096 shuffled rows. "two ranks" are two
+processes that read at the same time; "waited" is the share of the time that training with steps of 50 ms waits for
+batches. Memory of `dmt prepare` is the peak of the process beyond what it had before.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import numpy as np
 import pyarrow.parquet as pq
 import torch
 
+from benchmarks.report import about
 from dmt.training.data.batch import ClickBatch
 from dmt.training.data.clicks import ClickData
 from dmt.training.data.columns import CRITEO_CATEGORICAL
@@ -89,23 +90,24 @@ def prepared(text: Path, folder: Path, memory_gib: float) -> dict[str, float]:
     return {"rows_per_s": rate, "peak_mib": peak / 1024, "text_gib": text.stat().st_size / 2**30}
 
 
-def measure(rows: int, memory_gib: float, repeats: int = 3) -> dict[str, Any]:
+def measure(rows: int, memory_gib: float, repeats: int = 5) -> dict[str, Any]:
     """Measures everything; of repeated times the best."""
     with TemporaryDirectory() as scratch:
         text, folder = Path(scratch, "clicks.tsv"), Path(scratch, "prepared")
         write_clicks(text, rows)
         made = prepared(text, folder, memory_gib)
-        scanned = max(scan(folder) for _ in range(repeats))
-        one = max(read(folder) for _ in range(repeats))
+        both = [(folder, rank, 2) for rank in (0, 1)]
         with mp.get_context("spawn").Pool(2) as pool:
-            pairs = [pool.starmap(read, [(folder, rank, 2) for rank in (0, 1)]) for _ in range(repeats)]
+            rates = [(scan(folder), read(folder), sum(pool.starmap(read, both))) for _ in range(repeats)]
+        scanned, one, two = map(max, zip(*rates, strict=True))
         return {
+            "about": about(f"python -m benchmarks.reading --rows {rows} --memory-gib {memory_gib}"),
             "rows": rows,
             "prepare": made,
             "scan_rows_per_s": scanned,
             "one_rank_rows_per_s": one,
             "one_rank_over_scan": one / scanned,
-            "two_ranks_over_one": max(map(sum, pairs)) / one,
+            "two_ranks_over_one": two / one,
             "waited": waited(folder),
         }
 
