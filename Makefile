@@ -44,7 +44,7 @@ test: install
 test-all: install
 	$(BIN)/python -m pytest $(WORKERS)
 
-# Every scheme, pooling, topology, id route and precision against the plain module, 3,808 cases, and 200 random mixtures
+# Every scheme, pooling, topology, id route and precision against the plain module, 2,496 cases, and 200 random mixtures
 # of options; some 25 minutes.
 parity: install
 	MIXTURES_SEED=$(SEED) $(BIN)/python -m pytest tests/dmt/test_parity.py tests/dmt/test_mixtures.py --durations=0

@@ -68,7 +68,7 @@ def test_luck_is_bounded_by_the_number_of_assignments():
     assert luck_bound([4, 4, 3, 3, 3, 3, 3, 3]) == pytest.approx(9.11, abs=0.01)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_the_best_towers_of_noise_are_no_better_than_random(seed):
     matrix = np.random.default_rng(seed).uniform(0, 1, (16, 16))
     affinity = FeatureAffinity(matrix=(matrix + matrix.T) / 2, features=[f"f{i}" for i in range(16)])

@@ -82,7 +82,7 @@ def test_the_sums_kept_up_to_date_are_those_made_afresh(kind):
 
 
 @KINDS
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_feasible_and_best_exactly_where_trying_all_assignments_says_so(seed, kind):
     rng = np.random.default_rng(seed)
     num_towers = 2 + seed % 2

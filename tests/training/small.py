@@ -101,13 +101,12 @@ def new_run(
     mesh: TowerMesh,
     *,
     model: DistributedModelParallel | None = None,
-    optimizer: Any = None,
     record: Any = None,
 ) -> Run:
     """A run that `train_steps` can train, which saves nothing; ``record`` takes its numbers."""
     job = open_job(config)
     model = model or shard_model(job, mesh)
-    optimizer = optimizer or build_optimizer(config.optimizer, model)
+    optimizer = build_optimizer(config.optimizer, model)
     saver: Any = None
     return Run(
         job=job,

@@ -182,7 +182,8 @@ def test_they_are_counted_as_they_are_built(arch: str) -> None:
 def config_of(folder: Path, arch: str, *outside: str, **towers: Any) -> TrainingConfig:
     synthetic = {"num_rows": 700, "num_eval_rows": 64, "num_multi_hot": 2}
     train = {"output_dir": str(folder), "save_every": 2, "log_every": 1}
-    return small(arch, "sptt", synthetic=synthetic, train=train, towers={"outside": outside, **towers})
+    sections = {"topology": {"ranks_per_tower": 1}, "towers": {"outside": outside, **towers}}
+    return small(arch, "sptt", synthetic=synthetic, train=train, **sections)
 
 
 def trained(config: TrainingConfig, steps: int) -> dict[str, Any]:
