@@ -18,7 +18,7 @@ def test_without_a_gpu_it_says_so() -> None:
     result = CliRunner().invoke(main, [])
     assert result.exit_code == 2
     assert result.stderr.startswith("error: --device='cuda', but torch sees no GPU")
-    assert "Or set --device='cpu'" in result.stderr
+    assert "or set --device='cpu'" in result.stderr
 
 
 def measured_on_rank(rank: int) -> dict[str, Any]:

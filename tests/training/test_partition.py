@@ -169,7 +169,7 @@ INTERACTIONS = ("--strategy", "interactions", "--tower-module", "dcn")
         ([], "RUN_DIR; or, for towers from interactions without a model, --data FILE and --tower-module"),
         (["--data", "x"], "Give --checkpoint RUN_DIR; or"),
         (["--data", "x", "--tower-module", "dcn", "--strategy", "coherent"], "Give --checkpoint RUN_DIR; or"),
-        (["--checkpoint", "/nowhere"], "error: /nowhere is not the output_dir of a"),
+        (["--checkpoint", "/nowhere"], "error: /nowhere holds no checkpoint. Give one"),
         (["--data", "/no.csv", *INTERACTIONS], "'/no.csv' matches no file"),
         ([*RUN, "--rules", "/nowhere.toml"], "/nowhere.toml: cannot be"),
         ([*RUN, "--strategy", "diverce"], "'diverce' is not one of"),

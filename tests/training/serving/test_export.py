@@ -172,7 +172,7 @@ def test_commands_tell_what_is_wrong(run: Path, tmp_path: Path) -> None:
         return result.output
 
     out = tmp_path / "model.pt2"
-    assert "nowhere is not the output_dir of a training run" in told("export", tmp_path / "nowhere", "-o", out)
+    assert "nowhere holds no checkpoint" in told("export", tmp_path / "nowhere", "-o", out)
     assert "must end in .pt2" in told("export", run, "-o", tmp_path / "model.onnx")
     assert "rows of a file do not fit it" in told("export", run, "-o", out, "--data", "rows.csv")
     # A checkpoint whose config is of another model.
