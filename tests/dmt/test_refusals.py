@@ -359,7 +359,7 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
     "micro-batches twice": (micro_batches_twice, "This TowerModel already runs in micro-batches; call detach"),
     "micro-batches of TorchRec's module": (lambda job: run_in_micro_batches(flat_torchrec(
         make_tables([8, 8]), FlatModel(make_tables([8, 8])).state_dict())),
-        r"FlatModel has a ShardedEmbeddingBagCollection, .* once per micro-batch\. Shard all its tables with dmt's sharders first"),
+        r"FlatModel has a ShardedEmbeddingBagCollection, .* once per micro-batch\. Shard all its tables with dmt's"),
     # Hot rows.
     "hot towers": (lambda job: HotRows(sharded(TWO, job.two), job.two), "hot rows need a flat model; towers send"),
     "hot, global": (lambda job: hot(job, replace(FLAT, id_route="global")), "hot rows need id_route='peer'"),
