@@ -11,8 +11,8 @@ BIN    := $(VENV)/bin
 TORCH_INDEX ?=
 PIP_FLAGS := --disable-pip-version-check --quiet $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 STAMP  := $(VENV)/.installed
-# Tests are shared out among three processes, on two cores, since ranks wait for one another (4:53 instead of 5:25 with
-# two); the one that is done first takes over half of what is left to another.
+# Tests are shared out among three processes, on two cores, since ranks wait for one another; the one that is done first
+# takes over half of what is left to another.
 WORKERS := -n 3 --dist worksteal
 export OMP_NUM_THREADS ?= 1
 # Tests start dozens of interpreters, which need not compile the same modules again each.
