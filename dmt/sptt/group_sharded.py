@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup
+from torch.distributed import ProcessGroup, get_process_group_ranks
 from torchrec.distributed.types import ParameterSharding
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
@@ -25,10 +25,12 @@ from dmt._torchrec import (
     fused_settings,
     group_env,
     lookups_of,
+    place_globally,
     scale_learning_rate,
     set_output_of_empty,
     settings_on_parameters,
 )
+from dmt.collectives import gather_objects
 from dmt.sharding.data_parallel import DataParallelOptimizer, UpdateSettings
 from dmt.sharding.optimizers import moment_scaled
 
@@ -38,6 +40,7 @@ __all__ = [
     "GroupShardedEC",
     "embedding_values",
     "join_rows",
+    "place_in_group",
     "split_rows",
     "table_configs",
     "table_weights",
@@ -156,6 +159,14 @@ class GroupShardedEC(OpenShardedEC, GroupSharded):
         if ctx.is_filled_up:
             awaitable.callbacks.append(lambda sequences: split_rows(sequences, [0, 1])[0])
         return awaitable
+
+
+def place_in_group(
+    plan: Mapping[str, ParameterSharding], group: ProcessGroup, device: torch.device | None
+) -> dict[str, ParameterSharding]:
+    """Returns a plan with ranks of a group as one with global ranks and their devices, which may differ; collective."""
+    devices, ranks = gather_objects(str(device or "cpu"), group), get_process_group_ranks(group)
+    return {name: place_globally(sharding, ranks, devices) for name, sharding in plan.items()}
 
 
 def table_configs(collection: EmbeddingBagCollection | EmbeddingCollection) -> list[Any]:

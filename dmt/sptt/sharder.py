@@ -11,18 +11,17 @@ from typing import Any, TypedDict, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import get_process_group_ranks
 from torchrec.distributed.embedding_types import BaseEmbeddingSharder
 from torchrec.distributed.types import ParameterSharding, ShardingEnv
 from torchrec.modules.embedding_configs import PoolingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from dmt._torchrec import fused_settings, place_globally
-from dmt.collectives import check_agreement, gather_objects, run_on_all_or_raise
+from dmt._torchrec import fused_settings
+from dmt.collectives import check_agreement, run_on_all_or_raise
 from dmt.errors import InputError, check_instance, did_you_mean
 from dmt.sharding.optimizers import MomentScale, check_moment_scale, kernel_obstacle, moment_scale_of, moment_scaled
 from dmt.sharding.schemes import ID_ROUTES, SCHEMES, IdRoute, TablePlacement, check_columns, shards_in_tower, why_not
-from dmt.sptt.group_sharded import GroupShardedEC, table_configs, table_weights
+from dmt.sptt.group_sharded import GroupShardedEC, place_in_group, table_configs, table_weights
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.options import refuse
 from dmt.sptt.precision import ExchangePrecision
@@ -264,12 +263,9 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
     ) -> GroupShardedEBC | GroupShardedEC:
         """Shards a collection over the ranks of this rank's tower in a mesh, by default the job's; collective."""
         mesh, weights = mesh or self.mesh, table_weights(collection)
-        # Placements name the device of each rank, and ranks may have different devices.
-        devices = gather_objects(str(device or "cpu"), mesh.tower_group)
-        ranks = get_process_group_ranks(mesh.tower_group)
-        # Plans are local to a tower, so that one plan serves any mesh with towers of this size.
         names = [table.name for table in table_configs(collection)]
-        placed = {name: place_globally(sharding[name], ranks, devices) for name in names}
+        # Plans are local to a tower, so that one plan serves any mesh with towers of this size.
+        placed = place_in_group({name: sharding[name] for name in names}, mesh.tower_group, device)
         arguments: dict[str, Any] = {
             "group": mesh.tower_group,
             "moment_scales": {name: self._scale(weights[name], placed[name].sharding_type) for name in names},

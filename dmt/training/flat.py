@@ -13,13 +13,12 @@ from torchrec.distributed.planner import ParameterConstraints
 from torchrec.distributed.types import CommOp, ParameterSharding, ShardingEnv, ShardingPlan, ShardingType
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
-from dmt._torchrec import place_globally
-from dmt.collectives import gather_objects, run_on_all_or_raise
+from dmt.collectives import run_on_all_or_raise
 from dmt.plan.tables import feature_names
 from dmt.sharding.costs import StepWorkload
 from dmt.sharding.planner import plan_by_torchrec
 from dmt.sharding.schemes import SCHEMES, why_not
-from dmt.sptt.group_sharded import GroupShardedEC
+from dmt.sptt.group_sharded import GroupShardedEC, place_in_group
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.peer_exchange import codecs_of
 from dmt.sptt.tower_lookup import GroupShardedEBC
@@ -50,12 +49,11 @@ class _OverAllRanks(BaseEmbeddingSharder[Any]):
     def _arguments(self, params: dict[str, ParameterSharding], device: torch.device | None) -> dict[str, Any]:
         """Returns the arguments that all sharded modules take; collective."""
         assert self._mesh is not None, "a sharder without a mesh is for planning"
-        group, options = self._mesh.global_group, {"fused_params": self.fused_params, "device": device}
         # TorchRec's planner numbers the GPUs of the topology's hosts, but a machine may hold several of those.
-        devices = gather_objects(str(device or "cpu"), group)
-        placed = {name: place_globally(sharding, range(group.size()), devices) for name, sharding in params.items()}
-        options["qcomm_codecs_registry"] = self.qcomm_codecs_registry
-        return {"sharding": placed, "group": group, "moment_scales": {}, "options": options}
+        placed = place_in_group(params, self._mesh.global_group, device)
+        registry = self.qcomm_codecs_registry
+        options = {"fused_params": self.fused_params, "device": device, "qcomm_codecs_registry": registry}
+        return {"sharding": placed, "group": self._mesh.global_group, "moment_scales": {}, "options": options}
 
 
 class FlatSharder(_OverAllRanks, EmbeddingBagCollectionSharder):
