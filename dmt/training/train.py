@@ -203,10 +203,11 @@ def train_steps(run: Run, at: Position, signals: Signals) -> tuple[Position, Ste
                     at = replace(at, step=at.step + 1, rows=at.rows + rows_per_step)
                     bar.update(1)
                     # A meeting waits for the GPU, which may be some steps behind: their time, not the meeting's.
-                    timer.step(awaits_gpu=agreement.is_due(at.step))
+                    is_due = agreement.is_due(at.step)
+                    timer.step(awaits_gpu=is_due)
                     agreement.note(at.step, logits)
                     _warn_of_probabilities(run, logits, is_due=at.step == warn_step)
-                    if not agreement.is_due(at.step):
+                    if not is_due:
                         continue
                     agreed = agreement.meet(at.step, binary_cross_entropy_with_logits(logits, labels))
                     if at.step % config.log_every == 0:

@@ -90,6 +90,7 @@ def make_batch(parts: Sequence[Rows], columns: Columns, batch_size: int) -> Clic
     weights, labels = np.zeros((2, batch_size), np.float32)
     dense = np.zeros((batch_size, len(columns.dense)), np.float32)
     ids = np.empty((len(parts[0][0]) - last, batch_size), np.int64)
+    assert sum(words.shape[1] for words, _ in parts) <= batch_size, f"too many rows for a batch of {batch_size}"
     for words, _ in parts:
         rows = slice(at, at := at + words.shape[1])
         weights[rows], labels[rows], ids[:, rows] = 1, words[0] if first else 0, words[last:]

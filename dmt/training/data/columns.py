@@ -5,7 +5,7 @@ from __future__ import annotations
 import fnmatch
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import pyarrow as pa
@@ -273,9 +273,16 @@ def tables_of(
             )
         rows, dim = sizes.pop()
         name = "t_" + table.replace("%", "%25").replace(".", "%2E")
-        spec = TableSpec(name=name, num_embeddings=rows, embedding_dim=dim, feature_names=names, data_type=data_type)
-        targets = tuple((feature.name, feature.target) for feature in features if feature.target is not None)
-        tables.append(replace(spec, sequences=targets))
+        tables.append(
+            TableSpec(
+                name=name,
+                num_embeddings=rows,
+                embedding_dim=dim,
+                feature_names=names,
+                data_type=data_type,
+                sequences=tuple((feature.name, feature.target) for feature in features if feature.target is not None),
+            )
+        )
     return tables
 
 

@@ -70,8 +70,8 @@ class Deal:
         numbers = self.in_lane(stop, lanes) - first
         before = np.cumsum(numbers) - numbers
         per_rank = -(-(stop - start) // world_size)
-        begins = first + np.minimum(np.maximum(rank * per_rank - before, 0), numbers)  # np.clip takes ten times as long
-        ends = first + np.minimum(np.maximum((rank + 1) * per_rank - before, 0), numbers)
+        # np.clip takes ten times as long.
+        begins, ends = (first + np.minimum(np.maximum(i * per_rank - before, 0), numbers) for i in (rank, rank + 1))
         return [Span(int(lane), int(begins[lane]), int(ends[lane])) for lane in np.flatnonzero(begins < ends)]
 
     def groups(self, rows: Span) -> list[Span]:
