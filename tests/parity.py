@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -23,8 +22,6 @@ from torchrec.streamable import Pipelineable
 from dmt.testing import PlainTraining, gather_plain_state, load_plain_state
 from dmt.testing.plain import is_table
 
-DEVICE = torch.device(os.environ.get("DMT_TEST_DEVICE", "cpu"))
-"""Of the ranks; the oracle is trained on the CPU."""
 LR = 0.05
 # More than rounding: no optimizer makes a large step of a gradient that cancels.
 EPS = 1e-3

@@ -21,6 +21,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
@@ -29,6 +30,8 @@ from dmt.training import metrics
 from dmt.training.device import backend
 
 _SHARED: list[Rank] = []
+DEVICE = torch.device(os.environ.get("DMT_TEST_DEVICE", "cpu"))
+"""Of the ranks; what they are compared with is trained on the CPU."""
 
 ALL_BINS = metrics._BINS
 # An evaluation adds up the bins of all ranks, which took a tenth of the time of a small run.
@@ -52,9 +55,9 @@ def run_ranks(
     ``fresh``: in processes of its own, for a function that leaves its process changed or killed.
     """
     ranks = None if fresh else _SHARED
-    kind = "cuda" if os.environ.get("DMT_TEST_DEVICE", "cpu").startswith("cuda") else "cpu"
+    backends = backend("cpu" if DEVICE.type == "cpu" else "cuda")
     return run_on_ranks(
-        in_absurd_environment, world_size, function, args, timeout_s=timeout_s, ranks=ranks, backend=backend(kind)
+        in_absurd_environment, world_size, function, args, timeout_s=timeout_s, ranks=ranks, backend=backends
     )
 
 

@@ -48,7 +48,6 @@ from dmt.sptt.towers import clip_grad_norm
 from dmt.testing import gather_plain_state, load_plain_state, table_layout
 from dmt.testing.plain import PlainTable, is_table, table_name
 from tests.parity import (
-    DEVICE,
     EPS,
     FUSED,
     LR,
@@ -69,6 +68,7 @@ from tests.parity import (
     share,
     train_plainly,
 )
+from tests.ranks import DEVICE
 
 CPU = torch.device("cpu")
 # Classes that give a table an optimizer of its own.
