@@ -99,7 +99,7 @@ class OpenShardedEBC(ShardedEmbeddingBagCollection):
         self._has_mean_pooling_callback = False
 
     def take_local_shards(self, state_dict: dict[str, Any], prefix: str) -> dict[str, Tensor]:
-        """Removes entries of ``state_dict`` that TorchRec's load hook must not see; returns those to add afterwards."""
+        """Hook for subclasses: removes entries that TorchRec's load hook must not see; returns those to add later."""
         return {}
 
     @staticmethod
@@ -111,7 +111,7 @@ class OpenShardedEBC(ShardedEmbeddingBagCollection):
 
 
 class OpenShardedEC(ShardedEmbeddingCollection):
-    """TorchRec's ``ShardedEmbeddingCollection``; it can load a state dict that lacks tables."""
+    """TorchRec's ``ShardedEmbeddingCollection``, extended to load state dicts that lack tables."""
 
     @staticmethod
     def _pre_load_state_dict_hook(self: OpenShardedEC, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
@@ -213,7 +213,7 @@ def fused_settings(parameter: Tensor, fused_params: Mapping[str, Any] | None) ->
 
 
 def complete_adam(optimizer: Any) -> None:
-    """Names the states of FBGEMM's Adam as data-parallel tables do, and adds its count, which TorchRec leaves out."""
+    """Renames the states of FBGEMM's Adam as for data-parallel tables; adds its step count, which TorchRec omits."""
     for states in optimizer.state.values():
         for key in list(states):
             table, _, state = key.rpartition(".")

@@ -146,7 +146,7 @@ def start_exchange(
         tag: tag of the messages; unused on a GPU.
 
     Returns:
-        The handle, and a tensor [size] from each group rank, filled after ``wait()``; its own is the one it sent.
+        The handle, and a tensor [size] from each group rank, filled after ``wait()``; the rank's own is ``sent[rank]``.
     """
     rank = group.rank()
     if is_in_one(sent[rank]):
@@ -177,7 +177,7 @@ def all_to_all_evenly(value: Tensor, group: dist.ProcessGroup) -> Tensor:
 
 
 def is_in_one(tensor: Tensor) -> bool:
-    """Returns whether `start_exchange` sends such a tensor by one all-to-all instead of one message per rank."""
+    """Returns whether `start_exchange` sends tensors on this device in one all-to-all, not one message per rank."""
     return tensor.device.type != "cpu"
 
 

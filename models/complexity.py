@@ -138,7 +138,7 @@ def count_on_meta(model: nn.Module, dense_in_features: int) -> Complexity:
 def criteo_1tb_tables(embedding_dim: int = 128) -> tuple[TableSpec, ...]:
     """Returns the 26 tables of Criteo-1TB with their numbers of rows: table ``t_C1`` of feature ``C1`` and so on.
 
-    All have ``embedding_dim`` columns, in the paper 128 (22.78 G parameters); raises `InputError` if not positive.
+    All have ``embedding_dim`` columns, in the paper 128 (22.78 G parameters). Raises `InputError` if it is below 1.
     """
     return tuple(
         TableSpec(name=f"t_C{i}", num_embeddings=rows, embedding_dim=embedding_dim, feature_names=(f"C{i}",))

@@ -40,8 +40,8 @@ class TargetAttention(nn.Module):
     """Pools the items of a history with weights that depend on the target.
 
     An MLP scores each target t and item h from [t, h, t - h, t * h], each N wide. The weights of the items are the
-    softmax of the scores over the history, which a last bias would not change, so there is none. A sample without a
-    history gets zeros. DIN has no softmax, so that long histories weigh more.
+    softmax of the scores over the history; a bias in the last layer would not change it, so there is none. A sample
+    without a history gets zeros. DIN has no softmax, so that long histories weigh more.
 
     Args:
         embedding_dim: N.
@@ -73,7 +73,7 @@ class DINTowerModule(nn.Module):
     """Tower module in which a target attends to its history: projects the target and the pooled history to D numbers.
 
     A projection of both alone would lose how near the target is to its history. So their elementwise product is
-    projected too, and D weights times their inner product are added. If D = 2 N, the two replace the projection.
+    projected too, and D weights times their inner product are added. If D = 2 N, target and history are not projected.
     The tower's embedding module is an ``EmbeddingCollection`` in which target and history share a table.
 
     Args:

@@ -42,7 +42,7 @@ BLOCK_ELEMENTS = 2**23
 def collect_affinity(
     model: nn.Module, batches: Iterable[Any], *, ids: Callable[[Any], Any], process_group: ProcessGroup | None
 ) -> FeatureAffinity:
-    """Measures the affinity; `FeatureAffinity.collect` describes the arguments."""
+    """Returns the measured affinity; `FeatureAffinity.collect` describes arguments and errors."""
     if process_group is None:
         collections = _find_collections(model, in_group=False)
         return _sum(collections, map(ids, batches)).result(_tables_of(collections))
@@ -122,7 +122,7 @@ class _Sum:
         self.counts += self.counts.new_tensor([len(stacked_BFN), *num_ids])
 
     def result(self, tables: tuple[TableSpec, ...]) -> FeatureAffinity:
-        """Returns the affinity; an embedding that is not finite spoils the sum over ranks, so every rank raises."""
+        """Returns the affinity; every rank raises `InputError` without samples or if an embedding is not finite."""
         num_samples, *num_ids = self.counts.tolist()
         if not num_samples:
             raise InputError(f"{_WHERE}: batches have no samples. Give at least one batch with samples.")

@@ -49,7 +49,7 @@ _PAIR_ROUNDS = 3
 
 
 def measure_interactions(batches: Iterable[Any], *, tables: Sequence[Any], seed: int, max_rows: int) -> FeatureAffinity:
-    """Measures the gains; `FeatureAffinity.collect_interactions` describes the arguments."""
+    """Returns the measured gains; `FeatureAffinity.collect_interactions` describes arguments and errors."""
     for name, value, least, most in (("seed", seed, 0, 2**32 - 1), ("max_rows", max_rows, _LEAST_ROWS, 2**40)):
         if not least <= value <= most:
             raise InputError(f"{WHERE}: {name}={value} must be at least {least} and at most {most}.")

@@ -36,7 +36,8 @@ class PartitionRules(BaseModel):
         >>> rules.for_features(["age", "user_id", "shop"])
         Traceback (most recent call last):
         ...
-        dmt.errors.InputError: Partition rules: category 'item' has 'item_*', which matches none of the 3 features.
+        dmt.errors.InputError: Partition rules: category 'item' has 'item_*', which matches none of the 3 features. \
+Correct or drop it.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False, strict=True)
@@ -90,7 +91,7 @@ class PartitionRules(BaseModel):
             if category not in categories:
                 raise InputError(
                     f"Partition rules: towers_per_category has {category!r}, which is not among the categories "
-                    f"{list(categories)}.{did_you_mean(category, categories)}"
+                    f"{list(categories)}.{did_you_mean(category, categories)} Correct the name."
                 )
         groups = {
             rule: [_matched(some, features, rule) for some in getattr(self, rule)] for rule in ("together", "apart")
@@ -101,8 +102,7 @@ class PartitionRules(BaseModel):
     def load(cls, path: str | os.PathLike[str]) -> PartitionRules:
         """Reads rules from a TOML file whose keys are the fields of this class.
 
-        Write limits, ``together``, ``apart`` and ``outside`` above the first table header, such as ``[categories]``: in
-        TOML, all lines below a header belong to its table.
+        Write ``together``, ``apart``, ``outside`` and limits above ``[categories]``: lines below belong to that table.
 
         Raises:
             InputError: the file cannot be read or is not TOML, or a rule is unknown, of a wrong type or out of range.
@@ -121,7 +121,7 @@ def _matched(patterns: Sequence[str], features: Sequence[str], where: str) -> tu
         if not names:
             raise InputError(
                 f"Partition rules: {where} has {pattern!r}, which matches none of the {len(features)} features."
-                f"{did_you_mean(pattern, features)}"
+                f"{did_you_mean(pattern, features)} Correct or drop it."
             )
         matched |= names
     return tuple(name for name in features if name in matched)

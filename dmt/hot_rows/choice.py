@@ -40,7 +40,7 @@ def saved_bytes(
 ) -> NDArray[np.float64]:
     """Returns, for each counted row, the bytes between hosts that a copy on every rank saves in a step: float64 [n].
 
-    A copy is worthwhile if its value is above zero. The work of holding a copy counts as 1/300 of its gradient's bytes.
+    A row is worth a copy if its value is above zero. Holding a copy costs 1/300 of the bytes that sum its gradient.
 
     Args:
         counts: accesses of the table's rows.

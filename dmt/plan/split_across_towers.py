@@ -62,7 +62,7 @@ def split_tables(tables: Sequence[Any], splits: Splits) -> list[Any]:
         if sum(widths) != table.embedding_dim or min(widths) < 1:
             raise InputError(
                 f"Table {table.name!r} has embedding_dim={table.embedding_dim}, but its column shards are "
-                f"{list(widths)}; these must be positive and add up to embedding_dim."
+                f"{list(widths)}; these must be positive and add up to embedding_dim. Change column_splits[{cut[0]!r}]."
             )
         split += [
             replace(table, name=name, embedding_dim=width, feature_names=type(table.feature_names)([feature]))

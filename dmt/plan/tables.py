@@ -36,7 +36,7 @@ ID_BYTES = 8
 class TableSpec:
     """One embedding table.
 
-    TorchRec's ``EmbeddingBagConfig`` has the same fields; `table_specs` converts.
+    Except ``sequences`` and ``is_sequence``, the fields are those of TorchRec's ``EmbeddingBagConfig``.
     """
 
     name: str
@@ -51,7 +51,7 @@ class TableSpec:
     sequences: tuple[tuple[str, str], ...] = field(default=(), compare=False)
     """Pairs of a sequence feature and its target, the feature of this table that attends to the sequence."""
     is_sequence: bool = field(default=False, compare=False)
-    """True if lookups return an embedding per id instead of pooled bags; so do all tables of a tower with sequences."""
+    """True if lookups return an embedding per id instead of pooled bags, as in every tower that has sequences."""
 
     def __post_init__(self) -> None:
         for size in ("num_embeddings", "embedding_dim"):
@@ -107,7 +107,7 @@ def table_specs(tables: Iterable[Any], *, one_table_per_feature: bool = True) ->
     for kind, names in (("Table", [s.name for s in specs]), ("Feature", features)):
         doubled = [(name, count) for name, count in Counter(names).items() if count > 1]
         if doubled:
-            raise InputError(f"{kind} {doubled[0][0]!r} is given {doubled[0][1]} times; names must be unique.")
+            raise InputError(f"{kind} {doubled[0][0]!r} occurs {doubled[0][1]} times in tables. Rename all but one.")
     return specs
 
 

@@ -31,7 +31,7 @@ class RankCoordinates(NamedTuple):
 class TowerTopology:
     """The mesh of a job: R replicas x T towers x L ranks per tower.
 
-    Sizes are arguments; nothing is read from the environment. So one machine can simulate two hosts, a tower may span
+    Sizes are arguments; nothing is read from the environment. Thus one machine can simulate two hosts, a tower may span
     several hosts, and several towers may share a host.
 
     The group methods return lists of *global* ranks, ascending, in an order that is the same on every rank.
@@ -153,31 +153,31 @@ class TowerTopology:
         return of_job
 
     def tower_groups(self) -> list[list[int]]:
-        """Ranks of one tower in one replica (fast links): R * T groups of L."""
+        """Returns the ranks of each tower in each replica (fast links): R * T groups of L."""
         return self._groups(0, 1, 2, size=self.ranks_per_tower)
 
     def peer_groups(self) -> list[list[int]]:
-        """Ranks with the same local index, one per tower of a replica (slow links): R * L groups of T."""
+        """Returns the ranks with equal local index, one per tower of a replica (slow links): R * L groups of T."""
         return self._groups(0, 2, 1, size=self.num_towers)
 
     def sharding_groups(self) -> list[list[int]]:
-        """Ranks over which one copy of the tables is split: R groups of T * L."""
+        """Returns the ranks over which each copy of the tables is split: R groups of T * L."""
         return self._groups(0, 1, 2, size=self.num_towers * self.ranks_per_tower)
 
     def replica_groups(self) -> list[list[int]]:
-        """Ranks that hold the same shard, one per replica: T * L groups of R."""
+        """Returns the ranks that hold the same shard, one per replica: T * L groups of R."""
         return self._groups(1, 2, 0, size=self.num_replicas)
 
     def tower_module_groups(self) -> list[list[int]]:
-        """Ranks that hold a copy of one tower's dense module, in all replicas: T groups of R * L."""
+        """Returns the ranks that hold a copy of one tower's dense module, in all replicas: T groups of R * L."""
         return self._groups(1, 0, 2, size=self.num_replicas * self.ranks_per_tower)
 
     def host_groups(self) -> list[list[int]]:
-        """Ranks of one host: H groups of `host_size`."""
+        """Returns the ranks of each host: H groups of `host_size`."""
         return [list(range(first, first + self.host_size)) for first in range(0, self.world_size, self.host_size)]
 
     def across_host_groups(self) -> list[list[int]]:
-        """Ranks at the same position on their hosts, one per host: `host_size` groups of H."""
+        """Returns the ranks at the same position on their hosts, one per host: `host_size` groups of H."""
         return [list(ranks) for ranks in zip(*self.host_groups(), strict=True)]
 
     def share_across_hosts(self, groups: list[list[int]]) -> float:

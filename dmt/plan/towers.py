@@ -127,8 +127,8 @@ class TowerPlan:
     ) -> TowerPlan:
         """Makes a plan in which towers, and hosts that hold several of them, send about equally many embedding values.
 
-        For flat models over towers, which compute the same with every plan. Greedy: the table that sends most comes
-        first, and each goes to the tower that sends least so far.
+        It suits flat models over towers, whose results do not depend on the plan. The method is greedy: in descending
+        order of the values that they send, each table goes to the tower that sends least so far.
 
         Args:
             tables: tables of the model, ``EmbeddingBagConfig`` or `TableSpec`.
@@ -164,7 +164,7 @@ class TowerPlan:
             least = min(range(num), key=lambda tower: (sums[tower], len(towers[tower])))
             towers[least] += table.feature_names
             sums[least] += loads[table.name]
-        # Where a tower is in each replica: hosts that share replicas unevenly hold other towers than in replica 0.
+        # The host of each tower in every replica; it differs by more than an offset if hosts share replicas unevenly.
         on_host = [topology.host(ranks[0]) for ranks in topology.tower_groups()]
         hosts = [tuple(on_host[tower::num]) for tower in range(num)]
         held: dict[tuple[int, ...], list[int]] = {place: [] for place in hosts}
@@ -195,7 +195,7 @@ class TowerPlan:
         """Raises `InputError` if the plan lacks features of the model, or the model lacks features of the plan."""
         model_features = list(features)
         known, placed = set(model_features), {*self.features, *self.outside}
-        # Before the others: every shard would be named as unknown, and the table's own feature as missing.
+        # Checked first; otherwise every shard would be reported as unknown, and the table's own feature as missing.
         uncut = [feature for feature in self.column_splits if feature in known]
         if uncut:
             raise InputError(

@@ -1,7 +1,7 @@
 """`HierarchicalDataParallel`: reduces gradients of the dense part inside each host first, then once between hosts.
 
-DDP's single ring over all W ranks sends 2 (W-1)/W times the dense gradients' bytes out of every host; if each of H
-hosts reduces first, only 2 (H-1)/H times as many, optionally in BF16. n is the number of gradients in a DDP bucket.
+For S bytes of dense gradients, DDP's single ring over all W ranks sends 2 S (W-1)/W bytes out of every host. If each of
+H hosts reduces first, a host sends 2 S (H-1)/H, half in BF16. n is the number of gradients in a DDP bucket.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class HierarchicalDataParallel(DefaultDataParallelWrapper):
         super().__init__(bucket_cap_mb=bucket_cap_mb, **options)
         across = mesh.topology.across_host_groups()
         self._inside = mesh.new_group(mesh.topology.host_groups())
-        # If the ranks are the peers, use the peers' connections, where gradients of tower outputs go first: more work
-        # waits for those. Not with NCCL, where all ranks must start the collectives of a group in the same order.
+        # If these ranks are the peers, share the peers' connections: gradients of tower outputs then go first, and more
+        # work waits for those. Not with NCCL, where all ranks must start the collectives of a group in the same order.
         are_peers = sorted(across) == sorted(map(sorted, mesh.topology.peer_groups()))
         has_nccl = "nccl" in dist.get_backend_config(mesh.peer_group)
         self._across = mesh.peer_group if are_peers and not has_nccl else mesh.new_group(across)

@@ -27,7 +27,7 @@ __all__ = [
 ]
 
 FUSED_DEFAULTS = {"learning_rate": 0.01, "eps": 1e-8, "beta1": 0.9, "beta2": 0.999}
-"""FBGEMM's defaults of settings that are not given."""
+"""FBGEMM's default for each of these settings."""
 
 FBGEMM_NAMES = {
     "rowwise_adagrad": "exact_row_wise_adagrad",
@@ -132,8 +132,8 @@ def moment_scale_of(moment_scale: MomentScale, settings: Mapping[str, Any], num_
     With ``"num_replicas"``, c is 1.0 for an optimizer without a sum of squared gradients.
 
     Raises:
-        InputError: ``moment_scale`` is a number other than 1 and the optimizer has no such sum; or c is not 1 and the
-            optimizer has decoupled weight decay or row counters, whose effect the scaled learning rate would change.
+        InputError: ``moment_scale`` is out of range, or is not 1 though the optimizer has no such sum; or c is not 1
+            with decoupled weight decay or row counters, whose effect the scaled learning rate would change.
 
     Example:
         >>> moment_scale_of("num_replicas", {"optimizer": "exact_row_wise_adagrad"}, 4)

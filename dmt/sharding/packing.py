@@ -1,6 +1,6 @@
 """Packs items onto ranks under a memory limit by Neo's heuristics (section 4.1), greedy and largest differencing.
 
-Knows nothing of tables: an item has options, and an option has parts for different ranks. The objective is the cost of
+An item, such as a table, has options, and an option has parts that go to different ranks. The objective is the cost of
 the busiest rank.
 """
 

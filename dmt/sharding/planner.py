@@ -178,7 +178,7 @@ def plan_by_torchrec(
         ),
         batch_size=batch_size,
         constraints=constraints,
-        # The limit is for tables.
+        # The limit counts only tables, so nothing is reserved.
         storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
     )
     # TorchRec warns about how its planner is called, and about every data-parallel table.

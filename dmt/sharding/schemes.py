@@ -153,7 +153,7 @@ def row_shards(num_embeddings: int, num_shards: int) -> list[int]:
     """Returns how many rows each row shard of a table has: equal blocks, perhaps a shorter last one, as in TorchRec.
 
     Raises:
-        InputError: a shard would be empty.
+        InputError: a shard would be empty; the caller names the table and the remedy.
 
     Example:
         >>> row_shards(10, 4)
@@ -174,7 +174,7 @@ def column_shards(embedding_dim: int, num_shards: int) -> list[int]:
     """Returns how many columns each column shard of a table has: multiples of four, as even as possible.
 
     Raises:
-        InputError: ``embedding_dim`` is not a multiple of four, or too small for ``num_shards``.
+        InputError: ``embedding_dim`` is too small or no multiple of four; the caller names the table and the remedy.
 
     Example:
         >>> column_shards(24, 4)

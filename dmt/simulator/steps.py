@@ -284,7 +284,7 @@ def step_operations(
 
 
 def _reduction(step: _Program, work: StepWork, name: str, *, over_hosts: bool) -> str:
-    """Adds the all-reduce of gradients over all ranks: as a ring, or inside hosts, between hosts, and inside again."""
+    """Adds an all-reduce over all ranks (a ring, or inside, between and inside hosts); returns its last operation."""
     topology, load = work.topology, work.loads[name]
     half, across, size = Load(inside=load.inside / 2), Load(uplink=load.uplink), topology.host_size
     parts = [("ring", load, topology.world_size)]

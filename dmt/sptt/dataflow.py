@@ -152,7 +152,7 @@ class SPTTModule(TowerState):
         features: KeyedJaggedTensor | None = None,
         weighted_features: KeyedJaggedTensor | None = None,
     ) -> Awaitable[Awaitable[KJTList]]:
-        """Starts the id exchange of one batch (steps a, c). Collective.
+        """Starts the id exchange of one batch (steps a, c), and returns it in flight. Collective.
 
         Keys may be in any order. Extra keys are ignored, and so are weights unless the bags are weighted. The ids of
         weighted bags may be either argument: an ``EmbeddingTowerCollection`` takes them as the second.
@@ -174,7 +174,7 @@ class SPTTModule(TowerState):
         return self.run_towers(self.look_up(ctx), ctx.parts[0])
 
     def output_dist(self, ctx: SPTTContext, output: TowerOutput) -> LazyAwaitable[Any]:
-        """Starts to send each row of the output to the peer that has its samples (step f). Collective.
+        """Starts to send each row to the peer of its samples (step f); returns the result in flight. Collective.
 
         Raises:
             InputError: a tower's output has another width or a wider dtype than in the first batch.
@@ -186,7 +186,7 @@ class SPTTModule(TowerState):
     @profiler_range("exchange_ids")
     @torch.no_grad()
     def exchange_ids(self, ctx: SPTTContext, ids_B: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
-        """Steps a and c: starts sending the ids of each feature to the peers (global route: ranks) that look it up."""
+        """Steps a and c: starts to send ids to the peers (global: ranks) that look them up; returns the exchange."""
         if not self.id_exchanges:
             # Made here: only a batch shows the order of its keys and, for a module built on meta, the device.
             device = ids_B.device() if self.device.type == "meta" else self.device
@@ -229,7 +229,7 @@ class SPTTModule(TowerState):
         ctx.request = None  # else the result of a batch would keep its ids in memory
         if self.before_lookup is not None:
             self.before_lookup(ctx.ids_B, self.training and torch.is_grad_enabled())
-        # All start before the first wait: their exchanges share the links inside the tower.
+        # All lookups start before the first wait: their exchanges share the links inside the tower.
         embeddings_PN = [lazy.wait() for lazy in self._route.look_up(ctx)]
         if self.after_lookup is not None:
             self.after_lookup(embeddings_PN)

@@ -103,7 +103,7 @@ class GroupSharded:
             set_output_of_empty(self.lookups, output_dtype.as_dtype())
 
     def adapt(self, optimizer: Any) -> None:
-        """Completes Adam's states; keeps the user's learning rate, which kernels scale, where schedules write it."""
+        """Completes Adam's states; restores the user's rate in ``param_groups``, which the kernel then scales."""
         complete_adam(optimizer)
         scales = {self.moment_scales.get(key.split(".")[-2], 1.0) for key in optimizer.params}
         assert len(scales) <= 1, f"a kernel has tables of moment scales {scales}"
@@ -164,7 +164,7 @@ class GroupShardedEC(OpenShardedEC, GroupSharded):
 def place_in_group(
     plan: Mapping[str, ParameterSharding], group: ProcessGroup, device: torch.device | None
 ) -> dict[str, ParameterSharding]:
-    """Returns a plan with ranks of a group as one with global ranks and their devices, which may differ; collective."""
+    """Returns a plan with global ranks and the device of each, from one with the group's ranks. Collective."""
     devices, ranks = gather_objects(str(device or "cpu"), group), get_process_group_ranks(group)
     return {name: place_globally(sharding, ranks, devices) for name, sharding in plan.items()}
 

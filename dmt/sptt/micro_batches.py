@@ -196,7 +196,7 @@ def _replace(module: nn.Module, name: str, method: Callable[..., Any]) -> Callab
 
 
 def _run_in_parts(module: SPTTModule, num: int, ctx: SPTTContext, dist_input: KJTList) -> ResultInParts:
-    """Replaces ``compute_and_output_dist``: one lookup, then the tower and step f of each of ``num`` micro-batches."""
+    """Looks up once, then runs the tower and step f for each micro-batch; replaces ``compute_and_output_dist``."""
     embeddings_PN = module.look_up(ctx)
     if ctx.code is None:
         # Every sample is a row, and rows arrive peer by peer. Peers cut the rows that a rank sent as the rank cuts its

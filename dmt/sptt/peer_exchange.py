@@ -200,7 +200,7 @@ class PeerIdRoute:
 
 
 class AgreedIds:
-    """Checks batches of ids: in the first, ranks agree on dtypes; later ones must have its keys and dtypes."""
+    """Checks batches of ids: all ranks must have the first batch's dtypes, later batches also a rank's first keys."""
 
     def __init__(self, features: Sequence[str], *, is_weighted: bool, group: dist.ProcessGroup) -> None:
         self._features, self._is_weighted, self._group = list(features), is_weighted, group
@@ -381,8 +381,7 @@ class PeerExchange:
 
         ``batch_sizes`` has B of every peer, in group order; they may differ. The result is [B, sum of O_t].
         """
-        # A block has the rows of one peer and the columns of one tower. Blocks of all peers leave, and blocks of all
-        # towers arrive.
+        # A block has one peer's rows and one tower's columns: blocks of all peers leave, those of all towers arrive.
         rows, columns = batch_sizes[self.group.rank()], self.output_sizes[self.group.rank()]
         return self.exchange(outputs, [size * columns for size in batch_sizes], [(rows, o) for o in self.output_sizes])
 

@@ -1,4 +1,4 @@
-"""Rows (not of tables) that are sent instead of samples: their numbers by feature and part, and decoding to samples.
+"""Encodes samples as rows (not of tables) before they are sent, counts the rows, and decodes what comes back.
 
 Without a `RowEncoder` every sample is a row of every feature. With one, samples may share a row (`dmt.sptt.unique`).
 Where a batch is cut into parts (`dmt.sptt.micro_batches`), a row crosses with the first part that needs it. The encoder

@@ -101,7 +101,7 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         self.unique = unique
 
     def sharding_types(self, compute_device_type: str) -> list[str]:
-        """Called by TorchRec's planner, which DMP runs if it gets no plan; `shard` refuses that plan.
+        """Returns a marker for TorchRec's planner, which DMP runs if it gets no plan; `shard` refuses plans with it.
 
         The planner runs on rank 0 only: an error here would leave the other ranks waiting.
         """
@@ -281,7 +281,7 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
 
 @dataclass(frozen=True, kw_only=True)
 class HomeTable:
-    """Description of a table that every rank has, so that `dmt.HotRows` can copy its rows."""
+    """Describes a table; every rank has the descriptions of all tables, so that `dmt.HotRows` can copy their rows."""
 
     config: Any
     """TorchRec's ``EmbeddingBagConfig``."""

@@ -75,7 +75,8 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
         for of_part in loaded[1:]:
             keys.unexpected_keys[:] = [key for key in keys.unexpected_keys if key in of_part.unexpected_keys]
         if strict and any(keys):
-            raise RuntimeError(f"The state dict lacks {keys.missing_keys} and has unknown keys {keys.unexpected_keys}.")
+            missing, unknown = keys
+            raise RuntimeError(f"The state dict lacks {missing} and has unknown {unknown}. Load one of this model.")
         self.read_again()
         return keys
 
@@ -162,7 +163,7 @@ class TableTensor:
     """A tensor that the fused optimizer of a table updates."""
 
     name: str
-    """Such as ``t_ad.weight`` or ``t_ad.momentum1``; the n-th further shard on this rank has the suffix ``#n``."""
+    """Name, such as ``t_ad.weight`` or ``t_ad.momentum1``; a rank's further shards of a table have suffixes ``#n``."""
     table: str
     """Name of the table, with the prefix of its module."""
     part: str

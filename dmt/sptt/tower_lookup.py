@@ -202,7 +202,7 @@ class DataParallelTables(nn.Module):
             parameter.register_post_accumulate_grad_hook(lambda parameter: (living := reduce()) and living(parameter))
 
     def forward(self, *features: Any) -> Tensor:
-        """Looks up the ids; sends nothing."""
+        """Returns the embeddings of the ids, as the wrapped lookup does; sends nothing."""
         self.settle()
         return self.module(*features)
 

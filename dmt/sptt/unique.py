@@ -1,4 +1,4 @@
-"""Unique inputs: each distinct input of a batch is sent, looked up, computed and returned once.
+"""Unique inputs: each distinct input of a batch is sent and looked up once, and its output is returned once.
 
 Popular items, and users with many samples, make inputs repeat in a batch. A *group* of features is one feature for a
 flat model in the SPTT dataflow, and all features of a tower for a model of towers. Samples with equal inputs of a group
@@ -149,7 +149,7 @@ def samples_of_rows(
     Args:
         exchanges: for each part, the exchange of the rows [rows, width] of each piece that no earlier part has.
         rows: number of these rows, [K][pieces].
-        inverses: for each part, by piece the row of each of its samples, int64 [samples]; rows count over all parts.
+        inverses: for each part and piece, the row of each sample, int64 [samples]; rows are numbered over all parts.
 
     Returns:
         Columns of each part, [samples, S], in flight; a part waits for its own exchange and those before it.

@@ -108,14 +108,14 @@ def join_parts(parts: Iterable[LocalPart]) -> dict[str, Tensor]:
         held = count > 0
         if not torch.allclose(target[held], part.tensor[held], rtol=0, atol=0, equal_nan=True):
             raise ReplicaMismatchError(
-                f"{part.name}: ranks hold different values of one element. Call ReplicaSync.sync() first."
+                f"{part.name}: ranks hold different values of the same element. Call ReplicaSync.sync() first."
             )
         target.copy_(part.tensor)
         count += 1
     for name, count in times.items():
         if len(ranks := count.unique().tolist()) > 1 or 0 in ranks:
             raise ReplicaMismatchError(
-                f"{name}: some elements are on {ranks[0]}, others on {ranks[-1]} ranks. Check the plan."
+                f"{name}: some elements are on {ranks[0]}, others on {ranks[-1]} ranks. Cover it evenly by shards."
             )
     return whole
 

@@ -157,7 +157,7 @@ def restart_safe_store(store: dist.Store, rank: int, world_size: int, *, timeout
     waiting, deadline = set(range(1, world_size)), time.monotonic() + timeout.total_seconds()
     while waiting := {other for other in waiting if not store.check([f"dmt/thanks/{name}/{other}"])}:
         if time.monotonic() > deadline:
-            raise TimeoutError(f"Ranks {sorted(waiting)[:8]} of {world_size} have not joined within {timeout}.")
+            raise TimeoutError(f"Ranks {sorted(waiting)[:8]} of {world_size} did not join in {timeout}. Start them.")
         for other in waiting:
             if store.check([f"dmt/greeting/{other}"]):
                 store.set(f"dmt/answer/{store.get(f'dmt/greeting/{other}').decode()}", name)

@@ -177,7 +177,8 @@ def _errors_named(what: str) -> Iterator[None]:
     except Exception as error:
         frames = traceback.extract_tb(error.__traceback__)
         frame = next((frame for frame in reversed(frames) if "site-packages" not in frame.filename), frames[-1])
-        raise InputError(f"{what} {type(error).__name__}: {error} ({frame.filename}, line {frame.lineno})") from error
+        place = f"({frame.filename}, line {frame.lineno})"
+        raise InputError(f"{what} {type(error).__name__}: {error} {place}. Correct the model's code.") from error
 
 
 def _check_tables(place: str, model: nn.Module, job: Job) -> None:

@@ -74,7 +74,7 @@ class FlatSharder(_OverAllRanks, EmbeddingBagCollectionSharder):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> GroupShardedEBC:
-        """Shards over all ranks; collective."""
+        """Returns the collection sharded over all ranks; collective."""
         arguments = self._arguments(params, device)
         return GroupShardedEBC(module, data_parallel_group=arguments["group"], **arguments)
 
@@ -90,7 +90,7 @@ class FlatSequenceSharder(_OverAllRanks, EmbeddingCollectionSharder):
         device: torch.device | None = None,
         module_fqn: str | None = None,
     ) -> GroupShardedEC:
-        """Shards over all ranks; collective."""
+        """Returns the collection sharded over all ranks; collective."""
         return GroupShardedEC(module, **self._arguments(params, device))
 
 

@@ -67,9 +67,8 @@ def load_function(setting: str, name: str) -> Callable[..., Any]:
     function: Callable[..., Any] = getattr(module, function_name, None)  # type: ignore[assignment]
     if not callable(function):
         known = [name for name, value in vars(module).items() if callable(value) and not name.startswith("_")]
-        raise InputError(
-            f"{place}: {module_name!r} has no function {function_name!r}.{did_you_mean(function_name, known)}"
-        )
+        hint = did_you_mean(function_name, known)
+        raise InputError(f"{place}: {module_name!r} has no function {function_name!r}.{hint} Correct the name.")
     return function
 
 

@@ -75,7 +75,7 @@ class Job:
 
     @property
     def device_type(self) -> DeviceType:
-        """Kind of the ranks' devices: ``train.device``; only ``auto`` depends on this host, which need not train."""
+        """Kind of the ranks' devices: ``train.device``, with ``auto`` resolved on this host, which need not train."""
         wanted = self.config.train.device
         return device_type(wanted) if wanted == "auto" else wanted
 
@@ -215,7 +215,7 @@ def _in_towers(
 def _with_sequences(
     config: TrainingConfig, plan: TowerPlan, tables: Sequence[TableSpec], by_tower: Sequence[Sequence[TableSpec]]
 ) -> Sequence[TableSpec]:
-    """Marks all tables of a tower with sequences: such a tower looks up one ``EmbeddingCollection``.
+    """Returns the tables, with all of a tower with sequences marked: it looks up one ``EmbeddingCollection``.
 
     Raises:
         InputError: a sequence is outside towers, in a flat model, or in a tower where a table is cut.
@@ -285,7 +285,7 @@ def _as_vectors(config: TrainingConfig, tables: Sequence[TableSpec], outside: Co
 
 
 def crossing_costs(config: TrainingConfig, data: ClickData | None) -> CrossingCosts:
-    """Returns what the tables of a run cost between hosts; with ``unique``, by the distinct inputs in ``data``."""
+    """Returns the costs of a run's tables between hosts; with ``unique``, from the distinct inputs in ``data``."""
     model, sharding = config.model, config.sharding
     is_unique = sharding.unique and not model.has_towers
     # A tower of DMT-DCN sends equally much with or without a feature; what a user's own towers send is unknown.

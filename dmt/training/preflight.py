@@ -48,7 +48,7 @@ _PATHS = (
 
 
 def resolve(config: TrainingConfig, world_size: int) -> Job:
-    """Opens a run and checks it in one process, as far as possible before ``world_size`` ranks train it."""
+    """Opens and checks a run in one process, as far as possible before ``world_size`` ranks train; returns its job."""
     job = open_job(config)
     checked_model(job, world_size)
     return job

@@ -177,7 +177,7 @@ def start_from(folder: Path, job: Job) -> Start:
 def check_encoding(folder: Path, job: Job) -> None:
     """Raises `InputError` if a checkpoint was trained on rows with another encoding.
 
-    Otherwise its weights would load, but each row of a table would stand for another value.
+    Without this check its weights would load, but each row of a table would stand for another value.
     """
     path, remedy = folder / RAW_DATA, "Use another checkpoint."
     if not path.exists() or job.config.data.kind == "synthetic":

@@ -69,7 +69,7 @@ class Prediction(NamedTuple):
     host_bytes: float
     """The same memory as ``rank_bytes``, summed over the ranks of the fullest host."""
     unique_rows: str | None
-    """How the number of distinct inputs that ``sharding.unique`` sends is known; None where it is not counted."""
+    """Origin of the number of distinct inputs sent with ``sharding.unique``, in words; None where it is not counted."""
 
 
 def work_of(job: Job, counted: dict[str, ModelWork] | None = None) -> StepWork:
@@ -186,7 +186,7 @@ def check_hosts(run: TrainingConfig, cluster: Cluster, *, is_given: bool) -> Non
 
 
 def alternatives(run: Job, cluster: Cluster) -> tuple[list[Prediction], list[str]]:
-    """Predicts a step of the flat model, of that model over towers, and of compressing towers, by number of replicas.
+    """Predicts a step of the flat model, of it over towers, and of compressing towers, for each number of replicas.
 
     A tower is a host (several hosts if there are more hosts than features). Features are dealt to towers in turn,
     because their grouping hardly changes what is sent. With ``unique`` it does, so the towers are balanced. All else is
@@ -226,7 +226,7 @@ def alternatives(run: Job, cluster: Cluster) -> tuple[list[Prediction], list[str
 
 
 def _plain_tables(run: Job) -> list[TableSpec]:
-    """Undoes what towers changed in the tables: the widths of those outside, and bags marked as sequences."""
+    """Returns the tables without what towers changed: the widths of those outside, and bags marked as sequences."""
     model, outside = run.config.model, () if run.towers is None else run.towers.outside_tables(run.tables)
     return [
         replace(

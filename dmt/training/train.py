@@ -88,9 +88,9 @@ def train(config: TrainingConfig) -> dict[str, Any]:
     """Trains, evaluates, saves and measures; call it on every rank that torchrun started.
 
     Returns:
-        The result, also written to ``result.json``: metrics, complexity, speed and bytes per sample. If SIGTERM or
-        Ctrl-C stopped the run: its last step ``stopped_at``, which is saved unless a warning says why not, and the
-        name and number of the signal, ``stopped_by`` and ``signal``.
+        The result, also written to ``result.json``: metrics, complexity, speed and bytes per sample. For a run that
+        SIGTERM or Ctrl-C stopped: ``stopped_at``, its last step, which is saved unless a warning says why not;
+        ``stopped_by`` and ``signal``, the name and number of the signal.
 
     Raises:
         InputError: anything the user can fix; raised before training wherever it can be known by then.
@@ -100,7 +100,7 @@ def train(config: TrainingConfig) -> dict[str, Any]:
 
 
 def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
-    """Trains a job on a mesh of its topology; collective. See `train`."""
+    """Trains a job on a mesh of its topology; returns and raises what `train` does. Collective."""
     # Make every check, and find the checkpoint to start from.
     config = job.config
     plain = on_all_ranks(lambda: checked_model(job, mesh.topology.world_size), mesh)

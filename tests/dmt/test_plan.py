@@ -251,7 +251,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
                        "Feature 'd' is in the tower plan but not in the model"),
     "other table": (lambda: plan(["a"], tables=(table("ta", "a", rows=100),)).tables_by_tower([table("ta", "a")]),
                     "Table 'ta' is 10 x 8 .* made for 100 x 8"),
-    "table twice": (lambda: plan(["a"]).tables_by_tower([table("ta", "a")] * 2), "Table 'ta' is given 2 times"),
+    "table twice": (lambda: plan(["a"]).tables_by_tower([table("ta", "a")] * 2), "Table 'ta' occurs 2 times"),
     "no file": (lambda: TowerPlan.load("/nowhere.json"), r"plan /nowhere\.json: cannot be read .*`dmt partition`"),
     **{f"hosts {sizes}": (lambda sizes=sizes: on_host(*sizes),
                           f"ranks_per_host={sizes[-1]} must divide .* holds whole towers, or a tower spans whole")

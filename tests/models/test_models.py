@@ -176,7 +176,7 @@ def towers_of(*modules):
         (lambda: DLRM(tables=MIXED[:1], dense_in_features=0), "in_features=0 is invalid"),
         (
             lambda: DLRM(tables=[_spec("t0", "f0"), _spec("t0", "f1")], dense_in_features=13),
-            "Table 't0' is given 2 times",
+            "Table 't0' occurs 2 times",
         ),
         (
             lambda: DMTDCN(tables=MIXED, tower_plan=TowerPlan.from_lists([["f0"]]), dense_in_features=13),

@@ -61,7 +61,7 @@ def _with(row, column, value, mirror=True):
         ({"features": ["a", "b"]}, r"of shape \[3, 3\]; it must be real numbers of shape \[2, 2\]"),
         ({"tables": TABLES[:1]}, "feature 'b' is in the affinity but not in the tables of 2 features"),
         ({"tables": (*TABLES, table_of("d"))}, "feature 'd' is in the tables but not in the affinity"),
-        ({"tables": (*TABLES, table_of("b"))}, "Feature 'b' is given 2 times"),
+        ({"tables": (*TABLES, table_of("b"))}, "Feature 'b' occurs 2 times"),
         ({"pooling_factors": (1.0, 2.0)}, "pooling_factors has 2 numbers; give each of the 3 features"),
         ({"pooling_factors": (1.0, math.nan, 2.0)}, "pooling_factors has nan of feature 'b'"),
         ({"pooling_factors": (-0.5, 2.0, 1.0)}, "pooling_factors has -0.5 of feature 'a'"),

@@ -237,7 +237,7 @@ def test_a_rank_that_died_while_joining_leaves_a_greeting_only() -> None:
 
 
 def test_ranks_that_do_not_come_are_named() -> None:
-    with pytest.raises(TimeoutError, match=r"Ranks \[1, 2\] of 3 have not joined"):
+    with pytest.raises(TimeoutError, match=r"Ranks \[1, 2\] of 3 did not join"):
         restart_safe_store(dist.HashStore(), 0, 3, timeout=timedelta(seconds=0.2))
 
 

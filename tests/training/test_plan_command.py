@@ -145,7 +145,7 @@ ENTRY = '{"name": "a", "num_embeddings": 10, "embedding_dim": 8, "feature_names"
         ('"datatype": "FP16"', r"datatype: Extra inputs are not permitted"),
         ("[3]", r"entry 1: Input should be an object \(got 3\)"),
         ("9" * 5000, "not JSON"),
-        (f"[{ENTRY % ''}, {ENTRY % ''}]", "Table 'a' is given 2 times"),
+        (f"[{ENTRY % ''}, {ENTRY % ''}]", "Table 'a' occurs 2 times"),
     ],
     ids=lambda text: text[:30],
 )

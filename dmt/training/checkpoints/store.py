@@ -111,7 +111,7 @@ def sha256_of(path: Path) -> str:
 
 
 def verify(folder: Path, share: slice = slice(None)) -> CheckpointManifest:
-    """Compares the SHA-256 of every file of a checkpoint, or of a slice of the sorted files, with the manifest.
+    """Compares the SHA-256 of a checkpoint's files, or of a slice of them by name, with the manifest; returns it.
 
     Raises:
         InputError: the manifest or a file is missing, cut off or altered; the message names the file.
@@ -194,7 +194,7 @@ def prepare_folder(folder: Path) -> None:
 
 
 def commit(scratch: Path, step: int) -> Path:
-    """Renames a written checkpoint to its final name, which ends with a number if the step was saved before."""
+    """Renames a written checkpoint to the path that it returns, which ends in a number if the step was saved before."""
     fsync_path(scratch)
     number = max((_order(path)[1] + 1 for path in checkpoints(scratch.parent) if _order(path)[0] == step), default=0)
     target = scratch.with_name(f"step-{step:08d}{f'.{number}' if number else ''}")
@@ -382,7 +382,7 @@ def _is_finite(tensor: Tensor) -> bool:
 def load_plain(model: nn.Module, folder: str | Path) -> None:
     """Loads the weights of a checkpoint of any layout into the unsharded model; needs no process group.
 
-    ``folder`` is a checkpoint, or a folder of checkpoints, of which the newest whole one is loaded.
+    ``folder`` is a checkpoint, or a folder of checkpoints, of which the newest intact one is loaded.
 
     Raises:
         InputError: there is no checkpoint, or it is damaged, holds anything but tensors, or is of another model.

@@ -110,7 +110,7 @@ def train_here(folder: Path, settings: Sequence[str]) -> dict[str, Any]:
     except ChildFailedError as error:
         code = error.get_first_failure()[1].exitcode
         raise InputError(
-            f"Training {config.model.arch} ended with exit code {code}; the reason is printed above."
+            f"Training {config.model.arch} ended with exit code {code}. Correct what is printed above, and try again."
         ) from error
     return read_result(folder)
 

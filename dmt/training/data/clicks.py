@@ -133,7 +133,7 @@ class ClickData:
     def distinct_inputs(self, batch_size: int) -> dict[str, float]:
         """Returns the mean number of distinct ids in a batch, by feature; empty if ``dmt prepare`` has not counted ids.
 
-        Correct for features with at most one id per row, in rows without requests. Counts are read when first needed.
+        Right only for features with at most one id per row, without ``data.group_by``. The first call reads the counts.
         """
         if self._counts is not None and batch_size not in self._distinct:
             counts = load_profile(self._counts)

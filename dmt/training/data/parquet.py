@@ -90,7 +90,7 @@ class ParquetRows:
 
 
 def pack_rows(table: pa.Table, columns: Columns, order: NDArray[np.int64] | None = None) -> Rows:
-    """Returns prepared rows in an ``order``, int64 [n], or as they are, in arrays that are cut and converted fast.
+    """Returns prepared rows as arrays that are fast to cut and convert, in an ``order``, int64 [n], or as they are.
 
     The first array has the label, the bits of the dense columns, and the ids of features with one id per row.
     """

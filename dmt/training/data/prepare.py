@@ -326,7 +326,7 @@ def _numbered_rows(
 
 
 class _View:
-    """A prepared file as an SQL relation. Columns have numbered names, since DuckDB does not tell ``a`` from ``A``."""
+    """A prepared file as an SQL relation. Columns have numbered names, since DuckDB ignores the case of names."""
 
     def __init__(self, converter: Converter, file: Path) -> None:
         self.converter = converter
@@ -460,7 +460,7 @@ def _checksum(path: Path) -> int:
 
 
 def _seal(folder: Path, manifest: Manifest) -> Manifest:
-    """Writes the manifest, which marks the folder as complete, after all other files are on the disk."""
+    """Writes the manifest, which marks the folder as complete, once all other files are on the disk; returns it."""
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != _LOCK)
     for path in files:
         fsync_path(path)

@@ -217,7 +217,7 @@ def _lines(file: str, block_bytes: int) -> Iterator[tuple[int, list[bytes], floa
                 lines = (rest + chunk).split(b"\n")
                 rest = lines.pop()
                 if len(rest) > _MOST_LINE_BYTES:
-                    raise InputError(f"{file}, line {number + len(lines)}: is over 16 MiB. Give text with line ends.")
+                    raise InputError(f"{file}, line {number + len(lines)}: over 16 MiB long. Give text with line ends.")
                 if b"\r" in chunk or chunk.startswith(b"\n"):  # "\r\n" may be cut between two chunks
                     lines = [line.removesuffix(b"\r") for line in lines]
                 yield number, lines, raw.tell() / size

@@ -115,7 +115,7 @@ class SourceRows:
         for place, table in self._tables_of(source):
             if table.schema != schema:  # finding columns takes a second for thousands of them
                 if find_columns(self._config, table.schema, place) != self.columns:
-                    raise InputError(f"{place}: columns differ from the first batch. Yield the same names and types.")
+                    raise InputError(f"{place}: columns differ from those of batch 1. Yield the same names and types.")
                 schema = table.schema
             if has_state:
                 # The state before this batch: the source has moved on.

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
 __all__ = ["RUN_COLORS", "RunComparison", "auc_standard_error", "compare_runs", "plot_curves", "smooth", "write_report"]
 
-# Told apart by color-blind readers; none is one of the first tower colors, which the same page shows.
+# Color-blind readers can tell these apart; none is among the first tower colors, which the same page shows.
 RUN_COLORS = ("#46506B", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#8C7A00")
 _MARKERS = ("o", "s", "^", "D", "v", "P")
 _PANELS = (
@@ -67,7 +67,7 @@ class RunComparison(NamedTuple):
 
 
 def auc_standard_error(auc: float, *, num_rows: int, label_rate: float) -> float:
-    """Standard error of an AUC measured on ``num_rows`` rows, of which the share ``label_rate`` is positive.
+    """Returns the standard error of an AUC on ``num_rows`` rows, of which the share ``label_rate`` is positive.
 
     Hanley and McNeil, Radiology 143 (1982), equation (1): with A the AUC, n1 positive and n0 negative rows,
     SE^2 = (A (1 - A) + (n1 - 1) (Q1 - A^2) + (n0 - 1) (Q2 - A^2)) / (n1 n0), Q1 = A / (2 - A), Q2 = 2 A^2 / (1 + A).

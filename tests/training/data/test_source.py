@@ -228,7 +228,7 @@ def test_columns_are_found_in_the_first_batch_with_rows() -> None:
         ("malformed", {"options": {"wrong": "no column"}}, "categorical 'c' matches no column"),
         ("malformed", {"options": {"wrong": "lengths"}}, "batch 2: dict cannot be read as a table"),
         ("malformed", {"options": {"wrong": "mixed"}}, "batch 2: dict cannot be read as a table"),
-        ("malformed", {"options": {"wrong": "a list now"}}, "columns differ from the first batch"),
+        ("malformed", {"options": {"wrong": "a list now"}}, "columns differ from those of batch 1"),
         ("malformed", {"options": {"wrong": "doubled"}}, "2 columns have the name 'c'"),
     ],
     ids=str,
