@@ -88,7 +88,7 @@ def run_setting(
         if emulated:
             with EmulatedHosts(setting.hosts, mbit_per_s=setting.mbit_per_s) as hosts:
                 if setting.hosts > 1:
-                    wire = measure_wire(hosts, setting.ranks_per_host, setting.mbit_per_s)
+                    wire = measure_wire(hosts, setting.ranks_per_host)
                 hosts.torchrun([*_MODULE, str(spec)], ranks_per_host=setting.ranks_per_host, timeout=timeout, env=_ENV)
         else:
             _run_here(setting, spec, timeout)

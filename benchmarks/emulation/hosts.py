@@ -91,11 +91,11 @@ class EmulatedHosts:
     def __init__(self, num_hosts: int, *, mbit_per_s: float | None) -> None:
         if not 1 <= num_hosts <= MAX_HOSTS:
             raise InputError(f"num_hosts={num_hosts} is not in 1 to {MAX_HOSTS}. Give a number of hosts in between.")
-        _check_rate(mbit_per_s)
+        if mbit_per_s is not None and not 1 <= mbit_per_s <= 1e6:
+            raise InputError(f"mbit_per_s={mbit_per_s} is not in 1 to 1,000,000. Give Mbit/s, or None for no limit.")
         check_machine()
         self.num_hosts = num_hosts
-        self._mbit_per_s: float | None = None
-        self._first_rate = mbit_per_s
+        self.mbit_per_s = mbit_per_s
         self._switch = f"dmt-{os.getpid()}-switch"
         self._hosts = [f"dmt-{os.getpid()}-h{host}" for host in range(num_hosts)]
         self._handlers: dict[int, Any] = {}
@@ -106,11 +106,6 @@ class EmulatedHosts:
                     f"Network namespace {name} exists already and was not made here. "
                     f"Leave the hosts made before, or remove it with `ip netns delete {name}`."
                 )
-
-    @property
-    def mbit_per_s(self) -> float | None:
-        """Rate of every uplink in each direction; None where there is no limit."""
-        return self._mbit_per_s
 
     def namespace(self, host: int) -> str:
         """Name of a host's network namespace, for ``ip netns exec``."""
@@ -124,7 +119,6 @@ class EmulatedHosts:
         self._catch_signals()
         try:
             self._make()
-            self.set_rate(self._first_rate)
         except BaseException:
             self._close()
             raise
@@ -134,19 +128,6 @@ class EmulatedHosts:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self._close()
-
-    def set_rate(self, mbit_per_s: float | None) -> None:
-        """Changes the rate of every uplink, in both directions; None for no limit.
-
-        Raises:
-            InputError: the rate is out of range.
-        """
-        _check_rate(mbit_per_s)
-        for host, name in enumerate(self._hosts):
-            set_packets(name, UPLINK, mbit_per_s)
-            for namespace, interface in ((name, UPLINK), (self._switch, f"port{host}")):
-                limit_interface(namespace, interface, before=self._mbit_per_s, after=mbit_per_s)
-        self._mbit_per_s = mbit_per_s
 
     def uplink_bytes(self) -> list[int]:
         """Bytes that each host has sent on its uplink since it was made."""
@@ -204,6 +185,10 @@ class EmulatedHosts:
             run_tool(*switch, "link", "set", port, "master", "switch", "up")
             run_tool("ip", "-n", name, "link", "set", UPLINK, "up")
             run_tool("ip", "-n", name, "address", "add", f"{self.address(host)}/24", "dev", UPLINK)
+            if self.mbit_per_s is not None:
+                set_packets(name, UPLINK, self.mbit_per_s)
+                limit_interface(name, UPLINK, self.mbit_per_s)
+                limit_interface(self._switch, port, self.mbit_per_s)
 
     def _catch_signals(self) -> None:
         """Makes of SIGTERM and SIGHUP an exception, unless the program has its own way with them."""
@@ -222,12 +207,6 @@ class EmulatedHosts:
             for name in (self._switch, *self._hosts):
                 stack.callback(remove_namespace, name)
         self._handlers.clear()
-        self._mbit_per_s = None
-
-
-def _check_rate(mbit_per_s: float | None) -> None:
-    if mbit_per_s is not None and not 1 <= mbit_per_s <= 1e6:
-        raise InputError(f"mbit_per_s={mbit_per_s} is not in 1 to 1,000,000. Give Mbit/s, or None for no limit.")
 
 
 def _leave(number: int, frame: FrameType | None) -> None:

@@ -130,33 +130,23 @@ def kill_processes(name: str) -> None:
     raise RuntimeError(f"processes {', '.join(pids)} of network namespace {name} do not end")
 
 
-def limit_interface(namespace: str, interface: str, *, before: float | None, after: float | None) -> None:
-    """Changes the rate in Mbit/s at which an interface sends; None for no limit."""
-    tc, root = ("tc", "-n", namespace), ("dev", interface, "root")
-    if after is None:
-        if before is not None:
-            run_tool(*tc, "qdisc", "delete", *root)
-        return
-    bits = round(after * 1e6)
+def limit_interface(namespace: str, interface: str, mbit_per_s: float) -> None:
+    """Sets the rate in Mbit/s at which an interface sends."""
+    tc, device, bits = ("tc", "-n", namespace), ("dev", interface), round(mbit_per_s * 1e6)
     burst = str(max(2 * MTU, round(bits / 8 * _BURST_SECONDS)))
     shape = ("rate", f"{bits}bit", "burst", burst, "cburst", burst, "quantum", str(2 * MTU))
-    if before is None:
-        run_tool(*tc, "qdisc", "add", *root, "handle", "1:", "htb", "default", "1")
-    run_tool(*tc, "class", "replace", "dev", interface, "parent", "1:", "classid", "1:1", "htb", *shape)
-    if before is None:
-        run_tool(*tc, "qdisc", "add", "dev", interface, "parent", "1:1", "bfifo", "limit", str(_QUEUE_BYTES))
+    run_tool(*tc, "qdisc", "add", *device, "root", "handle", "1:", "htb", "default", "1")
+    run_tool(*tc, "class", "replace", *device, "parent", "1:", "classid", "1:1", "htb", *shape)
+    run_tool(*tc, "qdisc", "add", *device, "parent", "1:1", "bfifo", "limit", str(_QUEUE_BYTES))
 
 
-def set_packets(namespace: str, interface: str, mbit_per_s: float | None) -> None:
+def set_packets(namespace: str, interface: str, mbit_per_s: float) -> None:
     """Lets every new connection queue half a millisecond of packets at most, so that a small message soon passes.
 
     By default two packets of 64 kB wait per connection, which a slow wire needs 5 ms for.
     """
-    segments, waiting = 65535, _OUTPUT_BYTES
-    if mbit_per_s is not None:
-        waiting = min(_OUTPUT_BYTES, max(MTU, round(mbit_per_s * 1e6 / 8 * _PACKET_SECONDS)))
-        segments = waiting // MTU
-    run_tool("ip", "-n", namespace, "link", "set", interface, "gso_max_segs", str(segments))
+    waiting = min(_OUTPUT_BYTES, max(MTU, round(mbit_per_s * 1e6 / 8 * _PACKET_SECONDS)))
+    run_tool("ip", "-n", namespace, "link", "set", interface, "gso_max_segs", str(waiting // MTU))
     setting = f"echo {waiting} > /proc/sys/net/ipv4/tcp_limit_output_bytes"
     run_tool("ip", "netns", "exec", namespace, "sh", "-c", setting)
 

@@ -54,24 +54,17 @@ class WireCheck:
 
 
 def measure_wire(
-    hosts: EmulatedHosts,
-    ranks_per_host: int,
-    mbit_per_s: float | None,
-    *,
-    bytes_per_rank: int = 25_000_000,
-    exchanges: int = 7,
+    hosts: EmulatedHosts, ranks_per_host: int, *, bytes_per_rank: int = 25_000_000, exchanges: int = 7
 ) -> WireCheck:
-    """Sets the rate and times a bare all-to-all over all ranks, in both ways.
+    """Times a bare all-to-all over all ranks, in both ways.
 
     Args:
         hosts: where it runs.
         ranks_per_host: ranks on every host.
-        mbit_per_s: rate of every uplink from here on; None for no limit.
         bytes_per_rank: what a rank gives to all ranks together, itself included.
         exchanges: timed ones of each way, after one that is not.
     """
-    hosts.set_rate(mbit_per_s)
-    world = hosts.num_hosts * ranks_per_host
+    mbit_per_s, world = hosts.mbit_per_s, hosts.num_hosts * ranks_per_host
     needed = ranks_per_host * (world - ranks_per_host) * (bytes_per_rank // world)
     wire = None if mbit_per_s is None else needed * 8 / (mbit_per_s * 1e6)
     with tempfile.TemporaryDirectory(prefix="dmt-wire-") as folder:

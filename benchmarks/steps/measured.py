@@ -25,7 +25,6 @@ class Measured:
     scheme: str
     rounds: tuple[tuple[float, ...], ...]
     """Seconds of the steps of each round."""
-    samples_per_second: float
     across: Mapping[str, float]
     """Bytes that a host sends to others by kind, counted at the collectives, mean over hosts."""
     needed: Mapping[str, float]
@@ -42,8 +41,6 @@ class Measured:
     """Seconds that the busiest uplink's bytes take at its rate; None where the rate is not limited."""
     compute: float
     """CPU seconds of all processes over the machine's cores."""
-    imbalance: float
-    """Difference in work between the main threads of the busiest and the least busy host, as a share of the step."""
 
     @property
     def seconds(self) -> list[float]:
@@ -111,14 +108,12 @@ def measure_run(run: Mapping[str, Any], *, cores: int) -> list[Measured]:
 
 
 def _measure(contender: Mapping[str, Any], setting: Mapping[str, Any], cores: int) -> Measured:
-    hosts, ranks_per_host, rate = (setting[name] for name in ("hosts", "ranks_per_host", "mbit_per_s"))
-    steps, turn = contender["steps"], setting["steps_per_turn"]
+    hosts, rate, steps, turn = setting["hosts"], setting["mbit_per_s"], contender["steps"], setting["steps_per_turn"]
     seconds = [step["seconds"] for step in steps]
     uplink = _median_by_host([step["uplink_bytes"] or [] for step in steps])
     return Measured(
         **{name: contender[name] for name in ("name", "family", "precision", "compression", "scheme")},
         rounds=tuple(tuple(seconds[i : i + turn]) for i in range(0, len(seconds), turn)),
-        samples_per_second=setting["batch_size"] * hosts * ranks_per_host / float(np.median(seconds)),
         across={kind: contender["traffic"][kind] / hosts for kind in KINDS},
         needed={kind: contender["needed"][kind] / hosts for kind in KINDS},
         inside=contender["traffic"]["inside"] / hosts,
@@ -127,17 +122,11 @@ def _measure(contender: Mapping[str, Any], setting: Mapping[str, Any], cores: in
         waiting=float(np.median([np.mean(step["by_rank"]["waiting"]) for step in steps])),
         wire=None if rate is None or not uplink else max(uplink) / bytes_per_second(rate),
         compute=float(np.median([sum(step["by_rank"]["cpu"]) for step in steps])) / cores,
-        imbalance=float(np.median([_imbalance(step, ranks_per_host) for step in steps])),
     )
 
 
 def _median_by_host(of_steps: Sequence[Sequence[float]]) -> tuple[float, ...]:
     return tuple(float(np.median(of_host)) for of_host in zip(*of_steps, strict=True))
-
-
-def _imbalance(step: Mapping[str, Any], ranks_per_host: int) -> float:
-    work = np.reshape(step["by_rank"]["main_cpu"], (-1, ranks_per_host)).sum(axis=1)
-    return float(work.max() - work.min()) / step["seconds"]
 
 
 @dataclass(frozen=True, kw_only=True)

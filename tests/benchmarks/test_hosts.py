@@ -159,7 +159,7 @@ for line in sys.stdin:
 
 
 @needs_root
-def test_a_rate_is_held_and_changed_and_bytes_are_counted() -> None:
+def test_a_rate_is_held_and_bytes_are_counted() -> None:
     before = {path.name for path in Path("/sys/class/net").iterdir()}
     with EmulatedHosts(2, mbit_per_s=80) as hosts, contextlib.ExitStack() as stack:
         receiver = stack.enter_context(inside(hosts, 1, RECEIVE, hosts.address(1)))
@@ -181,13 +181,6 @@ def test_a_rate_is_held_and_changed_and_bytes_are_counted() -> None:
         sent, acknowledged = (now - then for now, then in zip(hosts.uplink_bytes(), counted, strict=True))
         assert 15_000_000 < sent < 15_000_000 * 1.02
         assert 0 < acknowledged < 15_000_000 * 0.02
-        hosts.set_rate(160)
-        assert hosts.mbit_per_s == 160
-        assert rates(hosts) == ["160Mbit"] * 2
-        assert min(seconds(5_000_000) for _ in range(3)) > 0.24
-        hosts.set_rate(None)
-        assert rates(hosts) == []
-        seconds(5_000_000)
         assert {path.name for path in Path("/sys/class/net").iterdir()} == before, "the machine's own network changed"
     assert ours(os.getpid()) == []
 
