@@ -22,7 +22,7 @@ from typing import Any
 
 import click
 
-from benchmarks.steps.contenders import CONTENDERS, EMBEDDING_DIM, named, select
+from benchmarks.steps.contenders import EMBEDDING_DIM, named, select
 from benchmarks.steps.measured import bytes_per_second, measure_run
 from benchmarks.steps.predicted import predictions
 from benchmarks.steps.report import setting_words, write_results
@@ -37,7 +37,7 @@ _HERE = Path(__file__).parent
 # rank: with prefetch, which has been faster in every record.
 FLAT = (
     *("flat-tw", "flat-cw+prefetch"),
-    *(n for n in CONTENDERS if n.startswith(("flat-tw-dp", "flat-cw-dp", "flat-planner")) and n.endswith("+prefetch")),
+    *(found.name for found in select([f"flat-{way}*+prefetch" for way in ("*-dp", "tw+vbe", "planner")])),
 )
 OURS = (
     *("etc-cr2", "etc-cr4+prefetch", "sptt", "sptt+unique", "sptt+hier+hot"),

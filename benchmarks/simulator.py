@@ -11,7 +11,6 @@ import json
 import shutil
 import statistics
 from collections.abc import Mapping, Sequence
-from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -23,7 +22,7 @@ from benchmarks.emulation.hosts import EmulatedHosts
 from benchmarks.report import commit, processor
 from benchmarks.steps.build import own_tables, own_topology, own_towers
 from benchmarks.steps.contenders import Contender, named
-from benchmarks.steps.inputs import access_profile, benchmark_tables
+from benchmarks.steps.inputs import benchmark_tables, distinct_rows
 from benchmarks.steps.setting import Setting
 from dmt.models.complexity import CRITEO_DENSE_FEATURES
 from dmt.simulator.cluster import Cluster, load_cluster
@@ -37,15 +36,15 @@ __all__ = ["job_of", "main"]
 _RESULTS = Path(__file__).parent / "results"
 _STEPS = _RESULTS / "replica_steps.json"
 _OUT = _RESULTS / "replica_steps.md"
-_FLAT = {"table_wise": "table_wise", "column_wise": "column_wise"}
+_FLAT = ("table_wise", "column_wise")
 
 
 def job_of(contender: Contender, setting: Setting) -> Job | None:
     """The contender as a run of the trainer; None where the simulator has no such step."""
     is_flat = contender.family == "flat"
     has_other_plan = is_flat and (contender.scheme not in _FLAT or contender.data_parallel_rows != 0)
-    is_unique_by_tower = contender.unique and contender.has_towers
-    if contender.family == "etc" or contender.hot_rows or has_other_plan or is_unique_by_tower:
+    is_unique_elsewhere = contender.unique and contender.family != "sptt"
+    if contender.family == "etc" or contender.hot_rows or has_other_plan or is_unique_elsewhere:
         return None
     values: dict[str, Any] = {
         "model": {"arch": "dlrm", "embedding_dim": 128},
@@ -63,7 +62,7 @@ def job_of(contender: Contender, setting: Setting) -> Job | None:
         values["sharding"] |= {"forward_precision": "fp16", "backward_precision": "fp16"}
     tables = benchmark_tables(setting)
     if is_flat:
-        values["sharding"]["scheme"] = _FLAT[contender.scheme]
+        values["sharding"]["scheme"] = contender.scheme
         values["topology"] = {"num_towers": setting.hosts, "ranks_per_tower": setting.ranks_per_host}
         return make_job(TrainingConfig.model_validate(values), tables, CRITEO_DENSE_FEATURES)
     topology = own_topology(contender, setting)
@@ -73,17 +72,11 @@ def job_of(contender: Contender, setting: Setting) -> Job | None:
     }
     config = TrainingConfig.model_validate(values)
     tables = own_tables(contender, setting)
-    data = _counted(setting) if contender.unique else None
+    data: Any = None
+    if contender.unique:  # what a job reads of data whose ids `dmt prepare` has counted
+        rows = {name: distinct_rows(setting)[table.name] for table in tables for name in table.feature_names}
+        data = SimpleNamespace(raw=DataConfig(), distinct_inputs=lambda _: rows)
     return make_job(config, tables, CRITEO_DENSE_FEATURES, towers=own_towers(contender, setting), data=data)
-
-
-@cache
-def _counted(setting: Setting) -> Any:
-    """What a job reads of data whose ids `dmt prepare` has counted."""
-    profile = access_profile(setting)
-    rows = profile.distinct_rows(setting.batch_size)
-    by_feature = {name: rows[table.name] for table in profile.tables for name in table.feature_names}
-    return SimpleNamespace(raw=DataConfig(), distinct_inputs=lambda batch_size: by_feature)
 
 
 class Row(NamedTuple):

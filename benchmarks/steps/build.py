@@ -26,7 +26,7 @@ from benchmarks.steps.flat import (
     tower_plan_by_hand,
     tower_sharders,
 )
-from benchmarks.steps.inputs import Batches, access_profile, benchmark_tables
+from benchmarks.steps.inputs import Batches, access_profile, benchmark_tables, distinct_rows
 from benchmarks.steps.setting import Setting
 from dmt import (
     ExchangePrecision,
@@ -275,7 +275,7 @@ def own_towers(contender: Contender, setting: Setting) -> TowerPlan:
     """Towers that send about equally much; the small tables are outside if the contender has them there."""
     topology, tables = own_topology(contender, setting), benchmark_tables(setting)
     is_unique = contender.unique and not contender.has_towers  # of single features
-    rows = access_profile(setting).distinct_rows(setting.batch_size) if is_unique else None
+    rows = distinct_rows(setting) if is_unique else None
     plan = TowerPlan.balanced(tables, topology, rows=rows)
     if not contender.outside:
         return plan

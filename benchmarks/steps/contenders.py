@@ -44,7 +44,7 @@ class Contender:
     rank_towers: bool = False
     """True for a tower on each rank instead of each host."""
     unique: bool = False
-    """True if each distinct input of a rank's batch crosses hosts once."""
+    """True if each distinct input of a rank's batch crosses hosts once; in ``flat`` by TorchRec's variable batches."""
     hot_rows: bool = False
     """True if rows that are read most are on every rank, chosen by a profile."""
     outside: bool = False
@@ -70,11 +70,12 @@ class Contender:
 
 
 def _flat() -> Iterator[Contender]:
-    """What any TorchRec user can have: two schemes, small tables on every rank at two thresholds, its planner."""
+    """What any TorchRec user can have: two schemes, small tables on every rank, distinct ids only, its planner."""
     schemes: list[tuple[str, str, int | None]] = [
         *((f"flat-{short}", scheme, 0) for short, scheme in (("tw", "table_wise"), ("cw", "column_wise"))),
         *((f"flat-{short}-dp", scheme, None) for short, scheme in (("tw", "table_wise"), ("cw", "column_wise"))),
         *((f"flat-{short}-dp15000", scheme, 15_000) for short, scheme in (("tw", "table_wise"), ("cw", "column_wise"))),
+        ("flat-tw+vbe", "table_wise", 0),
         ("flat-planner", "planner", 0),
         ("flat-rw", "row_wise", 0),
     ]
@@ -88,6 +89,7 @@ def _flat() -> Iterator[Contender]:
                     data_parallel_rows=rows,
                     precision=precision,  # type: ignore[arg-type]
                     prefetch=prefetch,
+                    unique="+vbe" in base,
                 )
 
 
@@ -112,6 +114,7 @@ def _same_model() -> Iterator[Contender]:
     yield Contender(name="sptt+unique+hot", family="sptt", unique=True, hot_rows=True)
     yield Contender(name="sptt+hier+hot", family="sptt", dense_reduce="fp32", hot_rows=True)
     best = {"prefetch": True, "unique": True}
+    yield Contender(name="sptt+prefetch+unique+rank-towers", family="sptt", rank_towers=True, **best)
     ways = [(4, False, False), (4, True, False), (4, True, True), (16, True, False)]
     for micro_batches, rank_towers, outside in ways:
         options = "+rank-towers" * rank_towers + "+outside" * outside

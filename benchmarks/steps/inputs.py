@@ -36,8 +36,7 @@ from dmt.models.complexity import CRITEO_DENSE_FEATURES
 from dmt.plan.tables import TableSpec, feature_names
 from dmt.training.data.batch import ClickBatch
 
-__all__ = ["Batches", "access_profile", "benchmark_tables", "distinct_inputs", "random_batch"]
-
+__all__ = ["Batches", "access_profile", "benchmark_tables", "distinct_inputs", "distinct_rows", "random_batch"]
 
 # A prime, larger than any table: the most frequent ids, which come first, are spread over the rows of their table.
 _SPREAD = 2_654_435_761
@@ -93,6 +92,12 @@ def access_profile(setting: Setting) -> AccessProfile:
     return profile
 
 
+@cache
+def distinct_rows(setting: Setting) -> dict[str, float]:
+    """By table, the rows that a rank is expected to read in a step."""
+    return access_profile(setting).distinct_rows(setting.batch_size)
+
+
 def distinct_inputs(setting: Setting, features: Sequence[str], host: int) -> int:
     """Distinct inputs of each rank in the first step that come from other hosts: ids of some features together.
 
@@ -126,10 +131,13 @@ class Batches(Iterator[ClickBatch]):
     Args:
         opening: for the first steps.
         pool: for all others.
+        unique: whether each distinct id of a feature is in a batch once, as TorchRec's variable batch per feature.
+            Found anew for every batch, as part of its step.
     """
 
-    def __init__(self, opening: Sequence[ClickBatch], pool: Sequence[ClickBatch]) -> None:
-        self._batches = chain(opening, cycle(pool))
+    def __init__(self, opening: Sequence[ClickBatch], pool: Sequence[ClickBatch], *, unique: bool = False) -> None:
+        batches = chain(opening, cycle(pool))
+        self._batches = map(_each_id_once, batches) if unique else batches
         self._is_closed = False
 
     def __next__(self) -> ClickBatch:
@@ -140,3 +148,18 @@ class Batches(Iterator[ClickBatch]):
     def close(self) -> None:
         """Ends the iteration, so that a pipeline can finish the batches it has begun."""
         self._is_closed = True
+
+
+def _each_id_once(batch: ClickBatch) -> ClickBatch:
+    """The batch, of one id for each feature and sample, with the distinct ids of each feature and where they belong."""
+    keys = batch.sparse_features.keys()
+    found = [torch.unique(batch.sparse_features[key].values(), return_inverse=True) for key in keys]
+    values = torch.cat([ids for ids, _ in found])
+    once = KeyedJaggedTensor(
+        keys=keys,
+        values=values,
+        lengths=torch.ones(len(values), dtype=torch.int32),
+        stride_per_key_per_rank=[[len(ids)] for ids, _ in found],
+        inverse_indices=(keys, torch.stack([samples for _, samples in found])),
+    )
+    return replace(batch, sparse_features=once)

@@ -97,10 +97,11 @@ def column_cuts(plan: ShardingPlan) -> dict[str, list[int]]:
     return cuts
 
 
-def host_shares(plan: ShardingPlan, setting: Setting) -> list[HostShare]:
+def host_shares(plan: ShardingPlan, setting: Setting, *, unique: bool = False) -> list[HostShare]:
     """Shares of every sharded table that each host holds under a plan whose ranks are those of the job."""
     shares: list[HostShare] = []
-    for parameter in table_parameters(plan).values():
+    features = {table.name: table.feature_names for table in benchmark_tables(setting)}
+    for table, parameter in table_parameters(plan).items():
         if parameter.sharding_spec is None:
             continue  # data-parallel
         shards = parameter.sharding_spec.shards
@@ -114,7 +115,8 @@ def host_shares(plan: ShardingPlan, setting: Setting) -> list[HostShare]:
         for host, held in rows.items():
             share = sum(held.values()) / table_rows
             if share > 0:
-                shares.append(HostShare(host=host, columns=sum(columns[host].values()), rows=share))
+                inputs = distinct_inputs(setting, features[table], host) if unique else None
+                shares.append(HostShare(host=host, columns=sum(columns[host].values()), rows=share, inputs=inputs))
     return shares
 
 
@@ -130,7 +132,7 @@ def needed_by(built: Built, setting: Setting) -> dict[str, int] | None:
     if setting.history:
         return dict.fromkeys(("ids", "forward", "backward", "dense"), 0)
     if contender.family in ("flat", "etc"):
-        shares = host_shares(built.plan, setting)
+        shares = host_shares(built.plan, setting, unique=contender.unique)
     else:
         # Ranks in the plan are those of a tower; a tower is on one host, and its tables are nowhere else.
         towers = built.towers.towers

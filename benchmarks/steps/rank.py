@@ -131,7 +131,8 @@ def build_checked(setting: Setting, contenders: Sequence[Contender], pool: Seque
         weights = plain_weights(same[0], setting)
         plain = PlainModel(same[0], setting, weights) if dist.get_rank() == 0 else None
         for contender in same:
-            batches = Batches(check_batches(setting, dist.get_rank()), pool)
+            is_unique = contender.family == "flat" and contender.unique
+            batches = Batches(check_batches(setting, dist.get_rank()), pool, unique=is_unique)
             built = everything[contender.name] = build_contender(contender, setting, meshes, batches)
             load_weights(built, weights)
             found = gather_objects(losses_of(built), world)

@@ -292,7 +292,13 @@ def run_of(names: list[str], folder: Path, **changes: int) -> dict[str, dict]:
 @pytest.mark.ranks
 def test_a_small_job_of_each_family(tmp_path: Path) -> None:
     half = "sptt+fp16+prefetch+bf16-dense+mb4+unique"
-    names = ["flat-cw-dp+prefetch", "sptt", "sptt+prefetch+hier+mb4+unique+rank-towers+outside", half]
+    names = [
+        "flat-cw-dp+prefetch",
+        "flat-tw+vbe+prefetch",
+        "sptt",
+        "sptt+prefetch+hier+mb4+unique+rank-towers+outside",
+        half,
+    ]
     names += ["dmt-cr2+fp16", "dmt-cr2+outside", "dmt-cr2+r2-intra"]
     found = run_of(names, tmp_path, warm_up_rounds=0)
     # Of each of 4 ranks, the columns that the rank on the other host looks up for it.
