@@ -129,7 +129,10 @@ def about_job(command: str) -> dict[str, Any]:
 @click.option("--hosts", type=click.IntRange(1), multiple=True, default=[2], help="Emulated hosts; a job for each.")
 @click.option("--ranks-per-host", type=click.IntRange(1), default=2, help="Ranks on each.")
 @click.option(
-    "--mbit", type=click.FloatRange(0, min_open=True), help="Rate of each uplink, Mbit/s; left out: no limit."
+    "--mbit",
+    type=click.FloatRange(0, min_open=True),
+    multiple=True,
+    help="Rate of each uplink, Mbit/s; a job for each; left out: no limit.",
 )
 @click.option("--batch", type=click.IntRange(1), default=4096, help="Samples per rank and step.")
 @click.option("--rounds", type=click.IntRange(1), default=7, help="Measured turns of each contender.")
@@ -147,6 +150,7 @@ def about_job(command: str) -> dict[str, Any]:
 def main(
     *,
     hosts: tuple[int, ...],
+    mbit: tuple[float, ...],
     history: tuple[int, ...],
     contenders: tuple[str, ...],
     emulated: bool,
@@ -159,8 +163,8 @@ def main(
         click.echo("\n".join(CONTENDERS))
         return
     try:
-        common = {"mbit_per_s": sizes.pop("mbit"), "batch_size": sizes.pop("batch"), **sizes}
-        settings = [Setting(hosts=number, history=length, **common) for number, length in product(hosts, history)]
+        common, each = {"batch_size": sizes.pop("batch"), **sizes}, product(mbit or (None,), hosts, history)
+        settings = [Setting(mbit_per_s=rate, hosts=number, history=length, **common) for rate, number, length in each]
         runs = [run_setting(setting, select(contenders), out, emulated=emulated) for setting in settings]
     except InputError as error:
         raise click.UsageError(str(error)) from error

@@ -234,6 +234,7 @@ def test_what_unique_sends_is_predicted_as_it_was_measured() -> None:
     for name in ("sptt", "sptt+unique", "sptt+prefetch+hier+mb4+unique+rank-towers+outside"):
         assert work_of(job_of(named(name), setting)).sent["peer_outputs"].uplink == pytest.approx(sent[name], rel=0.01)
     assert job_of(named("dmt-cr2+unique"), setting) is None, "not counted by tower"
+    assert job_of(named("flat-tw+vbe"), setting) is None, "the trainer's flat dataflow has no unique inputs"
 
 
 def test_a_step_is_as_long_as_its_slowest_rank() -> None:
@@ -292,13 +293,8 @@ def run_of(names: list[str], folder: Path, **changes: int) -> dict[str, dict]:
 @pytest.mark.ranks
 def test_a_small_job_of_each_family(tmp_path: Path) -> None:
     half = "sptt+fp16+prefetch+bf16-dense+mb4+unique"
-    names = [
-        "flat-cw-dp+prefetch",
-        "flat-tw+vbe+prefetch",
-        "sptt",
-        "sptt+prefetch+hier+mb4+unique+rank-towers+outside",
-        half,
-    ]
+    names = ["flat-cw-dp+prefetch", "flat-tw+vbe+prefetch", "sptt"]
+    names += ["sptt+prefetch+hier+mb4+unique+rank-towers+outside", half]
     names += ["dmt-cr2+fp16", "dmt-cr2+outside", "dmt-cr2+r2-intra"]
     found = run_of(names, tmp_path, warm_up_rounds=0)
     # Of each of 4 ranks, the columns that the rank on the other host looks up for it.
