@@ -1,13 +1,13 @@
-"""The whole study of step times on emulated hosts, from jobs to a page, in some 45 minutes on two cores.
+"""Runs the study of step times on emulated hosts, from jobs to a page, in about 45 minutes on two cores.
 
     sudo make bench        or, as root:   OMP_NUM_THREADS=1 python -m benchmarks.bench
 
-Flat contenders come first, in a job of their own, in FP32 and FP16: table- and column-wise, small tables on every rank
-at two thresholds, TorchRec's planner, with and without prefetch. The two fastest of each precision then take turns with
-all others in the main job, and every ratio is over the fastest flat one there. Sweeps around it: rate of the links,
-ids drawn evenly. What is done is kept in ``--work`` round by round, and a stopped study goes on with
-the jobs that are not whole; ``--minutes`` ends it in time. ``--quick`` tries all of it on small batches and says
-nothing about speed.
+Flat contenders run first, in a separate job, in FP32 and FP16: table- and column-wise, small tables on every rank at
+two thresholds, and TorchRec's planner, with and without prefetch. The two fastest of each precision then take turns
+with all others in the main job, where every speedup is relative to the fastest flat one. Further jobs vary the rate of
+the links, and draw ids evenly. ``--work`` keeps the results of every round, so that a rerun continues with the jobs
+that are incomplete; ``--minutes`` limits the time. ``--quick`` is a smoke test on small batches: its times mean
+nothing.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from dmt.errors import InputError
 __all__ = ["PARTS", "Job", "Study", "main"]
 
 _HERE = Path(__file__).parent
-# Where every table is sharded, a flat model is slower by far: one of each scheme, for comparison. Small tables on every
-# rank: with prefetch, which has been faster in every record.
+# Flat models that shard every table are far slower: one of each scheme, for comparison. Those with small tables on
+# every rank run with prefetch, which was faster in every record.
 FLAT = (
     *("flat-tw", "flat-cw+prefetch"),
     *(found.name for found in select([f"flat-{way}*+prefetch" for way in ("*-dp", "tw+vbe", "planner")])),
@@ -56,20 +56,20 @@ _MAIN = Setting(steps_per_turn=1, rounds=5)
 PARTS: dict[str, tuple[Setting, ...]] = {
     "flat": (replace(_MAIN, rounds=2),),
     "main": (_MAIN,),
-    # Bound by the wire; and so fast a link that the flat model waits for it a third of its time, as in the DMT paper's
-    # Figure 1 after optimization.
+    # At 50 Mbit/s the links are the bottleneck; at 500 the flat model waits for them a third of its time, as in the DMT
+    # paper's Figure 1 after optimization.
     "rate": tuple(replace(_MAIN, rounds=3, mbit_per_s=rate) for rate in (50.0, 500.0)),
-    # All hosts share the cores: only slow links can still bind eight of them.
+    # Drawn evenly, no id is frequent.
     "ids": (replace(_MAIN, rounds=2, ids="uniform"),),
 }
-"""Settings of the jobs of each part, those first that a study which is cut off must have."""
+"""Settings of the jobs of each part; the parts that a study needs most come first, in case its time runs out."""
 
-# For the estimate, from runs on two cores: starting a job, building one contender, computing one sample's step.
+# Times on two cores, for the estimate: to start a job, to build a contender, to compute a step of one sample.
 _START_SECONDS, _BUILD_SECONDS, _SAMPLE_SECONDS = 15.0, 1.5, 1.1e-4
 _FEATURES, _DENSE_BYTES = 26, 9e6
-# After the rounds: what the pipeline has begun.
+# Steps after the rounds, on batches that the pipeline has already read.
 _LAST_STEPS = 2
-# Of a job whose time is cut short: its first round, and the end of the one that runs when its time is over.
+# Rounds of a job whose time runs out: the first one, and the one that is running at that moment.
 _LEAST_ROUNDS = 2
 
 
@@ -83,18 +83,18 @@ class Job:
 
     @property
     def name(self) -> str:
-        """Stem of its file."""
+        """Name of the job's file, without its ending."""
         setting = self.setting
         return f"{self.part}-{setting.hosts}x{setting.ranks_per_host}-{setting.mbit_per_s or 0:g}-{setting.ids}"
 
     @property
     def estimate(self) -> float:
-        """Seconds that it will take, roughly."""
+        """Approximate seconds that the job takes."""
         return self._seconds(self.setting.rounds)
 
     @property
     def least(self) -> float:
-        """Seconds that it takes to have a round of each contender."""
+        """Seconds that the job needs for at least one round of each contender."""
         return self._seconds(_LEAST_ROUNDS)
 
     def _seconds(self, rounds: int) -> float:
@@ -106,7 +106,7 @@ class Job:
     def _step_seconds(self, name: str) -> float:
         contender, setting = named(name), self.setting
         columns = _FEATURES * EMBEDDING_DIM * (2 if contender.precision == "fp16" else 4) / contender.compression
-        # Small tables on every rank, hot rows and unique inputs: from the record of unique inputs.
+        # Shares of bytes with small tables on every rank, hot rows or unique inputs, from the record of unique inputs.
         is_smaller = contender.data_parallel_rows != 0 or contender.outside
         share = 0.25 if contender.unique or contender.hot_rows else 0.5 if is_smaller else 1.0
         others = setting.batch_size * setting.ranks_per_host * (setting.hosts - 1) / setting.hosts
@@ -119,18 +119,18 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """The jobs of a study and what is done of them."""
+    """The jobs of a study, and those of their results that exist."""
 
     work: Path
-    """Folder with a file for each job."""
+    """Folder with a result file for each job."""
     parts: tuple[str, ...] = tuple(PARTS)
     quick: bool = False
     """True for a smoke test."""
     deadline: float | None = None
-    """Seconds since 1970 by which the study has ended; None: it takes its time."""
+    """Time by which the study must end, in seconds since 1970; None: no limit."""
 
     def jobs(self, part: str) -> list[Job]:
-        """The jobs of one part; but for ``flat`` they take the flat contenders that were fastest there."""
+        """Returns the jobs of a part; parts other than ``flat`` include the flat contenders that were fastest there."""
         if self.quick:
             small = {"batch_size": 256, "rounds": 1}
             return [Job(part=part, setting=replace(PARTS[part][-1], **small), contenders=_QUICK)]  # type: ignore[arg-type]
@@ -142,7 +142,7 @@ class Study:
         return [Job(part=part, setting=setting, contenders=tuple(contenders)) for setting in PARTS[part]]
 
     def fastest_flats(self, precision: str) -> list[str]:
-        """The two fastest flat contenders of a precision; before they have run, two that were fast once."""
+        """Returns the two fastest flat contenders of a precision; before they have run, two of an earlier record."""
         record = self.record(Job(part="flat", setting=PARTS["flat"][0], contenders=FLAT), unfinished=True)
         if record is None:
             half = "" if precision == "fp32" else f"+{precision}"
@@ -151,9 +151,9 @@ class Study:
         return [found.name for found in sorted(flats, key=lambda found: found.median)[:2]]
 
     def record(self, job: Job, *, unfinished: bool = False) -> dict[str, Any] | None:
-        """What is done of a job, for this setting and these contenders; None if nothing is.
+        """Returns the record of a job if it has run with this setting and these contenders, else None.
 
-        ``unfinished`` also takes a job that was cut off, with the rounds that it has.
+        ``unfinished`` also accepts a job that was stopped, with the rounds that it completed.
         """
         path, partial = self.work / f"{job.name}.json", self._partial(job)
         if path.exists():
@@ -168,11 +168,11 @@ class Study:
         return record if record["run"]["setting"] == asdict(job.setting) and set(job.contenders) <= names else None
 
     def _partial(self, job: Job) -> Path:
-        """Where a job writes every round; it stays where the job does not end."""
+        """Returns the path to which a job writes its rounds; the file remains if the job does not end."""
         return self.work / f"{job.name}.partial.json"
 
     def run(self) -> list[str]:
-        """Runs the jobs that are not done; returns the names of those that failed or had no time left."""
+        """Runs the jobs without a result; returns the names of those that failed or for which no time was left."""
         failed = []
         for part in self.parts:
             for job in self.jobs(part):
@@ -192,7 +192,7 @@ class Study:
     def _run(self, job: Job) -> bool:
         start, partial, deadline = time.monotonic(), self._partial(job), self.deadline
         if deadline is not None:
-            # The last round and what follows it need time, too.
+            # Leaves time for the last round and for what follows it.
             deadline -= job.least / 2
         self.work.mkdir(parents=True, exist_ok=True)
         try:
@@ -206,15 +206,15 @@ class Study:
         return True
 
     def write(self, out: Path) -> list[Path]:
-        """Writes the page, the JSON and the pictures of what is done, jobs that were cut off included.
+        """Writes page, JSON and pictures of all results, including those of stopped jobs; returns the paths.
 
         Raises:
-            InputError: nothing is done.
+            InputError: no job has a result.
         """
         records = [(job.part, self.record(job, unfinished=True)) for part in PARTS for job in self.jobs(part)]
         done = [(part, record) for part, record in records if record is not None]
         if not done:
-            raise InputError(f"{self.work} holds no finished job of this study. Run one without --only-write first.")
+            raise InputError(f"{self.work} has no result of this study. Run it without --only-write first.")
         commits = sorted({record["about"]["commit"] for _, record in done})
         made = done[0][1]["about"] | {"commit": ", ".join(commits)}
         runs = [{"part": part, **record["run"]} for part, record in done]
@@ -226,16 +226,16 @@ def _command() -> str:
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--part", "parts", type=click.Choice([*PARTS]), multiple=True, default=[*PARTS], help="To be run.")
-@click.option("--quick", is_flag=True, help="A smoke test of a few minutes; everything goes to WORK/quick.")
-@click.option("--only-write", is_flag=True, help="Run nothing, write what is done.")
-@click.option("--minutes", type=click.FloatRange(0, min_open=True), help="Time for the study; the rest is left out.")
-@click.option("--work", type=click.Path(path_type=Path), default=Path("runs/steps"), help="For the progress.")
-@click.option("--out", type=click.Path(path_type=Path), default=_HERE / "results", help="For the results.")
+@click.option("--part", "parts", type=click.Choice([*PARTS]), multiple=True, default=[*PARTS], help="Parts to run.")
+@click.option("--quick", is_flag=True, help="Smoke test of a few minutes; all files go to WORK/quick.")
+@click.option("--only-write", is_flag=True, help="Run nothing; write the results so far.")
+@click.option("--minutes", type=click.FloatRange(0, min_open=True), help="Time limit; later jobs are left out.")
+@click.option("--work", type=click.Path(path_type=Path), default=Path("runs/steps"), help="Progress folder.")
+@click.option("--out", type=click.Path(path_type=Path), default=_HERE / "results", help="Results folder.")
 def main(
     *, parts: tuple[str, ...], quick: bool, only_write: bool, minutes: float | None, work: Path, out: Path
 ) -> None:
-    """Times training steps on emulated hosts and writes a page. Needs root.
+    """Times training steps on emulated hosts, and writes a page of the results. Needs root.
 
     Example: python -m benchmarks.bench --part flat --part main
     """
@@ -255,7 +255,7 @@ def main(
         if not failed:
             raise click.UsageError(str(error)) from error
     if failed:
-        raise click.ClickException(f"Not done: {', '.join(failed)}. What is done is written; run it again to go on.")
+        raise click.ClickException(f"Not done: {', '.join(failed)}. The other results are written; run it again.")
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""One rank on one GPU, in a few minutes: environment, parity with the plain module, step time, memory and a profile.
+"""Measures one rank on one GPU in a few minutes: parity with the plain module, step time, memory and a profile.
 
     .venv/bin/python -m benchmarks.gpu --out benchmarks/results/gpu.json
 
-Three models of the same tables are compared: flat TorchRec, SPTT, and DMT-DLRM. One rank sends nothing to others, so
-step times show what the dataflows cost beside their exchanges, not what they save. ``--device cpu`` runs the same on a
-CPU, with ``--quick`` in seconds; docs/status.md describes the record.
+It compares three models with the same tables: flat TorchRec, SPTT, and DMT-DLRM. A single rank exchanges nothing, so
+step times show what the dataflows cost apart from their exchanges, not what they save. ``--device cpu`` runs the same
+on a CPU, with ``--quick`` in seconds; docs/status.md describes the record.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ __all__ = ["CONTENDERS", "FORMAT", "main", "measure", "profile_step"]
 FORMAT = 1
 """Version of the record's format."""
 CONTENDERS = {"flat": ("dlrm", "flat"), "sptt": ("dlrm", "sptt"), "dmt": ("dmt-dlrm", "sptt")}
-"""Arch and dataflow by name."""
-# Logits and gradients of numbers near 1 that are summed in another order.
+"""Model architecture and dataflow of each contender, by its name."""
+# Largest difference of logits and gradients, which are sums of numbers near 1 in another order.
 _TOLERANCE = 1e-4
 _WARM_UP_STEPS = 3
 _OPERATORS = 12
 
 
 def make_config(name: str, device: str, *, quick: bool) -> TrainingConfig:
-    """The run of a contender: DLRM of the paper's sizes on 26 features, or a tiny one."""
+    """Returns the config of a contender: DLRM of the paper's sizes on 26 features, or a tiny one if ``quick``."""
     arch, dataflow = CONTENDERS[name]
     features, rows, batch = (6, 50, 32) if quick else (26, 100_000, 4096)
     layers = {"dense_arch": [8], "over_arch": [8, 1], "embedding_dim": 8, "tower_dim": 4} if quick else {}
@@ -69,11 +69,11 @@ def make_config(name: str, device: str, *, quick: bool) -> TrainingConfig:
 
 
 def measure(name: str, device: str, *, quick: bool) -> dict[str, Any]:
-    """Returns differences from the plain module, seconds per step, bytes of memory and a profile of one contender."""
+    """Returns a contender's differences from the plain module, seconds per step, peak bytes of memory, and profile."""
     config = make_config(name, device, quick=quick)
     job, mesh = open_job(config), TowerMesh(config.topology.build())
     place, on_gpu = current_device(job.device_type), job.device_type == "cuda"
-    gc.collect()  # models are in reference cycles; the one before would count
+    gc.collect()  # models are in reference cycles; otherwise the previous one would count
     if on_gpu:
         torch.cuda.reset_peak_memory_stats()
     model = shard_model(job, mesh)
@@ -102,21 +102,21 @@ def measure(name: str, device: str, *, quick: bool) -> dict[str, Any]:
 
 
 def profile_step(step: Callable[[], Any], *, on_gpu: bool) -> dict[str, Any]:
-    """Seconds of one step's kernels on the GPU, or else of its operators on the CPU; those that take most first."""
+    """Returns the seconds of a step's kernels on the GPU, or else of its operators on the CPU, the slowest first."""
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler:
         step()
         if on_gpu:
             torch.cuda.synchronize()
     clock = "self_device_time_total" if on_gpu else "self_cpu_time_total"
     found = sorted(profiler.key_averages(), key=lambda one: getattr(one, clock), reverse=True)
-    if on_gpu:  # an operator has the time of its kernels, a named range that of the GPU until its end
+    if on_gpu:  # operators and named ranges would count the time of their kernels again
         found = [one for one in found if one.device_type == DeviceType.CUDA and not one.is_user_annotation]
     operators = [{"name": one.key, "calls": one.count, "seconds": getattr(one, clock) / 1e6} for one in found]
     return {"seconds": sum(one["seconds"] for one in operators), "operators": operators[:_OPERATORS]}
 
 
 def _parity(job: Job, model: DistributedModelParallel, batch: ClickBatch) -> dict[str, float]:
-    """Largest differences of logits and dense gradients from those of the plain module with the same weights."""
+    """Returns the largest differences of logits and dense gradients from a plain module with the same weights."""
     plain = ClickTask(build_model(job, device=str(batch.labels.device)))
     load_plain_state(model, plain.state_dict())
     results: list[tuple[Tensor, dict[str, Tensor]]] = []
@@ -138,7 +138,7 @@ def _parity(job: Job, model: DistributedModelParallel, batch: ClickBatch) -> dic
 
 
 def environment(device: str) -> dict[str, Any]:
-    """Versions, machine and GPU."""
+    """Returns date, device, machine, GPU, and versions of the software."""
     found: dict[str, Any] = {"device": device, "machine": platform.machine(), "date": time.strftime("%Y-%m-%d")}
     found |= {"versions": versions(), "cuda": torch.version.cuda}
     if device == "cuda":

@@ -1,6 +1,6 @@
-"""The numbers of README and docs that come from records: `python -m benchmarks.pages` writes them again.
+"""Updates the numbers in README and docs that come from records: `python -m benchmarks.pages`.
 
-A table is known by its header, a sentence by its words. `tests/test_docs.py` compares both with what is made here.
+A table is identified by its header, a sentence by its words. `tests/test_docs.py` checks that both are up to date.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _record(name: str) -> dict[str, Any]:
 
 
 def _contenders(record: str, part: str) -> dict[str, Measured]:
-    """The contenders of a job of the speed study, by name."""
+    """Returns the contenders of a job of the speed study, by name."""
     (run,) = [run for run in _record(record)["runs"] if run.get("part", part) == part]
     return {found.name: found for found in measure_run(run, cores=2)}
 
@@ -47,7 +47,7 @@ def _megabytes(found: Measured) -> str:
 
 
 def _readme() -> Rows:
-    """The fastest setup of each kind; DMT-DLRM also with small tables outside towers, where that is faster."""
+    """Returns the fastest setup of each kind; DMT-DLRM also with small tables outside towers if that is faster."""
     contenders, aucs = _contenders("steps", "main"), _auc_less_flat("outside")
     flat = _best(contenders, "fp32")
     ways = {name.removesuffix("+prefetch") for name, found in _contenders("steps", "flat").items() if _is_flat(found)}
@@ -78,7 +78,7 @@ def _is_flat(found: Measured) -> bool:
 
 
 def _sweeps() -> Rows:
-    """Every setting of the study with FP32 contenders of all kinds: what the fastest of each kind gains and sends."""
+    """Returns, for every setting of the study, speedup and MB of the fastest FP32 contender of each kind."""
     rows = []
     for run in (run for record in ("steps", "hosts") for run in _record(record)["runs"]):
         contenders = {found.name: found for found in measure_run(run, cores=2) if found.precision == "fp32"}
@@ -92,7 +92,7 @@ def _sweeps() -> Rows:
 
 
 def _performance(precision: str) -> Rows:
-    """All contenders of the main job in one number format."""
+    """Returns a row for each contender of the main job in one number format."""
     contenders = _contenders("steps", "main")
     flat = _best(contenders, precision)
     return [
@@ -115,7 +115,7 @@ _MODULES = {
 
 
 def _auc_less_flat(record: str = "quality_study") -> dict[tuple[str, str, str, int], float]:
-    """By data set, model, towers and ratio, for four towers and N = 16."""
+    """Returns AUC minus that of the flat model, by (data set, model, towers, ratio), for four towers and N = 16."""
     return {
         (row["data"], row["model"], row["towers"], row["ratio"]): row["auc_less_flat"]
         for row in _record(record)["costs"]
@@ -124,7 +124,7 @@ def _auc_less_flat(record: str = "quality_study") -> dict[tuple[str, str, str, i
 
 
 def _outside_change() -> float:
-    """The largest change of AUC by small tables outside towers, against the same model with all features inside."""
+    """Returns the largest change of AUC from moving small tables outside towers, with the same model."""
     rows = [row for row in _record("outside")["comparisons"] if row["baseline"].endswith("strided")]
     return max(abs(row["median_difference"]) for row in rows)
 
@@ -144,7 +144,7 @@ def _quality() -> Rows:
 
 
 def _history_quality() -> Rows:
-    """AUC of the flat model with attention, and what others differ from it by."""
+    """Returns the AUC of the flat model with attention, and the differences of the other models from it."""
     rows: dict[tuple[str, str], list[str]] = {}
     for row in _record("histories")["comparisons"]:
         cells = rows.setdefault((row["data"], row["baseline"].rpartition(" ")[2]), [f"{row['baseline_median']:.4f}"])
@@ -153,7 +153,7 @@ def _history_quality() -> Rows:
 
 
 def _hot_bytes() -> Rows:
-    """Two hosts measured, more of them predicted."""
+    """Returns the factors by which hot rows and unique inputs cut bytes: measured on two hosts, predicted on more."""
     measured = _record("hot_rows")
     plain, unique = measured["off"]["none"]["bytes"], measured["rank"]
     sent = [measured["off"]["cost rule"], unique["none"], unique["cost rule"]]
@@ -166,7 +166,7 @@ def _hot_bytes() -> Rows:
 
 
 def _histories() -> Rows:
-    """The fastest flat setup and the fastest in towers at each length, with the bytes of a sample across hosts."""
+    """Returns, for each length, the fastest setups, flat and in towers, with the bytes per sample across hosts."""
     rows = []
     for run in _record("history")["runs"]:
         contenders, samples = measure_run(run, cores=2), run["setting"]["batch_size"] * run["setting"]["ranks_per_host"]
@@ -181,14 +181,14 @@ def _histories() -> Rows:
 
 
 def _step_cells(run: Mapping[str, Any], ways: Iterable[str]) -> list[str]:
-    """Median seconds of a step of the unchanged model in each way, with the MB that a host sends in it."""
+    """Returns, for each of ``ways``, the unchanged model's median seconds per step, and the MB that a host sends."""
     found = {one["name"]: one["steps"] for one in run["contenders"]}
     steps = [found[f"sptt{way}"] for way in ways]
     return [f"{median(s['seconds'] for s in way):.1f} ({max(way[0]['uplink_bytes']) / 1e6:.0f})" for way in steps]
 
 
 def _placements() -> Rows:
-    """Steps of the unchanged model with one copy of the tables, and with two in both placements."""
+    """Returns steps of the unchanged model with one copy of the tables, and with two copies in both placements."""
     rows = []
     for run in _record("replica_placement")["runs"]:
         setting, cells = run["setting"], _step_cells(run, ("", "+r2-intra", "+r2-inter"))
@@ -197,7 +197,7 @@ def _placements() -> Rows:
 
 
 def _replicas() -> Rows:
-    """Steps with one copy of the tables and with replicas, and the MB that a host sends in them."""
+    """Returns steps with one copy of the tables and with replicas, and the MB that a host sends in them."""
     ways = ("", "+r2-inter", "+r4-inter")
     return [[f"{run['setting']['rows_cap']:,}", *_step_cells(run, ways)] for run in _record("replica_steps")["runs"]]
 
@@ -216,7 +216,7 @@ TABLES: Mapping[tuple[str, ...], Callable[[], Rows]] = {
     ("length", "flat: s", "embeddings", "ids", "towers: s", "embeddings", "ids", "times as fast"): _histories,
     ("hosts x ranks, samples per rank", "hot rows", "unique", "both"): _hot_bytes,
 }
-"""By header: what makes the rows of a table."""
+"""Functions that make the rows of a table, by its header."""
 
 
 def _readme_sentences() -> Iterable[str]:
@@ -330,12 +330,12 @@ SENTENCES: Mapping[str, Callable[[], Iterable[str]]] = {
     "serving.md": _serving_sentences,
     "what_if.md": _what_if_sentences,
 }
-"""By page: parts of its sentences, with the numbers of their records."""
+"""Functions that yield parts of a page's sentences with the numbers of their records, by page."""
 _NUMBER = r"\d+(?:,\d{3})*(?:\.\d+)?"
 
 
 def pattern(sentence: str) -> re.Pattern[str]:
-    r"""What finds a sentence on a page, whatever its numbers and line breaks are; every number is a group.
+    r"""Returns a pattern that finds a sentence on a page with any numbers and line breaks; each number is a group.
 
     Example:
         >>> pattern("from 126 to 72.3 MB").search("cuts it from 1 to\n  7.5 MB").groups()
@@ -346,10 +346,10 @@ def pattern(sentence: str) -> re.Pattern[str]:
 
 
 def with_current_numbers(page: str, text: str) -> str:
-    """A page whose sentences have the numbers that their records hold."""
+    """Returns a page's text with the numbers in its sentences updated from their records."""
     for sentence in SENTENCES.get(page, list)():
         found = pattern(sentence).search(text)
-        assert found is not None, f"{page} has no sentence like {sentence!r}: mend the page or benchmarks/pages.py"
+        assert found is not None, f"{page} has no sentence like {sentence!r}: correct the page or benchmarks/pages.py"
         numbers = re.findall(_NUMBER, sentence)
         for group in range(len(numbers), 0, -1):
             text = text[: found.start(group)] + numbers[group - 1] + text[found.end(group) :]
@@ -357,12 +357,12 @@ def with_current_numbers(page: str, text: str) -> str:
 
 
 def pages() -> list[Path]:
-    """README and the pages of docs/."""
+    """Returns the paths of README and of the pages in docs/."""
     return [_ROOT / "README.md", *sorted((_ROOT / "docs").glob("*.md"))]
 
 
 def with_current_tables(text: str) -> str:
-    """A page whose tables have the rows that their records hold; columns of aligned tables keep their width."""
+    """Returns a page's text with the rows of its tables updated; columns of aligned tables keep their width."""
     lines = text.split("\n")
     for start, line in enumerate(lines):
         header = tuple(_cells(line))
@@ -392,7 +392,7 @@ def _line(row: list[str], widths: list[int], rule: str, *, is_aligned: bool) -> 
 
 
 def main() -> None:
-    """Writes the rows of all known tables, and the numbers of all known sentences, again."""
+    """Updates the rows of all known tables and the numbers in all known sentences, and prints the changed pages."""
     for page in pages():
         text = page.read_text()
         if (current := with_current_numbers(page.name, with_current_tables(text))) != text:

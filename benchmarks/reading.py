@@ -1,10 +1,10 @@
-"""Rows per second of the reader beside a PyArrow scan of the same prepared file, and of `dmt prepare` on Criteo's text.
+"""Compares the reader's rows per second with a PyArrow scan of the same prepared file; also times `dmt prepare`.
 
     python -m benchmarks.reading [--rows 1000000] [--memory-gib 0.5] [--out reading.json]
 
-All are measured in turns in one run: 26 ids, 13 dense columns, batches of 4,096 shuffled rows. "two ranks" are two
+Scan and reader take turns in one run: 26 ids, 13 dense columns, batches of 4,096 shuffled rows. "two ranks" are two
 processes that read at the same time; "waited" is the share of the time that training with steps of 50 ms waits for
-batches. Memory of `dmt prepare` is the peak of the process beyond what it had before.
+batches. The memory of `dmt prepare` is the growth of the process's peak.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _BATCH, _BLOCK, _STEP_S, _STEPS = 4096, 20_000, 0.05, 40
 
 
 def write_clicks(path: Path, rows: int) -> None:
-    """Writes rows in Criteo's format: Zipf ids of up to a million values, three in ten integers missing."""
+    """Writes rows in Criteo's format, with Zipf ids of up to a million values and 30 % of the integers missing."""
     draw = np.random.default_rng(0)
     with path.open("w") as file:
         for start in range(0, rows, _BLOCK):
@@ -46,7 +46,7 @@ def write_clicks(path: Path, rows: int) -> None:
 
 
 def scan(folder: Path) -> float:
-    """Rows per second of PyArrow on one thread."""
+    """Returns the rows per second that PyArrow reads on one thread."""
     began, rows = time.perf_counter(), 0
     for path in sorted((folder / "train").glob("*.parquet")):
         file = pq.ParquetFile(path)
@@ -56,7 +56,7 @@ def scan(folder: Path) -> float:
 
 
 def read(folder: Path, rank: int = 0, world_size: int = 1) -> float:
-    """Rows per second of one rank."""
+    """Returns the rows per second that one rank reads in batches."""
     torch.set_num_threads(1)
     assert ClickBatch is not None, "TorchRec is imported before the clock starts"
     data = ClickData(DataConfig.model_validate({"prepared": str(folder)}))
@@ -67,7 +67,7 @@ def read(folder: Path, rank: int = 0, world_size: int = 1) -> float:
 
 
 def waited(folder: Path) -> float:
-    """Share of the time that training waits for batches, after the first one."""
+    """Returns the share of the time that training waits for batches, after the first one."""
     data = ClickData(DataConfig.model_validate({"prepared": str(folder)}))
     batches = data.batches("train", rank=0, world_size=1, batch_size=_BATCH)
     next(batches)
@@ -82,7 +82,7 @@ def waited(folder: Path) -> float:
 
 
 def prepared(text: Path, folder: Path, memory_gib: float) -> dict[str, float]:
-    """Rows per second and core of `dmt prepare`, its memory, and the size of the text."""
+    """Returns the rows per second and core of `dmt prepare`, its memory in MiB, and the size of the text in GiB."""
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     record = prepare(DataConfig(kind="criteo_tsv", train_path=str(text)), folder, memory_gib=memory_gib)
     rate = sum(record.rows.values()) / (time.process_time() - began)
@@ -91,7 +91,7 @@ def prepared(text: Path, folder: Path, memory_gib: float) -> dict[str, float]:
 
 
 def measure(rows: int, memory_gib: float, repeats: int = 5) -> dict[str, Any]:
-    """Measures everything; of repeated times the best."""
+    """Returns the record; of repeated measurements, the fastest counts."""
     with TemporaryDirectory() as scratch:
         text, folder = Path(scratch, "clicks.tsv"), Path(scratch, "prepared")
         write_clicks(text, rows)
@@ -113,7 +113,7 @@ def measure(rows: int, memory_gib: float, repeats: int = 5) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Measures and prints, and writes JSON with ``--out``."""
+    """Measures and prints the record as JSON; ``--out`` also writes it to a file."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rows", type=int, default=1_000_000)
     parser.add_argument("--memory-gib", type=float, default=0.5)

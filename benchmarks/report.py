@@ -1,4 +1,4 @@
-"""Markdown and provenance that all records share."""
+"""Markdown tables and provenance for all records."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from dmt.training.records import versions
 __all__ = ["ABSENT", "about", "commit", "markdown_table", "processor"]
 
 ABSENT = "-"
-"""Cell of a table without a value."""
+"""Text of a table cell without a value."""
 _HERE = Path(__file__).parent
 
 
 def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A table in Markdown.
+    """Returns a table in Markdown.
 
     Example:
         >>> print(markdown_table(["a", "b"], [["1", "2"]]))
@@ -32,7 +32,7 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def about(command: str, **facts: Any) -> dict[str, Any]:
-    """What a record is made by, on and with: date, commit, processor, versions, command, and further facts."""
+    """Returns the provenance of a record: date, commit, processor, package versions, command, and further facts."""
     return {
         "date": f"{datetime.now(tz=UTC):%Y-%m-%d}",
         "commit": commit(),
@@ -44,7 +44,7 @@ def about(command: str, **facts: Any) -> dict[str, Any]:
 
 
 def processor() -> str:
-    """The processor's name where the system tells it, for Linux; else its architecture."""
+    """Returns the processor's name on Linux, or else its architecture."""
     try:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
@@ -54,7 +54,7 @@ def processor() -> str:
 
 
 def commit() -> str:
-    """The commit that is checked out, marked where files have changed since."""
+    """Returns the checked-out commit, with the suffix ``-dirty`` if files have changed since."""
     described = subprocess.run(
         ["git", "describe", "--always", "--dirty", "--abbrev=12"],
         cwd=_HERE,

@@ -1,9 +1,9 @@
-"""Exported models: the AUC with INT8 and INT4 tables, and latencies, flat and in towers.
+"""Measures exported models, flat and in towers: AUC with INT8 and INT4 tables, file sizes, and latencies.
 
     OMP_NUM_THREADS=1 python -m benchmarks.serving --data DIR
 
-DIR has ``flights.parquet``, ``hotel.parquet`` and ``census.parquet``; what is absent is skipped. Each is trained flat
-and in towers, on two ranks, exported with FP32, INT8 and INT4 tables, and its test rows are scored by the programs.
+DIR has ``flights.parquet``, ``hotel.parquet`` and ``census.parquet``; absent files are skipped. For each file, a flat
+model and one in towers train on two ranks, are exported with FP32, INT8 and INT4 tables, and score the test rows.
 """
 
 from __future__ import annotations
@@ -57,15 +57,15 @@ output_dir = "{run}"
 
 @click.command(context_settings={"show_default": True})
 @click.option(
-    "--data", type=click.Path(path_type=Path, exists=True, file_okay=False), required=True, help="Its folder."
+    "--data", type=click.Path(path_type=Path, exists=True, file_okay=False), required=True, help="Data folder."
 )
-@click.option("--dim", default=128, help="N; a tower's outputs have half of it.")
+@click.option("--dim", default=128, help="N; tower outputs have half as many columns.")
 @click.option("--epochs", default=1, help="Passes over the training rows.")
-@click.option("--repeats", default=1000, help="Calls that a latency is taken of.")
-@click.option("--work", type=click.Path(path_type=Path), help="For runs and programs; removed at the end without it.")
-@click.option("--out", type=click.Path(path_type=Path), default=_HERE / "results", help="For the results.")
+@click.option("--repeats", default=1000, help="Calls per measured latency.")
+@click.option("--work", type=click.Path(path_type=Path), help="Folder of runs and programs; by default temporary.")
+@click.option("--out", type=click.Path(path_type=Path), default=_HERE / "results", help="Results folder.")
 def main(*, data: Path, dim: int, epochs: int, repeats: int, work: Path | None, out: Path) -> None:
-    """Trains, exports, scores and times."""
+    """Trains, exports, scores and times models, and writes serving.json and serving.md."""
     quiet_libraries(rank=1)
     settings = {"threads": torch.get_num_threads(), "dim": dim, "epochs": epochs, "repeats": repeats}
     made = about("python -m benchmarks.serving", **settings)
@@ -88,7 +88,7 @@ def main(*, data: Path, dim: int, epochs: int, repeats: int, work: Path | None, 
 
 
 def _measure(name: str, arch: str, run: Path, settings: str) -> list[dict[str, Any]]:
-    """Trains one model and scores its evaluation rows by the programs of all formats."""
+    """Trains a model, and scores its evaluation rows by the exported programs; returns a row for each format."""
     run.mkdir(parents=True, exist_ok=True)
     (run / "given.toml").write_text(settings)
     train = ["-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "dmt.training"]
@@ -107,7 +107,7 @@ def _measure(name: str, arch: str, run: Path, settings: str) -> list[dict[str, A
 
 
 def _latencies(runs: dict[str, Path], repeats: int) -> list[dict[str, float]]:
-    """Milliseconds of a call; models take turns, so that a busy machine slows all alike."""
+    """Returns milliseconds per call; programs take turns, so that a busy machine slows all of them alike."""
     found: list[dict[str, float]] = [{} for _ in range(len(runs) * len(_FORMATS))]
     for size in _BATCHES:
         calls: list[Callable[[], Any]] = []

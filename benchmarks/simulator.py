@@ -1,8 +1,8 @@
-"""Predicted beside measured steps: every contender of a step benchmark, on a cluster that `dmt bench-comms` measured.
+"""Compares predicted with measured steps: contenders of a step benchmark, on clusters that `dmt bench-comms` measured.
 
 OMP_NUM_THREADS=1 python -m benchmarks.simulator --clusters runs/clusters --measure
 
-A contender that two jobs have measured at the same setting counts once, with the median over the steps of both.
+A contender that two jobs measured at the same setting counts once, with the median over the steps of both.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _FLAT = ("table_wise", "column_wise")
 
 
 def job_of(contender: Contender, setting: Setting) -> Job | None:
-    """The contender as a run of the trainer; None where the simulator has no such step."""
+    """Returns the contender as a job of the trainer; None if the simulator cannot predict its step."""
     is_flat = contender.family == "flat"
     has_other_plan = is_flat and (contender.scheme not in _FLAT or contender.data_parallel_rows != 0)
     is_unique_elsewhere = contender.unique and contender.family != "sptt"
@@ -80,7 +80,7 @@ def job_of(contender: Contender, setting: Setting) -> Job | None:
 
 
 class Row(NamedTuple):
-    """A contender at a setting."""
+    """Measured and predicted seconds of a contender's step at a setting."""
 
     job: str
     contender: str
@@ -89,7 +89,7 @@ class Row(NamedTuple):
 
 
 def predictions(runs: Sequence[Mapping[str, Any]], clusters: Mapping[str, Cluster]) -> list[Row]:
-    """The steps of all runs whose hosts have a cluster file, in seconds."""
+    """Returns measured and predicted steps of all runs whose hosts have a cluster file."""
     steps: dict[tuple[str, str], list[float]] = {}
     found: dict[tuple[str, str], float] = {}
     for run in runs:
@@ -109,12 +109,12 @@ def predictions(runs: Sequence[Mapping[str, Any]], clusters: Mapping[str, Cluste
 
 
 def cluster_name(setting: Setting) -> str:
-    """Stem of the cluster file of a setting's hosts."""
+    """Returns the name, without ending, of the cluster file for a setting's hosts."""
     return f"{setting.hosts}x{setting.ranks_per_host}-{setting.mbit_per_s or 0:g}"
 
 
 def measure(setting: Mapping[str, Any], out: Path) -> None:
-    """Describes emulated hosts as a user would: `dmt bench-comms` under torchrun, on every host. Needs root."""
+    """Writes the cluster file of emulated hosts by running `dmt bench-comms` on them, as a user would. Needs root."""
     ranks, program = setting["ranks_per_host"], shutil.which("dmt")
     assert program is not None, "the environment has the library installed"
     with EmulatedHosts(setting["hosts"], mbit_per_s=setting["mbit_per_s"]) as hosts:
@@ -123,7 +123,7 @@ def measure(setting: Mapping[str, Any], out: Path) -> None:
 
 
 def page(rows: Sequence[Row]) -> str:
-    """The table as Markdown, with the errors of all predictions."""
+    """Returns the page in Markdown: a summary of the errors, and a table of all predictions."""
     errors = sorted(abs(row.predicted / row.measured - 1) for row in rows)
     order = kendalltau([row.measured for row in rows], [row.predicted for row in rows]).statistic
     lines = [
@@ -160,7 +160,7 @@ def _worst_pick(rows: Sequence[Row]) -> float:
 @click.option("--steps", multiple=True, type=click.Path(path_type=Path, exists=True), default=[_STEPS], help="Records.")
 @click.option("--out", type=click.Path(path_type=Path), default=_OUT, show_default=True)
 def main(*, clusters: Path, is_measured: bool, steps: Sequence[Path], out: Path) -> None:
-    """Writes predicted beside measured steps, of all jobs whose hosts have a cluster file."""
+    """Writes a page that compares predicted with measured steps of all jobs whose hosts have a cluster file."""
     runs = [run for path in steps for run in json.loads(path.read_text())["runs"]]
     known = {}
     for run in runs:

@@ -1,8 +1,8 @@
-"""Step times of flat TorchRec, TorchRec's towers and this library, side by side on emulated hosts.
+"""Compares step times of flat TorchRec, TorchRec's towers and this library on emulated hosts.
 
     sudo python -m benchmarks.train_step --hosts 2 --ranks-per-host 2 --mbit 200 --contenders 'dmt-*' --out steps.json
 
-All contenders live in one job and take turns, in a new random order each round, so that disturbances of the machine
+All contenders share one job and take turns, in a new random order each round, so that disturbances of the machine
 affect all of them. Emulated hosts need root; ``--no-hosts`` runs the job on this machine's own network, for
 development. `benchmarks.steps.contenders` explains the names.
 """
@@ -36,8 +36,8 @@ __all__ = ["about_job", "main", "run_setting", "write_json"]
 
 _ROOT = Path(__file__).resolve().parent.parent
 _MODULE = ["-m", "benchmarks.steps.rank"]
-# The same for all contenders. glibc gives every block above 32 MB back to the system at once, and the pages of the next
-# one are zeroed again: at these sizes that is a fifth of all time on a core.
+# Equal for all contenders. By default glibc returns every freed block above 32 MB to the system at once, which then has
+# to zero the pages of the next one: at these sizes, this takes a fifth of the CPU time.
 _ENV = {
     "OMP_NUM_THREADS": "1",
     "PYTHONWARNINGS": "ignore",
@@ -56,22 +56,22 @@ def run_setting(
     timeout: float = _TIMEOUT,
     deadline: float | None = None,
 ) -> dict[str, Any]:
-    """Runs one job of all contenders.
+    """Runs a job with all contenders.
 
     Args:
-        setting: its sizes.
-        contenders: what to compare.
-        out: a JSON file that holds the run so far after every round, and in the end.
-        emulated: whether on hosts of their own; else the hosts of the setting are played in name only, at full rate.
+        setting: sizes of the job.
+        contenders: the contenders to compare.
+        out: JSON file of the run, updated after every round and at the end.
+        emulated: True: on emulated hosts; False: on this machine's own network, at full rate.
         timeout: seconds after which the job is killed.
-        deadline: seconds since 1970 after which no further round begins.
+        deadline: seconds since 1970 after which no further round begins; None: no limit.
 
     Returns:
         The run: ``setting``, ``wire`` and ``contenders``, as in ``out``.
 
     Raises:
-        InputError: emulated hosts cannot be had, or a rate is asked for without them.
-        RuntimeError: the job failed, which it does where a contender computes what it should not.
+        InputError: hosts cannot be emulated here, or a rate is set without emulated hosts.
+        RuntimeError: the job failed, for example because a contender's losses are wrong.
     """
     if not emulated and setting.mbit_per_s is not None:
         raise InputError(
@@ -109,25 +109,25 @@ def _run_here(setting: Setting, spec: Path, timeout: float) -> None:
     ]
     done = subprocess.run([*command, str(spec)], cwd=_ROOT, env=_ENV | os.environ, timeout=timeout, check=False)
     if done.returncode:
-        raise RuntimeError(f"The job of the step benchmark failed with exit code {done.returncode}; see above.")
+        raise RuntimeError(f"The step benchmark failed with exit code {done.returncode}; the error is printed above.")
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Writes JSON, whole or not at all."""
+    """Writes a value as JSON; replaces the file atomically."""
     with atomic_write(path) as scratch:
         scratch.write_text(json.dumps(value, indent=1) + "\n")
 
 
 def about_job(command: str) -> dict[str, Any]:
-    """What a job is made by, on and with."""
+    """Returns the provenance of a job: `about`, with cores, memory, load and environment of the machine."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     cores = len(os.sched_getaffinity(0))
     return about(command, cores=cores, memory_gib=round(memory / 2**30), load_average=os.getloadavg(), environment=_ENV)
 
 
 @click.command(context_settings={"show_default": True})
-@click.option("--hosts", type=click.IntRange(1), multiple=True, default=[2], help="Emulated hosts; a job for each.")
-@click.option("--ranks-per-host", type=click.IntRange(1), default=2, help="Ranks on each.")
+@click.option("--hosts", type=click.IntRange(1), multiple=True, default=[2], help="Number of hosts; a job for each.")
+@click.option("--ranks-per-host", type=click.IntRange(1), default=2, help="Ranks on each host.")
 @click.option(
     "--mbit",
     type=click.FloatRange(0, min_open=True),
@@ -136,15 +136,15 @@ def about_job(command: str) -> dict[str, Any]:
 )
 @click.option("--batch", type=click.IntRange(1), default=4096, help="Samples per rank and step.")
 @click.option("--rounds", type=click.IntRange(1), default=7, help="Measured turns of each contender.")
-@click.option("--warm-up-rounds", type=click.IntRange(0), default=1, help="Turns before them.")
+@click.option("--warm-up-rounds", type=click.IntRange(0), default=1, help="Turns before the measured ones.")
 @click.option("--steps-per-turn", type=click.IntRange(1), default=2, help="Steps in a turn.")
-@click.option("--seed", type=click.IntRange(0), default=0, help="Of weights, batches and order.")
+@click.option("--seed", type=click.IntRange(0), default=0, help="Seed of weights, batches and order.")
 @click.option("--rows-cap", type=click.IntRange(1), default=40_000, help="Most rows of a table.")
-@click.option("--ids", type=click.Choice(get_args(Ids)), default="skewed", help="With Criteo's skew, or evenly.")
+@click.option("--ids", type=click.Choice(get_args(Ids)), default="skewed", help="As skewed as Criteo's ids, or even.")
 @click.option("--group", type=click.IntRange(1), default=1, help="Samples of a request, which share the user's ids.")
 @click.option("--history", type=click.IntRange(0), multiple=True, default=[0], help="Ids of a history; a job for each.")
 @click.option("--contenders", multiple=True, default=["*"], help="Name or pattern; may be given several times.")
-@click.option("--emulated/--no-hosts", default=True, help="Whether on emulated hosts (needs root).")
+@click.option("--emulated/--no-hosts", default=True, help="Run on emulated hosts (needs root).")
 @click.option("--list", "only_list", is_flag=True, help="Print the names of contenders and stop.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), default=Path("runs/train_step.json"))
 def main(
@@ -158,7 +158,7 @@ def main(
     out: Path,
     **sizes: Any,
 ) -> None:
-    """Measures training steps of contenders and writes JSON."""
+    """Measures training steps of contenders, prints a table, and writes JSON."""
     if only_list:
         click.echo("\n".join(CONTENDERS))
         return

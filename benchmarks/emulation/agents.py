@@ -1,4 +1,4 @@
-"""`run_agents`: the agents of one job, one per host; all are watched, and all are killed when one fails or hangs."""
+"""`run_agents`: runs the agents of a job, one per host, and kills all of them if one fails or hangs."""
 
 from __future__ import annotations
 
@@ -32,18 +32,18 @@ class _Agent:
 
 
 def run_agents(commands: Sequence[Sequence[str]], *, timeout: float, env: Mapping[str, str]) -> None:
-    """Runs one command per host from the repository's root and waits for all; host 0's output passes through.
+    """Runs one command per host from the repository's root, and waits for all; prints the output of host 0.
 
-    At the end none of them is left; what they started in sessions of their own is for the caller to end.
+    No command outlives the call. The caller must end processes that a command starts in a new session.
 
     Args:
-        commands: by host.
-        timeout: seconds after which all are killed.
-        env: their environment.
+        commands: the command of each host, with arguments.
+        timeout: seconds after which all commands are killed.
+        env: environment of the commands.
 
     Raises:
-        RuntimeError: one failed; the message ends with the last lines of every host.
-        TimeoutError: they are not done in time.
+        RuntimeError: a command failed; the message ends with the last lines of every host.
+        TimeoutError: the commands did not end in time.
     """
     agents: list[_Agent] = []
     with tempfile.TemporaryDirectory(prefix="dmt-agents-") as folder:
@@ -86,7 +86,7 @@ def _watch(agents: Sequence[_Agent], timeout: float) -> None:
                 return
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"The job on host {running[0]} is not done after {timeout:g} s.{_last_lines(agents)}"
+                    f"The job still runs on host {running[0]} after {timeout:g} s. Raise timeout.{_last_lines(agents)}"
                 )
             time.sleep(0.05)
 

@@ -1,9 +1,9 @@
-"""Hosts played on one machine: Linux network namespaces joined by wires of a set rate. Needs root, `ip` and `tc`.
+"""Emulates hosts on one machine: Linux network namespaces, linked at a set rate. Needs root, `ip` and `tc`.
 
-`benchmarks.emulation.wire` measures how close the wire comes to bytes / rate. The settings were chosen with plain
-sockets on the idle machine: packets of 1,500 bytes took 1.046 times bytes / rate, of 9,000 bytes 1.008; a queue of 0.4
-MB 1.04 and was unfair, of 1 to 16 MB 1.008; bursts of 0.5 to 8 ms made no difference. A small message beside four large
-flows came back after 43 ms, and after 6.5 ms with little queued per connection (`set_packets`).
+`benchmarks.emulation.wire` measures how close transfers come to bytes / rate. The settings were chosen with plain
+sockets on an idle machine: packets of 1,500 bytes took 1.046 times bytes / rate, packets of 9,000 bytes 1.008; a queue
+of 0.4 MB took 1.04 and was unfair, queues of 1 to 16 MB took 1.008; bursts of 0.5 to 8 ms made no difference. The reply
+to a small message beside four large flows took 43 ms, and 6.5 ms with short queues per connection (`set_packets`).
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ __all__ = ["MAX_HOSTS", "UPLINK", "EmulatedHosts", "sent_bytes"]
 UPLINK = "up0"
 """Name of the network interface to the other hosts, the same on every host."""
 MAX_HOSTS = 64
-"""More than that is a slip of the pen on one machine."""
+"""Largest number of hosts on one machine; a larger one is probably a mistake."""
 
 
 def sent_bytes(interface: str) -> int:
-    """Bytes that an interface of the calling process's network namespace has sent, from ``/proc/net/dev``.
+    """Returns the bytes that an interface of this process's network namespace has sent, from ``/proc/net/dev``.
 
     Raises:
         InputError: there is no such interface.
@@ -68,19 +68,19 @@ def _sent_bytes(table: str, interface: str) -> int:
 
 
 class EmulatedHosts:
-    """H hosts on this machine, each a network namespace with one uplink to a switch; a context manager.
+    """Context manager that emulates H hosts, each a network namespace with one uplink to a switch.
 
-    What a host sends and what it receives are limited to the rate, each by itself, as on a full-duplex network card;
-    inside a host nothing is limited. Only namespaces named ``dmt-PID-...`` are made; the machine's own network is not
-    touched. They are removed at the end, after an exception, Ctrl-C or SIGTERM, with all processes in them. What a
-    killed run left is removed when the next one starts.
+    Sending and receiving are each limited to the rate, as on a full-duplex network card; traffic inside a host is not
+    limited. All namespaces are named ``dmt-PID-...``; the machine's own network does not change. They are removed with
+    all their processes at the end, and also after an exception, Ctrl-C or SIGTERM. Namespaces that a killed run left
+    are removed when the next run starts.
 
     Args:
         num_hosts: H, 1 to 64.
         mbit_per_s: rate of every uplink in each direction; None for no limit.
 
     Raises:
-        InputError: a value is out of range, the user is not root, iproute2 is absent, or a name is taken.
+        InputError: a value is out of range, the user is not root, a tool is absent, or a namespace exists already.
 
     Example::
 
@@ -90,9 +90,9 @@ class EmulatedHosts:
 
     def __init__(self, num_hosts: int, *, mbit_per_s: float | None) -> None:
         if not 1 <= num_hosts <= MAX_HOSTS:
-            raise InputError(f"num_hosts={num_hosts} is not in 1 to {MAX_HOSTS}. Give a number of hosts in between.")
+            raise InputError(f"num_hosts={num_hosts} must be from 1 to {MAX_HOSTS}.")
         if mbit_per_s is not None and not 1 <= mbit_per_s <= 1e6:
-            raise InputError(f"mbit_per_s={mbit_per_s} is not in 1 to 1,000,000. Give Mbit/s, or None for no limit.")
+            raise InputError(f"mbit_per_s={mbit_per_s} must be from 1 to 1,000,000, or None for no limit.")
         check_machine()
         self.num_hosts = num_hosts
         self.mbit_per_s = mbit_per_s
@@ -103,16 +103,16 @@ class EmulatedHosts:
         for name in (self._switch, *self._hosts):
             if exists(name):
                 raise InputError(
-                    f"Network namespace {name} exists already and was not made here. "
-                    f"Leave the hosts made before, or remove it with `ip netns delete {name}`."
+                    f"Network namespace {name} exists already. Leave the `with` block of this process's other hosts "
+                    f"first, or remove it with `ip netns delete {name}`."
                 )
 
     def namespace(self, host: int) -> str:
-        """Name of a host's network namespace, for ``ip netns exec``."""
+        """Returns the name of a host's network namespace, for ``ip netns exec``."""
         return self._hosts[host]
 
     def address(self, host: int) -> str:
-        """A host's IPv4 address."""
+        """Returns a host's IPv4 address."""
         return f"10.77.0.{host + 1}"
 
     def __enter__(self) -> EmulatedHosts:
@@ -130,28 +130,28 @@ class EmulatedHosts:
         self._close()
 
     def uplink_bytes(self) -> list[int]:
-        """Bytes that each host has sent on its uplink since it was made."""
+        """Returns the bytes that each host has sent on its uplink so far."""
         tables = [run_tool("ip", "netns", "exec", name, "cat", "/proc/net/dev") for name in self._hosts]
         return [_sent_bytes(table, UPLINK) for table in tables]
 
     def torchrun(
         self, arguments: Sequence[str], *, ranks_per_host: int, timeout: float, env: Mapping[str, str] | None = None
     ) -> None:
-        """Runs a job with one agent of ``torchrun`` per host, ranks in host order, from the repository's root.
+        """Runs a job from the repository's root, with one ``torchrun`` agent per host and ranks in host order.
 
-        Host 0's output passes through. At the end no process is left on the hosts.
+        Prints the output of host 0. No process of the job outlives the call.
 
         Args:
-            arguments: what follows torchrun's own options: a script or ``-m`` and a module, with arguments.
-            ranks_per_host: ranks on every host.
+            arguments: arguments after torchrun's own options: a script, or ``-m`` and a module, with its arguments.
+            ranks_per_host: number of ranks on every host.
             timeout: seconds after which all agents are killed.
-            env: added to this process's environment.
+            env: variables added to this process's environment.
 
         Raises:
             RuntimeError: an agent failed; the message ends with the last lines of every host.
-            TimeoutError: the job is not done in time.
+            TimeoutError: the job did not end in time.
         """
-        # PyTorch warns of every address that has no name; the user's own settings win over these two.
+        # PyTorch warns about every address without a name; the user's own settings override these two.
         quiet = {"OMP_NUM_THREADS": "1", "TORCH_CPP_LOG_LEVEL": "ERROR"}
         try:
             run_agents(
@@ -191,7 +191,7 @@ class EmulatedHosts:
                 limit_interface(self._switch, port, self.mbit_per_s)
 
     def _catch_signals(self) -> None:
-        """Makes of SIGTERM and SIGHUP an exception, unless the program has its own way with them."""
+        """Turns SIGTERM and SIGHUP into exceptions, unless the program handles them itself."""
         if threading.current_thread() is not threading.main_thread():
             return
         for number in (signal.SIGTERM, signal.SIGHUP):
@@ -199,7 +199,7 @@ class EmulatedHosts:
                 self._handlers[number] = signal.signal(number, _leave)
 
     def _close(self) -> None:
-        # A stack goes through all of it, whatever fails.
+        # An ExitStack runs all callbacks, even if some fail.
         with contextlib.ExitStack() as stack:
             for number, handler in self._handlers.items():
                 stack.callback(signal.signal, number, handler)

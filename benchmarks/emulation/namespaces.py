@@ -1,4 +1,4 @@
-"""Network namespaces of Linux, by `ip` and `tc`: marked as ours, limited to a rate, removed with what runs in them."""
+"""Makes Linux network namespaces by `ip` and `tc`, marks them, limits their rates, and removes them with processes."""
 
 from __future__ import annotations
 
@@ -32,15 +32,15 @@ MTU = 9000
 
 _NAMES = Path("/run/netns")
 _OURS = re.compile(r"dmt-(\d+)-(?:switch|h\d+)")
-# A waiting process may be late by this much before the wire loses time.
+# A process may be late by this much before the link stands idle.
 _BURST_SECONDS = 0.002
-# So deep that nothing is lost: TCP itself holds each sender back, see `set_packets`.
+# Long enough that no packet is lost: TCP itself limits each sender, see `set_packets`.
 _QUEUE_BYTES = 4_000_000
 _PACKET_SECONDS = 0.0005
-# Of current kernels: the most of one connection that waits in the queue.
+# Default of current kernels: the most bytes of a connection that wait in the queue.
 _OUTPUT_BYTES = 4_194_304
-# BBR, the default of some machines, paces by its own guess of the rate; Reno is the one that every namespace may
-# choose. Addresses of version 6 would send packets of their own; a kernel without them does not take the setting.
+# BBR, the default of some machines, estimates the rate and paces by it; Reno is available in every namespace. IPv6
+# addresses would cause further packets; a kernel without IPv6 has no such setting.
 _SETTINGS = """
 cd /proc/sys/net && echo reno > ipv4/tcp_congestion_control || exit 1
 for file in ipv6/conf/*/disable_ipv6; do echo 1 > $file || true; done 2> /dev/null
@@ -48,20 +48,20 @@ for file in ipv6/conf/*/disable_ipv6; do echo 1 > $file || true; done 2> /dev/nu
 
 
 def check_machine() -> None:
-    """Refuses a machine or a user that cannot make namespaces.
+    """Checks that this machine and user can make namespaces.
 
     Raises:
         InputError: a tool is absent, or the user is not root.
     """
     for tool, package in (("ip", "iproute2"), ("tc", "iproute2"), ("setpriv", "util-linux")):
         if shutil.which(tool) is None:
-            raise InputError(f"`{tool}` is not on this machine. Install it with `apt-get install {package}`.")
+            raise InputError(f"`{tool}` is not installed. Install it with `apt-get install {package}`.")
     if os.geteuid() != 0:
-        raise InputError(f"Emulated hosts are made by root only, this is user {os.geteuid()}. Run it as root.")
+        raise InputError(f"Emulated hosts need root, but this is user {os.geteuid()}. Run the command as root.")
 
 
 def run_tool(*command: str) -> str:
-    """Returns the output of a command; raises RuntimeError with its message if it fails."""
+    """Runs a command and returns its output; raises `RuntimeError` with its message if it fails."""
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"`{' '.join(command)}` failed: {done.stderr.strip() or done.stdout.strip()}")
@@ -69,36 +69,36 @@ def run_tool(*command: str) -> str:
 
 
 def in_namespace(name: str, *command: str) -> list[str]:
-    """The command line that runs a command in a namespace; it is sent SIGTERM if the process that starts it dies."""
+    """Returns the command line that runs a command in a namespace; if its parent dies, it gets SIGTERM."""
     return ["setpriv", "--pdeathsig", "TERM", "ip", "netns", "exec", name, *command]
 
 
 def exists(name: str) -> bool:
-    """True if there is a namespace of that name."""
+    """Returns whether there is a namespace of this name."""
     return (_NAMES / name).exists()
 
 
 def add_namespace(name: str) -> None:
-    """Makes a namespace, marked as this process's, with `lo` up, no IPv6 addresses and Reno as its TCP."""
+    """Makes a namespace that is marked as this process's, with `lo` up, no IPv6, and TCP Reno."""
     run_tool("ip", "netns", "add", name)
     run_tool("ip", "-n", name, "link", "set", "lo", "alias", _mark(os.getpid()), "up")
     run_tool("ip", "netns", "exec", name, "sh", "-c", _SETTINGS)
 
 
 def remove_namespace(name: str) -> None:
-    """Kills what runs in a namespace and removes it; nothing happens where it is gone."""
+    """Kills the processes in a namespace and removes it; does nothing if there is no such namespace."""
     try:
         kill_processes(name)
         if exists(name):
             run_tool("ip", "netns", "delete", name)
     except RuntimeError:
-        # Another start may have removed it meanwhile.
+        # Another run may have removed it meanwhile.
         if exists(name):
             raise
 
 
 def remove_stale_namespaces() -> None:
-    """Removes the namespaces that `add_namespace` made in a process that has died since."""
+    """Removes namespaces that `add_namespace` made in processes that no longer exist."""
     for name in sorted(path.name for path in _NAMES.glob("dmt-*")):
         match = _OURS.fullmatch(name)
         if match is None:
@@ -106,7 +106,7 @@ def remove_stale_namespaces() -> None:
         try:
             lo = run_tool("ip", "-n", name, "link", "show", "lo")
         except RuntimeError:
-            # A file that is no namespace, or one that has gone.
+            # Not a namespace, or already removed.
             continue
         marks = [line.strip().removeprefix("alias ") for line in lo.splitlines() if " alias " in f" {line.strip()}"]
         if marks and _is_stale(marks[0], int(match[1])):
@@ -114,10 +114,10 @@ def remove_stale_namespaces() -> None:
 
 
 def kill_processes(name: str) -> None:
-    """Kills all processes of a namespace; looks again, as one of them may have started another meanwhile.
+    """Kills all processes in a namespace, repeatedly, since one of them may start another meanwhile.
 
     Raises:
-        RuntimeError: some are left after two seconds.
+        RuntimeError: some still run after two seconds.
     """
     for _ in range(100):
         pids = run_tool("ip", "netns", "pids", name).split() if exists(name) else []
@@ -127,11 +127,11 @@ def kill_processes(name: str) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
         time.sleep(0.02)
-    raise RuntimeError(f"processes {', '.join(pids)} of network namespace {name} do not end")
+    raise RuntimeError(f"Processes {', '.join(pids)} in network namespace {name} still run. Kill them by hand.")
 
 
 def limit_interface(namespace: str, interface: str, mbit_per_s: float) -> None:
-    """Sets the rate in Mbit/s at which an interface sends."""
+    """Limits the rate at which an interface sends, in Mbit/s."""
     tc, device, bits = ("tc", "-n", namespace), ("dev", interface), round(mbit_per_s * 1e6)
     burst = str(max(2 * MTU, round(bits / 8 * _BURST_SECONDS)))
     shape = ("rate", f"{bits}bit", "burst", burst, "cburst", burst, "quantum", str(2 * MTU))
@@ -141,9 +141,9 @@ def limit_interface(namespace: str, interface: str, mbit_per_s: float) -> None:
 
 
 def set_packets(namespace: str, interface: str, mbit_per_s: float) -> None:
-    """Lets every new connection queue half a millisecond of packets at most, so that a small message soon passes.
+    """Limits the queue of every new connection to half a millisecond, so that small messages wait less.
 
-    By default two packets of 64 kB wait per connection, which a slow wire needs 5 ms for.
+    By default two packets of 64 kB wait per connection, which takes a slow link 5 ms.
     """
     waiting = min(_OUTPUT_BYTES, max(MTU, round(mbit_per_s * 1e6 / 8 * _PACKET_SECONDS)))
     run_tool("ip", "-n", namespace, "link", "set", interface, "gso_max_segs", str(waiting // MTU))
@@ -152,7 +152,7 @@ def set_packets(namespace: str, interface: str, mbit_per_s: float) -> None:
 
 
 def _mark(pid: int) -> str:
-    """Alias of a namespace's `lo`: who made it, and when that process began, as process ids come again."""
+    """Returns the alias of a namespace's `lo`: its maker's process id, and start time, since ids are reused."""
     return f"dmt emulated hosts of process {pid} begun {_begun(pid)}"
 
 
@@ -161,7 +161,7 @@ def _is_stale(mark: str, pid: int) -> bool:
 
 
 def _begun(pid: int) -> str | None:
-    """When a process began, in ticks since the machine did; None for one that is dead."""
+    """Returns the start time of a process in clock ticks since the machine started; None if it is dead."""
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:

@@ -1,9 +1,9 @@
-"""Speed of a bare all-to-all over an emulated wire: bytes by the counters and seconds, against bytes / rate.
+"""Measures a bare all-to-all over emulated links: bytes by the interfaces' counters, and seconds against bytes / rate.
 
-It is made in two ways. ``receives first`` announces every receive to its sender before anything is sent; it shows the
-wire. ``all_to_all_single`` is what trainers call: Gloo sends to a rank before it announces the receive from it, so
-where the other rank is a moment ahead, the announcement waits behind the data and the two directions follow one another
-instead of going at once. It takes 1 to 2 times as long as the wire needs, by chance, on any network.
+It runs in two ways. ``receives first`` posts every receive before anything is sent, and so measures the link.
+``all_to_all_single`` is what trainers call: gloo sends to a rank before it posts the receive from that rank. If the
+other rank is slightly ahead, the notice of the receive waits behind the data, and the two directions take turns instead
+of overlapping. By chance, this takes 1 to 2 times as long as the link needs, on any network.
 """
 
 from __future__ import annotations
@@ -29,47 +29,47 @@ __all__ = ["WireCheck", "measure_wire"]
 
 @dataclass(frozen=True, kw_only=True)
 class WireCheck:
-    """A bare all-to-all on the emulated wire, against what the rate allows."""
+    """Measurements of a bare all-to-all over emulated links."""
 
     mbit_per_s: float | None
-    """Rate of every uplink; None for no limit."""
+    """Rate of every uplink in Mbit/s; None: no limit."""
     bytes_per_rank: int
-    """Bytes that a rank gives to all ranks together, itself included."""
+    """Bytes that a rank sends to all ranks together, including itself."""
     sent_bytes: list[int]
-    """Per exchange by the counter of each host's uplink, with headers and acknowledgements."""
+    """Bytes per exchange by the counter of each host's uplink, including headers and acknowledgements."""
     needed_bytes: int
-    """Bytes that each host has for other hosts."""
+    """Bytes that each host must send to other hosts in an exchange."""
     wire_seconds: float | None
-    """Needed bytes over the rate."""
+    """Seconds that ``needed_bytes`` take at the rate; None without a limit."""
     seconds: float
-    """Median from the first rank's start to the last rank's end, receives announced first."""
+    """Seconds from the first rank's start to the last rank's end with receives posted first; median over exchanges."""
     ratio: float | None
-    """Seconds / wire seconds."""
+    """``seconds`` divided by ``wire_seconds``."""
     all_to_all_seconds: float
-    """Median of ``all_to_all_single``."""
+    """Seconds of ``all_to_all_single``; median over exchanges."""
     all_to_all_ratio: float | None
-    """That / wire seconds."""
+    """``all_to_all_seconds`` divided by ``wire_seconds``."""
     header_overhead: float
-    """Sent / needed bytes of the host that sent most, less 1."""
+    """Bytes beyond ``needed_bytes`` of the host that sent most, as a share of ``needed_bytes``."""
 
 
 def measure_wire(
     hosts: EmulatedHosts, ranks_per_host: int, *, bytes_per_rank: int = 25_000_000, exchanges: int = 7
 ) -> WireCheck:
-    """Times a bare all-to-all over all ranks, in both ways.
+    """Times a bare all-to-all over all ranks in both ways.
 
     Args:
-        hosts: where it runs.
-        ranks_per_host: ranks on every host.
-        bytes_per_rank: what a rank gives to all ranks together, itself included.
-        exchanges: timed ones of each way, after one that is not.
+        hosts: the emulated hosts.
+        ranks_per_host: number of ranks on every host.
+        bytes_per_rank: bytes that a rank sends to all ranks together, including itself.
+        exchanges: number of timed exchanges of each way, after one that is not timed.
     """
     mbit_per_s, world = hosts.mbit_per_s, hosts.num_hosts * ranks_per_host
     needed = ranks_per_host * (world - ranks_per_host) * (bytes_per_rank // world)
     wire = None if mbit_per_s is None else needed * 8 / (mbit_per_s * 1e6)
     with tempfile.TemporaryDirectory(prefix="dmt-wire-") as folder:
         Path(folder, "spec.json").write_text(json.dumps({"block": bytes_per_rank // world, "exchanges": exchanges}))
-        # Twice the wire's seconds and half as much again, for two ways; no limit counts as a second.
+        # Three times the link's seconds, for each of two ways; without a limit, an exchange counts a second.
         timeout = 60 + 2 * 3 * (exchanges + 1) * (wire or 1.0)
         hosts.torchrun(["-m", "benchmarks.emulation.wire", folder], ranks_per_host=ranks_per_host, timeout=timeout)
         ranks = [json.loads(Path(folder, f"rank{rank}.json").read_text()) for rank in range(world)]
@@ -90,7 +90,7 @@ def measure_wire(
 
 
 def _seconds(ranks: Sequence[dict[str, Any]], way: str) -> list[float]:
-    # The clock is the machine's, so one rank's time can be compared with another's.
+    # All ranks read the same clock, so their times can be compared.
     spans = zip(*(rank[way] for rank in ranks), strict=True)
     return [max(end for _, end in exchange) - min(start for start, _ in exchange) for exchange in spans]
 
@@ -109,7 +109,7 @@ def _receives_first(target: Tensor, source: Tensor) -> None:
 
 
 def _rank_main(folder: Path) -> None:
-    """One rank's part of `measure_wire`."""
+    """Runs the exchanges of `measure_wire` on one rank, and writes its times and bytes into ``folder``."""
     import torch
     import torch.distributed as dist
 
@@ -128,13 +128,13 @@ def _rank_main(folder: Path) -> None:
         for way, run in ways.items():
             dist.barrier()
             before = sent_bytes(uplink)
-            # No neighbor sends before every rank has read its counter.
+            # No rank sends before all ranks have read their counters.
             dist.barrier()
             start = time.perf_counter()
             run(target, source)
             end = time.perf_counter()
             dist.barrier()
-            # The first one opens connections and pages memory in.
+            # The first exchange opens connections and touches memory.
             if exchange > 0:
                 found[way].append((start, end))
                 found["sent_bytes"] += sent_bytes(uplink) - before if way == "receives first" else 0

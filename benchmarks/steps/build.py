@@ -1,4 +1,4 @@
-"""From a contender's name to its sharded model on this rank: `build_contender`."""
+"""`build_contender`: builds and shards the model of a contender on this rank."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ OPTIMIZER = OptimizerConfig(dense="sgd", dense_lr=0.05, sparse_lr=0.05, warmup_s
 
 @dataclass
 class Meshes:
-    """Process groups, made once for each topology: every set of them costs connections and threads."""
+    """Process groups by topology, each made once, because every set costs connections and threads."""
 
     by_topology: dict[TowerTopology, TowerMesh] = field(default_factory=dict)
 
     def get(self, topology: TowerTopology) -> TowerMesh:
-        """The groups of a topology; collective at its first use."""
+        """Returns the mesh of a topology; collective when a topology is first used."""
         if topology not in self.by_topology:
             self.by_topology[topology] = TowerMesh(topology)
         return self.by_topology[topology]
@@ -77,24 +77,24 @@ class Built:
 
     contender: Contender
     model: DistributedModelParallel
-    """Around a `ClickTask`."""
+    """The sharded `ClickTask`."""
     optimizer: Any
     pipeline: TrainPipelineBase[Any, Any] | TrainPipelineSparseDist[Any, Any]
     batches: Batches
     """Batches that the pipeline trains on."""
     plan: ShardingPlan
     topology: TowerTopology | None
-    """Topology of this library's contenders; None for others."""
+    """Topology of this library's contenders; None for TorchRec's."""
     small_tables: SmallTables | None
     """The data-parallel tables of a flat contender."""
     hot_rows: HotRows | None
-    """Chosen in the first step."""
+    """Copies of hot rows, chosen in the first step; None without them."""
     replicas: ReplicaSync | None
     towers: TowerPlan
-    """The features of each tower, of this library's contenders and TorchRec's."""
+    """The features of each tower, also for TorchRec's contenders."""
 
     def step(self) -> Any:
-        """Trains on the next batch; what `ClickTask` returns beside the loss. Collective."""
+        """Trains on the next batch, and returns (logits, labels, weights) of `ClickTask`. Collective."""
         output = self.pipeline.progress(self.batches)
         if self.small_tables is not None:
             self.small_tables.step()
@@ -105,7 +105,7 @@ class Built:
         return output
 
     def finish(self) -> None:
-        """Trains on what the pipeline has begun, and takes it off the model, which can then be run by itself."""
+        """Trains on the batches that the pipeline has read, and detaches it, so that the model can run alone."""
         self.batches.close()
         with suppress(StopIteration):
             while True:
@@ -115,15 +115,15 @@ class Built:
 
 
 def build_plain(contender: Contender, setting: Setting, *, tables_device: str | None = None) -> ClickTask:
-    """The unsharded model, the same for all contenders of one ``plain_model``; weights come from PyTorch's seed.
+    """Builds the unsharded model, the same for all contenders of one ``plain_model``; PyTorch's seed sets its weights.
 
     Args:
-        contender: which model.
+        contender: one of the contenders with this model.
         setting: sizes of the job.
-        tables_device: ``"meta"`` for tables that only the sharded ranks will hold. TorchRec's tower sharder wants
-            dense parts with their weights.
+        tables_device: ``"meta"`` for tables that only sharded ranks will hold; dense parts have their weights, as
+            TorchRec's tower sharder needs.
     """
-    # With histories the over arch of DIN (arXiv 1706.06978, Figure 2).
+    # With histories, the over arch of DIN (arXiv 1706.06978, Figure 2).
     sizes = {"dense_arch_layer_sizes": (64,), "over_arch_layer_sizes": (200, 80, 1)} if setting.history else {}
     options = ModelOptions(**sizes)  # type: ignore[arg-type]
     if not contender.has_towers:
@@ -150,16 +150,16 @@ def build_plain(contender: Contender, setting: Setting, *, tables_device: str | 
 
 
 def build_contender(contender: Contender, setting: Setting, meshes: Meshes, batches: Batches) -> Built:
-    """Builds and shards a contender; collective, and needs ``LOCAL_WORLD_SIZE`` = ``ranks_per_host`` for TorchRec's.
+    """Builds and shards a contender. Collective; TorchRec's need ``LOCAL_WORLD_SIZE`` = ``ranks_per_host``.
 
     Args:
-        contender: what to build.
+        contender: the contender.
         setting: sizes of the job.
-        meshes: shared by all contenders of the job.
-        batches: of this rank, for this contender alone.
+        meshes: process groups, shared by all contenders of the job.
+        batches: this rank's batches, for this contender only.
 
     Raises:
-        InputError: it cannot be had with these sizes.
+        InputError: the contender does not support these sizes.
     """
     model = build_plain(contender, setting, tables_device="meta")
     fused = fused_params(OPTIMIZER)
@@ -214,17 +214,17 @@ def build_contender(contender: Contender, setting: Setting, meshes: Meshes, batc
 
 
 def own_topology(contender: Contender, setting: Setting) -> TowerTopology:
-    """A tower on each host that a replica has ranks on, or on each rank.
+    """Returns the topology of one of this library's contenders: a tower per host of a replica, or per rank.
 
     Raises:
-        InputError: the hosts, or the ranks of a host, cannot be shared out among the replicas.
+        InputError: the replicas do not divide the hosts, or the ranks of a host.
     """
     hosts, ranks, number = setting.hosts, setting.ranks_per_host, contender.num_replicas
     is_between = contender.replica_placement == "inter_host"
     if (hosts if is_between else ranks) % number:
         raise InputError(
             f"Contender {contender.name!r} has {number} replicas, which do not divide "
-            f"{f'hosts={hosts}' if is_between else f'ranks_per_host={ranks}'}. Take another contender or size."
+            f"{f'hosts={hosts}' if is_between else f'ranks_per_host={ranks}'}. Use another contender or size."
         )
     hosts, ranks = (hosts // number, ranks) if is_between else (hosts, ranks // number)
     towers = hosts * ranks if contender.rank_towers else hosts
@@ -240,7 +240,7 @@ def own_topology(contender: Contender, setting: Setting) -> TowerTopology:
 def own_sharders(
     contender: Contender, mesh: TowerMesh, towers: TowerPlan, fused_params: dict[str, Any]
 ) -> Sequence[Any]:
-    """The sharders of the contender with its options."""
+    """Returns this library's sharders with the options of a contender."""
     options: dict[str, Any] = {"fused_params": fused_params}
     if contender.precision == "fp16":
         options["peer_precision"] = ExchangePrecision(forward="fp16", backward="fp16")
@@ -252,9 +252,9 @@ def own_sharders(
 
 
 def own_tables(contender: Contender, setting: Setting) -> list[TableSpec]:
-    """The tables of a model; those outside towers are as wide as what towers return for a feature.
+    """Returns the tables of a model; those outside towers have as many columns as towers return for a feature.
 
-    All tables of a tower with histories are looked up id by id.
+    All tables in a tower with histories are looked up id by id.
     """
     tables, dim = benchmark_tables(setting), EMBEDDING_DIM // contender.compression
     towers = own_towers(contender, setting)
@@ -264,7 +264,7 @@ def own_tables(contender: Contender, setting: Setting) -> list[TableSpec]:
 
 
 def own_wrapper(contender: Contender, mesh: TowerMesh) -> DataParallelWrapper:
-    """Wrapper of the dense part for DMP."""
+    """Returns the wrapper of the dense part for ``DistributedModelParallel``."""
     if contender.dense_reduce == "ring":
         return DefaultDataParallelWrapper()
     return HierarchicalDataParallel(mesh, precision=contender.dense_reduce)
@@ -272,9 +272,9 @@ def own_wrapper(contender: Contender, mesh: TowerMesh) -> DataParallelWrapper:
 
 @cache
 def own_towers(contender: Contender, setting: Setting) -> TowerPlan:
-    """Towers that send about equally much; the small tables are outside if the contender has them there."""
+    """Returns towers that send about equally many bytes; a contender with ``outside`` has small tables outside them."""
     topology, tables = own_topology(contender, setting), benchmark_tables(setting)
-    is_unique = contender.unique and not contender.has_towers  # of single features
+    is_unique = contender.unique and not contender.has_towers  # inputs of single features
     rows = distinct_rows(setting) if is_unique else None
     plan = TowerPlan.balanced(tables, topology, rows=rows)
     if not contender.outside:

@@ -1,7 +1,7 @@
-"""Every contender must compute what the plain model does: `PlainModel` trains it for one step in one process.
+"""Checks every contender against the plain model, which `PlainModel` trains for one step in one process.
 
-Two losses are compared on each rank's own batch: before the step, from equal weights, and after it. The plain model
-takes the step on the batches of all ranks at once; with replicas, each on those of its own ranks.
+The check compares two losses on each rank's batch: before the step, from equal weights, and after it. The plain model
+takes the step on the batches of all ranks together; with replicas, each replica on the batches of its ranks.
 """
 
 from __future__ import annotations
@@ -27,36 +27,36 @@ from dmt.training.data.batch import ClickBatch
 __all__ = ["PlainModel", "CHECK_STEPS", "check_batches", "check_losses", "load_weights", "losses_of", "plain_weights"]
 
 CHECK_STEPS = 2
-"""One to compare from equal weights, one to compare after it."""
+"""Number of steps in the check: one from equal weights, and one after it."""
 
-# Rows of a rank's batch in the check; the plain model sees those of all ranks at once.
+# Rows of a rank's batch in the check; the plain model gets those of all ranks together.
 _ROWS = 256
-# float32 adds in another order; FP16 rounds each number sent by 2^-11, and AdaGrad's first step takes a gradient's
-# direction only, so numbers that cancel may turn.
+# FP32 sums differ in their order. FP16 rounds each number sent by 2^-11, and AdaGrad's first step depends only on the
+# direction of a gradient, which may turn where numbers cancel.
 _TOLERANCE = {"fp32": 1e-5, "fp16": 1e-2}
 
 
 def check_batches(setting: Setting, rank: int) -> list[ClickBatch]:
-    """Batches of a rank in the steps of the check."""
+    """Returns a rank's batches for the steps of the check."""
     rows = min(_ROWS, setting.batch_size)
     return [random_batch(setting, rows, 1_000 + step, rank) for step in range(CHECK_STEPS)]
 
 
 def plain_weights(contender: Contender, setting: Setting) -> dict[str, Tensor]:
-    """The weights that all contenders of one plain model start from."""
+    """Returns the initial weights of all contenders of one plain model."""
     torch.manual_seed(setting.seed)
     return build_plain(contender, setting).state_dict()
 
 
 def load_weights(built: Built, weights: Mapping[str, Tensor]) -> None:
-    """Gives a sharded model, all replicas of it, the weights of the plain one."""
+    """Loads the weights of the plain model into a sharded one, with all its replicas."""
     load_plain_state(built.model, weights)
     if built.replicas is not None:
         built.replicas.restart()
 
 
 def losses_of(built: Built) -> list[float]:
-    """Trains the steps of the check with the contender's own pipeline; the losses before each. Collective."""
+    """Trains the steps of the check with the contender's pipeline; returns the loss before each. Collective."""
     losses = []
     for _ in range(CHECK_STEPS):
         logits, labels, _ = built.step()
@@ -65,11 +65,11 @@ def losses_of(built: Built) -> list[float]:
 
 
 def check_losses(contender: Contender, found: Sequence[Sequence[float]], expected: Sequence[Sequence[float]]) -> str:
-    """Describes wrong losses of a contender, by rank and step; empty if there are none."""
+    """Returns a message on the first wrong loss of a contender; empty if all are right. Losses are by rank and step."""
     tolerance = _TOLERANCE[contender.precision]
     for rank, (ours, plain) in enumerate(zip(found, expected, strict=True)):
         for step, (a, b) in enumerate(zip(ours, plain, strict=True)):
-            # Written so that NaN is wrong too.
+            # Written so that NaN counts as wrong.
             if not abs(a - b) <= tolerance:
                 return (
                     f"Contender {contender.name} is wrong: on rank {rank} its loss after {step} steps is "
@@ -79,12 +79,12 @@ def check_losses(contender: Contender, found: Sequence[Sequence[float]], expecte
 
 
 class PlainModel:
-    """Trains the unsharded model for one step, once for all contenders that must compute the same.
+    """Trains the unsharded model for one step, once for all contenders that must give the same results.
 
     Args:
-        contender: any of them.
+        contender: any of these contenders.
         setting: sizes of the job.
-        weights: `plain_weights`.
+        weights: the initial weights, from `plain_weights`.
     """
 
     def __init__(self, contender: Contender, setting: Setting, weights: Mapping[str, Tensor]) -> None:
@@ -94,7 +94,7 @@ class PlainModel:
         self._losses: dict[Any, list[list[float]]] = {}
 
     def losses(self, built: Built) -> list[list[float]]:
-        """Returns for every rank the losses on its batches before and after a step."""
+        """Returns, for every rank, the losses on its batches before and after the step: [W][2]."""
         cuts = column_cuts(built.plan)
         replicas = [list(range(self._setting.world_size))]
         if built.topology is not None:
@@ -122,7 +122,7 @@ class PlainModel:
 
 
 def _joined(batches: Sequence[ClickBatch]) -> ClickBatch:
-    """Batches one below the other."""
+    """Returns the batches concatenated into one."""
     keys = batches[0].sparse_features.keys()
     ids = [batch.sparse_features[key] for key in keys for batch in batches]
     return ClickBatch(

@@ -1,7 +1,7 @@
-"""`CONTENDERS`: what the step benchmark compares, as a table. Pure: needs neither PyTorch nor TorchRec.
+"""`CONTENDERS`: the setups that the step benchmark compares. Needs neither PyTorch nor TorchRec.
 
-Names are those of the records: ``flat-tw-dp15000+prefetch`` is DLRM sharded table-wise by TorchRec, with tables of up
-to 15,000 rows on every rank and ids exchanged one batch ahead.
+The records use their names: ``flat-tw-dp15000+prefetch`` is DLRM sharded table-wise by TorchRec, with tables of up to
+15,000 rows on every rank and ids exchanged one batch ahead.
 """
 
 from __future__ import annotations
@@ -16,43 +16,43 @@ from dmt.errors import InputError, did_you_mean
 __all__ = ["CONTENDERS", "EMBEDDING_DIM", "Contender", "Family", "named", "select"]
 
 Family = Literal["flat", "etc", "sptt", "dmt"]
-"""TorchRec's flat model, its ``EmbeddingTowerCollection``, this library's flat model over towers, its tower models."""
+"""TorchRec's flat model, or its ``EmbeddingTowerCollection``; this library's flat model over towers, or tower model."""
 EMBEDDING_DIM = 128
 """N, columns of every table."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Contender:
-    """One way to train."""
+    """One setup: a model, its sharding, and options."""
 
     name: str
     family: Family
     scheme: str = "planner"
-    """Sharding of the tables: TorchRec's name, or ``"planner"`` for TorchRec's planner (flat) or this library's."""
+    """Sharding scheme of the tables, by TorchRec's name; ``"planner"``: TorchRec's planner (flat) or this library's."""
     data_parallel_rows: int | None = 0
-    """Tables of at most this many rows are on every rank; None for those that then send fewer bytes across hosts."""
+    """Flat: tables of at most this many rows are on every rank; None: those that then send fewer bytes across hosts."""
     compression: int = 1
-    """Numbers of a sample that enter the towers over those that leave them."""
+    """Numbers per sample that enter the towers, divided by those that leave them."""
     precision: Literal["fp32", "fp16"] = "fp32"
-    """Number format of outputs and gradients between ranks (TorchRec's) or between towers (ours)."""
+    """Number format of outputs and gradients sent between ranks (TorchRec) or between towers (this library)."""
     prefetch: bool = False
     """True if ids are exchanged one batch ahead (TorchRec's ``TrainPipelineSparseDist``)."""
     micro_batches: int = 1
     """K of `dmt.run_in_micro_batches`."""
     dense_reduce: Literal["ring", "fp32", "bf16"] = "ring"
-    """Reduction of dense gradients: DDP's, or `dmt.HierarchicalDataParallel` with this format between hosts."""
+    """Reduction of dense gradients: DDP's ring, or `dmt.HierarchicalDataParallel` with this format between hosts."""
     rank_towers: bool = False
-    """True for a tower on each rank instead of each host."""
+    """True: each rank is a tower; False: each host."""
     unique: bool = False
-    """True if each distinct input of a rank's batch crosses hosts once; in ``flat`` by TorchRec's variable batches."""
+    """True if each distinct input of a rank's batch crosses hosts once; flat: by TorchRec's variable batches."""
     hot_rows: bool = False
-    """True if rows that are read most are on every rank, chosen by a profile."""
+    """True if the most-read rows, chosen by a profile, are on every rank."""
     outside: bool = False
-    """True if the tables that then send fewer bytes across hosts are on every rank, outside towers."""
+    """True if tables are on every rank, outside towers, where that sends fewer bytes across hosts."""
     num_replicas: int = 1
     """R, copies of the tables, averaged after every step."""
     replica_placement: Literal["inter_host", "intra_host"] = "inter_host"
-    """``"inter_host"``: a replica has whole hosts; ``"intra_host"``: an equal part of every host."""
+    """``"inter_host"``: a replica has whole hosts; ``"intra_host"``: it has an equal part of every host."""
 
     @property
     def has_towers(self) -> bool:
@@ -61,7 +61,7 @@ class Contender:
 
     @property
     def plain_model(self) -> str:
-        """Name of the unsharded model; contenders of one plain model compute the same."""
+        """Name of the unsharded model; contenders with the same plain model give the same results."""
         if not self.has_towers:
             return "DLRM"
         towers = f"a tower for each {'rank' if self.rank_towers else 'host'}{', small tables outside' * self.outside}"
@@ -70,7 +70,7 @@ class Contender:
 
 
 def _flat() -> Iterator[Contender]:
-    """What any TorchRec user can have: two schemes, small tables on every rank, distinct ids only, its planner."""
+    """Yields what any TorchRec user can have: two schemes, small tables on every rank, distinct ids, the planner."""
     schemes: list[tuple[str, str, int | None]] = [
         *((f"flat-{short}", scheme, 0) for short, scheme in (("tw", "table_wise"), ("cw", "column_wise"))),
         *((f"flat-{short}-dp", scheme, None) for short, scheme in (("tw", "table_wise"), ("cw", "column_wise"))),
@@ -106,7 +106,7 @@ def _torchrec_towers() -> Iterator[Contender]:
 
 
 def _same_model() -> Iterator[Contender]:
-    """The flat model over towers."""
+    """Yields setups of the flat model over towers."""
     yield Contender(name="sptt", family="sptt")
     yield Contender(name="sptt+fp16", family="sptt", precision="fp16")
     yield Contender(name="sptt+unique", family="sptt", unique=True)
@@ -140,7 +140,7 @@ def _same_model() -> Iterator[Contender]:
 
 
 def _tower_models() -> Iterator[Contender]:
-    """DMT-DLRM; with all options in both precisions, a tower on each rank, and small tables outside towers."""
+    """Yields DMT-DLRM with single options; with all, also in FP16, with rank towers and with small tables outside."""
     for ratio in (2, 4, 8, 16):
         yield Contender(name=f"dmt-cr{ratio}", family="dmt", compression=ratio)
     yield Contender(name="dmt-cr2+fp16", family="dmt", compression=2, precision="fp16")
@@ -157,7 +157,7 @@ def _tower_models() -> Iterator[Contender]:
                     compression=ratio,
                     precision="fp16" if half else "fp32",
                     prefetch=True,
-                    # Micro-batches cost a little: none where there is little to hide.
+                    # Micro-batches cost a little: none if there is little to overlap.
                     micro_batches=8 if ratio <= 4 else 1,
                     dense_reduce="fp32",
                     rank_towers=rank_towers,
@@ -166,7 +166,7 @@ def _tower_models() -> Iterator[Contender]:
 
 
 def _replicas() -> Iterator[Contender]:
-    """The flat model over towers and DMT-DLRM, with R copies of the tables."""
+    """Yields the flat model over towers and DMT-DLRM with R copies of the tables."""
     for number, placement in ((2, "inter_host"), (2, "intra_host"), (4, "inter_host"), (4, "intra_host")):
         replicas, name = {"num_replicas": number, "replica_placement": placement}, f"+r{number}-{placement[:5]}"
         yield Contender(name=f"sptt{name}", family="sptt", **replicas)  # type: ignore[arg-type]
@@ -175,14 +175,14 @@ def _replicas() -> Iterator[Contender]:
 
 _PARTS = (_flat, _torchrec_towers, _same_model, _tower_models, _replicas)
 CONTENDERS: Mapping[str, Contender] = {contender.name: contender for part in _PARTS for contender in part()}
-"""All contenders by name, in the order of the tables."""
+"""All contenders by name, in the order of the result tables."""
 
 
 def named(name: str) -> Contender:
-    """The contender of a name.
+    """Returns the contender with this name.
 
     Raises:
-        InputError: there is none.
+        InputError: there is no such contender.
 
     Example:
         >>> named("dmt-cr4+all").compression, named("flat-tw-dp15000+prefetch").data_parallel_rows
@@ -190,18 +190,18 @@ def named(name: str) -> Contender:
         >>> named("flat-rv")
         Traceback (most recent call last):
         ...
-        dmt.errors.InputError: Contender 'flat-rv' is unknown. Did you mean 'flat-tw'?
+        dmt.errors.InputError: Contender 'flat-rv' is unknown. Did you mean 'flat-tw'? See train_step --list.
     """
     if name not in CONTENDERS:
-        raise InputError(f"Contender {name!r} is unknown.{did_you_mean(name, list(CONTENDERS))}")
+        raise InputError(f"Contender {name!r} is unknown.{did_you_mean(name, list(CONTENDERS))} See train_step --list.")
     return CONTENDERS[name]
 
 
 def select(patterns: Sequence[str]) -> tuple[Contender, ...]:
-    """Contenders by name or pattern, each once, in the order of the table.
+    """Returns the contenders that names or patterns match, each once, in the order of `CONTENDERS`.
 
     Raises:
-        InputError: a pattern matches none.
+        InputError: a name or pattern matches no contender.
 
     Example:
         >>> [contender.name for contender in select(["etc-*", "sptt"])]
@@ -211,5 +211,5 @@ def select(patterns: Sequence[str]) -> tuple[Contender, ...]:
         if not any(sign in pattern for sign in "*?["):
             named(pattern)
         elif not any(fnmatchcase(name, pattern) for name in CONTENDERS):
-            raise InputError(f"No contender matches {pattern!r}. Write e.g. 'dmt-*' or 'flat-tw'.")
+            raise InputError(f"No contender matches {pattern!r}. Give, for example, 'dmt-*' or 'flat-tw'.")
     return tuple(found for name, found in CONTENDERS.items() if any(fnmatchcase(name, pattern) for pattern in patterns))

@@ -1,6 +1,6 @@
-"""`IdSkew`: how unevenly the ids of Criteo's features are spread, as four numbers of each, and draws from that.
+"""`IdSkew`: the popularity of a Criteo feature's ids as four numbers, from which ids are drawn.
 
-Fitted to the 8,000 rows of Criteo's public sample (by a script of commit ac02f63); none of its ids is kept.
+The numbers were fitted to the 8,000 rows of Criteo's public sample (by a script in commit ac02f63); no id is kept.
 """
 
 from __future__ import annotations
@@ -21,28 +21,28 @@ CRITEO_KAGGLE_ROWS = (
     *(1460, 583, 10131227, 2202608, 305, 24, 12517, 633, 3, 93145, 5683, 8351593, 3194),
     *(27, 14992, 5461306, 10, 5652, 2173, 4, 7046547, 18, 15, 286181, 105, 142572),
 )
-"""Distinct values of the 26 categorical columns of Criteo-Kaggle, in column order."""
+"""Number of distinct values in each of the 26 categorical columns of Criteo-Kaggle, in column order."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class IdSkew:
-    """Popularity of a feature's ids: the first has a share of its own, the others follow a power law with a shift.
+    """Popularity of a feature's ids: the first has a separate share, the others follow a power law with a shift.
 
-    The k-th of the others (k = 0, 1, ...) has the share of the density (x + shift)^-exponent between k and k + 1, the
-    continuous form of Zipf and Mandelbrot's law, whose inverse is known: it is drawn from without a table of shares.
+    The share of the k-th of the others (k = 0, 1, ...) is proportional to the integral of (x + shift)^-exponent over
+    [k, k + 1], the continuous Zipf-Mandelbrot law. Its inverse is known, so draws need no table of shares.
     """
 
     rows: int
-    """Ids that exist, at least 2."""
+    """Number of ids, at least 2."""
     first: float
     """Share of the most frequent id."""
     exponent: float
-    """Exponent of the power law, not 1."""
+    """Exponent of the power law; not 1."""
     shift: float
-    """Shift of the ranks, positive: the larger, the more ids are about as frequent as the second."""
+    """Shift of the ranks, above 0: the larger it is, the more ids are about as frequent as the second."""
 
     def draw(self, size: int, generator: torch.Generator) -> Tensor:
-        """[size] int64: places of ids in the order of their popularity, 0 for the most frequent."""
+        """Returns the popularity ranks of ``size`` drawn ids, int64 [size]; the most frequent id has rank 0."""
         first, even = torch.rand(2, size, generator=generator, dtype=torch.float64)
         low, high = self._powers([0.0, self.rows - 1.0])
         place = (low + even * (high - low)) ** (1 / (1 - self.exponent)) - self.shift
@@ -50,7 +50,7 @@ class IdSkew:
         return torch.where(first < self.first, 0, others)
 
     def shares(self, edges: np.ndarray) -> np.ndarray:
-        """Shares of the others with k from each edge to the next, together; [len(edges) - 1] float64."""
+        """Returns the total share of the others with k from each edge to the next, float64 [len(edges) - 1]."""
         low, high = self._powers([0.0, self.rows - 1.0])
         return (1 - self.first) * np.diff(self._powers(edges)) / (high - low)
 
@@ -60,7 +60,7 @@ class IdSkew:
 
 @cache
 def criteo_skews() -> tuple[IdSkew, ...]:
-    """The fitted skew of the 26 features, in column order."""
+    """Returns the fitted popularity of each of the 26 features, in column order."""
     fitted = json.loads(IDS_FILE.read_text())["features"]
     return tuple(
         IdSkew(rows=rows, first=one["first"], exponent=one["exponent"], shift=one["shift"])

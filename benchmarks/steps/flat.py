@@ -1,11 +1,11 @@
-"""Contenders of TorchRec's own: a flat DLRM, and DMT-DLRM in its ``EmbeddingTowerCollection``, with plans by hand.
+"""TorchRec's contenders: a flat DLRM, and DMT-DLRM in its ``EmbeddingTowerCollection``, with plans made by hand.
 
-Tables go round robin over hosts first, then over the ranks of a host, so hosts hold as many as can be. Small ones may
-be data-parallel: DDP sums their gradients, and they are trained like the others (`SmallTables`).
+Tables are dealt to the hosts in turn, and on each host to its ranks in turn, so that hosts hold equally many. Small
+tables may be data-parallel: DDP averages their gradients, and `SmallTables` trains them like the other tables.
 
-TorchRec 1.8.0 cannot start its towers on CPU: it hands ``device_ids=[cpu]`` to ``DistributedDataParallel``, which
-refuses. While the model is built, `startable_on_cpu` puts a function in place of that class in TorchRec's module, which
-leaves the argument out; nothing else changes, and nothing is changed on disk.
+TorchRec 1.8.0 cannot build its towers on a CPU: it passes ``device_ids=[cpu]`` to ``DistributedDataParallel``, which
+raises an error. While a model is built, `startable_on_cpu` replaces that class in TorchRec's module by a function that
+leaves the argument out. It changes nothing else, and nothing on disk.
 """
 
 from __future__ import annotations
@@ -53,22 +53,22 @@ Generator = Callable[..., Any]
 
 
 def flat_sharders(contender: Contender, fused_params: dict[str, Any]) -> list[Any]:
-    """TorchRec's sharders of flat collections: of bags, and of histories.
+    """Returns TorchRec's sharders of flat collections: of bags, and of histories.
 
-    Its ``use_index_dedup``, which sends each distinct id of histories once, has no kernel on CPUs.
+    They leave out ``use_index_dedup``, which sends each distinct id of histories once: it has no kernel on CPUs.
     """
     options: dict[str, Any] = {"fused_params": fused_params, "qcomm_codecs_registry": _codecs(contender)}
     return [EmbeddingBagCollectionSharder(**options), EmbeddingCollectionSharder(**options)]
 
 
 def flat_plan(contender: Contender, setting: Setting, model: nn.Module, sharders: Sequence[Any]) -> ShardingPlan:
-    """The plan of a flat contender.
+    """Returns the sharding plan of a flat contender.
 
     Args:
-        contender: of the flat family.
+        contender: a contender of the flat family.
         setting: sizes of the job.
-        model: a `ClickTask` around DLRM.
-        sharders: `flat_sharders`.
+        model: `ClickTask` of a DLRM.
+        sharders: the sharders from `flat_sharders`.
     """
     plans = {
         name: _plan_by_hand(module, _flat_schemes(contender, setting, module, sharder), setting, sharder)
@@ -82,7 +82,7 @@ def flat_plan(contender: Contender, setting: Setting, model: nn.Module, sharders
 def _flat_schemes(
     contender: Contender, setting: Setting, collection: nn.Module, sharder: Any
 ) -> Mapping[str, Generator]:
-    """Sharding of each table of a collection."""
+    """Returns TorchRec's generator of the sharding of each table in a collection, by table name."""
     if contender.unique:
         schemes = _balanced(setting)
     elif contender.scheme == "planner":
@@ -99,9 +99,9 @@ def _flat_schemes(
 
 
 def _balanced(setting: Setting) -> dict[str, Generator]:
-    """Every table on a rank, so that ranks and hosts send about equally many distinct inputs.
+    """Returns the sharding of each table, whole on a rank; ranks and hosts send about equally many distinct inputs.
 
-    Small ones too: TorchRec's data-parallel tables take no variable batch, and would save 0.04 % of the bytes.
+    Small tables are not data-parallel: TorchRec's take no variable batch, and would save 0.04 % of the bytes.
     """
     ranks = TowerTopology(num_towers=setting.world_size, ranks_per_tower=1, ranks_per_host=setting.ranks_per_host)
     tables = benchmark_tables(setting)
@@ -110,15 +110,15 @@ def _balanced(setting: Setting) -> dict[str, Generator]:
 
 
 def most_data_parallel_rows(setting: Setting, number_bytes: int = 4) -> int:
-    """Rows up to which a table sends fewer bytes across hosts if it is data-parallel; 0 where nothing crosses.
+    """Returns the rows up to which a table sends fewer bytes across hosts if data-parallel; 0 if nothing crosses hosts.
 
-    What a table costs does not depend on the others, so the best choice of tables is the best one for each. Both costs
-    are of a step and all hosts together, with W ranks on H hosts: DDP's ring sends 2 (W - 1) / W of the float32
-    gradient over each of H links, a sharded table what `needed_bytes` says.
+    The cost of a table does not depend on other tables, so the choice is best for each. Both costs are those of a step
+    of all hosts together, with W ranks on H hosts: DDP's ring sends 2 (W - 1) / W times the FP32 gradient over each of
+    H links; `needed_bytes` describes a sharded table.
 
     Args:
         setting: sizes of the job.
-        number_bytes: of a number of an output or its gradient as it is sent.
+        number_bytes: bytes of a number in outputs and their gradients, as they are sent.
 
     Example:
         >>> most_data_parallel_rows(Setting(hosts=2, ranks_per_host=2, batch_size=4096))
@@ -131,7 +131,7 @@ def most_data_parallel_rows(setting: Setting, number_bytes: int = 4) -> int:
 
 
 def _as_torchrec_plans(collection: nn.Module, setting: Setting, sharder: Any) -> dict[str, Generator]:
-    """The choice of TorchRec's planner for as many GPUs, with its own guesses of their speed."""
+    """Returns the plan of TorchRec's planner for equally many GPUs, with its default assumptions about their speed."""
     topology = Topology(world_size=setting.world_size, local_world_size=setting.ranks_per_host, compute_device="cuda")
     nothing_else = FixedPercentageStorageReservation(percentage=0.0)
     planner = EmbeddingShardingPlanner(
@@ -149,13 +149,13 @@ def _as_torchrec_plans(collection: nn.Module, setting: Setting, sharder: Any) ->
 
 
 class SmallTables:
-    """The optimizer of a flat model's data-parallel tables, with the settings of all others.
+    """Trains a flat model's data-parallel tables with the optimizer settings of all other tables.
 
-    TorchRec leaves them to the dense optimizer, and they would train otherwise than the plain model's.
+    TorchRec leaves these tables to the dense optimizer, so they would train differently from the plain model's.
 
     Args:
-        collection: sharded by TorchRec.
-        fused_params: of the sharder.
+        collection: the collection that TorchRec has sharded.
+        fused_params: settings of the fused optimizer, as in the sharder.
     """
 
     def __init__(self, collection: Any, fused_params: dict[str, Any]) -> None:
@@ -167,7 +167,7 @@ class SmallTables:
             mark_updated_in_backward(weight, self._optimizer)
 
     def step(self) -> None:
-        """Updates the tables from the gradients that DDP has averaged, and clears these."""
+        """Updates the tables with the gradients that DDP has averaged, and clears the gradients."""
         self._optimizer.update()
         for lookup in self._lookups:
             lookup.zero_grad()
@@ -176,9 +176,9 @@ class SmallTables:
 def _plan_by_hand(
     module: nn.Module, schemes: Mapping[str, Generator], setting: Setting, sharder: Any
 ) -> EmbeddingModuleShardingPlan:
-    """TorchRec's plan from its own generators, with the fused kernel for every sharded table.
+    """Returns a plan from TorchRec's generators, with the fused kernel for every sharded table.
 
-    On its own it would take the dense kernel, whose tables the dense optimizer trains.
+    By default TorchRec would use the dense kernel, whose tables the dense optimizer trains.
     """
     plan = construct_module_sharding_plan(
         module,
@@ -195,7 +195,7 @@ def _plan_by_hand(
 
 
 def _codecs(contender: Contender) -> dict[str, Any] | None:
-    """TorchRec's quantized communication in both directions, None for FP32."""
+    """Returns TorchRec's codecs for FP16 exchanges in both directions; None for FP32."""
     if contender.precision == "fp32":
         return None
     config = QCommsConfig(forward_precision=CommType.FP16, backward_precision=CommType.FP16)
@@ -203,7 +203,7 @@ def _codecs(contender: Contender) -> dict[str, Any] | None:
 
 
 def _scheme(scheme: str, table: int, setting: Setting) -> Generator:
-    """Generator of the sharding of the table with this number."""
+    """Returns the generator of the sharding of table number ``table``."""
     if scheme == "row_wise":
         return row_wise()
     first = table % setting.hosts * setting.ranks_per_host
@@ -215,7 +215,7 @@ def _scheme(scheme: str, table: int, setting: Setting) -> Generator:
 
 
 def _halves(table: int, setting: Setting) -> Sequence[int]:
-    """Two ranks for the halves of a table, on one host if it has two. Its ids go to both."""
+    """Returns two ranks for the column halves of a table, on one host if it has two ranks."""
     if setting.ranks_per_host == 1:
         return [table % setting.hosts, (table + 1) % setting.hosts]
     slot = 2 * (table // setting.hosts)
@@ -225,7 +225,7 @@ def _halves(table: int, setting: Setting) -> Sequence[int]:
 
 @contextmanager
 def startable_on_cpu() -> Iterator[None]:
-    """Within it, TorchRec's tower sharder builds its tower modules on CPU."""
+    """Context manager in which TorchRec's tower sharder can build its tower modules on a CPU."""
     before = embedding_tower_sharding.DistributedDataParallel
     embedding_tower_sharding.DistributedDataParallel = _without_device_ids
     try:
@@ -239,18 +239,18 @@ def _without_device_ids(*, device_ids: Any = None, **arguments: Any) -> Distribu
 
 
 def tower_sharders(contender: Contender, fused_params: dict[str, Any]) -> list[Any]:
-    """TorchRec's sharder of towers."""
+    """Returns TorchRec's sharder of tower collections, in a list."""
     return [EmbeddingTowerCollectionSharder(fused_params=fused_params, qcomm_codecs_registry=_codecs(contender))]
 
 
 def tower_plan_by_hand(contender: Contender, setting: Setting, model: nn.Module, sharder: Any) -> ShardingPlan:
-    """Tower i on host i, its tables cut over the ranks of the host.
+    """Returns a plan with tower i on host i, its tables cut by columns over the ranks of the host.
 
     Args:
-        contender: of TorchRec's towers.
+        contender: a contender with TorchRec's towers.
         setting: sizes of the job.
-        model: a `ClickTask` around DMT-DLRM with as many towers as there are hosts.
-        sharder: of the collection.
+        model: `ClickTask` of a DMT-DLRM with as many towers as hosts.
+        sharder: TorchRec's sharder of tower collections.
     """
     collection: Any = model.model.sparse_arch  # type: ignore[union-attr]
     schemes: dict[str, Callable[..., Any]] = {}

@@ -1,18 +1,18 @@
-"""Tables and random batches of the step benchmark: the shape of Criteo-Kaggle, one id per feature.
+"""Tables and random batches of the step benchmark, with the sizes of Criteo-Kaggle and one id per feature.
 
 ==============  ======================================================================================================
-ids             of a batch
+``ids``         distribution of the ids in a batch
 ==============  ======================================================================================================
-``skewed``      with the skew of Criteo's sample (`benchmarks.steps.criteo_ids`), each feature by itself; places beyond
-                the rows of a table that is cut are folded onto them
-``uniform``     drawn evenly
+``skewed``      as unevenly distributed as in Criteo's sample (`benchmarks.steps.criteo_ids`), independently by feature;
+                in a table with fewer rows than Criteo's, popularity ranks are mapped to rows modulo their number
+``uniform``     distributed evenly
 ==============  ======================================================================================================
 
-With ``history`` = L there are the four features with most rows only, and two of them have a history: L ids of the same
-table, to which the id attends.
+With ``history`` = L there are only the four features with the most rows, and two of them have a history: L ids of the
+same table, to which the id attends.
 
-With ``group`` = R samples come in runs of R, as one request's candidates do: the even features (C1, C3, ...) are the
-user's, equal in a run, the others the items'.
+With ``group`` = R samples come in runs of R, like the candidates of a request: the even features (C1, C3, ...) describe
+the user and are equal within a run, the others describe the items.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ from dmt.training.data.batch import ClickBatch
 
 __all__ = ["Batches", "access_profile", "benchmark_tables", "distinct_inputs", "distinct_rows", "random_batch"]
 
-# A prime, larger than any table: the most frequent ids, which come first, are spread over the rows of their table.
+# A prime larger than any table: it spreads the most frequent ids, which come first, over the rows of their table.
 _SPREAD = 2_654_435_761
 
 
 def benchmark_tables(setting: Setting) -> list[TableSpec]:
-    """Criteo's 26 tables, or the four of a model with histories, with Criteo-Kaggle's rows, at most ``rows_cap``."""
+    """Returns Criteo's 26 tables, or the 4 of a model with histories, with Criteo-Kaggle's rows up to ``rows_cap``."""
     tables = criteo_1tb_tables(EMBEDDING_DIM)
     cut = [replace(tables[i], num_embeddings=min(CRITEO_KAGGLE_ROWS[i], setting.rows_cap)) for i in _places(setting)]
     for i, table in enumerate(cut[:2] if setting.history else ()):
@@ -53,12 +53,12 @@ def benchmark_tables(setting: Setting) -> list[TableSpec]:
 
 
 def _places(setting: Setting) -> Sequence[int]:
-    """Places of the tables among Criteo's, those with histories first."""
+    """Returns the indices of the tables among Criteo's, those with histories first."""
     return (2, 11, 20, 15) if setting.history else range(len(CRITEO_KAGGLE_ROWS))
 
 
 def random_batch(setting: Setting, batch_size: int, step: int, rank: int) -> ClickBatch:
-    """Standard normal dense features, ids as the setting says, labels drawn evenly; the same for the same arguments."""
+    """Returns a random batch that depends only on the arguments: normal dense features, ids by setting, even labels."""
     tables = benchmark_tables(setting)
     mixed = np.random.SeedSequence((setting.seed, step, rank)).generate_state(1)[0]
     generator = torch.Generator().manual_seed(int(mixed))
@@ -82,7 +82,7 @@ def random_batch(setting: Setting, batch_size: int, step: int, rank: int) -> Cli
 
 
 def access_profile(setting: Setting) -> AccessProfile:
-    """Accesses of the whole job in 25 steps of other ids than those that are trained on, the same on all ranks."""
+    """Returns the job's accesses in 25 steps, on other ids than those of training; the same on all ranks."""
     tables, size = benchmark_tables(setting), 25 * setting.batch_size * setting.world_size
     profile, generator = AccessProfile(tables), torch.Generator().manual_seed(setting.seed + 1)
     for i, table in zip(_places(setting), tables, strict=True):
@@ -94,17 +94,17 @@ def access_profile(setting: Setting) -> AccessProfile:
 
 @cache
 def distinct_rows(setting: Setting) -> dict[str, float]:
-    """By table, the rows that a rank is expected to read in a step."""
+    """Returns by table the expected number of distinct rows that a rank reads in a step."""
     return access_profile(setting).distinct_rows(setting.batch_size)
 
 
 def distinct_inputs(setting: Setting, features: Sequence[str], host: int) -> int:
-    """Distinct inputs of each rank in the first step that come from other hosts: ids of some features together.
+    """Returns how many distinct inputs the ranks of other hosts send in the first step, each rank counted separately.
 
     Args:
         setting: sizes of the job.
-        features: of a tower, or one.
-        host: that they are sent to.
+        features: features whose ids form an input: those of a tower, or one.
+        host: the host to which they are sent.
     """
     batches = [_first_batch(setting, rank) for rank in range(setting.world_size)]
     step = [torch.stack([ids[feature].values() for feature in features]) for ids in batches]
@@ -124,15 +124,15 @@ def _ids(setting: Setting, feature: int, rows: int, size: int, generator: torch.
 
 
 class Batches(Iterator[ClickBatch]):
-    """A few batches once, then those of a pool over and over, until it is closed.
+    """Yields a few batches once, then those of a pool in a cycle, until it is closed.
 
-    A train pipeline holds on to its iterator and runs ahead of the model, so each contender has one for its whole life.
+    A train pipeline keeps its iterator and reads ahead of the model, so each contender has one iterator throughout.
 
     Args:
-        opening: for the first steps.
-        pool: for all others.
-        unique: whether each distinct id of a feature is in a batch once, as TorchRec's variable batch per feature.
-            Found anew for every batch, as part of its step.
+        opening: batches of the first steps.
+        pool: batches of all further steps.
+        unique: True: each distinct id of a feature is in a batch once, as TorchRec's variable batch per feature. The
+            ids are found anew for every batch, as part of its step.
     """
 
     def __init__(self, opening: Sequence[ClickBatch], pool: Sequence[ClickBatch], *, unique: bool = False) -> None:
@@ -146,12 +146,12 @@ class Batches(Iterator[ClickBatch]):
         return next(self._batches)
 
     def close(self) -> None:
-        """Ends the iteration, so that a pipeline can finish the batches it has begun."""
+        """Ends the iteration, so that a pipeline can finish the batches that it has read."""
         self._is_closed = True
 
 
 def _each_id_once(batch: ClickBatch) -> ClickBatch:
-    """The batch, of one id for each feature and sample, with the distinct ids of each feature and where they belong."""
+    """Returns a batch of one id per feature and sample, with each feature's distinct ids and their places only."""
     keys = batch.sparse_features.keys()
     found = [torch.unique(batch.sparse_features[key].values(), return_inverse=True) for key in keys]
     values = torch.cat([ids for ids, _ in found])

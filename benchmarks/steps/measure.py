@@ -1,4 +1,4 @@
-"""One turn of a contender on this rank: clocks of every step, bytes on the uplink, peak memory."""
+"""`run_turn`: measures a turn of a contender on this rank: clocks of every step, bytes on the uplink, peak memory."""
 
 from __future__ import annotations
 
@@ -23,26 +23,26 @@ __all__ = ["Clocks", "Turn", "run_turn"]
 
 @dataclass(frozen=True, kw_only=True)
 class Clocks:
-    """Seconds on several clocks, since some moment or between two."""
+    """Seconds on several clocks, from a fixed moment or between two readings."""
 
     seconds: float
-    """On the wall."""
+    """Elapsed seconds."""
     cpu: float
-    """Seconds of cores used by all threads of this process."""
+    """CPU seconds of all threads of this process."""
     main_cpu: float
-    """Seconds of a core used by the main thread."""
+    """CPU seconds of the main thread."""
     no_core: float
-    """The main thread could have run but had no core."""
+    """Seconds in which the main thread was ready to run but had no core."""
 
     @property
     def waiting(self) -> float:
-        """The main thread slept: it waited for others, which here is communication."""
+        """Seconds in which the main thread slept, waiting for others, here for communication."""
         return self.seconds - self.main_cpu - self.no_core
 
     @classmethod
     def read(cls) -> Clocks:
-        """The clocks now; to be called on the main thread."""
-        # The second number: nanoseconds spent waiting on a run queue.
+        """Returns the clocks now; call it on the main thread."""
+        # The second number is nanoseconds of waiting in a run queue.
         delay = int(Path("/proc/thread-self/schedstat").read_text().split()[1])
         return cls(
             seconds=time.perf_counter(),
@@ -52,7 +52,7 @@ class Clocks:
         )
 
     def since(self, earlier: Clocks) -> Clocks:
-        """The time from an earlier reading to this one."""
+        """Returns the seconds from an earlier reading to this one."""
         return Clocks(
             seconds=self.seconds - earlier.seconds,
             cpu=self.cpu - earlier.cpu,
@@ -67,13 +67,13 @@ class Turn:
 
     steps: list[Clocks]
     uplink_bytes: int | None
-    """Sent by this host in the whole turn; None off emulated hosts."""
+    """Bytes that this host sent to others in the whole turn; None without emulated hosts."""
     peak_bytes: int | None
-    """Memory above what the process had before; None where it was not asked for."""
+    """Growth of the process's memory up to its peak; None if it was not measured."""
 
 
 def run_turn(built: Built, num_steps: int, *, with_memory: bool, meter: TrafficMeter | None = None) -> Turn:
-    """Trains a few steps between two barriers, the first under a meter if there is one. Collective."""
+    """Trains ``num_steps`` steps between two barriers, the first under the meter, if any; returns them. Collective."""
     before = _start_peak() if with_memory else None
 
     def steps() -> list[Clocks]:
@@ -93,7 +93,7 @@ def _between_barriers(work: Callable[[], list[Clocks]]) -> tuple[list[Clocks], i
     dist.barrier()
     before = _sent()
     clocks = work()
-    # Others may be in the middle of a step, and what they send is part of the turn.
+    # Other ranks may still be in a step, and the bytes that they send belong to the turn.
     dist.barrier()
     after = _sent()
     return clocks, None if before is None or after is None else after - before
@@ -105,8 +105,8 @@ def _sent() -> int | None:
 
 
 def _start_peak() -> int:
-    """Begins a new peak, and returns the memory in use."""
-    # Freed memory that the allocator keeps would hide what the turn takes.
+    """Resets the peak of the process's memory, and returns the bytes in use."""
+    # Freed memory that the allocator keeps would hide memory that the turn needs.
     trim: Any = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)

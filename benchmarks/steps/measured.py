@@ -1,4 +1,4 @@
-"""Measurements of each contender in a run: step times, bytes, its own bound; and who is faster than whom."""
+"""`Measured`: step times, bytes and bound of each contender in a run; speedups of one contender over another."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ KINDS = ("ids", "forward", "backward", "dense")
 
 @dataclass(frozen=True, kw_only=True)
 class Measured:
-    """One contender at one setting; seconds and bytes are those of a step, medians unless said otherwise."""
+    """Measurements of a contender at a setting; seconds and bytes are medians over steps, unless stated otherwise."""
 
     name: str
     family: str
@@ -26,21 +26,21 @@ class Measured:
     rounds: tuple[tuple[float, ...], ...]
     """Seconds of the steps of each round."""
     across: Mapping[str, float]
-    """Bytes that a host sends to others by kind, counted at the collectives, mean over hosts."""
+    """Bytes that a host sends to others, by kind, counted at the collectives; mean over hosts."""
     needed: Mapping[str, float]
-    """Bytes expected by arithmetic."""
+    """Bytes that a host must send to others, by kind, from `benchmarks.steps.needed`; mean over hosts."""
     inside: float
-    """Bytes between ranks of a host, mean over hosts."""
+    """Bytes sent between ranks of a host; mean over hosts."""
     uplink: tuple[float, ...]
-    """Bytes by the uplinks' counters, by host; empty without uplinks."""
+    """Bytes sent by the counter of each host's uplink; empty without uplinks."""
     peak_memory: float
-    """Bytes of the rank with most."""
+    """Peak bytes of memory of the rank that uses most."""
     waiting: float
-    """Seconds that the main thread waited for others, mean over ranks."""
+    """Seconds that the main thread waited for others; mean over ranks."""
     wire: float | None
-    """Seconds that the busiest uplink's bytes take at its rate; None where the rate is not limited."""
+    """Seconds that the bytes of the busiest uplink take at its rate; None without a limit."""
     compute: float
-    """CPU seconds of all processes over the machine's cores."""
+    """CPU seconds of all processes, divided by the number of cores."""
 
     @property
     def seconds(self) -> list[float]:
@@ -48,17 +48,17 @@ class Measured:
         return [second for steps in self.rounds for second in steps]
 
     def percentile(self, percent: float) -> float:
-        """Percentile of the seconds of a step."""
+        """Returns a percentile of the seconds per step; ``percent`` is from 0 to 100."""
         return float(np.percentile(self.seconds, percent))
 
     @property
     def median(self) -> float:
-        """Seconds of a step."""
+        """Median seconds per step."""
         return self.percentile(50)
 
     @property
     def bound(self) -> float:
-        """Seconds below which no step can stay: those of the wire or of the compute alone, whichever are more."""
+        """Lower bound of the seconds per step: those of the link or of computation, whichever are more."""
         return max(self.wire or 0.0, self.compute)
 
     @property
@@ -68,17 +68,17 @@ class Measured:
 
     @property
     def bound_ratio(self) -> float:
-        """The median over the bound."""
+        """The median divided by the bound."""
         return self.median / self.bound
 
     @property
     def counted_ratio(self) -> float | None:
-        """Counted bytes across hosts over needed ones; None where none are needed."""
+        """Counted bytes across hosts divided by needed bytes; None if none are needed."""
         return _ratio(sum(self.across.values()), sum(self.needed.values()))
 
     @property
     def counters_ratio(self) -> float | None:
-        """Bytes by the counters, headers of packets included, over needed ones."""
+        """Bytes by the uplinks' counters, packet headers included, divided by needed bytes; None without uplinks."""
         return _ratio(float(np.mean(self.uplink)), sum(self.needed.values())) if self.uplink else None
 
 
@@ -87,7 +87,7 @@ def _ratio(value: float, base: float) -> float | None:
 
 
 def bytes_per_second(mbit_per_s: float) -> float:
-    """The rate of a link in bytes.
+    """Converts the rate of a link from Mbit/s to bytes per second.
 
     Example:
         >>> bytes_per_second(200)
@@ -97,11 +97,11 @@ def bytes_per_second(mbit_per_s: float) -> float:
 
 
 def measure_run(run: Mapping[str, Any], *, cores: int) -> list[Measured]:
-    """The contenders of a run, in its order; of a stopped run those without steps or bytes are left out.
+    """Returns the contenders of a run, in its order; leaves out those without steps or bytes, as in a stopped run.
 
     Args:
-        run: of the JSON of ``benchmarks/train_step.py``.
-        cores: of the machine, all hosts together.
+        run: a run from the JSON of ``benchmarks/train_step.py``.
+        cores: number of cores of the machine, which all hosts share.
     """
     whole = [one for one in run["contenders"] if one["steps"] and one["traffic"] and one["needed"]]
     return [_measure(contender, run["setting"], cores) for contender in whole]
@@ -131,15 +131,15 @@ def _median_by_host(of_steps: Sequence[Sequence[float]]) -> tuple[float, ...]:
 
 @dataclass(frozen=True, kw_only=True)
 class Speedup:
-    """Speed-up of one contender over another."""
+    """Speedup of one contender over another."""
 
     ratio: float
-    """Ratio of the median step times."""
+    """Median step time of the other contender, divided by that of this one."""
     interval: tuple[float, float] | None
-    """95 %, from a bootstrap over rounds; None where there is one round."""
+    """95 % interval from a bootstrap over rounds; None with a single round."""
 
     def __str__(self) -> str:
-        """The ratio with its interval."""
+        """Returns the ratio with its interval, as text."""
         within = "" if self.interval is None else " [{:.2f}, {:.2f}]".format(*self.interval)
         return f"{self.ratio:.2f}{within}"
 
@@ -147,16 +147,16 @@ class Speedup:
 def fastest(
     contenders: Iterable[Measured], family: str, *, precision: str, compression: float | None = None
 ) -> Measured | None:
-    """The contender with the lowest median step time.
+    """Returns the contender with the lowest median step time.
 
     Args:
-        contenders: of one run.
+        contenders: the contenders of a run.
         family: ``"flat"``, ``"etc"``, ``"sptt"`` or ``"dmt"``.
-        precision: of what crosses hosts.
-        compression: of the tower modules; None for any.
+        precision: number format of outputs and gradients across hosts.
+        compression: compression ratio of the tower modules; None: any.
 
     Returns:
-        It, or None where there is none.
+        The contender; None if there is none of this kind.
     """
     candidates = [
         found
@@ -167,20 +167,20 @@ def fastest(
 
 
 def best_flat(contenders: Iterable[Measured], precision: str) -> Measured | None:
-    """The fastest flat contender at a precision; None where there is none."""
+    """Returns the fastest flat contender of a precision; None if there is none."""
     return fastest(contenders, "flat", precision=precision)
 
 
 def speedup(ours: Measured, reference: Measured, *, draws: int = 10_000, seed: int = 0) -> Speedup:
-    """The reference's median step time over ours.
+    """Returns the speedup of a contender over a reference.
 
-    The bootstrap draws rounds, the same ones for both, because they ran side by side in a round.
+    The bootstrap draws the same rounds for both, because they took turns within each round.
 
     Args:
-        ours: the numerator of the speed.
-        reference: of the same run.
-        draws: of the bootstrap.
-        seed: of the draws.
+        ours: the contender.
+        reference: another contender of the same run.
+        draws: number of draws of the bootstrap.
+        seed: seed of the draws.
     """
     ratio = reference.median / ours.median
     rounds = min(len(ours.rounds), len(reference.rounds))

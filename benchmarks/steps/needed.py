@@ -1,16 +1,16 @@
-"""Bytes that a step must send across hosts, by arithmetic: `needed_bytes`, and `needed_by` of a built contender.
+"""Computes the bytes that a step must send across hosts: `needed_bytes`, and `needed_by` for a built contender.
 
-Legend: H hosts, L ranks on each, W = H L ranks, B samples per rank. What one host sends away goes to B (W - L) samples,
-or, where each input is sent once, to the distinct ones among them.
+Legend: H hosts, L ranks on each, W = H L ranks, B samples per rank. A host exchanges data for the B (W - L) samples of
+other hosts or, if each input is sent once, for the distinct inputs among them.
 
 ======== ==============================================================================================================
-kind     counted, all hosts together
+kind     bytes of all hosts together
 ======== ==============================================================================================================
-ids      to every host that holds a part of a table: 4 bytes per sample of the other hosts (a length), and 8 (an id) for
-         the share of the table's rows that the host holds
-forward  from every host, for each sample of the others: the columns of which it holds a part (partial sums of a host
-         are added before they leave it), or the columns of its towers' outputs
-backward as forward, the other way
+ids      to every host that holds a part of a table: 4 bytes (a length) per sample of the other hosts, and 8 bytes (an
+         id) times the share of the table's rows that the host holds
+forward  from every host, for each sample of the others: the columns of which it holds a part (a host adds its partial
+         sums before it sends them), or the columns of its towers' outputs
+backward the same numbers as forward, in the other direction
 dense    a reduction inside hosts first, then a ring between them: 2 (H - 1) times the gradients
 ======== ==============================================================================================================
 """
@@ -44,31 +44,31 @@ ID_BYTES, LENGTH_BYTES = 8, 4
 
 @dataclass(frozen=True, kw_only=True)
 class HostShare:
-    """Part of one table that one host holds, each number of it counted once."""
+    """The part of a table that a host holds, each number counted once."""
 
     host: int
     columns: int
-    """Columns of which it holds some rows."""
+    """Number of columns of which the host holds some rows."""
     rows: float
-    """Rows of which it holds some columns, as a share of all."""
+    """Share of the table's rows of which the host holds some columns."""
     inputs: int | None = None
-    """Inputs that the ranks of other hosts send to it; None for all samples."""
+    """Number of inputs that the ranks of other hosts send to the host; None: one for each of their samples."""
 
 
 def needed_bytes(
     setting: Setting, shares: Sequence[HostShare], *, dense_bytes: int, number_bytes: int, compression: int = 1
 ) -> dict[str, int]:
-    """Bytes that all hosts together must send to others in one step.
+    """Returns, by kind, the bytes that all hosts together must send to other hosts in a step.
 
     Args:
         setting: sizes of the job.
-        shares: of every table and host that holds some of it.
-        dense_bytes: gradients of the parameters that all ranks hold, as they are sent.
-        number_bytes: of a number of an output or its gradient as it is sent.
-        compression: columns of a table over those of a tower's output for it.
+        shares: a share for every table and every host that holds a part of it.
+        dense_bytes: bytes of the gradients of parameters that all ranks hold, as they are sent.
+        number_bytes: bytes of a number in outputs and their gradients, as they are sent.
+        compression: columns of a table, divided by the columns of a tower's output for it.
 
     Example:
-        Two hosts of two ranks, each with a table of 8 columns; 10 samples a rank.
+        Two hosts of two ranks, each with a table of 8 columns, and 10 samples per rank.
 
         >>> shares = [HostShare(host=0, columns=8, rows=1.0), HostShare(host=1, columns=8, rows=1.0)]
         >>> needed_bytes(Setting(batch_size=10), shares, dense_bytes=100, number_bytes=4)
@@ -83,13 +83,13 @@ def needed_bytes(
 
 
 def table_parameters(plan: ShardingPlan) -> dict[str, Any]:
-    """TorchRec's ``ParameterSharding`` of every table."""
+    """Returns TorchRec's ``ParameterSharding`` of every table, by table name."""
     modules: Any = plan.plan.values()
     return {name: parameter for module in modules for name, parameter in module.items()}
 
 
 def column_cuts(plan: ShardingPlan) -> dict[str, list[int]]:
-    """By table the widths of its column shards, each with an optimizer state of its own; none if it is not sharded."""
+    """Returns the widths of each table's column shards, by table name; an empty list for an unsharded table."""
     cuts: dict[str, list[int]] = {}
     for table, parameter in table_parameters(plan).items():
         shards = [] if parameter.sharding_spec is None else parameter.sharding_spec.shards
@@ -98,7 +98,7 @@ def column_cuts(plan: ShardingPlan) -> dict[str, list[int]]:
 
 
 def host_shares(plan: ShardingPlan, setting: Setting, *, unique: bool = False) -> list[HostShare]:
-    """Shares of every sharded table that each host holds under a plan whose ranks are those of the job."""
+    """Returns the shares that hosts hold of every sharded table, under a plan with global ranks."""
     shares: list[HostShare] = []
     features = {table.name: table.feature_names for table in benchmark_tables(setting)}
     for table, parameter in table_parameters(plan).items():
@@ -121,10 +121,10 @@ def host_shares(plan: ShardingPlan, setting: Setting, *, unique: bool = False) -
 
 
 def needed_by(built: Built, setting: Setting) -> dict[str, int] | None:
-    """The bytes that a contender must send across hosts in one step, on the first batch of the pool.
+    """Returns the bytes that a contender must send across hosts in a step, by kind, for the first batch of the pool.
 
-    None for replicas: the bytes of their average are not counted at the collectives either. No number for histories:
-    `tests.dmt.test_sequences` has the arithmetic.
+    Returns None with replicas, whose averaging is not counted at the collectives either, and zeros with histories, for
+    which `tests.dmt.test_sequences` computes the bytes.
     """
     contender = built.contender
     if contender.num_replicas > 1:
@@ -134,7 +134,7 @@ def needed_by(built: Built, setting: Setting) -> dict[str, int] | None:
     if contender.family in ("flat", "etc"):
         shares = host_shares(built.plan, setting, unique=contender.unique)
     else:
-        # Ranks in the plan are those of a tower; a tower is on one host, and its tables are nowhere else.
+        # The plan has ranks local to a tower. A tower is on one host, the only one with its tables.
         towers = built.towers.towers
         shares = [
             HostShare(
@@ -158,7 +158,7 @@ def needed_by(built: Built, setting: Setting) -> dict[str, int] | None:
 
 
 def weight_bytes(built: Built) -> int:
-    """Bytes of all weights that this rank holds."""
+    """Returns the bytes of all weights that this rank holds."""
     size = 0
     for value in built.model.state_dict().values():
         parts = [shard.tensor for shard in value.local_shards()] if isinstance(value, ShardedTensor) else [value]
@@ -167,14 +167,14 @@ def weight_bytes(built: Built) -> int:
 
 
 def _dense_bytes(built: Built, setting: Setting) -> int:
-    """Bytes of the gradients of weights that every rank holds a copy of, as they are sent."""
+    """Returns the bytes of the gradients, as they are sent, of weights that every rank holds."""
     contender = built.contender
     outside = {table.name for table in built.towers.outside_tables(benchmark_tables(setting))}
     size = 0
     for name, value in built.model.state_dict().items():
         if isinstance(value, ShardedTensor):
             continue
-        # Of a model over towers, the copies of a data-parallel table in a tower are all on one host.
+        # Copies of a data-parallel table inside a tower are all on one host.
         if contender.family == "flat" or name.split(".")[-2] in outside:
             size += value.nbytes
         elif "sparse_arch" not in name:

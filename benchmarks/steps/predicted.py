@@ -1,4 +1,4 @@
-"""What `dmt.simulator` predicts for GPUs, beside the measured steps: `predictions`. Nothing here is measured."""
+"""`predictions`: steps on GPUs as `dmt.simulator` predicts them, for the page of measured steps."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from dmt.training.step_prediction import work_of
 __all__ = ["CLUSTER", "HOSTS", "Predicted", "predictions"]
 
 CLUSTER = "a100"
-"""Hosts of eight GPUs as `dmt what-if` ships them."""
+"""Shipped cluster of hosts with eight GPUs (`dmt.simulator.cluster`)."""
 HOSTS = (2, 4, 8, 16)
 _SETTING = Setting(ranks_per_host=8, batch_size=16_384, rows_cap=20_000_000)
 # Equal inputs that are sent once are not predicted here, so the unchanged model has its tables in towers or outside.
@@ -28,17 +28,17 @@ _CONTENDERS = ("flat-cw-dp+prefetch", *(f"{name}+all+outside" for name in ("dmt-
 
 @dataclass(frozen=True, kw_only=True)
 class Predicted:
-    """A step on a described cluster."""
+    """A predicted step of a contender on `CLUSTER`."""
 
     contender: str
     hosts: int
     seconds: float
     uplink_bytes: float
-    """Of the busiest host."""
+    """Bytes that the busiest host sends to others."""
 
 
 def predictions() -> list[dict[str, Any]]:
-    """Steps of the flat model and of towers on 2 to 16 hosts of eight GPUs, as JSON of `Predicted`."""
+    """Returns `Predicted` steps, as dicts, of the flat model and of towers on 2 to 16 hosts of eight GPUs."""
     cluster, found = load_cluster(CLUSTER), []
     for hosts in HOSTS:
         setting = replace(_SETTING, hosts=hosts)
@@ -57,7 +57,7 @@ def predictions() -> list[dict[str, Any]]:
 
 
 def _work(contender: Contender, setting: Setting) -> StepWork:
-    """The work of a step; of a flat model with the tables on every rank that then send fewer bytes."""
+    """Returns the work of a step; in a flat model, tables that then send fewer bytes are on every rank."""
     if contender.family != "flat":
         job = job_of(contender, setting)
         assert job is not None, contender.name

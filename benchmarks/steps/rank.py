@@ -1,10 +1,10 @@
-"""One rank of the step benchmark: builds all contenders, checks them, and times them in turns.
+"""Runs a rank of the step benchmark: builds all contenders, checks them, and times them in turns.
 
     torchrun --nproc-per-node 4 -m benchmarks.steps.rank spec.json
 
-The spec is JSON: ``setting`` (fields of `Setting`), ``contenders`` (names), ``out`` (where rank 0 writes the run, after
-every round) and ``deadline`` (seconds since 1970 after which no round begins, or null). `benchmarks.train_step` writes
-it.
+The spec is JSON, written by `benchmarks.train_step`: ``setting`` (fields of `Setting`), ``contenders`` (names), ``out``
+(file to which rank 0 writes the run after every round) and ``deadline`` (seconds since 1970 after which no round
+begins, or null).
 """
 
 from __future__ import annotations
@@ -46,37 +46,37 @@ _CLOCKS = ("seconds", "cpu", "main_cpu", "no_core", "waiting")
 
 
 def main(spec_path: str) -> None:
-    """Runs the job that a spec describes; every rank of it calls this."""
+    """Runs the job that a spec file describes; collective."""
     spec = json.loads(Path(spec_path).read_text())
     setting = Setting(**spec["setting"])
-    # Hosts may be played by one machine, where torchrun counts all ranks as local.
+    # One machine may emulate several hosts, and torchrun counts all its ranks as local.
     os.environ["LOCAL_WORLD_SIZE"] = str(setting.ranks_per_host)
-    # It says of every data-parallel table that it is not cached, and on the root that it has no sharding spec.
+    # TorchRec warns about every data-parallel table: that it is not cached and, at the root, that it has no spec.
     for name in ("torchrec", None):
         logging.getLogger(name).setLevel(logging.ERROR)
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     dist.init_process_group("gloo", timeout=_TIMEOUT)
     if dist.get_world_size() != setting.world_size:
-        raise InputError(f"The spec is for {setting.world_size} ranks, the job has {dist.get_world_size()}.")
+        raise InputError(f"The spec needs {setting.world_size} ranks, not {dist.get_world_size()}. Start as many.")
     try:
         contenders = [named(name) for name in spec["contenders"]]
         run_job(setting, contenders, Path(spec["out"]), deadline=spec.get("deadline"))
-        # Leaving while a peer still talks aborts it now and then.
+        # Leaving while a peer still communicates sometimes aborts the peer.
         dist.barrier()
     finally:
         dist.destroy_process_group()
 
 
 def run_job(setting: Setting, contenders: Sequence[Contender], out: Path, *, deadline: float | None = None) -> None:
-    """Builds, checks, times and counts all contenders; rank 0 writes the run to ``out``. Collective.
+    """Builds, checks and times all contenders, and counts their bytes; rank 0 writes the run to ``out``. Collective.
 
-    Bytes are counted in the first turn of each, so that a job which is cut off has them.
+    Bytes are counted in the first turn of each contender, so that a job that is stopped has them.
 
     Args:
         setting: sizes of the job.
-        contenders: what to compare.
-        out: a JSON file.
-        deadline: seconds since 1970; after it no further round begins.
+        contenders: the contenders to compare.
+        out: the JSON file.
+        deadline: seconds since 1970 after which no further round begins; None: no limit.
     """
     world, rank = _world(), dist.get_rank()
     record = Record(setting, contenders, out) if rank == 0 else None
@@ -112,19 +112,19 @@ def run_job(setting: Setting, contenders: Sequence[Contender], out: Path, *, dea
 
 
 def build_checked(setting: Setting, contenders: Sequence[Contender], pool: Sequence[ClickBatch]) -> list[Built]:
-    """All contenders, each found to compute what its plain model does. Collective.
+    """Builds all contenders, and checks that each computes what its plain model does. Collective.
 
     Args:
         setting: sizes of the job.
-        contenders: what to build.
-        pool: this rank's batches for after the check.
+        contenders: the contenders to build.
+        pool: this rank's batches after the check.
 
     Raises:
-        RuntimeError: on every rank; one does not, and the message has its name.
+        RuntimeError: a contender's loss is wrong; raised on every rank, with the name of the contender.
     """
     world, meshes = _world(), Meshes()
     everything: dict[str, Built] = {}
-    # One plain model at a time: it and its gradients are as large as all ranks' tables together.
+    # One plain model at a time, because with its gradients it is as large as all ranks' tables together.
     by_model = sorted(contenders, key=lambda contender: contender.plain_model)
     for _, group in groupby(by_model, key=lambda contender: contender.plain_model):
         same = list(group)
@@ -143,12 +143,12 @@ def build_checked(setting: Setting, contenders: Sequence[Contender], pool: Seque
 
 
 class Record:
-    """A run, kept by rank 0.
+    """The record of a run, kept by rank 0.
 
     Args:
         setting: sizes of the job.
-        contenders: in the order of the results.
-        path: where it is written to.
+        contenders: the contenders, in the order of the results.
+        path: the JSON file.
     """
 
     def __init__(self, setting: Setting, contenders: Sequence[Contender], path: Path) -> None:
@@ -157,11 +157,11 @@ class Record:
         self._results: dict[str, dict[str, Any]] = {c.name: _contender_record(c) for c in contenders}
 
     def add(self, name: str, **values: Any) -> None:
-        """Sets values of a contender."""
+        """Sets values of a contender in the record."""
         self._results[name].update(values)
 
     def add_turn(self, name: str, turns: Sequence[Turn]) -> None:
-        """Adds the steps of one turn, as every rank saw it."""
+        """Adds the steps of a contender's turn; ``turns`` has the measurements of each rank."""
         result = self._results[name]
         result["steps"] += step_records(turns, self._setting)
         peaks = [turn.peak_bytes for turn in turns if turn.peak_bytes is not None]
@@ -170,14 +170,14 @@ class Record:
             result["peak_memory_bytes"] = [peak + size for peak, size in zip(peaks, weights, strict=True)]
 
     def write(self) -> None:
-        """Writes everything so far, whole or not at all."""
+        """Writes the record so far; replaces the file atomically."""
         run = {"setting": asdict(self._setting), "wire": None, "contenders": list(self._results.values())}
         with atomic_write(self._path) as scratch:
             scratch.write_text(json.dumps(run, indent=1) + "\n")
 
 
 def step_records(turns: Sequence[Turn], setting: Setting) -> list[dict[str, Any]]:
-    """The steps of a turn from what each rank saw of it; bytes of the turn are shared out evenly over them."""
+    """Returns the steps of a turn from each rank's measurements; the bytes of the turn are spread evenly over them."""
     num_steps = len(turns[0].steps)
     uplink = [turn.uplink_bytes for turn in turns[:: setting.ranks_per_host]]
     per_step = None if None in uplink else [size / num_steps for size in uplink if size is not None]

@@ -1,4 +1,4 @@
-"""The results of the speed study as JSON, as a page in Markdown and as pictures."""
+"""Writes the results of the speed study: JSON, a page in Markdown, and pictures."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ GOALS = (
     ("CR 4, 50 Mbit/s", 50.0, "dmt", 4.0, 5.0),
     ("CR 16, 50 Mbit/s", 50.0, "dmt", 16.0, 10.0),
 )
-"""Name, rate, family, compression ratio, and how many times as fast as the best flat model in FP32."""
+"""Name, rate in Mbit/s, family, compression ratio, and wanted speedup over the best flat model, in FP32."""
 _PREDICTED_HEADER = ("hosts", "contender", "predicted ms", "x flat", "MB by the busiest host")
 _BOUND_GOAL, _BOUND_SHARE = 1.10, 0.9
 _COLORS = {"flat": "#8A8F98", "etc": TOWER_COLORS[1], "sptt": TOWER_COLORS[0], "dmt": TOWER_COLORS[2]}
@@ -39,17 +39,17 @@ def write_results(
     predicted: Sequence[Mapping[str, Any]] = (),
     stem: str = "steps",
 ) -> list[Path]:
-    """Writes ``<stem>.json``, ``<stem>.md`` and pictures of what has been measured.
+    """Writes ``<stem>.json``, ``<stem>.md`` and pictures of the results.
 
     Args:
-        runs: of the JSON of ``benchmarks/train_step.py``, each with the name of its part under ``part``.
-        out: the folder; made when absent.
+        runs: runs from the JSON of ``benchmarks/train_step.py``, each with the name of its part under ``part``.
+        out: the folder; made if absent.
         about: date, machine, versions, commits, command, and ``cores``.
-        predicted: of `benchmarks.steps.predicted`; under ``predicted`` of the JSON.
-        stem: of the file names.
+        predicted: predictions of `benchmarks.steps.predicted`, for the key ``predicted`` of the JSON.
+        stem: file names without endings.
 
     Returns:
-        The paths.
+        The paths of the files.
     """
     cores = about["cores"]
     out.mkdir(parents=True, exist_ok=True)
@@ -69,7 +69,7 @@ def write_results(
 
 
 def setting_words(setting: Mapping[str, Any]) -> str:
-    """A setting in words.
+    """Returns a setting in words.
 
     Example:
         >>> setting_words({"hosts": 2, "ranks_per_host": 2, "mbit_per_s": 200.0, "batch_size": 4096})
@@ -86,7 +86,7 @@ def setting_words(setting: Mapping[str, Any]) -> str:
 
 
 def goals_table(runs: Sequence[Run], *, cores: int) -> str:
-    """Each goal with the fastest contender it is about, and the share of contenders near their own bound."""
+    """Returns a table of the goals with the fastest contender for each, and of how many contenders are near a bound."""
     rows = []
     main = [run for run in runs if run["part"] in ("main", "rate")]
     for text, rate, family, compression, target in GOALS:
@@ -113,7 +113,7 @@ def _verdict(is_held: bool) -> str:
 
 
 def times_table(contenders: Sequence[Measured]) -> str:
-    """Step times of contenders beside their bounds and bytes."""
+    """Returns a table of the contenders' step times, bounds, bytes and memory."""
     header = [
         *("contender", "P10 ms", "P50 ms", "P90 ms", "x best flat", "waiting s", "bound s", "bound by", "step / bound"),
         *("MB by a host", "needed", "peak memory MB"),
@@ -148,7 +148,7 @@ def _bytes_table(contenders: Iterable[Measured]) -> str:
 
 
 def _sweeps(runs: Sequence[Run], cores: int) -> dict[str, dict[str, list[Measured]]]:
-    """By part and value, the contenders that ran at every value; the main run is the first value of each."""
+    """Returns, by part and value, the contenders that ran at every value; the main run is the first value of a part."""
     sweeps: dict[str, dict[str, list[Measured]]] = {}
     for part in dict.fromkeys(run["part"] for run in runs if run["part"] not in ("flat", "main")):
         chosen = [run for wanted in ("main", part) for run in runs if run["part"] == wanted]
@@ -164,7 +164,7 @@ def _value(part: str, setting: Mapping[str, Any]) -> str:
 
 
 def predicted_rows(predicted: Sequence[Mapping[str, Any]]) -> list[list[str]]:
-    """Rows of the table of predictions."""
+    """Returns the rows of the table of predictions."""
     flat = {one["hosts"]: one["seconds"] for one in predicted if one["contender"].startswith("flat")}
     return [
         [
@@ -217,12 +217,12 @@ def _fact(value: Any) -> str:
 
 
 def plot_steps(contenders: Sequence[Measured], path: Path, *, subtitle: str) -> Path:
-    """Bars of the median step time with whiskers from P10 to P90, and a mark at each one's bound.
+    """Draws bars of median step times, with whiskers from P10 to P90 and marks at the bounds; returns ``path``.
 
     Args:
-        contenders: at least one.
-        path: the picture.
-        subtitle: the setting.
+        contenders: at least one contender.
+        path: the picture file.
+        subtitle: the setting in words.
     """
     height = _ROW_INCHES * len(contenders) + _FRAME_INCHES
     figure = new_figure(path, size=(_WIDTH_INCHES, height), caller="plot_steps")
@@ -249,11 +249,11 @@ def plot_steps(contenders: Sequence[Measured], path: Path, *, subtitle: str) -> 
 
 
 def plot_sweeps(sweeps: Mapping[str, Mapping[str, Sequence[Measured]]], path: Path) -> Path:
-    """One panel for each sweep: step time of each contender at each value, the seconds logarithmic.
+    """Draws a panel for each sweep, with the step time of each contender at each value; returns ``path``.
 
     Args:
-        sweeps: by name, the contenders by value; at least one.
-        path: the picture.
+        sweeps: contenders by value, by the name of the sweep; at least one sweep.
+        path: the picture file.
     """
     size = (_PANEL_INCHES * len(sweeps) + 0.4, 4.4)
     figure = new_figure(path, size=size, caller="plot_sweeps")

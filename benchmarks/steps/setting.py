@@ -14,7 +14,7 @@ Ids = Literal["skewed", "uniform"]
 
 @dataclass(frozen=True, kw_only=True)
 class Setting:
-    """Settings of one job.
+    """Sizes and rates of a job.
 
     Raises:
         InputError: a size is out of range, or there is only one rank.
@@ -29,29 +29,29 @@ class Setting:
     """
 
     hosts: int = 2
-    """Machines, played or real; a tower each."""
+    """H, number of hosts, emulated or real."""
     ranks_per_host: int = 2
-    """L."""
+    """L, number of ranks on each host."""
     mbit_per_s: float | None = 200.0
-    """Rate of each host's uplink; None for no limit."""
+    """Rate of each host's uplink in Mbit/s; None: no limit."""
     batch_size: int = 4096
     """B, samples per rank and step."""
     rounds: int = 7
-    """Measured turns of every contender."""
+    """Number of measured turns of every contender."""
     warm_up_rounds: int = 1
-    """Turns that come first and are not counted."""
+    """Number of turns before the measured ones."""
     steps_per_turn: int = 2
-    """Steps of a contender before the next one's turn."""
+    """Number of steps in a contender's turn."""
     seed: int = 0
-    """Seed of weights, batches and the order of turns."""
+    """Seed of the weights, the batches and the order of turns."""
     rows_cap: int = 40_000
-    """Tables have the rows of Criteo-Kaggle's, at most this many: eight are cut."""
+    """Largest number of rows of a table; eight of Criteo-Kaggle's tables have more than the default."""
     ids: Ids = "skewed"
     """Distribution of the ids (`benchmarks.steps.inputs`)."""
     group: int = 1
-    """R, samples of a request, which share the ids of the even features."""
+    """R, number of samples of a request, which share the ids of the even features."""
     history: int = 0
-    """Ids of each of two histories that a sample has beside four ids; 0 for Criteo's 26 ids and no history."""
+    """Number of ids in each of a sample's two histories, beside four ids; 0: Criteo's 26 ids and no history."""
 
     def __post_init__(self) -> None:
         at_least_one = ("hosts", "ranks_per_host", "batch_size", "rounds", "steps_per_turn", "rows_cap", "group")
@@ -65,17 +65,17 @@ class Setting:
             raise InputError(f"Setting: mbit_per_s={self.mbit_per_s!r} must be positive, or None for no limit.")
         if self.world_size < 2:
             raise InputError(
-                f"Setting: hosts={self.hosts}, ranks_per_host={self.ranks_per_host} is one rank, which has nobody to "
-                "talk to. Use two or more."
+                f"Setting: hosts={self.hosts}, ranks_per_host={self.ranks_per_host} is a single rank, which exchanges "
+                "nothing. Use two or more."
             )
         if self.ids not in get_args(Ids):
-            raise InputError(f"Setting: ids={self.ids!r} is not one of {list(get_args(Ids))}.")
+            raise InputError(f"Setting: ids={self.ids!r} is unknown; use one of {list(get_args(Ids))}.")
 
     @property
     def world_size(self) -> int:
-        """Ranks of the job."""
+        """Number of ranks in the job."""
         return self.hosts * self.ranks_per_host
 
     def host(self, rank: int) -> int:
-        """The host of a rank: ranks are host-major."""
+        """Returns the host of a rank; the ranks of a host are consecutive."""
         return rank // self.ranks_per_host

@@ -3,9 +3,9 @@
     OMP_NUM_THREADS=1 python -m benchmarks.study interactions --data DIR --set flights --set hotel
 
 DIR has ``flights.parquet``, ``hotel.parquet`` or ``census.parquet``; ``planted``, ``madelon`` and ``ordered`` are
-drawn. All models of one seed start from the same weights where they have the same parts, and see the same rows in the
-same order; no arm has seen a test row. A rerun continues where the last one stopped. ``--quick`` is a smoke test that
-says nothing.
+generated. All models of a seed start from the same weights in the parts that they share, and train on the same rows in
+the same order; no arm is trained or tuned on test rows. A rerun continues where the last one stopped. ``--quick`` is a
+smoke test whose numbers mean nothing.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ _RESULTS = Path(__file__).parent.parent / "results"
 @click.command(context_settings={"show_default": True})
 @click.argument("name", type=click.Choice([*STUDIES, "replicas"]))
 @click.option(
-    "--data", type=click.Path(path_type=Path, exists=True, file_okay=False), required=True, help="Its folder."
+    "--data", type=click.Path(path_type=Path, exists=True, file_okay=False), required=True, help="Data folder."
 )
 @click.option("--set", "names", type=click.Choice([*SETTINGS]), multiple=True, default=("flights", "hotel"))
 @click.option("--seeds", type=click.IntRange(2), default=10, help="Runs of each arm.")
-@click.option("--quick", is_flag=True, help="Two seeds, 8,192 training rows; the results go to --work.")
-@click.option("--work", type=click.Path(path_type=Path), default=Path("runs/study"), help="For the progress.")
-@click.option("--out", type=click.Path(path_type=Path), default=_RESULTS, help="For the results.")
+@click.option("--quick", is_flag=True, help="Two seeds, 8,192 training rows; results go to --work.")
+@click.option("--work", type=click.Path(path_type=Path), default=Path("runs/study"), help="Progress folder.")
+@click.option("--out", type=click.Path(path_type=Path), default=_RESULTS, help="Results folder.")
 def main(*, name: str, data: Path, names: Sequence[str], seeds: int, quick: bool, work: Path, out: Path) -> None:
     """Trains all arms of a study and writes its results."""
     if quick:

@@ -1,4 +1,4 @@
-"""Data sets of the studies in memory: three public ones, and two drawn ones whose interactions are known.
+"""Data sets of the studies, in memory: three public ones, and three generated ones whose interactions are known.
 
 Legend: R rows, D dense columns, F features, N embedding dim.
 """
@@ -36,17 +36,17 @@ class Clicks:
     """A data set in memory, with tables just large enough for its values."""
 
     tables: tuple[TableSpec, ...]
-    """One for each of the F features, ``t_<feature>``."""
+    """One table for each of the F features, ``t_<feature>``."""
     train: Part
     test: Part
 
     @property
     def features(self) -> list[str]:
-        """The F names, in the order of the columns of the ids."""
+        """Names of the F features, in the order of the columns of the ids."""
         return [table.feature_names[0] for table in self.tables]
 
     def batch(self, part: Part, rows: Tensor) -> ClickBatch:
-        """The given rows of `train` or `test` as a batch of the trainer."""
+        """Returns the given rows, int64 [B], of `train` or `test` as a batch of the trainer."""
         dense, ids, labels = (whole[rows] for whole in part)
         lengths = torch.ones(ids.numel(), dtype=torch.long)
         sparse = KeyedJaggedTensor(self.features, ids.T.reshape(-1), lengths=lengths, stride=len(rows))
@@ -57,24 +57,24 @@ class Clicks:
 def read_clicks(file: Path, *, dim: int = 16, max_rows: int | None = None) -> Clicks:
     """Reads a Parquet file with the columns ``label``, ``c_*``, ``d_*`` and ``split`` (``train`` or ``test``).
 
-    Ids number the values that training rows have; row 0 takes missing and unseen ones. Dense columns are
+    Ids number the values in the training rows from 1; missing and unseen values have id 0. Dense values are
     sign(x) log(1 + |x|), missing ones 0.
 
     Args:
-        file: the data.
+        file: the Parquet file.
         dim: N.
-        max_rows: training rows used at most, drawn at random (always the same ones).
+        max_rows: largest number of training rows; they are drawn at random, always the same ones. None: all.
 
     Raises:
         InputError: the file is absent.
     """
     if not file.exists():
-        raise InputError(f"{file} does not exist. --data names the folder of <data set>.parquet.")
+        raise InputError(f"{file} does not exist. Pass the folder of <data set>.parquet as --data.")
     return clicks_of_table(pq.read_table(file), dim=dim, max_rows=max_rows)
 
 
 def clicks_of_table(table: pa.Table, *, dim: int, max_rows: int | None = None) -> Clicks:
-    """The rows of a table as `read_clicks` reads them; its arguments are those of `read_clicks`."""
+    """Returns the rows of a table as `read_clicks` reads them from a file, with the same arguments."""
     is_test = np.asarray(table["split"].to_pylist()) == "test"
     kept = np.flatnonzero(~is_test)
     if max_rows is not None:
@@ -107,7 +107,7 @@ def clicks_of_table(table: pa.Table, *, dim: int, max_rows: int | None = None) -
 
 
 def without_test_rows(clicks: Clicks, *, parts: int) -> Clicks:
-    """One of ``parts`` of the training rows, always the same, to test on: for choosing rates."""
+    """Returns the training rows only, one of ``parts`` of them, always the same, as test rows; to tune rates."""
     order = torch.randperm(len(clicks.train[2]), generator=torch.Generator().manual_seed(0))
     held, rest = order[: len(order) // parts], order[len(order) // parts :]
     train, test = (tuple(column[rows] for column in clicks.train) for rows in (rest, held))
@@ -115,14 +115,14 @@ def without_test_rows(clicks: Clicks, *, parts: int) -> Clicks:
 
 
 def write_drawn(name: str, path: Path) -> None:
-    """Writes one of `DRAWN` as a Parquet file of 81,920 rows, a fifth of them to test on; always the same.
+    """Writes one of `DRAWN` as a Parquet file of 81,920 rows, a fifth of them for the test; always the same.
 
-    ``planted``: the trainer's generator with independent features, 16 of 50 ids in four groups whose features interact
-    in pairs. ``madelon``: scikit-learn's `make_classification` (Guyon 2003), clusters on the corners of a cube, so that
-    its 5 informative columns interact, and 11 columns of noise; each column is cut into 32 equally full pieces.
-    ``ordered``: rows in time order of 400 users (``c_1``), each of whom likes 8 of 128 groups of two items (``c_2``);
-    half of the items are of a liked group. Of liked items 85 % are clicked, of others 15 %, so that only the user's
-    earlier clicks tell, and attention finds the few of the item's group among them. The other columns are noise.
+    ``planted``: the trainer's generator, with 16 independent features of 50 ids in four groups; features of a group
+    interact in pairs. ``madelon``: scikit-learn's `make_classification` (Guyon 2003), with clusters on the corners of a
+    cube, so that its 5 informative columns interact, and 11 columns of noise; each column is cut into 32 bins of equal
+    size. ``ordered``: rows of 400 users (``c_1``) in time order. Each user likes 8 of 128 groups of two items
+    (``c_2``), half of the shown items are in a liked group, and 85 % of these are clicked, 15 % of the others. So a
+    click depends on the user's earlier clicks on items of the same group; the other columns are noise.
     """
     ids, dense, labels = {"planted": _planted, "madelon": _madelon, "ordered": _ordered}[name]()
     test = np.random.default_rng(1).random(len(labels)) < _TEST_SHARE

@@ -1,6 +1,6 @@
-"""Batches grouped by request, and towers of entities, whose inputs repeat in them.
+"""Batches grouped by request, and towers of entities, whose inputs repeat within such batches.
 
-A request is the departures of one airport in one hour, or the bookings of one hotel for one day.
+A request has the departures from an airport in an hour, or the bookings of a hotel for a day.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ ENTITIES = {
 
 
 def request_numbers(data: str, clicks: Clicks) -> torch.Tensor:
-    """The request of each training row, [R]."""
+    """Returns the number of the request of each training row, int64 [R]."""
     columns = [clicks.features.index(name) for name in REQUESTS[data]]
     return torch.unique(clicks.train[1][:, columns], dim=0, return_inverse=True)[1]
 
 
 def entity_plan(data: str, clicks: Clicks, num_towers: int) -> TowerPlan:
-    """Each entity in a tower of its own, and the rest in the others."""
+    """Returns a plan with a separate tower for each entity; the other features fill the other towers."""
     affinity = FeatureAffinity(matrix=np.eye(len(clicks.features)), features=tuple(clicks.features))
     rules = PartitionRules(categories=ENTITIES[data], towers_per_category=dict.fromkeys(ENTITIES[data], 1))
     return TowerPartitioner(num_towers=num_towers, rules=rules).fit(affinity)
 
 
 def bytes_once(data: str, arm: Arm, clicks: Clicks, plan: TowerPlan, requests: torch.Tensor) -> float:
-    """Bytes per sample across hosts if a tower is sent each distinct input once: ids, lengths, outputs, gradients.
+    """Returns bytes per sample across hosts if a tower gets each distinct input once: ids, lengths, outputs, gradients.
 
-    The mean of eight batches of seed 0; hosts and numbers are those of `benchmarks.study.train.bytes_across`.
+    It is the mean over eight batches of seed 0, with the hosts and formats of `benchmarks.study.train.bytes_across`.
     """
     dim, c, p = tower_sizes(arm, len(clicks.features))
     total = 0.0

@@ -1,8 +1,8 @@
-"""Models with a history on data in time order: attention in a tower, in a flat model, and what it is compared with.
+"""Models with a history, on data in time order: attention in a tower and in a flat model, and models without it.
 
-A history has the targets of the last L rows with label 1 of the same group whose label was known: the destinations of
+A history has the targets of the last L rows of the same group whose label is 1 and already known: the destinations of
 an airport's last late flights, the countries of an agent's last canceled bookings, the items that a user clicked last.
-The last fifth of the rows in time are for the test.
+The last fifth of the rows, in time order, is the test set.
 
 Legend: B samples, F features, L items of a history at most, N embedding dim, D tower dim, R rows, CR compression ratio.
 """
@@ -41,24 +41,24 @@ __all__ = [
 ]
 
 HISTORY_MODELS = ("din", "din-linear", "mean-history", "no-history")
-"""Attention; attention in a tower that sends no inner product, as ``dmt-dlrm`` sends none; the mean of a history; none,
-so that the target is alone."""
+"""Attention; attention in a tower that, like ``dmt-dlrm``, sends no inner product; the mean of the history; the target
+without a history."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Histories:
-    """What the histories of a data set are of."""
+    """How the histories of a data set are made."""
 
     group: str
-    """Column; rows with the same value share a history."""
+    """Column of the groups: rows with the same value share a history."""
     target: str
-    """Column of the targets, which are also the items."""
+    """Column of the targets; the items of a history are earlier targets."""
     lag: int
-    """Minutes until the label of a row is known: later rows may see it. At least 1."""
+    """Minutes, at least 1, after which the label of a row is known, so that later rows may use it."""
     epochs: int
-    """Passes over the training rows, in the place of those of `SETTINGS`: later rows are unlike earlier ones."""
+    """Passes over the training rows; replaces that of `SETTINGS`, because later rows differ from earlier ones."""
     left_out: tuple[str, ...] = ()
-    """Columns that are no features: their values do not return later, or each group would be learned by heart."""
+    """Columns that are not used: their values do not occur again, or would let a model memorize each group."""
 
 
 HISTORIES = {
@@ -69,7 +69,7 @@ HISTORIES = {
     "hotel": Histories(group="c_agent", target="c_country", lag=24 * 60, epochs=2),
     "ordered": Histories(group="c_1", target="c_2", lag=1, epochs=3, left_out=("c_1",)),
 }
-"""By data set."""
+"""Histories by data set."""
 _DATES = {
     "flights": (date(2013, 1, 1), 365, "%-m", ("c_month", "c_day", "c_dow")),
     "hotel": (
@@ -80,7 +80,7 @@ _DATES = {
 
 
 def _minutes(data: str, table: pa.Table) -> NDArray[Any]:
-    """The time of each row; a hotel's year is that in which the date is on the weekday given."""
+    """Returns the time of each row in minutes, [R]; hotel rows have no year, but a weekday, which determines it."""
     if data not in _DATES:
         return np.arange(len(table))
     first, number, form, names = _DATES[data]
@@ -93,18 +93,18 @@ def _minutes(data: str, table: pa.Table) -> NDArray[Any]:
 def last_items(
     groups: NDArray[Any], minutes: NDArray[Any], labels: NDArray[Any], items: NDArray[Any], *, length: int, lag: int
 ) -> NDArray[np.int64]:
-    """The items of the last rows with label 1 in the group of each row, ``lag`` minutes before it or earlier.
+    """Returns, for each row, the items of its group's last rows with label 1 that are at least ``lag`` minutes older.
 
     Args:
-        groups: of each row, [R].
-        minutes: of each row, [R], ascending.
-        labels: of each row, [R].
-        items: of each row, [R].
+        groups: group of each row, [R].
+        minutes: time of each row in minutes, [R], ascending.
+        labels: label of each row, [R].
+        items: item of each row, [R].
         length: L.
-        lag: at least 1, so that no row sees itself or one of the same time.
+        lag: at least 1, so that a history excludes its own row and rows of the same time.
 
     Returns:
-        [R, L], the newest first; -1 where there are fewer.
+        Items, int64 [R, L], the newest first; -1 after the last one.
 
     Example:
         >>> rows = (np.zeros(4), np.array([0, 5, 5, 9]), np.array([1, 0, 1, 1]), np.array([7, 8, 9, 7]))
@@ -124,20 +124,20 @@ def last_items(
 
 @cache
 def read_histories(file: Path, data: str, length: int, *, dim: int = 16, max_rows: int | None = None) -> Clicks:
-    """Reads a data set in time order; L columns of ids follow those of the features: the history, -1 where none is.
+    """Reads a data set in time order; after the ids of the features come L columns of the history's items, or -1.
 
     Args:
-        file: as `benchmarks.study.data.read_clicks` takes it.
-        data: the data set.
+        file: the Parquet file, see `benchmarks.study.data.read_clicks`.
+        data: name of the data set.
         length: L.
         dim: N.
-        max_rows: training rows at most, the last ones.
+        max_rows: largest number of training rows; the last ones are kept. None: all.
 
     Raises:
         InputError: the data set has no histories.
     """
     if data not in HISTORIES:
-        raise InputError(f"{data} has no time order. Take {' or '.join(HISTORIES)}.")
+        raise InputError(f"Data set {data!r} has no time order. Use {' or '.join(HISTORIES)}.")
     histories, table = HISTORIES[data], pq.read_table(file)
     minutes = _minutes(data, table)
     order = minutes.argsort(kind="stable")
@@ -163,7 +163,7 @@ def read_histories(file: Path, data: str, length: int, *, dim: int = 16, max_row
 
 
 class _Mean(nn.Module):
-    """Takes the place of attention; zeros without history."""
+    """Replaces attention by the mean of the items; zeros without a history."""
 
     def forward(self, target_BN: Tensor, items: Any) -> Tensor:
         counts_B = torch.bincount(items.sample_J, minlength=len(target_BN)).clamp(min=1)
@@ -171,7 +171,7 @@ class _Mean(nn.Module):
 
 
 class _Projection(nn.Linear):
-    """Takes the place of the projection; leaves out what follows target and pooled history."""
+    """Replaces the projection; drops the input columns after target and pooled history."""
 
     def forward(self, vectors: Tensor) -> Tensor:
         return super().forward(vectors[:, : self.in_features])
@@ -180,14 +180,14 @@ class _Projection(nn.Linear):
 class HistoryDLRM(nn.Module):
     """DLRM whose target attends to a history, as one plain module.
 
-    In a tower of these two (``towers="history"``) `DINTowerModule` sends 2 N / CR numbers, filled up with zeros to
-    vectors of N; all other features are outside towers, and nothing of them is lost. In the flat model target and
-    pooled history are vectors of N as they are.
+    With ``towers="history"``, target and history form a tower, whose `DINTowerModule` sends 2 N / CR numbers, padded
+    with zeros to vectors of N; all other features are outside towers, uncompressed. In the flat model, target and
+    pooled history are vectors of N, uncompressed.
 
     Args:
-        arm: its model is one of `HISTORY_MODELS`.
-        clicks: whose tables and dense columns are counted.
-        target: the feature that attends.
+        arm: the arm; its model is one of `HISTORY_MODELS`.
+        clicks: the data, which determine the sizes of tables and the number of dense columns.
+        target: name of the feature that attends.
     """
 
     def __init__(self, arm: Arm, clicks: Clicks, target: str) -> None:
@@ -216,7 +216,7 @@ class HistoryDLRM(nn.Module):
         self.over_arch = mlp(self.inter_arch.out_features, (64, 32, 1), last_is_linear=True)
 
     def forward(self, dense: Tensor, ids: Tensor) -> Tensor:
-        """Dense [B, columns] and ids [B, F + L] int64, -1 where a history has ended -> logits [B, 1]."""
+        """Dense [B, columns] and ids [B, F + L] int64, -1 after the end of a history -> logits [B, 1]."""
         targets_B, items_BL = ids[:, self._target], ids[:, self._num_features :]
         is_item = items_BL >= 0
         lengths = torch.cat([torch.ones_like(targets_B), is_item.sum(dim=1)])
@@ -229,7 +229,7 @@ class HistoryDLRM(nn.Module):
 
 
 def train_and_test_histories(file: Path, data: str, arm: Arm, seed: int, *, max_rows: int | None) -> dict[str, Any]:
-    """Trains one model of a history and tests it: AUC, NE and CPU seconds."""
+    """Trains a model with a history, and returns its AUC and NE on test rows, and CPU seconds."""
     clicks = read_histories(file, data, arm.length, dim=arm.dim, max_rows=max_rows)
     began = time.process_time()
     model = HistoryDLRM(arm, clicks, HISTORIES[data].target)

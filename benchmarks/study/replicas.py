@@ -1,8 +1,8 @@
-"""What do replicas cost in quality, and which moment scale c closes the gap? Figure 4 of the 2D paper on public data.
+"""Study: what do replicas cost in quality, and which moment scale c closes the gap? Figure 4 of the 2D paper.
 
-Flat DLRM, dense parts with Adam, tables with row-wise AdaGrad. The baseline is M = 1. All runs of a data set see the
-same global batches; replica m is given the m-th of M equal parts, and replicas are synchronized after every step, which
-`ReplicaTables` does with one copy of the tables (tests compare it with M copies written out).
+The model is a flat DLRM, with Adam for dense parts and row-wise AdaGrad for tables; the baseline is M = 1. All runs of
+a data set train on the same global batches. Replica m gets the m-th of M equal parts, and replicas are averaged after
+every step; `ReplicaTables` computes this with one copy of the tables, and tests compare it with M copies.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from dmt.training.config import OptimizerConfig
 __all__ = ["MOMENT_SCALES", "ReplicaRun", "gaps", "run", "summary_of_pairs", "tuned_rate"]
 
 MOMENT_SCALES = {2: (0.5, 1.0, 2.0), 4: (1.0, 2.0, 3.0, 4.0), 8: (1.0, 2.0, 4.0, 8.0, 16.0)}
-"""M, and the values of c for it. The last value of M = 8 is outside the paper's range (0, M]."""
+"""Values of c, by M. The last value for M = 8 is outside the paper's range, (0, M]."""
 RATE_FACTORS = (0.25, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0)
-"""Factors over which M = 1 is tuned, times the rate of the settings, which is that of another AdaGrad."""
+"""Factors of the settings' rate at which M = 1 is tuned; that rate was chosen for another variant of AdaGrad."""
 TUNE_SEEDS = (100, 101, 102)
 _COLORS = {2: "#0072B2", 4: "#009E73", 8: "#D55E00"}
 Records = Mapping["ReplicaRun", Mapping[str, Any]]
@@ -52,11 +52,11 @@ class ReplicaRun:
     moment_scale: float = 1.0
     """c."""
     tuning: bool = False
-    """Trained on four fifths of the training rows and tested on the rest."""
+    """True: train on four fifths of the training rows, and test on the rest."""
 
 
 def simulate(run: ReplicaRun, clicks: Clicks) -> dict[str, Any]:
-    """Trains with M replicas over the epochs of the settings; AUC and NE on the test rows."""
+    """Trains with M replicas for the epochs of the settings; returns AUC and NE on the test rows."""
     settings = SETTINGS[run.data]
     model: Any = build_model_of_seed(job_of(run.data, Arm(model="dlrm"), clicks, None), run.seed)
     weights = {name: bag.weight.detach() for name, bag in model.sparse_arch.embedding_bags.items()}
@@ -78,7 +78,7 @@ def simulate(run: ReplicaRun, clicks: Clicks) -> dict[str, Any]:
 
 
 def tuned_rate(records: Records, data: str) -> float:
-    """The rate of the tables at which M = 1 had the lowest mean NE in tuning."""
+    """Returns the tables' learning rate at which M = 1 had the lowest mean NE in tuning."""
     by_rate: dict[float, list[float]] = {}
     for run, record in records.items():
         if run.tuning and run.data == data:
@@ -87,7 +87,7 @@ def tuned_rate(records: Records, data: str) -> float:
 
 
 def grid(data: str, sparse_lr: float, seeds: Sequence[int]) -> list[ReplicaRun]:
-    """M = 1 and every M and c of `MOMENT_SCALES`, seed by seed."""
+    """Returns the runs with M = 1 and with every M and c of `MOMENT_SCALES`, seed by seed."""
     cells = [(1, 1.0), *((number, scale) for number, scales in MOMENT_SCALES.items() for scale in scales)]
     return [
         ReplicaRun(data=data, seed=seed, sparse_lr=sparse_lr, num_replicas=number, moment_scale=scale)
@@ -97,7 +97,7 @@ def grid(data: str, sparse_lr: float, seeds: Sequence[int]) -> list[ReplicaRun]:
 
 
 def summary_of_pairs(values: Sequence[float]) -> dict[str, Any]:
-    """Differences over seeds: median, quartiles, mean with its 95 % interval, signs, paired t-test against 0.
+    """Returns statistics of paired differences: median, quartiles, mean with 95 % interval, signs, t-test against 0.
 
     Example:
         >>> found = summary_of_pairs([0.1, 0.2, 0.3])
@@ -114,13 +114,13 @@ def summary_of_pairs(values: Sequence[float]) -> dict[str, Any]:
         "mean": float(x.mean()),
         "half_width": float(stats.t.ppf(0.975, len(x) - 1) * x.std(ddof=1) / np.sqrt(len(x))),
         "num_above": int((x > 0).sum()),
-        # Undefined without spread, which only equal runs have: no evidence of a difference.
+        # Undefined without spread, as between equal runs: no evidence of a difference.
         "p": float(stats.ttest_1samp(x, 0.0).pvalue) if x.std() > 0 else 1.0,
     }
 
 
 def gaps(runs: Sequence[ReplicaRun], records: Records) -> list[dict[str, Any]]:
-    """NE over that of M = 1 with the same seed and rate, less 1, in percent, for each M and c; Holm over all rows."""
+    """Returns, for each M and c, by how many percent NE exceeds that of M = 1 at the same seed and rate, and tests."""
     by_cell: dict[tuple[str, float, int, float], list[float]] = {}
     for run in runs:
         plain = ReplicaRun(data=run.data, seed=run.seed, sparse_lr=run.sparse_lr)
@@ -135,7 +135,7 @@ def gaps(runs: Sequence[ReplicaRun], records: Records) -> list[dict[str, Any]]:
 
 
 def run(trials: Trials, names: Sequence[str], seeds: range, out: Path, about: Mapping[str, Any]) -> list[Path]:
-    """Tunes M = 1, trains the grid at the tuned rate and at that of the settings, and writes ``replicas.*``."""
+    """Tunes M = 1, trains the grid at the tuned and at the settings' rate; writes ``replicas.*``, returns the paths."""
     torch.set_num_threads(1)
     progress = Progress(trials.work / "replicas.jsonl", f"rows: {trials.max_rows}", lambda key: ReplicaRun(**key))
 

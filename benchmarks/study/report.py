@@ -1,4 +1,4 @@
-"""The record of a study: JSON, tables in Markdown, and a picture of AUC against bytes."""
+"""Writes the record of a study: JSON, tables in Markdown, and a picture of AUC against bytes."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from dmt.report.style import dress_axes, new_figure, save_figure
 __all__ = ["LEAST_TESTED", "comparisons", "comparisons_table", "costs", "write_record", "write_study"]
 
 LEAST_TESTED = 6
-"""Seeds below which no p-value is given: the smallest that fewer could give is above .05."""
+"""Number of seeds below which no p-value is reported, because the smallest possible one would exceed 0.05."""
 Records = Mapping[Run, Mapping[str, Any]]
 Rows = list[dict[str, Any]]
 _COLORS = {"dlrm": "#D55E00", "dlrm-each": "#E69F00", "dlrm-products": "#0072B2", "dcn": "#009E73"}
@@ -29,7 +29,7 @@ _STYLES = {"interactions": "-", "strided": "--", "coherent": ":", "random": "-."
 
 
 def comparisons(study: Study, data: str, records: Records, seeds: Sequence[int]) -> Rows:
-    """Each arm with its baseline over the seeds that have both; Holm's correction over the rows of the data set."""
+    """Compares each arm with its baseline over the seeds that have both; corrects by Holm over the data set's rows."""
     found: Rows = []
     for arm, baseline in study.on(data).comparisons:
         values = [_by_seed(records, data, one, seeds, study.metric) for one in (arm, baseline)]
@@ -55,14 +55,14 @@ def _by_seed(records: Records, data: str, arm: Arm, seeds: Sequence[int], metric
 
 
 def costs(study: Study, data: str, records: Records, seeds: Sequence[int], features: Any) -> Rows:
-    """Each arm in towers: AUC and NE beside the flat model's, seed by seed; bytes per sample across hosts; MFLOPs.
+    """Returns a row for each arm in towers: AUC and NE against the flat model's, bytes per sample across hosts, MFLOPs.
 
     Args:
-        study: whose arms.
-        data: the data set.
-        records: of the runs that are done.
-        seeds: of the study.
-        features: the `Clicks` of the data set, whose number of features counts.
+        study: the study.
+        data: name of the data set.
+        records: records of the finished runs.
+        seeds: seeds of the study.
+        features: the `Clicks` of the data set; only its number of features is used.
     """
     rows: Rows = []
     for arm in study.on(data).arms:
@@ -100,7 +100,7 @@ def _std(values: Any) -> float:
 
 
 def comparisons_table(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Comparisons of one study as Markdown."""
+    """Returns the comparisons of a study as a table in Markdown."""
     rows = list(rows)
     is_auc = all(row["metric"] == "auc" for row in rows)
     header = ["data", "T", "CR", "N", "arm", "baseline", "AUC (std)" if is_auc else "NE (std)", "baseline (std)"]
@@ -122,7 +122,7 @@ def comparisons_table(rows: Iterable[Mapping[str, Any]]) -> str:
 
 
 def costs_table(rows: Iterable[Mapping[str, Any]]) -> str:
-    """Costs as Markdown."""
+    """Returns costs as a table in Markdown."""
     header = ["data", "T", "CR", "N", "tower module", "towers", "AUC (std)", "less flat", "NE less flat", "seeds"]
     return markdown_table(
         [*header, "bytes", "flat", "with ids, each distinct input once", "MFLOPs / flat"],
@@ -148,15 +148,15 @@ def write_study(
     out: Path,
     about: Mapping[str, Any],
 ) -> list[Path]:
-    """Writes the record of a study, of what is done of it.
+    """Writes the record of a study's finished runs, and returns the paths of its files.
 
     Args:
-        study: for its title and its facts.
-        trials: `Trials`, with the records.
-        studies: by data set, with the rates that were chosen for it.
-        seeds: of the study.
-        out: the folder.
-        about: of the record.
+        study: the study, for its title and facts.
+        trials: the `Trials` with the records.
+        studies: the study on each data set, with the rates chosen for it.
+        seeds: seeds of the study.
+        out: folder of the files.
+        about: provenance of the record.
     """
     records = trials.progress.records
     found: dict[str, Any] = {"costs": [], "comparisons": []}
@@ -196,7 +196,7 @@ def write_record(  # the parts of a record, each once
     text: Sequence[str],
     draw: Callable[[Path], Any] | None = None,
 ) -> list[Path]:
-    """Writes ``<stem>.json``, with a line for each run, ``<stem>.md`` and, where ``draw`` is given, ``<stem>.png``."""
+    """Writes ``<stem>.json`` (a line per run), ``<stem>.md`` and, with ``draw``, ``<stem>.png``; returns the paths."""
     out.mkdir(parents=True, exist_ok=True)
     paths = [out / f"{stem}.json", out / f"{stem}.md"]
     head = json.dumps({"about": about, **found}, indent=1)
@@ -218,7 +218,7 @@ def write_record(  # the parts of a record, each once
 
 
 def plot_costs(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
-    """Draws median AUC against bytes of embeddings and gradients across hosts, a panel for each data set."""
+    """Draws median AUC against bytes of embeddings and gradients across hosts, with a panel for each data set."""
     datasets = list(dict.fromkeys(row["data"] for row in rows))
     figure = new_figure(path, size=(max(7.5, 5.0 * len(datasets)), 4.8), caller="plot_costs")
     for axes, data in zip(figure.subplots(1, len(datasets), squeeze=False)[0], datasets, strict=True):

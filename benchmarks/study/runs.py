@@ -1,4 +1,4 @@
-"""Runs of a study: which there are, the towers of each, and a progress file to continue from."""
+"""Trains the runs of a study with their towers, and keeps a progress file, so that a rerun continues."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 OUTSIDE_SHARE = 16 / 26
-"""Share of the features that the step benchmark has outside towers (``dmt-cr4+all+outside``)."""
+"""Share of the features that are outside towers in the step benchmark (``dmt-cr4+all+outside``)."""
 _BATCH, _TUNING_PARTS = 8192, 10
 Record = dict[str, Any]
 Key = TypeVar("Key")
@@ -48,12 +48,12 @@ class Run:
 
 
 class Progress(Generic[Key]):
-    """What is done of a study: a file with a line of JSON for each finished run.
+    """Finished runs of a study, kept in a file with a line of JSON for each.
 
     Args:
-        path: the file; made when absent, continued otherwise.
-        settings: what all its runs share; a file of other settings is refused.
-        key: makes the run from its part of a record.
+        path: the file; an existing file is continued.
+        settings: settings of all its runs, as text; raises `InputError` if the file has other settings.
+        key: makes a run from the part of a record that describes it.
     """
 
     def __init__(self, path: Path, settings: str, key: Callable[[Record], Key]) -> None:
@@ -62,11 +62,11 @@ class Progress(Generic[Key]):
         for line in path.read_text().splitlines() if path.exists() else []:
             record = json.loads(line)
             if record.pop("settings") != settings:
-                raise InputError(f"{path} holds runs of other settings. Move it away to start again.")
+                raise InputError(f"{path} holds runs with settings other than {settings!r}. Move it away.")
             self.records[key(record.pop("run"))] = record
 
     def train(self, runs: Iterable[Key], train_one: Callable[[Key], Record], title: str = "") -> None:
-        """Trains what is not done yet, and writes down each run at once."""
+        """Trains the runs that are not finished, and writes each record as soon as it is."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         todo = [run for run in dict.fromkeys(runs) if run not in self.records]
         with self.path.open("a") as file:
@@ -79,18 +79,18 @@ class Progress(Generic[Key]):
 
 @dataclass(frozen=True, kw_only=True)
 class Trials:
-    """Trains the runs of the studies that compare arms."""
+    """Trains the runs of all studies that compare arms."""
 
     folder: Path
     """Folder of ``<data set>.parquet``."""
     work: Path
-    """Folder of the progress file and of what was measured or drawn."""
+    """Folder of the progress file, of measured interactions and of generated data."""
     max_rows: int | None = None
-    """Training rows used at most of each data set."""
+    """Largest number of training rows of a data set; None: all."""
 
     @cached_property
     def progress(self) -> Progress[Run]:
-        """Finished runs."""
+        """The finished runs, read from ``runs.jsonl``."""
 
         def key(run: Record) -> Run:
             arm = Arm(**run["arm"])
@@ -99,12 +99,12 @@ class Trials:
         return Progress(self.work / "runs.jsonl", f"rows: {self.max_rows}", key)
 
     def train(self, runs: Iterable[Run], title: str = "") -> None:
-        """Trains what is not done yet of these runs; learned towers need the flat model of their seed before."""
+        """Trains those of these runs that are not finished; learned towers need the flat model of their seed first."""
         torch.set_num_threads(1)
         self.progress.train(runs, self._train_one, title)
 
     def clicks(self, data: str, dim: int = 16) -> Clicks:
-        """The rows of a data set, kept in memory."""
+        """Returns a data set, which stays in memory."""
         return read_clicks(self._file(data), dim=dim, max_rows=self.max_rows)
 
     def _file(self, data: str) -> Path:
@@ -139,7 +139,7 @@ class Trials:
         return record | cpu | {"affinity": measure_affinity(model, clicks, run.seed)}
 
     def plan_of(self, run: Run, clicks: Clicks) -> tuple[TowerPlan | None, float]:
-        """The towers of a run, and the CPU seconds of measuring them where that was done now."""
+        """Returns the towers of a run, None for a flat model, and the CPU seconds of any measurement made for them."""
         arm, towers = run.arm, run.arm.towers
         if towers == "flat":
             return None, 0.0
@@ -158,13 +158,13 @@ class Trials:
         else:
             assert towers in ("interactions", "together", "apart"), f"unknown towers {towers!r}"
             measured, seconds = self._interactions(run, clicks)
-            # By the tower module's own declaration, never by what trains better.
+            # As the tower module declares it, not by what trains better.
             sense = ("apart" if arm.model == "dlrm" else "together") if towers == "interactions" else towers
         partitioner = TowerPartitioner(num_towers=arm.num_towers, strategy=sense, seed=run.seed)  # type: ignore[arg-type]
         return partitioner.fit(measured), seconds
 
     def _interactions(self, run: Run, clicks: Clicks) -> tuple[Any, float]:
-        """Measured once for each data set and seed, on all training rows with splits of that seed."""
+        """Returns the interactions of a data set, measured once per seed on all training rows, and the CPU seconds."""
         path = self.work / f"interactions_{run.data}_{run.seed}_{self.max_rows or 'all'}.npz"
         if path.exists():
             return FeatureAffinity.load(path), 0.0
@@ -179,7 +179,7 @@ def _batches(clicks: Clicks) -> Iterator[Any]:
 
 
 def affinity_of_pairs(pairs: Iterable[float], features: list[str]) -> FeatureAffinity:
-    """The affinity whose upper triangle, by rows and without the diagonal, is ``pairs``.
+    """Returns the affinity whose upper triangle, by rows and without the diagonal, is ``pairs``.
 
     Example:
         >>> affinity_of_pairs([0.5, 0.25, 0.0], ["a", "b", "c"]).matrix[0].tolist()
@@ -193,7 +193,7 @@ def affinity_of_pairs(pairs: Iterable[float], features: list[str]) -> FeatureAff
 
 
 def random_plan(features: list[str], num_towers: int, seed: int) -> TowerPlan:
-    """Balanced towers drawn at random: strided ones of a shuffled list.
+    """Returns balanced random towers: strided towers of a shuffled list.
 
     Example:
         >>> sorted(map(len, random_plan(["a", "b", "c"], 2, seed=0).to_lists()))
@@ -204,7 +204,7 @@ def random_plan(features: list[str], num_towers: int, seed: int) -> TowerPlan:
 
 
 def outside_plan(tables: Sequence[TableSpec], num_towers: int) -> TowerPlan:
-    """The smallest tables outside towers, `OUTSIDE_SHARE` of all, and the others in strided towers."""
+    """Returns a plan with the smallest tables, `OUTSIDE_SHARE` of all, outside towers; the others in strided towers."""
     by_size = sorted(tables, key=lambda table: table.num_embeddings)
     small = feature_names(by_size[: round(OUTSIDE_SHARE * len(tables))])
     inside, outside = ([f for f in feature_names(tables) if (f in small) == is_small] for is_small in (False, True))
@@ -212,9 +212,9 @@ def outside_plan(tables: Sequence[TableSpec], num_towers: int) -> TowerPlan:
 
 
 def outside_facts(data: str, clicks: Clicks, arms: Iterable[Arm]) -> Record:
-    """Rows of the tables outside towers and inside, and which the library's rule keeps inside, by ratio.
+    """Returns the rows of tables outside and inside towers, and the features that the library would keep inside, by D.
 
-    The rule is that of ``towers.outside = "auto"`` for two hosts of two ranks, which share the batch of a step.
+    Its rule is that of ``towers.outside = "auto"``, for two hosts of two ranks that share the batch of a step.
     """
     plan, rows = outside_plan(clicks.tables, 4), {t.feature_names[0]: t.num_embeddings for t in clicks.tables}
     facts: Record = {"outside": {name: rows[name] for name in plan.outside}}

@@ -1,7 +1,7 @@
-"""Algorithm 1 of the 2D sparse parallelism paper (section 3.2) in one process, for a model with flat tables.
+"""Algorithm 1 of the 2D sparse parallelism paper (section 3.2) in one process, for the tables of a flat model.
 
-With a sync in every step, all replicas are equal at the start of each step, so one copy of the tables is enough, and
-only the rows of a batch are visited: fast enough for whole epochs. Tests hold it against `dmt.testing.PlainTraining`.
+With a sync in every step, all replicas are equal at the start of each step, so one copy of the tables is enough. Steps
+visit only the rows of their batch: fast enough for whole epochs. Tests compare with `dmt.testing.PlainTraining`.
 
 Legend: M replicas, B samples of the global batch, F features, N embedding dim, V rows of all tables together.
 """
@@ -21,20 +21,20 @@ __all__ = ["ReplicaTables"]
 class ReplicaTables(nn.Module):
     """The tables of M replicas, synchronized after every step, under moment-scaled row-wise AdaGrad.
 
-    Takes the place of a flat model's ``sparse_arch``; every feature has one id a sample. Replica m is given the m-th
-    of M equal parts of the batch. Its gradient g_m is of the mean loss over that part, and in each row that it touches
+    It replaces a flat model's ``sparse_arch``; every feature has one id per sample. Replica m gets the m-th of M equal
+    parts of the batch. Its gradient g_m is that of the mean loss over its part, and in each row that it touches
 
         v_m = v + mean over columns of g_m^2,    w_m = w - lr g_m / (sqrt(v_m / c) + eps).
 
-    Then w and v of every row become the means over m (lines 5, 6, 9 and 10). The paper adds the squared norm of g_m
-    instead of the mean over columns, which is FBGEMM's: v is smaller by N here, the step larger by sqrt(N).
+    Then w and v of every row become the means over m (lines 5, 6, 9 and 10). The paper adds the squared norm of g_m;
+    here, as in FBGEMM, it is the mean over columns, so v is smaller by a factor N, and the step larger by sqrt(N).
 
     Args:
         tables: initial weights [rows, N] float32 by table, in the order of the features; copied.
-        features: their names.
-        num_replicas: M; 1 is training without replicas.
+        features: names of the features.
+        num_replicas: M; 1 trains without replicas.
         moment_scale: c.
-        eps: of the optimizer.
+        eps: epsilon of the optimizer.
 
     Raises:
         InputError: M is below 1, or c not above 0.
@@ -63,34 +63,34 @@ class ReplicaTables(nn.Module):
         super().__init__()
         if num_replicas < 1 or moment_scale <= 0:
             raise InputError(
-                f"ReplicaTables: num_replicas={num_replicas} must be positive, and so must moment_scale={moment_scale}."
+                f"ReplicaTables: num_replicas={num_replicas} must be at least 1, moment_scale={moment_scale} above 0."
             )
         self._features = features
         self._starts = torch.tensor([0, *(len(table) for table in tables.values())]).cumsum(0)[:-1]
         self._num_replicas, self._moment_scale, self._eps = num_replicas, moment_scale, eps
         self.weight = torch.cat([table.detach() for table in tables.values()])
-        """w, [V, N]."""
+        """The weights w, float32 [V, N]."""
         self.moment = torch.zeros(len(self.weight))
-        """v, [V]."""
+        """The moments v, float32 [V]."""
 
     def forward(self, ids: Tensor) -> dict[str, Tensor]:
-        """Ids [B, F] int64 -> [B, N] by feature."""
+        """Ids [B, F] int64 -> embeddings [B, N] float32 by feature."""
         self._ids = ids + self._starts
         self._embeddings = self.weight[self._ids].requires_grad_(torch.is_grad_enabled())
         return dict(zip(self._features, self._embeddings.unbind(dim=1), strict=True))
 
     def step(self, lr: float) -> None:
-        """One update of every replica and the sync, after a backward pass of the mean loss over the global batch.
+        """Updates every replica and averages them, after a backward pass of the mean loss over the global batch.
 
         Raises:
             InputError: the batch does not divide into M equal parts.
         """
         num_replicas, num_rows, batch = self._num_replicas, len(self.weight), len(self._ids)
         if batch % num_replicas:
-            raise InputError(f"ReplicaTables: {num_replicas} replicas do not divide a batch of {batch} samples.")
+            raise InputError(f"ReplicaTables: {num_replicas} replicas must divide the batch of {batch} samples.")
         assert self._embeddings.grad is not None, "step comes after a backward pass"
-        # One row for each pair of replica and touched table row. The mean over a replica's part is M times the share
-        # that the part has in the mean over the batch.
+        # One row for each pair of replica and touched table row. The mean over a replica's part is M times that part's
+        # contribution to the mean over the batch.
         replica = torch.arange(batch) // (batch // num_replicas)
         touched, place = (self._ids + (replica * num_rows).unsqueeze(1)).unique(return_inverse=True)
         rows = touched % num_rows

@@ -1,7 +1,7 @@
-"""The statistics of the tower study: two arms compared over seeds, correction for many comparisons, stability.
+"""Statistics of the studies: comparison of two arms over seeds, and correction for multiple comparisons.
 
-Table 6 of the DMT paper (section 5.2.3) gives medians, standard deviations and Mann-Whitney U tests. A seed fixes the
-start and the order of rows of both arms here, so the paired test is given as well.
+Table 6 of the DMT paper (section 5.2.3) gives medians, standard deviations and Mann-Whitney U tests. Here, a seed sets
+the initial weights and the order of rows of both arms, so a paired test is given as well.
 """
 
 from __future__ import annotations
@@ -20,32 +20,32 @@ __all__ = ["Comparison", "compare_arms", "holm"]
 
 @dataclass(frozen=True, kw_only=True)
 class Comparison:
-    """One arm against another over the same seeds, in units of what is compared."""
+    """Comparison of an arm with a baseline over the same seeds, in units of the metric."""
 
     num_seeds: int
     median: float
     std: float
-    """Over seeds, with n - 1."""
+    """Standard deviation over seeds, with n - 1."""
     baseline_median: float
     baseline_std: float
     median_difference: float
-    """Median over seeds of the arm less the baseline, seed by seed."""
+    """Median over seeds of the difference, arm minus baseline, of each seed."""
     effect: float
-    """`median_difference` in standard deviations over seeds (root mean square of the two arms')."""
+    """`median_difference` divided by the root mean square of the two standard deviations over seeds."""
     num_better: int
-    """Seeds in which the arm is above the baseline."""
+    """Number of seeds in which the arm is above the baseline."""
     mann_whitney_p: float
-    """Two-sided, exact: are the two arms drawn from one distribution? The paper's test."""
+    """p-value of the paper's test, two-sided and exact: are both arms drawn from one distribution?"""
     wilcoxon_p: float
-    """Two-sided signed-rank test of the differences, seed by seed."""
+    """p-value of the two-sided signed-rank test of each seed's differences."""
 
 
 def compare_arms(arm: Mapping[int, float], baseline: Mapping[int, float]) -> Comparison:
-    """Compares two arms.
+    """Compares an arm with a baseline.
 
     Args:
         arm: AUC, or another metric, by seed.
-        baseline: the same seeds.
+        baseline: the same metric for the same seeds.
 
     Raises:
         InputError: the seeds differ, or there are fewer than two.
@@ -74,25 +74,25 @@ def compare_arms(arm: Mapping[int, float], baseline: Mapping[int, float]) -> Com
         effect=middle / spread if spread > 0 else 0.0,
         num_better=int((difference > 0).sum()),
         mann_whitney_p=float(mannwhitneyu(ours, theirs, alternative="two-sided", method=_exact(ours, theirs)).pvalue),
-        # The test is undefined for arms that are equal throughout, which is no evidence of a difference.
+        # The test is undefined if both arms are equal in every seed: no evidence of a difference.
         wilcoxon_p=float(wilcoxon(difference).pvalue) if difference.any() else 1.0,
     )
 
 
 def _exact(ours: NDArray[np.float64], theirs: NDArray[np.float64]) -> str:
-    """The exact test knows no ties."""
+    """Returns the method of the U test: the exact one does not support ties."""
     values = np.concatenate([ours, theirs])
     return "exact" if len(np.unique(values)) == len(values) else "asymptotic"
 
 
 def holm(p_values: Sequence[float]) -> list[float]:
-    """Holm's step-down correction: p-values that may be held against one level, however many were looked at.
+    """Adjusts p-values by Holm's step-down correction (S. Holm, 1979), for any number of comparisons at one level.
 
     Args:
-        p_values: of all comparisons, in any order.
+        p_values: p-values of all comparisons, in any order.
 
     Returns:
-        The adjusted p-values in the same order (S. Holm, 1979).
+        The adjusted p-values in the same order.
 
     Example:
         >>> holm([0.04, 0.01, 0.03])

@@ -1,18 +1,18 @@
-"""The studies that compare arms: which arms, over which seeds, against which baselines.
+"""The studies that compare arms: their arms, seeds and baselines.
 
 ==============  ======================================================================================================
 study           question
 ==============  ======================================================================================================
 towers          do learned towers train better than naive ones (the DMT paper's Table 6)?
 interactions    do towers from measured interactions train better than strided ones, and than coherent ones (DMT-DCN)?
-products        the same of DMT-DLRM with tower modules that keep inner products, and of the paper's modules
+products        the same for DMT-DLRM, with tower modules that keep inner products and with the paper's modules
 quality         what does compression cost, by ratio, tower module and towers?
 sizes           the same with two and eight towers, and with N = 32
-rates           the same at learning rates tuned for each model, ratio 4
+rates           the same at ratio 4, with learning rates tuned for each model
 entities        do towers of entities send fewer bytes in batches of whole requests, and train as well?
 outside         what do small tables on every rank, outside towers, change at ratios 2, 4 and 16?
-batches         what do larger global batches cost, with rates as they are, scaled by the root, scaled in proportion?
-histories       what does attention to a history cost in a tower, and what is it worth?
+batches         what do larger batches cost, with learning rates unchanged, times the root, times the size?
+histories       what does attention to a history cost in a tower, and what does it gain?
 ==============  ======================================================================================================
 """
 
@@ -36,34 +36,34 @@ __all__ = ["STUDIES", "Study", "runs_of", "with_tuned_rates"]
 Pair = tuple[Arm, Arm]
 RATIOS = (2, 4, 8, 16)
 MODELS = ("dlrm", "dlrm-products", "dcn")
-# The rates of the settings, and each rate halved and doubled: for tables, for the rest.
+# Factors of the settings' learning rates, for tables and for the rest: unchanged, and each one halved and doubled.
 TUNED_AT = ((1.0, 1.0), (0.5, 1.0), (2.0, 1.0), (1.0, 0.5), (1.0, 2.0))
 TUNING_SEEDS = (498, 499)
 
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """Arms and what is compared, the same for all data sets but for the number of towers."""
+    """Arms and comparisons, the same for all data sets except for the number of towers."""
 
     stem: str
-    """Stem of its record."""
+    """Name of the study, and of its record's files without endings."""
     title: str
     first_seed: int
-    """No two studies share seeds."""
+    """First of the study's seeds."""
     arms: tuple[Arm, ...]
     comparisons: tuple[Pair, ...]
-    """Arms and baselines; fixed before the runs."""
+    """Pairs of an arm and its baseline, chosen before the runs."""
     own_towers: bool = False
-    """True for as many towers as the settings of a data set say."""
+    """True: the number of towers is that of the data set's settings."""
     tuned: bool = False
-    """True for the rates that were best for each model."""
+    """True: each model trains at the learning rates that were best for it (`with_tuned_rates`)."""
     metric: Literal["auc", "ne"] = "auc"
-    """What is compared."""
+    """The metric that is compared."""
     facts: Callable[[str, Clicks], Mapping[str, Any]] = lambda data, clicks: {}
-    """What the record says of a data set, by its name and its rows, besides its settings."""
+    """Returns facts on a data set for the record, besides its settings, from its name and its rows."""
 
     def on(self, data: str) -> Study:
-        """The study as it is on a data set."""
+        """Returns the study with the number of towers for a data set."""
         if not self.own_towers:
             return self
 
@@ -75,7 +75,7 @@ class Study:
 
 
 def _against(arms: Sequence[Arm], *baselines: str) -> Iterator[Pair]:
-    """Each arm with the same model in other towers, or flat."""
+    """Yields pairs of each arm and the same model in the towers of each baseline, or flat."""
     for arm in arms:
         for towers in baselines:
             if towers != arm.towers:
@@ -202,11 +202,11 @@ STUDIES: Mapping[str, Study] = {
         _histories(),
     )
 }
-"""By name."""
+"""All studies by name."""
 
 
 def runs_of(study: Study, data: str, seeds: Sequence[int]) -> list[Run]:
-    """The runs of a study on a data set, seed by seed, the flat models that arms are compared with first."""
+    """Returns the runs of a study on a data set, seed by seed; flat baselines come first."""
     arms = study.on(data).arms
     flats = [baseline for _, baseline in study.comparisons if baseline.towers == "flat"]
     if not study.tuned:
@@ -215,9 +215,9 @@ def runs_of(study: Study, data: str, seeds: Sequence[int]) -> list[Run]:
 
 
 def with_tuned_rates(study: Study, data: str, trials: Trials) -> Study:
-    """The study at the rates with the best mean AUC on a tenth of the training rows, flat and in strided towers.
+    """Returns the study at the learning rates with the best mean AUC on a tenth of the training rows.
 
-    Trains what is missing for that: each model at `TUNED_AT`, with two seeds outside the study.
+    Trains any missing run: each model, flat and in strided towers, at `TUNED_AT`, with two seeds outside the study.
     """
     best: dict[tuple[str, bool], tuple[float, float]] = {}
     for model in dict.fromkeys(name for arm in study.arms for name in (FLAT[arm.model], arm.model)):
@@ -228,7 +228,7 @@ def with_tuned_rates(study: Study, data: str, trials: Trials) -> Study:
                 runs = [Run(data=data, seed=seed, arm=arm.flat if is_flat else arm) for seed in TUNING_SEEDS]
                 trials.train(runs, f"{data}, rates of {model}")
                 auc[sparse, dense] = float(np.mean([trials.progress.records[run]["auc"] for run in runs]))
-            # The settings' own rates stay where nothing is better.
+            # The settings' rates stay unless others are better.
             best[model, is_flat] = max(auc, key=lambda rates, auc=auc: (auc[rates], rates == (1.0, 1.0)))  # type: ignore[misc]
 
     def at_best(arm: Arm) -> Arm:

@@ -1,7 +1,7 @@
-"""One model of a study: its sizes, its start from a seed, its training in one process, its test.
+"""Builds a model of a study from a seed, trains it in one process, and tests it.
 
-The plain single-process model is trained; that the distributed one equals it is what ``tests/`` show. Legend: B
-samples, F features, T towers, N embedding dim, D tower dim, CR compression ratio, O_t numbers per sample of a tower.
+It trains the plain single-process model; ``tests/`` show that the distributed one equals it. Legend: B samples, F
+features, T towers, N embedding dim, D tower dim, CR compression ratio, O_t numbers per sample that tower t returns.
 """
 
 from __future__ import annotations
@@ -31,38 +31,38 @@ __all__ = [
 
 FLAT = {"dlrm": "dlrm", "dlrm-each": "dlrm", "dlrm-products": "dlrm", "dcn": "dcn"}
 FLAT |= {"din": "din", "din-linear": "din", "mean-history": "din", "no-history": "no-history"}
-"""The flat model that each model in towers is compared with. ``dlrm``: the paper's linear combinations of a tower's
+"""The flat model with which each model in towers is compared. ``dlrm``: the paper's linear combinations of a tower's
 features (c = 0); ``dlrm-each``: its projection of each feature (c = 1, p = 0); ``dlrm-products``: modules that keep
-inner products. The last four: `benchmarks.study.histories`."""
-# TorchRec draws a table of n rows from +-1/sqrt(n). Tables here have few rows, and so large a random start would hide
-# what is learned: they start as tables of 20,000 rows do.
+inner products. The last four are those of `benchmarks.study.histories`."""
+# TorchRec draws the weights of n rows from +-1/sqrt(n). Tables here have few rows, and such large random weights would
+# hide what is learned, so they start like tables of 20,000 rows.
 _TABLE_START = 1 / math.sqrt(20_000)
 _AFFINITY_ROWS, _TEST_BATCH = 65_536, 8192
 
 
 @dataclass(frozen=True, kw_only=True)
 class Settings:
-    """Training settings of a data set, common to all arms; chosen on flat models with a seed outside the studies."""
+    """Training settings of a data set, equal for all arms; chosen with flat models and a seed outside the studies."""
 
     num_towers: int
-    """T, unless an arm says otherwise."""
+    """T, for studies with ``own_towers``."""
     epochs: int
     """Passes over the training rows."""
     sparse_lr: float
-    """Learning rate of the tables, AdaGrad."""
+    """Learning rate of the tables, for AdaGrad."""
     dense_lr: float
-    """Learning rate of everything else, Adam."""
+    """Learning rate of all other parameters, for Adam."""
     batch_size: int
-    """Rows of a step."""
+    """Number of rows in a step."""
     warmup_steps: int = 100
-    """Steps over which both learning rates rise from 0."""
+    """Number of steps in which both learning rates rise linearly from 0."""
 
 
 SETTINGS = {
     "flights": Settings(num_towers=4, epochs=2, sparse_lr=0.2, dense_lr=5e-3, batch_size=512),
     "hotel": Settings(num_towers=4, epochs=4, sparse_lr=0.05, dense_lr=3e-3, batch_size=512),
     "census": Settings(num_towers=8, epochs=1, sparse_lr=0.05, dense_lr=3e-3, batch_size=1024),
-    # Drawn data at hotel's settings, which were not tuned for them.
+    # Generated data use hotel's settings, which were not tuned for them.
     **dict.fromkeys(
         ("planted", "madelon", "ordered"),
         Settings(num_towers=4, epochs=3, sparse_lr=0.05, dense_lr=3e-3, batch_size=512),
@@ -72,48 +72,48 @@ SETTINGS = {
 
 @dataclass(frozen=True, kw_only=True, order=True)
 class Arm:
-    """A model with its towers, at a size and at rates."""
+    """A model with its towers, sizes and learning rates."""
 
     model: str
-    """One of `FLAT`."""
+    """Name of the model, a key of `FLAT`."""
     towers: str = "flat"
-    """``flat``, or what makes the towers (`benchmarks.study.towers`)."""
+    """``flat``, or how the towers are made (`benchmarks.study.runs.Trials.plan_of`)."""
     num_towers: int = 4
-    """T; for a flat model without meaning."""
+    """T; unused for a flat model."""
     ratio: int = 4
-    """CR that is aimed at; for a flat model without meaning."""
+    """Intended CR; unused for a flat model."""
     dim: int = 16
     """N."""
     sparse: float = 1.0
-    """Learning rate of the tables over that of the data set's settings."""
+    """Factor of the tables' learning rate in the data set's settings."""
     dense: float = 1.0
-    """Learning rate of everything else, likewise."""
+    """Factor of the learning rate of all other parameters."""
     tuning: bool = False
-    """Trained on nine tenths of the training rows and tested on the rest."""
+    """True: train on nine tenths of the training rows, and test on the rest."""
     by_request: bool = False
     """True if batches hold whole requests."""
     batch: int = 1
-    """Rows of a step over those of the data set's settings."""
+    """Factor of the batch size in the data set's settings."""
     length: int = 0
-    """Items of a history at most, for models with one."""
+    """Largest number of items in a history, for models with one."""
 
     @property
     def flat(self) -> Arm:
-        """The flat model that it is compared with."""
+        """The flat model with which the arm is compared."""
         same = {"dim": self.dim, "sparse": self.sparse, "dense": self.dense, "tuning": self.tuning, "batch": self.batch}
         same["length"] = self.length
         return Arm(model=FLAT[self.model], by_request=self.by_request, **same)  # type: ignore[arg-type]
 
     @property
     def name(self) -> str:
-        """Model and towers; length of a history; batch and rates where they are varied."""
+        """Model and towers, and the length of a history, batch and rates if they vary."""
         varied = f", batch x {self.batch}, rates x {self.sparse:g}" if self.batch > 1 else ""
         varied += f", length {self.length}" if self.length else ""
         return f"{self.model}, {self.towers}{varied}"
 
 
 def tower_sizes(arm: Arm, num_features: int) -> tuple[int, int, int]:
-    """D, c and p of an arm: O_t is the largest power of two that gives the ratio, in vectors of N numbers or fewer.
+    """Returns D, c and p of an arm: O_t is the largest power of two that keeps the ratio, in vectors of at most N.
 
     Example:
         >>> tower_sizes(Arm(model="dlrm", towers="strided", ratio=2), 17)
@@ -133,7 +133,7 @@ def tower_sizes(arm: Arm, num_features: int) -> tuple[int, int, int]:
 
 
 def job_of(data: str, arm: Arm, clicks: Clicks, plan: TowerPlan | None) -> Job:
-    """The arm as a run of the trainer, in the paper's proportions; ``plan`` is None for the flat model."""
+    """Returns the arm as a job of the trainer, in the paper's proportions; ``plan`` is None for the flat model."""
     tower_dim, c, p = tower_sizes(arm, len(clicks.features if plan is None else plan.features))
     family = FLAT[arm.model] if plan is None or arm.model == "dlrm-each" else arm.model
     sizes = {"embedding_dim": arm.dim, "tower_dim": tower_dim, "c": c, "p": p, "cross_layers": 2, "cross_rank": 16}
@@ -142,17 +142,17 @@ def job_of(data: str, arm: Arm, clicks: Clicks, plan: TowerPlan | None) -> Job:
     config = TrainingConfig.model_validate({"model": model | sizes, "topology": topology})
     job = make_job(config, clicks.tables, clicks.train[0].shape[1], towers=plan)
     outside = [] if plan is None else plan.outside_tables(clicks.tables)
-    # After `make_job`, which refuses what FBGEMM cannot read, such as one column; the plain model does without FBGEMM.
+    # After `make_job`, which refuses sizes that FBGEMM does not support, such as one column; the plain model runs them.
     dim = config.model.outside_dim
     tables = (replace(table, embedding_dim=dim) if table in outside and dim else table for table in job.tables)
     return replace(job, tables=tuple(tables))
 
 
 def bytes_across(arm: Arm, clicks: Clicks, plan: TowerPlan | None, num_towers: int) -> dict[str, float]:
-    """Bytes per sample that cross hosts, with one rank on each of T hosts, a tower each: (T - 1) / T of what is sent.
+    """Returns bytes per sample across T hosts, each with one rank and one tower: (T - 1) / T of all bytes sent.
 
-    ``ids`` are an id and a length of 8 bytes for each feature, ``embeddings`` the outputs and their gradients as 32-bit
-    floats. Not the all-reduce of dense gradients, which is once per step and not per sample.
+    ``ids`` has an id and a length of 8 bytes each per feature, ``embeddings`` the outputs and their gradients in FP32.
+    The all-reduce of dense gradients is left out, because it occurs per step, not per sample.
     """
     features = len(clicks.features if plan is None else plan.features)
     dim, c, p = tower_sizes(arm, features)
@@ -162,17 +162,17 @@ def bytes_across(arm: Arm, clicks: Clicks, plan: TowerPlan | None, num_towers: i
 
 
 def bytes_outside(data: str, arm: Arm, clicks: Clicks, plan: TowerPlan) -> float:
-    """Bytes per sample across hosts of gradients of tables outside towers: a ring of T hosts sums them in each step."""
+    """Returns bytes per sample across hosts for gradients of tables outside towers, which T hosts sum by a ring."""
     rows = sum(table.num_embeddings for table in plan.outside_tables(clicks.tables))
     numbers = rows * tower_sizes(arm, len(plan.features))[0]
     return 2 * 4 * numbers * (arm.num_towers - 1) / (SETTINGS[data].batch_size * arm.batch)
 
 
 def build_model_of_seed(job: Job, seed: int) -> nn.Module:
-    """The plain model, its weights drawn module by module from the seed and the module's name.
+    """Returns the plain model, with the weights of each module drawn from the seed and the module's name.
 
-    So two models of one seed start equal wherever they have the same module with the same shapes: all tables and MLPs
-    of the arms, whatever their towers are.
+    Two models of a seed thus start equal in all modules with the same name and shapes: in all tables and MLPs of the
+    arms, whatever their towers.
     """
     model = build_model(job)
     draw_weights(model, seed)
@@ -180,7 +180,7 @@ def build_model_of_seed(job: Job, seed: int) -> nn.Module:
 
 
 def draw_weights(model: nn.Module, seed: int) -> None:
-    """Draws all weights as `build_model_of_seed` does."""
+    """Initializes all weights in place, as `build_model_of_seed` describes."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             torch.manual_seed(_seed_of(seed, name.rpartition(".")[2]))
@@ -195,10 +195,10 @@ def _seed_of(seed: int, name: str) -> int:
 
 
 class _OneTable(nn.Module):
-    """Takes the place of a model's collection of tables: all of them as one, so that one lookup serves their features.
+    """Replaces a model's collection of tables by one table, so that a single lookup serves all their features.
 
-    Every sample has one id for each feature. Weights, tower modules and updates are those of the tables it replaces;
-    its input is ids [B, F], also of features that other tables look up.
+    Every sample has one id for each feature. Weights, tower modules and updates are those of the replaced tables; the
+    input is ids [B, F] of all features, including those that other tables look up.
     """
 
     def __init__(self, collection: Any, features: list[str]) -> None:
@@ -220,7 +220,7 @@ class _OneTable(nn.Module):
         return torch.cat([tower(by_name) for tower in self.towers], dim=1) if len(self.towers) else by_name
 
     def restored(self) -> Any:
-        """The collection that was replaced, with the weights as they are now."""
+        """Returns the replaced collection, with the current weights."""
         weights = self._tables()
         parts = self.embedding_bags.detach().split([len(weights[name]) for name in self._features])
         with torch.no_grad():
@@ -235,7 +235,7 @@ class _OneTable(nn.Module):
 
 
 def _join_tables(model: Any, features: list[str]) -> dict[str, _OneTable]:
-    """Makes one table of those in towers, or of all of a flat model, and one of those outside; by attribute."""
+    """Joins a model's tables in towers (or all of a flat model), and those outside; returns them by attribute."""
     collections = {name: getattr(model, name, None) for name in ("sparse_arch", "outside_arch")}
     joined = {name: _OneTable(held, features) for name, held in collections.items() if held is not None}
     for name, table in joined.items():
@@ -246,10 +246,10 @@ def _join_tables(model: Any, features: list[str]) -> dict[str, _OneTable]:
 def train_and_test(
     data: str, arm: Arm, clicks: Clicks, seed: int, *, plan: TowerPlan | None, requests: Tensor | None = None
 ) -> tuple[nn.Module, dict[str, float]]:
-    """Trains one model from the seed's weights, on rows in the seed's order (see `row_order`), and tests it.
+    """Trains a model from the seed's weights on rows in the seed's order (`row_order`), and tests it.
 
     Returns:
-        The trained model, and a record: AUC, normalized entropy, MFLOPs per sample, true compression ratio.
+        The trained model, and a record: AUC, normalized entropy, MFLOPs per sample, and actual compression ratio.
     """
     job = job_of(data, arm, clicks, plan)
     model: Any = build_model_of_seed(job, seed)
@@ -265,8 +265,8 @@ def train_and_test(
 def fit(
     model: nn.Module, settings: Settings, arm: Arm, clicks: Clicks, seed: int, *, requests: Tensor | None = None
 ) -> dict[str, float]:
-    """Trains a model of dense columns and ids, with AdaGrad what has "embedding" in its name; tests it (`score`)."""
-    # The same rows of warm-up at every batch size.
+    """Trains a model, parameters named "embedding" by AdaGrad, others by Adam; returns its test metrics (`score`)."""
+    # The warm-up has equally many rows at every batch size.
     warm_up = max(1, settings.warmup_steps // arm.batch)
     settings = replace(settings, batch_size=settings.batch_size * arm.batch)
     tables, dense = (
@@ -291,7 +291,7 @@ def fit(
 
 @torch.no_grad()
 def score(predict: Any, clicks: Clicks) -> dict[str, float]:
-    """AUC and normalized entropy (log loss over that of the mean label) of ``predict(rows)``, logits of test rows."""
+    """Returns AUC and normalized entropy on the test rows; ``predict(rows)`` returns the logits of some of them."""
     labels = clicks.test[2]
     logits = torch.cat([predict(rows).flatten() for rows in torch.arange(len(labels)).split(_TEST_BATCH)]).double()
     mean = labels.double().mean()
@@ -301,7 +301,7 @@ def score(predict: Any, clicks: Clicks) -> dict[str, float]:
 
 
 def row_order(num_rows: int, settings: Settings, seed: int, requests: Tensor | None = None) -> Iterator[Tensor]:
-    """Batches of rows, shuffled in each epoch; by request, where ``requests`` numbers that of each row from 0."""
+    """Yields batches of row numbers, shuffled per epoch; ``requests``, by row, keeps the rows of a request together."""
     generator = torch.Generator().manual_seed(_seed_of(seed, "rows"))
     for _ in range(settings.epochs):
         order = torch.randperm(num_rows if requests is None else int(requests.max()) + 1, generator=generator)
@@ -311,7 +311,7 @@ def row_order(num_rows: int, settings: Settings, seed: int, requests: Tensor | N
 
 
 def measure_affinity(model: nn.Module, clicks: Clicks, seed: int) -> list[float]:
-    """The affinity of a trained flat model over at most 65,536 of its training rows: its upper triangle by rows."""
+    """Returns a trained flat model's affinity on at most 65,536 training rows: the upper triangle by rows."""
     order = torch.randperm(len(clicks.train[2]), generator=torch.Generator().manual_seed(seed))[:_AFFINITY_ROWS]
     batches = (clicks.batch(clicks.train, rows) for rows in order.split(4096))
     found = FeatureAffinity.collect(model, batches)

@@ -63,7 +63,7 @@ def test_contenders_are_chosen_by_name_and_pattern() -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"ids": "zipf"}, r"ids='zipf' is not one of \['skewed', 'uniform'\]"),
+        ({"ids": "zipf"}, r"ids='zipf' is unknown; use one of \['skewed', 'uniform'\]"),
         ({"group": 0}, r"group=0 must be at least 1"),
         ({"warm_up_rounds": -1}, r"warm_up_rounds=-1 must not be negative"),
         ({"history": -1}, r"history=-1 must not be negative"),

@@ -204,7 +204,7 @@ def test_runs_go_on_and_other_settings_are_refused(tmp_path: Path) -> None:
         progress.train(some, train_one)
     assert trained == [0, 1, 2]
     assert {run.seed: record["ne"] for run, record in progress.records.items()} == {0: 0.0, 1: 0.1, 2: 0.2}
-    with pytest.raises(InputError, match="holds runs of other settings"):
+    with pytest.raises(InputError, match="holds runs with settings other than"):
         Progress(tmp_path / "runs.jsonl", "b", lambda key: ReplicaRun(**key))
 
 
@@ -301,7 +301,7 @@ def test_histories_are_read_in_time_order_and_models_differ_in_the_pooling_and_t
     assert (clicks.features, len(clicks.train[2]), len(clicks.test[2])) == (["c_2", "c_3", "c_4"], 400, 100)
     raw = pq.read_table(tmp_path / "ordered.parquet")["label"].to_numpy()[-500:]
     assert torch.cat([clicks.train[2], clicks.test[2]]).tolist() == raw.tolist()
-    with pytest.raises(InputError, match="census has no time order"):
+    with pytest.raises(InputError, match="Data set 'census' has no time order"):
         read_histories(tmp_path / "ordered.parquet", "census", 10)
     flat = Arm(model="din", length=10)
     arms = [flat, *(replace(flat, towers="history", ratio=ratio) for ratio in (1, 2, 4))]
