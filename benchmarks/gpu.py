@@ -149,10 +149,10 @@ def environment(device: str) -> dict[str, Any]:
 
 @click.command()
 @click.option("--device", type=click.Choice(["cpu", "cuda"]), default="cuda", show_default=True)
-@click.option("--quick", is_flag=True, help="Tiny models and few steps: whether it runs, not how fast.")
-@click.option("--out", type=click.Path(path_type=Path), help="File of the record (JSON); by default it is printed.")
+@click.option("--quick", is_flag=True, help="Tiny models and few steps; times mean nothing.")
+@click.option("--out", type=click.Path(path_type=Path), help="JSON file of the record; by default printed.")
 def main(device: str, quick: bool, out: Path | None) -> None:
-    """Measures flat TorchRec, SPTT and DMT-DLRM on one rank, and says whether they agree with the plain module."""
+    """Measures flat TorchRec, SPTT and DMT-DLRM on one rank; exits with 1 if they differ from the plain module."""
     try:
         kind = device_type("cuda" if device == "cuda" else "cpu")
     except InputError as error:

@@ -156,7 +156,7 @@ def _worst_pick(rows: Sequence[Row]) -> float:
 
 @click.command()
 @click.option("--clusters", type=click.Path(path_type=Path), required=True, help="Folder of cluster files.")
-@click.option("--measure", "is_measured", is_flag=True, help="First measure those that are absent, as root.")
+@click.option("--measure", "is_measured", is_flag=True, help="First measure absent clusters; needs root.")
 @click.option("--steps", multiple=True, type=click.Path(path_type=Path, exists=True), default=[_STEPS], help="Records.")
 @click.option("--out", type=click.Path(path_type=Path), default=_OUT, show_default=True)
 def main(*, clusters: Path, is_measured: bool, steps: Sequence[Path], out: Path) -> None:

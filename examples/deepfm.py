@@ -1,7 +1,7 @@
 """DeepFM (arXiv 1703.04247) as a factory for the trainer: flat, or in towers.
 
 Its factorization machine needs two sums over the features' vectors v: of v and of v squared. Each tower sends its two
-sums, and a few more numbers for the deep part. Run in the folder of this file:
+sums, and a few more numbers for the deep part. Run it in the folder of this file:
 
     dmt check deepfm.toml
 """
@@ -21,7 +21,7 @@ from dmt.models import flat_sparse_arch, tower_sparse_arch
 
 
 class FMTower(nn.Module):
-    """Reads embeddings of any width; sends sum v, sum v^2 and ``deep`` more numbers."""
+    """Tower module: reads embeddings of any width; returns sum v, sum v^2, each [B, k], and ``deep`` more numbers."""
 
     def __init__(self, widths: dict[str, int], k: int, deep: int, device: torch.device | None) -> None:
         super().__init__()
@@ -33,14 +33,14 @@ class FMTower(nn.Module):
         self.deep = nn.Linear(self.in_features, deep, device=device)
 
     def forward(self, embeddings: dict[str, Tensor]) -> Tensor:
-        """Returns [B, 2 k + deep]."""
+        """Embeddings [B, N_i] by feature -> [B, 2 k + deep]."""
         inputs = [embeddings[name] for name in self.features]
         vectors = torch.stack([project(x) for project, x in zip(self.project, inputs, strict=True)])
         return torch.cat([vectors.sum(0), vectors.square().sum(0), self.deep(torch.cat(inputs, dim=1)).relu()], dim=1)
 
 
 class DeepFM(nn.Module):
-    """DeepFM over the outputs of its sparse part, [B, T (2 k + deep)]."""
+    """DeepFM over the outputs of its sparse part, [B, T (2 k + deep)]; ``sizes`` are k, deep and the hidden width."""
 
     def __init__(self, sparse: nn.Module, num_towers: int, num_dense: int, sizes: tuple[int, int, int]) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class DeepFM(nn.Module):
         nn.init.zeros_(self.bias)
 
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
-        """Returns logits [B, 1]."""
+        """Dense features [B, num_dense] and ids of B samples -> logits [B, 1]."""
         outputs = self.sparse(sparse_features)
         towers = outputs.reshape(outputs.shape[0], self.num_towers, -1)
         total, squares, deep = towers[:, :, : self.k], towers[:, :, self.k : 2 * self.k], towers[:, :, 2 * self.k :]
@@ -71,7 +71,7 @@ def deepfm(
     towers: TowerPlan | None,
     device: torch.device | None,
 ) -> nn.Module:
-    """The factory; bags of the features in the option ``mean`` are averaged."""
+    """Factory: returns the model, flat or in towers; averages the bags of features in the option ``mean``."""
     averaged = set(options.get("mean", []))
     tables = [replace(t, pooling=PoolingType.MEAN) if averaged & set(t.feature_names) else t for t in tables]
     widths = {name: table.embedding_dim for table in tables for name in table.feature_names}

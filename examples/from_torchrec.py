@@ -39,13 +39,13 @@ DEVICE = torch.device("cpu")
 
 
 def tables(features: list[str] | tuple[str, ...]) -> list[EmbeddingBagConfig]:
-    """One table for each feature."""
+    """Returns a table for each feature."""
     sizes = {"num_embeddings": ROWS, "embedding_dim": DIM}
     return [EmbeddingBagConfig(name=f"t_{feature}", feature_names=[feature], **sizes) for feature in features]
 
 
 class ClickModel(nn.Module):
-    """Your own model."""
+    """Stands for your own model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -59,7 +59,7 @@ class ClickModel(nn.Module):
 
 
 def draw(step: int, rank: int) -> ClickBatch:
-    """A rank's batch. A click is likelier if user and ad are of one kind, or shop and city."""
+    """Returns a rank's batch; clicks are likelier if user and ad, or shop and city, are of one kind."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     ids = torch.randint(0, ROWS, (len(FEATURES), BATCH), generator=generator)
     user, shop, ad, city = ids % 4
@@ -69,14 +69,14 @@ def draw(step: int, rank: int) -> ClickBatch:
 
 
 def with_table_optimizer(model: nn.Module) -> nn.Module:
-    """The model with row-wise AdaGrad for its tables, which runs in their backward pass."""
+    """Adds row-wise AdaGrad, which runs in the backward pass, to the tables of a model, and returns the model."""
     weights = [weight for name, weight in model.named_parameters() if ".embedding_bags." in name]
     apply_optimizer_in_backward(RowWiseAdagrad, weights, {"lr": 0.1})
     return model
 
 
 def train(model: nn.Module) -> int:
-    """Trains a model, and returns the bytes per sample that crossed between the hosts in the last step."""
+    """Trains a model, and returns the bytes per sample that crossed hosts in the last step."""
     adam = torch.optim.Adam([weight for _, weight in in_backward_optimizer_filter(model.named_parameters())], lr=2e-3)
     for step in range(STEPS):
         batch = draw(step, dist.get_rank())
@@ -89,7 +89,7 @@ def train(model: nn.Module) -> int:
 
 
 def say(text: str) -> None:
-    """Prints on rank 0."""
+    """Prints a text on rank 0."""
     if dist.get_rank() == 0:
         print(text)
 
@@ -105,7 +105,7 @@ mesh = TowerMesh(TowerTopology(num_towers=2, ranks_per_tower=2))
 
 
 def over_towers(model: nn.Module, sharder: Any) -> nn.Module:
-    """Shards the model by a sharder of towers and its plan."""
+    """Returns the model sharded by a tower sharder."""
     plan = TowerShardingPlanner(mesh.topology).plan(with_table_optimizer(model), [sharder])
     return DistributedModelParallel(model, device=DEVICE, plan=plan, sharders=[sharder])
 
@@ -126,7 +126,7 @@ towers = TowerPartitioner(num_towers=2).fit(FeatureAffinity.collect_interactions
 
 
 class TowerModel(nn.Module):
-    """An over arch on the outputs of towers."""
+    """Applies an over arch to the outputs of towers."""
 
     def __init__(self, plan: TowerPlan) -> None:
         super().__init__()

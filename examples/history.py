@@ -1,4 +1,4 @@
-"""A DLRM of two towers with a click history: the target item attends to it inside its tower. In your own loop.
+"""A DLRM of two towers with a click history, trained in your own loop: the target item attends to it in its tower.
 
 Each tower sends 2 D numbers per sample, however long the history is. Rank 0 prints the loss of its batches, and the
 bytes of outputs that cross between two hosts of two ranks at lengths 10 and 50:
@@ -25,7 +25,7 @@ ROWS, DIM, D, BATCH, STEPS, GROUPS = 200, 16, 8, 128, 25, 2
 
 
 class HistoryDLRM(nn.Module):
-    """The user's bags in one tower; the item and the history, which share a table, in the other."""
+    """DLRM with the user's bags in one tower, and the item and its history, which share a table, in the other."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class HistoryDLRM(nn.Module):
 
 
 def draw(length: int, generator: torch.Generator) -> tuple[Tensor, KeyedJaggedTensor, Tensor]:
-    """Dense features, ids and clicks: a sample is clicked if it has a history, and that is of the item's group."""
+    """Returns dense features, ids and labels; the label is 1 if a history is not empty, and of the item's group."""
     lengths = torch.randint(0, length + 1, (BATCH,), generator=generator)
     item, user, city = torch.randint(0, ROWS, (3, BATCH), generator=generator)
     liked = torch.randint(0, GROUPS, (BATCH,), generator=generator)  # the group of the whole history

@@ -28,7 +28,7 @@ ROWS, DIM, TOWER_DIM, BATCH, STEPS = 100, 16, 8, 128, 40
 
 
 class GatedTower(nn.Module):
-    """A gate on the tower's embeddings, then a projection: [B, F_t * DIM] -> [B, TOWER_DIM]."""
+    """Tower module: gates the embeddings, then projects them: [B, F_t * DIM] -> [B, TOWER_DIM]."""
 
     def __init__(self, features: tuple[str, ...]) -> None:
         super().__init__()
@@ -37,13 +37,13 @@ class GatedTower(nn.Module):
         self.project = nn.Linear(self.in_features, TOWER_DIM)
 
     def forward(self, embeddings: dict[str, Tensor]) -> Tensor:
-        """Reads a ``KeyedTensor`` by name: its order depends on how the tables are sharded."""
+        """Embeddings [B, DIM] by name -> [B, TOWER_DIM]. Read them by name: their order depends on the sharding."""
         x = torch.cat([embeddings[name] for name in self.features], dim=1)
         return self.project(x * torch.sigmoid(self.gate(x)))
 
 
 class Model(nn.Module):
-    """An over arch on the outputs of towers and the dense features; returns the loss, as train pipelines expect."""
+    """Applies an over arch to tower outputs and dense features; returns the loss, as train pipelines expect."""
 
     def __init__(self, plan: TowerPlan) -> None:
         super().__init__()

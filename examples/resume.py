@@ -26,7 +26,7 @@ FEATURES = ["ad", "user"]
 
 
 class ClickModel(nn.Module):
-    """Your own model."""
+    """Stands for your own model."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class ClickModel(nn.Module):
 
 
 def batch_of(step: int) -> KeyedJaggedTensor:
-    """Ids of eight samples, the same in every call for a step."""
+    """Returns the ids of eight samples, the same in every call for a step."""
     ids = torch.randint(0, 100, (2 * 8,), generator=torch.Generator().manual_seed(step))
     return KeyedJaggedTensor(keys=FEATURES, values=ids, lengths=torch.ones_like(ids))
 
@@ -65,7 +65,7 @@ checkpointer = Checkpointer(folder, mesh)
 
 
 def train(steps: int) -> int:
-    """Resumes from the newest whole checkpoint, if there is one; returns the first step."""
+    """Trains up to a step, from the newest intact checkpoint if there is one; returns the first step."""
     start = restore(folder, model, optimizer, mesh=mesh)
     done = 0 if start is None else start.step
     for step in range(done, steps):

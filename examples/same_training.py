@@ -1,10 +1,10 @@
-"""Proves that your model trains over towers as it does unsharded: on CPU processes, with tables of few rows.
+"""Checks that your model trains over towers as it does unsharded, on CPU processes and with tables of few rows.
 
-Copy this file, put your model, batches, loss and optimizers in the place of those of its first part, and run it:
+Copy this file, replace model, batches, loss and optimizers in its first part by your own, and run it:
 
     python examples/same_training.py
 
-It prints how far each weight moved, and how far the sharded one then is from the unsharded one.
+It prints how far each weight moved, and by how much the sharded weight then differs from the unsharded one.
 """
 
 import torch
@@ -25,7 +25,7 @@ FUSED_PARAMS = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate"
 
 
 class ClickModel(nn.Module):
-    """Your own model; no table has more than ``most_rows``."""
+    """Stands for your own model; no table has more than ``most_rows`` rows."""
 
     def __init__(self, most_rows: int, device: str = "cpu") -> None:
         super().__init__()
@@ -43,7 +43,7 @@ class ClickModel(nn.Module):
 
 
 def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
-    """The mean loss of a rank's batch. Its ids are below FEW; others would need ``ids % FEW``."""
+    """Returns the mean loss of a rank's batch. Its ids are below FEW; take other ids modulo FEW."""
     generator = torch.Generator().manual_seed(1000 * step + rank)
     ids = torch.randint(0, FEW, (len(ROWS) * BATCH,), generator=generator)
     labels = torch.randint(0, 2, (BATCH,), generator=generator).float()
@@ -52,7 +52,7 @@ def loss_of(model: nn.Module, step: int, rank: int) -> Tensor:
 
 
 def dense_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-    """The optimizer of all parameters but tables."""
+    """Returns the optimizer of all parameters but tables."""
     return torch.optim.Adam(parameters, lr=1e-3)
 
 
@@ -60,7 +60,7 @@ def dense_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def compare(rank: int) -> dict[str, tuple[float, float]]:
-    """Trains the sharded model on all ranks, and the unsharded one on each; by weight, how far it moved and differs."""
+    """Trains the sharded model and, on each rank, the unsharded one; returns how far each weight moved and differs."""
     sharders = [SPTTEmbeddingBagCollectionSharder(TowerMesh(TOPOLOGY), TOWERS, fused_params=FUSED_PARAMS, unique=True)]
     full = ClickModel(most_rows=2**62, device="meta")  # small tables are sharded as these would be
     placements = TowerShardingPlanner(TOPOLOGY).explain(full, sharders).placements
