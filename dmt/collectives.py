@@ -52,7 +52,7 @@ def broadcast_tensor(tensor: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Collects one small picklable object from every rank of the group, by group rank."""
+    """Returns the small picklable objects of all ranks of the group, by group rank; collective."""
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values

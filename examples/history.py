@@ -47,7 +47,7 @@ class HistoryDLRM(nn.Module):
 
 
 def draw(length: int, generator: torch.Generator) -> tuple[Tensor, KeyedJaggedTensor, Tensor]:
-    """Returns dense features, ids and labels; the label is 1 if a history is not empty, and of the item's group."""
+    """Returns dense features, ids and labels; the label is 1 if the history is not empty and is of the item's group."""
     lengths = torch.randint(0, length + 1, (BATCH,), generator=generator)
     item, user, city = torch.randint(0, ROWS, (3, BATCH), generator=generator)
     liked = torch.randint(0, GROUPS, (BATCH,), generator=generator)  # the group of the whole history

@@ -1,6 +1,6 @@
 """Checks that your model trains over towers as it does unsharded, on CPU processes and with tables of few rows.
 
-Copy this file, replace model, batches, loss and optimizers in its first part by your own, and run it:
+Copy this file, replace model, batches, loss and optimizers in its first part with your own, and run it:
 
     python examples/same_training.py
 

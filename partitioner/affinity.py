@@ -185,7 +185,7 @@ class FeatureAffinity:
                 [B, D] and ``weights`` [B], where a weight of 0 leaves out a row. Consumed one at a time.
             tables: tables of the features, needed for the partitioner's limits.
             seed: seed of the splits.
-            max_rows: most rows to read. With hundreds of features, pairs use fewer rows, to take at most 15 minutes.
+            max_rows: rows to read at most. With hundreds of features, pairs use fewer rows, to take at most 15 minutes.
 
         Raises:
             InputError: a batch does not have this form, there are fewer than 1,000 rows, or fewer than 20 of a label.
@@ -251,7 +251,7 @@ class FeatureAffinity:
         return self._taken(left, tables=tables, triples=triples)
 
     def _taken(self, index: Sequence[int], **changes: Any) -> FeatureAffinity:
-        """Returns the affinity of the features at positions ``index``, in that order, with other fields changed."""
+        """Returns the affinity of the features at positions ``index``, in that order, with ``changes`` of fields."""
         return replace(
             self,
             matrix=self.matrix[np.ix_(index, index)],

@@ -83,7 +83,7 @@ class Part:
     bounds: Bounds
     """Limits to hold. Limits on features per tower are looser than ``asked`` if blocks of several features need it."""
     asked: tuple[int, int]
-    """The least and the most features of a tower by the balance ratio."""
+    """Minimum and maximum number of features in a tower, by the balance ratio."""
 
     @property
     def where(self) -> str:
@@ -221,7 +221,7 @@ def _part(category: str, blocks: Blocks, num_towers: int, balance_ratio: float, 
 
 
 def size_bounds(num_features: int, num_towers: int, balance_ratio: float) -> tuple[int, int]:
-    """Returns the least and the most features of a tower, such that most / least is at most ``balance_ratio``.
+    """Returns the minimum and maximum number of features in a tower; their ratio is at most ``balance_ratio``.
 
     Of all such pairs, returns the one whose middle is nearest the mean size, F / T; if there is none, floor(F / T) and
     ceil(F / T). An infinite ratio allows any size.
@@ -240,7 +240,7 @@ def size_bounds(num_features: int, num_towers: int, balance_ratio: float) -> tup
 
 
 def _fitting_sizes(weights: Floats, num_towers: int, asked: tuple[int, int]) -> tuple[int, int]:
-    """Loosens the ``asked`` sizes until blocks of [P] ``weights`` features fit; returns least and most features.
+    """Loosens the ``asked`` sizes until blocks of [P] ``weights`` features fit; returns minimum and maximum.
 
     First raises the maximum, by as little as possible, then lowers the minimum. A local search decides whether blocks
     fit, so the sizes may be looser than a perfect packing needs.

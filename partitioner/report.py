@@ -40,7 +40,7 @@ def plot_affinity(affinity: FeatureAffinity, plan: TowerPlan, path: str | os.Pat
     ``path`` sets the format: ``.png``, ``.svg`` or ``.pdf``. Returns the path.
 
     Raises:
-        InputError: plan and affinity have different features, the suffix is no picture format, or writing fails.
+        InputError: plan and affinity have different features, the suffix is not a picture format, or writing fails.
     """
     from matplotlib.colors import LinearSegmentedColormap
     from matplotlib.patches import Rectangle
@@ -86,7 +86,7 @@ def plot_coordinates(partition: Partition, path: str | os.PathLike[str]) -> Path
     distances have a meaning. The suffix of ``path`` sets the format, as in `plot_affinity`. Returns the path.
 
     Raises:
-        InputError: the partition is of interactions, the suffix is no picture format, or writing fails.
+        InputError: the partition is of interactions, the suffix is not a picture format, or writing fails.
     """
     from matplotlib.collections import LineCollection
 

@@ -46,9 +46,9 @@ class Bounds:
     loads: Floats
     """[R, P] each block's load on each resource; row 0 is its number of features."""
     lower: Floats
-    """[R] least load of a tower."""
+    """[R] smallest load that a tower may have."""
     upper: Floats
-    """[R] most load of a tower; infinite without a limit."""
+    """[R] largest load that a tower may have; infinite without a limit."""
     apart: NDArray[np.bool_] | None = None
     """[P, P] symmetric, True for blocks that must not share a tower; None without such blocks."""
 

@@ -86,7 +86,7 @@ def _watch(agents: Sequence[_Agent], timeout: float) -> None:
                 return
             if time.monotonic() > deadline:
                 raise TimeoutError(
-                    f"The job still runs on host {running[0]} after {timeout:g} s. Raise timeout.{_last_lines(agents)}"
+                    f"Host {running[0]} is still running after {timeout:g} s. Raise timeout.{_last_lines(agents)}"
                 )
             time.sleep(0.05)
 

@@ -1,4 +1,4 @@
-"""Makes Linux network namespaces by `ip` and `tc`, marks them, limits their rates, and removes them with processes."""
+"""Makes network namespaces by `ip` and `tc`, marks them, limits their rates, and removes them and their processes."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def kill_processes(name: str) -> None:
     """Kills all processes in a namespace, repeatedly, since one of them may start another meanwhile.
 
     Raises:
-        RuntimeError: some still run after two seconds.
+        RuntimeError: some are still running after two seconds.
     """
     for _ in range(100):
         pids = run_tool("ip", "netns", "pids", name).split() if exists(name) else []
@@ -127,7 +127,7 @@ def kill_processes(name: str) -> None:
             with contextlib.suppress(ProcessLookupError):
                 os.kill(int(pid), signal.SIGKILL)
         time.sleep(0.02)
-    raise RuntimeError(f"Processes {', '.join(pids)} in network namespace {name} still run. Kill them by hand.")
+    raise RuntimeError(f"Processes {', '.join(pids)} in network namespace {name} are still running. Kill them by hand.")
 
 
 def limit_interface(namespace: str, interface: str, mbit_per_s: float) -> None:
@@ -143,7 +143,7 @@ def limit_interface(namespace: str, interface: str, mbit_per_s: float) -> None:
 def set_packets(namespace: str, interface: str, mbit_per_s: float) -> None:
     """Limits the queue of every new connection to half a millisecond, so that small messages wait less.
 
-    By default two packets of 64 kB wait per connection, which takes a slow link 5 ms.
+    By default two packets of 64 kB wait per connection, which take a slow link 5 ms.
     """
     waiting = min(_OUTPUT_BYTES, max(MTU, round(mbit_per_s * 1e6 / 8 * _PACKET_SECONDS)))
     run_tool("ip", "-n", namespace, "link", "set", interface, "gso_max_segs", str(waiting // MTU))

@@ -73,7 +73,7 @@ class Turn:
 
 
 def run_turn(built: Built, num_steps: int, *, with_memory: bool, meter: TrafficMeter | None = None) -> Turn:
-    """Trains ``num_steps`` steps between two barriers, the first under the meter, if any; returns them. Collective."""
+    """Trains ``num_steps`` steps between two barriers, the first under the meter; returns measurements. Collective."""
     before = _start_peak() if with_memory else None
 
     def steps() -> list[Clocks]:

@@ -57,7 +57,7 @@ def main(spec_path: str) -> None:
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS", "1")))
     dist.init_process_group("gloo", timeout=_TIMEOUT)
     if dist.get_world_size() != setting.world_size:
-        raise InputError(f"The spec needs {setting.world_size} ranks, not {dist.get_world_size()}. Start as many.")
+        raise InputError(f"The job has {dist.get_world_size()} ranks. Start {setting.world_size}, as its spec says.")
     try:
         contenders = [named(name) for name in spec["contenders"]]
         run_job(setting, contenders, Path(spec["out"]), deadline=spec.get("deadline"))

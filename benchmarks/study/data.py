@@ -107,7 +107,7 @@ def clicks_of_table(table: pa.Table, *, dim: int, max_rows: int | None = None) -
 
 
 def without_test_rows(clicks: Clicks, *, parts: int) -> Clicks:
-    """Returns the training rows only, one of ``parts`` of them, always the same, as test rows; to tune rates."""
+    """Returns the training rows only, to tune rates: a random 1 / ``parts`` of them, always the same, as test rows."""
     order = torch.randperm(len(clicks.train[2]), generator=torch.Generator().manual_seed(0))
     held, rest = order[: len(order) // parts], order[len(order) // parts :]
     train, test = (tuple(column[rows] for column in clicks.train) for rows in (rest, held))

@@ -135,7 +135,7 @@ def gaps(runs: Sequence[ReplicaRun], records: Records) -> list[dict[str, Any]]:
 
 
 def run(trials: Trials, names: Sequence[str], seeds: range, out: Path, about: Mapping[str, Any]) -> list[Path]:
-    """Tunes M = 1, trains the grid at the tuned and at the settings' rate; writes ``replicas.*``, returns the paths."""
+    """Tunes M = 1, trains the grid at the tuned and the settings' rate; writes ``replicas.*`` and returns the paths."""
     torch.set_num_threads(1)
     progress = Progress(trials.work / "replicas.jsonl", f"rows: {trials.max_rows}", lambda key: ReplicaRun(**key))
 

@@ -62,7 +62,7 @@ class Progress(Generic[Key]):
         for line in path.read_text().splitlines() if path.exists() else []:
             record = json.loads(line)
             if record.pop("settings") != settings:
-                raise InputError(f"{path} holds runs with settings other than {settings!r}. Move it away.")
+                raise InputError(f"{path} holds runs with settings other than {settings!r}. Move the file.")
             self.records[key(record.pop("run"))] = record
 
     def train(self, runs: Iterable[Key], train_one: Callable[[Key], Record], title: str = "") -> None:

@@ -38,13 +38,13 @@ class RowCounts:
         return RowCounts(rows, counts, int(counts.sum()))
 
     def chances(self, batch_size: float) -> NDArray[np.float64]:
-        """Returns the probability that ``batch_size`` independent accesses read each counted row, float64 [n]."""
+        """Returns by counted row the probability that ``batch_size`` independent accesses read it, float64 [n]."""
         # Kept below one, since the logarithm of zero is infinite.
         shares = np.minimum(self.counts / max(self.total, 1), 1 - 1e-12)
         return np.asarray(-np.expm1(batch_size * np.log1p(-shares)))
 
     def merged(self, other: RowCounts) -> RowCounts:
-        """Returns the sum of both counts."""
+        """Returns the counts of this and ``other``, added row by row."""
         # Often a few rows are added to many; the many are not sorted again.
         places = np.searchsorted(self.rows, other.rows)
         is_known = places < len(self.rows)
@@ -98,7 +98,7 @@ class AccessProfile:
         return self._counts[table]
 
     def ids_per_sample(self, table: TableSpec) -> float:
-        """Returns the mean number of ids per sample of a feature of the table."""
+        """Returns the mean number of ids per sample and feature of the table."""
         return self[table.name].total / max(self.num_samples * len(table.feature_names), 1)
 
     def distinct_rows(self, batch_size: int) -> dict[str, float]:

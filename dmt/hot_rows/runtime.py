@@ -307,7 +307,7 @@ class _Counter:
 
 
 def why_no_copies(tables: Mapping[str, HomeTable]) -> dict[str, str]:
-    """Returns the tables whose rows cannot have copies that train like them, with the reason, by table name."""
+    """Returns, by table, the reason why its rows cannot have copies that train like them; only tables with a reason."""
     users: dict[str, list[str]] = {}
     for name, table in tables.items():
         for feature in table.config.feature_names:

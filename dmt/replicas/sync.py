@@ -190,7 +190,7 @@ class ReplicaSync:
             module.replicas_drifted = has_drifted
 
     def _average(self) -> None:
-        """Averages weights and states; with a delay, adopts the mean of the states that the last sync started."""
+        """Averages weights and states; with a delay, adopts the mean of states that the last sync began to compute."""
         for module in self._modules:
             module.flush()
         self._states.finish()

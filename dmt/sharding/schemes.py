@@ -174,7 +174,7 @@ def column_shards(embedding_dim: int, num_shards: int) -> list[int]:
     """Returns how many columns each column shard of a table has: multiples of four, as even as possible.
 
     Raises:
-        InputError: ``embedding_dim`` is too small or no multiple of four; the caller names the table and the remedy.
+        InputError: ``embedding_dim`` is too small or not a multiple of four; the caller names the table and the remedy.
 
     Example:
         >>> column_shards(24, 4)

@@ -200,7 +200,7 @@ class PeerIdRoute:
 
 
 class AgreedIds:
-    """Checks batches of ids: all ranks must have the first batch's dtypes, later batches also a rank's first keys."""
+    """Checks that all batches of all ranks have the same dtypes, and all batches of a rank the same keys, in order."""
 
     def __init__(self, features: Sequence[str], *, is_weighted: bool, group: dist.ProcessGroup) -> None:
         self._features, self._is_weighted, self._group = list(features), is_weighted, group

@@ -58,7 +58,7 @@ class RowEncoder:
 
 @dataclass(frozen=True, eq=False)
 class RowCode:
-    """The rows of one batch of this rank."""
+    """The samples of one batch of this rank, encoded as rows."""
 
     ids: KeyedJaggedTensor
     """Ids of the rows. A feature has one key per part, in order; the batch size of a key is its number of rows."""

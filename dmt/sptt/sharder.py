@@ -247,7 +247,7 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         return settings if scale == 1.0 else moment_scaled(settings, scale)
 
     def _scale(self, weight: Tensor, scheme: str) -> float:
-        """Returns factor c of a table's moments; 1 for data-parallel tables."""
+        """Returns the factor c of a table's moments; 1 for data-parallel tables."""
         # Algorithm 1 corrects for gradients of one replica's batch; here they are means over all replicas' batches.
         if scheme == "data_parallel":
             return 1.0

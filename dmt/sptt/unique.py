@@ -147,7 +147,7 @@ def samples_of_rows(
     """Copies arriving rows to the samples that share them; differentiable.
 
     Args:
-        exchanges: for each part, the exchange of the rows [rows, width] of each piece that no earlier part has.
+        exchanges: for each part, the exchange that brings, piece by piece, the rows [rows, width] not in earlier parts.
         rows: number of these rows, [K][pieces].
         inverses: for each part and piece, the row of each sample, int64 [samples]; rows are numbered over all parts.
 

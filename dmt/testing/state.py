@@ -115,7 +115,7 @@ def join_parts(parts: Iterable[LocalPart]) -> dict[str, Tensor]:
     for name, count in times.items():
         if len(ranks := count.unique().tolist()) > 1 or 0 in ranks:
             raise ReplicaMismatchError(
-                f"{name}: some elements are on {ranks[0]}, others on {ranks[-1]} ranks. Cover it evenly by shards."
+                f"{name}: some elements are on {ranks[0]}, others on {ranks[-1]} ranks. Shards must cover it evenly."
             )
     return whole
 

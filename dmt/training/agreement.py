@@ -193,7 +193,7 @@ class Agreement:
             )
 
     def _rounded(self, step: int) -> int:
-        """Returns ``step``, or the first step after it, after which replicas are averaged."""
+        """Returns the first step, from ``step`` on, at whose end replicas are averaged."""
         return -(-step // self._interval) * self._interval
 
 
@@ -215,7 +215,7 @@ def _compare_copies(step: int, by_rank: Sequence[dict[str, int]]) -> None:
 
 
 def _check_finite(by_rank: Sequence[list[int]]) -> None:
-    """Raises `InputError` where the loss or a gradient of a rank was not finite at some step."""
+    """Raises `InputError` if the loss or a gradient of a rank was not finite at any step."""
     first = min(step for steps in by_rank for step in steps)
     # The loss comes first: a bad one makes all gradients bad, on all ranks.
     for place, what in enumerate(("the loss", "a gradient")):

@@ -201,7 +201,7 @@ class ReplicasConfig(Section):
     sync_every: int = Field(default=1, ge=1)
     """N: average weights and optimizer states every N steps."""
     optimizer_state: Literal["now", "delayed"] = "now"
-    """``delayed``: states are averaged while the next N steps train, and adopted after them."""
+    """``now``: states are averaged with weights; ``delayed``: while the next N steps train, and adopted after them."""
     moment_scale: MomentScale = "num_replicas"
     """c, in (0, R]: the divisor of AdaGrad's moments ([Replicas](replicas.md#the-moment-scale))."""
 

@@ -119,7 +119,7 @@ def checked_logits(place: str, output: Any, num_samples: int) -> Tensor:
     if isinstance(output, Tensor) and list(output.shape) in ([num_samples, 1], [num_samples]):
         return output
     raise InputError(
-        f"{place} returned {_described(output)} for {num_samples} samples; it must return logits [samples, 1]."
+        f"{place} returned {_described(output)} for {num_samples} samples; return logits [samples, 1] or [samples]."
     )
 
 

@@ -30,7 +30,7 @@ def check_allowed(place: str, names: Mapping[str, str | None], allowed: Collecti
 
     Args:
         place: the file, for the message.
-        names: setting -> function; None: the setting names no function.
+        names: the function that each setting names, by setting; None: it names none.
         allowed: the functions that the user allows (``--function``).
 
     Raises:

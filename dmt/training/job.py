@@ -249,7 +249,7 @@ def _outside(config: TrainingConfig, plan: TowerPlan, tables: Sequence[TableSpec
     if not isinstance(wanted, str):
         for feature in wanted:
             if feature not in features or feature in cut:
-                unknown = f"no table has it.{did_you_mean(feature, features)}"
+                unknown = f"no table has it.{did_you_mean(feature, features)} Correct the name."
                 fault = "the plan cuts its table. Remove the feature from the list." if feature in cut else unknown
                 raise InputError(f"feature {feature!r}: {fault}")
         return list(wanted)

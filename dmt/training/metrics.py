@@ -116,7 +116,7 @@ class StepTimer:
         self._since = time.perf_counter()
 
     def step(self, *, awaits_gpu: bool = False) -> None:
-        """Counts a step that has just ended; ``awaits_gpu``: first waits for the work that a GPU has still to do."""
+        """Counts a step that has just ended; ``awaits_gpu``: first waits until the GPU has finished its work."""
         now = _settled_time() if awaits_gpu else time.perf_counter()
         if self._left_out:
             self._left_out -= 1

@@ -115,7 +115,7 @@ def find_start(job: Job, mesh: TowerMesh) -> Start:
 def starting_folder(config: TrainingConfig) -> Path:
     """Returns the folder to start from: one that holds a run's checkpoints, or a checkpoint itself.
 
-    The run's checkpoints take precedence over ``train.resume``, so that a killed run continues from its last one.
+    The run's checkpoints take precedence over ``train.resume``: a killed run continues from its last checkpoint.
 
     Raises:
         InputError: ``train.resume`` names a folder without a checkpoint.

@@ -186,7 +186,7 @@ def check_hosts(run: TrainingConfig, cluster: Cluster, *, is_given: bool) -> Non
 
 
 def alternatives(run: Job, cluster: Cluster) -> tuple[list[Prediction], list[str]]:
-    """Predicts a step of the flat model, of it over towers, and of compressing towers, for each number of replicas.
+    """Predicts a step of the flat model, flat and over towers, and of compressing towers, for each number of replicas.
 
     A tower is a host (several hosts if there are more hosts than features). Features are dealt to towers in turn,
     because their grouping hardly changes what is sent. With ``unique`` it does, so the towers are balanced. All else is
@@ -226,7 +226,7 @@ def alternatives(run: Job, cluster: Cluster) -> tuple[list[Prediction], list[str
 
 
 def _plain_tables(run: Job) -> list[TableSpec]:
-    """Returns the tables without what towers changed: the widths of those outside, and bags marked as sequences."""
+    """Returns the tables with what towers changed undone: the widths of those outside, and bags marked as sequences."""
     model, outside = run.config.model, () if run.towers is None else run.towers.outside_tables(run.tables)
     return [
         replace(
@@ -289,7 +289,7 @@ def _ways(run: Job) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
 
 
 def _replicas(topology: TowerTopology) -> list[tuple[int, str]]:
-    """Returns (number, placement) of replicas: each replica on whole hosts, or all replicas on each host."""
+    """Returns the possible (number, placement) of replicas: each on whole hosts, or all of them on each host."""
     between = [number for number in range(1, topology.num_hosts + 1) if topology.num_hosts % number == 0]
     inside = [number for number in range(2, topology.host_size + 1) if topology.host_size % number == 0]
     return [*((number, "inter_host") for number in between), *((number, "intra_host") for number in inside)]

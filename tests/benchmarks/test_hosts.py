@@ -242,7 +242,7 @@ def test_a_namespace_of_somebody_else_is_neither_used_nor_removed(part: str) -> 
     name = f"dmt-{os.getpid()}-{part}"
     subprocess.run(["ip", "netns", "add", name], check=True)
     try:
-        with pytest.raises(InputError, match=rf"Network namespace {name} exists already .* `ip netns delete {name}`"):
+        with pytest.raises(InputError, match=rf"Network namespace {name} exists already\. .* `ip netns delete {name}`"):
             EmulatedHosts(2, mbit_per_s=None)
         assert ours(os.getpid()) == [name]
     finally:

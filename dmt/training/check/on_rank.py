@@ -212,7 +212,7 @@ class _Checks:
     def _compare_gradients(self, model: DistributedModelParallel, share: float) -> None:
         """Compares gradients, whose allowed difference is ``share`` times the parameter's largest gradient.
 
-        That gradient counts as at least `_CANCELS` times the largest of its kind. Tables add the step's rounding.
+        That gradient counts as at least `_CANCELS` times the largest of its kind. Tables may differ by rounding, too.
         """
         expected = self.expected.gradients[self.mesh.replica]
         largest = {"dense gradients": 0.0, "table gradients": 0.0}

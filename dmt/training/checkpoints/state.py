@@ -177,7 +177,7 @@ def _size(value: Tensor) -> tuple[int, ...]:
 
 
 class RecordedFile(io.FileIO):
-    """A new file that hashes what is written; only `digest` raises write errors, which PyTorch's writer cannot take."""
+    """A new file that hashes what is written; `digest` raises any write error, which PyTorch's writer cannot handle."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path, "wb")

@@ -90,9 +90,9 @@ class ParquetRows:
 
 
 def pack_rows(table: pa.Table, columns: Columns, order: NDArray[np.int64] | None = None) -> Rows:
-    """Returns prepared rows as arrays that are fast to cut and convert, in an ``order``, int64 [n], or as they are.
+    """Returns prepared rows in a form that is fast to cut and convert, in an ``order``, int64 [n], or as they are.
 
-    The first array has the label, the bits of the dense columns, and the ids of features with one id per row.
+    An array [columns, n] has labels, bits of dense columns, and ids of features with one per row; a table has bags.
     """
     single = {field.name: field.type for field in columns.schema if not pa.types.is_nested(field.type)}
     words = np.empty((len(single), table.num_rows), np.int64 if pa.int64() in single.values() else np.int32)

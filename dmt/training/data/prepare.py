@@ -121,7 +121,7 @@ def prepare(
         min_count: with ids by frequency, values with fewer occurrences in the training rows share row 1.
         group_rows: number of rows in each row group of the Parquet files.
         max_rejects: number of invalid rows that may be left out; one more raises an error.
-        memory_gib: memory limit of DuckDB in GiB; a few blocks of rows come on top.
+        memory_gib: memory limit of DuckDB in GiB; the process also holds a few blocks of rows.
         eval_only: use all rows of ``train_path`` for evaluation, in file order.
         dims: embedding dims for the access counts, as keyword arguments of `tables_of`; by default 4 for every table.
 

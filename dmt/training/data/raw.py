@@ -408,7 +408,7 @@ class _Sql:
         return kind_of(self._columns[column][1]) == "text"
 
     def _is_unread(self, column: str) -> str:
-        """Returns SQL that is true for text that was not converted and is no spelling of a missing value."""
+        """Returns SQL that is true for text that was not converted and does not spell a missing value."""
         sql = self._columns[column][0]
         # DuckDB would compare all rows with a list of texts, by a join, but matches only those that need it.
         return f"{{v}} IS NULL AND NOT regexp_full_match({sql}, {_MISSING}, 'i')"

@@ -219,7 +219,7 @@ def make_program(model: ServedModel, *, num_dense: int, features: Sequence[str])
         features: names of the features.
 
     Raises:
-        InputError: the model returns no tensor [B, 1] or [B], or PyTorch cannot export it, for the reason given.
+        InputError: the model does not return a tensor [B, 1] or [B], or PyTorch cannot export it, for the reason given.
     """
     samples = 3
     # A different number of ids for each feature, so that the tracer assumes no two to be equal.

@@ -60,7 +60,7 @@ def score(
 
     Raises:
         InputError: the model or the data cannot be read or do not fit each other, the file cannot be written, or
-            its name ends like that of another format.
+            its name has the ending of another format.
     """
     if out.suffix in (".csv", ".tsv", ".json", ".jsonl", ".gz"):
         raise InputError(f"--out {str(out)!r} is written as Parquet. Name a file that ends in .parquet.")

@@ -332,7 +332,7 @@ def test_another_output_than_one_number_for_each_sample_is_refused() -> None:
     ones = {name: torch.ones(2, dtype=torch.long) for name in NAMES}
     for returned, change in changes.items():
         served = ServedModel(Clicks(change), NAMES)
-        message = rf"Clicks returned {returned} for \d samples; it must return logits \[samples, 1\]"
+        message = rf"Clicks returned {returned} for \d samples; return logits \[samples, 1\]"
         with pytest.raises(InputError, match=message):
             make_program(served, num_dense=2, features=NAMES)
         with pytest.raises(InputError, match=message):
