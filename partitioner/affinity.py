@@ -251,7 +251,7 @@ class FeatureAffinity:
         return self._taken(left, tables=tables, triples=triples)
 
     def _taken(self, index: Sequence[int], **changes: Any) -> FeatureAffinity:
-        """Returns the affinity of the features at positions ``index``, in that order, with ``changes`` of fields."""
+        """Returns the affinity of the features at positions ``index``, in that order; ``changes`` set fields."""
         return replace(
             self,
             matrix=self.matrix[np.ix_(index, index)],

@@ -215,7 +215,7 @@ def _in_towers(
 def _with_sequences(
     config: TrainingConfig, plan: TowerPlan, tables: Sequence[TableSpec], by_tower: Sequence[Sequence[TableSpec]]
 ) -> Sequence[TableSpec]:
-    """Returns the tables, with all of a tower with sequences marked: it looks up one ``EmbeddingCollection``.
+    """Returns the tables; all in a tower with sequences are marked, since it looks up one ``EmbeddingCollection``.
 
     Raises:
         InputError: a sequence is outside towers, in a flat model, or in a tower where a table is cut.

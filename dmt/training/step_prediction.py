@@ -226,7 +226,7 @@ def alternatives(run: Job, cluster: Cluster) -> tuple[list[Prediction], list[str
 
 
 def _plain_tables(run: Job) -> list[TableSpec]:
-    """Returns the tables with what towers changed undone: the widths of those outside, and bags marked as sequences."""
+    """Returns the tables as in a flat model: those outside with the width of all, and bags not marked as sequences."""
     model, outside = run.config.model, () if run.towers is None else run.towers.outside_tables(run.tables)
     return [
         replace(
