@@ -68,7 +68,7 @@ def test_contenders_are_chosen_by_name_and_pattern() -> None:
         ({"warm_up_rounds": -1}, r"warm_up_rounds=-1 must not be negative"),
         ({"history": -1}, r"history=-1 must not be negative"),
         ({"mbit_per_s": 0}, r"mbit_per_s=0 must be positive"),
-        ({"hosts": 1, "ranks_per_host": 1}, r"hosts=1, ranks_per_host=1 is one rank"),
+        ({"hosts": 1, "ranks_per_host": 1}, r"hosts=1, ranks_per_host=1 is a single rank"),
     ],
 )
 def test_settings_are_checked(changes: dict, message: str) -> None:
