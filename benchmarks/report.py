@@ -32,7 +32,7 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 
 def about(command: str, **facts: Any) -> dict[str, Any]:
-    """Returns the provenance of a record: date, commit, processor, package versions, command, and further facts."""
+    """Returns the provenance of a record: date, commit, processor, package versions, command, and other facts."""
     return {
         "date": f"{datetime.now(tz=UTC):%Y-%m-%d}",
         "commit": commit(),

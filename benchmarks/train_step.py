@@ -64,7 +64,7 @@ def run_setting(
         out: JSON file of the run, updated after every round and at the end.
         emulated: True: on emulated hosts; False: on this machine's own network, at full rate.
         timeout: seconds after which the job is killed.
-        deadline: seconds since 1970 after which no further round begins; None: no limit.
+        deadline: seconds since 1970 after which no round begins; None: no limit.
 
     Returns:
         The run: ``setting``, ``wire`` and ``contenders``, as in ``out``.

@@ -182,7 +182,7 @@ def is_in_one(tensor: Tensor) -> bool:
 
 
 def gather_parts(part: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Concatenates the equally long parts of all ranks: [n] -> [n * group size], equal on every rank."""
+    """Concatenates the parts of all ranks, of equal length: [n] -> [n * group size], the same on every rank."""
     if group.size() == 1:
         return part
     whole = part.new_empty(part.numel() * group.size())

@@ -151,7 +151,7 @@ class FeatureAffinity:
                 ``DistributedModelParallel``, or a plain ``EmbeddingCollection``. Detach a train pipeline first.
             batches: a few thousand samples, in batches of any size.
             ids: returns the ``KeyedJaggedTensor`` of a batch, on the model's device.
-            process_group: ranks that make this call together, each with its own batches, equally many on every rank;
+            process_group: ranks that make this call together, each with its own batches, the same number on every rank;
                 every rank gets the affinity of all samples. Required for a sharded model, with all of its ranks.
 
         Raises:

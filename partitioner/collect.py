@@ -63,7 +63,7 @@ def collect_affinity(
         raise InputError(
             f"{_WHERE}: ranks 0 and {other} of the group differ in their collections, in their number of batches with "
             f"samples, or in the keys and weights of batches: {' against '.join(str(part)[:200] for part in unlike)}. "
-            "Give every rank the same model and equally many batches of one form."
+            "Give every rank the same model, and the same number and form of batches."
         )
     if len(forms[0][2]) > 1:  # TorchRec's sharded collections assume the keys of the first batch, in its order
         two = " and ".join(str(form)[:200] for form in forms[0][2][:2])
@@ -176,7 +176,7 @@ def _look_up(collections: Sequence[_Collection], ids: Any, number: int) -> dict[
     """Returns the [B, N] embedding of each feature, in the order of the keys of ``ids``."""
     place = {name: i for i, name in enumerate(ids.keys())}
     if ids.variable_stride_per_key():
-        raise InputError(f"{_WHERE}: batch {number} has a variable stride. Give all features equally many samples.")
+        raise InputError(f"{_WHERE}: batch {number} has a variable stride. Give all features the same samples.")
     vectors: dict[str, Tensor] = {}
     for collection in collections:
         missing = [name for name in collection.inputs if name not in place]

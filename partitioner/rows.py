@@ -112,7 +112,7 @@ def read_rows(batches: Iterable[Any], *, max_rows: int, seed: int) -> ReadRows:
             differing = sorted(set(part.bags) ^ set(first.bags))[:1] or ["their order, or the number of dense columns"]
             raise InputError(
                 f"{WHERE}: batch {index} and the first batch differ in their columns ({differing[0]}). Give all "
-                "batches the same features in one order, and equally many dense columns."
+                "batches the same features in one order, and the same number of dense columns."
             )
         max_rows = max(1, min(max_rows, MOST_KEPT // (len(part.bags) + part.dense.shape[1])))
         parts.append(part)
@@ -219,7 +219,7 @@ def _column(parts: Sequence[tuple[NDArray[np.int32], NDArray[np.int64]]]) -> Col
 
 
 def _dense_column(values: NDArray[np.float32]) -> Column:
-    """Puts a dense column into bins of about equally many rows; NaN has a separate bin."""
+    """Puts a dense column into bins of about the same number of rows; NaN has a separate bin."""
     missing = np.isnan(values)
     known = values[~missing]
     edges = np.unique(np.quantile(known, np.linspace(0, 1, _DENSE_BINS + 1)[1:-1])) if len(known) else known

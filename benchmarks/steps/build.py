@@ -272,7 +272,7 @@ def own_wrapper(contender: Contender, mesh: TowerMesh) -> DataParallelWrapper:
 
 @cache
 def own_towers(contender: Contender, setting: Setting) -> TowerPlan:
-    """Returns towers that send about equally many bytes; a contender with ``outside`` has small tables outside them."""
+    """Returns towers that send about the same bytes; a contender with ``outside`` has small tables outside them."""
     topology, tables = own_topology(contender, setting), benchmark_tables(setting)
     is_unique = contender.unique and not contender.has_towers  # inputs of single features
     rows = distinct_rows(setting) if is_unique else None

@@ -1,6 +1,6 @@
 """TorchRec's contenders: a flat DLRM, and DMT-DLRM in its ``EmbeddingTowerCollection``, with plans made by hand.
 
-Tables are dealt to the hosts in turn, and on each host to its ranks in turn, so that hosts hold equally many. Small
+Tables are dealt to the hosts in turn, and on each host to its ranks in turn, so that hosts hold the same number. Small
 tables may be data-parallel: DDP averages their gradients, and `SmallTables` trains them like the other tables.
 
 TorchRec 1.8.0 cannot build its towers on a CPU: it passes ``device_ids=[cpu]`` to ``DistributedDataParallel``, which
@@ -99,7 +99,7 @@ def _flat_schemes(
 
 
 def _balanced(setting: Setting) -> dict[str, Generator]:
-    """Returns the sharding of each table, whole on a rank; ranks and hosts send about equally many distinct inputs.
+    """Returns the sharding of each table, whole on a rank; ranks and hosts send about the same distinct inputs.
 
     Small tables too: TorchRec's data-parallel tables support no variable batch, and would save 0.04 % of the bytes.
     """
@@ -131,7 +131,7 @@ def most_data_parallel_rows(setting: Setting, number_bytes: int = 4) -> int:
 
 
 def _as_torchrec_plans(collection: nn.Module, setting: Setting, sharder: Any) -> dict[str, Generator]:
-    """Returns the plan of TorchRec's planner for equally many GPUs, with its default assumptions about their speed."""
+    """Returns the plan of TorchRec's planner for as many GPUs as ranks, whose speed it assumes by default."""
     topology = Topology(world_size=setting.world_size, local_world_size=setting.ranks_per_host, compute_device="cuda")
     nothing_else = FixedPercentageStorageReservation(percentage=0.0)
     planner = EmbeddingShardingPlanner(

@@ -130,9 +130,9 @@ class Batches(Iterator[ClickBatch]):
 
     Args:
         opening: batches of the first steps.
-        pool: batches of all further steps.
+        pool: batches of all later steps.
         unique: True: each distinct id of a feature is in a batch once, as TorchRec's variable batch per feature. The
-            ids are found anew for every batch, as part of its step.
+            ids are found for every batch, as part of its step.
     """
 
     def __init__(self, opening: Sequence[ClickBatch], pool: Sequence[ClickBatch], *, unique: bool = False) -> None:

@@ -76,7 +76,7 @@ def run_job(setting: Setting, contenders: Sequence[Contender], out: Path, *, dea
         setting: sizes of the job.
         contenders: the contenders to compare.
         out: the JSON file.
-        deadline: seconds since 1970 after which no further round begins; None: no limit.
+        deadline: seconds since 1970 after which no round begins; None: no limit.
     """
     world, rank = _world(), dist.get_rank()
     record = Record(setting, contenders, out) if rank == 0 else None

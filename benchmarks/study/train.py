@@ -266,7 +266,7 @@ def fit(
     model: nn.Module, settings: Settings, arm: Arm, clicks: Clicks, seed: int, *, requests: Tensor | None = None
 ) -> dict[str, float]:
     """Trains a model (parameters named "embedding" by AdaGrad, others by Adam); returns its test metrics (`score`)."""
-    # The warm-up has equally many rows at every batch size.
+    # The warm-up has the same number of rows at every batch size.
     warm_up = max(1, settings.warmup_steps // arm.batch)
     settings = replace(settings, batch_size=settings.batch_size * arm.batch)
     tables, dense = (

@@ -42,7 +42,7 @@ class TouchedRowsSum:
 
         Args:
             gradient: this rank's gradient of all rows, [sum of rows * columns], zero for rows that it did not touch.
-            extra: further numbers to sum, [k], in the dtype of ``gradient``; they are always sent.
+            extra: other numbers to sum, [k], in the dtype of ``gradient``; they are always sent.
 
         Returns:
             Function that waits, leaves the sum in ``gradient`` and returns that of ``extra``: equal bits on all ranks.

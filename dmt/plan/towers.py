@@ -98,7 +98,7 @@ class TowerPlan:
 
     @classmethod
     def from_lists(cls, towers: Iterable[Iterable[str]], *, outside: Iterable[str] = (), **metadata: Any) -> TowerPlan:
-        """Makes a plan from a list of feature names for each tower; ``metadata`` are further fields of the plan.
+        """Makes a plan from a list of feature names for each tower; ``metadata`` are other fields of the plan.
 
         Raises:
             InputError: a tower is a string instead of a list of names, or the plan breaks a rule of `TowerPlan`.
@@ -125,7 +125,7 @@ class TowerPlan:
     def balanced(
         cls, tables: Sequence[Any], topology: TowerTopology, *, rows: Mapping[str, float] | None = None
     ) -> TowerPlan:
-        """Makes a plan in which towers, and hosts that hold several of them, send about equally many embedding values.
+        """Makes a plan in which towers, and hosts that hold several of them, send about the same number of embeddings.
 
         It suits flat models over towers, whose results do not depend on the plan. The method is greedy: in descending
         order of the values that they send, each table goes to the tower that sends least so far.
@@ -135,7 +135,7 @@ class TowerPlan:
             topology: the number of towers, and their hosts.
             rows: by table name, the number of embeddings that a tower sends to a rank in a step for all features of the
                 table. With ``unique`` these are the distinct inputs (`AccessProfile.distinct_rows`). By default all
-                features send equally many.
+                features send the same number.
 
         Raises:
             InputError: there are fewer tables than towers, or `rows` lacks a table or has a negative number or NaN.

@@ -150,7 +150,7 @@ def check_columns(table: Any) -> None:
 
 
 def row_shards(num_embeddings: int, num_shards: int) -> list[int]:
-    """Returns how many rows each row shard of a table has: equal blocks, perhaps a shorter last one, as in TorchRec.
+    """Returns how many rows each row shard of a table has: equal blocks, of which the last may be shorter.
 
     Raises:
         InputError: a shard would be empty; the caller names the table and the remedy.

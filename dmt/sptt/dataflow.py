@@ -91,7 +91,7 @@ class SPTTModule(TowerState):
     output consists of named pieces side by side: the outputs of its logical towers, or the embeddings of its features.
     Subclasses use the names to bring the pieces of all towers into the unsharded module's order.
 
-    ``input_groups`` lists the groups of features of each mesh tower; features of a group have equally many rows.
+    ``input_groups`` lists the groups of features of each mesh tower; features of a group have the same number of rows.
     ``outside`` names the features of tables outside towers.
     """
 

@@ -5,7 +5,7 @@ Where a batch is cut into parts (`dmt.sptt.micro_batches`), a row crosses with t
 turns samples into rows before they are sent; the `RowCode` that it returns turns the rows that come back into columns
 of samples. TorchRec's KJT all-to-all sends the numbers of rows too, so both ends know all sizes from then on.
 
-Legend as in `dmt.sptt.dataflow`; also F features, K parts, G groups of one tower (features with equally many rows).
+Legend as in `dmt.sptt.dataflow`; also F features, K parts, G groups of a tower's features with the same number of rows.
 """
 
 from __future__ import annotations
@@ -131,7 +131,7 @@ def rows_of_parts(
     strides, firsts = ids.stride_per_key_per_rank(), [0, *itertools.accumulate(sizes)][:-1]
     parts = []
     for k, of_part in enumerate(code.parts):
-        # The features of a group have equally many rows, so its first feature has the number.
+        # The features of a group have the same number of rows, so that of the first is enough.
         arrived = zip(*(strides[first * num + k] for first in firsts), strict=True)
         asked = iter(of_part)
         sent = [[next(asked) for _ in of_tower] for of_tower in groups]

@@ -303,7 +303,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
 
 
 def _square(parameters: Iterable[nn.Parameter], device: torch.device) -> Tensor:
-    """Returns the squared norm of the gradients, a float64 scalar, so that the sum over ranks hardly rounds."""
+    """Returns the squared norm of the gradients, a float64 scalar, so that the sum over ranks rounds little."""
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
     norm = get_total_norm(gradients) if gradients else torch.zeros(())
     return norm.to(device, torch.float64).square()

@@ -288,7 +288,7 @@ def crossing_costs(config: TrainingConfig, data: ClickData | None) -> CrossingCo
     """Returns the costs of a run's tables between hosts; with ``unique``, from the distinct inputs in ``data``."""
     model, sharding = config.model, config.sharding
     is_unique = sharding.unique and not model.has_towers
-    # A tower of DMT-DCN sends equally much with or without a feature; what a user's own towers send is unknown.
+    # A tower of DMT-DCN sends the same with or without a feature; what a user's own towers send is unknown.
     sent_for_feature = model.c * model.output_dim if model.factory is None and "dlrm" in model.arch else 0
     return CrossingCosts(
         topology=config.topology.build(),

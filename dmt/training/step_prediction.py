@@ -189,7 +189,7 @@ def alternatives(run: Job, cluster: Cluster) -> tuple[list[Prediction], list[str
     """Predicts a step of the flat model, flat and over towers, and of compressing towers, for each number of replicas.
 
     A tower is a host (several hosts if there are more hosts than features). Features are dealt to towers in turn,
-    because their grouping hardly changes what is sent. With ``unique`` it does, so the towers are balanced. All else is
+    because their grouping barely changes what is sent. With ``unique`` it does, so the towers are balanced. All else is
     as in the config. A user's own model (``model.factory``) has no alternatives: predict it by overrides of its config.
 
     Returns:

@@ -42,7 +42,7 @@ def test_balanced_towers_and_hosts_send_about_equally_much() -> None:
     six = {name: float(rank) for rank, name in enumerate("abcdef", start=1)}
     pairs = TowerPlan.balanced([table(name) for name in six], uneven, rows=six).features
     assert [six[first] + six[second] for first, second in zip(pairs[::2], pairs[1::2], strict=True)] == [7, 7, 7]
-    # Without rows, features of equal width are dealt out in turn, but hosts that hold several towers get equally many.
+    # Without rows, features of equal width are dealt out in turn, but hosts with several towers get the same number.
     features = [str(i) for i in range(26)]
     dealt = TowerPlan.balanced([table(name) for name in features], two_a_host).to_lists()
     assert sorted(dealt) == sorted(TowerPlan.strided(features, 4).to_lists())

@@ -472,7 +472,7 @@ def test_a_mesh_needs_a_process_group() -> None:
 
 
 def groups_on_rank(rank: int, num_towers: int, ranks_per_tower: int, num_replicas: int) -> int:
-    # Ranks are in unequally many groups of the user's own.
+    # Ranks are in different numbers of the user's groups.
     dist.new_group([0, 1])
     made: list[Any] = []
     new_group = dist.new_group

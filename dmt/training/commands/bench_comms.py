@@ -248,7 +248,7 @@ def run_bench_comms(out: Path) -> Shown | None:
     rank, world, local, ranks_per_host = (int(value) for value in place.values())
     if world % ranks_per_host:
         raise InputError(
-            f"The job has {world} ranks, {ranks_per_host} of them on this host. Start equally many ranks on every host."
+            f"The job has {world} ranks, {ranks_per_host} of them on this host. Start the same number on every host."
         )
     kind = device_type("auto")
     device = take_device(kind, local)

@@ -175,7 +175,7 @@ class ClickData:
             rank: this rank, 0 to W - 1.
             world_size: W.
             batch_size: B; for a run that began on another number of ranks, see `dmt.training.data.deal.rank_batch`.
-            epoch: number of the epoch, from 0. Each epoch shuffles the training rows anew.
+            epoch: number of the epoch, from 0. Each epoch shuffles the training rows again.
             rows: training rows of this epoch that all ranks together have used. The iterator is empty if fewer rows
                 than a global batch are left.
             lanes: V, the number of ranks on which the run began; None: W.

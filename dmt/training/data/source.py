@@ -75,8 +75,8 @@ class SourceRows:
     ) -> Iterator[pa.Table]:
         """Yields the rows of each of a rank's batches, from its row ``start`` on; collective with a ``group``.
 
-        All ranks of a group yield equally many tables: in training, as many as the rank with the fewest full batches;
-        in evaluation, as many as the rank with the most batches, where other ranks yield smaller or empty tables.
+        All ranks of a group yield the same number of tables: in training, that of the rank with fewest full batches;
+        in evaluation, that of the rank with most batches, where other ranks yield smaller or empty tables.
 
         Raises:
             InputError: a batch of the source is not a table, or has other columns or an invalid value; on every rank.
