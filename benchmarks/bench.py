@@ -119,7 +119,7 @@ class Job:
 
 @dataclass(frozen=True, kw_only=True)
 class Study:
-    """The jobs of a study, and those of their results that exist."""
+    """The jobs of a study, and their results so far."""
 
     work: Path
     """Folder with a result file for each job."""

@@ -115,7 +115,7 @@ def read_file(path: str | os.PathLike[str], kind: Literal["JSON", "TOML"], *, pl
 
 
 def parse(text: str, kind: Literal["JSON", "TOML"], *, place: str, remedy: str) -> Any:
-    """Parses JSON or TOML text; ``place``, ``remedy`` and the errors raised are those of `read_file`."""
+    """Parses JSON or TOML text; ``place``, ``remedy`` and the errors raised are as in `read_file`."""
     try:
         return json.loads(text) if kind == "JSON" else tomllib.loads(text)
     except (ValueError, RecursionError) as error:
@@ -136,7 +136,7 @@ def read_record(path: str | os.PathLike[str], *, what: str, version: int, remedy
 
 
 def read_model(path: str | os.PathLike[str], kind: type[T], *, what: str, version: int, remedy: str) -> T:
-    """Reads a JSON file as a dataclass; arguments and errors are those of `read_record` and `from_record`."""
+    """Reads a JSON file as a dataclass; arguments and errors are as in `read_record` and `from_record`."""
     record = read_record(path, what=what, version=version, remedy=remedy)
     return from_record(kind, record, place=f"{what} {path}", remedy=remedy)
 

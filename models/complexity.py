@@ -154,7 +154,7 @@ def paper_complexity(
     Args:
         arch: ``"dlrm"`` or ``"dcn"``.
         num_towers: T from 1 to 26, with strided features; None for the flat model.
-        tower_dim: D; by default that of the paper, 64 for DLRM and 128 for DCN.
+        tower_dim: D; by default the paper's, 64 for DLRM and 128 for DCN.
         c: number of projections of each feature (DLRM).
         p: number of linear combinations of a tower's features (DLRM). The paper's 16-tower DLRM has D=128, c=0, p=1.
 

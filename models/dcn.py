@@ -40,7 +40,7 @@ _OVER_ARCH_LAYER_SIZES = (1024, 1024, 512, 256, 1)
 class DCN(nn.Module):
     """DCN v2: bottom MLP, embeddings, low-rank cross layers, top MLP; 96.22 MFLOPs per sample at the paper's sizes.
 
-    The MLPs default to 13-512-256-N and 1024-1024-512-256-1. Arguments and errors are those of `DLRM`, and:
+    The MLPs default to 13-512-256-N and 1024-1024-512-256-1. Arguments and errors are as in `DLRM`, and:
 
     Args:
         num_cross_layers: number of cross layers over the (F + 1) N numbers of a sample.

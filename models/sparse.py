@@ -47,7 +47,7 @@ Splits = Mapping[str, Sequence[int]]
 
 
 def embedding_bag_configs(tables: Sequence[Any]) -> list[Any]:
-    """Returns TorchRec's configuration of each table; leaves those that are TorchRec's unchanged.
+    """Returns TorchRec's configuration of each table; TorchRec's configurations are returned unchanged.
 
     A `TableSpec` becomes an ``EmbeddingBagConfig`` with sum pooling, or an ``EmbeddingConfig`` if it has sequences.
 
@@ -165,7 +165,7 @@ def outside_sparse_arch(
 
 
 def check_tower_modules(plan: TowerPlan, tower_modules: Sequence[nn.Module]) -> None:
-    """Raises `InputError` unless each tower has one tower module, whose ``features`` are those of the tower."""
+    """Raises `InputError` unless each tower has one tower module with the tower's ``features``, in order."""
     if len(tower_modules) != plan.num_towers:
         raise InputError(
             f"There are {len(tower_modules)} tower modules for {plan.num_towers} towers. Give one per tower, in order."

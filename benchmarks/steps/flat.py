@@ -112,7 +112,7 @@ def _balanced(setting: Setting) -> dict[str, Generator]:
 def most_data_parallel_rows(setting: Setting, number_bytes: int = 4) -> int:
     """Returns the rows up to which a table sends fewer bytes across hosts if data-parallel; 0 if nothing crosses hosts.
 
-    The cost of a table does not depend on other tables, so the choice is best for each. Both costs are those of a step
+    The cost of a table does not depend on other tables, so the choice is best for each. Both costs are for a step
     of all hosts together, with W ranks on H hosts: DDP's ring sends 2 (W - 1) / W times the FP32 gradient over each of
     H links; `needed_bytes` describes a sharded table.
 

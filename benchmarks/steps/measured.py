@@ -58,7 +58,7 @@ class Measured:
 
     @property
     def bound(self) -> float:
-        """Lower bound of the seconds per step: those of the link or of computation, whichever is longer."""
+        """Lower bound of the seconds per step: the time of the link or of computation, whichever is longer."""
         return max(self.wire or 0.0, self.compute)
 
     @property

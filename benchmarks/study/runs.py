@@ -99,7 +99,7 @@ class Trials:
         return Progress(self.work / "runs.jsonl", f"rows: {self.max_rows}", key)
 
     def train(self, runs: Iterable[Run], title: str = "") -> None:
-        """Trains those of these runs that are not finished; learned towers need the flat model of their seed first."""
+        """Trains the given runs that are not finished; learned towers need the flat model of their seed first."""
         torch.set_num_threads(1)
         self.progress.train(runs, self._train_one, title)
 
@@ -214,7 +214,7 @@ def outside_plan(tables: Sequence[TableSpec], num_towers: int) -> TowerPlan:
 def outside_facts(data: str, clicks: Clicks, arms: Iterable[Arm]) -> Record:
     """Returns the rows of tables outside and inside towers, and the features that the library would keep inside, by D.
 
-    Its rule is that of ``towers.outside = "auto"``, for two hosts of two ranks that share the batch of a step.
+    The library's rule is ``towers.outside = "auto"``, for two hosts of two ranks that share the batch of a step.
     """
     plan, rows = outside_plan(clicks.tables, 4), {t.feature_names[0]: t.num_embeddings for t in clicks.tables}
     facts: Record = {"outside": {name: rows[name] for name in plan.outside}}

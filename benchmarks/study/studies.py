@@ -54,7 +54,7 @@ class Study:
     comparisons: tuple[Pair, ...]
     """Pairs of an arm and its baseline, chosen before the runs."""
     own_towers: bool = False
-    """True: the number of towers is that of the data set's settings."""
+    """True: the data set's settings give the number of towers."""
     tuned: bool = False
     """True: each model trains at the learning rates that were best for it (`with_tuned_rates`)."""
     metric: Literal["auc", "ne"] = "auc"

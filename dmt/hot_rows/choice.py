@@ -82,8 +82,8 @@ def choose_rows(
     """Chooses the rows whose copies save bytes between hosts, largest saving per byte held first.
 
     Returns the rows of each table that has some, int64 [n], ascending. Skips tables with more than one id per bag on
-    average, since the sum over a bag's cold rows has as many bytes as the whole bag. ``tables`` are those that may have
-    copies. The weights of a rank's copies take at most ``max_bytes``; other arguments are those of `saved_bytes`.
+    average, since the sum over a bag's cold rows has as many bytes as the whole bag. ``tables`` are the tables that may
+    have copies. A rank's copies have weights of at most ``max_bytes``; other arguments are as in `saved_bytes`.
 
     Example:
         >>> table = TableSpec(name="t", num_embeddings=10, embedding_dim=8, feature_names=("f",))

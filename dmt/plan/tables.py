@@ -36,7 +36,7 @@ ID_BYTES = 8
 class TableSpec:
     """One embedding table.
 
-    Except ``sequences`` and ``is_sequence``, the fields are those of TorchRec's ``EmbeddingBagConfig``.
+    Except ``sequences`` and ``is_sequence``, the fields are as in TorchRec's ``EmbeddingBagConfig``.
     """
 
     name: str

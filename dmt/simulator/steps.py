@@ -49,7 +49,7 @@ _SUM_PASSES = 3
 
 
 class Operator(NamedTuple):
-    """One operator of a model; its time is that of its FLOPs or that of moving its bytes, whichever is longer."""
+    """One operator of a model; it takes the time of its FLOPs or of moving its bytes, whichever is longer."""
 
     flops: float
     """FLOPs for one sample."""

@@ -30,7 +30,7 @@ def is_table(name: str) -> bool:
 
 
 def table_name(name: str) -> str:
-    """Returns the name of a table from that of its parameter: ``t_ad`` for ``model.embedding_bags.t_ad.weight``."""
+    """Returns the name of a table from its parameter's name: ``t_ad`` for ``model.embedding_bags.t_ad.weight``."""
     return name.split(".")[-2]
 
 

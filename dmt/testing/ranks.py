@@ -70,7 +70,7 @@ def run_on_ranks(
         world_size: number of ranks.
         args: picklable arguments.
         timeout_s: longest time that the call may take, in seconds.
-        ranks: list of processes to reuse, to which the call adds those that it starts. They live until a call fails or
+        ranks: list of processes to reuse; the call appends those that it starts. They live until a call fails or
             until `end_ranks`, and keep what a call changes in them, such as a patched class. None: new processes.
         backend: of the process group, as in ``torch.distributed.init_process_group``.
 

@@ -229,7 +229,7 @@ def restore_run(
 ) -> None:
     """Loads the checkpoint that a run starts from, if there is one, into model, optimizer and replicas; collective.
 
-    Learning rates are those of the config at that step, even if the checkpoint's run had others.
+    Learning rates follow the config at that step, even if the checkpoint's run had others.
 
     Raises:
         InputError: the checkpoint does not fit the model, or is damaged; the same on every rank.

@@ -260,7 +260,7 @@ class Checkpointer:
             model: the sharded model, or a model that every rank holds whole.
             optimizer: the optimizer of all parameters (`dmt.training.build.build_optimizer`); None saves weights only.
             step: number of training steps so far; an older checkpoint of the same step is replaced.
-            progress: what the caller needs to resume, as JSON values; that of rank 0 is saved.
+            progress: what the caller needs to resume, as JSON values; rank 0's is saved.
             describe: adds files to the checkpoint. Called on rank 0 with the folder being written, in the writing
                 thread, before the manifest is written.
 

@@ -127,7 +127,7 @@ def _file_system(path: str) -> Iterator[tuple[Any, str]]:
 def expand_path(setting: str, value: str, *, columns: bool) -> list[str]:
     """Lists the files that ``value`` (a file name, folder or glob) matches, sorted by name.
 
-    With ``columns``, lists only files whose ending is that of a format with named columns. Messages begin with
+    With ``columns``, lists only files with the ending of a format that names columns. Messages begin with
     ``setting``, the key of the configuration.
 
     Raises:

@@ -369,7 +369,7 @@ def _copy_vocabulary(config: DataConfig, columns: Columns, file: Path) -> None:
         raise InputError(f"{place} has no vocabulary. Prepare that folder again with `dmt prepare --ids frequency`.")
     known, given = ({(f.name, f.table) for f in features} for features in (manifest.features, columns.features))
     if unlike := sorted(known ^ given):
-        raise InputError(f"{place} has other features or tables: {unlike[0][0]!r} differs. Use those of that folder.")
+        raise InputError(f"{place} has other features or tables: {unlike[0][0]!r} differs. Use that folder's.")
     shutil.copyfile(folder / manifest.vocabulary, file)
     if _checksum(file) != (int(checksum, 16) if checksum else manifest.files[manifest.vocabulary][1]):
         raise InputError(f"{place} differs from the vocabulary used in training. Restore that prepared folder.")
