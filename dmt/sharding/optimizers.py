@@ -115,7 +115,7 @@ _WITH_MOMENTS = ("rowwise_adagrad", "adagrad")
 
 
 def check_moment_scale(moment_scale: MomentScale, num_replicas: int) -> None:
-    """Raises `InputError` if ``moment_scale`` breaks Scaling Rule 1: ``"num_replicas"`` or in (0, ``num_replicas``]."""
+    """Raises `InputError` unless the scale is ``"num_replicas"`` or in (0, ``num_replicas``] (Scaling Rule 1)."""
     if moment_scale == "num_replicas":
         return
     is_number = isinstance(moment_scale, int | float) and not isinstance(moment_scale, bool)
