@@ -62,7 +62,7 @@ def write_or_raise(path: str | os.PathLike[str], what: str) -> Iterator[Path]:
     try:
         with atomic_write(Path(path)) as scratch:
             yield scratch
-    except (OSError, ValueError) as error:  # ValueError: a path that is no file name, such as "."
+    except (OSError, ValueError) as error:  # ValueError: a path without a file name, such as "."
         raise InputError(f"{what} {path}: cannot be written ({error}). Give another path or free up space.") from error
 
 

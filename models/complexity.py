@@ -131,7 +131,7 @@ def tower_modules(model: nn.Module) -> list[Any]:
 
 def count_on_meta(model: nn.Module, dense_in_features: int) -> Complexity:
     """Counts a model on the meta device whose tables are `MetaTables` or `MetaTowers`."""
-    # 128 samples, so that mean sequence lengths are hardly rounded: a batch has a whole number of items.
+    # 128 samples, so that mean sequence lengths are barely rounded: a batch has a whole number of items.
     return count_complexity(model, *meta_batch(dense_in_features, 128))
 
 

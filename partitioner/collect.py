@@ -251,7 +251,7 @@ def _find_collections(model: nn.Module, *, in_group: bool) -> list[_Collection]:
                         f"{where}, whose tables are spread over ranks. Call collect on every rank and give "
                         "process_group=, the group of these ranks."
                     )
-                # A train pipeline replaces forward by an object that is no method.
+                # A train pipeline replaces forward by an object that is not a method.
                 if not inspect.ismethod(part.forward):
                     raise InputError(f"{where} attached to a train pipeline. Call the pipeline's detach() first.")
                 found.append(_Collection(path=path, module=part))

@@ -40,7 +40,7 @@ SPLITS = 3
 DONE = 1e-5
 MAX_SWEEPS = 60
 MOST_CELLS = 2**22
-# Most rows times pairs (10 to 15 minutes of one core) and rows times triples (about a minute). More features use fewer
+# Limits on rows times pairs (10 to 15 minutes of one core) and rows times triples (a minute). More features use fewer
 # rows; triples are left out if they would use fewer than the least.
 PAIR_WORK, TRIPLE_WORK, LEAST_TRIPLE_ROWS = 2e10, 8e8, 20_000
 # Rounds of steps for all pairs before triples are measured: what a single round leaves of a strong pair would show in
@@ -64,7 +64,7 @@ def measure_interactions(batches: Iterable[Any], *, tables: Sequence[Any], seed:
         notes.append(f"The {len(pairs):,} pairs were measured on {num_rows:,} of {len(rows.labels):,} rows.")
         fit, columns = fit.first(num_rows), [column.first(num_rows) for column in columns]
     measured_gains, error = gains_of(columns, pairs, fit, title="Measuring pairs")
-    # The shrunk additive model leaves a residue of each single feature's effect, which is no interaction.
+    # The shrunk additive model leaves a residue of each single feature's effect, which is not an interaction.
     alone = np.maximum(gains_of(columns, np.arange(len(features))[:, None], fit)[0], 0.0)
     gains, errors = np.zeros((2, len(features), len(features)))
     for matrix, values in ((gains, measured_gains - alone[pairs].sum(axis=1)), (errors, error)):

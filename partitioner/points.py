@@ -11,7 +11,7 @@ from dmt.partitioner.search import Floats, Labels
 
 __all__ = ["distances", "embed_distances", "group_points"]
 
-# Most SMACOF iterations. More would lower the stress by less than 1 %, and the local search corrects the towers anyway.
+# Limit of SMACOF iterations. More would lower the stress by under 1 %, and the local search corrects the towers anyway.
 MAX_ITERATIONS = 50
 # Points are scaled to this extent, because k-means-constrained rounds distances to 1/1000 before it assigns points.
 EXTENT = 1000.0

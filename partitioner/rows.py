@@ -17,7 +17,7 @@ from dmt.errors import InputError
 
 __all__ = ["WHERE", "Column", "ReadRows", "mix_bits", "read_rows"]
 
-# Most ids used per bag (the first), and most rows times columns: 2 GiB, if each row has one id of 8 bytes per column.
+# Limits on ids used per bag (the first), and on rows times columns: 2 GiB if rows have one id of 8 bytes per column.
 MOST_PER_BAG, MOST_KEPT = 5, 2**28
 # The id that stands for an empty bag.
 _EMPTY = np.iinfo(np.int64).min

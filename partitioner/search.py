@@ -31,7 +31,7 @@ RESOURCES = ("features", "work", "bytes")
 # As a share of a resource's total. Loads are sums of floats; a smaller excess over a limit is a rounding error.
 TOLERANCE = 1e-12
 MAX_SWEEPS = 50
-# Most prices computed in one pass: a pass over a small array takes little longer than over a single price.
+# Limit of prices per pass: a pass over a small array takes little longer than over a single price.
 PRICED_TOGETHER = 4096
 # Budgets of all random starts and of all perturbations, in P (P + T) each. A perturbation redistributes a tenth of the
 # blocks: on noise, costs end 5 % lower than with three tenths.

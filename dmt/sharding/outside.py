@@ -77,7 +77,7 @@ class CrossingCosts:
     def rows(self, feature: str, table: Any) -> float:
         """Returns how many embeddings of a feature its tower sends to a rank; an upper bound if not counted."""
         size = self.workload.batch_size
-        # Bags of several ids are hardly ever equal.
+        # Bags of several ids are almost never equal.
         is_joined = self.is_unique and self.workload.pooling_factors.get(feature, 1.0) <= 1
         counted = self.distinct.get(uncut_name(feature), size)
         return min(size, table.num_embeddings, counted) if is_joined else size

@@ -378,7 +378,7 @@ class ShardingRules:
 
 
 def _matches(key: str, name: str) -> bool:
-    # Brackets belong to the names of column shards, "t[0:4]", and are no pattern.
+    # Brackets belong to the names of column shards, "t[0:4]", and are not patterns.
     pattern = key.replace("[", "[[]")
     return fnmatchcase(name, pattern) or fnmatchcase(uncut_name(name), pattern)
 

@@ -27,7 +27,7 @@ from dmt.training.config import TrainingConfig
 __all__ = ["Finding", "RankReport", "check_on_rank", "name_in_report"]
 
 # Tables are updated in the backward pass, so their gradients are computed from one step of SGD. At this rate the step
-# is at least about as large as the weights, so that the rounding of the new weights hardly affects the result.
+# is at least about as large as the weights, so that the rounding of the new weights barely affects the result.
 _PROBE_RATE = 2.0**10
 # Relative error of a sum of products: two ways to sum K products differ by at most K units in the last place of the sum
 # of their magnitudes, and typically by sqrt(K) units; K is a few thousand in the widest layers here. A fault (a wrong
@@ -149,7 +149,7 @@ class _Checks:
         parts, losses, replicas = self._train(self.exact)
         for step, loss in enumerate(losses):
             mean = expected.losses[step][self.rank]
-            # A step of Adam may differ in single weights, see `_STEP`; that hardly changes a mean loss.
+            # A step of Adam may differ in single weights, see `_STEP`; that barely changes a mean loss.
             self._found("training", "the loss", abs(loss - mean), 1e-5 * max(1.0, abs(mean)), f"step {step}")
         self._compare_weights(parts)
         if self.exact != self.run.config:
