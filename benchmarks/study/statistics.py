@@ -80,7 +80,7 @@ def compare_arms(arm: Mapping[int, float], baseline: Mapping[int, float]) -> Com
 
 
 def _exact(ours: NDArray[np.float64], theirs: NDArray[np.float64]) -> str:
-    """Returns the method of the U test: exact, or with ties, which that method does not support, asymptotic."""
+    """Returns the method of the U test: asymptotic with ties, which the exact one does not support; else exact."""
     values = np.concatenate([ours, theirs])
     return "exact" if len(np.unique(values)) == len(values) else "asymptotic"
 

@@ -181,7 +181,7 @@ class TowerTopology:
         return [list(ranks) for ranks in zip(*self.host_groups(), strict=True)]
 
     def share_across_hosts(self, groups: list[list[int]]) -> float:
-        """Returns the fraction of pairs, of two ranks in one of ``groups``, that are on two hosts; 0 without pairs."""
+        """Returns the fraction of all pairs of ranks within a group that are on two hosts; 0 without pairs."""
         pairs = across = 0
         for group in groups:
             on_host = Counter(self.host(rank) for rank in group)

@@ -73,7 +73,7 @@ def add_title(axes: Axes, lines: Sequence[str], *, pad: float = 10.0) -> None:
 
 
 def dress_axes(axes: Axes, *, grid: Literal["x", "y", "both"]) -> None:
-    """Gives axes a pale grid, no tick marks, and only the spine across ``grid`` that bars or lines start from."""
+    """Gives axes a pale grid, no ticks, and only the spine that bars or lines start from; none if ``grid="both"``."""
     axes.grid(axis=grid, color="#E4E4E4", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(labelsize=9, length=0, labelcolor="#444444")
