@@ -76,7 +76,7 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
             keys.unexpected_keys[:] = [key for key in keys.unexpected_keys if key in of_part.unexpected_keys]
         if strict and any(keys):
             missing, unknown = keys
-            raise RuntimeError(f"The state dict lacks {missing} and has unknown {unknown}. Load one of this model.")
+            raise RuntimeError(f"State dict keys missing: {missing}; unknown: {unknown}. Load one of this model.")
         self.read_again()
         return keys
 
