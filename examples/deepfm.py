@@ -51,10 +51,6 @@ class DeepFM(nn.Module):
         self.over = nn.Sequential(nn.Linear(width, hidden), nn.ReLU(), nn.Linear(hidden, 1, bias=False))
         self.bias = nn.Parameter(torch.zeros(1))
 
-    def reset_parameters(self) -> None:
-        """Initializes the bias after a build on the meta device; the layers initialize themselves."""
-        nn.init.zeros_(self.bias)
-
     def forward(self, dense_features: Tensor, sparse_features: KeyedJaggedTensor) -> Tensor:
         """Dense features [B, num_dense] and ids of B samples -> logits [B, 1]."""
         outputs = self.sparse(sparse_features)

@@ -33,8 +33,8 @@ from dmt.sptt.outside import OutsideCollectionSharder
 from dmt.sptt.towers import TowerCollectionSharder
 from dmt.training.config import OptimizerConfig, ReplicasConfig, TrainConfig
 from dmt.training.data.batch import ClickBatch
-from dmt.training.device import DeviceType, current_device
-from dmt.training.factory import make_model, without_tables
+from dmt.training.device import DeviceType, current_device, on_all_ranks
+from dmt.training.factory import make_model, with_own_values, without_tables
 from dmt.training.flat import shard_flat
 from dmt.training.job import Job, check_table_optimizer
 
@@ -200,8 +200,10 @@ def shard_model(job: Job, mesh: TowerMesh, model: nn.Module | None = None) -> Di
     start equal on all ranks (data parallelism broadcasts them). Each rank initializes its shards from a different seed:
     with one seed, tables of equal size would start equal, and unrelated features would look alike.
     """
-    config = job.config
-    task = ClickTask(build_model(job, device="meta") if model is None else model)
+    config, plain = job.config, build_model(job, device="meta") if model is None else model
+    if config.model.factory is not None:
+        plain = on_all_ranks(lambda: with_own_values(job, plain), mesh)
+    task = ClickTask(plain)
     torch.manual_seed(1_000_003 * (config.train.seed + 1) + mesh.rank)
     if config.dataflow == "flat":
         fused = fused_params(config.optimizer, job.device_type)

@@ -19,6 +19,7 @@ import copy
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
@@ -38,10 +39,19 @@ from dmt.plan.tables import is_sequence, table_specs
 from dmt.sptt.group_sharded import table_configs
 from dmt.testing.plain import is_table
 from dmt.training.data.batch import ClickBatch
+from dmt.training.device import current_device
 from dmt.training.functions import call_named, load_function
 from dmt.training.job import Job
 
-__all__ = ["check_outputs", "check_samples", "checked_logits", "make_model", "probability_warning", "without_tables"]
+__all__ = [
+    "check_outputs",
+    "check_samples",
+    "checked_logits",
+    "make_model",
+    "probability_warning",
+    "with_own_values",
+    "without_tables",
+]
 
 
 def make_model(job: Job, device: str | None = None) -> nn.Module:
@@ -80,6 +90,31 @@ def make_model(job: Job, device: str | None = None) -> nn.Module:
     if device == "meta":
         _check_layers(place, model, job.topology.world_size)
     return model
+
+
+def with_own_values(job: Job, model: nn.Module) -> nn.Module:
+    """Returns a factory's model on this rank's device, as the factory made it, but with the tables of ``model``.
+
+    ``model`` is on the meta device, which keeps no numbers, neither drawn nor loaded ones. So the factory makes another
+    model, whose tables have one row until they are replaced.
+
+    Raises:
+        InputError: the factory fails, or makes layers of other sizes for tables of one row.
+    """
+    tables = tuple(replace(table, num_embeddings=1) for table in job.tables)
+    towers = None if job.towers is None else replace(job.towers, tables=())  # the plan's tables have all rows
+    torch.manual_seed(job.config.train.seed)
+    made = make_model(replace(job, tables=tables, towers=towers)).to(current_device(job.device_type))
+    for path, part in list(made.named_modules(remove_duplicate=False)):
+        if isinstance(part, EmbeddingBagCollection | EmbeddingCollection):
+            made.set_submodule(path, model.get_submodule(path))
+    sizes, expected = ({name: tuple(p.shape) for name, p in m.named_parameters()} for m in (made, model))
+    if unlike := [name for name in {**expected, **sizes} if sizes.get(name) != expected.get(name)]:
+        raise InputError(
+            f"model.factory={job.config.model.factory!r}: the size of {unlike[0]!r} is {expected.get(unlike[0])}, but "
+            f"{sizes.get(unlike[0])} if tables have one row. Let no layer depend on the rows of tables."
+        )
+    return made
 
 
 def check_outputs(job: Job, model: nn.Module) -> None:
@@ -241,27 +276,14 @@ def _check_tables(place: str, model: nn.Module, job: Job) -> None:
 def _check_layers(place: str, model: nn.Module, world_size: int) -> None:
     """Raises `InputError` for a model on the meta device that would compute something different once sharded.
 
-    Batch normalization would depend on which rank has which samples; a frozen table would be trained; each tower would
-    train a shared parameter separately; and without a method ``reset_parameters``, by which TorchRec initializes a
-    module, its parameters would start from whatever is in memory and its buffers from zeros.
+    Batch normalization would depend on which rank has which samples; a frozen table would be trained; and each tower
+    would train a shared parameter separately.
     """
-    collections = [p for p in model.modules() if isinstance(p, EmbeddingBagCollection | EmbeddingCollection)]
-    parts_of_tables = {part for collection in collections for part in collection.modules()}
     for path, part in model.named_modules():
-        kind = f"{place}: {type(part).__name__} {path or 'of the model'!r}"
         if isinstance(part, _BatchNorm) and world_size > 1:
             raise InputError(
-                f"{kind} normalizes over the samples of one rank only, and its running statistics differ from rank to "
-                "rank. Use torch.nn.LayerNorm."
-            )
-        parameters = [name for name, _ in part.named_parameters(recurse=False)]
-        values = [*parameters, *(name for name, _ in part.named_buffers(recurse=False))]
-        is_started = parameters and callable(getattr(part, "reset_parameters", None))
-        if values and part not in parts_of_tables and not is_started:
-            raise InputError(
-                f"{kind} has {values[0]!r}, but a sharded model is built on the meta device, and nothing would "
-                "initialize it. Give the module that owns it a method reset_parameters(); a module with buffers but no "
-                "parameter must make its buffers in forward instead."
+                f"{place}: {type(part).__name__} {path!r} normalizes over the samples of one rank only, and its "
+                "running statistics differ from rank to rank. Use torch.nn.LayerNorm."
             )
     modules = {id(module) for module in tower_modules(model)}
     paths = [path for path, part in model.named_modules() if id(part) in modules]

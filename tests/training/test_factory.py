@@ -24,19 +24,20 @@ from dmt.models import flat_sparse_arch
 from dmt.models.complexity import compression_ratio
 from dmt.plan.towers import TowerPlan
 from dmt.sptt.mesh import TowerMesh
-from dmt.training.build import build_model
+from dmt.testing import gather_plain_state
+from dmt.training.build import build_model, shard_model
 from dmt.training.check import check_run
 from dmt.training.check.shrink import CheckLimits
 from dmt.training.commands import main
 from dmt.training.config import TrainingConfig, to_toml
 from dmt.training.factory import check_outputs
 from dmt.training.functions import load_function
-from dmt.training.job import Job, open_unsharded
+from dmt.training.job import Job, open_job, open_unsharded
 from dmt.training.metrics import ClickMetrics
 from dmt.training.serving.export import export_run, read_manifest
 from tests.parity import sequence_config
-from tests.ranks import run_ranks
-from tests.training.small import new_run, plain, save_alone, train_loop
+from tests.ranks import on_ranks, run_ranks
+from tests.training.small import linear, new_run, plain, save_alone, train_loop
 from tests.training.test_resume import attempt
 
 
@@ -131,14 +132,13 @@ class ReadsIds(Flat):
 
 
 class Part(nn.Module):
-    """A part with a parameter or a buffer that nothing resets."""
+    """A part with numbers of its own, and others in a layer."""
 
-    def __init__(self, *, is_buffer: bool) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        if is_buffer:
-            self.register_buffer("scale", torch.ones(1))
-        else:
-            self.bias = nn.Parameter(torch.zeros(1))
+        self.register_buffer("scale", torch.tensor([5.0]))
+        self.bias = nn.Parameter(torch.tensor([6.0]))
+        self.layer = linear(7.0)
 
 
 def with_part(tables: Any, part: nn.Module) -> nn.Module:
@@ -175,8 +175,8 @@ KINDS: dict[str, Callable[[Any], Any]] = {
     "with more": lambda tables: Flat([*tables, MORE]),
     "without tables": lambda tables: nn.Linear(6, 1),
     "raises": lambda tables: {"flat": Flat(tables)}["towers"],
-    "bias": lambda tables: with_part(tables, Part(is_buffer=False)),
-    "scale": lambda tables: with_part(tables, Part(is_buffer=True)),
+    "part": lambda tables: with_part(tables, Part()),
+    "layer of rows": lambda tables: with_part(tables, nn.Linear(tables[0].num_embeddings, 1)),
     "batch norm": lambda tables: with_part(tables, nn.BatchNorm1d(4)),
     "frozen": lambda tables: with_table(tables, lambda weight: weight.requires_grad_(False)),
     "own rate": lambda tables: with_table(tables, set_rate),
@@ -259,9 +259,6 @@ def job_of(factory: str, *, in_towers: bool = False, **more: Any) -> Job:
         ("made:batch norm", r"BatchNorm1d 'part' normalizes over the samples.* Use torch.nn.LayerNorm"),
         ("made:frozen", r"'.*embedding_bags.*' has requires_grad=False or its own optimizer, but the trainer"),
         ("made:own rate", r"'.*embedding_bags.*' has requires_grad=False or its own optimizer, but the trainer"),
-        # TorchRec would start them from whatever is in memory, and from zeros.
-        ("made:bias", r"Part 'part' has 'bias', but a sharded model is built on the meta.* reset_param"),
-        ("made:scale", r"Part 'part' has 'scale', but a sharded model is built on the meta.* reset_param"),
     ],
 )
 def test_a_model_that_does_not_fit_is_refused_before_training(factory: str, message: str) -> None:
@@ -307,8 +304,6 @@ def test_tower_modules_are_checked_before_training(factory: str, options: dict[s
 def test_what_is_fine_is_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = {"num_towers": 1, "ranks_per_tower": 1}
     check_model(job_of("made:batch norm", topology=alone))
-    for kind in ("bias", "scale"):
-        build_model(job_of(f"made:{kind}"))  # in one process nothing is made without numbers
     model = with_part([], nn.Linear(2, 2))
     model.towers = nn.ModuleList([nn.Linear(2, 2)])  # a name that is that of a collection's towers
     assert compression_ratio(model) == 1.0
@@ -328,6 +323,17 @@ def test_a_model_that_mixes_samples_is_refused_by_check_and_export(tmp_path: Pat
     save_alone(plain(config), tmp_path / "checkpoint", files={"config.toml": to_toml(config)})
     with pytest.raises(InputError, match=message):
         export_run(tmp_path, tmp_path / "model.pt2", functions=[f"{__name__}:made"])
+
+
+@on_ranks(2)
+def test_ranks_start_with_the_numbers_that_the_factory_gives(rank: int) -> None:
+    two = {"topology": {"num_towers": 2, "ranks_per_tower": 1}}
+    job = open_job(job_of("made:part", **two).config)
+    state = gather_plain_state(shard_model(job, mesh := TowerMesh(job.topology)))
+    assert [state[f"model.part.{name}"].unique().item() for name in ("scale", "bias", "layer.weight")] == [5, 6, 7]
+    assert state["model.tables.embedding_bags.t_ads.weight"].unique().numel() > 40  # drawn for all of its rows
+    with pytest.raises(InputError, match=r"'part.weight' is \(1, 40\), but \(1, 1\) if tables have one row"):
+        shard_model(open_job(job_of("made:layer of rows", **two).config), mesh)
 
 
 def warnings_on_rank(rank: int) -> list[str]:
