@@ -17,7 +17,7 @@ import logging
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -475,16 +475,19 @@ def _scale_moments(state: State, now: Mapping[str, float], saved: Mapping[str, f
                 tensor.mul_(factor)
 
 
-def _make_state(optimizer: KeyedOptimizer, saved: Iterable[str]) -> None:
-    """Creates the state that PyTorch's optimizers lack before their first step, if the checkpoint has such state.
+def _make_state(optimizer: KeyedOptimizer, saved: Collection[str]) -> None:
+    """Creates the state that PyTorch's optimizers lack before their first step, where the checkpoint has such state.
 
     This takes a step with zero gradients; weight decay then changes weights, so load them afterwards.
     """
-    made = optimizer.state
-    absent = tuple(f"optimizer.{key}." for key, parameter in optimizer.params.items() if parameter not in made)
-    if not any(name.startswith(absent) for name in saved):
+    made, parts = optimizer.state, {name.rpartition(".")[0] for name in saved}
+    absent = {f"optimizer.{key}": parameter for key, parameter in optimizer.params.items() if parameter not in made}
+    if parts.isdisjoint(absent):
         return
     for part in [part for _, part in optimizer.optimizers] if isinstance(optimizer, CombinedOptimizer) else [optimizer]:
         # Fused optimizers have their state from the beginning.
         if len(list(in_backward_optimizer_filter(part.params.items()))) == len(part.params):
             part.init_state()
+            # A parameter that never had a gradient, such as one that no output uses, has no saved state.
+            for name in absent.keys() - parts:
+                part.state.pop(absent[name], None)

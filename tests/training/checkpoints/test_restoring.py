@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torchrec.optim.keyed import KeyedOptimizerWrapper
 
 from dmt.collectives import RankError
 from dmt.errors import InputError
@@ -20,7 +22,7 @@ from dmt.training.config import OptimizerConfig
 from tests.ranks import on_ranks
 from tests.sptt_case import Case
 from tests.training.checkpoints.test_layouts import Job
-from tests.training.small import alone
+from tests.training.small import alone, linear
 
 pytestmark = pytest.mark.ranks
 
@@ -134,6 +136,27 @@ def test_what_else_is_brought_back_before_the_first_step_and_of_generators(rank:
     again = restored(job(), tmp_path)
     again.train(range(2))
     assert_same(local(again), local(run))
+
+
+def test_a_layer_that_no_output_uses_has_no_state_again(tmp_path: Path) -> None:
+    def made() -> tuple[nn.ModuleList, KeyedOptimizerWrapper]:
+        layers = nn.ModuleList([linear(1.0), linear(2.0)])
+        return layers, KeyedOptimizerWrapper(dict(layers.named_parameters()), partial(torch.optim.AdamW, lr=0.1))
+
+    def train(layers: nn.ModuleList, optimizer: KeyedOptimizerWrapper) -> None:
+        optimizer.zero_grad()
+        layers[0](torch.ones(3)).sum().backward()
+        optimizer.step()
+
+    (layers, optimizer), (others, other_optimizer) = made(), made()
+    with alone() as mesh:
+        train(layers, optimizer)
+        assert Checkpointer(tmp_path, mesh).save(layers, optimizer, step=1, progress={})
+        restore(tmp_path, others, other_optimizer, mesh=mesh)
+    train(layers, optimizer)
+    train(others, other_optimizer)
+    assert_same(dict(others.state_dict()), dict(layers.state_dict()))
+    assert len(other_optimizer.state) == len(optimizer.state) == 2
 
 
 @on_ranks(2)
