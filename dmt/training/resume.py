@@ -51,6 +51,8 @@ __all__ = [
 
 # Settings that define the parameters; another value makes another model.
 _SAME_MODEL = ("model.", "optimizer.sparse:", "optimizer.dense:")
+# Settings that define the rows and the first weights; with another value, a run would not be the one that is resumed.
+_SAME_RUN = ("data.", "train.seed:")
 # Settings that change the training, but not the model or the rows: changes are printed.
 _TRAINING = ("optimizer.", "replicas.", "sharding.", "train.batch_size:")
 # Settings that determine how raw values become ids and numbers.
@@ -152,7 +154,7 @@ def start_from(folder: Path, job: Job) -> Start:
     changes = _changes(read_file(place, "TOML", place=place, remedy=remedy), config.model_dump(mode="json"))
     wrong = [text for text in changes if text.startswith(_SAME_MODEL)]
     if is_own:
-        wrong += [text for text in changes if text.startswith("data.")]
+        wrong += [text for text in changes if text.startswith(_SAME_RUN)]
         if saved.files != files:
             changed_files = sorted({name for name, *_ in {*saved.files} ^ {*files}})
             wrong.append(f"the training files have changed: {shorten(changed_files, ', ')}")

@@ -20,6 +20,7 @@ from torchrec.distributed.train_pipeline import TrainPipelineBase, TrainPipeline
 
 from dmt.collectives import gather_objects, run_on_all_or_raise
 from dmt.errors import InputError
+from dmt.formatting import shorten
 from dmt.hot_rows.runtime import HotRows
 from dmt.replicas.sync import ReplicaSync
 from dmt.sptt.mesh import TowerMesh
@@ -145,6 +146,12 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
             raise InputError(
                 f"No training step was possible: a step takes {step_rows(job, at)} rows (train.batch_size), and there "
                 "are fewer. Lower train.batch_size, or give more data."
+            )
+        unused = [text for text in start.lines if text.startswith("optimizer.")]
+        if unused and at.step == start.position.step:
+            raise InputError(
+                f"The run in {config.train.output_dir} has ended, so {shorten(unused)} would change nothing. Raise "
+                "train.max_steps or train.epochs, or give another train.output_dir."
             )
         # Without a new step, an earlier attempt finished the run and saved its last checkpoint.
         is_saved = at.step == start.position.step or (save(run, at) and saver.wait())

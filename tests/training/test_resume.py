@@ -212,6 +212,7 @@ def test_where_a_run_begins(finished: TrainingConfig, tmp_path: Path) -> None:
     [
         ({"model": {"tower_dim": 8}}, r"does not fit this run: model\.tower_dim: 4 -> 8\. Undo these changes, or give"),
         ({"optimizer": {"sparse": "sgd"}}, r"optimizer\.sparse: 'rowwise_adagrad' -> 'sgd'"),
+        ({"train": {"seed": 5}}, r"train\.seed: 0 -> 5"),
         ({"data": {"shuffle_rows": 100}}, r"data\.shuffle_rows: \d+ -> 100"),
         ({"towers": {"outside": "auto"}}, r"towers\.plan='.*towers\.json', towers\.outside='none'\)\. Undo th"),
     ],
@@ -248,6 +249,8 @@ def test_a_finished_run_is_evaluated_again_and_keeps_its_record(finished: Traini
     assert again["steps"] == result["steps"] == 7
     assert losses(finished) == curves
     assert steps_of(finished) == before
+    with pytest.raises(InputError, match=r"has ended, so optimizer\.sparse_lr: 0\.05 -> 0\.5 would change nothing\."):
+        attempt(changed(finished, optimizer={"sparse_lr": 0.5}))
 
 
 def steps_of(run: TrainingConfig) -> list[int]:
