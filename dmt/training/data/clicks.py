@@ -111,7 +111,9 @@ class ClickData:
         self._manifest = manifest = read_manifest(folder, place)
         self._counts = folder / manifest.access_counts if manifest.access_counts else None
         self.columns = manifest.columns
-        self._parts = {split: ParquetRows(folder / split, self.columns) for split in _SPLITS}
+        for split in _SPLITS:
+            files = [folder / name for name, *_ in self.files(split) if name.endswith(".parquet")]
+            self._parts[split] = ParquetRows(files, self.columns)
         if noticed := manifest.summary.get("notes"):
             self.notes = f"{shorten(noticed, ' ', most=3)} (summary in {folder / MANIFEST})"
         if manifest.raw is not None:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import glob
 import io
+import logging
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -20,6 +21,7 @@ from numpy.typing import NDArray
 
 from dmt.errors import InputError
 from dmt.files import read_model
+from dmt.formatting import shorten
 from dmt.training.data.columns import Columns, Feature
 
 __all__ = [
@@ -36,6 +38,8 @@ __all__ = [
     "read_manifest",
     "starts_of",
 ]
+
+logger = logging.getLogger(__name__)
 
 MANIFEST, FORMAT = "manifest.json", 3
 REQUEST = "#request"
@@ -127,8 +131,8 @@ def _file_system(path: str) -> Iterator[tuple[Any, str]]:
 def expand_path(setting: str, value: str, *, columns: bool) -> list[str]:
     """Lists the files that ``value`` (a file name, folder or glob) matches, sorted by name.
 
-    With ``columns``, lists only files with the ending of a format that names columns. Messages begin with
-    ``setting``, the key of the configuration.
+    With ``columns``, lists only files with the ending of a format that names columns, and warns of others. Messages
+    begin with ``setting``, the key of the configuration.
 
     Raises:
         InputError: no file matches, no file has a known ending, or ``value`` is a prepared folder.
@@ -152,6 +156,8 @@ def expand_path(setting: str, value: str, *, columns: bool) -> list[str]:
     if not known:
         place = "" if is_remote(value) else f" (in {Path.cwd()})"
         raise InputError(f"{setting}={value!r} matches no file{place}. Correct the path.")
+    if others := sorted({*files}.difference(known)):
+        logger.warning("%s=%r: Not read, as their endings are unknown: %s", setting, value, shorten(others, ", "))
     return known
 
 

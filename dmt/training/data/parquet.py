@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from operator import attrgetter
 from pathlib import Path
@@ -28,17 +28,17 @@ class ParquetRows:
     """The rows of one part of a prepared folder, ``train`` or ``eval``. The constructor reads the footers.
 
     Args:
-        folder: folder of the part.
+        files: files of the part in the manifest, in order; others in its folder are not read.
         columns: columns of the manifest.
 
     Raises:
         InputError: a file cannot be read or lacks a column.
     """
 
-    def __init__(self, folder: Path, columns: Columns) -> None:
+    def __init__(self, files: Iterable[Path], columns: Columns) -> None:
         self._columns = columns
         self._groups: list[tuple[Path, tuple[int, int], pq.FileMetaData, int]] = []
-        for file in sorted(folder.glob("*.parquet")):
+        for file in files:
             with _reading(file):
                 version, footer = _version(file.stat()), pq.read_metadata(file)
                 names = footer.schema.to_arrow_schema().names

@@ -16,6 +16,7 @@ import logging
 import math
 import os
 import shutil
+import time
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -73,7 +74,7 @@ _FEW = 0.2  # share of used rows below which a note suggests a smaller table
 def prepare_once(config: DataConfig, cache: Path | None, *, eval_only: bool = False) -> Path:
     """Returns the prepared folder of a config's raw files in ``cache``, and prepares it first if it does not exist.
 
-    The ranks of a host take turns, by a file lock: the first prepares the folder, the others find it.
+    The ranks of a host take turns, by a file lock: the first prepares the folder, the others find it, or its error.
 
     Args:
         config: section ``data`` of the run's configuration, with raw files.
@@ -90,15 +91,25 @@ def prepare_once(config: DataConfig, cache: Path | None, *, eval_only: bool = Fa
     inputs: list[Any] = [FORMAT, eval_only, settings, [(file, *file_version(file)) for file in files]]
     folder = cache / hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:12]
     check_output("Folder for prepared rows", cache, is_folder=True)
-    with (cache / _LOCK).open("wb") as lock:
+    began = time.time()
+    with (cache / f".{folder.name}{_LOCK}").open("a+", encoding="utf-8") as lock:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as error:
             reason = f"cannot be locked ({error.strerror})"
             raise InputError(f"Folder for prepared rows {str(cache)!r} {reason}. Use another file system.") from error
         if not (folder / MANIFEST).exists():
+            lock.seek(0)
+            # Reading all rows again, in each rank, would only delay the error that another rank had meanwhile.
+            if (text := lock.read()) and os.fstat(lock.fileno()).st_mtime > began:
+                raise InputError(text)
             logger.warning("Preparing %s into %s; later runs on the same data reuse it.", files[0], folder)
-            prepare(config, folder, eval_only=eval_only)
+            try:
+                prepare(config, folder, eval_only=eval_only)
+            except InputError as error:
+                lock.truncate(0)
+                lock.write(str(error))
+                raise
     return folder
 
 

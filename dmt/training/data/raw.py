@@ -83,7 +83,7 @@ class Block:
         """Returns a block with the rows of an Arrow table."""
         names = [f"c{i}" for i in range(table.num_columns)]  # column names may differ only in case, which SQL ignores
         rows = pa.table([_plain(column) for column in table.columns], names=names)
-        columns = dict(zip(table.column_names, zip(names, table.schema.types, strict=True), strict=True))
+        columns = dict(zip(table.column_names, zip(names, rows.schema.types, strict=True), strict=True))
         return Block(place=place, rows=rows, columns=columns, first=first, share=share)
 
     def reject(self, row: int, column: str, reason: str) -> Reject:
@@ -97,7 +97,9 @@ class Block:
 
 
 def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Returns a column in a type that DuckDB supports; times become microseconds, in UTC."""
+    """Returns a column in a type that DuckDB supports, numbers not as a dictionary; times as microseconds, in UTC."""
+    if pa.types.is_dictionary(column.type) and kind_of(column.type) != "text":
+        return _plain(column.cast(column.type.value_type))
     if pa.types.is_float16(column.type):
         return column.cast(pa.float32())
     return column.cast(pa.timestamp("us"), safe=False) if pa.types.is_timestamp(column.type) else column
@@ -445,6 +447,8 @@ class _Sql:
         elif feature.is_bag:
             sql = f"string_split({sql}, '|')"
         is_text, is_float = kind_of(type_) == "text", pa.types.is_floating(type_)
+        if is_text and not feature.is_bag:
+            sql = f"nullif({sql}, '')"
         value, is_bad = "CAST({0} AS VARCHAR)", "false"
         expected = "text or a whole number (store fractions as text)"
         if is_float:

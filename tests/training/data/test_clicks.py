@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 import math
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -164,6 +165,7 @@ def test_each_row_without_a_request_is_one_by_itself(tmp_path: Path) -> None:
 def test_prepared_rows_are_read_from_their_folder(tmp_path: Path) -> None:
     raw = config_of(parquet(tmp_path / "a.parquet", range(100)), eval_path=None, split_column="part", group_by="user")
     prepare(raw, tmp_path / "out", group_rows=16)
+    shutil.copyfile(tmp_path / "out" / "train" / "part-00000.parquet", tmp_path / "out" / "eval" / "other.parquet")
     options: dict[str, Any] = {"rank": 0, "world_size": 1, "batch_size": 4}
     folder = ClickData(DataConfig.model_validate({"prepared": str(tmp_path / "out"), "shuffle_rows": 0}))
     assert sorted(real_rows(folder.batches("eval", **options))) == list(range(0, 100, 5))
@@ -180,7 +182,7 @@ def test_an_id_without_a_row_is_noticed(tmp_path: Path) -> None:
     with pytest.raises(InputError, match=r"part-00000\.parquet: column 'c' has values from .*, expected 0 to 6 "):
         list(ClickData(DataConfig(prepared=str(tmp_path / "out"), kind="prepared")).batches("eval", **RANK))
     # As another program may have written it.
-    manifest.write_text(json.dumps(json.loads(manifest.read_text().replace('"rows": 7', '"rows": 50')) | {"files": {}}))
+    record = json.loads(manifest.read_text().replace('"rows": 7', '"rows": 50'))
     file = tmp_path / "out" / "eval" / "part-00000.parquet"
     rows = pq.read_table(file).slice(0, 2)
     bags = pa.array([[0], [None]], pa.large_list(pa.int32()))
@@ -188,6 +190,8 @@ def test_an_id_without_a_row_is_noticed(tmp_path: Path) -> None:
     wrong += [("bag", bags), ("c", pa.array(["a", "b"])), *(("label", pa.array([one, 2])) for one in (None, 1))]
     for name, column in wrong:
         pq.write_table(rows.set_column(rows.column_names.index(name), name, column), file, row_group_size=1)
+        record["files"] = {"eval/part-00000.parquet": (file.stat().st_size, 0)}
+        manifest.write_text(json.dumps(record))
         reason = rf"column '{name}' (has missing values|has values from 2 to 2, expected 0 to 1|is (nan|inf)\. Write a)"
         with pytest.raises(InputError, match=rf"part-00000\.parquet(, row 2)?: ({reason}|cannot be read as prepared)"):
             list(ClickData(DataConfig(prepared=str(tmp_path / "out"), kind="prepared")).batches("eval", **RANK))

@@ -73,7 +73,7 @@ def write_parquet(path: Path) -> None:
     times = ["2026-11-22T19:15:00", None, "2026-11-22T18:30:00", "2024-01-01T00:00:00"]
     table = {
         "label": [True, False, False, True],
-        "c": pa.array(WORDS).dictionary_encode(),
+        "c": pa.array([word or "" for word in WORDS]).dictionary_encode(),
         "d": pa.array([3.5, np.nan, -2.0, None], pa.float64()),
         "tags": pa.array([["x", "y"], None, ["x", None], []]),
         "t": pa.array(times).cast(pa.timestamp("ns")),
@@ -276,12 +276,16 @@ def test_files_that_are_none_are_refused(name: str, text: str | bytes, message: 
         prepared(tmp_path, config_of(tmp_path / name))
 
 
-def test_files_with_columns_in_another_order_are_read_and_those_without_one_refused(tmp_path: Path) -> None:
+def test_files_with_columns_in_another_order_are_read_and_those_without_one_refused(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     write(tmp_path / "a.csv", ["label,c,d", "1,a,1"])
     write(tmp_path / "b.csv", ["more,d,c,label", "?,2,b,0"])
+    write(tmp_path / "c.csv.zst", ["?"])
     settings = {"categorical": ("c",), "multi_hot": (), "timestamps": (), "eval_path": str(tmp_path / "a.csv")}
-    table, _ = prepared(tmp_path, config_of(tmp_path / "?.csv", dense_transform="none", **settings))
+    table, _ = prepared(tmp_path, config_of(tmp_path / "?.csv*", dense_transform="none", **settings))
     assert (table["label"].to_pylist(), table["d"].to_pylist()) == ([1, 0], [1.0, 2.0])
+    assert f"Not read, as their endings are unknown: {tmp_path / 'c.csv.zst'}" in caplog.text
     write(tmp_path / "b.csv", ["d,label", "2,0"])
     with pytest.raises(InputError, match=r"b\.csv: column 'c' is missing"):
         prepared(tmp_path, config_of(tmp_path / "?.csv", **settings))
@@ -333,7 +337,7 @@ def test_criteo_files_without_and_with_a_line_of_names(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("values", "wrong"),
-    [(["3", "12", "6"], "12"), (["3", "-1"], "-1"), (["3", "x"], "x"), ([3, 12], 12), ([3.0, 1.5], 1.5)],
+    [(["3", "12", "6", ""], "12"), (["3", "-1"], "-1"), (["3", "x"], "x"), ([3, 12], 12), ([3.0, 1.5], 1.5)],
 )
 def test_row_numbers_are_checked(values: list[Any], wrong: Any, tmp_path: Path) -> None:
     settings: dict[str, Any] = {"categorical": ("n",), "multi_hot": (), "timestamps": (), "dense": ()}
@@ -342,7 +346,7 @@ def test_row_numbers_are_checked(values: list[Any], wrong: Any, tmp_path: Path) 
     with pytest.raises(InputError, match=rf"row {values.index(wrong) + 1}: column 'n'.*t_n, 0 to 6, .*found {wrong}"):
         prepared(tmp_path, config)
     table, _ = prepared(tmp_path, config, max_rejects=2)
-    assert table["n"].to_pylist() == [int(float(value)) for value in values if value != wrong]
+    assert table["n"].to_pylist() == [int(float(value or 0)) for value in values if value != wrong]
 
 
 USERS = ["b"] * 9 + ["a"] * 7 + ["c"] * 5 + ["d"] * 3 + ["e", "f", None, None]
@@ -555,6 +559,16 @@ def test_contradicting_options_are_refused(
     with pytest.raises(InputError, match=message):
         prepare(config.model_copy(update=settings), tmp_path / "out", **options)
     assert not (tmp_path / "out").exists()
+
+
+def test_ranks_that_have_waited_report_the_error_of_the_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    write(tmp_path / "a.csv", ["label,c", "7,a"])
+    config = DataConfig(kind="columns", train_path=str(tmp_path / "a.csv"), categorical=("c",))
+    for _ in range(2):
+        with pytest.raises(InputError, match="line 2: column 'label': expected 0 or 1, found 7"):
+            prepare_once(config, tmp_path / "cache")
+        monkeypatch.setattr(module.time, "time", lambda: 0.0)  # when the second rank began to wait
+        monkeypatch.delattr(module, "prepare", raising=False)
 
 
 def test_the_command_prints_a_summary_and_the_trainer_takes_the_folder(tmp_path: Path) -> None:

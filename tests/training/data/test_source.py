@@ -49,6 +49,7 @@ FORMS = {
     "record batch": lambda rows: pa.table(rows).to_batches()[0],
     "arrays": as_arrays,
     "pandas": pd.DataFrame,
+    "pandas categories": lambda rows: pd.DataFrame(rows | {"n": pd.Categorical(np.array(rows["n"], float))}),
 }
 
 
