@@ -387,7 +387,7 @@ class _Sql:
         if config.group_by:  # a row without a value (NaN in pandas) is a separate request
             alone = f"{literal(block.place)} || ' ' || ({block.first} + row_number() OVER ())"
             sql, type_ = block.columns[config.group_by]
-            missing = "'nan'" if pa.types.is_floating(type_) else "NULL"
+            missing = "'nan'" if pa.types.is_floating(type_) else "''"
             self._values.append(f"coalesce(nullif(CAST({sql} AS VARCHAR), {missing}), {alone})")
         if config.split_column:
             self._values.append(f"CAST({block.columns[config.split_column][0]} AS VARCHAR)")

@@ -32,7 +32,7 @@ def parquet(path: Path, numbers: range, group_rows: int = 7) -> str:
         "c": [None if i % 9 == 0 else f"v{i}" for i in numbers],
         "n": [i % 5 for i in numbers],
         "bag": [None if i % 4 == 0 else [f"x{i}", None, "y"][: i % 3] for i in numbers],
-        "user": [None if i % 7 == 0 else f"u{i // 3 % 11}" for i in numbers],
+        "user": [(None, "")[i % 2] if i % 7 == 0 else f"u{i // 3 % 11}" for i in numbers],
         "part": ["test" if i % 5 == 0 else "train" for i in numbers],
     }
     pq.write_table(pa.table(table), path, row_group_size=group_rows)
