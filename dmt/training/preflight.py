@@ -74,6 +74,11 @@ def checked_model(job: Job, world_size: int) -> nn.Module:
         raise InputError(
             f"data.tables={config.data.tables!r} only describes tables. Remove data.tables, and name data to train on."
         )
+    if job.data.columns.label is None:
+        raise InputError(
+            f"data.prepared={config.data.prepared!r} has rows without labels. Name their column as `label` in "
+            "manifest.json, or use other rows."
+        )
     if not job.num_dense and config.model.factory is None:
         raise InputError(
             "The data has no dense column, but the shipped models need at least one. Name some in data.dense, or use "
