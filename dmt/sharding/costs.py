@@ -173,7 +173,8 @@ class CostModel:
         row_bytes = lookups * columns * number
         touched = _LOOKUP_PASSES * row_bytes
         activations = math.ceil(2 * returned * columns * _NUMBER_BYTES)
-        state = _state_bytes(self.workload.optimizer, rows, columns)
+        row_state = {"rowwise_adagrad": 4, "adagrad": 4 * columns, "adam": 8 * columns, "sgd": 0}
+        state = rows * row_state[self.workload.optimizer]
         memory = rows * columns * number + state
         ids = outputs = reduced = averaged = 0.0
         if scheme == "data_parallel":
@@ -215,7 +216,3 @@ class CostModel:
         if self.topology.ranks_per_tower == 1:
             return 0.0
         return 1e-6 * self.hardware.collective_latency_us * _EXCHANGES[scheme]
-
-
-def _state_bytes(optimizer: SparseOptimizer, rows: int, columns: int) -> int:
-    return rows * {"rowwise_adagrad": 4, "adagrad": 4 * columns, "adam": 8 * columns, "sgd": 0}[optimizer]

@@ -49,7 +49,7 @@ class Problem:
     """Items with their options, and the load that the L ranks already have."""
 
     options: Sequence[Sequence[Option]]
-    """Options of each item; at least one."""
+    """Options of each item, at least one, sorted by their cost summed over ranks."""
     cost: Vector
     """Seconds that each rank already has, float64 [L]."""
     memory: Vector
@@ -65,11 +65,6 @@ class Problem:
     tolerance: float = 0.0
 
     @cached_property
-    def cheapest_first(self) -> list[list[Option]]:
-        """Options of each item, sorted by their cost summed over ranks."""
-        return [sorted(options, key=lambda option: float(option.costs.sum())) for options in self.options]
-
-    @property
     def kinds(self) -> set[int]:
         """The kinds of all options."""
         return {option.kind for options in self.options for option in options}
@@ -90,6 +85,10 @@ class Packing:
         """Option of each item that is placed."""
         self.ranks: dict[int, Ranks] = {}
         """Rank of each part of each item that is placed."""
+        self.tests: list[tuple[float, float, bool]] = []
+        """Tests of `greedy`: seconds of a rank and of an item's largest part, and whether they are within limits."""
+        self.needed: set[int] = set()
+        """Kinds without which `greedy` would decide differently."""
 
     def put(self, item: int, option: Option, ranks: Ranks) -> None:
         """Places the parts of an item on ``ranks``."""
@@ -97,10 +96,11 @@ class Packing:
         self.cost[ranks] += option.costs
         self.memory[ranks] += option.memory
 
-    @property
-    def num_avoided(self) -> int:
-        """Number of items of the kind `Problem.avoided`."""
-        return sum(option.kind == self.problem.avoided for option in self.chosen.values())
+    def repeats(self, problem: Problem, target: float, part: float) -> bool:
+        """Returns whether `greedy` makes this packing for ``problem``, perhaps with fewer kinds, and these limits."""
+        return self.needed <= problem.kinds <= self.problem.kinds and all(
+            (cost <= target and largest <= part) == is_within for cost, largest, is_within in self.tests
+        )
 
     @cached_property
     def objective(self) -> float:
@@ -119,16 +119,16 @@ def pack(problem: Problem) -> Packing | None:
         The packing; None if it finds none within the memory limit.
     """
     packings: list[Packing] = []
-    differenced: dict[tuple[int, ...], Packing] = {}
-    most_fixed = problem.fixed_cost(problem.kinds)
+    runs: list[tuple[Packing, Packing]] = []
     for part in _by_kinds(problem):
-        least = min((packing.objective for packing in packings), default=0.0)
+        least = min((packing.objective for packing in packings), default=np.inf)
         # Leaving out kinds saves at most their fixed costs.
-        if not packings or most_fixed - problem.fixed_cost(part.kinds) >= least * _KINDS_GAIN:
-            packings += _with_finer_cuts(part, differenced)
+        if not packings or problem.fixed_cost(problem.kinds) - problem.fixed_cost(part.kinds) >= least * _KINDS_GAIN:
+            packings += _with_finer_cuts(part, least * (1 + problem.tolerance), runs)
     most = min((packing.objective for packing in packings), default=0.0) * (1 + problem.tolerance)
     good = [packing for packing in packings if packing.objective <= most]
-    return min(good, key=lambda packing: (packing.num_avoided, packing.objective), default=None)
+    avoided = [sum(option.kind == problem.avoided for option in packing.chosen.values()) for packing in good]
+    return min(zip(avoided, good, strict=True), key=lambda pair: (pair[0], pair[1].objective), default=(0, None))[1]
 
 
 def _by_kinds(problem: Problem) -> Iterator[Problem]:
@@ -136,65 +136,68 @@ def _by_kinds(problem: Problem) -> Iterator[Problem]:
     kinds = sorted(problem.kinds)
     for size in range(len(kinds), -1, -1):
         for kept in combinations(kinds, size):
-            options = [[option for option in options if option.kind in kept] for options in problem.cheapest_first]
+            options = [[option for option in options if option.kind in kept] for options in problem.options]
             if all(options):
                 yield replace(problem, options=options)
 
 
-def _with_finer_cuts(problem: Problem, differenced: dict[tuple[int, ...], Packing]) -> Iterator[Packing]:
+def _with_finer_cuts(problem: Problem, most: float, runs: list[tuple[Packing, Packing]]) -> Iterator[Packing]:
     """Yields the better packing of the two heuristics for each pair of limits under which `greedy` finds one.
 
-    Most limits lead to the same options, so ``differenced`` stores the packing of each list of options.
+    Yields none if all would cost more than ``most``. Many limits and sets of kinds lead to the same packing, so
+    ``runs`` stores each packing of `greedy` with the better one.
     """
-    least = sum(float(options[0].costs.sum()) for options in problem.cheapest_first)
+    least = sum(float(options[0].costs.sum()) for options in problem.options)
     mean = (float(problem.cost.sum()) + least) / len(problem.cost)
     # No packing costs less.
     bound = mean + min((problem.fixed_cost([kind]) for kind in problem.kinds), default=0.0)
-    for target, part in _TARGETS:
-        limits = target * mean, part * mean
-        better = greedy(problem, *limits) or greedy(problem, *limits, by_memory=True)
+    is_hopeless = bound > most * (1 + 1e-9)  # by more than rounding
+    for limits in () if is_hopeless else [(target * mean, part * mean) for target, part in _TARGETS]:
+        better = next((better for run, better in runs if run.repeats(problem, *limits)), None)
         if better is None:
-            continue
-        preferred = [better.chosen[item] for item in range(len(problem.options))]
-        key = tuple(map(id, preferred))
-        second = differenced[key] = differenced.get(key) or differencing(problem, preferred)
-        if (second.memory <= problem.capacity).all() and second.objective < better.objective:
-            better = second
+            if (run := greedy(problem, *limits)) is None:
+                continue
+            better = differencing(problem, [run.chosen[item] for item in range(len(problem.options))])
+            if (better.memory > problem.capacity).any() or better.objective >= run.objective:
+                better = run
+            runs.append((run, better))
         yield better
         if better.objective <= bound * (1 + _ENOUGH):
             break
 
 
-def greedy(problem: Problem, target: float, part: float = np.inf, *, by_memory: bool = False) -> Packing | None:
+def greedy(problem: Problem, target: float, part: float = np.inf, *, failed: Packing | None = None) -> Packing | None:
     """Places items largest first, each part on the cheapest rank with room (Neo, section 4.1).
 
     An item takes the cheapest option whose parts cost at most ``part`` seconds and load their ranks to at most
-    ``target`` seconds; if there is none, the option with the lowest resulting load. ``by_memory`` places items with the
-    largest memory first, for tight limits. Returns None if an item does not fit.
+    ``target`` seconds; if there is none, the option with the lowest resulting load. If an item does not fit, tries
+    again after this ``failed`` packing, with the largest memory first; returns None if that fails, too.
     """
-    packing, cheapest_first = Packing(problem), problem.cheapest_first
-
-    def size(options: Sequence[Option]) -> float:
-        return float(min(option.memory.max() for option in options) if by_memory else options[0].costs.sum())
-
-    for item in np.argsort([-size(options) for options in cheapest_first], kind="stable").tolist():
+    packing, firsts = Packing(problem), [options[0] for options in problem.options]
+    if failed is not None:
+        packing.tests, packing.needed = failed.tests, failed.needed
+        firsts = [min(options, key=lambda option: float(option.memory.max())) for options in problem.options]
+    sizes = [first.costs.sum() if failed is None else first.memory.max() for first in firsts]
+    packing.needed |= {first.kind for first in firsts}
+    for item in np.argsort([-size for size in sizes], kind="stable").tolist():
         best: tuple[float, Option, Ranks] | None = None
         # Cheapest rank first; among equals the one with most room.
         order = np.lexsort((packing.memory, packing.cost))
-        held = packing.memory[order]
-        for option in cheapest_first[item]:
-            free = order[held + option.memory.max() <= problem.capacity]
-            if len(free) < len(option.costs):
+        for option in problem.options[item]:
+            free = order[packing.memory[order] + option.memory.max() <= problem.capacity]
+            if len(ranks := free[: len(option.costs)]) < len(option.costs):
                 continue
-            ranks = free[: len(option.costs)]
             cost = float((packing.cost[ranks] + option.costs).max())
             if best is None or cost < best[0]:
                 best = cost, option, ranks
             # Options come cheapest first, so the first one that is even enough is taken; finer cuts cost more in total.
-            if cost <= target and option.costs[0] <= part:
+            packing.tests.append((cost, float(option.costs[0]), bool(cost <= target and option.costs[0] <= part)))
+            if packing.tests[-1][2]:
+                packing.needed.add(option.kind)
                 break
         if best is None:
-            return None
+            return greedy(problem, target, part, failed=packing) if failed is None else None
+        packing.needed.add(best[1].kind)
         packing.put(item, best[1], best[2])
     return packing
 
@@ -213,7 +216,7 @@ def differencing(problem: Problem, preferred: Sequence[Option]) -> Packing:
 
     def push(costs: Vector, number: int) -> Ranks:
         nodes = every_slot + (number + 1) * num_ranks
-        order = np.argsort(-costs, kind="stable")
+        order = (-costs).argsort(kind="stable")
         ordered = costs[order]
         heapq.heappush(heap, (float(ordered[-1] - ordered[0]), number, ordered, nodes[order]))
         return nodes
@@ -221,16 +224,14 @@ def differencing(problem: Problem, preferred: Sequence[Option]) -> Packing:
     push(problem.cost - problem.cost.min(), -1)
     for item, option in enumerate(preferred):
         costs = np.zeros(num_ranks)
-        costs[: len(option.costs)] = option.costs
-        push(costs, item)
-    number = len(preferred)
-    while len(heap) > 1:
+        costs[: len(option.costs)] = option.costs  # sorted already
+        heapq.heappush(heap, (float(costs[-1] - costs[0]), item, costs, every_slot + (item + 1) * num_ranks))
+    for number in range(len(preferred), 2 * len(preferred)):
         *_, first, left = heapq.heappop(heap)
         *_, second, right = heapq.heappop(heap)
         # The largest slot of one meets the smallest of the other: their difference is what remains (Karmarkar-Karp).
         joined.append((push(first + second[::-1], number), left, right[::-1]))
-        number += 1
-    slot = np.zeros((number + 1) * num_ranks, dtype=np.int64)
+    slot = np.zeros((2 * len(preferred) + 1) * num_ranks, dtype=np.int64)
     slot[heap[0][3]] = every_slot
     # Back down the tree of joins: a slot is on the rank of the slot that it was joined into.
     for nodes, left, right in reversed(joined):

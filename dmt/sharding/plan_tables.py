@@ -153,7 +153,7 @@ class _Tower:
         seconds, memory, activations, _ = self._loads([t for t in tables if t.name in placements], placements)
         free = [table for table in tables if table.name not in placements]
         problem = Problem(
-            options=[[self._option(table, placement) for placement in self._cuts(table)] for table in free],
+            options=[sorted(self._options(table), key=lambda option: float(option.costs.sum())) for table in free],
             cost=seconds,
             memory=memory + activations,
             capacity=self.model.hardware.memory_per_rank or np.inf,
@@ -168,8 +168,8 @@ class _Tower:
         """Returns the loads of ``tables`` and the tables outside towers on every rank, [4, L], without fixed costs."""
         loads = np.tile(self.held[:, None], self.model.topology.ranks_per_tower)
         for table in tables:
-            for rank, load in self.model.shards(table, placements[table.name]):
-                loads[:, rank] += load[:4]
+            shards = self.model.shards(table, placements[table.name])
+            loads[:, [rank for rank, _ in shards]] += np.transpose([load[:4] for _, load in shards])
         return loads
 
     def _cuts(self, table: Any) -> Iterator[TablePlacement]:
@@ -182,13 +182,18 @@ class _Tower:
             for count in counts:
                 yield allowed.place(scheme, range(count))
 
-    def _option(self, table: Any, placement: TablePlacement) -> Option:
-        loads = [load for _, load in self.model.shards(table, placement)]
-        if placement.scheme in EVERYWHERE:
-            # The last block of rows may be shorter, but counts like the others.
-            loads = loads[:1] * len(loads)
-        seconds, memory = [load.seconds for load in loads], [float(load.needed) for load in loads]
-        return Option(np.array(seconds), np.array(memory), SCHEMES.index(placement.scheme))
+    def _options(self, table: Any) -> Iterator[Option]:
+        for placement in self._cuts(table):
+            scheme, parts = placement.scheme, len(placement.ranks)
+            if scheme in EVERYWHERE:
+                # The last block of rows may be shorter, but counts like the others.
+                size = -(-table.num_embeddings // (parts if scheme == "row_wise" else 1)), table.embedding_dim
+                tier: dict[str, Any] = {"kernel": placement.kernel, "cache": placement.cache_load_factor}
+                loads = [self.model.shard(table, scheme, *size, **tier)]
+            else:
+                loads = [load for _, load in self.model.shards(table, placement)]
+            seconds, memory = [load.seconds for load in loads], [float(load.needed) for load in loads]
+            yield Option(np.zeros(parts) + seconds, np.zeros(parts) + memory, SCHEMES.index(scheme))
 
     def _placement(self, table: Any, packing: Packing, item: int) -> TablePlacement:
         scheme, ranks = SCHEMES[packing.chosen[item].kind], packing.ranks[item].tolist()
@@ -238,17 +243,15 @@ class _Tower:
 
     def _reason(self, table: Any, placement: TablePlacement, mean: float) -> str:
         allowed, room = self.allowed[table.name], self.model.hardware.memory_per_rank
-        words = f"{placement.scheme} on rank {placement.ranks[0]}"
-        if placement.scheme != "table_wise":
-            words = f"{placement.scheme} over {len(placement.ranks)} ranks"
-        if placement.kernel != "fused":
-            words += f" as {placement.kernel}"
+        scheme, ranks = placement.scheme, placement.ranks
+        words = f"{scheme} on rank {ranks[0]}" if scheme == "table_wise" else f"{scheme} over {len(ranks)} ranks"
+        words += f" as {placement.kernel}" if placement.kernel != "fused" else ""
         if allowed.why and len(allowed.schemes) == 1:
             return f"{words}: {allowed.why}"
         whole = self.model.shard(table, "table_wise", table.num_embeddings, table.embedding_dim)
         share = f"{whole.seconds / mean if mean else 0.0:.2f} x the mean load of a rank"
-        reason = share if placement.scheme == "table_wise" else f"on one rank it would be {share}"
-        if placement.scheme in ("row_wise", "column_wise") and room is not None and whole.needed > room:
+        reason = share if scheme == "table_wise" else f"on one rank it would be {share}"
+        if scheme in ("row_wise", "column_wise") and room is not None and whole.needed > room:
             reason = f"{human_bytes(whole.needed)} do not fit a rank's {human_bytes(room)}"
         return "; ".join(filter(None, [f"{words}: {reason}", allowed.why]))
 

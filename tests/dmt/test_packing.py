@@ -18,6 +18,7 @@ def option(*costs: float, memory: float = 0.0, kind: int = 0) -> Option:
 
 def problem(options: list[list[Option]], ranks: int | np.ndarray, capacity: float = np.inf, **settings: Any) -> Problem:
     cost = np.zeros(ranks) if isinstance(ranks, int) else ranks
+    options = [sorted(of_item, key=lambda option: option.costs.sum()) for of_item in options]
     return Problem(options, cost, np.zeros(len(cost)), capacity, **{"fixed": FREE, **settings})
 
 
