@@ -120,8 +120,7 @@ def table_shards(table: Any, placement: TablePlacement) -> list[TableShard]:
             first_columns = [0, *accumulate(widths[:-1])]
     except InputError as error:
         raise InputError(f"Table {table.name!r}: {error}. Use another scheme or fewer ranks.") from error
-    sides = zip(placement.ranks, first_rows, first_columns, heights, widths, strict=True)
-    return list(map(TableShard._make, sides))
+    return [TableShard(*side) for side in zip(placement.ranks, first_rows, first_columns, heights, widths, strict=True)]
 
 
 def shards_in_tower(table: Any, placement: TablePlacement, *, num_ranks: int, tower: int) -> list[TableShard]:
@@ -314,9 +313,9 @@ class ShardingRules:
         """
         placed = [(table, tower) for tower, tables in enumerate(tables_by_tower) for table in tables]
         names = [table.name for table, _ in placed]
-        known = [*names, *(table.name for table in outside)]
+        known = dict.fromkeys([*names, *(table.name for table in outside)])
         for key in self.tables:
-            if not any(_matches(key, name) for name in known):
+            if key not in known and not any(_matches(key, name) for name in known):
                 raise InputError(
                     f"The rule for tables {key!r} matches none of the {len(known)} tables of the model."
                     f"{did_you_mean(key, known)} Fix the name or drop the rule."
@@ -378,9 +377,10 @@ class ShardingRules:
 
 
 def _matches(key: str, name: str) -> bool:
+    if not {"*", "?"} & set(key):
+        return key == name or (name.startswith(key) and key == uncut_name(name))
     # Brackets belong to the names of column shards, "t[0:4]", and are not patterns.
-    pattern = key.replace("[", "[[]")
-    return fnmatchcase(name, pattern) or fnmatchcase(uncut_name(name), pattern)
+    return any(fnmatchcase(text, key.replace("[", "[[]")) for text in (name, uncut_name(name)))
 
 
 def _key_of(rules: Mapping[str, Any], name: str) -> str | None:
