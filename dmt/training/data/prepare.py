@@ -337,12 +337,13 @@ def _numbered_rows(
 
 
 class _View:
-    """A prepared file as an SQL relation. Columns have numbered names, since DuckDB ignores the case of names."""
+    """A prepared file as an SQL relation. Columns are read by number, since DuckDB ignores the case of names."""
 
     def __init__(self, converter: Converter, file: Path) -> None:
         self.converter = converter
-        self.columns = {name: f"c{i}" for i, name in enumerate(converter.schema.names)}
-        self.rows = f"read_parquet({literal(glob.escape(str(file)))}) AS rows({', '.join(self.columns.values())})"
+        # Aliases for thousands of columns, or reading their footer again, would slow down every query.
+        self.columns = {name: f"#{i}" for i, name in enumerate(converter.schema.names, start=1)}
+        self.rows = f"read_parquet({literal(glob.escape(str(file)))})"
 
     def ids(self, feature: Feature) -> str:
         """Returns SQL that selects all ids of a feature, in a column ``id``."""

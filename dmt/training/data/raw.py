@@ -290,7 +290,7 @@ def _json_sql(schema: pa.Schema, used: Sequence[str]) -> dict[str, Any]:
 def connect(*, memory_gib: float = 1.0, threads: int = 1) -> duckdb.DuckDBPyConnection:
     """Returns a new DuckDB connection, in memory, that reads times without a zone as UTC."""
     connection = duckdb.connect(config={"threads": threads, "memory_limit": f"{memory_gib * 1024:.0f}MiB"})
-    connection.sql("SET TimeZone = 'UTC'")
+    connection.sql("SET TimeZone = 'UTC'; SET parquet_metadata_cache = true")
     return connection
 
 
