@@ -196,8 +196,7 @@ class TowerPlan:
         model_features = list(features)
         known, placed = set(model_features), {*self.features, *self.outside}
         # Checked first; otherwise every shard would be reported as unknown, and the table's own feature as missing.
-        uncut = [feature for feature in self.column_splits if feature in known]
-        if uncut:
+        if uncut := [feature for feature in self.column_splits if feature in known]:
             raise InputError(
                 f"The tower plan cuts the table of feature {uncut[0]!r} into column shards "
                 f"{shard_names(uncut[0], self.column_splits[uncut[0]])}, but the model has the whole table. Build the "
@@ -234,7 +233,7 @@ class TowerPlan:
         recorded = {spec.name: spec for spec in self.tables}
         for spec in specs:
             made_for = recorded.get(spec.name, spec)
-            if not set(self.outside).isdisjoint(spec.feature_names):
+            if recorded and not set(self.outside).isdisjoint(spec.feature_names):
                 # Outside towers a model may use another embedding_dim.
                 made_for = replace(made_for, embedding_dim=spec.embedding_dim)
             if made_for != spec:
@@ -262,14 +261,15 @@ class TowerPlan:
 
     def moved_outside(self, features: Iterable[str]) -> TowerPlan:
         """Returns the plan with ``features`` moved outside the towers; raises `InputError` if that empties a tower."""
-        moved = [feature for feature in features if feature not in self.outside]
+        moved = dict.fromkeys(feature for feature in features if feature not in self.outside)
         towers = (replace(t, features=tuple(f for f in t.features if f not in moved)) for t in self.towers)
-        tables = tuple(table for table in self.tables if set(moved).isdisjoint(table.feature_names))
+        tables = tuple(table for table in self.tables if moved.keys().isdisjoint(table.feature_names))
         return replace(self, towers=tuple(towers), outside=(*self.outside, *moved), tables=tables)
 
     def outside_tables(self, tables: Sequence[Any]) -> list[Any]:
         """Returns the tables of features outside towers, in the order given."""
-        return [table for table in tables if not set(self.outside).isdisjoint(table.feature_names)]
+        outside = set(self.outside)
+        return [table for table in tables if not outside.isdisjoint(table.feature_names)]
 
     def split_tables(self, tables: Sequence[Any]) -> list[Any]:
         """Returns the tables of the uncut model with those of ``column_splits`` cut into their shards."""

@@ -60,7 +60,7 @@ class ShardedSPTTEmbeddingBagCollection(SPTTModule):
                 config=table,
                 scheme=schemes[table.name],
                 settings=sharder.kernel_settings(module.embedding_bags[table.name].weight, schemes[table.name]),
-                is_outside=table in outside,
+                is_outside=of_tower is outside,
             )
             for of_tower in (*tables, outside)
             for table in of_tower

@@ -216,8 +216,7 @@ def _check_towers(module: EmbeddingTowerCollection, placement: Sequence[int], *,
                     "their copies would drift apart. Do not share it, or place both towers on one mesh tower."
                 )
     names = Counter(table.name for tower in module.towers for table in table_configs(tower.embedding))
-    doubled = [name for name, count in names.items() if count > 1]
-    if doubled:
+    if doubled := [name for name, count in names.items() if count > 1]:
         raise InputError(f"Table {doubled[0]!r} occurs in more than one tower; give tables unique names.")
 
 

@@ -195,8 +195,8 @@ def _in_towers(
     try:
         if config.towers.outside != "none":
             place += f", towers.outside={config.towers.outside!r}"
-            outside = _outside(config, plan, tables, data)
-            inside = [table for table in tables if not set(outside).issuperset(table.feature_names)]
+            outside = dict.fromkeys(_outside(config, plan, tables, data))
+            inside = [table for table in tables if not outside.keys() >= set(table.feature_names)]
             plan = _dealt(config, inside, data) or plan
             plan = plan.moved_outside(outside)
         tables, dim = _as_vectors(config, tables, plan.outside), config.model.outside_dim
@@ -245,7 +245,7 @@ def _outside(config: TrainingConfig, plan: TowerPlan, tables: Sequence[TableSpec
     Raises:
         InputError: a feature is unknown, or the plan cuts its table.
     """
-    wanted, features, cut = config.towers.outside, feature_names(tables), _cuts(plan, tables)
+    wanted, features, cut = config.towers.outside, dict.fromkeys(feature_names(tables)), _cuts(plan, tables)
     if not isinstance(wanted, str):
         for feature in wanted:
             if feature not in features or feature in cut:
@@ -257,27 +257,27 @@ def _outside(config: TrainingConfig, plan: TowerPlan, tables: Sequence[TableSpec
         return []
     rules = ShardingRules(tables=dict(config.sharding.tables))
     vectors, dim = _as_vectors(config, split_tables(tables, cut), features), config.model.outside_dim
-    free = [
+    free = {
         table.name
         for table in vectors
-        if set(table.feature_names) <= set(features)  # false for shards
+        if features.keys() >= set(table.feature_names)  # false for shards
         and dim in (None, table.embedding_dim)
         and table.embedding_dim % 4 == 0  # FBGEMM's kernels
         and not (rules.names(table.name) or why_not(table, "data_parallel"))
-    ]
+    }
     placed = replace(plan, tables=()).tables_by_tower(vectors)
     costs = crossing_costs(config, data)
-    chosen = choose_outside(placed, costs, hardware=_hardware(config.sharding), candidates=free)
+    chosen = set(choose_outside(placed, costs, hardware=_hardware(config.sharding), candidates=free))
     return [name for table in tables if table.name in chosen for name in table.feature_names]
 
 
 def _as_vectors(config: TrainingConfig, tables: Sequence[TableSpec], outside: Collection[str]) -> list[TableSpec]:
     """Returns the tables; those outside towers have as many columns as the vectors that they interact with."""
-    dim, named = config.model.outside_dim, config.model.embedding_dims
+    dim, named, outside = config.model.outside_dim, config.model.embedding_dims, set(outside)
     return [
         replace(table, embedding_dim=dim)
         if dim is not None
-        and set(outside).intersection(table.feature_names)
+        and any(feature in outside for feature in table.feature_names)
         and named.keys().isdisjoint(table.feature_names)
         else table
         for table in tables

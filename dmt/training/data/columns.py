@@ -166,10 +166,11 @@ def find_columns(config: DataConfig, schema: pa.Schema, place: str) -> Columns:
 def _select(setting: str, patterns: Sequence[str], names: Sequence[str], place: str) -> tuple[str, ...]:
     """Returns the columns that names and globs match, each once, ordered by pattern and then as in ``names``."""
     chosen: dict[str, None] = {}
-    for pattern in patterns:
-        if patterns.count(pattern) > 1:
-            raise InputError(f"{place}: {setting} names {pattern!r} {patterns.count(pattern)} times. Name it once.")
-        matches = [pattern] if pattern in names else fnmatch.filter(names, pattern)
+    known = set(names)
+    for pattern, number in Counter(patterns).items():
+        if number > 1:
+            raise InputError(f"{place}: {setting} names {pattern!r} {number} times. Name it once.")
+        matches = [pattern] if pattern in known else fnmatch.filter(names, pattern)
         if not matches:
             raise InputError(
                 f"{place}: {setting} {pattern!r} matches no column.{did_you_mean(pattern, names)} "
@@ -215,7 +216,7 @@ def _table_names(config: DataConfig, names: Iterable[str]) -> dict[str, str]:
                 f"(data.sequences) is in {tables[target]!r}. Put both in one table or take the sequence out."
             )
         tables[name] = tables[target]
-    if doubled := [name for name in shared if shared.count(name) > 1]:
+    if doubled := [name for name, number in Counter(shared).items() if number > 1]:
         raise InputError(f"shared_tables: feature {doubled[0]!r} is named more than once. Name it in one table.")
     return tables
 
@@ -238,11 +239,11 @@ def _check_sequences(features: Sequence[Feature], place: str) -> None:
 
 def _check_features(setting: str, given: Iterable[str], names: Iterable[str]) -> None:
     """Raises `InputError` for a name in ``given`` that is not a categorical feature."""
-    known = list(names)
+    known = dict.fromkeys(names)
     if unknown := [name for name in given if name not in known]:
         raise InputError(
             f"{setting}: {unknown[0]!r} is not a categorical feature.{did_you_mean(unknown[0], known)} "
-            f"Use one of {shorten(known, ', ', most=12)}."
+            f"Use one of {shorten(list(known), ', ', most=12)}."
         )
 
 

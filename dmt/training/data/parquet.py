@@ -41,7 +41,7 @@ class ParquetRows:
         for file in files:
             with _reading(file):
                 version, footer = _version(file.stat()), pq.read_metadata(file)
-                names = footer.schema.to_arrow_schema().names
+                names = set(footer.schema.to_arrow_schema().names)
             if absent := [name for name in columns.schema.names if name not in names]:
                 raise InputError(f"{file}: column {absent[0]!r} is missing. Prepare the data again.")
             self._groups += [(file, version, footer, group) for group in range(footer.num_row_groups)]
