@@ -20,6 +20,7 @@ __all__ = [
     "RankError",
     "all_to_all_evenly",
     "broadcast_tensor",
+    "by_path",
     "check_agreement",
     "gather_objects",
     "gather_on_first",
@@ -76,7 +77,7 @@ def check_agreement(caller: str, arguments: Mapping[str, Any], group: dist.Proce
     Raises:
         InputError: on every rank, with the argument, the ranks that differ from the first, and both values.
     """
-    given = {"the call": caller} | _by_path(arguments)
+    given = {"the call": caller} | by_path(arguments)
     # Digests first: the arguments themselves, of thousands of tables, are gathered only if they differ.
     if len(set(gather_objects(hashlib.sha256(repr(given).encode()).digest(), group))) == 1:
         return
@@ -93,10 +94,12 @@ def check_agreement(caller: str, arguments: Mapping[str, Any], group: dist.Proce
             )
 
 
-def _by_path(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def by_path(arguments: Mapping[Any, Any]) -> dict[str, Any]:
+    """Returns the values in nested mappings by dotted path; long lists are split, so that messages name one entry."""
     paths: dict[str, Any] = {}
     for name, value in arguments.items():
-        inner = _by_path(value) if isinstance(value, Mapping) else {}
+        value = dict(enumerate(value)) if isinstance(value, list | tuple) and len(value) > 8 else value
+        inner = by_path(value) if isinstance(value, Mapping) else {}
         paths |= {f"{name}.{path}": value for path, value in inner.items()} or {name: value}
     return paths
 

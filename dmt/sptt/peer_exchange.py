@@ -232,18 +232,18 @@ class AgreedIds:
 
     def _check(self, ids: KeyedJaggedTensor) -> None:
         keys, dtype = ids.keys(), ids.values().dtype
-        missing = [] if self._keys else [feature for feature in self._features if feature not in set(keys)]
-        if missing:
+        if missing := [] if self._keys else sorted(set(self._features).difference(keys)):
             raise InputError(
                 f"The batch lacks feature {missing[0]!r} ({len(missing)} missing, {len(keys)} present)."
                 f"{did_you_mean(missing[0], keys)} Pass ids of all features of the model."
             )
+        at = next((i for i, pair in enumerate(zip(keys, self._keys, strict=False)) if pair[0] != pair[1]), 0)
         refusals = {
             "has a batch size per feature; pass ids with one batch size for all.": ids.variable_stride_per_key(),
             f"has ids of {dtype}; ids must be torch.int32 or torch.int64.": dtype not in (torch.int32, torch.int64),
             "lacks weights, but bags are weighted; pass weights.": self._is_weighted and ids.weights_or_none() is None,
-            f"has features {keys}, but the first had {self._keys}; keys and their order must not change.": self._keys
-            not in ([], keys),
+            f"has {len(keys)} features, {keys[at : at + 1]} at {at}, but the first had {len(self._keys)} and "
+            f"{self._keys[at : at + 1]}; keys and their order must not change.": self._keys not in ([], keys),
         }
         for message, is_refused in refusals.items():
             if is_refused:

@@ -71,14 +71,15 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
         # First, so that tables that the state dict leaves out keep what hot rows have learned.
         self.write_back()
         loaded = [part.load_state_dict(state_dict, strict=False) for part in self.local_parts]
-        keys = loaded[0]._replace(missing_keys=[key for of_part in loaded for key in of_part.missing_keys])
-        for of_part in loaded[1:]:
-            keys.unexpected_keys[:] = [key for key in keys.unexpected_keys if key in of_part.unexpected_keys]
-        if strict and any(keys):
-            missing, unknown = keys
-            raise RuntimeError(f"State dict keys missing: {missing}; unknown: {unknown}. Load one of this model.")
+        missing = [key for of_part in loaded for key in of_part.missing_keys]
+        unknown = sorted(set.intersection(*(set(of_part.unexpected_keys) for of_part in loaded)))
+        if strict and (missing or unknown):
+            counts = f"{len(missing)} and {len(unknown)} in all"
+            raise RuntimeError(
+                f"State dict keys missing: {missing[:3]}; unknown: {unknown[:3]}; {counts}. Load one of this model."
+            )
         self.read_again()
-        return keys
+        return loaded[0]._replace(missing_keys=missing, unexpected_keys=unknown)
 
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """Yields parameters under the unsharded module's names."""

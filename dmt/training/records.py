@@ -43,10 +43,10 @@ def versions() -> dict[str, str]:
 def settings_lines(config: TrainingConfig) -> list[str]:
     """Returns a line for each section with settings that differ from their defaults, and a line of versions."""
     sections = config.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
-    lines = [
-        f"{name}: {', '.join(f'{key} = {json.dumps(value)}' for key, value in values.items())}"
-        for name, values in sections.items()
-    ]
+    lines = []
+    for name, values in sections.items():
+        texts = [f"{key} = {json.dumps(value)}" for key, value in values.items()]
+        lines.append(f"{name}: {', '.join(text if len(text) <= 200 else f'{text[:200]} ...' for text in texts)}")
     return [*lines, f"all settings: {config.train.output_dir}/config.toml", f"versions: {versions()}"]
 
 

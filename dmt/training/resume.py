@@ -15,7 +15,7 @@ from typing import IO, Annotated, Any
 from pydantic import Field
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from dmt.collectives import gather_objects, run_on_all_or_raise
+from dmt.collectives import by_path, gather_objects, run_on_all_or_raise
 from dmt.errors import InputError
 from dmt.files import check_output, from_record, read_file
 from dmt.formatting import shorten
@@ -185,8 +185,8 @@ def check_encoding(folder: Path, job: Job) -> None:
     if not path.exists() or job.config.data.kind == "synthetic":
         return
     saved = data_section(read_file(path, "JSON", place=str(path), remedy=remedy), str(path), remedy)
-    before, after = saved.model_dump(mode="json"), job.data.raw.model_dump(mode="json")
-    wrong = [f"data.{key}: {before[key]} -> {after[key]}" for key in _ENCODING if before[key] != after[key]]
+    values = [{"data": config.model_dump(mode="json", include=set(_ENCODING))} for config in (saved, job.data.raw)]
+    wrong = _changes(*values)
     if _checksum_of(saved.vocabulary) != _checksum_of(job.data.raw.vocabulary):
         wrong.append("the vocabulary (prepare the rows with data.vocabulary set to the folder of that run)")
     if wrong:
@@ -202,22 +202,12 @@ def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
     A change from one ``data.eval_path`` to another is left out: it does not change the training rows.
     """
-    before, after = _by_key(saved), _by_key(now)
+    # Saved settings leave out None.
+    before, after = ({k: v for k, v in by_path(values).items() if v not in (None, {})} for values in (saved, now))
     changed = {key for key in {**before, **after} if before.get(key) != after.get(key)}
     if "data.eval_path" in before and "data.eval_path" in after:
         changed.discard("data.eval_path")
     return [f"{key}: {before.get(key)!r} -> {after.get(key)!r}" for key in sorted(changed)]
-
-
-def _by_key(values: Mapping[str, Any], section: str = "") -> dict[str, Any]:
-    """Returns values by dotted key; leaves out None, as saved settings do."""
-    by_key: dict[str, Any] = {}
-    for key, value in values.items():
-        if isinstance(value, Mapping):
-            by_key |= _by_key(value, f"{section}{key}.")
-        elif value is not None:
-            by_key[f"{section}{key}"] = value
-    return by_key
 
 
 def restore_run(

@@ -15,7 +15,7 @@ from dmt.training.data.prepare import prepare
 
 __all__ = ["run_prepare"]
 
-_MOST_NOTES = 10
+_MOST_NOTES, _MOST_COLUMNS = 10, 50
 
 
 def run_prepare(
@@ -50,6 +50,8 @@ def _show(record: dict[str, Any], out: Path) -> Shown:
     rows += [[name, "", f"{dense['missing']:,}", "", ""] for name, dense in record["summary"]["dense"].items()]
     parts, notes, positives = record["rows"], record["summary"]["notes"], record["summary"]["positives"]
     lines = [f"- {note}" for note in notes[:_MOST_NOTES]]
+    if len(rows) > _MOST_COLUMNS:
+        lines.insert(0, f"{len(rows) - _MOST_COLUMNS:,} more columns: see summary in {out / 'manifest.json'}")
     if len(notes) > _MOST_NOTES:
         lines.append(f"- and {len(notes) - _MOST_NOTES} more: see summary.notes in {out / 'manifest.json'}")
     if record["rejects"]:
@@ -57,4 +59,5 @@ def _show(record: dict[str, Any], out: Path) -> Shown:
     lines.append(f"Train with data.prepared={out}; access counts of its rows: {out / record['access_counts']}")
     share = f" ({positives / parts['train']:.1%} with label 1)" if parts["train"] else ""
     title = f"{parts['train']:,} training rows{share} and {parts['eval']:,} evaluation rows"
-    return Shown(record, ["column", "rows in use", "missing", "rows", "most frequent"], rows, title, range(1, 5), lines)
+    headers = ["column", "rows in use", "missing", "rows", "most frequent"]
+    return Shown(record, headers, rows[:_MOST_COLUMNS], title, range(1, 5), lines)
