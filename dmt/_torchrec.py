@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -243,9 +244,11 @@ def settings_on_parameters(settings: Sequence[tuple[Tensor, Mapping[str, Any]]])
     before = [{name: vars(weight)[name] for name in names if name in vars(weight)} for weight, _ in settings]
     for weight, of_table in settings:
         weight._optimizer_classes, weight._optimizer_kwargs = [None], [of_table]  # type: ignore[attr-defined]
+    logging.getLogger("torchrec.distributed.utils").disabled = True  # it warns about every data-parallel table
     try:
         yield
     finally:
+        logging.getLogger("torchrec.distributed.utils").disabled = False
         # Only these two: TorchRec sets further attributes in the block, which must stay.
         for (weight, _), attributes in zip(settings, before, strict=True):
             for name in names:
