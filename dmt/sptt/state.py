@@ -74,10 +74,7 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
         missing = [key for of_part in loaded for key in of_part.missing_keys]
         unknown = sorted(set.intersection(*(set(of_part.unexpected_keys) for of_part in loaded)))
         if strict and (missing or unknown):
-            counts = f"{len(missing)} and {len(unknown)} in all"
-            raise RuntimeError(
-                f"State dict keys missing: {missing[:3]}; unknown: {unknown[:3]}; {counts}. Load one of this model."
-            )
+            raise RuntimeError(f"First missing keys: {missing[:3]}; unknown: {unknown[:3]}. Load one of this model.")
         self.read_again()
         return loaded[0]._replace(missing_keys=missing, unexpected_keys=unknown)
 

@@ -334,7 +334,7 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
     "a batch without a feature outside": (
         lambda job: sharded(OUTSIDE, job.two)(ids_of(torch.int64, "f0", "f2", "f3")), "The batch lacks feature 'f1'"),
     "state without a table": (lambda job: loaded_outside(job, lambda state: state.pop("embedding_bags.t1.weight")),
-                              r"RuntimeError.* missing: \['embedding_bags.t1.weight'\]"),
+                              r"RuntimeError.* missing keys: \['embedding_bags.t1.weight'\]"),
     "state with another table": (
         lambda job: loaded_outside(job, lambda state: state.update({"embedding_bags.t9.weight": torch.zeros(1)})),
         r"RuntimeError.* unknown: \['embedding_bags.t9.weight'\]"),
