@@ -9,8 +9,6 @@ import pytest
 
 from dmt.sharding.packing import Option, Packing, Problem, differencing, greedy, pack
 
-FREE = (0.0, 0.0)
-
 
 def option(*costs: float, memory: float = 0.0, kind: int = 0) -> Option:
     return Option(np.array(costs), np.full(len(costs), memory), kind)
@@ -19,7 +17,7 @@ def option(*costs: float, memory: float = 0.0, kind: int = 0) -> Option:
 def problem(options: list[list[Option]], ranks: int | np.ndarray, capacity: float = np.inf, **settings: Any) -> Problem:
     cost = np.zeros(ranks) if isinstance(ranks, int) else ranks
     options = [sorted(of_item, key=lambda option: option.costs.sum()) for of_item in options]
-    return Problem(options, cost, np.zeros(len(cost)), capacity, **{"fixed": FREE, **settings})
+    return Problem(options, cost, np.zeros(len(cost)), capacity, **{"fixed": (0.0, 0.0), **settings})
 
 
 def uses(found: Packing | None) -> list[int]:
