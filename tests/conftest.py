@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import os
+import socket
+import warnings
+from multiprocessing import connection, forkserver, resource_tracker
 
 import pytest
 
@@ -16,6 +20,10 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 if hasattr(os, "SCHED_BATCH"):
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
+    # Ranks that share one core wake one another for less. Each worker takes one; those beyond use what is left of all.
+    number, cores = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]), sorted(os.sched_getaffinity(0))
+    if number < len(cores) < int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")):
+        os.sched_setaffinity(0, {cores[number]})
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -43,12 +51,33 @@ def pytest_runtest_setup() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _prepared_ranks(request: pytest.FixtureRequest) -> None:
-    """Ranks are forked from a process that loads the modules of all rank tests, beside the first tests."""
-    modules = {item.module.__name__ for item in request.session.items if item.get_closest_marker("ranks")}
-    if modules:
-        from dmt.testing.ranks import prepare_ranks
-
+    """Ranks are forked from a copy of this process as it is now: with all modules loaded, and before its first test."""
+    if any(item.get_closest_marker("ranks") for item in request.session.items):
         # What training loads late.
-        late = ["scipy.optimize", "torchmetrics.functional.classification", "torchrec.metrics.ne"]
-        # This module first: what is loaded is no garbage. A rank collects again.
-        prepare_ranks(["tests.conftest", *sorted(modules), *late])
+        for name in ("scipy.optimize", "torchmetrics.functional.classification", "torchrec.metrics.ne"):
+            importlib.import_module(name)
+        _start_fork_server()
+
+
+def _start_fork_server() -> None:
+    """What `multiprocessing.forkserver.ensure_running` does, by a fork: a new interpreter would import all again."""
+    resource_tracker.ensure_running()
+    with socket.socket(socket.AF_UNIX) as listener, warnings.catch_warnings():
+        # A thread of pytest-xdist reads commands; what is forked has no use for it.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        listener.bind(address := connection.arbitrary_address("AF_UNIX"))
+        listener.listen()
+        until_closed, alive = os.pipe()
+        process = os.fork()
+        if not process:
+            os.close(alive)
+            # Those of a fresh process, not those of a test.
+            warnings.resetwarnings()
+            warnings.simplefilter("ignore", DeprecationWarning)
+            try:
+                forkserver.main(listener.detach(), until_closed, [])
+            finally:
+                os._exit(0)
+    os.close(until_closed)
+    server = forkserver._forkserver
+    server._forkserver_address, server._forkserver_alive_fd, server._forkserver_pid = address, alive, process

@@ -89,10 +89,6 @@ def in_absurd_environment(rank: int, function: Callable[..., Any], args: tuple[A
     return function(rank, *args)
 
 
-def loaded_modules(rank: int) -> list[str]:
-    return sorted(sys.modules)
-
-
 def run_program(arguments: Sequence[str], ranks: int, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
     """Does what ``torchrun --nproc-per-node RANKS ARGUMENTS`` does in ``folder``; for one rank, what ``python`` does.
 

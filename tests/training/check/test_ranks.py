@@ -17,7 +17,6 @@ import torch.distributed as dist
 
 from dmt.errors import InputError
 from dmt.testing.ranks import Rank, RanksFailedError, end_ranks, run_on_ranks
-from tests.ranks import loaded_modules, run_ranks
 
 pytestmark = pytest.mark.ranks
 
@@ -112,8 +111,3 @@ def test_processes_serve_one_call_after_the_other(tmp_path: Path, monkeypatch: p
         run_on_ranks(look, 2, False, timeout_s=30, ranks=ranks)
     assert len(run_on_ranks(look, 2, False, timeout_s=30, ranks=ranks)) == 2
     end_ranks(ranks)
-
-
-def test_ranks_of_tests_find_the_test_modules_loaded() -> None:
-    """A module that cannot be imported in the process that ranks are forked from is left out in silence."""
-    assert {"pytest", "torchrec", __name__} <= set(run_ranks(loaded_modules, 1, fresh=True)[0])
