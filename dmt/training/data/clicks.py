@@ -42,6 +42,7 @@ _SPLITS: tuple[Split, ...] = ("train", "eval")
 _UNSHUFFLED = 8192  # rows of a lane that are read together when rows are not shuffled
 _AHEAD = 4  # batches that are read ahead
 _Item = TypeVar("_Item")
+_synthetic_clicks = lru_cache(maxsize=8)(SyntheticClicks)  # a job opens its data several times; calibration draws rows
 
 
 class ClickData:
@@ -93,7 +94,7 @@ class ClickData:
             self._open_files(cache, eval_only=eval_only)
 
     def _open_synthetic(self) -> None:
-        clicks = SyntheticClicks(self.config.synthetic)
+        clicks = _synthetic_clicks(self.config.synthetic)
         self._parts = {split: SyntheticRows(clicks, split) for split in _SPLITS}
         named = {"dense": clicks.dense_names, "categorical": clicks.feature_names}
         config = self.config.model_copy(update={**named, "num_embeddings": self.config.synthetic.rows_per_table})
