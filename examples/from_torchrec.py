@@ -32,7 +32,7 @@ from dmt.testing import gather_plain_state, load_plain_state
 from dmt.traffic import TrafficMeter
 from dmt.training.data.batch import ClickBatch
 
-FEATURES, ROWS, DIM, BATCH, STEPS = ["user", "shop", "ad", "city"], 80, 32, 128, 60
+FEATURES, ROWS, DIM, BATCH, STEPS = ["user", "shop", "ad", "city"], 80, 32, 128, 10
 DEVICE = torch.device("cpu")
 
 # The script as it is: tables, a model, batches, optimizers, a training loop, DistributedModelParallel.
@@ -120,7 +120,7 @@ for unique in (False, True):
 
 # Step 3, towers of features that interact, learned from clicks.
 
-towers = TowerPartitioner(num_towers=2).fit(FeatureAffinity.collect_interactions(draw(s, 0) for s in range(STEPS)))
+towers = TowerPartitioner(num_towers=2).fit(FeatureAffinity.collect_interactions(draw(s, 0) for s in range(60)))
 
 # Step 4, another model: a tower sends 16 numbers per sample instead of its 64.
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import ast
 import re
+import runpy
 import shlex
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -55,9 +54,9 @@ def test_a_torchrec_script_sends_less_with_each_step_of_the_tutorial() -> None:
 
 
 @pytest.mark.ranks
-def test_training_over_towers_is_the_same() -> None:
-    command = [sys.executable, "examples/same_training.py"]  # not in a rank, as it starts ranks
-    out = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+def test_training_over_towers_is_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(ROOT / "examples" / "same_training.py"), run_name="__main__")  # in no rank, as it starts ranks
+    out = capsys.readouterr().out
     found = re.findall(r"(\S+): moved (\S+), differs by (\S+)", out)
     assert len(found) == 6, out
     assert all(float(differs) < 1e-5 * float(moved) for _, moved, differs in found), out
