@@ -16,8 +16,6 @@ from dmt.sharding.plan import TowerShardingPlan
 from dmt.sharding.plan_tables import plan_tables
 from dmt.sharding.planner import parameter_sharding
 from dmt.sharding.schemes import KERNELS, ShardingRules, TablePlacement
-from dmt.training.preflight import resolve
-from tests.training.small import small
 
 TWO_BY_TWO = TowerTopology(num_towers=2, ranks_per_tower=2)
 
@@ -220,20 +218,3 @@ def test_torchrec_is_given_kernel_and_cache() -> None:
     on_ssd = TablePlacement(scheme="table_wise", ranks=(0,), kernel="key_value")
     with pytest.raises(InputError, match="Table 't' has kernel='key_value', which FBGEMM supports on GPUs only"):
         parameter_sharding(table("t", 10), on_ssd, device_type="cpu")
-
-
-@pytest.mark.parametrize(
-    ("sections", "message"),
-    [
-        ({"sharding": {"tables": {"t_C1": "key_value"}}}, r"'t_C1' \(559 bytes with its cache\) on an SSD .*has CPUs"),
-        (
-            {"sharding": {"tables": {"t_C1": "key_value"}}, "optimizer": {"sparse": "sgd"}},
-            r"on an SSD .* only row-wise AdaGrad and Adam, but this run has optimizer\.sparse='sgd'",
-        ),
-        ({"sharding": {"tables": {"t_C9": "fused_uvm"}}}, r"rule for tables 't_C9' matches none"),
-    ],
-    ids=["device", "optimizer", "name"],
-)
-def test_the_trainer_refuses_kernels_before_any_rank_starts(sections: dict[str, Any], message: str) -> None:
-    with pytest.raises(InputError, match=message):
-        resolve(small(**sections), 4)

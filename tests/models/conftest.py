@@ -48,8 +48,3 @@ def sparse_features():
 @pytest.fixture
 def dense_features():
     return torch.randn(5, 13, generator=torch.Generator().manual_seed(1))
-
-
-@pytest.fixture(autouse=True)
-def _seed():
-    torch.manual_seed(0)

@@ -95,6 +95,7 @@ def test_a_plan_of_other_tables_or_widths_is_refused(tmp_path: Path) -> None:
     assert torch.equal(ids.sparse_features["C6[0:4]"].values(), ids.sparse_features["C6[12:16]"].values())
 
 
+SSD = {"tables": {"t_C1": "key_value"}}
 REFUSED: list[tuple[dict[str, dict[str, Any]], str]] = [
     ({"towers": {"plan": "nowhere.json"}}, r"Tower plan nowhere\.json: cannot be read"),
     ({"topology": {"num_replicas": 2}}, r"2 \* 2 \* 2 = 8 ranks, but the job was started with WORLD_SIZE=4"),
@@ -123,6 +124,8 @@ REFUSED: list[tuple[dict[str, dict[str, Any]], str]] = [
         {"sharding": {"table_precision": "fp16", "tables": {"t_C2": "data_parallel"}}},
         r"Table 't_C2' in tower 1 cannot be data_parallel.*FP16",
     ),
+    ({"sharding": SSD}, r"'t_C1' \(559 bytes with its cache\) on an SSD .*has CPUs"),
+    ({"sharding": SSD, "optimizer": {"sparse": "sgd"}}, r"SSD .* only row-wise AdaGrad and Adam, but .*sparse='sgd'"),
 ]
 
 
