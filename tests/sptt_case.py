@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, Literal
 
 import torch
@@ -80,6 +81,7 @@ PRECISIONS = {
 }
 # The second step reads the states of the first, the third those that were both read and written.
 STEPS = 3
+_tables_of = cache(lambda case: case.tables())
 MIXES = {
     "mixed": ("table_wise", "row_wise", "column_wise", "data_parallel"),
     "mixed-model-parallel": ("row_wise", "column_wise", "table_wise"),
@@ -149,7 +151,7 @@ class Case:
 
     def draw(self, rank: int, step: int) -> tuple[KeyedJaggedTensor, Tensor]:
         options: dict[str, Any] = {"max_bag": self.max_bag, "weighted": self.weighted, "repeated": self.unique}
-        ids, labels = draw_batch(rank, step, self.tables(), self.sizes[rank] if self.sizes else 5, **options)
+        ids, labels = draw_batch(rank, step, _tables_of(self), self.sizes[rank] if self.sizes else 5, **options)
         if self.id_dtype != torch.int64:
             ids = KeyedJaggedTensor(ids.keys(), ids.values().to(self.id_dtype), ids.weights_or_none(), ids.lengths())
         return ids, labels
@@ -408,7 +410,7 @@ class Training:
         self.optimizers = Optimizers(case, self.model)
         optimizers: Any = self.optimizers
         self.pipeline = TrainPipelineSparseDist(self.model, optimizers, DEVICE) if case.pipeline else None
-        self._batches = iter([self._draw(step) for step in range(case.num_steps)])
+        self._batches = (self._draw(step) for step in range(case.num_steps))
 
     def _draw(self, step: int) -> PipelinedBatch:
         return PipelinedBatch(*self.case.draw(self.rank, step)).to(DEVICE)

@@ -194,7 +194,7 @@ def test_numbers_of_replicas_that_memory_has_no_room_for_are_left_out() -> None:
 # The command.
 
 SHAPE = ("topology.num_towers=2", "topology.ranks_per_tower=8")  # on hosts of the clusters that the library brings
-PAIRS = ("topology.num_towers=2", "topology.ranks_per_tower=2")  # with half as many ways to have replicas
+PAIRS = ("topology.num_towers=2", "topology.ranks_per_tower=2", "data.synthetic.num_features=8")  # soon predicted
 
 
 @pytest.fixture

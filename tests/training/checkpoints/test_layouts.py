@@ -255,7 +255,7 @@ def save_on_rank(rank: int, folder: str, names: list[str]) -> Snapshots:
         torch.manual_seed(rank)
         job.train(range(STEPS, STEPS + 1))
         saved[name]["next"] = {"weights": job.weights(), "moments": job.moments()}
-    return saved
+    return saved if rank == 0 else {}
 
 
 def load(folder: str, source: str, name: str) -> dict[str, Any]:
@@ -274,7 +274,8 @@ def load(folder: str, source: str, name: str) -> dict[str, Any]:
 
 
 def load_on_rank(rank: int, folder: str, pairs: list[tuple[str, str]]) -> Snapshots:
-    return {f"{source} -> {name}": load(folder, source, name) for source, name in pairs}
+    loaded = {f"{source} -> {name}": load(folder, source, name) for source, name in pairs}
+    return loaded if rank == 0 else {}
 
 
 @pytest.fixture(scope="module")
