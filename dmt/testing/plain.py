@@ -14,6 +14,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from dmt.errors import InputError
 from dmt.sharding.optimizers import FUSED_DEFAULTS, MomentScale, moment_scale_of, optimizer_name
@@ -37,7 +38,8 @@ def table_name(name: str) -> str:
 class PlainTraining:
     """Trains the unsharded modules of all replicas as sharded training must train them.
 
-    Before each `step`, run a backward pass of each module, on the mean of the losses of its replica's ranks.
+    Before each `step`, run a backward pass of each module, on the mean of the losses of its replica's ranks. Weights on
+    which ``apply_optimizer_in_backward`` was called train in it, with columns uncut, and are not averaged.
 
     Args:
         modules: the module of each replica (one module without replicas), with equal weights; trained in place.
@@ -80,7 +82,7 @@ class PlainTraining:
         self._has_half_tables = has_half_tables
         self._snapshots: dict[tuple[str, int], list[Tensor]] = {}
         for module in modules:
-            parameters = dict(module.named_parameters())
+            parameters = dict(in_backward_optimizer_filter(module.named_parameters()))
             dense = {name: p for name, p in parameters.items() if not is_table(name) and p.requires_grad}
             if make_optimizer is not None and dense:
                 self.dense_optimizers.append(make_optimizer(dense))

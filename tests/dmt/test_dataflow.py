@@ -40,7 +40,7 @@ from dmt.hot_rows.copies import HotCopies
 from dmt.sharding.data_parallel import DataParallelOptimizer
 from dmt.sptt.peer_exchange import IdExchange
 from dmt.sptt.towers import clip_grad_norm
-from dmt.testing import gather_plain_state, load_plain_state
+from dmt.testing import PlainTraining, gather_plain_state, load_plain_state
 from tests.parity import (
     FUSED,
     LR,
@@ -244,6 +244,17 @@ def test_optimizers_given_on_parameters_are_kept(rank: int) -> None:
         # The gradient is the over arch's weight, on both ranks and in the mean.
         torch.testing.assert_close(step[0][3], 0.5 * before["over_arch.weight"][0, :8], rtol=1e-5, atol=1e-6)
         assert [bool(of_table.any()) for of_table in step] == [True, False, True], "a table of rate zero stays"
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_plain_training_leaves_a_weight_to_an_optimizer_of_its_own() -> None:
+    table = nn.Embedding.from_pretrained(torch.ones(2, 4), freeze=False)
+    apply_optimizer_in_backward(torch.optim.SGD, table.parameters(), {"lr": 0.5})
+    module = nn.ModuleDict({"embedding_bags": nn.ModuleDict({"t": table})})
+    training = PlainTraining([module], fused_params=FUSED)
+    table(torch.tensor(1)).sum().backward()
+    training.step()
+    assert table.weight[:, 0].tolist() == [1.0, 0.5]
 
 
 @pytest.mark.parametrize("optimizer", ["adagrad", "rowwise_adagrad"])
