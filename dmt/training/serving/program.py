@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor, nn
@@ -153,7 +153,7 @@ class ServedModel(nn.Module):
         splits: columns of each shard, by feature (`dmt.plan.towers.TowerPlan.column_splits`).
 
     Raises:
-        InputError: the model has tables that cannot be exported.
+        InputError: the model has tables that cannot be exported, or ``stored`` is unknown.
     """
 
     def __init__(
@@ -165,6 +165,8 @@ class ServedModel(nn.Module):
         splits: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         super().__init__()
+        if stored not in get_args(StoredTables):
+            raise InputError(f"stored={stored!r} is unknown; use one of {list(get_args(StoredTables))}.")
         self._features = tuple(features)
         self._shards = {name: shard_names(name, widths) for name, widths in (splits or {}).items()}
         # deepcopy takes the memo's entries in place of copies, so tables are never copied.

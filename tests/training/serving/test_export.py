@@ -347,5 +347,7 @@ def test_what_cannot_be_exported_is_refused() -> None:
         ServedModel(Sequences(), NAMES)
     with pytest.raises(InputError, match="'t_u' has 7 columns, but int4 packs two numbers into a byte"):
         ServedModel(Clicks(), NAMES, stored="int4")
+    with pytest.raises(InputError, match="stored='int7' is unknown"):
+        ServedModel(Clicks(), NAMES, stored="int7")  # type: ignore[arg-type]
     with pytest.raises(InputError, match="'t_ad' has weighted bags"):
         ServedModel(Clicks(is_weighted=True), NAMES)
