@@ -207,17 +207,13 @@ class TowerPlan:
         unknown = [f for f in (*self.features, *self.outside) if f not in known]
         for names, others, fault in (
             (missing, unknown, "in no tower. Complete the tower plan, or reduce the model to its features."),
-            (
-                unknown,
-                known,
-                "in the tower plan but not in the model. Reduce the plan to the model's features, or extend the "
-                "model. A plan covers one EmbeddingBagCollection: if the model has several, merge them.",
-            ),
+            (unknown, known, "in the tower plan but not in the model. Reduce the plan, or extend the model."),
         ):
             if names:
                 shown = shorten([repr(name) for name in names], ", ", most=5)
                 subject = f"Feature {shown} is" if len(names) == 1 else f"Features {shown} are"
-                raise InputError(f"{subject} {fault}{did_you_mean(names[0], others)}")
+                several = " A plan covers one EmbeddingBagCollection: if the model has several, merge them."
+                raise InputError(f"{subject} {fault}{did_you_mean(names[0], others) or several}")
 
     def tables_by_tower(self, tables: Sequence[Any]) -> list[list[Any]]:
         """Checks that tables fit the plan, and returns those of each tower, ordered by their first feature in the plan.
