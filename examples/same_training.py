@@ -1,11 +1,13 @@
 """Checks that your model trains over towers as it does unsharded, on CPU processes and with tables of few rows.
 
-Copy this file, replace model, batches, loss and optimizers in its first part with your own, and run it:
+Copy this file, replace model, batches, loss, optimizers and sharders in its first part with your own, and run it:
 
     python examples/same_training.py
 
 It prints how far each weight moved, and by how much the sharded weight then differs from the unsharded one.
 """
+
+from typing import Any
 
 import torch
 from fbgemm_gpu.split_embedding_configs import EmbOptimType
@@ -56,12 +58,17 @@ def dense_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.Adam(parameters, lr=1e-3)
 
 
+def sharders_of(mesh: TowerMesh) -> list[Any]:
+    """The sharders of all collections, such as TorchRec's ``EmbeddingCollectionSharder()`` for sequences."""
+    return [SPTTEmbeddingBagCollectionSharder(mesh, TOWERS, fused_params=FUSED_PARAMS, unique=True)]
+
+
 # From here on, nothing depends on the model.
 
 
 def compare(rank: int) -> dict[str, tuple[float, float]]:
     """Trains the sharded model and, on each rank, the unsharded one; returns how far each weight moved and differs."""
-    sharders = [SPTTEmbeddingBagCollectionSharder(TowerMesh(TOPOLOGY), TOWERS, fused_params=FUSED_PARAMS, unique=True)]
+    sharders = sharders_of(TowerMesh(TOPOLOGY))
     full = ClickModel(most_rows=2**62, device="meta")  # small tables are sharded as these would be
     placements = TowerShardingPlanner(TOPOLOGY).explain(full, sharders).placements
     torch.manual_seed(0)
