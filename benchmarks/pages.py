@@ -226,17 +226,17 @@ def _readme_sentences() -> Iterable[str]:
     contenders = _contenders("steps", "main")
     ways = ("sptt", "sptt+unique", "dmt-cr2", "dmt-cr2+outside", "dmt-cr2+all+rank-towers+outside")
     gains = [_best(contenders, "fp32").median / contenders[way].median for way in ways]
-    yield "without replicated tables: {:.2f}. `unique` raises that to {:.2f}".format(*gains)
-    yield "towers alone reach {:.2f}, adding small tables on every rank {:.2f}, adding overlap to both {:.2f}".format(
+    yield "and reaches a speedup of {:.2f}; with `unique` {:.2f}".format(*gains)
+    yield "towers alone reach {:.2f}, with small tables on every rank {:.2f}, with overlap too {:.2f}".format(
         *gains[2:]
     )
     same, four = fastest(contenders.values(), "sptt", precision="fp32"), contenders["dmt-cr4+all+rank-towers"]
     assert same is not None, "the record has the unchanged model"
-    yield f"a step computes for {same.compute:.2f} seconds, with DMT-DLRM for {four.compute:.2f}"
+    yield f"its steps compute for {same.compute:.2f} seconds, those of DMT-DLRM for {four.compute:.2f}"
     pairs = [(data, model) for data in ("flights", "hotel") for model in ("dlrm-products", "dcn")]
     learned, strided = (-min(aucs[*pair, towers, 4] for pair in pairs) for towers in ("interactions", "strided"))
-    yield f"At a ratio of 4 these lost at most {learned:.4f} of AUC"
-    yield f"and up to {strided:.4f} in strided towers"
+    yield f"At ratio 4 they lost at most {learned:.4f} of AUC"
+    yield f"and up to {strided:.4f} if towers were strided"
     yield f"changed AUC by at most {_outside_change():.4f} compared"
 
 
