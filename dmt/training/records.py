@@ -6,7 +6,9 @@ import importlib.metadata
 import json
 import logging
 import math
+import os
 import platform
+import sys
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict
 from functools import cache
@@ -80,9 +82,10 @@ class RunRecord:
         _write(self._metrics, "".join(f"{json.dumps(values)}\n" for values in kept))
 
     def say(self, lines: Iterable[str]) -> None:
-        """Prints lines to stdout, each prefixed with ``# ``."""
+        """Prints lines to stdout, each prefixed with ``# ``; in a demo to stderr, since its stdout may be JSON."""
         if self.enabled:
-            print("".join(f"# {line}\n" for line in lines), end="", flush=True)
+            stream = sys.stderr if "DMT_LAUNCHER" in os.environ else sys.stdout
+            print("".join(f"# {line}\n" for line in lines), end="", flush=True, file=stream)
 
     def sharding(self, plan: TowerShardingPlan | None) -> None:
         """Writes a plan as ``sharding.json`` and prints its summary; None removes an earlier run's file."""

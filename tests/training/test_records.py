@@ -47,6 +47,14 @@ def test_curves_stay_up_to_the_step_that_a_run_goes_on_from(killed: Path) -> Non
     assert read_curves(killed) == {"train/loss": [(5, 5.0)]}, "a run of its own starts anew"
 
 
+def test_the_runs_of_a_demo_leave_stdout_to_its_result(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DMT_LAUNCHER", "1")
+    record_of(tmp_path).say(["step 1"])
+    assert capsys.readouterr() == ("", "# step 1\n")
+
+
 @pytest.mark.parametrize("resumed_step", [0, 20])
 def test_an_earlier_result_goes_and_a_new_one_is_written(tmp_path: Path, resumed_step: int) -> None:
     record_of(tmp_path).close({"steps": 10})
