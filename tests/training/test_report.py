@@ -116,6 +116,7 @@ def test_curves_are_drawn_in_the_colors_of_their_runs(tmp_path):
     assert [color.lower() in picture for color in RUN_COLORS[:3]] == [True, True, False]
     assert "_towers" in picture
     assert plot_curves({"towers": towers}, tmp_path / "curves.png").read_bytes()[:8] == PNG
+    plot_curves({"diverged": record(tmp_path / "diverged", {"step": 7, "train/loss": math.nan})}, tmp_path / "no.png")
 
 
 def test_folders_without_curves_are_refused(tmp_path):

@@ -232,7 +232,7 @@ def plot_curves(runs: Mapping[str, Path], path: Path) -> Path:
     figure = new_figure(path, size=(8.4, 6.2), caller="plot_curves")
     grid = figure.add_gridspec(2, 2, height_ratios=(1.0, 1.05))
     places = (grid[0, :], grid[1, 0], grid[1, 1])
-    last = max(float(curve[:, 0].max()) for run in curves.values() for curve in run.values())
+    last = max((float(curve[:, 0].max()) for run in curves.values() for curve in run.values()), default=1.0)
     for place, (key, title) in zip(places, _PANELS, strict=True):
         axes = figure.add_subplot(place)
         _draw_curves(axes, [run.get(key) for run in curves.values()], smoothed=key == "train/loss")
