@@ -221,8 +221,12 @@ def make_program(model: ServedModel, *, num_dense: int, features: Sequence[str])
         features: names of the features.
 
     Raises:
-        InputError: the model does not return a tensor [B, 1] or [B], or PyTorch cannot export it, for the reason given.
+        InputError: the model does not return a tensor [B, 1] or [B], a feature has a quotation mark in its name, or
+            PyTorch cannot export the model, for the reason given.
     """
+    if quoted := [name for name in features if "'" in name or '"' in name]:
+        # PyTorch writes the names into Python code, unescaped.
+        raise InputError(f"Feature {quoted[0]!r}: PyTorch cannot export names with quotation marks. Rename the column.")
     samples = 3
     # A different number of ids for each feature, so that the tracer assumes no two to be equal.
     counts = {name: samples + 2 + number for number, name in enumerate(features)}

@@ -343,6 +343,8 @@ def test_what_cannot_be_exported_is_refused() -> None:
     make_program(ServedModel(Clicks(lambda logits: logits[:, 0]), NAMES), num_dense=2, features=NAMES)  # [B] is fine
     with pytest.raises(InputError, match=r"cannot export Clicks .*without branches on the data"):
         make_program(ServedModel(Clicks(lambda x: x if bool(x.sum() > 0) else -x), NAMES), num_dense=2, features=NAMES)
+    with pytest.raises(InputError, match='Feature "it\'s": PyTorch cannot export names with quotation marks'):
+        make_program(ServedModel(Clicks(), NAMES), num_dense=2, features=[*NAMES, "it's"])
     with pytest.raises(InputError, match="module 'words' is a Words, whose tables cannot"):
         ServedModel(Sequences(), NAMES)
     with pytest.raises(InputError, match="'t_u' has 7 columns, but int4 packs two numbers into a byte"):
