@@ -14,6 +14,7 @@ from dmt.collectives import gather_objects
 from dmt.errors import InputError, ReplicaMismatchError
 from dmt.formatting import shorten
 from dmt.sharding.schemes import column_widths
+from dmt.sptt.state import TowerState
 
 __all__ = ["copy_parts", "gather_plain_state", "join_parts", "load_plain_state", "local_parts", "table_layout"]
 
@@ -58,7 +59,7 @@ def load_plain_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
 
     Every rank copies its own parts, so nothing is sent. Any layout works: tower or flat dataflow, any sharding scheme,
     replicas, and TorchRec's own sharders. Call it after ``DistributedModelParallel`` is constructed, which
-    initializes the tables again, and before `dmt.ReplicaSync` (or call its ``restart()`` afterwards) and `dmt.HotRows`.
+    initializes the tables again, and before `dmt.ReplicaSync` (or call its ``restart()`` afterwards).
 
     Args:
         model: the sharded model.
@@ -77,6 +78,9 @@ def load_plain_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
             )
     for part in parts:
         part.tensor.copy_(part.of(state))
+    for module in model.modules():
+        if isinstance(module, TowerState):
+            module.read_again()
 
 
 def gather_plain_state(model: nn.Module) -> dict[str, Tensor]:
