@@ -8,9 +8,11 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.nn.modules.dropout import _DropoutNd
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dmt.errors import InputError
@@ -22,7 +24,7 @@ from dmt.training.data.batch import ClickBatch
 from dmt.training.factory import check_samples
 from dmt.training.job import Job
 
-__all__ = ["UNEVEN", "Expected", "compute_expected", "draw_batch", "draw_samples"]
+__all__ = ["UNEVEN", "Expected", "compute_expected", "draw_batch", "draw_samples", "without_dropout"]
 
 State = dict[str, Tensor]
 
@@ -67,6 +69,16 @@ def draw_samples(job: Job, size: int, *, seed: int) -> ClickBatch:
     )
 
 
+def without_dropout(model: Any) -> Any:
+    """Turns dropout off in place, because ranks draw other masks than one process does; returns the model."""
+
+    def turn_off(part: nn.Module) -> None:
+        if isinstance(part, _DropoutNd):
+            part.p = 0.0
+
+    return model.apply(turn_off)  # modules() leaves out what is inside sharded modules
+
+
 @dataclass(frozen=True, kw_only=True)
 class Expected:
     """Everything that the ranks compare with; weights, gradients and logits are float32."""
@@ -88,12 +100,12 @@ def compute_expected(run: CheckedRun, layout: Mapping[str, Sequence[int]]) -> Ex
     """Trains the plain module, with optimizers for the column shards of ``layout``; returns the expected results.
 
     Raises:
-        InputError: a loss is not finite, or a sample's logit depends on other samples of its batch.
+        InputError: logits are random, a loss is not finite, or a sample's logit depends on other samples of its batch.
     """
     torch.manual_seed(run.config.train.seed)
     # The plain module has FP32 tables.
     plain = replace(run.job, tables=tuple(replace(table, data_type="FP32") for table in run.job.tables))
-    tasks = [ClickTask(build_model(plain)) for _ in range(run.topology.num_replicas)]
+    tasks = [ClickTask(without_dropout(build_model(plain))) for _ in range(run.topology.num_replicas)]
     with torch.no_grad():
         for name, weight in tasks[0].named_parameters():
             if run.config.sharding.table_precision == "fp16" and is_table(name):
@@ -102,7 +114,12 @@ def compute_expected(run: CheckedRun, layout: Mapping[str, Sequence[int]]) -> Ex
     for task in tasks[1:]:
         task.load_state_dict(start)
     with torch.no_grad():
-        logits = [tasks[0](batch)[1][0] for batch in _batches(run, UNEVEN)]
+        logits, again = ([tasks[0](batch)[1][0] for batch in _batches(run, UNEVEN)] for _ in range(2))
+    if not torch.allclose(torch.cat(logits), torch.cat(again), rtol=1e-4, equal_nan=True):
+        raise InputError(
+            f"model.factory={run.config.model.factory!r}: the model's logits are random even without torch.nn.Dropout, "
+            "so there is nothing to compare. Turn off what draws random numbers, by an option of the factory."
+        )
     training = _plain_training(run, tasks, layout)
     _backward(run, tasks, UNEVEN)
     training.average_gradients()

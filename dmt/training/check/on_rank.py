@@ -20,7 +20,7 @@ from dmt.sptt.state import checksum
 from dmt.testing.plain import is_table, table_name
 from dmt.testing.state import LocalPart, copy_parts, load_plain_state, local_parts, table_layout
 from dmt.training.build import build_optimizer, in_micro_batches, replica_sync, shard_model
-from dmt.training.check.expected import UNEVEN, Expected, compute_expected, draw_batch
+from dmt.training.check.expected import UNEVEN, Expected, compute_expected, draw_batch, without_dropout
 from dmt.training.check.shrink import CheckedRun, with_values
 from dmt.training.config import TrainingConfig
 
@@ -179,7 +179,7 @@ class _Checks:
 
     def _start(self, config: TrainingConfig) -> tuple[DistributedModelParallel, ReplicaSync | None]:
         """Returns the sharded model of a config with the initial weights, and its `ReplicaSync` if it has replicas."""
-        model = shard_model(replace(self.run.job, config=config), self.mesh)
+        model = without_dropout(shard_model(replace(self.run.job, config=config), self.mesh))
         load_plain_state(model, self.expected.start)
         if config.hot_rows.extra_memory:
             # Every second row of each table: access counts would choose no row in so few steps.

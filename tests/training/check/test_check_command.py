@@ -81,9 +81,11 @@ def test_a_flat_model_with_column_shards_in_towers(tmp_path: Path) -> None:
 
 @pytest.mark.ranks
 @pytest.mark.usefixtures("_shared_ranks")
-def test_micro_batches_are_checked_and_dense_gradients_sent_in_fp32() -> None:
+def test_micro_batches_are_checked_without_dropout_and_dense_gradients_sent_in_fp32() -> None:
     train = {"micro_batches": 3, "dense_reduce": "hierarchical_bf16"}
-    report = check_run(small(sharding={"scheme": "table_wise"}, train=train), CheckLimits(steps=2))
+    model = {"factory": "tests.training.small:dropped"}
+    sharding = {"scheme": "table_wise", "dataflow": "sptt"}
+    report = check_run(small(model=model, sharding=sharding, train=train), CheckLimits(steps=2))
     assert report.agrees
     assert "train.dense_reduce is hierarchical instead of hierarchical_bf16" in report.reduced
 
