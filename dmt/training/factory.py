@@ -26,6 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.parameter import is_lazy
 from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 from torchrec.modules.embedding_tower import EmbeddingTowerCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
@@ -289,6 +290,8 @@ def _check_layers(place: str, model: nn.Module, world_size: int) -> None:
     paths = [path for path, part in model.named_modules() if id(part) in modules]
     owners: dict[int, tuple[str, str | None]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
+        if is_lazy(parameter):
+            raise InputError(f"{place}: {name!r} has no size yet. Replace the torch.nn.Lazy module by one with sizes.")
         # TorchRec would train a frozen table anyway, and warm-up sets the rate of every table's optimizer.
         if is_table(name) and (not parameter.requires_grad or fused_settings(parameter, None)):
             raise InputError(

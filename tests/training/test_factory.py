@@ -177,6 +177,7 @@ KINDS: dict[str, Callable[[Any], Any]] = {
     "raises": lambda tables: {"flat": Flat(tables)}["towers"],
     "part": lambda tables: with_part(tables, Part()),
     "layer of rows": lambda tables: with_part(tables, nn.Linear(tables[0].num_embeddings, 1)),
+    "lazy": lambda tables: with_part(tables, nn.LazyLinear(1)),
     "batch norm": lambda tables: with_part(tables, nn.BatchNorm1d(4)),
     "frozen": lambda tables: with_table(tables, lambda weight: weight.requires_grad_(False)),
     "own rate": lambda tables: with_table(tables, set_rate),
@@ -259,6 +260,7 @@ def job_of(factory: str, *, in_towers: bool = False, **more: Any) -> Job:
         ("made:batch norm", r"BatchNorm1d 'part' normalizes over the samples.* Use torch.nn.LayerNorm"),
         ("made:frozen", r"'.*embedding_bags.*' has requires_grad=False or its own optimizer, but the trainer"),
         ("made:own rate", r"'.*embedding_bags.*' has requires_grad=False or its own optimizer, but the trainer"),
+        ("made:lazy", "'part.weight' has no size yet. Replace the torch.nn.Lazy module"),
     ],
 )
 def test_a_model_that_does_not_fit_is_refused_before_training(factory: str, message: str) -> None:
