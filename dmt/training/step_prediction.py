@@ -44,6 +44,9 @@ _KEPT: dict[str, Any] = {
     **{"data": True, "model": True, "optimizer": True, "sharding": set(_SHARDING.split()), "replicas": {"sync_every"}},
     "train": {"batch_size", "prefetch_ids", "micro_batches", "device"},
 }
+# What an alternative may change.
+_CHANGED: dict[str, Any] = dict.fromkeys(("model", "topology", "sharding", "towers", "hot_rows", "replicas"), True)
+_CHANGED["train"] = {"dense_reduce", "micro_batches"}
 
 
 class Prediction(NamedTuple):
@@ -203,16 +206,16 @@ def alternatives(run: Job, cluster: Cluster) -> tuple[list[Prediction], list[str
     counted: dict[str, ModelWork] = {}
     reason, limit, tables = None, run.config.sharding.rank_memory, _plain_tables(run)
     for name, settings in _ways(run) if run.config.model.factory is None else ():
-        keys = [(f"{section}.{key}", value) for section, values in settings.items() for key, value in values.items()]
-        overrides = [f"{key}={json.dumps(value).strip(chr(34))}" for key, value in keys]
+        changed = changed_config(run.config, settings)
         try:
-            job = make_job(changed_config(run.config, settings), tables, run.num_dense, data=run.opened_data)
+            job = make_job(changed, tables, run.num_dense, data=run.opened_data)
         except InputError as error:
             if limit is None:
                 raise
             left_out.append(name)
             reason = reason or error
             continue
+        overrides = _overrides(run.config, changed, settings)
         prediction = predict_step(job, cluster, counted)._replace(name=name, overrides=overrides)
         if limit is not None and prediction.rank_bytes > limit:
             left_out.append(name)
@@ -223,6 +226,17 @@ def alternatives(run: Job, cluster: Cluster) -> tuple[list[Prediction], list[str
     # Among equally fast ones (up to rounding), first those that change the model least, then with fewest replicas.
     predictions.sort(key=lambda way: (round(way.seconds, 7), way.compression_ratio, way.num_replicas))
     return predictions, left_out
+
+
+def _overrides(config: TrainingConfig, changed: TrainingConfig, settings: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Returns all ``settings`` and the other keys in which an alternative differs from ``config``, as overrides."""
+    before, after = config.model_dump(mode="json"), changed.model_dump(mode="json", exclude_none=True, include=_CHANGED)
+    return [
+        f"{section}.{key}={json.dumps(value).strip(chr(34))}"
+        for section in {**settings, **after}
+        for key, value in after[section].items()
+        if key in settings.get(section, ()) or value != before[section][key]
+    ]
 
 
 def _plain_tables(run: Job) -> list[TableSpec]:

@@ -265,7 +265,7 @@ def test_a_model_of_ones_own_is_predicted_as_it_is(tmp_path: Path) -> None:
             ["the state of optimizer.sparse='adam'"],
         ),
         (["sharding.unique=true", "sharding.forward_precision=fp16"], 2, ["sharding.unique=true"]),
-        (["topology.num_replicas=2", "replicas.moment_scale=2"], 4, []),
+        (["topology.num_replicas=2", "replicas.moment_scale=2", "sharding.tables.t_C1=row_wise"], 4, []),
         (
             ["hot_rows.extra_memory=0.01", "sharding.unique=true", "model.arch=dlrm"],
             2,
@@ -281,7 +281,12 @@ def test_alternatives_to_any_config_are_found(
     assert record["not_counted"] == left_out
     assert len([way for way in record["alternatives"] if way["num_replicas"] == 1]) == (5 if hosts == 1 else 7)
     for way in record["alternatives"]:
-        assert load_config("demo", way["overrides"]).topology.build().world_size == 2 * hosts
+        config = load_config("demo", [*PAIRS, "sharding.dataflow=sptt", *overrides, *way["overrides"]])
+        assert config.topology.build().world_size == 2 * hosts
+        # What the run has beyond its model is not part of the prediction.
+        assert (config.sharding.unique, config.hot_rows.extra_memory) == ("unique" in way["name"], 0)
+        assert (config.sharding.scheme, config.sharding.tables) == ("auto", {})
+        assert config.replicas.moment_scale == "num_replicas"
 
 
 @pytest.mark.parametrize(("group", "fewer"), [(None, ""), ("item", "; whole requests (data.group_by) have fewer")])
