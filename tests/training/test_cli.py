@@ -25,6 +25,7 @@ from dmt.training import __main__ as training
 from dmt.training.commands import demo, main
 from dmt.training.config import load_config
 from tests.ranks import run_program, wait_until
+from tests.training.small import make_checkpoint
 
 
 def dmt(*arguments: str) -> Result:
@@ -82,6 +83,12 @@ def test_bad_input_is_a_line_and_code_2(arguments: list[str], reason: str, monke
     assert "Traceback" not in result.output
     # Again when torchrun has ended.
     assert [command[-1] in result.output for command in commands] == [True] * result.output.count("error: ")
+
+
+def test_a_demo_keeps_the_checkpoints_of_other_runs(tmp_path: Path) -> None:
+    saved = make_checkpoint(tmp_path / "dlrm" / "checkpoint", 5, {})
+    assert "the demo would delete the checkpoints of another run" in dmt("demo", "--out", str(tmp_path)).output
+    assert saved.exists()
 
 
 def test_the_last_line_is_the_reason() -> None:

@@ -32,6 +32,7 @@ __all__ = ["demo", "demo_settings", "flat_settings", "step_settings", "train_her
 
 _STEPS = 1000  # enough to tell the models apart, and done within minutes
 _TABLE_ROWS = 20_000
+_CONFIG = "run.toml"  # in the folder of each of a demo's runs
 
 
 def demo(data: str | None, out: Path, overrides: Sequence[str], *, command: str) -> dict[str, dict[str, Any]]:
@@ -65,6 +66,9 @@ def demo(data: str | None, out: Path, overrides: Sequence[str], *, command: str)
     check_rows(load_config("demo", shared), ranks, rows)
 
     flat_arch = arch.removeprefix("dmt-").removesuffix("-products")
+    for folder in (out / flat_arch, out / arch):
+        if checkpoints(folder / "checkpoint") and not (folder / _CONFIG).exists():
+            raise InputError(f"--out: the demo would delete the checkpoints of another run in {folder}. Name another.")
     console.print(f"[bold]2/4[/] training the flat model, {flat_arch}, on {ranks} ranks")
     runs = {flat_arch: train_here(out / flat_arch, [*flat_settings(shared), f"model.arch={flat_arch}"])}
 
@@ -104,9 +108,9 @@ def train_here(folder: Path, settings: Sequence[str]) -> dict[str, Any]:
     for path in checkpoints(folder / "checkpoint"):
         shutil.rmtree(path)
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "run.toml").write_text(to_toml(config), encoding="utf-8")
+    (folder / _CONFIG).write_text(to_toml(config), encoding="utf-8")
     try:
-        _start_ranks(folder / "run.toml", config.topology.build().world_size)
+        _start_ranks(folder / _CONFIG, config.topology.build().world_size)
     except ChildFailedError as error:
         code = error.get_first_failure()[1].exitcode
         raise InputError(
