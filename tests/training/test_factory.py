@@ -185,6 +185,7 @@ KINDS: dict[str, Callable[[Any], Any]] = {
     "a tuple": lambda tables: Flat(tables, lambda logits: (logits, logits)),
     "probabilities": lambda tables: Flat(tables, torch.sigmoid),
     "reads ids": ReadsIds,
+    "random": lambda tables: Flat(tables, lambda logits: logits + torch.rand_like(logits)),
     "mixes": lambda tables: Flat(tables, lambda logits: logits - logits.logsumexp(0)),
 }
 
@@ -322,6 +323,9 @@ def test_a_model_that_mixes_samples_is_refused_by_check_and_export(tmp_path: Pat
     config = job_of("made:mixes", topology={"num_towers": 1, "ranks_per_tower": 1}).config
     with pytest.raises(InputError, match=message):
         check_run(config, CheckLimits(max_rows=20, batch_size=4, steps=2))
+    random = job_of("made:random", topology={"num_towers": 1, "ranks_per_tower": 1}).config
+    with pytest.raises(InputError, match="made': the model's logits are random even without"):
+        check_run(random, CheckLimits(max_rows=20, batch_size=4, steps=2))
     save_alone(plain(config), tmp_path / "checkpoint", files={"config.toml": to_toml(config)})
     with pytest.raises(InputError, match=message):
         export_run(tmp_path, tmp_path / "model.pt2", functions=[f"{__name__}:made"])
