@@ -206,7 +206,7 @@ def test_file_sizes() -> None:
 
 # Lines and files of each part at most, and where they are to get. Raise a number only with the reason in the commit.
 CEILINGS = {
-    "the library": (25_535, 134),  # 20_500, 136
+    "the library": (25_584, 134),  # 20_500, 136
     "dmt/*.py": (1_005, 7),  # 800, 8
     "dmt/plan": (748, 5),  # 600, 5
     "dmt/sharding": (1_960, 10),  # 1_750, 10
@@ -215,12 +215,12 @@ CEILINGS = {
     "dmt/hot_rows": (955, 6),  # 900, 6
     "dmt/simulator": (850, 4),  # 800, 5
     "dmt/report": (150, 2),  # 110, 2
-    "dmt/testing": (593, 4),  # 600, 4
-    "dmt/training": (11_346, 54),  # 7_800, 50
+    "dmt/testing": (597, 4),  # 600, 4
+    "dmt/training": (11_389, 54),  # 7_800, 50
     "partitioner": (2_855, 12),  # 2_800, 14
     "models": (1_340, 8),  # 1_000, 7
     "benchmarks": (6_455, 36),  # 5_600, 36
-    "tests": (23_502, 119),  # 20_000, 115
+    "tests": (23_538, 119),  # 20_000, 115
 }
 
 
