@@ -149,8 +149,7 @@ def _with_finer_cuts(problem: Problem, most: float, runs: list[tuple[Packing, Pa
     """
     least = sum(float(options[0].costs.sum()) for options in problem.options)
     mean = (float(problem.cost.sum()) + least) / len(problem.cost)
-    # No packing costs less.
-    bound = mean + min((problem.fixed_cost([kind]) for kind in problem.kinds), default=0.0)
+    bound = mean + min((problem.fixed_cost([kind]) for kind in problem.kinds), default=0.0)  # no packing costs less
     is_hopeless = bound > most * (1 + 1e-9)  # by more than rounding
     for limits in () if is_hopeless else [(target * mean, part * mean) for target, part in _TARGETS]:
         better = next((better for run, better in runs if run.repeats(problem, *limits)), None)

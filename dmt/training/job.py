@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import cast
+from typing import Literal, cast
 
 from dmt.errors import InputError, did_you_mean
 from dmt.formatting import human_bytes
@@ -24,7 +24,6 @@ from dmt.training.config import OptimizerConfig, ShardingConfig, TrainingConfig
 from dmt.training.data.clicks import ClickData
 from dmt.training.data.columns import tables_of
 from dmt.training.data.config import read_tables
-from dmt.training.device import DeviceType, device_type
 
 __all__ = [
     "PREPARED",
@@ -74,8 +73,10 @@ class Job:
         return self.opened_data
 
     @property
-    def device_type(self) -> DeviceType:
+    def device_type(self) -> Literal["cpu", "cuda"]:
         """Kind of the ranks' devices: ``train.device``, with ``auto`` resolved on this host, which need not train."""
+        from dmt.training.device import device_type  # which loads torch
+
         wanted = self.config.train.device
         return device_type(wanted) if wanted == "auto" else wanted
 
@@ -321,7 +322,7 @@ def _cuts(plan: TowerPlan, tables: Sequence[TableSpec]) -> Mapping[str, tuple[in
     return plan.column_splits if any(feature in features for feature in plan.column_splits) else {}
 
 
-def check_table_optimizer(config: OptimizerConfig, device: DeviceType = "cpu") -> None:
+def check_table_optimizer(config: OptimizerConfig, device: str = "cpu") -> None:
     """Raises `InputError` if FBGEMM has no kernel for the tables' optimizer on the device where the tables live."""
     if device == "cpu" and config.sparse not in _CPU_OPTIMIZERS:
         raise InputError(

@@ -187,14 +187,10 @@ def check_encoding(folder: Path, job: Job) -> None:
     saved = data_section(read_file(path, "JSON", place=str(path), remedy=remedy), str(path), remedy)
     values = [{"data": config.model_dump(mode="json", include=set(_ENCODING))} for config in (saved, job.data.raw)]
     wrong = _changes(*values)
-    if _checksum_of(saved.vocabulary) != _checksum_of(job.data.raw.vocabulary):
+    if (saved.vocabulary or "").partition("#")[2] != (job.data.raw.vocabulary or "").partition("#")[2]:  # checksums
         wrong.append("the vocabulary (prepare the rows with data.vocabulary set to the folder of that run)")
     if wrong:
         raise InputError(f"{folder} was trained on rows of another encoding: {shorten(wrong)}. Undo these changes.")
-
-
-def _checksum_of(vocabulary: str | None) -> str:
-    return (vocabulary or "").partition("#")[2]
 
 
 def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
@@ -202,7 +198,6 @@ def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
 
     A change from one ``data.eval_path`` to another is left out: it does not change the training rows.
     """
-    # Saved settings leave out None.
     before, after = ({k: v for k, v in by_path(values).items() if v not in (None, {})} for values in (saved, now))
     changed = {key for key in {**before, **after} if before.get(key) != after.get(key)}
     if "data.eval_path" in before and "data.eval_path" in after:

@@ -20,7 +20,6 @@ from dmt.sharding.plan_tables import plan_tables
 from dmt.sharding.schemes import ShardingRules, TablePlacement
 from dmt.training.commands import Shown
 from dmt.training.config import load_config
-from dmt.training.device import device_type
 from dmt.training.job import Job, check_table_optimizer, open_job, step_workload
 
 __all__ = ["run_partition", "run_plan"]
@@ -136,7 +135,7 @@ def run_plan(config: str, overrides: Sequence[str] = (), *, out: Path | None = N
     """
     run = load_config(config, overrides)
     if run.data.tables is None:
-        check_table_optimizer(run.optimizer, "cuda" if run.train.device == "cuda" else device_type(run.train.device))
+        check_table_optimizer(run.optimizer, Job(config=run, tables=(), num_dense=0).device_type)
     job = open_job(run)
     if run.model.factory is not None:
         # Imported here because plans of shipped models need no TorchRec.

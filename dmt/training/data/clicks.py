@@ -27,13 +27,13 @@ from dmt.training.data.config import DataConfig
 from dmt.training.data.deal import Deal, Span
 from dmt.training.data.files import MANIFEST, REQUEST, Manifest, read_manifest
 from dmt.training.data.parquet import ParquetRows, Rows, pack_rows
-from dmt.training.data.source import SourceRows
-from dmt.training.data.synthetic import SyntheticClicks, SyntheticRows
 
 if TYPE_CHECKING:
     import torch.distributed as dist
 
     from dmt.training.data.batch import ClickBatch
+    from dmt.training.data.source import SourceRows
+    from dmt.training.data.synthetic import SyntheticRows
 
 __all__ = ["ClickData", "Split", "prefetched"]
 
@@ -42,7 +42,6 @@ _SPLITS: tuple[Split, ...] = ("train", "eval")
 _UNSHUFFLED = 8192  # rows of a lane that are read together when rows are not shuffled
 _AHEAD = 4  # batches that are read ahead
 _Item = TypeVar("_Item")
-_synthetic_clicks = lru_cache(maxsize=8)(SyntheticClicks)  # a job opens its data several times; calibration draws rows
 
 
 class ClickData:
@@ -87,6 +86,8 @@ class ClickData:
         if config.kind == "synthetic":
             self._open_synthetic()
         elif config.kind == "source":
+            from dmt.training.data.source import SourceRows  # which loads torch
+
             self.source = SourceRows(config)
             self.columns = self.source.columns
             self.raw = explicit_config(config, self.columns)
@@ -94,7 +95,9 @@ class ClickData:
             self._open_files(cache, eval_only=eval_only)
 
     def _open_synthetic(self) -> None:
-        clicks = _synthetic_clicks(self.config.synthetic)
+        from dmt.training.data.synthetic import SyntheticRows, synthetic_clicks  # which loads torch
+
+        clicks = synthetic_clicks(self.config.synthetic)
         self._parts = {split: SyntheticRows(clicks, split) for split in _SPLITS}
         named = {"dense": clicks.dense_names, "categorical": clicks.feature_names}
         config = self.config.model_copy(update={**named, "num_embeddings": self.config.synthetic.rows_per_table})

@@ -341,7 +341,6 @@ class _View:
 
     def __init__(self, converter: Converter, file: Path) -> None:
         self.converter = converter
-        # Aliases for thousands of columns, or reading their footer again, would slow down every query.
         self.columns = {name: f"#{i}" for i, name in enumerate(converter.schema.names, start=1)}
         self.rows = f"read_parquet({literal(glob.escape(str(file)))})"
 

@@ -18,7 +18,7 @@ the first steps push all embeddings the same way, to learn the base rate, and th
 
 from __future__ import annotations
 
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from dmt.training.data.config import SyntheticConfig
 
-__all__ = ["BLOCK_ROWS", "SyntheticClicks", "SyntheticRows"]
+__all__ = ["BLOCK_ROWS", "SyntheticClicks", "SyntheticRows", "synthetic_clicks"]
 
 BLOCK_ROWS = 1024
 """Number of rows drawn together; small, so that a rank draws little more than its own rows."""
@@ -143,6 +143,9 @@ class SyntheticClicks:
             pairs = (sums**2 - squares) / max(count * (count - 1), 1)
             total += _MAIN_WEIGHT * self._main[group] * (sums / count) + pairs
         return self._intercept + self._scale * total
+
+
+synthetic_clicks = lru_cache(maxsize=8)(SyntheticClicks)  # a job opens its data several times; calibration draws rows
 
 
 class SyntheticRows:
