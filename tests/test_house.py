@@ -206,11 +206,11 @@ def test_file_sizes() -> None:
 
 # Lines and files of each part at most, and where they are to get. Raise a number only with the reason in the commit.
 CEILINGS = {
-    "the library": (25_584, 134),  # 20_500, 136
+    "the library": (25_601, 134),  # 20_500, 136
     "dmt/*.py": (1_005, 7),  # 800, 8
     "dmt/plan": (748, 5),  # 600, 5
-    "dmt/sharding": (1_960, 10),  # 1_750, 10
-    "dmt/sptt": (3_436, 18),  # 2_900, 18
+    "dmt/sharding": (1_964, 10),  # 1_750, 10
+    "dmt/sptt": (3_446, 18),  # 2_900, 18
     "dmt/replicas": (380, 3),  # 350, 3
     "dmt/hot_rows": (955, 6),  # 900, 6
     "dmt/simulator": (850, 4),  # 800, 5
@@ -220,7 +220,7 @@ CEILINGS = {
     "partitioner": (2_855, 12),  # 2_800, 14
     "models": (1_340, 8),  # 1_000, 7
     "benchmarks": (6_455, 36),  # 5_600, 36
-    "tests": (23_538, 119),  # 20_000, 115
+    "tests": (23_557, 119),  # 20_000, 115
 }
 
 

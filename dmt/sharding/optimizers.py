@@ -74,6 +74,8 @@ def kernel_obstacle(settings: Mapping[str, Any], *, names_only: bool = False, cp
     counts, clips = settings.get("counter_based_regularization"), settings.get("cowclip_regularization")
     mode: Any = getattr(counts or clips, "counter_weight_decay_mode", settings.get("weight_decay_mode"))
     has_mode = bool(mode) and not (clips and mode.name == "ADAGRADW")
+    if has_mode and mode.name == "DECOUPLE_GLOBAL" and cpu_table is not None:
+        return "FBGEMM has no kernel for weight_decay_mode=DECOUPLE_GLOBAL on a CPU"
     decays = has_mode if is_row_wise else optimizer not in ("exact_sgd", "exact_adagrad", "none")
     # FBGEMM 1.8 and 1.9 on a CPU: no table has max_norm, and FP32 bags of one feature decay only if rows are counted.
     is_bag = is_row_wise and cpu_table is not None and not is_sequence(cpu_table) and len(cpu_table.feature_names) == 1

@@ -211,9 +211,9 @@ class AgreedIds:
         """Returns the ids, without weights unless the bags are weighted; collective for the first batch.
 
         Raises:
-            InputError: a feature is missing, weights are missing, ids are neither int32 nor int64, keys or dtypes
-                differ from those of the first batch, or the batch size varies by feature. If the first batch of one
-                rank is refused, all ranks raise; later, only the rank with the refused batch does.
+            InputError: a feature is missing, weights are missing or require a gradient, ids are neither int32 nor
+                int64, keys or dtypes differ from those of the first batch, or the batch size varies by feature. If the
+                first batch of one rank is refused, all ranks raise; later, only the rank with the refused batch does.
         """
         if self._keys:
             self._check(ids)
@@ -224,14 +224,16 @@ class AgreedIds:
             # A rank would misread the bytes of another dtype as other ids.
             named = {f"dtype of {name}": dtype for name, dtype in dtypes.items()}
             check_agreement("The first batch", named, self._group)
-            self._keys, self._dtypes = ids.keys(), dtypes
+            # A copy: a caller may reorder the list of the keys in place.
+            self._keys, self._dtypes = list(ids.keys()), dtypes
         # TorchRec's sharded lookups would apply weights where the unsharded module does not.
         if self._is_weighted or ids.weights_or_none() is None:
             return ids
         return KeyedJaggedTensor(keys=ids.keys(), values=ids.values(), lengths=ids.lengths(), stride=ids.stride())
 
     def _check(self, ids: KeyedJaggedTensor) -> None:
-        keys, dtype = ids.keys(), ids.values().dtype
+        keys, dtype = list(ids.keys()), ids.values().dtype
+        weights = ids.weights_or_none() if self._is_weighted else None
         if missing := [] if self._keys else sorted(set(self._features).difference(keys)):
             raise InputError(
                 f"The batch lacks feature {missing[0]!r} ({len(missing)} missing, {len(keys)} present)."
@@ -241,7 +243,11 @@ class AgreedIds:
         refusals = {
             "has a batch size per feature; pass ids with one batch size for all.": ids.variable_stride_per_key(),
             f"has ids of {dtype}; ids must be torch.int32 or torch.int64.": dtype not in (torch.int32, torch.int64),
-            "lacks weights, but bags are weighted; pass weights.": self._is_weighted and ids.weights_or_none() is None,
+            "lacks weights, but bags are weighted; pass weights.": self._is_weighted and weights is None,
+            # The unsharded module would pass their gradient on.
+            "has weights that require a gradient, which does not cross ranks; pass weights.detach().": (
+                weights is not None and weights.requires_grad
+            ),
             f"has {len(keys)} features, {keys[at : at + 1]} at {at}, but the first had {len(self._keys)} and "
             f"{self._keys[at : at + 1]}; keys and their order must not change.": self._keys not in ([], keys),
         }

@@ -64,12 +64,19 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
 
         Raises:
             RuntimeError: ``strict`` is True, and keys are missing or unknown.
-            InputError: ``assign`` is True; the kernels of sharded tables keep their memory.
+            InputError: a tensor has another shape (TorchRec would load the first rows of a longer table); or ``assign``
+                is True, but the kernels of sharded tables keep their memory.
         """
         if assign:
             raise InputError("load_state_dict(assign=True) cannot replace the memory of sharded tables; drop assign.")
-        # First, so that tables that the state dict leaves out keep what hot rows have learned.
-        self.write_back()
+        # Brings tables up to date first, so that those that the given state leaves out keep what hot rows have learned.
+        for key, value in self.state_dict().items():
+            ours, theirs = (getattr(tensor, "shape", None) for tensor in (value, state_dict.get(key, value)))
+            if ours != theirs:
+                raise InputError(
+                    f"load_state_dict: {key!r} is {theirs} in the state, but {ours} in the model. Load a state of the "
+                    "same tables."
+                )
         loaded = [part.load_state_dict(state_dict, strict=False) for part in self.local_parts]
         missing = [key for of_part in loaded for key in of_part.missing_keys]
         unknown = sorted(set.intersection(*(set(of_part.unexpected_keys) for of_part in loaded)))

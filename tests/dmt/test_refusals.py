@@ -101,6 +101,12 @@ def after_int32(job: Job, *, first: torch.dtype = torch.int32, then: torch.dtype
     return model(ids_of(then))
 
 
+def trained_weights(job: Job) -> Any:
+    model, ids = sharded(replace(FLAT, weighted=True), job.two), ids_of(torch.int64)
+    weights = torch.ones(8, requires_grad=True)
+    return model(KeyedJaggedTensor(ids.keys(), ids.values(), weights, ids.lengths()))
+
+
 class Shared(PassThrough):
     linear = nn.Linear(8, 3)
 
@@ -319,11 +325,12 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
         (RowWiseAdagrad, "row_wise", "weight_decay", 0.1, "FBGEMM's exact_row_wise_adagrad ignores"),
     )},
     **{f"fused {settings}": (lambda job, settings=settings: distribute(FlatModel(make_tables([8, 8])), flat_sharder(
-        job.two, fused_params=settings)), f"'t0' in tower 0 is table_wise, but FBGEMM's {words}")
+        job.two, fused_params=settings)), f"'t0' in tower 0 is table_wise, but FBGEMM('s)? {words}")
        for settings, words in (
         ({"weight_decay": 1e-5}, "exact_sgd ignores weight_decay=1e-05. Change"),
         (DECAY, "exact_row_wise_adagrad ignores weight_decay=0.1 without weight_decay_mode L2 or DECOUPLE"),
         ({**FUSED, "momentum": 0.9}, "exact_row_wise_adagrad ignores momentum=0.9"),
+        ({**DECAY, "weight_decay_mode": WeightDecayMode.DECOUPLE_GLOBAL}, "has no kernel for .*DECOUPLE_GLOBAL on"),
         ({"optimizer": "lamb", "max_norm": 1.0, "weight_decay": 0.1}, "lamb ignores max_norm=1.0"),
     )},
     **{f"decay of {dtype} tables with an optimizer": (lambda job, dtype=dtype: on_parameters(
@@ -338,10 +345,15 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
     "state with another table": (
         lambda job: loaded_outside(job, lambda state: state.update({"embedding_bags.t9.weight": torch.zeros(1)})),
         r"RuntimeError.* unknown: \['embedding_bags.t9.weight'\]"),
+    "state of longer tables": (
+        lambda job: loaded_outside(job, lambda state: state.update({f"embedding_bags.t{i}.weight": torch.zeros(
+            99, 8) for i in (0, 2, 3) if f"embedding_bags.t{i}.weight" in state})),
+        r"_bags.t[03].weight' is torch.Size\(\[99, 8\]\) in the state, but torch.Size\(\[4[09], 8\]\) in the model"),
     "hot table outside": (lambda job: hot(job, OUTSIDE).replicate({"t1": [1]}), "'t1' cannot have copies: it is out"),
     "assign=True": (assigned, r"load_state_dict\(assign=True\) cannot replace"),
     "later int32 ids": (lambda job: after_int32(job, first=torch.int64, then=torch.int32),
                         r"The batch has ids of torch\.int32, but the first batch had torch\.int64"),
+    "weights that train": (trained_weights, "has weights that require a gradient, which does not cross ranks; pass"),
     "floats as ids": (lambda job: sharded(FLAT, job.two)(ids_of(torch.float32)), "ids of torch.float32; ids must be"),
     "int64 after int32": (after_int32, "ids of torch.int64, but the first batch had torch.int32"),
     **{f"global route, {kind}": (lambda job, kind=kind: sharded(replace(
