@@ -12,6 +12,7 @@ from torch.distributed._shard.metadata import ShardMetadata
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import PlannerError
+from torchrec.distributed.sharding_plan import get_module_to_default_sharders
 from torchrec.distributed.types import (
     CacheParams,
     EmbeddingModuleShardingPlan,
@@ -20,7 +21,7 @@ from torchrec.distributed.types import (
     ParameterSharding,
     ShardingPlan,
 )
-from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
+from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dmt.errors import InputError, check_instance
 from dmt.formatting import human_bytes, shorten
@@ -212,6 +213,7 @@ def _modules(model: nn.Module, sharders: Sequence[Any]) -> tuple[dict[str, list[
     others: dict[str, nn.Module] = {}
     check_instance("model", model, nn.Module)
     by_type: dict[type[nn.Module], Any] = {}
+    collections = tuple(get_module_to_default_sharders())
     for sharder in sharders:
         if isinstance(sharder, type):
             check_instance("sharder", sharder, ModuleSharder)
@@ -224,13 +226,14 @@ def _modules(model: nn.Module, sharders: Sequence[Any]) -> tuple[dict[str, list[
         if any(outer == "" or path.startswith(f"{outer}.") for outer in (*towers, *others)):
             continue
         sharder = by_type.get(type(module))
-        if sharder is None and isinstance(module, EmbeddingBagCollection | EmbeddingCollection):
+        # Also a module around a collection, such as one with feature processors, which needs a sharder as a whole.
+        if sharder is None and isinstance(module, collections):
             kind = type(module).__name__
             is_beside = type(module) is EmbeddingBagCollection and any(hasattr(s, "tables_by_tower") for s in sharders)
             add = "OutsideCollectionSharder(mesh)" if is_beside else f"TorchRec's {kind}Sharder()"
             raise InputError(
-                f"TowerShardingPlanner: no sharder handles {path!r} ({kind}), so every rank would hold and train all "
-                f"of its tables. Add {add} to the sharders, here and in DistributedModelParallel."
+                f"TowerShardingPlanner: no sharder handles {path!r} ({kind}), so every rank would train a copy of "
+                f"its own. Add {add} to the sharders, here and in DistributedModelParallel."
             )
         if sharder is not None and hasattr(sharder, "tables_by_tower"):
             towers[path] = [*map(list, sharder.tables_by_tower(module)), sharder.outside_tables(module)]

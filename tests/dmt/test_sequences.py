@@ -16,6 +16,8 @@ from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.planner import ParameterConstraints
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
+from torchrec.modules.feature_processor_ import PositionWeightedModule
+from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 from torchrec.sparse.jagged_tensor import JaggedTensor
 
@@ -129,6 +131,11 @@ def test_tables_that_no_sharder_is_for_are_refused() -> None:
     ):
         with pytest.raises(InputError, match=message):
             TowerShardingPlanner(TOPOLOGY).plan(model, sharders)
+    # The sharder takes the collection inside, and nothing would train the weights of places.
+    bags = EmbeddingBagCollection(collection("a").embedding_bag_configs(), is_weighted=True)
+    around = nn.Sequential(FeatureProcessedEmbeddingBagCollection(bags, {"a": PositionWeightedModule(3)}))
+    with pytest.raises(InputError, match=r"no sharder handles '0' \(FeatureProcessedEmbeddingBagCollection\), so"):
+        TowerShardingPlanner(TOPOLOGY).plan(around, [sharder])
 
 
 def test_sequences_with_replicas_are_refused() -> None:
