@@ -50,7 +50,7 @@ class SourceRows:
         self.start_state: SourceState | None = None
         """State from which the next pass over training rows starts, saved on as many ranks; None: the first row."""
         self._epoch, self._states = 0, deque[SourceState]()
-        first = next((table for _, table in self._tables_of(self._call("train", 0, 1, 0)) if table.num_rows), None)
+        first = next((table for _, table in self._tables_of(self._call("train", 0, 1, 0))), None)
         if first is None:
             raise InputError(f"{self._name} has no batch with rows. Yield at least one row for split='train'.")
         self.columns = find_columns(config, first.schema, self._name)
@@ -93,8 +93,7 @@ class SourceRows:
         while True:
             numbers = [read()] if group is None else run_on_all_or_raise(read, group)
             number = min(numbers) if split == "train" else max(numbers)
-            yield from waiting[:number]
-            yield from [self.columns.schema.empty_table()] * (number - len(waiting))
+            yield from [*waiting[:number], *[self.columns.schema.empty_table()] * (number - len(waiting))]
             if number < _AGREED:
                 return
 
@@ -135,11 +134,12 @@ class SourceRows:
         return call_named(self._name, self._function, given, takes_all=True)
 
     def _tables_of(self, source: Any) -> Iterator[tuple[str, pa.Table]]:
-        """Yields each batch of the source: its name for messages, and the batch as a table."""
+        """Yields each batch of the source that has rows: its name for messages, and the batch as a table."""
         for number, batch in enumerate(source, start=1):
             place = f"{self._name}, batch {number}"
             try:
-                yield place, pa.table(batch)
+                if (table := pa.table(batch)).num_rows:  # without rows, a list of text would be a column of nulls
+                    yield place, table
             except (pa.ArrowException, TypeError, ValueError) as error:
                 raise InputError(
                     f"{place}: {type(batch).__name__} cannot be read as a table ({error}). Yield a dict of columns "

@@ -212,6 +212,7 @@ def test_reading_goes_on_where_it_was(function: str) -> None:
 def test_columns_are_found_in_the_first_batch_with_rows() -> None:
     data = ClickData(config_of("late", dense=("1",), categorical=("2",)))
     assert (data.columns.dense, data.columns.features[0].is_bag, data.num_rows("train")) == (("1",), True, None)
+    assert len(list(data.batches("train", rank=0, world_size=1, batch_size=6))) == 3
     with pytest.raises(InputError, match="has no batch with rows"):
         ClickData(config_of("none"))
 
