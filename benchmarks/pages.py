@@ -36,8 +36,8 @@ def _contenders(record: str, part: str) -> dict[str, Measured]:
     return {found.name: found for found in measure_run(run, cores=2)}
 
 
-def _best(contenders: Mapping[str, Measured], precision: str) -> Measured:
-    flat = best_flat(contenders.values(), precision)
+def _best(contenders: Mapping[str, Measured], precision: str, *, every_id: bool = False) -> Measured:
+    flat = best_flat(contenders.values(), precision, every_id=every_id)
     assert flat is not None, "the record has a flat contender"
     return flat
 
@@ -52,6 +52,8 @@ def _readme() -> Rows:
     flat = _best(contenders, "fp32")
     ways = {name.removesuffix("+prefetch") for name, found in _contenders("steps", "flat").items() if _is_flat(found)}
     rows = [(f"flat TorchRec, the fastest of {len(ways)} ways", flat, "")]
+    every = _best(contenders, "fp32", every_id=True)
+    rows += [("flat TorchRec, every id sent", every, "")] if every is not flat else []
     same = fastest(contenders.values(), "sptt", precision="fp32")
     rows.append(("the same model over towers, no options", contenders["sptt"], "same results"))
     rows += [("the same model over towers", same, "same results")] if same else []
@@ -221,8 +223,10 @@ TABLES: Mapping[tuple[str, ...], Callable[[], Rows]] = {
 
 def _readme_sentences() -> Iterable[str]:
     flats, aucs = _contenders("steps", "flat"), _auc_less_flat()
-    sharded, kept = (_megabytes(flats[name]) for name in ("flat-cw+prefetch", "flat-cw-dp+prefetch"))
-    yield f"this alone cuts the bytes from {sharded} to {kept} MB per host"
+    ways = ("flat-cw+prefetch", "flat-cw-dp+prefetch", "flat-tw+vbe+prefetch")
+    sharded, replicated, once = (_megabytes(flats[way]) for way in ways)
+    yield f"cut the bytes from {sharded} to {replicated} MB per host, and variable batches"
+    yield f"which send each distinct id once, to {once}"
     contenders = _contenders("steps", "main")
     ways = ("sptt", "sptt+unique", "dmt-cr2", "dmt-cr2+outside", "dmt-cr2+all+rank-towers+outside")
     gains = [_best(contenders, "fp32").median / contenders[way].median for way in ways]
@@ -232,6 +236,7 @@ def _readme_sentences() -> Iterable[str]:
     )
     same, four = fastest(contenders.values(), "sptt", precision="fp32"), contenders["dmt-cr4+all+rank-towers"]
     assert same is not None, "the record has the unchanged model"
+    yield f"and with overlap {_best(contenders, 'fp32').median / same.median:.2f}"
     yield f"its steps compute for {same.compute:.2f} seconds, those of DMT-DLRM for {four.compute:.2f}"
     pairs = [(data, model) for data in ("flights", "hotel") for model in ("dlrm-products", "dcn")]
     learned, strided = (-min(aucs[*pair, towers, 4] for pair in pairs) for towers in ("interactions", "strided"))
@@ -242,6 +247,8 @@ def _readme_sentences() -> Iterable[str]:
 
 def _performance_sentences() -> Iterable[str]:
     contenders = _contenders("steps", "main")
+    once, every = (_best(contenders, "fp32", every_id=way) for way in (False, True))
+    yield f"a step takes {once.median:.2f} instead of {every.median:.2f} seconds"
     compute = [found.compute for found in contenders.values() if found.family in ("sptt", "dmt")]
     yield f"computes for {min(compute):.1f} to {max(compute):.1f} seconds"
     wires = [run["wire"] for run in _record("steps")["runs"] if run.get("wire")]

@@ -166,9 +166,16 @@ def fastest(
     return min(candidates, key=lambda found: found.median, default=None)
 
 
-def best_flat(contenders: Iterable[Measured], precision: str) -> Measured | None:
-    """Returns the fastest flat contender of a precision; None if there is none."""
-    return fastest(contenders, "flat", precision=precision)
+def best_flat(contenders: Iterable[Measured], precision: str, *, every_id: bool = False) -> Measured | None:
+    """Returns the fastest flat contender of a precision; None if there is none.
+
+    Args:
+        contenders: the contenders of a run.
+        precision: number format of outputs and gradients across hosts.
+        every_id: only among those that send every id of a batch, instead of each distinct one once.
+    """
+    candidates = (found for found in contenders if not (every_id and "+vbe" in found.name))
+    return fastest(candidates, "flat", precision=precision)
 
 
 def speedup(ours: Measured, reference: Measured, *, draws: int = 10_000, seed: int = 0) -> Speedup:
