@@ -1,7 +1,7 @@
-"""A DLRM of two towers with a click history, trained in your own loop: the target item attends to it in its tower.
+"""A DLRM of two towers with a click history, trained in your own loop; in one tower, the target item attends to it.
 
-Each tower sends 2 D numbers per sample, however long the history is. Rank 0 prints the loss of its batches, and the
-bytes of outputs that cross between two hosts of two ranks at lengths 10 and 50:
+Each tower sends 16 numbers per sample, however long the history is. Rank 0 prints its loss, and the bytes of a step's
+outputs, gradients and ids between two hosts of two ranks, for histories of up to 10 and up to 50 items:
 
     torchrun --standalone --nproc-per-node 4 examples/history.py
 """

@@ -35,7 +35,7 @@ __all__ = ["DLRM", "DMTDLRM", "DMTDLRMProducts"]
 class DLRM(nn.Module):
     """DLRM: bottom MLP, embeddings, pairwise dot products, top MLP; 14.74 MFLOPs per sample at the paper's sizes.
 
-    By default the MLPs are 13-512-256-N and 1024-1024-512-256-1.
+    By default the MLPs have layers of 512, 256 and N outputs, and of 1024, 1024, 512, 256 and 1.
 
     Args:
         tables: TorchRec ``EmbeddingBagConfig`` or `dmt.plan.tables.TableSpec`, all of one dimension N.
@@ -79,7 +79,7 @@ class DMTDLRM(nn.Module):
     """Multi-tower DLRM: each tower compresses its features to p + c F_t vectors of dimension D, which leave the host.
 
     At the paper's sizes and D=64, c=1, p=0 it takes 8.95 MFLOPs per sample, and towers send half the bytes. The MLPs
-    default to 13-512-256-D and 1024-512-256-1, one layer less than DLRM's: Tables 4 and 5 fit no other sizes.
+    default to layers of 512, 256, D and 1024, 512, 256, 1, one less than DLRM's: Tables 4 and 5 fit no other sizes.
 
     Takes the arguments of `DLRM`, where tables need the same dimension N only within a tower, and:
 

@@ -172,7 +172,7 @@ def write_partition_report(
 
 
 def strongest_rows(partition: Partition, count: int) -> list[tuple[str, str, str, str]]:
-    """Returns the ``count`` strongest interactions as texts: features, gain with error, share of the loss, tower."""
+    """Returns up to ``count`` strongest interactions as strings: features, gain ± error, share of the loss, tower."""
     loss = partition.affinity.loss
     tower_of = {name: tower.name for tower in partition.plan.towers for name in tower.features}
     rows = []

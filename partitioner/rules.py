@@ -91,7 +91,7 @@ Correct or drop it.
             if category not in categories:
                 raise InputError(
                     f"Partition rules: towers_per_category has {category!r}, which is not among the categories "
-                    f"{list(categories)}.{did_you_mean(category, categories)} Correct the name."
+                    f"{list(categories)}.{did_you_mean(category, categories)} Correct the name, or add the category."
                 )
         groups = {
             rule: [_matched(some, features, rule) for some in getattr(self, rule)] for rule in ("together", "apart")

@@ -1,9 +1,9 @@
-"""Emulates hosts on one machine: Linux network namespaces, linked at a set rate. Needs root, `ip` and `tc`.
+"""Emulates hosts on one machine: Linux network namespaces, linked at a set rate. Needs root, `ip`, `tc`, `setpriv`.
 
 `benchmarks.emulation.wire` measures how close transfers come to bytes / rate. The settings were chosen with plain
 sockets on an idle machine: packets of 1,500 bytes took 1.046 times bytes / rate, packets of 9,000 bytes 1.008; a queue
-of 0.4 MB took 1.04 and was unfair, queues of 1 to 16 MB took 1.008; bursts of 0.5 to 8 ms made no difference. The reply
-to a small message beside four large flows took 43 ms, and 6.5 ms with short queues per connection (`set_packets`).
+of 0.4 MB took 1.04 and was unfair, queues of 1 to 16 MB took 1.008; bursts of 0.5 to 8 ms made no difference. Beside
+four large flows, a small message was answered in 43 ms; with short queues per connection (`set_packets`), in 6.5 ms.
 """
 
 from __future__ import annotations

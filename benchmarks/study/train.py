@@ -235,7 +235,7 @@ class _OneTable(nn.Module):
 
 
 def _join_tables(model: Any, features: list[str]) -> dict[str, _OneTable]:
-    """Joins a model's tables in towers (or all of a flat model), and those outside; returns them by attribute."""
+    """Replaces a model's sparse_arch and outside_arch, each by one table, in place; returns these by attribute name."""
     collections = {name: getattr(model, name, None) for name in ("sparse_arch", "outside_arch")}
     joined = {name: _OneTable(held, features) for name, held in collections.items() if held is not None}
     for name, table in joined.items():

@@ -278,7 +278,7 @@ class HotRows:
 
 
 class _Counter:
-    """Counts the ids of batches exactly, on their device, so that a GPU copies nothing to the host in each batch."""
+    """Counts ids exactly, on their device and many batches at a time, so that a GPU rarely has to sync."""
 
     def __init__(self, tables: Sequence[TableSpec], max_bytes: float, before: AccessProfile | None = None) -> None:
         self._total = before or AccessProfile(tables)

@@ -45,7 +45,7 @@ class TableSpec:
     embedding_dim: int
     """Columns."""
     feature_names: tuple[str, ...]
-    """The features that look up in this table; usually one, more when a table is shared."""
+    """The features that are looked up in this table; usually one, more if the table is shared."""
     data_type: TableFormat = field(default="FP32", compare=False)
     """Number format of the weights. Comparisons of tables ignore it: a plan is valid for both formats."""
     sequences: tuple[tuple[str, str], ...] = field(default=(), compare=False)

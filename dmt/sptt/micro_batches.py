@@ -42,10 +42,10 @@ def run_in_micro_batches(module: nn.Module, num_micro_batches: int = 4) -> Micro
     """Makes a sharded model run in micro-batches; the training loop and train pipelines need no change.
 
     The module must map samples to samples, so it is the model without its loss: each tensor that it takes or returns,
-    also inside lists, tuples and dicts, has one row per sample, and no row depends on other samples (no batch norm, no
-    scores of pairs). The ``KeyedJaggedTensor``, numbers, strings and None are passed unchanged; other objects, such as
-    a dataclass of tensors, are refused. Results equal those without micro-batches up to rounding. Collective: every
-    rank calls it.
+    including those in lists, tuples and dicts, has one row per sample, and no row depends on other samples (no batch
+    norm, no scores of pairs). A ``KeyedJaggedTensor``, scalar tensors, numbers, strings and None are passed unchanged;
+    other objects, such as a dataclass of tensors, are refused. Results equal those without micro-batches up to
+    rounding. Collective: every rank calls it.
 
     Args:
         module: the ``DistributedModelParallel`` of the model, or the module inside it whose forward is to run in
@@ -57,8 +57,8 @@ def run_in_micro_batches(module: nn.Module, num_micro_batches: int = 4) -> Micro
         A handle; its ``detach()`` makes the module run on whole batches again.
 
     Raises:
-        InputError: K is below 1 or differs between ranks; the module contains no module that a tower sharder has made,
-            or one that TorchRec has sharded, which would run K times; or it already runs in micro-batches.
+        InputError: K is below 1 or differs between ranks; the module has no part sharded by a tower sharder, or has a
+            part sharded by TorchRec, which would run K times; or it already runs in micro-batches.
 
     Example::
 

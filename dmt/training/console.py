@@ -136,7 +136,7 @@ def quiet_libraries(*, rank: int) -> None:
 
 
 def say_last(text: str, *, rank: int, launcher: int) -> None:
-    """Prints a line to stderr, and again below torchrun's output once torchrun (process id ``launcher``) has ended."""
+    """Prints a line to stderr; on the last attempt, also after torchrun (process id ``launcher``) has ended."""
     if rank != 0:
         time.sleep(_LET_RANK_0_SPEAK_S)
         text = f"[rank {rank}] {text}"

@@ -168,7 +168,7 @@ def demo_settings(data: str) -> list[str]:
 
 
 def step_settings(rows: int, ranks: int) -> list[str]:
-    """Returns overrides for a run of about a thousand steps on ``rows`` training rows.
+    """Returns overrides for 1,000 to 2,000 steps on ``rows`` training rows, if batches of 16 to 512 per rank allow it.
 
     Small data sets get one epoch: in a second one, a click model would overfit.
 
