@@ -3,11 +3,11 @@
     sudo make bench        or, as root:   OMP_NUM_THREADS=1 python -m benchmarks.bench
 
 Flat contenders run first, in a separate job, in FP32 and FP16: table- and column-wise, small tables on every rank at
-two thresholds, and TorchRec's planner, with and without prefetch. The two fastest of each precision then take turns
-with all others in the main job, where every speedup is relative to the fastest flat one. Further jobs vary the rate of
-the links, and draw ids evenly. ``--work`` keeps the results of every round, so that a rerun continues with the jobs
-that are incomplete; ``--minutes`` limits the time. ``--quick`` is a smoke test on small batches: its times mean
-nothing.
+two thresholds, each distinct id once, and TorchRec's planner, mostly with prefetch. The two fastest of each precision
+then take turns with all others in the main job, where every speedup is relative to the fastest flat one. Further jobs
+vary the rate of the links, and draw ids evenly. ``--work`` keeps the results of every round, so that a rerun continues
+with the jobs that are incomplete; ``--minutes`` limits the time. ``--quick`` is a smoke test on small batches: its
+times mean nothing.
 """
 
 from __future__ import annotations

@@ -10,6 +10,8 @@ import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
+from functools import wraps
+from inspect import signature
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from torchrec.distributed.embeddingbag import ShardedEmbeddingBagCollection
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.types import ParameterSharding, ShardingEnv
 from torchrec.distributed.utils import optimizer_type_to_emb_opt_type
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 __all__ = [
     "OpenShardedEBC",
@@ -244,16 +247,45 @@ def settings_on_parameters(settings: Sequence[tuple[Tensor, Mapping[str, Any]]])
     before = [{name: vars(weight)[name] for name in names if name in vars(weight)} for weight, _ in settings]
     for weight, of_table in settings:
         weight._optimizer_classes, weight._optimizer_kwargs = [None], [of_table]  # type: ignore[attr-defined]
-    logging.getLogger("torchrec.distributed.utils").disabled = True  # it warns about every data-parallel table
+    log = logging.getLogger("torchrec.distributed.utils")
+    was_disabled, log.disabled = log.disabled, True  # it warns about every data-parallel table
     try:
         yield
     finally:
-        logging.getLogger("torchrec.distributed.utils").disabled = False
+        log.disabled = was_disabled
         # Only these two: TorchRec sets further attributes in the block, which must stay.
         for (weight, _), attributes in zip(settings, before, strict=True):
             for name in names:
                 delattr(weight, name)
             vars(weight).update(attributes)
+
+
+@contextmanager
+def tables_on_meta() -> Iterator[None]:
+    """Context manager in which TorchRec's collections create their tables on the meta device, whatever is asked."""
+    before = {kind: kind.__init__ for kind in (EmbeddingBagCollection, EmbeddingCollection)}
+
+    def on_meta(init: Callable[..., None]) -> Callable[..., None]:
+        @wraps(init)
+        def start(*args: Any, **kwargs: Any) -> None:
+            bound = signature(init).bind(*args, **kwargs)
+            bound.arguments["device"] = torch.device("meta")
+            init(*bound.args, **bound.kwargs)
+
+        return start
+
+    try:
+        for kind, init in before.items():
+            kind.__init__ = on_meta(init)
+        yield
+    finally:
+        for kind, init in before.items():
+            kind.__init__ = init
+
+
+def move(module: nn.Module, device: torch.device) -> None:
+    """Moves the parameters and buffers of a module to a device, in place, except those on the meta device."""
+    module._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
 
 
 def assert_in_graph(condition: Tensor, message: str) -> None:

@@ -206,10 +206,10 @@ def test_file_sizes() -> None:
 
 # Lines and files of each part at most, and where they are to get. Raise a number only with the reason in the commit.
 CEILINGS = {
-    "the library": (25_601, 134),  # 20_500, 136
-    "dmt/*.py": (1_005, 7),  # 800, 8
+    "the library": (25_630, 134),  # 20_500, 136
+    "dmt/*.py": (1_037, 7),  # 800, 8
     "dmt/plan": (748, 5),  # 600, 5
-    "dmt/sharding": (1_964, 10),  # 1_750, 10
+    "dmt/sharding": (1_968, 10),  # 1_750, 10
     "dmt/sptt": (3_446, 18),  # 2_900, 18
     "dmt/replicas": (380, 3),  # 350, 3
     "dmt/hot_rows": (955, 6),  # 900, 6

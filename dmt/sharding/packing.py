@@ -127,8 +127,11 @@ def pack(problem: Problem) -> Packing | None:
             packings += _with_finer_cuts(part, least * (1 + problem.tolerance), runs)
     most = min((packing.objective for packing in packings), default=0.0) * (1 + problem.tolerance)
     good = [packing for packing in packings if packing.objective <= most]
-    avoided = [sum(option.kind == problem.avoided for option in packing.chosen.values()) for packing in good]
-    return min(zip(avoided, good, strict=True), key=lambda pair: (pair[0], pair[1].objective), default=(0, None))[1]
+
+    def num_avoided(packing: Packing) -> int:
+        return sum(option.kind == problem.avoided for option in packing.chosen.values())
+
+    return min(good, key=lambda packing: (num_avoided(packing), packing.objective), default=None)
 
 
 def _by_kinds(problem: Problem) -> Iterator[Problem]:
@@ -150,8 +153,9 @@ def _with_finer_cuts(problem: Problem, most: float, runs: list[tuple[Packing, Pa
     least = sum(float(options[0].costs.sum()) for options in problem.options)
     mean = (float(problem.cost.sum()) + least) / len(problem.cost)
     bound = mean + min((problem.fixed_cost([kind]) for kind in problem.kinds), default=0.0)  # no packing costs less
-    is_hopeless = bound > most * (1 + 1e-9)  # by more than rounding
-    for limits in () if is_hopeless else [(target * mean, part * mean) for target, part in _TARGETS]:
+    if bound > most * (1 + 1e-9):  # by more than rounding
+        return
+    for limits in [(target * mean, part * mean) for target, part in _TARGETS]:
         better = next((better for run, better in runs if run.repeats(problem, *limits)), None)
         if better is None:
             if (run := greedy(problem, *limits)) is None:

@@ -232,8 +232,8 @@ def _modules(model: nn.Module, sharders: Sequence[Any]) -> tuple[dict[str, list[
             is_beside = type(module) is EmbeddingBagCollection and any(hasattr(s, "tables_by_tower") for s in sharders)
             add = "OutsideCollectionSharder(mesh)" if is_beside else f"TorchRec's {kind}Sharder()"
             raise InputError(
-                f"TowerShardingPlanner: no sharder handles {path!r} ({kind}), so every rank would train a copy of "
-                f"its own. Add {add} to the sharders, here and in DistributedModelParallel."
+                f"TowerShardingPlanner: no sharder handles {path!r} ({kind}), which must be sharded as a "
+                f"whole. Add {add} to the sharders, here and in DistributedModelParallel."
             )
         if sharder is not None and hasattr(sharder, "tables_by_tower"):
             towers[path] = [*map(list, sharder.tables_by_tower(module)), sharder.outside_tables(module)]

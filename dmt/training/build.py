@@ -200,10 +200,10 @@ def shard_model(job: Job, mesh: TowerMesh, model: nn.Module | None = None) -> Di
     start equal on all ranks (data parallelism broadcasts them). Each rank initializes its shards from a different seed:
     with one seed, tables of equal size would start equal, and unrelated features would look alike.
     """
-    config, plain = job.config, build_model(job, device="meta") if model is None else model
+    config = job.config
     if config.model.factory is not None:
-        plain = on_all_ranks(lambda: with_own_values(job, plain), mesh)
-    task = ClickTask(plain)
+        model = on_all_ranks(lambda: with_own_values(job), mesh)
+    task = ClickTask(build_model(job, device="meta") if model is None else model)
     torch.manual_seed(1_000_003 * (config.train.seed + 1) + mesh.rank)
     if config.dataflow == "flat":
         fused = fused_params(config.optimizer, job.device_type)

@@ -19,7 +19,6 @@ import copy
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from itertools import zip_longest
 from typing import Any
 
@@ -31,7 +30,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.modules.embedding_tower import EmbeddingTowerCollection
 from torchrec.sparse.jagged_tensor import JaggedTensor, KeyedJaggedTensor, KeyedTensor
 
-from dmt._torchrec import fused_settings
+from dmt._torchrec import fused_settings, move, tables_on_meta
 from dmt.errors import InputError
 from dmt.formatting import shorten
 from dmt.models.complexity import MetaTables, meta_batch, tower_modules
@@ -93,29 +92,19 @@ def make_model(job: Job, device: str | None = None) -> nn.Module:
     return model
 
 
-def with_own_values(job: Job, model: nn.Module) -> nn.Module:
-    """Returns a factory's model on this rank's device, as the factory made it, but with the tables of ``model``.
+def with_own_values(job: Job) -> nn.Module:
+    """Returns a factory's model on this rank's device, as the factory made it, but with tables on the meta device.
 
-    ``model`` is on the meta device, which keeps no numbers, neither drawn nor loaded ones. So the factory makes another
-    model, whose tables have one row until they are replaced.
+    A model that is all on the meta device would keep no numbers, neither drawn nor loaded ones.
 
     Raises:
-        InputError: the factory fails, or makes layers of other sizes for tables of one row.
+        InputError: the factory fails.
     """
-    tables = tuple(replace(table, num_embeddings=1) for table in job.tables)
-    towers = None if job.towers is None else replace(job.towers, tables=())  # the plan's tables have all rows
     torch.manual_seed(job.config.train.seed)
-    made = make_model(replace(job, tables=tables, towers=towers)).to(current_device(job.device_type))
-    for path, part in list(made.named_modules(remove_duplicate=False)):
-        if isinstance(part, EmbeddingBagCollection | EmbeddingCollection):
-            made.set_submodule(path, model.get_submodule(path))
-    sizes, expected = ({name: tuple(p.shape) for name, p in m.named_parameters()} for m in (made, model))
-    if unlike := [name for name in {**expected, **sizes} if sizes.get(name) != expected.get(name)]:
-        raise InputError(
-            f"model.factory={job.config.model.factory!r}: the size of {unlike[0]!r} is {expected.get(unlike[0])}, but "
-            f"{sizes.get(unlike[0])} if tables have one row. Let no layer depend on the rows of tables."
-        )
-    return made
+    with tables_on_meta():
+        model = make_model(job)
+    move(model, current_device(job.device_type))
+    return model
 
 
 def check_outputs(job: Job, model: nn.Module) -> None:

@@ -187,7 +187,8 @@ def check_encoding(folder: Path, job: Job) -> None:
     saved = data_section(read_file(path, "JSON", place=str(path), remedy=remedy), str(path), remedy)
     values = [{"data": config.model_dump(mode="json", include=set(_ENCODING))} for config in (saved, job.data.raw)]
     wrong = _changes(*values)
-    if (saved.vocabulary or "").partition("#")[2] != (job.data.raw.vocabulary or "").partition("#")[2]:  # checksums
+    checksums = [(config.vocabulary or "").partition("#")[2] for config in (saved, job.data.raw)]
+    if checksums[0] != checksums[1]:
         wrong.append("the vocabulary (prepare the rows with data.vocabulary set to the folder of that run)")
     if wrong:
         raise InputError(f"{folder} was trained on rows of another encoding: {shorten(wrong)}. Undo these changes.")

@@ -108,6 +108,13 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
     counts = preflight(job, plain, mesh)
     start = find_start(job, mesh)
     check_rows(config, step_rows(job, start.position) // config.train.batch_size, job.data.num_rows("train"))
+    unused = [text for text in start.lines if text.startswith("optimizer.")]
+    last = _last_step(job, start.position, step_rows(job, start.position))
+    if unused and last is not None and last <= start.position.step:
+        raise InputError(
+            f"The run in {config.train.output_dir} has ended, so {shorten(unused)} would change nothing. Raise "
+            "train.max_steps or train.epochs, or give another train.output_dir."
+        )
     is_first, resumed_step = mesh.rank == 0, start.position.step
     record = on_all_ranks(lambda: RunRecord(config, enabled=is_first, resumed_step=resumed_step), mesh)
     record.say([*settings_lines(config), *start.lines])
@@ -146,12 +153,6 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
             raise InputError(
                 f"No training step was possible: a step takes {step_rows(job, at)} rows (train.batch_size), and there "
                 "are fewer. Lower train.batch_size, or give more data."
-            )
-        unused = [text for text in start.lines if text.startswith("optimizer.")]
-        if unused and at.step == start.position.step:
-            raise InputError(
-                f"The run in {config.train.output_dir} has ended, so {shorten(unused)} would change nothing. Raise "
-                "train.max_steps or train.epochs, or give another train.output_dir."
             )
         # Without a new step, an earlier attempt finished the run and saved its last checkpoint.
         is_saved = at.step == start.position.step or (save(run, at) and saver.wait())

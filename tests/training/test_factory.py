@@ -132,10 +132,11 @@ class ReadsIds(Flat):
 
 
 class Part(nn.Module):
-    """A part with numbers of its own, and others in a layer."""
+    """A part with numbers of its own, the rows of a table among them, and others in a layer."""
 
-    def __init__(self) -> None:
+    def __init__(self, rows: int) -> None:
         super().__init__()
+        self.register_buffer("rows", torch.tensor(rows))
         self.register_buffer("scale", torch.tensor([5.0]))
         self.bias = nn.Parameter(torch.tensor([6.0]))
         self.layer = linear(7.0)
@@ -175,8 +176,7 @@ KINDS: dict[str, Callable[[Any], Any]] = {
     "with more": lambda tables: Flat([*tables, MORE]),
     "without tables": lambda tables: nn.Linear(6, 1),
     "raises": lambda tables: {"flat": Flat(tables)}["towers"],
-    "part": lambda tables: with_part(tables, Part()),
-    "layer of rows": lambda tables: with_part(tables, nn.Linear(tables[0].num_embeddings, 1)),
+    "part": lambda tables: with_part(tables, Part(tables[0].num_embeddings)),
     "lazy": lambda tables: with_part(tables, nn.LazyLinear(1)),
     "batch norm": lambda tables: with_part(tables, nn.BatchNorm1d(4)),
     "frozen": lambda tables: with_table(tables, lambda weight: weight.requires_grad_(False)),
@@ -335,11 +335,10 @@ def test_a_model_that_mixes_samples_is_refused_by_check_and_export(tmp_path: Pat
 def test_ranks_start_with_the_numbers_that_the_factory_gives(rank: int) -> None:
     two = {"topology": {"num_towers": 2, "ranks_per_tower": 1}}
     job = open_job(job_of("made:part", **two).config)
-    state = gather_plain_state(shard_model(job, mesh := TowerMesh(job.topology)))
+    state = gather_plain_state(shard_model(job, TowerMesh(job.topology)))
     assert [state[f"model.part.{name}"].unique().item() for name in ("scale", "bias", "layer.weight")] == [5, 6, 7]
     assert state["model.tables.embedding_bags.t_ads.weight"].unique().numel() > 40  # drawn for all of its rows
-    with pytest.raises(InputError, match=r"'part.weight' is \(1, 40\), but \(1, 1\) if tables have one row"):
-        shard_model(open_job(job_of("made:layer of rows", **two).config), mesh)
+    assert state["model.part.rows"] == 40
 
 
 def warnings_on_rank(rank: int) -> list[str]:

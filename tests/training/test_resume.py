@@ -251,6 +251,7 @@ def test_a_finished_run_is_evaluated_again_and_keeps_its_record(finished: Traini
     assert steps_of(finished) == before
     with pytest.raises(InputError, match=r"has ended, so optimizer\.sparse_lr: 0\.05 -> 0\.5 would change nothing\."):
         attempt(changed(finished, optimizer={"sparse_lr": 0.5}))
+    assert (Path(finished.train.output_dir) / "result.json").exists()
 
 
 def steps_of(run: TrainingConfig) -> list[int]:

@@ -118,7 +118,8 @@ def compute_expected(run: CheckedRun, layout: Mapping[str, Sequence[int]]) -> Ex
     if not torch.allclose(torch.cat(logits), torch.cat(again), rtol=1e-4, equal_nan=True):
         raise InputError(
             f"model.factory={run.config.model.factory!r}: the model's logits are random even without torch.nn.Dropout, "
-            "so there is nothing to compare. Turn off what draws random numbers, by an option of the factory."
+            "so there is nothing to compare. Turn off what draws random numbers, such as the dropout of "
+            "torch.nn.MultiheadAttention, by an option of the factory."
         )
     training = _plain_training(run, tasks, layout)
     _backward(run, tasks, UNEVEN)

@@ -20,7 +20,7 @@ import time
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -107,8 +107,9 @@ def prepare_once(config: DataConfig, cache: Path | None, *, eval_only: bool = Fa
             try:
                 prepare(config, folder, eval_only=eval_only)
             except InputError as error:
-                lock.truncate(0)
-                lock.write(str(error))
+                with suppress(OSError):  # the disk may be full
+                    os.truncate(lock.fileno(), 0)
+                    os.write(lock.fileno(), str(error).encode())
                 raise
     return folder
 
