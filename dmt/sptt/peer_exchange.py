@@ -239,7 +239,7 @@ class AgreedIds:
                 f"The batch lacks feature {missing[0]!r} ({len(missing)} missing, {len(keys)} present)."
                 f"{did_you_mean(missing[0], keys)} Pass ids of all features of the model."
             )
-        at = next((i for i, pair in enumerate(zip(keys, self._keys, strict=False)) if pair[0] != pair[1]), 0)
+        at = next((i for i, key in enumerate(keys) if self._keys[i : i + 1] != [key]), len(keys))
         refusals = {
             "has a batch size per feature; pass ids with one batch size for all.": ids.variable_stride_per_key(),
             f"has ids of {dtype}; ids must be torch.int32 or torch.int64.": dtype not in (torch.int32, torch.int64),

@@ -101,12 +101,6 @@ def after_int32(job: Job, *, first: torch.dtype = torch.int32, then: torch.dtype
     return model(ids_of(then))
 
 
-def trained_weights(job: Job) -> Any:
-    model, ids = sharded(replace(FLAT, weighted=True), job.two), ids_of(torch.int64)
-    weights = torch.ones(8, requires_grad=True)
-    return model(KeyedJaggedTensor(ids.keys(), ids.values(), weights, ids.lengths()))
-
-
 class Shared(PassThrough):
     linear = nn.Linear(8, 3)
 
@@ -353,7 +347,11 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
     "assign=True": (assigned, r"load_state_dict\(assign=True\) cannot replace"),
     "later int32 ids": (lambda job: after_int32(job, first=torch.int64, then=torch.int32),
                         r"The batch has ids of torch\.int32, but the first batch had torch\.int64"),
-    "weights that train": (trained_weights, "has weights that require a gradient, which does not cross ranks; pass"),
+    "another key": (lambda job: [model(ids_of(torch.int64, "f0", "f1", "f2", "f3", *more)) for model in [
+        sharded(FLAT, job.two)] for more in ([], ["x"])], r"5 features, \['x'\] at 4, but the first had 4 and \[\]"),
+    "weights that train": (lambda job: sharded(replace(FLAT, weighted=True), job.two)(KeyedJaggedTensor(
+        ["f0", "f1", "f2", "f3"], torch.ones(8).long(), torch.ones(8, requires_grad=True), torch.ones(8).long())),
+        "has weights that require a gradient, which does not cross ranks; pass"),
     "floats as ids": (lambda job: sharded(FLAT, job.two)(ids_of(torch.float32)), "ids of torch.float32; ids must be"),
     "int64 after int32": (after_int32, "ids of torch.int64, but the first batch had torch.int32"),
     **{f"global route, {kind}": (lambda job, kind=kind: sharded(replace(
