@@ -177,6 +177,7 @@ def test_a_demo_that_is_stopped_by_ctrl_c_waits_until_its_ranks_have_saved(
     rank = tmp_path / "rank"
     rank.write_text(f"""#!/bin/sh
         trap 'sleep 0.5; echo $DMT_LAUNCHER > {tmp_path}/saved; exit 143' TERM
+        sleep 1 # so that torchrun's agent, which starts this, keeps its process before the interrupt
         touch {tmp_path}/begun
         while :; do sleep 0.1; done
         """)
