@@ -195,10 +195,10 @@ def fused_params(config: OptimizerConfig, device: DeviceType = "cpu") -> dict[st
 def shard_model(job: Job, mesh: TowerMesh, model: nn.Module | None = None) -> DistributedModelParallel:
     """Shards the model of a job over the mesh, ready to train; collective.
 
-    ``model`` is the job's plain model on the meta device and is changed in place; None: it is built here. Each rank
-    allocates only its shards, on its current GPU in a job for GPUs (`dmt.training.device.take_device`). Dense parts
-    start equal on all ranks (data parallelism broadcasts them). Each rank initializes its shards from a different seed:
-    with one seed, tables of equal size would start equal, and unrelated features would look alike.
+    ``model`` is the job's plain model on the meta device and is changed in place; None: it is built here, as is every
+    model of a factory (`with_own_values`). Each rank allocates only its shards, on its current GPU in a job for GPUs
+    (`take_device`). Dense parts start equal on all ranks: data parallelism broadcasts them. Shards start from another
+    seed on each rank: with one seed, tables of equal size would start equal, and unrelated features would look alike.
     """
     config = job.config
     if config.model.factory is not None:
