@@ -142,7 +142,7 @@ def read_model(path: str | os.PathLike[str], kind: type[T], *, what: str, versio
 
 
 def from_record(kind: type[T], record: Mapping[str, Any], *, place: str, remedy: str) -> T:
-    """Converts a JSON object to the dataclass ``kind``; all values, nested ones too, must have the fields' types.
+    """Converts an object of JSON or TOML to the dataclass ``kind``; values, nested ones too, must have its types.
 
     Raises:
         InputError: a field is absent, has another type or breaks a rule; the message begins with ``place`` and ends
@@ -154,13 +154,14 @@ def from_record(kind: type[T], record: Mapping[str, Any], *, place: str, remedy:
     try:
         # As JSON: in Python's types, a strict check would refuse a list for a tuple.
         adapter: TypeAdapter[T] = TypeAdapter(kind)
-        return adapter.validate_json(json.dumps(record), strict=True)
+        # A date of TOML becomes a string, which no field but a text accepts.
+        return adapter.validate_json(json.dumps(record, default=str), strict=True)
     except ValidationError as error:
         raise InputError(f"{place}: {explain(error)} {remedy}") from error
 
 
 def explain(error: ValidationError) -> str:
-    """Returns a sentence that names the first field that pydantic rejects, the reason and the value."""
+    """Returns a sentence: the first field that pydantic rejects, the reason, and the value unless the reason has it."""
     first = error.errors()[0]
     key = "".join(f"{part}." for part in first["loc"]).rstrip(".")
     reason = first["msg"].removeprefix("Value error, ").rstrip(".")
