@@ -43,10 +43,12 @@ __all__ = [
     "in_backward_pass",
     "lookups_of",
     "mark_updated_in_backward",
+    "move",
     "place_globally",
     "scale_learning_rate",
     "set_output_of_empty",
     "settings_on_parameters",
+    "tables_on_meta",
     "tree_flatten",
     "tree_unflatten",
 ]
@@ -103,7 +105,7 @@ class OpenShardedEBC(ShardedEmbeddingBagCollection):
         self._has_mean_pooling_callback = False
 
     def take_local_shards(self, state_dict: dict[str, Any], prefix: str) -> dict[str, Tensor]:
-        """Hook for subclasses: removes entries that TorchRec's load hook must not see; returns those to add later."""
+        """Hook for subclasses: removes entries that TorchRec's load hook must not see; returns those to add again."""
         return {}
 
     @staticmethod
@@ -147,9 +149,9 @@ def group_timeout(group: ProcessGroup) -> timedelta:
 
 
 def place_globally(sharding: ParameterSharding, ranks: Sequence[int], devices: Sequence[str]) -> ParameterSharding:
-    """Returns a copy of ``sharding`` whose shard placements name global ranks; ``sharding.ranks`` stay group-local.
+    """Returns a copy of ``sharding`` whose shard placements name global ranks; its ``ranks`` stay group-local.
 
-    ``ranks`` and ``devices`` are the global rank and the device, such as ``"cpu"`` or ``"cuda:1"``, of each group rank.
+    ``ranks`` and ``devices`` hold the global rank and the device of each group rank, such as 5 and ``"cuda:1"``.
     """
     placed = copy.deepcopy(sharding)
     spec: Any = placed.sharding_spec
@@ -179,7 +181,7 @@ def in_backward_pass() -> bool:
 
 
 def mark_updated_in_backward(parameter: Tensor, optimizer: Any) -> None:
-    """Marks a parameter that the backward pass updates, so that ``in_backward_optimizer_filter`` leaves it out."""
+    """Marks a parameter that ``optimizer`` updates in the backward pass; ``in_backward_optimizer_filter`` skips it."""
     parameter._in_backward_optimizers = [optimizer]  # type: ignore[attr-defined]
 
 
@@ -190,7 +192,7 @@ def lookups_of(module: Any) -> list[Any]:
 
 
 def set_output_of_empty(lookups: Sequence[Any], dtype: torch.dtype) -> None:
-    """Sets the dtype of the empty output of lookups without tables, since all ranks must send numbers of one dtype."""
+    """Sets the dtype of the empty output of lookups without tables: all ranks must send the same dtype."""
     for lookup in lookups:
         if hasattr(lookup, "_dummy_embs_tensor"):
             lookup._dummy_embs_tensor = torch.empty_like(lookup._dummy_embs_tensor, dtype=dtype, requires_grad=True)
@@ -217,7 +219,7 @@ def fused_settings(parameter: Tensor, fused_params: Mapping[str, Any] | None) ->
 
 
 def complete_adam(optimizer: Any) -> None:
-    """Renames the states of FBGEMM's Adam as for data-parallel tables; adds its step count, which TorchRec omits."""
+    """Gives Adam's states the names that data-parallel tables use, and adds its step count, which TorchRec omits."""
     for states in optimizer.state.values():
         for key in list(states):
             table, _, state = key.rpartition(".")
@@ -229,7 +231,7 @@ def complete_adam(optimizer: Any) -> None:
 
 
 def scale_learning_rate(optimizer: Any, factor: float) -> None:
-    """Divides the rate in ``param_groups`` by ``factor``, and makes the fused kernel use that rate times ``factor``."""
+    """Divides the rate in ``param_groups`` by ``factor``, and makes the kernel multiply the rates it gets by it."""
     kernel = optimizer._emb_module
     for group in optimizer.param_groups:
         group["lr"] /= factor
@@ -262,7 +264,7 @@ def settings_on_parameters(settings: Sequence[tuple[Tensor, Mapping[str, Any]]])
 
 @contextmanager
 def tables_on_meta() -> Iterator[None]:
-    """Context manager in which TorchRec's collections create their tables on the meta device, whatever is asked."""
+    """Context manager in which TorchRec's collections create their tables on the meta device and ignore ``device``."""
     before = {kind: kind.__init__ for kind in (EmbeddingBagCollection, EmbeddingCollection)}
 
     def on_meta(init: Callable[..., None]) -> Callable[..., None]:

@@ -75,7 +75,7 @@ def check_agreement(caller: str, arguments: Mapping[str, Any], group: dist.Proce
         group: the ranks.
 
     Raises:
-        InputError: on every rank, with the argument, the ranks that differ from the first, and both values.
+        InputError: on every rank; names the first argument that differs, two of its values and ranks that have them.
     """
     given = {"the call": caller} | by_path(arguments)
     # Digests first: the arguments themselves, of thousands of tables, are gathered only if they differ.
@@ -95,7 +95,7 @@ def check_agreement(caller: str, arguments: Mapping[str, Any], group: dist.Proce
 
 
 def by_path(arguments: Mapping[Any, Any]) -> dict[str, Any]:
-    """Returns the values in nested mappings by dotted path; long lists are split, so that messages name one entry."""
+    """Returns the values in nested mappings by dotted path; splits lists of over 8 items, so that messages name one."""
     paths: dict[str, Any] = {}
     for name, value in arguments.items():
         value = dict(enumerate(value)) if isinstance(value, list | tuple) and len(value) > 8 else value
@@ -122,7 +122,7 @@ class PendingExchange:
         return not self._tensors
 
     def wait(self) -> None:
-        """Waits until all tensors have been sent and received; on a GPU, only the current stream waits."""
+        """Waits until all tensors are sent and received; on a GPU with NCCL, only the current stream waits."""
         for work in self._works:
             work.wait()
         for tensor in self._tensors:

@@ -11,13 +11,12 @@ __all__ = ["InputError", "ReplicaMismatchError", "check_instance", "did_you_mean
 class InputError(ValueError):
     """The user's input (an argument, file, configuration or data) breaks a rule.
 
-    The message names the argument, its value, the rule, the place and what to do. Faults that only
-    this library can cause are ``assert`` statements with a message instead.
+    The message names the argument, its value, the rule, the place and what to do.
     """
 
 
 class ReplicaMismatchError(RuntimeError):
-    """Replicas of a shard differ where they must be equal, or the shards of a replica do not cover its tables."""
+    """Ranks hold different values of one tensor, or some of its elements are on more ranks than others."""
 
 
 def check_instance(name: str, value: object, kind: type) -> None:

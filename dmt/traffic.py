@@ -1,4 +1,4 @@
-"""`TrafficMeter`: counts the bytes that every collective of a step sends, and how many of them leave the host.
+"""`TrafficMeter`: counts the bytes that the collectives of a step send, and how many of them leave the host.
 
 It counts where PyTorch passes a collective to the backend, so it sees the exchanges of TorchRec, the gradient reduction
 of DDP and the collectives of this library alike, flat or with towers.
@@ -53,15 +53,13 @@ class Traffic:
 class TrafficMeter(TorchDispatchMode):
     """Context manager that counts the bytes that this rank sends inside the block.
 
-    Floating-point tensors sent during a backward pass of autograd count as ``backward``.
-
-    An all-to-all counts the bytes addressed to each rank. An all-reduce of S bytes over n ranks on h hosts counts
-    what a ring in host order sends: 2 S (n - 1) / n per rank, where h of the n ring links cross hosts. A broadcast or
-    all-gather of S bytes counts S to every other rank, as if no rank relayed, and a reduce-scatter S / n. Any other
-    collective is not counted; the meter logs a warning the first time.
+    An all-to-all or a send counts the bytes addressed to each rank. An all-reduce of S bytes over n ranks on h hosts
+    counts what a ring in host order sends: 2 S (n - 1) / n per rank; if h > 1, h of the n ring links cross hosts. A
+    broadcast or all-gather of S bytes counts S to every other rank, as if no rank relayed, and a reduce-scatter S / n.
+    Any other collective that sends tensors is not counted; the meter logs a warning the first time.
 
     Args:
-        host_of: maps a global rank to its host; several hosts can be simulated on one machine.
+        host_of: maps a global rank to the index of its host; several hosts can be simulated on one machine.
 
     Example::
 

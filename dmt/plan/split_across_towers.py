@@ -1,6 +1,6 @@
 """Cuts tables into column shards that different towers can hold: names, tables and ids of the shards.
 
-When there are more towers than features, a table is cut into shards of some of its columns. Each shard is an ordinary
+A model can thus have more towers than features. A shard has all rows and some columns of its table. It is an ordinary
 table with a new feature, ``ad[0:64]``, which is looked up with the same ids. (The column-wise sharding inside a tower,
 DMT paper, section 4, is separate: all its shards stay in one tower.)
 """
@@ -41,11 +41,12 @@ def uncut_name(name: str) -> str:
 def split_tables(tables: Sequence[Any], splits: Splits) -> list[Any]:
     """Returns the tables in the given order; the shards of a table to cut take its place.
 
-    A shard has all rows and some columns of its table. ``splits`` maps a feature to the number of columns of each shard
-    (`TowerPlan.column_splits`).
+    ``splits`` maps a feature to the number of columns of each shard (`TowerPlan.column_splits`); it may name features
+    that no table has.
 
     Raises:
-        InputError: a feature to cut shares its table, or the shards' columns do not add up to the table's.
+        InputError: a feature to cut shares its table, or its numbers of columns are not positive or do not add up to
+            ``embedding_dim``.
     """
     split: list[Any] = []
     for table in tables:

@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 TableFormat = Literal["FP32", "FP16"]
-"""Formats of table weights, as in TorchRec's ``DataType``; TorchRec builds tables of any other format as FP16."""
+"""Number formats of table weights, by TorchRec's names; it silently builds tables of any other format as FP16."""
 TABLE_FORMATS: tuple[TableFormat, ...] = get_args(TableFormat)
 NUMBER_BYTES = MappingProxyType({"fp32": 4, "fp16": 2, "bf16": 2})
 """Bytes of a number, by the lower-case name of its format."""
@@ -34,9 +34,10 @@ ID_BYTES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class TableSpec:
-    """One embedding table.
+    """One embedding table. Fields are as in TorchRec's ``EmbeddingBagConfig``, except ``sequences``, ``is_sequence``.
 
-    Except ``sequences`` and ``is_sequence``, the fields are as in TorchRec's ``EmbeddingBagConfig``.
+    Raises:
+        InputError: a size is not positive, there is no feature, or ``data_type`` is not one of `TABLE_FORMATS`.
     """
 
     name: str
@@ -47,7 +48,7 @@ class TableSpec:
     feature_names: tuple[str, ...]
     """The features that are looked up in this table; usually one, more if the table is shared."""
     data_type: TableFormat = field(default="FP32", compare=False)
-    """Number format of the weights. Comparisons of tables ignore it: a plan is valid for both formats."""
+    """Number format of the weights. ``==`` ignores it: a plan is valid for both formats."""
     sequences: tuple[tuple[str, str], ...] = field(default=(), compare=False)
     """Pairs of a sequence feature and its target, the feature of this table that attends to the sequence."""
     is_sequence: bool = field(default=False, compare=False)
@@ -88,8 +89,8 @@ def table_specs(tables: Iterable[Any], *, one_table_per_feature: bool = True) ->
     """Converts TorchRec's ``EmbeddingBagConfig`` (or any objects with the same fields) to `TableSpec`.
 
     Raises:
-        InputError: two tables have the same name, a feature looks up in two tables although ``one_table_per_feature``,
-            or a table has a ``data_type`` other than FP32 and FP16.
+        InputError: two tables have the same name, two tables have the same feature although ``one_table_per_feature``,
+            or a table breaks a rule of `TableSpec`.
     """
     specs = tuple(
         TableSpec(

@@ -122,7 +122,7 @@ class TowerTopology:
             )
 
     def coordinates(self, rank: int) -> RankCoordinates:
-        """Returns the mesh coordinates of a global rank."""
+        """Returns the mesh coordinates of a global rank; raises `IndexError` if the job has no such rank."""
         return RankCoordinates(*(int(where[0]) for where in (self._ranks == rank).nonzero()))
 
     def host(self, rank: int) -> int:
@@ -138,14 +138,14 @@ class TowerTopology:
 
     @property
     def one_replica(self) -> TowerTopology:
-        """The topology of one replica's ranks as a single tower, on the same hosts."""
+        """The topology of one replica's ranks as a single tower, on equal hosts."""
         ranks = self.sharding_groups()[0]
-        # With "intra_host" placement hosts may hold unequal parts of a replica.
+        # With "intra_host" placement hosts may hold unequal parts of a replica; they are cut into equal ones.
         on_host = math.gcd(*Counter(map(self.host, ranks)).values())
         return TowerTopology(num_towers=1, ranks_per_tower=len(ranks), ranks_per_host=on_host)
 
     def on_all_replicas(self, values: ArrayLike) -> NDArray[np.float64]:
-        """Copies a replica's values, [T * L, ...] by tower and rank, to all replicas: float64 [R * T * L, ...]."""
+        """Copies a replica's values, [T * L, ...] by tower and local rank, to all ranks: float64 [R * T * L, ...]."""
         of_replica = np.asarray(values, dtype=np.float64)
         of_job = np.empty((self.world_size, *of_replica.shape[1:]))
         for ranks in self.sharding_groups():
@@ -209,7 +209,7 @@ class TowerTopology:
     def peer_order(self) -> list[int]:
         """Returns the ranks of replica 0 sorted by (local index, tower): DMT section 3.1.1, step c; for checks only.
 
-        The paper prints ``g % T`` as the first key; its own definition of peers (``g_i % L == g_j % L``)
-        and its example (0, 2, 1, 3) give ``g % L``.
+        The paper prints ``g % T`` as the first key, but its definition of peers, ``g_i % L == g_j % L``, requires
+        ``g % L``. In its example, T equals L.
         """
         return [rank for group in self.peer_groups()[: self.ranks_per_tower] for rank in group]

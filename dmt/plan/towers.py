@@ -35,13 +35,14 @@ class TowerFeatures:
 
 @dataclass(frozen=True, kw_only=True)
 class TowerPlan:
-    """An assignment of features to towers, such as the Tower Partitioner makes (DMT, section 3.3).
+    """An assignment of features to towers, such as the Tower Partitioner's (DMT, section 3.3).
 
     Every feature is in exactly one tower, or `outside` all towers. The order of towers and of features within them is
     the order of the columns in a multi-tower model's interaction, no matter which ranks hold the towers.
 
     Raises:
-        InputError: there is no tower, a tower is empty, a name or a feature occurs twice, or a shard is in no tower.
+        InputError: there is no tower, a tower is empty, a name or a feature occurs twice, or an entry of
+            ``column_splits`` has fewer than two shards, an empty shard, or a shard that is in no tower.
 
     Example:
         >>> plan = TowerPlan.from_lists([["f0", "f2"], ["f1", "f3"]])
@@ -63,7 +64,7 @@ class TowerPlan:
     affinity: Mapping[str, Any] = field(default_factory=dict)
     """Summary numbers of the feature affinity that a learned assignment is based on."""
     tables: tuple[TableSpec, ...] = ()
-    """The tables the plan was made for, each column shard as a table. If given, the model's tables must match them."""
+    """The tables the plan was made for, with each column shard as a table. If given, the model's tables must match."""
     column_splits: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
     """Number of columns of each shard, by feature, for tables cut across towers. The towers then list the shards, as
     ``ad[0:64]``; `split_tables` cuts the tables, and `dmt.plan.split_across_towers.split_ids` repeats the ids."""
@@ -125,10 +126,10 @@ class TowerPlan:
     def balanced(
         cls, tables: Sequence[Any], topology: TowerTopology, *, rows: Mapping[str, float] | None = None
     ) -> TowerPlan:
-        """Makes a plan in which towers, and hosts that hold several of them, send about the same number of embeddings.
+        """Makes a plan in which towers, and hosts that hold several of them, send about equally many numbers.
 
-        It suits flat models over towers, whose results do not depend on the plan. The method is greedy: in descending
-        order of the values that they send, each table goes to the tower that sends least so far.
+        It suits flat models over towers, whose results do not depend on the plan. The method is greedy: tables that
+        send more numbers (rows x ``embedding_dim``) come first, and each goes to the tower that sends least so far.
 
         Args:
             tables: tables of the model, ``EmbeddingBagConfig`` or `TableSpec`.
@@ -138,7 +139,7 @@ class TowerPlan:
                 features send the same number.
 
         Raises:
-            InputError: there are fewer tables than towers, or `rows` lacks a table or has a negative number or NaN.
+            InputError: there are fewer tables than towers, or ``rows`` lacks a table or has a negative number or NaN.
 
         Example:
             >>> rows = {"ad": 900, "user": 1000, "hour": 24, "site": 150}
@@ -192,7 +193,7 @@ class TowerPlan:
         return [list(tower.features) for tower in self.towers]
 
     def check_features(self, features: Iterable[str]) -> None:
-        """Raises `InputError` if the plan lacks features of the model, or the model lacks features of the plan."""
+        """Raises `InputError` unless the plan and the model have the same features; ``features`` are the model's."""
         model_features = list(features)
         known, placed = set(model_features), {*self.features, *self.outside}
         # Checked first; otherwise every shard would be reported as unknown, and the table's own feature as missing.
@@ -206,8 +207,8 @@ class TowerPlan:
         missing = [f for f in model_features if f not in placed]
         unknown = [f for f in (*self.features, *self.outside) if f not in known]
         for names, others, fault in (
-            (missing, unknown, "in no tower. Complete the tower plan, or reduce the model to its features."),
-            (unknown, known, "in the tower plan but not in the model. Reduce the plan, or extend the model."),
+            (missing, unknown, "in no tower. Put every feature of the model into the plan, or shrink the model."),
+            (unknown, known, "in the tower plan but not in the model. Shrink the plan, or extend the model."),
         ):
             if names:
                 shown = shorten([repr(name) for name in names], ", ", most=5)

@@ -15,7 +15,7 @@ from torch import Tensor
 from torchrec.distributed.model_parallel import DefaultDataParallelWrapper
 
 from dmt._torchrec import add_dense_hook, at_end_of_backward
-from dmt.collectives import check_agreement, start_sum_over_hosts
+from dmt.collectives import check_agreement, profiler_range, start_sum_over_hosts
 from dmt.errors import InputError
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.precision import SyncPrecision
@@ -26,13 +26,13 @@ __all__ = ["HierarchicalDataParallel"]
 class HierarchicalDataParallel(DefaultDataParallelWrapper):
     """Wrapper of the dense part for ``DistributedModelParallel``: TorchRec's DDP with a hierarchical all-reduce.
 
-    ========= ============================================================================ ===========================
+    ========= ============================================================================ ============================
     step      what                                                                         group
-    ========= ============================================================================ ===========================
+    ========= ============================================================================ ============================
     1         reduce-scatter of a bucket of gradients, [n] -> [n / ranks per host]         ranks of a host
-    2         all-reduce of that part; in flight while the rest of the backward pass runs  same part on all hosts
-    3         all-gather, at the end of the backward pass, [n]                             ranks of a host
-    ========= ============================================================================ ===========================
+    2         all-reduce of that part; in flight while the rest of the backward pass runs  one rank of each host
+    3         all-gather, at the end of the backward pass: [n / ranks per host] -> [n]     ranks of a host
+    ========= ============================================================================ ============================
 
     The result is the mean over all W ranks, bitwise equal on each. Collective: it makes process groups.
 
@@ -40,7 +40,8 @@ class HierarchicalDataParallel(DefaultDataParallelWrapper):
         mesh: the process groups of this job.
         precision: number format of step 2: ``"fp32"`` sends gradients unchanged, ``"bf16"`` keeps 8 significant bits.
         bucket_cap_mb: size of a bucket in MB; smaller than DDP's 25, so that the first bucket is sent early.
-        options: other arguments of TorchRec's ``DefaultDataParallelWrapper``, such as ``static_graph``.
+        options: other arguments of TorchRec's ``DefaultDataParallelWrapper``, such as ``static_graph``; not
+            ``allreduce_comm_precision``, which ``precision`` replaces.
 
     Raises:
         InputError: ``precision`` is unknown, or arguments are not the same on all ranks.
@@ -68,7 +69,7 @@ class HierarchicalDataParallel(DefaultDataParallelWrapper):
         self._across = mesh.peer_group if are_peers and not has_nccl else mesh.new_group(across)
         self._dtype = torch.bfloat16 if precision == "bf16" else None
         self._pending: list[tuple[Tensor, Callable[[], Tensor]]] = []
-        """Gradients [n] of each bucket in flight, and the function that waits for their mean."""
+        """Gradients [n] of each bucket in flight, and a function that waits for and returns their mean, [n]."""
 
     def wrap(self, dmp: Any, env: Any, device: torch.device) -> None:
         """Wraps the dense part in DDP with this reduction; ``DistributedModelParallel`` calls it."""
@@ -77,7 +78,7 @@ class HierarchicalDataParallel(DefaultDataParallelWrapper):
 
     def _reduce(self, bucket: dist.GradBucket) -> torch.futures.Future[Tensor]:
         gradients = bucket.buffer()
-        with torch.profiler.record_function("## dmt:dense_reduce ##"):
+        with profiler_range("dense_reduce"):
             # Divided first, as DDP does: a sum of FP16 gradients may exceed the range of FP16.
             share = gradients / (self._inside.size() * self._across.size())
             end = start_sum_over_hosts(share, self._inside, self._across, dtype=self._dtype)

@@ -88,7 +88,7 @@ class ReplicaSync:
         self._mesh = mesh
         self.interval = interval
         self.delays_states = optimizer_state == "delayed"
-        """True for ``"delayed"``: an extra `sync` between two steps then changes the training that follows."""
+        """True for ``"delayed"``: an extra `sync` between two steps then changes how training goes on."""
         modules = {path: module for path, module in model.named_modules() if isinstance(module, SPTTModule)}
         if not modules:
             raise InputError(
@@ -267,7 +267,7 @@ def moment_scales(model: nn.Module) -> dict[str, float]:
 
 
 def drifted(model: nn.Module) -> bool:
-    """Returns whether replicas may differ: their tables have trained since the last average, or states are delayed."""
+    """Returns whether replicas may differ: tables have trained since the last average, or it delayed their states."""
     return any(module.replicas_drifted for module in model.modules() if isinstance(module, SPTTModule))
 
 

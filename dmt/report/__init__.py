@@ -16,8 +16,11 @@ __all__ = ["data_uri", "render_page"]
 def render_page(template: Path, path: str | os.PathLike[str], context: Mapping[str, Any]) -> Path:
     """Renders a Jinja2 template to an HTML page in UTF-8, makes missing folders, and returns ``path``.
 
-    All values are escaped, and a name that is absent from the context is an error. A template may extend ``base.html``
-    of this folder, which needs ``notes`` and ``cards``. Raises `InputError` if the file cannot be written.
+    Values are escaped; a name that is absent from ``context`` raises `jinja2.UndefinedError`. A template may extend
+    ``base.html`` of this folder, which needs ``notes`` and ``cards``.
+
+    Raises:
+        InputError: the file cannot be written.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 
@@ -31,5 +34,5 @@ def render_page(template: Path, path: str | os.PathLike[str], context: Mapping[s
 
 
 def data_uri(picture: str | os.PathLike[str]) -> str:
-    """Returns a PNG file as a ``data:`` URI for ``<img src=...>``."""
+    """Returns the content of a PNG file as a ``data:`` URI for ``<img src=...>``."""
     return f"data:image/png;base64,{base64.b64encode(Path(picture).read_bytes()).decode('ascii')}"

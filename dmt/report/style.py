@@ -19,14 +19,15 @@ if TYPE_CHECKING:
 
 __all__ = ["INK", "SOFT", "TOWER_COLORS", "add_title", "dress_axes", "new_figure", "save_figure", "tower_badges"]
 
-# Okabe and Ito's palette, which color-blind readers can tell apart, reordered so that neighbors differ most.
+# After Okabe and Ito's palette, which color-blind readers can tell apart; reordered so that neighbors differ most, with
+# a darker yellow, and gray for black.
 TOWER_COLORS = ("#0072B2", "#E69F00", "#009E73", "#CC79A7", "#56B4E9", "#D55E00", "#B8A90A", "#555555")
 _DARK, _MARKERS = ("#0072B2", "#555555"), "os^DvPX*"
 INK, SOFT = "#222222", "#5B6473"
 
 
 def tower_badges(plan: TowerPlan) -> list[dict[str, Any]]:
-    """Returns name, features, color, ink (text color) and marker of each tower; 64 towers can be told apart."""
+    """Returns each tower's name, features, color, ink (color of text on it) and marker; 64 towers can be told apart."""
     looks = cycle(product(_MARKERS, TOWER_COLORS))
     badges = []
     for tower, (marker, color) in zip(plan.towers, looks, strict=False):
@@ -47,7 +48,7 @@ def new_figure(path: str | os.PathLike[str], *, size: tuple[float, float], calle
 
 
 def save_figure(figure: Figure, path: str | os.PathLike[str], *, caller: str) -> Path:
-    """Writes the figure and makes missing folders. Raises `InputError` if the file cannot be written."""
+    """Writes the figure, makes missing folders, and returns ``path``; raises `InputError` if it cannot be written."""
     from matplotlib.text import Text
 
     for text in figure.findobj(Text):  # a dollar sign in a feature's name does not start a formula
@@ -73,7 +74,7 @@ def add_title(axes: Axes, lines: Sequence[str], *, pad: float = 10.0) -> None:
 
 
 def dress_axes(axes: Axes, *, grid: Literal["x", "y", "both"]) -> None:
-    """Gives axes a pale grid, no ticks, and only the spine that bars or lines start from; none if ``grid="both"``."""
+    """Gives axes a pale grid, no ticks, and only the spine that bars or lines start from, or none for ``"both"``."""
     axes.grid(axis=grid, color="#E4E4E4", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.tick_params(labelsize=9, length=0, labelcolor="#444444")

@@ -16,14 +16,7 @@ from dmt.plan.tables import ID_BYTES, is_sequence, number_bytes
 from dmt.plan.topology import TowerTopology
 from dmt.sharding.schemes import Kernel, Scheme, TablePlacement, table_shards
 
-__all__ = [
-    "OPTIMIZERS",
-    "CostModel",
-    "Hardware",
-    "ShardLoad",
-    "SparseOptimizer",
-    "StepWorkload",
-]
+__all__ = ["OPTIMIZERS", "CostModel", "Hardware", "ShardLoad", "SparseOptimizer", "StepWorkload"]
 
 SparseOptimizer = Literal["rowwise_adagrad", "adagrad", "adam", "sgd"]
 OPTIMIZERS: tuple[SparseOptimizer, ...] = get_args(SparseOptimizer)
@@ -61,7 +54,7 @@ class StepWorkload:
         _check_positive("StepWorkload", {"batch_size": self.batch_size, "sync_every": self.sync_every} | factors)
 
     def numbers(self, table: Any) -> float:
-        """Returns how many numbers a table adds to the embeddings of a sample: N per feature, or per sequence item."""
+        """Returns how many numbers a table adds to the embeddings of a sample: N per feature; for sequences, per id."""
         factors = self.pooling_factors if is_sequence(table) else {}
         return float(sum(table.embedding_dim * factors.get(feature, 1.0) for feature in table.feature_names))
 
@@ -114,7 +107,7 @@ class ShardLoad(NamedTuple):
     """Seconds of one step: lookup work and message volume, each over its rate."""
     memory: int
     """Bytes on the device: weights, optimizer state, and the dense gradient of a data-parallel table. For a table whose
-    kernel keeps weights elsewhere, only the cache and row-wise AdaGrad's state."""
+    kernel keeps weights elsewhere, only the cache, its index, and row-wise AdaGrad's state."""
     activations: int
     """Bytes on the device of the embeddings that a step looks up in the shard, and of their gradients, FP32 (2D sparse
     parallelism, section 2.2): one embedding per feature and sample, even in a row shard; for sequences, one per id."""
@@ -124,9 +117,9 @@ class ShardLoad(NamedTuple):
     row_bytes: float
     """Bytes of the rows read per step."""
     id_bytes: float
-    """Bytes of ids and lengths that the rank receives per step."""
+    """Bytes of ids and lengths that the rank receives from other ranks of its tower per step."""
     output_bytes: float
-    """Bytes of embeddings that the rank sends in the forward pass; as many bytes of gradients come back."""
+    """Bytes of embeddings that the rank sends to them in the forward pass; as many bytes of gradients come back."""
     reduced_bytes: float
     """Bytes sent per step for the all-reduce of a data-parallel table's gradient."""
     elsewhere: int = 0

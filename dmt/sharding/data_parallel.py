@@ -2,8 +2,8 @@
 
 Data parallelism (Neo, arXiv 2104.05158, section 4) all-reduces a table's gradient instead of exchanging ids and
 embeddings. TorchRec leaves such tables to the dense optimizer and drops their fused optimizer; here they are updated as
-FBGEMM's fused kernels would, with the same settings, state and learning-rate schedule, so a table trains the same
-under any scheme. One difference: FBGEMM updates a table once per forward pass, this class once per backward pass.
+FBGEMM's fused kernels would, with the same settings, state and learning-rate schedule, so a table trains the same under
+any scheme. Exceptions: FBGEMM updates a table once per forward pass, not per backward pass, and has another Adam.
 """
 
 from __future__ import annotations
@@ -37,12 +37,13 @@ class DataParallelOptimizer(FusedOptimizer):
 
     State has FBGEMM's names, shapes and meaning: ``momentum1`` of row-wise AdaGrad is [rows], the sum over steps of
     the *mean* over columns of the squared gradient. Rows whose gradient is zero do not change. FBGEMM's Adam, which
-    needs a GPU, differs: it also moves a row that was read but has a zero gradient, and counts evaluations as steps.
+    needs a GPU, differs: it also moves a row that was read but has a zero gradient, and counts every forward pass as a
+    step, evaluation too.
 
     Args:
         weights: [rows, columns] of each table, by table name.
         settings: fused-optimizer settings of each table, by table name: ``optimizer``, ``learning_rate``, ``eps``,
-            ``beta1``, ``beta2``.
+            ``beta1``, ``beta2``; FBGEMM's defaults for those that are absent.
 
     Raises:
         InputError: a table has an optimizer or a setting that is not implemented here.
@@ -85,7 +86,7 @@ class DataParallelOptimizer(FusedOptimizer):
         }
 
     def follow(self, settings: Mapping[str, UpdateSettings]) -> None:
-        """Adopts another optimizer's settings for the next update of each table."""
+        """Adopts another optimizer's settings, by table name, for the next update of each table."""
         for name, (rate, number) in settings.items():
             self._rates[name] = rate
             if (count := self.state[self._weights[name]].get(f"{name}.iter")) is not None:

@@ -1,9 +1,7 @@
 """`choose_outside`: picks the tables that save bytes between hosts if every rank holds them. Pure arithmetic.
 
-Neo (arXiv 2104.05158, section 4.1) keeps small tables on every rank: ids and embeddings stay on the rank, and the
-gradient of the whole table is all-reduced. That saves bytes between hosts if the table is smaller than its outputs.
-
-Legend: B samples per rank, T towers, W ranks of the job.
+Neo (arXiv 2104.05158, section 4) keeps small tables on every rank: ids and embeddings stay on the rank, and the
+gradient of the whole table is all-reduced. That saves bytes between hosts if the table is small beside its outputs.
 """
 
 from __future__ import annotations
@@ -60,7 +58,7 @@ class CrossingCosts:
     workload: StepWorkload
     """Batch size and ids per sample."""
     sent: float | None = None
-    """How many fewer numbers a tower sends per sample if a feature leaves the tower; None: its ``embedding_dim``."""
+    """How many fewer numbers a tower sends per sample for each feature that leaves it; None: its ``embedding_dim``."""
     number_bytes: tuple[float, float] = (4.0, 4.0)
     """Bytes per number sent between towers, forward and backward."""
     is_unique: bool = False
@@ -103,12 +101,13 @@ def choose_outside(
 ) -> list[str]:
     """Chooses the tables that save bytes between hosts if they are outside towers, largest saving first.
 
-    They and their looked-up embeddings take at most a tenth of a rank's memory; every tower keeps at least one table.
+    They, their optimizer state, gradients and looked-up embeddings take at most a tenth of a rank's memory. Every tower
+    keeps at least one table.
 
     Args:
         tables_by_tower: tables of each tower, with the columns that they would have outside.
         costs: costs of the job's tables.
-        hardware: memory of a rank.
+        hardware: memory of a rank; None: no limit.
         candidates: names of tables that may be outside; None: all.
 
     Returns:

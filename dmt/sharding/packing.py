@@ -61,7 +61,7 @@ class Problem:
     used: frozenset[int] = frozenset()
     """Kinds in use already."""
     avoided: int | None = None
-    """Kind to give to as few items as possible, at a cost of at most 1 + ``tolerance`` times the cheapest packing."""
+    """Kind to give to as few items as possible, at a cost of at most 1 + ``tolerance`` times the cheapest found."""
     tolerance: float = 0.0
 
     @cached_property
@@ -86,7 +86,7 @@ class Packing:
         self.ranks: dict[int, Ranks] = {}
         """Rank of each part of each item that is placed."""
         self.tests: list[tuple[float, float, bool]] = []
-        """Tests of `greedy`: seconds of a rank and of an item's largest part, and whether they are within limits."""
+        """Tests of `greedy`: seconds of the busiest rank and of the largest part; whether they are within limits."""
         self.needed: set[int] = set()
         """Kinds without which `greedy` would decide differently."""
 
@@ -173,8 +173,8 @@ def greedy(problem: Problem, target: float, part: float = np.inf, *, failed: Pac
     """Places items largest first, each part on the cheapest rank with room (Neo, section 4.1).
 
     An item takes the cheapest option whose parts cost at most ``part`` seconds and load their ranks to at most
-    ``target`` seconds; if there is none, the option with the lowest resulting load. If an item does not fit, tries
-    again after this ``failed`` packing, with the largest memory first; returns None if that fails, too.
+    ``target`` seconds; if there is none, the option with the lowest resulting load. If an item does not fit, starts
+    again with the largest memory first, given the ``failed`` packing; returns None if that fails, too.
     """
     packing, firsts = Packing(problem), [options[0] for options in problem.options]
     if failed is not None:

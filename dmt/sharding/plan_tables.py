@@ -37,8 +37,8 @@ def plan_tables(
 ) -> TowerShardingPlan:
     """Places every table inside its tower (Neo, sections 4 and 4.1).
 
-    Plans each tower separately and minimizes the cost of its busiest rank, with a rank's memory as a hard limit. The
-    result does not depend on the order of tables or on the process.
+    Plans each tower separately and keeps the cost of its busiest rank low, with a rank's memory as a hard limit.
+    Placements do not depend on the order of tables or on the process.
 
     Args:
         tables_by_tower: ``EmbeddingBagConfig`` or `TableSpec` of every tower of the mesh, as from
@@ -84,7 +84,7 @@ def plan_tables(
 
 
 def _on_every_rank(tables: Sequence[Any], model: CostModel) -> tuple[list[TableSharding], Vector]:
-    """Returns the plan of the tables outside towers, and the load that they put on a rank, [4]."""
+    """Returns the plan of the tables outside towers, and their load on a rank, [4]: the first fields of `ShardLoad`."""
     room, alone = model.hardware.memory_per_rank, replace(model, topology=model.topology.outside_towers)
     placement = TablePlacement(scheme="data_parallel", ranks=tuple(range(model.topology.ranks_per_tower)))
     loads = [alone.shard(table, "data_parallel", table.num_embeddings, table.embedding_dim) for table in tables]
@@ -130,7 +130,7 @@ class _Tower:
     """Load that tables outside towers put on a rank, [4]."""
 
     def plan(self, fits: Callable[[int], bool]) -> tuple[list[TableSharding], list[RankLoad]]:
-        """Places the tables and reports the loads of the tower's ranks; ``fits`` tells whether a batch size fits."""
+        """Places the tables; returns their entries and the loads of the ranks. ``fits`` tells if a batch size fits."""
         placements, problem, packing = self.packing()
         if packing is None:
             raise _NoRoomError(functools.cache(lambda: self._no_room(problem, fits)))
@@ -257,7 +257,7 @@ class _Tower:
 
 
 def _shard_counts(columns: int, num_ranks: int) -> list[int]:
-    """Returns the numbers of column shards to try: all up to 8, then powers of two, and the largest possible."""
+    """Returns the numbers of column shards to try: 2 to 8, then powers of two, and the largest possible."""
     most = min(num_ranks, columns // 4)
     doubled = [2**power for power in range(4, 16) if 2**power < most]
     return sorted({*range(2, min(most, 8) + 1), *doubled, most} - {0, 1})

@@ -40,8 +40,8 @@ _OTHER_SCHEMES = [scheme for scheme in SCHEMES if scheme != "data_parallel"]
 class TowerShardingPlanner:
     """Plans where each table lives inside its tower (Neo, section 4.1; see `dmt.sharding.plan_tables.plan_tables`).
 
-    Needs no process group: every rank computes the same plan. Ranks in the plan are local to the tower (0..L-1), so one
-    plan serves every tower and replica; the sharders convert them to global ranks. The sharders set the id route.
+    Needs no process group: every rank computes the same plan. Ranks in the plan are local to the table's tower (0..L-1)
+    and the same in every replica; the sharders convert them to global ranks. The sharders set the id route.
 
     Args:
         topology: the mesh sizes.
@@ -55,7 +55,7 @@ class TowerShardingPlanner:
         device_type: ``"cpu"`` or ``"cuda"``.
 
     Raises:
-        InputError: a scheme or kernel is unknown.
+        InputError: a scheme or kernel is unknown, or ``topology`` is not a `TowerTopology`.
     """
 
     def __init__(
@@ -92,8 +92,9 @@ class TowerShardingPlanner:
             to the towers.
 
         Raises:
-            InputError: a tower sharder has no module, a collection has no sharder or two, tables or rules do not fit
-                (see `plan_tables`), or TorchRec cannot place the tables left to it or would have to replicate them.
+            InputError: no module has a dmt sharder, a collection has no sharder or two, tables or rules do not fit (see
+                `plan_tables` and `parameter_sharding`), or TorchRec cannot place the tables left to it or would have to
+                replicate them.
         """
         modules, others = _modules(model, sharders)
         placements = self._explain(modules, sharders).placements
@@ -116,7 +117,11 @@ class TowerShardingPlanner:
         return ShardingPlan(plan=plan)
 
     def explain(self, model: nn.Module, sharders: Sequence[Any]) -> TowerShardingPlan:
-        """Returns the `TowerShardingPlan` behind `plan`, with reasons; modules of TorchRec's sharders are left out."""
+        """Returns the `TowerShardingPlan` behind `plan`, with reasons; modules of TorchRec's sharders are left out.
+
+        Raises:
+            InputError: as `plan`, but for what concerns those modules.
+        """
         return self._explain(_modules(model, sharders)[0], sharders)
 
     def _explain(self, modules: Mapping[str, Sequence[Sequence[Any]]], sharders: Sequence[Any]) -> TowerShardingPlan:
@@ -207,7 +212,7 @@ def _modules(model: nn.Module, sharders: Sequence[Any]) -> tuple[dict[str, list[
         towers; and the modules of TorchRec's sharders.
 
     Raises:
-        InputError: a collection has no sharder, a tower sharder has no module, or two sharders handle the same type.
+        InputError: a collection has no sharder, no module has a tower sharder, or two sharders handle the same type.
     """
     towers: dict[str, list[list[Any]]] = {}
     others: dict[str, nn.Module] = {}

@@ -60,10 +60,12 @@ class TablePlacement:
     ``row_wise``       some rows on every rank of the tower; ids go to the row's rank; reduce-scatter of partial sums
     ``data_parallel``  whole on every rank of the tower; no exchange of ids and embeddings, all-reduce of gradients
     =================  =========================================================================================
+
+    Raises:
+        InputError: a value is unknown or out of range, or the scheme or kernel does not allow another value.
     """
 
     scheme: Scheme
-    """Scheme by which the table is cut."""
     ranks: tuple[int, ...]
     """Local ranks 0..L-1 of the tower, one for each shard, in the order of the rows or columns."""
     kernel: Kernel = "fused"
@@ -133,8 +135,8 @@ def shards_in_tower(table: Any, placement: TablePlacement, *, num_ranks: int, to
     if not set(ranks) <= set(of_tower) or (placement.scheme in EVERYWHERE and ranks != of_tower):
         raise InputError(
             f"Table {table.name!r} in tower {tower} is {placement.scheme} on local ranks {list(ranks)}, but its tower "
-            f"has ranks 0..{num_ranks - 1}, and row_wise and data_parallel use all of them. Pass the plan of "
-            "TowerShardingPlanner to DistributedModelParallel (plan=)."
+            f"has ranks 0..{num_ranks - 1}, and row_wise and data_parallel use all of them. Correct its placement, or "
+            "pass the plan of TowerShardingPlanner to DistributedModelParallel (plan=)."
         )
     return table_shards(table, placement)
 
@@ -206,7 +208,7 @@ def why_not(
     """Returns the reason why a table cannot have a sharding scheme, or an empty string if it can.
 
     Args:
-        table: ``EmbeddingBagConfig`` or `dmt.plan.tables.TableSpec`; without ``pooling`` its bags are summed.
+        table: ``EmbeddingBagConfig``, ``EmbeddingConfig`` or `dmt.plan.tables.TableSpec`.
         scheme: one of `SCHEMES`.
         num_ranks: L, ranks of the tower, to check that the table can be cut; None if it is cut already.
         id_route: route of the ids.

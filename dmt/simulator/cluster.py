@@ -19,7 +19,7 @@ from dmt.files import atomic_write, from_record, read_file
 __all__ = ["Cluster", "CollectiveKind", "CollectiveRates", "load_cluster", "save_cluster", "shipped_clusters"]
 
 CollectiveKind = Literal["all_to_all", "exchange", "all_reduce"]
-"""TorchRec's all-to-all, the exchange between towers (`dmt.collectives.start_exchange`), and the all-reduce."""
+"""An all-to-all of TorchRec, an exchange between towers (`dmt.collectives.start_exchange`), or an all-reduce."""
 
 Rate = Annotated[float, Gt(0)]
 Seconds = Annotated[float, Ge(0)]
@@ -77,7 +77,7 @@ def _share(shares: Mapping[int, float], ranks: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Speed of the ranks and links of a cluster of equal hosts; rates hold for one rank while all ranks work."""
+    """Speed of the ranks and links of a cluster of equal hosts; its own rates are those of one rank while all work."""
 
     __pydantic_config__ = _CHECKS
 
@@ -151,7 +151,7 @@ def load_cluster(path: str | Path) -> Cluster:
 
 
 def save_cluster(cluster: Cluster, path: Path) -> None:
-    """Writes a ``cluster.toml`` that `load_cluster` reads."""
+    """Writes a ``cluster.toml`` that `load_cluster` reads; raises `OSError` if it cannot be written."""
     record = json.loads(json.dumps(asdict(cluster)))  # JSON makes ranks strings, as TOML keys must be
     with atomic_write(path) as part:
         part.write_text(tomli_w.dumps(record), encoding="utf-8")

@@ -186,7 +186,7 @@ class _Program:
     def compute(
         self, name: str, seconds: float = 0.0, *, moved: float = 0.0, looked_up: float = 0.0, after: Sequence[str] = ()
     ) -> None:
-        """Adds a computation that copies ``moved`` bytes and moves ``looked_up`` bytes of rows, after the previous."""
+        """Adds a computation of ``seconds`` that also copies ``moved`` bytes and moves ``looked_up`` bytes of rows."""
         cluster = self.cluster
         seconds += 2 * moved / cluster.memory_bytes_per_s + looked_up / cluster.lookup_bytes_per_s
         self._add("core", after, Operation(name=name, kind="compute", seconds={"core": seconds}))

@@ -39,7 +39,7 @@ class PlainTraining:
     """Trains the unsharded modules of all replicas as sharded training must train them.
 
     Before each `step`, run a backward pass of each module, on the mean of the losses of its replica's ranks. Weights on
-    which ``apply_optimizer_in_backward`` was called train in it, with columns uncut, and are not averaged.
+    which ``apply_optimizer_in_backward`` was called train in that pass, with columns uncut, and are not averaged.
 
     Args:
         modules: the module of each replica (one module without replicas), with equal weights; trained in place.
@@ -51,7 +51,7 @@ class PlainTraining:
         interval: N, steps from one average of the replicas to the next.
         optimizer_state: ``"now"`` averages the current states; ``"delayed"`` averages those of the previous average and
             keeps what each replica has added since, as `dmt.ReplicaSync` does.
-        has_half_tables: whether weights of tables are rounded to FP16 after each update.
+        has_half_tables: True to round the weights of tables to FP16 after each update.
 
     Raises:
         InputError: ``moment_scale`` breaks Scaling Rule 1, or the optimizer is unknown or has no moments to scale.
@@ -138,9 +138,9 @@ class PlainTraining:
 
 
 class PlainTable:
-    """A table of one replica, [rows, columns] FP32, with FBGEMM's optimizer; ``moment_scale`` is c.
+    """A table of one replica, ``weight`` [rows, columns] FP32, with FBGEMM's optimizer; ``moment_scale`` is c.
 
-    ``widths`` are the columns of its shards from left to right; empty for a data-parallel table.
+    ``widths`` are the numbers of columns of its shards from left to right; empty for a data-parallel table.
     """
 
     def __init__(

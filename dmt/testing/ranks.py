@@ -60,16 +60,16 @@ def run_on_ranks(
     ranks: list[Rank] | None = None,
     backend: str = "gloo",
 ) -> list[Any]:
-    """Calls ``function(rank, *args)`` on ranks of this machine. No process outlives the call.
+    """Calls ``function(rank, *args)`` on ranks of this machine. Without ``ranks``, no process outlives the call.
 
-    Each call makes and destroys a process group. Ranks begin with the caller's working folder, the environment of the
-    process that they are forked from, and the random number generators of a fresh process.
+    Each call makes and destroys a process group. Ranks begin with the caller's working folder, fresh random number
+    generators, and the environment of the process that they are forked from, to which ``RANK`` and the like are added.
 
     Args:
         function: an importable function; inside it, the default process group contains the ranks.
         world_size: number of ranks.
         args: picklable arguments.
-        timeout_s: longest time that the call may take, in seconds.
+        timeout_s: longest time that the function may take on any rank, start included, in seconds.
         ranks: list of processes to reuse; the call appends those that it starts. They live until a call fails or
             until `end_ranks`, and keep what a call changes in them, such as a patched class. None: new processes.
         backend: of the process group, as in ``torch.distributed.init_process_group``.
@@ -118,7 +118,7 @@ def run_on_ranks(
 
 
 def end_ranks(ranks: list[Rank]) -> None:
-    """Kills the processes of `run_on_ranks`, which have nothing to lose between calls, and empties the list."""
+    """Kills the processes that `run_on_ranks` appended to ``ranks``, and empties the list."""
     for rank in ranks:
         rank.process.kill()
     for rank in ranks:

@@ -66,7 +66,7 @@ def load_plain_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         state: whole tensors by the names of the unsharded module; they are converted to the dtypes of the model.
 
     Raises:
-        InputError: a name of the model is missing in ``state``, or its tensor has another shape.
+        InputError: a name of the model is missing in ``state``, or its tensor there has another shape.
     """
     parts = local_parts(model)
     for part in parts:
