@@ -12,22 +12,22 @@ from multiprocessing import connection, forkserver, resource_tracker
 
 import pytest
 
-# Collecting the tests imports everything there is, and leaves nothing to collect.
+# Collecting the tests imports everything and makes no garbage, so the collector waits until it is done.
 gc.disable()
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# Gloo's threads wake up for every message, and spin until the thread that they have interrupted asks for it: a quarter
-# of what ranks on two cores compute. Of processes of this kind, none interrupts another one when it wakes up.
+# A thread of gloo wakes up for every message and spins until the thread that it interrupted asks for the message, which
+# took a quarter of the time of ranks on two cores. Under SCHED_BATCH a process that wakes up interrupts no other.
 if hasattr(os, "SCHED_BATCH"):
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
-    # Ranks that share one core wake one another for less. Each worker takes one; those beyond use what is left of all.
+    # Ranks on one core wake one another faster. With more workers than cores, each core gets one; the others use all.
     number, cores = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0")[2:]), sorted(os.sched_getaffinity(0))
     if number < len(cores) < int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1")):
         os.sched_setaffinity(0, {cores[number]})
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Modules with rank tests come first: what is left for the end, when one worker waits for the other, is short."""
+    """Runs modules with rank tests first: at the end, when one worker waits for the other, tests are short."""
     modules = {item.path for item in items if item.get_closest_marker("ranks")}
     items.sort(key=lambda item: item.path not in modules)
     gc.freeze()
@@ -36,7 +36,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtest_setup() -> None:
-    """A test and its fixtures draw what they would in a fresh process, whichever tests this one has run before."""
+    """Seeds a test and its fixtures as in a fresh process, whichever tests this process has run before."""
     import random
 
     import numpy as np
@@ -51,19 +51,19 @@ def pytest_runtest_setup() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def _prepared_ranks(request: pytest.FixtureRequest) -> None:
-    """Ranks are forked from a copy of this process as it is now: with all modules loaded, and before its first test."""
+    """Forks the process from which ranks are forked, before the first test and with all modules loaded."""
     if any(item.get_closest_marker("ranks") for item in request.session.items):
-        # What training loads late.
+        # Modules that training loads late.
         for name in ("scipy.optimize", "torchmetrics.functional.classification", "torchrec.metrics.ne"):
             importlib.import_module(name)
         _start_fork_server()
 
 
 def _start_fork_server() -> None:
-    """What `multiprocessing.forkserver.ensure_running` does, by a fork: a new interpreter would import all again."""
+    """Starts the fork server like ``ensure_running``, but by a fork: a new interpreter would import all again."""
     resource_tracker.ensure_running()
     with socket.socket(socket.AF_UNIX) as listener, warnings.catch_warnings():
-        # A thread of pytest-xdist reads commands; what is forked has no use for it.
+        # Python warns of a fork beside threads; the one of pytest-xdist only reads commands.
         warnings.simplefilter("ignore", DeprecationWarning)
         listener.bind(address := connection.arbitrary_address("AF_UNIX"))
         listener.listen()
@@ -71,7 +71,7 @@ def _start_fork_server() -> None:
         process = os.fork()
         if not process:
             os.close(alive)
-            # Those of a fresh process, not those of a test.
+            # The filters of a fresh process, not those of the tests.
             warnings.resetwarnings()
             warnings.simplefilter("ignore", DeprecationWarning)
             try:

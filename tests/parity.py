@@ -23,7 +23,7 @@ from dmt.testing import PlainTraining, gather_plain_state, load_plain_state
 from dmt.testing.plain import is_table
 
 LR = 0.05
-# More than rounding: no optimizer makes a large step of a gradient that cancels.
+# Larger than rounding errors, so that no optimizer takes a large step where a gradient cancels.
 EPS = 1e-3
 OPTIMIZERS = {
     "rowwise_adagrad": EmbOptimType.EXACT_ROWWISE_ADAGRAD,
@@ -80,7 +80,7 @@ def _repeat(ids: KeyedJaggedTensor, generator: torch.Generator) -> KeyedJaggedTe
 
 
 class SumTowerModule(nn.Module):
-    """A tower module that reads by key: linear over the concatenation, plus a product of two features."""
+    """A tower module that reads by key: a linear layer over the columns, times 1 plus their mean."""
 
     def __init__(self, features: list[str], dims: list[int], out_features: int) -> None:
         super().__init__()
@@ -126,7 +126,7 @@ class AttentionTowerModule(nn.Module):
 
 
 def sequence_config(table: EmbeddingBagConfig) -> EmbeddingConfig:
-    """The same table, of which each id is looked up."""
+    """Returns the same table as a table of sequences."""
     return EmbeddingConfig(
         name=table.name,
         num_embeddings=table.num_embeddings,
@@ -188,7 +188,7 @@ def make_tables(dims: list[int], *, pooling: str = "SUM", rows: int = 40) -> lis
 
 
 def load_ramps(model: DistributedModelParallel) -> dict[str, Tensor]:
-    """Gives every parameter of a sharded model numbers from -1 to 1, whatever was drawn; returns them."""
+    """Sets every parameter of a sharded model to evenly spaced numbers from -1 to 1; returns them by name."""
     shapes = {name: value.shape for name, value in gather_plain_state(model).items()}
     state = {name: torch.linspace(-1, 1, shape.numel()).view(shape) for name, shape in shapes.items()}
     load_plain_state(model, state)
@@ -196,14 +196,14 @@ def load_ramps(model: DistributedModelParallel) -> dict[str, Tensor]:
 
 
 def dense_optimizer(optimizer: str, eps: float) -> Callable[[Any], torch.optim.Optimizer]:
-    """Makes the optimizer of a dense part's parameters: SGD where tables take it, otherwise Adam."""
+    """Returns a function that makes the optimizer of a dense part: SGD if the tables use SGD, otherwise Adam."""
     return partial(torch.optim.SGD, lr=LR) if optimizer == "sgd" else partial(torch.optim.Adam, lr=LR, eps=eps)
 
 
 def plain_training(
     model: nn.Module, *, replicas: int = 1, optimizer: str = "rowwise_adagrad", eps: float = EPS, **options: Any
 ) -> PlainTraining:
-    """Plain training of copies of a model, whose dense parts take `dense_optimizer`."""
+    """Returns the plain training of copies of a model, with `dense_optimizer` for their dense parts."""
     make = dense_optimizer(optimizer, eps)
     options.setdefault("make_optimizer", lambda named: make(list(named.values())))
     fused = {"optimizer": OPTIMIZERS[optimizer], "learning_rate": LR, "eps": eps}
@@ -211,7 +211,7 @@ def plain_training(
 
 
 def train_plainly(training: PlainTraining, *batches: list[PipelinedBatch], clip: float | None = None) -> float:
-    """A step of `Trained` modules on the batches of each replica's ranks: the mean over ranks of their mean losses.
+    """Trains `Trained` modules for a step, each on the mean over its replica's ranks of their mean losses.
 
     Returns the norm of the dense gradients, which are clipped to ``clip``.
     """
@@ -229,7 +229,7 @@ def train_plainly(training: PlainTraining, *batches: list[PipelinedBatch], clip:
 
 
 def plain_outputs(model: Any, ids: KeyedJaggedTensor) -> tuple[Any, Tensor]:
-    """What a plain model returns; its collections fail without samples, so they get one, without ids."""
+    """Returns what a plain model returns. TorchRec's collections fail without samples, so they get one without ids."""
     size, keys = ids.stride(), ids.keys()
     if not size:
         ids = KeyedJaggedTensor(keys, ids.values(), ids.weights_or_none(), ids.lengths().new_zeros(len(keys)))
@@ -242,7 +242,7 @@ def plain_outputs(model: Any, ids: KeyedJaggedTensor) -> tuple[Any, Tensor]:
 
 
 def share(oracle: PlainTraining) -> None:
-    """Gives every rank weights, gradients and states of the oracle of rank 0, the only one that is trained."""
+    """Sends weights, gradients and states of the oracle from rank 0, where alone it is trained, to every rank."""
     parameters = [parameter for module in oracle.modules for parameter in module.parameters()]
     for parameter in parameters:
         parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad

@@ -31,10 +31,10 @@ from dmt.training.device import backend
 
 _SHARED: list[Rank] = []
 DEVICE = torch.device(os.environ.get("DMT_TEST_DEVICE", "cpu"))
-"""Of the ranks; what they are compared with is trained on the CPU."""
+"""Device of the ranks; the plain training that they are compared with runs on the CPU."""
 
 ALL_BINS = metrics._BINS
-# An evaluation adds up the bins of all ranks, which took a tenth of the time of a small run.
+# Fewer bins: adding them up over ranks in evaluations took a tenth of the time of a small run.
 metrics._BINS = 2**14
 
 
@@ -62,12 +62,12 @@ def run_ranks(
 
 
 def on_ranks(world_size: int, *, fresh: bool = False) -> Callable[[Callable[..., Any]], Callable[..., None]]:
-    """Makes a test of what every rank does, ``test(rank, ...)``; arguments after the rank are pytest's."""
+    """Decorates a function that every rank calls, ``test(rank, ...)``; arguments after the rank are pytest's."""
 
     def decorate(function: Callable[..., Any]) -> Callable[..., None]:
         @functools.wraps(function)
         def test(**arguments: Any) -> None:
-            # By name: what the name of a test holds is this, not the function.
+            # By name: the module's attribute is this wrapper, so the function itself cannot be pickled.
             run_ranks(_test_on_rank, world_size, function.__module__, function.__name__, arguments, fresh=fresh)
 
         _, *others = inspect.signature(function).parameters.values()
@@ -82,7 +82,7 @@ def _test_on_rank(rank: int, module: str, name: str, arguments: dict[str, Any]) 
 
 
 def in_absurd_environment(rank: int, function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
-    """Nothing may guess the topology from the environment."""
+    """Calls a function with a wrong ``LOCAL_WORLD_SIZE``: nothing may guess the topology from the environment."""
     os.environ["LOCAL_WORLD_SIZE"] = "7"
     # NCCL refuses two ranks of one host on one GPU. Apart, they talk by sockets, as hosts do.
     os.environ |= {"NCCL_HOSTID": f"host-{rank}", "NCCL_SOCKET_IFNAME": "lo"}

@@ -9,14 +9,14 @@ import pytest
 
 
 def collected(request: pytest.FixtureRequest, *names: str) -> set[Any]:
-    """The values of these arguments in the tests of a fixture of a module that will run; tuples of several."""
+    """Returns the values of these arguments in the tests to run that use a module's fixture; tuples if several."""
     users = [i for i in request.session.items if i.path == request.path and request.fixturename in i.fixturenames]
     found = [user.callspec.params for user in users if hasattr(user, "callspec")]
     return {tuple(p[name] for name in names) if len(names) > 1 else p[names[0]] for p in found if set(names) <= set(p)}
 
 
 def some_slow(cases: Iterable[Any], slow: Container[Any]) -> list[Any]:
-    """The cases of a parametrized test; those in ``slow`` are marked so."""
+    """Returns the cases of a parametrized test; those in ``slow`` are marked slow."""
     marks = pytest.mark.slow
     return [
         case if case not in slow else pytest.param(*(case if isinstance(case, tuple) else [case]), marks=marks)

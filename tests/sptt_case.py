@@ -96,7 +96,7 @@ class Case:
     replica_placement: Literal["inter_host", "intra_host"] = "inter_host"
     ranks_per_host: int | None = None
     dims: tuple[int, ...] = (8, 8, 8, 8)
-    features: tuple[tuple[str, ...], ...] = ()  # of each table; its own one without
+    features: tuple[tuple[str, ...], ...] = ()  # of each table; by default table i has f<i>
     plan: tuple[tuple[int, ...], ...] = ((0, 2), (1, 3))
     outside: tuple[int, ...] = ()  # tables that every rank holds; in no tower of the plan
     sequences: tuple[int, ...] = ()  # towers of the plan that look up sequences, whose modules attend to them
@@ -108,18 +108,18 @@ class Case:
     sizes: tuple[int, ...] = ()
     id_dtype: torch.dtype = torch.int64
     placement: tuple[int, ...] | None = None
-    fp16: tuple[int, ...] = ()  # tables
+    fp16: tuple[int, ...] = ()  # tables with FP16 weights
     kernel: Any = "fused"  # of all tables that are not data-parallel
     optimizer: str = "rowwise_adagrad"
     eps: float = EPS  # of the optimizers of tables and of the dense part
-    own: tuple[tuple[int, str, float], ...] = ()  # tables with an optimizer, a key of OWN, and a rate of their own
+    own: tuple[tuple[int, str, float], ...] = ()  # table, its optimizer (a key of OWN) and rate
     warmup: bool = False  # the rates of tables rise in the first steps
     clip: float | None = None
     id_route: Any = "peer"
     precision: str = "fp32"  # of outputs and gradients between towers, a key of PRECISIONS
     micro_batches: int = 1
     unique: bool = False
-    hot: bool = False  # rows of all tables that can have copies have some, others from the third step on
+    hot: bool = False  # copies of rows in every table that allows them; of other rows from the third step on
     pipeline: Literal["", "on", "detached"] = ""  # TorchRec's; detached once, with two batches on their way
     dense: tuple[tuple[str, Any], ...] | None = None  # arguments of HierarchicalDataParallel
     moment_scale: Any = "num_replicas"
@@ -133,7 +133,7 @@ class Case:
 
     @property
     def num_steps(self) -> int:
-        return self.steps + self.hot  # of the rows that come at the third step, the fourth reads the states
+        return self.steps + self.hot  # the fourth reads the states of rows that are copied at the third
 
     @property
     def schedule(self) -> dict[str, Any]:
@@ -166,7 +166,7 @@ class Case:
         return tables
 
     def pins(self) -> dict[str, TablePlacement]:
-        """Placements of a mix; what cannot be cut stays table-wise, on the rank its number gives."""
+        """Placements of a mix; a table that cannot be cut stays table-wise, on rank (number mod ranks)."""
         if self.scheme not in MIXES:
             return {}
         mix = MIXES[self.scheme]
@@ -270,7 +270,7 @@ def distribute(model: nn.Module, sharder: Any, change: Any = None, **planner: An
 
 
 def towers_of(modules: list[nn.Module], tables: list[Any] | None = None) -> TowerModel:
-    """One table and one module a tower, whose output is as wide as the table."""
+    """Makes a model with one table and one module per tower; a module's output is as wide as its table."""
     tables = tables or make_tables([8] * len(modules))
     pairs = zip(tables, modules, strict=True)
     towers = [EmbeddingTower(EmbeddingBagCollection(tables=[table]), module) for table, module in pairs]
@@ -278,7 +278,7 @@ def towers_of(modules: list[nn.Module], tables: list[Any] | None = None) -> Towe
 
 
 class Optimizers:
-    """Optimizers of the dense part and of the tables in one, as a train pipeline wants it; it clips first."""
+    """The optimizers of the dense part and of the tables as one, for train pipelines; clips gradients first."""
 
     def __init__(self, case: Case, model: DistributedModelParallel) -> None:
         named = in_backward_optimizer_filter((n, p) for n, p in model.named_parameters() if p.requires_grad)
@@ -354,13 +354,13 @@ class Bounds:
         self.only_bytes_move = case.kind in ("pass", "flat") and not rounds and case.precision == "fp32"
         self.forward = 1e-6 if case.precision == "fp32" else _SENT[case.precision]
         share = max([2**-11] * (case.precision == "fp16") + [2**-8] * (case.precision == "bf16"), default=0.0)
-        # Gradients of two hosts may nearly cancel, and are rounded before.
+        # Gradients of two hosts are rounded before they are added, and may nearly cancel.
         halves = dict(case.dense or ()).get("precision") == "bf16"
         self._share = 8 * max(share, 2**-7 if halves else 0.0)
         self.is_exact = not (self._share or case.fp16)
         """No number is rounded to 16 bits."""
         self.moved = self.moved_tables = 0.0
-        """The largest way that any weight went so far, and any weight of a table."""
+        """The largest change so far of any weight, and of any weight of a table."""
         self.relative = max(2e-5, self._share, 8 * _HALF if case.fp16 else 0.0)
 
     def columns(self, step: int, expected: Tensor) -> float:
@@ -387,7 +387,7 @@ def own_tables(model: nn.Module) -> list[TableTensor]:
 
 
 class Training:
-    """A sharded model of a case in training, with options around it, and the weights of every other one of its case."""
+    """A case's sharded model in training, with its options; every model of the case begins with the same weights."""
 
     def __init__(self, rank: int, case: Case, mesh: TowerMesh) -> None:
         torch.manual_seed(0)
@@ -401,7 +401,7 @@ class Training:
         self.model = shard(case, Trained(build(case)), mesh)
         load_plain_state(self.model, self.start)
         for one in own_tables(self.model):
-            # Replicas draw their own weights; they are to be given those of replica 0.
+            # `ReplicaSync` must give every replica the weights of replica 0.
             one.tensor.add_(mesh.replica if one.is_replicated else 0)
         self.sync = ReplicaSync(self.model, mesh, **case.schedule) if case.replicas > 1 else None
         self.hot = HotRows(self.model, mesh, refresh_every=None) if case.hot else None
@@ -418,7 +418,7 @@ class Training:
     def step(self, number: int) -> tuple[Any, Tensor]:
         """Takes a step; returns what the model returns."""
         if self.hot is not None and number in (0, 2):
-            # Of the two choices some rows stay, some go and some come.
+            # From one choice to the next some rows stay, some leave and some join.
             every = 3 if number == 0 else 2
             tables = [table for table in self.case.tables() if table.name not in self.hot.left_out]
             self.hot.replicate({table.name: range(0, table.num_embeddings, every) for table in tables})
@@ -437,20 +437,20 @@ class Training:
         return result
 
     def evaluate(self, model: nn.Module) -> None:
-        """Nothing of it trains, whatever counts passes."""
+        """Runs a pass without gradients, which must not count as training."""
         with torch.no_grad():
             model(self._draw(77))
 
     def bring_up_to_date(self, number: int) -> bool:
-        """Whether the tables of this rank are up to date after a step, without another one's doing."""
+        """Brings this rank's tables up to date after odd steps; returns whether they are."""
         if self.hot is not None and number % 2:
-            # Whoever is given tables or states gets those of the copies.
+            # Reading tables or states brings them up to date with the copies.
             _ = self.model.state_dict() if number == 1 else self.model.fused_optimizer.state_dict()
         return self.hot is None or number % 2 == 1
 
 
 class Oracle:
-    """Plain training of the same case, on rank 0, and its numbers on every rank."""
+    """Plain training of the same case on rank 0, which sends its numbers to every rank."""
 
     def __init__(self, ours: Training) -> None:
         self._ours, self._case, self._replica = ours, ours.case, ours.mesh.replica
@@ -477,7 +477,7 @@ class Oracle:
 
     @torch.no_grad()
     def forward(self, number: int) -> tuple[Any, Tensor]:
-        """What the module of this replica returns for this rank's batch."""
+        """Returns what the module of this replica returns for this rank's batch."""
         return plain_outputs(self.training.modules[self._replica].model, self._case.draw(self._ours.rank, number)[0])
 
     def step(self, number: int) -> None:
@@ -523,7 +523,7 @@ class Oracle:
             (row, column), (rows, columns) = places[table_name(name)]
             starts = [sum(plain.widths[:i]) for i in range(len(plain.widths))]
             # The weight comes first, then states in the order of FBGEMM's numbers.
-            # One number a row and shard, or as many as weights.
+            # A state has one number per row and shard, or one per weight.
             shard, part = starts.index(column), slice(column, column + columns)
             states = [state[:, part if state.shape == plain.weight.shape else shard] for state in plain.states]
             expected = [plain.weight.detach()[:, part], *states]
@@ -548,7 +548,7 @@ class Oracle:
 def train(rank: int, case: Case, mesh: TowerMesh | None = None) -> tuple[Worst, dict[str, Tensor]]:
     """Trains on ranks and in one process; returns the worst differences, and the weights on ranks at the end.
 
-    ``worst["moved"]`` is the largest way a weight went, without a bound.
+    ``worst["moved"]`` is the largest change of a weight, not divided by a bound.
     """
     ours = Training(rank, case, mesh or TowerMesh(case.topology))
     oracle = Oracle(ours)

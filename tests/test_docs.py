@@ -97,7 +97,7 @@ def loaded(path: Path) -> ModuleType:
 
 
 def test_the_site_has_every_page_and_documents_what_is_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What `make docs` checks as well, which needs packages of its own."""
+    """`make docs` checks this too, but needs further packages."""
     site = loaded(ROOT / "docs" / "build_site.py")
     monkeypatch.setattr(site, "OUT", tmp_path)
     site.main()
@@ -268,7 +268,7 @@ def check_torchrun(arguments: list[str]) -> None:
         module, *rest = arguments[arguments.index("-m") + 1 :]
         assert module == "dmt.training", module
         params = train.make_context(module, rest).params
-        is_file = params["config"].endswith(".toml")  # one that the page has the reader write
+        is_file = params["config"].endswith(".toml")  # a file that the page tells the reader to write
         config = load_config("demo" if is_file else params["config"], params["overrides"])
         sizes = [int(arguments[arguments.index(f) + 1]) for f in ("--nnodes", "--nproc-per-node") if f in arguments]
         assert is_file or config.topology.build().world_size == math.prod(sizes), "the config has other ranks"

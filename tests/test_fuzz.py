@@ -1,4 +1,4 @@
-"""Files and settings that nobody meant: each is read as it is or refused with an `InputError`, in time and memory.
+"""Damaged files and settings: each is read or refused with an `InputError`, within limits of time and memory.
 
 A few dozen cases run daily, always the same; 2,000 others in ``make faults``, which prints the seed that repeats them
 (``make faults SEED=...``).
@@ -50,7 +50,7 @@ MOST_BYTES = 4 << 30
 
 @contextlib.contextmanager
 def bounded() -> Iterator[None]:
-    """Lets a case end well or with an `InputError`, within time that it computes and memory."""
+    """Lets a case succeed or raise `InputError`, within limits of CPU time and memory."""
 
     def too_late(*_: object) -> None:
         raise AssertionError(f"not done after {LONGEST_S} s")
@@ -389,7 +389,7 @@ def test_what_cannot_be_read(tmp_path: Path) -> None:
 
 
 def test_processes_of_two_hosts_write_one_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one process number, as containers have; the bytes are on the disk before the name is."""
+    """Both have one process number, as in containers; the bytes reach the disk before the name does."""
     monkeypatch.setattr("os.getpid", lambda: 1)
     events: list[str] = []
     fsync, replace = os.fsync, Path.replace

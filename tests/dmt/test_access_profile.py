@@ -56,7 +56,7 @@ def test_distinct_rows_are_those_of_drawn_batches() -> None:
 
 
 def sent_by_hand(ids: np.ndarray, hot: np.ndarray, *, towers: int, dim: int, unique: bool) -> float:
-    """Bytes of steps in which every rank has one row of ``ids``, [steps, ranks of the job, samples], in the mean."""
+    """Returns the mean bytes of a step in which ranks have these ``ids``, [steps, ranks of the job, samples]."""
     total = copied = 0
     for step in ids:
         copied += (towers - 1) * 2 * len(np.intersect1d(step, hot)) * 4 * dim
@@ -100,7 +100,7 @@ def test_the_rule_chooses_the_rows_that_send_least(topology: tuple[int, int], di
         return
     assert 0 < number < rows
     held = 2 / 300 * (towers - 1) * 4 * dim
-    # Draws of 300 steps differ from what is expected of them.
+    # The mean of 300 steps differs from its expectation.
     assert sent[2] < sent[1] * 1.001 < sent[0]
     assert sent[2] < sent[3] * 1.001 + 2 * held
 

@@ -1,4 +1,4 @@
-"""The tower dataflow besides training: bits of flat TorchRec, bytes, order, what models may be like, what is freed."""
+"""The tower dataflow besides training: the bits of flat TorchRec, bytes, order of ids, unusual models, freed memory."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ ONE = Case(towers=1, ranks=2, plan=((0, 1, 2, 3),))
 
 
 def loaded(model: nn.Module, sharder: Any, **planner: Any) -> DistributedModelParallel:
-    """The model sharded, with the weights that it has."""
+    """Shards a copy of the model, with the same weights."""
     start = copy.deepcopy(model.state_dict())
     sharded = distribute(copy.deepcopy(model), sharder, **planner)
     load_plain_state(sharded, start)
@@ -70,7 +70,7 @@ def loaded(model: nn.Module, sharder: Any, **planner: Any) -> DistributedModelPa
 
 
 def flat_torchrec(tables: list[Any], state: dict[str, Tensor]) -> DistributedModelParallel:
-    """The flat model as TorchRec shards it, table-wise over all ranks."""
+    """Shards the flat model by TorchRec, table-wise over all ranks."""
     model, world = FlatModel(tables), dist.get_world_size()
     sharder = EmbeddingBagCollectionSharder(fused_params=FUSED)
     placed = {t.name: table_wise(rank=i % world) for i, t in enumerate(tables)}

@@ -46,7 +46,7 @@ def numbers_of(training: Training) -> dict[str, Tensor]:
 
 @on_ranks(4)
 def test_a_sync_of_one_replica_leaves_the_counting_alone(rank: int) -> None:
-    """As a training loop has it that takes any number of replicas."""
+    """A training loop for any number of replicas has a `ReplicaSync` for one, too."""
     mesh = TowerMesh(TWO_BY_TWO)
     training = Training(rank, FLAT, mesh)
     hot = HotRows(training.model, mesh, extra_memory=0.5, refresh_every=1)
@@ -97,7 +97,7 @@ def local_parts(state: dict[str, Any]) -> list[Tensor]:
 
 @on_ranks(4)
 def test_changes_in_place_are_read_after_a_restart(rank: int) -> None:
-    """Doubles weights in place, with a restart after it; tensors of before a step are brought up to date on demand."""
+    """Doubles weights in place, then replicates again; a state dict from before a step is up to date on demand."""
     mesh = TowerMesh(TWO_BY_TWO)
     training, plain = (Training(rank, FLAT, mesh) for _ in range(2))
     hot = HotRows(training.model, mesh, refresh_every=None)
@@ -166,7 +166,7 @@ def test_a_batch_that_does_not_come_to_its_end_with_its_copies_is_refused(rank: 
 
 
 def skewed(rank: int, step: int, first: int, tables: list[Any], size: int = 64) -> tuple[KeyedJaggedTensor, Tensor]:
-    """Half of the ids are the rows ``first`` and the next, others any."""
+    """Draws a batch in which half of the ids are ``first`` or the next row, and the others any row."""
     draw = torch.Generator().manual_seed(1000 * step + rank)
     popular = first + torch.randint(0, 2, (len(tables), size), generator=draw)
     rare = torch.stack([torch.randint(0, t.num_embeddings, (size,), generator=draw) for t in tables])
@@ -176,7 +176,7 @@ def skewed(rank: int, step: int, first: int, tables: list[Any], size: int = 64) 
 
 
 def refresh_on_rank(rank: int) -> dict[str, Any]:
-    """Popular rows move after six steps; the rows chosen, and the bytes of a step before and after each choice."""
+    """Moves the popular rows after six steps; returns the rows chosen, and bytes of steps around each choice."""
     mesh, case = TowerMesh(TWO_BY_TWO), replace(FLAT, dims=(32, 32, 32, 32))
     tables = make_tables(list(case.dims), rows=5000)
     torch.manual_seed(0)
@@ -321,7 +321,7 @@ SHAPES = [(37, 4), (3, 8), (1, 1), (20, 2)]
 
 
 def gradient_of(rank: int, touched: float) -> Tensor:
-    """Every rank touches other rows."""
+    """Draws a gradient; every rank touches other rows."""
     draw, draw_rows = torch.Generator().manual_seed(rank), torch.Generator().manual_seed(100 + rank)
     parts = []
     for rows, columns in SHAPES:

@@ -33,7 +33,7 @@ class Pair(NamedTuple):
 
 
 class Containers(nn.Module):
-    """Takes tensors in every kind of container, and returns them so."""
+    """Takes and returns tensors in every kind of container."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
@@ -57,7 +57,7 @@ class Containers(nn.Module):
 
 
 class Flawed(nn.Module):
-    """Does something that micro-batches cannot have, by name."""
+    """Does something that micro-batches do not support; ``flaw`` names it."""
 
     def __init__(self, case: Case) -> None:
         super().__init__()
@@ -84,13 +84,13 @@ class Flawed(nn.Module):
 
 @dataclass
 class Batch:
-    """Handed on whole, each micro-batch would be given the numbers of all samples."""
+    """A class that cannot be split: passed on whole, it would give each micro-batch the numbers of all samples."""
 
     dense: torch.Tensor
 
 
 class Hidden:
-    """Nothing that can be looked into."""
+    """An object in which micro-batches find no ids."""
 
     def __init__(self, ids: KeyedJaggedTensor) -> None:
         self.ids = ids
@@ -101,11 +101,11 @@ def drawn(rank: int, size: int = 5) -> tuple[KeyedJaggedTensor, torch.Tensor]:
 
 
 def check_equal_micro_batches(model: Any, rank: int) -> None:
-    """Scores of pairs have a row for each sample there, too; as many columns as samples are no fault."""
+    """Scores of pairs of samples are refused, though they have a row per sample; other square outputs are not."""
     ids = drawn(rank, size=6)[0]
     with torch.no_grad():
         model.module.flaw = "pairs"
-        assert model(ids).shape == (6, 2)  # without gradients nothing tells
+        assert model(ids).shape == (6, 2)  # not noticed without gradients
     for flaw in ("pairs", "softmax of pairs"):
         model.module.flaw = flaw
         with pytest.raises(InputError, match=r"a tensor \[2, 2\] for a micro-batch of 2 samples, and its rows"):
@@ -231,7 +231,7 @@ def test_ranks_may_have_no_samples(rank: int) -> None:
 
 
 def end_of(rank: int, mesh: TowerMesh, disturbed: str) -> dict[str, torch.Tensor]:
-    """The weights after three steps, with an attempt after the first that comes to nothing.
+    """Returns the weights after three steps, with a step between the first two that fails.
 
     The dense part fails in the first micro-batch, forward or backward, while the second is under way.
     """

@@ -1,4 +1,4 @@
-"""Random mixtures of four and more options train as the plain module does, or are refused with the words for them.
+"""Random mixtures of four and more options train as the plain module does, or are refused with the right message.
 
 A seed draws a model, its ranks and options, and now and then a second layout, which loads a checkpoint of the first and
 goes on. Both are cases of `tests.sptt_case`, whose oracle is plain training in one process on the same batches. Other
@@ -79,7 +79,7 @@ class Mixture(Case):
 
     @property
     def refused(self) -> list[str]:
-        """Words of a refusal, one of which must be heard; none where it must train."""
+        """Words of which the refusal must contain one; none if the mixture must train."""
         options = {"id_route": self.id_route, "unique": self.unique, "hot_rows": self.hot}
         more = {"has_towers": self.kind != "flat", "sequences": bool(self.sequences), "num_replicas": self.replicas}
         words = [message for is_refused, message in refusals(**options, **more) if is_refused]
@@ -100,7 +100,7 @@ def dealt(draw: random.Random, tables: list[int], towers: int, tied: Tied) -> tu
 
 
 def drawn_model(draw: random.Random, world: int) -> tuple[dict[str, Any], Tied]:
-    """What every layout has in common. Table 0 may have copies of rows: in a tower, summed, of a feature of its own."""
+    """Draws what all layouts share. Table 0 may have hot rows: it is in a tower, summed, with its own feature."""
     number, kind = draw.randint(4, 7), draw.choice(("flat", "flat", "modules", "modules", "frozen", "pass"))
     outside = draw.sample(range(1, number), draw.choice((0, 0, 1, number - 3)))
     inside = [i for i in range(number) if i not in outside]
@@ -217,7 +217,7 @@ def optimizer_of(ours: Training) -> CombinedOptimizer:
 
 
 def take_over(ours: PlainTraining, theirs: PlainTraining, weights: dict[str, Tensor]) -> None:
-    """Gives plain training what a checkpoint must bring to another layout: of moments the mean over columns, scaled."""
+    """Gives plain training what a checkpoint brings to another layout: scaled moments, averaged over the columns."""
     for optimizer in ours.dense_optimizers:
         optimizer.load_state_dict(copy.deepcopy(theirs.dense_optimizers[0].state_dict()))
     for module, tables in zip(ours.modules, ours.tables, strict=True):
@@ -233,7 +233,7 @@ def take_over(ours: PlainTraining, theirs: PlainTraining, weights: dict[str, Ten
 
 
 def train_on_rank(rank: int, mixture: Mixture, folder: Path, fault: str) -> list[Worst] | str:
-    """Returns the worst differences in each layout, or the words of a refusal, or of whatever noticed a fault."""
+    """Returns the worst differences in each layout, or the message of a refusal or of the check that saw a fault."""
     with CONTROLS[fault][0]() if fault else nullcontext():
         try:
             ours = Training(rank, mixture, TowerMesh(mixture.topology))
@@ -285,7 +285,7 @@ def test_a_mixture_trains_as_the_plain_module_or_is_refused(seed: int, tmp_path:
     compare(drawn(seed), tmp_path)
 
 
-# Besides those of `tests.dmt.test_parity`, whose loop this is: the fault, and the mixtures that it must spoil.
+# Faults besides those of `tests.dmt.test_parity`, which uses the same loop, and the mixtures that each must spoil.
 CONTROLS: dict[str, tuple[Callable[[], Any], Callable[[Mixture], bool]]] = {
     "a table forgets its own optimizer": (
         lambda: patch("tests.sptt_case.apply_optimizer_in_backward"),

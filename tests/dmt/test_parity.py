@@ -1,4 +1,4 @@
-"""Training on ranks is plain training: what is distributed how, each line a case of `tests.sptt_case`.
+"""Training on ranks equals plain training; each line is a case of `tests.sptt_case`.
 
 The matrix has every scheme, pooling, dims, topology, id route and precision: `make test` runs a pairwise cover, in
 which every value of a factor meets every value of each other one, `make parity` all of it. `CASES` has what needs other
@@ -68,8 +68,8 @@ def hot(towers: int, ranks: int, **more: Any) -> Case:
 # Three towers of the model on two hosts.
 ELSEWHERE = {"plan": ((0,), (3,), (1, 2)), "placement": (1, 0, 1)}
 UNEVEN = {4: (9, 7, 8, 9), 6: (9, 7, 8, 9, 1, 6)}
-SMALL_BUCKETS = (("bucket_cap_mb", 8e-5),)  # of every 20 numbers or so: several are under way at once
-SLOW = "slow: "  # what others have, too
+SMALL_BUCKETS = (("bucket_cap_mb", 8e-5),)  # some 20 numbers each: several are in flight at once
+SLOW = "slow: "  # prefix of cases that add little to the others
 CASES: dict[str, dict[str, Case]] = {
     "towers": {
         "frozen": of(2, 2, kind="frozen"),
@@ -263,7 +263,7 @@ CASES: dict[str, dict[str, Case]] = {
 
 
 def grouped() -> Iterator[Any]:
-    """Cases that need the same number of ranks go together."""
+    """Groups cases that need the same number of ranks."""
     for about, cases in CASES.items():
         for world in sorted({case.world for case in cases.values()}):
             of_world = {name: case for name, case in cases.items() if case.world == world}
@@ -343,7 +343,7 @@ TWINS: dict[str, tuple[Case, ...]] = {
 
 
 def twins_on_rank(rank: int, twins: tuple[Case, ...]) -> list[str]:
-    """Names of weights that end with other bits."""
+    """Returns the names of weights that end with other bits."""
     mesh = TowerMesh(twins[0].topology)
     ends = []
     for case in twins:
@@ -423,7 +423,7 @@ FAULTS: dict[str, tuple[Callable[[], AbstractContextManager[Any]], Case]] = {
 
 
 def faults_on_rank(rank: int) -> dict[str, str]:
-    """What noticed each fault."""
+    """Returns the type of the error that noticed each fault."""
     found = {}
     for name, (fault, case) in FAULTS.items():
         with fault():
@@ -452,13 +452,13 @@ TOPOLOGIES = {
 
 
 def is_carried(case: Case) -> bool:
-    """Whether the case's id route carries its tables."""
+    """Returns whether the case's id route supports its schemes."""
     schemes = MIXES.get(case.scheme, (case.scheme,)) if case.ranks > 1 else ("table_wise",)
     return case.id_route == "peer" or not {"data_parallel", "row_wise"} & set(schemes)
 
 
 def cases_of(towers: int, ranks: int) -> list[Case]:
-    """All cases of a topology. Batches are even and uneven in turn, optimizers take turns too."""
+    """Returns all cases of a topology, with even and uneven batches and all optimizers in turn."""
     factors = product(
         ("modules", "flat"),
         SCHEMES,
@@ -489,7 +489,7 @@ def cases_of(towers: int, ranks: int) -> list[Case]:
     return [case for case in cases if is_carried(case)]
 
 
-# What a case has of each factor.
+# The value of each factor in a case.
 FACTORS: dict[str, Callable[[Case], Hashable]] = {
     "topology": lambda case: (case.towers, case.ranks),
     "kind": lambda case: case.kind,
@@ -505,13 +505,13 @@ FACTORS: dict[str, Callable[[Case], Hashable]] = {
 
 
 def pairs(case: Case) -> set[tuple[tuple[str, Hashable], ...]]:
-    """Each two factors with what the case has of them."""
+    """Returns every pair of factors with their values in the case."""
     return set(combinations(((name, value(case)) for name, value in FACTORS.items()), 2))
 
 
 @cache
 def pairwise_cover() -> list[Case]:
-    """Some cases of the matrix that have every pair of values which any case has; greedily, small worlds first."""
+    """Chooses cases of the matrix that together have every pair of values; greedy, small worlds first."""
     left = {case: pairs(case) for topology in TOPOLOGIES for case in cases_of(*topology)}
     missing, cover = set().union(*left.values()), []
     while missing:

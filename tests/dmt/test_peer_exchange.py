@@ -40,12 +40,12 @@ def gradients_of(rank: int, step: int, sizes: Sequence[int]) -> Tensor:
 
 
 def gathered(rank: int, step: int, sizes: Sequence[int]) -> Tensor:
-    """A rank's rows of all outputs, side by side: what it must find."""
+    """Returns what a rank must receive: its rows of all towers' outputs, side by side."""
     return torch.cat([sent_by(tower, step, sizes).split(list(sizes))[rank] for tower in range(T)], dim=1)
 
 
 def returned(rank: int, step: int, sizes: Sequence[int]) -> Tensor:
-    """A rank's columns of all gradients, below each other: the same way back."""
+    """Returns what a rank must get back: its columns of all ranks' gradients, one below the other."""
     return torch.cat([gradients_of(peer, step, sizes).split(WIDTHS, dim=1)[rank] for peer in range(T)])
 
 
@@ -59,7 +59,7 @@ def check(exchange: PeerExchange, rank: int, step: int, sizes: Sequence[int], di
 
 
 def check_several_at_once(exchange: PeerExchange, rank: int) -> None:
-    """All are begun before the first is waited for, forward and backward."""
+    """Begins all exchanges before it waits for the first, forward and backward."""
     outputs = [sent_by(rank, step, sizes).requires_grad_() for step, sizes in enumerate(BATCHES)]
     started = [exchange(part, sizes) for part, sizes in zip(outputs, BATCHES, strict=True)]
     columns = [pending.wait() for pending in started]
@@ -101,7 +101,7 @@ def test_nothing_is_sent_where_there_is_one_tower(rank: int) -> None:
 
 @on_ranks(1)
 def test_one_tower_may_change_its_dtype(rank: int) -> None:
-    """Such as after training under autocast; several towers must agree on what they send."""
+    """For example after training under autocast; several towers must agree on a dtype."""
     first, then = (TowerOutput(torch.ones(4, 2, dtype=d), [("f", 2)], [0]) for d in (torch.bfloat16, torch.float32))
     agreed = AgreedOutputs.gather(first, dist.group.WORLD, precision=None, tag=1)
     for output in (first, then):
@@ -110,7 +110,7 @@ def test_one_tower_may_change_its_dtype(rank: int) -> None:
 
 
 class Watched:
-    """What is under way: `PendingExchange` objects in the order in which they were begun, without keeping them."""
+    """Weak references to the exchanges begun so far, in their order."""
 
     def __init__(self) -> None:
         self.begun: list[weakref.ref[PendingExchange]] = []
@@ -124,12 +124,12 @@ class Watched:
 
     @property
     def last(self) -> PendingExchange | None:
-        gc.collect(1)  # what was made lately; all would take long
+        gc.collect(1)  # recent objects only; a full collection takes long
         return self.begun[-1]()
 
 
 def breaks(columns: Tensor) -> Tensor:
-    """The same numbers, without a backward pass."""
+    """Returns the same numbers; their backward pass raises `ZeroDivisionError`."""
 
     def fail(_: Tensor) -> None:
         raise ZeroDivisionError
@@ -207,7 +207,7 @@ def test_part_of_a_tensor_in_flight_is_a_tensor_and_a_feature_stays_in_flight() 
 
 
 def test_a_first_use_without_gradients_leaves_those_of_the_forward_pass() -> None:
-    """Such as a log of the embeddings' norm under ``no_grad``, before the loss."""
+    """For example, a loop logs the norm of embeddings under ``no_grad`` before it computes the loss."""
     weight = torch.ones(2, requires_grad=True)
     outputs = Pending(lambda: 3 * weight)
     with torch.no_grad():

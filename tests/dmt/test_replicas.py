@@ -1,4 +1,4 @@
-"""Replicas: what is noticed, what is refused, and what loading and rates of single tables do; parity is elsewhere."""
+"""Replicas: faults, refusals, loading, learning rates of single tables, dense reduction; parity is elsewhere."""
 
 from __future__ import annotations
 
@@ -163,7 +163,7 @@ WIDE = 400  # a layer has 640 kB, and DDP's first bucket at least 1 MB
 
 
 class Branches(nn.Module):
-    """Rank 0 alone uses one layer, and nobody another."""
+    """Only rank 0 uses one layer, and no rank uses another."""
 
     def __init__(self, rank: int) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ def distributed(model: nn.Module, wrapper: DefaultDataParallelWrapper) -> Distri
 def follow_ddp(
     rank: int, mesh: TowerMesh, models: Sequence[nn.Module], *, passes: int = 1, steps: int = 3, **options: Any
 ) -> None:
-    """Models in one backward pass, or several passes before a step, have the gradients that DDP gives them."""
+    """Checks that gradients equal DDP's, of models in one backward pass or with several passes before a step."""
     wrappers = HierarchicalDataParallel(mesh, **options), DefaultDataParallelWrapper(**options)
     ours, theirs = ([distributed(copy.deepcopy(model), wrapper) for model in models] for wrapper in wrappers)
     for step in range(steps):
@@ -234,7 +234,7 @@ def test_several_buckets_models_and_passes(rank: int) -> None:
 
 
 class Scaled(nn.Module):
-    """Gradients are what it is called with."""
+    """A model whose gradient is its input."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__()
@@ -245,7 +245,7 @@ class Scaled(nn.Module):
 
 
 def check_bytes(rank: int, mesh: TowerMesh) -> None:
-    """H hosts send 2 (H - 1) n numbers to each other, n being the parameters."""
+    """Checks that H hosts send 2 (H - 1) n numbers to each other for n parameters."""
     for options, size in (({}, 4), ({"precision": "bf16"}, 2)):
         model = distributed(wide_model(), HierarchicalDataParallel(mesh, **options))
         for step in range(2):  # the first also exchanges how buckets are arranged

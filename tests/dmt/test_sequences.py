@@ -242,7 +242,7 @@ def test_sequences_are_planned_by_their_length() -> None:
 
 
 def bytes_on_rank(rank: int, scheme: Any) -> tuple[list[Traffic], list[StepWork]]:
-    """Bytes of a training step at two lengths, in towers and by TorchRec over all ranks; and by the formulas."""
+    """Returns the bytes of a step at two lengths: in towers, by TorchRec over all ranks, and by the formulas."""
     mesh, samples = TowerMesh(TOPOLOGY), 10 * SAMPLES
     tables = [EmbeddingConfig(name=f"t_{f}", num_embeddings=ROWS, embedding_dim=8, feature_names=[f]) for f in WORDS]
     collections = [EmbeddingCollection(tables=[table]) for table in tables]

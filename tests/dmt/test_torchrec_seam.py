@@ -1,4 +1,4 @@
-"""The private names that `dmt/_torchrec.py` leans on still exist; fails first when TorchRec moves them."""
+"""The private names that `dmt/_torchrec.py` relies on still exist; fails first when TorchRec moves them."""
 
 from __future__ import annotations
 

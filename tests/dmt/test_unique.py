@@ -1,4 +1,4 @@
-"""Unique inputs: rows found exactly, sent to the byte, trained on as without, and faults that must not pass."""
+"""Unique inputs: the rows found, the bytes sent, training as without them, and faults that must be noticed."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_rows_of_groups_are_filled_up_with_empty_bags() -> None:
 
 
 def bytes_on_rank(rank: int, case: Case) -> tuple[Traffic, dict[str, int]]:
-    """Bytes of the second step, and those that this rank needs to send in it."""
+    """Returns the bytes of the second step, and those that this rank needs to send in it."""
     mesh = TowerMesh(case.topology)
     model = shard(case, build(case), mesh)
     for step in range(2):
@@ -156,7 +156,7 @@ def test_bytes_are_those_of_the_distinct_inputs(kind: str) -> None:
 
 
 class Arrived:
-    """An exchange that has ended."""
+    """An exchange that is done."""
 
     def __init__(self, *pieces: torch.Tensor) -> None:
         self.pieces = list(pieces)
@@ -237,7 +237,7 @@ def test_rows_that_fill_up_reach_no_tower_module(rank: int) -> None:
 @pytest.mark.parametrize("unique", [False, True])
 @on_ranks(4)
 def test_batches_on_their_way_outlive_another_number_of_micro_batches(rank: int, unique: bool) -> None:
-    """Ids are on their way when micro-batches begin, and when they end."""
+    """Micro-batches are switched on and off while ids are in flight."""
     case = Case(towers=2, ranks=2, kind="flat", max_bag=2, sizes=(9, 7, 2, 9), unique=unique)
     model = shard(case, build(case), TowerMesh(TowerTopology(num_towers=2, ranks_per_tower=2)))
     (sparse,) = (part for part in model.modules() if isinstance(part, SPTTModule))

@@ -129,7 +129,7 @@ STEPS = 4  # the first ones make what later ones have
 
 
 def step_on_rank(rank: int, name: str) -> tuple[Waits, list[tuple[int, ...]]]:
-    """One step of a pipeline that is full, and the ranks of this rank's peer group and tower."""
+    """Takes a step of a full pipeline; returns its waits, and the ranks of this rank's peer group and tower."""
     arch, dataflow, settings = RUNS[name]
     sharding = {"scheme": "table_wise", "dataflow": dataflow} | settings.get("sharding", {})
     config = small(arch, **settings | {"sharding": sharding})
@@ -200,7 +200,7 @@ def test_finding_distinct_inputs_reads_their_numbers(steps: list[dict[str, Any]]
 
 
 class OnAStream:
-    """Something that notes which streams still use it."""
+    """Records which streams still use it."""
 
     def __init__(self) -> None:
         self.streams: list[Any] = []
