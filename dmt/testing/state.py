@@ -119,7 +119,7 @@ def join_parts(parts: Iterable[LocalPart]) -> dict[str, Tensor]:
     for name, count in times.items():
         if len(ranks := count.unique().tolist()) > 1 or 0 in ranks:
             raise ReplicaMismatchError(
-                f"{name}: elements are on {ranks[0]} to {ranks[-1]} ranks, not all on as many. Correct the plan."
+                f"{name}: elements are on {ranks[0]} to {ranks[-1]} ranks, not on equally many. Correct the plan."
             )
     return whole
 
