@@ -67,11 +67,7 @@ def write_or_raise(path: str | os.PathLike[str], what: str) -> Iterator[Path]:
 
 
 def fsync_path(path: Path) -> None:
-    """Flushes a file, or the entries of a folder, to the disk.
-
-    Raises:
-        OSError: the path does not exist or cannot be flushed.
-    """
+    """Flushes a file, or the entries of a folder, to the disk; raises `OSError` if it cannot."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

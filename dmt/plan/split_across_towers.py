@@ -41,12 +41,10 @@ def uncut_name(name: str) -> str:
 def split_tables(tables: Sequence[Any], splits: Splits) -> list[Any]:
     """Returns the tables in the given order; the shards of a table to cut take its place.
 
-    ``splits`` maps a feature to the number of columns of each shard (`TowerPlan.column_splits`); it may name features
-    that no table has.
+    ``splits`` maps a feature to the number of columns of each shard (`TowerPlan.column_splits`).
 
     Raises:
-        InputError: a feature to cut shares its table, or its numbers of columns are not positive or do not add up to
-            ``embedding_dim``.
+        InputError: a feature to cut shares its table, or its numbers of columns are below 1 or do not add up to all.
     """
     split: list[Any] = []
     for table in tables:

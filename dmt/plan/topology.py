@@ -148,8 +148,7 @@ class TowerTopology:
         """Copies a replica's values, [T * L, ...] by tower and local rank, to all ranks: float64 [R * T * L, ...]."""
         of_replica = np.asarray(values, dtype=np.float64)
         of_job = np.empty((self.world_size, *of_replica.shape[1:]))
-        for ranks in self.sharding_groups():
-            of_job[ranks] = of_replica
+        of_job[self.sharding_groups()] = of_replica
         return of_job
 
     def tower_groups(self) -> list[list[int]]:

@@ -40,8 +40,7 @@ class HierarchicalDataParallel(DefaultDataParallelWrapper):
         mesh: the process groups of this job.
         precision: number format of step 2: ``"fp32"`` sends gradients unchanged, ``"bf16"`` keeps 8 significant bits.
         bucket_cap_mb: size of a bucket in MB; smaller than DDP's 25, so that the first bucket is sent early.
-        options: other arguments of TorchRec's ``DefaultDataParallelWrapper``, such as ``static_graph``; not
-            ``allreduce_comm_precision``, which ``precision`` replaces.
+        options: other arguments of TorchRec's ``DefaultDataParallelWrapper``, except ``allreduce_comm_precision``.
 
     Raises:
         InputError: ``precision`` is unknown, or arguments are not the same on all ranks.

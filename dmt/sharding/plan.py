@@ -8,9 +8,6 @@ from collections import Counter
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import numpy as np
-from numpy.typing import NDArray
-
 from dmt.files import read_model, write_or_raise
 from dmt.formatting import counted, human_bytes
 from dmt.plan.topology import TowerTopology
@@ -59,14 +56,6 @@ class RankLoad:
     def needed(self) -> int:
         """All bytes on the rank's device: ``memory`` and ``activations``."""
         return self.memory + self.activations
-
-    @classmethod
-    def of_tower(cls, tower: int, loads: NDArray[np.float64]) -> list[RankLoad]:
-        """Makes a tower's rank loads from ``loads`` [4, L], sums of the first four fields of `ShardLoad` by rank."""
-        return [
-            cls(tower=tower, local=i, memory=int(memory), activations=int(size), averaged_bytes=sent, seconds=seconds)
-            for i, (seconds, memory, size, sent) in enumerate(loads.T.tolist())
-        ]
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -139,7 +139,18 @@ class _Tower:
         loads = self._loads(self._sorted, placements)
         loads[0] += sum(map(self.model.fixed_seconds, {placement.scheme for placement in placements.values()}))
         entries = [self._entry(table, placements[table.name], loads[0].mean()) for table in self.tables]
-        return entries, RankLoad.of_tower(self.number, loads)
+        ranks = [
+            RankLoad(
+                tower=self.number,
+                local=local,
+                memory=int(memory),
+                activations=int(activations),
+                averaged_bytes=averaged,
+                seconds=seconds,
+            )
+            for local, (seconds, memory, activations, averaged) in enumerate(loads.T.tolist())
+        ]
+        return entries, ranks
 
     @property
     def _sorted(self) -> list[Any]:
