@@ -87,10 +87,6 @@ def _load(path: Path, remedy: str) -> tuple[AccessProfile, dict[str, int]]:
     ends = np.searchsorted(number, np.arange(len(header.tables) + 1))
     for i, spec in enumerate(profile.tables):
         part = slice(ends[i], ends[i + 1])
-        # Unsorted rows would be looked up wrongly, and rows beyond the table would be copied.
-        beyond = len(rows[part]) and not (rows[part][0] >= 0 and rows[part][-1] < spec.num_embeddings)
-        if beyond or not ((number[part] == i).all() and (np.diff(rows[part]) > 0).all()):
-            raise InputError(f"{place}: table {spec.name!r} needs sorted rows below {spec.num_embeddings}. {remedy}")
         profile.put(spec.name, RowCounts(rows[part], counts[part], header.totals[i]))
     return profile, header.numbers
 

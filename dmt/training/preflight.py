@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import os
 import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +23,7 @@ from dmt.training.build import build_model, count_model
 from dmt.training.config import TrainingConfig
 from dmt.training.device import current_device
 from dmt.training.factory import check_outputs
-from dmt.training.job import Job, check_table_optimizer, check_tables_on_ssd, make_job, open_job
+from dmt.training.job import Job, check_table_optimizer, check_tables_on_ssd, open_job
 
 __all__ = [
     "check_memory",
@@ -175,8 +174,8 @@ def check_memory(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
     that batch.
 
     Raises:
-        InputError: a machine, its container or a GPU has less memory; the same on every rank. The message names a batch
-            size or number of replicas that fits by the same bound, if there is one.
+        InputError: a machine, its container or a GPU has less memory; the same on every rank. The message names the
+            largest batch size that fits by the same bound, if there is one.
     """
     config, topology, place = job.config, job.topology, (f"host {socket.gethostname()}", memory_limit())
     if job.device_type == "cuda":
@@ -190,30 +189,23 @@ def check_memory(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
     is_across = topology.share_across_hosts(topology.sharding_groups()) > 0
     copies = 2 * config.hot_rows.extra_memory * sum(table.num_bytes for table in job.tables) * is_across
     others = copies + 2 * (dense + towers / topology.num_towers)
-
-    def fullest(other: Job) -> tuple[float, list[int]]:
-        """Returns what the fullest machine (GPU) lacks, as a share of its batch bytes (<= 0: fits), and its ranks."""
-        held, shares = _lookup_bytes(other), []
-        for machine in dict.fromkeys(places):
-            group = [rank for rank, machine_of_rank in enumerate(places) if machine_of_rank == machine]
-            shares.append(((held[group].sum() + len(group) * others - machine[1]) / held[group, 1].sum(), group))
-        return max(shares)
-
-    share, ranks = fullest(job)
+    held, shares = _lookup_bytes(job), []
+    for machine in dict.fromkeys(places):
+        group = [rank for rank, machine_of_rank in enumerate(places) if machine_of_rank == machine]
+        # What the machine (GPU) lacks, as a share of the bytes of its batches.
+        shares.append(((held[group].sum() + len(group) * others - machine[1]) / held[group, 1].sum(), group))
+    share, ranks = max(shares)
     if share <= 0:
         return
-    (name, limit), (tables, batches) = places[ranks[0]], _lookup_bytes(job)[ranks].T
+    (name, limit), (tables, batches) = places[ranks[0]], held[ranks].T
     whole, size = tables.sum() + batches.sum() + len(ranks) * others, config.train.batch_size
-    most, fitting = int(size * (1 - share)), _with_other_replicas(job)
-    fits = [f"train.batch_size={most}"] if most > 0 else []
-    for other in [other.topology for other in fitting if fullest(other)[0] <= 0][:1]:
-        fits.append(f"topology.num_replicas={other.num_replicas} with ranks_per_tower={other.ranks_per_tower}")
+    most = int(size * (1 - share))
     raise InputError(
         f"The {len(ranks)} ranks on {name} need at least {human_bytes(whole)} of memory, but it has "
         f"{human_bytes(limit)}: up to {human_bytes(tables.max())} each for tables, {human_bytes(batches.max())} for a "
         f"batch and the embeddings of a step (train.batch_size={size}), {human_bytes(copies)} for copies of hot rows "
         "(hot_rows.extra_memory), and dense layers (model: dense_arch, over_arch, tower_dim, c, p, cross_rank). "
-        f"{'' if not fits else 'It has enough for ' + ' or '.join(fits) + '. '}"
+        f"{f'It has enough for train.batch_size={most}. ' if most > 0 else ''}"
         "Lower one of these settings, or use more hosts."
     )
 
@@ -229,20 +221,6 @@ def _lookup_bytes(job: Job) -> NDArray[Any]:
         is_whole = job.config.sharding.scheme == "data_parallel"
         held = [(tables if is_whole else tables / ranks, 4.0 * samples * columns + batch)] * ranks
     return job.topology.on_all_replicas(held)
-
-
-def _with_other_replicas(job: Job) -> Iterator[Job]:
-    """Yields the job, on the same ranks and towers, with every other number of replicas that can hold its tables."""
-    topology, values = job.topology, job.config.model_dump(mode="json", exclude_none=True)
-    number = topology.num_replicas * topology.ranks_per_tower
-    for replicas in range(1, number + 1) if job.towers is not None else ():
-        values["topology"] |= {"num_replicas": replicas, "ranks_per_tower": number // replicas}
-        values["topology"]["ranks_per_host"] = topology.host_size
-        try:
-            if number % replicas == 0 and replicas != topology.num_replicas:
-                yield make_job(TrainingConfig.model_validate(values), job.tables, job.num_dense, towers=job.towers)
-        except ValueError:  # hosts that cut towers, or too little memory
-            continue
 
 
 def memory_limit(root: Path = Path("/sys/fs/cgroup")) -> int:

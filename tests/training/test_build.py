@@ -96,16 +96,6 @@ def test_the_ranks_of_a_host_share_its_memory_and_the_limit_of_their_container(
     assert preflight.memory_limit(tmp_path) == 5000
 
 
-def test_replicas_are_advised_where_they_leave_room_for_looked_up_embeddings(monkeypatch: pytest.MonkeyPatch) -> None:
-    sharding, synthetic = {"dataflow": "sptt", "scheme": "row_wise"}, {"rows_per_table": 64}
-    shape = {"num_towers": 1, "ranks_per_tower": 8}
-    job = open_job(small("dlrm", topology=shape, sharding=sharding, synthetic=synthetic, train={"batch_size": 4096}))
-    # Each of 8 ranks has parts of the embeddings of 8 x 4,096 samples of 48 columns: 50 MB in all.
-    with pytest.raises(InputError, match=r"7\.13 MB .*batch_size=3\d{3} or topology.num_replicas=2 with ranks_per_t"):
-        on_one_host(job, monkeypatch, 12_000)
-    on_one_host(job, monkeypatch, 15_000)
-
-
 def test_the_memory_of_a_gpu_is_that_of_its_rank(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Job, "device_type", "cuda")
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)

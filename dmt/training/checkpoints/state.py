@@ -42,7 +42,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
-from torch.distributed.checkpoint.planner import ReadItem, TensorWriteData, WriteItem, WriteItemType
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from torchrec.optim.keyed import KeyedOptimizer
 
 from dmt.collectives import RankError, reason_of
@@ -333,7 +333,7 @@ class TensorReader(dcp.FileSystemReader):
 
 
 class _TensorPlanner(dcp.DefaultLoadPlanner):
-    """Reads tensors into `Shards`, and refuses other objects."""
+    """Reads tensors into `Shards`."""
 
     def set_up_planner(self, state_dict: State, metadata: Metadata | None = None, is_coordinator: bool = False) -> None:
         # PyTorch's version looks for meta tensors in the state dict, and removes entries it does not know.
@@ -342,10 +342,6 @@ class _TensorPlanner(dcp.DefaultLoadPlanner):
     def lookup_tensor(self, index: MetadataIndex) -> Tensor:
         shards: Shards = self.state_dict[index.fqn]
         return shards.tensors[tuple(index.offset or ())]
-
-    def load_bytes(self, read_item: ReadItem, value: io.BytesIO) -> None:
-        # PyTorch's version would unpickle the bytes.
-        raise AssertionError("entries are tensors")
 
 
 def _read_index(folder: Path) -> Metadata:

@@ -54,7 +54,6 @@ from dmt.training.data.files import (
 )
 from dmt.training.data.hash import COUNTED, Vocabulary
 from dmt.training.data.raw import SPLIT, Converter, Reject, connect, literal, raw_blocks, schema_of, used_columns
-from dmt.training.records import versions
 
 __all__ = ["prepare", "prepare_once"]
 
@@ -184,13 +183,11 @@ def prepare(
             features=columns.features,
             label=config.label,
             raw=raw.model_dump(mode="json", exclude_defaults=True),
-            sources=tuple((file, *file_version(file)) for names in files.values() for file in names),
             access_counts=_PROFILE,
             vocabulary=_VOCABULARY if words.exists() else None,
             rows=num_rows,
             rejects=rejects.number,
             summary=summary,
-            made_by=versions(),
         )
         return _seal(folder, manifest)
 
@@ -377,7 +374,7 @@ def _copy_vocabulary(config: DataConfig, columns: Columns, file: Path) -> None:
     place, folder = f"data.vocabulary={name!r}", Path(name)
     remedy = "The model needs the vocabulary in this prepared folder. Restore it to this path." if checksum else None
     manifest = read_manifest(folder, place, remedy=remedy)
-    if manifest.vocabulary not in manifest.files:
+    if manifest.vocabulary is None:
         raise InputError(f"{place} has no vocabulary. Prepare that folder again with `dmt prepare --ids frequency`.")
     known, given = ({(f.name, f.table) for f in features} for features in (manifest.features, columns.features))
     if unlike := sorted(known ^ given):
@@ -385,8 +382,6 @@ def _copy_vocabulary(config: DataConfig, columns: Columns, file: Path) -> None:
     shutil.copyfile(folder / manifest.vocabulary, file)
     if _checksum(file) != (int(checksum, 16) if checksum else manifest.files[manifest.vocabulary][1]):
         raise InputError(f"{place} differs from the vocabulary used in training. Restore that prepared folder.")
-    if pq.read_schema(file) != _WORDS:
-        raise InputError(f"{place}: {manifest.vocabulary} is not a vocabulary. Name another folder.")
 
 
 def _read_vocabularies(file: Path, columns: Columns) -> dict[str, Vocabulary]:
@@ -421,20 +416,15 @@ def _summary(
             # Row 0 is for missing values, row 1 by frequency for rare values.
             is_known = rows > (1 if id_mode == "frequency" and feature.time is None else 0)
             known[name] = rows[is_known]
-            features[name] = summary = {
+            features[name] = {
                 "missing": missing,
-                "negative": counts[name, "negative"],
                 "rows_in_use": len(known[name]),
                 "rows": feature.rows,
                 "ids_per_row": round(float(uses.sum()) / max(num_rows, 1), 6),
                 "most_frequent_share": round(float(uses[is_known].max(initial=0) / max(uses.sum(), 1)), 6),
             }
-            if summary["missing"] == num_rows > 0:
+            if missing == num_rows > 0:
                 notes.append(f"{name}: all {num_rows:,} values are missing{' or 0' * (id_mode == 'index')}.")
-            if summary["negative"]:
-                notes.append(
-                    f"{name}: {summary['negative']:,} values are negative. If they mean 'missing', leave them empty."
-                )
         if by_name[table.feature_names[0]].time is None:
             notes += _table_notes(table.num_embeddings, known, is_hashed=id_mode == "hash")
     dense, total = {name: {"missing": counts[name, "missing"]} for name in columns.dense}, counts["", "rows"]

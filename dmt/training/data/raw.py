@@ -19,7 +19,6 @@ from typing import Any, NamedTuple
 import duckdb
 import numpy as np
 import pyarrow as pa
-import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from dmt.errors import InputError
@@ -308,7 +307,7 @@ class Converter:
         self.schema = columns.schema
         """Schema of prepared rows, with `REQUEST` if there is a ``data.group_by``."""
         self.counts = Counter[tuple[str, str]]()
-        """Counts of rows, ``("", "rows")``, and of values, ``(dense, "missing")`` and ``(feature, "negative")``."""
+        """Counts of valid rows, ``("", "rows")``, and of their missing dense values, ``(column, "missing")``."""
         self._features = {feature.name: feature for feature in columns.features}
         if config.group_by is not None:
             self.schema = self.schema.append(pa.field(REQUEST, pa.int64(), nullable=False))
@@ -345,18 +344,10 @@ class Converter:
                     numbers = np.sign(numbers) * np.log1p(np.abs(numbers))
                 values = pa.array(np.nan_to_num(numbers, nan=0.0).astype(np.float32))
             elif kind.name in self._features:
-                self.counts[kind.name, "negative"] += _num_negative(values)
                 values = _ids(self._features[kind.name], values)
             columns[kind.name] = values.cast(kind.type)
         rows = pa.table(columns, schema=self.schema)
         return rows.append_column(SPLIT, table.column(len(self.schema))) if self.config.split_column else rows
-
-
-def _num_negative(values: pa.Array) -> int:
-    """Returns how many texts are negative whole numbers; 0 for lists and numbers."""
-    if not pa.types.is_string(values.type) or not pc.any(pc.starts_with(values, "-")).as_py():
-        return 0
-    return int(pc.sum(pc.match_substring_regex(values, r"^-[0-9]+$")).as_py())
 
 
 def _ids(feature: Feature, column: pa.Array) -> pa.Array:
