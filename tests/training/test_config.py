@@ -187,6 +187,7 @@ def test_the_dataflow_follows_the_arch(arch: str, dataflow: str, resolved: str) 
         ({"synthetic": {"num_features": 3, "num_groups": 4}}, "num_groups=4 exceeds num_features=3"),
         ({"synthetic": {"num_features": 3, "num_multi_hot": 4, "num_groups": 1}}, "num_multi_hot=4 exceeds"),
         ({"prepared": "p", "train_path": "a"}, "train_path does not apply to kind='prepared'"),
+        ({"prepared": "p", "eval_fraction": 0.3}, "eval_fraction does not apply to kind='prepared'"),
         ({**COLUMNS, "vocabulary": "p"}, "needs id_mode='frequency'"),
     ],
 )

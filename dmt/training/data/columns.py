@@ -37,7 +37,7 @@ _INPUTS = ("dense", "categorical", "timestamps")
 # Kinds of columns that each setting may name.
 _KINDS = {
     "label": ("text", "number"),
-    "split_column": ("text", "number", "time"),
+    "split_column": ("text",),
     "group_by": ("text", "number", "time"),
     "dense": ("text", "number", "decimal"),
     "categorical": ("text", "number", "list"),

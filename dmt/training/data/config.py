@@ -138,7 +138,7 @@ class DataConfig(Section):
     @model_validator(mode="after")
     def _check(self) -> DataConfig:
         """Refuses keys that do not apply to the kind, and missing keys that the kind needs."""
-        files = ("train_path", "eval_path", "split_column", "timestamps", "csv_separator")
+        files = ("train_path", "eval_path", "eval_fraction", "split_column", "timestamps", "csv_separator")
         tables = ("num_embeddings", "num_embeddings_per_feature", "shared_tables", "vocabulary", "sequences")
         columns = ("label", "dense", "categorical", "multi_hot", "dense_transform", "id_mode", "group_by", "max_length")
         rest = ("prepared", "source", "options")

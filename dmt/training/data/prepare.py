@@ -86,6 +86,8 @@ def prepare_once(config: DataConfig, cache: Path | None, *, eval_only: bool = Fa
     files = [file for paths in _files(config).values() for file in paths]
     if cache is None:
         raise InputError(f"{files[0]} must be prepared first. Run `dmt prepare` and set data.prepared to its --out.")
+    if config.vocabulary and (manifest := Path(config.vocabulary, MANIFEST)).is_file():
+        files.append(str(manifest))
     settings = config.model_dump(mode="json", exclude={*OF_READING, "synthetic"})
     inputs: list[Any] = [FORMAT, eval_only, settings, [(file, *file_version(file)) for file in files]]
     folder = cache / hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:12]

@@ -240,6 +240,7 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({}, {"dense": ("e",)}, "dense 'e' matches no column"),
     ({}, {"categorical": ("c", "label")}, "categorical column 'label' is data.label, which cannot be an input"),
     ({}, {"eval_path": None, "split_column": "d", "dense": ("d",)}, "dense column 'd' is data.split_column"),
+    ({}, {"eval_path": None, "split_column": "n"}, "split_column column 'n' has type int64, expected text"),
     ({}, {"label": "lable"}, "Did you mean 'label'"),
     ({}, {"categorical": ("c", "d")}, "'d' is used twice"),
     ({}, {"timestamps": ("c",)}, "'c' is used twice"),

@@ -8,6 +8,7 @@ import gzip
 import json
 import os
 import random
+import shutil
 import signal
 import time
 from collections import Counter
@@ -440,6 +441,16 @@ def test_raw_rows_get_the_ids_of_their_vocabulary_or_none(tmp_path: Path) -> Non
     prepare(by_frequency(clicks(tmp_path / "clicks.parquet", ["z", "b"])), tmp_path / "out")
     with pytest.raises(InputError, match="differs from the vocabulary used in training"):
         prepared(tmp_path, raw)
+
+
+def test_raw_rows_are_prepared_again_for_another_vocabulary_at_the_same_path(tmp_path: Path) -> None:
+    config, folders = clicks(tmp_path / "clicks.parquet"), list[Path]()
+    for users in (["z", "b"], USERS):
+        shutil.rmtree(tmp_path / "out", ignore_errors=True)
+        prepare(by_frequency(clicks(tmp_path / "words.parquet", users)), tmp_path / "out")
+        using = by_frequency(config, vocabulary=str(tmp_path / "out"))
+        folders += [prepare_once(using, tmp_path / "cache") for _ in range(2)]
+    assert folders[0] == folders[1] != folders[2] == folders[3]
 
 
 def test_row_groups_have_one_size_and_an_empty_part_has_a_file(tmp_path: Path) -> None:
