@@ -1,4 +1,4 @@
-"""`Agreement`: ranks meet to decide whether to save or stop, and check for NaN; `Signals`: SIGTERM and Ctrl-C."""
+"""`Agreement`: ranks meet to decide whether to save or stop, and to check the state; `Signals`: SIGTERM and Ctrl-C."""
 
 from __future__ import annotations
 
@@ -96,10 +96,10 @@ class Agreement:
     With replicas, saves and stops wait for a step after which replicas are averaged anyway, so that neither changes a
     weight.
 
-    A state is sound if the logits and gradients of all steps were finite and copies of one parameter (dense layers,
-    tower modules, data-parallel tables, hot rows) have the same bits on all ranks. This is checked where the loss is
-    recorded and before each save. NaN in a table that only one rank holds is noticed when a sample reads the row, and
-    at the latest when the table is saved (`dmt.training.checkpoints.Checkpointer`).
+    A state is sound if the logits and dense gradients of all steps were finite and copies of one parameter (dense
+    layers, tower modules, data-parallel tables, hot rows) have the same bits on all ranks. This is checked where the
+    loss is recorded and before each save. NaN in a table that only one rank holds is noticed when a sample reads the
+    row, and at the latest when the table is saved (`dmt.training.checkpoints.Checkpointer`).
 
     Args:
         config: the section ``train``.

@@ -326,7 +326,7 @@ def _refusals_within_sections(config: TrainingConfig) -> list[tuple[object, str]
         ),
         (
             model.over_arch is not None and model.over_arch[-1:] != (1,),
-            f"model.over_arch={list(model.over_arch or ())} must end in 1, the logit.",
+            f"model.over_arch={list(model.over_arch or ())} must end in 1, the logit. Append 1.",
         ),
         (
             model.factory is None and (model.in_towers or model.options),
@@ -404,8 +404,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainingConf
         overrides: e.g. ``["train.batch_size=512", "model.arch=dlrm"]``; values are TOML, bare words are strings.
 
     Raises:
-        InputError: the file is absent or not TOML, a key is unknown (the nearest valid one is suggested), or a value
-            has the wrong type or range.
+        InputError: the file is absent or not TOML, an override is malformed, a key is unknown (the nearest valid one is
+            suggested), a value has the wrong type or range, or settings contradict each other.
     """
     values = _read(path)
     for override in overrides:

@@ -103,7 +103,7 @@ def random_state() -> Tensor:
 
 
 def set_random_state(state: Tensor) -> None:
-    """Restores a state of `random_state`; the GPU part may be absent, and is ignored if CUDA is not in use."""
+    """Restores a state of `random_state`, uint8 [n]; its GPU part may be absent, and is ignored without CUDA in use."""
     cpu_state, gpu_state = state.tensor_split([len(torch.get_rng_state())])
     torch.set_rng_state(cpu_state)
     if len(gpu_state) and torch.cuda.is_initialized():

@@ -95,7 +95,7 @@ def make_model(job: Job, device: str | None = None) -> nn.Module:
 def with_own_values(job: Job) -> nn.Module:
     """Returns a factory's model on this rank's device, as the factory made it, but with tables on the meta device.
 
-    A model that is all on the meta device would keep no numbers, neither drawn nor loaded ones.
+    On the meta device, the numbers that the factory draws or loads would be lost.
 
     Raises:
         InputError: the factory fails.
@@ -266,8 +266,8 @@ def _check_tables(place: str, model: nn.Module, job: Job) -> None:
 def _check_layers(place: str, model: nn.Module, world_size: int) -> None:
     """Raises `InputError` for a model on the meta device that would compute something different once sharded.
 
-    Batch normalization would depend on which rank has which samples; a frozen table would be trained; and each tower
-    would train a shared parameter separately.
+    Batch normalization would depend on which rank has which samples; a frozen table would be trained; each tower would
+    train a shared parameter separately. Lazy layers have no size to shard or count.
     """
     for path, part in model.named_modules():
         if isinstance(part, _BatchNorm) and world_size > 1:

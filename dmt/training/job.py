@@ -74,7 +74,7 @@ class Job:
 
     @property
     def device_type(self) -> Literal["cpu", "cuda"]:
-        """Kind of the ranks' devices: ``train.device``, with ``auto`` resolved on this host, which need not train."""
+        """Kind of the ranks' devices: ``train.device``, where ``auto`` is resolved by the hardware of this host."""
         from dmt.training.device import device_type  # which loads torch
 
         wanted = self.config.train.device

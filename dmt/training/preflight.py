@@ -47,14 +47,18 @@ _PATHS = (
 
 
 def resolve(config: TrainingConfig, world_size: int) -> Job:
-    """Opens and checks a run in one process, as far as possible before ``world_size`` ranks train; returns its job."""
+    """Returns the job of a run, after all checks that need only one of its ``world_size`` ranks.
+
+    Raises:
+        InputError: see `open_job` and `checked_model`.
+    """
     job = open_job(config)
     checked_model(job, world_size)
     return job
 
 
 def checked_model(job: Job, world_size: int) -> nn.Module:
-    """Checks a run, as far as one process can, and returns its plain model on the meta device.
+    """Makes all checks of a run that need only one process, and returns its plain model on the meta device.
 
     Raises:
         InputError: settings, data, optimizer and devices do not fit each other or ``world_size``, or a factory's model

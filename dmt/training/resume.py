@@ -83,7 +83,7 @@ class Start:
     position: Position = field(default_factory=Position)
     """Where to continue; the beginning if the checkpoint is another run's."""
     files: list[tuple[str, int, int]]
-    """`ClickData.files` of the training rows when the run started; files may grow during a run."""
+    """`ClickData.files` of the training rows; a run continues on the same files only."""
     sources: list[SourceState | None] = field(default_factory=list)
     """State of the user's source on each rank."""
     folder: Path | None = None
@@ -117,7 +117,7 @@ def find_start(job: Job, mesh: TowerMesh) -> Start:
 def starting_folder(config: TrainingConfig) -> Path:
     """Returns the folder to start from: one that holds a run's checkpoints, or a checkpoint itself.
 
-    The run's checkpoints take precedence over ``train.resume``: a killed run continues from its last checkpoint.
+    The run's own checkpoints take precedence over ``train.resume``: a killed run continues from its last checkpoint.
 
     Raises:
         InputError: ``train.resume`` names a folder without a checkpoint.
@@ -144,7 +144,7 @@ def start_from(folder: Path, job: Job) -> Start:
 
     Raises:
         InputError: the checkpoint cannot be read; its run had another model, other towers or another encoding of rows;
-            or the checkpoint is this run's own, and the data have changed.
+            or the checkpoint is this run's own, and the data or the seed have changed.
     """
     config, files, plan = job.config, job.data.files("train"), job.towers
     is_own, remedy = folder.parent == checkpoint_folder(config), "Use another checkpoint."
@@ -259,7 +259,7 @@ def step_rows(job: Job, at: Position) -> int:
 
 @contextmanager
 def folder_lock(config: TrainingConfig, mesh: TowerMesh) -> Iterator[None]:
-    """Locks the output folder of a run on rank 0 for a ``with`` block; collective. `open_lock` raises on every rank."""
+    """Locks a run's output folder on rank 0 for a ``with`` block; collective. Errors are those of `open_lock`."""
     with ExitStack() as stack:
         folder = Path(config.train.output_dir)
         on_all_ranks(lambda: stack.enter_context(open_lock(folder)) if mesh.rank == 0 else None, mesh)

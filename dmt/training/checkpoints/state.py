@@ -1,13 +1,13 @@
 """The tensors in a checkpoint of a model and its optimizer: how they are named, written, and read in any layout.
 
-Names are independent of ranks and layout: ``model.<parameter>`` and ``optimizer.<parameter>.<state>``, with parameters
-named as in the unsharded model: towers by their number in the model, tables by name. Counts are 0-d tensors.
+Names are independent of ranks and layout: ``model.<name>`` for parameters and buffers, named as in the unsharded model
+(towers by their number in the model, tables by name), and ``optimizer.<parameter>.<state>``. Counts are 0-d tensors.
 
 Row-wise AdaGrad keeps one number for each row of a table. If the table is split by columns, it keeps one for each row
-of each shard (the mean over the shard's columns), and TorchRec concatenates the shards' numbers. Here each column range
-has a separate tensor, ``<state>.columns_0_64`` [rows], so that a table can be split differently when it is loaded.
+of each shard (the mean over the shard's columns), and TorchRec concatenates the shards' numbers. In a checkpoint each
+column range has a separate tensor, ``<state>.columns_0_64`` [rows], so that the table can be loaded with another split.
 
-DCP (``torch.distributed.checkpoint``) unpickles the index of a checkpoint and every object in it, so an untrusted file
+DCP (``torch.distributed.checkpoint``) unpickles the index of a checkpoint and the objects in it, so an untrusted file
 could run any code. `TensorReader` allows only the classes that an index needs, and reads tensors by
 ``torch.load(weights_only=True)``.
 """
@@ -122,7 +122,7 @@ def collect_state(model: Mapping[str, Any], optimizer: KeyedOptimizer | None) ->
 
 
 def split_name(name: str) -> tuple[str, int, int]:
-    """Splits the name of a state into (name without a column range, first column, end); (name, 0, 0) without a range.
+    """Splits a name into (name without its column range, first column, end column); (name, 0, 0) without a range.
 
     Example:
         >>> split_name("optimizer.t_a.weight.t_a.momentum1.columns_0_64")
@@ -177,7 +177,7 @@ def _size(value: Tensor) -> tuple[int, ...]:
 
 
 class RecordedFile(io.FileIO):
-    """A new file that hashes what is written; `digest` raises any write error, which PyTorch's writer cannot handle."""
+    """A new file that hashes what is written, and keeps write errors for `digest`: they would end PyTorch's writer."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path, "wb")
@@ -185,7 +185,7 @@ class RecordedFile(io.FileIO):
         self._fault: OSError | None = None
 
     def write(self, data: Any) -> int:
-        """Writes all of the data, unless this or an earlier write fails; returns the size of the data in any case."""
+        """Writes the data and returns their size in bytes, also if this or an earlier write fails."""
         view = memoryview(data).cast("B")
         size = len(view)
         self._length += size
@@ -243,8 +243,8 @@ class _SavePlanner(dcp.DefaultSavePlanner):
 def write_tensors(state: State, folder: Path, group: dist.ProcessGroup) -> Mapping[str, str]:
     """Writes the shards of all ranks of a group into a folder, one file per rank; collective.
 
-    If several ranks hold a shard, one of them writes it. Returns the SHA-256 of the files that this rank wrote, by
-    name. Raises `RankError` on every rank if a rank could not write.
+    If several ranks hold a shard, one of them writes it; one rank also writes the index. Returns the SHA-256 of the
+    files that this rank wrote, by name. Raises `RankError` on every rank if a rank could not write.
     """
     # DCP would sync the whole machine for streams that it did not open; `RecordedFile` syncs each file. To copy ahead,
     # it would wait for GPU 0, the current one of a new thread, and write what other GPUs have not copied yet.

@@ -1,7 +1,7 @@
 """Saves a model during training, so that no kill and no full disk loses a checkpoint, and loads it into any layout.
 
 ============================  ======================================================================================
-``step-00001234``             a complete checkpoint; if the step is saved again, ``.1`` is appended
+``step-00001234``             a complete checkpoint; if the step is saved again, the next one ends in ``.1``
 ``.step-00001234.partial``    an incomplete one, being written or deleted, or left by a killed process
 ============================  ======================================================================================
 
@@ -111,7 +111,10 @@ def sha256_of(path: Path) -> str:
 
 
 def verify(folder: Path, share: slice = slice(None)) -> CheckpointManifest:
-    """Compares the SHA-256 of a checkpoint's files, or of a slice of them by name, with the manifest; returns it.
+    """Compares the SHA-256 of a checkpoint's files, or of a slice of them sorted by name, with its manifest.
+
+    Returns:
+        The manifest.
 
     Raises:
         InputError: the manifest or a file is missing, cut off or altered; the message names the file.
@@ -194,7 +197,7 @@ def prepare_folder(folder: Path) -> None:
 
 
 def commit(scratch: Path, step: int) -> Path:
-    """Renames a written checkpoint to the path that it returns, which ends in a number if the step was saved before."""
+    """Gives a written checkpoint its final name, with a number if the step was saved before; returns the new path."""
     fsync_path(scratch)
     number = max((_order(path)[1] + 1 for path in checkpoints(scratch.parent) if _order(path)[0] == step), default=0)
     target = scratch.with_name(f"step-{step:08d}{f'.{number}' if number else ''}")
@@ -228,7 +231,7 @@ class Checkpointer:
     Args:
         folder: folder of the checkpoints; partial checkpoints of a killed process are deleted.
         mesh: the process groups of the job.
-        keep: number of checkpoints to keep; less than 1 counts as 1.
+        keep: number of checkpoints to keep, at least 1.
         asynchronous: let `save` return once the state is copied to CPU memory; a thread then writes the copy.
 
     Raises:
@@ -236,7 +239,7 @@ class Checkpointer:
     """
 
     def __init__(self, folder: str | Path, mesh: TowerMesh, *, keep: int = 3, asynchronous: bool = False) -> None:
-        self._folder, self._mesh, self._keep = Path(folder), mesh, max(1, keep)
+        self._folder, self._mesh, self._keep = Path(folder), mesh, keep
         ranks = mesh.topology.sharding_groups()[0]
         # A separate group: the thread may not use a group that training uses at the same time.
         self._writers = dist.new_group(ranks, backend="gloo", timeout=group_timeout(mesh.global_group))
@@ -259,7 +262,7 @@ class Checkpointer:
         Args:
             model: the sharded model, or a model that every rank holds whole.
             optimizer: the optimizer of all parameters (`dmt.training.build.build_optimizer`); None saves weights only.
-            step: number of training steps so far; an older checkpoint of the same step is replaced.
+            step: number of training steps so far; earlier checkpoints of this and of later steps are deleted.
             progress: what the caller needs to resume, as JSON values; rank 0's is saved.
             describe: adds files to the checkpoint. Called on rank 0 with the folder being written, in the writing
                 thread, before the manifest is written.

@@ -1,4 +1,4 @@
-"""`ClickBatch`: the inputs and labels of a training step; the only module here that imports TorchRec.
+"""`ClickBatch`: the inputs and labels of a training step. No other module of this folder imports TorchRec.
 
 Legend: B rows, D dense features, F categorical features.
 """
@@ -73,7 +73,7 @@ class ClickBatch(Pipelineable):
 
 
 def make_batch(parts: Sequence[Rows], columns: Columns, batch_size: int) -> ClickBatch:
-    """Returns a batch of ``batch_size`` rows: the prepared rows of all ``parts``, then padding rows of weight 0.
+    """Returns a batch of ``batch_size`` rows: all rows of ``parts`` (at most that many), then padding of weight 0.
 
     A padding row has label 0, dense features 0, id 0 in features with one id per row, and an empty bag in the others.
 

@@ -1,7 +1,7 @@
 """`ClickData` turns prepared files, synthetic clicks, or rows of a user's function into batches for each rank.
 
-Each rank computes which rows it reads (`dmt.training.data.deal`); a thread reads them ahead of training. Rows are Arrow
-tables with the columns of a prepared folder until they are shuffled.
+Each rank computes which rows of files it reads (`dmt.training.data.deal`); a thread reads them ahead of training. Rows
+are Arrow tables with the columns of a prepared folder until they are shuffled.
 
 Legend: V lanes, W ranks, B rows of a rank's batch; a global batch has W * B rows.
 """
@@ -54,8 +54,8 @@ class ClickData:
         eval_only: use all rows of ``train_path`` for evaluation, in file order.
 
     Raises:
-        InputError: no file matches, a column is missing or has an unsuitable type, a setting names an unknown feature,
-            or a row is invalid.
+        InputError: no file matches, a file cannot be read, a column is missing or has an unsuitable type, a setting
+            names an unknown feature, or a raw row is invalid.
 
     Example:
         >>> from dmt.training.data.config import SyntheticConfig
@@ -74,7 +74,7 @@ class ClickData:
         self.columns: Columns
         """Columns of the rows, in the order in which a batch has them."""
         self.raw: DataConfig = config
-        """Settings that turn raw rows into rows like these; they name every column, without globs."""
+        """Settings that convert raw rows to these rows, without globs; ``config`` if there are no raw rows."""
         self.source: SourceRows | None = None
         """Rows of the user's function, with ``data.source``; None for other kinds of data."""
         self.notes = ""
@@ -139,7 +139,8 @@ class ClickData:
     def distinct_inputs(self, batch_size: int) -> dict[str, float]:
         """Returns the mean number of distinct ids in a batch, by feature; empty if ``dmt prepare`` has not counted ids.
 
-        Right only for features with at most one id per row, without ``data.group_by``. The first call reads the counts.
+        The counts are those of a table, so features that share one get equal numbers. Right only for features with at
+        most one id per row, without ``data.group_by``. The first call with a batch size reads the counts.
         """
         if self._counts is not None and batch_size not in self._distinct:
             counts = load_profile(self._counts)
@@ -170,7 +171,7 @@ class ClickData:
         """Returns an iterator over one rank's batches of an epoch, or of the rest of an epoch.
 
         Every rank gets the same number of batches of B rows. Training drops the rows at the end of an epoch that do
-        not fill a global batch: the last rows of every lane, which differ between epochs with ``data.shuffle_pieces``.
+        not fill a global batch: the last rows of every lane, in the order to which the epoch has shuffled it.
         Evaluation pads its last batches with rows of weight 0, so that it counts each row exactly once.
 
         With V lanes and B = V / W * b for a fixed b, global batches are the same for every W that divides V. On any
@@ -181,14 +182,15 @@ class ClickData:
             rank: this rank, 0 to W - 1.
             world_size: W.
             batch_size: B; for a run that began on another number of ranks, see `dmt.training.data.deal.rank_batch`.
-            epoch: number of the epoch, from 0. Each epoch shuffles the training rows again.
+            epoch: number of the epoch, from 0. Each epoch shuffles the training rows of files again.
             rows: training rows of this epoch that all ranks together have used. The iterator is empty if fewer rows
                 than a global batch are left.
             lanes: V, the number of ranks on which the run began; None: W.
             group: the W ranks. With a user's function they agree on the last batch, so iterating is collective.
 
         Raises:
-            InputError: a row is invalid; raised while iterating.
+            InputError: rows cannot be read or are invalid (`ParquetRows.read`, `SourceRows.tables`); raised while
+                iterating.
         """
         from dmt.training.data.batch import make_batch  # TorchRec takes seconds to import
 

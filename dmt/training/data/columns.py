@@ -99,7 +99,7 @@ class Columns:
 
 
 def find_columns(config: DataConfig, schema: pa.Schema, place: str) -> Columns:
-    """Finds the columns of a configuration in the schema of a file or batch; messages begin with ``place``.
+    """Finds the columns of a configuration in the schema of a file or batch, which ``place`` names in messages.
 
     Raises:
         InputError: a name or glob matches no column, a column is used twice or has an unsuitable type, or the settings
@@ -139,8 +139,8 @@ def find_columns(config: DataConfig, schema: pa.Schema, place: str) -> Columns:
     if doubled := [name for name in used if used[name] > 1]:
         raise InputError(f"{place}: column {doubled[0]!r} is used twice in {', '.join(_INPUTS)}. Name it in one.")
     rows = dict.fromkeys(chosen["categorical"], config.num_embeddings)
-    _check_features("num_embeddings_per_feature", config.num_embeddings_per_feature, rows)
-    _check_features("sequences", [*config.sequences, *config.sequences.values()], chosen["categorical"])
+    _check_features("data.num_embeddings_per_feature", config.num_embeddings_per_feature, rows)
+    _check_features("data.sequences", [*config.sequences, *config.sequences.values()], chosen["categorical"])
     sizes = config.num_embeddings_per_feature
     rows |= {name: sizes.get(target, rows[target]) for name, target in config.sequences.items()}
     rows |= sizes | {name: _PART_ROWS[part] for name, (_, part) in times.items()}
@@ -204,20 +204,20 @@ def _table_names(config: DataConfig, names: Iterable[str]) -> dict[str, str]:
     """Returns the name of each feature's table, without the prefix ``t_``; see `Feature.table`."""
     tables = {name: name for name in names}
     for table, members in config.shared_tables.items():
-        _check_features(f"shared_tables.{table}", members, tables)
+        _check_features(f"data.shared_tables.{table}", members, tables)
         if table in tables and table not in members:
-            raise InputError(f"shared_tables: {table!r} has the name of a feature it does not hold. Rename the table.")
+            raise InputError(f"data.shared_tables: table {table!r} has the name of a feature outside it. Rename it.")
         tables |= dict.fromkeys(members, table)
     shared = [name for members in config.shared_tables.values() for name in members]
     for name, target in config.sequences.items():
         if name in shared and tables[name] != tables[target]:
             raise InputError(
-                f"shared_tables: sequence {name!r} is in table {tables[name]!r}, but its target {target!r} "
+                f"data.shared_tables: sequence {name!r} is in table {tables[name]!r}, but its target {target!r} "
                 f"(data.sequences) is in {tables[target]!r}. Put both in one table or take the sequence out."
             )
         tables[name] = tables[target]
     if doubled := [name for name, number in Counter(shared).items() if number > 1]:
-        raise InputError(f"shared_tables: feature {doubled[0]!r} is named more than once. Name it in one table.")
+        raise InputError(f"data.shared_tables: feature {doubled[0]!r} is named more than once. Name it in one table.")
     return tables
 
 

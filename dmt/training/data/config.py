@@ -17,7 +17,7 @@ _MOST_ROWS = 2**40
 MOST_IDS = 1000
 """Largest number of ids in a sequence when ``data.max_length`` is not set."""
 OF_READING = ("prepared", "shuffle_rows", "shuffle_seed", "shuffle_pieces")
-"""Keys that control how prepared rows are read; all other keys determine what the rows contain."""
+"""Keys that control how prepared rows are read, not what they contain."""
 
 
 class Section(BaseModel):
@@ -89,7 +89,7 @@ class DataConfig(Section):
     categorical: tuple[str, ...] = ()
     """Categorical columns, by name or glob, in this order; with ``criteo_tsv``, all 26 by default."""
     multi_hot: tuple[str, ...] = ()
-    """Categorical columns whose text is a list of values, ``a|b|c``."""
+    """Categorical columns, by name or glob, whose text is a list of values, ``a|b|c``."""
     timestamps: tuple[str, ...] = ()
     """Columns of times, by name or glob. Each becomes the features ``<column>_hour`` and ``<column>_weekday``."""
     csv_separator: str | None = Field(default=None, pattern=r"^[\x01-\x09\x0b\x0c\x0e-!#-\x7f]$")
@@ -137,7 +137,7 @@ class DataConfig(Section):
 
     @model_validator(mode="after")
     def _check(self) -> DataConfig:
-        """Refuses keys that do not apply to the kind, and missing keys that the kind needs."""
+        """Refuses keys that do not apply to the kind or exclude each other, and a kind without the keys it needs."""
         files = ("train_path", "eval_path", "eval_fraction", "split_column", "timestamps", "csv_separator")
         tables = ("num_embeddings", "num_embeddings_per_feature", "shared_tables", "vocabulary", "sequences")
         columns = ("label", "dense", "categorical", "multi_hot", "dense_transform", "id_mode", "group_by", "max_length")

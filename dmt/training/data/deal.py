@@ -93,7 +93,7 @@ class Deal:
 
     @cached_property
     def _order(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """The row groups in order, the row of the epoch at which each ends, and the bounds of blocks of V groups."""
+        """The row groups in order, the number of rows up to the end of each, and the bounds of blocks of V groups."""
         order = np.arange(len(self.sizes))
         if self.seed is not None:
             order = np.random.default_rng(self.seed).permutation(len(self.sizes))

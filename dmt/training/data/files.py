@@ -1,6 +1,6 @@
 """Files of data, local or at a URL such as ``s3://bucket/day_0.parquet``, and folders that ``dmt prepare`` writes.
 
-A prepared folder has Parquet files of ids in ``train`` and ``eval``. Its manifest, written last, describes the files.
+A prepared folder has Parquet files of rows in ``train`` and ``eval``. Its manifest, written last, describes the files.
 """
 
 from __future__ import annotations
@@ -77,8 +77,8 @@ def file_version(path: str) -> tuple[int, int]:
 def matching_files(value: str) -> list[str]:
     """Lists the files that a file name, folder or glob matches, sorted by name.
 
-    Files whose names begin with ``.`` or ``_`` are left out. A folder named ``*.parquet``, as Spark writes it, is
-    replaced by its files.
+    In a folder or glob, names that begin with ``.`` or ``_`` are left out. A folder named ``*.parquet``, as Spark
+    writes it, is replaced by its files.
 
     Raises:
         OSError: the file or folder cannot be read.
@@ -135,7 +135,8 @@ def expand_path(setting: str, value: str, *, columns: bool) -> list[str]:
     begin with ``setting``, the key of the configuration.
 
     Raises:
-        InputError: no file matches, no file has a known ending, or ``value`` is a prepared folder.
+        InputError: no file matches, no file has a known ending, ``value`` cannot be read or is a prepared folder; or
+            see `matching_files`.
 
     Example:
         >>> import tempfile
@@ -173,7 +174,7 @@ class Manifest:
     format: int
     """Version of the format, `FORMAT`."""
     files: dict[str, tuple[int, int]]
-    """Size in bytes and CRC-32 of each file, by path in the folder."""
+    """Size in bytes and CRC-32 of each other file, by path in the folder."""
     dense: tuple[str, ...]
     """Names of the dense columns, float32."""
     features: tuple[Feature, ...]
@@ -219,6 +220,6 @@ def read_manifest(folder: Path, place: str, *, remedy: str | None = None) -> Man
 
 
 def starts_of(bags: pa.Array) -> NDArray[np.int64]:
-    """Returns the index of each of n lists in their concatenated values, then the number of values, int64 [n + 1]."""
+    """Returns where each of n lists begins in their concatenated values, then where the last ends, int64 [n + 1]."""
     offsets = bags.offsets.to_numpy().astype(np.int64)
     return offsets - offsets[0]

@@ -37,7 +37,7 @@ def hash_rows(values: pa.Array, *, feature: str, num_embeddings: int) -> NDArray
         The row of each value, int64 [n], from 0 to ``num_embeddings`` - 1.
 
     Raises:
-        InputError: a floating-point value has a fraction.
+        InputError: a floating-point value has a fraction, or is infinite or at least 2^63 in size.
 
     Example:
         >>> hash_rows(pa.array(["68fd1e64", None, "68fd1e64"]), feature="C1", num_embeddings=1000).tolist()
@@ -70,11 +70,11 @@ def _text(values: pa.Array, feature: str) -> pa.Array:
 
 
 def deal_rows(number: int) -> NDArray[np.int64]:
-    """Returns a row for each of a table's values, such that contiguous parts of the table are read equally often.
+    """Returns a row for each of a table's values, such that equal contiguous parts of the table are read about alike.
 
     Row-wise shards are contiguous, so ids in the order of frequency would put all hot rows on the first rank. The
-    multiples of the golden ratio, modulo 1, fill [0, 1) evenly however many are taken (Kronecker sequence): a part is
-    read at most 1.1 times as often as the mean, plus the share of the most frequent row, which cannot be split.
+    multiples of the golden ratio, modulo 1, fill [0, 1) evenly however many are taken (Kronecker sequence): with Zipf
+    frequencies, a part is read at most 1.1 times as often as the mean, plus the share of the most frequent row.
 
     Args:
         number: number of values.

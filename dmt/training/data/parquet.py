@@ -30,7 +30,7 @@ class ParquetRows:
         columns: columns of the manifest.
 
     Raises:
-        InputError: a file cannot be read or lacks a column.
+        InputError: a file cannot be read or lacks a column of the manifest.
     """
 
     def __init__(self, files: Iterable[Path], columns: Columns) -> None:
@@ -86,9 +86,10 @@ class ParquetRows:
 
 
 def pack_rows(table: pa.Table, columns: Columns, order: NDArray[np.int64] | None = None) -> Rows:
-    """Returns prepared rows in a form that is fast to cut and convert, in an ``order``, int64 [n], or as they are.
+    """Packs n prepared rows for fast slicing and conversion, permuted by ``order``, int64 [n], unless it is None.
 
-    An array [columns, n] has labels, bits of dense columns, and ids of features with one per row; a table has bags.
+    Returns an array [columns, n] of the labels, the bits of the dense columns and the ids of features with one id per
+    row, and a table of the bags.
     """
     single = {field.name: field.type for field in columns.schema if not pa.types.is_nested(field.type)}
     words = np.empty((len(single), table.num_rows), np.int64 if pa.int64() in single.values() else np.int32)

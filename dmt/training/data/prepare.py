@@ -77,7 +77,8 @@ def prepare_once(config: DataConfig, cache: Path | None, *, eval_only: bool = Fa
 
     Args:
         config: section ``data`` of the run's configuration, with raw files.
-        cache: folder of prepared folders, which are named by a hash of settings and files; None raises an error.
+        cache: folder of prepared folders, each named by a hash of the settings and the versions of the files; None
+            raises an error.
         eval_only: use all rows of ``train_path`` for evaluation, in file order.
 
     Raises:
@@ -98,7 +99,8 @@ def prepare_once(config: DataConfig, cache: Path | None, *, eval_only: bool = Fa
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as error:
             reason = f"cannot be locked ({error.strerror})"
-            raise InputError(f"Folder for prepared rows {str(cache)!r} {reason}. Use another file system.") from error
+            remedy = "Write the output to a file system with locks."
+            raise InputError(f"Folder for prepared rows {str(cache)!r} {reason}. {remedy}") from error
         if not (folder / MANIFEST).exists():
             lock.seek(0)
             # Reading all rows again, in each rank, would only delay the error that another rank had meanwhile.
@@ -132,7 +134,7 @@ def prepare(
         config: section ``data`` of the run's configuration.
         out: folder to write, which must not exist; it appears when it is complete.
         min_count: with ids by frequency, values with fewer occurrences in the training rows share row 1.
-        group_rows: number of rows in each row group of the Parquet files.
+        group_rows: number of rows in each row group of the Parquet files but the last.
         max_rejects: number of invalid rows that may be left out; one more raises an error.
         memory_gib: memory limit of DuckDB in GiB; the process also holds a few blocks of rows.
         eval_only: use all rows of ``train_path`` for evaluation, in file order.
@@ -216,7 +218,7 @@ def _files(config: DataConfig) -> dict[str, list[str]]:
 def _raw_rows(
     converter: Converter, files: Mapping[str, Sequence[str]], rejects: _Rejects, *, eval_only: bool
 ) -> Iterator[tuple[str, pa.Table, float]]:
-    """Yields (part, rows of the part, fraction of all files read so far) for each block, in the order of the files."""
+    """Yields (part, rows, fraction of all files read so far) for each block and part, in the order of the files."""
     config, start = converter.config, 0
     used = used_columns(config, converter.columns)
     bags = {feature.name: feature.is_bag for feature in converter.columns.features}
@@ -285,7 +287,7 @@ class _Rejects:
 def _write(
     folder: Path, schema: pa.Schema, group_rows: int, rows: Iterable[tuple[str, pa.Table, float]]
 ) -> dict[str, int]:
-    """Writes rows to the files of their parts, in row groups of equal size; returns the number of rows by part."""
+    """Writes rows to the files of their parts, in groups of ``group_rows``; returns the number of rows by part."""
     num_rows, files = dict.fromkeys(_PARTS, 0), dict[str, pq.ParquetWriter]()
     waiting = dict.fromkeys(_PARTS, schema.empty_table())
     with ExitStack() as stack:
@@ -355,7 +357,7 @@ class _View:
 
 
 def _count(view: _View, columns: Columns, min_count: int, file: Path) -> None:
-    """Writes the vocabulary of each table: as many of the most frequent hashes as the table has rows for."""
+    """Writes each table's vocabulary: the most frequent hashes of at least ``min_count`` uses, as many as fit in."""
     sizes = {feature.table: feature.rows for feature in columns.features if feature.time is None}
     with pq.ParquetWriter(file, _WORDS) as writer:
         for table, size in sizes.items():
@@ -380,7 +382,8 @@ def _copy_vocabulary(config: DataConfig, columns: Columns, file: Path) -> None:
         raise InputError(f"{place} has no vocabulary. Prepare that folder again with `dmt prepare --ids frequency`.")
     known, given = ({(f.name, f.table) for f in features} for features in (manifest.features, columns.features))
     if unlike := sorted(known ^ given):
-        raise InputError(f"{place} has other features or tables: {unlike[0][0]!r} differs. Use that folder's.")
+        remedy = "Set data.categorical and data.shared_tables as for that folder."
+        raise InputError(f"{place} has other features or tables: {unlike[0][0]!r} differs. {remedy}")
     shutil.copyfile(folder / manifest.vocabulary, file)
     if _checksum(file) != (int(checksum, 16) if checksum else manifest.files[manifest.vocabulary][1]):
         raise InputError(f"{place} differs from the vocabulary used in training. Restore that prepared folder.")
@@ -397,7 +400,7 @@ def _read_vocabularies(file: Path, columns: Columns) -> dict[str, Vocabulary]:
 def _summary(
     view: _View, tables: Sequence[TableSpec], counts: Counter[tuple[str, str]]
 ) -> tuple[AccessProfile, dict[str, Any]]:
-    """Returns access counts of the training rows, and a summary; ``counts`` is `Converter.counts` of all raw rows."""
+    """Returns access counts of the training rows, and a summary; ``counts`` is `Converter.counts` of all valid rows."""
     columns, id_mode = view.converter.columns, view.converter.config.id_mode
     by_name = {feature.name: feature for feature in columns.features}
     profile, features, notes = AccessProfile(tables), dict[str, Any](), []
@@ -438,7 +441,7 @@ def _summary(
 
 
 def _table_notes(rows: int, known: Mapping[str, NDArray[np.int64]], *, is_hashed: bool) -> Iterator[str]:
-    """Yields notes on a table: full, too large, or shared without common values; ``known`` has each feature's rows."""
+    """Yields notes on a table: full, too large, or shared without common values; ``known``: rows in use by feature."""
     names, used = ", ".join(known), len(np.unique(np.concatenate([*known.values()])))
     enough = max(2, 10 * used if is_hashed else used + 2)
     if is_hashed and used >= 0.99 * (rows - 1):

@@ -33,7 +33,7 @@ _BLOCK_BYTES, _BLOCK_ROWS, _MOST_LINE_BYTES = 16 << 20, 1 << 16, 16 << 20
 _BLOCK_VALUES = 1 << 25  # values are text until they are hashed: less than a GiB, even with thousands of columns
 _CRITEO = ("label", *CRITEO_DENSE, *CRITEO_CATEGORICAL)
 _CUT = "\x1f"
-"""Separates the columns of a line whose quotes were removed; in the fault of a row, the column from the reason."""
+"""Separates the columns of a line whose quotes were removed, and the column and the reason in the fault of a row."""
 _MISSING = r"'\p{Zs}*(nan|na|n/a|null|none|nat|)\p{Zs}*'"
 """Spellings of a missing number or time, in any case. For categories only empty text is missing: "NA" is Namibia."""
 _PARTS = {"hour": "hour({0}) + 1", "weekday": "isodow({0})"}
@@ -53,7 +53,7 @@ class Reject(NamedTuple):
     reason: str
     """What was expected and what was found."""
     text: str
-    """The row as it stands in the file, at most 1,000 characters."""
+    """The line as it stands in a text file, or the used columns as JSON; at most 1,000 characters."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,7 +67,7 @@ class Block:
     relation: str = "block"
     """SQL for ``FROM``: the relation that has the ``columns``."""
     columns: Mapping[str, tuple[str, pa.DataType]]
-    """SQL and Arrow type of each column, by name; the columns of text files are text."""
+    """SQL and Arrow type of each column, by name; values of text files are text."""
     fault: str = ""
     """SQL ``WHEN`` clauses that find rows which are invalid as a whole."""
     first: int = 1
@@ -96,7 +96,7 @@ class Block:
 
 
 def _plain(column: pa.ChunkedArray) -> pa.ChunkedArray:
-    """Returns a column in a type that DuckDB supports, numbers not as a dictionary; times as microseconds, in UTC."""
+    """Returns a column in a type that DuckDB reads: no dictionary of numbers, no float16, times in UTC microseconds."""
     if pa.types.is_dictionary(column.type) and kind_of(column.type) != "text":
         return _plain(column.cast(column.type.value_type))
     if pa.types.is_float16(column.type):
@@ -244,7 +244,7 @@ def _texts(lines: Sequence[bytes]) -> pa.StringArray:
 
 
 def _unquoted(line: str | None, separator: str) -> str | None:
-    """Returns a line of CSV with its columns separated by `_CUT`, without quotes; None if quotes are unbalanced."""
+    """Returns a line of CSV with its columns separated by `_CUT`, without quotes; None if a quote is misplaced."""
     if line is None or '"' not in line:
         return line and line.replace(separator, _CUT)
     try:

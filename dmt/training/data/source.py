@@ -48,7 +48,7 @@ class SourceRows:
         self._name, self._config = f"data.source={config.source!r}", config
         self._function = load_function("data.source", config.source)
         self.start_state: SourceState | None = None
-        """State from which the next pass over training rows starts, saved on as many ranks; None: the first row."""
+        """State from which the next pass over training rows starts, of a run on as many ranks; None: from the start."""
         self._epoch, self._states = 0, deque[SourceState]()
         first = next((table for _, table in self._tables_of(self._call("train", 0, 1, 0))), None)
         if first is None:
@@ -79,7 +79,9 @@ class SourceRows:
         in evaluation, that of the rank with most batches, where other ranks yield smaller or empty tables.
 
         Raises:
-            InputError: a batch of the source is not a table, or has other columns or an invalid value; on every rank.
+            InputError: a batch of the source is not a table, or has other columns or an invalid value; with a group,
+                on every rank.
+            RankError: with a group, on every rank: the function raised another exception.
         """
         from dmt.collectives import run_on_all_or_raise
 

@@ -83,7 +83,7 @@ class SyntheticClicks:
         ]
 
     def draw(self, split: Literal["train", "eval"], block: int) -> pa.Table:
-        """Draws the block with index ``block``, `BLOCK_ROWS` rows: label int8, dense features float32, ids int64."""
+        """Draws the block with index ``block``, `BLOCK_ROWS` rows: label int8, dense float32, ids (or lists) int64."""
         rng = np.random.default_rng([self.config.seed, _TRAIN if split == "train" else _EVAL, block])
         return self._draw(rng, BLOCK_ROWS)[0]
 
