@@ -212,7 +212,8 @@ def _demo(overrides: tuple[str, ...], *, data: str | None, out: Path) -> Shown:
     """
     from dmt.training.commands.demo import demo
 
-    return show_results(demo(data, out, overrides, command=_command_line()))
+    note = "No link between these hosts is slow: compare bytes, not samples/s. The report explains all rows."
+    return show_results(demo(data, out, overrides, command=_command_line()))._replace(lines=[note])
 
 
 @main.command("doctor", epilog="Example: dmt doctor")
