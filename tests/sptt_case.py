@@ -334,7 +334,8 @@ class Bounds:
     Training: gradients of a table row are summed over ranks in another order than in one process, and each step adds a
     few units in the last place of numbers near 1. Of a gradient that cancels AdaGrad and Adam make no large step: they
     divide it by more than EPS, so rounding of 1e-9 moves a weight by LR 1e-9 / EPS. Later outputs are sums over such
-    weights. Gradients and states, much smaller than 1, have bounds relative to the largest of their kind.
+    weights. Gradients and states, much smaller than 1, have bounds relative to the largest of their kind; where numbers
+    near 0.1 cancel, rounding of 5e-9 moves a state, which is a sum of squares, by 1e-8 times its root.
 
     In 16 bits rounding moves a gradient by the error of the format and, through the logits, by as much again, in each
     of at most four steps. That is not small beside EPS, so AdaGrad and Adam would make steps of it where a gradient
@@ -528,10 +529,10 @@ class Oracle:
             states = [state[:, part if state.shape == plain.weight.shape else shard] for state in plain.states]
             expected = [plain.weight.detach()[:, part], *states]
             for one, whole in zip(own, expected, strict=True):
-                bound = self.bounds.relative * float(whole.abs().max())
+                largest = float(whole.abs().max())
+                kind, bound = "states", self.bounds.relative * largest + 1e-8 * largest**0.5
                 if one.is_weight:
-                    bound = self.bounds.table(one.table)
-                kind = "tables" if one.is_weight else "states"
+                    kind, bound = "tables", self.bounds.table(one.table)
                 is_half = one.is_weight and int(one.table[1:]) in self._case.fp16
                 assert one.tensor.dtype == (torch.float16 if is_half else torch.float32), one.name
                 self.worst.note(kind, one.tensor, whole[row : row + rows].view(one.tensor.shape), bound)
