@@ -53,7 +53,7 @@ parity: install
 # nobody meant; some twenty minutes.
 SEED ?= $(shell date +%s)
 faults: install
-	$(BIN)/python -m pytest tests/training/test_faults.py tests/test_fuzz.py --durations=0 --hypothesis-seed=$(SEED)
+	KILLS_SEED=$(SEED) $(BIN)/python -m pytest tests/training/test_faults.py tests/test_fuzz.py --durations=0 --hypothesis-seed=$(SEED)
 
 # Deliberate faults in the library, each of which the test named beside it must catch; at most 20 minutes.
 mutants: install
