@@ -26,6 +26,7 @@ Records = Mapping[Run, Mapping[str, Any]]
 Rows = list[dict[str, Any]]
 _COLORS = {"dlrm": "#D55E00", "dlrm-each": "#E69F00", "dlrm-products": "#0072B2", "dcn": "#009E73"}
 _STYLES = {"interactions": "-", "strided": "--", "coherent": ":", "random": "-.", "outside": "-"}
+_STYLES["interactions, outside"] = "--"
 
 
 def comparisons(study: Study, data: str, records: Records, seeds: Sequence[int]) -> Rows:

@@ -19,7 +19,7 @@ from benchmarks.study.entities import bytes_once, entity_plan, request_numbers
 from benchmarks.study.histories import HISTORY_MODELS, train_and_test_histories
 from benchmarks.study.train import SETTINGS, Arm, bytes_across, bytes_outside, measure_affinity, train_and_test
 from dmt.errors import InputError
-from dmt.partitioner import FeatureAffinity, TowerPartitioner
+from dmt.partitioner import FeatureAffinity, PartitionRules, TowerPartitioner
 from dmt.plan.tables import TableSpec, feature_names
 from dmt.plan.topology import TowerTopology
 from dmt.plan.towers import TowerPlan
@@ -140,7 +140,7 @@ class Trials:
 
     def plan_of(self, run: Run, clicks: Clicks) -> tuple[TowerPlan | None, float]:
         """Returns the towers of a run, None for a flat model, and the CPU seconds of any measurement made for them."""
-        arm, towers = run.arm, run.arm.towers
+        arm, towers, rules = run.arm, run.arm.towers, PartitionRules()
         if towers == "flat":
             return None, 0.0
         if towers == "strided":
@@ -156,11 +156,14 @@ class Trials:
             measured, seconds = affinity_of_pairs(pairs, clicks.features), 0.0
             sense = towers
         else:
-            assert towers in ("interactions", "together", "apart"), f"unknown towers {towers!r}"
+            learned, *outside = towers.split(", ")
+            assert learned in ("interactions", "together", "apart"), f"unknown towers {towers!r}"
             measured, seconds = self._interactions(run, clicks)
+            if outside:
+                rules = PartitionRules(outside=outside_plan(clicks.tables, arm.num_towers).outside)
             # As the tower module declares it, not by what trains better.
-            sense = ("apart" if arm.model == "dlrm" else "together") if towers == "interactions" else towers
-        partitioner = TowerPartitioner(num_towers=arm.num_towers, strategy=sense, seed=run.seed)  # type: ignore[arg-type]
+            sense = ("apart" if arm.model == "dlrm" else "together") if learned == "interactions" else learned
+        partitioner = TowerPartitioner(num_towers=arm.num_towers, strategy=sense, seed=run.seed, rules=rules)  # type: ignore[arg-type]
         return partitioner.fit(measured), seconds
 
     def _interactions(self, run: Run, clicks: Clicks) -> tuple[Any, float]:

@@ -10,7 +10,8 @@ quality         what does compression cost, by ratio, tower module and towers?
 sizes           the same with two and eight towers, and with N = 32
 rates           the same at ratio 4, with learning rates tuned for each model
 entities        do towers of entities send fewer bytes in batches of whole requests, and train as well?
-outside         what do small tables on every rank, outside towers, change at ratios 2, 4 and 16?
+outside         what do the paper's modules and products cost at ratios 2, 4 and 16, without and with small tables on
+                every rank, outside towers?
 batches         what do larger batches cost, with learning rates unchanged, times the root, times the size?
 histories       what does attention to a history cost in a tower, and what does it gain?
 ==============  ======================================================================================================
@@ -149,11 +150,15 @@ def _entities() -> Study:
 
 
 def _outside() -> Study:
-    kinds = [(towers, ratio) for ratio in (2, 4, 16) for towers in ("outside", "strided")]
-    arms = [Arm(model="dlrm-each", towers=towers, ratio=ratio) for towers, ratio in kinds]
-    pairs = tuple(_against(arms[::2], "strided", "flat"))
-    title, facts = "What small tables on every rank change", partial(outside_facts, arms=arms)
-    return Study(stem="outside", title=title, first_seed=400, arms=tuple(arms), comparisons=pairs, facts=facts)
+    arms, pairs = [], []
+    kinds = [("dlrm-each", "strided", "outside"), ("dlrm-products", "interactions", "interactions, outside")]
+    for model, *ways in kinds:
+        for ratio in (2, 4, 16):
+            inside, outside = (Arm(model=model, towers=towers, ratio=ratio) for towers in ways)
+            arms += [inside, outside]
+            pairs += [(outside, inside), (outside, outside.flat), (inside, inside.flat)]
+    title, facts = "What small tables on every rank change, by tower module", partial(outside_facts, arms=arms)
+    return Study(stem="outside", title=title, first_seed=400, arms=tuple(arms), comparisons=tuple(pairs), facts=facts)
 
 
 def _batches() -> Study:

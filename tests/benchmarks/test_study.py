@@ -141,6 +141,10 @@ def test_small_tables_are_outside_towers_at_their_width(tmp_path: Path) -> None:
     assert plan is not None
     assert plan.to_lists() == [["c_10", "c_14"], ["c_11", "c_15"], ["c_12"], ["c_13"]]
     assert plan.outside == tuple(f"c_{i}" for i in range(10))
+    learned = replace(arm, model="dlrm-products", towers="interactions, outside")
+    inside, _ = Trials(folder=tmp_path, work=tmp_path).plan_of(Run(data="hotel", seed=0, arm=learned), clicks)
+    assert inside is not None
+    assert (inside.strategy, inside.outside) == ("together", plan.outside)
     job = job_of("hotel", arm, clicks, plan)
     assert [table.embedding_dim for table in job.tables] == [1] * 10 + [16] * 6
     assert count_model(job).compression_ratio == 16
