@@ -41,17 +41,19 @@ FLAT = (
 )
 OURS = (
     *("etc-cr2", "etc-cr4+prefetch", "sptt", "sptt+unique", "sptt+hier+hot"),
-    *(f"sptt+prefetch+hier+mb4+unique{option}" for option in ("", "+rank-towers", "+rank-towers+outside")),
+    *(f"sptt+prefetch+hier+mb4+unique+rank-towers{option}" for option in ("", "+outside")),
     *("sptt+prefetch+hier+mb16+unique+rank-towers", "sptt+fp16+prefetch+bf16-dense+mb8+unique+rank-towers"),
-    *("dmt-cr2", "dmt-cr2+outside", "dmt-cr4+all+outside"),
+    *("dmt-cr2", "dmt-cr2+outside"),
     *(f"dmt-cr{ratio}+all+rank-towers{option}" for ratio in (2, 4, 16) for option in ("", "+outside")),
-    *(f"dmt-cr{ratio}+fp16+all+rank-towers+outside" for ratio in (2, 4, 16)),
+    *(f"products-cr{ratio}+all+rank-towers{option}" for ratio in (2, 4, 16) for option in ("", "+outside")),
+    *(f"{model}-cr{ratio}+fp16+all+rank-towers+outside" for model in ("dmt", "products") for ratio in (4, 16)),
 )
 _SWEPT = (
     *(f"sptt+prefetch+hier+mb{number}+unique+rank-towers" for number in (4, 16)),
-    *(f"dmt-cr{ratio}+all+rank-towers+outside" for ratio in (2, 4, 16)),
+    *(f"dmt-cr{ratio}+all+rank-towers+outside" for ratio in (4, 16)),
+    *(f"products-cr{ratio}+all+rank-towers{option}" for ratio in (4, 16) for option in ("", "+outside")),
 )
-_QUICK = ("flat-tw", "flat-planner+fp16", "etc-cr2", "sptt+unique", "dmt-cr2+all", "dmt-cr2+fp16+all")
+_QUICK = ("flat-tw", "flat-planner+fp16", "etc-cr2", "sptt+unique", "dmt-cr2+all", "products-cr4+fp16+all+rank-towers")
 _MAIN = Setting(steps_per_turn=1, rounds=5)
 PARTS: dict[str, tuple[Setting, ...]] = {
     "flat": (replace(_MAIN, rounds=2),),

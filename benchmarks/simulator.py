@@ -20,7 +20,7 @@ from scipy.stats import kendalltau
 
 from benchmarks.emulation.hosts import EmulatedHosts
 from benchmarks.report import commit, processor
-from benchmarks.steps.build import own_tables, own_topology, own_towers
+from benchmarks.steps.build import own_tables, own_topology, own_towers, tower_sizes
 from benchmarks.steps.contenders import Contender, named
 from benchmarks.steps.inputs import benchmark_tables, distinct_rows
 from benchmarks.steps.setting import Setting
@@ -57,7 +57,8 @@ def job_of(contender: Contender, setting: Setting) -> Job | None:
         },
     }
     if contender.has_towers:
-        values["model"] |= {"arch": "dmt-dlrm", "tower_dim": 128 // contender.compression}
+        arch = "dmt-dlrm-products" if contender.family == "products" else "dmt-dlrm"
+        values["model"] |= {"arch": arch, **tower_sizes(contender, setting)}
     if contender.precision == "fp16":
         values["sharding"] |= {"forward_precision": "fp16", "backward_precision": "fp16"}
     tables = benchmark_tables(setting)

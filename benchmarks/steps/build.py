@@ -43,7 +43,7 @@ from dmt import (
 )
 from dmt.errors import InputError
 from dmt.hot_rows.runtime import HotRows
-from dmt.models import DLRM, DMTDLRM, flat_sparse_arch, tower_sparse_arch
+from dmt.models import DLRM, DMTDLRM, DMTDLRMProducts, flat_sparse_arch, tower_sparse_arch
 from dmt.models.complexity import CRITEO_DENSE_FEATURES
 from dmt.models.dense import ModelOptions
 from dmt.plan.tables import TableSpec, feature_names
@@ -52,7 +52,10 @@ from dmt.sharding.outside import CrossingCosts, choose_outside
 from dmt.training.build import ClickTask, build_optimizer, fused_params
 from dmt.training.config import OptimizerConfig
 
-__all__ = ["OPTIMIZER", "Built", "Meshes", "build_contender", "build_plain", "own_tables", "own_topology", "own_towers"]
+__all__ = [
+    *("OPTIMIZER", "Built", "Meshes", "build_contender", "build_plain", "own_tables", "own_topology", "own_towers"),
+    "tower_sizes",
+]
 
 OPTIMIZER = OptimizerConfig(dense="sgd", dense_lr=0.05, sparse_lr=0.05, warmup_steps=0)
 """Row-wise AdaGrad for the tables, fused by FBGEMM, and SGD for everything else."""
@@ -135,14 +138,13 @@ def build_plain(contender: Contender, setting: Setting, *, tables_device: str | 
                 make_sparse_arch=lambda tables, _: flat_sparse_arch(tables, tables_device),
             )
         )
-    towers, dim = own_towers(contender, setting), EMBEDDING_DIM // contender.compression
-    tables = own_tables(contender, setting)
+    arch = DMTDLRMProducts if contender.family == "products" else DMTDLRM
     return ClickTask(
-        DMTDLRM(
-            tables=tables,
-            tower_plan=towers,
+        arch(
+            tables=own_tables(contender, setting),
+            tower_plan=own_towers(contender, setting),
             dense_in_features=CRITEO_DENSE_FEATURES,
-            tower_dim=dim,
+            **tower_sizes(contender, setting),
             options=options,
             make_sparse_arch=lambda tables, plan, modules, _: tower_sparse_arch(tables, plan, modules, tables_device),
         )
@@ -252,15 +254,28 @@ def own_sharders(
 
 
 def own_tables(contender: Contender, setting: Setting) -> list[TableSpec]:
-    """Returns the tables of a model; those outside towers have as many columns as towers return for a feature.
+    """Returns the tables of a model; those outside towers have D columns, like the vectors that leave towers.
 
     All tables in a tower with histories are looked up id by id.
     """
-    tables, dim = benchmark_tables(setting), EMBEDDING_DIM // contender.compression
+    tables, dim = benchmark_tables(setting), tower_sizes(contender, setting)["tower_dim"]
     towers = own_towers(contender, setting)
     outside = towers.outside_tables(tables)
     by_id = [t for held in towers.tables_by_tower(tables) if any(t.sequences for t in held) for t in held]
     return [replace(t, embedding_dim=dim if t in outside else t.embedding_dim, is_sequence=t in by_id) for t in tables]
+
+
+def tower_sizes(contender: Contender, setting: Setting) -> dict[str, int]:
+    """Returns ``tower_dim`` (D), ``c`` and ``p`` of a tower model, with products as in the study of quality.
+
+    There each of T towers returns F N / (T CR) numbers for F features, in vectors of at most N, here of 4 k numbers.
+    """
+    if contender.family != "products":
+        return {"tower_dim": EMBEDDING_DIM // contender.compression, "c": 1, "p": 0}
+    towers = own_towers(contender, setting)
+    outputs = len(towers.features) * EMBEDDING_DIM // (towers.num_towers * contender.compression)
+    p = -(-outputs // EMBEDDING_DIM)
+    return {"tower_dim": outputs // p // 4 * 4, "c": 0, "p": p}
 
 
 def own_wrapper(contender: Contender, mesh: TowerMesh) -> DataParallelWrapper:

@@ -9,14 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
+from itertools import product
 from typing import Literal
 
 from dmt.errors import InputError, did_you_mean
 
 __all__ = ["CONTENDERS", "EMBEDDING_DIM", "Contender", "Family", "named", "select"]
 
-Family = Literal["flat", "etc", "sptt", "dmt"]
-"""TorchRec's flat model, or its ``EmbeddingTowerCollection``; this library's flat model over towers, or tower model."""
+Family = Literal["flat", "etc", "sptt", "dmt", "products"]
+"""TorchRec's flat model or its ``EmbeddingTowerCollection``; this library's flat model over towers, or its tower model
+with the paper's projections, or with modules that keep inner products."""
 EMBEDDING_DIM = 128
 """N, columns of every table."""
 
@@ -57,7 +59,7 @@ class Contender:
     @property
     def has_towers(self) -> bool:
         """True if the model is DMT-DLRM."""
-        return self.family in ("etc", "dmt")
+        return self.family in ("etc", "dmt", "products")
 
     @property
     def plain_model(self) -> str:
@@ -66,7 +68,8 @@ class Contender:
             return "DLRM"
         towers = f"a tower for each {'rank' if self.rank_towers else 'host'}{', small tables outside' * self.outside}"
         replicas = f", {self.num_replicas} replicas ({self.replica_placement})" * (self.num_replicas > 1)
-        return f"DMT-DLRM D={EMBEDDING_DIM // self.compression}, {towers}{replicas}"
+        modules = " with products" if self.family == "products" else ""
+        return f"DMT-DLRM{modules}, ratio {self.compression}, {towers}{replicas}"
 
 
 def _flat() -> Iterator[Contender]:
@@ -108,22 +111,16 @@ def _torchrec_towers() -> Iterator[Contender]:
 def _same_model() -> Iterator[Contender]:
     """Yields setups of the flat model over towers."""
     yield Contender(name="sptt", family="sptt")
-    yield Contender(name="sptt+fp16", family="sptt", precision="fp16")
     yield Contender(name="sptt+unique", family="sptt", unique=True)
-    yield Contender(name="sptt+hot", family="sptt", hot_rows=True)
-    yield Contender(name="sptt+unique+hot", family="sptt", unique=True, hot_rows=True)
     yield Contender(name="sptt+hier+hot", family="sptt", dense_reduce="fp32", hot_rows=True)
     best = {"prefetch": True, "unique": True}
-    yield Contender(name="sptt+prefetch+unique+rank-towers", family="sptt", rank_towers=True, **best)
-    ways = [(4, False, False), (4, True, False), (4, True, True), (16, True, False)]
-    for micro_batches, rank_towers, outside in ways:
-        options = "+rank-towers" * rank_towers + "+outside" * outside
+    for micro_batches, outside in ((4, False), (4, True), (16, False)):
         yield Contender(
-            name=f"sptt+prefetch+hier+mb{micro_batches}+unique{options}",
+            name=f"sptt+prefetch+hier+mb{micro_batches}+unique+rank-towers{'+outside' * outside}",
             family="sptt",
             dense_reduce="fp32",
             micro_batches=micro_batches,
-            rank_towers=rank_towers,
+            rank_towers=True,
             outside=outside,
             **best,
         )
@@ -140,29 +137,32 @@ def _same_model() -> Iterator[Contender]:
 
 
 def _tower_models() -> Iterator[Contender]:
-    """Yields DMT-DLRM with single options; with all, also in FP16, with rank towers and with small tables outside."""
+    """Yields DMT-DLRM with single options; with all, also in FP16, with rank towers and with small tables outside.
+
+    Modules that keep inner products are only in the fastest of these: with all options, a tower on each rank.
+    """
     for ratio in (2, 4, 8, 16):
         yield Contender(name=f"dmt-cr{ratio}", family="dmt", compression=ratio)
     yield Contender(name="dmt-cr2+fp16", family="dmt", compression=2, precision="fp16")
     yield Contender(name="dmt-cr2+unique", family="dmt", compression=2, unique=True)
     yield Contender(name="dmt-cr2+outside", family="dmt", compression=2, outside=True)
-    yield Contender(name="dmt-cr2+hier", family="dmt", compression=2, dense_reduce="fp32")
-    yield Contender(name="dmt-cr2+mb8", family="dmt", compression=2, micro_batches=8)
-    for ratio in (2, 4, 8, 16):
-        for half in (False, True):
-            for rank_towers, outside in ((False, False), (True, False), (False, True), (True, True)):
-                yield Contender(
-                    name=f"dmt-cr{ratio}{'+fp16' * half}+all{'+rank-towers' * rank_towers}{'+outside' * outside}",
-                    family="dmt",
-                    compression=ratio,
-                    precision="fp16" if half else "fp32",
-                    prefetch=True,
-                    # Micro-batches cost a little: none if there is little to overlap.
-                    micro_batches=8 if ratio <= 4 else 1,
-                    dense_reduce="fp32",
-                    rank_towers=rank_towers,
-                    outside=outside,
-                )
+    families: tuple[Family, ...] = ("dmt", "products")
+    for family, ratio, half in product(families, (2, 4, 8, 16), (False, True)):
+        ways = ((False, False), (True, False), (False, True), (True, True))
+        for rank_towers, outside in ways if family == "dmt" else ways[1::2]:
+            options = f"{'+fp16' * half}+all{'+rank-towers' * rank_towers}{'+outside' * outside}"
+            yield Contender(
+                name=f"{family}-cr{ratio}{options}",
+                family=family,
+                compression=ratio,
+                precision="fp16" if half else "fp32",
+                prefetch=True,
+                # Micro-batches cost a little: none if there is little to overlap.
+                micro_batches=8 if ratio <= 4 else 1,
+                dense_reduce="fp32",
+                rank_towers=rank_towers,
+                outside=outside,
+            )
 
 
 def _replicas() -> Iterator[Contender]:

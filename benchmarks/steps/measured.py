@@ -151,7 +151,7 @@ def fastest(
 
     Args:
         contenders: the contenders of a run.
-        family: ``"flat"``, ``"etc"``, ``"sptt"`` or ``"dmt"``.
+        family: ``"flat"``, ``"etc"``, ``"sptt"``, ``"dmt"`` or ``"products"``.
         precision: number format of outputs and gradients across hosts.
         compression: compression ratio of the tower modules; None: any.
 

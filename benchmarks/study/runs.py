@@ -17,14 +17,11 @@ from tqdm import tqdm
 from benchmarks.study.data import DRAWN, Clicks, read_clicks, without_test_rows, write_drawn
 from benchmarks.study.entities import bytes_once, entity_plan, request_numbers
 from benchmarks.study.histories import HISTORY_MODELS, train_and_test_histories
-from benchmarks.study.train import SETTINGS, Arm, bytes_across, bytes_outside, measure_affinity, train_and_test
+from benchmarks.study.train import Arm, bytes_across, bytes_outside, measure_affinity, train_and_test
 from dmt.errors import InputError
 from dmt.partitioner import FeatureAffinity, PartitionRules, TowerPartitioner
 from dmt.plan.tables import TableSpec, feature_names
-from dmt.plan.topology import TowerTopology
 from dmt.plan.towers import TowerPlan
-from dmt.sharding.costs import StepWorkload
-from dmt.sharding.outside import CrossingCosts, choose_outside
 
 __all__ = [
     *("OUTSIDE_SHARE", "Progress", "Run", "Trials", "affinity_of_pairs", "outside_facts", "outside_plan"),
@@ -157,7 +154,7 @@ class Trials:
             sense = towers
         else:
             learned, *outside = towers.split(", ")
-            assert learned in ("interactions", "together", "apart"), f"unknown towers {towers!r}"
+            assert learned in ("interactions", "together"), f"unknown towers {towers!r}"
             measured, seconds = self._interactions(run, clicks)
             if outside:
                 rules = PartitionRules(outside=outside_plan(clicks.tables, arm.num_towers).outside)
@@ -214,19 +211,8 @@ def outside_plan(tables: Sequence[TableSpec], num_towers: int) -> TowerPlan:
     return replace(TowerPlan.strided(inside, num_towers), outside=tuple(outside))
 
 
-def outside_facts(data: str, clicks: Clicks, arms: Iterable[Arm]) -> Record:
-    """Returns the rows of tables outside and inside towers, and the features that the library would keep inside, by D.
-
-    The library's rule is ``towers.outside = "auto"``, for two hosts of two ranks that share the batch of a step.
-    """
+def outside_facts(data: str, clicks: Clicks) -> Record:
+    """Returns the rows of tables outside towers, and of those in strided towers."""
     plan, rows = outside_plan(clicks.tables, 4), {t.feature_names[0]: t.num_embeddings for t in clicks.tables}
-    facts: Record = {"outside": {name: rows[name] for name in plan.outside}}
-    facts["towers"] = [{name: rows[name] for name in tower} for tower in plan.to_lists()]
-    topology = TowerTopology(num_towers=2, ranks_per_tower=2)
-    workload = StepWorkload(batch_size=SETTINGS[data].batch_size // topology.world_size)
-    for dim in sorted({arm.dim // arm.ratio for arm in arms if arm.towers == "outside"}, reverse=True):
-        tables = [replace(table, embedding_dim=dim) for table in clicks.tables]
-        costs = CrossingCosts(topology=topology, workload=workload, sent=dim)
-        chosen = choose_outside([tables[::2], tables[1::2]], costs)
-        facts[f"the rule keeps inside, D = {dim}"] = [t.feature_names[0] for t in tables if t.name not in chosen]
-    return facts
+    towers = [{name: rows[name] for name in tower} for tower in plan.to_lists()]
+    return {"outside": {name: rows[name] for name in plan.outside}, "towers": towers}

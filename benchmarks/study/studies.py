@@ -5,13 +5,11 @@ study           question
 ==============  ======================================================================================================
 towers          do learned towers train better than naive ones (the DMT paper's Table 6)?
 interactions    do towers from measured interactions train better than strided ones, and than coherent ones (DMT-DCN)?
-products        the same for DMT-DLRM, with tower modules that keep inner products and with the paper's modules
 quality         what does compression cost, by ratio, tower module and towers?
 sizes           the same with two and eight towers, and with N = 32
 rates           the same at ratio 4, with learning rates tuned for each model
 entities        do towers of entities send fewer bytes in batches of whole requests, and train as well?
-outside         what do the paper's modules and products cost at ratios 2, 4 and 16, without and with small tables on
-                every rank, outside towers?
+outside         what do small tables on every rank change at ratios 2, 4 and 16, with the paper's modules and products?
 batches         what do larger batches cost, with learning rates unchanged, times the root, times the size?
 histories       what does attention to a history cost in a tower, and what does it gain?
 ==============  ======================================================================================================
@@ -22,7 +20,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from functools import partial
 from typing import Any, Literal
 
 import numpy as np
@@ -99,15 +96,6 @@ def _interactions() -> Study:
     return Study(stem="interactions", title=title, first_seed=100, arms=tuple(arms), comparisons=tuple(pairs))
 
 
-def _products() -> Study:
-    together, strided = (Arm(model="dlrm-products", towers=towers) for towers in ("together", "strided"))
-    paper, apart = (Arm(model="dlrm", towers=towers) for towers in ("strided", "apart"))
-    pairs = ((together, paper), (together, strided), (together, together.flat), (strided, paper), (apart, paper))
-    title = "Tower modules with inner products, DMT-DLRM"
-    arms = (together, strided, paper, apart)
-    return Study(stem="products", title=title, first_seed=300, arms=arms, comparisons=pairs)
-
-
 def _grid(towers: Sequence[str], num_towers: Sequence[int], ratios: Sequence[int], dim: int) -> list[Arm]:
     arms = [(model, t) for model in MODELS for t in towers] + [("dlrm-each", "strided")]
     return [
@@ -150,15 +138,15 @@ def _entities() -> Study:
 
 
 def _outside() -> Study:
-    arms, pairs = [], []
+    arms, pairs = tuple[Arm, ...](), tuple[Pair, ...]()
     kinds = [("dlrm-each", "strided", "outside"), ("dlrm-products", "interactions", "interactions, outside")]
     for model, *ways in kinds:
         for ratio in (2, 4, 16):
             inside, outside = (Arm(model=model, towers=towers, ratio=ratio) for towers in ways)
-            arms += [inside, outside]
-            pairs += [(outside, inside), (outside, outside.flat), (inside, inside.flat)]
-    title, facts = "What small tables on every rank change, by tower module", partial(outside_facts, arms=arms)
-    return Study(stem="outside", title=title, first_seed=400, arms=tuple(arms), comparisons=tuple(pairs), facts=facts)
+            arms += (inside, outside)
+            pairs += ((outside, inside), (outside, outside.flat), (inside, inside.flat))
+    title = "What small tables on every rank change, by tower module"
+    return Study(stem="outside", title=title, first_seed=400, arms=arms, comparisons=pairs, facts=outside_facts)
 
 
 def _batches() -> Study:
@@ -197,7 +185,6 @@ STUDIES: Mapping[str, Study] = {
     for study in (
         _towers(),
         _interactions(),
-        _products(),
         _quality(),
         _sizes(),
         _rates(),

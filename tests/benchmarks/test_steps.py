@@ -16,7 +16,7 @@ import torch
 from click.testing import CliRunner
 
 from benchmarks.simulator import _RESULTS, job_of
-from benchmarks.steps.build import OPTIMIZER, build_plain, own_topology
+from benchmarks.steps.build import OPTIMIZER, build_plain, own_topology, own_towers, tower_sizes
 from benchmarks.steps.check import check_losses
 from benchmarks.steps.contenders import CONTENDERS, named, select
 from benchmarks.steps.criteo_ids import CRITEO_KAGGLE_ROWS, IDS_FILE, IdSkew, criteo_skews
@@ -30,7 +30,7 @@ from benchmarks.steps.setting import Setting
 from benchmarks.train_step import main
 from dmt.errors import InputError
 from dmt.testing.ranks import RanksFailedError
-from dmt.training.build import fused_params
+from dmt.training.build import count_model, fused_params
 from dmt.training.step_prediction import work_of
 from tests.ranks import run_ranks
 
@@ -220,6 +220,18 @@ def test_distinct_inputs_by_hand() -> None:
     assert distinct_inputs(setting, ["C3", "C4"], 1) == sum(len(of_rank) for of_rank in pairs)
 
 
+@pytest.mark.parametrize("ratio", [2, 4, 16])
+def test_products_compress_by_their_ratio_with_the_same_tables_outside(ratio: int) -> None:
+    for option in ("", "+outside"):
+        products, paper = (named(f"{kind}-cr{ratio}+all+rank-towers{option}") for kind in ("products", "dmt"))
+        towers, sizes = own_towers(products, Setting()), tower_sizes(products, Setting())
+        assert 4 * sizes["p"] * sizes["tower_dim"] * ratio == len(towers.features) * 128
+        assert towers == own_towers(paper, Setting())
+        job = job_of(products, Setting())
+        assert job is not None
+        assert count_model(job).compression_ratio == ratio
+
+
 # Records and checks.
 
 
@@ -295,7 +307,7 @@ def test_a_small_job_of_each_family(tmp_path: Path) -> None:
     half = "sptt+fp16+prefetch+bf16-dense+mb4+unique"
     names = ["flat-cw-dp+prefetch", "flat-tw+vbe+prefetch", "sptt"]
     names += ["sptt+prefetch+hier+mb4+unique+rank-towers+outside", half]
-    names += ["dmt-cr2+fp16", "dmt-cr2+outside", "dmt-cr2+r2-intra"]
+    names += ["dmt-cr2+fp16", "dmt-cr2+outside", "products-cr4+all+rank-towers+outside", "dmt-cr2+r2-intra"]
     found = run_of(names, tmp_path, warm_up_rounds=0)
     # Of each of 4 ranks, the columns that the rank on the other host looks up for it.
     assert found.pop("dmt-cr2+r2-intra")["traffic"]["forward"] == 26 * 64 / 2 * 16 * 4 * 4
@@ -310,6 +322,7 @@ def test_a_small_job_of_each_family(tmp_path: Path) -> None:
     # DDP's ring goes through all four ranks.
     assert small["traffic"]["dense"] == pytest.approx(1.5 * small["needed"]["dense"], rel=1e-3)
     assert found["dmt-cr2+fp16"]["needed"]["forward"] == 26 * 64 * 16 * 2 * 2
+    assert found["products-cr4+all+rank-towers+outside"]["needed"]["forward"] == 19 * 32 * 16 * 2 * 4
     outside = found["dmt-cr2+outside"]
     assert outside["needed"]["forward"] == 19 * 64 * 16 * 2 * 4
     more = outside["needed"]["dense"] - found["dmt-cr2+fp16"]["needed"]["dense"]
