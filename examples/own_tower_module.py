@@ -37,7 +37,7 @@ class GatedTower(nn.Module):
         self.project = nn.Linear(self.in_features, TOWER_DIM)
 
     def forward(self, embeddings: dict[str, Tensor]) -> Tensor:
-        """Embeddings [B, DIM] by name -> [B, TOWER_DIM]. Read them by name: their order depends on the sharding."""
+        """Embeddings [B, DIM] by name -> [B, TOWER_DIM]. Read them by name: their order is that of the tables."""
         x = torch.cat([embeddings[name] for name in self.features], dim=1)
         return self.project(x * torch.sigmoid(self.gate(x)))
 

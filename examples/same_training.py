@@ -59,7 +59,7 @@ def dense_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
 
 
 def sharders_of(mesh: TowerMesh) -> list[Any]:
-    """The sharders of all collections, such as TorchRec's ``EmbeddingCollectionSharder()`` for sequences."""
+    """Returns the sharders of all collections; for sequences, add TorchRec's ``EmbeddingCollectionSharder()``."""
     return [SPTTEmbeddingBagCollectionSharder(mesh, TOWERS, fused_params=FUSED_PARAMS, unique=True)]
 
 

@@ -38,9 +38,9 @@ _OVER_ARCH_LAYER_SIZES = (1024, 1024, 512, 256, 1)
 
 
 class DCN(nn.Module):
-    """DCN v2: bottom MLP, embeddings, low-rank cross layers, top MLP; 96.22 MFLOPs per sample at the paper's sizes.
+    """DCN v2: bottom MLP, embeddings, low-rank cross layers, top MLP; 96.2 MFLOPs per sample at the paper's sizes.
 
-    The MLPs default to 13-512-256-N and 1024-1024-512-256-1. Arguments and errors are as in `DLRM`, and:
+    Arguments, errors and the default layers of the MLPs are as in `DLRM`, and:
 
     Args:
         num_cross_layers: number of cross layers over the (F + 1) N numbers of a sample.
@@ -79,8 +79,8 @@ class DCN(nn.Module):
 class DMTDCN(nn.Module):
     """Multi-tower DCN: a cross layer in each tower, then cross layers over the tower outputs and the dense vector.
 
-    At the paper's sizes and D=128 it takes 43.71 to 87.19 MFLOPs per sample for 2 to 16 towers. By default the MLPs are
-    13-512-256-D and 1024-1024-512-256-1. A tower sends one vector; in a subclass whose ``tower_module`` is
+    At the paper's sizes and D=128 it takes 43.7 to 87.1 MFLOPs per sample for 2 to 16 towers. By default the MLPs have
+    the layers of `DCN`, but D outputs for N. A tower sends one vector; in a subclass whose ``tower_module`` is
     ``partial(DCNTowerModule, per_feature=True)`` it sends one vector per feature, as in Listing 2.
 
     Takes the arguments and raises the errors of `DMTDLRM`, except for c and p, and of `DCN`. The cross layer of a tower

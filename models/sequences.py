@@ -84,6 +84,8 @@ class DINTowerModule(nn.Module):
         tower_dim: D, the numbers per sample that cross hosts, however long the history is.
         hidden: hidden width of the MLP.
         device: device of the parameters.
+
+    Raises `InputError` for a size below 1.
     """
 
     def __init__(

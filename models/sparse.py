@@ -49,10 +49,10 @@ Splits = Mapping[str, Sequence[int]]
 def embedding_bag_configs(tables: Sequence[Any]) -> list[Any]:
     """Returns TorchRec's configuration of each table; TorchRec's configurations are returned unchanged.
 
-    A `TableSpec` becomes an ``EmbeddingBagConfig`` with sum pooling, or an ``EmbeddingConfig`` if it has sequences.
+    A `TableSpec` becomes an ``EmbeddingBagConfig`` with sum pooling, or an ``EmbeddingConfig`` if it ``is_sequence``.
 
     Raises:
-        InputError: two tables have the same name, or two tables have the same feature.
+        InputError: two tables have the same name or the same feature, or a ``data_type`` is neither FP32 nor FP16.
     """
     from torchrec.modules.embedding_configs import DataType, EmbeddingBagConfig, EmbeddingConfig
 

@@ -1,21 +1,22 @@
 """Tower modules compress the embeddings of a tower's features before they leave the host (DMT section 3.2).
 
-A custom tower module is an ``nn.Module`` with three attributes and a forward:
+A custom tower module is an ``nn.Module`` with a forward and three attributes, which only the trainer and the models of
+`dmt.models` read:
 
 - ``features: tuple[str, ...]``, the features of its tower, in the plan's order;
 - ``in_features: int``, numbers per sample that enter it (F_t N if all embeddings have dimension N);
 - ``out_features: int`` (O_t), numbers per sample that leave it and cross the slow network;
 - ``forward(embeddings) -> [B, O_t]``, where ``embeddings[name]`` is the pooled embedding [B, N] of a feature.
 
-It may have the class attribute ``keeps_interactions: bool``: True if products of its features reach the output, so that
-features that interact should share a tower; False if each output is linear in the features, so that they should not.
-``dmt partition --strategy interactions`` follows it.
-
-It must read the embeddings **by name**: a sharded tower gets a TorchRec ``KeyedTensor`` whose order of columns depends
-on the sharding. Each row is a sample, and a module must not mix rows (no batch norm), because the batch of a sharded
-tower has the samples of all its peers. docs/your_model.md puts a tower module into a model.
+It must read the embeddings **by name**: the columns of the ``KeyedTensor`` are in the order of the tables, which need
+not be that of ``features``. Each row is a sample. A module must not mix rows (no batch norm), because the batch of a
+sharded tower has the samples of all its peers. docs/your_model.md puts a tower module into a model.
 
 A tower over an ``EmbeddingCollection`` gets a dict of ``JaggedTensor`` instead (`dmt.models.sequences`).
+
+The modules of DLRM and DCN have a class attribute ``keeps_interactions``, which ``dmt partition`` reads. True: products
+of features reach the output, so features that interact should share a tower. False: each output is linear in the
+features, so they should not.
 
 Legend: B samples, F_t features of the tower, N their embedding dimension, D the tower dimension, O_t outputs.
 """

@@ -87,7 +87,7 @@ total + needed <= _MEMORY_SHARE => needed <= _MEMORY_SHARE
 made.before_lookup = None => pass
 ## dmt/sptt/flat.py :: tests/dmt/test_refusals.py -k "feature and outside"
 outside=feature_names(outside), => outside=[],
-## dmt/sptt/peer_exchange.py :: tests/dmt/test_dataflow.py -k ids_arrive_in_peer_order
+## dmt/sptt/id_routes.py :: tests/dmt/test_dataflow.py -k ids_arrive_in_peer_order
 stagger=self._stagger => stagger=1
 ## dmt/training/checkpoints/store.py :: tests/training/checkpoints/test_layouts.py -k moments_of_two_replicas
 tensor.mul_(factor) => tensor.div_(factor)

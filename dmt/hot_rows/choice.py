@@ -8,13 +8,13 @@ gradient. A copied row sends none of these. In a step in which any rank touches 
 inside each host and then between hosts (`dmt.hot_rows.touched_sum`); each host sends 2 (T - 1) / T times the row.
 Hence, with p B uses by a rank, a copy saves in a step
 
-- if every use is sent: (T - 1) L p B (2 * 4 N + 8) - 2 (T - 1) 4 N t,
+- if every use is sent: (T - 1) L p B (2 * 4 N + 8) - 2 (T - 1) 4 N t bytes in all,
 - if each rank sends distinct ids only: the same with 1 - (1 - p)^B for p B,
 
 where the probability t that the row is touched is 1 - (1 - p)^(B W).
-With many hosts this becomes the rule p B L > 1: the ranks of a host use the row more than once per step. The rule of
-OPER, f * B > 1 for a batch on each rank (section 4.3, equations 4 and 5), counts ranks where this counts hosts, and
-assumes that a row is touched in every step.
+With many hosts this becomes about p B L > 1: the ranks of a host use the row more than once per step. The rule of OPER
+(section 4.3, equations 4 and 5) with links of equal bandwidth is p B > 1: a rank, not a host, uses the row more than
+once. It assumes that every row is touched in every step.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def saved_bytes(
 ) -> NDArray[np.float64]:
     """Returns, for each counted row, the bytes between hosts that a copy on every rank saves in a step: float64 [n].
 
-    A row is worth a copy if its value is above zero. Holding a copy costs 1/300 of the bytes that sum its gradient.
+    A row is worth a copy if its value is above zero. Merely holding a copy counts as 1/300 of the bytes of its sum.
 
     Args:
         counts: accesses of the table's rows.
@@ -83,7 +83,8 @@ def choose_rows(
 
     Returns the rows of each table that has some, int64 [n], ascending. Skips tables with more than one id per bag on
     average, since the sum over a bag's cold rows has as many bytes as the whole bag. ``tables`` are the tables that may
-    have copies. A rank's copies have weights of at most ``max_bytes``; other arguments are as in `saved_bytes`.
+    have copies, ``batch_size`` is B. A rank's copies have weights of at most ``max_bytes``; other arguments are as in
+    `saved_bytes`.
 
     Example:
         >>> table = TableSpec(name="t", num_embeddings=10, embedding_dim=8, feature_names=("f",))

@@ -2,8 +2,8 @@
 
 The ids of a batch are split before they are sent (`HotCopies.split`): ids of hot rows are looked up in this rank's
 copies, the others are sent as usual, and the two results are added. A bag whose ids are all hot is sent empty, and
-all empty bags of a feature share a row (`dmt.sptt.rows`), so that hot rows cost next to nothing between hosts. Only the
-gradient of the copies is left to send: it is summed inside each host first and then once between hosts.
+all empty bags of a feature share a row (`dmt.sptt.rows`), so that hot rows cost next to nothing between hosts. What is
+left to send is the gradient of the copies: it is summed inside each host first and then once between hosts.
 
 The tables remain authoritative. `HotCopies.write_back` writes weights and optimizer states of the hot rows to them
 before the tensors of a table are returned; it needs no communication, because every rank has all copies.
@@ -68,7 +68,7 @@ class HotCopies:
         inside: ranks of this host.
         across: one rank of each host.
         whole: all ranks.
-        owned: tables whose learning rate this rank sends to the others; exactly one rank owns each table.
+        owned: tables whose learning rate and number of updates this rank sends to the others; one rank owns each table.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class HotCopies:
     def columns(self, bags: HotBags, pieces: Sequence[Piece]) -> Tensor:
         """Looks up hot ids: [B, columns of the pieces], zeros where a feature has no hot rows; differentiable.
 
-        The first call is collective, and so is the first call after `read_again`.
+        The first call after `read_again` is collective, and so is the first of all unless `read` was called.
         """
         if self._must_read:
             self.read()

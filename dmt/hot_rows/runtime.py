@@ -61,12 +61,12 @@ _LEAST_COUNTED = 2**18
 class HotRows:
     """Keeps copies of the most-read rows on every rank, where that saves bytes between hosts.
 
-    Construct it after ``DistributedModelParallel``, and call `step` on every rank after every training step. Results do
-    not change: each copy is updated by its table's optimizer, with the mean gradient of all ranks. The model's
-    ``state_dict`` and parameters, and ``params`` and ``state`` of its ``fused_optimizer``, always hold the trained
-    rows. Tensors fetched before a training step may lack that step, so fetch them again; tensors in ``param_groups``
-    and in TorchRec's collection inside the sharded module may lag, too. ``load_state_dict`` of the model or its
-    optimizer refreshes the copies; after any other in-place change of a table, call ``hot.replicate(hot.rows)``.
+    Construct it after ``DistributedModelParallel``, and call `step` on every rank after every training step. Results
+    change only by rounding: each copy is updated by its table's optimizer, with the mean gradient of all ranks. The
+    model's ``state_dict`` and parameters, and ``params`` and ``state`` of its ``fused_optimizer``, hold the trained
+    rows whenever they are read. Tensors fetched before a training step may lack that step, so fetch them again; tensors
+    in ``param_groups`` and in TorchRec's collection inside the sharded module may lag, too. ``load_state_dict`` of the
+    model or its optimizer refreshes the copies; after any other change of a table, call ``hot.replicate(hot.rows)``.
 
     Tables that cannot have copies are left out, see `left_out`. Bags of several ids gain nothing (`docs/hot_rows.md`),
     so `refresh` chooses no rows for them; `replicate` takes any rows.
@@ -74,15 +74,16 @@ class HotRows:
     Args:
         model: holds one collection sharded by ``SPTTEmbeddingBagCollectionSharder``.
         mesh: the process groups of this job.
-        extra_memory: share of all tables' bytes that a rank's copies may take; ids that wait to be counted may take as
-            much again, or 2 MB if that is more.
+        extra_memory: share of the numbers of all tables that a rank's copies may have, in (0, 1]. Ids that wait to be
+            counted may take as many bytes again, or 2 MB if that is more.
         refresh_every: training steps between two choices of rows; the first choice comes after at most 100 steps. None:
             rows change only when you call `refresh` or `replicate`, except for the first choice by ``profile``.
         profile: accesses for the first choice of rows, which then happens at the first `step`; pass it on all ranks.
 
     Raises:
         InputError: an argument is out of range or not the same on all ranks; the model does not have exactly one such
-            collection, or has tower modules, replicas or the global id route; or no table can have copies.
+            collection, or has tower modules, replicas or the global id route; no table can have copies; or ``profile``
+            lacks a table.
 
     Example::
 
@@ -154,7 +155,7 @@ class HotRows:
         return sum(4 * table.embedding_dim * len(rows.get(table.name, ())) for table in self._tables)
 
     def step(self) -> None:
-        """Counts a training step, and chooses rows when due; call it after every step. Collective over the job."""
+        """Counts a training step, and chooses rows when due. Call it on every rank after every step."""
         self._steps += 1
         every = self._refresh_every
         is_due = self._steps == self._first or (every is not None and self._steps % every == 0)
@@ -164,7 +165,7 @@ class HotRows:
     def refresh(self) -> None:
         """Chooses rows by the counts, or by ``profile`` if it has not been used yet, and copies them. Collective.
 
-        Does nothing before the first training batch, because the choice depends on the batch size.
+        Does nothing if no rank has trained on a batch since the last choice: the choice depends on the batch size.
         """
         now = self.state()
         if not now.batch_size:
@@ -335,8 +336,8 @@ def _why_no_copies(table: HomeTable, users: Mapping[str, Sequence[str]]) -> str:
 def _flat_collection(model: nn.Module, mesh: TowerMesh) -> ShardedSPTTEmbeddingBagCollection:
     modules = [part for part in model.modules() if isinstance(part, SPTTModule)]
     has_towers = any(not isinstance(part, ShardedSPTTEmbeddingBagCollection) for part in modules)
-    routes: set[str] = {part.id_route for part in modules if part.id_route == "global"} or {"peer"}
-    refuse(hot_rows=True, has_towers=has_towers, id_route=routes.pop(), num_replicas=mesh.topology.num_replicas)
+    route = next((part.id_route for part in modules if part.id_route != "peer"), "peer")
+    refuse(hot_rows=True, has_towers=has_towers, id_route=route, num_replicas=mesh.topology.num_replicas)
     if len(modules) != 1:
         raise InputError(
             "HotRows needs a model with exactly one collection sharded by SPTTEmbeddingBagCollectionSharder; this one "

@@ -1,8 +1,8 @@
 """`TouchedRowsSum`: sums over all hosts the gradients of the copied rows that a step touched (OPER, section 5.3).
 
-Ranks exchange which rows they touched, one bit per row. One all-reduce, first inside each host and then once between
-hosts, sums the rows that any rank touched; if nearly all rows were touched, it sums all rows. Both give the same sums
-up to the order of additions.
+Ranks exchange which rows they touched, between hosts one bit per row. One all-reduce, first inside each host and then
+once between hosts, sums the rows that any rank touched; if nearly all rows were touched, it sums all rows. Both give
+the same sums up to the order of additions.
 
 Legend: n rows of all tables, H hosts of L ranks.
 """

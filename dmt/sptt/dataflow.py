@@ -1,12 +1,12 @@
 """Semantic-preserving tower transform (SPTT), step by step: the dataflow that every tower sharder's module shares.
 
 DMT (arXiv 2403.00877) section 3.1, Figure 7. These are the paper's steps with the peer route, the default;
-`dmt.sptt.global_route` is the other route, and docs/towers.md has a worked example.
+`dmt.sptt.id_routes` also has the global route, and docs/towers.md has a worked example.
 
 ======  ===========================================================  =====  ==================  =======================
 step    what                                                         group  method              file
 ======  ===========================================================  =====  ==================  =======================
-a, c    ids to the peer whose tower owns the feature, in peer order  peer   `exchange_ids`      ``peer_exchange.py``
+a, c    ids to the peer whose tower owns the feature, in peer order  peer   `exchange_ids`      ``id_routes.py``
 a       on to the rank of the tower that holds the table or shard    tower  `exchange_ids`      ``tower_lookup.py``
 b       lookup                                                       -      `look_up`           FBGEMM's kernels
 d, e    partial embeddings to the tower's ranks: [P, N]              tower  `look_up`           ``tower_lookup.py``
@@ -25,9 +25,10 @@ over the towers. Ids come in a ``KeyedJaggedTensor`` with a batch size of B or P
 A `RowEncoder` (``rows.py``) wraps the dataflow: it sends rows instead of samples, as many as each feature needs, in one
 part or several, and turns the rows that come back into columns of samples. Without an encoder every sample is a row.
 
-The result equals the unsharded module's, in its column order; only averaged bags and row-wise tables round differently.
-Gradients are divided by T across the peers and by L across the tower, so tables, tower modules and dense parts all get
-the mean over ranks of the gradients of local losses: with equal local batches, the mean over the job's samples.
+The result is that of the unsharded module, in its column order; only averaged bags, row-wise tables and tower modules
+may round differently. Gradients are divided by T across the peers and by L across the tower, so tables, tower modules
+and dense parts all get the mean over ranks of the gradients of local losses: with equal local batches, the mean over
+the samples of the job, and for tables over those of their replica.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ from torchrec.streamable import Multistreamable
 
 from dmt.collectives import profiler_range
 from dmt.errors import InputError
-from dmt.sptt.global_route import GlobalIdRoute
 from dmt.sptt.group_sharded import Embeddings
-from dmt.sptt.peer_exchange import AgreedIds, AgreedOutputs, PeerIdRoute, Pending, Piece, Rows, TowerOutput
+from dmt.sptt.id_routes import AgreedIds, GlobalIdRoute, PeerIdRoute
+from dmt.sptt.peer_exchange import AgreedOutputs, Pending, Piece, Rows, TowerOutput
 from dmt.sptt.rows import RowCode, RowEncoder, exchange_rows, rows_of_parts
 from dmt.sptt.sharder import TowerSharder
 from dmt.sptt.state import TowerState
@@ -158,8 +159,7 @@ class SPTTModule(TowerState):
         weighted bags may be either argument: an ``EmbeddingTowerCollection`` takes them as the second.
 
         Raises:
-            InputError: no ids are given, a feature is missing, weights are missing, ids are neither int32 nor int64,
-                keys or dtypes differ from those of the first batch, or the batch size varies by feature.
+            InputError: no ids are given, or `AgreedIds.checked` refuses them.
         """
         # An EmbeddingBagCollection has one argument for both kinds of bags, so this takes either argument.
         wanted, other = (weighted_features, features) if self._is_weighted else (features, weighted_features)

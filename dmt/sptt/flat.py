@@ -116,7 +116,7 @@ class SPTTEmbeddingBagCollectionSharder(TowerSharder[EmbeddingBagCollection]):
             `dmt.sptt.sharder.TowerSharder`.
 
     Raises:
-        InputError: the plan has another number of towers than the mesh, or a setting is out of range.
+        InputError: ``plan`` is no `TowerPlan` or has another number of towers than the mesh, or a setting is refused.
 
     Example::
 

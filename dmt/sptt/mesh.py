@@ -38,7 +38,8 @@ class TowerMesh:
             different modules do not mix. Ranks that make their modules in the same order get equal tags.
 
     Raises:
-        InputError: there is no default process group, its size is not R * T * L, or topologies differ between ranks.
+        InputError: there is no default process group, its size is not R * T * L, or ``topology`` is no `TowerTopology`
+            or differs between ranks.
     """
 
     def __init__(self, topology: TowerTopology) -> None:

@@ -34,9 +34,6 @@ from dmt.sptt.rows import part_sizes, wrap
 
 __all__ = ["MicroBatches", "ResultInParts", "run_in_micro_batches"]
 
-# Arguments that are not cut: the sharded module itself cuts the embeddings of the ids; the others apply to all samples.
-_PASSED_WHOLE = KeyedJaggedTensor | bool | int | float | str | None
-
 
 def run_in_micro_batches(module: nn.Module, num_micro_batches: int = 4) -> MicroBatches:
     """Makes a sharded model run in micro-batches; the training loop and train pipelines need no change.
@@ -274,7 +271,8 @@ def _split(value: Any, sizes: Sequence[int], owner: str) -> list[Any]:
     leaves, structure = _leaves(value)
     columns: list[list[Any]] = []
     for leaf in leaves:
-        if not isinstance(leaf, Tensor | _PASSED_WHOLE):
+        # Only tensors are cut: the sharded module itself cuts the embeddings of the ids, others apply to all samples.
+        if not isinstance(leaf, Tensor | KeyedJaggedTensor | bool | int | float | str | None):
             raise InputError(
                 f"{owner} was called with a {type(leaf).__name__}, which cannot be cut into micro-batches. "
                 "Pass tensors and a KeyedJaggedTensor, or lists, tuples or dicts of them."

@@ -1,8 +1,8 @@
-"""Exchanges between towers: ids to the peers (`IdExchange`, SPTT steps a, c), outputs back (`PeerExchange`, step f).
+"""`PeerExchange`: sends the outputs of towers to the peers, and their gradients back (SPTT step f).
 
 Step f does not use TorchRec's pooled all-to-all. That is as fast over NCCL, but gloo's ``all_to_all`` posts receives
-only after sends, so the two directions of a link take turns, and all exchanges in flight end together. Here every rank
-posts its receives first, and exchanges end in the order in which they began.
+only after sends, so the two directions of a link take turns, and all exchanges in flight end together. Here CPU ranks
+post their receives first, and exchanges end in the order in which they began.
 """
 
 from __future__ import annotations
@@ -16,12 +16,9 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd import Function
 from torchrec.distributed.comm_ops import get_gradient_division
-from torchrec.distributed.dist_data import KJTAllToAll
-from torchrec.distributed.embedding_sharding import KJTListSplitsAwaitable
-from torchrec.distributed.embedding_types import KJTList
 from torchrec.distributed.types import (
     Awaitable,
     LazyAwaitable,
@@ -30,25 +27,14 @@ from torchrec.distributed.types import (
     NoWait,
     QuantizedCommCodecs,
 )
-from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-from dmt.collectives import (
-    PendingExchange,
-    check_agreement,
-    gather_objects,
-    profiler_range,
-    run_on_all_or_raise,
-    start_exchange,
-)
-from dmt.errors import InputError, did_you_mean
+from dmt.collectives import PendingExchange, gather_objects, profiler_range, start_exchange
+from dmt.errors import InputError
 from dmt.sptt.precision import ExchangePrecision
 
 __all__ = [
-    "AgreedIds",
     "AgreedOutputs",
-    "IdExchange",
     "PeerExchange",
-    "PeerIdRoute",
     "Pending",
     "Piece",
     "Rows",
@@ -81,190 +67,6 @@ class Pending(LazyGetItemMixin[Any, Any], LazyAwaitable[Any]):
             with torch.set_grad_enabled(self._has_gradients):
                 self._value, self._end = end(*arguments), None
         return self._value
-
-
-class IdExchange(nn.Module):
-    """Sends each feature's ids to the ranks of a group that want it (SPTT steps a and c; no gradient).
-
-    ========= ==========================================================================================
-    before    every rank: ids of all features for its own B samples
-    after     every rank: the ids of the features that it wants, in the order in which it wants them, for
-              the samples of all ranks of the group, in peer order. Ids from the peer group arrive in this
-              order (DMT section 3.1.3, "virtual process group"); those from the sharding group are
-              sorted by (local index, tower): the peer permute of step c, on ids, before the lookup
-    ========= ==========================================================================================
-
-    Ids cross in the dtype of the batch: int32 takes half the bytes of int64. Lengths always cross, even where every bag
-    has one id: TorchRec rebuilds the ids from them (``KeyedJaggedTensor.dist_init``).
-
-    Args:
-        group: the ranks.
-        wanted: features that each rank of the group wants; a feature may be listed several times (column shards).
-        input_features: keys of the batch, in the order of its ids; may hold more features than are used.
-        stagger: T for the sharding group, whose rank (tower, local) is tower * ranks_per_tower + local; else 1.
-        device: device of the ids.
-    """
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        wanted: Sequence[Sequence[str]],
-        input_features: Sequence[str],
-        *,
-        stagger: int = 1,
-        device: torch.device | None = None,
-    ) -> None:
-        super().__init__()
-        self._group, self._stagger = group, stagger
-        self._sizes = [len(of_rank) for of_rank in wanted]
-        position = {feature: i for i, feature in enumerate(input_features)}
-        # A feature with column shards on several ranks goes to each of them (section 3.1.3).
-        self._order = [position[feature] for of_rank in wanted for feature in of_rank]
-        # Kept on the device: a copy in each batch would make the host wait for the GPU.
-        order = torch.tensor(self._order, dtype=torch.int32, device=device)
-        self.register_buffer("_order_tensor", order, persistent=False)
-
-    def in_order(self, ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Returns the ids of the features that each rank wants, rank after rank."""
-        return ids.permute(self._order, self._order_tensor)
-
-    def forward(self, ids: KeyedJaggedTensor) -> Awaitable[Awaitable[KeyedJaggedTensor]]:
-        """Starts the exchange of ids from `in_order`; the first ``wait()`` waits for sizes, the second for the ids.
-
-        With a `RowEncoder` a feature has a key for each part of the batch, and batch sizes differ between keys.
-        """
-        num_keys = len(ids.keys()) // max(1, sum(self._sizes))  # keys of each feature, one for each part
-        # Not kept as self._dist: TorchRec's train pipeline looks for that name and would delay the exchange of sizes.
-        return KJTAllToAll(self._group, [size * num_keys for size in self._sizes], stagger=self._stagger)(ids)
-
-
-class PeerIdRoute:
-    """The peer id route: `IdExchange` among peers, then TorchRec's id exchange inside the tower.
-
-    ``collections`` are this rank's, one per logical tower; ``wanted`` lists the features of each mesh tower, each once.
-    ``note_rows`` records how many rows each peer has sent, and returns the ids with one batch size for all features.
-    """
-
-    stagger = 1
-    peers = slice(None)
-    """Selects this rank's peers, in tower order, from the ranks of the id exchange's group."""
-
-    def __init__(
-        self,
-        group: dist.ProcessGroup,
-        collections: Sequence[Any],
-        note_rows: Callable[[Any, KeyedJaggedTensor], KeyedJaggedTensor],
-        wanted: Sequence[Sequence[str]],
-    ) -> None:
-        self._group, self._collections, self._note_rows, self._wanted = group, collections, note_rows, wanted
-
-    def exchange(self, input_features: Sequence[str], device: torch.device | None = None) -> IdExchange:
-        """Makes the id exchange for batches with the keys ``input_features``."""
-        return IdExchange(self._group, self._wanted, input_features, stagger=self.stagger, device=device)
-
-    def carry_on(self, started: Any, ctx: Any) -> Awaitable[Awaitable[KJTList]]:
-        """Forwards the ids of a started exchange inside the tower (SPTT step a) once they have arrived.
-
-        A train pipeline waits twice, for sizes and then for ids, but two hops need four waits: this method waits for
-        the sizes of hop 1, the first wait for the ids of hop 1 and the sizes of hop 2, the second for the ids of hop 2.
-        """
-        first = KJTListSplitsAwaitable([started], ctx).wait()
-
-        @torch.no_grad()
-        def start() -> Awaitable[KeyedJaggedTensor]:
-            ids_P = first.wait()[0]
-            in_tower = self._note_rows(ctx, ids_P)
-            # The end of step a: the table's scheme says which ranks of the tower need the ids (Neo, section 4).
-            contexts = [collection.create_context() for collection in self._collections]
-            by_collection = list(zip(self._collections, contexts, strict=True))
-            # The sizes of all collections are sent before the first wait.
-            sizes = [collection.input_dist(context, in_tower) for collection, context in by_collection]
-            pending = [of_collection.wait() for of_collection in sizes]
-
-            def end() -> KeyedJaggedTensor:
-                ctx.in_tower = [(context, ids.wait()) for context, ids in zip(contexts, pending, strict=True)]
-                return ids_P
-
-            return Pending(end)
-
-        return KJTListSplitsAwaitable([Pending(start)], ctx)
-
-    def look_up(self, ctx: Any) -> list[Any]:
-        """Starts lookups and the exchange of partial embeddings inside the tower (SPTT steps b, d, e).
-
-        Returns for each collection a lazy ``KeyedTensor`` [P, columns], or a lazy dict of the sequences of P rows,
-        peers in tower order.
-        """
-        collections = zip(self._collections, ctx.in_tower, strict=True)
-        return [collection.compute_and_output_dist(*of_collection) for collection, of_collection in collections]
-
-
-class AgreedIds:
-    """Checks that all batches of all ranks have the same dtypes, and all batches of a rank the same keys, in order."""
-
-    def __init__(self, features: Sequence[str], *, is_weighted: bool, group: dist.ProcessGroup) -> None:
-        self._features, self._is_weighted, self._group = list(features), is_weighted, group
-        self._keys: list[str] = []
-        self._dtypes: dict[str, torch.dtype | None] = {}
-
-    def checked(self, ids: KeyedJaggedTensor) -> KeyedJaggedTensor:
-        """Returns the ids, without weights unless the bags are weighted; collective for the first batch.
-
-        Raises:
-            InputError: a feature is missing, weights are missing or require a gradient, ids are neither int32 nor
-                int64, keys or dtypes differ from those of the first batch, or the batch size varies by feature. If the
-                first batch of one rank is refused, all ranks raise; later, only the rank with the refused batch does.
-        """
-        if self._keys:
-            self._check(ids)
-        else:
-            # The first batch decides, since a plan knows neither the order of the keys nor the dtypes.
-            run_on_all_or_raise(lambda: self._check(ids), self._group)
-            dtypes = self._dtypes_of(ids)
-            # A rank would misread the bytes of another dtype as other ids.
-            named = {f"dtype of {name}": dtype for name, dtype in dtypes.items()}
-            check_agreement("The first batch", named, self._group)
-            # A copy: a caller may reorder the list of the keys in place.
-            self._keys, self._dtypes = list(ids.keys()), dtypes
-        # TorchRec's sharded lookups would apply weights where the unsharded module does not.
-        if self._is_weighted or ids.weights_or_none() is None:
-            return ids
-        return KeyedJaggedTensor(keys=ids.keys(), values=ids.values(), lengths=ids.lengths(), stride=ids.stride())
-
-    def _check(self, ids: KeyedJaggedTensor) -> None:
-        keys, dtype = list(ids.keys()), ids.values().dtype
-        weights = ids.weights_or_none() if self._is_weighted else None
-        if missing := [] if self._keys else sorted(set(self._features).difference(keys)):
-            raise InputError(
-                f"The batch lacks feature {missing[0]!r} ({len(missing)} missing, {len(keys)} present)."
-                f"{did_you_mean(missing[0], keys)} Pass ids of all features of the model."
-            )
-        at = next((i for i, key in enumerate(keys) if self._keys[i : i + 1] != [key]), len(keys))
-        refusals = {
-            "has a batch size per feature; pass ids with one batch size for all.": ids.variable_stride_per_key(),
-            f"has ids of {dtype}; ids must be torch.int32 or torch.int64.": dtype not in (torch.int32, torch.int64),
-            "lacks weights, but bags are weighted; pass weights.": self._is_weighted and weights is None,
-            # The unsharded module would pass their gradient on.
-            "has weights that require a gradient, which does not cross ranks; pass weights.detach().": (
-                weights is not None and weights.requires_grad
-            ),
-            f"has {len(keys)} features, {keys[at : at + 1]} at {at}, but the first had {len(self._keys)} and "
-            f"{self._keys[at : at + 1]}; keys and their order must not change.": self._keys not in ([], keys),
-        }
-        for message, is_refused in refusals.items():
-            if is_refused:
-                raise InputError(f"The batch {message}")
-        for name, dtype in self._dtypes_of(ids).items():
-            if dtype != (first := self._dtypes.get(name, dtype)):
-                raise InputError(
-                    f"The batch has {name} of {dtype}, but the first batch had {first}. Give all batches {name} of one "
-                    "dtype."
-                )
-
-    def _dtypes_of(self, ids: KeyedJaggedTensor) -> dict[str, torch.dtype | None]:
-        weights = ids.weights_or_none() if self._is_weighted else None
-        parts = {"ids": ids.values(), "lengths": ids.lengths(), "weights": weights}
-        return {name: None if part is None else part.dtype for name, part in parts.items()}
 
 
 class TowerOutput(NamedTuple):
@@ -308,7 +110,7 @@ class AgreedOutputs:
     groups: list[list[int]]
     """For each piece of each tower the index of its group of features in that tower."""
     exchange: PeerExchange
-    """The exchange of these outputs (step f); its dtype is the widest of all outputs' dtypes."""
+    """The exchange of these outputs (step f), in the dtype to which ``torch.promote_types`` takes all outputs."""
 
     @functools.cached_property
     def widths(self) -> list[list[int]]:
@@ -352,7 +154,7 @@ class PeerExchange:
     after     every peer: [B, sum over towers of O_t], all columns for its own samples,
               towers in peer order
     backward  the transposed exchange, divided by the group size T (TorchRec's gradient division): with the
-              mean over the tower group that follows, gradients are means over the ranks of the job
+              mean over the tower group that follows, gradients are means over the ranks of a replica
     ========= ==================================================================================================
 
     Args:

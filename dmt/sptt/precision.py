@@ -19,9 +19,6 @@ EXCHANGE_FORMATS: tuple[ExchangeFormat, ...] = get_args(ExchangeFormat)
 SyncPrecision = Literal["fp32", "bf16"]
 """Formats in which hosts send the gradients that they average (`dmt.replicas.dense_reduce`)."""
 
-# A mean loss has gradients of 1e-6 and less, and FP16 loses digits below 6e-5. Division undoes a power of two exactly.
-_FP16_SCALE = 4096.0
-
 
 @dataclass(frozen=True, kw_only=True)
 class ExchangePrecision:
@@ -64,4 +61,5 @@ you mean 'fp16'?
     @property
     def backward_scale(self) -> float:
         """Factor by which gradients are multiplied while they are sent: 4096 for FP16, else 1."""
-        return _FP16_SCALE if self.backward == "fp16" else 1.0
+        # A mean loss has gradients of 1e-6 and less, and FP16 loses digits below 6e-5. A power of two divides exactly.
+        return 4096.0 if self.backward == "fp16" else 1.0

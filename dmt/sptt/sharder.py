@@ -56,7 +56,7 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
     Args:
         mesh: the process groups of this job.
         fused_params: settings of FBGEMM's fused optimizer, e.g. ``{"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD}``.
-        id_route: route of the ids, ``"peer"`` or ``"global"`` (`dmt.sptt.global_route`); results are the same.
+        id_route: route of the ids, ``"peer"`` or ``"global"`` (`dmt.sptt.id_routes`); results are the same.
         peer_precision: number formats of the exchange of outputs between towers; None sends numbers unchanged.
         moment_scale: factor c of AdaGrad's moments with replicas, in (0, R] (`dmt.sharding.optimizers`); by default R.
             Pass learning rate and epsilon unscaled in ``fused_params``: the sharder scales those of the kernels.
@@ -64,8 +64,8 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
             (`dmt.sptt.unique`).
 
     Raises:
-        InputError: FBGEMM has no setting of a name in ``fused_params``, ``id_route`` is unknown, ``unique`` is not a
-            bool or is set with the global route, or ``moment_scale`` is out of range.
+        InputError: an argument has the wrong type, FBGEMM has no setting of a name in ``fused_params``, ``id_route`` is
+            unknown, ``unique`` is set with the global route, or ``moment_scale`` is out of range.
     """
 
     sharded_type: Callable[[TowerSharder[Any], Any, Mapping[str, ParameterSharding], torch.device | None], TowerState]

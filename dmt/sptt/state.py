@@ -74,14 +74,16 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
             ours, theirs = (getattr(tensor, "shape", None) for tensor in (value, state_dict.get(key, value)))
             if ours != theirs:
                 raise InputError(
-                    f"load_state_dict: {key!r} is {theirs} in the state, but {ours} in the model. Load a state of the "
-                    "same tables."
+                    f"load_state_dict: {key!r} is {theirs} in the state, but {ours} in the model. Load a state of this "
+                    "model."
                 )
         loaded = [part.load_state_dict(state_dict, strict=False) for part in self.local_parts]
         missing = [key for of_part in loaded for key in of_part.missing_keys]
         unknown = sorted(set.intersection(*(set(of_part.unexpected_keys) for of_part in loaded)))
         if strict and (missing or unknown):
-            raise RuntimeError(f"First missing keys: {missing[:3]}; unknown: {unknown[:3]}. Load one of this model.")
+            raise RuntimeError(
+                f"First missing keys: {missing[:3]}; unknown: {unknown[:3]}. Load a state of this model."
+            )
         self.read_again()
         return loaded[0]._replace(missing_keys=missing, unexpected_keys=unknown)
 

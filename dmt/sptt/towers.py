@@ -36,7 +36,8 @@ class ShardedTowerCollection(SPTTModule):
     """A rank's share of the logical towers of its mesh tower; made by `TowerCollectionSharder`.
 
     State is keyed ``towers.<logical index>.embedding.*`` and ``towers.<logical index>.interaction.*`` as in the
-    unsharded module, for any placement of the towers. Tower modules are synchronized inside their tower only.
+    unsharded module, for any placement of the towers. Gradients of tower modules are averaged over the ranks of their
+    tower only, in all replicas.
     """
 
     def __init__(

@@ -348,7 +348,7 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
     "later int32 ids": (lambda job: after_int32(job, first=torch.int64, then=torch.int32),
                         r"The batch has ids of torch\.int32, but the first batch had torch\.int64"),
     "another key": (lambda job: [model(ids_of(torch.int64, "f0", "f1", "f2", "f3", *more)) for model in [
-        sharded(FLAT, job.two)] for more in ([], ["x"])], r"5 features, \['x'\] at 4, but the first had 4 and \[\]"),
+        sharded(FLAT, job.two)] for more in ([], ["x"])], r"5 keys, at position 4 \['x'\]; the first batch had 4"),
     "weights that train": (lambda job: sharded(replace(FLAT, weighted=True), job.two)(KeyedJaggedTensor(
         ["f0", "f1", "f2", "f3"], torch.ones(8).long(), torch.ones(8, requires_grad=True), torch.ones(8).long())),
         "has weights that require a gradient, which does not cross ranks; pass"),
