@@ -177,7 +177,7 @@ def _items(embeddings: Mapping[str, Any], name: str, owner: str) -> _Items:
     if isinstance(sequence, Tensor):
         raise InputError(
             f"{owner}: feature {name!r} arrives as pooled embeddings {list(sequence.shape)}, but attention needs the "
-            "embedding of each id. Make the tower's embedding module an EmbeddingCollection."
+            "embedding of each id. Look it up in an EmbeddingCollection."
         )
     values, lengths = sequence.values(), sequence.lengths()
     # Not len(), which export would turn into a constant.

@@ -126,8 +126,8 @@ class HotRows:
         self._budget = extra_memory * sum(sizes)
         if profile is not None and (missing := [table.name for table in self._tables if table not in profile.tables]):
             raise InputError(
-                f"HotRows: the profile and the model differ in table {missing[0]!r} ({len(missing)} such tables). "
-                "Collect the profile with this model's tables."
+                f"HotRows: profile has no table equal to the model's {missing[0]!r} ({len(missing)} of "
+                f"{len(self._tables)} are missing). Collect the profile with this model's tables."
             )
         self._refresh_every, self._profile = refresh_every, profile
         # With a profile, rows are chosen as soon as a batch was counted.
@@ -228,7 +228,7 @@ class HotRows:
             if numbers.dtype.kind not in "iu" or numbers[0] < 0 or numbers[-1] >= num_rows:
                 raise InputError(
                     f"HotRows: table {name!r} has rows 0..{num_rows - 1}, but the given numbers are {numbers.dtype} "
-                    f"from {numbers[0]} to {numbers[-1]}. For a mask, pass np.flatnonzero(mask)."
+                    f"from {numbers[0]} to {numbers[-1]}. Give integers in this range; for a mask np.flatnonzero(mask)."
                 )
             row_numbers[name] = numbers.astype(np.int64)
         return row_numbers

@@ -129,8 +129,8 @@ class MicroBatches:
                 outputs.append(self._forward(*part_args, **part_kwargs))
                 if any(len(results) != number for results in served):
                     raise InputError(
-                        f"{owner} called its sharded modules {list(map(len, served))} times in {number} micro-batches; "
-                        "it must call each exactly once per micro-batch."
+                        f"{owner} called its sharded modules {list(map(len, served))} times in {number} of {self._num} "
+                        "micro-batches. Its forward must call each of them exactly once."
                     )
         if len(set(sizes)) == 1 and not self._has_checked_pairs:
             self._look_for_pairs(outputs[0], [results[0].wait() for results in served], sizes[0])

@@ -71,7 +71,7 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
             raise InputError("load_state_dict(assign=True) cannot replace the memory of sharded tables; drop assign.")
         # Brings tables up to date first, so that those that the given state leaves out keep what hot rows have learned.
         for key, value in self.state_dict().items():
-            ours, theirs = (getattr(tensor, "shape", None) for tensor in (value, state_dict.get(key, value)))
+            ours, theirs = (tuple(getattr(tensor, "shape", ())) for tensor in (value, state_dict.get(key, value)))
             if ours != theirs:
                 raise InputError(
                     f"load_state_dict: {key!r} is {theirs} in the state, but {ours} in the model. Load a state of this "
@@ -82,7 +82,7 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
         unknown = sorted(set.intersection(*(set(of_part.unexpected_keys) for of_part in loaded)))
         if strict and (missing or unknown):
             raise RuntimeError(
-                f"First missing keys: {missing[:3]}; unknown: {unknown[:3]}. Load a state of this model."
+                f"load_state_dict: first missing keys {missing[:3]}, unknown {unknown[:3]}. Load a state of this model."
             )
         self.read_again()
         return loaded[0]._replace(missing_keys=missing, unexpected_keys=unknown)

@@ -335,14 +335,14 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
     "a batch without a feature outside": (
         lambda job: sharded(OUTSIDE, job.two)(ids_of(torch.int64, "f0", "f2", "f3")), "The batch lacks feature 'f1'"),
     "state without a table": (lambda job: loaded_outside(job, lambda state: state.pop("embedding_bags.t1.weight")),
-                              r"RuntimeError.* missing keys: \['embedding_bags.t1.weight'\]"),
+                              r"RuntimeError.* missing keys \['embedding_bags.t1.weight'\]"),
     "state with another table": (
         lambda job: loaded_outside(job, lambda state: state.update({"embedding_bags.t9.weight": torch.zeros(1)})),
-        r"RuntimeError.* unknown: \['embedding_bags.t9.weight'\]"),
+        r"RuntimeError.* unknown \['embedding_bags.t9.weight'\]"),
     "state of longer tables": (
         lambda job: loaded_outside(job, lambda state: state.update({f"embedding_bags.t{i}.weight": torch.zeros(
             99, 8) for i in (0, 2, 3) if f"embedding_bags.t{i}.weight" in state})),
-        r"_bags.t[03].weight' is torch.Size\(\[99, 8\]\) in the state, but torch.Size\(\[4[09], 8\]\) in the model"),
+        r"_bags.t[03].weight' is \(99, 8\) in the state, but \(4[09], 8\) in the model"),
     "hot table outside": (lambda job: hot(job, OUTSIDE).replicate({"t1": [1]}), "'t1' cannot have copies: it is out"),
     "assign=True": (assigned, r"load_state_dict\(assign=True\) cannot replace"),
     "later int32 ids": (lambda job: after_int32(job, first=torch.int64, then=torch.int32),
@@ -377,13 +377,13 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
     **{f"hot {name}={value}": (lambda job, name=name, value=value: hot(job, **{name: value}), f"{name}={value} must be")
        for name, value in (("extra_memory", 0), ("refresh_every", 0), ("refresh_every", 2.5))},
     "profile": (lambda job: hot(job, profile=AccessProfile(make_tables([8, 8]))),
-                r"the profile and the model differ in table 't2' \(2 such tables\)"),
+                r"profile has no table equal to the model's 't2' \(2 of"),
     "profile of a rank": (lambda job: hot(job, profile=AccessProfile(make_tables([8] * job.differs(4, 3)))),
                           r"HotRows: profile\.t3 is TableSpec\(.* on rank 0, but absent on rank 1"),
     "hot table": (lambda job: hot(job).replicate({"t9": [1]}), "'t9' cannot have copies: the model has no such table"),
     "hot row": (lambda job: hot(job).replicate({"t1": [99]}), "'t1' .* int64 from 99 to 99"),
     "hot mask": (lambda job: hot(job).replicate({"t1": np.ones(4, dtype=bool)}),
-                 "given numbers are bool from True to True. For a mask, pass np.flatno"),
+                 "given numbers are bool from True to True. Give .* for a mask np.flatno"),
     "hot shares": (lambda job: hot(job).replicate(job.differs({}, {"t1": [0.5]})), "'t1' .* are float64 from"),
     "hot rows of ranks": (lambda job: hot(job).replicate({"t1": [job.rank]}), "HotRows.replicate: rows is"),
     "memories": (lambda job: hot(job, extra_memory=0.5 + job.rank), "extra_memory is 0.5 on rank 0, but 1.5 on rank 1"),
