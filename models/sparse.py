@@ -75,7 +75,7 @@ def flat_sparse_arch(tables: Sequence[Any], device: Device = None) -> Any:
     """Builds a TorchRec ``EmbeddingBagCollection`` on ``device``, or a `SequenceArch` if any table has sequences.
 
     Either returns [B, N] by feature, the collection as a ``KeyedTensor``; read it by name, because the order of its
-    keys changes with the sharding. Raises the errors of `embedding_bag_configs`.
+    keys may change with the sharding. Raises the errors of `embedding_bag_configs`.
     """
     return SequenceArch(tables, device) if any(map(is_sequence, tables)) else _collection(tables, device)
 

@@ -33,12 +33,12 @@ class TowerMesh:
         tower_module_group: R * L ranks that hold a copy of this tower's dense module.
         global_group: all ranks.
         over_hosts: two groups, the ranks of this host and the ranks in this rank's position on every host. Gradients of
-            tables outside towers are summed over the first, then over the second. None except on `outside_towers()`.
+            tables outside towers are summed over the first, then the second. None, except on the `outside_towers` mesh.
         tags: ``next(mesh.tags)`` is the tag of a module's messages to its peers on the CPU, so that messages of
             different modules do not mix. Ranks that make their modules in the same order get equal tags.
 
     Raises:
-        InputError: there is no default process group, its size is not R * T * L, or ``topology`` is no `TowerTopology`
+        InputError: there is no default process group or its size is not R * T * L, or ``topology`` has another type
             or differs between ranks.
     """
 

@@ -162,7 +162,7 @@ class TowerCollectionSharder(TowerSharder[EmbeddingTowerCollection]):
         """Returns the table configs of each mesh tower.
 
         Raises:
-            InputError: a tower holds neither bags nor sequences, or holds sequences with ``id_route="global"``.
+            InputError: as in `mesh_towers`; a tower has neither bags nor sequences, or sequences with the global route.
         """
         tables: list[list[Any]] = [[] for _ in range(self.mesh.topology.num_towers)]
         for i, (tower, mesh_tower) in enumerate(zip(module.towers, self.mesh_towers(module), strict=True)):
