@@ -170,7 +170,7 @@ class TableTensor:
     """A tensor that the fused optimizer of a table updates."""
 
     name: str
-    """Name, such as ``t_ad.weight`` or ``t_ad.momentum1``; a rank's further shards of a table have suffixes ``#n``."""
+    """Name, such as ``t_ad.weight`` or ``t_ad.momentum1``."""
     table: str
     """Name of the table, with the prefix of its module."""
     part: str
@@ -202,11 +202,11 @@ def _collection_tensors(collection: Any, prefix: str) -> Iterator[TableTensor]:
                 if is_sharded
                 else [(value, (0,) * value.dim())]
             )
-            # Several column shards of a table may be on one rank. Counts of updates, integers, are left out.
-            for number, (tensor, offsets) in enumerate(shards):
+            # At most one shard of a table is on this rank. Counts of updates, integers, are left out.
+            for tensor, offsets in shards:
                 if tensor.is_floating_point():
                     yield TableTensor(
-                        name=f"{name}#{number}" if number else name,
+                        name=name,
                         table=table,
                         part=name.removeprefix(f"{table}."),
                         tensor=tensor.detach(),
