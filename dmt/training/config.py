@@ -45,8 +45,8 @@ class ModelConfig(Section):
     """The model and its sizes."""
 
     arch: Literal["dlrm", "dcn", "dmt-dlrm", "dmt-dcn", "dmt-dlrm-products"] = "dmt-dlrm"
-    """Flat (``dlrm``, ``dcn``) or multi-tower (``dmt-``). ``dmt-dlrm-products`` adds inner products of a tower's features
-    to its ``p`` outputs; it needs ``p`` of at least 1."""
+    """Flat (``dlrm``, ``dcn``) or multi-tower (``dmt-``). ``dmt-dlrm-products`` adds inner products of a tower's
+    features to its ``p`` outputs; it needs ``p`` of at least 1."""
     factory: str | None = None
     """``package.module:function`` that builds your own model ([Your model](your_model.md#in-the-trainer)). Of this
     section it uses only ``in_towers``, ``options``, ``embedding_dim`` and ``embedding_dims``."""

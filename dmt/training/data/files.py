@@ -183,6 +183,8 @@ class Manifest:
     """Name of the column of labels, int8; None if rows have no labels."""
     raw: dict[str, Any] | None = None
     """Section ``[data]`` that turns raw rows into these ids; it names every column, without globs."""
+    sources: tuple[tuple[str, int, int], ...] = ()
+    """Path, size in bytes and version (`file_version`) of each raw file, for readers of the manifest."""
     access_counts: str | None = None
     """Name of the file with the access counts of the training rows."""
     vocabulary: str | None = None
@@ -193,6 +195,8 @@ class Manifest:
     """Number of invalid rows that were left out."""
     summary: dict[str, Any] = field(default_factory=dict)
     """Counts of each column, and notes for the user."""
+    made_by: dict[str, str] = field(default_factory=dict)
+    """Versions of the packages that wrote the folder, for readers of the manifest."""
 
     @property
     def columns(self) -> Columns:

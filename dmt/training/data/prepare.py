@@ -54,6 +54,7 @@ from dmt.training.data.files import (
 )
 from dmt.training.data.hash import COUNTED, Vocabulary
 from dmt.training.data.raw import SPLIT, Converter, Reject, connect, literal, raw_blocks, schema_of, used_columns
+from dmt.training.records import versions
 
 __all__ = ["prepare", "prepare_once"]
 
@@ -187,11 +188,13 @@ def prepare(
             features=columns.features,
             label=config.label,
             raw=raw.model_dump(mode="json", exclude_defaults=True),
+            sources=tuple((file, *file_version(file)) for names in files.values() for file in names),
             access_counts=_PROFILE,
             vocabulary=_VOCABULARY if words.exists() else None,
             rows=num_rows,
             rejects=rejects.number,
             summary=summary,
+            made_by=versions(),
         )
         return _seal(folder, manifest)
 
