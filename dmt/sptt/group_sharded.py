@@ -1,4 +1,4 @@
-"""TorchRec's sharded collections over the ranks of a tower: code common to bags and sequences, and `GroupShardedEC`.
+"""TorchRec's sharded collections over any group of ranks: code common to bags and sequences, and `GroupShardedEC`.
 
 `GroupShardedEC` looks up sequences, which have an embedding for each id; `dmt.sptt.tower_lookup.GroupShardedEBC` looks
 up bags, which have one for each sample.

@@ -101,7 +101,7 @@ def _sum(columns: Awaitable[Tensor], added: Tensor) -> Tensor:
 
 
 def wrap(module: Any, **changes: Any) -> None:
-    """Changes fields of a module's encoder from its next batch on; every rank calls it between two batches."""
+    """Changes fields of a module's encoder from its next lookup on; every rank calls it between two batches."""
     groups = [group for of_tower in module.groups for group in of_tower]
     encoder = replace(module.encoder or RowEncoder(groups), **changes)
     is_plain = encoder.num_parts == 1 and not encoder.shares_equal and encoder.take_out is None

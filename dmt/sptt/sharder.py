@@ -60,8 +60,7 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         peer_precision: number formats of the exchange of outputs between towers; None sends numbers unchanged.
         moment_scale: factor c of AdaGrad's moments with replicas, in (0, R] (`dmt.sharding.optimizers`); by default R.
             Pass learning rate and epsilon unscaled in ``fused_params``: the sharder scales those of the kernels.
-        unique: True: samples of a batch with equal inputs share what is sent, looked up and returned
-            (`dmt.sptt.unique`).
+        unique: True: samples with equal inputs share what is sent, looked up and returned (`dmt.sptt.unique`).
 
     Raises:
         InputError: an argument has the wrong type, FBGEMM has no setting of a name in ``fused_params``, ``id_route`` is
@@ -135,7 +134,8 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         Raises:
             InputError: TorchRec's planner made the plan; ranks differ in towers, tables, plan, exchange or moment
                 scale; a table has no sharding, an unsupported scheme, a rank outside the tower, or shards that do not
-                cover it; its scheme or kernel excludes its dtype, settings or id route; or it has no moments to scale.
+                cover it; its scheme or kernel excludes its dtype, settings or id route; it requires no gradient,
+                averages weighted bags, has no moments to scale, or its columns are no multiple of four.
         """
         if any(sharding.sharding_type == _WITHOUT_PLAN for sharding in params.values()):
             raise InputError(
