@@ -111,7 +111,7 @@ class DLRMProductsTowerModule(DLRMTowerModule):
     p D numbers and adds them to the p combinations, so that no more bytes cross hosts. Features that interact should
     then share a tower (``benchmarks/results/product_towers.md``).
 
-    Takes the arguments and raises the errors of `DLRMTowerModule`; p must be at least 1.
+    Takes the arguments and raises the errors of `DLRMTowerModule`, but c is 0 and p is 1 by default, and at least 1.
 
     Example:
         >>> tower = DLRMProductsTowerModule(["ad", "user"], embedding_dim=8, tower_dim=4, c=0, p=1)
