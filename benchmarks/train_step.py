@@ -3,15 +3,13 @@
     sudo python -m benchmarks.train_step --hosts 2 --ranks-per-host 2 --mbit 200 --contenders 'dmt-*' --out steps.json
 
 All contenders share one job and take turns, in a new random order each round, so that disturbances of the machine
-affect all of them. Emulated hosts need root; ``--no-hosts`` runs the job on this machine's own network, for
-development. `benchmarks.steps.contenders` explains the names.
+affect all of them. Emulated hosts need root. `benchmarks.steps.contenders` explains the names.
 """
 
 from __future__ import annotations
 
 import json
 import os
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -23,7 +21,7 @@ from typing import Any, get_args
 import click
 
 from benchmarks.emulation.hosts import EmulatedHosts
-from benchmarks.emulation.wire import WireCheck, measure_wire
+from benchmarks.emulation.wire import measure_wire
 from benchmarks.report import about
 from benchmarks.steps.contenders import CONTENDERS, Contender, select
 from benchmarks.steps.measured import measure_run
@@ -34,7 +32,6 @@ from dmt.files import atomic_write
 
 __all__ = ["about_job", "main", "run_setting", "write_json"]
 
-_ROOT = Path(__file__).resolve().parent.parent
 _MODULE = ["-m", "benchmarks.steps.rank"]
 # Equal for all contenders. By default glibc returns every freed block above 32 MB to the system at once, which then has
 # to zero the pages of the next one: at these sizes, this takes a fifth of the CPU time.
@@ -48,68 +45,37 @@ _TIMEOUT = 6 * 3600.0
 
 
 def run_setting(
-    setting: Setting,
-    contenders: Sequence[Contender],
-    out: Path,
-    *,
-    emulated: bool = True,
-    timeout: float = _TIMEOUT,
-    deadline: float | None = None,
+    setting: Setting, contenders: Sequence[Contender], out: Path, *, deadline: float | None = None
 ) -> dict[str, Any]:
-    """Runs a job with all contenders.
+    """Runs a job with all contenders on emulated hosts.
 
     Args:
         setting: sizes of the job.
         contenders: the contenders to compare.
         out: JSON file of the run, updated after every round and at the end.
-        emulated: True: on emulated hosts; False: on this machine's own network, at full rate.
-        timeout: seconds after which the job is killed.
         deadline: seconds since 1970 after which no round begins; None: no limit.
 
     Returns:
         The run: ``setting``, ``wire`` and ``contenders``, as in ``out``.
 
     Raises:
-        InputError: hosts cannot be emulated here, or a rate is set without emulated hosts.
+        InputError: hosts cannot be emulated here.
         RuntimeError: the job failed, for example because a contender's losses are wrong.
+        TimeoutError: the job did not end in six hours.
     """
-    if not emulated and setting.mbit_per_s is not None:
-        raise InputError(
-            f"run_setting: mbit_per_s={setting.mbit_per_s} needs emulated hosts. Set it to None, or run as root with "
-            "them."
-        )
-    wire: WireCheck | None = None
     with tempfile.TemporaryDirectory(prefix="dmt-steps-") as folder:
         spec = Path(folder, "spec.json")
         names = [contender.name for contender in contenders]
         out = out.resolve()
         described = {"setting": asdict(setting), "contenders": names, "out": str(out), "deadline": deadline}
         spec.write_text(json.dumps(described))
-        if emulated:
-            with EmulatedHosts(setting.hosts, mbit_per_s=setting.mbit_per_s) as hosts:
-                if setting.hosts > 1:
-                    wire = measure_wire(hosts, setting.ranks_per_host)
-                hosts.torchrun([*_MODULE, str(spec)], ranks_per_host=setting.ranks_per_host, timeout=timeout, env=_ENV)
-        else:
-            _run_here(setting, spec, timeout)
+        with EmulatedHosts(setting.hosts, mbit_per_s=setting.mbit_per_s) as hosts:
+            wire = measure_wire(hosts, setting.ranks_per_host) if setting.hosts > 1 else None
+            hosts.torchrun([*_MODULE, str(spec)], ranks_per_host=setting.ranks_per_host, timeout=_TIMEOUT, env=_ENV)
     run: dict[str, Any] = json.loads(out.read_text())
     run["wire"] = None if wire is None else asdict(wire)
     write_json(out, run)
     return run
-
-
-def _run_here(setting: Setting, spec: Path, timeout: float) -> None:
-    command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        f"--nproc-per-node={setting.world_size}",
-        *_MODULE,
-    ]
-    done = subprocess.run([*command, str(spec)], cwd=_ROOT, env=_ENV | os.environ, timeout=timeout, check=False)
-    if done.returncode:
-        raise RuntimeError(f"The step benchmark failed with exit code {done.returncode}; the error is printed above.")
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -144,7 +110,6 @@ def about_job(command: str) -> dict[str, Any]:
 @click.option("--group", type=click.IntRange(1), default=1, help="Samples of a request, which share the user's ids.")
 @click.option("--history", type=click.IntRange(0), multiple=True, default=[0], help="Ids of a history; a job for each.")
 @click.option("--contenders", multiple=True, default=["*"], help="Name or pattern; may be given several times.")
-@click.option("--emulated/--no-hosts", default=True, help="Run on emulated hosts (needs root).")
 @click.option("--list", "only_list", is_flag=True, help="Print the names of contenders and stop.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), default=Path("runs/train_step.json"))
 def main(
@@ -153,19 +118,18 @@ def main(
     mbit: tuple[float, ...],
     history: tuple[int, ...],
     contenders: tuple[str, ...],
-    emulated: bool,
     only_list: bool,
     out: Path,
     **sizes: Any,
 ) -> None:
-    """Measures training steps of contenders, prints a table, and writes JSON."""
+    """Measures training steps of contenders on emulated hosts, prints a table, and writes JSON. Needs root."""
     if only_list:
         click.echo("\n".join(CONTENDERS))
         return
     try:
         common, each = {"batch_size": sizes.pop("batch"), **sizes}, product(mbit or (None,), hosts, history)
         settings = [Setting(mbit_per_s=rate, hosts=number, history=length, **common) for rate, number, length in each]
-        runs = [run_setting(setting, select(contenders), out, emulated=emulated) for setting in settings]
+        runs = [run_setting(setting, select(contenders), out) for setting in settings]
     except InputError as error:
         raise click.UsageError(str(error)) from error
     made = about_job(f"python -m benchmarks.train_step {' '.join(sys.argv[1:])}")

@@ -56,7 +56,7 @@ def test_contenders_are_chosen_by_name_and_pattern() -> None:
         with pytest.raises(InputError, match=pattern[:2]):
             select([pattern])
     assert "dmt-cr2+all" in CliRunner().invoke(main, ["--list"]).output.split()
-    result = CliRunner().invoke(main, ["--no-hosts", "--contenders", "nobody"])
+    result = CliRunner().invoke(main, ["--contenders", "nobody"])
     assert (result.exit_code, "Contender 'nobody' is unknown" in result.output) == (2, True)
 
 
@@ -105,7 +105,7 @@ def test_a_plan_by_hand_holds_every_number_of_every_table_once(name: str, hosts:
 
 
 def data_parallel_tables(name: str, setting: Setting) -> set[int]:
-    """Their numbers of rows."""
+    """The numbers of rows of the data-parallel tables."""
     rows = {table.name: table.num_embeddings for table in benchmark_tables(setting)}
     plan = table_parameters(plan_of(name, setting))
     for parameter in plan.values():
