@@ -82,7 +82,7 @@ def waited(folder: Path) -> float:
 
 
 def prepared(text: Path, folder: Path, memory_gib: float) -> dict[str, float]:
-    """Returns the rows per second and core of `dmt prepare`, its memory in MiB, and the size of the text in GiB."""
+    """Returns the rows per CPU second of `dmt prepare`, its memory in MiB, and the size of the text in GiB."""
     before, began = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, time.process_time()
     record = prepare(DataConfig(kind="criteo_tsv", train_path=str(text)), folder, memory_gib=memory_gib)
     rate = sum(record.rows.values()) / (time.process_time() - began)
@@ -91,7 +91,7 @@ def prepared(text: Path, folder: Path, memory_gib: float) -> dict[str, float]:
 
 
 def measure(rows: int, memory_gib: float, repeats: int = 5) -> dict[str, Any]:
-    """Returns the record; of repeated measurements, the fastest counts."""
+    """Returns the record; of ``repeats`` measurements of each rate, the highest counts."""
     with TemporaryDirectory() as scratch:
         text, folder = Path(scratch, "clicks.tsv"), Path(scratch, "prepared")
         write_clicks(text, rows)

@@ -1,6 +1,6 @@
-"""Griffe extension of `make docs`: a docstring's section ``Example:`` is read as ``Examples:``, which holds doctests.
+"""Griffe extension of `make docs`: renames the section ``Example:`` of docstrings to ``Examples:``.
 
-Without it they would be taken for the text of a note, and ``>>>`` for quotations.
+Griffe parses doctests only in a section of that name; in others, it would show ``>>>`` as quotations.
 """
 
 from __future__ import annotations

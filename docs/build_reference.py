@@ -23,9 +23,9 @@ from dmt.training.config import TrainingConfig
 __all__ = ["BEGIN", "END", "PAGES", "commands", "current_page", "keys"]
 
 BEGIN = "<!-- begin: written by docs/build_reference.py -->"
-"""The line above the table."""
+"""The line above the generated text."""
 END = "<!-- end: written by docs/build_reference.py -->"
-"""The line below it."""
+"""The line below the generated text."""
 
 _KINDS = {int: "integer", float: "number", bool: "boolean", str: "text"}
 _PLURALS = {int: "integers", str: "texts", float: "numbers", Any: "values"}
@@ -33,7 +33,7 @@ _BOUNDS = {"ge": ">=", "gt": ">", "le": "<=", "lt": "<"}
 
 
 def commands() -> str:
-    """Every command as Markdown: its arguments, its purpose, its options, examples.
+    """Returns every command as Markdown: arguments, purpose, options and examples.
 
     Example:
         >>> "## `dmt score MODEL`" in commands()
@@ -61,7 +61,7 @@ def commands() -> str:
 
 
 def keys() -> str:
-    """The sections of `TrainingConfig` as Markdown: one table each, with every key, its default and its meaning.
+    """Returns the sections of `TrainingConfig` as Markdown: a table each, with every key, its default and its meaning.
 
     Example:
         >>> "| `batch_size` | `1024` | integer >= 1 | B, rows per rank" in keys()
@@ -78,7 +78,7 @@ def keys() -> str:
 
 
 def current_page(page: str, reference: str) -> str:
-    """The text of a page with what is between its marks replaced.
+    """Returns the text of a page with ``reference`` between its two marker lines.
 
     Example:
         >>> " new " in " ".join(current_page(f"before {BEGIN} old {END} after", "new").split())
@@ -114,7 +114,7 @@ def _row(key: str, field: FieldInfo) -> str:
 
 def _values(field: FieldInfo) -> str:
     limits = {name: getattr(rule, name) for rule in field.metadata for name in _BOUNDS if hasattr(rule, name)}
-    # Nobody reaches such an upper bound but by a typo.
+    # Larger upper bounds only catch typos.
     limits = {name: value for name, value in limits.items() if name in ("ge", "gt") or value < 65_536}
     if limits.keys() == {"ge", "le"}:
         return f"{_kind(field.annotation)}, {limits['ge']} to {limits['le']}"
@@ -126,7 +126,7 @@ def _values(field: FieldInfo) -> str:
 def _kind(annotation: Any) -> str:
     """Describes an annotation in terms of TOML."""
     origin = get_origin(annotation)
-    # Without the bounds of single values.
+    # Bounds of elements are left out.
     arguments = [get_args(part)[0] if get_origin(part) is Annotated else part for part in get_args(annotation)]
     if origin is Literal:
         return ", ".join(f"`{json.dumps(value)}`" for value in arguments)
@@ -149,12 +149,12 @@ def _one_line(text: str) -> str:
 
 def _paragraphs(text: str) -> str:
     paragraphs = (_one_line(paragraph) for paragraph in text.replace(chr(8), "").split("\n\n"))
-    # The page says once what OVERRIDES are.
+    # The page explains OVERRIDES once.
     return "\n\n".join(paragraph.partition(" OVERRIDES set")[0] for paragraph in paragraphs)
 
 
 PAGES = {Path(__file__).parent / "keys.md": keys, Path(__file__).parent / "commands.md": commands}
-"""The pages, and what makes their text."""
+"""The pages, and the functions that return their text."""
 
 if __name__ == "__main__":
     for path, reference in PAGES.items():

@@ -1,7 +1,8 @@
 """Collects the pages for `make docs`: those of docs/, and the files elsewhere in the repository that they link to.
 
-MkDocs knows one folder of pages. So the pages are copied into ``build/docs``, what they link to outside of docs/ goes
-to ``build/docs/repository``, links follow, and the marks that the tests read (```` ```python run ````) are left out.
+MkDocs reads one folder of pages. So the pages are copied into ``build/docs``, and what they link to outside of docs/
+into ``build/docs/repository``. Links are changed accordingly, and marks of code blocks that only tests read
+(```` ```python run ````) are removed.
 """
 
 from __future__ import annotations
@@ -39,18 +40,18 @@ def main() -> None:
 
 
 def place(source: Path) -> Path:
-    """Returns the place of a file of the repository among the collected ones."""
+    """Returns the path in ``build/docs`` of a file of the repository."""
     if source == CHANGES:
         return OUT / "changelog.md"
     for folder in (ROOT / "docs" / "site", ROOT / "docs"):
         if source.is_relative_to(folder):
             return OUT / source.relative_to(folder)
-    # A page that is called README would be the index of its folder, beside which no other index may be.
+    # In a separate folder: MkDocs takes README.md for an index, and docs/ has one already.
     return OUT / "repository" / source.relative_to(ROOT)
 
 
 def converted(source: Path, linked: list[Path]) -> str:
-    """Returns a page with its links moved along; adds the files that they lead to to ``linked``."""
+    """Returns the text of a page with its links changed; appends the linked files to ``linked``."""
 
     def moved(match: re.Match[str]) -> str:
         path, mark, anchor = match[2].partition("#")
@@ -58,12 +59,12 @@ def converted(source: Path, linked: list[Path]) -> str:
             return match[0]
         target = (source.parent / path).resolve()
         if target.is_dir():
-            return f"{match[1]}{source.name}{match[3]}"  # a folder is no page; the text says its name
+            return f"{match[1]}{source.name}{match[3]}"  # a folder has no page: the link leads to this page
         linked.append(target)
         return f"{match[1]}{os.path.relpath(place(target), place(source).parent)}{mark}{anchor}{match[3]}"
 
     text = source.read_text(encoding="utf-8")
-    # Alternately text and fenced blocks, whose brackets are no links.
+    # Text and fenced blocks alternate; brackets in blocks are no links.
     parts = re.split(r"(^```.*?^```$)", text, flags=re.M | re.S)
     parts[::2] = [_LINK.sub(moved, part) for part in parts[::2]]
     return _FENCE.sub(r"\1", "".join(parts))

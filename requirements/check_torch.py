@@ -1,7 +1,7 @@
-"""Finds out, before anything is installed, if pip would bring the CUDA build of torch for a lock that cannot use it.
+"""Checks, before anything is installed, whether pip would install the CUDA build of torch without its libraries.
 
-``python requirements/check_torch.py LOCK [pip's options]``, by the Python of the environment that is to be filled. The
-lock is installed without dependencies, so the CUDA build's NVIDIA libraries must be in it, or torch cannot be imported.
+Run ``python requirements/check_torch.py LOCK [pip's options]`` with the Python of the new environment. The lock is
+installed without dependencies, so the CUDA build of torch can only be imported if the lock has its NVIDIA libraries.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from pathlib import Path
 
 
 def names_here(requirements: Iterable[str]) -> set[str]:
-    """Returns the packages of those requirements whose environment markers hold on this machine."""
-    # A fresh environment has pip only, which brings the parser of markers along.
+    """Returns the names of the requirements whose environment markers hold on this machine."""
+    # A new environment has only pip, which contains a parser of markers.
     from pip._vendor.packaging.requirements import Requirement
 
     found = [Requirement(text) for text in requirements]
@@ -26,21 +26,21 @@ def names_here(requirements: Iterable[str]) -> set[str]:
 
 
 def needs_cuda(report: str) -> bool:
-    """Says if the wheel of a pip report (``--report``) requires NVIDIA's libraries on this machine."""
+    """Returns whether the wheel of a pip report (``--report``) requires NVIDIA's libraries on this machine."""
     needs = [need for wheel in json.loads(report)["install"] for need in wheel["metadata"].get("requires_dist") or []]
     return has_nvidia(names_here(needs))
 
 
 def has_nvidia(names: Iterable[str]) -> bool:
-    """Says if there are NVIDIA's libraries among these packages."""
+    """Returns whether any of these packages is one of NVIDIA's libraries."""
     return any(re.match(r"nvidia-|cuda-", name) for name in names)
 
 
 def main(lock: str, *options: str) -> int:
-    """Prints what to do and returns 1 where the lock would not work."""
+    """Returns 0 if the lock can work; else prints why not and what to do, and returns 1."""
     if importlib.util.find_spec("pip") is None:
         print(
-            f"The environment {sys.prefix} has no pip, so it was not made to its end. Remove it and begin again:\n\n"
+            f"The environment {sys.prefix} has no pip: making it was interrupted. Remove it and install again:\n\n"
             f"    rm -rf {shlex.quote(sys.prefix)} && make install"
         )
         return 1
@@ -48,8 +48,8 @@ def main(lock: str, *options: str) -> int:
     pinned = names_here(filter(None, lines))
     torch = re.search(r"^torch==[^\s;]+", "\n".join(lines), re.M)
     if torch is None or "torch" not in pinned or has_nvidia(pinned):
-        return 0  # nothing to find out, or the libraries are in the lock
-    # The wheel's metadata alone is read where the index offers it.
+        return 0  # the lock has no torch for this machine, or has the libraries
+    # If the index offers metadata, pip downloads no wheel.
     ask = ["-m", "pip", "install", "--dry-run", "--ignore-installed", "--no-deps", "--quiet", "--report", "-"]
     found = subprocess.run([sys.executable, *ask, *options, torch[0]], capture_output=True, text=True, check=False)
     if found.returncode:
@@ -59,8 +59,8 @@ def main(lock: str, *options: str) -> int:
     if not needs_cuda(found.stdout):
         return 0
     print(
-        f"pip would install the CUDA build of {torch[0]}, but {lock} is for the CPU build and has none of the NVIDIA\n"
-        "libraries that this one loads. Nothing was installed. Name the index of PyTorch's CPU wheels, which the\n"
+        f"pip would install the CUDA build of {torch[0]}, but {lock} is for the CPU build and lacks the NVIDIA\n"
+        "libraries of the CUDA build. Nothing was installed. Name the index of PyTorch's CPU wheels, which the\n"
         'installation page of PyTorch gives for "Compute Platform: CPU":\n\n'
         "    make install TORCH_INDEX=URL\n\n"
         "or take the packages of torch 2.14, whose lock has the NVIDIA libraries (3 GB): make install STACK=2.14"

@@ -1,6 +1,6 @@
 """`IdSkew`: the popularity of a Criteo feature's ids as four numbers, from which ids are drawn.
 
-The numbers were fitted to the 8,000 rows of Criteo's public sample (by a script in commit ac02f63); no id is kept.
+All but the number of ids were fitted to the 8,000 rows of Criteo's public sample (by a script in commit ac02f63).
 """
 
 from __future__ import annotations

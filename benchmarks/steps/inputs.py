@@ -9,10 +9,10 @@
 ==============  ======================================================================================================
 
 With ``history`` = L there are only the four features with the most rows, and two of them have a history: L ids of the
-same table, to which the id attends.
+same table, to which the feature's id attends.
 
-With ``group`` = R samples come in runs of R, like the candidates of a request: the even features (C1, C3, ...) describe
-the user and are equal within a run, the others describe the items.
+With ``group`` = R samples come in runs of R, like the candidates of a request: C1, C3, ..., C25 describe the user and
+are equal within a run, the others describe the items.
 """
 
 from __future__ import annotations

@@ -22,7 +22,6 @@ CLUSTER = "a100"
 """Shipped cluster of hosts with eight GPUs (`dmt.simulator.cluster`)."""
 HOSTS = (2, 4, 8, 16)
 _SETTING = Setting(ranks_per_host=8, batch_size=16_384, rows_cap=20_000_000)
-# Equal inputs that are sent once are not predicted here, so the unchanged model has its tables in towers or outside.
 _CONTENDERS = ("flat-cw-dp+prefetch", *(f"{name}+all+outside" for name in ("dmt-cr2", "dmt-cr4", "dmt-cr16")))
 
 

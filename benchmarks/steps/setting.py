@@ -17,7 +17,7 @@ class Setting:
     """Sizes and rates of a job.
 
     Raises:
-        InputError: a size is out of range, or there is only one rank.
+        InputError: a size or the rate is out of range, ``ids`` is unknown, or there is only one rank.
 
     Example:
         >>> Setting(hosts=2, ranks_per_host=2).world_size
@@ -49,7 +49,7 @@ class Setting:
     ids: Ids = "skewed"
     """Distribution of the ids (`benchmarks.steps.inputs`)."""
     group: int = 1
-    """R, number of samples of a request, which share the ids of the even features."""
+    """R, number of samples of a request, which share the ids of C1, C3, ..., C25."""
     history: int = 0
     """Number of ids in each of a sample's two histories, beside four ids; 0: Criteo's 26 ids and no history."""
 

@@ -63,7 +63,7 @@ def read_clicks(file: Path, *, dim: int = 16, max_rows: int | None = None) -> Cl
     Args:
         file: the Parquet file.
         dim: N.
-        max_rows: largest number of training rows; they are drawn at random, always the same ones. None: all.
+        max_rows: largest number of training rows; they are drawn at random with a fixed seed. None: all.
 
     Raises:
         InputError: the file is absent.
@@ -107,7 +107,7 @@ def clicks_of_table(table: pa.Table, *, dim: int, max_rows: int | None = None) -
 
 
 def without_test_rows(clicks: Clicks, *, parts: int) -> Clicks:
-    """Returns the training rows only, to tune rates: a random 1 / ``parts`` of them, always the same, as test rows."""
+    """Returns the training rows only, of which a random 1 / ``parts`` (with a fixed seed) become test rows."""
     order = torch.randperm(len(clicks.train[2]), generator=torch.Generator().manual_seed(0))
     held, rest = order[: len(order) // parts], order[len(order) // parts :]
     train, test = (tuple(column[rows] for column in clicks.train) for rows in (rest, held))
@@ -115,14 +115,15 @@ def without_test_rows(clicks: Clicks, *, parts: int) -> Clicks:
 
 
 def write_drawn(name: str, path: Path) -> None:
-    """Writes one of `DRAWN` as a Parquet file of 81,920 rows, a fifth of them for the test; always the same.
+    """Writes one of `DRAWN`, with fixed seeds, as a Parquet file of 81,920 rows, of which about a fifth are test rows.
 
     ``planted``: the trainer's generator, with 16 independent features of 50 ids in four groups; features of a group
     interact in pairs. ``madelon``: scikit-learn's `make_classification` (Guyon 2003), with clusters on the corners of a
     cube, so that its 5 informative columns interact, and 11 columns of noise; each column is cut into 32 bins of equal
     size. ``ordered``: rows of 400 users (``c_1``) in time order. Each user likes 8 of 128 groups of two items
-    (``c_2``), half of the shown items are in a liked group, and 85 % of these are clicked, 15 % of the others. So a
-    click depends on the user's earlier clicks on items of the same group; the other columns are noise.
+    (``c_2``), half of the shown items are drawn from these groups and half from all, and 85 % of the items in liked
+    groups are clicked, 15 % of the others. So a user's earlier clicks on items of a group predict a click on another
+    item of it; the other columns are noise.
     """
     ids, dense, labels = {"planted": _planted, "madelon": _madelon, "ordered": _ordered}[name]()
     test = np.random.default_rng(1).random(len(labels)) < _TEST_SHARE

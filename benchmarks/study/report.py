@@ -30,7 +30,7 @@ _STYLES["interactions, outside"] = "--"
 
 
 def comparisons(study: Study, data: str, records: Records, seeds: Sequence[int]) -> Rows:
-    """Compares each arm with its baseline over the seeds that have both; corrects by Holm over the data set's rows."""
+    """Compares each arm with its baseline over the seeds that have both; corrects by Holm over the tested rows."""
     found: Rows = []
     for arm, baseline in study.on(data).comparisons:
         values = [_by_seed(records, data, one, seeds, study.metric) for one in (arm, baseline)]
@@ -57,6 +57,8 @@ def _by_seed(records: Records, data: str, arm: Arm, seeds: Sequence[int], metric
 
 def costs(study: Study, data: str, records: Records, seeds: Sequence[int], features: Any) -> Rows:
     """Returns a row for each arm in towers: AUC and NE against the flat model's, bytes per sample across hosts, MFLOPs.
+
+    Towers of histories are left out.
 
     Args:
         study: the study.

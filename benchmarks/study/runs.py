@@ -96,7 +96,7 @@ class Trials:
         return Progress(self.work / "runs.jsonl", f"rows: {self.max_rows}", key)
 
     def train(self, runs: Iterable[Run], title: str = "") -> None:
-        """Trains the given runs that are not finished; learned towers need the flat model of their seed first."""
+        """Trains the given runs that are not finished; towers by affinity need the flat model of their seed first."""
         torch.set_num_threads(1)
         self.progress.train(runs, self._train_one, title)
 

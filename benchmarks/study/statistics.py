@@ -35,7 +35,7 @@ class Comparison:
     num_better: int
     """Number of seeds in which the arm is above the baseline."""
     mann_whitney_p: float
-    """p-value of the paper's test, two-sided and exact: are both arms drawn from one distribution?"""
+    """p-value of the paper's test, two-sided, exact without ties: are both arms drawn from one distribution?"""
     wilcoxon_p: float
     """p-value of the two-sided signed-rank test of each seed's differences."""
 

@@ -113,7 +113,10 @@ class Arm:
 
 
 def tower_sizes(arm: Arm, num_features: int) -> tuple[int, int, int]:
-    """Returns D, c and p of an arm: O_t is the largest power of two that keeps the ratio, in vectors of at most N.
+    """Returns D, c and p of an arm.
+
+    ``dlrm-each`` projects each feature to N / CR numbers. The others send as many numbers as the largest power of two
+    that keeps the ratio: DCN as one vector, DLRM as vectors of at most N.
 
     Example:
         >>> tower_sizes(Arm(model="dlrm", towers="strided", ratio=2), 17)
@@ -301,7 +304,7 @@ def score(predict: Any, clicks: Clicks) -> dict[str, float]:
 
 
 def row_order(num_rows: int, settings: Settings, seed: int, requests: Tensor | None = None) -> Iterator[Tensor]:
-    """Yields batches of row numbers, shuffled per epoch; ``requests``, by row, keeps the rows of a request together."""
+    """Yields full batches of row numbers, shuffled per epoch; ``requests``, by row, keeps a request's rows together."""
     generator = torch.Generator().manual_seed(_seed_of(seed, "rows"))
     for _ in range(settings.epochs):
         order = torch.randperm(num_rows if requests is None else int(requests.max()) + 1, generator=generator)
