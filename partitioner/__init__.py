@@ -1,7 +1,7 @@
 """The Tower Partitioner: makes a balanced `TowerPlan` from a `FeatureAffinity` (DMT paper, section 3.3).
 
-It runs offline on a laptop: partitioning a saved affinity needs neither TorchRec nor FBGEMM. Importing this package
-loads only numpy; torch, matplotlib, scikit-learn and the K-means solver load when they are first used.
+Partitioning a saved affinity needs neither TorchRec nor FBGEMM. torch, matplotlib, scikit-learn and the K-means solver
+are imported when they are first used, not with this package.
 
 Example:
     >>> affinity = FeatureAffinity(matrix=[[1, 0.9, 0], [0.9, 1, 0], [0, 0, 1]], features=["a", "b", "c"])

@@ -11,7 +11,7 @@ import math
 import os
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -57,13 +57,15 @@ class FeatureAffinity:
     together predict the label than an additive model of all features; for ``triples``, than their pairs do.
     `collect_interactions` measures them on training rows without a model.
 
-    The constructor checks the matrix, makes it exactly symmetric, and keeps it read-only as float64. The diagonal is
-    never used. With ``tables`` and ``pooling_factors``, towers can be balanced by memory and lookup work too.
+    The constructor checks the matrix, makes it exactly symmetric, and keeps it read-only as float64. The partitioner
+    does not use the diagonal. With ``tables`` and ``pooling_factors``, towers can be balanced by memory and lookup
+    work too.
 
     Raises:
-        InputError: the matrix is not [F, F], finite, symmetric and in range (each up to rounding); the message names
-            the worst pair of features. Or names are empty or repeated, the tables and the matrix have different
-            features, or a pooling factor is negative or not finite.
+        InputError: ``matrix`` or ``errors`` is not [F, F], finite, symmetric and in range (the last two up to
+            rounding); the message names the worst pair of features. Or a name is empty or repeated, the measure is
+            unknown, tables or triples have other features, or ``pooling_factors`` are not F finite numbers of at least
+            0.
 
     Example:
         >>> matrix = [[1.0, 0.8, 0.1], [0.8, 1.0, 0.2], [0.1, 0.2, 1.0]]
@@ -82,7 +84,7 @@ class FeatureAffinity:
     errors: NDArray[np.float64] | None = None
     """[F, F] float64 standard errors of interactions in nats per row; None if unknown."""
     triples: tuple[Interaction, ...] = ()
-    """Triples that interact beyond their pairs."""
+    """Triples whose gain beyond their pairs exceeds the measuring error."""
     num_samples: int | None = None
     """Number of measured samples or rows; None if unknown."""
     loss: float | None = None
@@ -92,7 +94,7 @@ class FeatureAffinity:
     pooling_factors: tuple[float, ...] | None = None
     """Mean number of ids per sample of each feature, in the order of ``features``; None if unknown."""
     notes: tuple[str, ...] = ()
-    """Warnings about the data in whole sentences, for instance that a feature is constant."""
+    """Warnings about the data, each a whole sentence, for instance that a feature is constant."""
 
     def __post_init__(self) -> None:
         if isinstance(self.features, str):
@@ -155,9 +157,10 @@ class FeatureAffinity:
                 every rank gets the affinity of all samples. Required for a sharded model, with all of its ranks.
 
         Raises:
-            InputError: TorchRec is absent; the model has no embedding collection, or is sharded without a group or with
-                tower modules; there are no samples; embeddings are not finite or differ in width; or a group's batches
-                differ in form. In a group, every rank raises.
+            InputError: TorchRec is absent; the model has no embedding collection, has two that look up the same
+                feature, is attached to a train pipeline, or is sharded without a group, with tower modules or with
+                sequences; there are no samples; a batch lacks a feature or has a variable stride; embeddings are not
+                finite or differ in width; or the batches of a group differ in form. In a group, every rank raises.
         """
         from dmt.partitioner.collect import collect_affinity  # loads torch
 
@@ -176,26 +179,28 @@ class FeatureAffinity:
         they were left out because even 20,000 rows would take longer.
 
         A value that occurs only once is merged with all others that do. Of a bag, the first 5 ids count, in equal
-        shares; dense columns enter the additive model in 32 bins; more than 4 million cells are hashed. Rows take about
-        8 bytes per id. On a terminal, a bar shows the progress.
+        shares. Dense columns enter the additive model in up to 32 bins, and one for NaN. More cells than about four per
+        row, or than 4 million, are hashed. On a terminal, a bar shows the progress.
 
         Args:
             batches: training rows only. Each batch has ``labels`` [B] of 0 and 1, ``sparse_features`` (a
                 ``KeyedJaggedTensor``, or a dict of integer arrays [B] by feature) and optionally ``dense_features``
-                [B, D] and ``weights`` [B], where a weight of 0 leaves out a row. Consumed one at a time.
+                [B, D] and ``weights`` [B], where a weight of 0 leaves out a row and all others count alike. Batches are
+                read one at a time.
             tables: tables of the features, needed for the partitioner's limits.
             seed: seed of the splits.
             max_rows: rows to read at most. With hundreds of features, pairs use fewer rows, to take at most 15 minutes.
 
         Raises:
-            InputError: a batch does not have this form, there are fewer than 1,000 rows, or fewer than 20 of a label.
+            InputError: a batch does not have this form, there are fewer than 1,000 rows, or fewer than 20 of a label,
+                ``tables`` have other features, or ``seed`` or ``max_rows`` is out of range.
         """
         from dmt.partitioner.gains import measure_interactions
 
         return measure_interactions(batches, tables=tables, seed=seed, max_rows=max_rows)
 
     def significant(self) -> NDArray[np.float64]:
-        """Returns the [F, F] float64 matrix; for interactions, the diagonal and gains that may be noise are 0."""
+        """Returns the [F, F] float64 matrix; for interactions, 0 on the diagonal and for gains that may be noise."""
         if not self.is_interactions:
             return self.matrix
         gains = self.matrix * (1.0 - np.eye(self.num_features))
@@ -312,7 +317,7 @@ class _Header:
     """Version of the file format."""
     features: tuple[str, ...]
     measure: Measure
-    triples: tuple[Interaction, ...] = field(default=())
+    triples: tuple[Interaction, ...]
     num_samples: int | None
     loss: float | None
     tables: tuple[TableSpec, ...]

@@ -4,8 +4,8 @@ Legend: F features, N embedding dim, B samples of a batch.
 
 The result is I = abs(mean over samples of R R^T) (arXiv 2403.00877, section 3.3), where R is the [F, N] matrix of one
 sample's pooled embeddings, each scaled to length 1. **Absent features**: the embedding of an empty bag is zero and
-stays zero, and its sample still counts in the mean. A pair that seldom occurs together therefore has a low affinity,
-and I(i, i) is the share of samples in which feature i is present.
+stays zero, and its sample still counts in the mean. So a pair that seldom occurs together has a low affinity, and
+I(i, i) is the share of samples in which the embedding of feature i is not zero.
 
 **Sequences** are pooled: the vector of a history is the sum of the embeddings of its items.
 
@@ -183,7 +183,7 @@ def _look_up(collections: Sequence[_Collection], ids: Any, number: int) -> dict[
         if missing:
             raise InputError(
                 f"{_WHERE}: batch {number} lacks feature {missing[0]!r} of collection {collection.path!r} "
-                f"({len(missing)} missing, {len(place)} present).{did_you_mean(missing[0], place)} Add it to all."
+                f"({len(missing)} are missing).{did_you_mean(missing[0], place)} Add it to all batches."
             )
         output = collection.module(ids)
         looked_up = output.wait() if hasattr(type(output), "wait") else output

@@ -195,7 +195,7 @@ def gains_of(
     shares. With a ``title``, a terminal shows a progress bar.
 
     Returns:
-        [P] gains in nats per held-out row, and their standard errors. Gains are not clipped: noise may be negative.
+        [P] gains in nats per held-out row, and their standard errors. Noise may make gains negative.
     """
     tested = [(np.flatnonzero(held), odds[held]) for odds, held in zip(fit.odds, fit.held, strict=True)]
     before = [log_losses(odds, fit.labels[rows]) for rows, odds in tested]
@@ -302,7 +302,7 @@ def fit_additive(columns: Sequence[Column], labels: Floats, counts: NDArray[np.b
 
 
 def _loss(odds: Floats, labels: Floats, counts: NDArray[np.bool_], weights: Sequence[Floats]) -> float:
-    """Returns the mean log loss of the rows where ``counts`` is True, plus the penalty on the weights."""
+    """Returns the mean log loss of the rows where ``counts`` is True, plus the weights' penalty per such row."""
     penalty = VALUE_PRIOR / 2 * sum(float(values @ values) for values in weights)
     return float(np.where(counts, log_losses(odds, labels), 0.0).sum() + penalty) / float(counts.sum())
 

@@ -23,16 +23,7 @@ from dmt.partitioner.partition import Partition, TowerContents, compare_towers
 from dmt.partitioner.points import distances, embed_distances, group_points
 from dmt.partitioner.problem import Part, prepare
 from dmt.partitioner.rules import PartitionRules
-from dmt.partitioner.search import (
-    RESOURCES,
-    Bounds,
-    Costs,
-    Floats,
-    Labels,
-    amount,
-    local_search,
-    search_towers,
-)
+from dmt.partitioner.search import Bounds, Costs, Floats, Labels, local_search, search_towers
 from dmt.plan.towers import TowerFeatures, TowerPlan
 
 __all__ = ["Strategy", "TowerPartitioner"]
@@ -51,8 +42,8 @@ class TowerPartitioner:
 
     With cosines, as in the paper, the affinities become distances (`distances`), then points in a plane
     (`embed_distances`), and constrained K-means groups the points (`group_points`). A local search on the distances
-    then improves the towers, within all limits. With interactions, the same search runs on the gains. The answer does
-    not depend on the order of the features.
+    then improves the towers, within all limits. With interactions, the same search runs on the gains. Which features
+    share a tower does not depend on the order of the features.
 
     `fit`, `partition` and `check` check the parameters; the constructor does not.
 
@@ -72,11 +63,12 @@ class TowerPartitioner:
     interactions (cross layers), and ``"apart"`` as little, for linear tower modules. ``"auto"`` is coherent for
     cosines; for interactions it is together, or apart if ``keeps_interactions`` is False."""
     keeps_interactions: bool = True
-    """Whether products of features reach a tower module's output; its class has an attribute of this name."""
+    """For ``"auto"``: whether the tower modules return products of features, as their class says by this attribute."""
     balance_ratio: Annotated[float, Field(ge=1)] = 1.0
-    """K of the paper: the largest tower has at most K times the features of the smallest, rounded down; ceil(F / T)
-    features are always allowed. Sizes are n to K n, for the n that brings their middle nearest F / T. If infinite,
-    towers may have any number of features, for instance to balance their work instead."""
+    """K of the paper: the largest tower has at most K times as many features as the smallest, or ceil(F / T) if that is
+    more. Towers have n to K n features, rounded down, for the n that brings the middle of this range nearest to F / T;
+    a note says if features that stay together need a wider range. If K is infinite, any sizes are allowed, for
+    instance to balance work instead."""
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**32)] = 0
     """Seed of all random choices."""
     rules: InstanceOf[PartitionRules] = field(default_factory=PartitionRules)
@@ -101,12 +93,13 @@ class TowerPartitioner:
                 form a block, placed by their mean affinities.
 
         Returns:
-            The partition. Towers are in the order of their first feature in ``measure`` (category by category, if there
-            are categories), and so are the features inside a tower. ``plan.affinity`` records settings and comparison.
+            The partition. The features of a tower are in the order of ``measure``, and the towers (of each category, if
+            there are categories) in that of their first features. ``plan.affinity`` records settings and comparison.
 
         Raises:
-            InputError: a parameter is out of range, there are more towers than features (or tables), tables and
-                ``measure`` have different features, or no assignment within all rules and limits was found.
+            InputError: a parameter is out of range or does not fit the measure, tables and ``measure`` have different
+                features, rules do not fit the features or contradict each other, a limit needs tables, there are more
+                towers than blocks, or no assignment within all rules and limits was found.
         """
         from threadpoolctl import threadpool_limits
 
@@ -251,7 +244,7 @@ class _Answer:
 
 
 def _grouped(points: Floats, num_towers: int, bounds: Bounds, seed: int) -> Labels:
-    """Returns the towers by the paper's K-means, [P]; it counts points, so with larger blocks it is only a start."""
+    """Returns the towers by the paper's K-means, [P]; it limits the points of a tower, and no other load."""
     sizes = len(points) // num_towers, -(-len(points) // num_towers)
     if (bounds.weights == 1).all():
         sizes = int(bounds.lower[0]), int(min(bounds.upper[0], len(points)))
@@ -272,7 +265,7 @@ def _neighbors(costs: Floats, num_towers: int) -> Labels:
 
 
 def _random_towers(answers: Sequence[_Answer], seed: int) -> Iterator[Mapping[str, int]]:
-    """Yields random assignments: shuffles blocks of equal size, then repairs broken limits or skips the assignment."""
+    """Yields random assignments, as the tower of each feature; skips those whose broken limits cannot be repaired."""
     rng = np.random.default_rng(seed)
     for _ in range(RANDOM_ASSIGNMENTS):
         towers: dict[str, int] = {}
@@ -297,11 +290,11 @@ def _broken_limits(labels: Labels, num_towers: int, bounds: Bounds) -> str:
     """Returns the end of a message: which limits the closest assignment breaks, and what to do."""
     loads = bounds.tower_loads(labels, num_towers)
     broken = []
-    for name, row, lower, upper in zip(RESOURCES, loads, bounds.lower, bounds.upper, strict=True):
+    for name, row, lower, upper in zip(("features", "work", "bytes"), loads, bounds.lower, bounds.upper, strict=True):
         if row.max() > upper:
-            broken.append(f"a tower with {amount(row.max())} {name} (limit {amount(upper)})")
+            broken.append(f"a tower with {_amount(row.max())} {name} (limit {_amount(upper)})")
         if row.min() < lower:
-            broken.append(f"a tower with {amount(row.min())} {name} (at least {amount(lower)} are required)")
+            broken.append(f"a tower with {_amount(row.min())} {name} (at least {_amount(lower)} are required)")
     if bounds.apart is not None and (bounds.apart & (labels[:, None] == labels[None, :])).any():
         broken.append("a tower with features that must be apart")
     return (
@@ -309,6 +302,11 @@ def _broken_limits(labels: Labels, num_towers: int, bounds: Bounds) -> str:
         f"{' and '.join(broken)}. Raise balance_ratio or the limits (max_work_ratio, max_tower_bytes), drop a "
         "rule, or change the number of towers."
     )
+
+
+def _amount(value: float) -> str:
+    """Formats a load: as an integer from 1,000 on, else with four digits, so that it differs from its limit."""
+    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
 
 
 def _points(answers: Sequence[_Answer], affinity: FeatureAffinity) -> NDArray[np.float64]:

@@ -11,7 +11,7 @@ from dmt.partitioner.search import Floats, Labels
 
 __all__ = ["distances", "embed_distances", "group_points"]
 
-# Limit of SMACOF iterations. More would lower the stress by under 1 %, and the local search corrects the towers anyway.
+# Limit of SMACOF iterations. More would lower the stress by about 1 %, and the local search corrects the towers anyway.
 MAX_ITERATIONS = 50
 # Points are scaled to this extent, because k-means-constrained rounds distances to 1/1000 before it assigns points.
 EXTENT = 1000.0
@@ -19,7 +19,6 @@ EXTENT = 1000.0
 
 def distances(matrix: Floats, strategy: str) -> Floats:
     """Returns distances D = f(I) [F, F] (DMT, section 3.3): 1 - I if coherent, I if diverse, 0 on the diagonal."""
-    assert strategy in ("coherent", "diverse"), f"TowerPartitioner checks the strategy, got {strategy!r}"
     distance = 1.0 - matrix if strategy == "coherent" else matrix.copy()
     np.fill_diagonal(distance, 0.0)
     return distance

@@ -94,13 +94,13 @@ class Part:
 def prepare(
     measure: FeatureAffinity, *, num_towers: int, balance_ratio: float, rules: PartitionRules
 ) -> tuple[list[Part], list[str]]:
-    """Applies rules and limits to the features; `TowerPartitioner` describes the arguments.
+    """Applies rules and limits to the features; `TowerPartitioner` describes the arguments, ``rules`` have no patterns.
 
     Returns:
         The parts to solve, one per category, and warnings for the user.
 
     Raises:
-        InputError: a limit needs tables, rules contradict the features or each other, or towers outnumber blocks.
+        InputError: a limit needs tables, rules contradict each other, or towers outnumber blocks.
     """
     is_limited = rules.max_work_ratio is not None or rules.max_tower_bytes is not None
     if not measure.tables and is_limited:
@@ -108,13 +108,12 @@ def prepare(
             "TowerPartitioner: max_work_ratio and max_tower_bytes need the tables, but the affinity has none. Give "
             "tables=, or collect the affinity again."
         )
-    named = rules.for_features(measure.features)
-    blocks = make_blocks(measure, named)
+    blocks = make_blocks(measure, rules)
     max_work = np.inf if rules.max_work_ratio is None else rules.max_work_ratio * blocks.loads[1].sum() / num_towers
     upper = max_work, np.inf if rules.max_tower_bytes is None else rules.max_tower_bytes
     parted, counts = {"": blocks}, {"": num_towers}
-    if named.categories:
-        parted = {name: blocks.within(inside) for name, inside in named.categories.items()}
+    if rules.categories:
+        parted = {name: blocks.within(inside) for name, inside in rules.categories.items()}
         counts = _allot(parted, num_towers, rules.towers_per_category)
     notes = []
     if rules.max_work_ratio is not None and measure.pooling_factors is None:
@@ -221,10 +220,10 @@ def _part(category: str, blocks: Blocks, num_towers: int, balance_ratio: float, 
 
 
 def size_bounds(num_features: int, num_towers: int, balance_ratio: float) -> tuple[int, int]:
-    """Returns the minimum and maximum number of features in a tower; their ratio is at most ``balance_ratio``.
+    """Returns the minimum and maximum number of features in a tower.
 
-    Of all such pairs, returns the one whose middle is nearest the mean size, F / T; if there is none, floor(F / T) and
-    ceil(F / T). An infinite ratio allows any size.
+    Of all pairs on both sides of the mean size F / T whose ratio is at most ``balance_ratio``, returns the one whose
+    middle is nearest to it; if there is none, floor(F / T) and ceil(F / T). An infinite ratio allows any size.
 
     Example:
         >>> size_bounds(26, 8, 1.0), size_bounds(24, 8, 1.0), size_bounds(26, 8, 2.0), size_bounds(26, 8, 4.0)
@@ -234,8 +233,8 @@ def size_bounds(num_features: int, num_towers: int, balance_ratio: float) -> tup
         return 1, num_features
     mean = num_features / num_towers
     # 1e-9, because 1.15 * 100 is slightly less than 115 in floating point.
-    pairs = [(least, int(balance_ratio * least + 1e-9)) for least in range(int(mean), 0, -1)]
-    allowed = [(least, min(num_features, most)) for least, most in pairs if most >= mean]
+    pairs = [(least, int(min(num_features, balance_ratio * least + 1e-9))) for least in range(int(mean), 0, -1)]
+    allowed = [(least, most) for least, most in pairs if most >= mean]
     return min(allowed, key=lambda pair: abs(sum(pair) - 2 * mean), default=(int(mean), math.ceil(mean)))
 
 

@@ -26,18 +26,14 @@ _DIAGONAL_COLOR = "#F1EFE8"
 # With more features, pictures do not name them, and the lists of the page start closed.
 MOST_NAMED = 64
 _SHOWN_INTERACTIONS = 5
-_MEASURES = {
-    "cosine": "affinity  |mean cosine|",
-    "interactions": "interaction, nats per row",
-}
 
 
 def plot_affinity(affinity: FeatureAffinity, plan: TowerPlan, path: str | os.PathLike[str]) -> Path:
     """Draws the affinity matrix in the order of the plan, with a colored box for each tower (paper's Figure 9).
 
-    At most 64 features are named. The diagonal is blank, because it would dominate the color scale. ``affinity`` has
-    exactly the features in the plan's towers, in any order (`FeatureAffinity.without` removes others). The suffix of
-    ``path`` sets the format: ``.png``, ``.svg`` or ``.pdf``. Returns the path.
+    Features are named if there are at most 64. The diagonal is blank, because it would dominate the color scale.
+    ``affinity`` has exactly the features in the plan's towers, in any order (`FeatureAffinity.without` removes others).
+    The suffix of ``path`` sets the format, for example ``.png``, ``.svg`` or ``.pdf``. Returns the path.
 
     Raises:
         InputError: plan and affinity have different features, the suffix is not a picture format, or writing fails.
@@ -57,7 +53,7 @@ def plot_affinity(affinity: FeatureAffinity, plan: TowerPlan, path: str | os.Pat
     # With more cells than pixels, a pixel shows the mean of its cells, not one of them.
     image = axes.imshow(matrix, cmap=heat, vmin=0.0, vmax=top or 1.0, interpolation="antialiased")
     bar = figure.colorbar(image, ax=axes, fraction=0.035, pad=0.02, aspect=32)
-    bar.set_label(_MEASURES[affinity.measure], fontsize=9)
+    bar.set_label("interaction, nats per row" if affinity.is_interactions else "affinity  |mean cosine|", fontsize=9)
     axes.spines[:].set_visible(False)
     axes.tick_params(length=0, labelsize=min(9.0, max(4.5, 37.0 * side / size)))
     names = [_shown(name) for name in plan.features] if size <= MOST_NAMED else []
@@ -82,8 +78,8 @@ def plot_coordinates(partition: Partition, path: str | os.PathLike[str]) -> Path
     """Draws the features as points in the plane (DMT paper, section 3.3): close where the strategy wants them together.
 
     A line joins every point to the center of its tower, so that towers can be told apart without colors; up to 64
-    towers differ in color or marker. At most 64 features are named. Both axes have the same scale, because only
-    distances have a meaning. The suffix of ``path`` sets the format, as in `plot_affinity`. Returns the path.
+    towers differ in color or marker. Features are named if there are at most 64. Both axes have the same scale, because
+    only distances have a meaning. The suffix of ``path`` sets the format, as in `plot_affinity`. Returns the path.
 
     Raises:
         InputError: the partition is of interactions, the suffix is not a picture format, or writing fails.

@@ -17,7 +17,7 @@ from dmt.errors import InputError
 
 __all__ = ["WHERE", "Column", "ReadRows", "mix_bits", "read_rows"]
 
-# Limits on ids used per bag (the first), and on rows times columns: 2 GiB if rows have one id of 8 bytes per column.
+# Limits on ids used per bag (the first), and on rows times columns; with one id per column, these are 2 GiB of ids.
 MOST_PER_BAG, MOST_KEPT = 5, 2**28
 # The id that stands for an empty bag.
 _EMPTY = np.iinfo(np.int64).min
@@ -101,7 +101,8 @@ def read_rows(batches: Iterable[Any], *, max_rows: int, seed: int) -> ReadRows:
     """Reads batches until they end or ``max_rows`` rows are kept.
 
     Raises:
-        InputError: a batch lacks a field, has a wrong shape or other columns than the first, or a label is not 0 or 1.
+        InputError: a batch lacks a field, has a wrong shape or other columns than the first, a label is not 0 or 1, or
+            no row has a weight above 0.
     """
     parts: list[_Part] = []
     num_rows = 0
@@ -155,7 +156,7 @@ def _read(index: int, batch: Any, most_rows: int) -> _Part:
     wrong = labels[real & (labels != 0) & (labels != 1)]
     if len(wrong):
         raise InputError(f"{WHERE}: batch {index} has the label {wrong[0]:g}; labels must be 0 or 1.")
-    bags = _bags(batch.sparse_features, len(labels))
+    bags = _bags(index, batch.sparse_features, len(labels))
     other = [name for name, (lengths, _) in bags.items() if len(lengths) != len(labels)]
     if other:
         raise InputError(
@@ -177,21 +178,21 @@ def _array(tensor: Any) -> NDArray[Any]:
     return np.asarray(tensor)
 
 
-def _bags(sparse: Any, num_rows: int) -> Mapping[str, tuple[NDArray[Any], NDArray[Any]]]:
+def _bags(index: int, sparse: Any, num_rows: int) -> Mapping[str, tuple[NDArray[Any], NDArray[Any]]]:
     """Returns lengths and ids of each feature; a plain array has one id for each row."""
     if hasattr(sparse, "to_dict"):
         return {name: (_array(bags.lengths()), _array(bags.values())) for name, bags in sparse.to_dict().items()}
     if not isinstance(sparse, Mapping) or not sparse:
         raise InputError(
-            f"{WHERE}: sparse_features is {sparse!r:.60}; give a KeyedJaggedTensor, or a non-empty dict that maps each "
-            "feature to an array with one id per row."
+            f"{WHERE}: in batch {index}, sparse_features is {sparse!r:.60}; give a KeyedJaggedTensor, or a non-empty "
+            "dict that maps each feature to an array with one id per row."
         )
     ids = {name: _array(values) for name, values in sparse.items()}
     for name, values in ids.items():
         if values.shape != (num_rows,) or values.dtype.kind not in "iu":
             raise InputError(
-                f"{WHERE}: feature {name!r} is {values.dtype} of shape {list(values.shape)}; it must be integers of "
-                f"shape [{num_rows}], one for each label."
+                f"{WHERE}: in batch {index}, feature {name!r} is {values.dtype} of shape {list(values.shape)}; it must "
+                f"be integers of shape [{num_rows}], one for each label."
             )
     return {name: (np.ones(num_rows, np.int64), values) for name, values in ids.items()}
 

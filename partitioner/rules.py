@@ -47,7 +47,7 @@ Correct or drop it.
     XLRM (section 5.2.3). Features that no category names form the category ``rest``."""
     towers_per_category: Mapping[str, Annotated[int, Field(ge=1)]] = Field(default_factory=dict)
     """Number of towers by category; categories without a number share the other towers in proportion to their features.
-    Give an entity such as the user one tower: samples of one user then have equal inputs, which are sent only once."""
+    Give an entity such as the user one tower: samples of a user then have equal inputs, which ``unique`` sends once."""
     together: Sequence[Sequence[str]] = ()
     """Groups of features that must share a tower. Features that share a table always do."""
     apart: Sequence[Sequence[str]] = ()
@@ -67,7 +67,9 @@ Correct or drop it.
             raise InputError(f"Partition rules: {explain(error)} The rules are {names}.") from error
 
     def for_features(self, features: Sequence[str]) -> PartitionRules:
-        """Returns the rules with patterns replaced by the ``features`` they match; other rules skip those outside.
+        """Returns the rules with patterns replaced by the ``features`` that they match.
+
+        Rules other than ``outside`` match only features that are not outside.
 
         Raises:
             InputError: a name or pattern matches no feature, all features are outside, a feature is in two categories,

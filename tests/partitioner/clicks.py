@@ -27,7 +27,7 @@ def planted_clicks(num_features, pairs, *, rows, strength=1.0, singles=0.5, valu
 def parity_clicks(num_features, triples, *, rows, strength, seed=0):
     """Ids [R, F] of 4 values, and labels [R] whose log odds go by whether an even number of a triple's ids are even.
 
-    Neither one of its features nor two of them say anything.
+    No one or two of its features predict the label.
     """
     rng = np.random.default_rng(seed)
     ids = rng.integers(0, 4, (rows, num_features))
@@ -37,7 +37,7 @@ def parity_clicks(num_features, triples, *, rows, strength, seed=0):
 
 
 def drawn_pairs(num_features, count, *, seed):
-    """So many pairs of features that have none in common, as sorted names."""
+    """Draws disjoint pairs of feature numbers, each in ascending order."""
     drawn = np.random.default_rng(seed).permutation(num_features)[: 2 * count].reshape(count, 2)
     return [tuple(sorted(map(int, pair))) for pair in drawn]
 

@@ -11,7 +11,7 @@ from dmt.plan.tables import TableSpec
 
 
 def affinity_of(features, *, seed=0):
-    """Noise without groups between so many features, or those named."""
+    """Noise without groups; ``features`` is their number or their names."""
     names = [f"f{i}" for i in range(features)] if isinstance(features, int) else list(features)
     matrix = np.random.default_rng(seed).uniform(0, 1, (len(names), len(names)))
     matrix = (matrix + matrix.T) / 2

@@ -1,4 +1,4 @@
-"""Blocks: what stays together, what it takes, and what must part."""
+"""Blocks: which features stay together, their loads, and which blocks must be apart."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules and limits through `TowerPartitioner`: held, or refused with the reason, wherever the points are."""
+"""`TowerPartitioner` holds all rules and limits, or says which it cannot hold."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The local search against sums made afresh, against every move and swap there is, and against every assignment."""
+"""The local search, compared with recomputed sums, with every move and swap, and with every assignment."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.partitioner.instances import random_apart, random_bounds, random_labe
 
 
 def bounds_of(rng, num_blocks):
-    """Weights other than 1, limits that are tight, features to part."""
+    """Weights other than 1, tight limits, and blocks that must be apart."""
     loads = np.stack([rng.integers(1, 5, num_blocks), rng.uniform(0, 9, num_blocks), rng.uniform(1, 1e9, num_blocks)])
     upper = np.array([loads[0].sum() / 2, loads[1].sum() / 2.5, loads[2].sum() / 2.5])
     apart = random_apart(rng, num_blocks, 0.15)
