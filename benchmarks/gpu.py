@@ -12,7 +12,6 @@ from __future__ import annotations
 import gc
 import itertools
 import json
-import platform
 import resource
 import statistics
 import sys
@@ -30,6 +29,7 @@ from torch.profiler import ProfilerActivity, profile
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.train_pipeline import TrainPipelineSparseDist
 
+from benchmarks.report import about
 from dmt.errors import InputError
 from dmt.sptt.mesh import TowerMesh
 from dmt.testing import load_plain_state
@@ -38,12 +38,10 @@ from dmt.training.config import TrainingConfig
 from dmt.training.data.batch import ClickBatch
 from dmt.training.device import backend, current_device, device_type, take_device
 from dmt.training.job import Job, open_job
-from dmt.training.records import to_json, versions
+from dmt.training.records import to_json
 
-__all__ = ["CONTENDERS", "FORMAT", "main", "measure", "profile_step"]
+__all__ = ["CONTENDERS", "main", "measure", "profile_step"]
 
-FORMAT = 1
-"""Version of the record's format."""
 CONTENDERS = {"flat": ("dlrm", "flat"), "sptt": ("dlrm", "sptt"), "dmt": ("dmt-dlrm", "sptt")}
 """Model architecture and dataflow of each contender, by its name."""
 # Largest difference of logits and gradients, which are sums of numbers near 1 in another order.
@@ -137,14 +135,13 @@ def _parity(job: Job, model: DistributedModelParallel, batch: ClickBatch) -> dic
     }
 
 
-def environment(device: str) -> dict[str, Any]:
-    """Returns date, device, machine, GPU, and versions of the software."""
-    found: dict[str, Any] = {"device": device, "machine": platform.machine(), "date": time.strftime("%Y-%m-%d")}
-    found |= {"versions": versions(), "cuda": torch.version.cuda}
+def provenance(device: str) -> dict[str, Any]:
+    """Returns the provenance of a record: `about`, with the device, the version of CUDA, and facts on the GPU."""
+    facts: dict[str, Any] = {"device": device, "cuda": torch.version.cuda}
     if device == "cuda":
         gpu = torch.cuda.get_device_properties(0)
-        found |= {"gpu": gpu.name, "gpu_bytes": gpu.total_memory, "nccl": list(torch.cuda.nccl.version())}
-    return found
+        facts |= {"gpu": gpu.name, "gpu_bytes": gpu.total_memory, "nccl": list(torch.cuda.nccl.version())}
+    return about(f"python -m benchmarks.gpu {' '.join(sys.argv[1:])}", **facts)
 
 
 @click.command()
@@ -165,7 +162,7 @@ def main(device: str, quick: bool, out: Path | None) -> None:
     finally:
         dist.destroy_process_group()
     worst = max(run["parity"][part] for run in contenders.values() for part in ("logits", "dense_gradients"))
-    record = {"format": FORMAT, "environment": environment(kind), "quick": quick, "agrees": worst <= _TOLERANCE}
+    record = {"about": provenance(kind), "quick": quick, "agrees": worst <= _TOLERANCE}
     text = to_json({**record, "contenders": contenders})
     if out is None:
         click.echo(text)

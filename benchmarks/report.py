@@ -54,12 +54,10 @@ def processor() -> str:
 
 
 def commit() -> str:
-    """Returns the checked-out commit, with the suffix ``-dirty`` if files have changed since."""
-    described = subprocess.run(
-        ["git", "describe", "--always", "--dirty", "--abbrev=12"],
-        cwd=_HERE,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    """Returns the checked-out commit, with the suffix ``-dirty`` if files have changed since; else ``unknown``."""
+    command = ["git", "describe", "--always", "--dirty", "--abbrev=12"]
+    try:
+        described = subprocess.run(command, cwd=_HERE, capture_output=True, text=True, check=False)
+    except FileNotFoundError:  # no git
+        return "unknown"
     return described.stdout.strip() or "unknown"

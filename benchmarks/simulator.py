@@ -19,7 +19,7 @@ import click
 from scipy.stats import kendalltau
 
 from benchmarks.emulation.hosts import EmulatedHosts
-from benchmarks.report import commit, processor
+from benchmarks.report import commit, markdown_table, processor
 from benchmarks.steps.build import own_tables, own_topology, own_towers, tower_sizes
 from benchmarks.steps.contenders import Contender, named
 from benchmarks.steps.inputs import benchmark_tables, distinct_rows
@@ -127,6 +127,10 @@ def page(rows: Sequence[Row]) -> str:
     """Returns the page in Markdown: a summary of the errors, and a table of all predictions."""
     errors = sorted(abs(row.predicted / row.measured - 1) for row in rows)
     order = kendalltau([row.measured for row in rows], [row.predicted for row in rows]).statistic
+    cells = [
+        [*row[:2], f"{row.measured:.3f}", f"{row.predicted:.3f}", f"{row.predicted / row.measured - 1:+.1%}"]
+        for row in rows
+    ]
     lines = [
         "# Predicted and measured steps",
         "",
@@ -136,13 +140,7 @@ def page(rows: Sequence[Row]) -> str:
         f"{order:.3f}. The fastest by prediction took at most {_worst_pick(rows):.1%} longer than the fastest measured "
         "one of the same job.",
         "",
-        "| job | contender | measured, s | predicted, s | error |",
-        "| --- | --- | --- | --- | --- |",
-    ]
-    lines += [
-        f"| {row.job} | {row.contender} | {row.measured:.3f} | {row.predicted:.3f} | "
-        f"{row.predicted / row.measured - 1:+.1%} |"
-        for row in rows
+        markdown_table(["job", "contender", "measured, s", "predicted, s", "error"], cells),
     ]
     return "\n".join(lines) + "\n"
 

@@ -266,9 +266,10 @@ def own_tables(contender: Contender, setting: Setting) -> list[TableSpec]:
 
 
 def tower_sizes(contender: Contender, setting: Setting) -> dict[str, int]:
-    """Returns ``tower_dim`` (D), ``c`` and ``p`` of a tower model, with products as in the study of quality.
+    """Returns ``tower_dim`` (D), ``c`` and ``p`` of a tower model.
 
-    There each of T towers returns F N / (T CR) numbers for F features, in vectors of at most N, here of 4 k numbers.
+    With products, as in the study of quality, each of T towers returns at most F N / (T CR) numbers for F features, in
+    vectors of at most N; here D is a multiple of 4.
     """
     if contender.family != "products":
         return {"tower_dim": EMBEDDING_DIM // contender.compression, "c": 1, "p": 0}
