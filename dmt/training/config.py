@@ -317,7 +317,6 @@ class TrainingConfig(Section):
 def _refusals_within_sections(config: TrainingConfig) -> list[tuple[object, str]]:
     """Returns pairs of (condition, message) for settings of one section; a condition that holds refuses the config."""
     model = config.model
-    ranks = config.topology.build().world_size
     return [
         (
             model.factory is None and model.arch == "dmt-dlrm-products" and model.p == 0,
@@ -332,7 +331,6 @@ def _refusals_within_sections(config: TrainingConfig) -> list[tuple[object, str]
             model.factory is None and (model.in_towers or model.options),
             f"model.in_towers={model.in_towers} and model.options={model.options} need model.factory. Set it as well.",
         ),
-        (ranks > 65_536, f"num_towers * ranks_per_tower * num_replicas = {ranks} exceeds 65536. Lower one of them."),
     ]
 
 
@@ -376,11 +374,6 @@ def _refusals_across_sections(config: TrainingConfig) -> list[tuple[object, str]
             replicas > 1 and train.eval_every and train.eval_every % sync_every,
             f"train.eval_every={train.eval_every} is not a multiple of replicas.sync_every={sync_every}: between "
             "averagings the replicas' tables differ, so there is no single model to evaluate. Set a multiple of it.",
-        ),
-        (
-            hot.extra_memory == 0 and hot.refresh_every != HotRowsConfig().refresh_every,
-            f"hot_rows.refresh_every={hot.refresh_every} has no effect with hot_rows.extra_memory=0. Set extra_memory, "
-            "for example to 0.01, or leave refresh_every out.",
         ),
         (
             hot.extra_memory > 0 and (is_flat or sharding.table_precision != "fp32"),

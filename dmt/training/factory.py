@@ -8,7 +8,7 @@ The function takes any of these keyword arguments and returns the unsharded mode
 - ``num_dense``: number of dense columns;
 - ``options``: the section ``[model.options]`` of the config, as a dict;
 - ``towers``: the `TowerPlan` of a model in towers; None for a flat model;
-- ``device``: device of the parameters, for example the meta device; pass it to TorchRec's collections.
+- ``device``: device of the parameters, such as the meta device, or None; pass it to TorchRec's collections.
 
 Every process calls the function several times: it must return the same model each time.
 """
@@ -226,19 +226,12 @@ def _check_tables(place: str, model: nn.Module, job: Job) -> None:
     tables = {table.name: table for tables in by_tower for table in tables}
     given = {table.name: table for table in job.split_tables}
     for name in {**given, **tables}:
-        if given.get(name) != tables.get(name):
+        if given.get(name) != tables.get(name) or is_sequence(given[name]) != is_sequence(tables[name]):
             raise InputError(
                 f"{place}: the model's table {name!r} is {tables.get(name, 'absent')}, but the argument `tables` has "
-                f"{given.get(name, 'no such table')}. Use the entries of `tables` unchanged: rows and features come "
-                "from [data], columns from model.embedding_dim and model.embedding_dims."
-            )
-        if is_sequence(given[name]) != is_sequence(tables[name]):
-            has, kind = (
-                ("has", "EmbeddingCollection") if is_sequence(given[name]) else ("has no", "EmbeddingBagCollection")
-            )
-            raise InputError(
-                f"{place}: table {name!r} is in a tower that {has} sequences (data.sequences), so it must be in an "
-                f"{kind}, as its config in `tables` says. Use `tables` unchanged, or change data.sequences."
+                f"{given.get(name, 'no such table')}. Use the entries of `tables` unchanged (EmbeddingConfig in an "
+                "EmbeddingCollection): rows and features come from [data], columns from model.embedding_dim and "
+                "model.embedding_dims."
             )
     if not has_towers:
         return

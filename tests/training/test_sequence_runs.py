@@ -111,7 +111,7 @@ def test_runs_with_sequences_agree_with_the_plain_module(name: str) -> None:
     [
         (
             {"model": {**FACTORY, "options": {"bags": True}}},
-            r"table 't_C1' is in a tower that has sequences \(data.seq",
+            r"table 't_C1' is TableSpec.*is_sequence=False\), but .* has .*is_sequence=True\)\. Use .* Emb",
         ),
         ({"model": {"factory": f"{__name__}:own"}}, "makes a flat model, but data.sequences has 'C.'"),
         ({"arch": "dlrm", "dataflow": "sptt"}, "is flat, so the tower dataflow would not compress 'C.' of data.seq"),
@@ -141,7 +141,7 @@ def test_a_tower_without_sequences_looks_up_bags() -> None:
     check_outputs(job, build_model(job, device="meta"))
     without = open_job(small(synthetic=SYNTHETIC))
     assert [table.name for table in without.tables if table.is_sequence] == []
-    message = r"is in a tower that has no sequences \(data.sequences\), so it must be in an EmbeddingBag"
+    message = r"table .* is TableSpec.*is_sequence=True\), but .* has .*is_sequence=False\)\. Use"
     config = small(synthetic=SYNTHETIC, model={"factory": f"{__name__}:sequences_of_all", "in_towers": True})
     with pytest.raises(InputError, match=message):
         build_model(open_job(config), device="meta")

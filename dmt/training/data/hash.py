@@ -70,7 +70,7 @@ def _text(values: pa.Array, feature: str) -> pa.Array:
 
 
 def deal_rows(number: int) -> NDArray[np.int64]:
-    """Returns a row for each of a table's values, such that equal contiguous parts of the table are read about alike.
+    """Returns a row for each of a table's values, such that equal contiguous parts are read about equally often.
 
     Row-wise shards are contiguous, so ids in the order of frequency would put all hot rows on the first rank. The
     multiples of the golden ratio, modulo 1, fill [0, 1) evenly however many are taken (Kronecker sequence): with Zipf
