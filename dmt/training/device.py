@@ -79,7 +79,7 @@ def take_device(kind: DeviceType, local_rank: int) -> torch.device:
 
 
 def current_device(kind: DeviceType) -> torch.device:
-    """Returns this rank's device."""
+    """Returns this rank's device: the CPU, or the current GPU of this process."""
     return torch.device("cpu") if kind == "cpu" else torch.device("cuda", torch.cuda.current_device())
 
 

@@ -1,7 +1,7 @@
 """Saves a model during training, so that no kill and no full disk loses a checkpoint, and loads it into any layout.
 
 ============================  ======================================================================================
-``step-00001234``             a complete checkpoint; if the step is saved again, the next one ends in ``.1``
+``step-00001234``             a complete checkpoint; the next one of the same step ends in ``.1``
 ``.step-00001234.partial``    an incomplete one, being written or deleted, or left by a killed process
 ============================  ======================================================================================
 

@@ -186,7 +186,8 @@ class ClickData:
             rows: training rows of this epoch that all ranks together have used. The iterator is empty if fewer rows
                 than a global batch are left.
             lanes: V, the number of ranks on which the run began; None: W.
-            group: the W ranks. With a user's function they agree on the last batch, so iterating is collective.
+            group: the W ranks. With a user's function they agree on the last batch, so iterating is collective; None:
+                this rank's function alone decides.
 
         Raises:
             InputError: rows cannot be read or are invalid (`ParquetRows.read`, `SourceRows.tables`); raised while

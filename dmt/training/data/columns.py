@@ -288,7 +288,7 @@ def tables_of(
 
 
 def explicit_config(config: DataConfig, columns: Columns) -> DataConfig:
-    """Returns the settings with column names in place of globs, to read other files in the same way."""
+    """Returns the settings with names in place of globs, and each table's size, to read other files in the same way."""
     plain = [feature for feature in columns.features if feature.time is None]
     times = [feature.time[0] for feature in columns.features if feature.time is not None]
     changes: dict[str, Any] = {
