@@ -322,7 +322,7 @@ def _cuts(plan: TowerPlan, tables: Sequence[TableSpec]) -> Mapping[str, tuple[in
     return plan.column_splits if any(feature in features for feature in plan.column_splits) else {}
 
 
-def check_table_optimizer(config: OptimizerConfig, device: str = "cpu") -> None:
+def check_table_optimizer(config: OptimizerConfig, device: str) -> None:
     """Raises `InputError` if FBGEMM has no kernel for the tables' optimizer on the device where the tables live."""
     if device == "cpu" and config.sparse not in _CPU_OPTIMIZERS:
         raise InputError(

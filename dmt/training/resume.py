@@ -82,7 +82,7 @@ class Start:
 
     position: Position = field(default_factory=Position)
     """Where to continue; the beginning if the checkpoint is another run's."""
-    files: list[tuple[str, int, int]]
+    files: list[tuple[str, int, int]] = field(default_factory=list)
     """`ClickData.files` of the training rows; a run continues on the same files only."""
     sources: list[SourceState | None] = field(default_factory=list)
     """State of the user's source on each rank."""
@@ -107,7 +107,7 @@ def find_start(job: Job, mesh: TowerMesh) -> Start:
     look = starting_folder if mesh.rank == 0 else checkpoint_folder
     folder = newest(run_on_all_or_raise(lambda: look(job.config), mesh.global_group)[0], mesh)
     if folder is None:
-        return Start(files=job.data.files("train"))
+        return Start()
     # Rank 0 compares: the checkpoint has the data paths of rank 0's host; other hosts may have other paths.
     start, *_ = run_on_all_or_raise(lambda: start_from(folder, job) if mesh.rank == 0 else None, mesh.global_group)
     assert start is not None, "rank 0 has compared"
@@ -170,7 +170,7 @@ def start_from(folder: Path, job: Job) -> Start:
     # Also learning rates: the config's rates are used, not the saved ones.
     notes = [text for text in changes if text.startswith(_TRAINING)]
     if not is_own:
-        return Start(folder=folder, files=files, lines=(f"weights and optimizer states from {folder}", *notes))
+        return Start(folder=folder, lines=(f"weights and optimizer states from {folder}", *notes))
     at = saved.position
     line = f"resumes from {folder}: step {at.step}, epoch {at.epoch}, row {at.rows}"
     return replace(saved, folder=folder, lines=(line, *notes))
@@ -242,13 +242,13 @@ def restore_hot_rows(start: Start, hot: HotRows | None, mesh: TowerMesh) -> None
             hot.load_state(state)
 
 
-def progress_of(job: Job, at: Position, start: Start, mesh: TowerMesh) -> dict[str, Any]:
+def progress_of(job: Job, at: Position, mesh: TowerMesh) -> dict[str, Any]:
     """Returns the ``progress`` that a checkpoint keeps, see `Start`; collective with a user's source."""
     sources = []
     if job.data.source is not None:
         state = job.data.source.state(at.epoch, at.rows // mesh.topology.world_size)
         sources = gather_objects(state, mesh.global_group)
-    return {"position": asdict(at), "files": start.files, "sources": sources}
+    return {"position": asdict(at), "files": job.data.files("train"), "sources": sources}
 
 
 def step_rows(job: Job, at: Position) -> int:

@@ -47,7 +47,6 @@ from dmt.training.preflight import check_rows, checked_model, preflight
 from dmt.training.records import RunRecord, quality_warnings, settings_lines
 from dmt.training.resume import (
     Position,
-    Start,
     checkpoint_folder,
     find_start,
     folder_lock,
@@ -80,7 +79,6 @@ class Run:
     hot_rows: HotRows | None
     record: RunRecord
     saver: Checkpointer
-    start: Start
     pipeline: Any
     """TorchRec's pipeline of the model and the optimizer."""
 
@@ -140,7 +138,6 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
         hot_rows=hot,
         record=record,
         saver=saver,
-        start=start,
         pipeline=make_pipeline(job, model, optimizer),
     )
 
@@ -308,7 +305,7 @@ def save(run: Run, at: Position) -> bool:
     _settle_replicas(run, at.step)
     if run.replicas is not None:
         run.replicas.check()
-    progress = progress_of(run.job, at, run.start, run.mesh)
+    progress = progress_of(run.job, at, run.mesh)
     describe = partial(describe_run, run.job, None if run.hot_rows is None else run.hot_rows.state())
     return run.saver.save(run.model, run.optimizer, step=at.step, progress=progress, describe=describe)
 

@@ -26,7 +26,7 @@ from dmt.training.config import TrainingConfig
 from dmt.training.data.clicks import ClickData
 from dmt.training.job import open_job, open_unsharded
 from dmt.training.records import RunRecord
-from dmt.training.resume import Position, Start
+from dmt.training.resume import Position
 from dmt.training.train import Run, make_pipeline, train_steps
 from dmt.training.trained import describe_run
 
@@ -117,7 +117,6 @@ def new_run(
         hot_rows=None,
         record=record or RunRecord(config, enabled=False),
         saver=saver,
-        start=Start(files=[]),
         pipeline=make_pipeline(job, model, optimizer),
     )
 
