@@ -49,7 +49,7 @@ class ModelConfig(Section):
     features to its ``p`` outputs; it needs ``p`` of at least 1."""
     factory: str | None = None
     """``package.module:function`` that builds your own model ([Your model](your_model.md#in-the-trainer)). Of this
-    section, only ``in_towers``, ``options``, ``embedding_dim`` and ``embedding_dims`` apply to it."""
+    section, only ``in_towers``, ``options``, ``embedding_dim`` and ``embedding_dims`` apply."""
     in_towers: bool = False
     """The factory's model has an ``EmbeddingTowerCollection``; false: the model is flat."""
     options: dict[str, Any] = Field(default_factory=dict)

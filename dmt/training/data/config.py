@@ -89,7 +89,7 @@ class DataConfig(Section):
     categorical: tuple[str, ...] = ()
     """Categorical columns, by name or glob, in this order; with ``criteo_tsv``, all 26 by default."""
     multi_hot: tuple[str, ...] = ()
-    """Categorical columns, by name or glob, whose text is a list of values, ``a|b|c``."""
+    """Categorical columns, by name or glob, whose text lists values, ``a|b|c``."""
     timestamps: tuple[str, ...] = ()
     """Columns of times, by name or glob. Each becomes the features ``<column>_hour`` and ``<column>_weekday``."""
     csv_separator: str | None = Field(default=None, pattern=r"^[\x01-\x09\x0b\x0c\x0e-!#-\x7f]$")
