@@ -10,9 +10,8 @@ from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import IO, Any
 
-from pydantic import Field
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
 from dmt.collectives import by_path, gather_objects, run_on_all_or_raise
@@ -66,13 +65,13 @@ _ENCODING = (
 class Position:
     """Position in training: enough to resume at the right sample, with any number of ranks."""
 
-    step: Annotated[int, Field(ge=0)] = 0
+    step: int = 0
     """Training steps done."""
-    epoch: Annotated[int, Field(ge=0)] = 0
+    epoch: int = 0
     """Completed passes over the training rows."""
-    rows: Annotated[int, Field(ge=0)] = 0
+    rows: int = 0
     """Rows of the current pass that all ranks together have trained on."""
-    lanes: Annotated[int, Field(ge=1)] | None = None
+    lanes: int | None = None
     """Number of ranks at the run's start: rows are dealt to as many lanes (`Deal`); None before the first step."""
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import random
-import shutil
-from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,7 +16,7 @@ import torch
 from dmt.errors import InputError
 from dmt.sptt.mesh import TowerMesh
 from dmt.training import train as training
-from dmt.training.checkpoints.store import checkpoints, read_manifest, write_manifest
+from dmt.training.checkpoints.store import checkpoints, read_manifest
 from dmt.training.config import TrainingConfig
 from dmt.training.job import open_job, open_unsharded
 from dmt.training.records import RunRecord, read_curves
@@ -325,17 +323,6 @@ def checked_evaluations_on_rank(rank: int, values: dict[str, Any]) -> list[int]:
     with patch.object(training, "evaluate", checked):
         run_on_rank(rank, values, None)
     return steps
-
-
-@pytest.mark.parametrize(
-    ("key", "value"), [("position", {"epoch": "x"}), ("position", {"rows": -1}), ("files", 3), ("files", None)]
-)
-def test_a_forged_position_is_refused(key: str, value: Any, finished: TrainingConfig, tmp_path: Path) -> None:
-    folder = shutil.copytree(checkpoints(checkpoint_folder(finished))[0], tmp_path / "step-00000008")
-    manifest = read_manifest(folder)
-    write_manifest(folder, replace(manifest, progress={**manifest.progress, key: value}))
-    with pytest.raises(InputError, match=f"step-00000008: its progress: {key}"):
-        start_from(folder, open_unsharded(finished))
 
 
 # Adam and AdaGrad divide by a gradient's size: they would hide a wrong divisor, and show rounding where terms cancel.
