@@ -177,7 +177,7 @@ def _size(value: Tensor) -> tuple[int, ...]:
 
 
 class RecordedFile(io.FileIO):
-    """A new file that hashes what is written, and keeps write errors for `digest`: they would end PyTorch's writer."""
+    """A new file that hashes its content. Only `digest` raises write errors: PyTorch's writer would end the process."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path, "wb")

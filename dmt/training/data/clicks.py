@@ -1,7 +1,7 @@
 """`ClickData` turns prepared files, synthetic clicks, or rows of a user's function into batches for each rank.
 
-Each rank computes which rows of files it reads (`dmt.training.data.deal`); a thread reads them ahead of training. Rows
-are Arrow tables with the columns of a prepared folder until they are shuffled.
+For files and synthetic clicks, each rank computes which rows it reads (`dmt.training.data.deal`), and a thread reads
+them ahead of training. Rows are Arrow tables with the columns of a prepared folder until they are shuffled.
 
 Legend: V lanes, W ranks, B rows of a rank's batch; a global batch has W * B rows.
 """

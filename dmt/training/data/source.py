@@ -48,7 +48,7 @@ class SourceRows:
         self._name, self._config = f"data.source={config.source!r}", config
         self._function = load_function("data.source", config.source)
         self.start_state: SourceState | None = None
-        """State from which the next pass over training rows starts, of a run on as many ranks; None: from the start."""
+        """State at which the next pass over training rows starts, saved on as many ranks; None: at the first row."""
         self._epoch, self._states = 0, deque[SourceState]()
         first = next((table for _, table in self._tables_of(self._call("train", 0, 1, 0))), None)
         if first is None:
