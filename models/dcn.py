@@ -2,7 +2,7 @@
 
 They differ from DLRM and DMT-DLRM in the interaction: cross layers instead of dot products.
 
-Legend: B samples, F features, T towers, O_t outputs of tower t, N embedding dim, D tower dim.
+Legend: B samples, F features, O_t outputs of tower t, N embedding dim, D tower dim.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """DLRM (arXiv 1906.00091) and its multi-tower form DMT-DLRM (arXiv 2403.00877, sections 3.2 and 4, Listing 1).
 
-Legend: B samples, F features, T towers, F_t features of tower t, O_t its outputs, N embedding dim, D tower dim.
+Legend: B samples, F_t features of tower t, O_t its outputs, N embedding dim, D tower dim.
 """
 
 from __future__ import annotations

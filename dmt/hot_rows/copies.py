@@ -9,7 +9,7 @@ The tables remain authoritative. `HotCopies.write_back` writes weights and optim
 before the tensors of a table are returned; it needs no communication, because every rank has all copies.
 `HotCopies.read` copies the hot rows from the tables, bit for bit. In between, the tables' hot rows are not used.
 
-Legend: F features, B samples of this rank, n hot rows of a table, N its columns, W ranks.
+Legend: F features, B samples of this rank, n hot rows of a table, N its columns.
 """
 
 from __future__ import annotations

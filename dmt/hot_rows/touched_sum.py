@@ -4,7 +4,7 @@ Ranks exchange which rows they touched, between hosts one bit per row. One all-r
 once between hosts, sums the rows that any rank touched; if nearly all rows were touched, it sums all rows. Both give
 the same sums up to the order of additions.
 
-Legend: n rows of all tables, H hosts of L ranks.
+Legend: n rows of all tables.
 """
 
 from __future__ import annotations
