@@ -160,7 +160,7 @@ def explain(error: ValidationError) -> str:
     """Returns a sentence: the first field that pydantic rejects, the reason, and the value unless the reason has it."""
     first = error.errors()[0]
     key = "".join(f"{part}." for part in first["loc"]).rstrip(".")
-    reason = first["msg"].removeprefix("Value error, ").rstrip(".")
+    reason = first["msg"].removeprefix("Value error, ").rstrip(".").partition(" or instance of ")[0]
     reason = reason.replace("valid tuple", "list, in brackets").replace("valid dictionary", "table, in braces")
     got = "" if first["type"] in ("value_error", "missing") else f" (got {first['input']!r:.200})"
     return f"{key and f'{key}: '}{reason}{got}."

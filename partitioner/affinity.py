@@ -104,8 +104,7 @@ class FeatureAffinity:
         if self.measure not in get_args(Measure):
             raise InputError(f"FeatureAffinity: measure={self.measure!r} is unknown; use 'cosine' or 'interactions'.")
         most = math.inf if self.measure == "interactions" else 1.0
-        strange = [name for triple in self.triples for name in triple.features if name not in features]
-        if strange:
+        if strange := [name for triple in self.triples for name in triple.features if name not in features]:
             raise InputError(f"FeatureAffinity: triples name {strange[0]!r}, which is not in features. Add it there.")
         cleaned: dict[str, Any] = {
             "features": features,
@@ -141,7 +140,7 @@ class FeatureAffinity:
         model: nn.Module,
         batches: Iterable[Any],
         *,
-        ids: Callable[[Any], Any] = lambda batch: batch.sparse_features,
+        ids: Callable[[Any], Any] = lambda batch: getattr(batch, "sparse_features", batch),
         process_group: ProcessGroup | None = None,
     ) -> FeatureAffinity:
         """Measures how similar the embeddings of a trained model are; the model may be sharded.
@@ -152,7 +151,8 @@ class FeatureAffinity:
             model: contains at least one TorchRec ``EmbeddingBagCollection``, plain or sharded by
                 ``DistributedModelParallel``, or a plain ``EmbeddingCollection``. Detach a train pipeline first.
             batches: a few thousand samples, in batches of any size.
-            ids: returns the ``KeyedJaggedTensor`` of a batch, on the model's device.
+            ids: returns the ``KeyedJaggedTensor`` of a batch, on the model's device; by default its
+                ``sparse_features``, or the batch itself.
             process_group: ranks that make this call together, each with its own batches, the same number on every rank;
                 every rank gets the affinity of all samples. Required for a sharded model, with all of its ranks.
 

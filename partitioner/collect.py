@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from dmt.errors import InputError, did_you_mean
+from dmt.errors import InputError, check_instance, did_you_mean
 from dmt.partitioner.affinity import FeatureAffinity
 from dmt.plan.tables import TableSpec, feature_names, table_specs
 
@@ -45,14 +45,14 @@ def collect_affinity(
     """Returns the measured affinity; `FeatureAffinity.collect` describes arguments and errors."""
     if process_group is None:
         collections = _find_collections(model, in_group=False)
-        return _sum(collections, map(ids, batches)).result(_tables_of(collections))
+        return _sum(collections, _ids_of(batches, ids)).result(_tables_of(collections))
     from dmt.collectives import run_on_all_or_raise, sum_over_ranks
 
     prepared: list[Any] = []
 
     def prepare() -> Any:
         """Reads all batches; returns what must be equal on all ranks."""
-        keyed = [features for features in map(ids, batches) if features.stride() > 0]
+        keyed = [features for features in _ids_of(batches, ids) if features.stride() > 0]
         prepared.extend((_find_collections(model, in_group=True), keyed))
         forms = dict.fromkeys((tuple(features.keys()), features.weights_or_none() is not None) for features in keyed)
         return [collection.path for collection in prepared[0]], len(keyed), list(forms)
@@ -76,6 +76,17 @@ def collect_affinity(
         sum_over_ranks(part, process_group) for part in (measured.sum_FF, measured.counts)
     )
     return measured.result(_tables_of(collections))
+
+
+def _ids_of(batches: Iterable[Any], ids: Callable[[Any], Any]) -> Iterator[Any]:
+    for number, batch in enumerate(batches):
+        keyed = ids(batch)
+        if not hasattr(keyed, "length_per_key"):
+            raise InputError(
+                f"{_WHERE}: ids(batch) is a {type(keyed).__name__} for batch {number}, not a KeyedJaggedTensor. "
+                "Give ids=, a function that returns it."
+            )
+        yield keyed
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -179,8 +190,7 @@ def _look_up(collections: Sequence[_Collection], ids: Any, number: int) -> dict[
         raise InputError(f"{_WHERE}: batch {number} has a variable stride. Give all features the same samples.")
     vectors: dict[str, Tensor] = {}
     for collection in collections:
-        missing = [name for name in collection.inputs if name not in place]
-        if missing:
+        if missing := [name for name in collection.inputs if name not in place]:
             raise InputError(
                 f"{_WHERE}: batch {number} lacks feature {missing[0]!r} of collection {collection.path!r} "
                 f"({len(missing)} are missing).{did_you_mean(missing[0], place)} Add it to all batches."
@@ -191,8 +201,7 @@ def _look_up(collections: Sequence[_Collection], ids: Any, number: int) -> dict[
             pooled = {key: torch.segment_reduce(v.values(), "sum", lengths=v.lengths()) for key, v in looked_up.items()}
         else:
             pooled = looked_up.to_dict()
-        twice = [name for name in pooled if name in vectors]
-        if twice:
+        if twice := [name for name in pooled if name in vectors]:
             raise InputError(
                 f"{_WHERE}: two collections look up feature {twice[0]!r}, the second at {collection.path!r}. Give the "
                 "submodule with the collection to measure."
@@ -229,6 +238,7 @@ def _find_collections(model: nn.Module, *, in_group: bool) -> list[_Collection]:
             f"{_WHERE} needs TorchRec, which cannot be imported here ({error}). Collect the affinity where TorchRec is "
             "installed, and save it to a file."
         ) from error
+    check_instance("model", model, nn.Module)
     found, remedy = [], "Load the checkpoint into the plain model and measure that."
     for path, part in model.named_modules():
         where = f"{_WHERE}: {path!r} is a {type(part).__name__}"

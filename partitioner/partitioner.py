@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field, InstanceOf, TypeAdapter, ValidationError
 
-from dmt.errors import InputError
+from dmt.errors import InputError, check_instance
 from dmt.files import explain
 from dmt.formatting import shorten
 from dmt.partitioner.affinity import FeatureAffinity
@@ -64,7 +64,7 @@ class TowerPartitioner:
     cosines; for interactions it is together, or apart if ``keeps_interactions`` is False."""
     keeps_interactions: bool = True
     """For ``"auto"``: whether the tower modules return products of features, as their class says by this attribute."""
-    balance_ratio: Annotated[float, Field(ge=1)] = 1.0
+    balance_ratio: Annotated[float, Field(strict=True, ge=1)] = 1.0
     """K of the paper: the largest tower has at most K times as many features as the smallest, or ceil(F / T) if that is
     more. Towers have n to K n features, rounded down, for the n that brings the middle of this range nearest to F / T;
     a note says if features that stay together need a wider range. If K is infinite, any sizes are allowed, for
@@ -104,6 +104,7 @@ class TowerPartitioner:
         from threadpoolctl import threadpool_limits
 
         self.check()
+        check_instance("measure", measure, FeatureAffinity)
         strategy = self._resolved(measure)
         if tables:
             measure = replace(measure, tables=tuple(tables))

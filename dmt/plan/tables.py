@@ -58,8 +58,8 @@ class TableSpec:
         for size in ("num_embeddings", "embedding_dim"):
             if getattr(self, size) < 1:
                 raise InputError(f"Table {self.name!r} has {size}={getattr(self, size)}; it must be positive.")
-        if not self.feature_names:
-            raise InputError(f"Table {self.name!r} has no feature; give at least one in feature_names.")
+        if not self.feature_names or isinstance(self.feature_names, str):
+            raise InputError(f"Table {self.name!r} has feature_names={self.feature_names!r}; give a tuple of names.")
         number_bytes(self)
         if self.sequences:
             object.__setattr__(self, "is_sequence", True)
@@ -90,8 +90,11 @@ def table_specs(tables: Iterable[Any], *, one_table_per_feature: bool = True) ->
 
     Raises:
         InputError: two tables have the same name, two tables have the same feature although ``one_table_per_feature``,
-            or a table breaks a rule of `TableSpec`.
+            a table breaks a rule of `TableSpec`, or something in ``tables`` is no table.
     """
+    tables = list(tables) if isinstance(tables, Iterable) else [tables]
+    if others := [table for table in tables if not hasattr(table, "feature_names")]:
+        raise InputError(f"tables has {others[0]!r:.200}, which is no table. Give EmbeddingBagConfig or TableSpec.")
     specs = tuple(
         TableSpec(
             name=table.name,
@@ -106,8 +109,7 @@ def table_specs(tables: Iterable[Any], *, one_table_per_feature: bool = True) ->
     )
     features = feature_names(specs) if one_table_per_feature else []
     for kind, names in (("Table", [s.name for s in specs]), ("Feature", features)):
-        doubled = [(name, count) for name, count in Counter(names).items() if count > 1]
-        if doubled:
+        if doubled := [(name, count) for name, count in Counter(names).items() if count > 1]:
             raise InputError(f"{kind} {doubled[0][0]!r} occurs {doubled[0][1]} times in tables. Rename all but one.")
     return specs
 

@@ -65,9 +65,8 @@ class TowerTopology:
     def __post_init__(self) -> None:
         for field in ("num_towers", "ranks_per_tower", "num_replicas", "ranks_per_host"):
             value = getattr(self, field)
-            if field == "ranks_per_host" and value is None:
-                continue
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+            is_left_out = field == "ranks_per_host" and value is None
+            if not is_left_out and (type(value) is not int or value < 1):
                 raise InputError(f"TowerTopology: {field}={value!r} must be a whole number of at least 1.")
         if self.replica_placement not in ("inter_host", "intra_host"):
             raise InputError(

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from dmt.errors import InputError, did_you_mean
+from dmt.errors import InputError, check_instance, did_you_mean
 from dmt.files import read_model, write_or_raise
 from dmt.formatting import shorten
 from dmt.plan.split_across_towers import shard_names, split_tables
@@ -77,12 +77,13 @@ class TowerPlan:
         for tower in self.towers:
             if not tower.features:
                 raise InputError(f"Tower {tower.name!r} has no feature; drop the tower or move a feature into it.")
+        if unnamed := [feature for feature in (*self.features, *self.outside) if not isinstance(feature, str)]:
+            raise InputError(f"Feature {unnamed[0]!r:.200} of the tower plan is not a name. Give strings.")
         for kind, names in (
             ("Tower", [t.name for t in self.towers]),
             ("Feature", [*self.features, *self.outside]),
         ):
-            doubled = [name for name, count in Counter(names).items() if count > 1]
-            if doubled:
+            if doubled := [name for name, count in Counter(names).items() if count > 1]:
                 places = [t.name for t in self.towers if doubled[0] in (t.name, *t.features)]
                 places += ["outside"] * (doubled[0] in self.outside)
                 raise InputError(
@@ -148,7 +149,8 @@ class TowerPlan:
             >>> TowerPlan.balanced(tables, two, rows=rows).to_lists()
             [['ad', 'site'], ['user', 'hour']]
         """
-        num = topology.num_towers
+        check_instance("topology", topology, TowerTopology)
+        tables, num = table_specs(tables, one_table_per_feature=False), topology.num_towers
         if len(tables) < num:
             raise InputError(f"num_towers={num} must be at most the number of tables, {len(tables)}. Use fewer towers.")
         counts = {table.name: len(table.feature_names) for table in tables} if rows is None else rows

@@ -16,7 +16,7 @@ from torchrec.distributed.model_parallel import DefaultDataParallelWrapper
 
 from dmt._torchrec import add_dense_hook, at_end_of_backward
 from dmt.collectives import check_agreement, profiler_range, start_sum_over_hosts
-from dmt.errors import InputError
+from dmt.errors import InputError, check_instance
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.precision import SyncPrecision
 
@@ -54,6 +54,7 @@ class HierarchicalDataParallel(DefaultDataParallelWrapper):
     def __init__(
         self, mesh: TowerMesh, *, precision: SyncPrecision = "fp32", bucket_cap_mb: float = 1.0, **options: Any
     ) -> None:
+        check_instance("mesh", mesh, TowerMesh)
         arguments = {"precision": precision, "bucket_cap_mb": bucket_cap_mb}
         check_agreement("HierarchicalDataParallel", {**arguments, **options}, mesh.global_group)
         if precision not in ("fp32", "bf16"):

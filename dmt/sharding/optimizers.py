@@ -63,12 +63,15 @@ def kernel_obstacle(settings: Mapping[str, Any], *, names_only: bool = False, cp
         >>> kernel_obstacle({"betas": (0.8, 0.99)})
         'FBGEMM has no setting betas=(0.8, 0.99); its names are beta1 and beta2'
     """
+    from fbgemm_gpu.split_embedding_configs import EmbOptimType
     from fbgemm_gpu.split_table_batched_embeddings_ops_training import SplitTableBatchedEmbeddingBagsCodegen
     from fbgemm_gpu.tbe.ssd import SSDTableBatchedEmbeddingBags
 
     kernels = SplitTableBatchedEmbeddingBagsCodegen, SSDTableBatchedEmbeddingBags
     known = {name for kernel in kernels for name in _signature(kernel).parameters}
-    optimizer = str(settings.get("optimizer", _FBGEMM_DEFAULT))
+    if not isinstance(kind := settings.get("optimizer", EmbOptimType.EXACT_SGD), EmbOptimType):
+        return f"optimizer={kind!r} is not one of FBGEMM's, such as EmbOptimType.EXACT_ROWWISE_ADAGRAD"
+    optimizer = str(kind)
     # What FBGEMM passes to the kernel of each optimizer. The mode of row-wise AdaGrad's decay is NONE by default.
     is_row_wise = optimizer.endswith("row_wise_adagrad")
     counts, clips = settings.get("counter_based_regularization"), settings.get("cowclip_regularization")

@@ -70,6 +70,10 @@ class TowerShardingPlanner:
         device_type: str = "cpu",
     ) -> None:
         check_instance("topology", topology, TowerTopology)
+        check_instance("workload", workload or StepWorkload(), StepWorkload)
+        check_instance("hardware", hardware or Hardware(), Hardware)
+        if device_type not in ("cpu", "cuda"):
+            raise InputError(f"TowerShardingPlanner: device_type={device_type!r} is unknown; use 'cpu' or 'cuda'.")
         schemes = SCHEMES if scheme == "auto" else cast("Any", (scheme,) if isinstance(scheme, str) else tuple(scheme))
         self.topology = topology
         self.rules = ShardingRules(schemes=schemes, tables=dict(pinned or {}), hot_rows=hot_rows)

@@ -296,7 +296,7 @@ class ShardingRules:
         of_tables = [(what, rule, choices) for what, rule in rules.items() if not isinstance(rule, TablePlacement)]
         for what, value, known in [*(("schemes", scheme, SCHEMES) for scheme in self.schemes or ("",)), *of_tables]:
             if value not in known:
-                raise InputError(f"{what}: {value!r} is not one of {list(known)}.{did_you_mean(value, known)}")
+                raise InputError(f"{what}: {value!r} is not one of {list(known)}.{did_you_mean(str(value), known)}")
 
     def names(self, table: str) -> bool:
         """Returns whether a rule names the table, exactly or by pattern."""

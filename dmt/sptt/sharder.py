@@ -82,6 +82,7 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
     ) -> None:
         super().__init__(fused_params=fused_params)
         check_instance("mesh", mesh, TowerMesh)
+        check_instance("fused_params", fused_params or {}, dict)
         if obstacle := kernel_obstacle(fused_params or {}, names_only=True):
             raise InputError(f"fused_params: {obstacle}. Remove or correct this setting.")
         check_moment_scale(moment_scale, mesh.topology.num_replicas)
@@ -91,8 +92,7 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         if not isinstance(unique, bool):
             raise InputError(f"unique={unique!r} must be True or False.")
         refuse(unique=unique, id_route=id_route)
-        if peer_precision is not None:
-            check_instance("peer_precision", peer_precision, ExchangePrecision)
+        check_instance("peer_precision", peer_precision or ExchangePrecision(), ExchangePrecision)
         self.mesh = mesh
         self.id_route = id_route
         self.peer_precision = peer_precision or ExchangePrecision()

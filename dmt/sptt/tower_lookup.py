@@ -27,13 +27,7 @@ from dmt.collectives import broadcast_tensor, start_sum, start_sum_over_hosts
 from dmt.sharding.data_parallel import DataParallelOptimizer
 from dmt.sptt.group_sharded import Embeddings, GroupSharded, table_configs, table_weights
 
-__all__ = [
-    "DataParallelTables",
-    "GroupShardedEBC",
-    "RowWiseOutputs",
-    "in_order",
-    "output_keys",
-]
+__all__ = ["DataParallelTables", "GroupShardedEBC", "RowWiseOutputs", "in_order", "output_keys"]
 
 StartMean = Callable[[Tensor], Callable[[], None]]
 """Starts to average a gradient over ranks in place, and returns a function that waits for the end."""

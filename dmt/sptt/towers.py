@@ -19,7 +19,7 @@ from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerColle
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from dmt.collectives import broadcast_tensor, sum_over_ranks
-from dmt.errors import InputError
+from dmt.errors import InputError, check_instance
 from dmt.plan.tables import feature_names
 from dmt.sptt.dataflow import SPTTModule
 from dmt.sptt.group_sharded import Embeddings, split_rows, table_configs, table_weights
@@ -284,6 +284,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
         clip_grad_norm(model, 1.0)
         optimizer.step()
     """
+    check_instance("model", model, nn.Module)
     if not max_norm > 0:
         raise InputError(f"clip_grad_norm: max_norm={max_norm!r} must be above 0.")
     collections = [part for part in model.modules() if isinstance(part, ShardedTowerCollection)]

@@ -158,7 +158,7 @@ class ShardingConfig(Section):
     """The scheme of every table that supports it; ``auto``: the planner chooses for each table (``dmt plan`` shows
     why). In flat runs TorchRec's planner chooses: ``auto`` allows it ``table_wise`` and ``column_wise``, ``planner``
     (flat runs only) all four."""
-    tables: dict[str, Scheme | Kernel] = Field(default_factory=dict)
+    tables: dict[str, Literal[Scheme, Kernel]] = Field(default_factory=dict)
     """The scheme of individual tables, or the [kernel](sharding.md#tables-larger-than-the-devices), by name or pattern:
     ``"t_ad*" = "row_wise"``; an exact name wins, then the first pattern that matches."""
     memory_gib: float | None = Field(default=None, gt=0, le=1e6)
@@ -451,7 +451,7 @@ def _apply(values: dict[str, Any], override: str) -> None:
         if text.lstrip().startswith(('"', "'", "[", "{")):
             raise
         # A bare word: model.arch=dlrm
-        parsed = parse(to_override("value", text), "TOML", place=place, remedy="Give text in UTF-8.")
+        parsed = parse(to_override("value", text.strip()), "TOML", place=place, remedy="Give text in UTF-8.")
     *sections, last = key.strip().split(".")
     for section in sections:
         values = values.setdefault(section, {})

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from fbgemm_gpu.split_embedding_configs import EmbOptimType
 from fbgemm_gpu.split_table_batched_embeddings_ops_training import WeightDecayMode
 from torch import Tensor, nn
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -251,8 +252,9 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
         nn.BatchNorm1d(8))]), TowerCollectionSharder(job.two, unique=True)), "unique=True, .* tower 1 holds a Batch"),
     "unique, global": (lambda job: flat_sharder(job.two, unique=True, id_route="global"), "unique=True needs id_"),
     "route": (lambda job: flat_sharder(job.two, id_route="globl"), "'globl' is unknown.* mean 'global'"),
-    "route of towers": (lambda job: TowerCollectionSharder(job.two, id_route="tower"), "route='tower' is unk"),  # type: ignore[arg-type]
     "lr": (lambda job: flat_sharder(job.two, fused_params={"lr": 0.1}), r"no setting lr=0\.1; its name is learning_ra"),
+    "a name": (lambda job: flat_sharder(job.two, fused_params={"optimizer": "adam"}), "optimizer='adam' is not one"),
+    "device": (lambda job: TowerShardingPlanner(job.two.topology, device_type="gpu"), "device_type='gpu' is unknown"),
     "feature of the plan": (lambda job: distribute(FlatModel(make_tables([8])), flat_sharder(job.two)),
                             "Feature 'f1' is in the tower plan but not in the model"),
     "feature of the model": (lambda job: distribute(FlatModel(make_tables([8] * 3)), flat_sharder(job.two)),
@@ -302,7 +304,11 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
         ("mesh", "TowerTopology", "TowerMesh", lambda job: ReplicaSync(build(COPIES), COPIES.topology)),  # type: ignore[arg-type]
         ("mesh", "None", "TowerMesh", lambda job: HotRows(build(FLAT), None)),  # type: ignore[arg-type]
         ("topology", "TowerMesh", "TowerTopology", lambda job: TowerShardingPlanner(job.two)),  # type: ignore[arg-type]
-        ("topology", "TowerTopology", "TowerTopology", lambda job: TowerMesh(TowerTopology)),  # type: ignore[arg-type]
+        ("mesh", "num_towers", "TowerMesh", lambda job: HierarchicalDataParallel(job.two.topology)),  # type: ignore[arg-type]
+        ("fused_params", "adam", "dict", lambda job: flat_sharder(job.two, fused_params="adam")),
+        ("workload", "9", "StepWorkload", lambda job: TowerShardingPlanner(job.two.topology, workload={"9": 9})),  # type: ignore[arg-type]
+        ("hardware", "64", "Hardware", lambda job: TowerShardingPlanner(job.two.topology, hardware=64)),  # type: ignore[arg-type]
+        ("model", "tuple", "Module", lambda job: clip_grad_norm(iter(()), 1.0)),  # type: ignore[arg-type]
         ("model", "FlatModel", "Module", lambda job: TowerShardingPlanner(job.two.topology).plan(FlatModel, [])),  # type: ignore[arg-type]
         ("sharder", "Sharder", "ModuleSharder", lambda job: TowerShardingPlanner(
             job.two.topology).plan(build(FLAT), [TowerCollectionSharder])),  # type: ignore[arg-type]
@@ -325,7 +331,7 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
         (DECAY, "exact_row_wise_adagrad ignores weight_decay=0.1 without weight_decay_mode L2 or DECOUPLE"),
         ({**FUSED, "momentum": 0.9}, "exact_row_wise_adagrad ignores momentum=0.9"),
         ({**DECAY, "weight_decay_mode": WeightDecayMode.DECOUPLE_GLOBAL}, "has no kernel for .*DECOUPLE_GLOBAL on"),
-        ({"optimizer": "lamb", "max_norm": 1.0, "weight_decay": 0.1}, "lamb ignores max_norm=1.0"),
+        ({"optimizer": EmbOptimType.LAMB, "max_norm": 1.0, "weight_decay": 0.1}, "lamb ignores max_norm=1.0"),
     )},
     **{f"decay of {dtype} tables with an optimizer": (lambda job, dtype=dtype: on_parameters(
         job, RowWiseAdagrad, "row_wise", {"weight_decay_mode": WeightDecayMode.L2}, {"weight_decay": 1}, dtype), words)

@@ -100,9 +100,7 @@ def test_towers_of_an_embedding_tower_collection(generator):
     towers = EmbeddingTowerCollection(
         [EmbeddingTower(collection(["d", "b"]), First()), EmbeddingTower(collection(["a", "c"]), First())]
     )
-    affinity = FeatureAffinity.collect(
-        towers, [batch(NAMES, 4, generator=generator).sparse_features], ids=lambda ids: ids
-    )
+    affinity = FeatureAffinity.collect(towers, [batch(NAMES, 4, generator=generator).sparse_features])
     assert affinity.features == tuple(NAMES)
     np.testing.assert_allclose(np.diag(affinity.matrix), 1, rtol=0, atol=1e-12)
 
@@ -119,6 +117,7 @@ def infinite():
         (lambda: nn.Linear(1, 1), [None], "Linear has no embedding collection"),
         (lambda: FlatModel(collection(["a"]), collection(["a"])), [["a"]], "two collections look up feature 'a'"),
         (lambda: FlatModel(collection(["a"])), [], "batches have no samples"),
+        (lambda: FlatModel(collection(["a"])), [None], r"ids\(batch\) is a Tensor for batch 0, not a KeyedJagged"),
         (infinite, [NAMES, NAMES], "the embedding of feature 'd' is not finite"),
         (lambda: FlatModel(collection(["a", "b"])), [["a", "b"], ["a"]], "batch 1 lacks feature 'b' of .*ebc_0"),
         (lambda: FlatModel(collection(["a"]), collection(["b"], dim=4)), [["a", "b"]], r"embedding dims \[4, 8\], but"),

@@ -132,12 +132,10 @@ def test_features_of_a_shared_table_stay_together():
     [
         ({"num_towers": 0}, r"num_towers: .* \(got 0\)"),
         ({"num_towers": 2.0}, r"num_towers: .* \(got 2\.0\)"),
-        ({"num_towers": True}, r"num_towers: .* \(got True\)"),
         ({"num_towers": 2, "seed": 2**32}, r"seed: .* \(got 4294967296\)"),
-        ({"num_towers": 2, "seed": -1}, r"seed: .* \(got -1\)"),
         ({"num_towers": 2, "strategy": "coherant"}, r"strategy: .*'coherent'.* \(got 'coherant'\)"),
         ({"num_towers": 2, "balance_ratio": 0.5}, r"balance_ratio: .* \(got 0\.5\)"),
-        ({"num_towers": 2, "balance_ratio": float("nan")}, r"balance_ratio: .* \(got nan\)"),
+        ({"num_towers": 2, "balance_ratio": "2"}, r"balance_ratio: .* \(got '2'\)"),
         ({"num_towers": 2, "rules": {}}, "rules: .*PartitionRules"),
     ],
 )
@@ -164,6 +162,8 @@ def test_auto_is_resolved_by_the_measure_and_the_tower_modules():
         assert plan.strategy == strategy
         assert any({"a", "f"} <= set(tower) for tower in plan.to_lists()) == together
     assert TowerPartitioner(num_towers=2).fit(planted_affinity(8, 2, seed=0)[0]).strategy == "coherent"
+    with pytest.raises(InputError, match="measure is TowerPlan"):
+        TowerPartitioner(num_towers=2).fit(plan)
     for strategy, measure in (("together", planted_affinity(8, 2, seed=0)[0]), ("coherent", measured)):
         with pytest.raises(InputError, match=f"strategy='{strategy}' does not fit the measure"):
             TowerPartitioner(num_towers=2, strategy=strategy).fit(measure)

@@ -50,7 +50,6 @@ def test_a_resolved_config_reads_again_as_the_same(values: dict[str, Any], tmp_p
         ("optimizer.dense_lr=1e-4", lambda c: c.optimizer.dense_lr, 1e-4),
         ("model.arch=dcn", lambda c: c.model.arch, "dcn"),
         ('model.arch="dcn"', lambda c: c.model.arch, "dcn"),
-        ("model.arch='dcn'", lambda c: c.model.arch, "dcn"),
         ("model.over_arch=[8, 1]", lambda c: c.model.over_arch, (8, 1)),
         ("towers.plan=runs/a=b.json", lambda c: c.towers.plan, "runs/a=b.json"),
         ("data.synthetic.num_rows=7", lambda c: c.data.synthetic.num_rows, 7),
@@ -78,15 +77,12 @@ def test_overrides(override: str, read: Any, value: Any) -> None:
         # here a name of this section looks alike; the key that exists elsewhere is what is meant
         ("data.num_rows=2", r"'data\.num_rows' is unknown\. Did you mean 'data\.synthetic\.num_rows'\?"),
         ("train.batch_size=many", r"train\.batch_size: .*valid integer.* \(got 'many'\)"),
-        ("train.batch_size=1.5", r"train\.batch_size: .* \(got 1\.5\)"),
-        ("train.batch_size=0", r"train\.batch_size: .*greater than or equal to 1 \(got 0\)"),
         ("optimizer.sparse_lr=-1", r"optimizer\.sparse_lr: .*greater than 0 \(got -1\)"),
         ("train.output_dir=7", r"train\.output_dir: .*valid string \(got 7\)"),
         ("model.arch=dlm", r"model\.arch: .*'dlrm', 'dcn', 'dmt-dlrm', 'dmt-dcn' or 'dmt-dlrm-products' \(got 'dlm'\)"),
-        ("model.over_arch=[8, 0.5]", r"model\.over_arch\.1: .* \(got 0\.5\)"),
         ("data.categorical=item", r"data\.categorical: Input should be a list, in brackets \(got 'item'\)"),
         ("data.shared_tables=item", r"data\.shared_tables: Input should be a table, in braces \(got 'item'\)"),
-        ("replicas.sync_every=0", r"replicas\.sync_every: .* \(got 0\)"),
+        ("sharding.tables.t=rowwise", r"tables\.t: Input should be 'table_wise', .* or 'key_value' \(got 'rowwise'\)"),
         ("replicas.moment_scale=2", r"moment_scale=2\.0 must be above 0 and at most num_replicas=1"),
         ("replicas.moment_scale=foo", r"replicas\.moment_scale\.float: .*valid number.*\(got 'foo'\)"),
         ("towers.outside=hour", r"towers\.outside: 'hour' is neither 'none' nor 'auto'\. Give .* such as \[\"hour\"\]"),
@@ -99,10 +95,9 @@ def test_overrides(override: str, read: Any, value: Any) -> None:
         ("data.synthetic.num_groups=99", r"data\.synthetic: num_groups=99 exceeds num_features=26"),
         # not an override, and sections and values mixed up
         ("train.batch_size", r"'train\.batch_size' is not of the form section\.key=value"),
-        ("train=3", r"train: .*TrainConfig \(got 3\)"),
+        ("train=3", r"train: .*a table, in braces \(got 3\)"),
         ("train.batch_size.x=3", r"'train\.batch_size\.x=3': 'batch_size' is a value, not a section"),
         ("sharding.memory_gib=inf", r"sharding\.memory_gib: Input should be a finite number \(got inf\)"),
-        ("optimizer.dense_lr=nan", r"optimizer\.dense_lr: Input should be a finite number \(got nan\)"),
     ],
 )
 def test_a_wrong_override_is_told_where_and_why(override: str, message: str) -> None:
@@ -115,13 +110,10 @@ def test_a_wrong_override_is_told_where_and_why(override: str, message: str) -> 
     [
         ("train.seed=9223372036854775808", r"train\.seed: .*less than 4294967296 \(got 9223372036854775808\)"),
         ("model.dense_arch=[8, 0]", r"model\.dense_arch\.1: .*greater than or equal to 1 \(got 0\)"),
-        ("model.over_arch=[-3, 1]", r"model\.over_arch\.0: .*greater than or equal to 1 \(got -3\)"),
         ("model.over_arch=[2147483648, 1]", r"model\.over_arch\.0: .*less than or equal to 1048576"),
-        ("model.c=1000000000", r"model\.c: .*less than or equal to 65536"),
         ("topology.ranks_per_tower=1000000", r"topology\.ranks_per_tower: .*less than or equal to 8192"),
         ("train.batch_size=1000000000", r"train\.batch_size: .*less than or equal to 16777216"),
         ("data.synthetic.rows_per_table=9223372036854775808", r"rows_per_table: .*less than or equal to 16777216"),
-        ("data.num_embeddings=9223372036854775808", r"num_embeddings: .*less than or equal to 1099511627776"),
         ('train.output_dir="x', r"Override .* is not TOML \(Unterminated.*Correct the TOML value, or put text in"),
         ("data.train_path=[ab]*.csv", r"Override .* is not TOML"),
         ("model.c=" + "9" * 5000, r"model\.c: Unable to parse .*\(got '9{150,199}\)"),
@@ -162,7 +154,6 @@ def test_a_file_of_the_name_of_a_shipped_config_comes_first(tmp_path: Path, monk
         ("dcn", "sptt", "sptt"),
         ("dlrm", "flat", "flat"),
         ("dmt-dcn", "auto", "sptt"),
-        ("dmt-dlrm", "sptt", "sptt"),
     ],
 )
 def test_the_dataflow_follows_the_arch(arch: str, dataflow: str, resolved: str) -> None:

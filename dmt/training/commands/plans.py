@@ -134,9 +134,9 @@ def run_plan(config: str, overrides: Sequence[str] = (), *, out: Path | None = N
         InputError: the config or a file cannot be read, or the tables cannot be placed as asked.
     """
     run = load_config(config, overrides)
-    if run.data.tables is None:
-        check_table_optimizer(run.optimizer, Job(config=run, tables=(), num_dense=0).device_type)
     job = open_job(run)
+    if run.data.tables is None:
+        check_table_optimizer(run.optimizer, job.device_type)
     if run.model.factory is not None:
         # Imported here because plans of shipped models need no TorchRec.
         from dmt.training.build import build_model
