@@ -85,7 +85,7 @@ def export_run(
     program = make_program(served, num_dense=job.num_dense, features=features)
     manifest = _manifest(job, checkpoint, tables)
     with torch.no_grad():
-        difference = float((program.module()(*tensors_of(batch)) - expected).abs().max())
+        difference = float((program.module(check_guards=False)(*tensors_of(batch)) - expected).abs().max())
     # Both run the same operators in the same order, but CPU kernels may round differently by a tensor's alignment.
     rounding = 1e-5 * max(1.0, float(expected.abs().max()))
     if not difference <= (rounding if tables == "fp32" else torch.inf):

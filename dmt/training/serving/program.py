@@ -202,10 +202,10 @@ class ServedModel(nn.Module):
         all_offsets = functional.pad(stacked.cumsum(1), (1, 0))
         # With wrong offsets, embedding_bag would read memory outside the batch.
         assert_in_graph((stacked >= 0).all(), "lengths: a length is negative")
-        for name, length, offsets in zip(self._features, stacked.unbind(), all_offsets.unbind(), strict=True):
+        for name, offsets in zip(self._features, all_offsets.unbind(), strict=True):
             assert_in_graph(offsets[-1] == ids[name].shape[0], f"lengths[{name!r}] do not add up to len(ids[{name!r}])")
             for key in self._shards.get(name, [name]):
-                bags[key] = JaggedTensor(values=ids[name], lengths=length, offsets=offsets)
+                bags[key] = JaggedTensor(values=ids[name], lengths=lengths[name], offsets=offsets)
         # Without the check, an output [B, 2] would be flattened to 2 B logits.
         return checked_logits(type(self.model).__name__, self.model(dense, bags), dense.shape[0]).reshape(-1)
 
