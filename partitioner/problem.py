@@ -133,8 +133,7 @@ def make_blocks(measure: FeatureAffinity, rules: PartitionRules) -> Blocks:
     names = _joined(measure.features, [*rules.together, *(spec.feature_names for spec in measure.tables)])
     home = {feature: category for category, inside in rules.categories.items() for feature in inside}
     for block in names:
-        other = next((name for name in block if home.get(name) != home.get(block[0])), None)
-        if other is not None:
+        if (other := next((name for name in block if home.get(name) != home.get(block[0])), None)) is not None:
             raise InputError(
                 f"Partition rules: {block[0]!r} is in category {home[block[0]]!r} and {other!r} in {home[other]!r}, "
                 "but they must share a tower (shared table or rule together). Put them into the same category."

@@ -137,8 +137,7 @@ def read_rows(batches: Iterable[Any], *, max_rows: int, seed: int) -> ReadRows:
 
 
 def _read(index: int, batch: Any, most_rows: int) -> _Part:
-    absent = [name for name in ("sparse_features", "labels") if not hasattr(batch, name)]
-    if absent:
+    if absent := [name for name in ("sparse_features", "labels") if not hasattr(batch, name)]:
         raise InputError(
             f"{WHERE}: batch {index} is a {type(batch).__name__} without {absent[0]}. Give batches with labels, "
             "sparse_features and, if there are dense columns, dense_features."
@@ -157,8 +156,7 @@ def _read(index: int, batch: Any, most_rows: int) -> _Part:
     if len(wrong):
         raise InputError(f"{WHERE}: batch {index} has the label {wrong[0]:g}; labels must be 0 or 1.")
     bags = _bags(index, batch.sparse_features, len(labels))
-    other = [name for name, (lengths, _) in bags.items() if len(lengths) != len(labels)]
-    if other:
+    if other := [name for name, (lengths, _) in bags.items() if len(lengths) != len(labels)]:
         raise InputError(
             f"{WHERE}: batch {index} has {len(labels)} labels, but feature {other[0]!r} has {len(bags[other[0]][0])} "
             "bags. Give one bag for each label."

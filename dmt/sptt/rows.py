@@ -80,7 +80,8 @@ class RowCode:
         groups = [start + group for start, tower in zip(starts, agreed.groups, strict=False) for group in tower]
         rows = [[part[group] for group in groups] for part in self.parts]
         # Not self.inverse[groups], which would copy the list to a GPU and wait for it.
-        inverses = [[part[group] for group in groups] for part in self.inverse.split(self.cuts, dim=1)]
+        by_group = [part.unbind() for part in self.inverse.split(self.cuts, dim=1)]
+        inverses = [[samples[group] for group in groups] for samples in by_group]
         columns = samples_of_rows(exchanges, rows, inverses)
         if self.taken is None:
             return columns
@@ -190,4 +191,6 @@ def _sent_numbers(columns_PO: Tensor, rows: Rows, groups: Sequence[int], widths:
         piece.split([*by_group[group], rows.num_rows - rows.by_group[group]])[:-1]
         for group, piece in zip(groups, columns_PO.split(list(widths), dim=1), strict=True)
     ]
-    return torch.cat([block.flatten() for pieces in zip(*by_piece, strict=True) for block in pieces])
+    blocks = [block for pieces in zip(*by_piece, strict=True) for block in pieces]
+    # Blocks of equal width are copied once.
+    return torch.cat(blocks if len(set(widths)) == 1 else [block.flatten() for block in blocks]).flatten()

@@ -162,7 +162,7 @@ class _HeldRows:
     """Rows that arrive part by part in one buffer per piece, so that no part copies the rows of earlier parts again."""
 
     def __init__(self, exchanges: Sequence[Awaitable[list[Tensor]]], rows: Sequence[Sequence[int]]) -> None:
-        self._exchanges = list(exchanges)
+        self.exchanges = list(exchanges)
         self.ends = [[0, *itertools.accumulate(of_piece)] for of_piece in zip(*rows, strict=True)]
         """For each piece the first row of each part, then the total number of rows."""
         self.rows: list[Tensor] = []
@@ -173,7 +173,7 @@ class _HeldRows:
         """Waits for the rows of a part and of all earlier ones; returns their copies for its samples [samples, S]."""
         while len(self._arrived) <= part:
             k = len(self._arrived)
-            self._arrived.append(_Arrive.apply(self, k, *self._exchanges[k].wait()))
+            self._arrived.append(_Arrive.apply(self, k, *self.exchanges[k].wait()))
         copied: Tensor = _Copy.apply(self, inverse, *self._arrived[: part + 1])
         return copied
 
@@ -186,9 +186,11 @@ class _Arrive(Function):
     @staticmethod
     def forward(ctx: Any, held: _HeldRows, part: int, *pieces: Tensor) -> Tensor:
         ctx.held, ctx.part, ctx.dtype = held, part, pieces[0].dtype
+        if len(held.exchanges) == 1:  # nothing to put together
+            held.rows = [piece.detach() for piece in pieces]
+            return pieces[0].new_empty(0)
         if not part:
-            shapes = [(ends[-1], piece.shape[1]) for piece, ends in zip(pieces, held.ends, strict=True)]
-            held.rows = [pieces[0].new_empty(shape) for shape in shapes]
+            held.rows = [p.new_empty(ends[-1], p.shape[1]) for p, ends in zip(pieces, held.ends, strict=True)]
         for place, piece in zip(held.part_of(held.rows, part), pieces, strict=True):
             place.copy_(piece)
         return pieces[0].new_empty(0)

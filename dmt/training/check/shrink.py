@@ -86,8 +86,7 @@ def shrink(job: Job, *, limits: CheckLimits, folder: Path) -> CheckedRun:
         for table, count in zip(job.tables, rows, strict=True)
     )
     config, reduced = _smaller(job.config, topology)
-    cut = [table.num_embeddings for table in job.tables if table.num_embeddings > most]
-    if cut:
+    if cut := [table.num_embeddings for table in job.tables if table.num_embeddings > most]:
         reduced.append(f"{len(cut)} of {len(small)} tables have {most:,} rows instead of up to {max(cut):,}")
     shrunk = Job(config=config, tables=small, num_dense=job.num_dense, towers=job.towers)
     if config.dataflow != "flat":

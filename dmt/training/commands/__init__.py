@@ -147,8 +147,7 @@ class _Command(click.Command):
             if isinstance(parameter.type, _Output) and inputs.get(name) is not None:
                 outputs[max(parameter.opts, key=len)] = (inputs.pop(name), parameter.type.kind)
         check_output_files(outputs, inputs.values())
-        shown = super().invoke(ctx)
-        if shown is not None:
+        if (shown := super().invoke(ctx)) is not None:
             emit(shown, as_json)
             ctx.exit(shown.exit_code)
 
