@@ -54,7 +54,7 @@ def exported(run: Path) -> tuple[Path, Exported]:
 
 @pytest.fixture(scope="module")
 def program(exported: tuple[Path, Exported]) -> torch.nn.Module:
-    return load_program(exported[0])
+    return torch.export.load(exported[0]).module()  # as a server does
 
 
 def test_logits_have_the_bits_of_the_plain_model_at_any_batch_size(run: Path, program: torch.nn.Module) -> None:
