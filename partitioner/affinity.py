@@ -151,8 +151,7 @@ class FeatureAffinity:
             model: contains at least one TorchRec ``EmbeddingBagCollection``, plain or sharded by
                 ``DistributedModelParallel``, or a plain ``EmbeddingCollection``. Detach a train pipeline first.
             batches: a few thousand samples, in batches of any size.
-            ids: returns the ``KeyedJaggedTensor`` of a batch, on the model's device; by default its
-                ``sparse_features``, or the batch itself.
+            ids: returns a batch's ``KeyedJaggedTensor`` (default: ``sparse_features`` or itself) on the model's device.
             process_group: ranks that make this call together, each with its own batches, the same number on every rank;
                 every rank gets the affinity of all samples. Required for a sharded model, with all of its ranks.
 
@@ -338,8 +337,7 @@ def noise_bound(count: int) -> float:
 
 
 def _check_features(features: Sequence[str]) -> None:
-    nameless = [name for name in features if not isinstance(name, str) or not name]
-    if nameless or not features:
+    if (nameless := [name for name in features if not isinstance(name, str) or not name]) or not features:
         raise InputError(f"FeatureAffinity: features holds {nameless[:3] or 'nothing'}; give non-empty strings.")
     name, count = Counter(features).most_common(1)[0]
     if count > 1:

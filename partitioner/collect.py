@@ -82,10 +82,8 @@ def _ids_of(batches: Iterable[Any], ids: Callable[[Any], Any]) -> Iterator[Any]:
     for number, batch in enumerate(batches):
         keyed = ids(batch)
         if not hasattr(keyed, "length_per_key"):
-            raise InputError(
-                f"{_WHERE}: ids(batch) is a {type(keyed).__name__} for batch {number}, not a KeyedJaggedTensor. "
-                "Give ids=, a function that returns it."
-            )
+            kind = f"a {type(keyed).__name__}, not a KeyedJaggedTensor"
+            raise InputError(f"{_WHERE}: ids(batch) is {kind}, for batch {number}. Give ids=, which returns it.")
         yield keyed
 
 
@@ -115,8 +113,7 @@ class _Sum:
         """Adds a batch: its [B, N] embeddings by name, and the ``KeyedJaggedTensor`` of their ids."""
         if not self.features:
             self.features = tuple(vectors)
-            widths = sorted({vector.shape[1] for vector in vectors.values()})
-            if len(widths) > 1:
+            if len(widths := sorted({vector.shape[1] for vector in vectors.values()})) > 1:
                 raise InputError(
                     f"{_WHERE}: the tables have embedding dims {widths}, but cosines need equal dims. Use "
                     "FeatureAffinity.collect_interactions."

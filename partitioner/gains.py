@@ -95,8 +95,7 @@ def _check_rows(rows: ReadRows) -> None:
 
 def _constant_notes(rows: ReadRows) -> list[str]:
     pairs = zip(rows.features, rows.columns, strict=False)
-    silent = [name for name, column in pairs if column.values.min() == column.values.max()]
-    if not silent:
+    if not (silent := [name for name, column in pairs if column.values.min() == column.values.max()]):
         return []
     shown = ", ".join(map(repr, silent[:5])) + (" ..." if len(silent) > 5 else "")
     return [

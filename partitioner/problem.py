@@ -61,8 +61,7 @@ class Blocks:
         for triple in affinity.triples:
             if not block_of.keys() >= set(triple.features):
                 continue
-            blocks = tuple(sorted({block_of[name] for name in triple.features}))
-            if len(blocks) == 3:
+            if len(blocks := tuple(sorted({block_of[name] for name in triple.features}))) == 3:
                 triples[blocks] = triples.get(blocks, 0.0) + sign * triple.gain
             elif len(blocks) == 2:
                 # Two of its features are in one block, so its three features are together if the two blocks are.

@@ -119,8 +119,7 @@ def _matched(patterns: Sequence[str], features: Sequence[str], where: str) -> tu
     for pattern in patterns:
         # A feature of exactly this name goes before a pattern: names may contain * or ?. Brackets are never patterns.
         glob = pattern.replace("[", "[[]")
-        names = {pattern} if pattern in known else {name for name in features if fnmatchcase(name, glob)}
-        if not names:
+        if not (names := {pattern} if pattern in known else {name for name in features if fnmatchcase(name, glob)}):
             raise InputError(
                 f"Partition rules: {where} has {pattern!r}, which matches none of the {len(features)} features."
                 f"{did_you_mean(pattern, features)} Correct or drop it."

@@ -156,8 +156,7 @@ def _with_finer_cuts(problem: Problem, most: float, runs: list[tuple[Packing, Pa
     if bound > most * (1 + 1e-9):  # by more than rounding
         return
     for limits in [(target * mean, part * mean) for target, part in _TARGETS]:
-        better = next((better for run, better in runs if run.repeats(problem, *limits)), None)
-        if better is None:
+        if (better := next((better for run, better in runs if run.repeats(problem, *limits)), None)) is None:
             if (run := greedy(problem, *limits)) is None:
                 continue
             better = differencing(problem, [run.chosen[item] for item in range(len(problem.options))])

@@ -88,8 +88,7 @@ def _on_every_rank(tables: Sequence[Any], model: CostModel) -> tuple[list[TableS
     room, alone = model.hardware.memory_per_rank, replace(model, topology=model.topology.outside_towers)
     placement = TablePlacement(scheme="data_parallel", ranks=tuple(range(model.topology.ranks_per_tower)))
     loads = [alone.shard(table, "data_parallel", table.num_embeddings, table.embedding_dim) for table in tables]
-    needed = sum(load.needed for load in loads)
-    if room is not None and needed > room:
+    if room is not None and (needed := sum(load.needed for load in loads)) > room:
         largest, table = max(zip(loads, tables, strict=True), key=lambda pair: pair[0].needed)
         raise InputError(
             f"The {counted(len(tables), 'table')} outside towers need {human_bytes(needed)} on every rank, "

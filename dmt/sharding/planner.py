@@ -34,8 +34,6 @@ from dmt.sharding.schemes import SCHEMES, Rule, Scheme, ShardingRules, TablePlac
 
 __all__ = ["TowerShardingPlanner", "parameter_sharding", "plan_by_torchrec"]
 
-_OTHER_SCHEMES = [scheme for scheme in SCHEMES if scheme != "data_parallel"]
-
 
 class TowerShardingPlanner:
     """Plans where each table lives inside its tower (Neo, section 4.1; see `dmt.sharding.plan_tables.plan_tables`).
@@ -77,8 +75,7 @@ class TowerShardingPlanner:
         schemes = SCHEMES if scheme == "auto" else cast("Any", (scheme,) if isinstance(scheme, str) else tuple(scheme))
         self.topology = topology
         self.rules = ShardingRules(schemes=schemes, tables=dict(pinned or {}), hot_rows=hot_rows)
-        self.workload = workload
-        self.hardware = hardware or Hardware()
+        self.workload, self.hardware = workload, hardware or Hardware()
         self.device_type = device_type
 
     def plan(self, model: nn.Module, sharders: Sequence[Any]) -> ShardingPlan:
@@ -142,8 +139,7 @@ class TowerShardingPlanner:
                 rules = replace(rules, fused_params=settings)
             if "optimizer" in settings:
                 # An optimizer that the cost model does not know is counted as the one with the most state.
-                optimizer = cast("SparseOptimizer", optimizer_name(settings) or "adam")
-                workload = replace(workload, optimizer=optimizer)
+                workload = replace(workload, optimizer=cast("SparseOptimizer", optimizer_name(settings) or "adam"))
         return plan_tables(
             towers, self.topology, outside=outside, workload=workload, hardware=self.hardware, rules=rules
         )
@@ -176,7 +172,8 @@ def plan_by_torchrec(
     """
     if constraints is None:
         tables = {name.split(".")[-2] for name, _ in model.named_parameters() if name.endswith(".weight")}
-        constraints = {name: ParameterConstraints(sharding_types=_OTHER_SCHEMES) for name in tables}
+        schemes = [scheme for scheme in SCHEMES if scheme != "data_parallel"]
+        constraints = {name: ParameterConstraints(sharding_types=schemes) for name in tables}
     room = 2**50 if memory_per_rank is None else memory_per_rank  # in bytes; for None, TorchRec would set a limit
     planner = EmbeddingShardingPlanner(
         topology=Topology(

@@ -162,8 +162,7 @@ def row_shards(num_embeddings: int, num_shards: int) -> list[int]:
     """
     # TorchRec's bucketizer divides an id by the block to get its rank.
     block = -(-num_embeddings // num_shards)
-    last = num_embeddings - block * (num_shards - 1)
-    if last < 1:
+    if (last := num_embeddings - block * (num_shards - 1)) < 1:
         raise InputError(
             f"num_embeddings={num_embeddings} cannot be cut into {num_shards} row shards: equal blocks would leave a "
             "rank without a row"
@@ -369,8 +368,7 @@ class ShardingRules:
         why = "asked for" if len(self.schemes) == 1 else ""
         if self.hot_rows and obstacles.get("column_wise") == "":
             obstacles["column_wise"] = why = "not cut into columns, so that its rows can have copies"
-        possible = tuple(scheme for scheme in SCHEMES if obstacles.get(scheme) == "")
-        if not possible:
+        if not (possible := tuple(scheme for scheme in SCHEMES if obstacles.get(scheme) == "")):
             possible, why = ("table_wise",), f"{' or '.join(obstacles)} asked for, but {next(iter(obstacles.values()))}"
         return Allowed(possible, kernel, None, why)
 

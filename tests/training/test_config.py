@@ -78,7 +78,6 @@ def test_overrides(override: str, read: Any, value: Any) -> None:
         ("data.num_rows=2", r"'data\.num_rows' is unknown\. Did you mean 'data\.synthetic\.num_rows'\?"),
         ("train.batch_size=many", r"train\.batch_size: .*valid integer.* \(got 'many'\)"),
         ("optimizer.sparse_lr=-1", r"optimizer\.sparse_lr: .*greater than 0 \(got -1\)"),
-        ("train.output_dir=7", r"train\.output_dir: .*valid string \(got 7\)"),
         ("model.arch=dlm", r"model\.arch: .*'dlrm', 'dcn', 'dmt-dlrm', 'dmt-dcn' or 'dmt-dlrm-products' \(got 'dlm'\)"),
         ("data.categorical=item", r"data\.categorical: Input should be a list, in brackets \(got 'item'\)"),
         ("data.shared_tables=item", r"data\.shared_tables: Input should be a table, in braces \(got 'item'\)"),
