@@ -80,7 +80,7 @@ def places() -> dict[str, Place]:
 
     leads = partial(Place, on_rank_0=True)
     return {
-        "prepare": leads(owner=store, name="prepare"),
+        "prepare": leads(owner=store, name="prepare_folder"),
         "restore": Place(owner=resume, name="load"),
         "restored": Place(owner=resume, name="load", at_end=True),
         "step": Place(owner=TrainPipelineSparseDist, name="progress"),
@@ -109,8 +109,9 @@ def arm(kill: Kill, log: Path, *, rank: int, pids: Mapping[int, int]) -> None:
     if kill.signal == "TERM":
         # All ranks would save and stop: here the one ends at once.
         Signals.__enter__ = lambda self: self  # type: ignore[method-assign]
-    place = places().get(kill.place)
-    assert place is not None or kill.place == "start", f"no such place: {kill.place}"
+    known = places()
+    assert all(hasattr(place.owner, place.name) for place in known.values()), "a place has another name by now"
+    place = None if kill.place == "start" else known[kill.place]
     if rank != (0 if place is not None and place.on_rank_0 else kill.rank):
         return
 
@@ -162,8 +163,7 @@ def main() -> None:
 
 ROOT = Path(__file__).parent.parent.parent
 SAVE_EVERY, KEEP = 2, 2
-STEPS_A_PASS = 60
-MANY_STEPS = 300
+STEPS_A_PASS, MANY_STEPS = 60, 300
 PAIR = {"num_towers": 1, "ranks_per_tower": 1, "num_replicas": 2}
 IN_REPLICAS: dict[str, Any] = {
     "topology": REPLICAS,
