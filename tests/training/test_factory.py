@@ -291,7 +291,7 @@ def check_model(job: Job) -> None:
     [
         ("in_towers", {"said": 1}, r"tower module OwnTower says out_features=1, but returned a tensor \[\d+, 2\]"),
         ("in_towers", {"shared": True}, "'sparse.towers.0.*' and 'sparse.towers.1.*' are one parameter, but the ranks"),
-        ("in_towers", {"sequences": True}, r"is in a tower that has no sequences \(data.sequences\)"),
+        ("in_towers", {"sequences": True}, r"is TableSpec.*is_sequence=True\), but .* has .*is_sequence=False\)"),
         ("in_towers", {"said": 0}, r"tower module OwnTower has in_features and out_features \[\d+, 0\]"),
         ("in_towers", {"order": -1}, "tower 0 of the model has t_.*, but the tower plan gives it t_.* tower i"),
         ("in_towers", {"sizes": False}, r"tower module Identity has in_features and out_features \[None"),
