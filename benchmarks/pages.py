@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -46,8 +46,15 @@ def _megabytes(found: Measured) -> str:
     return f"{sum(found.across.values()) / 1e6:.1f}"
 
 
+_TOWER_MODELS = [
+    *((f"DMT-DLRM with products, ratio {cr}", f"products-cr{cr}+all+rank-towers", "interactions") for cr in (2, 4, 16)),
+    ("the paper's DMT-DLRM, ratio 16, small tables on every rank", "dmt-cr16+all+rank-towers+outside", "outside"),
+]
+"""Compressing models of README's table: label, contender, and towers in the study `outside`."""
+
+
 def _readme() -> Rows:
-    """Returns the fastest setup of each kind; DMT-DLRM also with small tables outside towers if that is faster."""
+    """Returns flat models, the unchanged model over towers, and `_TOWER_MODELS`."""
     contenders, aucs = _contenders("steps", "main"), _auc_less_flat("outside")
     flat = _best(contenders, "fp32")
     ways = {name.removesuffix("+prefetch") for name, found in _contenders("steps", "flat").items() if _is_flat(found)}
@@ -57,18 +64,11 @@ def _readme() -> Rows:
     same = fastest(contenders.values(), "sptt", precision="fp32")
     rows.append(("the same model over towers, no options", contenders["sptt"], "same results"))
     rows += [("the same model over towers", same, "same results")] if same else []
-    for ratio in (2, 4, 16):
-        # The models of the studies project each feature (c = 1, p = 0) in strided towers.
-        lost, of_outside = (
-            ", ".join(f"{round(aucs[data, 'dlrm-each', towers, ratio], 4) + 0.0:+.4f}" for data in ("flights", "hotel"))
-            for towers in ("strided", "outside")
-        )
-        ours = [found for found in contenders.values() if found.compression == ratio]
-        inside = fastest([f for f in ours if "outside" not in f.name], "dmt", precision="fp32")
-        best = fastest(ours, "dmt", precision="fp32")
-        rows += [(f"DMT-DLRM, compression ratio {ratio}", inside, lost)] if inside else []
-        if best and best != inside:
-            rows.append((f"DMT-DLRM, ratio {ratio}, small tables on every rank", best, of_outside))
+    for label, name, towers in _TOWER_MODELS:
+        found = contenders[name]
+        model = "dlrm-products" if found.family == "products" else "dlrm-each"
+        lost = (aucs[data, model, towers, int(found.compression)] for data in ("flights", "hotel"))
+        rows.append((label, found, ", ".join(f"{round(auc, 4) + 0.0:+.4f}" for auc in lost)))
     return [
         [label, f"`{f.name}`", f"{f.median:.2f}", f"{flat.median / f.median:.2f}", _megabytes(f), quality]
         for label, f, quality in rows
@@ -79,24 +79,27 @@ def _is_flat(found: Measured) -> bool:
     return (found.family, found.precision) == ("flat", "fp32")
 
 
+_SWEPT = {f"products, CR {ratio}": f"products-cr{ratio}+all+rank-towers" for ratio in (4, 16)}
+_SWEPT |= {f"paper's, CR {ratio}": f"dmt-cr{ratio}+all+rank-towers+outside" for ratio in (4, 16)}
+
+
 def _sweeps() -> Rows:
-    """Returns, for every setting of the study, speedup and MB of the fastest FP32 contender of each kind."""
+    """Returns, for every setting of the study, speedup and MB of the fastest unchanged model and `_SWEPT`, in FP32."""
     rows = []
     for run in (run for record in ("steps", "hosts") for run in _record(record)["runs"]):
         contenders = {found.name: found for found in measure_run(run, cores=2) if found.precision == "fp32"}
-        kinds = [("sptt", 1.0), *(("dmt", ratio) for ratio in (2.0, 4.0, 16.0))]
-        ours = [fastest(contenders.values(), family, precision="fp32", compression=cr) for family, cr in kinds]
+        ours = [fastest(contenders.values(), "sptt", precision="fp32"), *map(contenders.get, _SWEPT.values())]
         if any(ours) and (flat := best_flat(contenders.values(), "fp32")):
             cells = [f"{flat.median / f.median:.2f} ({_megabytes(f)})" if f else ABSENT for f in ours]
-            words = setting_words(run["setting"]).replace(", local batch 4,096", "")
+            words = re.sub(r", local batch [\d,]+(?=,)|, skewed ids", "", setting_words(run["setting"]))
             rows.append([words, f"{flat.median:.2f} ({_megabytes(flat)})", *cells])
     return rows
 
 
-def _performance(precision: str) -> Rows:
-    """Returns a row for each contender of the main job in one number format."""
+def _performance() -> Rows:
+    """Returns a row for each FP32 contender of the main job."""
     contenders = _contenders("steps", "main")
-    flat = _best(contenders, precision)
+    flat = _best(contenders, "fp32")
     return [
         [
             f"best flat: `{found.name}`" if found is flat else f"`{found.name}`",
@@ -104,7 +107,7 @@ def _performance(precision: str) -> Rows:
             *(_megabytes(found), f"{found.bound_ratio:.2f}"),
         ]
         for found in contenders.values()
-        if found.precision == precision
+        if found.precision == "fp32"
     ]
 
 
@@ -125,10 +128,10 @@ def _auc_less_flat(record: str = "quality_study") -> dict[tuple[str, str, str, i
     }
 
 
-def _outside_change() -> float:
-    """Returns the largest change of AUC from moving small tables outside towers, with the same model."""
-    rows = [row for row in _record("outside")["comparisons"] if row["baseline"].endswith("strided")]
-    return max(abs(row["median_difference"]) for row in rows)
+def _outside_changes(model: str) -> list[float]:
+    """Returns the changes of a model's AUC from moving small tables outside towers."""
+    rows = _record("outside")["comparisons"]
+    return [row["median_difference"] for row in rows if row["baseline"].startswith(f"{model}, ")]
 
 
 def _quality() -> Rows:
@@ -206,11 +209,8 @@ def _replicas() -> Rows:
 
 TABLES: Mapping[tuple[str, ...], Callable[[], Rows]] = {
     ("model", "setup", "seconds per step", "speedup", "MB sent per host", "AUC, flights and hotel"): _readme,
-    ("setting", "best flat: seconds (MB)", "unchanged: times (MB)", "CR 2", "CR 4", "CR 16"): _sweeps,
-    ("setup", "seconds per step", "speedup", "MB sent per host", "step / own bound"): partial(_performance, "fp32"),
-    ("FP16 setup", "seconds per step", "speedup", "MB sent per host", "step / own bound"): partial(
-        _performance, "fp16"
-    ),
+    ("setting", "best flat: s (MB)", "unchanged: times (MB)", *_SWEPT): _sweeps,
+    ("setup", "seconds per step", "speedup", "MB sent per host", "step / own bound"): _performance,
     ("rows of a table, at most", "one copy", "2 replicas", "4 replicas"): _replicas,
     ("hosts x ranks", "rows of a table, at most", "one copy", "`intra_host`", "`inter_host`"): _placements,
     ("data", "tower module", "towers", "CR 2", "CR 4", "CR 8", "CR 16"): _quality,
@@ -227,28 +227,27 @@ def _readme_sentences() -> Iterable[str]:
     sharded, replicated, once = (_megabytes(flats[way]) for way in ways)
     yield f"the {sharded} MB per host fell to {replicated} with `data_parallel` small tables, or to {once}"
     contenders = _contenders("steps", "main")
-    ways = ("sptt", "sptt+unique", "dmt-cr2", "dmt-cr2+outside", "dmt-cr2+all+rank-towers+outside")
-    gains = [_best(contenders, "fp32").median / contenders[way].median for way in ways]
+    gains = [_best(contenders, "fp32").median / contenders[way].median for way in ("sptt", "sptt+unique")]
     yield "it is slower, {:.2f}. `unique` raises that to {:.2f}".format(*gains)
-    yield "towers alone reach {:.2f}, with small tables on every rank {:.2f}, with the other options too {:.2f}".format(
-        *gains[2:]
-    )
-    same, four = fastest(contenders.values(), "sptt", precision="fp32"), contenders["dmt-cr4+all+rank-towers"]
-    assert same is not None, "the record has the unchanged model"
+    same, four = fastest(contenders.values(), "sptt", precision="fp32"), contenders["products-cr4+all+rank-towers"]
     yield f"the other options to {_best(contenders, 'fp32').median / same.median:.2f}"
-    yield f"its steps compute for {same.compute:.2f} seconds, those of DMT-DLRM for {four.compute:.2f}"
+    yield f"its steps compute for {same.compute:.2f} seconds, those with products for {four.compute:.2f}"
     pairs = [(data, model) for data in ("flights", "hotel") for model in ("dlrm-products", "dcn")]
     learned, strided = (-min(aucs[*pair, towers, 4] for pair in pairs) for towers in ("interactions", "strided"))
-    yield f"At ratio 4 they lost at most {learned:.4f} of AUC"
-    yield f"and up to {strided:.4f} if towers were strided"
-    yield f"changed AUC by at most {_outside_change():.4f} compared"
+    yield f"lost up to {strided:.4f} of AUC at ratio 4; in towers learned from interactions, at most {learned:.4f}"
+    yield f"changed AUC by at most {max(map(abs, _outside_changes('dlrm-each'))):.4f}"
+    yield f"with products they lost up to {-min(_outside_changes('dlrm-products')):.4f}"
 
 
 def _performance_sentences() -> Iterable[str]:
     contenders = _contenders("steps", "main")
     once, every = (_best(contenders, "fp32", every_id=way) for way in (False, True))
     yield f"a step takes {once.median:.2f} instead of {every.median:.2f} seconds"
-    compute = [found.compute for found in contenders.values() if found.family in ("sptt", "dmt")]
+    names = ("sptt+fp16+prefetch+bf16-dense+mb8+unique+rank-towers", "products-cr16+fp16+all+rank-towers+outside")
+    halves = (_best(contenders, "fp16"), *(contenders[name] for name in names))
+    cells = [f"{found.median:.2f} ({_megabytes(found)})" for found in halves]
+    yield "best flat {}, unchanged over towers {}, products at ratio 16 with small tables outside {}".format(*cells)
+    compute = [found.compute for found in contenders.values() if found.family not in ("flat", "etc")]
     yield f"computes for {min(compute):.1f} to {max(compute):.1f} seconds"
     wires = [run["wire"] for run in _record("steps")["runs"] if run.get("wire")]
     gloo = [wire["all_to_all_ratio"] for wire in wires]
@@ -288,7 +287,8 @@ def _quality_sentences() -> Iterable[str]:
         yield f"{lost[model, 'coherent']:.4f} with {name} (random: {lost[model, 'random']:.4f})"
     gained, products = aucs["planted", "dcn", "interactions", 4], -aucs["planted", "dlrm-products", "interactions", 4]
     yield f"DCN gained {gained:.4f} at ratio 4 and products lost {products:.4f}"
-    yield f"by at most {_outside_change():.4f} from that of"
+    yield f"by at most {max(map(abs, _outside_changes('dlrm-each'))):.4f} from"
+    yield f"stay, lost up to {-min(_outside_changes('dlrm-products')):.4f}"
 
     steps = {(row["data"], row["rows"], row["rates"]): row["ne"] for row in _record("batches")["medians"]}
     near = [abs(ne - steps[data, 512, 1.0]) for (data, rows, _), ne in steps.items() if rows == 2048]
