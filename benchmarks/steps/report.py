@@ -258,20 +258,20 @@ def plot_sweeps(sweeps: Mapping[str, Mapping[str, Sequence[Measured]]], path: Pa
         sweeps: contenders by value, by the name of the sweep; at least one sweep.
         path: the picture file.
     """
-    size = (_PANEL_INCHES * len(sweeps) + 0.4, 4.4)
-    figure = new_figure(path, size=size, caller="plot_sweeps")
+    figure = new_figure(path, size=(_PANEL_INCHES * len(sweeps) + 0.4, 5.4), caller="plot_sweeps")
     for axes, (name, points) in zip(
         figure.subplots(1, len(sweeps), squeeze=False, sharey=True)[0], sweeps.items(), strict=True
     ):
         contenders = {found.name: found.family for by_value in points.values() for found in by_value}
         for contender, family in contenders.items():
             steps = [next((f.median for f in found if f.name == contender), None) for found in points.values()]
-            style = "o-" if family != "flat" else "s--"
+            style = "s--" if family == "flat" else "o:" if "outside" in contender else "o-"
             axes.plot(range(len(steps)), steps, style, color=_COLORS[family], label=contender, markersize=4)  # type: ignore[arg-type]
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:g}")
         axes.set_xticks(range(len(points)), list(points), fontsize=8)
         axes.set_title(name, fontsize=10, loc="left", color=INK)
-        axes.legend(fontsize=7, frameon=False)
+        axes.legend(fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.08), handlelength=4)
         dress_axes(axes, grid="y")
     figure.axes[0].set_ylabel("seconds per step", fontsize=9, color=SOFT)
     return save_figure(figure, path, caller="plot_sweeps")

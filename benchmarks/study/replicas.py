@@ -192,6 +192,7 @@ def _plot(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
             axes.plot(*points, "o-", color=color, label=f"M = {number}")
         axes.axhline(0, color="#555555", linewidth=0.8)
         axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:g}")
         axes.set_title(f"{group[0]}, rate {group[1]:g}", fontsize=9, loc="left")
         axes.set_xlabel("c", fontsize=9)
         dress_axes(axes, grid="y")

@@ -232,12 +232,12 @@ def plot_costs(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
                 if points:
                     axes.plot(*zip(*points, strict=True), style, color=color, marker="o", label=f"{model}: {towers}")
         for flat in {FLAT[row["model"]]: row for row in of_set}.values():
-            name = f"flat {FLAT[flat['model']]}"
-            axes.plot(flat["flat_bytes"], flat["flat_auc"], "s", color="#000000", label=name, zorder=3)
+            axes.plot(flat["flat_bytes"], flat["flat_auc"], "ks", label=f"flat {FLAT[flat['model']]}", zorder=3)
         axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:g}")
         axes.set_xlabel("bytes per sample across hosts", fontsize=9)
         axes.set_title(data, fontsize=10, loc="left")
-        axes.legend(fontsize=6.5, frameon=False, loc="lower right")
+        axes.legend(fontsize=6.5, frameon=False, loc="lower right", handlelength=4)
         dress_axes(axes, grid="y")
     figure.axes[0].set_ylabel("test AUC, median over seeds", fontsize=9)
     save_figure(figure, path, caller="plot_costs")
