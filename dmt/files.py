@@ -162,5 +162,8 @@ def explain(error: ValidationError) -> str:
     key = "".join(f"{part}." for part in first["loc"]).rstrip(".")
     reason = first["msg"].removeprefix("Value error, ").rstrip(".").partition(" or instance of ")[0]
     reason = reason.replace("valid tuple", "list, in brackets").replace("valid dictionary", "table, in braces")
-    got = "" if first["type"] in ("value_error", "missing") else f" (got {first['input']!r:.200})"
+    try:
+        got = "" if first["type"] in ("value_error", "missing") else f" (got {first['input']!r:.200})"
+    except RecursionError:  # TOML's dotted keys nest tables as deep as they are long
+        got = " (got too deeply nested tables)"
     return f"{key and f'{key}: '}{reason}{got}."
