@@ -196,12 +196,12 @@ def check_encoding(folder: Path, job: Job) -> None:
 def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Returns the changed settings as ``section.key: saved -> now``.
 
-    A change from one ``data.eval_path`` to another is left out: it does not change the training rows.
+    New paths of rows are left out: evaluation rows do not change training, and training files are compared themselves.
     """
     before, after = ({k: v for k, v in by_path(values).items() if v not in (None, {})} for values in (saved, now))
     changed = {key for key in {**before, **after} if before.get(key) != after.get(key)}
-    if "data.eval_path" in before and "data.eval_path" in after:
-        changed.discard("data.eval_path")
+    paths = {f"data.{name}" for name in ("eval_path", "train_path", "prepared")}
+    changed -= paths & before.keys() & after.keys()
     return [f"{key}: {before.get(key)!r} -> {after.get(key)!r}" for key in sorted(changed)]
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import shutil
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -287,6 +288,8 @@ def test_files_that_are_others_are_seen(tmp_path: Path) -> None:
     text = (tmp_path / "day_1.csv").read_text()
     (tmp_path / "day_1.csv").write_text(text)
     assert start(longer).position.epoch == 1, "the same bytes, written anew"
+    copied = shutil.copytree(tmp_path, tmp_path / "moved", ignore=shutil.ignore_patterns("run"))
+    assert start(changed(longer, data={"train_path": str(copied / "day_*.csv")})).position.epoch == 1
     (tmp_path / "day_1.csv").write_text(text.replace(",1,train", ",0,train", 1))
     with pytest.raises(InputError, match=r"the training files have changed: train/part-00000\.parquet"):
         start(longer)
