@@ -137,7 +137,7 @@ class TowerTopology:
 
     @property
     def one_replica(self) -> TowerTopology:
-        """The topology of one replica's ranks as a single tower, on equal hosts."""
+        """The topology of one replica's ranks as a single tower; its hosts have equally many of them."""
         ranks = self.sharding_groups()[0]
         # With "intra_host" placement hosts may hold unequal parts of a replica; they are cut into equal ones.
         on_host = math.gcd(*Counter(map(self.host, ranks)).values())

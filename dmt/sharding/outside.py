@@ -101,8 +101,8 @@ def choose_outside(
 ) -> list[str]:
     """Chooses the tables that save bytes between hosts if they are outside towers, largest saving first.
 
-    They, their optimizer state, gradients and looked-up embeddings take at most a tenth of a rank's memory. Every tower
-    keeps at least one table.
+    With their optimizer state, gradients and looked-up embeddings, they take at most a tenth of a rank's memory. Every
+    tower keeps at least one table.
 
     Args:
         tables_by_tower: tables of each tower, with the columns that they would have outside.

@@ -59,7 +59,7 @@ class Problem:
     fixed: tuple[float, ...]
     """Seconds that each kind costs every rank, once, if any item uses the kind."""
     used: frozenset[int] = frozenset()
-    """Kinds in use already."""
+    """Kinds whose fixed cost is due anyway, because what ranks already have uses them."""
     avoided: int | None = None
     """Kind to give to as few items as possible, at a cost of at most 1 + ``tolerance`` times the cheapest found."""
     tolerance: float = 0.0
@@ -70,7 +70,7 @@ class Problem:
         return {option.kind for options in self.options for option in options}
 
     def fixed_cost(self, kinds: Iterable[int]) -> float:
-        """Returns the fixed seconds of ``kinds`` and of the kinds in use already."""
+        """Returns the fixed seconds of ``kinds`` and of the kinds in `used`."""
         return sum(self.fixed[kind] for kind in self.used.union(kinds))
 
 

@@ -121,7 +121,7 @@ class TowerShardingPlanner:
         """Returns the `TowerShardingPlan` behind `plan`, with reasons; modules of TorchRec's sharders are left out.
 
         Raises:
-            InputError: as `plan`, but for what concerns those modules.
+            InputError: as `plan` does, except for those modules and ``device_type``.
         """
         return self._explain(_modules(model, sharders)[0], sharders)
 

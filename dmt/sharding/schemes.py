@@ -76,11 +76,11 @@ class TablePlacement:
     def __post_init__(self) -> None:
         object.__setattr__(self, "ranks", tuple(self.ranks))
         if self.scheme not in SCHEMES:
-            raise InputError(f"Sharding scheme {self.scheme!r} is unknown; use one of {list(SCHEMES)}.")
+            raise InputError(f"TablePlacement: scheme={self.scheme!r} is unknown; use one of {list(SCHEMES)}.")
         if self.kernel not in KERNELS or (self.kernel != "fused" and self.scheme == "data_parallel"):
             raise InputError(
-                f"A {self.scheme} table cannot have kernel={self.kernel!r}; use one of {list(KERNELS)}, and for "
-                "data_parallel tables, which every device holds, 'fused'."
+                f"TablePlacement: a {self.scheme} table cannot have kernel={self.kernel!r}; use one of "
+                f"{list(KERNELS)}, and for data_parallel tables, which every device holds, 'fused'."
             )
         if not 0 < self.cache_load_factor <= 1:
             raise InputError(f"cache_load_factor={self.cache_load_factor} must be a share of the rows in (0, 1].")
@@ -88,8 +88,8 @@ class TablePlacement:
         is_whole = self.scheme not in EVERYWHERE or self.ranks == tuple(range(number))
         if number < max(len(self.ranks), 1) or (self.scheme == "table_wise" and number != 1) or not is_whole:
             raise InputError(
-                f"A {self.scheme} table cannot live on ranks {list(self.ranks)}: table_wise takes one rank, "
-                "column_wise one for each shard, row_wise and data_parallel every rank of the tower, in order."
+                f"TablePlacement: a {self.scheme} table cannot be on ranks={list(self.ranks)}. Give one rank for "
+                "table_wise, one for each shard for column_wise, and all ranks of the tower in order for others."
             )
 
 

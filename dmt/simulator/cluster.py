@@ -42,9 +42,9 @@ class CollectiveRates:
     """Seconds that a collective takes before it sends any byte."""
     uplink_bytes_per_s: Rate
     """Bytes per second that the ranks of a host together send to other hosts while they receive as many, in groups of
-    the fastest size."""
+    the size that is fastest."""
     host_bytes_per_s: Rate
-    """Bytes per second that a rank sends to the other ranks of its host, in groups of the fastest size."""
+    """Bytes per second that a rank sends to the other ranks of its host, in groups of the size that is fastest."""
     core_s_per_byte: Seconds = 0.0
     """Seconds for which all cores of a rank are busy for each byte that it sends; 0 where a device does this work."""
     uplink_by_ranks: Shares = field(default_factory=dict)

@@ -269,10 +269,10 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "memory": (lambda: Hardware(memory_per_rank=0), "memory_per_rank=0 must be a finite number above 0"),
     "rate": (lambda: Hardware(intra_tower_gb_per_s=math.inf), "intra_tower_gb_per_s=inf must be a finite number"),
     "latency": (lambda: Hardware(collective_latency_us=-1.0), r"latency_us=-1\.0 must be .* at least 0"),
-    "whole on two ranks": (lambda: shards("table_wise", (0, 1)), "table_wise takes one rank"),
-    "scheme": (lambda: shards("diagonal", (0,)), "scheme 'diagonal' is unknown"),
-    "rows out of order": (lambda: shards("row_wise", (1, 0)), r"row_wise table cannot live on ranks \[1, 0\]"),
-    "columns twice": (lambda: shards("column_wise", (1, 1)), r"column_wise table cannot live on ranks \[1, 1\]"),
+    "whole on two ranks": (lambda: shards("table_wise", (0, 1)), "Give one rank for table_wise"),
+    "scheme": (lambda: shards("diagonal", (0,)), "scheme='diagonal' is unknown"),
+    "rows out of order": (lambda: shards("row_wise", (1, 0)), r"row_wise table cannot be on ranks=\[1, 0\]"),
+    "columns twice": (lambda: shards("column_wise", (1, 1)), r"column_wise table cannot be on ranks=\[1, 1\]"),
     "few columns": (lambda: shards("column_wise", (0, 1, 2)), "'t': embedding_dim=8 cannot be cut into 3 column sh"),
     # Of four rows, blocks of two would leave the last rank none.
     **{f"{rows} rows": (lambda rows=rows: shards("row_wise", [0, 1, 2], rows),  # a list counts as a tuple

@@ -268,7 +268,7 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
        for case in (TWO, FLAT)},
     "scheme": (lambda job: changed(job.two, put(sharding_type="grid_shard")), "'t1' in tower 1 is sharded 'grid_"),
     "row-wise on one rank": (lambda job: changed(job.one, put(sharding_type="row_wise"), scheme="table_wise"),
-                             r"A row_wise table cannot live on ranks \[1\]"),
+                             r"a row_wise table cannot be on ranks=\[1\]"),
     "data-parallel kernel": (lambda job: changed(job.one, put(compute_kernel="fused"), scheme="data_parallel"),
                              "'t1' in tower 0 is data_parallel with compute_kernel='fused'"),
     "dense kernel": (lambda job: changed(job.one, put(compute_kernel="dense"), scheme="table_wise"),
