@@ -93,12 +93,15 @@ class PlainTraining:
         self._averaged = [name for name, table in self.tables[0].items() if table.is_averaged]
 
     def average_gradients(self) -> None:
-        """Gives all replicas the mean gradients of dense parts and data-parallel tables."""
+        """Gives all replicas the mean gradients of dense parts and data-parallel tables; one that is absent is 0."""
         of_replicas = [dict(module.named_parameters()) for module in self.modules]
         for name in of_replicas[0]:
-            if name not in self._averaged:
-                gradients = [parameters[name].grad for parameters in of_replicas]
-                _set_to_mean([gradient for gradient in gradients if gradient is not None])
+            copies = [parameters[name] for parameters in of_replicas]
+            if name not in self._averaged and any(copy.grad is not None for copy in copies):
+                gradients = [torch.zeros_like(copy) if copy.grad is None else copy.grad for copy in copies]
+                _set_to_mean(gradients)
+                for copy, gradient in zip(copies, gradients, strict=True):
+                    copy.grad = gradient
 
     @torch.no_grad()
     def step(self) -> None:

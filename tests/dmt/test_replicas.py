@@ -21,6 +21,7 @@ from dmt.errors import ReplicaMismatchError
 from dmt.replicas import dense_reduce
 from dmt.sptt.group_sharded import GroupSharded
 from dmt.sptt.state import checksum
+from dmt.testing import PlainTraining
 from dmt.testing.state import LocalPart, join_parts
 from tests.parity import loss_of
 from tests.ranks import on_ranks
@@ -48,7 +49,10 @@ def test_a_replica_that_differs_is_found_on_every_rank(rank: int) -> None:
         sync.check()
 
 
-def passes_without_step_on_rank(rank: int) -> None:
+@on_ranks(4)
+@patch("dmt.replicas.sync._MOST_PASSES_PER_STEP", 8)
+def test_a_forgotten_step_is_noticed_in_training_passes_only(rank: int) -> None:
+    """Evaluation without ``no_grad`` and ``state_dict()`` read tables too, and need no step."""
     mesh, most = TowerMesh(TWO.topology), 8
     ids, _ = TWO.draw(rank, 0)
     for kind in ("eval", "state_dict"):
@@ -64,11 +68,12 @@ def passes_without_step_on_rank(rank: int) -> None:
             model(ids)
 
 
-@on_ranks(4)
-def test_a_forgotten_step_is_noticed_in_training_passes_only(rank: int) -> None:
-    """Evaluation without ``no_grad`` and ``state_dict()`` read tables too, and need no step."""
-    with patch("dmt.replicas.sync._MOST_PASSES_PER_STEP", 8):
-        passes_without_step_on_rank(rank)
+def test_a_gradient_that_a_replica_lacks_counts_as_zero_in_plain_training() -> None:
+    modules = [nn.Linear(1, 1, bias=False) for _ in range(2)]
+    training = PlainTraining(modules, fused_params={})
+    modules[0](torch.ones(1, 1)).sum().backward()
+    training.average_gradients()
+    assert [module.weight.grad for module in modules] == [0.5, 0.5]
 
 
 def test_a_checksum_sees_every_bit_and_place() -> None:
