@@ -238,7 +238,7 @@ def why_not(
     if scheme in EVERYWHERE and id_route == "global":
         return "id_route='global' would send all ids to every rank of the tower, since each holds rows of the table"
     if scheme == "data_parallel":
-        if kind == "FP16":  # a gradient of 1e-7 would err by a sixth, and one of 1e-8 be lost
+        if kind == "FP16":  # a gradient of 1e-7 would err by a fifth, and one of 1e-8 would be lost
             return "its weights are FP16, and the gradients of a data-parallel table would be FP16 too"
         if fused_params is not None and (reason := data_parallel_obstacle(fused_params)):
             return reason

@@ -29,7 +29,7 @@ from dmt.simulator.steps import Load, ModelWork, Operator, PartWork, StepWork
 
 __all__ = ["Workload", "count_operators", "operators_of", "step_work"]
 
-_SIZES = (128, 256)  # batch sizes at which operators are counted, large enough for sequences of their mean length
+_SIZES = (128, 256)  # batch sizes at which operators are counted; large, as a batch has whole items of sequences
 
 
 @dataclass(frozen=True, kw_only=True)

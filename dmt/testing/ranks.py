@@ -24,7 +24,7 @@ from dmt.errors import InputError
 __all__ = ["Rank", "RanksFailedError", "end_ranks", "end_with", "prepare_ranks", "run_on_ranks"]
 
 _PRELOAD = ("torch", "torch.fx.experimental.symbolic_shapes", "torchrec.distributed.model_parallel")
-# A failing rank makes others fail; the parent waits this long for the rank that failed first.
+# The first failure that arrives may have its cause on another rank; the parent waits this long for the others.
 _SETTLE_S = 1.0
 # PyTorch's own initial seed: each call begins like a fresh process.
 _INITIAL_SEED = 67280421310721
