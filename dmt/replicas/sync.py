@@ -267,7 +267,7 @@ def moment_scales(model: nn.Module) -> dict[str, float]:
 
 
 def drifted(model: nn.Module) -> bool:
-    """Returns whether replicas may differ: tables have trained since the last average, or it delayed their states."""
+    """Returns whether replicas may differ: tables have trained since the last average, or delayed states lag behind."""
     return any(module.replicas_drifted for module in model.modules() if isinstance(module, SPTTModule))
 
 

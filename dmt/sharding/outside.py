@@ -54,7 +54,6 @@ class CrossingCosts:
     """
 
     topology: TowerTopology
-    """The mesh sizes."""
     workload: StepWorkload
     """Batch size and ids per sample."""
     sent: float | None = None

@@ -50,7 +50,8 @@ def plan_tables(
         rules: the user's decisions. If they place every table, this function only computes costs and reasons.
 
     Raises:
-        InputError: a name or a number is wrong, a rule cannot be met, or the tables do not fit into memory.
+        InputError: there is not one list for each tower, columns are not a multiple of four, a name of a rule or of
+            ``pooling_factors`` has no table, a rule cannot be met, or the tables do not fit into memory.
     """
     model = CostModel(topology=topology, workload=workload or StepWorkload(), hardware=hardware or Hardware())
     if len(tables_by_tower) != topology.num_towers:

@@ -62,7 +62,7 @@ class TablePlacement:
     =================  =========================================================================================
 
     Raises:
-        InputError: a value is unknown or out of range, or the scheme or kernel does not allow another value.
+        InputError: a value is unknown or out of range, or ``ranks`` or ``kernel`` do not suit the scheme.
     """
 
     scheme: Scheme

@@ -69,7 +69,7 @@ def run_on_ranks(
         function: an importable function; inside it, the default process group contains the ranks.
         world_size: number of ranks.
         args: picklable arguments.
-        timeout_s: longest time that the function may take on any rank, start included, in seconds.
+        timeout_s: longest time until every rank has returned, in seconds.
         ranks: list of processes to reuse; the call appends those that it starts. They live until a call fails or
             until `end_ranks`, and keep what a call changes in them, such as a patched class. None: new processes.
         backend: of the process group, as in ``torch.distributed.init_process_group``.
