@@ -87,7 +87,7 @@ def test_relative_links_resolve(page: Path) -> None:
 
 
 def loaded(path: Path) -> ModuleType:
-    """A program of docs/ as a module."""
+    """Loads a program of docs/ as a module."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None

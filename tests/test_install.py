@@ -14,15 +14,15 @@ from typing import Any
 import pytest
 
 ROOT = Path(__file__).parent.parent
-# Only what a test names, not the wheels that this machine's own settings of pip offer, nor what `make test STACK=2.14`
-# hands on to every make below it.
+# Without this machine's settings of pip, which may offer other wheels, and without what `make test STACK=2.14` passes
+# to every make that it starts.
 ALONE = {name: value for name, value in os.environ.items() if not name.startswith(("PIP_", "MAKE", "MFLAGS", "STACK"))}
 ALONE["PIP_CONFIG_FILE"] = os.devnull
 
 
 @pytest.fixture
 def clone(tmp_path: Path) -> Path:
-    """What ``make install`` reads, and no environment yet."""
+    """A folder with the files that ``make install`` reads, without an environment."""
     for name in ("Makefile", "pyproject.toml"):
         shutil.copy(ROOT / name, tmp_path)
     shutil.copytree(ROOT / "requirements", tmp_path / "requirements")
@@ -34,7 +34,7 @@ def make(clone: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def torch_wheel(folder: Path, *needs: str) -> None:
-    """A wheel of the lock's torch with these requirements, and nothing in it."""
+    """Writes an empty wheel of the lock's torch with these requirements."""
     info = "torch-2.13.0.dist-info"
     required = "".join(f"Requires-Dist: {need}\n" for need in needs)
     with zipfile.ZipFile(folder / "torch-2.13.0-py3-none-any.whl", "w") as wheel:
@@ -99,7 +99,7 @@ def run(command: list[str], folder: Path, **environment: str) -> str:
 
 
 def library_files() -> set[str]:
-    """Every file of the library under the name that it is installed by."""
+    """Returns every file of the library, by the name under which it is installed."""
     found = set()
     for folder, prefix in (("dmt", ""), ("partitioner", "dmt/"), ("models", "dmt/")):
         for path in (ROOT / folder).rglob("*"):
@@ -110,7 +110,7 @@ def library_files() -> set[str]:
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A wheel built by way of a source archive, from a copy of the tree: setuptools leaves files where it builds."""
+    """A wheel built by way of a source archive, from a copy of the tree, in which setuptools leaves files."""
     folder = tmp_path_factory.mktemp("wheel")
     tree = folder / "tree"
     tree.mkdir()
