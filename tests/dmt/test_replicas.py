@@ -70,9 +70,8 @@ def test_a_forgotten_step_is_noticed_in_training_passes_only(rank: int) -> None:
 
 def test_a_gradient_that_a_replica_lacks_counts_as_zero_in_plain_training() -> None:
     modules = [nn.Linear(1, 1, bias=False) for _ in range(2)]
-    training = PlainTraining(modules, fused_params={})
     modules[0](torch.ones(1, 1)).sum().backward()
-    training.average_gradients()
+    PlainTraining(modules, fused_params={}).average_gradients()
     assert [module.weight.grad for module in modules] == [0.5, 0.5]
 
 
@@ -179,10 +178,6 @@ class Branches(nn.Module):
         return self.used(x) + self.sometimes(x) if self.rank == 0 else self.used(x)
 
 
-def narrow_model() -> nn.Module:
-    return nn.Sequential(nn.Linear(WIDE, 7), nn.ReLU(), nn.Linear(7, 1))
-
-
 def wide_model() -> nn.Module:
     return nn.Sequential(*(nn.Linear(WIDE, WIDE) for _ in range(5)))
 
@@ -233,8 +228,9 @@ def test_several_buckets_models_and_passes(rank: int) -> None:
         # DDP arranges its buckets anew after the second step.
         follow_ddp(rank, mesh, [wide_model()], steps=4)
     assert len(calls) > 4 + 2, "one bucket in each step: nothing was under way together with another"
-    follow_ddp(rank, mesh, [narrow_model(), wide_model()])
-    follow_ddp(rank, mesh, [narrow_model()], passes=2)
+    narrow = nn.Sequential(nn.Linear(WIDE, 7), nn.ReLU(), nn.Linear(7, 1))
+    follow_ddp(rank, mesh, [narrow, wide_model()])
+    follow_ddp(rank, mesh, [narrow], passes=2)
     follow_ddp(rank, mesh, [Branches(rank)], static_graph=False, find_unused_parameters=True)
 
 
@@ -258,8 +254,7 @@ def check_bytes(rank: int, mesh: TowerMesh) -> None:
                 loss_on(model, rank, step).backward()
         traffic, numbers = meter.total(mesh.global_group), sum(p.numel() for p in model.parameters())
         assert traffic.dense == 2 * (2 - 1) * numbers * size, options
-        assert traffic.forward == traffic.backward == 0, "inside hosts, and nowhere else"
-        assert traffic.inside > 0
+        assert traffic.forward == traffic.backward == 0 < traffic.inside, "inside hosts, and nowhere else"
 
 
 @on_ranks(4)
