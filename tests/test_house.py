@@ -207,7 +207,7 @@ def test_file_sizes() -> None:
 # Lines and files of each part at most, and where they are to get. Raise a number only with the reason in the commit.
 CEILINGS = {
     "the library": (25_630, 134),  # 20_500, 136
-    "dmt/*.py": (1_033, 7),  # 800, 8
+    "dmt/*.py": (1_036, 7),  # 800, 8
     "dmt/plan": (744, 5),  # 600, 5
     "dmt/sharding": (1_968, 10),  # 1_750, 10
     "dmt/sptt": (3_441, 17),  # 2_900, 18
