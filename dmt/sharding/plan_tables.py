@@ -255,12 +255,12 @@ class _Tower:
     def _reason(self, table: Any, placement: TablePlacement, mean: float) -> str:
         allowed, room = self.allowed[table.name], self.model.hardware.memory_per_rank
         scheme, ranks = placement.scheme, placement.ranks
-        words = f"{scheme} on rank {ranks[0]}" if scheme == "table_wise" else f"{scheme} over {len(ranks)} ranks"
-        words += f" as {placement.kernel}" if placement.kernel != "fused" else ""
+        where = f"on rank {ranks[0]}" if scheme == "table_wise" else f"over {counted(len(ranks), 'rank')}"
+        words = f"{scheme} {where}" + (f" as {placement.kernel}" if placement.kernel != "fused" else "")
         if allowed.why and len(allowed.schemes) == 1:
             return f"{words}: {allowed.why}"
         whole = self.model.shard(table, "table_wise", table.num_embeddings, table.embedding_dim)
-        share = f"{whole.seconds / mean if mean else 0.0:.2f} x the mean load of a rank"
+        share = f"{whole.seconds / mean if mean else 0.0:.3g} x the mean load of a rank"
         reason = share if scheme == "table_wise" else f"on one rank it would be {share}"
         if scheme in ("row_wise", "column_wise") and room is not None and whole.needed > room:
             reason = f"{human_bytes(whole.needed)} do not fit a rank's {human_bytes(room)}"
