@@ -90,8 +90,8 @@ def matching_files(value: str) -> list[str]:
         def visible(pattern: str) -> list[str]:
             return [name for name in system.glob(pattern) if name.rpartition("/")[2][0] not in "._"]
 
-        matches, pattern = [], f"{glob.escape(inner)}/*" if system.isdir(inner) else inner
-        for name in [inner] if system.isfile(inner) else visible(pattern):
+        matches, pattern = [], f"{glob.escape(inner)}/*" if (is_folder := system.isdir(inner)) else inner
+        for name in [inner] if system.isfile(inner) or (is_folder and inner.endswith(".parquet")) else visible(pattern):
             if not system.isdir(name):
                 matches.append(name)
             elif name.endswith(".parquet"):

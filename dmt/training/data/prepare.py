@@ -178,6 +178,8 @@ def prepare(
         profile, summary = _summary(_View(converter, folder / "train" / _FILE), tables_of(columns, **dims), counts)
         if both := sorted(set(files["train_path"]).intersection(files.get("eval_path", ()))):
             summary["notes"].insert(0, f"{shorten(both, ', ')}: in train_path and eval_path, which inflates metrics.")
+        if config.split_column and not num_rows["eval"]:
+            summary["notes"].insert(0, f"There are no evaluation rows: {config.split_column} is never 'test'.")
         save_profile(profile, folder / _PROFILE)
         connection.close()
         shutil.rmtree(folder / _SCRATCH, ignore_errors=True)

@@ -484,9 +484,10 @@ def test_the_summary_says_what_to_look_at(tmp_path: Path) -> None:
     assert ClickData(DataConfig(prepared=str(tmp_path / "out1"))).notes.startswith(record.summary["notes"][0])
     assert record.summary["features"]["few"]["most_frequent_share"] == pytest.approx(2 / 3, abs=1e-5)
     names = {"categorical": ("c",), "dense": (), "multi_hot": (), "timestamps": (), "eval_path": None}
-    for lines, note in (([], "There are no training rows."), (["1,a"], "1 training rows have the label 1; a model")):
-        write(tmp_path / "b.csv", ["label,c", *lines])
-        assert note in prepared(tmp_path, config_of(tmp_path / "b.csv", **names))[1].summary["notes"][-1]
+    for lines, note in (([], "no training rows"), (["1,a,train"], "1 training rows have the label 1")):
+        write(tmp_path / "b.csv", ["label,c,s", *lines])
+        notes = prepared(tmp_path, config_of(tmp_path / "b.csv", split_column="s", **names))[1].summary["notes"]
+        assert (notes[0], note in notes[-1]) == ("There are no evaluation rows: s is never 'test'.", True)
 
 
 def test_a_folder_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
