@@ -87,7 +87,7 @@ def test_bad_input_is_a_line_and_code_2(arguments: list[str], reason: str, monke
 
 def test_a_demo_keeps_the_checkpoints_of_other_runs(tmp_path: Path) -> None:
     saved = make_checkpoint(tmp_path / "dlrm" / "checkpoint", 5, {})
-    assert "the demo would delete the checkpoints of another run" in dmt("demo", "--out", str(tmp_path)).output
+    assert "would delete the checkpoints of another run" in dmt("demo", "--out", str(tmp_path)).output
     assert saved.exists()
 
 
@@ -122,14 +122,17 @@ def test_a_demo_on_a_handful_of_rows_with_odd_column_names(tmp_path: Path, monke
 @pytest.mark.parametrize(
     ("name", "content", "kind"),
     [
-        ("day_0", "1\t" + "\t".join("5" * 13) + "\t" + "\t".join(["0a"] * 26) + "\n", "criteo_tsv"),
+        ("train.txt", "1\t" + "\t".join("5" * 13) + "\t" + "\t".join(["0a"] * 26) + "\n", "criteo_tsv"),
         ("clicks.tsv", "label\tc_a\td_x\n1\tx\t2\n", "columns"),
         ("clicks.csv", "label,c_a,d_x\n1,x,2\n", "columns"),
     ],
 )
 def test_the_demo_tells_criteos_format_from_named_columns(tmp_path: Path, name: str, content: str, kind: str) -> None:
     (tmp_path / name).write_text(content)
-    assert f'data.kind="{kind}"' in demo.demo_settings(str(tmp_path / name))
+    (tmp_path / "test.txt").touch()  # Kaggle's has no labels, so it cannot be for evaluation
+    settings = demo.demo_settings(str(tmp_path / name))
+    assert f'data.kind="{kind}"' in settings
+    assert "data.eval_path" not in "".join(settings)
 
 
 def test_the_demo_takes_a_prepared_folder_which_is_no_folder_of_raw_files(tmp_path: Path) -> None:

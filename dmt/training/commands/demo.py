@@ -22,7 +22,7 @@ from dmt.training.affinity import affinity_of_run
 from dmt.training.checkpoints.store import checkpoints
 from dmt.training.config import KEYS_OF_TOWERS, load_config, to_override, to_toml
 from dmt.training.data.config import DataConfig
-from dmt.training.data.files import MANIFEST, expand_path, format_of, matching_files
+from dmt.training.data.files import MANIFEST, expand_path, format_of
 from dmt.training.data.raw import schema_of
 from dmt.training.preflight import check_rows, resolve
 from dmt.training.records import quality_warnings, read_result
@@ -68,7 +68,10 @@ def demo(data: str | None, out: Path, overrides: Sequence[str], *, command: str)
     flat_arch = arch.removeprefix("dmt-").removesuffix("-products")
     for folder in (out / flat_arch, out / arch):
         if checkpoints(folder / "checkpoint") and not (folder / _CONFIG).exists():
-            raise InputError(f"--out: the demo would delete the checkpoints of another run in {folder}. Name another.")
+            raise InputError(
+                f"--out {str(out)!r}: the demo would delete the checkpoints of another run, in {folder}. Name another "
+                "folder."
+            )
     console.print(f"[bold]2/4[/] training the flat model, {flat_arch}, on {ranks} ranks")
     runs = {flat_arch: train_here(out / flat_arch, [*flat_settings(shared), f"model.arch={flat_arch}"])}
 
@@ -114,7 +117,7 @@ def train_here(folder: Path, settings: Sequence[str]) -> dict[str, Any]:
     except ChildFailedError as error:
         code = error.get_first_failure()[1].exitcode
         raise InputError(
-            f"Training {config.model.arch} ended with exit code {code}. Correct what is printed above, and try again."
+            f"Training {config.model.arch} ended with exit code {code}. Correct the error printed above, and try again."
         ) from error
     return read_result(folder)
 
@@ -145,9 +148,8 @@ def _start_ranks(config: Path, ranks: int) -> None:
 def demo_settings(data: str) -> list[str]:
     """Returns the overrides that make the demo's config read a file of clicks or a prepared folder.
 
-    A text file that is not .csv and has no column ``label`` is read in Criteo's format; if a file exists whose name has
-    "test" in place of "train", it gives the evaluation rows. Other files need the columns ``label``, ``c_*``
-    (categorical) and ``d_*`` (dense); a column ``split`` says which rows are for evaluation.
+    A text file that is not .csv and has no column ``label`` is read in Criteo's format. Other files need the columns
+    ``label``, ``c_*`` (categorical) and ``d_*`` (dense); a column ``split`` says which rows are for evaluation.
 
     Raises:
         InputError: the file does not exist or its kind is unknown.
@@ -158,10 +160,7 @@ def demo_settings(data: str) -> list[str]:
     settings = [to_override("data.train_path", data), f"data.num_embeddings={_TABLE_ROWS}"]
     names = schema_of(file, DataConfig(kind="columns", train_path=data, categorical=("c_*",))).names
     if "label" not in names and format_of(file) == "text" and not file.endswith((".csv", ".csv.gz")):
-        name = Path(data).name
-        partner = data.removesuffix(name) + name.replace("train", "test")
-        evaluation = [to_override("data.eval_path", partner)] if partner != data and matching_files(partner) else []
-        return ['data.kind="criteo_tsv"', *settings, *evaluation]
+        return ['data.kind="criteo_tsv"', *settings]
     expand_path("--data", data, columns=True)
     settings += ['data.kind="columns"', 'data.categorical=["c_*"]', 'data.dense=["d_*"]']
     return [*settings, 'data.split_column="split"'] if "split" in names else settings
