@@ -41,7 +41,6 @@ from dmt.training.config import TrainingConfig, load_config, to_override, to_tom
 from dmt.training.data.clicks import ClickData
 from dmt.training.data.config import DataConfig, read_tables
 from dmt.training.preflight import resolve
-from dmt.training.records import read_result
 from tests.training.data.helpers import criteo_line
 
 LONGEST_S = 25
@@ -184,12 +183,6 @@ def read_sharding_plan(path: Path) -> None:
     assert repr(TowerShardingPlan.load(path.with_name("again.json"))) == repr(plan)
 
 
-def read_tables_and_result(path: Path) -> None:
-    with contextlib.suppress(InputError):
-        read_result(path.parent)
-    read_tables(path)
-
-
 def read_config(path: Path) -> None:
     config = load_config(path)
     path.with_name("again.toml").write_text(to_toml(config))
@@ -219,7 +212,7 @@ RECORDS: dict[str, tuple[Any, Callable[[Any], str], Callable[[Path], object]]] =
     "towers.json": (saved(TOWERS), json.dumps, read_tower_plan),
     "sharding.json": (saved(SHARDING), json.dumps, read_sharding_plan),
     MANIFEST_NAME: (MANIFEST, signed, lambda path: read_manifest(path.parent)),
-    "result.json": (saved(TOWERS)["tables"], json.dumps, read_tables_and_result),
+    "tables.json": (saved(TOWERS)["tables"], json.dumps, read_tables),
     "rules.toml": (RULES, toml, lambda path: PartitionRules.load(path).for_features(["f1", "f2", "f3"])),
     "config.toml": (CONFIG, toml, read_config),
 }

@@ -148,8 +148,6 @@ class StepWork:
     """Bytes that a rank reads and writes to convert numbers to 16 bits and back: forward, and backward."""
     rank_bytes: tuple[float, float] = (0.0, 0.0)
     """Bytes on the fullest rank: tables, their state, embeddings and gradients; and embeddings and gradients alone."""
-    host_bytes: float = 0.0
-    """Bytes of tables, their state, embeddings and gradients on all ranks of the fullest host."""
 
     @property
     def uplink_bytes(self) -> float:

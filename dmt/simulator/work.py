@@ -108,7 +108,6 @@ def step_work(step: Workload, model: ModelWork) -> StepWork:
         samples=batch,
         converted_bytes=(forward, backward),
         rank_bytes=(float(memory.max()), float(held["activations"][memory.argmax()])),
-        host_bytes=float(memory.reshape(hosts, -1).sum(axis=1).max()),
     )
 
 

@@ -40,7 +40,7 @@ def affinity_of_run(
     Args:
         run: the ``output_dir`` of a run.
         data_path: rows to read instead of the run's ``data.train_path``.
-        max_rows: largest number of rows to average over; the mean settles quickly.
+        max_rows: number of rows to average over, at most.
         rules: rules to check against the features before the model is loaded.
         functions: see `dmt.training.trained.checkpoint_of`.
 
@@ -59,7 +59,7 @@ def affinity_of_run(
         )
     task = ClickTask(build_model(job))
     load_plain(task, checkpoint)
-    # At most the run's batch size: the data has at least that many rows.
+    # The data of a run have at least as many rows as one of its batches.
     size = min(_BATCH_ROWS, config.train.batch_size, max(1, max_rows))
     batches = spread_batches(job.data, max_rows=max_rows, batch_size=size)
     return FeatureAffinity.collect(task.model, batches)
@@ -73,7 +73,7 @@ def interactions_of(
     At most 2**20 rows are read, in batches spread evenly over all rows; from a user's source, the first batches.
 
     Args:
-        config: the config; only its data and embedding dimensions are used.
+        config: the config; its model is not built.
         with_tables: whether to keep the tables of the data, for the partitioner's limits and for the plan.
         seed: seed of the splits of rows.
         rules: rules to check against the features before rows are read.
@@ -95,7 +95,7 @@ def interactions_of(
 def spread_batches(data: ClickData, *, max_rows: int, batch_size: int) -> Iterator[ClickBatch]:
     """Yields batches from evenly spaced places among the training rows; from a user's source, the first batches.
 
-    Together they have at most ``max_rows`` rows, but there is at least one batch if the data has rows for one.
+    There are at most ``max_rows`` rows, or one batch if that is more.
     """
     options: dict[str, Any] = {"rank": 0, "world_size": 1, "batch_size": batch_size}
     rows, count = data.num_rows("train"), max(1, max_rows // batch_size)
@@ -104,7 +104,7 @@ def spread_batches(data: ClickData, *, max_rows: int, batch_size: int) -> Iterat
         return
     there = max(1, rows // batch_size)
     count = min(there, count)
-    # At each place, all rows that are shuffled together are read.
+    # Few places, as each is costly: all rows that are shuffled together there are read.
     places = min(_PLACES, count)
     for place in range(places):
         number = count * (place + 1) // places - count * place // places

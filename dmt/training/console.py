@@ -28,7 +28,7 @@ __all__ = [
     "table_console",
 ]
 
-# Width of a line in characters: in a pipe or file, and the minimum, which cuts no number.
+# Characters in a line: in a pipe or file, and at least, so that no number is cut.
 _PIPE_WIDTH, _LEAST_WIDTH = 140, 90
 # Ranks with an error wait this long, so that rank 0 can report the same error before torchrun stops all ranks.
 _LET_RANK_0_SPEAK_S = 10
@@ -79,7 +79,7 @@ class _Lines(io.TextIOBase):
 
 
 def progress_bar(*, initial: int, total: int | None, enabled: bool, desc: str = "train", unit: str = "step") -> Any:
-    """Returns a tqdm bar for a training run, with an estimate of the time left if ``total`` is known.
+    """Returns a tqdm bar on stderr, with an estimate of the time left if ``total``, its last value, is known.
 
     Without a terminal, it prints a line every 30 seconds instead.
     """
@@ -136,7 +136,10 @@ def quiet_libraries(*, rank: int) -> None:
 
 
 def say_last(text: str, *, rank: int, launcher: int) -> None:
-    """Prints a line to stderr; on the last attempt, also after torchrun (process id ``launcher``) has ended."""
+    """Prints a line to stderr; on torchrun's last attempt, again after torchrun (process ``launcher``) has ended.
+
+    Ranks other than 0 wait first, and begin the line with their number.
+    """
     if rank != 0:
         time.sleep(_LET_RANK_0_SPEAK_S)
         text = f"[rank {rank}] {text}"
@@ -149,7 +152,7 @@ def say_last(text: str, *, rank: int, launcher: int) -> None:
 
 
 def rows_of(results: Iterable[Mapping[str, Any]]) -> list[tuple[str, str, str]]:
-    """Returns the entries of `ROWS` for which at least one of the runs has a value."""
+    """Returns the entries of `ROWS` for which at least one of the results has a value."""
     runs = list(results)
     return [row for row in ROWS if any(lookup(run, row[1]) is not None for run in runs)]
 

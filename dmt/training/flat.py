@@ -47,9 +47,9 @@ class _OverAllRanks(BaseEmbeddingSharder[Any]):
         return [(EmbeddingComputeKernel.DENSE if is_dense else EmbeddingComputeKernel.FUSED).value]
 
     def _arguments(self, params: dict[str, ParameterSharding], device: torch.device | None) -> dict[str, Any]:
-        """Returns the arguments that all sharded modules take; collective."""
+        """Returns the arguments that both sharded modules take; collective."""
         assert self._mesh is not None, "a sharder without a mesh is for planning"
-        # TorchRec's planner numbers the GPUs of the topology's hosts, but a machine may hold several of those.
+        # TorchRec's plan has GPU numbers by host of the topology, but one machine may emulate several hosts.
         placed = place_in_group(params, self._mesh.global_group, device)
         registry = self.qcomm_codecs_registry
         options = {"fused_params": self.fused_params, "device": device, "qcomm_codecs_registry": registry}

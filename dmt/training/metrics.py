@@ -1,4 +1,4 @@
-"""Measures a run: AUC, normalized entropy and loss over all ranks, time of steps and lookups, bytes of a step."""
+"""Measures a run: AUC, normalized entropy and loss over all ranks, times of steps and lookups, bytes of a step."""
 
 from __future__ import annotations
 
@@ -50,10 +50,11 @@ class MetricValues:
 
 
 class ClickMetrics:
-    """Accumulates one evaluation on a rank; `compute` combines the ranks with one all-reduce of 16 MB.
+    """Accumulates one evaluation on a rank; `compute` combines the ranks with one all-reduce of 16 MiB.
 
     AUC is computed from counts of labels in 2^20 bins of the logits x, of equal width in x / (1 + |x|) and narrowest at
-    x = 0 (2e-6); rows of one bin count as ties. On a million rows it is within 1e-6 of the exact area.
+    x = 0 (2e-6); rows of one bin count as ties. On a million rows it was within 1e-6 of the exact area, unless almost
+    all logits lay within a few bins.
 
     Args:
         group: the ranks that evaluate together; None: this rank alone.
@@ -164,7 +165,7 @@ def measure_lookups(
 
 
 def measure_traffic(model: nn.Module, optimizer: KeyedOptimizer, batch: ClickBatch, mesh: TowerMesh) -> Traffic:
-    """Runs one more forward and backward pass and counts its bytes between hosts and inside them. Collective.
+    """Runs a forward and backward pass of a batch, and counts the bytes sent between and inside hosts. Collective.
 
     The backward pass updates the tables: call it after the last save.
     """

@@ -21,8 +21,7 @@ if TYPE_CHECKING:
     from dmt.sharding.plan import TowerShardingPlan
     from dmt.training.metrics import MetricValues
 
-from dmt.errors import InputError
-from dmt.files import read_file, write_or_raise
+from dmt.files import write_or_raise
 from dmt.training.config import TrainingConfig, to_toml
 
 __all__ = ["RunRecord", "quality_warnings", "read_curves", "read_result", "settings_lines", "to_json", "versions"]
@@ -32,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 @cache
 def versions() -> dict[str, str]:
-    """Returns the versions of Python and of the packages that a run's numbers depend on; "absent": not installed."""
+    """Returns the versions of Python and of the packages that a run's numbers depend on; "absent" if not installed."""
     by_package = {"python": platform.python_version()}
     for name in ("dmt-recsys", "torch", "torchrec", "fbgemm-gpu", "fbgemm-gpu-cpu"):
         try:
@@ -43,7 +42,7 @@ def versions() -> dict[str, str]:
 
 
 def settings_lines(config: TrainingConfig) -> list[str]:
-    """Returns a line for each section with settings that differ from their defaults, and a line of versions."""
+    """Returns a line for each section that differs from its defaults, then the file of all settings and versions."""
     sections = config.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
     lines = []
     for name, values in sections.items():
@@ -55,9 +54,9 @@ def settings_lines(config: TrainingConfig) -> list[str]:
 class RunRecord:
     """Writes the files of a run into its output folder; does nothing on ranks other than 0.
 
-    The files are ``config.toml`` (resolved; `load_config` reads it), ``metrics.jsonl`` (one JSON object per line) and
-    ``result.json``; they replace those of an earlier run. A full disk does not stop training: numbers that cannot be
-    written to ``metrics.jsonl`` are logged in a warning.
+    The files are ``config.toml`` (resolved; `load_config` reads it), ``sharding.json``, ``metrics.jsonl`` (one JSON
+    object per line) and ``result.json``; they replace those of an earlier run. A full disk does not stop training:
+    numbers that cannot be written to ``metrics.jsonl`` are logged in a warning.
 
     Args:
         config: the run.
@@ -82,7 +81,7 @@ class RunRecord:
         _write(self._metrics, "".join(f"{json.dumps(values)}\n" for values in kept))
 
     def say(self, lines: Iterable[str]) -> None:
-        """Prints lines to stdout, each prefixed with ``# ``; in a demo to stderr, since its stdout may be JSON."""
+        """Prints lines to stdout, each after ``# ``; in a demo to stderr, as the demo's stdout may be JSON."""
         if self.enabled:
             stream = sys.stderr if "DMT_LAUNCHER" in os.environ else sys.stdout
             print("".join(f"# {line}\n" for line in lines), end="", flush=True, file=stream)
@@ -146,11 +145,8 @@ def to_json(result: Any) -> str:
 
 
 def read_result(folder: Path) -> dict[str, Any]:
-    """Reads ``result.json`` of a finished run; top-level nulls become NaN. Raises `InputError` if it is unreadable."""
-    place, remedy = str(folder / "result.json"), "Run the job again, which evaluates its last checkpoint."
-    result = read_file(place, "JSON", place=place, remedy=remedy)
-    if not isinstance(result, dict):
-        raise InputError(f"{place} is not the result of a run. {remedy}")
+    """Reads ``result.json`` of a finished run; top-level nulls become NaN."""
+    result = json.loads((folder / "result.json").read_text(encoding="utf-8"))
     return {key: math.nan if value is None else value for key, value in result.items()}
 
 

@@ -68,11 +68,9 @@ class Prediction(NamedTuple):
     uplink_bytes: float
     """Bytes that the busiest host sends to other hosts."""
     rank_bytes: float
-    """Memory of the fullest rank for tables, their optimizer states, and looked-up embeddings with their gradients."""
-    host_bytes: float
-    """The same memory as ``rank_bytes``, summed over the ranks of the fullest host."""
+    """Bytes on the fullest rank of tables, optimizer states, and looked-up embeddings with their gradients."""
     unique_rows: str | None
-    """Origin of the number of distinct inputs sent with ``sharding.unique``, in words; None where it is not counted."""
+    """Where the number of distinct inputs sent comes from, in words; None unless `CrossingCosts.is_unique`."""
 
 
 def work_of(job: Job, counted: dict[str, ModelWork] | None = None) -> StepWork:
@@ -130,13 +128,15 @@ def predict_step(job: Job, cluster: Cluster, counted: dict[str, ModelWork] | Non
         lookup_seconds=work.lookup_bytes / 3 / cluster.lookup_bytes_per_s,
         uplink_bytes=work.uplink_bytes,
         rank_bytes=work.rank_bytes[0],
-        host_bytes=work.host_bytes,
         unique_rows=_unique_rows(job),
     )
 
 
 def predicted_result(job: Job) -> dict[str, Any] | None:
-    """Returns the predictions that a run's result shows beside its measurements; None without ``sharding.cluster``."""
+    """Returns the predictions that a run's result shows beside its measurements.
+
+    None without ``sharding.cluster``, or, after a warning, if the step cannot be predicted.
+    """
     config = job.config
     if config.sharding.cluster is None:
         return None
@@ -145,7 +145,7 @@ def predicted_result(job: Job) -> dict[str, Any] | None:
         check_hosts(config, cluster, is_given=False)
         prediction = predict_step(job, cluster)
     except InputError as error:
-        # Training is done: a failed prediction must not fail the run.
+        # The run has trained by now: a failed prediction must not fail it.
         logger.warning(f"The result has no predicted numbers: {error}")
         return None
     return {
@@ -189,11 +189,12 @@ def check_hosts(run: TrainingConfig, cluster: Cluster, *, is_given: bool) -> Non
 
 
 def alternatives(run: Job, cluster: Cluster) -> tuple[list[Prediction], list[str]]:
-    """Predicts a step of the flat model, flat and over towers, and of compressing towers, for each number of replicas.
+    """Predicts a step of the flat model, of the same model over towers, and of towers that compress.
 
     A tower is a host (several hosts if there are more hosts than features). Features are dealt to towers in turn,
-    because their grouping barely changes what is sent. With ``unique`` it does, so the towers are balanced. All else is
-    as in the config. A user's own model (``model.factory``) has no alternatives: predict it by overrides of its config.
+    because their grouping barely changes what is sent; with ``unique`` it does, so there the towers are balanced.
+    Alternatives over towers are also predicted with every possible number of replicas. All keep the settings in `_KEPT`.
+    A user's own model (``model.factory``) has no alternatives: predict it by overrides of its config.
 
     Returns:
         The predictions, fastest first, and the names of the alternatives that do not fit ``sharding.memory_gib``.
@@ -229,7 +230,7 @@ def alternatives(run: Job, cluster: Cluster) -> tuple[list[Prediction], list[str
 
 
 def _overrides(config: TrainingConfig, changed: TrainingConfig, settings: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """Returns all ``settings`` and the other keys in which an alternative differs from ``config``, as overrides."""
+    """Returns ``settings``, and the other keys in which an alternative differs from ``config``, as overrides."""
     before, after = config.model_dump(mode="json"), changed.model_dump(mode="json", exclude_none=True, include=_CHANGED)
     return [
         f"{section}.{key}={json.dumps(value).strip(chr(34))}"
@@ -240,7 +241,7 @@ def _overrides(config: TrainingConfig, changed: TrainingConfig, settings: Mappin
 
 
 def _plain_tables(run: Job) -> list[TableSpec]:
-    """Returns the tables as in a flat model: those outside with the width of all, and bags not marked as sequences."""
+    """Returns the tables of the flat model: tables outside towers get their full width, bags are no sequences."""
     model, outside = run.config.model, () if run.towers is None else run.towers.outside_tables(run.tables)
     return [
         replace(
@@ -274,7 +275,7 @@ def _models(run: Job, num_towers: int) -> dict[str, dict[str, Any]]:
 
 
 def _ways(run: Job) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
-    """Yields the name of each alternative, and its settings as section -> key -> value."""
+    """Yields the name of each alternative, and its settings by section and key."""
     flat = {"model": {"arch": "dcn" if "dcn" in run.config.model.arch else "dlrm"}}
     num_hosts, num_features = run.topology.num_hosts, len(feature_names(run.tables))
     reduced = {"train": {"dense_reduce": "hierarchical"}} if num_hosts > 1 else {}
@@ -310,7 +311,7 @@ def _replicas(topology: TowerTopology) -> list[tuple[int, str]]:
 
 
 def changed_config(config: TrainingConfig, settings: Mapping[str, Mapping[str, Any]]) -> TrainingConfig:
-    """Returns defaults, changed by keys of ``config`` in `_KEPT`, then by ``settings`` (section -> key -> value)."""
+    """Returns the defaults, changed by the keys of ``config`` in `_KEPT`, then by ``settings``, by section and key."""
     values = config.model_dump(mode="json", exclude_none=True, include=_KEPT)
     if settings["sharding"]["dataflow"] == "flat":
         del values["train"]["micro_batches"]

@@ -1,4 +1,4 @@
-"""One training run on this rank, top to bottom: from a config to ``result.json``."""
+"""Runs one training job on this rank, from its config to ``result.json``."""
 
 from __future__ import annotations
 
@@ -93,6 +93,7 @@ def train(config: TrainingConfig) -> dict[str, Any]:
 
     Raises:
         InputError: anything the user can fix; raised before training wherever it can be known by then.
+        ReplicaMismatchError: copies of a parameter differ between ranks.
     """
     with process_group(config) as mesh, folder_lock(config, mesh):
         return train_job(on_all_ranks(lambda: open_job(config), mesh), mesh)
@@ -148,8 +149,8 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
         seconds = time.perf_counter() - began
         if at.step == 0:
             raise InputError(
-                f"No training step was possible: a step takes {step_rows(job, at)} rows (train.batch_size), and there "
-                "are fewer. Lower train.batch_size, or give more data."
+                f"No training step was possible: a step takes {step_rows(job, at)} rows (train.batch_size on each "
+                "rank), and the data have fewer. Lower train.batch_size, or give more data."
             )
         # Without a new step, an earlier attempt finished the run and saved its last checkpoint.
         is_saved = at.step == start.position.step or (save(run, at) and saver.wait())
@@ -174,10 +175,11 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
 def train_steps(run: Run, at: Position, signals: Signals) -> tuple[Position, StepTimer]:
     """Trains from a position to the end, or to the step at which the ranks agree to stop for a signal; collective.
 
-    Evaluates and saves on the way, but leaves the last evaluation and the last save to the caller.
+    Evaluates and saves on the way, but leaves the last evaluation and the last save to the caller. At the end, the
+    replicas are equal.
 
     Returns:
-        The position reached, with the replicas averaged, and the time of the steps.
+        The position reached, and the timer of the steps.
 
     Raises:
         InputError: training has diverged.
@@ -189,7 +191,7 @@ def train_steps(run: Run, at: Position, signals: Signals) -> tuple[Position, Ste
     last = _last_step(run.job, at, rows_per_step)
     timer = StepTimer()
     agreement = Agreement(config, run.model, mesh, timer=timer, replicas=run.replicas, signals=signals)
-    # After each step: they average replicas and choose hot rows again if that is due.
+    # Called after each step: they average the replicas, or choose hot rows again, when that is due.
     followers = [part for part in (run.replicas, run.hot_rows) if part is not None]
     warn_step = min(at.step + config.log_every, math.inf if last is None else last)
     with progress_bar(initial=at.step, total=last, enabled=mesh.rank == 0) as bar:
@@ -198,7 +200,7 @@ def train_steps(run: Run, at: Position, signals: Signals) -> tuple[Position, Ste
             # The pipeline reads ahead, so it gets only the batches before the next evaluation and is empty by then.
             while batches := up_to(_steps_until(config, at.step), epoch_batches):
                 if at.step and config.eval_every and at.step % config.eval_every == 0:
-                    # Also for a resumed run that was killed before this evaluation.
+                    # This also makes up for an evaluation before which the run was killed.
                     bar.clear()
                     run.record.evaluation(at.step, evaluate(run))
                 timer.restart()
@@ -207,11 +209,12 @@ def train_steps(run: Run, at: Position, signals: Signals) -> tuple[Position, Ste
                         part.step()
                     at = replace(at, step=at.step + 1, rows=at.rows + rows_per_step)
                     bar.update(1)
-                    # A meeting waits for the GPU, which may be some steps behind: their time, not the meeting's.
+                    # A meeting waits for the GPU, which may be some steps behind; that wait is time of these steps.
                     is_due = agreement.is_due(at.step)
                     timer.step(awaits_gpu=is_due)
                     agreement.note(at.step, logits)
-                    _warn_of_probabilities(run, logits, is_due=at.step == warn_step)
+                    if at.step == warn_step:
+                        _warn_of_probabilities(run, logits)
                     if not is_due:
                         continue
                     agreed = agreement.meet(at.step, binary_cross_entropy_with_logits(logits, labels))
@@ -252,10 +255,10 @@ def batches_of(job: Job, mesh: TowerMesh, split: Split, at: Position | None = No
     return (batch.pin_memory() for batch in batches) if job.device_type == "cuda" else batches
 
 
-def _warn_of_probabilities(run: Run, logits: Tensor, *, is_due: bool) -> None:
-    """Warns, if it is due, that a factory's model seems to return probabilities instead of logits."""
+def _warn_of_probabilities(run: Run, logits: Tensor) -> None:
+    """Warns on rank 0 if a factory's model seems to return probabilities instead of logits."""
     factory = run.job.config.model.factory
-    if not is_due or factory is None or run.mesh.rank != 0:
+    if factory is None or run.mesh.rank != 0:
         return
     if text := probability_warning(factory, float(logits.min()), float(logits.max())):
         logger.warning(text)
@@ -301,7 +304,12 @@ def evaluate(run: Run) -> MetricValues:
 
 
 def save(run: Run, at: Position) -> bool:
-    """Saves the state at a position, and returns whether it succeeded; collective."""
+    """Saves the state at a position, and returns what `Checkpointer.save` does; collective.
+
+    Raises:
+        InputError: the state has NaN or infinity.
+        ReplicaMismatchError: replicas differ after they were averaged.
+    """
     _settle_replicas(run, at.step)
     if run.replicas is not None:
         run.replicas.check()
@@ -311,9 +319,9 @@ def save(run: Run, at: Position) -> bool:
 
 
 def _settle_replicas(run: Run, step: int) -> None:
-    """Averages the replicas, if there are any and they are not equal after ``step``; collective.
+    """Averages the replicas, if there are any and ``step`` has not left them equal; collective.
 
-    Averaging equal values again can round them, so a save would change the training after it.
+    Equal replicas are not averaged again: that can round them, so a save would change the training after it.
     """
     if run.replicas is not None and (run.replicas.delays_states or step % run.replicas.interval):
         run.replicas.sync()

@@ -100,7 +100,7 @@ def trained_model(
 
 
 def describe_run(job: Job, hot_rows: HotRowsState | None, folder: Path) -> None:
-    """Writes a run's config, plans and hot rows into a checkpoint, as the user's files may change or move."""
+    """Writes a run's config, data settings, plans and hot rows into a checkpoint; the user's files may change."""
     if hot_rows is not None:
         save_hot_rows(hot_rows, folder)
     if job.towers is not None:

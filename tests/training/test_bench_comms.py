@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -92,13 +91,6 @@ def test_the_bytes_of_collectives_inside_hosts_stay_there() -> None:
     assert [bytes_sent(kind, 8, topology, topology.tower_groups()) for kind in kinds] == [(0, 6), (0, 6), (0, 12)]
 
 
-@pytest.mark.parametrize(
-    ("environment", "words"),
-    [
-        ({}, "measures its own torchrun job.*torchrun --nnodes 2"),
-        ({"RANK": "0", "WORLD_SIZE": "3", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"}, "3 ranks, 2 of them on this"),
-    ],
-)
-def test_what_cannot_be_measured_is_told(environment: dict[str, str], words: str, tmp_path: Path) -> None:
-    with patch.dict(os.environ, environment), pytest.raises(InputError, match=words):
+def test_a_process_without_torchrun_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"measures its own torchrun job.*torchrun --nnodes 2"):
         run_bench_comms(tmp_path / "c.toml")

@@ -38,11 +38,6 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     with zipfile.ZipFile("m.pt2", "w") as archive:
         archive.writestr(f"m/extra/{export._MANIFEST}", json.dumps(MANIFEST))
     save_cluster(load_cluster("a100"), Path("k.toml"))
-    checkpoint = Path("run/checkpoint/step-1")
-    checkpoint.mkdir(parents=True)
-    (checkpoint / "config.toml").write_text(CONFIG)
-    for name in ("checkpoint.json", "towers.json"):
-        (checkpoint / name).write_text("{}")
     TowerPlan.from_lists([["a"], ["b"]]).save(Path("towers.json"))
     tables = TableSpec(name="t", num_embeddings=9, embedding_dim=8, feature_names=("a",))
     plan_tables([[tables]], TowerTopology(num_towers=1, ranks_per_tower=1)).save("plan.json")
@@ -58,8 +53,6 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 IS_READ, IS_OTHER = "is an input of this command", "exists and is not a "
-IS_CHECKPOINT = "is in a checkpoint"
-OF_RUN = "partition --checkpoint run --towers 2 --strategy coherent"
 PARTITION = "partition --checkpoint run --tower-module dlrm --towers 2"
 
 
@@ -70,17 +63,14 @@ PARTITION = "partition --checkpoint run --tower-module dlrm --towers 2"
         ("score run --data x.parquet -o hard.parquet", "--out", IS_READ),
         ("score run --data 'rows/*.parquet' -o rows/part.parquet", "--out", IS_OTHER),
         ("score run -o x.parquet", "--out", IS_OTHER),
-        ("score run -o run/checkpoint/step-1/towers.json", "--out", IS_CHECKPOINT),
         ("score m.pt2 --data x.parquet -o m.pt2", "--out", IS_READ),
         ("score run --data x.parquet -o m.pt2", "--out", IS_OTHER),
-        ("export run -o run/checkpoint/step-1/config.toml", "--out", IS_CHECKPOINT),
         ("plan c.toml --out c.toml", "--out", IS_READ),
         ("plan demo --out package.json", "--out", IS_OTHER),
         ("plan demo --out towers.json", "--out", IS_OTHER),
         ("bench-comms --out c.toml", "--out", IS_OTHER),
         (f"{PARTITION} --rules rules.toml --out rules.toml", "--out", IS_READ),
         (f"{PARTITION} --out plan.json", "--out", IS_OTHER),
-        (f"{OF_RUN} --out run/checkpoint/step-1/towers.json", "--out", IS_CHECKPOINT),
         ("demo --data x.parquet --out x.parquet", "--out", IS_READ),
     ],
 )

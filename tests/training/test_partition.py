@@ -176,7 +176,6 @@ INTERACTIONS = ("--strategy", "interactions", "--tower-module", "dcn")
         ([*RUN, "--tower-module", "dcm"], "'dcm' is not one of"),
         ([*RUN, "--balance-ratio", "0.5"], "balance_ratio: Input should be"),
         ([*RUN, "--towers", "0"], "num_towers: Input should be greater than"),
-        ([*RUN, "--out", "x", "--report", "x"], "--out and --report are the same file"),
         ([*RUN, "--report", "file/x.png"], "--report 'file/x.png' cannot be written"),
     ],
 )

@@ -46,8 +46,6 @@ class CheckRow:
     """Difference in the worst comparison, the one with the largest `Finding.share`; None if nothing was compared."""
     allowed: float | None = None
     """Allowed difference in that comparison."""
-    count: int = 0
-    """Number of comparisons."""
     where: str = ""
     """Tables and parameters that differ, with rank and step of the worst; empty if all agree."""
 
@@ -83,7 +81,7 @@ def check_run(config: TrainingConfig, limits: CheckLimits) -> CheckReport:
     """Shrinks a run that is configured for a cluster, and compares it with the plain module on local gloo ranks.
 
     Raises:
-        InputError: the run cannot be built from its config.
+        InputError: the run cannot be built from its config, or `compute_expected` raises it.
         RanksFailedError: a rank failed, died, or did not end in time.
     """
     job = resolve(config, config.topology.build().world_size)
@@ -144,6 +142,5 @@ def _row(name: str, what: str, findings: Sequence[Finding]) -> CheckRow:
         verdict="FAILED" if wrong else "ok",
         difference=findings[0].difference,
         allowed=findings[0].allowed,
-        count=len(findings),
         where=where + (f" ({wrong[0].place})" if wrong and wrong[0].place else ""),
     )

@@ -55,7 +55,7 @@ class Finding:
     item: str
     """Name of the table or parameter that was compared."""
     difference: float
-    """Largest absolute difference, norm of the difference, or number of ranks that differ; NaN if shapes differ."""
+    """Largest absolute difference, norm of the difference, or number of ranks that differ; NaN if there is none."""
     allowed: float
     """Largest difference that rounding explains; 0 requires equal bits."""
     place: str = ""
@@ -95,7 +95,7 @@ def check_on_rank(rank: int, run: CheckedRun) -> RankReport:
     """Runs all checks of a shrunk run on this rank; collective.
 
     Raises:
-        InputError: the run cannot be built from its config.
+        InputError: the run cannot be built from its config, or `compute_expected` raises it.
     """
     checks = _Checks(rank, run, TowerMesh(run.topology))
     checks.logits_and_gradients(checks.exact)
@@ -189,7 +189,7 @@ class _Checks:
         return model, replica_sync(config.replicas, model, self.mesh)
 
     def _train(self, config: TrainingConfig) -> tuple[list[LocalPart], list[float], ReplicaSync | None]:
-        """Trains; returns copies of this rank's weights, losses by step and after training, and the `ReplicaSync`."""
+        """Trains a new model; returns this rank's weights, losses by step and after training, and any `ReplicaSync`."""
         model, replicas = self._start(config)
         in_micro_batches(config.train, model)
         optimizer = build_optimizer(config.optimizer, model)

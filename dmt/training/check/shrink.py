@@ -28,7 +28,7 @@ _SYNC_EVERY = {"now": 2, "delayed": 1}
 
 @dataclass(frozen=True, kw_only=True)
 class CheckLimits:
-    """Limits on the size of a check; most are options of ``dmt check``."""
+    """Limits on the size of a check; ``dmt check`` has options for the first two."""
 
     max_rows: int = 1000
     """Maximum number of rows of a table, at least 8, so that ids of every row-wise shard are looked up."""
@@ -130,7 +130,7 @@ def _smaller(config: TrainingConfig, topology: TowerTopology) -> tuple[TrainingC
 
 
 def fewer_ranks(topology: TowerTopology, max_ranks: int) -> TowerTopology:
-    """Returns the topology with at most ``max_ranks``: at most two replicas, fewer ranks per tower, and fewer towers.
+    """Returns the topology cut to ``max_ranks``: first to two replicas, then in ranks per tower, then in towers.
 
     A tower of two or more ranks keeps at least two, so that exchanges inside towers run. Of several towers, at least
     two remain if ``max_ranks`` is at least 4 (8 with replicas). In a smaller topology, each tower is a host.

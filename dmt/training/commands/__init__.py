@@ -54,11 +54,11 @@ class Shown(NamedTuple):
 
 
 def emit(shown: Shown, as_json: bool) -> None:
-    """Prints a command's result: as JSON, with null for NaN and infinity, or as a table and lines."""
+    """Prints a command's result: as JSON, in which NaN and infinity are null, or as a table and lines."""
     if as_json:
-        from pydantic_core import to_json
+        from dmt.training.records import to_json
 
-        click.echo(to_json(shown.record, indent=1, inf_nan_mode="null"))
+        click.echo(to_json(shown.record))
         return
     console = table_console()
     if shown.rows:
@@ -68,7 +68,7 @@ def emit(shown: Shown, as_json: bool) -> None:
 
 
 def show_results(results: Mapping[str, Mapping[str, Any]]) -> Shown:
-    """Returns a table of runs, one column each; ``results``: the content of each run's ``result.json``, by name."""
+    """Returns a table with a column for each run; ``results``: the content of each run's ``result.json``, by name."""
     rows = rows_of(results.values())
     columns = [[label for label, _, _ in rows], *(cells(result, rows) for result in results.values())]
     headers = ["", *results]
@@ -78,26 +78,20 @@ def show_results(results: Mapping[str, Mapping[str, Any]]) -> Shown:
 def check_output_files(outputs: Mapping[str, tuple[Path, str]], inputs: Iterable[object]) -> None:
     """Checks a command's outputs before it starts its work, and makes their missing folders.
 
-    An existing file may be replaced only if it is of the kind that the command writes; other files are never lost.
+    An existing file is replaced only if it is empty or of the kind that the command writes.
 
     Args:
         outputs: path and kind of each output, by its option. The kind is a key of `_READERS`, or "folder".
         inputs: arguments of the command; a string or path that names an existing file counts as an input file.
 
     Raises:
-        InputError: an output is also an input (even through a link), lies in a checkpoint, exists and is of another
-            kind, or cannot be written; or two outputs are the same file.
+        InputError: an output is also an input (even through a link), exists and is of another kind, or cannot be
+            written.
     """
-    taken: dict[Path, str] = {}
     read = [given for given in inputs if isinstance(given, str | Path) and os.path.exists(given)]
     for option, (path, kind) in outputs.items():
-        other = taken.setdefault(path.resolve(), option)
-        if other != option:
-            raise InputError(f"{other} and {option} are the same file, {str(path)!r}. Name two files.")
         if path.exists() and any(path.samefile(given) for given in read):
             raise InputError(f"{option} {str(path)!r} is an input of this command. Name another file.")
-        if (path.parent / "checkpoint.json").exists():
-            raise InputError(f"{option} {str(path)!r} is in a checkpoint, which it would damage. Name another folder.")
         check_output(option, path, is_folder=kind == "folder")
         if path.is_file() and path.stat().st_size and not _is_kind(path, kind):
             raise InputError(f"{option} {str(path)!r} exists and is not a {kind}. Name another, or remove this file.")
@@ -434,8 +428,8 @@ def _export(checkpoint: Path, *, out: Path, tables: Any, data: str | None, funct
 def _score(model: Path, *, data: str | None, out: Path, function: tuple[str, ...]) -> Shown | None:
     """Writes a model's predictions for rows of data files.
 
-    MODEL is the output_dir of a run, a checkpoint, or a .pt2 file of dmt export. The label column may be absent. Under
-    torchrun, each rank scores a contiguous part of the rows and writes one file.
+    MODEL is the output_dir of a run, a checkpoint, or a .pt2 file of dmt export. Only Criteo's format needs the label
+    column. Under torchrun, each rank scores a contiguous part of the rows and writes one file.
     """
     from dmt.training.records import quality_warnings
 
@@ -466,9 +460,9 @@ def _score(model: Path, *, data: str | None, out: Path, function: tuple[str, ...
 @click.option("--towers", type=int, help="Number of towers; by default the model is flat.")
 @click.option("--tower-dim", type=int, help="Dimension of tower outputs; by default 64 for dlrm, 128 for dcn.")
 def _complexity(arch: str, *, towers: int | None, tower_dim: int | None) -> Shown:
-    """Counts the MFLOPs and parameters of a paper-sized model.
+    """Counts the MFLOPs and parameters of a model of the paper's size.
 
-    Counts MFLOPs per sample, and also prints the compression ratio. Sizes are the paper's for Criteo-1TB.
+    MFLOPs are per sample; layers and tables have the paper's sizes for Criteo-1TB. Also prints the compression ratio.
     """
     from dmt.models.complexity import paper_complexity
 

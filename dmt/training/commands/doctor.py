@@ -1,8 +1,8 @@
 """``dmt doctor``: finds packages that are missing or do not fit each other, and names the commands that fix them.
 
 The versions of torch, torchrec and fbgemm move together (fbgemm 1.X is built for torch 2.(X+5)). The CPU and the CUDA
-build of fbgemm have different package names, and torchrec requires the CUDA build. pip cannot resolve either, so this
-module checks both. It runs without these packages.
+build of fbgemm have different package names, and torchrec requires the CUDA build even on hosts without a GPU. pip
+solves neither problem, so this module checks versions and build. It runs without these packages.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ class Finding(NamedTuple):
     """One line of the diagnosis."""
 
     what: str
-    """Package or check."""
+    """Name of the package; for the last check, ``"import"``."""
     installed: str
     """Version, "absent", or what went wrong."""
     tested: str
-    """Version this release was tested with; "any", or for the import "loads"."""
+    """Version that this release was tested with; "any" if every version will do; "loads" for the import."""
     fix: str = ""
-    """The command that fixes it, to be pasted into a shell; empty when there is nothing to fix."""
+    """Shell command that fixes it; empty if there is nothing to fix."""
 
 
 def _installed_version(package: str) -> str | None:
@@ -71,7 +71,7 @@ def diagnose(
 
     Args:
         version: returns the version of a package, None if it is absent.
-        load_all: returns the error of importing TorchRec, empty if it loads, and the GPUs that torch sees.
+        load_all: returns the error of importing TorchRec, empty if it loads, and the number of GPUs that torch sees.
         has_gpu: whether there is an NVIDIA driver; None: look for ``nvidia-smi``.
     """
     gpu = shutil.which("nvidia-smi") is not None if has_gpu is None else has_gpu

@@ -50,9 +50,9 @@ def run_what_if(config: str, overrides: Sequence[str], *, cluster: str, uplink: 
 
 
 def _show(record: dict[str, Any], title: str, current: Prediction, ways: Sequence[Prediction], num_ranks: int) -> Shown:
-    """Returns a table: a row for the run, and two for each alternative, without replicas and with their best number.
+    """Returns a table: the run, and each alternative without replicas and with their best number.
 
-    If all alternatives are equally fast, they share one row.
+    Alternatives that are all equally fast share one row.
     """
     flat = next((way.seconds for way in ways if way.name == FLAT), math.nan)
     is_tie = len(ways) > 1 and ways[-1].seconds - ways[0].seconds < 1e-7

@@ -28,9 +28,9 @@ if TYPE_CHECKING:
 
 __all__ = ["RUN_COLORS", "RunComparison", "auc_standard_error", "compare_runs", "plot_curves", "smooth", "write_report"]
 
-# Color-blind readers can tell these apart; none is among the first tower colors, which the same page shows.
-RUN_COLORS = ("#46506B", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#8C7A00")
-_MARKERS = ("o", "s", "^", "D", "v", "P")
+# Color-blind readers can tell these apart; neither is among the first tower colors, which the same page shows.
+RUN_COLORS = ("#46506B", "#D55E00")
+_MARKERS = ("o", "s")
 _PANELS = (
     ("train/loss", "Training loss (binary cross entropy, lower is better)"),
     ("eval/auc", "AUC on evaluation rows (higher is better)"),
@@ -46,12 +46,11 @@ _PAIRS = (
     ("within_strided", "the same, had the towers been dealt out in turn (strided)"),
     ("between", "two features of different towers"),
 )
-NOT_KNOWN = "a model has diverged, or all evaluation rows have the same label"
-"""The reason why an AUC may be NaN."""
+_NOT_KNOWN = "all evaluation rows have the same label"  # the only reason for an AUC of NaN
 
 
 class RunComparison(NamedTuple):
-    """The difference in AUC between two runs, judged against its noise; numbers are NaN if an AUC is unknown."""
+    """The difference in AUC between two runs, judged against its noise; numbers are NaN if the AUCs are."""
 
     auc_difference: float
     """AUC of the second run minus that of the first."""
@@ -62,7 +61,7 @@ class RunComparison(NamedTuple):
 
     @property
     def within_noise(self) -> bool:
-        """True if the AUCs differ by less than one standard error, or cannot be compared."""
+        """Whether the AUCs are equal, differ by less than one standard error, or are NaN."""
         return not (self.auc_difference != 0 and abs(self.auc_difference) >= self.auc_noise)
 
 
@@ -71,7 +70,7 @@ def auc_standard_error(auc: float, *, num_rows: int, label_rate: float) -> float
 
     Hanley and McNeil, Radiology 143 (1982), equation (1): with A the AUC, n1 positive and n0 negative rows,
     SE^2 = (A (1 - A) + (n1 - 1) (Q1 - A^2) + (n0 - 1) (Q2 - A^2)) / (n1 n0), Q1 = A / (2 - A), Q2 = 2 A^2 / (1 + A).
-    It does not cover how much another training seed would move A. NaN if A is NaN or one of the classes has no row.
+    It does not cover how much another training seed would move A. NaN if one of the classes has no row.
 
     Example:
         >>> round(auc_standard_error(0.8, num_rows=200, label_rate=0.5), 4)
@@ -80,7 +79,7 @@ def auc_standard_error(auc: float, *, num_rows: int, label_rate: float) -> float
     positive = label_rate * num_rows
     negative = num_rows - positive
     # A count below half a row is the rounding error of zero.
-    if math.isnan(auc) or min(positive, negative) < 0.5:
+    if min(positive, negative) < 0.5:
         return math.nan
     q1, q2 = auc / (2 - auc), 2 * auc**2 / (1 + auc)
     spread = auc * (1 - auc) + (positive - 1) * (q1 - auc**2) + (negative - 1) * (q2 - auc**2)
@@ -106,12 +105,11 @@ def compare_runs(runs: Mapping[str, Mapping[str, Any]]) -> RunComparison:
         auc_standard_error(run["eval_auc"], num_rows=run["eval_num_rows"], label_rate=run["eval_label_rate"])
         for run in (first, second)
     ]
-    noise = math.nan if any(map(math.isnan, errors)) else max(errors)
-    difference = second["eval_auc"] - first["eval_auc"] + 0 * noise  # NaN with it
+    noise, difference = max(errors), second["eval_auc"] - first["eval_auc"]
     text = f"{names[1]} has AUC {second['eval_auc']:.4f} and {names[0]} {first['eval_auc']:.4f}"
     comparison = RunComparison(difference, noise, text)
     if math.isnan(noise):
-        text += f"; the two cannot be compared: {NOT_KNOWN}."
+        text += f"; the two cannot be compared: {_NOT_KNOWN}."
     elif comparison.within_noise:
         text += (
             f": the difference of {difference:+.4f} is within the noise of the evaluation (one standard error is "
@@ -158,7 +156,7 @@ def write_report(
         "comparison": comparison,
         "cards": _cards(comparison, runs),
         "notes": list(notes),
-        "columns": list(zip(runs, RUN_COLORS, strict=False)),
+        "columns": list(zip(runs, RUN_COLORS, strict=True)),
         "rows": _rows(runs),
         "towers": tower_badges(plan),
         "plan": plan,
@@ -177,7 +175,7 @@ def write_report(
 def _cards(comparison: RunComparison, runs: Mapping[str, Mapping[str, Any]]) -> list[dict[str, str]]:
     """Returns the three cards under the headline: a figure, its meaning, and the numbers behind it."""
     (first_name, first), (name, second) = runs.items()
-    auc, behind = "not known", NOT_KNOWN
+    auc, behind = "not known", _NOT_KNOWN
     if not math.isnan(comparison.auc_noise):
         measured = f"{comparison.auc_difference:+.4f}"
         auc = "within noise" if comparison.within_noise else measured
@@ -202,7 +200,7 @@ def _percent(first: float, second: float) -> str:
 
 
 def _rows(runs: Mapping[str, Mapping[str, Any]]) -> list[tuple[str, list[str]]]:
-    """Returns the label and cells of each row of the table; the last cell is second / first."""
+    """Returns the label and cells of each row: the values of both runs, and the second divided by the first."""
     first, second = runs.values()
     rows = rows_of(runs.values())
     shown = []
@@ -220,7 +218,7 @@ def _affinities(plan: TowerPlan) -> list[tuple[str, str]]:
 
 
 def plot_curves(runs: Mapping[str, Path], path: Path) -> Path:
-    """Draws training loss, evaluation AUC and normalized entropy over training steps, one color per run.
+    """Draws training loss, evaluation AUC and normalized entropy of at most two runs over training steps.
 
     The loss is shown as recorded (faint) and smoothed; each evaluation has a mark, so that a single evaluation shows,
     too. ``runs`` are output folders by the name to show; the suffix of ``path`` chooses the format. Returns ``path``.
@@ -243,16 +241,14 @@ def plot_curves(runs: Mapping[str, Path], path: Path) -> Path:
         # Without this, matplotlib labels a narrow range with differences from an offset.
         axes.ticklabel_format(axis="both", useOffset=False)
     handles = [figure.axes[1].plot([], [], linewidth=2.0, **_style_of(i))[0] for i in range(len(curves))]
-    # matplotlib hides labels that start with "_"; names are the caller's.
-    labels = [f" {name}" if name.startswith("_") else name for name in curves]
-    figure.legend(handles, labels, loc="outside upper left", ncols=min(3, len(labels)), frameon=False, fontsize=11)
+    figure.legend(handles, list(curves), loc="outside upper left", ncols=2, frameon=False, fontsize=11)
     return save_figure(figure, path, caller="plot_curves")
 
 
 def smooth(values: NDArray[np.float64]) -> NDArray[np.float64]:
     """Returns the moving mean of values, float64 [n], over centered windows of about a tenth of them.
 
-    Toward the ends, windows shrink on both sides, so that a steep beginning is not flattened.
+    Near the ends, windows shrink and stay centered, so that a steep beginning is not flattened.
     """
     size = len(values)
     sums = np.concatenate([[0.0], np.cumsum(values)])
@@ -291,5 +287,4 @@ def _draw_curves(axes: Axes, curves: Sequence[Curve | None], *, smoothed: bool) 
 
 
 def _style_of(run: int) -> dict[str, Any]:
-    color, marker = RUN_COLORS[run % len(RUN_COLORS)], _MARKERS[run % len(_MARKERS)]
-    return {"color": color, "marker": marker, "markersize": 6.5, "markeredgecolor": "white"}
+    return {"color": RUN_COLORS[run], "marker": _MARKERS[run], "markersize": 6.5, "markeredgecolor": "white"}

@@ -72,7 +72,8 @@ def export_run(
 
     Raises:
         InputError: there is no intact checkpoint, the data do not fit it, PyTorch cannot export the model, a logit
-            depends on other samples, the program's logits differ, or the file cannot be written.
+            depends on other samples, the logits of an FP32 program differ, or ``out`` does not end in ``.pt2`` or
+            cannot be written.
     """
     if out.suffix != ".pt2":
         raise InputError(f"--out {str(out)!r} must end in .pt2, the ending of exported PyTorch programs.")
@@ -174,7 +175,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         with zipfile.ZipFile(path) as archive:
             names = [name for name in archive.namelist() if name.endswith(f"extra/{_MANIFEST}")]
             text = archive.read(names[0]).decode() if names else None
-    except (OSError, ValueError, RuntimeError, zipfile.BadZipFile) as error:  # RuntimeError: it is encrypted
+    except (OSError, ValueError, zipfile.BadZipFile) as error:
         raise InputError(f"{place}: cannot be read ({error}). {_REMEDY}") from error
     if text is None:
         raise InputError(f"{place}: has no manifest, so `dmt export` did not write it. {_REMEDY}")

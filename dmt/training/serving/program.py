@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -42,8 +42,8 @@ def quantize_rows(weight: Tensor, bits: int) -> tuple[Tensor, Tensor]:
         bits: 8, or 4, which packs two numbers into a byte and needs an even N.
 
     Returns:
-        The codes, uint8 [R, N * bits / 8]; and the step and smallest number of each row, float32 [R, 2]. No number is
-        off by more than half a step of its row.
+        The codes, uint8 [R, N * bits / 8]; and the step and smallest number of each row, float32 [R, 2]. Apart from
+        FP32 rounding, no number is off by more than half a step of its row.
 
     Example:
         >>> codes, scales = quantize_rows(torch.tensor([[0.0, 0.5, 1.0, 3.0]]), bits=4)
@@ -90,7 +90,7 @@ class ServedTables(nn.Module):
                 raise InputError(f"Table {configs[0].name!r} has need_indices=True. Exports need need_indices=False.")
         elif tables.is_weighted():
             raise InputError(f"Table {configs[0].name!r} has weighted bags. Exports need is_weighted=False.")
-        self._bits = TABLE_BITS.get(stored)
+        self._bits = None if stored == "fp32" else TABLE_BITS[stored]
         names = get_embedding_names_by_table(configs)
         self._outputs = [name for of_table in names for name in of_table]
         modes = ["mean" if getattr(config, "pooling", None) is PoolingType.MEAN else "sum" for config in configs]
@@ -102,8 +102,10 @@ class ServedTables(nn.Module):
                 self.register_buffer(f"weight_{number}", weight)
                 continue
             if self._bits == 4 and weight.shape[1] % 2:
-                rule = "but int4 packs two numbers into a byte. Use int8, or an even number of columns."
-                raise InputError(f"Table {config.name!r} has {weight.shape[1]} columns, {rule}")
+                raise InputError(
+                    f"Table {config.name!r} has {weight.shape[1]} columns, but int4 packs two numbers into a byte. Use "
+                    "int8, or an even number of columns."
+                )
             codes, scales = quantize_rows(weight, self._bits)
             self.register_buffer(f"weight_{number}", codes)
             self.register_buffer(f"scales_{number}", scales)
@@ -153,7 +155,7 @@ class ServedModel(nn.Module):
         splits: columns of each shard, by feature (`dmt.plan.towers.TowerPlan.column_splits`).
 
     Raises:
-        InputError: the model has tables that cannot be exported, or ``stored`` is unknown.
+        InputError: the model has tables that cannot be exported.
     """
 
     def __init__(
@@ -165,8 +167,6 @@ class ServedModel(nn.Module):
         splits: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         super().__init__()
-        if stored not in get_args(StoredTables):
-            raise InputError(f"stored={stored!r} is unknown; use one of {list(get_args(StoredTables))}.")
         self._features = tuple(features)
         self._shards = {name: shard_names(name, widths) for name, widths in (splits or {}).items()}
         # deepcopy takes the memo's entries in place of copies, so tables are never copied.

@@ -53,8 +53,8 @@ def score(
     Args:
         model: the ``output_dir`` of a run, a checkpoint, or a file that ``dmt export`` wrote.
         out: the Parquet file: ``row`` int64, the other columns float32.
-        data_path: a file, a directory or a glob with the columns of the run; the label may be absent. None: the run's
-            own evaluation rows.
+        data_path: a file, a directory or a glob with the columns of the run; only Criteo's format needs the label.
+            None: the run's own evaluation rows.
         batch_size: rows per batch.
         functions: see `dmt.training.trained.checkpoint_of`.
 
@@ -137,7 +137,10 @@ def _run(model: Path, program: nn.Module, batch: ClickBatch) -> Tensor:
         logits: Tensor = program(*tensors_of(batch))
     except (RuntimeError, IndexError, AssertionError, ValueError) as error:
         reason = str(error).partition("\n")[0]
-        raise InputError(f"Exported model {model} does not fit its manifest ({reason}). Export it again.") from error
+        raise InputError(
+            f"Exported model {model}: the program refuses the rows ({reason}). Give rows whose ids were made as in "
+            "training, or export the checkpoint again."
+        ) from error
     return logits
 
 
@@ -150,8 +153,11 @@ def _rows_of(raw: DataConfig, data_path: str, out: Path) -> ClickData:
         raise InputError(f"--data {data_path!r} is a prepared folder, but scoring takes raw rows. Name the raw files.")
     # Score every row: none is for training.
     changes: dict[str, Any] = {"split_column": None, "group_by": None}
-    if config.kind == "columns" and config.label not in _columns_of(data_path, config):
-        changes["label"] = None
+    if config.kind == "columns":
+        from dmt.training.data.raw import schema_of  # which loads DuckDB
+
+        file = expand_path("--data", data_path, columns=True)[0]
+        changes |= {} if config.label in schema_of(file, config).names else {"label": None}
     config = config.model_copy(update=changes)
     data = ClickData(config, cache=_cache(out), eval_only=True)
     if data.num_rows("eval") == 0:
@@ -161,9 +167,3 @@ def _rows_of(raw: DataConfig, data_path: str, out: Path) -> ClickData:
 
 def _cache(out: Path) -> Path:
     return out.absolute().parent / PREPARED
-
-
-def _columns_of(data_path: str, config: DataConfig) -> list[str]:
-    from dmt.training.data.raw import schema_of  # which loads DuckDB
-
-    return list(schema_of(expand_path("--data", data_path, columns=True)[0], config).names)

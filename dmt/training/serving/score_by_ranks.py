@@ -39,9 +39,9 @@ def score_by_ranks(
 ) -> Scored:
     """Scores rows with the sharded model of a checkpoint; collective, for every rank that torchrun started.
 
-    The rows are cut into a part for each rank, in the order of their files; rank r writes ``part-<r>.parquet``. With as
-    many ranks as in training, towers are placed as in training; otherwise each tower is placed on all ranks.
-    A model trained with the flat dataflow stays flat. A rank's batches have the run's ``train.batch_size`` rows.
+    The rows are cut into a part for each rank, in the order of their files; rank 3 writes ``part-00003.parquet``. With
+    as many ranks as in training, towers are placed as in training; otherwise each tower is placed on all ranks. A model
+    trained with the flat dataflow stays flat. A rank's batches have the run's ``train.batch_size`` rows.
 
     Args:
         model: the ``output_dir`` of a run, or a checkpoint.
@@ -54,7 +54,8 @@ def score_by_ranks(
         Rows and metrics of all ranks, on every rank.
 
     Raises:
-        InputError: the model or the data cannot be read or do not fit each other, or ``out`` exists or is not writable.
+        InputError: the model or the data cannot be read or do not fit each other, ``out`` exists or is not writable, or
+            ``model`` is an exported program.
     """
     if model.suffix == ".pt2" or model.is_file():
         raise InputError(

@@ -218,7 +218,6 @@ def test_sound_runs_agree(checked: Checked, checked_replicas: Checked) -> None:
         report = runs["sound"][0]
         assert report.agrees, [row for row in report.rows if row.verdict == "FAILED"]
         assert {row.verdict for row in report.rows} == {"ok"}
-        assert all(row.count for row in report.rows)
 
 
 def check_fault(report: CheckReport, wanted: set[str], named: str) -> None:
