@@ -49,7 +49,7 @@ class _OverAllRanks(BaseEmbeddingSharder[Any]):
     def _arguments(self, params: dict[str, ParameterSharding], device: torch.device | None) -> dict[str, Any]:
         """Returns the arguments that both sharded modules take; collective."""
         assert self._mesh is not None, "a sharder without a mesh is for planning"
-        # TorchRec's plan has GPU numbers by host of the topology, but one machine may emulate several hosts.
+        # TorchRec's planner numbers GPUs within each host of the topology, but a machine may emulate several hosts.
         placed = place_in_group(params, self._mesh.global_group, device)
         registry = self.qcomm_codecs_registry
         options = {"fused_params": self.fused_params, "device": device, "qcomm_codecs_registry": registry}
