@@ -87,7 +87,7 @@ def check_run(config: TrainingConfig, limits: CheckLimits) -> CheckReport:
     job = resolve(config, config.topology.build().world_size)
     with TemporaryDirectory(prefix="dmt-check-") as folder:
         run = shrink(job, limits=limits, folder=Path(folder))
-        reports = run_on_ranks(_quietly, run.topology.world_size, run, timeout_s=limits.timeout_s)
+        reports = run_on_ranks(_quietly, run.topology.world_size, run, timeout_s=600)
     return compare_ranks(run, reports)
 
 

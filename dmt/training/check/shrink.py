@@ -38,8 +38,6 @@ class CheckLimits:
     """B, samples of a rank in each step."""
     steps: int = 4
     """Number of training steps, at least 2: the second step is the first that uses trained weights."""
-    timeout_s: float = 600.0
-    """Maximum time that the ranks may take, in seconds."""
 
 
 @dataclass(frozen=True, kw_only=True)
