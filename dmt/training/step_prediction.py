@@ -193,7 +193,7 @@ def alternatives(run: Job, cluster: Cluster) -> tuple[list[Prediction], list[str
 
     A tower is a host (several hosts if there are more hosts than features). Features are dealt to towers in turn,
     because their grouping barely changes what is sent; with ``unique`` it does, so there the towers are balanced.
-    Alternatives over towers are also predicted with every possible number of replicas. All keep the settings in `_KEPT`.
+    Alternatives over towers are also predicted with each possible number of replicas. All keep the settings in `_KEPT`.
     A user's own model (``model.factory``) has no alternatives: predict it by overrides of its config.
 
     Returns:

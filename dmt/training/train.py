@@ -213,8 +213,7 @@ def train_steps(run: Run, at: Position, signals: Signals) -> tuple[Position, Ste
                     is_due = agreement.is_due(at.step)
                     timer.step(awaits_gpu=is_due)
                     agreement.note(at.step, logits)
-                    if at.step == warn_step:
-                        _warn_of_probabilities(run, logits)
+                    _warn_of_probabilities(run, logits, is_due=at.step == warn_step)
                     if not is_due:
                         continue
                     agreed = agreement.meet(at.step, binary_cross_entropy_with_logits(logits, labels))
@@ -255,10 +254,10 @@ def batches_of(job: Job, mesh: TowerMesh, split: Split, at: Position | None = No
     return (batch.pin_memory() for batch in batches) if job.device_type == "cuda" else batches
 
 
-def _warn_of_probabilities(run: Run, logits: Tensor) -> None:
-    """Warns on rank 0 if a factory's model seems to return probabilities instead of logits."""
+def _warn_of_probabilities(run: Run, logits: Tensor, *, is_due: bool) -> None:
+    """Warns on rank 0, if it is due, that a factory's model seems to return probabilities instead of logits."""
     factory = run.job.config.model.factory
-    if factory is None or run.mesh.rank != 0:
+    if not is_due or factory is None or run.mesh.rank != 0:
         return
     if text := probability_warning(factory, float(logits.min()), float(logits.max())):
         logger.warning(text)
