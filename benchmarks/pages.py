@@ -193,7 +193,7 @@ def _step_cells(run: Mapping[str, Any], ways: Iterable[str]) -> list[str]:
 
 
 def _placements() -> Rows:
-    """Returns steps of the unchanged model with one copy of the tables, and with two copies in both placements."""
+    """Returns times and MB of the unchanged model's steps with one copy of the tables, and two in both placements."""
     rows = []
     for run in _record("replica_placement")["runs"]:
         setting, cells = run["setting"], _step_cells(run, ("", "+r2-intra", "+r2-inter"))

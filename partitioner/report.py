@@ -1,4 +1,4 @@
-"""The partition report: two pictures of a `Partition`, and an HTML page that explains them."""
+"""The partition report: pictures of a `Partition`, and an HTML page that explains them."""
 
 from __future__ import annotations
 

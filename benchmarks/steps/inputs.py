@@ -151,7 +151,7 @@ class Batches(Iterator[ClickBatch]):
 
 
 def _each_id_once(batch: ClickBatch) -> ClickBatch:
-    """Returns a batch of one id per feature and sample, with each feature's distinct ids and their places only."""
+    """Replaces ids, one per feature and sample, by each feature's distinct ids and each sample's index into them."""
     keys = batch.sparse_features.keys()
     found = [torch.unique(batch.sparse_features[key].values(), return_inverse=True) for key in keys]
     values = torch.cat([ids for ids, _ in found])

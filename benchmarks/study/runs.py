@@ -212,7 +212,7 @@ def outside_plan(tables: Sequence[TableSpec], num_towers: int) -> TowerPlan:
 
 
 def outside_facts(data: str, clicks: Clicks) -> Record:
-    """Returns the rows of tables outside towers, and of those in strided towers."""
+    """Returns the number of rows of each table outside towers, and of each table in four strided towers."""
     plan, rows = outside_plan(clicks.tables, 4), {t.feature_names[0]: t.num_embeddings for t in clicks.tables}
     towers = [{name: rows[name] for name in tower} for tower in plan.to_lists()]
     return {"outside": {name: rows[name] for name in plan.outside}, "towers": towers}

@@ -238,7 +238,7 @@ class _OneTable(nn.Module):
 
 
 def _join_tables(model: Any, features: list[str]) -> dict[str, _OneTable]:
-    """Replaces a model's sparse_arch and outside_arch, each by one table, in place; returns these by attribute name."""
+    """Replaces a model's sparse_arch and outside_arch, in place, by one table each; returns the tables by attribute."""
     collections = {name: getattr(model, name, None) for name in ("sparse_arch", "outside_arch")}
     joined = {name: _OneTable(held, features) for name, held in collections.items() if held is not None}
     for name, table in joined.items():

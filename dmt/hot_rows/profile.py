@@ -38,7 +38,7 @@ class RowCounts:
         return RowCounts(rows, counts, int(counts.sum()))
 
     def chances(self, batch_size: float) -> NDArray[np.float64]:
-        """Returns by counted row the probability that ``batch_size`` independent accesses read it, float64 [n]."""
+        """Returns, for each counted row, the probability that one of ``batch_size`` accesses reads it, float64 [n]."""
         # Kept below one, since the logarithm of zero is infinite.
         shares = np.minimum(self.counts / max(self.total, 1), 1 - 1e-12)
         return np.asarray(-np.expm1(batch_size * np.log1p(-shares)))

@@ -48,9 +48,9 @@ def distinct_inputs(
         cuts: number of samples of each part of the batch; None: one part.
 
     Returns:
-        The ids of the first sample of each row: a feature has one key per part, in order; the batch size of a key is
-        the number of rows that no earlier part has. Then these numbers of rows, [K][groups], and the row of each
-        sample, [groups, B] int64; rows are numbered in the order of their first samples.
+        The ids of the first sample of each row: a feature has one key per part, in order, whose batch size is the
+        number of rows that are new in that part. Then the number of new rows by part and group, [parts][groups]; and
+        the row of each sample, int64 [groups, B], where rows are numbered in the order of their first samples.
 
     Example:
         >>> ids = KeyedJaggedTensor(["f"], torch.tensor([7, 8, 9, 7, 8]), lengths=torch.tensor([2, 1, 2]))

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from dmt.collectives import run_on_all_or_raise
 from dmt.errors import InputError
+from dmt.formatting import counted
 from dmt.sptt.mesh import TowerMesh
 from dmt.training.config import TrainingConfig
 
@@ -71,8 +72,8 @@ def take_device(kind: DeviceType, local_rank: int) -> torch.device:
     count = torch.cuda.device_count()
     if local_rank >= count:
         raise InputError(
-            f"LOCAL_RANK={local_rank}, but torch sees {count} GPUs on this host, and each rank needs its own (NCCL). "
-            f"Start at most {count} ranks per host (torchrun --nproc-per-node), or set train.device='cpu'."
+            f"LOCAL_RANK={local_rank}, but torch sees {counted(count, 'GPU')} on this host; each rank needs its own. "
+            f"Start at most {counted(count, 'rank')} per host (torchrun --nproc-per-node), or set train.device='cpu'."
         )
     torch.cuda.set_device(local_rank)
     return torch.device("cuda", local_rank)

@@ -195,10 +195,10 @@ def towers_of(*modules):
             "Table 't0' outside towers has embedding_dim=8, but .* tower_dim=4",
         ),
         (towers_of(), "0 tower modules for 1 towers"),
-        (towers_of(nn.Linear(1, 1)), r"tower module Linear of tower 'tower_0' reads features \[\]"),
+        (towers_of(nn.Linear(1, 1)), r"tower module Linear of tower 'tower_0' has features=\[\]"),
         (
             towers_of(PassThroughTowerModule(["f1"], embedding_dims=[8])),
-            r"of tower 'tower_0' reads features \['f1'\], but the plan gives that tower \['f0'\]",
+            r"of tower 'tower_0' has features=\['f1'\], but the plan gives that tower \['f0'\]",
         ),
     ],
 )

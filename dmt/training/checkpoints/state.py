@@ -371,5 +371,5 @@ class _IndexUnpickler(pickle.Unpickler):
 def _member(owner: Any, name: str) -> Enum:
     """Returns a member of an enum, in place of ``getattr``, by which Python up to 3.11.2 pickles such members."""
     if not isinstance(owner, type) or not issubclass(owner, Enum):
-        raise InputError("it calls builtins.getattr, which no index needs.")
+        raise InputError("it calls builtins.getattr on something other than an enum, which no index needs.")
     return owner[name]

@@ -155,7 +155,7 @@ def expand_path(setting: str, value: str, *, columns: bool) -> list[str]:
     if not known and files:
         raise InputError(f"{setting}: {files[0]} has an unknown ending. Give files that end in {', '.join(_ENDINGS)}.")
     if not known:
-        place = "" if is_remote(value) else f" (in {Path.cwd()})"
+        place = "" if is_remote(value) or Path(value).is_absolute() else f" (in {Path.cwd()})"
         raise InputError(f"{setting}={value!r} matches no file{place}. Correct the path.")
     if others := sorted({*files}.difference(known)):
         logger.warning("%s=%r: Not read, as their endings are unknown: %s", setting, value, shorten(others, ", "))

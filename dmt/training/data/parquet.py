@@ -61,7 +61,8 @@ class ParquetRows:
             rows = source.read_row_group(group, columns=[*schema.names, REQUEST], use_threads=False)
             for name, column in zip(rows.column_names, rows.columns, strict=True):
                 if column.null_count or (pa.types.is_nested(column.type) and pc.list_flatten(column).null_count):
-                    raise InputError(f"{file}: column {name!r} has missing values. Write 0 or an empty list instead.")
+                    instead = "leave out these rows" if name in (self._columns.label, REQUEST) else "write 0 or []"
+                    raise InputError(f"{file}: column {name!r} has missing values; {instead}.")
             if REQUEST in rows.column_names:
                 schema = schema.append(pa.field(REQUEST, pa.int64(), nullable=False))
             if not rows.schema.equals(schema):  # other programs may write other types

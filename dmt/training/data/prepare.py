@@ -205,7 +205,7 @@ def _check(config: DataConfig, out: Path, *, eval_only: bool, min_count: int) ->
     if out.exists() or out.is_symlink():
         raise InputError(f"--out {str(out)!r} exists and is never overwritten. Name a new folder or remove this one.")
     if config.kind not in ("criteo_tsv", "columns"):
-        raise InputError(f"data.kind={config.kind!r} has no raw files. Set data.kind and data.train_path.")
+        raise InputError(f"data.kind={config.kind!r} has no raw files. Use 'criteo_tsv' or 'columns', with train_path.")
     if config.label is None and not eval_only:
         raise InputError("data.label is not set, but training rows need labels. Set it to the column of 0/1 labels.")
     if config.id_mode != "frequency" and min_count > 1:

@@ -73,7 +73,7 @@ class SourceRows:
         start: int,
         group: dist.ProcessGroup | None,
     ) -> Iterator[pa.Table]:
-        """Yields the rows of each of a rank's batches, from its row ``start`` on; collective with a ``group``.
+        """Yields a table for each batch of a rank, from the rank's row ``start`` on; collective with a ``group``.
 
         All ranks of a group yield the same number of tables: in training, that of the rank with fewest full batches;
         in evaluation, that of the rank with most batches, where other ranks yield smaller or empty tables.
