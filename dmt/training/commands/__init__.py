@@ -428,8 +428,8 @@ def _export(checkpoint: Path, *, out: Path, tables: Any, data: str | None, funct
 def _score(model: Path, *, data: str | None, out: Path, function: tuple[str, ...]) -> Shown | None:
     """Writes a model's predictions for rows of data files.
 
-    MODEL is the output_dir of a run, a checkpoint, or a .pt2 file of dmt export. Only Criteo's format needs the label
-    column. Under torchrun, each rank scores a contiguous part of the rows and writes one file.
+    MODEL is the output_dir of a run, a checkpoint, or a .pt2 file of dmt export. Rows may lack the label. Under
+    torchrun, each rank scores a contiguous part of the rows and writes one file.
     """
     from dmt.training.records import quality_warnings
 

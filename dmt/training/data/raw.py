@@ -117,9 +117,7 @@ def schema_of(file: str, config: DataConfig) -> pa.Schema:
     Raises:
         InputError: the file cannot be read, lacks a line of column names or JSON objects, or keys differ only in case.
     """
-    if config.kind == "criteo_tsv":
-        return pa.schema([(name, pa.string()) for name in _CRITEO])
-    kind = format_of(file)
+    kind = "criteo" if config.kind == "criteo_tsv" else format_of(file)
     if kind == "parquet":
         try:
             with open_binary(file) as stream:
@@ -130,6 +128,9 @@ def schema_of(file: str, config: DataConfig) -> pa.Schema:
             raise InputError(f"{file}: cannot be read as Parquet ({error}). Repair or replace the file.") from error
     # With thousands of names, the first line may be longer than the first block.
     lines: list[bytes] = next((lines for _, lines, _ in _lines(file, 1 << 16) if lines), [])
+    if kind == "criteo":
+        lacks_label = config.label is None and [line.count(b"\t") for line in lines[:1]] == [len(_CRITEO) - 2]
+        return pa.schema([(name, pa.string()) for name in _CRITEO[lacks_label:]])
     if kind == "json":
         return _json_schema(file, lines[:1000])
     try:

@@ -6,7 +6,6 @@ from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -27,7 +26,7 @@ from dmt.training.metrics import ClickMetrics, MetricValues
 from dmt.training.serving.export import load_program, read_manifest, tensors_of, writing
 from dmt.training.trained import data_section, trained_model
 
-__all__ = ["Predictions", "Scored", "check_predictions", "open_rows", "score"]
+__all__ = ["Predictions", "Scored", "check_predictions", "open_rows", "rows_to_score", "score"]
 
 _SCHEMA = pa.schema(
     {"row": pa.int64(), "logit": pa.float32(), "probability": pa.float32(), "label": pa.float32()}.items()
@@ -53,7 +52,7 @@ def score(
     Args:
         model: the ``output_dir`` of a run, a checkpoint, or a file that ``dmt export`` wrote.
         out: the Parquet file: ``row`` int64, the other columns float32.
-        data_path: a file, a directory or a glob with the columns of the run; only Criteo's format needs the label.
+        data_path: a file, a directory or a glob with the columns of the run; the label may be absent.
             None: the run's own evaluation rows.
         batch_size: rows per batch.
         functions: see `dmt.training.trained.checkpoint_of`.
@@ -120,7 +119,7 @@ def _open(model: Path, data_path: str | None, functions: Collection[str], out: P
         manifest, program = read_manifest(model), load_program(model)
         raw = data_section(manifest["data"], f"Exported model {model}: data", "Export the checkpoint again.")
         check_allowed(f"The manifest of {model}", {"data.source": raw.source if data_path is None else None}, functions)
-        data = ClickData(raw, cache=_cache(out)) if data_path is None else _rows_of(raw, data_path, out)
+        data = ClickData(raw, cache=_cache(out)) if data_path is None else rows_to_score(raw, data_path, out)
         return partial(_run, model, program), data
     _, job, plain = trained_model(model, data_path, functions, partial(open_rows, data_path=data_path, out=out))
     cuts = {} if job.towers is None else job.towers.column_splits
@@ -129,7 +128,7 @@ def _open(model: Path, data_path: str | None, functions: Collection[str], out: P
 
 def open_rows(config: TrainingConfig, data_path: str | None, out: Path) -> Job:
     """Opens the job of a checkpoint's config with the rows to score (see `score`), without a sharding plan."""
-    return open_unsharded(config, None if data_path is None else _rows_of(config.data, data_path, out))
+    return open_unsharded(config, None if data_path is None else rows_to_score(config.data, data_path, out))
 
 
 def _run(model: Path, program: nn.Module, batch: ClickBatch) -> Tensor:
@@ -144,22 +143,20 @@ def _run(model: Path, program: nn.Module, batch: ClickBatch) -> Tensor:
     return logits
 
 
-def _rows_of(raw: DataConfig, data_path: str, out: Path) -> ClickData:
+def rows_to_score(raw: DataConfig, data_path: str, out: Path) -> ClickData:
     """Opens all rows of the files, in their order."""
     if raw.kind == "synthetic":
         raise InputError("The model was trained on synthetic clicks, so it cannot score files. Leave out --data.")
     config = with_files(raw, data_path)
     if config.kind == "prepared":
         raise InputError(f"--data {data_path!r} is a prepared folder, but scoring takes raw rows. Name the raw files.")
-    # Score every row: none is for training.
-    changes: dict[str, Any] = {"split_column": None, "group_by": None}
-    if config.kind == "columns":
-        from dmt.training.data.raw import schema_of  # which loads DuckDB
+    from dmt.training.data.raw import schema_of  # which loads DuckDB
 
-        file = expand_path("--data", data_path, columns=True)[0]
-        changes |= {} if config.label in schema_of(file, config).names else {"label": None}
-    config = config.model_copy(update=changes)
-    data = ClickData(config, cache=_cache(out), eval_only=True)
+    file = expand_path("--data", data_path, columns=config.kind == "columns")[0]
+    # Score every row: none is for training.
+    bare = config.model_copy(update={"split_column": None, "group_by": None, "label": None})
+    label = config.label if config.label in schema_of(file, bare).names else None
+    data = ClickData(bare.model_copy(update={"label": label}), cache=_cache(out), eval_only=True)
     if data.num_rows("eval") == 0:
         raise InputError(f"--data {data_path!r} has no rows. Name other files.")
     return data

@@ -17,10 +17,12 @@ from dmt.training.checkpoints.store import load_plain
 from dmt.training.config import TrainingConfig, load_config
 from dmt.training.data.batch import ClickBatch
 from dmt.training.data.clicks import ClickData
+from dmt.training.data.config import DataConfig
 from dmt.training.job import data_cache
 from dmt.training.serving.export import export_run, read_manifest
-from dmt.training.serving.score import score
+from dmt.training.serving.score import rows_to_score, score
 from dmt.training.trained import checkpoint_of
+from tests.training.data.helpers import numbered_lines, write
 from tests.training.small import plain, save_run
 
 ROWS = 50
@@ -146,6 +148,20 @@ def test_rows_need_no_label(model: str, run: Path, tmp_path: Path) -> None:
     table = read(tmp_path / "p.parquet")
     assert list(table) == ["row", "logit", "probability"]
     assert table["logit"] == read(tmp_path / "labeled.parquet")["logit"]
+
+
+def test_rows_in_criteos_format_need_no_label(tmp_path: Path) -> None:
+    lines, config = numbered_lines(5), DataConfig(kind="criteo_tsv", train_path="train.txt")
+    labeled = write(tmp_path / "train.txt", lines)
+    without = write(tmp_path / "test.txt", [line.partition("\t")[2] for line in lines])
+    data = [rows_to_score(config, path, tmp_path / "p.parquet") for path in (labeled, without)]
+    assert [one.columns.label for one in data] == ["label", None]
+    batches = [next(one.batches("eval", rank=0, world_size=1, batch_size=5)) for one in data]
+    assert torch.equal(*(batch.dense_features for batch in batches))
+    assert torch.equal(*(batch.sparse_features.values() for batch in batches))
+    wrong = write(tmp_path / "wrong.txt", [lines[0].partition("\t")[2], lines[1]])
+    with pytest.raises(InputError, match=r"wrong\.txt, line 2: expected 39 columns, found 40"):
+        rows_to_score(config, wrong, tmp_path / "p.parquet")
 
 
 def test_other_columns_are_refused(run: Path, tmp_path: Path) -> None:
