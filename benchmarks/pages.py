@@ -58,7 +58,7 @@ def _readme() -> Rows:
     contenders, aucs = _contenders("steps", "main"), _auc_less_flat("outside")
     flat = _best(contenders, "fp32")
     ways = {name.removesuffix("+prefetch") for name, found in _contenders("steps", "flat").items() if _is_flat(found)}
-    rows = [(f"flat TorchRec, the fastest of {len(ways)} ways", flat, "")]
+    rows = [(f"flat TorchRec, the fastest of {len(ways)} ways: distinct ids sent", flat, "")]
     every = _best(contenders, "fp32", every_id=True)
     rows += [("flat TorchRec, every id sent", every, "")] if every is not flat else []
     same = fastest(contenders.values(), "sptt", precision="fp32")
@@ -225,18 +225,19 @@ def _readme_sentences() -> Iterable[str]:
     flats, aucs = _contenders("steps", "flat"), _auc_less_flat()
     ways = ("flat-tw", "flat-tw-dp+prefetch", "flat-tw+vbe+prefetch")
     sharded, replicated, once = (_megabytes(flats[way]) for way in ways)
-    yield f"the {sharded} MB per host fell to {replicated} with `data_parallel` small tables, or to {once}"
+    yield f"sent {sharded} MB per host, {replicated} with `data_parallel` small tables, or {once}"
     contenders = _contenders("steps", "main")
     gains = [_best(contenders, "fp32").median / contenders[way].median for way in ("sptt", "sptt+unique")]
-    yield "about as fast: {:.2f}. `unique` raises that to {:.2f}".format(*gains)
+    yield "as the best flat model: {:.2f}. `unique` raises that to {:.2f}".format(*gains)
     same, four = fastest(contenders.values(), "sptt", precision="fp32"), contenders["products-cr4+all+rank-towers"]
     yield f"the other options to {_best(contenders, 'fp32').median / same.median:.2f}"
-    yield f"its steps take {same.compute:.2f} seconds of both cores, those with products {four.compute:.2f}"
+    yield f"both cores compute for {same.compute:.2f} seconds, with products for {four.compute:.2f}"
     pairs = [(data, model) for data in ("flights", "hotel") for model in ("dlrm-products", "dcn")]
     learned, strided = (-min(aucs[*pair, towers, 4] for pair in pairs) for towers in ("interactions", "strided"))
-    yield f"lost up to {strided:.4f} at ratio 4; in towers learned from interactions, at most {learned:.4f}"
-    yield f"the paper's takes {contenders['dmt-cr16+all+rank-towers+outside'].median:.2f} seconds"
-    yield f"AUC changed by at most {max(map(abs, _outside_changes('dlrm-each'))):.4f}"
+    yield f"lost up to {strided:.4f} at ratio 4 in strided"
+    yield f"in towers learned from interactions, at most {learned:.4f}"
+    yield f"the last row's step takes {contenders['dmt-cr16+all+rank-towers+outside'].median:.2f} seconds"
+    yield f"the AUC of the paper's modules changed by at most {max(map(abs, _outside_changes('dlrm-each'))):.4f}"
     yield f"products lost up to {-min(_outside_changes('dlrm-products')):.4f}"
 
 
