@@ -120,7 +120,7 @@ def _write_badge(axes: Any, badge: dict[str, Any], place: tuple[float, float], *
 
 
 def _shown(name: str, most: int = 28) -> str:
-    """Returns a name as it is drawn: in one line, without the middle of a long name, because names differ at the ends.
+    """Returns a name as it is drawn: on one line, and without its middle if it is long, as names differ at the ends.
 
     Example:
         >>> _shown("user_id", 11), _shown("user_history_of_clicks", 11)

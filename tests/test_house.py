@@ -208,9 +208,9 @@ def test_file_sizes() -> None:
 CEILINGS = {
     "the library": (25_570, 132),  # 20_500, 136
     "dmt/*.py": (1_036, 7),  # 800, 8
-    "dmt/plan": (747, 5),  # 600, 5
+    "dmt/plan": (748, 5),  # 600, 5
     "dmt/sharding": (1_968, 10),  # 1_750, 10
-    "dmt/sptt": (3_441, 17),  # 2_900, 18
+    "dmt/sptt": (3_446, 17),  # 2_900, 18
     "dmt/replicas": (378, 3),  # 350, 3
     "dmt/hot_rows": (950, 6),  # 900, 6
     "dmt/simulator": (847, 4),  # 800, 5

@@ -60,7 +60,7 @@ class IdSkew:
 
 @cache
 def criteo_skews() -> tuple[IdSkew, ...]:
-    """Returns the fitted popularity of each of the 26 features, in column order."""
+    """Returns the fitted popularity of the ids of each of the 26 features, in the order of the columns."""
     fitted = json.loads(IDS_FILE.read_text())["features"]
     return tuple(
         IdSkew(rows=rows, first=one["first"], exponent=one["exponent"], shift=one["shift"])

@@ -59,7 +59,8 @@ class TableSpec:
             if getattr(self, size) < 1:
                 raise InputError(f"Table {self.name!r} has {size}={getattr(self, size)}; it must be positive.")
         if not self.feature_names or isinstance(self.feature_names, str):
-            raise InputError(f"Table {self.name!r} has feature_names={self.feature_names!r}; give one or more names.")
+            names = self.feature_names
+            raise InputError(f"Table {self.name!r} has feature_names={names!r}; give a tuple of one or more names.")
         number_bytes(self)
         if self.sequences:
             object.__setattr__(self, "is_sequence", True)

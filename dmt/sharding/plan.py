@@ -28,7 +28,7 @@ class TableSharding:
     """Mesh tower that holds the table; None: outside towers, on every rank."""
     placement: TablePlacement
     reason: str
-    """Reason for the placement, in one line."""
+    """Reason for the placement, on one line."""
     seconds: float
     """Seconds per step, summed over the ranks of the tower; on one rank for a table outside towers."""
     memory: int

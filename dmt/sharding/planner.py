@@ -90,7 +90,7 @@ class TowerShardingPlanner:
 
         Returns:
             TorchRec's plan, for ``DistributedModelParallel(model, plan=plan, sharders=sharders)``. Its ranks are local
-            to the towers.
+            to the towers; for modules of TorchRec's sharders they are global.
 
         Raises:
             InputError: no module has a dmt sharder, a collection has no sharder or two, tables or rules do not fit (see

@@ -113,10 +113,11 @@ class MicroBatches:
         if is_traced or self._num == 1:
             return self._forward(*args, **kwargs)
         if len(batch_sizes) != 1:
+            found = f"their batch sizes are {sorted(batch_sizes)}. Give all of them one batch size."
+            nothing = "there are none. Call run_in_micro_batches with the module that receives the sparse features."
             raise InputError(
-                f"In micro-batches, the arguments of {type(self._module).__name__} must contain KeyedJaggedTensors of "
-                f"one batch size, found: {sorted(batch_sizes) or 'none'}. Call run_in_micro_batches with the "
-                "module that receives the sparse features."
+                f"In micro-batches, the arguments of {type(self._module).__name__} must contain KeyedJaggedTensors, "
+                f"all of one batch size, but {found if batch_sizes else nothing}"
             )
         sizes = part_sizes(batch_sizes.pop(), self._num)
         owner = type(self._module).__name__
@@ -129,8 +130,8 @@ class MicroBatches:
                 outputs.append(self._forward(*part_args, **part_kwargs))
                 if any(len(results) != number for results in served):
                     raise InputError(
-                        f"{owner} called its sharded modules {list(map(len, served))} times in {number} of {self._num} "
-                        "micro-batches. Its forward must call each of them exactly once."
+                        f"{owner} called its sharded modules {list(map(len, served))} times in the first {number} of "
+                        f"{self._num} micro-batches. Its forward must call each exactly once per micro-batch."
                     )
         if len(set(sizes)) == 1 and not self._has_checked_pairs:
             self._look_for_pairs(outputs[0], [results[0].wait() for results in served], sizes[0])

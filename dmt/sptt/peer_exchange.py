@@ -132,7 +132,11 @@ class AgreedOutputs:
         return AgreedOutputs(all_pieces, all_groups, exchange)
 
     def checked(self, output: TowerOutput, num_rows: int) -> Tensor:
-        """Returns the columns [P, O] in the agreed dtype; raises `InputError` for other pieces or a wider dtype."""
+        """Returns the columns [P, O], in the agreed dtype if there are several towers.
+
+        Raises:
+            InputError: the pieces are not the agreed ones, or the agreed dtype cannot represent that of the columns.
+        """
         columns_PO, pieces, _ = output
         tower, num_towers = self.exchange.group.rank(), self.exchange.group.size()
         dtype = self.exchange.dtype if num_towers > 1 else columns_PO.dtype  # one tower sends nothing

@@ -352,7 +352,7 @@ def _refusals_across_sections(config: TrainingConfig) -> list[tuple[object, str]
         *(
             (
                 is_flat and value != getattr(type(getattr(config, section))(), key),
-                f"{section}.{key}={value!r} needs the tower dataflow, but this run has sharding.dataflow='flat'. Set "
+                f"{section}.{key}={value!r} needs the tower dataflow, but this run is flat. Set "
                 f"sharding.dataflow='sptt', or leave {section}.{key} out.",
             )
             for section, key in (name.split(".") for name in KEYS_OF_TOWERS)

@@ -265,8 +265,8 @@ def _check_layers(place: str, model: nn.Module, world_size: int) -> None:
     for path, part in model.named_modules():
         if isinstance(part, _BatchNorm) and world_size > 1:
             raise InputError(
-                f"{place}: {type(part).__name__} {path!r} normalizes over the samples of one rank only, and its "
-                "running statistics differ from rank to rank. Use torch.nn.LayerNorm."
+                f"{place}: {type(part).__name__} {path!r} is batch normalization, which the trainer supports "
+                "on one rank only. Use torch.nn.LayerNorm."
             )
     modules = {id(module) for module in tower_modules(model)}
     paths = [path for path, part in model.named_modules() if id(part) in modules]

@@ -224,8 +224,8 @@ def _with_sequences(
     for sequence, _ in (pair for table in tables for pair in table.sequences):
         if not config.model.has_towers:
             raise InputError(
-                f"{config.model.chosen} is flat, so the tower dataflow would not compress {sequence!r} of "
-                "data.sequences. Set sharding.dataflow='flat', or use a model in towers."
+                f"{config.model.chosen} is flat, so in the tower dataflow the embedding of every item of {sequence!r} "
+                "(data.sequences) would cross hosts. Set sharding.dataflow='flat', or use a model in towers."
             )
         if sequence in plan.outside:
             raise InputError(

@@ -68,8 +68,8 @@ def checked_model(job: Job, world_size: int) -> nn.Module:
     config.topology.build().check_world_size(world_size)
     if job.sharding is None and job.topology.num_replicas > 1:
         raise InputError(
-            f"topology.num_replicas={job.topology.num_replicas} needs the tower dataflow, but this run has "
-            "sharding.dataflow='flat'. Use 'sptt'; topology.num_towers=1 makes all ranks of a replica one tower."
+            f"topology.num_replicas={job.topology.num_replicas} needs the tower dataflow, but this run is flat. "
+            "Set sharding.dataflow='sptt'; topology.num_towers=1 makes all ranks of a replica one tower."
         )
     check_table_optimizer(config.optimizer, job.device_type)
     check_tables_on_ssd(job)

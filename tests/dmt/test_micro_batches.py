@@ -125,8 +125,8 @@ def check_calls(mesh: TowerMesh, rank: int) -> None:
     run_in_micro_batches(model, num_micro_batches=3)
     named = {
         "no call": r"Flawed called its sharded modules \[0\] times",
-        "two calls": r"\[2\] times in 1 of 3 micro-batches. Its forward must call each",
-        "second pass": r"\[3\] times in 2",
+        "two calls": r"\[2\] times in the first 1 of 3 micro-batches. Its forward must call each",
+        "second pass": r"\[3\] times in the first 2",
         "loss": r"returned \[\[\], \[\], \[\]\] for micro-batches of \[2, 1, 1\] samples.* computes no loss",
         "pairs": r"returned \[\[2, 2\], \[1, 1\], \[1, 1\]\] for .* compares no samples",
         "none in one": "Flawed returned different structures for different micro-batches",
@@ -138,9 +138,9 @@ def check_calls(mesh: TowerMesh, rank: int) -> None:
             model(ids, labels)
         model.module.flaw = ""
         torch.testing.assert_close(model(ids).detach(), expected)  # and nothing is left of it
-    with pytest.raises(InputError, match=r"the arguments of Flawed must .* one batch size, found: none\."):
+    with pytest.raises(InputError, match=r"the arguments of Flawed must .* one batch size, but there are none\."):
         model(Hidden(ids))
-    with pytest.raises(InputError, match=r"one batch size, found: \[\d+, \d+\]\."):
+    with pytest.raises(InputError, match=r"one batch size, but their batch sizes are \[\d+, \d+\]\."):
         model(ids, drawn(rank, size=5)[0])
     for other in (
         Batch(torch.zeros(4)),

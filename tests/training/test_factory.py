@@ -258,7 +258,7 @@ def job_of(factory: str, *, in_towers: bool = False, **more: Any) -> Job:
         ("made:two columns", r"returned a tensor \[(\d+), 2\] for \1 samples; return logits \[sam"),
         ("made:a tuple", r"returned a tuple for \d+ samples; return logits"),
         ("made:reads ids", r"the model fails on a batch \(only tables may read sparse_features\): AttributeError"),
-        ("made:batch norm", r"BatchNorm1d 'part' normalizes over the samples.* Use torch.nn.LayerNorm"),
+        ("made:batch norm", r"BatchNorm1d 'part' is batch normalization.* Use torch.nn.LayerNorm"),
         ("made:frozen", r"'.*embedding_bags.*' has requires_grad=False or its own optimizer, but the trainer"),
         ("made:own rate", r"'.*embedding_bags.*' has requires_grad=False or its own optimizer, but the trainer"),
         ("made:lazy", "'part.weight' has no size yet. Replace the torch.nn.Lazy module"),

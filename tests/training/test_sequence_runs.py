@@ -114,7 +114,7 @@ def test_runs_with_sequences_agree_with_the_plain_module(name: str) -> None:
             r"table 't_C1' is TableSpec.*is_sequence=False\), but .* has .*is_sequence=True\)\. Use .* Emb",
         ),
         ({"model": {"factory": f"{__name__}:own"}}, "makes a flat model, but data.sequences has 'C.'"),
-        ({"arch": "dlrm", "dataflow": "sptt"}, "is flat, so the tower dataflow would not compress 'C.' of data.seq"),
+        ({"arch": "dlrm", "dataflow": "sptt"}, "is flat, so in the tower dataflow the embedding of every item"),
         (
             {"towers": {"outside": ["C1", "C5", "C6"]}},
             "'C.' of data.sequences is outside towers, where every feature is a bag",

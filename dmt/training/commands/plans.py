@@ -42,7 +42,7 @@ def run_partition(options: Mapping[str, Any], command: str) -> Shown:
     if run is None and (data is None or module is None or strategy not in ("auto", "interactions")):
         raise InputError(
             "Give --checkpoint RUN_DIR; or, for towers from interactions without a model, --data FILE and "
-            f"--tower-module {' or '.join(_TOWER_MODULES)}."
+            f"--tower-module {' or '.join(_TOWER_MODULES)}, with --strategy auto or interactions."
         )
     if run is not None and module is None:
         module = _module_of(run, options["function"])

@@ -67,7 +67,7 @@ class Block:
     relation: str = "block"
     """SQL for ``FROM``: the relation that has the ``columns``."""
     columns: Mapping[str, tuple[str, pa.DataType]]
-    """SQL and Arrow type of each column, by name; values of text files are text."""
+    """SQL expression and Arrow type of each column, by name; text files have text, JSON lines also lists of text."""
     fault: str = ""
     """SQL ``WHEN`` clauses that find rows which are invalid as a whole."""
     first: int = 1
