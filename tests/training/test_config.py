@@ -95,6 +95,9 @@ def test_overrides(override: str, read: Any, value: Any) -> None:
         # not an override, and sections and values mixed up
         ("train.batch_size", r"'train\.batch_size' is not of the form section\.key=value"),
         ("train=3", r"train: .*a table, in braces \(got 3\)"),
+        ("train.batch_size=0", r"train\.batch_size: .*greater than or equal to 1 \(got 0\)"),
+        ("replicas.sync_every=0", r"replicas\.sync_every: .* \(got 0\)"),
+        ("optimizer.dense_lr=nan", r"optimizer\.dense_lr: Input should be a finite number \(got nan\)"),
         ("train.batch_size.x=3", r"'train\.batch_size\.x=3': 'batch_size' is a value, not a section"),
         ("sharding.memory_gib=inf", r"sharding\.memory_gib: Input should be a finite number \(got inf\)"),
     ],

@@ -38,7 +38,12 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     with zipfile.ZipFile("m.pt2", "w") as archive:
         archive.writestr(f"m/extra/{export._MANIFEST}", json.dumps(MANIFEST))
     save_cluster(load_cluster("a100"), Path("k.toml"))
+    checkpoint = Path("run/checkpoint/step-1")
+    checkpoint.mkdir(parents=True)
+    (checkpoint / "config.toml").write_text(CONFIG)
+    (checkpoint / "checkpoint.json").write_text("{}")
     TowerPlan.from_lists([["a"], ["b"]]).save(Path("towers.json"))
+    TowerPlan.from_lists([["a"], ["b"]]).save(checkpoint / "towers.json")
     tables = TableSpec(name="t", num_embeddings=9, embedding_dim=8, feature_names=("a",))
     plan_tables([[tables]], TowerTopology(num_towers=1, ranks_per_tower=1)).save("plan.json")
     Path("package.json").write_text('{"name": "site"}')
@@ -53,6 +58,7 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 IS_READ, IS_OTHER = "is an input of this command", "exists and is not a "
+OF_RUN = "partition --checkpoint run --towers 2 --strategy coherent"
 PARTITION = "partition --checkpoint run --tower-module dlrm --towers 2"
 
 
@@ -71,6 +77,7 @@ PARTITION = "partition --checkpoint run --tower-module dlrm --towers 2"
         ("bench-comms --out c.toml", "--out", IS_OTHER),
         (f"{PARTITION} --rules rules.toml --out rules.toml", "--out", IS_READ),
         (f"{PARTITION} --out plan.json", "--out", IS_OTHER),
+        (f"{OF_RUN} --out run/checkpoint/step-1/towers.json", "--out", "is in a checkpoint"),
         ("demo --data x.parquet --out x.parquet", "--out", IS_READ),
     ],
 )

@@ -85,13 +85,15 @@ def check_output_files(outputs: Mapping[str, tuple[Path, str]], inputs: Iterable
         inputs: arguments of the command; a string or path that names an existing file counts as an input file.
 
     Raises:
-        InputError: an output is also an input (even through a link), exists and is of another kind, or cannot be
-            written.
+        InputError: an output is also an input (even through a link), lies in a checkpoint, exists and is of another
+            kind, or cannot be written.
     """
     read = [given for given in inputs if isinstance(given, str | Path) and os.path.exists(given)]
     for option, (path, kind) in outputs.items():
         if path.exists() and any(path.samefile(given) for given in read):
             raise InputError(f"{option} {str(path)!r} is an input of this command. Name another file.")
+        if (path.parent / "checkpoint.json").exists():
+            raise InputError(f"{option} {str(path)!r} is in a checkpoint, which it would damage. Name another folder.")
         check_output(option, path, is_folder=kind == "folder")
         if path.is_file() and path.stat().st_size and not _is_kind(path, kind):
             raise InputError(f"{option} {str(path)!r} exists and is not a {kind}. Name another, or remove this file.")

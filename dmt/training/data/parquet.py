@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from operator import attrgetter
 from pathlib import Path
 
 import numpy as np
@@ -20,6 +21,7 @@ __all__ = ["ParquetRows", "Rows", "pack_rows"]
 
 Rows = tuple[NDArray[np.signedinteger], pa.Table]
 """n prepared rows, see `pack_rows`: the columns with one value per row, int32 or int64 [columns, n], and the bags."""
+_version = attrgetter("st_size", "st_mtime_ns")
 
 
 class ParquetRows:
@@ -35,15 +37,15 @@ class ParquetRows:
 
     def __init__(self, files: Iterable[Path], columns: Columns) -> None:
         self._columns = columns
-        self._groups: list[tuple[Path, pq.FileMetaData, int]] = []
+        self._groups: list[tuple[Path, tuple[int, int], pq.FileMetaData, int]] = []
         for file in files:
             with _reading(file):
-                footer = pq.read_metadata(file)
+                version, footer = _version(file.stat()), pq.read_metadata(file)
                 names = set(footer.schema.to_arrow_schema().names)
             if absent := [name for name in columns.schema.names if name not in names]:
                 raise InputError(f"{file}: column {absent[0]!r} is missing. Prepare the data again.")
-            self._groups += [(file, footer, group) for group in range(footer.num_row_groups)]
-        sizes = [footer.row_group(group).num_rows for _, footer, group in self._groups]
+            self._groups += [(file, version, footer, group) for group in range(footer.num_row_groups)]
+        sizes = [footer.row_group(group).num_rows for _, _, footer, group in self._groups]
         self.sizes = np.array(sizes, dtype=np.int64)
         """Number of rows of each row group, in file order, int64 [number of row groups]."""
 
@@ -51,12 +53,14 @@ class ParquetRows:
         """Reads row group ``number``: the columns of the manifest, and `REQUEST` if the folder has it.
 
         Raises:
-            InputError: the row group cannot be read, a value is missing or of another type, a dense value is not
-                finite, a label is not 0 or 1, or an id is outside its table.
+            InputError: the row group cannot be read, its file has changed since the footer was read, a value is missing
+                or of another type, a dense value is not finite, a label is not 0 or 1, or an id is outside its table.
         """
-        file, footer, group = self._groups[number]
+        file, version, footer, group = self._groups[number]
         # A memory map would be slower here when it is read for the first time.
         with _reading(file), pq.ParquetFile(file, metadata=footer) as source:
+            if _version(file.stat()) != version:
+                raise InputError(f"{file} has changed since it was opened. Restore the file, or start a new run.")
             schema = self._columns.schema
             rows = source.read_row_group(group, columns=[*schema.names, REQUEST], use_threads=False)
             for name, column in zip(rows.column_names, rows.columns, strict=True):

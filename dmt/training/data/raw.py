@@ -129,7 +129,9 @@ def schema_of(file: str, config: DataConfig) -> pa.Schema:
     # With thousands of names, the first line may be longer than the first block.
     lines: list[bytes] = next((lines for _, lines, _ in _lines(file, 1 << 16) if lines), [])
     if kind == "criteo":
-        lacks_label = config.label is None and [line.count(b"\t") for line in lines[:1]] == [len(_CRITEO) - 2]
+        fields = lines[0].split(b"\t") if lines else []
+        # In a row that lacks its last column instead, field 13 is a number; all categories have 8 hexadecimal digits.
+        lacks_label = config.label is None and len(fields) == len(_CRITEO) - 1 and len(fields[13]) == 8
         return pa.schema([(name, pa.string()) for name in _CRITEO[lacks_label:]])
     if kind == "json":
         return _json_schema(file, lines[:1000])

@@ -175,7 +175,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
         with zipfile.ZipFile(path) as archive:
             names = [name for name in archive.namelist() if name.endswith(f"extra/{_MANIFEST}")]
             text = archive.read(names[0]).decode() if names else None
-    except (OSError, ValueError, zipfile.BadZipFile) as error:
+    except Exception as error:  # zipfile raises many kinds of errors for a damaged file
         raise InputError(f"{place}: cannot be read ({error}). {_REMEDY}") from error
     if text is None:
         raise InputError(f"{place}: has no manifest, so `dmt export` did not write it. {_REMEDY}")

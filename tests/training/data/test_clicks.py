@@ -202,6 +202,17 @@ def test_rows_of_other_files_are_read_without_those_of_the_run() -> None:
     assert with_files(config, "b.csv") == DataConfig(kind="columns", train_path="b.csv", categorical=("c",))
 
 
+def test_a_file_that_is_replaced_while_it_is_read_is_noticed(tmp_path: Path) -> None:
+    prepare(config_of(parquet(tmp_path / "a.parquet", range(100))), tmp_path / "out")
+    data = ClickData(DataConfig(prepared=str(tmp_path / "out"), shuffle_rows=0))
+    file = tmp_path / "out" / "train" / "part-00000.parquet"
+    rows = pq.read_table(file)
+    assert len(list(data.batches("train", **RANK))) == 25
+    pq.write_table(rows, file)
+    with pytest.raises(InputError, match=r"train/part-00000\.parquet has changed since it was opened"):
+        list(data.batches("train", **RANK))
+
+
 RANK: dict[str, Any] = {"rank": 0, "world_size": 1, "batch_size": 4}
 
 

@@ -152,6 +152,7 @@ def test_rows_need_no_label(model: str, run: Path, tmp_path: Path) -> None:
 
 def test_rows_in_criteos_format_need_no_label(tmp_path: Path) -> None:
     lines, config = numbered_lines(5), DataConfig(kind="criteo_tsv", train_path="train.txt")
+    lines = [line.replace("0a", "0000000a") for line in lines]
     labeled = write(tmp_path / "train.txt", lines)
     without = write(tmp_path / "test.txt", [line.partition("\t")[2] for line in lines])
     data = [rows_to_score(config, path, tmp_path / "p.parquet") for path in (labeled, without)]
@@ -162,6 +163,9 @@ def test_rows_in_criteos_format_need_no_label(tmp_path: Path) -> None:
     wrong = write(tmp_path / "wrong.txt", [lines[0].partition("\t")[2], lines[1]])
     with pytest.raises(InputError, match=r"wrong\.txt, line 2: expected 39 columns, found 40"):
         rows_to_score(config, wrong, tmp_path / "p.parquet")
+    short = write(tmp_path / "short.txt", [line.rpartition("\t")[0] for line in lines])
+    with pytest.raises(InputError, match=r"short\.txt, line 1: expected 40 columns, found 39"):
+        rows_to_score(config, short, tmp_path / "p.parquet")
 
 
 def test_other_columns_are_refused(run: Path, tmp_path: Path) -> None:
