@@ -101,7 +101,7 @@ class _Collection:
 
 
 class _Sum:
-    """Running float64 sums over the samples of this rank: R R^T, the number of samples, and the ids of each feature."""
+    """Running float64 sums over the samples of this rank: R R^T, and counts of samples and of each feature's ids."""
 
     def __init__(self) -> None:
         self.features: tuple[str, ...] = ()

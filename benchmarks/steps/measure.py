@@ -36,7 +36,7 @@ class Clocks:
 
     @property
     def waiting(self) -> float:
-        """Seconds in which the main thread slept, waiting for others, here for communication."""
+        """Seconds in which the main thread slept, which here means that it waited for communication."""
         return self.seconds - self.main_cpu - self.no_core
 
     @classmethod

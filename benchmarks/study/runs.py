@@ -63,7 +63,7 @@ class Progress(Generic[Key]):
             self.records[key(record.pop("run"))] = record
 
     def train(self, runs: Iterable[Key], train_one: Callable[[Key], Record], title: str = "") -> None:
-        """Trains the runs that are not finished, and writes each record as soon as it is."""
+        """Trains the runs that are not finished, and writes the record of each run as soon as it ends."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         todo = [run for run in dict.fromkeys(runs) if run not in self.records]
         with self.path.open("a") as file:

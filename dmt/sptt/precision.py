@@ -1,7 +1,8 @@
 """`ExchangePrecision`: the number format in which tower outputs and their gradients cross between towers.
 
-It applies to the exchange between peers (slow links) only; exchanges inside a tower send numbers unchanged. `codecs_of`
-in ``peer_exchange.py`` makes the codecs. This file imports neither torch nor TorchRec, so that configs can import it.
+It applies to the exchange between peers (slow links) only; exchanges inside a tower send numbers unchanged. The flat
+dataflow has no such exchange: there it applies between all ranks. This file imports neither torch nor TorchRec, so that
+configs can import it.
 """
 
 from __future__ import annotations

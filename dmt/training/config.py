@@ -181,7 +181,7 @@ class ShardingConfig(Section):
 
     @property
     def precision(self) -> ExchangePrecision:
-        """The formats of the exchange between towers."""
+        """The formats of the exchange between towers; in the flat dataflow, of all exchanges."""
         return ExchangePrecision(forward=self.forward_precision, backward=self.backward_precision)
 
     @property

@@ -14,7 +14,7 @@ from torch import nn
 
 from dmt.collectives import check_agreement, gather_objects, run_on_all_or_raise
 from dmt.errors import InputError
-from dmt.formatting import human_bytes, shorten
+from dmt.formatting import counted, human_bytes, shorten
 from dmt.models.complexity import Complexity, tower_modules
 from dmt.plan.topology import TowerTopology
 from dmt.sptt.mesh import TowerMesh
@@ -205,11 +205,12 @@ def check_memory(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
     whole, size = tables.sum() + batches.sum() + len(ranks) * others, config.train.batch_size
     most = int(size * (1 - share))
     raise InputError(
-        f"The {len(ranks)} ranks on {name} need at least {human_bytes(whole)} of memory, but it has "
-        f"{human_bytes(limit)}: up to {human_bytes(tables.max())} each for tables, {human_bytes(batches.max())} for a "
-        f"batch and the embeddings of a step (train.batch_size={size}), {human_bytes(copies)} for copies of hot rows "
-        "(hot_rows.extra_memory), and dense layers (model: dense_arch, over_arch, tower_dim, c, p, cross_rank). "
-        f"{f'It has enough for train.batch_size={most}. ' if most > 0 else ''}"
+        f"{counted(len(ranks), 'rank')} on {name} need at least {human_bytes(whole)} of memory, of which there are "
+        f"{human_bytes(limit)}. Each needs up to {human_bytes(tables.max())} for tables, "
+        f"{human_bytes(batches.max())} for a batch and the embeddings of a step (train.batch_size={size}), "
+        f"{human_bytes(copies)} for copies of hot rows (hot_rows.extra_memory), and dense layers (model: dense_arch, "
+        "over_arch, tower_dim, c, p, cross_rank). "
+        f"{f'There is enough for train.batch_size={most}. ' if most > 0 else ''}"
         "Lower one of these settings, or use more hosts."
     )
 

@@ -65,9 +65,9 @@ def on_one_host(job: Job, monkeypatch: pytest.MonkeyPatch, pages: int, *more: tu
 @pytest.mark.parametrize(
     ("section", "values", "message"),
     [
-        ("model", {"c": 65_536, "tower_dim": 65_536}, "The 2 ranks on host .* need at least .* PB of memory"),
+        ("model", {"c": 65_536, "tower_dim": 65_536}, "2 ranks on host .* need at least .* PB of memory"),
         ("model", {"dense_arch": [2**20, 2**20]}, "need at least 17.6 TB of memory.* dense layers"),
-        ("train", {"batch_size": 2**24}, r"batch_size=16777216\).* It has enough for train\.batch_size=\d{5}\. Lower"),
+        ("train", {"batch_size": 2**24}, r"16777216\).* There is enough for train\.batch_size=\d{5}\. Lower"),
     ],
     ids=["towers", "layers", "batch"],
 )
@@ -81,11 +81,11 @@ def test_the_ranks_of_a_host_share_its_memory_and_the_limit_of_their_container(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = open_job(small(train={"batch_size": 8192}))
-    with pytest.raises(InputError, match=r"The 4 ranks on .* need at least 13\.0 MB of memory, but it has 4\.10 MB"):
+    with pytest.raises(InputError, match=r"4 ranks on .* need at least 13\.0 MB of memory, .* are 4\.10 MB"):
         on_one_host(job, monkeypatch, 1000)  # enough for any of them
     # Of two places without room the batch size of the smaller one is advised.
     more = 2 * [("host b", 3_000_000)]
-    with pytest.raises(InputError, match=r"The 2 ranks on host b .* It has enough for train\.batch_size=3778\."):
+    with pytest.raises(InputError, match=r"2 ranks on host b .* There is enough for train\.batch_size=3778\."):
         on_one_host(job, monkeypatch, 1400, *more)
     on_one_host(open_job(small(train={"batch_size": 3778})), monkeypatch, 1400, *more)
     on_one_host(job, monkeypatch, 4000)

@@ -90,9 +90,9 @@ def test_copies_count_in_the_memory_that_a_rank_needs(tmp_path: Path, monkeypatc
     # On one host no row is ever chosen.
     job, other = (open_job(one) for one in (config, with_values(config, "topology", ranks_per_host=4)))
     # Weights and gradients of a quarter of 6 tables with 400 rows of 32 bytes.
-    with pytest.raises(InputError, match=r"each for tables, .*, 38.4 kB for copies of hot rows .*, and dense"):
+    with pytest.raises(InputError, match=r"for tables, .*, 38.4 kB for copies of hot rows .*, and dense"):
         on_one_host(job, monkeypatch, 2)
-    with pytest.raises(InputError, match=r"each for tables, .*, 0 bytes for copies"):
+    with pytest.raises(InputError, match=r"for tables, .*, 0 bytes for copies"):
         on_one_host(other, monkeypatch, 2)
 
 

@@ -63,7 +63,7 @@ class CheckReport:
     ranks: int
     """Number of ranks that ran the check."""
     schemes: Mapping[str, int]
-    """Number of tables by sharding scheme; empty if TorchRec's planner chooses."""
+    """Number of tables by sharding scheme; empty in the flat dataflow."""
     seconds: float = 0.0
     """Duration of the command in seconds, including imports."""
 

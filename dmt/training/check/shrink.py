@@ -31,7 +31,7 @@ class CheckLimits:
     """Limits on the size of a check; ``dmt check`` has options for the first two."""
 
     max_rows: int = 1000
-    """Maximum number of rows of a table, at least 8, so that ids of every row-wise shard are looked up."""
+    """Maximum number of rows of a table, at least 8; more only if a tower has more ranks, each of which needs a row."""
     max_ranks: int = 8
     """Maximum number of ranks, 4 to 64: both exchanges need two towers of two ranks; one machine runs at most 64."""
     batch_size: int = 16

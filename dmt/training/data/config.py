@@ -112,7 +112,7 @@ class DataConfig(Section):
     max_length: int | None = Field(default=None, ge=1, le=2**20)
     """Maximum length of a sequence; the last ids are kept. By default a row with more than 1,000 ids is invalid."""
     shuffle_rows: int = Field(default=100_000, ge=0)
-    """Number of training rows in a window. Each epoch shuffles the rows in windows again; 0 keeps the file order."""
+    """Number of training rows in a window. Each epoch shuffles rows anew, within windows only; 0 shuffles no rows."""
     shuffle_seed: int = Field(default=0, ge=0, lt=2**32)
     """Seed of the shuffling."""
     group_by: str | None = None
