@@ -220,7 +220,7 @@ REFUSED = {
     "weights": r"differ in .* keys and weights of batches: .*False.* against .*True",
     "bad id": "rank 1: ",
     "iterator": "ZeroDivisionError",
-    "ids": "has no attribute 'sparse_features'",
+    "ids": "is a str, not a KeyedJaggedTensor",
     "nobody": "batches have no samples",
     "no group": r"is a Sharded.*, whose tables are spread over ranks\. Call collect on every rank",
     "unlike": "differ in their collections",
