@@ -100,7 +100,7 @@ def measure(name: str, device: str, *, quick: bool) -> dict[str, Any]:
 
 
 def profile_step(step: Callable[[], Any], *, on_gpu: bool) -> dict[str, Any]:
-    """Returns the seconds of a step's kernels on the GPU, or else of its operators on the CPU, the slowest first."""
+    """Returns the total seconds of a step's GPU kernels, or else CPU operators, and those of the slowest, in order."""
     with profile(activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if on_gpu else [])]) as profiler:
         step()
         if on_gpu:

@@ -45,7 +45,7 @@ def tables(features: list[str] | tuple[str, ...]) -> list[EmbeddingBagConfig]:
 
 
 class ClickModel(nn.Module):
-    """Stands for your own model."""
+    """Stands in for your own model."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -26,7 +26,7 @@ FEATURES = ["ad", "user"]
 
 
 class ClickModel(nn.Module):
-    """Stands for your own model."""
+    """Stands in for your own model."""
 
     def __init__(self) -> None:
         super().__init__()

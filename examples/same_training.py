@@ -27,7 +27,7 @@ FUSED_PARAMS = {"optimizer": EmbOptimType.EXACT_ROWWISE_ADAGRAD, "learning_rate"
 
 
 class ClickModel(nn.Module):
-    """Stands for your own model; no table has more than ``most_rows`` rows."""
+    """Stands in for your own model; no table has more than ``most_rows`` rows."""
 
     def __init__(self, most_rows: int, device: str = "cpu") -> None:
         super().__init__()

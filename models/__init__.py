@@ -1,7 +1,7 @@
 """DLRM and DCN, flat and multi-tower, as plain single-process PyTorch, and their complexity.
 
-Importing this package and `paper_complexity` need no TorchRec; building a model's tables does. To distribute a model,
-pass it to TorchRec's ``DistributedModelParallel`` with the sharders of `dmt`.
+Neither importing this package nor `paper_complexity` needs TorchRec; building a model's tables does. To distribute a
+model, pass it to TorchRec's ``DistributedModelParallel`` with the sharders of `dmt`.
 """
 
 from __future__ import annotations

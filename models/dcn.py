@@ -80,7 +80,7 @@ class DMTDCN(nn.Module):
     """Multi-tower DCN: a cross layer in each tower, then cross layers over the tower outputs and the dense vector.
 
     At the paper's sizes and D=128 it takes 43.7 to 87.1 MFLOPs per sample for 2 to 16 towers. By default the MLPs have
-    the layers of `DCN`, but D outputs for N. A tower sends one vector; in a subclass whose ``tower_module`` is
+    the layers of `DCN`, with D outputs instead of N. A tower sends one vector; in a subclass whose ``tower_module`` is
     ``partial(DCNTowerModule, per_feature=True)`` it sends one vector per feature, as in Listing 2.
 
     Takes the arguments and raises the errors of `DMTDLRM`, except for c and p, and of `DCN`. The cross layer of a tower

@@ -73,8 +73,8 @@ class DINTowerModule(nn.Module):
     """Tower module in which a target attends to its history: projects the target and the pooled history to D numbers.
 
     A projection of both alone would lose how near the target is to its history. So their elementwise product is
-    projected too, and D weights times their inner product are added. If D = 2 N, target and history are not projected.
-    The tower's embedding module is an ``EmbeddingCollection`` in which target and history share a table.
+    projected too, and D weights times their inner product are added. If D = 2 N, nothing is projected; only the latter
+    is added. The tower's embedding module is an ``EmbeddingCollection`` in which target and history share a table.
 
     Args:
         target: feature with one id per sample. As in a bag, a sample without an id has a target of zeros, and several

@@ -15,6 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from dmt.errors import InputError
+from dmt.formatting import shorten
 from dmt.partitioner.affinity import FeatureAffinity
 from dmt.partitioner.rules import PartitionRules
 from dmt.partitioner.search import Bounds, Costs, Floats, even_start, local_search
@@ -80,7 +81,7 @@ class Part:
     blocks: Blocks
     num_towers: int
     bounds: Bounds
-    """Limits to hold. Limits on features per tower are looser than ``asked`` if blocks of several features need it."""
+    """Limits for every tower. Those on its features are looser than ``asked`` if blocks of several features need it."""
     asked: tuple[int, int]
     """Minimum and maximum number of features in a tower, by the balance ratio."""
 
@@ -173,8 +174,8 @@ def _apart(groups: Sequence[Sequence[str]], names: Sequence[Sequence[str]]) -> N
         for a, b in combinations(group, 2):
             if block_of[a] == block_of[b]:
                 raise InputError(
-                    f"Partition rules: {a!r} and {b!r} must not share a tower (rule apart), but a shared table or the "
-                    f"rule together joins {', '.join(map(repr, names[block_of[a]][:5]))}. Change the rules."
+                    f"Partition rules: {a!r} and {b!r} must not share a tower (rule 'apart'), but a shared table or "
+                    f"the rule 'together' joins {shorten([*map(repr, names[block_of[a]])], ', ')}. Change the rules."
                 )
             apart[block_of[a], block_of[b]] = apart[block_of[b], block_of[a]] = True
     return apart
@@ -220,8 +221,8 @@ def _part(category: str, blocks: Blocks, num_towers: int, balance_ratio: float, 
 def size_bounds(num_features: int, num_towers: int, balance_ratio: float) -> tuple[int, int]:
     """Returns the minimum and maximum number of features in a tower.
 
-    Of all pairs on both sides of the mean size F / T whose ratio is at most ``balance_ratio``, returns the one whose
-    middle is nearest to it; if there is none, floor(F / T) and ceil(F / T). An infinite ratio allows any size.
+    Each minimum has the largest maximum that ``balance_ratio`` allows. Of these pairs, returns the one around F / T
+    whose middle is nearest to it; if there is none, floor(F / T) and ceil(F / T). An infinite ratio allows any size.
 
     Example:
         >>> size_bounds(26, 8, 1.0), size_bounds(24, 8, 1.0), size_bounds(26, 8, 2.0), size_bounds(26, 8, 4.0)

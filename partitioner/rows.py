@@ -94,7 +94,7 @@ class _Part:
     bags: Mapping[str, tuple[NDArray[np.int32], NDArray[np.int64]]]
     """[K] lengths, at least 1, and [sum of lengths] ids of each feature."""
     num_ids: Mapping[str, int]
-    """Number of ids of each feature, whole bags counted."""
+    """Number of ids of each feature, counted before long bags are shortened."""
 
 
 def read_rows(batches: Iterable[Any], *, max_rows: int, seed: int) -> ReadRows:

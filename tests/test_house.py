@@ -206,7 +206,7 @@ def test_file_sizes() -> None:
 
 # Lines and files of each part at most, and where they are to get. Raise a number only with the reason in the commit.
 CEILINGS = {
-    "the library": (25_574, 132),  # 20_500, 136
+    "the library": (25_575, 132),  # 20_500, 136
     "dmt/*.py": (1_036, 7),  # 800, 8
     "dmt/plan": (748, 5),  # 600, 5
     "dmt/sharding": (1_968, 10),  # 1_750, 10
@@ -217,9 +217,9 @@ CEILINGS = {
     "dmt/report": (117, 2),  # 110, 2
     "dmt/testing": (600, 4),  # 600, 4
     "dmt/training": (11_331, 54),  # 7_800, 50
-    "partitioner": (2_820, 12),  # 2_800, 14
+    "partitioner": (2_821, 12),  # 2_800, 14
     "models": (1_332, 8),  # 1_000, 7
-    "benchmarks": (6_463, 36),  # 5_600, 36
+    "benchmarks": (6_429, 36),  # 5_600, 36
     "tests": (23_600, 119),  # 20_000, 115
 }
 

@@ -38,7 +38,7 @@ class Measured:
     waiting: float
     """Seconds that the main thread waited for others; mean over ranks."""
     wire: float | None
-    """Seconds that the bytes of the busiest uplink take at its rate; None without a limit."""
+    """Seconds that the bytes of the busiest uplink take at its rate; None without a limit, or without uplinks."""
     compute: float
     """CPU seconds of all processes, divided by the number of cores."""
 

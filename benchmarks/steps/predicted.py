@@ -56,7 +56,7 @@ def predictions() -> list[dict[str, Any]]:
 
 
 def _work(contender: Contender, setting: Setting) -> StepWork:
-    """Returns the work of a step; in a flat model, tables that then send fewer bytes are on every rank."""
+    """Returns the work of a step; in a flat model, every rank holds the tables that send fewer bytes in this way."""
     if contender.family != "flat":
         job = job_of(contender, setting)
         assert job is not None, contender.name

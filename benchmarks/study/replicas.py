@@ -1,4 +1,4 @@
-"""Study: what do replicas cost in quality, and which moment scale c closes the gap? Figure 4 of the 2D paper.
+"""Study: what do M replicas cost in quality, and which moment scale c closes the gap? 2D sparse parallelism, Figure 4.
 
 The model is a flat DLRM, with Adam for dense parts and row-wise AdaGrad for tables; the baseline is M = 1. All runs of
 a data set train on the same global batches. Replica m gets the m-th of M equal parts, and replicas are averaged after

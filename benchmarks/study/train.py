@@ -85,7 +85,7 @@ class Arm:
     dim: int = 16
     """N."""
     sparse: float = 1.0
-    """Factor of the tables' learning rate in the data set's settings."""
+    """Factor that multiplies the tables' learning rate of the data set's settings."""
     dense: float = 1.0
     """Factor of the learning rate of all other parameters."""
     tuning: bool = False
@@ -304,7 +304,7 @@ def score(predict: Any, clicks: Clicks) -> dict[str, float]:
 
 
 def row_order(num_rows: int, settings: Settings, seed: int, requests: Tensor | None = None) -> Iterator[Tensor]:
-    """Yields full batches of row numbers, shuffled per epoch; ``requests``, by row, keeps a request's rows together."""
+    """Yields full batches of row numbers, reshuffled each epoch; rows with equal ``requests`` [rows] stay adjacent."""
     generator = torch.Generator().manual_seed(_seed_of(seed, "rows"))
     for _ in range(settings.epochs):
         order = torch.randperm(num_rows if requests is None else int(requests.max()) + 1, generator=generator)

@@ -89,7 +89,7 @@ class TablePlacement:
         if number < max(len(self.ranks), 1) or (self.scheme == "table_wise" and number != 1) or not is_whole:
             raise InputError(
                 f"TablePlacement: a {self.scheme} table cannot be on ranks={list(self.ranks)}. Give one rank for "
-                "table_wise, different ones for shards of column_wise, and all of the tower in order for others."
+                "table_wise, distinct ranks for column_wise, and all ranks of the tower in order for other schemes."
             )
 
 

@@ -172,8 +172,8 @@ class Operation:
 class _Program:
     """The operations of a step in the order in which the program of a rank launches them.
 
-    A computation waits for the previous one and for those named in ``after``. A collective waits for the one before it
-    on its channel and, unless it is launched ``at_once``, for the previous computation.
+    A computation waits for the previous one and for the operations named in ``after``. A collective waits for the one
+    before it on its channel and, unless it is launched ``at_once``, for the previous computation.
     """
 
     def __init__(self, cluster: Cluster) -> None:

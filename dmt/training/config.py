@@ -256,7 +256,7 @@ class TrainConfig(Section):
     """How dense gradients are averaged: ``ring``: DDP's all-reduce; ``hierarchical``: inside each host, then between
     hosts (``hierarchical_bf16``: in BF16 between hosts)."""
     seed: int = Field(default=0, ge=0, lt=2**32)
-    """Seed of the weights."""
+    """Seed of the initial weights and of dropout."""
     output_dir: str = "runs/latest"
     """Folder of all output."""
     save_every: int = Field(default=1000, ge=1)

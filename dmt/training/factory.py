@@ -10,7 +10,7 @@ The function takes any of these keyword arguments and returns the unsharded mode
 - ``towers``: the `TowerPlan` of a model in towers; None for a flat model;
 - ``device``: device of the parameters, such as the meta device, or None; pass it to TorchRec's collections.
 
-Every process calls the function several times: it must return the same model each time.
+Every process calls the function several times: each call must build the same model anew.
 """
 
 from __future__ import annotations
@@ -168,7 +168,7 @@ def check_samples(job: Job, model: nn.Module, batch: ClickBatch) -> Tensor:
     if difference > 1e-4 * max(1.0, float(outputs[0].abs().max())):
         raise InputError(
             f"model.factory={job.config.model.factory!r}: a sample's logit depends on the other samples of its batch: "
-            f"in half the batch it differs by {difference:.1e}. Compute it from the sample alone, or use your own loop."
+            f"halving the batch changes it by {difference:.1e}. Compute it from the sample alone, or use your own loop."
         )
     return outputs[0]
 

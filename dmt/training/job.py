@@ -177,11 +177,11 @@ def _in_towers(
 ) -> tuple[TowerPlan | None, Sequence[TableSpec]]:
     """Checks the config's tower plan against the uncut tables; returns the plan (flat dataflow: None) and the tables.
 
-    The returned tables outside towers have as many columns as the model needs.
+    Returned tables have the model's columns if outside towers, and ``is_sequence`` if in a tower with sequences.
 
     Raises:
-        InputError: the plan file cannot be read, does not fit the tables, or cuts a table into shards that FBGEMM does
-            not support; there are more towers than features; or a feature outside towers is unknown.
+        InputError: the plan file cannot be read, or does not fit the tables, their sequences or FBGEMM's kernels; there
+            are more towers than tables; or a feature outside towers is unknown, or the plan cuts its table.
     """
     if config.dataflow == "flat":
         return None, tables

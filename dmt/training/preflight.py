@@ -75,7 +75,7 @@ def checked_model(job: Job, world_size: int) -> nn.Module:
     check_tables_on_ssd(job)
     if job.opened_data is None:
         raise InputError(
-            f"data.tables={config.data.tables!r} only describes tables. Replace it by data.prepared or data.train_path."
+            f"data.tables={config.data.tables!r} only describes tables. Set data.prepared or data.train_path instead."
         )
     if job.data.columns.label is None:
         raise InputError(

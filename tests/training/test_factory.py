@@ -319,7 +319,7 @@ def test_what_is_fine_is_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 @pytest.mark.ranks
 def test_a_model_that_mixes_samples_is_refused_by_check_and_export(tmp_path: Path) -> None:
-    message = r"made': a sample's logit depends on the other samples of its batch: in half the batch it differs by \d"
+    message = r"made': a sample's logit depends on the other samples of its batch: halving the batch changes it by \d"
     config = job_of("made:mixes", topology={"num_towers": 1, "ranks_per_tower": 1}).config
     with pytest.raises(InputError, match=message):
         check_run(config, CheckLimits(max_rows=20, batch_size=4, steps=2))

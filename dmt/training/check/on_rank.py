@@ -55,7 +55,7 @@ class Finding:
     item: str
     """Name of the table or parameter that was compared."""
     difference: float
-    """Largest absolute difference, norm of the difference, or number of ranks that differ; NaN if there is none."""
+    """Largest absolute difference, norm of the difference, or number of ranks that differ; NaN if it is unknown."""
     allowed: float
     """Largest difference that rounding explains; 0 requires equal bits."""
     place: str = ""

@@ -206,7 +206,7 @@ def _table_names(config: DataConfig, names: Iterable[str]) -> dict[str, str]:
     for table, members in config.shared_tables.items():
         _check_features(f"data.shared_tables.{table}", members, tables)
         if table in tables and table not in members:
-            raise InputError(f"data.shared_tables: table {table!r} has the name of a feature outside it. Rename it.")
+            raise InputError(f"data.shared_tables: a feature outside table {table!r} has its name. Rename the table.")
         tables |= dict.fromkeys(members, table)
     shared = [name for members in config.shared_tables.values() for name in members]
     for name, target in config.sequences.items():

@@ -110,7 +110,7 @@ class DataConfig(Section):
     """List features, each with its target, the feature that attends to it: ``{history = "item"}``
     ([Data](data.md#how-values-become-inputs))."""
     max_length: int | None = Field(default=None, ge=1, le=2**20)
-    """Maximum length of a sequence; the last ids are kept. By default a row with more than 1,000 ids is invalid."""
+    """Maximum length of a sequence, cut to its last ids. By default, a sequence of over 1,000 ids is invalid."""
     shuffle_rows: int = Field(default=100_000, ge=0)
     """Number of training rows in a window. Each epoch shuffles rows anew, within windows only; 0 shuffles no rows."""
     shuffle_seed: int = Field(default=0, ge=0, lt=2**32)

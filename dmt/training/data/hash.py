@@ -64,7 +64,7 @@ def _text(values: pa.Array, feature: str) -> pa.Array:
         whole = np.isnan(numbers) | (np.trunc(numbers) == numbers) & (np.abs(numbers) < 2.0**63)
         if not whole.all():
             value = float(numbers[~whole][0])
-            raise InputError(f"Feature {feature!r}: category {value} is no whole number below 2^63. Store it as text.")
+            raise InputError(f"Feature {feature!r}: category {value} is not a signed 64-bit integer. Store it as text.")
         values = pa.array(np.nan_to_num(numbers).astype(np.int64), mask=np.isnan(numbers))
     return values.cast(pa.string())
 

@@ -233,7 +233,7 @@ def _lines(file: str, block_bytes: int) -> Iterator[tuple[int, list[bytes], floa
             f"{file}, at or after line {number}: the gzip file is cut off or damaged ({error}). Fetch the file again."
         ) from error
     except OSError as error:
-        raise InputError(f"{file}: cannot be read ({error.strerror or error}). Check the permissions.") from error
+        raise InputError(f"{file}: cannot be read ({error.strerror or error}). Check path and permissions.") from error
 
 
 def _texts(lines: Sequence[bytes]) -> pa.StringArray:
