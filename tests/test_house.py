@@ -206,7 +206,7 @@ def test_file_sizes() -> None:
 
 # Lines and files of each part at most, and where they are to get. Raise a number only with the reason in the commit.
 CEILINGS = {
-    "the library": (25_575, 132),  # 20_500, 136
+    "the library": (25_576, 132),  # 20_500, 136
     "dmt/*.py": (1_036, 7),  # 800, 8
     "dmt/plan": (748, 5),  # 600, 5
     "dmt/sharding": (1_968, 10),  # 1_750, 10
@@ -216,11 +216,11 @@ CEILINGS = {
     "dmt/simulator": (847, 4),  # 800, 5
     "dmt/report": (117, 2),  # 110, 2
     "dmt/testing": (600, 4),  # 600, 4
-    "dmt/training": (11_331, 54),  # 7_800, 50
+    "dmt/training": (11_332, 54),  # 7_800, 50
     "partitioner": (2_821, 12),  # 2_800, 14
     "models": (1_332, 8),  # 1_000, 7
     "benchmarks": (6_429, 36),  # 5_600, 36
-    "tests": (23_600, 119),  # 20_000, 115
+    "tests": (23_601, 119),  # 20_000, 115
 }
 
 

@@ -23,10 +23,11 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import torch
 import torch.distributed as dist
+from pydantic import Field
 from torch import Tensor, nn
 from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 from torchrec.optim.optimizers import in_backward_optimizer_filter
@@ -76,7 +77,7 @@ class CheckpointManifest:
     """What the caller needs to resume, such as epoch and rows; JSON values."""
     versions: dict[str, str]
     """Versions of the packages that wrote the checkpoint."""
-    files: dict[str, str]
+    files: dict[Annotated[str, Field(pattern=r"^[^/\x00]+$")], str]
     """SHA-256 of every other file of the checkpoint, as hexadecimal text, by name."""
     moment_scales: dict[str, float] = field(default_factory=dict)
     """Factor c of AdaGrad's moments, by table, where c is not 1 (2D sparse parallelism, Algorithm 1, line 6)."""

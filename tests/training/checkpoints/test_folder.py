@@ -114,6 +114,7 @@ def edited(**change: Any) -> Callable[[Path], None]:
         (MANIFEST_NAME, lambda path: path.write_text(path.read_text().replace("7", "8", 1)), "was altered"),
         (MANIFEST_NAME, edited(format=4), "has format 4; this version reads format 3"),
         (MANIFEST_NAME, edited(step="x"), "is damaged: checkpoint.json: step"),
+        (MANIFEST_NAME, edited(files={"../secret": "s"}), "is damaged: checkpoint.json: files"),
     ],
 )
 def test_damage_is_named_and_leads_to_the_checkpoint_before(
