@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import json
 import sys
-import zlib
 from dataclasses import asdict
 from pathlib import Path
 
@@ -24,6 +23,7 @@ from dmt.training.data.columns import Feature, explicit_config, find_columns
 from dmt.training.data.config import DataConfig
 from dmt.training.data.files import FORMAT, MANIFEST, Manifest
 from dmt.training.data.hash import hash_rows
+from dmt.training.data.prepare import size_and_crc
 
 GROUP_ROWS = 32_768  # rows that the trainer reads and shuffles together
 
@@ -45,15 +45,6 @@ def dense(name: str) -> Column:
     return (f.signum(value) * f.log1p(f.abs(value))).cast("float").alias(name)
 
 
-def checksum(path: str) -> tuple[int, int]:
-    """Size in bytes and CRC-32 of a file."""
-    size = crc = 0
-    with open(path, "rb") as file:
-        while block := file.read(1 << 24):
-            size, crc = size + len(block), zlib.crc32(block, crc)
-    return size, crc
-
-
 def main(clicks: str, out: Path) -> None:
     """Writes the folder; its manifest comes last, so that an unfinished folder is refused."""
     spark = SparkSession.builder.appName("prepare").getOrCreate()
@@ -66,11 +57,11 @@ def main(clicks: str, out: Path) -> None:
     for part, value in (("train", "train"), ("eval", "test")):
         written = rows.select(*chosen).where(f.col("split") == value).drop("split").write
         written.option("parquet.block.row.count.limit", GROUP_ROWS).parquet(str(out / part))
-    files = sorted(str(path) for path in out.glob("*/*.parquet"))
-    checksums = spark.sparkContext.parallelize(files, max(len(files), 1)).map(checksum).collect()
+    files = sorted(out.glob("*/*.parquet"))
+    found = spark.sparkContext.parallelize(files, max(len(files), 1)).map(size_and_crc).collect()
     manifest = Manifest(
         format=FORMAT,
-        files={str(Path(name).relative_to(out)): found for name, found in zip(files, checksums, strict=True)},
+        files={str(path.relative_to(out)): version for path, version in zip(files, found, strict=True)},
         dense=columns.dense,
         features=columns.features,
         label="label",

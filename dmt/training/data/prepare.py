@@ -56,7 +56,7 @@ from dmt.training.data.hash import COUNTED, Vocabulary
 from dmt.training.data.raw import SPLIT, Converter, Reject, connect, literal, raw_blocks, schema_of, used_columns
 from dmt.training.records import versions
 
-__all__ = ["prepare", "prepare_once"]
+__all__ = ["prepare", "prepare_once", "size_and_crc"]
 
 logger = logging.getLogger(__name__)
 
@@ -167,7 +167,7 @@ def prepare(
             else:
                 _count(_View(by_hash, folder / _SCRATCH / "train" / _FILE), columns, min_count, words)
             vocabularies = _read_vocabularies(words, columns)
-            raw = raw.model_copy(update={"vocabulary": f"{out.absolute()}#{_checksum(words):08x}"})
+            raw = raw.model_copy(update={"vocabulary": f"{out.absolute()}#{size_and_crc(words)[1]:08x}"})
             sized = [replace(f, rows=v.num_rows) if (v := vocabularies.get(f.table)) else f for f in columns.features]
             converter = Converter(config, replace(columns, features=tuple(sized)), connection)
             rows = _numbered_rows(folder / _SCRATCH, converter.columns, vocabularies)
@@ -390,7 +390,7 @@ def _copy_vocabulary(config: DataConfig, columns: Columns, file: Path) -> None:
         remedy = "Set data.categorical and data.shared_tables as for that folder."
         raise InputError(f"{place} has other features or tables: {unlike[0][0]!r} differs. {remedy}")
     shutil.copyfile(folder / manifest.vocabulary, file)
-    if _checksum(file) != (int(checksum, 16) if checksum else manifest.files[manifest.vocabulary][1]):
+    if size_and_crc(file)[1] != (int(checksum, 16) if checksum else manifest.files[manifest.vocabulary][1]):
         raise InputError(f"{place} differs from the vocabulary used in training. Restore that prepared folder.")
 
 
@@ -463,12 +463,13 @@ def _table_notes(rows: int, known: Mapping[str, NDArray[np.int64]], *, is_hashed
             yield f"{name}: shares no value with the other features of its table. Give {name} a separate table."
 
 
-def _checksum(path: Path) -> int:
+def size_and_crc(path: Path) -> tuple[int, int]:
+    """Returns the size in bytes and the CRC-32 of a file, as a manifest has them."""
     checksum = 0
     with path.open("rb") as stream:
         while block := stream.read(1 << 20):
             checksum = zlib.crc32(block, checksum)
-    return checksum
+    return path.stat().st_size, checksum
 
 
 def _seal(folder: Path, manifest: Manifest) -> Manifest:
@@ -476,8 +477,7 @@ def _seal(folder: Path, manifest: Manifest) -> Manifest:
     files = sorted(path for path in folder.rglob("*") if path.is_file() and path.name != _LOCK)
     for path in files:
         fsync_path(path)
-    versions_by_name = {str(path.relative_to(folder)): (path.stat().st_size, _checksum(path)) for path in files}
-    manifest = replace(manifest, files=versions_by_name)
+    manifest = replace(manifest, files={str(path.relative_to(folder)): size_and_crc(path) for path in files})
     (folder / MANIFEST).write_text(json.dumps(asdict(manifest), indent=1) + "\n", encoding="utf-8")
     fsync_path(folder / MANIFEST)
     return manifest
