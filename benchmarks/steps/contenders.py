@@ -157,8 +157,8 @@ def _tower_models() -> Iterator[Contender]:
                 compression=ratio,
                 precision="fp16" if half else "fp32",
                 prefetch=True,
-                # Micro-batches cost a little: none if there is little to overlap.
-                micro_batches=8 if ratio <= 4 else 1,
+                # Micro-batches cost a little, and small tables outside leave less to overlap.
+                micro_batches=(4 if outside else 8) if ratio <= 4 else (1 if outside else 2),
                 dense_reduce="fp32",
                 rank_towers=rank_towers,
                 outside=outside,
