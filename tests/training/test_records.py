@@ -12,8 +12,7 @@ import pytest
 
 from dmt.errors import InputError
 from dmt.testing.ranks import RanksFailedError
-from dmt.training.config import TrainingConfig, load_config
-from dmt.training.records import RunRecord, read_curves, read_result, settings_lines
+from dmt.training.records import RunRecord, read_curves, read_result
 from tests.ranks import run_ranks
 from tests.training.small import files_up_to, small
 
@@ -65,13 +64,6 @@ def test_an_earlier_result_goes_and_a_new_one_is_written(tmp_path: Path, resumed
     record.close({"steps": 20})
     assert read_result(tmp_path)["steps"] == 20
     assert {path.name for path in tmp_path.iterdir()} == {"config.toml", "metrics.jsonl", "result.json"}
-
-
-def test_settings_are_a_line_for_each_section_that_has_some() -> None:
-    lines = settings_lines(load_config("demo", ["train.batch_size=512", "data.synthetic.num_rows=9"]))
-    assert "train: batch_size = 512" in "\n".join(lines)
-    assert len(lines) <= 2 + len(TrainingConfig.model_fields)
-    assert [line for line in lines if line.startswith("hot_rows")] == []
 
 
 def recording_until_killed(rank: int, folder: Path) -> None:
