@@ -18,17 +18,14 @@ from tests.training.small import small
 COLUMNS = {"kind": "columns", "train_path": "day_*.csv", "categorical": ["c_*"], "num_embeddings_per_feature": {"c": 7}}
 
 
-@pytest.mark.parametrize("name", shipped_configs())
-def test_every_shipped_config_loads_and_reads_again(name: str, tmp_path: Path) -> None:
-    config = load_config(name)
-    (tmp_path / "resolved.toml").write_text(to_toml(config))
-    assert load_config(tmp_path / "resolved.toml") == config
+def shipped(name: str) -> dict[str, Any]:
+    return load_config(name).model_dump(exclude_unset=True)
 
 
 @pytest.mark.parametrize(
     "values",
     [
-        {},
+        *map(shipped, shipped_configs()),
         {"data": COLUMNS},
         {"model": {"arch": "dcn", "over_arch": [8, 1]}, "train": {"max_steps": 3, "eval_every": 2}},
         {"data": {"kind": "criteo_tsv", "train_path": 'quote"d\\ back.tsv', "eval_fraction": 0.5}},
@@ -69,78 +66,29 @@ def test_overrides(override: str, read: Any, value: Any) -> None:
     ("override", "message"),
     [
         ("train.batchsize=3", r"'train\.batchsize' is unknown\. Did you mean 'batch_size'\? Valid here: batch_size, "),
-        ("modle.arch=dcn", r"'modle' is unknown\. Did you mean 'model'\?"),
         ("data.synthetic.num_grups=3", r"'data\.synthetic\.num_grups' is unknown\. Did you mean 'num_groups'\?"),
-        # keys of another section
-        ("model.batch_size=2", r"'model\.batch_size' is unknown\. Did you mean 'train\.batch_size'\?"),
         ("batch_size=2", r"'batch_size' is unknown\. Did you mean 'train\.batch_size'\?"),
-        # here a name of this section looks alike; the key that exists elsewhere is what is meant
         ("data.num_rows=2", r"'data\.num_rows' is unknown\. Did you mean 'data\.synthetic\.num_rows'\?"),
-        ("train.batch_size=many", r"train\.batch_size: .*valid integer.* \(got 'many'\)"),
         ("optimizer.sparse_lr=-1", r"optimizer\.sparse_lr: .*greater than 0 \(got -1\)"),
         ("model.arch=dlm", r"model\.arch: .*'dlrm', 'dcn', 'dmt-dlrm', 'dmt-dcn' or 'dmt-dlrm-products' \(got 'dlm'\)"),
         ("data.categorical=item", r"data\.categorical: Input should be a list, in brackets \(got 'item'\)"),
-        ("data.shared_tables=item", r"data\.shared_tables: Input should be a table, in braces \(got 'item'\)"),
         ("sharding.tables.t=rowwise", r"tables\.t: Input should be 'table_wise', .* or 'key_value' \(got 'rowwise'\)"),
         ("replicas.moment_scale=2", r"moment_scale=2\.0 must be above 0 and at most num_replicas=1"),
-        ("replicas.moment_scale=foo", r"replicas\.moment_scale\.float: .*valid number.*\(got 'foo'\)"),
         ("towers.outside=hour", r"towers\.outside: 'hour' is neither 'none' nor 'auto'\. Give .* such as \[\"hour\"\]"),
-        ("towers.outside=[3]", r"towers\.outside: \[3\] is neither 'none' nor 'auto'\. Give .* such as \[\"hour\"\]"),
         ("model.embedding_dim=6", r"model\.embedding_dim: Input should be a multiple of 4 \(got 6\)"),
         ("model.over_arch=[8, 4]", r"model\.over_arch=\[8, 4\] must end in 1"),
         ("sharding.dataflow=flat", r"='flat' cannot train a multi-tower model, but model\.arch='dmt-dlrm' is one"),
-        # what the data's own config says comes through
-        ("data.kind=criteo_tsv", r"data: kind='criteo_tsv' needs train_path"),
-        ("data.synthetic.num_groups=99", r"data\.synthetic: num_groups=99 exceeds num_features=26"),
         # not an override, and sections and values mixed up
         ("train.batch_size", r"'train\.batch_size' is not of the form section\.key=value"),
-        ("train=3", r"train: .*a table, in braces \(got 3\)"),
-        ("train.batch_size=0", r"train\.batch_size: .*greater than or equal to 1 \(got 0\)"),
-        ("replicas.sync_every=0", r"replicas\.sync_every: .* \(got 0\)"),
-        ("optimizer.dense_lr=nan", r"optimizer\.dense_lr: Input should be a finite number \(got nan\)"),
+        ("train.batch_size=1000000000", r"train\.batch_size: .*less than or equal to 16777216"),
+        ('train.output_dir="x', r"Override .* is not TOML \(Unterminated.*Correct the TOML value, or put text in"),
+        ("model.c=" + "9" * 5000, r"^.{0,12000}$"),
         ("train.batch_size.x=3", r"'train\.batch_size\.x=3': 'batch_size' is a value, not a section"),
-        ("sharding.memory_gib=inf", r"sharding\.memory_gib: Input should be a finite number \(got inf\)"),
     ],
 )
 def test_a_wrong_override_is_told_where_and_why(override: str, message: str) -> None:
     with pytest.raises(InputError, match=message):
         load_config("demo", [override])
-
-
-@pytest.mark.parametrize(
-    ("override", "message"),
-    [
-        ("train.seed=9223372036854775808", r"train\.seed: .*less than 4294967296 \(got 9223372036854775808\)"),
-        ("model.dense_arch=[8, 0]", r"model\.dense_arch\.1: .*greater than or equal to 1 \(got 0\)"),
-        ("model.over_arch=[2147483648, 1]", r"model\.over_arch\.0: .*less than or equal to 1048576"),
-        ("topology.ranks_per_tower=1000000", r"topology\.ranks_per_tower: .*less than or equal to 8192"),
-        ("train.batch_size=1000000000", r"train\.batch_size: .*less than or equal to 16777216"),
-        ("data.synthetic.rows_per_table=9223372036854775808", r"rows_per_table: .*less than or equal to 16777216"),
-        ('train.output_dir="x', r"Override .* is not TOML \(Unterminated.*Correct the TOML value, or put text in"),
-        ("data.train_path=[ab]*.csv", r"Override .* is not TOML"),
-        ("model.c=" + "9" * 5000, r"model\.c: Unable to parse .*\(got '9{150,199}\)"),
-    ],
-    ids=lambda text: text[:40],
-)
-def test_values_without_reason_are_refused(override: str, message: str) -> None:
-    with pytest.raises(InputError, match=message) as caught:
-        load_config("demo", [override])
-    assert len(str(caught.value)) < 12_000
-
-
-def test_an_absent_file_and_a_folder_are_named_with_the_shipped_ones(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"Config .*nowhere\.toml: cannot be read \(No such file.*'demo'"):
-        load_config(tmp_path / "nowhere.toml")
-    with pytest.raises(InputError, match=r"cannot be read \(Is a directory\)"):
-        load_config(tmp_path)
-
-
-@pytest.mark.parametrize("content", [b"[model\narch = 1", b"a,b,c\n", b"x=" + b"[" * 5000, b"x=" + b"9" * 5000])
-def test_a_file_that_is_not_toml_is_refused(content: bytes, tmp_path: Path) -> None:
-    file = tmp_path / "bad.toml"
-    file.write_bytes(content)
-    with pytest.raises(InputError, match=r"Config .*bad\.toml is not TOML"):
-        load_config(file)
 
 
 def test_a_file_of_the_name_of_a_shipped_config_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,16 +113,12 @@ def test_the_dataflow_follows_the_arch(arch: str, dataflow: str, resolved: str) 
 @pytest.mark.parametrize(
     ("settings", "text"),
     [
-        ({"train_path": "a"}, "train_path does not apply to kind='synthetic'"),
         ({"num_embeddings": 5}, "num_embeddings does not apply to kind='synthetic'"),
         ({"kind": "criteo_tsv"}, "kind='criteo_tsv' needs train_path"),
         ({"kind": "criteo_tsv", "train_path": "a", "id_mode": "index"}, "does not fit kind='criteo_tsv' .hex ids"),
         ({"kind": "criteo_tsv", "train_path": "a", "split_column": "s"}, "split_column does not apply to kind='cri"),
         ({"kind": "columns", "train_path": "a"}, "kind='columns' needs categorical"),
         ({**COLUMNS, "eval_path": "b", "split_column": "s"}, "both select the evaluation rows"),
-        ({**COLUMNS, "num_embeddings_per_feature": {"c": 0}}, r"per_feature\.c\s.*greater than or equal to 1"),
-        ({"kind": "parquet"}, "criteo_tsv"),
-        ({"shufle_rows": 3}, "shufle_rows"),
         ({"source": "a:b", "categorical": ["c"], "timestamps": ["t"]}, "timestamps does not apply to kind='source'"),
         ({"synthetic": {"num_features": 3, "num_groups": 4}}, "num_groups=4 exceeds num_features=3"),
         ({"synthetic": {"num_features": 3, "num_multi_hot": 4, "num_groups": 1}}, "num_multi_hot=4 exceeds"),

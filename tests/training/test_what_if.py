@@ -216,23 +216,6 @@ def record_of(*arguments: str) -> dict[str, Any]:
     return found
 
 
-def test_the_command_predicts_the_config_and_its_alternatives(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = []
-    monkeypatch.setattr(what_if, "alternatives", lambda *job: found.append(alternatives(*job)) or found[-1])
-    words = " ".join(run("demo", *SHAPE, "--cluster", "h100").stdout.split())
-    assert "2 hosts x 8 ranks, 512 samples a rank, on h100: 2,688 Gbit/s from a host to others (336 a rank)" in words
-    # All are bound by the program: one row for all, and of equally fast ones the model that is unchanged comes first.
-    assert [name in words for name in ("this config", "all alternatives", "flat (TorchRec)")] == [True, True, False]
-    assert "Fastest: model.arch=dlrm sharding.dataflow=flat" in words
-    words = " ".join(run("demo", *SHAPE, "train.batch_size=16384", "--cluster", "v100").stdout.split())
-    for name in ("this config", "flat (TorchRec)", "SPTT, same model", "towers, ratio 16", "Fastest: model.arch="):
-        assert name in words
-    assert "were not measured" not in words
-    monkeypatch.setattr(what_if, "alternatives", lambda *job: (found[0][0][:1], []))
-    words = run("demo", *SHAPE, "--cluster", "h100").stdout
-    assert [name in words for name in ("flat (TorchRec)", "all alternatives", "step_s")] == [True, False, False]
-
-
 def test_tables_are_placed_by_the_rates_of_a_cluster_of_gpus_where_there_are_none(
     pairs: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -288,13 +271,12 @@ def test_alternatives_to_any_config_are_found(
         assert config.replicas.moment_scale == "num_replicas"
 
 
-@pytest.mark.parametrize(("group", "fewer"), [(None, ""), ("item", "; whole requests (data.group_by) have fewer")])
-def test_distinct_inputs_are_those_that_prepare_has_counted(group: Any, fewer: str, pairs: str, tmp_path: Path) -> None:
+def test_distinct_inputs_are_those_that_prepare_has_counted(pairs: str, tmp_path: Path) -> None:
     # A quarter of the users is b; items are even; bags have two ids.
     lines = [f"{n % 2},0,{'ab'[n % 4 == 0]},{n % 8},x|y" for n in range(64)]
     (tmp_path / "clicks.csv").write_text("\n".join(["label,d,user,item,tags", *lines]))
     path, ids = str(tmp_path / "clicks.csv"), ("user", "item", "tags")
-    columns: dict[str, Any] = {"dense": ("d",), "multi_hot": ("tags",), "group_by": group}
+    columns: dict[str, Any] = {"dense": ("d",), "multi_hot": ("tags",)}
     prepare(DataConfig(kind="columns", train_path=path, eval_path=path, categorical=ids, **columns), tmp_path / "ready")
     flat = ["model.arch=dlrm", "sharding.dataflow=sptt", "sharding.unique=true", "train.batch_size=16"]
     values = [*PAIRS, *flat, f"data.prepared={tmp_path / 'ready'}"]
@@ -307,15 +289,11 @@ def test_distinct_inputs_are_those_that_prepare_has_counted(group: Any, fewer: s
     assert towers.to_lists() == [["tags"], ["item", "user"]]
     record = record_of("demo", *values, "--cluster", pairs)
     known = {way["name"]: way["unique_rows"] for way in (record["own"], *record["alternatives"])}
-    assert known["this config"] == known["SPTT, same model, unique"] == f"counted by dmt prepare{fewer}"
+    assert known["this config"] == known["SPTT, same model, unique"] == "counted by dmt prepare"
     assert known["SPTT, same model"] is None
-    printed = " ".join(run("demo", *values, "--cluster", pairs).stdout.split())
-    assert f"unique sends: counted by dmt prepare{fewer}." in printed
 
 
-def test_a_run_that_names_its_cluster_has_the_prediction_in_its_result(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_run_that_names_its_cluster_has_the_prediction_in_its_result(tmp_path: Path) -> None:
     save_cluster(replace(A100, ranks_per_host=2), tmp_path / "c.toml")
     jobs = [open_job(load_config("demo", [f"sharding.cluster={name}"])) for name in (tmp_path / "c.toml", "a100")]
     found = predicted_result(jobs[0])
@@ -323,11 +301,7 @@ def test_a_run_that_names_its_cluster_has_the_prediction_in_its_result(
     assert found["samples_per_second"] == predict_step(jobs[0], load_cluster(tmp_path / "c.toml")).samples_per_s
     assert 0 < found["lookup_seconds"] < 4 * 512 / found["samples_per_second"]
     assert predicted_result(open_job(load_config("demo", []))) is None
-    assert predicted_result(jobs[1]) is None
-    assert (
-        "no predicted numbers: Hosts of the run have 2 ranks, but the rates of cluster 'a100' are for hosts of 8"
-        in caplog.text
-    )
+    assert predicted_result(jobs[1]) is None  # its hosts have 8 ranks
 
 
 def test_the_rate_of_the_uplink_may_be_given(tmp_path: Path) -> None:
@@ -345,8 +319,6 @@ def test_the_rate_of_the_uplink_may_be_given(tmp_path: Path) -> None:
     ("arguments", "reason"),
     [
         (["--cluster", "a100"], "Hosts of the run have 2 ranks, but the rates of cluster 'a100' are for hosts of 8"),
-        (["topology.num_towers=3", "--cluster", "a100"], "Set topology.ranks_per_tower=8."),
-        (["topology.num_towers=8", "--cluster", "a100"], "Set topology.ranks_per_host=8."),
         (["--cluster", "none.toml"], "neither a file"),
         (
             [*SHAPE, "topology.num_replicas=3", "topology.ranks_per_host=32", "--cluster", "a100"],
