@@ -31,15 +31,6 @@ from dmt.training.train import Run, make_pipeline, train_steps
 from dmt.training.trained import describe_run
 
 NUM_DENSE = 3
-# Every model with every dataflow it can take.
-ARCHS = [
-    ("dlrm", "flat"),
-    ("dlrm", "sptt"),
-    ("dcn", "flat"),
-    ("dcn", "sptt"),
-    ("dmt-dlrm", "sptt"),
-    ("dmt-dcn", "sptt"),
-]
 
 
 def small(arch: str = "dmt-dlrm", dataflow: str = "auto", **sections: dict[str, Any]) -> TrainingConfig:

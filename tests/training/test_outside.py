@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,7 @@ from dmt.training.build import build_model, count_model
 from dmt.training.check import check_run
 from dmt.training.check.shrink import CheckLimits
 from dmt.training.commands import main
-from dmt.training.config import TrainingConfig, to_toml
+from dmt.training.config import TrainingConfig
 from dmt.training.job import Job, crossing_costs, make_job, open_unsharded
 from dmt.training.step_prediction import alternatives, predict_step, work_of
 from dmt.training.trained import trained_model
@@ -110,10 +110,7 @@ def test_the_planner_moves_what_saves_bytes_and_says_how_many() -> None:
         **dict.fromkeys(("t_C1", "t_C2", "t_C5"), 4),  # tower_dim
     }
     assert job.sharding is not None
-    assert job.sharding.reasons["t_C2"] == (
-        "on every rank: its gradient takes 640 bytes between hosts in a step; in a tower, ids, outputs and their "
-        "gradients would take 1.54 kB"
-    )
+    assert re.findall(r"\d\S* k?[bB]\w*", job.sharding.reasons["t_C2"]) == ["640 bytes", "1.54 kB"]
     flat = job_of("dlrm")
     assert plan_of(flat).outside == ("C1", "C2", "C5")
     assert {table.embedding_dim for table in flat.tables} == {8}
@@ -149,9 +146,7 @@ SHARED = [replace(TABLES[0], feature_names=("C1", "C7")), *TABLES[1:]]
     [
         ({"outside": ["C9"]}, r"towers.outside=.* feature 'C9': no table has it"),
         ({"outside": ["C1"], "tables": SHARED}, r"Table 't_C1' is shared by .*'C1' outside, 'C7' in tower_0"),
-        ({"outside": ["C1", "C2", "C3", "C4", "C5"]}, "num_towers=2 must lie between 1 and the number of features, 1"),
         ({"outside": ["C4"], "sharding": {"memory_gib": 1e-4}}, "outside towers need .* for table 't_C4', but memory"),
-        ({"outside": ["C4"], "sharding": {"tables": {"t_C4": "row_wise"}}}, "'t_C4' outside towers .* asks for row_w"),
         ({"outside": ["C4"], "model": {"embedding_dims": {"C4": 8}}}, "'t_C4' outside towers has embedding_dim=8, but"),
         ({"outside": ["C4"], "model": {"tower_dim": 6}}, r"outside=.*: tables .* model\.tower_dim=6 columns, but FBG"),
     ],
@@ -275,11 +270,3 @@ def test_a_model_of_ones_own_has_a_collection_beside_its_towers(monkeypatch: pyt
     assert report.agrees, report.rows
     with pytest.raises(InputError, match=r"EmbeddingBagCollection of the features outside towers \['C2', 'C6'\] and"):
         build_model(open_unsharded(of_factory(forgets=True)), device="meta")
-
-
-def test_plan_shows_them(tmp_path: Path) -> None:
-    (tmp_path / "run.toml").write_text(to_toml(small(towers={"outside": "auto"})))
-    shown = CliRunner().invoke(main, ["plan", str(tmp_path / "run.toml"), "--json"])
-    assert shown.exit_code == 0, shown.output
-    towers = [entry["tower"] for entry in json.loads(shown.stdout)["tables"]]
-    assert sorted(map(str, towers)) == ["0", "1", *["None"] * 4]
