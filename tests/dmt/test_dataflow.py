@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import copy
 import gc
-import sys
 from dataclasses import replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
@@ -23,14 +21,11 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
-import dmt
 from dmt import (
     HotRows,
     InputError,
-    SPTTEmbeddingBagCollectionSharder,
     TowerCollectionSharder,
     TowerMesh,
-    TowerPlan,
     TowerTopology,
     TrafficMeter,
     run_in_micro_batches,
@@ -50,7 +45,6 @@ from tests.parity import (
     PipelinedBatch,
     SumTowerModule,
     loss_of,
-    make_tables,
 )
 from tests.ranks import on_ranks, run_ranks
 from tests.sptt_case import CPU, Case, Training, build, distribute, shard, towers_of
@@ -149,39 +143,6 @@ def test_ids_arrive_in_peer_order(rank: int, towers: int, ranks: int) -> None:
     assert arrived.values().tolist() == [r for r in mesh.topology.peer_order() for _ in range(r + 1)]
 
 
-@on_ranks(2)
-def test_steps_are_profiler_ranges_in_both_directions(rank: int) -> None:
-    model = shard(TWO, build(TWO), TowerMesh(TWO.topology))
-    ids, labels = TWO.draw(rank, 0)
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
-        loss_of(model(ids)[1], labels).backward()
-    ranges = [(event.time_range.start, event.name) for event in profile.events() if "## dmt:" in event.name]
-    steps = ["exchange_ids", "look_up", "run_towers", "exchange_outputs", "exchange_outputs:bwd"]
-    assert [name for _, name in sorted(ranges)] == [f"## dmt:{step} ##" for step in steps]
-
-
-@pytest.mark.parametrize(("kind", "file"), [("modules", "sptt/towers.py"), ("flat", "sptt/flat.py")])
-@on_ranks(2)
-def test_a_plain_batch_enters_six_files(rank: int, kind: str, file: str) -> None:
-    """The batch after the first one, forward and backward."""
-    case, entered = replace(TWO, kind=kind), set()
-    model = shard(case, build(case), TowerMesh(case.topology))
-
-    def note(frame: FrameType, event: str, _: Any) -> None:
-        entered.add(Path(frame.f_code.co_filename))
-
-    for step in range(2):
-        entered.clear()
-        ids, labels = case.draw(rank, step)
-        sys.setprofile(note)
-        loss_of(model(ids)[1], labels).backward()
-        sys.setprofile(None)
-    package = Path(dmt.__file__).parent
-    files = {str(path.relative_to(package)) for path in entered if path.is_relative_to(package)}
-    shared = {f"sptt/{name}.py" for name in ("dataflow", "id_routes", "peer_exchange", "tower_lookup")}
-    assert files == {file, "collectives.py"} | shared
-
-
 def save_on_rank(rank: int, folder: str, case: Case) -> dict[str, Tensor]:
     torch.manual_seed(rank)
     model = shard(case, build(case), TowerMesh(case.topology))
@@ -222,29 +183,6 @@ def test_a_checkpoint_does_not_know_the_placement(tmp_path: Path) -> None:
         assert saved.keys() == after.keys()
         for name, value in saved.items():
             assert torch.equal(value, after[name]), name
-
-
-@on_ranks(2)
-def test_optimizers_given_on_parameters_are_kept(rank: int) -> None:
-    """`apply_optimizer_in_backward` marks parameter objects, which the sharder must keep."""
-    mesh = TowerMesh(ONE.topology)
-    for scheme in ("table_wise", "data_parallel"):
-        model = FlatModel(make_tables([8, 8, 8]))
-        for number, rate in enumerate((0.5, 0.0)):
-            weight = model.sparse_arch.embedding_bags[f"t{number}"].weight
-            apply_optimizer_in_backward(torch.optim.SGD, [weight], {"lr": rate})
-        sharder = SPTTEmbeddingBagCollectionSharder(
-            mesh, TowerPlan.from_lists([["f0", "f1", "f2"]]), fused_params=FUSED
-        )
-        sharded = distribute(model, sharder, scheme=scheme)
-        before = gather_plain_state(sharded)
-        ids = KeyedJaggedTensor(["f0", "f1", "f2"], torch.tensor([3, 3, 3]), lengths=torch.ones(3).long())
-        sharded(ids)[1].sum().backward()
-        after = gather_plain_state(sharded)
-        step = [before[name] - after[name] for name in sorted(before) if "embedding_bags" in name]
-        # The gradient is the over arch's weight, on both ranks and in the mean.
-        torch.testing.assert_close(step[0][3], 0.5 * before["over_arch.weight"][0, :8], rtol=1e-5, atol=1e-6)
-        assert [bool(of_table.any()) for of_table in step] == [True, False, True], "a table of rate zero stays"
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")

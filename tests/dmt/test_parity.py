@@ -8,7 +8,6 @@ make a comparison fail.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -196,19 +195,6 @@ CASES: dict[str, dict[str, Case]] = {
         "unique in parts": sequences(
             2, 2, micro_batches=3, unique=True, max_bag=2, scheme="row_wise", sizes=UNEVEN[4]
         ),
-        **{
-            f"{SLOW}{scheme}, {optimizer}, {name}": sequences(
-                2, 2, scheme=scheme, optimizer=optimizer, max_bag=9, sizes=(5, 0, 8, 3), **more
-            )
-            for scheme, optimizer, (name, more) in product(
-                ("table_wise", "row_wise"),
-                ("rowwise_adagrad", "adagrad", "sgd"),
-                (
-                    *(("long", {}), ("in parts", {"micro_batches": 2})),
-                    *(("unique", {"unique": True}), ("all towers", {"sequences": (0, 1)})),
-                ),
-            )
-        },
     },
     "hot rows": {
         "uneven": hot(2, 2, sizes=UNEVEN[4]),
@@ -284,40 +270,6 @@ def test_training_on_ranks_is_plain_training(about: str, names: list[str]) -> No
             except AssertionError as error:
                 error.add_note(f"in {about}: {name}")
                 raise
-
-
-def drawn_sequences(seed: int) -> Case:
-    draw = random.Random(seed)
-    towers, ranks = draw.choice([(1, 1), (1, 2), (2, 1), (2, 2), (3, 1), (1, 3), (3, 2), (2, 3), (2, 4)])
-    replicas = draw.choice([1, 1, 2]) if towers * ranks <= 4 else 1
-    optimizer = draw.choice(["rowwise_adagrad", "sgd"])
-    return sequences(
-        towers,
-        ranks,
-        replicas=replicas,
-        replica_placement=draw.choice(["inter_host", "intra_host"]),
-        sequences=tuple(sorted(draw.sample(range(towers), draw.randint(1, towers)))),
-        scheme=draw.choice(["table_wise", "row_wise", "mixed"]),
-        dims=(draw.choice([4, 8, 12]),) * 4,
-        max_bag=draw.choice([2, 3, 20]),
-        sizes=(draw.randint(1, 9), *(max(0, draw.randint(-3, 9)) for _ in range(replicas * towers * ranks - 1))),
-        optimizer=optimizer,
-        id_dtype=draw.choice([torch.int32, torch.int64]),
-        unique=draw.random() < 0.3,
-        micro_batches=draw.choice([1, 1, 1, 2, 3]),
-        pipeline=draw.choice(["", "", "on"]),
-        interval=draw.choice([1, 2]),
-        clip=draw.choice([None, 0.05]),
-        warmup=draw.random() < 0.3,
-        moment_scale="num_replicas" if optimizer == "rowwise_adagrad" else 1,
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("world", [1, 2, 3, 4, 6, 8])
-def test_drawn_models_with_sequences_train_as_plain_ones(world: int) -> None:
-    run_matrix([case for case in map(drawn_sequences, range(100)) if case.world == world], timeout_s=900)
 
 
 PIPED = of(2, 2, max_bag=3, sizes=(4, 6, 5, 3), steps=5)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,7 +13,6 @@ from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollec
 from torchrec.distributed import DistributedModelParallel
 from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
-from torchrec.distributed.planner import ParameterConstraints
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
 from torchrec.modules.feature_processor_ import PositionWeightedModule
 from torchrec.modules.fp_embedding_modules import FeatureProcessedEmbeddingBagCollection
@@ -32,18 +30,12 @@ from dmt import (
 )
 from dmt.models import DINTowerModule, DLRMTowerModule
 from dmt.models.complexity import compression_ratio, count_complexity, count_on_meta
-from dmt.sharding.costs import StepWorkload
-from dmt.sharding.planner import plan_by_torchrec
-from dmt.simulator.steps import ModelWork, PartWork, StepWork
-from dmt.simulator.work import Workload, count_operators, step_work
+from dmt.simulator.work import count_operators
 from dmt.sptt.group_sharded import join_rows, split_rows
 from dmt.testing import gather_plain_state, load_plain_state
-from dmt.traffic import Traffic, TrafficMeter
 from dmt.training.factory import without_tables
 from tests.dmt.test_planner import Sharder, collection
-from tests.parity import AttentionTowerModule
 from tests.ranks import run_ranks
-from tests.sptt_case import CPU
 
 BAGS, WORDS, ROWS, SAMPLES, RATE = ["ad", "user", "shop", "city"], ["title", "query"], 30, 6, 0.5
 TOPOLOGY = TowerTopology(num_towers=2, ranks_per_tower=2)
@@ -117,38 +109,29 @@ def test_bags_in_towers_and_sequences_train_as_the_plain_module() -> None:
         torch.testing.assert_close(ours, plain, rtol=0, atol=2e-6)
 
 
-def test_tables_that_no_sharder_is_for_are_refused() -> None:
-    model = nn.ModuleDict({"bags": collection("a", "b"), "words": EmbeddingCollection(tables=[], device="meta")})
-    sharder, of_towers = Sharder(), Sharder()
-    of_towers.module_type = EmbeddingTowerCollection
-    for sharders, message in (
-        (
-            [sharder],
-            r"no sharder handles 'words' \(EmbeddingCollection\), .* Add TorchRec's EmbeddingCollectionSharder",
-        ),
-        ([of_towers], r"no sharder handles 'bags' .* Add OutsideCollectionSharder\(mesh\) to the sharders"),
-        ([sharder, Sharder()], "two sharders handle EmbeddingBagCollection, and .* would use the last"),
-    ):
-        with pytest.raises(InputError, match=message):
-            TowerShardingPlanner(TOPOLOGY).plan(model, sharders)
+def test_modules_that_no_sharder_is_for_are_refused() -> None:
+    words = [EmbeddingConfig(name="t_w", num_embeddings=9, embedding_dim=8, feature_names=["w"])]
+    model = nn.ModuleDict({"bags": collection("a", "b"), "words": EmbeddingCollection(tables=words, device="meta")})
     # The sharder takes the collection inside, and nothing would train the weights of places.
     bags = EmbeddingBagCollection(collection("a").embedding_bag_configs(), is_weighted=True)
     around = nn.Sequential(FeatureProcessedEmbeddingBagCollection(bags, {"a": PositionWeightedModule(3)}))
-    with pytest.raises(InputError, match=r"no sharder handles '0' \(FeatureProcessedEmbeddingBagCollection\), which"):
-        TowerShardingPlanner(TOPOLOGY).plan(around, [sharder])
-
-
-def test_sequences_with_replicas_are_refused() -> None:
-    words = [EmbeddingConfig(name="t_w", num_embeddings=9, embedding_dim=8, feature_names=["w"])]
-    model = nn.ModuleDict({"bags": collection("a", "b"), "words": EmbeddingCollection(tables=words, device="meta")})
-    planner = TowerShardingPlanner(TowerTopology(num_replicas=2, num_towers=2, ranks_per_tower=1))
-    with pytest.raises(InputError, match=r"'words' has a sharder of TorchRec, which does not support replicas"):
-        planner.plan(model, [Sharder(), EmbeddingCollectionSharder()])
-
-
-def test_torchrecs_sharder_alone_is_refused() -> None:
-    with pytest.raises(InputError, match="none of the sharders is dmt's"):
-        TowerShardingPlanner(TOPOLOGY).plan(nn.Sequential(collection("a")), [EmbeddingBagCollectionSharder()])
+    of_towers, replicas = Sharder(), TowerTopology(num_replicas=2, num_towers=2, ranks_per_tower=1)
+    of_towers.module_type = EmbeddingTowerCollection
+    for module, sharders, topology, message in (
+        (model, [Sharder()], TOPOLOGY, r"handles 'words' \(EmbeddingCollection\), .* EmbeddingCollectionSharder"),
+        (model, [of_towers], TOPOLOGY, r"no sharder handles 'bags' .* OutsideCollectionSharder\(mesh\)"),
+        (
+            model,
+            [Sharder(), Sharder()],
+            TOPOLOGY,
+            "two sharders handle EmbeddingBagCollection, and .* would use the last",
+        ),
+        (around, [Sharder()], TOPOLOGY, r"no sharder handles '0' \(FeatureProcessedEmbeddingBagCollection\), which"),
+        (model, [Sharder(), EmbeddingCollectionSharder()], replicas, "'words' has a sharder .* not support replicas"),
+        (nn.Sequential(collection("a")), [EmbeddingBagCollectionSharder()], TOPOLOGY, "none of the sharders is dmt's"),
+    ):
+        with pytest.raises(InputError, match=message):
+            TowerShardingPlanner(topology).plan(module, sharders)
 
 
 class Ids(nn.Module):
@@ -221,85 +204,6 @@ def test_rows_of_sequences_are_split_and_joined() -> None:
     joined = join_rows([rest, none, first])["a"]
     assert joined.lengths().tolist() == [0, 1, 3, 2]
     assert joined.weights().tolist() == [2, 3, 4, 5, 0, 1]
-
-
-def test_sequences_are_planned_by_their_length() -> None:
-    model = nn.Sequential(indexed_towers())
-
-    class Towers(Sharder):
-        module_type = EmbeddingTowerCollection
-
-        def tables_by_tower(self, module: Any) -> list[list[Any]]:
-            return [tower.embedding.embedding_configs() for tower in module.towers]
-
-    workload = StepWorkload(batch_size=16, pooling_factors={"c": 500.0, "b": 500.0})
-    plan = TowerShardingPlanner(TOPOLOGY, workload=workload).explain(model, [Towers()])
-    # Other schemes would be cheaper for bags.
-    assert {placement.scheme for placement in plan.placements.values()} <= {"table_wise", "row_wise"}
-    # 4 ranks, 16 samples, 500 ids of c and one of d, 8 columns of 4 bytes, and their gradients.
-    of_tower = sum(rank.activations for rank in plan.ranks if rank.tower == 1)
-    assert of_tower == 4 * 16 * (500 + 1) * 8 * 4 * 2
-
-
-def bytes_on_rank(rank: int, scheme: Any) -> tuple[list[Traffic], list[StepWork]]:
-    """Returns the bytes of a step at two lengths: in towers, by TorchRec over all ranks, and by the formulas."""
-    mesh, samples = TowerMesh(TOPOLOGY), 10 * SAMPLES
-    tables = [EmbeddingConfig(name=f"t_{f}", num_embeddings=ROWS, embedding_dim=8, feature_names=[f]) for f in WORDS]
-    collections = [EmbeddingCollection(tables=[table]) for table in tables]
-    modules = [AttentionTowerModule([feature], 8, 3) for feature in WORDS]
-    pairs = zip(collections, modules, strict=True)
-    in_towers: Any = EmbeddingTowerCollection([EmbeddingTower(tables, module) for tables, module in pairs])
-    planner, nothing = TowerShardingPlanner(TOPOLOGY, scheme=scheme), PartWork((), (), 0)
-    sharding = planner.explain(nn.Sequential(in_towers), [TowerCollectionSharder(mesh)])
-    plan = planner.plan(nn.Sequential(in_towers), [TowerCollectionSharder(mesh)])
-    towers = DistributedModelParallel(
-        nn.Sequential(in_towers), device=CPU, plan=plan, sharders=[TowerCollectionSharder(mesh)]
-    )
-    theirs = EmbeddingCollectionSharder()
-    flat = nn.Sequential(EmbeddingCollection(tables=tables))
-    constraints = {table.name: ParameterConstraints(sharding_types=[scheme]) for table in tables}
-    flat_plan = plan_by_torchrec(flat, [theirs], TOPOLOGY, constraints=constraints)
-    over_all = DistributedModelParallel(flat, device=CPU, plan=flat_plan, sharders=[theirs])
-    found, planned = [], []
-    for length in (10, 10, 50):  # at first ranks agree on what they send
-        values = torch.randint(0, ROWS, (2 * samples * length,), generator=torch.Generator().manual_seed(rank))
-        ids = KeyedJaggedTensor(WORDS, values, lengths=torch.full((2 * samples,), length))
-        lookups = StepWorkload(batch_size=samples, pooling_factors=dict.fromkeys(WORDS, float(length)))
-        for place, features, widths in ((sharding, [[w] for w in WORDS], (3, 3)), (None, [WORDS], ())):
-            step = Workload(
-                topology=TOPOLOGY,
-                tables=tables,
-                towers=features,
-                sharding=place and replace(place, workload=lookups),
-                lookups=lookups,
-                is_table_wise=True,
-            )
-            planned.append(step_work(step, ModelWork((nothing,) * len(widths), nothing, nothing, widths)))
-        for model in (towers, over_all):
-            with TrafficMeter(host_of=lambda rank: rank // 2) as meter:
-                result = model(ids).wait()
-                parts = [result] if isinstance(result, Tensor) else [result[name].values() for name in WORDS]
-                torch.stack([part.square().mean() for part in parts]).sum().backward()
-            found.append(meter.total(mesh.global_group))
-    return found[2:], planned[2:]
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("scheme", ["table_wise", "row_wise"])
-def test_the_bytes_of_a_tower_do_not_grow_with_the_history(scheme: str) -> None:
-    counted, planned = run_ranks(bytes_on_rank, TOPOLOGY.world_size, scheme)[0]
-    short, flat_short, long, flat_long = counted
-    assert short.forward == short.backward == 4 * 10 * SAMPLES * 3 * 4
-    assert (long.forward, long.backward) == (short.forward, short.backward)
-    # Every rank sends the other host as many items as it has itself, of 8 numbers, if tables are evenly on both.
-    for flat, length in ((flat_short, 10), (flat_long, 50)):
-        assert flat.forward == flat.backward
-        assert flat.forward == pytest.approx(40 * SAMPLES * length * 8 * 4, rel=0 if scheme == "table_wise" else 0.1)
-    for traffic, work in list(zip(counted, planned, strict=True))[:: 1 if scheme == "table_wise" else 2]:
-        sent = {kind: work.sent[f"peer_{kind}"].uplink for kind in ("ids", "outputs", "gradients")}
-        assert (traffic.forward, traffic.backward) == (sent["outputs"], sent["gradients"])
-        # Sizes come on top.
-        assert traffic.ids == pytest.approx(sent["ids"], rel=0.005 if traffic in (long, flat_long) else 0.02)
 
 
 class History(nn.Module):

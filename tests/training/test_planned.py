@@ -91,6 +91,14 @@ CASES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
             "sharding": {"scheme": "table_wise", "pooling_factors": {"C5": 10, "C6": 50}},
         },
     ),
+    "flat sequences": (
+        "dlrm",
+        {
+            "synthetic": {"num_multi_hot": 2},
+            "data": {"sequences": {"C6": "C1", "C5": "C1"}},
+            "sharding": {"dataflow": "flat", "scheme": "table_wise", "pooling_factors": {"C5": 10, "C6": 50}},
+        },
+    ),
     "sequences, two towers on a host": (
         "dmt-dcn",
         {
