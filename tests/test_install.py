@@ -78,15 +78,6 @@ def test_a_pip_that_brings_the_cuda_build_is_found_out_before_anything_is_instal
     assert check("marked.lock", "nvidia-cudnn-cu13==9").returncode == 1
 
 
-def test_an_environment_without_pip_is_to_be_made_again(clone: Path) -> None:
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", ".venv"], cwd=clone, check=True)
-    made = make(clone, "install")
-    assert made.returncode == 2
-    assert f"The environment {clone / '.venv'} has no pip" in made.stdout
-    assert f"    rm -rf {clone / '.venv'} && make install\n" in made.stdout
-    assert "Installing" not in made.stdout
-
-
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check", "--no-input"]
 OFFLINE = ["--no-index", "--no-deps", "--no-build-isolation"]
 

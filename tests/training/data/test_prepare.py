@@ -186,12 +186,15 @@ REJECTED = [
 def test_a_row_that_cannot_be_used_is_named_or_listed_and_no_other_is_lost(
     line: str, column: str, reason: str, tmp_path: Path
 ) -> None:
-    path = with_line(tmp_path, line)
+    path, text = tmp_path / "a.csv", "\n".join(["label,c,d,tags,t", GOOD, GOOD, line, GOOD, GOOD]) + "\n"
+    path.write_bytes(text.encode(errors="surrogateescape"))
     place = f"a.csv, line 4: {f'column {column!r}: ' if column else ''}"
     with pytest.raises(InputError, match=place) as error:
         prepared(tmp_path, config_of(path))
     assert reason in str(error.value)
     assert [path.name for path in tmp_path.iterdir()] == ["a.csv"], "nothing is left"
+    with pytest.raises(InputError, match="so far: 2"):  # of both parts together
+        prepared(tmp_path, config_of(path), max_rejects=1)
     out = tmp_path / "out"
     record = prepare(config_of(path), out, max_rejects=2)
     assert record.rejects == 2
@@ -200,22 +203,6 @@ def test_a_row_that_cannot_be_used_is_named_or_listed_and_no_other_is_lost(
         rows = list(csv.DictReader(stream))
     assert [(row["source"], row["line"], row["column"]) for row in rows] == [(str(path), "4", column)] * 2
     assert reason in rows[0]["reason"]
-
-
-def with_line(folder: Path, line: str) -> Path:
-    """A file of four good rows with this line among them."""
-    text = "\n".join(["label,c,d,tags,t", GOOD, GOOD, line, GOOD, GOOD]) + "\n"
-    (folder / "a.csv").write_bytes(text.encode(errors="surrogateescape"))
-    return folder / "a.csv"
-
-
-def test_the_error_of_a_row_says_how_to_go_on_without_it(tmp_path: Path) -> None:
-    path = with_line(tmp_path, REJECTED[0][0])
-    for remedy in (r"with `dmt prepare --max-rejects N` and set data.prepared", r"every row needs a prediction\.$"):
-        with pytest.raises(InputError, match=remedy):
-            ClickData(config_of(path), cache=tmp_path / "cache", eval_only=remedy.endswith("$"))
-    with pytest.raises(InputError, match=r"so far: 2\. Correct the row, .* --max-rejects N"):  # of both parts together
-        prepared(tmp_path, config_of(path), max_rejects=1)
 
 
 def test_of_a_thousand_damaged_lines_each_is_right_or_listed(tmp_path: Path) -> None:
@@ -460,34 +447,6 @@ def test_row_groups_have_one_size_and_an_empty_part_has_a_file(tmp_path: Path) -
     groups = pq.read_metadata(tmp_path / "out" / "eval" / "part-00000.parquet")
     assert [groups.row_group(i).num_rows for i in range(groups.num_row_groups)] == [16, 16, 16, 16, 6]
     assert pq.read_table(tmp_path / "out" / "train").num_rows == 0
-
-
-def test_the_summary_says_what_to_look_at(tmp_path: Path) -> None:
-    lines = [f"0,{'aab'[i % 3]},nan,,{i},{-(i % 2)},{'' if i % 4 else 0}" for i in range(60)]
-    write(tmp_path / "a.csv", ["label,few,d,none,many,less,e", *lines])
-    names = {"categorical": ("few", "none", "many", "less"), "dense": ("d", "e"), "multi_hot": (), "timestamps": ()}
-    sizes = {"num_embeddings_per_feature": {"many": 9, "none": 9}, "shared_tables": {"both": ("few", "less")}}
-    _, record = prepared(tmp_path, config_of(tmp_path / "a.csv", **sizes, **names))
-    notes = " ".join(record.summary["notes"])
-    for note in (
-        "a.csv: in train_path and eval_path, which inflates metrics.",
-        "d: all 120 values are missing.",
-        "none: all 60 values are missing.",
-        "few, less: 4 of 100,000 rows are used. To save memory, prepare again with "
-        "`data.num_embeddings_per_feature.few=40 data.num_embeddings_per_feature.less=40`.",
-        "All 60 training rows have the label 0; a model needs both.",
-        "less: shares no value with the other features of its table",
-        "many: the table of 9 rows is full",
-    ):
-        assert note in notes
-    assert record.summary["dense"] == {"d": {"missing": 120}, "e": {"missing": 90}}
-    assert ClickData(DataConfig(prepared=str(tmp_path / "out1"))).notes.startswith(record.summary["notes"][0])
-    assert record.summary["features"]["few"]["most_frequent_share"] == pytest.approx(2 / 3, abs=1e-5)
-    names = {"categorical": ("c",), "dense": (), "multi_hot": (), "timestamps": (), "eval_path": None}
-    for lines, note in (([], "no training rows"), (["1,a,train"], "1 training rows have the label 1")):
-        write(tmp_path / "b.csv", ["label,c,s", *lines])
-        notes = prepared(tmp_path, config_of(tmp_path / "b.csv", split_column="s", **names))[1].summary["notes"]
-        assert (notes[0], note in notes[-1]) == ("There are no evaluation rows: s is never 'test'.", True)
 
 
 def test_a_folder_is_whole_or_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

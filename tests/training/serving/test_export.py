@@ -13,14 +13,12 @@ from typing import Any
 
 import pytest
 import torch
-from click.testing import CliRunner
 from torch import Tensor, nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, EmbeddingConfig, KeyedJaggedTensor
 from torchrec.modules.embedding_configs import PoolingType
 
 from dmt.errors import InputError
 from dmt.plan.towers import TowerPlan
-from dmt.training.commands import main
 from dmt.training.config import to_toml
 from dmt.training.data.config import DataConfig
 from dmt.training.data.prepare import prepare
@@ -163,30 +161,6 @@ def test_a_damaged_or_other_file_is_refused(exported: tuple[Path, Exported], tmp
             archive.writestr(name, text)
         with pytest.raises(InputError, match=rf"model\.pt2: {message}"):
             read_manifest(path)
-
-
-def test_commands_tell_what_is_wrong(run: Path, tmp_path: Path) -> None:
-    def told(*arguments: object) -> str:
-        result = CliRunner().invoke(main, [str(argument) for argument in arguments])
-        assert result.exit_code == 2, result.output
-        return result.output
-
-    out = tmp_path / "model.pt2"
-    assert "nowhere holds no checkpoint" in told("export", tmp_path / "nowhere", "-o", out)
-    assert "must end in .pt2" in told("export", run, "-o", tmp_path / "model.onnx")
-    assert "rows of a file do not fit it" in told("export", run, "-o", out, "--data", "rows.csv")
-    # A checkpoint whose config is of another model.
-    save_alone(plain(small("dlrm")), tmp_path / "run" / "checkpoint", files={"config.toml": to_toml(small("dcn"))})
-    assert "is a checkpoint of another model" in told("export", tmp_path / "run", "-o", out)
-    assert not out.exists()
-
-
-def test_a_flat_model_is_called_flat_and_the_samples_random(monkeypatch: pytest.MonkeyPatch) -> None:
-    manifest = {"model": "dlrm", "step": 6, "towers": [], "tables": "int8"}
-    exported = Exported(checkpoint=Path("run"), manifest=manifest, file_bytes=1, difference=9.3e-4)
-    monkeypatch.setattr(export, "export_run", lambda *_, **__: exported)
-    told = " ".join(CliRunner().invoke(main, ["export", "run", "-o", "model.pt2"]).output.split())
-    assert "step 6: dlrm, flat, tables in int8. Logits of random samples: within 9.3e-04 of the model's." in told
 
 
 def test_a_program_that_computes_something_else_is_not_written(
