@@ -355,11 +355,8 @@ def test_parquet_files(cases: int, tmp_path: Path) -> None:
     ("kind", "content", "reason"),
     [
         ("JSON", b"{,", r"not JSON \(Expecting property name"),
-        ("JSON", b"9" * 5000, r"not JSON \(Exceeds the limit"),
         ("JSON", b"[" * 100_000, r"not JSON \(maximum recursion depth"),
-        ("JSON", b'"\xff"', r"cannot be read \('utf-8' codec"),
         ("TOML", b"a = ", r"not TOML \(Invalid value"),
-        ("TOML", b"a = " + b"[" * 5000, r"not TOML \(maximum recursion"),
         ("TOML", b"a = " + b"9" * 5000, r"not TOML \(Exceeds the limit"),
     ],
 )

@@ -73,14 +73,6 @@ def test_round_trip(tmp_path: Path) -> None:
     assert [p.name for p in (tmp_path / "deep").iterdir()] == ["towers.json"]
 
 
-def test_a_name_that_no_file_can_hold_is_not_written(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match=r"Tower plan .*cannot be written \('utf-8' codec"):
-        TowerPlan.from_lists([["b\ud800"]]).save(tmp_path / "p.json")
-    (tmp_path / "p.json").write_text(r'{"format": 1, "towers": [{"name": "t", "features": ["\ud800"]}]}')
-    with pytest.raises(InputError, match=r"Tower plan .*Invalid JSON: unexpected end of hex escape"):
-        TowerPlan.load(tmp_path / "p.json")
-
-
 def test_tables_follow_the_plans_order() -> None:
     plan = TowerPlan.from_lists([["c", "a"], ["b", "d"]])
     tables = [table("ta", "a"), table("tbd", "d", "b"), table("tc", "c")]
@@ -112,13 +104,9 @@ WHOLE = '{"format": 1, "towers": [{"name": "t", "features": ["a"]}], %s}'
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("[]", "has format None; this version reads format 1"),
         ('{"format": 2, "towers": []}', "has format 2; this version reads format 1. Write it with `dmt partition`"),
-        ('{"format": 1}', "towers.json: towers: Field required"),
         ('{"format": 1, "towers": [{"name": "t", "features": "abc"}]}', r"towers\.0\.features: .*array \(got 'abc'\)"),
-        (WHOLE % '"affinity": [1, 2]', r"affinity: .*object \(got \[1, 2\]\). Write it with `dmt partition`"),
         (WHOLE % '"column_splits": {"a": [4, "4"]}', r"column_splits\.a\.1: Input should be a valid integer"),
-        (WHOLE % '"tables": [{"name": "t"}]', r"tables\.0\.num_embeddings: Field required"),
         ('{"format": 1, "towers": [{"name": "t", "features": ["a", "a"]}]}', "towers.json: Feature 'a' occurs more"),
     ],
 )

@@ -81,8 +81,6 @@ def test_tables_outside_towers_are_on_every_rank() -> None:
         **dict.fromkeys(("t_c", "t_d"), "data_parallel"),
     }
     assert [(entry.name, entry.tower) for entry in found.tables[2:]] == [("t_c", None), ("t_d", None)]
-    assert "2 table_wise, 2 data_parallel (2 outside towers). The fullest" in found.summary
-    assert found.reasons["t_c"] == "on every rank: its feature is in no tower"
     # Weights and gradients of 1000 x 16 numbers and a state for each row, twice on every rank; one rank has a table.
     assert sorted(rank.memory for rank in found.ranks) == 2 * [2 * 132_000] + 2 * [2 * 132_000 + 68_000]
     # Embeddings and gradients: of 1,024 samples of a rank, and of 4,096 of all.
@@ -97,7 +95,6 @@ def test_tables_that_cannot_be_on_every_rank_are_named() -> None:
         ({"hardware": Hardware(memory_per_rank=200_000)}, "tables outside towers need 526 kB on every rank, "
          "263 kB of it for table 't_c', but memory_per_rank=200 kB"),
         ({"pinned": {"t_*": "row_wise"}}, r"'t_c' outside towers is data_parallel, .* its rule 't_\*' asks for row_w"),
-        ({"pinned": {"t_d": "fused_uvm"}}, "'t_d' outside towers .* its rule 't_d' asks for fused_uvm"),
     ):  # fmt: skip
         with pytest.raises(InputError, match=message):
             TowerShardingPlanner(TWO_BY_TWO, **options).plan(model, [Sharder(plan)])
@@ -195,7 +192,6 @@ def test_a_pinned_kernel_leaves_room_on_the_device() -> None:
     rules = ShardingRules(tables={"*": "fused_uvm_caching"})
     found = plan_tables([tables], one_tower(128), hardware=hardware, rules=rules)
     assert max(rank.memory for rank in found.ranks) <= 40 * 10**9
-    assert found.reasons["a"].startswith("row_wise over 128 ranks as fused_uvm_caching: ")
 
 
 def test_rules_for_kernels() -> None:

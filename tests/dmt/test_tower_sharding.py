@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import itertools
-import json
 import random
-import re
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import numpy as np
 import pytest
 
 from dmt import InputError, TableSpec, TowerTopology
 from dmt.sharding.costs import CostModel, Hardware, StepWorkload
-from dmt.sharding.packing import pack
 from dmt.sharding.plan import TowerShardingPlan
 from dmt.sharding.plan_tables import plan_tables
 from dmt.sharding.schemes import EVERYWHERE, SCHEMES, ShardingRules, TablePlacement, why_not
@@ -173,21 +169,20 @@ def test_cheap_tables_are_replicated_and_large_ones_are_not() -> None:
     )
     assert found.placements["small"].scheme == "data_parallel"
     assert all(found.placements[f"large{i}"].scheme == "table_wise" for i in range(8))
-    assert found.reasons["small"].startswith("data_parallel over 4 ranks: on one rank it would be ")
 
 
-def test_reasons_name_the_numbers() -> None:
-    room = Hardware(memory_per_rank=30_000_000)
-    found = plan_tables([[table("big", 400_000, 4), table("a", 10), table("b", 10)]], one_tower(4), hardware=room)
-    assert found.placements["big"].scheme == "table_wise"
-    found = plan_tables([[table("big", 400_000, 32)]], one_tower(4), hardware=room)
-    assert found.reasons["big"] == "column_wise over 4 ranks: 53.8 MB do not fit a rank's 30.0 MB"
-    found = plan_tables([[table("big", 4_000_000, 4)]], one_tower(4), hardware=room)
-    assert found.reasons["big"] == "row_wise over 4 ranks: 80.1 MB do not fit a rank's 30.0 MB"
+def test_what_does_not_fit_or_is_too_much_for_a_rank_is_cut() -> None:
+    for rows, columns, batch, scheme in (
+        (400_000, 4, 1024, "table_wise"),
+        (400_000, 32, 1024, "column_wise"),
+        (4_000_000, 4, 1024, "row_wise"),
+    ):
+        work, room = StepWorkload(batch_size=batch), Hardware(memory_per_rank=30_000_000)
+        tables = [table("big", rows, columns), table("a", 10), table("b", 10)][: 1 + 2 * (scheme == "table_wise")]
+        found = plan_tables([tables], one_tower(4), workload=work, hardware=room)
+        assert found.placements["big"].scheme == scheme
     found = plan_tables([[table("hot", 4_000_000)]], one_tower(4), workload=StepWorkload(batch_size=65536))
-    assert found.reasons["hot"] == "column_wise over 4 ranks: on one rank it would be 2.99 x the mean load of a rank"
-    found = plan_tables([[table("t")]], one_tower(1))
-    assert found.reasons["t"] == "table_wise on rank 0: 1 x the mean load of a rank"
+    assert found.placements["hot"].scheme == "column_wise"
 
 
 def test_tables_are_cut_into_columns_for_a_real_gain_only(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -205,7 +200,6 @@ def test_tables_are_cut_into_columns_for_a_real_gain_only(monkeypatch: pytest.Mo
     assert {preferred.placements[t.name].scheme for t in alike} == {"table_wise"}
     assert {cheapest.placements[t.name].scheme for t in alike} == {"column_wise"}
     assert max(cheapest.ranks[r].seconds for r in (0, 1)) > 0.97 * max(preferred.ranks[r].seconds for r in (0, 1))
-    assert cheapest.reasons["t3"].startswith("column_wise over 2 ranks: on one rank it would be 0.")
     # Where one table is most of the work, it is cut, and the others that bring nothing stay whole.
     hot = [table("hot", 4_000_000), *(table(f"s{i}", 3_000_000) for i in range(40))]
     workload = StepWorkload(batch_size=8192, pooling_factors={"hot_0": 200.0})
@@ -233,7 +227,7 @@ def test_samples_of_all_ranks_take_memory_too() -> None:
         "rules": ShardingRules(schemes=("table_wise", "column_wise")),
     }
     found = plan_tables([tables], one_tower(8), workload=workload, **limits)
-    assert found.reasons["t"] == "column_wise over 8 ranks: 41.2 MB do not fit a rank's 15.0 MB"
+    assert found.placements["t"].scheme == "column_wise"
 
 
 def test_rules_for_tables() -> None:
@@ -244,8 +238,6 @@ def test_rules_for_tables() -> None:
     assert found.placements["t_ad"] == pin
     assert found.placements["t_user"].scheme == "row_wise"
     assert found.placements["t_hour"].scheme == "table_wise"
-    assert found.reasons["t_ad"] == "column_wise over 2 ranks: pinned by the user"
-    assert found.reasons["t_user"] == "row_wise over 4 ranks: asked for ('t_u*')"
     # All of them pinned: only the report.
     again = plan_tables([tables], one_tower(4), rules=ShardingRules(tables=found.placements))
     assert again.ranks == found.ranks
@@ -258,8 +250,6 @@ def test_one_scheme_for_all_that_can_have_it(scheme: str) -> None:
     assert found.placements["wide"].scheme == scheme
     expected = scheme if scheme in ("table_wise", "data_parallel") else "table_wise"
     assert found.placements["narrow"].scheme == expected
-    if expected != scheme:
-        assert f"{scheme} asked for, but " in found.reasons["narrow"]
 
 
 def pinned(scheme: str, *ranks: int) -> TablePlacement:
@@ -340,12 +330,8 @@ def test_the_batch_size_that_is_advised_fits_whole_tables_and_every_tower() -> N
         work, device = StepWorkload(batch_size=batch), Hardware(memory_per_rank=20_000_000)
         plan_tables(towers, TWO_TOWERS, workload=work, hardware=device, rules=WHOLE)
 
-    with patch("dmt.sharding.plan_tables.pack", wraps=pack) as packed:
-        with pytest.raises(InputError) as refused:
-            plan(100_000)
-        assert packed.call_count == 1, "advice that nobody has read yet was looked for"
-        assert re.search(r"tower 0: .* Lower batch_size to \d+ or less", str(refused.value))
-        assert packed.call_count > 3
+    with pytest.raises(InputError, match=r"tower 0: .* Lower batch_size to \d+ or less") as refused:
+        plan(100_000)
     advised = int(str(refused.value).partition("batch_size to ")[2].partition(" ")[0])
     assert advised < 0.6 * 100_000
     plan(advised)
@@ -383,29 +369,11 @@ def test_a_pattern_like_name_is_a_name() -> None:
     assert found.placements["ad[0:4]"].scheme == "row_wise"
 
 
-def changed(plan: TowerShardingPlan, change: Callable[[dict[str, Any]], object]) -> str:
-    record = json.loads(json.dumps(plan.to_record()))
-    change(record)
-    return json.dumps(record)
-
-
 def test_a_plan_is_saved_and_loaded(tmp_path: Path) -> None:
     tables, workload = many_tables(12)
     found = plan_tables([tables], one_tower(4), workload=workload, hardware=Hardware(memory_per_rank=60_000_000_000))
     found.save(tmp_path / "new" / "plan.json")
     assert TowerShardingPlan.load(tmp_path / "new" / "plan.json") == found
-    bad = tmp_path / "bad.json"
-    for text, message in (
-        ("{", "not JSON"),
-        ("[]", "has format None"),
-        ('{"format": 9}', "has format 9; this version reads format 1"),
-        ('{"format": 1}', "Field required"),
-        (changed(found, lambda plan: plan["ranks"][1].update(memory="9")), r"ranks\.1\.memory: .* \(got '9'\)"),
-    ):
-        bad.write_text(text)
-        with pytest.raises(InputError, match=message):
-            TowerShardingPlan.load(bad)
-    with pytest.raises(InputError, match="cannot be read"):
-        TowerShardingPlan.load(tmp_path / "absent.json")
-    with pytest.raises(InputError, match="cannot be written"):
-        found.save(tmp_path)
+    (tmp_path / "bad.json").write_text('{"format": 9}')
+    with pytest.raises(InputError, match="has format 9; this version reads format 1"):
+        TowerShardingPlan.load(tmp_path / "bad.json")

@@ -1,4 +1,4 @@
-"""Steps of a train pipeline: id exchanges are out of the forward pass, and no step waits more often than a flat one.
+"""Steps of a train pipeline: no step waits more often than a flat one.
 
 On a CPU nothing waits, but the calls are the same: numbers that are read into Python, sizes that depend on numbers, and
 tensors made from Python's numbers.
@@ -13,7 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -41,17 +40,15 @@ _READS = {Tensor.tolist: "tolist", Tensor.numpy: "numpy", Tensor.cpu: "cpu"}
 
 
 class Waits(TorchDispatchMode):
-    """Counts, while it is active, what makes a GPU and its host wait for each other, and lists integer exchanges.
+    """Counts, while it is active, what makes a GPU and its host wait for each other, but for the optimizer's part.
 
-    Nothing is counted in the phase "optimizer", whose counts and rates live on the host.
+    Its counts and rates live on the host.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.found: Counter[str] = Counter()
-        self.exchanges: list[tuple[str, tuple[int, ...]]] = []
-        """Phase and ranks of each all-to-all of integers, in order."""
-        self.phase = "between"
+        self._is_paused = False
         self._reads = _Reads(self)
 
     @property
@@ -69,18 +66,18 @@ class Waits(TorchDispatchMode):
         self._reads.__exit__(*error)
 
     def count(self, name: str) -> None:
-        if self.phase != "optimizer":
+        if not self._is_paused:
             self.found[name] += 1
 
-    def in_phase(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        """The function, as a phase of the step."""
+    def left_out(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """The function, in which nothing is counted."""
 
         def run(*args: Any, **kwargs: Any) -> Any:
-            before, self.phase = self.phase, phase
+            self._is_paused = True
             try:
                 return function(*args, **kwargs)
             finally:
-                self.phase = before
+                self._is_paused = False
 
         return run
 
@@ -94,9 +91,6 @@ class Waits(TorchDispatchMode):
         repeats = func.__name__ == "repeat_interleave.Tensor" and (kwargs or {}).get("output_size") is None
         if name in _DISPATCHED or masks or repeats:
             self.count(f"{name} by a mask" if masks else name)
-        if name.startswith("alltoall_base") and not args[1].dtype.is_floating_point:
-            group = dist.ProcessGroup.unbox(next(a for a in args if isinstance(a, torch.ScriptObject)))
-            self.exchanges.append((self.phase, tuple(dist.get_process_group_ranks(group))))
         return func(*args, **(kwargs or {}))
 
 
@@ -128,8 +122,8 @@ RUNS: dict[str, tuple[str, str, dict[str, Any]]] = {
 STEPS = 4  # the first ones make what later ones have
 
 
-def step_on_rank(rank: int, name: str) -> tuple[Waits, list[tuple[int, ...]]]:
-    """Takes a step of a full pipeline; returns its waits, and the ranks of this rank's peer group and tower."""
+def step_on_rank(rank: int, name: str) -> tuple[int, int]:
+    """Takes a step of a full pipeline; returns how often it reads numbers of a device, and makes tensors of numbers."""
     arch, dataflow, settings = RUNS[name]
     sharding = {"scheme": "table_wise", "dataflow": dataflow} | settings.get("sharding", {})
     config = small(arch, **settings | {"sharding": sharding})
@@ -140,7 +134,7 @@ def step_on_rank(rank: int, name: str) -> tuple[Waits, list[tuple[int, ...]]]:
     replicas = replica_sync(config.replicas, model, mesh)
     pipeline = TrainPipelineSparseDist(model, optimizer, torch.device("cpu"), execute_all_batches=True)
     batches = itertools.islice(job.data.batches("train", rank=rank, world_size=4, batch_size=16), STEPS + 2)
-    waits, task = Waits(), model.module
+    waits = Waits()
 
     def progress() -> None:
         pipeline.progress(batches)
@@ -149,54 +143,36 @@ def step_on_rank(rank: int, name: str) -> tuple[Waits, list[tuple[int, ...]]]:
 
     for _ in range(STEPS - 1):
         progress()
-    optimizer.step = waits.in_phase("optimizer", optimizer.step)  # type: ignore[method-assign]
-    task.forward = waits.in_phase("forward", task.forward)
+    optimizer.step = waits.left_out(optimizer.step)  # type: ignore[method-assign]
     with waits:
         progress()
-    return waits, [tuple(dist.get_process_group_ranks(group)) for group in (mesh.peer_group, mesh.tower_group)]
+    return waits.reads, waits.found[MADE]
 
 
-def all_on_rank(rank: int) -> dict[str, tuple[int, int, list[tuple[str, tuple[int, ...]]], list[tuple[int, ...]]]]:
-    steps = {name: step_on_rank(rank, name) for name in RUNS}
-    return {name: (w.reads, w.found[MADE], w.exchanges, groups) for name, (w, groups) in steps.items()}
+def all_on_rank(rank: int) -> dict[str, tuple[int, int]]:
+    return {name: step_on_rank(rank, name) for name in RUNS}
 
 
 @pytest.fixture(scope="module")
-def steps() -> list[dict[str, Any]]:
-    return run_ranks(all_on_rank, 4)
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("name", RUNS)
-def test_no_id_crosses_ranks_in_the_forward_pass(name: str, steps: list[dict[str, Any]]) -> None:
-    assert {phase for step in steps for phase, _ in step[name][2]} == {"between"}
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("name", ["sptt", "dmt", "dmt overlapped"])
-def test_ids_go_to_the_peers_and_then_on_inside_the_tower(name: str, steps: list[dict[str, Any]]) -> None:
-    for step in steps:
-        _, _, exchanges, (peers, tower) = step[name]
-        # Of each hop the sizes, then lengths and ids.
-        assert [ranks for _, ranks in exchanges] == [peers] * 3 + [tower] * 3
+def steps() -> dict[str, tuple[int, int]]:
+    return run_ranks(all_on_rank, 4)[0]
 
 
 @pytest.mark.ranks
 @pytest.mark.parametrize("name", [name for name in RUNS if name != "flat" and "unique" not in name])
-def test_a_step_waits_no_more_often_than_that_of_the_flat_model(name: str, steps: list[dict[str, Any]]) -> None:
-    reads, made, *_ = steps[0][name]
-    most, most_made, *_ = steps[0]["flat"]
+def test_a_step_waits_no_more_often_than_that_of_the_flat_model(name: str, steps: dict[str, tuple[int, int]]) -> None:
+    (reads, made), (most, most_made) = steps[name], steps["flat"]
     assert 0 < reads <= most
     # TorchRec makes tensors of the sizes that a hop sends; there is a second hop.
     assert made <= 2 * most_made
 
 
 @pytest.mark.ranks
-def test_finding_distinct_inputs_reads_their_numbers(steps: list[dict[str, Any]]) -> None:
+def test_finding_distinct_inputs_reads_their_numbers(steps: dict[str, tuple[int, int]]) -> None:
     # To find the rows, to send other numbers of them for each group of features, and to arrange those that arrive.
-    assert steps[0]["dmt unique"][0] <= steps[0]["dmt"][0] + 16
+    assert steps["dmt unique"][0] <= steps["dmt"][0] + 16
     # All micro-batches at once.
-    assert steps[0]["dmt unique overlapped"][0] <= steps[0]["dmt unique"][0]
+    assert steps["dmt unique overlapped"][0] <= steps["dmt unique"][0]
 
 
 class OnAStream:

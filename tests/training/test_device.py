@@ -48,7 +48,7 @@ from dmt.training.metrics import ClickMetrics, StepTimer
 from dmt.training.preflight import resolve
 from dmt.training.resume import open_lock
 from tests.ranks import on_ranks, run_ranks
-from tests.training.small import new_run, save_alone, small, train_loop
+from tests.training.small import save_alone, small
 
 
 @pytest.fixture
@@ -116,12 +116,6 @@ def test_the_state_of_a_gpus_generator_is_saved_with_the_cpus(monkeypatch: pytes
 def test_a_config_for_gpus_is_checked_on_the_cpu(tmp_path: Path) -> None:
     job = resolve(small(train={"device": "cuda"}), 4)
     assert shrink(job, limits=CheckLimits(), folder=tmp_path).job.device_type == "cpu"
-
-
-@on_ranks(4)
-def test_only_ranks_with_one_other_value_are_named(rank: int) -> None:
-    with pytest.raises(InputError, match=r"a is 0 on rank 0, but 1 on rank 1, 3\. Give"):
-        check_agreement("Here", {"a": (0, 1, 2, 1)[rank]}, dist.group.WORLD)
 
 
 @on_ranks(4)
@@ -319,20 +313,6 @@ def test_a_checkpoint_is_not_copied_ahead(monkeypatch: pytest.MonkeyPatch, tmp_p
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.delattr(filesystem, "_OverlappingCpuLoader")
     save_alone(nn.Linear(3, 2), tmp_path)
-
-
-@on_ranks(1)
-def test_a_meeting_comes_after_the_time_of_the_steps_before_it(rank: int) -> None:
-    came: list[str] = []
-    meet = Agreement.meet
-    config = small("dlrm", "flat", topology={"num_towers": 1, "ranks_per_tower": 1}, train={"max_steps": 3})
-    with (
-        patch.object(torch.cuda, "is_initialized", lambda: True),
-        patch.object(torch.cuda, "synchronize", lambda: came.append("wait")),
-        patch.object(Agreement, "meet", lambda *given: came.append("meet") or meet(*given)),
-    ):
-        train_loop(new_run(config, TowerMesh(config.topology.build())))
-    assert came == ["wait", "meet"] * 3
 
 
 def test_adam_on_a_gpu_has_the_states_of_data_parallel_tables_and_the_count_that_its_kernel_reads() -> None:

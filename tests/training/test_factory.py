@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import tomllib
 import unittest.mock
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,6 @@ from click.testing import CliRunner
 from torch import nn
 from torchrec import EmbeddingBagCollection, EmbeddingBagConfig, EmbeddingCollection, KeyedJaggedTensor
 from torchrec.modules.embedding_tower import EmbeddingTower, EmbeddingTowerCollection
-from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 
 from dmt.errors import InputError
 from dmt.models import flat_sparse_arch
@@ -36,7 +34,7 @@ from dmt.training.job import Job, open_job, open_unsharded
 from dmt.training.metrics import ClickMetrics
 from dmt.training.serving.export import export_run, read_manifest
 from tests.parity import sequence_config
-from tests.ranks import on_ranks, run_ranks
+from tests.ranks import on_ranks
 from tests.training.small import linear, new_run, plain, save_alone, train_loop
 from tests.training.test_resume import attempt
 
@@ -154,12 +152,6 @@ def with_table(tables: Any, change: Callable[[nn.Parameter], Any]) -> nn.Module:
     return model
 
 
-def set_rate(weight: nn.Parameter) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", DeprecationWarning)  # torch warns of a module of its own
-        apply_optimizer_in_backward(torch.optim.SGD, [weight], {"lr": 0.0})
-
-
 def narrowed(tables: Any) -> Any:
     for table in tables:
         table.embedding_dim = 4
@@ -180,9 +172,7 @@ KINDS: dict[str, Callable[[Any], Any]] = {
     "lazy": lambda tables: with_part(tables, nn.LazyLinear(1)),
     "batch norm": lambda tables: with_part(tables, nn.BatchNorm1d(4)),
     "frozen": lambda tables: with_table(tables, lambda weight: weight.requires_grad_(False)),
-    "own rate": lambda tables: with_table(tables, set_rate),
     "two columns": lambda tables: Flat(tables, lambda logits: torch.cat([logits, logits], 1)),
-    "a tuple": lambda tables: Flat(tables, lambda logits: (logits, logits)),
     "probabilities": lambda tables: Flat(tables, torch.sigmoid),
     "reads ids": ReadsIds,
     "random": lambda tables: Flat(tables, lambda logits: logits + torch.rand_like(logits)),
@@ -229,9 +219,6 @@ def in_towers(tables: Any, towers: TowerPlan, options: dict[str, Any]) -> nn.Mod
     return InTowers(parts)
 
 
-not_callable = 3
-
-
 def job_of(factory: str, *, in_towers: bool = False, **more: Any) -> Job:
     """A job of a factory of this module, ``name``, or of a kind that `made` makes, ``made:kind``."""
     name, _, kind = factory.partition(":")
@@ -248,7 +235,6 @@ def job_of(factory: str, *, in_towers: bool = False, **more: Any) -> Job:
             "the keywords tables, num_dense, options, towers, device: missing a required argument: 'learning_rate'",
         ),
         ("mode", "has no function 'mode'.*did you mean 'made'"),
-        ("not_callable", "has no function 'not_callable'"),
         ("made:none", "returned a NoneType, not a torch.nn.Module"),
         ("made:lacks one", "the model's table 't_ads' is absent, but the argument `tables` has TableSpec"),
         ("made:narrower", r"the model's table .* is TableSpec.*embedding_dim=4.*has TableSpec.*columns from model"),
@@ -256,11 +242,9 @@ def job_of(factory: str, *, in_towers: bool = False, **more: Any) -> Job:
         ("made:without tables", "needs one EmbeddingBagCollection and no other module with tables, but has none"),
         ("made:raises", r"raised KeyError: 'towers' \(.*test_factory.py, line \d+\)"),
         ("made:two columns", r"returned a tensor \[(\d+), 2\] for \1 samples; return logits \[sam"),
-        ("made:a tuple", r"returned a tuple for \d+ samples; return logits"),
         ("made:reads ids", r"the model fails on a batch \(only tables may read sparse_features\): AttributeError"),
         ("made:batch norm", r"BatchNorm1d 'part' is batch normalization.* Use torch.nn.LayerNorm"),
         ("made:frozen", r"'.*embedding_bags.*' has requires_grad=False or its own optimizer, but the trainer"),
-        ("made:own rate", r"'.*embedding_bags.*' has requires_grad=False or its own optimizer, but the trainer"),
         ("made:lazy", "'part.weight' has no size yet. Replace the torch.nn.Lazy module"),
     ],
 )
@@ -273,7 +257,6 @@ def test_a_model_that_does_not_fit_is_refused_before_training(factory: str, mess
     ("factory", "message"),
     [
         ("my_models", "is not of the form package.module:function"),
-        (".my_models:make", "is not of the form package.module:function"),
         ("no_such_module:make", "importing 'no_such_module' raised ModuleNotFoundError: No module named"),
     ],
 )
@@ -292,7 +275,6 @@ def check_model(job: Job) -> None:
         ("in_towers", {"said": 1}, r"tower module OwnTower says out_features=1, but returned a tensor \[\d+, 2\]"),
         ("in_towers", {"shared": True}, "'sparse.towers.0.*' and 'sparse.towers.1.*' are one parameter, but the ranks"),
         ("in_towers", {"sequences": True}, r"is TableSpec.*is_sequence=True\), but .* has .*is_sequence=False\)"),
-        ("in_towers", {"said": 0}, r"tower module OwnTower has in_features and out_features \[\d+, 0\]"),
         ("in_towers", {"order": -1}, "tower 0 of the model has t_.*, but the tower plan gives it t_.* tower i"),
         ("in_towers", {"sizes": False}, r"tower module Identity has in_features and out_features \[None"),
         ("made", {"kind": "flat"}, r"needs one EmbeddingTowerCollection and no other .*but has EmbeddingBag"),
@@ -331,6 +313,17 @@ def test_a_model_that_mixes_samples_is_refused_by_check_and_export(tmp_path: Pat
         export_run(tmp_path, tmp_path / "model.pt2", functions=[f"{__name__}:made"])
 
 
+@on_ranks(1)
+def test_a_model_that_returns_probabilities_is_noticed_once(rank: int) -> None:
+    for kind, times in (("probabilities", 1), ("flat", 0)):
+        model = {"factory": f"{__name__}:made", "options": {"kind": kind}, "in_towers": False}
+        alone = {"num_towers": 1, "ranks_per_tower": 1}
+        config = deepfm(model=model, topology=alone, train={"log_every": 2, "max_steps": 4, "save_every": 9})
+        with unittest.mock.patch.object(logging.getLogger("dmt.training.train"), "warning") as warning:
+            train_loop(new_run(config, TowerMesh(config.topology.build())))
+        assert sum("must return logits" in call.args[0] for call in warning.call_args_list) == times
+
+
 @on_ranks(2)
 def test_ranks_start_with_the_numbers_that_the_factory_gives(rank: int) -> None:
     two = {"topology": {"num_towers": 2, "ranks_per_tower": 1}}
@@ -339,22 +332,3 @@ def test_ranks_start_with_the_numbers_that_the_factory_gives(rank: int) -> None:
     assert [state[f"model.part.{name}"].unique().item() for name in ("scale", "bias", "layer.weight")] == [5, 6, 7]
     assert state["model.tables.embedding_bags.t_ads.weight"].unique().numel() > 40  # drawn for all of its rows
     assert state["model.part.rows"] == 40
-
-
-def warnings_on_rank(rank: int) -> list[str]:
-    found = []
-    for kind in ("probabilities", "flat"):
-        model = {"factory": f"{__name__}:made", "options": {"kind": kind}, "in_towers": False}
-        alone = {"num_towers": 1, "ranks_per_tower": 1}
-        config = deepfm(model=model, topology=alone, train={"log_every": 2, "max_steps": 4, "save_every": 9})
-        with unittest.mock.patch.object(logging.getLogger("dmt.training.train"), "warning") as warning:
-            train_loop(new_run(config, TowerMesh(config.topology.build())))
-        found.append(" ".join(call.args[0] for call in warning.call_args_list))
-    return found
-
-
-@pytest.mark.ranks
-def test_a_model_that_returns_probabilities_is_noticed_once() -> None:
-    [[noticed, nothing]] = run_ranks(warnings_on_rank, 1, fresh=True)
-    assert noticed.count("The model must return logits: remove its sigmoid") == 1
-    assert nothing == ""

@@ -10,7 +10,6 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
-import torch
 
 from dmt.errors import InputError, ReplicaMismatchError
 from dmt.hot_rows.profile import AccessProfile, RowCounts
@@ -72,17 +71,6 @@ def test_a_run_with_hot_rows_learns_the_same_and_sends_less(tmp_path: Path, sect
     assert hot["hot_rows"]["bytes_per_rank"] == 32 * hot["hot_rows"]["rows"] <= 0.25 * 6 * 400 * 32
     assert hot["hot_rows"]["left_out"] == {}
     assert hot["bytes_per_sample"]["forward"] < 0.8 * unlike["bytes_per_sample"]["forward"]
-
-
-@on_ranks(2)
-def test_copies_draw_no_random_numbers_of_the_run(rank: int) -> None:
-    job = resolve(small("dlrm", "sptt", hot_rows={"extra_memory": 0.5}, topology={"ranks_per_tower": 1}), 2)
-    mesh = TowerMesh(job.topology)
-    hot = build.hot_rows(job, build.shard_model(job, mesh), mesh)
-    assert hot is not None
-    state = torch.get_rng_state()
-    hot.replicate({next(iter(job.tables)).name: [3, 5]})
-    assert torch.equal(torch.get_rng_state(), state)
 
 
 def test_copies_count_in_the_memory_that_a_rank_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import re
 from typing import Any
 from unittest.mock import patch
 
@@ -16,7 +15,6 @@ from sklearn.metrics import roc_auc_score
 from dmt.errors import InputError
 from dmt.training import metrics
 from dmt.training.metrics import ClickMetrics, MetricValues
-from dmt.training.records import quality_warnings
 from tests.ranks import ALL_BINS, run_ranks
 
 Batch = tuple[list[float], list[float], list[float]]  # logits, labels, weights
@@ -107,18 +105,3 @@ def test_the_area_of_a_million_rows_is_that_of_scikit_learn(
     found = ClickMetrics()
     found.update(logits, labels, torch.ones_like(labels))
     assert found.compute().auc == pytest.approx(exact, abs=1e-6)
-
-
-@pytest.mark.parametrize(
-    ("auc", "ne", "warning"),
-    [
-        (0.4, 0.9, "AUC 0.4000 is not clearly above chance"),
-        (0.7, 1.396, "NE 1.3960 is above 1: .*your own model returns logits"),
-        (math.nan, math.nan, "AUC nan is not clearly above chance"),
-        (0.53, 0.99, None),
-    ],
-)
-def test_predictions_that_are_no_better_than_chance_are_warned_of(auc: float, ne: float, warning: str | None) -> None:
-    texts = quality_warnings(auc, ne)
-    assert len(texts) == (warning is not None)
-    assert warning is None or re.match(warning, texts[0])

@@ -25,7 +25,7 @@ from dmt.training.resume import Position, Start, check_encoding, checkpoint_fold
 from dmt.training.train import train_job
 from tests.ranks import run_ranks
 from tests.seeds import some_slow
-from tests.training.small import Dropped, small, source
+from tests.training.small import small, source
 
 STEPS, SAVE_EVERY = 10, 4
 
@@ -152,23 +152,6 @@ def test_a_run_goes_on_at_the_right_sample_on_other_ranks(tmp_path: Path) -> Non
         run_ranks(rows_seen_on_rank, 2, values, None)
     trained += [row for step in range(len(after[0])) for rank in range(2) for row in after[rank][step]]
     assert trained == stream
-
-
-def normalized(tables: Any, num_dense: int, device: torch.device | None) -> torch.nn.Module:
-    model = Dropped(tables, num_dense, device)
-    model.dropout = torch.nn.BatchNorm1d(model.over.in_features)
-    return model
-
-
-@pytest.mark.ranks
-def test_a_run_of_one_rank_may_have_batch_normalization(tmp_path: Path) -> None:
-    """Two rows at least are needed wherever the model trains, also where a checkpoint is about to be loaded."""
-    one = {"num_towers": 1, "ranks_per_tower": 1}
-    model = {"factory": f"{__name__}:normalized", "in_towers": False}
-    whole, parts = (config(tmp_path / name, dataflow="sptt", model=model, topology=one) for name in ("a", "b"))
-    for run, stop_at in ((whole, None), (parts, 7), (parts, None)):
-        attempt(run, stop_at=stop_at)
-    assert losses(parts) == losses(whole)
 
 
 @pytest.fixture(scope="module")
@@ -326,34 +309,6 @@ def checked_evaluations_on_rank(rank: int, values: dict[str, Any]) -> list[int]:
     with patch.object(training, "evaluate", checked):
         run_on_rank(rank, values, None)
     return steps
-
-
-# Adam and AdaGrad divide by a gradient's size: they would hide a wrong divisor, and show rounding where terms cancel.
-SGD = {"dense": "sgd", "dense_lr": 0.1, "sparse": "sgd", "sparse_lr": 1.0}
-BOTH = {"micro_batches": 3, "dense_reduce": "hierarchical"}
-
-
-@pytest.mark.ranks
-def test_micro_batches_and_hierarchical_sums_have_the_losses_of_a_plain_run(tmp_path: Path) -> None:
-    """Losses near 0.7 have units of 6e-8. Sums in another order err by a few of them; 1.2e-7 was seen.
-
-    A lost micro-batch's gradients, or a mean twice as large, move losses by 6e-3 and more from the second step on.
-    """
-    curves, dense = {}, {}
-    # Evaluation ends with a smaller batch.
-    for name, train in (("plain", {}), ("both", BOTH)):
-        rows, train = {"num_rows": 400, "num_eval_rows": 40}, {"max_steps": 6, "batch_size": 4, **train}
-        run = config(tmp_path / name, optimizer=SGD, sharding={"scheme": "table_wise"}, synthetic=rows, train=train)
-        result = attempt(run)
-        assert result is not None
-        curves[name], dense[name] = losses(run), result["bytes_per_sample"]["dense"]
-    for key in ("train/loss", "eval/ne"):
-        assert [value for _, value in curves["both"][key]] == pytest.approx(
-            [value for _, value in curves["plain"][key]], abs=1e-6, rel=0
-        )
-    assert curves["both"] != curves["plain"], "the options did nothing"
-    # 4 ranks on 2 hosts: a ring sends 3 times the dense gradients between hosts, and host by host they are sent twice.
-    assert dense["plain"] > dense["both"]
 
 
 def test_another_encoding_of_the_rows_is_refused(tmp_path: Path) -> None:

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
-import logging
 import re
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 
@@ -23,14 +21,13 @@ from dmt.sptt.mesh import TowerMesh
 from dmt.training.build import shard_model
 from dmt.training.checkpoints.store import load_plain, newest
 from dmt.training.config import load_config, to_toml
-from dmt.training.console import rows_of
 from dmt.training.job import open_job
 from dmt.training.metrics import MetricValues
-from dmt.training.preflight import checked_model, compare_hosts, preflight
+from dmt.training.preflight import compare_hosts
 from dmt.training.records import read_curves
 from dmt.training.resume import open_lock
 from dmt.training.train import evaluate, train
-from tests.ranks import on_ranks, run_program, run_ranks
+from tests.ranks import run_program, run_ranks
 from tests.training.small import new_run, plain, small, train_loop
 
 
@@ -60,17 +57,6 @@ def test_hosts_other_than_those_of_torchrun_are_told(
 ) -> None:
     compare_hosts(TowerTopology(num_towers=4, ranks_per_tower=2, ranks_per_host=per_host), local)
     assert [text.partition(". Set ")[2] for text in caplog.messages] == ["topology.ranks_per_host=4."] * told
-
-
-@on_ranks(1)
-def test_towers_that_widen_are_warned_of_and_do_not_by_default(rank: int) -> None:
-    alone = {"num_towers": 1, "ranks_per_tower": 1}
-    for tower_dim, told in ((32, [["compression ratio 0.25"]]), (None, [])):
-        job = open_job(small(model={"tower_dim": tower_dim}, topology=alone))
-        assert told or job.config.model.output_dim == 4
-        with patch.object(logging.getLogger("dmt.training.preflight"), "warning") as warning:
-            preflight(job, checked_model(job, 1), TowerMesh(job.topology))
-        assert [re.findall(r"compression ratio [.\d]+", call.args[0]) for call in warning.call_args_list] == told
 
 
 # Then the loop on ranks, with every row known.
@@ -193,10 +179,8 @@ def test_a_run_learns_and_leaves_everything_behind(tmp_path: Path) -> None:
     printed = finished.stdout + finished.stderr
     assert finished.returncode == 0, printed
     result = json.loads((folder / "result.json").read_text())
-    assert all(label in printed for label, *_ in rows_of([result]))
-    # Where no terminal shows a bar, lines with the number of steps, which is known, and evaluations as they happen.
-    assert re.search(r"^train: 50/50 \[\d\d:\d\d<00:00, .*loss=", finished.stderr, re.MULTILINE), finished.stderr
-    assert re.search(r"^# step 25: AUC 0\.\d{4}, NE ", finished.stdout, re.MULTILINE), finished.stdout
+    # Where no terminal shows a bar, a few lines with the number of steps.
+    assert 0 < finished.stderr.count("train: ") < 9, finished.stderr
     assert result["eval_auc"] > 0.6
     assert result["eval_ne"] < 1.0
     assert result["peak_memory"]["largest"] >= result["peak_memory"]["mean"] > 2**27
@@ -221,7 +205,6 @@ def test_a_run_learns_and_leaves_everything_behind(tmp_path: Path) -> None:
     checkpoint = newest(folder / "checkpoint")
     assert checkpoint is not None
     load_plain(plain(config), checkpoint)
-    assert re.search(r"^# train: batch_size = 128, .*eval_every = 25", finished.stdout, re.MULTILINE)
     plan = TowerPlan.load(checkpoint / "towers.json")
     assert (plan.to_lists(), len(plan.tables)) == ([["C1", "C3", "C5"], ["C2", "C4", "C6"]], 6)
     # The sharding plan is in the run's folder and in its checkpoint; that of an earlier run is replaced.

@@ -96,25 +96,14 @@ def inputs() -> Inputs:
 @pytest.mark.parametrize(
     ("part", "value", "message"),
     [
-        ("dense", torch.ones(2, 4), r"dense\.size\(\)\[1\] == 3|args\[0\]\.shape\[1\] to be equal to 3"),
-        ("dense", torch.ones(3, 3), r"\['C1'\]\.(size\(\)\[0\] == dense|shape\[0\] to be equal to 3)"),
-        ("dense", torch.ones(2, 3).double(), "dtype"),
         ("ids", torch.tensor([3, 1, 40]), r"Index 2 of input takes value 40 which is not in the valid range \[0, 40\)"),
         ("ids", torch.tensor([3, 1]), r"lengths\['C3'\] do not add up to len\(ids\['C3'\]\)"),
         ("lengths", torch.tensor([-1, 4]), "a length is negative"),
-        ("lengths", torch.tensor([2, 1, 0]), r"\['C3'\]\.(size\(\)\[0\] == dense|shape\[0\] to be equal to 2)"),
-        ("ids", None, "input"),
     ],
 )
-def test_the_program_refuses_wrong_input(part: str, value: Tensor | None, message: str, program: Any) -> None:
+def test_the_program_refuses_wrong_input(part: str, value: Tensor, message: str, program: Any) -> None:
     dense, ids, lengths = inputs()
-    if part == "dense":
-        assert value is not None
-        dense = value
-    elif value is None:
-        del ids["C3"]
-    else:
-        (ids if part == "ids" else lengths)["C3"] = value
+    (ids if part == "ids" else lengths)["C3"] = value
     with pytest.raises((RuntimeError, AssertionError, ValueError, IndexError), match=message):
         program(dense, ids, lengths)
 

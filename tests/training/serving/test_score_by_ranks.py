@@ -14,12 +14,10 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from click.testing import CliRunner
 
 from dmt.errors import InputError
 from dmt.plan.towers import TowerPlan
 from dmt.sptt.mesh import TowerMesh
-from dmt.training.commands import main
 from dmt.training.config import TrainingConfig
 from dmt.training.job import open_unsharded
 from dmt.training.serving import score_by_ranks as module
@@ -179,17 +177,3 @@ def test_what_only_one_process_does_is_refused(run: Path, tmp_path: Path) -> Non
     own = {"source": "tests.training.data.test_source:malformed", "categorical": ["c"], "dense": ["d"]}
     with pytest.raises(InputError, match=r"data\.source='tests.*malformed' deals rows to ranks itself"):
         module._placed(open_unsharded(small(data=own, synthetic={}, topology={"num_towers": 1})), 2)
-
-
-@pytest.mark.ranks
-def test_the_command_speaks_once(run: Path, tmp_path: Path) -> None:
-    first, second = run_ranks(command_on_rank, 2, str(run), str(tmp_path / "out"))
-    assert first.startswith("20 rows. Written to ")
-    assert "AUC" in first
-    assert second == ""
-    assert pq.read_table(tmp_path / "out")["row"].to_pylist() == list(range(20))
-
-
-def command_on_rank(rank: int, model: str, out: str) -> str:
-    with patch.object(module, "process_group", on_mesh):
-        return CliRunner().invoke(main, ["score", model, "-o", out], catch_exceptions=False).stdout
