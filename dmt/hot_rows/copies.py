@@ -255,11 +255,10 @@ class HotCopies:
         """
         now = {name: value for part in self._module.collections for name, value in part.settings_now().items()}
         # All ranks but the owner send zeros: the sum is the owner's value.
-        names, sent = list(self.rows), torch.zeros(len(self.rows), 2)
-        for name in self._owned:
-            sent[names.index(name)] = torch.tensor(now[name])
+        names = list(self.rows)
+        sent = [number for name in names for number in (now[name] if name in self._owned else (0, 0))]
         # In flight while the rest of the backward pass runs.
-        end_sum = self._sum.start(gradient.view(-1), sent.flatten().to(gradient))
+        end_sum = self._sum.start(gradient.view(-1), gradient.new_tensor(sent))
 
         def end() -> None:
             settings = end_sum().view(-1, 2).tolist()

@@ -139,7 +139,14 @@ def test_a_schedule_of_learning_rates_writes_no_hot_row_back(rank: int) -> None:
         for step in range(3):
             for group in fused.param_groups:
                 group["lr"] = 0.1 / (1 + step)
-            training.step(step)
+            torch.set_default_dtype(torch.bfloat16)  # rates must not be rounded to it on their way
+            try:
+                training.step(step)
+            finally:
+                torch.set_default_dtype(torch.float32)
+            assert hot._copies is not None
+            for now in hot._copies.lookup.optimizer.settings_now().values():
+                assert now.learning_rate == pytest.approx(0.1 / (1 + step), rel=1e-6)
             assert not write.called, step
         _ = fused.state
         assert write.called, "a reader of the tables gets those of before"
