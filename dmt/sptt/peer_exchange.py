@@ -187,6 +187,8 @@ class PeerExchange:
         self.begun: list[tuple[weakref.ref[_Transfer], PendingExchange]] = []
         """Exchanges in flight, each with the transfer that waits for it. If a result is dropped, the next call of
         `exchange` waits for its messages; else those of later exchanges would be received in their place."""
+        self._results: weakref.WeakValueDictionary[int, Pending] = weakref.WeakValueDictionary()
+        """Results of `exchange`, numbered in the order of its calls."""
 
     def __call__(self, outputs: Tensor, batch_sizes: Sequence[int]) -> Awaitable[Tensor]:
         """Starts the exchange of outputs [sum(batch_sizes), O_t], which must not change until it has ended.
@@ -218,7 +220,17 @@ class PeerExchange:
         anchor = torch.empty(0, device=numbers.device, requires_grad=torch.is_grad_enabled())
         with profiler_range("exchange_outputs"):
             started = _Start.apply(numbers, anchor, transfer)
-        return Pending(_Wait.apply, started, transfer)
+        number = max(self._results, default=0) + 1
+        result = self._results[number] = Pending(self._wait_in_order, number, started, transfer)
+        return result
+
+    def _wait_in_order(self, number: int, started: Tensor, transfer: _Transfer) -> Any:
+        # Gradients go back in the reverse order of the calls of `_Wait`, which must be the same on all ranks, even if
+        # one of them uses a later result first.
+        for earlier in sorted(n for n in self._results if n < number):
+            if (result := self._results.pop(earlier, None)) is not None:
+                result.wait()
+        return _Wait.apply(started, transfer)
 
 
 class _Transfer:
