@@ -206,13 +206,13 @@ def test_file_sizes() -> None:
 
 # Lines and files of each part at most, and where they are to get. Raise a number only with the reason in the commit.
 CEILINGS = {
-    "the library": (25_576, 132),  # 20_500, 136
+    "the library": (25_587, 132),  # 20_500, 136
     "dmt/*.py": (1_036, 7),  # 800, 8
     "dmt/plan": (748, 5),  # 600, 5
     "dmt/sharding": (1_968, 10),  # 1_750, 10
-    "dmt/sptt": (3_447, 17),  # 2_900, 18
+    "dmt/sptt": (3_459, 17),  # 2_900, 18
     "dmt/replicas": (378, 3),  # 350, 3
-    "dmt/hot_rows": (950, 6),  # 900, 6
+    "dmt/hot_rows": (949, 6),  # 900, 6
     "dmt/simulator": (847, 4),  # 800, 5
     "dmt/report": (117, 2),  # 110, 2
     "dmt/testing": (600, 4),  # 600, 4
@@ -220,7 +220,7 @@ CEILINGS = {
     "partitioner": (2_821, 12),  # 2_800, 14
     "models": (1_332, 8),  # 1_000, 7
     "benchmarks": (6_429, 36),  # 5_600, 36
-    "tests": (22_530, 119),  # 20_000, 115
+    "tests": (22_538, 119),  # 20_000, 115
 }
 
 
