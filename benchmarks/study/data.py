@@ -1,4 +1,4 @@
-"""Data sets of the studies, in memory: three public ones, and three generated ones whose interactions are known.
+"""Data sets of the studies, in memory: three public ones, and two generated ones whose interactions are known.
 
 Legend: R rows, D dense columns, F features, N embedding dim.
 """
@@ -23,11 +23,11 @@ from dmt.training.data.batch import ClickBatch
 from dmt.training.data.config import SyntheticConfig
 from dmt.training.data.synthetic import BLOCK_ROWS, SyntheticClicks
 
-__all__ = ["DRAWN", "Clicks", "Part", "clicks_of_table", "read_clicks", "without_test_rows", "write_drawn"]
+__all__ = ["DRAWN", "Clicks", "Part", "read_clicks", "without_test_rows", "write_drawn"]
 
 Part = tuple[Tensor, Tensor, Tensor]
 """Dense [R, D] float32, ids [R, F] int64, labels [R] float32."""
-DRAWN = ("planted", "madelon", "ordered")
+DRAWN = ("planted", "madelon")
 _BLOCKS, _TEST_SHARE, _FEATURES, _PIECES = 80, 0.2, 16, 32
 
 
@@ -70,11 +70,7 @@ def read_clicks(file: Path, *, dim: int = 16, max_rows: int | None = None) -> Cl
     """
     if not file.exists():
         raise InputError(f"{file} does not exist. Pass the folder of <data set>.parquet as --data.")
-    return clicks_of_table(pq.read_table(file), dim=dim, max_rows=max_rows)
-
-
-def clicks_of_table(table: pa.Table, *, dim: int, max_rows: int | None = None) -> Clicks:
-    """Returns the rows of a table as `read_clicks` reads them from a file, with the same arguments."""
+    table = pq.read_table(file)
     is_test = np.asarray(table["split"].to_pylist()) == "test"
     kept = np.flatnonzero(~is_test)
     if max_rows is not None:
@@ -119,13 +115,9 @@ def write_drawn(name: str, path: Path) -> None:
 
     ``planted``: the trainer's generator, with 16 independent features of 50 ids in four groups; features of a group
     interact in pairs. ``madelon``: scikit-learn's `make_classification` (Guyon 2003), with clusters on the corners of a
-    cube, so that its 5 informative columns interact, and 11 columns of noise; each column is cut into 32 bins of equal
-    size. ``ordered``: rows of 400 users (``c_1``) in time order. Each user likes 8 of 128 groups of two items
-    (``c_2``), half of the shown items are drawn from these groups and half from all, and 85 % of the items in liked
-    groups are clicked, 15 % of the others. So a user's earlier clicks on items of a group predict a click on another
-    item of it; the other columns are noise.
+    cube, so that its 5 informative columns interact, and 11 columns of noise; each column is cut into 32 equal bins.
     """
-    ids, dense, labels = {"planted": _planted, "madelon": _madelon, "ordered": _ordered}[name]()
+    ids, dense, labels = {"planted": _planted, "madelon": _madelon}[name]()
     test = np.random.default_rng(1).random(len(labels)) < _TEST_SHARE
     columns = {f"c_{i + 1}": [str(value) for value in column] for i, column in enumerate(ids.T)}
     columns |= {f"d_{i + 1}": column.tolist() for i, column in enumerate(dense.T)}
@@ -160,17 +152,3 @@ def _madelon() -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float
     order = values.argsort(axis=0).argsort(axis=0)
     dense = np.random.default_rng(0).normal(size=(len(labels), 1)).astype(np.float32)
     return order * _PIECES // len(labels), dense, labels.astype(np.float32)
-
-
-def _ordered() -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]:
-    users, groups, liked_groups, rows, draw = 400, 128, 8, _BLOCKS * BLOCK_ROWS, np.random.default_rng(0)
-    user, is_meant = draw.integers(users, size=rows), draw.random(rows) < 0.5
-    liked = draw.random((users, groups)).argsort(axis=1)[:, :liked_groups][user]
-    group = np.where(
-        is_meant, liked[np.arange(rows), draw.integers(liked_groups, size=rows)], draw.integers(groups, size=rows)
-    )
-    is_liked = (liked == group[:, None]).any(axis=1)
-    labels = draw.random(rows) < np.where(is_liked, 0.85, 0.15)
-    noise = draw.integers(50, size=(rows, 2))
-    ids = np.column_stack([user, 2 * group + draw.integers(2, size=rows), noise])
-    return ids, draw.normal(size=(rows, 1)).astype(np.float32), labels.astype(np.float32)

@@ -58,8 +58,6 @@ def _by_seed(records: Records, data: str, arm: Arm, seeds: Sequence[int], metric
 def costs(study: Study, data: str, records: Records, seeds: Sequence[int], features: Any) -> Rows:
     """Returns a row for each arm in towers: AUC and NE against the flat model's, bytes per sample across hosts, MFLOPs.
 
-    Towers of histories are left out.
-
     Args:
         study: the study.
         data: name of the data set.
@@ -69,7 +67,7 @@ def costs(study: Study, data: str, records: Records, seeds: Sequence[int], featu
     """
     rows: Rows = []
     for arm in study.on(data).arms:
-        if arm.towers in ("flat", "history"):
+        if arm.towers == "flat":
             continue
         runs = [Run(data=data, seed=seed, arm=arm) for seed in seeds]
         pairs = [(records[run], records[flat]) for run in runs if run in records and (flat := _flat(run)) in records]
@@ -174,7 +172,7 @@ def write_study(
             | {key: value for key, value in records[run].items() if key not in left_out}
             for run in wanted
         ]
-    facts = {data: {**asdict(SETTINGS[data]), **study.facts(data, trials.clicks(data))} for data in studies}
+    facts = {data: {**asdict(SETTINGS[data]), **study.facts(trials.clicks(data))} for data in studies}
     about = {**about, **facts}
     text = [
         f"Test {study.metric.upper()}, median over seeds (standard deviation); differences are medians over pairs of "

@@ -16,7 +16,6 @@ from tqdm import tqdm
 
 from benchmarks.study.data import DRAWN, Clicks, read_clicks, without_test_rows, write_drawn
 from benchmarks.study.entities import bytes_once, entity_plan, request_numbers
-from benchmarks.study.histories import HISTORY_MODELS, train_and_test_histories
 from benchmarks.study.train import Arm, bytes_across, bytes_outside, measure_affinity, train_and_test
 from dmt.errors import InputError
 from dmt.partitioner import FeatureAffinity, PartitionRules, TowerPartitioner
@@ -114,8 +113,6 @@ class Trials:
         return file
 
     def _train_one(self, run: Run) -> Record:
-        if run.arm.model in HISTORY_MODELS:
-            return train_and_test_histories(self._file(run.data), run.data, run.arm, run.seed, max_rows=self.max_rows)
         clicks = self.clicks(run.data, run.arm.dim)
         if run.arm.tuning:
             clicks = without_test_rows(clicks, parts=_TUNING_PARTS)
@@ -211,7 +208,7 @@ def outside_plan(tables: Sequence[TableSpec], num_towers: int) -> TowerPlan:
     return replace(TowerPlan.strided(inside, num_towers), outside=tuple(outside))
 
 
-def outside_facts(data: str, clicks: Clicks) -> Record:
+def outside_facts(clicks: Clicks) -> Record:
     """Returns the number of rows of each table outside towers, and of each table in four strided towers."""
     plan, rows = outside_plan(clicks.tables, 4), {t.feature_names[0]: t.num_embeddings for t in clicks.tables}
     towers = [{name: rows[name] for name in tower} for tower in plan.to_lists()]

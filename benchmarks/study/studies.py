@@ -11,7 +11,6 @@ rates           the same at ratio 4, with learning rates tuned for each model
 entities        do towers of entities send fewer bytes in batches of whole requests, and train as well?
 outside         what do small tables on every rank change at ratios 2, 4 and 16, with the paper's modules and products?
 batches         what do larger batches cost, with learning rates unchanged, times the root, times the size?
-histories       what does attention to a history cost in a tower, and what does it gain?
 ==============  ======================================================================================================
 """
 
@@ -19,13 +18,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import numpy as np
 
 from benchmarks.study.data import Clicks
-from benchmarks.study.histories import HISTORIES
 from benchmarks.study.runs import Run, Trials, outside_facts
 from benchmarks.study.train import FLAT, SETTINGS, Arm
 
@@ -57,8 +55,8 @@ class Study:
     """True: each model trains at the learning rates that were best for it (`with_tuned_rates`)."""
     metric: Literal["auc", "ne"] = "auc"
     """The metric that is compared."""
-    facts: Callable[[str, Clicks], Mapping[str, Any]] = lambda data, clicks: {}
-    """Returns facts on a data set for the record, besides its settings, from its name and its rows."""
+    facts: Callable[[Clicks], Mapping[str, Any]] = lambda clicks: {}
+    """Returns facts on a data set for the record, besides its settings."""
 
     def on(self, data: str) -> Study:
         """Returns the study with the number of towers for a data set."""
@@ -160,26 +158,6 @@ def _batches() -> Study:
     return Study(stem="batches", title=title, first_seed=500, arms=tuple(arms), comparisons=pairs, metric="ne")
 
 
-def _histories() -> Study:
-    arms, pairs = [Arm(model="no-history")], []
-    for length in (10, 50):
-        flat, mean = (Arm(model=model, length=length) for model in ("din", "mean-history"))
-        in_tower = [
-            Arm(model=model, length=length, towers="history", num_towers=2, ratio=ratio)
-            for model, ratio in [("din", 1), ("din", 2), ("din", 4), ("din-linear", 2), ("din-linear", 4)]
-        ]
-        arms += [flat, *in_tower, mean]
-        pairs += [(arm, flat) for arm in (*in_tower, mean, arms[0])]
-    return Study(
-        stem="histories",
-        title="What attention to a history costs in a tower, and what it is worth",
-        first_seed=600,
-        arms=tuple(arms),
-        comparisons=tuple(pairs),
-        facts=lambda data, clicks: asdict(HISTORIES[data]),
-    )
-
-
 STUDIES: Mapping[str, Study] = {
     study.stem: study
     for study in (
@@ -191,7 +169,6 @@ STUDIES: Mapping[str, Study] = {
         _entities(),
         _outside(),
         _batches(),
-        _histories(),
     )
 }
 """All studies by name."""

@@ -25,15 +25,14 @@ from dmt.training.config import TrainingConfig
 from dmt.training.job import Job, make_job
 
 __all__ = [
-    *("FLAT", "SETTINGS", "Arm", "Settings", "build_model_of_seed", "bytes_across", "bytes_outside", "draw_weights"),
-    *("fit", "job_of", "measure_affinity", "row_order", "score", "tower_sizes", "train_and_test"),
+    *("FLAT", "SETTINGS", "Arm", "Settings", "build_model_of_seed", "bytes_across", "bytes_outside", "job_of"),
+    *("measure_affinity", "row_order", "score", "tower_sizes", "train_and_test"),
 ]
 
 FLAT = {"dlrm": "dlrm", "dlrm-each": "dlrm", "dlrm-products": "dlrm", "dcn": "dcn"}
-FLAT |= {"din": "din", "din-linear": "din", "mean-history": "din", "no-history": "no-history"}
 """The flat model with which each model in towers is compared. ``dlrm``: the paper's linear combinations of a tower's
 features (c = 0); ``dlrm-each``: its projection of each feature (c = 1, p = 0); ``dlrm-products``: modules that keep
-inner products. The last four are those of `benchmarks.study.histories`."""
+inner products."""
 # TorchRec draws the weights of n rows from +-1/sqrt(n). Tables here have few rows, and such large random weights would
 # hide what is learned, so they start like tables of 20,000 rows.
 _TABLE_START = 1 / math.sqrt(20_000)
@@ -64,7 +63,7 @@ SETTINGS = {
     "census": Settings(num_towers=8, epochs=1, sparse_lr=0.05, dense_lr=3e-3, batch_size=1024),
     # Generated data use hotel's settings, which were not tuned for them.
     **dict.fromkeys(
-        ("planted", "madelon", "ordered"),
+        ("planted", "madelon"),
         Settings(num_towers=4, epochs=3, sparse_lr=0.05, dense_lr=3e-3, batch_size=512),
     ),
 }
@@ -94,21 +93,17 @@ class Arm:
     """True if batches hold whole requests."""
     batch: int = 1
     """Factor of the batch size in the data set's settings."""
-    length: int = 0
-    """Largest number of items in a history, for models with one."""
 
     @property
     def flat(self) -> Arm:
         """The flat model with which the arm is compared."""
         same = {"dim": self.dim, "sparse": self.sparse, "dense": self.dense, "tuning": self.tuning, "batch": self.batch}
-        same["length"] = self.length
         return Arm(model=FLAT[self.model], by_request=self.by_request, **same)  # type: ignore[arg-type]
 
     @property
     def name(self) -> str:
-        """Model and towers, and the length of a history, batch and rates if they vary."""
+        """Model and towers, and batch and rates if they vary."""
         varied = f", batch x {self.batch}, rates x {self.sparse:g}" if self.batch > 1 else ""
-        varied += f", length {self.length}" if self.length else ""
         return f"{self.model}, {self.towers}{varied}"
 
 
@@ -178,12 +173,6 @@ def build_model_of_seed(job: Job, seed: int) -> nn.Module:
     arms, whatever their towers.
     """
     model = build_model(job)
-    draw_weights(model, seed)
-    return model
-
-
-def draw_weights(model: nn.Module, seed: int) -> None:
-    """Initializes all weights in place, as `build_model_of_seed` describes."""
     for name, module in model.named_modules():
         if isinstance(module, nn.Embedding | nn.EmbeddingBag):
             torch.manual_seed(_seed_of(seed, name.rpartition(".")[2]))
@@ -191,6 +180,7 @@ def draw_weights(model: nn.Module, seed: int) -> None:
         elif hasattr(module, "reset_parameters"):
             torch.manual_seed(_seed_of(seed, name))
             module.reset_parameters()
+    return model
 
 
 def _seed_of(seed: int, name: str) -> int:

@@ -6,10 +6,8 @@ import json
 from dataclasses import replace
 from itertools import combinations, product
 from pathlib import Path
-from typing import Any
 
 import numpy as np
-import pyarrow.parquet as pq
 import pytest
 import torch
 from click.testing import CliRunner
@@ -21,7 +19,6 @@ from benchmarks.steps.setting import Setting
 from benchmarks.study.__main__ import main
 from benchmarks.study.data import DRAWN, Clicks, read_clicks, without_test_rows, write_drawn
 from benchmarks.study.entities import bytes_once
-from benchmarks.study.histories import HistoryDLRM, last_items, read_histories
 from benchmarks.study.replicas import ReplicaRun, gaps, grid, summary_of_pairs, tuned_rate
 from benchmarks.study.report import comparisons, costs
 from benchmarks.study.runs import OUTSIDE_SHARE, Progress, Run, Trials
@@ -35,7 +32,6 @@ from benchmarks.study.train import (
     build_model_of_seed,
     bytes_across,
     bytes_outside,
-    draw_weights,
     job_of,
     tower_sizes,
     train_and_test,
@@ -108,7 +104,7 @@ def clicks_of(num_features: int = 16, rows: int = 2048) -> Clicks:
 def test_drawn_data_are_read_as_the_others(name: str, tmp_path: Path) -> None:
     write_drawn(name, tmp_path / "drawn.parquet")
     clicks = read_clicks(tmp_path / "drawn.parquet")
-    assert len(clicks.features) == (4 if name == "ordered" else 16)
+    assert len(clicks.features) == 16
     assert 60_000 < len(clicks.train[2]) < 70_000
     assert 0.2 < clicks.train[2].mean() < 0.55
     held = without_test_rows(clicks, parts=10)
@@ -153,7 +149,7 @@ def test_small_tables_are_outside_towers_at_their_width(tmp_path: Path) -> None:
     assert bytes_outside("hotel", arm, clicks, plan) == pytest.approx(4 * 2 * 0.75 * 135 * 4 / 512)
     rows = {"c_5": 767, "c_7": 320, "c_9": 319}
     tables = (replace(t, num_embeddings=rows.get(t.feature_names[0], t.num_embeddings)) for t in clicks.tables)
-    facts = STUDIES["outside"].facts("hotel", replace(clicks, tables=tuple(tables)))
+    facts = STUDIES["outside"].facts(replace(clicks, tables=tuple(tables)))
     assert facts["towers"] == [{"c_5": 767, "c_14": 23}, {"c_7": 320, "c_15": 24}, {"c_9": 319}, {"c_13": 22}]
 
 
@@ -276,56 +272,6 @@ def test_bytes_of_distinct_inputs_by_hand(monkeypatch: pytest.MonkeyPatch) -> No
     # Two distinct inputs of the first tower and four of the second, half of which another host computes.
     by_hand = (2 * (2 * 16 + 2 * width * 4) + 4 * (3 * 16 + 2 * width * 4)) / 4 / 2
     assert bytes_once("hotel", arm, clicks, plan, torch.arange(4)) == pytest.approx(by_hand)
-
-
-# Histories.
-
-
-def test_a_history_is_of_earlier_rows_whose_label_was_known() -> None:
-    draw = np.random.default_rng(0)
-    minutes = np.sort(draw.integers(0, 60, 200))
-    groups, labels, items = draw.integers(0, 4, 200), draw.integers(0, 2, 200), np.arange(200)
-    labels[groups == 3] = 0
-    for lag in (1, 7):
-        found = last_items(groups, minutes, labels, items, length=5, lag=lag)
-        for row in range(200):
-            known = (groups == groups[row]) & (labels == 1) & (minutes <= minutes[row] - lag)
-            last = items[known][::-1][:5]
-            assert found[row].tolist() == [*last, *[-1] * (5 - len(last))]
-        assert (found[groups == 3] == -1).all()
-        assert (found[:, -1] >= 0).any()
-
-
-def test_histories_are_read_in_time_order_and_models_differ_in_the_pooling_and_the_tower(tmp_path: Path) -> None:
-    write_drawn("ordered", tmp_path / "ordered.parquet")
-    clicks = read_histories(tmp_path / "ordered.parquet", "ordered", 10, max_rows=400)
-    assert (clicks.features, len(clicks.train[2]), len(clicks.test[2])) == (["c_2", "c_3", "c_4"], 400, 100)
-    raw = pq.read_table(tmp_path / "ordered.parquet")["label"].to_numpy()[-500:]
-    assert torch.cat([clicks.train[2], clicks.test[2]]).tolist() == raw.tolist()
-    with pytest.raises(InputError, match="Data set 'census' has no time order"):
-        read_histories(tmp_path / "ordered.parquet", "census", 10)
-    flat = Arm(model="din", length=10)
-    arms = [flat, *(replace(flat, towers="history", ratio=ratio) for ratio in (1, 2, 4))]
-    arms += [replace(arms[2], model="din-linear"), replace(flat, model="mean-history")]
-    models: list[Any] = [HistoryDLRM(arm, clicks, "c_2") for arm in arms]
-    for model in models:
-        draw_weights(model, 3)
-    weights = [model.state_dict() for model in models]
-    same = [name for name in weights[0] if "over_arch" not in name]
-    assert all(torch.equal(of_model[name], weights[0][name]) for of_model in weights[:5] for name in same)
-    assert weights[2].keys() - weights[4].keys() == {"tower.product.weight"}
-    assert [model.tower.out_features for model in models[:5]] == [32, 32, 16, 8, 16]
-    dense, ids = clicks.test[0], clicks.test[1]
-    with torch.no_grad():
-        weights[1]["tower.product.weight"].zero_()
-        outputs = [model(dense, ids) for model in models]
-        without = [model(dense, torch.cat([ids[:, :3], torch.full_like(ids[:, 3:], -1)], dim=1)) for model in models]
-    torch.testing.assert_close(outputs[1], outputs[0])
-    has_none = (ids[:, 3:] < 0).all(dim=1)
-    assert 0 < has_none.sum() < 100
-    for model, output, blind in zip(models, outputs, without, strict=True):
-        torch.testing.assert_close(output[has_none], blind[has_none])
-        assert (output != blind)[~has_none].any(), model.tower
 
 
 # Replicas.
