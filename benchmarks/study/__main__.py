@@ -17,7 +17,6 @@ from pathlib import Path
 import click
 
 from benchmarks.report import about
-from benchmarks.study import replicas
 from benchmarks.study.report import write_study
 from benchmarks.study.runs import Trials
 from benchmarks.study.studies import STUDIES, runs_of, with_tuned_rates
@@ -29,7 +28,7 @@ _RESULTS = Path(__file__).parent.parent / "results"
 
 
 @click.command(context_settings={"show_default": True})
-@click.argument("name", type=click.Choice([*STUDIES, "replicas"]))
+@click.argument("name", type=click.Choice([*STUDIES]))
 @click.option(
     "--data", type=click.Path(path_type=Path, exists=True, file_okay=False), required=True, help="Data folder."
 )
@@ -45,17 +44,14 @@ def main(*, name: str, data: Path, names: Sequence[str], seeds: int, quick: bool
         out = work
     trials = Trials(folder=data, work=work, max_rows=8192 if quick else None)
     made = about(f"python -m benchmarks.study {' '.join(sys.argv[1:])}")
-    if name == "replicas":
-        paths = replicas.run(trials, names, range(seeds), out, made)
-    else:
-        study = STUDIES[name]
-        chosen = range(study.first_seed, study.first_seed + seeds)
-        studies = {}
-        for one in names:
-            studies[one] = with_tuned_rates(study, one, trials) if study.tuned else study
-            trials.train(runs_of(studies[one], one, chosen), f"{name}, {one}")
-        paths = write_study(study, trials, studies, chosen, out, {**made, "seeds": f"{chosen[0]} to {chosen[-1]}"})
-    for path in paths:
+    study = STUDIES[name]
+    chosen = range(study.first_seed, study.first_seed + seeds)
+    studies = {}
+    for one in names:
+        studies[one] = with_tuned_rates(study, one, trials)
+        trials.train(runs_of(studies[one], one, chosen), f"{name}, {one}")
+    made["seeds"] = f"{chosen[0]} to {chosen[-1]}"
+    for path in write_study(study, trials, studies, chosen, out, made):
         click.echo(path)
 
 

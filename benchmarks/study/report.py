@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from benchmarks.study.train import FLAT, SETTINGS, Arm, bytes_across
 from dmt.files import atomic_write
 from dmt.report.style import dress_axes, new_figure, save_figure
 
-__all__ = ["LEAST_TESTED", "comparisons", "comparisons_table", "costs", "write_record", "write_study"]
+__all__ = ["LEAST_TESTED", "comparisons", "comparisons_table", "costs", "write_study"]
 
 LEAST_TESTED = 6
 """Number of seeds below which no p-value is reported, because the smallest possible one would exceed 0.05."""
@@ -104,6 +104,7 @@ def comparisons_table(rows: Iterable[Mapping[str, Any]]) -> str:
     """Returns the comparisons of a study as a table in Markdown."""
     rows = list(rows)
     is_auc = all(row["metric"] == "auc" for row in rows)
+    digits = 4 if is_auc else 5
     header = ["data", "T", "CR", "N", "arm", "baseline", "AUC (std)" if is_auc else "NE (std)", "baseline (std)"]
     header += ["difference", "better in" if is_auc else "worse in"]
     return markdown_table(
@@ -113,7 +114,7 @@ def comparisons_table(rows: Iterable[Mapping[str, Any]]) -> str:
                 *(row["data"], str(row["num_towers"]), str(row["ratio"]), str(row["dim"]), row["arm"], row["baseline"]),
                 f"{row['median']:.4f} ({row['std']:.4f})",
                 f"{row['baseline_median']:.4f} ({row['baseline_std']:.4f})",
-                f"{row['median_difference']:+.4f}",
+                f"{row['median_difference']:+.{digits}f}",
                 f"{row['num_better']} of {row['num_seeds']}",
                 "" if row["wilcoxon_p"] is None else f"{row['wilcoxon_p']:.2g} ({row['wilcoxon_p_holm']:.2g})",
             ]
@@ -182,37 +183,18 @@ def write_study(
     if found["costs"]:
         words = "Bytes are those of embeddings and their gradients, per sample, across hosts."
         text += ["## Costs", words, costs_table(found["costs"])]
-    shown = [row for row in found["costs"] if row["towers"] in _STYLES]
-    draw = (lambda path: plot_costs(shown, path)) if len({row["ratio"] for row in shown}) > 1 else None
-    return write_record(out, study.stem, study.title, about, found, runs, text, draw)
-
-
-def write_record(  # the parts of a record, each once
-    out: Path,
-    stem: str,
-    title: str,
-    about: Mapping[str, Any],
-    found: Mapping[str, Any],
-    runs: Iterable[Mapping[str, Any]],
-    text: Sequence[str],
-    draw: Callable[[Path], Any] | None = None,
-) -> list[Path]:
-    """Writes ``<stem>.json`` (a line per run), ``<stem>.md`` and, with ``draw``, ``<stem>.png``; returns the paths."""
     out.mkdir(parents=True, exist_ok=True)
-    paths = [out / f"{stem}.json", out / f"{stem}.md"]
-    head = json.dumps({"about": about, **found}, indent=1)
-    lines = ",\n  ".join(json.dumps(run) for run in runs)
+    paths = [out / f"{study.stem}.{ending}" for ending in ("json", "md")]
+    head, lines = json.dumps({"about": about, **found}, indent=1), ",\n  ".join(map(json.dumps, runs))
     with atomic_write(paths[0]) as scratch:
         scratch.write_text(f'{head[:-2]},\n "runs": [\n  {lines}\n ]\n}}\n')
-    parts = [
-        f"# {title}",
-        f"Made by `{about['command']}`.",
-        "\n".join(f"- {name}: {value}" for name, value in about.items()),
-    ]
-    if draw is not None:
-        paths.append(out / f"{stem}.png")
-        draw(paths[-1])
-        parts.append(f"![{title}]({stem}.png)")
+    facts_list = "\n".join(f"- {name}: {value}" for name, value in about.items())
+    parts = [f"# {study.title}", f"Made by `{about['command']}`.", facts_list]
+    shown = [row for row in found["costs"] if row["towers"] in _STYLES]
+    if len({row["ratio"] for row in shown}) > 1:
+        paths.append(out / f"{study.stem}.png")
+        plot_costs(shown, paths[-1])
+        parts.append(f"![{study.title}]({study.stem}.png)")
     with atomic_write(paths[1]) as scratch:
         scratch.write_text("\n\n".join([*parts, *text]) + "\n")
     return paths

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,7 +31,6 @@ OUTSIDE_SHARE = 16 / 26
 """Share of the features that are outside towers in the step benchmark (``dmt-cr4+all+outside``)."""
 _BATCH, _TUNING_PARTS = 8192, 10
 Record = dict[str, Any]
-Key = TypeVar("Key")
 
 
 @dataclass(frozen=True, kw_only=True, order=True)
@@ -43,32 +42,32 @@ class Run:
     arm: Arm
 
 
-class Progress(Generic[Key]):
-    """Finished runs of a study, kept in a file with a line of JSON for each.
+class Progress:
+    """Finished runs of all studies, kept in a file with a line of JSON for each.
 
     Args:
         path: the file; an existing file is continued.
         settings: settings of all its runs, as text; raises `InputError` if the file has other settings.
-        key: makes a run from the part of a record that describes it.
     """
 
-    def __init__(self, path: Path, settings: str, key: Callable[[Record], Key]) -> None:
+    def __init__(self, path: Path, settings: str) -> None:
         self.path, self._settings = path, settings
-        self.records: dict[Key, Record] = {}
+        self.records: dict[Run, Record] = {}
         for line in path.read_text().splitlines() if path.exists() else []:
             record = json.loads(line)
             if record.pop("settings") != settings:
                 raise InputError(f"{path} holds runs with settings other than {settings!r}. Move the file.")
-            self.records[key(record.pop("run"))] = record
+            run = record.pop("run")
+            self.records[Run(data=run["data"], seed=run["seed"], arm=Arm(**run["arm"]))] = record
 
-    def train(self, runs: Iterable[Key], train_one: Callable[[Key], Record], title: str = "") -> None:
+    def train(self, runs: Iterable[Run], train_one: Callable[[Run], Record], title: str = "") -> None:
         """Trains the runs that are not finished, and writes the record of each run as soon as it ends."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         todo = [run for run in dict.fromkeys(runs) if run not in self.records]
         with self.path.open("a") as file:
             for run in tqdm(todo, desc=title, unit="run", mininterval=10.0):
                 self.records[run] = train_one(run)
-                line = {"run": asdict(run), "settings": self._settings} | self.records[run]  # type: ignore[call-overload]
+                line = {"run": asdict(run), "settings": self._settings} | self.records[run]
                 file.write(json.dumps(line) + "\n")
                 file.flush()
 
@@ -85,14 +84,9 @@ class Trials:
     """Largest number of training rows of a data set; None: all."""
 
     @cached_property
-    def progress(self) -> Progress[Run]:
+    def progress(self) -> Progress:
         """The finished runs, read from ``runs.jsonl``."""
-
-        def key(run: Record) -> Run:
-            arm = Arm(**run["arm"])
-            return Run(data=run["data"], seed=run["seed"], arm=arm)
-
-        return Progress(self.work / "runs.jsonl", f"rows: {self.max_rows}", key)
+        return Progress(self.work / "runs.jsonl", f"rows: {self.max_rows}")
 
     def train(self, runs: Iterable[Run], title: str = "") -> None:
         """Trains the given runs that are not finished; towers by affinity need the flat model of their seed first."""
@@ -128,7 +122,7 @@ class Trials:
             if requests is not None:
                 across["once"] = bytes_once(run.data, run.arm, clicks, plan, requests)
             return record | cpu | {"bytes": across, "towers": plan.to_lists()}
-        if run.arm.batch > 1:
+        if run.arm.batch > 1 or run.arm.replicas:
             return record | cpu
         return record | cpu | {"affinity": measure_affinity(model, clicks, run.seed)}
 

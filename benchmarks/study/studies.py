@@ -11,6 +11,7 @@ rates           the same at ratio 4, with learning rates tuned for each model
 entities        do towers of entities send fewer bytes in batches of whole requests, and train as well?
 outside         what do small tables on every rank change at ratios 2, 4 and 16, with the paper's modules and products?
 batches         what do larger batches cost, with learning rates unchanged, times the root, times the size?
+replicas        what do M replicas cost, and which moment scale makes up for it (2D sparse parallelism, Figure 4)?
 ==============  ======================================================================================================
 """
 
@@ -25,16 +26,16 @@ import numpy as np
 
 from benchmarks.study.data import Clicks
 from benchmarks.study.runs import Run, Trials, outside_facts
-from benchmarks.study.train import FLAT, SETTINGS, Arm
+from benchmarks.study.train import SETTINGS, Arm
 
 __all__ = ["STUDIES", "Study", "runs_of", "with_tuned_rates"]
 
 Pair = tuple[Arm, Arm]
 RATIOS = (2, 4, 8, 16)
 MODELS = ("dlrm", "dlrm-products", "dcn")
-# Factors of the settings' learning rates, for tables and for the rest: unchanged, and each one halved and doubled.
-TUNED_AT = ((1.0, 1.0), (0.5, 1.0), (2.0, 1.0), (1.0, 0.5), (1.0, 2.0))
 TUNING_SEEDS = (498, 499)
+# Values of c by M. The last one for M = 8 is outside the paper's range, (0, M].
+MOMENT_SCALES = {2: (0.5, 1.0, 2.0), 4: (1.0, 2.0, 3.0, 4.0), 8: (1.0, 2.0, 4.0, 8.0, 16.0)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -51,8 +52,9 @@ class Study:
     """Pairs of an arm and its baseline, chosen before the runs."""
     own_towers: bool = False
     """True: the data set's settings give the number of towers."""
-    tuned: bool = False
-    """True: each model trains at the learning rates that were best for it (`with_tuned_rates`)."""
+    tuned_at: tuple[tuple[float, float], ...] = ()
+    """Factors of the settings' learning rates, for tables and for the rest; each model trains at those that were best
+    for it (`with_tuned_rates`). Empty: at those of the arms."""
     metric: Literal["auc", "ne"] = "auc"
     """The metric that is compared."""
     facts: Callable[[Clicks], Mapping[str, Any]] = lambda clicks: {}
@@ -124,7 +126,9 @@ def _rates() -> Study:
     arms = [Arm(model=model, towers=towers) for model in MODELS for towers in ("interactions", "strided")]
     pairs = tuple(_against(arms[::2], "strided", "flat"))
     title = "What compression costs at learning rates tuned for each model"
-    return Study(stem="rates", title=title, first_seed=400, arms=tuple(arms), comparisons=pairs, tuned=True)
+    # Unchanged, and each one halved and doubled.
+    at = ((1.0, 1.0), (0.5, 1.0), (2.0, 1.0), (1.0, 0.5), (1.0, 2.0))
+    return Study(stem="rates", title=title, first_seed=400, arms=tuple(arms), comparisons=pairs, tuned_at=at)
 
 
 def _entities() -> Study:
@@ -158,6 +162,17 @@ def _batches() -> Study:
     return Study(stem="batches", title=title, first_seed=500, arms=tuple(arms), comparisons=pairs, metric="ne")
 
 
+def _replicas() -> Study:
+    """Figure 4 of the 2D sparse parallelism paper, at the tables' rate that is best without replicas."""
+    pairs = [(number, scale) for number, scales in MOMENT_SCALES.items() for scale in scales]
+    arms = tuple(Arm(model="dlrm", replicas=number, moment_scale=scale) for number, scale in pairs)
+    title, against = "What M replicas cost, by moment scale c", tuple((arm, arm.flat) for arm in arms)
+    # The settings' rates were chosen for AdaGrad by element.
+    at = tuple((factor, 1.0) for factor in (1.0, 0.25, 0.5, 2.0, 4.0, 8.0, 16.0, 32.0, 64.0))
+    sizes: dict[str, Any] = {"first_seed": 0, "metric": "ne", "tuned_at": at}
+    return Study(stem="replicas", title=title, arms=arms, comparisons=against, **sizes)
+
+
 STUDIES: Mapping[str, Study] = {
     study.stem: study
     for study in (
@@ -169,6 +184,7 @@ STUDIES: Mapping[str, Study] = {
         _entities(),
         _outside(),
         _batches(),
+        _replicas(),
     )
 }
 """All studies by name."""
@@ -178,31 +194,37 @@ def runs_of(study: Study, data: str, seeds: Sequence[int]) -> list[Run]:
     """Returns the runs of a study on a data set, seed by seed; flat baselines come first."""
     arms = study.on(data).arms
     flats = [baseline for _, baseline in study.comparisons if baseline.towers == "flat"]
-    if not study.tuned:
+    if not study.tuned_at:
         flats += [arm.flat for arm in arms]
     return [Run(data=data, seed=seed, arm=arm) for seed in seeds for arm in dict.fromkeys((*flats, *arms))]
 
 
 def with_tuned_rates(study: Study, data: str, trials: Trials) -> Study:
-    """Returns the study at the learning rates with the best mean AUC on a tenth of the training rows.
+    """Returns the study at the learning rates of `Study.tuned_at` that were best on a tenth of the training rows.
 
-    Trains any missing run: each model, flat and in strided towers, at `TUNED_AT`, with two seeds outside the study.
+    Trains any missing run with two seeds outside the study: each model with towers in strided ones, each flat model,
+    and without replicas.
     """
-    best: dict[tuple[str, bool], tuple[float, float]] = {}
-    for model in dict.fromkeys(name for arm in study.arms for name in (FLAT[arm.model], arm.model)):
-        for is_flat in (True, False):
-            auc: dict[tuple[float, float], float] = {}
-            for sparse, dense in TUNED_AT:
-                arm = Arm(model=model, towers="strided", tuning=True, sparse=sparse, dense=dense)
-                runs = [Run(data=data, seed=seed, arm=arm.flat if is_flat else arm) for seed in TUNING_SEEDS]
-                trials.train(runs, f"{data}, rates of {model}")
-                auc[sparse, dense] = float(np.mean([trials.progress.records[run]["auc"] for run in runs]))
-            # The settings' rates stay unless others are better.
-            best[model, is_flat] = max(auc, key=lambda rates, auc=auc: (auc[rates], rates == (1.0, 1.0)))  # type: ignore[misc]
+    if not study.tuned_at:
+        return study
+    best: dict[Arm, tuple[float, float]] = {}
+    for arm in dict.fromkeys(map(_tuned_as, (*study.arms, *(baseline for _, baseline in study.comparisons)))):
+        found: dict[tuple[float, float], float] = {}
+        for sparse, dense in study.tuned_at:
+            runs = [Run(data=data, seed=s, arm=replace(arm, sparse=sparse, dense=dense)) for s in TUNING_SEEDS]
+            trials.train(runs, f"{data}, rates of {arm.name}")
+            found[sparse, dense] = float(np.mean([trials.progress.records[run][study.metric] for run in runs]))
+        # The first ones stay unless others are better.
+        best[arm] = max(found, key=found.__getitem__) if study.metric == "auc" else min(found, key=found.__getitem__)
 
     def at_best(arm: Arm) -> Arm:
-        sparse, dense = best[arm.model, arm.towers == "flat"]
+        sparse, dense = best[_tuned_as(arm)]
         return replace(arm, sparse=sparse, dense=dense)
 
     pairs = tuple((at_best(arm), at_best(baseline)) for arm, baseline in study.comparisons)
     return replace(study, arms=tuple(map(at_best, study.arms)), comparisons=pairs)
+
+
+def _tuned_as(arm: Arm) -> Arm:
+    """Returns the arm whose learning rates are chosen for this one."""
+    return replace(arm.flat if arm.towers == "flat" else replace(arm, towers="strided"), tuning=True)

@@ -18,6 +18,7 @@ from sklearn.metrics import log_loss, roc_auc_score
 from torch import Tensor, nn
 
 from benchmarks.study.data import Clicks
+from benchmarks.study.tables import ReplicaAdagrad, join_tables
 from dmt.partitioner import FeatureAffinity
 from dmt.plan.towers import TowerPlan
 from dmt.training.build import build_model, count_model
@@ -93,17 +94,24 @@ class Arm:
     """True if batches hold whole requests."""
     batch: int = 1
     """Factor of the batch size in the data set's settings."""
+    replicas: int = 0
+    """M, replicas of the tables under row-wise AdaGrad; 0: no replicas, and AdaGrad by element."""
+    moment_scale: float = 1.0
+    """c, by which the moments of replicas are divided."""
 
     @property
     def flat(self) -> Arm:
         """The flat model with which the arm is compared."""
         same = {"dim": self.dim, "sparse": self.sparse, "dense": self.dense, "tuning": self.tuning, "batch": self.batch}
-        return Arm(model=FLAT[self.model], by_request=self.by_request, **same)  # type: ignore[arg-type]
+        same |= {"by_request": self.by_request, "replicas": min(self.replicas, 1)}
+        return Arm(model=FLAT[self.model], **same)  # type: ignore[arg-type]
 
     @property
     def name(self) -> str:
-        """Model and towers, and batch and rates if they vary."""
-        varied = f", batch x {self.batch}, rates x {self.sparse:g}" if self.batch > 1 else ""
+        """Model and towers, and batch, rates, replicas and moment scale if they vary."""
+        varied = f", batch x {self.batch}" if self.batch > 1 else ""
+        varied += f", rates x {self.sparse:g}, {self.dense:g}" if (self.sparse, self.dense) != (1, 1) else ""
+        varied += f", M = {self.replicas}, c = {self.moment_scale:g}" if self.replicas else ""
         return f"{self.model}, {self.towers}{varied}"
 
 
@@ -187,55 +195,6 @@ def _seed_of(seed: int, name: str) -> int:
     return zlib.crc32(f"{seed}/{name}".encode())
 
 
-class _OneTable(nn.Module):
-    """Replaces a model's collection of tables by one table, so that a single lookup serves all their features.
-
-    Every sample has one id for each feature. Weights, tower modules and updates are those of the replaced tables; the
-    input is ids [B, F] of all features, including those that other tables look up.
-    """
-
-    def __init__(self, collection: Any, features: list[str]) -> None:
-        super().__init__()
-        self._before = [collection]  # in a list: not a submodule
-        weights = self._tables()
-        self._features = [name for name in features if name in weights]
-        sizes = torch.tensor([len(weights[name]) for name in self._features])
-        self.register_buffer("offsets", torch.cumsum(sizes, 0) - sizes, persistent=False)
-        places = torch.tensor([features.index(name) for name in self._features])
-        self.register_buffer("places", places, persistent=False)
-        self.embedding_bags = nn.Parameter(torch.cat([weights[name].detach() for name in self._features]))
-        self.towers = nn.ModuleList(tower.interaction for tower in getattr(collection, "towers", ()))
-
-    def forward(self, ids: Tensor) -> Any:
-        """Ids [B, F] int64 -> [B, N] by feature, or [B, sum O_t] of the towers."""
-        vectors = nn.functional.embedding(ids[:, self.places] + self.offsets, self.embedding_bags).unbind(1)
-        by_name = dict(zip(self._features, vectors, strict=True))
-        return torch.cat([tower(by_name) for tower in self.towers], dim=1) if len(self.towers) else by_name
-
-    def restored(self) -> Any:
-        """Returns the replaced collection, with the current weights."""
-        weights = self._tables()
-        parts = self.embedding_bags.detach().split([len(weights[name]) for name in self._features])
-        with torch.no_grad():
-            for name, part in zip(self._features, parts, strict=True):
-                weights[name].copy_(part)
-        return self._before[0]
-
-    def _tables(self) -> dict[str, Tensor]:
-        modules = self._before[0].named_modules()
-        bags = ((name.rpartition(".")[2], module) for name, module in modules if isinstance(module, nn.EmbeddingBag))
-        return {name.removeprefix("t_"): module.weight for name, module in bags}
-
-
-def _join_tables(model: Any, features: list[str]) -> dict[str, _OneTable]:
-    """Replaces a model's sparse_arch and outside_arch, in place, by one table each; returns the tables by attribute."""
-    collections = {name: getattr(model, name, None) for name in ("sparse_arch", "outside_arch")}
-    joined = {name: _OneTable(held, features) for name, held in collections.items() if held is not None}
-    for name, table in joined.items():
-        setattr(model, name, table)
-    return joined
-
-
 def train_and_test(
     data: str, arm: Arm, clicks: Clicks, seed: int, *, plan: TowerPlan | None, requests: Tensor | None = None
 ) -> tuple[nn.Module, dict[str, float]]:
@@ -246,8 +205,8 @@ def train_and_test(
     """
     job = job_of(data, arm, clicks, plan)
     model: Any = build_model_of_seed(job, seed)
-    joined = _join_tables(model, clicks.features)
-    metrics = fit(model, SETTINGS[data], arm, clicks, seed, requests=requests)
+    joined = join_tables(model, clicks.features)
+    metrics = _fit(model, SETTINGS[data], arm, clicks, seed, requests=requests)
     for name, table in joined.items():
         setattr(model, name, table.restored())
     size = count_model(job)
@@ -255,10 +214,10 @@ def train_and_test(
     return model, metrics | {"compression_ratio": round(size.compression_ratio, 4)}
 
 
-def fit(
-    model: nn.Module, settings: Settings, arm: Arm, clicks: Clicks, seed: int, *, requests: Tensor | None = None
+def _fit(
+    model: Any, settings: Settings, arm: Arm, clicks: Clicks, seed: int, *, requests: Tensor | None = None
 ) -> dict[str, float]:
-    """Trains a model (parameters named "embedding" by AdaGrad, others by Adam); returns its test metrics (`score`)."""
+    """Trains a model (tables by AdaGrad, all else by Adam); returns its test metrics (`score`)."""
     # The warm-up has the same number of rows at every batch size.
     warm_up = max(1, settings.warmup_steps // arm.batch)
     settings = replace(settings, batch_size=settings.batch_size * arm.batch)
@@ -266,10 +225,13 @@ def fit(
         [parameter for name, parameter in model.named_parameters() if ("embedding" in name) is is_table]
         for is_table in (True, False)
     )
-    optimizers = [
-        torch.optim.Adagrad(tables, lr=settings.sparse_lr * arm.sparse, eps=1e-8, fused=True),
-        torch.optim.Adam(dense, lr=settings.dense_lr * arm.dense, fused=True),
-    ]
+    sparse: dict[str, Any] = {"lr": settings.sparse_lr * arm.sparse, "eps": 1e-8}
+    if arm.replicas:
+        sparse |= {"num_replicas": arm.replicas, "moment_scale": arm.moment_scale}
+        adagrad: torch.optim.Optimizer = ReplicaAdagrad(model.sparse_arch, **sparse)
+    else:
+        adagrad = torch.optim.Adagrad(tables, fused=True, **sparse)
+    optimizers = [adagrad, torch.optim.Adam(dense, lr=settings.dense_lr * arm.dense, fused=True)]
     rates = [torch.optim.lr_scheduler.LambdaLR(o, lambda step: min(1.0, (step + 1) / warm_up)) for o in optimizers]
     for rows in row_order(len(clicks.train[2]), settings, seed, requests):
         numbers, ids, labels = (column[rows] for column in clicks.train)
@@ -279,14 +241,15 @@ def fit(
         for part in (*optimizers, *rates):
             part.step()
     model.eval()
-    return score(lambda rows: model(clicks.test[0][rows], clicks.test[1][rows]), clicks)
+    return score(model, clicks)
 
 
 @torch.no_grad()
-def score(predict: Any, clicks: Clicks) -> dict[str, float]:
-    """Returns AUC and normalized entropy on the test rows; ``predict(rows)`` returns the logits of some of them."""
-    labels = clicks.test[2]
-    logits = torch.cat([predict(rows).flatten() for rows in torch.arange(len(labels)).split(_TEST_BATCH)]).double()
+def score(model: nn.Module, clicks: Clicks) -> dict[str, float]:
+    """Returns AUC and normalized entropy on the test rows."""
+    dense, ids, labels = clicks.test
+    parts = torch.arange(len(labels)).split(_TEST_BATCH)
+    logits = torch.cat([model(dense[rows], ids[rows]).flatten() for rows in parts]).double()
     mean = labels.double().mean()
     entropy = -(mean * mean.log() + (1 - mean) * (1 - mean).log())
     loss = log_loss(labels.numpy(), torch.sigmoid(logits).numpy())

@@ -6,6 +6,7 @@ import json
 from dataclasses import replace
 from itertools import combinations, product
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,16 +20,14 @@ from benchmarks.steps.setting import Setting
 from benchmarks.study.__main__ import main
 from benchmarks.study.data import DRAWN, Clicks, read_clicks, without_test_rows, write_drawn
 from benchmarks.study.entities import bytes_once
-from benchmarks.study.replicas import ReplicaRun, gaps, grid, summary_of_pairs, tuned_rate
 from benchmarks.study.report import comparisons, costs
 from benchmarks.study.runs import OUTSIDE_SHARE, Progress, Run, Trials
-from benchmarks.study.simulation import ReplicaTables
 from benchmarks.study.statistics import compare_arms, holm
-from benchmarks.study.studies import STUDIES, runs_of
+from benchmarks.study.studies import STUDIES, runs_of, with_tuned_rates
+from benchmarks.study.tables import OneTable, ReplicaAdagrad, join_tables
 from benchmarks.study.train import (
     SETTINGS,
     Arm,
-    _join_tables,
     build_model_of_seed,
     bytes_across,
     bytes_outside,
@@ -164,7 +163,7 @@ def test_one_table_computes_what_many_do(model: str) -> None:
     for arm, towers in arms:
         plain = build_model_of_seed(job_of("hotel", arm, clicks, towers), seed=3)
         joined = build_model_of_seed(job_of("hotel", arm, clicks, towers), seed=3)
-        tables = _join_tables(joined, clicks.features)
+        tables = join_tables(joined, clicks.features)
         outside = () if towers is None else towers.outside
         dense, ids, labels = (column[:64] for column in clicks.train)
         batch = clicks.batch(clicks.train, torch.arange(64))
@@ -189,20 +188,20 @@ def test_one_table_computes_what_many_do(model: str) -> None:
 
 
 def test_runs_go_on_and_other_settings_are_refused(tmp_path: Path) -> None:
-    runs = [ReplicaRun(data="hotel", seed=seed, sparse_lr=0.1) for seed in range(3)]
+    runs = [Run(data="hotel", seed=seed, arm=Arm(model="dcn")) for seed in range(3)]
     trained = []
 
-    def train_one(run: ReplicaRun) -> dict[str, float]:
+    def train_one(run: Run) -> dict[str, float]:
         trained.append(run.seed)
         return {"ne": run.seed / 10}
 
     for some in (runs[:2], runs):
-        progress = Progress(tmp_path / "runs.jsonl", "a", lambda key: ReplicaRun(**key))
+        progress = Progress(tmp_path / "runs.jsonl", "a")
         progress.train(some, train_one)
     assert trained == [0, 1, 2]
     assert {run.seed: record["ne"] for run, record in progress.records.items()} == {0: 0.0, 1: 0.1, 2: 0.2}
     with pytest.raises(InputError, match="holds runs with settings other than"):
-        Progress(tmp_path / "runs.jsonl", "b", lambda key: ReplicaRun(**key))
+        Progress(tmp_path / "runs.jsonl", "b")
 
 
 @pytest.mark.parametrize("name", STUDIES)
@@ -290,17 +289,18 @@ def loss_of(embeddings: list[Tensor], step: int, part: slice = slice(None)) -> T
     return (torch.tanh(embeddings[0]) * embeddings[1] - target).square().sum(dim=1).mean()
 
 
-def start() -> dict[str, Tensor]:
+def tables_of() -> nn.ModuleDict:
     generator = torch.Generator().manual_seed(7)
-    return {f"t_{name}": torch.randn(rows, DIM, generator=generator) for name, rows in zip(FEATURES, ROWS, strict=True)}
+    bags = {
+        f"t_{name}": nn.EmbeddingBag(rows, DIM, mode="sum", _weight=torch.randn(rows, DIM, generator=generator))
+        for name, rows in zip(FEATURES, ROWS, strict=True)
+    }
+    return nn.ModuleDict({"embedding_bags": nn.ModuleDict(bags)})
 
 
 def written_out(num_replicas: int, scale: float, *, steps: int, lr: float) -> tuple[Tensor, Tensor]:
     """Algorithm 1 with M copies of every table."""
-    modules = [
-        nn.ModuleDict({"embedding_bags": nn.ModuleDict({n: nn.Embedding.from_pretrained(t, False) for n, t in tables})})
-        for tables in [[(name, table.clone()) for name, table in start().items()] for _ in range(num_replicas)]
-    ]
+    modules = [tables_of() for _ in range(num_replicas)]
     fused = {"optimizer": "exact_row_wise_adagrad", "learning_rate": lr, "eps": EPS}
     training = PlainTraining(modules, fused_params=fused, moment_scale=scale)
     size = BATCH // num_replicas
@@ -309,45 +309,38 @@ def written_out(num_replicas: int, scale: float, *, steps: int, lr: float) -> tu
             module.zero_grad()
             part = slice(m * size, (m + 1) * size)
             tables = module["embedding_bags"].values()
-            loss_of([table(ids_of(step)[part, f]) for f, table in enumerate(tables)], step, part).backward()
+            loss_of([table(ids_of(step)[part, f : f + 1]) for f, table in enumerate(tables)], step, part).backward()
         training.step()
     tables = training.tables[0].values()
     return torch.cat([t.weight.detach() for t in tables]), torch.cat([t.states[0].squeeze(1) for t in tables])
 
 
-def simulated(num_replicas: int, scale: float, *, steps: int, lr: float) -> ReplicaTables:
-    tables = ReplicaTables(start(), FEATURES, num_replicas=num_replicas, moment_scale=scale, eps=EPS)
-    for step in range(steps):
-        embeddings = tables(ids_of(step))
-        loss_of([embeddings[name] for name in FEATURES], step).backward()
-        tables.step(lr)
-    return tables
-
-
 @pytest.mark.parametrize(("num_replicas", "scale"), [(1, 1.0), (2, 1.0), (4, 3.0), (8, 8.0), (2, 0.5)])
 def test_one_copy_is_m_copies_written_out(num_replicas: int, scale: float) -> None:
     weight, moment = written_out(num_replicas, scale, steps=5, lr=0.1)
-    tables = simulated(num_replicas, scale, steps=5, lr=0.1)
-    torch.testing.assert_close(tables.weight, weight, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(tables.moment, moment, rtol=1e-5, atol=1e-7)
+    table = OneTable(tables_of(), FEATURES)
+    optimizer = ReplicaAdagrad(table, 0.1, num_replicas=num_replicas, moment_scale=scale, eps=EPS)
+    for step in range(5):
+        embeddings = table(ids_of(step))
+        loss_of([embeddings[name] for name in FEATURES], step).backward()
+        optimizer.step()
+    torch.testing.assert_close(table.embedding_bags.detach(), weight, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(optimizer.moment, moment, rtol=1e-5, atol=1e-7)
 
 
-def test_gaps_are_paired_by_seed_and_rate_and_the_tuned_rate_is_the_best() -> None:
-    runs = grid("hotel", 0.1, range(3)) + grid("hotel", 0.2, range(3))
-    ne = {r: (0.8 + 0.01 * r.seed) * (1 + r.sparse_lr) * (1 + 0.001 * (r.num_replicas - r.moment_scale)) for r in runs}
-    found = {
-        (r["sparse_lr"], r["num_replicas"], r["moment_scale"]): r for r in gaps(runs, {r: {"ne": ne[r]} for r in runs})
+def test_replicas_are_compared_with_one_at_the_rate_that_was_best_for_it() -> None:
+    trained: dict[Run, dict[str, float]] = {}
+
+    def train(runs: list[Run], title: str) -> None:
+        trained.update((run, {"ne": abs(run.arm.sparse - 7.5)}) for run in runs)
+
+    trials = SimpleNamespace(progress=SimpleNamespace(records=trained), train=train)
+    found = with_tuned_rates(STUDIES["replicas"], "hotel", trials)
+    assert {(run.arm.replicas, run.arm.tuning) for run in trained} == {(1, True)}
+    assert {(arm.sparse, arm.dense, baseline) for arm, baseline in found.comparisons} == {
+        (8.0, 1.0, Arm(model="dlrm", replicas=1, sparse=8.0))
     }
-    assert len(found) == 2 * 12
-    assert found[0.1, 8, 1.0]["median"] == pytest.approx(0.7)
-    assert found[0.2, 8, 8.0]["median"] == pytest.approx(0.0, abs=1e-9)
-    tuning = [ReplicaRun(data="hotel", seed=s, sparse_lr=lr, tuning=True) for lr in (0.05, 0.1, 0.2) for s in (1, 2)]
-    assert tuned_rate({run: {"ne": abs(run.sparse_lr - 0.11) + 0.1 * run.seed} for run in tuning}, "hotel") == 0.1
-
-
-def test_summary_by_hand() -> None:
-    found = summary_of_pairs([1.0, 2.0, 6.0, -1.0])
-    assert (found["median"], found["mean"], found["num_above"]) == (1.5, 2.0, 3)
-    # t with 3 degrees of freedom: its 97.5 % quantile is 3.18245.
-    assert found["half_width"] == pytest.approx(3.18245 * np.sqrt(26 / 3) / 2, rel=1e-5)
-    assert summary_of_pairs([0.0, 0.0])["p"] == 1.0
+    assert len(found.arms) == 12
+    _, plain = train_and_test("hotel", Arm(model="dlrm", replicas=1), clicks_of(), 0, plan=None)
+    _, two = train_and_test("hotel", Arm(model="dlrm", replicas=2, moment_scale=2.0), clicks_of(), 0, plan=None)
+    assert plain["ne"] != two["ne"] == pytest.approx(plain["ne"], rel=0.1)
