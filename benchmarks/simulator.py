@@ -24,6 +24,7 @@ from benchmarks.steps.build import own_tables, own_topology, own_towers, tower_s
 from benchmarks.steps.contenders import Contender, named
 from benchmarks.steps.inputs import benchmark_tables, distinct_rows
 from benchmarks.steps.setting import Setting
+from dmt.errors import InputError
 from dmt.models.complexity import CRITEO_DENSE_FEATURES
 from dmt.simulator.cluster import Cluster, load_cluster
 from dmt.training.config import TrainingConfig
@@ -31,7 +32,7 @@ from dmt.training.data.config import DataConfig
 from dmt.training.job import Job, make_job
 from dmt.training.step_prediction import predict_step
 
-__all__ = ["job_of", "main"]
+__all__ = ["job_of", "main", "setting_of"]
 
 _RESULTS = Path(__file__).parent / "results"
 _STEPS = _RESULTS / "replica_steps.json"
@@ -94,12 +95,11 @@ def predictions(runs: Sequence[Mapping[str, Any]], clusters: Mapping[str, Cluste
     steps: dict[tuple[str, str], list[float]] = {}
     found: dict[tuple[str, str], float] = {}
     for run in runs:
-        setting = Setting(**run["setting"])
+        setting = setting_of(run)
         if cluster_name(setting) not in clusters:
             continue
-        requests = f", requests of {setting.group}" if setting.group > 1 else ""
         rows = "" if setting.rows_cap == 40_000 else f", {setting.rows_cap:,} rows"
-        name = f"{cluster_name(setting)}, B={setting.batch_size}{rows}, {setting.ids} ids{requests}"
+        name = f"{cluster_name(setting)}, B={setting.batch_size}{rows}, {setting.ids} ids"
         for entry in run["contenders"]:
             key, job = (name, entry["name"]), job_of(named(entry["name"]), setting)
             if job is None:
@@ -107,6 +107,14 @@ def predictions(runs: Sequence[Mapping[str, Any]], clusters: Mapping[str, Cluste
             steps.setdefault(key, []).extend(step["seconds"] for step in entry["steps"])
             found[key] = predict_step(job, clusters[cluster_name(setting)]).seconds
     return [Row(*key, statistics.median(steps[key]), predicted) for key, predicted in found.items()]
+
+
+def setting_of(run: Mapping[str, Any]) -> Setting:
+    """Returns the setting of a run; older records also have the sizes of requests and histories, which are gone."""
+    sizes = dict(run["setting"])
+    if sizes.pop("group", 1) > 1 or sizes.pop("history", 0) > 0:
+        raise InputError(f"The run at {run['setting']} has requests or histories. Leave its record out of --steps.")
+    return Setting(**sizes)
 
 
 def cluster_name(setting: Setting) -> str:
@@ -163,7 +171,7 @@ def main(*, clusters: Path, is_measured: bool, steps: Sequence[Path], out: Path)
     runs = [run for path in steps for run in json.loads(path.read_text())["runs"]]
     known = {}
     for run in runs:
-        name = cluster_name(Setting(**run["setting"]))
+        name = cluster_name(setting_of(run))
         file = clusters / f"{name}.toml"
         if is_measured and not file.exists():
             measure(run["setting"], file)

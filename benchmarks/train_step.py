@@ -107,8 +107,6 @@ def about_job(command: str) -> dict[str, Any]:
 @click.option("--seed", type=click.IntRange(0), default=0, help="Seed of weights, batches and order.")
 @click.option("--rows-cap", type=click.IntRange(1), default=40_000, help="Most rows of a table.")
 @click.option("--ids", type=click.Choice(get_args(Ids)), default="skewed", help="As skewed as Criteo's ids, or even.")
-@click.option("--group", type=click.IntRange(1), default=1, help="Samples of a request, which share the user's ids.")
-@click.option("--history", type=click.IntRange(0), multiple=True, default=[0], help="Ids of a history; a job for each.")
 @click.option("--contenders", multiple=True, default=["*"], help="Name or pattern; may be given several times.")
 @click.option("--list", "only_list", is_flag=True, help="Print the names of contenders and stop.")
 @click.option("--out", type=click.Path(path_type=Path, dir_okay=False), default=Path("runs/train_step.json"))
@@ -116,7 +114,6 @@ def main(
     *,
     hosts: tuple[int, ...],
     mbit: tuple[float, ...],
-    history: tuple[int, ...],
     contenders: tuple[str, ...],
     only_list: bool,
     out: Path,
@@ -127,8 +124,8 @@ def main(
         click.echo("\n".join(CONTENDERS))
         return
     try:
-        common, each = {"batch_size": sizes.pop("batch"), **sizes}, product(mbit or (None,), hosts, history)
-        settings = [Setting(mbit_per_s=rate, hosts=number, history=length, **common) for rate, number, length in each]
+        common, each = {"batch_size": sizes.pop("batch"), **sizes}, product(mbit or (None,), hosts)
+        settings = [Setting(mbit_per_s=rate, hosts=number, **common) for rate, number in each]
         runs = [run_setting(setting, select(contenders), out) for setting in settings]
     except InputError as error:
         raise click.UsageError(str(error)) from error

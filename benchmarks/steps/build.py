@@ -21,10 +21,10 @@ from benchmarks.steps.contenders import EMBEDDING_DIM, Contender
 from benchmarks.steps.flat import (
     SmallTables,
     flat_plan,
-    flat_sharders,
+    flat_sharder,
     startable_on_cpu,
     tower_plan_by_hand,
-    tower_sharders,
+    tower_sharder,
 )
 from benchmarks.steps.inputs import Batches, access_profile, benchmark_tables, distinct_rows
 from benchmarks.steps.setting import Setting
@@ -45,7 +45,6 @@ from dmt.errors import InputError
 from dmt.hot_rows.runtime import HotRows
 from dmt.models import DLRM, DMTDLRM, DMTDLRMProducts, flat_sparse_arch, tower_sparse_arch
 from dmt.models.complexity import CRITEO_DENSE_FEATURES
-from dmt.models.dense import ModelOptions
 from dmt.plan.tables import TableSpec, feature_names
 from dmt.sharding.costs import StepWorkload
 from dmt.sharding.outside import CrossingCosts, choose_outside
@@ -126,15 +125,11 @@ def build_plain(contender: Contender, setting: Setting, *, tables_device: str | 
         tables_device: ``"meta"`` for tables that only sharded ranks will hold; dense parts have their weights, as
             TorchRec's tower sharder needs.
     """
-    # With histories, the over arch of DIN (arXiv 1706.06978, Figure 2).
-    sizes = {"dense_arch_layer_sizes": (64,), "over_arch_layer_sizes": (200, 80, 1)} if setting.history else {}
-    options = ModelOptions(**sizes)  # type: ignore[arg-type]
     if not contender.has_towers:
         return ClickTask(
             DLRM(
                 tables=benchmark_tables(setting),
                 dense_in_features=CRITEO_DENSE_FEATURES,
-                options=options,
                 make_sparse_arch=lambda tables, _: flat_sparse_arch(tables, tables_device),
             )
         )
@@ -145,7 +140,6 @@ def build_plain(contender: Contender, setting: Setting, *, tables_device: str | 
             tower_plan=own_towers(contender, setting),
             dense_in_features=CRITEO_DENSE_FEATURES,
             **tower_sizes(contender, setting),
-            options=options,
             make_sparse_arch=lambda tables, plan, modules, _: tower_sparse_arch(tables, plan, modules, tables_device),
         )
     )
@@ -168,18 +162,16 @@ def build_contender(contender: Contender, setting: Setting, meshes: Meshes, batc
     sharders: Sequence[Any]
     topology = mesh = None
     if contender.family == "flat":
-        sharders = flat_sharders(contender, fused)
-        plan = flat_plan(contender, setting, model, sharders)
+        sharders = [flat_sharder(contender, fused)]
+        plan = flat_plan(contender, setting, model, sharders[0])
     elif contender.family == "etc":
-        sharders = tower_sharders(contender, fused)
+        sharders = [tower_sharder(contender, fused)]
         plan = tower_plan_by_hand(contender, setting, model, sharders[0])
     else:
         topology = own_topology(contender, setting)
         mesh = meshes.get(topology)
         sharders = own_sharders(contender, mesh, own_towers(contender, setting), fused)
-        pairs = [pair for table in benchmark_tables(setting) for pair in table.sequences]
-        lengths = {sequence: float(setting.history) for sequence, _ in pairs}
-        workload = StepWorkload(batch_size=setting.batch_size, pooling_factors=lengths)
+        workload = StepWorkload(batch_size=setting.batch_size)
         plan = TowerShardingPlanner(topology, workload=workload, hot_rows=contender.hot_rows).plan(model, sharders)
     cpu = torch.device("cpu")
     with startable_on_cpu() if contender.family == "etc" else nullcontext():
@@ -192,8 +184,7 @@ def build_contender(contender: Contender, setting: Setting, meshes: Meshes, batc
         )
     if contender.micro_batches > 1:
         run_in_micro_batches(sharded.module.model, contender.micro_batches)
-    is_flat = contender.family == "flat"
-    small_tables = SmallTables(sharded.module.model.sparse_arch, fused) if is_flat and not setting.history else None
+    small_tables = SmallTables(sharded.module.model.sparse_arch, fused) if contender.family == "flat" else None
     optimizer = build_optimizer(OPTIMIZER, sharded)
     hot_rows = None
     if contender.hot_rows and mesh is not None:
@@ -254,15 +245,10 @@ def own_sharders(
 
 
 def own_tables(contender: Contender, setting: Setting) -> list[TableSpec]:
-    """Returns the tables of a model; those outside towers have D columns, like the vectors that leave towers.
-
-    All tables in a tower with histories are looked up id by id.
-    """
+    """Returns the tables of a model; those outside towers have D columns, like the vectors that leave towers."""
     tables, dim = benchmark_tables(setting), tower_sizes(contender, setting)["tower_dim"]
-    towers = own_towers(contender, setting)
-    outside = towers.outside_tables(tables)
-    by_id = [t for held in towers.tables_by_tower(tables) if any(t.sequences for t in held) for t in held]
-    return [replace(t, embedding_dim=dim if t in outside else t.embedding_dim, is_sequence=t in by_id) for t in tables]
+    outside = own_towers(contender, setting).outside_tables(tables)
+    return [replace(table, embedding_dim=dim) if table in outside else table for table in tables]
 
 
 def tower_sizes(contender: Contender, setting: Setting) -> dict[str, int]:

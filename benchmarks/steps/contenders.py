@@ -80,7 +80,6 @@ def _flat() -> Iterator[Contender]:
         *((f"flat-{short}-dp15000", scheme, 15_000) for short, scheme in (("tw", "table_wise"), ("cw", "column_wise"))),
         ("flat-tw+vbe", "table_wise", 0),
         ("flat-planner", "planner", 0),
-        ("flat-rw", "row_wise", 0),
     ]
     for base, scheme, rows in schemes:
         for precision, half in (("fp32", ""), ("fp16", "+fp16")):

@@ -18,7 +18,6 @@ import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from torchrec.distributed import embedding_tower_sharding
-from torchrec.distributed.embedding import EmbeddingCollectionSharder
 from torchrec.distributed.embedding_tower_sharding import EmbeddingTowerCollectionSharder
 from torchrec.distributed.embedding_types import EmbeddingComputeKernel
 from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
@@ -45,38 +44,30 @@ from dmt.plan.tables import NUMBER_BYTES
 from dmt.sharding.data_parallel import DataParallelOptimizer
 
 __all__ = [
-    *("SmallTables", "flat_plan", "flat_sharders", "most_data_parallel_rows", "startable_on_cpu"),
-    *("tower_plan_by_hand", "tower_sharders"),
+    *("SmallTables", "flat_plan", "flat_sharder", "most_data_parallel_rows", "startable_on_cpu"),
+    *("tower_plan_by_hand", "tower_sharder"),
 ]
 
 Generator = Callable[..., Any]
 
 
-def flat_sharders(contender: Contender, fused_params: dict[str, Any]) -> list[Any]:
-    """Returns TorchRec's sharders of flat collections: of bags, and of histories.
-
-    They leave out ``use_index_dedup``, which sends each distinct id of histories once: it has no kernel on CPUs.
-    """
-    options: dict[str, Any] = {"fused_params": fused_params, "qcomm_codecs_registry": _codecs(contender)}
-    return [EmbeddingBagCollectionSharder(**options), EmbeddingCollectionSharder(**options)]
+def flat_sharder(contender: Contender, fused_params: dict[str, Any]) -> Any:
+    """Returns TorchRec's sharder of flat collections."""
+    return EmbeddingBagCollectionSharder(fused_params=fused_params, qcomm_codecs_registry=_codecs(contender))
 
 
-def flat_plan(contender: Contender, setting: Setting, model: nn.Module, sharders: Sequence[Any]) -> ShardingPlan:
+def flat_plan(contender: Contender, setting: Setting, model: nn.Module, sharder: Any) -> ShardingPlan:
     """Returns the sharding plan of a flat contender.
 
     Args:
         contender: a contender of the flat family.
         setting: sizes of the job.
         model: `ClickTask` of a DLRM.
-        sharders: the sharders from `flat_sharders`.
+        sharder: the sharder from `flat_sharder`.
     """
-    plans = {
-        name: _plan_by_hand(module, _flat_schemes(contender, setting, module, sharder), setting, sharder)
-        for name, module in model.named_modules()
-        for sharder in sharders
-        if type(module) is sharder.module_type
-    }
-    return ShardingPlan(plan=plans)
+    collection: Any = model.model.sparse_arch  # type: ignore[union-attr]
+    schemes = _flat_schemes(contender, setting, collection, sharder)
+    return ShardingPlan(plan={"model.sparse_arch": _plan_by_hand(collection, schemes, setting, sharder)})
 
 
 def _flat_schemes(
@@ -204,8 +195,6 @@ def _codecs(contender: Contender) -> dict[str, Any] | None:
 
 def _scheme(scheme: str, table: int, setting: Setting) -> Generator:
     """Returns the generator of the sharding of table number ``table``."""
-    if scheme == "row_wise":
-        return row_wise()
     first = table % setting.hosts * setting.ranks_per_host
     slot = table // setting.hosts
     if scheme == "table_wise":
@@ -238,9 +227,9 @@ def _without_device_ids(*, device_ids: Any = None, **arguments: Any) -> Distribu
     return DistributedDataParallel(**arguments)
 
 
-def tower_sharders(contender: Contender, fused_params: dict[str, Any]) -> list[Any]:
-    """Returns TorchRec's sharder of tower collections, in a list."""
-    return [EmbeddingTowerCollectionSharder(fused_params=fused_params, qcomm_codecs_registry=_codecs(contender))]
+def tower_sharder(contender: Contender, fused_params: dict[str, Any]) -> Any:
+    """Returns TorchRec's sharder of tower collections."""
+    return EmbeddingTowerCollectionSharder(fused_params=fused_params, qcomm_codecs_registry=_codecs(contender))
 
 
 def tower_plan_by_hand(contender: Contender, setting: Setting, model: nn.Module, sharder: Any) -> ShardingPlan:

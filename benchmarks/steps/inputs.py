@@ -7,12 +7,6 @@
                 in a table with fewer rows than Criteo's, popularity ranks are mapped to rows modulo their number
 ``uniform``     distributed evenly
 ==============  ======================================================================================================
-
-With ``history`` = L there are only the four features with the most rows, and two of them have a history: L ids of the
-same table, to which the feature's id attends.
-
-With ``group`` = R samples come in runs of R, like the candidates of a request: C1, C3, ..., C25 describe the user and
-are equal within a run, the others describe the items.
 """
 
 from __future__ import annotations
@@ -43,18 +37,9 @@ _SPREAD = 2_654_435_761
 
 
 def benchmark_tables(setting: Setting) -> list[TableSpec]:
-    """Returns Criteo's 26 tables, or the 4 of a model with histories, with Criteo-Kaggle's rows up to ``rows_cap``."""
-    tables = criteo_1tb_tables(EMBEDDING_DIM)
-    cut = [replace(tables[i], num_embeddings=min(CRITEO_KAGGLE_ROWS[i], setting.rows_cap)) for i in _places(setting)]
-    for i, table in enumerate(cut[:2] if setting.history else ()):
-        (target,) = table.feature_names
-        cut[i] = replace(table, feature_names=(target, f"{target}s"), sequences=((f"{target}s", target),))
-    return cut
-
-
-def _places(setting: Setting) -> Sequence[int]:
-    """Returns the indices of the tables among Criteo's, those with histories first."""
-    return (2, 11, 20, 15) if setting.history else range(len(CRITEO_KAGGLE_ROWS))
+    """Returns Criteo's 26 tables, with Criteo-Kaggle's rows up to ``rows_cap``."""
+    tables = zip(criteo_1tb_tables(EMBEDDING_DIM), CRITEO_KAGGLE_ROWS, strict=True)
+    return [replace(table, num_embeddings=min(rows, setting.rows_cap)) for table, rows in tables]
 
 
 def random_batch(setting: Setting, batch_size: int, step: int, rank: int) -> ClickBatch:
@@ -62,17 +47,9 @@ def random_batch(setting: Setting, batch_size: int, step: int, rank: int) -> Cli
     tables = benchmark_tables(setting)
     mixed = np.random.SeedSequence((setting.seed, step, rank)).generate_state(1)[0]
     generator = torch.Generator().manual_seed(int(mixed))
-    values, lengths = [], []
-    for i, table in zip(_places(setting), tables, strict=True):
-        run = setting.group if i % 2 == 0 else 1
-        for feature in table.feature_names:
-            length = setting.history if feature in dict(table.sequences) else 1
-            ids = _ids(setting, i, table.num_embeddings, -(-batch_size // run) * length, generator)
-            values.append(ids.view(-1, length).repeat_interleave(run, dim=0)[:batch_size].flatten())
-            lengths.append(torch.full((batch_size,), length, dtype=torch.int32))
-    ids = KeyedJaggedTensor(
-        keys=feature_names(tables), values=torch.cat(values), lengths=torch.cat(lengths), stride=batch_size
-    )
+    values = [_ids(setting, i, table.num_embeddings, batch_size, generator) for i, table in enumerate(tables)]
+    lengths = torch.ones(batch_size * len(tables), dtype=torch.int32)
+    ids = KeyedJaggedTensor(keys=feature_names(tables), values=torch.cat(values), lengths=lengths, stride=batch_size)
     return ClickBatch(
         dense_features=torch.randn(batch_size, CRITEO_DENSE_FEATURES, generator=generator),
         sparse_features=ids,
@@ -85,7 +62,7 @@ def access_profile(setting: Setting) -> AccessProfile:
     """Returns the job's accesses in 25 steps, on other ids than those of training; the same on all ranks."""
     tables, size = benchmark_tables(setting), 25 * setting.batch_size * setting.world_size
     profile, generator = AccessProfile(tables), torch.Generator().manual_seed(setting.seed + 1)
-    for i, table in zip(_places(setting), tables, strict=True):
+    for i, table in enumerate(tables):
         ids = _ids(setting, i, table.num_embeddings, size, generator)
         profile.add({feature: ids.numpy() for feature in table.feature_names}, num_samples=0)
     profile.num_samples = size

@@ -123,14 +123,11 @@ def host_shares(plan: ShardingPlan, setting: Setting, *, unique: bool = False) -
 def needed_by(built: Built, setting: Setting) -> dict[str, int] | None:
     """Returns the bytes that a contender must send across hosts in a step, by kind, for the first batch of the pool.
 
-    Returns None with replicas, whose averaging is not counted at the collectives either, and zeros with histories, for
-    which `tests.dmt.test_sequences` computes the bytes.
+    Returns None with replicas.
     """
     contender = built.contender
     if contender.num_replicas > 1:
         return None
-    if setting.history:
-        return dict.fromkeys(("ids", "forward", "backward", "dense"), 0)
     if contender.family in ("flat", "etc"):
         shares = host_shares(built.plan, setting, unique=contender.unique)
     else:

@@ -81,9 +81,7 @@ def setting_words(setting: Mapping[str, Any]) -> str:
     rate = "unlimited link" if setting["mbit_per_s"] is None else f"{setting['mbit_per_s']:g} Mbit/s"
     hosts, ranks = (f"{setting[of]} {of[:4]}{'s' * (setting[of] > 1)}" for of in ("hosts", "ranks_per_host"))
     ids = f", {setting['ids']} ids" if "ids" in setting else ""
-    requests = f", requests of {setting['group']}" if setting.get("group", 1) > 1 else ""
-    histories = f", two histories of {setting['history']}" if setting.get("history") else ""
-    return f"{hosts} x {ranks}, {rate}, local batch {setting['batch_size']:,}{ids}{requests}{histories}"
+    return f"{hosts} x {ranks}, {rate}, local batch {setting['batch_size']:,}{ids}"
 
 
 def goals_table(runs: Sequence[Run], *, cores: int) -> str:

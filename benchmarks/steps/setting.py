@@ -48,19 +48,14 @@ class Setting:
     """Largest number of rows of a table; eight of Criteo-Kaggle's tables have more than the default."""
     ids: Ids = "skewed"
     """Distribution of the ids (`benchmarks.steps.inputs`)."""
-    group: int = 1
-    """R, number of samples of a request, which share the ids of C1, C3, ..., C25."""
-    history: int = 0
-    """Number of ids in each of a sample's two histories, beside four ids; 0: Criteo's 26 ids and no history."""
 
     def __post_init__(self) -> None:
-        at_least_one = ("hosts", "ranks_per_host", "batch_size", "rounds", "steps_per_turn", "rows_cap", "group")
+        at_least_one = ("hosts", "ranks_per_host", "batch_size", "rounds", "steps_per_turn", "rows_cap")
         for name in at_least_one:
             if getattr(self, name) < 1:
                 raise InputError(f"Setting: {name}={getattr(self, name)!r} must be at least 1.")
-        for name in ("warm_up_rounds", "history"):
-            if getattr(self, name) < 0:
-                raise InputError(f"Setting: {name}={getattr(self, name)!r} must not be negative.")
+        if self.warm_up_rounds < 0:
+            raise InputError(f"Setting: warm_up_rounds={self.warm_up_rounds!r} must not be negative.")
         if self.mbit_per_s is not None and self.mbit_per_s <= 0:
             raise InputError(f"Setting: mbit_per_s={self.mbit_per_s!r} must be positive, or None for no limit.")
         if self.world_size < 2:

@@ -15,12 +15,12 @@ import pytest
 import torch
 from click.testing import CliRunner
 
-from benchmarks.simulator import _RESULTS, job_of
+from benchmarks.simulator import _RESULTS, job_of, setting_of
 from benchmarks.steps.build import OPTIMIZER, build_plain, own_topology, own_towers, tower_sizes
 from benchmarks.steps.check import check_losses
 from benchmarks.steps.contenders import CONTENDERS, named, select
 from benchmarks.steps.criteo_ids import CRITEO_KAGGLE_ROWS, IDS_FILE, IdSkew, criteo_skews
-from benchmarks.steps.flat import flat_plan, flat_sharders, most_data_parallel_rows, tower_plan_by_hand, tower_sharders
+from benchmarks.steps.flat import flat_plan, flat_sharder, most_data_parallel_rows, tower_plan_by_hand, tower_sharder
 from benchmarks.steps.inputs import benchmark_tables, distinct_inputs, random_batch
 from benchmarks.steps.measure import Clocks, Turn
 from benchmarks.steps.measured import KINDS
@@ -42,9 +42,8 @@ def plan_of(name, setting):
     contender = named(name)
     model = build_plain(contender, setting, tables_device="meta")
     if contender.family == "flat":
-        return flat_plan(contender, setting, model, flat_sharders(contender, fused_params(OPTIMIZER)))
-    (sharder,) = tower_sharders(contender, fused_params(OPTIMIZER))
-    return tower_plan_by_hand(contender, setting, model, sharder)
+        return flat_plan(contender, setting, model, flat_sharder(contender, fused_params(OPTIMIZER)))
+    return tower_plan_by_hand(contender, setting, model, tower_sharder(contender, fused_params(OPTIMIZER)))
 
 
 def test_contenders_are_chosen_by_name_and_pattern() -> None:
@@ -64,9 +63,8 @@ def test_contenders_are_chosen_by_name_and_pattern() -> None:
     ("changes", "message"),
     [
         ({"ids": "zipf"}, r"ids='zipf' is unknown; use one of \['skewed', 'uniform'\]"),
-        ({"group": 0}, r"group=0 must be at least 1"),
+        ({"hosts": 0}, r"hosts=0 must be at least 1"),
         ({"warm_up_rounds": -1}, r"warm_up_rounds=-1 must not be negative"),
-        ({"history": -1}, r"history=-1 must not be negative"),
         ({"mbit_per_s": 0}, r"mbit_per_s=0 must be positive"),
         ({"hosts": 1, "ranks_per_host": 1}, r"hosts=1, ranks_per_host=1 is a single rank"),
     ],
@@ -202,20 +200,11 @@ def test_a_skew_is_what_it_expects() -> None:
     assert len(criteo_skews()) == len(CRITEO_KAGGLE_ROWS) == 26
 
 
-def test_samples_of_a_request_share_the_users_ids() -> None:
-    ids = ids_of(Setting(batch_size=1001, group=8, ids="uniform"))
-    runs = ids[:, :1000].unflatten(1, (125, 8))
-    same = (runs == runs[:, :, :1]).all(dim=2)
-    assert bool(same[::2].all())
-    large = [i for i, rows in enumerate(CRITEO_KAGGLE_ROWS) if rows > 1000 and i % 2 == 1]
-    assert not bool(same[large].any())
-
-
 def test_distinct_inputs_by_hand() -> None:
-    setting = Setting(batch_size=64, group=4)
+    setting = Setting(batch_size=64)
     ids = [ids_of(setting, rank=rank) for rank in range(4)]
     of_others = [len({*ids[rank][2].tolist()}) for rank in (2, 3)]
-    assert distinct_inputs(setting, ["C3"], 0) == sum(of_others) <= 2 * 64 / 4
+    assert distinct_inputs(setting, ["C3"], 0) == sum(of_others)
     pairs = [{*zip(ids[rank][2].tolist(), ids[rank][3].tolist(), strict=True)} for rank in (0, 1)]
     assert distinct_inputs(setting, ["C3", "C4"], 1) == sum(len(of_rank) for of_rank in pairs)
 
@@ -242,7 +231,7 @@ def turn(*seconds: float, uplink: int | None = None, peak: int | None = None) ->
 
 def test_what_unique_sends_is_predicted_as_it_was_measured() -> None:
     run = next(run for run in json.loads((_RESULTS / "steps.json").read_text())["runs"] if run["part"] == "main")
-    sent, setting = {e["name"]: e["traffic"]["forward"] for e in run["contenders"]}, Setting(**run["setting"])
+    sent, setting = {e["name"]: e["traffic"]["forward"] for e in run["contenders"]}, setting_of(run)
     for name in ("sptt", "sptt+unique", "sptt+prefetch+hier+mb4+unique+rank-towers+outside"):
         assert work_of(job_of(named(name), setting)).sent["peer_outputs"].uplink == pytest.approx(sent[name], rel=0.01)
     assert job_of(named("dmt-cr2+unique"), setting) is None, "not counted by tower"
@@ -338,16 +327,6 @@ def test_a_small_job_of_each_family(tmp_path: Path) -> None:
     same = found["sptt+prefetch+hier+mb4+unique+rank-towers+outside"]
     assert same["needed"]["dense"] > found["sptt"]["needed"]["dense"]
     assert sum(map(same["traffic"].get, KINDS)) == pytest.approx(sum(same["needed"].values()), rel=1e-2)
-
-
-@pytest.mark.ranks
-def test_only_ids_grow_with_histories_in_towers(tmp_path: Path) -> None:
-    length = 7
-    found = run_of(["flat-cw+prefetch", "flat-rw+prefetch", "dmt-cr2"], tmp_path, history=length)
-    # Of 16 samples a rank, those of the other host's two tables: an item and its history, and a bag.
-    assert found["flat-cw+prefetch"]["traffic"]["forward"] == 4 * 16 * 128 * 4 * (1 + length + 1)
-    for kind in ("forward", "backward"):
-        assert found["dmt-cr2"]["traffic"][kind] == 4 * 16 * 64 * 4 * 3
 
 
 def test_replicas_divide_the_ranks_of_a_host() -> None:
