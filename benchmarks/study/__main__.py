@@ -2,10 +2,10 @@
 
     OMP_NUM_THREADS=1 python -m benchmarks.study interactions --data DIR --set flights --set hotel
 
-DIR has ``flights.parquet``, ``hotel.parquet`` or ``census.parquet``; ``planted`` and ``madelon`` are
-generated. All models of a seed start from the same weights in the parts that they share, and train on the same rows in
-the same order; no arm is trained or tuned on test rows. A rerun continues where the last one stopped. ``--quick`` is a
-smoke test whose numbers mean nothing.
+DIR has ``flights.parquet``, ``hotel.parquet`` or ``census.parquet``; ``planted`` is generated. All models of a seed
+start from the same weights in the parts that they share, and train on the same rows in the same order; no arm is
+trained or tuned on test rows. A rerun continues where the last one stopped. ``--quick`` is a smoke test whose numbers
+mean nothing.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Data sets of the studies, in memory: three public ones, and two generated ones whose interactions are known.
+"""Data sets of the studies, in memory: three public ones, and a generated one whose interactions are known.
 
 Legend: R rows, D dense columns, F features, N embedding dim.
 """
@@ -13,7 +13,6 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
@@ -21,14 +20,13 @@ from dmt.errors import InputError
 from dmt.plan.tables import TableSpec
 from dmt.training.data.batch import ClickBatch
 from dmt.training.data.config import SyntheticConfig
-from dmt.training.data.synthetic import BLOCK_ROWS, SyntheticClicks
+from dmt.training.data.synthetic import SyntheticClicks
 
-__all__ = ["DRAWN", "Clicks", "Part", "read_clicks", "without_test_rows", "write_drawn"]
+__all__ = ["Clicks", "Part", "read_clicks", "without_test_rows", "write_planted"]
 
 Part = tuple[Tensor, Tensor, Tensor]
 """Dense [R, D] float32, ids [R, F] int64, labels [R] float32."""
-DRAWN = ("planted", "madelon")
-_BLOCKS, _TEST_SHARE, _FEATURES, _PIECES = 80, 0.2, 16, 32
+_BLOCKS, _TEST_SHARE = 80, 0.2
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,45 +108,21 @@ def without_test_rows(clicks: Clicks, *, parts: int) -> Clicks:
     return replace(clicks, train=train, test=test)  # type: ignore[arg-type]
 
 
-def write_drawn(name: str, path: Path) -> None:
-    """Writes one of `DRAWN`, with fixed seeds, as a Parquet file of 81,920 rows, of which about a fifth are test rows.
+def write_planted(path: Path) -> None:
+    """Writes 81,920 rows of the trainer's generator, with fixed seeds, of which about a fifth are test rows.
 
-    ``planted``: the trainer's generator, with 16 independent features of 50 ids in four groups; features of a group
-    interact in pairs. ``madelon``: scikit-learn's `make_classification` (Guyon 2003), with clusters on the corners of a
-    cube, so that its 5 informative columns interact, and 11 columns of noise; each column is cut into 32 equal bins.
+    Their 16 features of 50 ids are independent and in four groups; features of a group interact in pairs.
     """
-    ids, dense, labels = {"planted": _planted, "madelon": _madelon}[name]()
-    test = np.random.default_rng(1).random(len(labels)) < _TEST_SHARE
-    columns = {f"c_{i + 1}": [str(value) for value in column] for i, column in enumerate(ids.T)}
-    columns |= {f"d_{i + 1}": column.tolist() for i, column in enumerate(dense.T)}
-    rest = {"label": labels.astype(np.int8).tolist(), "split": np.where(test, "test", "train").tolist()}
-    pq.write_table(pa.table(columns | rest), path)
-
-
-def _planted() -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]:
-    config = SyntheticConfig(num_features=_FEATURES, num_groups=4, rows_per_table=50, num_dense=2)
+    config = SyntheticConfig(num_features=16, num_groups=4, rows_per_table=50, num_dense=2)
     clicks = SyntheticClicks(config, correlation=0.0)
     rows = pa.concat_tables([clicks.draw("train", block) for block in range(_BLOCKS)])
     ids, dense = (
         np.stack([rows.column(name).to_numpy() for name in names], axis=1)
         for names in (clicks.feature_names, clicks.dense_names)
     )
-    return ids, dense, rows.column("label").to_numpy().astype(np.float32)
-
-
-def _madelon() -> tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32]]:
-    from sklearn.datasets import make_classification
-
-    values, labels = make_classification(
-        n_samples=_BLOCKS * BLOCK_ROWS,
-        n_features=_FEATURES,
-        n_informative=5,
-        n_redundant=0,
-        n_clusters_per_class=16,
-        flip_y=0.1,
-        class_sep=1.0,
-        random_state=0,
-    )
-    order = values.argsort(axis=0).argsort(axis=0)
-    dense = np.random.default_rng(0).normal(size=(len(labels), 1)).astype(np.float32)
-    return order * _PIECES // len(labels), dense, labels.astype(np.float32)
+    labels = rows.column("label").to_numpy()
+    test = np.random.default_rng(1).random(len(labels)) < _TEST_SHARE
+    columns = {f"c_{i + 1}": [str(value) for value in column] for i, column in enumerate(ids.T)}
+    columns |= {f"d_{i + 1}": column.tolist() for i, column in enumerate(dense.T)}
+    rest = {"label": labels.astype(np.int8).tolist(), "split": np.where(test, "test", "train").tolist()}
+    pq.write_table(pa.table(columns | rest), path)

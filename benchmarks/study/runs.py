@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from benchmarks.study.data import DRAWN, Clicks, read_clicks, without_test_rows, write_drawn
+from benchmarks.study.data import Clicks, read_clicks, without_test_rows, write_planted
 from benchmarks.study.entities import bytes_once, entity_plan, request_numbers
 from benchmarks.study.train import Arm, bytes_across, bytes_outside, measure_affinity, train_and_test
 from dmt.errors import InputError
@@ -99,11 +99,11 @@ class Trials:
 
     def _file(self, data: str) -> Path:
         file = self.folder / f"{data}.parquet"
-        if data in DRAWN:
+        if data == "planted":
             self.work.mkdir(parents=True, exist_ok=True)
             file = self.work / file.name
             if not file.exists():
-                write_drawn(data, file)
+                write_planted(file)
         return file
 
     def _train_one(self, run: Run) -> Record:

@@ -18,7 +18,7 @@ from benchmarks.steps.build import own_towers
 from benchmarks.steps.contenders import named
 from benchmarks.steps.setting import Setting
 from benchmarks.study.__main__ import main
-from benchmarks.study.data import DRAWN, Clicks, read_clicks, without_test_rows, write_drawn
+from benchmarks.study.data import Clicks, read_clicks, without_test_rows, write_planted
 from benchmarks.study.entities import bytes_once
 from benchmarks.study.report import comparisons, costs
 from benchmarks.study.runs import OUTSIDE_SHARE, Progress, Run, Trials
@@ -99,9 +99,8 @@ def clicks_of(num_features: int = 16, rows: int = 2048) -> Clicks:
     return Clicks(tables=tuple(tables), train=part, test=part)
 
 
-@pytest.mark.parametrize("name", DRAWN)
-def test_drawn_data_are_read_as_the_others(name: str, tmp_path: Path) -> None:
-    write_drawn(name, tmp_path / "drawn.parquet")
+def test_generated_data_are_read_as_the_others(tmp_path: Path) -> None:
+    write_planted(tmp_path / "drawn.parquet")
     clicks = read_clicks(tmp_path / "drawn.parquet")
     assert len(clicks.features) == 16
     assert 60_000 < len(clicks.train[2]) < 70_000
