@@ -13,18 +13,22 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torchrec.distributed.types import ShardingPlan
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from benchmarks.steps.build import OPTIMIZER, Built, build_plain
 from benchmarks.steps.contenders import Contender
 from benchmarks.steps.inputs import random_batch
-from benchmarks.steps.needed import column_cuts
 from benchmarks.steps.setting import Setting
+from dmt.sharding.schemes import column_widths
 from dmt.testing import PlainTraining, load_plain_state
 from dmt.training.build import fused_params
 from dmt.training.data.batch import ClickBatch
 
-__all__ = ["PlainModel", "CHECK_STEPS", "check_batches", "check_losses", "load_weights", "losses_of", "plain_weights"]
+__all__ = [
+    *("CHECK_STEPS", "PlainModel", "check_batches", "check_losses", "column_cuts", "load_weights", "losses_of"),
+    "plain_weights",
+]
 
 CHECK_STEPS = 2
 """Number of steps in the check: one from equal weights, and one after it."""
@@ -76,6 +80,13 @@ def check_losses(contender: Contender, found: Sequence[Sequence[float]], expecte
                     f"{a:.7f}, that of the plain {contender.plain_model} {b:.7f} (tolerance {tolerance:g})."
                 )
     return ""
+
+
+def column_cuts(plan: ShardingPlan) -> dict[str, list[int]]:
+    """Returns the widths of each table's column shards, by table name; an empty list for an unsharded table."""
+    modules: Any = plan.plan.values()
+    specs = {table: parameter.sharding_spec for module in modules for table, parameter in module.items()}
+    return {table: column_widths([] if spec is None else spec.shards) for table, spec in specs.items()}
 
 
 class PlainModel:

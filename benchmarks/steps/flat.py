@@ -36,7 +36,6 @@ from torchrec.distributed.types import EmbeddingModuleShardingPlan, ShardingPlan
 
 from benchmarks.steps.contenders import EMBEDDING_DIM, Contender
 from benchmarks.steps.inputs import benchmark_tables, distinct_rows
-from benchmarks.steps.needed import ID_BYTES, LENGTH_BYTES
 from benchmarks.steps.setting import Setting
 from dmt import TowerPlan, TowerTopology
 from dmt._torchrec import mark_updated_in_backward
@@ -49,6 +48,8 @@ __all__ = [
 ]
 
 Generator = Callable[..., Any]
+# An id and the length of its bag, as TorchRec sends them.
+_ID_BYTES, _LENGTH_BYTES = 8, 4
 
 
 def flat_sharder(contender: Contender, fused_params: dict[str, Any]) -> Any:
@@ -105,7 +106,7 @@ def most_data_parallel_rows(setting: Setting, number_bytes: int = 4) -> int:
 
     The cost of a table does not depend on other tables, so the choice is best for each. Both costs are for a step
     of all hosts together, with W ranks on H hosts: DDP's ring sends 2 (W - 1) / W times the FP32 gradient over each of
-    H links; `needed_bytes` describes a sharded table.
+    H links; a table on one host gets an id and a length for each sample of the others, and exchanges its columns twice.
 
     Args:
         setting: sizes of the job.
@@ -117,7 +118,7 @@ def most_data_parallel_rows(setting: Setting, number_bytes: int = 4) -> int:
     """
     world = setting.world_size
     samples = setting.batch_size * (world - setting.ranks_per_host)
-    sharded = samples * (LENGTH_BYTES + ID_BYTES + 2 * EMBEDDING_DIM * number_bytes)
+    sharded = samples * (_LENGTH_BYTES + _ID_BYTES + 2 * EMBEDDING_DIM * number_bytes)
     return int(sharded / (setting.hosts * 2 * (world - 1) / world * EMBEDDING_DIM * 4))
 
 

@@ -30,7 +30,7 @@ from dmt.models.complexity import CRITEO_DENSE_FEATURES
 from dmt.plan.tables import TableSpec, feature_names
 from dmt.training.data.batch import ClickBatch
 
-__all__ = ["Batches", "access_profile", "benchmark_tables", "distinct_inputs", "distinct_rows", "random_batch"]
+__all__ = ["Batches", "access_profile", "benchmark_tables", "distinct_rows", "random_batch"]
 
 # A prime larger than any table: it spreads the most frequent ids, which come first, over the rows of their table.
 _SPREAD = 2_654_435_761
@@ -73,25 +73,6 @@ def access_profile(setting: Setting) -> AccessProfile:
 def distinct_rows(setting: Setting) -> dict[str, float]:
     """Returns by table the expected number of distinct rows that a rank reads in a step."""
     return access_profile(setting).distinct_rows(setting.batch_size)
-
-
-def distinct_inputs(setting: Setting, features: Sequence[str], host: int) -> int:
-    """Returns how many distinct inputs the ranks of other hosts send in the first step, each rank counted separately.
-
-    Args:
-        setting: sizes of the job.
-        features: features whose ids form an input: those of a tower, or one.
-        host: the host to which they are sent.
-    """
-    batches = [_first_batch(setting, rank) for rank in range(setting.world_size)]
-    step = [torch.stack([ids[feature].values() for feature in features]) for ids in batches]
-    away = [ids for rank, ids in enumerate(step) if setting.host(rank) != host]
-    return sum(torch.unique(ids, dim=1).shape[1] for ids in away)
-
-
-@cache
-def _first_batch(setting: Setting, rank: int) -> KeyedJaggedTensor:
-    return random_batch(setting, setting.batch_size, 0, rank).sparse_features
 
 
 def _ids(setting: Setting, feature: int, rows: int, size: int, generator: torch.Generator) -> Tensor:

@@ -27,8 +27,6 @@ class Measured:
     """Seconds of the steps of each round."""
     across: Mapping[str, float]
     """Bytes that a host sends to others, by kind, counted at the collectives; mean over hosts."""
-    needed: Mapping[str, float]
-    """Bytes that a host must send to others, by kind, from `benchmarks.steps.needed`; mean over hosts."""
     inside: float
     """Bytes sent between ranks of a host; mean over hosts."""
     uplink: tuple[float, ...]
@@ -72,18 +70,10 @@ class Measured:
         return self.median / self.bound
 
     @property
-    def counted_ratio(self) -> float | None:
-        """Counted bytes across hosts divided by needed bytes; None if none are needed."""
-        return _ratio(sum(self.across.values()), sum(self.needed.values()))
-
-    @property
     def counters_ratio(self) -> float | None:
-        """Bytes by the uplinks' counters, packet headers included, divided by needed bytes; None without uplinks."""
-        return _ratio(float(np.mean(self.uplink)), sum(self.needed.values())) if self.uplink else None
-
-
-def _ratio(value: float, base: float) -> float | None:
-    return value / base if base else None
+        """Bytes by the uplinks' counters, with packet headers, divided by `across`; None if nothing crosses hosts."""
+        counted = sum(self.across.values())
+        return float(np.mean(self.uplink)) / counted if self.uplink and counted else None
 
 
 def bytes_per_second(mbit_per_s: float) -> float:
@@ -103,7 +93,7 @@ def measure_run(run: Mapping[str, Any], *, cores: int) -> list[Measured]:
         run: a run from the JSON of ``benchmarks/train_step.py``.
         cores: number of cores of the machine, which all hosts share.
     """
-    whole = [one for one in run["contenders"] if one["steps"] and one["traffic"] and one["needed"]]
+    whole = [one for one in run["contenders"] if one["steps"] and one["traffic"]]
     return [_measure(contender, run["setting"], cores) for contender in whole]
 
 
@@ -115,7 +105,6 @@ def _measure(contender: Mapping[str, Any], setting: Mapping[str, Any], cores: in
         **{name: contender[name] for name in ("name", "family", "precision", "compression", "scheme")},
         rounds=tuple(tuple(seconds[i : i + turn]) for i in range(0, len(seconds), turn)),
         across={kind: contender["traffic"][kind] / hosts for kind in KINDS},
-        needed={kind: contender["needed"][kind] / hosts for kind in KINDS},
         inside=contender["traffic"]["inside"] / hosts,
         uplink=uplink,
         peak_memory=max(contender["peak_memory_bytes"] or [0]),

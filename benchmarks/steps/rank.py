@@ -24,13 +24,13 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from torch.distributed._shard.sharded_tensor import ShardedTensor
 
 from benchmarks.steps.build import Built, Meshes, build_contender
 from benchmarks.steps.check import PlainModel, check_batches, check_losses, load_weights, losses_of, plain_weights
 from benchmarks.steps.contenders import Contender, named
 from benchmarks.steps.inputs import Batches, random_batch
 from benchmarks.steps.measure import Turn, run_turn
-from benchmarks.steps.needed import needed_by, weight_bytes
 from benchmarks.steps.setting import Setting
 from dmt.collectives import gather_objects
 from dmt.errors import InputError
@@ -38,7 +38,7 @@ from dmt.files import atomic_write
 from dmt.traffic import TrafficMeter
 from dmt.training.data.batch import ClickBatch
 
-__all__ = ["Record", "build_checked", "main", "run_job", "step_records"]
+__all__ = ["Record", "build_checked", "main", "run_job", "step_records", "weight_bytes"]
 
 _TIMEOUT = timedelta(minutes=10)
 _POOL = 3
@@ -85,7 +85,7 @@ def run_job(setting: Setting, contenders: Sequence[Contender], out: Path, *, dea
     for built in everything:
         weights = gather_objects(weight_bytes(built), world)
         if record is not None:
-            record.add(built.contender.name, weight_bytes=weights, needed=needed_by(built, setting))
+            record.add(built.contender.name, weight_bytes=weights)
     first = -setting.warm_up_rounds
     for turn in range(first, setting.rounds):
         if deadline is not None and gather_objects(time.time(), world)[0] > deadline:
@@ -142,6 +142,15 @@ def build_checked(setting: Setting, contenders: Sequence[Contender], pool: Seque
     return [everything[contender.name] for contender in contenders]
 
 
+def weight_bytes(built: Built) -> int:
+    """Returns the bytes of all weights that this rank holds."""
+    size = 0
+    for value in built.model.state_dict().values():
+        parts = [shard.tensor for shard in value.local_shards()] if isinstance(value, ShardedTensor) else [value]
+        size += sum(part.nbytes for part in parts)
+    return size
+
+
 class Record:
     """The record of a run, kept by rank 0.
 
@@ -191,7 +200,7 @@ def step_records(turns: Sequence[Turn], setting: Setting) -> list[dict[str, Any]
 
 def _contender_record(contender: Contender) -> dict[str, Any]:
     described = {name: getattr(contender, name) for name in ("name", "family", "precision", "prefetch", "scheme")}
-    measured = dict.fromkeys(("traffic", "needed", "peak_memory_bytes", "weight_bytes"))
+    measured = dict.fromkeys(("traffic", "peak_memory_bytes", "weight_bytes"))
     return {**described, "compression": float(contender.compression), "steps": [], **measured}
 
 

@@ -117,7 +117,7 @@ def times_table(contenders: Sequence[Measured]) -> str:
     """Returns a table of the contenders' step times, bounds, bytes and memory."""
     header = [
         *("contender", "P10 ms", "P50 ms", "P90 ms", "x best flat", "waiting s", "bound s", "bound by", "step / bound"),
-        *("MB by a host", "needed", "peak memory MB"),
+        *("MB by a host", "peak memory MB"),
     ]
     return markdown_table(header, [_times_row(found, contenders) for found in contenders])
 
@@ -129,7 +129,7 @@ def _times_row(found: Measured, contenders: Sequence[Measured]) -> list[str]:
         *(f"{1000 * found.percentile(percent):,.0f}" for percent in (10, 50, 90)),
         ABSENT if flat is None else str(speedup(found, flat)),
         *(f"{found.waiting:.2f}", f"{found.bound:.2f}", found.bound_name, f"{found.bound_ratio:.2f}"),
-        *(f"{sum(found.across.values()) / 1e6:.2f}", f"{sum(found.needed.values()) / 1e6:.2f}"),
+        f"{sum(found.across.values()) / 1e6:.2f}",
         f"{found.peak_memory / 1e6:,.0f}",
     ]
 
@@ -139,13 +139,12 @@ def _bytes_table(contenders: Iterable[Measured]) -> str:
         [
             found.name,
             *(f"{found.across[kind] / 1e6:.2f}" for kind in KINDS),
-            ABSENT if found.counted_ratio is None else f"{found.counted_ratio:.3f}",
             ABSENT if found.counters_ratio is None else f"{found.counters_ratio:.3f}",
             f"{found.inside / 1e6:.2f}",
         ]
         for found in contenders
     ]
-    return markdown_table(["contender", *KINDS, "counted / needed", "counters / needed", "inside a host"], rows)
+    return markdown_table(["contender", *KINDS, "counters / counted", "inside a host"], rows)
 
 
 def _sweeps(runs: Sequence[Run], cores: int) -> dict[str, dict[str, list[Measured]]]:
@@ -285,5 +284,5 @@ _HOW = """\
 - *Bound*: the larger of wire (bytes of the busiest uplink by its counter / rate) and compute (CPU seconds of all
   processes over the cores of the machine; median over steps). All hosts share these cores.
 - *Waiting*: what a main thread neither computed nor waited for a core; mean over ranks, median over steps.
-- MB per step that one host sends to the others (mean over hosts), counted at the collectives (`dmt.traffic`); *needed*
-  are arithmetic (`benchmarks/steps/needed.py`), *counters* those of the uplinks, with headers."""
+- MB per step that one host sends to the others (mean over hosts), *counted* at the collectives (`dmt.traffic`);
+  *counters*: by those of the uplinks, with headers."""

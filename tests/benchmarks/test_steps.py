@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 from collections import Counter
-from dataclasses import replace
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -17,14 +16,12 @@ from click.testing import CliRunner
 
 from benchmarks.simulator import _RESULTS, job_of, setting_of
 from benchmarks.steps.build import OPTIMIZER, build_plain, own_topology, own_towers, tower_sizes
-from benchmarks.steps.check import check_losses
+from benchmarks.steps.check import check_losses, column_cuts
 from benchmarks.steps.contenders import CONTENDERS, named, select
 from benchmarks.steps.criteo_ids import CRITEO_KAGGLE_ROWS, IDS_FILE, IdSkew, criteo_skews
 from benchmarks.steps.flat import flat_plan, flat_sharder, most_data_parallel_rows, tower_plan_by_hand, tower_sharder
-from benchmarks.steps.inputs import benchmark_tables, distinct_inputs, random_batch
+from benchmarks.steps.inputs import benchmark_tables, random_batch
 from benchmarks.steps.measure import Clocks, Turn
-from benchmarks.steps.measured import KINDS
-from benchmarks.steps.needed import HostShare, column_cuts, host_shares, needed_bytes, table_parameters
 from benchmarks.steps.rank import step_records
 from benchmarks.steps.setting import Setting
 from benchmarks.train_step import main
@@ -44,6 +41,10 @@ def plan_of(name, setting):
     if contender.family == "flat":
         return flat_plan(contender, setting, model, flat_sharder(contender, fused_params(OPTIMIZER)))
     return tower_plan_by_hand(contender, setting, model, tower_sharder(contender, fused_params(OPTIMIZER)))
+
+
+def parameters_of(plan):
+    return {name: parameter for module in plan.plan.values() for name, parameter in module.items()}
 
 
 def test_contenders_are_chosen_by_name_and_pattern() -> None:
@@ -83,18 +84,17 @@ def test_a_plan_by_hand_holds_every_number_of_every_table_once(name: str, hosts:
     setting = Setting(hosts=hosts, ranks_per_host=ranks_per_host, rows_cap=40)
     tables = {table.name: table for table in benchmark_tables(setting)}
     plan = plan_of(name, setting)
-    assert set(table_parameters(plan)) == set(tables)
+    assert set(parameters_of(plan)) == set(tables)
     by_host: Counter[int] = Counter()
     by_rank: Counter[int] = Counter()
-    for share in host_shares(plan, setting):
-        by_host[share.host] += share.columns
-    for table, parameter in table_parameters(plan).items():
+    for table, parameter in parameters_of(plan).items():
         assert parameter.compute_kernel == "fused"
         held = torch.zeros(tables[table].num_embeddings, tables[table].embedding_dim)
         for shard in parameter.sharding_spec.shards:
             (row, column), (rows, columns) = shard.shard_offsets, shard.shard_sizes
             held[row : row + rows, column : column + columns] += 1
             by_rank[shard.placement.rank()] += columns
+            by_host[setting.host(shard.placement.rank())] += columns
         assert bool((held == 1).all()), table
         assert sum(column_cuts(plan)[table]) == tables[table].embedding_dim
     assert (len(by_host), len(by_rank)) == (hosts, setting.world_size)
@@ -105,7 +105,7 @@ def test_a_plan_by_hand_holds_every_number_of_every_table_once(name: str, hosts:
 def data_parallel_tables(name: str, setting: Setting) -> set[int]:
     """The numbers of rows of the data-parallel tables."""
     rows = {table.name: table.num_embeddings for table in benchmark_tables(setting)}
-    plan = table_parameters(plan_of(name, setting))
+    plan = parameters_of(plan_of(name, setting))
     for parameter in plan.values():
         assert (parameter.compute_kernel == "dense") == (parameter.sharding_type == "data_parallel")
     return {rows[name] for name, parameter in plan.items() if parameter.sharding_type == "data_parallel"}
@@ -121,10 +121,10 @@ def test_the_choice_of_data_parallel_tables_is_the_best_of_all(
     world = setting.world_size
 
     def cost(chosen: tuple[bool, ...]) -> float:
-        sharded = [HostShare(host=0, columns=128, rows=1.0) for is_small in chosen if not is_small]
-        crossing = needed_bytes(setting, sharded, dense_bytes=0, number_bytes=number_bytes)
+        # An id, a length, and 128 numbers and their gradients, for each sample of the other hosts.
+        crossing = chosen.count(False) * 512 * (world - ranks_per_host) * (8 + 4 + 2 * 128 * number_bytes)
         reduced = sum(rows * 128 * 4 for rows, is_small in zip(all_rows, chosen, strict=True) if is_small)
-        return sum(crossing.values()) + hosts * 2 * (world - 1) / world * reduced
+        return crossing + hosts * 2 * (world - 1) / world * reduced
 
     best = min(product([False, True], repeat=len(all_rows)), key=cost)
     most = most_data_parallel_rows(setting, number_bytes)
@@ -140,29 +140,6 @@ def test_small_tables_are_data_parallel_where_the_name_says_so() -> None:
     assert data_parallel_tables("flat-tw", setting) == set()
     assert data_parallel_tables("flat-tw-dp", Setting(hosts=1)) == set(), "nothing crosses hosts"
     assert data_parallel_tables("flat-planner", setting) > data_parallel_tables("flat-tw-dp", setting)
-
-
-# What must be sent.
-
-
-def test_needed_bytes_by_hand_for_two_hosts_of_two() -> None:
-    setting = Setting(batch_size=10)  # 2 x 2 ranks: each host sends to 20 samples of the other
-    whole = [HostShare(host=0, columns=128, rows=1.0), HostShare(host=1, columns=128, rows=1.0)]
-    assert needed_bytes(setting, whole, dense_bytes=1000, number_bytes=4) == {
-        "ids": 2 * 20 * (8 + 4),
-        "forward": 2 * 20 * 128 * 4,
-        "backward": 2 * 20 * 128 * 4,
-        "dense": 2 * 1000,
-    }
-    once = [replace(whole[0], inputs=7), whole[1]]
-    assert needed_bytes(setting, once, dense_bytes=0, number_bytes=2, compression=2) == {
-        "ids": (7 + 20) * (8 + 4),
-        "forward": (7 + 20) * 64 * 2,
-        "backward": (7 + 20) * 64 * 2,
-        "dense": 0,
-    }
-    halves = [HostShare(host=host, columns=128, rows=0.5) for host in (0, 1)]
-    assert needed_bytes(setting, halves, dense_bytes=0, number_bytes=4)["ids"] == 2 * 20 * (8 * 0.5 + 4)
 
 
 # Ids.
@@ -198,15 +175,6 @@ def test_a_skew_is_what_it_expects() -> None:
     drawn = torch.bincount(skew.draw(200_000, torch.Generator().manual_seed(0)), minlength=300) / 200_000
     assert drawn.numpy() == pytest.approx(shares, abs=4e-3)
     assert len(criteo_skews()) == len(CRITEO_KAGGLE_ROWS) == 26
-
-
-def test_distinct_inputs_by_hand() -> None:
-    setting = Setting(batch_size=64)
-    ids = [ids_of(setting, rank=rank) for rank in range(4)]
-    of_others = [len({*ids[rank][2].tolist()}) for rank in (2, 3)]
-    assert distinct_inputs(setting, ["C3"], 0) == sum(of_others)
-    pairs = [{*zip(ids[rank][2].tolist(), ids[rank][3].tolist(), strict=True)} for rank in (0, 1)]
-    assert distinct_inputs(setting, ["C3", "C4"], 1) == sum(len(of_rank) for of_rank in pairs)
 
 
 @pytest.mark.parametrize("ratio", [2, 4, 16])
@@ -293,40 +261,36 @@ def run_of(names: list[str], folder: Path, **changes: int) -> dict[str, dict]:
 
 @pytest.mark.ranks
 def test_a_small_job_of_each_family(tmp_path: Path) -> None:
-    half = "sptt+fp16+prefetch+bf16-dense+mb4+unique"
-    names = ["flat-cw-dp+prefetch", "flat-tw+vbe+prefetch", "sptt"]
-    names += ["sptt+prefetch+hier+mb4+unique+rank-towers+outside", half]
-    names += ["dmt-cr2+fp16", "dmt-cr2+outside", "products-cr4+all+rank-towers+outside", "dmt-cr2+r2-intra"]
+    half, small = "sptt+fp16+prefetch+bf16-dense+mb4+unique", "flat-cw-dp+prefetch"
+    same, products = "sptt+prefetch+hier+mb4+unique+rank-towers+outside", "products-cr4+all+rank-towers+outside"
+    names = [small, "flat-tw+vbe+prefetch", "sptt", same, half]
+    names += ["dmt-cr2+fp16", "dmt-cr2+outside", products, "dmt-cr2+r2-intra"]
     found = run_of(names, tmp_path, warm_up_rounds=0)
-    # Of each of 4 ranks, the columns that the rank on the other host looks up for it.
-    assert found.pop("dmt-cr2+r2-intra")["traffic"]["forward"] == 26 * 64 / 2 * 16 * 4 * 4
+    # The outputs for 16 samples of each of 4 ranks, of tables on the other host, are all that crosses.
+    columns = {
+        small: 21 * 128 * 4,  # 5 of 26 tables have at most 21 rows
+        "sptt": 26 * 128 * 4,
+        "dmt-cr2+fp16": 26 * 64 * 2,
+        "dmt-cr2+outside": 19 * 64 * 4,
+        products: 19 * 32 * 4,
+        # The columns that the rank on the other host looks up for a rank.
+        "dmt-cr2+r2-intra": 26 * 64 * 4,
+    }
+    for name, row_bytes in columns.items():
+        assert found[name]["traffic"]["forward"] == 16 * 4 * row_bytes / 2, name
     for name, contender in found.items():
-        # The outputs are all that must cross, and nothing crosses twice.
-        for kind in ("forward", "backward"):
-            assert contender["traffic"][kind] == contender["needed"][kind], (name, kind)
-    assert found["sptt"]["needed"]["forward"] == 26 * 128 * 16 * 2 * 4
-    small, cut = found["flat-cw-dp+prefetch"], found["sptt"]
-    assert small["needed"]["forward"] == 21 * 128 * 16 * 2 * 4, "5 tables have at most 21 rows"
-    assert small["needed"]["dense"] - cut["needed"]["dense"] == 2 * (3 + 4 + 10 + 15 + 18) * 128 * 4
-    # DDP's ring goes through all four ranks.
-    assert small["traffic"]["dense"] == pytest.approx(1.5 * small["needed"]["dense"], rel=1e-3)
-    assert found["dmt-cr2+fp16"]["needed"]["forward"] == 26 * 64 * 16 * 2 * 2
-    assert found["products-cr4+all+rank-towers+outside"]["needed"]["forward"] == 19 * 32 * 16 * 2 * 4
-    outside = found["dmt-cr2+outside"]
-    assert outside["needed"]["forward"] == 19 * 64 * 16 * 2 * 4
-    more = outside["needed"]["dense"] - found["dmt-cr2+fp16"]["needed"]["dense"]
-    assert more == 2 * (3 + 4 + 10 + 15 + 18 + 24 + 27) * 64 * 4
-    # Tables outside towers are summed inside hosts first, the dense part by DDP's ring.
-    ring = found["dmt-cr2+fp16"]["traffic"]["dense"]
-    assert outside["traffic"]["dense"] - ring == pytest.approx(more, rel=1e-3)
-    # But for the fill that makes a bucket's halves equal.
-    assert found[half]["traffic"]["dense"] == pytest.approx(found[half]["needed"]["dense"], rel=1e-3)
-    assert found[half]["needed"]["dense"] == found["sptt"]["needed"]["dense"] // 2
-    assert found[half]["needed"]["forward"] < found["sptt"]["needed"]["forward"] / 2
-    # Needed are the gradients of a flat model's tables outside towers, too.
-    same = found["sptt+prefetch+hier+mb4+unique+rank-towers+outside"]
-    assert same["needed"]["dense"] > found["sptt"]["needed"]["dense"]
-    assert sum(map(same["traffic"].get, KINDS)) == pytest.approx(sum(same["needed"].values()), rel=1e-2)
+        assert contender["traffic"]["forward"] == contender["traffic"]["backward"], name
+    forward, dense = ({name: one["traffic"][kind] for name, one in found.items()} for kind in ("forward", "dense"))
+    # Small tables are reduced by DDP's ring through all four ranks, which crosses hosts with 1.5 times their bytes a
+    # host; those outside towers are summed inside hosts first.
+    ring = dense["sptt"]
+    assert dense[small] - ring == pytest.approx(1.5 * 2 * (3 + 4 + 10 + 15 + 18) * 128 * 4, rel=1e-3)
+    more = 2 * (3 + 4 + 10 + 15 + 18 + 24 + 27) * 64 * 4
+    assert dense["dmt-cr2+outside"] - dense["dmt-cr2+fp16"] == pytest.approx(more, rel=1e-3)
+    # Half as many bytes for each number, and each once over the link instead of 1.5 times; buckets are filled up.
+    assert dense[half] == pytest.approx(ring / 2 / 1.5, rel=1e-3)
+    assert forward[half] < forward["sptt"] / 2
+    assert forward[same] < forward["sptt"]
 
 
 def test_replicas_divide_the_ranks_of_a_host() -> None:
