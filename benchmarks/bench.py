@@ -22,12 +22,13 @@ from typing import Any
 
 import click
 
+from benchmarks.report import write_json
 from benchmarks.steps.contenders import EMBEDDING_DIM, named, select
 from benchmarks.steps.measured import bytes_per_second, measure_run
 from benchmarks.steps.predicted import predictions
 from benchmarks.steps.report import setting_words, write_results
 from benchmarks.steps.setting import Setting
-from benchmarks.train_step import about_job, run_setting, write_json
+from benchmarks.train_step import about_job, run_setting
 from dmt.errors import InputError
 
 __all__ = ["PARTS", "Job", "Study", "main"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import subprocess
 from collections.abc import Sequence
@@ -9,9 +10,10 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
+from dmt.files import atomic_write
 from dmt.training.records import versions
 
-__all__ = ["ABSENT", "about", "commit", "markdown_table", "processor"]
+__all__ = ["ABSENT", "about", "commit", "markdown_table", "processor", "write_json"]
 
 ABSENT = "-"
 """Text of a table cell without a value."""
@@ -41,6 +43,12 @@ def about(command: str, **facts: Any) -> dict[str, Any]:
         "command": command,
         **facts,
     }
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Writes a value as JSON; replaces the file atomically."""
+    with atomic_write(path) as scratch:
+        scratch.write_text(json.dumps(value, indent=1) + "\n")
 
 
 def processor() -> str:

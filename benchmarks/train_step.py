@@ -22,15 +22,14 @@ import click
 
 from benchmarks.emulation.hosts import EmulatedHosts
 from benchmarks.emulation.wire import measure_wire
-from benchmarks.report import about
+from benchmarks.report import about, write_json
 from benchmarks.steps.contenders import CONTENDERS, Contender, select
 from benchmarks.steps.measured import measure_run
 from benchmarks.steps.report import times_table
 from benchmarks.steps.setting import Ids, Setting
 from dmt.errors import InputError
-from dmt.files import atomic_write
 
-__all__ = ["about_job", "main", "run_setting", "write_json"]
+__all__ = ["about_job", "main", "run_setting"]
 
 _MODULE = ["-m", "benchmarks.steps.rank"]
 # Equal for all contenders. By default glibc returns every freed block above 32 MB to the system at once, which then has
@@ -76,12 +75,6 @@ def run_setting(
     run["wire"] = None if wire is None else asdict(wire)
     write_json(out, run)
     return run
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Writes a value as JSON; replaces the file atomically."""
-    with atomic_write(path) as scratch:
-        scratch.write_text(json.dumps(value, indent=1) + "\n")
 
 
 def about_job(command: str) -> dict[str, Any]:

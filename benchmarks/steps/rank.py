@@ -26,6 +26,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed._shard.sharded_tensor import ShardedTensor
 
+from benchmarks.report import write_json
 from benchmarks.steps.build import Built, Meshes, build_contender
 from benchmarks.steps.check import PlainModel, check_batches, check_losses, load_weights, losses_of, plain_weights
 from benchmarks.steps.contenders import Contender, named
@@ -34,7 +35,6 @@ from benchmarks.steps.measure import Turn, run_turn
 from benchmarks.steps.setting import Setting
 from dmt.collectives import gather_objects
 from dmt.errors import InputError
-from dmt.files import atomic_write
 from dmt.traffic import TrafficMeter
 from dmt.training.data.batch import ClickBatch
 
@@ -181,8 +181,7 @@ class Record:
     def write(self) -> None:
         """Writes the record so far; replaces the file atomically."""
         run = {"setting": asdict(self._setting), "wire": None, "contenders": list(self._results.values())}
-        with atomic_write(self._path) as scratch:
-            scratch.write_text(json.dumps(run, indent=1) + "\n")
+        write_json(self._path, run)
 
 
 def step_records(turns: Sequence[Turn], setting: Setting) -> list[dict[str, Any]]:
