@@ -163,14 +163,25 @@ class TowerModel(nn.Module):
 
 
 class FlatModel(nn.Module):
-    def __init__(self, tables: list[EmbeddingBagConfig], weighted: bool = False) -> None:
+    """Table i is in collection i mod ``collections``."""
+
+    def __init__(self, tables: list[EmbeddingBagConfig], weighted: bool = False, collections: int = 1) -> None:
         super().__init__()
-        self.sparse_arch = EmbeddingBagCollection(tables=tables, is_weighted=weighted)
+        every = [EmbeddingBagCollection(tables[i::collections], is_weighted=weighted) for i in range(collections)]
+        self.sparse_arch = every[0] if collections == 1 else nn.ModuleList(every)
         self.over_arch = nn.Linear(sum(t.embedding_dim * len(t.feature_names) for t in tables), 1)
 
     def forward(self, ids: KeyedJaggedTensor) -> tuple[Any, Tensor]:
-        embeddings = self.sparse_arch(ids)
+        several = isinstance(self.sparse_arch, nn.ModuleList)
+        embeddings = join_columns([part(ids) for part in self.sparse_arch]) if several else self.sparse_arch(ids)
         return embeddings, self.over_arch(embeddings.values()).squeeze(1)
+
+
+@torch.fx.wrap
+def join_columns(parts: list[KeyedTensor]) -> KeyedTensor:
+    keys = [key for part in parts for key in part.keys()]  # noqa: SIM118, not a dict
+    widths = [width for part in parts for width in part.length_per_key()]
+    return KeyedTensor(keys, widths, torch.cat([part.values() for part in parts], dim=1))
 
 
 def make_tables(dims: list[int], *, pooling: str = "SUM", rows: int = 40) -> list[EmbeddingBagConfig]:

@@ -101,6 +101,7 @@ class Case:
     outside: tuple[int, ...] = ()  # tables that every rank holds; in no tower of the plan
     sequences: tuple[int, ...] = ()  # towers of the plan that look up sequences, whose modules attend to them
     kind: str = "modules"  # modules | pass | frozen | flat
+    collections: int = 1  # of a flat model: table i is in collection i mod this
     scheme: str = "table_wise"  # one for all tables, or a key of MIXES: table i takes scheme i of the mix
     pooling: str | tuple[str, ...] = "SUM"  # of all tables, or of each
     max_bag: int = 1
@@ -192,7 +193,7 @@ class Case:
 def build(case: Case) -> nn.Module:
     tables = case.tables()
     if case.kind == "flat":
-        return FlatModel(tables, case.weighted)
+        return FlatModel(tables, case.weighted, case.collections)
     towers, width = [], 0
     for number, members in enumerate(case.plan):
         own = [tables[i] for i in members]

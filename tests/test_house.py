@@ -206,10 +206,10 @@ def test_file_sizes() -> None:
 
 # Lines and files of each part at most, and where they are to get. Raise a number only with the reason in the commit.
 CEILINGS = {
-    "the library": (25_587, 132),  # 20_500, 136
+    "the library": (25_611, 132),  # 20_500, 136
     "dmt/*.py": (1_036, 7),  # 800, 8
-    "dmt/plan": (748, 5),  # 600, 5
-    "dmt/sharding": (1_968, 10),  # 1_750, 10
+    "dmt/plan": (753, 5),  # 600, 5
+    "dmt/sharding": (1_987, 10),  # 1_750, 10
     "dmt/sptt": (3_459, 17),  # 2_900, 18
     "dmt/replicas": (378, 3),  # 350, 3
     "dmt/hot_rows": (949, 6),  # 900, 6
@@ -220,7 +220,7 @@ CEILINGS = {
     "partitioner": (2_821, 12),  # 2_800, 14
     "models": (1_332, 8),  # 1_000, 7
     "benchmarks": (5_486, 32),  # 5_600, 36
-    "tests": (22_417, 119),  # 20_000, 115
+    "tests": (22_451, 119),  # 20_000, 115
 }
 
 

@@ -194,8 +194,13 @@ class TowerPlan:
         """Returns the features of each tower as lists, the inverse of `from_lists`."""
         return [list(tower.features) for tower in self.towers]
 
-    def check_features(self, features: Iterable[str]) -> None:
-        """Raises `InputError` unless the plan and the model have the same features; ``features`` are the model's."""
+    def check_features(self, features: Iterable[str], *, partly: bool = False) -> None:
+        """Raises `InputError` unless the plan and the model have the same features.
+
+        Args:
+            features: the features of the model.
+            partly: True: ``features`` are those of one collection of several, and the plan may have more.
+        """
         model_features = list(features)
         known, placed = set(model_features), {*self.features, *self.outside}
         # Checked first; otherwise every shard would be reported as unknown, and the table's own feature as missing.
@@ -207,7 +212,7 @@ class TowerPlan:
                 "plan.column_splits)."
             )
         missing = [f for f in model_features if f not in placed]
-        unknown = [f for f in (*self.features, *self.outside) if f not in known]
+        unknown = [f for f in (*self.features, *self.outside) if f not in known and not partly]
         for names, others, fault in (
             (missing, unknown, "in no tower. Put every feature of the model into the plan, or shrink the model."),
             (unknown, known, "in the tower plan but not in the model. Shrink the plan, or extend the model."),
@@ -215,20 +220,20 @@ class TowerPlan:
             if names:
                 shown = shorten([repr(name) for name in names], ", ", most=5)
                 subject = f"Feature {shown} is" if len(names) == 1 else f"Features {shown} are"
-                several = " A plan covers one EmbeddingBagCollection: if the model has several, merge them."
-                raise InputError(f"{subject} {fault}{did_you_mean(names[0], others) or several}")
+                raise InputError(f"{subject} {fault}{did_you_mean(names[0], others)}")
 
-    def tables_by_tower(self, tables: Sequence[Any]) -> list[list[Any]]:
+    def tables_by_tower(self, tables: Sequence[Any], *, partly: bool = False) -> list[list[Any]]:
         """Checks that tables fit the plan, and returns those of each tower, ordered by their first feature in the plan.
 
-        Tables of features outside towers are in none of the lists; see `outside_tables`.
+        Tables of features outside towers are in none of the lists; see `outside_tables`. With ``partly``, the plan may
+        have features that no table has.
 
         Raises:
             InputError: a feature is missing or unknown, the features of a shared table are in different towers or only
                 partly outside, or a table differs from the one the plan was made for.
         """
         specs = table_specs(tables, one_table_per_feature=False)
-        self.check_features(dict.fromkeys(feature_names(specs)))
+        self.check_features(dict.fromkeys(feature_names(specs)), partly=partly)
         recorded = {spec.name: spec for spec in self.tables}
         for spec in specs:
             made_for = recorded.get(spec.name, spec)

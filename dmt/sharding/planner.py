@@ -25,7 +25,9 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 
 from dmt.errors import InputError, check_instance
 from dmt.formatting import human_bytes, shorten
+from dmt.plan.tables import feature_names
 from dmt.plan.topology import TowerTopology
+from dmt.plan.towers import TowerPlan
 from dmt.sharding.costs import Hardware, SparseOptimizer, StepWorkload
 from dmt.sharding.optimizers import data_parallel_obstacle, optimizer_name
 from dmt.sharding.plan import TowerShardingPlan
@@ -249,7 +251,24 @@ def _modules(model: nn.Module, sharders: Sequence[Any]) -> tuple[dict[str, list[
         kinds = sorted({s.module_type.__name__ for s in sharders if hasattr(s, "tables_by_tower")})
         missing = f"{type(model).__name__} has no module of type {kinds}" if kinds else "none of the sharders is dmt's"
         raise InputError(f"TowerShardingPlanner: {missing}. Pass a dmt sharder for the model's collections.")
+    for sharder in sharders:
+        of_sharder = {path: towers[path] for path in towers if by_type[type(model.get_submodule(path))] is sharder}
+        if of_sharder and (towers_of_features := getattr(sharder, "plan", None)):
+            _check_plan(towers_of_features, of_sharder)
     return towers, others
+
+
+def _check_plan(plan: TowerPlan, collections: Mapping[str, Sequence[Sequence[Any]]]) -> None:
+    """Checks the tower plan of a flat model's collections, by path, each with its tables tower by tower and outside."""
+    tables = [table for by_tower in collections.values() for of_tower in by_tower for table in of_tower]
+    plan.check_features(dict.fromkeys(feature_names(tables)))
+    for path, by_tower in collections.items():
+        for tower, of_tower in zip(plan.towers, by_tower, strict=False):
+            if not of_tower:
+                raise InputError(
+                    f"TowerShardingPlanner: collection {path!r} has no table in {tower.name} of the tower plan. Each "
+                    "collection needs one in every tower: change the plan, or merge collections."
+                )
 
 
 def parameter_sharding(table: Any, placement: TablePlacement, device_type: str = "cpu") -> ParameterSharding:

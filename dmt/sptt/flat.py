@@ -141,7 +141,7 @@ class SPTTEmbeddingBagCollectionSharder(TowerSharder[EmbeddingBagCollection]):
 
     def tables_by_tower(self, module: EmbeddingBagCollection) -> list[list[Any]]:
         """Returns the table configs of each mesh tower; raises `InputError` if the plan does not fit the module."""
-        return self.plan.tables_by_tower(table_configs(module))
+        return self.plan.tables_by_tower(table_configs(module), partly=True)
 
     def outside_tables(self, module: EmbeddingBagCollection) -> list[Any]:
         """Returns the table configs of features that the plan puts outside towers."""

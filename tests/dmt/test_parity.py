@@ -60,6 +60,13 @@ def sequences(towers: int, ranks: int, **more: Any) -> Case:
     return of(towers, ranks, **{**defaults, **more})
 
 
+def several(towers: int, ranks: int, **more: Any) -> Case:
+    """A flat model with two collections, each of which has tables in every tower."""
+    return Case(
+        **{"towers": towers, "ranks": ranks, "kind": "flat", "collections": 2, "plan": ((0, 1), (3, 2)), **more}
+    )
+
+
 def hot(towers: int, ranks: int, **more: Any) -> Case:
     return of(towers, ranks, kind="flat", hot=True, **more)
 
@@ -92,6 +99,21 @@ CASES: dict[str, dict[str, Case]] = {
         "clipped": of(3, 1, clip=0.05),
         "clipped nowhere": of(2, 2, clip=1e6, **ELSEWHERE),
         "clipped, replicas": of(2, 1, replicas=2, clip=0.05),
+    },
+    "collections": {
+        "mixed, uneven": several(2, 2, scheme="mixed", dims=(8, 4, 24, 16), max_bag=3, sizes=UNEVEN[4]),
+        "three, unique": several(
+            2, 1, collections=3, plan=((0, 1, 2), (5, 3, 4)), dims=(8,) * 6, unique=True, max_bag=3
+        ),
+        "weighted in parts": several(
+            3, 2, plan=((0, 3), (1, 4), (2, 5)), dims=(8, 4, 12, 8, 16, 4), weighted=True, max_bag=3, micro_batches=3,
+            sizes=UNEVEN[6],
+        ),
+        "unique in parts, pipelined": several(2, 2, unique=True, micro_batches=2, pipeline="detached"),
+        "pipelined": several(2, 1, pipeline="on", clip=0.05),
+        "replicas": several(2, 1, replicas=2, interval=2, steps=5, scheme="mixed"),
+        "some outside": several(2, 2, outside=(4, 5), dims=(8, 4, 8, 16, 4, 8), max_bag=3, warmup=True),
+        "global ids, BF16": several(2, 2, id_route="global", precision="bf16", optimizer="sgd"),
     },
     "tables": {
         **{

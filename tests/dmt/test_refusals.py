@@ -172,10 +172,10 @@ def loaded_outside(job: Job, change: Callable[[dict[str, Any]], Any]) -> Any:
     return sparse.load_state_dict(state)
 
 
-def two_collections(job: Job) -> Any:
+def no_table_in_tower(job: Job) -> Any:
     tables = make_tables([8, 8, 8, 8])
     model = nn.ModuleList([EmbeddingBagCollection(tables[:2]), EmbeddingBagCollection(tables[2:])])
-    return distribute(model, flat_sharder(job.two, [["f0", "f2"], ["f1", "f3"]]))
+    return distribute(model, flat_sharder(job.two, [["f0", "f1"], ["f2", "f3"]]))
 
 
 def frozen_table(job: Job) -> Any:
@@ -295,7 +295,7 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
        ) for scheme in ("column_wise", "data_parallel")},
     "sequences beside weighted bags": (lambda job: sequences(job, is_weighted=True),
                                        r"Tower 1 and tower 0 differ in is_weighted.* no weights"),
-    "two collections": (two_collections, "A plan covers one EmbeddingBagCollection: .* several, merge"),
+    "no table in a tower": (no_table_in_tower, r"collection .0. has no table in tower_1 of the tower plan.* merge"),
     **{f"{name} is {value}": (attempt, rf"^{name} is .*{value}.*, but must be an instance of {kind}\. [CG]")
        for name, value, kind, attempt in (
         ("mesh", "TowerMesh", "TowerMesh", lambda job: TowerCollectionSharder(TowerMesh)),  # type: ignore[arg-type]
