@@ -7,7 +7,6 @@ import gc
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,7 +17,6 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
 from torchrec.distributed.types import ShardingPlan
-from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dmt import (
@@ -31,11 +29,9 @@ from dmt import (
     run_in_micro_batches,
 )
 from dmt.collectives import gather_objects
-from dmt.hot_rows.copies import HotCopies
 from dmt.sharding.data_parallel import DataParallelOptimizer
 from dmt.sptt.id_routes import IdExchange
-from dmt.sptt.towers import clip_grad_norm
-from dmt.testing import PlainTraining, gather_plain_state, load_plain_state
+from dmt.testing import gather_plain_state, load_plain_state
 from tests.parity import (
     FUSED,
     LR,
@@ -185,17 +181,6 @@ def test_a_checkpoint_does_not_know_the_placement(tmp_path: Path) -> None:
             assert torch.equal(value, after[name]), name
 
 
-@pytest.mark.filterwarnings("ignore::DeprecationWarning")
-def test_plain_training_leaves_a_weight_to_an_optimizer_of_its_own() -> None:
-    table = nn.Embedding.from_pretrained(torch.ones(2, 4), freeze=False)
-    apply_optimizer_in_backward(torch.optim.SGD, table.parameters(), {"lr": 0.5})
-    module = nn.ModuleDict({"embedding_bags": nn.ModuleDict({"t": table})})
-    training = PlainTraining([module], fused_params=FUSED)
-    table(torch.tensor(1)).sum().backward()
-    training.step()
-    assert table.weight[:, 0].tolist() == [1.0, 0.5]
-
-
 @pytest.mark.parametrize("optimizer", ["adagrad", "rowwise_adagrad"])
 def test_rows_that_were_never_read_stay_without_an_epsilon(optimizer: str) -> None:
     weight = torch.ones(2, 4)
@@ -333,19 +318,6 @@ def test_ranks_may_have_no_samples_and_bags_no_ids(rank: int) -> None:
     # No sample has an id.
     case = replace(ONE, kind="flat", scheme="mixed", max_bag=0, weighted=True)
     assert not shard(case, build(case), mesh)(case.draw(rank, 0)[0])[0].values().any()
-
-
-@on_ranks(2)
-def test_clipping_brings_no_table_up_to_date(rank: int) -> None:
-    """Clipping reads no table, so it does not bring tables up to date with the copies of their hot rows."""
-    case = replace(TWO, kind="flat")
-    mesh = TowerMesh(case.topology)
-    model = shard(case, build(case), mesh)
-    HotRows(model, mesh, refresh_every=None).replicate({"t0": [1, 2]})
-    ids, labels = case.draw(rank, 0)
-    loss_of(model(ids)[1], labels).backward()
-    with patch.object(HotCopies, "write_back", side_effect=AssertionError("tables were read")):
-        assert clip_grad_norm(model, 1e-3) > 0
 
 
 @pytest.mark.parametrize(

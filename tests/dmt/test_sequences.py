@@ -22,7 +22,6 @@ from torchrec.sparse.jagged_tensor import JaggedTensor
 from dmt import (
     InputError,
     SPTTEmbeddingBagCollectionSharder,
-    TowerCollectionSharder,
     TowerMesh,
     TowerPlan,
     TowerShardingPlanner,
@@ -32,7 +31,7 @@ from dmt.models import DINTowerModule, DLRMTowerModule
 from dmt.models.complexity import compression_ratio, count_complexity, count_on_meta
 from dmt.simulator.work import count_operators
 from dmt.sptt.group_sharded import join_rows, split_rows
-from dmt.testing import gather_plain_state, load_plain_state
+from dmt.testing import load_plain_state
 from dmt.training.factory import without_tables
 from tests.dmt.test_planner import Sharder, collection
 from tests.ranks import run_ranks
@@ -132,67 +131,6 @@ def test_modules_that_no_sharder_is_for_are_refused() -> None:
     ):
         with pytest.raises(InputError, match=message):
             TowerShardingPlanner(topology).plan(module, sharders)
-
-
-class Ids(nn.Module):
-    """A tower module that reads the ids of sequences, which a collection with ``need_indices`` returns as weights."""
-
-    def forward(self, sequences: dict[str, JaggedTensor]) -> Tensor:
-        """Of each feature the number of items and the sum of their ids, [P, 2 features], times one embedding."""
-        columns = []
-        for sequence in sequences.values():
-            samples = torch.arange(len(sequence.lengths())).repeat_interleave(sequence.lengths())
-            ids = torch.zeros(len(sequence.lengths())).index_add(0, samples, sequence.weights().float())
-            columns += [sequence.lengths().float(), ids]
-        return torch.stack(columns, dim=1) + 0 * sum(sequence.values().sum() for sequence in sequences.values())
-
-
-def indexed_towers() -> EmbeddingTowerCollection:
-    tables = [[("t_b", ["b"]), ("t_a", ["a"])], [("t_c", ["c", "d"])]]
-    return EmbeddingTowerCollection(
-        [
-            EmbeddingTower(
-                EmbeddingCollection(
-                    tables=[
-                        EmbeddingConfig(name=name, num_embeddings=ROWS, embedding_dim=8, feature_names=features)
-                        for name, features in of_tower
-                    ],
-                    need_indices=True,
-                ),
-                Ids(),
-            )
-            for of_tower in tables
-        ]
-    )
-
-
-def indices_on_rank(rank: int, scheme: Any) -> tuple[Tensor, Tensor, list[str]]:
-    mesh, plain = TowerMesh(TOPOLOGY), indexed_towers()
-    sharders = [TowerCollectionSharder(mesh)]
-    model: Any = nn.Sequential(indexed_towers())
-    plan = TowerShardingPlanner(TOPOLOGY, scheme=scheme).plan(model, sharders)
-    sharded = DistributedModelParallel(model, device=torch.device("cpu"), plan=plan, sharders=sharders)
-    generator = torch.Generator().manual_seed(rank)
-    lengths = torch.randint(0, 4, (4 * (rank + 2),), generator=generator)
-    values = torch.randint(0, ROWS, (int(lengths.sum()),), generator=generator)
-    weights = torch.rand(len(values), generator=generator)  # of no meaning to sequences
-    ids = KeyedJaggedTensor(["d", "a", "c", "b"], values, weights, lengths)
-    sparse: Any = sharded.module[0]
-    before = gather_plain_state(sharded)
-    mine = {name: value for name, value in sparse.state_dict().items() if "t_c" not in name and "t_a" not in name}
-    missing = sparse.load_state_dict(mine, strict=False).missing_keys
-    assert all(torch.equal(value, before[name]) for name, value in gather_plain_state(sharded).items())
-    return sparse(ids).wait().detach(), plain(ids).detach(), missing
-
-
-@pytest.mark.ranks
-@pytest.mark.parametrize("scheme", ["table_wise", "row_wise"])
-def test_a_tower_module_sees_ids_and_tables_may_be_left_out_of_a_state(scheme: str) -> None:
-    of_ranks = run_ranks(indices_on_rank, TOPOLOGY.world_size, scheme)
-    for ours, plain, _ in of_ranks:
-        assert torch.equal(ours, plain)
-    first, second = "towers.0.embedding.embeddings.t_a.weight", "towers.1.embedding.embeddings.t_c.weight"
-    assert [missing for *_, missing in of_ranks] == [[first], [first], [second], [second]]
 
 
 def test_rows_of_sequences_are_split_and_joined() -> None:

@@ -286,6 +286,11 @@ def test_tower_modules_are_checked_before_training(factory: str, options: dict[s
         check_model(job_of(factory, in_towers=True, options=options))
 
 
+def test_features_outside_towers_need_a_collection_of_their_own() -> None:
+    with pytest.raises(InputError, match=r"EmbeddingBagCollection of the features outside towers \['C8'\] and"):
+        check_model(job_of("in_towers", in_towers=True, towers={"outside": ["C8"]}))
+
+
 def test_what_is_fine_is_not_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = {"num_towers": 1, "ranks_per_tower": 1}
     check_model(job_of("made:batch norm", topology=alone))

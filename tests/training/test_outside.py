@@ -9,13 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from click.testing import CliRunner
-from torch import nn
 
 from dmt.errors import InputError
-from dmt.models import PassThroughTowerModule, tower_sparse_arch
-from dmt.models.sparse import outside_sparse_arch
 from dmt.plan.tables import TableSpec
 from dmt.plan.topology import TowerTopology
 from dmt.plan.towers import TowerPlan
@@ -27,7 +23,7 @@ from dmt.training.check import check_run
 from dmt.training.check.shrink import CheckLimits
 from dmt.training.commands import main
 from dmt.training.config import TrainingConfig
-from dmt.training.job import Job, crossing_costs, make_job, open_unsharded
+from dmt.training.job import Job, crossing_costs, make_job
 from dmt.training.step_prediction import alternatives, predict_step, work_of
 from dmt.training.trained import trained_model
 from tests.ranks import run_ranks
@@ -233,40 +229,3 @@ def test_what_if_counts_what_they_save_and_has_alternatives_without() -> None:
     assert predict_step(job, load_cluster("a100")).compression_ratio == 2.0
     ways, left_out = alternatives(job, load_cluster("a100"))
     assert ({way.compression_ratio for way in ways}, left_out) == ({1.0, 2.0, 4.0}, [])
-
-
-class Beside(nn.Module):
-    """A model of one's own with a collection beside its towers."""
-
-    def __init__(self, tables: Any, towers: TowerPlan, device: Any, *, forgets: bool) -> None:
-        super().__init__()
-        dims = {name: table.embedding_dim for table in tables for name in table.feature_names}
-        modules = [
-            PassThroughTowerModule(tower.features, embedding_dims=[dims[name] for name in tower.features])
-            for tower in towers.towers
-        ]
-        self.towers = tower_sparse_arch(tables, towers, modules, device)
-        self.beside = None if forgets else outside_sparse_arch(tables, towers, device)
-        self.over = nn.Linear(sum(dims.values()), 1)
-
-    def forward(self, dense_features: torch.Tensor, sparse_features: Any) -> torch.Tensor:
-        outputs, beside = self.towers(sparse_features), self.beside(sparse_features)
-        return self.over(torch.cat([outputs, beside["C2"], beside["C6"]], dim=1))
-
-
-def beside(tables: Any, towers: TowerPlan, device: Any, options: dict[str, Any]) -> nn.Module:
-    return Beside(tables, towers, device, **options)
-
-
-def of_factory(*, forgets: bool) -> TrainingConfig:
-    factory = {"factory": "tests.training.test_outside:beside", "in_towers": True, "options": {"forgets": forgets}}
-    return small(model=factory, towers={"outside": ["C2", "C6"]})
-
-
-@pytest.mark.ranks
-def test_a_model_of_ones_own_has_a_collection_beside_its_towers(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dmt.training.check.run_on_ranks", run_ranks)
-    report = check_run(of_factory(forgets=False), CheckLimits(max_rows=20, max_ranks=4, batch_size=4, steps=2))
-    assert report.agrees, report.rows
-    with pytest.raises(InputError, match=r"EmbeddingBagCollection of the features outside towers \['C2', 'C6'\] and"):
-        build_model(open_unsharded(of_factory(forgets=True)), device="meta")

@@ -40,6 +40,10 @@ def placed(*schemes: str) -> dict[str, str]:
     return {f"t_C{number}": scheme for number, scheme in enumerate(schemes, 1)}
 
 
+LISTS = {"synthetic": {"num_multi_hot": 2}, "data": {"sequences": {"C6": "C1", "C5": "C1"}}}
+TWO_ON_A_HOST = {"num_towers": 4, "ranks_per_tower": 1, "ranks_per_host": 2}
+
+
 # arch, then the sections of the config
 CASES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
     "a mix": ("dmt-dcn", {"sharding": {"tables": placed("row_wise", "data_parallel", "data_parallel", "table_wise")}}),
@@ -72,40 +76,37 @@ CASES: dict[str, tuple[str, dict[str, dict[str, Any]]]] = {
         {
             "towers": {"outside": ["C2", "C6"]},
             "sharding": {"scheme": "table_wise"},
-            "topology": {"num_towers": 4, "ranks_per_tower": 1, "ranks_per_host": 2},
+            "topology": TWO_ON_A_HOST,
             "train": {"micro_batches": 2},
         },
     ),
     "two towers on a host": (
         "dmt-dlrm",
         {
-            "topology": {"num_towers": 4, "ranks_per_tower": 1, "ranks_per_host": 2},
+            "topology": TWO_ON_A_HOST,
             "train": {"dense_reduce": "hierarchical"},
         },
     ),
     "sequences": (
         "dmt-dlrm",
         {
-            "synthetic": {"num_multi_hot": 2},
-            "data": {"sequences": {"C6": "C1", "C5": "C1"}},
+            **LISTS,
             "sharding": {"scheme": "table_wise", "pooling_factors": {"C5": 10, "C6": 50}},
         },
     ),
     "flat sequences": (
         "dlrm",
         {
-            "synthetic": {"num_multi_hot": 2},
-            "data": {"sequences": {"C6": "C1", "C5": "C1"}},
+            **LISTS,
             "sharding": {"dataflow": "flat", "scheme": "table_wise", "pooling_factors": {"C5": 10, "C6": 50}},
         },
     ),
     "sequences, two towers on a host": (
         "dmt-dcn",
         {
-            "synthetic": {"num_multi_hot": 2},
-            "data": {"sequences": {"C5": "C1", "C6": "C2"}},
+            **LISTS,
             "sharding": {"scheme": "table_wise", "pooling_factors": {"C5": 200, "C6": 1}},
-            "topology": {"num_towers": 4, "ranks_per_tower": 1, "ranks_per_host": 2},
+            "topology": TWO_ON_A_HOST,
         },
     ),
     "a tower on two hosts": (

@@ -28,7 +28,6 @@ from dmt.training.factory import check_outputs
 from dmt.training.job import Job, open_job
 from dmt.training.serving.export import export_run
 from dmt.training.serving.score import score
-from dmt.training.step_prediction import work_of
 from dmt.training.train import train_job
 from tests.ranks import run_ranks
 from tests.seeds import some_slow
@@ -152,21 +151,6 @@ def sequences_of_all(tables: list[Any], towers: TowerPlan) -> torch.nn.Module:
     modules = [DINTowerModule(*tower.features[:2], embedding_dim=8, tower_dim=4) for tower in towers.towers]
     parts = [EmbeddingTower(EmbeddingCollection(tables=t), m) for t, m in zip(held, modules, strict=True)]
     return EmbeddingTowerCollection(parts)
-
-
-@pytest.mark.parametrize("arch", ["dlrm", "dmt-dlrm", "dmt-dcn"])
-def test_a_step_is_priced_by_the_length_of_its_sequences(arch: str) -> None:
-    sent = []
-    for length in (10, 50, 200):
-        job = open_job(with_sequences(arch, sharding={"pooling_factors": dict.fromkeys(SEQUENCES, length)}))
-        by_name = {name: load.uplink for name, load in work_of(job).sent.items()}
-        ids = by_name["peer_ids"] + by_name["tower_ids"]
-        sent.append((ids, sum(by_name.values()) - ids))
-    (short, outputs), (middle, at_50), (long, at_200) = sent
-    # An id more of 32 samples and two sequences is sent; in the flat model its embedding too, and its gradient.
-    assert (long - middle) / 150 == (middle - short) / 40 == 32 * 2 * 8
-    growth = (at_200 - at_50, at_50 - outputs)
-    assert growth == (0, 0) if arch != "dlrm" else growth[0] == 150 / 40 * growth[1] > 0
 
 
 def write_rows(folder: Path, rows: int = 300) -> dict[str, str]:

@@ -5,9 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -123,39 +120,6 @@ def test_a_second_signal_ends_the_process_unless_it_saves(
     for number in SIGNALS:
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
     assert codes == ([128 + signal.SIGINT] if ends else [])
-
-
-def start(folder: Path, *overrides: str) -> subprocess.Popen[bytes]:
-    """Starts four ranks with torchrun itself, on a run that takes long but for the overrides."""
-    settings = ["train.save_every=100000", "train.log_every=5", "data.synthetic.num_rows=1000000", *overrides]
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
-    command += ["-m", "dmt.training", "demo", f"train.output_dir={folder}", "train.batch_size=32", *settings]
-    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-
-
-@pytest.mark.slow
-def test_torchrun_that_is_told_to_stop_leaves_a_checkpoint(tmp_path: Path) -> None:
-    torchrun = start(tmp_path)
-    while torchrun.poll() is None and not read_steps(tmp_path):
-        time.sleep(0.1)
-    torchrun.send_signal(signal.SIGTERM)
-    assert torchrun.wait(60) != 0
-    saved = newest(tmp_path / "checkpoint")
-    assert saved is not None
-    step = read_manifest(saved).step
-    steps = read_steps(tmp_path)
-    assert steps[-1] <= step < steps[-1] + 5, "a step is lost"
-    last = -(-step // 5) * 5 + 5
-    assert start(tmp_path, f"train.max_steps={last}").wait(120) == 0
-    assert start(tmp_path / "whole", f"train.max_steps={last}").wait(120) == 0
-    assert read_curves(tmp_path)["train/loss"] == read_curves(tmp_path / "whole")["train/loss"]
-
-
-def read_steps(folder: Path) -> list[int]:
-    """Steps whose loss was recorded."""
-    if not (folder / "metrics.jsonl").exists():
-        return []
-    return [step for step, _ in read_curves(folder).get("train/loss", [])]
 
 
 # When checkpoints are saved.

@@ -289,7 +289,6 @@ class Sequences(Clicks):
 def test_another_output_than_one_number_for_each_sample_is_refused() -> None:
     changes: dict[str, Callable[[Tensor], Any]] = {
         r"a tensor \[\d, 2\]": lambda logits: logits.expand(-1, 2),
-        r"a tensor \[(3, 3|2, 2)\]": lambda logits: logits @ logits.T,
         "a dict": lambda logits: {"click": logits},
     }
     ones = {name: torch.ones(2, dtype=torch.long) for name in NAMES}

@@ -18,7 +18,6 @@ from dmt.training.config import TrainingConfig, load_config
 from dmt.training.data.batch import ClickBatch
 from dmt.training.data.clicks import ClickData
 from dmt.training.data.config import DataConfig
-from dmt.training.job import data_cache
 from dmt.training.serving.export import export_run, read_manifest
 from dmt.training.serving.score import rows_to_score, score
 from dmt.training.trained import checkpoint_of
@@ -128,14 +127,6 @@ def test_a_checkpoint_that_its_run_deletes_meanwhile_leads_to_the_newer_one(
 
     monkeypatch.setattr(trained, "load", load_late)
     assert score(tmp_path, tmp_path / "scores.parquet").num_rows == ROWS // 2
-
-
-def test_scores_beside_a_run_leave_it_its_prepared_rows(tmp_path: Path) -> None:
-    assert data_cache(str(tmp_path / "run")) == tmp_path / "run" / "prepared"
-    (tmp_path / "prepared").mkdir()
-    assert data_cache(str(tmp_path / "run")) == tmp_path / "prepared"
-    (tmp_path / "run" / "prepared").mkdir(parents=True)
-    assert data_cache(str(tmp_path / "run")) == tmp_path / "run" / "prepared"
 
 
 @pytest.mark.parametrize("model", ["", "model.pt2"])
