@@ -213,8 +213,13 @@ def run_on_rank(rank: int, config: TrainingConfig) -> dict[str, Any]:
         return load(path)
 
     made = contextlib.nullcontext(TowerMesh(config.topology.build()))
-    with patch.object(TowerPlan, "load", count), patch.object(run, "process_group", lambda config: made):
+    with (
+        patch.object(TowerPlan, "load", count),
+        patch.object(run, "process_group", lambda config: made),
+        patch.object(run, "in_micro_batches", wraps=run.in_micro_batches) as in_parts,
+    ):
         result = run.train(config)
+    assert in_parts.called
     # Once in a run, on every rank: the file may change while the run trains with what it held.
     assert reads == [config.towers.plan]
     return result
@@ -229,7 +234,7 @@ def test_a_whole_run_with_cut_tables(tmp_path: Path) -> None:
         synthetic={"num_rows": 640, "num_eval_rows": 150, "num_multi_hot": 1},
         towers=save_plan(tmp_path, SOME_CUT),
         optimizer={"sparse_lr": 0.02},
-        train={"eval_every": 7, "output_dir": str(tmp_path / "run")},
+        train={"eval_every": 7, "micro_batches": 2, "output_dir": str(tmp_path / "run")},
     )
     result = run_ranks(run_on_rank, 4, config)[0]
     assert (result["steps"], result["eval_num_rows"]) == (10, 150)
