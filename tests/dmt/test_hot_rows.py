@@ -19,6 +19,7 @@ from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dmt import InputError, ReplicaSync, TowerMesh, TowerTopology, TrafficMeter
 from dmt.hot_rows.choice import choose_rows
+from dmt.hot_rows.copies import HotCopies
 from dmt.hot_rows.profile import AccessProfile
 from dmt.hot_rows.runtime import HotRows, _Counter, why_no_copies
 from dmt.hot_rows.touched_sum import TouchedRowsSum
