@@ -28,15 +28,6 @@ def profile_of(ids: np.ndarray, rows: int) -> AccessProfile:
     return profile
 
 
-def test_counts_are_exact() -> None:
-    ids = zipf_ids(500, 20_000, seed=0)
-    found = profile_of(ids, 500)["t"]
-    expected = np.bincount(ids, minlength=500)
-    assert found.total == 20_000
-    assert found.rows.tolist() == np.flatnonzero(expected).tolist()
-    assert found.counts.tolist() == expected[expected > 0].tolist()
-
-
 def test_tables_with_several_features_count_all_of_them() -> None:
     spec = table("a", 90, "x", "y")
     profile = AccessProfile([spec])

@@ -85,15 +85,11 @@ def test_ids_with_a_batch_size_for_each_feature_are_refused():
         split_ids(ids, {"a": (4, 4)})
 
 
-def even_plan():
-    splits = {feature: (8, 8) for feature in FEATURES}
-    towers = [["ad[0:8]", "user[0:8]"], ["ad[8:16]", "shop[0:8]"], ["user[8:16]", "shop[8:16]"]]
-    return TowerPlan.from_lists(towers, column_splits=splits)
-
-
 @pytest.mark.parametrize("model_class", [DMTDLRM, DMTDCN])
 def test_models_with_towers_run_on_shards_and_refuse_whole_tables(model_class):
-    plan = even_plan()
+    splits = {feature: (8, 8) for feature in FEATURES}
+    towers = [["ad[0:8]", "user[0:8]"], ["ad[8:16]", "shop[0:8]"], ["user[8:16]", "shop[8:16]"]]
+    plan = TowerPlan.from_lists(towers, column_splits=splits)
     options = ModelOptions(dense_arch_layer_sizes=[16], over_arch_layer_sizes=[16, 1])
     model = model_class(
         tables=plan.split_tables(tables()), tower_plan=plan, tower_dim=4, dense_in_features=3, options=options
@@ -101,10 +97,5 @@ def test_models_with_towers_run_on_shards_and_refuse_whole_tables(model_class):
     logits = model(torch.zeros(7, 3), split_ids(batch(), plan.column_splits))
     assert logits.shape == (7, 1)
     assert logits.isfinite().all()
-    with pytest.raises(
-        InputError,
-        match=r"cuts the table of feature 'ad' into column shards \['ad\[0:8\]', 'ad\[8:16\]'\], but the model has the "
-        r"whole table\. Build the model from plan\.split_tables\(tables\), and give it "
-        r"dmt\.plan\.split_across_towers\.split_ids",
-    ):
+    with pytest.raises(InputError, match=r"cuts the table of feature 'ad' into column shards .* plan\.split_tables"):
         model_class(tables=tables(), tower_plan=plan, tower_dim=4, dense_in_features=3, options=options)

@@ -301,25 +301,6 @@ def test_towers_of_other_dtypes_meet_in_the_widest(rank: int) -> None:
     assert torch.equal(got, expected)
 
 
-@on_ranks(2)
-def test_ranks_may_have_no_samples_and_bags_no_ids(rank: int) -> None:
-    mesh = TowerMesh(ONE.topology)
-    for sizes in ((0, 5), (0, 0)):
-        case = replace(ONE, pooling="MEAN", scheme="row_wise", sizes=sizes, max_bag=3)
-        training = Training(rank, case, mesh)
-        ids, _ = case.draw(rank, 0)
-        logits = training.model.module.model(ids)[1]
-        if sizes[rank]:  # the unsharded module fails without samples
-            torch.testing.assert_close(logits, training.plain.model(ids)[1], rtol=1e-6, atol=1e-6)
-        assert len(logits) == sizes[rank]
-        logits.sum().backward()
-        name = "model.sparse_arch.towers.0.embedding.embedding_bags.t0.weight"
-        assert (gather_plain_state(training.model)[name] - training.start[name]).any() == any(sizes)
-    # No sample has an id.
-    case = replace(ONE, kind="flat", scheme="mixed", max_bag=0, weighted=True)
-    assert not shard(case, build(case), mesh)(case.draw(rank, 0)[0])[0].values().any()
-
-
 @pytest.mark.parametrize(
     "case", [replace(ONE, scheme="mixed"), replace(TWO, kind="flat", hot=True)], ids=["mixed", "hot"]
 )

@@ -36,7 +36,7 @@ from dmt.training.serving.export import export_run, read_manifest
 from tests.parity import sequence_config
 from tests.ranks import on_ranks
 from tests.training.small import linear, new_run, plain, save_alone, train_loop
-from tests.training.test_resume import attempt
+from tests.training.test_resume import trained
 
 
 def deepfm(folder: Path | None = None, **sections: dict[str, Any]) -> TrainingConfig:
@@ -52,17 +52,11 @@ def deepfm(folder: Path | None = None, **sections: dict[str, Any]) -> TrainingCo
     return TrainingConfig.model_validate(values)
 
 
-def train(config: TrainingConfig, steps: int) -> dict[str, Any]:
-    result = attempt(config.model_copy(update={"train": config.train.model_copy(update={"max_steps": steps})}))
-    assert result is not None
-    return result
-
-
 @pytest.mark.ranks
 def test_the_deepfm_of_the_page_from_a_flat_run_to_a_served_one_in_learned_towers(tmp_path: Path) -> None:
     flat, towers = tmp_path / "flat", tmp_path / "towers.json"
     config = deepfm(flat, model=model_of_page() | {"in_towers": False})
-    result = train(config, 4)
+    result = trained(config, 4)
     assert (result["steps"], result["compression_ratio"]) == (4, 1.0)
     assert_served_alike(flat, result, tmp_path)
     # A program takes seconds: that of the towers below has all parts of a flat one.
@@ -77,8 +71,8 @@ def test_the_deepfm_of_the_page_from_a_flat_run_to_a_served_one_in_learned_tower
     config = deepfm(run, towers={"plan": str(towers)})
     (tmp_path / "config.toml").write_text(to_toml(config))
     dmt("plan", tmp_path / "config.toml")
-    assert train(config, 3)["steps"] == 3
-    result = train(config, 6)
+    trained(config, 3)
+    result = trained(config, 6)
     assert (result["steps"], result["arch"]) == (6, "examples.deepfm:deepfm")
     assert result["compression_ratio"] > 1.0
     out = tmp_path / "model.pt2"

@@ -29,7 +29,7 @@ from dmt.training.trained import trained_model
 from tests.ranks import run_ranks
 from tests.training.small import small
 from tests.training.test_factory import assert_served_alike
-from tests.training.test_resume import attempt
+from tests.training.test_resume import trained
 
 TWO_BY_TWO = TowerTopology(num_towers=2, ranks_per_tower=2)
 
@@ -175,13 +175,6 @@ def config_of(folder: Path, arch: str, *outside: str, **towers: Any) -> Training
     train = {"output_dir": str(folder), "save_every": 2, "log_every": 1}
     sections = {"topology": {"ranks_per_tower": 1}, "towers": {"outside": outside, **towers}}
     return small(arch, "sptt", synthetic=synthetic, train=train, **sections)
-
-
-def trained(config: TrainingConfig, steps: int) -> dict[str, Any]:
-    result = attempt(config.model_copy(update={"train": config.train.model_copy(update={"max_steps": steps})}))
-    assert result is not None
-    assert result["steps"] == steps
-    return result
 
 
 @pytest.mark.ranks

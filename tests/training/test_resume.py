@@ -63,6 +63,14 @@ def attempt(run: TrainingConfig, stop_at: int | None = None) -> dict[str, Any] |
     return run_ranks(run_on_rank, world_size, run.model_dump(mode="json"), stop_at)[0]
 
 
+def trained(run: TrainingConfig, steps: int) -> dict[str, Any]:
+    """The result of a run that goes on until it has taken so many steps."""
+    result = attempt(run.model_copy(update={"train": run.train.model_copy(update={"max_steps": steps})}))
+    assert result is not None
+    assert result["steps"] == steps
+    return result
+
+
 def losses(run: TrainingConfig) -> dict[str, list[tuple[int, float]]]:
     return read_curves(Path(run.train.output_dir))
 

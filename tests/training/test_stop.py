@@ -103,17 +103,26 @@ def test_a_signal_that_is_too_late_for_a_step_is_not_lost() -> None:
     assert saved
 
 
-@pytest.mark.parametrize(("pause", "stops", "ends"), [(0.0, False, False), (9.0, False, True), (9.0, True, False)])
+@pytest.mark.parametrize(
+    ("is_known", "pause", "stops", "ends"),
+    [(False, 0.0, False, False), (False, 9.0, False, True), (False, 9.0, True, False), (True, 0.0, False, False)],
+)
 def test_a_second_signal_ends_the_process_unless_it_saves(
-    pause: float, stops: bool, ends: bool, monkeypatch: pytest.MonkeyPatch
+    is_known: bool, pause: float, stops: bool, ends: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Schedulers send one signal twice at once: to torchrun, which hands it on, and to the ranks."""
+    """Schedulers send one signal twice at once, to torchrun, which hands it on, and to the ranks; hosts get it apart.
+
+    ``is_known``: the first was another rank's, and has been agreed on.
+    """
     codes: list[int] = []
     monkeypatch.setattr("os._exit", codes.append)
     signals = Signals()
     with contextlib.suppress(KeyboardInterrupt), signals:
-        signal.raise_signal(signal.SIGINT)
-        signals._came -= pause
+        if is_known:
+            signals.signal = signal.SIGINT  # as `Agreement.meet` has it from another rank
+        else:
+            signal.raise_signal(signal.SIGINT)
+            signals._came -= pause
         if stops:
             signals.stops = True
         signal.raise_signal(signal.SIGINT)
@@ -165,17 +174,3 @@ def test_the_last_step_is_saved_once(train: dict[str, Any], tmp_path: Path) -> N
     pair: dict[str, Any] = {"topology": {"num_towers": 1, "ranks_per_tower": 2}, "synthetic": few}
     assert attempt(saved_config(tmp_path, train={"save_every": 5, **train}, **pair)) is not None
     assert [path.name for path in checkpoints(tmp_path / "checkpoint")] == ["step-00000010", "step-00000005"]
-
-
-def test_the_first_signal_of_a_rank_that_knows_of_another_s_ends_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hosts get SIGTERM a little apart: the first to come has been agreed on when the others' comes."""
-    codes: list[int] = []
-    monkeypatch.setattr("os._exit", codes.append)
-    signals = Signals()
-    with signals:
-        signals.signal = signal.SIGTERM  # as `Agreement.meet` has it from another rank
-        signal.raise_signal(signal.SIGTERM)
-        signals.stops = True
-    assert codes == []
-    for number in signals._before:
-        signal.signal(number, signals._before[number])

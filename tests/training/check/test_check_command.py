@@ -148,24 +148,17 @@ def placements(job: Job) -> dict[str, TablePlacement]:
 
 
 @pytest.mark.parametrize(
-    ("towers", "ranks", "most", "left"),
-    [(2, 2, 8, (2, 2)), (2, 8, 8, (2, 4)), (8, 8, 8, (4, 2)), (8, 1, 8, (8, 1)), (8, 1, 4, (4, 1)), (1, 16, 8, (1, 8)),
-     (3, 8, 8, (3, 2)), (64, 8, 4, (2, 2)), (2, 3, 4, (2, 2))],
+    ("towers", "ranks", "replicas", "most", "left"),
+    [(2, 2, 1, 8, (2, 2, 1)), (2, 8, 1, 8, (2, 4, 1)), (8, 8, 1, 8, (4, 2, 1)), (8, 1, 1, 8, (8, 1, 1)),
+     (8, 1, 1, 4, (4, 1, 1)), (1, 16, 1, 8, (1, 8, 1)), (3, 8, 1, 8, (3, 2, 1)), (64, 8, 1, 4, (2, 2, 1)),
+     (2, 3, 1, 4, (2, 2, 1)), (2, 4, 2, 8, (2, 2, 2)), (2, 4, 8, 16, (2, 4, 2)), (2, 4, 3, 4, (1, 2, 2))],
 )  # fmt: skip
-def test_ranks_per_tower_go_first_and_both_exchanges_stay(
-    towers: int, ranks: int, most: int, left: tuple[int, int]
+def test_ranks_per_tower_go_first_and_both_exchanges_and_two_replicas_stay(
+    towers: int, ranks: int, replicas: int, most: int, left: tuple[int, int, int]
 ) -> None:
-    small_one = fewer_ranks(TowerTopology(num_towers=towers, ranks_per_tower=ranks), most)
-    assert (small_one.num_towers, small_one.ranks_per_tower) == left
-
-
-@pytest.mark.parametrize(
-    ("replicas", "most", "left"), [(1, 8, (1, 2, 4)), (2, 8, (2, 2, 2)), (8, 16, (2, 2, 4)), (3, 4, (2, 1, 2))]
-)
-def test_two_replicas_stay_of_several(replicas: int, most: int, left: tuple[int, int, int]) -> None:
-    full = TowerTopology(num_towers=2, ranks_per_tower=4, num_replicas=replicas, replica_placement="intra_host")
-    small_one = fewer_ranks(full, most)
-    assert (small_one.num_replicas, small_one.num_towers, small_one.ranks_per_tower) == left
+    full = {"num_towers": towers, "ranks_per_tower": ranks, "num_replicas": replicas}
+    small_one = fewer_ranks(TowerTopology(**full, replica_placement="intra_host"), most)
+    assert (small_one.num_towers, small_one.ranks_per_tower, small_one.num_replicas) == left
     assert small_one.replica_placement == "intra_host"
 
 
