@@ -47,7 +47,7 @@ def plot_affinity(affinity: FeatureAffinity, plan: TowerPlan, path: str | os.Pat
     top = float(np.nanmax(matrix)) if size > 1 else 0.0
     # Only labeled rows need a minimum height.
     side = min(14.0, max(6.0, 2.6 + 0.21 * size)) if size <= MOST_NAMED else 9.0
-    figure = new_figure(path, size=(side + 1.0, side), caller="plot_affinity")
+    figure = new_figure(side + 1.0, side)
     axes = figure.add_subplot()
     heat = LinearSegmentedColormap.from_list("affinity", _HEAT_COLORS).with_extremes(bad=_DIAGONAL_COLOR)
     # With more cells than pixels, a pixel shows the mean of its cells, not one of them.
@@ -66,8 +66,8 @@ def plot_affinity(affinity: FeatureAffinity, plan: TowerPlan, path: str | os.Pat
         axes.add_patch(box).set_clip_on(False)
         _write_badge(axes, tower, (start + extent / 2 - 0.5, -0.5), offset=9.0)
         start += extent
-    figure.suptitle(_title(plan), fontsize=11, x=0.02, ha="left", parse_math=False)
-    return save_figure(figure, path, caller="plot_affinity")
+    figure.suptitle(_title(plan), fontsize=11, x=0.02, ha="left")
+    return save_figure(figure, path)
 
 
 def _title(plan: TowerPlan) -> str:
@@ -88,7 +88,7 @@ def plot_coordinates(partition: Partition, path: str | os.PathLike[str]) -> Path
 
     if partition.affinity.is_interactions:
         raise InputError("plot_coordinates: a partition made from interactions has no points. Use plot_affinity.")
-    figure = new_figure(path, size=(9.0, 9.0), caller="plot_coordinates")
+    figure = new_figure(9.0, 9.0)
     axes: Any = figure.add_subplot()
     points = partition.points
     row = {name: i for i, name in enumerate(partition.affinity.features)}
@@ -107,7 +107,7 @@ def plot_coordinates(partition: Partition, path: str | os.PathLike[str]) -> Path
     meaning = "similar" if partition.plan.strategy == "coherent" else "dissimilar"
     stress = f"normalized stress {partition.normalized_stress:.3f} (0 is perfect, above 0.2 is poor)"
     add_title(axes, [_title(partition.plan), f"close = {meaning}; {stress}"])
-    return save_figure(figure, path, caller="plot_coordinates")
+    return save_figure(figure, path)
 
 
 def _write_badge(axes: Any, badge: dict[str, Any], place: tuple[float, float], *, offset: float) -> None:

@@ -205,7 +205,7 @@ CEILINGS = {
     "dmt/replicas": (378, 3),  # 350, 3
     "dmt/hot_rows": (949, 6),  # 900, 6
     "dmt/simulator": (847, 4),  # 800, 5
-    "dmt/report": (117, 2),  # 110, 2
+    "dmt/report": (110, 2),  # 110, 2
     "dmt/testing": (600, 4),  # 600, 4
     "dmt/training": (11_332, 54),  # 7_800, 50
     "partitioner": (2_821, 12),  # 2_800, 14

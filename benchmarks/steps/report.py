@@ -225,7 +225,7 @@ def plot_steps(contenders: Sequence[Measured], path: Path, *, subtitle: str) -> 
         subtitle: the setting in words.
     """
     height = _ROW_INCHES * len(contenders) + _FRAME_INCHES
-    figure = new_figure(path, size=(_WIDTH_INCHES, height), caller="plot_steps")
+    figure = new_figure(_WIDTH_INCHES, height)
     axes = figure.add_subplot()
     for row, found in enumerate(contenders):
         low, middle, high = (found.percentile(percent) for percent in (10, 50, 90))
@@ -245,7 +245,7 @@ def plot_steps(contenders: Sequence[Measured], path: Path, *, subtitle: str) -> 
     lines = ["Step time, median and P10 to P90", subtitle]
     lines.append("black mark: the contender's own bound; x: speed over the best flat of the same precision")
     add_title(axes, lines, pad=6)
-    return save_figure(figure, path, caller="plot_steps")
+    return save_figure(figure, path)
 
 
 def plot_sweeps(sweeps: Mapping[str, Mapping[str, Sequence[Measured]]], path: Path) -> Path:
@@ -255,7 +255,7 @@ def plot_sweeps(sweeps: Mapping[str, Mapping[str, Sequence[Measured]]], path: Pa
         sweeps: contenders by value, by the name of the sweep; at least one sweep.
         path: the picture file.
     """
-    figure = new_figure(path, size=(_PANEL_INCHES * len(sweeps) + 0.4, 5.4), caller="plot_sweeps")
+    figure = new_figure(_PANEL_INCHES * len(sweeps) + 0.4, 5.4)
     for axes, (name, points) in zip(
         figure.subplots(1, len(sweeps), squeeze=False, sharey=True)[0], sweeps.items(), strict=True
     ):
@@ -271,7 +271,7 @@ def plot_sweeps(sweeps: Mapping[str, Mapping[str, Sequence[Measured]]], path: Pa
         axes.legend(fontsize=7, frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.08), handlelength=4)
         dress_axes(axes, grid="y")
     figure.axes[0].set_ylabel("seconds per step", fontsize=9, color=SOFT)
-    return save_figure(figure, path, caller="plot_sweeps")
+    return save_figure(figure, path)
 
 
 _HOW = """\

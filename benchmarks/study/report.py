@@ -203,7 +203,7 @@ def write_study(
 def plot_costs(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
     """Draws median AUC against bytes of embeddings and gradients across hosts, with a panel for each data set."""
     datasets = list(dict.fromkeys(row["data"] for row in rows))
-    figure = new_figure(path, size=(max(7.5, 5.0 * len(datasets)), 4.8), caller="plot_costs")
+    figure = new_figure(max(7.5, 5.0 * len(datasets)), 4.8)
     for axes, data in zip(figure.subplots(1, len(datasets), squeeze=False)[0], datasets, strict=True):
         of_set = [row for row in rows if row["data"] == data]
         for model, color in _COLORS.items():
@@ -220,4 +220,4 @@ def plot_costs(rows: Sequence[Mapping[str, Any]], path: Path) -> None:
         axes.legend(fontsize=6.5, frameon=False, loc="lower right", handlelength=4)
         dress_axes(axes, grid="y")
     figure.axes[0].set_ylabel("test AUC, median over seeds", fontsize=9)
-    save_figure(figure, path, caller="plot_costs")
+    save_figure(figure, path)

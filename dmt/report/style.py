@@ -9,7 +9,7 @@ from itertools import cycle, product
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from dmt.errors import InputError
+from dmt.files import write_or_raise
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -29,39 +29,32 @@ INK, SOFT = "#222222", "#5B6473"
 def tower_badges(plan: TowerPlan) -> list[dict[str, Any]]:
     """Returns each tower's name, features, color, ink (color of text on it) and marker; 64 towers can be told apart."""
     looks = cycle(product(_MARKERS, TOWER_COLORS))
-    badges = []
-    for tower, (marker, color) in zip(plan.towers, looks, strict=False):
-        ink = "#FFFFFF" if color in _DARK else "#000000"
-        badges.append({"name": tower.name, "features": tower.features, "color": color, "marker": marker, "ink": ink})
-    return badges
+    return [
+        vars(tower) | {"color": color, "marker": marker, "ink": "#FFFFFF" if color in _DARK else "#000000"}
+        for tower, (marker, color) in zip(plan.towers, looks, strict=False)
+    ]
 
 
-def new_figure(path: str | os.PathLike[str], *, size: tuple[float, float], caller: str) -> Figure:
-    """Makes a figure of ``size`` inches; raises `InputError` if the suffix of ``path`` is not a picture format."""
+def new_figure(width: float, height: float) -> Figure:
+    """Makes an empty figure of this size in inches."""
     from matplotlib.figure import Figure
 
-    figure = Figure(figsize=size, layout="constrained", dpi=160)
-    formats = figure.canvas.get_supported_filetypes()
-    if Path(path).suffix.lstrip(".").lower() not in formats:
-        raise InputError(f"{caller}: path={str(path)!r} must end in one of {', '.join(sorted(formats))}.")
-    return figure
+    return Figure(figsize=(width, height), layout="constrained", dpi=160)
 
 
-def save_figure(figure: Figure, path: str | os.PathLike[str], *, caller: str) -> Path:
-    """Writes the figure, makes missing folders, and returns ``path``; raises `InputError` if it cannot be written."""
+def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
+    """Writes the figure in the format of the suffix of ``path``, makes missing folders, and returns ``path``.
+
+    Raises `InputError` if the suffix is not a picture format, or the file cannot be written.
+    """
     from matplotlib.text import Text
 
     for text in figure.findobj(Text):  # a dollar sign in a feature's name does not start a formula
         text.set_parse_math(False)
     target = Path(path)
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Glyph .* missing")  # drawn as an empty box
-            figure.savefig(target, dpi="figure", bbox_inches="tight", pad_inches=0.12)
-    except OSError as error:
-        reason = f"cannot be written ({error.strerror}). Give another path."
-        raise InputError(f"{caller}: path={str(path)!r} {reason}") from error
+    with write_or_raise(target, "Picture") as scratch, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing")  # drawn as an empty box
+        figure.savefig(scratch, format=target.suffix[1:].lower(), dpi="figure", bbox_inches="tight", pad_inches=0.12)
     return target
 
 

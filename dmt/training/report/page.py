@@ -227,7 +227,7 @@ def plot_curves(runs: Mapping[str, Path], path: Path) -> Path:
         InputError: a folder has no readable curves, the picture format is unknown, or ``path`` cannot be written.
     """
     curves = {name: _read_curves(folder) for name, folder in runs.items()}
-    figure = new_figure(path, size=(8.4, 6.2), caller="plot_curves")
+    figure = new_figure(8.4, 6.2)
     grid = figure.add_gridspec(2, 2, height_ratios=(1.0, 1.05))
     places = (grid[0, :], grid[1, 0], grid[1, 1])
     last = max((float(curve[:, 0].max()) for run in curves.values() for curve in run.values()), default=1.0)
@@ -242,7 +242,7 @@ def plot_curves(runs: Mapping[str, Path], path: Path) -> Path:
         axes.ticklabel_format(axis="both", useOffset=False)
     handles = [figure.axes[1].plot([], [], linewidth=2.0, **_style_of(i))[0] for i in range(len(curves))]
     figure.legend(handles, list(curves), loc="outside upper left", ncols=2, frameon=False, fontsize=11)
-    return save_figure(figure, path, caller="plot_curves")
+    return save_figure(figure, path)
 
 
 def smooth(values: NDArray[np.float64]) -> NDArray[np.float64]:
