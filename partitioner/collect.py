@@ -18,7 +18,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -123,7 +122,9 @@ class _Sum:
             self.counts = self.sum_FF.new_zeros(1 + len(vectors))
         stacked_BFN = torch.stack([vectors[name] for name in self.features], dim=1)
         for block_BFN in stacked_BFN.split(max(1, BLOCK_ELEMENTS // max(1, stacked_BFN[0].numel()))):
-            unit_FX = _normalize(block_BFN.double()).transpose(0, 1).reshape(len(self.features), -1)
+            # Zeros stay zeros. In float64 the squares of FP32 numbers neither under- nor overflow.
+            unit_BFN = nn.functional.normalize(block_BFN.double(), dim=-1, eps=1e-300)
+            unit_FX = unit_BFN.transpose(0, 1).reshape(len(self.features), -1)
             self.sum_FF.addmm_(unit_FX, unit_FX.T)
         lengths = dict(zip(ids.keys(), ids.length_per_key(), strict=True))
         num_ids = [lengths.get(name, float("nan")) for name in self.features]
@@ -152,32 +153,19 @@ class _Sum:
 
 
 def _sum(collections: Sequence[_Collection], batches: Iterable[Any]) -> _Sum:
-    measured = _Sum()
-    with _evaluating(collections), torch.no_grad():
-        for number, ids in enumerate(batches):
-            if ids.stride() > 0:  # TorchRec's plain collections cannot run without rows
-                measured.add(_look_up(collections, ids, number), ids)
-    return measured
-
-
-@contextmanager
-def _evaluating(collections: Sequence[_Collection]) -> Iterator[None]:
-    """Puts the collections in eval mode, and afterwards restores the mode of every submodule."""
-
-    # children(), because sharded modules hide their submodules from modules().
-    def parts(part: nn.Module) -> Iterator[nn.Module]:
-        yield part
-        for child in part.children():
-            yield from parts(child)
-
-    modes = {part: part.training for collection in collections for part in parts(collection.module)}
-    for collection in collections:
-        collection.module.eval()
+    """Sums over the batches with the collections in eval mode, and then puts each back into its mode."""
+    measured, modes = _Sum(), [collection.module.training for collection in collections]
     try:
-        yield
+        for collection in collections:
+            collection.module.eval()
+        with torch.no_grad():
+            for number, ids in enumerate(batches):
+                if ids.stride() > 0:  # TorchRec's plain collections cannot run without rows
+                    measured.add(_look_up(collections, ids, number), ids)
     finally:
-        for part, training in modes.items():
-            part.training = training
+        for collection, is_training in zip(collections, modes, strict=True):
+            collection.module.train(is_training)
+    return measured
 
 
 def _look_up(collections: Sequence[_Collection], ids: Any, number: int) -> dict[str, Tensor]:
@@ -206,13 +194,6 @@ def _look_up(collections: Sequence[_Collection], ids: Any, number: int) -> dict[
         vectors |= pooled
     # The order of a sharded collection's output depends on its plan.
     return {name: vectors[name] for name in sorted(vectors, key=lambda name: (place.get(name, len(place)), name))}
-
-
-def _normalize(embeddings: Tensor) -> Tensor:
-    # Divided by the largest element first, so that norms of tiny and huge vectors do not under- or overflow.
-    largest = embeddings.abs().amax(dim=-1, keepdim=True)
-    scaled = embeddings / torch.where(largest > 0, largest, 1.0)
-    return nn.functional.normalize(scaled, dim=-1)
 
 
 def _tables_of(collections: Sequence[_Collection]) -> tuple[TableSpec, ...]:

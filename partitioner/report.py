@@ -156,7 +156,6 @@ def write_partition_report(
         "notes": list(partition.notes),
         "meaning": judge_meaning(partition),
         "balance": judge_balance(partition),
-        "cards": [],
         "strongest": strongest_rows(partition, _SHOWN_INTERACTIONS),
         "columns": ["tower", *loads],
         "towers": [badge | {"cells": row} for badge, *row in zip(tower_badges(plan), *loads.values(), strict=True)],

@@ -152,8 +152,7 @@ def _read(index: int, batch: Any, most_rows: int) -> _Part:
             f"{WHERE}: batch {index} has labels of shape {list(labels.shape)}, weights of {list(real.shape)} and dense "
             f"features of {list(columns.shape)}. Give labels [B], weights [B] and dense features [B, D]."
         )
-    wrong = labels[real & (labels != 0) & (labels != 1)]
-    if len(wrong):
+    if len(wrong := labels[real & (labels != 0) & (labels != 1)]):
         raise InputError(f"{WHERE}: batch {index} has the label {wrong[0]:g}; labels must be 0 or 1.")
     bags = _bags(index, batch.sparse_features, len(labels))
     if other := [name for name, (lengths, _) in bags.items() if len(lengths) != len(labels)]:

@@ -16,7 +16,7 @@ __all__ = ["data_uri", "render_page"]
 def render_page(template: Path, path: str | os.PathLike[str], context: Mapping[str, Any]) -> Path:
     """Renders a Jinja2 template to an HTML page in UTF-8, makes missing folders, and returns ``path``.
 
-    Values are escaped. A template may extend ``base.html`` of this folder, which needs ``notes`` and ``cards``. Raises
+    Values are escaped. A template may extend ``base.html`` of this folder, which needs ``notes``. Raises
     `InputError` if the file cannot be written, and `jinja2.UndefinedError` if ``context`` lacks a name.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
