@@ -169,7 +169,7 @@ def add_dense_hook(dmp: DistributedModelParallel, hook: Callable[[GradBucket], A
         wrapped.register_comm_hook(hook, lambda state, bucket: state(bucket))
 
 
-def at_end_of_backward(callback: Callable[[], None]) -> None:
+def at_end_of_backward(callback: Callable[[], object]) -> None:
     """Calls ``callback`` at the end of the running backward pass, once every gradient is computed."""
     engine: Any = torch.autograd.Variable._execution_engine
     engine.queue_callback(callback)

@@ -6,7 +6,6 @@ H hosts reduces first, a host sends 2 S (H-1)/H, half in BF16. n is the number o
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -68,8 +67,6 @@ class HierarchicalDataParallel(DefaultDataParallelWrapper):
         has_nccl = "nccl" in dist.get_backend_config(mesh.peer_group)
         self._across = mesh.peer_group if are_peers and not has_nccl else mesh.new_group(across)
         self._dtype = torch.bfloat16 if precision == "bf16" else None
-        self._pending: list[tuple[Tensor, Callable[[], Tensor]]] = []
-        """Gradients [n] of each bucket in flight, and a function that waits for and returns their mean, [n]."""
 
     def wrap(self, dmp: Any, env: Any, device: torch.device) -> None:
         """Wraps the dense part in DDP with this reduction; ``DistributedModelParallel`` calls it."""
@@ -82,15 +79,8 @@ class HierarchicalDataParallel(DefaultDataParallelWrapper):
             # Divided first, as DDP does: a sum of FP16 gradients may exceed the range of FP16.
             share = gradients / (self._inside.size() * self._across.size())
             end = start_sum_over_hosts(share, self._inside, self._across, dtype=self._dtype)
-        self._pending.append((gradients, end))
-        at_end_of_backward(self._finish)
-        # DDP may regard the bucket as done: gradients are views of it, and `_finish` writes the means there.
-        devices: list[Any] = [gradients.device] if gradients.is_cuda else []
-        done: torch.futures.Future[Tensor] = torch.futures.Future(devices=devices)
+        at_end_of_backward(lambda: gradients.copy_(end()))
+        # DDP may regard the bucket as done: gradients are views of it, and the means are written there.
+        done = torch.futures.Future[Tensor](devices=[gradients.device] if gradients.is_cuda else [])
         done.set_result(gradients)
         return done
-
-    def _finish(self) -> None:
-        pending, self._pending = self._pending, []
-        for gradients, end in pending:
-            gradients.copy_(end())

@@ -19,7 +19,8 @@ collectives         complete within the sync                  mean(s) is compute
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from itertools import accumulate, groupby
 from typing import Any, Literal
 
 import torch
@@ -38,7 +39,7 @@ __all__ = ["ReplicaSync", "RunningMean", "drifted", "moment_scales"]
 
 # Training passes per step. Nobody accumulates gradients over more: after that many, a call of step() is missing.
 _MOST_PASSES_PER_STEP = 256
-# Tensors are averaged in collectives of at least this size; gloo copies the input of each into one buffer.
+# Tensors are averaged in collectives of about this size; gloo copies the input of each into one buffer.
 _BUCKET_BYTES = 64 * 2**20
 
 
@@ -106,18 +107,11 @@ class ReplicaSync:
         states = [part.tensor for part in replicated if not part.is_weight]
         self._weights = RunningMean(weights, mesh.replica_group, delayed=False)
         self._states = RunningMean(states, mesh.replica_group, delayed=self.delays_states)
-        self._steps = self._passes = 0
         # A single replica cannot drift; there `HotRows` may use the same hook.
         for module in self._modules if mesh.topology.num_replicas > 1 else ():
             module.before_lookup = self._note_pass
             module.after_lookup = functools.partial(_note_updates, module)
         self.restart()
-
-    @property
-    def bytes_per_sync(self) -> float:
-        """Bytes that this rank sends in one sync by a ring: 2 (M - 1) / M times weights and states (section 5)."""
-        replicas = self._mesh.topology.num_replicas
-        return 2 * (replicas - 1) / replicas * (self._weights.bytes_sent + self._states.bytes_sent)
 
     def restart(self, *, steps: int = 0) -> None:
         """Copies the weights and states of replica 0 to every replica, and drops collectives in flight.
@@ -217,11 +211,6 @@ class RunningMean:
         self._means: list[Tensor] = []
         self._works: list[Any] = []
 
-    @property
-    def bytes_sent(self) -> int:
-        """Bytes that this rank passes to the collective in a round, before the factor 2 (M - 1) / M of a ring."""
-        return sum(4 * tensor.numel() for tensor in self._live)
-
     def forget(self) -> None:
         """Waits for the round in flight and drops its result."""
         self._snapshots, self._means = [], []
@@ -241,23 +230,16 @@ class RunningMean:
         for work in self._works:
             work.wait()
         for live, snapshot, mean in zip(self._live, self._snapshots, self._means, strict=False):
-            if self._delayed:
-                # What this replica has added since the snapshot is averaged only in the next round.
-                live.copy_(mean + (live - snapshot))
-            elif mean is not live:
-                live.copy_(mean)
+            # What this replica has added since the snapshot is averaged only in the next round.
+            live.copy_(mean + (live - snapshot) if self._delayed else mean)
         self._snapshots, self._means, self._works = [], [], []
 
 
-def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
-    bucket: list[Tensor] = []
-    for tensor in tensors:
-        bucket.append(tensor)
-        if sum(part.nbytes for part in bucket) >= _BUCKET_BYTES:
-            yield bucket
-            bucket = []
-    if bucket:
-        yield bucket
+def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
+    """Cuts the list of tensors wherever their sizes add up to another `_BUCKET_BYTES`."""
+    starts = accumulate((tensor.nbytes for tensor in tensors), initial=0)
+    placed = zip(starts, tensors, strict=False)
+    return [[tensor for _, tensor in bucket] for _, bucket in groupby(placed, lambda pair: pair[0] // _BUCKET_BYTES)]
 
 
 def moment_scales(model: nn.Module) -> dict[str, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from itertools import chain
@@ -164,13 +164,9 @@ def measure_lookups(
     return gather_objects(statistics.median(seconds[1:] or seconds), mesh.global_group)
 
 
-def measure_traffic(model: nn.Module, optimizer: KeyedOptimizer, batch: ClickBatch, mesh: TowerMesh) -> Traffic:
-    """Runs a forward and backward pass of a batch, and counts the bytes sent between and inside hosts. Collective.
-
-    The backward pass updates the tables: call it after the last save.
-    """
+def measure_traffic(work: Callable[[], Any], mesh: TowerMesh) -> Traffic:
+    """Calls ``work`` on every rank, and counts the bytes that it sends between and inside hosts. Collective."""
     meter = TrafficMeter(host_of=mesh.topology.host)
-    optimizer.zero_grad()
     with meter:
-        model(batch)[0].backward()
+        work()
     return meter.total(mesh.global_group)

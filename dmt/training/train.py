@@ -342,9 +342,6 @@ def result_of(run: Run, at: Position, metrics: MetricValues, timer: StepTimer) -
     job, mesh, replicas, hot = run.job, run.mesh, run.replicas, run.hot_rows
     rows = job.config.train.batch_size * mesh.topology.world_size
     options: dict[str, Any] = {}
-    if replicas is not None:
-        sizes = gather_objects(replicas.bytes_per_sync, mesh.global_group)
-        options["replicas"] = {"bytes_per_sample": sum(sizes) / (step_rows(job, at) * replicas.interval)}
     if hot is not None:
         number = sum(map(len, hot.rows.values()))
         options["hot_rows"] = {"rows": number, "bytes_per_rank": hot.num_bytes, "left_out": hot.left_out}
@@ -355,7 +352,12 @@ def result_of(run: Run, at: Position, metrics: MetricValues, timer: StepTimer) -
     batches = [batch.to(device) for batch in islice(batches_of(job, mesh, "train"), _TIMED_STEPS)]
     lookups = measure_lookups(run.model, run.optimizer, batches, mesh)
     slowest, mean = max(lookups), sum(lookups) / len(lookups)
-    traffic = measure_traffic(run.model, run.optimizer, batches[0], mesh)
+    run.optimizer.zero_grad()
+    traffic = measure_traffic(lambda: run.model(batches[0])[0].backward(), mesh)
+    if replicas is not None:
+        sync = measure_traffic(replicas.sync, mesh)
+        rows_per_sync = step_rows(job, at) * replicas.interval
+        options["replicas"] = {"bytes_per_sample": (sync.across + sync.inside) / rows_per_sync}
     speed = step_rows(job, at) * timer.steps / timer.seconds if timer.steps else math.nan
     predicted = on_all_ranks(lambda: predicted_result(job) if mesh.rank == 0 else None, mesh)
     if predicted is not None:

@@ -17,6 +17,7 @@ from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backwa
 from torchrec.optim.rowwise_adagrad import RowWiseAdagrad
 
 from dmt import HierarchicalDataParallel, InputError, ReplicaSync, TowerMesh, TowerTopology, TrafficMeter
+from dmt.collectives import gather_objects
 from dmt.errors import ReplicaMismatchError
 from dmt.replicas import dense_reduce
 from dmt.sptt.group_sharded import GroupSharded
@@ -41,6 +42,12 @@ def test_a_replica_that_differs_is_found_on_every_rank(rank: int) -> None:
         sync.check()  # between syncs they do differ
     training.step(1)
     sync.check()
+    with TrafficMeter(host_of=lambda r: r // 2) as meter:
+        sync.sync()
+    mesh = training.mesh
+    numbers = sum(one.tensor.numel() for one in own_tables(training.model) if one.is_replicated)
+    # A ring of two ranks sends half of all numbers twice, FP32.
+    assert meter.total(mesh.global_group).dense == 4 * sum(gather_objects(numbers, mesh.global_group))
     victim = next((one for one in own_tables(training.model) if one.name == "t1.momentum1"), None)
     if rank >= 2 and victim is not None:
         victim.tensor[:2] = victim.tensor[:2].flip(0) + torch.tensor([0.0, 1e-30])

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import asdict, replace
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,7 @@ from dmt.training.data.batch import ClickBatch
 from dmt.training.job import open_job
 from dmt.training.metrics import measure_traffic
 from dmt.training.step_prediction import work_of
-from dmt.training.train import batches_of
+from dmt.training.train import Run, batches_of
 from tests.ranks import run_ranks
 from tests.seeds import collected
 from tests.training.small import new_run, small
@@ -148,12 +149,16 @@ def measure_on_rank(rank: int, folder: str, names: list[str]) -> dict[str, list[
         run = new_run(config, mesh)
         batch = evenly_drawn(next(batches_of(run.job, mesh, "train")), config.sharding.pooling_factors, rank)
         for _ in range(3):
-            run.model(batch)[0].backward()
+            forward_and_backward(run, batch)
             run.optimizer.step()
         alone: Any = SimpleNamespace(topology=mesh.topology, global_group=mesh.replica_group)
         groups = (mesh, alone) if name == BUSIEST else (mesh,)
-        found[name] = [asdict(measure_traffic(run.model, run.optimizer, batch, group)) for group in groups]
+        found[name] = [asdict(measure_traffic(partial(forward_and_backward, run, batch), group)) for group in groups]
     return found
+
+
+def forward_and_backward(run: Run, batch: ClickBatch) -> None:
+    run.model(batch)[0].backward()
 
 
 def evenly_drawn(batch: ClickBatch, of_feature: Mapping[str, float], seed: int) -> ClickBatch:
