@@ -202,8 +202,8 @@ CEILINGS = {
     "dmt/plan": (753, 5),  # 600, 5
     "dmt/sharding": (1_987, 10),  # 1_750, 10
     "dmt/sptt": (3_459, 17),  # 2_900, 18
-    "dmt/replicas": (378, 3),  # 350, 3
-    "dmt/hot_rows": (949, 6),  # 900, 6
+    "dmt/replicas": (350, 3),  # 350, 3
+    "dmt/hot_rows": (924, 6),  # 900, 6
     "dmt/simulator": (847, 4),  # 800, 5
     "dmt/report": (110, 2),  # 110, 2
     "dmt/testing": (600, 4),  # 600, 4

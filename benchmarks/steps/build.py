@@ -42,6 +42,7 @@ from dmt import (
     run_in_micro_batches,
 )
 from dmt.errors import InputError
+from dmt.hot_rows.choice import choose_rows
 from dmt.hot_rows.runtime import HotRows
 from dmt.models import DLRM, DMTDLRM, DMTDLRMProducts, flat_sparse_arch, tower_sparse_arch
 from dmt.models.complexity import CRITEO_DENSE_FEATURES
@@ -89,8 +90,6 @@ class Built:
     """Topology of this library's contenders; None for TorchRec's."""
     small_tables: SmallTables | None
     """The data-parallel tables of a flat contender."""
-    hot_rows: HotRows | None
-    """Copies of hot rows, chosen in the first step; None without them."""
     replicas: ReplicaSync | None
     towers: TowerPlan
     """The features of each tower, also for TorchRec's contenders."""
@@ -100,8 +99,6 @@ class Built:
         output = self.pipeline.progress(self.batches)
         if self.small_tables is not None:
             self.small_tables.step()
-        if self.hot_rows is not None:
-            self.hot_rows.step()
         if self.replicas is not None:
             self.replicas.step()
         return output
@@ -186,10 +183,11 @@ def build_contender(contender: Contender, setting: Setting, meshes: Meshes, batc
         run_in_micro_batches(sharded.module.model, contender.micro_batches)
     small_tables = SmallTables(sharded.module.model.sparse_arch, fused) if contender.family == "flat" else None
     optimizer = build_optimizer(OPTIMIZER, sharded)
-    hot_rows = None
     if contender.hot_rows and mesh is not None:
-        profile = access_profile(setting)
-        hot_rows = HotRows(sharded, mesh, extra_memory=1.0, refresh_every=None, profile=profile)
+        hot_rows = HotRows(sharded, mesh, extra_memory=1.0, refresh_every=None)
+        settings = {"batch_size": setting.batch_size, "distinct": contender.unique, "max_bytes": float("inf")}
+        rows = choose_rows(access_profile(setting), benchmark_tables(setting), topology, **settings)
+        hot_rows.replicate({name: of_table for name, of_table in rows.items() if name not in hot_rows.left_out})
     pipeline = TrainPipelineSparseDist if contender.prefetch else TrainPipelineBase
     return Built(
         contender=contender,
@@ -200,7 +198,6 @@ def build_contender(contender: Contender, setting: Setting, meshes: Meshes, batc
         plan=plan,
         topology=topology,
         small_tables=small_tables,
-        hot_rows=hot_rows,
         replicas=ReplicaSync(sharded, mesh) if mesh is not None and contender.num_replicas > 1 else None,
         towers=own_towers(contender, setting),
     )

@@ -21,21 +21,23 @@ class RowCounts:
 
     Example:
         >>> RowCounts.of([2, 7, 7, 7]).merged(RowCounts.of([7, 9]))
-        RowCounts(rows=array([2, 7, 9]), counts=array([1, 4, 1]), total=6)
+        RowCounts(rows=array([2, 7, 9]), counts=array([1, 4, 1]))
     """
 
     rows: NDArray[np.int64]
     """The counted rows, int64 [n], ascending."""
     counts: NDArray[np.int64]
     """Accesses of each counted row, int64 [n]."""
-    total: int
-    """Accesses of all rows of the table, counted or not."""
+
+    @property
+    def total(self) -> int:
+        """Accesses of all rows."""
+        return int(self.counts.sum())
 
     @staticmethod
     def of(ids: Any) -> RowCounts:
         """Counts the rows in an array of ids, of any shape and integer dtype."""
-        rows, counts = np.unique(np.asarray(ids, dtype=np.int64), return_counts=True)
-        return RowCounts(rows, counts, int(counts.sum()))
+        return RowCounts(*np.unique(np.asarray(ids, dtype=np.int64), return_counts=True))
 
     def chances(self, batch_size: float) -> NDArray[np.float64]:
         """Returns, for each counted row, the probability that one of ``batch_size`` accesses reads it, float64 [n]."""
@@ -53,7 +55,7 @@ class RowCounts:
         counts[places[is_known]] += other.counts[is_known]
         new = places[~is_known]
         rows = np.insert(self.rows, new, other.rows[~is_known])
-        return RowCounts(rows, np.insert(counts, new, other.counts[~is_known]), self.total + other.total)
+        return RowCounts(rows, np.insert(counts, new, other.counts[~is_known]))
 
 
 class AccessProfile:

@@ -52,7 +52,7 @@ class HotRowsState:
     """Samples of the largest batch of any rank since the last choice of rows."""
 
 
-# Steps that are counted before rows are chosen for the first time.
+# Steps that are counted before rows are chosen for the first time, unless ``refresh_every`` is less.
 _FIRST_STEPS = 100
 # Ids are counted once this many wait (2 MB of int64), or once they take as many bytes as copies may, if that is more.
 _LEAST_COUNTED = 2**18
@@ -77,13 +77,11 @@ class HotRows:
         extra_memory: share of the numbers of all tables that a rank's copies may have, in (0, 1]. Ids that wait to be
             counted may take as many bytes again, or 2 MB if that is more.
         refresh_every: training steps between two choices of rows; the first choice comes after at most 100 steps. None:
-            rows change only when you call `refresh` or `replicate`, except for the first choice by ``profile``.
-        profile: accesses for the first choice of rows, which then happens at the first `step`; pass it on all ranks.
+            rows change only when you call `refresh` or `replicate`.
 
     Raises:
         InputError: an argument is out of range or not the same on all ranks; the model does not have exactly one such
-            collection, or has tower modules, replicas or the global id route; no table can have copies; or ``profile``
-            lacks a table.
+            collection, or has tower modules, replicas or the global id route; or no table can have copies.
 
     Example::
 
@@ -101,12 +99,9 @@ class HotRows:
         *,
         extra_memory: float = 0.01,
         refresh_every: int | None = 1000,
-        profile: AccessProfile | None = None,
     ) -> None:
         check_instance("mesh", mesh, TowerMesh)
-        # Only the first rank's counts are used: it chooses for all.
-        counted = profile and {table.name: table for table in profile.tables}
-        arguments = {"extra_memory": extra_memory, "refresh_every": refresh_every, "profile": counted}
+        arguments = {"extra_memory": extra_memory, "refresh_every": refresh_every}
         check_agreement("HotRows", arguments, mesh.global_group)
         if not 0 < extra_memory <= 1:
             raise InputError(f"HotRows: extra_memory={extra_memory!r} must be a share above 0 and at most 1.")
@@ -124,14 +119,7 @@ class HotRows:
         self._tables = table_specs([home.config for name, home in homes.items() if name not in self.left_out])
         sizes = (home.config.num_embeddings * home.config.embedding_dim * 4 for home in homes.values())
         self._budget = extra_memory * sum(sizes)
-        if profile is not None and (missing := [table.name for table in self._tables if table not in profile.tables]):
-            raise InputError(
-                f"HotRows: profile has no table equal to the model's {missing[0]!r} ({len(missing)} of "
-                f"{len(self._tables)} are missing). Collect the profile with this model's tables."
-            )
-        self._refresh_every, self._profile = refresh_every, profile
-        # With a profile, rows are chosen as soon as a batch was counted.
-        self._first = None if profile is not None or refresh_every is None else min(_FIRST_STEPS, refresh_every)
+        self._refresh_every = refresh_every
         self._steps = self._batch_size = 0
         self._counter = _Counter(self._tables, self._budget)
         # New groups: on shared groups, ranks could start these collectives and others in different orders.
@@ -158,26 +146,24 @@ class HotRows:
         """Counts a training step, and chooses rows when due. Call it on every rank after every step."""
         self._steps += 1
         every = self._refresh_every
-        is_due = self._steps == self._first or (every is not None and self._steps % every == 0)
-        if is_due or self._profile is not None:
+        if every is not None and (self._steps % every == 0 or self._steps == _FIRST_STEPS < every):
             self.refresh()
 
     def refresh(self) -> None:
-        """Chooses rows by the counts, or by ``profile`` if it has not been used yet, and copies them. Collective.
+        """Chooses rows by the counts, and copies them. Collective.
 
         Does nothing if no rank has trained on a batch since the last choice: the choice depends on the batch size.
         """
         now = self.state()
         if not now.batch_size:
             return
-        profile, self._profile = self._profile or now.counts, None
         # One rank chooses for all: processors of different kinds may round a row's gain differently.
         tables = self._tables if self._everyone.rank() == 0 else []
         topology, encoder = self._mesh.topology, self._module.encoder
         distinct = encoder is not None and encoder.shares_equal
         chosen, *_ = run_on_all_or_raise(
             lambda: choose_rows(
-                profile, tables, topology, batch_size=now.batch_size, distinct=distinct, max_bytes=self._budget
+                now.counts, tables, topology, batch_size=now.batch_size, distinct=distinct, max_bytes=self._budget
             ),
             self._everyone,
         )
@@ -249,13 +235,12 @@ class HotRows:
     def load_state(self, state: HotRowsState) -> None:
         """Resumes from a `state`, possibly of a job with more or fewer ranks; ignores tables that the model lacks.
 
-        Collective. Load the model's state first. Drops ``profile`` if it has not been used; ``extra_memory`` applies
-        from the next choice of rows. On the same number of ranks, training continues bit for bit as if uninterrupted.
+        Collective. Load the model's state first. ``extra_memory`` applies from the next choice of rows. On the same
+        number of ranks, training continues bit for bit as if uninterrupted.
         """
         names = {table.name for table in self._tables if table in state.counts.tables}
-        self._steps, self._profile = state.steps, None
+        self._steps, self._batch_size, loaded = state.steps, state.batch_size, AccessProfile(self._tables)
         # On the first rank only, since a choice sums the counts over ranks.
-        self._batch_size, loaded = state.batch_size, AccessProfile(self._tables)
         if self._everyone.rank() == 0:
             loaded.num_samples = state.counts.num_samples
             for name in names:
@@ -301,8 +286,7 @@ class _Counter:
             ids = torch.cat([batch[feature] for batch in self._waiting for feature in table.feature_names])
             rows, counts = ids.unique(return_counts=True)
             is_row = (rows >= 0) & (rows < table.num_embeddings)
-            numbers = rows[is_row].long().cpu().numpy(), counts[is_row].cpu().numpy()
-            self._total.put(table.name, RowCounts(*numbers, int(numbers[1].sum())))
+            self._total.put(table.name, RowCounts(rows[is_row].long().cpu().numpy(), counts[is_row].cpu().numpy()))
         self._waiting, self._num_waiting = [], 0
         return self._total
 

@@ -34,7 +34,6 @@ class _Header:
     format: int
     num_samples: int
     tables: tuple[TableSpec, ...]
-    totals: tuple[int, ...]
     numbers: dict[str, int] = field(default_factory=dict)
 
 
@@ -45,13 +44,7 @@ def save_profile(profile: AccessProfile, path: Path, **numbers: int) -> None:
         InputError: the file cannot be written.
     """
     counts = [profile[table.name] for table in profile.tables]
-    header = _Header(
-        format=_FORMAT,
-        num_samples=profile.num_samples,
-        tables=profile.tables,
-        totals=tuple(c.total for c in counts),
-        numbers=numbers,
-    )
+    header = _Header(format=_FORMAT, num_samples=profile.num_samples, tables=profile.tables, numbers=numbers)
     columns = [
         np.repeat(np.arange(len(counts), dtype=np.int32), [len(c.rows) for c in counts]),
         np.concatenate([np.zeros(0, np.int64), *(c.rows for c in counts)]),
@@ -87,7 +80,7 @@ def _load(path: Path, remedy: str) -> tuple[AccessProfile, dict[str, int]]:
     ends = np.searchsorted(number, np.arange(len(header.tables) + 1))
     for i, spec in enumerate(profile.tables):
         part = slice(ends[i], ends[i + 1])
-        profile.put(spec.name, RowCounts(rows[part], counts[part], header.totals[i]))
+        profile.put(spec.name, RowCounts(rows[part], counts[part]))
     return profile, header.numbers
 
 
@@ -95,7 +88,7 @@ def save_hot_rows(state: HotRowsState, folder: Path) -> None:
     """Writes the state of `HotRows` (its rows and counts) into the folder of a checkpoint."""
     rows = AccessProfile(state.counts.tables)
     for name, table_rows in state.rows.items():
-        rows.put(name, RowCounts(table_rows, np.ones_like(table_rows), len(table_rows)))
+        rows.put(name, RowCounts(table_rows, np.ones_like(table_rows)))
     save_profile(state.counts, folder / _COUNTS)
     save_profile(rows, folder / _ROWS, steps=state.steps, batch_size=state.batch_size)
 

@@ -43,7 +43,6 @@ from dmt import (
 )
 from dmt._torchrec import group_timeout
 from dmt.collectives import RankError, check_agreement, gather_objects, run_on_all_or_raise
-from dmt.hot_rows.profile import AccessProfile
 from dmt.sharding.data_parallel import DataParallelOptimizer
 from dmt.sharding.optimizers import moment_scale_of
 from dmt.sharding.planner import parameter_sharding
@@ -373,10 +372,6 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
     "hot means": (lambda job: hot(job, replace(FLAT, pooling="MEAN")), "can have copies; .* are averaged.*Leave Hot"),
     **{f"hot {name}={value}": (lambda job, name=name, value=value: hot(job, **{name: value}), f"{name}={value} must be")
        for name, value in (("extra_memory", 0), ("refresh_every", 0), ("refresh_every", 2.5))},
-    "profile": (lambda job: hot(job, profile=AccessProfile(make_tables([8, 8]))),
-                r"profile has no table equal to the model's 't2' \(2 of"),
-    "profile of a rank": (lambda job: hot(job, profile=AccessProfile(make_tables([8] * job.differs(4, 3)))),
-                          r"HotRows: profile\.t3 is TableSpec\(.* on rank 0, but absent on rank 1"),
     "hot table": (lambda job: hot(job).replicate({"t9": [1]}), "'t9' cannot have copies: the model has no such table"),
     "hot row": (lambda job: hot(job).replicate({"t1": [99]}), "'t1' .* int64 from 99 to 99"),
     "hot mask": (lambda job: hot(job).replicate({"t1": np.ones(4, dtype=bool)}),

@@ -419,7 +419,7 @@ def _summary(
             feature, column = by_name[name], view.columns[name]
             id_counts = view.query(f"SELECT id, count(*) AS n FROM ({view.ids(feature)}) GROUP BY id ORDER BY id")
             rows, uses = id_counts["id"].to_numpy().astype(np.int64), id_counts["n"].to_numpy()
-            profile.put(table.name, RowCounts(rows, uses, int(uses.sum())))
+            profile.put(table.name, RowCounts(rows, uses))
             missing = int(uses[rows == 0].sum())
             if feature.is_bag:
                 missing = view.query(f"SELECT count(*) AS n FROM {view.rows} WHERE len({column}) = 0")["n"][0].as_py()
