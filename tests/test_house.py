@@ -207,7 +207,7 @@ CEILINGS = {
     "dmt/simulator": (847, 4),  # 800, 5
     "dmt/report": (110, 2),  # 110, 2
     "dmt/testing": (600, 4),  # 600, 4
-    "dmt/training": (11_332, 54),  # 7_800, 50
+    "dmt/training": (11_323, 54),  # 7_800, 50
     "partitioner": (2_800, 12),  # 2_800, 14
     "models": (1_332, 8),  # 1_000, 7
     "benchmarks": (5_486, 32),  # 5_600, 36
