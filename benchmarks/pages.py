@@ -238,7 +238,7 @@ def _readme_sentences() -> Iterable[str]:
     yield f"at most {learned:.4f} in towers learned from interactions"
     yield f"cut the last row's step to {contenders['dmt-cr16+all+rank-towers+outside'].median:.2f} seconds"
     yield f"then changed by at most {max(map(abs, _outside_changes('dlrm-each'))):.4f}"
-    yield f"Models with products lost up to {-min(_outside_changes('dlrm-products')):.4f}"
+    yield f"products lost up to {-min(_outside_changes('dlrm-products')):.4f}"
 
 
 def _performance_sentences() -> Iterable[str]:
