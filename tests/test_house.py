@@ -197,13 +197,13 @@ def test_file_sizes() -> None:
 
 # Lines and files of each part at most, and where they are to get. Raise a number only with the reason in the commit.
 CEILINGS = {
-    "the library": (25_520, 132),  # 20_500, 136
+    "the library": (25_529, 132),  # 20_500, 136
     "dmt/*.py": (1_036, 7),  # 800, 8
     "dmt/plan": (753, 5),  # 600, 5
     "dmt/sharding": (1_987, 10),  # 1_750, 10
     "dmt/sptt": (3_459, 17),  # 2_900, 18
     "dmt/replicas": (350, 3),  # 350, 3
-    "dmt/hot_rows": (923, 6),  # 900, 6
+    "dmt/hot_rows": (932, 6),  # 900, 6
     "dmt/simulator": (847, 4),  # 800, 5
     "dmt/report": (110, 2),  # 110, 2
     "dmt/testing": (600, 4),  # 600, 4
