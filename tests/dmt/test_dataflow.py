@@ -17,6 +17,7 @@ from torchrec.distributed.embeddingbag import EmbeddingBagCollectionSharder
 from torchrec.distributed.model_parallel import DistributedModelParallel
 from torchrec.distributed.sharding_plan import construct_module_sharding_plan, table_wise
 from torchrec.distributed.types import ShardingPlan
+from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dmt import (
@@ -31,7 +32,7 @@ from dmt import (
 from dmt.collectives import gather_objects
 from dmt.sharding.data_parallel import DataParallelOptimizer
 from dmt.sptt.id_routes import IdExchange
-from dmt.testing import gather_plain_state, load_plain_state
+from dmt.testing import PlainTraining, gather_plain_state, load_plain_state
 from tests.parity import (
     FUSED,
     LR,
@@ -179,6 +180,16 @@ def test_a_checkpoint_does_not_know_the_placement(tmp_path: Path) -> None:
         assert saved.keys() == after.keys()
         for name, value in saved.items():
             assert torch.equal(value, after[name]), name
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_plain_training_leaves_a_weight_to_an_optimizer_of_its_own() -> None:
+    table = nn.Embedding.from_pretrained(torch.ones(2, 4), freeze=False)
+    apply_optimizer_in_backward(torch.optim.SGD, table.parameters(), {"lr": 0.5})
+    training = PlainTraining([nn.ModuleDict({"embedding_bags": nn.ModuleDict({"t": table})})], fused_params=FUSED)
+    table(torch.tensor(1)).sum().backward()
+    training.step()
+    assert table.weight[:, 0].tolist() == [1.0, 0.5]
 
 
 @pytest.mark.parametrize("optimizer", ["adagrad", "rowwise_adagrad"])
