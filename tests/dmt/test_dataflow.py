@@ -140,43 +140,29 @@ def test_ids_arrive_in_peer_order(rank: int, towers: int, ranks: int) -> None:
     assert arrived.values().tolist() == [r for r in mesh.topology.peer_order() for _ in range(r + 1)]
 
 
-def save_on_rank(rank: int, folder: str, case: Case) -> dict[str, Tensor]:
-    torch.manual_seed(rank)
-    model = shard(case, build(case), TowerMesh(case.topology))
-    dcp.save({"model": model.state_dict()}, checkpoint_id=folder)
-    return gather_plain_state(model)
-
-
-def load_on_rank(rank: int, folder: str, cases: list[Case]) -> list[dict[str, Tensor]]:
-    found = []
-    for case in cases:
-        torch.manual_seed(7 + rank)
-        model = shard(case, build(case), TowerMesh(case.topology))
-        state = {"model": model.state_dict()}
-        dcp.load(state, checkpoint_id=folder)
-        keys = model.load_state_dict(state["model"])
-        assert [*keys.missing_keys, *keys.unexpected_keys] == []
-        found.append(gather_plain_state(model))
-    return found
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # the plain module loads in one process
-def test_a_checkpoint_does_not_know_the_placement(tmp_path: Path) -> None:
+@on_ranks(4)
+def test_a_checkpoint_does_not_know_the_placement(rank: int, tmp_path: Path) -> None:
+    """`torch.distributed.checkpoint` loads the state dict into any placement, and into the plain module."""
     case = Case(towers=2, ranks=2, dims=(8, 16, 12, 8), fp16=(0, 1, 2, 3))  # 12 columns are cut into 8 and 4
-    saved = run_ranks(save_on_rank, 4, str(tmp_path), case)[0]
-    changes: list[dict[str, Any]] = [
-        {"scheme": "mixed", "placement": (1, 0), "fp16": ()},
-        {"scheme": "row_wise", "fp16": (0, 2)},
-        {"towers": 1, "ranks": 1, "placement": (0, 0)},
-        {"towers": 2, "ranks": 3},
-    ]
-    others = [replace(case, **change) for change in changes]
-    found = run_ranks(load_on_rank, 4, str(tmp_path), others[:2])[0]
-    found += [run_ranks(load_on_rank, other.world, str(tmp_path), [other])[0][0] for other in others[2:]]
-    # And into the plain module, in one process, with no sharding at all.
-    state = {"model": build(case).state_dict()}
-    dcp.load(state, checkpoint_id=str(tmp_path), no_dist=True)
-    for after in [*found, state["model"]]:
+    mesh = TowerMesh(case.topology)
+    torch.manual_seed(rank)
+    model = shard(case, build(case), mesh)
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path)
+    found, saved = [], gather_plain_state(model)
+    for other in (
+        replace(case, scheme="mixed", placement=(1, 0), fp16=()),
+        replace(case, scheme="row_wise", fp16=(0, 2)),
+    ):
+        torch.manual_seed(7 + rank)
+        loaded = shard(other, build(other), mesh)
+        state = {"model": loaded.state_dict()}
+        dcp.load(state, checkpoint_id=tmp_path)
+        keys = loaded.load_state_dict(state["model"])
+        assert [*keys.missing_keys, *keys.unexpected_keys] == []
+        found.append(gather_plain_state(loaded))
+    plain = {"model": build(case).state_dict()}
+    dcp.load(plain, checkpoint_id=tmp_path, no_dist=True)
+    for after in [*found, plain["model"]]:
         assert saved.keys() == after.keys()
         for name, value in saved.items():
             assert torch.equal(value, after[name]), name

@@ -13,19 +13,20 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+import torch
 from click.testing import CliRunner, Result
 
 from dmt import TowerPlan
 from dmt.partitioner import FeatureAffinity, TowerPartitioner
 from dmt.plan.tables import TableSpec
 from dmt.training import affinity as module
-from dmt.training.affinity import interactions_of, spread_batches
+from dmt.training.affinity import affinity_of_run, interactions_of, spread_batches
 from dmt.training.commands import main
 from dmt.training.config import to_toml
 from dmt.training.data.clicks import ClickData
 from dmt.training.data.config import DataConfig
 from tests.partitioner.clicks import parity_clicks, planted_clicks
-from tests.training.small import make_checkpoint, small
+from tests.training.small import make_checkpoint, plain, save_alone, small
 
 
 def partition(*arguments: object) -> Result:
@@ -225,6 +226,30 @@ def test_batches_come_from_all_over_the_rows(
     if count > 1:
         assert starts[-1] == num_rows - batch_size, "the last rows that there are, and none after them"
         assert max(np.diff(starts)) <= 2 * num_rows / count
+
+
+@pytest.mark.parametrize(
+    ("other", "seen"),
+    [(None, [*range(4), *range(92, 96)]), (50, [*range(4), *range(44, 48)])],  # its own file of 97 rows, or another
+)
+def test_a_run_is_measured_all_over_the_rows(
+    other: int | None, seen: list[int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small("dlrm", data=numbered(tmp_path, 97), train={"batch_size": 4})
+    torch.manual_seed(0)
+    save_alone(plain(config), tmp_path / "run" / "checkpoint", files={"config.toml": to_toml(config)})
+    path = None if other is None else numbered(tmp_path / "other", other)["train_path"]
+    ids: list[int] = []
+
+    def look(*arguments: Any, **settings: Any) -> Any:
+        for batch in spread_batches(*arguments, **settings):
+            ids.extend(batch.sparse_features.values().tolist())
+            yield batch
+
+    monkeypatch.setattr(module, "spread_batches", look)
+    affinity = affinity_of_run(tmp_path / "run", data_path=path, max_rows=8)
+    assert (ids, affinity.num_samples, affinity.pooling_factors) == (seen, 8, (1.0,))
+    assert [table.name for table in affinity.tables] == ["t_c_1"]
 
 
 def test_a_history_is_measured_as_a_bag_and_stays_with_its_target(tmp_path: Path) -> None:

@@ -208,6 +208,19 @@ LAYOUTS = {
     "sequences, 1 rank": layout("table_wise", 1, 1, (0, 0, 0, 0), **SEQUENCES),
     "sequences, 2 replicas": layout("row_wise", 1, 2, (0, 0, 0, 0), replicas=2, **SEQUENCES),
 }
+PAIRS = [
+    ("row-wise", "data-parallel"),
+    ("data-parallel", "4 columns"),
+    ("4 columns", "2 columns"),
+    ("2 replicas", "row-wise"),
+    ("row-wise", "1 rank"),
+    ("flat", "flat, some outside"),
+    ("flat, some outside", "flat, some outside"),
+    ("sequences", "sequences, rows"),
+    ("sequences, rows", "sequences, rows"),
+    ("sequences, rows", "sequences, 1 rank"),
+    ("sequences", "sequences, 2 replicas"),
+]
 # Those into 8 ranks, and others whose way is that of another pair.
 SLOW = [
     ("2 replicas of 2 towers", "2 replicas, rows"),
@@ -219,27 +232,7 @@ SLOW = [
     ("flat, some outside", "flat"),
     ("sequences, rows", "sequences"),
 ]
-PAIRS = [
-    ("table-wise", "table-wise"),
-    ("table-wise", "row-wise"),
-    ("row-wise", "data-parallel"),
-    ("data-parallel", "4 columns"),
-    ("4 columns", "table-wise"),
-    ("4 columns", "2 columns"),
-    ("2 replicas of 2 towers", "2 replicas, rows"),
-    ("2 replicas", "row-wise"),
-    ("row-wise", "4 towers"),
-    ("row-wise", "1 rank"),
-    ("4 columns", "1 rank"),
-    ("flat", "flat, some outside"),
-    ("flat, some outside", "flat"),
-    ("flat, some outside", "flat, some outside"),
-    ("sequences", "sequences, rows"),
-    ("sequences, rows", "sequences, rows"),
-    ("sequences, rows", "sequences"),
-    ("sequences, rows", "sequences, 1 rank"),
-    ("sequences", "sequences, 2 replicas"),
-]
+PAIRS += SLOW
 SAVED = dict.fromkeys(source for source, _ in PAIRS)
 Snapshots = dict[str, dict[str, Any]]
 
