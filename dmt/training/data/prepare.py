@@ -22,6 +22,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import asdict, replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +69,7 @@ _MILLIONTHS = 1_000_000
 # Advice on an invalid row. Other commands prepare rows, too, but only `dmt prepare` has --max-rejects.
 _SCORING = "Correct the row: every row needs a prediction."
 _TRAINING = "Correct the row, or drop such rows with `dmt prepare --max-rejects N` and set data.prepared to its --out."
+_MOST_QUERIES = 64
 _FEW = 0.2  # share of used rows below which a note suggests a smaller table
 
 
@@ -170,7 +172,7 @@ def prepare(
             raw = raw.model_copy(update={"vocabulary": f"{out.absolute()}#{size_and_crc(words)[1]:08x}"})
             sized = [replace(f, rows=v.num_rows) if (v := vocabularies.get(f.table)) else f for f in columns.features]
             converter = Converter(config, replace(columns, features=tuple(sized)), connection)
-            rows = _numbered_rows(folder / _SCRATCH, converter.columns, vocabularies)
+            rows = _numbered_rows(folder / _SCRATCH, converter, vocabularies)
         else:
             counts, rows = converter.counts, _raw_rows(converter, files, rejects, eval_only=eval_only)
         num_rows = _write(folder, converter.schema, group_rows, rows)
@@ -323,24 +325,24 @@ def _grouped(rows: pa.Table) -> pa.Table:
 
 
 def _numbered_rows(
-    folder: Path, columns: Columns, vocabularies: Mapping[str, Vocabulary]
+    folder: Path, converter: Converter, vocabularies: Mapping[str, Vocabulary]
 ) -> Iterator[tuple[str, pa.Table, float]]:
     """Replaces hashes in the rows of a folder by ids; yields what `_raw_rows` yields."""
-    schema = columns.schema
+    types = dict(zip(converter.schema.names, converter.schema.types, strict=True))
     for part in _PARTS:
         with pq.ParquetFile(folder / part / _FILE) as source:
             for number in range(source.num_row_groups):
                 table = source.read_row_group(number)
-                for feature in columns.features:
+                by_name = dict(zip(table.column_names, table.columns, strict=True))
+                for feature in converter.columns.features:
                     if feature.time is None:
-                        hashes = table.column(feature.name).combine_chunks()
+                        hashes = by_name[feature.name].combine_chunks()
                         values = (hashes.flatten() if feature.is_bag else hashes).to_numpy()
                         ids = pa.array(vocabularies[feature.table].rows_of(values))
                         if feature.is_bag:
                             ids = pa.LargeListArray.from_arrays(starts_of(hashes), ids)
-                        kind = schema.field(feature.name)
-                        table = table.set_column(table.column_names.index(feature.name), kind, ids.cast(kind.type))
-                yield part, table, (number + 1) / source.num_row_groups
+                        by_name[feature.name] = ids.cast(types[feature.name])
+                yield part, pa.table(by_name, schema=converter.schema), (number + 1) / source.num_row_groups
 
 
 class _View:
@@ -351,10 +353,34 @@ class _View:
         self.columns = {name: f"#{i}" for i, name in enumerate(converter.schema.names, start=1)}
         self.rows = f"read_parquet({literal(glob.escape(str(file)))})"
 
-    def ids(self, feature: Feature) -> str:
-        """Returns SQL that selects all ids of a feature, in a column ``id``."""
-        column = self.columns[feature.name]
-        return f"SELECT {f'unnest({column})' if feature.is_bag else column} AS id FROM {self.rows}"
+    def counts(
+        self, groups: Sequence[Sequence[Feature]], having: str = "true", order: str = "id", most: Sequence[int] = ()
+    ) -> Iterator[pa.Table]:
+        """Yields the ids of each group of features (-1: empty bag), in column ``id``, and counts of them, column ``n``.
+
+        Many groups share a query, which takes time for each column of the file. ``having`` selects ids, in SQL, and
+        ``most`` limits the number of each group's ids.
+        """
+        size = 1 + len(groups) // _MOST_QUERIES
+        for start in range(0, len(groups), size):
+            part = groups[start : start + size]
+            ids = self._ids({feature: number for number, group in enumerate(part) for feature in group})
+            limits = [*most[start : start + size]]
+            limit = f"QUALIFY row_number() OVER (PARTITION BY f ORDER BY {order}) <= {limits}[f + 1]" if most else ""
+            grouped = f"SELECT f, id, count(*) AS n FROM ({ids}) GROUP BY f, id HAVING {having}"
+            counts = self.query(f"{grouped} {limit} ORDER BY f, {order}")
+            for first, end in pairwise(np.searchsorted(counts["f"].to_numpy(), range(len(part) + 1))):
+                yield counts.slice(first, end - first)
+
+    def _ids(self, numbers: Mapping[Feature, int]) -> str:
+        """Returns SQL for the ids of features, in column ``id``, with each feature's number, in column ``f``."""
+        columns = [(self.columns[feature.name], feature.is_bag) for feature in numbers]
+        lists = [f"CASE WHEN len({c}) = 0 THEN [-1] ELSE {c} END" if is_bag else f"[{c}]" for c, is_bag in columns]
+        if len(columns) == 1:  # several times as fast as lists of one id
+            ((column, is_bag),) = columns
+            return f"SELECT 0 AS f, {f'unnest({lists[0]})' if is_bag else column} AS id FROM {self.rows}"
+        each = f"SELECT unnest({[*numbers.values()]}) AS f, unnest([{', '.join(lists)}]) AS ids FROM {self.rows}"
+        return f"SELECT f, unnest(ids) AS id FROM ({each})"
 
     def query(self, sql: str) -> pa.Table:
         """Returns the rows that ``sql`` selects."""
@@ -363,15 +389,14 @@ class _View:
 
 def _count(view: _View, columns: Columns, min_count: int, file: Path) -> None:
     """Writes each table's vocabulary: the most frequent hashes of at least ``min_count`` uses, as many as fit in."""
-    sizes = {feature.table: feature.rows for feature in columns.features if feature.time is None}
+    members: dict[str, list[Feature]] = {}
+    for feature in (feature for feature in columns.features if feature.time is None):
+        members.setdefault(feature.table, []).append(feature)
+    having, most = f"id > 0 AND count(*) >= {min_count}", [max(group[0].rows - 2, 0) for group in members.values()]
+    # Ties are broken by the hash, which is the same on every platform.
+    counts = view.counts([*members.values()], having, "count(*) DESC, id", most)
     with pq.ParquetWriter(file, _WORDS) as writer:
-        for table, size in sizes.items():
-            ids = " UNION ALL ".join(view.ids(feature) for feature in columns.features if feature.table == table)
-            # Ties are broken by the hash, which is the same on every platform.
-            hashes = view.query(
-                f"SELECT id FROM ({ids}) WHERE id <> 0 GROUP BY id HAVING count(*) >= {min_count} "
-                f"ORDER BY count(*) DESC, id LIMIT {max(size - 2, 0)}"
-            )
+        for table, hashes in zip(members, counts, strict=True):
             words = Vocabulary.of(hashes["id"].to_numpy())
             rows = [pa.repeat(table, len(words.keys)), pa.array(words.keys), pa.array(words.rows)]
             writer.write_table(pa.Table.from_arrays(rows, schema=_WORDS))
@@ -395,10 +420,11 @@ def _copy_vocabulary(config: DataConfig, columns: Columns, file: Path) -> None:
 
 
 def _read_vocabularies(file: Path, columns: Columns) -> dict[str, Vocabulary]:
-    words, vocabularies = pq.read_table(file, schema=_WORDS), {}
-    for name in {feature.table for feature in columns.features if feature.time is None}:
-        table_words = words.filter(pc.equal(words["table"], name))
-        vocabularies[name] = Vocabulary(table_words["value_hash"].to_numpy(), table_words["row"].to_numpy())
+    words = pq.read_table(file, schema=_WORDS).group_by("table", use_threads=False)
+    by_table = words.aggregate([("value_hash", "list"), ("row", "list")])
+    vocabularies = {f.table: Vocabulary.of(np.empty(0, np.int64)) for f in columns.features if f.time is None}
+    for name, keys, rows in zip(*(by_table[c] for c in ("table", "value_hash_list", "row_list")), strict=True):
+        vocabularies[name.as_py()] = Vocabulary(keys.values.to_numpy(), rows.values.to_numpy())
     return vocabularies
 
 
@@ -413,16 +439,15 @@ def _summary(
     counted = view.query(f"SELECT count(*) AS rows, {ones} AS ones FROM {view.rows}")
     profile.num_samples, positives = counted.to_pylist()[0].values()
     num_rows = profile.num_samples
+    id_counts = view.counts([[by_name[name]] for table in tables for name in table.feature_names])
     for table in tables:
         known: dict[str, NDArray[np.int64]] = {}
         for name in table.feature_names:
-            feature, column = by_name[name], view.columns[name]
-            id_counts = view.query(f"SELECT id, count(*) AS n FROM ({view.ids(feature)}) GROUP BY id ORDER BY id")
-            rows, uses = id_counts["id"].to_numpy().astype(np.int64), id_counts["n"].to_numpy()
+            feature, found = by_name[name], next(id_counts)
+            rows, uses = (found[column].to_numpy().astype(np.int64) for column in ("id", "n"))
+            missing = int(uses[rows == (-1 if feature.is_bag else 0)].sum())
+            rows, uses = rows[rows >= 0], uses[rows >= 0]
             profile.put(table.name, RowCounts(rows, uses))
-            missing = int(uses[rows == 0].sum())
-            if feature.is_bag:
-                missing = view.query(f"SELECT count(*) AS n FROM {view.rows} WHERE len({column}) = 0")["n"][0].as_py()
             # Row 0 is for missing values, row 1 by frequency for rare values.
             is_known = rows > (1 if id_mode == "frequency" and feature.time is None else 0)
             known[name] = rows[is_known]
@@ -447,7 +472,9 @@ def _summary(
 
 def _table_notes(rows: int, known: Mapping[str, NDArray[np.int64]], *, is_hashed: bool) -> Iterator[str]:
     """Yields notes on a table: full, too large, or shared without common values; ``known``: rows in use by feature."""
-    names, used = ", ".join(known), len(np.unique(np.concatenate([*known.values()])))
+    names = shorten([*known], ", ", most=8)
+    all_rows, holders = np.unique(np.concatenate([*known.values()]), return_counts=True)
+    used = len(all_rows)
     enough = max(2, 10 * used if is_hashed else used + 2)
     if is_hashed and used >= 0.99 * (rows - 1):
         yield f"{names}: the table of {rows:,} rows is full. Raise data.num_embeddings."
@@ -455,11 +482,11 @@ def _table_notes(rows: int, known: Mapping[str, NDArray[np.int64]], *, is_hashed
         settings = " ".join(f"data.num_embeddings_per_feature.{name}={enough}" for name in known)
         yield f"{names}: {used:,} of {rows:,} rows are used. To save memory, prepare again with `{settings}`."
     for name, used_rows in known.items() if len(known) > 1 else ():
-        others = np.concatenate([[], *(theirs for other, theirs in known.items() if other != name)])
+        common = int(np.sum(holders[np.searchsorted(all_rows, used_rows)] > 1))
         # Different values share some hashes by chance.
-        chance = len(used_rows) * len(np.unique(others)) / rows if is_hashed else 0.0
+        chance = len(used_rows) * (used - len(used_rows) + common) / rows if is_hashed else 0.0
         most = chance + 3 * math.sqrt(chance)
-        if len(np.intersect1d(used_rows, others)) <= most < min(len(used_rows), len(others)) / 2:
+        if common <= most < min(len(used_rows), int(holders.sum()) - len(used_rows)) / 2:
             yield f"{name}: shares no value with the other features of its table. Give {name} a separate table."
 
 
