@@ -128,8 +128,7 @@ def choose_outside(
     tower_of = {table.name: number for number, tables in enumerate(tables_by_tower) for table in tables}
     left = Counter(tower_of.values())
     free = [t for tables in tables_by_tower for t in tables if candidates is None or t.name in candidates]
-    chosen: list[str] = []
-    total = 0
+    chosen, total = list[str](), 0
     for table in sorted(free, key=lambda table: (-costs.of(table).saved, table.name)):
         needed = alone.shard(table, "data_parallel", table.num_embeddings, table.embedding_dim).needed
         fits = room is None or total + needed <= _MEMORY_SHARE * room

@@ -135,7 +135,10 @@ class _Tower:
         if packing is None:
             raise _NoRoomError(functools.cache(lambda: self._no_room(problem, fits)))
         free = [table for table in self._sorted if table.name not in placements]
-        placements |= {table.name: self._placement(table, packing, item) for item, table in enumerate(free)}
+        for item, table in enumerate(free):
+            scheme, ranks = SCHEMES[packing.chosen[item].kind], packing.ranks[item].tolist()
+            ranks = sorted(ranks) if scheme in EVERYWHERE else ranks
+            placements[table.name] = self.allowed[table.name].place(scheme, ranks)
         loads = self._loads(self._sorted, placements)
         loads[0] += sum(map(self.model.fixed_seconds, {placement.scheme for placement in placements.values()}))
         entries = [self._entry(table, placements[table.name], loads[0].mean()) for table in self.tables]
@@ -205,10 +208,6 @@ class _Tower:
                 loads = [load for _, load in self.model.shards(table, placement)]
             seconds, memory = [load.seconds for load in loads], [float(load.needed) for load in loads]
             yield Option(np.zeros(parts) + seconds, np.zeros(parts) + memory, SCHEMES.index(scheme))
-
-    def _placement(self, table: Any, packing: Packing, item: int) -> TablePlacement:
-        scheme, ranks = SCHEMES[packing.chosen[item].kind], packing.ranks[item].tolist()
-        return self.allowed[table.name].place(scheme, sorted(ranks) if scheme in EVERYWHERE else ranks)
 
     def _no_room(self, problem: Problem, fits: Callable[[int], bool]) -> str:
         """Returns a message: what all tables need, which table needs most on one rank, and a batch size that fits."""

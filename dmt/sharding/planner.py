@@ -10,6 +10,7 @@ from typing import Any, Literal, cast
 from torch import nn
 from torch.distributed._shard.metadata import ShardMetadata
 from torchrec.distributed.planner import EmbeddingShardingPlanner, ParameterConstraints, Topology
+from torchrec.distributed.planner.proposers import GreedyProposer, GridSearchProposer, UniformProposer
 from torchrec.distributed.planner.storage_reservations import FixedPercentageStorageReservation
 from torchrec.distributed.planner.types import PlannerError
 from torchrec.distributed.sharding_plan import get_module_to_default_sharders
@@ -187,6 +188,8 @@ def plan_by_torchrec(
         ),
         batch_size=batch_size,
         constraints=constraints,
+        # TorchRec's own try a plan for each scheme of each table. These stop after 100 that are no better.
+        proposer=[GridSearchProposer(), GreedyProposer(True, 100), GreedyProposer(False, 100), UniformProposer()],
         # The limit counts only tables, so nothing is reserved.
         storage_reservation=FixedPercentageStorageReservation(percentage=0.0),
     )
@@ -196,11 +199,10 @@ def plan_by_torchrec(
     try:
         return planner.plan(model, list(sharders))
     except PlannerError as error:
-        names = sorted(constraints)
         limit = "" if memory_per_rank is None else f" with {human_bytes(memory_per_rank)} of memory per rank"
         raise InputError(
-            f"TorchRec's planner cannot place the {len(names)} tables {shorten(names, ', ')}{limit}: "
-            f"{str(error).strip().partition(chr(10))[0]} Allow other schemes or more memory, use more ranks, or plan "
+            f"TorchRec's planner cannot place the {len(constraints)} tables {shorten(sorted(constraints), ', ')}{limit}"
+            f": {str(error).strip().partition(chr(10))[0]} Allow other schemes or more memory, use more ranks, or plan "
             "them yourself (plan.plan[path] = ...)."
         ) from error
     finally:

@@ -18,6 +18,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection, Embedding
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
 from dmt.errors import InputError
+from dmt.sharding import planner
 from dmt.sptt.mesh import TowerMesh
 from dmt.testing import gather_plain_state, load_plain_state
 from dmt.testing.state import table_layout
@@ -201,6 +202,16 @@ def test_what_torchrec_cannot_place_is_told_before_training(device: str, monkeyp
     config = config_of(2, 2, "planner", sharding={"pooling_factors": {"C9": 2.0}})
     with pytest.raises(InputError, match=r"pooling_factors names the feature 'C9'"):
         planned(config)
+
+
+def test_torchrecs_planner_soon_stops_at_the_plan_of_all_its_trials(monkeypatch: pytest.MonkeyPatch) -> None:
+    trials, greedy, feedback = list[Any](), planner.GreedyProposer, planner.GreedyProposer.feedback
+    monkeypatch.setattr(greedy, "feedback", lambda *args, **given: trials.append(given) or feedback(*args, **given))
+    config = config_of(2, 2, "planner", synthetic={"num_features": 60})
+    plan, tried = planned(config), len(trials)
+    monkeypatch.setattr(planner, "GreedyProposer", lambda use_depth, threshold: greedy(use_depth))
+    assert str(planned(config)) == str(plan)
+    assert tried < 300 < len(trials) - tried
 
 
 def test_dmt_plan_shows_a_flat_model_on_the_ranks_of_a_replica(tmp_path: Path) -> None:
