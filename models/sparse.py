@@ -174,8 +174,9 @@ def check_tower_modules(plan: TowerPlan, tower_modules: Sequence[nn.Module]) -> 
         features = tuple(getattr(module, "features", ()))
         if features != tower.features:
             raise InputError(
-                f"The tower module {type(module).__name__} of tower {tower.name!r} has features={list(features)}, "
-                f"but the plan gives that tower {list(tower.features)}. Set its features to the plan's, in order."
+                f"The tower module {type(module).__name__} of tower {tower.name!r} has "
+                f"features=[{shorten([*map(repr, features)], ', ')}], but the plan gives that tower "
+                f"[{shorten([*map(repr, tower.features)], ', ')}]. Set its features to the plan's, in order."
             )
 
 

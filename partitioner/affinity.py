@@ -246,8 +246,8 @@ class FeatureAffinity:
         for table in self.tables:
             if len({feature in names for feature in table.feature_names}) > 1:
                 raise InputError(
-                    f"FeatureAffinity: table {table.name!r} is shared by {list(table.feature_names)}, of which only "
-                    "some are to be left out. Leave out all of them, or none."
+                    f"FeatureAffinity: table {table.name!r} is shared by {list(table.feature_names)!s:.200}, of which "
+                    "only some are to be left out. Leave out all of them, or none."
                 )
         tables = tuple(table for table in self.tables if table.feature_names[0] not in names)
         triples = tuple(triple for triple in self.triples if set(names).isdisjoint(triple.features))

@@ -54,8 +54,8 @@ def split_tables(tables: Sequence[Any], splits: Splits) -> list[Any]:
             continue
         if len(table.feature_names) > 1:
             raise InputError(
-                f"Table {table.name!r} is shared by {list(table.feature_names)} and cannot be cut into column shards. "
-                f"Remove {cut[0]!r} from column_splits, or give that feature a separate table."
+                f"Table {table.name!r} is shared by {list(table.feature_names)!s:.200} and cannot be cut into column "
+                f"shards. Remove {cut[0]!r} from column_splits, or give that feature a separate table."
             )
         widths = splits[cut[0]]
         if sum(widths) != table.embedding_dim or min(widths) < 1:

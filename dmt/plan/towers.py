@@ -79,10 +79,7 @@ class TowerPlan:
                 raise InputError(f"Tower {tower.name!r} has no feature; drop the tower or move a feature into it.")
         if unnamed := [feature for feature in (*self.features, *self.outside) if not isinstance(feature, str)]:
             raise InputError(f"Feature {unnamed[0]!r:.200} of the tower plan is not a name. Give strings.")
-        for kind, names in (
-            ("Tower", [t.name for t in self.towers]),
-            ("Feature", [*self.features, *self.outside]),
-        ):
+        for kind, names in (("Tower", [t.name for t in self.towers]), ("Feature", [*self.features, *self.outside])):
             if doubled := [name for name, count in Counter(names).items() if count > 1]:
                 places = [t.name for t in self.towers if doubled[0] in (t.name, *t.features)]
                 places += ["outside"] * (doubled[0] in self.outside)
@@ -243,17 +240,18 @@ class TowerPlan:
             if made_for != spec:
                 raise InputError(
                     f"Table {spec.name!r} is {spec.num_embeddings} x {spec.embedding_dim} for features "
-                    f"{list(spec.feature_names)}, but the tower plan was made for {made_for.num_embeddings} x "
-                    f"{made_for.embedding_dim}, {list(made_for.feature_names)}. Make a new plan for this model."
+                    f"{shorten(spec.feature_names, ', ')}, but the tower plan was made for {made_for.num_embeddings} "
+                    f"x {made_for.embedding_dim}, {shorten(made_for.feature_names, ', ')}. Make a new plan for this "
+                    "model."
                 )
         tower_of = {f: (t, i) for t, tower in enumerate(self.towers) for i, f in enumerate(tower.features)}
         placed: list[list[tuple[int, Any]]] = [[] for _ in self.towers]
         names = {f: f"in {self.towers[t].name}" for f, (t, _) in tower_of.items()}
         for table in tables:
             places = [tower_of[f] for f in table.feature_names if f in tower_of]
-            homes = {names.get(f, "outside") for f in table.feature_names}
+            homes = {names.get(f, "outside"): f for f in reversed(table.feature_names)}
             if len(homes) > 1:
-                split = ", ".join(f"{f!r} {names.get(f, 'outside')}" for f in table.feature_names)
+                split = shorten([f"{feature!r} {home}" for home, feature in reversed(homes.items())], ", ")
                 raise InputError(
                     f"Table {table.name!r} is shared by features of different towers ({split}). A table lives in "
                     "one tower or outside all towers: keep its features together."

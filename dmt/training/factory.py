@@ -215,7 +215,7 @@ def _check_tables(place: str, model: nn.Module, job: Job) -> None:
     parts = sorted(_sparse_parts(model), key=lambda part: not isinstance(part, EmbeddingTowerCollection))
     if list(map(type, parts)) != wanted:
         kinds = ", ".join(type(part).__name__ for part in parts) or "none"
-        beside = f", one EmbeddingBagCollection of the features outside towers {list(outside)}" * (len(wanted) > 1)
+        beside = f", one EmbeddingBagCollection of the features outside towers {outside!r:.99}" * (len(wanted) > 1)
         raise InputError(
             f"{place}: with model.in_towers={str(has_towers).lower()} the model needs one {wanted[0].__name__}{beside} "
             f"and no other module with tables, but has {kinds}. Build it that way (docs/your_model.md), or change "

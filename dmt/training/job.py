@@ -195,7 +195,7 @@ def _in_towers(
             )
     try:
         if config.towers.outside != "none":
-            place += f", towers.outside={config.towers.outside!r}"
+            place += f", towers.outside={config.towers.outside!r:.100}"
             outside = dict.fromkeys(_outside(config, plan, tables, data))
             inside = [table for table in tables if not outside.keys() >= set(table.feature_names)]
             plan = _dealt(config, inside, data) or plan

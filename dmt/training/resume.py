@@ -168,6 +168,7 @@ def start_from(folder: Path, job: Job) -> Start:
     check_encoding(folder, job)
     # Also learning rates: the config's rates are used, not the saved ones.
     notes = [text for text in changes if text.startswith(_TRAINING)]
+    notes[20:] = [f"and {len(notes) - 20} more changes"] if len(notes) > 20 else []
     if not is_own:
         return Start(folder=folder, lines=(f"weights and optimizer states from {folder}", *notes))
     at = saved.position

@@ -269,8 +269,9 @@ def tables_of(
         sizes = {(feature.rows, embedding_dims.get(feature.name, embedding_dim)) for feature in features}
         if len(sizes) > 1:
             raise InputError(
-                f"data.shared_tables or data.sequences: {', '.join(names)} share a table, but have (rows, columns) "
-                f"{sorted(sizes)}. Make them equal in data.num_embeddings_per_feature and model.embedding_dims."
+                f"data.shared_tables or data.sequences: {shorten(names, ', ')} share a table, but have (rows, columns) "
+                f"{shorten([*map(str, sorted(sizes))], ', ')}. Make them equal in data.num_embeddings_per_feature and "
+                "model.embedding_dims."
             )
         rows, dim = sizes.pop()
         name = "t_" + table.replace("%", "%25").replace(".", "%2E")
