@@ -18,12 +18,7 @@ from dmt.models.dense import ModelOptions
 from dmt.models.dlrm import DLRM, DMTDLRM, DMTDLRMProducts
 from dmt.models.sequences import DINTowerModule
 from dmt.models.sparse import flat_sparse_arch, tower_sparse_arch
-from dmt.models.tower_modules import (
-    DCNTowerModule,
-    DLRMProductsTowerModule,
-    DLRMTowerModule,
-    PassThroughTowerModule,
-)
+from dmt.models.tower_modules import DCNTowerModule, DLRMProductsTowerModule, DLRMTowerModule, PassThroughTowerModule
 
 __all__ = [
     "Complexity",

@@ -31,7 +31,7 @@ from dmt.training.commands import main
 from dmt.training.commands.doctor import TESTED
 from dmt.training.config import load_config
 from dmt.training.data.clicks import ClickData
-from dmt.training.preflight import resolve
+from dmt.training.job import open_job
 from dmt.training.train import train_job
 from tests.ranks import run_program, run_ranks
 
@@ -161,8 +161,7 @@ def test_python_blocks_run_on_ranks(page: Path, tmp_path: Path) -> None:
 
 def train_on_rank(rank: int, folder: str, arguments: list[str]) -> None:
     os.chdir(folder)
-    config = load_config(arguments[0], arguments[1:])
-    job = resolve(config, config.topology.build().world_size)
+    job = open_job(load_config(arguments[0], arguments[1:]))
     train_job(job, TowerMesh(job.topology))
 
 

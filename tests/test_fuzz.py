@@ -40,7 +40,8 @@ from dmt.training.checkpoints.store import MANIFEST_NAME, _digest, read_manifest
 from dmt.training.config import TrainingConfig, load_config, to_override, to_toml
 from dmt.training.data.clicks import ClickData
 from dmt.training.data.config import DataConfig, read_tables
-from dmt.training.preflight import resolve
+from dmt.training.job import open_job
+from dmt.training.preflight import checked_model
 from tests.training.data.helpers import criteo_line
 
 LONGEST_S = 25
@@ -237,7 +238,7 @@ def test_overrides(cases: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 
     def check(settings: list[str]) -> None:
         config = load_config("demo", settings)
-        resolve(config, config.topology.build().world_size)
+        checked_model(open_job(config), config.topology.build().world_size)
 
     texts = st.builds("{}={}".format, st.sampled_from(sorted(DEFAULTS)), st.text(max_size=9))
     fuzz(cases, st.lists(overrides() | overrides() | texts, min_size=1, max_size=3), check)

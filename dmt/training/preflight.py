@@ -23,7 +23,7 @@ from dmt.training.build import build_model, count_model
 from dmt.training.config import TrainingConfig
 from dmt.training.device import current_device
 from dmt.training.factory import check_outputs
-from dmt.training.job import Job, check_table_optimizer, check_tables_on_ssd, open_job
+from dmt.training.job import Job, check_table_optimizer, check_tables_on_ssd
 
 __all__ = [
     "check_memory",
@@ -33,7 +33,6 @@ __all__ = [
     "compare_hosts",
     "memory_limit",
     "preflight",
-    "resolve",
 ]
 
 logger = logging.getLogger(__name__)
@@ -44,17 +43,6 @@ _PATHS = (
     ("towers", "plan"),
     ("sharding", "cluster"),
 )
-
-
-def resolve(config: TrainingConfig, world_size: int) -> Job:
-    """Returns the job of a run, after all checks that need only one of its ``world_size`` ranks.
-
-    Raises:
-        InputError: see `open_job` and `checked_model`.
-    """
-    job = open_job(config)
-    checked_model(job, world_size)
-    return job
 
 
 def checked_model(job: Job, world_size: int) -> nn.Module:

@@ -243,16 +243,9 @@ def _overrides(config: TrainingConfig, changed: TrainingConfig, settings: Mappin
 def _plain_tables(run: Job) -> list[TableSpec]:
     """Returns the tables of the flat model: tables outside towers get their full width, bags are no sequences."""
     model, outside = run.config.model, () if run.towers is None else run.towers.outside_tables(run.tables)
-    return [
-        replace(
-            table,
-            embedding_dim=model.embedding_dim
-            if table in outside and table.embedding_dim == model.outside_dim
-            else table.embedding_dim,
-            is_sequence=bool(table.sequences),
-        )
-        for table in run.tables
-    ]
+    narrow = {table.name for table in outside if table.embedding_dim == model.outside_dim}
+    tables = [replace(table, is_sequence=bool(table.sequences)) for table in run.tables]
+    return [replace(table, embedding_dim=model.embedding_dim) if table.name in narrow else table for table in tables]
 
 
 def _models(run: Job, num_towers: int) -> dict[str, dict[str, Any]]:

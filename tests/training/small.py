@@ -88,11 +88,7 @@ def train_on_union(config: TrainingConfig, model: ClickTask, steps: int, layout:
 
 
 def new_run(
-    config: TrainingConfig,
-    mesh: TowerMesh,
-    *,
-    model: DistributedModelParallel | None = None,
-    record: Any = None,
+    config: TrainingConfig, mesh: TowerMesh, *, model: DistributedModelParallel | None = None, record: Any = None
 ) -> Run:
     """A run that `train_steps` can train, which saves nothing; ``record`` takes its numbers."""
     job = open_job(config)

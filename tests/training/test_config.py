@@ -99,12 +99,7 @@ def test_a_file_of_the_name_of_a_shipped_config_comes_first(tmp_path: Path, monk
 
 @pytest.mark.parametrize(
     ("arch", "dataflow", "resolved"),
-    [
-        ("dlrm", "auto", "flat"),
-        ("dcn", "sptt", "sptt"),
-        ("dlrm", "flat", "flat"),
-        ("dmt-dcn", "auto", "sptt"),
-    ],
+    [("dlrm", "auto", "flat"), ("dcn", "sptt", "sptt"), ("dlrm", "flat", "flat"), ("dmt-dcn", "auto", "sptt")],
 )
 def test_the_dataflow_follows_the_arch(arch: str, dataflow: str, resolved: str) -> None:
     assert load_config("demo", [f"model.arch={arch}", f"sharding.dataflow={dataflow}"]).dataflow == resolved

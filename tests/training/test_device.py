@@ -45,7 +45,7 @@ from dmt.training.device import backend, device_type, random_state, restart_safe
 from dmt.training.flat import shard_flat
 from dmt.training.job import open_job
 from dmt.training.metrics import ClickMetrics, StepTimer
-from dmt.training.preflight import resolve
+from dmt.training.preflight import checked_model
 from dmt.training.resume import open_lock
 from tests.ranks import on_ranks, run_ranks
 from tests.training.small import save_alone, small
@@ -114,7 +114,7 @@ def test_the_state_of_a_gpus_generator_is_saved_with_the_cpus(monkeypatch: pytes
 
 
 def test_a_config_for_gpus_is_checked_on_the_cpu(tmp_path: Path) -> None:
-    job = resolve(small(train={"device": "cuda"}), 4)
+    checked_model(job := open_job(small(train={"device": "cuda"})), 4)
     assert shrink(job, limits=CheckLimits(), folder=tmp_path).job.device_type == "cpu"
 
 

@@ -23,7 +23,7 @@ from dmt.training import train as training
 from dmt.training.checkpoints.store import checkpoints, read_manifest, write_manifest
 from dmt.training.config import TrainingConfig, to_toml
 from dmt.training.job import open_job
-from dmt.training.preflight import check_same_input, checked_model, resolve
+from dmt.training.preflight import check_same_input, checked_model
 from dmt.training.resume import checkpoint_folder, find_start
 from dmt.training.train import Run, train_job
 from tests.ranks import run_ranks
@@ -184,7 +184,7 @@ def compare_on_rank(rank: int, configs: list[dict[str, Any]]) -> None:
 def test_a_run_without_a_row_to_evaluate_or_without_labels_is_refused_before_it_trains(tmp_path: Path) -> None:
     run = on_files(rows(tmp_path / "a" / "day.parquet", [*range(40)]), data={"eval_path": None, "eval_fraction": 0.001})
     with pytest.raises(InputError, match=r"There is no row to evaluate. Check data\.eval_path"):
-        resolve(run, 2)
+        checked_model(open_job(run), 2)
     job = open_job(run)
     job.data.columns = replace(job.data.columns, label=None)  # as another program may have written them
     with pytest.raises(InputError, match="has rows without labels"):

@@ -25,7 +25,6 @@ from dmt.training.checkpoints.store import load_plain
 from dmt.training.config import TrainingConfig
 from dmt.training.job import open_job, open_unsharded
 from dmt.training.metrics import StepTimer
-from dmt.training.preflight import resolve
 from dmt.training.resume import checkpoint_folder
 from dmt.training.train import train_job
 from tests.ranks import on_ranks, run_ranks
@@ -50,7 +49,7 @@ def runs_on_rank(rank: int, folder: str, sections: dict[str, Any]) -> tuple[dict
     weights, results = [], []
     for name, settings in (("plain", {}), ("hot", {"hot_rows": {"extra_memory": 0.25, "refresh_every": 3}})):
         config = config_of(Path(folder), name, topology={"ranks_per_tower": 1}, **sections, **settings)
-        job = resolve(config, 2)
+        job = open_job(config)
         results.append(train_job(job, TowerMesh(job.topology)))
         # The saved weights are read in one process, by the names of the plain model.
         task = plain(config)
@@ -105,7 +104,7 @@ def test_a_damaged_file_of_a_checkpoint_says_what_to_do(tmp_path: Path) -> None:
 @on_ranks(4)
 def test_copies_that_differ_end_a_run(rank: int, tmp_path: Path) -> None:
     """One number of a copy changes on rank 2."""
-    job = resolve(config_of(tmp_path, "unsound", hot_rows={"extra_memory": 0.5}), 4)
+    job = open_job(config_of(tmp_path, "unsound", hot_rows={"extra_memory": 0.5}))
     mesh = TowerMesh(job.topology)
     hot = build.hot_rows(job, model := build.shard_model(job, mesh), mesh)
     assert hot is not None

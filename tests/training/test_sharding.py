@@ -24,7 +24,7 @@ from dmt.training.build import shard_model
 from dmt.training.checkpoints.store import load_plain, newest
 from dmt.training.config import TrainingConfig, load_config
 from dmt.training.job import open_job, open_unsharded
-from dmt.training.preflight import resolve
+from dmt.training.preflight import checked_model
 from tests.ranks import run_ranks
 from tests.training.small import plain, small, source
 
@@ -69,19 +69,19 @@ PLANS: list[tuple[TowerPlan | list[list[str]], str]] = [
 def test_a_bad_plan_is_refused(plan: TowerPlan | list[list[str]], message: str, arch: str, tmp_path: Path) -> None:
     config = small(arch, "sptt", model={"embedding_dim": 16}, towers=save_plan(tmp_path, plan))
     with pytest.raises(InputError, match=message):
-        resolve(config, 4)
+        checked_model(open_job(config), 4)
 
 
 def test_a_plan_of_other_tables_or_widths_is_refused(tmp_path: Path) -> None:
     tables = open_unsharded(small(synthetic={"rows_per_table": 12})).tables
     other = TowerPlan.from_lists([FEATURES[:3], FEATURES[3:]], tables=tuple(tables))
     with pytest.raises(InputError, match=r"Table 't_C1' is 11 x 8 .* was made for 12 x 8"):
-        resolve(small(towers=save_plan(tmp_path, other)), 4)
+        checked_model(open_job(small(towers=save_plan(tmp_path, other))), 4)
     # Shards of two widths in a tower, which models with tower modules do not take.
     sections = {"model": {"embedding_dim": 16}, "towers": save_plan(tmp_path, SOME_CUT)}
     with pytest.raises(InputError, match=r"'tower_0' needs .* equal .*=\d of table 't_C1\["):
-        resolve(small("dmt-dlrm", "sptt", **sections), 4)
-    job = resolve(small("dlrm", "sptt", synthetic={"num_multi_hot": 2}, **sections), 4)
+        checked_model(open_job(small("dmt-dlrm", "sptt", **sections)), 4)
+    job = open_job(small("dlrm", "sptt", synthetic={"num_multi_hot": 2}, **sections))
     assert [table.embedding_dim for table in job.tables] == [16] * 6
     # Batches name the shards, and tables stay whole.
     ids = next(job.data.batches("eval", rank=0, world_size=1, batch_size=8)).split_columns(SOME_CUT.column_splits)
@@ -112,7 +112,7 @@ REFUSED: list[tuple[dict[str, dict[str, Any]], str]] = [
 @pytest.mark.parametrize(("sections", "message"), REFUSED, ids=[message[:30] for _, message in REFUSED])
 def test_what_cannot_be_run_is_refused_before_any_rank_starts(sections: dict[str, Any], message: str) -> None:
     with pytest.raises(InputError, match=message):
-        resolve(small(**sections), 4)
+        checked_model(open_job(small(**sections)), 4)
 
 
 def test_a_cluster_gives_the_planner_its_rates() -> None:
@@ -155,7 +155,7 @@ def test_rules_and_factors_of_tables_that_are_cut_are_checked(tmp_path: Path) ->
     found = open_job(config).sharding.workload.pooling_factors
     assert found == {"C1[0:4]": 3.0, "C1[4:8]": 3.0, "C2[0:4]": 2.0, "C2[4:8]": 5.0, "C3": 1.5}
     with pytest.raises(InputError, match="rule for tables 'x' matches none"):
-        resolve(cut(tmp_path, tables={"t_C1": "row_wise", "t_C?": "row_wise", "x": "row_wise"}), 4)
+        checked_model(open_job(cut(tmp_path, tables={"t_C1": "row_wise", "t_C?": "row_wise", "x": "row_wise"})), 4)
 
 
 def trained(

@@ -236,11 +236,7 @@ def test_a_model_of_ones_own_is_predicted_as_it_is(tmp_path: Path) -> None:
         ),
         (["sharding.unique=true", "sharding.forward_precision=fp16"], 2, ["sharding.unique=true"]),
         (["topology.num_replicas=2", "replicas.moment_scale=2", "sharding.tables.t_C1=row_wise"], 4, []),
-        (
-            ["hot_rows.extra_memory=0.01", "sharding.unique=true", "model.arch=dlrm"],
-            2,
-            ["hot_rows.extra_memory=0.01"],
-        ),
+        (["hot_rows.extra_memory=0.01", "sharding.unique=true", "model.arch=dlrm"], 2, ["hot_rows.extra_memory=0.01"]),
         (["model.arch=dlrm", "sharding.dataflow=flat", "sharding.scheme=row_wise"], 2, ["sharding.scheme='row_wise'"]),
     ],
 )

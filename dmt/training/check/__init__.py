@@ -18,7 +18,8 @@ from dmt.training.check.shrink import CheckedRun, CheckLimits, shrink
 from dmt.training.config import TrainingConfig
 from dmt.training.console import quiet_libraries
 from dmt.training.factory import probability_warning
-from dmt.training.preflight import resolve
+from dmt.training.job import open_job
+from dmt.training.preflight import checked_model
 
 __all__ = ["CheckReport", "CheckRow", "Finding", "Verdict", "check_run", "compare_ranks", "make_rows"]
 
@@ -81,10 +82,11 @@ def check_run(config: TrainingConfig, limits: CheckLimits) -> CheckReport:
     """Shrinks a run that is configured for a cluster, and compares it with the plain module on local gloo ranks.
 
     Raises:
-        InputError: the run cannot be built from its config, or `compute_expected` raises it.
+        InputError: see `open_job` and `checked_model`, or `compute_expected` raises it.
         RanksFailedError: a rank failed, died, or did not end in time.
     """
-    job = resolve(config, config.topology.build().world_size)
+    job = open_job(config)
+    checked_model(job, job.topology.world_size)
     with TemporaryDirectory(prefix="dmt-check-") as folder:
         run = shrink(job, limits=limits, folder=Path(folder))
         reports = run_on_ranks(_quietly, run.topology.world_size, run, timeout_s=600)

@@ -42,7 +42,6 @@ _ROWS, _COLUMNS, _LOOKUPS = 200_000, 128, 65_536
 _MOVED = 64_000_000  # bytes, more than caches hold
 _UNUSED = 1e12  # bytes per second, for links that a job of one rank never uses
 
-
 Shape = tuple[int, int]
 """Number of hosts in a group, and number of its ranks on each host."""
 
@@ -155,14 +154,9 @@ def _rates(
         uplink_bytes_per_s=best_across or best_within or _UNUSED,
         host_bytes_per_s=best_within or best_across or _UNUSED,
         core_s_per_byte=core_s_per_byte,
-        uplink_by_ranks=_shares(across),
-        host_by_ranks=_shares(within),
+        uplink_by_ranks={ranks: rate / max(across.values()) for ranks, rate in across.items()},
+        host_by_ranks={ranks: rate / max(within.values()) for ranks, rate in within.items()},
     )
-
-
-def _shares(rates: Mapping[int, float]) -> dict[int, float]:
-    """Returns rates, by number of ranks, as shares of the highest rate; empty if no link was measured."""
-    return {ranks: rate / max(rates.values()) for ranks, rate in rates.items()}
 
 
 def shapes_of(topology: TowerTopology) -> list[Shape]:
@@ -266,10 +260,7 @@ def _show(cluster: Cluster, out: Path) -> Shown:
     rows = []
     for kind in get_args(CollectiveKind):
         rates = cluster.rates(kind)
-        links = (
-            (rates.uplink_bytes_per_s, rates.uplink_by_ranks),
-            (rates.host_bytes_per_s, rates.host_by_ranks),
-        )
+        links = ((rates.uplink_bytes_per_s, rates.uplink_by_ranks), (rates.host_bytes_per_s, rates.host_by_ranks))
         speeds = []
         for speed, shares in links:
             words = ", ".join(f"{ranks}: {share:.0%}" for ranks, share in shares.items())

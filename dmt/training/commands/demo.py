@@ -24,7 +24,8 @@ from dmt.training.config import KEYS_OF_TOWERS, load_config, to_override, to_tom
 from dmt.training.data.config import DataConfig
 from dmt.training.data.files import MANIFEST, expand_path, format_of
 from dmt.training.data.raw import schema_of
-from dmt.training.preflight import check_rows, resolve
+from dmt.training.job import open_job
+from dmt.training.preflight import check_rows, checked_model
 from dmt.training.records import quality_warnings, read_result
 from dmt.training.report.page import plot_curves, write_report
 
@@ -61,7 +62,9 @@ def demo(data: str | None, out: Path, overrides: Sequence[str], *, command: str)
             f"{first.model.chosen}: the demo compares a shipped multi-tower model with its flat form. Set model.arch "
             "to dmt-dlrm, dmt-dlrm-products or dmt-dcn."
         )
-    rows = resolve(first, ranks).data.num_rows("train") or 0
+    job = open_job(first)
+    checked_model(job, ranks)
+    rows = job.data.num_rows("train") or 0
     shared = [*settings, *([] if data is None else step_settings(rows, ranks)), *overrides]
     check_rows(load_config("demo", shared), ranks, rows)
 

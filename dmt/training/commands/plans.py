@@ -173,7 +173,8 @@ def _show_sharding(job: Job, sharding: TowerShardingPlan, out: Path | None) -> S
     rows = []
     for entry in ranked[:_SHOWN_TABLES]:
         tower = "all" if entry.tower is None else str(entry.tower)
-        rows.append((entry.name, tower, human_bytes(entry.memory), _time(entry.seconds), entry.reason))
+        cost = f"{1e3 * entry.seconds:,.3f} ms" if entry.seconds >= 1e-3 else f"{1e6 * entry.seconds:,.1f} µs"
+        rows.append((entry.name, tower, human_bytes(entry.memory), cost, entry.reason))
     topology = job.topology
     hosts = topology.on_all_replicas([rank.needed for rank in sharding.ranks]).reshape(topology.num_hosts, -1)
     lines = [sharding.summary, f"The fullest host needs {human_bytes(hosts.sum(axis=1).max())}."]
@@ -193,7 +194,3 @@ def _show_sharding(job: Job, sharding: TowerShardingPlan, out: Path | None) -> S
     title = "Tables, costliest first" + ("; --json has all" if len(ranked) > _SHOWN_TABLES else "")
     headers = ("table", "tower", "memory", "cost", "reason (ranks are counted inside the tower)")
     return Shown(sharding.to_record(), headers, rows, title, (1, 2, 3), lines)
-
-
-def _time(seconds: float) -> str:
-    return f"{1e3 * seconds:,.3f} ms" if seconds >= 1e-3 else f"{1e6 * seconds:,.1f} µs"

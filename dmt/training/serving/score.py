@@ -119,7 +119,8 @@ def _open(model: Path, data_path: str | None, functions: Collection[str], out: P
         manifest, program = read_manifest(model), load_program(model)
         raw = data_section(manifest["data"], f"Exported model {model}: data", "Export the checkpoint again.")
         check_allowed(f"The manifest of {model}", {"data.source": raw.source if data_path is None else None}, functions)
-        data = ClickData(raw, cache=_cache(out)) if data_path is None else rows_to_score(raw, data_path, out)
+        cache = out.absolute().parent / PREPARED
+        data = ClickData(raw, cache=cache) if data_path is None else rows_to_score(raw, data_path, out)
         return partial(_run, model, program), data
     _, job, plain = trained_model(model, data_path, functions, partial(open_rows, data_path=data_path, out=out))
     cuts = {} if job.towers is None else job.towers.column_splits
@@ -156,11 +157,7 @@ def rows_to_score(raw: DataConfig, data_path: str, out: Path) -> ClickData:
     # Score every row: none is for training.
     bare = config.model_copy(update={"split_column": None, "group_by": None, "label": None})
     label = config.label if config.label in schema_of(file, bare).names else None
-    data = ClickData(bare.model_copy(update={"label": label}), cache=_cache(out), eval_only=True)
+    data = ClickData(bare.model_copy(update={"label": label}), cache=out.absolute().parent / PREPARED, eval_only=True)
     if data.num_rows("eval") == 0:
         raise InputError(f"--data {data_path!r} has no rows. Name other files.")
     return data
-
-
-def _cache(out: Path) -> Path:
-    return out.absolute().parent / PREPARED
