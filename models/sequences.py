@@ -9,6 +9,7 @@ Legend: B samples, J items of all histories, N embedding dimension, D the tower 
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -153,8 +154,10 @@ class PooledBySequence(nn.Module):
         return pooled
 
 
-class SequenceTowerModule(nn.Module):
+class SequenceTowerModule(nn.Sequential):
     """Tower module over an ``EmbeddingCollection``: pools, then runs a tower module of pooled embeddings.
+
+    ``JaggedTensor`` by feature, [B] lengths and [sum of lengths, N] values -> [B, O_t].
 
     Args:
         pooling: `PooledBySequence` of the tower's tables.
@@ -162,13 +165,8 @@ class SequenceTowerModule(nn.Module):
     """
 
     def __init__(self, pooling: PooledBySequence, module: Any) -> None:
-        super().__init__()
+        super().__init__(OrderedDict(pooling=pooling, module=module))
         self.features, self.in_features, self.out_features = module.features, module.in_features, module.out_features
-        self.pooling, self.module = pooling, module
-
-    def forward(self, embeddings: Mapping[str, Any]) -> Tensor:
-        """``JaggedTensor`` by feature, [B] lengths and [sum of lengths, N] values -> [B, O_t]."""
-        return self.module(self.pooling(embeddings))
 
 
 def _items(embeddings: Mapping[str, Any], name: str, owner: str) -> _Items:

@@ -6,6 +6,7 @@ TorchRec and FBGEMM are imported when a sparse part is built, so that dense part
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -103,10 +104,10 @@ class SequenceArch(nn.Module):
         self.pooling = PooledBySequence(sequences, device=device)
         self._bag_names = feature_names(bags)
 
-    def forward(self, ids: Any) -> _WhenRead:
-        """``KeyedJaggedTensor`` of B samples -> [B, N] float32 by feature name."""
+    def forward(self, ids: Any) -> SimpleNamespace:
+        """``KeyedJaggedTensor`` of B samples -> ``to_dict()``: [B, N] float32 by feature name."""
         bags, sequences = None if self.bags is None else self.bags(ids), self.embedding(ids)
-        return _WhenRead(lambda: self._vectors(bags, sequences))
+        return SimpleNamespace(to_dict=lambda: self._vectors(bags, sequences))
 
     def _vectors(self, bags: Any, sequences: Any) -> dict[str, Tensor]:
         """Outputs of the two collections -> [B, N] by feature name."""
@@ -114,13 +115,6 @@ class SequenceArch(nn.Module):
         pooled, of_bags = self.pooling(sequences), None if bags is None else by_feature(bags)
         vectors = {name: pooled[name] for name in self.pooling.features}
         return vectors if of_bags is None else vectors | {name: of_bags[name] for name in self._bag_names}
-
-
-class _WhenRead:
-    """Embeddings by feature that are computed when the model reads them."""
-
-    def __init__(self, to_dict: Callable[[], dict[str, Tensor]]) -> None:
-        self.to_dict = to_dict
 
 
 def tower_sparse_arch(
@@ -231,10 +225,10 @@ class JoinedShards(nn.Module):
         features = [feature for table in tables for feature in table.feature_names]
         self._names = {name: shard_names(name, splits[name]) if name in splits else [name] for name in features}
 
-    def forward(self, ids: Any) -> _WhenRead:
-        """Output of `dmt.plan.split_across_towers.split_ids` -> [B, N] float32 by feature name."""
+    def forward(self, ids: Any) -> SimpleNamespace:
+        """Output of `dmt.plan.split_across_towers.split_ids` -> ``to_dict()``: [B, N] float32 by feature name."""
         embeddings = self.shards(ids)
-        return _WhenRead(lambda: self._joined(embeddings))
+        return SimpleNamespace(to_dict=lambda: self._joined(embeddings))
 
     def _joined(self, embeddings: Any) -> dict[str, Tensor]:
         vectors = by_feature(embeddings)
