@@ -224,17 +224,11 @@ def follow_ddp(
 @on_ranks(4)
 def test_several_buckets_models_and_passes(rank: int) -> None:
     torch.manual_seed(0)
-    mesh, calls = TowerMesh(TowerTopology(num_towers=2, ranks_per_tower=2)), []
-    start = dense_reduce.start_sum_over_hosts
-
-    def counted(value: torch.Tensor, *groups: Any, **options: Any) -> Any:
-        calls.append(len(value))
-        return start(value, *groups, **options)
-
-    with patch.object(dense_reduce, "start_sum_over_hosts", counted):
+    mesh, start = TowerMesh(TowerTopology(num_towers=2, ranks_per_tower=2)), dense_reduce.start_sum_over_hosts
+    with patch.object(dense_reduce, "start_sum_over_hosts", side_effect=start) as sums:
         # DDP arranges its buckets anew after the second step.
         follow_ddp(rank, mesh, [wide_model()], steps=4)
-    assert len(calls) > 4 + 2, "one bucket in each step: nothing was under way together with another"
+    assert sums.call_count > 4 + 2, "one bucket in each step: nothing was under way together with another"
     narrow = nn.Sequential(nn.Linear(WIDE, 7), nn.ReLU(), nn.Linear(7, 1))
     follow_ddp(rank, mesh, [narrow, wide_model()])
     follow_ddp(rank, mesh, [narrow], passes=2)

@@ -153,6 +153,17 @@ def test_alternatives_are_sorted_and_their_overrides_make_them() -> None:
         assert alone.uplink_bytes == pytest.approx(way.uplink_bytes)
 
 
+def test_towers_span_hosts_where_there_are_more_hosts_than_features() -> None:
+    values = ["topology.num_towers=4", "topology.ranks_per_tower=2", "model.embedding_dim=16", "model.arch=dlrm"]
+    config = load_config("demo", values)
+    tables = [TableSpec(name=f"t{i}", num_embeddings=10, embedding_dim=16, feature_names=(f"f{i}",)) for i in range(3)]
+    for way in alternatives(job_for(config, tables), SMALL)[0]:
+        if way.num_replicas == 1:
+            is_flat = way.name.startswith("flat")
+            assert ("topology.num_towers=2" in way.overrides) is not is_flat
+            assert ("topology.ranks_per_tower=4" in way.overrides) is not is_flat
+
+
 def test_alternatives_keep_all_that_is_not_about_the_towers_of_the_config() -> None:
     sharding = ["table_precision=fp16", "cluster=a100", "forward_precision=bf16", "unique=true"]
     values = ["topology.num_towers=2", "train.micro_batches=2", "sharding.pooling_factors.C1=7"]
