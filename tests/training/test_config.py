@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from dmt.errors import InputError
 from dmt.training.commands import main
 from dmt.training.config import TrainingConfig, _keys, load_config, shipped_configs, to_override, to_toml
-from dmt.training.data.config import DataConfig, SyntheticConfig
+from dmt.training.data.config import DataConfig
 from tests.training.small import small
 
 COLUMNS = {"kind": "columns", "train_path": "day_*.csv", "categorical": ["c_*"], "num_embeddings_per_feature": {"c": 7}}
@@ -125,11 +125,6 @@ def test_the_dataflow_follows_the_arch(arch: str, dataflow: str, resolved: str) 
 def test_settings_of_data_that_do_not_fit_are_refused(settings: dict[str, Any], text: str) -> None:
     with pytest.raises(ValidationError, match=text):
         DataConfig.model_validate(settings)
-
-
-def test_every_setting_of_data_is_documented() -> None:
-    for model in (DataConfig, SyntheticConfig):
-        assert all(field.description for field in model.model_fields.values())
 
 
 HOT = {"extra_memory": 0.01}
