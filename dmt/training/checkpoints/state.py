@@ -43,7 +43,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torchrec.optim.keyed import KeyedOptimizer
+from torchrec.optim.keyed import KeyedOptimizer, OptimizerWrapper
 
 from dmt.collectives import RankError, reason_of
 from dmt.errors import InputError
@@ -109,11 +109,19 @@ def collect_state(model: Mapping[str, Any], optimizer: KeyedOptimizer | None) ->
     """Returns this rank's shards of a model's ``state_dict()`` and of its optimizer, by name; tensors are not copied.
 
     Raises:
-        InputError: a value is not a tensor.
+        InputError: a value is not a tensor, or a wrapper such as ``WarmupOptimizer`` hides states of the optimizer.
     """
     state = {f"model.{name}": _shards_of(f"model.{name}", value) for name, value in model.items()}
     if optimizer is not None:
         states = optimizer.state
+        # TorchRec's wrappers copy the states of a CombinedOptimizer when they are made, before Adam has any.
+        known = {key for key, weight in optimizer.params.items() if weight in states}
+        if isinstance(optimizer, OptimizerWrapper) and optimizer.state_dict()["state"].keys() - known:
+            kind = type(optimizer).__name__
+            raise InputError(
+                f"A checkpoint of a {kind} would lack states of the optimizers inside it. Wrap each of them instead: "
+                f"CombinedOptimizer([('tables', {kind}(model.fused_optimizer, ...)), ('dense', {kind}(dense, ...))])."
+            )
         for key, weight in optimizer.params.items():
             # Looked up only if present: a defaultdict would create a state for every parameter.
             for name, value in states[weight].items() if weight in states else ():

@@ -488,9 +488,11 @@ def _make_state(optimizer: KeyedOptimizer, saved: Collection[str]) -> None:
     if parts.isdisjoint(absent):
         return
     for part in [part for _, part in optimizer.optimizers] if isinstance(optimizer, CombinedOptimizer) else [optimizer]:
-        # Fused optimizers have their state from the beginning.
         if len(list(in_backward_optimizer_filter(part.params.items()))) == len(part.params):
             part.init_state()
-            # A parameter that never had a gradient, such as one that no output uses, has no saved state.
-            for name in absent.keys() - parts:
-                part.state.pop(absent[name], None)
+        else:
+            # Fused optimizers have their state from the beginning, but a warm-up around them has not.
+            part.step()
+        # A parameter that never had a gradient, such as one that no output uses, has no saved state.
+        for name in absent.keys() - parts:
+            part.state.pop(absent[name], None)

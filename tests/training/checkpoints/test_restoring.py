@@ -11,10 +11,13 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor, nn
-from torchrec.optim.keyed import KeyedOptimizerWrapper
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizerWrapper
+from torchrec.optim.warmup import WarmupOptimizer, WarmupPolicy, WarmupStage
 
+from dmt._torchrec import mark_updated_in_backward
 from dmt.collectives import RankError
 from dmt.errors import InputError
+from dmt.sharding.data_parallel import DataParallelOptimizer
 from dmt.training.checkpoints import store
 from dmt.training.checkpoints.state import Shards, TensorReader, write_tensors
 from dmt.training.checkpoints.store import MANIFEST_NAME, Checkpointer, load, newest, read_manifest, restore
@@ -157,6 +160,30 @@ def test_a_layer_that_no_output_uses_has_no_state_again(tmp_path: Path) -> None:
     train(others, other_optimizer)
     assert_same(dict(others.state_dict()), dict(layers.state_dict()))
     assert len(other_optimizer.state) == len(optimizer.state) == 2
+
+
+def test_a_warm_up_goes_on_and_one_around_all_optimizers_is_refused(tmp_path: Path) -> None:
+    stages = [WarmupStage(policy=WarmupPolicy.LINEAR, max_iters=9, value=0.1)]
+
+    def made() -> tuple[nn.ModuleList, CombinedOptimizer]:
+        layers = nn.ModuleList([linear(1.0), linear(2.0)])
+        table, _, weight, _ = layers.parameters()
+        fused = DataParallelOptimizer({"t": table}, {"t": {}})
+        mark_updated_in_backward(table, fused)
+        dense = KeyedOptimizerWrapper({"dense": weight}, partial(torch.optim.AdamW, lr=0.1))
+        parts = [(name, WarmupOptimizer(part, stages)) for name, part in (("tables", fused), ("dense", dense))]
+        return layers, CombinedOptimizer(parts)
+
+    (layers, optimizer), (others, other_optimizer) = made(), made()
+    optimizer.step()
+    with alone() as mesh:
+        assert Checkpointer(tmp_path, mesh).save(layers, optimizer, step=1, progress={})
+        restore(tmp_path, others, other_optimizer, mesh=mesh)
+        assert [group["lr"] for group in other_optimizer.param_groups] == [pytest.approx(0.02)] * 2
+        around = WarmupOptimizer(made()[1], stages)
+        around.step()
+        with pytest.raises(InputError, match=r"of a WarmupOptimizer would lack .* Wrap each of them instead: Combined"):
+            Checkpointer(tmp_path, mesh).save(layers, around, step=2, progress={})
 
 
 @on_ranks(2)
