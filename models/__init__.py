@@ -13,8 +13,9 @@ from dmt.models.complexity import (
     criteo_1tb_tables,
     paper_complexity,
 )
+from dmt.models.dcn import DCN, DMTDCN
 from dmt.models.dense import ModelOptions
-from dmt.models.dlrm_dcn import DCN, DLRM, DMTDCN, DMTDLRM, DMTDLRMProducts
+from dmt.models.dlrm import DLRM, DMTDLRM, DMTDLRMProducts
 from dmt.models.sequences import DINTowerModule
 from dmt.models.sparse import flat_sparse_arch, tower_sparse_arch
 from dmt.models.tower_modules import DCNTowerModule, DLRMProductsTowerModule, DLRMTowerModule, PassThroughTowerModule

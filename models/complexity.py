@@ -19,8 +19,9 @@ from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
 from dmt.errors import InputError, did_you_mean
+from dmt.models.dcn import DCN, DMTDCN
 from dmt.models.dense import Device, ModelOptions
-from dmt.models.dlrm_dcn import DCN, DLRM, DMTDCN, DMTDLRM
+from dmt.models.dlrm import DLRM, DMTDLRM
 from dmt.models.sparse import check_tower_modules
 from dmt.plan.tables import TableSpec, feature_names
 from dmt.plan.towers import TowerPlan
