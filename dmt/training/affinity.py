@@ -20,9 +20,8 @@ from dmt.training.trained import checkpoint_of
 
 __all__ = ["affinity_of_run", "interactions_of", "spread_batches"]
 
-_BATCH_ROWS = 256
+_BATCH_ROWS, _PLACES = 256, 16
 _INTERACTION_ROWS, _MOST_ROWS = 4096, 2**20
-_PLACES = 16
 
 
 def affinity_of_run(
