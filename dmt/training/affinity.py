@@ -16,7 +16,7 @@ from dmt.training.config import TrainingConfig
 from dmt.training.data.batch import ClickBatch
 from dmt.training.data.clicks import ClickData
 from dmt.training.job import open_tables, open_unsharded
-from dmt.training.trained import checkpoint_of
+from dmt.training.trained import check_encoding, checkpoint_of
 
 __all__ = ["affinity_of_run", "interactions_of", "spread_batches"]
 
@@ -49,6 +49,7 @@ def affinity_of_run(
     """
     checkpoint, config = checkpoint_of(run, data_path, functions)
     job = open_unsharded(config)
+    check_encoding(checkpoint, job)
     if rules is not None:
         rules.for_features(job.data.columns.feature_names)
     if job.towers is not None and (cuts := job.towers.column_splits):

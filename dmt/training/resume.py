@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import fcntl
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -14,7 +14,7 @@ from typing import IO, Any
 
 from torchrec.distributed.model_parallel import DistributedModelParallel
 
-from dmt.collectives import by_path, gather_objects, run_on_all_or_raise
+from dmt.collectives import gather_objects, run_on_all_or_raise
 from dmt.errors import InputError
 from dmt.files import check_output, from_record, read_file
 from dmt.formatting import shorten
@@ -30,12 +30,11 @@ from dmt.training.data.deal import rank_batch
 from dmt.training.data.source import SourceState
 from dmt.training.device import on_all_ranks
 from dmt.training.job import Job
-from dmt.training.trained import RAW_DATA, data_section
+from dmt.training.trained import changed_settings, check_encoding
 
 __all__ = [
     "Position",
     "Start",
-    "check_encoding",
     "checkpoint_folder",
     "find_start",
     "folder_lock",
@@ -54,11 +53,6 @@ _SAME_MODEL = ("model.", "optimizer.sparse:", "optimizer.dense:")
 _SAME_RUN = ("data.", "train.seed:")
 # Settings that change the training, but not the model or the rows: changes are printed.
 _TRAINING = ("optimizer.", "replicas.", "sharding.", "train.batch_size:")
-# Settings that determine how raw values become ids and numbers.
-_ENCODING = (
-    *("dense", "categorical", "multi_hot", "sequences", "timestamps", "shared_tables", "id_mode"),
-    "dense_transform",
-)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -150,7 +144,7 @@ def start_from(folder: Path, job: Job) -> Start:
     progress = read_manifest(folder).progress
     saved = from_record(Start, progress, place=f"{folder}: its progress", remedy=remedy)
     place = str(folder / "config.toml")
-    changes = _changes(read_file(place, "TOML", place=place, remedy=remedy), config.model_dump(mode="json"))
+    changes = changed_settings(read_file(place, "TOML", place=place, remedy=remedy), config.model_dump(mode="json"))
     wrong = [text for text in changes if text.startswith(_SAME_MODEL)]
     if is_own:
         wrong += [text for text in changes if text.startswith(_SAME_RUN)]
@@ -174,36 +168,6 @@ def start_from(folder: Path, job: Job) -> Start:
     at = saved.position
     line = f"resumes from {folder}: step {at.step}, epoch {at.epoch}, row {at.rows}"
     return replace(saved, folder=folder, lines=(line, *notes))
-
-
-def check_encoding(folder: Path, job: Job) -> None:
-    """Raises `InputError` if a checkpoint was trained on rows with another encoding.
-
-    Without this check its weights would load, but each row of a table would stand for another value.
-    """
-    path, remedy = folder / RAW_DATA, "Use another checkpoint."
-    if not path.exists() or job.config.data.kind == "synthetic":
-        return
-    saved = data_section(read_file(path, "JSON", place=str(path), remedy=remedy), str(path), remedy)
-    values = [{"data": config.model_dump(mode="json", include=set(_ENCODING))} for config in (saved, job.data.raw)]
-    wrong = _changes(*values)
-    checksums = [(config.vocabulary or "").partition("#")[2] for config in (saved, job.data.raw)]
-    if checksums[0] != checksums[1]:
-        wrong.append("the vocabulary (prepare the rows with data.vocabulary set to the folder of that run)")
-    if wrong:
-        raise InputError(f"{folder} was trained on rows of another encoding: {shorten(wrong)}. Undo these changes.")
-
-
-def _changes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Returns the changed settings as ``section.key: saved -> now``.
-
-    New paths of rows are left out: evaluation rows do not change training, and training files are compared themselves.
-    """
-    before, after = ({k: v for k, v in by_path(values).items() if v not in (None, {})} for values in (saved, now))
-    changed = {key for key in {**before, **after} if before.get(key) != after.get(key)}
-    paths = {f"data.{name}" for name in ("eval_path", "train_path", "prepared")}
-    changed -= paths & before.keys() & after.keys()
-    return [f"{key}: {before.get(key)!r} -> {after.get(key)!r}" for key in sorted(changed)]
 
 
 def restore_run(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,8 +11,10 @@ from typing import Any
 from pydantic import ValidationError
 from torch import nn
 
+from dmt.collectives import by_path
 from dmt.errors import InputError
 from dmt.files import explain, read_file
+from dmt.formatting import shorten
 from dmt.hot_rows.runtime import HotRowsState
 from dmt.sptt.mesh import TowerMesh
 from dmt.training.access import save_hot_rows
@@ -23,10 +25,12 @@ from dmt.training.data.config import DataConfig, with_files
 from dmt.training.functions import check_allowed
 from dmt.training.job import Job, open_unsharded
 
-__all__ = ["RAW_DATA", "checkpoint_of", "data_section", "describe_run", "trained_model"]
+__all__ = ["changed_settings", "check_encoding", "checkpoint_of", "data_section", "describe_run", "trained_model"]
 
-RAW_DATA = "raw_data.json"
+_RAW_DATA = "raw_data.json"
 """File of a checkpoint with the ``[data]`` settings that turn raw rows into ids; it names every column."""
+# Settings that determine how raw values become ids and numbers.
+_CODED = {"dense", "categorical", "multi_hot", "sequences", "timestamps", "shared_tables", "id_mode", "dense_transform"}
 
 
 def checkpoint_of(
@@ -55,9 +59,7 @@ def checkpoint_of(
         overrides += [to_override("towers.plan", checkpoint / "towers.json"), "towers.outside=none"]
     config = load_config(file, overrides)
     if data_path is not None:
-        if config.data.kind == "synthetic":
-            raise InputError(f"{run} was trained on synthetic clicks; rows of a file do not fit it. Leave out --data.")
-        raw, remedy, data = checkpoint / RAW_DATA, "Use another checkpoint.", config.data
+        raw, remedy, data = checkpoint / _RAW_DATA, "Use another checkpoint.", config.data
         if raw.exists():
             data = data_section(read_file(raw, "JSON", place=str(raw), remedy=remedy), str(raw), remedy)
         config = config.model_copy(update={"data": with_files(data, data_path)})
@@ -71,6 +73,37 @@ def data_section(record: Any, place: str, remedy: str) -> DataConfig:
         return DataConfig.model_validate(record)
     except ValidationError as error:
         raise InputError(f"{place}: {explain(error)} {remedy}") from error
+
+
+def check_encoding(folder: Path, job: Job) -> None:
+    """Raises `InputError` if a checkpoint was trained on rows with another encoding.
+
+    Without this check its weights would load, but each row of a table would stand for another value.
+    """
+    path, remedy = folder / _RAW_DATA, "Use another checkpoint."
+    if not path.exists() or job.config.data.kind == "synthetic":
+        return
+    saved = data_section(read_file(path, "JSON", place=str(path), remedy=remedy), str(path), remedy)
+    values = [{"data": config.model_dump(mode="json", include=_CODED)} for config in (saved, job.data.raw)]
+    wrong = changed_settings(*values)
+    checksums = [(config.vocabulary or "").partition("#")[2] for config in (saved, job.data.raw)]
+    if checksums[0] != checksums[1]:
+        wrong.append("the vocabulary (prepare the rows with data.vocabulary set to the folder of that run)")
+    if wrong:
+        remedy = "Undo these changes, or name rows with the columns of that run (--data of dmt score and dmt export)."
+        raise InputError(f"{folder} was trained on rows of another encoding: {shorten(wrong)}. {remedy}")
+
+
+def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    """Returns the changed settings as ``section.key: saved -> now``.
+
+    New paths of rows are left out: evaluation rows do not change training, and training files are compared themselves.
+    """
+    before, after = ({k: v for k, v in by_path(values).items() if v not in (None, {})} for values in (saved, now))
+    changed = {key for key in {**before, **after} if before.get(key) != after.get(key)}
+    paths = {f"data.{name}" for name in ("eval_path", "train_path", "prepared")}
+    changed -= paths & before.keys() & after.keys()
+    return [f"{key}: {before.get(key)!r} -> {after.get(key)!r}" for key in sorted(changed)]
 
 
 def trained_model(
@@ -88,6 +121,7 @@ def trained_model(
     """
     checkpoint, config = checkpoint_of(run, data_path, functions)
     job = open_rows(config)
+    check_encoding(checkpoint, job)
     task = ClickTask(build_model(job))
     try:
         load(checkpoint, task, None)
@@ -109,5 +143,5 @@ def describe_run(job: Job, hot_rows: HotRowsState | None, folder: Path) -> None:
         job.sharding.save(folder / "sharding.json")
     if job.config.data.kind != "synthetic":
         raw = job.data.raw.model_dump(mode="json", exclude_defaults=True)
-        (folder / RAW_DATA).write_text(json.dumps(raw), encoding="utf-8")
+        (folder / _RAW_DATA).write_text(json.dumps(raw), encoding="utf-8")
     (folder / "config.toml").write_text(to_toml(job.config), encoding="utf-8")

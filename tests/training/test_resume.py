@@ -21,8 +21,9 @@ from dmt.training.checkpoints.store import checkpoints, read_manifest
 from dmt.training.config import TrainingConfig
 from dmt.training.job import open_job, open_unsharded
 from dmt.training.records import RunRecord, read_curves
-from dmt.training.resume import Position, Start, check_encoding, checkpoint_folder, start_from, starting_folder
+from dmt.training.resume import Position, Start, checkpoint_folder, start_from, starting_folder
 from dmt.training.train import train_job
+from dmt.training.trained import check_encoding
 from tests.ranks import run_ranks
 from tests.seeds import some_slow
 from tests.training.small import small, source

@@ -172,6 +172,8 @@ class DataConfig(Section):
 
 def with_files(config: DataConfig, path: str) -> DataConfig:
     """Returns settings to read ``path``, a prepared folder or raw files with ``config``'s columns; not validated."""
+    if config.kind == "synthetic":
+        raise InputError("The model was trained on synthetic clicks; rows of a file do not fit it. Leave out --data.")
     if (Path(path) / "manifest.json").is_file():
         return DataConfig(prepared=path, shuffle_rows=config.shuffle_rows, shuffle_seed=config.shuffle_seed)
     kind = "criteo_tsv" if config.kind == "criteo_tsv" else "columns"

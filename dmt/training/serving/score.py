@@ -147,8 +147,6 @@ def _run(model: Path, program: nn.Module, batch: ClickBatch) -> Tensor:
 
 def rows_to_score(raw: DataConfig, data_path: str, out: Path) -> ClickData:
     """Opens all rows of the files, in their order; raises `InputError` if they cannot be read or do not fit ``raw``."""
-    if raw.kind == "synthetic":
-        raise InputError("The model was trained on synthetic clicks, so it cannot score files. Leave out --data.")
     config = with_files(raw, data_path)
     if config.kind == "prepared":
         raise InputError(f"--data {data_path!r} is a prepared folder, but scoring takes raw rows. Name the raw files.")

@@ -29,7 +29,7 @@ from dmt.training.job import Job, check_tables_on_ssd, make_job
 from dmt.training.preflight import check_same_input
 from dmt.training.serving.export import writing
 from dmt.training.serving.score import Predictions, Scored, open_rows
-from dmt.training.trained import checkpoint_of
+from dmt.training.trained import check_encoding, checkpoint_of
 
 __all__ = ["score_by_ranks"]
 
@@ -69,6 +69,7 @@ def score_by_ranks(
     with process_group(joined) as everyone:
         checkpoint, config = checkpoint_of(model, data_path, functions, everyone)
         job = on_all_ranks(lambda: _placed(open_rows(config, data_path, out), world_size), everyone)
+        on_all_ranks(lambda: check_encoding(checkpoint, job), everyone)
         mesh = TowerMesh(job.topology)
         return _score(job, _load(checkpoint, job, mesh), mesh, out)
 

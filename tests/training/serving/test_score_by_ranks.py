@@ -6,6 +6,7 @@ import errno
 import re
 from contextlib import nullcontext
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -18,9 +19,11 @@ import pytest
 from dmt.errors import InputError
 from dmt.plan.towers import TowerPlan
 from dmt.sptt.mesh import TowerMesh
+from dmt.training.affinity import affinity_of_run
 from dmt.training.config import TrainingConfig
 from dmt.training.job import open_unsharded
 from dmt.training.serving import score_by_ranks as module
+from dmt.training.serving.export import export_run
 from dmt.training.serving.score import Predictions, Scored, score
 from dmt.training.serving.score_by_ranks import score_by_ranks
 from tests.ranks import run_ranks
@@ -163,6 +166,20 @@ def error_on_rank(rank: int, *arguments: Any) -> str:
     with pytest.raises(InputError) as error:
         scored_on_rank(rank, 2, *arguments)
     return str(error.value)
+
+
+@pytest.mark.ranks
+def test_columns_in_another_order_than_in_training_are_refused(run: Path, tmp_path: Path) -> None:
+    """Globs name them in the order of the file, in which the weights would stand for other columns."""
+    file, words = run / "clicks.parquet", r"rows of another encoding: data\.categorical: \['c_ad', 'c_user', .*--data"
+    trained = pq.read_table(file)
+    pq.write_table(trained.select(trained.column_names[::-1]), file)
+    for use in (partial(score, out=tmp_path / "p"), partial(export_run, out=tmp_path / "m.pt2"), affinity_of_run):
+        with pytest.raises(InputError, match=words):
+            use(run)
+    assert re.search(words, run_ranks(error_on_rank, 2, str(run), str(tmp_path / "out"))[1])
+    assert score(run, tmp_path / "p", data_path=str(file)).num_rows == 40
+    pq.write_table(trained, file)
 
 
 def test_what_only_one_process_does_is_refused(run: Path, tmp_path: Path) -> None:
