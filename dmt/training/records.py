@@ -161,11 +161,11 @@ def read_curves(folder: Path) -> dict[str, list[tuple[int, float]]]:
 
 
 def _read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Reads the records of ``metrics.jsonl``, without broken lines, which a kill or a full disk can leave."""
+    """Reads the records of ``metrics.jsonl``; a kill or a full disk can leave half a record, also before another."""
     records = []
     for line in path.read_text(errors="replace").splitlines():
         try:
-            record = json.loads(line)
+            record = json.loads(line[line.rfind("{") :])
         except ValueError:
             continue
         if isinstance(record, dict) and type(record.get("step")) is int:

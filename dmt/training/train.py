@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import math
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -24,7 +24,7 @@ from dmt.formatting import shorten
 from dmt.hot_rows.runtime import HotRows
 from dmt.replicas.sync import ReplicaSync
 from dmt.sptt.mesh import TowerMesh
-from dmt.training.agreement import SIGNALS, Agreement, Signals
+from dmt.training.agreement import SIGNALS, Agreed, Agreement, Signals
 from dmt.training.build import (
     ScheduledOptimizer,
     build_optimizer,
@@ -62,6 +62,7 @@ __all__ = ["Run", "batches_of", "evaluate", "make_pipeline", "save", "train", "t
 
 logger = logging.getLogger(__name__)
 
+_MEET_EVERY = 8  # batches of an evaluation, which a signal must not wait for
 _TIMED_STEPS = 4  # steps after training whose lookups are timed; the first one warms up
 
 
@@ -198,11 +199,14 @@ def train_steps(run: Run, at: Position, signals: Signals) -> tuple[Position, Ste
         while at.epoch < config.epochs:
             epoch_batches = batches_of(run.job, mesh, "train", at)
             # The pipeline reads ahead, so it gets only the batches before the next evaluation and is empty by then.
-            while batches := up_to(_steps_until(config, at.step), epoch_batches):
+            while not signals.stops and (batches := up_to(_steps_until(config, at.step), epoch_batches)):
                 if at.step and config.eval_every and at.step % config.eval_every == 0:
                     # This also makes up for an evaluation before which the run was killed.
                     bar.clear()
-                    run.record.evaluation(at.step, evaluate(run))
+                    values = evaluate(run, partial(agreement.meet, at.step, torch.zeros(())))
+                    if signals.stops:
+                        break
+                    run.record.evaluation(at.step, values)
                 timer.restart()
                 for logits, labels, _ in run_pipeline(run.pipeline, batches):
                     for part in followers:
@@ -225,8 +229,6 @@ def train_steps(run: Run, at: Position, signals: Signals) -> tuple[Position, Ste
                     if agreed.saves and at.step != last:
                         save(run, at)
                     timer.restart()
-                if signals.stops:
-                    break
             if signals.stops or _steps_until(config, at.step) <= 0:
                 break
             at = replace(at, epoch=at.epoch + 1, rows=0)
@@ -291,13 +293,15 @@ def run_pipeline(pipeline: Any, batches: Iterator[ClickBatch]) -> Iterator[tuple
             return
 
 
-def evaluate(run: Run) -> MetricValues:
-    """Returns the model's metrics on the evaluation rows of all ranks; collective."""
+def evaluate(run: Run, meet: Callable[[], Agreed] | None = None) -> MetricValues:
+    """Returns the model's metrics on the evaluation rows, or on those before a meeting that stops; collective."""
     metrics = ClickMetrics(run.mesh.global_group)
     run.model.eval()
     with torch.no_grad():
-        for output in run_pipeline(run.pipeline, batches_of(run.job, run.mesh, "eval")):
+        for number, output in enumerate(run_pipeline(run.pipeline, batches_of(run.job, run.mesh, "eval")), start=1):
             metrics.update(*output)
+            if meet is not None and number % _MEET_EVERY == 0 and meet().stops:
+                break
     run.model.train()
     return metrics.compute()
 

@@ -90,8 +90,8 @@ def test_numbers_without_room_are_logged_and_the_run_goes_on(tmp_path: Path, cap
     losses(record, range(203, 205))
     left_out = [json.loads(text.partition("Left out: ")[2])["step"] for text in caplog.messages]
     assert left_out == [201, 202]
-    # Half of a line found room: it takes the next with it.
-    assert read_curves(tmp_path)["train/loss"][199:] == [(200, 200.0), (204, 204.0)]
+    # Half of a line found room, before the next.
+    assert read_curves(tmp_path)["train/loss"][199:] == [(200, 200.0), (203, 203.0), (204, 204.0)]
 
 
 @pytest.mark.parametrize("line", ["\0" * 9, '{"train/loss": 1.0}', '{"step": "2", "a": 1.0}'])

@@ -309,11 +309,11 @@ def checked_evaluations_on_rank(rank: int, values: dict[str, Any]) -> list[int]:
     """Steps at which replicas were evaluated; at each of them they are equal."""
     steps, evaluate = [], training.evaluate
 
-    def checked(run: training.Run) -> Any:
+    def checked(run: training.Run, *meet: Any) -> Any:
         assert run.replicas is not None
         run.replicas.check()
         steps.append(run.optimizer.steps)
-        return evaluate(run)
+        return evaluate(run, *meet)
 
     with patch.object(training, "evaluate", checked):
         run_on_rank(rank, values, None)

@@ -19,7 +19,7 @@ from dmt.sptt.mesh import TowerMesh
 from dmt.training.agreement import SIGNALS, Agreement, Signals
 from dmt.training.checkpoints.store import checkpoints, newest, read_manifest
 from dmt.training.config import TrainConfig
-from dmt.training.metrics import StepTimer
+from dmt.training.metrics import ClickMetrics, StepTimer
 from dmt.training.records import read_curves
 from dmt.training.train import _settle_replicas
 from tests.ranks import on_ranks, run_ranks
@@ -33,7 +33,7 @@ STEPS = 14
 def config(folder: Path, **settings: Any) -> dict[str, Any]:
     """A run of two ranks that would save only at its end."""
     few = {"num_rows": 32 * STEPS, "num_eval_rows": 64}
-    train = {"output_dir": str(folder), "log_every": 1, "save_every": 1000}
+    train = {"output_dir": str(folder), "log_every": 1, "save_every": 1000} | settings.pop("train", {})
     return small("dmt-dlrm", synthetic=few, train=train, **settings).model_dump(mode="json")
 
 
@@ -81,6 +81,30 @@ def test_a_run_that_was_told_to_stop_goes_on_bit_for_bit(
     assert curves[0] == curves[1]
     assert [step for step, _ in curves[0]] == [*range(1, STEPS + 1)]
     assert result["eval_loss"] == whole["eval_loss"]
+
+
+def evaluates_on_rank(rank: int, values: dict[str, Any]) -> Any:
+    """Trains; rank 1 is sent SIGTERM in an evaluation."""
+    update = ClickMetrics.update
+
+    def signalled(self: ClickMetrics, *batch: Tensor) -> None:
+        if rank == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        update(self, *batch)
+
+    with patch.object(ClickMetrics, "update", signalled), patch("dmt.training.train._MEET_EVERY", 1):
+        return run_on_rank(rank, values, None)
+
+
+@pytest.mark.ranks
+def test_an_evaluation_ends_with_a_signal_and_not_with_its_last_row(tmp_path: Path) -> None:
+    """torchrun kills ranks 30 s after a signal; an evaluation may take minutes, and no step was saved before it."""
+    values = config(tmp_path, **PAIR, train={"eval_every": 5})
+    assert [result["stopped_at"] for result in run_ranks(evaluates_on_rank, 2, values, fresh=True)] == [5, 5]
+    assert [read_manifest(path).step for path in checkpoints(tmp_path / "checkpoint")] == [5]
+    assert "eval/auc" not in read_curves(tmp_path)
+    assert run_ranks(trains_on_rank, 2, values, None)[0]["steps"] == STEPS
+    assert [step for step, _ in read_curves(tmp_path)["eval/auc"]] == [5, 10, STEPS]
 
 
 def test_a_signal_that_is_too_late_for_a_step_is_not_lost() -> None:
