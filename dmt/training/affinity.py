@@ -61,8 +61,7 @@ def affinity_of_run(
     load_plain(task, checkpoint)
     # The data of a run have at least as many rows as one of its batches.
     size = min(_BATCH_ROWS, config.train.batch_size, max(1, max_rows))
-    batches = spread_batches(job.data, max_rows=max_rows, batch_size=size)
-    return FeatureAffinity.collect(task.model, batches)
+    return FeatureAffinity.collect(task.model, spread_batches(job.data, max_rows=max_rows, batch_size=size))
 
 
 def interactions_of(

@@ -85,8 +85,7 @@ def check_run(config: TrainingConfig, limits: CheckLimits) -> CheckReport:
         InputError: see `open_job` and `checked_model`, or `compute_expected` raises it.
         RanksFailedError: a rank failed, died, or did not end in time.
     """
-    job = open_job(config)
-    checked_model(job, job.topology.world_size)
+    checked_model(job := open_job(config), config.topology.build().world_size)
     with TemporaryDirectory(prefix="dmt-check-") as folder:
         run = shrink(job, limits=limits, folder=Path(folder))
         reports = run_on_ranks(_quietly, run.topology.world_size, run, timeout_s=600)

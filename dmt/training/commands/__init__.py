@@ -453,8 +453,7 @@ def _score(model: Path, *, data: str | None, out: Path, function: tuple[str, ...
     else:
         lines.append(f"AUC {metrics.auc:.4f}, NE {metrics.ne:.4f}, loss {metrics.loss:.4f}.")
         lines += quality_warnings(metrics.auc, metrics.ne)
-    record = {"rows": scored.num_rows, **(dataclasses.asdict(metrics) if metrics else {})}
-    return Shown(record, lines=lines)
+    return Shown({"rows": scored.num_rows, **(dataclasses.asdict(metrics) if metrics else {})}, lines=lines)
 
 
 @main.command("complexity", epilog="Example: dmt complexity --arch dlrm --towers 8 --tower-dim 64")

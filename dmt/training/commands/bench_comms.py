@@ -271,5 +271,4 @@ def _show(cluster: Cluster, out: Path) -> Shown:
         lines.append("No link between hosts was measured: run it on two or more hosts before dmt what-if.")
     lines.append("In brackets: number of ranks in a group, and the share of the rate that such groups reach.")
     headers = ["", "latency", "host to others", "rank inside its host"]
-    title = f"{cluster.hosts} hosts x {cluster.ranks_per_host} ranks"
-    return Shown(cluster, headers, rows, title, range(1, 4), lines)
+    return Shown(cluster, headers, rows, f"{cluster.hosts} hosts x {cluster.ranks_per_host} ranks", range(1, 4), lines)

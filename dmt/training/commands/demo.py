@@ -62,8 +62,7 @@ def demo(data: str | None, out: Path, overrides: Sequence[str], *, command: str)
             f"{first.model.chosen}: the demo compares a shipped multi-tower model with its flat form. Set model.arch "
             "to dmt-dlrm, dmt-dlrm-products or dmt-dcn."
         )
-    job = open_job(first)
-    checked_model(job, ranks)
+    checked_model(job := open_job(first), ranks)
     rows = job.data.num_rows("train") or 0
     shared = [*settings, *([] if data is None else step_settings(rows, ranks)), *overrides]
     check_rows(load_config("demo", shared), ranks, rows)

@@ -75,8 +75,7 @@ def run_partition(options: Mapping[str, Any], command: str) -> Shown:
     if options["report"]:
         click.echo(f"Report: {write_partition_report(partition, options['report'])}", err=True)
     headers, rows, lines = _table_of(partition)
-    record = json.loads(options["out"].read_text())
-    return Shown(record, headers, rows, right=range(1, len(headers) - 1), lines=lines)
+    return Shown(json.loads(options["out"].read_text()), headers, rows, right=range(1, len(headers) - 1), lines=lines)
 
 
 def _module_of(run: Path, functions: Sequence[str]) -> str | None:
