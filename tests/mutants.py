@@ -134,7 +134,7 @@ return [tensor[ends[part] : ends[part + 1]] for => return [tensor[ends[0] : ends
 gradient.div_(self._whole.size()) => pass
 part.home[part.rows] = part.copy[part.places] => part.home[part.rows] = part.copy[part.rows]
 is_sender = home.is_replicated or self._module.mesh.local == 0 => is_sender = True
-for tensor in self._tensors.values()] => for tensor in [*self._tensors.values()][:1]]
+for tensor in (self._weights, *self._states) => for tensor in (self._weights,)
 ## dmt/hot_rows/touched_sum.py :: tests/dmt/test_hot_rows.py -x -k touched_rows_are
 touched = max_over_ranks(touched.to(torch.uint8), self._inside) => touched = touched.to(torch.uint8)
 table.ne(0).any(1) => table.gt(0).any(1)

@@ -20,6 +20,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
+import click
 import pytest
 from click.testing import CliRunner
 
@@ -354,3 +355,43 @@ def test_both_sides_of_the_diff_run_and_print_the_same(tmp_path: Path) -> None:
         assert run.returncode == 0, run.stderr[-2000:]
         printed.append(run.stdout)
     assert printed == ["['user', 'city', 'item', 'shop'] (2, 64)\n"] * 2
+
+
+@pytest.mark.parametrize("header", TABLES, ids=lambda header: header[0])
+def test_a_changed_cell_is_noticed(header: tuple[str, ...]) -> None:
+    """So is a table that is on no page: it is taken out of benchmarks/pages.py."""
+    lines, first = next(
+        (text, number + 2)
+        for text in (page.read_text().splitlines() for page in pages())
+        for number, line in enumerate(text)
+        if cells(line) == header
+    )
+    row = lines[first]
+    digit = re.search(r"\d(?=[^|\d]*\|)", row)
+    assert digit is not None
+    lines[first] = row[: digit.start()] + str((int(digit[0]) + 1) % 10) + row[digit.end() :]
+    assert with_current_tables("\n".join(lines)).splitlines()[first] == row
+
+
+@pytest.mark.parametrize("name", SENTENCES)
+def test_a_changed_number_of_a_sentence_is_noticed(name: str) -> None:
+    text = next(page for page in pages() if page.name == name).read_text()
+    for sentence in SENTENCES[name]():
+        found = pattern(sentence).search(text)
+        assert found is not None, sentence
+        for group in range(1, pattern(sentence).groups + 1):
+            changed = f"{text[: found.start(group)]}7{found[group]}{text[found.end(group) :]}"
+            assert with_current_numbers(name, changed) == text
+
+
+def test_a_wrong_command_is_noticed() -> None:
+    with pytest.raises(click.NoSuchOption):
+        check_dmt(["doctor", "--jsn"])
+    with pytest.raises(AssertionError, match="knows no 'DAATA=x'"):
+        check_make(["demo", "DAATA=x"])
+
+
+def test_the_map_names_every_page() -> None:
+    linked = set(LINK.findall((ROOT / "docs" / "index.md").read_text()))
+    assert {page.name for page in DOCS if page.name != "index.md"} <= linked
+    assert {f"../examples/{path.name}" for path in (ROOT / "examples").glob("*.py")} <= linked

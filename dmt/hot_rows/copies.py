@@ -184,7 +184,7 @@ class HotCopies:
             if part.is_sender:
                 part.copy[part.places] = part.home[part.rows]
         # One rank has the value, the others zeros; a sum of integers keeps every bit.
-        works = [start_sum(tensor.view(-1).view(torch.int32), self._whole) for tensor in self._tensors.values()]
+        works = [start_sum(tensor.view(-1).view(torch.int32), self._whole) for tensor in (self._weights, *self._states)]
         for work in works:
             work.wait()
         self._must_read = self._is_newer = False
@@ -218,6 +218,8 @@ class HotCopies:
         lookup = DataParallelTables(kernel, weights, settings, start_mean)
         states = {name: lookup.optimizer.state[weight] for name, weight in weights.items()}
         self._sum = TouchedRowsSum(specs, self._inside, self._across)
+        self._weights = kernel.weights.detach()
+        """Weights of all copies, one after the other."""
         self._tensors = {(name, "weight"): weight.detach() for name, weight in weights.items()}
         self._tensors |= {
             (name, key.removeprefix(f"{name}.")): value
@@ -225,6 +227,7 @@ class HotCopies:
             for key, value in of_table.items()
             if value.is_floating_point()
         }
+        self._states = [tensor for (_, part), tensor in self._tensors.items() if part != "weight"]
         return lookup
 
     def _home_parts(self) -> list[_HomePart]:

@@ -110,8 +110,9 @@ class SPTTEmbeddingBagCollectionSharder(TowerSharder[EmbeddingBagCollection]):
 
     Args:
         mesh: the process groups of this job.
-        plan: the features of each mesh tower. Every rank holds the tables of features outside towers, whose gradients
-            are averaged over all ranks.
+        plan: the features of each mesh tower, of all collections of the model. Every rank holds the tables of features
+            outside towers, whose gradients are averaged over all ranks. On GPUs, ranks must use the results of several
+            collections in the same order.
         settings: ``fused_params``, ``id_route``, ``peer_precision``, ``moment_scale`` and ``unique``, see
             `dmt.sptt.sharder.TowerSharder`.
 

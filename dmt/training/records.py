@@ -165,7 +165,7 @@ def _read_metrics(path: Path) -> list[dict[str, Any]]:
     records = []
     for line in path.read_text(errors="replace").splitlines():
         try:
-            record = json.loads(line[line.rfind("{") :])
+            record = json.loads(line[max(line.rfind('{"step"'), 0) :])
         except ValueError:
             continue
         if isinstance(record, dict) and type(record.get("step")) is int:

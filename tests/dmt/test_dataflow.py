@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import copy
 import gc
+import sys
 from dataclasses import replace
 from pathlib import Path
+from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -20,6 +23,7 @@ from torchrec.distributed.types import ShardingPlan
 from torchrec.optim.apply_optimizer_in_backward import apply_optimizer_in_backward
 from torchrec.sparse.jagged_tensor import KeyedJaggedTensor
 
+import dmt
 from dmt import (
     HotRows,
     InputError,
@@ -30,8 +34,10 @@ from dmt import (
     run_in_micro_batches,
 )
 from dmt.collectives import gather_objects
+from dmt.hot_rows.copies import HotCopies
 from dmt.sharding.data_parallel import DataParallelOptimizer
 from dmt.sptt.id_routes import IdExchange
+from dmt.sptt.towers import clip_grad_norm
 from dmt.testing import PlainTraining, gather_plain_state, load_plain_state
 from tests.parity import (
     FUSED,
@@ -315,3 +321,49 @@ def test_a_model_that_is_let_go_leaves_memory(rank: int, case: Case) -> None:
     modules = [type(one) for one in gc.get_objects() if isinstance(one, nn.Module)]
     left = {kind.__name__ for kind in modules if kind.__module__.startswith("dmt.")}
     assert not left, f"still in memory: {left}"
+
+
+@on_ranks(2)
+def test_steps_are_profiler_ranges_in_both_directions(rank: int) -> None:
+    model = shard(TWO, build(TWO), TowerMesh(TWO.topology))
+    ids, labels = TWO.draw(rank, 0)
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        loss_of(model(ids)[1], labels).backward()
+    ranges = [(event.time_range.start, event.name) for event in profile.events() if "## dmt:" in event.name]
+    steps = ["exchange_ids", "look_up", "run_towers", "exchange_outputs", "exchange_outputs:bwd"]
+    assert [name for _, name in sorted(ranges)] == [f"## dmt:{step} ##" for step in steps]
+
+
+@on_ranks(2)
+def test_clipping_brings_no_table_up_to_date(rank: int) -> None:
+    """Clipping reads no table, so it does not bring tables up to date with the copies of their hot rows."""
+    case = replace(TWO, kind="flat")
+    mesh = TowerMesh(case.topology)
+    model = shard(case, build(case), mesh)
+    HotRows(model, mesh, refresh_every=None).replicate({"t0": [1, 2]})
+    ids, labels = case.draw(rank, 0)
+    loss_of(model(ids)[1], labels).backward()
+    with patch.object(HotCopies, "write_back", side_effect=AssertionError("tables were read")):
+        assert clip_grad_norm(model, 1e-3) > 0
+
+
+@pytest.mark.parametrize(("kind", "file"), [("modules", "sptt/towers.py"), ("flat", "sptt/flat.py")])
+@on_ranks(2)
+def test_a_plain_batch_enters_six_files(rank: int, kind: str, file: str) -> None:
+    """The batch after the first one, forward and backward."""
+    case, entered = replace(TWO, kind=kind), set()
+    model = shard(case, build(case), TowerMesh(case.topology))
+
+    def note(frame: FrameType, event: str, _: Any) -> None:
+        entered.add(Path(frame.f_code.co_filename))
+
+    for step in range(2):
+        entered.clear()
+        ids, labels = case.draw(rank, step)
+        sys.setprofile(note)
+        loss_of(model(ids)[1], labels).backward()
+        sys.setprofile(None)
+    package = Path(dmt.__file__).parent
+    files = {str(path.relative_to(package)) for path in entered if path.is_relative_to(package)}
+    shared = {f"sptt/{name}.py" for name in ("dataflow", "id_routes", "peer_exchange", "tower_lookup")}
+    assert files == {file, "collectives.py"} | shared

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pyarrow.parquet as pq
 import pytest
+import torch
 
 from dmt.errors import InputError, ReplicaMismatchError
 from dmt.hot_rows.profile import AccessProfile, RowCounts
@@ -163,3 +164,14 @@ def test_a_profile_is_kept_and_damaged_files_are_refused(tmp_path: Path) -> None
     path.write_bytes(b"PAR1 no")
     with pytest.raises(InputError, match=r"Access profile .*: cannot be read .* `dmt prepare`"):
         load_profile(path)
+
+
+@on_ranks(2)
+def test_copies_draw_no_random_numbers_of_the_run(rank: int) -> None:
+    job = open_job(small("dlrm", "sptt", hot_rows={"extra_memory": 0.5}, topology={"ranks_per_tower": 1}))
+    mesh = TowerMesh(job.topology)
+    hot = build.hot_rows(job, build.shard_model(job, mesh), mesh)
+    assert hot is not None
+    state = torch.get_rng_state()
+    hot.replicate({next(iter(job.tables)).name: [3, 5]})
+    assert torch.equal(torch.get_rng_state(), state)

@@ -5,6 +5,9 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -198,3 +201,36 @@ def test_the_last_step_is_saved_once(train: dict[str, Any], tmp_path: Path) -> N
     pair: dict[str, Any] = {"topology": {"num_towers": 1, "ranks_per_tower": 2}, "synthetic": few}
     assert attempt(saved_config(tmp_path, train={"save_every": 5, **train}, **pair)) is not None
     assert [path.name for path in checkpoints(tmp_path / "checkpoint")] == ["step-00000010", "step-00000005"]
+
+
+def start(folder: Path, *overrides: str) -> subprocess.Popen[bytes]:
+    """Starts four ranks with torchrun itself, on a run that takes long but for the overrides."""
+    settings = ["train.save_every=100000", "train.log_every=5", "data.synthetic.num_rows=1000000", *overrides]
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "4"]
+    command += ["-m", "dmt.training", "demo", f"train.output_dir={folder}", "train.batch_size=32", *settings]
+    return subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+
+
+@pytest.mark.slow
+def test_torchrun_that_is_told_to_stop_leaves_a_checkpoint(tmp_path: Path) -> None:
+    torchrun = start(tmp_path)
+    while torchrun.poll() is None and not read_steps(tmp_path):
+        time.sleep(0.1)
+    torchrun.send_signal(signal.SIGTERM)
+    assert torchrun.wait(60) != 0
+    saved = newest(tmp_path / "checkpoint")
+    assert saved is not None
+    step = read_manifest(saved).step
+    steps = read_steps(tmp_path)
+    assert steps[-1] <= step < steps[-1] + 5, "a step is lost"
+    last = -(-step // 5) * 5 + 5
+    assert start(tmp_path, f"train.max_steps={last}").wait(120) == 0
+    assert start(tmp_path / "whole", f"train.max_steps={last}").wait(120) == 0
+    assert read_curves(tmp_path)["train/loss"] == read_curves(tmp_path / "whole")["train/loss"]
+
+
+def read_steps(folder: Path) -> list[int]:
+    """Steps whose loss was recorded."""
+    if not (folder / "metrics.jsonl").exists():
+        return []
+    return [step for step, _ in read_curves(folder).get("train/loss", [])]

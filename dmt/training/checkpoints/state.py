@@ -43,7 +43,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
-from torchrec.optim.keyed import KeyedOptimizer, OptimizerWrapper
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, OptimizerWrapper
 
 from dmt.collectives import RankError, reason_of
 from dmt.errors import InputError
@@ -114,14 +114,15 @@ def collect_state(model: Mapping[str, Any], optimizer: KeyedOptimizer | None) ->
     state = {f"model.{name}": _shards_of(f"model.{name}", value) for name, value in model.items()}
     if optimizer is not None:
         states = optimizer.state
-        # TorchRec's wrappers copy the states of a CombinedOptimizer when they are made, before Adam has any.
-        known = {key for key, weight in optimizer.params.items() if weight in states}
-        if isinstance(optimizer, OptimizerWrapper) and optimizer.state_dict()["state"].keys() - known:
-            kind = type(optimizer).__name__
-            raise InputError(
-                f"A checkpoint of a {kind} would lack states of the optimizers inside it. Wrap each of them instead: "
-                f"CombinedOptimizer([('tables', {kind}(model.fused_optimizer, ...)), ('dense', {kind}(dense, ...))])."
-            )
+        for part in [p for _, p in optimizer.optimizers] if isinstance(optimizer, CombinedOptimizer) else [optimizer]:
+            # TorchRec's wrappers copy the states of a CombinedOptimizer when they are made, before Adam has any.
+            known = {key for key, weight in part.params.items() if weight in part.state}
+            if isinstance(part, OptimizerWrapper) and part.state_dict()["state"].keys() - known:
+                kind = type(part).__name__
+                raise InputError(
+                    f"A checkpoint of a {kind} would lack states of the optimizers inside it. Wrap each of them, and "
+                    f"combine them: CombinedOptimizer([{kind}(model.fused_optimizer, ...), {kind}(dense, ...)])."
+                )
         for key, weight in optimizer.params.items():
             # Looked up only if present: a defaultdict would create a state for every parameter.
             for name, value in states[weight].items() if weight in states else ():

@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from pydantic import Field
 from torch import Tensor, nn
-from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
+from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer, OptimizerWrapper
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from dmt._torchrec import group_timeout
@@ -490,7 +490,7 @@ def _make_state(optimizer: KeyedOptimizer, saved: Collection[str]) -> None:
     for part in [part for _, part in optimizer.optimizers] if isinstance(optimizer, CombinedOptimizer) else [optimizer]:
         if len(list(in_backward_optimizer_filter(part.params.items()))) == len(part.params):
             part.init_state()
-        else:
+        elif isinstance(part, OptimizerWrapper):
             # Fused optimizers have their state from the beginning, but a warm-up around them has not.
             part.step()
         # A parameter that never had a gradient, such as one that no output uses, has no saved state.

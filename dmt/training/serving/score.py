@@ -136,7 +136,7 @@ def _run(model: Path, program: nn.Module, batch: ClickBatch) -> Tensor:
     try:
         # The graph's own checks will do: calling the module would take 20 s more with 1,000 features (`export_run`).
         logits: Tensor = program.forward(*tensors_of(batch))
-    except (RuntimeError, IndexError, AssertionError, ValueError) as error:
+    except (RuntimeError, LookupError, AssertionError, ValueError) as error:
         reason = str(error).partition("\n")[0]
         raise InputError(
             f"Exported model {model}: the program refuses the rows ({reason}). Give rows whose ids were made as in "

@@ -182,8 +182,9 @@ def test_a_warm_up_goes_on_and_one_around_all_optimizers_is_refused(tmp_path: Pa
         assert [group["lr"] for group in other_optimizer.param_groups] == [pytest.approx(0.02)] * 2
         around = WarmupOptimizer(made()[1], stages)
         around.step()
-        with pytest.raises(InputError, match=r"of a WarmupOptimizer would lack .* Wrap each of them instead: Combined"):
-            Checkpointer(tmp_path, mesh).save(layers, around, step=2, progress={})
+        for hiding in (around, CombinedOptimizer([("all", around)])):
+            with pytest.raises(InputError, match=r"of a WarmupOptimizer would lack .* Wrap each of them"):
+                Checkpointer(tmp_path, mesh).save(layers, hiding, step=2, progress={})
 
 
 @on_ranks(2)

@@ -240,3 +240,17 @@ def test_a_folder_that_takes_no_checkpoints_is_told(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     with alone() as mesh, pytest.raises(InputError, match=r"Checkpoint folder .*file/in' cannot be written: Not a dir"):
         Checkpointer(tmp_path / "file" / "in", mesh)
+
+
+def test_a_disk_that_becomes_read_only_costs_nothing_that_was_saved(small_disk: Path) -> None:
+    with alone() as mesh:
+        checkpointer = Checkpointer(small_disk / "in", mesh, keep=1)
+        assert checkpointer.save(linear(1.0), None, step=1, progress={})
+        assert mount("-o", "remount,ro", str(small_disk)).returncode == 0
+        assert not checkpointer.save(linear(2.0), None, step=2, progress={})
+        assert newest(small_disk / "in") == small_disk / "in" / "step-00000001"
+        with pytest.raises(InputError, match=r"Checkpoint folder .* cannot be written: Read-only file system"):
+            Checkpointer(small_disk / "in", mesh)
+        assert mount("-o", "remount,rw", str(small_disk)).returncode == 0
+        assert checkpointer.save(linear(3.0), None, step=3, progress={})
+    assert newest(small_disk / "in") == small_disk / "in" / "step-00000003"
