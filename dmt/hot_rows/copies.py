@@ -84,7 +84,7 @@ class HotCopies:
         self.rows = dict(rows)
         self._module = module
         self._inside, self._across, self._whole = inside, across, whole
-        self._owned = [name for name in rows if name in owned]
+        self._owned = {name for name in rows if name in owned}
         self._device, tables = module.device, module.home_tables
         table_of = {feature: table.config for table in tables.values() for feature in table.config.feature_names}
         self._features = [feature for feature in module.features if table_of[feature].name in rows]

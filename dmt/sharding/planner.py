@@ -253,10 +253,10 @@ def _modules(model: nn.Module, sharders: Sequence[Any]) -> tuple[dict[str, list[
         kinds = sorted({s.module_type.__name__ for s in sharders if hasattr(s, "tables_by_tower")})
         missing = f"{type(model).__name__} has no module of type {kinds}" if kinds else "none of the sharders is dmt's"
         raise InputError(f"TowerShardingPlanner: {missing}. Pass a dmt sharder for the model's collections.")
-    for sharder in sharders:
-        of_sharder = {path: towers[path] for path in towers if by_type[type(model.get_submodule(path))] is sharder}
-        if of_sharder and (towers_of_features := getattr(sharder, "plan", None)):
-            _check_plan(towers_of_features, of_sharder)
+    for module_type, sharder in by_type.items():
+        held = {path: lists for path, lists in towers.items() if type(model.get_submodule(path)) is module_type}
+        if held and (tower_plan := getattr(sharder, "plan", None)):
+            _check_plan(tower_plan, held)
     return towers, others
 
 

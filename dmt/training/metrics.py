@@ -166,7 +166,6 @@ def measure_lookups(
 
 def measure_traffic(work: Callable[[], Any], mesh: TowerMesh) -> Traffic:
     """Calls ``work`` on every rank, and counts the bytes that it sends between and inside hosts. Collective."""
-    meter = TrafficMeter(host_of=mesh.topology.host)
-    with meter:
+    with TrafficMeter(host_of=mesh.topology.host) as meter:
         work()
     return meter.total(mesh.global_group)

@@ -359,9 +359,8 @@ def result_of(run: Run, at: Position, metrics: MetricValues, timer: StepTimer) -
     run.optimizer.zero_grad()
     traffic = measure_traffic(lambda: run.model(batches[0])[0].backward(), mesh)
     if replicas is not None:
-        sync = measure_traffic(replicas.sync, mesh)
-        rows_per_sync = step_rows(job, at) * replicas.interval
-        options["replicas"] = {"bytes_per_sample": (sync.across + sync.inside) / rows_per_sync}
+        sync = measure_traffic(replicas.sync, mesh).per_sample(step_rows(job, at) * replicas.interval)
+        options["replicas"] = {"bytes_per_sample": sync["across"] + sync["inside"]}
     speed = step_rows(job, at) * timer.steps / timer.seconds if timer.steps else math.nan
     predicted = on_all_ranks(lambda: predicted_result(job) if mesh.rank == 0 else None, mesh)
     if predicted is not None:

@@ -59,10 +59,7 @@ def checkpoint_of(
         overrides += [to_override("towers.plan", checkpoint / "towers.json"), "towers.outside=none"]
     config = load_config(file, overrides)
     if data_path is not None:
-        raw, remedy, data = checkpoint / _RAW_DATA, "Use another checkpoint.", config.data
-        if raw.exists():
-            data = data_section(read_file(raw, "JSON", place=str(raw), remedy=remedy), str(raw), remedy)
-        config = config.model_copy(update={"data": with_files(data, data_path)})
+        config = config.model_copy(update={"data": with_files(_raw_data(checkpoint) or config.data, data_path)})
     check_allowed(str(file), {"model.factory": config.model.factory, "data.source": config.data.source}, functions)
     return checkpoint, config
 
@@ -75,19 +72,24 @@ def data_section(record: Any, place: str, remedy: str) -> DataConfig:
         raise InputError(f"{place}: {explain(error)} {remedy}") from error
 
 
+def _raw_data(checkpoint: Path) -> DataConfig | None:
+    """Returns the settings of `_RAW_DATA`; None if the checkpoint has no such file."""
+    path, remedy = checkpoint / _RAW_DATA, "Use another checkpoint."
+    if not path.exists():
+        return None
+    return data_section(read_file(path, "JSON", place=str(path), remedy=remedy), str(path), remedy)
+
+
 def check_encoding(folder: Path, job: Job) -> None:
     """Raises `InputError` if a checkpoint was trained on rows with another encoding.
 
     Without this check its weights would load, but each row of a table would stand for another value.
     """
-    path, remedy = folder / _RAW_DATA, "Use another checkpoint."
-    if not path.exists() or job.config.data.kind == "synthetic":
+    if job.config.data.kind == "synthetic" or (saved := _raw_data(folder)) is None:
         return
-    saved = data_section(read_file(path, "JSON", place=str(path), remedy=remedy), str(path), remedy)
-    values = [{"data": config.model_dump(mode="json", include=_CODED)} for config in (saved, job.data.raw)]
-    wrong = changed_settings(*values)
-    checksums = [(config.vocabulary or "").partition("#")[2] for config in (saved, job.data.raw)]
-    if checksums[0] != checksums[1]:
+    both = (saved, job.data.raw)
+    wrong = changed_settings(*({"data": config.model_dump(mode="json", include=_CODED)} for config in both))
+    if len({(config.vocabulary or "").partition("#")[2] for config in both}) > 1:
         wrong.append("the vocabulary (prepare the rows with data.vocabulary set to the folder of that run)")
     if wrong:
         remedy = "Undo these changes, or name rows with the columns of that run (--data of dmt score and dmt export)."
