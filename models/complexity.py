@@ -107,7 +107,7 @@ def meta_batch(dense_in_features: int, num_samples: int = 2) -> tuple[Tensor, Te
 
 
 def compression_ratio(model: nn.Module) -> float:
-    """Returns how many numbers per sample enter the tower modules, divided by how many leave them; 1.0 without towers.
+    """Returns how many numbers per sample enter the tower modules, divided by how many leave; 1.0 without towers.
 
     ``model`` must be unsharded. ``in_features`` counts a sequence as one embedding, `count_complexity` all its items.
 
@@ -130,7 +130,7 @@ def tower_modules(model: nn.Module) -> list[Any]:
 
 
 def count_on_meta(model: nn.Module, dense_in_features: int) -> Complexity:
-    """Counts a model on the meta device whose tables are `MetaTables` or `MetaTowers`."""
+    """Returns the complexity of a model on the meta device whose tables are `MetaTables` or `MetaTowers`."""
     # 128 samples, so that mean sequence lengths are barely rounded: a batch has a whole number of items.
     return count_complexity(model, *meta_batch(dense_in_features, 128))
 
@@ -149,14 +149,14 @@ def criteo_1tb_tables(embedding_dim: int = 128) -> tuple[TableSpec, ...]:
 def paper_complexity(
     arch: str, num_towers: int | None = None, *, tower_dim: int | None = None, c: int = 1, p: int = 0
 ) -> Complexity:
-    """Counts a model of the paper's size on Criteo-1TB: a cell of its Tables 3, 4 and 5.
+    """Returns MFLOPs per sample, parameters and compression ratio of a model of the paper's size (Tables 3, 4 and 5).
 
     Args:
         arch: ``"dlrm"`` or ``"dcn"``.
-        num_towers: T from 1 to 26, with strided features; None for the flat model.
+        num_towers: T from 1 to 26; towers have strided features (`TowerPlan.strided`). None for the flat model.
         tower_dim: D; by default the paper's, 64 for DLRM and 128 for DCN.
-        c: number of projections of each feature (DLRM).
-        p: number of linear combinations of a tower's features (DLRM). The paper's 16-tower DLRM has D=128, c=0, p=1.
+        c: number of projections of each feature; like p, only for DLRM with towers.
+        p: number of linear combinations of a tower's features. The paper's 16-tower DLRM has D=128, c=0, p=1.
 
     Raises:
         InputError: the architecture is unknown or lacks a given setting, or the model refuses a size.

@@ -40,7 +40,7 @@ _OVER_ARCH_LAYER_SIZES = (1024, 1024, 512, 256, 1)
 class DCN(nn.Module):
     """DCN v2: bottom MLP, embeddings, low-rank cross layers, top MLP; 96.2 MFLOPs per sample at the paper's sizes.
 
-    Arguments, errors and the default layers of the MLPs are as in `DLRM`, and:
+    Arguments, errors and the default layers of the MLPs are those of `DLRM`; it also takes:
 
     Args:
         num_cross_layers: number of cross layers over the (F + 1) N numbers of a sample.

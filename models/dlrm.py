@@ -78,8 +78,8 @@ class DLRM(nn.Module):
 class DMTDLRM(nn.Module):
     """Multi-tower DLRM: each tower compresses its features to p + c F_t vectors of dimension D, which leave the tower.
 
-    At the paper's sizes and D=64, c=1, p=0 it takes 8.95 MFLOPs per sample, and towers send half the bytes. The MLPs
-    default to layers of 512, 256, D and 1024, 512, 256, 1, one less than DLRM's, which Tables 4 and 5 imply.
+    At the paper's sizes and D=64, c=1, p=0 it takes 8.95 MFLOPs per sample, and towers send half the bytes. By default
+    the MLPs have layers of 512, 256, D and 1024, 512, 256, 1: one fewer than DLRM, as Tables 4 and 5 imply.
 
     Takes the arguments of `DLRM`, where tables need the same dimension N only within a tower, and:
 
@@ -136,7 +136,7 @@ class DMTDLRM(nn.Module):
 class DMTDLRMProducts(DMTDLRM):
     """Multi-tower DLRM whose tower modules add inner products to their outputs (`DLRMProductsTowerModule`).
 
-    It is not in the paper. Takes the arguments of `DMTDLRM`; p must be at least 1.
+    It is not in the paper. Takes the arguments of `DMTDLRM`; p must be given, and be at least 1.
     """
 
     tower_module = DLRMProductsTowerModule

@@ -1,6 +1,6 @@
 """Attention over sequences of embeddings: a target attends to its history (DIN, arXiv 1706.06978, section 4.3).
 
-An ``EmbeddingCollection`` returns a TorchRec ``JaggedTensor`` of each feature: [B] lengths and [sum of lengths, N]
+An ``EmbeddingCollection`` returns a TorchRec ``JaggedTensor`` for each feature: [B] lengths and [sum of lengths, N]
 values. `DINTowerModule` is the tower module of one target and one history. `PooledBySequence` pools sequences to
 vectors [B, N], so that DLRM and DCN, flat and in towers, can take sequences (``data.sequences``).
 
@@ -74,8 +74,8 @@ class DINTowerModule(nn.Module):
     """Tower module in which a target attends to its history: projects the target and the pooled history to D numbers.
 
     A projection of both alone would lose how near the target is to its history. So their elementwise product is
-    projected too, and D weights times their inner product are added. If D = 2 N, nothing is projected; only the latter
-    is added. The tower's embedding module is an ``EmbeddingCollection`` in which target and history share a table.
+    projected too, and D weights times their inner product are added. If D = 2 N, nothing is projected, and only the
+    weighted inner product is added. The tower's ``EmbeddingCollection`` has one table, shared by target and history.
 
     Args:
         target: feature with one id per sample. As in a bag, a sample without an id has a target of zeros, and several

@@ -175,7 +175,7 @@ def check_tower_modules(plan: TowerPlan, tower_modules: Sequence[nn.Module]) -> 
 
 
 def common_embedding_dim(tables: Sequence[Any], owner: str) -> int:
-    """Returns the embedding dimension that all tables of ``owner`` have; raises `InputError` if two differ."""
+    """Returns the embedding dimension of all tables; if two differ or none is given, an `InputError` names `owner`."""
     names = {table.embedding_dim: table.name for table in tables}
     if len(names) != 1:
         given = [f"embedding_dim={dim} of table {name!r}" for dim, name in names.items()]

@@ -54,7 +54,7 @@ class DLRMTowerModule(nn.Module):
     """DLRM's tower module: linear combinations of all features, and projections of each (DMT section 4, Listing 1).
 
     The p combinations of all embeddings [B, p D] come first, then the c projections of each feature [B, F_t c D], whose
-    weights all features of the tower share. Together they are p + c F_t vectors of dimension D for the pairwise dot.
+    weights all features of the tower share. Together they are p + c F_t vectors of dimension D.
 
     A projection with as many outputs as inputs is skipped, because it would compress nothing. The paper's MFLOPs for 16
     towers (Table 4) show that its authors do so for towers of one feature with p=1 and D=N.
@@ -68,7 +68,7 @@ class DLRMTowerModule(nn.Module):
         device: device of the parameters.
 
     Raises:
-        InputError: a size is not positive, or c and p are both 0.
+        InputError: a dimension is below 1, c or p is negative, or both are 0.
     """
 
     keeps_interactions = False
@@ -111,7 +111,7 @@ class DLRMProductsTowerModule(DLRMTowerModule):
     p D numbers and adds them to the p combinations, so that no more bytes cross hosts. Features that interact should
     then share a tower (``benchmarks/results/product_towers.md``).
 
-    Takes the arguments and raises the errors of `DLRMTowerModule`, but c is 0 and p is 1 by default, and at least 1.
+    Takes the arguments and raises the errors of `DLRMTowerModule`; by default c=0 and p=1, and p must be at least 1.
 
     Example:
         >>> tower = DLRMProductsTowerModule(["ad", "user"], embedding_dim=8, tower_dim=4, c=0, p=1)

@@ -16,8 +16,8 @@ __all__ = ["data_uri", "render_page"]
 def render_page(template: Path, path: str | os.PathLike[str], context: Mapping[str, Any]) -> Path:
     """Renders a Jinja2 template to an HTML page in UTF-8, makes missing folders, and returns ``path``.
 
-    Values are escaped. A template may extend ``base.html`` of this folder, which needs ``notes``. Raises
-    `InputError` if the file cannot be written, and `jinja2.UndefinedError` if ``context`` lacks a name.
+    Values are escaped. A template may extend ``base.html`` of this folder; ``context`` then needs ``notes``, a list of
+    sentences. Raises `InputError` if the file cannot be written, `jinja2.UndefinedError` if ``context`` lacks a name.
     """
     from jinja2 import Environment, FileSystemLoader, StrictUndefined
 

@@ -41,15 +41,14 @@ class CollectiveRates:
     latency_s: Seconds
     """Seconds that a collective takes before it sends any byte."""
     uplink_bytes_per_s: Rate
-    """Bytes per second that the ranks of a host together send to other hosts while they receive as many, in groups of
-    the size that is fastest."""
+    """Bytes per second that a host sends to other hosts while it receives as many, in groups of the fastest size."""
     host_bytes_per_s: Rate
-    """Bytes per second that a rank sends to the other ranks of its host, in groups of the size that is fastest."""
+    """Bytes per second that a rank sends to the other ranks of its host, in groups of the fastest size."""
     core_s_per_byte: Seconds = 0.0
     """Seconds for which all cores of a rank are busy for each byte that it sends; 0 where a device does this work."""
     uplink_by_ranks: Shares = field(default_factory=dict)
-    """Share of `uplink_bytes_per_s` that groups reach, by their number of ranks (DMT, section 2.3.1). Between two
-    numbers the share is interpolated over their logarithm, beyond them it is the nearest share; by default it is 1."""
+    """Share of `uplink_bytes_per_s` that groups reach, by their number of ranks (DMT, section 2.3.1). Other groups get
+    a share interpolated over the logarithm of the number, beyond both ends the nearest share. If empty, all get 1."""
     host_by_ranks: Shares = field(default_factory=dict)
     """The same for `host_bytes_per_s`."""
 
@@ -77,7 +76,7 @@ def _share(shares: Mapping[int, float], ranks: int) -> float:
 
 @dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Speed of the ranks and links of a cluster of equal hosts; its own rates are those of one rank while all work."""
+    """Speed of a cluster of equal hosts; rates outside `CollectiveRates` are those of one rank while all ranks work."""
 
     __pydantic_config__ = _CHECKS
 

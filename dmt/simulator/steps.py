@@ -129,9 +129,10 @@ class StepWork:
     """Operators of the model."""
     topology: TowerTopology
     loads: Mapping[str, Load]
-    """Bytes of each exchange, by its name: of the busiest host and the busiest rank."""
+    """Bytes of each exchange, of the busiest host and rank, by name: ``peer_ids``, ``tower_ids``, ``tower_outputs``,
+    ``peer_outputs``, ``peer_gradients``, ``tower_weights``, ``outside_weights``, ``dense_weights``, ``replicas``."""
     sent: Mapping[str, Load] = field(default_factory=dict)
-    """Bytes of each exchange, by its name: of all hosts and all ranks together."""
+    """Bytes of each exchange, of all hosts and ranks together, by the same names."""
     is_flat: bool = False
     """True for TorchRec's flat dataflow, in which every rank of a replica exchanges with every other."""
     is_hierarchical: bool = False

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from dmt.errors import InputError
-from dmt.sharding.optimizers import FUSED_DEFAULTS, MomentScale, moment_scale_of, optimizer_name
+from dmt.sharding.optimizers import FBGEMM_NAMES, FUSED_DEFAULTS, MomentScale, moment_scale_of, optimizer_name
 
 __all__ = ["PlainTable", "PlainTraining", "is_table", "table_name"]
 
@@ -44,7 +44,7 @@ class PlainTraining:
     Args:
         modules: the module of each replica (one module without replicas), with equal weights; trained in place.
         fused_params: FBGEMM's settings of the tables' optimizer, as the sharder has them: row-wise AdaGrad (state: the
-            sum over steps of the mean over a shard's columns of g^2), AdaGrad, Adam or SGD.
+            sum over steps of the mean over a shard's columns of g^2), AdaGrad, Adam or SGD; weight decay is ignored.
         make_optimizer: makes an optimizer from a module's trainable dense parameters by name; None: they do not train.
         layout: `dmt.testing.state.table_layout` of the sharded model; None: tables are not cut into columns.
         moment_scale: c, as the sharder has it.
@@ -93,7 +93,7 @@ class PlainTraining:
         self._averaged = [name for name, table in self.tables[0].items() if table.is_averaged]
 
     def average_gradients(self) -> None:
-        """Gives all replicas the mean gradients of dense parts and data-parallel tables; one that is absent is 0."""
+        """Gives all replicas the mean gradients of dense parts and data-parallel tables; an absent gradient is 0."""
         of_replicas = [dict(module.named_parameters()) for module in self.modules]
         for name in of_replicas[0]:
             copies = [parameters[name] for parameters in of_replicas]
@@ -156,11 +156,11 @@ class PlainTable:
         self._settings, self._scale, self._steps = settings, moment_scale if widths else 1.0, 0
         self._optimizer = optimizer_name(settings)
         if self._optimizer is None:
-            raise InputError(f"fused_params: unknown optimizer={settings['optimizer']}; use one of {[*_NUM_STATES]}.")
+            known = list(FBGEMM_NAMES.values())
+            raise InputError(f"fused_params: optimizer={settings['optimizer']} is unknown. Use one of {known}.")
         columns = len(self.widths) if self._optimizer == "rowwise_adagrad" else weight.shape[1]
         self.states = [weight.new_zeros(len(weight), columns) for _ in range(_NUM_STATES[self._optimizer])]
-        """FBGEMM's ``momentum1``, [rows, column shards] (row-wise AdaGrad) or [rows, columns], and ``momentum2``
-        (Adam)."""
+        """FBGEMM's ``momentum1``, [rows, column shards] if row-wise, else [rows, columns]; Adam: ``momentum2``, too."""
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:

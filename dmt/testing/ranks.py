@@ -44,8 +44,8 @@ class Rank(NamedTuple):
 def prepare_ranks(modules: Sequence[str] = ()) -> None:
     """Starts the process from which all ranks are forked; it imports ``modules`` while this process continues.
 
-    Optional: `run_on_ranks` calls it too. Only the first call in a process has an effect. ``modules`` are modules that
-    the functions of the ranks need; if the import of a module fails, only a rank that needs it fails.
+    Optional: `run_on_ranks` calls it too. Only the first call in a process has an effect; it sets ``OMP_NUM_THREADS``
+    to 1 unless it is set. If the import of a module fails, only a rank whose function needs it fails.
     """
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     mp.get_context("forkserver").set_forkserver_preload([*modules, *_PRELOAD])
@@ -62,8 +62,8 @@ def run_on_ranks(
 ) -> list[Any]:
     """Calls ``function(rank, *args)`` on ranks of this machine. Without ``ranks``, no process outlives the call.
 
-    Each call makes and destroys a process group. Ranks begin with the caller's working folder, fresh random number
-    generators, and the environment of the process that they are forked from, to which ``RANK`` and the like are added.
+    Each call makes and destroys a process group. Ranks begin with the caller's working folder, the same random seeds,
+    and the environment of the process that they are forked from, to which ``RANK`` and the like are added.
 
     Args:
         function: an importable function; inside it, the default process group contains the ranks.
@@ -153,7 +153,7 @@ def _listen(ranks: Sequence[Rank], timeout_s: float) -> list[Any]:
         ready = wait(waiting, timeout=_SETTLE_S if faults else max(0.0, deadline - time.monotonic()))
         if not ready and not faults:
             numbers = ", ".join(map(str, waiting.values()))
-            faults.append(RanksFailedError(f"After {timeout_s:g} s, still running: rank {numbers}. Raise timeout_s."))
+            faults.append(RanksFailedError(f"After {timeout_s:g} s these ranks still run: {numbers}. Raise timeout_s."))
         if not ready:
             break
         for number in (waiting[pipe] for pipe in ready if isinstance(pipe, Connection)):
