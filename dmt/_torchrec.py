@@ -231,7 +231,7 @@ def complete_adam(optimizer: Any) -> None:
 
 
 def scale_learning_rate(optimizer: Any, factor: float) -> None:
-    """Divides the rate in ``param_groups`` by ``factor``, and makes the kernel multiply the rates it gets by it."""
+    """Divides the rates in ``param_groups`` by ``factor``; the kernel multiplies each rate it gets by ``factor``."""
     kernel = optimizer._emb_module
     for group in optimizer.param_groups:
         group["lr"] /= factor

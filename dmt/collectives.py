@@ -53,7 +53,7 @@ def broadcast_tensor(tensor: Tensor, group: dist.ProcessGroup) -> None:
 
 
 def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Returns the small picklable objects of all ranks of the group, by group rank; collective."""
+    """Returns the ``value`` of every rank of the group, a small picklable object, by group rank; collective."""
     values: list[Any] = [None] * dist.get_world_size(group)
     dist.all_gather_object(values, value, group=group)
     return values
@@ -95,7 +95,7 @@ def check_agreement(caller: str, arguments: Mapping[str, Any], group: dist.Proce
 
 
 def by_path(arguments: Mapping[Any, Any]) -> dict[str, Any]:
-    """Returns the values in nested mappings by dotted path; splits lists of over 8 items, so that messages name one."""
+    """Returns the values in nested mappings by dotted path; splits lists of over 8 items for shorter messages."""
     paths: dict[str, Any] = {}
     for name, value in arguments.items():
         value = dict(enumerate(value)) if isinstance(value, list | tuple) and len(value) > 8 else value
@@ -173,14 +173,14 @@ def start_exchange(
 
 
 def all_to_all_evenly(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Cuts ``value`` [n] into equal parts, sends part i to group rank i; returns the received parts [n], by sender."""
+    """Sends equal part i of ``value`` [n] to group rank i; returns the parts received [n], by group rank."""
     received = torch.empty_like(value)
     dist.all_to_all_single(received, value, group=group)
     return received
 
 
 def is_in_one(tensor: Tensor) -> bool:
-    """Returns whether `start_exchange` sends tensors on this device in one all-to-all, not one message per rank."""
+    """Returns whether `start_exchange` uses one all-to-all on the device of ``tensor``, not one message per rank."""
     return tensor.device.type != "cpu"
 
 
@@ -248,8 +248,8 @@ def run_on_all_or_raise(work: Callable[[], Value], group: dist.ProcessGroup) -> 
     Returns the results by group rank. Results are pickled and sent to every rank, so they should be small.
 
     Raises:
-        InputError: the first rank that failed raised an `InputError`; all ranks raise it with that rank's message.
-        RankError: the first rank that failed raised another exception, or its result cannot be pickled.
+        InputError: the lowest rank that failed raised an `InputError`; all ranks raise it with that rank's message.
+        RankError: the lowest rank that failed raised another exception, or its result cannot be pickled.
     """
     result, failed, is_input = b"", None, False
     try:

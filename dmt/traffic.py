@@ -36,7 +36,7 @@ class Traffic:
     backward: int = 0
     """Bytes sent across hosts in floating-point and ``uint8`` tensors in backward passes: gradients."""
     dense: int = 0
-    """Bytes sent across hosts in floating-point all-reduces, such as those of gradients of replicated parameters."""
+    """Bytes sent across hosts in floating-point all-reduces (gradients of replicated parameters), counted only here."""
     inside: int = 0
     """All bytes sent between ranks of the same host."""
 

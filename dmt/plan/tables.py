@@ -24,7 +24,7 @@ __all__ = [
 ]
 
 TableFormat = Literal["FP32", "FP16"]
-"""Number formats of table weights, by TorchRec's names; it silently builds tables of any other format as FP16."""
+"""Number formats of table weights, by TorchRec's names; TorchRec silently builds tables of any other format as FP16."""
 TABLE_FORMATS: tuple[TableFormat, ...] = get_args(TableFormat)
 NUMBER_BYTES = MappingProxyType({"fp32": 4, "fp16": 2, "bf16": 2})
 """Bytes of a number, by the lower-case name of its format."""
@@ -37,7 +37,7 @@ class TableSpec:
     """One embedding table. Fields are as in TorchRec's ``EmbeddingBagConfig``, except ``sequences``, ``is_sequence``.
 
     Raises:
-        InputError: a size is not positive, there is no feature, or ``data_type`` is not one of `TABLE_FORMATS`.
+        InputError: a size is not positive, ``feature_names`` is empty or a string, or ``data_type`` is not supported.
     """
 
     name: str
@@ -50,7 +50,7 @@ class TableSpec:
     data_type: TableFormat = field(default="FP32", compare=False)
     """Number format of the weights. ``==`` ignores it: a plan is valid for both formats."""
     sequences: tuple[tuple[str, str], ...] = field(default=(), compare=False)
-    """Pairs of a sequence feature and its target, the feature of this table that attends to the sequence."""
+    """Pairs of a sequence feature and its target, the feature that attends to the sequence; both are of this table."""
     is_sequence: bool = field(default=False, compare=False)
     """True if lookups return an embedding per id instead of pooled bags, as in every tower that has sequences."""
 
@@ -91,11 +91,11 @@ def table_specs(tables: Iterable[Any], *, one_table_per_feature: bool = True) ->
 
     Raises:
         InputError: two tables have the same name, two tables have the same feature although ``one_table_per_feature``,
-            a table breaks a rule of `TableSpec`, or something in ``tables`` is no table.
+            a table breaks a rule of `TableSpec`, or something in ``tables`` is not a table.
     """
     tables = list(tables) if isinstance(tables, Iterable) else [tables]
     if others := [table for table in tables if not hasattr(table, "feature_names")]:
-        raise InputError(f"tables has {others[0]!r:.200}, which is no table. Give EmbeddingBagConfig or TableSpec.")
+        raise InputError(f"tables has {others[0]!r:.200}, which is not a table. Give EmbeddingBagConfig or TableSpec.")
     specs = tuple(
         TableSpec(
             name=table.name,

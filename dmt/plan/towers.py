@@ -41,8 +41,8 @@ class TowerPlan:
     the order of the columns in a multi-tower model's interaction, no matter which ranks hold the towers.
 
     Raises:
-        InputError: there is no tower, a tower is empty, a name or a feature occurs twice, or an entry of
-            ``column_splits`` has fewer than two shards, an empty shard, or a shard that is in no tower.
+        InputError: there is no tower, a tower is empty, a feature is not a string, a name or a feature occurs twice, or
+            an entry of ``column_splits`` has fewer than two shards, an empty shard, or a shard that is in no tower.
 
     Example:
         >>> plan = TowerPlan.from_lists([["f0", "f2"], ["f1", "f3"]])
@@ -62,7 +62,7 @@ class TowerPlan:
     seed: int | None = None
     """The random seed of a learned assignment."""
     affinity: Mapping[str, Any] = field(default_factory=dict)
-    """Summary numbers of the feature affinity that a learned assignment is based on."""
+    """By name, the measure, settings, notes and `Comparison` fields of a learned assignment, for JSON; else empty."""
     tables: tuple[TableSpec, ...] = ()
     """The tables the plan was made for, with each column shard as a table. If given, the model's tables must match."""
     column_splits: Mapping[str, tuple[int, ...]] = field(default_factory=dict)

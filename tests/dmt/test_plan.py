@@ -272,7 +272,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     "forward format": (lambda: ExchangePrecision(forward="f16"), "forward='f16' is unknown; .* mean 'fp16'"),  # type: ignore[arg-type]
     "backward format": (lambda: ExchangePrecision(backward="float32"), "backward='float32' is unknown"),  # type: ignore[arg-type]
     "names for tables": (lambda: TowerPlan.balanced(["a"], TowerTopology(num_towers=1, ranks_per_tower=1)),
-                         "tables has 'a', which is no table"),
+                         "tables has 'a', which is not a table"),
     "balanced over a number": (lambda: TowerPlan.balanced([], 2), "topology is 2, but must be an instance of Tower"),  # type: ignore[arg-type]
     "lists in a tower": (lambda: TowerPlan.from_lists([[["a"], ["b"]]]), r"Feature \['a'\] of the tower plan is not a"),  # type: ignore[list-item]
     "one text": (lambda: TableSpec(name="t", num_embeddings=1, embedding_dim=4, feature_names="ad"), "names='ad'; gi"),  # type: ignore[arg-type]
