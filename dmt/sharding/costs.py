@@ -63,7 +63,7 @@ class StepWorkload:
         for feature in self.pooling_factors:
             if feature not in features:
                 raise InputError(
-                    f"pooling_factors names the feature {feature!r}, which no table has ({len(features)} features)."
+                    f"pooling_factors names the feature {feature!r}, which no table has."
                     f"{did_you_mean(feature, features)} Remove the entry, or correct the name."
                 )
 
@@ -104,10 +104,10 @@ class ShardLoad(NamedTuple):
     """Load of one shard on its rank."""
 
     seconds: float
-    """Seconds of one step: lookup work and message volume, each over its rate."""
+    """Seconds of one step: bytes read and written, and bytes sent, each divided by their rate; without fixed costs."""
     memory: int
     """Bytes on the device: weights, optimizer state, and the dense gradient of a data-parallel table. For a table whose
-    kernel keeps weights elsewhere, only the cache, its index, and row-wise AdaGrad's state."""
+    kernel keeps weights elsewhere, only row-wise AdaGrad's state, and the cache with its index if it has one."""
     activations: int
     """Bytes on the device of the embeddings that a step looks up in the shard, and of their gradients, FP32 (2D sparse
     parallelism, section 2.2): one embedding per feature and sample, even in a row shard; for sequences, one per id."""
@@ -119,7 +119,7 @@ class ShardLoad(NamedTuple):
     id_bytes: float
     """Bytes of ids and lengths that the rank receives from other ranks of its tower per step."""
     output_bytes: float
-    """Bytes of embeddings that the rank sends to them in the forward pass; as many bytes of gradients come back."""
+    """Bytes of embeddings sent to other ranks of its tower in the forward pass; as many bytes of gradients return."""
     reduced_bytes: float
     """Bytes sent per step for the all-reduce of a data-parallel table's gradient."""
     elsewhere: int = 0
@@ -149,10 +149,7 @@ class CostModel:
     def shard(
         self, table: Any, scheme: Scheme, rows: int, columns: int, *, kernel: Kernel = "fused", cache: float = 0.0
     ) -> ShardLoad:
-        """Returns the load of a shard of ``rows`` x ``columns`` on its rank, for one step.
-
-        ``cache`` is the ``cache_load_factor`` of a kernel with a cache.
-        """
+        """Returns the load of a shard of ``rows`` x ``columns`` in a step; ``cache`` is its ``cache_load_factor``."""
         ranks = self.topology.ranks_per_tower
         # Peers send the ids of their samples to the tower, so it looks up those of all T L ranks (DMT, section 3.1).
         samples = self.topology.num_towers * ranks * self.workload.batch_size  # G

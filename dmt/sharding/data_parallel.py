@@ -3,7 +3,8 @@
 Data parallelism (Neo, arXiv 2104.05158, section 4) all-reduces a table's gradient instead of exchanging ids and
 embeddings. TorchRec leaves such tables to the dense optimizer and drops their fused optimizer; here they are updated as
 FBGEMM's fused kernels would, with the same settings, state and learning-rate schedule, so a table trains the same under
-any scheme. Exceptions: FBGEMM updates a table once per forward pass, not per backward pass, and has another Adam.
+any scheme. Exceptions: FBGEMM updates a table once per forward pass, not once per backward pass, and its Adam differs
+(see `DataParallelOptimizer`).
 """
 
 from __future__ import annotations

@@ -49,7 +49,7 @@ _signature = cache(inspect.signature)  # slow, and asked for every table
 
 
 def optimizer_name(settings: Mapping[str, Any]) -> str | None:
-    """Returns dmt's name of the optimizer in ``fused_params``; None if dmt has no name for it."""
+    """Returns dmt's name of the optimizer in ``fused_params``, by default SGD; None if dmt has no name for it."""
     return _NAMES.get(str(settings.get("optimizer", _FBGEMM_DEFAULT)))
 
 

@@ -57,7 +57,7 @@ class CrossingCosts:
     workload: StepWorkload
     """Batch size and ids per sample."""
     sent: float | None = None
-    """How many fewer numbers a tower sends per sample for each feature that leaves it; None: its ``embedding_dim``."""
+    """How many fewer numbers a tower sends per sample for each feature moved outside; None: its table's columns."""
     number_bytes: tuple[float, float] = (4.0, 4.0)
     """Bytes per number sent between towers, forward and backward."""
     is_unique: bool = False

@@ -41,7 +41,7 @@ class Option(NamedTuple):
     memory: Vector
     """Bytes of each part, float64 [parts]."""
     kind: int
-    """Index of its fixed cost in `Problem.fixed`."""
+    """Index of the option's fixed cost in `Problem.fixed`."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -97,7 +97,7 @@ class Packing:
         self.memory[ranks] += option.memory
 
     def repeats(self, problem: Problem, target: float, part: float) -> bool:
-        """Returns whether `greedy` makes this packing for ``problem``, perhaps with fewer kinds, and these limits."""
+        """Returns whether `greedy` makes this packing under these limits for ``problem``, which may lack some kinds."""
         return self.needed <= problem.kinds <= self.problem.kinds and all(
             (cost <= target and largest <= part) == is_within for cost, largest, is_within in self.tests
         )

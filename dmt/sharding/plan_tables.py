@@ -50,8 +50,8 @@ def plan_tables(
         rules: the user's decisions. If they place every table, this function only computes costs and reasons.
 
     Raises:
-        InputError: there is not one list for each tower, columns are not a multiple of four, a name of a rule or of
-            ``pooling_factors`` has no table, a rule cannot be met, or the tables do not fit into memory.
+        InputError: there is not one list for each tower, `table_specs` or `check_columns` refuses a table, a name in a
+            rule or in ``pooling_factors`` is unknown, a rule cannot be met, or the tables do not fit into memory.
     """
     model = CostModel(topology=topology, workload=workload or StepWorkload(), hardware=hardware or Hardware())
     if len(tables_by_tower) != topology.num_towers:
@@ -130,7 +130,7 @@ class _Tower:
     """Load that tables outside towers put on a rank, [4]."""
 
     def plan(self, fits: Callable[[int], bool]) -> tuple[list[TableSharding], list[RankLoad]]:
-        """Places the tables; returns their entries and the loads of the ranks. ``fits`` tells if a batch size fits."""
+        """Places the tables; returns their entries and the ranks' loads. ``fits`` says whether a batch size fits."""
         placements, problem, packing = self.packing()
         if packing is None:
             raise _NoRoomError(functools.cache(lambda: self._no_room(problem, fits)))

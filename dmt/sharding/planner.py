@@ -56,7 +56,7 @@ class TowerShardingPlanner:
         device_type: ``"cpu"`` or ``"cuda"``.
 
     Raises:
-        InputError: a scheme or kernel is unknown, or ``topology`` is not a `TowerTopology`.
+        InputError: a scheme, a kernel or ``device_type`` is unknown, or an argument has the wrong type.
     """
 
     def __init__(
@@ -201,9 +201,9 @@ def plan_by_torchrec(
     except PlannerError as error:
         limit = "" if memory_per_rank is None else f" with {human_bytes(memory_per_rank)} of memory per rank"
         raise InputError(
-            f"TorchRec's planner cannot place the {len(constraints)} tables {shorten(sorted(constraints), ', ')}{limit}"
-            f": {str(error).strip().partition(chr(10))[0]} Allow other schemes or more memory, use more ranks, or plan "
-            "them yourself (plan.plan[path] = ...)."
+            f"TorchRec's planner cannot place the tables {shorten(sorted(constraints), ', ')}{limit}"
+            f": {str(error).strip().partition(chr(10))[0].rstrip()} Allow other schemes or more memory, use more ranks,"
+            "or plan them yourself (plan.plan[path] = ...)."
         ) from error
     finally:
         logging.disable(before)
@@ -230,7 +230,8 @@ def _modules(model: nn.Module, sharders: Sequence[Any]) -> tuple[dict[str, list[
         if by_type.setdefault(sharder.module_type, sharder) is not sharder:
             raise InputError(
                 f"TowerShardingPlanner: two sharders handle {sharder.module_type.__name__}, and "
-                "DistributedModelParallel would use the last. Pass only one of them, to the planner and to it."
+                "DistributedModelParallel would use the last one. Pass only one of them, both to the planner and to "
+                "DistributedModelParallel."
             )
     for path, module in model.named_modules():
         if any(outer == "" or path.startswith(f"{outer}.") for outer in (*towers, *others)):

@@ -367,9 +367,10 @@ class ShardingRules:
             obstacles["data_parallel"] = f"kernel={kernel!r} is for tables that are too large for every device"
         why = "asked for" if len(self.schemes) == 1 else ""
         if self.hot_rows and obstacles.get("column_wise") == "":
-            obstacles["column_wise"] = why = "not cut into columns, so that its rows can have copies"
+            obstacles["column_wise"] = why = "it is not cut into columns, so that its rows can have copies"
         if not (possible := tuple(scheme for scheme in SCHEMES if obstacles.get(scheme) == "")):
-            possible, why = ("table_wise",), f"{' or '.join(obstacles)} asked for, but {next(iter(obstacles.values()))}"
+            obstacle = next(iter(obstacles.values()))
+            possible, why = ("table_wise",), f"{' or '.join(obstacles)} was asked for, but {obstacle}"
         return Allowed(possible, kernel, None, why)
 
     def _obstacle(self, table: Any, scheme: Scheme, num_ranks: int) -> str:

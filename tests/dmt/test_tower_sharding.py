@@ -281,10 +281,10 @@ REFUSED: list[tuple[list[list[TableSpec]], TowerTopology, dict[str, Any], str]] 
      {"hardware": Hardware(memory_per_rank=1_000_000), "rules": of_rule("a", pinned("table_wise", 1))},
      r"tower 0: they need at least 27.0 MB.* A rank must hold 27.0 MB of table 'a', even if it is table_wise"),
     *(([AD_HOUR], ONE_RANK, {"rules": ShardingRules(schemes=(scheme,))},
-       f"None of the 2 tables can have the requested scheme; .* 't_ad': {scheme} asked for, but its tower has one rank")
+       f"None of the 2 tables can have the requested scheme; .* 't_ad': {scheme} was asked for, but its tower has one")
       for scheme in ("row_wise", "column_wise", "data_parallel")),
     ([AD_HOUR], one_tower(4), {"rules": ShardingRules(schemes=("data_parallel",), id_route="global")},
-     r"'t_ad': data_parallel asked for, but id_route='global'"),
+     r"'t_ad': data_parallel was asked for, but id_route='global'"),
     ([AD_HOUR], one_tower(4), {"rules": of_rule("t_add", "row_wise")}, "'t_add' matches none .* Did you mean 't_ad'"),
     ([AD_HOUR], one_tower(4), {"rules": of_rule("x*", "row_wise")}, r"rule for tables 'x\*' matches none of the 2"),
     ([AD_HOUR], ONE_RANK, {"rules": of_rule("t_ad", "row_wise")}, "'t_ad' in tower 0 cannot be row_wise.*one rank"),
@@ -357,8 +357,8 @@ def test_tables_whose_rows_are_to_have_copies_are_not_cut_into_columns() -> None
     found = plan_tables([tables], one_tower(4), workload=workload, rules=rules)
     assert found.placements["pinned"].scheme == "column_wise"
     assert found.placements["hot"].scheme in ("table_wise", "row_wise")
-    assert found.reasons["hot"].endswith("; not cut into columns, so that its rows can have copies")
-    with pytest.raises(InputError, match="'hot': column_wise asked for, but not cut into columns, so that its rows"):
+    assert found.reasons["hot"].endswith("; it is not cut into columns, so that its rows can have copies")
+    with pytest.raises(InputError, match="'hot': column_wise was asked for, but it is not cut into columns, so that"):
         plan_tables([tables], one_tower(4), rules=ShardingRules(schemes=("column_wise",), hot_rows=True))
 
 

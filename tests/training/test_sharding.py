@@ -101,7 +101,7 @@ REFUSED: list[tuple[dict[str, dict[str, Any]], str]] = [
     ({"sharding": {"pooling_factors": {"C7": 3.0}}}, r"pooling_factors names the feature 'C7', which no table has"),
     (
         {"sharding": {"scheme": "data_parallel", "table_precision": "fp16"}},
-        r"None of the 6 tables can have .* 't_C1': data_parallel asked for, but its weights are FP16",
+        r"None of the 6 tables can have .* 't_C1': data_parallel was asked for, but its weights are FP16",
     ),
     ({"sharding": {"cluster": "a1000"}}, r"Cluster a1000 is neither a file nor a shipped cluster"),
     ({"sharding": SSD}, r"'t_C1' \(559 bytes with its cache\) on an SSD .*has CPUs"),
