@@ -38,7 +38,7 @@ class _Header:
 
 
 def save_profile(profile: AccessProfile, path: Path, **numbers: int) -> None:
-    """Writes a profile as Parquet, with columns table, row and accesses; ``numbers`` become metadata of the file.
+    """Writes a profile as Parquet with the columns table (its index), row and accesses; ``numbers`` become metadata.
 
     Raises:
         InputError: the file cannot be written.
@@ -85,7 +85,7 @@ def _load(path: Path, remedy: str) -> tuple[AccessProfile, dict[str, int]]:
 
 
 def save_hot_rows(state: HotRowsState, folder: Path) -> None:
-    """Writes the state of `HotRows` (its rows and counts) into the folder of a checkpoint."""
+    """Writes the state of `HotRows` into the folder of a checkpoint; `InputError` if a file cannot be written."""
     rows = AccessProfile(state.counts.tables)
     for name, table_rows in state.rows.items():
         rows.put(name, RowCounts(table_rows, np.ones_like(table_rows)))

@@ -38,7 +38,7 @@ def affinity_of_run(
 
     Args:
         run: the ``output_dir`` of a run.
-        data_path: rows to read instead of the run's ``data.train_path``.
+        data_path: raw files or a prepared folder to read instead of the run's ``data.train_path``.
         max_rows: number of rows to average over, at most.
         rules: rules to check against the features before the model is loaded.
         functions: see `dmt.training.trained.checkpoint_of`.
@@ -69,7 +69,7 @@ def interactions_of(
 ) -> FeatureAffinity:
     """Measures which features interact, on training rows of a config's data; needs no model.
 
-    At most 2**20 rows are read, in batches spread evenly over all rows; from a user's source, the first batches.
+    At most 2**20 rows are read, at evenly spaced places (`spread_batches`); from a user's source, the first ones.
 
     Args:
         config: the config; its model is not built.

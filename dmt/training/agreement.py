@@ -18,7 +18,7 @@ from torchrec.optim.optimizers import in_backward_optimizer_filter
 
 from dmt.collectives import gather_objects, run_on_all_or_raise
 from dmt.errors import InputError, ReplicaMismatchError
-from dmt.formatting import shorten
+from dmt.formatting import counted, shorten
 from dmt.replicas.sync import ReplicaSync
 from dmt.sptt.dataflow import SPTTModule
 from dmt.sptt.mesh import TowerMesh
@@ -93,8 +93,7 @@ class Agreement:
     """Decides after which steps the ranks meet; a meeting decides whether to save or stop, and checks the state.
 
     The ranks meet every ``log_every`` steps, when a save is due, and about every two seconds by the clock of rank 0.
-    With replicas, saves and stops wait for a step after which replicas are averaged anyway, so that neither changes a
-    weight.
+    With replicas, saves and stops wait for a step after which replicas are averaged anyway, so neither changes weights.
 
     A state is sound if the logits and dense gradients of all steps were finite and copies of one parameter (dense
     layers, tower modules, data-parallel tables, hot rows) have the same bits on all ranks. This is checked where the
@@ -188,8 +187,8 @@ class Agreement:
         if self._stop_at > step and self._mesh.rank == 0:
             logger.warning(
                 f"{SIGNALS[self._signals.signal]}: training stops after step {self._stop_at}, when replicas are next "
-                f"averaged (replicas.sync_every), in {self._stop_at - step} steps. A second signal ends training at "
-                "once; the last checkpoint remains."
+                f"averaged (replicas.sync_every), in {counted(self._stop_at - step, 'step')}. A second signal ends "
+                "training at once; the last checkpoint remains."
             )
 
     def _rounded(self, step: int) -> int:

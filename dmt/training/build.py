@@ -73,7 +73,7 @@ class ClickTask(nn.Module):
         self.model = model
 
     def forward(self, batch: ClickBatch) -> tuple[Tensor, tuple[Tensor, Tensor, Tensor]]:
-        """Returns the mean binary cross entropy of the batch, and (logits, labels, weights), float32 [B] each."""
+        """Returns the mean binary cross entropy, unweighted, and (logits, labels, weights), float32 [B] each."""
         # squeeze would turn the logit of a single sample into a scalar.
         logits = self.model(batch.dense_features, batch.sparse_features).reshape(-1)
         loss = nn.functional.binary_cross_entropy_with_logits(logits, batch.labels)
@@ -114,7 +114,7 @@ def build_model(job: Job, *, device: str | None = None) -> nn.Module:
 
 
 def count_model(job: Job, model: nn.Module | None = None) -> Complexity:
-    """Counts MFLOPs per sample, parameters and compression ratio of a job's model, on the meta device.
+    """Returns the MFLOPs per sample, parameters and compression ratio of a job's model.
 
     ``model`` is the job's plain model on the meta device and is not changed; None: it is built here.
     """
@@ -197,8 +197,8 @@ def shard_model(job: Job, mesh: TowerMesh, model: nn.Module | None = None) -> Di
 
     ``model`` is the job's plain model on the meta device and is changed in place; None: it is built here, as is every
     model of a factory (`with_own_values`). Each rank allocates only its shards, on its current GPU in a job for GPUs
-    (`take_device`). Dense parts start equal on all ranks: data parallelism broadcasts them. Shards start from another
-    seed on each rank: with one seed, tables of equal size would start equal, and unrelated features would look alike.
+    (`take_device`). Seeds torch's global generator, differently on each rank: with one seed, tables of equal size would
+    start equal, and unrelated features would look alike. Data parallelism then makes dense parts equal on all ranks.
     """
     config = job.config
     if config.model.factory is not None:
@@ -248,8 +248,7 @@ def settle_gradient_buckets(job: Job, model: DistributedModelParallel, optimizer
 
     After its second backward pass, DDP rearranges its buckets by the order in which gradients arrived. With three ranks
     or more, this changes the order of summation, so a resumed run must start with the settled buckets. In the third
-    forward pass DDP broadcasts the new layout; `dmt.training.metrics.measure_traffic` would count that broadcast in a
-    resumed run with no step left to train.
+    forward pass DDP broadcasts the new layout; `measure_traffic` would count that in a resumed run with no step left.
     """
     # Two rows for each micro-batch: batch normalization cannot train on one.
     rows, names = 2 * job.config.train.micro_batches, list(job.data.columns.feature_names)
@@ -265,7 +264,7 @@ def settle_gradient_buckets(job: Job, model: DistributedModelParallel, optimizer
 
 
 def in_micro_batches(config: TrainConfig, model: DistributedModelParallel) -> MicroBatches | None:
-    """Makes a sharded `ClickTask` run in ``train.micro_batches``; returns the handle, None for one micro-batch.
+    """Makes a sharded `ClickTask` cut batches into ``train.micro_batches`` parts; returns the handle, or None for 1.
 
     Raises:
         InputError: the model was sharded with the flat dataflow.

@@ -320,8 +320,8 @@ def _refusals_within_sections(config: TrainingConfig) -> list[tuple[object, str]
     return [
         (
             model.factory is None and model.arch == "dmt-dlrm-products" and model.p == 0,
-            "model.p=0, but model.arch='dmt-dlrm-products' needs at least 1: those outputs carry the inner products. "
-            "Set model.p=1, and model.c=0 for the highest compression.",
+            "model.p=0, but model.arch='dmt-dlrm-products' needs at least 1: its p outputs per tower carry the inner "
+            "products. Set model.p=1, and model.c=0 for the highest compression.",
         ),
         (
             model.over_arch is not None and model.over_arch[-1:] != (1,),
@@ -394,7 +394,8 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> TrainingConf
 
     Args:
         path: the file, or the bare name of a shipped config such as ``"demo"``.
-        overrides: e.g. ``["train.batch_size=512", "model.arch=dlrm"]``; values are TOML, bare words are strings.
+        overrides: e.g. ``["train.batch_size=512", "model.arch=dlrm"]``; values are TOML, bare words are strings. With
+            ``data.prepared``, the file's settings of raw data are dropped.
 
     Raises:
         InputError: the file is absent or not TOML, an override is malformed, a key is unknown (the nearest valid one is

@@ -93,9 +93,9 @@ def make_model(job: Job, device: str | None = None) -> nn.Module:
 
 
 def with_own_values(job: Job) -> nn.Module:
-    """Returns a factory's model on this rank's device, as the factory made it, but with tables on the meta device.
+    """Returns a factory's model on this rank's device, with the initial values that the factory gave it.
 
-    On the meta device, the numbers that the factory draws or loads would be lost.
+    Only tables are on the meta device, without values. Seeds torch's global generator with ``train.seed``.
 
     Raises:
         InputError: the factory fails.
@@ -149,7 +149,7 @@ def checked_logits(place: str, output: Any, num_samples: int) -> Tensor:
 
 
 def check_samples(job: Job, model: nn.Module, batch: ClickBatch) -> Tensor:
-    """Returns the logits [B] of a batch if its two halves give the same logits; ``model`` is in evaluation mode.
+    """Returns the logits [B] of a batch if its two halves give the same; ``model`` must be in evaluation mode.
 
     Raises:
         InputError: a sample's logit depends on the other samples of its batch.
@@ -229,9 +229,9 @@ def _check_tables(place: str, model: nn.Module, job: Job) -> None:
         if given.get(name) != tables.get(name) or is_sequence(given[name]) != is_sequence(tables[name]):
             raise InputError(
                 f"{place}: the model's table {name!r} is {tables.get(name, 'absent')}, but the argument `tables` has "
-                f"{given.get(name, 'no such table')}. Use the entries of `tables` unchanged (EmbeddingConfig in an "
-                "EmbeddingCollection): rows and features come from [data], columns from model.embedding_dim and "
-                "model.embedding_dims."
+                f"{given.get(name, 'no such table')}. Use the entries of `tables` unchanged; an "
+                "EmbeddingCollection takes an EmbeddingConfig with these fields. Rows and features come from [data], "
+                "columns from model.embedding_dim and model.embedding_dims."
             )
     if not has_towers:
         return
@@ -250,9 +250,11 @@ def _check_tables(place: str, model: nn.Module, job: Job) -> None:
     held = [{table.name for table in tables} for tables in by_tower]
     for number, (actual, expected) in enumerate(zip_longest(held, planned, fillvalue={"no table"})):
         if actual != expected:
+            part = "the collection outside towers" if outside and expected is planned[-1] else f"tower {number}"
             raise InputError(
-                f"{place}: tower {number} of the model has {shorten(sorted(actual), ', ')}, but the tower plan gives "
-                f"it {shorten(sorted(expected), ', ')}. Build tower i from towers.tables_by_tower(tables)[i]."
+                f"{place}: {part} of the model has {shorten(sorted(actual), ', ')}, but the tower plan gives it "
+                f"{shorten(sorted(expected), ', ')}. Build tower i from towers.tables_by_tower(tables)[i], and the "
+                "collection outside towers from towers.outside_tables(tables)."
             )
 
 
@@ -273,7 +275,7 @@ def _check_layers(place: str, model: nn.Module, world_size: int) -> None:
     owners: dict[int, tuple[str, str | None]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         if is_lazy(parameter):
-            raise InputError(f"{place}: {name!r} has no size yet. Replace the torch.nn.Lazy module by one with sizes.")
+            raise InputError(f"{place}: {name!r} has no size yet. Replace lazy modules, such as torch.nn.LazyLinear.")
         # TorchRec would train a frozen table anyway, and warm-up sets the rate of every table's optimizer.
         if is_table(name) and (not parameter.requires_grad or fused_settings(parameter, None)):
             raise InputError(
@@ -314,7 +316,7 @@ class _MetaCollection(MetaTables):
     """`MetaTables` that return a ``KeyedTensor``, which a user's model may need."""
 
     def forward(self, ids: Tensor) -> Any:
-        """Looks up ids [B] in every table; returns a ``KeyedTensor`` [B, sum of N]."""
+        """Returns a ``KeyedTensor`` [B, columns of all features] for ids [B], of which only the size matters."""
         embeddings = super().forward(ids)
         return KeyedTensor.from_tensor_list(list(embeddings), list(embeddings.values()))
 

@@ -177,7 +177,7 @@ def _in_towers(
 ) -> tuple[TowerPlan | None, Sequence[TableSpec]]:
     """Checks the config's tower plan against the uncut tables; returns the plan (flat dataflow: None) and the tables.
 
-    Returned tables have the model's columns if outside towers, and ``is_sequence`` if in a tower with sequences.
+    `_as_vectors` sets the columns of returned tables outside towers, and `_with_sequences` sets ``is_sequence``.
 
     Raises:
         InputError: the plan file cannot be read, or does not fit the tables, their sequences or FBGEMM's kernels; there
@@ -286,7 +286,7 @@ def _as_vectors(config: TrainingConfig, tables: Sequence[TableSpec], outside: Co
 
 
 def crossing_costs(config: TrainingConfig, data: ClickData | None) -> CrossingCosts:
-    """Returns the costs of a run's tables between hosts; with ``unique``, from the distinct inputs in ``data``."""
+    """Returns the costs of a run's tables between hosts; for a flat model with ``unique``, from counts in ``data``."""
     model, sharding = config.model, config.sharding
     is_unique = sharding.unique and not model.has_towers
     # A tower of DMT-DCN sends the same with or without a feature; what a user's own towers send is unknown.

@@ -67,8 +67,8 @@ def checked_model(job: Job, world_size: int) -> nn.Module:
         )
     if job.data.columns.label is None:
         raise InputError(
-            f"data.prepared={config.data.prepared!r} has rows without labels. Name their column as `label` in "
-            "manifest.json, or use other rows."
+            f"data.prepared={config.data.prepared!r} has rows without labels. Set `label` in its manifest.json "
+            "to the name of their column, or use other rows."
         )
     if not job.num_dense and config.model.factory is None:
         raise InputError(
@@ -93,7 +93,7 @@ def preflight(job: Job, model: nn.Module, mesh: TowerMesh) -> Complexity:
         mesh: the mesh of the run.
 
     Raises:
-        InputError: anything the user can fix; the same on every rank.
+        InputError: see `check_same_input` and `check_memory`; the same on every rank.
     """
     check_same_input(job, model, mesh)
     check_memory(job, model, mesh)
@@ -154,16 +154,15 @@ def check_same_input(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
         check_agreement("Training", given, mesh.global_group)
     except InputError as error:
         hosts = gather_objects(socket.gethostname(), mesh.global_group)
-        places = [f"{host} (rank {hosts.index(host)} on)" for host in dict.fromkeys(hosts)]
-        raise InputError(f"{error} The ranks are on host {shorten(places, ', ', most=8)}.") from error
+        places = [f"{host} (from rank {hosts.index(host)})" for host in dict.fromkeys(hosts)]
+        raise InputError(f"{error} The ranks run on {shorten(places, ', ', most=8)}.") from error
 
 
 def check_memory(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
     """Checks by a lower bound that each machine, or each GPU, has the memory that its ranks need; collective.
 
     The bound counts a rank's tables, the embeddings that it looks up in a step for all ranks (their gradients may reuse
-    that memory), its copies of hot rows, the dense weights and their gradients, and its batch and the embeddings of
-    that batch.
+    that memory), its copies of hot rows, the dense weights and their gradients, and its batch with its embeddings.
 
     Raises:
         InputError: a machine, its container or a GPU has less memory; the same on every rank. The message names the
@@ -193,11 +192,11 @@ def check_memory(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
     whole, size = tables.sum() + batches.sum() + len(ranks) * others, config.train.batch_size
     most = int(size * (1 - share))
     raise InputError(
-        f"{counted(len(ranks), 'rank')} on {name} need at least {human_bytes(whole)} of memory, of which there are "
-        f"{human_bytes(limit)}. Each needs up to {human_bytes(tables.max())} for tables, "
+        f"{name} has {human_bytes(limit)} of memory, but its {counted(len(ranks), 'rank')} would take at least "
+        f"{human_bytes(whole)}. Each would take up to {human_bytes(tables.max())} for tables, "
         f"{human_bytes(batches.max())} for a batch and the embeddings of a step (train.batch_size={size}), "
-        f"{human_bytes(copies)} for copies of hot rows (hot_rows.extra_memory), and dense layers (model: dense_arch, "
-        "over_arch, tower_dim, c, p, cross_rank). "
+        f"{human_bytes(copies)} for copies of hot rows (hot_rows.extra_memory), and more for dense layers (model: "
+        "dense_arch, over_arch, tower_dim, c, p, cross_rank). "
         f"{f'There is enough for train.batch_size={most}. ' if most > 0 else ''}"
         "Lower one of these settings, or use more hosts."
     )

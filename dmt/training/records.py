@@ -42,7 +42,7 @@ def versions() -> dict[str, str]:
 
 
 def settings_lines(config: TrainingConfig) -> list[str]:
-    """Returns a line for each section that differs from its defaults, then the file of all settings and versions."""
+    """Returns a line for each section with changed values, one with the file of all settings, and one with versions."""
     sections = config.model_dump(mode="json", exclude_none=True, exclude_defaults=True)
     lines = []
     for name, values in sections.items():
@@ -110,7 +110,7 @@ class RunRecord:
             with self._metrics.open("a") as stream:
                 stream.write(f"{line}\n")
         except OSError as error:
-            logger.warning(f"{self._metrics} cannot be written to ({error}). Training continues. Left out: {line}")
+            logger.warning(f"{self._metrics} cannot be written to ({error}). Training continues. Not recorded: {line}")
 
     def close(self, result: dict[str, Any]) -> None:
         """Writes the result and the versions.

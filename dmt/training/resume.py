@@ -179,9 +179,9 @@ def restore_run(
     optimizer: ScheduledOptimizer,
     replicas: ReplicaSync | None,
 ) -> None:
-    """Loads the checkpoint that a run starts from, if there is one, into model, optimizer and replicas; collective.
+    """Restores model, optimizer, replicas, generators and the user's source from a run's starting checkpoint, if any.
 
-    Learning rates follow the config at that step, even if the checkpoint's run had others.
+    Collective. Learning rates follow the config at that step, even if the checkpoint's run had others.
 
     Raises:
         InputError: the checkpoint does not fit the model, or is damaged; the same on every rank.

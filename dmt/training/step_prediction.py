@@ -66,7 +66,7 @@ class Prediction(NamedTuple):
     lookup_seconds: float
     """Seconds that the lookups of the busiest rank take in the forward pass."""
     uplink_bytes: float
-    """Bytes that the busiest host sends to other hosts."""
+    """Bytes that the busiest host sends to other hosts in a step."""
     rank_bytes: float
     """Bytes on the fullest rank of tables, optimizer states, and looked-up embeddings with their gradients."""
     unique_rows: str | None
@@ -74,9 +74,9 @@ class Prediction(NamedTuple):
 
 
 def work_of(job: Job, counted: dict[str, ModelWork] | None = None) -> StepWork:
-    """Builds a job's model on the meta device, counts it, and returns the work of a step.
+    """Returns the work of a job's step, from the operators of its model, which it builds on the meta device.
 
-    Jobs that differ only in model, towers and topology may share ``counted``, so that equal models are counted once.
+    Jobs that differ only in model, towers and topology may share ``counted``, a cache of the operators by model.
     """
     sharding, train, is_flat = job.config.sharding, job.config.train, job.sharding is None
     counted, key = {} if counted is None else counted, f"{job.config.model!r} {job.towers and job.towers.to_lists()}"

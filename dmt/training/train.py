@@ -238,7 +238,7 @@ def train_steps(run: Run, at: Position, signals: Signals) -> tuple[Position, Ste
 
 
 def batches_of(job: Job, mesh: TowerMesh, split: Split, at: Position | None = None) -> Iterator[ClickBatch]:
-    """Yields this rank's batches of a split of a job's data, starting at a position; collective."""
+    """Yields this rank's batches of a split of a job's data from a position on; collective with a user's source."""
     at = at or Position()
     batches = job.data.batches(
         split,
@@ -294,7 +294,7 @@ def run_pipeline(pipeline: Any, batches: Iterator[ClickBatch]) -> Iterator[tuple
 
 
 def evaluate(run: Run, meet: Callable[[], Agreed] | None = None) -> MetricValues:
-    """Returns the model's metrics on the evaluation rows, or on those before a meeting that stops; collective."""
+    """Returns the metrics on the evaluation rows; ``meet``, called every 8 batches, can end it early. Collective."""
     metrics = ClickMetrics(run.mesh.global_group)
     run.model.eval()
     with torch.no_grad():

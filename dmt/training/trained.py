@@ -42,7 +42,7 @@ def checkpoint_of(
 
     Args:
         run: the ``output_dir`` of a run, a checkpoint or a folder of them.
-        data_path: rows to read instead of the run's ``data.train_path``.
+        data_path: raw files or a prepared folder to read instead of the run's ``data.train_path``.
         functions: factories and sources of the config that may run, as ``package.module:function``.
         mesh: ranks that find the checkpoint together, each reading some of its files; collective if it is given.
 
@@ -97,9 +97,9 @@ def check_encoding(folder: Path, job: Job) -> None:
 
 
 def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
-    """Returns the changed settings as ``section.key: saved -> now``.
+    """Returns the settings in which two configs, as plain data, differ: ``section.key: saved -> now``.
 
-    New paths of rows are left out: evaluation rows do not change training, and training files are compared themselves.
+    Changed paths of rows are left out: evaluation rows do not affect training, and `start_from` compares training rows.
     """
     before, after = ({k: v for k, v in by_path(values).items() if v not in (None, {})} for values in (saved, now))
     changed = {key for key in {**before, **after} if before.get(key) != after.get(key)}
@@ -116,7 +116,7 @@ def trained_model(
 ) -> tuple[Path, Job, nn.Module]:
     """Loads a run's newest intact checkpoint, of any layout, into a plain model; arguments and errors: `checkpoint_of`.
 
-    ``open_rows`` opens the data for its columns; no row is read.
+    ``open_rows`` opens the data, of which only the columns are used here.
 
     Returns:
         The folder of the checkpoint, the job (without a sharding plan), and the model in evaluation mode.
@@ -136,7 +136,7 @@ def trained_model(
 
 
 def describe_run(job: Job, hot_rows: HotRowsState | None, folder: Path) -> None:
-    """Writes a run's config, data settings, plans and hot rows into a checkpoint; the user's files may change."""
+    """Writes a run's config, data settings, plans and hot rows into a checkpoint, as the user's files may change."""
     if hot_rows is not None:
         save_hot_rows(hot_rows, folder)
     if job.towers is not None:

@@ -63,8 +63,8 @@ def on_one_host(job: Job, monkeypatch: pytest.MonkeyPatch, pages: int, *more: tu
 @pytest.mark.parametrize(
     ("section", "values", "message"),
     [
-        ("model", {"c": 65_536, "tower_dim": 65_536}, "2 ranks on host .* need at least .* PB of memory"),
-        ("model", {"dense_arch": [2**20, 2**20]}, "need at least 17.6 TB of memory.* dense layers"),
+        ("model", {"c": 65_536, "tower_dim": 65_536}, "host .* of memory, but its 2 ranks would take at least .* PB"),
+        ("model", {"dense_arch": [2**20, 2**20]}, "would take at least 17.6 TB.* dense layers"),
         ("train", {"batch_size": 2**24}, r"16777216\).* There is enough for train\.batch_size=\d{5}\. Lower"),
     ],
     ids=["towers", "layers", "batch"],
@@ -79,11 +79,11 @@ def test_the_ranks_of_a_host_share_its_memory_and_the_limit_of_their_container(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     job = open_job(small(train={"batch_size": 8192}))
-    with pytest.raises(InputError, match=r"4 ranks on .* need at least 13\.0 MB of memory, .* are 4\.10 MB"):
+    with pytest.raises(InputError, match=r"has 4\.10 MB of memory, but its 4 ranks would take at least 13\.0 MB"):
         on_one_host(job, monkeypatch, 1000)  # enough for any of them
     # Of two places without room the batch size of the smaller one is advised.
     more = 2 * [("host b", 3_000_000)]
-    with pytest.raises(InputError, match=r"2 ranks on host b .* There is enough for train\.batch_size=3778\."):
+    with pytest.raises(InputError, match=r"host b .* its 2 ranks .* There is enough for train\.batch_size=3778\."):
         on_one_host(job, monkeypatch, 1400, *more)
     on_one_host(open_job(small(train={"batch_size": 3778})), monkeypatch, 1400, *more)
     on_one_host(job, monkeypatch, 4000)
@@ -100,7 +100,7 @@ def test_the_memory_of_a_gpu_is_that_of_its_rank(monkeypatch: pytest.MonkeyPatch
     for size, is_enough in ((3_200_000, False), (3_300_000, True)):
         found = SimpleNamespace(total_memory=size)
         monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=found: found)
-        with nullcontext() if is_enough else pytest.raises(InputError, match=r"on host .*, cuda:3 need .* 3\.20 MB"):
+        with nullcontext() if is_enough else pytest.raises(InputError, match=r"host .*, cuda:3 has 3\.20 MB"):
             on_one_host(open_job(small(train={"batch_size": 2048})), monkeypatch, 1)
 
 

@@ -239,7 +239,7 @@ def job_of(factory: str, *, in_towers: bool = False, **more: Any) -> Job:
         ("made:reads ids", r"the model fails on a batch \(only tables may read sparse_features\): AttributeError"),
         ("made:batch norm", r"BatchNorm1d 'part' is batch normalization.* Use torch.nn.LayerNorm"),
         ("made:frozen", r"'.*embedding_bags.*' has requires_grad=False or its own optimizer, but the trainer"),
-        ("made:lazy", "'part.weight' has no size yet. Replace the torch.nn.Lazy module"),
+        ("made:lazy", "'part.weight' has no size yet. Replace lazy modules"),
     ],
 )
 def test_a_model_that_does_not_fit_is_refused_before_training(factory: str, message: str) -> None:

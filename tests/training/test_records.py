@@ -88,7 +88,7 @@ def test_numbers_without_room_are_logged_and_the_run_goes_on(tmp_path: Path, cap
             record.close({"steps": 202, "long": "x" * metrics.stat().st_size})
     assert not (tmp_path / "result.json").exists()
     losses(record, range(203, 205))
-    left_out = [json.loads(text.partition("Left out: ")[2])["step"] for text in caplog.messages]
+    left_out = [json.loads(text.partition("Not recorded: ")[2])["step"] for text in caplog.messages]
     assert left_out == [201, 202]
     # Half of a line found room, before the next.
     assert read_curves(tmp_path)["train/loss"][199:] == [(200, 200.0), (203, 203.0), (204, 204.0)]
