@@ -151,15 +151,16 @@ class FeatureAffinity:
             model: contains at least one TorchRec ``EmbeddingBagCollection``, plain or sharded by
                 ``DistributedModelParallel``, or a plain ``EmbeddingCollection``. Detach a train pipeline first.
             batches: a few thousand samples, in batches of any size.
-            ids: returns a batch's ``KeyedJaggedTensor`` (default: ``sparse_features`` or itself) on the model's device.
-            process_group: ranks that make this call together, each with its own batches, the same number on every rank;
+            ids: returns a batch's ``KeyedJaggedTensor`` on the model's device; by default its ``sparse_features``, if
+                it has this attribute, else the batch.
+            process_group: ranks that make this call together, each with equally many batches, all held in memory;
                 every rank gets the affinity of all samples. Required for a sharded model, with all of its ranks.
 
         Raises:
             InputError: TorchRec is absent; the model has no embedding collection, has two that look up the same
                 feature, is attached to a train pipeline, or is sharded without a group, with tower modules or with
-                sequences; there are no samples; a batch lacks a feature or has a variable stride; embeddings are not
-                finite or differ in width; or the batches of a group differ in form. In a group, every rank raises.
+                sequences; there are no samples; a batch's ids lack a feature, have a variable stride or another type;
+                embeddings are not finite or differ in width; or batches of a group differ in form (on every rank).
         """
         from dmt.partitioner.collect import collect_affinity  # loads torch
 
@@ -187,8 +188,8 @@ class FeatureAffinity:
                 [B, D] and ``weights`` [B], where a weight of 0 leaves out a row and all others count alike. Batches are
                 read one at a time.
             tables: tables of the features, needed for the partitioner's limits.
-            seed: seed of the splits.
-            max_rows: rows to read at most. With hundreds of features, pairs use fewer rows, to take at most 15 minutes.
+            seed: seed of the splits, from 0 to 2^32 - 1.
+            max_rows: most rows to read, at least 1,000; pairs of hundreds of features use fewer, to take 15 minutes.
 
         Raises:
             InputError: a batch does not have this form, there are fewer than 1,000 rows, or fewer than 20 of a label,
@@ -232,8 +233,8 @@ class FeatureAffinity:
         if sorted(order) != sorted(self.features):
             missing, unknown = sorted(set(position) - set(order)), sorted(set(order) - set(position))
             raise InputError(
-                f"FeatureAffinity: the order has {len(order)} names for {self.num_features} features: missing "
-                f"{missing[:5]}, unknown {unknown[:5]}. Name each feature once."
+                f"FeatureAffinity: the order has {len(order)} names, but must name each of the {self.num_features} "
+                f"features once (missing: {missing[:5]}, unknown: {unknown[:5]}). Correct the order."
             )
         return self._taken([position[name] for name in order])
 

@@ -5,9 +5,8 @@ Legend: F features, N embedding dim, B samples of a batch.
 The result is I = abs(mean over samples of R R^T) (arXiv 2403.00877, section 3.3), where R is the [F, N] matrix of one
 sample's pooled embeddings, each scaled to length 1. **Absent features**: the embedding of an empty bag is zero and
 stays zero, and its sample still counts in the mean. So a pair that seldom occurs together has a low affinity, and
-I(i, i) is the share of samples in which the embedding of feature i is not zero.
-
-**Sequences** are pooled: the vector of a history is the sum of the embeddings of its items.
+I(i, i) is the share of samples in which the embedding of feature i is not zero. **Sequences** are pooled: the vector
+of a history is the sum of the embeddings of its items.
 
 **On several ranks** each rank sums over its samples, and the sums are added at the end. A lookup in a sharded model is
 a collective, so before the first lookup the ranks check that they agree on collections and batches.
@@ -66,7 +65,7 @@ def collect_affinity(
         )
     if len(forms[0][2]) > 1:  # TorchRec's sharded collections assume the keys of the first batch, in its order
         two = " and ".join(str(form)[:200] for form in forms[0][2][:2])
-        raise InputError(f"{_WHERE}: batches of a group differ: {two}. Give all the same keys, order and weights.")
+        raise InputError(f"{_WHERE}: batches of the group differ in (keys, has weights): {two}. Make them all alike.")
     # If a bad id makes one rank raise, all must raise: the others would wait for its sums.
     run_on_all_or_raise(lambda: prepared.append(_sum(*prepared)), process_group)
     collections, _, measured = prepared
@@ -82,7 +81,7 @@ def _ids_of(batches: Iterable[Any], ids: Callable[[Any], Any]) -> Iterator[Any]:
         keyed = ids(batch)
         if not hasattr(keyed, "length_per_key"):
             kind = f"a {type(keyed).__name__}, not a KeyedJaggedTensor"
-            raise InputError(f"{_WHERE}: ids(batch) is {kind}, for batch {number}. Give ids=, which returns it.")
+            raise InputError(f"{_WHERE}: for batch {number}, ids returns {kind}. Give a function that returns one.")
         yield keyed
 
 
@@ -177,8 +176,8 @@ def _look_up(collections: Sequence[_Collection], ids: Any, number: int) -> dict[
     for collection in collections:
         if missing := [name for name in collection.inputs if name not in place]:
             raise InputError(
-                f"{_WHERE}: batch {number} lacks feature {missing[0]!r} of collection {collection.path!r} "
-                f"({len(missing)} are missing).{did_you_mean(missing[0], place)} Add it to all batches."
+                f"{_WHERE}: batch {number} lacks feature {missing[0]!r} of collection {collection.path!r} (features "
+                f"missing in all: {len(missing)}).{did_you_mean(missing[0], place)} Add what is missing to all batches."
             )
         output = collection.module(ids)
         looked_up = output.wait() if hasattr(type(output), "wait") else output

@@ -94,11 +94,11 @@ class Partition:
 
 
 def tower_affinity(affinity: FeatureAffinity, plan: TowerPlan) -> tuple[float | None, float | None]:
-    """Returns the mean affinity, or the share of all interaction, inside towers and between towers.
+    """Returns the affinity inside towers and between towers: means for cosines, shares of all gains for interactions.
 
     Returns:
-        ``within`` and ``between`` as in `Comparison`. ``within`` is None if every tower has one feature, ``between`` if
-        there is a single tower, both if no interaction exceeds the measuring error.
+        ``within`` and ``between`` as in `Comparison`. For cosines, ``within`` is None if every tower has one feature,
+        ``between`` if there is a single tower. For interactions, both are None if no gain exceeds the measuring error.
 
     Raises:
         InputError: plan and affinity have different features.
@@ -234,7 +234,7 @@ def _judge_interactions(comparison: Comparison, strategy: str) -> str:
 
 
 def tower_loads(partition: Partition) -> dict[str, list[float]]:
-    """Returns the features, and with tables the work and bytes, of each tower, in the plan's order."""
+    """Returns ``features`` (a number), and with tables ``work`` and ``bytes``, of each tower, in the plan's order."""
     loads = partition.loads
     known = {"features": [float(load.num_features) for load in loads]}
     if loads[0].work is not None:

@@ -67,14 +67,14 @@ class TowerPartitioner:
     balance_ratio: Annotated[float, Field(strict=True, ge=1)] = 1.0
     """K of the paper: the largest tower has at most K times as many features as the smallest, or ceil(F / T) if that is
     more. Towers have n to K n features, rounded down, for the n that brings the middle of this range nearest to F / T;
-    a note says if features that stay together need a wider range. If K is infinite, any sizes are allowed, for
-    instance to balance work instead."""
+    a note says if features that stay together need a wider range. If K is infinite, any sizes are allowed."""
     seed: Annotated[int, Field(strict=True, ge=0, lt=2**32)] = 0
     """Seed of all random choices."""
     rules: InstanceOf[PartitionRules] = field(default_factory=PartitionRules)
     """Categories, features that must or must not share a tower, and limits on work and memory."""
     refine: bool = True
-    """Whether to search on the distances after the points are grouped; the paper does not."""
+    """Whether to improve the groups of points by a search on the distances; the paper does not. If False, a search on
+    the points runs only if the groups break a limit. Interactions are searched in any case."""
 
     def fit(self, measure: FeatureAffinity, *, tables: Sequence[Any] = ()) -> TowerPlan:
         """Returns the plan of `partition`, whose arguments and errors it shares; logs the notes as warnings."""
@@ -113,7 +113,7 @@ class TowerPartitioner:
         measure, rules = measure.without(outside), rules.model_copy(update={"outside": ()})
         parts, notes = prepare(measure, num_towers=self.num_towers, balance_ratio=self.balance_ratio, rules=rules)
         if outside:
-            notes = [*notes, f"Outside towers, with their tables on every rank: {shorten(outside, ', ')}."]
+            notes = [*notes, f"Every rank holds the tables of the features outside towers: {shorten(outside, ', ')}."]
         # More threads may sum in another order, and so break a tie differently.
         with threadpool_limits(1):
             answers = [self._solve(part, measure, strategy) for part in parts]

@@ -74,7 +74,7 @@ def _classical_scaling(distance: Floats, seed: int) -> Floats:
 def group_points(points: Floats, num_groups: int, *, sizes: tuple[int, int], seed: int) -> Labels:
     """Groups points [F, n] by constrained K-means (Bradley, Bennett and Demiriz, 2000), as in the paper.
 
-    ``sizes`` are the minimum and maximum points of a group. Returns the group of each point, [F] int64 from 0.
+    ``sizes`` are the least and the most points of a group. Returns the group of each point, [F] int64 from 0.
     """
     if num_groups in (1, len(points)):
         return np.arange(len(points), dtype=np.int64) % num_groups

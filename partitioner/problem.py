@@ -94,7 +94,7 @@ class Part:
 def prepare(
     measure: FeatureAffinity, *, num_towers: int, balance_ratio: float, rules: PartitionRules
 ) -> tuple[list[Part], list[str]]:
-    """Applies rules and limits to the features; `TowerPartitioner` describes the arguments, ``rules`` have no patterns.
+    """Applies rules and limits to the features; see `TowerPartitioner`, but ``rules`` must not contain patterns.
 
     Returns:
         The parts to solve, one per category, and warnings for the user.
@@ -136,7 +136,7 @@ def make_blocks(measure: FeatureAffinity, rules: PartitionRules) -> Blocks:
         if (other := next((name for name in block if home.get(name) != home.get(block[0])), None)) is not None:
             raise InputError(
                 f"Partition rules: {block[0]!r} is in category {home[block[0]]!r} and {other!r} in {home[other]!r}, "
-                "but they must share a tower (shared table or rule together). Put them into the same category."
+                "but a shared table or the rule 'together' joins them. Put them into the same category."
             )
     factors = dict(zip(measure.features, measure.pooling_factors or (1.0,) * measure.num_features, strict=True))
     table_of = {feature: spec for spec in measure.tables for feature in spec.feature_names}
@@ -201,7 +201,7 @@ def _allot(parted: Mapping[str, Blocks], num_towers: int, given: Mapping[str, in
 def _part(category: str, blocks: Blocks, num_towers: int, balance_ratio: float, upper: tuple[float, float]) -> Part:
     num_features, num_blocks = int(blocks.loads[0].sum()), len(blocks.names)
     if num_towers > num_blocks:
-        what = "features" if num_features == num_blocks else "groups of features (of a shared table or rule together)"
+        what = "features" if num_features == num_blocks else "groups of features (of a shared table or rule 'together')"
         where = f"category {category!r}: " if category else ""
         raise InputError(
             f"TowerPartitioner: {where}num_towers={num_towers} exceeds the {num_blocks} {what} to place, but every "

@@ -167,7 +167,7 @@ def write_partition_report(
 
 
 def strongest_rows(partition: Partition, count: int) -> list[tuple[str, str, str, str]]:
-    """Returns up to ``count`` strongest interactions as strings: features, gain ± error, share of the loss, tower."""
+    """Returns the ``count`` strongest interactions, if any, as texts: features, gain ± error, share of loss, tower."""
     loss = partition.affinity.loss
     tower_of = {name: tower.name for tower in partition.plan.towers for name in tower.features}
     rows = []

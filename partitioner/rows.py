@@ -98,7 +98,7 @@ class _Part:
 
 
 def read_rows(batches: Iterable[Any], *, max_rows: int, seed: int) -> ReadRows:
-    """Reads batches until they end or ``max_rows`` rows are kept.
+    """Reads batches until they end or ``max_rows`` rows are kept, or fewer if rows times columns reach `MOST_KEPT`.
 
     Raises:
         InputError: a batch lacks a field, has a wrong shape or other columns than the first, a label is not 0 or 1, or

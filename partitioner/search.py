@@ -76,9 +76,9 @@ class Bounds:
 class Costs:
     """The objective that the search minimizes; w_i is the number of features of block i.
 
-    With ``per_feature``, the K-means objective computed from distances: the sum over towers of (sum over pairs of w_i
-    w_j d_ij^2) / (sum of w). For points, it equals the sum of squared distances of features to their tower's center.
-    Otherwise, the sum of w_i w_j c_ij over pairs in the same tower, plus the costs of triples in the same tower.
+    With ``per_feature``, it is the K-means objective from distances: the sum over towers of (sum over pairs of w_i w_j
+    d_ij^2) / (sum of w). For points, it equals the sum of squared distances of features to their tower's center.
+    Otherwise, it is the sum of w_i w_j c_ij over pairs in the same tower, plus the costs of triples in the same tower.
     """
 
     pairs: Floats

@@ -102,9 +102,9 @@ def test_permuted_moves_rows_columns_and_names_together():
 @pytest.mark.parametrize(
     ("order", "message"),
     [
-        (["a", "b"], r"missing \['c'\]"),
-        (["a", "b", "c", "d"], r"unknown \['d'\]"),
-        (["a", "b", "b"], r"missing \['c'\], unknown \[\]"),
+        (["a", "b"], r"missing: \['c'\]"),
+        (["a", "b", "c", "d"], r"unknown: \['d'\]"),
+        (["a", "b", "b"], r"missing: \['c'\], unknown: \[\]"),
     ],
 )
 def test_permuted_refuses_what_is_no_permutation(order, message):

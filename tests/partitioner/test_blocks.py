@@ -72,7 +72,7 @@ def test_what_is_apart_is_so_for_whole_blocks():
     [
         ({"together": [["a", "b"], ["b", "c"]], "apart": [["a", "c"]]}, r"'a' and 'c' must not .* joins 'a', 'b', 'c'"),
         ({"apart": [["d", "e"]]}, "'d' and 'e' must not share .* joins 'd', 'e'"),
-        ({"categories": {"x": ["a", "b", "c", "d"], "y": ["e"]}}, "'d' is in category 'x' and 'e' in 'y', but they"),
+        ({"categories": {"x": ["a", "b", "c", "d"], "y": ["e"]}}, "'d' is in category 'x' and 'e' in 'y', but a"),
         ({"categories": {"x": ["a"], "y": ["b", "c", "d", "e"]}, "together": [["a", "b"]]}, "'a' is in category 'x'"),
     ],
 )

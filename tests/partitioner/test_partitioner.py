@@ -84,7 +84,7 @@ def test_features_outside_are_left_out_and_the_plan_names_them():
     assert plan.to_lists() == alone.to_lists()
     assert sorted(plan.features) == sorted(others)
     assert plan.affinity == alone.affinity | {
-        "notes": [f"Outside towers, with their tables on every rank: {', '.join(outside)}."]
+        "notes": [f"Every rank holds the tables of the features outside towers: {', '.join(outside)}."]
     }
     assert plan.affinity["within"] > plan.affinity["within_strided"] + 0.3
     shared = TableSpec(name="t", num_embeddings=4, embedding_dim=8, feature_names=("a", "b"))
