@@ -203,7 +203,7 @@ def plan_by_torchrec(
         raise InputError(
             f"TorchRec's planner cannot place the tables {shorten(sorted(constraints), ', ')}{limit}"
             f": {str(error).strip().partition(chr(10))[0].rstrip()} Allow other schemes or more memory, use more ranks,"
-            "or plan them yourself (plan.plan[path] = ...)."
+            " or plan them yourself (plan.plan[path] = ...)."
         ) from error
     finally:
         logging.disable(before)
