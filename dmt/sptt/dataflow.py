@@ -137,7 +137,7 @@ class SPTTModule(TowerState):
 
     @abc.abstractmethod
     def tower_output(self, embeddings_PN: Sequence[Embeddings], rows: Rows) -> TowerOutput:
-        """Computes this tower's output [P, O] from the embeddings [P, columns] of each sharded collection."""
+        """Computes this tower's output [P, O] from the `Embeddings` of P rows of each sharded collection."""
 
     @abc.abstractmethod
     def result(self, columns_BS: Tensor, pieces: Sequence[Piece]) -> Any:
@@ -186,7 +186,7 @@ class SPTTModule(TowerState):
     @profiler_range("exchange_ids")
     @torch.no_grad()
     def exchange_ids(self, ctx: SPTTContext, ids_B: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
-        """Steps a and c: starts to send ids to the peers (global: ranks) that look them up; returns the exchange."""
+        """Steps a, c: starts to send ids to the peers, or by the global route to the ranks, that look them up."""
         if not self.id_exchanges:
             # Made here: only a batch shows the order of its keys and, for a module built on meta, the device.
             device = ids_B.device() if self.device.type == "meta" else self.device

@@ -84,7 +84,7 @@ class ShardedSPTTEmbeddingBagCollection(SPTTModule):
         return TowerOutput(embeddings_PN[0].values(), pieces, [self._groups[name] for name in names])
 
     def columns(self, ctx: SPTTContext, exchanges: Sequence[Awaitable[Any]]) -> Sequence[Awaitable[Tensor]]:
-        """Returns for each part of the batch the columns of all towers [B, S], then those of tables outside towers."""
+        """Returns for each part an awaitable of [samples, S + columns of tables outside towers], in this order."""
         arriving = super().columns(ctx, exchanges)
         if self._outside is None:
             return arriving
@@ -110,14 +110,14 @@ class SPTTEmbeddingBagCollectionSharder(TowerSharder[EmbeddingBagCollection]):
 
     Args:
         mesh: the process groups of this job.
-        plan: the features of each mesh tower, of all collections of the model. Every rank holds the tables of features
-            outside towers, whose gradients are averaged over all ranks. On GPUs, ranks must use the results of several
+        plan: assigns the features of the model's collections to mesh towers. Every rank holds the tables of features
+            outside towers; their gradients are averaged over all ranks. On GPUs, all ranks must use the results of the
             collections in the same order.
         settings: ``fused_params``, ``id_route``, ``peer_precision``, ``moment_scale`` and ``unique``, see
             `dmt.sptt.sharder.TowerSharder`.
 
     Raises:
-        InputError: ``plan`` is no `TowerPlan` or has another number of towers than the mesh, or a setting is refused.
+        InputError: ``plan`` is not a `TowerPlan` or has not as many towers as the mesh, or a setting is refused.
 
     Example::
 

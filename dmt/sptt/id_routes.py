@@ -79,8 +79,8 @@ class AgreedIds:
             "has weights that require a gradient, which does not cross ranks; pass weights.detach().": (
                 weights is not None and weights.requires_grad
             ),
-            f"has {len(keys)} keys, at position {at} {keys[at : at + 1]}; the first batch had {len(self._keys)}, there "
-            f"{self._keys[at : at + 1]}. Give all batches the same keys in the same order.": (
+            f"has {len(keys)} keys, with {keys[at : at + 1]} at position {at}; the first batch had {len(self._keys)} "
+            f"keys, with {self._keys[at : at + 1]} there. Give all batches the same keys in the same order.": (
                 self._keys not in ([], keys)
             ),
         }

@@ -6,8 +6,7 @@ of one micro-batch are in flight, the dense part computes another; in the backwa
 flight while those of the next are computed. Unlike gradient accumulation, the whole batch still has one id exchange,
 lookup, loss, backward pass and update.
 
-It wraps the dataflow (`dmt.sptt.dataflow`): between the lookup and the result, the steps `run_towers` and
-`exchange_outputs` are called once for each of K micro-batches.
+Between lookup and result (`dmt.sptt.dataflow`), `run_towers` and `exchange_outputs` run once for each micro-batch.
 """
 
 from __future__ import annotations
@@ -105,7 +104,8 @@ class MicroBatches:
 
         Raises:
             InputError: the arguments contain no ``KeyedJaggedTensor``, or some of different batch sizes; an argument or
-                output lacks one row per sample; or the forward does not call each sharded module once per micro-batch.
+                output has another type or lacks one row per sample; an output depends on other samples; or the forward
+                does not call each sharded module once per micro-batch.
         """
         leaves, _ = _leaves((args, kwargs))
         batch_sizes = {leaf.stride() for leaf in leaves if isinstance(leaf, KeyedJaggedTensor)}

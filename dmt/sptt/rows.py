@@ -1,9 +1,10 @@
-"""Encodes samples as rows (not of tables) before they are sent, counts the rows, and decodes what comes back.
+"""Encodes samples as rows before they are sent, counts the rows, and decodes what comes back.
 
-Without a `RowEncoder` every sample is a row of every feature. With one, samples may share a row (`dmt.sptt.unique`).
-Where a batch is cut into parts (`dmt.sptt.micro_batches`), a row crosses with the first part that needs it. The encoder
-turns samples into rows before they are sent; the `RowCode` that it returns turns the rows that come back into columns
-of samples. TorchRec's KJT all-to-all sends the numbers of rows too, so both ends know all sizes from then on.
+A row (not a row of a table) is one entry of a feature, or of a group of features, that is sent once and may serve
+several samples. Without a `RowEncoder`, each sample has its own row in every feature. With one, samples may share a row
+(`dmt.sptt.unique`); where a batch is cut into parts (`dmt.sptt.micro_batches`), a row is sent only with the first part
+that needs it. The encoder returns a `RowCode`, which turns the rows that come back into columns of samples. TorchRec's
+KJT all-to-all also sends the numbers of rows, so both ends then know all sizes.
 
 Legend as in `dmt.sptt.dataflow`; also F features, K parts, G groups of a tower's features with the same number of rows.
 """
@@ -102,7 +103,7 @@ def _sum(columns: Awaitable[Tensor], added: Tensor) -> Tensor:
 
 
 def wrap(module: Any, **changes: Any) -> None:
-    """Changes fields of a module's encoder from its next lookup on; every rank calls it between two batches."""
+    """Changes fields of a module's encoder from its next lookup on; every rank must call it between two batches."""
     groups = [group for of_tower in module.groups for group in of_tower]
     encoder = replace(module.encoder or RowEncoder(groups), **changes)
     is_plain = encoder.num_parts == 1 and not encoder.shares_equal and encoder.take_out is None

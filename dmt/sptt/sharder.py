@@ -132,14 +132,14 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         checks the tables of all towers, so that a fault in one raises everywhere and no rank is left waiting.
 
         Raises:
-            InputError: TorchRec's planner made the plan; ranks differ in towers, tables, plan, exchange or moment
-                scale; a table has no sharding, an unsupported scheme, a rank outside the tower, or shards that do not
-                cover it; its scheme or kernel excludes its dtype, settings or id route; it requires no gradient,
-                averages weighted bags, has no moments to scale, or its columns are no multiple of four.
+            InputError: TorchRec's planner made the plan; ranks differ in towers, tables, settings or plan; a table has
+                no sharding, an unsupported scheme, a rank outside the tower, other shards than those of its scheme, or
+                an ``output_dtype``; its scheme or kernel excludes its dtype, settings or id route; it is frozen,
+                averages weighted bags, has no moments to scale, or its columns are not a multiple of four.
         """
         if any(sharding.sharding_type == _WITHOUT_PLAN for sharding in params.values()):
             raise InputError(
-                f"{type(self).__name__} needs a plan of TowerShardingPlanner; TorchRec's cannot plan towers. "
+                f"{type(self).__name__} needs a plan of TowerShardingPlanner; TorchRec's planner cannot plan towers. "
                 "Call DistributedModelParallel(model, plan=TowerShardingPlanner(mesh.topology).plan(model, sharders), "
                 "sharders=sharders)."
             )
@@ -205,7 +205,7 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         if is_fused:
             reason = reason or kernel_obstacle(settings, cpu_table=table if on_cpu else None)
         refusals = {
-            f"is sharded {scheme!r}; inside a tower use one of {list(SCHEMES)}. Make the plan with "
+            f"has the sharding type {scheme!r}; inside a tower use one of {list(SCHEMES)}. Make the plan with "
             "TowerShardingPlanner(mesh.topology).plan(model, sharders).": scheme not in SCHEMES,
             # Nothing would update a dense table that is not data-parallel, and no ReplicaSync would average it.
             f"is {scheme} with compute_kernel={kernel!r}; data_parallel tables need 'dense', others a fused kernel. "
@@ -236,9 +236,9 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         shards = [(s.placement.rank(), *s.shard_offsets, *s.shard_sizes) for s in planned]
         if is_fused and shards != expected:
             raise InputError(
-                f"{where} is {table.num_embeddings} x {table.embedding_dim}, but its shards {shards} (rank, first row, "
-                f"first column, rows, columns) do not cover it as {[shard[:] for shard in expected]} do. Make the plan "
-                "with TowerShardingPlanner."
+                f"{where} is {table.num_embeddings} x {table.embedding_dim}. The plan gives it the shards {shards}, "
+                f"but it needs {[shard[:] for shard in expected]}; each is (rank, first row, first column, rows, "
+                "columns). Make the plan with TowerShardingPlanner."
             )
 
     def kernel_settings(self, weight: Tensor, scheme: str) -> dict[str, Any]:

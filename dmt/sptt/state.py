@@ -64,8 +64,8 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
 
         Raises:
             RuntimeError: ``strict`` is True, and keys are missing or unknown.
-            InputError: a tensor has another shape (TorchRec would load the first rows of a longer table); or ``assign``
-                is True, but the kernels of sharded tables keep their memory.
+            InputError: a tensor has another shape (TorchRec would load the first rows of a longer table), or ``assign``
+                is True, which sharded tables do not support.
         """
         if assign:
             raise InputError("load_state_dict(assign=True) cannot replace the memory of sharded tables; drop assign.")
@@ -74,15 +74,16 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
             ours, theirs = (tuple(getattr(tensor, "shape", ())) for tensor in (value, state_dict.get(key, value)))
             if ours != theirs:
                 raise InputError(
-                    f"load_state_dict: {key!r} is {theirs} in the state, but {ours} in the model. Load a state of this "
-                    "model."
+                    f"load_state_dict: {key!r} has shape {theirs} in the state, but {ours} in the model. Load a state "
+                    "of this model."
                 )
         loaded = [part.load_state_dict(state_dict, strict=False) for part in self.local_parts]
         missing = [key for of_part in loaded for key in of_part.missing_keys]
         unknown = sorted(set.intersection(*(set(of_part.unexpected_keys) for of_part in loaded)))
         if strict and (missing or unknown):
             raise RuntimeError(
-                f"load_state_dict: first missing keys {missing[:3]}, unknown {unknown[:3]}. Load a state of this model."
+                f"load_state_dict: the state lacks the keys {missing[:3]} and has the unknown keys {unknown[:3]} (at "
+                "most three of each are listed). Load a state of this model."
             )
         self.read_again()
         return loaded[0]._replace(missing_keys=missing, unexpected_keys=unknown)

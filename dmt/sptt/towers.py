@@ -207,7 +207,7 @@ def _check_towers(module: EmbeddingTowerCollection, placement: Sequence[int], *,
             if isinstance(part, _BatchNorm) or (isinstance(part, _DropoutNd) and part.p > 0):
                 raise InputError(
                     f"unique=True, but the tower module of tower {i} holds a {type(part).__name__}, which "
-                    "would count samples that share a row as one. Use unique=False."
+                    "would treat samples that share a row as one. Use unique=False."
                 )
         for name, parameter in tower.named_parameters():
             other = holder.setdefault(id(parameter), i)

@@ -5,10 +5,8 @@ flat model in the SPTT dataflow, and all features of a tower for a model of towe
 share a row, and the exchange between hosts carries rows instead of samples:
 
 ====== ==========================================================================================================
-ids    only the distinct inputs of each group (`distinct_inputs`); TorchRec's KJT all-to-all also sends the
-       number of rows of every feature, so both ends know all sizes from then on
-a to d rows of all peers side by side; groups with fewer rows are padded with empty bags (`dmt.sptt.rows`),
-       which never leave the tower
+ids    only the distinct inputs of each group (`distinct_inputs`)
+a to d rows of all peers side by side; groups with fewer rows are padded with empty bags (`dmt.sptt.rows`)
 f      rows without padding; the receiver copies each row to its samples
 ====== ==========================================================================================================
 
@@ -178,7 +176,7 @@ class _HeldRows:
         return copied
 
     def part_of(self, tensors: Sequence[Tensor], part: int) -> list[Tensor]:
-        """Returns the rows of one part of each piece."""
+        """Returns views [rows of ``part``, width] of the tensors [rows of all parts, width], one for each piece."""
         return [tensor[ends[part] : ends[part + 1]] for tensor, ends in zip(tensors, self.ends, strict=True)]
 
 

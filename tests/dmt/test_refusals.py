@@ -265,7 +265,7 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
     **{f"no sharding plan, {case.kind}": (lambda job, case=case: DistributedModelParallel(
         build(case), device=CPU, sharders=[sharder_of(job, case)]), "Sharder needs a plan of TowerShardingPlanner;")
        for case in (TWO, FLAT)},
-    "scheme": (lambda job: changed(job.two, put(sharding_type="grid_shard")), "'t1' in tower 1 is sharded 'grid_"),
+    "scheme": (lambda job: changed(job.two, put(sharding_type="grid_shard")), "tower 1 has the sharding type 'grid_"),
     "row-wise on one rank": (lambda job: changed(job.one, put(sharding_type="row_wise"), scheme="table_wise"),
                              r"a row_wise table cannot be on ranks=\[1\]"),
     "data-parallel kernel": (lambda job: changed(job.one, put(compute_kernel="fused"), scheme="data_parallel"),
@@ -274,7 +274,7 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
                      "'t1' in tower 0 is table_wise with compute_kernel='dense'"),
     "output dtype": (lambda job: changed(job.two, put(output_dtype=DataType.FP16)), "'t1' in tower 1 has output_dtype"),
     "local rank": (lambda job: changed(job.two, put(ranks=[5])), r"'t1' in tower 1 is .* local ranks \[5\], but"),
-    "cover": (lambda job: changed(job.two, small_shard), r"'t1' in tower 1 is 43 x 8, but its shards .*43, 6\)\]"),
+    "cover": (lambda job: changed(job.two, small_shard), r"is 43 x 8\. The plan .* shards .*43, 6\)\], but"),
     "a batch without a feature on one rank": (
         lambda job: changed(job.two, None)(ids_of(torch.int64, "f0", *(["f1"] if job.two.rank else []))),
         "lacks feature 'f1'"),
@@ -283,7 +283,7 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
     "number of towers": (lambda job: towers(job, 1), "model has 1 towers, but the topology has num_towers=2"),
     "shared parameter": (lambda job: distribute(towers_of([Shared(["f0"]), Shared(["f1"])]), TowerCollectionSharder(
         job.two)), r"Towers 0 and 1 share the parameter 'interaction\.own\.weight'"),
-    "other width": (widened, r"returned columns \[6\] of torch.float32, but towers agreed on \[4\]"),
+    "other width": (widened, r"returned outputs of widths \[6\] in torch.float32, but .* on \[4\]"),
     "a list": (listed, r"tower . returned list for 4 samples; it must return a tensor"),
     "no collection of tables": (no_collection, r"Tower 0 holds a Embedding; a tower takes one .* place two towers"),
     "sequences, global ids": (lambda job: sequences(job, id_route="global"),
@@ -334,18 +334,18 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
     "a batch without a feature outside": (
         lambda job: sharded(OUTSIDE, job.two)(ids_of(torch.int64, "f0", "f2", "f3")), "The batch lacks feature 'f1'"),
     "state without a table": (lambda job: loaded_outside(job, lambda state: state.pop("embedding_bags.t1.weight")),
-                              r"RuntimeError.* missing keys \['embedding_bags.t1.weight'\]"),
+                              r"RuntimeError.* lacks the keys \['embedding_bags.t1.weight'\]"),
     "state with another table": (
         lambda job: loaded_outside(job, lambda state: state.update({"embedding_bags.t9.weight": torch.zeros(1)})),
-        r"RuntimeError.* unknown \['embedding_bags.t9.weight'\]"),
+        r"RuntimeError.* unknown keys \['embedding_bags.t9.weight'\]"),
     "state of longer tables": (
         lambda job: loaded_outside(job, lambda state: state.update({f"embedding_bags.t{i}.weight": torch.zeros(
             99, 8) for i in (0, 2, 3) if f"embedding_bags.t{i}.weight" in state})),
-        r"_bags.t[03].weight' is \(99, 8\) in the state, but \(4[09], 8\) in the model"),
+        r"_bags.t[03].weight' has shape \(99, 8\) in the state, but \(4[09], 8\) in the model"),
     "hot table outside": (lambda job: hot(job, OUTSIDE).replicate({"t1": [1]}), "'t1' cannot have copies: it is out"),
     "assign=True": (assigned, r"load_state_dict\(assign=True\) cannot replace"),
     "another key": (lambda job: [model(ids_of(torch.int64, "f0", "f1", "f2", "f3", *more)) for model in [
-        sharded(FLAT, job.two)] for more in ([], ["x"])], r"5 keys, at position 4 \['x'\]; the first batch had 4"),
+        sharded(FLAT, job.two)] for more in ([], ["x"])], r"5 keys, with \['x'\] at position 4; the first batch had 4"),
     "weights that train": (lambda job: sharded(replace(FLAT, weighted=True), job.two)(KeyedJaggedTensor(
         ["f0", "f1", "f2", "f3"], torch.ones(8).long(), torch.ones(8, requires_grad=True), torch.ones(8).long())),
         "has weights that require a gradient, which does not cross ranks; pass"),
