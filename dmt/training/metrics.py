@@ -135,11 +135,10 @@ def _settled_time() -> float:
 def measure_lookups(
     model: nn.Module, optimizer: KeyedOptimizer, batches: Iterable[ClickBatch], mesh: TowerMesh
 ) -> list[float]:
-    """Runs a forward and backward pass of each batch, and returns the seconds that lookups take on each rank.
+    """Runs a forward and backward pass of each batch, and returns the seconds of lookups on each rank; collective.
 
     It times the forward calls of TorchRec's lookups and of hot rows' lookups, without exchanges; the seconds of a rank
     are the median over all batches but the first. The backward passes update the tables: call it after the last save.
-    Collective.
     """
     seconds: list[float] = []
 

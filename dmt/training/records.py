@@ -61,8 +61,7 @@ class RunRecord:
     Args:
         config: the run.
         enabled: true on rank 0.
-        resumed_step: the step from which training resumes; later lines of ``metrics.jsonl`` are dropped, as training
-            records them again.
+        resumed_step: the step from which training resumes; later lines of ``metrics.jsonl`` are dropped.
 
     Raises:
         InputError: the folder cannot be written to.

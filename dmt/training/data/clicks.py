@@ -49,8 +49,7 @@ class ClickData:
 
     Args:
         config: section ``data`` of the run's configuration.
-        cache: folder for the prepared copies of raw files (`dmt.training.data.prepare.prepare_once`); None refuses raw
-            files.
+        cache: folder for the prepared copies of raw files (`prepare_once`); None refuses raw files.
         eval_only: use all rows of ``train_path`` for evaluation, in file order.
 
     Raises:
@@ -137,10 +136,10 @@ class ClickData:
         return {name: mean for name, mean in means.items() if mean > 0}
 
     def distinct_inputs(self, batch_size: int) -> dict[str, float]:
-        """Returns the mean number of distinct ids in a batch, by feature; empty if ``dmt prepare`` has not counted ids.
+        """Returns the expected number of distinct ids in a batch, by feature; empty if ``dmt prepare`` counted none.
 
         The counts are those of a table, so features that share one get equal numbers. Right only for features with at
-        most one id per row, without ``data.group_by``. The first call with a batch size reads the counts.
+        most one id per row, if rows are independent (no ``data.group_by``). The first call for a size reads the counts.
         """
         if self._counts is not None and batch_size not in self._distinct:
             counts = load_profile(self._counts)
@@ -190,8 +189,7 @@ class ClickData:
                 this rank's function alone decides.
 
         Raises:
-            InputError: rows cannot be read or are invalid (`ParquetRows.read`, `SourceRows.tables`); raised while
-                iterating.
+            InputError: while iterating, if rows are unreadable or invalid (`ParquetRows.read`, `SourceRows.tables`).
         """
         from dmt.training.data.batch import make_batch  # TorchRec takes seconds to import
 
@@ -244,7 +242,7 @@ class _Lanes:
     loaded: dict[int, tuple[int, Rows]] = field(default_factory=dict)  # number and rows of each lane's last window
 
     def batches(self, spans: Iterator[list[Span]], batch_size: int) -> Iterator[ClickBatch]:
-        """Returns an iterator over batches, each with the rows of a list of spans."""
+        """Returns an iterator over batches of ``batch_size`` rows: the rows of each list of spans, then padding."""
         from dmt.training.data.batch import make_batch  # TorchRec takes seconds to import
 
         parts = ([part for span in of_batch for part in self.rows(span)] for of_batch in spans)

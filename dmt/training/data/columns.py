@@ -89,7 +89,7 @@ class Columns:
 
     @property
     def schema(self) -> pa.Schema:
-        """Schema of prepared rows: label int8, dense float32, ids int32 (int64 for more than 2^31 rows), or lists."""
+        """Schema of prepared rows: label int8, dense float32, ids (or lists of ids) int32, int64 above 2^31 rows."""
         fields = [] if self.label is None else [pa.field(self.label, pa.int8())]
         fields += [pa.field(name, pa.float32()) for name in self.dense]
         for feature in self.features:
@@ -206,7 +206,7 @@ def _table_names(config: DataConfig, names: Iterable[str]) -> dict[str, str]:
     for table, members in config.shared_tables.items():
         _check_features(f"data.shared_tables.{table}", members, tables)
         if table in tables and table not in members:
-            raise InputError(f"data.shared_tables: a feature outside table {table!r} has its name. Rename the table.")
+            raise InputError(f"data.shared_tables.{table} has the name of a feature outside this table. Rename it.")
         tables |= dict.fromkeys(members, table)
     shared = [name for members in config.shared_tables.values() for name in members]
     for name, target in config.sequences.items():

@@ -171,7 +171,11 @@ class DataConfig(Section):
 
 
 def with_files(config: DataConfig, path: str) -> DataConfig:
-    """Returns settings to read ``path``, a prepared folder or raw files with ``config``'s columns; not validated."""
+    """Returns settings to read ``path``, a prepared folder or raw files with ``config``'s columns; not validated.
+
+    Raises:
+        InputError: ``config`` has synthetic rows.
+    """
     if config.kind == "synthetic":
         raise InputError("The model was trained on synthetic clicks; rows of a file do not fit it. Leave out --data.")
     if (Path(path) / "manifest.json").is_file():

@@ -2,8 +2,8 @@
 
 The rows of an epoch are dealt to V lanes, where V is the number of ranks of the first run. Row i of the epoch is row
 i // V of lane i % V. A global batch is the next G rows, lane after lane, cut into W equal parts, one for each rank. The
-order thus depends on V, not on W: if W divides V, each rank has V / W whole lanes, and the global batches of G = V * b
-rows are the same for each such W. A position in an epoch is the number of rows that all ranks have used.
+order thus depends on V, not on W: if W divides V, each rank has V / W whole lanes, and global batches with b rows of
+each lane (G = V * b) are the same for every such W. A position in an epoch is the number of rows used so far.
 
 Legend: N rows of an epoch, V lanes, W ranks, G rows of a global batch.
 """
@@ -64,7 +64,7 @@ class Deal:
         return np.asarray((rows + self.lanes - 1 - lane) // self.lanes)
 
     def of_rank(self, start: int, stop: int, *, rank: int, world_size: int) -> list[Span]:
-        """Returns a rank's part of rows ``start`` to ``stop`` of the epoch; the last ranks may get fewer or no rows."""
+        """Returns a rank's part of rows ``start`` to ``stop`` of an epoch, by lane; the last ranks may get fewer."""
         lanes = np.arange(self.lanes)
         first = self.in_lane(start, lanes)
         numbers = self.in_lane(stop, lanes) - first

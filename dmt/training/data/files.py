@@ -59,7 +59,7 @@ def open_binary(path: str) -> BinaryIO:
 
     Raises:
         OSError: the file cannot be opened.
-        InputError: fsspec's package for such URLs is not installed.
+        InputError: the package with which fsspec opens this URL is not installed.
     """
     if not is_remote(path):
         return open(path, "rb")
@@ -78,12 +78,12 @@ def matching_files(value: str) -> list[str]:
     """Lists the files that a file name, folder or glob matches, sorted by name.
 
     In a folder or glob, names that begin with ``.`` or ``_`` are left out. A folder named ``*.parquet``, as Spark
-    writes it, is replaced by its files.
+    writes it, is replaced by its Parquet files.
 
     Raises:
         OSError: the file or folder cannot be read.
-        InputError: fsspec's package for such URLs is not installed, a link is broken, or a folder named ``*.parquet``
-            has subfolders, whose rows would be left out.
+        InputError: the package with which fsspec opens this URL is not installed, a link is broken, or a folder named
+            ``*.parquet`` has subfolders, whose rows would be left out.
     """
     with _file_system(value) as (system, inner):
 
@@ -118,7 +118,7 @@ def _file_system(path: str) -> Iterator[tuple[Any, str]]:
         system, inner = url_to_fs(path)
     except (ImportError, ValueError) as error:
         raise InputError(
-            f"{path!r} cannot be read: {error}. Install fsspec's package for such URLs, or copy the files to this host."
+            f"{path!r} cannot be read: {error}. Install the package that fsspec needs, or copy the files to this host."
         ) from error
     try:
         yield system, inner
@@ -158,7 +158,7 @@ def expand_path(setting: str, value: str, *, columns: bool) -> list[str]:
         place = "" if is_remote(value) or Path(value).is_absolute() else f" (in {Path.cwd()})"
         raise InputError(f"{setting}={value!r} matches no file{place}. Correct the path.")
     if others := sorted({*files}.difference(known)):
-        logger.warning("%s=%r: Not read, as their endings are unknown: %s", setting, value, shorten(others, ", "))
+        logger.warning("%s=%r: files with unknown endings are not read: %s", setting, value, shorten(others, ", "))
     return known
 
 

@@ -79,8 +79,7 @@ def prepare_once(config: DataConfig, cache: Path | None, *, eval_only: bool = Fa
 
     Args:
         config: section ``data`` of the run's configuration, with raw files.
-        cache: folder of prepared folders, each named by a hash of the settings and the versions of the files; None
-            raises an error.
+        cache: folder of prepared folders, each named by a hash of the settings and the versions of the files.
         eval_only: use all rows of ``train_path`` for evaluation, in file order.
 
     Raises:
@@ -178,7 +177,7 @@ def prepare(
         columns = converter.columns
         profile, summary = _summary(_View(converter, folder / "train" / _FILE), tables_of(columns, **dims), counts)
         if both := sorted(set(files["train_path"]).intersection(files.get("eval_path", ()))):
-            summary["notes"].insert(0, f"{shorten(both, ', ')}: in train_path and eval_path, which inflates metrics.")
+            summary["notes"].insert(0, f"Files of train_path in eval_path inflate metrics: {shorten(both, ', ')}.")
         if config.split_column and not num_rows["eval"]:
             summary["notes"].insert(0, f"There are no evaluation rows: {config.split_column} is never 'test'.")
         save_profile(profile, folder / _PROFILE)
@@ -387,7 +386,7 @@ class _View:
 
 
 def _count(view: _View, columns: Columns, min_count: int, file: Path) -> None:
-    """Writes each table's vocabulary: the most frequent hashes of at least ``min_count`` uses, as many as fit in."""
+    """Writes each table's vocabulary: the most frequent hashes of at least ``min_count`` uses, as many as have rows."""
     members: dict[str, list[Feature]] = {}
     for feature in (feature for feature in columns.features if feature.time is None):
         members.setdefault(feature.table, []).append(feature)
@@ -415,7 +414,8 @@ def _copy_vocabulary(config: DataConfig, columns: Columns, file: Path) -> None:
         raise InputError(f"{place} has other features or tables: {unlike[0][0]!r} differs. {remedy}")
     shutil.copyfile(folder / manifest.vocabulary, file)
     if size_and_crc(file)[1] != (int(checksum, 16) if checksum else manifest.files[manifest.vocabulary][1]):
-        raise InputError(f"{place} differs from the vocabulary used in training. Restore that prepared folder.")
+        origin = "used in training" if checksum else "that was written with the folder"
+        raise InputError(f"{place}: {manifest.vocabulary} is not the file {origin}. Restore the prepared folder.")
 
 
 def _read_vocabularies(file: Path, columns: Columns) -> dict[str, Vocabulary]:

@@ -70,7 +70,7 @@ class Block:
     columns: Mapping[str, tuple[str, pa.DataType]]
     """SQL expression and Arrow type of each column, by name; text files have text, JSON lines also lists of text."""
     fault: str = ""
-    """SQL ``WHEN`` clauses that find rows which are invalid as a whole."""
+    """SQL ``WHEN`` clauses for rows that cannot be read: the column (or empty), `_CUT`, and the reason."""
     first: int = 1
     """Number of the first row's line (in Parquet, of the first row), from 1."""
     share: float = 1.0
@@ -169,7 +169,7 @@ def raw_blocks(file: str, config: DataConfig, used: Sequence[str]) -> Iterator[B
     """Yields the ``used`` columns of a file in blocks of rows.
 
     Raises:
-        InputError: the file cannot be read, is a damaged gzip or Parquet file, or has no columns.
+        InputError: the file cannot be read, is damaged, has no columns, or has a line of more than 16 MiB.
     """
     schema, is_criteo = schema_of(file, config), config.kind == "criteo_tsv"
     kind = "text" if is_criteo else format_of(file)
@@ -221,7 +221,7 @@ def _lines(file: str, block_bytes: int) -> Iterator[tuple[int, list[bytes], floa
                 lines = (rest + chunk).split(b"\n")
                 rest = lines.pop()
                 if len(rest) > _MOST_LINE_BYTES:
-                    raise InputError(f"{file}, line {number + len(lines)}: over 16 MiB long. Give text with line ends.")
+                    raise InputError(f"{file}, line {number + len(lines)} is over 16 MiB. Give text with line ends.")
                 if b"\r" in chunk or chunk.startswith(b"\n"):  # "\r\n" may be cut between two chunks
                     lines = [line.removesuffix(b"\r") for line in lines]
                 yield number, lines, raw.tell() / size

@@ -79,8 +79,7 @@ class SourceRows:
         in evaluation, that of the rank with most batches, where other ranks yield smaller or empty tables.
 
         Raises:
-            InputError: a batch of the source is not a table, or has other columns or an invalid value; with a group,
-                on every rank.
+            InputError: a batch is not a table, or has other columns or an invalid value; with a group, on every rank.
             RankError: with a group, on every rank: the function raised another exception.
         """
         from dmt.collectives import run_on_all_or_raise
