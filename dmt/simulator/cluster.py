@@ -14,7 +14,7 @@ import tomli_w
 from annotated_types import Ge, Gt, Le
 
 from dmt.errors import InputError, did_you_mean
-from dmt.files import atomic_write, from_record, read_file
+from dmt.files import from_record, read_file, write_or_raise
 
 __all__ = ["Cluster", "CollectiveKind", "CollectiveRates", "load_cluster", "save_cluster", "shipped_clusters"]
 
@@ -150,7 +150,7 @@ def load_cluster(path: str | Path) -> Cluster:
 
 
 def save_cluster(cluster: Cluster, path: Path) -> None:
-    """Writes a ``cluster.toml`` that `load_cluster` reads; raises `OSError` if it cannot be written."""
+    """Writes a ``cluster.toml`` that `load_cluster` reads; raises `InputError` if it cannot be written."""
     record = json.loads(json.dumps(asdict(cluster)))  # JSON makes ranks strings, as TOML keys must be
-    with atomic_write(path) as part:
+    with write_or_raise(path, "Cluster file") as part:
         part.write_text(tomli_w.dumps(record), encoding="utf-8")

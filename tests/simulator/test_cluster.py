@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -27,6 +26,8 @@ def test_a_file_brings_back_what_was_written(tmp_path: Path) -> None:
     cluster = replace(A100, name='two "hosts"\n🙂', all_to_all=rates)
     save_cluster(cluster, tmp_path / "a" / "cluster.toml")
     assert load_cluster(tmp_path / "a" / "cluster.toml") == cluster
+    with pytest.raises(InputError, match=r"^Cluster file .*cluster\.toml/b: cannot be written"):
+        save_cluster(cluster, tmp_path / "a" / "cluster.toml" / "b")
 
 
 def test_larger_groups_reach_less_of_the_uplink() -> None:
@@ -71,14 +72,12 @@ def test_nonsense_is_named(line: str, words: str, tmp_path: Path) -> None:
 def test_a_missing_part_a_missing_file_and_a_typo_are_told(tmp_path: Path) -> None:
     save_cluster(A100, tmp_path / "c.toml")
     text = (tmp_path / "c.toml").read_text()
-    start = text.index("[exchange]")
-    (tmp_path / "c.toml").write_text(text[:start] + text[text.index("[all_reduce]") :])
+    (tmp_path / "c.toml").write_text(text[: text.index("[exchange]")] + text[text.index("[all_reduce]") :])
     with pytest.raises(InputError, match=r"c\.toml: exchange: Field required\. .*dmt bench-comms"):
         load_cluster(tmp_path / "c.toml")
     (tmp_path / "c.toml").write_text(text.replace("hosts = 16\n", "").replace("ranks_per_host = 8\n", ""))
     with pytest.raises(InputError, match=r"c\.toml: hosts: Field required\. .*dmt bench-comms"):
         load_cluster(tmp_path / "c.toml")
-    missing: list[Any] = ["a10", tmp_path / "none.toml"]
-    for path in missing:
+    for path in ("a10", str(tmp_path / "none.toml")):
         with pytest.raises(InputError, match=r"neither a file nor a shipped cluster \(a100, h100, v100\)"):
             load_cluster(path)

@@ -58,7 +58,7 @@ class CheckReport:
     rows: tuple[CheckRow, ...]
     """One row for each check."""
     reduced: tuple[str, ...]
-    """Settings that were made smaller than in the config, one sentence each."""
+    """Settings that differ from those of the config, one clause each."""
     notes: tuple[str, ...]
     """Warnings for the user."""
     ranks: int
@@ -82,7 +82,7 @@ def check_run(config: TrainingConfig, limits: CheckLimits) -> CheckReport:
     """Shrinks a run that is configured for a cluster, and compares it with the plain module on local gloo ranks.
 
     Raises:
-        InputError: see `open_job` and `checked_model`, or `compute_expected` raises it.
+        InputError: see `open_job`, `checked_model`, `shrink` and `check_on_rank`.
         RanksFailedError: a rank failed, died, or did not end in time.
     """
     checked_model(job := open_job(config), config.topology.build().world_size)
@@ -127,7 +127,7 @@ def _replicas(reports: Sequence[RankReport]) -> Iterator[Finding]:
 
 
 def make_rows(findings: Sequence[Finding], titles: Mapping[str, str]) -> tuple[CheckRow, ...]:
-    """Returns a row for each check in ``titles``, from the findings of all ranks; one without findings has failed."""
+    """Returns a row for each check in ``titles``, from the findings of all ranks; a check without findings fails."""
     return tuple(_row(name, what, [f for f in findings if f.check == name]) for name, what in titles.items())
 
 

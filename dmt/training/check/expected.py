@@ -1,7 +1,4 @@
-"""The expected results of all ranks, computed by the plain single-process module on the batches of all ranks.
-
-Each replica has a plain module, which trains on the batches of the replica's ranks (`dmt.testing.PlainTraining`).
-"""
+"""The expected results of all ranks: one plain module per replica trains on its ranks' batches (`PlainTraining`)."""
 
 from __future__ import annotations
 
@@ -97,7 +94,10 @@ class Expected:
 
 
 def compute_expected(run: CheckedRun, layout: Mapping[str, Sequence[int]]) -> Expected:
-    """Trains the plain module, with optimizers for the column shards of ``layout``; returns the expected results.
+    """Trains the plain module in this process as the sharded run must train, and returns the expected results.
+
+    ``layout`` has the widths of the column shards by table name, from `table_layout` of the sharded model; each shard
+    has its own optimizer state. Seeds torch's global generator with ``train.seed``.
 
     Raises:
         InputError: logits are random, a loss is not finite, or a sample's logit depends on other samples of its batch.

@@ -51,7 +51,7 @@ class CheckedRun:
     folder: str
     """Folder for the expected results, which all ranks can read."""
     reduced: tuple[str, ...]
-    """Settings that were made smaller than in the config, one sentence each."""
+    """Settings that differ from those of the config, one clause each."""
 
     @property
     def config(self) -> TrainingConfig:
@@ -98,7 +98,7 @@ def shrink(job: Job, *, limits: CheckLimits, folder: Path) -> CheckedRun:
 
 
 def _smaller(config: TrainingConfig, topology: TowerTopology) -> tuple[TrainingConfig, list[str]]:
-    """Returns the config for fewer ranks and steps, and a sentence for each setting that was made smaller."""
+    """Returns the config for fewer ranks and steps, and a clause for each setting that was made smaller or replaced."""
     replicas = config.replicas
     config = with_values(config, "train", device="cpu")
     config = with_values(config, "topology", ranks_per_host=topology.ranks_per_host)

@@ -47,7 +47,7 @@ class Shown(NamedTuple):
     rows: Sequence[Sequence[str]] = ()
     title: str | None = None
     right: Sequence[int] = ()
-    """Indices of the number columns, which are right-aligned and never truncated."""
+    """Indices of the columns of numbers, which are right-aligned and never truncated."""
     lines: Sequence[str] = ()
     """Lines below the table."""
     exit_code: int = 0
@@ -207,7 +207,7 @@ def _demo(overrides: tuple[str, ...], *, data: str | None, out: Path) -> Shown:
     """
     from dmt.training.commands.demo import demo
 
-    note = "No link between these hosts is slow: compare bytes, not samples/s. The report explains all rows."
+    note = "All hosts are this machine, so no link is slow: compare bytes, not samples/s. The report explains all rows."
     return show_results(demo(data, out, overrides, command=_command_line()))._replace(lines=[note])
 
 
@@ -383,7 +383,7 @@ def _show_check(report: Any) -> Shown:
     ]
     failed = [row.check for row in report.rows if row.verdict == "FAILED"]
     schemes = [f"{count} {scheme}" for scheme, count in report.schemes.items()]
-    lines = [f"Made smaller: {line}" for line in report.reduced]
+    lines = [f"Changed: {line}" for line in report.reduced]
     lines += [f"Schemes: {', '.join(schemes)}"] if schemes else []
     lines += [f"Note: {note}" for note in report.notes]
     verdict = f"These differ too much: {', '.join(failed)}." if failed else "Everything agrees."

@@ -39,8 +39,9 @@ _CONFIG = "run.toml"  # in the folder of each of a demo's runs
 def demo(data: str | None, out: Path, overrides: Sequence[str], *, command: str) -> dict[str, dict[str, Any]]:
     """Trains the flat model, partitions its features, trains the multi-tower model, and returns both results by arch.
 
-    ``data`` is a file of clicks (see `demo_settings`), or None for the built-in generator. ``overrides`` apply to both
-    runs, except that keys of the tower dataflow apply to the second only. The reports show ``command``.
+    ``data`` is a file of clicks (see `demo_settings`), or None for the built-in generator. All files are written into
+    ``out``, where checkpoints of an earlier demo are deleted. ``overrides`` apply to both runs, except that keys of the
+    tower dataflow apply to the second only. The plan of the towers and the reports show ``command``.
 
     Raises:
         InputError: anything the user can fix; raised before training where possible.
@@ -108,7 +109,7 @@ def demo(data: str | None, out: Path, overrides: Sequence[str], *, command: str)
 
 
 def train_here(folder: Path, settings: Sequence[str]) -> dict[str, Any]:
-    """Trains the demo's config with ``settings``, from scratch, on ranks of this machine, and returns its result."""
+    """Trains the demo's config with ``settings`` in ``folder``, whose checkpoints it deletes; returns the result."""
     config = load_config("demo", [*settings, to_override("train.output_dir", folder)])
     for path in checkpoints(folder / "checkpoint"):
         shutil.rmtree(path)

@@ -29,7 +29,7 @@ _TOWER_MODULES = {"dcn": "DCNTowerModule", "dlrm": "DLRMTowerModule", "dlrm-prod
 
 
 def run_partition(options: Mapping[str, Any], command: str) -> Shown:
-    """Runs ``dmt partition`` and writes the plan; progress goes to stderr.
+    """Runs ``dmt partition``, which writes the plan and, if asked, a report; progress goes to stderr.
 
     Args:
         options: the command's options by name, with ``-`` as ``_``.

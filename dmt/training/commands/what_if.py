@@ -22,14 +22,15 @@ def run_what_if(config: str, overrides: Sequence[str], *, cluster: str, uplink: 
     """Predicts a step of a run, and of its alternatives, on a cluster file or a shipped cluster.
 
     Args:
-        config: the config of the run; the rates of the cluster decide how its tables are placed inside towers.
+        config: the config of the run. The cluster's rates decide how the run's tables are placed inside towers.
         overrides: ``section.key=value`` settings.
         cluster: file or name of the cluster.
-        uplink: rate of a host's link to others in 10^9 bits per second, in place of the cluster's rate.
+        uplink: rate of a host's link to others in 10^9 bits per second, finite and above 0, in place of the cluster's
+            rate; required if the cluster was measured on one host and the run has several.
 
     Raises:
-        InputError: the config, its data or the cluster cannot be read; the hosts of run and cluster have different
-            numbers of ranks; or the tables cannot be placed.
+        InputError: the config, its data or the cluster cannot be read; ``uplink`` is absent or out of range; the hosts
+            of run and cluster have different numbers of ranks; or the tables cannot be placed.
     """
     described = load_cluster(cluster)
     described = described if uplink is None else described.with_uplink(uplink)
@@ -50,10 +51,7 @@ def run_what_if(config: str, overrides: Sequence[str], *, cluster: str, uplink: 
 
 
 def _show(record: dict[str, Any], title: str, current: Prediction, ways: Sequence[Prediction], num_ranks: int) -> Shown:
-    """Returns a table: the run, and each alternative without replicas and with their best number.
-
-    Alternatives that are all equally fast share one row.
-    """
+    """Returns a table: the run, and each alternative without replicas and with their best number (ties: one row)."""
     flat = next((way.seconds for way in ways if way.name == FLAT), math.nan)
     is_tie = len(ways) > 1 and ways[-1].seconds - ways[0].seconds < 1e-7
     best: dict[tuple[str, bool], Prediction] = {}

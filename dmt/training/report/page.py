@@ -43,7 +43,7 @@ Curve = NDArray[np.float64]  # [points, 2]: step and value
 # Keys of `TowerPlan.affinity`, and the pairs that they are the mean affinity of; interactions have the first two.
 _PAIRS = (
     ("within", "two features of one tower"),
-    ("within_strided", "the same, had the towers been dealt out in turn (strided)"),
+    ("within_strided", "the same, had the features been dealt out in turn (strided)"),
     ("between", "two features of different towers"),
 )
 _NOT_KNOWN = "all evaluation rows have the same label"  # the only reason for an AUC of NaN
