@@ -74,8 +74,8 @@ class HotRows:
     Args:
         model: holds one collection sharded by ``SPTTEmbeddingBagCollectionSharder``.
         mesh: the process groups of this job.
-        extra_memory: share of the numbers of all tables that a rank's copies may have, in (0, 1]. Ids that wait to be
-            counted may take as many bytes again, or 2 MB if that is more.
+        extra_memory: limit on the number of weights in a rank's copies, as a share of those in all tables, in (0, 1].
+            Ids that wait to be counted may take as many bytes again, or 2 MB if that is more.
         refresh_every: training steps between two choices of rows; the first choice comes after at most 100 steps. None:
             rows change only when you call `refresh` or `replicate`.
 
@@ -115,7 +115,9 @@ class HotRows:
         """Tables that cannot have copies, with the reason."""
         if len(self.left_out) == len(homes):
             name, reason = next(iter(self.left_out.items()))
-            raise InputError(f"HotRows: no table can have copies; for table {name!r}: {reason}. Leave HotRows out.")
+            raise InputError(
+                f"HotRows: no table can have copies; table {name!r} cannot, because {reason}. Leave HotRows out."
+            )
         self._tables = table_specs([home.config for name, home in homes.items() if name not in self.left_out])
         sizes = (home.config.num_embeddings * home.config.embedding_dim * 4 for home in homes.values())
         self._budget = extra_memory * sum(sizes)
@@ -214,7 +216,8 @@ class HotRows:
             if numbers.dtype.kind not in "iu" or numbers[0] < 0 or numbers[-1] >= num_rows:
                 raise InputError(
                     f"HotRows: table {name!r} has rows 0..{num_rows - 1}, but the given numbers are {numbers.dtype} "
-                    f"from {numbers[0]} to {numbers[-1]}. Give integers in this range; for a mask np.flatnonzero(mask)."
+                    f"from {numbers[0]} to {numbers[-1]}. Give integers in this range; if you have a boolean mask, "
+                    "give np.flatnonzero(mask)."
                 )
             row_numbers[name] = numbers.astype(np.int64)
         return row_numbers

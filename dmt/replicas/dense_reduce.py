@@ -1,7 +1,7 @@
 """`HierarchicalDataParallel`: reduces gradients of the dense part inside each host first, then once between hosts.
 
 For S bytes of dense gradients, DDP's single ring over all W ranks sends 2 S (W-1)/W bytes out of every host. If each of
-H hosts reduces first, a host sends 2 S (H-1)/H, half in BF16. n is the number of gradients in a DDP bucket.
+H hosts reduces first, a host sends 2 S (H-1)/H, or half of that in BF16. n is the number of gradients in a DDP bucket.
 """
 
 from __future__ import annotations

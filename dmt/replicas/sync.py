@@ -11,7 +11,7 @@ Legend: M replicas (R elsewhere); w, v weights and optimizer states of this rank
 at every sync       ``optimizer_state="now"``                 ``optimizer_state="delayed"`` (PyTorch's blog)
 ==================  ========================================  =====================================================
 weights             w = mean(w)                               w = mean(w)
-states              v = mean(v)                               v = mean(s) + (v - s), s of the sync before; s = v
+states              v = mean(v)                               v = mean(s) + (v - s), s of the last sync; then s = v
 collectives         complete within the sync                  mean(s) is computed while the next interval trains
 ==================  ========================================  =====================================================
 """

@@ -375,7 +375,7 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
     "hot table": (lambda job: hot(job).replicate({"t9": [1]}), "'t9' cannot have copies: the model has no such table"),
     "hot row": (lambda job: hot(job).replicate({"t1": [99]}), "'t1' .* int64 from 99 to 99"),
     "hot mask": (lambda job: hot(job).replicate({"t1": np.ones(4, dtype=bool)}),
-                 "given numbers are bool from True to True. Give .* for a mask np.flatno"),
+                 "given numbers are bool from True to True. Give .* mask, give np.flatno"),
     "hot shares": (lambda job: hot(job).replicate(job.differs({}, {"t1": [0.5]})), "'t1' .* are float64 from"),
     "hot rows of ranks": (lambda job: hot(job).replicate({"t1": [job.rank]}), "HotRows.replicate: rows is"),
     "memories": (lambda job: hot(job, extra_memory=0.5 + job.rank), "extra_memory is 0.5 on rank 0, but 1.5 on rank 1"),

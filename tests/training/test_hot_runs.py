@@ -78,7 +78,7 @@ def test_copies_count_in_the_memory_that_a_rank_needs(tmp_path: Path, monkeypatc
     # On one host no row is ever chosen.
     job, other = (open_job(one) for one in (config, with_values(config, "topology", ranks_per_host=4)))
     # Weights and gradients of a quarter of 6 tables with 400 rows of 32 bytes.
-    with pytest.raises(InputError, match=r"for tables, .*, 38.4 kB for copies of hot rows .*, and dense"):
+    with pytest.raises(InputError, match=r"for tables, .*, 38.4 kB for copies of hot rows .*, and more for dense"):
         on_one_host(job, monkeypatch, 2)
     with pytest.raises(InputError, match=r"for tables, .*, 0 bytes for copies"):
         on_one_host(other, monkeypatch, 2)
@@ -130,7 +130,7 @@ def test_a_run_with_hot_rows_cuts_no_table_into_columns(tmp_path: Path) -> None:
     assert "column_wise" in open_job(small("dlrm", "sptt", **settings)).sharding.tables_by_scheme
     hot = open_job(small("dlrm", "sptt", hot_rows={"extra_memory": 0.1}, **settings)).sharding
     assert "column_wise" not in hot.tables_by_scheme
-    assert hot.reasons["t_C1"].endswith("; not cut into columns, so that its rows can have copies")
+    assert hot.reasons["t_C1"].endswith("; it is not cut into columns, so that its rows can have copies")
 
 
 # Access counts of a run's rows: kept and read again; damaged files are refused.
