@@ -1,14 +1,14 @@
 """The tensors in a checkpoint of a model and its optimizer: how they are named, written, and read in any layout.
 
 Names are independent of ranks and layout: ``model.<name>`` for parameters and buffers, named as in the unsharded model
-(towers by their number in the model, tables by name), and ``optimizer.<parameter>.<state>``. Counts are 0-d tensors.
+(towers by number in the model, tables by name), and ``optimizer.<parameter>.<state>``. Step counts are 0-d tensors.
 
 Row-wise AdaGrad keeps one number for each row of a table. If the table is split by columns, it keeps one for each row
 of each shard (the mean over the shard's columns), and TorchRec concatenates the shards' numbers. In a checkpoint each
 column range has a separate tensor, ``<state>.columns_0_64`` [rows], so that the table can be loaded with another split.
 
 DCP (``torch.distributed.checkpoint``) unpickles the index of a checkpoint and the objects in it, so an untrusted file
-could run any code. `TensorReader` allows only the classes that an index needs, and reads tensors by
+could run any code. `TensorReader` allows only the classes that an index needs, and reads tensors with
 ``torch.load(weights_only=True)``.
 """
 
@@ -144,7 +144,7 @@ def split_name(name: str) -> tuple[str, int, int]:
 def _shards_of(name: str, value: Any, table: str = "") -> Shards:
     if not isinstance(value, Tensor):
         raise InputError(
-            f"{name} is a {type(value).__name__}; checkpoints hold tensors only. Register {name} as a tensor, or leave "
+            f"{name} is of type {type(value).__name__}, but checkpoints hold tensors only. Register a tensor, or leave "
             "it out of the state dict."
         )
     whole = _size(value)
@@ -186,7 +186,7 @@ def _size(value: Tensor) -> tuple[int, ...]:
 
 
 class RecordedFile(io.FileIO):
-    """A new file that hashes its content. Only `digest` raises write errors: PyTorch's writer would end the process."""
+    """A new file that hashes its content. Only `digest` raises write errors: in `write`, they would end the process."""
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
         super().__init__(path, "wb")

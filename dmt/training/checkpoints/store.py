@@ -262,14 +262,13 @@ class Checkpointer:
         Args:
             model: the sharded model, or a model that every rank holds whole.
             optimizer: the optimizer of all parameters (`dmt.training.build.build_optimizer`); None saves weights only.
-            step: number of training steps so far; earlier checkpoints of this and of later steps are deleted.
+            step: number of training steps so far; other checkpoints of this step and all of later ones are deleted.
             progress: what the caller needs to resume, as JSON values; rank 0's is saved.
             describe: adds files to the checkpoint. Called on rank 0 with the folder being written, in the writing
                 thread, before the manifest is written.
 
         Returns:
-            True if the checkpoint was saved, the same on every rank. Asynchronous saving always returns True; `wait`
-            returns the outcome.
+            True if the checkpoint was saved, the same on every rank; always if asynchronous (see `wait`).
 
         Raises:
             InputError: replicas were not averaged, a value is NaN or infinite, or a value in the state dict is not a

@@ -67,7 +67,7 @@ def export_run(
         run: the ``output_dir`` of a run, or a checkpoint.
         out: the ``.pt2`` file.
         tables: number format of the tables in the program.
-        data_path: files to find the run's columns in, if its own data are gone.
+        data_path: raw files or a prepared folder with the run's columns, if its own data are gone.
         functions: see `dmt.training.trained.checkpoint_of`.
 
     Raises:

@@ -111,7 +111,7 @@ class ServedTables(nn.Module):
             self.register_buffer(f"scales_{number}", scales)
 
     def forward(self, features: Mapping[str, JaggedTensor]) -> Any:
-        """Looks up ids by feature; returns a ``KeyedTensor``, float32 [B, sum of N], or a dict of ``JaggedTensor``."""
+        """Looks up ids; returns float32 by feature: a ``KeyedTensor`` [B, sum of N], or a dict of ``JaggedTensor``."""
         lookups = [
             (number, features[name], mode) for number, (names, mode) in enumerate(self._lookups) for name in names
         ]
@@ -152,7 +152,7 @@ class ServedModel(nn.Module):
         model: the unsharded model with its weights; it is copied, except for tables that are not quantized.
         features: names of the features that the program takes.
         stored: number format of the tables.
-        splits: columns of each shard, by feature (`dmt.plan.towers.TowerPlan.column_splits`).
+        splits: widths of column shards, by feature (`dmt.plan.towers.TowerPlan.column_splits`).
 
     Raises:
         InputError: the model has tables that cannot be exported.
@@ -195,6 +195,7 @@ class ServedModel(nn.Module):
 
         Raises:
             InputError: the model returned anything but one logit for each sample.
+            RuntimeError: ``lengths`` are negative or do not add up to the numbers of ``ids``.
         """
         bags = _Ids()
         # All features at once: for a few samples, time depends on the number of operators.

@@ -215,7 +215,7 @@ def test_what_cannot_be_saved_is_refused(tmp_path: Path, caplog: pytest.LogCaptu
         checkpointer = Checkpointer(tmp_path, mesh)
         assert not checkpointer.save(linear(1.0), None, step=1, progress={"seen": {1}})
         assert "TypeError: Object of type set is not JSON serializable" in caplog.text
-        with pytest.raises(InputError, match=r"model\._extra_state is a dict; checkpoints hold tensors only"):
+        with pytest.raises(InputError, match=r"model\._extra_state is of type dict, but checkpoints hold tensors only"):
             checkpointer.save(Odd(1, 1), None, step=1, progress={})
         assert not list(tmp_path.iterdir())
 
