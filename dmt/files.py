@@ -122,7 +122,7 @@ def read_record(path: str | os.PathLike[str], *, what: str, version: int, remedy
     """Reads a JSON object whose key ``format`` is ``version``; ``what`` is the kind of file, such as ``"Tower plan"``.
 
     Raises:
-        InputError: the file cannot be read, is not a JSON object, or has another format version.
+        InputError: the file cannot be read, is not a JSON object, or has a different format version.
     """
     record = read_file(path, "JSON", place=f"{what} {path}", remedy=remedy)
     form = record.get("format") if isinstance(record, dict) else None
@@ -141,7 +141,7 @@ def from_record(kind: type[T], record: Mapping[str, Any], *, place: str, remedy:
     """Converts an object of JSON or TOML to the dataclass ``kind``; values, nested ones too, must have its types.
 
     Raises:
-        InputError: a field is absent, has another type or breaks a rule; the message begins with ``place`` and ends
+        InputError: a field is absent, has the wrong type or breaks a rule; the message begins with ``place`` and ends
             with ``remedy``.
     """
     # Imported here: it takes a tenth of a second to load, and most users of this module read no plan.

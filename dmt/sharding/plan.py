@@ -124,7 +124,7 @@ class TowerShardingPlan:
         """Reads a plan that `save` wrote.
 
         Raises:
-            InputError: the file cannot be read, is not JSON or has another format version, or an entry is absent, has
-                another type or breaks a rule of the plan.
+            InputError: the file cannot be read, is not JSON or has a different format version, or an entry is absent,
+                has the wrong type or breaks a rule of the plan.
         """
         return read_model(path, cls, what="Sharding plan", version=SHARDING_FORMAT, remedy="Re-run `dmt plan`.")

@@ -56,7 +56,7 @@ def plan_tables(
     model = CostModel(topology=topology, workload=workload or StepWorkload(), hardware=hardware or Hardware())
     if len(tables_by_tower) != topology.num_towers:
         raise InputError(
-            f"Tables are given for {len(tables_by_tower)} towers, but the topology has "
+            f"Tables are given for {counted(len(tables_by_tower), 'tower')}, but the topology has "
             f"num_towers={topology.num_towers}. Give one list of tables for each tower of the mesh."
         )
     tables = [*(table for tower in tables_by_tower for table in tower), *outside]

@@ -177,7 +177,7 @@ class SPTTModule(TowerState):
         """Starts to send each row to the peer of its samples (step f); returns the result in flight. Collective.
 
         Raises:
-            InputError: a tower's output has another width or a wider dtype than in the first batch.
+            InputError: a tower's output differs in width from the first batch's, or has a wider dtype.
         """
         # Do not wait here: the dense part of the model computes meanwhile.
         (columns_BS,) = self.columns(ctx, [self.exchange_outputs(ctx, output)])

@@ -117,7 +117,7 @@ class SPTTEmbeddingBagCollectionSharder(TowerSharder[EmbeddingBagCollection]):
             `dmt.sptt.sharder.TowerSharder`.
 
     Raises:
-        InputError: ``plan`` is not a `TowerPlan` or has not as many towers as the mesh, or a setting is refused.
+        InputError: ``plan`` is not a `TowerPlan` or has more or fewer towers than the mesh, or a setting is refused.
 
     Example::
 

@@ -38,8 +38,8 @@ class TowerMesh:
             different modules do not mix. Ranks that make their modules in the same order get equal tags.
 
     Raises:
-        InputError: there is no default process group or its size is not R * T * L, or ``topology`` has another type
-            or differs between ranks.
+        InputError: there is no default process group or its size is not R * T * L, or ``topology`` has the wrong
+            type or differs between ranks.
     """
 
     def __init__(self, topology: TowerTopology) -> None:

@@ -104,8 +104,8 @@ class MicroBatches:
 
         Raises:
             InputError: the arguments contain no ``KeyedJaggedTensor``, or some of different batch sizes; an argument or
-                output has another type or lacks one row per sample; an output depends on other samples; or the forward
-                does not call each sharded module once per micro-batch.
+                output has an unsupported type or lacks one row per sample; an output depends on other samples; or the
+                forward does not call each sharded module once per micro-batch.
         """
         leaves, _ = _leaves((args, kwargs))
         batch_sizes = {leaf.stride() for leaf in leaves if isinstance(leaf, KeyedJaggedTensor)}

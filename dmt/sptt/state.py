@@ -53,19 +53,19 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
         return [part for part in self.local_parts.modules() if isinstance(part, GroupSharded)]
 
     def state_dict(self, destination: Any = None, prefix: str = "", keep_vars: bool = False) -> dict[str, Any]:
-        """Returns this rank's tables, as sharded tensors, and tower modules, by the unsharded module's names."""
+        """Returns this rank's tables (data-parallel ones whole, others as sharded tensors) and tower modules."""
         self.write_back()
         for part in self.local_parts:
             destination = part.state_dict(destination=destination, prefix=prefix, keep_vars=keep_vars)
         return destination
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads this rank's towers from a state dict with the keys of `state_dict`.
+        """Loads this rank's tables and tower modules from a state dict with the keys of `state_dict`.
 
         Raises:
             RuntimeError: ``strict`` is True, and keys are missing or unknown.
-            InputError: a tensor has another shape (TorchRec would load the first rows of a longer table), or ``assign``
-                is True, which sharded tables do not support.
+            InputError: a tensor has the wrong shape (TorchRec would load the first rows of a longer table), or
+                ``assign`` is True, which sharded tables do not support.
         """
         if assign:
             raise InputError("load_state_dict(assign=True) cannot replace the memory of sharded tables; drop assign.")

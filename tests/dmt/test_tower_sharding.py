@@ -293,7 +293,7 @@ REFUSED: list[tuple[list[list[TableSpec]], TowerTopology, dict[str, Any], str]] 
     *(([AD_HOUR], one_tower(4), {"rules": of_rule("t_ad", placement)},
        rf"{placement.scheme} on local ranks \[{ranks}\], but its tower has ranks 0\.\.3")
       for placement, ranks in ((pinned("table_wise", 4), "4"), (pinned("row_wise", 0, 1), "0, 1"))),
-    ([[table("a")]], TWO_TOWERS, {}, "given for 1 towers, but the topology has num_towers=2"),
+    ([[table("a")]], TWO_TOWERS, {}, "given for 1 tower, but the topology has num_towers=2"),
     ([[table("a"), table("a")]], ONE_RANK, {}, "Table 'a' occurs 2 times in tables. Rename all but one"),
     ([[table("a")]], ONE_RANK, {"workload": StepWorkload(pooling_factors={"a_1": 2.0})},
      r"pooling_factors names the feature 'a_1', which no table has.*Did you mean 'a_0'"),
