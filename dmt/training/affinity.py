@@ -38,7 +38,7 @@ def affinity_of_run(
 
     Args:
         run: the ``output_dir`` of a run.
-        data_path: raw files or a prepared folder to read instead of the run's ``data.train_path``.
+        data_path: raw files or a prepared folder to read instead of the run's own data.
         max_rows: number of rows to average over, at most.
         rules: rules to check against the features before the model is loaded.
         functions: see `dmt.training.trained.checkpoint_of`.

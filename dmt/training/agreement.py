@@ -221,8 +221,8 @@ def _check_finite(by_rank: Sequence[list[int]]) -> None:
         ranks = [str(rank) for rank, steps in enumerate(by_rank) if steps[place] == first]
         if ranks and first != _NEVER:
             raise InputError(
-                f"Training has diverged: NaN or infinity at step {first} in {what} of rank {shorten(ranks, ', ')}. "
-                "This state is not saved. Lower optimizer.sparse_lr or optimizer.dense_lr, lengthen "
+                f"Training has diverged: NaN or infinity at step {first} in {what} of rank {shorten(ranks, ', rank ')}"
+                ". This state is not saved. Lower optimizer.sparse_lr or optimizer.dense_lr, lengthen "
                 "optimizer.warmup_steps, or look for huge values in the dense columns; run again, and training "
                 "resumes from the last checkpoint."
             )

@@ -115,6 +115,8 @@ def set_random_state(state: Tensor) -> None:
 def process_group(config: TrainingConfig) -> Iterator[TowerMesh]:
     """Joins the ranks that torchrun started, yields the mesh of a run, and leaves when all ranks are done.
 
+    Sets PyTorch's number of threads to ``OMP_NUM_THREADS``, by default 1.
+
     Raises:
         InputError: torchrun did not start this process, the topology has another number of ranks than the job, or there
             is no device for this rank.

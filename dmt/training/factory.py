@@ -110,7 +110,7 @@ def with_own_values(job: Job) -> nn.Module:
 def check_outputs(job: Job, model: nn.Module) -> None:
     """Runs a factory's model once on the meta device, and checks its output and the outputs of its tower modules.
 
-    ``model`` is on the meta device and is not changed.
+    ``model`` must be on the meta device; it is not changed.
 
     Raises:
         InputError: the model fails, it does not return logits [B, 1] or [B], or a tower module does not return

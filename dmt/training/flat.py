@@ -114,7 +114,7 @@ def shard_flat(
 
 
 def plan_flat(job: Job, model: nn.Module, fused_params: dict[str, Any]) -> ShardingPlan:
-    """Places a flat job's tables on the ranks of a replica by TorchRec's planner; ``model`` is on the meta device.
+    """Places a flat job's tables on the ranks of a replica by TorchRec's planner; ``model`` may be on the meta device.
 
     A table that supports none of the config's schemes stays whole (``table_wise``).
 

@@ -44,7 +44,7 @@ def check_allowed(place: str, names: Mapping[str, str | None], allowed: Collecti
 
 
 def load_function(setting: str, name: str) -> Callable[..., Any]:
-    """Imports the function ``package.module:function``; the module may be in the current folder.
+    """Imports the function ``package.module:function``; appends the current folder to ``sys.path``.
 
     Raises:
         InputError: ``name``, the value of ``setting``, has another form, there is no such module or function, or

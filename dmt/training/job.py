@@ -216,7 +216,7 @@ def _in_towers(
 def _with_sequences(
     config: TrainingConfig, plan: TowerPlan, tables: Sequence[TableSpec], by_tower: Sequence[Sequence[TableSpec]]
 ) -> Sequence[TableSpec]:
-    """Returns the tables; all in a tower with sequences are marked, since it looks up one ``EmbeddingCollection``.
+    """Returns the tables, with ``is_sequence`` for all in a tower with sequences: they are one ``EmbeddingCollection``.
 
     Raises:
         InputError: a sequence is outside towers, in a flat model, or in a tower where a table is cut.
@@ -357,8 +357,8 @@ def _plan_sharding(
 ) -> TowerShardingPlan:
     """Plans the tables inside their towers by the config's rules.
 
-    If the tower plan cuts a table into column shards, the pooling factor of its feature applies to every shard without
-    a pooling factor.
+    If the tower plan cuts a table into column shards, the pooling factor of its feature applies to every shard that
+    has none itself.
     """
     sharding, topology = config.sharding, config.topology.build()
     splits, tables = towers.column_splits, split_tables(tables, _cuts(towers, tables))

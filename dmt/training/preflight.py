@@ -128,8 +128,7 @@ def check_same_input(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
     Files are compared by name, size and CRC-32, see `ClickData.files`.
 
     Raises:
-        InputError: a rank differs from the first; the message names the setting or file, the ranks and the hosts, and
-            is the same on every rank.
+        InputError: a rank differs from the first; every rank gets the same message, with the setting or file and hosts.
     """
     given: dict[str, Any] = job.config.model_dump(mode="json")
     for section, key in _PATHS:

@@ -42,7 +42,7 @@ def checkpoint_of(
 
     Args:
         run: the ``output_dir`` of a run, a checkpoint or a folder of them.
-        data_path: raw files or a prepared folder to read instead of the run's ``data.train_path``.
+        data_path: raw files or a prepared folder to read instead of the run's own data.
         functions: factories and sources of the config that may run, as ``package.module:function``.
         mesh: ranks that find the checkpoint together, each reading some of its files; collective if it is given.
 
@@ -114,7 +114,7 @@ def trained_model(
     functions: Collection[str] = (),
     open_rows: Callable[[TrainingConfig], Job] = open_unsharded,
 ) -> tuple[Path, Job, nn.Module]:
-    """Loads a run's newest intact checkpoint, of any layout, into a plain model; arguments and errors: `checkpoint_of`.
+    """Loads a run's newest intact checkpoint, of any layout, into a plain model; see `checkpoint_of` for arguments.
 
     ``open_rows`` opens the data, of which only the columns are used here.
 

@@ -137,7 +137,7 @@ def find_columns(config: DataConfig, schema: pa.Schema, place: str) -> Columns:
     if taken := [name for name in times if name in (*used, config.label)]:
         raise InputError(f"{place}: column {taken[0]!r} has the name of a feature of data.timestamps. Rename it.")
     if doubled := [name for name in used if used[name] > 1]:
-        raise InputError(f"{place}: column {doubled[0]!r} is used twice in {', '.join(_INPUTS)}. Name it in one.")
+        raise InputError(f"{place}: column {doubled[0]!r} is in more than one of {', '.join(_INPUTS)}. Name it in one.")
     rows = dict.fromkeys(chosen["categorical"], config.num_embeddings)
     _check_features("data.num_embeddings_per_feature", config.num_embeddings_per_feature, rows)
     _check_features("data.sequences", [*config.sequences, *config.sequences.values()], chosen["categorical"])
@@ -186,8 +186,8 @@ def _check_use(setting: str, name: str, type_: pa.DataType, number: int, place: 
         raise InputError(f"{place}: {number} columns have the name {name!r}. Rename all but one.")
     if kind_of(type_) not in _KINDS[setting]:
         raise InputError(
-            f"{place}: {setting} column {name!r} has type {type_}, expected {' or '.join(_KINDS[setting])}. Convert "
-            "the column, or name lists in data.categorical, dates and times in data.timestamps."
+            f"{place}: {setting} column {name!r} has type {type_}, but must hold {' or '.join(_KINDS[setting])}. "
+            "Convert the column, or name lists in data.categorical, dates and times in data.timestamps."
         )
 
 

@@ -65,8 +65,8 @@ class ParquetRows:
             rows = source.read_row_group(group, columns=[*schema.names, REQUEST], use_threads=False)
             for name, column in zip(rows.column_names, rows.columns, strict=True):
                 if column.null_count or (pa.types.is_nested(column.type) and pc.list_flatten(column).null_count):
-                    instead = "leave out these rows" if name in (self._columns.label, REQUEST) else "write 0 or []"
-                    raise InputError(f"{file}: column {name!r} has missing values; {instead}.")
+                    instead = "Leave out these rows" if name in (self._columns.label, REQUEST) else "Write 0 or []"
+                    raise InputError(f"{file}: column {name!r} has missing values. {instead}.")
             if REQUEST in rows.column_names:
                 schema = schema.append(pa.field(REQUEST, pa.int64(), nullable=False))
             if not rows.schema.equals(schema):  # other programs may write other types
@@ -84,7 +84,7 @@ class ParquetRows:
             ids = (pc.list_flatten(column) if pa.types.is_nested(column.type) else column).to_numpy()
             if len(ids) and ids.view(f"u{ids.itemsize}").max() >= limit:  # without a sign, -1 is large
                 raise InputError(
-                    f"{file}: column {name!r} has values from {ids.min()} to {ids.max()}, expected 0 to "
+                    f"{file}: column {name!r} has values from {ids.min()} to {ids.max()}, outside 0 to "
                     f"{limit - 1} (labels, or rows of its table). Prepare the data again."
                 )
         return rows

@@ -158,7 +158,7 @@ def _json_schema(file: str, lines: Sequence[bytes]) -> pa.Schema:
                 kinds[name] = pa.list_(pa.string())
             kinds.setdefault(name, pa.string())
     if not kinds:
-        raise InputError(f"{file}: no JSON object in the first lines ({len(lines)} read). Write one object per line.")
+        raise InputError(f"{file} has no JSON object in its first lines ({len(lines)} read). Write one per line.")
     if len(first := {name.lower(): name for name in reversed(kinds)}) < len(kinds):
         names = next((first[name.lower()], name) for name in kinds if first[name.lower()] != name)
         raise InputError(f"{file}: keys {names[0]!r} and {names[1]!r} differ only in case. Rename one of them.")
@@ -199,7 +199,7 @@ def _parquet_blocks(file: str, used: Sequence[str]) -> Iterator[Block]:
                 yield Block.of(file, pa.table(batch), first=first, share=done / total)
                 first += batch.num_rows
     except (OSError, pa.ArrowException) as error:
-        raise InputError(f"{file}, at or after row {first}: not valid Parquet ({error}). Replace the file.") from error
+        raise InputError(f"{file} is not valid Parquet at or after row {first} ({error}). Replace the file.") from error
 
 
 def _separator(file: str, config: DataConfig) -> str:

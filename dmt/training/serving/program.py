@@ -87,9 +87,9 @@ class ServedTables(nn.Module):
         self._is_sequence = isinstance(tables, EmbeddingCollection)
         if isinstance(tables, EmbeddingCollection):
             if tables.need_indices():
-                raise InputError(f"Table {configs[0].name!r} has need_indices=True. Exports need need_indices=False.")
+                raise InputError(f"Table {configs[0].name!r} has need_indices=True. Set it to False for exports.")
         elif tables.is_weighted():
-            raise InputError(f"Table {configs[0].name!r} has weighted bags. Exports need is_weighted=False.")
+            raise InputError(f"Table {configs[0].name!r} has weighted bags. Set is_weighted=False for exports.")
         self._bits = None if stored == "fp32" else TABLE_BITS[stored]
         names = get_embedding_names_by_table(configs)
         self._outputs = [name for of_table in names for name in of_table]

@@ -179,7 +179,7 @@ def test_an_id_without_a_row_is_noticed(tmp_path: Path) -> None:
     prepare(config_of(parquet(tmp_path / "a.parquet", range(100))), tmp_path / "out")
     manifest = tmp_path / "out" / "manifest.json"
     manifest.write_text(manifest.read_text().replace('"rows": 50', '"rows": 7'))
-    with pytest.raises(InputError, match=r"part-00000\.parquet: column 'c' has values from .*, expected 0 to 6 "):
+    with pytest.raises(InputError, match=r"part-00000\.parquet: column 'c' has values from .*, outside 0 to 6 "):
         list(ClickData(DataConfig(prepared=str(tmp_path / "out"), kind="prepared")).batches("eval", **RANK))
     # As another program may have written it.
     record = json.loads(manifest.read_text().replace('"rows": 7', '"rows": 50'))
@@ -192,7 +192,7 @@ def test_an_id_without_a_row_is_noticed(tmp_path: Path) -> None:
         pq.write_table(rows.set_column(rows.column_names.index(name), name, column), file, row_group_size=1)
         record["files"] = {"eval/part-00000.parquet": (file.stat().st_size, 0)}
         manifest.write_text(json.dumps(record))
-        reason = rf"column '{name}' (has missing values|has values from 2 to 2, expected 0 to 1|is (nan|inf)\. Write a)"
+        reason = rf"column '{name}' (has missing values|has values from 2 to 2, outside 0 to 1|is (nan|inf)\. Write a)"
         with pytest.raises(InputError, match=rf"part-00000\.parquet(, row 2)?: ({reason}|cannot be read as prepared)"):
             list(ClickData(DataConfig(prepared=str(tmp_path / "out"), kind="prepared")).batches("eval", **RANK))
 
@@ -248,7 +248,7 @@ BAD: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"c": pa.array([b"a", b"b"])}, {}, "categorical column 'c' has type binary"),
     ({}, {"categorical": ("c", "label")}, "categorical column 'label' is data.label, which cannot be an input"),
     ({}, {"eval_path": None, "split_column": "d", "dense": ("d",)}, "dense column 'd' is data.split_column"),
-    ({}, {"categorical": ("c", "d")}, "'d' is used twice"),
+    ({}, {"categorical": ("c", "d")}, "'d' is in more than one of"),
     ({"c_hour": [0, 1]}, {"timestamps": ("c",), "categorical": ("n",), "label": "c_hour"}, "'c_hour' has the name of"),
     ({}, {"categorical": ("c", "c")}, "categorical names 'c' 2 times. Name it once"),
     ({}, {"num_embeddings_per_feature": {"x": 3}}, "num_embeddings_per_feature: 'x' is not a categorical feature"),

@@ -245,7 +245,7 @@ def test_of_a_thousand_damaged_lines_each_is_right_or_listed(tmp_path: Path) -> 
         ("a.csv", "label,c,d,tags,t,c\n", "2 columns have the name 'c'"),
         ("a.csv", CSV.encode("utf-16"), "cannot be read as column names"),
         ("a.csv.gz", gzip.compress(CSV.encode(), mtime=0)[:-9], "gzip file is cut off or damaged"),
-        ("a.jsonl", "[1]\n", r"no JSON object in the first lines \(1 read\)"),
+        ("a.jsonl", "[1]\n", r"no JSON object in its first lines \(1 read\)"),
         ("a.jsonl", '{"d": 1, "D": 2}', "keys 'd' and 'D' differ only in case"),
         ("a.jsonl", JSON + "\n[1]\n", "line 5: expected a JSON object"),
         ("a.jsonl", JSON + '\n{"label": 1, "c": ["x"]}', "line 5: column 'c': expected a list in all rows .* ARRAY"),
