@@ -394,8 +394,8 @@ def check_tables(tables: Sequence[Any], features: Sequence[str]) -> tuple[TableS
         for name in places[here]:
             if name not in places[there]:
                 raise InputError(
-                    f"FeatureAffinity: feature {name!r} is in the {here} but not in the {there} of "
-                    f"{len(places[there])} features.{did_you_mean(name, places[there])} Give both for the same model."
+                    f"FeatureAffinity: feature {name!r} is in the {here}, but not among the features of the {there} "
+                    f"({len(places[there])} in all).{did_you_mean(name, places[there])} Give both for the same model."
                 )
     return specs
 
@@ -411,7 +411,7 @@ def _check_pooling_factors(factors: Sequence[float] | None, features: Sequence[s
     ]
     if wrong or len(numbers) != len(features):
         raise InputError(
-            f"FeatureAffinity: pooling_factors has {wrong[0] if wrong else f'{len(numbers)} numbers'}; give each of "
-            f"the {len(features)} features its mean number of ids per sample, finite and not negative."
+            f"FeatureAffinity: pooling_factors has {wrong[0] if wrong else f'length {len(numbers)}'}; give each of the "
+            f"{len(features)} features its mean number of ids per sample, finite and not negative."
         )
     return numbers

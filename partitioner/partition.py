@@ -247,5 +247,5 @@ def judge_balance(partition: Partition) -> str:
     """Returns a sentence on how even the towers are."""
     known = tower_loads(partition).items()
     ratios = {name: max(values) * len(values) / sum(values) for name, values in known if sum(values) > 0}
-    parts = ", ".join(f"{ratio:.2f} times the mean {name}" for name, ratio in ratios.items())
-    return f"The largest tower has {parts}."
+    parts = ", ".join(f"{ratio:.2f} times the {name}" for name, ratio in ratios.items())
+    return f"Compared with the mean tower, the largest has {parts}."

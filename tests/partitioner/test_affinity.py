@@ -59,10 +59,10 @@ def _with(row, column, value, mirror=True):
         ({"features": ["a", "b", "a"]}, "features has 'a' 2 times"),
         ({"features": "abc"}, "'abc' is one string; give a list"),
         ({"features": ["a", "b"]}, r"of shape \[3, 3\]; it must be real numbers of shape \[2, 2\]"),
-        ({"tables": TABLES[:1]}, "feature 'b' is in the affinity but not in the tables of 2 features"),
-        ({"tables": (*TABLES, table_of("d"))}, "feature 'd' is in the tables but not in the affinity"),
+        ({"tables": TABLES[:1]}, r"'b' is in the affinity, but not among the features of the tables \(2"),
+        ({"tables": (*TABLES, table_of("d"))}, "'d' is in the tables, but not among the features of the affinity"),
         ({"tables": (*TABLES, table_of("b"))}, "Feature 'b' occurs 2 times"),
-        ({"pooling_factors": (1.0, 2.0)}, "pooling_factors has 2 numbers; give each of the 3 features"),
+        ({"pooling_factors": (1.0, 2.0)}, "pooling_factors has length 2; give each of the 3 features"),
         ({"pooling_factors": (1.0, math.nan, 2.0)}, "pooling_factors has nan of feature 'b'"),
         ({"pooling_factors": (-0.5, 2.0, 1.0)}, "pooling_factors has -0.5 of feature 'a'"),
     ],
@@ -142,7 +142,7 @@ def test_a_file_brings_back_what_was_saved(tmp_path, source):
         ({"measure": "x"}, "measure: Input should be"),
         ({"loss": "x"}, "loss: Input should be a valid number"),
         ({"tables": [{"name": "t"}]}, "tables.0.num_embeddings"),
-        ({"pooling_factors": [1.0]}, "pooling_factors has 1 numbers"),
+        ({"pooling_factors": [1.0]}, "pooling_factors has length 1"),
     ],
 )
 def test_a_file_with_a_wrong_header_is_refused(tmp_path, changes, message):

@@ -94,8 +94,8 @@ def test_shares_are_of_what_is_beyond_the_error():
 def test_balance_is_the_largest_over_the_mean():
     loads = [(4, 100.0, 10), (4, 300.0, 10)]
     contents = tuple(TowerContents(num_features=n, num_blocks=n, work=work, num_bytes=size) for n, work, size in loads)
-    said = "The largest tower has 1.00 times the mean features, 1.50 times the mean work, 1.00 times the mean bytes."
-    assert judge_balance(dataclasses.replace(made(8, 2), loads=contents)) == said
+    said = "Compared with the mean tower, the largest has 1.00 times the features, 1.50 times the work, 1.00 times"
+    assert judge_balance(dataclasses.replace(made(8, 2), loads=contents)) == f"{said} the bytes."
 
 
 def test_means_within_between_and_of_random_towers_are_those_by_hand():
@@ -127,7 +127,7 @@ def test_the_page_of_resemblance_is_whole_and_loads_nothing(tmp_path):
     within, between = partition.comparison.within, partition.comparison.between
     assert f"within these towers {within:.4f} , between them {between:.4f} ;" in page.text
     for words in (
-        "The largest tower has 1.00 times the mean features, 1.00 times the mean work",
+        "Compared with the mean tower, the largest has 1.00 times the features, 1.00 times the work",
         "Affinity digest",
         "interaction",
     ):

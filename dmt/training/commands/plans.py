@@ -121,7 +121,7 @@ def _table_of(partition: Partition) -> tuple[list[str], list[list[str]], list[st
     lines = [f"Note: {note}" for note in partition.notes]
     lines.append(judge_meaning(partition))
     for names, gain, share, place in strongest_rows(partition, _SHOWN_INTERACTIONS):
-        lines.append(f"{names}: their interaction lowers the loss by {gain} nats per row ({share}); {place}")
+        lines.append(f"{names}: their interaction lowers the loss by {gain} nats per row ({share} of it); {place}")
     lines.append(judge_balance(partition))
     return headers, rows, lines
 
