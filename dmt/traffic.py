@@ -125,7 +125,7 @@ class TrafficMeter(TorchDispatchMode):
     def _warn(self, name: str) -> None:
         if name not in self._unknown:
             self._unknown.add(name)
-            logger.warning("TrafficMeter has no rule for the collective %s, so its totals leave out the bytes.", name)
+            logger.warning("TrafficMeter has no rule for the collective %s, so its totals leave it out.", name)
 
     def _send(self, tensors: Any, to: dict[int, float], kind: str = "") -> None:
         dtype = _dtype(tensors)

@@ -92,7 +92,7 @@ class TowerPlan:
             if len(widths) < 2 or min(widths) < 1 or absent:
                 raise InputError(
                     f"column_splits[{feature!r}]={list(widths)} in the tower plan must list at least two positive "
-                    f"numbers of columns, and each shard must be in a tower. In no tower: {sorted(absent) or 'none'}."
+                    f"numbers of columns, and each shard must be in a tower. These are not: {sorted(absent) or 'none'}."
                 )
 
     @classmethod
@@ -239,10 +239,10 @@ class TowerPlan:
                 made_for = replace(made_for, embedding_dim=spec.embedding_dim)
             if made_for != spec:
                 raise InputError(
-                    f"Table {spec.name!r} is {spec.num_embeddings} x {spec.embedding_dim} for features "
+                    f"Table {spec.name!r} is {spec.num_embeddings} x {spec.embedding_dim} with features "
                     f"{shorten(spec.feature_names, ', ')}, but the tower plan was made for {made_for.num_embeddings} "
-                    f"x {made_for.embedding_dim}, {shorten(made_for.feature_names, ', ')}. Make a new plan for this "
-                    "model."
+                    f"x {made_for.embedding_dim} with features {shorten(made_for.feature_names, ', ')}. Make a new "
+                    "plan for this model."
                 )
         tower_of = {f: (t, i) for t, tower in enumerate(self.towers) for i, f in enumerate(tower.features)}
         placed: list[list[tuple[int, Any]]] = [[] for _ in self.towers]

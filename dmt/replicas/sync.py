@@ -83,8 +83,8 @@ class ReplicaSync:
         check_agreement("ReplicaSync", arguments, mesh.global_group)
         if not isinstance(interval, int) or interval < 1 or optimizer_state not in ("now", "delayed"):
             raise InputError(
-                f"ReplicaSync: interval={interval!r}, optimizer_state={optimizer_state!r}: interval must be a whole "
-                "number of steps, at least 1, and optimizer_state 'now' or 'delayed'."
+                f"ReplicaSync: interval={interval!r} must be a whole number of steps, at least 1, and "
+                f"optimizer_state={optimizer_state!r} must be 'now' or 'delayed'."
             )
         self._mesh = mesh
         self.interval = interval
