@@ -250,10 +250,9 @@ def _check_tables(place: str, model: nn.Module, job: Job) -> None:
     held = [{table.name for table in tables} for tables in by_tower]
     for number, (actual, expected) in enumerate(zip_longest(held, planned, fillvalue={"no table"})):
         if actual != expected:
-            part = "the collection outside towers" if outside and expected is planned[-1] else f"tower {number}"
             raise InputError(
-                f"{place}: {part} of the model has {shorten(sorted(actual), ', ')}, but the tower plan gives it "
-                f"{shorten(sorted(expected), ', ')}. Build tower i from towers.tables_by_tower(tables)[i], and the "
+                f"{place}: tower {number} of the model has {shorten(sorted(actual), ', ')}, but the tower plan gives "
+                f"it {shorten(sorted(expected), ', ')}. Build tower i from towers.tables_by_tower(tables)[i], and the "
                 "collection outside towers from towers.outside_tables(tables)."
             )
 

@@ -40,7 +40,7 @@ class ClickBatch(Pipelineable):
     dense_features: Tensor
     """Dense features, float32 [B, D]."""
     sparse_features: KeyedJaggedTensor
-    """Ids of the F categorical features (its keys) in B rows; values and lengths int64. Do not change the lengths."""
+    """Ids of the F categorical features (its keys) in B rows, int64; batches may share lengths: do not change them."""
     labels: Tensor
     """Labels, 0 or 1, float32 [B]."""
     weights: Tensor
