@@ -179,9 +179,10 @@ def restore_run(
     optimizer: ScheduledOptimizer,
     replicas: ReplicaSync | None,
 ) -> None:
-    """Restores model, optimizer, replicas, generators and the user's source from a run's starting checkpoint, if any.
+    """Restores model, optimizer and replicas from the checkpoint that a run starts from, if there is one; collective.
 
-    Collective. Learning rates follow the config at that step, even if the checkpoint's run had others.
+    Random generators and the user's source are restored, too, if the number of ranks is unchanged. Learning rates
+    follow the config at that step, even if the checkpoint's run had others.
 
     Raises:
         InputError: the checkpoint does not fit the model, or is damaged; the same on every rank.

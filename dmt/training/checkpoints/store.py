@@ -268,7 +268,7 @@ class Checkpointer:
                 thread, before the manifest is written.
 
         Returns:
-            True if the checkpoint was saved, the same on every rank; always if asynchronous (see `wait`).
+            True if the checkpoint was saved, the same on every rank; always True if asynchronous (see `wait`).
 
         Raises:
             InputError: replicas were not averaged, a value is NaN or infinite, or a value in the state dict is not a
@@ -427,7 +427,7 @@ def load(
         mesh: the process groups of the job; None for an unsharded model in one process.
 
     Raises:
-        InputError: the checkpoint holds anything but tensors, or is of another model; raised on every rank.
+        InputError: the checkpoint cannot be read, holds anything but tensors, or is of another model; on every rank.
     """
     manifest = _on_all(lambda: read_manifest(folder), mesh)
     reader = _on_all(lambda: TensorReader(folder, manifest.files), mesh)

@@ -111,7 +111,7 @@ class ServedTables(nn.Module):
             self.register_buffer(f"scales_{number}", scales)
 
     def forward(self, features: Mapping[str, JaggedTensor]) -> Any:
-        """Looks up ids; returns float32 by feature: a ``KeyedTensor`` [B, sum of N], or a dict of ``JaggedTensor``."""
+        """Returns float32 embeddings by feature: a ``KeyedTensor`` [B, sum of N], or a dict of ``JaggedTensor``."""
         lookups = [
             (number, features[name], mode) for number, (names, mode) in enumerate(self._lookups) for name in names
         ]
