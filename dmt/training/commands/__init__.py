@@ -196,7 +196,7 @@ def main() -> None:
 @main.command("demo", epilog="Example: dmt demo --data clicks.parquet train.max_steps=200")
 @click.option("--data", metavar="PATH", help="Criteo TSV, file with columns label, c_* and d_*, or prepared folder.")
 @click.option(
-    "--out", type=_Output("folder"), default="demo_output", help="Folder for towers.json, pictures and the report."
+    "--out", type=_Output("folder"), default="demo_output", help="Folder for runs, towers.json, pictures and reports."
 )
 @_overrides
 def _demo(overrides: tuple[str, ...], *, data: str | None, out: Path) -> Shown:
