@@ -173,7 +173,7 @@ def start_exchange(
 
 
 def all_to_all_evenly(value: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """Sends equal part i of ``value`` [n] to group rank i; returns the parts received [n], by group rank."""
+    """Cuts ``value`` [n] evenly and sends part i to group rank i; returns the parts received [n], by group rank."""
     received = torch.empty_like(value)
     dist.all_to_all_single(received, value, group=group)
     return received

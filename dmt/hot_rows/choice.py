@@ -40,7 +40,7 @@ def saved_bytes(
 ) -> NDArray[np.float64]:
     """Returns, for each counted row, the bytes between hosts that a copy on every rank saves in a step: float64 [n].
 
-    A row is worth a copy if its value is above zero. Merely holding a copy counts as 1/300 of the bytes of its sum.
+    A row is worth a copy if its value is above zero. Merely holding a copy costs 1/300 of the bytes of its sum.
 
     Args:
         counts: accesses of the table's rows.
@@ -83,8 +83,8 @@ def choose_rows(
 
     Returns the rows of each table that has some, int64 [n], ascending. Skips tables with more than one id per bag on
     average, since the sum over a bag's cold rows has as many bytes as the whole bag. ``tables`` are the tables that may
-    have copies, ``batch_size`` is B. A rank's copies have weights of at most ``max_bytes``; other arguments are as in
-    `saved_bytes`.
+    have copies, ``batch_size`` is B. The weights of a rank's copies take at most ``max_bytes``; other arguments are as
+    in `saved_bytes`.
 
     Example:
         >>> table = TableSpec(name="t", num_embeddings=10, embedding_dim=8, feature_names=("f",))

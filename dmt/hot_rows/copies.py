@@ -106,7 +106,7 @@ class HotCopies:
         return {f"the hot rows of {table}.{part}": tensor for (table, part), tensor in self._tensors.items()}
 
     def split(self, ids: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, HotBags]:
-        """Splits a batch, whose features are in sending order, into cold ids, in as many bags, and hot ids."""
+        """Splits ids, features in sending order, into cold ids, in as many bags as before, and hot ids."""
         self.lookup.settle()  # before anything is sent: other ranks may wait for it
         num_bags, num_samples = ids.lengths().numel(), ids.stride()
         lengths, values, weights = ids.lengths(), ids.values().long(), ids.weights_or_none()

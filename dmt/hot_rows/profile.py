@@ -84,7 +84,7 @@ class AccessProfile:
     def add(self, ids: Mapping[str, Any], *, num_samples: int) -> None:
         """Counts a batch of ``num_samples`` samples: integer ids of any shape, by feature; features may be left out.
 
-        Raises `InputError` for a feature of no table and for ids that are not integers; `dmt.HotRows` checks ranges.
+        Raises `InputError` for a feature of no table and for ids that are not integers; does not check their range.
         """
         for feature, values in ids.items():
             if feature not in self._table_of:

@@ -45,7 +45,7 @@ class TouchedRowsSum:
             extra: other numbers to sum, [k], in the dtype of ``gradient``; they are always sent.
 
         Returns:
-            Function that waits, leaves the sum in ``gradient``, returns the sum of ``extra``: equal bits on all ranks.
+            Function that waits, puts the sum into ``gradient`` and returns that of ``extra``, equal bits on all ranks.
         """
         numbers = gradient.split([rows * columns for rows, columns in self._shapes])
         tables = [part.view(shape) for part, shape in zip(numbers, self._shapes, strict=True)]

@@ -90,8 +90,8 @@ def table_specs(tables: Iterable[Any], *, one_table_per_feature: bool = True) ->
     """Converts TorchRec's ``EmbeddingBagConfig`` (or any objects with the same fields) to `TableSpec`.
 
     Raises:
-        InputError: two tables have the same name, two tables have the same feature although ``one_table_per_feature``,
-            a table breaks a rule of `TableSpec`, or something in ``tables`` is not a table.
+        InputError: two tables have the same name, or with ``one_table_per_feature`` the same feature; a table breaks a
+            rule of `TableSpec`; or something in ``tables`` is not a table.
     """
     tables = list(tables) if isinstance(tables, Iterable) else [tables]
     if others := [table for table in tables if not hasattr(table, "feature_names")]:

@@ -100,7 +100,7 @@ class TowerPlan:
         """Makes a plan from a list of feature names for each tower; ``metadata`` are other fields of the plan.
 
         Raises:
-            InputError: a tower is a string instead of a list of names, or the plan breaks a rule of `TowerPlan`.
+            InputError: a tower or ``outside`` is a string instead of a list, or the plan breaks a rule of `TowerPlan`.
         """
         lists = {f"Tower {number}": features for number, features in enumerate(towers)}
         for place, features in {**lists, "outside": outside}.items():

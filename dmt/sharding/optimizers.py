@@ -56,7 +56,7 @@ def optimizer_name(settings: Mapping[str, Any]) -> str | None:
 def kernel_obstacle(settings: Mapping[str, Any], *, names_only: bool = False, cpu_table: Any = None) -> str:
     """Returns the reason why FBGEMM's fused kernels cannot apply these ``fused_params``; empty if they can.
 
-    ``names_only`` checks only the names of settings, since a table may have an optimizer that uses them. ``cpu_table``
+    ``names_only`` skips whether the optimizer uses a setting, since a table may have another that does. ``cpu_table``
     is the table if it is on a CPU; there the kernels ignore more settings.
 
     Example:

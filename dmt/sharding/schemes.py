@@ -69,7 +69,7 @@ class TablePlacement:
     ranks: tuple[int, ...]
     """Local ranks 0..L-1 of the tower, one for each shard, in the order of the rows or columns."""
     kernel: Kernel = "fused"
-    """Kernel of the table. On a CPU all kernels but ``key_value`` mean ``fused``."""
+    """Kernel of the table. On a CPU ``key_value`` is refused, and the others mean ``fused``."""
     cache_load_factor: float = 0.2
     """Share of the rows that the cache on the device holds; for ``fused_uvm_caching`` and ``key_value``."""
 

@@ -186,7 +186,7 @@ class SPTTModule(TowerState):
     @profiler_range("exchange_ids")
     @torch.no_grad()
     def exchange_ids(self, ctx: SPTTContext, ids_B: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
-        """Steps a, c: starts to send ids to the peers, or by the global route to the ranks, that look them up."""
+        """Steps a, c: starts to send ids to the peers (global: the ranks) that look them up; returns this exchange."""
         if not self.id_exchanges:
             # Made here: only a batch shows the order of its keys and, for a module built on meta, the device.
             device = ids_B.device() if self.device.type == "meta" else self.device

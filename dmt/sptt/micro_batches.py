@@ -87,7 +87,7 @@ class MicroBatches:
         """Makes the module run on whole batches again, with its former forward method.
 
         Raises:
-            InputError: the handle is already detached, or the module's forward was replaced since.
+            InputError: the handle is already detached, or the module's forward has been replaced since.
         """
         if vars(self._module).get("forward") is not self:
             raise InputError(

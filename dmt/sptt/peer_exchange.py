@@ -110,7 +110,7 @@ class AgreedOutputs:
     groups: list[list[int]]
     """For each piece of each tower the index of its group of features in that tower."""
     exchange: PeerExchange
-    """The exchange of these outputs (step f), in the dtype to which ``torch.promote_types`` takes all outputs."""
+    """The exchange of these outputs (step f), in the dtype to which ``torch.promote_types`` promotes them."""
 
     @functools.cached_property
     def widths(self) -> list[list[int]]:

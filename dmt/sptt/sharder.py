@@ -134,8 +134,8 @@ class TowerSharder(BaseEmbeddingSharder[Module], abc.ABC):
         Raises:
             InputError: TorchRec's planner made the plan; ranks differ in towers, tables, settings or plan; a table has
                 no sharding, an unsupported scheme, a rank outside the tower, other shards than those of its scheme, or
-                an ``output_dtype``; its scheme or kernel excludes its dtype, settings or id route; it is frozen,
-                averages weighted bags, has no moments to scale, or its columns are not a multiple of four.
+                an ``output_dtype``; its scheme or kernel excludes its dtype, settings or id route; it requires no
+                gradient, averages weighted bags, has no moments to scale, or its columns are not a multiple of four.
         """
         if any(sharding.sharding_type == _WITHOUT_PLAN for sharding in params.values()):
             raise InputError(
