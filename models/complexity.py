@@ -60,9 +60,8 @@ class Complexity:
     """Number of parameters, including those of tables."""
     compression_ratio: float
     """Numbers per sample that enter the tower modules, divided by those that leave them: |F| N / sum O_t; 1 if flat.
-    Each item of a sequence counts.
-
-    Section 4 of the paper prints the inverse; its Table 5 calls D=64 of N=128 a ratio of 2, as here."""
+    Each item of a sequence counts. Section 4 of the paper prints the inverse; its Table 5 calls D=64 of N=128 a ratio
+    of 2, as here."""
 
 
 def count_complexity(model: nn.Module, dense_features: Tensor, sparse_features: Any) -> Complexity:
@@ -225,5 +224,5 @@ class MetaTowers(nn.Module):
         )
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Ids [B] -> [B, sum O_t]."""
+        """Ids [B] -> [B, outputs of all towers] float32."""
         return torch.cat([tower(ids) for tower in self.towers], dim=1)

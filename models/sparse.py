@@ -1,6 +1,8 @@
 """Builds the sparse parts of the models from TorchRec's modules, unsharded: flat or in towers.
 
 TorchRec and FBGEMM are imported when a sparse part is built, so that dense parts and complexity work without them.
+
+Legend: B samples, N embedding dimension of a feature, O_t outputs of tower t.
 """
 
 from __future__ import annotations

@@ -10,9 +10,8 @@ A custom tower module is an ``nn.Module`` with a forward and three attributes, w
 
 It must read the embeddings **by name**: the columns of the ``KeyedTensor`` are in the order of the tables, which need
 not be that of ``features``. Each row is a sample. A module must not mix rows (no batch norm), because the batch of a
-sharded tower has the samples of all its peers. docs/your_model.md puts a tower module into a model.
-
-A tower over an ``EmbeddingCollection`` gets a dict of ``JaggedTensor`` instead (`dmt.models.sequences`).
+sharded tower has the samples of all its peers. docs/your_model.md puts a tower module into a model. Over an
+``EmbeddingCollection``, ``embeddings`` is a dict of ``JaggedTensor`` instead (`dmt.models.sequences`).
 
 The modules of DLRM and DCN have a class attribute ``keeps_interactions``, which ``dmt partition`` reads. True: products
 of features reach the output, so features that interact should share a tower. False: each output is linear in the

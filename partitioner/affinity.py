@@ -1,6 +1,6 @@
 """`FeatureAffinity`, the input of the partitioner: how similar features' embeddings are, or how much features interact.
 
-Legend: F features.
+Legend: F features, B samples or rows of a batch, D dense columns.
 """
 
 from __future__ import annotations

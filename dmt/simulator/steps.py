@@ -5,7 +5,7 @@ overlap. Here an operation may need several resources at once (a gloo collective
 operations that need a resource at the same time share it equally; without sharing, this is Equation 1. Not modeled:
 rows that are read more often than others, ranks that start a step late, and caches.
 
-Legend: B samples per rank, T towers, K micro-batches, N columns of an embedding; P = T * B samples of all peers.
+Legend: B samples per rank, T towers, K micro-batches, F features, N columns of each; P = T * B samples of all peers.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ class Workload:
     is_hierarchical: bool = False
     """True if dense gradients are summed inside each host before they cross."""
     rows: Mapping[str, float] = field(default_factory=dict)
-    """Number of distinct inputs in a rank's batch, by feature, if a flat model sends only those (``unique``)."""
+    """Distinct inputs in a rank's batch, or an upper bound, by feature, if only those are sent (``unique``)."""
 
     @property
     def outside(self) -> list[TableSpec]:

@@ -43,8 +43,8 @@ class PlainTraining:
 
     Args:
         modules: the module of each replica (one module without replicas), with equal weights; trained in place.
-        fused_params: FBGEMM's settings of the tables' optimizer, as the sharder has them: row-wise AdaGrad (state: the
-            sum over steps of the mean over a shard's columns of g^2), AdaGrad, Adam or SGD; weight decay is ignored.
+        fused_params: FBGEMM's settings of the tables' optimizer, as the sharder has them: row-wise AdaGrad (its state
+            sums the squared gradient's mean over a shard's columns), AdaGrad, Adam or SGD; weight decay is ignored.
         make_optimizer: makes an optimizer from a module's trainable dense parameters by name; None: they do not train.
         layout: `dmt.testing.state.table_layout` of the sharded model; None: tables are not cut into columns.
         moment_scale: c, as the sharder has it.

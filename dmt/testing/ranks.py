@@ -60,7 +60,7 @@ def run_on_ranks(
     ranks: list[Rank] | None = None,
     backend: str = "gloo",
 ) -> list[Any]:
-    """Calls ``function(rank, *args)`` on ranks of this machine. Without ``ranks``, no process outlives the call.
+    """Calls ``function(rank, *args)`` on ranks of this machine. Without ``ranks``, no rank outlives the call.
 
     Each call makes and destroys a process group. Ranks begin with the caller's working folder, the same random seeds,
     and the environment of the process that they are forked from, to which ``RANK`` and the like are added.

@@ -88,7 +88,7 @@ class Expected:
     """Gradients of the batch `UNEVEN`, by replica and name. Each is the mean over ranks of the gradient of a rank's
     mean loss: over the replica's ranks for tables, over all ranks for data-parallel tables and all other parameters."""
     losses: list[list[float]]
-    """Mean losses by step and rank, [steps + 1][W]; the last are computed with the weights after training."""
+    """Mean losses by step and rank, [steps + 1][ranks]; the last are computed with the weights after training."""
     weights: State
     """Weights after training and a final averaging of replicas, by name."""
 
