@@ -111,7 +111,7 @@ class _Kernels(nn.ParameterList):
 
 
 class LowRankCrossNet(nn.Module):
-    """Low-rank cross layers of DCN v2 (arXiv 2008.13535, section 3): x' = x0 * (W V x + b) + x.
+    """Low-rank cross layers of DCN v2 (arXiv 2008.13535, section 3): x' = x0 * (W V x + b) + x, for the input x0.
 
     V is [rank, I], W [I, rank] and b [I]. ``rank`` is TorchRec's ``low_rank``. Raises `InputError` for a size below 1.
     """

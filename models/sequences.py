@@ -42,7 +42,7 @@ class TargetAttention(nn.Module):
 
     An MLP scores each target t and item h from [t, h, t - h, t * h], each N wide. The weights of the items are the
     softmax of the scores over the history; a bias in the last layer would not change it, so there is none. A sample
-    without a history gets zeros. DIN has no softmax, so that long histories weigh more.
+    without a history gets zeros. DIN itself has no softmax, so that long histories weigh more.
 
     Args:
         embedding_dim: N.

@@ -93,9 +93,9 @@ def _collection(tables: Sequence[Any], device: Device) -> Any:
 
 
 class SequenceArch(nn.Module):
-    """Embeddings of a flat model with sequences: `PooledBySequence` pools tables with sequences, others are bags.
+    """Embeddings of a flat model with sequences: `PooledBySequence` pools those of tables with sequences.
 
-    Pools when the model first reads features, so that the exchanges of sharded collections stay in flight until then.
+    It pools when the model first reads features, so that exchanges of sharded collections stay in flight until then.
     """
 
     def __init__(self, tables: Sequence[Any], device: Device = None) -> None:
@@ -218,7 +218,7 @@ def make_tower_modules(
 class JoinedShards(nn.Module):
     """Embeddings of a flat model whose tables are cut into column shards by ``splits``: joins shards to whole features.
 
-    Joins when the model first reads features, so that the exchange of a sharded collection stays in flight until then.
+    It joins when the model first reads features, so that the exchange of a sharded collection is in flight until then.
     """
 
     def __init__(self, tables: Sequence[Any], device: Device = None, *, splits: Splits) -> None:

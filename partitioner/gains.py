@@ -262,7 +262,7 @@ def fit_additive(columns: Sequence[Column], labels: Floats, counts: NDArray[np.b
     """Fits an additive logistic model, with one weight per value of each column, by Newton steps column after column.
 
     A sweep goes through all columns and updates g after each, but not h; its steps are halved while they raise the
-    loss. Sweeps continue until one gains next to nothing, because pairs would be credited with what is left over.
+    loss. Sweeps continue, at most 60, until one gains next to nothing: pairs would be credited with what is left over.
 
     ``columns`` has a column of each feature, dense ones in bins; ``labels`` [R] are 0 or 1; ``counts`` [R] is True for
     rows to fit.

@@ -234,7 +234,7 @@ def _judge_interactions(comparison: Comparison, strategy: str) -> str:
 
 
 def tower_loads(partition: Partition) -> dict[str, list[float]]:
-    """Returns ``features`` (a number), and with tables ``work`` and ``bytes``, of each tower, in the plan's order."""
+    """Returns each tower's number of ``features`` and, with tables, its ``work`` and ``bytes``, in the plan's order."""
     loads = partition.loads
     known = {"features": [float(load.num_features) for load in loads]}
     if loads[0].work is not None:

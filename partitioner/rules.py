@@ -107,7 +107,7 @@ Correct or drop it.
         Write ``together``, ``apart``, ``outside`` and limits above ``[categories]``: lines below belong to that table.
 
         Raises:
-            InputError: the file cannot be read or is not TOML, or a rule is unknown, has a wrong type or range.
+            InputError: the file cannot be read or is not TOML, or a rule is unknown, of a wrong type or out of range.
         """
         return cls(**read_file(path, "TOML", place=f"Partition rules {path}", remedy="Give a TOML file of rules."))
 

@@ -27,7 +27,7 @@ INK, SOFT = "#222222", "#5B6473"
 
 
 def tower_badges(plan: TowerPlan) -> list[dict[str, Any]]:
-    """Returns ``name``, ``features``, ``color``, ``ink`` (for text on it) and ``marker`` by tower; up to 64 differ."""
+    """Returns name, features, color, ink (color of text on it) and marker of each tower; 64 towers look different."""
     looks = cycle(product(_MARKERS, TOWER_COLORS))
     return [
         vars(tower) | {"color": color, "marker": marker, "ink": "#FFFFFF" if color in _DARK else "#000000"}

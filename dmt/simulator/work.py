@@ -212,10 +212,10 @@ def _ring(topology: TowerTopology, size: int) -> tuple[float, float]:
 
 
 def count_operators(model: nn.Module, dense_in_features: int) -> ModelWork:
-    """Counts the operators of each part of a model on the meta device.
+    """Returns the FLOPs and bytes of the operators of each part of a model on the meta device.
 
     The model has `MetaTables` or `MetaTowers` as tables and takes ``dense_in_features`` dense features. It runs forward
-    and backward at two batch sizes: bytes that grow with the batch count for each sample, others for each pass.
+    and backward at two batch sizes: bytes that grow with the batch are counted per sample, all others per pass.
 
     Raises:
         InputError: the number of operators depends on the number of samples.

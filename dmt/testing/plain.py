@@ -118,7 +118,7 @@ class PlainTraining:
 
     @torch.no_grad()
     def sync(self, *, is_delayed: bool = False) -> None:
-        """Averages weights and states as ``ReplicaSync.sync()`` does; ``is_delayed`` delays the mean of the states."""
+        """Averages weights and states as ``ReplicaSync.sync()`` does; ``is_delayed`` is as ``"delayed"`` for states."""
         for name in self._averaged:
             tables = [tables[name] for tables in self.tables]
             _set_to_mean([table.weight for table in tables])  # line 9

@@ -130,7 +130,7 @@ def end_ranks(ranks: list[Rank]) -> None:
 def end_with(process: int) -> None:
     """Makes this process exit as soon as the process with this id ends, for whatever reason; returns at once.
 
-    A thread waits for that. Linux's parent-death signal would not do: it comes when the *thread* that forked this
+    A thread waits for its end. Linux's parent-death signal would not do: it comes when the *thread* that forked this
     process ends, and ranks are forked by the process that `prepare_ranks` starts, not by the one that waits for them.
     """
 
