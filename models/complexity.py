@@ -59,9 +59,8 @@ class Complexity:
     parameters: int
     """Number of parameters, including those of tables."""
     compression_ratio: float
-    """Numbers per sample that enter the tower modules, divided by those that leave them: |F| N / sum O_t; 1 if flat.
-    Each item of a sequence counts. Section 4 of the paper prints the inverse; its Table 5 calls D=64 of N=128 a ratio
-    of 2, as here."""
+    """Numbers per sample that enter the tower modules (each item of a sequence counts), divided by those that leave:
+    |F| N / sum O_t; 1 if flat. Section 4 of the paper prints the inverse; Table 5 has 2 for D=64 of N=128, as here."""
 
 
 def count_complexity(model: nn.Module, dense_features: Tensor, sparse_features: Any) -> Complexity:
@@ -70,7 +69,8 @@ def count_complexity(model: nn.Module, dense_features: Tensor, sparse_features: 
     Leaves weights and ``.grad`` unchanged, and runs no optimizer.
 
     Args:
-        model: any model on any device that returns a tensor from ``model(dense_features, sparse_features)``.
+        model: any model on any device that returns a tensor from ``model(dense_features, sparse_features)``. Tower
+            modules must have ``out_features``.
         dense_features: [B, dense_in_features] float32; its gradient is not counted.
         sparse_features: sparse input of the model, for B samples; attention is counted at its sequences' lengths.
     """

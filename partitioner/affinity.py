@@ -189,7 +189,7 @@ class FeatureAffinity:
                 read one at a time.
             tables: tables of the features, needed for the partitioner's limits.
             seed: seed of the splits, from 0 to 2^32 - 1.
-            max_rows: most rows to read, at least 1,000; pairs of hundreds of features use fewer, to take 15 minutes.
+            max_rows: most rows to read, at least 1,000. Pairs of hundreds of features use fewer: 15 minutes at most.
 
         Raises:
             InputError: a batch does not have this form, there are fewer than 1,000 rows, or fewer than 20 of a label,
