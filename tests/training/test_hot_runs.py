@@ -67,10 +67,11 @@ def test_a_run_with_hot_rows_learns_the_same_and_sends_less(tmp_path: Path, sect
     # Gradients are added up in another order; Adam's first steps divide small ones by their own size.
     assert 0 < apart < 1e-4
     assert hot["eval_loss"] == pytest.approx(unlike["eval_loss"], abs=1e-4)
-    assert hot["hot_rows"]["rows"] > 300
+    least, share = (100, 0.9) if sections else (300, 0.8)  # of distinct ids, fewer rows are worth a copy
+    assert hot["hot_rows"]["rows"] > least
     assert hot["hot_rows"]["bytes_per_rank"] == 32 * hot["hot_rows"]["rows"] <= 0.25 * 6 * 400 * 32
     assert hot["hot_rows"]["left_out"] == {}
-    assert hot["bytes_per_sample"]["forward"] < 0.8 * unlike["bytes_per_sample"]["forward"]
+    assert hot["bytes_per_sample"]["forward"] < share * unlike["bytes_per_sample"]["forward"]
 
 
 def test_copies_count_in_the_memory_that_a_rank_needs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
