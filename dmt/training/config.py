@@ -86,7 +86,7 @@ class ModelConfig(Section):
 
     @property
     def outside_dim(self) -> int | None:
-        """Columns of tables outside towers: D if they interact as vectors, None if any number will do."""
+        """Columns of tables outside towers: D if they interact as vectors, None if any number is allowed."""
         return self.output_dim if self.factory is None and self.arch.startswith("dmt-dlrm") else None
 
     @property

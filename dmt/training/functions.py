@@ -47,7 +47,7 @@ def load_function(setting: str, name: str) -> Callable[..., Any]:
     """Imports the function ``package.module:function``; appends the current folder to ``sys.path``.
 
     Raises:
-        InputError: ``name``, the value of ``setting``, has another form, there is no such module or function, or
+        InputError: ``name``, the value of ``setting``, is not of this form, there is no such module or function, or
             importing the module fails.
     """
     place = f"{setting}={name!r}"

@@ -161,7 +161,7 @@ def check_memory(job: Job, model: nn.Module, mesh: TowerMesh) -> None:
     """Checks by a lower bound that each machine, or each GPU, has the memory that its ranks need; collective.
 
     The bound counts a rank's tables, the embeddings that it looks up in a step for all ranks (their gradients may reuse
-    that memory), its copies of hot rows, the dense weights and their gradients, and its batch with its embeddings.
+    that memory), as many copies of hot rows as allowed, dense weights and gradients, and its batch with its embeddings.
 
     Raises:
         InputError: a machine, its container or a GPU has less memory; the same on every rank. The message names the

@@ -191,7 +191,7 @@ def check_hosts(run: TrainingConfig, cluster: Cluster, *, is_given: bool) -> Non
 def alternatives(run: Job, cluster: Cluster) -> tuple[list[Prediction], list[str]]:
     """Predicts a step of the flat model, of the same model over towers, and of towers that compress.
 
-    A tower is a host (several hosts if there are more hosts than features). Features are dealt to towers in turn,
+    A tower is a host (several hosts if there are more hosts than features). Tables are dealt to towers in turn,
     because their grouping barely changes what is sent; with ``unique`` it does, so there the towers are balanced.
     Alternatives over towers are also predicted with each possible number of replicas. All keep the settings in `_KEPT`.
     A user's own model (``model.factory``) has no alternatives: predict it by overrides of its config.

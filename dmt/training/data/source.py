@@ -37,8 +37,8 @@ class SourceRows:
         config: section ``data`` of the run's configuration, with a ``source``.
 
     Raises:
-        InputError: the function does not exist, takes other arguments, or yields no training row; or the columns of its
-            first batch do not fit the settings.
+        InputError: the function does not exist, does not accept the arguments, or yields no training row; or the
+            columns of its first batch do not fit the settings.
     """
 
     def __init__(self, config: DataConfig) -> None:
@@ -48,7 +48,7 @@ class SourceRows:
         self._name, self._config = f"data.source={config.source!r}", config
         self._function = load_function("data.source", config.source)
         self.start_state: SourceState | None = None
-        """State at which the next pass over training rows starts, saved on as many ranks; None: at the first row."""
+        """State, of a run on as many ranks, from which the next pass over training rows starts; None: the first row."""
         self._epoch, self._states = 0, deque[SourceState]()
         first = next((table for _, table in self._tables_of(self._call("train", 0, 1, 0))), None)
         if first is None:
