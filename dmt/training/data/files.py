@@ -77,8 +77,8 @@ def file_version(path: str) -> tuple[int, int]:
 def matching_files(value: str) -> list[str]:
     """Lists the files that a file name, folder or glob matches, sorted by name.
 
-    In a folder or glob, names that begin with ``.`` or ``_`` are left out. A folder named ``*.parquet``, as Spark
-    writes it, is replaced by its Parquet files.
+    In a folder or glob, names that begin with ``.`` or ``_`` are left out, also those of folders that ``**`` matches. A
+    folder named ``*.parquet``, as Spark writes it, is replaced by its Parquet files; a warning names other folders.
 
     Raises:
         OSError: the file or folder cannot be read.
@@ -88,9 +88,11 @@ def matching_files(value: str) -> list[str]:
     with _file_system(value) as (system, inner):
 
         def visible(pattern: str) -> list[str]:
-            return [name for name in system.glob(pattern) if name.rpartition("/")[2][0] not in "._"]
+            first = [*pattern.split("/")[:-1], "**"].index("**")
+            return [name for name in system.glob(pattern) if all(p[0] not in "._" for p in name.split("/")[first:])]
 
-        matches, pattern = [], f"{glob.escape(inner)}/*" if (is_folder := system.isdir(inner)) else inner
+        matches, unread = list[str](), list[str]()
+        pattern = f"{glob.escape(inner)}/*" if (is_folder := system.isdir(inner)) else inner
         for name in [inner] if system.isfile(inner) or (is_folder and inner.endswith(".parquet")) else visible(pattern):
             if not system.isdir(name):
                 matches.append(name)
@@ -102,11 +104,15 @@ def matching_files(value: str) -> list[str]:
                         f"list the files of {value!r} by a glob."
                     )
                 matches += [each for each in inside if each.endswith(_PARQUET)]
+            elif "**" not in inner:
+                unread.append(name)
         if broken := [name for name in matches if not system.exists(name)]:
             raise InputError(f"{broken[0]} (of {value!r}) is a broken link. Repair or remove the link.")
+    if unread:
+        logger.warning("%r: Folders are not read: %s. A glob with ** reads them.", value, shorten(unread, ", "))
     if is_remote(value):  # a single file keeps the URL that the user gave
-        return [value] if matches == [inner] else sorted(map(system.unstrip_protocol, matches))
-    return sorted(matches)
+        return [value] if matches == [inner] else sorted({*map(system.unstrip_protocol, matches)})
+    return sorted({*matches})  # "**" matches a folder and its files
 
 
 @contextmanager

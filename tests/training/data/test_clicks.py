@@ -394,7 +394,7 @@ def test_faults_of_a_store_name_the_url(tmp_path: Path) -> None:
         assert demo_settings(f"{url}/a.tsv")[:2] == ['data.kind="criteo_tsv"', f'data.train_path="{url}/a.tsv"']
 
 
-def test_folders_that_spark_writes_are_read(tmp_path: Path) -> None:
+def test_folders_that_spark_writes_are_read(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     files = ["a.parquet", "day.parquet/part-1.parquet", "day[1].parquet/part-0.parquet"]
     for name in (*files, "day.parquet/_SUCCESS", "day.parquet/.part-1.crc"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
@@ -404,6 +404,13 @@ def test_folders_that_spark_writes_are_read(tmp_path: Path) -> None:
     with uploaded(tmp_path) as url:
         for place in (url, f"{url}/*.parquet"):
             assert [name.partition("/clicks/")[2] for name in matching_files(place)] == files
+    assert not caplog.text
+    for name in ("_log/0.parquet", "hour=1/_temporary/0/a.parquet", "hour=1/b.parquet"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    assert matching_files(str(tmp_path)) == wanted
+    assert f"Folders are not read: {tmp_path}/hour=1." in caplog.text
+    assert matching_files(f"{tmp_path}/**/*.parquet") == [*wanted, str(tmp_path / "hour=1" / "b.parquet")]
     (tmp_path / "day.parquet" / "hour=1").mkdir()
     with pytest.raises(InputError, match="hour=1 is a folder, whose rows would be left out"):
         matching_files(str(tmp_path / "day.parquet"))
