@@ -7,10 +7,9 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dmt.errors import InputError
 from dmt.files import check_output
 from dmt.training.commands import Shown
-from dmt.training.config import load_config
+from dmt.training.config import load_config, to_override
 from dmt.training.data.prepare import prepare
 
 __all__ = ["run_prepare"]
@@ -34,13 +33,11 @@ def run_prepare(
     Raises:
         InputError: ``vocabulary`` is given without ids by frequency, or `prepare` raises it.
     """
-    run = load_config(config, [*overrides, *(["data.id_mode=frequency"] if ids == "frequency" else [])])
-    data = run.data if vocabulary is None else run.data.model_copy(update={"vocabulary": str(vocabulary)})
-    if vocabulary is not None and data.id_mode != "frequency":
-        raise InputError("--vocabulary needs ids by frequency. Add --ids frequency, or leave --vocabulary out.")
+    given = [*overrides, *(["data.id_mode=frequency"] if ids == "frequency" else [])]
+    run = load_config(config, [*given, *([to_override("data.vocabulary", vocabulary)] if vocabulary else [])])
     check_output("--out", out.absolute().parent, is_folder=True)
     dims: dict[str, Any] = {"embedding_dim": run.model.embedding_dim, "embedding_dims": run.model.embedding_dims}
-    return _show(asdict(prepare(data, out, dims=dims, **options)), out)
+    return _show(asdict(prepare(run.data, out, dims=dims, **options)), out)
 
 
 def _show(record: dict[str, Any], out: Path) -> Shown:

@@ -208,8 +208,9 @@ def _check(config: DataConfig, out: Path, *, eval_only: bool, min_count: int) ->
         raise InputError(f"data.kind={config.kind!r} has no raw files. Use 'criteo_tsv' or 'columns', with train_path.")
     if config.label is None and not eval_only:
         raise InputError("data.label is not set, but training rows need labels. Set it to the column of 0/1 labels.")
-    if config.id_mode != "frequency" and min_count > 1:
-        raise InputError(f"--min-count {min_count} needs ids by frequency. Add --ids frequency, or drop --min-count.")
+    if min_count > 1 and (config.id_mode != "frequency" or config.vocabulary):
+        remedy = "Drop it, or set --ids frequency without --vocabulary."
+        raise InputError(f"--min-count {min_count} needs ids by frequency, counted in these rows. {remedy}")
     if config.id_mode == "frequency" and eval_only and not config.vocabulary:
         raise InputError("data.id_mode='frequency' needs data.vocabulary. Set it to the prepared folder of training.")
 
@@ -233,7 +234,10 @@ def _raw_rows(
         names = set(schema.names)  # once: pyarrow rebuilds the names on each access, seconds for thousands of columns
         if absent := [name for name in used if name not in names]:
             raise InputError(f"{file}: column {absent[0]!r} is missing. Give all files the columns of the first.")
-        lists = {feature.name: feature.is_bag for feature in find_columns(config, schema, file).features}
+        found = find_columns(config, schema, file)
+        lists = {feature.name: feature.is_bag for feature in found.features}
+        if new := {*found.dense, *lists}.difference(converter.columns.dense, bags):
+            logger.warning("%s: Not read, as %s lacks them: %s", file, in_order[0][1], shorten(sorted(new), ", "))
         if unlike := [name for name, is_bag in bags.items() if is_bag != lists[name]]:
             has, had = (("single values", "lists")[is_bag[unlike[0]]] for is_bag in (lists, bags))
             raise InputError(
@@ -459,7 +463,7 @@ def _summary(
             }
             if missing == num_rows > 0:
                 notes.append(f"{name}: all {num_rows:,} values are missing{' or 0' * (id_mode == 'index')}.")
-        if by_name[table.feature_names[0]].time is None:
+        if by_name[table.feature_names[0]].time is None and not view.converter.config.vocabulary:
             notes += _table_notes(table.num_embeddings, known, is_hashed=id_mode == "hash")
     dense, total = {name: {"missing": counts[name, "missing"]} for name in columns.dense}, counts["", "rows"]
     notes += [f"{name}: all {total:,} values are missing." for name in dense if dense[name]["missing"] == total > 0]

@@ -14,6 +14,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import duckdb
@@ -38,6 +39,7 @@ _CUT = "\x1f"
 _MISSING = r"'\p{Zs}*(nan|na|n/a|null|none|nat|)\p{Zs}*'"
 """Spellings of a missing number or time, in any case. For categories only empty text is missing: "NA" is Namibia."""
 _PARTS = {"hour": "hour({0}) + 1", "weekday": "isodow({0})"}
+_WHOLE = "CASE WHEN {0} = trunc({0}) THEN CAST(TRY_CAST({0} AS BIGINT) AS VARCHAR) END"  # NULL unless a float is whole
 SPLIT = "#split"
 """Name of the column that holds the text of ``data.split_column`` in converted rows."""
 
@@ -127,15 +129,16 @@ def schema_of(file: str, config: DataConfig) -> pa.Schema:
                 return schema
         except (OSError, pa.ArrowException, UnicodeDecodeError) as error:
             raise InputError(f"{file}: cannot be read as Parquet ({error}). Repair or replace the file.") from error
-    # With thousands of names, the first line may be longer than the first block.
-    lines: list[bytes] = next((lines for _, lines, _ in _lines(file, 1 << 16) if lines), [])
+    # With thousands of names, a line may be longer than a block.
+    blocks = chain.from_iterable(lines for _, lines, _ in _lines(file, 1 << 16))
+    lines = list(islice(blocks, 1000 if kind == "json" else 1))
     if kind == "criteo":
         fields = lines[0].split(b"\t") if lines else []
         # In a row that lacks its last column instead, field 13 is a number; all categories have 8 hexadecimal digits.
         lacks_label = config.label is None and len(fields) == len(_CRITEO) - 1 and len(fields[13]) == 8
         return pa.schema([(name, pa.string()) for name in _CRITEO[lacks_label:]])
     if kind == "json":
-        return _json_schema(file, lines[:1000])
+        return _json_schema(file, lines)
     try:
         names = next(csv.reader([lines[0].decode()] if lines else [], delimiter=_separator(file, config)), [])
     except (UnicodeDecodeError, csv.Error) as error:
@@ -190,7 +193,8 @@ def raw_blocks(file: str, config: DataConfig, used: Sequence[str]) -> Iterator[B
 def _parquet_blocks(file: str, used: Sequence[str]) -> Iterator[Block]:
     first = 1
     try:
-        with open_binary(file) as stream, pq.ParquetFile(stream) as source:
+        # Spark writes times as INT96 by default. As nanoseconds, years after 2262 would be other times.
+        with open_binary(file) as stream, pq.ParquetFile(stream, coerce_int96_timestamp_unit="us") as source:
             total = max(source.metadata.num_rows, 1)
             rows = max(min(_BLOCK_ROWS, _BLOCK_VALUES // len(used)), 1)
             for batch in source.iter_batches(batch_size=rows, columns=list(used), use_threads=False):
@@ -385,8 +389,8 @@ class _Sql:
         if config.group_by:  # a row without a value (NaN in pandas) is a separate request
             alone = f"{literal(block.place)} || ' ' || ({block.first} + row_number() OVER ())"
             sql, type_ = block.columns[config.group_by]
-            missing = "'nan'" if pa.types.is_floating(type_) else "''"
-            self._values.append(f"coalesce(nullif(CAST({sql} AS VARCHAR), {missing}), {alone})")
+            whole, missing = (_WHOLE.format(sql), "'nan'") if pa.types.is_floating(type_) else ("NULL", "''")
+            self._values.append(f"coalesce({whole}, nullif(CAST({sql} AS VARCHAR), {missing}), {alone})")
         if config.split_column:
             self._values.append(f"CAST({block.columns[config.split_column][0]} AS VARCHAR)")
         names = [f"v{i}" for i in range(len(self._values))]
@@ -452,8 +456,7 @@ class _Sql:
         value, is_bad = "CAST({0} AS VARCHAR)", "false"
         expected = "text or a whole number (store fractions as text)"
         if is_float:
-            value = "CASE WHEN {0} = trunc({0}) THEN CAST(TRY_CAST({0} AS BIGINT) AS VARCHAR) END"
-            is_bad = "{v} IS NULL"
+            value, is_bad = _WHOLE, "{v} IS NULL"
         if self._config.id_mode == "index":
             is_digits = f"regexp_full_match({value}, ' *[+-]?[0-9]+ *')"
             value = f"CASE WHEN {is_digits} THEN TRY_CAST({value} AS BIGINT) END"

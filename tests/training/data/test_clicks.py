@@ -155,11 +155,13 @@ def test_requests_meet_in_a_batch(tmp_path: Path) -> None:
 
 def test_each_row_without_a_request_is_one_by_itself(tmp_path: Path) -> None:
     """pandas and Spark write NaN where a number is missing."""
-    users = pa.array([1.0, math.nan, math.nan, None, 1.0, 2.0])
-    pq.write_table(pa.table({"label": [0] * 6, "c": [0] * 6, "user": users}), tmp_path / "a.parquet")
-    config = config_of(str(tmp_path / "a.parquet"), dense=(), categorical=("c",), group_by="user")
+    users = [[1.0, math.nan, math.nan, None, 1.0, 2.5], [1, 2, 3, 4, 5, 6]]
+    for file, values in zip("ab", users, strict=True):
+        pq.write_table(pa.table({"label": [0] * 6, "c": [0] * 6, "user": values}), tmp_path / f"{file}.parquet")
+    config = config_of(str(tmp_path / "?.parquet"), dense=(), categorical=("c",), group_by="user")
     prepare(config, tmp_path / "out")
-    assert len(set(pq.read_table(tmp_path / "out" / "train")["#request"].to_pylist())) == 5
+    requests = Counter(pq.read_table(tmp_path / "out" / "train")["#request"].to_pylist())
+    assert sorted(requests.values()) == [*[1] * 9, 3], "1 and 1.0 are one request"
 
 
 def test_prepared_rows_are_read_from_their_folder(tmp_path: Path) -> None:
