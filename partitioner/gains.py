@@ -62,7 +62,7 @@ def measure_interactions(batches: Iterable[Any], *, tables: Sequence[Any], seed:
     num_rows = int(min(len(rows.labels), max(_LEAST_ROWS, PAIR_WORK / max(len(pairs), 1))))
     if num_rows < len(rows.labels):
         notes.append(f"The {len(pairs):,} pairs were measured on {num_rows:,} of {len(rows.labels):,} rows.")
-        fit, columns = fit.first(num_rows), [column.first(num_rows) for column in columns]
+        fit, columns = _fewer(fit, columns, num_rows)
     measured_gains, error = gains_of(columns, pairs, fit, title="Measuring pairs")
     # The shrunk additive model leaves a residue of each single feature's effect, which is not an interaction.
     alone = np.maximum(gains_of(columns, np.arange(len(features))[:, None], fit)[0], 0.0)
@@ -123,7 +123,7 @@ def _measure_triples(
     if not count or num_rows < min(LEAST_TRIPLE_ROWS, len(fit.labels)):
         note = f"The {count:,} triples of features were not measured, because that would take more than a minute."
         return (), [note] if count else []
-    columns, fit = [column.first(num_rows) for column in columns], fit.first(num_rows)
+    fit, columns = _fewer(fit, columns, num_rows)
     gains = measured.significant()
     pairs = np.argwhere(np.triu(gains, k=1) > 0)
     for _ in range(_PAIR_ROUNDS):
@@ -139,6 +139,14 @@ def _measure_triples(
     if num_rows == measured.num_samples:
         return interacting, []
     return interacting, [f"The {count:,} triples were measured on {num_rows:,} rows only, to take about a minute."]
+
+
+def _fewer(fit: AdditiveFit, columns: Sequence[Column], num_rows: int) -> tuple[AdditiveFit, list[Column]]:
+    """Returns ``num_rows`` random rows of the predictions and the columns: a log may change from its first rows on."""
+    kept = np.zeros(len(fit.labels), np.bool_)
+    kept[np.random.default_rng([num_rows, SPLITS]).permutation(len(kept))[:num_rows]] = True
+    odds, held = [split[kept] for split in fit.odds], [split[kept] for split in fit.held]
+    return replace(fit, labels=fit.labels[kept], odds=odds, held=held), [column.only(kept) for column in columns]
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)
@@ -158,11 +166,6 @@ class AdditiveFit:
     def most_cells(self) -> int:
         """Number of cells above which cells are hashed: about four per row, `MOST_CELLS` at most; a power of two."""
         return min(MOST_CELLS, 2 ** int(np.ceil(np.log2(max(4 * len(self.labels), 2**10)))))
-
-    def first(self, num_rows: int) -> AdditiveFit:
-        """Returns the predictions of the first ``num_rows`` rows."""
-        odds, held = [split[:num_rows] for split in self.odds], [split[:num_rows] for split in self.held]
-        return replace(self, labels=self.labels[:num_rows], odds=odds, held=held)
 
     @cached_property
     def gradients(self) -> list[tuple[Floats, Floats]]:

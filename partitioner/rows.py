@@ -60,12 +60,11 @@ class Column:
         weights = of_values[self.values] * self.shares
         return np.bincount(self.rows, weights=weights, minlength=len(self.lengths)).astype(np.float64, copy=False)
 
-    def first(self, num_rows: int) -> Column:
-        """Returns the first ``num_rows`` rows."""
-        if self.lengths is None:
-            return Column(values=self.values[:num_rows], lengths=None, size=self.size)
-        lengths = self.lengths[:num_rows]
-        return Column(values=self.values[: int(lengths.sum())], lengths=lengths, size=self.size)
+    def only(self, kept: NDArray[np.bool_]) -> Column:
+        """Returns the rows where ``kept`` [R] is True."""
+        if self.lengths is None or self.rows is None:
+            return Column(values=self.values[kept], lengths=None, size=self.size)
+        return Column(values=self.values[kept[self.rows]], lengths=self.lengths[kept], size=self.size)
 
 
 @dataclass(frozen=True, kw_only=True, eq=False)

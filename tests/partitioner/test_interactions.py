@@ -72,6 +72,13 @@ def test_where_triples_take_more_than_a_minute_fewer_rows_are_used_or_none(monke
     )
 
 
+def test_fewer_rows_are_taken_from_the_whole_log(monkeypatch):
+    early, late = (planted_clicks(8, [pair], rows=8000, strength=1.0) for pair in ((0, 1), (2, 3)))
+    monkeypatch.setattr(gains, "PAIR_WORK", 28 * 8000)
+    found = FeatureAffinity.collect_interactions([*batches_of(*early), *batches_of(*late)])
+    assert found_pairs(found) == {(0, 1), (2, 3)}
+
+
 @pytest.mark.parametrize("seed", seeds(2, 20))
 def test_labels_at_random_say_that_towers_are_arbitrary(seed):
     rng = np.random.default_rng(seed)
@@ -252,7 +259,7 @@ def test_long_bags_count_by_their_first_ids_and_empty_ones_by_a_value():
     # The empty bag's value is seen once, like everything that is: 0.
     assert column.values.tolist() == [0, 1, 2, 3, 4, 5, 1, 2, 3, 4, 5]
     assert rows.pooling_factors == (14 / 3,)
-    assert column.first(2).values.tolist() == [0, 1, 2, 3, 4, 5]
+    assert column.only(np.array([True, True, False])).values.tolist() == [0, 1, 2, 3, 4, 5]
 
 
 def test_hashed_cells_and_ids_still_show_the_pair(monkeypatch):
