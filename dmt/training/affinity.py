@@ -10,6 +10,7 @@ from typing import Any
 from dmt.errors import InputError
 from dmt.formatting import shorten
 from dmt.partitioner import FeatureAffinity, PartitionRules
+from dmt.partitioner.rows import MOST_KEPT
 from dmt.training.build import ClickTask, build_model
 from dmt.training.checkpoints.store import load_plain
 from dmt.training.config import TrainingConfig
@@ -86,7 +87,10 @@ def interactions_of(
     rows = data.num_rows("train")
     # The number of rows of a user's source is not known.
     size = _BATCH_ROWS if rows is None else max(1, min(_INTERACTION_ROWS, rows // 16))
-    batches = spread_batches(data, max_rows=_MOST_ROWS, batch_size=size)
+    columns = data.columns
+    # No batch is left out, as those would be from the last places.
+    most = min(_MOST_ROWS, MOST_KEPT // (len(columns.feature_names) + len(columns.dense)))
+    batches = spread_batches(data, max_rows=most, batch_size=size)
     tables = tables if with_tables else []
     return FeatureAffinity.collect_interactions(batches, tables=tables, seed=seed, max_rows=_MOST_ROWS)
 
@@ -106,6 +110,6 @@ def spread_batches(data: ClickData, *, max_rows: int, batch_size: int) -> Iterat
     # Few places, as each is costly: all rows that are shuffled together there are read.
     places = min(_PLACES, count)
     for place in range(places):
-        number = count * (place + 1) // places - count * place // places
-        start = (there - number) * place // max(places - 1, 1) * batch_size
-        yield from islice(data.batches("train", rows=start, **options), number)
+        first, end = count * place // places, count * (place + 1) // places
+        start = (first + (there - count) * place // max(places - 1, 1)) * batch_size
+        yield from islice(data.batches("train", rows=start, **options), end - first)

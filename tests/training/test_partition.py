@@ -211,7 +211,7 @@ def numbered(folder: Path, num_rows: int) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("num_rows", "max_rows", "batch_size", "count"),
-    [(100, 20, 5, 4), (100, 1000, 5, 20), (100, 99, 10, 9), (100, 1, 5, 1), (4, 20, 4, 1), (2570, 2560, 10, 256)],
+    [(100, 20, 5, 4), (100, 99, 5, 19), (100, 99, 10, 9), (100, 1, 5, 1), (4, 20, 4, 1), (2570, 2560, 10, 256)],
 )
 def test_batches_come_from_all_over_the_rows(
     num_rows: int, max_rows: int, batch_size: int, count: int, tmp_path: Path
@@ -250,6 +250,14 @@ def test_a_run_is_measured_all_over_the_rows(
     affinity = affinity_of_run(tmp_path / "run", data_path=path, max_rows=8)
     assert (ids, affinity.num_samples, affinity.pooling_factors) == (seen, 8, (1.0,))
     assert [table.name for table in affinity.tables] == ["t_c_1"]
+
+
+def test_rows_of_many_columns_are_few_but_from_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "MOST_KEPT", 2 * 640)
+    monkeypatch.setattr(FeatureAffinity, "collect_interactions", lambda batches, **_: list(batches))
+    read: Any = interactions_of(small(data=numbered(tmp_path, 3200)), with_tables=False)
+    ids = torch.cat([batch.sparse_features.values() for batch in read]).tolist()
+    assert (len(ids), ids[0], ids[-1]) == (600, 0, 3199)
 
 
 def test_a_history_is_measured_as_a_bag_and_stays_with_its_target(tmp_path: Path) -> None:
