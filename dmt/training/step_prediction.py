@@ -162,8 +162,7 @@ def not_counted(config: TrainingConfig) -> list[str]:
     ignored = {
         f"sharding.scheme={sharding.scheme!r}": is_flat
         and sharding.scheme not in ("auto", "table_wise", "column_wise"),
-        f"train.dense_reduce={train.dense_reduce!r}": is_flat and train.dense_reduce != "ring",
-        "BF16 in train.dense_reduce": not is_flat and train.dense_reduce == "hierarchical_bf16",
+        "BF16 in train.dense_reduce": train.dense_reduce == "hierarchical_bf16",
         "sharding.unique=true": sharding.unique and config.model.has_towers,
         f"hot_rows.extra_memory={config.hot_rows.extra_memory}": config.hot_rows.extra_memory > 0,
         "tables in host memory or on SSDs": sharding.is_off_device,
@@ -191,7 +190,7 @@ def check_hosts(run: TrainingConfig, cluster: Cluster, *, is_given: bool) -> Non
 def alternatives(run: Job, cluster: Cluster) -> tuple[list[Prediction], list[str]]:
     """Predicts a step of the flat model, of the same model over towers, and of towers that compress.
 
-    A tower is a host (several hosts if there are more hosts than features). Tables are dealt to towers in turn,
+    A tower is a host (several hosts if there are more hosts than tables). Tables are dealt to towers in turn,
     because their grouping barely changes what is sent; with ``unique`` it does, so there the towers are balanced.
     Alternatives over towers are also predicted with each possible number of replicas. All keep the settings in `_KEPT`.
     A user's own model (``model.factory``) has no alternatives: predict it by overrides of its config.
@@ -270,14 +269,14 @@ def _models(run: Job, num_towers: int) -> dict[str, dict[str, Any]]:
 def _ways(run: Job) -> Iterator[tuple[str, dict[str, dict[str, Any]]]]:
     """Yields the name of each alternative, and its settings by section and key."""
     flat = {"model": {"arch": "dcn" if "dcn" in run.config.model.arch else "dlrm"}}
-    num_hosts, num_features = run.topology.num_hosts, len(feature_names(run.tables))
+    num_hosts, num_tables = run.topology.num_hosts, len(run.tables)
     reduced = {"train": {"dense_reduce": "hierarchical"}} if num_hosts > 1 else {}
     for replicas, placement in _replicas(run.topology):
         hosts, size = num_hosts, run.topology.host_size
         mesh = {"num_replicas": replicas, "replica_placement": placement, "ranks_per_host": size}
         hosts, size = (hosts // replicas, size) if placement == "inter_host" else (hosts, size // replicas)
         suffix = f", {replicas} replicas ({placement})" if replicas > 1 else ""
-        number = max(number for number in range(1, hosts + 1) if hosts % number == 0 and number <= num_features)
+        number = max(number for number in range(1, hosts + 1) if hosts % number == 0 and number <= num_tables)
         shapes = {
             towers: {"num_towers": towers, "ranks_per_tower": hosts * size // towers, **mesh}
             for towers in (hosts, 1, number)

@@ -153,10 +153,11 @@ def test_alternatives_are_sorted_and_their_overrides_make_them() -> None:
         assert alone.uplink_bytes == pytest.approx(way.uplink_bytes)
 
 
-def test_towers_span_hosts_where_there_are_more_hosts_than_features() -> None:
+def test_towers_span_hosts_where_there_are_more_hosts_than_tables() -> None:
     values = ["topology.num_towers=4", "topology.ranks_per_tower=2", "model.embedding_dim=16", "model.arch=dlrm"]
     config = load_config("demo", values)
-    tables = [TableSpec(name=f"t{i}", num_embeddings=10, embedding_dim=16, feature_names=(f"f{i}",)) for i in range(3)]
+    sizes = {"num_embeddings": 10, "embedding_dim": 16}
+    tables = [TableSpec(name=f"t{i}", feature_names=(f"f{i}", f"g{i}"), **sizes) for i in range(3)]
     for way in alternatives(job_for(config, tables), SMALL)[0]:
         if way.num_replicas == 1:
             is_flat = way.name.startswith("flat")
@@ -249,6 +250,7 @@ def test_a_model_of_ones_own_is_predicted_as_it_is(tmp_path: Path) -> None:
         (["topology.num_replicas=2", "replicas.moment_scale=2", "sharding.tables.t_C1=row_wise"], 4, []),
         (["hot_rows.extra_memory=0.01", "sharding.unique=true", "model.arch=dlrm"], 2, ["hot_rows.extra_memory=0.01"]),
         (["model.arch=dlrm", "sharding.dataflow=flat", "sharding.scheme=row_wise"], 2, ["sharding.scheme='row_wise'"]),
+        (["model.arch=dlrm", "sharding.dataflow=flat", "train.dense_reduce=hierarchical"], 2, []),
     ],
 )
 def test_alternatives_to_any_config_are_found(
