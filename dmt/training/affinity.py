@@ -87,12 +87,11 @@ def interactions_of(
     rows = data.num_rows("train")
     # The number of rows of a user's source is not known.
     size = _BATCH_ROWS if rows is None else max(1, min(_INTERACTION_ROWS, rows // 16))
-    columns = data.columns
-    # No batch is left out, as those would be from the last places.
-    most = min(_MOST_ROWS, MOST_KEPT // (len(columns.feature_names) + len(columns.dense)))
+    # The rows of all batches are kept; otherwise those of the last places would be left out.
+    most = min(_MOST_ROWS, MOST_KEPT // len(data.columns.schema))
     batches = spread_batches(data, max_rows=most, batch_size=size)
     tables = tables if with_tables else []
-    return FeatureAffinity.collect_interactions(batches, tables=tables, seed=seed, max_rows=_MOST_ROWS)
+    return FeatureAffinity.collect_interactions(batches, tables=tables, seed=seed, max_rows=most)
 
 
 def spread_batches(data: ClickData, *, max_rows: int, batch_size: int) -> Iterator[ClickBatch]:

@@ -253,7 +253,7 @@ def test_a_run_is_measured_all_over_the_rows(
 
 
 def test_rows_of_many_columns_are_few_but_from_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MOST_KEPT", 2 * 640)
+    monkeypatch.setattr(module, "MOST_KEPT", 3 * 640)
     monkeypatch.setattr(FeatureAffinity, "collect_interactions", lambda batches, **_: list(batches))
     read: Any = interactions_of(small(data=numbered(tmp_path, 3200)), with_tables=False)
     ids = torch.cat([batch.sparse_features.values() for batch in read]).tolist()
