@@ -244,7 +244,8 @@ def _plain_tables(run: Job) -> list[TableSpec]:
     model, outside = run.config.model, () if run.towers is None else run.towers.outside_tables(run.tables)
     narrow = {table.name for table in outside if table.embedding_dim == model.outside_dim}
     tables = [replace(table, is_sequence=bool(table.sequences)) for table in run.tables]
-    return [replace(table, embedding_dim=model.embedding_dim) if table.name in narrow else table for table in tables]
+    width = next(table.embedding_dim for table in tables if table.name not in narrow)  # of all: DLRM needs equal ones
+    return [replace(table, embedding_dim=width) if table.name in narrow else table for table in tables]
 
 
 def _models(run: Job, num_towers: int) -> dict[str, dict[str, Any]]:

@@ -220,5 +220,7 @@ def test_what_if_counts_what_they_save_and_has_alternatives_without() -> None:
     assert work.model.dense_bytes == other.model.dense_bytes
     assert across[1] - across[0] == pytest.approx(saved)
     assert predict_step(job, load_cluster("a100")).compression_ratio == 2.0
-    ways, left_out = alternatives(job, load_cluster("a100"))
-    assert ({way.compression_ratio for way in ways}, left_out) == ({1.0, 2.0, 4.0}, [])
+    listed = job_of(outside=["C1"], tables=[replace(table, embedding_dim=16) for table in TABLES], **size)
+    for one, ratios in ((job, {1.0, 2.0, 4.0}), (listed, {1.0, 2.0, 4.0, 16.0})):
+        ways, left_out = alternatives(one, load_cluster("a100"))
+        assert ({way.compression_ratio for way in ways}, left_out) == (ratios, [])
