@@ -57,20 +57,14 @@ def measure_interactions(batches: Iterable[Any], *, tables: Sequence[Any], seed:
     specs = check_tables(tables, rows.features)  # before measuring, which takes long
     _check_rows(rows)
     features, columns, notes = rows.features, rows.columns[: len(rows.features)], _constant_notes(rows)
-    fit = _fit(rows)
-    pairs = np.stack(np.triu_indices(len(features), k=1), axis=1)
-    num_rows = int(min(len(rows.labels), max(_LEAST_ROWS, PAIR_WORK / max(len(pairs), 1))))
+    fit, count = _fit(rows), math.comb(len(features), 2)
+    num_rows = int(min(len(rows.labels), max(_LEAST_ROWS, PAIR_WORK / max(count, 1))))
     if num_rows < len(rows.labels):
-        notes.append(f"The {len(pairs):,} pairs were measured on {num_rows:,} of {len(rows.labels):,} rows.")
+        notes.append(f"The {count:,} pairs were measured on {num_rows:,} of {len(rows.labels):,} rows.")
         fit, columns = _fewer(fit, columns, num_rows)
-    measured_gains, error = gains_of(columns, pairs, fit, title="Measuring pairs")
-    # The shrunk additive model leaves a residue of each single feature's effect, which is not an interaction.
-    alone = np.maximum(gains_of(columns, np.arange(len(features))[:, None], fit)[0], 0.0)
-    gains, errors = np.zeros((2, len(features), len(features)))
-    for matrix, values in ((gains, measured_gains - alone[pairs].sum(axis=1)), (errors, error)):
-        matrix[pairs[:, 0], pairs[:, 1]] = matrix[pairs[:, 1], pairs[:, 0]] = values
+    gains, errors, _ = _pair_gains(columns, fit, title="Measuring pairs")
     measured = FeatureAffinity(
-        matrix=np.maximum(gains, 0.0),
+        matrix=gains,
         features=features,
         measure="interactions",
         errors=errors,
@@ -112,6 +106,20 @@ def _fit(rows: ReadRows) -> AdditiveFit:
     return AdditiveFit(labels=rows.labels, odds=odds, held=held, loss=float(np.concatenate(losses).mean()))
 
 
+def _pair_gains(columns: Sequence[Column], fit: AdditiveFit, *, title: str = "") -> tuple[Floats, Floats, Floats]:
+    """Returns gains of pairs and their errors, both [F, F], and gains of single features [F]; gains are at least 0.
+
+    The shrunk additive model leaves a residue of each feature's effect, which pairs do not count.
+    """
+    pairs = np.stack(np.triu_indices(len(columns), k=1), axis=1)
+    alone = np.maximum(gains_of(columns, np.arange(len(columns))[:, None], fit)[0], 0.0)
+    found, error = gains_of(columns, pairs, fit, title=title)
+    gains, errors = np.zeros((2, len(columns), len(columns)))
+    for matrix, values in ((gains, np.maximum(found - alone[pairs].sum(axis=1), 0.0)), (errors, error)):
+        matrix[pairs[:, 0], pairs[:, 1]] = matrix[pairs[:, 1], pairs[:, 0]] = values
+    return gains, errors, alone
+
+
 def _measure_triples(
     measured: FeatureAffinity, columns: Sequence[Column], fit: AdditiveFit
 ) -> tuple[tuple[Interaction, ...], list[str]]:
@@ -124,13 +132,14 @@ def _measure_triples(
         note = f"The {count:,} triples of features were not measured, because that would take more than a minute."
         return (), [note] if count else []
     fit, columns = _fewer(fit, columns, num_rows)
-    gains = measured.significant()
-    pairs = np.argwhere(np.triu(gains, k=1) > 0)
     for _ in range(_PAIR_ROUNDS):
-        for pair in pairs:
+        for pair in np.argwhere(np.triu(measured.significant(), k=1) > 0):
             fit = fit.stepped(join([columns[i] for i in pair], fit.most_cells))
     triples = np.array(list(combinations(range(len(columns)), 3)), dtype=np.int64)
     found, error = gains_of(columns, triples, fit, title="Measuring triples")
+    # What is left of single features and of pairs, weak ones above all, is no interaction of three.
+    (a, b, c), (gains, _, alone) = triples.T, _pair_gains(columns, fit)
+    found -= alone[triples].sum(axis=1) + gains[a, b] + gains[a, c] + gains[b, c]
     kept = [k for k in np.argsort(-found) if found[k] > noise_bound(count) * error[k]]
     interacting = tuple(
         Interaction(features=tuple(features[i] for i in triples[k]), gain=float(found[k]), error=float(error[k]))
@@ -197,11 +206,13 @@ def gains_of(
     shares. With a ``title``, a terminal shows a progress bar.
 
     Returns:
-        [P] gains in nats per held-out row, and their standard errors. Noise may make gains negative.
+        [P] gains in nats per held-out row, and their standard errors, the larger of the error that the gains show and
+        the one that the additive model expects of labels without interactions. Noise may make gains negative.
     """
     tested = [(np.flatnonzero(held), odds[held]) for odds, held in zip(fit.odds, fit.held, strict=True)]
     before = [log_losses(odds, fit.labels[rows]) for rows, odds in tested]
-    sums = np.zeros((len(groups), 3))
+    spreads = [p * (1.0 - p) for p in (_probability(odds) for _, odds in tested)]
+    sums = np.zeros((len(groups), 4))
     for number, group in enumerate(_with_bar(groups.tolist(), title)):
         cells = join([columns[i] for i in group], fit.most_cells)
         for split, ((rows, odds), losses) in enumerate(zip(tested, before, strict=True)):
@@ -210,10 +221,11 @@ def gains_of(
             else:
                 change = cells.means(fit.steps(cells, split=split))[rows]
             gain = losses - log_losses(odds + change, fit.labels[rows])
-            sums[number] += len(gain), gain.sum(), np.square(gain).sum()
-    num, gains, squares = sums.T
-    mean = gains / np.maximum(num, 1.0)
-    return mean, np.sqrt(np.maximum(squares / np.maximum(num, 1.0) - mean**2, 0.0) / np.maximum(num, 1.0))
+            # A gain varies by its label times the change: over few rows of a rare label, more than can be seen.
+            expected = spreads[split] @ np.square(change)
+            sums[number] += len(gain), gain.sum(), np.square(gain).sum(), expected
+    mean, squares, expected = sums[:, 1:].T / np.maximum(sums[:, 0], 1.0)
+    return mean, np.sqrt(np.maximum(squares - mean**2, expected) / np.maximum(sums[:, 0], 1.0))
 
 
 def _with_bar(items: list[list[int]], title: str) -> Iterable[list[int]]:
