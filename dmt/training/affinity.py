@@ -45,8 +45,7 @@ def affinity_of_run(
         functions: see `dmt.training.trained.checkpoint_of`.
 
     Raises:
-        InputError: the folder has no run or no intact checkpoint, the run's tables are split by columns, or the data or
-            the rules do not fit the run.
+        InputError: see `checkpoint_of`; or the run's tables are split by columns, or data or rules do not fit the run.
     """
     checkpoint, config = checkpoint_of(run, data_path, functions)
     job = open_unsharded(config)

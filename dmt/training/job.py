@@ -95,7 +95,8 @@ def open_job(config: TrainingConfig) -> Job:
     """Opens the data of a run, or reads the tables that ``data.tables`` lists, and resolves its plans.
 
     Raises:
-        InputError: the data do not fit the config, or a plan or a rule does not fit the tables or the memory.
+        InputError: the data cannot be read or do not fit the config, or a plan or a rule does not fit the tables or the
+            memory.
     """
     if config.data.tables is not None:
         # A list of tables has no dense columns, but models need some: assume as many as in the synthetic data.
@@ -139,7 +140,7 @@ def open_unsharded(config: TrainingConfig, data: ClickData | None = None) -> Job
     except for features that the config lists there.
 
     Raises:
-        InputError: the data do not fit the config, or the tower plan does not fit the data.
+        InputError: the data cannot be read or do not fit the config, or the tower plan does not fit the data.
     """
     data, tables = open_tables(config, data)
     if counted := data.ids_per_row:
@@ -153,7 +154,7 @@ def open_tables(config: TrainingConfig, data: ClickData | None = None) -> tuple[
     """Returns the data of a run, opened unless ``data`` is given, and the uncut tables of its columns.
 
     Raises:
-        InputError: the data do not fit the config.
+        InputError: the data cannot be read or do not fit the config.
     """
     data = data or ClickData(config.data, cache=data_cache(config.train.output_dir))
     tables = tables_of(

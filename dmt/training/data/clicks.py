@@ -170,8 +170,8 @@ class ClickData:
         """Returns an iterator over one rank's batches of an epoch, or of the rest of an epoch.
 
         Every rank gets the same number of batches of B rows. Training drops the rows at the end of an epoch that do
-        not fill a global batch: the last rows of every lane, in its shuffled order.
-        Evaluation pads its last batches with rows of weight 0, so that it counts each row exactly once.
+        not fill a global batch: the last rows of every lane, in its shuffled order. Evaluation pads its last
+        batches with rows of weight 0, so that it counts each row exactly once.
 
         With V lanes and B = V / W * b for a fixed b, global batches are the same for every W that divides V. On any
         other number of ranks each remaining row of the epoch is used at most once.

@@ -37,8 +37,8 @@ class SourceRows:
         config: section ``data`` of the run's configuration, with a ``source``.
 
     Raises:
-        InputError: the function does not exist, does not accept the arguments, or yields no training row; or the
-            columns of its first batch do not fit the settings.
+        InputError: the function does not exist, does not accept the arguments, or yields no training row; or its
+            first batch is not a table, or its columns do not fit the settings.
     """
 
     def __init__(self, config: DataConfig) -> None:
