@@ -34,7 +34,7 @@ from dmt.partitioner import FeatureAffinity, PartitionRules
 from dmt.plan.tables import TableSpec
 from dmt.plan.topology import TowerTopology
 from dmt.plan.towers import TowerPlan
-from dmt.sharding.plan import TowerShardingPlan
+from dmt.sharding.explanation import TowerShardingPlan
 from dmt.sharding.plan_tables import plan_tables
 from dmt.training.checkpoints.store import MANIFEST_NAME, _digest, read_manifest
 from dmt.training.config import TrainingConfig, load_config, to_override, to_toml

@@ -1,8 +1,8 @@
 """Cuts tables into column shards that different towers can hold: names, tables and ids of the shards.
 
 A model can thus have more towers than features. A shard has all rows and some columns of its table. It is an ordinary
-table with a new feature, ``ad[0:64]``, which is looked up with the same ids. (The column-wise sharding inside a tower,
-DMT paper, section 4, is separate: all its shards stay in one tower.)
+table with a new feature, ``ad[0:64]``, which is looked up with the same ids. Column-wise sharding inside a tower (DMT
+paper, section 4) is separate: its shards stay in one tower, and `dmt.sharding.schemes` cuts them.
 """
 
 from __future__ import annotations

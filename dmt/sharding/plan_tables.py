@@ -15,8 +15,8 @@ from dmt.formatting import counted, human_bytes
 from dmt.plan.tables import feature_names, table_specs
 from dmt.plan.topology import TowerTopology
 from dmt.sharding.costs import CostModel, Hardware, ShardLoad, StepWorkload
+from dmt.sharding.explanation import RankLoad, TableSharding, TowerShardingPlan
 from dmt.sharding.packing import Option, Packing, Problem, Vector, pack
-from dmt.sharding.plan import RankLoad, TableSharding, TowerShardingPlan
 from dmt.sharding.schemes import EVERYWHERE, SCHEMES, Allowed, ShardingRules, TablePlacement, check_columns
 
 __all__ = ["plan_tables"]

@@ -30,8 +30,8 @@ from dmt.plan.tables import feature_names
 from dmt.plan.topology import TowerTopology
 from dmt.plan.towers import TowerPlan
 from dmt.sharding.costs import Hardware, SparseOptimizer, StepWorkload
+from dmt.sharding.explanation import TowerShardingPlan
 from dmt.sharding.optimizers import data_parallel_obstacle, optimizer_name
-from dmt.sharding.plan import TowerShardingPlan
 from dmt.sharding.plan_tables import plan_tables
 from dmt.sharding.schemes import SCHEMES, Rule, Scheme, ShardingRules, TablePlacement, table_shards
 

@@ -24,7 +24,7 @@ from dmt.models.complexity import MetaTables, meta_batch, tower_modules
 from dmt.plan.tables import ID_BYTES, TableSpec
 from dmt.plan.topology import TowerTopology
 from dmt.sharding.costs import CostModel, ShardLoad, StepWorkload
-from dmt.sharding.plan import TowerShardingPlan
+from dmt.sharding.explanation import TowerShardingPlan
 from dmt.simulator.steps import Load, ModelWork, Operator, PartWork, StepWork
 
 __all__ = ["Workload", "count_operators", "operators_of", "step_work"]

@@ -2,7 +2,7 @@
 
 It applies to the exchange between peers (slow links) only; exchanges inside a tower send numbers unchanged. The flat
 dataflow has no such exchange: there it applies between all ranks. This file imports neither torch nor TorchRec, so that
-configs can import it.
+configs can import it; `dmt.sptt.peer_exchange` casts the numbers.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Builds the plain and the sharded model of a `Job`, with its optimizers, replica averaging and hot rows."""
+"""Builds the plain and the sharded model of a `Job`, with its optimizers, warm-up, replica averaging and hot rows."""
 
 from __future__ import annotations
 

@@ -14,9 +14,9 @@ from dmt.plan.tables import NUMBER_BYTES, TableSpec, feature_names
 from dmt.plan.topology import TowerTopology
 from dmt.plan.towers import TowerPlan
 from dmt.sharding.costs import Hardware, StepWorkload
+from dmt.sharding.explanation import TowerShardingPlan
 from dmt.sharding.optimizers import FBGEMM_NAMES, moment_scale_of
 from dmt.sharding.outside import CrossingCosts, choose_outside
-from dmt.sharding.plan import TowerShardingPlan
 from dmt.sharding.plan_tables import plan_tables
 from dmt.sharding.schemes import SCHEMES, Scheme, ShardingRules, why_not
 from dmt.simulator.cluster import load_cluster

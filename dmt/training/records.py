@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import pydantic_core
 
 if TYPE_CHECKING:
-    from dmt.sharding.plan import TowerShardingPlan
+    from dmt.sharding.explanation import TowerShardingPlan
     from dmt.training.metrics import MetricValues
 
 from dmt.files import write_or_raise

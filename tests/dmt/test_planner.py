@@ -12,7 +12,7 @@ from torchrec.modules.embedding_modules import EmbeddingBagCollection
 from dmt import InputError, TowerPlan, TowerShardingPlanner, TowerTopology
 from dmt.plan.tables import TableSpec
 from dmt.sharding.costs import CostModel, Hardware, StepWorkload
-from dmt.sharding.plan import TowerShardingPlan
+from dmt.sharding.explanation import TowerShardingPlan
 from dmt.sharding.plan_tables import plan_tables
 from dmt.sharding.planner import parameter_sharding
 from dmt.sharding.schemes import KERNELS, ShardingRules, TablePlacement

@@ -13,7 +13,7 @@ import pytest
 
 from dmt import InputError, TableSpec, TowerTopology
 from dmt.sharding.costs import CostModel, Hardware, StepWorkload
-from dmt.sharding.plan import TowerShardingPlan
+from dmt.sharding.explanation import TowerShardingPlan
 from dmt.sharding.plan_tables import plan_tables
 from dmt.sharding.schemes import EVERYWHERE, SCHEMES, ShardingRules, TablePlacement, why_not
 from tests.seeds import seeds

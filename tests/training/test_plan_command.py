@@ -11,7 +11,7 @@ import tomli_w
 from click.testing import CliRunner, Result
 
 from dmt import InputError, TableSpec, TowerPlan
-from dmt.sharding.plan import TowerShardingPlan
+from dmt.sharding.explanation import TowerShardingPlan
 from dmt.training.commands import main
 from dmt.training.config import to_toml
 from dmt.training.data.config import read_tables

@@ -15,7 +15,7 @@ import pytest
 from dmt.errors import InputError
 from dmt.plan.topology import TowerTopology
 from dmt.plan.towers import TowerPlan
-from dmt.sharding.plan import TowerShardingPlan
+from dmt.sharding.explanation import TowerShardingPlan
 from dmt.simulator.cluster import load_cluster, save_cluster
 from dmt.sptt.mesh import TowerMesh
 from dmt.training.build import shard_model

@@ -29,7 +29,7 @@ __all__ = ["Advanced", "Shown", "check_output_files", "emit", "main", "show_resu
 # The function that reads each kind of file that commands write.
 _READERS = {
     "tower plan": "dmt.plan.towers:TowerPlan.load",
-    "sharding plan": "dmt.sharding.plan:TowerShardingPlan.load",
+    "sharding plan": "dmt.sharding.explanation:TowerShardingPlan.load",
     "cluster": "dmt.simulator.cluster:load_cluster",
     "file of predictions": "dmt.training.serving.score:check_predictions",
     "program": "dmt.training.serving.export:read_manifest",

@@ -17,7 +17,7 @@ from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
 from dmt.errors import InputError
 from dmt.partitioner import TowerPartitioner, write_partition_report
-from dmt.sharding.plan import TowerShardingPlan
+from dmt.sharding.explanation import TowerShardingPlan
 from dmt.training.affinity import affinity_of_run
 from dmt.training.checkpoints.store import checkpoints
 from dmt.training.config import KEYS_OF_TOWERS, load_config, to_override, to_toml

@@ -15,7 +15,7 @@ from dmt.formatting import human_bytes, shorten
 from dmt.partitioner import FeatureAffinity, Partition, PartitionRules, TowerPartitioner, write_partition_report
 from dmt.partitioner.partition import judge_balance, judge_meaning
 from dmt.partitioner.report import strongest_rows
-from dmt.sharding.plan import TowerShardingPlan
+from dmt.sharding.explanation import TowerShardingPlan
 from dmt.sharding.plan_tables import plan_tables
 from dmt.sharding.schemes import ShardingRules, TablePlacement
 from dmt.training.commands import Shown

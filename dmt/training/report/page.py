@@ -19,7 +19,7 @@ from dmt.errors import InputError
 from dmt.plan.towers import TowerPlan
 from dmt.report import data_uri, render_page
 from dmt.report.style import dress_axes, new_figure, save_figure, tower_badges
-from dmt.sharding.plan import TowerShardingPlan
+from dmt.sharding.explanation import TowerShardingPlan
 from dmt.training.console import cells, lookup, rows_of
 from dmt.training.records import read_curves
 
