@@ -1,4 +1,4 @@
-"""``dmt export``: writes a checkpoint of any layout as one file, a program (`dmt.training.serving.program`) with a manifest."""
+"""``dmt export``: writes a checkpoint of any layout as one file: a program (made in ``program.py``) and a manifest."""
 
 from __future__ import annotations
 
