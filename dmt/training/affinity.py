@@ -69,7 +69,7 @@ def interactions_of(
 ) -> FeatureAffinity:
     """Measures which features interact, on training rows of a config's data; needs no model.
 
-    At most 2**20 rows are read, at evenly spaced places (`spread_batches`); from a user's source, the first ones.
+    At most 2**20 rows, fewer of over 256 columns, are read at evenly spaced places; from a user's source, the first.
 
     Args:
         config: the config; its model is not built.

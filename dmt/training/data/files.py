@@ -109,7 +109,7 @@ def matching_files(value: str) -> list[str]:
         if broken := [name for name in matches if not system.exists(name)]:
             raise InputError(f"{broken[0]} (of {value!r}) is a broken link. Repair or remove the link.")
     if unread:
-        logger.warning("%r: Folders are not read: %s. A glob with ** reads them.", value, shorten(unread, ", "))
+        logger.warning("%r: these folders are not read: %s. A glob with ** reads them.", value, shorten(unread, ", "))
     if is_remote(value):  # a single file keeps the URL that the user gave
         return [value] if matches == [inner] else sorted({*map(system.unstrip_protocol, matches)})
     return sorted({*matches})  # "**" matches a folder and its files

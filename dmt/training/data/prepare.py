@@ -237,7 +237,7 @@ def _raw_rows(
         found = find_columns(config, schema, file)
         lists = {feature.name: feature.is_bag for feature in found.features}
         if new := {*found.dense, *lists}.difference(converter.columns.dense, bags):
-            logger.warning("%s: Not read, as %s lacks them: %s", file, in_order[0][1], shorten(sorted(new), ", "))
+            logger.warning("%s: columns not in %s are not read: %s", file, in_order[0][1], shorten(sorted(new), ", "))
         if unlike := [name for name, is_bag in bags.items() if is_bag != lists[name]]:
             has, had = (("single values", "lists")[is_bag[unlike[0]]] for is_bag in (lists, bags))
             raise InputError(

@@ -411,7 +411,7 @@ def test_folders_that_spark_writes_are_read(tmp_path: Path, caplog: pytest.LogCa
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).touch()
     assert matching_files(str(tmp_path)) == wanted
-    assert f"Folders are not read: {tmp_path}/hour=1." in caplog.text
+    assert f"these folders are not read: {tmp_path}/hour=1." in caplog.text
     assert matching_files(f"{tmp_path}/**/*.parquet") == [*wanted, str(tmp_path / "hour=1" / "b.parquet")]
     (tmp_path / "day.parquet" / "hour=1").mkdir()
     with pytest.raises(InputError, match="hour=1 is a folder, whose rows would be left out"):

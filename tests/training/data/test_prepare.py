@@ -274,7 +274,7 @@ def test_files_with_columns_in_another_order_are_read_and_those_without_one_refu
     write(tmp_path / "c.csv.zst", ["?"])
     settings: dict[str, Any] = {"categorical": ("c",), "dense": ("d*",), "multi_hot": (), "timestamps": ()}
     table, _ = prepared(tmp_path, config_of(tmp_path / "?.csv*", dense_transform="none", **settings))
-    assert f"b.csv: Not read, as {tmp_path / 'a.csv'} lacks them: dmore" in caplog.text
+    assert f"b.csv: columns not in {tmp_path / 'a.csv'} are not read: dmore" in caplog.text
     assert (table["label"].to_pylist(), table["d"].to_pylist()) == ([1, 0], [1.0, 2.0])
     assert f"files with unknown endings are not read: {tmp_path / 'c.csv.zst'}" in caplog.text
     write(tmp_path / "b.csv", ["d,label", "2,0"])
