@@ -41,6 +41,7 @@ __all__ = [
     "group_env",
     "group_timeout",
     "in_backward_pass",
+    "is_fwd_grad_enabled",
     "lookups_of",
     "mark_updated_in_backward",
     "move",
@@ -54,6 +55,8 @@ __all__ = [
 ]
 
 tree_flatten, tree_unflatten = _pytree.tree_flatten, _pytree.tree_unflatten
+# False in the forward of a torch.autograd.Function and under inference_mode, but True under no_grad.
+is_fwd_grad_enabled = torch._C._is_fwd_grad_enabled
 
 
 class PipelinedModule(ShardedEmbeddingModule[Any, Any, Any, Any]):

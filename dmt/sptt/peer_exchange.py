@@ -19,15 +19,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 from torchrec.distributed.comm_ops import get_gradient_division
-from torchrec.distributed.types import (
-    Awaitable,
-    LazyAwaitable,
-    LazyGetItemMixin,
-    NoOpQuantizedCommCodec,
-    NoWait,
-    QuantizedCommCodecs,
-)
+from torchrec.distributed.types import Awaitable, LazyAwaitable, NoOpQuantizedCommCodec, NoWait, QuantizedCommCodecs
 
+from dmt._torchrec import is_fwd_grad_enabled
 from dmt.collectives import PendingExchange, gather_objects, profiler_range, start_exchange
 from dmt.errors import InputError
 from dmt.sptt.precision import ExchangePrecision
@@ -46,18 +40,32 @@ Piece = tuple[Any, int]
 """Name (a feature, or the index of a logical tower) and number of columns of a part of a tower's output."""
 
 
-class Pending(LazyGetItemMixin[Any, Any], LazyAwaitable[Any]):
+class Pending(LazyAwaitable[Any]):
     """A result in flight: its first use calls ``end(*arguments)``, which waits; later uses return the same result."""
 
     def __init__(self, end: Callable[..., Any], *arguments: Any) -> None:
         super().__init__()
         self._end: tuple[Callable[..., Any], tuple[Any, ...]] | None = (end, arguments)
-        self._value: Any = None
         self._has_gradients = torch.is_grad_enabled()
 
     def __getitem__(self, key: Any) -> Any:
         # As in TorchRec, the embeddings of a key stay in flight. Other indices wait: a lazy result has no len().
-        return super().__getitem__(key) if isinstance(key, str) else self.wait()[key]
+        return Pending(lambda: self.wait()[key]) if isinstance(key, str) else self.wait()[key]
+
+    @property
+    def _result(self) -> Any:
+        """The result, None before its first use; TorchRec reads it at each use."""
+        if self._has_gradients and not is_fwd_grad_enabled():
+            raise InputError(
+                "The result of a sharded module, in flight, was passed to a torch.autograd.Function (such as a "
+                "reentrant checkpoint, or torch.distributed.nn.all_gather), which gives gradients to tensors only: "
+                "tables would not train. Pass result.clone()."
+            )
+        return self._value
+
+    @_result.setter
+    def _result(self, value: Any) -> None:
+        self._value = value
 
     def _wait_impl(self) -> Any:
         # TorchRec's exchange can be waited for only once, but a user may call wait() and use the result as well.

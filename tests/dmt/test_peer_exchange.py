@@ -12,12 +12,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.checkpoint import checkpoint
 from torchrec.distributed.comm_ops import get_gradient_division, set_gradient_division
 from torchrec.distributed.types import LazyAwaitable, NoWait
 
 import dmt.collectives
 import dmt.sptt.peer_exchange
 from dmt.collectives import PendingExchange
+from dmt.errors import InputError
 from dmt.sptt.peer_exchange import AgreedOutputs, PeerExchange, Pending, TowerOutput
 from tests.ranks import on_ranks
 
@@ -210,11 +212,14 @@ def test_part_of_a_tensor_in_flight_is_a_tensor_and_a_feature_stays_in_flight() 
 def test_a_first_use_without_gradients_leaves_those_of_the_forward_pass() -> None:
     """For example, a loop logs the norm of embeddings under ``no_grad`` before it computes the loss."""
     weight = torch.ones(2, requires_grad=True)
-    outputs = Pending(lambda: 3 * weight)
-    with torch.no_grad():
-        assert float(outputs.wait().sum()) == 6
-    outputs.wait().sum().backward()
-    assert weight.grad is not None
+    for outputs in (Pending(lambda: 3 * weight), Pending(lambda: {"ad": 3 * weight})["ad"]):
+        with torch.no_grad():
+            assert float(outputs.sum()) == 6
+        checkpoint(torch.neg, outputs.clone(), use_reentrant=True).sum().backward()
+        # Autograd gives gradients of a Function to arguments that are tensors, and to no others.
+        with pytest.raises(InputError, match=r"Pass result\.clone\(\)"), pytest.warns(UserWarning, match="be None"):
+            checkpoint(torch.neg, outputs, use_reentrant=True)
+    assert torch.equal(weight.grad, torch.full((2,), -6.0))  # type: ignore[arg-type]
     with torch.no_grad():
         evaluated = Pending(lambda: 3 * weight)
     assert not evaluated.wait().requires_grad

@@ -27,7 +27,7 @@ PRIVATE_NAMES = {
     "torch.ops.aten": "_assert_async",
     "torch.utils": "_pytree",
     "torch.autograd.Variable": "_execution_engine",
-    "torch._C": "_current_graph_task_id",
+    "torch._C": "_current_graph_task_id _is_fwd_grad_enabled",
     "torchrec.distributed.embeddingbag.ShardedEmbeddingBagCollection": (
         "_embedding_shardings _sharding_types _lookups _input_dists _output_dists _embedding_names _embedding_dims "
         "_pre_load_state_dict_hook _has_mean_pooling_callback"
