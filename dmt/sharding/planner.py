@@ -22,7 +22,7 @@ from torchrec.distributed.types import (
     ParameterSharding,
     ShardingPlan,
 )
-from torchrec.modules.embedding_modules import EmbeddingBagCollection
+from torchrec.modules.embedding_modules import EmbeddingBagCollection, EmbeddingCollection
 
 from dmt.errors import InputError, check_instance
 from dmt.formatting import human_bytes, shorten
@@ -254,11 +254,26 @@ def _modules(model: nn.Module, sharders: Sequence[Any]) -> tuple[dict[str, list[
         kinds = sorted({s.module_type.__name__ for s in sharders if hasattr(s, "tables_by_tower")})
         missing = f"{type(model).__name__} has no module of type {kinds}" if kinds else "none of the sharders is dmt's"
         raise InputError(f"TowerShardingPlanner: {missing}. Pass a dmt sharder for the model's collections.")
+    _check_weights(model)
     for module_type, sharder in by_type.items():
         held = {path: lists for path, lists in towers.items() if type(model.get_submodule(path)) is module_type}
         if held and (tower_plan := getattr(sharder, "plan", None)):
             _check_plan(tower_plan, held)
     return towers, others
+
+
+def _check_weights(model: nn.Module) -> None:
+    names: dict[nn.Parameter, list[str]] = {}
+    for path, module in model.named_modules():  # yields a module once, even if several others share it
+        for name, weight in module.named_parameters(path, recurse=False):
+            names.setdefault(weight, []).append(name)
+    collections = (m for m in model.modules() if isinstance(m, EmbeddingBagCollection | EmbeddingCollection))
+    for weight in (weight for collection in collections for weight in collection.parameters()):
+        if len(names[weight]) > 1:
+            raise InputError(
+                f"TowerShardingPlanner: {shorten(names[weight], ' and ')} share a weight, but would train apart once "
+                "sharded. Give each its own, or let features share a table (feature_names)."
+            )
 
 
 def _check_plan(plan: TowerPlan, collections: Mapping[str, Sequence[Sequence[Any]]]) -> None:

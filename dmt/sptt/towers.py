@@ -70,6 +70,7 @@ class ShardedTowerCollection(SPTTModule):
         self.local_parts.append(nn.ModuleDict({"towers": nn.ModuleDict(towers)}))
         self.build_route()
         self._data_parallel = _data_parallel(self.interactions, self.mesh)
+        self._trained = [(parameter, parameter.requires_grad) for parameter in self.interactions.parameters()]
 
     def tower_output(self, embeddings_PN: Sequence[Embeddings], rows: Rows) -> TowerOutput:
         """Computes the outputs of this rank's towers side by side, in logical order: [P, O]."""
@@ -81,6 +82,11 @@ class ShardedTowerCollection(SPTTModule):
             is_full = number == rows.num_rows
             real = of_tower if is_full else split_rows(of_tower, [number, rows.num_rows - number])[0]
             given.append(in_order(real, self._keys[i]))
+        if torch.is_grad_enabled() and any(p.requires_grad is not trained for p, trained in self._trained):
+            raise InputError(
+                "requires_grad of a tower module's parameter was changed after sharding, so its gradients would not be "
+                "averaged over the tower's ranks. Leave it as it was; to freeze, set the learning rate to 0."
+            )
         outputs: list[Tensor] = self._data_parallel(given)
         for name, output, number in zip(self.embeddings, outputs, num_samples, strict=True):
             shape = list(output.shape) if isinstance(output, Tensor) else type(output).__name__
@@ -162,16 +168,16 @@ class TowerCollectionSharder(TowerSharder[EmbeddingTowerCollection]):
         """Returns the table configs of each mesh tower.
 
         Raises:
-            InputError: as in `mesh_towers`; a tower has neither bags nor sequences, or sequences with the global route.
+            InputError: as in `mesh_towers`; a tower is not plain, or has sequences with the global route.
         """
         tables: list[list[Any]] = [[] for _ in range(self.mesh.topology.num_towers)]
         for i, (tower, mesh_tower) in enumerate(zip(module.towers, self.mesh_towers(module), strict=True)):
             collection = getattr(tower, "embedding", tower)
-            if not isinstance(tower, EmbeddingTower) or not isinstance(
-                collection, EmbeddingBagCollection | EmbeddingCollection
-            ):
+            is_plain = type(tower).forward is EmbeddingTower.forward
+            if not is_plain or type(collection) not in (EmbeddingBagCollection, EmbeddingCollection):
                 raise InputError(
-                    f"Tower {i} holds a {type(collection).__name__}; a tower takes one EmbeddingBagCollection or one "
+                    f"Tower {i} is a {type(tower).__name__} of a {type(collection).__name__}; it must be an "
+                    "EmbeddingTower, without a forward of its own, of one EmbeddingBagCollection or one "
                     "EmbeddingCollection. For bags beside sequences, place two towers on one mesh tower (placement=), "
                     "or look up everything in one EmbeddingCollection and sum in the tower module."
                 )

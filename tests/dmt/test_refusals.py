@@ -144,6 +144,24 @@ def sequences(job: Job, *, pinned: Any = None, is_weighted: bool = False, id_rou
     return distribute(TowerModel(towers, 16), sharder, pinned=pinned)
 
 
+class Twice(EmbeddingTower):
+    def forward(self, *args: Any) -> Any:
+        return 2 * super().forward(*args)
+
+
+def unfrozen(job: Job) -> Any:
+    model = sharded(replace(TWO, kind="frozen"), job.two)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_(True) if ".interaction." in name else None
+    return model(ids_of(torch.int64))
+
+
+def tied(job: Job) -> Any:
+    model = FlatModel(make_tables([8, 8]))
+    model.over_arch.weight = model.sparse_arch.embedding_bags["t1"].weight
+    return distribute(model, flat_sharder(job.two))
+
+
 def no_collection(job: Job) -> Any:
     towers = [EmbeddingTower(nn.Embedding(9, 8), nn.Identity()), *towers_of([PassThrough(["f0"])]).sparse_arch.towers]
     return distribute(TowerModel(towers, 16), TowerCollectionSharder(job.two))
@@ -285,7 +303,12 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
         job.two)), r"Towers 0 and 1 share the parameter 'interaction\.own\.weight'"),
     "other width": (widened, r"returned outputs of widths \[6\] in torch.float32, but .* on \[4\]"),
     "a list": (listed, r"tower . returned list for 4 samples; it must return a tensor"),
-    "no collection of tables": (no_collection, r"Tower 0 holds a Embedding; a tower takes one .* place two towers"),
+    "no collection of tables": (no_collection, "0 is a EmbeddingTower of a Embedding; it .* place two towers"),
+    "a tower with a forward of its own": (
+        lambda job: distribute(TowerModel([Twice(t.embedding, t.interaction) for t in build(TWO).sparse_arch.towers],
+                                          7), TowerCollectionSharder(job.two)), "0 is a Twice of .* without a forward"),
+    "a tower module that trains later": (unfrozen, "requires_grad of a tower module's parameter was changed after"),
+    "a weight of a table and a layer": (tied, r"t1\.weight and over_arch\.weight share a weight, but would"),
     "sequences, global ids": (lambda job: sequences(job, id_route="global"),
                               "sequences in towers need id_route='peer'; the global"),
     **{f"sequences, {scheme}": (
