@@ -108,7 +108,7 @@ class OpenShardedEBC(ShardedEmbeddingBagCollection):
         self._has_mean_pooling_callback = False
 
     def take_local_shards(self, state_dict: dict[str, Any], prefix: str) -> dict[str, Tensor]:
-        """Hook for subclasses: removes entries that TorchRec's load hook must not see; returns those to add again."""
+        """Hook for subclasses: removes entries that TorchRec's load hook must not see; returns those to add later."""
         return {}
 
     @staticmethod
@@ -207,7 +207,7 @@ def fused_kernels(lookup: Any) -> dict[str, Any]:
 
 
 def fused_settings(parameter: Tensor, fused_params: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Returns the fused-optimizer settings of a table; settings on the parameter override the sharder's.
+    """Returns the fused-optimizer settings of a table: ``fused_params`` of its sharder, overridden by the parameter's.
 
     ``apply_optimizer_in_backward`` stores the optimizer's class and arguments on the unsharded module's parameter.
     """

@@ -60,7 +60,7 @@ def gather_objects(value: Any, group: dist.ProcessGroup) -> list[Any]:
 
 
 def gather_on_first(value: Any, group: dist.ProcessGroup) -> list[Any]:
-    """Collects one picklable object of each rank on the group's first rank, by group rank; others get an empty list."""
+    """Returns the picklable ``value`` of every rank on the group's first rank, an empty list on others; collective."""
     values: list[Any] = [None] * group.size() if group.rank() == 0 else []
     dist.gather_object(value, values or None, group=group, group_dst=0)
     return values
@@ -71,7 +71,7 @@ def check_agreement(caller: str, arguments: Mapping[str, Any], group: dist.Proce
 
     Args:
         caller: name of the function or class that takes the arguments, for the message.
-        arguments: values by argument name, small and picklable; a mapping is compared entry by entry.
+        arguments: values by argument name, small and picklable; compared by their ``repr``, mappings entry by entry.
         group: the ranks.
 
     Raises:
@@ -87,15 +87,15 @@ def check_agreement(caller: str, arguments: Mapping[str, Any], group: dist.Proce
         values = [theirs.get(name, "absent") for theirs in everyone]
         other = next((value for value in values if value != values[0]), values[0])
         if other != values[0]:
-            theirs = shorten([str(rank) for rank, value in zip(ranks, values, strict=True) if value == other], ", ")
+            theirs = shorten([f"rank {r}" for r, value in zip(ranks, values, strict=True) if value == other], ", ")
             raise InputError(
-                f"{caller}: {name} is {values[0]} on rank {ranks[0]}, but {other} on rank {theirs}. Give every rank "
+                f"{caller}: {name} is {values[0]} on rank {ranks[0]}, but {other} on {theirs}. Give every rank "
                 "the same value."
             )
 
 
 def by_path(arguments: Mapping[Any, Any]) -> dict[str, Any]:
-    """Returns the values in nested mappings by dotted path; splits lists of over 8 items for shorter messages."""
+    """Returns the values in nested mappings by dotted path (``a.b``), and those in lists of over 8 items (``a.0``)."""
     paths: dict[str, Any] = {}
     for name, value in arguments.items():
         value = dict(enumerate(value)) if isinstance(value, list | tuple) and len(value) > 8 else value
@@ -205,8 +205,8 @@ def start_sum_over_hosts(
 ) -> Callable[[], Tensor]:
     """Starts the sum of ``value`` [n] over all ranks of all hosts: first inside each host, then between hosts.
 
-    ``inside`` has the ranks of this host, ``across`` one rank of each host. Sums are sent between hosts in ``dtype``,
-    by default that of ``value``. Returns a function that waits and returns the sum [n] in the dtype of ``value``.
+    ``inside`` has the ranks of this host, ``across`` those in this rank's position on every host. Hosts send sums in
+    ``dtype``, by default that of ``value``. Returns a function that waits and returns the sum [n] in ``value``'s dtype.
     """
     part = nn.functional.pad(value, (0, -value.numel() % inside.size()))
     if inside.size() > 1:
@@ -265,5 +265,5 @@ def run_on_all_or_raise(work: Callable[[], Value], group: dist.ProcessGroup) -> 
 
 
 def reason_of(error: BaseException) -> str:
-    """Returns the message of an error, after the name of its type unless it is an `InputError` or `RankError`."""
+    """Returns an error's message, preceded by the name of its type unless it is an `InputError` or `RankError`."""
     return str(error) if isinstance(error, InputError | RankError) else f"{type(error).__name__}: {error}"

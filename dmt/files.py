@@ -58,7 +58,7 @@ def atomic_write(target: Path) -> Iterator[Path]:
 
 @contextmanager
 def write_or_raise(path: str | os.PathLike[str], what: str) -> Iterator[Path]:
-    """Does what `atomic_write` does, but raises `InputError` if writing fails; ``what`` names the kind of file."""
+    """Works like `atomic_write`, but turns OSError and ValueError into `InputError`; ``what`` is the kind of file."""
     try:
         with atomic_write(Path(path)) as scratch:
             yield scratch
@@ -78,7 +78,7 @@ def fsync_path(path: Path) -> None:
 def check_output(option: str, path: Path, *, is_folder: bool = False) -> None:
     """Raises `InputError` if a command will not be able to write its output; call it before the work starts.
 
-    Makes missing folders; ``option`` names the output in the message.
+    Makes missing folders. ``option`` names the output in the message; ``is_folder`` says that ``path`` is a folder.
     """
     folder = path if is_folder else path.parent
     try:
@@ -119,7 +119,7 @@ def parse(text: str, kind: Literal["JSON", "TOML"], *, place: str, remedy: str) 
 
 
 def read_record(path: str | os.PathLike[str], *, what: str, version: int, remedy: str) -> dict[str, Any]:
-    """Reads a JSON object whose key ``format`` is ``version``; ``what`` is the kind of file, such as ``"Tower plan"``.
+    """Reads a JSON object whose ``format`` is ``version``; ``what`` names the kind of file, ``remedy`` ends messages.
 
     Raises:
         InputError: the file cannot be read, is not a JSON object, or has a different format version.
@@ -138,7 +138,9 @@ def read_model(path: str | os.PathLike[str], kind: type[T], *, what: str, versio
 
 
 def from_record(kind: type[T], record: Mapping[str, Any], *, place: str, remedy: str) -> T:
-    """Converts an object of JSON or TOML to the dataclass ``kind``; values, nested ones too, must have its types.
+    """Converts an object of JSON or TOML to the dataclass ``kind``; all values, even nested ones, must have its types.
+
+    Keys that are not fields are ignored, unless ``kind`` forbids them.
 
     Raises:
         InputError: a field is absent, has the wrong type or breaks a rule; the message begins with ``place`` and ends

@@ -197,9 +197,9 @@ def test_file_sizes() -> None:
 
 # Lines and files of each part at most, and where they are to get. Raise a number only with the reason in the commit.
 CEILINGS = {
-    "the library": (25_593, 132),  # 20_500, 136
-    "dmt/*.py": (1_039, 7),  # 800, 8
-    "dmt/plan": (753, 5),  # 600, 5
+    "the library": (25_600, 132),  # 20_500, 136
+    "dmt/*.py": (1_041, 7),  # 800, 8
+    "dmt/plan": (756, 5),  # 600, 5
     "dmt/sharding": (2_002, 10),  # 1_750, 10
     "dmt/sptt": (3_474, 17),  # 2_900, 18
     "dmt/replicas": (350, 3),  # 350, 3

@@ -44,7 +44,8 @@ def split_tables(tables: Sequence[Any], splits: Splits) -> list[Any]:
     ``splits`` maps a feature to the number of columns of each shard (`TowerPlan.column_splits`).
 
     Raises:
-        InputError: a feature to cut shares its table, or its numbers of columns are below 1 or do not add up to all.
+        InputError: a table to cut has several features, or numbers of columns that are not positive or do not add up to
+            its ``embedding_dim``.
     """
     split: list[Any] = []
     for table in tables:

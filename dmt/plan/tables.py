@@ -34,7 +34,7 @@ ID_BYTES = 8
 
 @dataclass(frozen=True, kw_only=True)
 class TableSpec:
-    """One embedding table. Fields are as in TorchRec's ``EmbeddingBagConfig``, except ``sequences``, ``is_sequence``.
+    """One embedding table: TorchRec's ``EmbeddingBagConfig`` with the additional ``sequences`` and ``is_sequence``.
 
     Raises:
         InputError: a size is not positive, ``feature_names`` is empty or a string, or ``data_type`` is not supported.
@@ -52,7 +52,7 @@ class TableSpec:
     sequences: tuple[tuple[str, str], ...] = field(default=(), compare=False)
     """Pairs of a sequence feature and its target, the feature that attends to the sequence; both are of this table."""
     is_sequence: bool = field(default=False, compare=False)
-    """True if lookups return an embedding per id instead of pooled bags, as in every tower that has sequences."""
+    """True if lookups return an embedding per id instead of pooled bags: for all tables of a tower with sequences."""
 
     def __post_init__(self) -> None:
         for size in ("num_embeddings", "embedding_dim"):

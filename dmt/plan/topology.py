@@ -144,7 +144,10 @@ class TowerTopology:
         return TowerTopology(num_towers=1, ranks_per_tower=len(ranks), ranks_per_host=on_host)
 
     def on_all_replicas(self, values: ArrayLike) -> NDArray[np.float64]:
-        """Copies a replica's values, [T * L, ...] by tower and local rank, to all ranks: float64 [R * T * L, ...]."""
+        """Repeats the values of one replica, [T * L, ...] by tower and local rank, for every replica.
+
+        Returns float64 [R * T * L, ...], by global rank.
+        """
         of_replica = np.asarray(values, dtype=np.float64)
         of_job = np.empty((self.world_size, *of_replica.shape[1:]))
         of_job[self.sharding_groups()] = of_replica

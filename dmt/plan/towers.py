@@ -60,9 +60,9 @@ class TowerPlan:
     """How the features were assigned: ``manual``, ``strided``, ``balanced``, ``coherent``, ``diverse``, ``together`` or
     ``apart``."""
     seed: int | None = None
-    """The random seed of a learned assignment."""
+    """The random seed of a learned assignment; None for others."""
     affinity: Mapping[str, Any] = field(default_factory=dict)
-    """By name, the measure, settings, notes and `Comparison` fields of a learned assignment, for JSON; else empty."""
+    """Measure, settings, notes and `Comparison` fields of a learned assignment, by name, as JSON values; else empty."""
     tables: tuple[TableSpec, ...] = ()
     """The tables the plan was made for, with each column shard as a table. If given, the model's tables must match."""
     column_splits: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
@@ -88,11 +88,11 @@ class TowerPlan:
                     "each must occur exactly once."
                 )
         for feature, widths in self.column_splits.items():
-            absent = set(shard_names(feature, widths)) - set(self.features)
+            absent = sorted(set(shard_names(feature, widths)) - set(self.features))
             if len(widths) < 2 or min(widths) < 1 or absent:
                 raise InputError(
                     f"column_splits[{feature!r}]={list(widths)} in the tower plan must list at least two positive "
-                    f"numbers of columns, and each shard must be in a tower. These are not: {sorted(absent) or 'none'}."
+                    f"numbers of columns, and each shard must be in a tower. Shards in no tower: {absent or 'none'}."
                 )
 
     @classmethod
@@ -137,7 +137,8 @@ class TowerPlan:
                 features send the same number.
 
         Raises:
-            InputError: there are fewer tables than towers, or ``rows`` lacks a table or has a negative number or NaN.
+            InputError: there are fewer tables than towers, two tables have the same feature or name, ``rows`` lacks a
+                table or has a negative number or NaN, or an argument has the wrong type.
 
         Example:
             >>> rows = {"ad": 900, "user": 1000, "hour": 24, "site": 150}
@@ -226,8 +227,8 @@ class TowerPlan:
         have features that no table has.
 
         Raises:
-            InputError: a feature is missing or unknown, the features of a shared table are in different towers or only
-                partly outside, or a table differs from the one the plan was made for.
+            InputError: a feature is missing or unknown, two tables have the same name, the features of a shared table
+                are in different towers or only partly outside, or a table differs from the one the plan was made for.
         """
         specs = table_specs(tables, one_table_per_feature=False)
         self.check_features(dict.fromkeys(feature_names(specs)), partly=partly)
@@ -262,7 +263,7 @@ class TowerPlan:
         return [[table for _, table in sorted(tower, key=lambda entry: entry[0])] for tower in placed]
 
     def moved_outside(self, features: Iterable[str]) -> TowerPlan:
-        """Returns the plan with ``features`` moved outside the towers; raises `InputError` if that empties a tower."""
+        """Returns the plan with ``features`` moved outside; raises `InputError` for column shards and empty towers."""
         moved = dict.fromkeys(feature for feature in features if feature not in self.outside)
         towers = (replace(t, features=tuple(f for f in t.features if f not in moved)) for t in self.towers)
         tables = tuple(table for table in self.tables if moved.keys().isdisjoint(table.feature_names))
@@ -274,7 +275,7 @@ class TowerPlan:
         return [table for table in tables if not outside.isdisjoint(table.feature_names)]
 
     def split_tables(self, tables: Sequence[Any]) -> list[Any]:
-        """Returns the tables of the uncut model with those of ``column_splits`` cut into their shards."""
+        """Returns the uncut model's tables, those of ``column_splits`` cut as by the function `split_tables`."""
         return split_tables(tables, self.column_splits)
 
     def save(self, path: str | os.PathLike[str]) -> None:
