@@ -11,10 +11,9 @@ Hence, with p B uses by a rank, a copy saves in a step
 - if every use is sent: (T - 1) L p B (2 * 4 N + 8) - 2 (T - 1) 4 N t bytes in all,
 - if each rank sends distinct ids only: the same with 1 - (1 - p)^B for p B,
 
-where the probability t that the row is touched is 1 - (1 - p)^(B W).
-With many hosts this becomes about p B L > 1: the ranks of a host use the row more than once per step. The rule of OPER
-(section 4.3, equations 4 and 5) with links of equal bandwidth is p B > 1: a rank, not a host, uses the row more than
-once. It assumes that every row is touched in every step.
+where t = 1 - (1 - p)^(B W) is the probability that the row is touched. With many hosts this becomes about p B L > 1:
+the ranks of a host use the row more than once per step. The rule of OPER (section 4.3, equations 4 and 5) with links
+of equal bandwidth is p B > 1: a rank uses the row more than once. It assumes that each step touches every row.
 """
 
 from __future__ import annotations
@@ -40,13 +39,14 @@ def saved_bytes(
 ) -> NDArray[np.float64]:
     """Returns, for each counted row, the bytes between hosts that a copy on every rank saves in a step: float64 [n].
 
-    A row is worth a copy if its value is above zero. Merely holding a copy costs 1/300 of the bytes of its sum.
+    A row is worth a copy if its value is above zero. A charge for holding the copy is already subtracted: 1/300 of the
+    bytes that hosts send when they sum the row's gradient.
 
     Args:
         counts: accesses of the table's rows.
         table: the table, whose bags have at most one id.
         topology: the mesh sizes.
-        num_ids: mean number of ids of a feature in a rank's batch; B if no bag is empty.
+        num_ids: mean number of ids of a feature in a rank's batch: B if no bag is empty, else less.
         distinct: True if each rank sends its distinct ids only (``sharding.unique``).
 
     Example:
@@ -81,10 +81,10 @@ def choose_rows(
 ) -> dict[str, NDArray[np.int64]]:
     """Chooses the rows whose copies save bytes between hosts, largest saving per byte held first.
 
-    Returns the rows of each table that has some, int64 [n], ascending. Skips tables with more than one id per bag on
-    average, since the sum over a bag's cold rows has as many bytes as the whole bag. ``tables`` are the tables that may
-    have copies, ``batch_size`` is B. The weights of a rank's copies take at most ``max_bytes``; other arguments are as
-    in `saved_bytes`.
+    Returns the chosen rows by table, int64 [n], ascending, without tables that have none. Skips tables with more than
+    one id per bag on average, since the sum over a bag's cold rows has as many bytes as the whole bag. ``tables`` are
+    those that may have copies, ``batch_size`` is B. The weights of a rank's copies take at most ``max_bytes``; other
+    arguments are as in `saved_bytes`.
 
     Example:
         >>> table = TableSpec(name="t", num_embeddings=10, embedding_dim=8, feature_names=("f",))

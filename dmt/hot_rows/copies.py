@@ -106,7 +106,7 @@ class HotCopies:
         return {f"the hot rows of {table}.{part}": tensor for (table, part), tensor in self._tensors.items()}
 
     def split(self, ids: KeyedJaggedTensor) -> tuple[KeyedJaggedTensor, HotBags]:
-        """Splits ids, features in sending order, into cold ids, in as many bags as before, and hot ids."""
+        """Returns the cold ids, in the bags of ``ids`` (some now empty), and the hot ids; features in sending order."""
         self.lookup.settle()  # before anything is sent: other ranks may wait for it
         num_bags, num_samples = ids.lengths().numel(), ids.stride()
         lengths, values, weights = ids.lengths(), ids.values().long(), ids.weights_or_none()
@@ -144,7 +144,7 @@ class HotCopies:
     def columns(self, bags: HotBags, pieces: Sequence[Piece]) -> Tensor:
         """Looks up hot ids: [B, columns of the pieces], zeros where a feature has no hot rows; differentiable.
 
-        The first call after `read_again` is collective, and so is the first of all unless `read` was called.
+        The first call after construction or `read_again` is collective, unless `read` was called in between.
         """
         if self._must_read:
             self.read()

@@ -40,7 +40,7 @@ class RowCounts:
         return RowCounts(*np.unique(np.asarray(ids, dtype=np.int64), return_counts=True))
 
     def chances(self, batch_size: float) -> NDArray[np.float64]:
-        """Returns, for each counted row, the probability that one of ``batch_size`` accesses reads it, float64 [n]."""
+        """Returns, for each counted row, the probability that any of ``batch_size`` accesses reads it: float64 [n]."""
         # Kept below one, since the logarithm of zero is infinite.
         shares = np.minimum(self.counts / max(self.total, 1), 1 - 1e-12)
         return np.asarray(-np.expm1(batch_size * np.log1p(-shares)))

@@ -145,14 +145,14 @@ class HotRows:
         return sum(4 * table.embedding_dim * len(rows.get(table.name, ())) for table in self._tables)
 
     def step(self) -> None:
-        """Counts a training step, and chooses rows when due. Call it on every rank after every step."""
+        """Counts a training step, and calls `refresh` when one is due. Call it on every rank after every step."""
         self._steps += 1
         every = self._refresh_every
         if every is not None and (self._steps % every == 0 or self._steps == _FIRST_STEPS < every):
             self.refresh()
 
     def refresh(self) -> None:
-        """Chooses rows by the counts, and copies them. Collective.
+        """Chooses rows by the accesses since the last choice, and copies them as `replicate` does. Collective.
 
         Does nothing if no rank has trained on a batch since the last choice: the choice depends on the batch size.
         """
@@ -236,10 +236,10 @@ class HotRows:
         return HotRowsState(rows=self.rows, counts=summed, steps=self._steps, batch_size=max(sizes))
 
     def load_state(self, state: HotRowsState) -> None:
-        """Resumes from a `state`, possibly of a job with more or fewer ranks; ignores tables that the model lacks.
+        """Resumes from a `state`, possibly of a job with more or fewer ranks. Collective; load the model's state first.
 
-        Collective. Load the model's state first. ``extra_memory`` applies from the next choice of rows. On the same
-        number of ranks, training continues bit for bit as if uninterrupted.
+        Ignores tables that this model lacks, has in another size or cannot copy. ``extra_memory`` applies from the next
+        choice of rows. On the same number of ranks, training continues bit for bit as if uninterrupted.
         """
         names = {table.name for table in self._tables if table in state.counts.tables}
         self._steps, self._batch_size, loaded = state.steps, state.batch_size, AccessProfile(self._tables)

@@ -1,8 +1,8 @@
 """`TouchedRowsSum`: sums over all hosts the gradients of the copied rows that a step touched (OPER, section 5.3).
 
 Ranks exchange which rows they touched, between hosts one bit per row. One all-reduce, first inside each host and then
-once between hosts, sums the rows that any rank touched; if nearly all rows were touched, it sums all rows. Both give
-the same sums up to the order of additions.
+once between hosts, sums the rows that any rank touched. If these are nearly all rows, or there is only one host, it
+sums all rows. Both give the same sums up to the order of additions.
 
 Legend: n rows of all tables.
 """
@@ -41,11 +41,11 @@ class TouchedRowsSum:
         exchange between hosts is in flight when it returns.
 
         Args:
-            gradient: this rank's gradient of all rows, [sum of rows * columns], zero for rows that it did not touch.
+            gradient: this rank's gradient, [sum of rows * columns], table by table; zero in rows that it did not touch.
             extra: other numbers to sum, [k], in the dtype of ``gradient``; they are always sent.
 
         Returns:
-            Function that waits, puts the sum into ``gradient`` and returns that of ``extra``, equal bits on all ranks.
+            A function that waits, writes the sum into ``gradient`` and returns that of ``extra``; equal on all ranks.
         """
         numbers = gradient.split([rows * columns for rows, columns in self._shapes])
         tables = [part.view(shape) for part, shape in zip(numbers, self._shapes, strict=True)]

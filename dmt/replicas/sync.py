@@ -81,15 +81,14 @@ class ReplicaSync:
         check_instance("mesh", mesh, TowerMesh)
         arguments = {"interval": interval, "optimizer_state": optimizer_state}
         check_agreement("ReplicaSync", arguments, mesh.global_group)
-        if not isinstance(interval, int) or interval < 1 or optimizer_state not in ("now", "delayed"):
-            raise InputError(
-                f"ReplicaSync: interval={interval!r} must be a whole number of steps, at least 1, and "
-                f"optimizer_state={optimizer_state!r} must be 'now' or 'delayed'."
-            )
+        if not isinstance(interval, int) or interval < 1:
+            raise InputError(f"ReplicaSync: interval={interval!r} must be a whole number of steps, at least 1.")
+        if optimizer_state not in ("now", "delayed"):
+            raise InputError(f"ReplicaSync: optimizer_state={optimizer_state!r} must be 'now' or 'delayed'.")
         self._mesh = mesh
         self.interval = interval
         self.delays_states = optimizer_state == "delayed"
-        """True for ``"delayed"``: an extra `sync` between two steps then changes how training goes on."""
+        """True for ``"delayed"``: a call of `sync` then changes the states even right after a step that averaged."""
         modules = {path: module for path, module in model.named_modules() if isinstance(module, SPTTModule)}
         if not modules:
             raise InputError(
@@ -128,7 +127,7 @@ class ReplicaSync:
         self._set_drifted(False)
 
     def step(self) -> None:
-        """Counts a step, and syncs every ``interval`` steps; call it after every step. Collective over the replicas."""
+        """Counts a step, and averages every ``interval`` steps; call it after every step. Collective over replicas."""
         self._steps += 1
         self._passes = 0
         if self._steps % self.interval == 0:
@@ -197,7 +196,7 @@ class ReplicaSync:
 
 
 class RunningMean:
-    """Averages tensors over a group: `start` begins a round, `finish` adopts its result, at once or steps later.
+    """Averages tensors over a group: `start` begins a round; `finish`, called at once or steps later, adopts its mean.
 
     A *delayed* round keeps what a tensor x has gained since its snapshot s: x becomes mean(s) + (x - s), where mean(s)
     is the same on all ranks, but x - s is not. Without a delay, FP32 tensors are averaged in place. Every rank of the
@@ -212,7 +211,7 @@ class RunningMean:
         self._works: list[Any] = []
 
     def forget(self) -> None:
-        """Waits for the round in flight and drops its result."""
+        """Waits for the delayed round in flight, if there is one, and drops its mean."""
         self._snapshots, self._means = [], []
         self.finish()
 
@@ -243,7 +242,7 @@ def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:
 
 
 def moment_scales(model: nn.Module) -> dict[str, float]:
-    """Returns the factor c of each table on this rank whose moments are scaled, by table name."""
+    """Returns, by table name, the c that divides moments (Algorithm 1), for tables on this rank whose c is not 1."""
     modules = [module for module in model.modules() if isinstance(module, SPTTModule)]
     return {t: scale for module in modules for part in module.collections for t, scale in part.moment_scales.items()}
 
