@@ -27,7 +27,7 @@ INK, SOFT = "#222222", "#5B6473"
 
 
 def tower_badges(plan: TowerPlan) -> list[dict[str, Any]]:
-    """Returns name, features, color, ink (color of text on it) and marker of each tower; 64 towers look different."""
+    """Returns each tower's name, features, color, ink (of text on that color) and marker; up to 64 towers differ."""
     looks = cycle(product(_MARKERS, TOWER_COLORS))
     return [
         vars(tower) | {"color": color, "marker": marker, "ink": "#FFFFFF" if color in _DARK else "#000000"}
@@ -59,7 +59,7 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> Path:
 
 
 def add_title(axes: Axes, lines: Sequence[str], *, pad: float = 10.0) -> None:
-    """Writes a heading and smaller lines below it, left-aligned above the axes; ``pad`` is in points."""
+    """Writes ``lines`` left-aligned above the axes, the first as a heading; ``pad`` is the gap below them in points."""
     for number, line in enumerate(reversed(lines)):
         style: Any = {"color": INK, "fontsize": 11.5} if number == len(lines) - 1 else {"color": SOFT, "fontsize": 9}
         place: Any = {"xycoords": "axes fraction", "textcoords": "offset points", "ha": "left", "va": "bottom"}

@@ -48,7 +48,7 @@ class CollectiveRates:
     """Seconds for which all cores of a rank are busy for each byte that it sends; 0 where a device does this work."""
     uplink_by_ranks: Shares = field(default_factory=dict)
     """Share of `uplink_bytes_per_s` that groups reach, by their number of ranks (DMT, section 2.3.1). For other numbers
-    it is interpolated over their logarithm; beyond both ends it is the nearest share. If empty, it is always 1."""
+    it is interpolated over their logarithm; beyond either end it is the nearest share. If empty, it is always 1."""
     host_by_ranks: Shares = field(default_factory=dict)
     """The same for `host_bytes_per_s`."""
 

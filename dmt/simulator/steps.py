@@ -49,7 +49,7 @@ _SUM_PASSES = 3
 
 
 class Operator(NamedTuple):
-    """One operator of a model; it takes the time of its FLOPs or of moving its bytes, whichever is longer."""
+    """An operator of a model; it takes `Cluster.operator_s` plus the longer of the times of its FLOPs and its bytes."""
 
     flops: float
     """FLOPs for one sample."""
@@ -299,8 +299,8 @@ def simulate(operations: Sequence[Operation]) -> dict[Kind, float]:
         operations: the operations, each after those that it waits for.
 
     Returns:
-        Seconds by kind; their sum is the duration of the step. Time counts as ``"compute"`` while anything computes,
-        else in equal parts as the collectives that run, else as ``"program"``.
+        Seconds by kind; their sum is the duration of the step. Time counts as ``"compute"`` while anything computes;
+        else it is divided equally among the collectives in progress; without any, it counts as ``"program"``.
 
     Example:
         Two exchanges share the uplink while the rank computes.

@@ -52,7 +52,7 @@ class Workload:
     is_hierarchical: bool = False
     """True if dense gradients are summed inside each host before they cross."""
     rows: Mapping[str, float] = field(default_factory=dict)
-    """Distinct inputs in a rank's batch, or an upper bound, by feature, if only those are sent (``unique``)."""
+    """Number of distinct inputs in a rank's batch, or an upper bound, by feature, with ``unique``; B where left out."""
 
     @property
     def outside(self) -> list[TableSpec]:
@@ -197,7 +197,7 @@ def _exchanges(
 
 
 def _sum_over_hosts(topology: TowerTopology, size: int) -> tuple[float, float]:
-    """Returns the bytes that a rank sends to sum ``size`` bytes inside hosts, then across, and the share across."""
+    """Returns the bytes that a rank sends to sum ``size`` bytes in hosts, then across, and the share that crosses."""
     # Every rank of a host sums an equal part, as if all gradients were one bucket.
     world, hosts, ranks = topology.world_size, topology.num_hosts, topology.host_size
     padded = 4 * math.ceil(size / 4 / ranks) * ranks

@@ -49,8 +49,7 @@ class PlainTraining:
         layout: `dmt.testing.state.table_layout` of the sharded model; None: tables are not cut into columns.
         moment_scale: c, as the sharder has it.
         interval: N, steps from one average of the replicas to the next.
-        optimizer_state: ``"now"`` averages the current states; ``"delayed"`` averages those of the previous average and
-            keeps what each replica has added since, as `dmt.ReplicaSync` does.
+        optimizer_state: ``"now"`` or ``"delayed"``: which states are averaged, as in `dmt.ReplicaSync`.
         has_half_tables: True to round the weights of tables to FP16 after each update.
 
     Raises:
@@ -93,7 +92,7 @@ class PlainTraining:
         self._averaged = [name for name, table in self.tables[0].items() if table.is_averaged]
 
     def average_gradients(self) -> None:
-        """Gives all replicas the mean gradients of dense parts and data-parallel tables; an absent gradient is 0."""
+        """Gives all replicas the mean gradients of dense parts and data-parallel tables; ``None`` counts as zeros."""
         of_replicas = [dict(module.named_parameters()) for module in self.modules]
         for name in of_replicas[0]:
             copies = [parameters[name] for parameters in of_replicas]
@@ -105,7 +104,7 @@ class PlainTraining:
 
     @torch.no_grad()
     def step(self) -> None:
-        """Takes a training step with the modules' gradients; averages the replicas in every N-th step."""
+        """Takes a training step with the modules' gradients, which it keeps; averages replicas in every N-th step."""
         self.average_gradients()
         for optimizer in self.dense_optimizers:
             optimizer.step()
@@ -118,7 +117,7 @@ class PlainTraining:
 
     @torch.no_grad()
     def sync(self, *, is_delayed: bool = False) -> None:
-        """Averages weights and states as ``ReplicaSync.sync()`` does; ``is_delayed`` is as ``"delayed"`` for states."""
+        """Averages as ``ReplicaSync.sync()`` does; with ``is_delayed``, the states as ``"delayed"`` does in `step`."""
         for name in self._averaged:
             tables = [tables[name] for tables in self.tables]
             _set_to_mean([table.weight for table in tables])  # line 9
@@ -160,7 +159,7 @@ class PlainTable:
             raise InputError(f"fused_params: optimizer={settings['optimizer']} is unknown. Use one of {known}.")
         columns = len(self.widths) if self._optimizer == "rowwise_adagrad" else weight.shape[1]
         self.states = [weight.new_zeros(len(weight), columns) for _ in range(_NUM_STATES[self._optimizer])]
-        """FBGEMM's ``momentum1``, [rows, column shards] if row-wise, else [rows, columns]; Adam: ``momentum2``, too."""
+        """FBGEMM's ``momentum1`` (Adam: also ``momentum2``): [rows, columns], or [rows, column shards] if row-wise."""
 
     @torch.no_grad()
     def step(self, learning_rate: float) -> None:

@@ -130,7 +130,7 @@ def end_ranks(ranks: list[Rank]) -> None:
 def end_with(process: int) -> None:
     """Makes this process exit as soon as the process with this id ends, for whatever reason; returns at once.
 
-    A thread waits for its end. Linux's parent-death signal would not do: it comes when the *thread* that forked this
+    A thread waits for that. Linux's parent-death signal would not do: it comes when the *thread* that forked this
     process ends, and ranks are forked by the process that `prepare_ranks` starts, not by the one that waits for them.
     """
 
@@ -153,7 +153,8 @@ def _listen(ranks: Sequence[Rank], timeout_s: float) -> list[Any]:
         ready = wait(waiting, timeout=_SETTLE_S if faults else max(0.0, deadline - time.monotonic()))
         if not ready and not faults:
             numbers = ", ".join(map(str, waiting.values()))
-            faults.append(RanksFailedError(f"After {timeout_s:g} s these ranks still run: {numbers}. Raise timeout_s."))
+            problem = f"After {timeout_s:g} s these ranks still run: {numbers}. Raise timeout_s, or find what hangs."
+            faults.append(RanksFailedError(problem))
         if not ready:
             break
         for number in (waiting[pipe] for pipe in ready if isinstance(pipe, Connection)):

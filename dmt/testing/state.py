@@ -112,7 +112,7 @@ def join_parts(parts: Iterable[LocalPart]) -> dict[str, Tensor]:
         held = count > 0
         if not torch.allclose(target[held], part.tensor[held], rtol=0, atol=0, equal_nan=True):
             raise ReplicaMismatchError(
-                f"{part.name}: ranks hold different values of the same element. Call ReplicaSync.sync() first."
+                f"{part.name}: ranks hold different values of an element. For replicas, call ReplicaSync.sync() first."
             )
         target.copy_(part.tensor)
         count += 1
