@@ -1,7 +1,7 @@
 """Costs of a step on a rank under each sharding scheme (Neo, section 4.1). Pure arithmetic.
 
-Legend: B samples per rank, T towers, L ranks per tower, R replicas; G = T * L * B, the samples whose ids one tower
-looks up in a step; P ids per sample of a table, F its features, N columns of a shard.
+Legend: B samples per rank, T towers, L ranks per tower; G = T * L * B, the samples whose ids one tower looks up in a
+step; P ids per sample of a table, over all its features; F its features, N columns of a shard.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class StepWorkload:
         _check_positive("StepWorkload", {"batch_size": self.batch_size, "sync_every": self.sync_every} | factors)
 
     def numbers(self, table: Any) -> float:
-        """Returns how many numbers a table adds to the embeddings of a sample: N per feature; for sequences, per id."""
+        """Returns how many numbers a table adds to a sample: ``embedding_dim`` per feature; for sequences, per id."""
         factors = self.pooling_factors if is_sequence(table) else {}
         return float(sum(table.embedding_dim * factors.get(feature, 1.0) for feature in table.feature_names))
 
@@ -72,8 +72,8 @@ class StepWorkload:
 class Hardware:
     """Memory and speed of a rank. Rates take the place of Neo's scalar weights, so that costs are in seconds.
 
-    The default rates are half of the data-sheet peak of an 80 GB A100 (memory, and NVLink in one direction). Only the
-    ratios of rates decide the plan; measure them on your machines.
+    The default rates are half of the data-sheet peak of an 80 GB A100 (memory, and NVLink in one direction). The plan
+    depends on the ratios of the rates, and on the latency: measure them on your machines.
 
     Raises:
         InputError: a number is not positive and finite (``collective_latency_us`` may be 0).

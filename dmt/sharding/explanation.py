@@ -30,7 +30,8 @@ class TableSharding:
     reason: str
     """Reason for the placement, on one line."""
     seconds: float
-    """Seconds per step, summed over the ranks of the tower; on one rank for a table outside towers."""
+    """Seconds per step without the fixed costs of collectives, summed over the ranks of the tower; on one rank for a
+    table outside towers."""
     memory: int
     """Bytes of weights, optimizer state, dense gradient and caches, on the device or elsewhere, summed over the ranks
     of the tower; on one rank for a table outside towers."""
@@ -38,7 +39,7 @@ class TableSharding:
 
 @dataclass(frozen=True, kw_only=True)
 class RankLoad:
-    """Load of the tables on one rank; equal in every replica."""
+    """Load of the tables on one rank, in its tower and outside towers; equal in every replica."""
 
     tower: int
     local: int
@@ -50,7 +51,7 @@ class RankLoad:
     averaged_bytes: float
     """Bytes that the rank sends to average the replicas, divided by the steps between two averages."""
     seconds: float
-    """Seconds per step."""
+    """Seconds per step, with the fixed costs of collectives."""
 
     @property
     def needed(self) -> int:

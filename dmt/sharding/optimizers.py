@@ -1,6 +1,8 @@
 """Settings of the tables' fused optimizers: names, what data-parallel tables do not support, the moment scale c.
 
-Identifies FBGEMM's ``EmbOptimType`` by its text, so that planning does not need FBGEMM; only `kernel_obstacle` does.
+With R replicas, AdaGrad divides its sums of squared gradients by c, 0 < c <= R, before it takes their root (2D sparse
+parallelism, Algorithm 1). FBGEMM's ``EmbOptimType`` is recognized by its text, so that planning does not need FBGEMM;
+only `kernel_obstacle` does.
 """
 
 from __future__ import annotations
@@ -56,8 +58,8 @@ def optimizer_name(settings: Mapping[str, Any]) -> str | None:
 def kernel_obstacle(settings: Mapping[str, Any], *, names_only: bool = False, cpu_table: Any = None) -> str:
     """Returns the reason why FBGEMM's fused kernels cannot apply these ``fused_params``; empty if they can.
 
-    ``names_only`` skips whether the optimizer uses a setting, since a table may have another that does. ``cpu_table``
-    is the table if it is on a CPU; there the kernels ignore more settings.
+    ``names_only`` does not check whether the optimizer uses each setting: a table may have an optimizer of its own that
+    does. ``cpu_table`` is the table if it is on a CPU, where the kernels ignore more settings; else None.
 
     Example:
         >>> kernel_obstacle({"betas": (0.8, 0.99)})
@@ -153,7 +155,7 @@ def moment_scale_of(moment_scale: MomentScale, settings: Mapping[str, Any], num_
     if optimizer_name(settings) not in _WITH_MOMENTS:
         obstacle = f"the optimizer is {optimizer_name(settings) or settings['optimizer']}"
     elif mode in ("COUNTER", "COWCLIP") or ("DECOUPLE" in mode and settings.get("weight_decay")):
-        obstacle, asked = f"weight_decay_mode is {mode}", True
+        obstacle, asked = f"it would change what weight_decay_mode={mode} does", True
     if obstacle and asked and scale != 1.0:
         raise InputError(
             f"moment_scale={moment_scale!r} scales the moments of {' and '.join(_WITH_MOMENTS)}, but {obstacle}. Use "

@@ -61,7 +61,7 @@ class Problem:
     used: frozenset[int] = frozenset()
     """Kinds whose fixed cost is due anyway, because what ranks already have uses them."""
     avoided: int | None = None
-    """Kind to give to as few items as possible, at a cost of at most 1 + ``tolerance`` times the cheapest found."""
+    """Kind to give to as few items as possible, at up to 1 + `tolerance` times the lowest cost found; None: no kind."""
     tolerance: float = 0.0
 
     @cached_property

@@ -85,7 +85,7 @@ def plan_tables(
 
 
 def _on_every_rank(tables: Sequence[Any], model: CostModel) -> tuple[list[TableSharding], Vector]:
-    """Returns the plan of the tables outside towers, and their load on a rank, [4]: the first fields of `ShardLoad`."""
+    """Returns the plan of the tables outside towers, and their load on a rank, [4]: `ShardLoad`'s first fields."""
     room, alone = model.hardware.memory_per_rank, replace(model, topology=model.topology.outside_towers)
     placement = TablePlacement(scheme="data_parallel", ranks=tuple(range(model.topology.ranks_per_tower)))
     loads = [alone.shard(table, "data_parallel", table.num_embeddings, table.embedding_dim) for table in tables]
@@ -161,7 +161,7 @@ class _Tower:
         return sorted(self.tables, key=lambda table: table.name)
 
     def packing(self) -> tuple[dict[str, TablePlacement], Problem, Packing | None]:
-        """Returns the placements of pinned tables, the packing problem of the others, and its solution or None."""
+        """Returns pinned placements, the packing problem of the other tables, and its solution; None: no room found."""
         tables = self._sorted
         placements = {t.name: p for t in tables if (p := self.allowed[t.name].placement) is not None}
         seconds, memory, activations, _ = self._loads([t for t in tables if t.name in placements], placements)

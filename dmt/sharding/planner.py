@@ -96,9 +96,9 @@ class TowerShardingPlanner:
             to the towers; for modules of TorchRec's sharders they are global.
 
         Raises:
-            InputError: no module has a dmt sharder, a collection has no sharder or two, tables or rules do not fit (see
-                `plan_tables` and `parameter_sharding`), or TorchRec cannot place the tables left to it or would have to
-                replicate them.
+            InputError: no module has a dmt sharder, a collection has no sharder or two, a table shares its weight,
+                tables or rules do not fit (see `plan_tables` and `parameter_sharding`), or TorchRec cannot place the
+                tables left to it or would have to replicate them.
         """
         modules, others = _modules(model, sharders)
         placements = self._explain(modules, sharders).placements
@@ -272,7 +272,7 @@ def _check_weights(model: nn.Module) -> None:
         if len(names[weight]) > 1:
             raise InputError(
                 f"TowerShardingPlanner: {shorten(names[weight], ' and ')} share a weight, but would train apart once "
-                "sharded. Give each its own, or let features share a table (feature_names)."
+                "sharded. Give each a separate weight, or let features share one table (feature_names)."
             )
 
 

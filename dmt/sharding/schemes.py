@@ -83,7 +83,8 @@ class TablePlacement:
                 f"{list(KERNELS)}, and for data_parallel tables, which every device holds, 'fused'."
             )
         if not 0 < self.cache_load_factor <= 1:
-            raise InputError(f"cache_load_factor={self.cache_load_factor} must be a share of the rows in (0, 1].")
+            share = self.cache_load_factor
+            raise InputError(f"TablePlacement: cache_load_factor={share} must be above 0 and at most 1 (all rows).")
         number = len(set(self.ranks))
         is_whole = self.scheme not in EVERYWHERE or self.ranks == tuple(range(number))
         if number < max(len(self.ranks), 1) or (self.scheme == "table_wise" and number != 1) or not is_whole:

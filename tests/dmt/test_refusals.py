@@ -409,7 +409,7 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
     "c of SGD": (lambda job: sharded(replace(COPIES, optimizer="sgd", moment_scale=2), job.copies),
                  "moment_scale=2 scales the moments of rowwise_adagrad and adagrad, but"),
     **{f"c of decay {mode}": (lambda job, mode=mode: moment_scale_of("num_replicas", {
-        **DECAY, "weight_decay_mode": WeightDecayMode[mode]}, 2), f"but weight_decay_mode is {mode}")
+        **DECAY, "weight_decay_mode": WeightDecayMode[mode]}, 2), f"what weight_decay_mode={mode} does")
        for mode in ("DECOUPLE", "COUNTER")},
     "no sync": (lambda job: sharded(COPIES, job.copies)(COPIES.draw(job.rank, 0)[0]),
                 r"num_replicas=2, but nothing keeps the replicas equal.*ReplicaSync\(model"),
