@@ -38,7 +38,7 @@ class _Header:
 
 
 def save_profile(profile: AccessProfile, path: Path, **numbers: int) -> None:
-    """Writes a profile as Parquet with the columns table (its index), row and accesses; ``numbers`` become metadata.
+    """Writes a profile as Parquet with the columns table (an index), row and accesses; ``numbers`` become metadata.
 
     Raises:
         InputError: the file cannot be written.
@@ -97,7 +97,7 @@ def load_hot_rows(folder: Path) -> HotRowsState | None:
     """Reads the state that `save_hot_rows` wrote; None if the checkpoint's run had no hot rows.
 
     Raises:
-        InputError: a file is damaged.
+        InputError: a file is damaged, or the file of counts is missing.
     """
     from dmt.hot_rows.runtime import HotRowsState
 

@@ -35,7 +35,7 @@ def affinity_of_run(
 ) -> FeatureAffinity:
     """Collects the feature affinity of a run's newest intact checkpoint.
 
-    Batches come from all over the training rows (`spread_batches`), as a file may be sorted by time or by user.
+    Batches come from all over the training rows (`spread_batches`), because files may be sorted by time or by user.
 
     Args:
         run: the ``output_dir`` of a run.
@@ -69,7 +69,7 @@ def interactions_of(
 ) -> FeatureAffinity:
     """Measures which features interact, on training rows of a config's data; needs no model.
 
-    At most 2**20 rows, fewer of over 256 columns, are read at evenly spaced places; from a user's source, the first.
+    It reads at most 2**20 rows, or fewer if there are over 256 columns: evenly spread, or a user's source's first rows.
 
     Args:
         config: the config; its model is not built.
@@ -96,7 +96,7 @@ def interactions_of(
 def spread_batches(data: ClickData, *, max_rows: int, batch_size: int) -> Iterator[ClickBatch]:
     """Yields batches from evenly spaced places among the training rows; from a user's source, the first batches.
 
-    There are at most ``max_rows`` rows, or one batch if that is more.
+    All batches together have at most ``max_rows`` rows, unless a single batch has more.
     """
     options: dict[str, Any] = {"rank": 0, "world_size": 1, "batch_size": batch_size}
     rows, count = data.num_rows("train"), max(1, max_rows // batch_size)

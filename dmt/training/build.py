@@ -88,10 +88,10 @@ def build_model(job: Job, *, device: str | None = None) -> nn.Module:
 
     Args:
         job: the run.
-        device: device of the parameters; ``"meta"`` allocates no memory.
+        device: device of the parameters, by default the CPU; ``"meta"`` allocates no memory.
 
     Raises:
-        InputError: the config's sizes do not fit the tables or the tower plan, or the model's factory fails.
+        InputError: the config's sizes do not fit the tables or the tower plan, or `make_model` raises it.
     """
     model, plan = job.config.model, job.towers
     if model.factory is not None:
@@ -244,10 +244,10 @@ def shard_model(job: Job, mesh: TowerMesh, model: nn.Module | None = None) -> Di
 
 
 def settle_gradient_buckets(job: Job, model: DistributedModelParallel, optimizer: CombinedOptimizer) -> None:
-    """Makes DDP settle its gradient buckets before a model is restored, by three passes over rows of zeros.
+    """Makes DDP settle its gradient buckets by three passes over rows of zeros, which change the tables; collective.
 
     After its second backward pass, DDP rearranges its buckets by the order in which gradients arrived. With three ranks
-    or more, this changes the order of summation, so a resumed run must start with the settled buckets. In the third
+    or more, this changes the order of summation, so call it before restoring a model that continues a run. In the third
     forward pass DDP broadcasts the new layout; `measure_traffic` would count that in a resumed run with no step left.
     """
     # Two rows for each micro-batch: batch normalization cannot train on one.

@@ -329,7 +329,8 @@ def _refusals_within_sections(config: TrainingConfig) -> list[tuple[object, str]
         ),
         (
             model.factory is None and (model.in_towers or model.options),
-            f"model.in_towers={model.in_towers} and model.options={model.options} need model.factory. Set it as well.",
+            f"model.in_towers={model.in_towers} and model.options={model.options} are settings of your own model, but "
+            "model.factory is not set. Set it, or leave them out.",
         ),
     ]
 
@@ -367,13 +368,13 @@ def _refusals_across_sections(config: TrainingConfig) -> list[tuple[object, str]
         (
             train.dense_reduce != "ring" and places.num_hosts == 1,
             f"train.dense_reduce={train.dense_reduce!r} reduces inside each host and then between hosts, but topology "
-            f"has one host of {places.host_size} ranks. Set topology.ranks_per_host to the ranks of one machine (left "
-            "out, each tower is a host, also with the flat dataflow), or leave dense_reduce out.",
+            f"has one host of {places.host_size} ranks. Set topology.ranks_per_host to the number of ranks on one "
+            "machine (by default, each tower is a host, also in flat runs), or leave dense_reduce out.",
         ),
         (
             replicas > 1 and train.eval_every and train.eval_every % sync_every,
             f"train.eval_every={train.eval_every} is not a multiple of replicas.sync_every={sync_every}: between "
-            "averagings the replicas' tables differ, so there is no single model to evaluate. Set a multiple of it.",
+            "averagings the replicas' tables differ, so no single model can be evaluated. Set it to such a multiple.",
         ),
         (
             hot.extra_memory > 0 and (is_flat or sharding.table_precision != "fp32"),

@@ -79,9 +79,9 @@ class _Lines(io.TextIOBase):
 
 
 def progress_bar(*, initial: int, total: int | None, enabled: bool, desc: str = "train", unit: str = "step") -> Any:
-    """Returns a tqdm bar on stderr, with an estimate of the time left if ``total``, its last value, is known.
+    """Returns a tqdm bar on stderr from ``initial`` to ``total``; if that is None, it estimates no time left.
 
-    Without a terminal, it prints a line every 30 seconds instead.
+    Without a terminal, it prints a line every 30 seconds instead. If not ``enabled``, it shows nothing.
     """
     from tqdm import tqdm
 

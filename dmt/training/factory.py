@@ -55,10 +55,11 @@ __all__ = [
 
 
 def make_model(job: Job, device: str | None = None) -> nn.Module:
-    """Builds the model of a job by its factory, and checks that it has the job's tables and towers.
+    """Builds the model of a job by its factory on ``device`` (None: the CPU), and checks its tables and towers.
 
     Raises:
-        InputError: the factory cannot be loaded or called, or its model does not fit the job.
+        InputError: the factory cannot be loaded or called, or its model does not fit the job; on the meta device, also
+            if the trainer cannot train one of its layers.
     """
     config, towers = job.config.model, job.towers if job.config.model.has_towers else None
     assert config.factory is not None, "the job has a factory"
@@ -98,7 +99,7 @@ def with_own_values(job: Job) -> nn.Module:
     Only tables are on the meta device, without values. Seeds torch's global generator with ``train.seed``.
 
     Raises:
-        InputError: the factory fails.
+        InputError: see `make_model`.
     """
     torch.manual_seed(job.config.train.seed)
     with tables_on_meta():
@@ -139,7 +140,7 @@ def checked_logits(place: str, output: Any, num_samples: int) -> Tensor:
     """Returns a model's output if it has one logit per sample: a tensor [B, 1] or [B], where B is ``num_samples``.
 
     Raises:
-        InputError: the output has another shape, or is not a tensor.
+        InputError: the output has another shape or is not a tensor; the message begins with ``place``.
     """
     if isinstance(output, Tensor) and list(output.shape) in ([num_samples, 1], [num_samples]):
         return output
@@ -239,8 +240,8 @@ def _check_tables(place: str, model: nn.Module, job: Job) -> None:
         sizes = [getattr(module, name, None) for name in ("in_features", "out_features")]
         if not all(isinstance(size, int) and size > 0 for size in sizes):
             raise InputError(
-                f"{place}: tower module {type(module).__name__} has in_features and out_features {sizes}. Set both, to "
-                "the numbers per sample that enter and leave the module, at least 1."
+                f"{place}: tower module {type(module).__name__} has in_features and out_features {sizes}. Set both to "
+                "positive integers: how many values per sample enter and leave the module."
             )
     assert job.towers is not None, "a model in towers has the tower dataflow"
     lists = job.towers.tables_by_tower(job.split_tables)
@@ -248,12 +249,13 @@ def _check_tables(place: str, model: nn.Module, job: Job) -> None:
         lists.append(job.towers.outside_tables(job.split_tables))
     planned = [{table.name for table in tables} for tables in lists]
     held = [{table.name for table in tables} for tables in by_tower]
+    last_tower = " The collection outside towers counts as the last tower." * bool(outside)
     for number, (actual, expected) in enumerate(zip_longest(held, planned, fillvalue={"no table"})):
         if actual != expected:
             raise InputError(
                 f"{place}: tower {number} of the model has {shorten(sorted(actual), ', ')}, but the tower plan gives "
-                f"it {shorten(sorted(expected), ', ')}. Build tower i from towers.tables_by_tower(tables)[i], and the "
-                "collection outside towers from towers.outside_tables(tables)."
+                f"it {shorten(sorted(expected), ', ')}.{last_tower} Build tower i from towers.tables_by_tower(tables)"
+                "[i], and the collection outside towers from towers.outside_tables(tables)."
             )
 
 
@@ -328,7 +330,7 @@ class _MetaSequences(MetaTables):
         self._lengths = lengths
 
     def forward(self, ids: Tensor) -> Any:
-        """Returns a ``JaggedTensor`` of B samples for each feature; of ``ids`` [B], only the size matters."""
+        """Returns a dict of a ``JaggedTensor`` of B samples by feature; of ``ids`` [B], only the size matters."""
         return {
             feature: JaggedTensor(
                 table[:1, :1].expand(round(len(ids) * self._lengths.get(feature, 1.0)), table.shape[1]), lengths=ids

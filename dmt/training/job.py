@@ -115,6 +115,8 @@ def make_job(
 ) -> Job:
     """Resolves the plans of a run for given uncut tables; ``towers`` defaults to the plan that the config names.
 
+    ``num_dense`` is the number of dense columns; ``data`` are the opened data of the tables, None if there are none.
+
     Raises:
         InputError: a plan or a rule does not fit the tables or the memory, or the optimizer has no moments to scale.
     """
@@ -287,7 +289,7 @@ def _as_vectors(config: TrainingConfig, tables: Sequence[TableSpec], outside: Co
 
 
 def crossing_costs(config: TrainingConfig, data: ClickData | None) -> CrossingCosts:
-    """Returns the costs of a run's tables between hosts; for a flat model with ``unique``, from counts in ``data``."""
+    """Returns the `CrossingCosts` of a run's tables; for a flat model with ``unique``, with the counts in ``data``."""
     model, sharding = config.model, config.sharding
     is_unique = sharding.unique and not model.has_towers
     # A tower of DMT-DCN sends the same with or without a feature; what a user's own towers send is unknown.

@@ -66,7 +66,7 @@ class ClickMetrics:
         self._sums = torch.zeros(2 * _BINS + 4, dtype=torch.float64)
 
     def update(self, logits: Tensor, labels: Tensor, weights: Tensor) -> None:
-        """Adds a batch: logits, labels and weights, float [B] each; rows of weight 0 are padding and do not count."""
+        """Adds a batch: logits, labels (0 or 1) and weights, float [B] each; padding, of weight 0, does not count."""
         logits, labels, weights = logits.double(), labels.double(), weights.double()
         self._sums = self._sums.to(logits.device)
         finite = logits.isfinite()

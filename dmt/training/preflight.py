@@ -87,10 +87,7 @@ def checked_model(job: Job, world_size: int) -> nn.Module:
 def preflight(job: Job, model: nn.Module, mesh: TowerMesh) -> Complexity:
     """Runs the checks that need all ranks of a run, and returns the complexity of its model; collective.
 
-    Args:
-        job: the run.
-        model: the model that `checked_model` returned, on the meta device; it is not changed.
-        mesh: the mesh of the run.
+    ``model`` is what `checked_model` returned, on the meta device; it is not changed.
 
     Raises:
         InputError: see `check_same_input` and `check_memory`; the same on every rank.

@@ -91,8 +91,9 @@ def checkpoint_folder(config: TrainingConfig) -> Path:
 
 
 def find_start(job: Job, mesh: TowerMesh) -> Start:
-    """Returns where a run starts: at its newest intact checkpoint, or from scratch; the same on all ranks. Collective.
+    """Returns where a run starts: at its newest intact checkpoint, else as ``train.resume`` says. Collective.
 
+    ``auto`` is from scratch; another run's checkpoint gives weights and optimizer states. All ranks start the same.
     Raises:
         InputError: see `newest`, `starting_folder` and `start_from`; the same on every rank.
     """
@@ -130,10 +131,7 @@ def start_from(folder: Path, job: Job) -> Start:
     """Checks a checkpoint against a run, and returns where the run starts.
 
     A run continues from its own checkpoint. From one of another run, it takes only weights and optimizer states.
-
-    Args:
-        folder: the checkpoint, already verified, in `starting_folder`.
-        job: the run.
+    The files of the checkpoint in ``folder`` must have been verified (`newest`).
 
     Raises:
         InputError: the checkpoint cannot be read; its run had another model, other towers or another encoding of rows;

@@ -60,7 +60,7 @@ class Prediction(NamedTuple):
     num_replicas: int
     seconds: float
     exposed: dict[Kind, float]
-    """Seconds by kind of operation that no other operation hides; they add up to ``seconds``."""
+    """By kind of operation, the seconds in which no other operation hides it; they add up to ``seconds``."""
     samples_per_s: float
     """Samples per second of the whole job."""
     lookup_seconds: float
@@ -199,7 +199,7 @@ def alternatives(run: Job, cluster: Cluster) -> tuple[list[Prediction], list[str
         The predictions, fastest first, and the names of the alternatives that do not fit ``sharding.memory_gib``.
 
     Raises:
-        InputError: no alternative has room for the tables.
+        InputError: the tables of an alternative cannot be placed; with a memory limit, only if no alternative is left.
     """
     predictions: list[Prediction] = []
     left_out: list[str] = []
@@ -304,7 +304,7 @@ def _replicas(topology: TowerTopology) -> list[tuple[int, str]]:
 
 
 def changed_config(config: TrainingConfig, settings: Mapping[str, Mapping[str, Any]]) -> TrainingConfig:
-    """Returns the defaults, changed by the keys of ``config`` in `_KEPT`, then by ``settings``, by section and key."""
+    """Returns a config of ``settings`` (by section and key), else the keys of ``config`` in `_KEPT`, else defaults."""
     values = config.model_dump(mode="json", exclude_none=True, include=_KEPT)
     if settings["sharding"]["dataflow"] == "flat":
         del values["train"]["micro_batches"]

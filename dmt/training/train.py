@@ -237,7 +237,7 @@ def train_steps(run: Run, at: Position, signals: Signals) -> tuple[Position, Ste
 
 
 def batches_of(job: Job, mesh: TowerMesh, split: Split, at: Position | None = None) -> Iterator[ClickBatch]:
-    """Yields this rank's batches of a split of a job's data from a position on; collective with a user's source."""
+    """Yields this rank's batches of a split, from a position to its epoch's end; collective with a user's source."""
     at = at or Position()
     batches = job.data.batches(
         split,
@@ -265,7 +265,7 @@ def _warn_of_probabilities(run: Run, logits: Tensor, *, is_due: bool) -> None:
 
 
 def up_to(number: int, batches: Iterator[ClickBatch]) -> Iterator[ClickBatch] | None:
-    """Reads a batch, and returns an iterator over it and the next ``number`` - 1 batches; None if there is none."""
+    """Returns an iterator over the next ``number`` batches, of which it reads the first; None if there is none."""
     first = next(batches, None) if number > 0 else None
     return None if first is None else chain([first], islice(batches, number - 1))
 
@@ -293,7 +293,7 @@ def run_pipeline(pipeline: Any, batches: Iterator[ClickBatch]) -> Iterator[tuple
 
 
 def evaluate(run: Run, meet: Callable[[], Agreed] | None = None) -> MetricValues:
-    """Returns the metrics on the evaluation rows; ``meet``, called every 8 batches, can end it early. Collective."""
+    """Returns metrics on the evaluation rows (until ``meet``, called every 8 batches, says to stop); collective."""
     metrics = ClickMetrics(run.mesh.global_group)
     run.model.eval()
     with torch.no_grad():

@@ -116,7 +116,7 @@ def trained_model(
 ) -> tuple[Path, Job, nn.Module]:
     """Loads a run's newest intact checkpoint, of any layout, into a plain model; see `checkpoint_of` for arguments.
 
-    ``open_rows`` opens the data, of which only the columns are used here.
+    ``open_rows`` opens the data, of which only the columns are used here. Raises what these functions and `load` raise.
 
     Returns:
         The folder of the checkpoint, the job (without a sharding plan), and the model in evaluation mode.
