@@ -30,11 +30,9 @@ _CHOICES = {"auto": ("table_wise", "column_wise"), "planner": SCHEMES}
 
 
 class _OverAllRanks(BaseEmbeddingSharder[Any]):
-    """Base class of the sharders of flat collections.
+    """Base class of the sharders of flat collections; ``mesh`` is the mesh of the run, None for planning only.
 
-    Args:
-        mesh: the mesh of the run; None for planning only.
-        kwargs: ``fused_params`` and ``qcomm_codecs_registry`` of TorchRec's class.
+    ``kwargs`` are ``fused_params`` and ``qcomm_codecs_registry`` of TorchRec's class.
     """
 
     def __init__(self, mesh: TowerMesh | None, **kwargs: Any) -> None:

@@ -41,14 +41,14 @@ class CheckRow:
     check: str
     """Name of the check, such as ``"logits"``."""
     what: str
-    """What was compared, by default with the plain module."""
+    """What was compared; with the plain module unless it names something else."""
     verdict: Verdict
     difference: float | None = None
     """Difference in the worst comparison, the one with the largest `Finding.share`; None if nothing was compared."""
     allowed: float | None = None
     """Allowed difference in that comparison."""
     where: str = ""
-    """Tables and parameters that differ, with rank and step of the worst; empty if all agree."""
+    """What differs (tables, parameters, logits or losses), with rank and step of the worst; empty if all agree."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,7 +66,7 @@ class CheckReport:
     schemes: Mapping[str, int]
     """Number of tables by sharding scheme; empty in the flat dataflow."""
     seconds: float = 0.0
-    """Duration of the command in seconds, including imports."""
+    """Duration of ``dmt check`` in seconds, including imports; 0 in what `check_run` returns."""
 
     @property
     def agrees(self) -> bool:

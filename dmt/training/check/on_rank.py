@@ -48,18 +48,18 @@ _STEP = {"sgd": 1e-4, "rowwise_adagrad": 1e-3, "adagrad": 1e-2, "adam": 1e-2, "a
 
 @dataclass(frozen=True, kw_only=True)
 class Finding:
-    """One comparison on one rank."""
+    """One comparison: on one rank, or of the copies on several ranks."""
 
     check: str
     """Name of the check, which is a row of the report."""
     item: str
-    """Name of the table or parameter that was compared."""
+    """Name of what was compared: a table, a parameter, the logits or the loss."""
     difference: float
     """Largest absolute difference, norm of the difference, or number of ranks that differ; NaN if it is unknown."""
     allowed: float
     """Largest difference that rounding explains; 0 requires equal bits."""
     place: str = ""
-    """Rank and step of the comparison."""
+    """Rank and step of the comparison; for copies, the ranks that differ, if any."""
 
     @property
     def agrees(self) -> bool:

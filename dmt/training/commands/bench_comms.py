@@ -56,7 +56,7 @@ class _Timing(NamedTuple):
 
 
 def measure_cluster(name: str, ranks_per_host: int, device: torch.device) -> Cluster:
-    """Measures the ranks and links of the running job; collective: every rank returns the same `Cluster`.
+    """Measures this job's ranks and links; returns a `Cluster` called ``name``, the same on all ranks. Collective.
 
     Raises:
         InputError: ``ranks_per_host`` does not divide the number of ranks, or many bytes took no longer than few.

@@ -109,7 +109,10 @@ def demo(data: str | None, out: Path, overrides: Sequence[str], *, command: str)
 
 
 def train_here(folder: Path, settings: Sequence[str]) -> dict[str, Any]:
-    """Trains the demo's config with ``settings`` in ``folder``, whose checkpoints it deletes; returns the result."""
+    """Trains the demo's config from scratch in ``folder``, with overrides ``settings``, and returns the result.
+
+    Deletes checkpoints of an earlier run in it first. Raises `InputError` if an override is wrong or training fails.
+    """
     config = load_config("demo", [*settings, to_override("train.output_dir", folder)])
     for path in checkpoints(folder / "checkpoint"):
         shutil.rmtree(path)

@@ -71,7 +71,7 @@ def diagnose(
 
     Args:
         version: returns the version of a package, None if it is absent.
-        load_all: returns the error of importing TorchRec, empty if it loads, and the number of GPUs that torch sees.
+        load_all: returns the error of importing TorchRec ("": none), and the GPUs that torch sees, such as "2 GPUs".
         has_gpu: whether there is an NVIDIA driver; None: look for ``nvidia-smi``.
     """
     gpu = shutil.which("nvidia-smi") is not None if has_gpu is None else has_gpu

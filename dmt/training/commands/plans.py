@@ -31,9 +31,7 @@ _TOWER_MODULES = {"dcn": "DCNTowerModule", "dlrm": "DLRMTowerModule", "dlrm-prod
 def run_partition(options: Mapping[str, Any], command: str) -> Shown:
     """Runs ``dmt partition``, which writes the plan and, if asked, a report; progress goes to stderr.
 
-    Args:
-        options: the command's options by name, with ``-`` as ``_``.
-        command: the command line, to be recorded in the plan.
+    ``options`` has the command's options by name, with ``-`` as ``_``; the plan records ``command``, the command line.
 
     Raises:
         InputError: options contradict each other, a file cannot be read, or the towers cannot be made as asked.
@@ -127,7 +125,9 @@ def _table_of(partition: Partition) -> tuple[list[str], list[list[str]], list[st
 
 
 def run_plan(config: str, overrides: Sequence[str] = (), *, out: Path | None = None) -> Shown:
-    """Plans a run as the trainer will, or only the tables in ``data.tables``; writes the plan to ``out``, if given.
+    """Places the tables of a run as the trainer will, and writes the plan to ``out``, if given.
+
+    If ``data.tables`` is set, plans the tables that this file describes instead, without data.
 
     Raises:
         InputError: the config or a file cannot be read, or the tables cannot be placed as asked.

@@ -28,7 +28,7 @@ def run_prepare(
 ) -> Shown:
     """Writes the prepared data of a config into the new folder ``out``, and returns a summary to print.
 
-    ``ids`` is ``"config"`` or ``"frequency"``, ``vocabulary`` a prepared folder; `prepare` describes all ``options``.
+    ``ids`` is ``"config"`` or ``"frequency"``, ``vocabulary`` a prepared folder whose ids to reuse; else see `prepare`.
 
     Raises:
         InputError: ``vocabulary`` is given without ids by frequency, or `prepare` raises it.

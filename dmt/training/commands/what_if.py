@@ -19,12 +19,12 @@ __all__ = ["run_what_if"]
 
 
 def run_what_if(config: str, overrides: Sequence[str], *, cluster: str, uplink: float | None = None) -> Shown:
-    """Predicts a step of a run, and of its alternatives, on a cluster file or a shipped cluster.
+    """Predicts a step of a run, and of alternatives to it, on a described cluster; returns what to print.
 
     Args:
-        config: the config of the run. The cluster's rates decide how the run's tables are placed inside towers.
+        config: config of the run, a file or a shipped name; ``cluster`` replaces its ``sharding.cluster``.
         overrides: ``section.key=value`` settings.
-        cluster: file or name of the cluster.
+        cluster: path of a cluster file or name of a shipped cluster; its rates also place the run's tables.
         uplink: rate of a host's link to others in 10^9 bits per second, finite and above 0, in place of the cluster's
             rate; required if the cluster was measured on one host and the run has several.
 
