@@ -172,7 +172,7 @@ def paper_complexity(
     if (num_towers is None and tower_dim is not None) or ((c, p) != (1, 0) and (num_towers is None or arch == "dcn")):
         raise InputError(
             f"arch={arch!r}, num_towers={num_towers}, tower_dim={tower_dim}, c={c}, p={p}: only models with towers "
-            "have tower_dim, and only DLRM with towers has c and p. Give num_towers, or leave these settings out."
+            "have tower_dim, and only DLRM with towers has c and p. Leave out the others, or give num_towers."
         )
     flat, with_towers = _PAPER_MODELS[arch]
     tables = criteo_1tb_tables()
@@ -188,7 +188,7 @@ def paper_complexity(
 
 
 class MetaTables(nn.Module):
-    """Stands in for TorchRec's tables: weights of their sizes on the meta device, one id per feature and sample."""
+    """Stands in for TorchRec's tables: weights of the same sizes on ``device``, one id per feature and sample."""
 
     def __init__(self, tables: Sequence[Any], device: Device) -> None:
         super().__init__()
@@ -199,7 +199,7 @@ class MetaTables(nn.Module):
         self._features = [tuple(table.feature_names) for table in tables]
 
     def forward(self, ids: Tensor) -> dict[str, Tensor]:
-        """Ids [B] of every feature -> [B, N] float32 by feature name, with gradients but without a lookup."""
+        """Ids [B], whose values are not used -> [B, N] float32 by feature name, with gradients but without a lookup."""
         widths = [table.shape[1] for table in self._tables]
         number = self._tables[0][:1, :1]
         pairs = zip(number.expand(len(ids), sum(widths)).split(widths, dim=1), self._features, strict=True)

@@ -84,7 +84,7 @@ class DMTDCN(nn.Module):
     ``partial(DCNTowerModule, per_feature=True)`` it sends one vector per feature, as in Listing 2.
 
     Takes the arguments and raises the errors of `DMTDLRM`, except for c and p, and of `DCN`. The cross layer of a tower
-    has rank ``cross_rank``. Tables of features outside towers may have any number of columns.
+    has rank ``cross_rank``. Features outside towers enter the cross layers over all towers, with tables of any width.
     """
 
     tower_module: ClassVar[Callable[..., Any]] = DCNTowerModule

@@ -135,6 +135,7 @@ class LowRankCrossNet(nn.Module):
 def check_sizes(owner: str, *, minimum: int = 1, **sizes: int | Sequence[int]) -> None:
     """Raises `InputError` unless all sizes, arguments of ``owner``, are integers of at least ``minimum``."""
     for name, given in sizes.items():
-        for size in given if isinstance(given, Sequence) else [given]:
+        values, rule = (given, "integers") if isinstance(given, Sequence) else ([given], "an integer")
+        for size in values:
             if not isinstance(size, int) or isinstance(size, bool) or size < minimum:
-                raise InputError(f"{owner}: {name}={given!r} is invalid; use integers of at least {minimum}.")
+                raise InputError(f"{owner}: {name}={given!r} is invalid; use {rule} of at least {minimum}.")

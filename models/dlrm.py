@@ -136,7 +136,7 @@ class DMTDLRM(nn.Module):
 class DMTDLRMProducts(DMTDLRM):
     """Multi-tower DLRM whose tower modules add inner products to their outputs (`DLRMProductsTowerModule`).
 
-    It is not in the paper. Takes the arguments of `DMTDLRM`; p must be given, and be at least 1.
+    It is not in the paper. Takes the arguments of `DMTDLRM`; p, by default 0 there, must be set to at least 1.
     """
 
     tower_module = DLRMProductsTowerModule

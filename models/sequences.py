@@ -46,7 +46,7 @@ class TargetAttention(nn.Module):
 
     Args:
         embedding_dim: N.
-        hidden: hidden width of the MLP.
+        hidden: width of the MLP's hidden layer.
         device: device of the parameters.
     """
 
@@ -74,8 +74,8 @@ class DINTowerModule(nn.Module):
     """Tower module in which a target attends to its history: projects the target and the pooled history to D numbers.
 
     A projection of both alone would lose how near the target is to its history. So their elementwise product is
-    projected too, and D weights times their inner product are added. If D = 2 N, nothing is projected, and only the
-    weighted inner product is added. The tower's ``EmbeddingCollection`` has one table, shared by target and history.
+    projected too, and D weights times their inner product are added. If D = 2 N, nothing is projected: the weighted
+    inner product is added to target and pooled history, side by side. The tower has one table, which both share.
 
     Args:
         target: feature with one id per sample. As in a bag, a sample without an id has a target of zeros, and several
@@ -83,7 +83,7 @@ class DINTowerModule(nn.Module):
         history: feature with any number of ids per sample, or none.
         embedding_dim: N.
         tower_dim: D, the numbers per sample that cross hosts, however long the history is.
-        hidden: hidden width of the MLP.
+        hidden: width of the hidden layer of the attention's MLP (`TargetAttention`).
         device: device of the parameters.
 
     Raises `InputError` for a size below 1.

@@ -77,8 +77,8 @@ def embedding_bag_configs(tables: Sequence[Any]) -> list[Any]:
 def flat_sparse_arch(tables: Sequence[Any], device: Device = None) -> Any:
     """Builds a TorchRec ``EmbeddingBagCollection`` on ``device``, or a `SequenceArch` if any table has sequences.
 
-    Either returns [B, N] by feature, the collection as a ``KeyedTensor``; read it by name, because the order of its
-    keys may change with the sharding. Raises the errors of `embedding_bag_configs`.
+    Both return an object whose ``to_dict()`` gives [B, N] by feature. Read it by name, because the order of features
+    may change with the sharding. Raises the errors of `embedding_bag_configs`.
     """
     return SequenceArch(tables, device) if any(map(is_sequence, tables)) else _collection(tables, device)
 
@@ -107,7 +107,7 @@ class SequenceArch(nn.Module):
         self._bag_names = feature_names(bags)
 
     def forward(self, ids: Any) -> SimpleNamespace:
-        """``KeyedJaggedTensor`` of B samples -> ``to_dict()``: [B, N] float32 by feature name."""
+        """``KeyedJaggedTensor`` of B samples -> object whose ``to_dict()`` returns [B, N] float32 by feature name."""
         bags, sequences = None if self.bags is None else self.bags(ids), self.embedding(ids)
         return SimpleNamespace(to_dict=lambda: self._vectors(bags, sequences))
 
@@ -145,7 +145,7 @@ def tower_sparse_arch(
 def outside_sparse_arch(
     tables: Sequence[Any], plan: TowerPlan, device: Device = None, *, dim: int | None = None
 ) -> EmbeddingBagCollection | None:
-    """Builds the ``EmbeddingBagCollection`` of the plan's features outside towers; None if there are none.
+    """Builds the embeddings of the plan's features outside towers with `flat_sparse_arch`; None if there are none.
 
     Raises:
         InputError: a table does not have ``dim`` columns, the dimension of the towers' vectors; None allows any.
@@ -177,7 +177,7 @@ def check_tower_modules(plan: TowerPlan, tower_modules: Sequence[nn.Module]) -> 
 
 
 def common_embedding_dim(tables: Sequence[Any], owner: str) -> int:
-    """Returns the embedding dimension of all tables; if two differ or none is given, an `InputError` names `owner`."""
+    """Returns the embedding dimension of all tables; an `InputError` names ``owner`` if two differ or none is given."""
     names = {table.embedding_dim: table.name for table in tables}
     if len(names) != 1:
         given = [f"embedding_dim={dim} of table {name!r}" for dim, name in names.items()]
@@ -228,7 +228,7 @@ class JoinedShards(nn.Module):
         self._names = {name: shard_names(name, splits[name]) if name in splits else [name] for name in features}
 
     def forward(self, ids: Any) -> SimpleNamespace:
-        """Output of `dmt.plan.split_across_towers.split_ids` -> ``to_dict()``: [B, N] float32 by feature name."""
+        """Output of `dmt.plan.split_across_towers.split_ids` -> object whose ``to_dict()`` gives [B, N] by feature."""
         embeddings = self.shards(ids)
         return SimpleNamespace(to_dict=lambda: self._joined(embeddings))
 

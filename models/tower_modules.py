@@ -1,7 +1,6 @@
 """Tower modules compress the embeddings of a tower's features before they leave the host (DMT section 3.2).
 
-A custom tower module is an ``nn.Module`` with a forward and three attributes, which only the trainer and the models of
-`dmt.models` read:
+A custom tower module is an ``nn.Module`` with these members; only the trainer and `dmt.models` read the attributes:
 
 - ``features: tuple[str, ...]``, the features of its tower, in the plan's order;
 - ``in_features: int``, numbers per sample that enter it (F_t N if all embeddings have dimension N);

@@ -123,7 +123,7 @@ def test_towers_of_different_embedding_dims():
         ({"arch": "dlrm", "p": 1}, "p=1: only models with towers"),
         ({"arch": "dcn", "num_towers": 4, "p": 1}, "c=1, p=1: .* only DLRM with towers has c and p"),
         ({"arch": "dlrm", "num_towers": 27}, "num_towers=27 must lie between 1 and the number of features, 26"),
-        ({"arch": "dlrm", "num_towers": 2, "tower_dim": 0}, "tower_dim=0 is invalid; use integers of at least 1"),
+        ({"arch": "dlrm", "num_towers": 2, "tower_dim": 0}, "tower_dim=0 is invalid; use an integer of at least 1"),
     ],
 )
 def test_bad_settings(arguments, message):

@@ -119,7 +119,7 @@ def test_a_tower_of_one_feature_has_no_product(embeddings):
     ("build", "message"),
     [
         (lambda: DLRMTowerModule(["a"], embedding_dim=8, tower_dim=4, c=0), r"DLRMTowerModule: c \+ p=0 is invalid"),
-        (lambda: DLRMTowerModule(["a"], embedding_dim=8, tower_dim=4, p=-1), "p=-1 is invalid; use integers"),
+        (lambda: DLRMTowerModule(["a"], embedding_dim=8, tower_dim=4, p=-1), "p=-1 is invalid; use an integer"),
         (lambda: DLRMProductsTowerModule(["a"], embedding_dim=8, tower_dim=4, c=1, p=0), "Products.*: p=0 is invalid"),
         (lambda: DCNTowerModule(["a"], embedding_dim=8, tower_dim=4, rank=0), "rank=0 is invalid"),
         (lambda: DCNTowerModule(["a"], embedding_dim=8, tower_dim=0), "tower_dim=0 is invalid"),
