@@ -186,7 +186,7 @@ class SPTTModule(TowerState):
     @profiler_range("exchange_ids")
     @torch.no_grad()
     def exchange_ids(self, ctx: SPTTContext, ids_B: KeyedJaggedTensor) -> Awaitable[Awaitable[KJTList]]:
-        """Steps a, c: starts to send ids to the peers (global: the ranks) that look them up; returns this exchange."""
+        """Steps a, c: starts to send ids to the peers whose towers own them (global: the ranks that look them up)."""
         if not self.id_exchanges:
             # Made here: only a batch shows the order of its keys and, for a module built on meta, the device.
             device = ids_B.device() if self.device.type == "meta" else self.device
@@ -241,7 +241,7 @@ class SPTTModule(TowerState):
         return self.tower_output(embeddings_PN, rows)
 
     def exchange_outputs(self, ctx: SPTTContext, output: TowerOutput, part: int = 0) -> Awaitable[Any]:
-        """Step f: starts to send each peer its rows of the output [P, O]; `columns` turns what arrives into [B, S]."""
+        """Step f: starts to send each peer its rows of the output [P, O] of ``part``; `columns` takes what arrives."""
         rows = ctx.parts[part]
         if self._outputs is None:
             # Peers cannot know how wide a tower module's output is before it has run.

@@ -26,7 +26,7 @@ __all__ = ["SPTTEmbeddingBagCollectionSharder", "ShardedSPTTEmbeddingBagCollecti
 
 
 class ShardedSPTTEmbeddingBagCollection(SPTTModule):
-    """A rank's share of the tables of its mesh tower; made by `SPTTEmbeddingBagCollectionSharder`.
+    """A rank's share of its mesh tower's tables, and tables outside; made by `SPTTEmbeddingBagCollectionSharder`.
 
     State is keyed as in the unsharded collection, ``embedding_bags.<table>.weight``.
     """
@@ -84,7 +84,7 @@ class ShardedSPTTEmbeddingBagCollection(SPTTModule):
         return TowerOutput(embeddings_PN[0].values(), pieces, [self._groups[name] for name in names])
 
     def columns(self, ctx: SPTTContext, exchanges: Sequence[Awaitable[Any]]) -> Sequence[Awaitable[Tensor]]:
-        """Returns for each part an awaitable of [samples, S + columns of tables outside towers], in this order."""
+        """Returns for each part an awaitable of [samples, S + N]: S columns of all towers, then N of tables outside."""
         arriving = super().columns(ctx, exchanges)
         if self._outside is None:
             return arriving

@@ -67,7 +67,7 @@ class GroupSharded:
         raise NotImplementedError
 
     def settings_now(self) -> dict[str, UpdateSettings]:
-        """Returns the settings of the next update of each table that this rank updates, by table name."""
+        """Returns the settings of the next update of this rank's tables, by name; call it after the forward pass."""
         settings: dict[str, UpdateSettings] = {}
         for lookup in self.lookups:
             optimizer = getattr(lookup, "optimizer", None)

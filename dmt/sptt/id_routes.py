@@ -72,7 +72,7 @@ class AgreedIds:
             )
         at = next((i for i, key in enumerate(keys) if self._keys[i : i + 1] != [key]), len(keys))
         refusals = {
-            "has a batch size per feature; pass ids with one batch size for all.": ids.variable_stride_per_key(),
+            "has features of different batch sizes; pass ids with one batch size.": ids.variable_stride_per_key(),
             f"has ids of {dtype}; ids must be torch.int32 or torch.int64.": dtype not in (torch.int32, torch.int64),
             "lacks weights, but bags are weighted; pass weights.": self._is_weighted and weights is None,
             # The unsharded module would pass their gradient on.

@@ -39,7 +39,7 @@ def run_in_micro_batches(module: nn.Module, num_micro_batches: int = 4) -> Micro
 
     The module must map samples to samples, so it is the model without its loss: each tensor that it takes or returns,
     including those in lists, tuples and dicts, has one row per sample, and no row depends on other samples (no batch
-    norm, no scores of pairs). A ``KeyedJaggedTensor``, scalar tensors, numbers, strings and None are passed unchanged;
+    norm, no pairwise scores). A ``KeyedJaggedTensor``, scalar tensors, numbers, strings and None are passed unchanged;
     other objects, such as a dataclass of tensors, are refused. Results equal those without micro-batches up to
     rounding. Collective: every rank calls it.
 
@@ -138,10 +138,10 @@ class MicroBatches:
         return _join(outputs, sizes, owner)
 
     def _look_for_pairs(self, output: Any, results: Sequence[Any], size: int) -> None:
-        """Refuses scores of pairs of samples: if all micro-batches have ``size`` samples, [size, size] looks valid.
+        """Refuses pairwise scores of samples, whose shape is valid if all micro-batches have ``size`` samples.
 
         A row of such scores has gradients with respect to the embeddings of other samples. These gradients are computed
-        once, and only for outputs of this shape.
+        once, and only for outputs [size, size].
         """
         leaves = [leaf.wait() if isinstance(leaf, Awaitable) else leaf for leaf in tree_flatten(output)[0]]
         rows = [leaf[0].flatten() for leaf in leaves if isinstance(leaf, Tensor) and [*leaf.shape[:2]] == [size, size]]

@@ -57,9 +57,9 @@ class Pending(LazyAwaitable[Any]):
         """The result, None before its first use; TorchRec reads it at each use."""
         if self._has_gradients and not is_fwd_grad_enabled():
             raise InputError(
-                "The result of a sharded module, in flight, was passed to a torch.autograd.Function (such as a "
-                "reentrant checkpoint, or torch.distributed.nn.all_gather), which gives gradients to tensors only: "
-                "tables would not train. Pass result.clone()."
+                "The result of a sharded module, still in flight, was passed to a torch.autograd.Function (such as a "
+                "reentrant checkpoint or torch.distributed.nn.all_gather). This gives gradients to tensors only, so "
+                "tables would not train. Pass result.clone() instead."
             )
         return self._value
 

@@ -1,8 +1,8 @@
 """`ExchangePrecision`: the number format in which tower outputs and their gradients cross between towers.
 
-It applies to the exchange between peers (slow links) only; exchanges inside a tower send numbers unchanged. The flat
-dataflow has no such exchange: there it applies between all ranks. This file imports neither torch nor TorchRec, so that
-configs can import it; `dmt.sptt.peer_exchange` casts the numbers.
+It applies to the exchange between peers (slow links) only; exchanges inside a tower send numbers unchanged. In a flat
+job of the trainer, which has no towers, it applies between all ranks. This file imports neither torch nor TorchRec, so
+that configs can import it; `dmt.sptt.peer_exchange` casts the numbers.
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ SyncPrecision = Literal["fp32", "bf16"]
 class ExchangePrecision:
     """Number formats in which tower outputs (forward) and their gradients (backward) are sent between towers.
 
-    ``fp32`` sends numbers unchanged, in the dtype of the towers' outputs. ``fp16`` has a relative error of up to 2^-11
-    (more below 6.1e-5) and clamps magnitudes to 65504; ``bf16`` has one of up to 2^-8. Both turn infinities into NaN.
-    In every format the result has the dtype of the towers' outputs.
+    ``fp32`` sends numbers unchanged, in the dtype of the towers' outputs. ``fp16`` has a relative error of up to 2^-11,
+    ``bf16`` one of up to 2^-8; both turn infinities into NaN. Forward, ``fp16`` has a larger error below 6.1e-5 and
+    clamps magnitudes to 65504; backward, it sends scaled gradients, so its range differs (see `backward`). In every
+    format the result has the dtype of the towers' outputs.
 
     Raises:
         InputError: a format is unknown.

@@ -14,6 +14,7 @@ from torchrec.optim.keyed import CombinedOptimizer, KeyedOptimizer
 
 from dmt._torchrec import PipelinedModule
 from dmt.errors import InputError
+from dmt.formatting import shorten
 from dmt.sptt.group_sharded import GroupSharded
 from dmt.sptt.mesh import TowerMesh
 from dmt.sptt.rows import RowEncoder
@@ -36,7 +37,7 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
         """Called before each lookup with the ids of the batch and whether this is a training pass. `dmt.ReplicaSync`
         and `dmt.HotRows` set it."""
         self.after_lookup: Callable[[list[Any]], None] | None = None
-        """Called with the embeddings of each lookup. `dmt.ReplicaSync` sets it."""
+        """Called after each lookup with the embeddings of each collection. `dmt.ReplicaSync` sets it."""
         # Replicas that nothing averages would drift apart without an error, so only `dmt.ReplicaSync` allows lookups.
         if self.mesh.topology.num_replicas > 1:
             self.before_lookup = self._refuse_lookup
@@ -60,7 +61,7 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
         return destination
 
     def load_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False) -> Any:
-        """Loads this rank's tables and tower modules from a state dict with the keys of `state_dict`.
+        """Loads this rank's tables and tower modules by the keys of `state_dict`; returns missing and unexpected keys.
 
         Raises:
             RuntimeError: ``strict`` is True, and keys are missing or unknown.
@@ -82,8 +83,9 @@ class TowerState(PipelinedModule, FusedOptimizerModule):
         unknown = sorted(set.intersection(*(set(of_part.unexpected_keys) for of_part in loaded)))
         if strict and (missing or unknown):
             raise RuntimeError(
-                f"load_state_dict: the state lacks the keys {missing[:3]} and has the unknown keys {unknown[:3]} (at "
-                "most three of each are listed). Load a state of this model."
+                "load_state_dict: the state does not fit the model. Missing keys: "
+                f"{shorten(missing, ', ') or 'none'}. Unknown keys: {shorten(unknown, ', ') or 'none'}. Load a state "
+                "of this model."
             )
         self.read_again()
         return loaded[0]._replace(missing_keys=missing, unexpected_keys=unknown)
@@ -218,7 +220,7 @@ def _collection_tensors(collection: Any, prefix: str) -> Iterator[TableTensor]:
 
 
 def checksum(tensor: Tensor) -> int:
-    """Returns a checksum of the bits of a tensor and their positions, modulo 2**64.
+    """Returns a checksum, a signed 64-bit integer, of the bits of a tensor and their positions.
 
     Example:
         >>> a = torch.tensor([1.0, 2.0])

@@ -110,7 +110,7 @@ class GroupShardedEBC(OpenShardedEBC, GroupSharded):
                 self.lookups[i] = DataParallelTables(self.lookups[i], weights, settings, start_mean)
 
     def reset_parameters(self) -> None:
-        """Initializes the weights of this rank's shards with each table's ``init_fn``."""
+        """Initializes this rank's shards with each table's ``init_fn``, unless on meta; collective if data-parallel."""
         if self._target_device is not None and self._target_device.type == "meta":
             return
         for table in self._configs:

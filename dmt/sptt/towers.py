@@ -85,7 +85,7 @@ class ShardedTowerCollection(SPTTModule):
         if torch.is_grad_enabled() and any(p.requires_grad is not trained for p, trained in self._trained):
             raise InputError(
                 "requires_grad of a tower module's parameter was changed after sharding, so its gradients would not be "
-                "averaged over the tower's ranks. Leave it as it was; to freeze, set the learning rate to 0."
+                "averaged over the tower's ranks. Set it before sharding; to freeze it later, use a learning rate of 0."
             )
         outputs: list[Tensor] = self._data_parallel(given)
         for name, output, number in zip(self.embeddings, outputs, num_samples, strict=True):
@@ -126,8 +126,8 @@ class TowerCollectionSharder(TowerSharder[EmbeddingTowerCollection]):
         mesh: the process groups of this job.
         placement: mesh tower of each logical tower of the collection; by default tower i on mesh tower i. Several
             logical towers may share a mesh tower; no mesh tower may be empty.
-        settings: ``fused_params``, ``id_route``, ``peer_precision``, ``moment_scale`` and ``unique``, see
-            `dmt.sptt.sharder.TowerSharder`.
+        settings: ``fused_params``, ``id_route``, ``peer_precision``, ``moment_scale`` and ``unique``; for their meaning
+            and the errors raised, see `dmt.sptt.sharder.TowerSharder`.
 
     Example::
 
@@ -168,7 +168,7 @@ class TowerCollectionSharder(TowerSharder[EmbeddingTowerCollection]):
         """Returns the table configs of each mesh tower.
 
         Raises:
-            InputError: as in `mesh_towers`; a tower is not plain, or has sequences with the global route.
+            InputError: as in `mesh_towers`; a tower is not of a supported type, or has sequences with the global route.
         """
         tables: list[list[Any]] = [[] for _ in range(self.mesh.topology.num_towers)]
         for i, (tower, mesh_tower) in enumerate(zip(module.towers, self.mesh_towers(module), strict=True)):
@@ -176,8 +176,8 @@ class TowerCollectionSharder(TowerSharder[EmbeddingTowerCollection]):
             is_plain = type(tower).forward is EmbeddingTower.forward
             if not is_plain or type(collection) not in (EmbeddingBagCollection, EmbeddingCollection):
                 raise InputError(
-                    f"Tower {i} is a {type(tower).__name__} of a {type(collection).__name__}; it must be an "
-                    "EmbeddingTower, without a forward of its own, of one EmbeddingBagCollection or one "
+                    f"Tower {i} has the type {type(tower).__name__}, its collection {type(collection).__name__}. It "
+                    "must be an EmbeddingTower with its forward unchanged, and hold one EmbeddingBagCollection or one "
                     "EmbeddingCollection. For bags beside sequences, place two towers on one mesh tower (placement=), "
                     "or look up everything in one EmbeddingCollection and sum in the tower module."
                 )
@@ -236,8 +236,8 @@ def _materialize(module: nn.Module, device: torch.device) -> nn.Module:
         if any(tensor.is_meta for tensor in tensors):
             if not hasattr(part, "reset_parameters"):
                 raise InputError(
-                    f"A tower module holds a {type(part).__name__} built on the meta device without "
-                    "reset_parameters(); build the tower modules on a real device, or give that class the method."
+                    f"A tower module holds a {type(part).__name__} that was built on the meta device and has no method "
+                    "reset_parameters(). Build the tower modules on a real device, or add the method to the class."
                 )
             # Not recursively: other parts, perhaps inside this one, keep their values.
             part.to_empty(device=device, recurse=False)
@@ -282,7 +282,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> Tensor:
         The norm before clipping, a float64 scalar, the same on every rank.
 
     Raises:
-        InputError: ``max_norm`` is not above 0.
+        InputError: ``max_norm`` is not above 0, or ``model`` is not a module.
 
     Example::
 

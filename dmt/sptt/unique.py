@@ -40,7 +40,7 @@ def distinct_inputs(
     """Finds the samples of a batch that have equal inputs.
 
     Args:
-        ids: ids of all features, those of a group one after the other.
+        ids: ids of all features of B samples, those of a group one after the other.
         sizes: number of features of each group.
         share: True: samples with equal inputs share a row; False: only those without any id do.
         cuts: number of samples of each part of the batch; None: one part.
@@ -146,11 +146,11 @@ def samples_of_rows(
 
     Args:
         exchanges: for each part, the exchange that brings, piece by piece, the rows [rows, width] not in earlier parts.
-        rows: number of these rows, [K][pieces].
+        rows: number of these rows, [parts][pieces].
         inverses: for each part and piece, the row of each sample, int64 [samples]; rows are numbered over all parts.
 
     Returns:
-        Columns of each part, [samples, S], in flight; a part waits for its own exchange and those before it.
+        Columns of each part, [samples, columns of all pieces], in flight; a part waits for all exchanges up to its own.
     """
     held = _HeldRows(exchanges, rows)
     return [Pending(held.samples, k, inverse) for k, inverse in enumerate(inverses)]
@@ -168,7 +168,7 @@ class _HeldRows:
         self._arrived: list[Tensor] = []  # empty tensors; they tell autograd that copies depend on the rows of a part
 
     def samples(self, part: int, inverse: Sequence[Tensor]) -> Tensor:
-        """Waits for the rows of a part and of all earlier ones; returns their copies for its samples [samples, S]."""
+        """Waits for the rows of a part and of all earlier ones; returns their copies, [samples, columns]."""
         while len(self._arrived) <= part:
             k = len(self._arrived)
             self._arrived.append(_Arrive.apply(self, k, *self.exchanges[k].wait()))

@@ -262,7 +262,7 @@ def test_only_what_is_on_meta_is_drawn_anew(rank: int) -> None:
     assert (state["sparse_arch.towers.0.interaction.pretrained.weight"] == 3).all()
     fresh = state["sparse_arch.towers.0.interaction.fresh.weight"]
     assert 0.1 < fresh.abs().max() <= 8**-0.5  # nn.Linear draws from +-1/sqrt(8)
-    with pytest.raises(InputError, match="Buffered built on the meta device without reset_parameters"):
+    with pytest.raises(InputError, match="Buffered that was built on the meta device and has no"):
         distribute(towers_of([Buffered(["f0"]), Buffered(["f1"])]), TowerCollectionSharder(mesh))
 
 

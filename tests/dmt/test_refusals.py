@@ -303,10 +303,10 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
         job.two)), r"Towers 0 and 1 share the parameter 'interaction\.own\.weight'"),
     "other width": (widened, r"returned outputs of widths \[6\] in torch.float32, but .* on \[4\]"),
     "a list": (listed, r"tower . returned list for 4 samples; it must return a tensor"),
-    "no collection of tables": (no_collection, "0 is a EmbeddingTower of a Embedding; it .* place two towers"),
+    "no collection of tables": (no_collection, "0 has the type .*Tower, .* collection Embedding. .* place two"),
     "a tower with a forward of its own": (
         lambda job: distribute(TowerModel([Twice(t.embedding, t.interaction) for t in build(TWO).sparse_arch.towers],
-                                          7), TowerCollectionSharder(job.two)), "0 is a Twice of .* without a forward"),
+                                          7), TowerCollectionSharder(job.two)), "0 has the type Twice, .*d unchanged"),
     "a tower module that trains later": (unfrozen, "requires_grad of a tower module's parameter was changed after"),
     "a weight of a table and a layer": (tied, r"t1\.weight and over_arch\.weight share a weight, but would"),
     "sequences, global ids": (lambda job: sequences(job, id_route="global"),
@@ -357,10 +357,10 @@ CASES: dict[str, tuple[Callable[[Job], Any], str]] = {
     "a batch without a feature outside": (
         lambda job: sharded(OUTSIDE, job.two)(ids_of(torch.int64, "f0", "f2", "f3")), "The batch lacks feature 'f1'"),
     "state without a table": (lambda job: loaded_outside(job, lambda state: state.pop("embedding_bags.t1.weight")),
-                              r"RuntimeError.* lacks the keys \['embedding_bags.t1.weight'\]"),
+                              r"RuntimeError.* Missing keys: embedding_bags.t1.weight\."),
     "state with another table": (
         lambda job: loaded_outside(job, lambda state: state.update({"embedding_bags.t9.weight": torch.zeros(1)})),
-        r"RuntimeError.* unknown keys \['embedding_bags.t9.weight'\]"),
+        r"RuntimeError.* Unknown keys: embedding_bags.t9.weight\."),
     "state of longer tables": (
         lambda job: loaded_outside(job, lambda state: state.update({f"embedding_bags.t{i}.weight": torch.zeros(
             99, 8) for i in (0, 2, 3) if f"embedding_bags.t{i}.weight" in state})),
