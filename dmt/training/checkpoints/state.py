@@ -80,7 +80,7 @@ class Shards:
     table: str = ""
     """Name of the table, if this is the optimizer state of a table."""
     tensors: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
-    """The shards, not copied, by their offsets in the whole tensor; empty if only other ranks hold shards."""
+    """The shards, by their offsets in the whole tensor; empty if only other ranks hold shards."""
 
     def size(self) -> torch.Size:
         """Returns the size of the whole tensor."""

@@ -1,4 +1,4 @@
-"""Saves a model during training, so that no kill and no full disk loses a checkpoint, and loads it into any layout.
+"""Saves checkpoints so that neither a killed process nor a full disk costs an earlier one; loads them into any layout.
 
 ============================  ======================================================================================
 ``step-00001234``             a complete checkpoint; the next one of the same step ends in ``.1``
@@ -257,12 +257,12 @@ class Checkpointer:
         progress: Mapping[str, Any],
         describe: Callable[[Path], None] = lambda folder: None,
     ) -> bool:
-        """Saves the current state, between two training steps; collective over the job.
+        """Saves the current state, between two training steps, after a pending save; collective over the job.
 
         Args:
             model: the sharded model, or a model that every rank holds whole.
             optimizer: the optimizer of all parameters (`dmt.training.build.build_optimizer`); None saves weights only.
-            step: number of training steps so far; other checkpoints of this step and all of later ones are deleted.
+            step: number of training steps so far. Once saved, older checkpoints of this or a later step are deleted.
             progress: what the caller needs to resume, as JSON values; rank 0's is saved.
             describe: adds files to the checkpoint. Called on rank 0 with the folder being written, in the writing
                 thread, before the manifest is written.
@@ -271,8 +271,8 @@ class Checkpointer:
             True if the checkpoint was saved, the same on every rank; always True if asynchronous (see `wait`).
 
         Raises:
-            InputError: replicas were not averaged, a value is NaN or infinite, or a value in the state dict is not a
-                tensor. Nothing is saved and no checkpoint deleted; raised on every rank.
+            InputError: replicas were not averaged, a weight or an optimizer state is NaN or infinite, or see
+                `collect_state`. Nothing is saved and no checkpoint deleted; raised on every rank.
         """
         self.wait()
         state: State = {}
@@ -306,7 +306,7 @@ class Checkpointer:
         """Waits for the pending save; collective over the job.
 
         Returns:
-            True if the save succeeded, the same on every rank, or if none was pending.
+            True if the save succeeded or none was pending; the same on every rank.
         """
         if self._pending is None:
             return True

@@ -40,9 +40,9 @@ class ClickBatch(Pipelineable):
     dense_features: Tensor
     """Dense features, float32 [B, D]."""
     sparse_features: KeyedJaggedTensor
-    """Ids of the F categorical features (its keys) in B rows, int64; batches may share lengths: do not change them."""
+    """Int64 ids of the F features (the keys) in B rows; batches may share the tensor of lengths: do not change it."""
     labels: Tensor
-    """Labels, 0 or 1, float32 [B]."""
+    """Labels, 0 or 1, float32 [B]; all are 0 if the rows have no labels."""
     weights: Tensor
     """1 for a row of the data, 0 for a padding row, which metrics ignore; float32 [B]."""
 

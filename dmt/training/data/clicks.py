@@ -50,7 +50,7 @@ class ClickData:
     Args:
         config: section ``data`` of the run's configuration.
         cache: folder for the prepared copies of raw files (`prepare_once`); None refuses raw files.
-        eval_only: use all rows of ``train_path`` for evaluation, in file order.
+        eval_only: use all rows of raw files for evaluation, in file order unless there is a ``group_by``.
 
     Raises:
         InputError: no file matches, a file cannot be read, a column is missing or has an unsuitable type, a setting
@@ -77,7 +77,7 @@ class ClickData:
         self.source: SourceRows | None = None
         """Rows of the user's function, with ``data.source``; None for other kinds of data."""
         self.notes = ""
-        """The first notes of ``dmt prepare`` on the columns, and the file that has all of them; empty without notes."""
+        """Up to three notes of ``dmt prepare`` on the data, and the file that has all; empty if there are none."""
         self._parts: dict[Split, ParquetRows | SyntheticRows] = {}
         self._manifest: Manifest | None = None
         self._counts: Path | None = None
@@ -129,7 +129,7 @@ class ClickData:
 
     @property
     def ids_per_row(self) -> dict[str, float]:
-        """Mean number of ids per training row, by list feature, as ``dmt prepare`` counted them; zeros are left out."""
+        """Mean number of ids per training row, by list feature; only for those of which ``dmt prepare`` counted ids."""
         counts = {} if self._manifest is None else self._manifest.summary.get("features", {})
         bags = [feature.name for feature in self.columns.features if feature.is_bag]
         means = {name: float(counts.get(name, {}).get("ids_per_row", 0)) for name in bags}
@@ -138,8 +138,8 @@ class ClickData:
     def distinct_inputs(self, batch_size: int) -> dict[str, float]:
         """Returns the expected number of distinct ids in a batch, by feature; empty if ``dmt prepare`` counted none.
 
-        The counts are those of a table, so features that share one get equal numbers. Right only for features with at
-        most one id per row, if rows are independent (no ``data.group_by``). The first call for a size reads the counts.
+        Ids are counted by table, so features that share a table get equal numbers. Right only for features with at most
+        one id per row, and if rows are independent (no ``data.group_by``). The first call reads the counts.
         """
         if self._counts is not None and batch_size not in self._distinct:
             counts = load_profile(self._counts)
@@ -173,8 +173,8 @@ class ClickData:
         not fill a global batch: the last rows of every lane, in its shuffled order. Evaluation pads its last
         batches with rows of weight 0, so that it counts each row exactly once.
 
-        With V lanes and B = V / W * b for a fixed b, global batches are the same for every W that divides V. On any
-        other number of ranks each remaining row of the epoch is used at most once.
+        With V lanes (a user's function has none) and B = V / W * b for a fixed b, global batches are the same for every
+        W that divides V. On any other number of ranks each remaining row of the epoch is used at most once.
 
         Args:
             split: the part of the data, ``"train"`` or ``"eval"``.
@@ -280,7 +280,7 @@ def _shuffled_order(rows: pa.Table, seed: Sequence[int]) -> NDArray[np.int64]:
 
 
 def prefetched(items: Iterator[_Item], ahead: int = _AHEAD) -> Iterator[_Item]:
-    """Yields items that a thread computes up to ``ahead`` in advance; an error is raised when its item is due."""
+    """Yields ``items``, computed by a thread up to ``ahead`` items early; an error is raised when its item is due."""
     pool, end = ThreadPoolExecutor(1, "batches"), object()
     try:
         waiting = deque(pool.submit(next, items, end) for _ in range(ahead))

@@ -62,7 +62,7 @@ class Feature:
     rows: int
     """Number of rows of the table."""
     table: str
-    """Name of the table without ``t_``: a feature or a key of ``data.shared_tables``. It salts the hash of values."""
+    """Name of the table without ``t_``: that of a feature, or a key of ``data.shared_tables``. It salts the hash."""
     is_bag: bool = False
     """True if a row has any number of ids; False if exactly one."""
     target: str | None = None
@@ -206,7 +206,7 @@ def _table_names(config: DataConfig, names: Iterable[str]) -> dict[str, str]:
     for table, members in config.shared_tables.items():
         _check_features(f"data.shared_tables.{table}", members, tables)
         if table in tables and table not in members:
-            raise InputError(f"data.shared_tables.{table} has the name of a feature outside this table. Rename it.")
+            raise InputError(f"data.shared_tables.{table} has the name of a feature outside it. Rename the table.")
         tables |= dict.fromkeys(members, table)
     shared = [name for members in config.shared_tables.values() for name in members]
     for name, target in config.sequences.items():
@@ -217,7 +217,7 @@ def _table_names(config: DataConfig, names: Iterable[str]) -> dict[str, str]:
             )
         tables[name] = tables[target]
     if doubled := [name for name, number in Counter(shared).items() if number > 1]:
-        raise InputError(f"data.shared_tables: feature {doubled[0]!r} is named more than once. Name it in one table.")
+        raise InputError(f"data.shared_tables: feature {doubled[0]!r} is named more than once. Name it once.")
     return tables
 
 
@@ -252,8 +252,8 @@ def tables_of(
 ) -> list[TableSpec]:
     """Returns a table ``t_<name>`` for each of ``data.shared_tables``, and ``t_<feature>`` for each other feature.
 
-    A sequence is in the table of its target. ``embedding_dims`` overrides ``embedding_dim`` by feature. Dots in a name
-    are percent-encoded, since PyTorch forbids them in the name of a module.
+    A sequence is in the table of its target. ``embedding_dims`` overrides ``embedding_dim`` by feature; all tables have
+    the number format ``data_type``. Dots in a name are percent-encoded, as PyTorch forbids them in names of modules.
 
     Raises:
         InputError: ``embedding_dims`` names an unknown feature, or features that share a table have different numbers

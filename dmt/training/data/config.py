@@ -110,7 +110,7 @@ class DataConfig(Section):
     """List features, each with its target, the feature that attends to it: ``{history = "item"}``
     ([Data](data.md#how-values-become-inputs))."""
     max_length: int | None = Field(default=None, ge=1, le=2**20)
-    """Maximum length of a sequence, cut to its last ids. By default, a sequence of over 1,000 ids is invalid."""
+    """Maximum length of a sequence; longer ones keep their last ids. By default, over 1,000 ids are invalid."""
     shuffle_rows: int = Field(default=100_000, ge=0)
     """Number of training rows in a window. Each epoch shuffles rows anew, within windows only; 0 shuffles no rows."""
     shuffle_seed: int = Field(default=0, ge=0, lt=2**32)
@@ -155,7 +155,7 @@ class DataConfig(Section):
         needed = {"criteo_tsv": ("train_path",), "columns": ("train_path", "categorical")}
         needed |= {"source": ("source", "categorical"), "prepared": ("prepared",)}
         if absent := [name for name in needed.get(self.kind, ()) if not getattr(self, name)]:
-            raise InputError(f"kind={self.kind!r} needs {absent[0]}. Set {absent[0]}.")
+            raise InputError(f"kind={self.kind!r} needs {absent[0]}. Set it, or change the kind.")
         mode = f"id_mode={self.id_mode!r}"
         refusals = (
             (self.kind == "criteo_tsv" and self.id_mode == "index", f"{mode} does not fit kind='criteo_tsv' (hex ids)"),
@@ -203,7 +203,7 @@ def read_tables(path: Path) -> tuple[TableSpec, ...]:
     An entry may have a ``data_type``, ``"FP32"`` (default) or ``"FP16"``, and ``sequences``: [sequence, target] pairs.
 
     Raises:
-        InputError: the file is missing or not JSON, or an entry is malformed; the message counts entries from 1.
+        InputError: the file is missing or not JSON, entry N (from 1) is malformed, or tables or features share a name.
     """
     place = f"data.tables={str(path)!r}"
     record = read_file(path, "JSON", place=place, remedy="Name a JSON file with a list of tables.")

@@ -59,7 +59,7 @@ def open_binary(path: str) -> BinaryIO:
 
     Raises:
         OSError: the file cannot be opened.
-        InputError: the package with which fsspec opens this URL is not installed.
+        InputError: fsspec does not know the protocol of this URL, or the package for it is not installed.
     """
     if not is_remote(path):
         return open(path, "rb")
@@ -77,13 +77,13 @@ def file_version(path: str) -> tuple[int, int]:
 def matching_files(value: str) -> list[str]:
     """Lists the files that a file name, folder or glob matches, sorted by name.
 
-    In a folder or glob, names that begin with ``.`` or ``_`` are left out, also those of folders that ``**`` matches. A
-    folder named ``*.parquet``, as Spark writes it, is replaced by its Parquet files; a warning names other folders.
+    In a folder or glob, names that begin with ``.`` or ``_`` are left out, also of folders that ``**`` matches. A
+    folder ``*.parquet``, as of Spark, is replaced by its Parquet files. Without ``**``, a warning names other folders.
 
     Raises:
         OSError: the file or folder cannot be read.
-        InputError: the package with which fsspec opens this URL is not installed, a link is broken, or a folder named
-            ``*.parquet`` has subfolders, whose rows would be left out.
+        InputError: see `open_binary`; or a link is broken, or a folder named ``*.parquet`` has subfolders, whose rows
+            would be left out.
     """
     with _file_system(value) as (system, inner):
 
@@ -107,7 +107,7 @@ def matching_files(value: str) -> list[str]:
             elif "**" not in inner:
                 unread.append(name)
         if broken := [name for name in matches if not system.exists(name)]:
-            raise InputError(f"{broken[0]} (of {value!r}) is a broken link. Repair or remove the link.")
+            raise InputError(f"{broken[0]} (matched by {value!r}) is a broken link. Repair or remove the link.")
     if unread:
         logger.warning("%r: these folders are not read: %s. A glob with ** reads them.", value, shorten(unread, ", "))
     if is_remote(value):  # a single file keeps the URL that the user gave
@@ -124,7 +124,7 @@ def _file_system(path: str) -> Iterator[tuple[Any, str]]:
         system, inner = url_to_fs(path)
     except (ImportError, ValueError) as error:
         raise InputError(
-            f"{path!r} cannot be read: {error}. Install the package that fsspec needs, or copy the files to this host."
+            f"{path!r} cannot be read: {error}. Correct the URL, or install the package that fsspec needs for it."
         ) from error
     try:
         yield system, inner
@@ -157,7 +157,7 @@ def expand_path(setting: str, value: str, *, columns: bool) -> list[str]:
         files = matching_files(value)
         known = [file for file in files if file.endswith(_ENDINGS)] if columns else files
     except (OSError, ValueError) as error:  # such as a name that is too long
-        raise InputError(f"{setting}={value!r} cannot be read ({error}). Give a file, folder or glob.") from error
+        raise InputError(f"{setting}={value!r} cannot be read ({error}). Check the path and permissions.") from error
     if not known and files:
         raise InputError(f"{setting}: {files[0]} has an unknown ending. Give files that end in {', '.join(_ENDINGS)}.")
     if not known:
@@ -188,11 +188,11 @@ class Manifest:
     label: str | None = None
     """Name of the column of labels, int8; None if rows have no labels."""
     raw: dict[str, Any] | None = None
-    """Section ``[data]`` that turns raw rows into these ids; it names every column, without globs."""
+    """Section ``[data]`` that turns raw rows into these ids; it names every column, without globs. None if unknown."""
     sources: tuple[tuple[str, int, int], ...] = ()
     """Path, size in bytes and version (`file_version`) of each raw file, for readers of the manifest."""
     access_counts: str | None = None
-    """Name of the file with the access counts of the training rows."""
+    """Name of the file with the access counts of the training rows; None without counts."""
     vocabulary: str | None = None
     """Name of the file with the hashes of values and their ids; None unless ids are by frequency."""
     rows: dict[str, int] = field(default_factory=dict)

@@ -50,7 +50,7 @@ class ParquetRows:
         """Number of rows of each row group, in file order, int64 [number of row groups]."""
 
     def read(self, number: int) -> pa.Table:
-        """Reads row group ``number``: the columns of the manifest, and `REQUEST` if the folder has it.
+        """Reads row group ``number`` (an index into `sizes`): the columns of the manifest, and `REQUEST` if present.
 
         Raises:
             InputError: the row group cannot be read, its file has changed since the footer was read, a value is missing
@@ -84,8 +84,8 @@ class ParquetRows:
             ids = (pc.list_flatten(column) if pa.types.is_nested(column.type) else column).to_numpy()
             if len(ids) and ids.view(f"u{ids.itemsize}").max() >= limit:  # without a sign, -1 is large
                 raise InputError(
-                    f"{file}: column {name!r} has values from {ids.min()} to {ids.max()}, outside 0 to "
-                    f"{limit - 1} (labels, or rows of its table). Prepare the data again."
+                    f"{file}: column {name!r} has values from {ids.min()} to {ids.max()}, outside 0 to {limit - 1}, "
+                    f"the {'labels' if name == self._columns.label else 'rows of its table'}. Prepare the data again."
                 )
         return rows
 

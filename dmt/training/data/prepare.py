@@ -80,7 +80,7 @@ def prepare_once(config: DataConfig, cache: Path | None, *, eval_only: bool = Fa
     Args:
         config: section ``data`` of the run's configuration, with raw files.
         cache: folder of prepared folders, each named by a hash of the settings and the versions of the files.
-        eval_only: use all rows of ``train_path`` for evaluation, in file order.
+        eval_only: use all rows for evaluation, in file order unless there is a ``group_by``.
 
     Raises:
         InputError: see `prepare`; or ``cache`` is None or cannot be written or locked.
@@ -100,7 +100,7 @@ def prepare_once(config: DataConfig, cache: Path | None, *, eval_only: bool = Fa
             fcntl.flock(lock, fcntl.LOCK_EX)
         except OSError as error:
             reason = f"cannot be locked ({error.strerror})"
-            remedy = "Write the output to a file system with locks."
+            remedy = "Write the output to a file system that supports locks."
             raise InputError(f"Folder for prepared rows {str(cache)!r} {reason}. {remedy}") from error
         if not (folder / MANIFEST).exists():
             lock.seek(0)
@@ -135,10 +135,10 @@ def prepare(
         config: section ``data`` of the run's configuration.
         out: folder to write, which must not exist; it appears when it is complete.
         min_count: with ids by frequency, values with fewer occurrences in the training rows share row 1.
-        group_rows: number of rows in each row group of the Parquet files but the last.
+        group_rows: number of rows in each row group of a Parquet file except its last.
         max_rejects: number of invalid rows that may be left out; one more raises an error.
         memory_gib: memory limit of DuckDB in GiB; the process also holds a few blocks of rows.
-        eval_only: use all rows of ``train_path`` for evaluation, in file order.
+        eval_only: use all rows for evaluation, in file order unless there is a ``group_by``.
         dims: embedding dims for the access counts, as keyword arguments of `tables_of`; by default 4 for every table.
 
     Raises:
@@ -177,7 +177,7 @@ def prepare(
         columns = converter.columns
         profile, summary = _summary(_View(converter, folder / "train" / _FILE), tables_of(columns, **dims), counts)
         if both := sorted(set(files["train_path"]).intersection(files.get("eval_path", ()))):
-            summary["notes"].insert(0, f"Files of train_path in eval_path inflate metrics: {shorten(both, ', ')}.")
+            summary["notes"].insert(0, f"Files of train_path also in eval_path inflate metrics: {shorten(both, ', ')}.")
         if config.split_column and not num_rows["eval"]:
             summary["notes"].insert(0, f"There are no evaluation rows: {config.split_column} is never 'test'.")
         save_profile(profile, folder / _PROFILE)
@@ -468,7 +468,7 @@ def _summary(
     dense, total = {name: {"missing": counts[name, "missing"]} for name in columns.dense}, counts["", "rows"]
     notes += [f"{name}: all {total:,} values are missing." for name in dense if dense[name]["missing"] == total > 0]
     if positives in (0, num_rows):
-        same = f"All {num_rows:,} training rows have the label {int(positives > 0)}; a model needs both."
+        same = f"All {num_rows:,} training rows have the label {int(positives > 0)}; a model needs both labels."
         notes.append(same if num_rows else "There are no training rows.")
     return profile, {"rows": num_rows, "positives": positives, "dense": dense, "features": features, "notes": notes}
 
@@ -535,5 +535,5 @@ def _work_folder(out: Path) -> Iterator[Path]:
                 shutil.rmtree(work, ignore_errors=True)
     except (OSError, duckdb.Error) as error:
         reason = getattr(error, "strerror", None) or str(error).partition("\n")[0]
-        remedy = "Free space there or name another folder; if DuckDB lacks memory, raise --memory-gib."
-        raise InputError(f"--out {str(out)!r} cannot be written: {reason}. {remedy}") from error
+        remedy = "Free space there or name another folder; if DuckDB lacks memory, raise --memory-gib of `dmt prepare`."
+        raise InputError(f"Prepared folder {str(out)!r} cannot be written: {reason}. {remedy}") from error

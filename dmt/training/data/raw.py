@@ -72,7 +72,7 @@ class Block:
     columns: Mapping[str, tuple[str, pa.DataType]]
     """SQL expression and Arrow type of each column, by name; text files have text, JSON lines also lists of text."""
     fault: str = ""
-    """SQL ``WHEN`` clauses for rows that cannot be read: the column (or empty), `_CUT`, and the reason."""
+    """SQL ``WHEN`` clauses for rows that cannot be read. Their value: the column (or empty), `_CUT`, and the reason."""
     first: int = 1
     """Number of the first row's line (in Parquet, of the first row), from 1."""
     share: float = 1.0
@@ -118,7 +118,7 @@ def schema_of(file: str, config: DataConfig) -> pa.Schema:
     """Returns the schema of a raw file; columns of text files are text, JSON lists are lists of text.
 
     Raises:
-        InputError: the file cannot be read, lacks a line of column names or JSON objects, or keys differ only in case.
+        InputError: the file cannot be read, lacks column names or JSON objects, or JSON keys differ only in case.
     """
     kind = "criteo" if config.kind == "criteo_tsv" else format_of(file)
     if kind == "parquet":
@@ -225,7 +225,7 @@ def _lines(file: str, block_bytes: int) -> Iterator[tuple[int, list[bytes], floa
                 lines = (rest + chunk).split(b"\n")
                 rest = lines.pop()
                 if len(rest) > _MOST_LINE_BYTES:
-                    raise InputError(f"{file}, line {number + len(lines)} is over 16 MiB. Give text with line ends.")
+                    raise InputError(f"{file}: line {number + len(lines)} is over 16 MiB. Write one row per line.")
                 if b"\r" in chunk or chunk.startswith(b"\n"):  # "\r\n" may be cut between two chunks
                     lines = [line.removesuffix(b"\r") for line in lines]
                 yield number, lines, raw.tell() / size
@@ -298,7 +298,7 @@ def _json_sql(schema: pa.Schema, used: Sequence[str], texts: pa.StringArray) -> 
 
 
 def connect(*, memory_gib: float = 1.0, threads: int = 1) -> duckdb.DuckDBPyConnection:
-    """Returns a new DuckDB connection, in memory, that reads times without a zone as UTC."""
+    """Returns a new in-memory DuckDB connection within the given limits that reads times without a zone as UTC."""
     connection = duckdb.connect(config={"threads": threads, "memory_limit": f"{memory_gib * 1024:.0f}MiB"})
     connection.sql("SET TimeZone = 'UTC'; SET parquet_metadata_cache = true")
     return connection
@@ -462,7 +462,7 @@ class _Sql:
             value = f"CASE WHEN {is_digits} THEN TRY_CAST({value} AS BIGINT) END"
             is_bad = f"coalesce({{v}} NOT BETWEEN 0 AND {feature.rows - 1}, true)"
             expected = (
-                f"a row of table t_{feature.table}, 0 to {feature.rows - 1}, as id_mode='index' (for larger numbers "
+                f"a row of table t_{feature.table}, 0 to {feature.rows - 1}, since id_mode='index' (for larger numbers "
                 "raise num_embeddings_per_feature, for other values set id_mode='hash')"
             )
         is_known = "{0} IS NOT NULL" + " AND NOT isnan({0})" * is_float

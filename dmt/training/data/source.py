@@ -48,7 +48,7 @@ class SourceRows:
         self._name, self._config = f"data.source={config.source!r}", config
         self._function = load_function("data.source", config.source)
         self.start_state: SourceState | None = None
-        """State, of a run on as many ranks, from which the next pass over training rows starts; None: the first row."""
+        """State, saved on as many ranks, from which the next pass over training rows starts; None: the first row."""
         self._epoch, self._states = 0, deque[SourceState]()
         first = next((table for _, table in self._tables_of(self._call("train", 0, 1, 0))), None)
         if first is None:
@@ -57,7 +57,7 @@ class SourceRows:
         self._converter = Converter(config, self.columns, connect())
 
     def state(self, epoch: int, rows: int) -> SourceState | None:
-        """Returns the last state at or before this rank's row ``rows`` of an epoch, or None; drops earlier states."""
+        """Returns the last state at or before this rank's row ``rows`` of an epoch, if any, and drops earlier ones."""
         while len(self._states) > 1 and self._states[1][0] <= rows:
             self._states.popleft()
         return self._states[0] if self._states and epoch == self._epoch else None

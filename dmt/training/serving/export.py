@@ -50,7 +50,7 @@ class Exported:
     file_bytes: int
     """Size of the file in bytes."""
     difference: float
-    """Largest difference between a logit of the program and of the trained model, on random samples."""
+    """Largest absolute difference between the logits of the program and of the trained model, on random samples."""
 
 
 def export_run(
@@ -67,7 +67,7 @@ def export_run(
         run: the ``output_dir`` of a run, or a checkpoint.
         out: the ``.pt2`` file.
         tables: number format of the tables in the program.
-        data_path: raw files or a prepared folder with the run's columns, if its own data are gone.
+        data_path: raw files or a prepared folder with the run's columns; None: the run's own data, which must exist.
         functions: see `dmt.training.trained.checkpoint_of`.
 
     Raises:

@@ -75,7 +75,7 @@ class ServedTables(nn.Module):
 
     Args:
         tables: the collection.
-        stored: ``"int8"`` or ``"int4"`` quantizes each row; bags are summed in FP32.
+        stored: ``"int8"`` or ``"int4"`` quantizes each row; bags are pooled in FP32.
 
     Raises:
         InputError: bags are weighted, lookups also return ids (``need_indices``), or INT4 rows have an odd width.
@@ -85,11 +85,12 @@ class ServedTables(nn.Module):
         super().__init__()
         configs, weights = table_configs(tables), table_weights(tables)
         self._is_sequence = isinstance(tables, EmbeddingCollection)
+        holder = f"The {type(tables).__name__} that holds table {configs[0].name!r}"
         if isinstance(tables, EmbeddingCollection):
             if tables.need_indices():
-                raise InputError(f"Table {configs[0].name!r} has need_indices=True. Set it to False for exports.")
+                raise InputError(f"{holder} has need_indices=True. Build it with need_indices=False for exports.")
         elif tables.is_weighted():
-            raise InputError(f"Table {configs[0].name!r} has weighted bags. Set is_weighted=False for exports.")
+            raise InputError(f"{holder} has is_weighted=True. Build it with is_weighted=False for exports.")
         self._bits = None if stored == "fp32" else TABLE_BITS[stored]
         names = get_embedding_names_by_table(configs)
         self._outputs = [name for of_table in names for name in of_table]
@@ -111,7 +112,7 @@ class ServedTables(nn.Module):
             self.register_buffer(f"scales_{number}", scales)
 
     def forward(self, features: Mapping[str, JaggedTensor]) -> Any:
-        """Returns float32 embeddings by feature: a ``KeyedTensor`` [B, sum of N], or a dict of ``JaggedTensor``."""
+        """Returns float32 embeddings by feature: a pooled ``KeyedTensor`` [B, sum of N], or ``JaggedTensor`` [n, N]."""
         lookups = [
             (number, features[name], mode) for number, (names, mode) in enumerate(self._lookups) for name in names
         ]
@@ -146,7 +147,7 @@ class _Ids(dict[str, JaggedTensor]):
 
 
 class ServedModel(nn.Module):
-    """A click model, ``model(dense_features, sparse_features) -> [B, 1]``, wrapped to take plain tensors.
+    """A click model, ``model(dense_features, sparse_features)`` -> [B, 1] or [B], wrapped to take plain tensors.
 
     Args:
         model: the unsharded model with its weights; it is copied, except for tables that are not quantized.

@@ -52,14 +52,13 @@ def score(
     Args:
         model: the ``output_dir`` of a run, a checkpoint, or a file that ``dmt export`` wrote.
         out: the Parquet file: ``row`` int64, the other columns float32.
-        data_path: a file, a directory or a glob with the columns of the run; the label may be absent.
+        data_path: raw files with the run's columns (the label may be absent): a file, folder or glob.
             None: the run's own evaluation rows.
-        batch_size: rows per batch.
+        batch_size: number of rows in a batch.
         functions: see `dmt.training.trained.checkpoint_of`.
 
     Raises:
-        InputError: the model or the data cannot be read or do not fit each other, the file cannot be written, or
-            its name has the ending of another format.
+        InputError: model or data cannot be read or do not match, or ``out`` cannot be written or names another format.
     """
     if out.suffix in (".csv", ".tsv", ".json", ".jsonl", ".gz"):
         raise InputError(f"--out {str(out)!r} is written as Parquet. Name a file that ends in .parquet.")
@@ -109,7 +108,7 @@ class Predictions:
 
 
 def check_predictions(path: Path) -> None:
-    """Raises `InputError` for a Parquet file that `score` has not written."""
+    """Raises `InputError` if a Parquet file does not begin with the columns that `score` writes."""
     if pq.read_schema(path).names[:3] != _SCHEMA.names[:3]:
         raise InputError(f"{path} is not a file of predictions. Name a file that `dmt score` wrote.")
 
@@ -146,7 +145,7 @@ def _run(model: Path, program: nn.Module, batch: ClickBatch) -> Tensor:
 
 
 def rows_to_score(raw: DataConfig, data_path: str, out: Path) -> ClickData:
-    """Opens all rows of the files, in their order; raises `InputError` if they cannot be read or do not fit ``raw``."""
+    """Opens all rows of raw files, in order, with a run's settings ``raw``; raises `InputError` if they do not fit."""
     config = with_files(raw, data_path)
     if config.kind == "prepared":
         raise InputError(f"--data {data_path!r} is a prepared folder, but scoring takes raw rows. Name the raw files.")

@@ -63,7 +63,7 @@ def score_by_ranks(
             "dmt score without torchrun, or name the run that was exported."
         )
     if out.exists() or out.is_symlink():
-        raise InputError(f"--out {str(out)!r} exists, but several ranks write a new folder. Name another folder.")
+        raise InputError(f"--out {str(out)!r} exists, but under torchrun `dmt score` writes a new folder. Name one.")
     check_output("--out", out)
     joined = TrainingConfig(topology=TopologyConfig(ranks_per_tower=world_size))
     with process_group(joined) as everyone:
@@ -79,7 +79,7 @@ def _placed(job: Job, world_size: int) -> Job:
     config, towers, placement = job.config, job.towers, None
     if job.data.source is not None:
         raise InputError(
-            f"data.source={config.data.source!r} deals rows to ranks itself, so they have no row numbers. Give files "
+            f"data.source={config.data.source!r} deals rows to ranks itself, so the rows have no numbers. Give files "
             "(--data), or run dmt score without torchrun."
         )
     # Exchanges in FP32 round nothing, so predictions agree with those of one process.

@@ -312,5 +312,5 @@ def test_what_cannot_be_exported_is_refused() -> None:
         ServedModel(Sequences(), NAMES)
     with pytest.raises(InputError, match="'t_u' has 7 columns, but int4 packs two numbers into a byte"):
         ServedModel(Clicks(), NAMES, stored="int4")
-    with pytest.raises(InputError, match="'t_ad' has weighted bags"):
+    with pytest.raises(InputError, match="that holds table 't_ad' has is_weighted=True"):
         ServedModel(Clicks(is_weighted=True), NAMES)

@@ -186,7 +186,7 @@ def test_what_only_one_process_does_is_refused(run: Path, tmp_path: Path) -> Non
     (tmp_path / "model.pt2").touch()
     for model, out, words in (
         (tmp_path / "model.pt2", tmp_path / "new", r"model\.pt2 is an exported model, .* this job has 2 ranks"),
-        (run, tmp_path / "model.pt2", r"--out '.*model\.pt2' exists, but several ranks write a new folder"),
+        (run, tmp_path / "model.pt2", r"--out '.*model\.pt2' exists, but under torchrun `dmt score` writes"),
         (run, Path("/proc/none/new"), r"--out '/proc/none/new' cannot be written: No such file"),
     ):
         with pytest.raises(InputError, match=words):
