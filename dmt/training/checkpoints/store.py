@@ -262,7 +262,7 @@ class Checkpointer:
         Args:
             model: the sharded model, or a model that every rank holds whole.
             optimizer: the optimizer of all parameters (`dmt.training.build.build_optimizer`); None saves weights only.
-            step: number of training steps so far. Once saved, older checkpoints of this or a later step are deleted.
+            step: number of training steps so far. A save deletes older checkpoints of this or a later step.
             progress: what the caller needs to resume, as JSON values; rank 0's is saved.
             describe: adds files to the checkpoint. Called on rank 0 with the folder being written, in the writing
                 thread, before the manifest is written.
@@ -413,7 +413,7 @@ def restore(
 def load(
     folder: Path, model: nn.Module, optimizer: KeyedOptimizer | None, *, mesh: TowerMesh | None = None
 ) -> CheckpointManifest:
-    """Loads a checkpoint of any layout into a model and its optimizer; collective over the mesh, if there is one.
+    """Loads a checkpoint of any layout into a model and its optimizer; returns its manifest. Collective with ``mesh``.
 
     If a table is split differently than in the checkpoint, a shard's row-wise state becomes the mean over its columns.
     If the factor c of a table's moments has changed, the moment v is multiplied by c / c_saved, which keeps the size of

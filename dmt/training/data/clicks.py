@@ -54,7 +54,7 @@ class ClickData:
 
     Raises:
         InputError: no file matches, a file cannot be read, a column is missing or has an unsuitable type, a setting
-            names an unknown feature, or a raw row is invalid.
+            names an unknown feature, or a raw row is invalid; or see `SourceRows`.
 
     Example:
         >>> from dmt.training.data.config import SyntheticConfig

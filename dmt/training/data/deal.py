@@ -115,7 +115,7 @@ def rank_batch(lanes: int, world_size: int, batch_size: int) -> int:
         return lanes // world_size * batch_size
     logger.warning(
         "The run began on %d ranks and resumes on %d, which does not divide %d: the global batch has %d rows, not %d. "
-        "Each remaining row of this epoch is used at most once.",
+        "Rows of files are used at most once in this epoch.",
         *(lanes, world_size, lanes, world_size * batch_size, lanes * batch_size),
     )
     return batch_size

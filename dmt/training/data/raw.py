@@ -74,7 +74,7 @@ class Block:
     fault: str = ""
     """SQL ``WHEN`` clauses for rows that cannot be read. Their value: the column (or empty), `_CUT`, and the reason."""
     first: int = 1
-    """Number of the first row's line (in Parquet, of the first row), from 1."""
+    """Number of the first row's line (in Parquet and batches, of the first row), from 1."""
     share: float = 1.0
     """Fraction of the file read so far, 0 to 1."""
     lines: Sequence[bytes] = ()

@@ -79,8 +79,8 @@ class SourceRows:
         in evaluation, that of the rank with most batches, where other ranks yield smaller or empty tables.
 
         Raises:
-            InputError: a batch is not a table, or has other columns or an invalid value; with a group, on every rank.
-            RankError: with a group, on every rank: the function raised another exception.
+            InputError: a batch is not a table, has other columns or an invalid value, or a state cannot be saved.
+            RankError: with a group, the function raised another exception. All ranks of a group raise the same error.
         """
         from dmt.collectives import run_on_all_or_raise
 
