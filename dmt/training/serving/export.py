@@ -108,28 +108,28 @@ def _manifest(job: Job, checkpoint: Path, tables: StoredTables) -> dict[str, Any
     config, data = job.config, job.data
     # Prepared rows may come from another program, so how their ids were made is unknown.
     is_hashed = data.raw.id_mode == "hash" and data.raw.kind not in ("synthetic", "prepared")
-    texts, raw, features = pa.array(_HASHED_EXAMPLES), {feature.name: feature for feature in data.columns.features}, []
-    for table in job.tables:
-        for name in table.feature_names:
-            salt, time = raw[name].table, raw[name].time
-            rows = hash_rows(texts, feature=salt, num_embeddings=table.num_embeddings).tolist()
-            examples = dict(zip(_HASHED_EXAMPLES, rows, strict=True)) if is_hashed and time is None else {}
-            features.append(
-                {
-                    "name": name,  # key of its ids and lengths
-                    "table": table.name,
-                    "rows": table.num_embeddings,  # ids lie in 0 to rows - 1
-                    "columns": table.embedding_dim,
-                    "multi_hot": raw[name].is_bag,  # true where a sample has any number of ids; else it has one
-                    "target": raw[name].target,  # of a sequence: the feature that attends to it
-                    "salt": salt,  # of the hash of its values
-                    # For a part of a time: the column of times, and the part (hour or weekday); else empty.
-                    "time_column": "" if time is None else time[0],
-                    "time_part": "" if time is None else time[1],
-                    # Rows of some texts, for servers to check their hashing; empty where ids are not hashed.
-                    "examples": examples,
-                }
-            )
+    texts, features = pa.array(_HASHED_EXAMPLES), []
+    tables_by_feature = {name: table for table in job.tables for name in table.feature_names}
+    for feature in data.columns.features:  # in the order of the program's input: a compiled program knows no names
+        table, time = tables_by_feature[feature.name], feature.time
+        rows = hash_rows(texts, feature=feature.table, num_embeddings=table.num_embeddings).tolist()
+        examples = dict(zip(_HASHED_EXAMPLES, rows, strict=True)) if is_hashed and time is None else {}
+        features.append(
+            {
+                "name": feature.name,  # key of its ids and lengths
+                "table": table.name,
+                "rows": table.num_embeddings,  # ids lie in 0 to rows - 1
+                "columns": table.embedding_dim,
+                "multi_hot": feature.is_bag,  # true where a sample has any number of ids; else it has one
+                "target": feature.target,  # of a sequence: the feature that attends to it
+                "salt": feature.table,  # of the hash of its values
+                # For a part of a time: the column of times, and the part (hour or weekday); else empty.
+                "time_column": "" if time is None else time[0],
+                "time_part": "" if time is None else time[1],
+                # Rows of some texts, for servers to check their hashing; empty where ids are not hashed.
+                "examples": examples,
+            }
+        )
     towers = job.towers.to_lists() if job.towers is not None and config.model.has_towers else []
     return {
         "format": _FORMAT,

@@ -126,13 +126,15 @@ def test_ids_that_another_program_made_are_not_said_to_be_hashed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(export, "read_checkpoint", lambda _: SimpleNamespace(step=0))
-    (tmp_path / "a.csv").write_text("label,c,e\n0,x,x\n1,y,y\n")
-    prepare(DataConfig(kind="columns", train_path=str(tmp_path / "a.csv"), categorical=("c", "e")), tmp_path / "out")
+    (tmp_path / "a.csv").write_text("label,c,d,e\n0,x,x,x\n1,y,y,y\n")
+    columns: dict[str, Any] = {"categorical": ("c", "d", "e"), "shared_tables": {"s": ("c", "e")}}
+    prepare(DataConfig(kind="columns", train_path=str(tmp_path / "a.csv"), **columns), tmp_path / "out")
     config = small().model_copy(update={"data": DataConfig(kind="prepared", prepared=str(tmp_path / "out"))})
     manifest = tmp_path / "out" / "manifest.json"
     for written_by in ("dmt prepare", "another program"):
         of_job = export._manifest(open_unsharded(config), Path(), "fp32")
         assert bool(of_job["hashing"]) is bool(of_job["features"][0]["examples"]) is (written_by == "dmt prepare")
+        assert [feature["name"] for feature in of_job["features"]] == ["c", "d", "e"], "of the input"
         manifest.write_text(json.dumps(json.loads(manifest.read_text()) | {"raw": None}))
 
 
