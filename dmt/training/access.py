@@ -38,7 +38,7 @@ class _Header:
 
 
 def save_profile(profile: AccessProfile, path: Path, **numbers: int) -> None:
-    """Writes a profile as Parquet with the columns table (an index), row and accesses; ``numbers`` become metadata.
+    """Writes a profile as Parquet: columns table (its place in the profile), row, accesses; ``numbers`` are metadata.
 
     Raises:
         InputError: the file cannot be written.

@@ -69,7 +69,7 @@ def interactions_of(
 ) -> FeatureAffinity:
     """Measures which features interact, on training rows of a config's data; needs no model.
 
-    It reads at most 2**20 rows, or fewer if there are over 256 columns: evenly spread, or a user's source's first rows.
+    Reads 2**20 rows at most (fewer if over 256 columns) at evenly spaced places; from a user's source, the first ones.
 
     Args:
         config: the config; its model is not built.

@@ -41,7 +41,7 @@ _NEVER = 2**52  # a step that no run reaches
 
 
 class Signals:
-    """Records SIGTERM and Ctrl-C during its ``with`` block; a second signal over two seconds later ends the process.
+    """Records SIGTERM and Ctrl-C in a ``with`` block of the main thread; a second one over 2 s later ends the process.
 
     Once `Agreement.meet` has set ``stops``, signals are ignored, even after the block, so that the last save completes.
     A signal that comes after the last meeting is raised again, with its usual effect, when the block ends.

@@ -118,7 +118,7 @@ def process_group(config: TrainingConfig) -> Iterator[TowerMesh]:
     Sets PyTorch's number of threads to ``OMP_NUM_THREADS``, by default 1.
 
     Raises:
-        InputError: torchrun did not start this process, the topology and the job differ in their number of ranks, or
+        InputError: torchrun did not start this process, or started another number of ranks than the topology has; or
             there is no device for this rank.
     """
     if absent := [name for name in ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:

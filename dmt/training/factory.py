@@ -96,7 +96,7 @@ def make_model(job: Job, device: str | None = None) -> nn.Module:
 def with_own_values(job: Job) -> nn.Module:
     """Returns a factory's model on this rank's device, with the initial values that the factory gave it.
 
-    Only tables are on the meta device, without values. Seeds torch's global generator with ``train.seed``.
+    Its tables are on the meta device instead: sharding initializes them. Seeds torch's generator with ``train.seed``.
 
     Raises:
         InputError: see `make_model`.

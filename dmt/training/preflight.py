@@ -212,7 +212,7 @@ def _lookup_bytes(job: Job) -> NDArray[Any]:
 
 
 def memory_limit(root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Returns this machine's memory in bytes, or the limit of its container (cgroup v2 or v1) if that is lower."""
+    """Returns this machine's memory in bytes, or the limit of its container (cgroups in ``root``) if that is lower."""
     limits = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
     for name in ("memory.max", "memory/memory.limit_in_bytes"):
         text = (root / name).read_text().strip() if (root / name).exists() else "max"

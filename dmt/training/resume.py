@@ -93,7 +93,7 @@ def checkpoint_folder(config: TrainingConfig) -> Path:
 def find_start(job: Job, mesh: TowerMesh) -> Start:
     """Returns where a run starts: at its newest intact checkpoint, else as ``train.resume`` says. Collective.
 
-    ``auto`` is from scratch; another run's checkpoint gives weights and optimizer states. All ranks start the same.
+    ``auto`` means from scratch; another run's checkpoint gives weights and optimizer states. All ranks start the same.
 
     Raises:
         InputError: see `newest`, `starting_folder` and `start_from`; the same on every rank.

@@ -304,7 +304,7 @@ def _replicas(topology: TowerTopology) -> list[tuple[int, str]]:
 
 
 def changed_config(config: TrainingConfig, settings: Mapping[str, Mapping[str, Any]]) -> TrainingConfig:
-    """Returns a config of ``settings`` (by section and key), else the keys of ``config`` in `_KEPT`, else defaults."""
+    """Returns the default config with the keys of `_KEPT` as in ``config``, then ``settings``, by section and key."""
     values = config.model_dump(mode="json", exclude_none=True, include=_KEPT)
     if settings["sharding"]["dataflow"] == "flat":
         del values["train"]["micro_batches"]

@@ -168,7 +168,7 @@ def train_job(job: Job, mesh: TowerMesh) -> dict[str, Any]:
     if not is_saved:
         raise InputError(
             f"The model was trained, but its last checkpoint could not be saved to {folder} (see the warning above). "
-            "Free some space and run the same command again: it resumes from the previous checkpoint."
+            "Remove the cause, such as a full disk, and run the same command again: it resumes from the one before."
         )
     return result
 
@@ -237,7 +237,7 @@ def train_steps(run: Run, at: Position, signals: Signals) -> tuple[Position, Ste
 
 
 def batches_of(job: Job, mesh: TowerMesh, split: Split, at: Position | None = None) -> Iterator[ClickBatch]:
-    """Yields this rank's batches of a split, from a position to its epoch's end; collective with a user's source."""
+    """Yields this rank's batches from ``at`` (None: the start) to its epoch's end; collective with a user's source."""
     at = at or Position()
     batches = job.data.batches(
         split,

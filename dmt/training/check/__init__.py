@@ -127,7 +127,7 @@ def _replicas(reports: Sequence[RankReport]) -> Iterator[Finding]:
 
 
 def make_rows(findings: Sequence[Finding], titles: Mapping[str, str]) -> tuple[CheckRow, ...]:
-    """Returns a row for each check in ``titles``, from the findings of all ranks; a check without findings fails."""
+    """Returns a row for each check in ``titles`` (what it compares, by name); a check without findings fails."""
     return tuple(_row(name, what, [f for f in findings if f.check == name]) for name, what in titles.items())
 
 

@@ -136,9 +136,9 @@ def compute_expected(run: CheckedRun, layout: Mapping[str, Sequence[int]]) -> Ex
     for step, by_rank in enumerate(losses):
         if not all(map(math.isfinite, by_rank)):
             raise InputError(
-                f"The plain module diverges: its loss at step {step} is not finite. At step 0, correct the model's "
-                f"initial weights or forward; later, lower [optimizer] dense_lr={run.config.optimizer.dense_lr} and "
-                f"sparse_lr={run.config.optimizer.sparse_lr}."
+                f"The plain module diverges: its loss at step {step} is not finite. If that is step 0, correct "
+                "the model's initial weights or forward pass; otherwise, lower optimizer.dense_lr="
+                f"{run.config.optimizer.dense_lr} and optimizer.sparse_lr={run.config.optimizer.sparse_lr}."
             )
     check_samples(run.job, tasks[0].model.eval(), draw_batch(run, rank=0, step=0))
     return Expected(start=start, logits=logits, gradients=gradients, losses=losses, weights=_copy_of(tasks[0]))

@@ -131,7 +131,7 @@ class _Checks:
         return expected
 
     def logits_and_gradients(self, config: TrainingConfig) -> None:
-        """Compares logits and gradients of one batch, computed with the initial weights."""
+        """Compares one batch's logits and gradients, under ``config`` at initial weights, with the plain module's."""
         # SGD has no moments to scale.
         probe = with_values(config, "replicas", moment_scale="num_replicas")
         probe = with_values(probe, "optimizer", sparse="sgd", sparse_lr=_PROBE_RATE, warmup_steps=0)
@@ -144,7 +144,7 @@ class _Checks:
         self._compare_gradients(model, _LAYERS * _FP32_SUM + wide)
 
     def training(self) -> list[LocalPart]:
-        """Trains with FP32 exchanges and compares, then trains in the config's formats; returns this rank's weights."""
+        """Compares a training with FP32 exchanges; repeats it if the config has other formats; returns the weights."""
         expected = self.expected
         parts, losses, replicas = self._train(self.exact)
         for step, loss in enumerate(losses):

@@ -68,7 +68,7 @@ def shrink(job: Job, *, limits: CheckLimits, folder: Path) -> CheckedRun:
     """Shrinks a run to the limits. Every table keeps its sharding scheme, and every tower its module.
 
     The shrunk run pins the schemes of ``job``'s sharding plan, which was made for the full size and the config's memory
-    limit. If towers keep their number of ranks, the ranks of every shard are pinned, too. Ranks share ``folder``.
+    limit. If towers keep their number of ranks, every shard keeps its ranks. Expected results go to ``folder``.
 
     Raises:
         InputError: the shrunk tables cannot be placed.

@@ -160,7 +160,7 @@ def _rates(
 
 
 def shapes_of(topology: TowerTopology) -> list[Shape]:
-    """Returns the shapes of groups to measure: one rank each on several hosts, several each on all hosts or on one.
+    """Returns the shapes of groups to measure: one rank on each of several hosts, or several on every host or on one.
 
     Example:
         >>> shapes_of(TowerTopology(num_towers=4, ranks_per_tower=2))

@@ -61,7 +61,7 @@ def demo(data: str | None, out: Path, overrides: Sequence[str], *, command: str)
     if first.model.factory is not None or not arch.startswith("dmt-"):
         raise InputError(
             f"{first.model.chosen}: the demo compares a shipped multi-tower model with its flat form. Set model.arch "
-            "to dmt-dlrm, dmt-dlrm-products or dmt-dcn."
+            "to dmt-dlrm, dmt-dlrm-products or dmt-dcn, without model.factory."
         )
     checked_model(job := open_job(first), ranks)
     rows = job.data.num_rows("train") or 0
@@ -175,7 +175,7 @@ def demo_settings(data: str) -> list[str]:
 def step_settings(rows: int, ranks: int) -> list[str]:
     """Returns overrides for 1,000 to 2,000 steps on ``rows`` training rows, if batches of 16 to 512 per rank allow it.
 
-    Small data sets get one epoch: in a second one, a click model would overfit.
+    Small data sets get one epoch: in a second one, a click model would overfit. There are about five evaluations.
 
     Example:
         >>> step_settings(rows=262_144, ranks=4)

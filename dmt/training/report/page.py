@@ -61,7 +61,7 @@ class RunComparison(NamedTuple):
 
     @property
     def within_noise(self) -> bool:
-        """Whether the AUCs are equal, differ by less than one standard error, or are NaN."""
+        """Whether the AUCs are equal, differ by less than ``auc_noise``, or are NaN."""
         return not (self.auc_difference != 0 and abs(self.auc_difference) >= self.auc_noise)
 
 
@@ -98,7 +98,7 @@ def _ratio(first: Any, second: Any) -> float | None:
 def compare_runs(runs: Mapping[str, Mapping[str, Any]]) -> RunComparison:
     """Compares the second of two runs (``result.json`` by name) with the first, evaluated on the same rows.
 
-    Calls an AUC higher or lower only if the difference is at least one standard error of the AUC.
+    Calls an AUC higher or lower only if the difference is at least the larger of the two standard errors.
     """
     names, (first, second) = list(runs), runs.values()
     errors = [
@@ -262,7 +262,7 @@ def _read_curves(folder: Path) -> dict[str, Curve]:
         recorded = read_curves(folder)
     except OSError as error:
         reason = f"{folder / 'metrics.jsonl'} cannot be read ({error.strerror})"
-        raise InputError(f"plot_curves: {reason}. Give the output_dir of a training run that has ended.") from error
+        raise InputError(f"plot_curves: {reason}. Give the output_dir of a training run.") from error
     curves = {key: np.array(recorded.get(key, []), dtype=np.float64).reshape(-1, 2) for key, _ in _PANELS}
     finite = {key: curve[np.isfinite(curve[:, 1])] for key, curve in curves.items()}
     return {key: curve for key, curve in finite.items() if len(curve)}
